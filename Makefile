@@ -6,7 +6,7 @@
 #   BENCH=                options for `make bench`, such as --only NAME
 #   MATRIX=               options for `make test-matrix`, such as --only 3.12
 #   PYTHONS=              interpreters for it that are not on the PATH
-#   RERUNS=0             how often a failed test that starts other processes is run again; the summary names it
+#   RERUNS=0             how often a failed test is run again; the summary names it
 #   RIGS=../shared/rigs   where `make test-remote` finds servers to test against
 
 PYTHON ?= python3
@@ -29,12 +29,13 @@ export METAFLOW_DEFAULT_DATASTORE = local
 export PYTHONDONTWRITEBYTECODE =
 export PYTHONS
 
-.PHONY: help venv demo docs docs-serve pictures test test-frameworks test-remote test-matrix test-gpu dist unit integration chaos bench lint clean
+.PHONY: help venv demo docs docs-serve pictures test test-long test-frameworks test-remote test-matrix test-gpu dist unit integration chaos bench lint clean
 
 help:
 	@echo "make demo             train a small GPT on 2 nodes x 2 processes of this machine"
 	@echo "make test             linters and the tests of all that this project does"
-	@echo "make test-frameworks  examples that train for long, checkpoints, Hugging Face, Lightning, DeepSpeed and others"
+	@echo "make test-long        the tests of flows that take long, as examples that train"
+	@echo "make test-frameworks  checkpoints, Hugging Face, Lightning, DeepSpeed and others"
 	@echo "make test-remote      the tests on Kubernetes, Batch and object stores; see CONTRIBUTING.md"
 	@echo "make test-matrix      some tests with many versions of Python, PyTorch and Metaflow; see docs/versions.md"
 	@echo "make test-gpu         the tests on GPUs, with NCCL; elsewhere it says that there is none"
@@ -86,9 +87,11 @@ lint: venv
 
 # Tests wait for other processes as much as they compute, so some of them at the same time fill two cores. Those that
 # share a flow say so with the marker xdist_group. For its table, `make chaos` has one test at a time.
-UNIT = $(BIN)/python -m pytest -n 3 --dist worksteal tests/unit
+# The longest tests are named: whoever adds a longer one sees what it costs.
 AGAIN = --reruns $(RERUNS) -r fER
-FLOWS = $(BIN)/python -m pytest $(AGAIN) -n 4 --dist loadgroup
+LONGEST = --durations=15 --durations-min=3
+UNIT = $(BIN)/python -m pytest $(AGAIN) $(LONGEST) -n 3 --dist worksteal tests/unit
+FLOWS = $(BIN)/python -m pytest $(AGAIN) $(LONGEST) -n 4 --dist loadgroup
 CHAOS_SUITE = $(BIN)/python -m pytest $(AGAIN) tests/chaos
 
 unit: venv
@@ -111,8 +114,11 @@ test: venv
 	$(BIN)/mypy & mypy=$$!; \
 	$(UNIT) || status=1; \
 	wait $$mypy || status=1; \
-	$(FLOWS) -m "not long" tests/chaos tests/integration || status=1; \
+	$(FLOWS) -m "not long" tests/integration || status=1; \
 	exit $$status
+
+test-long: venv
+	$(FLOWS) -m long tests/integration
 
 # DeepSpeed compiles nothing when it is installed.
 $(VENV)/.frameworks: $(INSTALLED)
@@ -120,10 +126,7 @@ $(VENV)/.frameworks: $(INSTALLED)
 	@touch $@
 
 test-frameworks: $(VENV)/.frameworks
-	@status=0; \
-	$(BIN)/python -m pytest $(AGAIN) -n 2 --dist loadgroup tests/frameworks || status=1; \
-	$(FLOWS) -m long tests/integration || status=1; \
-	exit $$status
+	$(BIN)/python -m pytest $(AGAIN) -n 2 --dist loadgroup tests/frameworks
 
 $(VENV)/.remote: $(INSTALLED)
 	$(PIP_INSTALL) --editable ".[dev,remote]"

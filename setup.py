@@ -25,22 +25,20 @@ BACKENDS = {
         *("simple-gcp-object-downloader", "packaging"),
     ],
 }
-# Used where they are installed: for functions without a name to go by, and for the stacks of a hang.
+# Used where it is installed, for functions without a name to go by.
 FUNCTIONS = ["cloudpickle"]
-DEBUG = ["py-spy"]
 # torch is the user's choice of version and build, so it is no requirement of the package itself.
 # The oldest with which the tests of `make test-matrix` have passed: they and the examples meet over gloo, on CPUs, and
 # before 2.8 gloo may hang at the end of a process group. NCCL, on GPUs, has no part in that: docs/versions.md.
 EXAMPLES = ["torch>=2.8", "numpy"]
 # build, setuptools: a test builds this package and installs it in the ways that users do, without an index.
 # ipykernel, nbclient: functions from a notebook.
-# debugpy: ipykernel brings it; an editor attaches to a worker by it.
+# debugpy: ipykernel brings it; an editor attaches to a worker by it. py-spy: docs/debugging.md shows it.
 # mypy: a test reads what it makes of a sample.
 # metaflow-checkpoint: a gang goes on from the checkpoints that it keeps.
 TEST = [
     *EXAMPLES,
     *FUNCTIONS,
-    *DEBUG,
     "pytest>=8",
     "pytest-rerunfailures",
     "pytest-timeout",
@@ -51,6 +49,7 @@ TEST = [
     "build",
     "setuptools>=77",
     "debugpy",
+    "py-spy",
     "ipykernel",
     "nbclient",
     "mypy",
@@ -91,7 +90,6 @@ setup(
     extras_require={
         **BACKENDS,
         "functions": FUNCTIONS,
-        "debug": DEBUG,
         "examples": EXAMPLES,
         "frameworks": FRAMEWORKS,
         "test": TEST,

@@ -24,15 +24,16 @@ from limits import limit_s
 FLOWS = Path(__file__).parent / "integration" / "flows"
 STAND_IN = Path(__file__).parent / "stand_in"
 RENAMING = Path(__file__).parent / "renamed"  # on PYTHONPATH, it renames what RENAMED says in all of Metaflow
-# All that a flow can do without; integration/test_other_metaflow.py renames them at the same time.
-LEFT_OUT_TOGETHER = """
+# Of the names in ``compat/renamed.py`` those that Metaflow itself still works without when they are renamed in its text.
+RENAMED_TOGETHER = """
+MetaflowException MetaflowCard ParallelDecorator StepDecorator RELOAD_POLICY_ONCHANGE
 _card_component_store _card_creator_args _card_creator _latest_user_data _card_proc _last_layout_change _render_seq
 _last_render _get_card_process CardProcessManager UserComponent with_default_component_id render_safely UI_URL
 KUBERNETES_PORT KUBERNETES_SANDBOX_INIT_SCRIPT UBF_CONTROL UNPACK_KEY TimeoutException TASK_LOG_SOURCE LOG_SOURCES
-LINE_PARSER Parallel LintWarn _checks METADATA_DONE_SUFFIX metadata_name_for_attempt get_latest_run_id
+LINE_PARSER Parallel LintWarn _checks get_latest_run_id
 CommandException print_metaflow_exception print_unknown_exception default_storage_impl DEFAULT_DATASTORE
 SPIN_ALLOWED_DECORATORS from_conf persist ubf_iter command_options decospecs statically_defined split_parents
-parallel_foreach out_funcs func_lineno secs base_env
+parallel_foreach out_funcs func_lineno secs
 """
 MARK = "GANG_TEST_MARK"
 TESTED_BY = "TORCHRUN_TESTED_BY"  # see conftest.py
@@ -135,6 +136,12 @@ class FlowRun(Running):
         return self.notes("error-*")
 
 
+def _told(process: psutil.Process) -> str:
+    with suppress(psutil.Error):
+        return f"{process.pid} since {process.create_time():.1f}: {' '.join(process.cmdline())[:300]}"
+    return f"{process.pid}, which has ended"
+
+
 StartFlow = Callable[..., FlowRun]
 
 
@@ -202,11 +209,12 @@ def starting_flows(tmp_path: Path) -> Iterator[StartFlow]:
 
     yield start
     for run in runs:
-        left = run.processes()
+        left = {process: _told(process) for process in run.processes()}
         for process in left:
-            process.send_signal(signal.SIGKILL)
+            with suppress(psutil.Error):
+                process.send_signal(signal.SIGKILL)
         run.wait(10)
-        assert not left, f"left running: {left}"
+        assert not left, f"left running: {list(left.values())}\n{run.text[-3000:]}"
 
 
 @pytest.fixture

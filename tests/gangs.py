@@ -46,9 +46,9 @@ def marked(mark: str) -> set[int]:
     return found
 
 
-def command_line(pid: int) -> str:
+def command_line(pid: int, most: int | None = 160) -> str:
     with suppress(OSError):
-        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")[:160]
+        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")[:most]
     return "gone"
 
 
@@ -231,6 +231,22 @@ class Gang:
 
     def guardian(self, rank: int, run_id: str = "launch0-0") -> int:
         return psutil.Process(self.agent(rank, run_id)).ppid()
+
+    def supervisor(self, node: int) -> int:
+        """Return the pid of a node's supervisor, once it runs; it was told the task's pid."""
+        found: list[int] = []
+
+        def is_there() -> bool:
+            lines = {pid: command_line(pid, None).split() for pid in self.living()}
+            program = "torchrun.supervisor"
+            found[:] = [pid for pid, words in lines.items() if program in words and words[-2] == str(self.task(node))]
+            # A helper, the task's child, has the same command line until it has started the supervisor.
+            with suppress(psutil.NoSuchProcess):
+                return len(found) == 1 and psutil.Process(found[0]).ppid() != self.task(node)
+            return False
+
+        self.await_that(is_there, f"the supervisor of node {node}")
+        return found[0]
 
     def task(self, node: int) -> int:
         return self.processes[node].pid

@@ -1,8 +1,7 @@
 """Tests that this machine can't run: what can be installed must not be missing in CI.
 
 There ``CI`` is set, by `.ci/run` and by GitHub, and a test that skips hides a gap. So it fails, and says what is
-missing. By nature some can't run on a machine: without a GPU, or with another kernel. Those skip anywhere, and
-tests/unit/test_gaps.py has the list of them.
+missing. By nature some can't run on a machine: without a GPU, or with another kernel. Those skip anywhere.
 """
 
 from __future__ import annotations

@@ -64,14 +64,16 @@ RUN_ELSEWHERE = {
     ("docs/data.md", "import os"),
     ("docs/debugging.md", "from metaflow import Run"),
     ("docs/debugging.md", "import os"),
-    ("docs/elastic.md", "current.torch.run("),
     ("docs/frameworks.md", "import os"),
     (
         "docs/from-one-gpu.md",
         '"""Runs after.py on two nodes with two processes each; the model is stored with the run."""',
     ),
     ("docs/functions.md", "def train(epochs, lr):"),
-    ("docs/kubernetes.md", "from metaflow import FlowSpec, batch, current, kubernetes, retry, step, torchrun"),
+    (
+        "docs/kubernetes.md",
+        "from metaflow import FlowSpec, batch, check_links, current, kubernetes, retry, step, torchrun",
+    ),
     ("docs/metrics.md", "import json, os"),
     ("docs/metrics.md", "import json, os, time"),
     ("docs/outputs.md", "from metaflow import Run"),
@@ -104,7 +106,7 @@ def run_in_one_flow() -> list[Block]:
 _HEAD = """
 import os
 
-from metaflow import FlowSpec, TorchrunSingleNodeMultiGPU, card, current, retry, step, torchrun
+from metaflow import FlowSpec, TorchrunSingleNodeMultiGPU, card, check_links, current, retry, step, torchrun
 from metaflow.cards import Markdown
 
 

@@ -123,22 +123,26 @@ def gang() -> Drawing:
 
 def node() -> Drawing:
     """The processes of one node, and who ends whom."""
-    it = Drawing("The processes of a node", 318)
+    it = Drawing("The processes of a node", 390)
+    it.box(190, 12, 278, 52, "ours")
+    it.text(204, 34, "supervisor", "bold")
+    it.text(204, 53, "holds the channel to the other nodes", "small")
+    it.arrow((144, 82), (144, 38), (188, 38), both=True)
     rows = [
         ("box", "Metaflow's task", "the step's code; it never imports torch"),
         ("ours", "guardian", "ends everything below it, in any case"),
         ("theirs", "agent", "python -m torch.distributed.run"),
     ]
     for number, (kind, name, what) in enumerate(rows):
-        x, y = 12 + 26 * number, 12 + 72 * number
+        x, y = 12 + 26 * number, 84 + 72 * number
         it.box(x, y, 468 - x, 52, kind)
         it.text(x + 14, y + 22, name, "bold")
         it.text(x + 14, y + 41, what, "small")
         it.arrow((x + 13, y + 52), (x + 13, y + 98), (x + 25, y + 98))
-    it.line((77, 250), (77, 302), (376, 302))
-    it.arrow((376, 302), (376, 278))
+    it.line((77, 322), (77, 374), (376, 374))
+    it.arrow((376, 374), (376, 350))
     for number in (0, 1):
-        it.label(90 + 192 * number, 228, 186, 48, f"worker, rank {number}\na script or a function", "theirs")
+        it.label(90 + 192 * number, 300, 186, 48, f"worker, rank {number}\na script or a function", "theirs")
     return it
 
 
@@ -169,8 +173,8 @@ def launch() -> Drawing:
     _said(it, 270, "go: a free port", True)
     for x in (_LEFT, _RIGHT):
         it.label(x - 85, 284, 170, 48, "torchrun, workers\nlines, heartbeats", "theirs")
-    _said(it, 370, "ended: exit codes, values", False)
-    it.text(240, 396, "all have ended", "middle")
+    _said(it, 370, "ended: exit codes", False)
+    it.text(240, 396, "all have ended, all is stored", "middle")
     _said(it, 428, "verdict: the result", True)
     _said(it, 476, "done: the step's code", False)
     _said(it, 522, "leave: artifacts are stored", False)

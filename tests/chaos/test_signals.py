@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 import os
+import re
 import signal
 import socket
 import time
 
+import psutil
 import pytest
 from gangs import Gang
 from limits import limit_s
@@ -22,6 +24,8 @@ NAMES = {
     "task": "a task",
     "control task": "the control task",
 }
+# Who reaps a dead task first is also who can read its signal.
+KILLED = re.compile("(was killed by SIGKILL|ended unexpectedly, as by SIGKILL)")
 NODE_1 = f"Node 1 (host {HOST})"
 RANK_2 = f"Rank 2 on node 1 (host {HOST})"
 SAID = {  # who is hurt, and how: the cause's category and text
@@ -34,9 +38,9 @@ SAID = {  # who is hurt, and how: the cause's category and text
         f"{NODE_1} failed: its guardian process ended unexpectedly, as by SIGKILL",
     ),
     ("guardian", signal.SIGTERM): ("killed", f"{NODE_1} failed: its guardian process"),
-    ("task", signal.SIGKILL): ("node_lost", f"{NODE_1} failed: its connection to the control node was closed"),
+    ("task", signal.SIGKILL): ("node_lost", f"{NODE_1} failed: its task "),
     ("task", signal.SIGTERM): ("preempted", f"{NODE_1} was preempted: its Metaflow task got SIGTERM"),
-    ("control task", signal.SIGKILL): ("node_lost", "Node 0 (the control node) is lost: its connection was closed"),
+    ("control task", signal.SIGKILL): ("node_lost", f"Node 0 (host {HOST}) failed: its task "),
     ("control task", signal.SIGTERM): (
         "preempted",
         f"Node 0 (host {HOST}) was preempted: its Metaflow task got SIGTERM",
@@ -74,10 +78,43 @@ def test_a_process_that_gets(number, victim, gang, recorder):
     category, said = SAID[victim, number]
     assert said in outcome.error["text"]
     assert outcome.error["cause"]["category"] == category
+    if "task" in victim and number == signal.SIGKILL:
+        assert KILLED.search(outcome.error["text"])
+
+
+def test_sigkill_of_a_supervisor(gang, recorder):
+    """Its own node says so itself; the others see that it is gone."""
+    gang.start(3, 1)
+    gang.await_workers()
+    outcome = gang.await_end(gang.send(gang.supervisor(1), signal.SIGKILL), [0, 2])
+    recorder.died("SIGKILL of a supervisor", outcome)
+    assert f"{NODE_1} failed: its connection to the control node was closed" in outcome.error["text"]
+    own = gang.error(1)
+    assert f"{NODE_1} failed: its supervisor process (pid " in own["text"]
+    assert own["cause"]["category"] == "killed"
+
+
+def test_sigkill_of_the_control_nodes_supervisor(gang, recorder):
+    gang.start(3, 1)
+    gang.await_workers()
+    outcome = gang.await_end(gang.send(gang.supervisor(0), signal.SIGKILL), [1, 2])
+    recorder.died("SIGKILL of the control node's supervisor", outcome)
+    assert "Node 0 (the control node) is lost: its connection was closed" in outcome.error["text"]
+    assert f"Node 0 (host {HOST}) failed: its supervisor process (pid " in gang.error(0)["text"]
+
+
+@pytest.mark.parametrize("node", [0, 1])
+def test_a_supervisor_that_somebody_stops_goes_on(node, gang, recorder):
+    gang.start(2, 1, settings={"heartbeat_timeout_s": max(20, HEARTBEAT_S)})
+    gang.await_workers()
+    pid = gang.supervisor(node)
+    struck_at = gang.send(pid, signal.SIGSTOP)
+    gang.await_that(lambda: psutil.Process(pid).status() != psutil.STATUS_STOPPED, "its going on")
+    gang.await_age(struck_at, 1)
+    recorder.lasted("SIGSTOP of a supervisor", gang.end_well())
 
 
 STOPPED = f"was stopped by a signal (SIGSTOP or the like) and not continued for {HEARTBEAT_S} s"
-SILENT = f"nothing arrived from it for {HEARTBEAT_S} s"
 
 
 @pytest.mark.parametrize(
@@ -85,8 +122,8 @@ SILENT = f"nothing arrived from it for {HEARTBEAT_S} s"
     [
         ("worker", "hang", f"{RANK_2} {STOPPED}"),
         ("agent", "hang", f"{NODE_1} failed: its torchrun agent {STOPPED}"),
-        ("task", "node_lost", f"{NODE_1} failed: {SILENT}"),
-        ("control task", "node_lost", f"Node 0 (the control node) is lost: {SILENT}"),
+        ("task", "node_lost", f"{NODE_1} failed: its task {STOPPED}"),
+        ("control task", "node_lost", f"Node 0 (host {HOST}) failed: its task {STOPPED}"),
     ],
     ids=_first,
 )
@@ -124,6 +161,21 @@ def test_everything_is_stopped_for_longer_than_the_heartbeat_timeout(gang, recor
     recorder.lasted("SIGSTOP of everything for twice the heartbeat timeout", gang.end_well())
 
 
+def test_tasks_that_are_stopped_for_a_while_are_no_hang(gang, recorder):
+    """Their workers go on, but nobody can tell of them."""
+    hang_timeout_s = 6
+    gang.start(2, hang_timeout_s=hang_timeout_s)
+    gang.await_workers()
+    gang.await_age(time.monotonic(), hang_timeout_s / 2)  # now the gang has heard of them; before, it has more patience
+    for node in (0, 1):
+        os.kill(gang.task(node), signal.SIGSTOP)
+    time.sleep(2.5 * hang_timeout_s)
+    for node in (0, 1):
+        os.kill(gang.task(node), signal.SIGCONT)
+    gang.await_age(time.monotonic(), 2)
+    recorder.lasted("SIGSTOP of all tasks for twice hang_timeout_s", gang.end_well())
+
+
 def test_sigkill_of_a_task_whose_child_lives_on(gang, recorder):
     """A child that the step has forked, for its data say, holds open whatever the task had open."""
     gang.start(3, 1, step={1: "fork-when-told"})
@@ -133,4 +185,4 @@ def test_sigkill_of_a_task_whose_child_lives_on(gang, recorder):
     outcome = gang.await_end(gang.send(gang.task(1), signal.SIGKILL), [0, 2], ignore=[child])
     recorder.died("SIGKILL of a task whose forked child lives on", outcome)
     assert gang.living() == {child}  # it is the step's own
-    assert f"{NODE_1} failed: its connection to the control node was closed" in outcome.error["text"]
+    assert f"{NODE_1} failed: its task " in outcome.error["text"]

@@ -34,10 +34,11 @@ def enough_files() -> Iterator[None]:
 
 
 def channel_port(gang: Gang) -> int:
-    """Return the one port that the control node's task listens on."""
+    """Return the one port that the control node's supervisor listens on."""
+    supervisor = psutil.Process(gang.supervisor(0))
 
     def listening() -> list[int]:
-        connections = psutil.Process(gang.task(0)).net_connections("tcp")
+        connections = supervisor.net_connections("tcp")
         return [each.laddr.port for each in connections if each.status == psutil.CONN_LISTEN]
 
     gang.await_that(listening, "the channel")

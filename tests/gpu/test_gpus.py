@@ -127,9 +127,8 @@ def test_a_hang_in_nccl_tells_where_the_rank_was_that_stayed_away(run):
 
 
 @two_gpus
-def test_preflight_measures_nccl(run):
-    loud = launch(env={"NCCL_DEBUG": "VERSION"})
-    flow = run(attrs={"preflight": True}, runs_=[loud])
+def test_check_links_measures_nccl(run):
+    flow = run(attrs={"env": {"NCCL_DEBUG": "VERSION"}}, runs_=[{"entrypoint": "check_links"}, launch()])
     ranks = 2 * (len(GPUS) // 2)
     figures = r"[\d.]+ ms, [\d.]+ GB/s"
     line = rf"preflight: node \d \(host \S+\): all-reduce over {ranks} ranks: {figures} \(bus [\d.]+ GB/s\)"

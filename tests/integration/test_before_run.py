@@ -150,7 +150,7 @@ class TestFlow:
         assert flow.process.returncode == 0, flow.text
         assert (place / "count").read_text() == "löss\n" * 2
         control = flow.note("end")["tasks"][0]
-        assert [result["launch"] for result in control["results"]] == [1, 3]
+        assert [result["launch"] for result in control["results"]] == [0, 1]
         assert len(control["results"][0]["restarts"]) == 1
 
     def test_the_workers_run_the_command_in_the_folder_and_with_the_variables_of_the_commands(self, ran):
@@ -167,13 +167,12 @@ class TestFlow:
             assert shown[1:-1] == ["no endNAME=löss"] or shown[1:-1] == ["made", "no endNAME=löss"]
             assert re.fullmatch(r"ended well after [\d.]+ s", shown[-1])
         assert "very-secret" not in flow.text
-        assert len([line for line in flow.lines if "before_run: 2 commands on 2 nodes, " in line.text]) == 1
 
     def test_all_commands_end_before_any_worker_begins(self, ran):
         flow, _ = ran
         events = flow.note("end")["tasks"][0]["results"][0]["events"]
         kinds = [event["kind"] for event in events]
-        assert kinds.index("before_run") < kinds.index("command") < kinds.index("go")
+        assert kinds.index("before_run") < kinds.index("command") < kinds.index("ready") < kinds.index("go")
         ended = [event for event in events if event["kind"] == "command"]
         assert sorted(event["node"] for event in ended) == [0, 0, 1, 1]
         assert {event["exit_code"] for event in ended} == {0}
@@ -189,7 +188,7 @@ class TestFlow:
         assert re.search(
             r"0 +nodes 0, 1: before_run 2/2 \(echo \$NAME .*\) exited with code 0, [\d.-]+ s", shown.stdout
         )
-        assert "start: before_run on 2 nodes" in shown.stdout
+        assert "nodes 0, 1: before_run begins" in shown.stdout
 
 
 def test_a_retry_runs_them_again(run_flow, tmp_path):
@@ -211,5 +210,4 @@ def test_the_steps_timeout_bounds_a_command_that_hangs(run_flow):
         expect=1, hook="timeout", runs_=[{"entrypoint": "worker.py", "before_run": ["sleep 300"]}], stand_in=True
     )
     assert {error["class"] for error in flow.errors()} == {"LaunchTimeout"}
-    assert all("before_run failed" in error["message"] for error in flow.errors())
     flow.await_gone()

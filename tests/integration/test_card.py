@@ -52,17 +52,15 @@ class Cards:
         assert flow.wait() == expect, flow.text
         return flow
 
-    def paths(self, flow, kind="torchrun"):
-        """Return the cards of a run's gang by node, each as its path on the server; wait for the first."""
+    def path(self, flow, kind="torchrun", node=0):
+        """Return the path of a node's card on the server; wait for it."""
         run_id = re.search(r"\(run-id (\d+)\)", flow.text)[1]
         deadline = time.monotonic() + limit_s(30)
         while True:
-            found = {}
             for path in flow.home.parent.rglob(f"runs/{run_id}/steps/train/tasks/*/cards/{kind}-*.html"):
                 task, name = path.parts[-3], path.stem.removeprefix(f"{kind}-")
-                found[int(task.partition("_node_")[2] or 0)] = f"GangFlow/{run_id}/train/{task}/{name}"
-            if 0 in found:
-                return found
+                if int(task.partition("_node_")[2] or 0) == node:
+                    return f"GangFlow/{run_id}/train/{task}/{name}"
             assert time.monotonic() < deadline, flow.text
             time.sleep(0.2)
 
@@ -171,7 +169,7 @@ def look(browser, url, name):
 
 def test_a_browser_shows_a_running_gang_and_it_moves(cards, live, chromium):
     flow, ask = live
-    path = cards.paths(flow)[0]
+    path = cards.path(flow)
     await_data(ask, path, "tr-cell tr-running", 4)
     data = await_data(ask, path, '"strokeWidth"', 3)
     html = ask(f"card/{path}")
@@ -192,7 +190,7 @@ def test_a_browser_shows_a_running_gang_and_it_moves(cards, live, chromium):
         chromium.wait_for("document.body.innerText.includes('best: 1.798e+308')")
     before = chromium.value_of("document.querySelector('.tr-sentence').innerText")
     assert re.search(r"4 ranks on 2 nodes have run for \d+ ", before)
-    own = cards.paths(flow, "default-own")[0]
+    own = cards.path(flow, "default-own")
     data = await_data(ask, own, "tr-cell tr-running", 4)["data"]
     chromium.open(ask.at + own, READY)
     chromium.value_of(f"window.metaflow_card_update({json.dumps(data)})")
@@ -212,19 +210,26 @@ def test_a_browser_shows_a_running_gang_and_it_moves(cards, live, chromium):
 
 def test_the_card_of_a_failed_step_is_final_and_tells_why(cards, ended):
     flows, ask = ended
-    paths = [path for kind in ("torchrun", "default-own") for path in cards.paths(flows["failed"], kind).values()]
-    assert len(paths) == 4, "one of each kind on each node"
-    for path in paths:
-        html = ask(f"card/{path}")
+    for kind in ("torchrun", "default-own"):
+        html = ask(f"card/{cards.path(flows['failed'], kind)}")
         assert 'METAFLOW_RELOAD_TOKEN = "final"' in html
         content = content_of(html)
         assert "Rank 3 on node 1" in content
         assert "in act&#10;  |     raise ValueError(" in content
 
 
+@pytest.mark.parametrize("name", ["failed", "finished"])
+def test_the_card_of_another_node_names_the_control_nodes_task(cards, ended, name):
+    flows, ask = ended
+    control = cards.path(flows[name]).rpartition("/")[0]
+    content = content_of(ask(f"card/{cards.path(flows[name], node=1)}"))
+    assert "This is node 1 (host " in content
+    assert f": {control}." in content
+
+
 def test_a_card_can_be_made_again_from_what_is_stored(cards, ended):
     flows, ask = ended
-    path = cards.paths(flows["restarted"])[0]
+    path = cards.path(flows["restarted"])
     _, run_id, step, task, _ = path.split("/")
     first = content_of(ask(f"card/{path}"))
     made = cards.run("create", f"{run_id}/{step}/{task}", "--type", "torchrun", command="card")
@@ -251,23 +256,18 @@ def test_a_card_can_be_made_again_from_what_is_stored(cards, ended):
             "failed",
             ["failed", "Rank 3 on node 1", "ValueError: bad löss", "raise ValueError(", "the launch has failed"],
         ),
-        (
-            "failed of 1",
-            ["failed", "This is node 1.", "shows the gang", "raise ValueError(", "rank 2", "rank 3", "GangFlow/"],
-        ),
         ("restarted", ["done", "after 1 restart", "RuntimeError: only the first time"]),
     ],
 )
 def test_a_browser_shows_a_gang_that_has_ended(cards, ended, chromium, name, words):
     flows, ask = ended
-    flow, _, node = name.partition(" of ")
-    for _ in look(chromium, ask.at + cards.paths(flows[flow])[int(node or 0)], name.replace(" ", "-")):
+    for _ in look(chromium, ask.at + cards.path(flows[name]), name):
         text = chromium.text
         assert [word for word in words if word not in text] == []
         assert "torch.distributed.run" in text
     empty = "[...document.querySelectorAll('section')].filter(s => s.querySelector('.sectionItems').matches(':empty'))"
     assert not any(chromium.value_of(f"{empty}.map(s => s.offsetHeight)")), "what has nothing to show is not seen"
-    if flow == "failed":
+    if name == "failed":
         assert chromium.value_of("document.querySelectorAll('.tr-cell.tr-failed').length") == 1
     if name == "restarted":
         assert "raise RuntimeError(" not in chromium.text

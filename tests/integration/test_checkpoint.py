@@ -12,6 +12,7 @@ import shutil
 from pathlib import Path
 
 import psutil
+import pytest
 from flow_runs import FLOWS
 
 REPOSITORY = Path(__file__).parents[2]
@@ -35,6 +36,7 @@ def recipe() -> str:
     return block
 
 
+@pytest.mark.long
 def test_restarts_a_lost_node_and_a_preemption_change_nothing_of_what_comes_out(start_flow, tmp_path):
     folder = tmp_path / "flow folder"
     shutil.copytree(FLOWS, folder)

@@ -61,6 +61,14 @@ def test_hello(example):
 
 
 @pytest.mark.long
+def test_preflight(example):
+    flow = example("preflight", "python flow.py run")
+    for node, rank in ((0, 0), (1, 2)):
+        assert re.search(rf"\[rank {rank}\] preflight: node {node} \(host \S+\): all-reduce over 4 ranks: ", flow.text)
+    assert "all nodes reach each other; the training was launch 1" in flow.text
+
+
+@pytest.mark.long
 def test_tensor_pass(example):
     flow = example("tensor-pass", "python flow.py run", "--nproc 1")
     assert re.search(r"2 ranks.*ok", flow.text), flow.text

@@ -14,6 +14,7 @@ from flow_runs import FLOWS
 
 
 @pytest.mark.matrix
+@pytest.mark.long
 def test_functions_of_a_flow_in_launches_of_different_widths(run_flow):
     """One flow, many assertions: torch makes every launch expensive. examples/torchrunx-parity shows the rest."""
     flow = run_flow(flow="functions.py")
@@ -59,6 +60,7 @@ def test_different_sources_are_refused_and_what_a_function_raises_is_retried(run
     assert len(re.findall(r"KeyError: 'only in the first attempt'", flow.text)) >= 2
 
 
+@pytest.mark.long
 def test_tensors_and_modules_go_there_and_back(tmp_path):
     """In single workers; `programs` of the unit tests make them without torchrun."""
     programs = Path(__file__).parents[1] / "unit" / "programs"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from gangs import Gang
 from hosts import Host, connect, needs_ipv6
 
 MASTER_PORT, CHANNEL_PORT = 29612, 29613
+PORTS = {"master_port": MASTER_PORT, "channel_port": CHANNEL_PORT}
 
 
 @pytest.fixture
@@ -161,8 +163,44 @@ def test_addresses_that_lead_nowhere_cost_little_time(lose, gang, two_hosts):
 
 def test_with_both_ports_pinned_only_these_two_are_listened_on(gang, two_hosts):
     connect(*two_hosts, "eth0", ("10.77.0.1/24", "10.77.0.2/24"))
-    gang.start(settings={"master_port": MASTER_PORT, "channel_port": CHANNEL_PORT})
+    gang.start(settings=PORTS)
     gang.await_workers()
     assert [host.listening() for host in two_hosts] == [[MASTER_PORT, CHANNEL_PORT], []]
     finish(gang)
     assert [host.listening() for host in two_hosts] == [[], []]
+
+
+def shut(hosts: tuple[Host, Host], port: int, how: str, family: str = "-4") -> None:
+    """Close a port of the control node to the other host, as a firewall does; the control node itself reaches it."""
+    control, member = hosts
+    if how == "refused at once":
+        member.ip(family, "rule", "add", "pref", "10", "ipproto", "tcp", "dport", str(port), "prohibit")
+    else:  # no answer of it leaves the control node
+        control.ip(family, "rule", "add", "pref", "10", "ipproto", "tcp", "sport", str(port), "blackhole")
+
+
+@pytest.mark.parametrize(
+    ("how", "why", "family"),
+    [
+        ("without an answer", "timed out", 4),
+        pytest.param("refused at once", "Permission denied", 6, marks=needs_ipv6),
+    ],
+)
+def test_a_closed_port_of_torchs_store_is_named_with_the_node_that_cannot_reach_it(how, why, family, gang, two_hosts):
+    address = "10.77.0.1" if family == 4 else "fd00:77::1"
+    pairs = [("10.77.0.1/24", "10.77.0.2/24")] if family == 4 else [("fd00:77::1/64", "fd00:77::2/64")]
+    connect(*two_hosts, "eth0", *pairs)
+    shut(two_hosts, MASTER_PORT, how, f"-{family}")
+    gang.start(settings={**PORTS, "max_restarts": 2}, main_ip=address)
+    gang.await_that(lambda: MASTER_PORT in two_hosts[0].listening(), "the store")
+    outcome = gang.await_end(time.monotonic(), (0, 1))
+    assert outcome.left == [], "torch itself waits for 900 s"
+    cause, text = outcome.error["cause"], outcome.error["text"]
+    assert (cause["category"], cause["kind"], cause["node"], cause["host"]) == ("network", "unreachable", 1, "host-b")
+    assert text.startswith(
+        f"Node 1 (host host-b) can't reach torch's store on node 0 (host host-a): tried {address} on port {MASTER_PORT}: "
+        f"{why}."
+    )
+    assert "master_port=" in text
+    assert "max_restarts" not in text
+    assert "restart 1 of 2" not in gang.log(0), "it would not help"

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import signal
+import time
+
 import psutil
 import pytest
+from limits import limit_s
 
 MIB = 1024 * 1024
 
@@ -84,3 +88,40 @@ def test_a_flood_does_not_grow_the_task(start_flow):
     assert len(lines) == 50_000
     assert lines[-1].startswith("0000999 ")
     assert (peak - base) / MIB < 20
+
+
+def await_flood(flow):
+    deadline = time.monotonic() + limit_s(60)
+    while not all(f"[rank {rank}] yyy" in flow.text for rank in range(2)):
+        assert time.monotonic() < deadline, flow.text
+        time.sleep(0.2)
+
+
+@pytest.mark.long
+def test_a_frozen_node_that_has_the_turn_is_lost_as_any_other(start_flow):
+    """Both nodes write without end to one pipe, so the frozen one holds it or waits for it."""
+    attrs = {"grace_s": 3, "heartbeat_timeout_s": 5}
+    flow = start_flow(runs_=[run("saves", nproc_per_node=1)], attrs=attrs, stand_in=True)
+    (task,) = flow.await_notes("task-1", 1)
+    await_flood(flow)
+    psutil.Process(task["pid"]).suspend()
+    assert flow.wait(60) == 1
+    assert "Node 1 (host" in flow.text
+
+
+@pytest.mark.long
+def test_workers_save_and_tasks_end_though_nobody_reads_what_they_print(start_flow):
+    """Who reads is Metaflow's own process. It is stopped, as with its terminal."""
+    flow = start_flow(runs_=[run("saves", nproc_per_node=1)], attrs={"grace_s": 10}, stand_in=True)
+    tasks = [psutil.Process(note["pid"]) for note in flow.await_notes("task-*", 2)]
+    await_flood(flow)
+    psutil.Process(flow.process.pid).suspend()
+    time.sleep(limit_s(3))  # until all pipes and buffers are full
+    tasks[0].send_signal(signal.SIGTERM)
+    flow.await_notes("saved-*", 2)
+    deadline = time.monotonic() + limit_s(40)
+    while left := [task for task in tasks if task.is_running() and task.status() != psutil.STATUS_ZOMBIE]:
+        assert time.monotonic() < deadline, left
+        time.sleep(0.1)
+    psutil.Process(flow.process.pid).resume()
+    assert flow.wait(60) == 1

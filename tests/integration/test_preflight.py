@@ -1,4 +1,4 @@
-"""`@torchrun(preflight=...)`: what it measures, and whom it names."""
+"""`check_links`: what it measures, and whom it names."""
 
 from __future__ import annotations
 
@@ -21,9 +21,10 @@ REDUCED = FIGURES + r" \(bus [\d.]+ GB/s\)"
 
 
 @pytest.mark.matrix
-def test_it_measures_before_the_script_and_then_runs_it(run_flow: Callable[..., FlowRun]) -> None:
+def test_it_measures_and_then_the_script_runs(run_flow: Callable[..., FlowRun]) -> None:
     # Forked workers, so that PyTorch is imported once for each node and not six times.
-    run = run_flow(attrs={"preflight": True, "nproc_per_node": 2, "warm": "workers"})
+    launches = [{"entrypoint": "check_links"}, {"entrypoint": "worker.py"}]
+    run = run_flow(attrs={"nproc_per_node": 2, "warm": "workers"}, runs_=launches)
     for node, rank in ((0, 0), (1, 2)):
         line = rf"\[rank {rank}\] preflight: node {node} \(host \S+\): all-reduce over 4 ranks: {REDUCED}$"
         assert len(re.findall(line, run.text, re.MULTILINE)) == 1, run.text
@@ -55,11 +56,11 @@ def forbid_chosen_ports(hosts: list[Host]) -> None:
 
 def test_a_node_that_its_neighbours_cannot_reach_is_named_on_every_node(trio: Gang) -> None:
     forbid_chosen_ports(list(trio.hosts))
-    trio.start(3, settings={"preflight": True, **PORTS})
+    trio.start(3, settings=PORTS, entrypoint="check_links")
     assert [process.wait(60) for process in trio.processes.values()] == [1, 1, 1], trio.told
     for node in range(3):
         log = trio.log(node)
-        assert "LaunchFailed: The preflight failed" in log
-        assert "PreflightError: node 2 (host host-c)" in log
+        assert "LaunchFailed: Rank 0 on node 0 (host host-a) failed with PreflightError: node 2 (host host-c)" in log
         assert "node 1 to node 2: [Errno 13]" in log
-    assert not list(trio.out.glob("worker-*")), "the script was started"
+        assert "max_restarts" not in log
+        assert trio.error(node)["cause"]["category"] == "network"

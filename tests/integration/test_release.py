@@ -108,7 +108,6 @@ def test_an_index_is_told_what_it_is_and_what_it_needs(metadata):
     assert required(metadata) == ["metaflow>=2.13"]
     assert required(metadata, "kubernetes") == ["kubernetes", "python-dateutil<3"]
     assert required(metadata, "functions") == ["cloudpickle"]
-    assert required(metadata, "debug") == ["py-spy"]
 
 
 def test_the_bound_of_an_extra_is_one_that_metaflow_brings_anyway():

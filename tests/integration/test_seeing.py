@@ -86,7 +86,7 @@ def test_json_has_all_that_is_shown(seen, ask, run):
     assert [[node["exit_codes"] for node in gang["nodes"]] for gang in data["gangs"]] == [[{"0": 0}, {"1": 0}]] * 2
     failed = json.loads(ask("show", f"SeenFlow/{run}/train/{seen.note('letter-b')}", "--json", "--attempt", "0"))
     (gang,) = failed["gangs"]
-    assert (gang["outcome"], gang["reports"][0]["cause"]["rank"]) == ("failed", 1)
+    assert (gang["outcome"], gang["reports"][0]["cause"]["rank"]) == ("failed", 1), gang
     assert "ValueError: bad löss" in gang["reports"][0]["cause"]["detail"]
 
 

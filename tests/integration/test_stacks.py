@@ -1,5 +1,6 @@
 """`torchrun stacks` and `torchrun show --follow`, on a gang that computes, and whose rank 3 then waits for data."""
 
+import contextlib
 import json
 import os
 import re
@@ -12,7 +13,7 @@ import psutil
 import pytest
 from limits import limit_s
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("asked")]
+pytestmark = [pytest.mark.long, pytest.mark.xdist_group("asked")]
 
 
 @pytest.fixture(scope="module")
@@ -111,3 +112,22 @@ def test_4_asked_over_and_over_it_computes_the_same_and_the_end_is_followed(aske
 
 def test_5_a_gang_that_is_over_says_so_at_once(asked, ask):
     assert "has ended, so none of its workers runs" in ask(expect=1)
+
+
+def test_6_a_gang_that_stops_answers_without_the_node_that_is_lost(start_flow):
+    flow = start_flow(attrs={"grace_s": 60}, do="*:stubborn")  # its workers ignore SIGTERM
+    flow.await_notes("worker-*", 2)
+    tasks = {note["pid"] for note in flow.notes("task-1")}
+    os.kill(tasks.pop(), signal.SIGKILL)
+    until(lambda: "stopping all nodes" in flow.text, "the stop")
+    argv = [sys.executable, "gang.py", "--no-pylint", "torchrun", "stacks"]
+    folder = next(flow.out.parent.glob("flow folder"))
+    asked = subprocess.run(argv, cwd=folder, env=flow.env, capture_output=True, text=True, check=False)
+    assert asked.returncode == 0, asked.stderr
+    assert "node 1 has no answer: it is no longer in the gang" in asked.stdout
+    assert re.search(r"rank 0: \S+\.py:\d+ in ", asked.stdout), asked.stdout
+    for note in flow.notes("worker-*"):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(note["pid"], signal.SIGKILL)
+    assert flow.wait() == 1
+    assert "Node 1 (host" in flow.text

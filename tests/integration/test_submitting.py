@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -130,6 +133,45 @@ def test_two_ports_that_disagree(refused):
         decorators={"torchrun": {"master_port": 29500}},
         words=["Step train: @kubernetes(port=8080) and @torchrun(master_port=29500) disagree"],
     )
+
+
+# What Python on macOS lacks, and what it says of its system.
+MACOS = """
+import fcntl, os, platform, select, signal, socket
+platform.system = lambda: "Darwin"
+select.kqueue = object  # Metaflow uses it there
+for module, *names in (
+    (fcntl, "F_SETPIPE_SZ"),
+    (os, "pidfd_open", "pipe2", "sched_getaffinity"),
+    (select, "epoll"),
+    (signal, "SIGRTMIN", "SIGRTMAX"),
+    (socket, "MSG_NOSIGNAL"),
+):
+    for name in names:
+        vars(module).pop(name, None)
+"""
+
+
+@pytest.fixture
+def macos(tmp_path):
+    """Return the environment of a process that takes this machine for a Mac."""
+    site = _kubernetes_client(tmp_path)
+    (site / "sitecustomize.py").write_text(MACOS)
+    return {"PYTHONPATH": str(site)}
+
+
+def test_a_local_run_on_macos(refused, macos):
+    refused(env=macos, words=["Step train with @torchrun needs Linux, but this machine has Darwin"])
+
+
+def test_from_macos_all_that_is_for_clusters_goes_on(refused, run_flow, macos):
+    refused("--with", "batch:queue=q", env=macos, words=["can't finish with --metadata=local"])
+    refused("create", "--only-json", command="argo-workflows", decorators=CAUGHT, env=macos, words=CATCH_WORDS)
+    env = {**macos, "GANG_DECORATORS": json.dumps(GANG)}
+    shown = run_flow("show", command="torchrun", flow="submitted.py", env=env, expect=None)
+    assert "Traceback" not in shown.text
+    command = "from metaflow_extensions.torchrun.plugins.torchrun.show.commands import _commands_of_features as c; c()"
+    subprocess.run([sys.executable, "-c", command], env={**os.environ, **macos}, check=True)
 
 
 def test_local_metadata_on_batch(refused):

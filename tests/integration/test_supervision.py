@@ -1,11 +1,10 @@
-"""Hangs and torchrun's own elasticity: real flows, real collectives. The chaos suite freezes processes."""
+"""Hangs: real flows, real collectives. The chaos suite freezes processes."""
 
 from __future__ import annotations
 
 import re
 from pathlib import Path
 
-import psutil
 import pytest
 
 
@@ -15,7 +14,7 @@ def test_a_hang_is_shown_by_the_stacks_of_all_workers_and_restarted(run_flow, tm
     kept.mkdir()
     hang = {
         "entrypoint": "hanging.py",
-        "hang_timeout_s": 20,  # on a busy machine, torchrun imports PyTorch for more than ten before a worker starts
+        "hang_timeout_s": 20,  # begins where the first rank joins; the other one may still import PyTorch
         "max_restarts": 1,
         "torchrun_args": {"log_dir": str(kept)},
     }
@@ -25,7 +24,7 @@ def test_a_hang_is_shown_by_the_stacks_of_all_workers_and_restarted(run_flow, tm
     assert errors[0]["message"] == errors[1]["message"]
     assert {(error["class"], error["cause"]["category"]) for error in errors} == {("LaunchHung", "hang")}
     said = errors[0]["message"]
-    assert "or exited for 20 s" in said
+    assert "joined a process group or exited for 20 s. If they" in said
     for rank, place in ((0, "in train_step"), (1, "in load_batch")):
         (line,) = [line for line in said.splitlines() if line.startswith(f"Rank {rank} was at hanging.py:")]
         assert place in line
@@ -40,19 +39,5 @@ def test_a_hang_is_shown_by_the_stacks_of_all_workers_and_restarted(run_flow, tm
     assert "load_batch" in stacks
     assert "train_step" in stacks
     assert "load_batch" in flow.text
-    flow.await_gone()
-
-
-def test_an_elastic_launch_goes_on_when_a_node_is_lost(start_flow):
-    options = {"nnodes": "1:2", "rdzv_backend": "c10d", "rdzv_conf": "last_call_timeout=4", "max_restarts": 2}
-    flow = start_flow(runs_=[{"entrypoint": "elastic.py", "torchrun_args": options}])
-    assert {seen["WORLD_SIZE"] for seen in flow.await_notes("elastic-0-*", 2)} == {"2"}
-    psutil.Process(flow.note("task-1")["pid"]).kill()
-    assert flow.wait(60) == 1  # Metaflow wants the lost node's results
-    (alone,) = flow.notes("elastic-1-*")
-    assert (alone["WORLD_SIZE"], alone["TORCHELASTIC_MAX_RESTARTS"]) == ("1", "2")
-    assert "alone, and done" in flow.text
-    assert "node 1 has dropped out" in flow.text
-    assert "the launch goes on with 1 nodes" in flow.text
-    assert not flow.errors()  # run() of the control node has ended well
+    assert not list(kept.rglob("*stacks-*")), "what was read them from is gone"
     flow.await_gone()

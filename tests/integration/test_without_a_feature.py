@@ -14,7 +14,7 @@ PACKAGE = Path("metaflow_extensions/torchrun/plugins/torchrun")
 FEATURES = sorted(path.parent.name for path in (ROOT / PACKAGE / "features").glob("*/feature.py"))
 # Of the unit tests those of gang, channel and node, and of what a user calls.
 CORE = (
-    *("cause", "history", "keepers", "node_records", "protocol", "settings", "state", "summary"),
+    *("cause", "history", "keepers", "protocol", "settings", "state", "summary"),
     *("channel", "frames", "join", "registry", "relay"),
     *("command", "commands", "exits", "generation", "headlines", "logs", "supervisor", "watchers"),
     *("card", "event_store", "executor", "live_card", "result", "single_node", "task_gang"),

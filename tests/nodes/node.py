@@ -16,6 +16,7 @@ import time
 import traceback
 from types import SimpleNamespace
 
+from metaflow import check_links
 from metaflow.datastore import FlowDataStore
 from metaflow.plugins.datastores.local_storage import LocalStorage
 
@@ -26,8 +27,8 @@ from metaflow_extensions.torchrun.plugins.torchrun.features.listed import FEATUR
 from metaflow_extensions.torchrun.plugins.torchrun.features.warm.feature import Warm
 from metaflow_extensions.torchrun.plugins.torchrun.gang.wire import to_plain
 from metaflow_extensions.torchrun.plugins.torchrun.logs.console import to_log, write_text
+from metaflow_extensions.torchrun.plugins.torchrun.machine import detached
 from metaflow_extensions.torchrun.plugins.torchrun.machine.accelerators import this_machine
-from metaflow_extensions.torchrun.plugins.torchrun.node.watchers import keepers_of
 from metaflow_extensions.torchrun.plugins.torchrun.settings import parse_settings
 
 # As the decorator has it, for tasks that are on machines of their own.
@@ -59,15 +60,21 @@ def faulty_storage(fault):
     return type("FaultyStorage", (LocalStorage,), methods)
 
 
-def take_port_first(squatted):
-    """Make the control node choose a port first that somebody else takes before its agent does."""
-    choose, chosen = joining.pick_port, []
-
+# Makes the control node's supervisor choose a port first that somebody else takes before its agent does.
+SQUATTED = """
+if "{{module}}" == "supervisor":
+    from torchrun import supervisor
+    choose, chosen = supervisor.pick_port, []
     def pick_port(pinned):
-        chosen.append(choose(pinned) if chosen else squatted)
+        chosen.append(choose(pinned) if chosen else {squatted})
         return chosen[-1]
+    supervisor.pick_port = pick_port
+"""
 
-    joining.pick_port = pick_port
+
+def take_port_first(squatted):
+    before, _, after = detached.OURS.partition("from torchrun")
+    detached.OURS = before + SQUATTED.format(squatted=squatted) + "from torchrun" + after
 
 
 def fork_when_told(node, out):
@@ -130,8 +137,8 @@ def join(task, registry, settings):
     main_ip, here_only = task.main_ip or "", task.main_ip is None
     if main_ip == "own name":  # what Metaflow 2.19 takes for the control node's address on AWS Batch
         main_ip = socket.gethostbyname_ex(socket.gethostname())[-1][0]
-    own = {"rules": joining.rules_of(settings), "keepers": keepers_of(FEATURES, task.num_nodes)}
-    member, channel = joining.join_as_control(registry, task.num_nodes, main_ip, settings, to_log, here_only, **own)
+    rules = joining.rules_of(settings)
+    member, channel = joining.join_as_control(registry, task.num_nodes, main_ip, settings, to_log, here_only, rules)
     if task.main_ip is not None or settings.logs in ("all", "rank0"):  # as of tasks that are on machines of their own
         channel.relay.start(write_text)
     return member, channel, joining.control_addresses(main_ip, here_only)[0]
@@ -148,12 +155,13 @@ def await_leave(number, out):
 def run_all(executor, task, notes):
     """Run one launch after the other, as a step's code may that catches what `run` raises; raise the last error."""
     error = None
+    entrypoint = check_links if task.entrypoint == "check_links" else task.entrypoint
     for number in range(task.launches):
         if number > 0:
             await_leave(number, task.out)
         begun = time.monotonic()
         try:
-            result = executor.run(task.entrypoint, **task.options)
+            result = executor.run(entrypoint, **task.options)
             error = None
             notes.launches.append({"restarts": result.restarts, "command": result.command})
         except BaseException as caught:
@@ -165,8 +173,23 @@ def run_all(executor, task, notes):
         raise error
 
 
-def run_own_code(node, what, out):
+def keep_interpreter(seconds, at_begin=lambda: None):
+    """Make one call into C that keeps the interpreter for so long; return how long it was."""
+    count, took_s = 10**6, 0.0
+    while took_s < 0.2:
+        count *= 2
+        begun = time.monotonic()
+        sum(range(count))
+        took_s = time.monotonic() - begun
+    at_begin()
+    begun = time.monotonic()
+    sum(range(int(count * seconds / took_s)))
+    return time.monotonic() - begun
+
+
+def run_own_code(task):
     """Do what a step may do outside of `run`."""
+    node, what, out = task.node, task.own_code, task.out
     facts = {}
     if what == "use processes":  # and set SIGTERM back to its default, as a library may
         with multiprocessing.get_context("fork").Pool(2) as pool:
@@ -176,10 +199,14 @@ def run_own_code(node, what, out):
             time.sleep(DEADLINE_S)
             os._exit(0)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    if what == "one long call":
+        facts["seconds"] = keep_interpreter(3 * parse_settings(task.settings, "train").heartbeat_timeout_s)
     Notes(os.path.join(out, f"step-{node}.json")).save(**facts)
+    if what == "a call of 15 s":
+        keep_interpreter(15, Notes(os.path.join(out, f"calls-{node}.json")).save)
     if what == "use processes":
         time.sleep(DEADLINE_S)
-    if what:
+    if what and what != "one long call":
         await_leave("end", out)
 
 
@@ -201,7 +228,7 @@ def main(task):
         member, channel, main_addr = join(task, registry, settings)
         notes.save(join_s=time.monotonic() - begun, main_addr=main_addr)
         executor = TorchrunExecutor(Context(member, main_addr, machine, settings, warm=warm, features=FEATURES))
-        run_own_code(task.node, task.own_code, task.out)
+        run_own_code(task)
         run_all(executor, task, notes)
         if warm is not None:
             warm.close()
@@ -210,7 +237,7 @@ def main(task):
             notes.save(failed_at=time.monotonic())
             raise ValueError("the results can't be stored")
         if channel is not None:
-            member.await_others(lambda: channel.gang.nodes.members)
+            member.await_others(lambda: channel.members)
     except BaseException as error:
         notes.save(error=notes.of(error), seconds=time.monotonic() - begun)
         traceback.print_exc()

@@ -99,7 +99,7 @@ def test_commands_before_the_workers_and_what_the_workers_leave(run_remote, back
 
     seen = Seen(flow)
     assert "python remote_outputs.py torchrun outputs " in seen.show()
-    listed = seen.outputs("--launch", "1", "--node", "1")
+    listed = seen.outputs("--launch", "0", "--node", "1")
     assert [line.split() for line in listed.splitlines()[1:]] == [
         ["1", "52", "bytes", "good-1.json"],
         ["1", "3.0", "MB", "good/shards/1.bin"],

@@ -14,7 +14,7 @@ class FakeCard:
         self.fails = False
         self._latest_user_data = None
         self._card_creator_args = {"card_uuid": "of-a-test"}
-        self._card_creator = SimpleNamespace(create=self.create)
+        self._card_creator = SimpleNamespace(create=self.create, _run_command=None)
 
     def refresh(self, data):
         self.shown.append(data)

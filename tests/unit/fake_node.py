@@ -1,5 +1,6 @@
 """One node without processes and without a network: its agent says what the test wants, its gang is the test itself."""
 
+import os
 import queue
 import signal
 import threading
@@ -64,7 +65,7 @@ class FakeNode:
         own = {"nproc": 2, "num_nodes": 2, "node_index": number, "python": "python3", "log_dir": str(folder)}
         launch = LaunchSpec("/flow/train.py", (), False, **{**own, **(spec or {})})
         self.plan = Plan(launch, "127.0.0.1", **{"machine": Machine(1), "write": self._write, **plan})
-        self.new_agent = self._new_agent
+        self.new_agent, self.complete = self._new_agent, lambda: self.plan
 
     # The node is its member's link to the control node, too.
     def send(self, message):
@@ -101,7 +102,7 @@ class FakeNode:
 
     def _run(self):
         try:
-            self._came.put(Supervisor(self.plan, self.member, self.new_agent).run())
+            self._came.put(Supervisor(self.plan, self.member, self.new_agent, self.complete).run())
         except BaseException as error:
             self._came.put(error)
 
@@ -111,6 +112,12 @@ class FakeNode:
         """Have the step's code call `run`, in a thread; return the node's *ready*."""
         self._in_thread(self._run)
         return self.expect(protocol.Ready)
+
+    def prepare(self):
+        """Have the step's code call `run` with commands before; return the agent that runs them, if it is a fake one."""
+        self._in_thread(self._run)
+        self.expect(protocol.Prepares)
+        return None if self.new_agent != self._new_agent else self._agents.get(timeout=DEADLINE_S)
 
     def go(self, generation=0, **more):
         """Have the control node say *go*; return the agent that is made."""
@@ -163,9 +170,6 @@ class FakeNode:
     def worker_ended(self, agent, local_rank, status, stopped=False, at=0.0):
         agent.say(agent_events.WorkerEnded(self.rank(local_rank), local_rank, NOBODY + local_rank, status, stopped, at))
 
-    def worker_reaped(self, agent, local_rank, at=0.0):
-        self.worker_ended(agent, local_rank, None, stopped=True, at=at)
-
     def all_end_well(self, agent):
         for local_rank in (0, 1):
             self.worker_ended(agent, local_rank, 0)
@@ -188,7 +192,10 @@ class FakeNode:
         write(self.worker_writes(agent, "stdout", "", local_rank) / "trained-alone", "")
 
     def agent_folder(self, agent):
-        return Path(agent.options.pipes).parent
+        kept = self.plan.spec.log_dir
+        return (
+            max(Path(kept).glob("torchrun-node*"), key=os.path.getctime) if kept else Path(agent.options.pipes).parent
+        )
 
     # --- what the test looks at ------------------------------------------------------------------
 

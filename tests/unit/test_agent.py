@@ -1,23 +1,71 @@
 """The agent's program, with a stand-in for torchrun: what it changes in the workers that torchrun starts."""
 
 import os
+import shutil
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
+from limits import limit_s
+from unit_helpers import eventually, write
 
 from metaflow_extensions.torchrun.plugins.torchrun.launch.command import AGENT, HALT_SIGNAL
+from metaflow_extensions.torchrun.plugins.torchrun.machine.processes import blocks
 
 STAND_IN = Path(__file__).parents[1] / "stand_in"
 OPTIONS = ["--nnodes=1", "--node-rank=0", "--nproc-per-node=2", "--rdzv-endpoint=127.0.0.1:1", "--rdzv-id=some"]
 
 
 @pytest.mark.parametrize(("restarts", "seen"), [("2/3", "2 3"), ("", "0 0")])
-def test_whatever_a_worker_starts_knows_the_restarts_of_the_gang(restarts, seen, tmp_path):
+def test_it_tells_of_its_workers_and_whatever_they_start_knows_the_restarts_of_the_gang(restarts, seen, tmp_path):
     """Also a wrapper that does not become the script's Python, as a profiler in PYTHON_EXEC."""
     shows = "sh -c 'echo $TORCHELASTIC_RESTART_COUNT $TORCHELASTIC_MAX_RESTARTS $TORCHRUN_RESTARTS'"
     words = [f"--log-dir={tmp_path}", *OPTIONS, "--no-python", "--", "sh", "-c", shows]
     env = {**os.environ, "PYTHONPATH": str(STAND_IN), "TORCHRUN_RESTARTS": restarts}
+    os.mkfifo(path := tmp_path / "agent.workers")
+    news = os.open(path, os.O_RDWR)  # as its guardian
     subprocess.run([sys.executable, AGENT, str(tmp_path), str(HALT_SIGNAL), *words], env=env, check=True, timeout=60)
+    told = [line.split() for line in os.read(news, 65536).decode().splitlines()]
+    os.close(news)
+    started = {words[1] for words in told if words[0] == "started"}
+    assert {words[1] for words in told if words[0] == "ended" and words[2] == "0"} == started
+    assert sorted(words[2:] for words in told if words[0] == "started") == [["0", "0"], ["1", "1"]]
     assert [(tmp_path / f"{rank}.stdout").read_text() for rank in (0, 1)] == [f"{seen}\n"] * 2
+
+
+# torchrun is told to halt at the very moment in which it has reaped a worker.
+HALTED_AT_ONCE = f"""
+import signal, subprocess
+class Popen(subprocess.Popen):
+    def poll(self):
+        status = super().poll()
+        if status is not None:
+            signal.raise_signal({HALT_SIGNAL})
+        return status
+"""
+
+
+def test_an_agent_that_is_halted_while_it_reaps_a_worker_has_told_of_it(tmp_path):
+    shutil.copytree(STAND_IN / "torch", tmp_path / "torch")
+    handler = tmp_path / "torch/distributed/elastic/multiprocessing/subprocess_handler/subprocess_handler.py"
+    write(handler, handler.read_text().replace("from subprocess import Popen", HALTED_AT_ONCE))
+    words = [f"--log-dir={tmp_path}", *OPTIONS, "--no-python", "--", "sh", "-c", "exit 3"]
+    os.mkfifo(path := tmp_path / "agent.workers")
+    news, told = os.open(path, os.O_RDWR | os.O_NONBLOCK), []
+
+    def has_told():
+        with suppress(BlockingIOError):
+            told.extend(line.split()[::2] for line in os.read(news, 65536).decode().splitlines())
+        return ["ended", "3"] in told
+
+    command = [sys.executable, AGENT, str(tmp_path), str(HALT_SIGNAL), *words]
+    agent = subprocess.Popen(command, env={**os.environ, "PYTHONPATH": str(tmp_path)})
+    try:
+        eventually(has_told, "the worker's end", limit_s(10))
+        eventually(lambda: blocks(agent.pid, HALT_SIGNAL), "the agent's halt", limit_s(10))
+    finally:
+        agent.kill()
+        agent.wait()
+        os.close(news)

@@ -1,4 +1,4 @@
-"""What `run(before_run=...)` makes of a call: which commands it takes, and a launch before the user's own."""
+"""What `run(before_run=...)` makes of a call: which commands it takes, and what the launch has of them."""
 
 import os
 from pathlib import Path
@@ -8,22 +8,10 @@ import pytest
 from recorded_calls import recorded_calls
 from unit_helpers import HOSTILE, write
 
-from metaflow_extensions.torchrun.plugins.torchrun import gang_of_one
-from metaflow_extensions.torchrun.plugins.torchrun.errors import (
-    EntrypointError,
-    LaunchFailed,
-    TorchrunConfigError,
-    TorchrunPreempted,
-)
-from metaflow_extensions.torchrun.plugins.torchrun.features.before_run.feature import BeforeRun, CommandRecords
-from metaflow_extensions.torchrun.plugins.torchrun.features.before_run.program import shown
-from metaflow_extensions.torchrun.plugins.torchrun.gang.cause import Cause
-from metaflow_extensions.torchrun.plugins.torchrun.gang.keepers import Happened
-from metaflow_extensions.torchrun.plugins.torchrun.gang.policy import LaunchPolicy
-from metaflow_extensions.torchrun.plugins.torchrun.gang.protocol import Told
-from metaflow_extensions.torchrun.plugins.torchrun.launch.spec import LaunchSpec
-from metaflow_extensions.torchrun.plugins.torchrun.node.preludes import Asked, own_launch
-from metaflow_extensions.torchrun.plugins.torchrun.settings import argument, parse_settings
+from metaflow_extensions.torchrun.plugins.torchrun import executor, gang_of_one
+from metaflow_extensions.torchrun.plugins.torchrun.errors import EntrypointError, LaunchFailed, TorchrunConfigError
+from metaflow_extensions.torchrun.plugins.torchrun.node.commands import shown
+from metaflow_extensions.torchrun.plugins.torchrun.settings import argument
 from metaflow_extensions.torchrun.plugins.torchrun.single_node import TorchrunSingleNodeMultiGPU
 
 
@@ -77,54 +65,40 @@ def test_it_is_shown_in_one_line(words, line):
     assert shown(words) == line
 
 
-# --- the launch -----------------------------------------------------------------------------------
+# --- the call -------------------------------------------------------------------------------------
 
 
 @pytest.fixture
 def launch_of(monkeypatch, tmp_path):
-    return recorded_calls(monkeypatch, tmp_path, (BeforeRun(),))
+    return recorded_calls(monkeypatch, tmp_path)
 
 
-def test_what_runs_before_is_a_launch_of_its_own(launch_of, tmp_path):
+def test_the_launch_has_its_commands_and_none_of_the_facts_that_they_may_change(launch_of, tmp_path):
     (tmp_path / "pip").touch(mode=0o755)
-    env = {"A": "1", "PATH": str(tmp_path)}
-    given = {"env": env, "cwd": str(tmp_path), "timeout_s": 60, "max_restarts": 2, "entrypoint_args": ["x"]}
-    spec, _, said = launch_of(before_run=["pip install x", ["true"]], torchrun_args={"role": "x"}, **given)
-    before, then = launch_of.plans
-    assert before.program.commands == (("sh", "-ec", "pip install x"), ("true",))
-    assert (before.is_ours, before.warm, before.facts) == (True, "off", {})
-    assert before.policy == LaunchPolicy()  # the step's @timeout alone bounds it
-    for each in (before, then):
-        assert (each.spec.env, each.spec.cwd, each.spec.nproc) == (tuple(env.items()), str(tmp_path), 4)
-    assert (before.spec.args, before.spec.options, before.spec.max_restarts) == ((), (), 0)
-    assert os.path.isfile(before.spec.entrypoint)
-    assert (then.spec, then.program, then.is_ours) == (spec, None, False)
-    assert "before_run: 2 commands on 2 nodes, 1.5 s" in said
+    (tmp_path / "get.sh").touch()
+    spec, _, said = launch_of(
+        before_run=["pip install x", ["./get.sh", "./x"]], env={"PATH": str(tmp_path)}, cwd=str(tmp_path)
+    )
+    (plan,) = launch_of.plans
+    assert (plan.spec, plan.commands, plan.facts) == (spec, (("sh", "-ec", "pip install x"), ("./get.sh", "./x")), {})
     assert any(line.startswith(f"pip is {tmp_path}/pip, but this step runs under") for line in said)
 
 
-def test_a_program_beside_the_flow_is_found_and_nodes_may_have_commands_of_their_own(tmp_path):
-    whole = LaunchSpec("/flow/train.py", ("x",), False, 2, 3, 1, "python3", cwd=str(tmp_path), min_nodes=1)
+def test_a_program_beside_the_flow_is_found(launch_of, tmp_path, monkeypatch):
     script = write(tmp_path / "flow" / "get.sh", "#!/bin/sh\n")
-    arguments = {"before_run": [["./get.sh", "./x"], ["./absent"], ["make"]]}
-    asked = Asked(arguments, parse_settings({}, "train"), str(script.parent), 3, True, False, print, print)
-    prelude = BeforeRun().prelude(asked)
-    spec = prelude.spec(whole)
-    assert prelude.program.commands == ((str(script), "./x"), ("./absent",), ("make",))
-    other = own_launch(LaunchSpec(**{**vars(whole), "command": ("python", "x.py")}), spec.entrypoint)
-    assert (spec.digest(), spec.min_nodes) == (other.digest(), None)
+    monkeypatch.setattr(executor, "_flow_folder", lambda: str(script.parent))
+    launch_of(before_run=[["./get.sh", "./x"], ["./absent"], ["make"]])
+    assert launch_of.plans[0].commands == ((str(script), "./x"), ("./absent",), ("make",))
 
 
-def test_each_command_that_has_ended_becomes_a_record():
-    data = {"commands": [{"text": "größe 🙂", "seconds": 0.25, "exit_code": None}] * 2}
-    remarks = CommandRecords().handle(3, Told(0, 0, "before_run", data), 7.0)
-    assert remarks.happened == (Happened("command", 3, "größe 🙂", None, None, 0.25),) * 2
-
-
-def test_the_entrypoint_is_looked_for_after_it(launch_of):
+def test_the_entrypoint_is_looked_for_after_it(launch_of, tmp_path):
+    launch_of(positional=("made.py",), before_run=["true"])
     with pytest.raises(EntrypointError, match=r"made\.py"):
-        launch_of(positional=("made.py",), before_run=["true"])
-    assert len(launch_of.plans) == 1
+        launch_of.complete()
+    made = write(tmp_path / "made.py", "")
+    assert launch_of.complete().spec.entrypoint == str(made)
+    with pytest.raises(EntrypointError, match=r"absent\.py"):
+        launch_of(positional=("absent.py",), before_run=[])
 
 
 @pytest.mark.parametrize(
@@ -143,24 +117,11 @@ def test_bad_input_is_refused_before_anything_runs(wrong, launch_of):
     assert launch_of.plans == []
 
 
-def test_its_failure_is_told_as_its_own_and_nothing_is_launched(launch_of):
-    launch_of.outcomes += [LaunchFailed("no", Cause("command", 1, "host", exit_code=1).as_dict())]
-    with pytest.raises(LaunchFailed, match=r"^before_run failed") as caught:
-        launch_of(before_run=["false"])
-    assert caught.value.cause["category"] == "before_run"
-    assert isinstance(caught.value.__cause__, LaunchFailed)  # by which the gang knows it
-    launch_of.outcomes += [TorchrunPreempted("it must end")]
-    with pytest.raises(TorchrunPreempted, match=r"^it must end"):
-        launch_of(before_run=["false"])
-    assert len(launch_of.plans) == 2
-
-
-@pytest.mark.parametrize(
-    ("warm", "commands", "renewed"), [("workers", ["true"], 1), ("workers", [], 0), ("agent", ["true"], 0)]
-)
-def test_no_worker_becomes_of_a_spare_that_has_imported_before(warm, commands, renewed, launch_of):
+@pytest.mark.parametrize(("warm", "renewed"), [("workers", 1), ("agent", 0)])
+def test_no_worker_becomes_of_a_spare_that_has_imported_before(warm, renewed, launch_of):
     spares = Mock()
-    launch_of(before_run=commands, warm=warm, warm_node=spares)
+    launch_of(before_run=["true"], warm=warm, warm_node=spares)
+    launch_of.complete()
     assert spares.renew.call_count == renewed
 
 

@@ -9,7 +9,8 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from gang_snapshots import MARKUP, a_gang, failed, place, records, report
+from gang_snapshots import MARKUP, a_gang, failed, place, report
+from metaflow import metaflow_config
 from metaflow._vendor import click
 from metaflow.datastore import FlowDataStore
 from metaflow.plugins.datastores.local_storage import LocalStorage
@@ -25,6 +26,7 @@ from metaflow_extensions.torchrun.plugins.torchrun.show.gang_card import GangCar
 from metaflow_extensions.torchrun.plugins.torchrun.show.live_card import GangPart
 from metaflow_extensions.torchrun.plugins.torchrun.show.page import page_of, section_names
 from metaflow_extensions.torchrun.plugins.torchrun.show.parts.charts import COLOURS
+from metaflow_extensions.torchrun.plugins.torchrun.show.parts.model import Sentence
 from metaflow_extensions.torchrun.plugins.torchrun.show.style import STYLE
 
 
@@ -150,7 +152,7 @@ def test_every_part_is_told_where_people_look():
 def test_a_part_that_shows_nothing_says_why():
     part = GangPart(("outcome",), lambda: "no snapshot", place)
     assert "Render failed of component named `GangPart`" in part.render()["data"]
-    (nothing,) = html_of(GangPart((), lambda: None, place).render())
+    (nothing,) = html_of(GangPart((), lambda: Sentence("No launch has begun yet."), place).render())
     assert nothing.text == "No launch has begun yet."
 
 
@@ -159,18 +161,30 @@ def test_an_unknown_part_is_refused_where_it_is_asked_for():
         GangPart(("rank",), a_gang, place)
 
 
-def test_a_nodes_state_is_told_in_the_same_words_as_by_torchrun_show():
-    ends = [("left", 1, "its step has failed"), ("finished", 0, ""), ("left", 0, "")]
-    told = records(*((6.0, kind, {"node": node, "text": text}) for kind, node, text in ends))
-    gang = failed(a_gang(), 3, "ValueError: x")
-    ended = replace(gang, events=(*gang.events, *told)).summary
-    assert [node.word for node in ended.nodes] == ["finished", "failed"]
-
-
 def test_metaflow_knows_the_card():
     from metaflow.plugins import CARDS
 
     assert GangCard in CARDS
+
+
+@pytest.mark.parametrize("url", [None, "https://ui/"])
+def test_the_card_of_another_node_leads_to_the_gangs(url, monkeypatch):
+    monkeypatch.setattr(metaflow_config, "UI_URL", url)
+    task = SimpleNamespace(pathspec="Flow/1/train/2_node_1", metadata_dict={})
+    data = {"pointer": f"This is node 1 (host {MARKUP}). The card of node 0: Flow/1/train/2.", "control": "1/train/2"}
+    (section,) = GangCard().refresh(task, {"user": data}).values()
+    (html,) = html_of(section)
+    assert "".join(html.words) == data["pointer"].translate({0x1B: "\ufffd", 0: "\ufffd"})
+    assert [attrs["href"] for tag, attrs in html.tags if tag == "a"] == ([f"{url}Flow/1/train/2"] if url else [])
+    pages = GangCard().render_runtime(task, {"user": data}), made_with(data).render(task)
+    assert all("The card of node 0" in content_of(page) for page in pages)
+
+
+def made_with(data):
+    """Return the card as Metaflow has it that makes the final page."""
+    card = GangCard()
+    card.runtime_data = {"user": data}
+    return card
 
 
 @pytest.mark.parametrize("is_known", [True, False])

@@ -87,6 +87,7 @@ def test_the_earliest_failure_is_the_cause():
             0, "RuntimeError: Broken pipe", 1, "exception", 'File "/x/site-packages/torch/distributed/c.py", line 1'
         ),
         failed(0, "torch.distributed.DistNetworkError: failed to recv, got 0 bytes"),
+        failed(0, "torch.distributed.DistNetworkError: failed to recv, got 0 bytes", kind="preflight"),
         failed(0, "torch.distributed.DistStoreError: Timed out after 300 seconds waiting for clients"),
         failed(0, None, 1, "exit", "[E] Watchdog caught collective operation timeout: WorkNCCL"),
         failed(0, None, 1, "exit", "epoch 3\n[W TCPStore.cpp:125] recvValue failed: Connection reset by peer\nbye"),

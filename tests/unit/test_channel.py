@@ -20,11 +20,12 @@ from limits import limit_s
 from test_network import needs_ipv6
 from unit_helpers import HANG_S, eventually
 
-from metaflow_extensions.torchrun.plugins.torchrun.channel import control_channel, listener, member_channel
+from metaflow_extensions.torchrun.plugins.torchrun.channel import control_channel, listener
 from metaflow_extensions.torchrun.plugins.torchrun.channel.connection import new_token
 from metaflow_extensions.torchrun.plugins.torchrun.channel.control_channel import ControlChannel
 from metaflow_extensions.torchrun.plugins.torchrun.channel.frames import LENGTH, decode, encode
 from metaflow_extensions.torchrun.plugins.torchrun.channel.member_channel import MemberChannel
+from metaflow_extensions.torchrun.plugins.torchrun.channel.relay import Relay
 from metaflow_extensions.torchrun.plugins.torchrun.errors import GangError, TorchrunPreempted
 from metaflow_extensions.torchrun.plugins.torchrun.gang import protocol as sent
 from metaflow_extensions.torchrun.plugins.torchrun.gang.cause import Cause, Failure
@@ -75,7 +76,8 @@ class Control:
     def __init__(self, num_nodes=2, heartbeat_s=20.0, started_timeout_s=60.0, host=HOST):
         self.inbox, self.token = Inbox(), new_token()
         gang = Gang(num_nodes, lambda pinned: pinned or pick_port(), Rules(started_timeout_s, 1.0))
-        self.channel = ControlChannel(gang, self.inbox, self.token, heartbeat_s)
+        self.relay = Relay()
+        self.channel = ControlChannel(gang, self.inbox, self.token, heartbeat_s, self.relay.add)
         self.port, self.send = self.channel.listen(None, host), self.channel.send
         self.send(sent.Join(node=0, host="host-0"))
         self.inbox.expect(sent.Welcome)
@@ -89,14 +91,17 @@ class Control:
         if self._is_open:
             self._is_open = False
             self.channel.close(wait_s)
+            self.relay.close()
 
 
 class Member(MemberChannel):
     """A member's side of a test; it is not connected yet."""
 
-    def __init__(self, node=1, heartbeat_s=20.0, policy=None):
+    def __init__(self, node=1, heartbeat_s=20.0, policy=None, place="here"):
         self.inbox, self._is_open = Inbox(), True
-        super().__init__(node, self.inbox, lambda reason: self.inbox(ControlLost(reason)), heartbeat_s, policy)
+        super().__init__(
+            node, self.inbox, lambda reason: self.inbox(ControlLost(reason)), heartbeat_s, policy, place=place
+        )
 
     def join(self, control, addresses=(HOST,)):
         self.address = self.connect(addresses, control.port, control.token, 10.0)
@@ -407,11 +412,10 @@ def test_a_second_task_of_the_same_node_is_refused_and_the_first_stays(opened):
     first.leave_well(control)
 
 
-def test_a_task_that_comes_to_replace_another_waits_for_the_gangs_end(opened, monkeypatch):
+def test_a_task_that_comes_to_replace_another_waits_for_the_gangs_end(opened):
     """Kubernetes starts it while the first one's pod still has its grace; its end would have all pods killed."""
     control, first = opened.pair(heartbeat_s=0.4)
-    monkeypatch.setattr(member_channel, "place", lambda: "another pod")
-    second = opened.member(heartbeat_s=0.4)
+    second = opened.member(heartbeat_s=0.4, place="another pod")
     with pytest.raises(TorchrunPreempted, match=r"Node 1 .* turned away.*to replace"):
         second.join(control)
     assert "it is being replaced" in first.inbox.expect(sent.Replaced).why
@@ -423,7 +427,7 @@ def test_a_task_that_comes_to_replace_another_waits_for_the_gangs_end(opened, mo
         second.inbox.expect(ControlLost, 1.0)
     assert (control.members, control.channel.gang.broken) == ([1], None)
     assert second.hold_s == 1.0 + 15.0
-    control.channel.relay.settle()
+    control.relay.settle()
     assert log.text == ""
     control.close()
     second.inbox.expect(ControlLost)
@@ -551,7 +555,7 @@ def test_what_is_raised_in_the_control_nodes_loop_breaks_the_gang_with_its_text(
 def test_a_message_that_can_not_be_sent_is_told_to_all(opened):
     control, member = opened.pair()
     member.send(sent.Told(0, 0, "some", dict.fromkeys(map(str, range(20000)), "k" * 100)))
-    assert "a 'told' message of" in member.inbox.expect(ControlLost, 5.0).reason
+    assert "a 'told' message of" in member.inbox.expect(ControlLost, limit_s(5.0)).reason
     assert "Node 1" in control.inbox.error()
 
 
@@ -564,7 +568,7 @@ def test_even_when_nothing_can_be_sent_any_more_all_hear_of_it(opened, monkeypat
     monkeypatch.setattr(control_channel, "encode", full)
     control.send(sent.Leave())  # which says *bye* to the member
     assert "MemoryError: no memory" in control.inbox.error()
-    member.inbox.expect(ControlLost, 5.0)
+    member.inbox.expect(ControlLost, limit_s(5.0))
 
 
 def test_a_closed_channel_leaves_no_thread_and_swallows_late_words(opened):
@@ -585,7 +589,7 @@ class Log:
 
     def __init__(self, control):
         self.text = ""
-        control.channel.relay.start(self._write)
+        control.relay.start(self._write)
 
     def _write(self, stream, text):
         self.text += text
@@ -620,7 +624,7 @@ def test_a_flood_of_lines_holds_up_no_message_and_is_counted_to_its_end(opened):
     for node in (member, control):
         node.send(ENDED)
     control.inbox.expect(sent.Verdict)
-    control.channel.relay.settle()
+    control.relay.settle()
     assert len(log.lines) + log.missing == 200_001
     assert log.lines[-1] == "last words: größe 🙂"
     assert len(log.text) < 8 * 1024**2

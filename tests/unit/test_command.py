@@ -61,9 +61,8 @@ def test_torchruns_template_gives_back_every_argument(args):
 
 def test_workers_are_told_how_often_the_gang_was_restarted():
     """By their agent; see test_agent.py."""
-    assert restart_variables(SPEC, RESTARTED) == {"TORCHRUN_RESTARTS": "2/3"}
-    assert restart_variables(SPEC, GO) == {}
-    assert restart_variables(replace(SPEC, min_nodes=1), RESTARTED) == {}
+    assert restart_variables(RESTARTED) == {"TORCHRUN_RESTARTS": "2/3"}
+    assert restart_variables(GO) == {}
     assert command_of(RESTARTED) == command_of()
 
 
@@ -117,20 +116,6 @@ def test_what_the_user_says_is_passed_on(changes, words):
     command = command_of(**changes)
     assert set(words) < set(command)
     assert len([word for word in command if word.startswith("--rdzv-id")]) == 1
-
-
-@pytest.mark.parametrize(("node", "is_host"), [(0, "true"), (1, "false")])
-def test_with_its_own_elasticity_torchrun_restarts_by_itself(node, is_host):
-    asked = {"node_index": node, "min_nodes": 1, "elastic_timeout_s": 120, "max_restarts": 3, "go": RESTARTED}
-    options = options_of(**asked)
-    conf = f"--rdzv-conf=read_timeout=120,join_timeout=120,is_host={is_host}"
-    endpoint = "--rdzv-endpoint=10.0.0.7:29512"
-    assert {"--nnodes=1:3", "--rdzv-backend=c10d", endpoint, "--max-restarts=3", conf} < set(options)
-    assert not [word for word in options if "node-rank" in word or "TORCHELASTIC" in word]
-    assert program_of(**asked) == ["/flow/train.py"]
-    given_conf = (("rdzv-conf", "join_timeout=7, last_call_timeout=2,is_host=1"),)
-    (conf,) = (word for word in options_of(**asked, options=given_conf) if word.startswith("--rdzv-conf"))
-    assert conf == f"--rdzv-conf=read_timeout=120,join_timeout=7,last_call_timeout=2,is_host={is_host}"
 
 
 # --- the environment -----------------------------------------------------------------------------

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from itertools import groupby
 from types import SimpleNamespace
 
 import pytest
@@ -120,9 +121,24 @@ def without_reader():
     return open(writing, "w")
 
 
+class Ends:
+    """A stream of the step's own that ends the thread that writes to it, and whose error has no text."""
+
+    class Error(SystemExit):
+        def __str__(self):
+            raise ValueError
+
+    def write(self, text):
+        raise self.Error
+
+    def flush(self):
+        pass
+
+
 @pytest.mark.parametrize(
     ("open_stream", "reason"),
     [
+        (Ends, "(Error)"),
         (lambda: spoiled(lambda stream: os.close(stream.fileno()), closefd=False), "Bad file descriptor"),
         (lambda: spoiled(lambda stream: stream.close()), "closed file"),
         (lambda: None, "there is no stdout"),
@@ -182,6 +198,46 @@ def test_long_lines_of_nodes_on_one_pipe_do_not_mix_however_long_they_wait_for_t
     assert sorted(read.split(b"\n")) == [b"", *(mark * 200_000 for mark in (b"a", b"b", b"c"))]
 
 
+def test_a_text_for_which_there_is_no_memory_costs_that_text_alone(monkeypatch, capfd, writer):
+    pieces = console._pieces
+
+    def no_memory(lines):
+        if b"too long" in lines:
+            raise MemoryError
+        return pieces(lines)
+
+    monkeypatch.setattr(console, "_pieces", no_memory)
+    writer.put("stdout", b"too long\n" * 1_000_000)
+    assert writer.settle(30)
+    assert writer.put("stdout", b"the next\n"), "there is room again"
+    assert writer.settle(30)
+    assert capfd.readouterr() == ("the next\n", "[torchrun] some lines could not be written (MemoryError)\n")
+
+
+LONG = f"""{OURS}
+import os
+from ours.logs import console
+if sys.argv[2:]:
+    sys.stderr = open(os.devnull, "w")  # so its stderr is no pipe
+for number in range(300):
+    console.write_output("stdout", sys.argv[1].encode() * 20_000 + b"\\n")
+"""
+
+
+def test_long_lines_do_not_mix_with_those_of_a_node_whose_other_stream_goes_elsewhere(take_stdout):
+    stream, errors = take_stdout(), os.pipe()
+    words = [("a",), ("b", "without stderr"), ("c",)]
+    command = [sys.executable, "-c", LONG]
+    nodes = [subprocess.Popen([*command, *each], stdout=stream.writing, stderr=errors[1]) for each in words]
+    stream.stdout.close()
+    with open(stream.reading, "rb") as pipe:
+        lines = sorted(pipe.read().split())
+    assert [node.wait(30) for node in nodes] == [0, 0, 0]
+    assert lines == [mark * 20_000 for mark in (b"a", b"b", b"c") for _ in range(300)]
+    for fd in errors:
+        os.close(fd)
+
+
 NODE = f"""{OURS}
 import os
 from ours.logs import console
@@ -212,7 +268,9 @@ def test_nodes_that_print_much_get_turns_alike(take_stdout):
     assert [node.wait(30) for node in nodes] == [0, 0, 0]
     assert all([line.split()[1] for line in lines if line[0] == name] == list(map(str, range(5_000))) for name in "abc")
     counts = [sum(line[0] == name for line in lines[:6_000]) for name in "abc"]
-    assert min(counts) > 1_000, counts
+    assert min(counts) > 500, counts
+    # 144 to 171 turns on a quiet machine, 34 to 58 beside eight busy processes; there 7 to 9 without the turnstile.
+    assert len(list(groupby(line[0] for line in lines[:6_000]))) > 20
     for fd in errors + queued:
         os.close(fd)
 

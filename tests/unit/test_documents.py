@@ -22,10 +22,8 @@ import pages
 import pytest
 from pages import NAMES, REPOSITORY, blocks_of, read
 
-from metaflow_extensions.torchrun.plugins.torchrun.channel.backlog import LINE_CHARS
 from metaflow_extensions.torchrun.plugins.torchrun.executor import TorchrunExecutor
 from metaflow_extensions.torchrun.plugins.torchrun.gang.cause import Cause
-from metaflow_extensions.torchrun.plugins.torchrun.logs.lines import MAX_LINE_BYTES
 from metaflow_extensions.torchrun.plugins.torchrun.parsing import RETRY_CLASSES
 from metaflow_extensions.torchrun.plugins.torchrun.settings import DEFAULTS, GROUPS, SETTINGS
 
@@ -74,18 +72,9 @@ def programs() -> list[tuple[tuple[str, ...], list[str]]]:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_page_has_words(name):
-    assert len(read(name).split()) > 20
-
-
-@pytest.mark.parametrize("name", NAMES)
 def test_lines_have_less_than_100_columns(name):
     wide = [number for number, line in enumerate(read(name).splitlines(), 1) if len(line) >= 100]
     assert not wide, f"{name}: lines {wide}"
-
-
-def test_the_readme_is_short():
-    assert len(read("README.md").split()) <= 900
 
 
 def test_the_diff_and_the_flow_of_the_page_are_those_of_the_example():
@@ -226,12 +215,6 @@ def test_the_flow_for_backends_can_be_defined(tmp_path):
         runpy.run_path(str(path))
 
 
-def test_the_reference_says_how_long_a_line_may_be():
-    reference = " ".join(read("docs/reference.md").split())
-    assert f"Lines over {MAX_LINE_BYTES // 1024} KiB are shown in pieces" in reference
-    assert f"Of a line over {LINE_CHARS // 1024} KiB only the beginning is sent" in reference
-
-
 def rows_of(text: str) -> list[list[str]]:
     """Return the cells of the tables' rows that begin with a name in code."""
     return [[cell.strip() for cell in row.split("|")[1:-1]] for row in re.findall(r"^\| `.*\|$", text, re.MULTILINE)]
@@ -274,6 +257,6 @@ def test_the_table_of_threads_in_architecture_names_each_where_it_is_started():
     started = {
         (name, str(path.relative_to(PACKAGE).with_suffix("")))
         for path in PACKAGE.rglob("*.py")
-        for name in re.findall(r"(?:name ?= ?|LoopThread\()\"(torchrun-[a-z]+)\"", path.read_text(encoding="utf-8"))
+        for name in re.findall(r"name ?= ?\"(torchrun-[a-z]+)\"", path.read_text(encoding="utf-8"))
     }
     assert set(rows) == started

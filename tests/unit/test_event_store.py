@@ -7,6 +7,7 @@ from metaflow_extensions.torchrun.plugins.torchrun.errors import GangError
 from metaflow_extensions.torchrun.plugins.torchrun.gang.keepers import Keeper, Keepers
 from metaflow_extensions.torchrun.plugins.torchrun.gang.protocol import Join, Told
 from metaflow_extensions.torchrun.plugins.torchrun.gang.state import Gang
+from metaflow_extensions.torchrun.plugins.torchrun.records.snapshot import snapshot_of
 from metaflow_extensions.torchrun.plugins.torchrun.task import event_store
 from metaflow_extensions.torchrun.plugins.torchrun.task.event_store import EventStore
 
@@ -47,6 +48,19 @@ def gang():
     return Gang(2, lambda port: 29500, keepers=Keepers({"counts": Counts()}))
 
 
+class Seen:
+    """The gang as its control node's task sees it, without a process between."""
+
+    def __init__(self, gang):
+        self._gang = gang
+
+    def counts(self):
+        return self._gang.history.count, self._gang.keepers.count, self._gang.keepers.heard
+
+    def snapshot(self, about):
+        return snapshot_of(self._gang, about)
+
+
 @pytest.fixture
 def begin(gang, monkeypatch):
     """Return a function that begins to store what happens to the gang, and returns the store and the registry."""
@@ -56,7 +70,7 @@ def begin(gang, monkeypatch):
         monkeypatch.setattr(event_store, "_EVERY_S", every_s)
         monkeypatch.setattr(event_store, "_NUMBERS_EVERY_S", numbers_every_s)
         registry = FakeRegistry()
-        stores.append(EventStore(registry, gang, {}))
+        stores.append(EventStore(registry, Seen(gang), {}))
         return stores[-1], registry
 
     yield begun

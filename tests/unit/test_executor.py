@@ -31,17 +31,12 @@ def test_a_call_decides_what_it_says_and_leaves_the_rest_to_the_attributes(launc
     spec, policy, said = launch_of({**attributes, "preemption_signal": "USR1"})
     assert (spec.nproc, spec.max_restarts, spec.master_port) == (7, 2, 29500)
     assert said[0] == "processes per node: 7 (set by @torchrun(nproc_per_node))"
-    assert policy == LaunchPolicy(None, 2, frozenset({"hang"}), signal.SIGUSR1, None)
+    assert policy == LaunchPolicy(None, 2, frozenset({"hang"}), signal.SIGUSR1)
     own = {"max_restarts": 0, "restart_on": ["user"], "timeout_s": 60, "preemption_signal": "INT"}
     spec, policy, said = launch_of(attributes, **own, torchrun_args={"nproc_per_node": 3, "master_port": 29501})
     assert (spec.nproc, spec.max_restarts, spec.master_port) == (3, 0, 29501)
-    assert policy == LaunchPolicy(60.0, 0, frozenset({"user"}), signal.SIGINT, None)
+    assert policy == LaunchPolicy(60.0, 0, frozenset({"user"}), signal.SIGINT)
     assert launch_of()[2] == ["processes per node: 4 (@kubernetes requests gpu=4)"]
-
-
-def test_an_elastic_agent_restarts_by_itself(launch_of):
-    spec, policy, _ = launch_of(torchrun_args={"nnodes": "1:2", "rdzv_backend": "c10d", "max_restarts": 3})
-    assert (spec.max_restarts, policy.max_restarts, policy.min_nodes) == (3, 0, 1)
 
 
 def test_arguments_that_0_2_ignored_are_warned_of(launch_of):
@@ -158,13 +153,9 @@ def test_a_single_node_takes_positional_arguments_as_a_gang_does(positional, nam
     assert given == [{"entrypoint": "train.py" if "train.py" in positional else None, "entrypoint_args": None, **named}]
 
 
-@pytest.mark.parametrize(
-    "given", [{"before_run": []}, {"hang_timeout_s": 5}, {"attributes": {"preflight": True, "hang_timeout_s": 5}}]
-)
+@pytest.mark.parametrize("given", [{"outputs": ["x"]}, {"hang_timeout_s": 5}, {"attributes": {"hang_timeout_s": 5}}])
 def test_what_only_a_feature_can_do_is_refused_without_it(given, launch_of):
-    with pytest.raises(
-        TorchrunConfigError, match=r"needs the feature (before_run|preflight|hangs), which is not installed"
-    ):
+    with pytest.raises(TorchrunConfigError, match=r"needs the feature (outputs|hangs), which is not installed"):
         launch_of(**given)
 
 

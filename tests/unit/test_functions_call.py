@@ -27,7 +27,7 @@ from metaflow_extensions.torchrun.plugins.torchrun.features.functions.call impor
 from metaflow_extensions.torchrun.plugins.torchrun.features.functions.feature import FunctionKeeper, Functions
 from metaflow_extensions.torchrun.plugins.torchrun.gang.cause import Cause
 from metaflow_extensions.torchrun.plugins.torchrun.gang.keepers import Keepers
-from metaflow_extensions.torchrun.plugins.torchrun.gang.protocol import Ended, Stored, Storing, Told
+from metaflow_extensions.torchrun.plugins.torchrun.gang.protocol import Ended, Store, Stored, Storing, Told
 from metaflow_extensions.torchrun.plugins.torchrun.launch.facts import contents_digest
 from metaflow_extensions.torchrun.plugins.torchrun.launch.spec import LaunchSpec, Node, build_spec
 from metaflow_extensions.torchrun.plugins.torchrun.launch.transfer import TransferFailed
@@ -172,8 +172,6 @@ def test_name_and_file_of_a_function(function, name, make):
     spec = spec_of(make(function))
     assert (spec.function.name, spec.source, spec.bools) == (name, __file__, ())
     assert (spec.entrypoint, spec.args) == (FUNCTION_WORKER, (spec.function.folder,))
-    with pytest.raises(TorchrunConfigError, match="max_restarts"):
-        spec_of(make(function), torchrun_args={"nnodes": "1:2", "rdzv_backend": "c10d"})
 
 
 def test_functions_are_told_apart_by_name_and_source_and_not_by_their_folders(make, tmp_path):
@@ -187,35 +185,36 @@ def test_functions_are_told_apart_by_name_and_source_and_not_by_their_folders(ma
 # --- what goes to other nodes -------------------------------------------------------------------------
 
 
-def uploaded(call, ok):
+def uploaded(call, error=None):
     """Store what other nodes need; return the keys by rank."""
-    to_store = call.to_store(ok)
+    to_store = call.to_store(error, None)
     for step in () if to_store is None else to_store.steps():
         step.do()
     return {} if to_store is None else to_store.told()
 
 
 @pytest.mark.parametrize(
-    ("node", "gather", "ok", "stored"),
+    ("node", "gather", "rank", "stored"),
     [
-        (1, True, True, {"2": "0"}),
-        (0, True, True, {}),  # the control node's own values are needed nowhere else
-        (1, False, True, {}),
-        (1, False, False, {"3": "0"}),
-        (0, False, False, {"1": "0"}),
+        (1, True, None, {"2": "0"}),
+        (0, True, None, {}),  # the control node's own values are needed nowhere else
+        (1, False, None, {}),
+        (1, False, 3, {"3": "0"}),
+        (1, False, 1, {}),  # another node has the cause
+        (0, False, 1, {"1": "0"}),
     ],
 )
-def test_what_other_nodes_need_is_stored(node, gather, ok, stored, make):
-    store = MemoryStore()
+def test_what_other_nodes_need_is_stored(node, gather, rank, stored, make):
+    store, error = MemoryStore(), None if rank is None else LaunchFailed("the gang's words", {**CAUSE, "rank": rank})
     call, alone = make(gather=gather, store=store, node=node), make(gather=gather, node=node)
-    assert call.to_store(ok) is None, "all have ended by sys.exit()"
+    assert call.to_store(error, None) is None, "all have ended by sys.exit()"
     for each in (call, alone):
         value = leave(each, f"returned-{2 * node}.pkl", "value")
         leave(each, f"returned-{2 * node + 1}.pkl.part", "half a value")
-        error = leave(each, f"raised-{2 * node + 1}.pkl", raised())
-    assert uploaded(call, ok) == stored
-    assert store.data == ({"0": value if ok else error} if stored else {})
-    assert alone.to_store(ok) is None, "without a store"
+        exception = leave(each, f"raised-{2 * node + 1}.pkl", raised())
+    assert uploaded(call, error) == stored
+    assert store.data == ({"0": value if error is None else exception} if stored else {})
+    assert alone.to_store(error, None) is None, "without a store"
 
 
 def test_values_are_this_nodes_and_the_gathered_ones_in_order(make):
@@ -322,13 +321,13 @@ def test_a_members_values_go_to_the_control_node(tmp_path):
     with closing(FunctionCall(print, None, None, True, store)) as call:
         node = FakeNode(tmp_path, number=1, services=Services({"functions": call}), store=store)
         agent = node.running()
-        assert list(agent.options.scratch) == [call.folder]
+        assert list(agent.options.scratch) == [agent.options.pipes, call.folder]
         for rank in (2, 3):
             leave(call, f"returned-{rank}.pkl", f"of rank {rank}")
         node.all_end_well(agent)
         ended = node.expect(Ended)
-        assert ended.storing.startswith("rank 2's value (")
-        assert (ended.saves, ended.alone) == (None, False)
+        assert (ended.stores, ended.alone) == (True, False)
+        node.member.deliver(Store(0, 0))
         while isinstance(message := node.next_message(), Storing):
             pass
         assert (type(message), message.data) == (Told, {"2": "0", "3": "1"})

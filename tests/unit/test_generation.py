@@ -25,7 +25,11 @@ def made_in(folder):
     plan = Plan(spec, "127.0.0.1", Machine(1), lambda *_: True)
     go = Go(launch=0, generation=0, port=1, gang="gang", restarts=0, max_restarts=0)
     follower = types.SimpleNamespace(
-        start=lambda: None, finish=lambda explained: None, written_bytes=int, tail=lambda *which: ""
+        start=lambda: None,
+        finish=lambda explained: None,
+        let_end=lambda: None,
+        written_bytes=int,
+        tail=lambda *which: "",
     )
     return Generation(plan, "host", go, folder, [], FakeAgent([], {}, None, print), follower)
 
@@ -44,6 +48,16 @@ def test_it_begins_and_ends_once(tmp_path):
     assert generation.phase is Phase.ENDED
     with pytest.raises(AssertionError, match="from ENDED to RUNNING"):
         generation.start()
+
+
+def test_what_ends_the_wait_for_its_processes_leaves_no_reader_and_no_pipes(tmp_path):
+    generation, ended = made_in(str(tmp_path)), []
+    generation._logs.finish = lambda explained: ended.append(explained)
+    generation.start()
+    generation._agent.close = lambda grace_s: (_ for _ in ()).throw(KeyboardInterrupt)
+    with pytest.raises(KeyboardInterrupt):
+        generation.close()
+    assert (ended, generation.phase) == ([False], Phase.ENDED)
 
 
 @pytest.mark.parametrize(

@@ -1,16 +1,26 @@
 """Launches that hang: what the control node decides, and what a node tells it."""
 
+import os
+import socket
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
-from fake_node import FakeNode
+from fake_node import ERROR, FakeNode
 
-from metaflow_extensions.torchrun.plugins.torchrun.features.hangs.feature import Diagnostics, HangKeeper, Hangs
+from metaflow_extensions.torchrun.plugins.torchrun.features.hangs.feature import (
+    Diagnostics,
+    HangKeeper,
+    Hangs,
+    HangWatcher,
+)
+from metaflow_extensions.torchrun.plugins.torchrun.features.progress.feature import Progress
 from metaflow_extensions.torchrun.plugins.torchrun.gang.keepers import Failing, Remarks
 from metaflow_extensions.torchrun.plugins.torchrun.gang.policy import LaunchPolicy
 from metaflow_extensions.torchrun.plugins.torchrun.gang.protocol import Failed, Told
 from metaflow_extensions.torchrun.plugins.torchrun.gang.wire import to_plain
+from metaflow_extensions.torchrun.plugins.torchrun.machine.stacks import HOOK
 from metaflow_extensions.torchrun.plugins.torchrun.settings import parse_settings
 
 
@@ -24,6 +34,19 @@ def told(data):
     return Told(0, 0, "hangs", data)
 
 
+def test_no_silence_counts_while_a_node_can_not_tell_of_its_workers():
+    """Its task is stopped, or busy in one call; its supervisor says so each second."""
+    here = keeper(timeout_s=5.0)
+    here.handle(0, told({"age_s": 0.0}), 100.0)
+    for at_s in range(101, 120):
+        if at_s < 112:
+            here.busy(float(at_s))
+        failing = here.tick(float(at_s), None).failing
+        assert (failing is not None) is (at_s > 116), at_s
+        if failing is not None:
+            break
+
+
 # --- on the control node ----------------------------------------------------------------------------
 
 
@@ -34,17 +57,29 @@ def test_silence_of_all_ranks_is_a_hang():
     kept.handle(0, told({"age_s": 9.0}), 121.0)  # older than what node 1 has told
     for at_s in range(120, 150):
         assert kept.tick(float(at_s), None) == Remarks()
-    failing = Failing("hang", "no rank wrote anything or exited for 30 s")
+    text = "no rank wrote anything, told a step, joined a process group or exited for 30 s"
+    failing = Failing("hang", text, advice="If they were only slow, raise hang_timeout_s.")
     assert kept.tick(149.1, None) == Remarks(failing=failing)
-    kept.begin(0, {"timeout_s": 30.0}, 149.1)
-    assert kept.tick(179.0, None) == Remarks()
     kept.begin(0, {}, 200.0)
     assert kept.tick(999.0, None) == Remarks(), "nobody asks for it"
+
+
+@pytest.mark.parametrize(("timeout_s", "limit_s"), [(30.0, 600.0), (1000.0, 1000.0)])
+def test_the_time_before_the_first_sign_of_life_has_a_limit_of_its_own(timeout_s, limit_s):
+    kept = keeper(timeout_s=timeout_s)
+    kept.handle(0, told({"age_s": 1.0}), 101.0)
+    kept.begin(0, {"timeout_s": timeout_s}, 150.0)  # workers start again, and import again
+    for at_s in range(150, 151 + int(limit_s)):
+        assert kept.tick(float(at_s), None) == Remarks()
+    failing = kept.tick(150.5 + limit_s, None).failing
+    assert failing.text.endswith(f"exited for {limit_s:g} s after the start")
+    assert failing.advice == f"If they start so slowly, set hang_timeout_s above {limit_s:g}."
 
 
 def test_time_in_which_the_control_node_itself_was_stopped_is_no_silence():
     kept = keeper(timeout_s=30.0)
     kept.begin(0, {"timeout_s": 30.0}, 100.0)
+    kept.handle(0, told({"age_s": 0.0}), 100.5)
     assert kept.tick(101.0, None) == kept.tick(900.0, None) == kept.tick(902.0, None) == Remarks()
 
 
@@ -63,6 +98,15 @@ def test_where_the_ranks_were_is_told():
     assert (kept.detail("timeout"), kept.find_out_s("timeout"), kept.find_out_s("hang")) == ("", 0.0, 15.0)
     kept.begin(0, {}, 200.0)
     assert kept.detail("hang") == ""
+
+
+def test_a_hang_without_any_worker_says_so():
+    kept = keeper(timeout_s=30.0)
+    for node in (0, 1):
+        kept.handle(node, told(to_plain(Diagnostics(f"host-{node}", None, {}))), 101.0)
+    no_workers = "No worker was running on any node that has answered; torchrun was starting them"
+    assert kept.detail("hang").startswith(no_workers)
+    assert "\n" not in kept.detail("hang")
 
 
 def test_where_thousands_of_ranks_hang_is_told_by_place():
@@ -88,16 +132,16 @@ def test_a_call_decides_before_the_attribute(given, attribute, policy):
 # --- on a node --------------------------------------------------------------------------------------
 
 
-def node_with(tmp_path, timeout_s, **more):
+def node_with(tmp_path, timeout_s, more=()):
     policy = LaunchPolicy(features={"hangs": {"timeout_s": timeout_s}})
-    return FakeNode(tmp_path, policy=policy, features=(Hangs(),), **more)
+    return FakeNode(tmp_path, policy=policy, features=(Hangs(), *more))
 
 
 @pytest.mark.parametrize(("kind", "has_failed"), [("hang", False), ("hang", True), ("timeout", False)])
 def test_a_hang_is_looked_into_before_the_workers_are_stopped(kind, has_failed, tmp_path):
     node = node_with(tmp_path, 5.0)
     agent = node.running()
-    assert str(agent.env["TORCHRUN_STACKS_FOLDER"]).startswith(str(node.agent_folder(agent)))
+    assert agent.env["TORCHRUN_HOOKS"] == HOOK
     if has_failed:
         node.worker_ended(agent, 0, 1)
         node.expect(Failed)
@@ -126,7 +170,63 @@ def test_the_gang_hears_of_output_and_of_ends_now_and_then(tmp_path):
 def test_a_launch_without_the_limit_has_nothing_of_it(tmp_path):
     node = FakeNode(tmp_path, features=(Hangs(),))
     agent = node.running()
-    assert not {"TORCHRUN_STACKS_FOLDER", "TORCHRUN_HOOKS"} & set(agent.env)
+    assert "TORCHRUN_HOOKS" not in agent.env
     node.worker_ended(agent, 0, 0, at=time.monotonic())
     node.stop(kind="timeout")
     node.ends(agent)
+
+
+class Life:
+    """What a node knows of its workers: one that has written nothing."""
+
+    def __init__(self, monkeypatch, port):
+        self.now, self.at, self.port, self.is_held_up = 1000.0, None, port, False
+        monkeypatch.setattr(time, "monotonic", lambda: self.now)
+
+    def watcher(self):
+        here = SimpleNamespace(
+            is_held_up=lambda: self.is_held_up,
+            active_at=lambda: self.at,
+            running=lambda: {0: os.getpid()},
+            port=self.port,
+        )
+        return HangWatcher(here, 30.0)
+
+
+def test_a_worker_that_joins_a_process_group_shows_a_sign_of_life(monkeypatch):
+    with socket.create_server(("127.0.0.1", 0)) as store:
+        port = store.getsockname()[1]
+        life = Life(monkeypatch, port)
+        watcher = life.watcher()
+        assert watcher.poll() is None
+        life.now += 2.0
+        assert watcher.poll() is None, "a store that only listens tells nothing of a worker"
+        with socket.create_connection(("127.0.0.1", port)):
+            assert watcher.poll() is None, "it has just looked"
+            life.now += 2.0
+            assert watcher.poll() == {"age_s": 0.0}
+            life.now += 100.0
+            assert watcher.poll() is None, "only once: a connection that stays is no news"
+            life.at = life.now
+            assert watcher.poll() == {"age_s": 0.0}
+
+
+def test_a_wait_for_the_reader_is_told_now_and_then_and_its_end_at_once(monkeypatch):
+    life = Life(monkeypatch, 1)
+    watcher, told = life.watcher(), []
+    for second in range(130):  # as one of many nodes on a slow terminal
+        life.now += 1.0
+        life.is_held_up = second % 10 < 5
+        told += [(second, each["waits"]) for each in [watcher.poll()] if each is not None]
+    assert told == [(0, True), (5, False), (70, True), (75, False)]
+
+
+def test_a_step_that_a_worker_tells_is_a_sign_of_life(tmp_path):
+    node = node_with(tmp_path, 1000.0, more=(Progress(),))
+    agent = node.running()
+    metrics = Path(agent.env["TORCHRUN_METRICS_FOLDER"]) / "0.jsonl"
+    metrics.write_text('{"step": 1}\n')
+    news = [node.next_message() for _ in range(3)]
+    (found,) = [each for each in news if isinstance(each, Told) and each.feature == "hangs"]
+    assert list(found.data) == ["age_s"]
+    node.verdict(ERROR)

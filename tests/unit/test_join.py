@@ -7,8 +7,8 @@ import pytest
 from test_registry import Failing, FlowDatastore, registry_of
 from unit_helpers import eventually
 
+from metaflow_extensions.torchrun.plugins.torchrun.channel import client
 from metaflow_extensions.torchrun.plugins.torchrun.channel import join as joining
-from metaflow_extensions.torchrun.plugins.torchrun.channel import member_channel
 from metaflow_extensions.torchrun.plugins.torchrun.channel.connection import new_token
 from metaflow_extensions.torchrun.plugins.torchrun.channel.control_channel import ControlChannel
 from metaflow_extensions.torchrun.plugins.torchrun.channel.registry import AddressRecord
@@ -114,7 +114,7 @@ def test_an_address_that_does_not_answer_is_not_taken_for_dead(registry, policy)
 def test_a_second_control_node_gives_way_to_the_first_while_that_lives(registry, control, monkeypatch):
     former, inbox, end = control()
     registry.publish(former)
-    monkeypatch.setattr(member_channel, "place", lambda: "another pod")
+    monkeypatch.setattr(client, "place", lambda: "another pod")
     events, raised = [], []
 
     def run():
@@ -143,7 +143,7 @@ def test_a_control_node_takes_the_place_of_one_that_is_gone(registry, policy, mo
     registry.publish(AddressRecord((HOST,), pick_port(), "secret"))
     member, channel = become_control(registry, here_only=False)
     assert registry.look_up(0.0).token != "secret"
-    assert channel.gang.nodes.absent == [1]
+    assert channel.absent == [1]
     member.leave()
 
 
@@ -212,14 +212,14 @@ def test_a_gang_joins_over_the_loopback_address_where_all_nodes_are_on_one_machi
     member, address = joining.join_as_member(registry, 1, 2, settings(), lambda event: None)
     assert registry.look_up(0.0).addresses == (HOST,)
     assert (address, control.own_address, member.own_address) == (HOST, HOST, HOST)
-    assert (channel.gang.nodes.absent, channel.gang.nodes.members) == ([], [1])
+    assert (channel.absent, channel.members) == ([], [1])
     member.leave()
     control.leave()
     assert not registry.look_up(0.0).closed  # nobody is left that would look for it
 
 
 def test_a_gang_of_one_neither_listens_nor_publishes(monkeypatch):
-    monkeypatch.setattr(ControlChannel, "listen", None)
+    monkeypatch.setattr(client.ControlClient, "listen", None)
     member, _ = joining.join_alone(settings(), lambda event: None, joining.rules_of(settings()))
     member.leave()
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from metaflow_extensions.torchrun.plugins import torchrun as package
+from metaflow_extensions.torchrun.plugins.torchrun.machine import detached
 
 FOLDER = Path(package.__file__).parent
 PICTURE = Path(__file__).parents[2] / "docs" / "architecture.md"
@@ -17,15 +18,15 @@ PICTURE = Path(__file__).parents[2] / "docs" / "architecture.md"
 SCRIPTS = "worker"
 # So do these, which are a feature's. The task imports function_worker, too, so that both sides pickle alike.
 SCRIPTS_OF_FEATURES = (
-    "features.before_run.command_runner",
     "machine.stacks_hook",
-    "features.preflight.preflight_worker",
     "features.functions.function_worker",
 )
+# These import torch, in functions that workers call.
+CALLED_BY_WORKERS = ("features.functions.function_worker", "preflight")
 # Besides `compat`, these may import Metaflow, and what it promises: `current` and the base of its exceptions.
 KNOW_METAFLOW = {"decorator", "gang_of_one", "errors", "tracebacks", "show.live_card", "task.task_gang"}
-# They alone know the one list of features: two wire a gang, two make its page, for which features have parts.
-WIRE_FEATURES = {"decorator", "gang_of_one", "show.commands", "show.gang_card"}
+# They alone know the one list of features: three wire a gang, two make its page, for which features have parts.
+WIRE_FEATURES = {"decorator", "gang_of_one", "supervisor", "show.commands", "show.gang_card"}
 LIST_OF_FEATURES = "features.listed"
 # `metaflow` imports these whenever it is imported, whether or not a flow has a step of ours; all others wait for one.
 IMPORTED_WITH_METAFLOW = {
@@ -36,6 +37,7 @@ IMPORTED_WITH_METAFLOW = {
     "settings",
     "stubs",
     "parsing",
+    "preflight",
     "compat.cards",
     "compat.steps",
     "compat.renamed",
@@ -150,7 +152,7 @@ def test_only_the_border_knows_metaflow_and_nobody_knows_torch(module):
     allowed = set(sys.stdlib_module_names) | (
         {"metaflow"} if module in KNOW_METAFLOW or place_of(module) == "compat" else set()
     )
-    allowed |= {"torch"} if module in SCRIPTS_OF_FEATURES[2:] else set()
+    allowed |= {"torch"} if module in CALLED_BY_WORKERS else set()
     assert foreign <= allowed, f"{module} imports {sorted(foreign - allowed)}"
 
 
@@ -171,7 +173,7 @@ def test_metaflow_itself_imports_few_of_our_modules():
 
 
 def test_the_guardians_can_start_without_metaflow():
-    """They run with the standard library alone, see ``guardian/guardian_process.py``."""
+    """They run with the standard library alone, see ``machine/detached.py``."""
     needed, left = set(), ["features.warm.guardian"]
     while left:
         needed.add(module := left.pop())
@@ -184,8 +186,19 @@ def test_the_guardians_can_start_without_metaflow():
         "guardian.agent_events",
         "guardian.workers",
     }
-    assert needed == {*own, "machine.processes", "compat.linux"}
+    assert needed == {*own, "machine.frozen", "machine.processes", "compat.linux"}
     assert {name for module in needed for name in IMPORTS[module][1]} <= set(sys.stdlib_module_names)
+
+
+def test_a_supervisor_starts_without_metaflow_and_without_site_packages():
+    """See ``machine/detached.py``; what belongs to Metaflow is missing there, and nothing asks for it."""
+    code = "import os, sys\n" + detached.OURS.format(module="supervisor").replace(
+        "os._exit(main())", "print(*sys.modules)"
+    )
+    command = [sys.executable, "-I", "-S", "-c", code, str(FOLDER)]
+    loaded = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
+    foreign = {name.partition(".")[0] for name in loaded} - {"torchrun", "__mp_main__"}
+    assert foreign <= {*sys.stdlib_module_names, "__main__", "sitecustomize"}
 
 
 def test_a_spare_imports_only_what_lies_beside_it():

@@ -1,6 +1,8 @@
 """When Metaflow is asked for the gang's card."""
 
+import json
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -14,11 +16,11 @@ from metaflow.plugins.cards.card_creator import CardCreator, CardProcessManager
 from unit_helpers import HANG_S, eventually
 
 from metaflow_extensions.torchrun.plugins.torchrun.compat import cards
-from metaflow_extensions.torchrun.plugins.torchrun.errors import LaunchFailed
+from metaflow_extensions.torchrun.plugins.torchrun.errors import LaunchFailed, TorchrunConfigError
 from metaflow_extensions.torchrun.plugins.torchrun.machine.processes import children
 from metaflow_extensions.torchrun.plugins.torchrun.records.snapshot import Snapshot
 from metaflow_extensions.torchrun.plugins.torchrun.show import live_card
-from metaflow_extensions.torchrun.plugins.torchrun.show.live_card import LiveCard, pause_of_member_s, pause_s
+from metaflow_extensions.torchrun.plugins.torchrun.show.live_card import LiveCard, Pointer, pause_s
 
 
 @pytest.fixture
@@ -52,19 +54,13 @@ def test_the_card_follows_what_happens_and_ends_with_the_last(card):
     [(0, 15, 5), (50, 15, 5), (200, 20, 5), (600, 60, 6), (900, 90, 9), (3600, 90, 30), (86400, 90, 30)],
 )
 def test_the_older_the_step_the_longer_the_pause_between_renewals(age_s, pause, after_news):
-    assert pause_s(age_s, has_news=False, shortest_s=5) == pytest.approx(pause)
-    assert pause_s(age_s, has_news=True, shortest_s=5) == pytest.approx(after_news)
-
-
-def test_the_members_of_a_big_gang_together_renew_their_cards_twice_a_second_and_on_one_machine_seldom():
-    assert [pause_of_member_s(nodes, is_local=False) for nodes in (2, 10, 256)] == [5, 5, 128]
-    assert [pause_of_member_s(nodes, is_local=True) for nodes in (2, 8)] == [20, 80]
-    assert pause_s(86400, has_news=True, shortest_s=128) == 128
+    assert pause_s(age_s, has_news=False) == pytest.approx(pause)
+    assert pause_s(age_s, has_news=True) == pytest.approx(after_news)
 
 
 def test_the_card_is_renewed_sooner_after_news(card, monkeypatch):
     asked, news = [], [1]
-    monkeypatch.setattr(live_card, "pause_s", lambda age_s, has_news, shortest_s: asked.append(has_news) or 0.05)
+    monkeypatch.setattr(live_card, "pause_s", lambda age_s, has_news: asked.append(has_news) or 0.05)
     live = LiveCard(Snapshot, lambda: len(news))
     eventually(lambda: card.shown and asked[-1] is False)
     news.append(2)
@@ -202,7 +198,7 @@ def test_a_users_card_follows_too_and_keeps_what_is_the_users(with_users_card):
     seen = ["joined"]
     live = LiveCard(lambda: Snapshot(features={"seen": list(seen)}), lambda: len(seen))
     part = live.part(("outcome",))
-    part.render = lambda: (part._place(), part._snapshot())
+    part.render = lambda: (part._place(), part._shown())
     mine = with_users_card(part)
     eventually(lambda: len(mine.made) > 1)
     assert [mode for mode, _ in mine.made[:2]] == ["render_runtime", "refresh"]
@@ -215,7 +211,7 @@ def test_a_users_card_follows_too_and_keeps_what_is_the_users(with_users_card):
     eventually(lambda: [mode for mode, _ in mine.made].count("render_runtime") == 2)
     assert mine._render_seq == 2
     live.settle()
-    assert part._snapshot().now_s is None
+    assert part._shown().now_s is None
 
 
 def test_after_a_new_page_of_a_users_card_its_data_follow_soon(with_users_card, monkeypatch):
@@ -259,6 +255,23 @@ def test_a_users_card_without_a_part_is_no_affair_of_ours(with_users_card):
     mine = with_users_card(object())
     live.make_last()
     assert (mine.made, cards.with_component(live_card.GangPart)) == ([], [])
+
+
+def test_the_cards_of_another_node_are_made_once_and_name_the_task_with_the_gangs(card, with_users_card):
+    offer(card)
+    pointer = Pointer("1/train/2", 3, 4)
+    pointer.show()
+    assert "torchrun-card" not in {thread.name for thread in threading.enumerate()}
+    (shown,) = card.shown
+    text = shown["pointer"]
+    assert re.fullmatch(r"This is node 3 \(host .+\) of a gang of 4 nodes\. The card of .*: Flow/1/train/2\.", text)
+    card.fails = True
+    pointer.show()  # no process can be started
+    part = pointer.part(("outcome",), [])
+    part.component_id = "mine"
+    assert (": Flow/1/train/2." in json.dumps(part.render()), part.render()["id"]) == (True, "mine")
+    with pytest.raises(TorchrunConfigError, match="no part 'rank'"):
+        pointer.part(("rank",), [])
 
 
 def test_without_a_card_of_ours_nothing_runs(with_users_card):

@@ -13,6 +13,7 @@ import pytest
 from limits import limit_s
 from unit_helpers import HANG_S, OURS, eventually, is_running
 
+from metaflow_extensions.torchrun.plugins.torchrun.gang.nodes import NodeState
 from metaflow_extensions.torchrun.plugins.torchrun.task import local_nodes
 from metaflow_extensions.torchrun.plugins.torchrun.task.local_nodes import LocalNodes
 from metaflow_extensions.torchrun.plugins.torchrun.task.starters import name_as_starter, starters
@@ -74,7 +75,7 @@ def test_only_a_nodes_task_is_watched_and_stopped(start, monkeypatch):
     node, reason = told.get(timeout=limit_s(HANG_S))
     assert node == 2
     assert reason.startswith("its task was killed by SIGTERM")
-    nodes.stop(0.3, absent=[])
+    nodes.stop(0.3, {1: NodeState.LOST, 2: NodeState.LEFT}.get)
     assert told.get(timeout=limit_s(HANG_S))[0] == 1
     assert first.wait() == -signal.SIGKILL
     assert [is_running(other.pid) for other in others] == [False, False, True, True, True]
@@ -87,7 +88,7 @@ def test_a_node_below_another_child_is_not_ours(start):
     os.waitid(os.P_PID, ended.pid, os.WEXITED | os.WNOWAIT)  # and that nobody has reaped
     nodes = LocalNodes(RUN, CONTROL, 2)
     assert ends(nodes).get(timeout=limit_s(HANG_S)) == (1, "its task ended at once, before it joined")
-    nodes.stop(0.3, absent=[1])
+    nodes.stop(0.3, {1: NodeState.ABSENT}.get)
     assert parent.poll() is None
     os.killpg(parent.pid, signal.SIGKILL)
 
@@ -136,12 +137,34 @@ def test_the_ends_are_heard_at_once_without_looking_where_the_system_tells_them(
 
 
 def test_a_node_that_did_not_join_gets_sigterm_and_the_others_their_time(start, monkeypatch):
-    monkeypatch.setattr(local_nodes, "_LATECOMER_S", 0.3)
+    monkeypatch.setattr(local_nodes, "_SLOW_LATECOMER_S", 0.3)
     saves = "import signal, sys; signal.signal(signal.SIGTERM, lambda *_: sys.exit(5)); " + SLEEP
     late = start(*task(1), code=saves)
     ending = start(*task(2), code="import time; print(flush=True); time.sleep(0.5)")
-    LocalNodes(RUN, CONTROL, 3).stop(3600.0, absent=[1])
+    LocalNodes(RUN, CONTROL, 3).stop(3600.0, {1: NodeState.ABSENT, 2: NodeState.JOINED}.get)
     assert (late.wait(), ending.wait()) == (5, 0)
+
+
+@pytest.mark.parametrize(
+    ("state", "waits"), [(NodeState.LOST, False), (NodeState.JOINED, True), (NodeState.LEFT, True)]
+)
+def test_what_waits_for_its_reader_is_waited_for_but_not_behind_a_node_that_is_lost(start, monkeypatch, state, waits):
+    """One that is frozen may hold the turn, for which the others wait. One that goes on printing is ended some time."""
+    monkeypatch.setattr(local_nodes, "_UNREAD_S", 1.0)
+    unread_until = time.monotonic() + (1.5 if state is NodeState.LEFT else 3600.0)
+    monkeypatch.setattr(local_nodes, "has_unread", lambda: time.monotonic() < unread_until)
+    node, begin = start(*task(1)), time.monotonic()
+    LocalNodes(RUN, CONTROL, 2).stop(0.3, {1: state}.get)
+    assert node.wait() == -signal.SIGKILL
+    assert (time.monotonic() - begin > 1.0) is waits
+
+
+def test_a_node_that_writes_its_last_lines_has_its_time_after_one_that_is_lost(start, monkeypatch):
+    """The lost one may hold the turn until it is killed."""
+    lost, writing = start(*task(1)), start(*task(2), code="import time; print(flush=True); time.sleep(1.5)")
+    monkeypatch.setattr(local_nodes, "has_unread", lambda: is_running(writing.pid))
+    LocalNodes(RUN, CONTROL, 3).stop(0.5, {1: NodeState.LOST, 2: NodeState.LEFT}.get)
+    assert (lost.wait(), writing.wait()) == (-signal.SIGKILL, 0)
 
 
 # --- who started a task ---------------------------------------------------------------------------

@@ -171,6 +171,27 @@ def test_workers_wait_while_the_writer_is_behind_and_that_is_no_silence(read, tm
     assert not reader.is_held_up
 
 
+def test_a_worker_that_is_stopped_can_print_before_it_saves_though_the_writer_is_behind(read, tmp_path, monkeypatch):
+    monkeypatch.setattr(pipes, "_END_BYTES", 2_000_000)
+    reader, screen = read()
+    screen.has_room = False
+    flood = "import os, sys\nwhile os.write(1, b'x' * 999 + b'\\n'): pass"
+    saves = "import os, sys\nfor i in range(1500): os.write(1, b'y' * 999 + b'\\n')"
+    writers = [
+        subprocess.Popen([sys.executable, "-c", code], stdout=opened(tmp_path, rank, "stdout"))
+        for rank, code in ((0, flood), (1, saves))
+    ]
+    eventually(lambda: reader._held_up_since is not None)
+    time.sleep(0.3)
+    assert writers[1].poll() is None
+    reader.let_end()
+    assert writers[1].wait(60) == 0
+    time.sleep(0.5)
+    assert reader.written_bytes() < 3 * (2_000_000 + 3 * 64 * 1024), "but no worker may fill the memory"
+    writers[0].kill()
+    writers[0].wait()
+
+
 def test_workers_that_have_written_nothing_do_not_wait_for_a_writer_that_is_behind(read, tmp_path, monkeypatch):
     """Of the generation before, or by another node: else a launch whose workers have not begun would count as started."""
     monkeypatch.setattr(pipes, "_PAUSED_S", 0.1)
@@ -198,6 +219,7 @@ def test_the_end_waits_for_nobody_and_what_was_written_is_handed_over(read, tmp_
 
 def test_a_second_end_writes_into_no_file_that_was_opened_since(read, tmp_path):
     reader, _ = read()
+    (tmp_path / "not a pipe").touch()  # so the folder stays
     reader.finish()
     with contextlib.ExitStack() as files:
         opened_since = [files.enter_context(open(tmp_path / f"file {number}", "wb")) for number in range(20)]
@@ -223,6 +245,26 @@ def test_output_can_be_kept_in_files_too(read, tmp_path):
         out.write(b"one\rtwo\n\xff")
     reader.finish()
     assert (tmp_path / "kept" / "3" / "stdout.log").read_bytes() == b"one\rtwo\n\xff"
+
+
+def test_a_kept_file_that_can_not_take_all_is_named_and_the_log_has_all(read, tmp_path):
+    kept = tmp_path / "kept"
+    (kept / "0").mkdir(parents=True)
+    (kept / "0" / "stdout.log").symlink_to("/dev/full")
+    reader, screen = read(keep_in=str(kept))
+    with opened(tmp_path, 0, "stdout") as out:
+        out.write(b"one\n")
+        eventually(lambda: "one" in screen.streams["stdout"])
+        out.write(b"two\n")
+    reader.finish()
+    said = f"[agent] {kept}/0/stdout.log can't be written any more, and lacks what follows: No space left on device\n"
+    assert screen.writes == [said, "[rank 0] one\n", "[rank 0] two\n"]
+
+
+def test_the_folder_of_the_pipes_is_removed_with_them(read, tmp_path):
+    reader, _ = read()
+    reader.finish()
+    assert not tmp_path.exists()
 
 
 def test_a_line_on_stderr_ends_an_unfinished_one_where_that_is_wanted(read, tmp_path):

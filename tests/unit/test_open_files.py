@@ -41,5 +41,8 @@ def test_the_members_come_first_when_there_is_no_room_for_all_others(limits):
 def test_a_hard_limit_that_is_too_low_is_told_at_once(limits):
     with pytest.raises(GangError) as error:
         room_for_connections(4096, 2048)
-    assert "needs 4096 connections, one for each other node, but its task may open 4096 files only" in str(error.value)
+    assert (
+        "needs 4096 connections, one for each other node, but its supervisor process may open 4096 files only"
+        in str(error.value)
+    )
     assert "ulimit -Hn" in str(error.value)

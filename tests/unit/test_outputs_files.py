@@ -1,7 +1,9 @@
 """Which files patterns name, in folders of every kind."""
 
+import errno
 import os
 import socket
+from pathlib import Path
 
 import pytest
 from unit_helpers import HOSTILE, write
@@ -20,7 +22,7 @@ def root(tmp_path):
 
 
 def names(root, *patterns, **more):
-    return [file.name for file in find(str(root), patterns, **more).files]
+    return list(find(str(root), patterns, **more).names)
 
 
 def test_files_folders_and_patterns_are_found_once_and_in_order(root):
@@ -29,7 +31,7 @@ def test_files_folders_and_patterns_are_found_once_and_in_order(root):
     (root / "model" / "empty").mkdir()
     whole = ["model/.hidden", "model/deep/er/x", "model/weights.pt"]
     assert names(root, "model") == whole
-    assert names(root, "*.json", "a.json", "model") == ["a.json", "b.json", *whole]
+    assert names(root, "model", "*.json", "a.json") == [*whole, "a.json", "b.json"]
     assert names(root, "**/*.json") == ["a.json", "b.json", "logs/n0/c.json"]
     assert names(root, "logs/*/?.json") == ["logs/n0/c.json"]
     assert names(root, ".") == names(root, "**") == sorted(["a.json", "b.json", "logs/n0/c.json", "other", *whole])
@@ -48,8 +50,10 @@ def test_names_may_be_of_anything(root):
 def test_a_pattern_that_fits_nothing_is_said(root):
     write(root / "a.json", "")
     listing = find(str(root), ["a.json", "b.json", "*.pt"])
-    assert [file.name for file in listing.files] == ["a.json"]
-    assert [remark.split(" of ")[0] for remark in listing.remarks] == ["warning: 'b.json'", "warning: '*.pt'"]
+    assert (list(listing.names), listing.unmatched) == (["a.json"], ["b.json", "*.pt"])
+
+
+FOUND = ["latest/weights", "shared/other/weights", "shared/tokenizer", "step 5/weights"]
 
 
 def test_what_is_no_file_or_leads_elsewhere_is_left_out_and_said(root, tmp_path, monkeypatch):
@@ -62,6 +66,8 @@ def test_what_is_no_file_or_leads_elsewhere_is_left_out_and_said(root, tmp_path,
         "latest": "step 5",
         "shared": "../shared",
         "step 5/again": "../../model",
+        "step 5/other": "../../shared/other",
+        "../shared/other": "../model/step 5",
         "up": "..",
         "nothing": "gone",
         "loop": "loop/x",
@@ -74,30 +80,42 @@ def test_what_is_no_file_or_leads_elsewhere_is_left_out_and_said(root, tmp_path,
         server.bind("socket")
         by_name, by_pattern = find(str(root), ["model"]), find(str(root), ["model/*"])
     for listing in (by_name, by_pattern):
-        found = ["model/latest/weights", "model/shared/tokenizer", "model/step 5/weights"]
-        assert [file.name for file in listing.files] == found
+        found = [f"model/{name}" for name in FOUND]
+        assert list(listing.names) == found
         reasons = {name.removeprefix("model/"): why for name, why in listing.left_out.items()}
-        assert "symbolic links" in reasons.pop("loop")
+        steps = ("latest", "step 5", "shared/other")
+        circles = ["up", *(f"{step}/{name}" for step in steps for name in ("again", "other"))]
         assert reasons == {
             **dict.fromkeys(["pipe", "socket"], "is no file"),
-            **dict.fromkeys(["up", "latest/again", "step 5/again"], "is a link to a folder that it lies in"),
-            "nothing": "is a link to nothing, or gone",
+            **dict.fromkeys(circles, "is a link to a folder that it lies in"),
+            **dict.fromkeys(["nothing", "loop"], "is a link to nothing, or gone"),
             "secret": f"leads to {outside}, out of the working directory",
             "folder": f"leads to {outside.parent}, out of the working directory",
         }
 
 
-def test_a_link_that_is_named_outright_is_followed_wherever_it_leads(root, tmp_path):
-    target = write(tmp_path / "fast disk" / "weights", "w").parent
-    (target / "same").symlink_to("weights")
-    (root / "model").symlink_to(target)
-    listing = find(str(root), ["model"])
-    assert [file.name for file in listing.files] == ["model/same", "model/weights"]
-    (remark,) = listing.remarks
-    assert remark.startswith(f"'model' of run(outputs=...) leads to {target}")
-    # By a pattern it was not meant for sure.
-    for pattern, name in (("mod*", "model"), ("mod*/weights", "model/weights")):
-        assert list(find(str(root), [pattern]).left_out) == [name]
+def test_a_link_out_of_the_working_directory_is_followed_where_an_entry_names_it(root, tmp_path):
+    write(tmp_path / "elsewhere" / "weights", "w")
+    (root / "far").symlink_to(tmp_path / "elsewhere")
+    assert list(find(str(root), ["far"]).names) == ["far/weights"]
+    for pattern in ("fa*", "."):
+        assert "out of the working directory" in find(str(root), [pattern]).left_out["far"]
+
+
+def test_a_folder_that_can_not_be_searched_costs_its_pattern_alone(root, monkeypatch):
+    def fail(*_):
+        raise OSError(errno.ESTALE, "Stale file handle")
+
+    write(root / "model" / "weights", "w")
+    monkeypatch.setattr(Path, "glob", fail)
+    found = find(str(root), ["*.json", "model"])
+    assert (list(found.names), found.left_out) == (["model/weights"], {"*.json": "can't be read: Stale file handle"})
+
+
+def test_the_working_directory_itself_may_be_reached_by_a_link(root, tmp_path):
+    write(root / "model" / "weights", "w")
+    (tmp_path / "linked").symlink_to(root)
+    assert names(tmp_path / "linked", "model", ".") == ["model/weights"]
 
 
 def test_metaflows_own_datastore_is_no_output(root):

@@ -11,7 +11,7 @@ from unit_helpers import MemoryStore
 from metaflow_extensions.torchrun.plugins.torchrun.errors import LaunchFailed, TorchrunConfigError
 from metaflow_extensions.torchrun.plugins.torchrun.features.outputs.feature import Outputs, OutputsKeeper
 from metaflow_extensions.torchrun.plugins.torchrun.gang.keepers import Keepers
-from metaflow_extensions.torchrun.plugins.torchrun.gang.protocol import Ended, Failed, Save, Stored, Storing, Told
+from metaflow_extensions.torchrun.plugins.torchrun.gang.protocol import Ended, Failed, Store, Stored, Storing, Told
 from metaflow_extensions.torchrun.plugins.torchrun.guardian.agent_events import End
 from metaflow_extensions.torchrun.plugins.torchrun.node.services import RunCall, Services
 
@@ -49,8 +49,9 @@ def writing(tmp_path, store):
     return make
 
 
-def stored_of(node):
-    """Return what is told of the outputs, once they are stored, and *stored*."""
+def stored_of(node, error=None):
+    """Have the gang ask for what there is; return what is told of the outputs, once they are stored, and *stored*."""
+    node.member.deliver(Store(0, 0, error, None if error is None else 60.0))
     told = None
     while not isinstance(message := node.next_message(), Stored):
         assert isinstance(message, Storing | Told)
@@ -61,8 +62,7 @@ def stored_of(node):
 def test_outputs_are_stored_when_all_workers_have_ended_well(writing, store):
     node = writing()
     node.all_end_well(node.agent)
-    ended = node.expect(Ended)
-    assert (ended.storing, ended.saves) == ("its outputs", "its outputs")
+    assert node.expect(Ended).stores
     told, stored = stored_of(node)
     assert (stored.failures, told["files"], told["size"]) == ((), 2, 14)
     assert rows(store, told["key"]) == [("model.pt", False), ("old.pt", True)]
@@ -78,10 +78,8 @@ def test_outputs_are_stored_when_all_workers_have_ended_well(writing, store):
 def test_whose_outputs_are_stored(number, whose, stores, writing):
     node = writing(number, whose)
     node.all_end_well(node.agent)
-    ended = node.expect(Ended)
-    assert (ended.storing is not None, ended.saves is not None) == (stores, stores)
-    if stores:
-        stored_of(node)
+    assert node.expect(Ended).stores is stores
+    assert (stored_of(node)[0] is not None) is stores
     result = node.verdict(features={"outputs": {"nodes": {"0": ["key of a list", 3, 9]}}})
     # A member has its own where each has some, and else knows the control node's.
     assert result.outputs.nodes == [number if whose == "all" else 0]
@@ -96,25 +94,25 @@ def test_outputs_that_can_not_be_stored_are_a_failure_of_a_launch_that_had_ended
     told, stored = stored_of(node)
     cause = stored.failures[0].cause
     assert (told, cause.kind, cause.rank) == (None, "store", None)
-    assert cause.what.startswith("has ended well, but its outputs (0 bytes of 14 bytes so far, now 'model.pt') could")
+    assert cause.what.startswith(
+        "has ended well, but its outputs (0 of 2 files so far, now 7 bytes of 'model.pt') could"
+    )
     node.verdict(ERROR)
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_after_a_failure_outputs_are_stored_when_the_gang_says_so(fails, writing, store):
+def test_outputs_of_a_failed_launch_are_on_its_error_and_do_not_hide_it(fails, writing, store):
     store.fails = fails
     node = writing()
     node.worker_ended(node.agent, 1, 1)
     node.agent.say(End(1))
     node.expect(Failed)
-    assert node.expect(Ended).storing is None
-    node.member.deliver(Save(0, 0, ERROR, 60.0))
-    told, stored = stored_of(node)
+    node.expect(Ended)
+    told, stored = stored_of(node, ERROR)
     assert stored.failures == ()
     error = LaunchFailed(ERROR.message, ERROR.cause)
     assert node.verdict(error, features={"outputs": {"nodes": {} if fails else {"0": list(told.values())}}}) is error
-    begun, *said = (text for text in node.texts("note") if "outputs" in text)
-    assert begun == "storing its outputs, for 60 s at most"
+    said = [text for text in node.texts("note") if "outputs" in text]
     if fails:
         assert told is None
         assert said[0].startswith("its outputs could not be stored in the s3 datastore s3://bucket after 0")
@@ -128,9 +126,8 @@ def test_what_is_stored_is_not_stored_again_where_another_node_fails(writing):
     node.all_end_well(node.agent)
     node.expect(Ended)
     told, _ = stored_of(node)
-    node.member.deliver(Save(0, 0, ERROR, 60.0))
-    assert stored_of(node)[0] is None
-    assert "for 60 s at most" not in " ".join(node.texts("note"))
+    assert stored_of(node, ERROR)[0] is None
+    assert len([text for text in node.texts("note") if "stored outputs" in text]) == 1
     node.verdict(ERROR, features={"outputs": {"nodes": {"0": list(told.values())}}})
 
 

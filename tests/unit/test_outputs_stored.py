@@ -16,9 +16,9 @@ from unit_helpers import write
 
 from metaflow_extensions.torchrun.plugins.torchrun.compat.datastore import DatastoreValues
 from metaflow_extensions.torchrun.plugins.torchrun.errors import TorchrunError
-from metaflow_extensions.torchrun.plugins.torchrun.features.outputs import pieces as output_pieces
+from metaflow_extensions.torchrun.plugins.torchrun.features.outputs import storing
 from metaflow_extensions.torchrun.plugins.torchrun.features.outputs.command import list_or_download, outputs_of
-from metaflow_extensions.torchrun.plugins.torchrun.features.outputs.pieces import OutputPieces
+from metaflow_extensions.torchrun.plugins.torchrun.features.outputs.storing import FilesToStore
 from metaflow_extensions.torchrun.plugins.torchrun.outputs import Outputs
 
 KIB = 1024
@@ -42,18 +42,17 @@ def store(tmp_path):
 
 @pytest.fixture
 def small(monkeypatch):
-    """Let 64 KiB be a piece, and more than 4 KiB large."""
-    monkeypatch.setattr(output_pieces, "PIECE_BYTES", 64 * KIB)
-    monkeypatch.setattr(output_pieces, "_SMALL_BYTES", 4 * KIB)
+    """Let parts have 64 KiB."""
+    monkeypatch.setattr(storing, "PART_BYTES", 64 * KIB)
 
 
-def pieces(root, store, *patterns, node=0, since=0.0, within_s=None):
-    return OutputPieces(patterns, str(root), store, node, since, within_s)
+def to_store(root, store, *patterns, since=0.0, within_s=None):
+    return FilesToStore(patterns, str(root), store, since, within_s)
 
 
 def stored(root, store, *patterns, **more):
     """Store what patterns name; return the entry of the node in a result."""
-    return entry_of(pieces(root, store, *patterns, **more))
+    return entry_of(to_store(root, store, *patterns, **more))
 
 
 def entry_of(upload, steps=None):
@@ -84,14 +83,14 @@ def test_files_that_were_there_before_the_launch_are_marked_and_said(root, store
     since = os.stat(root / "old").st_ctime + 0.001
     time.sleep(0.01)
     write(root / "new 🙂", "x")
-    upload = pieces(root, store, ".", since=since)
+    upload = to_store(root, store, ".", since=since)
     found = Outputs(store.address, {0: entry_of(upload)})
     assert {file.name: file.older for file in found} == {"old": True, "new 🙂": False}
     assert next(upload.lines(None, 0.0)) == "1 output is older than this launch: 'old'"
 
 
 def test_files_come_back_as_they_were(root, store, small, tmp_path):
-    sizes = {"model/a": 0, "model/b": 1, "c": 4 * KIB, "d": 4 * KIB + 1, "e": 64 * KIB, "f": 3 * 64 * KIB + 5}
+    sizes = {"model/a": 0, "model/b": 1, "c": 4 * KIB, "e": 64 * KIB, "f": 3 * 64 * KIB + 5}
     for name, size in sizes.items():
         (root / name).parent.mkdir(exist_ok=True)
         (root / name).write_bytes(os.urandom(size))
@@ -100,7 +99,7 @@ def test_files_come_back_as_they_were(root, store, small, tmp_path):
     os.chmod(root / "c", 0o750)
     os.utime(root / "c", (1e9, 1e9))
     found = outputs(root, store, ".")
-    assert (len(found), found.size) == (8, sum(sizes.values()) + 2)
+    assert (len(found), found.size) == (7, sum(sizes.values()) + 2)
     assert {file.name: file.size for file in found if file.name in sizes} == sizes
     assert "model/b" in found
     assert "model" not in found
@@ -110,20 +109,24 @@ def test_files_come_back_as_they_were(root, store, small, tmp_path):
     assert (status.st_mode & 0o777, status.st_mtime) == (0o750, 1e9)
     for name in sizes:
         assert read(found, name) == (root / name).read_bytes()
-    # Small files share a piece: this one, two of "d", one of "e", four of "f", and the list.
-    assert len(store.saved) == 1 + 1 + 1 + 4 + 1
-    assert max(store.saved[:-1]) == 64 * KIB
+    assert max(store.saved[:-1]) == 64 * KIB, "no more of a file is in memory"
 
 
-def test_what_is_there_already_is_not_stored_again(root, store, small):
-    data = os.urandom(200 * KIB)
-    (root / "a").write_bytes(data)
-    (root / "b").write_bytes(data[: 128 * KIB] + b"another end")
-    outputs(root, store, "a")
-    before = sum(len(files) for _, _, files in os.walk(store.folder))
-    outputs(root, store, "b")
-    after = sum(len(files) for _, _, files in os.walk(store.folder))
-    assert after - before == 2 * 2, "its last piece and the list, each with its metadata"
+def test_the_index_of_earlier_versions_is_read_too(store, tmp_path):
+    """There small files shared a part."""
+    part, end = store.save(b"first, second"), store.save(b"!")
+    rows = [("a", 5, "x", [[part, 0, 5]]), ("deep/b", 7, "y", [[part, 7, 6], [end, 0, 1]])]
+    fields = {"modified": 1e9, "mode": 0o640}
+    files = [
+        {"name": name, "size": size, "digest": digest, "parts": parts, **fields} for name, size, digest, parts in rows
+    ]
+    index = {"version": 1, "node": 0, "files": files, "left_out": {"gone": "is no file"}}
+    other = {**index, "files": [{**files[0], "parts": [[store.save(b"first"), 0, 5]]}]}
+    keys = [store.save(json.dumps(each).encode()) for each in (index, other)]
+    found = Outputs(store.address, {0: (keys[0], 2, 12), 1: (keys[1], 1, 5)})
+    assert (read(found, "a"), read(found, "deep/b")) == (b"first", b"second!"), "the digest says that both are the same"
+    assert found.left_out["node 0: gone"] == "is no file"
+    assert content(found.download(tmp_path / "there")) == {"a": b"first", "deep/b": b"second!"}
 
 
 # --- several nodes --------------------------------------------------------------------------------
@@ -137,7 +140,7 @@ def of_two(root, tmp_path, store, small):
         write(folder / "config.json", "{}")
         write(folder / f"shard {node}", str(node) * 10_000)
         write(folder / "log", f"of node {node}")
-    return Outputs(store.address, {0: stored(root, store, "."), 1: stored(other, store, ".", node=1)})
+    return Outputs(store.address, {0: stored(root, store, "."), 1: stored(other, store, ".")})
 
 
 def test_files_of_several_nodes_are_told_apart(of_two, tmp_path):
@@ -161,7 +164,7 @@ def test_files_of_several_nodes_are_put_together_where_they_do_not_clash(root, s
         other = tmp_path / name
         write(root / "a" / "model *", "1")
         write(other / of_other, "2")
-        return Outputs(store.address, {0: stored(root, store, "."), 1: stored(other, store, ".", node=1)})
+        return Outputs(store.address, {0: stored(root, store, "."), 1: stored(other, store, ".")})
 
     for number, (of_other, why) in enumerate(
         [("a/model *", "the same name: 'a/model"), ("a/model */x", r"folders of other nodes: 'a/model \*'")]
@@ -178,7 +181,7 @@ def test_files_of_several_nodes_are_put_together_where_they_do_not_clash(root, s
 def test_what_can_not_be_read_is_left_out_and_said(root, store):
     write(root / "gone", "x")
     write(root / "left", "x")
-    upload = pieces(root, store, ".")
+    upload = to_store(root, store, ".")
     steps = upload.steps()
     next(steps).do()
     os.unlink(root / "gone")
@@ -193,7 +196,7 @@ def test_what_can_not_be_read_is_left_out_and_said(root, store):
 def test_of_many_that_are_left_out_the_first_are_said(root, store):
     for number in range(13):
         (root / f"link {number:02}").symlink_to("nowhere")
-    upload = pieces(root, store, ".")
+    upload = to_store(root, store, ".")
     entry_of(upload)
     line, said = upload.lines(None, 0.0)
     assert line.count("is a link to nothing") == 10
@@ -212,34 +215,35 @@ def test_a_file_that_changes_while_it_is_read_is_said(root, store, small):
         return save(data)
 
     store.save = save_while_they_change
-    upload = pieces(root, store, "grows", "shrinks")
+    upload = to_store(root, store, "grows", "shrinks")
     found = {file.name: file.size for file in Outputs(store.address, {0: entry_of(upload)})}
-    assert list(upload.lines(None, 0.0))[:-1] == [
-        f"warning: the output '{name}' changed while it was read" for name in ("grows", "shrinks")
-    ]
+    assert list(upload.lines(None, 0.0))[:-1] == ["warning: changed while they were read: 'grows', 'shrinks'"]
     assert found == {"grows": 100 * KIB, "shrinks": 70 * KIB}, "as it was when it was opened, or what was left"
 
 
-def test_after_a_failure_the_newest_are_stored_first_and_the_rest_is_named(root, store, small, monkeypatch):
-    for number in range(3):
-        os.utime(write(root / f"checkpoint {number}", str(number) * 100 * KIB), (number, number))
-    write(root / "small", "x")
-    upload = pieces(root, store, ".", within_s=1000.0)
+def test_what_does_not_fit_into_the_time_after_a_failure_is_named(root, store, small, monkeypatch):
+    for name in ("a", "b", "c"):
+        write(root / name, name * 100 * KIB)
+    write(root / "empty", "")
+    upload = to_store(root, store, "b", ".", within_s=1000.0)
     for number, step in enumerate(upload.steps()):
-        if number == 4:  # after the search, the small one, and two pieces of the newest; one more is begun
+        if number == 3:  # after the search and the first file; the next one is begun
             monkeypatch.setattr(time, "monotonic", lambda: 1e12)
         step.do()
     found = Outputs(store.address, {0: tuple(upload.told().values())})
-    assert [file.name for file in found] == ["checkpoint 2", "small"]
-    assert found.left_out == dict.fromkeys(["checkpoint 0", "checkpoint 1"], "could not be stored in time")
+    assert [file.name for file in found] == ["b", "empty"], "in the order given"
+    assert found.left_out == dict.fromkeys(["a", "c"], "could not be stored in time")
 
 
 def test_a_step_says_how_far_it_is(root, store, small):
+    write(root / "empty", "")
     (root / "large").write_bytes(os.urandom(3 * 64 * KIB))
-    steps = [step for step in pieces(root, store, "large").steps() if step.do() is None]
-    assert steps[0].what == "its outputs"
-    assert steps[2].what == "its outputs (65.5 kB of 196.6 kB so far, now 'large')"
-    assert [step.is_news for step in steps] == [True, False, False, False, True], "there may be very many"
+    steps = [step for step in to_store(root, store, "empty", "large").steps() if step.do() is None]
+    assert [step.what for step in (steps[0], steps[2], steps[-1])] == [
+        "its outputs",
+        "its outputs (1 of 2 files so far, now 131.1 kB of 'large')",
+        "the index of its outputs",
+    ]
 
 
 def test_what_is_gone_from_the_datastore_is_said(root, store):

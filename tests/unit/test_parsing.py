@@ -13,7 +13,6 @@ from metaflow_extensions.torchrun.plugins.torchrun.parsing import (
     parse_outputs,
     parse_outputs_from,
     parse_port,
-    parse_preflight,
     parse_restart_on,
     parse_restarts,
     parse_seconds,
@@ -26,10 +25,6 @@ READ = [
     (parse_restarts, [(0, 0), ("3", 3)]),
     (parse_seconds, [(3, 3.0), ("2.5", 2.5)]),
     (partial(parse_seconds, zero=True), [("0", 0.0)]),
-    (
-        parse_preflight,
-        [*((on, True) for on in (True, 1, "true", "1", " TRUE ")), *((off, False) for off in (False, 0, "0"))],
-    ),
     (parse_restart_on, [("", set()), ("user, killed", {"user", "killed"}), (["start", "hang"], {"start", "hang"})]),
     (
         parse_outputs,
@@ -50,7 +45,6 @@ REFUSED = [
     (parse_restarts, "at least 0", [-1, "-1", "many", 1.5, True]),
     (parse_seconds, "a number of seconds above 0", [None, 0, -1, "x", "nan", float("inf"), True, [], 10**400]),
     (partial(parse_seconds, zero=True), "a number of seconds of at least 0", [-0.1, -1, "nan", None]),
-    (parse_preflight, "True or False", ["ja", 2, "10", 1.5, [True]]),
     (parse_restart_on, "no such class", ["often"]),
     (parse_restart_on, "Metaflow's @retry", ["user,node_lost", ["preempted"], "store", "before_run"]),
     (parse_restart_on, "a list", [3, ["user", 3]]),

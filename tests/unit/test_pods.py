@@ -1,6 +1,6 @@
 """Where a missing node's pod is looked for; that the command finds it is tested in tests/remote/test_kubernetes.py."""
 
-from metaflow_extensions.torchrun.plugins.torchrun.task.pods import why_it_waits
+from metaflow_extensions.torchrun.plugins.torchrun.machine.pods import why_it_waits
 
 
 def test_only_in_a_job_set_there_is_a_command():

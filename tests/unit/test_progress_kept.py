@@ -17,7 +17,7 @@ class Kept:
     """What the control node keeps, told by nodes of one rank each."""
 
     def __init__(self):
-        self.keeper = Progress().keeper(4, of_all=True)
+        self.keeper = Progress().keeper(4)
 
     def take(self, *points, node=0, pace=None, total=None, at_s=1.0, launch=0):
         """Take points as (step, values) and the pace of the node's rank."""

@@ -21,7 +21,7 @@ from metaflow_extensions.torchrun.plugins.torchrun.show.parts.model import Bar, 
 
 def told_by(*steps, total=None, speed=None, slow=None):
     """Return what is stored of the progress of a launch of 2 x 2; rank 3 is so fast."""
-    kept = Progress().keeper(2, of_all=True)
+    kept = Progress().keeper(2)
     series = {}
     for step, values in steps:
         for key, value in values.items():

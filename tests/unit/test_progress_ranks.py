@@ -269,7 +269,7 @@ def test_every_5_s_the_gang_hears_of_points_and_paces(node):
     (told,) = node.wait(5)
     assert (told.points, told.total) == ({}, 50.0)
     assert told.paces[0].steps_per_s < 0.25, "it has stood still for 5 s more"
-    assert node.watcher.saw_workers
+    assert node.watcher.saw_workers_at is not None
 
 
 def test_another_nodes_ranks_have_paces_only(tmp_path):
@@ -294,7 +294,7 @@ def test_the_example_of_the_documents_ends_at_the_whole(node, monkeypatch):
     monkeypatch.setenv("TORCHRUN_METRICS", str(node.folder / "metrics" / "0.jsonl"))
     exec(first, names := {})
     names["metrics"].close()
-    kept = Progress().keeper(1, of_all=True)
+    kept = Progress().keeper(1)
     node.now += 1
     node.ended |= {0, 1}
     kept.handle(0, Told(0, 0, "progress", node.watcher.ended()), node.now)
@@ -305,7 +305,7 @@ def test_the_example_of_the_documents_ends_at_the_whole(node, monkeypatch):
 
 def test_what_was_written_last_is_told_at_the_end(node):
     assert node.wait(20) == []
-    assert not node.watcher.saw_workers, "nothing was written"
+    assert node.watcher.saw_workers_at is None, "nothing was written"
     for name in (0, 1):
         node.write(name, {"step": 1, "loss": 3.0})
     node.ended.add(1)

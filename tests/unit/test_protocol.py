@@ -11,9 +11,11 @@ from metaflow_extensions.torchrun.plugins.torchrun.gang.policy import LaunchPoli
 from metaflow_extensions.torchrun.plugins.torchrun.gang.protocol import (
     Abort,
     Ack,
+    Command,
     Ended,
     Go,
     Message,
+    Prepares,
     Ready,
     Refused,
     Started,
@@ -26,15 +28,15 @@ from metaflow_extensions.torchrun.plugins.torchrun.gang.protocol import (
 )
 
 CAUSE = Cause("exception", 2, "hőst", 5, 1, 1, "ValueError: größe\n🙂", "Traceback…\n\x00\x1b[0m")
-POLICY = LaunchPolicy(5.0, 2, frozenset({"user", "hang"}), 10, 1, features={"hangs": {"timeout_s": 30.0}})
+POLICY = LaunchPolicy(5.0, 2, frozenset({"user", "hang"}), 10, features={"hangs": {"timeout_s": 30.0}})
 SAMPLES = [
     Ready(0, 2, "abc", {"torch": "2.13.0"}, 29500, POLICY),
-    Ready(1, 2, "abc", goes_on=True),
+    Prepares(0, 2),
+    Command(0, "before_run 1/2 (größe) could not be started", None, 0.25),
     Started(1, 2),
-    Ended(0, False, 1, (Failure(CAUSE, 0.5), Failure(CAUSE)), {0: 0, 1: 0}, "a value", "its outputs"),
+    Ended(0, False, 1, (Failure(CAUSE, 0.5), Failure(CAUSE)), {0: 0, 1: 0}, stores=True),
     Ended(0, True, 0, alone=True),
     Stored(0, 0, (Failure(CAUSE),)),
-    Ready(0, 2, "abc", runs="before_run"),
     Told(0, 1, "usage", {"größe": [1, 2.5, None, {"a": True}]}),
     Verdict(0, features={"progress": {"loss": 1.0, "lr": None}}, alone=True),
     Stop(0, 0, "why", 1, 15, "hang"),
@@ -80,8 +82,8 @@ def test_every_message_is_frozen():
         ({"type": "ended", "launch": 0, "ok": True, "exit_codes": {"x": 1}}, "ended.exit_codes has the key 'x'"),
         ({"type": "failed", "launch": 0, "failures": {}}, "failed.failures is '{}', which does not fit"),
         ({"type": "failed", "launch": 0, "failures": [{"cause": None}]}, "failed.failures.cause is 'None'"),
-        ({"type": "save", "launch": 0, "generation": 0, "error": {}, "within_s": 10**400}, "save.within_s is '1000"),
-        ({"type": "save", "launch": 0, "generation": 0, "error": {}, "within_s": "1"}, "save.within_s is '1', which"),
+        ({"type": "store", "launch": 0, "generation": 0, "within_s": 10**400}, "store.within_s is '1000"),
+        ({"type": "store", "launch": 0, "generation": 0, "within_s": "1"}, "store.within_s is '1', which"),
     ],
 )
 def test_what_is_no_message_is_refused_by_name(data, said):

@@ -209,9 +209,10 @@ def test_lines_are_written_in_order_and_what_is_missing_is_said_where_it_is_miss
     relay.add(4, Lines("no number\n", left_out=-3))  # a member may send anything
     relay.add(4, Lines(left_out=5))
     relay.settle()
-    begin, gap, *rest = screen.lines()
+    begin, gap, *rest, last = screen.lines()
     assert (begin, rest) == ("[rank 6] begin", ["[rank 6] end", "no number"])
     assert gap.startswith("[torchrun node 3] 1234 lines are left out here")
+    assert last.startswith("[torchrun node 4] 5 lines are left out here")
     assert screen.lines("stderr") == ["[rank 6] a warning"]
 
 

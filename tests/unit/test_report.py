@@ -1,8 +1,6 @@
 """What a node's terminal shows of the error that ends its task."""
 
-import sys
 import traceback
-import types
 
 import metaflow.cli
 import pytest
@@ -10,7 +8,7 @@ from metaflow.exception import MetaflowException
 
 from metaflow_extensions.torchrun.plugins.torchrun.errors import EntrypointError, LaunchFailed, TorchrunConfigError
 from metaflow_extensions.torchrun.plugins.torchrun.gang.cause import Cause, FailureText, failed
-from metaflow_extensions.torchrun.plugins.torchrun.gang.launch import Launch
+from metaflow_extensions.torchrun.plugins.torchrun.gang.launch import Launch, teller
 from metaflow_extensions.torchrun.plugins.torchrun.gang.member import Member
 from metaflow_extensions.torchrun.plugins.torchrun.task import report as module
 from metaflow_extensions.torchrun.plugins.torchrun.task.report import end_with, print_errors_ourselves
@@ -87,7 +85,10 @@ def test_the_traceback_is_in_the_report_unless_it_stands_above(cause, where, is_
     assert ("File 'train.py', line 1" in report(verdict(cause), **where)) is is_whole
 
 
-@pytest.mark.parametrize(("kind", "who"), [("lost", "node 1 (host b); "), ("timeout", ""), ("hang", "")])
+@pytest.mark.parametrize(
+    ("kind", "who"),
+    [("lost", "node 1 (host b); "), ("unreachable", "node 1 (host b); "), ("timeout", ""), ("hang", "")],
+)
 def test_the_control_node_tells_what_no_other_can(kind, who):
     error = verdict(Cause(kind, 1, "b", exception="why"))
     assert "why" in report(error, 0)
@@ -175,11 +176,6 @@ def test_in_a_task_any_error_is_shown_as_it_is_and_its_report_where_there_is_one
     assert "  | " not in capfd.readouterr().err  # Metaflow's own
 
 
-def test_a_metaflow_without_such_printing_goes_its_own_way(monkeypatch):
-    monkeypatch.setitem(sys.modules, "metaflow.cli", types.ModuleType("metaflow.cli"))
-    print_errors_ourselves(in_task=True)
-
-
 # --- exceptions that don't like to be looked at -------------------------------------------------------
 
 
@@ -210,3 +206,10 @@ def test_an_interrupted_step_is_said_to_be_without_our_own_traceback():
     assert (cause.category, cause.detail) == ("interrupted", "")
     assert cause.describe() == f"Node 0 (host {cause.host}) was interrupted, as by Ctrl-C."
     assert words_of(ValueError()) == "ValueError"
+
+
+def test_of_a_lost_control_node_another_node_tells():
+    """Its own task has printed nothing, and can't any more."""
+    assert teller(Cause("lost", 0, "host", exception="its task was killed by SIGKILL")) == 1
+    assert teller(Cause("lost", 1, "host", exception="its task was killed by SIGKILL")) == 0
+    assert teller(Cause("exit", 1, "host", 2, 0, 3)) == 1

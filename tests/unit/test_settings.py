@@ -26,7 +26,6 @@ from metaflow_extensions.torchrun.plugins.torchrun.settings import (
         ("grace_s", "0", 0.0),
         ("max_restarts", "3", 3),
         ("restart_on", "user, start", {"user", "start"}),
-        ("preflight", "True", True),
         ("preemption_signal", "usr1", signal.SIGUSR1),
         ("hang_timeout_s", "90", 90.0),
         ("logs", "Rank0", "rank0"),
@@ -50,7 +49,7 @@ def test_every_attribute_is_tried_as_text_above():
 def test_none_is_the_default_and_may_be_text():
     settings = parse_settings({}, "train")
     assert (settings.nproc_per_node, settings.master_port, settings.channel_port) == (None, None, None)
-    assert (settings.max_restarts, settings.hang_timeout_s, settings.preflight) == (0, None, False)
+    assert (settings.max_restarts, settings.hang_timeout_s) == (0, None)
     assert settings.restart_on == {"user", "killed", "timeout", "hang"}
     assert (settings.preemption_signal, settings.all_nodes_started_timeout) == (signal.SIGTERM, 600)
     required = {"all_nodes_started_timeout", "heartbeat_timeout_s", "grace_s"}
@@ -100,6 +99,11 @@ def test_an_unknown_attribute_names_the_step_and_the_nearest():
     with pytest.raises(TorchrunConfigError) as caught:
         refuse_unknown(["die größe"], "train")
     assert all(name in str(caught.value) for name in DEFAULTS)
+
+
+def test_the_former_preflight_leads_to_the_page_that_says_what_to_do_instead():
+    with pytest.raises(TorchrunConfigError, match=r"attribute preflight\. .*run\(check_links\).*docs/preflight\.md"):
+        refuse_unknown(["preflight"], "train")
 
 
 # --- whose value counts ---------------------------------------------------------------------------

@@ -102,3 +102,9 @@ def test_a_wrong_argument_is_named_as_one_of_run(wrong, card):
         TorchrunSingleNodeMultiGPU().run(["true"], **{"warm": False, **wrong})
     ((name, value),) = wrong.items()
     assert caught.value.message.startswith(f"run({name}) is {value!r}, but ")
+
+
+def test_it_needs_linux(monkeypatch):
+    monkeypatch.setattr("platform.system", lambda: "Darwin")
+    with pytest.raises(TorchrunConfigError, match="TorchrunSingleNodeMultiGPU needs Linux"):
+        TorchrunSingleNodeMultiGPU()

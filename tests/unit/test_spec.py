@@ -1,7 +1,6 @@
 """One call of `run` becomes a launch, or an error that names what contradicts what."""
 
 import os
-import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -39,7 +38,7 @@ def refusal(*args, **arguments):
             ({"torchrun_args": {option: value}}, [f"{option.replace('_', '-')}={value}", other])
             for option, value, other in (
                 ("nnodes", 3, "num_parallel=2"),
-                ("nnodes", "1:2", "num_parallel=2"),
+                ("nnodes", "3:3", "num_parallel=2"),
                 ("node_rank", 0, "node_index=1"),
                 ("master_addr", "10.1.2.3", "contradicts the control node's address"),
                 ("rdzv_backend", "etcd", "static"),
@@ -48,6 +47,10 @@ def refusal(*args, **arguments):
             )
         ),
         ({"torchrun_args": ["--standalone"]}, ["standalone contradicts num_parallel=2"]),
+        *(
+            ({"torchrun_args": {"nnodes": size, **more}}, [f"nnodes={size} asks", "all nodes", "max_restarts"])
+            for size, more in (("1:2", {}), ("1:2", {"rdzv_backend": "c10d"}), (":2", {}), ("2:", {}))
+        ),
         ({"torchrun_args": {"local_ranks_filter": "first"}}, ["local-ranks-filter is 'first'"]),
         *(({"cwd": wrong}, ["cwd", "path of a folder"]) for wrong in (3, b"/", ["/"])),
         *(({"env": wrong}, ["can't be"]) for wrong in ({"": 1}, {"A\0": 1}, {3: 1}, {"N": None})),
@@ -96,6 +99,7 @@ def test_an_error_does_not_show_what_may_be_a_secret(env, script):
     [
         ({"nnodes": 2, "node-rank": "1", "rdzv_backend": "static", "master_addr": "10.0.0.7", "nproc_per_node": 2}, 2),
         ({"nnodes": "2:2", "redirects": 3, "tee": 3}, 2),
+        ({"nnodes": "2", "rdzv_backend": "c10d"}, 2),
         (["--standalone"], 1),
     ],
 )
@@ -110,35 +114,6 @@ def test_the_control_nodes_address_may_be_repeated_with_a_port(own, said, script
     assert build(script, node=node, torchrun_args={"master_addr": said}).options == ()
     spec = build(script, node=node, torchrun_args={"rdzv_endpoint": f"{said}:3339"})
     assert (spec.options, spec.master_port) == ((), 3339)
-
-
-@pytest.mark.parametrize(
-    ("options", "fewest"),
-    [
-        ({}, None),
-        ({"nnodes": "3:3"}, None),
-        ({"rdzv_backend": "c10d"}, 3),
-        ({"rdzv_backend": "c10d", "nnodes": "3"}, 3),
-        ({"rdzv_backend": "c10d", "nnodes": "1:3"}, 1),
-        ({"rdzv_backend": "c10d", "nnodes": "3:3"}, 3),
-    ],
-)
-def test_only_c10d_makes_a_launch_elastic(options, fewest, script):
-    spec = build(script, node=replace(NODE, num_nodes=3), torchrun_args=options)
-    assert (spec.min_nodes, spec.options, spec.elastic_timeout_s) == (fewest, (), 90)
-
-
-@pytest.mark.parametrize(
-    ("nnodes", "backend", "said"),
-    [
-        ("1:3", None, r"num_parallel=3 fixes it.*rdzv_backend='c10d'"),
-        ("1:3", "static", "fixes it"),
-        *((wrong, "c10d", f"{wrong} contradicts.*MIN from 1 to 3") for wrong in ("1:4", "4:3", "0:3", "few:3")),
-    ],
-)
-def test_a_size_that_metaflow_cannot_give_is_refused_with_the_reason(nnodes, backend, said, script):
-    options = {"nnodes": nnodes, **({"rdzv_backend": backend} if backend else {})}
-    assert re.search(said, refusal(script, node=replace(NODE, num_nodes=3), torchrun_args=options))
 
 
 # --- settings and options ------------------------------------------------------------------------

@@ -7,11 +7,12 @@ import sys
 
 import pytest
 from fake_node import FakeNode
+from limits import limit_s
 from test_state import crash, running
-from unit_helpers import worker_environment
+from unit_helpers import eventually, worker_environment
 
 from metaflow_extensions.torchrun.plugins.torchrun.errors import TorchrunError
-from metaflow_extensions.torchrun.plugins.torchrun.features.stacks import command, feature
+from metaflow_extensions.torchrun.plugins.torchrun.features.stacks import command
 from metaflow_extensions.torchrun.plugins.torchrun.features.stacks.command import Shown
 from metaflow_extensions.torchrun.plugins.torchrun.features.stacks.feature import Stacks
 from metaflow_extensions.torchrun.plugins.torchrun.features.stacks.told import GangStacks, NodeStacks
@@ -29,14 +30,13 @@ def node_stacks(node, line=1):
     )
 
 
-def told(node, id_="a", generation=0, **data):
-    data = data or {"found": to_plain(node_stacks(node))}
-    return Told(0, generation, "stacks", {"id": id_, **data})
+def told(node, id_="a"):
+    return Told(0, 0, "stacks", {"id": id_, "found": to_plain(node_stacks(node))})
 
 
-def asked_gang(num_nodes=3, id_="a", **data):
+def asked_gang(num_nodes=3):
     gang = running(num_nodes, keepers=keepers_of([Stacks()], num_nodes))
-    gang.post(gang.state.request("stacks", {"id": id_, **data}))
+    gang.post(gang.state.request("stacks", {"id": "a"}))
     return gang
 
 
@@ -46,17 +46,16 @@ def answer_of(gang):
 
 
 def test_all_nodes_are_asked_and_the_answer_is_whole_when_all_have_answered():
-    gang = asked_gang(native=True)
+    gang = asked_gang()
     for node in range(3):
-        assert gang.got(node, Ask) == [Ask(0, 0, "stacks", {"id": "a", "native": True})]
+        assert gang.got(node, Ask) == [Ask(0, 0, "stacks", {"id": "a"})]
     gang.say(2, told(2))
     gang.say(0, told(0))
     assert answer_of(gang) is None
-    gang.say(1, told(1, failed="OSError: torn"))
+    gang.say(1, told(1))
     id_, found = answer_of(gang)
-    assert (id_, found.launch, found.generation, found.native) == ("a", 0, 0, True)
-    assert sorted(found.ranks) == [0, 1, 4, 5]
-    assert "OSError: torn" in found.missing[1]
+    assert (id_, found.launch, found.generation) == ("a", 0, 0)
+    assert sorted(found.ranks) == [0, 1, 2, 3, 4, 5]
     assert answer_of(gang) is None, "an answer is given once"
 
 
@@ -99,12 +98,36 @@ def test_the_newest_question_counts():
     assert answer_of(gang)[0] == "b"
 
 
-def test_a_gang_that_stops_asks_nobody():
-    gang = running(2, keepers=keepers_of([Stacks()], 2))
+def test_a_gang_that_stops_is_asked_too_and_answers_without_those_that_can_not():
+    gang = running(3, keepers=keepers_of([Stacks()], 3))
     gang.failed(1, crash())
     assert gang.got(0, Stop)
+    gang.ended(1, ok=False)
     gang.post(gang.state.request("stacks", {"id": "a"}))
-    assert gang.got(0, Ask) == []
+    for node in (0, 2):  # their workers may save for minutes
+        assert len(gang.got(node, Ask)) == 1
+    gang.say(0, told(0))
+    gang.pass_time(9.0)
+    id_, found = answer_of(gang)
+    assert (id_, list(found.nodes)) == ("a", [0])
+    assert found.missing == {1: "its workers have ended", 2: "it has not answered in time"}
+
+
+@pytest.mark.parametrize("when", ["before", "meanwhile"])
+def test_a_node_that_is_lost_is_not_waited_for(when):
+    gang = running(2, keepers=keepers_of([Stacks()], 2))
+    if when == "before":
+        gang.lost(1)
+    gang.post(gang.state.request("stacks", {"id": "a"}))
+    if when == "meanwhile":
+        gang.lost(1)
+    gang.say(0, told(0))
+    _, found = answer_of(gang)
+    assert list(found.nodes) == [0]
+    assert found.missing == {1: "it is no longer in the gang"}
+    gang.ended(0, ok=False)
+    gang.post(gang.state.request("stacks", {"id": "b"}))
+    assert answer_of(gang) == ("b", GangStacks())
 
 
 def test_what_no_feature_answers_is_answered_at_once():
@@ -121,10 +144,10 @@ LOOP = "print('ready', flush=True); import time\nwhile True: time.sleep(0.01)"
 def test_a_node_asks_its_workers_while_the_launch_goes_on(tmp_path):
     node = FakeNode(tmp_path, features=(Stacks(),))
     agent = node.running()
-    assert agent.env["TORCHRUN_STACKS_FOLDER"] == str(node.agent_folder(agent) / stacks.FOLDER)
-    node.member.deliver(Ask(0, 1, "stacks", {"id": "late", "native": False}))  # of another generation
+    assert agent.env["TORCHRUN_HOOKS"] == stacks.HOOK
+    node.member.deliver(Ask(0, 1, "stacks", {"id": "late"}))  # of another generation
     node.worker_ended(agent, 1, 0)
-    node.member.deliver(Ask(0, 0, "stacks", {"id": "a", "native": False}))
+    node.member.deliver(Ask(0, 0, "stacks", {"id": "a"}))
     answer = node.expect(Told)
     assert (answer.feature, answer.data["id"]) == ("stacks", "a")
     found = answer.data["found"]["ranks"]
@@ -134,31 +157,19 @@ def test_a_node_asks_its_workers_while_the_launch_goes_on(tmp_path):
 
 
 def test_a_worker_can_be_asked_again_and_again(tmp_path):
-    folder = tmp_path / "logs" / stacks.FOLDER
-    folder.mkdir(parents=True)
-    hook = {**stacks.hook_environment(str(folder)), "TORCHRUN_HOOKS": stacks.HOOK}
-    env = worker_environment({**os.environ, **hook}, folder.parent)
+    env = worker_environment({**os.environ, **stacks.hook_environment(), "TORCHRUN_HOOKS": stacks.HOOK}, tmp_path)
     with subprocess.Popen([sys.executable, "-c", LOOP], env=env, stdout=subprocess.PIPE) as process:
         assert process.stdout.readline() == b"ready\n"
         open_files = [f"/proc/{who}/fd" for who in (process.pid, "self")]
         before = [len(os.listdir(each)) for each in open_files]
         for _ in range(3):
-            (found,) = stacks.ask_workers({0: process.pid}, str(folder), 5.0, None, is_ending=False).values()
+            question = stacks.Question({0: process.pid}, limit_s(5.0))
+            found = eventually(question.poll, "its answer")[0]
             assert found.where.startswith("<string>:"), found
+            assert len(found.text) < 500, "it does not grow with each question"
         assert [len(os.listdir(each)) for each in open_files] == before
-        (file,) = folder.iterdir()
-        assert file.stat().st_size < 500, "it does not grow with each question"
         assert process.poll() is None
         process.kill()
-
-
-def test_the_stacks_of_one_node_fit_into_one_message():
-    for char in ("a", "\n", "語", "🙂"):
-        found = stacks.Found("here", "mark", char * 3_000_000)
-        for ranks in (1, 8, 64):
-            share = feature._NODE_CHARS // ranks
-            whole = {str(rank): feature._fitting(found, share) for rank in range(ranks)}
-            assert len(json.dumps(whole)) < 480_000
 
 
 # --- the command -------------------------------------------------------------------------------------
@@ -173,8 +184,8 @@ def shown(found, before=None):
     return Shown.of(answer(found, 112.0), former)
 
 
-def answer(found, at, native=False):
-    return Answer(Request(str(at), at, "stacks", {"native": native}), at, {"found": to_plain(found)})
+def answer(found, at):
+    return Answer(Request(str(at), at, "stacks", {}), at, {"found": to_plain(found)})
 
 
 def test_ranks_at_one_place_are_named_together_and_each_stack_stands_once():
@@ -196,7 +207,6 @@ MOVED = ["ranks 0, 1 are at another place than 12 s ago", "ranks 2, 3 are at the
     [
         (gang_stacks((9, 1)), MOVED),
         (gang_stacks((1, 1), generation=1), []),
-        (gang_stacks((1, 1), native=True), []),
         (GangStacks(), []),
         (None, []),
     ],
@@ -227,7 +237,7 @@ class AskedGang:
 @pytest.mark.parametrize("watch", [True, False])
 def test_a_gang_is_watched_to_its_end(watch, monkeypatch):
     monkeypatch.setattr(command, "_WATCH_S", 0.0)
-    options = {"rank": None, "watch": watch, "native": False, "json": False}
+    options = {"rank": None, "watch": watch, "json": False}
     lines = list(command.ask_gang(AskedGang(gang_stacks(), GangStacks(0, 0), gang_stacks((1, 7))), options))
     assert sum("Launch 0" in line for line in lines) == (3 if watch else 1)
     assert ("no worker has started yet" in "".join(lines)) is watch
@@ -241,7 +251,7 @@ def test_a_gang_is_watched_to_its_end(watch, monkeypatch):
 def test_one_rank_is_shown_alone_and_one_that_has_not_answered_is_an_error():
     found = shown(gang_stacks())
     assert found.lines(2, short=True)[-2].startswith("--- rank 2 (node 1")
-    options = {"rank": 9, "watch": False, "native": False, "json": False}
+    options = {"rank": 9, "watch": False, "json": False}
     with pytest.raises(TorchrunError, match=r"Rank 9 has not answered.*0, 1, 2, 3"):
         list(command.ask_gang(AskedGang(gang_stacks()), options))
     assert "Rank 9 has not" in next(command.ask_gang(AskedGang(gang_stacks()), {**options, "watch": True}))

@@ -30,6 +30,7 @@ from metaflow_extensions.torchrun.plugins.torchrun.gang.protocol import (
     Alone,
     Ask,
     Bye,
+    Command,
     Done,
     Ended,
     Failed,
@@ -37,12 +38,13 @@ from metaflow_extensions.torchrun.plugins.torchrun.gang.protocol import (
     Join,
     Leave,
     Note,
+    Prepares,
     Ready,
     Replaced,
     Restart,
-    Save,
     Started,
     Stop,
+    Store,
     Stored,
     Storing,
     Told,
@@ -57,7 +59,7 @@ from metaflow_extensions.torchrun.plugins.torchrun.records.snapshot import snaps
 FIELDS = {"nproc": 2, "digest": "abc"}
 FOREVER = float("inf")
 FACTS = {"torch": "2.13.0", "cuda": "12.4", "nccl": "2.21.5", "python": "3.11", "devices": "none", "contents": "f00"}
-READY = {"nproc", "digest", "master_port", "runs", "goes_on"}
+READY = {"nproc", "digest", "master_port"}
 POLICY = {field.name for field in fields(LaunchPolicy)}
 GRACE_S = 30.0
 
@@ -439,7 +441,6 @@ def test_what_a_command_asks_goes_to_all_nodes_while_workers_run():
         ("nproc", 4, "processes per node"),
         ("digest", "xyz", "entrypoint and torchrun options"),
         ("launch", 7, "launch number"),
-        ("runs", "before_run", "kind of launch"),
     ],
 )
 def test_a_contradiction_names_nodes_and_values_and_nothing_starts(fact, value, named):
@@ -449,9 +450,8 @@ def test_a_contradiction_names_nodes_and_values_and_nothing_starts(fact, value, 
     gang.ready(2, **{fact: value})
     error = gang.same_verdict()
     assert isinstance(error, GangError)
-    others = {**FACTS, **FIELDS, "launch": 0, "runs": "the workers"}[fact]
+    others = {**FACTS, **FIELDS, "launch": 0}[fact]
     assert f"in the {named} (nodes 0, 1: {others}, node 2: {value})" in str(error)
-    assert ("calls it with before_run=[]" in str(error)) is (fact == "runs")
     assert not gang.got(0, Go)
 
 
@@ -529,7 +529,7 @@ def test_a_failure_stops_all_once_and_every_node_gets_the_first_as_its_verdict()
     assert [len(gang.got(node, Stop)) for node in range(3)] == [1, 1, 1]
     assert gang.is_undecided()
     gang.ended(1, crash(1))
-    gang.ended(0, storing=VALUE)  # which nobody needs any more
+    gang.ended(0)
     gang.ended(2, ok=False)
     error = gang.same_verdict()
     assert isinstance(error, LaunchFailed)
@@ -575,7 +575,7 @@ def test_reports_of_a_launch_or_generation_that_does_not_run_are_ignored(about):
     fail_everywhere(gang, 0)
     gang.pass_time(10.0)
     before = [len(gang.sent[node]) for node in (0, 1)]
-    gang.ended(0, generation=1, storing=VALUE)
+    gang.ended(0, generation=1, stores=True)
     gang.failed(0, crash(0), launch=about[0], generation=about[1])
     for ok in (False, True):
         gang.ended(1, ok=ok, launch=about[0], generation=about[1])
@@ -602,25 +602,33 @@ def test_the_control_node_hears_in_a_line_why_everything_stops_unless_it_has_fai
 # --- lost and leaving nodes ------------------------------------------------------------------------
 
 
+STEP_TIMEOUT = Cause("step_timeout", 1, "host-1", exception="longer than the step's @timeout of 6 s allows")
+
+
+@pytest.mark.parametrize("phase", ["before", "gathering", "running"])
 @pytest.mark.parametrize(
-    ("phase", "where"),
-    [("before", "outside of current.torch.run"), ("gathering", "before launch 0 began"), ("running", "stopped")],
+    ("cause", "cls"),
+    [
+        (None, LaunchFailed),
+        (step_failure(1), LaunchFailed),
+        (Cause("call", 1, "host-1", exception="EntrypointError"), LaunchFailed),
+        (STEP_TIMEOUT, LaunchTimeout),
+        (preemption(), TorchrunPreempted),
+    ],
+    ids=["lost", "step", "call", "step_timeout", "preempted"],
 )
-@pytest.mark.parametrize(
-    ("how", "what"), [("lost", ": its task was killed by SIGKILL"), ("fails", " with KeyError: 'x'")]
-)
-def test_a_node_that_is_gone_ends_what_the_others_do(phase, where, how, what):
+def test_a_node_that_is_gone_ends_what_the_others_do_with_the_same_class_of_error(phase, cause, cls):
     gang = GangOf(3)
     if phase == "gathering":
         gang.ready(0)
     elif phase == "running":
         gang.all_ready()
-    if how == "lost":
+    if cause is None:
         gang.lost(1)
     else:
-        gang.leave(1, step_failure(1))
+        gang.leave(1, cause)
     if phase == "running":
-        assert gang.got(0, Stop)[0].teller == (0 if how == "lost" else 1), "a lost node's log may say nothing"
+        assert gang.got(0, Stop)[0].teller == (0 if cause is None else 1), "a lost node's log may say nothing"
         assert not gang.got(0, Verdict)
         gang.ended(0, ok=False)
         gang.ended(2, crash(2, "RuntimeError: gloo: Connection reset by peer"))
@@ -628,12 +636,15 @@ def test_a_node_that_is_gone_ends_what_the_others_do(phase, where, how, what):
     assert len(gang.got(0, Go)) == (phase == "running")
     errors = [verdict.error for verdict in gang.got(0, Verdict)]
     assert len(errors) == (1 if phase == "before" else 2)
-    if phase != "running" or how == "lost":  # nodes that had the verdict of a launch need not hear it again
+    if phase != "running" or cause is None:  # nodes that had the verdict of a launch need not hear it again
         errors += [gang.abort(node) for node in (0, 2)]
         assert len({str(error) for error in errors}) == 1
         assert gang.state.error is gang.abort(0)
-    assert isinstance(errors[0], LaunchFailed)
-    assert f"Node 1 (host host-1) failed{what}" in str(errors[0])
+    assert type(errors[0]) is cls
+    outside = f"{'outside of' if cause is None or cause.kind != 'call' else 'in the call of'} current.torch.run"
+    where = {"before": outside, "gathering": "before launch 0 began", "running": "stopped"}[phase]
+    what = "failed: its task was killed by SIGKILL" if cause is None else cause.what
+    assert f"ode 1 (host host-1) {what}" in str(errors[0])
     assert where in str(errors[0])
 
 
@@ -765,6 +776,9 @@ def test_the_pause_before_a_restart_counts_from_the_failure_not_from_the_end_of_
         (crash(1, kind="hang"), "hang", True),
         (crash(1, kind="frozen"), "hang", True),
         (crash(1, kind="agent"), "start", False),
+        (crash(1, kind="devices"), "start", False),
+        (crash(1, kind="preflight"), "network", False),
+        (crash(1, kind="unreachable"), "network", False),
         (crash(1, kind="command"), "before_run", False),
         (crash(1, kind="agent_ended"), "killed", True),
         (crash(1, kind="lost"), "node_lost", False),
@@ -794,6 +808,8 @@ def test_the_class_of_the_cause_decides_about_a_restart(cause, category, restart
         (crash(text="SyntaxError: invalid syntax"), False),
         (crash(text="ModuleNotFoundError: No module named 'x'"), False),
         (crash(code=2, text=None, kind="exit"), False),
+        (crash(kind="preflight"), False),
+        (crash(kind="unreachable"), False),
     ],
 )
 def test_a_restart_is_named_where_it_could_help(cause, hint):
@@ -846,7 +862,6 @@ def test_without_all_its_nodes_a_gang_is_not_restarted(pausing):
 # --- time limits ---------------------------------------------------------------------------------
 
 ALLOWS = "longer than the step's @timeout allows"
-STEP_TIMEOUT = Cause("step_timeout", 1, "host-1", exception="longer than the step's @timeout of 6 s allows")
 
 
 @pytest.mark.parametrize(
@@ -880,26 +895,6 @@ def test_the_end_of_the_steps_time_on_one_node_stops_the_launch_and_restarts_not
     assert (type(error), error.cause["category"]) == (LaunchTimeout, "timeout")
     assert "ode 1 (host host-1) ran longer than the step's @timeout of 6 s allows" in error.message
     assert not gang.got(0, Restart)
-
-
-@pytest.mark.parametrize("where", ["before launch 0 began", "outside of current.torch.run"])
-@pytest.mark.parametrize(
-    ("cause", "cls"),
-    [
-        (STEP_TIMEOUT, LaunchTimeout),
-        (preemption(), TorchrunPreempted),
-        (Cause("call", 1, "host-1", exception="EntrypointError"), LaunchFailed),
-    ],
-)
-def test_what_ends_a_step_before_a_launch_is_the_same_class_of_error_everywhere(cause, cls, where):
-    gang = GangOf(2)
-    if "launch" in where:
-        gang.ready(0)
-    gang.leave(1, cause)
-    error = gang.abort(0)
-    assert type(error) is cls
-    assert (where if cause.kind != "call" else where.replace("outside of", "in the call of")) in error.message
-    assert f"ode 1 (host host-1) {cause.what}" in error.message
 
 
 @pytest.mark.parametrize(
@@ -954,13 +949,13 @@ def test_the_steps_time_counts_in_the_pause_before_a_restart():
 def test_what_a_failed_launch_stores_takes_no_longer_than_the_step_may(left_s, limit_s):
     gang = running(2, deadline=1000.5 + left_s)
     gang.now += 0.5
-    gang.all_ended(crash(1), saves="its outputs")
-    (save,) = gang.got(0, Save)
-    assert save.within_s == pytest.approx(limit_s)
-    gang.pass_time(limit_s + 14.0)  # and the list of what was stored
+    gang.all_ended(crash(1), stores=True)
+    (store,) = gang.got(0, Store)
+    assert store.within_s == pytest.approx(limit_s)
+    gang.pass_time(limit_s + 14.0)  # and the index of what was stored
     assert not gang.got(0, Verdict)
     gang.pass_time(2.0)
-    assert gang.same_verdict() is save.error
+    assert gang.same_verdict() is store.error
 
 
 @pytest.mark.parametrize("has_ended", [False, True])
@@ -1014,6 +1009,34 @@ def test_a_keeper_can_have_the_launch_fail_and_tell_what_it_has_found_out(restar
     assert "found out" in str(error)
 
 
+class Accuser(Keeper):
+    """Has a launch fail by the fault of one node."""
+
+    def tick(self, at_s, where):
+        text = f"can't reach {where(0).host}"
+        return Remarks(failing=Failing("unreachable", text, self.guilty, "Open the port."))
+
+
+@pytest.mark.parametrize("guilty", [0, 1])
+def test_a_keeper_can_name_the_node_whose_fault_it_is_and_what_to_change(guilty):
+    keeper = Accuser()
+    keeper.guilty = guilty
+    gang = running(2, max_restarts=1, keepers=Keepers({"accuser": keeper}))
+    gang.pass_time(1.5)
+    who = f"node {guilty} (host host-{guilty}) can't reach host-0"
+    assert {(stop.kind, stop.because, stop.teller) for stop in gang.got(0, Stop)} == {("unreachable", who, 0)}
+    gang.ended(1, ok=False)
+    gang.ended(0, ok=False)
+    error = gang.same_verdict()
+    cause = error.cause
+    assert (cause["node"], cause["host"], cause["category"]) == (guilty, f"host-{guilty}", "network")
+    assert str(error).splitlines()[:2] == [f"N{who[1:]}.", "Open the port."]
+    assert "max_restarts" not in str(error)
+    assert [(each.kind, each.node) for each in gang.state.history.records if each.kind == "unreachable"] == [
+        ("unreachable", guilty)
+    ]
+
+
 # --- preemption ----------------------------------------------------------------------------------
 
 
@@ -1027,87 +1050,6 @@ def test_a_preemption_sends_the_users_signal_and_tells_who_saved(kind, number):
     error = gang.same_verdict()
     assert isinstance(error, TorchrunPreempted) is (kind == "terminated")
     assert ("exited with code 0 in time: 1, 2, 3" in str(error)) is (kind == "terminated")
-
-
-def test_a_failure_is_not_restarted_on_a_node_that_is_preempted_meanwhile():
-    gang = running(2, max_restarts=3)
-    gang.failed(1, crash(1))
-    gang.failed(0, Cause("terminated", 0, "host-0", exception="its Metaflow task got SIGTERM"), age_s=-0.1)
-    gang.all_ended(ok=False)
-    error = gang.same_verdict()
-    assert str(error).startswith("Rank 2 on node 1")
-    assert "Meanwhile host host-0 was preempted" in str(error)
-
-
-# --- torchrun's own elasticity ---------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("how", "why"),
-    [("lost", " (failed: its task"), ("crash", " (failed with Val"), ("ended", ""), ("terminated", " (was")],
-)
-def test_an_elastic_launch_goes_on_without_a_node(how, why):
-    gang = running(3, min_nodes=2)
-    is_preempted = how == "terminated"
-    if how == "lost":
-        gang.lost(2)
-    else:
-        if how != "ended":
-            gang.failed(2, preemption(2) if is_preempted else crash(2))
-        gang.ended(2, ok=False)
-        assert [stop.signal for stop in gang.got(2, Stop)] == [signal.SIGTERM if is_preempted else None]
-        error = gang.verdict(2)
-        assert type(error) is (TorchrunPreempted if is_preempted else LaunchFailed)
-        assert "goes on without it" in str(error)
-        assert ("loss is nan" in str(error)) is (how != "ended")
-        assert "stopped" not in str(error)
-    assert not gang.got(0, Stop)
-    (note,) = gang.notes(1)
-    assert note.startswith(f"node 2 has dropped out{why}")
-    assert note.endswith("; the launch goes on with 2 nodes")
-    for node in (0, 1):
-        gang.ended(node)
-    assert gang.same_verdict(0, 1) is None
-    assert not gang.got(0, Abort)
-    if how == "lost":  # then no other launch can begin
-        gang.ready(0, 1)
-        assert "already ended on node 2" in str(gang.verdict(0, launch=1))
-
-
-@pytest.mark.parametrize(("how", "nodes"), [("lost", (2, 1)), ("failed", (2, 1)), ("failed", (0,))])
-def test_an_elastic_launch_stops_when_too_few_nodes_are_left_or_not_the_control_node(how, nodes):
-    gang = running(3, min_nodes=2)
-    for node in nodes:
-        assert not gang.got(0, Stop)
-        getattr(gang, how)(node, *([crash(node)] if how == "failed" else []))
-    assert all(gang.got(node, Stop) for node in {0, 1, 2} - {*nodes})
-    gang.all_ended(ok=False)
-    assert f"ode {nodes[0]}" in str(gang.verdict(0))
-
-
-def test_an_elastic_launch_fails_if_a_node_that_is_left_does_not_report_its_end():
-    gang = running(3, min_nodes=2, timeout_s=60.0)
-    gang.ended(2, crash(2))
-    gang.ended(0)
-    gang.pass_time(61.0)
-    gang.pass_time(GRACE_S + 16.0)
-    assert "Node 1 did not report" in str(gang.verdict(0))
-
-
-def test_a_node_that_has_dropped_out_and_calls_run_again_does_not_end_the_launch_of_the_others():
-    gang = running(3, min_nodes=2)
-    gang.ended(2, crash(2), ok=False)
-    gang.ready(2, 1)
-    error = gang.verdict(2, launch=1)
-    assert isinstance(error, GangError)
-    assert "Launch 1 can't begin on node 2: it has dropped out of launch 0, which goes on" in str(error)
-    gang.leave(2, failed=True)
-    for node in (0, 1):
-        assert not gang.got(node, Verdict)
-        gang.ended(node)
-    assert gang.same_verdict(0, 1) is None
-    gang.done(0)
-    assert not gang.got(0, Abort)  # elastic as it is, it goes on without node 2 to its end
 
 
 # --- a node that gives up by itself ----------------------------------------------------------------
@@ -1179,71 +1121,79 @@ def test_what_ended_a_launch_is_told_in_the_same_words_when_the_step_ends_with_i
 # --- what goes to the datastore ------------------------------------------------------------
 
 VALUE = "rank 2's value (2.1 GB)"
-LEFT = "its outputs"
+LEFT = "what its workers have left"
 
 
 def store_failure(node=1):
     return Cause("store", node, f"host-{node}", 2, 0, exception="has ended well, but its value could not be stored")
 
 
+def storing(*nodes, num_nodes=3, **limits):
+    """Return a gang whose workers have all ended well; `nodes` have something to store."""
+    gang = running(num_nodes, **limits)
+    for node in range(num_nodes):
+        gang.ended(node, stores=node in nodes)
+    return gang
+
+
+@pytest.mark.parametrize("nodes", [(), (0,), (1, 2)])
+def test_a_launch_ends_well_when_all_is_stored(nodes):
+    gang = storing(*nodes)
+    asked = [(store.error, store.within_s) for node in range(3) for store in gang.got(node, Store)]
+    assert asked == ([(None, None)] * 3 if nodes else []), "where there is nothing to store nobody is asked"
+    for node in nodes:
+        assert gang.is_undecided()
+        gang.stored(node)
+    assert gang.same_verdict() is None
+
+
 @pytest.mark.parametrize(
-    ("limit", "computes", "error"),
+    ("limit", "error"),
     [
-        ({"hang_timeout_s": 20.0, "timeout_s": 40.0, "max_restarts": 3}, False, type(None)),
-        ({"hang_timeout_s": 20.0}, True, LaunchHung),
-        ({"timeout_s": 20.0}, True, LaunchTimeout),
-        ({"deadline": 1100.0}, False, LaunchTimeout),
+        ({"hang_timeout_s": 20.0, "timeout_s": 40.0, "max_restarts": 3}, type(None)),
+        ({"deadline": 1100.0}, LaunchTimeout),
     ],
 )
-def test_who_stores_is_neither_too_slow_nor_hangs_and_does_not_hide_who_does(limit, computes, error):
-    gang = running(2, **limit)
-    gang.ended(1, storing=VALUE)
-    if not computes:
-        gang.ended(0)
-    gang.pass_time(20.1 if computes else 100.1)
+def test_who_stores_neither_hangs_nor_is_too_slow_but_for_the_step(limit, error):
+    gang = storing(1, num_nodes=2, **limit)
+    gang.say(1, Storing(0, 0, VALUE))
+    gang.pass_time(100.1)
     assert bool(gang.got(1, Stop)) is (error is not type(None))
-    if computes:
-        gang.ended(0, ok=False)  # node 1 need not store any more
-    elif not gang.got(1, Stop):
-        gang.stored(1)
+    gang.stored(1)
     verdict = gang.same_verdict()
     assert type(verdict) is error
     assert "deadline" not in limit or f"node 1 stores {VALUE} (for 100 s so far)" in str(verdict)
 
 
 def test_the_control_node_says_every_30_s_who_stores_what():
-    gang = running(7)
-    for node in range(6):
-        gang.ended(node, storing=f"rank {node * 2}'s value" if node != 1 else VALUE)
+    gang = storing(*range(6), num_nodes=7)
+    for node in range(5):
+        gang.say(node, Storing(0, 0, f"rank {node * 2}'s value"))
     gang.pass_time(29.0)
     assert not gang.notes(0)
-    gang.pass_time(1.1)  # while node 6 computes on
+    gang.pass_time(1.1)
     assert gang.notes(0) == [
-        f"node 1 stores {VALUE}; node 2 stores rank 4's value; node 3 stores rank 6's value; so do 2 other nodes "
+        "node 1 stores rank 2's value; node 2 stores rank 4's value; node 3 stores rank 6's value; so do 2 other nodes "
         "(for 30 s so far)"
     ]
-    for node in (0, 2, 3, 4, 5):
+    for node in (0, 1, 2, 3, 4):
         gang.stored(node)
-    gang.say(1, Storing(launch=0, generation=0, what="another value"))
     gang.say(2, Storing(launch=0, generation=0, what="late"))
     gang.pass_time(30.1)
-    assert gang.notes(0)[1:] == ["node 1 stores another value (for 60 s so far)"]
+    assert gang.notes(0)[1:] == [f"node 5 stores {LEFT} (for 60 s so far)"]
     assert not gang.notes(1)
 
 
 def test_a_value_that_can_not_be_stored_fails_the_launch_and_restarts_nothing():
-    gang = running(3, max_restarts=3, restart_on=frozenset({"user", "killed", "timeout", "hang", "start"}))
-    for node in (1, 2):
-        gang.ended(node, storing=VALUE, saves=LEFT)
+    gang = storing(1, 2, max_restarts=3, restart_on=frozenset({"user", "killed", "timeout", "hang", "start"}))
     gang.stored(1, store_failure())
     assert all(gang.got(node, Stop) for node in range(3))
-    gang.ended(0, ok=False)  # which has still computed; node 2 need not store any more
     error = gang.same_verdict()
     assert type(error) is LaunchFailed
     assert error.cause["category"] == "store"
     assert "Rank 2 on node 1 (host host-1) has ended well, but its value could not be stored." in str(error)
     assert "its workers had ended well" in str(error)
-    assert not gang.got(0, Save)
+    assert len(gang.got(0, Store)) == 1, "nothing more is stored"
 
 
 # How a node goes: what happens, and the class of the cause.
@@ -1256,53 +1206,68 @@ WAYS_TO_GO = {
 
 
 @pytest.mark.parametrize("how", ["lost", "terminated", "left"])
-def test_a_node_that_goes_while_it_stores_ends_the_launch_at_once(how):
-    gang = running(3, max_restarts=1)
-    for node in range(3):
-        gang.ended(node, storing=VALUE if node else None)
+@pytest.mark.parametrize("nodes", [(1,), (0, 1, 2)])
+def test_a_node_that_goes_while_it_stores_fails_the_launch_and_the_others_store_what_there_is(nodes, how):
+    gang = storing(*nodes, max_restarts=1)
     go, category = WAYS_TO_GO[how]
     go(gang)
+    for node in nodes:
+        if node != 1 or how == "terminated":
+            assert [store.within_s for store in gang.got(node, Store)] == [None, 120.0]
+            gang.stored(node)
     assert gang.same_verdict(0, 2).cause["category"] == category
-
-
-def test_a_store_that_is_away_delays_no_verdict_of_a_failure_for_long():
-    gang = running(2)
-    gang.ended(1, crash(1), storing="what its ranks raised")
-    gang.ended(0, ok=False)
-    gang.pass_time(GRACE_S + 15.1)
-    error, said = gang.same_verdict(), gang.notes(0)
-    assert error.cause["rank"] == 2
-    assert "did not report" not in str(error)
-    gang.pass_time(60.0)
-    assert gang.notes(0) == said  # nobody waits for it any more
 
 
 # --- what is stored of a launch that has failed ----------------------------------------------------
 
 
-def failing(*saving, num_nodes=3, **policy):
-    """Return a gang whose launch has failed for good, with no worker left; the nodes `saving` have something to store."""
+def failing(*nodes, num_nodes=3, **policy):
+    """Return a gang whose launch has failed for good, with no worker left; `nodes` have something to store."""
     gang = running(num_nodes, **policy)
     for node in (1, *({*range(num_nodes)} - {1})):
-        gang.ended(node, *([crash(1)] if node == 1 else []), ok=False, saves=LEFT if node in saving else None)
+        gang.ended(node, *([crash(1)] if node == 1 else []), ok=False, stores=node in nodes)
     return gang
 
 
-@pytest.mark.parametrize("saving", [[0], [0, 1, 2]])
-def test_a_launch_that_fails_ends_when_what_it_has_left_is_stored(saving):
-    gang = failing(*saving)
-    saves = [save for node in range(3) for save in gang.got(node, Save)]
-    assert [node for node, save in enumerate(saves) if save.within_s is not None] == saving
-    assert saves[0].error.cause["rank"] == 2
-    assert all(save.error is saves[0].error for save in saves), "each knows why, even if the control node is lost now"
-    events = [[event.kind for event in save.events] for save in saves]
-    assert events == [["go", "stopping", "cause"]] * 3, "what has failed is known before anything is stored"
+@pytest.mark.parametrize("nodes", [[0], [0, 1, 2]])
+def test_a_launch_that_fails_ends_when_what_it_has_left_is_stored(nodes):
+    gang = failing(*nodes)
+    asked = [store for node in range(3) for store in gang.got(node, Store)]
+    assert asked[0].error.cause["rank"] == 2
+    assert all(store is asked[0] for store in asked), "each knows why, even if the control node is lost now"
+    events = [event.kind for event in asked[0].events]
+    assert events == ["go", "stopping", "cause"], "what has failed is known before anything is stored"
     assert [report.cause["rank"] for report in gang.reports] == [2]
-    assert gang.is_undecided()
-    for node in saving:
+    for node in nodes:
+        assert gang.is_undecided()
         gang.stored(node)
     assert gang.same_verdict().cause["rank"] == 2
     assert [record.kind for record in gang.records].count("cause") == len(gang.reports) == 1
+
+
+def test_nothing_is_stored_before_a_restart():
+    gang = failing(0, 1, 2, max_restarts=1)
+    gang.pass_time(2.0)
+    assert [len(gang.got(node, Go)) for node in range(3)] == [2, 2, 2]
+    assert not gang.got(0, Store)
+
+
+def test_a_store_that_is_away_does_not_delay_the_verdict_of_a_failure_for_ever():
+    gang = failing(0, 1, 2)
+    gang.stored(0)
+    gang.pass_time(135.1)
+    assert gang.same_verdict().cause["rank"] == 2
+    said = gang.notes(0)
+    gang.pass_time(60.0)
+    assert gang.notes(0) == said, "nobody waits for it any more"
+
+
+def test_a_node_that_has_not_ended_in_time_is_not_waited_for():
+    gang = running(2)
+    gang.ended(1, crash(1), stores=True)
+    gang.pass_time(GRACE_S + 15.1)
+    gang.stored(1)
+    assert "Node 0 did not report" in str(gang.same_verdict())
 
 
 @pytest.mark.parametrize("how", ["lost", "given up", "left"])
@@ -1319,9 +1284,9 @@ def test_what_is_left_is_stored_while_a_restart_was_to_come_that_does_not():
     notebook = Notebook()
     gang = failing(0, num_nodes=2, max_restarts=1, keepers=Keepers({"notes": notebook}))
     gang.lost(1)
-    (save,) = gang.got(0, Save)
-    gang.say(0, Told(save.launch, save.generation, "notes", {"key": 1}))
-    gang.stored(0, launch=save.launch, generation=save.generation)
+    (store,) = gang.got(0, Store)
+    gang.say(0, Told(store.launch, store.generation, "notes", {"key": 1}))
+    gang.stored(0, launch=store.launch, generation=store.generation)
     assert gang.verdict(0) is not None
     assert notebook.heard[-1][:3] == ("handle", 0, {"key": 1}), "the verdict comes after it"
 
@@ -1330,8 +1295,8 @@ def test_a_node_that_has_given_up_is_not_asked_to_store_anything():
     gang = running(2)
     gang.ended(1, crash(1))
     gang.say(0, Failed(0, failures=failures([step_failure(0)]), given_up=True))
-    gang.ended(0, ok=False, saves=LEFT)
-    assert not gang.got(0, Save)
+    gang.ended(0, ok=False, stores=True)
+    assert not gang.got(0, Store)
     assert isinstance(gang.same_verdict(), LaunchFailed)
 
 
@@ -1358,7 +1323,7 @@ def test_no_message_of_one_node_makes_the_gang_look_through_all_nodes(monkeypatc
     monkeypatch.setattr(Nodes, "which", lambda nodes, *states: looks.append(states) or which(nodes, *states))
     gang.all_ready()
     for node in range(MANY):
-        gang.ended(node, storing="a value of 1 MB")
+        gang.ended(node, stores=True)
     for node in range(MANY):
         gang.stored(node)
     assert gang.same_verdict() is None
@@ -1379,7 +1344,7 @@ def test_no_message_of_one_node_makes_the_gang_look_through_all_nodes(monkeypatc
 def test_of_thousands_of_reports_little_is_kept():
     gang = GangOf(MANY)
     joined = objects_of(gang.state)
-    gang.all_ready()
+    gang.all_ready(max_restarts=1)  # in vain: a node is preempted
     ready = objects_of(gang.state)
     assert ready < joined + 4 * MANY, "equal messages share one object"
     for node in range(MANY):
@@ -1508,7 +1473,7 @@ def test_the_thousandth_launch_costs_what_the_first_does():
     for number in range(2600):
         gang.all_ready(number)
         for node in (0, 1):
-            gang.ended(node, launch=number, exit_codes={2 * node: 0, 2 * node + 1: 0}, storing="its outputs")
+            gang.ended(node, launch=number, exit_codes={2 * node: 0, 2 * node + 1: 0}, stores=True)
         for node in (0, 1):
             gang.stored(node, launch=number)
         told.append([gang.got(node, Verdict)[-1] for node in (0, 1)])
@@ -1527,13 +1492,123 @@ def test_the_thousandth_launch_costs_what_the_first_does():
     assert "records are left out here" in " ".join(event.text for event in known.events)
 
 
-def test_a_launch_that_goes_on_with_a_call_of_run_has_the_events_of_its_commands_too():
+# --- before_run -------------------------------------------------------------------------------------
+
+NO_DATA = Cause("command", 1, "host-1", exit_code=2, exception="before_run 1/2 (make data) exited with code 2")
+
+
+def preparing(num_nodes=3, ready=(), launch=0):
+    """Return a gang whose nodes run their commands, but for those that are ready."""
+    gang = GangOf(num_nodes)
+    for node in range(num_nodes):
+        if node in ready:
+            gang.ready(node, launch)
+        else:
+            gang.say(node, Prepares(launch, 2))
+    return gang
+
+
+def test_nothing_starts_before_the_last_command_of_the_last_node():
+    gang = preparing(2, ready=[0])
+    gang.say(1, Command(0, "before_run 1/1 (make data) exited with code 0", 0, 600.0))
+    assert not gang.got(0, Go)
+    gang.ready(1)
+    assert gang.got(0, Go)
+    gang.all_ended()
+    kinds = [[each.kind for each in verdict.events] for verdict in (gang.got(0, Verdict)[0], gang.got(1, Verdict)[0])]
+    assert kinds[0].index("before_run") < kinds[0].index("command") < kinds[0].index("go") < kinds[0].index("done")
+    assert kinds[1] == ["go", "done"]
+
+
+def test_who_is_ready_hears_who_runs_commands():
+    gang = preparing(3, ready=[0])
+    gang.pass_time(11)
+    assert gang.notes(0) == ["launch 0 waits for nodes 1, 2 to end before_run"]
+
+
+def test_while_all_run_commands_nobody_waits():
+    gang = preparing(2)
+    gang.pass_time(11)
+    assert not gang.notes(0)
+
+
+@pytest.mark.parametrize("ready", [(), (0,), (0, 2)])
+def test_a_command_that_fails_on_one_node_ends_the_launch_at_once_on_all(ready):
+    gang = preparing(3, ready)
+    gang.failed(1, NO_DATA, generation=None)
+    gang.failed(2, replace(NO_DATA, node=2, host="host-2"), generation=None)  # the first counts
+    error = gang.same_verdict()
+    assert isinstance(error, LaunchFailed)
+    assert str(error).startswith(
+        "before_run failed, so no worker was started on any node.\nNode 1 (host host-1) failed: "
+    )
+    assert (error.cause["category"], error.cause["node"]) == ("before_run", 1)
+    assert not gang.got(0, Go)
+
+
+@pytest.mark.parametrize("late", ["prepares", "is ready"])
+def test_a_launch_whose_commands_have_failed_ends_when_the_last_node_has_called_run(late):
+    """Else the control node could be gone before the last one hears why."""
     gang = GangOf(2)
-    for number, more in enumerate(({"runs": "before_run"}, {"goes_on": True}, {})):
-        gang.all_ready(number, **more)
-        gang.all_ended(launch=number)
-    assert gang.verdict_events(1) == [["before_run", "done"], ["before_run", "done", "go", "done"], ["go", "done"]]
-    assert [each.text for each in gang.records if each.kind == "before_run"] == ["before_run on 2 nodes"]
+    gang.say(0, Prepares(0, 2))
+    gang.failed(0, replace(NO_DATA, node=0, host="host-0"), generation=None)
+    gang.pass_time(11)
+    assert gang.is_undecided()
+    assert gang.notes(0) == ["launch 0 waits for node 1 to call current.torch.run"]
+    if late == "is ready":
+        gang.ready(1)
+    else:
+        gang.say(1, Prepares(0, 2))
+    assert gang.same_verdict().cause["node"] == 0
+
+
+@pytest.mark.parametrize(
+    "then",
+    [
+        lambda gang: gang.lost(2),
+        lambda gang: gang.leave(2, step_failure(2)),
+        lambda gang: gang.done(2),
+        lambda gang: gang.pass_time(10_000),  # node 3 never joins
+    ],
+    ids=["lost", "its step fails", "its step ends", "absent"],
+)
+def test_commands_that_have_failed_stay_the_cause_whatever_a_late_node_does(then):
+    gang = GangOf(4, join=False)
+    gang.join(0, 1, 2)
+    gang.say(1, Prepares(0, 2))
+    gang.failed(1, NO_DATA, generation=None)
+    assert gang.is_undecided()
+    then(gang)
+    assert (gang.verdict(1).cause["category"], gang.verdict(1).cause["node"]) == ("before_run", 1)
+
+
+@pytest.mark.parametrize("how", ["lost", "leaves", "done"])
+def test_a_node_that_goes_while_others_run_commands_ends_the_launch(how):
+    gang = preparing(3, ready=[0])
+    if how == "lost":
+        gang.lost(2)
+    else:
+        gang.say(2, Leave(Cause("step", 2, "host-2", exception="ValueError: no")) if how == "leaves" else Done())
+    assert all(gang.got(node, Verdict)[0].error is not None for node in (0, 1))
+
+
+def test_after_commands_that_have_failed_the_gang_can_launch_again():
+    gang = preparing(2)
+    gang.failed(1, NO_DATA, generation=None)
+    gang.all_ready(1)
+    assert gang.got(0, Go)[-1].launch == 1
+
+
+def test_commands_of_the_next_launch_wait_for_the_end_of_this_one():
+    gang = GangOf(2)
+    gang.all_ready()
+    gang.say(1, Failed(0, None, failures([crash(1)]), given_up=True))
+    for message in (Prepares(1, 2), Command(1, "x", 2, 1.0), Failed(1, None, failures([NO_DATA]))):
+        gang.say(1, message)
+    gang.ended(1, ok=False)
+    gang.ended(0, ok=False)
+    gang.say(0, Prepares(1, 2))
+    assert str(gang.got(0, Verdict)[-1].error).startswith("before_run failed")
 
 
 def test_of_a_launch_with_very_many_restarts_the_other_nodes_are_told_the_begin_and_the_end():
@@ -1588,18 +1663,20 @@ class AnyInterleaving(RuleBasedStateMachine):
         num_nodes=st.sampled_from([3, 2, 1]),
         max_restarts=st.integers(0, 2),
         hang_timeout_s=st.sampled_from([None, 20.0]),
-        saving=st.sampled_from([(), (0,), (0, 1, 2)]),
+        storing=st.sampled_from([(), (0,), (0, 1, 2)]),
         runs=st.booleans(),
     )
-    def begin(self, num_nodes, max_restarts, hang_timeout_s, saving, runs):
+    def begin(self, num_nodes, max_restarts, hang_timeout_s, storing, runs):
         self.gang = GangOf(num_nodes, started_timeout_s=50.0, join=False)
-        self.max_restarts, self.hang_timeout_s, self.saving = max_restarts, hang_timeout_s, saving
+        self.max_restarts, self.hang_timeout_s, self.storing = max_restarts, hang_timeout_s, storing
         # A node: absent -> out (in its own code) <-> in (a launch) -> storing (its results) -> gone. The control
         # node is waiting instead of storing.
         self.state = dict.fromkeys(range(num_nodes), "absent")
         self.launches = dict.fromkeys(range(num_nodes), 0)  # as each node counts its calls
+        self.preparing = set()  # nodes whose commands run
+        self.prepared = set()  # launches and the nodes that ran commands before
         self.running = dict.fromkeys(range(num_nodes))  # generation whose agent runs
-        self.stores = {}  # node -> generation whose values it stores
+        self.stores = {}  # node -> generation of which it stores what there is
         self.verdicts = {}  # launch -> node -> verdict
         self.read = dict.fromkeys(range(num_nodes), 0)
         self.goes = {}  # (launch, generation) -> what the nodes were told
@@ -1627,28 +1704,39 @@ class AnyInterleaving(RuleBasedStateMachine):
                 has_given_up = isinstance(message, Go | Verdict) and (message.launch, node) in self.given_up
                 if self.state[node] == "gone" or (has_given_up and isinstance(message, Verdict)):
                     continue
+                is_again = isinstance(message, Verdict) and node in self.verdicts.get(message.launch, {})
+                if is_again and (message.launch, node) in self.prepared:
+                    continue  # of *prepares* and of *ready*; the node is in that launch no more
                 if isinstance(message, Go):
                     assert not has_given_up, "go for a node that has given up"
                     self.note_go(node, message)
-                elif isinstance(message, Save) and self.state[node] == "in" and message.within_s is not None:
-                    assert self.running[node] is None, "outputs are wanted while workers run"
-                    self.stores[node] = message.generation
+                elif isinstance(message, Store):
+                    self.note_store(node, message)
                 elif isinstance(message, Verdict):
                     self.note_verdict(node, message)
                 elif isinstance(message, Abort):
                     assert self.state[node] != "storing", "news for a node that is done"
                     self.state[node] = "aborted"
+                    self.preparing.discard(node)
                     self.running[node] = None
 
     def note_go(self, node, message):
         launch, generation = self.launches[node], message.generation
         assert self.state[node] == "in", "go for a node that did not ask for it"
+        assert node not in self.preparing, "go for a node whose commands run"
         assert self.running[node] is None, "two generations at once"
         assert message == self.goes.setdefault((launch, generation), message), "nodes were told to start differently"
         assert not self.preempted & {(launch, before) for before in range(generation)}, "a restart after a preemption"
         assert message.restarts <= self.max_restarts, "more restarts than allowed"
         self.running[node] = generation
         self.stores.pop(node, None)
+
+    def note_store(self, node, message):
+        if self.state[node] != "in" or message.launch != self.launches[node]:
+            return
+        assert message.error is not None or self.running[node] is None, "a launch ends well while workers run"
+        if self.running[node] is None:
+            self.stores[node] = message.generation
 
     def note_verdict(self, node, message):
         got = self.verdicts.setdefault(self.launches[node], {})
@@ -1663,6 +1751,7 @@ class AnyInterleaving(RuleBasedStateMachine):
     def leave_launch(self, node):
         self.state[node], self.running[node] = "out", None
         self.launches[node] += 1
+        self.preparing.discard(node)
         self.stores.pop(node, None)
 
     @by_a_node(in_state("absent"))
@@ -1678,19 +1767,31 @@ class AnyInterleaving(RuleBasedStateMachine):
     def ready(self, node, odd):
         self.begin_launch(node, **({"torch": "2.5.1"} if odd and node == 1 else {}))
 
+    @by_a_node(in_state("out"))
+    def prepare(self, node):
+        self.state[node] = "in"
+        self.preparing.add(node)
+        self.prepared.add((self.launches[node], node))
+        self.gang.say(node, Prepares(self.launches[node], 2))
+
+    @by_a_node(lambda self: sorted(getattr(self, "preparing", ())), fails=st.booleans())
+    def end_commands(self, node, fails):
+        self.preparing.remove(node)
+        if fails:
+            self.gang.failed(node, replace(NO_DATA, node=node), launch=self.launches[node], generation=None)
+        else:
+            self.begin_launch(node)
+
     def begin_launch(self, node, **facts):
         self.state[node] = "in"
         limits = {"timeout_s": 40.0, "hang_timeout_s": self.hang_timeout_s}
         self.gang.ready(node, self.launches[node], max_restarts=self.max_restarts, **limits, **facts)
 
-    @by_a_node(lambda self: self.busy(), how=st.sampled_from(["ok", "crash", "stopped"]), stores=st.booleans())
-    def end(self, node, how, stores):
+    @by_a_node(lambda self: self.busy(), how=st.sampled_from(["ok", "crash", "stopped"]))
+    def end(self, node, how):
         about, self.running[node] = self.about(node), None
-        if stores:
-            self.stores[node] = about["generation"]
         causes = [crash(node)] if how == "crash" else []
-        saves = "its outputs" if node in self.saving else None
-        self.gang.ended(node, *causes, ok=how == "ok", storing=VALUE if stores else None, saves=saves, **about)
+        self.gang.ended(node, *causes, ok=how == "ok", stores=node in self.storing, **about)
 
     @by_a_node(lambda self: sorted(getattr(self, "stores", ())), fails=st.booleans())
     def store(self, node, fails):
@@ -1729,6 +1830,7 @@ class AnyInterleaving(RuleBasedStateMachine):
     @by_a_node(lambda self: [node for node in self.nodes("absent", "out", "in", "aborted", "storing") if node])
     def lose(self, node):
         self.state[node] = "gone"
+        self.preparing.discard(node)
         self.gang.lost(node)
 
     @by_a_node(in_state("out"))
@@ -1764,6 +1866,9 @@ class AnyInterleaving(RuleBasedStateMachine):
                 (self.gang.lost if node else self.gang.done)(node)
             for node, generation in list(self.stores.items()):
                 self.gang.stored(node, launch=self.launches[node], generation=generation)
+            for node in list(self.preparing):
+                self.preparing.remove(node)
+                self.begin_launch(node)
             self.read_messages()
             for node in self.busy():
                 about, self.running[node] = self.about(node), None

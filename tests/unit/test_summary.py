@@ -27,7 +27,7 @@ HERE = {"launch": 0, "generation": 0}
 JOINED = [("joined", 1, {"node": 0, "text": "a"}), ("joined", 2, {"node": 1, "text": "b"})]
 READY = [*JOINED, *on_all("ready", 3, launch=0)]
 GO = [*READY, ("go", 4, HERE)]
-BEFORE = [*READY, ("before_run", 4, HERE)]
+BEFORE = [*JOINED, *on_all("before_run", 3, launch=0)]
 RUNNING = [*GO, *on_all("output", 5, **HERE)]
 BAD = {"node": 1, "rank": 2, "exit_code": 1, "text": "Rank 2 on node 1 (host b) failed with ValueError: no", **HERE}
 STOPPED = [
@@ -57,9 +57,17 @@ LEFT = [*on_all("finished", 21), ("left", 22, {"node": 1}), ("left", 23, {"node"
         ([], "waiting", "0 of 2 nodes have joined; not joined yet: nodes 0, 1."),
         (JOINED[:1], "waiting", "1 of 2 nodes have joined; not joined yet: node 1."),
         (JOINED, "waiting", "2 nodes joined; the step's code runs."),
-        (BEFORE, "running", "The commands of before_run have run for 0 s."),
-        ([*BEFORE, ("stopping", 8, {"text": "x"})], "stopping", "All nodes are told to stop: x."),
-        ([*BEFORE, ("done", 6, HERE)], "waiting", "2 nodes joined; the step's code runs."),
+        (BEFORE, "running", "The commands of before_run run on nodes 0, 1."),
+        ([*BEFORE, ("ready", 6, {"node": 0, "launch": 0})], "running", "The commands of before_run run on node 1."),
+        (
+            [
+                *BEFORE,
+                ("command", 6, {"node": 1, "launch": 0, "exit_code": 2}),
+                ("command", 7, {"node": 0, "exit_code": 0}),
+            ],
+            "waiting",
+            "before_run has failed on node 1; the launch ends when all nodes have called run.",
+        ),
         ([*BEFORE, ("failed", 9, {"text": "Node 1 failed", **HERE})], "failed", "Failed after 9 s: Node 1 failed."),
         (READY[:-1], "waiting", "1 of 2 nodes have called run; still in the step's code: node 1."),
         (RUNNING, "running", "4 ranks on 2 nodes have run for 1 s."),

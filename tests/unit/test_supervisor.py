@@ -1,11 +1,13 @@
 """What one node does in one launch: which message follows on what its agent says and what its gang decides."""
 
 import functools
+import json
 import queue
 import signal
 import tempfile
 import threading
 import time
+from pathlib import Path
 
 import pytest
 from fake_node import DEADLINE_S, ERROR, NOBODY, FakeNode
@@ -15,7 +17,15 @@ from metaflow_extensions.torchrun.plugins.torchrun import errors
 from metaflow_extensions.torchrun.plugins.torchrun.gang import protocol
 from metaflow_extensions.torchrun.plugins.torchrun.gang.member import Interruption, TimedOut
 from metaflow_extensions.torchrun.plugins.torchrun.gang.policy import LaunchPolicy
-from metaflow_extensions.torchrun.plugins.torchrun.gang.protocol import Ended, Failed, Started, Stored, Storing, Wrote
+from metaflow_extensions.torchrun.plugins.torchrun.gang.protocol import (
+    Ended,
+    Failed,
+    Started,
+    Store,
+    Stored,
+    Storing,
+    Wrote,
+)
 from metaflow_extensions.torchrun.plugins.torchrun.guardian.agent_events import (
     AgentEnded,
     End,
@@ -52,7 +62,7 @@ def test_a_launch_from_ready_to_its_result(number, policy, tmp_path):
     assert "--rdzv-endpoint=127.0.0.1:29517" in " ".join(agent.command)
     ended, result = node.ends_well(agent)
     codes = dict.fromkeys((2 * number, 2 * number + 1), 0)
-    assert (ended.ok, ended.failures, ended.exit_codes, ended.storing) == (True, (), codes, None)
+    assert (ended.ok, ended.failures, ended.exit_codes, ended.stores) == (True, (), codes, False)
     assert (result.launch, result.world_size, result.restarts, result.exit_codes) == (0, 4, [], codes)
     assert [(event.text, event.is_detail) for event in node.events if event.kind == "command"] == [
         (f"runs: {result.command}", True)
@@ -67,6 +77,7 @@ def test_the_output_is_shown_with_labels_and_kept_where_the_user_wants_it_alone(
     node = FakeNode(tmp_path, spec={"log_dir": log_dir and str(tmp_path / log_dir)})
     agent = node.running()
     assert (str(node.agent_folder(agent)) in agent.options.scratch) is not kept
+    assert Path(agent.options.pipes).is_relative_to(node.agent_folder(agent)) is not kept  # a bucket takes no pipes
     node.worker_writes(agent, "stdout", "hello\n")
     node.agent_stderr(agent, "a warning\n")
     node.all_end_well(agent)
@@ -74,7 +85,8 @@ def test_the_output_is_shown_with_labels_and_kept_where_the_user_wants_it_alone(
     assert node.expect(Ended).ok
     node.verdict()
     assert sorted(node.output) == ["[rank 1] hello\n", "[torchrun node 0] a warning\n"]
-    assert node.agent_folder(agent).exists() is kept
+    assert bool(list(tmp_path.glob("logs/*/1/stdout.log"))) is kept
+    assert not list(tmp_path.glob("torchrun-*"))
 
 
 @pytest.mark.parametrize("how", ["processes", "output"])
@@ -103,20 +115,6 @@ def test_hidden_output_counts_but_not_that_of_workers_that_are_being_stopped(tmp
     assert node.output == []
 
 
-def test_a_hidden_rank_shows_its_last_lines_also_if_torchrun_alone_knows_that_it_failed(tmp_path):
-    """On a busy machine torchrun may reap a worker before the guardian can read its exit code."""
-    node = FakeNode(tmp_path, spec={"shown_local_ranks": frozenset({0})})
-    agent = node.running()
-    node.worker_writes(agent, "stderr", "the error\n")
-    node.agent_stderr(agent, "  rank      : 1 (local_rank: 1)\n  exitcode  : 3 (pid: 7)\n")
-    node.worker_reaped(agent, 1)
-    agent.say(AgentEnded(1, time.monotonic()))
-    if isinstance(node.next_message(), Wrote):
-        node.expect(Failed)
-    node.ends(agent, 1)
-    assert any("the error" in text for text in node.output)
-
-
 # --- ranks that train alone -------------------------------------------------------------------------
 
 
@@ -134,9 +132,8 @@ class MeansIt(Service):
         ({"services": Services({"some": Service()})}, [0, 1], True),
         ({"services": Services({"some": MeansIt()})}, [0, 1], False),
         ({"spec": {"nproc": 1, "num_nodes": 1}}, [0], False),
-        ({"is_ours": True}, [0, 1], False),
     ],
-    ids=["all", "one of two", "with a service", "a service means it", "a single rank", "internal launch"],
+    ids=["all", "one of two", "with a service", "a service means it", "a single rank"],
 )
 def test_the_gang_is_told_if_all_ranks_of_a_node_have_trained_alone(tmp_path, about, who, alone):
     node = FakeNode(tmp_path, **about)
@@ -172,8 +169,6 @@ def ended(local_rank, status, stopped=False):
 
 
 REPORT = "Traceback (most recent call last):\nChildFailedError\n"  # of torchrun, when a worker has failed
-STOPS_RANK_1 = f"W1121 18:44:10.792000 77 torch/api.py:1] Sending process {NOBODY + 1} closing signal SIGTERM\n"
-REPORT_OF_RANK_0 = "  rank      : 0 (local_rank: 0)\n  exitcode  : 3 (pid: 77)\n"
 GOT_SIGNAL = "torch.distributed.elastic.multiprocessing.api.SignalException: Process 7 got signal: 15\n"
 BY_US, BY_THE_GUARDIAN = ["start", STOP, CLOSE], ["start", CLOSE]
 
@@ -181,13 +176,6 @@ BY_US, BY_THE_GUARDIAN = ["start", STOP, CLOSE], ["start", CLOSE]
 # the log's line begins, and who stops the rest.
 HERE = {
     "a worker": ("", [ended(1, 3), ended(0, -15, True)], ("exit", 1, 3, "exited with code 3"), "rank 1 exited", BY_US),
-    "a worker that torchrun alone has seen": (
-        STOPS_RANK_1 + REPORT_OF_RANK_0,
-        [ended(0, None, True), ended(1, -15), AgentEnded(1, 0.0)],
-        ("exit", 0, 3, "exited with code 3"),
-        "rank 0 exited with code 3;",
-        BY_THE_GUARDIAN,
-    ),
     "a frozen worker": ("", [Frozen(1, 1, 2, 0.0)] * 2, ("frozen", 1, None, "for 30 s"), "Rank 1 on node 0", BY_US),
     "a frozen agent": ("", [Frozen(None, None, 2, 0.0)] * 2, ("frozen", None, None, "for 30 s"), "node 0", BY_US),
     "a signal to the guardian": ("", [Terminated(0.0)] * 2, ("agent_ended", None, None, "SIGTERM"), "node 0", BY_US),
@@ -247,25 +235,18 @@ def test_of_two_failures_at_once_the_first_is_told_and_the_second_is_known_at_th
     assert agent.orders == BY_US, "it is stopped once"
 
 
-def test_workers_of_an_elastic_launch_may_fail(tmp_path):
-    """torchrun starts them again itself; only the agent's end counts."""
-    node = FakeNode(tmp_path, spec={"min_nodes": 1})
+@pytest.mark.parametrize(
+    ("told", "kind"), [({}, "exception"), ({"kind": "devices"}, "devices"), ({"kind": "lost"}, "exception")]
+)
+def test_what_an_exception_of_ours_says_of_itself_is_the_kind_of_the_cause(told, kind, tmp_path):
+    node = FakeNode(tmp_path)
     agent = node.running()
-    node.worker_writes(agent, "stderr", "once more\n")
-    node.agent_stderr(agent, REPORT)
-    node.worker_ended(agent, 1, 3)
-    agent.say(WorkerStarted(7, 1, 2**22 + 7, "2"))
-    node.worker_reaped(agent, 0)
-    node.interrupt(None)
-    agent.say(AgentEnded(1, time.monotonic()))
-    if isinstance(failed := node.next_message(), Wrote):
-        failed = node.next_message()
-    assert [each.cause.rank for each in failed.failures] == [1]
-    node.ends(agent, 1)
-    assert node.texts("worker_failed") == ["rank 1 exited with code 3; stopping all nodes"]
-    assert "[node 0 local rank 1] once more\n" in node.output, "its rank may be another one after a restart"
-    assert "ChildFailedError" in "".join(node.output), "it may have been of a failure after which all went on"
-    assert agent.orders == BY_THE_GUARDIAN
+    record = {"exception": "DevicesFail: node 1: 0", "traceback": "", "at": time.monotonic(), **told}
+    write(node.worker_writes(agent, "stderr", "") / "exception.json", json.dumps(record))
+    node.worker_ended(agent, 1, 1)
+    (failure,) = node.expect(Failed).failures
+    assert failure.cause.kind == kind
+    node.ends(agent)
 
 
 @pytest.mark.parametrize(
@@ -459,7 +440,7 @@ class Files(Service):
     Its datastore waits for the test's words; the word "fail" is an error.
     """
 
-    folder, saves, where = "/folder of a service", "its files", "the s3 datastore s3://bucket"
+    folder, stores, where = "/folder of a service", True, "the s3 datastore s3://bucket"
 
     def __init__(self):
         self.words, self.last_error = queue.Queue(), None
@@ -472,11 +453,9 @@ class Files(Service):
     def begin(self, spec):
         self.generations += 1
 
-    def to_store(self, ok):
-        return Left(self, [2, 3] if ok else [2])
-
-    def to_save(self, within_s):
-        return Left(self, [2]) if self.saves else None
+    def to_store(self, error, within_s):
+        self.within_s = within_s
+        return Left(self, [2, 3] if error is None else [2]) if self.stores else None
 
     def result(self, told, say):
         if self.fails:
@@ -525,11 +504,11 @@ def with_service(tmp_path, service):
 
 @pytest.fixture
 def storing(with_service, service):
-    """Return a member whose ranks have ended; it stores the first of their values and waits for the store."""
+    """Return a member whose ranks have ended well; it stores the first of their values and waits for the store."""
     node = with_service
     node.all_end_well(node.running())
-    ended = node.expect(Ended)
-    assert (ended.storing, ended.saves) == ("rank 2's value", "its files")
+    assert node.expect(Ended).stores
+    node.member.deliver(Store(0, 0))
     assert node.expect(Storing).what == "rank 2's value"
     assert service.saving.acquire(timeout=DEADLINE_S)
     return node
@@ -546,10 +525,9 @@ def stored_of(node):
 KEYS = {"2": "key 2", "3": "key 3"}
 
 
-def test_what_is_left_is_stored_one_by_one_and_told_before_the_end(storing, service):
-    service.words.put("go on")
-    assert storing.expect(Storing).what == "rank 3's value"
-    service.words.put("go on")
+def test_what_is_left_is_stored_and_told_before_the_end(storing, service):
+    for _ in range(2):
+        service.words.put("go on")
     told, stored = stored_of(storing)
     assert (told, stored.failures) == ([("files", KEYS)], ())
     assert storing.texts("note") == ["stored 2, None"]
@@ -562,7 +540,8 @@ def test_services_store_one_after_the_other(tmp_path, service):
     for _ in range(4):
         service.words.put("go on")
     node.all_end_well(node.running())
-    assert node.expect(Ended).saves == "its files and its files"
+    node.expect(Ended)
+    node.member.deliver(Store(0, 0))
     assert stored_of(node)[0] == [("files", KEYS), ("more", KEYS)]
     node.verdict(ERROR)
 
@@ -586,7 +565,7 @@ def test_an_upload_that_takes_long_is_told(storing, service, monkeypatch):
     storing.verdict(ERROR)
 
 
-@pytest.mark.parametrize("news", ["stop", "go", "interruption"])
+@pytest.mark.parametrize("news", ["stop", "restart", "interruption"])
 def test_an_upload_is_given_up_for_what_is_more_urgent(news, storing, service):
     if news == "interruption":
         storing.interrupt(Interruption.MUST_END)
@@ -596,13 +575,14 @@ def test_an_upload_is_given_up_for_what_is_more_urgent(news, storing, service):
         storing.stop()
         storing.verdict(ERROR)
     else:
+        storing.stop()
         agent = storing.go(generation=1)
         assert service.generations == 2
     for _ in range(2):
         service.words.put("go on")
     eventually(lambda: "torchrun-values" not in {thread.name for thread in threading.enumerate()})
     assert service.words.qsize() == 1, "the second value is not begun"
-    if news == "go":  # now there is news of the upload as well
+    if news == "restart":  # now there is news of the upload as well
         agent.say(End(1))
         assert storing.expect(Ended).generation == 1
         storing.verdict(ERROR)
@@ -610,48 +590,49 @@ def test_an_upload_is_given_up_for_what_is_more_urgent(news, storing, service):
         assert storing.nothing_more_is_sent()
 
 
-def test_what_is_stored_of_a_failure_is_so_in_spite_of_a_stop_and_its_loss_is_no_failure(with_service, service):
-    agent = with_service.running()
-    with_service.worker_ended(agent, 1, 1)
-    agent.say(End(1))
-    with_service.expect(Failed)
-    assert with_service.expect(Ended).storing == "rank 2's value"
-    with_service.expect(Storing)
-    with_service.stop()
-    service.words.put("fail")
-    told, stored = stored_of(with_service)
-    assert (told, stored.failures) == ([], ())
-    with_service.verdict(ERROR)
-
-
-def test_a_node_that_was_stopped_while_it_ended_well_stores_nothing(with_service):
-    agent = with_service.running()
-    with_service.stop()
-    assert with_service.ends_well(agent, error=ERROR)[0].storing is None
-
-
-@pytest.mark.parametrize("saves", ["its files", None])
-def test_what_is_left_of_a_failed_launch_is_stored_when_the_gang_says_so(saves, with_service, service):
-    service.saves, service.to_store = saves, lambda ok: None
+@pytest.mark.parametrize(("stores", "word"), [(True, "go on"), (True, "fail"), (False, "")])
+def test_what_is_left_of_a_failed_launch_is_stored_and_its_loss_is_no_failure(stores, word, with_service, service):
+    service.stores = stores
     agent = with_service.running()
     agent.say(End(1))
-    assert with_service.expect(Ended).saves == saves
-    with_service.member.deliver(protocol.Save(0, 3, ERROR, 60.0))  # of a generation that was to come
-    service.words.put("go on")
+    assert with_service.expect(Ended).stores is stores
+    service.words.put(word)
+    with_service.member.deliver(Store(0, 3, ERROR, 60.0))  # of a generation that was to come
     told, stored = stored_of(with_service)
-    assert (stored.generation, stored.failures) == (3, ())
-    assert told == ([("files", {"2": "key 2"})] if saves else [])
+    assert (stored.generation, stored.failures, service.within_s) == (3, (), 60.0)
+    assert told == ([("files", {"2": "key 2"})] if word == "go on" else [])
     error = errors.LaunchFailed(ERROR.message, ERROR.cause)
     assert with_service.verdict(error, features={"files": {"2": "key"}}) is error
     assert error.outputs == {"2": "key"}
-    assert ("storing its files, for 60 s at most" in with_service.texts("note")) is (saves is not None)
+
+
+def test_what_can_not_even_be_prepared_for_the_store_does_not_hide_why_the_launch_has_failed(with_service, service):
+    def fail(*_):
+        raise FileNotFoundError("a value's file is gone")
+
+    service.to_store = fail
+    agent = with_service.running()
+    agent.say(End(1))
+    with_service.expect(Ended)
+    with_service.member.deliver(Store(0, 0, ERROR, 60.0))
+    assert with_service.expect(Stored).failures == ()
+    assert with_service.verdict(ERROR) is ERROR
+
+
+def test_a_node_whose_workers_have_not_ended_in_time_stores_nothing(with_service):
+    agent = with_service.running()
+    with_service.stop()
+    with_service.member.deliver(Store(0, 0, ERROR, 60.0))
+    agent.say(End(1))
+    with_service.expect(Ended)
+    assert with_service.verdict(ERROR) is ERROR
+    assert with_service.nothing_more_is_sent()
 
 
 def test_a_result_that_can_not_be_loaded_is_a_failure_of_a_launch_that_had_ended_well(tmp_path, service):
-    service.fails, service.to_store = True, lambda ok: None
+    service.fails, service.stores = True, False
     node = FakeNode(tmp_path, services=Services({"files": service}))
-    ended, error = node.ends_well(node.running(), features={"files": {"2": "key"}})
-    assert ended.storing is None
+    _, error = node.ends_well(node.running(), features={"files": {"2": "key"}})
     assert error.cause["category"] == "store"
     assert "had ended well on all nodes" in str(error)
     assert error.outputs == {"2": "key"}
@@ -662,7 +643,7 @@ def test_a_node_that_loses_the_control_node_while_that_stores_knows_what_has_fai
     agent = node.running()
     agent.say(End(1))
     node.expect(Ended)
-    node.member.deliver(protocol.Save(0, 0, ERROR))
+    node.member.deliver(Store(0, 0, ERROR))
     node.member.lose_control("its connection has ended")
     assert node.outcome() is ERROR
 
@@ -703,6 +684,6 @@ def test_nodes_that_share_a_machine_share_its_accelerators_and_its_terminal(tmp_
 def test_the_guardian_is_told_what_to_expect_and_what_to_remove(tmp_path, service):
     node = FakeNode(tmp_path, services=Services({"files": service}), grace_s=7.0, silence_s=8.0, spec={"cwd": "/work"})
     options = node.running().options
-    assert (options.grace_s, options.silence_s, options.workers, options.restarts) == (7.0, 8.0, 2, False)
-    assert (options.cwd, list(options.scratch)) == ("/work", [service.folder])
+    assert (options.grace_s, options.silence_s) == (7.0, 8.0)
+    assert (options.cwd, list(options.scratch)) == ("/work", [options.pipes, service.folder])
     node.verdict(ERROR)

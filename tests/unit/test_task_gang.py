@@ -23,6 +23,7 @@ from metaflow_extensions.torchrun.plugins.torchrun.errors import LaunchFailed, L
 from metaflow_extensions.torchrun.plugins.torchrun.gang.cause import Cause
 from metaflow_extensions.torchrun.plugins.torchrun.gang.launch import Launch
 from metaflow_extensions.torchrun.plugins.torchrun.gang.policy import ConnectPolicy
+from metaflow_extensions.torchrun.plugins.torchrun.gang.protocol import Abort
 from metaflow_extensions.torchrun.plugins.torchrun.logs.console import settle
 from metaflow_extensions.torchrun.plugins.torchrun.records.vanished import has_begun
 from metaflow_extensions.torchrun.plugins.torchrun.settings import DEFAULTS, parse_settings
@@ -114,6 +115,34 @@ def test_an_error_of_the_step_is_raised_and_leaves_the_gang(gang, registry):
     assert signal.getsignal(signal.SIGTERM) is before
     gang.fail(error)  # as `task_exception` does then; it is too late for that
     assert [event.kind for event in registry.load_snapshot().events].count("left") == 1
+
+
+@pytest.mark.parametrize("is_of_metaflow", [True, False])
+def test_where_metaflow_sees_first_that_another_nodes_task_has_failed_the_gangs_word_counts(is_of_metaflow, gang):
+    def _local_multinode_control_task_step_func():
+        raise ValueError("Subprocess failed, return code -9")
+
+    def step():
+        member, _ = gang.join()
+        error = LaunchFailed("node 1 failed")
+        threading.Timer(0.3, lambda: member.deliver(Abort(error))).start()
+        if is_of_metaflow:
+            _local_multinode_control_task_step_func()
+        raise ValueError("of the step's own")
+
+    with pytest.raises(LaunchFailed if is_of_metaflow else ValueError, match="node 1" if is_of_metaflow else "own"):
+        gang.run(step)
+
+
+def test_a_report_that_can_not_be_made_leaves_the_error_as_it_is(gang, monkeypatch, capfd):
+    def step():
+        gang.join()
+        raise ValueError("diverged")
+
+    monkeypatch.setattr(gang, "_report", lambda error: 1 / 0)
+    with pytest.raises(ValueError, match="diverged"):
+        gang.run(step)
+    assert "Left out: our own report of the error (ZeroDivisionError" in capfd.readouterr().err
 
 
 STORING = ("persist", "save_metadata", "done")

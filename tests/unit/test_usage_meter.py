@@ -237,7 +237,7 @@ def test_a_launch_tells_it_to_the_gang_which_keeps_it(tmp_path, monkeypatch):
     agent = node.go()
     told = node.expect(Told)
     assert (told.launch, told.generation, told.feature) == (0, 0, "usage")
-    kept = Usage().keeper(2, of_all=True)
+    kept = Usage().keeper(2)
     kept.handle(1, told, 7.0)
     (series,) = kept.record()["nodes"].values()
     assert (series["of"], len(series["memory_mib"])) == (told.data["of"], 2)

@@ -25,7 +25,7 @@ def told(kept, node, at_s, of="container", **values):
 
 
 def test_each_part_of_time_has_what_was_measured_in_it():
-    kept = Usage().keeper(2, of_all=True)
+    kept = Usage().keeper(2)
     for at_s, cpus in ((1.0, 2.0), (6.0, 4.0), (9.9, 5.0), (21.0, 1.2345)):
         told(kept, 1, at_s, cpus=cpus, memory_mib=cpus * 100)
     told(kept, 0, 2.0, cpus=1.5)
@@ -36,10 +36,9 @@ def test_each_part_of_time_has_what_was_measured_in_it():
     assert json.dumps(kept.record()) == json.dumps({"step_s": STEP_S, "nodes": nodes})
 
 
-@pytest.mark.parametrize("of_all", [True, False])
-def test_the_nodes_of_a_large_gang_are_asked_less_often_and_their_series_begin_coarser(of_all):
+def test_the_nodes_of_a_large_gang_are_asked_less_often_and_their_series_begin_coarser():
     assert (step_s(1), step_s(50), step_s(1000)) == (STEP_S, STEP_S, 100.0)
-    kept = Usage().keeper(1000, of_all)
+    kept = Usage().keeper(1000)
     assert kept.record() == {"step_s": 100.0, "nodes": {}}
     for at_s in (1.0, 101.0, 202.0):
         told(kept, 3, at_s, cpus=2.0)
@@ -47,7 +46,7 @@ def test_the_nodes_of_a_large_gang_are_asked_less_often_and_their_series_begin_c
 
 
 def test_all_nodes_have_the_same_parts_of_time():
-    kept = Usage().keeper(2, of_all=True)
+    kept = Usage().keeper(2)
     for part in range(200):
         told(kept, 0, part * STEP_S, cpus=1.0)
     for part in (100, 101):
@@ -72,7 +71,7 @@ def test_what_is_kept_has_a_bound(num_nodes, points, most_bytes):
 
 def usage_of(num_nodes, samples, kinds=KINDS, of="container", nodes=None, value=lambda node, part: 1000 + node + part):
     """Return what is kept of so many samples of each node, or of the first `nodes` alone."""
-    kept = Usage().keeper(num_nodes, of_all=True)
+    kept = Usage().keeper(num_nodes)
     for node in range(nodes or num_nodes):
         for part in range(samples):
             told(kept, node, part * step_s(num_nodes), of, **{kind: value(node, part) for kind in kinds})

@@ -22,6 +22,7 @@ from metaflow_extensions.torchrun.plugins.torchrun.guardian.agent_events import 
     WorkerStarted,
 )
 from metaflow_extensions.torchrun.plugins.torchrun.launch.command import AGENT, WORKER_HOOKS
+from metaflow_extensions.torchrun.plugins.torchrun.machine import detached
 from metaflow_extensions.torchrun.plugins.torchrun.machine.processes import living_descendants
 
 
@@ -308,7 +309,7 @@ def test_a_python_without_it_starts_agents_all_the_same(name, is_cold, warm, tmp
     module, _, function = name.partition(".")
     remove = f"import {module}\nif hasattr({module}, {function!r}): del {name}\n"
     write(tmp_path / "sitecustomize.py", remove)
-    monkeypatch.setattr(guardian_process, "_MAIN", remove + guardian_process._MAIN)
+    monkeypatch.setattr(detached, "OURS", remove + detached.OURS)
     monkeypatch.delattr(sys.modules[module], function)
     one = warm(workers=1)
     agent = one.start()

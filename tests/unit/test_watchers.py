@@ -17,8 +17,8 @@ from metaflow_extensions.torchrun.plugins.torchrun.node.watchers import Feature,
 class Counting(Feature, Watcher):
     """A feature, and its watcher, which sends how often it was polled; fails where the test wants it."""
 
-    def __init__(self, name="counting", fails="", data=None, saw_workers=False, error=None):
-        self.name, self.saw_workers = name, saw_workers
+    def __init__(self, name="counting", fails="", data=None, saw_workers_at=None, error=None):
+        self.name, self.saw_workers_at = name, saw_workers_at
         self._fails, self._error = fails, error or OSError("gone")
         self._data = {"it": 1} if data is None else data
         self.polls = self.closed = 0
@@ -30,9 +30,9 @@ class Counting(Feature, Watcher):
     def starts(self, settings, machine, requested):
         self._do("starts")
 
-    def keeper(self, num_nodes, of_all):
+    def keeper(self, num_nodes):
         keeper = Keeper()
-        keeper.record = lambda: {"nodes": num_nodes, "all": of_all}
+        keeper.record = lambda: {"nodes": num_nodes}
         return keeper
 
     def variables(self, plan, folder):
@@ -131,9 +131,8 @@ def test_features_add_to_the_result_what_the_verdict_tells():
     assert len(said) == 1
 
 
-@pytest.mark.parametrize("of_all", [True, False])
-def test_a_gang_has_a_keeper_of_each_feature(of_all):
-    assert of_node.keepers_of([Counting(), Feature()], 5, of_all).record() == {"counting": {"nodes": 5, "all": of_all}}
+def test_a_gang_has_a_keeper_of_each_feature():
+    assert of_node.keepers_of([Counting(), Feature()], 5).record() == {"counting": {"nodes": 5}}
 
 
 # --- in a launch ------------------------------------------------------------------------------------
@@ -167,32 +166,13 @@ def test_the_next_spare_is_started_before_the_launch_is_over(error, tmp_path):
 
 
 def test_a_feature_that_has_heard_of_the_workers_tells_that_they_run(tmp_path):
-    node = FakeNode(tmp_path, features=(Counting(saw_workers=True),))
+    node = FakeNode(tmp_path, features=(Counting(saw_workers_at=1.0),))
     node.launch()
     agent = node.go()
     node.expect(Started)
     node.expect(Told)
     node.verdict(ERROR)
     assert agent.orders[-1] == ("close", 30.0)
-
-
-class Program:
-    """Runs in the place of torchrun and its workers, and says nothing."""
-
-    name = what = agent = "program"
-    parts = 1
-
-    def files(self):
-        return {"greeting.txt": "hello"}
-
-    def command(self, folder, pipes):
-        return ["cat", f"{folder}/greeting.txt"]
-
-    def label(self, node, number):
-        return f"[{node}, {number}] "
-
-    def cause(self, folder, tail, node, host, how_ended):
-        return None
 
 
 class Named(Feature):
@@ -202,15 +182,14 @@ class Named(Feature):
         return Variables({"named_node": folder}, {"named_rank": "${local_rank}"})
 
 
-@pytest.mark.parametrize("program", [None, Program()])
 @pytest.mark.parametrize("own", [(), (("named_node", "mine"),)])
-def test_workers_get_the_variables_of_features_and_none_of_a_worker_around_them(program, own, tmp_path, monkeypatch):
+def test_workers_get_the_variables_of_features_and_none_of_a_worker_around_them(own, tmp_path, monkeypatch):
     for name in ("named_node", "named_rank"):
         monkeypatch.setenv(name, "of another worker, which has started this task")
-    node = FakeNode(tmp_path, features=(Named(),), program=program, spec={"env": own})
+    node = FakeNode(tmp_path, features=(Named(),), spec={"env": own})
     node.launch()
     agent = node.go()
-    made = str(node.agent_folder(agent)) if program is None else None
+    made = str(node.agent_folder(agent))
     assert agent.env.get("named_node") == dict(own).get("named_node", made)
     assert "named_rank" not in agent.env
     node.ends(agent)
@@ -221,14 +200,3 @@ def test_a_program_that_is_no_python_gets_a_ranks_variables_by_its_command(tmp_p
     node.launch()
     assert "named_rank=${local_rank}" in node.go().command
     node.verdict(ERROR)
-
-
-def test_a_program_of_a_feature_runs_in_the_place_of_torchrun(tmp_path):
-    node = FakeNode(tmp_path, program=Program())
-    assert node.launch().runs == "program"
-    agent = node.go()
-    folder = node.agent_folder(agent)
-    assert agent.command == ["cat", f"{folder}/greeting.txt"]
-    assert (folder / "greeting.txt").read_text() == "hello"
-    assert agent.options.workers == 0
-    assert node.ends(agent, 3).failures[0].cause.exception == "its program exited with code 3"

@@ -7,8 +7,8 @@ import subprocess
 import pytest
 from unit_helpers import eventually
 
-from metaflow_extensions.torchrun.plugins.torchrun.guardian.workers import FrozenWatch
 from metaflow_extensions.torchrun.plugins.torchrun.machine import processes
+from metaflow_extensions.torchrun.plugins.torchrun.machine.frozen import FrozenWatch
 
 
 @pytest.fixture

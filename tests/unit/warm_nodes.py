@@ -63,6 +63,9 @@ class DefaultLogsSpecs:
 """
 HANDLER = """
 from subprocess import Popen
+class SubprocessHandler:
+    def close(self):
+        pass
 def popen(args, env, stdout, stderr):
     return Popen(args=args, env=env, stdout=stdout, stderr=stderr, start_new_session=True)
 """
@@ -96,6 +99,7 @@ class Warm:
         write(root / "torch" / "distributed" / "run.py", in_agent + AGENT.replace("HANDLER", POPEN_OF_WORKERS))
         self.script = str(write(root / "scripts" / "worker.py", WORKER))
         self.env = {**os.environ, "PYTHONPATH": f"{WORKER_HOOKS}:{root}", "TORCHRUN_AGENT_PID": ""}
+        os.mkfifo(root / "agent.workers")
         self.node = WarmNode(preload, self.env, workers)
         self.node.prepare()
         self.agents = []
@@ -107,7 +111,9 @@ class Warm:
         logs = [str(self.root / f"agent.{stream}") for stream in ("stdout", "stderr")]
         events = queue.SimpleQueue()
         count = self.workers if workers is None else workers
-        options = Options(*logs, workers=count, **{"grace_s": 2.0, "silence_s": 30.0, **options})
+        options = Options(
+            *logs, news=str(self.root / "agent.workers"), **{"grace_s": 2.0, "silence_s": 30.0, **options}
+        )
         words = [str(out), what, str(count), *(script or [self.script, "löss", ""])]
         command = [sys.executable, launch_command.AGENT, str(self.root), str(launch_command.HALT_SIGNAL), *words]
         start = partial(self.node.start, command, count if self.workers else 0)

@@ -13,6 +13,7 @@ from ..plugins.torchrun.errors import (
     TorchrunPreempted,
     WorkerFailed,
 )
+from ..plugins.torchrun.preflight import check_links
 from ..plugins.torchrun.result import TorchrunResult
 from ..plugins.torchrun.single_node import TorchrunSingleNodeMultiGPU
 
@@ -34,4 +35,5 @@ __all__ = [
     "TorchrunResult",
     "TorchrunSingleNodeMultiGPU",
     "WorkerFailed",
+    "check_links",
 ]

@@ -1,6 +1,7 @@
 """A worker that writes; argv[1] says what."""
 
 import os
+import signal
 import sys
 import time
 
@@ -40,4 +41,19 @@ def flood() -> None:
         sys.stdout.buffer.write(block)
 
 
-{"live": live, "shapes": shapes, "flood": flood}[sys.argv[1]]()
+def saves() -> None:
+    """Write without end; when it is told to stop, print much and save."""
+
+    def save(*_: object) -> None:
+        for number in range(100):
+            print(f"saving {number} {'z' * 100}")
+        with open(f"{os.environ['GANG_OUT']}/saved-{RANK}", "w") as file:
+            file.write("1")
+        os._exit(0)
+
+    signal.signal(signal.SIGTERM, save)
+    while True:
+        print("y" * 60)
+
+
+{"live": live, "shapes": shapes, "flood": flood, "saves": saves}[sys.argv[1]]()

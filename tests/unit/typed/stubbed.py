@@ -51,7 +51,7 @@ class Flow(FlowSpec):
         reveal_type((error.events, error.outputs))  # is tuple[list[dict[str, Any]], Outputs | None]
         print(error.caus)  # wrong
 
-    @torchrun(nproc_per_node=2, restart_on="user,hang", preemption_signal="SIGUSR1", hang_timeout_s=7.5, preflight=True)
+    @torchrun(nproc_per_node=2, restart_on="user,hang", preemption_signal="SIGUSR1", hang_timeout_s=7.5)
     @step
     def more(self) -> None:
         reveal_type(len(current.torch.run(train)))  # is int

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from metaflow import current
 
 from .compat import steps
-from .compat.renamed import convenience
+from .compat.renamed import check
 from .settings import DEFAULTS, StepSettings, parse_settings, refuse_unknown
 from .task.spot_notice import POD_SCRIPT, heed_sigterm_in_pod
 from .task.starters import name_as_starter
@@ -25,9 +25,6 @@ if TYPE_CHECKING:
     from .machine.accelerators import Nproc
     from .task.submit_checks import Submission
     from .task.task_gang import TaskGang
-
-# What is left out if Metaflow has other private names.
-_LAST_WORDS = "the last line about a failed gang on the submitting machine"
 
 heed_sigterm_in_pod()  # here, since Metaflow imports this before it starts any process
 
@@ -69,8 +66,8 @@ class TorchrunDecorator(steps.ParallelDecorator):  # type: ignore[misc]  # Metaf
     restart_on : Union[str, Iterable[str]], optional, default None
         Which classes of causes restart them: ``"user"``, an error of the script; ``"killed"``, a signal or
         lack of memory; ``"timeout"``, a launch over its time; ``"hang"``; ``"start"``, an agent that could
-        not start. By default all but ``"start"``. A lost node and a preemption never do: for these,
-        Metaflow's ``@retry`` brings a new gang.
+        not start; ``"network"``, nodes that can't reach each other. By default all but the last two. A lost node
+        and a preemption never do: for these, Metaflow's ``@retry`` brings a new gang.
     preemption_signal : Union[int, str], default "SIGTERM"
         What the workers get, once, when a node is told to stop or its machine is taken away. They have
         ``grace_s`` seconds to save.
@@ -80,9 +77,6 @@ class TorchrunDecorator(steps.ParallelDecorator):  # type: ignore[misc]  # Metaf
         no proof of a hang (evaluation, compilation or data preparation can be silent for an hour), and a stop loses
         work. torch itself ends a collective that hangs: NCCL after 10 minutes, gloo after 30, unless a script sets
         another timeout.
-    preflight : bool, default False
-        Whether to try the network before the step's first launch: whether all nodes come and reach each other, and
-        latency and bandwidth of an all-reduce over all ranks. It is a launch of its own and takes the first number.
     logs : str, optional, default None
         Whose lines the control node's log has, which is what the terminal shows: ``"all"``, those of all
         nodes; ``"node"``, its own; ``"rank0"``, rank 0's alone and, when a rank fails, its last 100. Each
@@ -114,11 +108,11 @@ class TorchrunDecorator(steps.ParallelDecorator):  # type: ignore[misc]  # Metaf
     _submission: Submission | None = None  # `spin --skip-decorators` makes a package without step_init (Metaflow 2.19)
 
     def __init__(self, attributes: dict[str, Any] | None = None, *args: Any, **kwargs: Any) -> None:
-        # Metaflow would refuse unknown attributes here, before it knows which step they stand at.
+        check()
         from .task import submit_checks  # noqa: F401 - its lint check has to be there before Metaflow's lint, which
         # comes before `step_init`
 
-        steps.check_parallel()
+        # Metaflow would refuse unknown attributes here, before it knows which step they stand at.
         given = attributes or {}
         self._unknown = [key for key in given if key not in DEFAULTS and not key.startswith(steps.UNPACK_KEY)]
         super().__init__({key: value for key, value in given.items() if key not in self._unknown}, *args, **kwargs)
@@ -134,6 +128,7 @@ class TorchrunDecorator(steps.ParallelDecorator):  # type: ignore[misc]  # Metaf
         from .task.report import print_errors_ourselves
         from .task.submit_checks import Submission
 
+        check()  # again, since Metaflow's command line is there by now
         print_errors_ourselves(in_task=False)
         super().step_init(flow, graph, step_name, decos, environment, flow_datastore, logger)
         self._flow_datastore, self._step_name = flow_datastore, step_name
@@ -156,8 +151,7 @@ class TorchrunDecorator(steps.ParallelDecorator):  # type: ignore[misc]  # Metaf
         self._check("check_kubernetes")
         heed_signals_to_job()
         if remote_job() == step_name:
-            with convenience(_LAST_WORDS):
-                _tell_of_job(flow_datastore, step_name)
+            _tell_of_job(flow_datastore, step_name)
 
     def _check(self, name: str, *args: Any) -> None:
         """Run one of the checks of `Submission`, if there are any."""
@@ -172,17 +166,19 @@ class TorchrunDecorator(steps.ParallelDecorator):  # type: ignore[misc]  # Metaf
     def runtime_init(self, flow: Any, graph: Any, package: Any, run_id: str) -> None:
         """Check what only a run can do; deployments, tasks and commands such as ``show`` don't come here."""
         from .compat.graph import parallel_steps
+        from .machine.system import require_linux
         from .show.run_end import RunEnd
         from .task.interrupts import heed_signals_to_run
         from .task.report import tell_after_errors
 
         super().runtime_init(flow, graph, package, run_id)
         heed_signals_to_run()
+        is_remote = any(deco.name in ("kubernetes", "batch") for deco in self._siblings)
+        if not is_remote:
+            require_linux(f"Step {self._step_name} with @torchrun")
         self._check("check_batch")
-        with convenience(_LAST_WORDS):
-            is_only_gang = len(parallel_steps(graph)) == 1
-            is_remote = any(deco.name in ("kubernetes", "batch") for deco in self._siblings)
-            tell_after_errors(RunEnd(self._flow_datastore, run_id, self._step_name, is_only_gang, is_remote).tell)
+        is_only_gang = len(parallel_steps(graph)) == 1
+        tell_after_errors(RunEnd(self._flow_datastore, run_id, self._step_name, is_only_gang, is_remote).tell)
 
     def runtime_step_cli(
         self, cli_args: Any, retry_count: int, max_user_code_retries: int, ubf_context: str | None
@@ -198,6 +194,9 @@ class TorchrunDecorator(steps.ParallelDecorator):  # type: ignore[misc]  # Metaf
 
     def task_pre_step(self, *args: Any) -> None:
         """Record which gang this is."""
+        from .machine.system import require_linux
+
+        require_linux("@torchrun")
         from .features.listed import FEATURES
         from .task.report import print_errors_ourselves, tell_after_errors
         from .task.step_timeout import time_limit
@@ -261,7 +260,7 @@ class TorchrunDecorator(steps.ParallelDecorator):  # type: ignore[misc]  # Metaf
 
     def setup_distributed_env(self, flow: Any) -> None:
         """Join the gang and offer ``current.torch``; called right before the step's code."""
-        from .compat.datastore import values_of
+        from .compat.datastore import DatastoreValues
         from .executor import Context, TorchrunExecutor
         from .features.listed import FEATURES
         from .gang.protocol import CONTROL
@@ -285,10 +284,10 @@ class TorchrunDecorator(steps.ParallelDecorator):  # type: ignore[misc]  # Metaf
             machine,
             self._settings,
             requested=None if here else self._requested,
-            store=values_of(self._flow_datastore),
+            store=DatastoreValues(self._flow_datastore),
             warm=warm,
             features=self._gang.features,
-            live_card=self._gang.live_card,
+            part=self._gang.part,
         )
         steps.offer("torch", TorchrunExecutor(context))
 

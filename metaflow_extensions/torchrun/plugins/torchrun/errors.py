@@ -143,7 +143,7 @@ class WorkerFailed(LaunchFailed):
 
 
 class LaunchHung(LaunchFailed):
-    """No rank of a launch wrote anything or exited for ``hang_timeout_s`` seconds."""
+    """No rank of a launch showed a sign of life for ``hang_timeout_s`` seconds."""
 
     headline = "@torchrun: launch hangs"
 

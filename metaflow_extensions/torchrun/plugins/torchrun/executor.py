@@ -6,35 +6,34 @@ import importlib
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 from .errors import LaunchFailed, TorchrunConfigError, TorchrunPreempted
 from .events import Event
-from .gang.cause import retold
 from .gang.member import Member
 from .gang.policy import LaunchPolicy
 from .launch.arguments import torchrun_options
-from .launch.commands import foreign_python
+from .launch.commands import beside_flow, foreign_python
 from .launch.facts import node_facts, shm_bytes, shm_warning, too_few_warning
 from .launch.spec import LaunchSpec, Node, build_spec
 from .launch.transfer import ValueStore
 from .logs.console import settle, write_output
 from .machine.accelerators import Machine, Nproc, choose_nproc
 from .node.plan import Plan, WarmStarts
-from .node.preludes import Asked, Prelude
 from .node.services import RunCall, Services
 from .node.supervisor import Supervisor
 from .node.watchers import Feature, policies_of
 from .result import TorchrunResult
 from .run_arguments import FEATURE_OF, LEGACY, RunOptions, checked, spelled_out
-from .settings import ARGUMENTS, StepSettings, choose, with_attributes
-from .show.live_card import GangPart, LiveCard
+from .settings import ARGUMENTS, StepSettings, argument, choose, with_attributes
+from .show.live_card import GangPart
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack  # in typing since Python 3.11
 
 T = TypeVar("T")
+_SETTLE_S = 3.0  # for the output of a failed launch, before its error is raised
 _warned: set[str] = set()  # lines that this task logs only once
 
 
@@ -50,7 +49,7 @@ class Context:
     store: ValueStore | None = None  # where features store data; None outside of a flow
     warm: WarmStarts | None = None  # the spares of this node
     features: Sequence[Feature] = ()  # of each launch
-    live_card: LiveCard | None = None  # the gang's parts for the step's own cards
+    part: Callable[[tuple[str, ...]], GangPart] | None = None  # returns the gang's parts for the step's own cards
 
 
 class TorchrunExecutor:
@@ -58,7 +57,6 @@ class TorchrunExecutor:
 
     def __init__(self, context: Context) -> None:
         self._context = context
-        self._had_preludes: set[str] = set()  # features whose launches have come before one of the user's
 
     @property
     def num_nodes(self) -> int:
@@ -94,7 +92,7 @@ class TorchrunExecutor:
         """Return parts of the gang's card as a component, for a card of the step's own.
 
         It is renewed while `run` waits, also without ``current.card.refresh``, and shows the end of it afterwards. On
-        the control node it shows the gang, on another node that one.
+        another node than the control node it names the control node's task.
 
         Parameters
         ----------
@@ -112,8 +110,8 @@ class TorchrunExecutor:
         TorchrunConfigError
             If there is no such part.
         """
-        assert self._context.live_card is not None
-        return self._context.live_card.part(parts)
+        assert self._context.part is not None
+        return self._context.part(parts)
 
     @overload
     def run(
@@ -231,23 +229,43 @@ class TorchrunExecutor:
             return self._run(given, services)
 
     def _run(self, given: Mapping[str, Any], services: Services) -> TorchrunResult[Any]:
-        context = self._context
-        nproc = self._choose_nproc(given)
-        preludes = self._preludes(given)
-        prepares = any(prelude.prepares for prelude in preludes.values())
-        spec = self._spec(given, nproc.value, services, may_come=prepares)
+        context, settings = self._context, self._context.settings
+        nproc, commands = self._choose_nproc(given), argument("before_run", given) or ()
+        spec = self._spec(given, nproc.value, services, may_come=bool(commands))
         policy = self._policy(given, spec)
         warm = self._warm(given, spec)
-        self._warn(spec)
+        self._warn(spec, commands)
         text = f"processes per node: {nproc.value} ({nproc.why})"
         context.member.emit(Event("chosen", self.node_index, text, is_detail=True))
-        goes_on = False
-        for name, prelude in preludes.items():
-            goes_on |= self._run_before(prelude, spec, policy, warm, goes_on)
-            self._had_preludes.add(name)
-            spec = self._spec(given, nproc.value, services) if prelude.prepares else spec
-        facts = node_facts(spec, context.machine)
-        return self._launch(spec, facts, policy, services, nproc_why=nproc.why, warm=warm, goes_on=goes_on)
+        plan = Plan(
+            spec=spec,
+            main_addr=self.main_addr,
+            machine=context.machine,
+            write=self._write,
+            policy=policy,
+            facts={} if commands else node_facts(spec, context.machine),
+            grace_s=settings.grace_s,
+            silence_s=settings.heartbeat_timeout_s,
+            services=services,
+            store=context.store,
+            logs=settings.logs_of(self.num_nodes),
+            nproc_why=nproc.why,
+            warm=warm,
+            warm_node=context.warm,
+            commands=tuple((beside_flow(words[0], spec.cwd, _flow_folder()), *words[1:]) for words in commands),
+            features=context.features,
+        )
+
+        def complete() -> Plan:
+            """Check what the commands may have made."""
+            importlib.invalidate_caches()
+            if warm == "workers" and context.warm is not None:
+                # A spare worker would lack what is there now. A spare agent sees for itself whether torch has changed.
+                context.warm.renew()
+            made = self._spec(given, nproc.value, services)
+            return replace(plan, spec=made, facts=node_facts(made, context.machine))
+
+        return self._launch(Supervisor(plan, context.member, complete=complete), services)
 
     def _spec(self, given: Mapping[str, Any], nproc: int, services: Services, may_come: bool = False) -> LaunchSpec:
         node = Node(self.num_nodes, self.node_index, self.main_addr, _flow_folder())
@@ -259,33 +277,15 @@ class TorchrunExecutor:
             self._note_once("warm='workers': torchrun starts warm, but the workers start cold: they run a command")
         return warm
 
-    def _warn(self, spec: LaunchSpec) -> None:
-        """Log warnings about `spec` on this machine."""
+    def _warn(self, spec: LaunchSpec, commands: Sequence[Sequence[str]]) -> None:
+        """Log warnings about `spec` and the commands before it, on this machine."""
         machine = self._context.machine
         warnings = [shm_warning(shm_bytes(), spec.nproc, machine.accelerators, os.environ)]
         if self.is_control:
-            warnings += [too_few_warning(spec, machine), foreign_python(spec.command, dict(spec.env))]
+            warnings += [too_few_warning(spec, machine)]
+            warnings += [foreign_python(words, dict(spec.env)) for words in (spec.command, *commands)]
         for warning in filter(None, warnings):
             self._note_once(warning)
-
-    def _preludes(self, given: Mapping[str, Any]) -> dict[str, Prelude]:
-        """Return the launches that come before the user's own, by their features."""
-        found: dict[str, Prelude] = {}
-        for feature in self._context.features:
-            prelude = feature.prelude(
-                Asked(
-                    given,
-                    self._context.settings,
-                    _flow_folder(),
-                    self.num_nodes,
-                    self.is_control,
-                    feature.name in self._had_preludes,
-                    self._note,
-                    self._note_once,
-                )
-            )
-            found |= {} if prelude is None else {feature.name: prelude}
-        return found
 
     def _refuse_without_feature(self, given: Mapping[str, Any]) -> None:
         has = {feature.name for feature in self._context.features}
@@ -295,62 +295,18 @@ class TorchrunExecutor:
             if feature not in has and not all(value is None or value is False or value == "off" for value in values):
                 raise TorchrunConfigError(f"run({name}=...) needs the feature {feature}, which is not installed here.")
 
-    def _run_before(self, prelude: Prelude, of_run: LaunchSpec, policy: LaunchPolicy, warm: str, goes_on: bool) -> bool:
-        """Run the preludes of `of_run` on all nodes; return whether there were any."""
-        spec = prelude.spec(of_run)
-        if spec is None:
-            return False
-        own = LaunchPolicy(preemption_signal=policy.preemption_signal)
-        facts = {} if prelude.prepares else node_facts(of_run, self._context.machine)
+    def _launch(self, supervisor: Supervisor, services: Services) -> TorchrunResult[Any]:
         try:
-            done = self._launch(spec, facts, own, is_ours=True, goes_on=goes_on, program=prelude.program)
-        except TorchrunPreempted:
-            raise
+            result = supervisor.run()
+            settle()  # what the step's code prints next stands behind
+            return result
         except LaunchFailed as error:
-            raise retold(error, type(error), f"{prelude.failed}\n") from error
-        prelude.ended(done)
-        importlib.invalidate_caches()  # for what was installed
-        if prelude.installs and warm == "workers" and self._context.warm is not None:
-            # A spare worker would lack what is there now. A spare agent sees for itself whether torch has changed.
-            self._context.warm.renew()
-        return True
-
-    def _launch(
-        self,
-        spec: LaunchSpec,
-        facts: Mapping[str, Any],
-        policy: LaunchPolicy,
-        services: Services | None = None,
-        **more: Any,
-    ) -> TorchrunResult[Any]:
-        """Run one launch; `more` are further fields of `Plan`."""
-        context, services = self._context, services or Services()
-        plan = Plan(
-            spec=spec,
-            main_addr=self.main_addr,
-            machine=context.machine,
-            write=self._write,
-            policy=policy,
-            facts=facts,
-            grace_s=context.settings.grace_s,
-            silence_s=context.settings.heartbeat_timeout_s,
-            services=services,
-            store=context.store,
-            logs=context.settings.logs_of(self.num_nodes),
-            warm_node=context.warm,
-            features=context.features,
-            **more,
-        )
-        supervisor = Supervisor(plan, context.member)
-        try:
-            return supervisor.run()
-        except LaunchFailed as error:
+            if not isinstance(error, TorchrunPreempted) or (error.cause or {}).get("node") != self.node_index:
+                settle(_SETTLE_S)  # the gang waits for this node, and a node that is frozen may be in the way
             original = services.original(error, supervisor.told)
             if original is error:
                 raise
             raise original from error
-        finally:
-            settle()  # what the step's code prints next stands behind; no other node waits for this reader
 
     def _write(self, stream: str, lines: bytes) -> bool:
         """Write lines of this node's workers; takes and returns what `logs.pipes.Write` does."""
@@ -371,9 +327,8 @@ class TorchrunExecutor:
     def _policy(self, given: Mapping[str, Any], spec: LaunchSpec) -> LaunchPolicy:
         settings = ("timeout_s", "restart_on", "preemption_signal")
         chosen = {name: choose(name, given, {}, self._context.settings).value for name in settings}
-        restarts = spec.max_restarts if spec.min_nodes is None else 0  # an elastic agent restarts workers by itself
         features = policies_of(self._context.features, given, self._context.settings)
-        return LaunchPolicy(**chosen, max_restarts=restarts, min_nodes=spec.min_nodes, features=features)
+        return LaunchPolicy(**chosen, max_restarts=spec.max_restarts, features=features)
 
     def _choose_nproc(self, given: Mapping[str, Any]) -> Nproc:
         options = torchrun_options(given.get("torchrun_args"))

@@ -9,23 +9,25 @@ from typing import Any
 
 from metaflow import current
 
+from .channel.client import ControlClient
 from .channel.join import LOOPBACK, join_alone, rules_of
 from .compat.datastore import values_of_running_flow
-from .errors import TorchrunError
+from .compat.renamed import check
+from .errors import TorchrunError, TorchrunPreempted
 from .events import Event
 from .executor import Context, TorchrunExecutor
 from .features.listed import FEATURES
 from .gang.cause import rename_node
 from .gang.member import Member
-from .gang.state import Gang
-from .logs.console import to_log
+from .logs.console import hurry, to_log
 from .machine.accelerators import Machine, this_machine
 from .node.plan import WarmStarts
-from .node.watchers import keepers_of, starts_of
-from .records.snapshot import Snapshot, snapshot_of
+from .node.watchers import starts_of
+from .records.snapshot import Snapshot
 from .result import TorchrunResult
 from .settings import DEFAULTS, parse_settings
 from .show.live_card import GangPart, LiveCard, this_task
+from .show.parts.model import Sentence
 from .task.report import end_with, print_errors_ourselves, report
 from .task.step_timeout import StepTimeout
 
@@ -43,17 +45,16 @@ class GangOfOne:
         self._has_parts = True
         return GangPart(parts, self._shown, this_task, FEATURES)
 
-    def _shown(self) -> Snapshot | None:
-        return None if self._live_card is None else self._live_card.for_part()
+    def _shown(self) -> Snapshot | Sentence:
+        return Sentence("No launch has begun yet.") if self._live_card is None else self._live_card.for_part()
 
     def run(self, **options: Any) -> TorchrunResult[Any]:
         """Run a launch to its end; the arguments are those of `TorchrunExecutor.run`, all by name."""
+        check()
         settings = parse_settings(DEFAULTS, None)
         about: dict[str, Any] = {}
-        member, channel = join_alone(
-            settings, partial(_log, about), rules_of(settings), keepers=keepers_of(FEATURES, 1)
-        )
-        live_card = self._follow(channel.gang, about, member)
+        member, channel = join_alone(settings, partial(_log, about), rules_of(settings))
+        live_card = self._follow(channel, about, member)
         machine = this_machine()
         timeout = StepTimeout(settings.grace_s)
         timeout.tell(member)
@@ -68,6 +69,8 @@ class GangOfOne:
             return run(**options)
         except BaseException as caught:
             error = caught
+            if isinstance(caught, TorchrunPreempted | KeyboardInterrupt):
+                hurry()
             if isinstance(caught, TorchrunError) and member.gang_knows(caught) and current.get("is_parallel"):
                 rename_node(caught, current.parallel.node_index)
             print_errors_ourselves(in_task=True)
@@ -93,12 +96,12 @@ class GangOfOne:
             if self._warm is not None:
                 weakref.finalize(self, self._warm.close)
 
-    def _follow(self, gang: Gang, about: dict[str, Any], member: Member) -> LiveCard:
+    def _follow(self, gang: ControlClient, about: dict[str, Any], member: Member) -> LiveCard:
         """Show the launch on the task's cards; of a launch within a gang only where the step asks for it."""
         is_alone = current.get("torch") is None
         live_card = LiveCard(
-            partial(snapshot_of, gang, about),
-            lambda: gang.history.count,
+            lambda: gang.snapshot(about),
+            lambda: gang.counts()[0],
             lambda: member.runs_own_code,
             with_ours=is_alone,
             features=FEATURES,

@@ -12,15 +12,12 @@ import os
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import lru_cache
 from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO
 
 from .compat.datastore import DatastoreValues, values_at
 from .errors import TorchrunError
 from .gang.texts import counted, first_values, names, size_text
-
-_PIECES_KEPT = 2  # while files are fetched: small ones share pieces
 
 
 @dataclass(frozen=True)
@@ -47,8 +44,8 @@ class OutputFile:
     modified: float
     older: bool = field(default=False, repr=False)
     _mode: int = field(default=0o644, repr=False)
-    _digest: str = field(default="", repr=False)
-    _parts: tuple[tuple[str, int, int], ...] = field(default=(), repr=False)  # key of the piece, begin in it, size
+    _parts: tuple[tuple[str, int, int], ...] = field(default=(), repr=False)  # key in the datastore, begin there, size
+    _content: object = field(default=(), repr=False)  # the same for files that are the same
 
 
 class Outputs:
@@ -163,16 +160,16 @@ class Outputs:
             If the datastore does not have them any more.
         """
         wanted = self._without_clashes([file for file in self if node in (None, file.node)])
-        folder, load = Path(to), lru_cache(_PIECES_KEPT)(self._load)
+        folder = Path(to)
         folder.mkdir(parents=True, exist_ok=True)
         for file in wanted.values():
-            _write(file, _contents(file, load), folder)
+            _write(file, _contents(file, self._load), folder)
         return folder
 
     def _without_clashes(self, files: list[OutputFile]) -> dict[str, OutputFile]:
         """Return files by name; raise LookupError for those that one folder can't have."""
         wanted: dict[str, OutputFile] = {}
-        differ = [file.name for file in files if wanted.setdefault(file.name, file)._digest != file._digest]
+        differ = [file.name for file in files if wanted.setdefault(file.name, file)._content != file._content]
         folders = {str(above) for name in wanted for above in PurePosixPath(name).parents}
         for clashing, what in (
             (differ, "other content under the same name"),
@@ -192,7 +189,7 @@ class Outputs:
             known = first_values(sorted({repr(file.name) for file in all_files if node in (None, file.node)}))
             where = "" if node is None else f" of node {node}"
             raise FileNotFoundError(f"There is no output{where} {name!r}; there are {known or 'none'}.")
-        if any(file._digest != found[0]._digest for file in found):
+        if any(file._content != found[0]._content for file in found):
             said = ", ".join(str(file.node) for file in found)
             raise LookupError(
                 f"Nodes {said} have stored {name!r}, and they differ. Say which: open({name!r}, node=...)."
@@ -231,8 +228,9 @@ class Outputs:
 
 def _file(node: int, row: Mapping[str, Any]) -> OutputFile:
     parts = tuple((key, begin, size) for key, begin, size in row["parts"])
-    older = row.get("older", False)  # not in lists of older versions
-    return OutputFile(row["name"], row["size"], node, row["modified"], older, row["mode"], row["digest"], parts)
+    # Version 1 of the index has a digest, since small files shared parts; its first form does not know what is older.
+    content, older = row.get("digest", parts), row.get("older", False)
+    return OutputFile(row["name"], row["size"], node, row["modified"], older, row["mode"], parts, content)
 
 
 def _contents(file: OutputFile, load: Callable[[str], bytes]) -> Iterator[memoryview]:

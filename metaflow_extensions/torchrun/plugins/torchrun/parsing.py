@@ -21,7 +21,7 @@ LOGS = ("all", "node", "rank0")
 WARM = ("agent", "workers", "off")
 OUTPUTS_FROM = ("control", "all")
 # The classes of causes (see `cause.Cause.category`) that a new generation on the same nodes may mend.
-RETRY_CLASSES = ("user", "killed", "timeout", "hang", "start")
+RETRY_CLASSES = ("user", "killed", "timeout", "hang", "start", "network")
 DEFAULT_RESTART_ON = frozenset({"user", "killed", "timeout", "hang"})
 _NEVER_RETRIED = {
     "before_run": "a command that failed may have left its work half done, on some nodes only; use Metaflow's @retry",
@@ -110,12 +110,6 @@ def parse_flag(value: Any, setting: str) -> bool:
     if value is not True and value is not False:
         raise TorchrunConfigError(f"{setting} is {value!r}, but it must be True or False.")
     return bool(value)
-
-
-def parse_preflight(value: Any, setting: str) -> bool:
-    """Return True or False; also accepts a text, as ``--with torchrun:preflight=True`` sends it."""
-    word = str(value).strip().lower()
-    return parse_flag({"false": False, "0": False, "true": True, "1": True}.get(word, value), setting)
 
 
 def parse_logs(value: Any, setting: str) -> str:

@@ -23,7 +23,7 @@ KNOWN = frozenset({*ARGUMENTS, *LEGACY})
 
 # Arguments, and attributes of ``@torchrun``, that mean nothing where a feature is taken out: -> its name. Of the entrypoint
 # that holds for a function.
-_FEATURES = ("before_run", "preflight", "functions", "outputs", "hangs")  # by the names of their pages, too
+_FEATURES = ("functions", "outputs", "hangs")  # by the names of their pages, too
 FEATURE_OF = {"entrypoint": "functions"} | {
     name: feature for name, each in SETTINGS.items() if (feature := each.page.replace("-", "_")) in _FEATURES
 }

@@ -68,12 +68,13 @@ SETTINGS = {
         Setting("torchrun_args", "run", EXPERT),
         Setting("master_port", "both", EXPERT, check=parsing.parse_port),
         Setting("channel_port", "step", EXPERT, check=parsing.parse_port),
-        Setting("preflight", "step", EXPERT, "preflight", parsing.parse_preflight, False, False),
     )
 }
 # The attributes, and the arguments, with their defaults. An argument that is an attribute as well has none of its own.
 DEFAULTS = {each.name: each.default for each in SETTINGS.values() if each.of != "run"}
 ARGUMENTS = {each.name: each.default if each.of == "run" else None for each in SETTINGS.values() if each.of != "step"}
+# Attributes that there are no more, and what to do instead.
+_GONE = {"preflight": " Launch current.torch.run(check_links) before your own launch: docs/preflight.md shows how."}
 # Up to this many nodes, one log shows the lines of all: a user who starts two nodes wants to see both.
 _ALL_UP_TO_NODES = 16
 
@@ -108,7 +109,6 @@ class StepSettings:
     restart_on: frozenset[str]
     preemption_signal: int
     hang_timeout_s: float | None
-    preflight: bool
     logs: str | None
     warm: str
     preload: tuple[str, ...]
@@ -180,7 +180,5 @@ def choose(
 def refuse_unknown(names: Sequence[str], step: str) -> None:
     """Raise TorchrunConfigError for attributes that ``@torchrun`` does not have."""
     for name in names:
-        hint = parsing.did_you_mean(name, list(DEFAULTS))
-        raise TorchrunConfigError(
-            f"Step {step}: @torchrun has no attribute {name}.{hint} It has {', '.join(DEFAULTS)}."
-        )
+        hint = _GONE.get(name) or f"{parsing.did_you_mean(name, list(DEFAULTS))} It has {', '.join(DEFAULTS)}."
+        raise TorchrunConfigError(f"Step {step}: @torchrun has no attribute {name}.{hint}")

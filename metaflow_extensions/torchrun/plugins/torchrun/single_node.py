@@ -31,6 +31,9 @@ class TorchrunSingleNodeMultiGPU:
     """
 
     def __init__(self) -> None:
+        from .machine.system import require_linux
+
+        require_linux("TorchrunSingleNodeMultiGPU")
         from .gang_of_one import GangOfOne
 
         self._gang = GangOfOne()

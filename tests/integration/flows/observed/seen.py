@@ -122,7 +122,9 @@ def note(**seen: object) -> None:
     """Leave a file of this rank."""
     worker = os.path.dirname(os.environ["TORCHELASTIC_ERROR_FILE"])
     text = re.sub(r"torchrun-call-\w+|0x[0-9a-f]{8,}", "<one of many>", json.dumps(seen, default=repr))
+    pipes = os.path.dirname(os.path.realpath("/proc/self/fd/1"))
     words = {worker: "<worker's folder>", os.path.dirname(os.path.dirname(os.path.dirname(worker))): "<folder>"}
+    words[pipes] = "<pipes>"
     for name, word in {**words, os.environ["TORCHELASTIC_RUN_ID"]: "<run id>"}.items():
         text = text.replace(json.dumps(name)[1:-1], word)
     path = Path(os.environ["GANG_OUT"], f"seen-{LAUNCH}-{os.environ['RANK']}.json")

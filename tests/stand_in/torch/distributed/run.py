@@ -11,9 +11,9 @@ import string
 import subprocess
 import sys
 import time
-from datetime import datetime
 
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
+from torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_handler import SubprocessHandler
 
 _KILL_S = 30.0  # torchrun's own patience with workers that it stops
 _LOOK_S = 0.05
@@ -35,41 +35,21 @@ def start_worker(options, words, local_rank):
     env["TORCHELASTIC_ERROR_FILE"] = logs.error_files[local_rank]
     command = [string.Template(word).safe_substitute(local_rank=local_rank) for word in words]
     with open(logs.stdouts[local_rank], "wb", 0) as out, open(logs.stderrs[local_rank], "wb", 0) as err:
-        return subprocess.Popen(
-            command,
-            env={**os.environ, **{name: str(value) for name, value in env.items()}},
-            stdout=out,
-            stderr=err,
-            start_new_session=True,
-        )
+        return SubprocessHandler(command, {**os.environ, **{name: str(value) for name, value in env.items()}}, out, err)
 
 
-def stop(workers):
+def stop(handlers):
     """End the workers that still run, and wait for them."""
     deadline = time.monotonic() + _KILL_S
-    for worker in workers:
-        if worker.poll() is None:  # torchrun says it in these words, and we read them
-            stamp = datetime.now().strftime("W%m%d %H:%M:%S.%f")
-            print(
-                f"{stamp} {os.getpid()} Sending process {worker.pid} closing signal SIGTERM",
-                file=sys.stderr,
-                flush=True,
-            )
-        worker.terminate()
-    for worker in workers:
+    for handler in handlers:
+        if handler.proc.poll() is None:
+            handler.close()
+    for handler in handlers:
         try:
-            worker.wait(max(0.0, deadline - time.monotonic()))
+            handler.proc.wait(max(0.0, deadline - time.monotonic()))
         except subprocess.TimeoutExpired:
-            worker.kill()
-            worker.wait()
-
-
-def report(workers, first_rank):
-    """Say which workers have failed, in torchrun's words; who did not see their exit codes finds them there."""
-    for local_rank, worker in enumerate(workers):
-        if worker.returncode:
-            which = f"rank      : {first_rank + local_rank} (local_rank: {local_rank})"
-            print(f"  {which}\n  exitcode  : {worker.returncode} (pid: {worker.pid})", file=sys.stderr, flush=True)
+            handler.close(signal.SIGKILL)
+            handler.proc.wait()
 
 
 def has_failed(worker):
@@ -87,16 +67,15 @@ def main():
     options, _ = parser.parse_known_args(own)
     signal.signal(signal.SIGTERM, lambda number, _: _stopped_by.append(number))
     command = words if options.no_python else [sys.executable, "-u", *words]
-    workers = [start_worker(options, command, local_rank) for local_rank in range(int(options.nproc_per_node))]
+    handlers = [start_worker(options, command, local_rank) for local_rank in range(int(options.nproc_per_node))]
+    workers = [handler.proc for handler in handlers]
     codes = [None]
     while None in codes and not any(codes) and not _stopped_by:
         time.sleep(_LOOK_S)
         if any(has_failed(worker) for worker in workers if worker.returncode is None):
             time.sleep(_LEAVE_S)
         codes = [worker.poll() for worker in workers]
-    stop(workers)
-    if any(codes):
-        report(workers, int(options.node_rank) * len(workers))
+    stop(handlers)
     if any(codes) or _stopped_by:
         sys.exit(1)  # not returned: a spare agent calls this function, as torchrun's, which raises then
 

@@ -136,7 +136,7 @@ class Connection(asyncio.Protocol):
         """
         now = time.monotonic()
         if now - self._checked_at > 2 * self._timeout_s / BEATS:
-            self._heard_at += now - self._checked_at
+            self._heard_at = min(now, self._heard_at + now - self._checked_at)
         self._checked_at, silent_at = now, self._heard_at + self._timeout_s
         if now >= silent_at:
             self.abort(f"nothing arrived from it for {self._timeout_s:g} s (heartbeat_timeout_s)")

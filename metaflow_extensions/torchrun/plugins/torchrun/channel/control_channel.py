@@ -5,9 +5,8 @@ the connections belong to that thread, and no other one calls them: that is why 
 each node's messages are handled one after the other. From any other thread, `listen`, `send`, `request`,
 `report_gone` and `close` hand their work to the channel's thread. `deliver` is called in the channel's thread.
 
-Other threads may read `gang.nodes.absent`, `gang.nodes.members`, `gang.broken` and `own_address`. What they see
-may be one message old, but it is whole: the gang's nodes are fixed, and each value is replaced in one step. `relay`
-has a thread and a lock of its own.
+Other threads may read `gang.nodes`, `gang.broken` and `own_address`. What they see may be one message old, but it is
+whole: the gang's nodes are fixed, and each value is replaced in one step.
 
 The control node's own messages take the same way as the members', without a socket, so that there is one
 code path for all nodes. An exception in the loop breaks the gang with its text: otherwise no node would
@@ -33,11 +32,8 @@ from .connection import BEATS, Connection, Reading, close_all, handshake_as_cont
 from .frames import encode
 from .listener import Listener
 from .loop_thread import CLOSE_S, LoopThread
-from .relay import Relay
 
 _TICK_S = 1.0  # the longest time between two ticks
-# How long the control node waits after its own end for the other nodes' ends, so that it gets late failures.
-_LEAVE_WAIT_S = 5.0
 _CLOSE_LOOK_S = 0.025
 # Delay before a node whose task has ended is reported: its own last message says more, and should come first.
 _REPORT_GONE_S = 0.2
@@ -46,13 +42,20 @@ _REPORT_GONE_S = 0.2
 class ControlChannel:
     """The control node's end: holds the gang and, with more than one node, listens for members."""
 
-    def __init__(self, gang: Gang, deliver: Callable[[Message], None], token: str, heartbeat_timeout_s: float) -> None:
+    def __init__(
+        self,
+        gang: Gang,
+        deliver: Callable[[Message], None],
+        token: str,
+        heartbeat_timeout_s: float,
+        on_lines: Callable[[int, Lines], None] = lambda node, lines: None,
+    ) -> None:
         self.gang = gang
         self.own_address: str | None = None  # this host's, as the first connection shows it
         self._deliver = deliver  # gets the messages for the control node itself, in the channel's thread
         self._token = token
         self._timeout_s = heartbeat_timeout_s  # a member silent for so long is lost
-        self.relay = Relay()  # of the members' lines; dropped, unless it is started
+        self._on_lines = on_lines  # gets a node's index and its lines, in the channel's thread
         self._listener: Listener | None = None
         self._members: dict[int, Connection] = {}  # each has its `node`
         self._has_failed = False
@@ -80,13 +83,6 @@ class ControlChannel:
         """Hand a message of the control node itself to the gang."""
         self._thread.post(self._step, self.gang.handle, CONTROL, message)
 
-    def send_lines(self, stream: str, text: str) -> None:
-        """Do nothing: this node's lines are in its log already."""
-
-    def settle_lines(self) -> None:
-        """Wait until all lines of members that have arrived are written, a bounded time."""
-        self.relay.settle()
-
     def request(self, feature: str, data: Plain) -> None:
         """Hand a feature what a command asks of the gang."""
         self._thread.post(self._step, self.gang.request, feature, data)
@@ -95,7 +91,13 @@ class ControlChannel:
         """Tell the gang that a node's task has ended; safe to call for one that left before."""
         self._thread.post(self._thread.loop.call_later, _REPORT_GONE_S, self._step, self.gang.lost, node, reason)
 
-    def close(self, wait_s: float = _LEAVE_WAIT_S) -> None:
+    def stop_listening(self) -> None:
+        """Accept no more connections; those that stand stay."""
+        if self._listener is not None:
+            with suppress(Exception):
+                self._thread.call(self._listener.close(), CLOSE_S)
+
+    def close(self, wait_s: float) -> None:
         """Wait until the members have left, `wait_s` seconds at most, and close."""
         deadline = time.monotonic() + wait_s
         while self.gang.nodes.members and time.monotonic() < deadline:
@@ -103,7 +105,6 @@ class ControlChannel:
         with suppress(Exception):
             self._thread.call(self._close(), CLOSE_S)
         self._thread.stop()
-        self.relay.close()
 
     # --- in the channel's thread: the gang ------------------------------------------------------
 
@@ -184,7 +185,7 @@ class ControlChannel:
         if isinstance(message, Beat) or connection.node is None:
             return
         if isinstance(message, Lines):
-            self.relay.add(connection.node, message)
+            self._on_lines(connection.node, message)
         else:
             self._step(self.gang.handle, connection.node, message)
 
@@ -211,7 +212,7 @@ class ControlChannel:
         if connection.node is not None:
             del self._members[connection.node]
             if not self._is_closing:
-                closed = "its connection to the control node was closed: its task ended or was killed"
+                closed = "its connection to the control node was closed: its supervisor process or its machine is gone"
                 self._step(self.gang.lost, connection.node, connection.why_closed or closed)
 
     async def _close(self) -> None:

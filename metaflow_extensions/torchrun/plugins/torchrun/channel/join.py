@@ -11,18 +11,15 @@ from dataclasses import replace
 
 from ..errors import GangError, TorchrunPreempted
 from ..events import Event, Subscriber
-from ..gang.keepers import Keepers
 from ..gang.member import Member
 from ..gang.policy import ConnectPolicy, Rules, growing_pauses
-from ..gang.protocol import CONTROL, Bye, Join, Message
-from ..gang.state import Gang
+from ..gang.protocol import CONTROL, Bye, Join
 from ..gang.texts import QUIET_S, REMIND_S
-from ..machine.network import addresses_for_others, pick_port, place
+from ..machine.network import addresses_for_others, place
 from ..records.vanished import Word, has_begun, has_ended, host_of_control
 from ..settings import StepSettings
+from .client import ControlClient, MemberClient
 from .connection import new_token
-from .control_channel import ControlChannel
-from .member_channel import MemberChannel
 from .registry import STORE_PATIENCE_S, AddressRecord, Registry
 
 LOOPBACK = "127.0.0.1"
@@ -45,11 +42,9 @@ def rules_of(settings: StepSettings) -> Rules:
     return Rules(settings.all_nodes_started_timeout, settings.grace_s, secrets.token_hex(4))
 
 
-def join_alone(
-    settings: StepSettings, emit: Subscriber, rules: Rules, keepers: Keepers | None = None
-) -> tuple[Member, ControlChannel]:
+def join_alone(settings: StepSettings, emit: Subscriber, rules: Rules) -> tuple[Member, ControlClient]:
     """Return the only member of a gang of one node, and its channel: nothing listens, nothing is published."""
-    return _open_channel(1, settings, emit, "", rules, keepers)
+    return _open_channel(1, settings, emit, "", rules)
 
 
 def join_as_control(
@@ -60,19 +55,18 @@ def join_as_control(
     emit: Subscriber,
     here_only: bool,
     rules: Rules,
-    keepers: Keepers | None = None,
-) -> tuple[Member, ControlChannel]:
+) -> tuple[Member, ControlClient]:
     """Open the gang's channel, publish where it is, and return it with the control node as a member.
 
     `main_ip` is the control node's address or name as Metaflow knows it. With `here_only` all nodes run on this
-    machine, and the channel accepts connections only from it. `keepers` are those of the features.
+    machine, and the channel accepts connections only from it.
     """
     # Less than the gang's own limit: otherwise the error would blame nodes that could not find the address.
     patience_s = min(STORE_PATIENCE_S, _PUBLISH_PART * settings.all_nodes_started_timeout)
     if not here_only:
         _give_way_to_former(registry, num_nodes, settings, emit, patience_s)
     address = _PublishedAddress(registry, AddressRecord(tuple(control_addresses(main_ip, here_only)), 0, new_token()))
-    member, channel = _open_channel(num_nodes, settings, emit, address.record.token, rules, keepers, address.close)
+    member, channel = _open_channel(num_nodes, settings, emit, address.record.token, rules, address.close)
     try:
         address.publish(channel.listen(settings.channel_port, LOOPBACK if here_only else ""), patience_s)
     except BaseException as error:
@@ -87,13 +81,12 @@ def _open_channel(
     emit: Subscriber,
     token: str,
     rules: Rules,
-    keepers: Keepers | None,
-    at_end: Callable[[Gang], None] = lambda gang: None,
-) -> tuple[Member, ControlChannel]:
+    at_end: Callable[[ControlClient, Member], None] = lambda channel, member: None,
+) -> tuple[Member, ControlClient]:
     member = Member(CONTROL, num_nodes, emit)
-    gang = Gang(num_nodes, pick_port, rules, keepers)
-    channel = ControlChannel(gang, member.deliver, token, settings.heartbeat_timeout_s)
-    member.attach(channel, lambda: at_end(gang))
+    timeout_s = settings.heartbeat_timeout_s
+    channel = ControlClient(num_nodes, member.deliver, member.lose_supervisor, timeout_s, token, rules)
+    member.attach(channel, lambda: at_end(channel, member))
     channel.send(Join(CONTROL, member.host, place=place()))
     return member, channel
 
@@ -150,29 +143,23 @@ class _PublishedAddress:
         self.record = replace(self.record, port=port)
         self._registry.publish(self.record, patience_s)
 
-    def close(self, gang: Gang) -> None:
+    def close(self, channel: ControlClient, member: Member) -> None:
         """Publish the control node's end for nodes that have not arrived, so that none waits for it."""
-        if gang.nodes.absent:
+        if channel.absent:
             with suppress(GangError):  # without this record they wait until their time is up
-                self._registry.publish(replace(self.record, closed=True, error=gang.broken), _LAST_RECORD_S)
+                self._registry.publish(
+                    replace(self.record, closed=True, error=channel.broken or member.broken), _LAST_RECORD_S
+                )
 
 
 # --- as another member ----------------------------------------------------------------------------
 
 
 def join_as_member(
-    registry: Registry,
-    node: int,
-    num_nodes: int,
-    settings: StepSettings,
-    emit: Subscriber,
-    follow: Callable[[Message], None] = lambda message: None,
+    registry: Registry, node: int, num_nodes: int, settings: StepSettings, emit: Subscriber
 ) -> tuple[Member, str]:
-    """Find the control node, join, and return this node as a member, and the address that worked.
-
-    `follow` gets every message between both, in any thread.
-    """
-    member, channel = _member(node, num_nodes, settings, emit, follow)
+    """Find the control node, join, and return this node as a member, and the address that worked."""
+    member, channel = _member(node, num_nodes, settings, emit)
     search = _Search(member, settings.all_nodes_started_timeout)
 
     def find(left_s: float) -> AddressRecord:
@@ -194,21 +181,16 @@ def join_as_member(
     return member, address
 
 
-def _member(
-    node: int,
-    num_nodes: int,
-    settings: StepSettings,
-    emit: Subscriber,
-    follow: Callable[[Message], None] = lambda message: None,
-) -> tuple[Member, MemberChannel]:
-    member = Member(node, num_nodes, emit, follow)
-    channel = MemberChannel(node, member.deliver, member.lose_control, settings.heartbeat_timeout_s, _POLICY, num_nodes)
+def _member(node: int, num_nodes: int, settings: StepSettings, emit: Subscriber) -> tuple[Member, MemberClient]:
+    member = Member(node, num_nodes, emit)
+    lost, timeout_s = (member.lose_control, member.lose_supervisor), settings.heartbeat_timeout_s
+    channel = MemberClient(node, num_nodes, member.deliver, *lost, timeout_s, _POLICY)
     member.attach(channel)
     return member, channel
 
 
 @contextmanager
-def _leave_if_it_fails(member: Member, channel: MemberChannel) -> Iterator[None]:
+def _leave_if_it_fails(member: Member, channel: MemberClient) -> Iterator[None]:
     """Leave the gang with an error; a node that has come to replace another waits for the gang's end, and says so."""
     try:
         yield
@@ -231,7 +213,7 @@ class _Search:
         self._refused: AddressRecord | None = None  # for whose host all connections are refused, without a break
         self._since = 0.0
 
-    def connect(self, channel: MemberChannel, find: Callable[[float], AddressRecord]) -> str:
+    def connect(self, channel: MemberClient, find: Callable[[float], AddressRecord]) -> str:
         """Become a member, or raise OSError; return the address that worked. `find` takes the seconds that are left."""
         for pause_s in growing_pauses():
             record = find(self._left_s())  # each time: a new control node may have written another

@@ -16,8 +16,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 from ..gang.policy import ConnectPolicy
-from ..gang.protocol import Beat, Ended, Join, Leave, Message, Refused, Welcome
-from ..machine.network import place
+from ..gang.protocol import Beat, Ended, Join, Leave, Message, Refused, TaskEnded, Welcome
 from .backlog import LineSender
 from .connection import BEAT, Connection, Reading, close_all, handshake_as_member, next_message
 from .frames import encode
@@ -35,6 +34,7 @@ class MemberChannel:
         heartbeat_timeout_s: float,
         policy: ConnectPolicy | None = None,
         num_nodes: int = 2,
+        place: str = "",  # see `Join`
     ) -> None:
         # How long a refused task delays its end, unless the connection ends before.
         self.hold_s = 0.0
@@ -43,7 +43,7 @@ class MemberChannel:
         self._on_loss = on_loss  # called once, with the reason, when the control node is lost
         self._timeout_s = heartbeat_timeout_s  # a control node silent for so long is lost
         self._policy = policy or ConnectPolicy()
-        self._join = Join(node, socket.gethostname(), secrets.token_hex(8), place())
+        self._join = Join(node, socket.gethostname(), secrets.token_hex(8), place)
         self._connection: Connection | None = None  # the one over which *join* was sent
         self._is_over = False
         self._thread = LoopThread("torchrun-member", self._fail)
@@ -69,9 +69,6 @@ class MemberChannel:
     def send_lines(self, stream: str, text: str) -> None:
         """Send lines of this node's workers, as far as that holds up nothing else; returns at once."""
         self._thread.post(self._lines.add, stream, text)
-
-    def settle_lines(self) -> None:
-        """Wait for nothing: only the control node's log has lines of other nodes."""
 
     def close(self) -> None:
         """Close the connection."""
@@ -190,7 +187,9 @@ class MemberChannel:
         if connection is self._connection and not self._answer.done():
             self._answer.set_exception(ConnectionError("the connection ended before the control node answered"))
         elif connection is self._connection:
-            self._lose_control(connection.why_closed or "its connection was closed: its task ended or was killed")
+            self._lose_control(
+                connection.why_closed or "its connection was closed: its supervisor process or its machine is gone"
+            )
 
     def _lose_control(self, reason: str) -> None:
         if not self._is_over:
@@ -208,6 +207,8 @@ class MemberChannel:
         if isinstance(message, Ended | Leave):
             self._lines.send_rest()  # so that they stand in the log before what comes next
         self._write(message)
+        if isinstance(message, TaskEnded):  # on a slow network nothing may hold it up
+            self._lines.send_rest()
 
     def _has_room(self) -> bool:
         return self._connection is not None and not self._connection.unsent_bytes

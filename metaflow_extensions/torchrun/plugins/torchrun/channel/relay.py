@@ -44,7 +44,7 @@ class Relay:
 
     def add(self, node: int, lines: Lines) -> None:
         """Queue lines of a node, or count them as dropped; returns at once."""
-        if self._thread is None or not (lines.stdout or lines.stderr):
+        if self._thread is None or not (lines.stdout or lines.stderr or lines.left_out):
             return
         left_out = max(0, lines.left_out) + self._left_out.pop(node, 0)
         try:

@@ -1,7 +1,6 @@
 """Private names of Metaflow's cards: ``metaflow/plugins/cards``, read in 2.13 and 2.19.39.
 
-No result and no error depends on a card. If Metaflow renames something, a card shows less, and the log has one line
-about it. `import metaflow` loads this module, so slow imports are in the functions that need them.
+`import metaflow` loads this module, so imports are in the functions that need them.
 """
 
 from __future__ import annotations
@@ -16,12 +15,10 @@ from typing import Any
 
 from metaflow import current
 
-from .renamed import convenience, harmless, known
+from .renamed import harmless, known
 
-LIVE, LAST = "what the gang's card shows while the step runs", "the last card of a step that has failed"
 _COMPONENTS = "metaflow.plugins.cards.card_modules.components"
-# Without this class Metaflow ignores our cards.
-MetaflowCard: Any = known("metaflow.plugins.cards.card_modules.card", "MetaflowCard", object)
+MetaflowCard: Any = known("metaflow.plugins.cards.card_modules.card:MetaflowCard", object)
 RELOAD_POLICY = getattr(MetaflowCard, "RELOAD_POLICY_ONCHANGE", "onchange")
 Start = Callable[[Sequence[str], str, Mapping[str, str]], bool]
 
@@ -30,20 +27,16 @@ Start = Callable[[Sequence[str], str, Mapping[str, str]], bool]
 
 
 def of_type(kind: str) -> list[Any]:
-    """Return the task's cards of a type; an empty list if they can't be found."""
-    with convenience(LIVE):
-        collector = current.get("card")
-        return [] if collector is None else list(collector.get(kind))
-    return []
+    """Return the task's cards of a type."""
+    collector = current.get("card")
+    return [] if collector is None else list(collector.get(kind))
 
 
 def with_component(kind: type) -> list[Any]:
     """Return the task's cards that have a component of a class and can be renewed while the task runs."""
-    with convenience(LIVE):
-        collector = current.get("card")
-        managers = [] if collector is None else list(collector._card_component_store.values())
-        return [card for card in managers if card._card_creator_args["runtime_card"] and _has(card, kind)]
-    return []
+    collector = current.get("card")
+    managers = [] if collector is None else list(collector._card_component_store.values())
+    return [card for card in managers if card._card_creator_args["runtime_card"] and _has(card, kind)]
 
 
 def _has(card: Any, kind: type) -> bool:
@@ -53,9 +46,8 @@ def _has(card: Any, kind: type) -> bool:
 
 def give(card: Any, data: dict[str, Any]) -> None:
     """Set the data of a card, as its `refresh` does, but don't make the card now."""
-    with convenience(LIVE):
-        # What `CardComponentManager.refresh` sets (component_serializer.py, 2.19.39).
-        card._latest_user_data = data
+    # What `CardComponentManager.refresh` sets (component_serializer.py, 2.19.39).
+    card._latest_user_data = data
 
 
 def renew_users(card: Any) -> bool:
@@ -64,23 +56,20 @@ def renew_users(card: Any) -> bool:
     If it has, the caller must refresh the data next: only then does a browser load the new page. Metaflow would wait
     for that here. The data of the user's last refresh, and the time before which Metaflow drops another one, stay.
     """
-    with convenience(LIVE):
-        changed_at = card.components.layout_last_changed_on
-        if card._last_layout_change == changed_at:
-            card._card_proc("refresh")
-            return False
-        card._render_seq += 1
-        card._last_render = time.time()
-        card._card_proc("render_runtime")
-        card._last_layout_change = changed_at
-        return True
-    return False
+    changed_at = card.components.layout_last_changed_on
+    if card._last_layout_change == changed_at:
+        card._card_proc("refresh")
+        return False
+    card._render_seq += 1
+    card._last_render = time.time()
+    card._card_proc("render_runtime")
+    card._last_layout_change = changed_at
+    return True
 
 
 def make_last(card: Any, mode: str) -> None:
     """Make a card once more and wait for it, since Metaflow makes none at the end of a task that fails."""
-    with convenience(LAST):
-        card._card_creator.create(**card._card_creator_args, mode=mode, final=True)
+    card._card_creator.create(**card._card_creator_args, mode=mode, final=True)
 
 
 # --- the processes that make cards -------------------------------------------------------------------
@@ -88,10 +77,8 @@ def make_last(card: Any, mode: str) -> None:
 
 def is_busy(card: Any) -> bool:
     """Return whether the card's last process still runs. Then Metaflow would silently drop another refresh."""
-    with convenience(LIVE):
-        process = process_of(card._card_creator_args["card_uuid"])
-        return process is not None and process.poll() is None
-    return False
+    process = process_of(card._card_creator_args["card_uuid"])
+    return process is not None and process.poll() is None
 
 
 def process_of(card_uuid: str) -> Any:
@@ -112,14 +99,11 @@ def name_process(card_uuid: str, process: Any) -> None:
 def start_by(card: Any, start: Start) -> None:
     """Make a card in the background by `start`, which gets command, uuid and environment.
 
-    Metaflow itself makes it (`CardCreator._run_command`) if `start` returns False or fails, or if a private name that
-    this or `name_process` uses is missing.
+    Metaflow itself makes it (`CardCreator._run_command`) if `start` returns False or fails.
     """
-    manager = known("metaflow.plugins.cards.card_creator", "CardProcessManager", None)
-    creator: Any = getattr(card, "_card_creator", None)
-    run = getattr(creator, "_run_command", None)
-    if run is not None and hasattr(manager, "_register_card_process") and not isinstance(run, partial):
-        creator._run_command = partial(_run_command, run, start)
+    creator = card._card_creator
+    if not isinstance(creator._run_command, partial):
+        creator._run_command = partial(_run_command, creator._run_command, start)
 
 
 def _run_command(
@@ -132,7 +116,7 @@ def _run_command(
     timeout: Any = None,
 ) -> tuple[bytes, bool]:
     is_started = False
-    with harmless():  # another Metaflow, or no more processes. A user's refresh also comes here
+    with harmless():  # no more processes can be started. A user's refresh also comes here
         is_started = not wait and start(command, card_uuid, env)
     return (b"", False) if is_started else run(command, card_uuid, env, wait=wait, timeout=timeout)
 
@@ -142,24 +126,19 @@ def _run_command(
 
 def component_class() -> Any:
     """Return the base class for third-party components; without it, Metaflow warns that it can't show ours."""
-    return known(_COMPONENTS, "UserComponent", object)
+    return known(f"{_COMPONENTS}:UserComponent", object)
 
 
 def as_component(render: Any) -> Any:
     """Decorate a component's `render` like Metaflow's own: it has an id, and its error is shown in its place."""
-    safely = known("metaflow.plugins.cards.card_modules.renderer_tools", "render_safely", _as_it_is)
-    return known(_COMPONENTS, "with_default_component_id", _as_it_is)(safely(render))
+    from metaflow.plugins.cards.card_modules.components import with_default_component_id
+    from metaflow.plugins.cards.card_modules.renderer_tools import render_safely
 
-
-def _as_it_is(render: Any) -> Any:
-    return render
+    return with_default_component_id(render_safely(render))
 
 
 def page(pathspec: str, layout: Any, style: str, is_final: bool) -> str:
-    """Return a page in the frame of Metaflow's own cards (``card_modules/basic.py``).
-
-    If a name of that is missing, Metaflow shows the error instead of the card.
-    """
+    """Return a page in the frame of Metaflow's own cards (``card_modules/basic.py``)."""
     from metaflow.plugins.cards.card_modules import basic, chevron
 
     shown = {"metadata": {"pathspec": pathspec}, "components": [layout]}
@@ -179,4 +158,6 @@ def page(pathspec: str, layout: Any, style: str, is_final: bool) -> str:
 
 def ui_url() -> str | None:
     """Return the URL of Metaflow's user interface, if there is one."""
-    return known("metaflow.metaflow_config", "UI_URL", None) or None
+    from metaflow.metaflow_config import UI_URL
+
+    return UI_URL or None

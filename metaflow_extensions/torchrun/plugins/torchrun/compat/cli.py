@@ -8,34 +8,28 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Callable
-from contextlib import suppress
 from functools import partial
-from importlib import import_module
 from typing import Any
 
 from ..errors import TorchrunError
-from .renamed import convenience, known
+from .renamed import known
 
-click: Any = None  # without it the extension registers no commands
-with suppress(ImportError):
-    click = import_module("metaflow._vendor.click")
-MetaflowException: type = known("metaflow.exception", "MetaflowException", TorchrunError)
 # Metaflow loads our commands for every flow, also for one without a step of ours. That must not fail.
-CommandException: Any = known("metaflow.exception", "CommandException", TorchrunError)
+click: Any = known("metaflow._vendor.click:")  # without it the extension registers no commands
+MetaflowException: type = known("metaflow.exception:MetaflowException", TorchrunError)
+CommandException: Any = known("metaflow.exception:CommandException", TorchrunError)
 
 
 def print_errors_by(show: Callable[..., None]) -> None:
     """Replace the functions that print the error at a program's end by `show`; can be called again.
 
-    `show` gets Metaflow's own function and then that function's arguments. If the names are missing, Metaflow prints
-    every error itself.
+    `show` gets Metaflow's own function and then that function's arguments.
     """
     cli = sys.modules.get("metaflow.cli")
     for name in () if cli is None else ("print_metaflow_exception", "print_unknown_exception"):
-        with convenience("the last line about a failed gang on the submitting machine"):
-            printer = getattr(cli, name)
-            if not isinstance(printer, partial):
-                setattr(cli, name, partial(show, printer))
+        printer = getattr(cli, name)
+        if not isinstance(printer, partial):
+            setattr(cli, name, partial(show, printer))
 
 
 def failed_task(error: BaseException) -> re.Match[str] | None:

@@ -9,25 +9,17 @@ from __future__ import annotations
 import pickle
 from typing import Any
 
-from metaflow import current
+from .renamed import known
 
-from .renamed import convenience, known
-
-_PARALLEL = known("metaflow.metaflow_current", "Parallel", None)
+current: Any = known("metaflow:current")  # a supervisor, which imports this, too, runs without Metaflow
+_PARALLEL = known("metaflow.metaflow_current:Parallel")
 # Reading these sends requests to Metaflow's metadata service. A worker's `current` makes them itself.
 _MADE_WHEN_ASKED = frozenset({"run", "task"})
 _PLAIN = (type(None), bool, int, float, str, bytes)
 _CONTAINERS = (list, tuple, set, frozenset)
 
 
-def current_for_workers() -> bytes | None:
-    """Return the pickle of `_told`, or None if Metaflow's `current` has changed; then a worker's has no values."""
-    with convenience("`current` in the workers of a function"):
-        return _told()
-    return None
-
-
-def _told() -> bytes:
+def current_for_workers() -> bytes:
     """Return a pickle of `current`: its ``state``, its ``values``, and the names that are ``withheld``.
 
     The state is its private fields. The values are properties of its class, added by decorators of Metaflow and of

@@ -1,7 +1,6 @@
 """Private names of Metaflow's datastore, for storing a task's data: ``metaflow/datastore``, read in 2.13 and 2.19.39.
 
-`DatastoreValues` stores values by their content, `metadata_of` stores data of one attempt of a task. A gang needs both
-and fails without them, with the missing name in the error. Everything else here is left out if its name is missing.
+`DatastoreValues` stores values by their content, `metadata_of` stores data of one attempt of a task.
 """
 
 from __future__ import annotations
@@ -13,13 +12,9 @@ from functools import partial
 from types import FrameType
 from typing import Any
 
-from metaflow import current
+from .renamed import convenience, known
 
-from .renamed import convenience, known, need
-
-# The features that are left out if the datastore can't be used.
-OUTPUTS = "the datastore: outputs can't be stored, nor values of functions sent from node to node"
-TASK_LOG_SOURCE = known("metaflow.mflog", "TASK_LOG_SOURCE", "task")
+current: Any = known("metaflow:current")  # a supervisor, which imports this, too, runs without Metaflow
 
 
 class DatastoreValues:
@@ -34,12 +29,12 @@ class DatastoreValues:
 
     def save(self, data: bytes) -> str:
         """Store `data` and return its key, which is the same for the same data."""
-        ((_, key),) = need(self._store, "save_data")([data], len_hint=1)
+        ((_, key),) = self._store.save_data([data], len_hint=1)
         return str(key)
 
     def load(self, keys: Sequence[str]) -> Iterator[tuple[str, bytes]]:
         """Yield each of `keys` with the data under it; takes many, because some stores load many at once."""
-        yield from need(self._store, "load_data")(list(keys))
+        yield from self._store.load_data(list(keys))
 
     def trouble(self) -> str | None:
         """Return the error of the S3 client's last try, if the client is trying again.
@@ -48,7 +43,7 @@ class DatastoreValues:
         1.44), and Metaflow around it (``S3._one_boto_op``). The error is a local variable of the functions
         that wait, so their frames are searched.
         """
-        for innermost in getattr(sys, "_current_frames", dict)().values():
+        for innermost in sys._current_frames().values():
             frame: FrameType | None = innermost
             while frame is not None:
                 name, known = frame.f_code.co_name, frame.f_locals
@@ -60,33 +55,26 @@ class DatastoreValues:
         return None
 
 
-def values_of(flow_datastore: Any) -> DatastoreValues | None:
-    """Return the store of values in a datastore; None if the datastore has changed."""
-    with convenience(OUTPUTS):
-        return DatastoreValues(flow_datastore)
-    return None
-
-
 def values_of_running_flow() -> DatastoreValues | None:
     """Return the store of values of the running flow; None if no flow runs, as in a notebook's cell."""
-    with convenience(OUTPUTS):
-        from metaflow.datastore import FlowDataStore
+    from metaflow.datastore import FlowDataStore
 
-        # Metaflow's command line has set it for the process (``cli.start``).
-        is_known = FlowDataStore.default_storage_impl is not None and current.get("task_id") is not None
-        return DatastoreValues(FlowDataStore(current.flow_name)) if is_known else None
-    return None
+    # Metaflow's command line has set it for the process (``cli.start``).
+    is_known = FlowDataStore.default_storage_impl is not None and current.get("task_id") is not None
+    return DatastoreValues(FlowDataStore(current.flow_name)) if is_known else None
 
 
 def values_at(address: Mapping[str, str]) -> Iterator[DatastoreValues]:
     """Yield stores to load values from: the address itself, then this machine's own datastore of that type."""
-    flow_datastore, storages = known("metaflow.datastore", "FlowDataStore"), known("metaflow.plugins", "DATASTORES")
+    from metaflow.datastore import FlowDataStore
+    from metaflow.plugins import DATASTORES
+
     kind, root, flow = (address[name] for name in ("type", "root", "flow"))
-    storage = next(each for each in storages if kind == each.TYPE)
-    yield DatastoreValues(flow_datastore(flow, storage_impl=storage, ds_root=root))
-    here = need(storage, "get_datastore_root_from_config")(lambda *_: None, create_on_absent=False)
+    storage = next(each for each in DATASTORES if kind == each.TYPE)
+    yield DatastoreValues(FlowDataStore(flow, storage_impl=storage, ds_root=root))
+    here = storage.get_datastore_root_from_config(lambda *_: None, create_on_absent=False)
     if here not in (None, root):  # this machine has the folder at another path
-        yield DatastoreValues(flow_datastore(flow, storage_impl=storage, ds_root=here))
+        yield DatastoreValues(FlowDataStore(flow, storage_impl=storage, ds_root=here))
 
 
 def metadata_of(
@@ -97,21 +85,20 @@ def metadata_of(
     The reader is opened with an empty `data_metadata`. So it makes no requests when it is opened, and does not
     refuse an attempt that is not finished.
     """
-    task_datastore = partial(need(flow_datastore, "get_task_datastore"), run_id, step, task_id, attempt=attempt)
+    task_datastore = partial(flow_datastore.get_task_datastore, run_id, step, task_id, attempt=attempt)
     reader, writer = task_datastore(data_metadata={}, mode="r"), task_datastore(mode="w")
-    return need(reader, "load_metadata"), need(writer, "save_metadata")
+    return reader.load_metadata, writer.save_metadata
 
 
 def metadata_type(flow_datastore: Any) -> str | None:
-    """Return the type of a flow's metadata provider, for example "local"; None if unknown."""
-    kind: str | None = getattr(getattr(flow_datastore, "metadata", None), "TYPE", None)
+    """Return the type of a flow's metadata provider, for example "local"; None without one."""
+    kind: str | None = getattr(flow_datastore.metadata, "TYPE", None)
     return kind
 
 
-def datastore_type(flow_datastore: Any) -> str | None:
-    """Return the name of a flow's datastore in ``--datastore``, for example "local"; None if unknown."""
-    kind: str | None = getattr(flow_datastore, "TYPE", None)
-    return kind
+def datastore_type(flow_datastore: Any) -> str:
+    """Return the name of a flow's datastore in ``--datastore``, for example "local"."""
+    return str(flow_datastore.TYPE)
 
 
 def watch_storing(task_datastore: Any, around: Callable[..., Any]) -> None:
@@ -120,12 +107,13 @@ def watch_storing(task_datastore: Any, around: Callable[..., Any]) -> None:
     It gets whether the method is the last one, which writes the mark of a complete attempt, the method and its arguments.
     """
     for name in ("persist", "save_metadata", "done"):
-        with convenience("the report to the gang when results can't be stored"):
-            setattr(task_datastore, name, partial(around, name == "done", getattr(task_datastore, name)))
+        setattr(task_datastore, name, partial(around, name == "done", getattr(task_datastore, name)))
 
 
 def save_log(flow_datastore: Any, task: tuple[str, str, str, int], data: Mapping[str, Any]) -> None:
     """Upload the log of a task (run, step, task, attempt): for each stream its bytes, or, if it is large, a path."""
+    from metaflow.mflog import TASK_LOG_SOURCE
+
     with convenience("the early upload of this task's log"):
         *where, attempt = task
         store = flow_datastore.get_task_datastore(*where, attempt=attempt, mode="w")

@@ -1,6 +1,6 @@
 """A flow's graph and its checks, before anything is scheduled: ``metaflow/graph.py``, ``lint.py`` and `--with`.
 
-Read in 2.13 and 2.19.39. The checks are a convenience: if a name is missing, a flow is submitted unchecked.
+Read in 2.13 and 2.19.39. The flow's commands load this module.
 """
 
 from __future__ import annotations
@@ -8,13 +8,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
-from .renamed import convenience, known
+from .renamed import known
 
-LintWarn: Any = known("metaflow.lint", "LintWarn", known("metaflow.exception", "MetaflowException", Exception))
-# The checks that are left out if Metaflow has changed.
-_SUBMISSION = "the checks of what can't work on Kubernetes and AWS Batch"
-_LINT = "the check that a step with @torchrun is entered with num_parallel"
-_ARGUMENTS = "the check of the arguments of current.torch.run before anything is scheduled"
+LintWarn: Any = known("metaflow.lint:LintWarn")
 
 
 class Entry(NamedTuple):
@@ -27,25 +23,21 @@ class Entry(NamedTuple):
 
 def entry_of(graph: Any, step: str) -> Entry:
     """Return how a step is entered."""
-    with convenience(_SUBMISSION):
-        callers = [node for node in graph if step in (node.out_funcs or ()) and node.parallel_foreach]
-        num_nodes = next((node.num_parallel for node in callers if isinstance(node.num_parallel, int)), None)
-        around = [graph[parent] for parent in graph[step].split_parents]
-        foreach = [node.name for node in around if node.type == "foreach" and not node.parallel_foreach]
-        return Entry(bool(callers), num_nodes, tuple(foreach))
-    return Entry()
+    callers = [node for node in graph if step in (node.out_funcs or ()) and node.parallel_foreach]
+    num_nodes = next((node.num_parallel for node in callers if isinstance(node.num_parallel, int)), None)
+    around = [graph[parent] for parent in graph[step].split_parents]
+    foreach = [node.name for node in around if node.type == "foreach" and not node.parallel_foreach]
+    return Entry(bool(callers), num_nodes, tuple(foreach))
 
 
 def decorators_of(flow: Any, step: str) -> dict[str, dict[str, Any]]:
     """Return the attributes of a step's present decorators, by name; some decorators are added late."""
-    with convenience(_SUBMISSION):
-        return {deco.name: deco.attributes for deco in getattr(flow, step).decorators}
-    return {}
+    return {deco.name: deco.attributes for deco in getattr(flow, step).decorators}
 
 
 def parallel_steps(graph: Any) -> list[str]:
     """Return the steps of a flow that are gangs."""
-    return [node.name for node in graph if getattr(node, "parallel_step", False)]
+    return [node.name for node in graph if node.parallel_step]
 
 
 # --- our checks among Metaflow's ------------------------------------------------------------------
@@ -53,21 +45,19 @@ def parallel_steps(graph: Any) -> list[str]:
 
 def check_first(check: Callable[[Any], None]) -> None:
     """Run `check` on each graph before Metaflow's own checks."""
-    with convenience(_LINT):
-        from metaflow.lint import linter
+    from metaflow.lint import linter
 
-        linter.ensure_static_graph(linter.check(check))
-        # `linter.check` appends to this private list (lint.py, 2.13 and 2.19.39). There ours would run after Metaflow's
-        # check of num_parallel, whose error names @parallel instead of @torchrun.
-        linter._checks.insert(0, linter._checks.pop())
+    linter.ensure_static_graph(linter.check(check))
+    # `linter.check` appends to this private list (lint.py, 2.13 and 2.19.39). There ours would run after Metaflow's
+    # check of num_parallel, whose error names @parallel instead of @torchrun.
+    linter._checks.insert(0, linter._checks.pop())
 
 
 def check_last(check: Callable[[Any], None]) -> None:
     """Run `check` on each graph after all other checks."""
-    with convenience(_ARGUMENTS):
-        from metaflow.lint import linter
+    from metaflow.lint import linter
 
-        linter.ensure_static_graph(linter.check(check))
+    linter.ensure_static_graph(linter.check(check))
 
 
 def first_plain_step(graph: Any) -> tuple[Any, ...] | None:
@@ -75,36 +65,33 @@ def first_plain_step(graph: Any) -> tuple[Any, ...] | None:
 
     ``--with torchrun`` decorates every step of a flow (`_attach_decorators`). Its decorator is removed from such steps.
     """
-    with convenience(_LINT):
-        for node in graph:
-            for deco in [d for d in node.decorators if d.name == "torchrun"]:
-                callers = [caller for caller in graph if node.name in (caller.out_funcs or ())]
-                if callers and all(caller.parallel_foreach for caller in callers):
-                    continue
-                if deco.statically_defined:
-                    entered = callers[0].name if callers else "the step before it"
-                    return node.name, entered, node.func_lineno, node.source_file
-                node.decorators.remove(deco)
-                node.parallel_step = any(getattr(d, "IS_PARALLEL", False) for d in node.decorators)
+    for node in graph:
+        for deco in [d for d in node.decorators if d.name == "torchrun"]:
+            callers = [caller for caller in graph if node.name in (caller.out_funcs or ())]
+            if callers and all(caller.parallel_foreach for caller in callers):
+                continue
+            if deco.statically_defined:
+                entered = callers[0].name if callers else "the step before it"
+                return node.name, entered, node.func_lineno, node.source_file
+            node.decorators.remove(deco)
+            node.parallel_step = any(getattr(d, "IS_PARALLEL", False) for d in node.decorators)
     return None
 
 
-def sources_of_steps(graph: Any) -> Iterator[tuple[str, str | None, int | None]]:
+def sources_of_steps(graph: Any) -> Iterator[tuple[str, str, int]]:
     """Yield the name of each ``@torchrun`` step, its file, and the line of its ``def``."""
-    with convenience(_ARGUMENTS):
-        for node in graph:
-            if any(deco.name == "torchrun" for deco in node.decorators):
-                yield node.name, getattr(node, "source_file", None), getattr(node, "func_lineno", None)
+    for node in graph:
+        if any(deco.name == "torchrun" for deco in node.decorators):
+            yield node.name, node.source_file, node.func_lineno
 
 
 def ignored_by_with(name: str) -> list[str]:
     """Return the ``--with`` options for the decorator `name`; Metaflow ignores them for steps with it in the source."""
-    specs: list[str] = []
-    with convenience("the note that --with is ignored where a step already has the decorator"):
-        from metaflow._vendor import click
+    from metaflow._vendor import click
 
-        context = click.get_current_context(silent=True)
-        while context is not None:  # the option can be the command's or the program's
-            specs += context.params.get("decospecs") or ()
-            context = context.parent
+    specs: list[str] = []
+    context = click.get_current_context(silent=True)
+    while context is not None:  # the option can be the command's or the program's
+        specs += context.params.get("decospecs") or ()
+        context = context.parent
     return [f"--with {spec}" for spec in specs if spec.startswith(f"{name}:")]

@@ -2,7 +2,7 @@
 
 Read in ``plugins/kubernetes`` and ``plugins/aws/batch`` of 2.19.39. All names are private. The job is found in the
 frames of the main thread, which waits for it, or of the error that ends the process; nothing of Metaflow is replaced.
-If a name is missing, or if the job could not be made, nothing is reported about it.
+If the job could not be made, nothing is reported about it.
 """
 
 from __future__ import annotations
@@ -41,8 +41,7 @@ def job_of(error: BaseException | None) -> KubernetesJob | BatchJob | None:
 
 def running_job() -> KubernetesJob | BatchJob | None:
     """Return the job that the main thread waits for; any thread may call this."""
-    frames: dict[int | None, FrameType] = getattr(sys, "_current_frames", dict)()
-    frame = frames.get(threading.main_thread().ident)
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
     return _first_job(frame for frame, _ in traceback.walk_stack(frame)) if frame is not None else None
 
 

@@ -1,7 +1,7 @@
-"""Fallbacks for private names of Metaflow that are missing or have changed.
+"""Private names of Metaflow: the list of all, and the error if one is missing.
 
-A convenience, which no flow needs, is left out, and one line says so. A missing name that a gang needs is an error
-with the name and Metaflow's version. ``tests/unit/test_renamed.py`` takes each name away.
+Flows without ``@torchrun`` never notice: what `import metaflow` loads takes each name by `known`. Everything that runs a
+gang or looks at one begins with `check`, before anything is scheduled. So the code after it just uses the names.
 """
 
 from __future__ import annotations
@@ -9,14 +9,138 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from importlib import import_module
+from functools import cache
+from inspect import signature, unwrap
+from pkgutil import resolve_name
+from types import CodeType
 from typing import Any
 
 from ..errors import TorchrunError
 
-_KNOWN = "2.13 to 2.19"  # versions of Metaflow whose sources were read
-REMEDY = "Install a newer metaflow-torchrun, or an older Metaflow."
-_REQUIRED = object()
+_WORK = "2.13 to 2.19"  # the versions whose sources were read
+# By module or class. An attribute of objects counts if a method of their class mentions it. In parentheses: parameters
+# that are given by name. What only some of these versions have is not listed.
+NAMES = {
+    "metaflow._vendor.click": "get_current_context",
+    "metaflow.cli": "print_metaflow_exception print_unknown_exception",
+    "metaflow.datastore": "FlowDataStore(storage_impl,ds_root)",
+    "metaflow.datastore:FlowDataStore": "TYPE _storage_impl datastore_root default_storage_impl flow_name load_data metadata "
+    "save_data(len_hint) get_task_datastore(attempt,data_metadata,mode,allow_not_done)",
+    "metaflow.datastore.datastore_storage:DataStoreStorage": "TYPE list_content load_bytes path_join path_split "
+    "get_datastore_root_from_config(create_on_absent)",
+    "metaflow.datastore.exceptions": "DataException",
+    "metaflow.datastore.task_datastore:TaskDataStore": "attempt done get load_metadata persist save_logs save_metadata",
+    "metaflow.decorators:StepDecorator": "attributes statically_defined",
+    "metaflow.exception": "CommandException",
+    "metaflow.flowspec": "ParallelUBF",
+    "metaflow.flowspec:FlowSpec": "_parallel_ubf_iter",
+    "metaflow.flowspec:ParallelUBF": "num_parallel",
+    "metaflow.graph:DAGNode": "decorators func_lineno num_parallel out_funcs parallel_foreach parallel_step source_file "
+    "split_parents type",
+    "metaflow.lint": "LintWarn linter",
+    "metaflow.lint:FlowLinter": "_checks check ensure_static_graph",
+    "metaflow.metaflow_config": "DEFAULT_DATASTORE KUBERNETES_PORT KUBERNETES_SANDBOX_INIT_SCRIPT UI_URL",
+    "metaflow.metaflow_current": "Parallel",
+    "metaflow.metaflow_current:Current": "_update_env",
+    "metaflow.metaflow_current:Parallel": "control_task_id",
+    "metaflow.mflog": "LOG_SOURCES TASK_LOG_SOURCE",
+    "metaflow.mflog.mflog": "LINE_PARSER",
+    "metaflow.plugins": "DATASTORES",
+    "metaflow.plugins.aws.batch.batch:Batch": "job",
+    "metaflow.plugins.aws.batch.batch_client:RunningJob": "_client _id",
+    "metaflow.plugins.cards.card_creator:CardCreator": "_run_command create(mode,final)",
+    "metaflow.plugins.cards.card_creator:CardProcessManager": "_get_card_process _register_card_process",
+    "metaflow.plugins.cards.card_modules.basic": "CSS_PATH JS_PATH RENDER_TEMPLATE_PATH read_file",
+    "metaflow.plugins.cards.card_modules.card": "MetaflowCard",
+    "metaflow.plugins.cards.card_modules.card:MetaflowCard": "RELOAD_POLICY_ONCHANGE",
+    "metaflow.plugins.cards.card_modules.chevron": "render",
+    "metaflow.plugins.cards.card_modules.components": "UserComponent with_default_component_id",
+    "metaflow.plugins.cards.card_modules.renderer_tools": "render_safely",
+    "metaflow.plugins.cards.component_serializer:CardComponentCollector": "_card_component_store get",
+    "metaflow.plugins.cards.component_serializer:CardComponentManager": "_card_creator _card_creator_args _card_proc "
+    "_last_layout_change _last_render _latest_user_data _render_seq components refresh",
+    "metaflow.plugins.cards.component_serializer:ComponentStore": "layout_last_changed_on",
+    "metaflow.plugins.kubernetes.kubernetes:Kubernetes": "_job",
+    "metaflow.plugins.kubernetes.kubernetes_job:RunningJob": "_client _name _namespace _pod_name",
+    "metaflow.plugins.kubernetes.kubernetes_jobsets:RunningJobSet": "_client _name _namespace _pod_name",
+    "metaflow.plugins.parallel_decorator": "ParallelDecorator _local_multinode_control_task_step_func",
+    "metaflow.plugins.parallel_decorator:ParallelDecorator": "_control_task_is_mapper_zero setup_distributed_env",
+    "metaflow.plugins.timeout_decorator": "TimeoutException",
+    "metaflow.plugins.timeout_decorator:TimeoutDecorator": "secs",
+    "metaflow.runtime:CLIArgs": "command_options env task",
+    "metaflow.runtime:Task": "ubf_iter",
+    "metaflow.task:MetaflowTask": "_control_mapper_tasks",
+    "metaflow.unbounded_foreach": "UBF_CONTROL",
+    "metaflow.user_configs.config_parameters": "UNPACK_KEY",
+    "metaflow.util": "get_latest_run_id",
+}
+
+
+def known(name: str, instead: Any = None) -> Any:
+    """Return a name of Metaflow's, written as ``module:name``; if it is missing, `instead`, so that imports succeed."""
+    try:
+        return resolve_name(name)
+    except (ImportError, AttributeError):
+        return instead
+
+
+def check() -> None:
+    """Raise `TorchrunError` if Metaflow lacks any of the names."""
+    # Metaflow imports its command line after the flow's class, and looks for the flow's configs then (2.19). An earlier
+    # import, by us, would make a command line without them. So its names are checked only once it is there.
+    _check("metaflow.cli" in sys.modules)
+
+
+@cache
+def _check(has_cli: bool) -> None:
+    missing = next(_missing(has_cli), None)
+    if missing is not None:
+        version = getattr(sys.modules.get("metaflow"), "__version__", "of unknown version")
+        raise TorchrunError(
+            f"@torchrun needs {missing.replace(':', '.')}, which this Metaflow ({version}) does not have. Metaflow {_WORK} "
+            "works: install that, or a newer metaflow-torchrun."
+        )
+
+
+def _missing(has_cli: bool) -> Iterator[str]:
+    for place, words in NAMES.items():
+        if place == "metaflow.cli" and not has_cli:
+            continue
+        try:
+            owner = resolve_name(place if ":" in place else f"{place}:")
+        except (ImportError, AttributeError):
+            yield place
+            continue
+        for word in words.split():
+            name, _, parameters = word.removesuffix(")").partition("(")
+            if not (_takes(getattr(owner, name, None), parameters.split(",")) if parameters else _has(owner, name)):
+                yield f"{place}.{word}"
+
+
+def _takes(function: Any, parameters: list[str]) -> bool:
+    return function is not None and set(parameters) <= signature(function).parameters.keys()
+
+
+def _has(owner: Any, name: str) -> bool:
+    """Return whether a module or class has a name, or a method of the class mentions it."""
+    if hasattr(owner, name) or not isinstance(owner, type):
+        return hasattr(owner, name)
+    methods = (unwrap(each) for base in owner.__mro__ for each in vars(base).values() if callable(each))
+    return any(name in _mentioned(each.__code__) for each in methods if hasattr(each, "__code__"))
+
+
+def _mentioned(code: CodeType) -> Iterator[str]:
+    """Yield the names in a function's code, and in that of functions inside it."""
+    yield from code.co_names
+    for inner in code.co_consts:
+        if isinstance(inner, CodeType):
+            yield from _mentioned(inner)
+
+
+# --- failures that must harm nobody ----------------------------------------------------------------
+
+# The exception of Metaflow's ``@timeout``.
+TimeoutException: Any = known("metaflow.plugins.timeout_decorator:TimeoutException", TorchrunError)
 _said: set[str] = set()  # the printed lines of this process; threads may add to it
 
 
@@ -45,47 +169,9 @@ def convenience(what: str) -> Iterator[None]:
     def tell(error: Exception) -> None:
         if what not in _said:
             _said.add(what)
-            _tell(f"[torchrun] Left out: {what}. {versions()} ({type(error).__name__}: {error}).")
+            with suppress(OSError, ValueError):  # the terminal is gone, or stderr is closed
+                sys.stderr.write(f"[torchrun] Left out: {what} ({type(error).__name__}: {error}).\n")
+                sys.stderr.flush()
 
     with harmless(tell):
         yield
-
-
-def known(module: str, name: str, instead: Any = _REQUIRED) -> Any:
-    """Return `name` of Metaflow's `module`; if it is missing, return `instead` or else raise `TorchrunError`."""
-    try:
-        return getattr(import_module(module), name)
-    except (ImportError, AttributeError) as error:
-        if instead is not _REQUIRED:
-            return instead
-        raise TorchrunError(
-            f"@torchrun needs {module}.{name} of Metaflow, which is not there. {versions()}. {REMEDY}"
-        ) from error
-
-
-# The exception of Metaflow's ``@timeout`` (``plugins/timeout_decorator.py``, 2.19); if missing, only ours pass.
-TimeoutException: Any = known("metaflow.plugins.timeout_decorator", "TimeoutException", TorchrunError)
-
-
-def need(thing: Any, name: str) -> Any:
-    """Return the attribute `name` of an object of Metaflow; raise `TorchrunError` if it is missing."""
-    try:
-        return getattr(thing, name)
-    except AttributeError as error:
-        owner = (thing if isinstance(thing, type) else type(thing)).__name__
-        raise TorchrunError(
-            f"@torchrun needs {owner}.{name} of Metaflow, which is not there. {versions()}. {REMEDY}"
-        ) from error
-
-
-def versions() -> str:
-    """Return a sentence with the versions of Metaflow that this code knows, and the one that runs."""
-    # Metaflow itself may still be importing.
-    here = getattr(sys.modules.get("metaflow"), "__version__", "another version")
-    return f"This version of metaflow-torchrun knows Metaflow {_KNOWN}, and this is {here}"
-
-
-def _tell(line: str) -> None:
-    with suppress(OSError, ValueError):  # the terminal is gone, or stderr is closed
-        sys.stderr.write(f"{line}\n")
-        sys.stderr.flush()

@@ -1,8 +1,7 @@
 """Private names of Metaflow's steps and tasks: decorators, a flow object's facts of its gang, the start of a task.
 
 Read in ``metaflow/decorators.py``, ``plugins/parallel_decorator.py``, ``runtime.py`` and ``plugins/kubernetes`` of 2.13
-and 2.19.39. `import metaflow` loads this module, so importing it must not fail. A missing name is an error only in a
-flow with ``@torchrun``.
+and 2.19.39. `import metaflow` loads this module.
 """
 
 from __future__ import annotations
@@ -14,21 +13,16 @@ from typing import Any
 
 from metaflow import current
 
-from .renamed import convenience, known, need
+from .renamed import known
 
-_PARALLEL = ("metaflow.plugins.parallel_decorator", "ParallelDecorator")
-ParallelDecorator: Any = known(*_PARALLEL, known("metaflow.decorators", "StepDecorator", object))
-UBF_CONTROL = known("metaflow.unbounded_foreach", "UBF_CONTROL", "ubf_control")
-UNPACK_KEY = known("metaflow.user_configs.config_parameters", "UNPACK_KEY", "_unpacked_delayed_")
-KUBERNETES_PORT = known("metaflow.metaflow_config", "KUBERNETES_PORT", None)
+# It calls `setup_distributed_env` before the step's code.
+ParallelDecorator: Any = known("metaflow.plugins.parallel_decorator:ParallelDecorator", object)
+UBF_CONTROL = known("metaflow.unbounded_foreach:UBF_CONTROL")
+UNPACK_KEY = known("metaflow.user_configs.config_parameters:UNPACK_KEY")
+KUBERNETES_PORT = known("metaflow.metaflow_config:KUBERNETES_PORT")
 # The user's script that a pod's shell runs first.
-_OWN_SCRIPT = known("metaflow.metaflow_config", "KUBERNETES_SANDBOX_INIT_SCRIPT", None) or ""
+_OWN_SCRIPT = known("metaflow.metaflow_config:KUBERNETES_SANDBOX_INIT_SCRIPT") or ""
 _POD_SCRIPT = "METAFLOW_KUBERNETES_SANDBOX_INIT_SCRIPT"
-
-
-def check_parallel() -> None:
-    """Raise `TorchrunError` unless Metaflow's ``@parallel`` calls `setup_distributed_env` before the step's code."""
-    need(known(*_PARALLEL), "setup_distributed_env")
 
 
 def is_local() -> bool:
@@ -48,15 +42,13 @@ def leave_nodes_to_us(decos: Sequence[Any]) -> None:
 
 def timeout_of(decos: Sequence[Any]) -> float | None:
     """Return the seconds of a step's ``@timeout``; None without one."""
-    with convenience("the order in which the step's @timeout ends its workers"):
-        return next((float(deco.secs) for deco in decos if deco.name == "timeout"), None)
-    return None
+    return next((float(deco.secs) for deco in decos if deco.name == "timeout"), None)
 
 
 def seconds_of_alarm(handler: Any) -> Any:
     """Return the seconds of a ``@timeout`` from its handler of the alarm; None if the handler is another one."""
     owner = getattr(handler, "__self__", None)
-    return getattr(owner, "secs", 0) if getattr(owner, "name", None) == "timeout" else None
+    return owner.secs if owner is not None and getattr(owner, "name", None) == "timeout" else None
 
 
 class SameInterpreter:
@@ -84,30 +76,25 @@ class SameInterpreter:
 
 def num_nodes_told(cli_args: Any) -> int | None:
     """Return the gang's number of nodes from the command that starts its control task; None if unknown."""
-    with convenience("the check of the number of nodes"):
-        return int(cli_args.task.ubf_iter.num_parallel)
-    return None
+    count: int | None = getattr(cli_args.task.ubf_iter, "num_parallel", None)
+    return count
 
 
 def start_one_node_as_pod(cli_args: Any) -> None:
     """Start a gang of one node on Kubernetes as an ordinary pod, since Metaflow makes no job set of one pod."""
-    with convenience("a gang of one node as an ordinary pod"):
-        if cli_args.command_options.get("num-parallel") == "1":
-            del cli_args.command_options["num-parallel"]
+    if cli_args.command_options.get("num-parallel") == "1":
+        del cli_args.command_options["num-parallel"]
 
 
 def run_first_in_pod(cli_args: Any, script: str) -> None:
     """Make the pod's shell run `script` first, and then the user's own script."""
-    with convenience("the signal to the workers when their pod is deleted"):
-        cli_args.env[_POD_SCRIPT] = script + (_OWN_SCRIPT or "true")
+    cli_args.env[_POD_SCRIPT] = script + (_OWN_SCRIPT or "true")
 
 
 def environment_of(cli_args: Any) -> MutableMapping[str, str]:
-    """Return the variables of the task's start, for changes; if they are missing, changes have no effect."""
-    with convenience("the end of the tasks when the process of a local run is gone"):
-        env: MutableMapping[str, str] = cli_args.env
-        return env
-    return {}
+    """Return the variables of the task's start, for changes."""
+    env: MutableMapping[str, str] = cli_args.env
+    return env
 
 
 # --- in a task ----------------------------------------------------------------------------------------
@@ -115,13 +102,15 @@ def environment_of(cli_args: Any) -> MutableMapping[str, str]:
 
 def num_parallel(flow: Any) -> int:
     """Return the number of nodes of this task's gang."""
-    count: int = need(need(flow, "_parallel_ubf_iter"), "num_parallel")
+    count: int = flow._parallel_ubf_iter.num_parallel
     return count
 
 
 def make_gang_of_one(flow: Any) -> None:
     """Set the number of nodes to 1: `spin` starts one task, but with the number of nodes of the original run."""
-    flow._parallel_ubf_iter = known("metaflow.flowspec", "ParallelUBF")(1)
+    from metaflow.flowspec import ParallelUBF
+
+    flow._parallel_ubf_iter = ParallelUBF(1)
 
 
 def set_tasks_of_one(flow: Any, task: str) -> None:
@@ -136,12 +125,23 @@ def tasks_of(flow: Any) -> Sequence[str]:
     return tasks
 
 
+def is_of_another_task(error: BaseException) -> bool:
+    """Return whether Metaflow has raised `error` on a local run's control node because another node's task has failed.
+
+    Then it comes from the end of ``_local_multinode_control_task_step_func`` (parallel_decorator.py, 2.19).
+    """
+    last = error.__traceback__
+    while last is not None and last.tb_next is not None:
+        last = last.tb_next
+    return last is not None and last.tb_frame.f_code.co_name == "_local_multinode_control_task_step_func"
+
+
 def control_task_of(parallel: Any) -> str | None:
     """Return the control task from `current.parallel`; None on the control node itself."""
-    task: str | None = need(parallel, "control_task_id")
+    task: str | None = parallel.control_task_id
     return task
 
 
 def offer(name: str, thing: Any) -> None:
     """Add `thing` to ``current`` for the step's code."""
-    need(current, "_update_env")({name: thing})
+    current._update_env({name: thing})

@@ -1,22 +1,20 @@
 """Private names with which other processes read a task's stored files, logs and artifacts.
 
-Read in ``metaflow/datastore``, ``mflog`` and ``plugins/datastores`` of 2.13 and 2.19.39. Commands and
-cards use them: if a name is missing, a command ends with an error that has the name, and a card shows less.
+Read in ``metaflow/datastore``, ``mflog`` and ``plugins/datastores`` of 2.13 and 2.19.39. Commands and cards use them.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from .datastore import metadata_of
-from .renamed import convenience, known, need
+from .renamed import known
 
-LOG_SOURCES = known("metaflow.mflog", "LOG_SOURCES", ("runtime", "task"))
-# Without it lines are shown as they are stored, and the logs are shown one after another.
-LINE_PARSER = known("metaflow.mflog.mflog", "LINE_PARSER", re.compile(rb"(?!)"))
-DEFAULT_DATASTORE = known("metaflow.metaflow_config", "DEFAULT_DATASTORE", "local")
+# Metaflow loads our commands, and so this module, for every flow.
+LOG_SOURCES = known("metaflow.mflog:LOG_SOURCES")
+LINE_PARSER = known("metaflow.mflog.mflog:LINE_PARSER")
+DEFAULT_DATASTORE = known("metaflow.metaflow_config:DEFAULT_DATASTORE")
 
 
 class Storage:
@@ -24,7 +22,7 @@ class Storage:
 
     def __init__(self, flow_datastore: Any) -> None:
         self._datastore = flow_datastore  # metaflow.datastore.FlowDataStore
-        self._storage = need(flow_datastore, "_storage_impl")
+        self._storage = flow_datastore._storage_impl
 
     @property
     def kind(self) -> str:
@@ -62,12 +60,12 @@ class Storage:
 
     def tasks_of(self, task: tuple[str, str, str]) -> list[str]:
         """Return the tasks of all nodes, each as run, step and task, from a control task (run, step, task)."""
-        stored = need(self._datastore, "get_task_datastore")(*task, attempt=0)
+        stored = self._datastore.get_task_datastore(*task, attempt=0)
         return list(stored.get("_control_mapper_tasks") or ())
 
     def end_of(self, task: tuple[str, str, str], attempt: int) -> tuple[bool, Any]:
         """Return whether an attempt of a task (run, step, task) has ended well, and its exception."""
-        stored = need(self._datastore, "get_task_datastore")(*task, attempt=attempt, allow_not_done=True)
+        stored = self._datastore.get_task_datastore(*task, attempt=attempt, allow_not_done=True)
         return bool(stored.get("_task_ok")), stored.get("_exception")
 
     def metadata(self, task: tuple[str, str, str], attempt: int, name: str) -> dict[str, Any]:
@@ -78,12 +76,10 @@ class Storage:
 
 def latest_run(flow_name: str) -> str | None:
     """Return the run that was started last in this folder; `resume` does not count (``metaflow.util``, 2.19)."""
-    with convenience("which run `torchrun show` takes where none is named"):
-        from metaflow.util import get_latest_run_id
+    from metaflow.util import get_latest_run_id
 
-        run_id: str | None = get_latest_run_id(lambda *_, **__: None, flow_name)
-        return run_id
-    return None
+    run_id: str | None = get_latest_run_id(lambda *_, **__: None, flow_name)
+    return run_id
 
 
 def datastore_of_card(flow_name: str, facts: Mapping[str, str]) -> Any:
@@ -91,26 +87,25 @@ def datastore_of_card(flow_name: str, facts: Mapping[str, str]) -> Any:
 
     A killed pod leaves no local metadata, because a pod stores it at its end.
     """
-    with convenience("what the card of a gang that has ended shows"):
-        from metaflow._vendor import click
-        from metaflow.datastore import FlowDataStore
-        from metaflow.plugins import DATASTORES
+    from metaflow._vendor import click
+    from metaflow.datastore import FlowDataStore
+    from metaflow.plugins import DATASTORES
 
-        storage = next((each for each in DATASTORES if facts.get("ds-type") == each.TYPE), None)
-        if storage is not None:
-            return FlowDataStore(flow_name, storage_impl=storage, ds_root=facts.get("ds-root"))
-        command = click.get_current_context(silent=True)
-        of_command = getattr(command and command.obj, "flow_datastore", None)
-        # A new object: the root of the command's own is now that of the cards (`card` in ``card_cli.py``).
-        return of_command and FlowDataStore(flow_name, storage_impl=type(of_command._storage_impl))
-    return None
+    storage = next((each for each in DATASTORES if facts.get("ds-type") == each.TYPE), None)
+    if storage is not None:
+        return FlowDataStore(flow_name, storage_impl=storage, ds_root=facts.get("ds-root"))
+    command = click.get_current_context(silent=True)
+    of_command = getattr(command and command.obj, "flow_datastore", None)
+    # A new object: the root of the command's own is now that of the cards (`card` in ``card_cli.py``).
+    return of_command and FlowDataStore(flow_name, storage_impl=type(of_command._storage_impl))
 
 
 def last_attempt(flow_datastore: Any, task: tuple[str, str, str]) -> int | None:
     """Return the last attempt of a task (run, step, task); None if none has begun."""
-    none_has_begun = known("metaflow.datastore.exceptions", "DataException")
+    from metaflow.datastore.exceptions import DataException
+
     try:
-        attempt: int = need(flow_datastore, "get_task_datastore")(*task, allow_not_done=True).attempt
-    except none_has_begun:
+        attempt: int = flow_datastore.get_task_datastore(*task, allow_not_done=True).attempt
+    except DataException:
         return None
     return attempt

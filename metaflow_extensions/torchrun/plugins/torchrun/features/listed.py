@@ -7,22 +7,19 @@ Only the modules that put a gang together import it (`decorator`, `gang_of_one`)
 from __future__ import annotations
 
 from ..node.watchers import Feature
-from .before_run.feature import BeforeRun
 from .functions.feature import Functions
 from .hangs.feature import Hangs
 from .outputs.feature import Outputs
-from .preflight.feature import Preflight
 from .progress.feature import Progress
+from .reach.feature import Reach
 from .stacks.feature import Stacks
 from .usage.feature import Usage
 from .warm.feature import Warm
 
-# Launches before the user's own come in this order.
 FEATURES: tuple[Feature, ...] = (
-    BeforeRun(),
-    Preflight(),
     Functions(),
     Outputs(),
+    Reach(),
     Hangs(),
     Stacks(),
     Progress(),

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from ..errors import GangError
-from .protocol import WORKERS, Ready
+from .protocol import Ready
 from .texts import counted, first_values, names
 
 # What must be the same on every node, and its name for the error: fields of *ready*, or among its facts.
 _MUST_AGREE = {
     "launch": "launch number",
-    "runs": "kind of launch",
     "devices": "kind of accelerators",
     "nproc": "processes per node",
     "torch": "torch version",
@@ -39,16 +38,9 @@ def contradiction(ready: Mapping[int, Ready]) -> GangError | None:
             listed = first_values([f"{names(nodes)}: {value}" for value, nodes in values.items()])
             return GangError(
                 f"The nodes differ in the {name} ({listed}). Every node must call current.torch.run in the same order "
-                "with the same settings, on the same software and kind of devices." + _remedy(key, values)
+                "with the same settings, on the same software and kind of devices." + _REMEDIES.get(key, "")
             )
     return None
-
-
-def _remedy(key: str, values: Iterable[Any]) -> str:
-    if key == "runs":
-        missing = ", ".join(f"{name}=[]" for name in values if name != WORKERS)
-        return f" A node that has nothing to run before calls it with {missing}."
-    return _REMEDIES.get(key, "")
 
 
 def devices(ready: Mapping[int, Ready]) -> str:

@@ -68,6 +68,9 @@ _CATEGORIES = {
     "step_timeout": "timeout",  # the step's, on one node
     "hang": "hang",
     "frozen": "hang",  # stopped by a signal
+    "unreachable": "network",  # a node can't reach torch's store on the control node
+    "preflight": "network",  # the preflight has failed
+    "devices": "start",  # it has found nodes with too few devices
     "store": "store",  # a returned value could not be stored or loaded
 }
 CATEGORY_TEXTS = {
@@ -79,10 +82,13 @@ CATEGORY_TEXTS = {
     "preempted": "a node was told to stop",
     "timeout": "the time was up",
     "hang": "a process was stopped or made no progress",
+    "network": "the network between the nodes failed",
     "interrupted": "nothing in your code failed",
     "store": "the datastore failed",
 }
 """The classes of causes, each in words."""
+RAISED = ("exception", "preflight", "devices")
+"""The kinds of causes that a worker has raised; the detail of each is a traceback."""
 
 
 @dataclass(frozen=True)
@@ -132,7 +138,7 @@ class Cause:
         """Whether its own text or signal says that it follows from another failure."""
         if self.exception is None and self.exit_code is not None and -self.exit_code in _STOP_SIGNALS:
             return True
-        if self.kind in ("exception", "exit"):
+        if self.kind in (*RAISED, "exit"):
             if self.exception is None:
                 return _CONNECTION_LINES.search(self.detail) is not None
             frames = re.findall(r'^ *File "(.*)", line', self.detail, re.MULTILINE)
@@ -151,7 +157,7 @@ class Cause:
     @property
     def what(self) -> str:
         """How it ended, in one line."""
-        if self.kind == "store" or (self.kind == "frozen" and self.rank is not None):
+        if self.kind in ("store", "unreachable") or (self.kind == "frozen" and self.rank is not None):
             return str(self.exception)
         if self.kind in ("command", "agent", "agent_ended", "lost", "frozen"):
             return f"failed: {self.exception}"
@@ -172,7 +178,7 @@ class Cause:
         """What to change, if the exception's own text does not say it; empty if nothing is known."""
         if self.advice:
             return self.advice
-        return remedy(self.exception) if self.kind == "exception" and self.exception else ""
+        return remedy(self.exception) if self.kind in RAISED and self.exception else ""
 
     def describe(self) -> str:
         """Return the full report: who, what, exit status, what to change, traceback or stderr."""
@@ -183,7 +189,7 @@ class Cause:
             lines.append(f"It {describe_exit(self.exit_code)}.")
         lines += [self.remedy] if self.remedy else []
         if self.detail:
-            if self.kind not in ("exception", "step", "call"):  # theirs is a traceback
+            if self.kind not in (*RAISED, "step", "call"):  # theirs is a traceback
                 lines.append(f"Last lines of its {'output' if self.kind == 'command' else 'stderr'}:")
             # Metaflow's console strips leading spaces; behind the bar the indentation survives.
             lines += [f"  | {line}" for line in self.detail.splitlines()]
@@ -208,7 +214,7 @@ class FailureText:
         """Return the text without the traceback or output, for a log that shows those already."""
         report = replace(self.cause, detail="").describe()
         if self.cause.detail and self.cause.kind not in ("step", "call"):
-            report += " Its traceback is above." if self.cause.kind == "exception" else " Its output is above."
+            report += " Its traceback is above." if self.cause.kind in RAISED else " Its output is above."
         return self._with(report)
 
     def without_report(self) -> str:

@@ -14,23 +14,23 @@ from . import obstacles
 from .agreement import devices, without_devices
 from .cause import Cause, Failure, cause_of, describe_exit
 from .history import History, Kind, Record, of_the_gang
-from .keepers import Keepers, Where
+from .keepers import Failing, Keepers, Where
 from .launch import BACKOFF_LIMIT_S, Launch, Next, Phase, decide, reason, summary, teller, verdicts
 from .nodes import Nodes, NodeState
 from .policy import Rules
 from .protocol import (
     CONTROL,
-    WORKERS,
     Ask,
+    Command,
     Ended,
     Failed,
     Go,
     Message,
     Note,
     Restart,
-    Save,
     Started,
     Stop,
+    Store,
     Stored,
     Storing,
     Told,
@@ -41,10 +41,10 @@ from .texts import counted, headline, names
 Outgoing = tuple[int, Message]
 """A node's index and a message for it."""
 
-# How long storing the outputs of a failed launch may take, and then the list of them. All nodes wait meanwhile, and
-# the user pays for them.
+# How long storing what a failed launch has left may take, and then the index of it. All nodes wait meanwhile, and the
+# user pays for them.
 SAVE_S = 120.0
-_LIST_S = 15.0
+_INDEX_S = 15.0
 
 
 class Course:
@@ -75,7 +75,7 @@ class Course:
         """Check the time limits of the launch."""
         launch = self.launch
         if (text := launch.overrun(now)) is not None:
-            self.fail_as_a_whole("timeout", text)
+            self.fail_with(Failing("timeout", text))
         if launch.phase is Phase.PAUSING and now >= launch.until:
             self.go()
         elif launch.phase is Phase.STOPPING and now > launch.until:
@@ -84,6 +84,7 @@ class Course:
             self.finish(launch.failing_with)
         if launch.phase is Phase.RUNNING:
             self.keepers.tick(self.age_s, self._where)
+        self.keepers.overdue(self.age_s)
 
     def go(self) -> None:
         """Send *go*: all nodes start a generation of workers."""
@@ -96,14 +97,11 @@ class Course:
         launch.begin_generation(self._clock())
         self.keepers.begin(launch.number, launch.policy.features, self.age_s)
         limit = launch.policy.max_restarts
-        if (runs := launch.ready[CONTROL].runs) != WORKERS:
-            self.note(runs, text=f"{runs} on {counted(self.nodes.size, 'node')}")
-        else:
-            nproc = launch.ready[CONTROL].nproc
-            self.note("go", text=f"{counted(self.nodes.size, 'node')}, {nproc} process{'es' * (nproc != 1)} on each")
-            if launch.generation == 0 and (without := without_devices(launch.ready)):
-                hides = f"warning: run(env=...) hides the accelerators on {names(without)}"
-                self.send(Note(f"{hides}: the workers there compute on the CPU, the others do not"), CONTROL)
+        nproc = launch.ready[CONTROL].nproc
+        self.note("go", text=f"{counted(self.nodes.size, 'node')}, {nproc} process{'es' * (nproc != 1)} on each")
+        if launch.generation == 0 and (without := without_devices(launch.ready)):
+            hides = f"warning: run(env=...) hides the accelerators on {names(without)}"
+            self.send(Note(f"{hides}: the workers there compute on the CPU, the others do not"), CONTROL)
         seen = devices(launch.ready)
         self.broadcast(Go(launch.number, launch.generation, port, self.rules.name, launch.restarts, limit, seen))
 
@@ -115,8 +113,12 @@ class Course:
         if handler is None or launch.phase is Phase.OVER:
             return
         about: Any = report
-        if about.launch == launch.number and about.generation in (None, launch.generation):
+        if about.launch == launch.number and getattr(about, "generation", None) in (None, launch.generation):
             handler(self, node, report)
+
+    def _on_command(self, node: int, ended: Command) -> None:
+        facts = {"exit_code": ended.exit_code, "seconds": ended.seconds}
+        self.note("command", node=node, generation=None, text=ended.text, **facts)
 
     def _on_started(self, node: int, started: Started) -> None:
         self.note("started", node=node)
@@ -135,11 +137,30 @@ class Course:
             launch.stores.pop(node, None)
         cause = launch.first_cause()
         if launch.phase is Phase.GATHERING and cause is not None:
-            self.finish(obstacles.too_early(cause, launch.number))
+            if node in launch.preparing and not failed.given_up:
+                launch.without_commands.add(node)
+                self.end_if_commands_failed()
+            else:
+                self.finish(obstacles.too_early(cause, launch.number))
         elif launch.phase is Phase.SAVING:
             self.decide_if_all_ended()
         else:
-            self.stop_or_drop(node)
+            self.stop()
+
+    def end_if_commands_failed(self) -> None:
+        """End a launch whose commands have failed, once all nodes have called `run`.
+
+        Earlier, the control node could be gone before a late node has heard why.
+        """
+        launch, cause = self.launch, self.launch.first_cause()
+        if cause is not None and len(launch.preparing) + len(launch.ready) == self.nodes.size:
+            self.finish(obstacles.commands_failed(cause))
+
+    def first_error(self, error: TorchrunError | None) -> TorchrunError | None:
+        """Return with what the launch ends: commands that failed while it gathered were before anything else."""
+        launch, cause = self.launch, self.launch.first_cause()
+        is_first = launch.phase is Phase.GATHERING and cause is not None and cause.node in launch.without_commands
+        return obstacles.commands_failed(cause) if is_first and cause is not None else error
 
     def _on_ended(self, node: int, ended: Ended) -> None:
         launch = self.launch
@@ -151,12 +172,8 @@ class Course:
         self.note("stopped", node=node)
         self.keepers.ended(node, ended.ok)
         launch.ended[node] = replace(ended, failures=())
-        if ended.storing and not (ended.ok and launch.phase is Phase.STOPPING):
-            launch.add_storing(node, ended.storing, self._clock())
         if not ended.ok:
-            self.stop_or_drop(node)
-        if node in launch.dropped:
-            self._send_verdict([node], launch.dropped_error(node))
+            self.stop()
         self.decide_if_all_ended()
 
     def _on_storing(self, node: int, storing: Storing) -> None:
@@ -172,35 +189,19 @@ class Course:
 
     # --- its end ---------------------------------------------------------------------------------
 
-    def stop_or_drop(self, node: int) -> None:
-        """Stop all because `node` fails; a launch with torchrun's own elasticity goes on while enough are left."""
+    def stop(self) -> None:
+        """Stop all nodes, because one of them fails."""
         launch = self.launch
         if launch.phase is Phase.PAUSING:  # nothing runs, and nothing can start any more
             self.fail(launch.error(self._first_cause(), []))
-            return
-        wanted = launch.policy.min_nodes
-        if wanted is None:  # first, since the rest looks at every node
+        else:
             self._stop()
-            return
-        others = [other for other in self.nodes.joined if other != node and other not in launch.dropped]
-        if launch.phase is not Phase.RUNNING or CONTROL not in others or len(others) < wanted:
-            self._stop()
-        elif node not in launch.dropped:
-            launch.dropped.add(node)
-            cause = launch.cause_of(node)
-            self.send(Stop(launch.number, launch.generation, signal=launch.signal_for(cause)), node)
-            self.note("dropped", node=node)
-            what = f" ({cause.what.splitlines()[0]})" if cause is not None else ""
-            text = f"node {node} has dropped out{what}; the launch goes on with {len(others)} nodes"
-            self.send(Note(text), *others)
 
     def _stop(self) -> None:
         launch = self.launch
         if launch.phase not in (Phase.RUNNING, Phase.STORING):
             return
         launch.enter(Phase.STOPPING)
-        for node in [node for node in launch.stores if launch.ended[node].ok]:
-            del launch.stores[node]  # after a failure, only raised exceptions are stored
         cause = launch.first_cause()
         kind = "" if cause is None else cause.kind
         launch.until = self._clock() + self.rules.stop_s + self.keepers.find_out_s(kind)
@@ -210,22 +211,16 @@ class Course:
         self.decide_if_all_ended()  # without members, no report of an end will come
 
     def decide_if_all_ended(self) -> None:
-        """Decide what follows, once all nodes have reported their end."""
+        """Decide what follows, once all nodes have reported their end, or that all is stored."""
         # This runs for each node's message, thousands of times in a large gang, so the cheap checks come first.
         launch = self.launch
-        if launch.phase is Phase.SAVING and not any(self.nodes[node] is NodeState.JOINED for node in launch.stores):
-            self.finish(launch.failing_with)
-            return
-        running = launch.phase in (Phase.RUNNING, Phase.STORING, Phase.STOPPING)
-        if not running or len(launch.ended) < self.nodes.count(NodeState.JOINED):
-            return
-        is_storing = any(self.nodes[node] is NodeState.JOINED for node in launch.stores)
-        if (is_storing and launch.phase is not Phase.RUNNING) or not launch.ended.keys() >= set(self.nodes.joined):
-            return
-        if is_storing:
-            launch.enter(Phase.STORING)
-        else:
-            self._decide()
+        if launch.phase in (Phase.STORING, Phase.SAVING):
+            if not any(self.nodes[node] is NodeState.JOINED for node in launch.stores):
+                self.finish(launch.failing_with)
+        elif launch.phase in (Phase.RUNNING, Phase.STOPPING):
+            has_all = len(launch.ended) >= self.nodes.count(NodeState.JOINED)
+            if has_all and launch.ended.keys() >= set(self.nodes.joined):
+                self._decide()
 
     def _decide(self) -> None:
         """All nodes have ended, or their time is up: success, restart or failure."""
@@ -234,7 +229,7 @@ class Course:
         cause = self._first_cause()
         follows = decide(launch, cause, silent, self.nodes.count(NodeState.JOINED) == self.nodes.size, now)
         if follows is Next.FINISH:
-            self.finish(None)
+            self._store(None)
         elif follows is Next.MOVE:
             launch.generation += 1
             launch.moves += 1
@@ -261,29 +256,32 @@ class Course:
         detail = "" if cause is None else self.keepers.detail(cause.kind)
         return replace(cause, detail=detail) if cause is not None and detail else cause
 
-    def fail_as_a_whole(self, kind: str, text: str) -> None:
-        """Stop the launch for a reason that concerns all nodes, such as a time limit."""
-        self.note(kind, text=text)
-        cause = Cause(kind, CONTROL, self.nodes.host(CONTROL), exception=text)
+    def fail_with(self, failing: Failing) -> None:
+        """Stop the launch for a reason that no node has reported as its failure, such as a time limit."""
+        self.note(failing.kind, node=failing.node, text=failing.text)
+        node = CONTROL if failing.node is None else failing.node
+        cause = Cause(failing.kind, node, self.nodes.host(node), exception=failing.text, advice=failing.advice)
         self.launch.add_failures([Failure(cause)], self._clock())
         self._stop()
 
     def fail(self, error: TorchrunError) -> None:
-        """End the launch with an error, after the nodes have stored their outputs."""
-        launch = self.launch
-        nodes = [node for node in launch.saved_by(error) if self.nodes[node] is NodeState.JOINED]
-        now = self._clock()
-        # After the step's @timeout the workers may use the grace to end, and storing their outputs as long again.
-        within_s = min(SAVE_S, max(launch.deadline - now, self.rules.grace_s))
-        if not nodes or within_s <= 0:
+        """End the launch with an error, after the nodes have stored what there is."""
+        # After the step's @timeout the workers may use the grace to end, and storing what they left as long again.
+        left_s = max(self.launch.deadline - self._clock(), self.rules.grace_s)
+        self._store(error, min(SAVE_S, left_s))
+
+    def _store(self, error: TorchrunError | None, within_s: float | None = None) -> None:
+        """Have the nodes store what there is; then the launch ends with `error`, or well."""
+        launch, now = self.launch, self._clock()
+        nodes = [node for node in launch.storing_nodes(error) if self.nodes[node] is NodeState.JOINED]
+        if not nodes or within_s == 0:
             self.finish(error)
             return
-        self._record_error(error)
-        launch.begin_saving(nodes, error, now, now + within_s + _LIST_S)
-        about = (launch.number, launch.generation, error)
-        events = of_the_gang(self.events())
-        self.send(Save(*about, within_s, events), *nodes)
-        self.send(Save(*about, None, events), *(node for node in self.nodes.joined if node not in launch.stores))
+        if error is not None:
+            self._record_error(error)
+        launch.begin_storing(nodes, error, now, now + (within_s or 0.0) + _INDEX_S)
+        events = () if error is None else of_the_gang(self.events())
+        self.broadcast(Store(launch.number, launch.generation, error, within_s, events))
 
     def _record_error(self, error: TorchrunError) -> None:
         if (cause := cause_of(error)) is not None:
@@ -292,7 +290,7 @@ class Course:
 
     def finish(self, error: TorchrunError | None) -> None:
         """End the launch with its verdict; None: all has gone well."""
-        launch = self.launch
+        launch, error = self.launch, self.first_error(error)
         if error is not None and launch.phase is not Phase.SAVING:  # else `fail` has recorded it
             self._record_error(error)
         launch.enter(Phase.OVER)
@@ -302,16 +300,12 @@ class Course:
             self.note("done")
         else:
             self.note("failed", text=headline(error.message))
-        self._send_verdict([node for node in self.nodes.joined if node not in launch.dropped], error)
-        self._over(error)
-
-    def _send_verdict(self, nodes: Iterable[int], error: TorchrunError | None) -> None:
-        told = self.keepers.verdict
-        number = self.launch.number
+        told, number = self.keepers.verdict, launch.number
         for node, verdict in verdicts(
-            self.launch, nodes, error, self.events(), lambda to_control: told(number, to_control, error)
+            launch, self.nodes.joined, error, self.events(), lambda to_control: told(number, to_control, error)
         ):
             self.send(verdict, node)
+        self._over(error)
 
     # --- the history -----------------------------------------------------------------------------
 
@@ -346,7 +340,7 @@ class Course:
 
     def _send_remarks(self) -> None:
         for feature, data in self.keepers.pop_asks():
-            if self.launch.phase is Phase.RUNNING:
+            if self.launch.phase in (Phase.RUNNING, Phase.STOPPING):
                 self.broadcast(Ask(self.launch.number, self.launch.generation, feature, data))
         for remarks in self.keepers.pop_remarks():
             for each in remarks.happened:
@@ -354,7 +348,7 @@ class Course:
             for line in remarks.lines:
                 self.send(Note(line), CONTROL)
             if remarks.failing is not None and self.launch.phase is Phase.RUNNING:
-                self.fail_as_a_whole(remarks.failing.kind, remarks.failing.text)
+                self.fail_with(remarks.failing)
 
     # --- sending ---------------------------------------------------------------------------------
 
@@ -374,6 +368,7 @@ class Course:
 
 
 _HANDLERS: dict[type, Callable[[Course, int, Any], None]] = {
+    Command: Course._on_command,
     Started: Course._on_started,
     Wrote: Course._on_wrote,
     Told: Course._on_told,

@@ -13,19 +13,18 @@ from typing import Any, Literal
 
 Kind = Literal[
     "joined", "ready", "go", "started", "output", "exited", "stopped", "finished", "left", "lost",
-    "preempted", "hang", "timeout", "dropped", "stopping", "cause", "restart", "done", "failed", "broken", "omitted",
+    "preempted", "hang", "timeout", "stopping", "cause", "restart", "done", "failed", "broken", "omitted",
     "stored", "before_run", "command", "told",
 ]  # fmt: skip
 # The kinds that every node gets with a verdict. The others are about one node, and report no problem.
 _OF_THE_GANG = frozenset(
     {
-        "before_run",
         "go",
         "lost",
         "preempted",
         "hang",
         "timeout",
-        "dropped",
+        "unreachable",
         "stopping",
         "cause",
         "restart",

@@ -50,6 +50,8 @@ class Failing:
 
     kind: str  # of the cause, and of the record
     text: str
+    node: int | None = None  # whose fault it is; None: the launch as a whole fails
+    advice: str = ""  # what to change
 
 
 @dataclass(frozen=True)
@@ -82,9 +84,18 @@ class Keeper:
         """Take note that all workers of a node have ended."""
         return None
 
+    def gone(self, node: int) -> Remarks | None:
+        """Take note that a node is no longer in the gang: it is lost, or its step has ended."""
+
+    def busy(self, at_s: float) -> None:
+        """Take note that some node's task can't tell of its workers now; said about once a second."""
+
     def tick(self, at_s: float, where: Callable[[int], Where]) -> Remarks:
         """Look at the clock, once a second while workers run; `where` takes a rank."""
         return Remarks()
+
+    def overdue(self, at_s: float) -> Remarks | None:
+        """Answer what a command has asked, if the time for it is over; called once a second, whatever the gang does."""
 
     def record(self) -> Plain | None:
         """Return what is to be stored of it now; any thread may ask."""
@@ -151,6 +162,20 @@ class Keepers:
     def ended(self, node: int, ok: bool) -> None:
         """Tell all that a node's workers have ended."""
         for name, remarks in self._ask_all(lambda keeper: keeper.ended(node, ok)).items():
+            self._remember(name, remarks)
+
+    def gone(self, node: int) -> None:
+        """Tell all that a node is no longer in the gang."""
+        for name, remarks in self._ask_all(lambda keeper: keeper.gone(node)).items():
+            self._remember(name, remarks)
+
+    def busy(self, at_s: float) -> None:
+        """Tell all that some node's task can't tell of its workers now."""
+        self._ask_all(lambda keeper: keeper.busy(at_s))
+
+    def overdue(self, at_s: float) -> None:
+        """Have all answer what is overdue."""
+        for name, remarks in self._ask_all(lambda keeper: keeper.overdue(at_s)).items():
             self._remember(name, remarks)
 
     def tick(self, at_s: float, where: Callable[[int], Where]) -> None:

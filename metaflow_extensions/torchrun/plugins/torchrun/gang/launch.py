@@ -15,7 +15,7 @@ from ..errors import LaunchFailed, LaunchHung, LaunchTimeout, TorchrunError, Tor
 from .cause import CATEGORY_TEXTS, Cause, Failure, FailureText, cause_of, failed, first_failure
 from .history import Record, of_the_gang
 from .policy import LaunchPolicy
-from .protocol import CONTROL, WORKERS, Ended, Ready, Verdict
+from .protocol import CONTROL, Ended, Prepares, Ready, Verdict
 from .texts import REMIND_S, counted, headline, names, shortened
 
 BACKOFF_LIMIT_S = 30.0
@@ -24,6 +24,8 @@ BACKOFF_LIMIT_S = 30.0
 _PORT_TAKEN = re.compile("EADDRINUSE|address already in use", re.IGNORECASE)
 _MAX_MOVES = 3
 _NODES_SAID = 3
+# Kinds of causes that no node reports as its failure.
+_FOUND_BY_CONTROL = ("timeout", "hang", "unreachable")
 # A restart does not help against these exceptions, nor against exit code 2, with which scripts refuse their arguments.
 _SURE_TO_RECUR = ("SyntaxError", "IndentationError", "ImportError", "ModuleNotFoundError", "BdbQuit", "bdb.BdbQuit")
 
@@ -33,10 +35,10 @@ class Phase(enum.Enum):
 
     GATHERING = "waits until all nodes are ready"
     RUNNING = "the workers run"
-    STORING = "all workers have ended well, and their values and outputs are being stored"
+    STORING = "all workers have ended well, and what they have left is being stored"
     STOPPING = "the workers are told to stop"
     PAUSING = "all workers are gone; a restart follows after a pause"
-    SAVING = "it has failed, no worker is left, and the outputs are being stored"
+    SAVING = "it has failed, and what its workers have left is being stored"
     OVER = "every node knows how it ended"
 
 
@@ -44,7 +46,7 @@ _NEXT = {
     Phase.GATHERING: {Phase.RUNNING, Phase.OVER},
     Phase.RUNNING: {Phase.STORING, Phase.STOPPING, Phase.SAVING, Phase.OVER},
     Phase.STORING: {Phase.STOPPING, Phase.OVER},
-    Phase.STOPPING: {Phase.PAUSING, Phase.RUNNING, Phase.SAVING, Phase.OVER},
+    Phase.STOPPING: {Phase.PAUSING, Phase.RUNNING, Phase.STORING, Phase.SAVING, Phase.OVER},
     Phase.PAUSING: {Phase.RUNNING, Phase.SAVING, Phase.OVER},
     Phase.SAVING: {Phase.OVER},
     Phase.OVER: set[Phase](),
@@ -58,12 +60,13 @@ class Launch:
     number: int
     phase: Phase = Phase.GATHERING
     mark: int = 0  # how many records of the gang's history are older than it
+    preparing: dict[int, Prepares] = field(default_factory=dict)  # nodes whose commands of before_run run
+    without_commands: set[int] = field(default_factory=set)  # those of them whose commands have failed
     ready: dict[int, Ready] = field(default_factory=dict)
     generation: int = 0
     moves: int = 0  # generations that began because the rendezvous' port was taken
     ended: dict[int, Ended] = field(default_factory=dict)  # without what failed, which is in `failures`
     failures: list[Failure] = field(default_factory=list)  # ages as of the clock's zero, so that they compare
-    dropped: set[int] = field(default_factory=set)  # nodes that an elastic launch has lost and continues without
     verdict: TorchrunError | None = None  # the error at its end; None while it runs, or if it succeeded
     given_up: set[int] = field(default_factory=set)  # nodes whose own code has ended their call of `run`
     policy: LaunchPolicy = field(default_factory=LaunchPolicy)
@@ -72,7 +75,7 @@ class Launch:
     longer: str = ""  # how it is told: see `Rules`
     until: float = float("inf")  # deadline of STOPPING, PAUSING or SAVING
     remind_at: float = float("inf")  # when to log next what the launch waits for
-    stores: dict[int, str] = field(default_factory=dict)  # nodes whose workers have ended -> what they store
+    stores: dict[int, str] = field(default_factory=dict)  # while STORING or SAVING: node -> what it still stores
     stores_since: float = 0.0
     failing_with: TorchrunError | None = None  # while SAVING: the error it will end with
 
@@ -100,19 +103,18 @@ class Launch:
         self.until = now + left_s
         return round(left_s, 1)
 
-    def begin_saving(self, nodes: Iterable[int], error: TorchrunError, now: float, until: float) -> None:
-        """Wait until `nodes` have stored their outputs, or until the time `until`; then fail with `error`."""
-        self.enter(Phase.SAVING)
+    def begin_storing(self, nodes: Iterable[int], error: TorchrunError | None, now: float, until: float) -> None:
+        """Wait until `nodes` have stored what there is; if the launch fails with `error`, until the time `until`."""
+        self.enter(Phase.STORING if error is None else Phase.SAVING)
         self.failing_with, self.until = error, until
-        self.stores.clear()
-        for node in nodes:
-            self.add_storing(node, self.ended[node].saves or "", now)
+        self.stores = dict.fromkeys(nodes, "what its workers have left")
+        self.stores_since, self.remind_at = now, now + REMIND_S
 
     @property
     def nproc(self) -> int | None:
-        """Processes on each node; None before the control node is ready."""
-        ready = self.ready.get(CONTROL)
-        return None if ready is None else ready.nproc
+        """Processes on each node; None before the control node has called `run`."""
+        call = self.call_of(CONTROL)
+        return None if call is None else call.nproc
 
     @property
     def restarts(self) -> int:
@@ -121,29 +123,27 @@ class Launch:
 
     @property
     def restarts_left(self) -> int | None:
-        """How many restarts are left; None before the control node is ready, of a feature's launch, or with elasticity."""
+        """How many restarts are left; None before the control node is ready."""
         ready = self.ready.get(CONTROL)
-        policy = None if ready is None or ready.runs != WORKERS else ready.policy
-        return None if policy is None or policy.min_nodes is not None else policy.max_restarts - self.restarts
+        policy = None if ready is None else ready.policy
+        return None if policy is None else policy.max_restarts - self.restarts
+
+    def call_of(self, node: int) -> Ready | Prepares | None:
+        """Return what a node has sent last of its call of `run`; None if it has not called it."""
+        return self.ready.get(node) or self.preparing.get(node)
 
     def add_ready(self, node: int, ready: Ready) -> None:
         """Keep a node's *ready*. Equal messages share one object, since thousands of nodes send the same."""
+        self.preparing.pop(node, None)
         last = next(reversed(self.ready.values()), None)
         self.ready[node] = last if last is not None and last == ready else ready
 
     def add_failures(self, failures: Iterable[Failure], now: float) -> None:
         """Keep the first failure and the first preemption only: thousands of texts would take hundreds of megabytes."""
         self.failures += [Failure(each.cause, each.age_s - now) for each in failures]
-        if self.policy.min_nodes is None:  # an elastic launch may continue, and needs each node's own failure
-            preempted = first_failure(each for each in self.failures if each.cause.category == "preempted")
-            kept = (first_failure(self.failures), preempted)
-            self.failures = [each for each in dict.fromkeys(kept) if each is not None]
-
-    def add_storing(self, node: int, what: str, now: float) -> None:
-        """Record what a node stores after its workers have ended."""
-        if not self.stores:
-            self.stores_since, self.remind_at = now, now + REMIND_S
-        self.stores[node] = what
+        preempted = first_failure(each for each in self.failures if each.cause.category == "preempted")
+        kept = (first_failure(self.failures), preempted)
+        self.failures = [each for each in dict.fromkeys(kept) if each is not None]
 
     @property
     def preempted(self) -> Cause | None:
@@ -155,13 +155,13 @@ class Launch:
         first = first_failure(each for each in self.failures if each.cause.node == node)
         return None if first is None else first.cause
 
-    def saved_by(self, error: TorchrunError) -> list[int]:
-        """Return the nodes that have outputs to store when the launch fails with `error`, among those that have ended."""
+    def storing_nodes(self, error: TorchrunError | None) -> list[int]:
+        """Return the nodes that may have something to store when the launch ends with `error`, or well."""
         cause = cause_of(error)
         if cause is not None and cause.kind == "store":  # the datastore itself has failed
             return []
-        able = self.ended.keys() - self.dropped - self.given_up
-        return sorted(node for node in able if self.ended[node].saves)
+        able = self.ended.keys() - self.given_up
+        return sorted(node for node in able if self.ended[node].stores)
 
     def signal_for(self, cause: Cause | None) -> int | None:
         """Return the signal that tells workers to save, if `cause` leaves time for that; else None."""
@@ -211,14 +211,6 @@ class Launch:
         cls, failure = self._class_and_text(cause)
         return failed(cls, replace(failure, after=failure.after + quiet))
 
-    def dropped_error(self, node: int) -> LaunchFailed:
-        """Return the error for a node that an elastic launch has lost and continues without."""
-        goes_on = f"Launch {self.number} goes on without it, by torchrun's own elasticity."
-        cause = self.cause_of(node)
-        if cause is None:
-            return LaunchFailed(f"Node {node} failed. {goes_on}")
-        return error_of(cause, goes_on)
-
     def _class_and_text(self, cause: Cause) -> tuple[type[LaunchFailed], FailureText]:
         stopped = f"Launch {self.number} was stopped"
         if cause.kind == "timeout":
@@ -227,8 +219,9 @@ class Launch:
         if cause.kind == "step_timeout":
             return LaunchTimeout, FailureText(cause, after=f"\n{stopped} on all nodes.")
         if cause.kind == "hang":
-            remedy = "If they were only slow, raise hang_timeout_s."
-            return LaunchHung, FailureText(cause, instead=f"{stopped}: {cause.exception}. {remedy}\n{cause.detail}")
+            return LaunchHung, FailureText(
+                cause, instead=f"{stopped}: {cause.exception}. {cause.advice}\n{cause.detail}"
+            )
         if cause.kind == "store":
             remedy = (
                 "If the datastore is well, return less, or name less as outputs: a script can store results itself."
@@ -274,13 +267,15 @@ def error_of(cause: Cause, more: str) -> LaunchFailed:
 
 
 def teller(cause: Cause | None) -> int:
-    """Return the node whose log has the full report: the failed one, unless it is lost or the launch as a whole failed."""
-    return CONTROL if cause is None or cause.kind in ("lost", "timeout", "hang") else cause.node
+    """Return the node whose log has the full report: the failed one, unless it is lost or the control node found out."""
+    if cause is not None and (cause.kind, cause.node) == ("lost", CONTROL):
+        return CONTROL + 1  # the control node itself can't tell any more
+    return CONTROL if cause is None or cause.kind in ("lost", *_FOUND_BY_CONTROL) else cause.node
 
 
 def reason(cause: Cause | None) -> str:
     """Return who failed and how in one line, for the logs; empty if the control node has logged it already."""
-    if cause is None or (cause.node == CONTROL and cause.kind not in ("timeout", "hang")):
+    if cause is None or (cause.node == CONTROL and cause.kind not in _FOUND_BY_CONTROL):
         return ""
     return summary(cause)
 
@@ -308,8 +303,7 @@ def decide(launch: Launch, cause: Cause | None, silent: list[int], is_whole: boo
     `cause` is the first failure. `silent` nodes have not reported their end. A gang `is_whole` while all its nodes are
     members.
     """
-    all_well = all(ended.ok for node, ended in launch.ended.items() if node not in launch.dropped)
-    if (cause is None or launch.dropped) and not silent and all_well:
+    if cause is None and not silent and all(ended.ok for ended in launch.ended.values()):
         return Next.FINISH
     # A node whose own code has left `run` would not obey another *go*.
     can_start_again = is_whole and not launch.given_up and launch.preempted is None
@@ -348,8 +342,8 @@ def verdicts(
     """
     made: dict[tuple[int, bool], Verdict] = {}
     for node in nodes:
-        if node in launch.ready:  # with the node's own number, which may be what differs
-            number = launch.ready[node].launch
+        if (call := launch.call_of(node)) is not None:  # with the node's own number, which may be what differs
+            number = call.launch
             key = (number, node == CONTROL)
             if key not in made:
                 alone, is_control = error is None and launch.alone, node == CONTROL

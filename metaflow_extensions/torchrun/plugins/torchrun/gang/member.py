@@ -45,8 +45,8 @@ from .protocol import (
     Note,
     Replaced,
     Restart,
-    Save,
     Stop,
+    Store,
     Verdict,
     Welcome,
 )
@@ -66,17 +66,13 @@ _SAYS: dict[type, ControlNode] = {Welcome: ControlNode.HERE, Ack: ControlNode.AC
 class Member:
     """One node in its gang."""
 
-    def __init__(
-        self, node: int, num_nodes: int, emit: Subscriber, follow: Callable[[Message], None] = lambda message: None
-    ) -> None:
-        """`follow` gets every message that is sent or arrives, in any thread; it must return at once."""
+    def __init__(self, node: int, num_nodes: int, emit: Subscriber) -> None:
         self.node, self.num_nodes, self.emit = node, num_nodes, emit
         self.host = socket.gethostname()
         # Of the current launch; each launch has its own. A SimpleQueue, since signal handlers put into it: its `put` may
         # interrupt itself (CPython's C code), where that of `queue.Queue` would wait for its own lock for ever.
         self.inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self.shows_output = True  # whether the last launch shows everything that a failing worker writes
-        self._follow = follow
         self._link: Link | None = None
         self._at_end: Callable[[], None] = lambda: None
         self._pid = os.getpid()
@@ -134,7 +130,6 @@ class Member:
 
     def deliver(self, message: Message) -> None:
         """Handle a message of the control node."""
-        self._follow(message)
         if isinstance(message, Welcome | Ack | Bye):
             self._advance_control(_SAYS[type(message)])
         elif isinstance(message, Note):
@@ -148,7 +143,7 @@ class Member:
             with self._lock:
                 if self._state is State.WAITING:
                     self._enter(State.ALONE)
-        elif isinstance(message, Go | Ask | Stop | Restart | Save | Verdict):
+        elif isinstance(message, Go | Ask | Stop | Restart | Store | Verdict):
             with self._lock:
                 if self._state is State.LAUNCH:  # otherwise it is about a launch that this node has given up
                     self.inbox.put(message)
@@ -163,6 +158,11 @@ class Member:
             )
             self._lost = failed(LaunchFailed, failure)
             self._break(self._lost)
+        self._advance_control(ControlNode.GONE)
+
+    def lose_supervisor(self, how: str) -> None:
+        """Handle the end of this node's supervisor, which holds the channel; `how` as in "its … ended unexpectedly"."""
+        self._break(failed(LaunchFailed, FailureText(Cause("agent_ended", self.node, self.host, exception=how))))
         self._advance_control(ControlNode.GONE)
 
     def _advance_control(self, control: ControlNode) -> None:
@@ -259,7 +259,6 @@ class Member:
     def send(self, message: Message) -> None:
         """Send a message to the control node."""
         if self._link is not None and self.in_task:
-            self._follow(message)
             self._link.send(message)
 
     def send_lines(self, stream: str, text: str) -> None:
@@ -353,6 +352,11 @@ class Member:
             self.raise_news()
         else:
             self._wakeup.restore_handlers()
+
+    def await_error(self, patience_s: float) -> None:
+        """Raise the error that breaks the gang, if one comes in time."""
+        if self.in_task and self._wait(lambda: self.broken is not None, patience_s) and self.broken is not None:
+            raise self.broken
 
     def await_others(self, remaining: Callable[[], list[int]]) -> None:
         """Wait on the control node until the others have left; raise if a node fails or is lost meanwhile.

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ..errors import GangError, GangStartTimeout, TorchrunError, TorchrunPreempted
-from .cause import Cause
+from ..errors import GangError, GangStartTimeout, LaunchFailed, TorchrunError, TorchrunPreempted
+from .cause import Cause, FailureText, failed
 from .launch import error_of
 from .protocol import Join
 from .texts import names
@@ -41,12 +41,9 @@ def port_taken(port: int | None, host: str) -> GangError:
     )
 
 
-def dropped_out(number: int, node: int, running: int) -> GangError:
-    """Return the error for a node that calls `run` again after an elastic launch has dropped it."""
-    return GangError(
-        f"Launch {number} can't begin on node {node}: it has dropped out of launch {running}, which goes on without it, "
-        "by torchrun's own elasticity. Let the step end there with the error that launch has raised."
-    )
+def commands_failed(cause: Cause) -> TorchrunError:
+    """Return the error for a node whose commands of before_run have failed."""
+    return failed(LaunchFailed, FailureText(cause, before="before_run failed, so no worker was started on any node.\n"))
 
 
 def too_early(cause: Cause, number: int) -> TorchrunError:

@@ -42,8 +42,6 @@ class LaunchPolicy:
     max_restarts: int = 0  # how often the gang may be restarted
     restart_on: frozenset[str] = DEFAULT_RESTART_ON  # the classes of causes that restart it
     preemption_signal: int = signal.SIGTERM  # what workers get when a node is preempted
-    # With torchrun's own elasticity: how many nodes must be left. None, the usual case: all.
-    min_nodes: int | None = None
     features: dict[str, dict[str, Any]] = field(default_factory=dict)  # each feature's own settings, as plain data
 
 

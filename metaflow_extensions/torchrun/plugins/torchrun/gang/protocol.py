@@ -7,20 +7,23 @@ Node 0 is the control node and a node of its own gang: its own messages take the
     ──────                                   ────────────────
     Join                                ──>
                                         <──  Welcome, or Refused
+    Prepares, then Command for each     ──>
+    command of before_run that has ended
     Ready: the step has called `run`    ──>
                                         <──  Go, when all nodes are ready and agree
     Started, Wrote, Failed              ──>
     Lines, Told                         ──>
                                         <──  Ask, when a feature wants to know more
                                         <──  Stop, when a node has failed
-    Ended, then Storing and Stored      ──>
-                                        <──  Restart and another Go; or Save, if all has failed
+    Ended                               ──>
+                                        <──  Restart and another Go; or Store, if there is something to store
     Storing and Stored                  ──>
                                         <──  Verdict
     Done: the step's code has ended     ──>
     Leave: nothing more will come       ──>
                                         <──  Ack; Bye, when the control node itself leaves
 
+The node's supervisor sends `TaskEnded` where the task ended without *leave*, and `Busy` while the task can't speak.
 At any time the control node may send `Note` (a line for the log), `Abort` (the gang is broken) and `Replaced`.
 Both sides send `Beat`, so that silence means loss.
 
@@ -45,10 +48,6 @@ from .wire import from_plain, to_plain
 CONTROL = 0
 """Index of the control node."""
 
-WORKERS = "the workers"
-"""What a launch runs, unless a feature's program runs in their place."""
-
-
 # --- from a node to the control node --------------------------------------------------------------
 
 
@@ -63,6 +62,24 @@ class Join:
 
 
 @dataclass(frozen=True)
+class Prepares:
+    """The step's code has called `run`, and the node's commands (before_run) run first; `Ready` or `Failed` follows."""
+
+    launch: int
+    nproc: int  # as of `Ready`
+
+
+@dataclass(frozen=True)
+class Command:
+    """A command of before_run has ended on this node, or could not be started."""
+
+    launch: int
+    text: str  # which one, and how it ended
+    exit_code: int | None
+    seconds: float
+
+
+@dataclass(frozen=True)
 class Ready:
     """The step's code has called `run`; `Go` answers when all nodes are ready, `Verdict` if they can't start."""
 
@@ -73,9 +90,6 @@ class Ready:
     facts: dict[str, str] = field(default_factory=dict)
     master_port: int | None = None  # the rendezvous' port if it is pinned; the control node's counts
     policy: LaunchPolicy | None = None  # limits and restarts; only the control node sends it
-    runs: str = WORKERS  # or the name of a program, which is the name of its argument of `run`, too
-    # Whether the same call of `run` has made the launch before: then it has that one's events, too.
-    goes_on: bool = False
 
 
 @dataclass(frozen=True)
@@ -96,7 +110,10 @@ class Wrote:
 
 @dataclass(frozen=True)
 class Failed:
-    """A worker or the agent of this node has failed; `Ended` follows when all its workers are gone."""
+    """A worker or the agent of this node has failed; `Ended` follows when all its workers are gone.
+
+    Before `Ready`, a command of before_run has failed; then `Verdict` answers when all nodes have called `run`.
+    """
 
     launch: int
     generation: int | None = None  # None: of whatever generation
@@ -129,22 +146,23 @@ class Told:
 
 @dataclass(frozen=True)
 class Ended:
-    """All workers and the agent of this node are gone; `Verdict` or `Restart` answers when that holds for all nodes."""
+    """All workers and the agent of this node are gone.
+
+    When that holds for all nodes, `Store`, `Verdict` or `Restart` answers.
+    """
 
     launch: int
     ok: bool  # whether all ended well
     generation: int | None = None  # None: of whatever generation
     failures: tuple[Failure, ...] = ()  # what has failed; of many the first
     exit_codes: dict[int, int] = field(default_factory=dict)  # by global rank, where they are known
-    # What the node stores in the datastore now; `Stored` says when that is over.
-    storing: str | None = None
-    saves: str | None = None  # what it would store if the launch failed for good, see `Save`
+    stores: bool = False  # whether it may have something to store, see `Store`
     alone: bool = False  # whether every worker has computed gradients and had no process group for them
 
 
 @dataclass(frozen=True)
 class Storing:
-    """This node goes on to store `what`, or says how the datastore fails."""
+    """This node stores `what`; the text also says if the datastore fails at the moment."""
 
     launch: int
     generation: int
@@ -153,9 +171,9 @@ class Storing:
 
 @dataclass(frozen=True)
 class Stored:
-    """All that is wanted of this node is in the datastore, or can't be stored; also the answer to `Save`.
+    """Answers `Store`: all that is wanted of this node is in the datastore, or can't be stored.
 
-    Where it is, the features have told before, each by a `Told`.
+    Each feature has told before, in a `Told`, where it is.
     """
 
     launch: int
@@ -174,6 +192,18 @@ class Leave:
 
     cause: Cause | None = None  # what ended its step, unless the gang has heard of it
     failed: bool = False  # whether its step has failed
+
+
+@dataclass(frozen=True)
+class TaskEnded:
+    """The node's task is gone, without a *leave*; its supervisor says so."""
+
+    how: str  # as in "its task was killed by SIGKILL"
+
+
+@dataclass(frozen=True)
+class Busy:
+    """The node's task can't tell of its workers now: it is stopped, or a call keeps its Python. Its supervisor says so."""
 
 
 @dataclass(frozen=True)
@@ -245,16 +275,16 @@ class Restart:
 
 
 @dataclass(frozen=True)
-class Save:
-    """The launch has failed for good, and no worker is left: store what `Ended.saves` says; `Stored` answers.
+class Store:
+    """No worker is left and no restart follows: store what there is; `Stored` answers.
 
     All nodes get it, and so know what has failed, even if the control node is gone before they hear the verdict.
     """
 
     launch: int
     generation: int
-    error: TorchrunError  # what the verdict will be
-    within_s: float | None = None  # how long it may take; None: this node stores nothing, and does not answer
+    error: TorchrunError | None = None  # what the verdict will be
+    within_s: float | None = None  # how long it may take after a failure
     events: tuple[Record, ...] = ()  # as in `Verdict`
 
 
@@ -309,8 +339,9 @@ class Alone:
 
 
 Message: TypeAlias = (
-    Join | Ready | Started | Wrote | Failed | Lines | Told | Ended | Storing | Stored | Done | Leave | Beat
-    | Welcome | Refused | Go | Ask | Stop | Restart | Save | Verdict | Abort | Replaced | Note | Ack | Bye | Alone
+    Join | Prepares | Command | Ready | Started | Wrote | Failed | Lines | Told | Ended | Storing | Stored | Done | Leave
+    | TaskEnded | Busy | Beat | Welcome | Refused | Go | Ask | Stop | Restart | Store | Verdict | Abort | Replaced | Note
+    | Ack | Bye | Alone
 )  # fmt: skip
 _CLASSES: dict[str, type[Any]] = {cls.__name__.lower(): cls for cls in typing.get_args(Message)}
 
@@ -318,7 +349,9 @@ _CLASSES: dict[str, type[Any]] = {cls.__name__.lower(): cls for cls in typing.ge
 class Link(Protocol):
     """What a member needs of its node's side of the channel."""
 
-    own_address: str | None  # this host's, between it and the other nodes; None where that is not known
+    @property
+    def own_address(self) -> str | None:
+        """This host's address between it and the other nodes; None where that is not known."""
 
     def send(self, message: Message) -> None:
         """Send a message to the control node; returns at once."""

@@ -26,16 +26,20 @@ from .protocol import (
     Abort,
     Ack,
     Alone,
+    Busy,
     Bye,
+    Command,
     Done,
     Failed,
     Join,
     Leave,
     Message,
     Note,
+    Prepares,
     Ready,
     Refused,
     Replaced,
+    TaskEnded,
     Verdict,
     Welcome,
 )
@@ -64,9 +68,8 @@ class Gang:
         self._mark = 0  # how many records there were when the last launch ended
         # Launch number -> verdict, of launches that have ended since workers last began: a node may still call them.
         self._verdicts: dict[int, TorchrunError | None] = {}
-        # The *ready* of nodes that wait for the next launch while one still runs, and the *failed* of those that give
-        # it up meanwhile: they are handled when that one is over.
-        self._early: list[tuple[int, Ready | Failed]] = []
+        # What nodes say of the next launch while one still runs: it is handled when that one is over.
+        self._early: list[tuple[int, Prepares | Command | Ready | Failed]] = []
         self._failed_with: TorchrunError | None = None  # the verdict with which a member's step has ended
 
     @property
@@ -113,11 +116,14 @@ class Gang:
             pass
         elif handler is not None:
             handler(self, node, message)
-        elif isinstance(message, Failed) and (node, message.launch) in ((of, each.launch) for of, each in self._early):
+        elif isinstance(message, Command | Failed) and self._is_early(node, message):
             self._early.append((node, message))
         else:
             self._course.handle(node, message)
         return self._course.flush()
+
+    def _is_early(self, node: int, message: Command | Failed) -> bool:
+        return (node, message.launch) in ((of, each.launch) for of, each in self._early)
 
     def request(self, feature: str, data: Plain) -> list[Outgoing]:
         """Hand a feature what a command asks of the gang; `Keepers.pop_answer` has the answer later."""
@@ -126,15 +132,25 @@ class Gang:
 
     def lost(self, node: int, why: str) -> list[Outgoing]:
         """Handle the loss of a node: its connection or task has ended, or it is silent."""
+        self._lose(node, why)
+        return self._course.flush()
+
+    def _lose(self, node: int, why: str) -> None:
         state = self.nodes[node]
         if state in (NodeState.ABSENT, NodeState.JOINED, NodeState.DONE):
             self.nodes.enter(node, NodeState.LOST)
+            self.keepers.gone(node)
             self.history.note("lost", node=node, text=why)
             if state is NodeState.DONE:
                 why = f"{why}, after its step's code but before its results were stored; see its log"
             self._node_is_gone(node, Cause("lost", node, self.nodes.host(node), exception=why))
             self._see_who_is_left()
-        return self._course.flush()
+
+    def _on_busy(self, node: int, busy: Busy) -> None:
+        self.keepers.busy(self._course.age_s)
+
+    def _on_task_ended(self, node: int, ended: TaskEnded) -> None:
+        self._lose(node, ended.how)
 
     def give_up(self, error: TorchrunError) -> list[Outgoing]:
         """Break the gang for a reason that is no node's fault."""
@@ -164,6 +180,8 @@ class Gang:
     def _remind(self, now: float) -> None:
         launch = self._launch
         launch.remind_at = now + REMIND_S
+        if launch.phase is Phase.GATHERING and not launch.ready and not launch.failures:
+            return  # all nodes that have called `run` run their commands: nobody waits
         if launch.phase is Phase.GATHERING:
             absent = self.nodes.absent
             why = obstacles.to_see_why(absent[0], self._rules.why_it_waits(absent[0])) if absent else ""
@@ -174,16 +192,21 @@ class Gang:
             self._course.send(Note(text), CONTROL)
 
     def _waits_for(self) -> str:
-        """Return in words which nodes have not called `run`, while others have."""
-        absent, late = self.nodes.absent, [node for node in self.nodes.joined if node not in self._launch.ready]
+        """Return in words which nodes are not ready, while others are."""
+        launch, absent = self._launch, self.nodes.absent
+        late = [node for node in self.nodes.joined if launch.call_of(node) is None]
         waits = [f"{names(absent)} to start"] if absent else []
         waits += [f"{names(late)} to call current.torch.run"] if late else []
+        prepare = sorted(node for node in launch.preparing if launch.cause_of(node) is None)
+        waits += [f"{names(prepare)} to end before_run"] if prepare else []
         return " and for ".join(waits)
 
     def _time_is_up(self) -> None:
         """End waits that exceed the step's ``@timeout``; `Launch.overrun` ends workers and storing."""
         launch = self._launch
         if launch.phase in (Phase.STOPPING, Phase.SAVING):  # ends soon anyway
+            return
+        if self.nodes[CONTROL] is NodeState.ABSENT:  # it is about to join, and will hear then
             return
         if launch.phase is Phase.GATHERING:
             text = f"{self._rules.longer}, while launch {launch.number} waited for {self._waits_for()}"
@@ -233,8 +256,8 @@ class Gang:
 
     # --- a launch's begin and end ----------------------------------------------------------------
 
-    def _on_ready(self, node: int, ready: Ready) -> None:
-        number = ready.launch
+    def _on_call(self, node: int, call: Prepares | Ready) -> None:
+        number = call.launch
         if number in self._verdicts:
             self._send_late_verdict(number, node, self._verdicts[number])  # it was over before this node called it
             return
@@ -242,20 +265,25 @@ class Gang:
             self._send_late_verdict(number, node, self.broken)
             return
         if self._launch.phase is Phase.OVER:
-            mark = self._launch.mark if ready.goes_on else self._mark
             rules, remind_at = self._rules, self._clock() + QUIET_S
             self._course.launch = Launch(
-                number, mark=mark, deadline=rules.deadline, longer=rules.longer, remind_at=remind_at
+                number, mark=self._mark, deadline=rules.deadline, longer=rules.longer, remind_at=remind_at
             )
         launch = self._launch
-        if node in launch.dropped:
-            self._send_late_verdict(number, node, obstacles.dropped_out(number, node, launch.number))
-        elif launch.phase is not Phase.GATHERING:
-            self._early.append((node, ready))
+        if launch.phase is not Phase.GATHERING:
+            self._early.append((node, call))
         else:
-            launch.add_ready(node, ready)
-            self._course.note("ready", generation=None, node=node)
+            self._add_call(launch, node, call)
             self._start_if_all_ready()
+            if launch.phase is Phase.GATHERING:
+                self._course.end_if_commands_failed()
+
+    def _add_call(self, launch: Launch, node: int, call: Prepares | Ready) -> None:
+        if isinstance(call, Ready):
+            launch.add_ready(node, call)
+        else:
+            launch.preparing[node] = call
+        self._course.note("ready" if isinstance(call, Ready) else "before_run", generation=None, node=node)
 
     def _start_if_all_ready(self) -> None:
         launch = self._launch
@@ -275,7 +303,8 @@ class Gang:
         """Keep the verdict for nodes that call `run` later, and handle what nodes say that wait for the next launch."""
         launch = self._launch
         # Where the nodes' numbers contradict each other, each of these launches has ended.
-        numbers = {launch.number, *(ready.launch for ready in launch.ready.values())}
+        calls: list[Prepares | Ready] = [*launch.preparing.values(), *launch.ready.values()]
+        numbers = {launch.number, *(call.launch for call in calls)}
         self._verdicts.update(dict.fromkeys(numbers, error))
         self._mark = self.history.count
         if error is not None and self.nodes.count(NodeState.LOST):
@@ -284,8 +313,8 @@ class Gang:
         for node, message in early:
             if self.nodes[node] is not NodeState.JOINED:
                 continue
-            if isinstance(message, Ready):
-                self._on_ready(node, message)
+            if isinstance(message, Prepares | Ready):
+                self._on_call(node, message)
             else:
                 self._course.handle(node, message)
 
@@ -301,6 +330,7 @@ class Gang:
     def _on_done(self, node: int, done: Done) -> None:
         if self.nodes[node] is NodeState.JOINED:
             self.nodes.enter(node, NodeState.DONE)
+            self.keepers.gone(node)
             self.history.note("finished", node=node)
             self._go_on_without(node)
             self._see_who_is_left()
@@ -310,13 +340,14 @@ class Gang:
         if before not in (NodeState.JOINED, NodeState.DONE):
             return
         self.nodes.enter(node, NodeState.LEFT)
+        self.keepers.gone(node)
         self.history.note("left", node=node, text="its step has failed" if leave.failed else "")
         self._course.send(Ack(), node)
         if leave.cause is not None:
             self._node_is_gone(node, leave.cause, after_step=before is NodeState.DONE)
         elif before is NodeState.JOINED:
             self._go_on_without(node)
-        if leave.failed and leave.cause is None and node not in self._launch.dropped:
+        if leave.failed and leave.cause is None:
             self._failed_with = self._launch.verdict
         self._see_who_is_left()
         if node == CONTROL:
@@ -352,7 +383,7 @@ class Gang:
             self._break(obstacles.too_early(cause, launch.number))
         else:
             self._course.add_failures([Failure(cause)])
-            self._course.stop_or_drop(node)
+            self._course.stop()
             self._course.decide_if_all_ended()
 
     def _break(self, error: TorchrunError) -> None:
@@ -362,7 +393,7 @@ class Gang:
         called `run` less often than the others.
         """
         if self.broken is None:
-            self.broken = error
+            self.broken = error = self._course.first_error(error) or error
             if self._launch.phase is Phase.GATHERING:
                 self._course.finish(error)
             self.history.note("broken", text=headline(error.message))
@@ -377,7 +408,10 @@ class Gang:
 
 _HANDLERS: dict[type, Callable[[Gang, int, Any], None]] = {
     Join: Gang._on_join,
-    Ready: Gang._on_ready,
+    Prepares: Gang._on_call,
+    Ready: Gang._on_call,
     Done: Gang._on_done,
     Leave: Gang._on_leave,
+    TaskEnded: Gang._on_task_ended,
+    Busy: Gang._on_busy,
 }

@@ -31,8 +31,8 @@ from .policy import growing_pauses
 if TYPE_CHECKING:
     from .member import Member
 
-# A real-time signal, beside that of `features/hangs/stacks`; see there. SIGURG does no harm where there are none.
-_WAKE = int(signal.SIGRTMAX) - 6 if hasattr(signal, "SIGRTMAX") else int(signal.SIGURG)
+# A real-time signal, beside that of `machine/stacks`; see there.
+_WAKE = int(signal.SIGRTMAX) - 6
 
 
 class ControlNode(enum.IntEnum):

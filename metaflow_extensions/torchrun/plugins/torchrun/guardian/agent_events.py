@@ -41,9 +41,10 @@ class WorkerEnded(NamedTuple):
     rank: int
     local_rank: int
     pid: int
-    status: int | None  # None if torchrun reaped the worker first: then only torchrun knows the exit code
-    stopped: bool  # whether it may have ended because it was told to stop; also true if its exit code is not known
+    status: int
+    stopped: bool  # whether it may have ended because it was told to stop
     at: float
+    stopped_at: float | None = None  # when torchrun was about to stop it; None if it was not
 
 
 class Frozen(NamedTuple):

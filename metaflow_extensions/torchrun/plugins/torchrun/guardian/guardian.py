@@ -2,15 +2,14 @@
 
 Three things can't be done from inside the task. When the task dies, even by SIGKILL, the guardian stops the whole tree.
 As a child subreaper it finds, stops and reaps workers of a killed agent and grandchildren that detached themselves. It
-sees a worker die the moment it happens, before torchrun does, and reads how.
-
-Made for Linux. Elsewhere (untried) the tree is found by walking parents.
-Processes that detach themselves *and* lose their parent are not seen there; torchrun's report names the failed workers.
+sees a worker die the moment it happens, mostly before torchrun does, and reads how. The agent lists its workers in a
+pipe, and the exit codes of those that it has reaped (``worker/agent.py``).
 """
 
 from __future__ import annotations
 
 import json
+import math
 import os
 import select
 import shutil
@@ -24,6 +23,7 @@ from typing import NamedTuple
 
 from ..compat import linux
 from ..machine import processes
+from ..machine.frozen import WATCH_S, FrozenWatch, is_stopped_with_parent
 from ..machine.processes import living_descendants, send_signal
 from .agent_events import (
     AgentEnded,
@@ -36,12 +36,14 @@ from .agent_events import (
     WorkerStarted,
     as_line,
 )
-from .workers import SEARCH_S, WATCH_S, FrozenWatch, Worker, Workers
+from .workers import Workers
 
 _KILL_WAIT_S = 10.0  # after SIGKILL only a process in uninterruptible sleep stays
-_REPORT_S = 3.0  # torchrun polls every 0.1 s and prints when its workers have obeyed SIGTERM; a busy machine is slow
 _HALT_S = 1.0  # Python heeds a signal within milliseconds, but not while it waits in torch's C++ code
 _STRAGGLER_GRACE_S = 2.0  # for what the agent left behind when it ended by itself
+_LOOK_S = 0.05  # between two looks at processes that are to end
+_SUPERVISOR_S = 2.0  # so much sooner the task's supervisor tells the gang of a frozen task
+_DYING_S = 2.0  # a process that is killed while it is stopped still has to free its memory
 
 
 class Options(NamedTuple):
@@ -53,11 +55,10 @@ class Options(NamedTuple):
     silence_s: (
         float  # how long a worker, the agent or the task may be stopped (SIGSTOP) before that counts as a failure
     )
-    workers: int  # how many the agent will start
     halt_signal: int = signal.SIGSTOP  # makes the agent act on its workers no more
-    restarts: bool = False  # whether the agent may start its workers again by itself
     cwd: str | None = None  # working directory; default is the task's
-    pipes: str | None = None  # the folder with the pipes of agent and workers
+    news: str | None = None  # the pipe in which the agent tells of its workers
+    pipes: str | None = None  # the folder with this and the pipes of agent and workers
     scratch: Sequence[str] = ()  # folders to remove if the task dies; while it lives, it removes them itself
 
 
@@ -122,21 +123,23 @@ class Guardian:
         task_end: int | None,
         options: Options,
         start: Start | None = None,
-        news: int | None = None,
     ) -> None:
         self._task, self._task_end = task, task_end
         self._start_program: Start = start or (lambda command, out, err: start_program(command, out, err, options.cwd))
-        self._news = news  # a file in which the agent lists workers that were spares before; see `_read_news`
         self._options = options
         self._agent: subprocess.Popen[bytes]  # from `_start` on
         # Held so that no worker that saves dies of its next line if the task is gone, and with it who read the pipes.
-        self._pipes = [] if options.pipes is None else [_open_pipe(each.path) for each in os.scandir(options.pipes)]
-        self._workers = Workers(options.workers, options.restarts)
+        paths = [] if options.pipes is None else [each.path for each in os.scandir(options.pipes)]
+        self._pipes = [_open_pipe(path) for path in paths if path != options.news]
+        self._news = None if options.news is None else _open_pipe(options.news)
+        self._workers = Workers()
         self._frozen = FrozenWatch(options.silence_s)
+        self._frozen_task = FrozenWatch(options.silence_s + _SUPERVISOR_S)
         self._pidfds: dict[int, int] = {}  # pidfd -> pid of a worker or the agent
         self._commands = b""
         self._got_sigterm = False
         self._task_gone = False
+        self._task_was_frozen = False
         self._deadline: float | None = None  # when SIGKILL is sent; set once, when everything must end
         self._preempt_signal: int | None = None
         self._left: list[str] = []
@@ -154,10 +157,11 @@ class Guardian:
             self._say(End(None, f"could not be started: {error}"))
             return 1
         while self._deadline is None:
-            self._wait(self._workers.pause_s)
+            self._wait(WATCH_S)
             self._watch()
         self._terminate(self._deadline)
         self._kill()
+        self._read_news()
         self._say(End(self._agent.returncode, left=self._left))
         self._await_stopped_task()
         for folder in self._options.scratch if self._task_gone or self._task.has_ended else ():
@@ -166,10 +170,14 @@ class Guardian:
 
     def _await_stopped_task(self) -> None:
         """Wait while somebody has stopped the task: if it is then killed, nobody else removes its folders."""
+        was_stopped = self._task_was_frozen  # it may be killed before the first look
         while not (self._task_gone or self._got_sigterm or self._task.has_ended):
             process = processes.find(self._task.pid)
             if process is None or process.state != "T":
+                if was_stopped:  # continued, or killed: then it runs for a moment, until it has ended
+                    self._task.wait(_DYING_S)
                 return
+            was_stopped = True
             time.sleep(WATCH_S)
 
     def _start(self, command: Sequence[str]) -> None:
@@ -190,12 +198,14 @@ class Guardian:
         of_task = (sys.stdin.fileno(), self._task_end) if not self._task_gone else ()
         pipes = self._pipes if self._task_gone and self._task.has_ended else ()
         others = [file for file in (*of_task, *pipes, self._news) if file is not None]
-        ready, _, _ = select.select([*self._pidfds, *others], [], [], seconds)
-        for fd in ready:
+        poll = select.poll()  # not `select`, which takes no descriptor above 1023: a node may have hundreds of workers
+        for fd in (*self._pidfds, *others):
+            poll.register(fd, select.POLLIN)
+        found = [fd for fd, _ in poll.poll(1000 * max(0.0, seconds)) if fd != self._news]
+        self._read_news()  # first: it may tell of a worker that has failed, and of others that were stopped for it
+        for fd in found:
             if fd in self._pidfds:
                 self._has_ended(fd)
-            elif fd == self._news:
-                self._read_news(fd)
             elif fd in self._pipes:
                 os.read(fd, 65536)
             elif fd == self._task_end:
@@ -203,14 +213,25 @@ class Guardian:
             else:
                 self._read_commands()
 
-    def _read_news(self, file: int) -> None:
-        """Add workers that were spares before: one line ``PID RANK LOCAL_RANK`` for each."""
-        news = os.read(file, 65536)  # whole lines: each is written at once
-        if not news:  # the agent has ended
-            self._news = None
+    def _read_news(self) -> None:
+        """Handle what the agent tells of its workers: whole lines, since each is written at once."""
+        news = b""
+        if self._news is not None:
+            with suppress(BlockingIOError):
+                news = os.read(self._news, 65536)
         for line in news.decode().splitlines():
-            pid, rank, local_rank = map(int, line.split())
-            self._have_started(self._workers.add_told(rank, local_rank, pid))
+            self._handle_news(*line.split())
+
+    def _handle_news(self, what: str, pid: str, *more: str) -> None:
+        if what == "started":
+            rank, local_rank = map(int, more)
+            worker = self._workers.add(rank, local_rank, int(pid))
+            self._say(WorkerStarted(worker.rank, worker.local_rank, worker.pid, worker.began))
+            self._observe(worker.pid)
+        elif what == "ended":
+            self._report_exit(int(pid), int(more[0]))
+        elif (told := self._workers.get(int(pid))) is not None:
+            told.stopped_at = min(told.stopped_at, float(more[0]))
 
     def _read_commands(self) -> None:
         data = os.read(sys.stdin.fileno(), 4096)
@@ -224,30 +245,32 @@ class Guardian:
             self._begin_to_stop(float(grace_s), *map(int, first))
 
     def _observe(self, pid: int) -> None:
-        """Have the end of `pid` wake the main loop, by a pidfd (Linux 5.3); without one we poll."""
-        try:
-            handle = processes.open_pidfd(pid)
-        except ProcessLookupError:  # torchrun has reaped it already
-            self._report_exit(pid, None)
-            return
-        if handle is not None:
-            self._pidfds[handle] = pid
+        """Have the end of `pid` wake the main loop, by a pidfd. Without one the agent tells of a worker's, and we reap."""
+        with suppress(ProcessLookupError):  # torchrun has reaped it, and tells us
+            if (handle := processes.open_pidfd(pid)) is not None:
+                self._pidfds[handle] = pid
 
     def _has_ended(self, pidfd: int) -> None:
         pid = self._pidfds.pop(pidfd)
         os.close(pidfd)
         # torchrun reaps its workers ten times a second. Until then the dead worker's exit code can be read.
         dead = processes.find(pid)
-        self._report_exit(pid, None if dead is None else dead.status)
+        if dead is not None and dead.status is not None:
+            self._report_exit(pid, dead.status)
 
-    def _report_exit(self, pid: int, status: int | None) -> None:
-        """Report a worker's end; status None: torchrun reaped it first, so only torchrun knows the exit code."""
+    def _report_exit(self, pid: int, status: int) -> None:
+        """Report a worker's end, once."""
         worker = self._workers.get(pid)
         if worker is None or worker.status is not None:
             return
-        worker.status, worker.reaped = status, status is None
-        stopped = worker.reaped or self._deadline is not None
-        self._say(WorkerEnded(worker.rank, worker.local_rank, worker.pid, status, stopped, time.monotonic()))
+        worker.status = status
+        at, told_at = time.monotonic(), worker.stopped_at
+        stopped = self._deadline is not None or told_at < math.inf
+        self._say(
+            WorkerEnded(
+                worker.rank, worker.local_rank, worker.pid, status, stopped, at, told_at if told_at < math.inf else None
+            )
+        )
 
     # --- watching ------------------------------------------------------------------------------
 
@@ -258,25 +281,17 @@ class Guardian:
         # End of file on the pipe is not enough: a process that the step forked may hold the other end open.
         if not self._task_gone and self._task.has_ended:
             self._task_ended()
-        if self._workers.expects_more():
-            self._find_workers()
         self._reap_orphans()
         if self._agent.returncode is not None and self._deadline is None:
             self._agent_ended(self._agent.returncode)
-        for pid in self._frozen.overdue((self._agent.pid, self._task.pid, *self._workers.living()), time.monotonic()):
+        now, task = time.monotonic(), [] if is_stopped_with_parent(self._task.pid) else [self._task.pid]
+        frozen = self._frozen.overdue((self._agent.pid, *self._workers.living()), now)
+        for pid in (*frozen, *self._frozen_task.overdue(task, now)):
             self._is_frozen(pid)
 
     def _task_ended(self) -> None:
         self._task_gone = True
         self._begin_to_stop(self._options.grace_s)
-
-    def _find_workers(self) -> None:
-        self._have_started(self._workers.find(self._agent.pid))
-
-    def _have_started(self, workers: Sequence[Worker]) -> None:
-        for worker in workers:
-            self._say(WorkerStarted(worker.rank, worker.local_rank, worker.pid, worker.began))
-            self._observe(worker.pid)
 
     def _descendants(self) -> list[int]:
         """Return the pids of the agent and all that it has started."""
@@ -284,6 +299,7 @@ class Guardian:
 
     def _agent_ended(self, status: int) -> None:
         """Report an agent that has ended by itself, and stop what it has left running."""
+        self._read_news()
         self._say(AgentEnded(status, time.monotonic()))
         self._left = [processes.describe(pid) for pid in self._descendants()]
         self._begin_to_stop(_STRAGGLER_GRACE_S if status == 0 else self._options.grace_s)
@@ -293,6 +309,7 @@ class Guardian:
         rank, local_rank = (None, None) if worker is None else (worker.rank, worker.local_rank)
         self._say(Frozen(rank, local_rank, pid, time.monotonic()))  # the task reads it if it is continued
         if pid == self._task.pid:  # the gang counts its node as lost
+            self._task_was_frozen = True
             self._begin_to_stop(self._options.grace_s)
 
     def _reap_orphans(self) -> bool:
@@ -317,15 +334,13 @@ class Guardian:
 
     def _terminate(self, deadline: float) -> None:
         """Signal everything once and give it time to end."""
-        if self._workers.any_reaped:  # the agent has a moment to stop its workers and print how they failed
-            self._wait_while(lambda: self._agent.returncode is None, time.monotonic() + _REPORT_S)
         # The agent gets no SIGTERM: it would signal its workers a second time, reap them before we read their exit
         # codes, or wait in its exit barrier for up to 300 s (torch 2.13). But torch's store, which it may serve, lives on.
         self._agent.send_signal(self._options.halt_signal)
         if self._options.halt_signal != signal.SIGSTOP and self._agent.returncode is None:
             self._await_halt()
         if self._preempt_signal is not None:
-            self._find_workers()
+            self._read_news()
             self._end_all(self._workers.living, self._preempt_signal, deadline)
             deadline = min(deadline, time.monotonic() + _STRAGGLER_GRACE_S)
         self._end_all(self._below_agent, signal.SIGTERM, deadline)
@@ -337,7 +352,7 @@ class Guardian:
         while time.monotonic() < deadline and self._below_agent():
             if processes.blocks(self._agent.pid, self._options.halt_signal):
                 return
-            self._wait(SEARCH_S / 10)
+            self._wait(_LOOK_S / 10)
             self._reap_orphans()
 
     def _below_agent(self) -> list[int]:
@@ -352,7 +367,7 @@ class Guardian:
 
     def _wait_while(self, going_on: Callable[[], bool], deadline: float) -> None:
         while time.monotonic() < deadline and going_on():
-            self._wait(SEARCH_S)
+            self._wait(_LOOK_S)
             self._reap_orphans()
 
     def _kill(self) -> None:
@@ -367,4 +382,4 @@ class Guardian:
             all_ended = self._agent.returncode is not None and not self._descendants()
             if not self._reap_orphans() or all_ended:
                 return
-            self._wait(SEARCH_S / 5)
+            self._wait(_LOOK_S / 5)

@@ -10,25 +10,12 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 
-from ..machine import processes
-from ..machine.detached import Detached
+from ..machine.detached import beside_task
 from .agent_events import CONFIRMED, AgentEvent, End, from_line
 
-# A guardian is a module of this package, but it runs without the package's `__init__`, which imports Metaflow, and
-# without site-packages. To take the interpreter down in order would keep the task waiting for 16 ms more, and nothing
-# is left to be done then.
-_PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-_MAIN = """
-import types
-package = sys.modules['torchrun'] = types.ModuleType('torchrun')
-package.__path__ = [sys.argv.pop(1)]
-from torchrun.{module} import main
-os._exit(main())
-"""
-_NO_SIGNAL = getattr(socket, "MSG_NOSIGNAL", 0)
 # How long a guardian may take to confirm a request. A frozen one never does. Meanwhile the launch hears of no SIGTERM.
 _ANSWER_S = 5.0
-_LOOK_S = 0.5  # between checks whether a silent guardian still lives, on systems without pidfd (before Linux 5.3)
+_LOOK_S = 0.5  # between checks whether a silent guardian still lives, without a pidfd
 _CONTINUE_S = 5.0  # between continuing a silent guardian, which somebody may have stopped
 
 
@@ -39,13 +26,10 @@ class GuardianProcess:
     """
 
     def __init__(self, module: str, words: Sequence[str], env: Mapping[str, str]) -> None:
-        task = str(os.getpid())
-        told = [_PACKAGE, task, processes.began(os.getpid()), *words]
         # A socket, since sending on one whose other end is closed need not raise SIGPIPE, which could end the task.
         self._commands, theirs = socket.socketpair()
         with theirs:
-            source = _MAIN.format(module=module)
-            self._process = Detached(source, told, env, stdin=theirs.fileno(), start_new_session=True)
+            self._process = beside_task(module, words, env, theirs.fileno())
 
     @property
     def pid(self) -> int:
@@ -64,7 +48,7 @@ class GuardianProcess:
         """
         self._continue()
         with suppress(OSError):
-            self._commands.sendall(f"{line}\n".encode(), _NO_SIGNAL)
+            self._commands.sendall(f"{line}\n".encode(), socket.MSG_NOSIGNAL)
 
     def _continue(self) -> None:
         """Continue a guardian that somebody has stopped: else it and all below it would outlive the task.
@@ -79,7 +63,7 @@ class GuardianProcess:
         self._commands.settimeout(_ANSWER_S)
         try:
             with suppress(OSError):  # it has ended, or its time is up
-                self._commands.sendall(len(request).to_bytes(8, "big") + request, _NO_SIGNAL)
+                self._commands.sendall(len(request).to_bytes(8, "big") + request, socket.MSG_NOSIGNAL)
                 self._commands.settimeout(max(0.1, give_up_at - time.monotonic()))
                 return self._commands.recv(1) == CONFIRMED
             return False

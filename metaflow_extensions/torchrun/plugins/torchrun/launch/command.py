@@ -8,10 +8,11 @@ from collections.abc import Mapping, Sequence
 
 from ..gang.protocol import Go
 from .commands import system_program
-from .spec import ELASTIC_BACKEND, STATIC_BACKEND, LaunchSpec, bracketed
+from .spec import STATIC_BACKEND, LaunchSpec, bracketed
 
 SCRIPTS = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "worker")
 AGENT = os.path.join(SCRIPTS, "agent.py")  # runs torchrun, and gives its workers their pipes
+COMMAND_RUNNER = os.path.join(SCRIPTS, "command_runner.py")  # runs the commands of before_run
 # Makes an agent wait, and act on its workers no more. See `gang.wakeup` and `machine.stacks` for its neighbours.
 HALT_SIGNAL = int(signal.SIGRTMAX) - 5
 # This folder comes first on the path of agent and workers; its `sitecustomize` records how a worker ends.
@@ -36,7 +37,7 @@ _FOREIGN_NAMES = frozenset(
 def agent_command(
     spec: LaunchSpec, go: Go, main_addr: str, log_dir: str, pipes: str, of_rank: Mapping[str, str] | None = None
 ) -> list[str]:
-    """Return the argv of this node's agent: torchrun, with a static rendezvous unless the user wants its elasticity.
+    """Return the argv of this node's agent: torchrun, with a static rendezvous.
 
     `log_dir` is where torchrun makes a folder for each worker, `pipes` where the workers find those for their output.
     `of_rank` are variables of each rank, with ``${local_rank}`` in them, for programs that are no Python: no hook of
@@ -51,7 +52,10 @@ def agent_command(
         **given,
         # The workers see it as TORCHELASTIC_RUN_ID.
         "rdzv-id": given.get("rdzv-id") or f"launch{go.launch}-{go.generation}-{go.gang}",
-        **_gang_options(spec, given),
+        "nnodes": str(spec.num_nodes),
+        "node-rank": str(spec.node_index),
+        "rdzv-backend": STATIC_BACKEND,
+        "max-restarts": "0",  # the gang restarts its generations as a whole; torchrun would restart one node alone
     }
     words = [f"--{name}" if value is None else f"--{name}={value}" for name, value in options.items()]
     return [spec.python, AGENT, pipes, str(HALT_SIGNAL), *words, *_worker_words(spec, own)]
@@ -74,36 +78,13 @@ def _worker_words(spec: LaunchSpec, own: Sequence[str]) -> list[str]:
     return [*(["--module"] if spec.module else []), "--", *_escaped([spec.entrypoint, *spec.args])]
 
 
-def _gang_options(spec: LaunchSpec, given: Mapping[str, str | None]) -> dict[str, str]:
-    """Return the options with which the agents find each other."""
-    if spec.min_nodes is None:
-        # The gang restarts its generations as a whole; torchrun would restart one node alone.
-        nodes = {"nnodes": str(spec.num_nodes), "node-rank": str(spec.node_index), "max-restarts": "0"}
-        return {**nodes, "rdzv-backend": STATIC_BACKEND}
-    # By default c10d (`c10d_rendezvous_backend.py` and `dynamic_rendezvous.py` in torch/distributed/elastic/rendezvous,
-    # torch 2.13) guesses the host from its names, waits 60 s for a connection and 600 s for the other agents.
-    conf = dict.fromkeys(("read_timeout", "join_timeout"), str(spec.elastic_timeout_s))
-    for entry in (given.get("rdzv-conf") or "").split(","):
-        key, equals, value = entry.strip().partition("=")
-        if equals:
-            conf[key] = value
-    conf["is_host"] = "true" if spec.node_index == 0 else "false"
-    return {
-        "nnodes": f"{spec.min_nodes}:{spec.num_nodes}",
-        "rdzv-backend": ELASTIC_BACKEND,
-        "rdzv-conf": ",".join(f"{key}={value}" for key, value in conf.items()),
-        "max-restarts": str(spec.max_restarts),
-    }
-
-
-def restart_variables(spec: LaunchSpec, go: Go) -> dict[str, str]:
+def restart_variables(go: Go) -> dict[str, str]:
     """Return the variable with the gang's restarts for the agent, since torchrun's own values are wrong here.
 
     Each agent runs one generation only, so torchrun (2.13) sets TORCHELASTIC_RESTART_COUNT and _MAX_RESTARTS to 0.
     """
-    # Of the nodes' limits the control node's counts, which is in `go`. An elastic launch is restarted by torchrun.
-    counts = go.max_restarts > 0 and spec.min_nodes is None
-    return {_RESTARTS: f"{go.restarts}/{go.max_restarts}"} if counts else {}
+    # Of the nodes' limits the control node's counts, which is in `go`.
+    return {_RESTARTS: f"{go.restarts}/{go.max_restarts}"} if go.max_restarts > 0 else {}
 
 
 def _program(words: Sequence[str]) -> list[str]:
@@ -126,7 +107,12 @@ def agent_environment(
     module_folder: str | None = None,
 ) -> dict[str, str]:
     """Return the whole environment of this node's agent and workers; `given` is the user's, `inherited` the task's."""
-    env = program_environment(given, inherited, omp_threads, interface)
+    return with_hooks(command_environment(given, inherited, omp_threads, interface), module_folder)
+
+
+def with_hooks(env: Mapping[str, str], module_folder: str | None) -> dict[str, str]:
+    """Return an environment with what our hooks in the agent and its workers need."""
+    env = dict(env)
     hooks = WORKER_HOOKS if os.pathsep not in WORKER_HOOKS else None
     if hooks:
         env[_AGENT_VARIABLE] = ""
@@ -136,10 +122,10 @@ def agent_environment(
     return env
 
 
-def program_environment(
+def command_environment(
     given: Mapping[str, str], inherited: Mapping[str, str], omp_threads: int, interface: str | None
 ) -> dict[str, str]:
-    """Return the environment of a worker, but without our hooks and without a rank."""
+    """Return the environment of a command: that of a worker, but without our hooks and without a rank."""
     env = dict(inherited)
     for name in inherited:
         if name in _FOREIGN_NAMES or name.startswith(_FOREIGN_PREFIXES):

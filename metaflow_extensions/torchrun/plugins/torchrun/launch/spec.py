@@ -11,14 +11,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..errors import EntrypointError, TorchrunConfigError
-from ..parsing import parse_argv, parse_int
+from ..parsing import parse_argv
 from ..settings import StepSettings, argument, choose
 from .arguments import OPTIONS, entrypoint_arguments, torchrun_options
 from .commands import beside_flow, find_program, source_of
 
 STATIC_BACKEND = "static"
-# torchrun's own elasticity.
-ELASTIC_BACKEND = "c10d"
 # Options that the gang decides or does itself; torchrun gets its own value of them, or none.
 _DECIDED = frozenset({"nproc-per-node", "master-port", "max-restarts", "redirects", "tee"})
 
@@ -26,9 +24,9 @@ _DECIDED = frozenset({"nproc-per-node", "master-port", "max-restarts", "redirect
 # Options of torchrun (2.13) that would break what a launch promises, and why.
 _REFUSED = {
     "help": "torchrun would print its help and start no worker. See docs/reference.md for what it can do here.",
-    "run-path": "torchrun would fork its workers from a process with threads. Leave it out: the script runs the same.",
+    "run-path": "torchrun would fork its workers from a process with threads; without it the script runs the same.",
     "virtual-local-rank": "all ranks of a node would have LOCAL_RANK 0, by which their output and their ends are told "
-    "apart. Set CUDA_VISIBLE_DEVICES in the script instead.",
+    "apart; set CUDA_VISIBLE_DEVICES in the script instead.",
 }
 
 
@@ -60,8 +58,6 @@ class LaunchSpec:
     env: tuple[tuple[str, str], ...] = ()  # what the user sets for this launch
     cwd: str | None = None  # absolute path; None is the task's own
     log_dir: str | None = None  # absolute path of where torchrun's log files are kept; None keeps none
-    min_nodes: int | None = None  # with torchrun's own elasticity: the smallest number of nodes; else None
-    elastic_timeout_s: int = 600  # how long elastic agents wait for each other
     function: FunctionSpec | None = None  # what the entrypoint calls, where that is ours
     source: str | None = None  # the file that must be the same on all nodes; None means the entrypoint
     bools: tuple[tuple[str, bool], ...] = ()  # of `args`, those that were given as True or False, by their names
@@ -116,12 +112,12 @@ def build_spec(
     options = torchrun_options(given.get("torchrun_args"))
     env: dict[str, str] = argument("env", given) or {}
     _refuse_what_has_no_use(options, env)
-    min_nodes = _take_min_nodes(options, node.num_nodes)
     _refuse_what_the_gang_decides(options, node)
     module = bool(given.get("module")) | (options.pop("module", "absent") is None)
     cwd, log_dir = argument("cwd", given), options.pop("log-dir", None)
     if function is not None:
-        program = _function(function, min_nodes)
+        program: dict[str, Any] = {"entrypoint": function.script, "args": (function.folder,)}
+        program |= {"source": function.source, "function": function}
     elif isinstance(given.get("entrypoint"), list | tuple):
         program = _command(given, options, module, cwd, env, node.flow_dir, may_come)
     else:
@@ -144,22 +140,11 @@ def build_spec(
         log_dir=None if log_dir is None else os.path.abspath(os.path.join(cwd or "", log_dir)),
         env=tuple(env.items()),
         cwd=cwd,
-        min_nodes=min_nodes,
-        elastic_timeout_s=int(settings.all_nodes_started_timeout),
         options=tuple((name, value) for name, value in options.items() if name not in _DECIDED),
     )
 
 
 # What workers run, as fields of `LaunchSpec`. ------------------------------------------------------
-
-
-def _function(function: FunctionSpec, min_nodes: int | None) -> dict[str, Any]:
-    if min_nodes is not None:
-        raise TorchrunConfigError(
-            "torchrun's own elasticity (nnodes='MIN:MAX') gives ranks out anew while it runs, so a function's values "
-            "would belong to no rank. Launch a script with it, or the function with max_restarts."
-        )
-    return {"entrypoint": function.script, "args": (function.folder,), "source": function.source, "function": function}
 
 
 def _command(
@@ -193,29 +178,6 @@ def _arguments(given: Mapping[str, Any], first: Sequence[str] = ()) -> dict[str,
     return {"args": (*first, *entrypoint_arguments(more)), "bools": tuple(bools)}
 
 
-def _take_min_nodes(options: dict[str, str | None], num_nodes: int) -> int | None:
-    """Take torchrun's own elasticity out of `options` and return how few nodes it may go on with; None without it."""
-    nnodes = options.get("nnodes") or str(num_nodes)
-    low, _, high = nnodes.rpartition(":")
-    if options.get("rdzv-backend") != ELASTIC_BACKEND:
-        if low and low != high:
-            raise TorchrunConfigError(
-                f"torchrun_args nnodes={nnodes} asks for a gang of changing size, but num_parallel={num_nodes} fixes it: "
-                "all nodes start together, and a failure stops or restarts all of them. Remove nnodes, or, for torchrun's "
-                "own elasticity, add rdzv_backend='c10d'; docs/elastic.md says what works with Metaflow."
-            )
-        return None
-    fewest, most = parse_int(low or high), parse_int(high)
-    if fewest is None or most != num_nodes or not 1 <= fewest <= num_nodes:
-        raise TorchrunConfigError(
-            f"torchrun_args nnodes={nnodes} contradicts num_parallel={num_nodes}; with rdzv_backend='c10d' it may be "
-            f"MIN:{num_nodes}, with MIN from 1 to {num_nodes}."
-        )
-    options.pop("rdzv-backend")
-    options.pop("nnodes", None)
-    return fewest
-
-
 def _refuse_what_has_no_use(options: Mapping[str, str | None], env: Mapping[str, str]) -> None:
     for name, why in _REFUSED.items():
         if name in options:
@@ -223,6 +185,12 @@ def _refuse_what_has_no_use(options: Mapping[str, str | None], env: Mapping[str,
     for name in OPTIONS:  # torchrun (2.13, argparse_util.py) takes its defaults from such variables
         if (variable := f"PET_{name.upper().replace('-', '_')}") in env:
             raise TorchrunConfigError(f"env sets {variable}, an option of torchrun. Write {name} in torchrun_args.")
+    fewest, colon, most = (options.get("nnodes") or "").partition(":")
+    if colon and fewest != most:
+        raise TorchrunConfigError(
+            f"torchrun_args nnodes={fewest}:{most} asks for a gang of changing size, but all nodes take part in a launch: "
+            "remove nnodes, and set max_restarts to have all workers start again after a failure."
+        )
 
 
 def _refuse_what_the_gang_decides(options: dict[str, str | None], node: Node) -> None:
@@ -236,7 +204,8 @@ def _refuse_what_the_gang_decides(options: dict[str, str | None], node: Node) ->
     for name, values, truth in (
         ("nnodes", (str(size), f"{size}:{size}"), f"num_parallel={size}"),
         ("node-rank", (str(node.node_index),), f"current.parallel.node_index={node.node_index}"),
-        ("rdzv-backend", (STATIC_BACKEND,), "the gang's own rendezvous (static)"),
+        # With a fixed number of nodes c10d does the same: it waits for all of them.
+        ("rdzv-backend", (STATIC_BACKEND, "c10d"), "the gang's own rendezvous (static)"),
         ("master-addr", addresses, address),
         ("rdzv-endpoint", addresses, address),
         ("standalone", (None,) if size == 1 else (), f"num_parallel={size}"),

@@ -47,7 +47,6 @@ class Step:
     do: Callable[[], object]  # stores or loads it; the return value is ignored
     patience_s: float
     rank: int | None = None  # whose it is, if it is one rank's
-    is_news: bool = True  # whether to report its begin to the gang
 
 
 class Transfer:
@@ -72,7 +71,7 @@ class Transfer:
         self._given_up = False
 
     def start(self, news: Callable[[], None] = lambda: None) -> None:
-        """Begin; the transfer's thread calls `news` when a step begins and at the end."""
+        """Begin; the transfer's thread calls `news` at the end."""
         threading.Thread(target=self._run, args=(news,), name="torchrun-values", daemon=True).start()
 
     @property
@@ -134,8 +133,6 @@ class Transfer:
                 if self._given_up:
                     return
                 self._step_begun_at, self.step = time.monotonic(), step  # in this order: see `over`
-                if step.is_news:
-                    news()
                 step.do()
         except BaseException as error:  # a store's client can raise anything
             self._error = error

@@ -166,7 +166,11 @@ class _Writer:
         threading.current_thread().name = "torchrun-writer"
         with self._writing:
             while True:
-                self._write_next(wait=True)
+                try:
+                    self._write_next(wait=True)
+                except BaseException as error:  # no memory; without this thread the process would never end
+                    text = f"[torchrun] some lines could not be written ({type(error).__name__})\n"
+                    self._write("stderr", text.encode())
 
     def _write_next(self, wait: bool) -> bool:
         """Write the next text, with those behind it for the same stream; return False if there is none."""
@@ -181,11 +185,13 @@ class _Writer:
             parts.append(more[1])
             size += len(more[1])
         self._ahead = more
-        pieces = list(_pieces(b"".join(parts)))
-        for number, piece in enumerate(pieces, 1):
-            self._write(stream, piece, number < len(pieces) or (isinstance(more, tuple) and more[0] == stream))
-        self._written_bytes += size
-        self._busy_since = None
+        try:
+            pieces = list(_pieces(b"".join(parts)))
+            for number, piece in enumerate(pieces, 1):
+                self._write(stream, piece, number < len(pieces) or (isinstance(more, tuple) and more[0] == stream))
+        finally:
+            self._written_bytes += size
+            self._busy_since = None
         return True
 
     def _next(self, wait: bool) -> tuple[str, bytes] | threading.Event | None:
@@ -215,7 +221,7 @@ class _Writer:
                 for other in fds:
                     self._await_other(other, fd)
                 self._write_to(fd, lines, more_follows)
-        except Exception as error:  # a stream that the step's code has put there can raise anything
+        except BaseException as error:  # a stream that the step's code has put there can raise anything
             self._say_lost(stream, error)
 
     def _write_to(self, fd: int, lines: bytes, more_follows: bool) -> None:
@@ -249,11 +255,14 @@ class _Writer:
         if 0 < unread_bytes(other) < self._left_unread:
             self._left_unread = await_reader(other, _OTHER_PATIENCE_S) or sys.maxsize
 
-    def _say_lost(self, stream: str, error: Exception) -> None:
+    def _say_lost(self, stream: str, error: BaseException) -> None:
         if stream not in self._lost:
             self._lost.add(stream)
             other = "stderr" if stream == "stdout" else "stdout"
-            text = f"[torchrun] {stream} can't be written to ({error}): what the workers write there is lost\n"
+            why = type(error).__name__
+            with suppress(BaseException):  # its own text may raise, too
+                why = str(error) or why
+            text = f"[torchrun] {stream} can't be written to ({why}): what the workers write there is lost\n"
             if other not in self._lost:
                 self._write(other, text.encode(errors="backslashreplace"))
 

@@ -31,6 +31,7 @@ _CHUNK_BYTES = 64 * 1024
 _PIPE_BYTES = 256 * 1024
 _GATHER_S = 0.02  # after a look that found little, so that many short lines cost one look
 _HELD_UP_S = 0.05  # between two looks at a writer that is behind
+_END_BYTES = 8 * 1024 * 1024  # of each worker, read from a generation that stops although the writer is behind
 _PAUSED_S = 5.0  # with a writer that is behind all that time, the workers are said to wait
 _QUIET_S = 0.5  # the longest wait: for the last state of a progress bar
 _TAIL_BYTES = 64 * 1024
@@ -65,11 +66,11 @@ class Pipe:
         self.stream = stream
         path = pipe_path(folder, process, stream)
         os.mkfifo(path, 0o600)
-        files.callback(_remove, path)  # whoever reads all files of a kept folder would wait for this one
+        files.callback(_remove, path)
         # Also for writing: so it has no end of file when a writer ends and another one comes.
         self.fd = os.open(path, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
         files.callback(os.close, self.fd)
-        with suppress(OSError, AttributeError):  # Python 3.10 has the name on Linux
+        with suppress(OSError):
             fcntl.fcntl(self.fd, fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
         self.read_bytes = 0
         self._label = label.encode()  # before every line
@@ -80,11 +81,12 @@ class Pipe:
         self._tail: deque[bytes] = deque()
         self._tail_bytes = 0
         self._copy: BinaryIO | None = None
+        self._say: Callable[[str], None] = lambda text: None
 
-    def keep_in(self, files: ExitStack, path: str) -> None:
-        """Keep all that comes in a file, too."""
+    def keep_in(self, files: ExitStack, path: str, say: Callable[[str], None]) -> None:
+        """Keep all that comes in a file, too; `say` if that is not possible any more."""
         os.makedirs(os.path.dirname(path), exist_ok=True)
-        self._copy = files.enter_context(open(path, "ab", buffering=0))  # noqa: SIM115
+        self._copy, self._say = files.enter_context(open(path, "ab", buffering=0)), say  # noqa: SIM115
 
     def read(self, limit: int = _CHUNK_BYTES) -> bytes:
         """Return what is there, at most so much."""
@@ -103,8 +105,15 @@ class Pipe:
         while self._tail_bytes - len(self._tail[0]) >= _TAIL_BYTES:
             self._tail_bytes -= len(self._tail.popleft())
         if self._copy is not None:
-            with suppress(OSError):  # that disk is full; the log has it
-                self._copy.write(data)
+            self._keep(self._copy, memoryview(data))
+
+    def _keep(self, copy: BinaryIO, data: memoryview) -> None:
+        try:
+            while data:  # a disk that fills up takes a part
+                data = data[copy.write(data) :]
+        except OSError as error:
+            self._copy = None
+            self._say(f"{copy.name} can't be written any more, and lacks what follows: {error.strerror or error}")
 
     @property
     def tail(self) -> str:
@@ -131,6 +140,11 @@ def _remove(path: str) -> None:
         os.unlink(path)
 
 
+def _remove_folder(path: str) -> None:
+    with suppress(OSError):  # somebody else's file is in it
+        os.rmdir(path)
+
+
 class _Process:
     """The two streams of one process; stdout that was written before stderr is shown before it."""
 
@@ -142,6 +156,11 @@ class _Process:
         self._cuts = cuts  # whether a line on stderr ends an unfinished one on stdout
         self._hidden: deque[tuple[str, bytes]] | None = deque() if is_hidden else None  # the last that was hidden
         self._hidden_bytes = 0
+
+    @property
+    def read_bytes(self) -> int:
+        """How much of it was read."""
+        return sum(pipe.read_bytes for pipe in self.pipes.values())
 
     def pump(self, show: Show) -> int:
         """Show what is there, at most a chunk of each stream; return how many bytes the larger one had."""
@@ -197,7 +216,7 @@ class LogReader:
     """Reads all pipes of one generation of workers in a thread of its own.
 
     The thread that calls `run` may ask it to read at once, so both hold `_reading` while they touch a process. Nothing
-    that they do there waits for anybody.
+    that they do there waits for anybody, but for the disk of `keep_in`.
     """
 
     def __init__(
@@ -213,18 +232,23 @@ class LogReader:
         self._write = write
         self._holds_report = holds_report  # of the agent's own failure, until `finish`
         self._held: list[bytes] = []
+        self._agent_label = agent_label
+        self._ends_at: dict[int, int] = {}  # local rank -> up to which byte it is read although the writer is behind
         self._reading = threading.Lock()
         self._stop = threading.Event()
         with ExitStack() as files:  # closed here if one of them can't be opened
+            files.callback(_remove_folder, folder)
             self._wake, self._woken = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
             files.callback(os.close, self._wake)
             files.callback(os.close, self._woken)
             self._agent = _Process(files, folder, AGENT, agent_label)
+            os.mkfifo(news := pipe_path(folder, AGENT, "workers"), 0o600)  # for the guardian, see `worker/agent`
+            files.callback(_remove, news)
             # `workers`: local rank -> label, and whether it is hidden.
             self._workers = {rank: _Process(files, folder, rank, *shown, cuts) for rank, shown in workers.items()}
             for rank, worker in self._workers.items() if keep_in is not None else ():
                 for stream, pipe in worker.pipes.items():
-                    pipe.keep_in(files, os.path.join(keep_in or "", str(rank), f"{stream}.log"))
+                    pipe.keep_in(files, os.path.join(keep_in or "", str(rank), f"{stream}.log"), self._say)
             self._files = files.pop_all()
         self._read_at: float | None = None
         self._held_up_since: float | None = None
@@ -239,7 +263,7 @@ class LogReader:
 
     def written_bytes(self) -> int:
         """Return how much of the workers was read; hidden ranks count."""
-        return sum(pipe.read_bytes for worker in self._workers.values() for pipe in worker.pipes.values())
+        return sum(worker.read_bytes for worker in self._workers.values())
 
     @property
     def last_output_at(self) -> float | None:
@@ -281,6 +305,11 @@ class LogReader:
                 if failed:
                     worker.reveal(self._show)
 
+    def let_end(self) -> None:
+        """Read on although the writer is behind, since the workers are stopped: one that saves may print before."""
+        if not self._ends_at:
+            self._ends_at = {rank: worker.read_bytes + _END_BYTES for rank, worker in self._workers.items()}
+
     def finish(self, explained: bool = False) -> None:
         """Show all that is left and end; safe to call more than once. Call it when no process writes any more.
 
@@ -315,6 +344,9 @@ class LogReader:
             if self._is_held_up():
                 with self._reading:
                     self._agent.pump(self._show_agent)
+                    for rank, end in self._ends_at.items():
+                        if self._workers[rank].read_bytes < end:
+                            self._workers[rank].pump(self._show)
                 self._stop.wait(_HELD_UP_S)
                 continue
             fds = {fd for fd, _ in poll.poll(1000 * _QUIET_S)}
@@ -341,6 +373,9 @@ class LogReader:
 
     def _show(self, stream: str, lines: bytes) -> None:
         self._write(stream, lines)
+
+    def _say(self, text: str) -> None:
+        self._write("stderr", f"{self._agent_label}{text}\n".encode(errors="backslashreplace"))
 
     def _show_agent(self, stream: str, lines: bytes) -> None:
         """Show the agent's lines, but hold back its report of a failure."""

@@ -24,8 +24,9 @@ class SharedPipes:
     """The locks of the pipes among a process's stdout and stderr; they exclude other processes, not threads.
 
     A write of more than ``PIPE_BUF`` bytes is not atomic, so without a lock lines of two nodes could mix.
-    The last pipe's lock is the turn. The first one's is a turnstile before it: who waits there is next. A lock alone is
-    not fair, since who releases it takes it again before the kernel has woken another. All waits are in the kernel.
+    The turn is the locks of all pipes that this process has: another one may have one of them alone. A lock alone is not
+    fair, since who releases it takes it again before the kernel has woken another. So there is a turnstile before them, a
+    record lock on the first pipe: who has it is next. All waits are in the kernel.
     """
 
     def __init__(self) -> None:
@@ -36,10 +37,12 @@ class SharedPipes:
         """Wait until no other node writes to these descriptors, as long as it takes, and keep others waiting meanwhile."""
         try:
             locks = self._open(fds)
+            for turnstile in locks[:1]:
+                _lock_record(turnstile, fcntl.F_WRLCK)
             for lock in locks:
                 fcntl.flock(lock, fcntl.LOCK_EX)
-            for lock in locks[:-1]:
-                fcntl.flock(lock, fcntl.LOCK_UN)
+            for turnstile in locks[:1]:
+                _lock_record(turnstile, fcntl.F_UNLCK)
             yield
         finally:
             self.release(unlock=True)
@@ -49,7 +52,7 @@ class SharedPipes:
         pipes = {_identity(fd): fd for fd in fds if is_pipe(fd)}
         for pipe in sorted(pipes):
             # A descriptor of our own: a lock belongs to the open file, which others may have inherited.
-            with suppress(OSError):  # no /proc, or a pipe without reader: the write tells
+            with suppress(OSError):  # no /proc (macOS), or a pipe without reader: the write tells
                 own = os.open(f"/proc/self/fd/{pipes[pipe]}", os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC)
                 self._held.append((own, pipe))
         return [own for own, _ in self._held]
@@ -63,6 +66,12 @@ class SharedPipes:
                     if unlock:
                         fcntl.flock(fd, fcntl.LOCK_UN)
                     os.close(fd)
+
+
+def _lock_record(fd: int, kind: int) -> None:
+    """Lock or unlock the first byte of an open file for its descriptor (fcntl_locking(2)); it is independent of flock."""
+    with suppress(OSError):  # a system without such locks: turns are less fair there
+        fcntl.fcntl(fd, fcntl.F_OFD_SETLKW, struct.pack("hhqqi4x", kind, os.SEEK_SET, 0, 1, 0))
 
 
 def is_pipe(fd: int) -> bool:

@@ -150,7 +150,7 @@ def usable_cpus(root: str = "/") -> int:
     """Return the CPUs this process may use: the smallest of its affinity and its cgroups' quotas."""
     try:
         cpus = len(os.sched_getaffinity(0))
-    except AttributeError:  # not on macOS
+    except AttributeError:  # in some of conda's Pythons
         cpus = os.cpu_count() or 1
     quotas = (quota for folder in own_folders("cpu", root) for quota in _quotas(folder))
     return max(1, int(min([cpus, *quotas])))

@@ -8,7 +8,9 @@ import ipaddress
 import os
 import socket
 import struct
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
+from typing import Any
 
 from .processes import read
 
@@ -66,7 +68,7 @@ def interface_of(address: str) -> str | None:
     """Return the name of the interface that owns the local `address`, or None if unknown."""
     ip = ipaddress.ip_address(address.split("%")[0])
     if ip.version == 4 and ip.is_loopback:  # 127.0.0.2, too
-        return next((name for _, name in socket.if_nameindex() if name in ("lo", "lo0")), None)
+        return "lo"
     return _interfaces().get(ip)
 
 
@@ -84,7 +86,7 @@ def addresses_for_others(known: str) -> list[str]:
 
 
 def _interfaces() -> dict[_Address, str]:
-    """Return the interface of each address of this host, IPv4 first; nothing where this is not Linux."""
+    """Return the interface of each address of this host, IPv4 first."""
     found: dict[_Address, str] = {}
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():
@@ -95,3 +97,83 @@ def _interfaces() -> dict[_Address, str]:
         digits, _, _, _, _, name = line.split()
         found[ipaddress.IPv6Address(bytes.fromhex(digits))] = name
     return found
+
+
+# --- a port that does not answer ----------------------------------------------------------------
+
+_ESTABLISHED, _LISTENS = "01", "0A"  # states of a socket in /proc/net/tcp, from <net/tcp_states.h>
+_LOCAL, _REMOTE = 1, 2  # its columns with addresses
+
+
+def is_listened_on(port: int, pids: Callable[[], Iterable[int]]) -> bool:
+    """Return whether one of these processes, which are only asked for if anybody does, listens on a TCP port.
+
+    It is read from ``/proc`` (proc(5)); where that tells nothing, nobody does.
+    """
+    found = _sockets(_LISTENS, _LOCAL, port)
+    return bool(found) and any(not found.isdisjoint(_open_files(pid)) for pid in pids())
+
+
+def is_connected_to(port: int, pids: Iterable[int]) -> bool:
+    """Return whether one of these processes holds a TCP connection to this port of any address."""
+    found = _sockets(_ESTABLISHED, _REMOTE, port)
+    return bool(found) and any(not found.isdisjoint(_open_files(pid)) for pid in pids)
+
+
+def _sockets(state: str, column: int, port: int) -> set[str]:
+    rows = [line.split() for table in ("tcp", "tcp6") for line in read(f"/proc/net/{table}").splitlines()[1:]]
+    return {f"socket:[{row[9]}]" for row in rows if row[3] == state and row[column].endswith(f":{port:04X}")}
+
+
+def _open_files(pid: int) -> Iterator[str]:
+    folder = f"/proc/{pid}/fd"
+    with suppress(OSError):
+        for name in os.listdir(folder):
+            with suppress(OSError):
+                yield os.readlink(os.path.join(folder, name))
+
+
+class Attempt:
+    """Tries to connect to a port, again and again until a time, without waiting but for the name's address."""
+
+    def __init__(self, address: str, port: int, until: float) -> None:
+        self._target, self._until = (address, port), until
+        self._places: list[Any] = []  # what the name stands for
+        self._sockets: dict[tuple[Any, ...], socket.socket] = {}  # where the host has several addresses, one for each
+        self._why = ""  # the last error
+
+    def poll(self, now: float) -> str | None:
+        """Return "" if somebody has answered, at the end why nobody has, and None in between."""
+        found = "" if self._is_reached() else None
+        if found is None and now >= self._until:
+            found = self._why or "timed out"
+        if found is not None:
+            self.close()
+        return found
+
+    def close(self) -> None:
+        """Give up; safe to call more than once."""
+        for each in self._sockets.values():
+            each.close()
+        self._sockets = {}
+
+    def _is_reached(self) -> bool:
+        try:
+            # Once: a resolver may take its time, and the caller has other things to do.
+            self._places = self._places or socket.getaddrinfo(*self._target, type=socket.SOCK_STREAM)
+            return any(self._connects(family, place) for family, *_, place in self._places)
+        except OSError as error:  # no such name, or no more files
+            self._why = error.strerror or str(error)
+            return False
+
+    def _connects(self, family: int, place: tuple[Any, ...]) -> bool:
+        if place not in self._sockets:
+            self._sockets[place] = socket.socket(family, socket.SOCK_STREAM)
+            self._sockets[place].setblocking(False)
+        code = self._sockets[place].connect_ex(place)
+        if code in (0, errno.EISCONN):
+            return True
+        if code not in (errno.EINPROGRESS, errno.EALREADY, errno.EINTR):
+            self._why = os.strerror(code)
+            self._sockets.pop(place).close()  # the next look tries anew
+        return False

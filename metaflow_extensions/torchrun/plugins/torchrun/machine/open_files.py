@@ -10,17 +10,17 @@ from contextlib import suppress
 
 from ..errors import GangError
 
-_FOR_THE_STEP = 128  # what the step's own code may open besides
+_OWN = 128  # what a supervisor may open besides
 _FEW_OTHERS, _MANY_OTHERS = 256, 2048  # other connections than those of the nodes: at least, and if the limit is raised
 
 
 def raise_limit(needed: int) -> None:
     """Raise the soft limit of open files for good if it is too low for so many connections, at most to the hard one.
 
-    The step's code and its children have the higher limit, too. For a small gang it stays as it is. Can be repeated.
+    The limit is that of the supervisor alone. For a small gang it stays as it is. Can be repeated.
     """
     soft, hard = _limits()
-    taken = _open_files() + _FOR_THE_STEP
+    taken = _open_files() + _OWN
     if soft < taken + needed + _FEW_OTHERS:
         new = int(min(hard, taken + needed + _MANY_OTHERS))
         with suppress(ValueError, OSError):  # the kernel refuses; then fewer files can be open
@@ -32,13 +32,13 @@ def room_for_connections(needed: int, more: int) -> int:
     raise_limit(needed)
     soft, hard = _limits()
     used = _open_files()
-    places = min(soft - used - _FOR_THE_STEP, needed + more)
+    places = min(soft - used - _OWN, needed + more)
     if places < needed:
         what = "1 connection" if needed == 1 else f"{needed} connections"
         raise GangError(
             f"The control node (host {socket.gethostname()}) needs {what}, one for each other node, but "
-            f"its task may open {hard} files only (the hard limit, ulimit -Hn), of which {used} are open and "
-            f"{_FOR_THE_STEP} kept for the step's own. Raise it where the task's container or service is set up."
+            f"its supervisor process may open {hard} files only (the hard limit, ulimit -Hn), of which {used} are open "
+            f"and {_OWN} kept for its own. Raise it where the task's container or service is set up."
         )
     return int(places)
 

@@ -1,7 +1,6 @@
 """The process table: states, descendants and exit codes of processes.
 
 It is read from ``/proc`` (see proc(5)). Standard library only, and little of it: the guardian imports this module, too.
-Made for Linux. Elsewhere (untried) the table comes from ``ps``, and what it does not tell is not known.
 """
 
 from __future__ import annotations
@@ -9,15 +8,13 @@ from __future__ import annotations
 import os
 import select
 import signal
-import subprocess
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from typing import NamedTuple
 
-_HAS_PROC = os.path.isdir("/proc/self")
 _POLL_S = 0.05
-_LOOK_S = 60.0  # on systems with pidfd
+_LOOK_S = 60.0  # with a pidfd
 _NEVER = float("inf")
 _KILL_WAIT_S = 10.0  # after SIGKILL only a process in uninterruptible sleep stays
 
@@ -85,7 +82,7 @@ def children(parent: int) -> list[int]:
 def children_of_main_thread(parent: int) -> list[int]:
     """Return the pids of the children, dead ones too, that a process's main thread has started; cheap enough to repeat.
 
-    A kernel without CONFIG_PROC_CHILDREN, or another system, tells the living children of all threads.
+    A kernel without CONFIG_PROC_CHILDREN tells the living children of all threads.
     """
     path = f"/proc/{parent}/task/{parent}/children"
     return [int(pid) for pid in read(path).split()] if os.path.exists(path) else children(parent)
@@ -106,25 +103,9 @@ def living_descendants(ancestor: int) -> list[int]:
 
 
 def _table() -> Iterator[Process]:
-    if not _HAS_PROC:
-        yield from _table_from_ps()
-        return
     for name in os.listdir("/proc"):
         if name.isdigit() and (process := find(int(name))) is not None:
             yield process
-
-
-def _table_from_ps() -> Iterator[Process]:
-    listing = subprocess.run(["ps", "-A", "-o", "pid=,ppid=,stat="], capture_output=True, text=True, check=False).stdout
-    for line in listing.splitlines():
-        pid, parent, state = line.split()[:3]
-        yield Process(int(pid), int(parent), state[0])
-
-
-def environment(pid: int) -> dict[str, str]:
-    """Return the environment with which a process began; empty if it is gone or not ours to read."""
-    entries = (entry.partition("=") for entry in _words(pid, "environ"))
-    return {name: value for name, _, value in entries}
 
 
 def command_line(pid: int) -> list[str]:
@@ -155,7 +136,10 @@ def _words(pid: int, name: str) -> list[str]:
 
 
 def open_pidfd(pid: int) -> int | None:
-    """Return a pidfd, None where there is none (Linux before 5.3). Raises ProcessLookupError if it is gone."""
+    """Return a pidfd, or None. Raises ProcessLookupError if it is gone.
+
+    Linux has it since 5.3, and some Pythons lack the name, such as uv's (python-build-standalone, in July 2026).
+    """
     try:
         return os.pidfd_open(pid)
     except ProcessLookupError:
@@ -174,14 +158,7 @@ class Other:
     @property
     def has_ended(self) -> bool:
         """Whether it has ended; also true for dead processes that are not reaped."""
-        if _HAS_PROC:
-            return not is_alive(self.pid, self.began)
-        with suppress(PermissionError):
-            try:
-                os.kill(self.pid, 0)
-            except ProcessLookupError:
-                return True
-        return False
+        return not is_alive(self.pid, self.began)
 
     @contextmanager
     def end(self) -> Iterator[int | None]:
@@ -214,7 +191,7 @@ class Other:
 
 
 class Ends:
-    """Waits for the end of any of some processes, where the system can do that without looking (Linux 5.3)."""
+    """Waits for the end of any of some processes, without looking where each has a pidfd."""
 
     def __init__(self, pids: Iterable[int]) -> None:
         self._poll = select.poll()
@@ -226,7 +203,7 @@ class Ends:
                     self._poll.register(handle, select.POLLIN)
 
     def wait(self, look_s: float) -> None:
-        """Return when a process has ended, or after `look_s` seconds where the system does not tell."""
+        """Return when a process has ended, or after `look_s` seconds if one has no pidfd."""
         if self._handles:
             self._poll.poll(look_s * 1000 if None in self._handles.values() else None)
 

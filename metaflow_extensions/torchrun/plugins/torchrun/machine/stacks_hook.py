@@ -1,4 +1,4 @@
-"""Makes a worker write its Python stacks at a signal, even while it hangs; `stacks` reads them.
+"""Makes a worker write the Python stack of its main thread at a signal, even while it hangs; `stacks` reads it.
 
 The worker runs this file before its own program, and never imports it.
 """
@@ -27,11 +27,12 @@ def _moved(file: int) -> int:
 
 _folder, _number = os.environ.get("TORCHRUN_STACKS_FOLDER"), os.environ.get("TORCHRUN_STACKS_SIGNAL")
 if _folder and _number:
-    # It must be open beforehand: the handler runs outside of the interpreter, which may be stuck.
-    _path = os.path.join(_folder, f"stacks-{os.getpid()}.txt")
-    _file = _moved(os.open(_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600))
-    # The stacks of all threads: the handler reads frames that their threads may change meanwhile, and about one time in
-    # 3 000 that ends the process (CPython issue 116008, seen with 3.11). So this signal comes only before an end.
-    faulthandler.register(int(_number), file=_file, all_threads=True, chain=False)
-    # The stack of the thread that gets the signal, which is the main one: that is safe at any time.
-    faulthandler.register(int(_number) - 1, file=_file, all_threads=False, chain=False)
+    # It must be open beforehand: the handler runs outside of the interpreter, which may be stuck. Without a name it
+    # leaves nothing behind, however the worker ends; `stacks` finds it among the worker's open files.
+    _path = os.path.join(_folder, f"torchrun-stacks-{os.getpid()}")
+    _file = os.open(_path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC, 0o600)
+    os.unlink(_path)
+    # The stack of the thread that gets the signal, which is the main one. All threads would be a risk: the handler reads
+    # frames that their threads change meanwhile, and about one time in 3 000 that ends the process (CPython issue
+    # 116008, seen with 3.11).
+    faulthandler.register(int(_number), file=_moved(_file), all_threads=False, chain=False)

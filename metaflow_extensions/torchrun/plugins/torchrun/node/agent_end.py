@@ -10,8 +10,12 @@ from ..gang.cause import Cause, describe_exit, signal_name
 from ..guardian.agent_events import End, Frozen, Terminated
 from ..logs.pipes import Tail
 from ..machine.cgroup import describe_oom, oom_kills
+from ..machine.frozen import STOPPED
 from .exits import read_agent_report
 from .plan import Plan
+
+AGENT_NAME = "torchrun agent"
+"""What messages call torchrun's own process."""
 
 
 class MachineFaults:
@@ -42,12 +46,13 @@ class MachineFaults:
 
 
 class AgentEnd:
-    """The end of one agent; belongs to its `Generation`. `folder` is torchrun's --log-dir."""
+    """The end of one agent, or of the process that runs the commands in its place."""
 
-    def __init__(self, plan: Plan, host: str, folder: str, tail: Tail) -> None:
+    def __init__(self, plan: Plan, host: str, tail: Tail, name: str = AGENT_NAME) -> None:
         self._plan = plan
         self._node, self._host = plan.spec.node_index, host
-        self._folder, self._tail = folder, tail
+        self._tail = tail
+        self._name = name
         self.machine = MachineFaults()
         self.exit_code: int | None = None
         self.failed_at: float | None = None
@@ -60,10 +65,10 @@ class AgentEnd:
             text = "its guardian process got SIGTERM from outside of the gang"
             cause = Cause("agent_ended", self._node, self._host, exception=text)
         else:
-            whose = f"its {self._plan.agent} " if event.rank is None else ""
+            whose = f"its {self._name} " if event.rank is None else ""
             whose = "its Metaflow task " if event.pid == os.getpid() else whose
             limit_s = self._plan.silence_s
-            text = f"{whose}was stopped by a signal (SIGSTOP or the like) and not continued for {limit_s:g} s"
+            text = f"{whose}{STOPPED} {limit_s:g} s"
             cause = Cause("frozen", self._node, self._host, event.rank, event.local_rank, exception=text)
         self.fault = (event.at, cause)
         return f"{cause.who} {cause.what}"
@@ -74,20 +79,11 @@ class AgentEnd:
 
     def describe(self, status: int) -> str:
         """Return for the log how the agent failed by itself."""
-        cause = self._program_cause()
-        return f"the {self._plan.agent} {describe_exit(status)}" if cause is None else str(cause.exception)
+        return f"the {self._name} {describe_exit(status)}"
 
     def cause(self, has_workers: bool) -> Cause:
         """Return why it failed; `has_workers`: it had started some."""
-        return self._program_cause() or self._torchrun_cause(has_workers)
-
-    def _program_cause(self) -> Cause | None:
-        if self._plan.program is None:
-            return None
-        return self._plan.program.cause(self._folder, self._tail, self._node, self._host, self.machine.how_ended)
-
-    def _torchrun_cause(self, has_workers: bool) -> Cause:
-        report, code, who = read_agent_report(self._tail), self.exit_code, f"its {self._plan.agent}"
+        report, code, who = read_agent_report(self._tail), self.exit_code, f"its {self._name}"
         guardian_gone = self._end is not None and self._end.guardian_gone
         if guardian_gone:
             code, who, how = None, "its guardian process", self.machine.how_vanished()
@@ -101,4 +97,5 @@ class AgentEnd:
             how = "vanished" if code is None else self.machine.how_ended(code)
         # An agent with workers did start: it was killed, or lost its own connections.
         kind = "agent_ended" if has_workers or guardian_gone else "agent"
-        return Cause(kind, self._node, self._host, None, None, code, f"{who} {how}", report.tail)
+        said = "" if guardian_gone else report.tail  # then torchrun tells of the SIGTERM that it got for that reason
+        return Cause(kind, self._node, self._host, None, None, code, f"{who} {how}", said)

@@ -1,7 +1,6 @@
 """Exit codes and failure causes of one node's workers.
 
-The guardian sees a worker die and reports its exit code. On a busy machine torchrun can reap the worker first. Then
-only torchrun's stderr has the exit code, and `read_agent_report` reads it there.
+The guardian sees a worker die and reports its exit code, or has it from the agent.
 
 A worker records the exception that ended it (`worker_hooks`; scripts with ``@record`` write torchelastic's error file).
 The end of its stderr is shown as it is; no cause is derived from it.
@@ -13,25 +12,22 @@ import glob
 import json
 import os
 import re
-import signal
 import time
 from contextlib import suppress
 from dataclasses import dataclass
-from datetime import datetime
 from typing import Any
 
-from ..gang.cause import Cause, remedy_of_exit
+from ..gang.cause import RAISED, Cause, remedy_of_exit
 from ..guardian.agent_events import WorkerEnded
 from ..launch.spec import LaunchSpec
 from ..logs.pipes import AGENT, Tail
 
 _TAIL_LINES, _STDOUT_LINES = 30, 10
-_NEVER = float("inf")
 
 
 def _failed(end: WorkerEnded) -> bool:
     """Return whether this end shows that the worker has failed by itself."""
-    return end.status not in (0, None) and not end.stopped
+    return end.status != 0 and not end.stopped
 
 
 class Exits:
@@ -46,8 +42,8 @@ class Exits:
 
     @property
     def codes(self) -> dict[int, int]:
-        """Global rank -> exit code of all workers whose exit code is known."""
-        return {end.rank: end.status for end in self._ends.values() if end.status is not None}
+        """Global rank -> exit code of all workers that have ended."""
+        return {end.rank: end.status for end in self._ends.values()}
 
     def has_ended(self, rank: int) -> bool:
         """Return whether a worker has ended."""
@@ -60,27 +56,8 @@ class Exits:
 
     def record(self, end: WorkerEnded) -> bool:
         """Record a worker's end; return whether it is known to have failed by itself."""
-        if _failed(end) and end.pid in read_agent_report(self._tail).stopped:
-            # torchrun stops workers only after one has failed: another one failed first, unseen by the guardian.
-            end = end._replace(stopped=True)
         self._ends[end.local_rank] = end
         return _failed(end)
-
-    # --- what torchrun says ---------------------------------------------------------------------
-
-    def complete(self, agent_exit: int | None, stopping: bool) -> None:
-        """Add the exit codes that only torchrun knows; `stopping`: we had begun to stop the workers."""
-        codes = (
-            dict.fromkeys(range(self._spec.nproc), 0) if agent_exit == 0 else read_agent_report(self._tail).exit_codes
-        )
-        for local_rank, code in codes.items():
-            known = self._ends.get(local_rank)
-            if known is None:  # the guardian has never seen it
-                stopped = stopping or code == -signal.SIGTERM
-                rank, at = self._spec.global_rank(local_rank), time.monotonic()
-                self._ends[local_rank] = WorkerEnded(rank, local_rank, 0, code, stopped, at)
-            elif known.status is None:
-                self._ends[local_rank] = known._replace(status=code, stopped=code == -signal.SIGTERM)
 
     def trained_alone(self) -> bool:
         """Return whether every worker recorded that it computed gradients without a process group."""
@@ -104,7 +81,8 @@ class Exits:
 
         torchrun does so, too, but not before a worker has failed.
         """
-        return min([stopped_at, read_agent_report(self._tail).stopped_at, *(end.at for end in self.failed())])
+        by_torchrun = (end.stopped_at for end in self._ends.values() if end.stopped_at is not None)
+        return min([stopped_at, *by_torchrun, *(end.at for end in self.failed())])
 
     def _cause_of(self, end: WorkerEnded, told: float) -> tuple[float, Cause] | None:
         """Return when and why a worker failed; None if it did not fail by itself.
@@ -113,7 +91,7 @@ class Exits:
         """
         if end.status == 0:
             return None
-        code, is_signal = end.status, (end.status or 0) < 0
+        code, is_signal = end.status, end.status < 0
         who = (self._spec.node_index, self._host, end.rank, end.local_rank)
         folder = worker_folder(self._folder, end.local_rank)
         stdout = _last_shown(self._tail(end.local_rank, "stdout"))
@@ -121,7 +99,7 @@ class Exits:
             if end.stopped and record.at > told:
                 return None
             shown = None if end.stopped and is_signal else code
-            return record.at, Cause("exception", *who, shown, record.exception, record.traceback, "", stdout)
+            return record.at, Cause(record.kind, *who, shown, record.exception, record.traceback, "", stdout)
         if end.stopped:
             return None  # it obeyed the signal
         stderr = _without_labels(self._tail(end.local_rank, "stderr"))
@@ -132,11 +110,10 @@ class Exits:
 def worker_folder(log_dir: str, local_rank: int) -> str:
     """Return the folder that torchrun made for a worker; it may not exist.
 
-    It is ``<run id>_<random>/attempt_<n>/<local rank>`` (``DefaultLogsSpecs`` in
+    It is ``<run id>_<random>/attempt_0/<local rank>`` (``DefaultLogsSpecs`` in
     ``torch/distributed/elastic/multiprocessing/api.py``, torch 2.13).
     """
-    found = glob.glob(f"{glob.escape(log_dir)}/*/attempt_*/{local_rank}")
-    return max(found, key=os.path.getmtime, default=f"{log_dir}/none")
+    return next(glob.iglob(f"{glob.escape(log_dir)}/*/attempt_0/{local_rank}"), f"{log_dir}/none")
 
 
 # --- what a worker leaves -----------------------------------------------------------------------
@@ -149,13 +126,15 @@ class Record:
     exception: str  # type and message
     traceback: str
     at: float  # when it was raised, in this machine's monotonic seconds
+    kind: str = "exception"  # of the cause; an exception of ours may say another one
 
 
 def read_record(folder: str) -> Record | None:
     """Return what the worker with this folder recorded of its end; None if it recorded nothing, or not all of it."""
     with suppress(OSError, ValueError, AttributeError, TypeError, KeyError):
         data = _read_json(os.path.join(folder, "exception.json"))
-        return Record(_printable(data["exception"]), _printable(data["traceback"]).rstrip(), float(data["at"]))
+        kind = data.get("kind") if data.get("kind") in RAISED else "exception"
+        return Record(_printable(data["exception"]), _printable(data["traceback"]).rstrip(), float(data["at"]), kind)
     return _read_error_file(os.path.join(folder, "error.json"))
 
 
@@ -208,48 +187,21 @@ def _last_shown(text: str) -> str:
 
 @dataclass(frozen=True)
 class AgentReport:
-    """What torchrun printed on stderr about the ends of its workers and about its own."""
+    """What torchrun printed on stderr about its own end."""
 
-    exit_codes: dict[int, int]  # local rank -> exit code of the workers that it says have failed
-    stopped: frozenset[int]  # pids of the workers that it told to stop itself, because another one had failed
-    stopped_at: float  # when it told the first of them, in monotonic seconds; infinity if that is not known
     got_signal: int | None  # the signal that made it give up
     tail: str  # the last lines
 
 
-# All of torch 2.13. The report of a failure is `_FAILURE_FORMAT_TEMPLATE` in
-# torch/distributed/elastic/multiprocessing/errors/__init__.py.
-_FAILURE = re.compile(
-    r"rank\s*: (?P<rank>\d+) \(local_rank: (?P<local_rank>\d+)\)\s*\n\s*exitcode\s*: (?P<code>-?\d+) \(pid: \d+\)"
-)
-# `SubprocessContext._close` in torch/distributed/elastic/multiprocessing/api.py says it before it sends the signal. The
-# line begins like "W1121 18:44:10.792000 1227 torch/...", with the local time (torch/_logging).
-_STOPPED = re.compile(r"^(?:W(?P<time>\d{4} \d\d:\d\d:\d\d\.\d+) )?.*Sending process (?P<pid>\d+) closing signal", re.M)
-# A line that seems older was written with another time zone or daylight saving time; its time is not used.
-_OLDEST_LINE_S = 900.0
-# `_terminate_process_handler` in torch/distributed/elastic/multiprocessing/api.py.
+# `_terminate_process_handler` in torch/distributed/elastic/multiprocessing/api.py, torch 2.13.
 _GOT_SIGNAL = re.compile(r"SignalException: Process \d+ got signal: (\d+)")
 
 
 def read_agent_report(tail: Tail) -> AgentReport:
     """Return what this node's torchrun has printed."""
     text = _without_labels(tail(AGENT, "stderr"))
-    stopped = list(_STOPPED.finditer(text))
     got_signal = _GOT_SIGNAL.search(text)
     return AgentReport(
-        exit_codes={int(found["local_rank"]): int(found["code"]) for found in _FAILURE.finditer(text)},
-        stopped=frozenset(int(found["pid"]) for found in stopped),
-        stopped_at=next((_monotonic(found["time"]) for found in stopped if found["time"]), _NEVER),
         got_signal=None if got_signal is None else int(got_signal[1]),
         tail=_last_lines(text),
     )
-
-
-def _monotonic(local_time: str) -> float:
-    """Return a log line's local time as monotonic seconds; infinity if it is not plausible."""
-    now = datetime.now()
-    with suppress(ValueError):
-        age_s = (now - datetime.strptime(f"{now.year} {local_time}", "%Y %m%d %H:%M:%S.%f")).total_seconds()
-        if 0 <= age_s < _OLDEST_LINE_S:
-            return time.monotonic() - age_s
-    return _NEVER

@@ -10,7 +10,6 @@ import enum
 import shutil
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 
 from ..gang.cause import Failure, first_failure
@@ -63,12 +62,12 @@ class Generation:
         self.command = shown_command(command)  # the agent's argv, as a user would type it
         self.phase = Phase.STARTING
         self.said_started = self.said_output = False  # whether *started* and *wrote* were sent
-        self.exits = Exits(folder, replace(plan.spec, nproc=plan.nproc), host, logs.tail)
+        self.exits = Exits(folder, plan.spec, host, logs.tail)
         self._plan = plan
         self._host = host
         self._folder = folder  # torchrun's --log-dir
         self._agent = agent
-        self._agent_end = AgentEnd(plan, host, folder, logs.tail)
+        self._agent_end = AgentEnd(plan, host, logs.tail)
         self._logs = logs
         self._pids: dict[int, int] = {}  # global rank -> pid
         self._worker_ended_at: float | None = None  # the last one
@@ -81,8 +80,7 @@ class Generation:
             plan,
             self._folder,
             pid=lambda: self._agent.pid,
-            # torchrun may start an elastic launch's ranks again.
-            has_ended=(lambda rank: False) if plan.is_elastic else self.exits.has_ended,
+            has_ended=self.exits.has_ended,
             say=say,
             show=partial(say, is_detail=False),
             running=self._running,
@@ -91,6 +89,7 @@ class Generation:
             is_held_up=lambda: self._logs.is_held_up,
             name=f"node{plan.spec.node_index}-launch{go.launch}-{go.generation}",
             host=self._host,
+            port=go.port,
         )
 
     # --- its life -------------------------------------------------------------------------------
@@ -98,6 +97,8 @@ class Generation:
     def _enter(self, phase: Phase) -> None:
         assert phase in _NEXT[self.phase], f"a generation can't go from {self.phase.name} to {phase.name}"
         self.phase = phase
+        if phase is Phase.STOPPING:
+            self._logs.let_end()
 
     def start(self) -> None:
         """Start the agent. All further news arrives as events."""
@@ -130,16 +131,17 @@ class Generation:
         """Stop what still runs, and read the last output; safe to call more than once."""
         if self.phase is Phase.ENDED:
             return
+        self._logs.let_end()
         try:
             self._agent.close(grace_s)
-        finally:
+        finally:  # also where a second Ctrl-C ends the wait: then the guardian goes on alone
             self.watchers.close()
-        for end in self.exits.failed():  # also those of which torchrun alone has said so
-            self._logs.read_now(end.local_rank, failed=True)
-        known = self._agent_end.fault is not None or any(self.exits.causes(self._stopped_at))
-        # torchrun prints a box that names our script. After a good end, or beside a known cause, it would only mislead.
-        self._logs.finish(explained=self.ended_well or known)
-        self._enter(Phase.ENDED)
+            for end in self.exits.failed():  # also those of which torchrun alone has said so
+                self._logs.read_now(end.local_rank, failed=True)
+            known = self._agent_end.fault is not None or any(self.exits.causes(self._stopped_at))
+            # torchrun prints a box that names our script. After a good end, or beside a known cause, it would only mislead.
+            self._logs.finish(explained=self.ended_well or known)
+            self._enter(Phase.ENDED)
 
     def remove_files(self) -> None:
         """Remove the log files, unless the user keeps them."""
@@ -160,7 +162,8 @@ class Generation:
         return {rank: pid for rank, pid in self._pids.items() if not self.exits.has_ended(rank)}
 
     def _last_sign_of_life(self) -> float | None:
-        return max((at for at in (self.active_at, self._worker_ended_at) if at is not None), default=None)
+        seen = (self.active_at, self._worker_ended_at, self.watchers.saw_workers_at)
+        return max((at for at in seen if at is not None), default=None)
 
     # --- what its agent tells -------------------------------------------------------------------
 
@@ -183,8 +186,7 @@ class Generation:
         failed = self.exits.record(event)
         self._logs.read_now(event.local_rank, failed)  # its last lines stand before the line of its end
         self._worker_ended_at = event.at
-        # If torchrun reaped the worker first, `event` has no exit code; torchrun prints it at its own end.
-        if failed and event.status is not None and self.phase is Phase.RUNNING and not self._plan.is_elastic:
+        if failed and self.phase is Phase.RUNNING:
             return f"rank {event.rank} {self._agent_end.machine.how_ended(event.status)}"
         return None
 
@@ -193,25 +195,22 @@ class Generation:
         self._agent_end.exit_code = event.status
         if self.phase is not Phase.RUNNING or (event.status == 0 and self._has_started()):
             return None
-        self.exits.complete(event.status, stopping=False)
         self._enter(Phase.STOPPING)
         self._stopped_at = self._agent_end.failed_at = event.at
         failed = next(iter(self.exits.failed()), None)
-        if failed is not None and failed.status is not None:
+        if failed is not None:
             return f"rank {failed.rank} {self._agent_end.machine.how_ended(failed.status)}"
         return self._agent_end.describe(event.status)
 
     def _has_started(self) -> bool:
         """Return whether the agent has started anything: with some arguments torchrun only prints, and ends well."""
-        is_program = self._plan.program is not None
-        return is_program or bool(self._pids) or self.exits.any_known or self._logs.written_bytes() > 0
+        return bool(self._pids) or self.exits.any_known or self._logs.written_bytes() > 0
 
     def _on_end(self, event: End) -> None:
         if self._agent_end.exit_code is None:  # it was stopped
             self._agent_end.record(event)
             if event.status != 0 and not self.was_stopped:
                 self._agent_end.failed_at = time.monotonic()
-        self.exits.complete(self._agent_end.exit_code, self.was_stopped)
 
     def failures(self) -> tuple[Failure, ...]:
         """Return this node's first failure; the agent's own counts only if no worker is known to have failed."""

@@ -1,10 +1,13 @@
-"""The log lines with which the control node begins and ends a launch."""
+"""The log lines with which a launch begins and ends."""
 
 from __future__ import annotations
 
 from ..errors import TorchrunError
+from ..events import Event
+from ..gang.member import Member
 from ..gang.protocol import Go
 from ..gang.texts import counted
+from ..guardian.agent_events import End
 from ..launch.spec import LaunchSpec, bracketed
 from .plan import Plan
 
@@ -50,6 +53,13 @@ def alone_line(launch: int, plan: Plan) -> str:
         "DistributedSampler. Without GPUs, Hugging Face's Trainer needs TrainingArguments(use_cpu=True), and Accelerate "
         "needs Accelerator(cpu=True)"
     )
+
+
+def say_left(member: Member, end: End, who: str) -> None:
+    """Log the processes that workers or commands had left running."""
+    if end.left:
+        text = f"stopped processes that the {who} had left running: {', '.join(end.left)}"
+        member.emit(Event("left_behind", member.node, text))
 
 
 def _ranks(spec: LaunchSpec) -> str:

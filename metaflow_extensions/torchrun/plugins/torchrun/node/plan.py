@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
-from ..gang.cause import Cause
 from ..gang.policy import LaunchPolicy
-from ..gang.protocol import WORKERS
 from ..guardian.agent_events import Refused
 from ..guardian.guardian import Options
 from ..guardian.guardian_process import GuardianProcess
 from ..launch.spec import LaunchSpec
 from ..launch.transfer import ValueStore
-from ..logs.pipes import Tail, Write
+from ..logs.pipes import Write
 from ..machine.accelerators import Machine
 from .services import Services
 
@@ -35,30 +33,6 @@ class WarmStarts(Protocol):
 
     def close(self) -> None:
         """End the spare; safe to call more than once."""
-
-
-class Program(Protocol):
-    """A feature's own program, which each node runs instead of torchrun and its workers."""
-
-    name: str  # name of the argument of `run` that asks for it, and of the record at its begin
-    what: str  # what it runs, in the plural
-    agent: str  # the name of its process in messages
-    parts: int  # how many things it runs, one after the other, each with output of its own
-
-    def files(self) -> Mapping[str, str]:
-        """Return the files that it needs in its folder: name -> contents, ASCII."""
-
-    def command(self, folder: str, pipes: str) -> list[str]:
-        """Return its argv. The output of its part N goes to the pipes that worker N would have, those in `pipes`.
-
-        Its own words follow on the part's stderr.
-        """
-
-    def label(self, node: int, number: int) -> str:
-        """Return the label in the log of the lines of part `number`, from 0."""
-
-    def cause(self, folder: str, tail: Tail, node: int, host: str, how_ended: Callable[[int], str]) -> Cause | None:
-        """Return why it has failed, or None if unknown; `how_ended` puts an exit code into words."""
 
 
 if TYPE_CHECKING:
@@ -84,25 +58,8 @@ class Plan:
     nproc_why: str = ""  # why there are so many processes on each node
     warm: str = "off"  # what starts warm: one of `parsing.WARM`
     warm_node: WarmStarts | None = None  # what starts it warm, if a feature can
-    goes_on: bool = False  # whether the same call of `run` has made the launch before
+    commands: Sequence[tuple[str, ...]] = ()  # those of before_run
     features: Sequence[Feature] = ()  # the features of the launch
-    is_ours: bool = False  # internal launch (preflight, before_run): log less
-    program: Program | None = None  # what each node runs instead of torchrun and its workers
-
-    @property
-    def is_elastic(self) -> bool:
-        """Whether torchrun itself may start workers again."""
-        return self.spec.min_nodes is not None
-
-    @property
-    def nproc(self) -> int:
-        """How many workers this node has."""
-        return self.spec.nproc if self.program is None else 0
-
-    @property
-    def runs(self) -> str:
-        """What the launch runs, for the gang: the workers, or the name of a program."""
-        return WORKERS if self.program is None else self.program.name
 
     @property
     def has_warm_workers(self) -> bool:
@@ -115,11 +72,6 @@ class Plan:
             self.warm_node.prepare()
 
     @property
-    def agent(self) -> str:
-        """The name, in messages, of the process that starts the workers or runs instead of them."""
-        return "torchrun agent" if self.program is None else self.program.agent
-
-    @property
     def shares_machine(self) -> bool:
         """Whether nodes of this gang share this machine, and so their terminal."""
         return self.machine.nodes_here > 1
@@ -127,13 +79,11 @@ class Plan:
     @property
     def shows_failures(self) -> bool:
         """Whether everything that the workers of this node write is shown, including their tracebacks."""
-        return not any(map(self.hides, range(max(1, self.nproc))))
+        return not any(map(self.hides, range(self.spec.nproc)))
 
     def hides(self, local_rank: int) -> bool:
         """Return whether a worker's lines are not shown, unless it fails."""
         spec = self.spec
-        if self.program is not None:
-            return self.logs == "rank0" and spec.node_index != 0
         if spec.shown_local_ranks is not None and local_rank not in spec.shown_local_ranks:
             return True
         return self.logs == "rank0" and spec.global_rank(local_rank) != 0
@@ -141,8 +91,4 @@ class Plan:
     def label(self, local_rank: int) -> str:
         """Return the label of a worker's lines in the log."""
         spec = self.spec
-        if self.program is not None:
-            return self.program.label(spec.node_index, local_rank)
-        if self.is_elastic:  # torchrun gives ranks out anew at each restart
-            return f"[node {spec.node_index} local rank {local_rank}] "
         return f"[rank {spec.global_rank(local_rank)}] "

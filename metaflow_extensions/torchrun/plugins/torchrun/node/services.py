@@ -31,7 +31,7 @@ class RunCall:
 
 
 class ToStore:
-    """What one service stores in the datastore when all workers of this node have ended."""
+    """What one service stores in the datastore when all workers of the gang have ended."""
 
     def steps(self) -> Iterator[Step]:
         """Yield what is to be done; the transfer's thread asks for each step and does it, one after the other."""
@@ -51,19 +51,15 @@ class Service:
 
     folder: str | None = None  # removed by the guardian if the task is killed
     function: FunctionSpec | None = None  # what the workers call instead of a script
-    saves: str | None = None  # what it stores of a launch that fails for good
+    stores = False  # whether it may have something to store, see `to_store`
     # Whether ranks that have trained without a process group are meant to.
     may_train_alone = False
 
     def begin(self, spec: LaunchSpec) -> None:
         """Forget the files of an earlier generation's workers; those of `spec` start now."""
 
-    def to_store(self, ok: bool) -> ToStore | None:
-        """Return what is to be stored when all workers of this node have ended, well or not."""
-        return None
-
-    def to_save(self, within_s: float) -> ToStore | None:
-        """Return what to store of a launch that has failed for good, as much as fits into the time."""
+    def to_store(self, error: TorchrunError | None, within_s: float | None) -> ToStore | None:
+        """Return what to store of a launch that ends well, or with `error`: then as much as fits into the time."""
         return None
 
     def result(self, told: Plain, say: Callable[[str], None]) -> Mapping[str, Any]:
@@ -112,9 +108,9 @@ class Services(AbstractContextManager["Services"]):
         return [service.folder for service in self._services.values() if service.folder is not None]
 
     @property
-    def saves(self) -> str | None:
-        """What is stored of a launch that fails for good."""
-        return " and ".join(service.saves for service in self._services.values() if service.saves) or None
+    def stores(self) -> bool:
+        """Whether there may be something to store."""
+        return any(service.stores for service in self._services.values())
 
     @property
     def may_train_alone(self) -> bool:
@@ -131,13 +127,10 @@ class Services(AbstractContextManager["Services"]):
         for service in self._services.values():
             service.begin(spec)
 
-    def to_store(self, ok: bool) -> dict[str, ToStore]:
-        """Return what is to be stored when all workers of this node have ended."""
-        return self._all(lambda service: service.to_store(ok))
-
-    def to_save(self, within_s: float) -> dict[str, ToStore]:
-        """Return what is to be stored of a launch that has failed for good."""
-        return self._all(lambda service: service.to_save(within_s))
+    def to_store(self, error: TorchrunError | None, within_s: float | None) -> dict[str, ToStore]:
+        """Return what is to be stored, by feature."""
+        found = {name: service.to_store(error, within_s) for name, service in self._services.items()}
+        return {name: each for name, each in found.items() if each is not None}
 
     def result(self, told: Mapping[str, Plain], say: Callable[[str], None]) -> dict[str, Any]:
         """Return the fields of the result; raises TransferFailed."""
@@ -153,7 +146,3 @@ class Services(AbstractContextManager["Services"]):
         """Return what `run` raises."""
         found = (service.original(error, told.get(name, {})) for name, service in self._services.items())
         return next((each for each in found if each is not error), error)
-
-    def _all(self, ask: Callable[[Service], ToStore | None]) -> dict[str, ToStore]:
-        found = {name: ask(service) for name, service in self._services.items()}
-        return {name: each for name, each in found.items() if each is not None}

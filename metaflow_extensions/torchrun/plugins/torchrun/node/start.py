@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import signal
 import tempfile
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -17,7 +16,7 @@ from ..gang.member import Member
 from ..gang.protocol import Go
 from ..guardian.agent_events import AgentEvent
 from ..guardian.guardian import Options
-from ..launch.command import HALT_SIGNAL, agent_command, agent_environment, program_environment, restart_variables
+from ..launch.command import HALT_SIGNAL, agent_command, command_environment, restart_variables, with_hooks
 from ..logs.pipes import AGENT, LogReader, pipe_path
 from ..machine.accelerators import Machine, omp_threads
 from ..machine.network import interface_of
@@ -41,7 +40,7 @@ class AgentNews:
 def prepare(plan: Plan, go: Go, member: Member, new_agent: Callable[..., AgentProcess]) -> Generation:
     """Make all that a generation needs, or raise if it can't start. Its events go to the inbox of `member`."""
     plan.services.begin(plan.spec)
-    folder = _make_folder(plan, go)
+    folder = make_folder(plan, f"launch{go.launch}-{go.generation}")
     try:
         return _prepare_in(folder, plan, go, member, new_agent)
     except BaseException:
@@ -54,14 +53,15 @@ def _prepare_in(folder: str, plan: Plan, go: Go, member: Member, new_agent: Call
         member.emit(Event("note", member.node, text, is_detail))
 
     variables = variables_of(plan, folder, say)
-    for name in variables.folders:
-        os.mkdir(os.path.join(folder, name))
-    pipes = os.path.join(folder, "pipes")
-    os.mkdir(pipes)
-    command = _command(plan, go, folder, pipes, variables)
-    warm = _warm(plan, command)
-    env = _environment(plan, go, member.own_address, variables)
-    logs = _reader(plan, folder, pipes)
+    pipes = make_pipes_folder(plan, folder)
+    try:
+        command = agent_command(plan.spec, go, plan.main_addr, folder, pipes, of_rank=variables.of_rank)
+        warm = _warm(plan, command)
+        env = _environment(plan, go, member.own_address, variables)
+        logs = _reader(plan, folder, pipes)
+    except BaseException:
+        shutil.rmtree(pipes, ignore_errors=True)
+        raise
     inbox = member.inbox  # this launch's; a later launch has another
     options = _options(plan, folder, pipes)
     try:
@@ -73,34 +73,32 @@ def _prepare_in(folder: str, plan: Plan, go: Go, member: Member, new_agent: Call
 
 
 def _reader(plan: Plan, folder: str, pipes: str) -> LogReader:
-    parts = range(plan.nproc if plan.program is None else plan.program.parts)
     return LogReader(
         pipes,
-        {part: (plan.label(part), plan.hides(part)) for part in parts},
+        {rank: (plan.label(rank), plan.hides(rank)) for rank in range(plan.spec.nproc)},
         f"[torchrun node {plan.spec.node_index}] ",
         plan.write,
-        # An elastic agent goes on after it has reported a failure.
-        holds_report=plan.program is None and not plan.is_elastic,
+        holds_report=True,
         keep_in=None if plan.spec.log_dir is None else folder,
-        cuts=plan.program is not None,
     )
 
 
-def _command(plan: Plan, go: Go, folder: str, pipes: str, variables: Variables) -> list[str]:
-    if plan.program is not None:
-        for name, contents in plan.program.files().items():
-            with open(os.path.join(folder, name), "w", encoding="ascii") as file:
-                file.write(contents)
-        return plan.program.command(folder, pipes)
-    return agent_command(plan.spec, go, plan.main_addr, folder, pipes, of_rank=variables.of_rank)
-
-
-def _make_folder(plan: Plan, go: Go) -> str:
-    name = f"torchrun-node{plan.spec.node_index}-launch{go.launch}-{go.generation}-"
+def make_folder(plan: Plan, what: str) -> str:
+    """Make a folder for the files of a generation, or of the commands before."""
+    name = f"torchrun-node{plan.spec.node_index}-{what}-"
     if plan.spec.log_dir is not None:
         os.makedirs(plan.spec.log_dir, exist_ok=True)
     # Made absolute: without a temporary folder mkdtemp uses the working directory, and the agent may have another one.
     return os.path.abspath(tempfile.mkdtemp(prefix=name, dir=plan.spec.log_dir or _with_room()))
+
+
+def make_pipes_folder(plan: Plan, folder: str) -> str:
+    """Make the folder of the pipes: not where the user keeps logs, since a mounted bucket takes no pipes."""
+    if plan.spec.log_dir is not None:
+        return os.path.abspath(tempfile.mkdtemp(prefix="torchrun-pipes-", dir=_with_room()))
+    pipes = os.path.join(folder, "pipes")
+    os.mkdir(pipes)
+    return pipes
 
 
 def _with_room() -> str:
@@ -115,22 +113,24 @@ def _with_room() -> str:
 
 
 def _environment(plan: Plan, go: Go, own_address: str | None, variables: Variables) -> dict[str, str]:
-    spec, machine = plan.spec, plan.machine
-    # A gang of one has no connection; it is reached by its loopback address.
-    interface = interface_of(own_address or plan.main_addr)
-    given, threads = dict(spec.env), omp_threads(machine, spec.nproc)
-    share = share_of_machine(machine, given)
     inherited = {name: value for name, value in os.environ.items() if name not in variables.names}
-    if plan.program is not None:
-        return {**program_environment(given, inherited, threads, interface), **share}
-    own = agent_environment(given, inherited, threads, interface, spec.module_folder)
-    env = {**variables.of_node, **own, **share}
-    env.update(restart_variables(spec, go))
+    base = environment_of_commands(plan, own_address, inherited)
+    env = {**variables.of_node, **with_hooks(base, plan.spec.module_folder)}
+    env.update(restart_variables(go))
     if plan.shares_machine:
         env.update(SHORT_PEER_ERRORS)
     if variables.hooks:
         env[HOOKS] = os.pathsep.join(variables.hooks)
     return env
+
+
+def environment_of_commands(plan: Plan, own_address: str | None, inherited: Mapping[str, str]) -> dict[str, str]:
+    """Return the environment of before_run, which is what workers have, too; `inherited` is the task's."""
+    spec, machine, given = plan.spec, plan.machine, dict(plan.spec.env)
+    # A gang of one has no connection; it is reached by its loopback address.
+    interface = interface_of(own_address or plan.main_addr)
+    threads = omp_threads(machine, spec.nproc)
+    return {**command_environment(given, inherited, threads, interface), **share_of_machine(machine, given)}
 
 
 def share_of_machine(machine: Machine, given: Mapping[str, str]) -> dict[str, str]:
@@ -147,17 +147,15 @@ def _warm(plan: Plan, command: list[str]) -> Warm | None:
 
 
 def _options(plan: Plan, folder: str, pipes: str) -> Options:
-    scratch = [*([folder] if plan.spec.log_dir is None else []), *plan.services.folders]
+    scratch = [folder if plan.spec.log_dir is None else pipes, *plan.services.folders]
     return Options(
         pipes=pipes,
+        news=pipe_path(pipes, AGENT, "workers"),
         stdout=pipe_path(pipes, AGENT, "stdout"),
         stderr=pipe_path(pipes, AGENT, "stderr"),
         grace_s=plan.grace_s,
         silence_s=plan.silence_s,
-        workers=plan.nproc,
-        restarts=plan.is_elastic,
-        # The runner of a program starts nothing that another node needs.
-        halt_signal=HALT_SIGNAL if plan.program is None else signal.SIGSTOP,
+        halt_signal=HALT_SIGNAL,
         cwd=plan.spec.cwd,
         scratch=scratch,
     )

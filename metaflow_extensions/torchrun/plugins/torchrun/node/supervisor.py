@@ -17,7 +17,7 @@ from typing import Any, ClassVar
 
 from ..errors import LaunchFailed, TorchrunError, TorchrunPreempted
 from ..events import Event, Kind
-from ..gang.cause import Cause, Failure
+from ..gang.cause import Cause, Failure, cause_of
 from ..gang.keepers import Plain
 from ..gang.member import Interruption, Member, TimedOut
 from ..gang.protocol import (
@@ -26,23 +26,27 @@ from ..gang.protocol import (
     Ended,
     Failed,
     Go,
+    Prepares,
     Ready,
     Restart,
-    Save,
     Started,
     Stop,
+    Store,
+    Stored,
     Verdict,
     Wrote,
 )
 from ..guardian.agent_events import End, Refused
 from ..result import TorchrunResult
 from .agent import AgentProcess
+from .agent_end import AGENT_NAME
+from .commands import CommandNews, Commands, send_failure
 from .generation import Generation, Phase
-from .headlines import alone_line, end_line, facts_line
+from .headlines import alone_line, end_line, facts_line, say_left
 from .outcome import result_of
 from .plan import Plan
 from .start import AgentNews, prepare
-from .upload import Upload, Uploads
+from .upload import Upload
 
 # The longest wait for news before the features are polled. Python runs signal handlers only between two waits.
 _LOOK_S = 0.5
@@ -51,14 +55,23 @@ _LOOK_S = 0.5
 class Supervisor:
     """One launch on one node; an agent other than `AgentProcess` is for tests."""
 
-    def __init__(self, plan: Plan, member: Member, new_agent: Callable[..., AgentProcess] = AgentProcess) -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        member: Member,
+        new_agent: Callable[..., AgentProcess] = AgentProcess,
+        complete: Callable[[], Plan] | None = None,
+    ) -> None:
+        """`complete` makes the plan after its commands, which may make the entrypoint or install torch."""
         self._plan = plan
         self._member = member
         self._new_agent = new_agent
+        self._complete = complete or (lambda: plan)
+        self._commands: Commands | None = None  # while they run
         self._launch = -1
         self._generation: Generation | None = None  # the latest; see `_living`
-        self._uploads = Uploads(plan, member)
-        self._failing_with: TorchrunError | None = None  # the error that *save* has announced for the verdict
+        self._upload: Upload | None = None  # of what the workers have left, until all is stored
+        self._failing_with: TorchrunError | None = None  # the error that *store* has announced for the verdict
         self._verdict: Verdict | None = None
         self._is_preempted = False
         self._went_at: float | None = None
@@ -68,7 +81,7 @@ class Supervisor:
         """Run the launch to its end on all nodes. Raises the gang's verdict, the same TorchrunError on every node."""
         self._launch = self._member.begin_launch(self._plan.shows_failures)
         try:
-            self._member.send(self._ready())
+            self._begin()
             while self._verdict is None:
                 self._handle(self._next())
                 self._send_told()
@@ -94,11 +107,27 @@ class Supervisor:
         """The verdict's data for this node, by feature."""
         return {} if self._verdict is None else self._verdict.features
 
-    def _ready(self) -> Ready:
+    def _begin(self) -> None:
+        """Report *ready*, or begin with the commands of before_run."""
+        if not self._plan.commands:
+            self._send_ready()
+            return
+        self._member.send(Prepares(self._launch, self._plan.spec.nproc))
+        try:
+            self._commands = Commands(self._plan, self._member, self._launch, self._new_agent)
+            self._commands.start()
+        except TorchrunError:  # as in `_on_go`
+            raise
+        except Exception as error:
+            text = f"before_run could not be started: {_reason(error)}"
+            cause = Cause("agent", self._member.node, self._member.host, exception=text)
+            send_failure(self._member, self._launch, cause)
+
+    def _send_ready(self) -> None:
         spec, plan = self._plan.spec, self._plan
         policy = plan.policy if self._member.node == CONTROL else None
         facts, port = dict(plan.facts), spec.master_port
-        return Ready(self._launch, spec.nproc, spec.digest(), facts, port, policy, plan.runs, plan.goes_on)
+        self._member.send(Ready(self._launch, spec.nproc, spec.digest(), facts, port, policy))
 
     def _next(self) -> Any:
         """Return the next news, or None if none has come for `_LOOK_S` seconds."""
@@ -106,12 +135,14 @@ class Supervisor:
             return self._member.inbox.get(timeout=_LOOK_S)
 
     def _send_told(self) -> None:
-        """Poll the features, and send what they hand out."""
+        """Poll the commands and the features, and send what they hand out."""
+        if self._commands is not None:
+            self._commands.send_ended()
         generation = self._living
-        if generation is None or generation.phase is not Phase.RUNNING:
+        if generation is None:
             return
-        told = generation.watchers.poll()
-        if generation.watchers.saw_workers:
+        told = generation.watchers.poll()  # also while they are stopped, and perhaps save
+        if generation.watchers.saw_workers_at is not None and generation.phase is Phase.RUNNING:
             self._say_started(generation)
         for each in told:
             self._member.send(each)
@@ -123,14 +154,13 @@ class Supervisor:
         return None if generation is None or generation.phase is Phase.ENDED else generation
 
     def _handle(self, news: Any) -> None:
-        if isinstance(news, Go | Ask | Stop | Restart | Save | Verdict) and news.launch != self._launch:
+        if isinstance(news, Go | Ask | Stop | Restart | Store | Verdict) and news.launch != self._launch:
             return  # late news of a launch that the step's code gave up
         self._HANDLERS[type(news)](self, news)
 
     # --- what the gang decides --------------------------------------------------------------------
 
     def _on_go(self, go: Go) -> None:
-        self._uploads.give_up()
         if self._went_at is None:
             self._went_at = time.monotonic()
         try:
@@ -143,10 +173,7 @@ class Supervisor:
             self._could_not_start(go, error)
 
     def _say_begin(self, go: Go, generation: Generation) -> None:
-        if self._plan.program is not None:
-            return  # the program logs its own lines
-        is_first = self._member.node == CONTROL and go.generation == 0 and not self._plan.is_ours
-        if is_first:
+        if self._member.node == CONTROL and go.generation == 0:
             self._emit("facts", facts_line(self._plan, go))
         self._emit("command", f"runs: {shlex.join(generation.command)}", is_detail=True)
 
@@ -155,20 +182,19 @@ class Supervisor:
         if self._member.node == CONTROL and self._went_at is not None:
             seconds = time.monotonic() - self._went_at
             text = end_line(self._launch, self._plan.spec, seconds, len(self._restarts), error)
-            self._emit("ended", text, is_detail=self._plan.is_ours)
+            self._emit("ended", text)
             if self._verdict is not None and self._verdict.alone:
                 self._emit("note", alone_line(self._launch, self._plan))
 
     def _could_not_start(self, go: Go, error: Exception) -> None:
         self._close_generation(0.0)
-        reason = str(error) if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
-        text = f"its {self._plan.agent} could not be started: {reason}"
+        text = f"its {AGENT_NAME} could not be started: {_reason(error)}"
         self._emit("worker_failed", f"{text}; stopping all nodes")
         failure = Failure(Cause("agent", self._member.node, self._member.host, exception=text))
-        self._member.send(Ended(self._launch, False, go.generation, (failure,), saves=self._plan.services.saves))
+        self._member.send(Ended(self._launch, False, go.generation, (failure,), stores=self._plan.services.stores))
 
     def _on_stop(self, stop: Stop) -> None:
-        self._uploads.give_up(only_vital=True)
+        self._give_up_upload()
         if (generation := self._living) is None:
             return
         # Then another node has logged the reason in this terminal.
@@ -182,7 +208,7 @@ class Supervisor:
 
     def _on_ask(self, ask: Ask) -> None:
         generation = self._living
-        if generation is not None and generation.number == ask.generation and generation.phase is Phase.RUNNING:
+        if generation is not None and generation.number == ask.generation:
             generation.watchers.asked(ask.feature, ask.data)
 
     def _on_restart(self, restart: Restart) -> None:
@@ -194,14 +220,26 @@ class Supervisor:
         )
         self._emit("restart", text)
 
-    def _on_save(self, save: Save) -> None:
-        self._failing_with = save.error
-        save.error.events = [event.as_dict() for event in save.events]
-        self._uploads.save(save)
+    def _on_store(self, store: Store) -> None:
+        if store.error is not None:
+            self._failing_with = store.error
+            store.error.events = [event.as_dict() for event in store.events]
+        if self._living is not None:
+            return  # its workers have not ended in time, so nobody waits for this node
+        try:
+            if to_store := self._plan.services.to_store(store.error, store.within_s):
+                self._upload = Upload(store, to_store, self._plan, self._member)
+                return
+        except Exception as error:  # no more threads; a value's file is gone
+            if store.error is None:
+                raise
+            self._emit("note", f"nothing is stored of the launch: {_reason(error)}")
+        self._member.send(Stored(store.launch, store.generation))
 
     def _on_verdict(self, verdict: Verdict) -> None:
         self._verdict = verdict
         if verdict.error is not None:
+            self._say_why_commands_end(verdict.error)
             verdict.error.events = [event.as_dict() for event in verdict.events]
             self._plan.services.failed(verdict.error, self.told)
 
@@ -210,7 +248,7 @@ class Supervisor:
     def _on_interruption(self, interruption: Interruption) -> None:
         if interruption is Interruption.BROKEN:
             text = "The step's code has ended while another thread was still in current.torch.run."
-            # If the control node was lost after it had sent *save*, the error there came first.
+            # If the control node was lost after it had sent *store*, the error there came first.
             raise self._failing_with or self._member.broken or TorchrunError(text)
         error = self._member.terminated()
         if self._living is None or self._is_preempted:  # a second order means: end at once
@@ -232,6 +270,25 @@ class Supervisor:
             failure = Failure(self._member.cause_of(error))
             self._member.send(Failed(self._launch, failures=(failure,), given_up=given_up))
 
+    # --- what happens to the commands of before_run -----------------------------------------------
+
+    def _on_command_news(self, news: CommandNews) -> None:
+        if self._commands is not None and self._commands.handle(news.event):
+            self._close_commands(0.0)
+            self._plan = self._complete()
+            self._send_ready()
+
+    def _say_why_commands_end(self, error: TorchrunError) -> None:
+        """Log why the commands are stopped, unless this node or another one in this terminal has logged it."""
+        cause, is_logged = cause_of(error), self._plan.shares_machine
+        if self._commands is not None and cause is not None and cause.node != self._member.node and not is_logged:
+            self._emit("stopping", f"{cause.who} {cause.what}; stopping before_run")
+
+    def _close_commands(self, grace_s: float) -> None:
+        commands, self._commands = self._commands, None
+        if commands is not None:
+            commands.close(grace_s)
+
     # --- what happens to the workers --------------------------------------------------------------
 
     def _on_agent_news(self, news: AgentNews) -> None:
@@ -249,8 +306,9 @@ class Supervisor:
             self._generation_ended(generation, news.event)
 
     def _on_quiet(self, _: None) -> None:
-        """Check what causes no event: a slow upload, and the workers' first output."""
-        self._uploads.poll()
+        """Check what causes no event: an upload, and the workers' first output."""
+        if self._upload is not None and self._upload.poll():
+            self._upload = None
         if (generation := self._living) is not None and generation.phase is Phase.RUNNING:
             self._say_output(generation)
 
@@ -262,7 +320,7 @@ class Supervisor:
 
     def _say_started(self, generation: Generation) -> None:
         """Report to the gang, once, that all workers of this node run."""
-        if not generation.said_started and self._plan.program is None:
+        if not generation.said_started:
             generation.said_started = True
             self._member.send(Started(self._launch, generation.number))
             if generation.go.restarts < generation.go.max_restarts:
@@ -283,27 +341,23 @@ class Supervisor:
             self._member.send(each)
         if not generation.was_stopped:
             self._say_output(generation)
-        if end.left:
-            who = "workers" if self._plan.program is None else self._plan.program.what
-            self._emit("left_behind", f"stopped processes that the {who} had left running: {', '.join(end.left)}")
+        say_left(self._member, end, "workers")
         message = Ended(
             self._launch,
             generation.ended_well,
             generation.number,
             generation.failures(),
             exit_codes=generation.exits.codes,
-            storing=self._uploads.prepare(generation),
-            saves=self._plan.services.saves,
+            stores=self._plan.services.stores,
             alone=self._trained_alone(generation),
         )
         self._member.send(message)
         generation.remove_files()
-        self._uploads.start()
 
     def _trained_alone(self, generation: Generation) -> bool:
         """Return whether every rank has trained by itself, unless the call means that, as by gathering values."""
         plan = self._plan
-        is_meant = plan.is_ours or plan.services.may_train_alone or plan.spec.world_size == 1
+        is_meant = plan.services.may_train_alone or plan.spec.world_size == 1
         return generation.ended_well and not is_meant and generation.exits.trained_alone()
 
     # --- the end ----------------------------------------------------------------------------------
@@ -312,11 +366,17 @@ class Supervisor:
         """Report to the gang, unless it has decided; then stop everything here."""
         if self._verdict is None:
             self._report(error, given_up=True)
-        self._uploads.give_up()
+        self._give_up_upload()
+        self._close_commands(self._plan.grace_s)
         self._close_generation(self._plan.grace_s)
         if self._verdict is None:
             # Without a generation: other nodes may be in one that this node has not got *go* for.
             self._member.send(Ended(self._launch, ok=False))
+
+    def _give_up_upload(self) -> None:
+        if self._upload is not None:
+            self._upload.give_up()
+            self._upload = None
 
     def _close_generation(self, grace_s: float) -> None:
         if (generation := self._living) is not None:
@@ -333,11 +393,15 @@ class Supervisor:
         Ask: _on_ask,
         Stop: _on_stop,
         Restart: _on_restart,
-        Save: _on_save,
+        Store: _on_store,
         Verdict: _on_verdict,
+        CommandNews: _on_command_news,
         AgentNews: _on_agent_news,
-        Upload: lambda self, upload: self._uploads.poll(upload),
         type(None): _on_quiet,
         Interruption: _on_interruption,
         TimedOut: _on_timed_out,
     }
+
+
+def _reason(error: Exception) -> str:
+    return str(error) if isinstance(error, OSError) else f"{type(error).__name__}: {error}"

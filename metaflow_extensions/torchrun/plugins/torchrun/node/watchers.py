@@ -23,7 +23,6 @@ from ..records.summary import Summary
 from ..settings import StepSettings
 from ..show.parts.model import Part
 from .plan import Plan, WarmStarts
-from .preludes import Asked, Prelude
 from .services import RunCall, Service
 
 # Frames have a larger limit, and shorten what is over it; data would not survive that.
@@ -43,11 +42,12 @@ class Here:
     say: Callable[[str], None]  # writes a line to the log's details
     show: Callable[[str], None]  # writes lines to the log
     running: Callable[[], Mapping[int, int]]  # returns the workers that run: global rank -> pid
-    active_at: Callable[[], float | None]  # returns when a worker was last found to have written or ended
+    active_at: Callable[[], float | None]  # returns when a worker was last found to have written, told a step, or ended
     written: Callable[[], int]  # returns how many bytes the workers have written to stdout and stderr
     is_held_up: Callable[[], bool] = lambda: False  # returns whether the workers wait for who reads their output
     name: str = ""  # unique in the gang: node, launch and generation
     host: str = ""
+    port: int = 0  # of torch's store, on the control node
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,6 @@ class Variables:
     of_node: Mapping[str, str] = field(default_factory=dict)
     # For programs in other languages, where no hook of ours runs: torchrun replaces ${local_rank} in them.
     of_rank: Mapping[str, str] = field(default_factory=dict)
-    folders: tuple[str, ...] = ()  # that the workers need beside their logs
     hooks: tuple[str, ...] = ()  # paths of Python programs that each worker runs before its own
 
     @property
@@ -69,7 +68,8 @@ class Variables:
 class Watcher:
     """What one feature does for one generation; everything is called in the thread that calls `run`."""
 
-    saw_workers = False  # whether its data came from the workers, which shows that they run
+    # When it last had something from the workers themselves, which shows that they run.
+    saw_workers_at: float | None = None
 
     def poll(self) -> Plain | None:
         """Return the data to send now; called at least twice a second, so mostly None."""
@@ -105,16 +105,12 @@ class Feature:
         """
         return None
 
-    def prelude(self, asked: Asked) -> Prelude | None:
-        """Return what is launched before the user's own; raises TorchrunConfigError for what can't be."""
-        return None
-
     def service(self, call: RunCall) -> Service | None:
         """Return what it does for one call of `run`, if that asks for it; raises TorchrunConfigError."""
         return None
 
-    def keeper(self, num_nodes: int, of_all: bool) -> Keeper | None:
-        """Return what keeps it: of all nodes on the control node, on another node of that one alone."""
+    def keeper(self, num_nodes: int) -> Keeper | None:
+        """Return what keeps it on the control node."""
         return None
 
     def policy(self, given: Mapping[str, Any], settings: StepSettings) -> Plain:
@@ -145,9 +141,9 @@ class Feature:
         return ()
 
 
-def keepers_of(features: Iterable[Feature], num_nodes: int, of_all: bool = True) -> Keepers:
+def keepers_of(features: Iterable[Feature], num_nodes: int) -> Keepers:
     """Return the keepers of a gang."""
-    keepers = {each.name: each.keeper(num_nodes, of_all) for each in features}
+    keepers = {each.name: each.keeper(num_nodes) for each in features}
     return Keepers({name: keeper for name, keeper in keepers.items() if keeper is not None})
 
 
@@ -173,10 +169,8 @@ def variables_of(plan: Plan, folder: str, say: Callable[[str], None]) -> Variabl
     for each in plan.features:
         with _no_harm(each.name, say):
             found = each.variables(plan, folder)
-            # Two features may need the same folder and hook: each is made and runs once.
-            folders = tuple(dict.fromkeys((*all_of.folders, *found.folders)))
-            hooks = tuple(dict.fromkeys((*all_of.hooks, *found.hooks)))
-            all_of = Variables({**all_of.of_node, **found.of_node}, {**all_of.of_rank, **found.of_rank}, folders, hooks)
+            hooks = tuple(dict.fromkeys((*all_of.hooks, *found.hooks)))  # two features may need the same; it runs once
+            all_of = Variables({**all_of.of_node, **found.of_node}, {**all_of.of_rank, **found.of_rank}, hooks)
     return all_of
 
 
@@ -201,9 +195,9 @@ class Watchers:
                 self._watchers[feature.name] = feature.watcher(here)
 
     @property
-    def saw_workers(self) -> bool:
-        """Whether any watcher has got data from the workers themselves."""
-        return any(watcher.saw_workers for watcher in self._watchers.values())
+    def saw_workers_at(self) -> float | None:
+        """When any watcher last had something from the workers themselves."""
+        return max((at for each in self._watchers.values() if (at := each.saw_workers_at) is not None), default=None)
 
     def poll(self) -> list[Told]:
         """Return the data of all features to send now."""

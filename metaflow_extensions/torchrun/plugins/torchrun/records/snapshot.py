@@ -17,12 +17,12 @@ if TYPE_CHECKING:
 VERSION = 1  # version of the stored form; a later one may add fields
 MAX_MESSAGE = 8 * 1024
 # These fields are stored only if they are known; all others always, also null or empty ones.
-_WHERE_KNOWN = ("tasks", "command", "node", "control", "of_nodes", "now_s", "restarts_left")
+_WHERE_KNOWN = ("tasks", "command", "now_s", "restarts_left")
 
 
 @dataclass(frozen=True)
 class Snapshot:
-    """A gang at one moment. A member's snapshot has only its own node; the member's card shows it."""
+    """A gang at one moment."""
 
     num_nodes: int = 0
     nproc_per_node: int | None = None  # in the last launch
@@ -33,10 +33,7 @@ class Snapshot:
     events: tuple[Record, ...] = ()
     reports: tuple[Report, ...] = ()
     tasks: tuple[str, ...] | None = None  # of all nodes in order, each as run, step and task
-    command: str | None = None  # of torchrun, on the node that has made this snapshot
-    node: int | None = None  # the only node of this snapshot; None: it has all nodes
-    control: str | None = None  # if it has one node: the control node's task, as run, step and task
-    of_nodes: int | None = None  # if it has one node: the number of the gang's nodes
+    command: str | None = None  # of torchrun, on the control node
     now_s: float | None = None  # seconds since the gang's start, while it runs
     restarts_left: int | None = None  # of the last launch
     features: dict[str, Any] = field(default_factory=dict)  # the record of each feature's keeper, as plain data
@@ -44,7 +41,7 @@ class Snapshot:
     @cached_property
     def summary(self) -> Summary:
         """The summary of the gang's records."""
-        return summarize(self.events, self.num_nodes, self.nproc_per_node, self.now_s, self.node or 0)
+        return summarize(self.events, self.num_nodes, self.nproc_per_node, self.now_s)
 
     @property
     def began(self) -> float | None:

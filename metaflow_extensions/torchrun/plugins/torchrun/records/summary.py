@@ -34,6 +34,7 @@ Outcome = Literal["waiting", "running", "stopping", "restarting", "done", "faile
 # The state of a node after a record of its own, and of all nodes after a record of the gang.
 _OF_NODE: dict[str, NodeState] = {
     "joined": "step code",
+    "before_run": "preparing",
     "ready": "waiting",
     "stopped": "stopped",
     "finished": "finished",
@@ -41,14 +42,13 @@ _OF_NODE: dict[str, NodeState] = {
     "lost": "lost",
 }
 _OF_ALL: dict[str, NodeState] = {
-    "before_run": "preparing",
     "go": "starting",
     "restart": "restarting",
     "done": "step code",
     "failed": "step code",
 }
 _OUT_OF_IT: tuple[NodeState, ...] = ("not joined yet", "finished", "left", "lost")  # no launch changes these
-_WITH_WORKERS: tuple[NodeState, ...] = ("preparing", "starting", "running")
+_WITH_WORKERS: tuple[NodeState, ...] = ("starting", "running")
 # The exit codes of a worker that the gang has stopped: SIGTERM, or SIGKILL if it did not end.
 _STOPPED_BY = (-15, -9)
 _RANK_STATES: dict[NodeState, RankState] = {
@@ -81,6 +81,7 @@ class Node:
     since_s: float = 0.0
     ended_well: bool = False  # its step
     has_failed: bool = False  # its step
+    command_failed: bool = False  # one of before_run, in this launch
     # From the gang's start to now; they have a gap only where records were omitted.
     spans: list[Span] = field(default_factory=list)
     exits: dict[int, Record] = field(default_factory=dict)  # rank -> how it has ended in this generation
@@ -129,7 +130,7 @@ class Summary:
     nodes: tuple[Node, ...]
     ranks: tuple[Rank, ...]  # empty before the first launch
     launch: int | None  # number of the last launch
-    has_started: bool  # whether its workers or commands have started
+    has_started: bool  # whether its workers have started
     restarts_s: tuple[float, ...]  # when the workers were started again, in all launches
     is_over: bool  # whether no more records can come
     nproc: int | None  # ranks on each node
@@ -142,26 +143,19 @@ class Summary:
             found[rank.node].append(rank)
         return found
 
-    @cached_property
-    def _nodes_of_ranks(self) -> dict[int, int]:
-        return {rank.rank: rank.node for rank in self.ranks[::-1]}
-
     def node_of(self, rank: int) -> int | None:
         """Return the node of a rank; None if it is unknown."""
-        guess = rank // self.nproc if self.nproc else None
-        place = self._nodes_of_ranks.get(rank, guess)
-        return place if place in self.by_node else None
+        node = rank // self.nproc if self.nproc else None
+        return node if node in self.by_node else None
 
 
-def summarize(
-    records: Iterable[Record], num_nodes: int, nproc: int | None, until_s: float | None = None, first_node: int = 0
-) -> Summary:
+def summarize(records: Iterable[Record], num_nodes: int, nproc: int | None, until_s: float | None = None) -> Summary:
     """Return the summary of the records of a gang.
 
     `nproc` is None if it is unknown, as before the first launch. For a running gang, `until_s` is the current time in
-    seconds since its start. A member records only itself: then `first_node` is its number.
+    seconds since its start.
     """
-    fold = _Fold(range(first_node, first_node + num_nodes), nproc)
+    fold = _Fold(num_nodes, nproc)
     for record in records:
         fold.add(record)
     return fold.summary(fold.at_s if until_s is None else max(until_s, fold.at_s))
@@ -170,12 +164,11 @@ def summarize(
 class _Fold:
     """The state of the gang after the last record."""
 
-    def __init__(self, nodes: range, nproc: int | None) -> None:
-        self.known = {index: Node(index) for index in nodes}
+    def __init__(self, num_nodes: int, nproc: int | None) -> None:
+        self.known = {index: Node(index) for index in range(num_nodes)}
         self.nodes, self.nproc = tuple(self.known.values()), nproc
         self.at_s = 0.0
         self.launch: int | None = None
-        self.has_ranks = True  # False in a launch of before_run
         self.went_s: float | None = None  # when the workers first started in this launch
         self.phase = "joined"  # the kind of the last record that concerns the gang as a whole
         self.phase_text, self.phase_s = "", 0.0  # text and time of that record
@@ -198,8 +191,11 @@ class _Fold:
         match record.kind:
             case "joined":
                 node.host = record.text
-            case "ready":
+            case "before_run" | "ready":
                 self._call(record)
+                node.command_failed = False
+            case "command":
+                node.command_failed = record.exit_code != 0
             case "started" | "output":
                 if node.state == "starting":
                     node.enter("running", record.at_s)
@@ -226,8 +222,8 @@ class _Fold:
 
     def _add_of_gang(self, record: Record) -> None:
         match record.kind:
-            case "before_run" | "go":
-                self.launch, self.has_ranks = record.launch, record.kind == "go"
+            case "go":
+                self.launch = record.launch
                 self.went_s = record.at_s if self.went_s is None else self.went_s
                 self._forget_exits()
             case "stopping":
@@ -248,8 +244,6 @@ class _Fold:
                     node.since_s = max(node.since_s, record.at_s)
         if record.kind in _OF_ALL:
             self._enter_phase(record, _OF_ALL[record.kind])
-        if record.kind == "done" and not self.has_ranks:
-            self.phase = "joined"  # another launch follows at once
 
     def _enter_phase(self, record: Record, state: NodeState, nodes: Iterable[Node] | None = None) -> None:
         self.phase, self.phase_text, self.phase_s = record.kind, record.text, record.at_s
@@ -276,7 +270,8 @@ class _Fold:
             if not is_over and node.state not in ("left", "lost"):
                 node.close(until_s)
         outcome, sentence = self._told(until_s)
-        ranks = tuple(self._rank(rank, node) for node in self.nodes for rank in self._ranks_of(node))
+        nproc = self.nproc or 0
+        ranks = tuple(self._rank(node.index * nproc + local, node) for node in self.nodes for local in range(nproc))
         return Summary(
             outcome=outcome,
             sentence=sentence,
@@ -290,16 +285,10 @@ class _Fold:
             nproc=self.nproc,
         )
 
-    def _ranks_of(self, node: Node) -> list[int]:
-        """Return the node's expected ranks, or those that ended there if torchrun's own elasticity has moved ranks."""
-        nproc = self.nproc or 0
-        expected = range(node.index * nproc, (node.index + 1) * nproc)
-        return list(expected) if set(expected).issuperset(node.exits) else sorted(node.exits)
-
     def _rank(self, rank: int, node: Node) -> Rank:
         end = node.exits.get(rank)
         if end is None or end.exit_code is None:
-            has_begun = self.went_s is not None and self.has_ranks and node.state != "waiting"
+            has_begun = self.went_s is not None and node.state != "waiting"
             return Rank(rank, node.index, _RANK_STATES.get(node.state, "stopped" if has_begun else "waiting"))
         cause = self.cause
         is_cause = cause is not None and (cause.rank, cause.generation) == (rank, end.generation)
@@ -313,8 +302,6 @@ class _Fold:
         match self.phase:
             case "failed" | "broken":
                 return self._told_failure()
-            case "before_run":
-                return "running", f"The commands of before_run have run for {duration(until_s - went_s)}."
             case "go":
                 took = duration(until_s - went_s)
                 return "running", f"{self._workers()} {self._have} run for {took}{self._after_restarts()}."
@@ -326,6 +313,13 @@ class _Fold:
             case "done":
                 took = duration(self.phase_s - went_s)
                 return "done", f"{self._workers()} {self._have} ended well after {took}{self._after_restarts()}."
+        if failed := [node.index for node in self.nodes if node.command_failed]:
+            return (
+                "waiting",
+                f"before_run has failed on {names(failed)}; the launch ends when all nodes have called run.",
+            )
+        if prepare := [node.index for node in self.nodes if node.state == "preparing"]:
+            return "running", f"The commands of before_run run on {names(prepare)}."
         return "waiting", self._told_waiting()
 
     def _told_failure(self) -> tuple[Outcome, str]:
@@ -337,8 +331,6 @@ class _Fold:
 
     def _told_waiting(self) -> str:
         nodes = self.nodes
-        if nodes and nodes[0].index > 0:
-            return f"Node {nodes[0].index}: {nodes[0].word}."
         missing = [node.index for node in nodes if node.state == "not joined yet"]
         if missing:
             return f"{len(nodes) - len(missing)} of {len(nodes)} nodes have joined; not joined yet: {names(missing)}."
@@ -349,9 +341,9 @@ class _Fold:
         return f"{counted(len(nodes), 'node')} joined; the step's code runs."
 
     def _workers(self) -> str:
-        first, count = self.nodes[0].index, len(self.nodes)
+        count = len(self.nodes)
         ranks = "The workers" if self.nproc is None else counted(self.nproc * count, "rank")
-        return f"{ranks} on {names([first]) if first > 0 else counted(count, 'node')}"
+        return f"{ranks} on {counted(count, 'node')}"
 
     @property
     def _have(self) -> str:

@@ -40,9 +40,9 @@ def part(component_id: str, page: Page, names: Iterable[str]) -> Component:
     return {"type": "section", "id": component_id, "contents": [style, *sections(chosen)]}
 
 
-def said(text: str) -> Component:
+def said(sentence: Sentence) -> Component:
     """Return a section with one sentence, for a task without a gang to show."""
-    return _section(Section("none", "", (Sentence(text),)))
+    return _section(Section("none", "", (sentence,)))
 
 
 def _section(section: Section) -> Component:

@@ -15,7 +15,7 @@ from datetime import datetime, timezone
 from typing import Any
 
 from ..compat.cli import CommandException, click
-from ..compat.renamed import versions
+from ..compat.renamed import check
 from ..gang.texts import names
 from ..records.snapshot import Snapshot
 from .as_text import lines_of
@@ -28,7 +28,7 @@ from .stored_logs import Line, StoredLogs
 
 
 class _Commands(click.Group):  # type: ignore[misc]  # Metaflow is not typed
-    """Adds the commands of features, and turns errors of an unknown version of Metaflow into messages."""
+    """Adds the commands of features, and turns errors of damaged records into messages."""
 
     def list_commands(self, ctx: Any) -> list[str]:
         """Return the names of all commands."""
@@ -45,13 +45,9 @@ class _Commands(click.Group):  # type: ignore[misc]  # Metaflow is not typed
         if isinstance(sys.stdout, io.TextIOWrapper):
             # Characters that the terminal can't show, such as an emoji in the C locale, are printed as escapes.
             sys.stdout.reconfigure(errors="backslashreplace")
+        check()
         try:
             return super().invoke(ctx)
-        except (AttributeError, ImportError, TypeError) as error:
-            problem = f"{type(error).__name__}: {error}"
-            raise CommandException(
-                f"The command does not work with this Metaflow ({problem}). {versions()}."
-            ) from error
         except (ValueError, LookupError, ArithmeticError, NotADirectoryError) as error:
             raise CommandException(
                 f"What is stored of this gang can't be read ({type(error).__name__}: {error}). It is damaged, or another "

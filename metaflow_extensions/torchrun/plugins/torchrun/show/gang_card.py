@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class GangCard(cards.MetaflowCard):  # type: ignore[misc]  # Metaflow is not typed
-    """Shows the gang on the control node's task, live and afterwards; on another node's task only that node.
+    """Shows the gang on the control node's task, live and afterwards; another node's task has a link to that.
 
     The page comes from `show.live_card`, or else from the datastore. So ``flow.py card create --type torchrun`` can make
     the card of a past run again.
@@ -54,17 +54,21 @@ def _layout(task: Any, given: dict[str, Any] | None) -> dict[str, Any]:
     from ..records.snapshot import Snapshot
     from .as_card import layout, said
     from .page import Place, page_of, program
+    from .parts.model import Sentence
 
     flow, run, step, task_id = task.pathspec.split("/")
+    place = Place(flow, run, step, task_id, ui_url=cards.ui_url(), program=program())
+    if given and "pointer" in given:
+        pointer = Sentence(given["pointer"], link=place.task(given["control"]))
+        return {"type": "page", "title": "Gang", "contents": [said(pointer)]}
     snapshot = Snapshot.read(given) if given else _stored(task.metadata_dict, flow, run, step, task_id)
     if snapshot is not None:
-        place = Place(flow, run, step, task_id, ui_url=cards.ui_url(), program=program())
         return layout(page_of(snapshot, place, FEATURES, is_short=True))
     none = (
         "There are no records of a gang with this task. Its step has no @torchrun, or another task is the control node, "
         "or resume has cloned it from the run that has them, or the run is older than such records."
     )
-    return {"type": "page", "title": "Gang", "contents": [said(none)]}
+    return {"type": "page", "title": "Gang", "contents": [said(Sentence(none))]}
 
 
 def _stored(facts: dict[str, str], flow: str, run: str, step: str, task: str) -> Snapshot | None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import threading
 import time
@@ -28,6 +29,7 @@ from ..machine.detached import PROGRAM, Detached
 from ..records.snapshot import Snapshot
 from .as_card import part, said
 from .page import Place, page_of, program, section_names
+from .parts.model import Sentence
 
 if TYPE_CHECKING:
     from ..node.watchers import Feature
@@ -39,29 +41,21 @@ _LOOKS_EVERY_S = 1.0
 _SHORTEST_S, _SHORTEST_QUIET_S = 5.0, 15.0
 _LONGEST_S, _OF_AGE = 90.0, 0.1
 _LONGEST_AFTER_NEWS_S, _OF_AGE_AFTER_NEWS = 30.0, 0.01
-_OF_ALL_PER_S, _OF_ONE_MACHINE_PER_S = 2.0, 0.1
 _SETTLE_S = 15.0  # the wait at the step's end for a renewal that has just started
 _LAST_S = 60.0  # for the last card of a failed task: it takes some seconds, and more on a busy machine
 _REAP_S = 1.0  # the first process of a system may need this long to reap a process
+# No result and no error depends on a card, and no process may be left to make it.
+_LIVE, _LAST = "what the gang's card shows while the step runs", "the last card of a step that has failed"
 
 
-def pause_s(age_s: float, has_news: bool, shortest_s: float) -> float:
+def pause_s(age_s: float, has_news: bool) -> float:
     """Return the pause between two renewals; `age_s` is the age of the gang.
 
     Numbers on the card change all the time. News are rare events, such as a restart.
     """
     if has_news:
-        return max(shortest_s, min(_LONGEST_AFTER_NEWS_S, age_s * _OF_AGE_AFTER_NEWS))
-    return max(shortest_s, _SHORTEST_QUIET_S, min(_LONGEST_S, age_s * _OF_AGE))
-
-
-def pause_of_member_s(num_nodes: int, is_local: bool) -> float:
-    """Return the shortest pause on a node that is not the control node.
-
-    Each renewal sends requests to Metaflow's service, so all nodes together make at most two in a second. Nodes of one
-    machine share its cores with all workers, so together they make one in ten seconds.
-    """
-    return max(_SHORTEST_S, num_nodes / (_OF_ONE_MACHINE_PER_S if is_local else _OF_ALL_PER_S))
+        return max(_SHORTEST_S, min(_LONGEST_AFTER_NEWS_S, age_s * _OF_AGE_AFTER_NEWS))
+    return max(_SHORTEST_QUIET_S, min(_LONGEST_S, age_s * _OF_AGE))
 
 
 class GangPart(cards.component_class()):  # type: ignore[misc]  # Metaflow is not typed
@@ -72,7 +66,7 @@ class GangPart(cards.component_class()):  # type: ignore[misc]  # Metaflow is no
     def __init__(
         self,
         names: tuple[str, ...],
-        snapshot: Callable[[], Snapshot | None],
+        shown: Callable[[], Snapshot | Sentence],
         place: Callable[[], Place],
         features: Sequence[Feature] = (),
     ) -> None:
@@ -83,7 +77,7 @@ class GangPart(cards.component_class()):  # type: ignore[misc]  # Metaflow is no
                 f"current.torch.card knows no part {unknown[0]!r}. The parts are {', '.join(map(repr, known))}."
             )
         self._names = names
-        self._snapshot = snapshot  # returns the snapshot to show, in any thread; None before the first launch
+        self._shown = shown  # returns what to show, in any thread: the gang, or why not
         self._place, self._features = place, features
 
     def update(self, *args: Any, **kwargs: Any) -> None:
@@ -92,10 +86,10 @@ class GangPart(cards.component_class()):  # type: ignore[misc]  # Metaflow is no
     @cards.as_component
     def render(self) -> dict[str, Any]:
         """Return the component as plain data, like Metaflow's own components."""
-        snapshot = self._snapshot()
-        if snapshot is None:
-            return {**said("No launch has begun yet."), "id": self.component_id}
-        page = page_of(snapshot, self._place(), self._features, is_short=True)
+        shown = self._shown()
+        if isinstance(shown, Sentence):
+            return {**said(shown), "id": self.component_id}
+        page = page_of(shown, self._place(), self._features, is_short=True)
         return part(self.component_id, page, self._names)
 
 
@@ -110,7 +104,6 @@ class LiveCard:
         snapshot: Callable[[], Snapshot],
         count: Callable[[], int],
         runs_own_code: Callable[[], bool] = lambda: False,
-        shortest_pause_s: float | None = None,
         with_ours: bool = True,
         features: Sequence[Feature] = (),
     ) -> None:
@@ -118,7 +111,6 @@ class LiveCard:
         self._features = features
         self._count = count  # a count that grows with news
         self._runs_own_code = runs_own_code  # whether the step's own code runs now
-        self._shortest_pause_s = _SHORTEST_S if shortest_pause_s is None else shortest_pause_s
         self._cards = cards.of_type("torchrun") if with_ours else []
         self._is_off = False  # whether no card is made any more
         self._has_parts = False  # whether the step's code has requested parts
@@ -153,7 +145,7 @@ class LiveCard:
 
     def _run(self) -> None:
         while not self._over.wait(_LOOKS_EVERY_S):
-            with convenience(cards.LIVE):
+            with convenience(_LIVE):
                 if self._is_due(time.monotonic()):
                     others = cards.with_component(GangPart) if self._has_parts and not self._runs_own_code() else []
                     if not any(map(cards.is_busy, [*self._cards, *others])):
@@ -161,13 +153,13 @@ class LiveCard:
 
     def _is_due(self, now: float) -> bool:
         has_news = self._count() != self._shown
-        return now - self._shown_at > pause_s(now - self._began_at, has_news, self._shortest_pause_s)
+        return now - self._shown_at > pause_s(now - self._began_at, has_news)
 
     def _renew(self, others: list[Any]) -> None:
         self._shown, self._shown_at = self._count(), time.monotonic()
         stored = self._now().stored() if self._cards else {}
         for card in self._cards:
-            with convenience(cards.LIVE):  # also where a card's process can't be started
+            with convenience(_LIVE):
                 cards.start_by(card, _start_detached)
                 card.refresh(stored)
         for card in others:
@@ -207,7 +199,7 @@ class LiveCard:
         # need such a task, so a user's card is rendered once more as that of a running task.
         wanted = [(card, "render") for card in self._cards] + [(card, "render_runtime") for card in others]
         deadline = time.monotonic() + (_LAST_S if patience_s is None else patience_s)
-        with convenience(cards.LAST):  # also where no thread can be started
+        with convenience(_LAST):
             threads = [
                 threading.Thread(target=_make_last, args=each, name="torchrun-lastcard", daemon=True) for each in wanted
             ]
@@ -217,6 +209,27 @@ class LiveCard:
                 thread.join(max(0.0, deadline - time.monotonic()))
 
 
+class Pointer:
+    """What another node's task shows: which task has the gang's card. It never changes, so nothing renews it."""
+
+    def __init__(self, control: str, node: int, num_nodes: int) -> None:
+        """`control` is the control node's task, as run, step and task."""
+        link, here = this_task().task(control), f"node {node} (host {socket.gethostname()})"
+        text = f"This is {here} of a gang of {num_nodes} nodes. The card of node 0's task shows the gang: {link.text}."
+        self._control, self._sentence = control, Sentence(text, link=link)
+
+    def show(self) -> None:
+        """Have the task's cards of our type made, in the background."""
+        for card in cards.of_type("torchrun"):
+            with convenience(_LIVE):
+                cards.start_by(card, _start_detached)
+                card.refresh({"pointer": self._sentence.text, "control": self._control})
+
+    def part(self, names: tuple[str, ...], features: Sequence[Feature]) -> GangPart:
+        """Return it as a component for a card of the user's own."""
+        return GangPart(names, lambda: self._sentence, this_task, features)
+
+
 def this_task() -> Place:
     """Return the place of this task's gang, for its page."""
     flow, run, step, task = map(str, (current.flow_name, current.run_id, current.step_name, current.task_id))
@@ -224,10 +237,11 @@ def this_task() -> Place:
 
 
 def _make_last(card: Any, first: str) -> None:
-    while cards.is_busy(card):  # Metaflow would also wait, but without sleeping
-        time.sleep(0.05)
-    for mode in (first, "refresh"):
-        cards.make_last(card, mode)
+    with convenience(_LAST):
+        while cards.is_busy(card):  # Metaflow would also wait, but without sleeping
+            time.sleep(0.05)
+        for mode in (first, "refresh"):
+            cards.make_last(card, mode)
 
 
 class _CardProcess(Detached):

@@ -171,10 +171,6 @@ def _outcome(shown: _Shown) -> tuple[str, tuple[Part, ...]]:
     cause = snapshot.cause or {}
     if cause.get("kind") == "hang" and cause.get("detail"):
         parts.append(Sentence(cause["detail"].partition("\n")[0], "warning"))  # where the ranks were
-    if snapshot.control is not None:
-        control = shown.place.task(snapshot.control)
-        said = f"This is node {snapshot.node}. The card of node 0's task shows the gang, which is all nodes: {control.text}."
-        parts.append(Sentence(said, link=control))
     before = list(snapshot.reports)
     is_failure = snapshot.error is not None or summary.outcome == "failed"
     if is_failure and before and before[-1].error is not None:
@@ -259,7 +255,7 @@ def _bad(ranks: Iterable[Rank]) -> list[Part]:
 
 def _nodes(shown: _Shown) -> tuple[str, tuple[Part, ...]]:
     summary = shown.summary
-    nodes, title = list(summary.nodes), "Node" if shown.snapshot.node is not None else "Nodes"
+    nodes, title = list(summary.nodes), "Nodes"
     if shown.is_short and len(nodes) > _MAX_NODES:
         title = "Node 0, and nodes that need a look"
         odd = {rank.node for rank in summary.ranks if rank.state in ("failed", "lost")}
@@ -288,9 +284,7 @@ def _node_row(shown: _Shown, node: Node) -> tuple[str | Link, ...]:
 def _task(shown: _Shown, node: int) -> str | Link:
     """Return the task of a node, as a link where Metaflow's UI is known."""
     place, tasks = shown.place, shown.snapshot.tasks or ()
-    if shown.snapshot.node == node:
-        found = f"{place.run}/{place.step}/{place.control_task}"
-    elif node in place.tasks:
+    if node in place.tasks:
         found = f"{place.run}/{place.step}/{place.tasks[node]}"
     elif node < len(tasks):
         found = tasks[node]
@@ -365,14 +359,14 @@ def _launch(shown: _Shown) -> tuple[str, tuple[Part, ...]]:
         ("started", "" if snapshot.began is None else _moment(snapshot.began)),
         ("took" if summary.is_over else "so far", duration(summary.seconds)),
         ("last record", last),
-        ("nodes", str(snapshot.of_nodes or len(summary.nodes))),
+        ("nodes", str(len(summary.nodes))),
         ("ranks on each", str(snapshot.nproc_per_node or "")),
         ("launch", "" if summary.launch is None else str(summary.launch)),
         ("restarts", _restarts(snapshot)),
         ("entrypoint and arguments", (snapshot.command or "").partition(" -- ")[2]),
         *((title, snapshot.facts.get(name, "")) for name, title in _FACTS.items()),
     ]
-    command = [Code(snapshot.command, f"Command on node {snapshot.node or 0}")] if snapshot.command else []
+    command = [Code(snapshot.command, "Command on node 0")] if snapshot.command else []
     return "Launch", (
         Facts(tuple(rows)),
         *command,
@@ -385,7 +379,7 @@ def _restarts(snapshot: Snapshot) -> str:
     number = len(snapshot.summary.restarts_s)
     if snapshot.restarts_left is not None:
         return f"{number} ({snapshot.restarts_left} left in launch {snapshot.summary.launch})"
-    # A page of one node, and an older version's record, have the text of the last one.
+    # An older version's record has the text of the last one.
     said = [event.text for event in snapshot.events if event.kind == "restart"]
     return f"{number} (the last was {said[-1].partition(' in ')[0]})" if said else str(number)
 

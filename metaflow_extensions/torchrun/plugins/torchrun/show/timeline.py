@@ -12,7 +12,10 @@ from ..gang.texts import names
 # Kinds of a single node or rank. One line lists all nodes or ranks with such records in a row.
 _TOGETHER = {
     "joined": "{nodes} joined",
+    "before_run": "{nodes}: before_run begins",
+    "command": "{nodes}: {text}, {took}",
     "ready": "{nodes} called run",
+    "prepared": "{nodes}: before_run has ended well",
     "started": "{nodes}: all workers run",
     "output": "{nodes}: first output",
     "exited": "{ranks} {text}",
@@ -24,11 +27,9 @@ _TOGETHER = {
 _ALONE = {
     "go": "start{because}",
     "go again": "start again{because}",
-    "before_run": "start{because}",
     "hang": "hang: {text}",
     "timeout": "timeout: {text}",
     "preempted": "node {node} {text}",
-    "dropped": "node {node} dropped out; the others go on",
     "stopping": "all nodes are told to stop{because}",
     "cause": "cause: {text}",
     "restart": "{text}",
@@ -68,13 +69,17 @@ def timeline(records: Iterable[Record], more: Mapping[str, str] | None = None) -
     `more` has templates for the features' kinds, for several nodes or ranks at once (``Feature.together``).
     """
     together = {**_TOGETHER, **(more or {})}
+    records = list(records)
+    prepared = {(record.launch, record.node) for record in records if record.kind == "before_run"}
     rows: list[tuple[str, str, str]] = []
     groups: dict[tuple[str, int | None, str], _Group] = {}
     said = ""  # the last text; cause and verdict often repeat it
     for record in records:
-        if record.kind in together:
-            text = _text_of(record, together[record.kind])
-            groups.setdefault((record.kind, record.launch, text), _Group(text)).records.append(record)
+        # After commands of before_run, a node is ready long after it has called `run`.
+        kind = "prepared" if record.kind == "ready" and (record.launch, record.node) in prepared else record.kind
+        if kind in together:
+            text = _text_of(record, together[kind])
+            groups.setdefault((kind, record.launch, text), _Group(text)).records.append(record)
         elif record.kind not in _NOT_TOLD:
             rows += [each.row(together[kind]) for (kind, _, _), each in groups.items()]
             groups.clear()

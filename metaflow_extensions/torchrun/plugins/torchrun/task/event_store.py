@@ -12,10 +12,10 @@ from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 
+from ..channel.client import ControlClient
 from ..channel.registry import Registry
 from ..errors import GangError
-from ..gang.state import Gang
-from ..records.snapshot import Snapshot, snapshot_of
+from ..records.snapshot import Snapshot
 from ..records.vanished import has_begun
 
 _EVERY_S = 5.0
@@ -31,9 +31,9 @@ _PATIENCE_S = 5.0  # for one writing, and for the last one at the step's end
 class EventStore:
     """Writes the history of one gang from its begin to its end."""
 
-    def __init__(self, registry: Registry, gang: Gang, about: Mapping[str, Any]) -> None:
+    def __init__(self, registry: Registry, gang: ControlClient, about: Mapping[str, Any]) -> None:
         self._registry = registry
-        self._gang = gang  # only read
+        self._gang = gang  # only asked
         self._about = about  # what else is known of the gang, as plain data; other threads may add to it
         self._pid = os.getpid()
         self._pause_s = _SOON_S
@@ -65,7 +65,7 @@ class EventStore:
         self._save()
 
     def _save(self) -> None:
-        numbers, count = self._gang.keepers.count, self._gang.history.count
+        count, numbers, _ = self._gang.counts()
         are_due = self._is_over or time.monotonic() > self._numbers_due_at
         if count > self._written or (numbers != self._numbers and are_due):
             with suppress(GangError):  # the next write tries again
@@ -77,4 +77,4 @@ class EventStore:
 
     def snapshot(self) -> Snapshot:
         """Return what is known of the gang now."""
-        return snapshot_of(self._gang, self._about)
+        return self._gang.snapshot(dict(self._about))

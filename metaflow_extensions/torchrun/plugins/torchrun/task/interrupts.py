@@ -8,7 +8,9 @@ looks after a remote job, ``flow.py kubernetes step`` or ``batch step``, ends th
 from __future__ import annotations
 
 import os
+import platform
 import signal
+import subprocess
 import sys
 import threading
 from collections.abc import Sequence
@@ -73,7 +75,15 @@ def _interrupt_children() -> None:
     # Where SIGINT is ignored, as in the background of a script, the children ignore it, too.
     number = signal.SIGTERM if signal.getsignal(signal.SIGINT) == signal.SIG_IGN else signal.SIGINT
     with suppress(OSError):  # without a process table
-        for pid in processes.children(os.getpid()):
+        for pid in _children():
             with suppress(OSError):  # it has just ended
                 if os.getpgid(pid) == os.getpgrp():
                     os.kill(pid, number)
+
+
+def _children() -> list[int]:
+    """Return the pids of this process's children. Runs are submitted from macOS, too, which has no /proc."""
+    if platform.system() == "Linux":
+        return processes.children(os.getpid())
+    listed = subprocess.run(["pgrep", "-P", str(os.getpid())], capture_output=True, check=False).stdout
+    return [int(pid) for pid in listed.split()]

@@ -18,6 +18,7 @@ from collections.abc import Callable, Sequence
 from itertools import pairwise
 
 from ..gang.cause import describe_exit
+from ..gang.nodes import NodeState
 from ..logs.console import has_unread
 from ..machine.processes import (
     Ends,
@@ -34,6 +35,9 @@ _POLL_S = 0.25
 # Enough to start Python and Metaflow and read one record; less than the 5 s that Metaflow's runtime
 # leaves an interrupted task (`_killall` in runtime.py, 2.19).
 _LATECOMER_S = 3.0
+_SLOW_LATECOMER_S = 10.0  # the same on a busy machine, where nobody has ordered this task to end
+_UNREAD_S = 600.0  # for what a node prints whose step goes on although the gang has failed
+_NEVER = float("inf")
 
 
 class LocalNodes:
@@ -93,18 +97,28 @@ class LocalNodes:
             return None
         return next((node for option, node in self._options.items() if option in options), None)
 
-    def stop(self, wait_s: float, absent: Sequence[int]) -> None:
+    def stop(self, wait_s: float, state: Callable[[int], NodeState | None], is_ordered: bool = False) -> None:
         """Wait until all tasks have ended; after `wait_s` seconds kill them.
 
-        A task whose output waits for its reader has more to write, so that time does not count. Those of `absent` nodes
-        have not joined the gang. One that is just starting finds the word that the control node left and ends by itself;
-        one that hangs gets SIGTERM after a moment.
+        Where their output waits for its reader, the time does not count: not at all for a node that has left the gang and
+        so only writes what is left, and for minutes for one of which that is not known. A lost node may be frozen, and keep
+        others from writing. Of those that have not joined the gang, one that is just starting finds the word that the
+        control node left and ends by itself; one that hangs gets SIGTERM after a moment. If this task was ordered to end
+        (`is_ordered`), no reader is waited for.
         """
-        late = [task for node, task in self.tasks().items() if node in absent]
-        for task in _await_ends(late, min(wait_s, _LATECOMER_S)):
+        late = [task for node, task in self.tasks().items() if state(node) is NodeState.ABSENT]
+        for task in _await_ends(late, min(wait_s, _LATECOMER_S if is_ordered else _SLOW_LATECOMER_S), 0.0):
             send_signal(task.pid, signal.SIGTERM)
-        left = _await_ends(list(self.tasks().values()), wait_s)
-        await_or_kill([task.pid for task in left], 0.0)
+        tasks = dict(self.tasks())
+        # In this order: who waits for a lost node's turn has all its time when that node is gone.
+        for states, unread_s in (
+            ((NodeState.LOST, NodeState.ABSENT, None), 0.0),
+            ((NodeState.JOINED, NodeState.DONE), _UNREAD_S),
+            ((NodeState.LEFT,), _NEVER),
+        ):
+            of_these = [task for node, task in tasks.items() if state(node) in states]
+            left = _await_ends(of_these, wait_s, 0.0 if is_ordered else unread_s)
+            await_or_kill([task.pid for task in left], 0.0)
 
 
 def _end(task: Process) -> str | None:
@@ -115,11 +129,15 @@ def _end(task: Process) -> str | None:
     return None if now.is_alive else describe_exit(now.status or 0)
 
 
-def _await_ends(tasks: Sequence[Process], wait_s: float) -> list[Process]:
-    """Wait until `tasks` have ended, or have written nothing for so long; return those that run."""
-    deadline = time.monotonic() + wait_s
-    while (left := [task for task in tasks if _end(task) is None]) and time.monotonic() < deadline:
-        if has_unread():
-            deadline = time.monotonic() + wait_s
+def _await_ends(tasks: Sequence[Process], wait_s: float, unread_s: float) -> list[Process]:
+    """Wait until `tasks` have ended; return those that run after `wait_s` seconds.
+
+    For `unread_s` seconds, that time begins anew while a reader has something to read.
+    """
+    begin = time.monotonic()
+    deadline, unread_until = begin + wait_s, begin + unread_s
+    while (left := [task for task in tasks if _end(task) is None]) and (now := time.monotonic()) < deadline:
+        if now < unread_until and has_unread():
+            deadline = now + wait_s
         time.sleep(_POLL_S)
     return left

@@ -13,7 +13,7 @@ from ..compat.jobs import KubernetesJob, running_job
 from ..logs.console import write_text
 from .job_ends import End, pending
 
-_EVERY_S = 10.0
+_EVERY_S, _MOST_S = 10.0, 120.0  # at first, and after some minutes: a job waits at its begin, as a rule
 
 
 class PendingPods:
@@ -29,15 +29,17 @@ class PendingPods:
         return list(self._waits.values())
 
     def watch(self) -> None:
-        """Look every few seconds until the process ends, in a daemon thread."""
+        """Look now and then until the process ends, in a daemon thread."""
         threading.Thread(target=self._run, name="torchrun-pods", daemon=True).start()
 
     def _run(self) -> None:
+        pause_s = _EVERY_S
         while True:
-            time.sleep(_EVERY_S)
+            time.sleep(pause_s)
             # The API server may refuse, or Metaflow's names may have changed: then nothing is said, as in `jobs`.
             with suppress(Exception):
                 write_text("stderr", self.look())
+            pause_s = min(_MOST_S, 1.2 * pause_s)
 
     def look(self) -> str:
         """Ask once; return the lines on pods that wait for the second time. Many wait for a moment."""

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import os
-import select
 import threading
 import time
 from collections.abc import Callable, Mapping, MutableMapping
-from contextlib import suppress
 from typing import Literal
 
-from ..machine.processes import open_pidfd
+from ..machine.processes import Other, began
 
 # Names the processes that a task must not outlive: ``run=PID``, and for a node also ``control=PID``.
 STARTED_BY = "METAFLOW_TORCHRUN_STARTED_BY"
-_POLL_S = 0.25
 
 
 def name_as_starter(env: MutableMapping[str, str], role: Literal["run", "control"]) -> None:
@@ -40,25 +37,10 @@ def end_after(pid: int, on_gone: Callable[[int], float]) -> None:
     """
 
     def follow() -> None:
-        _await_end(pid)
+        Other(pid, began(pid)).wait()
         try:
             time.sleep(on_gone(pid))
         finally:
             os._exit(1)  # the main thread may be in a call that nothing interrupts
 
     threading.Thread(target=follow, name="torchrun-starter", daemon=True).start()
-
-
-def _await_end(pid: int) -> None:
-    parent = os.getppid()
-    with suppress(ProcessLookupError):
-        handle = open_pidfd(pid)
-        if handle is None:
-            # Not to be confused with another process that gets the number later, the parent is all that is left.
-            while os.getppid() == parent:
-                time.sleep(_POLL_S)
-            return
-        end = select.poll()
-        end.register(handle, select.POLLIN)
-        end.poll()
-        os.close(handle)

@@ -13,6 +13,7 @@ from __future__ import annotations
 import signal
 import threading
 import time
+from functools import cache
 from types import FrameType
 from typing import NamedTuple
 
@@ -37,7 +38,7 @@ def time_limit(timeout_s: float, began_at: float, grace_s: float) -> TimeLimit:
     text = f"longer than the step's @timeout of {timeout_s:g} s allows"
     if is_local():
         return TimeLimit(began_at + timeout_s, text)
-    pod_began_at = time.monotonic() - age_s()
+    pod_began_at = min(began_at, time.monotonic() - age_s())  # its age may not be known
     if pod_began_at + timeout_s < began_at:  # it would have been killed: this is not its age
         pod_began_at = began_at
     kept_s = min(Rules(grace_s=grace_s).stop_s, timeout_s / 4)
@@ -45,6 +46,12 @@ def time_limit(timeout_s: float, began_at: float, grace_s: float) -> TimeLimit:
     return TimeLimit(
         pod_began_at + timeout_s - kept_s, f"{text} (it counts {before}; the last {kept_s:.0f} s are left for saving)"
     )
+
+
+@cache
+def _began_at() -> float:
+    """Return when this was asked for the first time: a task runs one step, perhaps with several launches."""
+    return time.monotonic()
 
 
 class StepTimeout:
@@ -59,7 +66,7 @@ class StepTimeout:
         if seconds is not None and threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGALRM, self._on_alarm)
             now = time.monotonic()
-            limit = time_limit(seconds, now, grace_s)
+            limit = time_limit(seconds, _began_at(), grace_s)
             self._text = limit.text
             if not is_local():
                 signal.setitimer(signal.ITIMER_REAL, max(_LEAST_S, limit.ends_at - now))

@@ -17,7 +17,7 @@ from typing import Any
 
 from metaflow import current
 
-from ..channel.control_channel import ControlChannel
+from ..channel.client import ControlClient
 from ..channel.join import (
     LOOPBACK,
     control_addresses,
@@ -30,23 +30,21 @@ from ..channel.join import (
 from ..channel.registry import Registry
 from ..compat.datastore import datastore_type, metadata_type, save_log, watch_storing
 from ..compat.renamed import convenience
-from ..compat.steps import control_task_of, is_local
+from ..compat.steps import control_task_of, is_local, is_of_another_task
 from ..errors import TorchrunPreempted
 from ..events import Event, Subscriber
 from ..gang.cause import Cause, cause_of
 from ..gang.member import Member
+from ..gang.nodes import NodeState
 from ..gang.policy import Rules
-from ..gang.state import Gang
 from ..logs.console import hurry, settle, to_log, write_text
 from ..logs.task_log import TaskLog
 from ..node.plan import WarmStarts
-from ..node.watchers import Feature, keepers_of
-from ..records.node_records import NodeRecords
+from ..node.watchers import Feature
 from ..settings import StepSettings
-from ..show.live_card import LiveCard, pause_of_member_s
+from ..show.live_card import GangPart, LiveCard, Pointer
 from .event_store import EventStore
 from .local_nodes import LocalNodes
-from .pods import why_it_waits
 from .report import end_with, report
 from .requests import Requests
 from .spot_notice import watch
@@ -57,6 +55,8 @@ from .step_timeout import StepTimeout, TimeLimit
 # take to upload it: on Kubernetes the first pod that ends takes all with it.
 _HOLD_S = 10.0
 _UPLOAD_S = 5.0
+# How long the control node of a local run waits for the gang's word on a node whose end Metaflow has seen first.
+_OTHERS_WORD_S = 5.0
 # Seconds that a node's task needs beyond its workers' grace to end by itself.
 _LOCAL_NODE_MARGIN_S = 10.0
 # Seconds that a local task has to end by itself when the run's process is gone. Its output has no reader any more.
@@ -66,9 +66,10 @@ _ORPHAN_S = 1.5
 _PREEMPTED_CARD_S = 2.0
 
 
-def _news_of(gang: Gang) -> int:
+def _news_of(gang: ControlClient) -> int:
     """Return a count that grows when the card has news: a new record, or the first numbers."""
-    return gang.history.count + gang.keepers.heard
+    records, _, heard = gang.counts()
+    return records + heard
 
 
 class TaskGang:
@@ -93,11 +94,11 @@ class TaskGang:
         self._is_local = is_local()
         self._log = TaskLog(partial(save_log, flow_datastore, (run_id, step_name, task_id, attempt)))
         self._member: Member | None = None
-        self._channel: ControlChannel | None = None  # on a control node of several
+        self._channel: ControlClient | None = None  # on a control node of several
         self._events: EventStore | None = None  # on any control node
         self._requests: Requests | None = None  # on any control node
-        self._records: NodeRecords | None = None  # on any other node
-        self.live_card: LiveCard | None = None  # what shows the gang, or this node of it
+        self.live_card: LiveCard | None = None  # on any control node
+        self.part: Callable[[tuple[str, ...]], GangPart] | None = None  # see `Context.part`
         self._about: dict[str, Any] = {}  # more fields of `Snapshot`, as they become known
         self._local_nodes: LocalNodes | None = None  # on the control node of a local run
         self._warm: WarmStarts | None = None
@@ -148,8 +149,7 @@ class TaskGang:
         timeout.tell(member)
         self._member = member
         if not self._is_local:
-            with convenience("the look for spot notices"):
-                self._preemption_watch = watch(current.get("spot_termination_notice"), member.notice)
+            self._preemption_watch = watch(current.get("spot_termination_notice"), member.notice)
         return member, main_addr
 
     def _join(self) -> tuple[Member, str]:
@@ -160,17 +160,14 @@ class TaskGang:
         if parallel.num_nodes == 1:
             if not self._is_local:  # there the same task can be run again by hand
                 refuse_second_run(registry, 1)
-            member, channel = join_alone(settings, emit, self._rules(), keepers_of(self.features, 1))
+            member, channel = join_alone(settings, emit, self._rules())
             self._follow(registry, channel)
             return member, LOOPBACK
         if parallel.node_index > 0:
             return self._join_as_member(registry, f"{self._run_id}/{self._step_name}/{control_task_id}")
         main_ip, here_only = parallel.main_ip, self._is_local
-        rules = replace(self._rules(), why_it_waits=why_it_waits)
-        keepers = keepers_of(self.features, parallel.num_nodes)
-        member, self._channel = join_as_control(
-            registry, parallel.num_nodes, main_ip, settings, emit, here_only, rules, keepers
-        )
+        rules = self._rules()
+        member, self._channel = join_as_control(registry, parallel.num_nodes, main_ip, settings, emit, here_only, rules)
         self._follow(registry, self._channel)
         if self._local_nodes is not None:
             self._local_nodes.watch(self._channel.report_gone)
@@ -183,21 +180,13 @@ class TaskGang:
         return rules if self._limit is None else replace(rules, deadline=self._limit.ends_at, longer=self._limit.text)
 
     def _join_as_member(self, registry: Registry, control: str) -> tuple[Member, str]:
-        """Join, and show what becomes of this node; `control` is run, step and task."""
+        """Join, and show which task has the gang's card; `control` is run, step and task."""
         node, num_nodes = current.parallel.node_index, current.parallel.num_nodes
-        self._about.update(control=control, of_nodes=num_nodes)
-        self._records = records = NodeRecords(
-            node, self._about, keepers=keepers_of(self.features, num_nodes, of_all=False)
-        )
-        shortest_s = pause_of_member_s(num_nodes, self._is_local)
-        self.live_card = LiveCard(
-            records.snapshot, lambda: records.count, self._runs_own_code, shortest_s, features=self.features
-        )
-        if not self._finds_tasks():
-            self.live_card.give_up()
-        member, main_addr = join_as_member(registry, node, num_nodes, self._settings, self._emit, records.handle)
-        records.joined(member.host)
-        return member, main_addr
+        pointer = Pointer(control, node, num_nodes)
+        self.part = partial(pointer.part, features=self.features)
+        if self._finds_tasks():
+            pointer.show()
+        return join_as_member(registry, node, num_nodes, self._settings, self._emit)
 
     def _runs_own_code(self) -> bool:
         return self._member is not None and self._member.runs_own_code
@@ -208,15 +197,15 @@ class TaskGang:
         show: Subscriber = to_log if self._is_local else self._log.take
         show(event)
 
-    def _follow(self, registry: Registry, channel: ControlChannel) -> None:
+    def _follow(self, registry: Registry, channel: ControlClient) -> None:
         """Store and show what happens to the gang, on the control node."""
-        self._events = EventStore(registry, channel.gang, self._about)
-        gang = channel.gang
+        self._events = EventStore(registry, channel, self._about)
         is_on_disk = datastore_type(self._flow_datastore) == "local"
-        self._requests = Requests(registry, channel.request, gang.keepers.pop_answer, is_on_disk)
+        self._requests = Requests(registry, channel.request, channel.pop_answer, is_on_disk)
         self.live_card = LiveCard(
-            self._events.snapshot, lambda: _news_of(gang), self._runs_own_code, features=self.features
+            self._events.snapshot, lambda: _news_of(channel), self._runs_own_code, features=self.features
         )
+        self.part = self.live_card.part
         if not self._finds_tasks() and self.live_card.give_up():
             where = f"{self._run_id}/{self._step_name}/{self._task_id}"
             command = f"python {os.path.basename(sys.argv[0])} card create {where} --type torchrun"
@@ -237,27 +226,37 @@ class TaskGang:
         if self._local_nodes is not None:
             name_as_starter(os.environ, "control")
         try:
-            step()
+            self._run_step(step)
             if self._member is not None and self._channel is not None:
                 # On AWS Batch the control node's end stops all nodes, and nothing else makes another node's failure
                 # the run's (Metaflow 2.19 waits there for the others' ends only).
-                nodes = self._channel.gang.nodes
-                self._member.await_others(lambda: nodes.members)
+                channel = self._channel
+                self._member.await_others(lambda: channel.members)
         except BaseException as error:
             if self._member is not None and not self._member.in_task:
                 raise  # a child that the step has forked and that went on with the step's code
             signal.alarm(0)  # the step's @timeout is for its code
-            if self._was_told_to_end(error):
+            if is_ordered := self._was_told_to_end(error):
                 hurry()
             with convenience("our own report of the error"):
                 self._report(error)
             self.leave(error)
             if self._local_nodes is not None:
-                absent = self._channel.gang.nodes.absent if self._channel is not None else ()
-                self._local_nodes.stop(self._settings.grace_s + _LOCAL_NODE_MARGIN_S, absent)
+                known = None if self._channel is None else self._channel.states()
+                wait_s = self._settings.grace_s + _LOCAL_NODE_MARGIN_S
+                # After an order to end, this task waits for no reader, and so the others can't.
+                self._local_nodes.stop(
+                    wait_s, lambda node: NodeState.JOINED if known is None else known[node], is_ordered
+                )
             raise
-        if self._records is not None and self.live_card is not None:
-            self.live_card.settle()  # Metaflow may make the last one before a member leaves
+
+    def _run_step(self, step: Callable[[], None]) -> None:
+        try:
+            step()
+        except Exception as error:
+            if self._member is not None and is_of_another_task(error):
+                self._member.await_error(_OTHERS_WORD_S)
+            raise
 
     @staticmethod
     def _was_told_to_end(error: BaseException) -> bool:
@@ -284,9 +283,6 @@ class TaskGang:
         self._close_warm()
         if self._preemption_watch is not None:
             self._preemption_watch.set()
-        if self._records is not None and error is not None:
-            with convenience("this node's record of the error"):
-                self._records.failed(error)
         if self._member is not None:
             self._member.leave(error, hold_s=0.0 if self._is_local or self._channel is not None else _HOLD_S)
         if self._requests is not None:

@@ -1,4 +1,4 @@
-"""The agent of a node: torchrun, whose workers write to the pipes that this node reads, and know the gang's restarts.
+"""The agent of a node: torchrun, which tells of its workers; these write to the pipes that this node reads.
 
 Usage: ``agent.py PIPES SIGNAL TORCHRUN_ARGUMENT...``. It runs as a program, without our package on its path. The working
 directory is not on its path either: it may have files named like modules of Python or torch. Workers find modules as
@@ -8,6 +8,10 @@ under torchrun.
 import os
 import signal
 import sys
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
 
 GUARDIAN = os.getppid()
 
@@ -18,6 +22,9 @@ def halt(number: int, _: object) -> None:
     The guardian sends the signal before it stops the workers itself. Only if the guardian is killed does the agent act
     again: the kernel sends SIGTERM then, and torchrun stops its workers.
     """
+    if News.is_telling:
+        News.halted_by = number
+        return
     signal.pthread_sigmask(signal.SIG_BLOCK, [number])  # so the guardian sees that this process waits
     while os.getppid() == GUARDIAN:
         try:
@@ -51,12 +58,71 @@ def change_workers(folder: str, restarts: str) -> None:
     DefaultLogsSpecs.reify = reify
 
 
+class News:
+    """Writes a line to the pipe `path` for each worker that torchrun starts, is about to stop, or finds ended.
+
+    The guardian sees the ends of workers sooner than torchrun. But a worker may end before the guardian knows of it, and
+    torchrun may reap it first. Then torchrun gives the other workers 30 s to obey SIGTERM before it prints anything
+    (``SubprocessContext._poll`` in torch/distributed/elastic/multiprocessing/api.py, 2.13).
+    """
+
+    # While a worker is reaped and told of, a halt waits: else nobody would hear of that worker's end. To block the signal
+    # would not do, since torch's other threads get it, too. Only the main thread touches both.
+    is_telling = False
+    halted_by: int | None = None
+
+    def __init__(self, path: str) -> None:
+        self._pipe = os.open(path, os.O_WRONLY | os.O_NONBLOCK)
+        self._told: set[int] = set()
+
+    def follow(self) -> None:
+        """Have torchrun tell; without the names below, which torch 2.3 to 2.14 has, the agent fails at its start."""
+        from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler as module
+
+        start, stop = module.Popen, module.SubprocessHandler.close
+
+        def popen(*args: Any, env: dict[str, str], **options: Any) -> Any:
+            worker = start(*args, env=env, **options)
+            self._tell("started", worker.pid, env["RANK"], env["LOCAL_RANK"])
+            poll, wait = worker.poll, worker.wait
+            worker.poll = lambda: self._polled(worker.pid, poll)
+            worker.wait = lambda *limits, **named: self._ended(worker.pid, wait(*limits, **named))
+            return worker
+
+        def close(handler: Any, *signals: Any, **named: Any) -> None:
+            self._tell("stopping", handler.proc.pid, time.monotonic())
+            stop(handler, *signals, **named)
+
+        module.Popen, module.SubprocessHandler.close = popen, close
+
+    def _polled(self, pid: int, poll: Callable[[], int | None]) -> int | None:
+        News.is_telling = True
+        try:
+            return self._ended(pid, poll())
+        finally:
+            News.is_telling = False
+            if News.halted_by is not None:
+                halt(News.halted_by, None)
+
+    def _ended(self, pid: int, status: int | None) -> int | None:
+        if status is not None and pid not in self._told:
+            self._told.add(pid)
+            self._tell("ended", pid, status)
+        return status
+
+    def _tell(self, *words: object) -> None:
+        with suppress(OSError):  # the guardian is gone
+            os.write(self._pipe, " ".join(map(str, words)).encode() + b"\n")
+
+
 if __name__ == "__main__":
     signal.signal(int(sys.argv.pop(2)), halt)  # before torch is imported, which takes a while
     own = os.path.dirname(os.path.abspath(__file__))
     if sys.path[0] == own:  # not with PYTHONSAFEPATH
         del sys.path[0]
-    change_workers(sys.argv.pop(1), os.environ.pop("TORCHRUN_RESTARTS", ""))
+    pipes = sys.argv.pop(1)
+    change_workers(pipes, os.environ.pop("TORCHRUN_RESTARTS", ""))
+    News(os.path.join(pipes, "agent.workers")).follow()
     from torch.distributed.run import main
 
     main()

@@ -12,7 +12,7 @@ import pickle
 import socket
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
@@ -64,6 +64,7 @@ class FunctionCall(Service):
         # process group, so no warning says that its ranks train alone.
         self._gather = self.may_train_alone = gather
         self._store = store  # carries values between nodes; None for a gang of one
+        self.stores = store is not None
         self._node, self._ranks = CONTROL, range(0)
         self._values: ValuesOnDisk | None = _written(
             call, inner, name, {"process_group": process_group, "current": current}
@@ -82,13 +83,15 @@ class FunctionCall(Service):
         self._node, self._ranks = spec.node_index, spec.ranks
         self._values.empty()
 
-    def to_store(self, ok: bool) -> ToStore | None:
-        """Return what to store of this node's ranks for other nodes."""
-        if self._store is None or (ok and (self._node == CONTROL or not self._gather)):
+    def to_store(self, error: TorchrunError | None, within_s: float | None) -> ToStore | None:
+        """Return the values for the control node, or what the rank that is the cause has raised, for all nodes."""
+        if self._store is None or (error is None and (self._node == CONTROL or not self._gather)):
             return None
-        paths = {rank: self._path(RETURNED if ok else RAISED, rank) for rank in self._ranks}
+        cause = cause_of(error)
+        ranks = [rank for rank in self._ranks if error is None or (cause is not None and rank == cause.rank)]
+        paths = {rank: self._path(RETURNED if error is None else RAISED, rank) for rank in ranks}
         there = {rank: path for rank, path in paths.items() if os.path.exists(path)}
-        return _ToStore(self._store, there, ok) if there else None
+        return _ToStore(self._store, there, error is None) if there else None
 
     def _path(self, name: str, rank: int) -> str:
         return path_of(str(self.folder), name, rank)
@@ -160,19 +163,15 @@ class _ToStore(ToStore):
         self._keys: dict[str, str] = {}  # by rank; the transfer's thread adds to it
 
     def steps(self) -> Iterator[Step]:
-        """Yield one step for each value, and one for all exceptions."""
-        sizes = {rank: os.path.getsize(path) for rank, path in self._paths.items()}
-        if not self._ok:
-            what = f"what its ranks raised ({size_text(sum(sizes.values()))})"
-            yield Step(what, partial(self._save, sizes), RAISED_PATIENCE_S)
-            return
-        for rank, size in sizes.items():
-            what = f"rank {rank}'s value ({size_text(size)})"
-            yield Step(what, partial(self._save, [rank]), patience_for(size), rank)
+        """Yield one step for each rank."""
+        for rank, path in self._paths.items():
+            size = os.path.getsize(path)
+            what = f"rank {rank}'s {'value' if self._ok else 'exception'} ({size_text(size)})"
+            patience_s = patience_for(size) if self._ok else RAISED_PATIENCE_S
+            yield Step(what, partial(self._save, rank), patience_s, rank)
 
-    def _save(self, ranks: Iterable[int]) -> None:
-        for rank in ranks:
-            self._keys[str(rank)] = self._store.save(Path(self._paths[rank]).read_bytes())
+    def _save(self, rank: int) -> None:
+        self._keys[str(rank)] = self._store.save(Path(self._paths[rank]).read_bytes())
 
     def told(self) -> Plain | None:
         """Return the keys of what was stored, by rank."""

@@ -38,9 +38,9 @@ class Functions(Feature):
         store = call.store if call.num_nodes > 1 else None  # a gang of one has its values itself
         return FunctionCall(function, arguments, process_group, bool(gather), store, current_for_workers())
 
-    def keeper(self, num_nodes: int, of_all: bool) -> Keeper | None:
+    def keeper(self, num_nodes: int) -> Keeper | None:
         """Return what keeps where values and exceptions are stored."""
-        return FunctionKeeper() if of_all else None
+        return FunctionKeeper()
 
 
 class FunctionKeeper(Keeper):

@@ -214,18 +214,13 @@ class CurrentFinder:
 def tell_current(module: Any, told: bytes) -> None:
     """Fill the `current` of Metaflow's `module` with what `compat/current` found in the task.
 
-    `_update_env` and the instance's dictionary are private (read in 2.13 to 2.19): properties there have no setter. If
-    another Metaflow lacks them, `current` stays empty here, a line says so, and `import metaflow` goes on.
+    `_update_env` and the instance's dictionary are private (read in 2.13 to 2.19): properties there have no setter.
     """
     task = pickle.loads(told)  # noqa: S301 - as the call
-    try:
-        vars(module.current).update(task["state"])
-        module.current._update_env(task["values"])
-        for name in task["withheld"]:
-            setattr(type(module.current), name, withheld(name))
-    except (AttributeError, TypeError) as error:
-        problem = f"{type(error).__name__}: {error}"
-        sys.stderr.write(f"[torchrun] Left out: `current` in the workers of a function ({problem}).\n")
+    vars(module.current).update(task["state"])
+    module.current._update_env(task["values"])
+    for name in task["withheld"]:
+        setattr(type(module.current), name, withheld(name))
 
 
 def withheld(name: str) -> property:

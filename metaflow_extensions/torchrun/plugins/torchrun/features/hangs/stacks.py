@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 import tempfile
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from ...machine.stacks import ask_workers
+from ...machine.stacks import Question
 
 _MAX_LOG_CHARS = 200_000
+_POLL_S = 0.05
 
 
 @dataclass(frozen=True)
@@ -17,19 +19,19 @@ class Findings:
     """The stacks of the workers of one node."""
 
     file: str | None  # has all stacks; None if it could not be written
-    text: str  # the contents for the log, at most about 200 KB: long stacks lack their middle
+    text: str  # the contents for the log, at most about 200 KB: long stacks lack their end
     where: dict[int, str]  # rank -> the place of its main thread in one line, or why it is unknown
 
 
-def collect(
-    workers: Mapping[int, int], folder: str, keep_in: str | None, name: str, within_s: float, py_spy: str | None
-) -> Findings:
+def collect(workers: Mapping[int, int], keep_in: str | None, name: str, within_s: float) -> Findings:
     """Collect the stacks of all workers at once, and keep them in a file that survives the launch.
 
-    The file is in a new folder below `keep_in`, or below the system's temporary folder. The other arguments are those
-    of `ask_workers`. Errors of workers, py-spy or the disk are not raised.
+    The file is in a new folder below `keep_in`, or below the system's temporary folder. `workers` has a pid for each
+    global rank. Errors of workers or the disk are not raised.
     """
-    found = ask_workers(workers, folder, within_s, py_spy)
+    question = Question(workers, within_s)
+    while (found := question.poll()) is None:
+        time.sleep(_POLL_S)
     share = _MAX_LOG_CHARS // max(1, len(found))
     heads = {rank: f"--- rank {rank}, pid {workers[rank]}: {each.where}\n" for rank, each in found.items()}
     file = _keep("\n".join(f"{heads[rank]}{each.text}\n" for rank, each in found.items()), keep_in, name)

@@ -23,7 +23,7 @@ from ...records.summary import Summary
 from ...settings import StepSettings, argument
 from ...show.parts.model import Facts, Part
 from .command import COMMAND
-from .pieces import OutputPieces, StoredOutputs
+from .storing import FilesToStore, StoredOutputs
 
 # For how many nodes, over all launches, the places of outputs are kept: some hundred kilobytes.
 _MAX_KEPT = 4000
@@ -54,9 +54,9 @@ class Outputs(Feature):
             raise TorchrunConfigError("run(outputs=...) needs a datastore, which only a step of a flow has.")
         return OutputsService(patterns, whose == "all", call.node, call.store)
 
-    def keeper(self, num_nodes: int, of_all: bool) -> Keeper | None:
+    def keeper(self, num_nodes: int) -> Keeper | None:
         """Return what keeps where the files of all nodes are."""
-        return OutputsKeeper() if of_all else None
+        return OutputsKeeper()
 
     def command(self) -> GangCommand | None:
         """Return the command that lists and downloads the files."""
@@ -75,33 +75,27 @@ class OutputsService(Service):
     """The files of one launch on this node; `patterns` are relative to the workers' working directory."""
 
     def __init__(self, patterns: tuple[str, ...], of_all: bool, node: int, store: ValueStore) -> None:
-        self.saves = "its outputs" if of_all or node == CONTROL else None
+        self.stores = of_all or node == CONTROL
         self._patterns, self._of_all = patterns, of_all
         self._node, self._store = node, store
         self._folder = os.getcwd()
         self._since = time.time()  # files that are older are not of this call of `run`
-        self._pieces: OutputPieces | None = None  # what this generation stores
+        self._files: FilesToStore | None = None  # of this generation
 
     def begin(self, spec: LaunchSpec) -> None:
         """Forget what another generation has stored; remember where the workers run."""
-        self._pieces, self._folder = None, spec.cwd or os.getcwd()
+        self._files, self._folder = None, spec.cwd or os.getcwd()
 
-    def to_store(self, ok: bool) -> ToStore | None:
-        """Return the files of a launch that has ended well; of one that fails they wait for `to_save`."""
-        return self._make() if ok else None
-
-    def to_save(self, within_s: float) -> ToStore | None:
+    def to_store(self, error: TorchrunError | None, within_s: float | None) -> ToStore | None:
         """Return the files, unless they are stored."""
-        return None if self._kept() is not None else self._make(within_s)
-
-    def _make(self, within_s: float | None = None) -> ToStore | None:
-        if self.saves is None:
+        if not self.stores or self._kept is not None:
             return None
-        self._pieces = OutputPieces(self._patterns, self._folder, self._store, self._node, self._since, within_s)
-        return self._pieces
+        self._files = FilesToStore(self._patterns, self._folder, self._store, self._since, within_s)
+        return self._files
 
+    @property
     def _kept(self) -> StoredOutputs | None:
-        return None if self._pieces is None else self._pieces.kept
+        return None if self._files is None else self._files.kept
 
     def result(self, told: Plain, say: Callable[[str], None]) -> Mapping[str, Any]:
         """Return the stored files that this node knows of."""
@@ -115,7 +109,7 @@ class OutputsService(Service):
         """Return the control node's files, or those of all nodes on it; another node's own, where each has some."""
         of = {int(node): tuple(each) for node, each in told.get("nodes", {}).items()}
         if self._of_all and self._node != CONTROL:
-            kept = self._kept()
+            kept = self._kept
             of = {} if kept is None else {self._node: (kept.key, kept.files, kept.size)}
         return Stored(self._store.address, of)
 

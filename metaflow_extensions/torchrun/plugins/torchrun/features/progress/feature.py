@@ -32,9 +32,9 @@ class Progress(Feature):
         {"straggler": "{ranks}: slower than half the median for a minute", "recovered": "{ranks}: no longer slow"}
     )
 
-    def keeper(self, num_nodes: int, of_all: bool) -> Keeper | None:
+    def keeper(self, num_nodes: int) -> Keeper | None:
         """Return the keeper of rank 0's values and all ranks' speeds; only the control node has one."""
-        return ProgressKeeper() if of_all else None
+        return ProgressKeeper()
 
     def variables(self, plan: Plan, folder: str) -> Variables:
         """Return the variables with the path of each worker's file."""

@@ -59,6 +59,7 @@ class ProgressWatcher(Watcher):
         for rank, reader in self._readers.items():
             for line in reader.new_lines():
                 self._paces[rank].see(line, now)
+                self.saw_workers_at = now
                 if rank == 0:
                     self._keep(line)
 
@@ -88,7 +89,6 @@ class ProgressWatcher(Watcher):
         self._new = {}
         if not paces and not points:
             return None
-        self.saw_workers = True
         told: Plain = to_plain(Metrics(paces, points, self._step, self._total))
         return told
 

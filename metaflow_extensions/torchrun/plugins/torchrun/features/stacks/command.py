@@ -22,12 +22,12 @@ _WATCH_S = 5.0
 def ask_gang(gang: Asked, options: Mapping[str, Any]) -> Iterator[str]:
     """Ask, and yield the answer as lines; with ``watch`` again and again, until the gang ends."""
     before = gang.last()
-    answer = gang.ask({"native": options["native"]})
+    answer = gang.ask({})
     yield from _lines(answer, before, options)
     while options["watch"]:
         try:
             time.sleep(_WATCH_S)
-            before, answer = answer, gang.ask({"native": options["native"]})
+            before, answer = answer, gang.ask({})
         except KeyboardInterrupt:  # this is how a watch ends
             return
         except GangHasEnded:
@@ -56,7 +56,6 @@ COMMAND = GangCommand(
     {
         "rank": (int, "Only this rank's stacks."),
         "watch": (None, "Ask every few seconds, until the gang ends."),
-        "native": (None, "With the frames of C and C++, by py-spy, which stops each worker for a second or more."),
         "json": (None, "Write JSON, one line for each answer."),
     },
     ask_gang,

@@ -26,7 +26,6 @@ class GangStacks:
     generation: int | None = None
     nodes: dict[int, NodeStacks] = field(default_factory=dict)
     missing: dict[int, str] = field(default_factory=dict)  # node -> why it has sent nothing
-    native: bool = False  # whether the frames of C and C++ were asked for
 
     @staticmethod
     def read(plain: Mapping[str, Any]) -> GangStacks:
@@ -46,12 +45,12 @@ class GangStacks:
     def has_moved(self, before: GangStacks) -> tuple[list[int], list[int]]:
         """Return the ranks that have moved since an earlier answer, and those that are where they were.
 
-        Ranks whose stacks are not known at both moments are in neither list. Stacks of another generation, and those
-        with native frames and those without, can't be compared.
+        Ranks whose stacks are not known at both moments are in neither list. Stacks of another generation can't be
+        compared.
         """
         moved: list[int] = []
         same: list[int] = []
-        if (self.launch, self.generation, self.native) == (before.launch, before.generation, before.native):
+        if (self.launch, self.generation) == (before.launch, before.generation):
             former = before.ranks
             for rank, found in self.ranks.items():
                 if found.mark and rank in former and former[rank].mark:

@@ -36,9 +36,9 @@ class Usage(Feature):
     name = "usage"
     after = "timeline"
 
-    def keeper(self, num_nodes: int, of_all: bool) -> Keeper:
-        """Return the keeper of the series, of all nodes or of one."""
-        return UsageKeeper(num_nodes if of_all else 1, step_s(num_nodes))
+    def keeper(self, num_nodes: int) -> Keeper:
+        """Return the keeper of the series."""
+        return UsageKeeper(num_nodes, step_s(num_nodes))
 
     def watcher(self, here: Here) -> Watcher:
         """Return the watcher that measures."""

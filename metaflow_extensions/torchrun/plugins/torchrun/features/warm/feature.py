@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 from contextlib import suppress
 
 from ...errors import TorchrunConfigError
@@ -23,7 +22,7 @@ class Warm(Feature):
 
         The spare gets the launch's environment, as far as it is known before `run` is called.
         """
-        if settings.warm == "off" or sys.platform != "linux":
+        if settings.warm == "off":
             return None
         # Imported here: commands that only show a gang load this module, and don't need these.
         from ...launch.command import agent_environment

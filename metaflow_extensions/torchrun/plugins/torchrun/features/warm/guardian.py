@@ -19,7 +19,7 @@ from typing import Any
 from ...compat import linux
 from ...guardian.agent_events import CONFIRMED, Refused, as_line
 from ...guardian.guardian import Guardian, Options, have_default_signals, start_program
-from ...guardian.workers import WATCH_S
+from ...machine.frozen import WATCH_S
 from ...machine.processes import Other, await_or_kill, living_descendants
 from .imports import StartCold, in_words
 from .spare_process import ANSWER_S, Spare
@@ -44,7 +44,6 @@ class Waiting:
     def __init__(self, task: Other, task_end: int | None, options: Mapping[str, Any]) -> None:
         self._task, self._task_end = task, task_end
         self._options = options
-        self._news, self._tell_news = os.pipe()
         self._spare: Spare | None = None
         self._fault = ""  # why there is no spare
         self._guardian: Guardian | None = None
@@ -61,17 +60,16 @@ class Waiting:
         linux.adopt_orphans()
         try:
             more = {"stdin": subprocess.DEVNULL, "preexec_fn": linux.die_with_parent}
-            self._spare = Spare("agent", self._options, os.environ, self._tell_news, **more)
+            self._spare = Spare("agent", self._options, os.environ, **more)
         except Exception as error:
             self._fault = in_words(error)
-        os.close(self._tell_news)
         request = self._next()
         if request is None:
             self._end_spares()
             return 0
         os.umask(request["agent"]["umask"])
         options = Options(**request["options"])
-        self._guardian = Guardian(self._task, self._task_end, options, self._starter(request["agent"]), self._news)
+        self._guardian = Guardian(self._task, self._task_end, options, self._starter(request["agent"]))
         if self._got_sigterm:  # SIGTERM came before `self._guardian` was set
             self._guardian.note_sigterm()
         with suppress(OSError):  # the task is gone; the guardian sees that, too

@@ -32,19 +32,19 @@ _LOOK_S = 0.1
 class Spare:
     """A spare process, for its parent; only one thread uses it."""
 
-    def __init__(self, kind: str, options: Mapping[str, Any], env: Mapping[str, str], news: int | None, **more: Any):
+    def __init__(self, kind: str, options: Mapping[str, Any], env: Mapping[str, str], **more: Any):
         self._modules = options["modules"]
         self._server, theirs = socket.socketpair()
         # The output of the imports is shown when the program starts, as in a cold start.
         with tempfile.TemporaryFile() as out, theirs:
             self._errors = tempfile.TemporaryFile()  # noqa: SIM115 - closed in `_let_go`
-            told = {**options, "kind": kind, "client": theirs.fileno(), "news": news}
+            told = {**options, "kind": kind, "client": theirs.fileno()}
             self.process = subprocess.Popen(
                 [sys.executable, "-u", _PROGRAM, json.dumps(told)],
                 env={**env, KIND: kind},
                 stdout=out,
                 stderr=self._errors,
-                pass_fds=[theirs.fileno(), *([] if news is None else [news])],
+                pass_fds=[theirs.fileno()],
                 start_new_session=True,
                 **more,
             )

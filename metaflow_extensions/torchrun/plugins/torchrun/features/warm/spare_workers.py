@@ -26,7 +26,6 @@ class SpareWorkers:
     def __init__(self, options: Mapping[str, Any], client: socket.socket) -> None:
         self._count = options["workers"]
         self._options = {"modules": options["worker_modules"]}
-        self._news = options["news"]  # a pipe: from it the guardian reads which workers were spares
         self._client = client
         self._spares: list[Spare] = []
         self._deadline = 0.0  # for all to become workers
@@ -45,7 +44,7 @@ class SpareWorkers:
         env = {**os.environ, AGENT_PID: str(os.getpid())}
         with suppress(OSError):  # no more processes or files: torchrun itself starts the workers
             for _ in range(self._count):
-                self._spares.append(Spare("worker", self._options, env, None))
+                self._spares.append(Spare("worker", self._options, env))
 
     def keep(self, count: int) -> None:
         """End all but `count` spares."""
@@ -68,19 +67,14 @@ class SpareWorkers:
 
     def _one(self, request: Mapping[str, Any], stdout: Any, stderr: Any) -> Any:
         """Return a spare's process that has become the worker; None if no spare can."""
-        env = request["env"]
         while self._spares:
             try:
-                worker = self._spares.pop(0).become(request, stdout.fileno(), stderr.fileno(), self._deadline)
+                return self._spares.pop(0).become(request, stdout.fileno(), stderr.fileno(), self._deadline)
             except Exception as error:
                 # torchrun's handler of SIGTERM raises this (torch/distributed/elastic/multiprocessing/api.py, 2.13).
                 if type(error).__name__ == "SignalException":
                     raise
                 self._say(in_words(error))
-            else:
-                with suppress(OSError):  # the guardian is gone, so this process ends soon
-                    os.write(self._news, f"{worker.pid} {env['RANK']} {env['LOCAL_RANK']}\n".encode())
-                return worker
         if not self._said:
             self._say("no spare was ready")
         return None

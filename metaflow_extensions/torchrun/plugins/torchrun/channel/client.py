@@ -1,0 +1,350 @@
+"""The gang's channel as a task sees it: its supervisor holds it (`supervisor`), and this talks to that.
+
+One thread (`torchrun-link`) reads what comes and writes what goes. Any thread may call the public methods, also in a
+signal handler; `call` and what uses it wait for an answer. In a fork of the task nothing works.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import signal
+import socket
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, replace
+from typing import Any
+
+from ..errors import GangError, TorchrunError
+from ..gang.keepers import Plain
+from ..gang.nodes import NodeState
+from ..gang.policy import ConnectPolicy, Rules
+from ..gang.protocol import CONTROL, Lines, Message, from_wire, to_wire
+from ..gang.wire import from_plain
+from ..machine.detached import Detached, beside_task
+from ..machine.network import place
+from ..records.snapshot import Snapshot
+from ..records.vanished import Word, told_by_others
+from .link import LinkEnd
+from .relay import Relay
+
+_ANSWER_S = 60.0  # a busy machine, or one whose disk has to read Python first
+# How long the control node waits after its own end for the other nodes' ends, so that it gets late failures.
+_LEAVE_WAIT_S = 5.0
+_CONTINUE_S = 5.0  # between continuing a silent supervisor, which somebody may have stopped
+_END_S = 2.0
+_OS_ERRORS = {each.__name__: each for each in (ConnectionError, ConnectionRefusedError, TimeoutError, socket.gaierror)}
+
+
+def _start() -> tuple[Detached, LinkEnd]:
+    """Start a supervisor, and return it with this end of the link; it ends when it hears nothing more."""
+    own, theirs = socket.socketpair()
+    try:
+        with theirs:
+            process = beside_task("supervisor", (), os.environ, theirs.fileno())
+        process.output.close()
+        return process, LinkEnd(own)
+    except BaseException:
+        own.close()
+        raise
+
+
+class SupervisorGone(GangError):
+    """This node's supervisor process has ended unexpectedly."""
+
+
+class Client(ABC):
+    """A task's connection to its supervisor process, which it starts."""
+
+    def __init__(
+        self, begin: Mapping[str, Any], deliver: Callable[[Message], None], on_gone: Callable[[str], None]
+    ) -> None:
+        """In the link's thread `deliver` gets the messages for this node, and `on_gone` how the supervisor has ended."""
+        self._deliver, self._on_gone = deliver, on_gone
+        self._numbers = itertools.count()
+        self._answers: dict[int, tuple[threading.Event, list[Any]]] = {}
+        self._pid = os.getpid()
+        self._continue_at = 0.0  # only the link's thread uses it
+        # `_is_closing`: its end is no surprise. `_is_over`: nothing more is sent or read.
+        self._is_closing = self._is_over = self._is_gone = False
+        self._last_words: Any = None  # what the supervisor has said at its end
+        try:
+            self._process, self._link = _start()
+            self._how = f"its supervisor process (pid {self.pid}) ended unexpectedly, as by SIGKILL"
+            self._link.send("begin", dict(begin))
+            self._thread = threading.Thread(target=self._run, name="torchrun-link", daemon=True)
+            self._thread.start()
+        except (OSError, RuntimeError) as error:  # no more processes, files or threads
+            raise GangError(
+                f"This node's supervisor process could not be started on host {socket.gethostname()}: {error}. Look at "
+                "the limits of processes, threads and open files there (ulimit -a)."
+            ) from error
+
+    @property
+    def pid(self) -> int:
+        """The supervisor's pid."""
+        return self._process.pid
+
+    # --- what any thread may call
+
+    def send(self, message: Message) -> None:
+        """Send a message to the control node; returns at once."""
+        self._say("send", to_wire(message))
+
+    def send_lines(self, stream: str, text: str) -> None:
+        """Send lines of this node's workers, as far as that holds up nothing else; returns at once."""
+        self._say("lines", stream, text)
+
+    def _say(self, *frame: Any) -> None:
+        if self._is_in_task:
+            self._link.send(*frame)
+
+    @property
+    def _is_in_task(self) -> bool:
+        return os.getpid() == self._pid
+
+    def call(self, name: str, *args: Any, patience_s: float = _ANSWER_S) -> Any:
+        """Have the supervisor do something, and return its answer; raise what that raises."""
+        number, answered, answer = next(self._numbers), threading.Event(), list[Any]()
+        self._answers[number] = answered, answer
+        if self._is_gone or not self._is_in_task:  # nobody would answer
+            answered.set()
+        try:
+            self._say("call", number, name, list(args))
+            has_answered = answered.wait(patience_s)
+            if not answer:
+                raise self._gone() if has_answered else self._silent(patience_s)
+        finally:
+            del self._answers[number]
+        kind, *rest = answer
+        if kind == "failed":
+            raise from_plain(TorchrunError, rest[0], "the error")
+        if kind == "os_error":
+            raise _OS_ERRORS.get(rest[0], OSError)(rest[1])
+        return rest[0]
+
+    def close(self) -> None:
+        """Let the supervisor end; without effect in a fork of the task."""
+        if self._is_closing or not self._is_in_task:
+            return
+        self._is_closing = True
+        with suppress(GangError, OSError):
+            self._last_words = self.call("close", _LEAVE_WAIT_S)
+        self._is_over = True
+        self._link.wake()
+        self._thread.join(_END_S)
+        if not self._thread.is_alive():
+            self._link.close()
+        self._process.wait(_END_S)
+
+    # --- in the link's thread
+
+    def _run(self) -> None:
+        try:
+            self._link.run(self._handle, self._look, look_s=_CONTINUE_S)
+        except Exception as error:  # a bug of ours: without this thread nobody hears anything
+            self._how = f"its link to its supervisor failed, which is a bug in metaflow-torchrun: {error!r}"
+            self._link.close()  # so the supervisor tells the gang
+        self._is_gone = True
+        for answered, _ in list(self._answers.values()):
+            answered.set()
+        if not self._is_closing:
+            self._on_gone(self._how)
+
+    def _look(self) -> bool:
+        """Continue a supervisor that somebody has stopped; return whether this end has closed."""
+        if (now := time.monotonic()) >= self._continue_at:
+            self._continue_at = now + _CONTINUE_S
+            self._process.send_signal(signal.SIGCONT)  # a process that runs does not notice
+            # A fork of the task may hold the other end, too: then nothing else tells.
+            return self._is_over or self._process.has_ended
+        return self._is_over
+
+    def _gone(self) -> SupervisorGone:
+        return SupervisorGone(f"The node can't go on (host {socket.gethostname()}): {self._how}.")
+
+    def _silent(self, seconds: float) -> SupervisorGone:
+        return SupervisorGone(
+            f"This node's supervisor process (pid {self.pid}, host {socket.gethostname()}) gave no answer for {seconds:g} s."
+        )
+
+    def _handle(self, frame: Sequence[Any]) -> None:
+        what, *rest = frame
+        if what == "deliver":
+            self._deliver(from_wire(rest[0]))
+        elif what == "ping":
+            self._link.send("pong")
+        elif what in ("answer", "failed", "os_error"):
+            number, *answer = rest
+            if number in self._answers:
+                answered, found = self._answers[number]
+                found[:] = [what, *answer]
+                answered.set()
+        elif what == "gone":  # the supervisor ends, since the task was frozen, or for a bug of ours
+            self._how = rest[0]
+            self._on_gone(rest[0])
+        else:
+            self._on_news(what, *rest)
+
+    @abstractmethod
+    def _on_news(self, what: str, *rest: Any) -> None:
+        """Handle what only one kind of node hears."""
+
+
+class MemberClient(Client):
+    """The channel of a node other than the control node."""
+
+    def __init__(
+        self,
+        node: int,
+        num_nodes: int,
+        deliver: Callable[[Message], None],
+        on_loss: Callable[[str], None],
+        on_gone: Callable[[str], None],
+        heartbeat_timeout_s: float,
+        policy: ConnectPolicy,
+    ) -> None:
+        self.own_address: str | None = None  # this host's, between it and the control node
+        self.hold_s = 0.0  # how long a refused task delays its end, unless the connection ends before
+        self._on_loss = on_loss  # called once, with the reason, when the control node is lost
+        about = {"node": node, "num_nodes": num_nodes, "timeout_s": heartbeat_timeout_s, "place": place()}
+        super().__init__({**about, "policy": asdict(policy)}, deliver, on_gone)
+        self._patience_s = heartbeat_timeout_s + _ANSWER_S
+
+    def connect(self, addresses: Sequence[str], port: int, token: str, timeout_s: float) -> str:
+        """Try all addresses once, join over the first that works, and return it.
+
+        Raises OSError if none works, a ConnectionRefusedError if nobody listens at any; then it can be called again.
+        Raises TorchrunError if the control node turns this node away.
+        """
+        patience_s = timeout_s + self._patience_s
+        found = self.call("connect", list(addresses), port, token, timeout_s, patience_s=patience_s)
+        self.own_address = found["own_address"]
+        return str(found["address"])
+
+    def settle_lines(self) -> None:
+        """Wait for nothing: only the control node's log has lines of other nodes."""
+
+    def _on_news(self, what: str, *rest: Any) -> None:
+        if what == "lost":
+            self._on_loss(rest[0])
+        elif what == "hold":
+            self.hold_s = rest[0]
+
+
+class ControlClient(Client):
+    """The channel of the control node, and its gang; a gang of one does not listen."""
+
+    def __init__(
+        self,
+        num_nodes: int,
+        deliver: Callable[[Message], None],
+        on_gone: Callable[[str], None],
+        heartbeat_timeout_s: float,
+        token: str,
+        rules: Rules,
+    ) -> None:
+        self.num_nodes = num_nodes
+        self.relay = Relay()  # of the members' lines; dropped, unless it is started
+        self._last: dict[str, Any] = {}  # what the supervisor has said last; see `_ask`
+        given = {name: value for name, value in vars(rules).items() if name != "why_it_waits"}
+        about = {"num_nodes": num_nodes, "timeout_s": heartbeat_timeout_s}
+        super().__init__({**about, "token": token, "rules": given}, deliver, on_gone)
+
+    def listen(self, port: int | None, host: str = "") -> int:
+        """Open the channel and return its port; raise GangError if that can't be.
+
+        None for `port` lets the kernel choose. An empty `host` means all interfaces.
+        """
+        return int(self.call("listen", port, host))
+
+    def settle_lines(self) -> None:
+        """Wait until this node's log has all lines of other nodes that have arrived, a bounded time."""
+        self.relay.settle()
+
+    def request(self, feature: str, data: Plain) -> None:
+        """Hand a feature what a command asks of the gang."""
+        self._say("request", feature, data)
+
+    def pop_answer(self, feature: str) -> Plain | None:
+        """Return the newest answer of a feature, once."""
+        found: Plain | None = self.call("pop_answer", feature)
+        return found
+
+    def report_gone(self, node: int, reason: str) -> None:
+        """Tell the gang that a node's task has ended; safe to call for one that left before."""
+        self._say("gone", node, reason)
+
+    @property
+    def own_address(self) -> str | None:
+        """This host's address, as the first connection shows it."""
+        found: str | None = self._ask("view").get("own_address")
+        return found
+
+    # --- what is known of the gang; after its end, what was known last
+
+    def counts(self) -> tuple[int, int, int]:
+        """Return how many records there are, how many numbers of features have come, and of how many features.
+
+        That the supervisor is missed is a record, too: see `snapshot`.
+        """
+        counts = self._ask("counts")
+        return counts.get("records", 0) + self._is_missed, counts.get("numbers", 0), counts.get("heard", 0)
+
+    def states(self) -> dict[int, NodeState]:
+        """Return the state of each node."""
+        states = self._ask("view").get("states") or [NodeState.ABSENT.name] * self.num_nodes
+        return {node: NodeState[name] for node, name in enumerate(states)}
+
+    @property
+    def members(self) -> list[int]:
+        """Indexes of the nodes, besides the control node, that have joined and not yet left."""
+        there = (NodeState.JOINED, NodeState.DONE)
+        return [node for node, state in self.states().items() if node != CONTROL and state in there]
+
+    @property
+    def absent(self) -> list[int]:
+        """Indexes of the nodes that have not arrived."""
+        return [node for node, state in self.states().items() if state is NodeState.ABSENT]
+
+    @property
+    def broken(self) -> TorchrunError | None:
+        """Why the gang can't go on, if it can't."""
+        found = self._ask("view").get("broken")
+        return None if found is None else from_plain(TorchrunError, found, "the error")
+
+    def snapshot(self, about: Mapping[str, Any]) -> Snapshot:
+        """Return all that has happened to the gang until now; `about` has more fields.
+
+        If the supervisor is gone, it tells that, too.
+        """
+        found = self._ask("snapshot")
+        known = replace(Snapshot.read(found), **about) if found else None
+        if self._is_missed:
+            known = told_by_others(known, [Word(str(self._gone()), time.time(), self.num_nodes)])
+        return known or Snapshot(self.num_nodes)
+
+    def _ask(self, what: str) -> dict[str, Any]:
+        if self._last_words is None and not self._is_gone:
+            with suppress(GangError, OSError):
+                self._last[what] = self.call(what)
+        found: dict[str, Any] = (self._last_words or self._last).get(what, {})
+        return found
+
+    @property
+    def _is_missed(self) -> bool:
+        """Whether the supervisor has ended without a last word."""
+        return self._is_gone and self._last_words is None
+
+    def close(self) -> None:
+        """Wait a moment until the other nodes have left, and let the supervisor end."""
+        super().close()
+        self.relay.close()
+
+    def _on_news(self, what: str, *rest: Any) -> None:
+        if what == "lines":
+            node, stdout, stderr, left_out = rest
+            self.relay.add(node, Lines(stdout, stderr, left_out))

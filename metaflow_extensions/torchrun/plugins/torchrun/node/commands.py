@@ -1,0 +1,204 @@
+"""The commands of ``run(before_run=...)`` on this node, which run before it is *ready*.
+
+The script `command_runner` runs them in the place of an agent, so a guardian watches and stops them like workers.
+Everything here belongs to the thread that calls `run`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import shutil
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+
+from ..events import Event
+from ..gang.cause import Cause, Failure, describe_exit
+from ..gang.member import Member
+from ..gang.protocol import Command, Failed
+from ..guardian.agent_events import AgentEnded, AgentEvent, End, Frozen, Terminated
+from ..guardian.guardian import Options
+from ..launch.command import COMMAND_RUNNER
+from ..launch.commands import is_by_shell, system_program
+from ..logs.pipes import AGENT, LogReader, pipe_path
+from .agent import AgentProcess
+from .agent_end import AgentEnd
+from .headlines import say_left
+from .plan import Plan
+from .start import environment_of_commands, make_folder, make_pipes_folder
+
+_RUNNER = "command runner"  # its name in messages
+_TAIL_LINES = 30
+_SHOWN_CHARS = 200
+
+
+def shown(words: Sequence[str]) -> str:
+    """Return a command as one line for the log."""
+    text = words[2] if is_by_shell(words) else shlex.join(words)
+    line = " ".join(text.encode("utf-8", "backslashreplace").decode().split())
+    return line if len(line) <= _SHOWN_CHARS else line[:_SHOWN_CHARS] + "…"
+
+
+@dataclass(frozen=True)
+class CommandNews:
+    """An event of the commands' guardian, in the launch's inbox."""
+
+    event: AgentEvent
+
+
+@dataclass(frozen=True)
+class _Ended:
+    """A command that has ended or could not be started, as written by `command_runner`."""
+
+    number: int  # from 0
+    status: int | None
+    error: str | None
+    seconds: float
+
+
+class Commands:
+    """The commands of one launch on this node, from their start to the end of the last process."""
+
+    def __init__(self, plan: Plan, member: Member, launch: int, new_agent: Callable[..., AgentProcess]) -> None:
+        self._plan, self._member, self._launch = plan, member, launch
+        self._told = 0  # of how many ended commands the gang knows
+        self._has_failed = self._is_closed = False
+        self._folder = pipes = make_folder(plan, f"launch{launch}-before_run")
+        try:
+            pipes = make_pipes_folder(plan, self._folder)
+            command = self._write_command(pipes)
+            env = environment_of_commands(plan, member.own_address, os.environ)
+            self._logs = self._reader(pipes)
+        except BaseException:
+            for folder in (pipes, self._folder):
+                shutil.rmtree(folder, ignore_errors=True)
+            raise
+        self._end = AgentEnd(plan, member.host, self._logs.tail, _RUNNER)
+        inbox = member.inbox  # this launch's; a later launch has another
+        self._agent = new_agent(command, env, self._options(pipes), lambda event: inbox.put(CommandNews(event)))
+
+    def _reader(self, pipes: str) -> LogReader:
+        plan, count = self._plan, len(self._plan.commands)
+        node = plan.spec.node_index
+        is_hidden = plan.logs == "rank0" and node != 0
+        return LogReader(
+            pipes,
+            {each: (f"[node {node} before_run {each + 1}/{count}] ", is_hidden) for each in range(count)},
+            f"[torchrun node {node}] ",
+            plan.write,
+            keep_in=None if plan.spec.log_dir is None else self._folder,
+            cuts=True,
+        )
+
+    def _write_command(self, pipes: str) -> list[str]:
+        """Write the commands for the runner; return its argv."""
+        commands = []
+        for words in self._plan.commands:
+            # The shell is found here, because the user's PATH for the commands may lack it.
+            program = system_program(words[0]) if is_by_shell(words) else words[0]
+            commands.append({"argv": [program, *words[1:]], "shown": shown(words)})
+        with open(os.path.join(self._folder, "commands.json"), "w", encoding="ascii") as file:
+            json.dump(commands, file)
+        # -I and -S: neither the commands' variables nor installed packages may change what the runner does.
+        return [self._plan.spec.python, "-I", "-S", COMMAND_RUNNER, self._folder, pipes]
+
+    def _options(self, pipes: str) -> Options:
+        plan = self._plan
+        return Options(
+            pipes=pipes,
+            stdout=pipe_path(pipes, AGENT, "stdout"),
+            stderr=pipe_path(pipes, AGENT, "stderr"),
+            grace_s=plan.grace_s,
+            silence_s=plan.silence_s,
+            cwd=plan.spec.cwd,
+            scratch=[self._folder if plan.spec.log_dir is None else pipes, *plan.services.folders],
+        )
+
+    # --- their life -----------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Start the first one. All further news arrives as `CommandNews`."""
+        self._logs.start()
+        self._agent.start()
+
+    def handle(self, event: AgentEvent) -> bool:
+        """Handle an event, report a failure once; return whether all commands have ended well."""
+        self.send_ended()  # after a failure the gang would not heed it
+        cause = self._failure(event)
+        if cause is not None and not self._has_failed:
+            self._has_failed = True
+            send_failure(self._member, self._launch, cause)
+        if not isinstance(event, End) or self._has_failed:
+            return False
+        say_left(self._member, event, "commands")
+        return True
+
+    def _failure(self, event: AgentEvent) -> Cause | None:
+        match event:
+            case Frozen() | Terminated():
+                self._end.record_fault(event)
+                assert self._end.fault is not None
+                return self._end.fault[1]
+            case AgentEnded():
+                self._end.exit_code = event.status
+            case End() if self._end.exit_code is None:
+                self._end.record(event)
+            case _:
+                return None
+        return None if self._end.exit_code == 0 else self._cause()
+
+    def _cause(self) -> Cause:
+        failed = next((each for each in self._ended() if each.status != 0), None)
+        if failed is None:
+            return self._end.cause(has_workers=False)
+        node, host = self._plan.spec.node_index, self._member.host
+        lines = _last_lines(self._logs.tail(failed.number, "stdout"))
+        text = self._text(failed, self._end.machine.how_ended)
+        return Cause("command", node, host, None, None, failed.status, text, lines)
+
+    def close(self, grace_s: float = 0.0) -> None:
+        """Stop what still runs, and show the last output; safe to call more than once."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        self._logs.let_end()
+        try:
+            self._agent.close(grace_s)
+        finally:
+            self._logs.finish(explained=True)
+            if self._plan.spec.log_dir is None:
+                shutil.rmtree(self._folder, ignore_errors=True)
+
+    # --- how they ended -------------------------------------------------------------------------
+
+    def send_ended(self) -> None:
+        """Report the commands that have ended since the last call."""
+        for each in self._ended()[self._told :]:
+            self._told += 1
+            # Without hints on signals: the error has them.
+            text = self._text(each, lambda status: describe_exit(status).partition(":")[0])
+            self._member.send(Command(self._launch, text, each.status, round(each.seconds, 3)))
+
+    def _ended(self) -> list[_Ended]:
+        with suppress(OSError), open(os.path.join(self._folder, "ended.jsonl"), encoding="ascii") as file:
+            return [_Ended(**json.loads(line)) for line in file if line.endswith("\n")]
+        return []
+
+    def _text(self, ended: _Ended, exit_text: Callable[[int], str]) -> str:
+        commands = self._plan.commands
+        name = f"before_run {ended.number + 1}/{len(commands)} ({shown(commands[ended.number])})"
+        return f"{name} {ended.error if ended.status is None else exit_text(ended.status)}"
+
+
+def send_failure(member: Member, launch: int, cause: Cause) -> None:
+    """Report to the log and the gang why this node's commands have failed; the gang's verdict is the error."""
+    member.emit(Event("worker_failed", member.node, f"{cause.exception}; no worker starts on any node"))
+    member.send(Failed(launch, failures=(Failure(cause),)))
+
+
+def _last_lines(text: str) -> str:
+    """Return the last lines of a command's output; a progress bar (with CR) is reduced to its last state."""
+    lines = [line.removesuffix("\r").rpartition("\r")[2] for line in text.rstrip("\n").split("\n")]
+    return "\n".join(lines[-_TAIL_LINES:])

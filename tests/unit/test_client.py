@@ -1,0 +1,201 @@
+"""A task and its supervisor, as two processes."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+
+import psutil
+import pytest
+from unit_helpers import eventually
+
+from metaflow_extensions.torchrun.plugins.torchrun import supervisor as supervising
+from metaflow_extensions.torchrun.plugins.torchrun.channel import client
+from metaflow_extensions.torchrun.plugins.torchrun.channel.client import ControlClient, MemberClient, SupervisorGone
+from metaflow_extensions.torchrun.plugins.torchrun.channel.connection import new_token
+from metaflow_extensions.torchrun.plugins.torchrun.channel.link import frame
+from metaflow_extensions.torchrun.plugins.torchrun.errors import GangError
+from metaflow_extensions.torchrun.plugins.torchrun.gang.nodes import NodeState
+from metaflow_extensions.torchrun.plugins.torchrun.gang.policy import ConnectPolicy, Rules
+from metaflow_extensions.torchrun.plugins.torchrun.gang.protocol import (
+    Abort,
+    Join,
+    Leave,
+    Note,
+    TaskEnded,
+    Welcome,
+    to_wire,
+)
+from metaflow_extensions.torchrun.plugins.torchrun.machine import processes
+from metaflow_extensions.torchrun.plugins.torchrun.machine.network import pick_port
+
+HOST = "127.0.0.1"
+RULES = Rules(60.0, 1.0)
+
+
+@pytest.fixture
+def gang():
+    """Return functions that make the clients of a control node and of members; all are closed."""
+    made = []
+
+    class Heard(list):
+        def of(self, kind):
+            return [each for each in self if isinstance(each, kind)]
+
+    def control(num_nodes=2):
+        heard, gone, token = Heard(), [], new_token()
+        made.append(ControlClient(num_nodes, heard.append, gone.append, 20.0, token, RULES))
+        made[-1].send(Join(0, "host-0"))
+        made[-1].heard, made[-1].gone, made[-1].token = heard, gone, token
+        return made[-1]
+
+    def member(node=1):
+        heard, gone, lost = Heard(), [], []
+        made.append(MemberClient(node, 2, heard.append, lost.append, gone.append, 20.0, ConnectPolicy(attempt_s=1.0)))
+        made[-1].heard, made[-1].gone, made[-1].lost = heard, gone, lost
+        return made[-1]
+
+    yield control, member
+    for each in made:
+        each.close()
+
+
+def test_a_gang_joins_and_what_is_known_of_it_stays_known(gang):
+    control, member = gang[0](), gang[1]()
+    port = control.listen(None, HOST)
+    assert control.absent == [1]
+    assert member.connect([HOST], port, control.token, 5.0) == HOST
+    assert eventually(lambda: control.members == [1])
+    assert eventually(lambda: member.heard.of(Welcome))
+    assert (member.own_address, control.own_address) == (HOST, HOST)
+    assert control.counts()[0] == 2
+    member.close()
+    eventually(lambda: control.states()[1] is NodeState.LOST)
+    control.close()
+    assert [event.kind for event in control.snapshot({"command": "x"}).events][:2] == ["joined", "joined"]
+    assert control.snapshot({"command": "x"}).command == "x"
+    assert control.states()[1] is NodeState.LOST
+
+
+def test_what_a_call_raises_is_raised_in_the_task(gang):
+    control, member = gang[0](), gang[1]()
+    with socket.create_server((HOST, 0)) as taken, pytest.raises(GangError, match="channel_port"):
+        control.listen(taken.getsockname()[1], HOST)
+    with pytest.raises(ConnectionRefusedError):
+        member.connect([HOST], pick_port(), "secret", 5.0)
+    port = control.listen(None, HOST)
+    with pytest.raises(ConnectionError, match="token"):
+        member.connect([HOST], port, "another", 5.0)
+    assert member.connect([HOST], port, control.token, 5.0) == HOST
+    second = gang[1]()
+    with pytest.raises(GangError, match="same node index"):
+        second.connect([HOST], port, control.token, 5.0)
+
+
+def test_a_supervisor_that_is_killed_is_missed_at_once_and_no_call_waits(gang):
+    control = gang[0]()
+    control.listen(None, HOST)
+    os.kill(control.pid, signal.SIGKILL)
+    eventually(lambda: control.gone)
+    assert control.gone == [f"its supervisor process (pid {control.pid}) ended unexpectedly, as by SIGKILL"]
+    with pytest.raises(SupervisorGone, match=rf"pid {control.pid}"):
+        control.call("view")
+    assert control.absent == [0, 1], "nothing was asked before"
+    known = control.snapshot({})
+    assert known.summary.outcome == "failed"
+    assert f"pid {control.pid}" in known.error
+
+
+def test_a_supervisor_that_somebody_stops_is_continued(gang, monkeypatch):
+    monkeypatch.setattr(client, "_CONTINUE_S", 0.1)
+    control = gang[0]()
+    control.listen(None, HOST)
+    os.kill(control.pid, signal.SIGSTOP)
+    assert eventually(lambda: control.call("view"))
+    assert psutil.Process(control.pid).status() != psutil.STATUS_STOPPED
+
+
+def test_a_supervisor_is_no_child_of_its_task_and_ends_with_it(gang):
+    control = gang[0]()
+    control.listen(None, HOST)
+    assert psutil.Process(control.pid).ppid() != os.getpid()
+    pid = control.pid
+    control.close()
+    assert eventually(lambda: not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE)
+    control.close()  # once more
+
+
+class Side:
+    """What a supervisor does for its task, noted."""
+
+    def __init__(self):
+        self.sent, self.has_ended = [], False
+
+    def send(self, message):
+        self.sent.append(message)
+
+    def end(self):
+        self.has_ended = True
+
+
+@pytest.mark.parametrize(
+    ("how", "said"),
+    [
+        ("import os, signal; os.kill(os.getpid(), signal.SIGKILL)", "its task was killed by SIGKILL"),
+        ("import os; os._exit(3)", "its task exited with code 3"),
+    ],
+)
+def test_the_end_of_a_task_is_told_with_its_signal_or_code(how, said):
+    assert ended(how).startswith(said)
+
+
+def test_a_task_that_is_killed_for_memory_is_told_so(monkeypatch):
+    monkeypatch.setattr(supervising, "oom_kills", lambda: 3 if living else 4)
+    living = [True]
+    monkeypatch.setattr(supervising.Supervisor, "_await_death", lambda served: living.clear())
+    said = ended("import os, signal; os.kill(os.getpid(), signal.SIGKILL)")
+    assert said.startswith("its task ran out of memory: ")
+
+
+def test_what_a_task_has_sent_before_it_is_killed_is_heard_first():
+    (left, end) = told_of("import os, signal; os.kill(os.getpid(), signal.SIGKILL)", frame(["send", to_wire(Leave())]))
+    assert (left, type(end)) == (Leave(), TaskEnded)
+
+
+def ended(how):
+    """Return what a supervisor says of a task that ends in this way; nobody reaps it before."""
+    (message,) = told_of(how)
+    assert isinstance(message, TaskEnded)
+    return message.how
+
+
+def told_of(how, last_words=b""):
+    own, theirs = socket.socketpair()
+    with subprocess.Popen([sys.executable, "-c", "input();" + how], stdin=subprocess.PIPE) as task:
+        served = supervising.Supervisor(
+            processes.Other(task.pid, processes.began(task.pid)), supervising.LinkEnd(theirs)
+        )
+        served._side = side = Side()
+        before = os.dup(2)
+        task.stdin.write(b"\n")
+        task.stdin.flush()
+        eventually(lambda: served._task.has_ended)
+        own.sendall(last_words)
+        own.close()
+        served.run()
+        os.dup2(before, 2)
+        os.close(before)
+    served._link.close()
+    assert side.has_ended
+    return side.sent
+
+
+def test_a_member_whose_task_has_ended_is_lost_for_that_reason(gang):
+    control, member = gang[0](), gang[1]()
+    member.connect([HOST], control.listen(None, HOST), control.token, 5.0)
+    member.send(TaskEnded("its task exited with code 3"))
+    assert eventually(lambda: control.heard.of(Abort))
+    assert "Node 1 (host" in control.heard.of(Abort)[0].error.message
+    assert "failed: its task exited with code 3" in control.heard.of(Abort)[0].error.message
+    assert not control.heard.of(Note)
