@@ -275,9 +275,8 @@ class TorchrunDecorator(steps.ParallelDecorator):  # type: ignore[misc]  # Metaf
         self._gang.name_tasks(steps.tasks_of(flow))
         if parallel.node_index == CONTROL:
             raise_limit(parallel.num_nodes - 1)  # before a process starts whose workers would have another one
-        warm = starts_of(FEATURES, self._settings, machine, None if here else self._requested)
-        self._gang.end_with_step(warm)
-        member, main_addr = self._gang.join()
+        starts = starts_of(FEATURES, self._settings, machine, None if here else self._requested)
+        member, main_addr = self._gang.join(starts)
         context = Context(
             member,
             main_addr,
@@ -285,7 +284,7 @@ class TorchrunDecorator(steps.ParallelDecorator):  # type: ignore[misc]  # Metaf
             self._settings,
             requested=None if here else self._requested,
             store=DatastoreValues(self._flow_datastore),
-            warm=warm,
+            has_spares=starts is not None,
             features=self._gang.features,
             part=self._gang.part,
         )

@@ -28,6 +28,7 @@ class Event:
     node: int
     text: str  # what happened, in words for the log
     is_detail: bool = False  # whether only METAFLOW_TORCHRUN_DEBUG=1 shows it
+    is_written: bool = False  # whether the log has it already
 
 
 Subscriber = Callable[[Event], None]

@@ -18,16 +18,16 @@ from .launch.commands import beside_flow, foreign_python
 from .launch.facts import node_facts, shm_bytes, shm_warning, too_few_warning
 from .launch.spec import LaunchSpec, Node, build_spec
 from .launch.transfer import ValueStore
-from .logs.console import settle, write_output
 from .machine.accelerators import Machine, Nproc, choose_nproc
-from .node.plan import Plan, WarmStarts
+from .node.plan import Request
 from .node.services import RunCall, Services
-from .node.supervisor import Supervisor
 from .node.watchers import Feature, policies_of
 from .result import TorchrunResult
 from .run_arguments import FEATURE_OF, LEGACY, RunOptions, checked, spelled_out
 from .settings import ARGUMENTS, StepSettings, argument, choose, with_attributes
 from .show.live_card import GangPart
+from .task.launch_call import LaunchCall
+from .task.results import result_of
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack  # in typing since Python 3.11
@@ -47,7 +47,7 @@ class Context:
     settings: StepSettings
     requested: Nproc | None = None  # what the resources of a remote task amount to
     store: ValueStore | None = None  # where features store data; None outside of a flow
-    warm: WarmStarts | None = None  # the spares of this node
+    has_spares: bool = False  # whether this node has spares
     features: Sequence[Feature] = ()  # of each launch
     part: Callable[[tuple[str, ...]], GangPart] | None = None  # returns the gang's parts for the step's own cards
 
@@ -237,35 +237,29 @@ class TorchrunExecutor:
         self._warn(spec, commands)
         text = f"processes per node: {nproc.value} ({nproc.why})"
         context.member.emit(Event("chosen", self.node_index, text, is_detail=True))
-        plan = Plan(
+        request = Request(
             spec=spec,
             main_addr=self.main_addr,
             machine=context.machine,
-            write=self._write,
             policy=policy,
             facts={} if commands else node_facts(spec, context.machine),
             grace_s=settings.grace_s,
             silence_s=settings.heartbeat_timeout_s,
-            services=services,
-            store=context.store,
             logs=settings.logs_of(self.num_nodes),
             nproc_why=nproc.why,
             warm=warm,
-            warm_node=context.warm,
             commands=tuple((beside_flow(words[0], spec.cwd, _flow_folder()), *words[1:]) for words in commands),
-            features=context.features,
+            features=tuple(feature.name for feature in context.features),
+            **services.told,
         )
 
-        def complete() -> Plan:
+        def complete() -> Request:
             """Check what the commands may have made."""
             importlib.invalidate_caches()
-            if warm == "workers" and context.warm is not None:
-                # A spare worker would lack what is there now. A spare agent sees for itself whether torch has changed.
-                context.warm.renew()
             made = self._spec(given, nproc.value, services)
-            return replace(plan, spec=made, facts=node_facts(made, context.machine))
+            return replace(request, spec=made, facts=node_facts(made, context.machine))
 
-        return self._launch(Supervisor(plan, context.member, complete=complete), services)
+        return self._launch(LaunchCall(request, context.member, services, context.store, complete))
 
     def _spec(self, given: Mapping[str, Any], nproc: int, services: Services, may_come: bool = False) -> LaunchSpec:
         node = Node(self.num_nodes, self.node_index, self.main_addr, _flow_folder())
@@ -273,7 +267,7 @@ class TorchrunExecutor:
 
     def _warm(self, given: Mapping[str, Any], spec: LaunchSpec) -> str:
         warm: str = choose("warm", given, {}, self._context.settings).value
-        if warm == "workers" and self._context.warm is not None and "no-python" in dict(spec.options):
+        if warm == "workers" and self._context.has_spares and "no-python" in dict(spec.options):
             self._note_once("warm='workers': torchrun starts warm, but the workers start cold: they run a command")
         return warm
 
@@ -295,26 +289,18 @@ class TorchrunExecutor:
             if feature not in has and not all(value is None or value is False or value == "off" for value in values):
                 raise TorchrunConfigError(f"run({name}=...) needs the feature {feature}, which is not installed here.")
 
-    def _launch(self, supervisor: Supervisor, services: Services) -> TorchrunResult[Any]:
+    def _launch(self, call: LaunchCall) -> TorchrunResult[Any]:
         try:
-            result = supervisor.run()
-            settle()  # what the step's code prints next stands behind
-            return result
+            outcome = call.run()
+            call.settle()  # what the step's code prints next stands behind
+            return result_of(outcome, call.request.spec, self._context.member, self._context.features, call.services)
         except LaunchFailed as error:
             if not isinstance(error, TorchrunPreempted) or (error.cause or {}).get("node") != self.node_index:
-                settle(_SETTLE_S)  # the gang waits for this node, and a node that is frozen may be in the way
-            original = services.original(error, supervisor.told)
+                call.settle(_SETTLE_S)  # the gang waits for this node, and a node that is frozen may be in the way
+            original = call.services.original(error, call.told)
             if original is error:
                 raise
             raise original from error
-
-    def _write(self, stream: str, lines: bytes) -> bool:
-        """Write lines of this node's workers; takes and returns what `logs.pipes.Write` does."""
-        context = self._context
-        # Nodes that share a machine share a terminal: there the control node's lines and these stand side by side.
-        if lines and context.settings.logs_of(self.num_nodes) == "all" and context.machine.nodes_here == 1:
-            context.member.send_lines(stream, lines.decode())
-        return write_output(stream, lines)
 
     def _note(self, text: str) -> None:
         self._context.member.emit(Event("note", self.node_index, text))

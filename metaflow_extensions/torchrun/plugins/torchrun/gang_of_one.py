@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
@@ -18,10 +17,10 @@ from .events import Event
 from .executor import Context, TorchrunExecutor
 from .features.listed import FEATURES
 from .gang.cause import rename_node
+from .gang.keepers import Plain
 from .gang.member import Member
 from .logs.console import hurry, to_log
 from .machine.accelerators import Machine, this_machine
-from .node.plan import WarmStarts
 from .node.watchers import starts_of
 from .records.snapshot import Snapshot
 from .result import TorchrunResult
@@ -38,7 +37,7 @@ class GangOfOne:
     def __init__(self) -> None:
         self._live_card: LiveCard | None = None  # of the last launch
         self._has_parts = False  # whether the step has asked for any
-        self._warm: WarmStarts | None = None  # from the first launch that asks for it to the end of this object
+        self._starts: Plain | None = None  # from the first launch that asks for spares on
 
     def card(self, parts: tuple[str, ...]) -> GangPart:
         """Return parts of the gang's card, which show the last launch."""
@@ -53,16 +52,17 @@ class GangOfOne:
         check()
         settings = parse_settings(DEFAULTS, None)
         about: dict[str, Any] = {}
-        member, channel = join_alone(settings, partial(_log, about), rules_of(settings))
-        live_card = self._follow(channel, about, member)
         machine = this_machine()
+        self._begin_warm(machine, options)
+        member, channel = join_alone(settings, partial(_log, about), rules_of(settings), self._starts)
+        live_card = self._follow(channel, about, member)
         timeout = StepTimeout(settings.grace_s)
         timeout.tell(member)
         error: BaseException | None = None
         try:
-            self._begin_warm(machine, options)
+            has_spares, store = self._starts is not None, values_of_running_flow()
             context = Context(
-                member, LOOPBACK, machine, settings, store=values_of_running_flow(), warm=self._warm, features=FEATURES
+                member, LOOPBACK, machine, settings, store=store, has_spares=has_spares, features=FEATURES
             )
             executor = TorchrunExecutor(context)
             run: Callable[..., TorchrunResult[Any]] = executor.run  # the caller knows which overload applies
@@ -89,12 +89,10 @@ class GangOfOne:
 
     def _begin_warm(self, machine: Machine, options: Mapping[str, Any]) -> None:
         """Start spare processes for this launch and later ones, if the call asks for them with `warm`."""
-        if self._warm is None and options.get("warm") is not None:
+        if self._starts is None and options.get("warm") is not None:
             asked = {name: options.get(name) for name in ("warm", "nproc_per_node")}
             settings = parse_settings({**DEFAULTS, **asked}, None)
-            self._warm = starts_of(FEATURES, settings, machine, None)
-            if self._warm is not None:
-                weakref.finalize(self, self._warm.close)
+            self._starts = starts_of(FEATURES, settings, machine, None)
 
     def _follow(self, gang: ControlClient, about: dict[str, Any], member: Member) -> LiveCard:
         """Show the launch on the task's cards; of a launch within a gang only where the step asks for it."""

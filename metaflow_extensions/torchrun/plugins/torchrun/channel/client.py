@@ -1,4 +1,4 @@
-"""The gang's channel as a task sees it: its supervisor holds it (`supervisor`), and this talks to that.
+"""A task's connection to its supervisor (`supervisor/process`), which holds the channel and runs the launches.
 
 One thread (`torchrun-link`) reads what comes and writes what goes. Any thread may call the public methods, also in a
 signal handler; `call` and what uses it wait for an answer. In a fork of the task nothing works.
@@ -7,29 +7,31 @@ signal handler; `call` and what uses it wait for an answer. In a fork of the tas
 from __future__ import annotations
 
 import itertools
+import math
 import os
 import signal
 import socket
 import threading
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, replace
-from typing import Any
+from typing import Any, Protocol
 
 from ..errors import GangError, TorchrunError
+from ..events import Event, Subscriber
 from ..gang.keepers import Plain
 from ..gang.nodes import NodeState
 from ..gang.policy import ConnectPolicy, Rules
-from ..gang.protocol import CONTROL, Lines, Message, from_wire, to_wire
+from ..gang.protocol import CONTROL, Message, from_wire, to_wire
 from ..gang.wire import from_plain
+from ..logs.console import file_of, is_elsewhere, is_hurried
 from ..machine.detached import Detached, beside_task
 from ..machine.network import place
+from ..machine.processes import Other
 from ..records.snapshot import Snapshot
 from ..records.vanished import Word, told_by_others
 from .link import LinkEnd
-from .relay import Relay
 
 _ANSWER_S = 60.0  # a busy machine, or one whose disk has to read Python first
 # How long the control node waits after its own end for the other nodes' ends, so that it gets late failures.
@@ -42,39 +44,66 @@ _OS_ERRORS = {each.__name__: each for each in (ConnectionError, ConnectionRefuse
 def _start() -> tuple[Detached, LinkEnd]:
     """Start a supervisor, and return it with this end of the link; it ends when it hears nothing more."""
     own, theirs = socket.socketpair()
+    stdout = -1
     try:
+        with suppress(OSError):  # closed
+            stdout = os.dup(1)
         with theirs:
-            process = beside_task("supervisor", (), os.environ, theirs.fileno())
+            files = (stdout,) if stdout >= 0 else ()
+            process = beside_task("supervisor.process", [str(stdout)], os.environ, theirs.fileno(), pass_fds=files)
         process.output.close()
         return process, LinkEnd(own)
     except BaseException:
         own.close()
         raise
+    finally:
+        if stdout >= 0:
+            os.close(stdout)
+
+
+class Listener(Protocol):
+    """What hears of the gang in the task; the link's thread calls it. `gang.member.Member` is one."""
+
+    emit: Subscriber
+
+    def deliver(self, message: Message) -> None:
+        """Handle a message of the control node."""
+
+    def lose_control(self, reason: str) -> None:
+        """Handle the loss of the control node; called once."""
+
+    def lose_supervisor(self, how: str) -> None:
+        """Handle the end of this node's supervisor."""
 
 
 class SupervisorGone(GangError):
     """This node's supervisor process has ended unexpectedly."""
 
 
-class Client(ABC):
-    """A task's connection to its supervisor process, which it starts."""
+class Client:
+    """A task's connection to its supervisor process, which it starts.
 
-    def __init__(
-        self, begin: Mapping[str, Any], deliver: Callable[[Message], None], on_gone: Callable[[str], None]
-    ) -> None:
-        """In the link's thread `deliver` gets the messages for this node, and `on_gone` how the supervisor has ended."""
-        self._deliver, self._on_gone = deliver, on_gone
+    In the link's thread `listener` gets the messages for this node, and what else the supervisor says. `starts` is what
+    spares it is to start, as `watchers.starts_of` returns it.
+    """
+
+    def __init__(self, begin: Mapping[str, Any], listener: Listener, starts: Plain | None = None) -> None:
+        self._listener = listener
+        self._own_files = {name: file_of(fd) for name, fd in (("stdout", 1), ("stderr", 2))}
+        self._guardian: Other | None = None  # of the launch that runs
+        self.launch_news: Callable[[tuple[Any, ...]], None] = lambda frame: None  # gets what concerns a launch
         self._numbers = itertools.count()
         self._answers: dict[int, tuple[threading.Event, list[Any]]] = {}
         self._pid = os.getpid()
         self._continue_at = 0.0  # only the link's thread uses it
         # `_is_closing`: its end is no surprise. `_is_over`: nothing more is sent or read.
         self._is_closing = self._is_over = self._is_gone = False
+        self.hold_s = 0.0  # how long a refused task delays its end, unless the connection ends before
         self._last_words: Any = None  # what the supervisor has said at its end
         try:
             self._process, self._link = _start()
             self._how = f"its supervisor process (pid {self.pid}) ended unexpectedly, as by SIGKILL"
-            self._link.send("begin", dict(begin))
+            self._link.send("begin", {**begin, "starts": starts})
             self._thread = threading.Thread(target=self._run, name="torchrun-link", daemon=True)
             self._thread.start()
         except (OSError, RuntimeError) as error:  # no more processes, files or threads
@@ -92,15 +121,37 @@ class Client(ABC):
 
     def send(self, message: Message) -> None:
         """Send a message to the control node; returns at once."""
-        self._say("send", to_wire(message))
+        self.say("send", to_wire(message))
 
-    def send_lines(self, stream: str, text: str) -> None:
-        """Send lines of this node's workers, as far as that holds up nothing else; returns at once."""
-        self._say("lines", stream, text)
+    def end_spares(self) -> None:
+        """End the spare processes: no launch comes any more; returns at once."""
+        self.say("end_spares")
 
-    def _say(self, *frame: Any) -> None:
+    def say(self, *frame: Any) -> None:
+        """Tell the supervisor something that has no answer; returns at once."""
         if self._is_in_task:
             self._link.send(*frame)
+
+    @property
+    def is_gone(self) -> bool:
+        """Whether the supervisor has ended."""
+        return self._is_gone
+
+    def await_guardian(self, patience_s: float) -> None:
+        """Wait until the guardian has stopped a launch whose supervisor is gone."""
+        if self._guardian is not None:
+            self._guardian.wait(patience_s)
+
+    def streams_elsewhere(self) -> tuple[str, ...]:
+        """Return which of stdout and stderr the step's code has put elsewhere, so that only the task can write there."""
+        return tuple(name for name, file in self._own_files.items() if is_elsewhere(name, file))
+
+    def settle(self, patience_s: float | None = None) -> bool:
+        """Wait until all lines so far are written, or for so long; return whether they are."""
+        with suppress(GangError, OSError):
+            more_s = math.inf if patience_s is None else patience_s
+            return bool(self.call("settle", patience_s, is_hurried(), patience_s=more_s + _ANSWER_S))
+        return False
 
     @property
     def _is_in_task(self) -> bool:
@@ -113,8 +164,8 @@ class Client(ABC):
         if self._is_gone or not self._is_in_task:  # nobody would answer
             answered.set()
         try:
-            self._say("call", number, name, list(args))
-            has_answered = answered.wait(patience_s)
+            self.say("call", number, name, list(args))
+            has_answered = answered.wait(None if patience_s == math.inf else patience_s)
             if not answer:
                 raise self._gone() if has_answered else self._silent(patience_s)
         finally:
@@ -131,6 +182,7 @@ class Client(ABC):
         if self._is_closing or not self._is_in_task:
             return
         self._is_closing = True
+        self.settle()
         with suppress(GangError, OSError):
             self._last_words = self.call("close", _LEAVE_WAIT_S)
         self._is_over = True
@@ -152,7 +204,7 @@ class Client(ABC):
         for answered, _ in list(self._answers.values()):
             answered.set()
         if not self._is_closing:
-            self._on_gone(self._how)
+            self._listener.lose_supervisor(self._how)
 
     def _look(self) -> bool:
         """Continue a supervisor that somebody has stopped; return whether this end has closed."""
@@ -174,7 +226,7 @@ class Client(ABC):
     def _handle(self, frame: Sequence[Any]) -> None:
         what, *rest = frame
         if what == "deliver":
-            self._deliver(from_wire(rest[0]))
+            self._listener.deliver(from_wire(rest[0]))
         elif what == "ping":
             self._link.send("pong")
         elif what in ("answer", "failed", "os_error"):
@@ -185,13 +237,18 @@ class Client(ABC):
                 answered.set()
         elif what == "gone":  # the supervisor ends, since the task was frozen, or for a bug of ours
             self._how = rest[0]
-            self._on_gone(rest[0])
+            self._listener.lose_supervisor(rest[0])
+        elif what == "event":
+            kind, node, text, is_detail = rest
+            self._listener.emit(Event(kind, node, text, is_detail, is_written=True))
+        elif what == "guards":
+            self._guardian = Other(*rest)
+        elif what == "lost":
+            self._listener.lose_control(rest[0])
+        elif what == "hold":
+            self.hold_s = rest[0]
         else:
-            self._on_news(what, *rest)
-
-    @abstractmethod
-    def _on_news(self, what: str, *rest: Any) -> None:
-        """Handle what only one kind of node hears."""
+            self.launch_news((what, *rest))
 
 
 class MemberClient(Client):
@@ -201,17 +258,13 @@ class MemberClient(Client):
         self,
         node: int,
         num_nodes: int,
-        deliver: Callable[[Message], None],
-        on_loss: Callable[[str], None],
-        on_gone: Callable[[str], None],
+        listener: Listener,
         heartbeat_timeout_s: float,
         policy: ConnectPolicy,
+        starts: Plain | None = None,
     ) -> None:
-        self.own_address: str | None = None  # this host's, between it and the control node
-        self.hold_s = 0.0  # how long a refused task delays its end, unless the connection ends before
-        self._on_loss = on_loss  # called once, with the reason, when the control node is lost
         about = {"node": node, "num_nodes": num_nodes, "timeout_s": heartbeat_timeout_s, "place": place()}
-        super().__init__({**about, "policy": asdict(policy)}, deliver, on_gone)
+        super().__init__({**about, "policy": asdict(policy)}, listener, starts)
         self._patience_s = heartbeat_timeout_s + _ANSWER_S
 
     def connect(self, addresses: Sequence[str], port: int, token: str, timeout_s: float) -> str:
@@ -221,18 +274,7 @@ class MemberClient(Client):
         Raises TorchrunError if the control node turns this node away.
         """
         patience_s = timeout_s + self._patience_s
-        found = self.call("connect", list(addresses), port, token, timeout_s, patience_s=patience_s)
-        self.own_address = found["own_address"]
-        return str(found["address"])
-
-    def settle_lines(self) -> None:
-        """Wait for nothing: only the control node's log has lines of other nodes."""
-
-    def _on_news(self, what: str, *rest: Any) -> None:
-        if what == "lost":
-            self._on_loss(rest[0])
-        elif what == "hold":
-            self.hold_s = rest[0]
+        return str(self.call("connect", list(addresses), port, token, timeout_s, patience_s=patience_s))
 
 
 class ControlClient(Client):
@@ -241,18 +283,17 @@ class ControlClient(Client):
     def __init__(
         self,
         num_nodes: int,
-        deliver: Callable[[Message], None],
-        on_gone: Callable[[str], None],
+        listener: Listener,
         heartbeat_timeout_s: float,
         token: str,
         rules: Rules,
+        starts: Plain | None = None,
     ) -> None:
         self.num_nodes = num_nodes
-        self.relay = Relay()  # of the members' lines; dropped, unless it is started
         self._last: dict[str, Any] = {}  # what the supervisor has said last; see `_ask`
         given = {name: value for name, value in vars(rules).items() if name != "why_it_waits"}
         about = {"num_nodes": num_nodes, "timeout_s": heartbeat_timeout_s}
-        super().__init__({**about, "token": token, "rules": given}, deliver, on_gone)
+        super().__init__({**about, "token": token, "rules": given}, listener, starts)
 
     def listen(self, port: int | None, host: str = "") -> int:
         """Open the channel and return its port; raise GangError if that can't be.
@@ -261,13 +302,19 @@ class ControlClient(Client):
         """
         return int(self.call("listen", port, host))
 
-    def settle_lines(self) -> None:
-        """Wait until this node's log has all lines of other nodes that have arrived, a bounded time."""
-        self.relay.settle()
+    def relay_lines(self) -> None:
+        """Have the other nodes' lines written into this node's log."""
+        self.say("relay")
+
+    def has_written(self, node: int, text: str) -> bool:
+        """Return whether this node's log has all lines of a text that a node's workers wrote."""
+        with suppress(GangError, OSError):
+            return bool(self.call("has_written", node, text))
+        return False
 
     def request(self, feature: str, data: Plain) -> None:
         """Hand a feature what a command asks of the gang."""
-        self._say("request", feature, data)
+        self.say("request", feature, data)
 
     def pop_answer(self, feature: str) -> Plain | None:
         """Return the newest answer of a feature, once."""
@@ -276,13 +323,7 @@ class ControlClient(Client):
 
     def report_gone(self, node: int, reason: str) -> None:
         """Tell the gang that a node's task has ended; safe to call for one that left before."""
-        self._say("gone", node, reason)
-
-    @property
-    def own_address(self) -> str | None:
-        """This host's address, as the first connection shows it."""
-        found: str | None = self._ask("view").get("own_address")
-        return found
+        self.say("gone", node, reason)
 
     # --- what is known of the gang; after its end, what was known last
 
@@ -338,13 +379,3 @@ class ControlClient(Client):
     def _is_missed(self) -> bool:
         """Whether the supervisor has ended without a last word."""
         return self._is_gone and self._last_words is None
-
-    def close(self) -> None:
-        """Wait a moment until the other nodes have left, and let the supervisor end."""
-        super().close()
-        self.relay.close()
-
-    def _on_news(self, what: str, *rest: Any) -> None:
-        if what == "lines":
-            node, stdout, stderr, left_out = rest
-            self.relay.add(node, Lines(stdout, stderr, left_out))

@@ -11,6 +11,7 @@ from dataclasses import replace
 
 from ..errors import GangError, TorchrunPreempted
 from ..events import Event, Subscriber
+from ..gang.keepers import Plain
 from ..gang.member import Member
 from ..gang.policy import ConnectPolicy, Rules, growing_pauses
 from ..gang.protocol import CONTROL, Bye, Join
@@ -42,9 +43,11 @@ def rules_of(settings: StepSettings) -> Rules:
     return Rules(settings.all_nodes_started_timeout, settings.grace_s, secrets.token_hex(4))
 
 
-def join_alone(settings: StepSettings, emit: Subscriber, rules: Rules) -> tuple[Member, ControlClient]:
+def join_alone(
+    settings: StepSettings, emit: Subscriber, rules: Rules, starts: Plain | None = None
+) -> tuple[Member, ControlClient]:
     """Return the only member of a gang of one node, and its channel: nothing listens, nothing is published."""
-    return _open_channel(1, settings, emit, "", rules)
+    return _open_channel(1, settings, emit, "", rules, starts)
 
 
 def join_as_control(
@@ -55,6 +58,7 @@ def join_as_control(
     emit: Subscriber,
     here_only: bool,
     rules: Rules,
+    starts: Plain | None = None,
 ) -> tuple[Member, ControlClient]:
     """Open the gang's channel, publish where it is, and return it with the control node as a member.
 
@@ -66,7 +70,7 @@ def join_as_control(
     if not here_only:
         _give_way_to_former(registry, num_nodes, settings, emit, patience_s)
     address = _PublishedAddress(registry, AddressRecord(tuple(control_addresses(main_ip, here_only)), 0, new_token()))
-    member, channel = _open_channel(num_nodes, settings, emit, address.record.token, rules, address.close)
+    member, channel = _open_channel(num_nodes, settings, emit, address.record.token, rules, starts, address.close)
     try:
         address.publish(channel.listen(settings.channel_port, LOOPBACK if here_only else ""), patience_s)
     except BaseException as error:
@@ -81,11 +85,12 @@ def _open_channel(
     emit: Subscriber,
     token: str,
     rules: Rules,
+    starts: Plain | None,
     at_end: Callable[[ControlClient, Member], None] = lambda channel, member: None,
 ) -> tuple[Member, ControlClient]:
     member = Member(CONTROL, num_nodes, emit)
     timeout_s = settings.heartbeat_timeout_s
-    channel = ControlClient(num_nodes, member.deliver, member.lose_supervisor, timeout_s, token, rules)
+    channel = ControlClient(num_nodes, member, timeout_s, token, rules, starts)
     member.attach(channel, lambda: at_end(channel, member))
     channel.send(Join(CONTROL, member.host, place=place()))
     return member, channel
@@ -156,10 +161,15 @@ class _PublishedAddress:
 
 
 def join_as_member(
-    registry: Registry, node: int, num_nodes: int, settings: StepSettings, emit: Subscriber
+    registry: Registry,
+    node: int,
+    num_nodes: int,
+    settings: StepSettings,
+    emit: Subscriber,
+    starts: Plain | None = None,
 ) -> tuple[Member, str]:
     """Find the control node, join, and return this node as a member, and the address that worked."""
-    member, channel = _member(node, num_nodes, settings, emit)
+    member, channel = _member(node, num_nodes, settings, emit, starts)
     search = _Search(member, settings.all_nodes_started_timeout)
 
     def find(left_s: float) -> AddressRecord:
@@ -181,10 +191,11 @@ def join_as_member(
     return member, address
 
 
-def _member(node: int, num_nodes: int, settings: StepSettings, emit: Subscriber) -> tuple[Member, MemberClient]:
+def _member(
+    node: int, num_nodes: int, settings: StepSettings, emit: Subscriber, starts: Plain | None = None
+) -> tuple[Member, MemberClient]:
     member = Member(node, num_nodes, emit)
-    lost, timeout_s = (member.lose_control, member.lose_supervisor), settings.heartbeat_timeout_s
-    channel = MemberClient(node, num_nodes, member.deliver, *lost, timeout_s, _POLICY)
+    channel = MemberClient(node, num_nodes, member, settings.heartbeat_timeout_s, _POLICY, starts)
     member.attach(channel)
     return member, channel
 

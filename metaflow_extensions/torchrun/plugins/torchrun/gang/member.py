@@ -30,30 +30,10 @@ from ..errors import GangError, LaunchFailed, LaunchTimeout, TorchrunError, Torc
 from ..events import Event, Subscriber
 from ..tracebacks import user_traceback, words_of
 from .cause import Cause, FailureText, cause_of, failed
-from .protocol import (
-    CONTROL,
-    Abort,
-    Ack,
-    Alone,
-    Ask,
-    Bye,
-    Done,
-    Go,
-    Leave,
-    Link,
-    Message,
-    Note,
-    Replaced,
-    Restart,
-    Stop,
-    Store,
-    Verdict,
-    Welcome,
-)
+from .endings import Interruption, TimedOut, lost_control, preempted, timed_out
+from .protocol import CONTROL, Abort, Ack, Alone, Bye, Done, Leave, Message, Replaced, TaskLink, Welcome
 from .texts import QUIET_S, REMIND_S, names
 from .wakeup import NEXT, OVER, ControlNode, State, Wakeup
-from .wakeup import Interruption as Interruption
-from .wakeup import TimedOut as TimedOut
 
 # How long a leaving node waits for the control node's receipt (*ack*).
 _ACK_WAIT_S = 5.0
@@ -73,7 +53,7 @@ class Member:
         # interrupt itself (CPython's C code), where that of `queue.Queue` would wait for its own lock for ever.
         self.inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self.shows_output = True  # whether the last launch shows everything that a failing worker writes
-        self._link: Link | None = None
+        self._link: TaskLink | None = None
         self._at_end: Callable[[], None] = lambda: None
         self._pid = os.getpid()
         self._lock = threading.RLock()  # an RLock: a signal handler may take it while the main thread holds it
@@ -88,18 +68,13 @@ class Member:
         self._lost: TorchrunError | None = None  # the loss of the control node, which that node may not know of
         self._verdict: TorchrunError | None = None  # of the last launch
 
-    def attach(self, link: Link, at_end: Callable[[], None] = lambda: None) -> None:
+    def attach(self, link: TaskLink, at_end: Callable[[], None] = lambda: None) -> None:
         """Begin to use `link`; `deliver` must get its messages from now on.
 
         `at_end` is called when the node has left, before the link closes.
         """
         self._link, self._at_end = link, at_end
         self._wakeup.set_handlers()
-
-    @property
-    def own_address(self) -> str | None:
-        """This host's address between it and the other nodes; None where that is not known."""
-        return None if self._link is None else self._link.own_address
 
     @property
     def in_task(self) -> bool:
@@ -132,8 +107,6 @@ class Member:
         """Handle a message of the control node."""
         if isinstance(message, Welcome | Ack | Bye):
             self._advance_control(_SAYS[type(message)])
-        elif isinstance(message, Note):
-            self.emit(Event("note", self.node, message.text, message.is_detail))
         elif isinstance(message, Replaced):
             self.notice(message.why)
         elif isinstance(message, Abort):
@@ -143,20 +116,11 @@ class Member:
             with self._lock:
                 if self._state is State.WAITING:
                     self._enter(State.ALONE)
-        elif isinstance(message, Go | Ask | Stop | Restart | Store | Verdict):
-            with self._lock:
-                if self._state is State.LAUNCH:  # otherwise it is about a launch that this node has given up
-                    self.inbox.put(message)
 
     def lose_control(self, reason: str) -> None:
         """Handle the loss of the control node: its connection has ended, or it is silent."""
         if self._control is not ControlNode.BYE:
-            cause = Cause("lost", CONTROL, "the control node", exception=reason)
-            failure = FailureText(
-                cause,
-                instead=f"Node {CONTROL} (the control node) is lost: {reason}. Without it the gang can't go on; see its log.",
-            )
-            self._lost = failed(LaunchFailed, failure)
+            self._lost = lost_control(reason)
             self._break(self._lost)
         self._advance_control(ControlNode.GONE)
 
@@ -246,13 +210,16 @@ class Member:
 
     def terminated(self) -> TorchrunPreempted:
         """Return the error for a task that was told to stop."""
-        cause = Cause("terminated", self.node, self.host, exception=self._order or _SIGTERM_CAME)
-        return failed(TorchrunPreempted, FailureText(cause, after=f" {TorchrunPreempted.remedy}"))
+        return preempted(self.node, self.host, self.order)
+
+    @property
+    def order(self) -> str:
+        """Why this node must end, if it must."""
+        return self._order or _SIGTERM_CAME
 
     def timed_out(self, text: str) -> LaunchTimeout:
         """Return the error for a step whose time is up."""
-        cause = Cause("step_timeout", self.node, self.host, exception=text)
-        return failed(LaunchTimeout, FailureText(cause))
+        return timed_out(self.node, self.host, text)
 
     # --- called by the step's code --------------------------------------------------------------
 
@@ -261,15 +228,10 @@ class Member:
         if self._link is not None and self.in_task:
             self._link.send(message)
 
-    def send_lines(self, stream: str, text: str) -> None:
-        """Send lines of this node's workers to the control node's log; returns at once."""
-        if self._link is not None:
-            self._link.send_lines(stream, text)
-
-    def settle_lines(self) -> None:
-        """Wait until this node's log has all lines of other nodes that have arrived, a bounded time."""
-        if self._link is not None:
-            self._link.settle_lines()
+    @property
+    def link(self) -> TaskLink | None:
+        """The task's end of its connection to the gang."""
+        return self._link
 
     def refuse_in_child(self) -> None:
         """Raise if this process is a fork of the task: only the task itself is a node of the gang."""
@@ -347,6 +309,8 @@ class Member:
                 return
             waits = self.node == CONTROL and self.num_nodes > 1
             self._enter(State.WAITING if waits else State.STORING)
+        if self._link is not None:
+            self._link.end_spares()
         self.send(Done())
         if waits:
             self.raise_news()

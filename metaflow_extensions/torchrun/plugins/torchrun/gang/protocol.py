@@ -347,7 +347,7 @@ _CLASSES: dict[str, type[Any]] = {cls.__name__.lower(): cls for cls in typing.ge
 
 
 class Link(Protocol):
-    """What a member needs of its node's side of the channel."""
+    """What a node's supervisor needs of the channel."""
 
     @property
     def own_address(self) -> str | None:
@@ -356,11 +356,18 @@ class Link(Protocol):
     def send(self, message: Message) -> None:
         """Send a message to the control node; returns at once."""
 
-    def send_lines(self, stream: str, text: str) -> None:
-        """Send lines of this node's workers to the control node's log; returns at once."""
-
     def settle_lines(self) -> None:
         """Wait until this node's log has all lines of other nodes that have arrived, a bounded time."""
+
+
+class TaskLink(Protocol):
+    """What a member needs of its connection to its supervisor."""
+
+    def send(self, message: Message) -> None:
+        """Send a message to the control node; returns at once."""
+
+    def end_spares(self) -> None:
+        """End the spare processes: no launch comes any more; returns at once."""
 
     def close(self) -> None:
         """End all connections."""

@@ -22,7 +22,6 @@ import signal
 import threading
 import time
 from contextlib import suppress
-from dataclasses import dataclass
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
@@ -69,20 +68,6 @@ NEXT = {
     State.LEFT: set[State](),
 }
 OVER = frozenset({State.STORING, State.ENDING, State.LEFT})
-
-
-class Interruption(enum.Enum):
-    """What interrupts this node in a launch; it goes to the launch's inbox, like the gang's messages."""
-
-    BROKEN = "the gang is broken, or the step's code has ended"
-    MUST_END = "this node must end"
-
-
-@dataclass(frozen=True)
-class TimedOut:
-    """The step's time is up; `text` follows the words "node 1 ran "."""
-
-    text: str
 
 
 class Wakeup:

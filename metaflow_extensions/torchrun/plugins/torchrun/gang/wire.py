@@ -75,6 +75,8 @@ def _read(hint: Any, value: Any) -> Any:
     origin, inner = _parts(hint)
     if origin in (Union, types.UnionType):  # X | None; there is no other
         return None if value is None else _read(inner[0], value)
+    if origin is tuple and inner[-1:] != (...,) and isinstance(value, list) and len(value) == len(inner):
+        return tuple(_read(each, part) for each, part in zip(inner, value, strict=True))
     if origin in (tuple, frozenset) and isinstance(value, list):
         return origin(_read(inner[0], each) for each in value)
     if origin is dict and isinstance(value, Mapping):

@@ -19,11 +19,12 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ..compat import linux
 from ..machine import processes
 from ..machine.frozen import WATCH_S, FrozenWatch, is_stopped_with_parent
+from ..machine.inherited import take_over
 from ..machine.processes import living_descendants, send_signal
 from .agent_events import (
     AgentEnded,
@@ -56,7 +57,9 @@ class Options(NamedTuple):
         float  # how long a worker, the agent or the task may be stopped (SIGSTOP) before that counts as a failure
     )
     halt_signal: int = signal.SIGSTOP  # makes the agent act on its workers no more
-    cwd: str | None = None  # working directory; default is the task's
+    cwd: str | None = None  # working directory; default is the guardian's
+    inherited: dict[str, Any] | None = None  # what the agent has from the task; default is what the guardian has
+    umask: int | None = None
     news: str | None = None  # the pipe in which the agent tells of its workers
     pipes: str | None = None  # the folder with this and the pipes of agent and workers
     scratch: Sequence[str] = ()  # folders to remove if the task dies; while it lives, it removes them itself
@@ -95,19 +98,27 @@ Start = Callable[[Sequence[str], int, int], "subprocess.Popen[bytes]"]
 
 
 def start_program(
-    command: Sequence[str], stdout: int, stderr: int, cwd: str | None, env: Mapping[str, str] | None = None
+    command: Sequence[str], stdout: int, stderr: int, options: Options, env: Mapping[str, str] | None = None
 ) -> subprocess.Popen[bytes]:
     """Start the agent as a program."""
+
+    def before_exec() -> None:
+        # If even the guardian is killed, the agent gets SIGTERM and stops its workers.
+        linux.die_with_parent()
+        if options.inherited is not None:
+            take_over(options.inherited)
+        if options.umask is not None:
+            os.umask(options.umask)
+
     return subprocess.Popen(
         command,
         stdin=subprocess.DEVNULL,
         stdout=stdout,
         stderr=stderr,
-        cwd=cwd,
+        cwd=options.cwd,
         env=env,
         start_new_session=True,
-        # If even the guardian is killed, the agent gets SIGTERM and stops its workers.
-        preexec_fn=linux.die_with_parent,
+        preexec_fn=before_exec,
     )
 
 
@@ -125,7 +136,7 @@ class Guardian:
         start: Start | None = None,
     ) -> None:
         self._task, self._task_end = task, task_end
-        self._start_program: Start = start or (lambda command, out, err: start_program(command, out, err, options.cwd))
+        self._start_program: Start = start or (lambda command, out, err: start_program(command, out, err, options))
         self._options = options
         self._agent: subprocess.Popen[bytes]  # from `_start` on
         # Held so that no worker that saves dies of its next line if the task is gone, and with it who read the pipes.

@@ -62,11 +62,32 @@ def write_text(stream: str, text: str, patience_s: float = _STUCK_S) -> bool:
 
 
 def to_log(event: Event) -> None:
-    """Write an event to the node's log, on stderr like Metaflow's own lines; details only with `DEBUG`."""
+    """Write an event to the node's log, on stderr like Metaflow's own lines, unless the supervisor has."""
+    if not event.is_written:
+        _writer.put("stderr", event_text(event))
+
+
+def event_text(event: Event) -> bytes:
+    """Return an event's lines in the log; of details none without `DEBUG`."""
     if event.is_detail and os.environ.get(DEBUG, "") in ("", "0"):
-        return
+        return b""
     text = "".join(f"[torchrun node {event.node}] {line}\n" for line in event.text.splitlines())
-    _writer.put("stderr", text.encode(errors="backslashreplace"))
+    return text.encode(errors="backslashreplace")
+
+
+def is_elsewhere(stream: str, own: tuple[int, int] | None) -> bool:
+    """Return whether `sys.stdout` or `sys.stderr` does not write to the file `own`; see `file_of`."""
+    target = getattr(sys, stream)
+    fd = None if target is None else _descriptor(target)
+    return fd is None or own is None or file_of(fd) != own
+
+
+def file_of(fd: int) -> tuple[int, int] | None:
+    """Return which file a descriptor refers to; None for one that is closed."""
+    with suppress(OSError):
+        status = os.fstat(fd)
+        return status.st_dev, status.st_ino
+    return None
 
 
 def settle(patience_s: float | None = None) -> bool:
@@ -83,6 +104,16 @@ def has_unread() -> bool:
 def hurry() -> None:
     """Keep the process's end from waiting for a reader that takes nothing: it was told to end."""
     _writer.is_hurried = True
+
+
+def is_hurried() -> bool:
+    """Return whether this process was told to end."""
+    return _writer.is_hurried
+
+
+def finish() -> bool:
+    """Wait until all text is written, as long as it takes; or, in a hurry, until its reader takes nothing."""
+    return _writer.finish()
 
 
 class _Writer:
@@ -130,13 +161,18 @@ class _Writer:
         since = self._busy_since
         return 0.0 if since is None else time.monotonic() - since
 
-    def finish(self) -> None:
-        """Wait at the process's end, until all is written, or the thread is told to hurry and its reader takes nothing."""
+    def finish(self) -> bool:
+        """Wait until all is written, or the thread is told to hurry and its reader takes nothing; return whether it is."""
         written = threading.Event()
         self._texts.put(written)
         self._have_written()
         while not written.wait(_LOOK_S) and not (self.is_hurried and self.stuck_s() > _STUCK_S):
             pass
+        return written.is_set()
+
+    def end(self) -> None:
+        """Do so at the process's end."""
+        self.finish()
         self._is_over = True
 
     def close(self) -> None:
@@ -278,7 +314,7 @@ def _begin_anew() -> None:
 
 
 os.register_at_fork(after_in_child=_begin_anew)
-atexit.register(lambda: _writer.finish())
+atexit.register(lambda: _writer.end())
 
 
 def _pieces(lines: bytes) -> Iterator[bytes]:

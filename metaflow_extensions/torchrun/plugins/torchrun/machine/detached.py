@@ -74,10 +74,10 @@ class Detached(processes.Other):
         return has_ended
 
 
-def beside_task(module: str, words: Sequence[str], env: Mapping[str, str], stdin: int) -> Detached:
-    """Start `main` of a module of ours in a process beside this task; its arguments begin with the task's pid and begin."""
+def beside_task(module: str, words: Sequence[str], env: Mapping[str, str], stdin: int, **more: Any) -> Detached:
+    """Start `main` of a module of ours in a process beside this one; its arguments begin with this one's pid and begin."""
     told = [_PACKAGE, str(os.getpid()), processes.began(os.getpid()), *words]
-    return Detached(OURS.format(module=module), told, env, stdin=stdin, start_new_session=True)
+    return Detached(OURS.format(module=module), told, env, stdin=stdin, start_new_session=True, **more)
 
 
 def _first_line(file: int) -> bytes:

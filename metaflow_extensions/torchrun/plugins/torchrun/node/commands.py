@@ -1,7 +1,7 @@
 """The commands of ``run(before_run=...)`` on this node, which run before it is *ready*.
 
 The script `command_runner` runs them in the place of an agent, so a guardian watches and stops them like workers.
-Everything here belongs to the thread that calls `run`.
+Everything here belongs to the thread of the launch.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from dataclasses import dataclass
 
 from ..events import Event
 from ..gang.cause import Cause, Failure, describe_exit
-from ..gang.member import Member
 from ..gang.protocol import Command, Failed
+from ..gang.seat import Seat
 from ..guardian.agent_events import AgentEnded, AgentEvent, End, Frozen, Terminated
 from ..guardian.guardian import Options
 from ..launch.command import COMMAND_RUNNER
@@ -27,7 +27,7 @@ from .agent import AgentProcess
 from .agent_end import AgentEnd
 from .headlines import say_left
 from .plan import Plan
-from .start import environment_of_commands, make_folder, make_pipes_folder
+from .start import environment_of_commands, make_folder, make_pipes_folder, of_task
 
 _RUNNER = "command runner"  # its name in messages
 _TAIL_LINES = 30
@@ -61,7 +61,7 @@ class _Ended:
 class Commands:
     """The commands of one launch on this node, from their start to the end of the last process."""
 
-    def __init__(self, plan: Plan, member: Member, launch: int, new_agent: Callable[..., AgentProcess]) -> None:
+    def __init__(self, plan: Plan, member: Seat, launch: int, new_agent: Callable[..., AgentProcess]) -> None:
         self._plan, self._member, self._launch = plan, member, launch
         self._told = 0  # of how many ended commands the gang knows
         self._has_failed = self._is_closed = False
@@ -69,7 +69,7 @@ class Commands:
         try:
             pipes = make_pipes_folder(plan, self._folder)
             command = self._write_command(pipes)
-            env = environment_of_commands(plan, member.own_address, os.environ)
+            env = environment_of_commands(plan, member.own_address, plan.environ)
             self._logs = self._reader(pipes)
         except BaseException:
             for folder in (pipes, self._folder):
@@ -112,8 +112,8 @@ class Commands:
             stderr=pipe_path(pipes, AGENT, "stderr"),
             grace_s=plan.grace_s,
             silence_s=plan.silence_s,
-            cwd=plan.spec.cwd,
-            scratch=[self._folder if plan.spec.log_dir is None else pipes, *plan.services.folders],
+            scratch=[self._folder if plan.spec.log_dir is None else pipes, *plan.folders],
+            **of_task(plan),
         )
 
     # --- their life -----------------------------------------------------------------------------
@@ -192,7 +192,7 @@ class Commands:
         return f"{name} {ended.error if ended.status is None else exit_text(ended.status)}"
 
 
-def send_failure(member: Member, launch: int, cause: Cause) -> None:
+def send_failure(member: Seat, launch: int, cause: Cause) -> None:
     """Report to the log and the gang why this node's commands have failed; the gang's verdict is the error."""
     member.emit(Event("worker_failed", member.node, f"{cause.exception}; no worker starts on any node"))
     member.send(Failed(launch, failures=(Failure(cause),)))

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from ..errors import TorchrunError
 from ..events import Event
-from ..gang.member import Member
 from ..gang.protocol import Go
+from ..gang.seat import Seat
 from ..gang.texts import counted
 from ..guardian.agent_events import End
 from ..launch.spec import LaunchSpec, bracketed
@@ -55,7 +55,7 @@ def alone_line(launch: int, plan: Plan) -> str:
     )
 
 
-def say_left(member: Member, end: End, who: str) -> None:
+def say_left(member: Seat, end: End, who: str) -> None:
     """Log the processes that workers or commands had left running."""
     if end.left:
         text = f"stopped processes that the {who} had left running: {', '.join(end.left)}"

@@ -1,9 +1,10 @@
-"""The plan of one launch on one node: everything that it needs, as data."""
+"""One launch on one node: what was requested, as data, and what its supervisor adds to that."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, Protocol
 
 from ..gang.policy import LaunchPolicy
@@ -11,14 +12,12 @@ from ..guardian.agent_events import Refused
 from ..guardian.guardian import Options
 from ..guardian.guardian_process import GuardianProcess
 from ..launch.spec import LaunchSpec
-from ..launch.transfer import ValueStore
 from ..logs.pipes import Write
 from ..machine.accelerators import Machine
-from .services import Services
 
 
 class WarmStarts(Protocol):
-    """Starts the agents of one node faster than cold; belongs to the step's thread."""
+    """Starts the agents of one node faster than cold; one thread at a time uses it."""
 
     def start(
         self, command: list[str], workers: int, env: Mapping[str, str], options: Options
@@ -40,36 +39,45 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Plan:
-    """One launch on one node."""
+class Task:
+    """What workers have from the task, as it was when the step's code called `run`."""
+
+    environ: dict[str, str]
+    cwd: str
+    tmp: str  # the folder for temporary files
+    inherited: dict[str, Any]  # see `machine.inherited`
+    umask: int
+    writes: tuple[str, ...] = ()  # the streams that only the task itself can write to: see `logs.console.is_elsewhere`
+
+
+@dataclass(frozen=True)
+class Request:
+    """One call of `run` on one node, resolved: plain data, from the task to its supervisor."""
 
     spec: LaunchSpec
     main_addr: str  # of the control node, as this node reaches it
     machine: Machine  # what this node may use
-    write: Write  # writes the workers' output
     policy: LaunchPolicy = field(default_factory=LaunchPolicy)  # the control node's counts
     # What must be equal on all nodes besides `spec`, such as the torch version.
-    facts: Mapping[str, Any] = field(default_factory=dict)
+    facts: dict[str, Any] = field(default_factory=dict)
     grace_s: float = 30.0  # that workers have between SIGTERM and SIGKILL
     silence_s: float = 30.0  # how long a process of this node may be stopped by a signal
-    services: Services = field(default_factory=Services)  # features' services that this call of `run` asks for
-    store: ValueStore | None = None  # where they store values; None outside of a flow
     logs: str = "node"  # which lines are shown where: one of `parsing.LOGS`
     nproc_why: str = ""  # why there are so many processes on each node
     warm: str = "off"  # what starts warm: one of `parsing.WARM`
-    warm_node: WarmStarts | None = None  # what starts it warm, if a feature can
-    commands: Sequence[tuple[str, ...]] = ()  # those of before_run
-    features: Sequence[Feature] = ()  # the features of the launch
+    commands: tuple[tuple[str, ...], ...] = ()  # those of before_run
+    features: tuple[str, ...] = ()  # the names of the features of the launch
+    task: Task | None = None
+    # Of the services that this call asks for; see `services.Services`.
+    stores: bool = False
+    may_train_alone: bool = False
+    folders: tuple[str, ...] = ()
+    emptied: tuple[str, ...] = ()
 
     @property
     def has_warm_workers(self) -> bool:
         """Whether workers start warm: possible for Python programs that torchrun starts as processes."""
         return self.warm == "workers" and "no-python" not in dict(self.spec.options)
-
-    def prepare_warm(self) -> None:
-        """Prepare a spare for the next agent of this step: of a restart, or of the next launch."""
-        if self.warm_node is not None and self.warm != "off":
-            self.warm_node.prepare()
 
     @property
     def shares_machine(self) -> bool:
@@ -92,3 +100,32 @@ class Plan:
         """Return the label of a worker's lines in the log."""
         spec = self.spec
         return f"[rank {spec.global_rank(local_rank)}] "
+
+
+@dataclass(frozen=True)
+class Plan(Request):
+    """A request, with what runs it."""
+
+    write: Write = lambda stream, lines: True  # writes the workers' output
+    warm_node: WarmStarts | None = None  # what starts it warm, if a feature can
+    with_features: Sequence[Feature] = ()  # the features of the launch
+
+    @classmethod
+    def of(cls, request: Request, **more: Any) -> Plan:
+        """Return the plan of a request."""
+        return cls(**{each.name: getattr(request, each.name) for each in fields(request)}, **more)
+
+    @property
+    def environ(self) -> Mapping[str, str]:
+        """The environment of the task."""
+        return os.environ if self.task is None else self.task.environ
+
+    @property
+    def cwd(self) -> str | None:
+        """The working directory of the workers; None for this process's."""
+        return self.spec.cwd or (None if self.task is None else self.task.cwd)
+
+    def prepare_warm(self) -> None:
+        """Prepare a spare for the next agent of this step: of a restart, or of the next launch."""
+        if self.warm_node is not None and self.warm != "off":
+            self.warm_node.prepare()

@@ -1,7 +1,8 @@
 """Services: what a launch does because the user asked for it, such as storing outputs or a function's values.
 
 An error of a `Watcher` is only logged. An error of a service ends the launch, since the user asked for the service.
-The thread that calls `run` calls everything here, except for the steps of a `ToStore`: the upload's thread runs those.
+All of it is in the task. The thread that calls `run` calls everything here, except for the steps of a `ToStore`: the
+upload's thread runs those. The supervisor gets `Services.told`.
 """
 
 from __future__ import annotations
@@ -49,14 +50,15 @@ class ToStore:
 class Service:
     """One feature's service in one launch on this node."""
 
-    folder: str | None = None  # removed by the guardian if the task is killed
+    folder: str | None = None  # removed by the supervisor if the task is killed
+    emptied: str | None = None  # a folder with files of workers, which is emptied before others start
     function: FunctionSpec | None = None  # what the workers call instead of a script
     stores = False  # whether it may have something to store, see `to_store`
     # Whether ranks that have trained without a process group are meant to.
     may_train_alone = False
 
     def begin(self, spec: LaunchSpec) -> None:
-        """Forget the files of an earlier generation's workers; those of `spec` start now."""
+        """Note what is launched."""
 
     def to_store(self, error: TorchrunError | None, within_s: float | None) -> ToStore | None:
         """Return what to store of a launch that ends well, or with `error`: then as much as fits into the time."""
@@ -103,19 +105,15 @@ class Services(AbstractContextManager["Services"]):
         self._exit.close()
 
     @property
-    def folders(self) -> list[str]:
-        """Folders that are removed with the task."""
-        return [service.folder for service in self._services.values() if service.folder is not None]
-
-    @property
-    def stores(self) -> bool:
-        """Whether there may be something to store."""
-        return any(service.stores for service in self._services.values())
-
-    @property
-    def may_train_alone(self) -> bool:
-        """Whether ranks that have trained without a process group are meant to."""
-        return any(service.may_train_alone for service in self._services.values())
+    def told(self) -> dict[str, Any]:
+        """What the supervisor must know of them, as fields of `plan.Request`."""
+        services = self._services.values()
+        return {
+            "stores": any(service.stores for service in services),
+            "may_train_alone": any(service.may_train_alone for service in services),
+            "folders": tuple(service.folder for service in services if service.folder is not None),
+            "emptied": tuple(service.emptied for service in services if service.emptied is not None),
+        }
 
     @property
     def function(self) -> FunctionSpec | None:
@@ -123,7 +121,7 @@ class Services(AbstractContextManager["Services"]):
         return next((service.function for service in self._services.values() if service.function is not None), None)
 
     def begin(self, spec: LaunchSpec) -> None:
-        """Forget what workers of a former generation have left."""
+        """Note what is launched."""
         for service in self._services.values():
             service.begin(spec)
 

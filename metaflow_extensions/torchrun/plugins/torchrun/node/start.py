@@ -9,11 +9,12 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 from ..events import Event
 from ..gang.cause import SHORT_PEER_ERRORS
-from ..gang.member import Member
 from ..gang.protocol import Go
+from ..gang.seat import Seat
 from ..guardian.agent_events import AgentEvent
 from ..guardian.guardian import Options
 from ..launch.command import HALT_SIGNAL, agent_command, command_environment, restart_variables, with_hooks
@@ -37,9 +38,11 @@ class AgentNews:
     event: AgentEvent
 
 
-def prepare(plan: Plan, go: Go, member: Member, new_agent: Callable[..., AgentProcess]) -> Generation:
+def prepare(plan: Plan, go: Go, member: Seat, new_agent: Callable[..., AgentProcess]) -> Generation:
     """Make all that a generation needs, or raise if it can't start. Its events go to the inbox of `member`."""
-    plan.services.begin(plan.spec)
+    for emptied in plan.emptied:  # of what workers of a former generation have left
+        shutil.rmtree(emptied, ignore_errors=True)
+        os.makedirs(emptied)
     folder = make_folder(plan, f"launch{go.launch}-{go.generation}")
     try:
         return _prepare_in(folder, plan, go, member, new_agent)
@@ -48,7 +51,7 @@ def prepare(plan: Plan, go: Go, member: Member, new_agent: Callable[..., AgentPr
         raise
 
 
-def _prepare_in(folder: str, plan: Plan, go: Go, member: Member, new_agent: Callable[..., AgentProcess]) -> Generation:
+def _prepare_in(folder: str, plan: Plan, go: Go, member: Seat, new_agent: Callable[..., AgentProcess]) -> Generation:
     def say(text: str, is_detail: bool = True) -> None:
         member.emit(Event("note", member.node, text, is_detail))
 
@@ -113,7 +116,7 @@ def _with_room() -> str:
 
 
 def _environment(plan: Plan, go: Go, own_address: str | None, variables: Variables) -> dict[str, str]:
-    inherited = {name: value for name, value in os.environ.items() if name not in variables.names}
+    inherited = {name: value for name, value in plan.environ.items() if name not in variables.names}
     base = environment_of_commands(plan, own_address, inherited)
     env = {**variables.of_node, **with_hooks(base, plan.spec.module_folder)}
     env.update(restart_variables(go))
@@ -146,8 +149,14 @@ def _warm(plan: Plan, command: list[str]) -> Warm | None:
     return partial(plan.warm_node.start, command, plan.spec.nproc if plan.has_warm_workers else 0)
 
 
+def of_task(plan: Plan) -> dict[str, Any]:
+    """Return what a program has from the task, as fields of `Options`."""
+    task = plan.task
+    return {"cwd": plan.cwd} | ({} if task is None else {"inherited": task.inherited, "umask": task.umask})
+
+
 def _options(plan: Plan, folder: str, pipes: str) -> Options:
-    scratch = [folder if plan.spec.log_dir is None else pipes, *plan.services.folders]
+    scratch = [folder if plan.spec.log_dir is None else pipes, *plan.folders]
     return Options(
         pipes=pipes,
         news=pipe_path(pipes, AGENT, "workers"),
@@ -156,6 +165,6 @@ def _options(plan: Plan, folder: str, pipes: str) -> Options:
         grace_s=plan.grace_s,
         silence_s=plan.silence_s,
         halt_signal=HALT_SIGNAL,
-        cwd=plan.spec.cwd,
         scratch=scratch,
+        **of_task(plan),
     )

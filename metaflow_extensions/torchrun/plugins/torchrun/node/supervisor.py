@@ -1,9 +1,9 @@
 """One launch on one node: obeys the gang, watches the agent, reports to the gang.
 
 `Supervisor.run` reports *ready*, obeys *go*, *stop* and the *verdict*, and reports what happens to the workers.
-Everything that it waits for arrives in one queue, the launch's inbox: the gang's messages, the agent's events, news of
-an upload, and what interrupts this node. A table says what is done with each. Other threads, and signal handlers, put
-into the inbox only; everything else here belongs to the thread that calls `run`.
+Everything that it waits for arrives in one queue, the launch's inbox: the gang's messages, the agent's events, and what
+the task says. A table says what is done with each. Other threads put into the inbox only; everything else here belongs
+to the thread that calls `run`.
 """
 
 from __future__ import annotations
@@ -11,15 +11,15 @@ from __future__ import annotations
 import queue
 import shlex
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from ..errors import LaunchFailed, TorchrunError, TorchrunPreempted
 from ..events import Event, Kind
 from ..gang.cause import Cause, Failure, cause_of
-from ..gang.keepers import Plain
-from ..gang.member import Interruption, Member, TimedOut
+from ..gang.endings import Interruption, TimedOut
 from ..gang.protocol import (
     CONTROL,
     Ask,
@@ -32,80 +32,84 @@ from ..gang.protocol import (
     Started,
     Stop,
     Store,
-    Stored,
     Verdict,
     Wrote,
 )
+from ..gang.seat import GivenUp, Seat
 from ..guardian.agent_events import End, Refused
-from ..result import TorchrunResult
 from .agent import AgentProcess
 from .agent_end import AGENT_NAME
 from .commands import CommandNews, Commands, send_failure
 from .generation import Generation, Phase
 from .headlines import alone_line, end_line, facts_line, say_left
-from .outcome import result_of
+from .outcome import Outcome
 from .plan import Plan
 from .start import AgentNews, prepare
-from .upload import Upload
 
-# The longest wait for news before the features are polled. Python runs signal handlers only between two waits.
-_LOOK_S = 0.5
+_LOOK_S = 0.5  # the longest wait for news before the features are polled
+
+
+@dataclass(frozen=True)
+class Completed:
+    """The plan after its commands, which may have made the entrypoint, or installed torch; it goes to the inbox."""
+
+    plan: Plan
 
 
 class Supervisor:
-    """One launch on one node; an agent other than `AgentProcess` is for tests."""
+    """One launch on one node; an agent other than `AgentProcess` is for tests.
+
+    `complete` asks the task for `Completed`. `store` has it store what the workers have left, and answer the gang;
+    without an argument, it gives that up.
+    """
 
     def __init__(
         self,
         plan: Plan,
-        member: Member,
+        member: Seat,
+        launch: int,
+        complete: Callable[[], None],
+        store: Callable[[Store | None], None],
         new_agent: Callable[..., AgentProcess] = AgentProcess,
-        complete: Callable[[], Plan] | None = None,
     ) -> None:
-        """`complete` makes the plan after its commands, which may make the entrypoint or install torch."""
         self._plan = plan
         self._member = member
         self._new_agent = new_agent
-        self._complete = complete or (lambda: plan)
+        self._complete, self._store = complete, store
         self._commands: Commands | None = None  # while they run
-        self._launch = -1
+        self._launch = launch
         self._generation: Generation | None = None  # the latest; see `_living`
-        self._upload: Upload | None = None  # of what the workers have left, until all is stored
+        self._is_storing = False  # from *store* on
         self._failing_with: TorchrunError | None = None  # the error that *store* has announced for the verdict
         self._verdict: Verdict | None = None
         self._is_preempted = False
         self._went_at: float | None = None
         self._restarts: list[dict[str, Any]] = []
 
-    def run(self) -> TorchrunResult[Any]:
-        """Run the launch to its end on all nodes. Raises the gang's verdict, the same TorchrunError on every node."""
-        self._launch = self._member.begin_launch(self._plan.shows_failures)
+    def run(self) -> Outcome:
+        """Run the launch to its end on all nodes, and return that; raise what ends it here without a verdict."""
         try:
+            self._member.begin_launch()
             self._begin()
             while self._verdict is None:
                 self._handle(self._next())
                 self._send_told()
             self._say_end(self._verdict.error)
-            if self._verdict.error is not None:
-                raise self._verdict.error
         except BaseException as error:
-            try:
-                self._give_up(error)
-                if isinstance(error, LaunchFailed) and not isinstance(error, TorchrunPreempted):  # the step may go on
-                    self._plan.prepare_warm()
-            finally:
-                self._member.end_launch(None if self._verdict is None else self._verdict.error, failing=True)
+            self._give_up(error)
             raise
-        self._plan.prepare_warm()  # before the launch's end: from there on, a signal raises news in this thread
-        self._member.end_launch(None)
-        assert self._generation is not None
-        duration_s = 0.0 if self._went_at is None else time.monotonic() - self._went_at
-        return result_of(self._plan, self._member, self._verdict, self._generation, self._restarts, duration_s)
-
-    @property
-    def told(self) -> Mapping[str, Plain]:
-        """The verdict's data for this node, by feature."""
-        return {} if self._verdict is None else self._verdict.features
+        if self._verdict.error is not None:
+            self._give_up(self._verdict.error)
+        else:
+            self._plan.prepare_warm()
+        generation = self._generation
+        return Outcome(
+            self._verdict,
+            "" if generation is None else shlex.join(generation.command),
+            {} if generation is None else generation.exits.codes,
+            tuple(self._restarts),
+            0.0 if self._went_at is None else time.monotonic() - self._went_at,
+        )
 
     def _begin(self) -> None:
         """Report *ready*, or begin with the commands of before_run."""
@@ -116,8 +120,6 @@ class Supervisor:
         try:
             self._commands = Commands(self._plan, self._member, self._launch, self._new_agent)
             self._commands.start()
-        except TorchrunError:  # as in `_on_go`
-            raise
         except Exception as error:
             text = f"before_run could not be started: {_reason(error)}"
             cause = Cause("agent", self._member.node, self._member.host, exception=text)
@@ -167,8 +169,6 @@ class Supervisor:
             self._generation = generation = prepare(self._plan, go, self._member, self._new_agent)
             self._say_begin(go, generation)
             generation.start()
-        except TorchrunError:  # of a gang around this one, raised by a signal handler: see `harmless`
-            raise
         except Exception as error:  # a full disk, no more processes, a zero byte in a variable
             self._could_not_start(go, error)
 
@@ -191,7 +191,7 @@ class Supervisor:
         text = f"its {AGENT_NAME} could not be started: {_reason(error)}"
         self._emit("worker_failed", f"{text}; stopping all nodes")
         failure = Failure(Cause("agent", self._member.node, self._member.host, exception=text))
-        self._member.send(Ended(self._launch, False, go.generation, (failure,), stores=self._plan.services.stores))
+        self._member.send(Ended(self._launch, False, go.generation, (failure,), stores=self._plan.stores))
 
     def _on_stop(self, stop: Stop) -> None:
         self._give_up_upload()
@@ -224,32 +224,22 @@ class Supervisor:
         if store.error is not None:
             self._failing_with = store.error
             store.error.events = [event.as_dict() for event in store.events]
-        if self._living is not None:
-            return  # its workers have not ended in time, so nobody waits for this node
-        try:
-            if to_store := self._plan.services.to_store(store.error, store.within_s):
-                self._upload = Upload(store, to_store, self._plan, self._member)
-                return
-        except Exception as error:  # no more threads; a value's file is gone
-            if store.error is None:
-                raise
-            self._emit("note", f"nothing is stored of the launch: {_reason(error)}")
-        self._member.send(Stored(store.launch, store.generation))
+        if self._living is None:  # else its workers have not ended in time, so nobody waits for this node
+            self._is_storing = True
+            self._store(store)
 
     def _on_verdict(self, verdict: Verdict) -> None:
         self._verdict = verdict
         if verdict.error is not None:
             self._say_why_commands_end(verdict.error)
-            verdict.error.events = [event.as_dict() for event in verdict.events]
-            self._plan.services.failed(verdict.error, self.told)
 
     # --- what interrupts this node ----------------------------------------------------------------
 
     def _on_interruption(self, interruption: Interruption) -> None:
         if interruption is Interruption.BROKEN:
-            text = "The step's code has ended while another thread was still in current.torch.run."
+            assert self._member.broken is not None
             # If the control node was lost after it had sent *store*, the error there came first.
-            raise self._failing_with or self._member.broken or TorchrunError(text)
+            raise self._failing_with or self._member.broken
         error = self._member.terminated()
         if self._living is None or self._is_preempted:  # a second order means: end at once
             raise error
@@ -264,6 +254,9 @@ class Supervisor:
             raise error
         self._report(error)
 
+    def _on_given_up(self, news: GivenUp) -> None:
+        raise news
+
     def _report(self, error: BaseException, given_up: bool = False) -> None:
         """Report this node's failure to the gang, unless it knows; the launch goes on until the verdict."""
         if not self._member.gang_knows(error):
@@ -275,8 +268,11 @@ class Supervisor:
     def _on_command_news(self, news: CommandNews) -> None:
         if self._commands is not None and self._commands.handle(news.event):
             self._close_commands(0.0)
-            self._plan = self._complete()
-            self._send_ready()
+            self._complete()
+
+    def _on_completed(self, news: Completed) -> None:
+        self._plan = news.plan
+        self._send_ready()
 
     def _say_why_commands_end(self, error: TorchrunError) -> None:
         """Log why the commands are stopped, unless this node or another one in this terminal has logged it."""
@@ -306,9 +302,7 @@ class Supervisor:
             self._generation_ended(generation, news.event)
 
     def _on_quiet(self, _: None) -> None:
-        """Check what causes no event: an upload, and the workers' first output."""
-        if self._upload is not None and self._upload.poll():
-            self._upload = None
+        """Check what causes no event: the workers' first output."""
         if (generation := self._living) is not None and generation.phase is Phase.RUNNING:
             self._say_output(generation)
 
@@ -348,7 +342,7 @@ class Supervisor:
             generation.number,
             generation.failures(),
             exit_codes=generation.exits.codes,
-            stores=self._plan.services.stores,
+            stores=self._plan.stores,
             alone=self._trained_alone(generation),
         )
         self._member.send(message)
@@ -357,7 +351,7 @@ class Supervisor:
     def _trained_alone(self, generation: Generation) -> bool:
         """Return whether every rank has trained by itself, unless the call means that, as by gathering values."""
         plan = self._plan
-        is_meant = plan.services.may_train_alone or plan.spec.world_size == 1
+        is_meant = plan.may_train_alone or plan.spec.world_size == 1
         return generation.ended_well and not is_meant and generation.exits.trained_alone()
 
     # --- the end ----------------------------------------------------------------------------------
@@ -369,14 +363,16 @@ class Supervisor:
         self._give_up_upload()
         self._close_commands(self._plan.grace_s)
         self._close_generation(self._plan.grace_s)
+        if isinstance(error, LaunchFailed) and not isinstance(error, TorchrunPreempted):  # the step may go on
+            self._plan.prepare_warm()
         if self._verdict is None:
             # Without a generation: other nodes may be in one that this node has not got *go* for.
             self._member.send(Ended(self._launch, ok=False))
 
     def _give_up_upload(self) -> None:
-        if self._upload is not None:
-            self._upload.give_up()
-            self._upload = None
+        if self._is_storing:
+            self._is_storing = False
+            self._store(None)
 
     def _close_generation(self, grace_s: float) -> None:
         if (generation := self._living) is not None:
@@ -396,10 +392,12 @@ class Supervisor:
         Store: _on_store,
         Verdict: _on_verdict,
         CommandNews: _on_command_news,
+        Completed: _on_completed,
         AgentNews: _on_agent_news,
         type(None): _on_quiet,
         Interruption: _on_interruption,
         TimedOut: _on_timed_out,
+        GivenUp: _on_given_up,
     }
 
 

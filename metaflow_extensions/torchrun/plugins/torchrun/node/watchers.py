@@ -98,12 +98,16 @@ class Feature:
     # How records of its kinds are told on the page of several ranks or nodes at once: with {ranks}, {nodes}, {text}, {took}.
     together: Mapping[str, str] = MappingProxyType({})
 
-    def starts(self, settings: StepSettings, machine: Machine, requested: Nproc | None) -> WarmStarts | None:
-        """Return who starts the agents of a step faster than cold, from the step's begin on; most start none.
+    def starts(self, settings: StepSettings, machine: Machine, requested: Nproc | None) -> Plain | None:
+        """Return, in the task, what `spares` needs to start the agents of a step faster than cold; most start none.
 
         `requested` is what the resources of a task amount to.
         """
         return None
+
+    def spares(self, data: Plain) -> WarmStarts:
+        """Start spares, in the supervisor, from the step's begin on."""
+        raise NotImplementedError
 
     def service(self, call: RunCall) -> Service | None:
         """Return what it does for one call of `run`, if that asks for it; raises TorchrunConfigError."""
@@ -149,11 +153,21 @@ def keepers_of(features: Iterable[Feature], num_nodes: int) -> Keepers:
 
 def starts_of(
     features: Iterable[Feature], settings: StepSettings, machine: Machine, requested: Nproc | None
-) -> WarmStarts | None:
-    """Return what starts the agents of a step warm; None if no feature does, or if it has failed."""
+) -> Plain | None:
+    """Return what `spares_of` needs; None if no feature starts agents warm, or if it has failed."""
     with harmless():  # all starts are cold then
-        found = (each.starts(settings, machine, requested) for each in features)
-        return next((starts for starts in found if starts is not None), None)
+        for each in features:
+            if (data := each.starts(settings, machine, requested)) is not None:
+                return {"feature": each.name, "data": data}
+    return None
+
+
+def spares_of(features: Iterable[Feature], starts: Plain | None) -> WarmStarts | None:
+    """Start the spares that the task asks for, if any."""
+    with harmless():
+        for each in features:
+            if starts is not None and each.name == starts["feature"]:
+                return each.spares(starts["data"])
     return None
 
 
@@ -166,7 +180,7 @@ def policies_of(features: Iterable[Feature], given: Mapping[str, Any], settings:
 def variables_of(plan: Plan, folder: str, say: Callable[[str], None]) -> Variables:
     """Return the variables of all features."""
     all_of = Variables()
-    for each in plan.features:
+    for each in plan.with_features:
         with _no_harm(each.name, say):
             found = each.variables(plan, folder)
             hooks = tuple(dict.fromkeys((*all_of.hooks, *found.hooks)))  # two features may need the same; it runs once

@@ -17,7 +17,7 @@ from typing import Any
 
 from metaflow import current
 
-from ..channel.client import ControlClient
+from ..channel.client import Client, ControlClient
 from ..channel.join import (
     LOOPBACK,
     control_addresses,
@@ -34,12 +34,12 @@ from ..compat.steps import control_task_of, is_local, is_of_another_task
 from ..errors import TorchrunPreempted
 from ..events import Event, Subscriber
 from ..gang.cause import Cause, cause_of
+from ..gang.keepers import Plain
 from ..gang.member import Member
 from ..gang.nodes import NodeState
 from ..gang.policy import Rules
-from ..logs.console import hurry, settle, to_log, write_text
+from ..logs.console import hurry, settle, to_log
 from ..logs.task_log import TaskLog
-from ..node.plan import WarmStarts
 from ..node.watchers import Feature
 from ..settings import StepSettings
 from ..show.live_card import GangPart, LiveCard, Pointer
@@ -101,7 +101,6 @@ class TaskGang:
         self.part: Callable[[tuple[str, ...]], GangPart] | None = None  # see `Context.part`
         self._about: dict[str, Any] = {}  # more fields of `Snapshot`, as they become known
         self._local_nodes: LocalNodes | None = None  # on the control node of a local run
-        self._warm: WarmStarts | None = None
         self._preemption_watch: threading.Event | None = None
 
     # --- before the step's code -----------------------------------------------------------------
@@ -132,27 +131,25 @@ class TaskGang:
         if self._is_local:
             self._local_nodes = LocalNodes(self._run_id, self._task_id, num_nodes)
 
-    def end_with_step(self, warm: WarmStarts | None) -> None:
-        """Keep the spares of this node, and end them with the step's own code."""
-        self._warm = warm
-
     def name_tasks(self, tasks: Sequence[str]) -> None:
         """Record the tasks of all nodes, in order, each as run, step and task. All have been started by then."""
         # Meant for tasks alone, neither for spares nor for what the step's code starts.
         os.environ.pop(STARTED_BY, None)
         self._about["tasks"] = tuple(tasks)
 
-    def join(self) -> tuple[Member, str]:
-        """Join, and return this node as a member and the control node's address."""
+    def join(self, starts: Plain | None = None) -> tuple[Member, str]:
+        """Join, and return this node as a member and the control node's address; `starts` is for `spares_of`."""
         timeout = StepTimeout(self._settings.grace_s)
-        member, main_addr = self._join()
+        member, main_addr = self._join(starts)
+        if isinstance(member.link, Client):
+            self._log.settle = member.link.settle
         timeout.tell(member)
         self._member = member
         if not self._is_local:
             self._preemption_watch = watch(current.get("spot_termination_notice"), member.notice)
         return member, main_addr
 
-    def _join(self) -> tuple[Member, str]:
+    def _join(self, starts: Plain | None) -> tuple[Member, str]:
         parallel, settings = current.parallel, self._settings
         control_task_id = control_task_of(parallel) or self._task_id
         emit = self._emit
@@ -160,33 +157,35 @@ class TaskGang:
         if parallel.num_nodes == 1:
             if not self._is_local:  # there the same task can be run again by hand
                 refuse_second_run(registry, 1)
-            member, channel = join_alone(settings, emit, self._rules())
+            member, channel = join_alone(settings, emit, self._rules(), starts)
             self._follow(registry, channel)
             return member, LOOPBACK
         if parallel.node_index > 0:
-            return self._join_as_member(registry, f"{self._run_id}/{self._step_name}/{control_task_id}")
+            return self._join_as_member(registry, f"{self._run_id}/{self._step_name}/{control_task_id}", starts)
         main_ip, here_only = parallel.main_ip, self._is_local
         rules = self._rules()
-        member, self._channel = join_as_control(registry, parallel.num_nodes, main_ip, settings, emit, here_only, rules)
+        member, self._channel = join_as_control(
+            registry, parallel.num_nodes, main_ip, settings, emit, here_only, rules, starts
+        )
         self._follow(registry, self._channel)
         if self._local_nodes is not None:
             self._local_nodes.watch(self._channel.report_gone)
         if not self._is_local:
-            self._channel.relay.start(write_text)
+            self._channel.relay_lines()
         return member, control_addresses(main_ip, here_only)[0]
 
     def _rules(self) -> Rules:
         rules = rules_of(self._settings)
         return rules if self._limit is None else replace(rules, deadline=self._limit.ends_at, longer=self._limit.text)
 
-    def _join_as_member(self, registry: Registry, control: str) -> tuple[Member, str]:
+    def _join_as_member(self, registry: Registry, control: str, starts: Plain | None) -> tuple[Member, str]:
         """Join, and show which task has the gang's card; `control` is run, step and task."""
         node, num_nodes = current.parallel.node_index, current.parallel.num_nodes
         pointer = Pointer(control, node, num_nodes)
         self.part = partial(pointer.part, features=self.features)
         if self._finds_tasks():
             pointer.show()
-        return join_as_member(registry, node, num_nodes, self._settings, self._emit)
+        return join_as_member(registry, node, num_nodes, self._settings, self._emit, starts)
 
     def _runs_own_code(self) -> bool:
         return self._member is not None and self._member.runs_own_code
@@ -267,7 +266,6 @@ class TaskGang:
 
     def finish(self) -> None:
         """Report that the step's own code has ended well."""
-        self._close_warm()
         if self._member is not None:
             self._member.finish()
 
@@ -280,7 +278,6 @@ class TaskGang:
 
     def leave(self, error: BaseException | None) -> None:
         """Leave for good; safe to call more than once."""
-        self._close_warm()
         if self._preemption_watch is not None:
             self._preemption_watch.set()
         if self._member is not None:
@@ -293,10 +290,6 @@ class TaskGang:
             self.live_card.settle()
             if error is not None:
                 self.live_card.make_last(*([_PREEMPTED_CARD_S] if isinstance(error, TorchrunPreempted) else []))
-
-    def _close_warm(self) -> None:
-        if self._warm is not None:
-            self._warm.close()
 
     def watch_storing(self, task_datastore: Any) -> None:
         """Report to the gang that artifacts can't be stored: Metaflow calls no decorator after that (task.py, 2.19).
@@ -325,7 +318,7 @@ class TaskGang:
         if self._member is None or not self._member.shows_output:
             return False
         is_here = self._is_local or cause.node == node
-        return is_here or (self._channel is not None and self._channel.relay.has_written(cause.node, cause.detail))
+        return is_here or (self._channel is not None and self._channel.has_written(cause.node, cause.detail))
 
     def _report(self, error: BaseException) -> None:
         """Set the text to print for the error; a remote control node writes it to its log at once.

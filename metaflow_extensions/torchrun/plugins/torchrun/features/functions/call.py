@@ -69,7 +69,7 @@ class FunctionCall(Service):
         self._values: ValuesOnDisk | None = _written(
             call, inner, name, {"process_group": process_group, "current": current}
         )
-        self.folder = self._values.folder
+        self.folder, self.emptied = self._values.folder, self._values.of_workers
         self.function = FunctionSpec(name, FUNCTION_WORKER, self.folder, _source_of(inner))
 
     def close(self) -> None:
@@ -78,10 +78,8 @@ class FunctionCall(Service):
             self._values.remove()
 
     def begin(self, spec: LaunchSpec) -> None:
-        """Remove the files of an earlier generation's workers."""
-        assert self._values is not None
+        """Note which ranks are this node's."""
         self._node, self._ranks = spec.node_index, spec.ranks
-        self._values.empty()
 
     def to_store(self, error: TorchrunError | None, within_s: float | None) -> ToStore | None:
         """Return the values for the control node, or what the rank that is the cause has raised, for all nodes."""

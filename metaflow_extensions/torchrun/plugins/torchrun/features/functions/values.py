@@ -70,10 +70,10 @@ class ValuesOnDisk(Mapping[int, bytes]):
         """Remove the folder with all that is in it."""
         self._end()
 
-    def empty(self) -> None:
-        """Remove all files of the workers."""
-        shutil.rmtree(os.path.join(self.folder, VALUES), ignore_errors=True)
-        os.makedirs(os.path.join(self.folder, VALUES))
+    @property
+    def of_workers(self) -> str:
+        """The folder in it for the files of workers."""
+        return os.path.join(self.folder, VALUES)
 
     def add(self, path: str, *ranks: int) -> None:
         """Use a file in the folder as the value of `ranks`; without that file there is no value."""

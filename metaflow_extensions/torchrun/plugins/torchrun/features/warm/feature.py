@@ -6,6 +6,7 @@ import os
 from contextlib import suppress
 
 from ...errors import TorchrunConfigError
+from ...gang.keepers import Plain
 from ...machine.accelerators import Machine, Nproc, choose_nproc, omp_threads
 from ...node.plan import WarmStarts
 from ...node.watchers import Feature
@@ -17,8 +18,8 @@ class Warm(Feature):
 
     name = "warm"
 
-    def starts(self, settings: StepSettings, machine: Machine, requested: Nproc | None) -> WarmStarts | None:
-        """Start the spare of a step's first launch in the background; return None if `warm` is off.
+    def starts(self, settings: StepSettings, machine: Machine, requested: Nproc | None) -> Plain | None:
+        """Return what the spare of a step's first launch is; None if `warm` is off.
 
         The spare gets the launch's environment, as far as it is known before `run` is called.
         """
@@ -27,13 +28,18 @@ class Warm(Feature):
         # Imported here: commands that only show a gang load this module, and don't need these.
         from ...launch.command import agent_environment
         from ...node.start import share_of_machine
-        from .node import WarmNode
 
         nproc = 1
         with suppress(TorchrunConfigError):  # `run` raises it
             nproc = choose_nproc(settings.nproc_per_node, "nproc_per_node", requested, machine).value
         env = agent_environment({}, os.environ, omp_threads(machine, nproc), None)
         workers = nproc if settings.warm == "workers" else 0
-        warm = WarmNode(settings.preload, {**env, **share_of_machine(machine, {})}, workers)
+        return {"preload": settings.preload, "env": {**env, **share_of_machine(machine, {})}, "workers": workers}
+
+    def spares(self, data: Plain) -> WarmStarts:
+        """Start the spare in the background."""
+        from .node import WarmNode
+
+        warm = WarmNode(data["preload"], data["env"], data["workers"])
         warm.prepare()
         return warm

@@ -67,9 +67,10 @@ class Waiting:
         if request is None:
             self._end_spares()
             return 0
-        os.umask(request["agent"]["umask"])
+        if (umask := request["agent"]["umask"]) is not None:
+            os.umask(umask)
         options = Options(**request["options"])
-        self._guardian = Guardian(self._task, self._task_end, options, self._starter(request["agent"]))
+        self._guardian = Guardian(self._task, self._task_end, options, self._starter(request["agent"], options))
         if self._got_sigterm:  # SIGTERM came before `self._guardian` was set
             self._guardian.note_sigterm()
         with suppress(OSError):  # the task is gone; the guardian sees that, too
@@ -92,7 +93,7 @@ class Waiting:
                 return request
         return None
 
-    def _starter(self, agent: Mapping[str, Any]) -> Any:
+    def _starter(self, agent: Mapping[str, Any], options: Options) -> Any:
         """Return a function that starts the agent from the spare or, if anything fails, cold."""
 
         def start(command: Sequence[str], stdout: int, stderr: int) -> subprocess.Popen[bytes]:
@@ -105,7 +106,7 @@ class Waiting:
                 if self._is_wanted():
                     with suppress(OSError):  # the task is gone
                         os.write(sys.stdout.fileno(), as_line(Refused(in_words(error))))
-            return start_program(command, stdout, stderr, agent["cwd"], agent["env"])
+            return start_program(command, stdout, stderr, options, agent["env"])
 
         return start
 

@@ -1,4 +1,4 @@
-"""One upload to the datastore, of what the workers of this node have left."""
+"""One upload to the datastore, of what the workers of this node have left; in the task."""
 
 from __future__ import annotations
 
@@ -9,26 +9,43 @@ from ..events import Event
 from ..gang.cause import Cause, Failure
 from ..gang.member import Member
 from ..gang.protocol import Store, Stored, Storing, Told
-from ..launch.transfer import Transfer
-from .plan import Plan
-from .services import ToStore
+from ..launch.transfer import Transfer, ValueStore
+from ..node.services import Services, ToStore
+
+
+def begin_upload(
+    about: Store, services: Services, store: ValueStore | None, first_rank: int, member: Member
+) -> Upload | None:
+    """Begin to store what *store* asks for; or report that there is nothing to store, and return None."""
+    try:
+        if to_store := services.to_store(about.error, about.within_s):
+            assert store is not None
+            return Upload(about, to_store, store, first_rank, member)
+    except Exception as error:  # no more threads; a value's file is gone
+        if about.error is None:
+            raise
+        reason = str(error) if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
+        member.emit(Event("note", member.node, f"nothing is stored of the launch: {reason}"))
+    member.send(Stored(about.launch, about.generation))
+    return None
 
 
 class Upload:
     """What *store* asks for, with what this node reports about it.
 
-    The upload has a thread of its own, in `Transfer`. At the end that thread wakes the launch; everything here belongs
-    to the thread that calls `Supervisor.run`.
+    The upload has a thread of its own, in `Transfer`. At the end that thread wakes the call of `run`; everything here
+    belongs to the thread that calls `run`.
     """
 
-    def __init__(self, about: Store, to_store: Mapping[str, ToStore], plan: Plan, member: Member) -> None:
+    def __init__(
+        self, about: Store, to_store: Mapping[str, ToStore], store: ValueStore, first_rank: int, member: Member
+    ) -> None:
         self._about = (about.launch, about.generation)
-        self._plan, self._member = plan, member
+        self._first_rank, self._member = first_rank, member
         self._is_vital = about.error is None  # whether the launch fails without it
         self._to_store = to_store  # by feature, at least one
-        assert plan.store is not None
         steps = itertools.chain.from_iterable(each.steps() for each in to_store.values())
-        self._transfer = Transfer(plan.store, "stores", steps)
+        self._transfer = Transfer(store, "stores", steps)
         member.send(Storing(*self._about, self._transfer.what()))
         inbox = member.inbox  # this launch's; a later launch has another
         self._transfer.start(lambda: inbox.put(None))
@@ -66,6 +83,6 @@ class Upload:
 
     def _cause(self, problem: str) -> Cause:
         step, member = self._transfer.step, self._member
-        local_rank = None if step.rank is None else step.rank - self._plan.spec.ranks[0]
+        local_rank = None if step.rank is None else step.rank - self._first_rank
         text = f"has ended well, but {step.what} could not be stored in {self._transfer.where} {problem}"
         return Cause("store", member.node, member.host, step.rank, local_rank, exception=text)

@@ -1,0 +1,43 @@
+"""What ends a node's launch from outside of it, and the errors for that."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+
+from ..errors import LaunchFailed, LaunchTimeout, TorchrunError, TorchrunPreempted
+from .cause import Cause, FailureText, failed
+from .protocol import CONTROL
+
+
+class Interruption(enum.Enum):
+    """What interrupts this node in a launch; it goes to the launch's inbox, like the gang's messages."""
+
+    BROKEN = "the gang is broken, or the step's code has ended"
+    MUST_END = "this node must end"
+
+
+@dataclass(frozen=True)
+class TimedOut:
+    """The step's time is up; `text` follows the words "node 1 ran "."""
+
+    text: str
+
+
+def preempted(node: int, host: str, why: str) -> TorchrunPreempted:
+    """Return the error for a task that was told to stop."""
+    cause = Cause("terminated", node, host, exception=why)
+    return failed(TorchrunPreempted, FailureText(cause, after=f" {TorchrunPreempted.remedy}"))
+
+
+def timed_out(node: int, host: str, text: str) -> LaunchTimeout:
+    """Return the error for a step whose time is up."""
+    return failed(LaunchTimeout, FailureText(Cause("step_timeout", node, host, exception=text)))
+
+
+def lost_control(reason: str) -> TorchrunError:
+    """Return the error for a node whose connection to the control node has ended, or is silent."""
+    instead = f"Node {CONTROL} (the control node) is lost: {reason}. Without it the gang can't go on; see its log."
+    return failed(
+        LaunchFailed, FailureText(Cause("lost", CONTROL, "the control node", exception=reason), instead=instead)
+    )

@@ -1,0 +1,252 @@
+"""The supervisor: a process beside a task, which runs the node's launches and holds its end of the gang.
+
+It goes on whatever the step's own code does: that may keep the task's interpreter for minutes, stop it, or fork. It sees
+the task end, reads how, and tells the gang. It runs without Metaflow and without site-packages.
+`channel/client` is its counterpart in the task; `channel/link` carries what they say.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import sys
+import threading
+import time
+import traceback
+from socket import socket
+from typing import Any
+
+from ..channel.link import LinkEnd
+from ..compat import linux
+from ..errors import TorchrunError
+from ..features.listed import FEATURES
+from ..gang.cause import describe_exit
+from ..gang.protocol import Busy, TaskEnded, from_wire
+from ..gang.wire import to_plain
+from ..logs import console
+from ..machine import processes
+from ..machine.cgroup import describe_oom, oom_kills
+from ..machine.frozen import STOPPED, WATCH_S, FrozenWatch, is_stopped_with_parent
+from ..node.watchers import spares_of
+from .launches import Launches
+from .output import Output
+from .sides import ControlSide, MemberSide, Side
+
+_ASK_S, _BUSY_S = 1.0, 3.0  # between two questions to the task; with no answer for so long it is busy
+_LAST_LINES_S = 0.5  # for what the workers have written before the task's end
+_DYING_S = 5.0  # a task that is killed closes its files first, and then frees its memory
+_LONG = frozenset({"connect", "close", "settle"})  # calls that take their time; the task may end meanwhile
+_OF_LAUNCHES = frozenset({"run", "complete", "give_up", "end_spares"})
+_OF_SEAT = frozenset({"interrupt", "time_out"})
+
+
+def main() -> int:
+    """Serve one task, until it lets go or is gone."""
+    pid, began, stdout = sys.argv[1:]
+    _take_streams(int(stdout))
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the task's
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # so is an order to all processes of a container
+    linux.adopt_orphans()  # guardians, which else a task that adopts orphans would find among its children
+    Supervisor(processes.Other(int(pid), began), LinkEnd(socket(fileno=os.dup(0)))).run()
+    return 0
+
+
+def _take_streams(stdout: int) -> None:
+    """Share the task's stdout, which has another number here; where it was closed in the task, there is none."""
+    if stdout < 0:
+        sys.stdout = None  # as Python itself has it
+    else:
+        os.dup2(stdout, 1)
+        os.close(stdout)
+    if console.file_of(2) is None:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # or the next file that is opened would get this number
+
+
+class Supervisor:
+    """Serves one task. The main thread reads the link, and looks at the task; the channel and a launch have threads."""
+
+    def __init__(self, task: processes.Other, link: LinkEnd) -> None:
+        self._task, self._link = task, link
+        self._end: int | None = None  # the file that tells the task's end, if one does
+        self._side: Side | None = None
+        self._output = Output(link)
+        self._launches: Launches | None = None  # there with the side
+        self._silence_s = 0.0  # heartbeat_timeout_s
+        self._frozen: FrozenWatch | None = None  # of the task, where others wait for it
+        self._closing: threading.Thread | None = None  # the task lets go
+        self._is_released = False
+        self._why: str | None = None  # why the task can't be served any more, although it may live
+        self._asked_at = self._answered_at = time.monotonic()
+        self._is_asked = False  # whether an answer is due
+        # How many processes the kernel had killed for lack of memory a moment ago, and when that was looked up.
+        self._oom_kills = [oom_kills()] * 2
+        self._oom_at = 0.0
+
+    def run(self) -> None:
+        """Do all that the task asks, until its end."""
+        with self._task.end() as self._end:
+            others = () if self._end is None else (self._end,)
+            self._link.run(self._handle_or_fail, self._is_over, others, WATCH_S)
+            if self._closing is not None:
+                self._closing.join()
+                self._end_launches()
+                return
+            if self._why is None:
+                self._await_death()
+                self._link.read_rest(self._handle_or_fail)  # its last words may be a *leave*
+                self._why = self._how_it_ended()
+        self._tell_end(self._why)
+
+    def _is_over(self) -> bool:
+        self._count_oom_kills()
+        self._ask_task()
+        if self._is_frozen():
+            self._give_up(f"its task {STOPPED} {self._silence_s:g} s")
+        return self._is_released or self._why is not None or self._has_ended()
+
+    def _ask_task(self) -> None:
+        """Ask the task each second for an answer; tell the gang while it gives none."""
+        now = time.monotonic()
+        if self._side is None or now < self._asked_at + _ASK_S:
+            return
+        if now - self._asked_at > _BUSY_S:  # this process was stopped, too
+            self._answered_at = now
+        self._asked_at = now
+        if not self._is_asked:  # one question waits at most, however long the task is busy
+            self._is_asked = True
+            self._link.send("ping")
+        if now - self._answered_at > _BUSY_S:
+            self._side.send(Busy())
+
+    def _has_ended(self) -> bool:
+        if self._end is None:
+            return self._task.has_ended
+        end = select.poll()
+        end.register(self._end, select.POLLIN)
+        return bool(end.poll(0))
+
+    def _await_death(self) -> None:
+        deadline = time.monotonic() + _DYING_S
+        while not self._has_ended() and time.monotonic() < deadline:
+            time.sleep(_DYING_S / 1000)
+
+    def _is_frozen(self) -> bool:
+        if self._frozen is None or self._why is not None or self._closing is not None:
+            return False
+        if self._launches is not None and self._launches.runs_alone:  # nobody waits for the task
+            self._frozen = FrozenWatch(self._silence_s)
+            return False
+        pids = [] if is_stopped_with_parent(self._task.pid) else [self._task.pid]
+        return bool(self._frozen.overdue(pids, time.monotonic()))
+
+    def _give_up(self, why: str) -> None:
+        """Serve this task no more; it hears so, at once or when it is continued."""
+        self._why = why
+        self._link.send("gone", why)
+
+    def _handle_or_fail(self, frame: list[Any]) -> None:
+        try:
+            self._handle(frame)
+        except Exception as error:
+            text = "".join(traceback.format_exception(error)).rstrip()
+            self._give_up(f"its supervisor process has failed, which is a bug in metaflow-torchrun:\n{text}")
+
+    def _handle(self, frame: list[Any]) -> None:
+        what, *rest = frame
+        if what == "begin":
+            self._begin(rest[0])
+        elif what == "send":
+            self._known_side().send(from_wire(rest[0]))
+        elif what == "wrote":
+            self._output.wrote(*rest)
+        elif what in _OF_LAUNCHES and self._launches is not None:
+            getattr(self._launches, what)(*rest)
+        elif what in _OF_SEAT:
+            getattr(self._known_side().seat, what)(*rest)
+        elif what == "pong":
+            self._is_asked, self._answered_at = False, time.monotonic()
+        elif what == "call" and rest[1] in _LONG:
+            thread = threading.Thread(target=self._answer, args=rest, daemon=True)
+            if rest[1] == "close":
+                self._closing = thread
+            thread.start()
+        elif what == "call":
+            self._answer(*rest)
+        else:
+            getattr(self._known_side(), what)(*rest)
+
+    def _begin(self, about: dict[str, Any]) -> None:
+        self._silence_s = float(about["timeout_s"])
+        if about["num_nodes"] > 1:
+            self._frozen = FrozenWatch(self._silence_s)
+        starts = about.pop("starts")
+        side: Side = (ControlSide if "rules" in about else MemberSide)(self._link, self._output.show, **about)
+        warm = spares_of(FEATURES, starts)
+        self._launches = Launches(self._link, side.seat, self._output, side.lines, FEATURES, warm)
+        self._side = side
+
+    def _known_side(self) -> Side:
+        assert self._side is not None
+        return self._side
+
+    def _answer(self, number: int, name: str, args: list[Any]) -> None:
+        try:
+            answers = self if name == "settle" else self._known_side()
+            self._link.send("answer", number, getattr(answers, name)(*args))
+        except TorchrunError as error:
+            self._link.send("failed", number, to_plain(error))
+        except OSError as error:
+            self._link.send("os_error", number, type(error).__name__, str(error))
+        except BaseException as error:  # a bug of ours: the task must not wait for ever
+            self._link.send("os_error", number, "OSError", f"{type(error).__name__}: {error}")
+        if name == "close" and self._launches is not None:
+            self._launches.abort()
+        if name == "close":
+            self._is_released = True
+            self._link.wake()
+
+    @staticmethod
+    def settle(patience_s: float | None, is_hurried: bool = False) -> bool:
+        """Wait until all lines so far are written, or for so long; a hurried one does not wait for a reader that is stuck."""
+        if is_hurried:
+            console.hurry()
+        return console.finish() if patience_s is None else console.settle(patience_s)
+
+    def _tell_end(self, how: str) -> None:
+        """Tell the gang how the task has ended, and let the gang come to its end."""
+        if self._side is None or self._launches is None:
+            return
+        self._side.send(TaskEnded(how))
+        self._launches.abort()
+        console.settle(_LAST_LINES_S)
+        for stream in (1, 2):  # who reads the task's output waits for the end of that
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream)
+        self._side.end()
+        self._end_launches()
+        self._launches.remove_folders()
+
+    def _end_launches(self) -> None:
+        if self._launches is not None:
+            self._launches.close()
+
+    def _how_it_ended(self) -> str:
+        if not self._has_ended():
+            return "its task has closed the connection to its supervisor process"
+        task = processes.find(self._task.pid)
+        status = task.status if task is not None and task.began == self._task.began else None
+        if status in (None, -signal.SIGKILL) and self._is_out_of_memory():
+            return f"its task ran {describe_oom()}"
+        if status is None:  # somebody has reaped it already, as a container's shell does
+            return "its task ended unexpectedly, as by SIGKILL; its exit code could not be read any more"
+        return f"its task {describe_exit(status)}"
+
+    def _count_oom_kills(self) -> None:
+        """Look every second: of a worker that was killed long ago the task's end does not come."""
+        if (now := time.monotonic()) > self._oom_at + 1.0:
+            self._oom_at = now
+            self._oom_kills = [self._oom_kills[1], oom_kills()]
+
+    def _is_out_of_memory(self) -> bool:
+        before, now = self._oom_kills[0], oom_kills()
+        return before is not None and now is not None and now > before

@@ -1,0 +1,201 @@
+"""What a supervisor does for its task as a member of the gang: on the control node it holds the gang."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from ..channel.control_channel import ControlChannel
+from ..channel.link import LinkEnd
+from ..channel.member_channel import MemberChannel
+from ..channel.relay import Relay
+from ..events import Event
+from ..features.listed import FEATURES
+from ..gang.nodes import NodeState
+from ..gang.policy import ConnectPolicy, Rules
+from ..gang.protocol import CONTROL, Message, to_wire
+from ..gang.seat import Seat
+from ..gang.state import Gang
+from ..gang.wire import to_plain
+from ..logs.console import write_text
+from ..machine.network import pick_port
+from ..machine.pods import why_it_waits
+from ..node.watchers import keepers_of
+from ..records.snapshot import snapshot_of
+
+
+class Side(ABC):
+    """One node's part in the gang: the public methods of both kinds, but `end`, answer what `channel/client` asks."""
+
+    def __init__(self, link: LinkEnd, node: int, num_nodes: int, show: Callable[[Event], None]) -> None:
+        self._link = link
+        self.seat = Seat(node, num_nodes, show, self)
+
+    def _deliver(self, message: Message) -> None:
+        """Hand a message for this node to its launch, and to its task; called in the channel's thread."""
+        if not self.seat.deliver(message):
+            self._link.send("deliver", to_wire(message))
+
+    @property
+    @abstractmethod
+    def own_address(self) -> str | None:
+        """This host's address between it and the other nodes; None where that is not known."""
+
+    @abstractmethod
+    def send(self, message: Message) -> None:
+        """Send a message of this node to the control node."""
+
+    @abstractmethod
+    def lines(self, stream: str, text: str) -> None:
+        """Send lines of this node's workers to the control node's log."""
+
+    @abstractmethod
+    def settle_lines(self) -> None:
+        """Wait until this node's log has all lines of other nodes that have arrived, a bounded time."""
+
+    @abstractmethod
+    def end(self) -> None:
+        """Let the gang come to its end: the task is gone."""
+
+
+class MemberSide(Side):
+    """A node other than the control node."""
+
+    def __init__(
+        self,
+        link: LinkEnd,
+        show: Callable[[Event], None],
+        node: int,
+        num_nodes: int,
+        timeout_s: float,
+        policy: Mapping[str, Any],
+        place: str,
+    ) -> None:
+        super().__init__(link, node, num_nodes, show)
+        self._channel = MemberChannel(
+            node, self._deliver, self._lose, timeout_s, ConnectPolicy(**policy), num_nodes, place=place
+        )
+
+    def _lose(self, reason: str) -> None:
+        self._link.send("lost", reason)
+        self.seat.lose_control(reason)
+
+    @property
+    def own_address(self) -> str | None:
+        """This host's address between it and the control node."""
+        return self._channel.own_address
+
+    def send(self, message: Message) -> None:
+        """Send a message to the control node."""
+        self._channel.send(message)
+
+    def lines(self, stream: str, text: str) -> None:
+        """Send lines of this node's workers."""
+        self._channel.send_lines(stream, text)
+
+    def settle_lines(self) -> None:
+        """Do nothing: only the control node's log has lines of other nodes."""
+
+    def connect(self, addresses: list[str], port: int, token: str, timeout_s: float) -> str:
+        """Become a member; return the address that worked."""
+        try:
+            return self._channel.connect(addresses, port, token, timeout_s)
+        finally:
+            self._link.send("hold", self._channel.hold_s)
+
+    def close(self, wait_s: float) -> None:
+        """End the connection."""
+        self._channel.close()
+
+    def end(self) -> None:
+        """Send what is still to be sent."""
+        self._channel.close()
+
+
+class ControlSide(Side):
+    """The control node: it holds the gang."""
+
+    def __init__(
+        self,
+        link: LinkEnd,
+        show: Callable[[Event], None],
+        num_nodes: int,
+        timeout_s: float,
+        token: str,
+        rules: Mapping[str, Any],
+    ) -> None:
+        super().__init__(link, CONTROL, num_nodes, show)
+        self._rules = Rules(**rules, why_it_waits=why_it_waits)
+        keepers = keepers_of(FEATURES, num_nodes)
+        self._gang = Gang(num_nodes, pick_port, self._rules, keepers)
+        self._relay = Relay()  # of the members' lines; dropped, unless it is started
+        self._channel = ControlChannel(self._gang, self._deliver, token, timeout_s, self._relay.add)
+
+    @property
+    def own_address(self) -> str | None:
+        """This host's address, as the first connection shows it."""
+        return self._channel.own_address
+
+    def relay(self) -> None:
+        """Write the other nodes' lines into this node's log."""
+        self._relay.start(write_text)
+
+    def settle_lines(self) -> None:
+        """Wait until this node's log has all lines of other nodes that have arrived, a bounded time."""
+        self._relay.settle()
+
+    def has_written(self, node: int, text: str) -> bool:
+        """Return whether this node's log has all lines of a text that a node's workers wrote."""
+        return self._relay.has_written(node, text)
+
+    def send(self, message: Message) -> None:
+        """Hand a message of the control node itself to the gang."""
+        self._channel.send(message)
+
+    def lines(self, stream: str, text: str) -> None:
+        """Do nothing: this node's lines are in its log already."""
+
+    def gone(self, node: int, reason: str) -> None:
+        """Tell the gang that another node's task has ended."""
+        self._channel.report_gone(node, reason)
+
+    def request(self, feature: str, data: dict[str, Any]) -> None:
+        """Hand a feature what a command asks of the gang."""
+        self._channel.request(feature, data)
+
+    def listen(self, port: int | None, host: str) -> int:
+        """Open the channel; return its port."""
+        return self._channel.listen(port, host)
+
+    def pop_answer(self, feature: str) -> dict[str, Any] | None:
+        """Return the newest answer of a feature, once."""
+        return self._gang.keepers.pop_answer(feature)
+
+    def counts(self) -> dict[str, Any]:
+        """Return what the task wants to know often: how much there is."""
+        keepers = self._gang.keepers
+        return {"records": self._gang.history.count, "numbers": keepers.count, "heard": keepers.heard}
+
+    def view(self) -> dict[str, Any]:
+        """Return how the gang is."""
+        gang = self._gang
+        return {
+            "states": [(gang.nodes[node] or NodeState.ABSENT).name for node in range(gang.num_nodes)],
+            "broken": None if gang.broken is None else to_plain(gang.broken),
+        }
+
+    def snapshot(self) -> dict[str, Any]:
+        """Return all that has happened to the gang."""
+        return snapshot_of(self._gang, {}).stored()
+
+    def close(self, wait_s: float) -> dict[str, Any]:
+        """Wait until the members have left, a bounded time, and close; return what is known at the end."""
+        self._channel.close(wait_s)
+        self._relay.close()
+        return {"counts": self.counts(), "view": self.view(), "snapshot": self.snapshot()}
+
+    def end(self) -> None:
+        """Hold the gang until all nodes know its end; the next attempt may want the port."""
+        self._channel.stop_listening()
+        self._channel.close(self._rules.stop_s)

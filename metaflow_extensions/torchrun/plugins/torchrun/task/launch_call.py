@@ -1,0 +1,195 @@
+"""One call of `run` in its task: the supervisor runs the launch, and this waits for its end.
+
+Meanwhile it does what only the task can: it stores what the workers have left, writes to streams that the step's code has
+put in the place of stdout and stderr, and hands on what interrupts this node. All of that arrives in the member's
+inbox. Everything here belongs to the thread that calls `run`.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import replace
+from typing import Any
+
+from ..channel.client import Client
+from ..errors import TorchrunError
+from ..gang.endings import Interruption, TimedOut
+from ..gang.keepers import Plain
+from ..gang.member import Member
+from ..gang.protocol import Store, from_wire
+from ..gang.wire import from_plain, to_plain
+from ..launch.transfer import ValueStore
+from ..logs import console
+from ..machine.inherited import inherited, umask
+from ..node.outcome import Outcome
+from ..node.plan import Request, Task
+from ..node.services import Services
+from .upload import Upload, begin_upload
+
+_LOOK_S = 0.5  # the longest wait for news; Python runs signal handlers only between two waits
+_OWN_LINES_S = 1.0  # for what the task has written before, so that it stands before what the workers write
+_STOP_S = 45.0  # what a supervisor may take beyond the workers' grace to stop a launch that is given up
+
+
+class LaunchCall:
+    """One call of `run`; `complete` makes the request anew after its commands, which may have made the entrypoint."""
+
+    def __init__(
+        self,
+        request: Request,
+        member: Member,
+        services: Services,
+        store: ValueStore | None,
+        complete: Callable[[], Request],
+    ) -> None:
+        assert isinstance(member.link, Client)
+        self.request, self.services = request, services
+        self.told: Mapping[str, Plain] = {}  # the verdict's data for this node, by feature
+        self._member, self._client = member, member.link
+        self._store, self._complete = store, complete
+        self._number = -1
+        self._upload: Upload | None = None  # until all is stored
+        self._verdict: TorchrunError | None = None
+        self._runs = False  # from *run* to *ended*
+
+    def run(self) -> Outcome:
+        """Run the launch to its end on all nodes. Raises the gang's verdict, the same TorchrunError on every node."""
+        self._number = self._member.begin_launch(self.request.shows_failures)
+        try:
+            self._begin()
+            while (outcome := self._handle(self._next())) is None:
+                self._poll()
+        except BaseException as error:
+            try:
+                self._give_up(error)
+            finally:
+                self._member.end_launch(self._verdict, failing=True)
+            raise
+        self._member.end_launch(None)
+        return outcome
+
+    def settle(self, patience_s: float | None = None) -> None:
+        """Wait until all lines of the launch are written, or for so long."""
+        self._client.settle(patience_s)
+        console.settle(patience_s)
+
+    def _begin(self) -> None:
+        self.services.begin(self.request.spec)
+        console.settle(_OWN_LINES_S)
+        for stream in (sys.stdout, sys.stderr):
+            with suppress(Exception):  # whatever the step's code has put there
+                stream.flush()
+        task = Task(
+            environ=dict(os.environ),
+            cwd=os.getcwd(),
+            tmp=os.path.abspath(tempfile.gettempdir()),
+            inherited=inherited(),
+            umask=umask(),
+            writes=self._client.streams_elsewhere(),
+        )
+        self.request = replace(self.request, task=task)
+        self._client.launch_news = self._member.inbox.put
+        self._runs = True
+        self._client.say("run", self._number, to_plain(self.request))
+
+    def _next(self) -> Any:
+        with suppress(queue.Empty):
+            return self._member.inbox.get(timeout=_LOOK_S)
+
+    def _poll(self) -> None:
+        if self._upload is not None and self._upload.poll():
+            self._upload = None
+        if self._client.is_gone:
+            self._lose_supervisor()
+
+    def _handle(self, news: Any) -> Outcome | None:
+        if isinstance(news, TimedOut):
+            self._client.say("time_out", news.text)
+        elif news is Interruption.MUST_END:
+            self._client.say("interrupt", self._member.order)
+        elif news is Interruption.BROKEN and self._member.broken is None:
+            raise TorchrunError("The step's code has ended while another thread was still in current.torch.run.")
+        elif isinstance(news, tuple):  # if the gang is broken, the supervisor knows that, too, and ends the launch
+            return self._handle_frame(*news)
+        return None
+
+    def _handle_frame(self, what: str, *rest: Any) -> Outcome | None:
+        if what == "text":
+            self._write(*rest)
+        elif what == "complete":
+            self.request = self._complete()
+            self._client.say("complete", to_plain(self.request))
+        elif what == "store":
+            self._on_store(rest[0])
+        elif what == "ended" and rest[0] == self._number:
+            return self._ended(rest[1])
+        return None
+
+    def _write(self, stream: str, text: str, count: int) -> None:
+        console.write_output(stream, text.encode())
+        console.settle()
+        self._client.say("wrote", count)
+
+    def _on_store(self, wire: Any) -> None:
+        self._give_up_upload()
+        if wire is not None:
+            store = from_wire(wire)
+            assert isinstance(store, Store)
+            self._upload = begin_upload(store, self.services, self._store, self.request.spec.ranks[0], self._member)
+
+    def _give_up_upload(self) -> None:
+        if self._upload is not None:
+            self._upload.give_up()
+            self._upload = None
+
+    # --- the end
+
+    def _ended(self, told: Mapping[str, Any]) -> Outcome:
+        self._runs = False
+        for text in told["unread"]:  # it came too late for the launch
+            self._member.inbox.put(Interruption.MUST_END if text is None else TimedOut(text))
+        if "outcome" not in told:
+            self._raise_error(told)
+        outcome: Outcome = from_plain(Outcome, told["outcome"], "the outcome")
+        verdict = outcome.verdict
+        self.told = verdict.features
+        if verdict.error is not None:
+            self._verdict = verdict.error
+            verdict.error.events = [event.as_dict() for event in verdict.events]
+            self.services.failed(verdict.error, self.told)
+            raise verdict.error
+        return outcome
+
+    def _raise_error(self, told: Mapping[str, Any]) -> None:
+        if told.get("is_broken") and self._member.broken is not None:
+            raise self._member.broken
+        error: TorchrunError = from_plain(TorchrunError, told["error"], "the error")
+        error.events = told.get("events", [])
+        raise error
+
+    def _lose_supervisor(self) -> None:
+        self._runs = False
+        self._client.await_guardian(self.request.grace_s + _STOP_S)
+        self._member.await_error(_LOOK_S)
+        raise TorchrunError("This node's supervisor process has ended.")
+
+    def _give_up(self, error: BaseException) -> None:
+        """Have the supervisor stop everything here, if it has not, and wait for that."""
+        self._give_up_upload()
+        if not self._runs:
+            return
+        cause = None if self._member.gang_knows(error) else self._member.cause_of(error)
+        self._client.say("give_up", None if cause is None else to_plain(cause))
+        deadline = time.monotonic() + self.request.grace_s + _STOP_S
+        while self._runs and not self._client.is_gone and time.monotonic() < deadline:
+            news = self._next()
+            if isinstance(news, tuple) and news[0] == "text":
+                self._write(*news[1:])
+            elif isinstance(news, tuple) and news[:2] == ("ended", self._number):
+                self._runs = False

@@ -1,0 +1,54 @@
+"""Makes the result of `run` after a launch that has ended well on all nodes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from ..errors import LaunchFailed
+from ..events import Event
+from ..gang.cause import Cause, FailureText, failed
+from ..gang.member import Member
+from ..gang.protocol import Verdict
+from ..launch.spec import LaunchSpec
+from ..launch.transfer import TransferFailed
+from ..node.outcome import Outcome
+from ..node.services import Services
+from ..node.watchers import Feature, results_of
+from ..result import TorchrunResult
+
+
+def result_of(
+    outcome: Outcome, spec: LaunchSpec, member: Member, features: Sequence[Feature], services: Services
+) -> TorchrunResult[Any]:
+    """Return the result on this node. Raises LaunchFailed where a part can't be loaded."""
+    verdict, fields = outcome.verdict, _fields(outcome.verdict, member, features, services)
+    return TorchrunResult(
+        launch=verdict.launch,
+        num_nodes=spec.num_nodes,
+        node_index=spec.node_index,
+        nproc_per_node=spec.nproc,
+        world_size=spec.world_size,
+        command=outcome.command,
+        restarts=list(outcome.restarts),
+        duration_s=outcome.duration_s,
+        exit_codes=dict(sorted(outcome.exit_codes.items())),
+        events=tuple(event.as_dict() for event in verdict.events),
+        **fields,
+    )
+
+
+def _fields(verdict: Verdict, member: Member, features: Sequence[Feature], services: Services) -> dict[str, Any]:
+    def say(line: str, is_detail: bool = False) -> None:
+        member.emit(Event("note", member.node, line, is_detail))
+
+    more = results_of(features, verdict.features, lambda line: say(line, is_detail=True))
+    try:
+        return {**more, **services.result(verdict.features, say)}
+    except TransferFailed as error:
+        cause = Cause("store", member.node, member.host, exception=f"has no result: {error}")
+        after = f"\nThe workers of launch {verdict.launch} had ended well on all nodes."
+        told = failed(LaunchFailed, FailureText(cause, after=after))
+        told.events = [event.as_dict() for event in verdict.events]
+        services.failed(told, verdict.features)
+        raise told from error
