@@ -238,8 +238,8 @@ class Gang:
 
         def is_there() -> bool:
             lines = {pid: command_line(pid, None).split() for pid in self.living()}
-            program = "torchrun.supervisor"
-            found[:] = [pid for pid, words in lines.items() if program in words and words[-2] == str(self.task(node))]
+            program = "torchrun.supervisor.process"
+            found[:] = [pid for pid, words in lines.items() if program in words and words[-3] == str(self.task(node))]
             # A helper, the task's child, has the same command line until it has started the supervisor.
             with suppress(psutil.NoSuchProcess):
                 return len(found) == 1 and psutil.Process(found[0]).ppid() != self.task(node)

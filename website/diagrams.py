@@ -124,12 +124,12 @@ def gang() -> Drawing:
 def node() -> Drawing:
     """The processes of one node, and who ends whom."""
     it = Drawing("The processes of a node", 390)
-    it.box(190, 12, 278, 52, "ours")
-    it.text(204, 34, "supervisor", "bold")
-    it.text(204, 53, "holds the channel to the other nodes", "small")
-    it.arrow((144, 82), (144, 38), (188, 38), both=True)
+    it.box(12, 12, 196, 52)
+    it.text(24, 34, "Metaflow's task", "bold")
+    it.text(24, 53, "the step's code", "small")
+    it.arrow((110, 66), (110, 82), both=True)
     rows = [
-        ("box", "Metaflow's task", "the step's code; it never imports torch"),
+        ("ours", "supervisor", "runs the launches, reads the output, talks to the other nodes"),
         ("ours", "guardian", "ends everything below it, in any case"),
         ("theirs", "agent", "python -m torch.distributed.run"),
     ]

@@ -118,25 +118,56 @@ STOPPED = f"was stopped by a signal (SIGSTOP or the like) and not continued for 
 
 
 @pytest.mark.parametrize(
-    ("victim", "category", "said"),
-    [
-        ("worker", "hang", f"{RANK_2} {STOPPED}"),
-        ("agent", "hang", f"{NODE_1} failed: its torchrun agent {STOPPED}"),
-        ("task", "node_lost", f"{NODE_1} failed: its task {STOPPED}"),
-        ("control task", "node_lost", f"Node 0 (host {HOST}) failed: its task {STOPPED}"),
-    ],
+    ("victim", "said"),
+    [("worker", f"{RANK_2} {STOPPED}"), ("agent", f"{NODE_1} failed: its torchrun agent {STOPPED}")],
     ids=_first,
 )
-def test_sigstop(victim, category, said, gang, recorder):
-    """The workers of a task that is stopped must go without it: it can't stop them, and nobody else can reach them."""
+def test_sigstop(victim, said, gang, recorder):
     pid = start(gang, victim, heartbeat_timeout_s=HEARTBEAT_S)
-    # A task holds nothing but itself, stopped as it is; its guardian waits, to remove its folders if it is killed.
-    stays = {pid, gang.guardian(rank=0 if "control" in victim else 1)} if "task" in victim else set()
-    outcome = gang.await_end(gang.send(pid, signal.SIGSTOP), others(gang, victim), ignore=list(stays))
+    outcome = gang.await_end(gang.send(pid, signal.SIGSTOP), others(gang, victim))
     recorder.silent(f"SIGSTOP of {NAMES[victim]}", outcome, HEARTBEAT_S)
-    assert gang.living() == stays
+    assert gang.living() == set()
     assert said in outcome.error["text"]
-    assert outcome.error["cause"]["category"] == category
+    assert outcome.error["cause"]["category"] == "hang"
+
+
+@pytest.mark.parametrize("node", [0, 1])
+def test_a_task_that_is_stopped_in_its_steps_own_code(node, gang, recorder):
+    """The others wait for it; it stays as it is."""
+    gang.start(
+        3, 1, launches=0, own_code=dict.fromkeys(range(3), "wait"), settings={"heartbeat_timeout_s": HEARTBEAT_S}
+    )
+    gang.await_steps()
+    pid = gang.task(node)
+    outcome = gang.await_end(gang.send(pid, signal.SIGSTOP), [each for each in range(3) if each != node], ignore=[pid])
+    recorder.silent(f"SIGSTOP of the task of node {node} in its own code", outcome, HEARTBEAT_S)
+    assert gang.living() == {pid}
+    assert f"Node {node} (host {HOST}) failed: its task {STOPPED}" in outcome.error["text"]
+    assert outcome.error["cause"]["category"] == "node_lost"
+
+
+@pytest.mark.parametrize("victim", ["task", "control task"])
+def test_a_task_that_is_stopped_while_its_workers_train_harms_nobody(victim, gang, recorder):
+    pid = start(gang, victim, heartbeat_timeout_s=HEARTBEAT_S)
+    struck_at = gang.send(pid, signal.SIGSTOP)
+    gang.await_age(struck_at, 2.5 * HEARTBEAT_S)
+    os.kill(pid, signal.SIGCONT)
+    recorder.lasted(f"SIGSTOP of {NAMES[victim]} for more than twice the heartbeat timeout", gang.end_well())
+
+
+@pytest.mark.parametrize("victim", ["task", "control task"])
+def test_a_failure_elsewhere_stops_the_workers_of_a_stopped_task(victim, gang, recorder):
+    pid = start(gang, victim, heartbeat_timeout_s=20)
+    gang.send(pid, signal.SIGSTOP)
+    of_stopped, of_other = (0, 2) if "control" in victim else (1, 2)
+    worker = gang.worker(of_stopped)
+    struck_at = gang.send(gang.worker(of_other), signal.SIGKILL)
+    gang.await_that(lambda: not psutil.pid_exists(worker), "the end of the worker")
+    assert time.monotonic() - struck_at < limit_s(5)
+    os.kill(pid, signal.SIGCONT)
+    outcome = gang.await_end(struck_at, gang.processes)
+    recorder.died(f"SIGKILL of a worker while {NAMES[victim]} of another node is stopped", outcome)
+    assert f"Rank {of_other} on node {of_other} (host {HOST}) was killed by SIGKILL" in outcome.error["text"]
 
 
 def test_a_stopped_worker_that_goes_on_in_time_is_no_failure(gang, recorder):

@@ -26,9 +26,10 @@ from metaflow_extensions.torchrun.plugins.torchrun.executor import Context, Torc
 from metaflow_extensions.torchrun.plugins.torchrun.features.listed import FEATURES
 from metaflow_extensions.torchrun.plugins.torchrun.features.warm.feature import Warm
 from metaflow_extensions.torchrun.plugins.torchrun.gang.wire import to_plain
-from metaflow_extensions.torchrun.plugins.torchrun.logs.console import to_log, write_text
+from metaflow_extensions.torchrun.plugins.torchrun.logs.console import to_log
 from metaflow_extensions.torchrun.plugins.torchrun.machine import detached
 from metaflow_extensions.torchrun.plugins.torchrun.machine.accelerators import this_machine
+from metaflow_extensions.torchrun.plugins.torchrun.node.watchers import starts_of
 from metaflow_extensions.torchrun.plugins.torchrun.settings import parse_settings
 
 # As the decorator has it, for tasks that are on machines of their own.
@@ -62,13 +63,13 @@ def faulty_storage(fault):
 
 # Makes the control node's supervisor choose a port first that somebody else takes before its agent does.
 SQUATTED = """
-if "{{module}}" == "supervisor":
-    from torchrun import supervisor
-    choose, chosen = supervisor.pick_port, []
+if "{{module}}" == "supervisor.process":
+    from torchrun.supervisor import sides
+    choose, chosen = sides.pick_port, []
     def pick_port(pinned):
         chosen.append(choose(pinned) if chosen else {squatted})
         return chosen[-1]
-    supervisor.pick_port = pick_port
+    sides.pick_port = pick_port
 """
 
 
@@ -129,18 +130,20 @@ class NotedRegistry(Registry):
         super().publish(record, *more)
 
 
-def join(task, registry, settings):
+def join(task, registry, settings, starts):
     """Return this node as a member, the control node's channel or None, and the control node's address."""
     if task.node > 0:
-        member, main_addr = joining.join_as_member(registry, task.node, task.num_nodes, settings, to_log)
+        member, main_addr = joining.join_as_member(registry, task.node, task.num_nodes, settings, to_log, starts)
         return member, None, main_addr
     main_ip, here_only = task.main_ip or "", task.main_ip is None
     if main_ip == "own name":  # what Metaflow 2.19 takes for the control node's address on AWS Batch
         main_ip = socket.gethostbyname_ex(socket.gethostname())[-1][0]
     rules = joining.rules_of(settings)
-    member, channel = joining.join_as_control(registry, task.num_nodes, main_ip, settings, to_log, here_only, rules)
+    member, channel = joining.join_as_control(
+        registry, task.num_nodes, main_ip, settings, to_log, here_only, rules, starts
+    )
     if task.main_ip is not None or settings.logs in ("all", "rank0"):  # as of tasks that are on machines of their own
-        channel.relay.start(write_text)
+        channel.relay_lines()
     return member, channel, joining.control_addresses(main_ip, here_only)[0]
 
 
@@ -214,18 +217,18 @@ def main(task):
     storage, folder = faulty_storage(task.datastore), os.path.join(task.out, "datastore")
     member = channel = None
     machine = this_machine()
-    warm = Warm().starts(settings, machine, None)
+    starts = starts_of([Warm()], settings, machine, None)
     begun = time.monotonic()
     try:
         flow_datastore = FlowDataStore("ChaosFlow", storage_impl=storage, ds_root=folder)
         registry = NotedRegistry(flow_datastore, "1", "train", task.gang, 0)
-        member, channel, main_addr = join(task, registry, settings)
+        member, channel, main_addr = join(task, registry, settings, starts)
         notes.save(join_s=time.monotonic() - begun, main_addr=main_addr)
-        executor = TorchrunExecutor(Context(member, main_addr, machine, settings, warm=warm, features=FEATURES))
+        executor = TorchrunExecutor(
+            Context(member, main_addr, machine, settings, has_spares=starts is not None, features=FEATURES)
+        )
         run_own_code(task)
         run_all(executor, task, notes)
-        if warm is not None:
-            warm.close()
         member.finish()
         if task.fails_late:
             notes.save(failed_at=time.monotonic())

@@ -4,6 +4,7 @@ import os
 import queue
 import signal
 import threading
+import time
 from pathlib import Path
 
 from limits import limit_s
@@ -13,12 +14,16 @@ from metaflow_extensions.torchrun.plugins.torchrun.errors import LaunchFailed
 from metaflow_extensions.torchrun.plugins.torchrun.gang import protocol
 from metaflow_extensions.torchrun.plugins.torchrun.gang.cause import Cause
 from metaflow_extensions.torchrun.plugins.torchrun.gang.member import Member
+from metaflow_extensions.torchrun.plugins.torchrun.gang.seat import Seat
 from metaflow_extensions.torchrun.plugins.torchrun.guardian import agent_events
 from metaflow_extensions.torchrun.plugins.torchrun.launch.spec import LaunchSpec
 from metaflow_extensions.torchrun.plugins.torchrun.logs.pipes import pipe_path
 from metaflow_extensions.torchrun.plugins.torchrun.machine.accelerators import Machine
 from metaflow_extensions.torchrun.plugins.torchrun.node.plan import Plan
-from metaflow_extensions.torchrun.plugins.torchrun.node.supervisor import Supervisor
+from metaflow_extensions.torchrun.plugins.torchrun.node.services import Services
+from metaflow_extensions.torchrun.plugins.torchrun.node.supervisor import Completed, Supervisor
+from metaflow_extensions.torchrun.plugins.torchrun.task.results import result_of
+from metaflow_extensions.torchrun.plugins.torchrun.task.upload import begin_upload
 
 DEADLINE_S = limit_s(HANG_S)
 NOBODY = 2**22 + 1  # more than the kernel gives as a pid
@@ -53,26 +58,30 @@ class FakeNode:
     the fields of `LaunchSpec` and `Plan` that matter to the test.
     """
 
-    def __init__(self, folder, number=0, spec=None, **plan):
+    def __init__(self, folder, number=0, spec=None, services=None, store=None, **plan):
         self.number = number
         self.said, self.output, self.events = [], [], []
         self._sent, self._agents, self._came = queue.Queue(), queue.Queue(), queue.Queue()
         self.own_address = None
         self.guardian = None  # the pid of a process whose use is measured; without one nothing is
-        self.member = Member(number, 2, self._hear)
+        self.seat = Seat(number, 2, self._hear, self)
+        self.member = Member(number, 2, self._hear)  # the task's half, which stores and makes the result
         # In another thread, so that the handlers of the test's own process stay.
         self._in_thread(lambda: self.member.attach(self)).join(DEADLINE_S)
+        self.services, self.store = services or Services(), store
         own = {"nproc": 2, "num_nodes": 2, "node_index": number, "python": "python3", "log_dir": str(folder)}
         launch = LaunchSpec("/flow/train.py", (), False, **{**own, **(spec or {})})
-        self.plan = Plan(launch, "127.0.0.1", **{"machine": Machine(1), "write": self._write, **plan})
+        told = {"machine": Machine(1), "write": self._write, **self.services.told, **plan}
+        self.plan = Plan(launch, "127.0.0.1", **told)
         self.new_agent, self.complete = self._new_agent, lambda: self.plan
+        self.upload = None
 
-    # The node is its member's link to the control node, too.
+    # The node is its seat's link to the control node, too.
     def send(self, message):
         self._sent.put(message)
 
-    def send_lines(self, stream, text):
-        """Take lines for the control node's log."""
+    def end_spares(self):
+        """End no spares."""
 
     def settle_lines(self):
         """Wait for no lines of other nodes."""
@@ -101,10 +110,36 @@ class FakeNode:
         return thread
 
     def _run(self):
+        self.services.begin(self.plan.spec)
+        launch = Supervisor(self.plan, self.seat, 0, self._complete, self._store, self.new_agent)
         try:
-            self._came.put(Supervisor(self.plan, self.member, self.new_agent, self.complete).run())
+            outcome = launch.run()
+            if outcome.verdict.error is not None:
+                self.services.failed(outcome.verdict.error, outcome.verdict.features)
+                raise outcome.verdict.error
+            features = self.plan.with_features
+            self._came.put(result_of(outcome, self.plan.spec, self.member, features, self.services))
         except BaseException as error:
             self._came.put(error)
+
+    # What the task does for the launch.
+    def _complete(self):
+        self.plan = self.complete()
+        self.seat.inbox.put(Completed(self.plan))
+
+    def _store(self, about):
+        before, self.upload = self.upload, None
+        if before is not None:
+            before.give_up()
+        if about is not None:
+            if about.generation > 0:
+                self.services.begin(self.plan.spec)
+            self.upload = begin_upload(about, self.services, self.store, self.plan.spec.ranks[0], self.member)
+            self._in_thread(self._poll_upload)
+
+    def _poll_upload(self):
+        while self.upload is not None and not self.upload.poll():
+            time.sleep(0.01)
 
     # --- what the test does ----------------------------------------------------------------------
 
@@ -126,7 +161,7 @@ class FakeNode:
 
     def say_go(self, generation=0, **more):
         more = {"port": 29500, "gang": "gang", "restarts": generation, "max_restarts": 3, **more}
-        self.member.deliver(protocol.Go(0, generation, **more))
+        self.seat.deliver(protocol.Go(0, generation, **more))
 
     def running(self):
         """Launch and start two workers; return their agent."""
@@ -138,19 +173,19 @@ class FakeNode:
         return agent
 
     def stop(self, generation=0, **more):
-        self.member.deliver(protocol.Stop(0, generation, **more))
+        self.seat.deliver(protocol.Stop(0, generation, **more))
 
     def restart(self, cause, number=1):
-        self.member.deliver(protocol.Restart(0, number, 3, 0.0, cause))
+        self.seat.deliver(protocol.Restart(0, number, 3, 0.0, cause))
 
     def verdict(self, error=None, **more):
         """Have the control node decide; return what `run` returns or raises."""
-        self.member.deliver(protocol.Verdict(0, error, **more))
+        self.seat.deliver(protocol.Verdict(0, error, **more))
         return self.outcome()
 
     def interrupt(self, news):
         """Put something into the launch's inbox, as another thread or a signal handler does."""
-        self.member.inbox.put(news)
+        self.seat.inbox.put(news)
 
     def ends_well(self, agent, **verdict):
         """Have everything end well; return the node's *ended*, and what `run` returns."""
@@ -211,6 +246,9 @@ class FakeNode:
     def outcome(self):
         """Return what `run` has returned or raised."""
         return self._came.get(timeout=DEADLINE_S)
+
+    def has_outcome(self):
+        return not self._came.empty()
 
     def nothing_more_is_sent(self):
         return self._sent.empty()

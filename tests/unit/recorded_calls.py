@@ -6,8 +6,9 @@ from typing import ClassVar
 from metaflow_extensions.torchrun.plugins.torchrun import executor
 from metaflow_extensions.torchrun.plugins.torchrun.executor import Context, TorchrunExecutor
 from metaflow_extensions.torchrun.plugins.torchrun.gang.member import Member
+from metaflow_extensions.torchrun.plugins.torchrun.gang.protocol import Verdict
 from metaflow_extensions.torchrun.plugins.torchrun.machine.accelerators import Machine, Nproc
-from metaflow_extensions.torchrun.plugins.torchrun.result import TorchrunResult
+from metaflow_extensions.torchrun.plugins.torchrun.node.outcome import Outcome
 from metaflow_extensions.torchrun.plugins.torchrun.settings import parse_settings
 
 
@@ -23,25 +24,29 @@ def recorded_calls(monkeypatch, tmp_path, features=()):
     class Recorder:
         told: ClassVar = {}
 
-        def __init__(self, plan, member, complete):
+        def __init__(self, request, member, services, store, complete):
             call.complete = complete
-            launches.append((plan.spec, plan.policy))
-            plans.append(plan)
+            self.request, self.services = request, services
+            launches.append((request.spec, request.policy))
+            plans.append(request)
 
         def run(self):
-            return TorchrunResult(0, 2, 0, 4, 8, "", [], 1.5, {})
+            return Outcome(Verdict(0), "", {}, (), 1.5)
 
-    monkeypatch.setattr(executor, "Supervisor", Recorder)
+        def settle(self, patience_s=None):
+            pass
+
+    monkeypatch.setattr(executor, "LaunchCall", Recorder)
     monkeypatch.setattr(executor, "node_facts", lambda *_: {})
     monkeypatch.setattr(executor, "shm_warning", lambda *_: None)
     monkeypatch.setattr(executor, "_warned", set())
 
-    def call(attributes=None, positional=("train.py",), warm_node=None, **arguments):
+    def call(attributes=None, positional=("train.py",), has_spares=False, **arguments):
         said = []
         member = Member(0, 2, said.append)
         settings = parse_settings(attributes or {}, "train")
         context = Context(
-            member, "127.0.0.1", Machine(8), settings, Nproc(4, "@kubernetes requests gpu=4"), warm=warm_node
+            member, "127.0.0.1", Machine(8), settings, Nproc(4, "@kubernetes requests gpu=4"), has_spares=has_spares
         )
         TorchrunExecutor(replace(context, features=features)).run(*positional, **arguments)
         return *launches[-1], [event.text for event in said]

@@ -15,7 +15,7 @@ from fake_node import ERROR, FakeNode
 from unit_helpers import eventually, is_running, write
 
 from metaflow_extensions.torchrun.plugins.torchrun.errors import EntrypointError, TorchrunPreempted
-from metaflow_extensions.torchrun.plugins.torchrun.gang.member import Interruption
+from metaflow_extensions.torchrun.plugins.torchrun.gang.endings import Interruption
 from metaflow_extensions.torchrun.plugins.torchrun.gang.protocol import Command, Ended, Failed, Ready
 from metaflow_extensions.torchrun.plugins.torchrun.guardian.agent_events import AgentEnded, End
 from metaflow_extensions.torchrun.plugins.torchrun.launch.command import COMMAND_RUNNER

@@ -117,14 +117,6 @@ def test_bad_input_is_refused_before_anything_runs(wrong, launch_of):
     assert launch_of.plans == []
 
 
-@pytest.mark.parametrize(("warm", "renewed"), [("workers", 1), ("agent", 0)])
-def test_no_worker_becomes_of_a_spare_that_has_imported_before(warm, renewed, launch_of):
-    spares = Mock()
-    launch_of(before_run=["true"], warm=warm, warm_node=spares)
-    launch_of.complete()
-    assert spares.renew.call_count == renewed
-
-
 def test_a_single_node_runs_it_too(tmp_path, monkeypatch, capfd):
     monkeypatch.setattr(gang_of_one, "print_errors_ourselves", lambda **_: None)
     monkeypatch.setattr(gang_of_one, "LiveCard", lambda *_, **__: Mock())

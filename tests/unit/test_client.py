@@ -5,16 +5,17 @@ import signal
 import socket
 import subprocess
 import sys
+from types import SimpleNamespace
+from unittest.mock import Mock
 
 import psutil
 import pytest
 from unit_helpers import eventually
 
-from metaflow_extensions.torchrun.plugins.torchrun import supervisor as supervising
 from metaflow_extensions.torchrun.plugins.torchrun.channel import client
 from metaflow_extensions.torchrun.plugins.torchrun.channel.client import ControlClient, MemberClient, SupervisorGone
 from metaflow_extensions.torchrun.plugins.torchrun.channel.connection import new_token
-from metaflow_extensions.torchrun.plugins.torchrun.channel.link import frame
+from metaflow_extensions.torchrun.plugins.torchrun.channel.link import LinkEnd, frame
 from metaflow_extensions.torchrun.plugins.torchrun.errors import GangError
 from metaflow_extensions.torchrun.plugins.torchrun.gang.nodes import NodeState
 from metaflow_extensions.torchrun.plugins.torchrun.gang.policy import ConnectPolicy, Rules
@@ -29,6 +30,7 @@ from metaflow_extensions.torchrun.plugins.torchrun.gang.protocol import (
 )
 from metaflow_extensions.torchrun.plugins.torchrun.machine import processes
 from metaflow_extensions.torchrun.plugins.torchrun.machine.network import pick_port
+from metaflow_extensions.torchrun.plugins.torchrun.supervisor import process as supervising
 
 HOST = "127.0.0.1"
 RULES = Rules(60.0, 1.0)
@@ -43,18 +45,24 @@ def gang():
         def of(self, kind):
             return [each for each in self if isinstance(each, kind)]
 
-    def control(num_nodes=2):
-        heard, gone, token = Heard(), [], new_token()
-        made.append(ControlClient(num_nodes, heard.append, gone.append, 20.0, token, RULES))
-        made[-1].send(Join(0, "host-0"))
-        made[-1].heard, made[-1].gone, made[-1].token = heard, gone, token
-        return made[-1]
-
-    def member(node=1):
+    def noted(new_client):
         heard, gone, lost = Heard(), [], []
-        made.append(MemberClient(node, 2, heard.append, lost.append, gone.append, 20.0, ConnectPolicy(attempt_s=1.0)))
+        listener = SimpleNamespace(
+            emit=lambda event: None, deliver=heard.append, lose_control=lost.append, lose_supervisor=gone.append
+        )
+        made.append(new_client(listener))
         made[-1].heard, made[-1].gone, made[-1].lost = heard, gone, lost
         return made[-1]
+
+    def control(num_nodes=2):
+        token = new_token()
+        client = noted(lambda listener: ControlClient(num_nodes, listener, 20.0, token, RULES))
+        client.send(Join(0, "host-0"))
+        client.token = token
+        return client
+
+    def member(node=1):
+        return noted(lambda listener: MemberClient(node, 2, listener, 20.0, ConnectPolicy(attempt_s=1.0)))
 
     yield control, member
     for each in made:
@@ -68,7 +76,6 @@ def test_a_gang_joins_and_what_is_known_of_it_stays_known(gang):
     assert member.connect([HOST], port, control.token, 5.0) == HOST
     assert eventually(lambda: control.members == [1])
     assert eventually(lambda: member.heard.of(Welcome))
-    assert (member.own_address, control.own_address) == (HOST, HOST)
     assert control.counts()[0] == 2
     member.close()
     eventually(lambda: control.states()[1] is NodeState.LOST)
@@ -173,21 +180,22 @@ def ended(how):
 def told_of(how, last_words=b""):
     own, theirs = socket.socketpair()
     with subprocess.Popen([sys.executable, "-c", "input();" + how], stdin=subprocess.PIPE) as task:
-        served = supervising.Supervisor(
-            processes.Other(task.pid, processes.began(task.pid)), supervising.LinkEnd(theirs)
-        )
-        served._side = side = Side()
-        before = os.dup(2)
+        served = supervising.Supervisor(processes.Other(task.pid, processes.began(task.pid)), LinkEnd(theirs))
+        served._side, served._launches = (side := Side()), Mock()
+        before = [os.dup(stream) for stream in (1, 2)]
         task.stdin.write(b"\n")
         task.stdin.flush()
         eventually(lambda: served._task.has_ended)
         own.sendall(last_words)
         own.close()
         served.run()
-        os.dup2(before, 2)
-        os.close(before)
+        for stream, file in zip((1, 2), before, strict=True):
+            os.dup2(file, stream)
+            os.close(file)
     served._link.close()
     assert side.has_ended
+    served._launches.abort.assert_called_once()
+    served._launches.remove_folders.assert_called_once()
     return side.sent
 
 

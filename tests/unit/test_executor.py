@@ -1,23 +1,15 @@
 """What `current.torch` makes of a call, before anything runs."""
 
 import signal
-from threading import Thread
-from types import SimpleNamespace
-from unittest.mock import Mock
 
 import pytest
 from recorded_calls import recorded_calls
 
 from metaflow_extensions.torchrun.plugins.torchrun import executor, gang_of_one
 from metaflow_extensions.torchrun.plugins.torchrun.errors import TorchrunConfigError, TorchrunError
-from metaflow_extensions.torchrun.plugins.torchrun.executor import Context, TorchrunExecutor
 from metaflow_extensions.torchrun.plugins.torchrun.gang.cause import Cause, rename_node
 from metaflow_extensions.torchrun.plugins.torchrun.gang.launch import Launch
-from metaflow_extensions.torchrun.plugins.torchrun.gang.member import Member
 from metaflow_extensions.torchrun.plugins.torchrun.gang.policy import LaunchPolicy
-from metaflow_extensions.torchrun.plugins.torchrun.logs.console import settle
-from metaflow_extensions.torchrun.plugins.torchrun.machine.accelerators import Machine
-from metaflow_extensions.torchrun.plugins.torchrun.settings import parse_settings
 from metaflow_extensions.torchrun.plugins.torchrun.single_node import TorchrunSingleNodeMultiGPU
 
 
@@ -73,14 +65,14 @@ def test_a_list_alone_or_before_arguments_is_a_command(positional, launch_of):
 
 
 def test_a_command_has_no_spare_workers_and_a_line_says_so(launch_of):
-    command, node = (["sh", "x"],), Mock()
-    for positional, warm, warm_node in (
-        (command, "workers", node),
-        (command, "agent", node),
-        (command, "workers", None),
+    command = (["sh", "x"],)
+    for positional, warm, has_spares in (
+        (command, "workers", True),
+        (command, "agent", True),
+        (command, "workers", False),
     ):
-        said = launch_of(positional=positional, warm=warm, warm_node=warm_node)[2]
-        assert any("the workers start cold" in line for line in said) is (warm == "workers" and warm_node is node)
+        said = launch_of(positional=positional, warm=warm, has_spares=has_spares)[2]
+        assert any("the workers start cold" in line for line in said) is (warm == "workers" and has_spares)
 
 
 @pytest.mark.parametrize("rank", [0, None])
@@ -92,26 +84,6 @@ def test_a_gang_of_one_in_a_gangs_step_speaks_of_the_node_that_it_is_there(rank)
     assert "ode 0 (" not in error.message
     assert error.cause["node"] == 2
     rename_node(TorchrunError("no cause"), 2)
-
-
-@pytest.mark.parametrize(
-    ("logs", "nodes_here", "sent"),
-    [("all", 1, True), (None, 1, True), ("node", 1, False), ("rank0", 1, False), ("all", 2, False)],
-)
-def test_a_members_lines_are_sent_where_all_are_shown_in_another_terminal(logs, nodes_here, sent, capfd):
-    """On a local run the nodes share one: a line must not stand there twice."""
-    member = Member(1, 2, lambda event: None)
-    lines = []
-    link = SimpleNamespace(send_lines=lambda stream, text: lines.append((stream, text)))
-    attach = Thread(target=member.attach, args=[link])  # in another thread, so that this process keeps its handlers
-    attach.start()
-    attach.join()
-    context = Context(member, "127.0.0.1", Machine(8, nodes_here=nodes_here), parse_settings({"logs": logs}, "train"))
-    for text in ("[rank 1] größe\n", ""):  # with nothing it is told that no more comes for now
-        assert TorchrunExecutor(context)._write("stdout", text.encode())
-    assert lines == ([("stdout", "[rank 1] größe\n")] if sent else [])
-    assert settle(30)
-    assert capfd.readouterr().out == "[rank 1] größe\n"
 
 
 # --- names that `run` does not have -------------------------------------------------------------------

@@ -327,7 +327,7 @@ def test_a_members_values_go_to_the_control_node(tmp_path):
         node.all_end_well(agent)
         ended = node.expect(Ended)
         assert (ended.stores, ended.alone) == (True, False)
-        node.member.deliver(Store(0, 0))
+        node.seat.deliver(Store(0, 0))
         while isinstance(message := node.next_message(), Storing):
             pass
         assert (type(message), message.data) == (Told, {"2": "0", "3": "1"})

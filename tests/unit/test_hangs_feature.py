@@ -134,7 +134,7 @@ def test_a_call_decides_before_the_attribute(given, attribute, policy):
 
 def node_with(tmp_path, timeout_s, more=()):
     policy = LaunchPolicy(features={"hangs": {"timeout_s": timeout_s}})
-    return FakeNode(tmp_path, policy=policy, features=(Hangs(), *more))
+    return FakeNode(tmp_path, policy=policy, with_features=(Hangs(), *more))
 
 
 @pytest.mark.parametrize(("kind", "has_failed"), [("hang", False), ("hang", True), ("timeout", False)])
@@ -168,7 +168,7 @@ def test_the_gang_hears_of_output_and_of_ends_now_and_then(tmp_path):
 
 
 def test_a_launch_without_the_limit_has_nothing_of_it(tmp_path):
-    node = FakeNode(tmp_path, features=(Hangs(),))
+    node = FakeNode(tmp_path, with_features=(Hangs(),))
     agent = node.running()
     assert "TORCHRUN_HOOKS" not in agent.env
     node.worker_ended(agent, 0, 0, at=time.monotonic())

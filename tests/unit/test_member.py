@@ -19,6 +19,7 @@ from metaflow_extensions.torchrun.plugins.torchrun.errors import GangError, Laun
 from metaflow_extensions.torchrun.plugins.torchrun.gang import member as member_module
 from metaflow_extensions.torchrun.plugins.torchrun.gang import wakeup
 from metaflow_extensions.torchrun.plugins.torchrun.gang.cause import Cause
+from metaflow_extensions.torchrun.plugins.torchrun.gang.endings import Interruption
 from metaflow_extensions.torchrun.plugins.torchrun.gang.member import Member
 from metaflow_extensions.torchrun.plugins.torchrun.gang.protocol import (
     Abort,
@@ -34,7 +35,6 @@ from metaflow_extensions.torchrun.plugins.torchrun.gang.protocol import (
     Verdict,
     Welcome,
 )
-from metaflow_extensions.torchrun.plugins.torchrun.gang.wakeup import Interruption
 
 POOL = Path(__file__).parent / "programs" / "pool.py"
 CRASH = LaunchFailed("Rank 3 failed", {"kind": "exception", "node": 1, "host": "host-1"})
@@ -53,6 +53,9 @@ class Link:
         self.sent.append(message)
         if isinstance(message, Leave) and self.answers:
             self.member.deliver(Ack())
+
+    def end_spares(self):
+        pass
 
     def close(self):
         self.closed += 1

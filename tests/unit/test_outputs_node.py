@@ -51,7 +51,7 @@ def writing(tmp_path, store):
 
 def stored_of(node, error=None):
     """Have the gang ask for what there is; return what is told of the outputs, once they are stored, and *stored*."""
-    node.member.deliver(Store(0, 0, error, None if error is None else 60.0))
+    node.seat.deliver(Store(0, 0, error, None if error is None else 60.0))
     told = None
     while not isinstance(message := node.next_message(), Stored):
         assert isinstance(message, Storing | Told)

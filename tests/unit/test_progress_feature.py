@@ -20,7 +20,7 @@ def test_a_worker_and_a_program_that_is_no_python_find_the_file_of_their_rank():
 
 
 def test_what_workers_tell_is_told_while_they_run_and_at_their_end_before_that(tmp_path, monkeypatch):
-    node = FakeNode(tmp_path, features=(Progress(),))
+    node = FakeNode(tmp_path, with_features=(Progress(),))
     monkeypatch.setattr(ranks, "TELLS_EVERY_S", 0.0)
     node.launch()
     agent = node.go()

@@ -222,9 +222,9 @@ def test_where_no_store_decides_nobody_looks_for_it(spec, plan, is_used, tmp_pat
 def test_a_node_tries_the_port_that_the_gang_has_chosen(tmp_path, monkeypatch):
     monkeypatch.setattr(feature, "_TRY_S", 0.1)
     port = closed_port()
-    node = FakeNode(tmp_path, number=1, features=(Reach(),))
+    node = FakeNode(tmp_path, number=1, with_features=(Reach(),))
     node.launch()
     agent = node.go(port=port)
-    node.member.deliver(Ask(0, 0, "reach", {"number": 1}))
+    node.seat.deliver(Ask(0, 0, "reach", {"number": 1}))
     assert node.expect(Told).data == {"number": 1, "address": "127.0.0.1", "port": port, "why": "Connection refused"}
     node.ends(agent)

@@ -142,12 +142,12 @@ LOOP = "print('ready', flush=True); import time\nwhile True: time.sleep(0.01)"
 
 
 def test_a_node_asks_its_workers_while_the_launch_goes_on(tmp_path):
-    node = FakeNode(tmp_path, features=(Stacks(),))
+    node = FakeNode(tmp_path, with_features=(Stacks(),))
     agent = node.running()
     assert agent.env["TORCHRUN_HOOKS"] == stacks.HOOK
-    node.member.deliver(Ask(0, 1, "stacks", {"id": "late"}))  # of another generation
+    node.seat.deliver(Ask(0, 1, "stacks", {"id": "late"}))  # of another generation
     node.worker_ended(agent, 1, 0)
-    node.member.deliver(Ask(0, 0, "stacks", {"id": "a"}))
+    node.seat.deliver(Ask(0, 0, "stacks", {"id": "a"}))
     answer = node.expect(Told)
     assert (answer.feature, answer.data["id"]) == ("stacks", "a")
     found = answer.data["found"]["ranks"]

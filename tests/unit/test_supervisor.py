@@ -7,6 +7,7 @@ import signal
 import tempfile
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,8 @@ from unit_helpers import eventually, write
 
 from metaflow_extensions.torchrun.plugins.torchrun import errors
 from metaflow_extensions.torchrun.plugins.torchrun.gang import protocol
-from metaflow_extensions.torchrun.plugins.torchrun.gang.member import Interruption, TimedOut
+from metaflow_extensions.torchrun.plugins.torchrun.gang.cause import Cause
+from metaflow_extensions.torchrun.plugins.torchrun.gang.endings import Interruption, TimedOut
 from metaflow_extensions.torchrun.plugins.torchrun.gang.policy import LaunchPolicy
 from metaflow_extensions.torchrun.plugins.torchrun.gang.protocol import (
     Ended,
@@ -26,6 +28,7 @@ from metaflow_extensions.torchrun.plugins.torchrun.gang.protocol import (
     Storing,
     Wrote,
 )
+from metaflow_extensions.torchrun.plugins.torchrun.gang.seat import GivenUp
 from metaflow_extensions.torchrun.plugins.torchrun.guardian.agent_events import (
     AgentEnded,
     End,
@@ -370,13 +373,13 @@ def test_messages_of_another_launch_and_a_stop_after_the_end_are_nothing(node):
 @pytest.mark.parametrize(
     ("order", "why", "kind", "said"),
     [
-        ("notice", "its machine is taken away", "terminated", ["was preempted: its machine is taken away"]),
+        ("interrupt", "its machine is taken away", "terminated", ["was preempted: its machine is taken away"]),
         ("time_out", "longer than the step's @timeout allows", "step_timeout", []),
     ],
 )
 def test_an_order_to_end_is_told_and_the_verdict_awaited(order, why, kind, said, node):
     agent = node.running()
-    getattr(node.member, order)(why)
+    getattr(node.seat, order)(why)
     failed = node.expect(Failed)
     assert (failed.failures[0].cause.kind, failed.given_up) == (kind, False)
     node.stop(signal=signal.SIGTERM)
@@ -392,16 +395,17 @@ BROKEN_GANG = errors.GangError("Node 1 is gone.")
     ("news", "kind", "words", "told"),
     [
         ([Interruption.MUST_END] * 2, errors.TorchrunPreempted, "was preempted", [False, True]),
-        ([Interruption.BROKEN], errors.TorchrunError, "another thread was still in current.torch.run", [True]),
+        ([GivenUp(Cause("step", 0, "host"))], GivenUp, "", [True]),
+        ([GivenUp(None)], GivenUp, "", []),  # all know it, or the task's end was told
         ([protocol.Restart(0, 1, 3, 0.0, cause=None)], AttributeError, "'as_dict'", [True]),  # no message of ours
         ([protocol.Abort(BROKEN_GANG)], errors.GangError, "Node 1 is gone.", []),  # all know it
     ],
-    ids=["preempted twice", "the step has ended", "an error of our own", "the gang breaks"],
+    ids=["preempted twice", "the task has left", "the task is gone", "an error of our own", "the gang breaks"],
 )
 def test_what_ends_a_launch_at_once_is_raised_and_told_unless_all_know_it(news, kind, words, told, node):
     agent = node.running()
     for each in news:
-        take = node.member.deliver if isinstance(each, protocol.Abort) else node.interrupt
+        take = node.seat.deliver if isinstance(each, protocol.Abort) else node.interrupt
         take(each)
     error = node.outcome()
     assert (type(error), words in str(error)) == (kind, True)
@@ -508,7 +512,7 @@ def storing(with_service, service):
     node = with_service
     node.all_end_well(node.running())
     assert node.expect(Ended).stores
-    node.member.deliver(Store(0, 0))
+    node.seat.deliver(Store(0, 0))
     assert node.expect(Storing).what == "rank 2's value"
     assert service.saving.acquire(timeout=DEADLINE_S)
     return node
@@ -541,7 +545,7 @@ def test_services_store_one_after_the_other(tmp_path, service):
         service.words.put("go on")
     node.all_end_well(node.running())
     node.expect(Ended)
-    node.member.deliver(Store(0, 0))
+    node.seat.deliver(Store(0, 0))
     assert stored_of(node)[0] == [("files", KEYS), ("more", KEYS)]
     node.verdict(ERROR)
 
@@ -577,7 +581,6 @@ def test_an_upload_is_given_up_for_what_is_more_urgent(news, storing, service):
     else:
         storing.stop()
         agent = storing.go(generation=1)
-        assert service.generations == 2
     for _ in range(2):
         service.words.put("go on")
     eventually(lambda: "torchrun-values" not in {thread.name for thread in threading.enumerate()})
@@ -593,11 +596,12 @@ def test_an_upload_is_given_up_for_what_is_more_urgent(news, storing, service):
 @pytest.mark.parametrize(("stores", "word"), [(True, "go on"), (True, "fail"), (False, "")])
 def test_what_is_left_of_a_failed_launch_is_stored_and_its_loss_is_no_failure(stores, word, with_service, service):
     service.stores = stores
+    with_service.plan = replace(with_service.plan, stores=stores)
     agent = with_service.running()
     agent.say(End(1))
     assert with_service.expect(Ended).stores is stores
     service.words.put(word)
-    with_service.member.deliver(Store(0, 3, ERROR, 60.0))  # of a generation that was to come
+    with_service.seat.deliver(Store(0, 3, ERROR, 60.0))  # of a generation that was to come
     told, stored = stored_of(with_service)
     assert (stored.generation, stored.failures, service.within_s) == (3, (), 60.0)
     assert told == ([("files", {"2": "key 2"})] if word == "go on" else [])
@@ -614,7 +618,7 @@ def test_what_can_not_even_be_prepared_for_the_store_does_not_hide_why_the_launc
     agent = with_service.running()
     agent.say(End(1))
     with_service.expect(Ended)
-    with_service.member.deliver(Store(0, 0, ERROR, 60.0))
+    with_service.seat.deliver(Store(0, 0, ERROR, 60.0))
     assert with_service.expect(Stored).failures == ()
     assert with_service.verdict(ERROR) is ERROR
 
@@ -622,7 +626,7 @@ def test_what_can_not_even_be_prepared_for_the_store_does_not_hide_why_the_launc
 def test_a_node_whose_workers_have_not_ended_in_time_stores_nothing(with_service):
     agent = with_service.running()
     with_service.stop()
-    with_service.member.deliver(Store(0, 0, ERROR, 60.0))
+    with_service.seat.deliver(Store(0, 0, ERROR, 60.0))
     agent.say(End(1))
     with_service.expect(Ended)
     assert with_service.verdict(ERROR) is ERROR
@@ -643,8 +647,8 @@ def test_a_node_that_loses_the_control_node_while_that_stores_knows_what_has_fai
     agent = node.running()
     agent.say(End(1))
     node.expect(Ended)
-    node.member.deliver(Store(0, 0, ERROR))
-    node.member.lose_control("its connection has ended")
+    node.seat.deliver(Store(0, 0, ERROR))
+    node.seat.lose_control("its connection has ended")
     assert node.outcome() is ERROR
 
 

@@ -116,7 +116,7 @@ def test_what_is_too_large_or_no_plain_data_is_not_told(data):
 def test_the_variables_of_all_features_are_the_workers():
     said = []
     features = [Counting("a"), Counting("ill", "variables"), Counting("b")]
-    found = of_node.variables_of(SimpleNamespace(features=features), "/logs", said.append)
+    found = of_node.variables_of(SimpleNamespace(with_features=features), "/logs", said.append)
     assert found == Variables(
         {"a_node": "/logs", "b_node": "/logs"}, dict.fromkeys(["a_rank", "b_rank"], "${local_rank}")
     )
@@ -140,7 +140,7 @@ def test_a_gang_has_a_keeper_of_each_feature():
 
 def test_a_launch_polls_its_features_and_lets_go_of_them(tmp_path):
     feature = Counting()
-    node = FakeNode(tmp_path, features=(feature,))
+    node = FakeNode(tmp_path, with_features=(feature,))
     node.launch()
     agent = node.go()
     assert node.expect(Told) == Told(0, 0, "counting", {"it": 1})
@@ -155,18 +155,17 @@ def test_a_launch_polls_its_features_and_lets_go_of_them(tmp_path):
 
 @pytest.mark.parametrize("error", [None, ERROR])
 def test_the_next_spare_is_started_before_the_launch_is_over(error, tmp_path):
-    """From its end on, a signal raises the gang's news in this thread."""
-    own_code_runs = []
+    outcomes = []
     spares = SimpleNamespace(start=lambda *_: None)
-    spares.prepare = lambda: own_code_runs.append(node.member.runs_own_code)
+    spares.prepare = lambda: outcomes.append(node.has_outcome())
     node = FakeNode(tmp_path, warm_node=spares, warm="agent")
     node.launch()
     node.ends_well(node.go(), error=error)
-    assert own_code_runs == [False]
+    assert outcomes == [False]
 
 
 def test_a_feature_that_has_heard_of_the_workers_tells_that_they_run(tmp_path):
-    node = FakeNode(tmp_path, features=(Counting(saw_workers_at=1.0),))
+    node = FakeNode(tmp_path, with_features=(Counting(saw_workers_at=1.0),))
     node.launch()
     agent = node.go()
     node.expect(Started)
@@ -186,7 +185,7 @@ class Named(Feature):
 def test_workers_get_the_variables_of_features_and_none_of_a_worker_around_them(own, tmp_path, monkeypatch):
     for name in ("named_node", "named_rank"):
         monkeypatch.setenv(name, "of another worker, which has started this task")
-    node = FakeNode(tmp_path, features=(Named(),), spec={"env": own})
+    node = FakeNode(tmp_path, with_features=(Named(),), spec={"env": own})
     node.launch()
     agent = node.go()
     made = str(node.agent_folder(agent))
@@ -196,7 +195,7 @@ def test_workers_get_the_variables_of_features_and_none_of_a_worker_around_them(
 
 
 def test_a_program_that_is_no_python_gets_a_ranks_variables_by_its_command(tmp_path):
-    node = FakeNode(tmp_path, features=(Named(),), spec={"options": (("no-python", None),)})
+    node = FakeNode(tmp_path, with_features=(Named(),), spec={"options": (("no-python", None),)})
     node.launch()
     assert "named_rank=${local_rank}" in node.go().command
     node.verdict(ERROR)

@@ -71,6 +71,7 @@ class GangOfOne:
             error = caught
             if isinstance(caught, TorchrunPreempted | KeyboardInterrupt):
                 hurry()
+                channel.hurry()
             if isinstance(caught, TorchrunError) and member.gang_knows(caught) and current.get("is_parallel"):
                 rename_node(caught, current.parallel.node_index)
             print_errors_ourselves(in_task=True)

@@ -25,9 +25,9 @@ from ..gang.nodes import NodeState
 from ..gang.policy import ConnectPolicy, Rules
 from ..gang.protocol import CONTROL, Message, from_wire, to_wire
 from ..gang.wire import from_plain
-from ..logs.console import file_of, is_elsewhere, is_hurried
 from ..machine.detached import Detached, beside_task
 from ..machine.network import place
+from ..machine.open_files import file_of
 from ..machine.processes import Other
 from ..records.snapshot import Snapshot
 from ..records.vanished import Word, told_by_others
@@ -89,7 +89,9 @@ class Client:
 
     def __init__(self, begin: Mapping[str, Any], listener: Listener, starts: Plain | None = None) -> None:
         self._listener = listener
-        self._own_files = {name: file_of(fd) for name, fd in (("stdout", 1), ("stderr", 2))}
+        # What stdout and stderr were when this began; the supervisor writes there.
+        self.own_files = {name: file_of(fd) for name, fd in (("stdout", 1), ("stderr", 2))}
+        self._is_hurried = False
         self._guardian: Other | None = None  # of the launch that runs
         self.launch_news: Callable[[tuple[Any, ...]], None] = lambda frame: None  # gets what concerns a launch
         self._numbers = itertools.count()
@@ -142,15 +144,15 @@ class Client:
         if self._guardian is not None:
             self._guardian.wait(patience_s)
 
-    def streams_elsewhere(self) -> tuple[str, ...]:
-        """Return which of stdout and stderr the step's code has put elsewhere, so that only the task can write there."""
-        return tuple(name for name, file in self._own_files.items() if is_elsewhere(name, file))
+    def hurry(self) -> None:
+        """Keep `close` from waiting for a reader of the output that takes nothing: the task was told to end."""
+        self._is_hurried = True
 
     def settle(self, patience_s: float | None = None) -> bool:
         """Wait until all lines so far are written, or for so long; return whether they are."""
         with suppress(GangError, OSError):
             more_s = math.inf if patience_s is None else patience_s
-            return bool(self.call("settle", patience_s, is_hurried(), patience_s=more_s + _ANSWER_S))
+            return bool(self.call("settle", patience_s, self._is_hurried, patience_s=more_s + _ANSWER_S))
         return False
 
     @property

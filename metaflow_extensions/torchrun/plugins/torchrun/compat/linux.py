@@ -6,7 +6,6 @@ A guardian uses this without Metaflow, also in a child between fork and exec. So
 
 from __future__ import annotations
 
-import os
 import signal
 from typing import Any
 
@@ -20,7 +19,6 @@ except (ImportError, OSError, AttributeError, TypeError):
 
 _PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 _PR_SET_CHILD_SUBREAPER = 36
-_PR_GET_CHILD_SUBREAPER = 37
 
 
 def adopt_orphans() -> bool:
@@ -29,16 +27,6 @@ def adopt_orphans() -> bool:
     Without it, detached processes that have lost their parent are never ended.
     """
     return _prctl(_PR_SET_CHILD_SUBREAPER, 1)
-
-
-def adopts_orphans() -> bool:
-    """Return whether this process is the parent of every descendant whose own parent ends."""
-    if _call is None:
-        return os.getpid() == 1
-    is_subreaper = ctypes.c_int()
-    return os.getpid() == 1 or (
-        _prctl(_PR_GET_CHILD_SUBREAPER, ctypes.addressof(is_subreaper)) and bool(is_subreaper.value)
-    )
 
 
 def die_with_parent() -> None:

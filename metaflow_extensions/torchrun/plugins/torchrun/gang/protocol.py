@@ -369,6 +369,9 @@ class TaskLink(Protocol):
     def end_spares(self) -> None:
         """End the spare processes: no launch comes any more; returns at once."""
 
+    def hurry(self) -> None:
+        """Keep `close` from waiting for a reader of the output that takes nothing: the task was told to end."""
+
     def close(self) -> None:
         """End all connections."""
 

@@ -29,6 +29,7 @@ from contextlib import suppress
 from typing import TextIO
 
 from ..events import Event
+from ..machine.open_files import file_of
 from .shared_pipe import SharedPipes, await_reader, await_room, is_pipe, unread_bytes
 
 DEBUG = "METAFLOW_TORCHRUN_DEBUG"
@@ -82,14 +83,6 @@ def is_elsewhere(stream: str, own: tuple[int, int] | None) -> bool:
     return fd is None or own is None or file_of(fd) != own
 
 
-def file_of(fd: int) -> tuple[int, int] | None:
-    """Return which file a descriptor refers to; None for one that is closed."""
-    with suppress(OSError):
-        status = os.fstat(fd)
-        return status.st_dev, status.st_ino
-    return None
-
-
 def settle(patience_s: float | None = None) -> bool:
     """Wait until all text so far is written, or for so long; return whether it is. A signal handler may raise out of it."""
     return _writer.settle(patience_s)
@@ -104,11 +97,6 @@ def has_unread() -> bool:
 def hurry() -> None:
     """Keep the process's end from waiting for a reader that takes nothing: it was told to end."""
     _writer.is_hurried = True
-
-
-def is_hurried() -> bool:
-    """Return whether this process was told to end."""
-    return _writer.is_hurried
 
 
 def finish() -> bool:

@@ -1,4 +1,4 @@
-"""Raises the limit of open files for the connections of a gang: each is an open file."""
+"""Open files: which one a descriptor refers to, and the limit of how many, for the connections of a gang."""
 
 from __future__ import annotations
 
@@ -12,6 +12,14 @@ from ..errors import GangError
 
 _OWN = 128  # what a supervisor may open besides
 _FEW_OTHERS, _MANY_OTHERS = 256, 2048  # other connections than those of the nodes: at least, and if the limit is raised
+
+
+def file_of(fd: int) -> tuple[int, int] | None:
+    """Return which file a descriptor refers to; None for one that is closed."""
+    with suppress(OSError):
+        status = os.fstat(fd)
+        return status.st_dev, status.st_ino
+    return None
 
 
 def raise_limit(needed: int) -> None:

@@ -28,6 +28,7 @@ from ..logs import console
 from ..machine import processes
 from ..machine.cgroup import describe_oom, oom_kills
 from ..machine.frozen import STOPPED, WATCH_S, FrozenWatch, is_stopped_with_parent
+from ..machine.open_files import file_of
 from ..node.watchers import spares_of
 from .launches import Launches
 from .output import Output
@@ -59,7 +60,7 @@ def _take_streams(stdout: int) -> None:
     else:
         os.dup2(stdout, 1)
         os.close(stdout)
-    if console.file_of(2) is None:
+    if file_of(2) is None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # or the next file that is opened would get this number
 
 

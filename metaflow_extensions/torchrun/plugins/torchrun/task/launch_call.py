@@ -55,6 +55,7 @@ class LaunchCall:
         self._store, self._complete = store, complete
         self._number = -1
         self._upload: Upload | None = None  # until all is stored
+        self._stored = 0  # the generation of the last upload
         self._verdict: TorchrunError | None = None
         self._runs = False  # from *run* to *ended*
 
@@ -91,7 +92,7 @@ class LaunchCall:
             tmp=os.path.abspath(tempfile.gettempdir()),
             inherited=inherited(),
             umask=umask(),
-            writes=self._client.streams_elsewhere(),
+            writes=tuple(name for name, own in self._client.own_files.items() if console.is_elsewhere(name, own)),
         )
         self.request = replace(self.request, task=task)
         self._client.launch_news = self._member.inbox.put
@@ -141,6 +142,9 @@ class LaunchCall:
         if wire is not None:
             store = from_wire(wire)
             assert isinstance(store, Store)
+            if store.generation != self._stored:
+                self.services.begin(self.request.spec)  # they may have stored what another generation had left
+            self._stored = store.generation
             self._upload = begin_upload(store, self.services, self._store, self.request.spec.ranks[0], self._member)
 
     def _give_up_upload(self) -> None:

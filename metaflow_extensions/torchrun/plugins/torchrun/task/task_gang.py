@@ -237,6 +237,8 @@ class TaskGang:
             signal.alarm(0)  # the step's @timeout is for its code
             if is_ordered := self._was_told_to_end(error):
                 hurry()
+                if self._member is not None and self._member.link is not None:
+                    self._member.link.hurry()
             with convenience("our own report of the error"):
                 self._report(error)
             self.leave(error)

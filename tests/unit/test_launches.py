@@ -1,0 +1,133 @@
+"""What a supervisor does for the launches that its task asks for."""
+
+import json
+from types import SimpleNamespace
+from unittest.mock import Mock
+
+import pytest
+from unit_helpers import eventually
+
+from metaflow_extensions.torchrun.plugins.torchrun.gang.cause import Cause
+from metaflow_extensions.torchrun.plugins.torchrun.gang.protocol import Ended, Failed, Go, Prepares, Ready
+from metaflow_extensions.torchrun.plugins.torchrun.gang.seat import Seat
+from metaflow_extensions.torchrun.plugins.torchrun.gang.wire import from_plain, to_plain
+from metaflow_extensions.torchrun.plugins.torchrun.launch.spec import LaunchSpec
+from metaflow_extensions.torchrun.plugins.torchrun.logs.console import BEHIND_BYTES
+from metaflow_extensions.torchrun.plugins.torchrun.machine.accelerators import Machine
+from metaflow_extensions.torchrun.plugins.torchrun.machine.inherited import inherited, umask
+from metaflow_extensions.torchrun.plugins.torchrun.node.plan import Request, Task
+from metaflow_extensions.torchrun.plugins.torchrun.supervisor import output as output_module
+from metaflow_extensions.torchrun.plugins.torchrun.supervisor.launches import Launches
+from metaflow_extensions.torchrun.plugins.torchrun.supervisor.output import Output
+
+TASK = Task({"PATH": "/bin", "G": "größe \udcff"}, "/", "/tmp", inherited(), umask(), ("stderr",))
+
+
+def request_of(**more):
+    spec = LaunchSpec("sh", ("-c", "true"), False, 1, 1, 0, "python3", options=(("no-python", None), ("tee", "3")))
+    return Request(spec, "127.0.0.1", **{"machine": Machine(4, ("0", "1")), "task": TASK, **more})
+
+
+def told(plain):
+    """Return plain data as it comes over the link."""
+    return json.loads(json.dumps(to_plain(plain)))
+
+
+def test_a_request_is_the_same_on_the_other_side():
+    request = request_of(commands=(("true",),), folders=("/a",), facts={"torch": "2.13"})
+    assert from_plain(Request, told(request), "the request") == request
+
+
+@pytest.fixture
+def node():
+    """Return a control node's launches, with what they say to the task and to the gang."""
+    frames, sent = [], []
+    link = SimpleNamespace(send=lambda *frame: frames.append(frame))
+    gang = SimpleNamespace(own_address=None, send=sent.append, settle_lines=lambda: None)
+    seat = Seat(0, 1, lambda event: None, gang)
+    warm, output = Mock(), Mock()
+    launches = Launches(link, seat, output, Mock(), (), warm)
+    return SimpleNamespace(launches=launches, seat=seat, told=frames, sent=sent, warm=warm, output=output)
+
+
+def ended(node):
+    assert eventually(lambda: node.told and node.told[-1][0] == "ended")
+    return node.told[-1]
+
+
+def test_a_launch_that_the_task_leaves_tells_the_gang_why(node):
+    node.launches.run(3, told(request_of()))
+    assert eventually(lambda: node.sent)
+    assert isinstance(node.sent[0], Ready)
+    assert node.launches.runs_alone
+    node.launches.give_up(told(Cause("interrupted", 0, "host", exception="KeyboardInterrupt")))
+    assert ended(node) == ("ended", 3, {"unread": []})
+    failed, end = node.sent[1:]
+    assert (type(failed), failed.given_up, failed.failures[0].cause.kind) == (Failed, True, "interrupted")
+    assert (type(end), end.ok) == (Ended, False)
+    assert not node.launches.runs_alone
+
+
+def test_the_launch_of_a_task_that_is_gone_ends_and_leaves_nothing(node, tmp_path):
+    (tmp_path / "call").mkdir()
+    node.launches.run(0, told(request_of(folders=(str(tmp_path / "call"),))))
+    node.launches.abort()
+    node.launches.close()
+    node.launches.remove_folders()
+    assert list(tmp_path.iterdir()) == []
+    assert not any(isinstance(message, Failed) for message in node.sent), "the gang has heard of the task's end"
+    assert node.warm.close.called
+
+
+@pytest.mark.parametrize(("warm", "renewed"), [("workers", 1), ("agent", 0)])
+def test_no_worker_becomes_of_a_spare_that_has_imported_before_the_commands(warm, renewed, node):
+    node.launches.run(0, told(request_of(warm=warm, commands=(("true",),))))
+    assert eventually(lambda: ("complete",) in node.told, within_s=30)
+    assert not node.launches.runs_alone
+    node.launches.complete(told(request_of(warm=warm, commands=(("true",),), facts={"torch": "new"})))
+    assert eventually(lambda: isinstance(node.sent[-1], Ready))
+    assert isinstance(node.sent[0], Prepares)
+    assert node.sent[-1].facts == {"torch": "new"}
+    assert node.warm.renew.call_count == renewed
+    node.launches.abort()
+    node.launches.close()
+
+
+def test_a_bug_of_ours_is_told_as_one(node):
+    node.launches.run(0, told(request_of()))
+    node.seat.inbox.put("no news at all")
+    assert "bug in metaflow-torchrun" in ended(node)[2]["error"]["message"]
+
+
+def test_a_launch_after_the_gang_broke_does_not_begin(node):
+    node.seat.lose_control("its connection was closed")
+    node.launches.run(0, told(request_of()))
+    assert ended(node)[2]["is_broken"]
+    assert not any(isinstance(message, Go | Ready) for message in node.sent)
+
+
+@pytest.mark.parametrize(
+    ("logs", "nodes_here", "sent"), [("all", 1, True), ("node", 1, False), ("rank0", 1, False), ("all", 2, False)]
+)
+def test_lines_are_sent_where_all_are_shown_in_another_terminal(logs, nodes_here, sent, node):
+    """On a local run the nodes share one: a line must not stand there twice."""
+    write = node.launches._writer(request_of(logs=logs, machine=Machine(8, nodes_here=nodes_here)))
+    for text in ("[rank 1] größe\n", ""):
+        write("stdout", text.encode())
+    assert node.launches._send_lines.call_count == sent
+    assert node.output.write.call_count == 2
+
+
+def test_lines_for_a_stream_of_the_steps_own_code_go_to_the_task_until_it_is_behind(monkeypatch):
+    written, frames = [], []
+    monkeypatch.setattr(output_module, "write_output", lambda stream, lines: written.append((stream, lines)) or True)
+    output = Output(SimpleNamespace(send=lambda *frame: frames.append(frame)))
+    output.begin(["stdout"])
+    assert output.write("stderr", b"here\n")
+    assert output.write("stdout", "größe\n".encode())
+    assert frames == [("text", "stdout", "größe\n", 8)]
+    assert (b"here\n" in dict(written).values(), ("stdout", b"") in written) == (True, True)
+    assert not output.write("stdout", b"x" * BEHIND_BYTES)
+    assert not output.write("stdout", b"")
+    output.wrote(8 + BEHIND_BYTES)
+    assert output.write("stdout", b"")
