@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from fake_node import FakeNode
+from fake_node import ERROR, FakeNode
 from unit_helpers import MemoryStore, write
 
 from metaflow_extensions.torchrun.plugins.torchrun.errors import (
@@ -247,11 +247,13 @@ def test_values_that_can_not_be_loaded_say_where_they_should_be(make):
         make(store=MemoryStore()).result({"2": "no such key"}, print)
 
 
-def test_a_new_generation_forgets_what_the_last_one_left(make):
+def test_a_new_generation_finds_nothing_that_the_last_one_left(tmp_path, make):
     call = make(node=0)
     leave(call, "returned-0.pkl", 1)
     leave(call, "raised-1.pkl", raised(ValueError()))
-    call.begin(SPEC)
+    node = FakeNode(tmp_path, emptied=(call.emptied,))
+    node.running()
+    assert node.verdict(ERROR) is ERROR
     verdict = LaunchFailed("the gang's words", {**CAUSE, "rank": 1, "kind": "exit"})
     assert call.original(verdict, {}) is verdict
     assert call.result({}, print)["values"] == {}

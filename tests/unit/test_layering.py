@@ -25,8 +25,15 @@ SCRIPTS_OF_FEATURES = (
 CALLED_BY_WORKERS = ("features.functions.function_worker", "preflight")
 # Besides `compat`, these may import Metaflow, and what it promises: `current` and the base of its exceptions.
 KNOW_METAFLOW = {"decorator", "gang_of_one", "errors", "tracebacks", "show.live_card", "task.task_gang"}
-# They alone know the one list of features: three wire a gang, two make its page, for which features have parts.
-WIRE_FEATURES = {"decorator", "gang_of_one", "supervisor", "show.commands", "show.gang_card"}
+# They alone know the one list of features: four wire a gang, two make its page, for which features have parts.
+WIRE_FEATURES = {
+    "decorator",
+    "gang_of_one",
+    "supervisor.process",
+    "supervisor.sides",
+    "show.commands",
+    "show.gang_card",
+}
 LIST_OF_FEATURES = "features.listed"
 # `metaflow` imports these whenever it is imported, whether or not a flow has a step of ours; all others wait for one.
 IMPORTED_WITH_METAFLOW = {
@@ -186,13 +193,13 @@ def test_the_guardians_can_start_without_metaflow():
         "guardian.agent_events",
         "guardian.workers",
     }
-    assert needed == {*own, "machine.frozen", "machine.processes", "compat.linux"}
+    assert needed == {*own, "machine.frozen", "machine.inherited", "machine.processes", "compat.linux"}
     assert {name for module in needed for name in IMPORTS[module][1]} <= set(sys.stdlib_module_names)
 
 
 def test_a_supervisor_starts_without_metaflow_and_without_site_packages():
     """See ``machine/detached.py``; what belongs to Metaflow is missing there, and nothing asks for it."""
-    code = "import os, sys\n" + detached.OURS.format(module="supervisor").replace(
+    code = "import os, sys\n" + detached.OURS.format(module="supervisor.process").replace(
         "os._exit(main())", "print(*sys.modules)"
     )
     command = [sys.executable, "-I", "-S", "-c", code, str(FOLDER)]

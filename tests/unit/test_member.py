@@ -27,12 +27,8 @@ from metaflow_extensions.torchrun.plugins.torchrun.gang.protocol import (
     Alone,
     Bye,
     Done,
-    Go,
     Leave,
-    Note,
     Replaced,
-    Stop,
-    Verdict,
     Welcome,
 )
 
@@ -139,7 +135,6 @@ def test_the_control_node_waits_for_the_others_and_says_so(join, monkeypatch):
     events, left = [], [[2], [1, 2]]
     member, _ = join(0, 3, events.append)
     member.deliver(Alone())  # too early: its own step has not ended
-    member.deliver(Note("a line", is_detail=True))
     member.finish()
 
     def remaining():
@@ -149,9 +144,8 @@ def test_the_control_node_waits_for_the_others_and_says_so(join, monkeypatch):
         return nodes
 
     member.await_others(remaining)
-    own, *waits = [(event.kind, event.node, event.text, event.is_detail) for event in events]
-    assert own == ("note", 0, "a line", True)
-    assert [re.search(r"until (nodes? [\d, ]+) ended", text)[1] for _, _, text, _ in waits] == ["nodes 1, 2", "node 2"]
+    waits = [event.text for event in events]
+    assert [re.search(r"until (nodes? [\d, ]+) ended", text)[1] for text in waits] == ["nodes 1, 2", "node 2"]
 
 
 @pytest.mark.parametrize(
@@ -254,12 +248,8 @@ def test_launches_are_numbered_and_each_has_an_inbox_of_its_own(join):
     for number in range(3):
         assert member.begin_launch() == number
         assert member.inbox.empty()
-        mail = [Go(number, 0, 29500, "gang", 0, 0), Stop(number, 0), Verdict(number)]
-        for message in [*mail, Verdict(number)]:
-            member.deliver(message)
-        assert [member.inbox.get(timeout=limit_s(HANG_S)) for _ in mail] == mail
+        member.inbox.put("news")
         member.end_launch(None)
-        member.deliver(Verdict(number))  # late
 
 
 def test_a_launch_in_a_broken_gang_hears_of_it_and_no_other_begins(join):
@@ -303,8 +293,6 @@ def test_only_one_thread_at_a_time_is_in_a_launch(join):
     assert member.begin_launch() == 0
     with ThreadPoolExecutor() as pool, pytest.raises(GangError, match=r"launch 0 still ran .* in another thread"):
         pool.submit(member.begin_launch).result()
-    member.deliver(Stop(0, 0))  # the first is unharmed
-    assert member.inbox.get(timeout=limit_s(HANG_S)) == Stop(0, 0)
     member.end_launch(None)
     assert member.begin_launch() == 1
     member.end_launch(None)

@@ -258,7 +258,7 @@ def test_a_traceback_stands_once_in_the_log_of_a_remote_control_node(
         member, _ = gang.join()
         other, _ = pool.submit(joining.join_as_member, registry, 1, 2, SETTINGS, print).result()
         if has_copies:
-            other.send_lines("stderr", "".join(f"[rank 3] {line}\n" for line in cause.detail.splitlines()))
+            other.link.say("lines", "stderr", "".join(f"[rank 3] {line}\n" for line in cause.detail.splitlines()))
             eventually(has_come)
         pool.submit(other.leave).result()
         member.begin_launch(shows_output)

@@ -37,7 +37,9 @@ def timed_out(node: int, host: str, text: str) -> LaunchTimeout:
 
 def lost_control(reason: str) -> TorchrunError:
     """Return the error for a node whose connection to the control node has ended, or is silent."""
-    instead = f"Node {CONTROL} (the control node) is lost: {reason}. Without it the gang can't go on; see its log."
-    return failed(
-        LaunchFailed, FailureText(Cause("lost", CONTROL, "the control node", exception=reason), instead=instead)
+    cause = Cause("lost", CONTROL, "the control node", exception=reason)
+    failure = FailureText(
+        cause,
+        instead=f"Node {CONTROL} (the control node) is lost: {reason}. Without it the gang can't go on; see its log.",
     )
+    return failed(LaunchFailed, failure)

@@ -115,7 +115,8 @@ class LaunchCall:
         elif news is Interruption.MUST_END:
             self._client.say("interrupt", self._member.order)
         elif news is Interruption.BROKEN and self._member.broken is None:
-            raise TorchrunError("The step's code has ended while another thread was still in current.torch.run.")
+            text = "The step's code has ended while another thread was still in current.torch.run."
+            raise TorchrunError(text)
         elif isinstance(news, tuple):  # if the gang is broken, the supervisor knows that, too, and ends the launch
             return self._handle_frame(*news)
         return None

@@ -211,6 +211,7 @@ def _written(call: tuple[Any, ...], inner: Any, name: str, header: Mapping[str, 
         try:
             values = ValuesOnDisk()
             failed.callback(values.remove)
+            os.mkdir(values.of_workers)
             with open(os.path.join(values.folder, CALL), "wb") as file:
                 pickle.dump({**header, "path": _search_path(), "main": main_file(), "package": package}, file)
                 _dump(call, name, file)

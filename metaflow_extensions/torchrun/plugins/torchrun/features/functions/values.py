@@ -63,7 +63,6 @@ class ValuesOnDisk(Mapping[int, bytes]):
 
     def __init__(self) -> None:
         self.folder = make_folder()
-        os.mkdir(self.of_workers)
         self._paths: dict[int, str] = {}
         self._end = weakref.finalize(self, _remove, self.folder, os.getpid())
 

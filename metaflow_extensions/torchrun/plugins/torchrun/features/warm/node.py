@@ -7,6 +7,7 @@ of a generation run (for a restart), and when a launch has ended (for the step's
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -14,7 +15,7 @@ from ...compat.renamed import harmless
 from ...guardian.agent_events import Refused
 from ...guardian.guardian import Options
 from ...guardian.guardian_process import GuardianProcess
-from ...machine.inherited import inherited
+from ...machine.inherited import inherited, umask
 from .imports import StartCold, in_words
 from .spare import TORCHRUN
 
@@ -49,12 +50,12 @@ class WarmNode:
             agent = {
                 "argv": [command[0], "-u", *command[1:]],
                 "env": dict(env),
-                "cwd": options.cwd,
-                "umask": options.umask,
+                "cwd": options.cwd or os.getcwd(),
+                "umask": umask() if options.umask is None else options.umask,
                 "workers": workers,
             }
             request = {"options": options._asdict(), "agent": agent, "command": command}
-            return self._ask(json.dumps(request).encode(), env, workers, options.inherited or {})
+            return self._ask(json.dumps(request).encode(), env, workers, options.inherited or inherited())
         return Refused(in_words(refused[0]))
 
     def _ask(self, request: bytes, env: Mapping[str, str], workers: int, now: Mapping[str, Any]) -> GuardianProcess:
