@@ -64,10 +64,15 @@ class DefaultLogsSpecs:
 HANDLER = """
 from subprocess import Popen
 class SubprocessHandler:
+    def __init__(self, args, env, stdout, stderr):
+        self._stdout, self._stderr = stdout, stderr
+        self.proc = self._popen(args, env)
+    def _popen(self, args, env):
+        return Popen(args=args, env=env, stdout=self._stdout, stderr=self._stderr, start_new_session=True)
     def close(self):
         pass
 def popen(args, env, stdout, stderr):
-    return Popen(args=args, env=env, stdout=stdout, stderr=stderr, start_new_session=True)
+    return SubprocessHandler(args, env, stdout, stderr).proc
 """
 WORKER = """
 import json, os, sys

@@ -77,12 +77,13 @@ class News:
 
     def follow(self) -> None:
         """Have torchrun tell; without the names below, which torch 2.3 to 2.14 has, the agent fails at its start."""
-        from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler as module
+        # Not the module's `Popen`, which torch 2.8 does not have.
+        from torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_handler import SubprocessHandler
 
-        start, stop = module.Popen, module.SubprocessHandler.close
+        start, stop = SubprocessHandler._popen, SubprocessHandler.close
 
-        def popen(*args: Any, env: dict[str, str], **options: Any) -> Any:
-            worker = start(*args, env=env, **options)
+        def popen(handler: Any, args: Any, env: dict[str, str]) -> Any:
+            worker = start(handler, args, env)
             self._tell("started", worker.pid, env["RANK"], env["LOCAL_RANK"])
             poll, wait = worker.poll, worker.wait
             worker.poll = lambda: self._polled(worker.pid, poll)
@@ -93,7 +94,7 @@ class News:
             self._tell("stopping", handler.proc.pid, time.monotonic())
             stop(handler, *signals, **named)
 
-        module.Popen, module.SubprocessHandler.close = popen, close
+        SubprocessHandler._popen, SubprocessHandler.close = popen, close
 
     def _polled(self, pid: int, poll: Callable[[], int | None]) -> int | None:
         News.is_telling = True

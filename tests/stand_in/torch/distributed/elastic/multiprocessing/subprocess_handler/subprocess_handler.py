@@ -9,7 +9,11 @@ class SubprocessHandler:
     """One worker, in a session of its own."""
 
     def __init__(self, args, env, stdout, stderr):
-        self.proc = Popen(args=args, env=env, stdout=stdout, stderr=stderr, start_new_session=True)
+        self._stdout, self._stderr = stdout, stderr
+        self.proc = self._popen(args, env)
+
+    def _popen(self, args, env):
+        return Popen(args=args, env=env, stdout=self._stdout, stderr=self._stderr, start_new_session=True)
 
     def close(self, death_sig=signal.SIGTERM):
         """Send it a signal."""
