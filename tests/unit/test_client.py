@@ -12,7 +12,6 @@ import psutil
 import pytest
 from unit_helpers import eventually
 
-from metaflow_extensions.torchrun.plugins.torchrun.channel import client
 from metaflow_extensions.torchrun.plugins.torchrun.channel.client import ControlClient, MemberClient, SupervisorGone
 from metaflow_extensions.torchrun.plugins.torchrun.channel.connection import new_token
 from metaflow_extensions.torchrun.plugins.torchrun.channel.link import LinkEnd, frame
@@ -54,9 +53,9 @@ def gang():
         made[-1].heard, made[-1].gone, made[-1].lost = heard, gone, lost
         return made[-1]
 
-    def control(num_nodes=2):
+    def control(num_nodes=2, silence_s=20.0):
         token = new_token()
-        client = noted(lambda listener: ControlClient(num_nodes, listener, 20.0, token, RULES))
+        client = noted(lambda listener: ControlClient(num_nodes, listener, silence_s, token, RULES))
         client.send(Join(0, "host-0"))
         client.token = token
         return client
@@ -114,11 +113,11 @@ def test_a_supervisor_that_is_killed_is_missed_at_once_and_no_call_waits(gang):
     assert f"pid {control.pid}" in known.error
 
 
-def test_a_supervisor_that_somebody_stops_is_continued(gang, monkeypatch):
-    monkeypatch.setattr(client, "_CONTINUE_S", 0.1)
-    control = gang[0]()
+def test_a_supervisor_that_somebody_stops_is_continued_before_others_miss_it(gang):
+    control = gang[0](silence_s=1.0)
     control.listen(None, HOST)
     os.kill(control.pid, signal.SIGSTOP)
+    assert eventually(lambda: psutil.Process(control.pid).status() != psutil.STATUS_STOPPED, within_s=2)
     assert eventually(lambda: control.call("view"))
     assert psutil.Process(control.pid).status() != psutil.STATUS_STOPPED
 

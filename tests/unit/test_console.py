@@ -1,6 +1,7 @@
 """Output reaches the task's own streams whole, at once, whatever they are, and waits for their reader as long as it takes."""
 
 import contextlib
+import gzip
 import io
 import os
 import pty
@@ -88,6 +89,36 @@ def test_a_stream_of_the_steps_own_gets_the_text_even_if_it_has_a_file(tmp_path,
         monkeypatch.setattr(sys, "stdout", SimpleNamespace(fileno=below.fileno, write=got.append, flush=lambda: None))
         assert write_text("stdout", "größe\ntwo\n", 30)
     assert "".join(got) == "größe\ntwo\n"
+
+
+def test_a_compressed_stream_gets_the_text_too(tmp_path, monkeypatch):
+    """It has the descriptor of the file below."""
+    with gzip.open(tmp_path / "log.gz", "wt", encoding="utf-8") as packed:
+        monkeypatch.setattr(sys, "stdout", packed)
+        assert write_text("stdout", "größe\n", 30)
+    assert gzip.decompress((tmp_path / "log.gz").read_bytes()).decode() == "größe\n"
+
+
+def test_lines_never_go_to_another_file_that_has_got_the_number_of_a_closed_one(take_stdout, tmp_path, monkeypatch):
+    """The step's code may close its own file while the writer waits for the other stream's reader."""
+    stream = take_stdout()
+    number, pause = stream.stdout.fileno(), console._Writer._await_other
+
+    def close_it(writer, *fds):
+        pause(writer, *fds)
+        if not (tmp_path / "model.bin").exists():
+            stream.stdout.close()
+            (tmp_path / "model.bin").touch()
+            assert os.open(tmp_path / "model.bin", os.O_RDWR) == number, "the lowest number that is free"
+
+    monkeypatch.setattr(console._Writer, "_await_other", close_it)
+    try:
+        assert write_text("stdout", "a line\n", 30)
+        assert (tmp_path / "model.bin").read_bytes() == b""
+        assert stream.read(7) == b"a line\n"
+    finally:
+        os.close(number)
+        os.close(stream.reading)
 
 
 def test_a_stdout_that_is_not_unicode_still_shows_every_line(monkeypatch):

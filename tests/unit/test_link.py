@@ -1,5 +1,6 @@
 """The link between a task and its supervisor: frames, and two ends over a real socket."""
 
+import os
 import queue
 import signal
 import socket
@@ -82,6 +83,21 @@ def test_a_handler_that_raises_out_of_a_send_cuts_no_frame(ends):
         assert found[1] == "text" * 10000
         seen.append(found[0])
     assert seen == sorted(seen)
+
+
+def test_what_waits_for_a_process_that_has_ended_holds_up_nobody():
+    """A fork of it may hold its end open."""
+    one, other = socket.socketpair()
+    end, (told, tells) = LinkEnd(one), os.pipe()
+    for _ in range(50):
+        end.send("text" * 10**5)
+    os.close(tells)
+    begin = time.monotonic()
+    end.run(print, lambda: True, [told])
+    assert time.monotonic() - begin < 2
+    for each in (end, other):
+        each.close()
+    os.close(told)
 
 
 @pytest.mark.parametrize("is_there", [True, False])

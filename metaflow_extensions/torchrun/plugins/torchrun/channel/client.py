@@ -97,6 +97,7 @@ class Client:
         self._numbers = itertools.count()
         self._answers: dict[int, tuple[threading.Event, list[Any]]] = {}
         self._pid = os.getpid()
+        self._continue_s = min(_CONTINUE_S, begin["timeout_s"] / 5)
         self._continue_at = 0.0  # only the link's thread uses it
         # `_is_closing`: its end is no surprise. `_is_over`: nothing more is sent or read.
         self._is_closing = self._is_over = self._is_gone = False
@@ -198,7 +199,7 @@ class Client:
 
     def _run(self) -> None:
         try:
-            self._link.run(self._handle, self._look, look_s=_CONTINUE_S)
+            self._link.run(self._handle, self._look, look_s=self._continue_s)
         except Exception as error:  # a bug of ours: without this thread nobody hears anything
             self._how = f"its link to its supervisor failed, which is a bug in metaflow-torchrun: {error!r}"
             self._link.close()  # so the supervisor tells the gang
@@ -211,7 +212,7 @@ class Client:
     def _look(self) -> bool:
         """Continue a supervisor that somebody has stopped; return whether this end has closed."""
         if (now := time.monotonic()) >= self._continue_at:
-            self._continue_at = now + _CONTINUE_S
+            self._continue_at = now + self._continue_s
             self._process.send_signal(signal.SIGCONT)  # a process that runs does not notice
             # A fork of the task may hold the other end, too: then nothing else tells.
             return self._is_over or self._process.has_ended

@@ -101,6 +101,8 @@ class LinkEnd:
                     return
                 poll.register(self._socket, select.POLLIN | (select.POLLOUT if self._has_unsent() else 0))
                 ready = dict(poll.poll(1000 * (look_s if over_at is None else _FLUSH_S / 10)))
+                if over_at is not None and any(fd in ready for fd in others):
+                    return  # the other end's process has ended, and takes nothing any more
                 if self._woken.fileno() in ready:
                     self._woken.recv(4096)
                 if events := ready.get(self._socket.fileno(), 0):

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import _thread
 import atexit
+import fcntl
 import io
 import os
 import queue
@@ -122,6 +123,7 @@ class _Writer:
         self._writing = threading.Lock()  # held by the thread for good
         self._ahead: tuple[str, bytes] | threading.Event | None = None  # taken from the queue too early
         self._pipes = SharedPipes()
+        self._own_fd: int | None = None  # a copy of the descriptor that is written to
         self._left_unread = sys.maxsize  # how many bytes stayed in the other pipe when its reader took nothing
         self._lost: set[str] = set()  # streams of which was said that they can't be written to
 
@@ -164,8 +166,10 @@ class _Writer:
         self._is_over = True
 
     def close(self) -> None:
-        """Let go of the pipes' locks, in a fork of the process."""
+        """Let go of the pipes and their locks, in a fork of the process."""
         self._pipes.release(unlock=False)
+        if self._own_fd is not None:
+            os.close(self._own_fd)
 
     def _have_written(self) -> None:
         """Start the thread; where no thread can start any more, write here."""
@@ -238,15 +242,21 @@ class _Writer:
                 target.write(text.encode(encoding, errors="backslashreplace").decode(encoding))
                 target.flush()
                 return
+            # A copy, since the step's code may close its file while we wait, and open another one with that number.
+            self._own_fd = own = fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 3)
             others = [_descriptor(each) for name in STREAMS if (each := getattr(sys, name)) is not None]
             fds = [each for each in others if each is not None]
             with self._pipes.turn(fds):
                 _flush(target)
                 for other in fds:
-                    self._await_other(other, fd)
-                self._write_to(fd, lines, more_follows)
+                    self._await_other(other, own)
+                self._write_to(own, lines, more_follows)
         except BaseException as error:  # a stream that the step's code has put there can raise anything
             self._say_lost(stream, error)
+        finally:
+            if self._own_fd is not None:
+                os.close(self._own_fd)
+                self._own_fd = None
 
     def _write_to(self, fd: int, lines: bytes, more_follows: bool) -> None:
         last = lines.rfind(b"\n", 0, -1) + 1
@@ -317,9 +327,12 @@ def _pieces(lines: bytes) -> Iterator[bytes]:
 
 
 def _descriptor(target: TextIO) -> int | None:
-    # A stream that somebody else has put there, as a notebook or a tee, may have one as well, but wants the text.
+    # A stream that somebody else has put there, as a notebook, a tee or a compressed file, may have one as well, but
+    # wants the text.
     with suppress(OSError, ValueError):
-        return target.fileno() if isinstance(target, io.TextIOWrapper) else None
+        if isinstance(target, io.TextIOWrapper):
+            buffer = target.buffer
+            return target.fileno() if isinstance(getattr(buffer, "raw", buffer), io.FileIO) else None
     return None
 
 
