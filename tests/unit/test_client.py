@@ -122,6 +122,21 @@ def test_a_supervisor_that_somebody_stops_is_continued_before_others_miss_it(gan
     assert psutil.Process(control.pid).status() != psutil.STATUS_STOPPED
 
 
+def test_a_step_that_closes_all_descriptors_hears_so_and_nobody_waits(gang):
+    control = gang[0]()
+    control.listen(None, HOST)
+    for each in (control._link._socket, control._link._woken, control._link._wake):
+        os.close(each.fileno())
+    try:
+        assert eventually(lambda: control.gone, within_s=30)
+        assert "its code has closed the connection" in control.gone[0]
+        with pytest.raises(SupervisorGone):
+            control.call("view")
+    finally:
+        for each in (control._link._socket, control._link._woken, control._link._wake):
+            each.detach()
+
+
 def test_a_supervisor_is_no_child_of_its_task_and_ends_with_it(gang):
     control = gang[0]()
     control.listen(None, HOST)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
@@ -9,11 +10,11 @@ from typing import Any
 from metaflow import current
 
 from .channel.client import ControlClient
-from .channel.join import LOOPBACK, join_alone, rules_of
+from .channel.join import LOOPBACK, join_alone, join_alone_again, rules_of
 from .compat.datastore import values_of_running_flow
 from .compat.renamed import check
 from .errors import TorchrunError, TorchrunPreempted
-from .events import Event
+from .events import Event, Subscriber
 from .executor import Context, TorchrunExecutor
 from .features.listed import FEATURES
 from .gang.cause import rename_node
@@ -24,7 +25,7 @@ from .machine.accelerators import Machine, this_machine
 from .node.watchers import starts_of
 from .records.snapshot import Snapshot
 from .result import TorchrunResult
-from .settings import DEFAULTS, parse_settings
+from .settings import DEFAULTS, StepSettings, parse_settings
 from .show.live_card import GangPart, LiveCard, this_task
 from .show.parts.model import Sentence
 from .task.report import end_with, print_errors_ourselves, report
@@ -37,6 +38,7 @@ class GangOfOne:
     def __init__(self) -> None:
         self._live_card: LiveCard | None = None  # of the last launch
         self._has_parts = False  # whether the step has asked for any
+        self._channel: ControlClient | None = None  # with a supervisor that stays
         self._starts: Plain | None = None  # from the first launch that asks for spares on
 
     def card(self, parts: tuple[str, ...]) -> GangPart:
@@ -54,7 +56,7 @@ class GangOfOne:
         about: dict[str, Any] = {}
         machine = this_machine()
         self._begin_warm(machine, options)
-        member, channel = join_alone(settings, partial(_log, about), rules_of(settings), self._starts)
+        member, channel = self._join(settings, partial(_log, about))
         live_card = self._follow(channel, about, member)
         timeout = StepTimeout(settings.grace_s)
         timeout.tell(member)
@@ -87,6 +89,16 @@ class GangOfOne:
                 live_card.settle()
             else:
                 live_card.make_last()
+
+    def _join(self, settings: StepSettings, emit: Subscriber) -> tuple[Member, ControlClient]:
+        """Join a new gang; from the first launch with spares on, one supervisor stays with these."""
+        if self._channel is not None and not self._channel.is_gone:
+            return join_alone_again(self._channel, settings, emit, rules_of(settings))
+        member, channel = join_alone(settings, emit, rules_of(settings), self._starts)
+        if self._starts is not None:
+            self._channel, channel.stays = channel, True
+            weakref.finalize(self, channel.end)
+        return member, channel
 
     def _begin_warm(self, machine: Machine, options: Mapping[str, Any]) -> None:
         """Start spare processes for this launch and later ones, if the call asks for them with `warm`."""

@@ -6,6 +6,7 @@ signal handler; `call` and what uses it wait for an answer. In a fork of the tas
 
 from __future__ import annotations
 
+import errno
 import itertools
 import math
 import os
@@ -92,6 +93,7 @@ class Client:
         # What stdout and stderr were when this began; the supervisor writes there.
         self.own_files = {name: file_of(fd) for name, fd in (("stdout", 1), ("stderr", 2))}
         self._is_hurried = False
+        self.stays = False  # whether the supervisor is there for another gang after `close`
         self._guardian: Other | None = None  # of the launch that runs
         self.launch_news: Callable[[tuple[Any, ...]], None] = lambda frame: None  # gets what concerns a launch
         self._numbers = itertools.count()
@@ -128,7 +130,8 @@ class Client:
 
     def end_spares(self) -> None:
         """End the spare processes: no launch comes any more; returns at once."""
-        self.say("end_spares")
+        if not self.stays:
+            self.say("end_spares")
 
     def say(self, *frame: Any) -> None:
         """Tell the supervisor something that has no answer; returns at once."""
@@ -181,13 +184,30 @@ class Client:
         return rest[0]
 
     def close(self) -> None:
-        """Let the supervisor end; without effect in a fork of the task."""
+        """End what was begun, and the supervisor, unless it `stays`; without effect in a fork of the task."""
         if self._is_closing or not self._is_in_task:
             return
         self._is_closing = True
         self.settle()
         with suppress(GangError, OSError):
-            self._last_words = self.call("close", _LEAVE_WAIT_S)
+            self._last_words = self.call("close", _LEAVE_WAIT_S, self.stays)
+        if not self.stays:
+            self._end()
+
+    def end(self) -> None:
+        """End a supervisor that stayed."""
+        if self.stays and self._is_in_task:
+            self.stays = False
+            with suppress(GangError, OSError):
+                self.call("close", 0.0, self.stays)
+            self._end()
+
+    def begin_again(self, begin: Mapping[str, Any], listener: Listener) -> None:
+        """Begin another gang, after `close`, with a supervisor that stayed."""
+        self._listener, self._is_closing, self._last_words = listener, False, None
+        self._link.send("begin", {**begin, "starts": None})
+
+    def _end(self) -> None:
         self._is_over = True
         self._link.wake()
         self._thread.join(_END_S)
@@ -202,6 +222,8 @@ class Client:
             self._link.run(self._handle, self._look, look_s=self._continue_s)
         except Exception as error:  # a bug of ours: without this thread nobody hears anything
             self._how = f"its link to its supervisor failed, which is a bug in metaflow-torchrun: {error!r}"
+            if isinstance(error, OSError) and error.errno == errno.EBADF:
+                self._how = "its code has closed the connection to its supervisor process, as os.closerange(3, …) does"
             self._link.close()  # so the supervisor tells the gang
         self._is_gone = True
         for answered, _ in list(self._answers.values()):
@@ -297,6 +319,13 @@ class ControlClient(Client):
         given = {name: value for name, value in vars(rules).items() if name != "why_it_waits"}
         about = {"num_nodes": num_nodes, "timeout_s": heartbeat_timeout_s}
         super().__init__({**about, "token": token, "rules": given}, listener, starts)
+
+    def begin_alone(self, listener: Listener, heartbeat_timeout_s: float, rules: Rules) -> None:
+        """Begin another gang of one, after `close`, with a supervisor that stayed."""
+        given = {name: value for name, value in vars(rules).items() if name != "why_it_waits"}
+        about = {"num_nodes": 1, "timeout_s": heartbeat_timeout_s, "token": "", "rules": given}
+        self._last = {}
+        self.begin_again(about, listener)
 
     def listen(self, port: int | None, host: str = "") -> int:
         """Open the channel and return its port; raise GangError if that can't be.

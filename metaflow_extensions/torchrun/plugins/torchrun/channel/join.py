@@ -50,6 +50,17 @@ def join_alone(
     return _open_channel(1, settings, emit, "", rules, starts)
 
 
+def join_alone_again(
+    channel: ControlClient, settings: StepSettings, emit: Subscriber, rules: Rules
+) -> tuple[Member, ControlClient]:
+    """Do so with the supervisor of an earlier gang, which stayed with its spares."""
+    member = Member(CONTROL, 1, emit)
+    channel.begin_alone(member, settings.heartbeat_timeout_s, rules)
+    member.attach(channel)
+    channel.send(Join(CONTROL, member.host, place=place()))
+    return member, channel
+
+
 def join_as_control(
     registry: Registry,
     num_nodes: int,

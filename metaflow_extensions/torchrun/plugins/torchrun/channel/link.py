@@ -144,4 +144,5 @@ class LinkEnd:
         """Close it; call it when `run` has returned or was never called."""
         self._is_over = True
         for each in (self._socket, self._woken, self._wake):
-            each.close()
+            with suppress(OSError):  # the step's code has closed all descriptors
+                each.close()

@@ -29,6 +29,7 @@ from ..machine import processes
 from ..machine.cgroup import describe_oom, oom_kills
 from ..machine.frozen import STOPPED, WATCH_S, FrozenWatch, is_stopped_with_parent
 from ..machine.open_files import file_of
+from ..node.plan import WarmStarts
 from ..node.watchers import spares_of
 from .launches import Launches
 from .output import Output
@@ -73,6 +74,7 @@ class Supervisor:
         self._side: Side | None = None
         self._output = Output(link)
         self._launches: Launches | None = None  # there with the side
+        self._warm: WarmStarts | None = None
         self._silence_s = 0.0  # heartbeat_timeout_s
         self._frozen: FrozenWatch | None = None  # of the task, where others wait for it
         self._closing: threading.Thread | None = None  # the task lets go
@@ -183,8 +185,8 @@ class Supervisor:
             self._frozen = FrozenWatch(self._silence_s)
         starts = about.pop("starts")
         side: Side = (ControlSide if "rules" in about else MemberSide)(self._link, self._output.show, **about)
-        warm = spares_of(FEATURES, starts)
-        self._launches = Launches(self._link, side.seat, self._output, side.lines, FEATURES, warm)
+        self._warm = self._warm or spares_of(FEATURES, starts)
+        self._launches = Launches(self._link, side.seat, self._output, side.lines, FEATURES, self._warm)
         self._side = side
 
     def _known_side(self) -> Side:
@@ -194,16 +196,23 @@ class Supervisor:
     def _answer(self, number: int, name: str, args: list[Any]) -> None:
         try:
             answers = self if name == "settle" else self._known_side()
-            self._link.send("answer", number, getattr(answers, name)(*args))
+            self._link.send("answer", number, getattr(answers, name)(*(args[:1] if name == "close" else args)))
         except TorchrunError as error:
             self._link.send("failed", number, to_plain(error))
         except OSError as error:
             self._link.send("os_error", number, type(error).__name__, str(error))
         except BaseException as error:  # a bug of ours: the task must not wait for ever
             self._link.send("os_error", number, "OSError", f"{type(error).__name__}: {error}")
-        if name == "close" and self._launches is not None:
-            self._launches.abort()
         if name == "close":
+            self._release(*args[1:])
+
+    def _release(self, stays: bool) -> None:
+        """End what the task has begun, and this process, unless it `stays` for what the task begins next."""
+        if self._launches is not None:
+            self._launches.abort()
+        if stays:
+            self._side = self._closing = self._frozen = None
+        else:
             self._is_released = True
             self._link.wake()
 
