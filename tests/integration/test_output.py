@@ -9,6 +9,9 @@ import psutil
 import pytest
 from limits import limit_s
 
+from metaflow_extensions.torchrun.plugins.torchrun.machine.detached import beside
+from metaflow_extensions.torchrun.plugins.torchrun.machine.processes import find, living_descendants
+
 MIB = 1024 * 1024
 
 
@@ -104,7 +107,9 @@ def test_a_frozen_node_that_has_the_turn_is_lost_as_any_other(start_flow):
     flow = start_flow(runs_=[run("saves", nproc_per_node=1)], attrs=attrs, stand_in=True)
     (task,) = flow.await_notes("task-1", 1)
     await_flood(flow)
-    psutil.Process(task["pid"]).suspend()
+    (supervisor,) = beside([find(task["pid"])])
+    for pid in (task["pid"], supervisor, *living_descendants(supervisor)):  # each would continue the next one
+        psutil.Process(pid).suspend()
     assert flow.wait(60) == 1
     assert "Node 1 (host" in flow.text
 

@@ -6,6 +6,7 @@ signal handler; `call` and what uses it wait for an answer. In a fork of the tas
 
 from __future__ import annotations
 
+import atexit
 import errno
 import itertools
 import math
@@ -149,7 +150,7 @@ class Client:
             self._guardian.wait(patience_s)
 
     def hurry(self) -> None:
-        """Keep `close` from waiting for a reader of the output that takes nothing: the task was told to end."""
+        """Keep the supervisor from waiting for a reader that takes nothing: the task was told to end."""
         self._is_hurried = True
 
     def settle(self, patience_s: float | None = None) -> bool:
@@ -188,9 +189,8 @@ class Client:
         if self._is_closing or not self._is_in_task:
             return
         self._is_closing = True
-        self.settle()
         with suppress(GangError, OSError):
-            self._last_words = self.call("close", _LEAVE_WAIT_S, self.stays)
+            self._last_words = self.call("close", _LEAVE_WAIT_S, self.stays, self._is_hurried)
         if not self.stays:
             self._end()
 
@@ -199,7 +199,7 @@ class Client:
         if self.stays and self._is_in_task:
             self.stays = False
             with suppress(GangError, OSError):
-                self.call("close", 0.0, self.stays)
+                self.call("close", 0.0, self.stays, self._is_hurried)
             self._end()
 
     def begin_again(self, begin: Mapping[str, Any], listener: Listener) -> None:
@@ -213,7 +213,8 @@ class Client:
         self._thread.join(_END_S)
         if not self._thread.is_alive():
             self._link.close()
-        self._process.wait(_END_S)
+        if not self._process.wait(_END_S):  # it still writes, and its reader may pause: the task's end waits for that
+            atexit.register(self._process.wait)
 
     # --- in the link's thread
 

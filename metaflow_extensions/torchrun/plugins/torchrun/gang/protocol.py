@@ -370,7 +370,7 @@ class TaskLink(Protocol):
         """End the spare processes: no launch comes any more; returns at once."""
 
     def hurry(self) -> None:
-        """Keep `close` from waiting for a reader of the output that takes nothing: the task was told to end."""
+        """Keep the supervisor from waiting for a reader that takes nothing: the task was told to end."""
 
     def close(self) -> None:
         """End all connections."""

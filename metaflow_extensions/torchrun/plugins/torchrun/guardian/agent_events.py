@@ -48,7 +48,7 @@ class WorkerEnded(NamedTuple):
 
 
 class Frozen(NamedTuple):
-    """Another program has stopped a worker (or, without a rank, the agent or the task) and has not continued it in time."""
+    """Another program has stopped a worker (or, without a rank, the agent) and has not continued it in time."""
 
     rank: int | None
     local_rank: int | None

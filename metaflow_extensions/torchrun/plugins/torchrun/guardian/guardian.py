@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 
 from ..compat import linux
 from ..machine import processes
-from ..machine.frozen import WATCH_S, FrozenWatch, is_stopped_with_parent
+from ..machine.frozen import WATCH_S, FrozenWatch
 from ..machine.inherited import take_over
 from ..machine.processes import living_descendants, send_signal
 from .agent_events import (
@@ -43,8 +43,6 @@ _KILL_WAIT_S = 10.0  # after SIGKILL only a process in uninterruptible sleep sta
 _HALT_S = 1.0  # Python heeds a signal within milliseconds, but not while it waits in torch's C++ code
 _STRAGGLER_GRACE_S = 2.0  # for what the agent left behind when it ended by itself
 _LOOK_S = 0.05  # between two looks at processes that are to end
-_SUPERVISOR_S = 2.0  # so much sooner the task's supervisor tells the gang of a frozen task
-_DYING_S = 2.0  # a process that is killed while it is stopped still has to free its memory
 
 
 class Options(NamedTuple):
@@ -145,12 +143,10 @@ class Guardian:
         self._news = None if options.news is None else _open_pipe(options.news)
         self._workers = Workers()
         self._frozen = FrozenWatch(options.silence_s)
-        self._frozen_task = FrozenWatch(options.silence_s + _SUPERVISOR_S)
         self._pidfds: dict[int, int] = {}  # pidfd -> pid of a worker or the agent
         self._commands = b""
         self._got_sigterm = False
         self._task_gone = False
-        self._task_was_frozen = False
         self._deadline: float | None = None  # when SIGKILL is sent; set once, when everything must end
         self._preempt_signal: int | None = None
         self._left: list[str] = []
@@ -174,22 +170,9 @@ class Guardian:
         self._kill()
         self._read_news()
         self._say(End(self._agent.returncode, left=self._left))
-        self._await_stopped_task()
         for folder in self._options.scratch if self._task_gone or self._task.has_ended else ():
             shutil.rmtree(folder, ignore_errors=True)
         return 0
-
-    def _await_stopped_task(self) -> None:
-        """Wait while somebody has stopped the task: if it is then killed, nobody else removes its folders."""
-        was_stopped = self._task_was_frozen  # it may be killed before the first look
-        while not (self._task_gone or self._got_sigterm or self._task.has_ended):
-            process = processes.find(self._task.pid)
-            if process is None or process.state != "T":
-                if was_stopped:  # continued, or killed: then it runs for a moment, until it has ended
-                    self._task.wait(_DYING_S)
-                return
-            was_stopped = True
-            time.sleep(WATCH_S)
 
     def _start(self, command: Sequence[str]) -> None:
         with open(self._options.stdout, "ab") as out, open(self._options.stderr, "ab") as err:
@@ -295,10 +278,17 @@ class Guardian:
         self._reap_orphans()
         if self._agent.returncode is not None and self._deadline is None:
             self._agent_ended(self._agent.returncode)
-        now, task = time.monotonic(), [] if is_stopped_with_parent(self._task.pid) else [self._task.pid]
+        self._continue_task()
+        now = time.monotonic()
         frozen = self._frozen.overdue((self._agent.pid, *self._workers.living()), now)
-        for pid in (*frozen, *self._frozen_task.overdue(task, now)):
+        for pid in frozen:
             self._is_frozen(pid)
+
+    def _continue_task(self) -> None:
+        """Continue the process that we serve, if somebody has stopped it: nobody reads the workers' output meanwhile."""
+        task = processes.find(self._task.pid)
+        if task is not None and task.state == "T":
+            self._task.send_signal(signal.SIGCONT)
 
     def _task_ended(self) -> None:
         self._task_gone = True
@@ -318,10 +308,7 @@ class Guardian:
     def _is_frozen(self, pid: int) -> None:
         worker = self._workers.get(pid)
         rank, local_rank = (None, None) if worker is None else (worker.rank, worker.local_rank)
-        self._say(Frozen(rank, local_rank, pid, time.monotonic()))  # the task reads it if it is continued
-        if pid == self._task.pid:  # the gang counts its node as lost
-            self._task_was_frozen = True
-            self._begin_to_stop(self._options.grace_s)
+        self._say(Frozen(rank, local_rank, pid, time.monotonic()))
 
     def _reap_orphans(self) -> bool:
         """Reap the agent and what was re-parented to us; return whether any child is left."""

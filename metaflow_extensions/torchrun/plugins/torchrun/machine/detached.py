@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -78,6 +78,13 @@ def beside_task(module: str, words: Sequence[str], env: Mapping[str, str], stdin
     """Start `main` of a module of ours in a process beside this one; its arguments begin with this one's pid and begin."""
     told = [_PACKAGE, str(os.getpid()), processes.began(os.getpid()), *words]
     return Detached(OURS.format(module=module), told, env, stdin=stdin, start_new_session=True, **more)
+
+
+def beside(tasks: Iterable[processes.Process]) -> list[int]:
+    """Return the pids of the processes that `beside_task` has started in these tasks, and that still run."""
+    wanted = {(_PACKAGE, str(task.pid), task.began) for task in tasks}
+    lines = {pid: processes.command_line(pid) for pid in map(int, filter(str.isdigit, os.listdir("/proc")))}
+    return [pid for pid, words in lines.items() if wanted & set(zip(words, words[1:], words[2:], strict=False))]
 
 
 def _first_line(file: int) -> bytes:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 from dataclasses import replace
 
@@ -66,7 +65,6 @@ class AgentEnd:
             cause = Cause("agent_ended", self._node, self._host, exception=text)
         else:
             whose = f"its {self._name} " if event.rank is None else ""
-            whose = "its supervisor process " if event.pid == os.getpid() else whose
             limit_s = self._plan.silence_s
             text = f"{whose}{STOPPED} {limit_s:g} s"
             cause = Cause("frozen", self._node, self._host, event.rank, event.local_rank, exception=text)

@@ -75,6 +75,7 @@ class Supervisor:
         self._output = Output(link)
         self._launches: Launches | None = None  # there with the side
         self._warm: WarmStarts | None = None
+        self._is_hurried = False  # whether the task was told to end
         self._silence_s = 0.0  # heartbeat_timeout_s
         self._frozen: FrozenWatch | None = None  # of the task, where others wait for it
         self._closing: threading.Thread | None = None  # the task lets go
@@ -94,6 +95,7 @@ class Supervisor:
             if self._closing is not None:
                 self._closing.join()
                 self._end_launches()
+                self._finish_output()
                 return
             if self._why is None:
                 self._await_death()
@@ -206,8 +208,17 @@ class Supervisor:
         if name == "close":
             self._release(*args[1:])
 
-    def _release(self, stays: bool) -> None:
+    def _finish_output(self) -> None:
+        """Wait until all lines are written, as long as the task does; or, in a hurry, until their reader takes nothing."""
+        if self._is_hurried:
+            console.hurry()
+            console.finish()
+        while not console.settle(WATCH_S) and not self._has_ended() and not self._is_hurried:
+            pass
+
+    def _release(self, stays: bool, is_hurried: bool) -> None:
         """End what the task has begun, and this process, unless it `stays` for what the task begins next."""
+        self._is_hurried = is_hurried
         if self._launches is not None:
             self._launches.abort()
         if stays:

@@ -20,6 +20,7 @@ from itertools import pairwise
 from ..gang.cause import describe_exit
 from ..gang.nodes import NodeState
 from ..logs.console import has_unread
+from ..machine.detached import beside
 from ..machine.processes import (
     Ends,
     Process,
@@ -119,6 +120,8 @@ class LocalNodes:
             of_these = [task for node, task in tasks.items() if state(node) in states]
             left = _await_ends(of_these, wait_s, 0.0 if is_ordered else unread_s)
             await_or_kill([task.pid for task in left], 0.0)
+            for pid in beside(of_these):  # a supervisor that is stopped may have the turn at our common output
+                send_signal(pid, signal.SIGCONT)
 
 
 def _end(task: Process) -> str | None:
