@@ -1,13 +1,15 @@
 """Who lives, who descends from whom, the end of a tree of processes, and those that are nobody's children here."""
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import threading
 
+import pytest
 from limits import limit_s
-from unit_helpers import EXIT_OF_A_THREAD, HANG_S, eventually
+from unit_helpers import EXIT_OF_A_THREAD, HANG_S, OURS, eventually
 
 from metaflow_extensions.torchrun.plugins.torchrun.machine import processes
 from metaflow_extensions.torchrun.plugins.torchrun.machine.detached import Detached
@@ -55,6 +57,29 @@ def test_a_process_lives_while_any_thread_of_it_does():
         child.stdin.flush()
         eventually(lambda: not processes.is_alive(child.pid, began), "its end")
         assert processes.find(child.pid).status == 7
+
+
+# A child that becomes nobody, and ends with the code in its argument.
+AS_NOBODY = f"""{OURS}
+import os, subprocess, time
+from ours.machine import processes
+code = f"import os; os.set{{sys.argv[1]}}(65534); os._exit({{sys.argv[2]}})"
+child = subprocess.Popen([sys.executable, "-I", "-S", "-c", code])
+while (found := processes.find(child.pid)).is_alive:
+    time.sleep(0.01)
+print(found.status, child.wait())
+"""
+
+
+@pytest.mark.skipif(os.geteuid() != 0 or not shutil.which("setpriv"), reason="only root can become another user")
+@pytest.mark.parametrize("who", ["uid", "gid"])
+@pytest.mark.parametrize("code", ["0", "7"])
+def test_an_exit_code_that_the_kernel_hides_is_not_known(who, code):
+    """As in a container, which has no CAP_SYS_PTRACE."""
+    without = ["setpriv", "--bounding-set=-sys_ptrace", "--inh-caps=-all"]
+    words = [*without, sys.executable, "-c", AS_NOBODY, who, code]
+    script = subprocess.run(words, capture_output=True, text=True, check=True, timeout=60)
+    assert script.stdout.split() == ["None", code]
 
 
 def test_await_or_kill_waits_for_those_that_end_and_kills_those_that_do_not():

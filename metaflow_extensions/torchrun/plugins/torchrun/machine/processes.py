@@ -26,7 +26,7 @@ class Process(NamedTuple):
     parent: int
     state: str  # one letter, such as "T" (stopped by a signal) or "Z" (dead, but not reaped)
     began: str = ""  # its start time. Pid and start time together name one process: the kernel reuses pids
-    status: int | None = None  # the exit code of a dead process, negative for a signal
+    status: int | None = None  # the exit code of a dead process, negative for a signal; None if it can't be known
     threads: int = 1  # a dead process that is not reaped has one
 
     @property
@@ -58,8 +58,19 @@ def find(pid: int) -> Process | None:
     if not fields:
         return None
     state, parent, threads, start_time, exit_code = fields[0], fields[1], int(fields[17]), fields[19], fields[49]
-    status = os.waitstatus_to_exitcode(int(exit_code)) if state == "Z" and _has_ended(state, threads) else None
+    is_known = state == "Z" and _has_ended(state, threads) and (exit_code != "0" or _shows_exit_code(pid))
+    status = os.waitstatus_to_exitcode(int(exit_code)) if is_known else None
     return Process(pid, int(parent), state, start_time, status, threads)
+
+
+def _shows_exit_code(pid: int) -> bool:
+    """Return whether the exit code 0 of a dead process is true.
+
+    The kernel says 0, whatever it is, to whom it denies ptrace access (proc_pid_stat(5)): without CAP_SYS_PTRACE, as in
+    most containers, for a process that has changed its user or group.
+    """
+    ids, own = status(pid), {"Uid": os.geteuid(), "Gid": os.getegid()}
+    return all(set(ids.get(name, "").split()) == {str(number)} for name, number in own.items())
 
 
 def began(pid: int) -> str:

@@ -129,7 +129,9 @@ def _end(task: Process) -> str | None:
     now = find(task.pid)
     if now is None or now.began != task.began:
         return "ended"  # Metaflow has waited for it already, or the step ignores SIGCHLD
-    return None if now.is_alive else describe_exit(now.status or 0)
+    if now.is_alive:
+        return None
+    return "ended" if now.status is None else describe_exit(now.status)
 
 
 def _await_ends(tasks: Sequence[Process], wait_s: float, unread_s: float) -> list[Process]:
