@@ -410,11 +410,22 @@ def test_sigterm_outside_of_a_launch_tells_the_gang_at_once_and_ends_the_step(jo
     # The step's code has the error and may take its time; a second SIGTERM would end it, as by default.
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
     member.deliver(ABORT)
-    member.finish()
-    with pytest.raises(GangError, match="after the gang had ended"):
-        member.begin_launch()
     member.leave(caught.value, hold_s=20)
     assert (link.sent, link.closed) == (told, 1)
+
+
+@pytest.mark.parametrize("call", [Member.begin_launch, Member.finish])
+def test_an_order_to_end_that_the_step_swallows_is_raised_again(call, join):
+    member, link = join()
+    timer = threading.Timer(0.1, member.notice, ["the machine goes away"])
+    timer.start()
+    with pytest.raises(TorchrunPreempted, match="the machine goes away"):
+        blocked(limit_s(HANG_S))
+    timer.join()
+    with pytest.raises(TorchrunPreempted, match="the machine goes away") as caught:
+        call(member)
+    member.leave(caught.value)
+    assert len(link.sent) == 1
 
 
 def test_the_handler_of_sigterm_waits_for_no_lock(join):

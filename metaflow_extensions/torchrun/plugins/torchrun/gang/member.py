@@ -267,7 +267,7 @@ class Member:
             )
         if self.broken is not None:
             return self.broken
-        if self._order is not None and self._state not in OVER:
+        if self._state is State.ENDING or (self._order is not None and self._state not in OVER):
             return self.terminated()
         if self._control >= ControlNode.BYE or self._state not in (State.STEP, State.TOLD):
             return GangError(
@@ -296,7 +296,10 @@ class Member:
                 self.time_out(news.text)
 
     def finish(self) -> None:
-        """Report that the step's code has ended well; the node stays a member until its results are stored."""
+        """Report that the step's code has ended well; the node stays a member until its results are stored.
+
+        Raises the order to end, if the step's code has swallowed it: the gang has failed for it.
+        """
         if not self.in_task:
             return
         with self._lock:
@@ -305,6 +308,8 @@ class Member:
                     f"The step's code has ended on node {self.node} while launch {self._launches - 1} still ran there in "
                     "another thread. Wait for the thread that has called current.torch.run."
                 )
+            if self._state is State.ENDING:
+                raise self.terminated()
             if self._state not in (State.STEP, State.TOLD):
                 return
             waits = self.node == CONTROL and self.num_nodes > 1
