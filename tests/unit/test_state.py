@@ -752,6 +752,19 @@ def test_a_failure_is_restarted_on_all_nodes_with_a_new_port_after_a_pause():
     assert gang.same_verdict() is None
 
 
+def test_a_node_that_is_lost_in_the_pause_before_a_restart_is_the_cause():
+    """What failed before is dealt with: a restart was to follow."""
+    gang = running(3, max_restarts=2)
+    fail_everywhere(gang, 0)
+    gang.lost(2, "its task was killed by SIGKILL")
+    error = gang.same_verdict(0, 1)
+    assert (error.cause["node"], error.cause["kind"]) == (2, "lost")
+    assert "its task was killed by SIGKILL" in str(error)
+    assert "after 1 restart" not in str(error), "there was none"
+    before = "All workers were about to start again after an earlier failure: Rank 2 on node 1"
+    assert before in str(error)
+
+
 @pytest.mark.parametrize(("stopping_s", "left_s"), [(0.0, 0.8), (0.5, 0.3), (0.8, 0.0), (20.0, 0.0)])
 def test_the_pause_before_a_restart_counts_from_the_failure_not_from_the_end_of_all(stopping_s, left_s):
     gang = running(2, max_restarts=1)
@@ -1003,6 +1016,8 @@ def test_a_keeper_can_have_the_launch_fail_and_tell_what_it_has_found_out(restar
         gang.ended(node, ok=False)
     if restarts:
         gang.lost(1)  # before it starts again
+        assert "after an earlier failure: the launch hangs: no rank wrote." in str(gang.verdict(0))
+        return
     error = gang.verdict(0)
     assert isinstance(error, LaunchHung)
     assert error.cause["detail"] == "found out"

@@ -67,6 +67,7 @@ class Launch:
     moves: int = 0  # generations that began because the rendezvous' port was taken
     ended: dict[int, Ended] = field(default_factory=dict)  # without what failed, which is in `failures`
     failures: list[Failure] = field(default_factory=list)  # ages as of the clock's zero, so that they compare
+    restarts_for: Cause | None = None  # why the last restart follows
     verdict: TorchrunError | None = None  # the error at its end; None while it runs, or if it succeeded
     given_up: set[int] = field(default_factory=set)  # nodes whose own code has ended their call of `run`
     policy: LaunchPolicy = field(default_factory=LaunchPolicy)
@@ -99,6 +100,8 @@ class Launch:
         first = first_failure(self.failures)
         left_s = pause_s if first is None else min(max(pause_s - (first.age_s + now), 0.0), pause_s)
         self.enter(Phase.PAUSING)
+        self.restarts_for = self.first_cause()
+        self.failures.clear()  # they are dealt with; what fails in the pause is another cause
         self.generation += 1
         self.until = now + left_s
         return round(left_s, 1)
@@ -206,6 +209,8 @@ class Launch:
         quiet = (
             f"\n{names(silent).capitalize()} did not report in time that the workers there had ended." if silent else ""
         )
+        if self.phase is Phase.PAUSING and self.restarts_for is not None:
+            quiet += f"\nAll workers were about to start again after an earlier failure: {summary(self.restarts_for)}."
         if cause is None:
             return LaunchFailed(f"Launch {self.number} failed.{quiet}")
         cls, failure = self._class_and_text(cause)
@@ -234,7 +239,8 @@ class Launch:
             ended = f"Ranks that exited with code 0 in time: {shortened(saved) or 'none'}."
             more = f"\n{stopped} on all nodes. {ended}\n{TorchrunPreempted.remedy}"
             return TorchrunPreempted, FailureText(cause, after=more)
-        count = f" after {counted(self.restarts, 'restart')}" if self.restarts else ""
+        restarts = self.restarts - (self.phase is Phase.PAUSING)
+        count = f" after {counted(restarts, 'restart')}" if restarts else ""
         more = f"\n{stopped} on all nodes{count} ({cause.category}: {CATEGORY_TEXTS[cause.category]})."
         more += self._early_hint(cause) + self._restart_hint(cause)
         if self.preempted is not None:
