@@ -1,11 +1,13 @@
 """What a supervisor does for the launches that its task asks for."""
 
 import json
+import threading
+import time
 from types import SimpleNamespace
 from unittest.mock import Mock
 
 import pytest
-from unit_helpers import eventually
+from unit_helpers import HANG_S, eventually
 
 from metaflow_extensions.torchrun.plugins.torchrun.gang.cause import Cause
 from metaflow_extensions.torchrun.plugins.torchrun.gang.protocol import Ended, Failed, Go, Prepares, Ready
@@ -16,6 +18,7 @@ from metaflow_extensions.torchrun.plugins.torchrun.logs.console import BEHIND_BY
 from metaflow_extensions.torchrun.plugins.torchrun.machine.accelerators import Machine
 from metaflow_extensions.torchrun.plugins.torchrun.machine.inherited import inherited, umask
 from metaflow_extensions.torchrun.plugins.torchrun.node.plan import Request, Task
+from metaflow_extensions.torchrun.plugins.torchrun.supervisor import launches as launching
 from metaflow_extensions.torchrun.plugins.torchrun.supervisor import output as output_module
 from metaflow_extensions.torchrun.plugins.torchrun.supervisor.launches import Launches
 from metaflow_extensions.torchrun.plugins.torchrun.supervisor.output import Output
@@ -89,6 +92,24 @@ def test_no_worker_becomes_of_a_spare_that_has_imported_before_the_commands(warm
     assert isinstance(node.sent[0], Prepares)
     assert node.sent[-1].facts == {"torch": "new"}
     assert node.warm.renew.call_count == renewed
+    node.launches.abort()
+    node.launches.close()
+
+
+def test_a_launch_waits_for_the_end_of_one_that_is_still_being_stopped(node, monkeypatch):
+    """The task may have left that by a second Ctrl-C, and its step's code may go on."""
+    stopped, running = threading.Event(), []
+    monkeypatch.setattr(launching.Supervisor, "_give_up", lambda *_: stopped.wait(HANG_S))
+    monkeypatch.setattr(launching.Supervisor, "_begin", lambda launch: running.append(launch._launch))
+    node.launches.run(0, told(request_of()))
+    node.launches.give_up(None)
+    assert eventually(lambda: running == [0])
+    node.launches.run(1, told(request_of()))
+    time.sleep(0.2)  # it would have begun by now
+    assert running == [0]
+    stopped.set()
+    assert eventually(lambda: running == [0, 1])
+    assert node.told[0] == ("ended", 0, {"unread": []})
     node.launches.abort()
     node.launches.close()
 

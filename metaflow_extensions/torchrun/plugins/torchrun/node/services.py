@@ -58,7 +58,7 @@ class Service:
     may_train_alone = False
 
     def begin(self, spec: LaunchSpec) -> None:
-        """Note what is launched."""
+        """Begin a generation: forget what another one has stored."""
 
     def to_store(self, error: TorchrunError | None, within_s: float | None) -> ToStore | None:
         """Return what to store of a launch that ends well, or with `error`: then as much as fits into the time."""
@@ -121,7 +121,7 @@ class Services(AbstractContextManager["Services"]):
         return next((service.function for service in self._services.values() if service.function is not None), None)
 
     def begin(self, spec: LaunchSpec) -> None:
-        """Note what is launched."""
+        """Begin a generation: forget what another one has stored."""
         for service in self._services.values():
             service.begin(spec)
 

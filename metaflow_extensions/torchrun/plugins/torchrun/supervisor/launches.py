@@ -60,7 +60,8 @@ class Launches:
         features = [each for each in self._features if each.name in found.features]
         self._plan = plan = Plan.of(found, write=self._writer(found), warm_node=self._warm, with_features=features)
         self._awaits_task = False
-        self._thread = threading.Thread(target=self._run, args=(number, plan), name="torchrun-launch", daemon=True)
+        args = number, plan, self._thread
+        self._thread = threading.Thread(target=self._run, args=args, name="torchrun-launch", daemon=True)
         self._thread.start()
 
     def complete(self, request: dict[str, Any]) -> None:
@@ -100,7 +101,9 @@ class Launches:
 
     # --- in the launch's thread
 
-    def _run(self, number: int, plan: Plan) -> None:
+    def _run(self, number: int, plan: Plan, before: threading.Thread | None) -> None:
+        if before is not None:  # the task may have left its launch by a second Ctrl-C, while that was being stopped
+            before.join()
         told: dict[str, Any] = {}
         try:
             launch = Supervisor(plan, self._seat, number, self._ask_to_complete, self._ask_to_store, self._new_agent)
@@ -140,7 +143,7 @@ class Launches:
 
 
 class _ToldAgent(AgentProcess):
-    """An agent of whose guardian the task knows: that ends it, if this process is killed."""
+    """An agent of whose guardian the task is told: if this process is killed, the task waits until that has ended all."""
 
     def __init__(self, link: LinkEnd, *args: Any) -> None:
         super().__init__(*args)

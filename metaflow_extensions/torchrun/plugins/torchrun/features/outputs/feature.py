@@ -83,8 +83,8 @@ class OutputsService(Service):
         self._files: FilesToStore | None = None  # of this generation
 
     def begin(self, spec: LaunchSpec) -> None:
-        """Note where the workers run."""
-        self._folder = spec.cwd or self._folder
+        """Forget what another generation has stored; note where the workers run."""
+        self._files, self._folder = None, spec.cwd or self._folder
 
     def to_store(self, error: TorchrunError | None, within_s: float | None) -> ToStore | None:
         """Return the files, unless they are stored."""

@@ -1,0 +1,204 @@
+"""A call of `run` in its task: what it does for the launch that its supervisor runs, and how it ends."""
+
+import json
+import queue
+import sys
+import threading
+from types import SimpleNamespace
+
+import pytest
+from fake_node import ERROR
+from unit_helpers import HANG_S, MemoryStore, eventually
+
+from metaflow_extensions.torchrun.plugins.torchrun.channel.client import Client
+from metaflow_extensions.torchrun.plugins.torchrun.errors import (
+    EntrypointError,
+    GangError,
+    LaunchFailed,
+    LaunchTimeout,
+    TorchrunError,
+    TorchrunPreempted,
+)
+from metaflow_extensions.torchrun.plugins.torchrun.features.outputs.feature import Outputs
+from metaflow_extensions.torchrun.plugins.torchrun.gang.member import Member
+from metaflow_extensions.torchrun.plugins.torchrun.gang.protocol import Abort, Store, Stored, Verdict, to_wire
+from metaflow_extensions.torchrun.plugins.torchrun.gang.wire import to_plain
+from metaflow_extensions.torchrun.plugins.torchrun.launch.spec import LaunchSpec
+from metaflow_extensions.torchrun.plugins.torchrun.machine.accelerators import Machine
+from metaflow_extensions.torchrun.plugins.torchrun.node.outcome import Outcome
+from metaflow_extensions.torchrun.plugins.torchrun.node.plan import Request
+from metaflow_extensions.torchrun.plugins.torchrun.node.services import RunCall, Services
+from metaflow_extensions.torchrun.plugins.torchrun.task.launch_call import LaunchCall
+
+
+class FakeClient(Client):
+    """A connection without a supervisor: the test says what that would say."""
+
+    def __init__(self):
+        self.said, self.sent = queue.Queue(), queue.Queue()
+        self.own_files, self.launch_news = {"stdout": None, "stderr": None}, None
+        self.gone, self.awaited = False, []
+
+    is_gone = property(lambda self: self.gone)
+
+    def say(self, *frame):
+        self.said.put(json.loads(json.dumps(frame)))
+
+    def send(self, message):
+        self.sent.put(message)
+
+    def end_spares(self):
+        pass
+
+    def close(self):
+        pass
+
+    def await_guardian(self, patience_s):
+        self.awaited.append(patience_s)
+
+
+class Call:
+    """One call in a thread, as the step's code may make it there."""
+
+    def __init__(self, complete=None, services=None, store=None):
+        self.client, self.events = FakeClient(), []
+        self.member = Member(1, 2, self.events.append)
+        attach = threading.Thread(target=self.member.attach, args=[self.client])  # there it sets no handlers
+        attach.start()
+        attach.join()
+        request = Request(LaunchSpec("sh", (), False, 1, 2, 1, "python3"), "127.0.0.1", Machine(1), grace_s=0.1)
+        self.call = LaunchCall(request, self.member, services or Services(), store, complete or (lambda: request))
+        self.came = queue.Queue()
+        threading.Thread(target=self._run, daemon=True).start()
+        self.request = self.expect("run")[1]
+
+    def _run(self):
+        try:
+            self.came.put(self.call.run())
+        except BaseException as error:
+            self.came.put(error)
+
+    def expect(self, what):
+        said, *rest = self.client.said.get(timeout=HANG_S)
+        assert said == what
+        return rest
+
+    def says(self, *frame):
+        self.client.launch_news(tuple(json.loads(json.dumps(frame))))
+
+    def ends(self, number=0, **told):
+        self.says("ended", number, {"unread": [], **told})
+        return self.came.get(timeout=HANG_S)
+
+    def ends_well(self, error=None, **told):
+        outcome = Outcome(Verdict(0, error), "torchrun x", {1: 0}, (), 1.5)
+        return self.ends(outcome=to_plain(outcome), **told)
+
+
+def test_a_good_end_is_returned_and_those_of_other_launches_are_not_meant():
+    call = Call()
+    assert call.request["task"]["writes"] == ["stdout", "stderr"]
+    call.says("ended", 7, {"unread": []})
+    outcome = call.ends_well()
+    assert (outcome.exit_codes, outcome.command) == ({1: 0}, "torchrun x")
+    assert call.member.begin_launch() == 1
+
+
+def test_the_verdict_is_raised_and_known_to_the_gang():
+    call = Call()
+    error = call.ends_well(ERROR)
+    assert (type(error), str(error)) == (LaunchFailed, str(ERROR))
+    assert call.member.gang_knows(error)
+
+
+def test_text_for_the_steps_own_stream_is_written_before_it_is_answered(capfd):
+    call = Call()
+    call.says("text", "stdout", "größe\n", 8)
+    assert call.expect("wrote") == [8]
+    assert capfd.readouterr().out == "größe\n"
+    call.ends_well()
+
+
+def test_the_commands_may_have_made_what_was_missing():
+    call = Call()
+    call.says("complete")
+    assert call.expect("complete")[0]["spec"]["entrypoint"] == "sh"
+    call.ends_well()
+
+
+def test_what_is_still_missing_after_the_commands_ends_the_launch_with_its_cause():
+    def complete():
+        raise EntrypointError("The entrypoint 'x.py' does not exist.")
+
+    call = Call(complete)
+    call.says("complete")
+    cause = call.expect("give_up")[0]
+    assert (cause["kind"], "x.py" in cause["exception"]) == ("call", True)
+    assert isinstance(call.ends(), EntrypointError)
+
+
+@pytest.mark.parametrize("generation", [0, 1])
+def test_each_generation_stores_its_own_outputs(generation, tmp_path, monkeypatch):
+    """A failure elsewhere may restart the gang when this node has stored all."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "model.pt").write_text("weights")
+    store = MemoryStore()
+    arguments = {"outputs": ["*.pt"], "outputs_from": "all"}
+    call = Call(services=Services.of([Outputs()], RunCall(arguments, 2, 1, store)), store=store)
+    for number, error in ((0, None), (generation, ERROR)):
+        before = len(store.data)
+        call.says("store", to_wire(Store(0, number, error, None if error is None else 60.0)))
+        while not isinstance(call.client.sent.get(timeout=HANG_S), Stored):
+            pass
+        assert (len(store.data) > before) is (number == 1 or error is None), "what is stored is not stored again"
+    call.ends_well()
+
+
+def test_what_interrupts_the_node_is_handed_on_and_comes_back_if_it_was_too_late():
+    call = Call()
+    call.member.notice("its machine is taken away")
+    assert call.expect("interrupt") == ["its machine is taken away"]
+    call.member.time_out("too long")
+    assert call.expect("time_out") == ["too long"]
+    error = call.ends_well(unread=[None])
+    assert isinstance(error, TorchrunPreempted), "raised in the step's own code, which runs again"
+
+
+def test_time_that_was_up_too_late_for_the_launch_is_up():
+    assert isinstance(Call().ends_well(unread=["too long"]), LaunchTimeout)
+
+
+@pytest.mark.parametrize("is_broken", [True, False])
+def test_what_ends_it_without_a_verdict_is_raised(is_broken):
+    call = Call()
+    if is_broken:
+        call.member.deliver(Abort(GangError("Node 0 is gone.")))
+    told = call.ends(error=to_plain(GangError("the node itself")), events=[{"kind": "x"}], is_broken=is_broken)
+    assert (told is call.member.broken) is is_broken
+    assert str(told) == ("Node 0 is gone." if is_broken else "the node itself")
+
+
+def test_a_step_that_ends_before_it_ends_the_launch():
+    call = Call()
+    threading.Thread(target=call.member.leave, daemon=True).start()
+    call.expect("give_up")
+    error = call.ends()
+    assert (type(error), "another thread" in str(error)) == (TorchrunError, True)
+
+
+def test_a_supervisor_that_is_gone_ends_it_when_its_guardian_has_stopped_all():
+    call = Call()
+    call.member.lose_supervisor("its supervisor process (pid 7) ended unexpectedly, as by SIGKILL")
+    call.client.gone = True
+    error = call.came.get(timeout=HANG_S)
+    assert "supervisor process (pid 7)" in str(error)
+    assert call.client.awaited
+
+
+def test_a_launch_that_is_given_up_is_awaited_a_bounded_time(monkeypatch):
+    monkeypatch.setattr(sys.modules[LaunchCall.__module__], "_STOP_S", 0.2)
+    call = Call()
+    call.member.inbox.put(SimpleNamespace())  # nothing; it looks again
+    call.says("store", {"type": "no such message"})
+    call.expect("give_up")
+    assert eventually(lambda: not call.came.empty(), within_s=HANG_S)
