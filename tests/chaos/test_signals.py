@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import re
+import shutil
 import signal
 import socket
 import time
@@ -205,6 +206,27 @@ def test_tasks_that_are_stopped_for_a_while_are_no_hang(gang, recorder):
         os.kill(gang.task(node), signal.SIGCONT)
     gang.await_age(time.monotonic(), 2)
     recorder.lasted("SIGSTOP of all tasks for twice hang_timeout_s", gang.end_well())
+
+
+def test_a_hang_is_found_although_all_tasks_are_stopped(gang, recorder):
+    hang_timeout_s = 6
+    gang.start(2, 1, hang_timeout_s=hang_timeout_s, settings={"heartbeat_timeout_s": 120})
+    gang.await_workers()
+    gang.await_age(time.monotonic(), hang_timeout_s / 2)  # as above
+    workers = [gang.worker(rank) for rank in range(2)]
+    struck_at = time.monotonic()
+    for pid in (gang.task(0), gang.task(1), *workers):
+        os.kill(pid, signal.SIGSTOP)
+    gang.await_that(lambda: not any(map(psutil.pid_exists, workers)), "the end of the workers")
+    for node in (0, 1):
+        os.kill(gang.task(node), signal.SIGCONT)
+    stacks = list(gang.temporary.glob("torchrun-hang-*"))
+    assert len(stacks) == 2, "the error names them"
+    for folder in stacks:
+        shutil.rmtree(folder)
+    outcome = gang.await_end(struck_at, gang.processes)
+    recorder.silent("SIGSTOP of all workers and all tasks", outcome, hang_timeout_s)
+    assert outcome.error["class"] == "LaunchHung"
 
 
 def test_sigkill_of_a_task_whose_child_lives_on(gang, recorder):

@@ -111,7 +111,7 @@ class Supervisor:
         return self._is_released or self._why is not None or self._has_ended()
 
     def _ask_task(self) -> None:
-        """Ask the task each second for an answer; tell the gang while it gives none."""
+        """Ask the task each second for an answer; tell the gang while it gives none and others wait for it."""
         now = time.monotonic()
         if self._side is None or now < self._asked_at + _ASK_S:
             return
@@ -121,8 +121,13 @@ class Supervisor:
         if not self._is_asked:  # one question waits at most, however long the task is busy
             self._is_asked = True
             self._link.send("ping")
-        if now - self._answered_at > _BUSY_S:
+        if now - self._answered_at > _BUSY_S and not self._runs_alone:
             self._side.send(Busy())
+
+    @property
+    def _runs_alone(self) -> bool:
+        """Whether a launch runs for which nobody waits for the task."""
+        return self._launches is not None and self._launches.runs_alone
 
     def _has_ended(self) -> bool:
         if self._end is None:
@@ -139,7 +144,7 @@ class Supervisor:
     def _is_frozen(self) -> bool:
         if self._frozen is None or self._why is not None or self._closing is not None:
             return False
-        if self._launches is not None and self._launches.runs_alone:  # nobody waits for the task
+        if self._runs_alone:
             self._frozen = FrozenWatch(self._silence_s)
             return False
         pids = [] if is_stopped_with_parent(self._task.pid) else [self._task.pid]
