@@ -4,6 +4,7 @@ import fcntl
 import json
 import os
 import queue
+import resource
 import shutil
 import signal
 import subprocess
@@ -32,6 +33,7 @@ from metaflow_extensions.torchrun.plugins.torchrun.launch.command import AGENT a
 from metaflow_extensions.torchrun.plugins.torchrun.launch.command import HALT_SIGNAL
 from metaflow_extensions.torchrun.plugins.torchrun.logs.pipes import LogReader
 from metaflow_extensions.torchrun.plugins.torchrun.machine import processes
+from metaflow_extensions.torchrun.plugins.torchrun.machine.inherited import inherited
 from metaflow_extensions.torchrun.plugins.torchrun.node.agent import AgentProcess
 
 PYTHON = [sys.executable, "-I", "-S"]
@@ -44,6 +46,7 @@ import os, signal, subprocess, sys, time
 worker, count, how = sys.argv[1], int(sys.argv[2]), sys.argv[3]
 if how == "hang":
     signal.signal(signal.SIGTERM, lambda *_: None)
+os.environ["TORCHRUN_AGENT_PID"] = str(os.getpid())  # as our hook does
 notes = os.environ["NOTES"]
 news = os.open(os.path.join(notes, "agent.workers"), os.O_WRONLY)
 def tell(*words):
@@ -421,6 +424,17 @@ def test_what_the_step_ignores_and_blocks_reaches_neither_guardian_nor_workers(t
     assert (ignored & ~own, blocked) == (0, 0)
 
 
+def test_agent_and_workers_have_what_the_task_has_and_the_guardian_keeps_its_own(tree, tmp_path):
+    note_it = "note('limits', [os.nice(0), resource.getrlimit(resource.RLIMIT_NOFILE)[0], os.umask(0)])"
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    told = {**inherited(), "priority": os.nice(0) + 2, "RLIMIT_NOFILE": [64, hard]}
+    one = tree(f"import resource; {note_it}; until_let_go()", count=1, inherited=told, umask=0o27)
+    one.let_go(*one.await_workers())
+    assert one.ended() == {0: 0}
+    assert (tmp_path / "limits").read_text() == str([os.nice(0) + 2, 64, 0o27])
+    assert resource.getrlimit(resource.RLIMIT_NOFILE) == (soft, hard)
+
+
 # --- stopping --------------------------------------------------------------------------------------
 
 
@@ -503,6 +517,15 @@ def test_when_the_guardian_is_killed_the_task_cleans_up_and_says_so(has_pidfds, 
         assert unrelated.poll() is None
         unrelated.kill()
     assert end == End(None, guardian_gone=True)
+
+
+def test_when_the_guardian_is_killed_what_had_detached_itself_does_not_stay(tree):
+    one = tree(FAMILY, how="hang", grace_s=0.3)
+    one.await_workers()
+    detached = noted(one.root, *RELATIVES)[1]
+    assert processes.find(detached).parent == one.process.pid
+    os.kill(one.process.pid, signal.SIGKILL)
+    one.expect(End)  # and nothing runs
 
 
 def test_when_the_task_is_killed_nothing_of_it_stays_but_what_its_step_forked(task, tmp_path):

@@ -18,7 +18,7 @@ HALT_SIGNAL = int(signal.SIGRTMAX) - 5
 # This folder comes first on the path of agent and workers; its `sitecustomize` records how a worker ends.
 WORKER_HOOKS = os.path.join(SCRIPTS, "worker_hooks")
 # The agent is the first Python of a launch and puts its pid there, so that its children know that they are workers.
-_AGENT_VARIABLE = "TORCHRUN_AGENT_PID"
+AGENT_VARIABLE = "TORCHRUN_AGENT_PID"
 # "1/3": restart 1 of at most 3. The agent takes it, and sets the variables of torchelastic in each worker.
 _RESTARTS = "TORCHRUN_RESTARTS"
 
@@ -115,7 +115,7 @@ def with_hooks(env: Mapping[str, str], module_folder: str | None) -> dict[str, s
     env = dict(env)
     hooks = WORKER_HOOKS if os.pathsep not in WORKER_HOOKS else None
     if hooks:
-        env[_AGENT_VARIABLE] = ""
+        env[AGENT_VARIABLE] = ""
     # An empty entry would mean the working directory, so there must be none of ours.
     if path := [*filter(None, (hooks, module_folder, env.get("PYTHONPATH")))]:
         env["PYTHONPATH"] = os.pathsep.join(path)

@@ -124,6 +124,18 @@ def command_line(pid: int) -> list[str]:
     return _words(pid, "cmdline")[:-1]
 
 
+def living_with(word: str, since: str) -> list[int]:
+    """Return the pids of the living processes that began at `since` or later with ``NAME=VALUE`` in their environment.
+
+    Children inherit it, whoever adopts them. A process of another user may hide its environment.
+    """
+    return [
+        process.pid
+        for process in _table()
+        if process.is_alive and int(process.began) >= int(since or 0) and word in _words(process.pid, "environ")
+    ]
+
+
 def describe(pid: int) -> str:
     """Return a process's number and the beginning of its command line."""
     return f"{pid} ({' '.join(command_line(pid))[:200]})"

@@ -7,6 +7,7 @@ why). A thread of this object reads the guardian's events.
 from __future__ import annotations
 
 import json
+import signal
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import TypeAlias
@@ -14,10 +15,12 @@ from typing import TypeAlias
 from ..guardian.agent_events import AgentEvent, AgentStarted, End, Refused, WorkerStarted
 from ..guardian.guardian import Options
 from ..guardian.guardian_process import GuardianProcess
+from ..launch.command import AGENT_VARIABLE
 from ..machine import processes
 
 # The guardian waits 10 s at most after SIGKILL; then it reports what it has.
 _END_WAIT_S = 15.0
+_STRAGGLER_GRACE_S = 2.0  # as the guardian's
 
 Warm: TypeAlias = Callable[[Mapping[str, str], Options], "GuardianProcess | Refused"]
 """A way to start an agent faster than cold: returns a guardian that was asked for the agent, or why there is none."""
@@ -45,7 +48,9 @@ class AgentProcess:
         self._sent: list[str] = []
         self._is_warm = False  # whether the guardian held a spare
         self._reader = threading.Thread(target=self._read, name="torchrun-agent", daemon=True)
-        self._tree: dict[int, str] = {}  # pid -> when it began; belongs to the reader thread
+        # They belong to the reader thread.
+        self._tree: dict[int, str] = {}  # pid -> when it began
+        self._agent: AgentStarted | None = None
 
     def start(self) -> None:
         """Start the agent. All further news arrives as events."""
@@ -134,6 +139,8 @@ class AgentProcess:
             for event in self._guardian.events():
                 if isinstance(event, AgentStarted | WorkerStarted):
                     self._tree[event.pid] = event.began
+                if isinstance(event, AgentStarted):
+                    self._agent = event
                 if isinstance(event, End):
                     return event
                 self._on_event(event)
@@ -145,9 +152,15 @@ class AgentProcess:
         return end
 
     def _stop_in_its_place(self, guardian: GuardianProcess) -> None:
-        """Kill a guardian, and stop the agent and the workers that it had reported."""
+        """Kill a guardian, and stop the agent, the workers that it had reported, and all that these have started."""
         guardian.kill()
         # The kernel sends the agent SIGTERM at its guardian's death, and the agent stops its workers. The rest is killed.
         # A pid may belong to another process by now, so the time at which it began must be the same.
         same = {pid for pid, began in self._tree.items() if processes.began(pid) == began}
         processes.await_or_kill(same, self._options.grace_s)
+        if self._agent is not None:
+            # The guardian had adopted what detached itself; nobody else knows of it.
+            left = processes.living_with(f"{AGENT_VARIABLE}={self._agent.pid}", self._agent.began)
+            for pid in left:
+                processes.send_signal(pid, signal.SIGTERM)
+            processes.await_or_kill(left, min(self._options.grace_s, _STRAGGLER_GRACE_S))
