@@ -86,6 +86,14 @@ def test_a_gang_of_one_in_a_gangs_step_speaks_of_the_node_that_it_is_there(rank)
     rename_node(TorchrunError("no cause"), 2)
 
 
+def test_a_working_directory_that_was_removed_is_said(launch_of, tmp_path, monkeypatch):
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    with pytest.raises(TorchrunConfigError, match=r"was removed.*os\.chdir"):
+        launch_of()
+
+
 # --- names that `run` does not have -------------------------------------------------------------------
 
 

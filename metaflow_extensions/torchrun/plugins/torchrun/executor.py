@@ -220,6 +220,7 @@ class TorchrunExecutor:
         ignored = ", ".join([name for name in LEGACY if options.pop(name, None)])
         if ignored:
             self._note_once(f"warning: run({ignored}) has no effect; name files to store with run(outputs=...) instead")
+        _require_working_directory()
         context = self._context
         called = {**ARGUMENTS, **options, "entrypoint": entrypoint, "entrypoint_args": entrypoint_args}
         given = with_attributes(called, context.settings)
@@ -320,6 +321,17 @@ class TorchrunExecutor:
         options = torchrun_options(given.get("torchrun_args"))
         choice = choose("nproc_per_node", given, options, self._context.settings)
         return choose_nproc(*choice, self._context.requested, self._context.machine)
+
+
+def _require_working_directory() -> None:
+    """Raise TorchrunConfigError if the folder in which the step's code is has been removed."""
+    try:
+        os.getcwd()
+    except FileNotFoundError as error:
+        raise TorchrunConfigError(
+            "The working directory of the step's code was removed, so no worker can start there. Change to a folder that "
+            "exists (os.chdir) before current.torch.run."
+        ) from error
 
 
 def _flow_folder() -> str | None:
