@@ -1,0 +1,66 @@
+"""A step that changes its own process, and the streams that it prints to, around its launches."""
+
+import contextlib
+import io
+import os
+import resource
+import sys
+
+from metaflow import FlowSpec, current, step, torchrun
+from notes import note
+
+SEES = """
+import json, os, resource, sys
+umask = os.umask(0)
+seen = {"umask": umask, "core": resource.getrlimit(resource.RLIMIT_CORE)[0], "cwd": os.getcwd(), "nice": os.nice(0),
+        "cpus": sorted(os.sched_getaffinity(0)), "step": os.environ["FROM_STEP"]}
+with open(os.path.join(os.environ["GANG_OUT"], "seen-" + os.environ["RANK"]), "w") as file:
+    json.dump(seen, file)
+"""
+PRINTS = ["sh", "-c", 'echo "größe * $WHERE of $RANK"; echo "error in $WHERE of $RANK" >&2']
+
+
+class OwnCodeFlow(FlowSpec):
+    @step
+    def start(self):
+        self.next(self.train, num_parallel=2)
+
+    @torchrun(warm=os.environ.get("WARM", "agent"))
+    @step
+    def train(self):
+        node, out = current.parallel.node_index, os.environ["GANG_OUT"]
+        os.umask(0o27)
+        resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
+        os.nice(3)
+        os.sched_setaffinity(0, [min(os.sched_getaffinity(0))])
+        os.environ["FROM_STEP"] = "größe"
+        os.makedirs(here := os.path.join(out, f"here-{node}"))
+        os.chdir(here)
+        current.torch.run([sys.executable, "-c", SEES])
+
+        got = io.StringIO()
+        with contextlib.redirect_stdout(got):
+            current.torch.run(PRINTS, env={"WHERE": "memory"})
+        note(f"memory-{node}", got.getvalue())
+
+        terminal = os.dup(1)
+        with open(os.path.join(out, f"file-{node}"), "wb") as file:
+            os.dup2(file.fileno(), 1)
+            try:
+                current.torch.run(PRINTS, env={"WHERE": "a file"})
+            finally:
+                os.dup2(terminal, 1)
+        current.torch.run(PRINTS, env={"WHERE": "the terminal"})
+        self.next(self.join)
+
+    @step
+    def join(self, inputs):
+        self.next(self.end)
+
+    @step
+    def end(self):
+        pass
+
+
+if __name__ == "__main__":
+    OwnCodeFlow()
