@@ -1,12 +1,13 @@
 """What the cards of a task show of `TorchrunSingleNodeMultiGPU`, the gang of one."""
 
+import gc
 import json
 from types import SimpleNamespace
 
 import pytest
 from fake_cards import FakeCard, offered
 from metaflow import current
-from unit_helpers import eventually
+from unit_helpers import eventually, is_running
 
 from metaflow_extensions.torchrun.plugins.torchrun import gang_of_one
 from metaflow_extensions.torchrun.plugins.torchrun.errors import TorchrunConfigError
@@ -86,6 +87,13 @@ def test_it_imports_beforehand_from_the_first_launch_that_asks_for_it_to_its_own
         one.run(entrypoint="train.py", **asked)
     assert begun == [("workers", 2)]
     assert [context.has_spares for context in launches.contexts] == [False, True, True]
+    first, second, third = (context.member.link.pid for context in launches.contexts)
+    assert first != second == third, "the spares' supervisor stays"
+    assert is_running(third)
+    del one
+    launches.contexts.clear()
+    gc.collect()
+    assert eventually(lambda: not is_running(third))
 
 
 @pytest.mark.parametrize(

@@ -202,11 +202,6 @@ class Client:
                 self.call("close", 0.0, self.stays, self._is_hurried)
             self._end()
 
-    def begin_again(self, begin: Mapping[str, Any], listener: Listener) -> None:
-        """Begin another gang, after `close`, with a supervisor that stayed."""
-        self._listener, self._is_closing, self._last_words = listener, False, None
-        self._link.send("begin", {**begin, "starts": None})
-
     def _end(self) -> None:
         self._is_over = True
         self._link.wake()
@@ -317,16 +312,12 @@ class ControlClient(Client):
     ) -> None:
         self.num_nodes = num_nodes
         self._last: dict[str, Any] = {}  # what the supervisor has said last; see `_ask`
-        given = {name: value for name, value in vars(rules).items() if name != "why_it_waits"}
-        about = {"num_nodes": num_nodes, "timeout_s": heartbeat_timeout_s}
-        super().__init__({**about, "token": token, "rules": given}, listener, starts)
+        super().__init__(_about_gang(num_nodes, heartbeat_timeout_s, token, rules), listener, starts)
 
     def begin_alone(self, listener: Listener, heartbeat_timeout_s: float, rules: Rules) -> None:
         """Begin another gang of one, after `close`, with a supervisor that stayed."""
-        given = {name: value for name, value in vars(rules).items() if name != "why_it_waits"}
-        about = {"num_nodes": 1, "timeout_s": heartbeat_timeout_s, "token": "", "rules": given}
-        self._last = {}
-        self.begin_again(about, listener)
+        self._listener, self._is_closing, self._last_words, self._last = listener, False, None, {}
+        self._link.send("begin", {**_about_gang(1, heartbeat_timeout_s, "", rules), "starts": None})
 
     def listen(self, port: int | None, host: str = "") -> int:
         """Open the channel and return its port; raise GangError if that can't be.
@@ -412,3 +403,9 @@ class ControlClient(Client):
     def _is_missed(self) -> bool:
         """Whether the supervisor has ended without a last word."""
         return self._is_gone and self._last_words is None
+
+
+def _about_gang(num_nodes: int, heartbeat_timeout_s: float, token: str, rules: Rules) -> dict[str, Any]:
+    """Return what a supervisor must know to hold a gang."""
+    given = {name: value for name, value in vars(rules).items() if name != "why_it_waits"}
+    return {"num_nodes": num_nodes, "timeout_s": heartbeat_timeout_s, "token": token, "rules": given}

@@ -105,9 +105,9 @@ class Feature:
         """
         return None
 
-    def spares(self, data: Plain) -> WarmStarts:
-        """Start spares, in the supervisor, from the step's begin on."""
-        raise NotImplementedError
+    def spares(self, data: Plain) -> WarmStarts | None:
+        """Start spares, in the supervisor, from the step's begin on; `data` is what `starts` has returned."""
+        return None
 
     def service(self, call: RunCall) -> Service | None:
         """Return what it does for one call of `run`, if that asks for it; raises TorchrunConfigError."""
