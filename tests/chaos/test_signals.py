@@ -194,7 +194,7 @@ def test_everything_is_stopped_for_longer_than_the_heartbeat_timeout(gang, recor
 
 
 def test_tasks_that_are_stopped_for_a_while_are_no_hang(gang, recorder):
-    """Their workers go on, but nobody can tell of them."""
+    """Their workers go on, and their supervisors tell of them."""
     hang_timeout_s = 6
     gang.start(2, hang_timeout_s=hang_timeout_s)
     gang.await_workers()
