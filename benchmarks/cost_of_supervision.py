@@ -32,7 +32,11 @@ CASES = {
     'logs="all", card': ("--with", "torchrun:logs=all", "--with", "card:type=torchrun"),
 }
 # What runs beside a task, and what stands in its command line.
-BESIDE = {"guardian": "guardian import main", "torchrun": "/features/warm/spare.py"}
+BESIDE = {
+    "supervisor": "guardian import main",
+    "guardian": "guardian import main",
+    "torchrun": "/features/warm/spare.py",
+}
 COMPARED = ("CPU", "threads", "RSS", "PSS")
 START_S = 600.0
 # The targets: of an ordinary step, and of one with many nodes.

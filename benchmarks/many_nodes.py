@@ -13,6 +13,7 @@ import random
 import resource
 import socket
 import sys
+import threading
 import time
 from dataclasses import replace
 from multiprocessing.connection import Connection
@@ -24,7 +25,6 @@ import metaflow  # noqa: F401 - it imports our modules, so it must come before t
 from report import Report, parser
 
 from metaflow_extensions.torchrun.plugins.torchrun.channel import connection, control_channel, member_channel
-from metaflow_extensions.torchrun.plugins.torchrun.channel.loop_thread import LoopThread
 from metaflow_extensions.torchrun.plugins.torchrun.features.listed import FEATURES
 from metaflow_extensions.torchrun.plugins.torchrun.features.usage.meter import step_s
 from metaflow_extensions.torchrun.plugins.torchrun.gang import policy, protocol, state
@@ -73,6 +73,13 @@ def report(node: int, exception: str, age_s: float, count: int = 1) -> tuple[Fai
     )
 
 
+def loop_thread() -> asyncio.AbstractEventLoop:
+    """Return a loop that runs in a thread of its own, as a supervisor's main thread runs it."""
+    loop = asyncio.SelectorEventLoop()
+    threading.Thread(target=loop.run_forever, daemon=True).start()
+    return loop
+
+
 # --- a process of members ---------------------------------------------------------------------------
 
 
@@ -86,7 +93,7 @@ class Member:
         self.channel = member_channel.MemberChannel(node, self.deliver, self.lose_control, HEARTBEAT_S)
 
     def deliver(self, message: protocol.Message) -> None:
-        """Take a message, in the channel's thread."""
+        """Take a message."""
         self.heard.setdefault(type(message).__name__.lower(), time.monotonic())
         if isinstance(message, protocol.Go):
             asyncio.get_running_loop().call_later(random.random() * self.step_s, self.tell_usage)
@@ -107,7 +114,7 @@ class Member:
         self.channel.send(protocol.Ended(0, False, 0, lost_peer))
 
     def lose_control(self, reason: str) -> None:
-        """Note that the control node is not heard any more, in the channel's thread."""
+        """Note that the control node is not heard any more."""
         self.heard.setdefault("control_lost", time.monotonic())
 
     def has_heard(self, kind: str) -> bool:
@@ -118,9 +125,9 @@ class Member:
         """Connect at the same moment as all others."""
         await asyncio.sleep(begin_at - time.monotonic())
         deadline = time.monotonic() + WAIT_S
-        for pause_s in policy.growing_pauses():  # as `join` does it, but in the thread that all share
+        for pause_s in policy.growing_pauses():  # as `join` does it, but in the loop that all share
             try:
-                await self.channel._connect([HOST], port, token, deadline - time.monotonic())
+                await self.channel.connect([HOST], port, token, deadline - time.monotonic())
                 return
             except Exception as error:
                 if not isinstance(error, OSError) or time.monotonic() > deadline:
@@ -146,16 +153,19 @@ def await_members(members: list[Member], kind: str) -> None:
 def run_members(control: Connection, port: int, token: str, count: int, first: int, last: int) -> None:
     """Run members until all have heard their verdict, and say when they heard what."""
     set_soft_limit(None)
-    shared = LoopThread("members", print)
-    member_channel.LoopThread = lambda *_: shared  # type: ignore[assignment,misc]  # one thread for all
-    members = [Member(node, step_s(count + 1)) for node in range(first, last)]
+    loop = loop_thread()
+
+    async def make() -> list[Member]:
+        return [Member(node, step_s(count + 1)) for node in range(first, last)]
+
+    members = asyncio.run_coroutine_threadsafe(make(), loop).result()
     begin_at = await_order(control, "ready")
     for member in members:
-        asyncio.run_coroutine_threadsafe(member.join(port, token, begin_at), shared.loop)
+        asyncio.run_coroutine_threadsafe(member.join(port, token, begin_at), loop)
     await_members(members, "welcome")
     begin_at = await_order(control, "joined")
     for member in members:
-        shared.post(shared.loop.call_at, begin_at, member.channel._send, READY)
+        loop.call_soon_threadsafe(loop.call_at, begin_at, member.channel.send, READY)
     await_members(members, "ack")
     control.send([(member.node, member.heard, member.error) for member in members])
 
@@ -217,12 +227,21 @@ class Control:
         keepers = keepers_of(FEATURES, count + 1)
         gang = state.Gang(count + 1, lambda pinned: pinned or pick_port(), state.Rules(WAIT_S), keepers)
         self.token = connection.new_token()
-        self.channel = control_channel.ControlChannel(gang, self._inbox.put, self.token, HEARTBEAT_S)
-        self.port = self.channel.listen(None, HOST)
-        self.channel.send(protocol.Join(0, socket.gethostname()))
+        self._loop = loop_thread()
+
+        async def listen() -> int:
+            self.channel = control_channel.ControlChannel(gang, self._inbox.put, self.token, HEARTBEAT_S)
+            return await self.channel.listen(None, HOST)
+
+        self.port = asyncio.run_coroutine_threadsafe(listen(), self._loop).result()
+        self.send(protocol.Join(0, socket.gethostname()))
         time.sleep(0.2)
         Path("/proc/self/clear_refs").write_text("5")  # begins anew with the most memory (proc(5))
         self._memory_before = resident_mb("VmRSS")
+
+    def send(self, message: protocol.Message) -> None:
+        """Hand the gang a message of the control node."""
+        self._loop.call_soon_threadsafe(self.channel.send, message)
 
     def expect(self, kind: type[Any], parts: list[Part]) -> Any:
         """Return the next message of a kind."""
@@ -241,16 +260,16 @@ class Control:
     def fail(self, parts: list[Part]) -> None:
         """Tell of a failure, and wait for the verdict."""
         first = report(0, "ValueError: the first", 0.5)
-        self.channel.send(protocol.Failed(0, 0, first))
-        self.channel.send(protocol.Ended(0, False, 0, first))
+        self.send(protocol.Failed(0, 0, first))
+        self.send(protocol.Ended(0, False, 0, first))
         verdict = self.expect(protocol.Verdict, parts)
         assert "ValueError: the first" in verdict.error.message, verdict.error.message[:500]
 
     def close(self) -> float:
         """Return the most memory that it has used for the gang, in MB, and end it."""
         memory = resident_mb("VmHWM") - self._memory_before
-        self.channel.send(protocol.Leave())
-        self.channel.close(10.0)
+        self.send(protocol.Leave())
+        asyncio.run_coroutine_threadsafe(self.channel.close(10.0), self._loop).result()
         return memory
 
 
@@ -271,7 +290,7 @@ def run_gang(link: Connection, count: int, others: int, processes: int, steady_s
     begin_at = order([*parts, *crowd], "ready")
     ready_at = order(parts, "joined")
     cpu_s.append(time.process_time())
-    control.channel.send(replace(READY, policy=POLICY))
+    control.send(replace(READY, policy=POLICY))
     control.expect(protocol.Go, parts)
     time.sleep(2.0)  # until the last has heard it, too
     steady_at, cpu_steady = time.monotonic(), time.process_time()

@@ -10,6 +10,7 @@ printed one by one, and Metaflow has no task's Python buffer them.
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import subprocess
@@ -79,12 +80,17 @@ def read(folder: str, *arguments: str) -> int:
             began.append(time.time())
         return write_output(stream, lines)
 
-    reader = LogReader(folder, {rank: (f"[rank {rank}] ", False) for rank in range(RANKS)}, "", write)
+    async def read_all() -> int:
+        reader = LogReader(folder, {rank: (f"[rank {rank}] ", False) for rank in range(RANKS)}, "", write)
+        torchrun = subprocess.Popen([sys.executable, AGENT, folder, str(HALT_SIGNAL), *arguments])
+        reader.start()
+        while (code := torchrun.poll()) is None:
+            await asyncio.sleep(0.01)
+        reader.finish()
+        return code
+
     used = time.process_time()
-    torchrun = subprocess.Popen([sys.executable, AGENT, folder, str(HALT_SIGNAL), *arguments])
-    reader.start()
-    code = torchrun.wait()
-    reader.finish()
+    code = asyncio.run(read_all())
     settle()
     note("reader", began=began[0], cpu=time.process_time() - used)
     return code

@@ -229,20 +229,23 @@ class Gang:
     def agent(self, rank: int, run_id: str = "launch0-0") -> int:
         return int(self.note(f"worker-{run_id}-{rank}")["agent"])
 
-    def guardian(self, rank: int, run_id: str = "launch0-0") -> int:
-        return psutil.Process(self.agent(rank, run_id)).ppid()
+    def guardian(self, node: int) -> int:
+        """Return the pid of a node's guardian, the parent of its supervisor."""
+        return psutil.Process(self.supervisor(node)).ppid()
 
     def supervisor(self, node: int) -> int:
-        """Return the pid of a node's supervisor, once it runs; it was told the task's pid."""
+        """Return the pid of a node's supervisor, once it runs; its guardian, its parent, was told the task's pid."""
         found: list[int] = []
 
         def is_there() -> bool:
             lines = {pid: command_line(pid, None).split() for pid in self.living()}
-            program = "torchrun.supervisor.process"
-            found[:] = [pid for pid, words in lines.items() if program in words and words[-3] == str(self.task(node))]
-            # A helper, the task's child, has the same command line until it has started the supervisor.
+            program = "torchrun.supervisor.guardian"
+            of_node = [pid for pid, words in lines.items() if program in words and words[-3] == str(self.task(node))]
+            # A helper, the task's child, has the same command line until it has started the guardian.
             with suppress(psutil.NoSuchProcess):
-                return len(found) == 1 and psutil.Process(found[0]).ppid() != self.task(node)
+                parents = {pid: psutil.Process(pid).ppid() for pid in of_node}
+                found[:] = [pid for pid, parent in parents.items() if parent in of_node]
+                return len(of_node) == 2 and len(found) == 1 and self.task(node) not in parents.values()
             return False
 
         self.await_that(is_there, f"the supervisor of node {node}")

@@ -127,10 +127,10 @@ def node() -> Drawing:
     it.box(12, 12, 196, 52)
     it.text(24, 34, "Metaflow's task", "bold")
     it.text(24, 53, "the step's code", "small")
-    it.arrow((110, 66), (110, 82), both=True)
+    it.arrow((110, 66), (110, 154), both=True)
     rows = [
+        ("ours", "guardian", "ends everything below it, if the supervisor is killed"),
         ("ours", "supervisor", "runs the launches, reads the output, talks to the other nodes"),
-        ("ours", "guardian", "ends everything below it, in any case"),
         ("theirs", "agent", "python -m torch.distributed.run"),
     ]
     for number, (kind, name, what) in enumerate(rows):

@@ -21,7 +21,6 @@ HOST = socket.gethostname()
 NAMES = {
     "worker": "a worker",
     "agent": "an agent",
-    "guardian": "a guardian",
     "task": "a task",
     "control task": "the control task",
 }
@@ -34,11 +33,6 @@ SAID = {  # who is hurt, and how: the cause's category and text
     ("worker", signal.SIGTERM): ("killed", f"{RANK_2} was killed by SIGTERM"),
     ("agent", signal.SIGKILL): ("killed", f"{NODE_1} failed: its torchrun agent was killed by SIGKILL"),
     ("agent", signal.SIGTERM): ("killed", f"{NODE_1} failed: its torchrun agent got SIGTERM"),
-    ("guardian", signal.SIGKILL): (
-        "killed",
-        f"{NODE_1} failed: its guardian process ended unexpectedly, as by SIGKILL",
-    ),
-    ("guardian", signal.SIGTERM): ("killed", f"{NODE_1} failed: its guardian process"),
     ("task", signal.SIGKILL): ("node_lost", f"{NODE_1} failed: its task "),
     ("task", signal.SIGTERM): ("preempted", f"{NODE_1} was preempted: its Metaflow task got SIGTERM"),
     ("control task", signal.SIGKILL): ("node_lost", f"Node 0 (host {HOST}) failed: its task "),
@@ -102,6 +96,37 @@ def test_sigkill_of_the_control_nodes_supervisor(gang, recorder):
     recorder.died("SIGKILL of the control node's supervisor", outcome)
     assert "Node 0 (the control node) is lost: its connection was closed" in outcome.error["text"]
     assert f"Node 0 (host {HOST}) failed: its supervisor process (pid " in gang.error(0)["text"]
+
+
+def test_sigkill_of_a_guardian(gang, recorder):
+    """It matters only when its supervisor is killed, too."""
+    gang.start(2, 1)
+    gang.await_workers()
+    struck_at = gang.send(gang.guardian(1), signal.SIGKILL)
+    gang.await_age(struck_at, 1)
+    recorder.lasted("SIGKILL of a guardian", gang.end_well())
+
+
+def test_sigkill_of_all_that_is_ours(gang, recorder):
+    """The kernel tells the agent, which stops its workers."""
+    gang.start(2, 2)
+    gang.await_workers()
+    supervisor, guardian = gang.supervisor(1), gang.guardian(1)
+    gang.send(guardian, signal.SIGKILL)
+    outcome = gang.await_end(gang.send(supervisor, signal.SIGKILL), [0])
+    outcome.left[:] = [each for each in outcome.left if not each.startswith("/")]  # nobody is there to remove folders
+    recorder.died("SIGKILL of a guardian and its supervisor", outcome)
+    assert f"{NODE_1} failed: its connection to the control node was closed" in outcome.error["text"]
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=lambda number: number.name)
+def test_a_signal_to_guardian_and_supervisor(number, gang, recorder):
+    gang.start(2, 1)
+    gang.await_workers()
+    gang.send(gang.guardian(1), number)
+    struck_at = gang.send(gang.supervisor(1), number)
+    gang.await_age(struck_at, 1)
+    recorder.lasted(f"{number.name} of a guardian and its supervisor", gang.end_well())
 
 
 @pytest.mark.parametrize("node", [0, 1])

@@ -141,7 +141,7 @@ def test_the_first_five_minutes(start_flow, tmp_path):
     failed = run(failing)
     assert failed.wait() == 1, failed.text
     on_any_host = re.sub(r"\(host \S+\)", "(host vm)", failed.text)
-    # On a machine that does much else, torchrun may have taken the exit code before the guardian could.
+    # On a machine that does much else, torchrun may have taken the exit code before the supervisor could.
     wanted = [line for line in report if not line.startswith("It exited")]
     assert [line for line in wanted if line not in on_any_host] == [], failed.text
     shown = run(show)

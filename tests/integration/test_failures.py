@@ -102,7 +102,7 @@ def test_resume_runs_a_fresh_gang(failing, start_shared_flow):
     assert len(flow.note("end")["tasks"]) == 2
 
 
-# --- one node whose guardian is held up while a worker ends, as on a busy machine ----------------
+# --- one node whose supervisor is held up while a worker ends, as on a busy machine ----------------
 
 
 REAPED = {
@@ -115,21 +115,21 @@ RECORDED, TIMED_OUT = len(REAPED), len(REAPED) + 1
 
 @pytest.fixture(scope="module")
 def one_node(start_shared_flow):
-    """Run a flow of one node; torchrun reaps a worker of each launch before the guardian can see it."""
+    """Run a flow of one node; torchrun reaps a worker of each launch before the supervisor can see it."""
     runs = [launch(do) for do, _ in REAPED.values()]
     runs += [{"entrypoint": "recorded.py", "nproc_per_node": 2}, launch("*:sleep", timeout_s=limit_s(4))]
     flow = start_shared_flow("--nodes", "1", runs_=runs, hook="raise-last", attrs={"grace_s": 2})
     for number, name in enumerate(REAPED):
         workers = {w["env"]["RANK"]: w["pid"] for w in flow.await_notes(f"worker-launch{number}-*", 2)}
         victim = workers["0" if name == "ended-well" else "1"]
-        guardian = psutil.Process(victim).parent().parent()
-        guardian.suspend()
+        supervisor = psutil.Process(victim).parent().parent()
+        supervisor.suspend()
         (flow.out / f"go-launch{number}-0").touch()
         deadline = time.monotonic() + limit_s(20)
         while psutil.pid_exists(victim):
             assert time.monotonic() < deadline
             time.sleep(0.02)
-        guardian.resume()
+        supervisor.resume()
         if name == "ended-well":
             os.kill(workers["1"], signal.SIGTERM)
     assert flow.wait(60) == 1
@@ -186,7 +186,7 @@ def all_sleep(start_flow, **options):
 
 
 def test_sigkill_of_a_task_stops_everything(start_flow):
-    """The chaos suite kills agents and guardians: for these Metaflow makes no difference. For the control task see @retry."""
+    """The chaos suite kills agents and supervisors: there Metaflow makes no difference. For the control task see @retry."""
     flow = all_sleep(start_flow, stand_in=True)
     os.kill(flow.note("task-1")["pid"], signal.SIGKILL)
     begin = time.monotonic()

@@ -63,7 +63,7 @@ def faulty_storage(fault):
 
 # Makes the control node's supervisor choose a port first that somebody else takes before its agent does.
 SQUATTED = """
-if "{{module}}" == "supervisor.process":
+if "{{module}}" == "supervisor.guardian":
     from torchrun.supervisor import sides
     choose, chosen = sides.pick_port, []
     def pick_port(pinned):

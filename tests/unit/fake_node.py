@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 
 from limits import limit_s
+from loops import InLoop, Loop
 from unit_helpers import HANG_S, write
 
 from metaflow_extensions.torchrun.plugins.torchrun.errors import LaunchFailed
@@ -15,10 +16,10 @@ from metaflow_extensions.torchrun.plugins.torchrun.gang import protocol
 from metaflow_extensions.torchrun.plugins.torchrun.gang.cause import Cause
 from metaflow_extensions.torchrun.plugins.torchrun.gang.member import Member
 from metaflow_extensions.torchrun.plugins.torchrun.gang.seat import Seat
-from metaflow_extensions.torchrun.plugins.torchrun.guardian import agent_events
 from metaflow_extensions.torchrun.plugins.torchrun.launch.spec import LaunchSpec
 from metaflow_extensions.torchrun.plugins.torchrun.logs.pipes import pipe_path
 from metaflow_extensions.torchrun.plugins.torchrun.machine.accelerators import Machine
+from metaflow_extensions.torchrun.plugins.torchrun.node import agent_events
 from metaflow_extensions.torchrun.plugins.torchrun.node.plan import Plan
 from metaflow_extensions.torchrun.plugins.torchrun.node.services import Services
 from metaflow_extensions.torchrun.plugins.torchrun.node.supervisor import Completed, Supervisor
@@ -31,23 +32,21 @@ ERROR = LaunchFailed("Rank 1 failed.", Cause("exit", 0, "host", 1, 1, 3).as_dict
 
 
 class FakeAgent:
-    """An agent that only notes what it is told; its guardian says what the test has it say."""
+    """An agent that only notes what it is told, and says what the test has it say."""
 
-    def __init__(self, command, env, options, on_event, warm=None):
-        self.command, self.env, self.options, self.say = command, env, options, on_event
+    def __init__(self, loop, command, env, options, on_event, warm=None):
+        self.command, self.env, self.options = command, env, options
+        self.say = lambda event: loop.call(on_event, event)
         self.orders = []
         self.pid = None
 
     def start(self):
         self.orders.append("start")
 
-    def stop(self, grace_s):
-        self.orders.append(("stop", grace_s))
+    def stop(self, grace_s, first_signal=None):
+        self.orders.append(("stop", grace_s) if first_signal is None else ("preempt", grace_s, first_signal))
 
-    def preempt(self, grace_s, number):
-        self.orders.append(("preempt", grace_s, number))
-
-    def close(self, grace_s):
+    async def close(self, grace_s):
         self.orders.append(("close", grace_s))
 
 
@@ -63,8 +62,9 @@ class FakeNode:
         self.said, self.output, self.events = [], [], []
         self._sent, self._agents, self._came = queue.Queue(), queue.Queue(), queue.Queue()
         self.own_address = None
-        self.guardian = None  # the pid of a process whose use is measured; without one nothing is
-        self.seat = Seat(number, 2, self._hear, self)
+        self.agent_pid = None  # of a process whose use is measured; without one nothing is
+        self.loop = Loop()
+        self.seat = InLoop(self.loop, lambda: Seat(number, 2, self._hear, self))
         self.member = Member(number, 2, self._hear)  # the task's half, which stores and makes the result
         # In another thread, so that the handlers of the test's own process stay.
         self._in_thread(lambda: self.member.attach(self)).join(DEADLINE_S)
@@ -83,7 +83,7 @@ class FakeNode:
     def end_spares(self):
         """End no spares."""
 
-    def settle_lines(self):
+    async def settle_lines(self):
         """Wait for no lines of other nodes."""
 
     def close(self):
@@ -98,8 +98,8 @@ class FakeNode:
         return True
 
     def _new_agent(self, *args):
-        agent = FakeAgent(*args)
-        agent.pid = self.guardian
+        agent = FakeAgent(self.loop, *args)
+        agent.pid = self.agent_pid
         self._agents.put(agent)
         return agent
 
@@ -109,11 +109,17 @@ class FakeNode:
         thread.start()
         return thread
 
-    def _run(self):
+    def _begin(self):
+        def begin():
+            self._task = self.loop.loop.create_task(self._run())
+
+        self.loop.call(begin)
+
+    async def _run(self):
         self.services.begin(self.plan.spec)
-        launch = Supervisor(self.plan, self.seat, 0, self._complete, self._store, self.new_agent)
+        launch = Supervisor(self.plan, self.seat.itself, 0, self._complete, self._store, self.new_agent)
         try:
-            outcome = launch.run()
+            outcome = await launch.run()
             if outcome.verdict.error is not None:
                 self.services.failed(outcome.verdict.error, outcome.verdict.features)
                 raise outcome.verdict.error
@@ -125,7 +131,7 @@ class FakeNode:
     # What the task does for the launch.
     def _complete(self):
         self.plan = self.complete()
-        self.seat.inbox.put(Completed(self.plan))
+        self.seat.itself.inbox.put_nowait(Completed(self.plan))
 
     def _store(self, about):
         before, self.upload = self.upload, None
@@ -145,12 +151,12 @@ class FakeNode:
 
     def launch(self):
         """Have the step's code call `run`, in a thread; return the node's *ready*."""
-        self._in_thread(self._run)
+        self._begin()
         return self.expect(protocol.Ready)
 
     def prepare(self):
         """Have the step's code call `run` with commands before; return the agent that runs them, if it is a fake one."""
-        self._in_thread(self._run)
+        self._begin()
         self.expect(protocol.Prepares)
         return None if self.new_agent != self._new_agent else self._agents.get(timeout=DEADLINE_S)
 
@@ -168,7 +174,7 @@ class FakeNode:
         self.launch()
         agent = self.go()
         for local_rank in (0, 1):
-            agent.say(agent_events.WorkerStarted(self.rank(local_rank), local_rank, NOBODY + local_rank, "1"))
+            agent.say(agent_events.WorkerStarted(self.rank(local_rank), local_rank, NOBODY + local_rank))
         self.expect(protocol.Started)
         return agent
 
@@ -185,7 +191,7 @@ class FakeNode:
 
     def interrupt(self, news):
         """Put something into the launch's inbox, as another thread or a signal handler does."""
-        self.seat.inbox.put(news)
+        self.loop.post(lambda: self.seat.itself.inbox.put_nowait(news))
 
     def ends_well(self, agent, **verdict):
         """Have everything end well; return the node's *ended*, and what `run` returns."""

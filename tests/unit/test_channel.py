@@ -17,6 +17,7 @@ from typing import NamedTuple
 import psutil
 import pytest
 from limits import limit_s
+from loops import InLoop, Loop
 from test_network import needs_ipv6
 from unit_helpers import HANG_S, eventually
 
@@ -76,8 +77,12 @@ class Control:
     def __init__(self, num_nodes=2, heartbeat_s=20.0, started_timeout_s=60.0, host=HOST):
         self.inbox, self.token = Inbox(), new_token()
         gang = Gang(num_nodes, lambda pinned: pinned or pick_port(), Rules(started_timeout_s, 1.0))
-        self.relay = Relay()
-        self.channel = ControlChannel(gang, self.inbox, self.token, heartbeat_s, self.relay.add)
+        self.loop = Loop()
+        self.relay = InLoop(self.loop, Relay)
+        on_lines = self.relay.itself.add
+        make = lambda: ControlChannel(gang, self.inbox, self.token, heartbeat_s, on_lines)  # noqa: E731
+        self.channel = InLoop(self.loop, make)
+        self.loop.on_error = self.channel.itself.fail
         self.port, self.send = self.channel.listen(None, host), self.channel.send
         self.send(sent.Join(node=0, host="host-0"))
         self.inbox.expect(sent.Welcome)
@@ -92,16 +97,18 @@ class Control:
             self._is_open = False
             self.channel.close(wait_s)
             self.relay.close()
+            self.loop.stop()
 
 
-class Member(MemberChannel):
+class Member(InLoop):
     """A member's side of a test; it is not connected yet."""
 
     def __init__(self, node=1, heartbeat_s=20.0, policy=None, place="here"):
         self.inbox, self._is_open = Inbox(), True
-        super().__init__(
-            node, self.inbox, lambda reason: self.inbox(ControlLost(reason)), heartbeat_s, policy, place=place
-        )
+        on_loss = lambda reason: self.inbox(ControlLost(reason))  # noqa: E731
+        make = lambda: MemberChannel(node, self.inbox, on_loss, heartbeat_s, policy, place=place)  # noqa: E731
+        super().__init__(Loop(), make)
+        self.in_loop.on_error = self.itself.fail
 
     def join(self, control, addresses=(HOST,)):
         self.address = self.connect(addresses, control.port, control.token, 10.0)
@@ -117,7 +124,8 @@ class Member(MemberChannel):
     def close(self):
         if self._is_open:
             self._is_open = False
-            super().close()
+            self.in_loop.call(self.itself.close)
+            self.in_loop.stop()
 
 
 class Opened(ExitStack):
@@ -397,7 +405,7 @@ def test_hundreds_may_connect_at_the_same_moment(opened):
     control = opened.control()
     busy = threading.Event()
     opened.callback(busy.set)
-    control.channel._thread.post(busy.wait, 3600.0)  # nobody accepts for now; the kernel keeps the queue
+    control.loop.post(busy.wait, 3600.0)  # nobody accepts for now; the kernel keeps the queue
     for _ in range(300):
         opened.enter_context(raw_connection(control))
 
@@ -571,14 +579,15 @@ def test_even_when_nothing_can_be_sent_any_more_all_hear_of_it(opened, monkeypat
     member.inbox.expect(ControlLost, limit_s(5.0))
 
 
-def test_a_closed_channel_leaves_no_thread_and_swallows_late_words(opened):
+def test_a_closed_channel_swallows_late_words(opened):
     control, member = opened.pair()
-    member.close()
-    control.close()
+    member.in_loop.call(member.itself.close)
+    control.channel.close(0.0)
+    broken = control.channel.gang.broken
     member.send(READY)
     control.send(READY)
     control.channel.report_gone(1, "late")
-    eventually(lambda: not [t for t in threading.enumerate() if t.name in ("torchrun-control", "torchrun-member")])
+    assert control.channel.gang.broken is broken
 
 
 # --- lines of the workers -------------------------------------------------------------------------
@@ -589,11 +598,13 @@ class Log:
 
     def __init__(self, control):
         self.text = ""
-        control.relay.start(self._write)
+        control.relay.start(self)
 
-    def _write(self, stream, text):
-        self.text += text
-        return True
+    def write_output(self, stream, lines):
+        self.text += lines.decode()
+
+    def when_written(self, call):
+        call()
 
     @property
     def lines(self):
@@ -639,9 +650,8 @@ def test_the_gang_hears_how_long_its_clock_stood_still():
             stood.put(seconds)
             return super().was_stopped(seconds)
 
-    channel = ControlChannel(Stopped(1, pick_port, Rules(60.0, 1.0)), lambda message: None, new_token(), 20.0)
-    try:
-        channel._thread.post(time.sleep, 3.0)
-        assert 1.0 < stood.get(timeout=20.0) < 20.0
-    finally:
-        channel.close(0.0)
+    gang, loop = Stopped(1, pick_port, Rules(60.0, 1.0)), Loop()
+    InLoop(loop, lambda: ControlChannel(gang, lambda message: None, new_token(), 20.0))
+    loop.post(time.sleep, 3.0)
+    assert 1.0 < stood.get(timeout=20.0) < 20.0
+    loop.stop()

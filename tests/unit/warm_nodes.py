@@ -2,22 +2,18 @@
 
 import json
 import os
-import queue
 import sys
-from functools import partial
 from pathlib import Path
 
 from limits import limit_s
+from supervised import Supervised
 from unit_helpers import HANG_S, eventually, is_running, write
 
-from metaflow_extensions.torchrun.plugins.torchrun.features.warm.node import WarmNode
 from metaflow_extensions.torchrun.plugins.torchrun.features.warm.spare_workers import POPEN_OF_WORKERS
-from metaflow_extensions.torchrun.plugins.torchrun.guardian.agent_events import End, Refused
-from metaflow_extensions.torchrun.plugins.torchrun.guardian.guardian import Options
 from metaflow_extensions.torchrun.plugins.torchrun.launch import command as launch_command
 from metaflow_extensions.torchrun.plugins.torchrun.launch.command import WORKER_HOOKS
 from metaflow_extensions.torchrun.plugins.torchrun.machine.processes import living_descendants
-from metaflow_extensions.torchrun.plugins.torchrun.node.agent import AgentProcess
+from metaflow_extensions.torchrun.plugins.torchrun.node.agent_events import End, Refused
 
 # What stands for torchrun: it tells what it sees, starts workers, and waits where it is to.
 AGENT = """
@@ -90,7 +86,7 @@ print("to stderr", file=sys.stderr)
 class Warm:
     """The spares of one node, and the agents that are asked of them one after the other."""
 
-    def __init__(self, root, early="", in_agent="", preload=("imported_early",), workers=0):
+    def __init__(self, root, early="", in_agent="", preload=("imported_early",), workers=0, before=""):
         self.root, self.count, self.workers = root, 0, workers
         write(root / "imported_early.py", early)
         write(root / "torch" / "__init__.py", "")
@@ -105,28 +101,40 @@ class Warm:
         self.script = str(write(root / "scripts" / "worker.py", WORKER))
         self.env = {**os.environ, "PYTHONPATH": f"{WORKER_HOOKS}:{root}", "TORCHRUN_AGENT_PID": ""}
         os.mkfifo(root / "agent.workers")
-        self.node = WarmNode(preload, self.env, workers)
-        self.node.prepare()
-        self.agents = []
+        self.supervised = Supervised(before)
+        self.preload = list(preload)
+        self.prepare_anew()
+
+    def prepare_anew(self):
+        """Begin with a new spare, like the last."""
+        code = "global node; node = WarmNode(preload, env, workers); node.prepare()"
+        self.do(code, preload=self.preload, env=self.env, workers=self.workers)
+
+    def do(self, what, **values):
+        """Have code executed in the process that stands for the supervisor."""
+        self.supervised.ask("do(what, **values)", what=what, values=values)
+
+    @property
+    def pid(self):
+        """The pid of the spare that waits."""
+        return self.supervised.ask("node.pid")
 
     def start(self, what="", env=None, workers=None, script=None, **options):
         """Ask for an agent; return what its events come to."""
         self.count += 1
         out = self.root / f"seen-{self.count}.json"
-        logs = [str(self.root / f"agent.{stream}") for stream in ("stdout", "stderr")]
-        events = queue.SimpleQueue()
+        logs = {stream: str(self.root / f"agent.{stream}") for stream in ("stdout", "stderr")}
         count = self.workers if workers is None else workers
-        options = Options(
-            *logs, news=str(self.root / "agent.workers"), **{"grace_s": 2.0, "silence_s": 30.0, **options}
-        )
+        options = {**logs, "news": str(self.root / "agent.workers"), "grace_s": 2.0, "silence_s": 30.0, **options}
         words = [str(out), what, str(count), *(script or [self.script, "löss", ""])]
-        command = [sys.executable, launch_command.AGENT, str(self.root), str(launch_command.HALT_SIGNAL), *words]
-        start = partial(self.node.start, command, count if self.workers else 0)
-        agent = AgentProcess(command, {**self.env, **(env or {})}, options, events.put, start)
-        self.agents.append(agent)
-        agent.start()
-        self.node.prepare()
-        return Agent(agent, events, out)
+        told = {
+            "command": [sys.executable, launch_command.AGENT, str(self.root), str(launch_command.HALT_SIGNAL), *words],
+            "env": {**self.env, **(env or {})},
+            "options": options,
+            "warm": count if self.workers else 0,
+        }
+        self.do(f"start({self.count}, command, env, options, warm); node.prepare()", **told)
+        return Agent(self.supervised, self.count, out)
 
     def cold_worker(self, **options):
         """Have an agent that was a spare start a worker that was none; return why, as the agent tells."""
@@ -141,7 +149,7 @@ class Warm:
         found = []
 
         def all_wait():
-            found[:] = living_descendants(self.node.pid)
+            found[:] = [self.pid, *living_descendants(self.pid)]
             return len(found) == 1 + self.workers and all(map(waits, found))
 
         eventually(all_wait, "all spares")
@@ -149,13 +157,10 @@ class Warm:
 
     def close(self):
         """End all; at the end of a step, all spares end at once."""
-        for agent in self.agents:
-            agent.close(0.0)
-        guardian = self.node.pid
-        self.node.close()
-        if guardian is not None:
-            eventually(lambda: not is_running(guardian), "the end of the guardian")
-            assert not living_descendants(guardian)
+        tree = living_descendants(self.supervised.pid)
+        self.supervised.ask("node.close()")
+        self.supervised.close()
+        eventually(lambda: not [pid for pid in tree if is_running(pid)], "the end of all")
 
 
 def waits(pid):
@@ -170,8 +175,12 @@ def waits(pid):
 class Agent:
     """One agent and its events."""
 
-    def __init__(self, process, events, out):
-        self.process, self.out, self._events, self.seen = process, out, events, []
+    def __init__(self, supervised, number, out):
+        self._supervised, self.number, self.out = supervised, number, out
+        self._events, self.seen = supervised.events(number), []
+
+    def stop(self, grace_s):
+        self._supervised.ask("agents[number].stop(grace_s)", number=self.number, grace_s=grace_s)
 
     def expect(self, kind):
         while True:

@@ -15,7 +15,7 @@ READY = os.path.join(os.environ["GANG_OUT"], os.environ["TORCHELASTIC_RUN_ID"] +
 
 
 def save(number, frame):
-    signal.signal(number, signal.SIG_IGN)  # torchrun may be as fast as the guardian, so that both tell it
+    signal.signal(number, signal.SIG_IGN)  # torchrun may be as fast as the supervisor, so that both tell it
     print("saves at", signal.Signals(number).name, "in", frame.f_code.co_name)
     print("has saved", file=sys.stderr)
     sys.exit(21)

@@ -69,14 +69,13 @@ def of_interpreter() -> dict[str, object]:
 def of_process() -> dict[str, object]:
     """What Linux tells."""
     status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
-    agent = Path(f"/proc/{os.getppid()}/stat").read_text(errors="replace").rpartition(")")[2].split()[1]
     limits = [name for name in dir(resource) if name.startswith("RLIMIT_")]
     return {
         **{f"status {name}": status[name].split() for name in _STATUS},
         "limits": [resource.getrlimit(getattr(resource, name)) for name in limits],
         "nice": [os.getpriority(os.PRIO_PROCESS, 0), sorted(os.sched_getaffinity(0))],
         "family": [os.getsid(0) == os.getpid(), str(os.getppid()) == os.environ.get("TORCHRUN_AGENT_PID")],
-        "the agent was started warm": b"warm.guardian" in Path(f"/proc/{agent}/cmdline").read_bytes(),
+        "the agent was started warm": b"/features/warm/spare.py" in Path(f"/proc/{os.getppid()}/cmdline").read_bytes(),
         "working directory": [os.getcwd(), os.environ.get("PWD")],
         "command line": Path("/proc/self/cmdline").read_text(errors="replace").split("\0"),
         "files": open_files(),

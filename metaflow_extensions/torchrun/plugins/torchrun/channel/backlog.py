@@ -3,7 +3,7 @@
 Lines wait in a `Backlog`. It is bounded and drops the oldest lines, so the log of a flood has its begin (sent at once),
 a line with the number of dropped lines, and its end. Each node has a share of the rate that the control node can read.
 Lines are sent only while the connection has no other bytes to send: a heartbeat or a failure never waits for more than
-one message of lines. Everything here runs in the channel's thread, so it needs no lock.
+one message of lines. Everything here runs in the supervisor's loop.
 """
 
 from __future__ import annotations

@@ -44,7 +44,7 @@ _OS_ERRORS = {each.__name__: each for each in (ConnectionError, ConnectionRefuse
 
 
 def _start() -> tuple[Detached, LinkEnd]:
-    """Start a supervisor, and return it with this end of the link; it ends when it hears nothing more."""
+    """Start a supervisor; return its guardian and this end of the link. It ends when it hears nothing more."""
     own, theirs = socket.socketpair()
     stdout = -1
     try:
@@ -52,7 +52,7 @@ def _start() -> tuple[Detached, LinkEnd]:
             stdout = os.dup(1)
         with theirs:
             files = (stdout,) if stdout >= 0 else ()
-            process = beside_task("supervisor.process", [str(stdout)], os.environ, theirs.fileno(), pass_fds=files)
+            process = beside_task("supervisor.guardian", [str(stdout)], os.environ, theirs.fileno(), pass_fds=files)
         process.output.close()
         return process, LinkEnd(own)
     except BaseException:
@@ -95,7 +95,7 @@ class Client:
         self.own_files = {name: file_of(fd) for name, fd in (("stdout", 1), ("stderr", 2))}
         self._is_hurried = False
         self.stays = False  # whether the supervisor is there for another gang after `close`
-        self._guardian: Other | None = None  # of the launch that runs
+        self._supervisor: Other | None = None  # when it has said which process it is
         self.launch_news: Callable[[tuple[Any, ...]], None] = lambda frame: None  # gets what concerns a launch
         self._numbers = itertools.count()
         self._answers: dict[int, tuple[threading.Event, list[Any]]] = {}
@@ -107,8 +107,8 @@ class Client:
         self.hold_s = 0.0  # how long a refused task delays its end, unless the connection ends before
         self._last_words: Any = None  # what the supervisor has said at its end
         try:
-            self._process, self._link = _start()
-            self._how = f"its supervisor process (pid {self.pid}) ended unexpectedly, as by SIGKILL"
+            self._guardian, self._link = _start()
+            self._how = ""  # why the supervisor is gone, where that is known
             self._link.send("begin", {**begin, "starts": starts})
             self._thread = threading.Thread(target=self._run, name="torchrun-link", daemon=True)
             self._thread.start()
@@ -122,6 +122,14 @@ class Client:
     def pid(self) -> int:
         """The supervisor's pid."""
         return self._process.pid
+
+    @property
+    def _why_gone(self) -> str:
+        return self._how or f"its supervisor process (pid {self.pid}) ended unexpectedly, as by SIGKILL"
+
+    @property
+    def _process(self) -> Other:
+        return self._supervisor or self._guardian
 
     # --- what any thread may call
 
@@ -145,9 +153,8 @@ class Client:
         return self._is_gone
 
     def await_guardian(self, patience_s: float) -> None:
-        """Wait until the guardian has stopped a launch whose supervisor is gone."""
-        if self._guardian is not None:
-            self._guardian.wait(patience_s)
+        """Wait until the guardian has ended all that a supervisor has left that is gone."""
+        self._guardian.wait(patience_s)
 
     def hurry(self) -> None:
         """Keep the supervisor from waiting for a reader that takes nothing: the task was told to end."""
@@ -208,8 +215,8 @@ class Client:
         self._thread.join(_END_S)
         if not self._thread.is_alive():
             self._link.close()
-        if not self._process.wait(_END_S):  # it still writes, and its reader may pause: the task's end waits for that
-            atexit.register(self._process.wait)
+        if not self._guardian.wait(_END_S):  # it still writes, and its reader may pause: the task's end waits for that
+            atexit.register(self._guardian.wait)
 
     # --- in the link's thread
 
@@ -225,19 +232,20 @@ class Client:
         for answered, _ in list(self._answers.values()):
             answered.set()
         if not self._is_closing:
-            self._listener.lose_supervisor(self._how)
+            self._listener.lose_supervisor(self._why_gone)
 
     def _look(self) -> bool:
         """Continue a supervisor that somebody has stopped; return whether this end has closed."""
         if (now := time.monotonic()) >= self._continue_at:
             self._continue_at = now + self._continue_s
-            self._process.send_signal(signal.SIGCONT)  # a process that runs does not notice
+            for each in (self._guardian, self._process):
+                each.send_signal(signal.SIGCONT)  # a process that runs does not notice
             # A fork of the task may hold the other end, too: then nothing else tells.
             return self._is_over or self._process.has_ended
         return self._is_over
 
     def _gone(self) -> SupervisorGone:
-        return SupervisorGone(f"The node can't go on (host {socket.gethostname()}): {self._how}.")
+        return SupervisorGone(f"The node can't go on (host {socket.gethostname()}): {self._why_gone}.")
 
     def _silent(self, seconds: float) -> SupervisorGone:
         return SupervisorGone(
@@ -262,8 +270,8 @@ class Client:
         elif what == "event":
             kind, node, text, is_detail = rest
             self._listener.emit(Event(kind, node, text, is_detail, is_written=True))
-        elif what == "guards":
-            self._guardian = Other(*rest)
+        elif what == "supervisor":
+            self._supervisor = Other(*rest)
         elif what == "lost":
             self._listener.lose_control(rest[0])
         elif what == "hold":

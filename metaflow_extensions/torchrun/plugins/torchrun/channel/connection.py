@@ -2,7 +2,7 @@
 
 It begins with a handshake of fixed length: both sides prove, by HMAC-SHA256 over the other's nonce, that they
 know the gang's token. Nothing else is read of an unauthenticated connection. Then frames follow, see `frames`.
-All of this runs in the channel's thread, see `loop_thread`.
+All of this runs in the supervisor's loop.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def new_token() -> str:
 
 
 class Connection(asyncio.Protocol):
-    """One connection. The coroutine `dialogue` reads from it until it ends. Only the channel's thread may use it."""
+    """One connection. The coroutine `dialogue` reads from it until it ends."""
 
     def __init__(
         self,

@@ -1,12 +1,7 @@
 """The control node's end of the gang's connections.
 
-Who may touch what. The channel's thread runs one asyncio loop (`loop_thread`). The gang, the listener and
-the connections belong to that thread, and no other one calls them: that is why `Gang` needs no lock, and why
-each node's messages are handled one after the other. From any other thread, `listen`, `send`, `request`,
-`report_gone` and `close` hand their work to the channel's thread. `deliver` is called in the channel's thread.
-
-Other threads may read `gang.nodes`, `gang.broken` and `own_address`. What they see may be one message old, but it is
-whole: the gang's nodes are fixed, and each value is replaced in one step.
+Everything here runs in the supervisor's loop: that is why `Gang` needs no lock, and why each node's messages are handled
+one after the other.
 
 The control node's own messages take the same way as the members', without a socket, so that there is one
 code path for all nodes. An exception in the loop breaks the gang with its text: otherwise no node would
@@ -20,7 +15,6 @@ import socket
 import time
 import traceback
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from typing import Any
 
 from ..errors import GangError
@@ -31,7 +25,6 @@ from ..gang.state import Gang
 from .connection import BEATS, Connection, Reading, close_all, handshake_as_control, next_message
 from .frames import encode
 from .listener import Listener
-from .loop_thread import CLOSE_S, LoopThread
 
 _TICK_S = 1.0  # the longest time between two ticks
 _CLOSE_LOOK_S = 0.025
@@ -52,69 +45,76 @@ class ControlChannel:
     ) -> None:
         self.gang = gang
         self.own_address: str | None = None  # this host's, as the first connection shows it
-        self._deliver = deliver  # gets the messages for the control node itself, in the channel's thread
+        self._deliver = deliver  # gets the messages for the control node itself
         self._token = token
         self._timeout_s = heartbeat_timeout_s  # a member silent for so long is lost
-        self._on_lines = on_lines  # gets a node's index and its lines, in the channel's thread
+        self._on_lines = on_lines  # gets a node's index and its lines
         self._listener: Listener | None = None
         self._members: dict[int, Connection] = {}  # each has its `node`
         self._has_failed = False
         self._is_closing = False
-        self._timer: asyncio.TimerHandle | None = None  # of the next tick; only the channel's thread touches it
-        self._thread = LoopThread("torchrun-control", self._fail)
-        self._thread.post(self._tick)
+        self._loop = asyncio.get_running_loop()
+        self._timer: asyncio.TimerHandle | None = None  # of the next tick
+        self._loop.call_soon(self._tick)
 
-    # --- called in other threads ----------------------------------------------------------------
+    # --- what the supervisor asks -----------------------------------------------------------------
 
-    def listen(self, port: int | None, host: str = "") -> int:
+    async def listen(self, port: int | None, host: str = "") -> int:
         """Open the channel and return its port; raise GangError if that can't be.
 
         None for `port` lets the kernel choose. An empty `host` means all interfaces.
         """
+
+        def new_connection() -> Connection:
+            return Connection(self._dialogue, self._ended, self._timeout_s)
+
         try:
-            return int(self._thread.call(self._listen(port, host), CLOSE_S))
+            self._listener = Listener(port or 0, host, self.gang.num_nodes - 1, new_connection)
         except OSError as error:
             raise GangError(
                 f"The control node (host {socket.gethostname()}) can't listen on channel port {port}: {error}. Choose "
                 "another with @torchrun(channel_port=...), or leave it out: the kernel then chooses a free one."
             ) from error
+        return self._listener.port
 
     def send(self, message: Message) -> None:
-        """Hand a message of the control node itself to the gang."""
-        self._thread.post(self._step, self.gang.handle, CONTROL, message)
+        """Hand a message of the control node itself to the gang, soon: what it answers may concern who calls."""
+        self._loop.call_soon(self._step, self.gang.handle, CONTROL, message)
 
     def request(self, feature: str, data: Plain) -> None:
         """Hand a feature what a command asks of the gang."""
-        self._thread.post(self._step, self.gang.request, feature, data)
+        self._step(self.gang.request, feature, data)
 
     def report_gone(self, node: int, reason: str) -> None:
         """Tell the gang that a node's task has ended; safe to call for one that left before."""
-        self._thread.post(self._thread.loop.call_later, _REPORT_GONE_S, self._step, self.gang.lost, node, reason)
+        self._loop.call_later(_REPORT_GONE_S, self._step, self.gang.lost, node, reason)
 
-    def stop_listening(self) -> None:
+    async def stop_listening(self) -> None:
         """Accept no more connections; those that stand stay."""
         if self._listener is not None:
-            with suppress(Exception):
-                self._thread.call(self._listener.close(), CLOSE_S)
+            await self._listener.close()
 
-    def close(self, wait_s: float) -> None:
+    async def close(self, wait_s: float) -> None:
         """Wait until the members have left, `wait_s` seconds at most, and close."""
         deadline = time.monotonic() + wait_s
         while self.gang.nodes.members and time.monotonic() < deadline:
-            time.sleep(_CLOSE_LOOK_S)
-        with suppress(Exception):
-            self._thread.call(self._close(), CLOSE_S)
-        self._thread.stop()
+            await asyncio.sleep(_CLOSE_LOOK_S)
+        self._is_closing = True
+        if self._timer is not None:
+            self._timer.cancel()
+        if self._listener is not None:
+            await self._listener.close()
+            await close_all(self._listener.connections.copy())
 
-    # --- in the channel's thread: the gang ------------------------------------------------------
+    # --- the gang -------------------------------------------------------------------------------
 
     def _tick(self) -> None:
         if not self._is_closing:
-            late_s = 0.0 if self._timer is None else self._thread.loop.time() - self._timer.when()
+            late_s = 0.0 if self._timer is None else self._loop.time() - self._timer.when()
             if late_s > _TICK_S:
                 self._step(self.gang.was_stopped, late_s)
             tick_s = min(_TICK_S, self._timeout_s / BEATS / 3)  # the tick also sends heartbeats
-            self._timer = self._thread.loop.call_later(tick_s, self._tick)
+            self._timer = self._loop.call_later(tick_s, self._tick)
             self._step(self.gang.tick)
             if self._listener is not None:
                 self._listener.tick()
@@ -124,10 +124,10 @@ class ControlChannel:
         try:
             self._dispatch(step(*args))
         except Exception as error:
-            self._fail(error)
+            self.fail(error)
         if self._timer is not None and self.gang.due_at < self._timer.when():  # both are seconds of the same clock
             self._timer.cancel()
-            self._timer = self._thread.loop.call_at(self.gang.due_at, self._tick)
+            self._timer = self._loop.call_at(self.gang.due_at, self._tick)
 
     def _dispatch(self, outgoing: Sequence[Outgoing]) -> None:
         encoded: Message | None = None
@@ -140,7 +140,7 @@ class ControlChannel:
                     encoded, frame = message, encode(message)
                 self._members[node].write(frame)
 
-    def _fail(self, error: BaseException) -> None:
+    def fail(self, error: BaseException) -> None:
         """Break the gang because the channel itself has failed, which is a bug of ours; only the first time."""
         if self._has_failed or self._is_closing:
             return
@@ -157,14 +157,7 @@ class ControlChannel:
                 connection.abort("the channel failed")
             self._deliver(Abort(told))
 
-    # --- in the channel's thread: connections ---------------------------------------------------
-
-    async def _listen(self, port: int | None, host: str) -> int:
-        def new_connection() -> Connection:
-            return Connection(self._dialogue, self._ended, self._timeout_s)
-
-        self._listener = Listener(port or 0, host, self.gang.num_nodes - 1, new_connection)
-        return self._listener.port
+    # --- connections ----------------------------------------------------------------------------
 
     def _dialogue(self, connection: Connection) -> Reading[None]:
         """Handle the messages of a connection after it has proven that it knows the token."""
@@ -214,9 +207,3 @@ class ControlChannel:
             if not self._is_closing:
                 closed = "its connection to the control node was closed: its supervisor process or its machine is gone"
                 self._step(self.gang.lost, connection.node, connection.why_closed or closed)
-
-    async def _close(self) -> None:
-        self._is_closing = True
-        if self._listener is not None:
-            await self._listener.close()
-            await close_all(self._listener.connections.copy())

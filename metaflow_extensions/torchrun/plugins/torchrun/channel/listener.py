@@ -1,6 +1,6 @@
 """Accepts connections to the control node, with limits on their number and on the time for the handshake.
 
-All of this runs in the channel's thread, see `loop_thread`.
+All of this runs in the supervisor's loop.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Listener:
     def tick(self) -> None:
         """Send heartbeats, and abort connections that are silent or do not prove who they are.
 
-        One timer serves all connections, since each timer wakes the task.
+        One timer serves all connections, since each timer wakes the process.
         """
         patience_s = _HANDSHAKE_S if len(self.connections) < self._places else _HANDSHAKE_WHEN_FULL_S
         too_old = time.monotonic() - patience_s

@@ -1,9 +1,7 @@
 """A member's end of the gang's connections.
 
-Who may touch what. The channel's thread runs one asyncio loop (`loop_thread`), and all that begins with an
-underscore here belongs to that thread. From any other thread, `connect`, `send`, `send_lines` and `close` hand
-their work to it. `deliver` and `on_loss` are called in it. `hold_s` and `own_address` are set before `connect` ends, and not
-after.
+Everything here runs in the supervisor's loop, which also calls `deliver` and `on_loss`. `hold_s` and `own_address` are
+set before `connect` ends, and not after.
 """
 
 from __future__ import annotations
@@ -13,14 +11,12 @@ import secrets
 import socket
 import traceback
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 
 from ..gang.policy import ConnectPolicy
 from ..gang.protocol import Beat, Ended, Join, Leave, Message, Refused, TaskEnded, Welcome
 from .backlog import LineSender
 from .connection import BEAT, Connection, Reading, close_all, handshake_as_member, next_message
 from .frames import encode
-from .loop_thread import CLOSE_S, LoopThread
 
 
 class MemberChannel:
@@ -46,45 +42,54 @@ class MemberChannel:
         self._join = Join(node, socket.gethostname(), secrets.token_hex(8), place)
         self._connection: Connection | None = None  # the one over which *join* was sent
         self._is_over = False
-        self._thread = LoopThread("torchrun-member", self._fail)
-        self._answer: asyncio.Future[None] = self._thread.loop.create_future()  # to *join*
-        self._lines = LineSender(self._thread.loop, num_nodes, self._write, self._has_room)
+        self._loop = asyncio.get_running_loop()
+        self._answer: asyncio.Future[None] = self._loop.create_future()  # to *join*
+        self._lines = LineSender(self._loop, num_nodes, self._write, self._has_room)
 
-    # --- called in other threads ----------------------------------------------------------------
+    # --- what the supervisor asks -----------------------------------------------------------------
 
-    def connect(self, addresses: Sequence[str], port: int, token: str, timeout_s: float) -> str:
+    def send(self, message: Message) -> None:
+        """Send a message to the control node."""
+        try:
+            if isinstance(message, Ended | Leave):
+                self._lines.send_rest()  # so that they stand in the log before what comes next
+            self._write(message)
+            if isinstance(message, TaskEnded):  # on a slow network nothing may hold it up
+                self._lines.send_rest()
+        except ValueError as error:  # it is too long, however much it is shortened
+            self.fail(error)
+
+    def send_lines(self, stream: str, text: str) -> None:
+        """Send lines of this node's workers, as far as that holds up nothing else; returns at once."""
+        self._lines.add(stream, text)
+
+    async def close(self) -> None:
+        """Close the connection."""
+        self._is_over = True
+        if self._connection is not None:
+            await close_all([self._connection])
+
+    def fail(self, error: BaseException) -> None:
+        """Report an exception in the loop to the step, and abort the connection so that the control node sees the loss."""
+        what = "".join(traceback.format_exception_only(error)).strip()
+        self._lose_control(f"this node's own channel failed, which is a bug in metaflow-torchrun: {what}")
+        if self._connection is not None:
+            self._connection.abort()
+
+    # --- to become a member -----------------------------------------------------------------------
+
+    async def connect(self, addresses: Sequence[str], port: int, token: str, timeout_s: float) -> str:
         """Try all addresses once, join over the first that works, and return it.
 
         Raises OSError if none works, a ConnectionRefusedError if nobody listens at any; then it can be called again.
         Raises TorchrunError if the control node turns this node away.
         """
-        # The control node has longer than that for its answer to *join*.
-        patience_s = timeout_s + self._timeout_s + CLOSE_S
-        return str(self._thread.call(self._connect(addresses, port, token, timeout_s), patience_s))
-
-    def send(self, message: Message) -> None:
-        """Send a message to the control node."""
-        self._thread.post(self._send, message)
-
-    def send_lines(self, stream: str, text: str) -> None:
-        """Send lines of this node's workers, as far as that holds up nothing else; returns at once."""
-        self._thread.post(self._lines.add, stream, text)
-
-    def close(self) -> None:
-        """Close the connection."""
-        with suppress(Exception):
-            self._thread.call(self._close(), CLOSE_S)
-        self._thread.stop()
-
-    # --- in the channel's thread: to become a member --------------------------------------------
-
-    async def _connect(self, addresses: Sequence[str], port: int, token: str, timeout_s: float) -> str:
         attempt_s = min(timeout_s, self._policy.attempt_s)
         connection = await self._first_to_open(addresses, port, token, attempt_s)
         if connection.is_closing():
             raise ConnectionError("the connection ended at once")
         # Send *join*, and wait for the control node's answer.
-        self._connection, self._answer = connection, self._thread.loop.create_future()
+        self._connection, self._answer = connection, self._loop.create_future()
         connection.write(encode(self._join))
         try:
             await asyncio.wait_for(self._answer, self._timeout_s)
@@ -126,7 +131,7 @@ class MemberChannel:
     async def _attempt(self, address: str, port: int, token: str, limit_s: float, begin_in_s: float) -> Connection:
         """Connect, and have both sides prove that they know the token."""
         await asyncio.sleep(begin_in_s)
-        loop = self._thread.loop
+        loop = self._loop
         is_proven: asyncio.Future[bool] = loop.create_future()
         connection = Connection(
             lambda connection: self._dialogue(connection, token, is_proven),
@@ -160,7 +165,7 @@ class MemberChannel:
             else:
                 self._handle(connection, message)
 
-    # --- in the channel's thread: as a member ---------------------------------------------------
+    # --- as a member ----------------------------------------------------------------------------
 
     def _handle(self, connection: Connection, message: Message) -> None:
         if connection is not self._connection:
@@ -179,7 +184,7 @@ class MemberChannel:
         """Check in a timer whether the control node is silent; call it once, it repeats itself."""
         again_at = connection.beat()
         if not connection.is_closing():
-            self._thread.loop.call_at(again_at, self._watch, connection)  # the loop's clock is the monotonic one
+            self._loop.call_at(again_at, self._watch, connection)  # the loop's clock is the monotonic one
 
     def _ended(self, connection: Connection, is_proven: asyncio.Future[bool]) -> None:
         if not is_proven.done():
@@ -196,31 +201,12 @@ class MemberChannel:
             self._is_over = True
             self._on_loss(reason)
 
-    def _fail(self, error: BaseException) -> None:
-        """Report an exception in the loop to the step, and abort the connection so that the control node sees the loss."""
-        what = "".join(traceback.format_exception_only(error)).strip()
-        self._lose_control(f"this node's own channel failed, which is a bug in metaflow-torchrun: {what}")
-        if self._connection is not None:
-            self._connection.abort()
-
-    def _send(self, message: Message) -> None:
-        if isinstance(message, Ended | Leave):
-            self._lines.send_rest()  # so that they stand in the log before what comes next
-        self._write(message)
-        if isinstance(message, TaskEnded):  # on a slow network nothing may hold it up
-            self._lines.send_rest()
-
     def _has_room(self) -> bool:
         return self._connection is not None and not self._connection.unsent_bytes
 
     def _write(self, message: Message) -> None:
         if self._connection is not None:
             self._connection.write(encode(message))
-
-    async def _close(self) -> None:
-        self._is_over = True
-        if self._connection is not None:
-            await close_all([self._connection])
 
 
 def _summary(errors: Sequence[OSError]) -> OSError:

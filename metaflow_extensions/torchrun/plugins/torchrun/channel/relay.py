@@ -1,66 +1,71 @@
 """Writes the other nodes' lines into the control node's log.
 
-The channel's thread puts lines into a bounded queue and never waits for room: it also sends the heartbeats. A thread of
-this module writes them, so a reader of the log that pauses blocks that thread alone. Nodes send at a bounded rate
-(`backlog`), so the queue is full only where the reader is very slow; then lines are dropped and counted.
+Nodes send at a bounded rate (`backlog`). Lines of a moment are written as one text, since each text wakes who reads the
+log. While the reader takes nothing, lines wait here, a bounded number; then they are dropped and counted.
 """
 
 from __future__ import annotations
 
+import asyncio
 import itertools
-import queue
-import threading
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from typing import Protocol
 
 from ..gang.protocol import Lines
 
-_COLLECT_S = 0.5  # each text wakes who reads the log; so after the first line the lines of a moment are one text
+_COLLECT_S = 0.5  # between two texts, but for the first
 _WAITING = 256  # messages; each has some 32 KiB at most
 _KEPT_CHARS = 16 * 1024  # of what each node has written to stderr: twice as much as an error tells of it
 _END_S = 3.0  # with a reader that takes nothing, as at the end of a launch
+_LOOK_S = 0.02
 
-Write = Callable[[str, str], bool]
-"""Writes whole lines to a stream; False: not all is taken yet, and an empty text asks again."""
+
+class Log(Protocol):
+    """Where the lines go: `logs.console`."""
+
+    def write_output(self, stream: str, lines: bytes) -> bool:
+        """Have whole lines written to a stream; returns at once."""
+
+    def when_written(self, call: Callable[[], object]) -> None:
+        """Have a function called, in any thread, when all lines so far are written."""
 
 
 class Relay:
-    """Writes the lines of the members' workers into this node's log, in a thread of its own."""
+    """Writes the lines of the members' workers into this node's log, once it has been started; it belongs to the loop."""
 
     def __init__(self) -> None:
-        # Lines of a node; an event is set when all before it is written; None is the end.
-        self._queue: queue.Queue[tuple[int, Lines] | threading.Event | None] = queue.Queue(_WAITING)
-        self._left_out: Counter[int] = Counter()  # dropped lines of each node; only the channel's thread touches it
-        self._ends: dict[int, str] = {}  # of each node's stderr; replaced by the thread that writes, read by others
-        self._hurry = threading.Event()  # set while a thread waits in `settle`: then lines are written at once
-        self._is_over = threading.Event()
-        self._thread: threading.Thread | None = None
+        self._log: Log | None = None
+        self._waiting: deque[tuple[int, Lines]] = deque()
+        self._left_out: Counter[int] = Counter()  # dropped lines of each node
+        self._ends: dict[int, str] = {}  # of each node's stderr
+        self._is_writing = False  # whether lines of the last text are still to be written
+        self._is_due = False  # whether `_flush_or_wait` will be called
 
-    def start(self, write: Write) -> None:
+    def start(self, log: Log) -> None:
         """Begin to write; what comes before is dropped."""
-        self._thread = threading.Thread(target=self._run, args=(write,), name="torchrun-relay", daemon=True)
-        self._thread.start()
+        self._log = log
 
     def add(self, node: int, lines: Lines) -> None:
-        """Queue lines of a node, or count them as dropped; returns at once."""
-        if self._thread is None or not (lines.stdout or lines.stderr or lines.left_out):
+        """Take lines of a node, or count them as dropped."""
+        if self._log is None or not (lines.stdout or lines.stderr or lines.left_out):
             return
         left_out = max(0, lines.left_out) + self._left_out.pop(node, 0)
-        try:
-            self._queue.put_nowait((node, Lines(lines.stdout, lines.stderr, left_out)))
-        except queue.Full:
+        if len(self._waiting) >= _WAITING:
             self._left_out[node] = left_out + lines.stdout.count("\n") + lines.stderr.count("\n")
+            return
+        self._waiting.append((node, Lines(lines.stdout, lines.stderr, left_out)))
+        if not self._is_due:
+            self._is_due = True
+            asyncio.get_running_loop().call_soon(self._flush_or_wait)
 
-    def settle(self, patience_s: float = _END_S) -> None:
-        """Wait until all that has come is written, or for so long; one thread at a time calls it."""
-        if self._thread is not None:
-            written = threading.Event()
-            self._hurry.set()
-            with suppress(queue.Full):  # no reader takes anything
-                self._queue.put(written, timeout=patience_s)
-                written.wait(patience_s)
-            self._hurry.clear()
+    async def settle(self, patience_s: float = _END_S) -> None:
+        """Wait until all that has come is written, or for so long."""
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + patience_s
+        while (self._waiting or self._is_writing) and loop.time() < deadline:
+            self._flush()
+            await asyncio.sleep(_LOOK_S)
 
     def has_written(self, node: int, text: str) -> bool:
         """Return whether all lines of a text are among the last that a node's workers wrote to stderr, and stand in this log.
@@ -71,32 +76,36 @@ class Relay:
         return all(line in written for line in text.splitlines())
 
     def close(self) -> None:
-        """End when all is written; a reader that takes nothing is not waited for."""
-        self._is_over.set()
-        self._hurry.set()
-        if self._thread is not None:
-            with suppress(queue.Full):
-                self._queue.put(None, timeout=_END_S)  # room comes soon: the thread no longer waits for the reader
-            self._thread.join(_END_S)
+        """Have all that has come written; nobody waits for the reader here."""
+        self._is_writing = False
+        self._flush()
+        for node, left_out in self._left_out.items():
+            self._write("stdout", _gap(node, left_out))
+        self._log = None
 
-    def _run(self, write: Write) -> None:
-        is_over = False
-        while not is_over:
-            found = [self._queue.get()]
-            while not self._queue.empty():
-                found.append(self._queue.get())
-            is_over = None in found
-            texts = [text for each in found if isinstance(each, tuple) for text in self._texts(*each)]
-            if is_over:  # so is the channel's thread
-                texts += [("stdout", _gap(node, left_out)) for node, left_out in self._left_out.items()]
-            for stream, group in itertools.groupby(texts, key=lambda each: each[0]):
-                text = "".join(each for _, each in group)
-                while not write(stream, text) and not self._is_over.is_set():
-                    text = ""
-            for each in found:
-                if isinstance(each, threading.Event):
-                    each.set()
-            self._hurry.wait(_COLLECT_S)
+    def _flush_or_wait(self) -> None:
+        self._flush()
+        self._is_due = bool(self._waiting) or self._is_writing
+        if self._is_due:
+            asyncio.get_running_loop().call_later(_COLLECT_S, self._flush_or_wait)
+
+    def _flush(self) -> None:
+        """Have what waits written, if all before is written."""
+        if self._log is None or self._is_writing or not self._waiting:
+            return
+        texts = [text for each in self._waiting for text in self._texts(*each)]
+        self._waiting.clear()
+        for stream, group in itertools.groupby(texts, key=lambda each: each[0]):
+            self._write(stream, "".join(text for _, text in group))
+        self._is_writing, loop = True, asyncio.get_running_loop()
+        self._log.when_written(lambda: loop.call_soon_threadsafe(self._note_written))
+
+    def _write(self, stream: str, text: str) -> None:
+        if self._log is not None:
+            self._log.write_output(stream, text.encode(errors="backslashreplace"))
+
+    def _note_written(self) -> None:
+        self._is_writing = False
 
     def _texts(self, node: int, lines: Lines) -> Iterator[tuple[str, str]]:
         if lines.stdout or lines.left_out:

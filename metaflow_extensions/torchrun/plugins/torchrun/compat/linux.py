@@ -1,12 +1,10 @@
 """prctl(2) of Linux, which Python does not offer.
 
-A guardian uses this without Metaflow, also in a child between fork and exec. So nothing here raises: without ctypes
-(a Python built without libffi) or prctl, a call does nothing and returns False or None.
+Nothing here raises: without ctypes (a Python built without libffi) or prctl, a call does nothing and returns False.
 """
 
 from __future__ import annotations
 
-import signal
 from typing import Any
 
 _call: Any = None  # remains None on other systems than Linux
@@ -17,8 +15,7 @@ try:
 except (ImportError, OSError, AttributeError, TypeError):
     pass
 
-_PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
-_PR_SET_CHILD_SUBREAPER = 36
+_PR_SET_CHILD_SUBREAPER = 36  # <linux/prctl.h>
 
 
 def adopt_orphans() -> bool:
@@ -27,11 +24,6 @@ def adopt_orphans() -> bool:
     Without it, detached processes that have lost their parent are never ended.
     """
     return _prctl(_PR_SET_CHILD_SUBREAPER, 1)
-
-
-def die_with_parent() -> None:
-    """Let the kernel send SIGTERM to this process when its parent ends, so that it does not outlive a killed parent."""
-    _prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def _prctl(option: int, value: int) -> bool:

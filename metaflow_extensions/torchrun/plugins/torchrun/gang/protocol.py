@@ -356,7 +356,7 @@ class Link(Protocol):
     def send(self, message: Message) -> None:
         """Send a message to the control node; returns at once."""
 
-    def settle_lines(self) -> None:
+    async def settle_lines(self) -> None:
         """Wait until this node's log has all lines of other nodes that have arrived, a bounded time."""
 
 

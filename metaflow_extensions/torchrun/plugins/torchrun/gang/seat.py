@@ -1,13 +1,12 @@
 """A node's seat in its gang, in its supervisor: what the gang says of a launch, and what interrupts one.
 
-The task has the other half, `member`. The channel's thread calls `deliver` and `lose_control`. The thread that reads what
-the task says calls `interrupt`, `time_out` and `give_up`. All of them only put into `inbox`, which the launch's
-thread reads.
+The task has the other half, `member`. Everything here runs in the supervisor's loop. What happens is put into `inbox`,
+which the launch reads.
 """
 
 from __future__ import annotations
 
-import queue
+import asyncio
 import socket
 from dataclasses import dataclass
 from typing import Any
@@ -32,7 +31,7 @@ class Seat:
     def __init__(self, node: int, num_nodes: int, emit: Subscriber, link: Link) -> None:
         self.node, self.num_nodes, self.emit = node, num_nodes, emit
         self.host = socket.gethostname()
-        self.inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()  # of the current launch; each launch has its own
+        self.inbox: asyncio.Queue[Any] = asyncio.Queue()  # of the current launch; each launch has its own
         self.broken: TorchrunError | None = None  # why the gang can't go on
         self._link = link
         self._is_launching = False
@@ -48,7 +47,7 @@ class Seat:
             return True
         if isinstance(message, Go | Ask | Stop | Restart | Store | Verdict):
             if self._is_launching:  # otherwise it is about a launch that this node has given up
-                self.inbox.put(message)
+                self.inbox.put_nowait(message)
             return True
         if isinstance(message, Abort):
             self._break(message.error)
@@ -62,26 +61,26 @@ class Seat:
 
     def _break(self, error: TorchrunError) -> None:
         self.broken = self.broken or error
-        self.inbox.put(Interruption.BROKEN)
+        self.inbox.put_nowait(Interruption.BROKEN)
 
     def interrupt(self, why: str) -> None:
         """End this node as after a SIGTERM."""
         self._order = why
-        self.inbox.put(Interruption.MUST_END)
+        self.inbox.put_nowait(Interruption.MUST_END)
 
     def time_out(self, text: str) -> None:
         """Let the launch raise `LaunchTimeout`."""
-        self.inbox.put(TimedOut(text))
+        self.inbox.put_nowait(TimedOut(text))
 
     def give_up(self, cause: Cause | None) -> None:
         """End the launch without a verdict: nobody waits for it here."""
-        self.inbox.put(GivenUp(cause))
+        self.inbox.put_nowait(GivenUp(cause))
 
     # --- what a launch uses
 
     def begin_launch(self) -> None:
         """Begin a launch, with a new `inbox`; raise the gang's error if it is broken."""
-        self.inbox, self._is_launching = queue.SimpleQueue(), True
+        self.inbox, self._is_launching = asyncio.Queue(), True
         if self.broken is not None:
             raise self.broken
 
@@ -100,9 +99,9 @@ class Seat:
         """Send a message to the control node."""
         self._link.send(message)
 
-    def settle_lines(self) -> None:
+    async def settle_lines(self) -> None:
         """Wait until this node's log has all lines of other nodes that have arrived, a bounded time."""
-        self._link.settle_lines()
+        await self._link.settle_lines()
 
     def terminated(self) -> TorchrunError:
         """Return the error for a task that was told to stop."""

@@ -25,9 +25,9 @@ import select
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
-from typing import TextIO
+from typing import TextIO, TypeAlias
 
 from ..events import Event
 from ..machine.open_files import file_of
@@ -46,6 +46,8 @@ _LOOK_S = 0.5
 
 STREAMS = ("stdout", "stderr")
 
+_Item: TypeAlias = "tuple[str, bytes] | Callable[[], object]"  # whole lines of a stream, or what is done in its turn
+
 
 def write_output(stream: str, lines: bytes) -> bool:
     """Have whole lines of UTF-8 written to stdout or stderr; return False if so much waits that its source should, too.
@@ -61,6 +63,11 @@ def write_text(stream: str, text: str, patience_s: float = _STUCK_S) -> bool:
     if text:
         _writer.put(stream, text.encode(errors="backslashreplace"))
     return settle(patience_s)
+
+
+def when_written(call: Callable[[], object]) -> None:
+    """Have a function called in the thread that writes, when all before is written."""
+    _writer.put_call(call)
 
 
 def to_log(event: Event) -> None:
@@ -95,6 +102,11 @@ def has_unread() -> bool:
     return any(unread_bytes(fd) for fd in found if fd is not None and is_pipe(fd))
 
 
+def has_given_up() -> bool:
+    """Return whether this process was told to hurry, and the reader takes nothing."""
+    return _writer.has_given_up
+
+
 def hurry() -> None:
     """Keep the process's end from waiting for a reader that takes nothing: it was told to end."""
     _writer.is_hurried = True
@@ -114,14 +126,14 @@ class _Writer:
     """
 
     def __init__(self) -> None:
-        self._texts: queue.SimpleQueue[tuple[str, bytes] | threading.Event] = queue.SimpleQueue()
+        self._texts: queue.SimpleQueue[_Item] = queue.SimpleQueue()
         self._put_bytes = self._written_bytes = 0
         self.is_hurried = False
         self._busy_since: float | None = None  # when the thread began to wait for the reader of the current text
         self._is_over = False  # whether the interpreter ends; who puts then waits
         self._has_thread = False
         self._writing = threading.Lock()  # held by the thread for good
-        self._ahead: tuple[str, bytes] | threading.Event | None = None  # taken from the queue too early
+        self._ahead: _Item | None = None  # taken from the queue too early
         self._pipes = SharedPipes()
         self._own_fd: int | None = None  # a copy of the descriptor that is written to
         self._left_unread = sys.maxsize  # how many bytes stayed in the other pipe when its reader took nothing
@@ -137,26 +149,30 @@ class _Writer:
                 self.settle(_STUCK_S)
         return self._put_bytes - self._written_bytes < BEHIND_BYTES
 
+    def put_call(self, call: Callable[[], object]) -> None:
+        """Have a function called in its turn."""
+        self._texts.put(call)
+        self._have_written()
+
     def settle(self, patience_s: float | None) -> bool:
         """Wait until all that was put before is written."""
         if not self._has_thread and self._texts.empty():
             return True
         written = threading.Event()
-        self._texts.put(written)
-        self._have_written()
+        self.put_call(written.set)
         return written.wait(patience_s)
 
-    def stuck_s(self) -> float:
-        """Return how long the reader has kept the thread waiting."""
+    @property
+    def has_given_up(self) -> bool:
+        """Whether nobody waits for the reader any more, since it has kept the thread waiting for long."""
         since = self._busy_since
-        return 0.0 if since is None else time.monotonic() - since
+        return self.is_hurried and since is not None and time.monotonic() - since > _STUCK_S
 
     def finish(self) -> bool:
         """Wait until all is written, or the thread is told to hurry and its reader takes nothing; return whether it is."""
         written = threading.Event()
-        self._texts.put(written)
-        self._have_written()
-        while not written.wait(_LOOK_S) and not (self.is_hurried and self.stuck_s() > _STUCK_S):
+        self.put_call(written.set)
+        while not written.wait(_LOOK_S) and not self.has_given_up:
             pass
         return written.is_set()
 
@@ -203,10 +219,11 @@ class _Writer:
     def _write_next(self, wait: bool) -> bool:
         """Write the next text, with those behind it for the same stream; return False if there is none."""
         found = self._next(wait)
-        if isinstance(found, threading.Event):
-            found.set()
+        if found is None:
+            return False
         if not isinstance(found, tuple):
-            return found is not None
+            found()
+            return True
         self._busy_since = time.monotonic()
         stream, parts, size = found[0], [found[1]], len(found[1])
         while isinstance(more := self._next(False), tuple) and more[0] == stream and size < _TURN_BYTES:
@@ -222,7 +239,7 @@ class _Writer:
             self._busy_since = None
         return True
 
-    def _next(self, wait: bool) -> tuple[str, bytes] | threading.Event | None:
+    def _next(self, wait: bool) -> _Item | None:
         if self._ahead is not None:
             ahead, self._ahead = self._ahead, None
             return ahead

@@ -7,17 +7,17 @@ The agent's own streams are always read: they hardly write, and what they say te
 
 from __future__ import annotations
 
+import asyncio
 import fcntl
 import os
 import re
 import select
-import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
-from typing import BinaryIO
 
+from .copies import Copies, Copy
 from .lines import LineSplitter
 from .shared_pipe import unread_bytes
 
@@ -80,13 +80,11 @@ class Pipe:
         self._splitter = LineSplitter()
         self._tail: deque[bytes] = deque()
         self._tail_bytes = 0
-        self._copy: BinaryIO | None = None
-        self._say: Callable[[str], None] = lambda text: None
+        self._copy: Copy | None = None
 
-    def keep_in(self, files: ExitStack, path: str, say: Callable[[str], None]) -> None:
-        """Keep all that comes in a file, too; `say` if that is not possible any more."""
-        os.makedirs(os.path.dirname(path), exist_ok=True)
-        self._copy, self._say = files.enter_context(open(path, "ab", buffering=0)), say  # noqa: SIM115
+    def keep_in(self, copy: Copy) -> None:
+        """Keep all that comes in a file, too."""
+        self._copy = copy
 
     def read(self, limit: int = _CHUNK_BYTES) -> bytes:
         """Return what is there, at most so much."""
@@ -105,15 +103,7 @@ class Pipe:
         while self._tail_bytes - len(self._tail[0]) >= _TAIL_BYTES:
             self._tail_bytes -= len(self._tail.popleft())
         if self._copy is not None:
-            self._keep(self._copy, memoryview(data))
-
-    def _keep(self, copy: BinaryIO, data: memoryview) -> None:
-        try:
-            while data:  # a disk that fills up takes a part
-                data = data[copy.write(data) :]
-        except OSError as error:
-            self._copy = None
-            self._say(f"{copy.name} can't be written any more, and lacks what follows: {error.strerror or error}")
+            self._copy.write(data)
 
     @property
     def tail(self) -> str:
@@ -213,11 +203,7 @@ class _Process:
 
 
 class LogReader:
-    """Reads all pipes of one generation of workers in a thread of its own.
-
-    The thread that calls `run` may ask it to read at once, so both hold `_reading` while they touch a process. Nothing
-    that they do there waits for anybody, but for the disk of `keep_in`.
-    """
+    """Reads all pipes of one generation of workers; it belongs to the loop of this process."""
 
     def __init__(
         self,
@@ -234,30 +220,44 @@ class LogReader:
         self._held: list[bytes] = []
         self._agent_label = agent_label
         self._ends_at: dict[int, int] = {}  # local rank -> up to which byte it is read although the writer is behind
-        self._reading = threading.Lock()
-        self._stop = threading.Event()
+        self._loop: asyncio.AbstractEventLoop | None = None  # from `start` on
+        self._timers: dict[str, asyncio.TimerHandle] = {}
         with ExitStack() as files:  # closed here if one of them can't be opened
             files.callback(_remove_folder, folder)
-            self._wake, self._woken = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
-            files.callback(os.close, self._wake)
-            files.callback(os.close, self._woken)
+            # One file that is ready when any pipe is: a node may have hundreds.
+            self._any = files.enter_context(select.epoll())
             self._agent = _Process(files, folder, AGENT, agent_label)
-            os.mkfifo(news := pipe_path(folder, AGENT, "workers"), 0o600)  # for the guardian, see `worker/agent`
+            os.mkfifo(news := pipe_path(folder, AGENT, "workers"), 0o600)  # for `node.agent`
             files.callback(_remove, news)
             # `workers`: local rank -> label, and whether it is hidden.
             self._workers = {rank: _Process(files, folder, rank, *shown, cuts) for rank, shown in workers.items()}
-            for rank, worker in self._workers.items() if keep_in is not None else ():
-                for stream, pipe in worker.pipes.items():
-                    pipe.keep_in(files, os.path.join(keep_in or "", str(rank), f"{stream}.log"), self._say)
+            self._copies = None if keep_in is None else self._keep_in(files, keep_in)
             self._files = files.pop_all()
         self._read_at: float | None = None
         self._held_up_since: float | None = None
         self._is_closed = False
-        self._thread = threading.Thread(target=self._run, name="torchrun-logs", daemon=True)
+        self._shown = [(self._agent, self._show_agent), *((each, self._show) for each in self._workers.values())]
+        for process, _ in self._shown:
+            for fd in process.fds:
+                self._any.register(fd, select.EPOLLIN)
+
+    def _keep_in(self, files: ExitStack, folder: str) -> Copies:
+        copies = Copies(self._say)
+        files.callback(copies.end)
+        for rank, worker in self._workers.items():
+            for stream, pipe in worker.pipes.items():
+                copy = Copy(copies, os.path.join(folder, str(rank), f"{stream}.log"))
+                files.callback(copy.close)
+                pipe.keep_in(copy)
+        return copies
 
     def start(self) -> None:
-        """Begin to read."""
-        self._thread.start()
+        """Begin to read; call it in the loop."""
+        self._loop = asyncio.get_running_loop()
+        if self._copies is not None:
+            self._copies.start()
+        self._listen()
+        self._timers["quiet"] = self._loop.call_later(_QUIET_S, self._look_at_all)
 
     # --- what it knows
 
@@ -288,22 +288,20 @@ class LogReader:
         found = self._agent if process == AGENT else self._workers.get(int(process))
         if found is None:
             return ""
-        with self._reading:
-            if not self._is_closed:
-                is_read = found.drain(self._show_agent if found is self._agent else self._show)
-                self._note_read(is_read and found is not self._agent)
-            return found.pipes[stream].tail
+        if not self._is_closed:
+            is_read = found.drain(self._show_agent if found is self._agent else self._show)
+            self._note_read(is_read and found is not self._agent)
+        return found.pipes[stream].tail
 
     # --- what it is told
 
     def read_now(self, local_rank: int, failed: bool = False) -> None:
         """Show what a worker that has ended had written; one that has `failed` by itself is not hidden any more."""
         worker = self._workers.get(local_rank)
-        with self._reading:
-            if worker is not None and not self._is_closed:
-                self._note_read(worker.drain(self._show))
-                if failed:
-                    worker.reveal(self._show)
+        if worker is not None and not self._is_closed:
+            self._note_read(worker.drain(self._show))
+            if failed:
+                worker.reveal(self._show)
 
     def let_end(self) -> None:
         """Read on although the writer is behind, since the workers are stopped: one that saves may print before."""
@@ -317,51 +315,63 @@ class LogReader:
         """
         if self._is_closed:  # the numbers may be those of other files by now
             return
-        self._stop.set()
-        os.write(self._woken, b"!")
-        if self._thread.ident is not None:
-            self._thread.join()
-        with self._reading:
-            self._is_closed = True
-            for worker in self._workers.values():
-                self._note_read(worker.finish(self._show))
-            self._agent.finish(self._show_agent)
-            if self._held and not explained:
-                self._write("stderr", b"".join(self._held))
-            self._files.close()
+        self._is_closed = True
+        if self._loop is not None:
+            self._loop.remove_reader(self._any.fileno())
+        for timer in self._timers.values():
+            timer.cancel()
+        for worker in self._workers.values():
+            self._note_read(worker.finish(self._show))
+        self._agent.finish(self._show_agent)
+        if self._held and not explained:
+            self._write("stderr", b"".join(self._held))
+        self._files.close()
 
-    # --- in its thread, or while `_reading` is held
+    async def kept(self) -> None:
+        """Wait until all is in the files that a user asked for; call it after `finish`."""
+        if self._copies is not None:
+            await self._copies.finish()
 
-    def _run(self) -> None:
-        poll = select.poll()
-        poll.register(self._wake, select.POLLIN)
-        shown = [(self._agent, self._show_agent), *((each, self._show) for each in self._workers.values())]
-        for process, _ in shown:
-            for fd in process.fds:
-                poll.register(fd, select.POLLIN)
-        looked_at = 0.0  # at all, also those who are quiet while others write
-        while not self._stop.is_set():
+    # --- reading ---------------------------------------------------------------------------------
+
+    def _listen(self) -> None:
+        assert self._loop is not None
+        self._loop.add_reader(self._any.fileno(), self._read)
+
+    def _read(self) -> None:
+        """Read a chunk of each pipe that has something, and look again after a while."""
+        assert self._loop is not None
+        self._loop.remove_reader(self._any.fileno())
+        pause_s = _HELD_UP_S
+        try:
             if self._is_held_up():
-                with self._reading:
-                    self._agent.pump(self._show_agent)
-                    for rank, end in self._ends_at.items():
-                        if self._workers[rank].read_bytes < end:
-                            self._workers[rank].pump(self._show)
-                self._stop.wait(_HELD_UP_S)
-                continue
-            fds = {fd for fd, _ in poll.poll(1000 * _QUIET_S)}
-            if looks_at_all := time.monotonic() >= looked_at + _QUIET_S:
-                looked_at = time.monotonic()
-            # In order: the commands of a program end one after the other.
-            ready = [each for each in shown if looks_at_all or not fds.isdisjoint(each[0].fds)]
-            with self._reading:
-                found = [process.pump(show) for process, show in ready]
-            self._note_read(any(found[1:] if ready[:1] == shown[:1] else found))
-            if max(found, default=0) < _CHUNK_BYTES:
-                self._stop.wait(_GATHER_S)
+                self._agent.pump(self._show_agent)
+                for rank, end in self._ends_at.items():
+                    if self._workers[rank].read_bytes < end:
+                        self._workers[rank].pump(self._show)
+            else:
+                fds = {fd for fd, _ in self._any.poll(0)}
+                # In order: the commands of a program end one after the other.
+                most = self._pump([each for each in self._shown if not fds.isdisjoint(each[0].fds)])
+                pause_s = _GATHER_S if most < _CHUNK_BYTES else 0.0
+        finally:
+            self._timers["listen"] = self._loop.call_later(pause_s, self._listen)
+
+    def _look_at_all(self) -> None:
+        """Look at those too who are quiet, since an unfinished line is shown after a while."""
+        assert self._loop is not None
+        if not self._is_held_up():
+            self._pump(self._shown)
+        self._timers["quiet"] = self._loop.call_later(_QUIET_S, self._look_at_all)
+
+    def _pump(self, some: Sequence[tuple[_Process, Show]]) -> int:
+        """Show a chunk of some processes; return how many bytes the loudest had."""
+        found = [process.pump(show) for process, show in some]
+        self._note_read(any(found[1:] if some and some[0][0] is self._agent else found))
+        return max(found, default=0)
 
     def _is_held_up(self) -> bool:
-        if self._write("stdout", b""):
+        if self._write("stdout", b"") and not (self._copies is not None and self._copies.is_behind):
             self._held_up_since = None
             return False
         self._held_up_since = self._held_up_since or time.monotonic()

@@ -32,21 +32,21 @@ def umask() -> int:
     return int(fields["Umask"], 8)
 
 
-def take_over(told: Mapping[str, Any]) -> None:
-    """Give this process what another one has `inherited`, as far as it may; its user and its cgroup stay.
+def give(pid: int, told: Mapping[str, Any]) -> None:
+    """Give a process that has just begun what another one has `inherited`, as far as it may; its user and cgroup stay.
 
-    Call it between fork and exec. A limit that only root may raise stays as it is.
+    A limit that only root may raise stays as it is.
     """
     for name, limits in told.items():
-        if name.startswith("RLIMIT_") and resource.getrlimit(number := getattr(resource, name)) != tuple(limits):
+        if name.startswith("RLIMIT_") and resource.prlimit(pid, number := getattr(resource, name)) != tuple(limits):
             with suppress(ValueError, OSError):
-                resource.setrlimit(number, tuple(limits))
+                resource.prlimit(pid, number, tuple(limits))
     with suppress(OSError):
-        if os.getpriority(os.PRIO_PROCESS, 0) != told["priority"]:
-            os.setpriority(os.PRIO_PROCESS, 0, told["priority"])
+        if os.getpriority(os.PRIO_PROCESS, pid) != told["priority"]:
+            os.setpriority(os.PRIO_PROCESS, pid, told["priority"])
     with suppress(OSError):
-        if sorted(os.sched_getaffinity(0)) != told["CPU affinity"]:
-            os.sched_setaffinity(0, told["CPU affinity"])
-    if told["oom_score_adj"] != read(_OOM):
-        with suppress(OSError), open(_OOM, "w", encoding="ascii") as file:
+        if sorted(os.sched_getaffinity(pid)) != told["CPU affinity"]:
+            os.sched_setaffinity(pid, told["CPU affinity"])
+    if told["oom_score_adj"] != read(oom := f"/proc/{pid}/oom_score_adj"):
+        with suppress(OSError), open(oom, "w", encoding="ascii") as file:
             file.write(told["oom_score_adj"])

@@ -9,7 +9,7 @@ import os
 import select
 import signal
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from typing import NamedTuple
 
@@ -17,6 +17,8 @@ _POLL_S = 0.05
 _LOOK_S = 60.0  # with a pidfd
 _NEVER = float("inf")
 _KILL_WAIT_S = 10.0  # after SIGKILL only a process in uninterruptible sleep stays
+HELPERS: set[int] = set()
+"""Children of this process that belong to no launch: spares, and programs that features start. Who starts one reaps it."""
 
 
 class Process(NamedTuple):
@@ -99,18 +101,38 @@ def children_of_main_thread(parent: int) -> list[int]:
     return [int(pid) for pid in read(path).split()] if os.path.exists(path) else children(parent)
 
 
-def living_descendants(ancestor: int) -> list[int]:
-    """Return the pids of all living processes that descend from `ancestor`, through dead ones, too."""
+def living_descendants(ancestor: int, without: Collection[int] = ()) -> list[int]:
+    """Return the pids of all living processes that descend from `ancestor`, through dead ones, too.
+
+    The processes `without`, and what descends from them, are left out.
+    """
     below: dict[int, list[Process]] = {}
     for process in _table():
         below.setdefault(process.parent, []).append(process)
     found, queue = [], [ancestor]
     while queue:
         for process in below.get(queue.pop(), ()):
+            if process.pid in without:
+                continue
             queue.append(process.pid)
             if process.is_alive:
                 found.append(process.pid)
     return found
+
+
+def reap(without: Collection[int] = ()) -> Iterator[tuple[int, int]]:
+    """Reap this process's children that have ended, but for those `without`; yield their pids and exit codes."""
+    lists = [f"/proc/self/task/{thread}/children" for thread in os.listdir("/proc/self/task")]
+    if os.path.exists(lists[0]):
+        pids = [int(pid) for each in lists for pid in read(each).split()]
+    else:  # a kernel without CONFIG_PROC_CHILDREN
+        pids = [each.pid for each in _table() if each.parent == os.getpid()]
+    for pid in pids:
+        if pid not in without:
+            with suppress(ChildProcessError):
+                ended, status = os.waitpid(pid, os.WNOHANG)
+                if ended:
+                    yield pid, os.waitstatus_to_exitcode(status)
 
 
 def _table() -> Iterator[Process]:

@@ -1,33 +1,89 @@
-"""Starts and stops one agent and its process tree, from the task.
+"""One agent and everything that descends from it: starts, watches, stops and reaps it.
 
-The task only asks: a guardian, which is a process of its own, starts and stops the tree (`guardian/guardian.py` says
-why). A thread of this object reads the guardian's events.
+As a child subreaper, the supervisor finds, stops and reaps workers of a killed agent and grandchildren that detached
+themselves. It sees a worker die the moment it happens, mostly before torchrun does, and reads how. The agent lists its
+workers in a pipe, and the exit codes of those that it has reaped (``worker/agent.py``).
 """
 
 from __future__ import annotations
 
-import json
+import asyncio
+import enum
+import math
+import os
 import signal
-import threading
+import subprocess
+import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import TypeAlias
+from contextlib import suppress
+from typing import Any, ClassVar, NamedTuple, Protocol, TypeAlias
 
-from ..guardian.agent_events import AgentEvent, AgentStarted, End, Refused, WorkerStarted
-from ..guardian.guardian import Options
-from ..guardian.guardian_process import GuardianProcess
-from ..launch.command import AGENT_VARIABLE
 from ..machine import processes
+from ..machine.frozen import WATCH_S, FrozenWatch
+from ..machine.inherited import give
+from ..machine.processes import HELPERS, send_signal
+from .agent_events import AgentEnded, AgentEvent, End, Frozen, Refused, WorkerEnded, WorkerStarted
+from .workers import Workers
 
-# The guardian waits 10 s at most after SIGKILL; then it reports what it has.
-_END_WAIT_S = 15.0
-_STRAGGLER_GRACE_S = 2.0  # as the guardian's
+_KILL_WAIT_S = 10.0  # after SIGKILL only a process in uninterruptible sleep stays
+_HALT_S = 1.0  # Python heeds a signal within milliseconds, but not while it waits in torch's C++ code
+_STRAGGLER_GRACE_S = 2.0  # for what the agent left behind when it ended by itself
 
-Warm: TypeAlias = Callable[[Mapping[str, str], Options], "GuardianProcess | Refused"]
-"""A way to start an agent faster than cold: returns a guardian that was asked for the agent, or why there is none."""
+
+class Options(NamedTuple):
+    """How one agent is to be run."""
+
+    stdout: str  # pipes for the agent's own output
+    stderr: str
+    silence_s: float  # how long a worker or the agent may be stopped (SIGSTOP) before that counts as a failure
+    grace_s: float = 0.0  # time of the workers after SIGTERM
+    halt_signal: int = signal.SIGSTOP  # makes the agent act on its workers no more
+    cwd: str | None = None  # working directory; default is this process's
+    inherited: dict[str, Any] | None = None  # what the agent has from the task; default is what this process has
+    umask: int = -1  # -1: as this process
+    news: str | None = None  # the pipe in which the agent tells of its workers
+    pipes: str | None = None  # the folder with this and the pipes of agent and workers
+    scratch: Sequence[str] = ()  # folders to remove if this process is killed
+
+
+class Asked(Protocol):
+    """A spare that was asked to become an agent."""
+
+    process: subprocess.Popen[bytes]
+
+    def fileno(self) -> int:
+        """Return the file that is ready when it may have answered."""
+
+    def poll(self) -> bool:
+        """Return whether it has become the agent; raises if it can't be. It is called at least each 0.1 s."""
+
+    def kill(self) -> None:
+        """End it, and wait for nothing."""
+
+
+Warm: TypeAlias = Callable[[Mapping[str, str], Options], "Asked | Refused"]
+"""A way to start an agent faster than cold: returns a spare that was asked for the agent, or why there is none."""
+
+
+class Phase(enum.Enum):
+    """The state of an agent; the value says how often it is looked at, in seconds, besides what wakes this process."""
+
+    ASKING = ("a spare was asked to become it", 0.1)
+    RUNNING = ("it runs", WATCH_S)
+    HALTING = ("it was told to act on its workers no more", 0.005)
+    SAVING = ("its workers got a signal of the user's choice first, so that they can save", 0.05)
+    TERMINATING = ("everything below it got SIGTERM", 0.05)
+    KILLING = ("everything gets SIGKILL", 0.01)
+    ENDED = ("nothing is left of it", math.inf)
+
+    @property
+    def look_s(self) -> float:
+        """Seconds between two looks."""
+        return self.value[1]
 
 
 class AgentProcess:
-    """The agent of one generation. `on_event` is called in this object's reader thread; the last event is always `End`."""
+    """The agent of one generation; it belongs to the loop. `on_event` gets what happens; the last event is always `End`."""
 
     def __init__(
         self,
@@ -42,125 +98,321 @@ class AgentProcess:
         self._options = options
         self._on_event = on_event
         self._warm = warm
-        self._guardian: GuardianProcess | None = None
-        # Guards `_guardian` and `_sent`: the reader thread may replace the guardian while another thread sends a command.
-        self._lock = threading.Lock()
-        self._sent: list[str] = []
-        self._is_warm = False  # whether the guardian held a spare
-        self._reader = threading.Thread(target=self._read, name="torchrun-agent", daemon=True)
-        # They belong to the reader thread.
-        self._tree: dict[int, str] = {}  # pid -> when it began
-        self._agent: AgentStarted | None = None
+        self._phase: Phase | None = None  # None before the start
+        self._asked: Asked | None = None
+        self._agent: subprocess.Popen[bytes]  # from the start on
+        self._workers = Workers()
+        self._frozen = FrozenWatch(options.silence_s)
+        self._loop: asyncio.AbstractEventLoop
+        self._files: set[int] = set()  # what wakes us: pidfds, and the pipe of news
+        self._news: int | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        self._is_over = asyncio.Event()
+        self._deadline = math.inf  # of the whole stop; set once
+        self._phase_deadline = math.inf
+        self._first_signal: int | None = None
+        self._error: str | None = None
+        self._left: list[str] = []
+
+    # --- what others ask ---------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Start the agent. All further news arrives as events."""
-        warm = self._ask_warm()
-        self._is_warm, guardian = warm is not None, warm or self._own_guardian()
-        try:
-            self._guardian = guardian
-            self._reader.start()
-        except RuntimeError:  # no more threads can start. The kernel sends the agent SIGTERM when its guardian ends.
-            self._guardian = None
-            guardian.kill()
-            guardian.close()
-            raise
-
-    def _ask_warm(self) -> GuardianProcess | None:
-        """Return a guardian that starts the agent warm, or None after an event with the reason."""
+        """Start the agent. Raises OSError if there can't be one; all further news arrives as events."""
+        self._loop = asyncio.get_running_loop()
+        if self._options.news is not None:
+            self._news = os.open(self._options.news, os.O_RDWR | os.O_NONBLOCK)
         asked = None if self._warm is None else self._warm(self._env, self._options)
         if isinstance(asked, Refused):
             self._on_event(asked)
-            return None
-        return asked
-
-    def _own_guardian(self) -> GuardianProcess:
-        return GuardianProcess("guardian.guardian", [json.dumps(self._options._asdict()), *self._command], self._env)
+        elif asked is not None:
+            self._asked, self._agent = asked, asked.process
+            self._phase = Phase.ASKING
+            self._wake_by(asked.fileno(), self._step)
+            self._step()
+            return
+        try:
+            self._start_cold()
+        except OSError:
+            self._let_go()
+            raise
 
     @property
     def pid(self) -> int | None:
-        """The guardian's, from which all processes of this node's launch descend; None before the start."""
-        return None if self._guardian is None else self._guardian.pid
+        """The agent's pid; None before the start."""
+        return None if self._phase in (None, Phase.ASKING) else self._agent.pid
 
-    def stop(self, grace_s: float) -> None:
-        """Ask for the end of the whole tree: SIGTERM, `grace_s` seconds, SIGKILL. Returns at once; can be repeated."""
-        self._send(f"stop {grace_s}")
+    def stop(self, grace_s: float, first_signal: int | None = None) -> None:
+        """Stop the whole tree: SIGTERM, `grace_s` seconds, SIGKILL. Returns at once; the first call counts.
 
-    def preempt(self, grace_s: float, number: int) -> None:
-        """As `stop`, but first the workers alone get signal `number` and up to `grace_s` seconds to save."""
-        self._send(f"preempt {grace_s} {number}")
+        With `first_signal` the workers alone get that signal first, and up to `grace_s` seconds to save. What they have
+        started still serves them meanwhile.
+        """
+        if self._phase in (Phase.ASKING, Phase.RUNNING):
+            self._first_signal = first_signal
+            self._begin_to_stop(grace_s)
+            self._step()
 
-    def _send(self, line: str) -> None:
-        with self._lock:
-            self._sent.append(line)
-            if self._guardian is not None:
-                self._guardian.tell(line)
+    async def close(self, grace_s: float) -> None:
+        """Stop whatever still runs and wait for its end, at most the grace and some 11 s; can be repeated."""
+        if self._phase is not None:
+            self.stop(grace_s)
+            await self._is_over.wait()
 
-    def close(self, grace_s: float) -> None:
-        """Stop whatever still runs and wait for its end, at most the grace and 15 s; can be repeated."""
-        if self._guardian is None:
-            return
-        self.stop(grace_s)
-        self._reader.join(grace_s + _END_WAIT_S)
+    # --- starting ----------------------------------------------------------------------------------
+
+    def _start_cold(self) -> None:
+        options = self._options
+        with open(options.stdout, "ab") as out, open(options.stderr, "ab") as err:
+            agent = subprocess.Popen(
+                self._command,
+                stdin=subprocess.DEVNULL,
+                stdout=out.fileno(),
+                stderr=err.fileno(),
+                cwd=options.cwd,
+                env=self._env,
+                umask=options.umask,
+                start_new_session=True,
+            )
+        if options.inherited is not None:  # it begins to act on that much later, when it has imported torch
+            give(agent.pid, options.inherited)
+        self._run(agent)
+
+    def _run(self, agent: subprocess.Popen[bytes]) -> None:
+        self._agent, self._phase = agent, Phase.RUNNING
+        if self._news is not None:
+            self._wake_by(self._news, self._step)
+        self._observe(agent.pid)
+        self._step()
+
+    def _on_asking(self) -> bool:
+        assert self._asked is not None
+        fd = self._asked.fileno()
         try:
-            if not self._guardian.wait(_END_WAIT_S):
-                self._guardian.kill()
-        finally:
-            self._guardian.close()
-            self._reader.join(_END_WAIT_S)
-
-    # --- in the reader thread
-
-    def _read(self) -> None:
-        """Pass on the guardian's events, up to `End`."""
-        end = self._follow()
-        if end.guardian_gone and self._start_cold():
-            end = self._follow()
-        self._on_event(end)
-
-    def _start_cold(self) -> bool:
-        """Start the agent cold if its guardian held a spare and died before the agent ran; return whether that was so."""
-        with self._lock:
-            if not self._is_warm or self._tree or self._sent or self._guardian is None:
+            if not self._asked.poll():
                 return False
-            self._is_warm = False
-            try:
-                guardian = self._own_guardian()
-            except Exception:  # then the launch fails: its guardian is gone
-                return False
-            self._guardian.close()
-            self._guardian = guardian
-        self._on_event(Refused("the guardian that held the spare has ended"))
-        return True
-
-    def _follow(self) -> End:
-        """Pass on the events of one guardian but the last, and return that."""
-        assert self._guardian is not None
-        try:
-            for event in self._guardian.events():
-                if isinstance(event, AgentStarted | WorkerStarted):
-                    self._tree[event.pid] = event.began
-                if isinstance(event, AgentStarted):
-                    self._agent = event
-                if isinstance(event, End):
-                    return event
-                self._on_event(event)
-            end = End(None, guardian_gone=True)
         except Exception as error:
-            # For example an event of another version, after the package was replaced on disk. The launch must get an `End`.
-            end = End(None, f"could not be followed: {type(error).__name__}: {error}")
-        self._stop_in_its_place(self._guardian)
-        return end
+            self._wake_no_more(fd)
+            self._asked.kill()
+            self._on_event(Refused(f"{error}"))
+            try:
+                self._start_cold()
+            except OSError as cold:
+                self._error = f"could not be started: {cold}"
+                self._enter(Phase.ENDED)
+            return False
+        self._wake_no_more(fd)
+        self._run(self._agent)
+        return False
 
-    def _stop_in_its_place(self, guardian: GuardianProcess) -> None:
-        """Kill a guardian, and stop the agent, the workers that it had reported, and all that these have started."""
-        guardian.kill()
-        # The kernel sends the agent SIGTERM at its guardian's death, and the agent stops its workers. The rest is killed.
-        # A pid may belong to another process by now, so the time at which it began must be the same.
-        same = {pid for pid, began in self._tree.items() if processes.began(pid) == began}
-        processes.await_or_kill(same, self._options.grace_s)
-        if self._agent is not None:
-            # The guardian had adopted what detached itself; nobody else knows of it.
-            left = processes.living_with(f"{AGENT_VARIABLE}={self._agent.pid}", self._agent.began)
-            for pid in left:
-                processes.send_signal(pid, signal.SIGTERM)
-            processes.await_or_kill(left, min(self._options.grace_s, _STRAGGLER_GRACE_S))
+    # --- what wakes us -----------------------------------------------------------------------------
+
+    def _wake_by(self, fd: int, call: Callable[..., object], *args: Any) -> None:
+        self._files.add(fd)
+        self._loop.add_reader(fd, call, *args)
+
+    def _wake_no_more(self, fd: int) -> None:
+        self._files.discard(fd)
+        self._loop.remove_reader(fd)
+
+    def _observe(self, pid: int) -> None:
+        """Have the end of a process wake us, by a pidfd. Without one the agent tells of a worker's, and we reap."""
+        with suppress(ProcessLookupError):  # torchrun has reaped it, and tells us
+            if (handle := processes.open_pidfd(pid)) is not None:
+                self._wake_by(handle, self._has_ended, handle, pid)
+
+    def _has_ended(self, pidfd: int, pid: int) -> None:
+        self._wake_no_more(pidfd)
+        os.close(pidfd)
+        self._read_news()  # first: it may tell of a worker that has failed, and of others that were stopped for it
+        # torchrun reaps its workers ten times a second. Until then the dead worker's exit code can be read.
+        dead = processes.find(pid)
+        if dead is not None and dead.status is not None:
+            self._report_exit(pid, dead.status)
+        self._step()
+
+    def _read_news(self) -> None:
+        """Handle what the agent tells of its workers: whole lines, since each is written at once."""
+        news = b""
+        if self._news is not None:
+            with suppress(BlockingIOError):
+                news = os.read(self._news, 65536)
+        for line in news.decode().splitlines():
+            self._handle_news(*line.split())
+
+    def _handle_news(self, what: str, pid: str, *more: str) -> None:
+        if what == "started":
+            rank, local_rank = map(int, more)
+            self._workers.add(rank, local_rank, int(pid))
+            self._on_event(WorkerStarted(rank, local_rank, int(pid)))
+            self._observe(int(pid))
+        elif what == "ended":
+            self._report_exit(int(pid), int(more[0]))
+        elif (told := self._workers.get(int(pid))) is not None:
+            told.stopped_at = min(told.stopped_at, float(more[0]))
+
+    def _report_exit(self, pid: int, status: int) -> None:
+        """Report a worker's end, once."""
+        worker = self._workers.get(pid)
+        if worker is None or worker.status is not None:
+            return
+        worker.status = status
+        told_at = worker.stopped_at if worker.stopped_at < math.inf else None
+        stopped = self._deadline < math.inf or told_at is not None
+        self._on_event(
+            WorkerEnded(worker.rank, worker.local_rank, worker.pid, status, stopped, time.monotonic(), told_at)
+        )
+
+    def _reap(self) -> None:
+        """Reap the agent and what was re-parented to this process."""
+        for pid, status in processes.reap(HELPERS):
+            if pid == self._agent.pid:
+                self._agent.returncode = status
+            else:
+                self._report_exit(pid, status)
+
+    # --- the phases ----------------------------------------------------------------------------------
+
+    def _step(self) -> None:
+        """Look at everything, and go on to the next phase, if it is time."""
+        if self._phase is Phase.ENDED:
+            return
+        assert self._phase is not None
+        self._look_later()  # first: whatever goes wrong below is tried again
+        self._read_news()
+        self._reap()
+        while self._STEPS[self._phase](self):
+            pass
+        self._look_later()
+
+    def _look_later(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        if self._phase not in (None, Phase.ENDED):
+            self._timer = self._loop.call_later(self._phase.look_s, self._step)
+
+    def _enter(self, phase: Phase, limit_s: float = math.inf) -> bool:
+        self._phase, self._phase_deadline = phase, time.monotonic() + limit_s
+        if phase is Phase.ENDED:
+            self._end()
+        return phase is not Phase.ENDED
+
+    @property
+    def _is_late(self) -> bool:
+        return time.monotonic() >= min(self._phase_deadline, self._deadline)
+
+    def _on_running(self) -> bool:
+        if self._agent.returncode is not None:
+            self._agent_ended(self._agent.returncode)
+            return True
+        for pid in self._frozen.overdue((self._agent.pid, *self._workers.living()), time.monotonic()):
+            worker = self._workers.get(pid)
+            rank, local_rank = (None, None) if worker is None else (worker.rank, worker.local_rank)
+            self._on_event(Frozen(rank, local_rank, pid, time.monotonic()))
+        return False
+
+    def _agent_ended(self, status: int) -> None:
+        """Report an agent that has ended by itself, and stop what it has left running."""
+        self._read_news()
+        self._on_event(AgentEnded(status, time.monotonic()))
+        self._left = [processes.describe(pid) for pid in self._tree()]
+        self._begin_to_stop(_STRAGGLER_GRACE_S if status == 0 else self._options.grace_s)
+
+    def _begin_to_stop(self, grace_s: float) -> None:
+        self._deadline = min(self._deadline, time.monotonic() + grace_s)
+        if self._phase is Phase.ASKING:
+            assert self._asked is not None
+            self._wake_no_more(self._asked.fileno())
+            self._asked.kill()
+            self._error = "was stopped before it had started"
+            self._kill_all()
+            return
+        # The agent gets no SIGTERM: it would signal its workers a second time, reap them before we read their exit
+        # codes, or wait in its exit barrier for up to 300 s (torch 2.13). But torch's store, which it may serve, lives on.
+        self._signal_agent(self._options.halt_signal)
+        if self._options.halt_signal != signal.SIGSTOP:
+            self._signal_agent(signal.SIGCONT)  # if somebody has stopped it, it serves its store again
+        self._enter(Phase.HALTING, _HALT_S)
+
+    def _on_halting(self) -> bool:
+        """Wait until the agent has heard: until then it may still start a worker, or stop one."""
+        number = self._options.halt_signal
+        has_heard = number == signal.SIGSTOP or self._agent.returncode is not None
+        if not (has_heard or self._is_late or processes.blocks(self._agent.pid, number)) and self._below_agent():
+            return False
+        self._read_news()
+        if self._first_signal is not None:
+            self._signal_all(self._workers.living(), self._first_signal)
+            return self._enter(Phase.SAVING)
+        return self._terminate()
+
+    def _on_saving(self) -> bool:
+        if self._workers.living() and not self._is_late:
+            return False
+        self._deadline = min(self._deadline, time.monotonic() + _STRAGGLER_GRACE_S)
+        return self._terminate()
+
+    def _terminate(self) -> bool:
+        self._signal_all(self._below_agent(), signal.SIGTERM)
+        return self._enter(Phase.TERMINATING)
+
+    def _on_terminating(self) -> bool:
+        return not (self._below_agent() and not self._is_late) and self._kill_all()
+
+    def _kill_all(self) -> bool:
+        return self._enter(Phase.KILLING, _KILL_WAIT_S)
+
+    def _on_killing(self) -> bool:
+        living, left_s = self._tree(), self._phase_deadline - time.monotonic()
+        for pid in living:
+            # Workers first: dead while their agent is frozen, they come to us with their exit codes.
+            if pid != self._agent.pid or len(living) == 1 or left_s < _KILL_WAIT_S / 2:
+                send_signal(pid, signal.SIGKILL)
+        # Checked before reaping: a process that ends in between would else be left with its exit code unread.
+        all_ended = self._agent.returncode is not None and not self._tree()
+        self._reap()
+        return (all_ended or left_s <= 0) and self._enter(Phase.ENDED)
+
+    def _end(self) -> None:
+        self._read_news()
+        self._let_go()
+        status = None if self._error else self._agent.returncode
+        self._is_over.set()
+        self._on_event(End(status, self._error, self._left))
+
+    def _let_go(self) -> None:
+        if self._news is not None:
+            self._wake_no_more(self._news)
+            os.close(self._news)
+            self._news = None
+        for pidfd in list(self._files):
+            self._wake_no_more(pidfd)
+            os.close(pidfd)
+
+    # --- processes -----------------------------------------------------------------------------------
+
+    def _tree(self) -> list[int]:
+        """Return the pids of the agent and all that it has started, however that detached itself."""
+        return processes.living_descendants(os.getpid(), HELPERS)
+
+    def _below_agent(self) -> list[int]:
+        return [pid for pid in self._tree() if pid != self._agent.pid]
+
+    def _signal_agent(self, number: int) -> None:
+        if self._agent.returncode is None:
+            send_signal(self._agent.pid, number)
+
+    @staticmethod
+    def _signal_all(pids: Sequence[int], number: int) -> None:
+        for pid in pids:
+            send_signal(pid, number)
+            send_signal(pid, signal.SIGCONT)
+
+    _STEPS: ClassVar[dict[Phase, Callable[[AgentProcess], bool]]] = {
+        Phase.ASKING: _on_asking,
+        Phase.RUNNING: _on_running,
+        Phase.HALTING: _on_halting,
+        Phase.SAVING: _on_saving,
+        Phase.TERMINATING: _on_terminating,
+        Phase.KILLING: _on_killing,
+        Phase.ENDED: lambda self: False,
+    }

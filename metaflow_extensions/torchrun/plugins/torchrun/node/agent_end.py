@@ -6,10 +6,10 @@ import signal
 from dataclasses import replace
 
 from ..gang.cause import Cause, describe_exit, signal_name
-from ..guardian.agent_events import End, Frozen, Terminated
 from ..logs.pipes import Tail
 from ..machine.cgroup import describe_oom, oom_kills
 from ..machine.frozen import STOPPED
+from .agent_events import End, Frozen
 from .exits import read_agent_report
 from .plan import Plan
 
@@ -33,11 +33,6 @@ class MachineFaults:
         """Say how a process ended."""
         return f"ran {describe_oom()}" if self._is_out_of_memory(exit_code) else describe_exit(exit_code)
 
-    def how_vanished(self) -> str:
-        """Return how the guardian ended: it is no child of the task, so nobody gets its exit code."""
-        is_oom = self._is_out_of_memory(-signal.SIGKILL)
-        return f"ran {describe_oom()}" if is_oom else "ended unexpectedly, as by SIGKILL"
-
     def _is_out_of_memory(self, exit_code: int | None) -> bool:
         """Tell whether it was the kernel's out-of-memory killer: its counter has moved since *go*."""
         before, now = self._oom_kills_before, oom_kills()
@@ -55,19 +50,14 @@ class AgentEnd:
         self.machine = MachineFaults()
         self.exit_code: int | None = None
         self.failed_at: float | None = None
-        self.fault: tuple[float, Cause] | None = None  # of a frozen process, or of the guardian
+        self.fault: tuple[float, Cause] | None = None  # of a frozen process
         self._end: End | None = None
 
-    def record_fault(self, event: Frozen | Terminated) -> str:
-        """Record that another program stopped or signalled a process; return the log line."""
-        if isinstance(event, Terminated):
-            text = "its guardian process got SIGTERM from outside of the gang"
-            cause = Cause("agent_ended", self._node, self._host, exception=text)
-        else:
-            whose = f"its {self._name} " if event.rank is None else ""
-            limit_s = self._plan.silence_s
-            text = f"{whose}{STOPPED} {limit_s:g} s"
-            cause = Cause("frozen", self._node, self._host, event.rank, event.local_rank, exception=text)
+    def record_fault(self, event: Frozen) -> str:
+        """Record that another program has stopped a process; return the log line."""
+        whose = f"its {self._name} " if event.rank is None else ""
+        text = f"{whose}{STOPPED} {self._plan.silence_s:g} s"
+        cause = Cause("frozen", self._node, self._host, event.rank, event.local_rank, exception=text)
         self.fault = (event.at, cause)
         return f"{cause.who} {cause.what}"
 
@@ -82,10 +72,7 @@ class AgentEnd:
     def cause(self, has_workers: bool) -> Cause:
         """Return why it failed; `has_workers`: it had started some."""
         report, code, who = read_agent_report(self._tail), self.exit_code, f"its {self._name}"
-        guardian_gone = self._end is not None and self._end.guardian_gone
-        if guardian_gone:
-            code, who, how = None, "its guardian process", self.machine.how_vanished()
-        elif report.got_signal is not None:  # without a guardian it gets SIGTERM from the kernel
+        if report.got_signal is not None:
             how = f"got {signal_name(report.got_signal)} from outside of the gang, and gave up"
         elif self._end is not None and self._end.error is not None:
             how = self._end.error
@@ -94,6 +81,5 @@ class AgentEnd:
         else:
             how = "vanished" if code is None else self.machine.how_ended(code)
         # An agent with workers did start: it was killed, or lost its own connections.
-        kind = "agent_ended" if has_workers or guardian_gone else "agent"
-        said = "" if guardian_gone else report.tail  # then torchrun tells of the SIGTERM that it got for that reason
-        return Cause(kind, self._node, self._host, None, None, code, f"{who} {how}", said)
+        kind = "agent_ended" if has_workers else "agent"
+        return Cause(kind, self._node, self._host, None, None, code, f"{who} {how}", report.tail)

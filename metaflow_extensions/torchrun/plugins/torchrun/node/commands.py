@@ -1,7 +1,6 @@
 """The commands of ``run(before_run=...)`` on this node, which run before it is *ready*.
 
-The script `command_runner` runs them in the place of an agent, so a guardian watches and stops them like workers.
-Everything here belongs to the thread of the launch.
+The script `command_runner` runs them in the place of an agent, so they are watched and stopped like workers.
 """
 
 from __future__ import annotations
@@ -18,13 +17,12 @@ from ..events import Event
 from ..gang.cause import Cause, Failure, describe_exit
 from ..gang.protocol import Command, Failed
 from ..gang.seat import Seat
-from ..guardian.agent_events import AgentEnded, AgentEvent, End, Frozen, Terminated
-from ..guardian.guardian import Options
 from ..launch.command import COMMAND_RUNNER
 from ..launch.commands import is_by_shell, system_program
 from ..logs.pipes import AGENT, LogReader, pipe_path
-from .agent import AgentProcess
+from .agent import AgentProcess, Options
 from .agent_end import AgentEnd
+from .agent_events import AgentEnded, AgentEvent, End, Frozen
 from .headlines import say_left
 from .plan import Plan
 from .start import environment_of_commands, make_folder, make_pipes_folder, of_task
@@ -43,7 +41,7 @@ def shown(words: Sequence[str]) -> str:
 
 @dataclass(frozen=True)
 class CommandNews:
-    """An event of the commands' guardian, in the launch's inbox."""
+    """An event of the process that runs the commands, in the launch's inbox."""
 
     event: AgentEvent
 
@@ -77,7 +75,7 @@ class Commands:
             raise
         self._end = AgentEnd(plan, member.host, self._logs.tail, _RUNNER)
         inbox = member.inbox  # this launch's; a later launch has another
-        self._agent = new_agent(command, env, self._options(pipes), lambda event: inbox.put(CommandNews(event)))
+        self._agent = new_agent(command, env, self._options(pipes), lambda event: inbox.put_nowait(CommandNews(event)))
 
     def _reader(self, pipes: str) -> LogReader:
         plan, count = self._plan, len(self._plan.commands)
@@ -137,7 +135,7 @@ class Commands:
 
     def _failure(self, event: AgentEvent) -> Cause | None:
         match event:
-            case Frozen() | Terminated():
+            case Frozen():
                 self._end.record_fault(event)
                 assert self._end.fault is not None
                 return self._end.fault[1]
@@ -158,16 +156,17 @@ class Commands:
         text = self._text(failed, self._end.machine.how_ended)
         return Cause("command", node, host, None, None, failed.status, text, lines)
 
-    def close(self, grace_s: float = 0.0) -> None:
+    async def close(self, grace_s: float = 0.0) -> None:
         """Stop what still runs, and show the last output; safe to call more than once."""
         if self._is_closed:
             return
         self._is_closed = True
         self._logs.let_end()
         try:
-            self._agent.close(grace_s)
+            await self._agent.close(grace_s)
         finally:
             self._logs.finish(explained=True)
+            await self._logs.kept()
             if self._plan.spec.log_dir is None:
                 shutil.rmtree(self._folder, ignore_errors=True)
 

@@ -1,6 +1,6 @@
 """Exit codes and failure causes of one node's workers.
 
-The guardian sees a worker die and reports its exit code, or has it from the agent.
+`agent` sees a worker die and reads its exit code, or has it from torchrun.
 
 A worker records the exception that ended it (`worker_hooks`; scripts with ``@record`` write torchelastic's error file).
 The end of its stderr is shown as it is; no cause is derived from it.
@@ -18,9 +18,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..gang.cause import RAISED, Cause, remedy_of_exit
-from ..guardian.agent_events import WorkerEnded
 from ..launch.spec import LaunchSpec
 from ..logs.pipes import AGENT, Tail
+from .agent_events import WorkerEnded
 
 _TAIL_LINES, _STDOUT_LINES = 30, 10
 

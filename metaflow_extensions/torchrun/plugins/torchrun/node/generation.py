@@ -1,7 +1,6 @@
 """One generation of workers on this node, from *go* to the end of its last process, and its failures.
 
-A generation is in one `Phase` at a time; only the generation changes it. Only the thread that calls `Supervisor.run`
-uses this module: the agent's events reach that thread through the launch's inbox.
+A generation is in one `Phase` at a time; only the generation changes it.
 """
 
 from __future__ import annotations
@@ -14,11 +13,11 @@ from functools import partial
 
 from ..gang.cause import Failure, first_failure
 from ..gang.protocol import Go
-from ..guardian.agent_events import AgentEnded, AgentEvent, End, Frozen, Terminated, WorkerEnded, WorkerStarted
 from ..launch.command import shown_command
 from ..logs.pipes import LogReader
 from .agent import AgentProcess
 from .agent_end import AgentEnd
+from .agent_events import AgentEnded, AgentEvent, End, Frozen, WorkerEnded, WorkerStarted
 from .exits import Exits
 from .plan import Plan
 from .watchers import Here, Watchers
@@ -112,10 +111,7 @@ class Generation:
             return
         self._enter(Phase.STOPPING)
         self._stopped_at = time.monotonic()
-        if first_signal is None:
-            self._agent.stop(self._plan.grace_s)
-        else:
-            self._agent.preempt(self._plan.grace_s, first_signal)
+        self._agent.stop(self._plan.grace_s, first_signal)
 
     @property
     def was_stopped(self) -> bool:
@@ -127,20 +123,21 @@ class Generation:
         """Whether the agent, and so all its workers, have ended well."""
         return self._agent_end.exit_code == 0 and self._agent_end.failed_at is None
 
-    def close(self, grace_s: float = 0.0) -> None:
+    async def close(self, grace_s: float = 0.0) -> None:
         """Stop what still runs, and read the last output; safe to call more than once."""
         if self.phase is Phase.ENDED:
             return
         self._logs.let_end()
         try:
-            self._agent.close(grace_s)
-        finally:  # also where a second Ctrl-C ends the wait: then the guardian goes on alone
+            await self._agent.close(grace_s)
+        finally:
             self.watchers.close()
             for end in self.exits.failed():  # also those of which torchrun alone has said so
                 self._logs.read_now(end.local_rank, failed=True)
             known = self._agent_end.fault is not None or any(self.exits.causes(self._stopped_at))
             # torchrun prints a box that names our script. After a good end, or beside a known cause, it would only mislead.
             self._logs.finish(explained=self.ended_well or known)
+            await self._logs.kept()
             self._enter(Phase.ENDED)
 
     def remove_files(self) -> None:
@@ -150,7 +147,7 @@ class Generation:
 
     @property
     def all_run(self) -> bool:
-        """Whether all its workers run: the guardian has seen them, or some have written."""
+        """Whether all its workers run: its agent has told of them, or some have written."""
         return len(self._pids) >= self._plan.spec.nproc or self.active_at is not None
 
     @property
@@ -174,7 +171,7 @@ class Generation:
                 self._pids[event.rank] = event.pid
             case WorkerEnded():
                 return self._on_worker_ended(event)
-            case Frozen() | Terminated():
+            case Frozen():
                 return self._agent_end.record_fault(event) if self.phase is Phase.RUNNING else None
             case AgentEnded():
                 return self._on_agent_ended(event)

@@ -7,8 +7,8 @@ from ..events import Event
 from ..gang.protocol import Go
 from ..gang.seat import Seat
 from ..gang.texts import counted
-from ..guardian.agent_events import End
 from ..launch.spec import LaunchSpec, bracketed
+from .agent_events import End
 from .plan import Plan
 
 _FIRST_LAUNCH = (

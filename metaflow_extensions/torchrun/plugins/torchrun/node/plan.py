@@ -8,21 +8,18 @@ from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, Protocol
 
 from ..gang.policy import LaunchPolicy
-from ..guardian.agent_events import Refused
-from ..guardian.guardian import Options
-from ..guardian.guardian_process import GuardianProcess
 from ..launch.spec import LaunchSpec
 from ..logs.pipes import Write
 from ..machine.accelerators import Machine
+from .agent import Asked, Options
+from .agent_events import Refused
 
 
 class WarmStarts(Protocol):
-    """Starts the agents of one node faster than cold; one thread at a time uses it."""
+    """Starts the agents of one node faster than cold."""
 
-    def start(
-        self, command: list[str], workers: int, env: Mapping[str, str], options: Options
-    ) -> GuardianProcess | Refused:
-        """Return a guardian that starts an agent warm, and so many of its workers; or why there is none."""
+    def start(self, command: list[str], workers: int, env: Mapping[str, str], options: Options) -> Asked | Refused:
+        """Return a spare that was asked to become an agent, with so many spare workers; or why there is none."""
 
     def prepare(self) -> None:
         """Prepare a spare for the next agent, in the background; raises nothing."""

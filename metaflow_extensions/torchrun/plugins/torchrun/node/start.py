@@ -15,13 +15,12 @@ from ..events import Event
 from ..gang.cause import SHORT_PEER_ERRORS
 from ..gang.protocol import Go
 from ..gang.seat import Seat
-from ..guardian.agent_events import AgentEvent
-from ..guardian.guardian import Options
 from ..launch.command import HALT_SIGNAL, agent_command, command_environment, restart_variables, with_hooks
 from ..logs.pipes import AGENT, LogReader, pipe_path
 from ..machine.accelerators import Machine, omp_threads
 from ..machine.network import interface_of
-from .agent import AgentProcess, Warm
+from .agent import AgentProcess, Options, Warm
+from .agent_events import AgentEvent
 from .generation import Generation
 from .plan import Plan
 from .watchers import HOOKS, Variables, variables_of
@@ -68,7 +67,7 @@ def _prepare_in(folder: str, plan: Plan, go: Go, member: Seat, new_agent: Callab
     inbox = member.inbox  # this launch's; a later launch has another
     options = _options(plan, folder, pipes)
     try:
-        agent = new_agent(command, env, options, lambda event: inbox.put(AgentNews(go.generation, event)), warm)
+        agent = new_agent(command, env, options, lambda event: inbox.put_nowait(AgentNews(go.generation, event)), warm)
         return Generation(plan, member.host, go, folder, command, agent, logs, say)
     except BaseException:
         logs.finish()

@@ -2,17 +2,16 @@
 
 `Supervisor.run` reports *ready*, obeys *go*, *stop* and the *verdict*, and reports what happens to the workers.
 Everything that it waits for arrives in one queue, the launch's inbox: the gang's messages, the agent's events, and what
-the task says. A table says what is done with each. Other threads put into the inbox only; everything else here belongs
-to the thread that calls `run`.
+the task says. A table says what is done with each.
 """
 
 from __future__ import annotations
 
-import queue
+import asyncio
+import inspect
 import shlex
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -36,9 +35,9 @@ from ..gang.protocol import (
     Wrote,
 )
 from ..gang.seat import GivenUp, Seat
-from ..guardian.agent_events import End, Refused
 from .agent import AgentProcess
 from .agent_end import AGENT_NAME
+from .agent_events import End, Refused
 from .commands import CommandNews, Commands, send_failure
 from .generation import Generation, Phase
 from .headlines import alone_line, end_line, facts_line, say_left
@@ -86,20 +85,20 @@ class Supervisor:
         self._went_at: float | None = None
         self._restarts: list[dict[str, Any]] = []
 
-    def run(self) -> Outcome:
+    async def run(self) -> Outcome:
         """Run the launch to its end on all nodes, and return that; raise what ends it here without a verdict."""
         try:
             self._member.begin_launch()
             self._begin()
             while self._verdict is None:
-                self._handle(self._next())
+                await self._handle(await self._next())
                 self._send_told()
-            self._say_end(self._verdict.error)
+            await self._say_end(self._verdict.error)
         except BaseException as error:
-            self._give_up(error)
+            await self._give_up(error)
             raise
         if self._verdict.error is not None:
-            self._give_up(self._verdict.error)
+            await self._give_up(self._verdict.error)
         else:
             self._plan.prepare_warm()
         generation = self._generation
@@ -131,10 +130,12 @@ class Supervisor:
         facts, port = dict(plan.facts), spec.master_port
         self._member.send(Ready(self._launch, spec.nproc, spec.digest(), facts, port, policy))
 
-    def _next(self) -> Any:
+    async def _next(self) -> Any:
         """Return the next news, or None if none has come for `_LOOK_S` seconds."""
-        with suppress(queue.Empty):
-            return self._member.inbox.get(timeout=_LOOK_S)
+        try:
+            return await asyncio.wait_for(self._member.inbox.get(), _LOOK_S)
+        except asyncio.TimeoutError:
+            return None
 
     def _send_told(self) -> None:
         """Poll the commands and the features, and send what they hand out."""
@@ -155,14 +156,16 @@ class Supervisor:
         generation = self._generation
         return None if generation is None or generation.phase is Phase.ENDED else generation
 
-    def _handle(self, news: Any) -> None:
+    async def _handle(self, news: Any) -> None:
         if isinstance(news, Go | Ask | Stop | Restart | Store | Verdict) and news.launch != self._launch:
             return  # late news of a launch that the step's code gave up
-        self._HANDLERS[type(news)](self, news)
+        done = self._HANDLERS[type(news)](self, news)
+        if inspect.isawaitable(done):
+            await done
 
     # --- what the gang decides --------------------------------------------------------------------
 
-    def _on_go(self, go: Go) -> None:
+    async def _on_go(self, go: Go) -> None:
         if self._went_at is None:
             self._went_at = time.monotonic()
         try:
@@ -170,15 +173,15 @@ class Supervisor:
             self._say_begin(go, generation)
             generation.start()
         except Exception as error:  # a full disk, no more processes, a zero byte in a variable
-            self._could_not_start(go, error)
+            await self._could_not_start(go, error)
 
     def _say_begin(self, go: Go, generation: Generation) -> None:
         if self._member.node == CONTROL and go.generation == 0:
             self._emit("facts", facts_line(self._plan, go))
         self._emit("command", f"runs: {shlex.join(generation.command)}", is_detail=True)
 
-    def _say_end(self, error: TorchrunError | None) -> None:
-        self._member.settle_lines()  # first write the lines of the other nodes' workers
+    async def _say_end(self, error: TorchrunError | None) -> None:
+        await self._member.settle_lines()  # first write the lines of the other nodes' workers
         if self._member.node == CONTROL and self._went_at is not None:
             seconds = time.monotonic() - self._went_at
             text = end_line(self._launch, self._plan.spec, seconds, len(self._restarts), error)
@@ -186,14 +189,14 @@ class Supervisor:
             if self._verdict is not None and self._verdict.alone:
                 self._emit("note", alone_line(self._launch, self._plan))
 
-    def _could_not_start(self, go: Go, error: Exception) -> None:
-        self._close_generation(0.0)
+    async def _could_not_start(self, go: Go, error: Exception) -> None:
+        await self._close_generation(0.0)
         text = f"its {AGENT_NAME} could not be started: {_reason(error)}"
         self._emit("worker_failed", f"{text}; stopping all nodes")
         failure = Failure(Cause("agent", self._member.node, self._member.host, exception=text))
         self._member.send(Ended(self._launch, False, go.generation, (failure,), stores=self._plan.stores))
 
-    def _on_stop(self, stop: Stop) -> None:
+    async def _on_stop(self, stop: Stop) -> None:
         self._give_up_upload()
         if (generation := self._living) is None:
             return
@@ -202,7 +205,7 @@ class Supervisor:
         if self._member.node == CONTROL and stop.because and not is_told:
             self._emit("stopping", f"{stop.because}; stopping all nodes")
         if generation.phase is Phase.RUNNING:
-            for told in generation.watchers.before_stop(stop.kind):
+            for told in await generation.watchers.before_stop(stop.kind):
                 self._member.send(told)
         generation.stop(stop.signal)
 
@@ -265,9 +268,9 @@ class Supervisor:
 
     # --- what happens to the commands of before_run -----------------------------------------------
 
-    def _on_command_news(self, news: CommandNews) -> None:
+    async def _on_command_news(self, news: CommandNews) -> None:
         if self._commands is not None and self._commands.handle(news.event):
-            self._close_commands(0.0)
+            await self._close_commands(0.0)
             self._complete()
 
     def _on_completed(self, news: Completed) -> None:
@@ -280,14 +283,14 @@ class Supervisor:
         if self._commands is not None and cause is not None and cause.node != self._member.node and not is_logged:
             self._emit("stopping", f"{cause.who} {cause.what}; stopping before_run")
 
-    def _close_commands(self, grace_s: float) -> None:
+    async def _close_commands(self, grace_s: float) -> None:
         commands, self._commands = self._commands, None
         if commands is not None:
-            commands.close(grace_s)
+            await commands.close(grace_s)
 
     # --- what happens to the workers --------------------------------------------------------------
 
-    def _on_agent_news(self, news: AgentNews) -> None:
+    async def _on_agent_news(self, news: AgentNews) -> None:
         generation = self._living
         if generation is None or generation.number != news.generation:
             return
@@ -299,7 +302,7 @@ class Supervisor:
         if failed is not None:
             self._fail(generation, failed)
         if isinstance(news.event, End):
-            self._generation_ended(generation, news.event)
+            await self._generation_ended(generation, news.event)
 
     def _on_quiet(self, _: None) -> None:
         """Check what causes no event: the workers' first output."""
@@ -328,9 +331,9 @@ class Supervisor:
                 generation.said_output = True
                 self._member.send(Wrote(self._launch, generation.number))
 
-    def _generation_ended(self, generation: Generation, end: End) -> None:
+    async def _generation_ended(self, generation: Generation, end: End) -> None:
         told = generation.watchers.ended()
-        generation.close()
+        await generation.close()
         for each in told:
             self._member.send(each)
         if not generation.was_stopped:
@@ -356,13 +359,13 @@ class Supervisor:
 
     # --- the end ----------------------------------------------------------------------------------
 
-    def _give_up(self, error: BaseException) -> None:
+    async def _give_up(self, error: BaseException) -> None:
         """Report to the gang, unless it has decided; then stop everything here."""
         if self._verdict is None:
             self._report(error, given_up=True)
         self._give_up_upload()
-        self._close_commands(self._plan.grace_s)
-        self._close_generation(self._plan.grace_s)
+        await self._close_commands(self._plan.grace_s)
+        await self._close_generation(self._plan.grace_s)
         if isinstance(error, LaunchFailed) and not isinstance(error, TorchrunPreempted):  # the step may go on
             self._plan.prepare_warm()
         if self._verdict is None:
@@ -374,17 +377,17 @@ class Supervisor:
             self._is_storing = False
             self._store(None)
 
-    def _close_generation(self, grace_s: float) -> None:
+    async def _close_generation(self, grace_s: float) -> None:
         if (generation := self._living) is not None:
             try:
-                generation.close(grace_s)
+                await generation.close(grace_s)
             finally:
                 generation.remove_files()
 
     def _emit(self, kind: Kind, text: str, is_detail: bool = False) -> None:
         self._member.emit(Event(kind, self._member.node, text, is_detail))
 
-    _HANDLERS: ClassVar[dict[type, Callable[[Supervisor, Any], None]]] = {
+    _HANDLERS: ClassVar[dict[type, Callable[[Supervisor, Any], Awaitable[None] | None]]] = {
         Go: _on_go,
         Ask: _on_ask,
         Stop: _on_stop,

@@ -1,6 +1,6 @@
 """Calls the features on a node while one generation runs.
 
-The core gives the workers the variables of each feature, polls its watcher in the thread that calls `run`, and sends
+The core gives the workers the variables of each feature, polls its watcher, and sends
 the watcher's data to the control node, where the feature's `Keeper` gets it. The core knows no feature by name. A feature
 that raises ends no launch: a line in the log's details says so once, and the feature is left out of this generation.
 """
@@ -37,7 +37,7 @@ class Here:
 
     plan: Plan
     folder: str  # torchrun's --log-dir
-    pid: Callable[[], int | None]  # of the guardian, once it runs
+    pid: Callable[[], int | None]  # of the agent, once it runs
     has_ended: Callable[[int], bool]  # takes a global rank
     say: Callable[[str], None]  # writes a line to the log's details
     show: Callable[[str], None]  # writes lines to the log
@@ -66,7 +66,7 @@ class Variables:
 
 
 class Watcher:
-    """What one feature does for one generation; everything is called in the thread that calls `run`."""
+    """What one feature does for one generation. It shares the supervisor's loop, so nothing here may wait for long."""
 
     # When it last had something from the workers themselves, which shows that they run.
     saw_workers_at: float | None = None
@@ -75,7 +75,7 @@ class Watcher:
         """Return the data to send now; called at least twice a second, so mostly None."""
         return None
 
-    def before_stop(self, kind: str) -> Plain | None:
+    async def before_stop(self, kind: str) -> Plain | None:
         """Examine the workers before they are stopped for a cause of this kind; return the data to send."""
         return None
 
@@ -217,9 +217,14 @@ class Watchers:
         """Return the data of all features to send now."""
         return self._told(lambda watcher: watcher.poll())
 
-    def before_stop(self, kind: str) -> list[Told]:
+    async def before_stop(self, kind: str) -> list[Told]:
         """Have all features examine the workers before they are stopped."""
-        return self._told(lambda watcher: watcher.before_stop(kind))
+        found = []
+        for name, watcher in list(self._watchers.items()):
+            with self._no_harm(name):
+                if (data := await watcher.before_stop(kind)) is not None:
+                    found.append(self._as_told(name, data))
+        return found
 
     def asked(self, feature: str, data: Plain) -> None:
         """Hand what a keeper asks to the watcher of its feature; what was left out hears nothing."""
@@ -239,17 +244,25 @@ class Watchers:
         self._watchers = {}
 
     def _told(self, ask: Callable[[Watcher], Plain | None]) -> list[Told]:
-        found, left = [], {}
-        for name, watcher in self._watchers.items():
-            with _no_harm(name, self._say):
-                data = ask(watcher)
-                if data is not None:
-                    found.append(Told(*self._about, name, _checked(data)))
-                left[name] = watcher
-            if name not in left:
-                self._close(name, watcher)
-        self._watchers = left
+        found = []
+        for name, watcher in list(self._watchers.items()):
+            with self._no_harm(name):
+                if (data := ask(watcher)) is not None:
+                    found.append(self._as_told(name, data))
         return found
+
+    def _as_told(self, name: str, data: Plain) -> Told:
+        return Told(*self._about, name, _checked(data))
+
+    @contextmanager
+    def _no_harm(self, name: str) -> Iterator[None]:
+        """Leave out a feature that raises."""
+        has_failed = True
+        with _no_harm(name, self._say):
+            yield
+            has_failed = False
+        if has_failed and (watcher := self._watchers.pop(name, None)) is not None:
+            self._close(name, watcher)
 
     def _close(self, name: str, watcher: Watcher) -> None:
         with _no_harm(name, self._say):

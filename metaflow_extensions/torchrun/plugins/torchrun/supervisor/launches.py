@@ -2,51 +2,61 @@
 
 from __future__ import annotations
 
+import asyncio
 import shutil
 import tempfile
-import threading
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from ..channel.link import LinkEnd
 from ..errors import TorchrunError
 from ..gang.cause import Cause
 from ..gang.endings import TimedOut
 from ..gang.protocol import Store, to_wire
 from ..gang.seat import GivenUp, Seat
 from ..gang.wire import from_plain, to_plain
-from ..machine.processes import began
 from ..node.agent import AgentProcess
+from ..node.agent_events import AgentEvent, End
 from ..node.plan import Plan, Request, WarmStarts
 from ..node.supervisor import Completed, Supervisor
 from ..node.watchers import Feature
-from .output import Output
+from .estate import Estate
+from .output import Output, Send
 
 
 class Launches:
-    """The launches of one node, one at a time, each in a thread of its own; the thread that reads the link calls it."""
+    """The launches of one node, one at a time.
+
+    `tell_task` sends a frame to the task; `tell_guardian` says what there is to be ended if this process is killed.
+    """
 
     def __init__(
         self,
-        link: LinkEnd,
+        tell_task: Send,
+        tell_guardian: Callable[[Estate], None],
         seat: Seat,
         output: Output,
         send_lines: Callable[[str, str], None],
         features: Sequence[Feature],
         warm: WarmStarts | None,
     ) -> None:
-        self._link, self._seat, self._output, self._send_lines = link, seat, output, send_lines
+        self._tell_task, self._tell_guardian = tell_task, tell_guardian
+        self._seat, self._output, self._send_lines = seat, output, send_lines
         self._features, self._warm = features, warm
         self._plan: Plan | None = None  # of the last launch
-        self._thread: threading.Thread | None = None
+        self._launch: asyncio.Task[None] | None = None
         self._awaits_task = False  # whether the launch can't go on without the task
+
+    @property
+    def runs(self) -> bool:
+        """Whether a launch runs."""
+        return self._launch is not None and not self._launch.done()
 
     @property
     def runs_alone(self) -> bool:
         """Whether a launch runs that does not need the task at the moment."""
-        return self._thread is not None and self._thread.is_alive() and not self._awaits_task
+        return self.runs and not self._awaits_task
 
     # --- what the task asks for
 
@@ -60,9 +70,7 @@ class Launches:
         features = [each for each in self._features if each.name in found.features]
         self._plan = plan = Plan.of(found, write=self._writer(found), warm_node=self._warm, with_features=features)
         self._awaits_task = False
-        args = number, plan, self._thread
-        self._thread = threading.Thread(target=self._run, args=args, name="torchrun-launch", daemon=True)
-        self._thread.start()
+        self._launch = asyncio.get_running_loop().create_task(self._run(number, plan, self._launch))
 
     def complete(self, request: dict[str, Any]) -> None:
         """Go on with the plan that is complete after the commands."""
@@ -73,7 +81,7 @@ class Launches:
         assert self._plan is not None
         self._awaits_task = False
         self._plan = replace(self._plan, spec=found.spec, facts=found.facts)
-        self._seat.inbox.put(Completed(self._plan))
+        self._seat.inbox.put_nowait(Completed(self._plan))
 
     def give_up(self, cause: dict[str, Any] | None) -> None:
         """End the launch: the task has left it."""
@@ -88,10 +96,10 @@ class Launches:
         """End the launch, if one runs: the task is gone."""
         self._seat.give_up(None)
 
-    def close(self) -> None:
-        """Wait for the end of a launch that was aborted, and remove what its task would have removed."""
-        if self._thread is not None:
-            self._thread.join()
+    async def close(self) -> None:
+        """Wait for the end of a launch that was aborted."""
+        if self._launch is not None:
+            await self._launch
         self.end_spares()
 
     def remove_folders(self) -> None:
@@ -99,15 +107,15 @@ class Launches:
         for folder in () if self._plan is None else self._plan.folders:
             shutil.rmtree(folder, ignore_errors=True)
 
-    # --- in the launch's thread
+    # --- one launch
 
-    def _run(self, number: int, plan: Plan, before: threading.Thread | None) -> None:
+    async def _run(self, number: int, plan: Plan, before: asyncio.Task[None] | None) -> None:
         if before is not None:  # the task may have left its launch by a second Ctrl-C, while that was being stopped
-            before.join()
+            await before
         told: dict[str, Any] = {}
         try:
             launch = Supervisor(plan, self._seat, number, self._ask_to_complete, self._ask_to_store, self._new_agent)
-            told = {"outcome": to_plain(launch.run())}
+            told = {"outcome": to_plain(await launch.run())}
         except GivenUp:
             pass
         except TorchrunError as error:
@@ -117,7 +125,7 @@ class Launches:
             told = {"error": to_plain(TorchrunError(f"The launch failed by a bug in metaflow-torchrun:\n{text}"))}
         unread = [each.text if isinstance(each, TimedOut) else None for each in self._seat.end_launch()]
         self._awaits_task = True
-        self._link.send("ended", number, {**told, "unread": unread})
+        self._tell_task("ended", number, {**told, "unread": unread})
 
     def _writer(self, request: Request) -> Callable[[str, bytes], bool]:
         # Nodes that share a machine share a terminal: there the control node's lines and these stand side by side.
@@ -132,25 +140,33 @@ class Launches:
 
     def _ask_to_complete(self) -> None:
         self._awaits_task = True
-        self._link.send("complete")
+        self._tell_task("complete")
 
     def _ask_to_store(self, store: Store | None) -> None:
         self._awaits_task = store is not None
-        self._link.send("store", None if store is None else to_wire(store))
+        self._tell_task("store", None if store is None else to_wire(store))
 
     def _new_agent(self, *args: Any) -> AgentProcess:
-        return _ToldAgent(self._link, *args)
+        return _GuardedAgent(self._tell_guardian, *args)
 
 
-class _ToldAgent(AgentProcess):
-    """An agent of whose guardian the task is told: if this process is killed, the task waits until that has ended all."""
+class _GuardedAgent(AgentProcess):
+    """An agent of which the guardian is told."""
 
-    def __init__(self, link: LinkEnd, *args: Any) -> None:
-        super().__init__(*args)
-        self._link = link
+    def __init__(self, tell: Callable[[Estate], None], *args: Any) -> None:
+        command, env, options, on_event, *warm = args
+        self._tell, self._about = tell, options
+
+        def on_event_and_tell(event: AgentEvent) -> None:
+            if isinstance(event, End):
+                tell(Estate())
+            on_event(event)
+
+        super().__init__(command, env, options, on_event_and_tell, *warm)
 
     def start(self) -> None:
-        """Start the agent, and tell the task of its guardian."""
+        """Start the agent."""
+        about = self._about
+        self._tell(Estate(None, about.grace_s, about.pipes, tuple(about.scratch)))
         super().start()
-        if (pid := self.pid) is not None:
-            self._link.send("guards", pid, began(pid))
+        self._tell(Estate(self.pid, about.grace_s, about.pipes, tuple(about.scratch)))

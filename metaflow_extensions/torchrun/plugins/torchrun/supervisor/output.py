@@ -6,18 +6,25 @@ write to those, so it gets the lines, and answers when they are written.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import asyncio
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from typing import TypeAlias
 
-from ..channel.link import LinkEnd
 from ..events import Event
+from ..logs import console
 from ..logs.console import BEHIND_BYTES, event_text, write_output
+
+_LOOK_S = 0.5
+Send: TypeAlias = Callable[..., None]
+"""Sends a frame with these values to the task."""
 
 
 class Output:
-    """The streams of one node. Any thread may write; the thread that reads the link calls `wrote`."""
+    """The streams of one node."""
 
-    def __init__(self, link: LinkEnd) -> None:
-        self._link = link
+    def __init__(self, tell_task: Send) -> None:
+        self._tell_task = tell_task
         self._of_task: frozenset[str] = frozenset()  # the streams that the task writes to
         self._sent_bytes = self._written_bytes = 0
 
@@ -29,7 +36,7 @@ class Output:
         """Write lines, as `logs.pipes.Write` does."""
         if lines and stream in self._of_task:
             self._sent_bytes += len(lines)
-            self._link.send("text", stream, lines.decode(errors="replace"), len(lines))
+            self._tell_task("text", stream, lines.decode(errors="replace"), len(lines))
             lines = b""
         is_behind = self._sent_bytes - self._written_bytes >= BEHIND_BYTES
         return write_output(stream, lines) and not is_behind
@@ -41,4 +48,18 @@ class Output:
     def show(self, event: Event) -> None:
         """Write an event to the node's log, and tell the task of it."""
         self.write("stderr", event_text(event))
-        self._link.send("event", event.kind, event.node, event.text, event.is_detail)
+        self._tell_task("event", event.kind, event.node, event.text, event.is_detail)
+
+
+async def settle(patience_s: float | None = None) -> bool:
+    """Wait until all lines so far are written, or for so long; return whether they are.
+
+    A process that was told to hurry does not wait for a reader that takes nothing.
+    """
+    loop, written = asyncio.get_running_loop(), asyncio.Event()
+    console.when_written(lambda: loop.call_soon_threadsafe(written.set))
+    deadline = loop.time() + (float("inf") if patience_s is None else patience_s)
+    while not written.is_set() and not console.has_given_up() and (left_s := deadline - loop.time()) > 0:
+        with suppress(asyncio.TimeoutError):
+            await asyncio.wait_for(written.wait(), min(_LOOK_S, left_s))
+    return written.is_set()

@@ -1,23 +1,26 @@
 """The supervisor: a process beside a task, which runs the node's launches and holds its end of the gang.
 
 It goes on whatever the step's own code does: that may keep the task's interpreter for minutes, stop it, or fork. It sees
-the task end, reads how, and tells the gang. It runs without Metaflow and without site-packages.
-`channel/client` is its counterpart in the task; `channel/link` carries what they say.
+the task end, reads how, and tells the gang. It runs without Metaflow and without site-packages, in one asyncio loop;
+one other thread writes to stdout and stderr (`logs/console`). `guardian` is its parent. `channel/client` is its
+counterpart in the task; `channel/link` carries what they say.
 """
 
 from __future__ import annotations
 
+import asyncio
+import inspect
 import os
 import select
 import signal
+import socket
 import sys
-import threading
 import time
 import traceback
-from socket import socket
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
-from ..channel.link import LinkEnd
 from ..compat import linux
 from ..errors import TorchrunError
 from ..features.listed import FEATURES
@@ -31,26 +34,29 @@ from ..machine.frozen import STOPPED, WATCH_S, FrozenWatch, is_stopped_with_pare
 from ..machine.open_files import file_of
 from ..node.plan import WarmStarts
 from ..node.watchers import spares_of
+from .estate import Estate, tell
 from .launches import Launches
-from .output import Output
+from .output import Output, settle
 from .sides import ControlSide, MemberSide, Side
+from .task_link import TaskLink
 
 _ASK_S, _BUSY_S = 1.0, 3.0  # between two questions to the task; with no answer for so long it is busy
 _LAST_LINES_S = 0.5  # for what the workers have written before the task's end
 _DYING_S = 5.0  # a task that is killed closes its files first, and then frees its memory
-_LONG = frozenset({"connect", "close", "settle"})  # calls that take their time; the task may end meanwhile
 _OF_LAUNCHES = frozenset({"run", "complete", "give_up", "end_spares"})
 _OF_SEAT = frozenset({"interrupt", "time_out"})
 
 
-def main() -> int:
-    """Serve one task, until it lets go or is gone."""
+def main(guardian: int) -> int:
+    """Serve one task, until it lets go or is gone; `guardian` is the pipe to the guardian."""
     pid, began, stdout = sys.argv[1:]
     _take_streams(int(stdout))
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the task's
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # so is an order to all processes of a container
-    linux.adopt_orphans()  # guardians, which else a task that adopts orphans would find among its children
-    Supervisor(processes.Other(int(pid), began), LinkEnd(socket(fileno=os.dup(0)))).run()
+    linux.adopt_orphans()
+    task, link = processes.Other(int(pid), began), socket.socket(fileno=os.dup(0))
+    loop = asyncio.SelectorEventLoop()
+    asyncio.set_event_loop(loop)
+    # The loop is never closed: that would wait for threads in which names are looked up. The process ends anyway.
+    loop.run_until_complete(Supervisor(task, link, partial(tell, guardian)).run())
     return 0
 
 
@@ -66,49 +72,70 @@ def _take_streams(stdout: int) -> None:
 
 
 class Supervisor:
-    """Serves one task. The main thread reads the link, and looks at the task; the channel and a launch have threads."""
+    """Serves one task. Everything in this process runs in one loop."""
 
-    def __init__(self, task: processes.Other, link: LinkEnd) -> None:
-        self._task, self._link = task, link
+    def __init__(self, task: processes.Other, own: socket.socket, tell_guardian: Callable[[Estate], None]) -> None:
+        self._task, self._tell_guardian = task, tell_guardian
+        self._link = TaskLink(own, self._handle_or_fail, self._end_service)
         self._end: int | None = None  # the file that tells the task's end, if one does
         self._side: Side | None = None
-        self._output = Output(link)
+        self._output = Output(self._link.send)
         self._launches: Launches | None = None  # there with the side
         self._warm: WarmStarts | None = None
         self._is_hurried = False  # whether the task was told to end
         self._silence_s = 0.0  # heartbeat_timeout_s
         self._frozen: FrozenWatch | None = None  # of the task, where others wait for it
-        self._closing: threading.Thread | None = None  # the task lets go
-        self._is_released = False
+        self._is_over = asyncio.Event()  # the task lets go, is gone, or can't be served any more
+        self._is_closing = self._is_released = False  # the task lets go
         self._why: str | None = None  # why the task can't be served any more, although it may live
         self._asked_at = self._answered_at = time.monotonic()
         self._is_asked = False  # whether an answer is due
+        self._calls: set[asyncio.Task[None]] = set()  # asyncio holds tasks weakly
         # How many processes the kernel had killed for lack of memory a moment ago, and when that was looked up.
         self._oom_kills = [oom_kills()] * 2
         self._oom_at = 0.0
 
-    def run(self) -> None:
+    async def run(self) -> None:
         """Do all that the task asks, until its end."""
+        loop = asyncio.get_running_loop()
+        loop.set_exception_handler(self._on_bug)
+        self._link.open()
+        self._link.send("supervisor", os.getpid(), processes.began(os.getpid()))
         with self._task.end() as self._end:
-            others = () if self._end is None else (self._end,)
-            self._link.run(self._handle_or_fail, self._is_over, others, WATCH_S)
-            if self._closing is not None:
-                self._closing.join()
-                self._end_launches()
-                self._finish_output()
+            if self._end is not None:
+                loop.add_reader(self._end, self._end_service)
+            self._look()
+            await self._is_over.wait()
+            if self._end is not None:
+                loop.remove_reader(self._end)
+            await self._link.flush(self._has_ended)
+            if self._is_released:
+                await self._end_launches()
+                await self._finish_output()
                 return
             if self._why is None:
-                self._await_death()
-                self._link.read_rest(self._handle_or_fail)  # its last words may be a *leave*
+                await self._await_death()
+                self._link.read_rest()  # its last words may be a *leave*
                 self._why = self._how_it_ended()
-        self._tell_end(self._why)
+        await self._tell_end(self._why)
 
-    def _is_over(self) -> bool:
+    def _end_service(self) -> None:
+        self._is_over.set()
+
+    def _look(self) -> None:
+        """Look at what no event tells; it repeats itself."""
+        asyncio.get_running_loop().call_later(WATCH_S, self._look)
+        if self._launches is None or not self._launches.runs:
+            for _ in processes.reap(processes.HELPERS):
+                pass
+        if self._is_over.is_set():
+            return
         self._count_oom_kills()
         self._ask_task()
         if self._is_frozen():
             self._give_up(f"its task {STOPPED} {self._silence_s:g} s")
-        return self._is_released or self._why is not None or self._has_ended()
+        if self._has_ended():
+            self._end_service()
 
     def _ask_task(self) -> None:
         """Ask the task each second for an answer; tell the gang while it gives none and others wait for it."""
@@ -136,13 +163,13 @@ class Supervisor:
         end.register(self._end, select.POLLIN)
         return bool(end.poll(0))
 
-    def _await_death(self) -> None:
+    async def _await_death(self) -> None:
         deadline = time.monotonic() + _DYING_S
         while not self._has_ended() and time.monotonic() < deadline:
-            time.sleep(_DYING_S / 1000)
+            await asyncio.sleep(_DYING_S / 1000)
 
     def _is_frozen(self) -> bool:
-        if self._frozen is None or self._why is not None or self._closing is not None:
+        if self._frozen is None or self._why is not None or self._is_closing:
             return False
         if self._runs_alone:
             self._frozen = FrozenWatch(self._silence_s)
@@ -152,15 +179,28 @@ class Supervisor:
 
     def _give_up(self, why: str) -> None:
         """Serve this task no more; it hears so, at once or when it is continued."""
-        self._why = why
-        self._link.send("gone", why)
+        if self._why is None:
+            self._why = why
+            self._link.send("gone", why)
+            self._end_service()
+
+    def _on_bug(self, loop: asyncio.AbstractEventLoop, about: dict[str, Any]) -> None:
+        """Handle an exception that nobody else has handled."""
+        error = about.get("exception")
+        if error is not None and self._side is not None:
+            self._side.fail(error)
+        elif error is not None:
+            self._fail(error)
+
+    def _fail(self, error: BaseException) -> None:
+        text = "".join(traceback.format_exception(error)).rstrip()
+        self._give_up(f"its supervisor process has failed, which is a bug in metaflow-torchrun:\n{text}")
 
     def _handle_or_fail(self, frame: list[Any]) -> None:
         try:
             self._handle(frame)
         except Exception as error:
-            text = "".join(traceback.format_exception(error)).rstrip()
-            self._give_up(f"its supervisor process has failed, which is a bug in metaflow-torchrun:\n{text}")
+            self._fail(error)
 
     def _handle(self, frame: list[Any]) -> None:
         what, *rest = frame
@@ -176,13 +216,8 @@ class Supervisor:
             getattr(self._known_side().seat, what)(*rest)
         elif what == "pong":
             self._is_asked, self._answered_at = False, time.monotonic()
-        elif what == "call" and rest[1] in _LONG:
-            thread = threading.Thread(target=self._answer, args=rest, daemon=True)
-            if rest[1] == "close":
-                self._closing = thread
-            thread.start()
         elif what == "call":
-            self._answer(*rest)
+            self._call(*rest)
         else:
             getattr(self._known_side(), what)(*rest)
 
@@ -191,19 +226,29 @@ class Supervisor:
         if about["num_nodes"] > 1:
             self._frozen = FrozenWatch(self._silence_s)
         starts = about.pop("starts")
-        side: Side = (ControlSide if "rules" in about else MemberSide)(self._link, self._output.show, **about)
+        side: Side = (ControlSide if "rules" in about else MemberSide)(self._link.send, self._output.show, **about)
         self._warm = self._warm or spares_of(FEATURES, starts)
-        self._launches = Launches(self._link, side.seat, self._output, side.lines, FEATURES, self._warm)
+        self._launches = Launches(
+            self._link.send, self._tell_guardian, side.seat, self._output, side.lines, FEATURES, self._warm
+        )
         self._side = side
 
     def _known_side(self) -> Side:
         assert self._side is not None
         return self._side
 
-    def _answer(self, number: int, name: str, args: list[Any]) -> None:
+    def _call(self, number: int, name: str, args: list[Any]) -> None:
+        """Answer a question, at once or as soon as the answer is known."""
+        self._is_closing = self._is_closing or name == "close"
+        answers = self if name == "settle" else self._known_side()
+        call = asyncio.get_running_loop().create_task(self._answer(number, name, args, answers))
+        self._calls.add(call)
+        call.add_done_callback(self._calls.discard)
+
+    async def _answer(self, number: int, name: str, args: list[Any], answers: object) -> None:
         try:
-            answers = self if name == "settle" else self._known_side()
-            self._link.send("answer", number, getattr(answers, name)(*(args[:1] if name == "close" else args)))
+            found = getattr(answers, name)(*(args[:1] if name == "close" else args))
+            self._link.send("answer", number, await found if inspect.isawaitable(found) else found)
         except TorchrunError as error:
             self._link.send("failed", number, to_plain(error))
         except OSError as error:
@@ -213,12 +258,11 @@ class Supervisor:
         if name == "close":
             self._release(*args[1:])
 
-    def _finish_output(self) -> None:
+    async def _finish_output(self) -> None:
         """Wait until all lines are written, as long as the task does; or, in a hurry, until their reader takes nothing."""
         if self._is_hurried:
             console.hurry()
-            console.finish()
-        while not console.settle(WATCH_S) and not self._has_ended() and not self._is_hurried:
+        while not await settle(WATCH_S) and not self._has_ended() and not console.has_given_up():
             pass
 
     def _release(self, stays: bool, is_hurried: bool) -> None:
@@ -227,34 +271,35 @@ class Supervisor:
         if self._launches is not None:
             self._launches.abort()
         if stays:
-            self._side = self._closing = self._frozen = None
+            self._side = self._frozen = None
+            self._is_closing = False
         else:
             self._is_released = True
-            self._link.wake()
+            self._end_service()
 
     @staticmethod
-    def settle(patience_s: float | None, is_hurried: bool = False) -> bool:
+    async def settle(patience_s: float | None, is_hurried: bool = False) -> bool:
         """Wait until all lines so far are written, or for so long; a hurried one does not wait for a reader that is stuck."""
         if is_hurried:
             console.hurry()
-        return console.finish() if patience_s is None else console.settle(patience_s)
+        return await settle(patience_s)
 
-    def _tell_end(self, how: str) -> None:
+    async def _tell_end(self, how: str) -> None:
         """Tell the gang how the task has ended, and let the gang come to its end."""
         if self._side is None or self._launches is None:
             return
         self._side.send(TaskEnded(how))
         self._launches.abort()
-        console.settle(_LAST_LINES_S)
+        await settle(_LAST_LINES_S)
         for stream in (1, 2):  # who reads the task's output waits for the end of that
             os.dup2(os.open(os.devnull, os.O_WRONLY), stream)
-        self._side.end()
-        self._end_launches()
+        await self._side.end()
+        await self._end_launches()
         self._launches.remove_folders()
 
-    def _end_launches(self) -> None:
+    async def _end_launches(self) -> None:
         if self._launches is not None:
-            self._launches.close()
+            await self._launches.close()
 
     def _how_it_ended(self) -> str:
         if not self._has_ended():

@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from ..channel.control_channel import ControlChannel
-from ..channel.link import LinkEnd
 from ..channel.member_channel import MemberChannel
 from ..channel.relay import Relay
 from ..events import Event
@@ -18,24 +17,25 @@ from ..gang.protocol import CONTROL, Message, to_wire
 from ..gang.seat import Seat
 from ..gang.state import Gang
 from ..gang.wire import to_plain
-from ..logs.console import write_text
+from ..logs import console
 from ..machine.network import pick_port
 from ..machine.pods import why_it_waits
 from ..node.watchers import keepers_of
 from ..records.snapshot import snapshot_of
+from .output import Send
 
 
 class Side(ABC):
     """One node's part in the gang: the public methods of both kinds, but `end`, answer what `channel/client` asks."""
 
-    def __init__(self, link: LinkEnd, node: int, num_nodes: int, show: Callable[[Event], None]) -> None:
-        self._link = link
+    def __init__(self, tell_task: Send, node: int, num_nodes: int, show: Callable[[Event], None]) -> None:
+        self._tell_task = tell_task
         self.seat = Seat(node, num_nodes, show, self)
 
     def _deliver(self, message: Message) -> None:
-        """Hand a message for this node to its launch, and to its task; called in the channel's thread."""
+        """Hand a message for this node to its launch, and to its task."""
         if not self.seat.deliver(message):
-            self._link.send("deliver", to_wire(message))
+            self._tell_task("deliver", to_wire(message))
 
     @property
     @abstractmethod
@@ -51,12 +51,16 @@ class Side(ABC):
         """Send lines of this node's workers to the control node's log."""
 
     @abstractmethod
-    def settle_lines(self) -> None:
+    async def settle_lines(self) -> None:
         """Wait until this node's log has all lines of other nodes that have arrived, a bounded time."""
 
     @abstractmethod
-    def end(self) -> None:
+    async def end(self) -> None:
         """Let the gang come to its end: the task is gone."""
+
+    @abstractmethod
+    def fail(self, error: BaseException) -> None:
+        """Tell the gang of an exception in the loop, which is a bug of ours."""
 
 
 class MemberSide(Side):
@@ -64,7 +68,7 @@ class MemberSide(Side):
 
     def __init__(
         self,
-        link: LinkEnd,
+        tell_task: Send,
         show: Callable[[Event], None],
         node: int,
         num_nodes: int,
@@ -72,13 +76,13 @@ class MemberSide(Side):
         policy: Mapping[str, Any],
         place: str,
     ) -> None:
-        super().__init__(link, node, num_nodes, show)
+        super().__init__(tell_task, node, num_nodes, show)
         self._channel = MemberChannel(
             node, self._deliver, self._lose, timeout_s, ConnectPolicy(**policy), num_nodes, place=place
         )
 
     def _lose(self, reason: str) -> None:
-        self._link.send("lost", reason)
+        self._tell_task("lost", reason)
         self.seat.lose_control(reason)
 
     @property
@@ -94,23 +98,27 @@ class MemberSide(Side):
         """Send lines of this node's workers."""
         self._channel.send_lines(stream, text)
 
-    def settle_lines(self) -> None:
+    async def settle_lines(self) -> None:
         """Do nothing: only the control node's log has lines of other nodes."""
 
-    def connect(self, addresses: list[str], port: int, token: str, timeout_s: float) -> str:
+    async def connect(self, addresses: list[str], port: int, token: str, timeout_s: float) -> str:
         """Become a member; return the address that worked."""
         try:
-            return self._channel.connect(addresses, port, token, timeout_s)
+            return await self._channel.connect(addresses, port, token, timeout_s)
         finally:
-            self._link.send("hold", self._channel.hold_s)
+            self._tell_task("hold", self._channel.hold_s)
 
-    def close(self, wait_s: float) -> None:
+    async def close(self, wait_s: float) -> None:
         """End the connection."""
-        self._channel.close()
+        await self._channel.close()
 
-    def end(self) -> None:
+    async def end(self) -> None:
         """Send what is still to be sent."""
-        self._channel.close()
+        await self._channel.close()
+
+    def fail(self, error: BaseException) -> None:
+        """Tell the gang of an exception in the loop."""
+        self._channel.fail(error)
 
 
 class ControlSide(Side):
@@ -118,14 +126,14 @@ class ControlSide(Side):
 
     def __init__(
         self,
-        link: LinkEnd,
+        tell_task: Send,
         show: Callable[[Event], None],
         num_nodes: int,
         timeout_s: float,
         token: str,
         rules: Mapping[str, Any],
     ) -> None:
-        super().__init__(link, CONTROL, num_nodes, show)
+        super().__init__(tell_task, CONTROL, num_nodes, show)
         self._rules = Rules(**rules, why_it_waits=why_it_waits)
         keepers = keepers_of(FEATURES, num_nodes)
         self._gang = Gang(num_nodes, pick_port, self._rules, keepers)
@@ -139,11 +147,11 @@ class ControlSide(Side):
 
     def relay(self) -> None:
         """Write the other nodes' lines into this node's log."""
-        self._relay.start(write_text)
+        self._relay.start(console)
 
-    def settle_lines(self) -> None:
+    async def settle_lines(self) -> None:
         """Wait until this node's log has all lines of other nodes that have arrived, a bounded time."""
-        self._relay.settle()
+        await self._relay.settle()
 
     def has_written(self, node: int, text: str) -> bool:
         """Return whether this node's log has all lines of a text that a node's workers wrote."""
@@ -164,9 +172,9 @@ class ControlSide(Side):
         """Hand a feature what a command asks of the gang."""
         self._channel.request(feature, data)
 
-    def listen(self, port: int | None, host: str) -> int:
+    async def listen(self, port: int | None, host: str) -> int:
         """Open the channel; return its port."""
-        return self._channel.listen(port, host)
+        return await self._channel.listen(port, host)
 
     def pop_answer(self, feature: str) -> dict[str, Any] | None:
         """Return the newest answer of a feature, once."""
@@ -189,13 +197,17 @@ class ControlSide(Side):
         """Return all that has happened to the gang."""
         return snapshot_of(self._gang, {}).stored()
 
-    def close(self, wait_s: float) -> dict[str, Any]:
+    async def close(self, wait_s: float) -> dict[str, Any]:
         """Wait until the members have left, a bounded time, and close; return what is known at the end."""
-        self._channel.close(wait_s)
+        await self._channel.close(wait_s)
         self._relay.close()
         return {"counts": self.counts(), "view": self.view(), "snapshot": self.snapshot()}
 
-    def end(self) -> None:
+    async def end(self) -> None:
         """Hold the gang until all nodes know its end; the next attempt may want the port."""
-        self._channel.stop_listening()
-        self._channel.close(self._rules.stop_s)
+        await self._channel.stop_listening()
+        await self._channel.close(self._rules.stop_s)
+
+    def fail(self, error: BaseException) -> None:
+        """Tell the gang of an exception in the loop."""
+        self._channel.fail(error)

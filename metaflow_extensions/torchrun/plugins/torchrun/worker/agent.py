@@ -13,24 +13,24 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
-GUARDIAN = os.getppid()
+SUPERVISOR = os.getppid()
 
 
 def halt(number: int, _: object) -> None:
     """Act on workers no more, but go on serving torch's store to those that save: it has threads of its own.
 
-    The guardian sends the signal before it stops the workers itself. Only if the guardian is killed does the agent act
+    The supervisor sends the signal before it stops the workers itself. Only if it is killed does the agent act
     again: the kernel sends SIGTERM then, and torchrun stops its workers.
     """
     if News.is_telling:
         News.halted_by = number
         return
-    signal.pthread_sigmask(signal.SIG_BLOCK, [number])  # so the guardian sees that this process waits
-    while os.getppid() == GUARDIAN:
+    signal.pthread_sigmask(signal.SIG_BLOCK, [number])  # so the supervisor sees that this process waits
+    while os.getppid() == SUPERVISOR:
         try:
             signal.pause()
         except BaseException:  # torchrun's handlers of SIGTERM and others raise
-            if os.getppid() != GUARDIAN:
+            if os.getppid() != SUPERVISOR:
                 raise
 
 
@@ -61,7 +61,7 @@ def change_workers(folder: str, restarts: str) -> None:
 class News:
     """Writes a line to the pipe `path` for each worker that torchrun starts, is about to stop, or finds ended.
 
-    The guardian sees the ends of workers sooner than torchrun. But a worker may end before the guardian knows of it, and
+    The supervisor sees the ends of workers sooner than torchrun. But a worker may end before it knows of it, and
     torchrun may reap it first. Then torchrun gives the other workers 30 s to obey SIGTERM before it prints anything
     (``SubprocessContext._poll`` in torch/distributed/elastic/multiprocessing/api.py, 2.13).
     """
@@ -112,11 +112,16 @@ class News:
         return status
 
     def _tell(self, *words: object) -> None:
-        with suppress(OSError):  # the guardian is gone
+        with suppress(OSError):  # the supervisor is gone
             os.write(self._pipe, " ".join(map(str, words)).encode() + b"\n")
 
 
 if __name__ == "__main__":
+    with suppress(Exception):  # a Python without ctypes
+        import ctypes
+
+        # PR_SET_PDEATHSIG of <linux/prctl.h>: SIGTERM when the supervisor ends, even where its guardian is killed, too.
+        ctypes.CDLL(None).prctl(1, ctypes.c_ulong(signal.SIGTERM), 0, 0, 0)
     signal.signal(int(sys.argv.pop(2)), halt)  # before torch is imported, which takes a while
     own = os.path.dirname(os.path.abspath(__file__))
     if sys.path[0] == own:  # not with PYTHONSAFEPATH

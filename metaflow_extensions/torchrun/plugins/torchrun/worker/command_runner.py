@@ -1,6 +1,6 @@
 """Runs the commands of ``run(before_run=...)`` on one node, one after the other, up to the first that fails.
 
-A guardian runs it instead of an agent, and ends it with all processes that the commands have started. Its arguments are
+A supervisor runs it instead of an agent, and ends it with all processes that the commands have started. Its arguments are
 two folders. ``commands.json`` in the first lists the commands, each with its argv and its text for the log.
 ``ended.jsonl`` gets a line for each ended command: its number from 0, its exit code (negative for a signal), why it could
 not be started, and its seconds. The second has the pipes for the output of each command, as if it were a worker's.
@@ -32,7 +32,7 @@ class Runner:
         self._is_stopped = False
 
     def stop(self, *_: Any) -> None:
-        """Handle SIGTERM, which the kernel sends if the guardian is killed: end the command, then this process."""
+        """Handle SIGTERM, which the kernel sends if the supervisor is killed: end the command, then this process."""
         self._is_stopped = True
         if not self._has_begun:
             os._exit(_STOPPED)  # no command has started: this process waits for the lock
@@ -104,5 +104,10 @@ def lock_folder() -> None:
 if __name__ == "__main__":
     runner = Runner(*sys.argv[1:])
     signal.signal(signal.SIGTERM, runner.stop)
+    with suppress(Exception):  # a Python without ctypes
+        import ctypes
+
+        # PR_SET_PDEATHSIG of <linux/prctl.h>: SIGTERM when the supervisor ends, even where its guardian is killed, too.
+        ctypes.CDLL(None).prctl(1, ctypes.c_ulong(signal.SIGTERM), 0, 0, 0)
     lock_folder()
     sys.exit(runner.run())

@@ -126,7 +126,7 @@ class HangWatcher(Watcher):
         here = self._here
         return now if is_connected_to(here.port, here.running().values()) else None
 
-    def before_stop(self, kind: str) -> Plain | None:
+    async def before_stop(self, kind: str) -> Plain | None:
         """Store the stacks of all workers if the launch hangs; return their places in the code."""
         if kind != _KIND:
             return None
@@ -134,7 +134,7 @@ class HangWatcher(Watcher):
         workers = here.running()
         told = Diagnostics(here.host, None, {})
         if workers:
-            found = collect(workers, here.plan.spec.log_dir, here.name, _DIAGNOSTICS_S)
+            found = await collect(workers, here.plan.spec.log_dir, here.name, _DIAGNOSTICS_S)
             here.show(f"what the workers were doing:\n{found.text}")
             told = Diagnostics(here.host, found.file, found.where)
         plain: Plain = to_plain(told)

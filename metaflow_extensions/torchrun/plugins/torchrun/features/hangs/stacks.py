@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import tempfile
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -23,7 +23,7 @@ class Findings:
     where: dict[int, str]  # rank -> the place of its main thread in one line, or why it is unknown
 
 
-def collect(workers: Mapping[int, int], keep_in: str | None, name: str, within_s: float) -> Findings:
+async def collect(workers: Mapping[int, int], keep_in: str | None, name: str, within_s: float) -> Findings:
     """Collect the stacks of all workers at once, and keep them in a file that survives the launch.
 
     The file is in a new folder below `keep_in`, or below the system's temporary folder. `workers` has a pid for each
@@ -31,7 +31,7 @@ def collect(workers: Mapping[int, int], keep_in: str | None, name: str, within_s
     """
     question = Question(workers, within_s)
     while (found := question.poll()) is None:
-        time.sleep(_POLL_S)
+        await asyncio.sleep(_POLL_S)
     share = _MAX_LOG_CHARS // max(1, len(found))
     heads = {rank: f"--- rank {rank}, pid {workers[rank]}: {each.where}\n" for rank, each in found.items()}
     file = _keep("\n".join(f"{heads[rank]}{each.text}\n" for rank, each in found.items()), keep_in, name)

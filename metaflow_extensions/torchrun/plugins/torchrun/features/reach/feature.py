@@ -128,9 +128,9 @@ class ReachWatcher(Watcher):
         return {"waits": True}
 
     def _store_listens(self) -> bool:
-        guardian = self._here.pid()
+        agent = self._here.pid()
         # A stranger who has taken the port is none of ours: then the agent ends, and the gang takes another port.
-        return guardian is not None and is_listened_on(self._here.port, lambda: living_descendants(guardian))
+        return agent is not None and is_listened_on(self._here.port, lambda: [agent, *living_descendants(agent)])
 
 
 # --- on the control node ----------------------------------------------------------------------

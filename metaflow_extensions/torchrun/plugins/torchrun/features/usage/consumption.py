@@ -34,8 +34,8 @@ def _number(folder: str, file: str, before: str = "") -> int | None:
 def of_processes(root: int) -> tuple[float | None, int | None]:
     """Return the same for a process and its descendants, without shared memory.
 
-    Orphans are included, because the guardian, which is the root, adopts them. Children of other threads than the main
-    one are not: finding them requires reading the whole process table.
+    Orphans and children of other threads than the main one are not included: finding them requires reading the whole
+    process table.
     """
     if not os.path.exists(f"/proc/{root}"):
         return None, None

@@ -40,7 +40,7 @@ def step_s(num_nodes: int) -> float:
 
 
 class UsageWatcher(Watcher):
-    """Measures the node while the guardian runs, which is the root of all processes of a launch."""
+    """Measures the node while the agent runs, the root of all processes of a launch."""
 
     def __init__(self, here: Here, clock: Callable[[], float] = time.monotonic) -> None:
         plan = here.plan

@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import subprocess
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import IO
+
+from ...machine.processes import HELPERS
 
 _QUERY = ("index", "uuid", "utilization.gpu", "memory.used", "memory.total")
 _EVERY_S = 15.0  # each run takes a part of a second of CPU
@@ -33,7 +36,7 @@ class Gpus:
 
 
 class NvidiaSmi:
-    """Reads the usage of the GPUs in `wanted`, named as in ``CUDA_VISIBLE_DEVICES``; not safe for several threads."""
+    """Reads the usage of the GPUs in `wanted`, named as in ``CUDA_VISIBLE_DEVICES``."""
 
     def __init__(self, wanted: Sequence[str]) -> None:
         self._wanted = tuple(wanted)
@@ -52,12 +55,12 @@ class NvidiaSmi:
         return self._found[1] if self._found is not None and now - self._found[0] <= _FRESH_S else None
 
     def close(self) -> None:
-        """Kill the program; one that the kernel holds is left alone after 1 s."""
+        """Kill the program; who reaps orphans reaps it."""
         process, self._process = self._process, None
         if process is not None:
             process.kill()
-            with suppress(subprocess.TimeoutExpired):
-                process.wait(1.0)
+            HELPERS.discard(process.pid)
+            process.returncode = -signal.SIGKILL
             _stdout(process).close()
 
     def _ask(self, program: str, now: float) -> None:
@@ -70,15 +73,16 @@ class NvidiaSmi:
                 stderr=subprocess.DEVNULL,
                 start_new_session=True,  # Ctrl-C in the terminal must not end it
             )
+            HELPERS.add(self._process.pid)
             os.set_blocking(_stdout(self._process).fileno(), False)
 
     def _collect(self, process: subprocess.Popen[bytes], now: float) -> None:
-        # If the step's code has reaped it, or the kernel, since SIGCHLD is ignored, `poll` returns 0.
         if process.poll() is None:
             if now - self._started_at > _LIMIT_S:
                 process.kill()  # a later poll finds it ended, unless the kernel holds it
             return
         self._process = None
+        HELPERS.discard(process.pid)
         # Normal output fits into a pipe. A program that writes more blocks, and is killed.
         with _stdout(process) as pipe:
             text = (pipe.read(_MOST_BYTES) or b"").decode(errors="replace")

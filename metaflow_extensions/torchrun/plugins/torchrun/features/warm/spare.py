@@ -13,6 +13,7 @@ import atexit
 import importlib
 import json
 import os
+import signal
 import socket
 import sys
 import types
@@ -41,6 +42,8 @@ def main() -> Run:
     """Import, wait for a request, and return its program; ends the process if no request can come any more."""
     options = json.loads(sys.argv[1])
     is_agent = options["kind"] == "agent"
+    if is_agent:
+        _end_with_parent()
     hooks = sys.modules.pop(_HOOKS, None)
     for name in [name for name in sys.modules if name.partition(".")[0] == __package__]:
         del sys.modules[name]
@@ -69,6 +72,14 @@ def main() -> Run:
     client.sendall(b"\n")
     client.close()
     return run
+
+
+def _end_with_parent() -> None:
+    """Have the kernel send SIGTERM when the parent ends: see `worker/agent`."""
+    with suppress(Exception):
+        import ctypes
+
+        ctypes.CDLL(None).prctl(1, ctypes.c_ulong(signal.SIGTERM), 0, 0, 0)
 
 
 def _receive(client: socket.socket) -> tuple[dict[str, Any], int, int]:

@@ -1,4 +1,4 @@
-"""The parent's side of a spare process. A guardian is the parent of a spare agent, which is that of its spare workers.
+"""The parent's side of a spare process. A supervisor is the parent of a spare agent, which is that of its spare workers.
 
 A request is three open files, sent over a socket: one for the program's stdout, one for its stderr, and one with the
 program, its environment and its folder as JSON. The spare answers with an empty line if it accepts. Any other line is
@@ -16,7 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 
@@ -30,14 +30,16 @@ _LOOK_S = 0.1
 
 
 class Spare:
-    """A spare process, for its parent; only one thread uses it."""
+    """A spare process, for its parent."""
 
     def __init__(self, kind: str, options: Mapping[str, Any], env: Mapping[str, str], **more: Any):
         self._modules = options["modules"]
+        self._deadline = float("inf")
+        self._answer = b""
         self._server, theirs = socket.socketpair()
         # The output of the imports is shown when the program starts, as in a cold start.
         with tempfile.TemporaryFile() as out, theirs:
-            self._errors = tempfile.TemporaryFile()  # noqa: SIM115 - closed in `_let_go`
+            self._errors = tempfile.TemporaryFile()  # noqa: SIM115 - closed in `let_go`
             told = {**options, "kind": kind, "client": theirs.fileno()}
             self.process = subprocess.Popen(
                 [sys.executable, "-u", _PROGRAM, json.dumps(told)],
@@ -49,54 +51,62 @@ class Spare:
                 **more,
             )
 
-    def become(
-        self,
-        request: Mapping[str, Any],
-        stdout: int,
-        stderr: int,
-        deadline: float,
-        is_wanted: Callable[[], bool] = lambda: True,
-    ) -> subprocess.Popen[bytes]:
+    def become(self, request: Mapping[str, Any], stdout: int, stderr: int, deadline: float) -> subprocess.Popen[bytes]:
         """Let the spare run the program of `request`; return its process. Any failure ends the spare.
 
         `deadline` is a time of the monotonic clock.
         """
         try:
-            with tempfile.TemporaryFile() as told:
-                told.write(json.dumps(request).encode())
-                told.seek(0)
-                refusal = self._ask([stdout, stderr, told.fileno()], deadline, is_wanted)
-            if refusal:
-                raise StartCold(refusal)
-        except ConnectionError as error:
-            last_words = self._last_words()
-            self.end()
-            raise StartCold(f"the spare process has ended{last_words}") from error
+            self.ask(request, stdout, stderr, deadline)
+            while not self.poll(_LOOK_S):
+                pass
         except BaseException:
             self.end()
             raise
-        self._let_go()
-        self.process.args = request["argv"]
         return self.process
 
-    def _ask(self, files: Sequence[int], deadline: float, is_wanted: Callable[[], bool]) -> str:
-        """Send a request and return the answer, which comes after the spare's imports."""
-        socket.send_fds(self._server, [b"?"], files)
-        answer = b""
-        while not answer.endswith(b"\n"):
-            if select.select([self._server], [], [], _LOOK_S)[0]:
-                if not (part := self._server.recv(65536)):
-                    raise ConnectionError
-                answer += part
-            elif self.process.poll() is not None:  # the socket may stay open: a fork of the spare may hold it
-                raise ConnectionError
-            elif not is_wanted():
-                raise StartCold("the launch was stopped")
-            elif time.monotonic() > deadline:
-                what = ", ".join(self._modules)
-                why = f"it imports {what}, or it was stopped"
-                raise StartCold(f"within {ANSWER_S:g} s it did not answer; {why}")
-        return answer.decode(errors="replace").strip()
+    def ask(self, request: Mapping[str, Any], stdout: int, stderr: int, deadline: float) -> None:
+        """Send a request; raises OSError or `StartCold`. `poll` returns the answer, which comes after the spare's imports."""
+        self._deadline = deadline
+        self.process.args = request["argv"]
+        with tempfile.TemporaryFile() as told:
+            told.write(json.dumps(request).encode())
+            told.seek(0)
+            try:
+                socket.send_fds(self._server, [b"?"], [stdout, stderr, told.fileno()])
+            except ConnectionError as error:
+                raise self._has_ended() from error
+
+    def fileno(self) -> int:
+        """Return the file that is ready when it has answered."""
+        return self._server.fileno()
+
+    def poll(self, wait_s: float = 0.0) -> bool:
+        """Wait for the answer, or so long; return whether the spare has become the program. Raises if it can't."""
+        ready = select.poll()  # not `select`, which takes no number above 1023
+        ready.register(self._server, select.POLLIN)
+        if ready.poll(1000 * wait_s):
+            try:
+                part = self._server.recv(65536)
+            except ConnectionError as error:
+                raise self._has_ended() from error
+            if not part:
+                raise self._has_ended()
+            self._answer += part
+            if self._answer.endswith(b"\n"):
+                if refusal := self._answer.decode(errors="replace").strip():
+                    raise StartCold(refusal)
+                self.let_go()
+                return True
+        elif self.process.poll() is not None:  # the socket may stay open: a fork of the spare may hold it
+            raise self._has_ended()
+        elif time.monotonic() > self._deadline:
+            what = ", ".join(self._modules)
+            raise StartCold(f"within {ANSWER_S:g} s it did not answer; it imports {what}, or it was stopped")
+        return False
+
+    def _has_ended(self) -> StartCold:
+        return StartCold(f"the spare process has ended{self._last_words()}")
 
     def _last_words(self) -> str:
         """Return the last line of its stderr."""
@@ -104,13 +114,18 @@ class Spare:
         lines = [line for line in self._errors.read().decode(errors="replace").split("\n") if line.strip()]
         return f": {lines[-1]}" if lines else ""
 
-    def _let_go(self) -> None:
+    def let_go(self) -> None:
+        """Close what is between this process and the spare."""
         self._server.close()
         self._errors.close()
 
     def end(self) -> None:
         """End the spare, and what its imports have started. Call this only before it has become a program."""
+        self.kill()
+        self.process.wait()
+
+    def kill(self) -> None:
+        """Do the same, but wait for nothing: the kernel may keep a process that waits for a disk."""
         with suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.wait()
-        self._let_go()
+        self.let_go()

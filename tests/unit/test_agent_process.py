@@ -1,40 +1,30 @@
 """Real process trees: started, watched, stopped to the last grandchild, whatever dies."""
 
-import fcntl
 import json
 import os
-import queue
 import resource
 import shutil
 import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
-from types import SimpleNamespace
 
-import psutil
 import pytest
 from limits import limit_s
-from unit_helpers import HANG_S, OURS, eventually, is_running, write
+from supervised import Supervised
+from unit_helpers import HANG_S, eventually, is_running, write
 
-from metaflow_extensions.torchrun.plugins.torchrun.guardian import guardian_process
-from metaflow_extensions.torchrun.plugins.torchrun.guardian.agent_events import (
+from metaflow_extensions.torchrun.plugins.torchrun.launch.command import AGENT as AGENT_PROGRAM
+from metaflow_extensions.torchrun.plugins.torchrun.launch.command import HALT_SIGNAL
+from metaflow_extensions.torchrun.plugins.torchrun.machine import processes
+from metaflow_extensions.torchrun.plugins.torchrun.machine.inherited import inherited
+from metaflow_extensions.torchrun.plugins.torchrun.node.agent_events import (
     AgentEnded,
-    AgentStarted,
     End,
     Frozen,
-    Terminated,
     WorkerEnded,
     WorkerStarted,
 )
-from metaflow_extensions.torchrun.plugins.torchrun.guardian.guardian import Guardian, Options
-from metaflow_extensions.torchrun.plugins.torchrun.launch.command import AGENT as AGENT_PROGRAM
-from metaflow_extensions.torchrun.plugins.torchrun.launch.command import HALT_SIGNAL
-from metaflow_extensions.torchrun.plugins.torchrun.logs.pipes import LogReader
-from metaflow_extensions.torchrun.plugins.torchrun.machine import processes
-from metaflow_extensions.torchrun.plugins.torchrun.machine.inherited import inherited
-from metaflow_extensions.torchrun.plugins.torchrun.node.agent import AgentProcess
 
 PYTHON = [sys.executable, "-I", "-S"]
 STAND_IN = Path(__file__).parents[1] / "stand_in"
@@ -162,18 +152,23 @@ def await_the_end_of(pids):
 
 
 class Tree:
-    """One agent under its guardian."""
+    """One agent of a process that stands for the supervisor."""
 
-    def __init__(self, root, worker, count=2, how="wait", command=None, **options):
+    def __init__(self, root, worker, count=2, how="wait", command=None, before="", **options):
         self.root, self.count = root, count
         agent, script = program(root, worker)
-        logs = [str(root / f"agent.{stream}") for stream in ("stdout", "stderr")]
-        self.events, self.seen = queue.SimpleQueue(), []
+        logs = {stream: str(root / f"agent.{stream}") for stream in ("stdout", "stderr")}
+        self.seen = []
         os.mkfifo(news := str(root / "agent.workers"))
-        options = Options(*logs, news=news, **{"grace_s": 5.0, "silence_s": 30.0, **options})
+        options = {**logs, "news": news, "grace_s": 5.0, "silence_s": 30.0, **options}
         command = command or [*PYTHON, agent, script, str(count), how]
-        self.process = AgentProcess(command, {**os.environ, "NOTES": str(root)}, options, self.events.put)
-        self.process.start()
+        self.supervised = Supervised(before)
+        self.events = self.supervised.events(0)
+        env = {**os.environ, "NOTES": str(root)}
+        self.supervised.ask("start(0, command, env, options)", command=command, env=env, options=options)
+
+    def stop(self, grace_s, first_signal=None):
+        self.supervised.ask("agents[0].stop(grace_s, first)", grace_s=grace_s, first=first_signal)
 
     def expect(self, kind):
         deadline = time.monotonic() + limit_s(HANG_S)
@@ -186,7 +181,7 @@ class Tree:
                 return event
 
     def await_workers(self):
-        """Wait until the workers run and the guardian knows them; return their pids by local rank."""
+        """Wait until the workers run and are known; return their pids by local rank."""
         pids = noted(self.root, *[f"{rank}.pid" for rank in range(self.count)])
         known = sorted((event.local_rank, event.pid) for event in [self.expect(WorkerStarted) for _ in pids])
         assert known == list(enumerate(pids))
@@ -205,7 +200,7 @@ class Tree:
         return [event for event in self.seen if isinstance(event, kind)]
 
     def agent_pid(self):
-        return self.seen_of(AgentStarted)[0].pid
+        return self.supervised.ask("agents[0].pid")
 
     def running(self):
         """Return the pids of what has noted itself and runs."""
@@ -222,7 +217,7 @@ def tree(tmp_path):
 
     yield start
     for one in made:
-        one.process.close(0.0)
+        one.supervised.close()
         left = one.running()
         for pid in left:
             os.kill(pid, signal.SIGKILL)
@@ -257,30 +252,17 @@ def test_a_workers_end_is_told_at_once_and_how_it_ended(tree):
     assert is_running(one.agent_pid())
 
 
-def test_a_worker_that_torchrun_reaps_first_is_reported_before_torchrun_has_stopped_the_others(tree):
-    """The guardian has no time to see it, as on a busy machine; the other worker does not heed SIGTERM."""
+@pytest.mark.parametrize("before", ["", "processes.open_pidfd = lambda pid: None"])
+def test_a_worker_that_torchrun_reaps_first_is_reported_before_torchrun_has_stopped_the_others(before, tree):
+    """We have no time to see it, as on a busy machine, or no pidfds; the other worker does not heed SIGTERM."""
     stubborn = "signal.signal(signal.SIGTERM, signal.SIG_IGN); ready(); forever()"
-    one = tree(f"if rank == '0': sys.exit(7)\n{stubborn}", how="first")
+    one = tree(f"if rank == '0': sys.exit(7)\n{stubborn}", how="first", before=before)
     event = one.expect(WorkerEnded)
     assert (event.local_rank, event.status, event.stopped) == (0, 7, False)
     noted(one.root, "told.pid")
-    one.process.stop(0.1)
+    one.stop(0.1)
     assert one.ended() == {0: 7, 1: -signal.SIGKILL}
     assert one.seen_of(WorkerEnded)[1].stopped_at is not None
-
-
-def test_a_node_may_have_more_workers_than_select_takes_descriptors(tmp_path):
-    os.mkfifo(path := str(tmp_path / "agent.workers"))
-    guardian = Guardian(SimpleNamespace(has_ended=True), None, Options("", "", 1.0, 1.0, news=path))
-    guardian._task_gone = True
-    low, guardian._news = guardian._news, fcntl.fcntl(guardian._news, fcntl.F_DUPFD, 2000)
-    with open(path, "wb") as news:
-        news.write(b"ended 1 0\n")
-    begun = time.monotonic()
-    guardian._wait(limit_s(HANG_S))
-    assert time.monotonic() - begun < limit_s(HANG_S)
-    os.close(low)
-    os.close(guardian._news)
 
 
 def test_what_an_agent_leaves_behind_is_stopped_and_named(tree):
@@ -306,117 +288,29 @@ def test_arguments_and_folder_reach_the_agent_and_its_output_its_files(tree, tmp
 @pytest.mark.parametrize(
     ("command", "cwd"), [(["/no such/python", "x"], None), (["nowhere-to-be-found"], None), (["true"], "gone")]
 )
-def test_an_agent_that_can_not_be_started_is_an_end_with_an_error(command, cwd, tree):
-    end = tree(command=command, cwd=cwd).expect(End)
-    assert (end.status, end.left) == (None, [])
-    assert "could not be started" in end.error
-    assert (cwd or command[0]) in end.error
+def test_an_agent_that_can_not_be_started_is_an_error_at_once(command, cwd, tmp_path):
+    supervised = Supervised()
+    options = {"stdout": str(tmp_path / "out"), "stderr": str(tmp_path / "err"), "silence_s": 30.0, "cwd": cwd}
+    with pytest.raises(AssertionError, match=f"FileNotFoundError.*{cwd or command[0]}"):
+        supervised.ask("start(0, command, {}, options)", command=command, options=options)
+    supervised.ask("agents[0].close(1.0)")  # without effect
+    supervised.close()
 
 
-# Before every script of a task's process.
-TASK = f"""{OURS}
-import json, os, signal, time
-from ours.node.agent import AgentProcess
-from ours.guardian.guardian import Options
-root, silence_s, command = sys.argv[1], float(sys.argv[2]), sys.argv[3:]
-scratch = [os.path.join(root, name) for name in ("scratch of logs", "scratch of a call")]
-for folder in scratch:
-    os.makedirs(os.path.join(folder, "values"))
-logs = [os.path.join(root, "agent." + stream) for stream in ("stdout", "stderr")]
-options = Options(*logs, grace_s=0.5, silence_s=silence_s, news=os.path.join(root, "agent.workers"), scratch=scratch)
-os.mkfifo(options.news)
-say = lambda event: print(json.dumps({{**event._asdict(), "event": type(event).__name__}}), flush=True)
-process = AgentProcess(command, {{**os.environ, "NOTES": root}}, options, say)
-"""
-# Its code ignores signals, as many do with SIGCHLD, and it starts a launch in a thread that blocks all.
+# What a step's code may have done before: it ignores and blocks all signals.
 INSENSITIVE = """
 for number in signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}:
     signal.signal(number, signal.SIG_IGN)
 signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
-process.start()
-process._reader.join()
-"""
-# It has forked a child, as data loaders and preprocessing of a step's own do; that has our pipes as well.
-FORKING = """
-process.start()
-if os.fork() == 0:
-    os.setsid()
-    open(os.path.join(root, "forked"), "w").write(str(os.getpid()))
-time.sleep(600)
 """
 
 
-@pytest.fixture
-def task(tmp_path):
-    """Return a function that starts such a process, with one worker."""
-    started = []
-
-    def start(code, worker, how="hang", silence_s=30.0):
-        agent = [*PYTHON, *program(tmp_path, worker), "1", how]
-        command = [*PYTHON, "-c", TASK + code, str(tmp_path), str(silence_s), *agent]
-        started.append(subprocess.Popen(command, stdout=subprocess.PIPE, text=True))
-        return started[-1]
-
-    yield start
-    for process in started:
-        process.kill()
-        process.wait()
-        process.stdout.close()
-
-
-# Its step waits for its own child and for all that it has, while a launch runs in another thread and a spare waits.
-WAITING = """
-import threading
-from ours.features.warm.node import WarmNode
-signal.alarm(60)
-warm = WarmNode(["json"], dict(os.environ), 0)
-warm.prepare()
-assert warm.pid
-launch = threading.Thread(target=process.start)
-launch.start()
-launch.join()
-while not os.path.exists(os.path.join(root, "0.pid")):
-    time.sleep(0.01)
-own = os.fork() or os._exit(3)
-waited = os.wait()[0] == own
-try:
-    os.wait()
-except ChildProcessError:
-    print(json.dumps({"event": "waited", "own": waited}), flush=True)
-time.sleep(600)
-"""
-SUBREAPER = "import ctypes; ctypes.CDLL(None).prctl(36, 1, 0, 0, 0)\n"
-
-
-def test_the_step_sees_no_child_but_its_own(task, tmp_path):
-    process = task(WAITING, ENDLESS)
-    told = next((event for event in map(json.loads, process.stdout) if event["event"] == "waited"), None)
-    assert told == {"event": "waited", "own": True}
-    process.kill()
-    await_the_end_of(noted(tmp_path, "agent.pid", "0.pid"))
-
-
-def test_the_launch_of_a_process_that_adopts_orphans_ends_with_it(task, tmp_path):
-    """As a supervisor does."""
-    process = task(f"{SUBREAPER}process.start()\ntime.sleep(600)", STUBBORN)
-    pids = noted(tmp_path, "agent.pid", "0.pid")
-    process.kill()
-    process.wait()
-    await_the_end_of(pids)
-
-
-def test_what_the_step_ignores_and_blocks_reaches_neither_guardian_nor_workers(task, tmp_path):
+def test_what_the_step_ignores_and_blocks_reaches_neither_supervisor_nor_workers(tree, tmp_path):
     status = "status = dict(line.split(':', 1) for line in open('/proc/self/status') if line.startswith('Sig'));"
     tell = "note('signals', status['SigIgn'].strip() + ' ' + status['SigBlk'].strip());"
-    process = task(INSENSITIVE, status + tell + "until_let_go()", how="wait")
-    (worker,) = noted(tmp_path, "0.pid")
-    events = []
-    for line in process.stdout:
-        events.append(json.loads(line))
-        if events[-1]["event"] == "WorkerStarted":
-            (tmp_path / f"let go {worker}").touch()
-    told = [(event["event"], event.get("status")) for event in events]
-    assert told[-3:] == [("WorkerEnded", 0), ("AgentEnded", 0), ("End", 0)]
+    one = tree(status + tell + "until_let_go()", count=1, before=INSENSITIVE)
+    one.let_go(*one.await_workers())
+    assert one.ended() == {0: 0}
     ignored, blocked = (int(word, 16) for word in (tmp_path / "signals").read_text().split())
     own = 1 << signal.SIGPIPE - 1 | 1 << signal.SIGXFSZ - 1  # Python's own
     # Those between SIGSYS and SIGRTMIN belong to the C library, whose posix_spawn ignores them: `make` starts us by it.
@@ -424,15 +318,15 @@ def test_what_the_step_ignores_and_blocks_reaches_neither_guardian_nor_workers(t
     assert (ignored & ~own, blocked) == (0, 0)
 
 
-def test_agent_and_workers_have_what_the_task_has_and_the_guardian_keeps_its_own(tree, tmp_path):
+def test_agent_and_workers_have_what_the_task_has_and_the_supervisor_keeps_its_own(tree, tmp_path):
     note_it = "note('limits', [os.nice(0), resource.getrlimit(resource.RLIMIT_NOFILE)[0], os.umask(0)])"
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     told = {**inherited(), "priority": os.nice(0) + 2, "RLIMIT_NOFILE": [64, hard]}
-    one = tree(f"import resource; {note_it}; until_let_go()", count=1, inherited=told, umask=0o27)
+    one = tree(f"import resource; until_let_go(); {note_it}", count=1, inherited=told, umask=0o27)
     one.let_go(*one.await_workers())
     assert one.ended() == {0: 0}
     assert (tmp_path / "limits").read_text() == str([os.nice(0) + 2, 64, 0o27])
-    assert resource.getrlimit(resource.RLIMIT_NOFILE) == (soft, hard)
+    assert one.supervised.ask("resource.getrlimit(resource.RLIMIT_NOFILE)") == [soft, hard]
 
 
 # --- stopping --------------------------------------------------------------------------------------
@@ -443,8 +337,8 @@ def test_every_worker_gets_sigterm_exactly_once_and_may_end_in_its_own_way(how, 
     """Not once more of an agent that stops all workers when one has ended."""
     one = tree(COUNTING, count=3, how=how)
     one.await_workers()
-    one.process.stop(3600.0)
-    one.process.stop(3600.0)
+    one.stop(3600.0)
+    one.stop(3600.0)
     assert one.ended() == {0: 0, 1: 0, 2: 0}
     assert [(tmp_path / f"{rank}.count").read_text() for rank in (1, 2)] == ["1", "1"]
     assert all(event.stopped for event in one.seen_of(WorkerEnded))
@@ -456,7 +350,7 @@ def test_the_halted_and_the_detached_obey_too_and_the_stubborn_are_killed_after_
     pids = one.await_workers()
     os.kill(pids[0], signal.SIGSTOP)
     begun = time.monotonic()
-    one.process.stop(0.5)
+    one.stop(0.5)
     assert one.ended() == {0: -signal.SIGTERM, 1: -signal.SIGKILL}
     assert time.monotonic() - begun >= 0.5
     assert len(list(one.root.glob("*.pid"))) == 7
@@ -464,82 +358,117 @@ def test_the_halted_and_the_detached_obey_too_and_the_stubborn_are_killed_after_
 
 def test_stop_before_the_workers_appear_leaves_nothing(tree):
     one = tree()
-    one.process.stop(1.0)
+    one.stop(1.0)
     one.expect(End)
-
-
-def test_a_guardian_that_somebody_has_stopped_hears_that_all_is_to_end(tree):
-    one = tree(how="hang")
-    one.await_workers()
-    os.kill(one.process.pid, signal.SIGSTOP)
-    one.process.stop(1.0)
-    assert one.ended() == dict.fromkeys((0, 1), -signal.SIGTERM)
-    assert not one.running()
 
 
 def test_close_waits_for_the_end_and_may_be_called_again(tree):
     one = tree(STUBBORN)
     one.await_workers()
-    one.process.close(0.1)
+    one.supervised.ask("agents[0].close(0.1)")
     assert not one.running()
-    one.process.close(0.1)
-    one.process.stop(0.1)
+    one.supervised.ask("agents[0].close(0.1)")
+    one.stop(0.1)
+
+
+def test_what_goes_wrong_once_is_tried_again(tree):
+    """As where no more files can be opened for a moment."""
+    one = tree(how="hang")
+    one.await_workers()
+    fails_once = (
+        "processes.real = processes._table\ndef table(): processes._table = processes.real; raise OSError(24, '')"
+    )
+    one.supervised.ask("do(what)", what=f"{fails_once}\nprocesses._table = table")
+    one.supervised.tell("agents[0].stop(1.0)")
+    assert one.ended() == dict.fromkeys((0, 1), -signal.SIGTERM)
+
+
+def test_programs_of_our_own_belong_to_no_launch(tree):
+    one = tree("until_let_go()")
+    helper = one.supervised.ask("os.spawnlp(os.P_NOWAIT, 'sleep', 'sleep', '600')")
+    one.supervised.ask("processes.HELPERS.add(pid)", pid=helper)
+    for pid in one.await_workers():
+        one.let_go(pid)
+    assert one.expect(End) == End(0, None, [])
+    assert is_running(helper)
 
 
 # --- sudden deaths -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("whose", "number", "told"), [("agent", signal.SIGKILL, AgentEnded), ("guardian", signal.SIGTERM, Terminated)]
-)
-def test_when_agent_or_guardian_is_told_to_end_it_is_said_and_the_workers_are_stopped(whose, number, told, tree):
+def test_when_the_agent_is_killed_it_is_said_and_the_workers_are_stopped(tree):
     one = tree(how="hang")
     one.await_workers()
-    os.kill(one.agent_pid() if whose == "agent" else one.process.pid, number)
-    one.expect(told)
+    os.kill(one.agent_pid(), signal.SIGKILL)
+    assert one.expect(AgentEnded).status == -signal.SIGKILL
     assert one.ended() == dict.fromkeys((0, 1), -signal.SIGTERM)
     assert one.seen[-1].status == -signal.SIGKILL
 
 
-@pytest.mark.parametrize("has_pidfds", [True, False])
-def test_when_the_guardian_is_killed_the_task_cleans_up_and_says_so(has_pidfds, tree, monkeypatch):
-    """A child of the step's has its pipe, and another process the number of a worker that is gone."""
-    if has_pidfds:
-        monkeypatch.setattr(guardian_process, "_LOOK_S", 600.0)  # nobody looks
-    else:
-        monkeypatch.setattr(processes, "open_pidfd", lambda pid: None)
-    one = tree(STUBBORN, how="hang", grace_s=0.3)
-    one.await_workers()
-    with open(f"/proc/{one.process.pid}/fd/1", "wb"), subprocess.Popen(["sleep", "600"]) as unrelated:
-        one.process._tree[unrelated.pid] = "1"  # as if a worker had had it, in the first 10 ms of this machine
-        os.kill(one.process.pid, signal.SIGKILL)
-        end = one.expect(End)
-        assert unrelated.poll() is None
-        unrelated.kill()
-    assert end == End(None, guardian_gone=True)
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_an_order_to_all_processes_of_a_container_is_the_tasks(number, tree):
+    one = tree("until_let_go()")
+    pids = one.await_workers()
+    for pid in (one.supervised.pid, one.supervised.guardian):
+        os.kill(pid, number)
+    for pid in pids:
+        one.let_go(pid)
+    assert one.ended() == {0: 0, 1: 0}
 
 
-def test_when_the_guardian_is_killed_what_had_detached_itself_does_not_stay(tree):
-    one = tree(FAMILY, how="hang", grace_s=0.3)
+def test_when_the_supervisor_is_killed_its_guardian_ends_all_and_removes_what_it_was_told(tree, tmp_path):
+    """What detached itself as well; who ignores SIGTERM is killed after the grace."""
+    (tmp_path / "scratch" / "values").mkdir(parents=True)
+    one = tree(FAMILY, how="hang")
     one.await_workers()
     detached = noted(one.root, *RELATIVES)[1]
-    assert processes.find(detached).parent == one.process.pid
-    os.kill(one.process.pid, signal.SIGKILL)
-    one.expect(End)  # and nothing runs
+    assert processes.find(detached).parent == one.supervised.pid
+    estate = [one.agent_pid(), 0.3, None, [str(tmp_path / "scratch")]]
+    one.supervised.ask("tell(*about)", about=estate)
+    one.supervised.kill()
+    eventually(lambda: one.supervised.has_ended, "the guardian's end")
+    assert not one.running()
+    assert not (tmp_path / "scratch").exists()
 
 
-def test_when_the_task_is_killed_nothing_of_it_stays_but_what_its_step_forked(task, tmp_path):
-    process = task(FORKING, FAMILY)
-    *pids, forked = noted(tmp_path, "agent.pid", "0.pid", *RELATIVES, "forked")
-    try:
-        process.kill()
-        process.wait()
-        assert len(list(tmp_path.glob("scratch of *"))) == 2  # while it lived, they were the task's own affair
-        await_the_end_of(pids)
-        eventually(lambda: not list(tmp_path.glob("scratch of *")), "the end of the scratch folders")
-        assert is_running(forked)
-    finally:
-        os.kill(forked, signal.SIGKILL)
+def test_after_the_death_of_a_guardian_all_goes_on(tree):
+    one = tree("until_let_go()")
+    pids = one.await_workers()
+    os.kill(one.supervised.guardian, signal.SIGKILL)
+    for pid in pids:
+        one.let_go(pid)
+    assert one.ended() == {0: 0, 1: 0}
+
+
+PRINTING = """
+def last_words(*_):
+    with open(os.path.join(notes, "pipes", "0.stdout"), "w") as pipe:
+        pipe.writelines(f"{number}\\n" for number in range(200_000))
+    note("saved")
+    sys.exit()
+signal.signal(signal.SIGTERM, last_words)
+ready()
+forever()
+"""
+
+
+def test_a_worker_that_saves_may_print_when_the_supervisor_that_reads_is_killed(tree, tmp_path):
+    (tmp_path / "pipes").mkdir()
+    os.mkfifo(tmp_path / "pipes" / "0.stdout")
+    one = tree(PRINTING, count=1, how="hang")
+    (worker,) = one.await_workers()
+    one.supervised.ask("tell(*about)", about=[one.agent_pid(), limit_s(HANG_S), str(tmp_path / "pipes"), []])
+
+    def has_it_open():
+        files = Path(f"/proc/{one.supervised.guardian}/fd").iterdir()
+        return str(tmp_path / "pipes") in str([os.readlink(each) for each in files])
+
+    eventually(has_it_open, "the guardian's hold of the pipes")
+    one.supervised.kill()
+    os.kill(worker, signal.SIGTERM)
+    eventually((tmp_path / "saved").exists, "its last word")
+    os.kill(int((tmp_path / "agent.pid").read_text()), signal.SIGKILL)
+    eventually(lambda: one.supervised.has_ended, "the guardian's end")
 
 
 # --- frozen processes --------------------------------------------------------------------------------
@@ -554,45 +483,8 @@ def test_a_worker_and_an_agent_that_somebody_freezes_are_told_once_and_hear_sigt
     told = {event.pid: (event.rank, event.local_rank) for event in (one.expect(Frozen), one.expect(Frozen))}
     assert told == {worker: (11, 1), one.agent_pid(): (None, None)}
     assert time.monotonic() - begun >= 0.5
-    one.process.stop(5.0)
+    one.stop(5.0)
     assert one.ended() == dict.fromkeys((0, 1), -signal.SIGTERM)
-
-
-def test_who_is_served_is_continued_when_somebody_has_stopped_it(task, tmp_path):
-    process = task("process.start(); time.sleep(600)", ENDLESS, silence_s=0.5)
-    pids = noted(tmp_path, "agent.pid", "0.pid")
-    process.send_signal(signal.SIGSTOP)
-    eventually(lambda: psutil.Process(process.pid).status() != psutil.STATUS_STOPPED, "its going on")
-    process.send_signal(signal.SIGSTOP)
-    process.kill()
-    await_the_end_of(pids)
-    eventually(lambda: not list(tmp_path.glob("scratch of *")), "the end of the scratch folders")
-
-
-PRINTING = """
-def last_words(*_):
-    with open(os.path.join(notes, "pipes", "0.stdout"), "w") as pipe:
-        pipe.writelines(f"{number}\\n" for number in range(200_000))
-    sys.exit()
-signal.signal(signal.SIGTERM, last_words)
-ready()
-forever()
-"""
-
-
-def test_a_guardian_that_can_hear_no_more_takes_no_output_from_a_task_that_lives(tree, tmp_path):
-    """As after a signal handler that raises while its task waits for the end, or if the step's code closes all files."""
-    (tmp_path / "pipes").mkdir()
-    read = []
-    write = lambda _, lines: read.append(lines) or True  # noqa: E731
-    reader = LogReader(str(tmp_path / "pipes"), {0: ("", False)}, "", write)
-    reader.start()
-    one = tree(PRINTING, count=1, pipes=str(tmp_path / "pipes"))
-    one.await_workers()
-    one.process._guardian.close()
-    assert one.ended() == {0: 0}
-    reader.finish()
-    assert b"".join(read).split() == [b"%d" % number for number in range(200_000)]
 
 
 # --- preemption --------------------------------------------------------------------------------------
@@ -615,7 +507,7 @@ note(f"{rank}.saved", child.communicate("state")[0])
 def test_a_preemption_signals_the_workers_alone_and_gives_them_time(tree):
     one = tree(SAVING, how="hang")
     one.await_workers()
-    one.process.preempt(10.0, signal.SIGUSR1)
+    one.stop(10.0, signal.SIGUSR1)
     assert one.ended() == {0: 0, 1: 0}
     assert [(one.root / f"{rank}.saved").read_text() for rank in (0, 1)] == ["state", "state"]
 
@@ -679,19 +571,23 @@ def test_a_worker_that_saves_still_has_the_store_in_its_agent(is_stopped, storin
     one.await_workers()
     if is_stopped:
         os.kill(one.agent_pid(), signal.SIGSTOP)
-    one.process.preempt(20.0, signal.SIGUSR1)
+    one.stop(20.0, signal.SIGUSR1)
     assert one.ended() == {0: 0}
     assert (one.root / "saved").read_text() == "stored"
 
 
-def test_a_halted_agent_acts_again_when_its_guardian_is_killed(storing):
-    """So nothing outlives a task that is killed with it."""
+@pytest.mark.parametrize("is_halted", [True, False])
+def test_an_agent_ends_its_workers_when_both_supervisor_and_guardian_are_killed(is_halted, storing):
+    """The kernel tells it."""
     one = storing("signal.signal(signal.SIGUSR1, lambda *_: note('asked')); ready(); forever()")
     (worker,) = one.await_workers()
-    one.process.preempt(60.0, signal.SIGUSR1)
-    eventually((one.root / "asked").exists, "the signal")
-    os.kill(one.process.pid, signal.SIGKILL)
-    await_the_end_of([worker, one.agent_pid()])
+    agent = one.agent_pid()
+    if is_halted:
+        one.stop(60.0, signal.SIGUSR1)
+        eventually((one.root / "asked").exists, "the signal")
+    os.kill(one.supervised.guardian, signal.SIGKILL)
+    one.supervised.kill()
+    await_the_end_of([worker, agent])
 
 
 @pytest.mark.parametrize(
@@ -701,5 +597,5 @@ def test_the_grace_of_a_preemption_is_the_workers_own(worker, grace_s, status, t
     """What they leave behind does not use it up; who ignores the signal is killed after it."""
     one = tree(worker, count=1, how="hang")
     one.await_workers()
-    one.process.preempt(grace_s, signal.SIGTERM)
+    one.stop(grace_s, signal.SIGTERM)
     assert one.ended() == {0: status}

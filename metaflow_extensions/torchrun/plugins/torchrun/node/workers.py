@@ -1,4 +1,4 @@
-"""The guardian's table of workers."""
+"""The table of the workers of one agent."""
 
 from __future__ import annotations
 

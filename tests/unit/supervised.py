@@ -1,0 +1,134 @@
+"""A process that runs agents and spares under a guardian, as a supervisor does; tests tell it what to do."""
+
+import json
+import os
+import queue
+import subprocess
+import sys
+import threading
+
+from limits import limit_s
+from unit_helpers import HANG_S, OURS, eventually, is_running
+
+from metaflow_extensions.torchrun.plugins.torchrun.node import agent_events
+
+PROGRAM = f"""{OURS}
+import asyncio, inspect, json, os, resource, signal, types
+from ours.compat import linux
+from ours.features.warm.node import WarmNode
+from ours.machine import processes
+from ours.node.agent import AgentProcess, Options
+from ours.supervisor import estate, guardian
+agents = {{}}
+
+def say(**what):
+    os.write(1, json.dumps(what).encode() + b"\\n")
+
+def start(number, command, env, options, warm=None):
+    def tell(event):
+        say(number=number, event=type(event).__name__, values=list(event))
+    from_spare = None if warm is None else (lambda env, options: node.start(command, warm, env, options))
+    agents[number] = AgentProcess(command, env, Options(**options), tell, from_spare)
+    agents[number].start()
+
+async def answer(id, code, values):
+    scope = {{**globals(), **values}}
+    try:
+        found = eval(code, scope)
+        say(id=id, found=await found if inspect.isawaitable(found) else found)
+    except BaseException as error:
+        say(id=id, error=f"{{type(error).__name__}}: {{error}}")
+
+def do(code, **values):
+    exec(code, globals(), values)
+
+async def serve():
+    tasks, data = [], b""
+    loop, is_over = asyncio.get_running_loop(), asyncio.Event()
+    def read():
+        nonlocal data
+        more = os.read(0, 1 << 20)
+        *lines, data = (data + more).split(b"\\n")
+        for line in lines:
+            tasks.append(loop.create_task(answer(**json.loads(line))))
+        if not more:
+            loop.remove_reader(0)
+            is_over.set()
+    loop.add_reader(0, read)
+    say(pid=os.getpid())
+    await is_over.wait()
+
+def supervise(pipe):
+    global tell
+    tell = lambda *about: estate.tell(pipe, estate.Estate(*about))
+    linux.adopt_orphans()
+    asyncio.new_event_loop().run_until_complete(serve())
+    return 0
+
+module = sys.modules["ours.supervisor.process"] = types.ModuleType("process")
+module.main = supervise
+exec(sys.argv[1])
+os._exit(guardian.main())
+"""
+
+
+class Supervised:
+    """Such a process. `before` is code that it executes first."""
+
+    def __init__(self, before="", env=None):
+        command = [sys.executable, "-I", "-S", "-c", PROGRAM, before]
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=env)
+        self.guardian = self._process.pid
+        self._answers, self._events = queue.SimpleQueue(), {}
+        self.pid = json.loads(self._process.stdout.readline())["pid"]
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+        self._count = 0
+
+    def _read(self):
+        for line in self._process.stdout:
+            told = json.loads(line)
+            if "event" in told:
+                event = getattr(agent_events, told["event"])(*told["values"])
+                self.events(told["number"]).put(event)
+            else:
+                self._answers.put(told)
+
+    def events(self, number):
+        """Return the queue of an agent's events."""
+        return self._events.setdefault(number, queue.SimpleQueue())
+
+    def tell(self, code, **values):
+        """Have an expression evaluated; `answer` returns its value."""
+        self._count += 1
+        told = json.dumps({"id": self._count, "code": code, "values": values})
+        self._process.stdin.write(told.encode() + b"\n")
+        self._process.stdin.flush()
+
+    def answer(self):
+        """Return the value of the oldest expression whose value nobody has; fail if it has raised."""
+        told = self._answers.get(timeout=limit_s(HANG_S))
+        assert "error" not in told, told["error"]
+        return told["found"]
+
+    def ask(self, code, **values):
+        """Return the value of an expression."""
+        self.tell(code, **values)
+        return self.answer()
+
+    def close(self):
+        """End it; its guardian ends what is left, and then itself."""
+        self._process.stdin.close()
+        self._process.wait(limit_s(HANG_S))
+        eventually(lambda: not is_running(self.pid), "its end")
+        self._reader.join()
+        self._process.stdout.close()
+
+    def kill(self, number=9):
+        """Kill the process that stands for the supervisor."""
+        os.kill(self.pid, number)
+
+    @property
+    def has_ended(self):
+        """Whether its guardian has ended, too."""
+        return self._process.poll() is not None
