@@ -22,9 +22,10 @@ from test_network import needs_ipv6
 from unit_helpers import HANG_S, eventually
 
 from metaflow_extensions.torchrun.plugins.torchrun.channel import control_channel, listener
+from metaflow_extensions.torchrun.plugins.torchrun.channel.codec import LENGTH, load
 from metaflow_extensions.torchrun.plugins.torchrun.channel.connection import new_token
 from metaflow_extensions.torchrun.plugins.torchrun.channel.control_channel import ControlChannel
-from metaflow_extensions.torchrun.plugins.torchrun.channel.frames import LENGTH, decode, encode
+from metaflow_extensions.torchrun.plugins.torchrun.channel.frames import decode, encode
 from metaflow_extensions.torchrun.plugins.torchrun.channel.member_channel import MemberChannel
 from metaflow_extensions.torchrun.plugins.torchrun.channel.relay import Relay
 from metaflow_extensions.torchrun.plugins.torchrun.errors import GangError, TorchrunPreempted
@@ -190,7 +191,7 @@ def receive(sock, count):
 
 
 def receive_message(sock):
-    return decode(receive(sock, *LENGTH.unpack(receive(sock, LENGTH.size))))
+    return decode(load(receive(sock, *LENGTH.unpack(receive(sock, LENGTH.size)))))
 
 
 def raw_connection(control):

@@ -14,8 +14,8 @@ import pytest
 from unit_helpers import eventually
 
 from metaflow_extensions.torchrun.plugins.torchrun.channel.client import ControlClient, MemberClient, SupervisorGone
+from metaflow_extensions.torchrun.plugins.torchrun.channel.codec import frame
 from metaflow_extensions.torchrun.plugins.torchrun.channel.connection import new_token
-from metaflow_extensions.torchrun.plugins.torchrun.channel.link import frame
 from metaflow_extensions.torchrun.plugins.torchrun.errors import GangError
 from metaflow_extensions.torchrun.plugins.torchrun.gang.nodes import NodeState
 from metaflow_extensions.torchrun.plugins.torchrun.gang.policy import ConnectPolicy, Rules

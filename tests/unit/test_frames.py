@@ -5,12 +5,11 @@ import json
 import pytest
 from unit_helpers import HOSTILE
 
+from metaflow_extensions.torchrun.plugins.torchrun.channel.codec import LENGTH, Frames, load
 from metaflow_extensions.torchrun.plugins.torchrun.channel.frames import (
-    LENGTH,
     MAX_FRAME_BYTES,
     decode,
     encode,
-    length_of,
 )
 from metaflow_extensions.torchrun.plugins.torchrun.gang.cause import Cause, Failure
 from metaflow_extensions.torchrun.plugins.torchrun.gang.protocol import Ended, Note, Restart, Told, to_wire
@@ -18,10 +17,8 @@ from metaflow_extensions.torchrun.plugins.torchrun.gang.protocol import Ended, N
 
 def sent(message):
     """Return what arrives of a message."""
-    data = encode(message)
-    head, body = data[: LENGTH.size], data[LENGTH.size :]
-    assert length_of(head) == len(body) <= MAX_FRAME_BYTES
-    return decode(body)
+    (value,) = Frames(MAX_FRAME_BYTES).feed(encode(message))
+    return decode(value)
 
 
 @pytest.mark.parametrize("text", [*HOSTILE, "half of a pair: \udce4", "\ud83d", "\x00\x1f\u2028"])
@@ -60,7 +57,7 @@ def test_what_can_not_be_shortened_is_refused_by_name():
 @pytest.mark.parametrize("data", [b"[]", b"", b"\xff\xfe{}", b"null", b"[" * 500_000, b'{"a": '])
 def test_what_is_no_message_is_a_value_error(data):
     with pytest.raises(ValueError, match=r"."):
-        decode(data)
+        decode(load(data))
 
 
 @pytest.mark.parametrize("number", [float("inf"), float("-inf"), float("nan")])
@@ -70,9 +67,9 @@ def test_no_number_that_json_has_no_word_for_goes_into_a_frame_or_is_taken_from_
     written = json.dumps({**to_wire(Restart(0, 1, 2, 0.5, Cause("exit", 1, "h"))), "pause_s": number})
     for text in (written, written.replace("NaN", "1" + "0" * 400).replace("Infinity", "1" + "0" * 400)):
         with pytest.raises(ValueError, match="does not fit"):
-            decode(text.encode())
+            decode(load(text.encode()))
 
 
 def test_a_frame_over_the_limit_is_named():
     with pytest.raises(ValueError, match=r"frame of 1048577 bytes .* 1048576"):
-        length_of(LENGTH.pack(MAX_FRAME_BYTES + 1))
+        list(Frames(MAX_FRAME_BYTES).feed(LENGTH.pack(MAX_FRAME_BYTES + 1)))

@@ -14,11 +14,12 @@ import random
 import secrets
 import time
 from collections.abc import Callable, Collection, Generator
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from ..gang.protocol import Beat, Message
 from ..machine.network import plain_address
-from .frames import LENGTH, decode, encode, length_of
+from .codec import Frames
+from .frames import MAX_FRAME_BYTES, decode, encode
 
 _MAGIC = b"mf-torchrun/1\0\0\0"
 _NONCE_BYTES = 32
@@ -30,8 +31,8 @@ _FLUSH_S = 1.0
 _NEVER = float("inf")
 
 T = TypeVar("T")
-Reading = Generator[int, bytes, T]
-"""Reads from a connection: yields how many bytes it needs next, is sent them, and returns a `T`."""
+Reading = Generator["int | None", Any, T]
+"""Reads from a connection: yields how many bytes it needs next, or None for a frame, is sent that, and returns a `T`."""
 
 
 def new_token() -> str:
@@ -51,8 +52,8 @@ class Connection(asyncio.Protocol):
         self._dialogue = dialogue(self)  # its return closes the connection, a ValueError aborts it
         self._on_end = on_end  # called once
         self._timeout_s = heartbeat_timeout_s
-        self._buffer = bytearray()
-        self._needed = 0
+        self._frames = Frames(MAX_FRAME_BYTES)
+        self._needed: int | None = 0
         self._transport: asyncio.Transport | None = None
         self._heard_at = self._checked_at = self.opened_at = time.monotonic()
         self._beat_at = _NEVER  # when the next heartbeat is due
@@ -69,13 +70,11 @@ class Connection(asyncio.Protocol):
         self._needed = next(self._dialogue)
 
     def data_received(self, data: bytes) -> None:
-        """Pass complete frames to the dialogue."""
+        """Pass what is complete to the dialogue."""
         self._heard_at = time.monotonic()
-        self._buffer += data
+        self._frames.add(data)
         try:
-            while len(self._buffer) >= self._needed and not self.is_closing():
-                piece = bytes(self._buffer[: self._needed])
-                del self._buffer[: self._needed]
+            while not self.is_closing() and (piece := self._frames.take(self._needed)) is not None:
                 self._needed = self._dialogue.send(piece)
         except StopIteration:
             self.close()
@@ -195,4 +194,4 @@ def _mac(token: str, role: bytes, nonce: bytes) -> bytes:
 
 def next_message() -> Reading[Message]:
     """Read one frame."""
-    return decode((yield length_of((yield LENGTH.size))))
+    return decode((yield None))

@@ -1,4 +1,4 @@
-"""One end of the link between a task and its supervisor: a socket, and frames of JSON in both directions.
+"""The task's end of the link to its supervisor: a socket, and frames of JSON in both directions.
 
 `LinkEnd.run` reads and writes in one thread. Any other thread may call `send`, also from within a signal handler: it
 only puts into a queue and wakes that thread. So no handler that raises can cut a frame in two. Both ends are of
@@ -7,44 +7,16 @@ the same version and on one machine, so a frame has no limit and is not checked.
 
 from __future__ import annotations
 
-import json
 import queue
 import select
 import socket
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
-from .frames import LENGTH
+from .codec import Frames, frame
 
 _CHUNK_BYTES = 256 * 1024
-_FLUSH_S = 5.0
-
-
-class Framer:
-    """Bytes to frames, without any I/O."""
-
-    def __init__(self) -> None:
-        self._buffer = bytearray()
-
-    def feed(self, data: bytes) -> Iterator[Any]:
-        """Yield the frames that are complete now."""
-        self._buffer += data
-        while len(self._buffer) >= LENGTH.size:
-            (length,) = LENGTH.unpack_from(self._buffer)
-            end = LENGTH.size + length
-            if len(self._buffer) < end:
-                return
-            frame = json.loads(bytes(self._buffer[LENGTH.size : end]).decode("utf-8", "surrogatepass"))
-            del self._buffer[:end]
-            yield frame
-
-
-def frame(data: Any) -> bytes:
-    """Return the frame of plain data."""
-    text = json.dumps(data, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "surrogatepass")
-    return LENGTH.pack(len(text)) + text
 
 
 class LinkEnd:
@@ -59,7 +31,7 @@ class LinkEnd:
         for each in (self._woken, self._wake):
             each.setblocking(False)
         self._unsent = b""
-        self._framer = Framer()
+        self._frames = Frames()
         self._is_over = False
 
     def send(self, *data: Any) -> None:
@@ -78,31 +50,17 @@ class LinkEnd:
         """How many frames have not gone yet."""
         return self._waiting.qsize()
 
-    def run(
-        self,
-        handle: Callable[[Any], None],
-        is_over: Callable[[], bool] = lambda: False,
-        others: Sequence[int] = (),
-        look_s: float = 5.0,
-    ) -> None:
+    def run(self, handle: Callable[[Any], None], is_over: Callable[[], bool], look_s: float = 5.0) -> None:
         """Handle all frames, until the other end is gone or `is_over`, which is asked after each event.
 
-        `others` are descriptors that wake it, too; without any event it asks every `look_s` seconds. What waits when
-        it `is_over` is sent, if the other end takes it within some seconds.
+        Without any event it asks every `look_s` seconds.
         """
-        poll, over_at = select.poll(), None
-        for fd in (self._woken.fileno(), *others):
-            poll.register(fd, select.POLLIN)
+        poll = select.poll()
+        poll.register(self._woken, select.POLLIN)
         try:
-            while True:
-                if over_at is None and is_over():
-                    over_at = time.monotonic()
-                if over_at is not None and (not self._has_unsent() or time.monotonic() > over_at + _FLUSH_S):
-                    return
+            while not is_over():
                 poll.register(self._socket, select.POLLIN | (select.POLLOUT if self._has_unsent() else 0))
-                ready = dict(poll.poll(1000 * (look_s if over_at is None else _FLUSH_S / 10)))
-                if over_at is not None and any(fd in ready for fd in others):
-                    return  # the other end's process has ended, and takes nothing any more
+                ready = dict(poll.poll(1000 * look_s))
                 if self._woken.fileno() in ready:
                     self._woken.recv(4096)
                 if events := ready.get(self._socket.fileno(), 0):
@@ -123,20 +81,15 @@ class LinkEnd:
             while self._has_unsent():
                 self._unsent = self._unsent[self._socket.send(self._unsent, socket.MSG_NOSIGNAL) :]
 
-    def read_rest(self, handle: Callable[[Any], None]) -> None:
-        """Handle what has come by now; call it when `run` has returned, if the other end is gone."""
-        while self._read(handle, if_nothing=False):
-            pass
-
-    def _read(self, handle: Callable[[Any], None], if_nothing: bool = True) -> bool:
-        """Handle what has come; return False at the end, and `if_nothing` where nothing has come."""
+    def _read(self, handle: Callable[[Any], None]) -> bool:
+        """Handle what has come; return False at the end."""
         try:
             data = self._socket.recv(_CHUNK_BYTES)
         except BlockingIOError:
-            return if_nothing
+            return True
         except OSError:
             return False
-        for each in self._framer.feed(data):
+        for each in self._frames.feed(data):
             handle(each)
         return bool(data)
 

@@ -1,4 +1,4 @@
-"""The supervisor's end of the connection to its task; `channel/link` is the task's, and has the frames.
+"""The supervisor's end of the connection to its task; `channel/link` is the task's.
 
 No asyncio transport: that stops reading at the first write that fails, and the last words of a task that was killed, as
 its *leave*, would be lost.
@@ -12,7 +12,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
-from ..channel.link import Framer, frame
+from ..channel.codec import Frames, frame
 
 _FLUSH_S = 5.0
 _LOOK_S = 0.01
@@ -28,7 +28,7 @@ class TaskLink:
     def __init__(self, own: socket.socket, handle: Callable[[list[Any]], None], on_end: Callable[[], None]) -> None:
         own.setblocking(False)
         self._socket, self._handle, self._on_end = own, handle, on_end
-        self._framer = Framer()
+        self._frames = Frames()
         self._unsent = bytearray()
 
     def open(self) -> None:
@@ -74,7 +74,7 @@ class TaskLink:
             return None
         except OSError:
             return b""
-        for each in self._framer.feed(data):
+        for each in self._frames.feed(data):
             self._handle(each)
         return data
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -60,7 +59,6 @@ class ProgressKeeper(Keeper):
 
     def __init__(self) -> None:
         # Guards all fields below: the gang's thread changes them, and any thread may call `record`.
-        self._lock = threading.Lock()
         self._kept: _Kept | None = None
         self._paces: dict[int, tuple[float, Mapping[int, Pace]]] = {}  # node -> time of its report, and its ranks
         self._stragglers = Stragglers()
@@ -69,46 +67,42 @@ class ProgressKeeper(Keeper):
 
     def begin(self, launch: int, policy: Plain, at_s: float) -> None:
         """Forget the ranks' speeds and the stragglers."""
-        with self._lock:
-            self._paces, self._stragglers = {}, Stragglers()
+        self._paces, self._stragglers = {}, Stragglers()
 
     def handle(self, node: int, told: Told, at_s: float) -> None:
         """Keep a node's report on its ranks."""
         metrics = from_plain(Metrics, told.data, "progress")
-        with self._lock:
-            if self._kept is None or told.launch != self._kept.launch:
-                self._kept, self._rates = _Kept(told.launch), None
-            self._paces[node] = at_s, metrics.paces
-            if node != 0:
-                return
-            kept, pace = self._kept, metrics.paces.get(0)
-            kept.steps_per_s = None if pace is None else pace.steps_per_s
-            kept.speeds.add(at_s, kept.steps_per_s)
-            kept.step = kept.step if metrics.step is None else metrics.step
-            kept.total = kept.total if metrics.total is None else metrics.total
-            for key, points in metrics.points.items():
-                for point in points:
-                    kept.add(key, point)
+        if self._kept is None or told.launch != self._kept.launch:
+            self._kept, self._rates = _Kept(told.launch), None
+        self._paces[node] = at_s, metrics.paces
+        if node != 0:
+            return
+        kept, pace = self._kept, metrics.paces.get(0)
+        kept.steps_per_s = None if pace is None else pace.steps_per_s
+        kept.speeds.add(at_s, kept.steps_per_s)
+        kept.step = kept.step if metrics.step is None else metrics.step
+        kept.total = kept.total if metrics.total is None else metrics.total
+        for key, points in metrics.points.items():
+            for point in points:
+                kept.add(key, point)
 
     def ended(self, node: int, ok: bool) -> None:
         """Stop comparing the node's ranks."""
-        with self._lock:
-            self._paces.pop(node, None)
-            if node == 0 and self._kept is not None:
-                self._kept.steps_per_s, self._kept.has_ended_well = None, ok
+        self._paces.pop(node, None)
+        if node == 0 and self._kept is not None:
+            self._kept.steps_per_s, self._kept.has_ended_well = None, ok
 
     def tick(self, at_s: float, where: Callable[[int], Where]) -> Remarks:
         """Compare the ranks every 5 s; return those that have become slow or have recovered."""
-        with self._lock:
-            if at_s - self._looked_at < _LOOKS_EVERY_S:
-                return Remarks()
-            self._looked_at = at_s
-            fresh = [paces for told_at, paces in self._paces.values() if at_s - told_at < _STALE_S]
-            found = Speeds.of({rank: pace for paces in fresh for rank, pace in paces.items()})
-            if not found.by_rank:
-                return Remarks()
-            changes = self._stragglers.judge(found, at_s)
-            self._rates = self._stragglers.as_data(found, where)
+        if at_s - self._looked_at < _LOOKS_EVERY_S:
+            return Remarks()
+        self._looked_at = at_s
+        fresh = [paces for told_at, paces in self._paces.values() if at_s - told_at < _STALE_S]
+        found = Speeds.of({rank: pace for paces in fresh for rank, pace in paces.items()})
+        if not found.by_rank:
+            return Remarks()
+        changes = self._stragglers.judge(found, at_s)
+        self._rates = self._stragglers.as_data(found, where)
         happened = [
             Happened("straggler" if each.is_slow else "recovered", where(each.rank).node, each.text, each.rank)
             for each in changes
@@ -117,22 +111,21 @@ class ProgressKeeper(Keeper):
 
     def record(self) -> Plain | None:
         """Return the progress, or None if no script has reported any."""
-        with self._lock:
-            kept = self._kept
-            if kept is None:
-                return None
-            return {
-                "launch": kept.launch,
-                "step": kept.step,
-                "done": kept.done,
-                "total": kept.total,
-                "steps_per_s": kept.steps_per_s,
-                "left_s": kept.left_s,
-                "last": dict(kept.last),
-                "series": {key: [(int(x), value) for x, value in each.points] for key, each in kept.series.items()},
-                "speeds": [(round(x, 1), value) for x, value in kept.speeds.points],
-                "rates": self._rates,
-            }
+        kept = self._kept
+        if kept is None:
+            return None
+        return {
+            "launch": kept.launch,
+            "step": kept.step,
+            "done": kept.done,
+            "total": kept.total,
+            "steps_per_s": kept.steps_per_s,
+            "left_s": kept.left_s,
+            "last": dict(kept.last),
+            "series": {key: [(int(x), value) for x, value in each.points] for key, each in kept.series.items()},
+            "speeds": [(round(x, 1), value) for x, value in kept.speeds.points],
+            "rates": self._rates,
+        }
 
     def verdict(self, launch: int, to_control: bool, error: TorchrunError | None) -> Plain:
         """Return rank 0's last values."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -63,31 +62,28 @@ class UsageKeeper(Keeper):
         self._most = max(_LEAST_POINTS, min(_MOST_POINTS, _POINTS_OF_ALL // num_nodes))
         self._step_s = step_s
         self._nodes: dict[int, _Node] = {}
-        self._lock = threading.Lock()  # guards `_nodes`: the gang's thread adds, and any thread may call `record`
 
     def handle(self, node: int, told: Told, at_s: float) -> None:
         """Keep the usage of a node."""
         used = from_plain(Used, told.data, "usage")
-        with self._lock:
-            kept = self._nodes.setdefault(node, _Node())
-            kept.of, kept.limits = used.of, used.limits
-            for kind, value in used.values.items():
-                if kind not in kept.series:
-                    kept.series[kind] = Series(self._most, self._step_s, KINDS[kind], begin=0.0)
-                kept.series[kind].add(at_s, value)
+        kept = self._nodes.setdefault(node, _Node())
+        kept.of, kept.limits = used.of, used.limits
+        for kind, value in used.values.items():
+            if kind not in kept.series:
+                kept.series[kind] = Series(self._most, self._step_s, KINDS[kind], begin=0.0)
+            kept.series[kind].add(at_s, value)
 
     def record(self) -> Plain:
         """Return the series of all nodes, in parts of the same length."""
-        with self._lock:
-            all_series = [series for node in self._nodes.values() for series in node.series.values()]
-            step_s = max((series.width for series in all_series), default=self._step_s)
-            for series in all_series:
-                if series.width < step_s:  # its node has reported nothing for long
-                    series.widen(step_s)
-            return {
-                "step_s": step_s,
-                "nodes": {str(number): _plain(self._nodes[number]) for number in sorted(self._nodes)},
-            }
+        all_series = [series for node in self._nodes.values() for series in node.series.values()]
+        step_s = max((series.width for series in all_series), default=self._step_s)
+        for series in all_series:
+            if series.width < step_s:  # its node has reported nothing for long
+                series.widen(step_s)
+        return {
+            "step_s": step_s,
+            "nodes": {str(number): _plain(self._nodes[number]) for number in sorted(self._nodes)},
+        }
 
 
 def _plain(node: _Node) -> Plain:
