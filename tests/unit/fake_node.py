@@ -20,9 +20,9 @@ from metaflow_extensions.torchrun.plugins.torchrun.launch.spec import LaunchSpec
 from metaflow_extensions.torchrun.plugins.torchrun.logs.pipes import pipe_path
 from metaflow_extensions.torchrun.plugins.torchrun.machine.accelerators import Machine
 from metaflow_extensions.torchrun.plugins.torchrun.node import agent_events
+from metaflow_extensions.torchrun.plugins.torchrun.node.node_launch import Completed, NodeLaunch
 from metaflow_extensions.torchrun.plugins.torchrun.node.plan import Plan
 from metaflow_extensions.torchrun.plugins.torchrun.node.services import Services
-from metaflow_extensions.torchrun.plugins.torchrun.node.supervisor import Completed, Supervisor
 from metaflow_extensions.torchrun.plugins.torchrun.task.results import result_of
 from metaflow_extensions.torchrun.plugins.torchrun.task.upload import begin_upload
 
@@ -117,7 +117,7 @@ class FakeNode:
 
     async def _run(self):
         self.services.begin(self.plan.spec)
-        launch = Supervisor(self.plan, self.seat.itself, 0, self._complete, self._store, self.new_agent)
+        launch = NodeLaunch(self.plan, self.seat.itself, 0, self._complete, self._store, self.new_agent)
         try:
             outcome = await launch.run()
             if outcome.verdict.error is not None:

@@ -41,7 +41,7 @@ def made_in(folder):
 
 
 def test_it_begins_and_ends_once(tmp_path):
-    """Of its other states `test_supervisor` shows what follows."""
+    """Of its other states `test_node_launch` shows what follows."""
     generation = made_in(str(tmp_path))
     generation.stop()  # nothing runs yet
     generation.start()

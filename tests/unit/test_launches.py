@@ -109,8 +109,8 @@ def test_no_worker_becomes_of_a_spare_that_has_imported_before_the_commands(warm
 def test_a_launch_waits_for_the_end_of_one_that_is_still_being_stopped(node, monkeypatch):
     """The task may have left that by a second Ctrl-C, and its step's code may go on."""
     stopped, running = asyncio.Event(), []
-    monkeypatch.setattr(launching.Supervisor, "_give_up", lambda *_: stopped.wait())
-    monkeypatch.setattr(launching.Supervisor, "_begin", lambda launch: running.append(launch._launch))
+    monkeypatch.setattr(launching.NodeLaunch, "_give_up", lambda *_: stopped.wait())
+    monkeypatch.setattr(launching.NodeLaunch, "_begin", lambda launch: running.append(launch._launch))
     node.launches.run(0, told(request_of()))
     node.launches.give_up(None)
     assert eventually(lambda: running == [0])

@@ -80,7 +80,7 @@ class Report:
 
 
 class History:
-    """The records of one gang. One thread adds them; any thread may read `records` and `reports`."""
+    """The records of one gang."""
 
     def __init__(self, clock: Callable[[], float], wall: Callable[[], float] = time.time) -> None:
         self._clock = clock

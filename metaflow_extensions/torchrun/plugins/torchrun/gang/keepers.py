@@ -3,8 +3,6 @@
 The core hands each `Told` to the keeper of its feature, and asks all keepers for what is to be stored. It knows none of
 them. A keeper that raises ends no launch: a line says so once, and its feature keeps silent from then on. Where it
 raises at what one node tells, it hears no more of that node, and keeps what it has.
-
-The gang's thread calls everything here but `Keepers.record` and the counts, for which any thread may ask.
 """
 
 from __future__ import annotations
@@ -98,7 +96,7 @@ class Keeper:
         """Answer what a command has asked, if the time for it is over; called once a second, whatever the gang does."""
 
     def record(self) -> Plain | None:
-        """Return what is to be stored of it now; any thread may ask."""
+        """Return what is to be stored of it now."""
         return None
 
     def find_out_s(self, kind: str) -> float:
@@ -110,7 +108,7 @@ class Keeper:
         return ""
 
     def besides(self) -> Plain:
-        """Return further fields of the record, by names of their own; any thread may ask."""
+        """Return further fields of the record, by names of their own."""
         return {}
 
     def verdict(self, launch: int, to_control: bool, error: TorchrunError | None) -> Plain:
@@ -128,7 +126,7 @@ class Keepers:
         self._unread: set[str] = set()  # whose record could not be read, which was said
         self._remarks: deque[Remarks] = deque()
         self._asks: deque[tuple[str, Plain]] = deque()
-        self._answers: dict[str, Plain] = {}  # by feature; the gang's thread adds, another one takes
+        self._answers: dict[str, Plain] = {}  # by feature
 
     @property
     def count(self) -> int:
@@ -213,7 +211,7 @@ class Keepers:
         return [self._asks.popleft() for _ in range(len(self._asks))]
 
     def pop_answer(self, feature: str) -> Plain | None:
-        """Return the newest answer of a feature, once; any thread may ask."""
+        """Return the newest answer of a feature, once."""
         return self._answers.pop(feature, None)
 
     def _remember(self, name: str, remarks: Remarks | None) -> None:
@@ -229,7 +227,7 @@ class Keepers:
         return {name: answer for name, answer in answers.items() if answer is not None}
 
     def _read(self, name: str, ask: Callable[[Keeper], _T]) -> _T | None:
-        """Ask one keeper for its record, in any thread; an exception costs that record alone, not its verdict."""
+        """Ask one keeper for its record; an exception costs that record alone, not its verdict."""
         if (name, None) in self._silent:
             return None
         try:

@@ -47,7 +47,7 @@ from .texts import QUIET_S, REMIND_S, headline, names
 
 
 class Gang:
-    """The gang's state machine. It has no lock: only the control node's channel thread calls it."""
+    """The gang's state machine. Only the control node's supervisor has one."""
 
     def __init__(
         self,

@@ -80,10 +80,7 @@ def _known(cls: type[Any], plain: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def snapshot_of(gang: Gang, about: Mapping[str, Any]) -> Snapshot:
-    """Return all that has happened to a gang until now; `about` has more fields.
-
-    Any thread may call this: the gang's thread adds to the data copied here, and replaces all other data in one step.
-    """
+    """Return all that has happened to a gang until now; `about` has more fields."""
     error = gang.error
     return Snapshot(
         num_nodes=gang.num_nodes,

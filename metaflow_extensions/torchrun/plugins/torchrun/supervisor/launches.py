@@ -18,8 +18,8 @@ from ..gang.seat import GivenUp, Seat
 from ..gang.wire import from_plain, to_plain
 from ..node.agent import AgentProcess
 from ..node.agent_events import AgentEvent, End
+from ..node.node_launch import Completed, NodeLaunch
 from ..node.plan import Plan, Request, WarmStarts
-from ..node.supervisor import Completed, Supervisor
 from ..node.watchers import Feature
 from .estate import Estate
 from .output import Output, Send
@@ -114,7 +114,7 @@ class Launches:
             await before
         told: dict[str, Any] = {}
         try:
-            launch = Supervisor(plan, self._seat, number, self._ask_to_complete, self._ask_to_store, self._new_agent)
+            launch = NodeLaunch(plan, self._seat, number, self._ask_to_complete, self._ask_to_store, self._new_agent)
             told = {"outcome": to_plain(await launch.run())}
         except GivenUp:
             pass

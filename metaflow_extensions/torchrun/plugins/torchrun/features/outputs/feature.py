@@ -138,9 +138,9 @@ class OutputsKeeper(Keeper):
         return Remarks(happened=(Happened("stored", node, text),))
 
     def record(self) -> Plain:
-        """Return where the files are, by launch and node; of copies, as the gang's thread may add to them."""
-        launches = dict(self._launches).items()
-        return {str(launch): {str(node): asdict(kept) for node, kept in dict(of).items()} for launch, of in launches}
+        """Return where the files are, by launch and node."""
+        launches = self._launches.items()
+        return {str(launch): {str(node): asdict(kept) for node, kept in of.items()} for launch, of in launches}
 
     def besides(self) -> Plain:
         """Return whether there should be any, and how many launches are left out."""

@@ -58,7 +58,6 @@ class ProgressKeeper(Keeper):
     """Keeps the progress of the last launch whose scripts have reported any."""
 
     def __init__(self) -> None:
-        # Guards all fields below: the gang's thread changes them, and any thread may call `record`.
         self._kept: _Kept | None = None
         self._paces: dict[int, tuple[float, Mapping[int, Pace]]] = {}  # node -> time of its report, and its ranks
         self._stragglers = Stragglers()

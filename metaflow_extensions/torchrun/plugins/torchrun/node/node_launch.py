@@ -1,6 +1,6 @@
 """One launch on one node: obeys the gang, watches the agent, reports to the gang.
 
-`Supervisor.run` reports *ready*, obeys *go*, *stop* and the *verdict*, and reports what happens to the workers.
+`NodeLaunch.run` reports *ready*, obeys *go*, *stop* and the *verdict*, and reports what happens to the workers.
 Everything that it waits for arrives in one queue, the launch's inbox: the gang's messages, the agent's events, and what
 the task says. A table says what is done with each.
 """
@@ -55,7 +55,7 @@ class Completed:
     plan: Plan
 
 
-class Supervisor:
+class NodeLaunch:
     """One launch on one node; an agent other than `AgentProcess` is for tests.
 
     `complete` asks the task for `Completed`. `store` has it store what the workers have left, and answer the gang;
@@ -387,7 +387,7 @@ class Supervisor:
     def _emit(self, kind: Kind, text: str, is_detail: bool = False) -> None:
         self._member.emit(Event(kind, self._member.node, text, is_detail))
 
-    _HANDLERS: ClassVar[dict[type, Callable[[Supervisor, Any], Awaitable[None] | None]]] = {
+    _HANDLERS: ClassVar[dict[type, Callable[[NodeLaunch, Any], Awaitable[None] | None]]] = {
         Go: _on_go,
         Ask: _on_ask,
         Stop: _on_stop,
