@@ -71,7 +71,7 @@ def read(folder: str, *arguments: str) -> int:
 
     from metaflow_extensions.torchrun.plugins.torchrun.launch.command import AGENT, HALT_SIGNAL
     from metaflow_extensions.torchrun.plugins.torchrun.logs.console import settle, write_output
-    from metaflow_extensions.torchrun.plugins.torchrun.logs.pipes import LogReader
+    from metaflow_extensions.torchrun.plugins.torchrun.logs.pipes import LogReader, pipe_path
 
     began: list[float] = []
 
@@ -82,11 +82,13 @@ def read(folder: str, *arguments: str) -> int:
 
     async def read_all() -> int:
         reader = LogReader(folder, {rank: (f"[rank {rank}] ", False) for rank in range(RANKS)}, "", write)
+        news = os.open(pipe_path(folder, "agent", "workers"), os.O_RDWR)  # of a few lines, which nobody needs here
         torchrun = subprocess.Popen([sys.executable, AGENT, folder, str(HALT_SIGNAL), *arguments])
         reader.start()
         while (code := torchrun.poll()) is None:
             await asyncio.sleep(0.01)
         reader.finish()
+        os.close(news)
         return code
 
     used = time.process_time()

@@ -30,6 +30,7 @@ _CHUNK_BYTES = 64 * 1024
 # much (``/proc/sys/fs/pipe-user-pages-soft``) a pipe has 64 KiB or less; that costs speed alone.
 _PIPE_BYTES = 256 * 1024
 _GATHER_S = 0.02  # after a look that found little, so that many short lines cost one look
+_BURST_S = 0.01  # of reading, before others have their turn
 _HELD_UP_S = 0.05  # between two looks at a writer that is behind
 _END_BYTES = 8 * 1024 * 1024  # of each worker, read from a generation that stops although the writer is behind
 _PAUSED_S = 5.0  # with a writer that is behind all that time, the workers are said to wait
@@ -350,12 +351,20 @@ class LogReader:
                     if self._workers[rank].read_bytes < end:
                         self._workers[rank].pump(self._show)
             else:
-                fds = {fd for fd, _ in self._any.poll(0)}
-                # In order: the commands of a program end one after the other.
-                most = self._pump([each for each in self._shown if not fds.isdisjoint(each[0].fds)])
-                pause_s = _GATHER_S if most < _CHUNK_BYTES else 0.0
+                pause_s = 0.0 if self._read_burst() else _GATHER_S
         finally:
             self._timers["listen"] = self._loop.call_later(pause_s, self._listen)
+
+    def _read_burst(self) -> bool:
+        """Read what is there, for a moment; return whether that is much, so that more comes at once."""
+        until, read = time.monotonic() + _BURST_S, 0
+        while True:
+            fds = {fd for fd, _ in self._any.poll(0)}
+            # In order: the commands of a program end one after the other.
+            most = self._pump([each for each in self._shown if not fds.isdisjoint(each[0].fds)])
+            read += most
+            if most < _CHUNK_BYTES or time.monotonic() > until or self._is_held_up():
+                return read >= _CHUNK_BYTES
 
     def _look_at_all(self) -> None:
         """Look at those too who are quiet, since an unfinished line is shown after a while."""
