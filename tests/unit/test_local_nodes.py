@@ -1,5 +1,6 @@
 """Which of the control task's children are its nodes' tasks, and what becomes of them; whom no task outlives."""
 
+import asyncio
 import os
 import queue
 import signal
@@ -11,9 +12,13 @@ import time
 import psutil
 import pytest
 from limits import limit_s
+from loops import Loop
 from unit_helpers import HANG_S, OURS, eventually, is_running
 
 from metaflow_extensions.torchrun.plugins.torchrun.gang.nodes import NodeState
+from metaflow_extensions.torchrun.plugins.torchrun.machine.processes import Other
+from metaflow_extensions.torchrun.plugins.torchrun.supervisor import ends as ends_module
+from metaflow_extensions.torchrun.plugins.torchrun.supervisor.ends import end_of
 from metaflow_extensions.torchrun.plugins.torchrun.task import local_nodes
 from metaflow_extensions.torchrun.plugins.torchrun.task.local_nodes import LocalNodes
 from metaflow_extensions.torchrun.plugins.torchrun.task.starters import name_as_starter, starters
@@ -56,10 +61,23 @@ LOOK_ALIKES = [
 
 
 def ends(nodes):
-    """Watch, and return the queue of what is told."""
-    told = queue.SimpleQueue()
-    nodes.watch(lambda node, reason: told.put((node, reason)))
+    """Watch as a supervisor does, and return the queue of what is told."""
+    told, loop = queue.SimpleQueue(), Loop()
+
+    async def await_end(node, process):
+        told.put((node, f"its task {await end_of(Other(process.pid, process.began))}"))
+
+    def follow(running):
+        for node, process in running.items():
+            waiting.append(asyncio.run_coroutine_threadsafe(await_end(node, process), loop.loop))
+
+    waiting = []
+    nodes.watch(follow, lambda node, reason: told.put((node, reason)))
+    told_of.append(waiting)
     return told
+
+
+told_of = []  # or the tasks of the loops, which asyncio holds weakly, could vanish
 
 
 def test_only_a_nodes_task_is_watched_and_stopped(start, monkeypatch):
@@ -97,9 +115,7 @@ def test_tasks_that_are_named_otherwise_are_not_taken_for_ended(start):
     """As a later Metaflow may name them: then their gang goes on, and its own clocks look after them."""
     other = ["flow.py", "step", "train", "--run", RUN, "--task", f"{CONTROL}/1"]
     node = start(*other)
-    told = ends(LocalNodes(RUN, CONTROL, 2))
-    eventually(lambda: "torchrun-nodes" not in {thread.name for thread in threading.enumerate()})
-    assert told.empty()
+    assert ends(LocalNodes(RUN, CONTROL, 2)).empty()
     assert is_running(node.pid)
 
 
@@ -124,7 +140,7 @@ def test_the_end_is_heard_whoever_reaps(start, handler):
 def test_the_ends_are_heard_at_once_without_looking_where_the_system_tells_them(start, monkeypatch, has_pidfds):
     if not has_pidfds:
         monkeypatch.delattr(os, "pidfd_open")
-    monkeypatch.setattr(local_nodes, "_POLL_S", 600.0 if has_pidfds else 0.01)
+    monkeypatch.setattr(ends_module, "_LOOK_S", 600.0 if has_pidfds else 0.01)
     first, second = start(*task(1)), start(*task(2))
     told = ends(LocalNodes(RUN, CONTROL, 3))
     for node, child in ((2, second), (1, first)):

@@ -30,7 +30,7 @@ from ..gang.wire import from_plain
 from ..machine.detached import Detached, beside_task
 from ..machine.network import place
 from ..machine.open_files import file_of
-from ..machine.processes import Other
+from ..machine.processes import Other, Process
 from ..records.snapshot import Snapshot
 from ..records.vanished import Word, told_by_others
 from .link import LinkEnd
@@ -352,6 +352,10 @@ class ControlClient(Client):
         """Return the newest answer of a feature, once."""
         found: Plain | None = self.call("pop_answer", feature)
         return found
+
+    def follow(self, tasks: Mapping[int, Process]) -> None:
+        """Have the gang told when the tasks of other nodes end, by index; returns at once."""
+        self.say("follow", [[node, task.pid, task.began] for node, task in tasks.items()])
 
     def report_gone(self, node: int, reason: str) -> None:
         """Tell the gang that a node's task has ended; safe to call for one that left before."""

@@ -235,31 +235,6 @@ class Other:
             send_signal(self.pid, number)
 
 
-class Ends:
-    """Waits for the end of any of some processes, without looking where each has a pidfd."""
-
-    def __init__(self, pids: Iterable[int]) -> None:
-        self._poll = select.poll()
-        self._handles: dict[int, int | None] = {}  # pid -> pidfd
-        for pid in pids:
-            with suppress(ProcessLookupError):
-                self._handles[pid] = handle = open_pidfd(pid)
-                if handle is not None:
-                    self._poll.register(handle, select.POLLIN)
-
-    def wait(self, look_s: float) -> None:
-        """Return when a process has ended, or after `look_s` seconds if one has no pidfd."""
-        if self._handles:
-            self._poll.poll(look_s * 1000 if None in self._handles.values() else None)
-
-    def forget(self, pid: int) -> None:
-        """Stop waiting for a process that has ended."""
-        handle = self._handles.pop(pid, None)
-        if handle is not None:
-            self._poll.unregister(handle)
-            os.close(handle)
-
-
 def send_signal(pid: int, number: int) -> None:
     """Signal a process, if it is still there."""
     with suppress(ProcessLookupError, PermissionError):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -20,8 +21,10 @@ from ..gang.wire import to_plain
 from ..logs import console
 from ..machine.network import pick_port
 from ..machine.pods import why_it_waits
+from ..machine.processes import Other
 from ..node.watchers import keepers_of
 from ..records.snapshot import snapshot_of
+from .ends import end_of
 from .output import Send
 
 
@@ -135,6 +138,7 @@ class ControlSide(Side):
     ) -> None:
         super().__init__(tell_task, CONTROL, num_nodes, show)
         self._rules = Rules(**rules, why_it_waits=why_it_waits)
+        self._followed: set[asyncio.Task[None]] = set()  # asyncio holds tasks weakly
         keepers = keepers_of(FEATURES, num_nodes)
         self._gang = Gang(num_nodes, pick_port, self._rules, keepers)
         self._relay = Relay()  # of the members' lines; dropped, unless it is started
@@ -167,6 +171,14 @@ class ControlSide(Side):
     def gone(self, node: int, reason: str) -> None:
         """Tell the gang that another node's task has ended."""
         self._channel.report_gone(node, reason)
+
+    def follow(self, tasks: list[tuple[int, int, str]]) -> None:
+        """Tell the gang when the tasks of other nodes end, each a node's index, its pid, and when it began."""
+        for node, pid, began in tasks:
+            self._followed.add(asyncio.get_running_loop().create_task(self._follow(node, Other(pid, began))))
+
+    async def _follow(self, node: int, task: Other) -> None:
+        self._channel.report_gone(node, f"its task {await end_of(task)}")
 
     def request(self, feature: str, data: dict[str, Any]) -> None:
         """Hand a feature what a command asks of the gang."""

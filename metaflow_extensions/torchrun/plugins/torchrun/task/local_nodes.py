@@ -12,23 +12,21 @@ from __future__ import annotations
 
 import os
 import signal
-import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 
-from ..gang.cause import describe_exit
 from ..gang.nodes import NodeState
 from ..logs.console import has_unread
 from ..machine.detached import beside
 from ..machine.processes import (
-    Ends,
     Process,
     await_or_kill,
     children,
     children_of_main_thread,
     command_line,
     find,
+    is_alive,
     send_signal,
 )
 
@@ -48,18 +46,9 @@ class LocalNodes:
         self._run = ("--run-id", run_id)
         self._options = {("--task-id", f"{control_task_id}_node_{node}"): node for node in range(1, num_nodes)}
         self._tasks: dict[int, Process] = {}
-        # Guards `_tasks`: the watching thread and the main thread both search for tasks and add them.
-        self._lock = threading.Lock()
 
-    def watch(self, on_gone: Callable[[int, str], None]) -> None:
-        """Have a daemon thread call `on_gone` with index and reason for every node whose task ends, also normally.
-
-        `on_gone` must be safe in any thread.
-        """
-        self.tasks()
-        threading.Thread(target=self._watch, args=(on_gone,), name="torchrun-nodes", daemon=True).start()
-
-    def _watch(self, on_gone: Callable[[int, str], None]) -> None:
+    def watch(self, follow: Callable[[Mapping[int, Process]], None], on_gone: Callable[[int, str], None]) -> None:
+        """Have `follow` wait for the ends of the tasks that run; call `on_gone` with index and reason for the others."""
         if len(self.tasks()) < len(self._options):
             time.sleep(_POLL_S)  # during its exec a process has no command line
         running = dict(self.tasks())
@@ -67,24 +56,15 @@ class LocalNodes:
             return  # a Metaflow with other command lines than 2.19's: the heartbeats remain
         for node in set(self._options.values()) - set(running):
             on_gone(node, "its task ended at once, before it joined")
-        ends = Ends(task.pid for task in running.values())
-        while running:
-            for node, task in list(running.items()):
-                how = _end(task)
-                if how is not None:
-                    del running[node]
-                    ends.forget(task.pid)
-                    on_gone(node, f"its task {how}")
-            ends.wait(_POLL_S)
+        follow(running)
 
     def tasks(self) -> dict[int, Process]:
         """Return node index -> task of all that have been seen, ended ones included."""
-        with self._lock:
-            for pid in children(os.getpid()) if len(self._tasks) < len(self._options) else ():
-                task, node = find(pid), self._node_of(pid)
-                if task is not None and node is not None:
-                    self._tasks.setdefault(node, task)
-            return self._tasks
+        for pid in children(os.getpid()) if len(self._tasks) < len(self._options) else ():
+            task, node = find(pid), self._node_of(pid)
+            if task is not None and node is not None:
+                self._tasks.setdefault(node, task)
+        return self._tasks
 
     @staticmethod
     def _has_ended_children() -> bool:
@@ -124,16 +104,6 @@ class LocalNodes:
                 send_signal(pid, signal.SIGCONT)
 
 
-def _end(task: Process) -> str | None:
-    """Return in words how a child ended, or None while it runs; its status stays readable for others."""
-    now = find(task.pid)
-    if now is None or now.began != task.began:
-        return "ended"  # Metaflow has waited for it already, or the step ignores SIGCHLD
-    if now.is_alive:
-        return None
-    return "ended" if now.status is None else describe_exit(now.status)
-
-
 def _await_ends(tasks: Sequence[Process], wait_s: float, unread_s: float) -> list[Process]:
     """Wait until `tasks` have ended; return those that run after `wait_s` seconds.
 
@@ -141,7 +111,7 @@ def _await_ends(tasks: Sequence[Process], wait_s: float, unread_s: float) -> lis
     """
     begin = time.monotonic()
     deadline, unread_until = begin + wait_s, begin + unread_s
-    while (left := [task for task in tasks if _end(task) is None]) and (now := time.monotonic()) < deadline:
+    while (left := [task for task in tasks if is_alive(task.pid, task.began)]) and (now := time.monotonic()) < deadline:
         if now < unread_until and has_unread():
             deadline = now + wait_s
         time.sleep(_POLL_S)

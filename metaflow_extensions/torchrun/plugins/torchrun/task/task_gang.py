@@ -169,7 +169,7 @@ class TaskGang:
         )
         self._follow(registry, self._channel)
         if self._local_nodes is not None:
-            self._local_nodes.watch(self._channel.report_gone)
+            self._local_nodes.watch(self._channel.follow, self._channel.report_gone)
         if not self._is_local:
             self._channel.relay_lines()
         return member, control_addresses(main_ip, here_only)[0]
