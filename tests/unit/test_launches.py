@@ -81,6 +81,17 @@ def test_a_launch_that_the_task_leaves_tells_the_gang_why(node):
     assert not node.launches.runs_alone
 
 
+def test_a_launch_that_the_task_leaves_at_once_ends(node):
+    """Both words may come in one piece."""
+
+    def run_and_leave():
+        node.launches.itself.run(3, told(request_of()))
+        node.launches.itself.give_up(None)
+
+    node.loop.call(run_and_leave)
+    assert ended(node) == ("ended", 3, {"unread": []})
+
+
 def test_the_launch_of_a_task_that_is_gone_ends_and_leaves_nothing(node, tmp_path):
     (tmp_path / "call").mkdir()
     node.launches.run(0, told(request_of(folders=(str(tmp_path / "call"),))))

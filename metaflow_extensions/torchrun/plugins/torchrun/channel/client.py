@@ -154,6 +154,7 @@ class Client:
 
     def await_guardian(self, patience_s: float) -> None:
         """Wait until the guardian has ended all that a supervisor has left that is gone."""
+        self._guardian.send_signal(signal.SIGCONT)  # nobody else would continue one that somebody has stopped
         self._guardian.wait(patience_s)
 
     def hurry(self) -> None:

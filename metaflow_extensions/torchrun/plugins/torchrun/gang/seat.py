@@ -32,6 +32,7 @@ class Seat:
         self.node, self.num_nodes, self.emit = node, num_nodes, emit
         self.host = socket.gethostname()
         self.inbox: asyncio.Queue[Any] = asyncio.Queue()  # of the current launch; each launch has its own
+        self._next: asyncio.Queue[Any] | None = None  # of a launch that is about to begin
         self.broken: TorchrunError | None = None  # why the gang can't go on
         self._link = link
         self._is_launching = False
@@ -40,6 +41,13 @@ class Seat:
 
     # --- what comes from elsewhere
 
+    def expect_launch(self) -> None:
+        """Keep what comes from now on for the next launch; the last one may still be ending."""
+        self._next = asyncio.Queue()
+
+    def _put(self, news: Any) -> None:
+        (self.inbox if self._next is None else self._next).put_nowait(news)
+
     def deliver(self, message: Message) -> bool:
         """Handle a message of the control node; return whether it concerns launches alone."""
         if isinstance(message, Note):
@@ -47,7 +55,7 @@ class Seat:
             return True
         if isinstance(message, Go | Ask | Stop | Restart | Store | Verdict):
             if self._is_launching:  # otherwise it is about a launch that this node has given up
-                self.inbox.put_nowait(message)
+                self._put(message)
             return True
         if isinstance(message, Abort):
             self._break(message.error)
@@ -61,26 +69,27 @@ class Seat:
 
     def _break(self, error: TorchrunError) -> None:
         self.broken = self.broken or error
-        self.inbox.put_nowait(Interruption.BROKEN)
+        self._put(Interruption.BROKEN)
 
     def interrupt(self, why: str) -> None:
         """End this node as after a SIGTERM."""
         self._order = why
-        self.inbox.put_nowait(Interruption.MUST_END)
+        self._put(Interruption.MUST_END)
 
     def time_out(self, text: str) -> None:
         """Let the launch raise `LaunchTimeout`."""
-        self.inbox.put_nowait(TimedOut(text))
+        self._put(TimedOut(text))
 
     def give_up(self, cause: Cause | None) -> None:
         """End the launch without a verdict: nobody waits for it here."""
-        self.inbox.put_nowait(GivenUp(cause))
+        self._put(GivenUp(cause))
 
     # --- what a launch uses
 
     def begin_launch(self) -> None:
         """Begin a launch, with a new `inbox`; raise the gang's error if it is broken."""
-        self.inbox, self._is_launching = asyncio.Queue(), True
+        self.inbox, self._next = self._next or asyncio.Queue(), None
+        self._is_launching = True
         if self.broken is not None:
             raise self.broken
 

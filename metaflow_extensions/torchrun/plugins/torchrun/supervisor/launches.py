@@ -70,6 +70,7 @@ class Launches:
         features = [each for each in self._features if each.name in found.features]
         self._plan = plan = Plan.of(found, write=self._writer(found), warm_node=self._warm, with_features=features)
         self._awaits_task = False
+        self._seat.expect_launch()
         self._launch = asyncio.get_running_loop().create_task(self._run(number, plan, self._launch))
 
     def complete(self, request: dict[str, Any]) -> None:
