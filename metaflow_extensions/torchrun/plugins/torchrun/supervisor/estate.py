@@ -19,5 +19,5 @@ class Estate(NamedTuple):
 
 def tell(file: int, estate: Estate) -> None:
     """Tell the guardian what there is now; whole, since a pipe takes so much at once."""
-    with suppress(OSError):  # somebody has killed the guardian
+    with suppress(OSError):  # somebody has killed the guardian, or stopped it for long
         os.write(file, json.dumps(estate).encode() + b"\n")

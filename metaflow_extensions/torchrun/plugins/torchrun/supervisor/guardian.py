@@ -30,6 +30,7 @@ def main() -> int:
     supervisor = os.fork()
     if supervisor == 0:
         os.close(told)
+        os.set_blocking(tell, False)  # nobody waits for a guardian that somebody has stopped
         from .process import main as supervise
 
         return supervise(tell)
