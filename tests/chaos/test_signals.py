@@ -114,9 +114,27 @@ def test_sigkill_of_all_that_is_ours(gang, recorder):
     supervisor, guardian = gang.supervisor(1), gang.guardian(1)
     gang.send(guardian, signal.SIGKILL)
     outcome = gang.await_end(gang.send(supervisor, signal.SIGKILL), [0])
-    outcome.left[:] = [each for each in outcome.left if not each.startswith("/")]  # nobody is there to remove folders
     recorder.died("SIGKILL of a guardian and its supervisor", outcome)
     assert f"{NODE_1} failed: its connection to the control node was closed" in outcome.error["text"]
+
+
+@pytest.mark.parametrize("node", [0, 1])
+def test_sigkill_of_a_supervisor_whose_guardian_is_stopped(node, gang, recorder):
+    gang.start(2, 1)
+    gang.await_workers()
+    supervisor = gang.supervisor(node)
+    gang.send(gang.guardian(node), signal.SIGSTOP)
+    outcome = gang.await_end(gang.send(supervisor, signal.SIGKILL), [1 - node])
+    recorder.died("SIGKILL of a supervisor whose guardian is stopped", outcome)
+
+
+def test_sigkill_of_a_task_whose_supervisor_is_stopped(gang, recorder):
+    gang.start(2, 1, settings={"heartbeat_timeout_s": max(20, HEARTBEAT_S)})
+    gang.await_workers()
+    gang.send(gang.supervisor(0), signal.SIGSTOP)
+    outcome = gang.await_end(gang.send(gang.task(0), signal.SIGKILL), [1])
+    recorder.died("SIGKILL of a task whose supervisor is stopped", outcome)
+    assert f"Node 0 (host {HOST}) failed: its task " in outcome.error["text"]
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=lambda number: number.name)

@@ -18,7 +18,8 @@ from ours.compat import linux
 from ours.features.warm.node import WarmNode
 from ours.machine import processes
 from ours.node.agent import AgentProcess, Options
-from ours.supervisor import estate, guardian
+from ours.machine import estate
+from ours.supervisor import guardian
 agents = {{}}
 
 def say(**what):

@@ -9,6 +9,7 @@ import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 from limits import limit_s
 from supervised import Supervised
@@ -435,6 +436,16 @@ def test_after_the_death_of_a_guardian_all_goes_on(tree):
     one = tree("until_let_go()")
     pids = one.await_workers()
     os.kill(one.supervised.guardian, signal.SIGKILL)
+    for pid in pids:
+        one.let_go(pid)
+    assert one.ended() == {0: 0, 1: 0}
+
+
+def test_a_supervisor_that_somebody_stops_is_continued_by_its_guardian(tree):
+    one = tree("until_let_go()")
+    pids = one.await_workers()
+    os.kill(one.supervised.pid, signal.SIGSTOP)
+    eventually(lambda: psutil.Process(one.supervised.pid).status() != psutil.STATUS_STOPPED, "its going on")
     for pid in pids:
         one.let_go(pid)
     assert one.ended() == {0: 0, 1: 0}

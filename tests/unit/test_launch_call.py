@@ -53,7 +53,7 @@ class FakeClient(Client):
     def close(self):
         pass
 
-    def await_guardian(self, patience_s):
+    def clean_up(self, patience_s):
         self.awaited.append(patience_s)
 
 

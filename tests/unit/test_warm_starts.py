@@ -335,16 +335,21 @@ def test_who_was_killed_while_it_waited_is_replaced(warm):
 
 
 def test_a_spare_that_does_not_answer_is_given_up(warm):
-    one = warm(workers=1, before="from ours.features.warm import node as module\nmodule.ANSWER_S = 0.3\n")
-    spares = one.spares()
-    os.kill(min(spares), signal.SIGSTOP)
-    agent = one.start(env=LONG)
-    seen = agent.end()
-    assert seen["refused"].startswith(
-        "within 60 s it did not answer; it imports torch.distributed.run, or it was stopped"
-    )
+    before = "from ours.features.warm import node as module\nmodule.ANSWER_S = 0.3\n"
+    one = warm(in_agent=NEVER_IMPORTED, before=before)
+    spare = one.pid
+    seen = one.start(env=LONG).end()
+    assert seen["refused"].startswith("within 60 s it did not answer; it imports torch.distributed.run, or it was stopped")
     assert seen["status"] == 0
-    eventually(lambda: not any(map(is_running, spares)), "the end of all that waited")
+    eventually(lambda: not is_running(spare), "its end")
+
+
+def test_a_spare_that_somebody_has_stopped_goes_on_when_it_is_wanted(warm):
+    one = warm(workers=1)
+    for pid in one.spares():
+        os.kill(pid, signal.SIGSTOP)
+    agent = one.start()
+    assert (agent.end()["refused"], agent.worker()["early"]) == (None, True)
 
 
 def test_a_spare_that_is_killed_while_it_imports_means_a_cold_start(warm):

@@ -11,6 +11,7 @@ import errno
 import itertools
 import math
 import os
+import shutil
 import signal
 import socket
 import threading
@@ -28,9 +29,10 @@ from ..gang.policy import ConnectPolicy, Rules
 from ..gang.protocol import CONTROL, Message, from_wire, to_wire
 from ..gang.wire import from_plain
 from ..machine.detached import Detached, beside_task
+from ..machine.estate import AGENT_VARIABLE, Estate
 from ..machine.network import place
 from ..machine.open_files import file_of
-from ..machine.processes import Other, Process
+from ..machine.processes import Other, Process, await_or_kill, living_with, send_signal
 from ..records.snapshot import Snapshot
 from ..records.vanished import Word, told_by_others
 from .link import LinkEnd
@@ -40,6 +42,7 @@ _ANSWER_S = 60.0  # a busy machine, or one whose disk has to read Python first
 _LEAVE_WAIT_S = 5.0
 _CONTINUE_S = 5.0  # between continuing a silent supervisor, which somebody may have stopped
 _END_S = 2.0
+_DETACHED_S = 2.0  # for what detached itself from workers that are gone, after SIGTERM
 _OS_ERRORS = {each.__name__: each for each in (ConnectionError, ConnectionRefusedError, TimeoutError, socket.gaierror)}
 
 
@@ -96,6 +99,8 @@ class Client:
         self._is_hurried = False
         self.stays = False  # whether the supervisor is there for another gang after `close`
         self._supervisor: Other | None = None  # when it has said which process it is
+        self._estate: list[Any] = list(Estate())  # what there is to be ended now
+        self._agent_began = ""
         self.launch_news: Callable[[tuple[Any, ...]], None] = lambda frame: None  # gets what concerns a launch
         self._numbers = itertools.count()
         self._answers: dict[int, tuple[threading.Event, list[Any]]] = {}
@@ -152,10 +157,21 @@ class Client:
         """Whether the supervisor has ended."""
         return self._is_gone
 
-    def await_guardian(self, patience_s: float) -> None:
-        """Wait until the guardian has ended all that a supervisor has left that is gone."""
-        self._guardian.send_signal(signal.SIGCONT)  # nobody else would continue one that somebody has stopped
-        self._guardian.wait(patience_s)
+    def clean_up(self, patience_s: float) -> None:
+        """Wait until the guardian has ended all that a supervisor has left that is gone; end it here if that is gone, too."""
+        self._await_guardian(patience_s)
+        agent, grace_s, _, folders = self._estate
+        if agent is not None:
+            left = living_with(f"{AGENT_VARIABLE}={agent}", self._agent_began)
+            for pid in left:
+                send_signal(pid, signal.SIGTERM)
+            await_or_kill(left, min(grace_s, _DETACHED_S))
+        for folder in folders:
+            shutil.rmtree(folder, ignore_errors=True)
+
+    def _await_guardian(self, patience_s: float) -> bool:
+        self._guardian.send_signal(signal.SIGCONT)  # nobody else continues one that somebody has stopped
+        return self._guardian.wait(patience_s)
 
     def hurry(self) -> None:
         """Keep the supervisor from waiting for a reader that takes nothing: the task was told to end."""
@@ -216,7 +232,7 @@ class Client:
         self._thread.join(_END_S)
         if not self._thread.is_alive():
             self._link.close()
-        if not self._guardian.wait(_END_S):  # it still writes, and its reader may pause: the task's end waits for that
+        if not self._await_guardian(_END_S):  # it still writes, and its reader may pause: the task's end waits for that
             atexit.register(self._guardian.wait)
 
     # --- in the link's thread
@@ -271,6 +287,8 @@ class Client:
         elif what == "event":
             kind, node, text, is_detail = rest
             self._listener.emit(Event(kind, node, text, is_detail, is_written=True))
+        elif what == "estate":
+            self._estate, self._agent_began = rest
         elif what == "supervisor":
             self._supervisor = Other(*rest)
         elif what == "lost":

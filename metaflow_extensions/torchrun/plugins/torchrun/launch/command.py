@@ -7,6 +7,7 @@ import signal
 from collections.abc import Mapping, Sequence
 
 from ..gang.protocol import Go
+from ..machine.estate import AGENT_VARIABLE
 from .commands import system_program
 from .spec import STATIC_BACKEND, LaunchSpec, bracketed
 
@@ -17,8 +18,6 @@ COMMAND_RUNNER = os.path.join(SCRIPTS, "command_runner.py")  # runs the commands
 HALT_SIGNAL = int(signal.SIGRTMAX) - 5
 # This folder comes first on the path of agent and workers; its `sitecustomize` records how a worker ends.
 WORKER_HOOKS = os.path.join(SCRIPTS, "worker_hooks")
-# The agent is the first Python of a launch and puts its pid there, so that its children know that they are workers.
-AGENT_VARIABLE = "TORCHRUN_AGENT_PID"
 # "1/3": restart 1 of at most 3. The agent takes it, and sets the variables of torchelastic in each worker.
 _RESTARTS = "TORCHRUN_RESTARTS"
 

@@ -1,13 +1,15 @@
-"""The guardian: the parent of a supervisor. It does nothing until that ends, and then ends all that is left of it.
+"""The guardian: the parent of a supervisor. It waits until that ends, and then ends all that is left of it.
 
 A supervisor that is killed by SIGKILL can't clean up, and workers outlive an agent that is killed. All that descends from
 a supervisor comes to its guardian then, a child subreaper. After a supervisor's own end nothing is left to do.
+A supervisor that somebody has stopped is continued: else the gang, or a task that is gone, would leave it to its workers.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import select
 import shutil
 import signal
 import time
@@ -15,10 +17,11 @@ from collections.abc import Iterable
 from contextlib import suppress
 
 from ..compat import linux
-from ..machine.processes import children, living_descendants, send_signal
-from .estate import Estate
+from ..machine.estate import Estate
+from ..machine.processes import children, find, living_descendants, send_signal
 
 _KILL_WAIT_S = 10.0  # after SIGKILL only a process in uninterruptible sleep stays
+_CONTINUE_S = 1.0  # between two looks at the supervisor
 _LOOK_S = 0.02
 
 
@@ -35,7 +38,7 @@ def main() -> int:
 
         return supervise(tell)
     _keep_only(told)
-    guard(told)
+    guard(supervisor, told)
     return 0
 
 
@@ -65,11 +68,11 @@ def _keep_only(file: int) -> None:
                 os.close(fd)
 
 
-def guard(told: int) -> None:
+def guard(supervisor: int, told: int) -> None:
     """Read what the supervisor tells until its end, and then end what it has left."""
     estate, rest = Estate(), b""
     pipes: list[int] = []
-    while data := os.read(told, 65536):
+    while data := _read(supervisor, told):
         *lines, rest = (rest + data).split(b"\n")
         for line in lines:
             estate = Estate(*json.loads(line))
@@ -79,6 +82,17 @@ def guard(told: int) -> None:
     _end_all(estate, pipes)
     for folder in estate.folders:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def _read(supervisor: int, told: int) -> bytes:
+    """Wait for what the supervisor tells, and continue it meanwhile."""
+    poll = select.poll()
+    poll.register(told, select.POLLIN)
+    while not poll.poll(1000 * _CONTINUE_S):
+        process = find(supervisor)
+        if process is not None and process.state == "T":
+            send_signal(supervisor, signal.SIGCONT)
+    return os.read(told, 65536)
 
 
 def _open_pipes(folder: str) -> Iterable[int]:

@@ -16,32 +16,32 @@ from ..gang.endings import TimedOut
 from ..gang.protocol import Store, to_wire
 from ..gang.seat import GivenUp, Seat
 from ..gang.wire import from_plain, to_plain
+from ..machine.estate import Estate
 from ..node.agent import AgentProcess
 from ..node.agent_events import AgentEvent, End
 from ..node.node_launch import Completed, NodeLaunch
 from ..node.plan import Plan, Request, WarmStarts
 from ..node.watchers import Feature
-from .estate import Estate
 from .output import Output, Send
 
 
 class Launches:
     """The launches of one node, one at a time.
 
-    `tell_task` sends a frame to the task; `tell_guardian` says what there is to be ended if this process is killed.
+    `tell_task` sends a frame to the task; `tell_estate` says what there is to be ended if this process is killed.
     """
 
     def __init__(
         self,
         tell_task: Send,
-        tell_guardian: Callable[[Estate], None],
+        tell_estate: Callable[[Estate], None],
         seat: Seat,
         output: Output,
         send_lines: Callable[[str, str], None],
         features: Sequence[Feature],
         warm: WarmStarts | None,
     ) -> None:
-        self._tell_task, self._tell_guardian = tell_task, tell_guardian
+        self._tell_task, self._tell_estate = tell_task, tell_estate
         self._seat, self._output, self._send_lines = seat, output, send_lines
         self._features, self._warm = features, warm
         self._plan: Plan | None = None  # of the last launch
@@ -148,7 +148,7 @@ class Launches:
         self._tell_task("store", None if store is None else to_wire(store))
 
     def _new_agent(self, *args: Any) -> AgentProcess:
-        return _GuardedAgent(self._tell_guardian, *args)
+        return _GuardedAgent(self._tell_estate, *args)
 
 
 class _GuardedAgent(AgentProcess):

@@ -17,8 +17,6 @@ import socket
 import sys
 import time
 import traceback
-from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 from ..compat import linux
@@ -30,11 +28,11 @@ from ..gang.wire import to_plain
 from ..logs import console
 from ..machine import processes
 from ..machine.cgroup import describe_oom, oom_kills
+from ..machine.estate import Estate, tell
 from ..machine.frozen import STOPPED, WATCH_S, FrozenWatch, is_stopped_with_parent
 from ..machine.open_files import file_of
 from ..node.plan import WarmStarts
 from ..node.watchers import spares_of
-from .estate import Estate, tell
 from .launches import Launches
 from .output import Output, settle
 from .sides import ControlSide, MemberSide, Side
@@ -56,7 +54,7 @@ def main(guardian: int) -> int:
     loop = asyncio.SelectorEventLoop()
     asyncio.set_event_loop(loop)
     # The loop is never closed: that would wait for threads in which names are looked up. The process ends anyway.
-    loop.run_until_complete(Supervisor(task, link, partial(tell, guardian)).run())
+    loop.run_until_complete(Supervisor(task, link, guardian).run())
     return 0
 
 
@@ -74,8 +72,8 @@ def _take_streams(stdout: int) -> None:
 class Supervisor:
     """Serves one task. Everything in this process runs in one loop."""
 
-    def __init__(self, task: processes.Other, own: socket.socket, tell_guardian: Callable[[Estate], None]) -> None:
-        self._task, self._tell_guardian = task, tell_guardian
+    def __init__(self, task: processes.Other, own: socket.socket, guardian: int) -> None:
+        self._task, self._guardian = task, guardian
         self._link = TaskLink(own, self._handle_or_fail, self._end_service)
         self._end: int | None = None  # the file that tells the task's end, if one does
         self._side: Side | None = None
@@ -229,9 +227,14 @@ class Supervisor:
         side: Side = (ControlSide if "rules" in about else MemberSide)(self._link.send, self._output.show, **about)
         self._warm = self._warm or spares_of(FEATURES, starts)
         self._launches = Launches(
-            self._link.send, self._tell_guardian, side.seat, self._output, side.lines, FEATURES, self._warm
+            self._link.send, self._tell_estate, side.seat, self._output, side.lines, FEATURES, self._warm
         )
         self._side = side
+
+    def _tell_estate(self, estate: Estate) -> None:
+        """Say what there is to be ended if this process is killed: to the guardian, and to the task if both are."""
+        tell(self._guardian, estate)
+        self._link.send("estate", list(estate), "" if estate.agent is None else processes.began(estate.agent))
 
     def _known_side(self) -> Side:
         assert self._side is not None

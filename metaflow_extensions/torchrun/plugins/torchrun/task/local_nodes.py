@@ -87,6 +87,8 @@ class LocalNodes:
         control node left and ends by itself; one that hangs gets SIGTERM after a moment. If this task was ordered to end
         (`is_ordered`), no reader is waited for.
         """
+        for task in self.tasks().values():
+            send_signal(task.pid, signal.SIGCONT)  # one that somebody has stopped can end by itself
         late = [task for node, task in self.tasks().items() if state(node) is NodeState.ABSENT]
         for task in _await_ends(late, min(wait_s, _LATECOMER_S if is_ordered else _SLOW_LATECOMER_S), 0.0):
             send_signal(task.pid, signal.SIGTERM)

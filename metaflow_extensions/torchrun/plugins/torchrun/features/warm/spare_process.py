@@ -69,6 +69,7 @@ class Spare:
         """Send a request; raises OSError or `StartCold`. `poll` returns the answer, which comes after the spare's imports."""
         self._deadline = deadline
         self.process.args = request["argv"]
+        self.process.send_signal(signal.SIGCONT)  # it would not answer if somebody has stopped it
         with tempfile.TemporaryFile() as told:
             told.write(json.dumps(request).encode())
             told.seek(0)

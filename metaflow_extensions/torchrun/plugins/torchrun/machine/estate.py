@@ -7,6 +7,9 @@ import os
 from contextlib import suppress
 from typing import NamedTuple
 
+AGENT_VARIABLE = "TORCHRUN_AGENT_PID"
+"""The agent is the first Python of a launch and puts its pid there, so that its children know that they are workers."""
+
 
 class Estate(NamedTuple):
     """What a supervisor leaves behind if it is killed now."""
