@@ -445,7 +445,9 @@ def test_a_supervisor_that_somebody_stops_is_continued_by_its_guardian(tree):
     one = tree("until_let_go()")
     pids = one.await_workers()
     os.kill(one.supervised.pid, signal.SIGSTOP)
-    eventually(lambda: psutil.Process(one.supervised.pid).status() != psutil.STATUS_STOPPED, "its going on")
+    for stops in (True, False):
+        is_so = lambda stops=stops: (psutil.Process(one.supervised.pid).status() == psutil.STATUS_STOPPED) is stops  # noqa: E731
+        eventually(is_so, "its stop, and its going on")
     for pid in pids:
         one.let_go(pid)
     assert one.ended() == {0: 0, 1: 0}

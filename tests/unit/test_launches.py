@@ -2,6 +2,8 @@
 
 import asyncio
 import json
+import os
+import subprocess
 import time
 from types import SimpleNamespace
 from unittest.mock import Mock
@@ -17,7 +19,9 @@ from metaflow_extensions.torchrun.plugins.torchrun.gang.wire import from_plain, 
 from metaflow_extensions.torchrun.plugins.torchrun.launch.spec import LaunchSpec
 from metaflow_extensions.torchrun.plugins.torchrun.logs.console import BEHIND_BYTES
 from metaflow_extensions.torchrun.plugins.torchrun.machine.accelerators import Machine
+from metaflow_extensions.torchrun.plugins.torchrun.machine.estate import Estate
 from metaflow_extensions.torchrun.plugins.torchrun.machine.inherited import inherited, umask
+from metaflow_extensions.torchrun.plugins.torchrun.node.agent import Options
 from metaflow_extensions.torchrun.plugins.torchrun.node.plan import Request, Task
 from metaflow_extensions.torchrun.plugins.torchrun.supervisor import launches as launching
 from metaflow_extensions.torchrun.plugins.torchrun.supervisor import output as output_module
@@ -133,6 +137,55 @@ def test_a_launch_waits_for_the_end_of_one_that_is_still_being_stopped(node, mon
     assert node.told[0] == ("ended", 0, {"unread": []})
     node.launches.abort()
     node.launches.close()
+
+
+def test_a_launch_of_another_gang_waits_too_and_hears_nothing_of_the_last_one(node, monkeypatch):
+    """As a single node's next `run` after a second Ctrl-C."""
+    stopped = asyncio.Event()
+    monkeypatch.setattr(launching.NodeLaunch, "_give_up", lambda *_: stopped.wait())
+    node.launches.run(0, told(request_of()))
+    assert eventually(lambda: node.sent)
+    node.launches.let_go()
+    heard = []
+    tell = lambda *frame: heard.append(frame)  # noqa: E731
+    before, seat = node.launches.itself, node.seat.itself
+    make = lambda: Launches(tell, print, seat, node.output, Mock(), (), None, before)  # noqa: E731
+    after = InLoop(node.loop, make)
+    after.run(0, told(request_of()))
+    time.sleep(0.2)  # it would have begun by now
+    assert len(node.sent) == 1
+    node.loop.post(stopped.set)
+    assert eventually(lambda: len(node.sent) == 2)
+    assert (node.told, heard) == ([], [])
+    after.abort()
+    after.close()
+
+
+def test_the_guardian_is_told_of_an_agent_that_was_a_spare_when_it_runs(tmp_path, node):
+    class Asked:
+        """A spare that answers when it is asked again."""
+
+        def __init__(self):
+            self.process, self.polls = subprocess.Popen(["sleep", "600"]), iter([False, True])
+            self.fileno = os.eventfd(0) if hasattr(os, "eventfd") else os.pipe()[0]
+            self.fileno = lambda fd=self.fileno: fd
+
+        def poll(self):
+            return next(self.polls)
+
+    def start():
+        options = Options(str(tmp_path / "out"), str(tmp_path / "err"), 30.0, 5.0, scratch=["/a"])
+        agent = node.launches.itself._new_agent(["true"], {}, options, lambda event: None, lambda *_: asked)
+        agent.start()
+        return agent
+
+    asked = Asked()
+    agent = InLoop(node.loop, start)
+    assert eventually(lambda: agent.pid) == asked.process.pid
+    assert [estate.agent for estate in node.estates] == [None, asked.process.pid]
+    agent.close(0.0)
+    assert node.estates[-1] == Estate()
+    os.close(asked.fileno())
 
 
 def test_a_bug_of_ours_is_told_as_one(node):

@@ -339,7 +339,9 @@ def test_a_spare_that_does_not_answer_is_given_up(warm):
     one = warm(in_agent=NEVER_IMPORTED, before=before)
     spare = one.pid
     seen = one.start(env=LONG).end()
-    assert seen["refused"].startswith("within 60 s it did not answer; it imports torch.distributed.run, or it was stopped")
+    assert seen["refused"].startswith(
+        "within 60 s it did not answer; it imports torch.distributed.run, or it was stopped"
+    )
     assert seen["status"] == 0
     eventually(lambda: not is_running(spare), "its end")
 
@@ -350,6 +352,13 @@ def test_a_spare_that_somebody_has_stopped_goes_on_when_it_is_wanted(warm):
         os.kill(pid, signal.SIGSTOP)
     agent = one.start()
     assert (agent.end()["refused"], agent.worker()["early"]) == (None, True)
+
+
+def test_what_can_neither_be_asked_for_nor_be_started_is_an_end(warm):
+    one = warm(in_agent=NEVER_IMPORTED, before="from ours.features.warm import node as module\nmodule.ANSWER_S = 0.3\n")
+    agent = one.start(env={"A": "zero\0byte"})
+    end = agent.expect(End)
+    assert end.error == "could not be started: embedded null byte"
 
 
 def test_a_spare_that_is_killed_while_it_imports_means_a_cold_start(warm):

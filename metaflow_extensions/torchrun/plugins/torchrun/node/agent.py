@@ -117,7 +117,7 @@ class AgentProcess:
     # --- what others ask ---------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Start the agent. Raises OSError if there can't be one; all further news arrives as events."""
+        """Start the agent. Raises what keeps it from starting; all further news arrives as events."""
         self._loop = asyncio.get_running_loop()
         if self._options.news is not None:
             self._news = os.open(self._options.news, os.O_RDWR | os.O_NONBLOCK)
@@ -132,7 +132,7 @@ class AgentProcess:
             return
         try:
             self._start_cold()
-        except OSError:
+        except BaseException:
             self._let_go()
             raise
 
@@ -179,6 +179,7 @@ class AgentProcess:
 
     def _run(self, agent: subprocess.Popen[bytes]) -> None:
         self._agent, self._phase = agent, Phase.RUNNING
+        self._on_run(agent.pid)
         if self._news is not None:
             self._wake_by(self._news, self._step)
         self._observe(agent.pid)
@@ -196,13 +197,16 @@ class AgentProcess:
             self._on_event(Refused(f"{error}"))
             try:
                 self._start_cold()
-            except OSError as cold:
+            except Exception as cold:  # no more processes, a zero byte in a variable
                 self._error = f"could not be started: {cold}"
                 self._enter(Phase.ENDED)
             return False
         self._wake_no_more(fd)
         self._run(self._agent)
         return False
+
+    def _on_run(self, pid: int) -> None:
+        """Handle that the agent runs."""
 
     # --- what wakes us -----------------------------------------------------------------------------
 

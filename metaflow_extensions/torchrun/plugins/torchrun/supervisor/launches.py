@@ -40,12 +40,14 @@ class Launches:
         send_lines: Callable[[str, str], None],
         features: Sequence[Feature],
         warm: WarmStarts | None,
+        before: Launches | None = None,
     ) -> None:
         self._tell_task, self._tell_estate = tell_task, tell_estate
         self._seat, self._output, self._send_lines = seat, output, send_lines
         self._features, self._warm = features, warm
         self._plan: Plan | None = None  # of the last launch
-        self._launch: asyncio.Task[None] | None = None
+        # The last one; that of another gang of this task, `before`, may still be being stopped.
+        self._launch: asyncio.Task[None] | None = None if before is None else before._launch
         self._awaits_task = False  # whether the launch can't go on without the task
 
     @property
@@ -96,6 +98,11 @@ class Launches:
     def abort(self) -> None:
         """End the launch, if one runs: the task is gone."""
         self._seat.give_up(None)
+
+    def let_go(self) -> None:
+        """End the launch, if one runs: its gang is over, and the task hears no more of it."""
+        self.abort()
+        self._tell_task = lambda *frame: None
 
     async def close(self) -> None:
         """Wait for the end of a launch that was aborted."""
@@ -167,7 +174,9 @@ class _GuardedAgent(AgentProcess):
 
     def start(self) -> None:
         """Start the agent."""
-        about = self._about
-        self._tell(Estate(None, about.grace_s, about.pipes, tuple(about.scratch)))
+        self._on_run(None)  # the pipes are held before it writes
         super().start()
-        self._tell(Estate(self.pid, about.grace_s, about.pipes, tuple(about.scratch)))
+
+    def _on_run(self, pid: int | None) -> None:
+        about = self._about
+        self._tell(Estate(pid, about.grace_s, about.pipes, tuple(about.scratch)))

@@ -227,7 +227,14 @@ class Supervisor:
         side: Side = (ControlSide if "rules" in about else MemberSide)(self._link.send, self._output.show, **about)
         self._warm = self._warm or spares_of(FEATURES, starts)
         self._launches = Launches(
-            self._link.send, self._tell_estate, side.seat, self._output, side.lines, FEATURES, self._warm
+            self._link.send,
+            self._tell_estate,
+            side.seat,
+            self._output,
+            side.lines,
+            FEATURES,
+            self._warm,
+            before=self._launches,
         )
         self._side = side
 
@@ -272,7 +279,7 @@ class Supervisor:
         """End what the task has begun, and this process, unless it `stays` for what the task begins next."""
         self._is_hurried = is_hurried
         if self._launches is not None:
-            self._launches.abort()
+            self._launches.let_go()
         if stays:
             self._side = self._frozen = None
             self._is_closing = False
