@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Sequence
 from contextlib import suppress
 from typing import NamedTuple
 
@@ -17,7 +18,7 @@ class Estate(NamedTuple):
     agent: int | None = None  # its pid; the kernel sends it SIGTERM, and it stops its workers
     grace_s: float = 0.0  # time of the workers after SIGTERM
     pipes: str | None = None  # the folder of the pipes to which agent and workers write
-    folders: tuple[str, ...] = ()  # to remove
+    folders: Sequence[str] = ()  # to remove
 
 
 def tell(file: int, estate: Estate) -> None:
