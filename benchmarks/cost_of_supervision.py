@@ -31,12 +31,8 @@ CASES = {
     'logs="all"': ("--with", "torchrun:logs=all"),
     'logs="all", card': ("--with", "torchrun:logs=all", "--with", "card:type=torchrun"),
 }
-# What runs beside a task, and what stands in its command line.
-BESIDE = {
-    "supervisor": "guardian import main",
-    "guardian": "guardian import main",
-    "torchrun": "/features/warm/spare.py",
-}
+# What runs beside a task, and what stands in its command line; a guardian's child, its supervisor, has the same.
+BESIDE = {"supervisor": "guardian import main", "torchrun": "/features/warm/spare.py"}
 COMPARED = ("CPU", "threads", "RSS", "PSS")
 START_S = 600.0
 # The targets: of an ordinary step, and of one with many nodes.
@@ -72,11 +68,16 @@ class Run:
         found = {CONTROL: tasks[0]}
         if self.nodes > 1:
             found[MEMBER] = tasks[-1]
-        for process in psutil.process_iter():  # a guardian is no child of its task
+        for process in psutil.process_iter():  # none is a child of its task
             with suppress(psutil.Error):
                 is_ours = process.environ().get("BENCHMARK_FOLDER") == str(self.folder)
                 line = " ".join(process.cmdline()) if is_ours else ""
                 found.update({name: process.pid for name, part in BESIDE.items() if part in line})
+        if "supervisor" in found:  # of a guardian and its child, the child
+            children = psutil.Process(found["supervisor"]).children()
+            own = [each.pid for each in children if BESIDE["supervisor"] in " ".join(each.cmdline())]
+            found["supervisor"] = (own or [found["supervisor"]])[0]
+            found["guardian"] = psutil.Process(found["supervisor"]).ppid()
         return found
 
     def end(self) -> None:
