@@ -372,6 +372,17 @@ def test_close_waits_for_the_end_and_may_be_called_again(tree):
     one.stop(0.1)
 
 
+def test_with_few_files_workers_ends_are_seen_all_the_same(tree):
+    few = "import builtins\nbuiltins.errors = []\nresource.setrlimit(resource.RLIMIT_NOFILE, (32, 32))\n"
+    one = tree("until_let_go(); sys.exit(0)", count=12, before=few)
+    handler = "asyncio.get_running_loop().set_exception_handler(lambda loop, about: errors.append(str(about)))"
+    one.supervised.ask(handler)
+    for pid in one.await_workers():
+        one.let_go(pid)
+    one.expect(End)
+    assert one.supervised.ask("errors") == []
+
+
 def test_what_goes_wrong_once_is_tried_again(tree):
     """As where no more files can be opened for a moment."""
     one = tree(how="hang")

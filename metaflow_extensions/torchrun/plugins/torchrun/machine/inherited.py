@@ -38,8 +38,8 @@ def give(pid: int, told: Mapping[str, Any]) -> None:
     A limit that only root may raise stays as it is.
     """
     for name, limits in told.items():
-        if name.startswith("RLIMIT_") and resource.prlimit(pid, number := getattr(resource, name)) != tuple(limits):
-            with suppress(ValueError, OSError):
+        with suppress(ValueError, OSError):
+            if name.startswith("RLIMIT_") and resource.prlimit(pid, number := getattr(resource, name)) != tuple(limits):
                 resource.prlimit(pid, number, tuple(limits))
     with suppress(OSError):
         if os.getpriority(os.PRIO_PROCESS, pid) != told["priority"]:

@@ -11,6 +11,7 @@ import asyncio
 import enum
 import math
 import os
+import resource
 import signal
 import subprocess
 import time
@@ -27,6 +28,7 @@ from .workers import Workers
 
 _KILL_WAIT_S = 10.0  # after SIGKILL only a process in uninterruptible sleep stays
 _HALT_S = 1.0  # Python heeds a signal within milliseconds, but not while it waits in torch's C++ code
+_FREE_FILES = 20  # stay free of what this process may open, to look at the process table and to start programs
 _STRAGGLER_GRACE_S = 2.0  # for what the agent left behind when it ended by itself
 
 
@@ -106,6 +108,7 @@ class AgentProcess:
         self._loop: asyncio.AbstractEventLoop
         self._files: set[int] = set()  # what wakes us: pidfds, and the pipe of news
         self._news: int | None = None
+        self._unread = b""  # of it: the begin of a line
         self._timer: asyncio.TimerHandle | None = None
         self._is_over = asyncio.Event()
         self._deadline = math.inf  # of the whole stop; set once
@@ -219,9 +222,15 @@ class AgentProcess:
         self._loop.remove_reader(fd)
 
     def _observe(self, pid: int) -> None:
-        """Have the end of a process wake us, by a pidfd. Without one the agent tells of a worker's, and we reap."""
+        """Have the end of a process wake us, by a pidfd. Without one the agent tells of a worker's, and we reap.
+
+        So none is opened where others would lack the number.
+        """
         with suppress(ProcessLookupError):  # torchrun has reaped it, and tells us
-            if (handle := processes.open_pidfd(pid)) is not None:
+            handle = processes.open_pidfd(pid)
+            if handle is not None and handle >= resource.getrlimit(resource.RLIMIT_NOFILE)[0] - _FREE_FILES:
+                os.close(handle)
+            elif handle is not None:
                 self._wake_by(handle, self._has_ended, handle, pid)
 
     def _has_ended(self, pidfd: int, pid: int) -> None:
@@ -235,13 +244,13 @@ class AgentProcess:
         self._step()
 
     def _read_news(self) -> None:
-        """Handle what the agent tells of its workers: whole lines, since each is written at once."""
-        news = b""
+        """Handle what the agent tells of its workers, line by line."""
         if self._news is not None:
             with suppress(BlockingIOError):
-                news = os.read(self._news, 65536)
-        for line in news.decode().splitlines():
-            self._handle_news(*line.split())
+                self._unread += os.read(self._news, 65536)
+        *lines, self._unread = self._unread.split(b"\n")
+        for line in lines:
+            self._handle_news(*line.decode().split())
 
     def _handle_news(self, what: str, pid: str, *more: str) -> None:
         if what == "started":

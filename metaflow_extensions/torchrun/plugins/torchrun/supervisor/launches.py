@@ -175,7 +175,11 @@ class _GuardedAgent(AgentProcess):
     def start(self) -> None:
         """Start the agent."""
         self._on_run(None)  # the pipes are held before it writes
-        super().start()
+        try:
+            super().start()
+        except BaseException:
+            self._tell(Estate())
+            raise
 
     def _on_run(self, pid: int | None) -> None:
         about = self._about

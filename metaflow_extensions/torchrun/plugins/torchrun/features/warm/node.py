@@ -15,7 +15,7 @@ from typing import Any
 
 from ...compat.renamed import harmless
 from ...machine.inherited import inherited, umask
-from ...machine.processes import HELPERS
+from ...machine.processes import HELPERS, living_descendants, send_signal
 from ...node.agent import Options
 from ...node.agent_events import Refused
 from .imports import StartCold, in_words
@@ -96,6 +96,8 @@ class WarmNode:
         """End the spare without waiting for its end; safe to call more than once."""
         if self._waiting is not None:
             spare, self._waiting = self._waiting, None
+            for pid in living_descendants(spare.process.pid):  # its workers, which may still import
+                send_signal(pid, signal.SIGKILL)
             spare.kill()
             HELPERS.discard(spare.process.pid)  # who reaps orphans reaps it
             spare.process.returncode = -signal.SIGKILL
