@@ -373,7 +373,7 @@ def test_close_waits_for_the_end_and_may_be_called_again(tree):
 
 
 def test_with_few_files_workers_ends_are_seen_all_the_same(tree):
-    few = "import builtins\nbuiltins.errors = []\nresource.setrlimit(resource.RLIMIT_NOFILE, (32, 32))\n"
+    few = "import builtins\nbuiltins.errors = []\nresource.setrlimit(resource.RLIMIT_NOFILE, (20, 20))\n"
     one = tree("until_let_go(); sys.exit(0)", count=12, before=few)
     handler = "asyncio.get_running_loop().set_exception_handler(lambda loop, about: errors.append(str(about)))"
     one.supervised.ask(handler)
