@@ -220,6 +220,22 @@ def told_of(how, last_words=b""):
     return side.sent
 
 
+def test_the_task_ends_what_has_lost_both_agent_and_guardian_and_removes_its_folder(tmp_path):
+    (folder := tmp_path / "torchrun-node0").mkdir()
+    client = object.__new__(MemberClient)
+    client._guardian = SimpleNamespace(send_signal=lambda number: None, wait=lambda patience_s: True)
+    agent = str(2**22 + 1)  # more than the kernel gives as a pid
+    client._estate, client._agent_began = [int(agent), 5.0, None, [str(folder)]], "0"
+    marked = {"TORCHRUN_AGENT_PID": agent}
+    with (
+        subprocess.Popen(["sleep", "600"], env=marked, start_new_session=True) as left,
+        subprocess.Popen(["sleep", "600"], env={}) as other,
+    ):
+        client.clean_up(1.0)
+        assert (left.wait(), other.poll(), folder.exists()) == (-signal.SIGTERM, None, False)
+        other.kill()
+
+
 def test_a_member_whose_task_has_ended_is_lost_for_that_reason(gang):
     control, member = gang[0](), gang[1]()
     member.connect([HOST], control.listen(None, HOST), control.token, 5.0)

@@ -175,6 +175,13 @@ def test_what_waits_for_its_reader_is_waited_for_but_not_behind_a_node_that_is_l
     assert (time.monotonic() - begin > 1.0) is waits
 
 
+def test_a_node_that_somebody_has_stopped_ends_by_itself_when_the_gang_is_over(start):
+    node = start(*task(1), code="import time; print(flush=True); time.sleep(0.5)")
+    node.send_signal(signal.SIGSTOP)
+    LocalNodes(RUN, CONTROL, 2).stop(limit_s(10), {1: NodeState.LOST}.get)
+    assert node.wait() == 0
+
+
 def test_a_node_that_writes_its_last_lines_has_its_time_after_one_that_is_lost(start, monkeypatch):
     """The lost one may hold the turn until it is killed."""
     lost, writing = start(*task(1)), start(*task(2), code="import time; print(flush=True); time.sleep(1.5)")
