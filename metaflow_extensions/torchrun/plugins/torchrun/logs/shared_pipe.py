@@ -18,6 +18,8 @@ from contextlib import contextmanager, suppress
 
 _LOOK_S = 0.001  # the longest pause between two looks at a reader
 _FIRST_LOOK_S = 0.00005  # at a reader, who may be fast; each pause is twice as long as the one before
+_FLOCK = "hhqqi4x"  # struct flock: kind, from where, begin, length, pid
+_TO_THE_END = 0  # the length of all that follows
 
 
 class SharedPipes:
@@ -25,8 +27,8 @@ class SharedPipes:
 
     A write of more than ``PIPE_BUF`` bytes is not atomic, so without a lock lines of two nodes could mix.
     The turn is the locks of all pipes that this process has: another one may have one of them alone. A lock alone is not
-    fair, since who releases it takes it again before the kernel has woken another. So there is a turnstile before them, a
-    record lock on the first pipe: who has it is next. All waits are in the kernel.
+    fair, since who releases it takes it again before the kernel has woken another. So nodes wait in a queue before them:
+    see `_queue`. All waits are in the kernel.
     """
 
     def __init__(self) -> None:
@@ -37,12 +39,10 @@ class SharedPipes:
         """Wait until no other node writes to these descriptors, as long as it takes, and keep others waiting meanwhile."""
         try:
             locks = self._open(fds)
-            for turnstile in locks[:1]:
-                _lock_record(turnstile, fcntl.F_WRLCK)
+            for first in locks[:1]:
+                _queue(first)
             for lock in locks:
                 fcntl.flock(lock, fcntl.LOCK_EX)
-            for turnstile in locks[:1]:
-                _lock_record(turnstile, fcntl.F_UNLCK)
             yield
         finally:
             self.release(unlock=True)
@@ -68,10 +68,28 @@ class SharedPipes:
                     os.close(fd)
 
 
-def _lock_record(fd: int, kind: int) -> None:
-    """Lock or unlock the first byte of an open file for its descriptor (fcntl_locking(2)); it is independent of flock."""
+def _queue(fd: int) -> None:
+    """Wait until all processes that came earlier have had their turn; closing the descriptor leaves the queue.
+
+    A place in the queue is a lock on one byte of the open file (fcntl_locking(2)): a process locks the byte behind the last
+    locked one, and waits for the lock before its own. The kernel frees the place of a process that ends; who waited for it
+    goes on too early then, and waits for the locks of the pipes. Byte 0 is locked while a process looks for its place.
+    """
     with suppress(OSError):  # a system without such locks: turns are less fair there
-        fcntl.fcntl(fd, fcntl.F_OFD_SETLKW, struct.pack("hhqqi4x", kind, os.SEEK_SET, 0, 1, 0))
+        _record(fd, fcntl.F_OFD_SETLKW, fcntl.F_WRLCK, 0)
+        place = 1
+        while (found := _record(fd, fcntl.F_OFD_GETLK, fcntl.F_WRLCK, place, _TO_THE_END))[0] != fcntl.F_UNLCK:
+            place = found[2] + 1
+        _record(fd, fcntl.F_OFD_SETLK, fcntl.F_WRLCK, place)
+        _record(fd, fcntl.F_OFD_SETLK, fcntl.F_UNLCK, 0)
+        if place > 1:
+            _record(fd, fcntl.F_OFD_SETLKW, fcntl.F_WRLCK, place - 1)
+            _record(fd, fcntl.F_OFD_SETLK, fcntl.F_UNLCK, place - 1)
+
+
+def _record(fd: int, command: int, kind: int, begin: int, length: int = 1) -> tuple[int, ...]:
+    """Lock, unlock or look at bytes of an open file, for its descriptor; return the fields of `struct flock`."""
+    return struct.unpack(_FLOCK, fcntl.fcntl(fd, command, struct.pack(_FLOCK, kind, os.SEEK_SET, begin, length, 0)))
 
 
 def is_pipe(fd: int) -> bool:
