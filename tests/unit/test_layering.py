@@ -50,8 +50,8 @@ IMPORTED_WITH_METAFLOW = {
     "compat.renamed",
     "tracebacks",
     "errors",
-    "task.spot_notice",
-    "task.starters",
+    "task.pod_shell",
+    "task.signs",
     "machine.processes",
     "show.gang_card",
 }

@@ -21,7 +21,7 @@ from metaflow_extensions.torchrun.plugins.torchrun.supervisor import ends as end
 from metaflow_extensions.torchrun.plugins.torchrun.supervisor.ends import end_of
 from metaflow_extensions.torchrun.plugins.torchrun.task import local_nodes
 from metaflow_extensions.torchrun.plugins.torchrun.task.local_nodes import LocalNodes
-from metaflow_extensions.torchrun.plugins.torchrun.task.starters import name_as_starter, starters
+from metaflow_extensions.torchrun.plugins.torchrun.task.signs import name_as_starter, starters
 
 RUN, CONTROL = "1700000000000001", "3"
 SLEEP = "import time; print(flush=True); time.sleep(600)"

@@ -29,7 +29,7 @@ from metaflow_extensions.torchrun.plugins.torchrun.logs.console import settle
 from metaflow_extensions.torchrun.plugins.torchrun.records.vanished import has_begun
 from metaflow_extensions.torchrun.plugins.torchrun.settings import DEFAULTS, parse_settings
 from metaflow_extensions.torchrun.plugins.torchrun.task import task_gang
-from metaflow_extensions.torchrun.plugins.torchrun.task.starters import STARTED_BY
+from metaflow_extensions.torchrun.plugins.torchrun.task.signs import STARTED_BY
 from metaflow_extensions.torchrun.plugins.torchrun.task.step_timeout import TimeLimit
 
 SETTINGS = parse_settings(DEFAULTS, "train")

@@ -33,6 +33,7 @@ class Side(ABC):
 
     def __init__(self, tell_task: Send, node: int, num_nodes: int, show: Callable[[Event], None]) -> None:
         self._tell_task = tell_task
+        self.is_member = node == CONTROL  # whether this node has joined
         self.seat = Seat(node, num_nodes, show, self)
 
     def _deliver(self, message: Message) -> None:
@@ -107,7 +108,9 @@ class MemberSide(Side):
     async def connect(self, addresses: list[str], port: int, token: str, timeout_s: float) -> str:
         """Become a member; return the address that worked."""
         try:
-            return await self._channel.connect(addresses, port, token, timeout_s)
+            address = await self._channel.connect(addresses, port, token, timeout_s)
+            self.is_member = True
+            return address
         finally:
             self._tell_task("hold", self._channel.hold_s)
 

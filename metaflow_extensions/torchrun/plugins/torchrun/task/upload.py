@@ -33,8 +33,7 @@ def begin_upload(
 class Upload:
     """What *store* asks for, with what this node reports about it.
 
-    The upload has a thread of its own, in `Transfer`. At the end that thread wakes the call of `run`; everything here
-    belongs to the thread that calls `run`.
+    The upload has a thread of its own, in `Transfer`. Everything here belongs to the thread that calls `run`.
     """
 
     def __init__(
@@ -47,8 +46,7 @@ class Upload:
         steps = itertools.chain.from_iterable(each.steps() for each in to_store.values())
         self._transfer = Transfer(store, "stores", steps)
         member.send(Storing(*self._about, self._transfer.what()))
-        inbox = member.inbox  # this launch's; a later launch has another
-        self._transfer.start(lambda: inbox.put(None))
+        self._transfer.start()
 
     def give_up(self) -> None:
         """Abandon it: it sends and logs nothing more."""
