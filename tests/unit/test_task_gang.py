@@ -181,23 +181,6 @@ def test_results_that_can_not_be_stored_leave_the_gang_with_that_error(name, gan
     assert not member.is_storing
 
 
-def test_a_local_task_ends_with_the_processes_that_started_it(control_task, monkeypatch, capfd):
-    run, control, ends = 1234, 1235, {}
-    monkeypatch.setattr(task_gang, "end_after", lambda pid, on_gone: ends.update({pid: lambda: on_gone(pid)}))
-    monkeypatch.setenv(STARTED_BY, f"run={run} control={control}")
-    control_task(runtime="kubernetes").follow_starters()
-    assert ends == {}
-    gang = control_task()
-    gang.follow_starters()
-    assert (ends[run](), ends[control]()) == (0.0, 0.0), "before it has joined, at once"
-    assert settle(30)
-    assert f"the control task (pid {control})" in capfd.readouterr().err
-    gang.join()
-    assert ends[control]() > SETTINGS.grace_s, "its channel says so, too, and its workers may save"
-    with pytest.raises(TorchrunPreempted, match=rf"\(pid {run}\) is gone"):
-        ends[run]()
-
-
 @pytest.mark.parametrize("runtime", ["local", "kubernetes"])
 def test_a_remote_control_node_alone_writes_the_other_nodes_lines(runtime, control_task, monkeypatch):
     """On a local run they stand in the same terminal already."""

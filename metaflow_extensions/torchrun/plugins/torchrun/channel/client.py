@@ -165,6 +165,10 @@ class Client:
         if not self.stays:
             self.say("end_spares")
 
+    def show(self, event: Event) -> None:
+        """Have an event written to this node's log; the listener gets it when that is done."""
+        self.say("show", event.kind, event.node, event.text, event.is_detail)
+
     def interrupt(self, why: str) -> None:
         """End the launch as after a SIGTERM."""
         self.say("interrupt", why)

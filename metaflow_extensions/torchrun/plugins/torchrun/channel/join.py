@@ -220,7 +220,7 @@ def _leave_if_it_fails(member: Member, channel: MemberClient) -> Iterator[None]:
     except BaseException as error:
         if channel.hold_s:
             text = f"{error} It waits until the gang has ended, {channel.hold_s:g} s at most."
-            member.emit(Event("failed", member.node, text))
+            member.say(Event("failed", member.node, text))
         member.leave(error, hold_s=channel.hold_s)
         raise
 
@@ -263,7 +263,7 @@ class _Search:
     def _log(self, text: str) -> None:
         if time.monotonic() >= self._log_at:
             self._log_at = time.monotonic() + REMIND_S
-            self._member.emit(Event("note", self._member.node, text))
+            self._member.say(Event("note", self._member.node, text))
 
     def _check_refused(self, error: OSError, record: AddressRecord) -> None:
         """Raise when a host has refused connections for too long."""

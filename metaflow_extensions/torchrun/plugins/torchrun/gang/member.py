@@ -43,7 +43,8 @@ class Member:
     """One node in its gang."""
 
     def __init__(self, node: int, num_nodes: int, emit: Subscriber) -> None:
-        self.node, self.num_nodes, self.emit = node, num_nodes, emit
+        self.node, self.num_nodes = node, num_nodes
+        self.emit = emit  # gets events that are written, or can't be by the supervisor; `say` is for all others
         self.host = socket.gethostname()
         self.shows_output = True  # whether the last launch shows everything that a failing worker writes
         self._link: TaskLink | None = None
@@ -224,6 +225,13 @@ class Member:
 
     # --- called by the step's code --------------------------------------------------------------
 
+    def say(self, event: Event) -> None:
+        """Have an event written to this node's log, by the supervisor if it is there, and handed to `emit`."""
+        if self._link is None or self._link.is_gone or not self.in_task:
+            self.emit(event)
+        else:
+            self._link.show(event)
+
     def send(self, message: Message) -> None:
         """Send a message to the control node."""
         if self._link is not None and self.in_task:
@@ -349,7 +357,7 @@ class Member:
         while not self._wait(lambda: self._state is not State.WAITING or self.broken is not None, patience_s):
             patience_s = REMIND_S
             text = f"this node has finished; waiting until {names(remaining())} ended the step and stored the results"
-            self.emit(Event("note", self.node, text))
+            self.say(Event("note", self.node, text))
         if self.broken is not None:
             raise self.broken
         self._enter(State.STORING)

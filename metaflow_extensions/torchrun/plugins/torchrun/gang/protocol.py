@@ -40,6 +40,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeAlias
 
 from ..errors import TorchrunError
+from ..events import Event
 from .cause import Cause, Failure
 from .history import Record
 from .policy import LaunchPolicy
@@ -360,6 +361,13 @@ class TaskLink(Protocol):
 
     def send(self, message: Message) -> None:
         """Send a message to the control node; returns at once."""
+
+    @property
+    def is_gone(self) -> bool:
+        """Whether the supervisor has ended."""
+
+    def show(self, event: Event) -> None:
+        """Have an event written to this node's log; returns at once."""
 
     def end_spares(self) -> None:
         """End the spare processes: no launch comes any more; returns at once."""

@@ -12,7 +12,6 @@ import os
 import select
 import shutil
 import signal
-import socket
 import sys
 import time
 from collections.abc import Callable, Iterable
@@ -53,9 +52,9 @@ def _tell_task(supervisor: int, link: int) -> None:
     """Tell the task that the supervisor has ended, unless it has done so by itself."""
     _, status = os.waitpid(supervisor, 0)
     if status != 0:
-        with suppress(OSError), socket.socket(fileno=os.dup(link)) as task:
-            task.setblocking(False)
-            task.send(packets(["gone", ""])[0], socket.MSG_NOSIGNAL)
+        with suppress(OSError):
+            os.set_blocking(link, False)
+            os.write(link, packets(["gone", ""])[0])
 
 
 def _wake_task(task: int, link: int) -> None:

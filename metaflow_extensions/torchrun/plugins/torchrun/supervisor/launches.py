@@ -136,6 +136,7 @@ class Launches:
             text = "".join(traceback.format_exception(error)).rstrip()
             told = {"error": to_plain(TorchrunError(f"The launch failed by a bug in metaflow-torchrun:\n{text}"))}
         self._awaits_task = True
+        self._output.begin(())  # nobody reads what the task would have to write
         self._tell_task("ended", number, {**told, "handled": self._seat.end_launch()})
 
     def _writer(self, request: Request) -> Callable[[str, bytes], bool]:

@@ -200,6 +200,8 @@ class Supervisor:
             self._begin(rest[0])
         elif what == "send":
             self._known_side().send(from_wire(rest[0]))
+        elif what == "show":
+            self._output.show(Event(*rest))
         elif what == "wrote":
             self._output.wrote(*rest)
         elif what in _OF_LAUNCHES and self._launches is not None:

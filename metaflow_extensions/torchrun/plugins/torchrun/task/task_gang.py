@@ -303,7 +303,7 @@ class TaskGang:
         known = member is not None and member.gang_knows(error)
         text = report(error, node, self._is_local, known, partial(self._stands_above, node))
         if text is not None and self._channel is not None and member is not None and not self._is_local:
-            member.emit(Event("failed", node, text))
+            member.say(Event("failed", node, text))
             self._log.save(_UPLOAD_S)
             text = f"{type(error).__name__}: see the error of [torchrun node {node}] above."
         end_with(error, text)
