@@ -11,6 +11,7 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
+from fake_cards import FakeCard, offered
 from metaflow import current
 from metaflow.datastore import FlowDataStore
 from metaflow.metaflow_current import Parallel
@@ -201,13 +202,11 @@ def test_where_metaflow_can_make_no_card_it_is_said_how_to_make_it_later(
 ):
     datastore.metadata = SimpleNamespace(TYPE=metadata)
     gang = control_task(runtime=runtime)
-    shown = SimpleNamespace(refresh=lambda content: None, _card_creator_args={"card_uuid": "of-a-test"})
-    current._update_env({"card": {"torchrun": [shown]}})
-    try:
+    with offered(card := FakeCard()):
         gang.join()
-    finally:
-        current._update_env({"card": None})
-    assert ("torchrun-card" in threads()) is is_live
+        assert eventually(lambda: card.shown) if is_live else True
+        gang.leave(None)
+    assert bool(card.shown) is is_live
     assert settle(60)
     assert ("card create 1/train/2 --type torchrun" in capfd.readouterr().err) is not is_live
 

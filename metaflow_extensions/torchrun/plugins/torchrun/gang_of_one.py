@@ -113,6 +113,7 @@ class GangOfOne:
         live_card = LiveCard(
             lambda: gang.snapshot(about),
             lambda: gang.counts()[0],
+            gang.in_background,
             lambda: member.runs_own_code,
             with_ours=is_alone,
             features=FEATURES,

@@ -36,6 +36,7 @@ from ..machine.open_files import file_of
 from ..machine.processes import Other, Process, await_or_kill, living_with, send_signal
 from ..records.snapshot import Snapshot
 from ..records.vanished import Word, told_by_others
+from .background import Background, Pauses, Work
 from .link import LinkEnd
 
 _ANSWER_S = 60.0  # a busy machine, or one whose disk has to read Python first
@@ -396,11 +397,12 @@ class ControlClient(Client):
     ) -> None:
         self.num_nodes = num_nodes
         self._last: dict[str, Any] = {}  # what the supervisor has said last; see `_ask`
+        self._works: dict[str, Work] = {}
         super().__init__(_about_gang(num_nodes, heartbeat_timeout_s, token, rules), listener, more)
 
     def begin_alone(self, listener: Listener, heartbeat_timeout_s: float, rules: Rules) -> None:
         """Begin another gang of one, after `close`, with a supervisor that stayed."""
-        self._listener, self._is_closing, self._last_words, self._last = listener, False, None, {}
+        self._listener, self._is_closing, self._last_words, self._last, self._works = listener, False, None, {}, {}
         self._link.send("begin", {**_about_gang(1, heartbeat_timeout_s, "", rules), "more": {}})
 
     def listen(self, port: int | None, host: str = "") -> int:
@@ -436,6 +438,17 @@ class ControlClient(Client):
     def report_gone(self, node: int, reason: str) -> None:
         """Tell the gang that a node's task has ended; safe to call for one that left before."""
         self.say("gone", node, reason)
+
+    def in_background(self, name: str, do: Callable[[], Pauses]) -> Background:
+        """Return a work, which the supervisor has begun when it is due."""
+        work = self._works[name] = Work(do, lambda pauses: self.say("look_in", name, *pauses))
+        return work
+
+    def _handle(self, frame: Sequence[Any]) -> None:
+        if frame[0] != "look":
+            super()._handle(frame)
+        elif frame[1] in self._works:
+            self._works[frame[1]].begin()
 
     # --- what is known of the gang; after its end, what was known last
 

@@ -207,7 +207,6 @@ class _Writer:
     # --- while `_writing` is held
 
     def _run(self) -> None:
-        threading.current_thread().name = "torchrun-writer"
         self._has_thread = True
         with self._writing:
             # First it says that it is gone, and then looks once more: whoever puts later starts another.

@@ -45,7 +45,7 @@ _LAST_LINES_S = 0.5  # for what the workers have written before the task's end
 _DYING_S = 5.0  # a task that is killed closes its files first, and then frees its memory
 _OF_LAUNCHES = frozenset({"run", "complete", "give_up", "end_spares"})
 _OF_SEAT = frozenset({"interrupt", "time_out"})
-_URGENT = frozenset({"lost", "must_end"})  # the step's own code hears of it
+_URGENT = frozenset({"lost", "must_end", "look"})  # the step's own code hears of it
 _URGENT_MESSAGES = frozenset({Abort.__name__.lower(), Replaced.__name__.lower()})
 
 

@@ -172,9 +172,19 @@ class TaskGang:
         """Store and show what happens to the gang, on the control node."""
         self._events = EventStore(registry, channel, self._about)
         is_on_disk = datastore_type(self._flow_datastore) == "local"
-        self._requests = Requests(registry, channel.request, channel.pop_answer, is_on_disk)
+        self._requests = Requests(
+            registry,
+            channel.request,
+            channel.pop_answer,
+            channel.in_background,
+            lambda: is_on_disk and not self._runs_own_code(),
+        )
         self.live_card = LiveCard(
-            self._events.snapshot, lambda: _news_of(channel), self._runs_own_code, features=self.features
+            self._events.snapshot,
+            lambda: _news_of(channel),
+            channel.in_background,
+            self._runs_own_code,
+            features=self.features,
         )
         self.part = self.live_card.part
         if not self._finds_tasks() and self.live_card.give_up():
