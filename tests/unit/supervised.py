@@ -68,8 +68,7 @@ def supervise(pipe):
 
 module = sys.modules["ours.supervisor.process"] = types.ModuleType("process")
 module.main = supervise
-exec(sys.argv.pop(1))
-sys.argv.append(str(os.getppid()))
+exec(sys.argv[1])
 os._exit(guardian.main())
 """
 

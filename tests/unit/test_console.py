@@ -1,6 +1,7 @@
 """Output reaches the task's own streams whole, at once, whatever they are, and waits for their reader as long as it takes."""
 
 import contextlib
+import ctypes
 import gzip
 import io
 import os
@@ -14,13 +15,15 @@ from itertools import groupby
 from types import SimpleNamespace
 
 import pytest
+from limits import limit_s
 from metaflow.procpoll import make_poll
 from metaflow.runtime import Worker
-from unit_helpers import OURS, eventually
+from unit_helpers import HANG_S, OURS, eventually
 
 from metaflow_extensions.torchrun.plugins.torchrun.events import Event
 from metaflow_extensions.torchrun.plugins.torchrun.logs import console
 from metaflow_extensions.torchrun.plugins.torchrun.logs.console import settle, write_output, write_text
+from metaflow_extensions.torchrun.plugins.torchrun.logs.shared_pipe import SharedPipes
 
 BLOCK = ("x" * 79 + "\n") * 1000  # more than a pipe holds
 
@@ -304,6 +307,24 @@ def test_nodes_that_print_much_get_turns_alike(take_stdout):
     assert len(list(groupby(line[0] for line in lines[:6_000]))) > 100
     for fd in errors + queued:
         os.close(fd)
+
+
+def test_who_has_had_its_turn_holds_up_nobody_even_if_a_fork_has_its_files(take_stdout):
+    """One past Python's own, as a library in C may make it."""
+    stream = take_stdout()
+    pipes = SharedPipes()
+    with pipes.turn([stream.writing]):
+        fork = ctypes.CDLL(None).fork()
+        if fork == 0:
+            signal.pause()
+    node = subprocess.Popen([sys.executable, "-c", NODE, "b", "1"], stdout=stream.writing)
+    try:
+        assert node.wait(limit_s(HANG_S)) == 0
+    finally:
+        os.kill(fork, signal.SIGKILL)
+        os.waitpid(fork, 0)
+        node.kill()
+    assert os.read(stream.reading, 100).startswith(b"b 0 xx")
 
 
 def test_a_node_that_is_killed_in_its_turn_holds_up_no_other_even_if_a_fork_of_it_lives(take_stdout, tmp_path):

@@ -33,7 +33,6 @@ class SharedPipes:
 
     def __init__(self) -> None:
         self._held: list[tuple[int, tuple[int, int]]] = []  # descriptors of our own, with their pipes
-        self._opens: tuple[int, int] | None = None  # the pipe that is being opened, perhaps while another thread forks
 
     @contextmanager
     def turn(self, fds: Iterable[int]) -> Iterator[None]:
@@ -54,34 +53,24 @@ class SharedPipes:
         for pipe in sorted(pipes):
             # A descriptor of our own: a lock belongs to the open file, which others may have inherited.
             with suppress(OSError):  # no /proc (macOS), or a pipe without reader: the write tells
-                self._opens = pipe
                 own = os.open(f"/proc/self/fd/{pipes[pipe]}", os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC)
                 self._held.append((own, pipe))
-            self._opens = None
         return [own for own, _ in self._held]
 
-    def forget(self) -> None:
-        """Close what a fork of the process shares, and leave the locks to the process."""
-        self.release(unlock=False)
-        for fd in map(int, os.listdir("/proc/self/fd")) if self._opens is not None else ():
-            with suppress(OSError):  # that of the listing itself
-                flags = fcntl.fcntl(fd, fcntl.F_GETFL)
-                if _identity(fd) == self._opens and flags & os.O_NONBLOCK and fcntl.fcntl(fd, fcntl.F_GETFD):
-                    os.close(fd)
-
     def release(self, unlock: bool) -> None:
-        """Let others write."""
+        """Let others write. A fork of the process shares the locks: there it closes what it has, and leaves them locked."""
         while self._held:
             fd, pipe = self._held.pop()
             with suppress(OSError):  # the step's code has closed all descriptors; that releases the lock, too
                 if _identity(fd) == pipe:  # else the number belongs to another file by now
                     if unlock:
                         fcntl.flock(fd, fcntl.LOCK_UN)
+                        _record(fd, fcntl.F_OFD_SETLK, fcntl.F_UNLCK, 0, _TO_THE_END)
                     os.close(fd)
 
 
 def _queue(fd: int) -> None:
-    """Wait until all processes that came earlier have had their turn; closing the descriptor leaves the queue.
+    """Wait until all processes that came earlier have had their turn; unlocking the whole file leaves the queue.
 
     A place in the queue is a lock on one byte of the open file (fcntl_locking(2)): a process locks the byte behind the last
     locked one, and waits for the lock before its own. The kernel frees the place of a process that ends; who waited for it
