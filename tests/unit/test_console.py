@@ -21,7 +21,7 @@ from metaflow.runtime import Worker
 from unit_helpers import HANG_S, OURS, eventually
 
 from metaflow_extensions.torchrun.plugins.torchrun.events import Event
-from metaflow_extensions.torchrun.plugins.torchrun.logs import console
+from metaflow_extensions.torchrun.plugins.torchrun.logs import console, shared_pipe
 from metaflow_extensions.torchrun.plugins.torchrun.logs.console import settle, write_output, write_text
 from metaflow_extensions.torchrun.plugins.torchrun.logs.shared_pipe import SharedPipes
 
@@ -325,6 +325,19 @@ def test_who_has_had_its_turn_holds_up_nobody_even_if_a_fork_has_its_files(take_
         os.waitpid(fork, 0)
         node.kill()
     assert os.read(stream.reading, 100).startswith(b"b 0 xx")
+
+
+def test_a_system_without_record_locks_writes_too_and_keeps_no_file(take_stdout, monkeypatch):
+    def refuse(*_):
+        raise OSError("not supported")
+
+    monkeypatch.setattr(shared_pipe, "_record", refuse)
+    stream, pipes = take_stdout(), SharedPipes()
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(3):
+        with pipes.turn([stream.writing]):
+            os.write(stream.writing, b"x")
+    assert len(os.listdir("/proc/self/fd")) == before
 
 
 def test_a_node_that_is_killed_in_its_turn_holds_up_no_other_even_if_a_fork_of_it_lives(take_stdout, tmp_path):

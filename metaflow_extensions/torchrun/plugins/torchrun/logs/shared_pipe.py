@@ -65,7 +65,8 @@ class SharedPipes:
                 if _identity(fd) == pipe:  # else the number belongs to another file by now
                     if unlock:
                         fcntl.flock(fd, fcntl.LOCK_UN)
-                        _record(fd, fcntl.F_OFD_SETLK, fcntl.F_UNLCK, 0, _TO_THE_END)
+                        with suppress(OSError):  # as in `_queue`
+                            _record(fd, fcntl.F_OFD_SETLK, fcntl.F_UNLCK, 0, _TO_THE_END)
                     os.close(fd)
 
 
