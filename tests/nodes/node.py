@@ -133,14 +133,16 @@ class NotedRegistry(Registry):
 def join(task, registry, settings, starts):
     """Return this node as a member, the control node's channel or None, and the control node's address."""
     if task.node > 0:
-        member, main_addr = joining.join_as_member(registry, task.node, task.num_nodes, settings, to_log, starts)
+        member, main_addr = joining.join_as_member(
+            registry, task.node, task.num_nodes, settings, to_log, {"starts": starts}
+        )
         return member, None, main_addr
     main_ip, here_only = task.main_ip or "", task.main_ip is None
     if main_ip == "own name":  # what Metaflow 2.19 takes for the control node's address on AWS Batch
         main_ip = socket.gethostbyname_ex(socket.gethostname())[-1][0]
     rules = joining.rules_of(settings)
     member, channel = joining.join_as_control(
-        registry, task.num_nodes, main_ip, settings, to_log, here_only, rules, starts
+        registry, task.num_nodes, main_ip, settings, to_log, here_only, rules, {"starts": starts}
     )
     if task.main_ip is not None or settings.logs in ("all", "rank0"):  # as of tasks that are on machines of their own
         channel.relay_lines()

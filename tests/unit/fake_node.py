@@ -61,7 +61,7 @@ class FakeNode:
         self.number = number
         self.said, self.output, self.events = [], [], []
         self._sent, self._agents, self._came = queue.Queue(), queue.Queue(), queue.Queue()
-        self.own_address = None
+        self.own_address, self.is_gone = None, False
         self.agent_pid = None  # of a process whose use is measured; without one nothing is
         self.loop = Loop()
         self.seat = InLoop(self.loop, lambda: Seat(number, 2, self._hear, self))
@@ -82,6 +82,12 @@ class FakeNode:
 
     def end_spares(self):
         """End no spares."""
+
+    def call_if_missed(self, call):
+        """Call it never."""
+
+    def show(self, event):
+        self._hear(event)
 
     async def settle_lines(self):
         """Wait for no lines of other nodes."""

@@ -68,7 +68,8 @@ def supervise(pipe):
 
 module = sys.modules["ours.supervisor.process"] = types.ModuleType("process")
 module.main = supervise
-exec(sys.argv[1])
+exec(sys.argv.pop(1))
+sys.argv.append(str(os.getppid()))
 os._exit(guardian.main())
 """
 

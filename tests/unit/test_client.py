@@ -11,10 +11,10 @@ from unittest.mock import AsyncMock, Mock
 
 import psutil
 import pytest
-from unit_helpers import eventually
+from unit_helpers import HANG_S, eventually, is_running
 
 from metaflow_extensions.torchrun.plugins.torchrun.channel.client import ControlClient, MemberClient, SupervisorGone
-from metaflow_extensions.torchrun.plugins.torchrun.channel.codec import frame
+from metaflow_extensions.torchrun.plugins.torchrun.channel.codec import packets
 from metaflow_extensions.torchrun.plugins.torchrun.channel.connection import new_token
 from metaflow_extensions.torchrun.plugins.torchrun.errors import GangError
 from metaflow_extensions.torchrun.plugins.torchrun.gang.nodes import NodeState
@@ -48,7 +48,11 @@ def gang():
     def noted(new_client):
         heard, gone, lost = Heard(), [], []
         listener = SimpleNamespace(
-            emit=lambda event: None, deliver=heard.append, lose_control=lost.append, lose_supervisor=gone.append
+            emit=lambda event: None,
+            deliver=heard.append,
+            lose_control=lost.append,
+            lose_supervisor=gone.append,
+            notice=lambda why: None,
         )
         made.append(new_client(listener))
         made[-1].heard, made[-1].gone, made[-1].lost = heard, gone, lost
@@ -56,13 +60,13 @@ def gang():
 
     def control(num_nodes=2, silence_s=20.0):
         token = new_token()
-        client = noted(lambda listener: ControlClient(num_nodes, listener, silence_s, token, RULES))
+        client = noted(lambda listener: ControlClient(num_nodes, listener, silence_s, token, RULES, {}))
         client.send(Join(0, "host-0"))
         client.token = token
         return client
 
     def member(node=1):
-        return noted(lambda listener: MemberClient(node, 2, listener, 20.0, ConnectPolicy(attempt_s=1.0)))
+        return noted(lambda listener: MemberClient(node, 2, listener, 20.0, ConnectPolicy(attempt_s=1.0), {}))
 
     yield control, member
     for each in made:
@@ -75,7 +79,7 @@ def test_a_gang_joins_and_what_is_known_of_it_stays_known(gang):
     assert control.absent == [1]
     assert member.connect([HOST], port, control.token, 5.0) == HOST
     assert eventually(lambda: control.members == [1])
-    assert eventually(lambda: member.heard.of(Welcome))
+    assert member.wait(lambda: member.heard.of(Welcome), HANG_S)
     assert control.counts()[0] == 2
     member.close()
     eventually(lambda: control.states()[1] is NodeState.LOST)
@@ -104,7 +108,7 @@ def test_a_supervisor_that_is_killed_is_missed_at_once_and_no_call_waits(gang):
     control = gang[0]()
     control.listen(None, HOST)
     os.kill(control.pid, signal.SIGKILL)
-    eventually(lambda: control.gone)
+    assert not control.wait(lambda: False, HANG_S)
     assert control.gone == [f"its supervisor process (pid {control.pid}) ended unexpectedly, as by SIGKILL"]
     with pytest.raises(SupervisorGone, match=rf"pid {control.pid}"):
         control.call("view")
@@ -126,16 +130,39 @@ def test_a_supervisor_that_somebody_stops_is_continued_before_others_miss_it(gan
 def test_a_step_that_closes_all_descriptors_hears_so_and_nobody_waits(gang):
     control = gang[0]()
     control.listen(None, HOST)
-    for each in (control._link._socket, control._link._woken, control._link._wake):
+    pid = control.pid
+    for each in (control._link._socket, control._asking._socket):
         os.close(each.fileno())
     try:
-        assert eventually(lambda: control.gone, within_s=30)
+        control.look()
         assert "its code has closed the connection" in control.gone[0]
+        assert eventually(lambda: not is_running(pid), within_s=30)
         with pytest.raises(SupervisorGone):
             control.call("view")
+        assert control.absent == [0, 1]
     finally:
-        for each in (control._link._socket, control._link._woken, control._link._wake):
+        for each in (control._link._socket, control._asking._socket):
             each.detach()
+
+
+def test_the_number_of_a_closed_connection_may_be_another_files(gang):
+    control = gang[0]()
+    control.listen(None, HOST)
+    number = control._link._socket.fileno()
+    before = os.fstat(number)
+    own, theirs = socket.socketpair()
+    with own, theirs:
+        os.dup2(own.fileno(), number)
+        theirs.send(b"not ours")
+        control.send(Leave())
+        control.look()
+        assert "its code has closed the connection" in control.gone[0]
+        assert own.recv(100) == b"not ours"
+        theirs.setblocking(False)
+        with pytest.raises(BlockingIOError):
+            theirs.recv(1)
+        assert os.fstat(number).st_ino != before.st_ino
+        os.close(number)
 
 
 def test_a_supervisor_is_no_child_of_its_task_and_ends_with_it(gang):
@@ -185,7 +212,9 @@ def test_a_task_that_is_killed_for_memory_is_told_so(monkeypatch):
 
 
 def test_what_a_task_has_sent_before_it_is_killed_is_heard_first():
-    (left, end) = told_of("import os, signal; os.kill(os.getpid(), signal.SIGKILL)", frame(["send", to_wire(Leave())]))
+    (left, end) = told_of(
+        "import os, signal; os.kill(os.getpid(), signal.SIGKILL)", packets(["send", to_wire(Leave())])[0]
+    )
     assert (left, type(end)) == (Leave(), TaskEnded)
 
 
@@ -197,17 +226,15 @@ def ended(how):
 
 
 def told_of(how, last_words=b""):
-    own, theirs = socket.socketpair()
+    own, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with subprocess.Popen([sys.executable, "-c", "input();" + how], stdin=subprocess.PIPE) as task:
-        served = supervising.Supervisor(
-            processes.Other(task.pid, processes.began(task.pid)), theirs, lambda estate: None
-        )
+        served = supervising.Supervisor(processes.Other(task.pid, processes.began(task.pid)), -1, theirs)
         served._side, served._launches = (side := Side()), Mock(runs=True, close=AsyncMock())
         before = [os.dup(stream) for stream in (1, 2)]
         task.stdin.write(b"\n")
         task.stdin.flush()
         eventually(lambda: served._task.has_ended)
-        own.sendall(last_words)
+        own.send(last_words) if last_words else None
         own.close()
         asyncio.run(served.run())
         for stream, file in zip((1, 2), before, strict=True):
@@ -240,7 +267,7 @@ def test_a_member_whose_task_has_ended_is_lost_for_that_reason(gang):
     control, member = gang[0](), gang[1]()
     member.connect([HOST], control.listen(None, HOST), control.token, 5.0)
     member.send(TaskEnded("its task exited with code 3"))
-    assert eventually(lambda: control.heard.of(Abort))
+    assert control.wait(lambda: control.heard.of(Abort), HANG_S)
     assert "Node 1 (host" in control.heard.of(Abort)[0].error.message
     assert "failed: its task exited with code 3" in control.heard.of(Abort)[0].error.message
     assert not control.heard.of(Note)

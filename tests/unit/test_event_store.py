@@ -1,7 +1,7 @@
 """When what is known of a gang is written into the datastore."""
 
 import pytest
-from unit_helpers import eventually
+from unit_helpers import Looping, eventually
 
 from metaflow_extensions.torchrun.plugins.torchrun.errors import GangError
 from metaflow_extensions.torchrun.plugins.torchrun.gang.keepers import Keeper, Keepers
@@ -53,6 +53,8 @@ class Seen:
 
     def __init__(self, gang):
         self._gang = gang
+
+    in_background = staticmethod(Looping)
 
     def counts(self):
         return self._gang.history.count, self._gang.keepers.count, self._gang.keepers.heard

@@ -34,19 +34,6 @@ def told(data):
     return Told(0, 0, "hangs", data)
 
 
-def test_no_silence_counts_while_a_node_can_not_tell_of_its_workers():
-    """Its task is stopped, or busy in one call; its supervisor says so each second."""
-    here = keeper(timeout_s=5.0)
-    here.handle(0, told({"age_s": 0.0}), 100.0)
-    for at_s in range(101, 120):
-        if at_s < 112:
-            here.busy(float(at_s))
-        failing = here.tick(float(at_s), None).failing
-        assert (failing is not None) is (at_s > 116), at_s
-        if failing is not None:
-            break
-
-
 # --- on the control node ----------------------------------------------------------------------------
 
 

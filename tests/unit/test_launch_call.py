@@ -4,7 +4,8 @@ import json
 import queue
 import sys
 import threading
-from types import SimpleNamespace
+import time
+from collections import deque
 
 import pytest
 from fake_node import ERROR
@@ -36,7 +37,7 @@ class FakeClient(Client):
 
     def __init__(self):
         self.said, self.sent = queue.Queue(), queue.Queue()
-        self.own_files, self.launch_news = {"stdout": None, "stderr": None}, None
+        self.own_files, self.of_launch = {"stdout": None, "stderr": None}, deque()
         self.gone, self.awaited = False, []
 
     is_gone = property(lambda self: self.gone)
@@ -47,8 +48,17 @@ class FakeClient(Client):
     def send(self, message):
         self.sent.put(message)
 
-    def end_spares(self):
+    def call_if_missed(self, call):
         pass
+
+    def show(self, event):
+        pass
+
+    def wait(self, is_over, timeout_s):
+        deadline = time.monotonic() + timeout_s
+        while not is_over() and time.monotonic() < deadline:
+            time.sleep(0.002)
+        return is_over()
 
     def close(self):
         pass
@@ -84,10 +94,10 @@ class Call:
         return rest
 
     def says(self, *frame):
-        self.client.launch_news(tuple(json.loads(json.dumps(frame))))
+        self.client.of_launch.append(json.loads(json.dumps(frame)))
 
     def ends(self, number=0, **told):
-        self.says("ended", number, {"unread": [], **told})
+        self.says("ended", number, {"handled": 0, **told})
         return self.came.get(timeout=HANG_S)
 
     def ends_well(self, error=None, **told):
@@ -98,7 +108,7 @@ class Call:
 def test_a_good_end_is_returned_and_those_of_other_launches_are_not_meant():
     call = Call()
     assert call.request["task"]["writes"] == ["stdout", "stderr"]
-    call.says("ended", 7, {"unread": []})
+    call.says("ended", 7, {"handled": 0})
     outcome = call.ends_well()
     assert (outcome.exit_codes, outcome.command) == ({1: 0}, "torchrun x")
     assert call.member.begin_launch() == 1
@@ -132,7 +142,8 @@ def test_what_is_still_missing_after_the_commands_ends_the_launch_with_its_cause
 
     call = Call(complete)
     call.says("complete")
-    cause = call.expect("give_up")[0]
+    number, cause = call.expect("give_up")
+    assert number == 0
     assert (cause["kind"], "x.py" in cause["exception"]) == ("call", True)
     assert isinstance(call.ends(), EntrypointError)
 
@@ -160,12 +171,15 @@ def test_what_interrupts_the_node_is_handed_on_and_comes_back_if_it_was_too_late
     assert call.expect("interrupt") == ["its machine is taken away"]
     call.member.time_out("too long")
     assert call.expect("time_out") == ["too long"]
-    error = call.ends_well(unread=[None])
+    error = call.ends_well(handled=0)
     assert isinstance(error, TorchrunPreempted), "raised in the step's own code, which runs again"
 
 
-def test_time_that_was_up_too_late_for_the_launch_is_up():
-    assert isinstance(Call().ends_well(unread=["too long"]), LaunchTimeout)
+@pytest.mark.parametrize("handled", [0, 1])
+def test_time_that_was_up_too_late_for_the_launch_is_up(handled):
+    call = Call()
+    call.member.time_out("too long")
+    assert isinstance(call.ends_well(handled=handled), LaunchTimeout) is (handled == 0)
 
 
 @pytest.mark.parametrize("is_broken", [True, False])
@@ -198,7 +212,6 @@ def test_a_supervisor_that_is_gone_ends_it_when_its_guardian_has_stopped_all():
 def test_a_launch_that_is_given_up_is_awaited_a_bounded_time(monkeypatch):
     monkeypatch.setattr(sys.modules[LaunchCall.__module__], "_STOP_S", 0.2)
     call = Call()
-    call.member.inbox.put(SimpleNamespace())  # nothing; it looks again
     call.says("store", {"type": "no such message"})
     call.expect("give_up")
     assert eventually(lambda: not call.came.empty(), within_s=HANG_S)

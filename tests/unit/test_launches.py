@@ -77,8 +77,8 @@ def test_a_launch_that_the_task_leaves_tells_the_gang_why(node):
     assert eventually(lambda: node.sent)
     assert isinstance(node.sent[0], Ready)
     assert node.launches.runs_alone
-    node.launches.give_up(told(Cause("interrupted", 0, "host", exception="KeyboardInterrupt")))
-    assert ended(node) == ("ended", 3, {"unread": []})
+    node.launches.give_up(3, told(Cause("interrupted", 0, "host", exception="KeyboardInterrupt")))
+    assert ended(node) == ("ended", 3, {"handled": 0})
     failed, end = node.sent[1:]
     assert (type(failed), failed.given_up, failed.failures[0].cause.kind) == (Failed, True, "interrupted")
     assert (type(end), end.ok) == (Ended, False)
@@ -90,10 +90,10 @@ def test_a_launch_that_the_task_leaves_at_once_ends(node):
 
     def run_and_leave():
         node.launches.itself.run(3, told(request_of()))
-        node.launches.itself.give_up(None)
+        node.launches.itself.give_up(3, None)
 
     node.loop.call(run_and_leave)
-    assert ended(node) == ("ended", 3, {"unread": []})
+    assert ended(node) == ("ended", 3, {"handled": 0})
 
 
 def test_the_launch_of_a_task_that_is_gone_ends_and_leaves_nothing(node, tmp_path):
@@ -127,14 +127,14 @@ def test_a_launch_waits_for_the_end_of_one_that_is_still_being_stopped(node, mon
     monkeypatch.setattr(launching.NodeLaunch, "_give_up", lambda *_: stopped.wait())
     monkeypatch.setattr(launching.NodeLaunch, "_begin", lambda launch: running.append(launch._launch))
     node.launches.run(0, told(request_of()))
-    node.launches.give_up(None)
+    node.launches.give_up(0, None)
     assert eventually(lambda: running == [0])
     node.launches.run(1, told(request_of()))
     time.sleep(0.2)  # it would have begun by now
     assert running == [0]
     node.loop.post(stopped.set)
     assert eventually(lambda: running == [0, 1])
-    assert node.told[0] == ("ended", 0, {"unread": []})
+    assert node.told[0] == ("ended", 0, {"handled": 0})
     node.launches.abort()
     node.launches.close()
 

@@ -50,8 +50,8 @@ IMPORTED_WITH_METAFLOW = {
     "compat.renamed",
     "tracebacks",
     "errors",
-    "task.spot_notice",
-    "task.starters",
+    "task.pod_shell",
+    "task.signs",
     "machine.processes",
     "show.gang_card",
 }
@@ -181,7 +181,7 @@ def test_metaflow_itself_imports_few_of_our_modules():
 
 def test_a_guardian_imports_little():
     """It is there for each node, see ``machine/detached.py``; what its supervisor needs is imported in that."""
-    own = {"compat.linux", "machine.processes", "machine.estate"}
+    own = {"channel.codec", "compat.linux", "machine.processes", "machine.estate", "machine.wake"}
     assert IMPORTS["supervisor.guardian"][0] == {*own, "supervisor.process"}
     code = "import os, sys\n" + detached.OURS.format(module="supervisor.guardian").replace(
         "os._exit(main())", "print(*sys.modules)"

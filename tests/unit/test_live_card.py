@@ -13,7 +13,7 @@ from fake_cards import FakeCard, FakeUsersCard, offer, offered
 from limits import limit_s
 from metaflow import current
 from metaflow.plugins.cards.card_creator import CardCreator, CardProcessManager
-from unit_helpers import HANG_S, eventually
+from unit_helpers import HANG_S, Looping, eventually
 
 from metaflow_extensions.torchrun.plugins.torchrun.compat import cards
 from metaflow_extensions.torchrun.plugins.torchrun.errors import LaunchFailed, TorchrunConfigError
@@ -25,7 +25,7 @@ from metaflow_extensions.torchrun.plugins.torchrun.show.live_card import LiveCar
 
 @pytest.fixture
 def card(monkeypatch):
-    monkeypatch.setattr(live_card, "_LOOKS_EVERY_S", 0.01)
+    monkeypatch.setattr(live_card, "_BUSY_S", 0.01)
     for name in ("_SHORTEST_S", "_SHORTEST_QUIET_S"):
         monkeypatch.setattr(live_card, name, 0.05)
     card = FakeCard()
@@ -35,7 +35,7 @@ def card(monkeypatch):
 
 def test_the_card_follows_what_happens_and_ends_with_the_last(card):
     seen = ["joined"]
-    live = LiveCard(lambda: Snapshot(features={"seen": list(seen)}), lambda: len(seen))
+    live = LiveCard(lambda: Snapshot(features={"seen": list(seen)}), lambda: len(seen), Looping)
     eventually(lambda: len(card.shown) == 1)
     assert card.shown[0]["now_s"] >= 0
     card.fails = True
@@ -61,7 +61,7 @@ def test_the_older_the_step_the_longer_the_pause_between_renewals(age_s, pause, 
 def test_the_card_is_renewed_sooner_after_news(card, monkeypatch):
     asked, news = [], [1]
     monkeypatch.setattr(live_card, "pause_s", lambda age_s, has_news: asked.append(has_news) or 0.05)
-    live = LiveCard(Snapshot, lambda: len(news))
+    live = LiveCard(Snapshot, lambda: len(news), Looping)
     eventually(lambda: card.shown and asked[-1] is False)
     news.append(2)
     eventually(lambda: asked.count(True) > 1)
@@ -69,7 +69,7 @@ def test_the_card_is_renewed_sooner_after_news(card, monkeypatch):
 
 
 def test_a_failed_task_makes_its_last_card_once(card):
-    live = LiveCard(lambda: Snapshot(error="failed"), lambda: 1)
+    live = LiveCard(lambda: Snapshot(error="failed"), lambda: 1, Looping)
     live.make_last()
     live.make_last()
     assert [(mode, shown["error"]) for mode, shown in card.made] == [("render", "failed"), ("refresh", "failed")]
@@ -78,7 +78,7 @@ def test_a_failed_task_makes_its_last_card_once(card):
 def test_a_slow_last_card_does_not_hold_the_task(card):
     free = threading.Event()
     card._card_creator.create = lambda **_: free.wait(limit_s(HANG_S))
-    live = LiveCard(Snapshot, lambda: 1)
+    live = LiveCard(Snapshot, lambda: 1, Looping)
     live.make_last(0.05)
     assert "torchrun-lastcard" in {thread.name for thread in threading.enumerate()}, "it is still being made"
     free.set()
@@ -89,7 +89,7 @@ def test_a_busy_card_is_not_asked(card, monkeypatch):
     asked = []
     process = SimpleNamespace(poll=lambda: asked.append(1))
     monkeypatch.setattr(CardProcessManager, "_get_card_process", lambda uuid: (process, 0.0))
-    live = LiveCard(Snapshot, lambda: 1)
+    live = LiveCard(Snapshot, lambda: 1, Looping)
     eventually(lambda: len(asked) > 2)
     assert card.shown == []
     process.poll = lambda: 0
@@ -98,7 +98,7 @@ def test_a_busy_card_is_not_asked(card, monkeypatch):
 
 
 def test_a_forked_child_and_a_card_that_was_given_up_make_none(card, monkeypatch):
-    live = LiveCard(Snapshot, lambda: 1)
+    live = LiveCard(Snapshot, lambda: 1, Looping)
     with monkeypatch.context() as child:
         child.setattr(os, "getpid", lambda: -1)
         live.settle()
@@ -196,7 +196,7 @@ def with_users_card(card, monkeypatch):
 
 def test_a_users_card_follows_too_and_keeps_what_is_the_users(with_users_card):
     seen = ["joined"]
-    live = LiveCard(lambda: Snapshot(features={"seen": list(seen)}), lambda: len(seen))
+    live = LiveCard(lambda: Snapshot(features={"seen": list(seen)}), lambda: len(seen), Looping)
     part = live.part(("outcome",))
     part.render = lambda: (part._place(), part._shown())
     mine = with_users_card(part)
@@ -216,7 +216,7 @@ def test_a_users_card_follows_too_and_keeps_what_is_the_users(with_users_card):
 
 def test_after_a_new_page_of_a_users_card_its_data_follow_soon(with_users_card, monkeypatch):
     monkeypatch.setattr(live_card, "_SHORTEST_QUIET_S", 1000.0)
-    live = LiveCard(Snapshot, lambda: 7)
+    live = LiveCard(Snapshot, lambda: 7, Looping)
     mine = with_users_card()
     mine.components[0] = live.part(())  # the thread begins to look; the user's card is there by then
     eventually(lambda: [mode for mode, _ in mine.made] == ["render_runtime", "refresh"])
@@ -230,7 +230,7 @@ def test_a_users_card_is_left_alone_while_the_steps_own_code_runs(with_users_car
         asked.append(1)
         return own_code
 
-    live = LiveCard(Snapshot, lambda: len(asked), runs_own_code)
+    live = LiveCard(Snapshot, lambda: len(asked), Looping, runs_own_code)
     mine = with_users_card(live.part(()))
     eventually(lambda: len(asked) > 3)
     assert mine.made == []
@@ -240,9 +240,9 @@ def test_a_users_card_is_left_alone_while_the_steps_own_code_runs(with_users_car
 
 
 def test_a_failed_task_makes_the_last_of_a_users_card_as_of_a_task_that_runs(with_users_card):
-    live = LiveCard(Snapshot, lambda: 1, lambda: True)
+    live = LiveCard(Snapshot, lambda: 1, Looping, lambda: True)
     mine = with_users_card(live.part(()))
-    other = LiveCard(Snapshot, lambda: 1)
+    other = LiveCard(Snapshot, lambda: 1, Looping)
     live.make_last()
     live.make_last()
     other.make_last()  # without a part of its own
@@ -250,7 +250,7 @@ def test_a_failed_task_makes_the_last_of_a_users_card_as_of_a_task_that_runs(wit
 
 
 def test_a_users_card_without_a_part_is_no_affair_of_ours(with_users_card):
-    live = LiveCard(Snapshot, lambda: 1)
+    live = LiveCard(Snapshot, lambda: 1, Looping)
     live.part(())
     mine = with_users_card(object())
     live.make_last()
@@ -275,7 +275,7 @@ def test_the_cards_of_another_node_are_made_once_and_name_the_task_with_the_gang
 
 
 def test_without_a_card_of_ours_nothing_runs(with_users_card):
-    live = LiveCard(Snapshot, lambda: 1)
+    live = LiveCard(Snapshot, lambda: 1, Looping)
     assert "torchrun-card" not in {thread.name for thread in threading.enumerate()}
     live.settle()
     live.make_last()

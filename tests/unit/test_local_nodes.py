@@ -9,11 +9,10 @@ import sys
 import threading
 import time
 
-import psutil
 import pytest
 from limits import limit_s
 from loops import Loop
-from unit_helpers import HANG_S, OURS, eventually, is_running
+from unit_helpers import HANG_S, is_running
 
 from metaflow_extensions.torchrun.plugins.torchrun.gang.nodes import NodeState
 from metaflow_extensions.torchrun.plugins.torchrun.machine.processes import Other
@@ -21,7 +20,7 @@ from metaflow_extensions.torchrun.plugins.torchrun.supervisor import ends as end
 from metaflow_extensions.torchrun.plugins.torchrun.supervisor.ends import end_of
 from metaflow_extensions.torchrun.plugins.torchrun.task import local_nodes
 from metaflow_extensions.torchrun.plugins.torchrun.task.local_nodes import LocalNodes
-from metaflow_extensions.torchrun.plugins.torchrun.task.starters import name_as_starter, starters
+from metaflow_extensions.torchrun.plugins.torchrun.task.signs import name_as_starter, starters
 
 RUN, CONTROL = "1700000000000001", "3"
 SLEEP = "import time; print(flush=True); time.sleep(600)"
@@ -188,41 +187,6 @@ def test_a_node_that_writes_its_last_lines_has_its_time_after_one_that_is_lost(s
     monkeypatch.setattr(local_nodes, "has_unread", lambda: is_running(writing.pid))
     LocalNodes(RUN, CONTROL, 3).stop(0.5, {1: NodeState.LOST, 2: NodeState.LEFT}.get)
     assert (lost.wait(), writing.wait()) == (-signal.SIGKILL, 0)
-
-
-# --- who started a task ---------------------------------------------------------------------------
-
-TASK = f"""
-import os, signal, time
-{OURS}
-from ours.task import starters
-if sys.argv[2] == "no-pidfd":
-    del os.pidfd_open
-starters.end_after(int(sys.argv[1]), lambda pid: print("gone:", pid, flush=True) or 0.2)
-signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
-print("runs", flush=True)
-time.sleep(600)
-"""
-# Starts the task as its child, says its pid, and waits for it.
-STARTER = "import os, subprocess, sys; p = subprocess.Popen([*sys.argv[1:4], str(os.getpid()), sys.argv[4]]); p.wait()"
-
-
-@pytest.mark.parametrize("kind", ["pidfd", "no-pidfd"])
-def test_a_task_ends_when_the_process_that_started_it_is_killed(kind):
-    command = [sys.executable, "-c", STARTER, sys.executable, "-c", TASK, kind]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as starter:
-        assert starter.stdout.readline() == "runs\n"
-        (task,) = psutil.Process(starter.pid).children()
-        starter.kill()
-        assert starter.stdout.readline() == f"gone: {starter.pid}\n"
-        eventually(lambda: not is_running(task.pid), "the task's end")
-
-
-def test_a_task_ends_whose_starter_was_gone_before_it_looked():
-    with subprocess.Popen(["true"]) as starter:
-        starter.wait()
-    command = [sys.executable, "-c", TASK, str(starter.pid), "pidfd"]
-    assert subprocess.run(command, stdout=subprocess.DEVNULL, check=False).returncode == 1
 
 
 def test_starters_are_told_in_the_environment():

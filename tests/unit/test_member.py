@@ -19,7 +19,6 @@ from metaflow_extensions.torchrun.plugins.torchrun.errors import GangError, Laun
 from metaflow_extensions.torchrun.plugins.torchrun.gang import member as member_module
 from metaflow_extensions.torchrun.plugins.torchrun.gang import wakeup
 from metaflow_extensions.torchrun.plugins.torchrun.gang.cause import Cause
-from metaflow_extensions.torchrun.plugins.torchrun.gang.endings import Interruption
 from metaflow_extensions.torchrun.plugins.torchrun.gang.member import Member
 from metaflow_extensions.torchrun.plugins.torchrun.gang.protocol import (
     Abort,
@@ -40,10 +39,11 @@ ABORT = Abort(CRASH)
 class Link:
     """A control node that acknowledges a leave, unless it is told not to."""
 
-    own_address = None
+    own_address, is_gone = None, False
 
     def __init__(self, member):
         self.member, self.sent, self.closed, self.answers = member, [], 0, True
+        self.interruptions = []  # what the supervisor was told of them
 
     def send(self, message):
         self.sent.append(message)
@@ -52,6 +52,26 @@ class Link:
 
     def end_spares(self):
         pass
+
+    def interrupt(self, why):
+        self.interruptions.append(why)
+
+    time_out = interrupt
+
+    def look(self):
+        return True
+
+    def show(self, event):
+        self.member.emit(event)
+
+    def call_if_missed(self, call):
+        pass
+
+    def wait(self, is_over, timeout_s):
+        deadline = time.monotonic() + timeout_s
+        while not is_over() and time.monotonic() < deadline:
+            time.sleep(0.002)
+        return is_over()
 
     def close(self):
         self.closed += 1
@@ -154,7 +174,7 @@ def test_the_control_node_waits_for_the_others_and_says_so(join, monkeypatch):
 def test_a_node_that_fails_ends_the_wait_for_it(join, news):
     member, _ = join(0)
     member.finish()
-    handler = signal.signal(wakeup._WAKE, signal.SIG_IGN)  # the wait itself has to end
+    handler = signal.signal(wakeup.SIGNAL, signal.SIG_IGN)  # the wait itself has to end
     try:
         for message in news:
             member.deliver(message)
@@ -162,7 +182,7 @@ def test_a_node_that_fails_ends_the_wait_for_it(join, news):
         with pytest.raises(LaunchFailed, match="Rank 3 failed"):
             member.await_others(list)
     finally:
-        signal.signal(wakeup._WAKE, handler)
+        signal.signal(wakeup.SIGNAL, handler)
 
 
 def test_a_control_node_whose_step_has_swallowed_the_gangs_error_fails_at_its_end(join):
@@ -243,23 +263,24 @@ def test_after_an_error_alone_the_control_nodes_end_is_awaited(join):
 # --- launches ------------------------------------------------------------------------------------
 
 
-def test_launches_are_numbered_and_each_has_an_inbox_of_its_own(join):
-    member, _ = join()
+def test_launches_are_numbered_and_hear_of_no_interruption_of_an_earlier_one(join):
+    member, link = join()
     for number in range(3):
         assert member.begin_launch() == number
-        assert member.inbox.empty()
-        member.inbox.put("news")
-        member.end_launch(None)
+        member.time_out(f"too long {number}")
+        assert len(link.interruptions) == number, "its supervisor does not know of this launch yet"
+        member.has_begun()
+        assert link.interruptions == [f"too long {each}" for each in range(number + 1)]
+        member.end_launch(None, handled=1)
 
 
-def test_a_launch_in_a_broken_gang_hears_of_it_and_no_other_begins(join):
+def test_in_a_broken_gang_no_launch_begins(join):
     member, _ = join()
     member.begin_launch()
-    member.deliver(ABORT)
+    member.deliver(ABORT)  # the supervisor hears so, too, and ends the launch
     member.deliver(Abort(LaunchFailed("another")))  # only the first bad news counts
-    assert member.inbox.get(timeout=limit_s(HANG_S)) is Interruption.BROKEN
-    assert member.inbox.empty()
-    member.end_launch(member.broken)
+    assert member.broken is CRASH
+    member.end_launch(member.broken, failing=True, handled=0)
     with pytest.raises(LaunchFailed, match="Rank 3 failed"):
         member.begin_launch()
 
@@ -278,7 +299,6 @@ def test_a_control_node_that_vanishes_breaks_the_gang_and_is_told_why_this_node_
     member, link = join()
     member.begin_launch()
     member.lose_control("nothing arrived from it for 5 s")
-    assert member.inbox.get(timeout=limit_s(HANG_S)) is Interruption.BROKEN
     assert "nothing arrived from it for 5 s" in str(member.broken)
     assert not member.gang_knows(member.broken)
     member.end_launch(None, failing=True)
@@ -304,7 +324,7 @@ def test_a_step_that_ends_before_a_launch_in_another_thread_is_an_error(join):
     with pytest.raises(GangError, match=r"launch 0 still ran .* in another thread") as caught:
         member.finish()
     member.leave(caught.value)
-    assert member.inbox.get(timeout=limit_s(HANG_S)) is Interruption.BROKEN  # the launch ends, too
+    assert member.has_left  # the launch sees so, and ends, too
     member.end_launch(None, failing=True)
     assert link.leaves()[0].cause.kind == "call"
 
@@ -344,10 +364,6 @@ def with_news_at(moment, function, news):
     return lines
 
 
-def unread(member):
-    return [member.inbox.get() for _ in range(member.inbox.qsize())]
-
-
 def is_told(what, kind, moment):
     """Tell whether the step hears of news that comes at a moment of what it does; None if that is over before."""
     member, link = attach(0)
@@ -356,17 +372,20 @@ def is_told(what, kind, moment):
         member.begin_launch()
     steps = {
         "begin_launch": member.begin_launch,
-        "end_launch": lambda: member.end_launch(None),
+        "end_launch": lambda: member.end_launch(None, handled=0),
         "finish": member.finish,
         "SIGTERM": lambda: signal.raise_signal(signal.SIGTERM),
     }
     try:
         if with_news_at(moment, steps[what], lambda: NEWS[kind](member)) < moment:
             return None
-        if what == "begin_launch" and not member.inbox.empty():
-            return True
+        if what in ("begin_launch", "SIGTERM"):
+            member.has_begun()
+        if what == "begin_launch" and (link.interruptions or member.broken is not None):
+            return True  # of a broken gang the supervisor hears by itself
         if what == "SIGTERM":  # which the launch hears of, too
-            return len(unread(member)) == 2 or kind == "notice"
+            of_gang = kind in ("abort", "control lost") and member.broken is not None
+            return len(link.interruptions) == (1 if of_gang else 2) or kind == "notice"
         work(0.5)  # the wake may still be on its way
         return False
     except TorchrunPreempted:
@@ -389,7 +408,7 @@ def is_told_apart(*arguments):
 @pytest.mark.parametrize("kind", NEWS)
 @pytest.mark.parametrize("what", ["begin_launch", "end_launch", "finish", "SIGTERM"])
 def test_news_at_any_moment_is_never_lost(what, kind):
-    """It is raised, or is in the launch's inbox; `finish` is the control node's, which then waits for the others."""
+    """It is raised, or the launch's supervisor hears of it; `finish` is the control node's."""
     moment = 1
     while (told := next(is_told_apart(what, kind, moment))) is not None:
         assert told, f"lost before line {moment}"
@@ -428,24 +447,15 @@ def test_an_order_to_end_that_the_step_swallows_is_raised_again(call, join):
     assert len(link.sent) == 1
 
 
-def test_the_handler_of_sigterm_waits_for_no_lock(join):
-    """A node that ends reports it with the lock held; `send` is where the test can hold it."""
-    member, link = join()
-    with ThreadPoolExecutor() as pool:
-        link.send = lambda message: pool.submit(member.record_sigterm).result(5)
-        with pytest.raises(TorchrunPreempted):
-            signal.raise_signal(signal.SIGTERM)
-    member.deliver(Ack())
-
-
 def test_a_notice_reaches_the_launch_that_runs(join):
     member, link = join()
     member.begin_launch()
+    member.has_begun()
     member.notice("a spot notice says so")
-    assert member.inbox.get(timeout=limit_s(HANG_S)) is Interruption.MUST_END
+    assert link.interruptions == ["a spot notice says so"]
     assert "was preempted: a spot notice says so" in str(member.terminated())
     member.deliver(Replaced(why="another task has come"))  # as true, but the second order would end it at once
-    assert member.inbox.empty()
+    assert len(link.interruptions) == 1
     member.end_launch(None, failing=True)
     with pytest.raises(TorchrunPreempted, match="was preempted: its machine goes"):
         member.deliver(Replaced(why="its machine goes"))
@@ -493,7 +503,7 @@ def test_a_step_that_blocks_all_signals_is_woken_between_its_calls_and_lives_on(
     before = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
     try:
         interrupted(member, work)
-        assert wakeup._WAKE in signal.sigpending()
+        assert wakeup.SIGNAL in signal.sigpending()
         member.leave()
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)  # what is pending would kill now
@@ -511,16 +521,19 @@ def test_bad_news_after_a_failed_launch_does_not_interrupt_its_handling(join):
 def test_the_news_of_a_gang_reaches_its_step_inside_of_a_gang_of_one_node(join):
     """`TorchrunSingleNodeMultiGPU` in a gang's step."""
     member, _ = join()
-    inner, _ = join(0, 1)
+    inner, link = join(0, 1)
     inner.begin_launch()
+    inner.has_begun()
     with pytest.raises(LaunchFailed, match="Rank 3 failed"):
         member.deliver(ABORT)
-    assert inner.inbox.empty()  # nobody was preempted
+    assert link.interruptions == []  # nobody was preempted
     for tell in (lambda: signal.raise_signal(signal.SIGTERM), lambda: member.notice("its machine goes")):
         tell()
-        assert inner.inbox.get(timeout=limit_s(HANG_S)) is Interruption.MUST_END
+        assert len(link.interruptions) == 1
+        link.interruptions.clear()
         inner.end_launch(None, failing=True)
         inner.begin_launch()
+        inner.has_begun()
     inner.end_launch(None, failing=True)
 
 
@@ -567,8 +580,8 @@ def test_a_child_that_is_told_to_end_in_the_moment_of_the_fork_ends(join):
 
 def test_a_forked_child_has_the_former_handlers_and_the_task_has_ours(join):
     join()
-    child = in_child(lambda: [signal.getsignal(signal.SIGTERM), signal.getsignal(wakeup._WAKE)])
-    assert child == str([signal.SIG_DFL, signal.SIG_DFL])
+    child = in_child(lambda: [signal.getsignal(signal.SIGTERM), signal.getsignal(wakeup.SIGNAL)])
+    assert child == str([signal.SIG_DFL, signal.SIG_IGN])
     with pytest.raises(TorchrunPreempted):
         signal.raise_signal(signal.SIGTERM)
 
@@ -582,24 +595,18 @@ def test_a_handler_that_the_step_has_set_is_its_own_in_a_child_and_after_the_end
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
-def test_a_forked_child_can_not_launch_finish_or_leave_even_where_a_thread_has_the_lock(join):
+def test_a_forked_child_can_not_launch_finish_or_leave(join):
     member, link = join()
     calls = (
         member.finish,
         member.leave,
         lambda: member.leave(ValueError("x")),
         lambda: member.await_others(lambda: [2]),
+        lambda: signal.raise_signal(wakeup.SIGNAL),
     )
-    has_lock, may_end = threading.Event(), threading.Event()
-    link.send = lambda message: has_lock.set() or may_end.wait(limit_s(HANG_S))
-    with ThreadPoolExecutor(1) as pool:
-        member.record_sigterm()
-        ending = pool.submit(member.raise_news)  # the child has no such thread, and nobody who gives the lock back
-        has_lock.wait(limit_s(HANG_S))
-        try:
-            assert "was forked from the task" in in_child(member.begin_launch)
-            assert [in_child(call) for call in calls] == ["None"] * len(calls)
-        finally:
-            may_end.set()
-    assert isinstance(ending.exception(), TorchrunPreempted)
-    member.deliver(Ack())
+    member.record_sigterm()
+    assert "was forked from the task" in in_child(member.begin_launch)
+    assert [in_child(call) for call in calls] == ["None"] * len(calls)
+    with pytest.raises(TorchrunPreempted):
+        member.raise_news()
+    assert link.leaves()

@@ -1,10 +1,10 @@
 """The control node looks for what commands ask, seldom, and stores the answers."""
 
-import threading
 import time
+from types import SimpleNamespace
 
 import pytest
-from unit_helpers import eventually
+from unit_helpers import HANG_S, Looping, eventually
 
 from metaflow_extensions.torchrun.plugins.torchrun.records.requests import Request
 from metaflow_extensions.torchrun.plugins.torchrun.task import requests
@@ -34,7 +34,11 @@ class Store:
 @pytest.fixture
 def looking():
     """Return a function that starts to look, with what asks the gang; the gang answers at once."""
-    started = []
+    started, works = [], []
+
+    def begin(name, do):
+        works.append(Looping(name, do))
+        return works[-1]
 
     def start(store, is_local=True, asks=None):
         asked, ready = asks if asks is not None else [], {}
@@ -43,13 +47,14 @@ def looking():
             asked.append((name, data))
             ready[name] = {"id": data["id"], "found": len(asked)}
 
-        started.append(Requests(store, ask, lambda name: ready.pop(name, None), is_local))
+        started.append(Requests(store, ask, lambda name: ready.pop(name, None), begin, lambda: is_local))
         return started[-1]
 
     yield start
     for each in started:
         each.close()
-    eventually(lambda: not [each for each in threading.enumerate() if each.name == "torchrun-requests"], "their end")
+    for each in works:
+        assert each.settle(HANG_S)
 
 
 def test_a_request_is_answered_once(looking):
@@ -80,9 +85,12 @@ def test_a_request_of_long_ago_is_not_answered_and_a_failing_store_ends_nothing(
 
 
 def test_an_object_store_is_asked_twice_a_minute_and_oftener_only_after_a_request(looking):
-    store = Store()
-    looking_now = looking(store, is_local=False)
-    assert looking_now._pause_s() == 30.0
-    looking_now._soon_until = time.monotonic() + 60.0
-    assert looking_now._pause_s() == 3.0
-    assert store.looks == 0
+    work = SimpleNamespace(begin=lambda: None)
+    for is_local, pauses in ((False, [30.0, 3.0]), (True, [0.5, 0.5])):
+        dos, store = [], Store()
+        begin = lambda _, do, dos=dos: dos.append(do) or work  # noqa: E731
+        Requests(store, lambda *_: None, lambda _: {"id": "one"}, begin, lambda is_local=is_local: is_local)
+        assert dos[0]() == (pauses[0], pauses[0])
+        store.request = Request("one", time.time(), "stacks")
+        assert dos[0]() == (pauses[1], pauses[1])
+        assert (store.looks, len(store.answers)) == (2, 1)

@@ -11,6 +11,7 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
+from fake_cards import FakeCard, offered
 from metaflow import current
 from metaflow.datastore import FlowDataStore
 from metaflow.metaflow_current import Parallel
@@ -29,7 +30,7 @@ from metaflow_extensions.torchrun.plugins.torchrun.logs.console import settle
 from metaflow_extensions.torchrun.plugins.torchrun.records.vanished import has_begun
 from metaflow_extensions.torchrun.plugins.torchrun.settings import DEFAULTS, parse_settings
 from metaflow_extensions.torchrun.plugins.torchrun.task import task_gang
-from metaflow_extensions.torchrun.plugins.torchrun.task.starters import STARTED_BY
+from metaflow_extensions.torchrun.plugins.torchrun.task.signs import STARTED_BY
 from metaflow_extensions.torchrun.plugins.torchrun.task.step_timeout import TimeLimit
 
 SETTINGS = parse_settings(DEFAULTS, "train")
@@ -181,23 +182,6 @@ def test_results_that_can_not_be_stored_leave_the_gang_with_that_error(name, gan
     assert not member.is_storing
 
 
-def test_a_local_task_ends_with_the_processes_that_started_it(control_task, monkeypatch, capfd):
-    run, control, ends = 1234, 1235, {}
-    monkeypatch.setattr(task_gang, "end_after", lambda pid, on_gone: ends.update({pid: lambda: on_gone(pid)}))
-    monkeypatch.setenv(STARTED_BY, f"run={run} control={control}")
-    control_task(runtime="kubernetes").follow_starters()
-    assert ends == {}
-    gang = control_task()
-    gang.follow_starters()
-    assert (ends[run](), ends[control]()) == (0.0, 0.0), "before it has joined, at once"
-    assert settle(30)
-    assert f"the control task (pid {control})" in capfd.readouterr().err
-    gang.join()
-    assert ends[control]() > SETTINGS.grace_s, "its channel says so, too, and its workers may save"
-    with pytest.raises(TorchrunPreempted, match=rf"\(pid {run}\) is gone"):
-        ends[run]()
-
-
 @pytest.mark.parametrize("runtime", ["local", "kubernetes"])
 def test_a_remote_control_node_alone_writes_the_other_nodes_lines(runtime, control_task, monkeypatch):
     """On a local run they stand in the same terminal already."""
@@ -218,13 +202,11 @@ def test_where_metaflow_can_make_no_card_it_is_said_how_to_make_it_later(
 ):
     datastore.metadata = SimpleNamespace(TYPE=metadata)
     gang = control_task(runtime=runtime)
-    shown = SimpleNamespace(refresh=lambda content: None, _card_creator_args={"card_uuid": "of-a-test"})
-    current._update_env({"card": {"torchrun": [shown]}})
-    try:
+    with offered(card := FakeCard()):
         gang.join()
-    finally:
-        current._update_env({"card": None})
-    assert ("torchrun-card" in threads()) is is_live
+        assert eventually(lambda: card.shown) if is_live else True
+        gang.leave(None)
+    assert bool(card.shown) is is_live
     assert settle(60)
     assert ("card create 1/train/2 --type torchrun" in capfd.readouterr().err) is not is_live
 

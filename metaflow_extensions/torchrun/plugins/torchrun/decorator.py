@@ -17,8 +17,8 @@ from metaflow import current
 from .compat import steps
 from .compat.renamed import check
 from .settings import DEFAULTS, StepSettings, parse_settings, refuse_unknown
-from .task.spot_notice import POD_SCRIPT, heed_sigterm_in_pod
-from .task.starters import name_as_starter
+from .task.pod_shell import POD_SCRIPT, heed_sigterm_in_pod
+from .task.signs import name_as_starter
 from .tracebacks import cut_frames_around
 
 if TYPE_CHECKING:
@@ -224,7 +224,6 @@ class TorchrunDecorator(steps.ParallelDecorator):  # type: ignore[misc]  # Metaf
         self._gang = TaskGang(settings, store, run_id, step_name, task_id, retry_count, limit, FEATURES)
         self._gang.watch_storing(task_datastore)
         tell_after_errors(self._gang.leave_with)
-        self._gang.follow_starters()
 
     def task_decorate(self, step_func: Callable[[], None], *args: Any) -> Callable[[], None]:
         """Join the gang before the step's code and leave it after, whatever happens in between."""

@@ -237,7 +237,7 @@ class TorchrunExecutor:
         warm = self._warm(given, spec)
         self._warn(spec, commands)
         text = f"processes per node: {nproc.value} ({nproc.why})"
-        context.member.emit(Event("chosen", self.node_index, text, is_detail=True))
+        context.member.say(Event("chosen", self.node_index, text, is_detail=True))
         request = Request(
             spec=spec,
             main_addr=self.main_addr,
@@ -304,7 +304,7 @@ class TorchrunExecutor:
             raise original from error
 
     def _note(self, text: str) -> None:
-        self._context.member.emit(Event("note", self.node_index, text))
+        self._context.member.say(Event("note", self.node_index, text))
 
     def _note_once(self, warning: str) -> None:
         if warning not in _warned:

@@ -94,7 +94,7 @@ class GangOfOne:
         """Join a new gang; from the first launch with spares on, one supervisor stays with these."""
         if self._channel is not None and not self._channel.is_gone:
             return join_alone_again(self._channel, settings, emit, rules_of(settings))
-        member, channel = join_alone(settings, emit, rules_of(settings), self._starts)
+        member, channel = join_alone(settings, emit, rules_of(settings), {"starts": self._starts})
         if self._starts is not None:
             self._channel, channel.stays = channel, True
             weakref.finalize(self, channel.end)
@@ -113,6 +113,7 @@ class GangOfOne:
         live_card = LiveCard(
             lambda: gang.snapshot(about),
             lambda: gang.counts()[0],
+            gang.in_background,
             lambda: member.runs_own_code,
             with_ours=is_alone,
             features=FEATURES,

@@ -1,21 +1,22 @@
 """A task's connection to its supervisor (`supervisor/process`), which holds the channel and runs the launches.
 
-One thread (`torchrun-link`) reads what comes and writes what goes. Any thread may call the public methods, also in a
-signal handler; `call` and what uses it wait for an answer. In a fork of the task nothing works.
+No thread reads it: who waits for something reads meanwhile (`wait`), and the supervisor sends the wake signal if the step's
+own code must hear of something (`gang/wakeup`). Any thread may call the methods, and a signal handler those that return at
+once. The methods of `ControlClient` that ask for what is known of the gang have a connection of their own, since the
+threads that store it use them. In a fork of the task nothing works.
 """
 
 from __future__ import annotations
 
 import atexit
-import errno
 import itertools
 import math
 import os
 import shutil
 import signal
 import socket
-import threading
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, replace
@@ -35,41 +36,55 @@ from ..machine.open_files import file_of
 from ..machine.processes import Other, Process, await_or_kill, living_with, send_signal
 from ..records.snapshot import Snapshot
 from ..records.vanished import Word, told_by_others
+from .background import Background, Pauses, Work
 from .link import LinkEnd
 
 _ANSWER_S = 60.0  # a busy machine, or one whose disk has to read Python first
 # How long the control node waits after its own end for the other nodes' ends, so that it gets late failures.
 _LEAVE_WAIT_S = 5.0
+_LOOK_S = 0.5  # the longest wait for news; Python runs signal handlers only between two waits
+_ASK_S = 0.1  # another thread may have read the answer
 _CONTINUE_S = 5.0  # between continuing a silent supervisor, which somebody may have stopped
 _END_S = 2.0
 _DETACHED_S = 2.0  # for what detached itself from workers that are gone, after SIGTERM
+_ANSWERS = frozenset({"answer", "failed", "os_error"})
 _OS_ERRORS = {each.__name__: each for each in (ConnectionError, ConnectionRefusedError, TimeoutError, socket.gaierror)}
 
 
-def _start() -> tuple[Detached, LinkEnd]:
-    """Start a supervisor; return its guardian and this end of the link. It ends when it hears nothing more."""
-    own, theirs = socket.socketpair()
+def _start(asks: bool) -> tuple[Detached, socket.socket, socket.socket | None]:
+    """Start a supervisor; return its guardian, and this end of the link, and of a second one if the task asks a gang.
+
+    It ends when it hears nothing more.
+    """
+    pairs = [socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET) for _ in range(1 + asks)]
     stdout = -1
     try:
         with suppress(OSError):  # closed
             stdout = os.dup(1)
-        with theirs:
-            files = (stdout,) if stdout >= 0 else ()
-            process = beside_task("supervisor.guardian", [str(stdout)], os.environ, theirs.fileno(), pass_fds=files)
+        theirs = [each.fileno() for _, each in pairs]
+        words = [str(stdout), *map(str, theirs[1:])]
+        files = (*theirs[1:], *((stdout,) if stdout >= 0 else ()))
+        process = beside_task("supervisor.guardian", words, os.environ, theirs[0], pass_fds=files)
         process.output.close()
-        return process, LinkEnd(own)
+        return process, pairs[0][0], pairs[1][0] if asks else None
     except BaseException:
-        own.close()
+        for own, _ in pairs:
+            own.close()
         raise
     finally:
+        for _, their in pairs:
+            their.close()
         if stdout >= 0:
             os.close(stdout)
 
 
 class Listener(Protocol):
-    """What hears of the gang in the task; the link's thread calls it. `gang.member.Member` is one."""
+    """What hears of the gang in the task; who reads calls it, perhaps a signal handler. `gang.member.Member` is one."""
 
     emit: Subscriber
+
+    def notice(self, why: str) -> None:
+        """End this node as after a SIGTERM."""
 
     def deliver(self, message: Message) -> None:
         """Handle a message of the control node."""
@@ -88,11 +103,13 @@ class SupervisorGone(GangError):
 class Client:
     """A task's connection to its supervisor process, which it starts.
 
-    In the link's thread `listener` gets the messages for this node, and what else the supervisor says. `starts` is what
-    spares it is to start, as `watchers.starts_of` returns it.
+    `listener` gets the messages for this node, and what else the supervisor says. `more` may have ``starts``, what spares it
+    is to start (`watchers.starts_of`), and ``signs``, at what it has to look (`task/signs`).
     """
 
-    def __init__(self, begin: Mapping[str, Any], listener: Listener, starts: Plain | None = None) -> None:
+    _asks = False  # whether there is a second connection
+
+    def __init__(self, begin: Mapping[str, Any], listener: Listener, more: Mapping[str, Any]) -> None:
         self._listener = listener
         # What stdout and stderr were when this began; the supervisor writes there.
         self.own_files = {name: file_of(fd) for name, fd in (("stdout", 1), ("stderr", 2))}
@@ -101,23 +118,23 @@ class Client:
         self._supervisor: Other | None = None  # when it has said which process it is
         self._estate: list[Any] = list(Estate())  # what there is to be ended now
         self._agent_began = ""
-        self.launch_news: Callable[[tuple[Any, ...]], None] = lambda frame: None  # gets what concerns a launch
+        self.of_launch: deque[list[Any]] = deque()  # frames that concern a launch, for who runs it
+        self._events: deque[Event] = deque()  # which a signal handler must not emit
         self._numbers = itertools.count()
-        self._answers: dict[int, tuple[threading.Event, list[Any]]] = {}
+        self._answers: dict[int, Sequence[Any]] = {}
         self._pid = os.getpid()
         self._continue_s = min(_CONTINUE_S, begin["timeout_s"] / 5)
-        self._continue_at = 0.0  # only the link's thread uses it
-        # `_is_closing`: its end is no surprise. `_is_over`: nothing more is sent or read.
-        self._is_closing = self._is_over = self._is_gone = False
+        self._continue_at = 0.0
+        self._is_closing = self._is_gone = False  # `_is_closing`: its end is no surprise
         self.hold_s = 0.0  # how long a refused task delays its end, unless the connection ends before
         self._last_words: Any = None  # what the supervisor has said at its end
+        self._how = ""  # why the supervisor is gone, where that is known
         try:
-            self._guardian, self._link = _start()
-            self._how = ""  # why the supervisor is gone, where that is known
-            self._link.send("begin", {**begin, "starts": starts})
-            self._thread = threading.Thread(target=self._run, name="torchrun-link", daemon=True)
-            self._thread.start()
-        except (OSError, RuntimeError) as error:  # no more processes, files or threads
+            self._guardian, own, asking = _start(self._asks)
+            self._link = LinkEnd(own, self._handle, self._continue)
+            self._asking = self._link if asking is None else LinkEnd(asking, self._keep_answer, self._continue)
+            self.say("begin", {**begin, "more": dict(more)})
+        except OSError as error:  # no more processes or files
             raise GangError(
                 f"This node's supervisor process could not be started on host {socket.gethostname()}: {error}. Look at "
                 "the limits of processes, threads and open files there (ulimit -a)."
@@ -126,17 +143,19 @@ class Client:
     @property
     def pid(self) -> int:
         """The supervisor's pid."""
+        if self._supervisor is None:
+            self.wait(lambda: self._supervisor is not None, _ANSWER_S)
         return self._process.pid
 
     @property
     def _why_gone(self) -> str:
-        return self._how or f"its supervisor process (pid {self.pid}) ended unexpectedly, as by SIGKILL"
+        return self._how or f"its supervisor process (pid {self._process.pid}) ended unexpectedly, as by SIGKILL"
 
     @property
     def _process(self) -> Other:
         return self._supervisor or self._guardian
 
-    # --- what any thread may call
+    # --- what returns at once
 
     def send(self, message: Message) -> None:
         """Send a message to the control node; returns at once."""
@@ -147,15 +166,86 @@ class Client:
         if not self.stays:
             self.say("end_spares")
 
+    def show(self, event: Event) -> None:
+        """Have an event written to this node's log; the listener gets it when that is done."""
+        self.say("show", event.kind, event.node, event.text, event.is_detail)
+
+    def interrupt(self, why: str) -> None:
+        """End the launch as after a SIGTERM."""
+        self.say("interrupt", why)
+
+    def time_out(self, text: str) -> None:
+        """Let the launch raise `LaunchTimeout`."""
+        self.say("time_out", text)
+
     def say(self, *frame: Any) -> None:
         """Tell the supervisor something that has no answer; returns at once."""
         if self._is_in_task:
             self._link.send(*frame)
 
+    def look(self) -> bool:
+        """Handle what the supervisor has said; return False if that is being done. A signal handler may call it."""
+        if not self._is_in_task:
+            return True
+        is_done = self._link.look()
+        self._see_end()
+        return is_done
+
+    def call_if_missed(self, call: Callable[[], None]) -> None:
+        """Have something called after each `look` that came while others did it."""
+        self._link.on_missed = call
+
     @property
     def is_gone(self) -> bool:
         """Whether the supervisor has ended."""
         return self._is_gone
+
+    @property
+    def _is_in_task(self) -> bool:
+        return os.getpid() == self._pid
+
+    def hurry(self) -> None:
+        """Keep the supervisor from waiting for a reader that takes nothing: the task was told to end."""
+        self._is_hurried = True
+
+    # --- what waits
+
+    def wait(self, is_over: Callable[[], object], timeout_s: float) -> bool:
+        """Handle what the supervisor says until `is_over`, for so long, or until that is gone; return whether it is over."""
+        deadline = time.monotonic() + timeout_s
+        self.look()
+        while True:
+            while self._events:
+                self._listener.emit(self._events.popleft())
+            if is_over():
+                return True
+            if self._is_gone or (left_s := deadline - time.monotonic()) <= 0:
+                return False
+            has_come = self._link.wait(min(left_s, _LOOK_S))
+            self._see_end(is_silent=not has_come)
+
+    def _see_end(self, is_silent: bool = False) -> None:
+        """See whether the supervisor is gone. Its connection may stay open: a fork of the task may hold its end."""
+        if is_silent:
+            self._continue()
+        if self._link.end is None and not (is_silent and self._process.has_ended):
+            return
+        self._how = self._how or self._link.end or ""
+        self._link.close()  # so a supervisor that lives tells the gang
+        self._lose()
+
+    def _lose(self) -> None:
+        if not self._is_gone:
+            self._is_gone = True
+            if not self._is_closing:
+                self._listener.lose_supervisor(self._why_gone)
+
+    def _continue(self) -> None:
+        """Continue a silent supervisor: somebody may have stopped it. A process that runs does not notice."""
+        if (now := time.monotonic()) >= self._continue_at:
+            self._continue_at = now + self._continue_s
+            for each in (self._guardian, self._process):
+                each.send_signal(signal.SIGCONT)
 
     def clean_up(self, patience_s: float) -> None:
         """Wait until the guardian has ended all that a supervisor has left that is gone; end it here if that is gone, too."""
@@ -173,10 +263,6 @@ class Client:
         self._guardian.send_signal(signal.SIGCONT)  # nobody else continues one that somebody has stopped
         return self._guardian.wait(patience_s)
 
-    def hurry(self) -> None:
-        """Keep the supervisor from waiting for a reader that takes nothing: the task was told to end."""
-        self._is_hurried = True
-
     def settle(self, patience_s: float | None = None) -> bool:
         """Wait until all lines so far are written, or for so long; return whether they are."""
         with suppress(GangError, OSError):
@@ -184,29 +270,13 @@ class Client:
             return bool(self.call("settle", patience_s, self._is_hurried, patience_s=more_s + _ANSWER_S))
         return False
 
-    @property
-    def _is_in_task(self) -> bool:
-        return os.getpid() == self._pid
-
     def call(self, name: str, *args: Any, patience_s: float = _ANSWER_S) -> Any:
         """Have the supervisor do something, and return its answer; raise what that raises."""
-        number, answered, answer = next(self._numbers), threading.Event(), list[Any]()
-        self._answers[number] = answered, answer
-        if self._is_gone or not self._is_in_task:  # nobody would answer
-            answered.set()
-        try:
-            self.say("call", number, name, list(args))
-            has_answered = answered.wait(None if patience_s == math.inf else patience_s)
-            if not answer:
-                raise self._gone() if has_answered else self._silent(patience_s)
-        finally:
-            del self._answers[number]
-        kind, *rest = answer
-        if kind == "failed":
-            raise from_plain(TorchrunError, rest[0], "the error")
-        if kind == "os_error":
-            raise _OS_ERRORS.get(rest[0], OSError)(rest[1])
-        return rest[0]
+        number = next(self._numbers)
+        self.say("call", number, name, list(args))
+        if not self._is_in_task or not self.wait(lambda: number in self._answers, patience_s):
+            raise self._gone() if self._is_gone or not self._is_in_task else self._silent(patience_s)
+        return _value_of(self._answers.pop(number))
 
     def close(self) -> None:
         """End what was begun, and the supervisor, unless it `stays`; without effect in a fork of the task."""
@@ -227,76 +297,62 @@ class Client:
             self._end()
 
     def _end(self) -> None:
-        self._is_over = True
-        self._link.wake()
-        self._thread.join(_END_S)
-        if not self._thread.is_alive():
-            self._link.close()
+        for each in (self._link, self._asking):
+            each.close()
+        self._is_gone = True
         if not self._await_guardian(_END_S):  # it still writes, and its reader may pause: the task's end waits for that
             atexit.register(self._guardian.wait)
-
-    # --- in the link's thread
-
-    def _run(self) -> None:
-        try:
-            self._link.run(self._handle, self._look, look_s=self._continue_s)
-        except Exception as error:  # a bug of ours: without this thread nobody hears anything
-            self._how = f"its link to its supervisor failed, which is a bug in metaflow-torchrun: {error!r}"
-            if isinstance(error, OSError) and error.errno == errno.EBADF:
-                self._how = "its code has closed the connection to its supervisor process, as os.closerange(3, …) does"
-            self._link.close()  # so the supervisor tells the gang
-        self._is_gone = True
-        for answered, _ in list(self._answers.values()):
-            answered.set()
-        if not self._is_closing:
-            self._listener.lose_supervisor(self._why_gone)
-
-    def _look(self) -> bool:
-        """Continue a supervisor that somebody has stopped; return whether this end has closed."""
-        if (now := time.monotonic()) >= self._continue_at:
-            self._continue_at = now + self._continue_s
-            for each in (self._guardian, self._process):
-                each.send_signal(signal.SIGCONT)  # a process that runs does not notice
-            # A fork of the task may hold the other end, too: then nothing else tells.
-            return self._is_over or self._process.has_ended
-        return self._is_over
 
     def _gone(self) -> SupervisorGone:
         return SupervisorGone(f"The node can't go on (host {socket.gethostname()}): {self._why_gone}.")
 
     def _silent(self, seconds: float) -> SupervisorGone:
         return SupervisorGone(
-            f"This node's supervisor process (pid {self.pid}, host {socket.gethostname()}) gave no answer for {seconds:g} s."
+            f"This node's supervisor process (pid {self._process.pid}, host {socket.gethostname()}) gave no answer for "
+            f"{seconds:g} s."
         )
+
+    # --- what comes; perhaps in a signal handler
 
     def _handle(self, frame: Sequence[Any]) -> None:
         what, *rest = frame
         if what == "deliver":
             self._listener.deliver(from_wire(rest[0]))
-        elif what == "ping":
-            self._link.send("pong")
-        elif what in ("answer", "failed", "os_error"):
-            number, *answer = rest
-            if number in self._answers:
-                answered, found = self._answers[number]
-                found[:] = [what, *answer]
-                answered.set()
-        elif what == "gone":  # the supervisor ends, since the task was frozen, or for a bug of ours
+        elif what in _ANSWERS:
+            self._keep_answer(frame)
+        elif (
+            what == "gone"
+        ):  # it ends, since the task was frozen, or for a bug of ours; or its guardian says that it was killed
             self._how = rest[0]
-            self._listener.lose_supervisor(rest[0])
+            self._lose()
         elif what == "event":
             kind, node, text, is_detail = rest
-            self._listener.emit(Event(kind, node, text, is_detail, is_written=True))
+            self._events.append(Event(kind, node, text, is_detail, is_written=True))
         elif what == "estate":
             self._estate, self._agent_began = rest
         elif what == "supervisor":
             self._supervisor = Other(*rest)
         elif what == "lost":
             self._listener.lose_control(rest[0])
+        elif what == "must_end":
+            self._listener.notice(rest[0])
         elif what == "hold":
             self.hold_s = rest[0]
         else:
-            self.launch_news((what, *rest))
+            self.of_launch.append([what, *rest])
+
+    def _keep_answer(self, frame: Sequence[Any]) -> None:
+        what, number, *answer = frame
+        self._answers[number] = what, *answer
+
+
+def _value_of(answer: Sequence[Any]) -> Any:
+    kind, *rest = answer
+    if kind == "failed":
+        raise from_plain(TorchrunError, rest[0], "the error")
+    if kind == "os_error":
+        raise _OS_ERRORS.get(rest[0], OSError)(rest[1])
+    return rest[0]
 
 
 class MemberClient(Client):
@@ -309,10 +365,10 @@ class MemberClient(Client):
         listener: Listener,
         heartbeat_timeout_s: float,
         policy: ConnectPolicy,
-        starts: Plain | None = None,
+        more: Mapping[str, Any],
     ) -> None:
         about = {"node": node, "num_nodes": num_nodes, "timeout_s": heartbeat_timeout_s, "place": place()}
-        super().__init__({**about, "policy": asdict(policy)}, listener, starts)
+        super().__init__({**about, "policy": asdict(policy)}, listener, more)
         self._patience_s = heartbeat_timeout_s + _ANSWER_S
 
     def connect(self, addresses: Sequence[str], port: int, token: str, timeout_s: float) -> str:
@@ -328,6 +384,8 @@ class MemberClient(Client):
 class ControlClient(Client):
     """The channel of the control node, and its gang; a gang of one does not listen."""
 
+    _asks = True
+
     def __init__(
         self,
         num_nodes: int,
@@ -335,16 +393,17 @@ class ControlClient(Client):
         heartbeat_timeout_s: float,
         token: str,
         rules: Rules,
-        starts: Plain | None = None,
+        more: Mapping[str, Any],
     ) -> None:
         self.num_nodes = num_nodes
         self._last: dict[str, Any] = {}  # what the supervisor has said last; see `_ask`
-        super().__init__(_about_gang(num_nodes, heartbeat_timeout_s, token, rules), listener, starts)
+        self._works: dict[str, Work] = {}
+        super().__init__(_about_gang(num_nodes, heartbeat_timeout_s, token, rules), listener, more)
 
     def begin_alone(self, listener: Listener, heartbeat_timeout_s: float, rules: Rules) -> None:
         """Begin another gang of one, after `close`, with a supervisor that stayed."""
-        self._listener, self._is_closing, self._last_words, self._last = listener, False, None, {}
-        self._link.send("begin", {**_about_gang(1, heartbeat_timeout_s, "", rules), "starts": None})
+        self._listener, self._is_closing, self._last_words, self._last, self._works = listener, False, None, {}, {}
+        self._link.send("begin", {**_about_gang(1, heartbeat_timeout_s, "", rules), "more": {}})
 
     def listen(self, port: int | None, host: str = "") -> int:
         """Open the channel and return its port; raise GangError if that can't be.
@@ -369,7 +428,7 @@ class ControlClient(Client):
 
     def pop_answer(self, feature: str) -> Plain | None:
         """Return the newest answer of a feature, once."""
-        found: Plain | None = self.call("pop_answer", feature)
+        found: Plain | None = self._inquire("pop_answer", feature)
         return found
 
     def follow(self, tasks: Mapping[int, Process]) -> None:
@@ -379,6 +438,17 @@ class ControlClient(Client):
     def report_gone(self, node: int, reason: str) -> None:
         """Tell the gang that a node's task has ended; safe to call for one that left before."""
         self.say("gone", node, reason)
+
+    def in_background(self, name: str, do: Callable[[], Pauses]) -> Background:
+        """Return a work, which the supervisor has begun when it is due."""
+        work = self._works[name] = Work(do, lambda pauses: self.say("look_in", name, *pauses))
+        return work
+
+    def _handle(self, frame: Sequence[Any]) -> None:
+        if frame[0] != "look":
+            super()._handle(frame)
+        elif frame[1] in self._works:
+            self._works[frame[1]].begin()
 
     # --- what is known of the gang; after its end, what was known last
 
@@ -426,14 +496,25 @@ class ControlClient(Client):
     def _ask(self, what: str) -> dict[str, Any]:
         if self._last_words is None and not self._is_gone:
             with suppress(GangError, OSError):
-                self._last[what] = self.call(what)
+                self._last[what] = self._inquire(what)
         found: dict[str, Any] = (self._last_words or self._last).get(what, {})
         return found
+
+    def _inquire(self, name: str, *args: Any) -> Any:
+        """Do as `call`, over the second connection: the threads that store what is known of the gang are asking."""
+        number, link, deadline = next(self._numbers), self._asking, time.monotonic() + _ANSWER_S
+        if self._is_in_task:
+            link.send("call", number, name, list(args))
+            while number not in self._answers and link.end is None and time.monotonic() < deadline:
+                link.wait(_ASK_S)
+        if number not in self._answers:
+            raise self._gone() if link.end is not None or not self._is_in_task else self._silent(_ANSWER_S)
+        return _value_of(self._answers.pop(number))
 
     @property
     def _is_missed(self) -> bool:
         """Whether the supervisor has ended without a last word."""
-        return self._is_gone and self._last_words is None
+        return (self._is_gone or self._asking.end is not None) and self._last_words is None
 
 
 def _about_gang(num_nodes: int, heartbeat_timeout_s: float, token: str, rules: Rules) -> dict[str, Any]:

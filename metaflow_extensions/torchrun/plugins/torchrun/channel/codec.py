@@ -1,16 +1,20 @@
-"""Frames: four bytes of length, big endian, and that many bytes of JSON; without any I/O.
+"""Frames of JSON, without any I/O.
 
-The link between a task and its supervisor carries them, and the channel between the nodes.
+The channel between the nodes is a stream: four bytes of length, big endian, and that many bytes of JSON. The link between
+a task and its supervisor keeps packets whole: a frame is one of them, or several.
 """
 
 from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 LENGTH = struct.Struct(">I")
+PACKET_BYTES = 64 * 1024
+"""A packet has no more of a frame; the smallest buffer of a socket on Linux that anybody uses holds it."""
+_FIRST, _LAST = 1, 2  # flags in the first byte of a packet
 
 
 def dump(value: Any) -> bytes:
@@ -69,3 +73,24 @@ class Frames:
         piece = bytes(self._buffer[begin : begin + count])
         del self._buffer[: begin + count]
         return load(piece) if begin else piece
+
+
+def packets(value: Any) -> list[bytes]:
+    """Return the packets of plain data."""
+    data = dump(value)
+    begins = range(0, len(data), PACKET_BYTES)
+    return [bytes([_FIRST * (at == 0) + _LAST * (at == begins[-1])]) + data[at : at + PACKET_BYTES] for at in begins]
+
+
+def first_frame(come: Sequence[bytes]) -> tuple[Any, int] | None:
+    """Return the first whole frame of packets that have come, and how many of them it takes with what is before it.
+
+    A frame whose end never came, as its sender was interrupted, is left out.
+    """
+    begin: int | None = None
+    for number, packet in enumerate(come):
+        if packet[0] & _FIRST:
+            begin = number
+        if packet[0] & _LAST and begin is not None:
+            return load(b"".join(come[at][1:] for at in range(begin, number + 1))), number + 1
+    return None

@@ -5,13 +5,13 @@ from __future__ import annotations
 import secrets
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import replace
+from typing import Any
 
 from ..errors import GangError, TorchrunPreempted
 from ..events import Event, Subscriber
-from ..gang.keepers import Plain
 from ..gang.member import Member
 from ..gang.policy import ConnectPolicy, Rules, growing_pauses
 from ..gang.protocol import CONTROL, Bye, Join
@@ -28,6 +28,7 @@ _POLICY = ConnectPolicy()
 _LAST_RECORD_S = 5.0  # how long the control node tries to publish how it ended
 # The part of all_nodes_started_timeout that the control node may take to publish where it is.
 _PUBLISH_PART = 0.8
+NOTHING: Mapping[str, Any] = {}
 
 
 def control_addresses(main_ip: str, here_only: bool) -> list[str]:
@@ -44,10 +45,10 @@ def rules_of(settings: StepSettings) -> Rules:
 
 
 def join_alone(
-    settings: StepSettings, emit: Subscriber, rules: Rules, starts: Plain | None = None
+    settings: StepSettings, emit: Subscriber, rules: Rules, more: Mapping[str, Any] = NOTHING
 ) -> tuple[Member, ControlClient]:
     """Return the only member of a gang of one node, and its channel: nothing listens, nothing is published."""
-    return _open_channel(1, settings, emit, "", rules, starts)
+    return _open_channel(1, settings, emit, "", rules, more)
 
 
 def join_alone_again(
@@ -69,7 +70,7 @@ def join_as_control(
     emit: Subscriber,
     here_only: bool,
     rules: Rules,
-    starts: Plain | None = None,
+    more: Mapping[str, Any] = NOTHING,
 ) -> tuple[Member, ControlClient]:
     """Open the gang's channel, publish where it is, and return it with the control node as a member.
 
@@ -81,7 +82,7 @@ def join_as_control(
     if not here_only:
         _give_way_to_former(registry, num_nodes, settings, emit, patience_s)
     address = _PublishedAddress(registry, AddressRecord(tuple(control_addresses(main_ip, here_only)), 0, new_token()))
-    member, channel = _open_channel(num_nodes, settings, emit, address.record.token, rules, starts, address.close)
+    member, channel = _open_channel(num_nodes, settings, emit, address.record.token, rules, more, address.close)
     try:
         address.publish(channel.listen(settings.channel_port, LOOPBACK if here_only else ""), patience_s)
     except BaseException as error:
@@ -96,12 +97,12 @@ def _open_channel(
     emit: Subscriber,
     token: str,
     rules: Rules,
-    starts: Plain | None,
+    more: Mapping[str, Any],
     at_end: Callable[[ControlClient, Member], None] = lambda channel, member: None,
 ) -> tuple[Member, ControlClient]:
     member = Member(CONTROL, num_nodes, emit)
     timeout_s = settings.heartbeat_timeout_s
-    channel = ControlClient(num_nodes, member, timeout_s, token, rules, starts)
+    channel = ControlClient(num_nodes, member, timeout_s, token, rules, more)
     member.attach(channel, lambda: at_end(channel, member))
     channel.send(Join(CONTROL, member.host, place=place()))
     return member, channel
@@ -177,10 +178,10 @@ def join_as_member(
     num_nodes: int,
     settings: StepSettings,
     emit: Subscriber,
-    starts: Plain | None = None,
+    more: Mapping[str, Any] = NOTHING,
 ) -> tuple[Member, str]:
     """Find the control node, join, and return this node as a member, and the address that worked."""
-    member, channel = _member(node, num_nodes, settings, emit, starts)
+    member, channel = _member(node, num_nodes, settings, emit, more)
     search = _Search(member, settings.all_nodes_started_timeout)
 
     def find(left_s: float) -> AddressRecord:
@@ -203,10 +204,10 @@ def join_as_member(
 
 
 def _member(
-    node: int, num_nodes: int, settings: StepSettings, emit: Subscriber, starts: Plain | None = None
+    node: int, num_nodes: int, settings: StepSettings, emit: Subscriber, more: Mapping[str, Any] = NOTHING
 ) -> tuple[Member, MemberClient]:
     member = Member(node, num_nodes, emit)
-    channel = MemberClient(node, num_nodes, member, settings.heartbeat_timeout_s, _POLICY, starts)
+    channel = MemberClient(node, num_nodes, member, settings.heartbeat_timeout_s, _POLICY, more)
     member.attach(channel)
     return member, channel
 
@@ -219,7 +220,7 @@ def _leave_if_it_fails(member: Member, channel: MemberClient) -> Iterator[None]:
     except BaseException as error:
         if channel.hold_s:
             text = f"{error} It waits until the gang has ended, {channel.hold_s:g} s at most."
-            member.emit(Event("failed", member.node, text))
+            member.say(Event("failed", member.node, text))
         member.leave(error, hold_s=channel.hold_s)
         raise
 
@@ -262,7 +263,7 @@ class _Search:
     def _log(self, text: str) -> None:
         if time.monotonic() >= self._log_at:
             self._log_at = time.monotonic() + REMIND_S
-            self._member.emit(Event("note", self._member.node, text))
+            self._member.say(Event("note", self._member.node, text))
 
     def _check_refused(self, error: OSError, record: AddressRecord) -> None:
         """Raise when a host has refused connections for too long."""

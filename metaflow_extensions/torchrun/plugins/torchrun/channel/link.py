@@ -1,101 +1,130 @@
-"""The task's end of the link to its supervisor: a socket, and frames of JSON in both directions.
+"""The task's end of the link to its supervisor: a socket that keeps packets whole, and no thread.
 
-`LinkEnd.run` reads and writes in one thread. Any other thread may call `send`, also from within a signal handler: it
-only puts into a queue and wakes that thread. So no handler that raises can cut a frame in two. Both ends are of
-the same version and on one machine, so a frame has no limit and is not checked.
+Who waits for something reads meanwhile; the handler of the wake signal reads while the step's own code runs. Any
+thread may use it, and so may signal handlers, which may also raise out of it at any place. So a packet is read and kept
+in one call into C, it is dropped only after its frame was handled, and what is sent is whole packets. At worst a frame is
+handled twice, or one that was being sent when a handler raised is not sent.
 """
 
 from __future__ import annotations
 
-import queue
+import errno
+import os
 import select
 import socket
+import threading
+from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
-from .codec import Frames, frame
+from .codec import PACKET_BYTES, first_frame, packets
 
-_CHUNK_BYTES = 256 * 1024
+_ROOM_S = 0.2  # between two looks while the other end takes nothing
+_CLOSED = "its code has closed the connection to its supervisor process, as os.closerange(3, …) does"
 
 
 class LinkEnd:
-    """A socket to the other end; `run` belongs to one thread."""
+    """A socket to the other end. `handle` gets each frame; `on_stuck` is called while the other end takes nothing."""
 
-    def __init__(self, own: socket.socket) -> None:
+    def __init__(self, own: socket.socket, handle: Callable[[Any], None], on_stuck: Callable[[], None]) -> None:
         own.setblocking(False)
-        self._socket = own
-        self._waiting: queue.SimpleQueue[bytes] = queue.SimpleQueue()
-        # No pipe: its number could be another file's once it is closed, while another thread is about to write to it.
-        self._woken, self._wake = socket.socketpair()
-        for each in (self._woken, self._wake):
-            each.setblocking(False)
-        self._unsent = b""
-        self._frames = Frames()
-        self._is_over = False
+        self._socket, self._handle, self._on_stuck = own, handle, on_stuck
+        self._file = os.fstat(own.fileno()).st_ino  # the step's code may close it, and get its number for another file
+        self._waiting: deque[list[bytes]] = deque()  # frames that have not gone yet
+        self._come: deque[bytes] = deque()  # packets whose frames were not handled yet
+        # Held while packets are sent, and while frames are handled. A signal handler does not wait for it: it leaves the work
+        # to who holds it, and has `on_missed` called then.
+        self._turn = threading.Lock()
+        self._is_missed = False
+        self.on_missed: Callable[[], None] = lambda: None
+        self.end: str | None = None  # why nothing is sent or read any more; empty if the other end is gone
 
     def send(self, *data: Any) -> None:
-        """Send a frame soon, in the order of the calls; dropped if the other end is gone."""
-        if not self._is_over:
-            self._waiting.put(frame(data))
-            self.wake()
+        """Send a frame, in the order of the calls; dropped if the other end is gone."""
+        if self.end is None:
+            self._waiting.append(packets(data))
+            self._take_turns(read=False)
 
-    def wake(self) -> None:
-        """Have `run` look around."""
-        with suppress(OSError):  # it is full, and so will wake; or it is closed
-            self._wake.send(b"!", socket.MSG_NOSIGNAL)
-
-    @property
-    def waiting(self) -> int:
-        """How many frames have not gone yet."""
-        return self._waiting.qsize()
-
-    def run(self, handle: Callable[[Any], None], is_over: Callable[[], bool], look_s: float = 5.0) -> None:
-        """Handle all frames, until the other end is gone or `is_over`, which is asked after each event.
-
-        Without any event it asks every `look_s` seconds.
-        """
-        poll = select.poll()
-        poll.register(self._woken, select.POLLIN)
-        try:
-            while not is_over():
-                poll.register(self._socket, select.POLLIN | (select.POLLOUT if self._has_unsent() else 0))
-                ready = dict(poll.poll(1000 * look_s))
-                if self._woken.fileno() in ready:
-                    self._woken.recv(4096)
-                if events := ready.get(self._socket.fileno(), 0):
-                    self._write()
-                    if events & ~select.POLLOUT and not self._read(handle):
-                        return
-        finally:
-            self._is_over = True
-
-    def _has_unsent(self) -> bool:
-        if not self._unsent:
-            with suppress(queue.Empty):
-                self._unsent = self._waiting.get_nowait()
-        return bool(self._unsent)
-
-    def _write(self) -> None:
-        with suppress(OSError):  # its end is read
-            while self._has_unsent():
-                self._unsent = self._unsent[self._socket.send(self._unsent, socket.MSG_NOSIGNAL) :]
-
-    def _read(self, handle: Callable[[Any], None]) -> bool:
-        """Handle what has come; return False at the end."""
-        try:
-            data = self._socket.recv(_CHUNK_BYTES)
-        except BlockingIOError:
-            return True
-        except OSError:
+    def look(self) -> bool:
+        """Handle what has come; return False if that is being done, and `on_missed` will be called after it."""
+        if self._turn.locked():
+            self._is_missed = True
             return False
-        for each in self._frames.feed(data):
-            handle(each)
-        return bool(data)
+        self._take_turns(read=True)
+        return True
+
+    def wait(self, timeout_s: float) -> bool:
+        """Wait until something has come, or so long, and handle it; return whether something has come."""
+        has_come = False
+        if self.end is None:
+            poll = select.poll()
+            poll.register(self._socket, select.POLLIN)
+            has_come = bool(poll.poll(1000 * max(0.0, timeout_s)))
+            self._take_turns(read=True)
+        return has_come
 
     def close(self) -> None:
-        """Close it; call it when `run` has returned or was never called."""
-        self._is_over = True
-        for each in (self._socket, self._woken, self._wake):
-            with suppress(OSError):  # the step's code has closed all descriptors
-                each.close()
+        """Close it."""
+        self.end = self.end or ""
+        with suppress(OSError):  # the step's code has closed all descriptors
+            if os.fstat(self._socket.fileno()).st_ino == self._file:
+                self._socket.close()
+            else:
+                self._socket.detach()
+
+    def _take_turns(self, read: bool) -> None:
+        while (read or self._waiting) and self.end is None and not self._turn.locked():
+            with self._turn:
+                self._write()
+                if read:
+                    self._read()
+                    read = False
+            if self._is_missed:
+                self._is_missed = False
+                self.on_missed()
+
+    # --- while `_turn` is held
+
+    def _write(self) -> None:
+        with suppress(IndexError):
+            while True:
+                for packet in self._waiting.popleft():
+                    self._send(packet)
+
+    def _send(self, packet: bytes) -> None:
+        while self.end is None:
+            try:
+                self._check_file()
+                self._socket.send(packet, socket.MSG_NOSIGNAL)
+                return
+            except BlockingIOError:
+                poll = select.poll()
+                poll.register(self._socket, select.POLLOUT)
+                if not poll.poll(1000 * _ROOM_S):
+                    self._on_stuck()
+            except OSError as error:
+                self._fail(error)
+
+    def _read(self) -> None:
+        try:
+            self._check_file()
+            with suppress(BlockingIOError):
+                # In C as a whole, so that no handler runs between a packet's reading and its keeping.
+                self._come.extend(iter(partial(self._socket.recv, PACKET_BYTES + 1), b""))
+                self.end = ""
+        except OSError as error:
+            self._fail(error)
+        while (found := first_frame(self._come)) is not None:
+            value, count = found
+            self._handle(value)
+            for _ in range(count):
+                self._come.popleft()
+
+    def _check_file(self) -> None:
+        if os.fstat(self._socket.fileno()).st_ino != self._file:
+            raise OSError(errno.EBADF, os.strerror(errno.EBADF))
+
+    def _fail(self, error: OSError) -> None:
+        self.end = _CLOSED if error.errno == errno.EBADF else ""

@@ -85,9 +85,6 @@ class Keeper:
     def gone(self, node: int) -> Remarks | None:
         """Take note that a node is no longer in the gang: it is lost, or its step has ended."""
 
-    def busy(self, at_s: float) -> None:
-        """Take note that some node's task can't tell of its workers now; said about once a second."""
-
     def tick(self, at_s: float, where: Callable[[int], Where]) -> Remarks:
         """Look at the clock, once a second while workers run; `where` takes a rank."""
         return Remarks()
@@ -166,10 +163,6 @@ class Keepers:
         """Tell all that a node is no longer in the gang."""
         for name, remarks in self._ask_all(lambda keeper: keeper.gone(node)).items():
             self._remember(name, remarks)
-
-    def busy(self, at_s: float) -> None:
-        """Tell all that some node's task can't tell of its workers now."""
-        self._ask_all(lambda keeper: keeper.busy(at_s))
 
     def overdue(self, at_s: float) -> None:
         """Have all answer what is overdue."""

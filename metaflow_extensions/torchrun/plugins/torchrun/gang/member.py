@@ -1,36 +1,32 @@
 """A node as a member of its gang, from the step's begin to its end.
 
-It holds the channel and numbers the launches. News of the gang must reach the step's code wherever that is: inside of
-`run` it arrives as a message, outside of it as an exception in the main thread (see `wakeup`).
+It numbers the launches. News of the gang must reach the step's code wherever that is: inside of `run` the supervisor
+handles it, outside of it it comes as an exception in the main thread (see `wakeup`).
 
-Who may touch what. Three kinds of threads meet here: those of the step's code, which call `run`; the channel's thread,
-which calls `deliver` and `lose_control`; and watching threads, which call `notice`. Handlers of signals interrupt the
-main thread. All state changes under `_lock`. No thread waits while it holds the lock, except in `_wait`, which releases it.
+Who may touch what. The step's threads call `run`; one of them at a time is in a launch. Who reads the connection to the
+supervisor calls `deliver`, `lose_control`, `lose_supervisor` and `notice`: a thread that waits, or the handler of the wake
+signal. Handlers interrupt the main thread at any place. So there is no lock: each change is one assignment, and a handler
+either leaves the state alone or raises, so that what it has interrupted does not go on.
 
-- In the handler of SIGTERM only `record_sigterm` runs. It takes no lock: it reads, and adds to `_sigterms`, a deque.
-- In the handlers of the wake signal and of the alarm, `raise_news` and `time_out` run. They take the lock, even where
-  they have interrupted the main thread while that holds it. That is safe, because they either leave the state alone or
-  raise, so that what they have interrupted does not go on.
-- In a forked child nothing works. The lock may be held there for ever by a thread that was not forked, so every
-  method checks `in_task` before it takes the lock.
+- In the handler of SIGTERM only `record_sigterm` runs. It reads, and adds to `_sigterms`, a deque.
+- In the handlers of the wake signal and of the alarm, `raise_news` and `time_out` run.
+- In a forked child nothing works: every method checks `in_task`.
 """
 
 from __future__ import annotations
 
 import os
-import queue
 import socket
 import threading
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any
 
 from ..errors import GangError, LaunchFailed, LaunchTimeout, TorchrunError, TorchrunPreempted, chain
 from ..events import Event, Subscriber
 from ..tracebacks import user_traceback, words_of
 from .cause import Cause, FailureText, cause_of, failed
-from .endings import Interruption, TimedOut, lost_control, preempted, timed_out
+from .endings import TimedOut, lost_control, preempted, timed_out
 from .protocol import CONTROL, Abort, Ack, Alone, Bye, Done, Leave, Message, Replaced, TaskLink, Welcome
 from .texts import QUIET_S, REMIND_S, names
 from .wakeup import NEXT, OVER, ControlNode, State, Wakeup
@@ -47,23 +43,24 @@ class Member:
     """One node in its gang."""
 
     def __init__(self, node: int, num_nodes: int, emit: Subscriber) -> None:
-        self.node, self.num_nodes, self.emit = node, num_nodes, emit
+        self.node, self.num_nodes = node, num_nodes
+        self.emit = emit  # gets events that are written, or can't be by the supervisor; `say` is for all others
         self.host = socket.gethostname()
-        # Of the current launch; each launch has its own. A SimpleQueue, since signal handlers put into it: its `put` may
-        # interrupt itself (CPython's C code), where that of `queue.Queue` would wait for its own lock for ever.
-        self.inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self.shows_output = True  # whether the last launch shows everything that a failing worker writes
         self._link: TaskLink | None = None
         self._at_end: Callable[[], None] = lambda: None
         self._pid = os.getpid()
-        self._lock = threading.RLock()  # an RLock: a signal handler may take it while the main thread holds it
-        self._changed = threading.Condition(self._lock)
-        self._wakeup = Wakeup(self, self._lock)
+        self._wakeup = Wakeup(self)
         self._state = State.STEP
         self._control = ControlNode.UNKNOWN
         self._launches = 0
+        self._callers: dict[int, int] = {}  # which thread has called each launch
         self._sigterms: deque[str] = deque()  # SIGTERMs that `raise_news` has not handled
         self._order: str | None = None  # why this node must end, if it must
+        # What interrupts the launch: orders to end, and ends of its time. `_untold` has what its supervisor does not know.
+        self._interruptions: list[str | TimedOut] = []
+        self._untold: deque[str | TimedOut] = deque()
+        self._is_begun = False  # whether the supervisor knows of the launch
         self.broken: TorchrunError | None = None  # why the gang can't go on; other threads may read it without the lock
         self._lost: TorchrunError | None = None  # the loss of the control node, which that node may not know of
         self._verdict: TorchrunError | None = None  # of the last launch
@@ -74,6 +71,7 @@ class Member:
         `at_end` is called when the node has left, before the link closes.
         """
         self._link, self._at_end = link, at_end
+        link.call_if_missed(self._wakeup.wake_again)
         self._wakeup.set_handlers()
 
     @property
@@ -87,21 +85,24 @@ class Member:
         return self.in_task and self._state is State.STORING
 
     @property
+    def has_left(self) -> bool:
+        """Whether this node has left the gang, although a launch may still run in another thread."""
+        return self._state is State.LEFT
+
+    @property
     def runs_own_code(self) -> bool:
         """Whether the step's own code runs here, outside of `run`."""
         return self._state in (State.STEP, State.TOLD)
 
     def _enter(self, state: State) -> None:
-        """Go to another state; called with the lock."""
+        """Go to another state."""
         assert state in NEXT[self._state], f"a member can't go from {self._state.name} to {state.name}"
         self._state = state
-        self._changed.notify_all()
 
     def _wait(self, is_over: Callable[[], bool], timeout_s: float) -> bool:
-        with self._changed:
-            return self._changed.wait_for(is_over, timeout_s)
+        return is_over() if self._link is None else self._link.wait(is_over, timeout_s)
 
-    # --- called by the channel, in its thread ---------------------------------------------------
+    # --- called by who reads the connection to the supervisor -----------------------------------
 
     def deliver(self, message: Message) -> None:
         """Handle a message of the control node."""
@@ -112,10 +113,8 @@ class Member:
         elif isinstance(message, Abort):
             message.error.events = message.error.events or [record.as_dict() for record in message.events]
             self._break(message.error)
-        elif isinstance(message, Alone):
-            with self._lock:
-                if self._state is State.WAITING:
-                    self._enter(State.ALONE)
+        elif isinstance(message, Alone) and self._state is State.WAITING:
+            self._enter(State.ALONE)
 
     def lose_control(self, reason: str) -> None:
         """Handle the loss of the control node: its connection has ended, or it is silent."""
@@ -130,19 +129,12 @@ class Member:
         self._advance_control(ControlNode.GONE)
 
     def _advance_control(self, control: ControlNode) -> None:
-        with self._lock:
-            self._control = max(self._control, control)
-            self._changed.notify_all()
+        self._control = max(self._control, control)
 
     def _break(self, error: TorchrunError) -> None:
-        with self._lock:
-            if self.broken is not None or self._state in OVER:
-                return
-            self.broken = error
-            self._changed.notify_all()
-            if self._state is State.LAUNCH:
-                self.inbox.put(Interruption.BROKEN)
-        self._wakeup.wake()
+        if self.broken is None and self._state not in OVER:
+            self.broken = error  # a launch ends by its supervisor
+            self._wakeup.wake()
 
     # --- reaching the step's code ---------------------------------------------------------------
 
@@ -160,17 +152,29 @@ class Member:
 
     def notice_here(self, why: str) -> None:
         """Do so for this member, once: notices repeat, but a second order would end a launch without its grace."""
-        with self._lock:
-            if self.broken is not None or self._order is not None:
-                return
+        if self.broken is None and self._order is None:
             self._set_order(why)
-        self._wakeup.wake()
+            self._wakeup.wake()
 
     def _set_order(self, why: str) -> None:
         if self._state not in OVER:
             self._order = self._order or why
             if self._state is State.LAUNCH:
-                self.inbox.put(Interruption.MUST_END)
+                self._interrupt_launch(self._order)
+
+    def _interrupt_launch(self, news: str | TimedOut) -> None:
+        self._interruptions.append(news)
+        self._untold.append(news)
+        self._tell_launch()
+
+    def _tell_launch(self) -> None:
+        while self._is_begun and self._link is not None and self._untold:
+            with suppress(IndexError):  # a signal handler has just told it
+                news = self._untold.popleft()
+                if isinstance(news, TimedOut):
+                    self._link.time_out(news.text)
+                else:
+                    self._link.interrupt(news)
 
     def has_news(self) -> bool:
         """Return whether the step's own code must be interrupted."""
@@ -182,19 +186,18 @@ class Member:
         """Raise the gang's error or the order to end, once; called in the step's thread, or in a handler there."""
         if not self.in_task:
             return
-        with self._lock:
-            with suppress(IndexError):  # the handler of the wake signal may interrupt this loop and take them first
-                while True:
-                    self._set_order(self._sigterms.popleft())
-            if not self.has_news():
-                return
-            if self.broken is not None:
-                self._order = None
-                self._enter(State.TOLD)
-                raise self.broken
-            error = self.terminated()
-            self._enter(State.ENDING)
-            self.send(Leave(self.cause_of(error), failed=True))
+        with suppress(IndexError):  # the handler of the wake signal may interrupt this loop and take them first
+            while True:
+                self._set_order(self._sigterms.popleft())
+        if not self.has_news():
+            return
+        if self.broken is not None:
+            self._order = None
+            self._enter(State.TOLD)
+            raise self.broken
+        error = self.terminated()
+        self._enter(State.ENDING)
+        self.send(Leave(self.cause_of(error), failed=True))
         self._wakeup.restore_handlers()
         raise error
 
@@ -202,11 +205,10 @@ class Member:
         """Raise `LaunchTimeout`, or let the launch that runs do so; called by a signal handler, in the main thread."""
         if not self.in_task:
             return
-        with self._lock:
-            if self._state is State.LAUNCH:
-                self.inbox.put(TimedOut(text))
-            elif self._state not in OVER:
-                raise self.timed_out(text)
+        if self._state is State.LAUNCH:
+            self._interrupt_launch(TimedOut(text))
+        elif self._state not in OVER:
+            raise self.timed_out(text)
 
     def terminated(self) -> TorchrunPreempted:
         """Return the error for a task that was told to stop."""
@@ -222,6 +224,13 @@ class Member:
         return timed_out(self.node, self.host, text)
 
     # --- called by the step's code --------------------------------------------------------------
+
+    def say(self, event: Event) -> None:
+        """Have an event written to this node's log, by the supervisor if it is there, and handed to `emit`."""
+        if self._link is None or self._link.is_gone or not self.in_task:
+            self.emit(event)
+        else:
+            self._link.show(event)
 
     def send(self, message: Message) -> None:
         """Send a message to the control node."""
@@ -242,29 +251,39 @@ class Member:
             )
 
     def begin_launch(self, shows_output: bool = True) -> int:
-        """Begin a launch with a new `inbox` and return its number; raise TorchrunError if none can begin."""
+        """Begin a launch and return its number; raise TorchrunError if none can begin."""
         self.refuse_in_child()
-        with self._lock:
-            error = self._obstacle()
-            if error is not None:
-                if error is self.broken and self._state is State.STEP:
-                    self._enter(State.TOLD)
-                raise error
-            self.inbox = queue.SimpleQueue()
-            self.shows_output = shows_output
-            self._verdict = None
-            self._launches += 1
-            self._enter(State.LAUNCH)
-            return self._launches - 1
+        error = self._obstacle()
+        if error is not None:
+            if error is self.broken and self._state is State.STEP:
+                self._enter(State.TOLD)
+            raise error
+        number, own = self._launches, threading.get_ident()
+        if self._callers.setdefault(number, own) != own:  # two threads at the same moment
+            raise self._refused(number)
+        self._interruptions, self._untold, self._is_begun = [], deque(), False
+        self.shows_output = shows_output
+        self._verdict = None
+        self._enter(State.LAUNCH)
+        self._launches += 1
+        return number
+
+    def has_begun(self) -> None:
+        """Tell the supervisor, which knows of the launch by now, what has interrupted it."""
+        self._is_begun = True
+        self._tell_launch()
+
+    def _refused(self, running: int) -> TorchrunError:
+        return GangError(
+            f"current.torch.run was called on node {self.node} while launch {running} still ran there, in another thread. "
+            "A node takes part in one launch at a time: let the step's threads call it one after the other, in the same "
+            "order on every node."
+        )
 
     def _obstacle(self) -> TorchrunError | None:
         """Return why no launch can begin, or None."""
         if self._state is State.LAUNCH:
-            return GangError(
-                f"current.torch.run was called on node {self.node} while launch {self._launches - 1} still ran there, in "
-                "another thread. A node takes part in one launch at a time: let the step's threads call it one after the "
-                "other, in the same order on every node."
-            )
+            return self._refused(self._launches - 1)
         if self.broken is not None:
             return self.broken
         if self._state is State.ENDING or (self._order is not None and self._state not in OVER):
@@ -276,22 +295,23 @@ class Member:
             )
         return None
 
-    def end_launch(self, verdict: TorchrunError | None, failing: bool = False) -> None:
+    def end_launch(self, verdict: TorchrunError | None, failing: bool = False, handled: int | None = None) -> None:
         """End the launch: the step's own code runs again. Raise news that came too late for the launch.
 
-        `verdict` is what the gang has decided. If `failing`, the launch raises it, or another error.
+        `verdict` is what the gang has decided. If `failing`, the launch raises it, or another error. `handled` is how many
+        interruptions the launch has handled; None: all.
         """
-        with self._lock:
-            self._verdict = verdict
-            if self._state is State.LAUNCH:
-                told = verdict is not None or (failing and self.broken is not None)
-                self._enter(State.TOLD if told else State.STEP)
-            unread = [self.inbox.get_nowait() for _ in range(self.inbox.qsize())]
-            if Interruption.MUST_END not in unread:
-                self._order = None  # the launch has handled it
-        if not failing or Interruption.MUST_END in unread:
+        self._verdict, self._order = verdict, None
+        if self._state is State.LAUNCH:
+            told = verdict is not None or (failing and self.broken is not None)
+            self._enter(State.TOLD if told else State.STEP)
+        late = [] if handled is None else self._interruptions[handled:]
+        for news in late:
+            if isinstance(news, str):
+                self._set_order(news)
+        if not failing or self._order is not None:
             self.raise_news()
-        for news in unread:
+        for news in late:
             if isinstance(news, TimedOut):
                 self.time_out(news.text)
 
@@ -302,18 +322,17 @@ class Member:
         """
         if not self.in_task:
             return
-        with self._lock:
-            if self._state is State.LAUNCH:
-                raise GangError(
-                    f"The step's code has ended on node {self.node} while launch {self._launches - 1} still ran there in "
-                    "another thread. Wait for the thread that has called current.torch.run."
-                )
-            if self._state is State.ENDING:
-                raise self.terminated()
-            if self._state not in (State.STEP, State.TOLD):
-                return
-            waits = self.node == CONTROL and self.num_nodes > 1
-            self._enter(State.WAITING if waits else State.STORING)
+        if self._state is State.LAUNCH:
+            raise GangError(
+                f"The step's code has ended on node {self.node} while launch {self._launches - 1} still ran there in "
+                "another thread. Wait for the thread that has called current.torch.run."
+            )
+        if self._state is State.ENDING:
+            raise self.terminated()
+        if self._state not in (State.STEP, State.TOLD):
+            return
+        waits = self.node == CONTROL and self.num_nodes > 1
+        self._enter(State.WAITING if waits else State.STORING)
         if self._link is not None:
             self._link.end_spares()
         self.send(Done())
@@ -338,11 +357,10 @@ class Member:
         while not self._wait(lambda: self._state is not State.WAITING or self.broken is not None, patience_s):
             patience_s = REMIND_S
             text = f"this node has finished; waiting until {names(remaining())} ended the step and stored the results"
-            self.emit(Event("note", self.node, text))
-        with self._lock:
-            if self.broken is not None:
-                raise self.broken
-            self._enter(State.STORING)
+            self.say(Event("note", self.node, text))
+        if self.broken is not None:
+            raise self.broken
+        self._enter(State.STORING)
         self._wakeup.restore_handlers()
 
     def leave(self, error: BaseException | None = None, hold_s: float = 0.0) -> None:
@@ -353,13 +371,10 @@ class Member:
         """
         if not self.in_task or self._link is None:
             return
-        with self._lock:
-            before = self._state
-            if before is State.LEFT:
-                return
-            if before is State.LAUNCH:  # it runs in another thread; the step's code itself has ended
-                self.inbox.put(Interruption.BROKEN)
-            self._enter(State.LEFT)
+        before = self._state
+        if before is State.LEFT:
+            return
+        self._enter(State.LEFT)
         try:
             if before is not State.ENDING:  # otherwise *leave* was sent already
                 cause = None if error is None or self.gang_knows(error) else self.cause_of(error)

@@ -23,7 +23,7 @@ Node 0 is the control node and a node of its own gang: its own messages take the
     Leave: nothing more will come       ──>
                                         <──  Ack; Bye, when the control node itself leaves
 
-The node's supervisor sends `TaskEnded` where the task ended without *leave*, and `Busy` while the task can't speak.
+The node's supervisor sends `TaskEnded` where the task ended without *leave*.
 At any time the control node may send `Note` (a line for the log), `Abort` (the gang is broken) and `Replaced`.
 Both sides send `Beat`, so that silence means loss.
 
@@ -35,11 +35,12 @@ so that a message that arrives late is recognised.
 from __future__ import annotations
 
 import typing
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeAlias
 
 from ..errors import TorchrunError
+from ..events import Event
 from .cause import Cause, Failure
 from .history import Record
 from .policy import LaunchPolicy
@@ -202,11 +203,6 @@ class TaskEnded:
 
 
 @dataclass(frozen=True)
-class Busy:
-    """The node's task can't tell of its workers now: it is stopped, or a call keeps its Python. Its supervisor says so."""
-
-
-@dataclass(frozen=True)
 class Beat:
     """The sender lives; both sides send it."""
 
@@ -340,7 +336,7 @@ class Alone:
 
 Message: TypeAlias = (
     Join | Prepares | Command | Ready | Started | Wrote | Failed | Lines | Told | Ended | Storing | Stored | Done | Leave
-    | TaskEnded | Busy | Beat | Welcome | Refused | Go | Ask | Stop | Restart | Store | Verdict | Abort | Replaced | Note
+    | TaskEnded | Beat | Welcome | Refused | Go | Ask | Stop | Restart | Store | Verdict | Abort | Replaced | Note
     | Ack | Bye | Alone
 )  # fmt: skip
 _CLASSES: dict[str, type[Any]] = {cls.__name__.lower(): cls for cls in typing.get_args(Message)}
@@ -366,8 +362,30 @@ class TaskLink(Protocol):
     def send(self, message: Message) -> None:
         """Send a message to the control node; returns at once."""
 
+    @property
+    def is_gone(self) -> bool:
+        """Whether the supervisor has ended."""
+
+    def show(self, event: Event) -> None:
+        """Have an event written to this node's log; returns at once."""
+
     def end_spares(self) -> None:
         """End the spare processes: no launch comes any more; returns at once."""
+
+    def interrupt(self, why: str) -> None:
+        """End the launch that runs as after a SIGTERM; returns at once."""
+
+    def time_out(self, text: str) -> None:
+        """End the launch that runs, since the step's time is up; returns at once."""
+
+    def look(self) -> bool:
+        """Handle what the supervisor has said; return False if that is being done. It returns at once."""
+
+    def call_if_missed(self, call: Callable[[], None]) -> None:
+        """Have something called after each `look` that returned False, when that is done."""
+
+    def wait(self, is_over: Callable[[], object], timeout_s: float) -> bool:
+        """Handle what the supervisor says until `is_over`, or so long; return whether it is over."""
 
     def hurry(self) -> None:
         """Keep the supervisor from waiting for a reader that takes nothing: the task was told to end."""

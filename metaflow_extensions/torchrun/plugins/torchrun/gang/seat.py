@@ -38,12 +38,14 @@ class Seat:
         self._is_launching = False
         self._says_bye = False  # the control node has announced that it leaves
         self._order = ""  # why this node must end
+        self._interruptions = 0  # of the current launch, as the task counts them
 
     # --- what comes from elsewhere
 
     def expect_launch(self) -> None:
         """Keep what comes from now on for the next launch; the last one may still be ending."""
         self._next = asyncio.Queue()
+        self._interruptions = 0
 
     def _put(self, news: Any) -> None:
         (self.inbox if self._next is None else self._next).put_nowait(news)
@@ -74,10 +76,12 @@ class Seat:
     def interrupt(self, why: str) -> None:
         """End this node as after a SIGTERM."""
         self._order = why
+        self._interruptions += 1
         self._put(Interruption.MUST_END)
 
     def time_out(self, text: str) -> None:
         """Let the launch raise `LaunchTimeout`."""
+        self._interruptions += 1
         self._put(TimedOut(text))
 
     def give_up(self, cause: Cause | None) -> None:
@@ -93,11 +97,11 @@ class Seat:
         if self.broken is not None:
             raise self.broken
 
-    def end_launch(self) -> list[Interruption | TimedOut]:
-        """End the launch; return what has come too late for it."""
+    def end_launch(self) -> int:
+        """End the launch; return how many interruptions it has handled. Later ones are the task's."""
         self._is_launching = False
         unread = [self.inbox.get_nowait() for _ in range(self.inbox.qsize())]
-        return [news for news in unread if news is Interruption.MUST_END or isinstance(news, TimedOut)]
+        return self._interruptions - sum(news is Interruption.MUST_END or isinstance(news, TimedOut) for news in unread)
 
     @property
     def own_address(self) -> str | None:

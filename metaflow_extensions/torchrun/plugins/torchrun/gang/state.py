@@ -26,7 +26,6 @@ from .protocol import (
     Abort,
     Ack,
     Alone,
-    Busy,
     Bye,
     Command,
     Done,
@@ -145,9 +144,6 @@ class Gang:
                 why = f"{why}, after its step's code but before its results were stored; see its log"
             self._node_is_gone(node, Cause("lost", node, self.nodes.host(node), exception=why))
             self._see_who_is_left()
-
-    def _on_busy(self, node: int, busy: Busy) -> None:
-        self.keepers.busy(self._course.age_s)
 
     def _on_task_ended(self, node: int, ended: TaskEnded) -> None:
         self._lose(node, ended.how)
@@ -413,5 +409,4 @@ _HANDLERS: dict[type, Callable[[Gang, int, Any], None]] = {
     Done: Gang._on_done,
     Leave: Gang._on_leave,
     TaskEnded: Gang._on_task_ended,
-    Busy: Gang._on_busy,
 }

@@ -1,16 +1,15 @@
 """Interrupts the step's own code with the gang's news, and handles SIGTERM.
 
-The member's `State` decides whether the step's code is interrupted. In a launch, news goes to the launch's inbox
-instead.
+The member's `State` decides whether the step's code is interrupted. In a launch the supervisor is told instead.
 
-Who may touch what. Python runs signal handlers in the main thread, between two instructions of whatever runs there and
-with whatever locks that holds. So the handler of SIGTERM only records it and sends the wake signal: it takes no
-lock, uses no socket and waits for nothing. The handler of the wake signal lets the member raise its news out of the
-step's code. It takes the member's lock, an RLock: the main thread may hold it already, and other threads hold it only
-briefly. It waits for nothing else. `wake` may be called in any thread; handlers are set and restored in the main
-thread alone, since Python allows it nowhere else. `_active` changes only there.
+Who may touch what. Python runs signal handlers in the main thread, between two instructions of whatever runs there. The
+handler of SIGTERM only records it and sends the wake signal. The handler of the wake signal reads what the supervisor says,
+unless somebody does so already, and lets the member raise its news out of the step's code. It waits for nothing. The
+supervisor sends the wake signal, and repeats it until the task has read (`machine/wake`). `wake` may be called in any
+thread; handlers are set and restored in the main thread alone, since Python allows it nowhere else. `_active` changes
+only there.
 
-A forked child shares none of this: its handlers are the former ones, and it has none of our threads.
+A forked child shares none of this: its handlers are the former ones.
 """
 
 from __future__ import annotations
@@ -20,18 +19,14 @@ import enum
 import os
 import signal
 import threading
-import time
 from contextlib import suppress
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
-from .policy import growing_pauses
+from ..machine.wake import SIGNAL
 
 if TYPE_CHECKING:
     from .member import Member
-
-# A real-time signal, beside that of `machine/stacks`; see there.
-_WAKE = int(signal.SIGRTMAX) - 6
 
 
 class ControlNode(enum.IntEnum):
@@ -48,7 +43,7 @@ class State(enum.Enum):
     """Where the step's code is; this decides how news reaches it."""
 
     STEP = "joins, or is in code of its own: news interrupts it"
-    LAUNCH = "in a launch: news goes to the launch's inbox"
+    LAUNCH = "in a launch: news goes to the supervisor"
     TOLD = "in code of its own, and has the gang's error already: only an order to end interrupts it"
     WAITING = "ended on the control node, which waits for the others: news interrupts it"
     ALONE = "ended on the control node, and all others have left: news still interrupts it, as how the last has left"
@@ -73,10 +68,9 @@ OVER = frozenset({State.STORING, State.ENDING, State.LEFT})
 class Wakeup:
     """The signal handlers of one member. If several members have set theirs, the last one's are in force."""
 
-    def __init__(self, member: Member, lock: Any) -> None:
+    def __init__(self, member: Member) -> None:
         self.member = member
-        self._lock = lock  # the member's lock; news changes only under it
-        self._handlers = {int(signal.SIGTERM): self._on_sigterm, _WAKE: self._on_wake}
+        self._handlers = {int(signal.SIGTERM): self._on_sigterm, SIGNAL: self._on_wake}
         self._former: dict[int, Any] = {}
 
     def set_handlers(self) -> None:
@@ -89,16 +83,16 @@ class Wakeup:
     def restore_handlers(self) -> None:
         """Set the former handlers, unless the step has set others meanwhile.
 
-        Only the main thread can, and only when the member will have no more news: see `_wake_once`.
+        Only the main thread can, and only when the member will have no more news.
         """
         if threading.current_thread() is not threading.main_thread() or self not in _active:
             return
         _active.remove(self)
         for number, handler in self._handlers.items():
             if signal.getsignal(number) == handler:
-                if number == _WAKE:
-                    # Discards a pending wake signal. With the default handler it would kill the process.
-                    signal.signal(number, signal.SIG_IGN)
+                if number == SIGNAL and self._former[number] == signal.SIG_DFL:
+                    # One may be on its way from the supervisor. With the default handler it would kill the process.
+                    self._former[number] = signal.SIG_IGN
                 with suppress(TypeError):  # a handler not set from Python can't be set back
                     signal.signal(number, self._former[number])
 
@@ -109,34 +103,25 @@ class Wakeup:
 
     def wake(self) -> None:
         """Have the member's news raised in the main thread soon, even if a call blocks there. Any thread may call it."""
-        # A thread repeats the signal: one that arrives between a check and the blocking call after it ends nothing.
-        if self._wake_once():
-            with suppress(RuntimeError):  # no more threads can start
-                threading.Thread(target=self._keep_waking, name="torchrun-wake", daemon=True).start()
+        if self.member.has_news():
+            self.wake_again()
 
-    def _keep_waking(self) -> None:
-        for pause_s in growing_pauses():
-            time.sleep(pause_s)
-            if not self._wake_once():
-                return
-
-    def _wake_once(self) -> bool:
-        with self._lock:  # the handler stays set while there is news; without it the signal would kill the process
-            # A step may have reset all signals.
-            if self not in _active or not self.member.has_news() or not callable(signal.getsignal(_WAKE)):
-                return False
+    def wake_again(self) -> None:
+        """Have the handler run in the main thread soon."""
+        # A step may have reset all signals; without a handler this one would kill the process.
+        if self in _active and callable(signal.getsignal(SIGNAL)):
             # `interrupt_main` sets Python's own flag for the signal, so it works even if the step has blocked signals.
             # `pthread_kill` sends the real signal, which ends a blocking system call.
-            _thread.interrupt_main(_WAKE)  # type: ignore[arg-type]  # an int will do
-            signal.pthread_kill(threading.main_thread().ident or 0, _WAKE)
-            return True
+            _thread.interrupt_main(SIGNAL)  # type: ignore[arg-type]  # an int will do
+            if threading.current_thread() is not threading.main_thread():
+                signal.pthread_kill(threading.main_thread().ident or 0, SIGNAL)
 
     # --- in a signal handler --------------------------------------------------------------------
 
     def _on_sigterm(self, number: int, frame: FrameType | None) -> None:
         former = self._former[number]
         if self.member.record_sigterm():
-            _thread.interrupt_main(_WAKE)  # type: ignore[arg-type]  # its handler runs right after this one
+            _thread.interrupt_main(SIGNAL)  # type: ignore[arg-type]  # its handler runs right after this one
         elif callable(former):  # for example in a child that was forked past Python
             former(number, frame)
         elif former != signal.SIG_IGN:
@@ -145,7 +130,8 @@ class Wakeup:
 
     def _on_wake(self, number: int, frame: FrameType | None) -> None:
         for each in _active[::-1]:
-            each.member.raise_news()
+            if each.member.link is None or each.member.link.look():
+                each.member.raise_news()
 
 
 # The members whose handlers are set, the innermost last: a gang's step may use `TorchrunSingleNodeMultiGPU`. Only the

@@ -70,9 +70,9 @@ class Transfer:
         self._ended = threading.Event()
         self._given_up = False
 
-    def start(self, news: Callable[[], None] = lambda: None) -> None:
-        """Begin; the transfer's thread calls `news` at the end."""
-        threading.Thread(target=self._run, args=(news,), name="torchrun-values", daemon=True).start()
+    def start(self) -> None:
+        """Begin."""
+        threading.Thread(target=self._run, name="torchrun-values", daemon=True).start()
 
     @property
     def seconds(self) -> float:
@@ -127,7 +127,7 @@ class Transfer:
         if (problem := self.problem()) is not None:
             raise TransferFailed(f"{self.step.what} could not be loaded from {self.where} {problem}") from self._error
 
-    def _run(self, news: Callable[[], None]) -> None:
+    def _run(self) -> None:
         try:
             for step in itertools.chain([self.step], self._steps):
                 if self._given_up:
@@ -138,7 +138,6 @@ class Transfer:
             self._error = error
         finally:
             self._ended.set()
-            news()
 
 
 def _do_not_wait_for_pools() -> None:

@@ -2,8 +2,8 @@
 
 All text waits in one queue, in the order in which it came. The thread writes it, and waits for the reader as long as it
 takes: a reader may pause for hours, as a stopped terminal does. Nobody else waits for it, but for who calls `settle`,
-and the process's end. On a local run all nodes write to the pipes of the control task, one text at a time:
-see `shared_pipe`.
+and the process's end. The thread ends when it has nothing to write, since a task's own code may fork. On a local run all
+nodes write to the pipes of the control task, one text at a time: see `shared_pipe`.
 
 Metaflow's local runtime (``Worker.read_logline`` in ``metaflow/runtime.py``, 2.19) reads two pipes, and takes a line of
 each in turns. So a text waits until the other pipe is empty: a traceback stays in one piece, behind what was printed
@@ -43,6 +43,7 @@ _OTHER_PATIENCE_S = 1.0  # for the reader of the other stream, while it reads no
 _READER_PATIENCE_S = 0.05  # the same before the last line of a text
 _STUCK_S = 3.0  # for a reader that takes nothing, when this process was told to end
 _LOOK_S = 0.5
+_LINGER_S = 0.1  # how long the thread waits for more
 
 STREAMS = ("stdout", "stderr")
 
@@ -132,7 +133,7 @@ class _Writer:
         self._busy_since: float | None = None  # when the thread began to wait for the reader of the current text
         self._is_over = False  # whether the interpreter ends; who puts then waits
         self._has_thread = False
-        self._writing = threading.Lock()  # held by the thread for good
+        self._writing = threading.Lock()  # held by the thread
         self._ahead: _Item | None = None  # taken from the queue too early
         self._pipes = SharedPipes()
         self._own_fd: int | None = None  # a copy of the descriptor that is written to
@@ -183,7 +184,7 @@ class _Writer:
 
     def close(self) -> None:
         """Let go of the pipes and their locks, in a fork of the process."""
-        self._pipes.release(unlock=False)
+        self._pipes.forget()
         if self._own_fd is not None:
             os.close(self._own_fd)
 
@@ -193,13 +194,12 @@ class _Writer:
             return
         try:
             # In one call: a signal handler that raises within `Thread.start` would leave half a thread, or a lock that is
-            # held. If one raises before the next line, a second thread starts later, and waits for good.
+            # held. Who puts before the thread has said that it is there starts another, which waits for this one's end.
             _thread.start_new_thread(self._run, ())
-            self._has_thread = True
         except RuntimeError:
             while not self._texts.empty() and self._writing.acquire(blocking=False):
                 try:
-                    while self._write_next(wait=False):
+                    while self._write_next():
                         pass
                 finally:
                     self._writing.release()
@@ -207,18 +207,19 @@ class _Writer:
     # --- while `_writing` is held
 
     def _run(self) -> None:
-        threading.current_thread().name = "torchrun-writer"
+        self._has_thread = True
         with self._writing:
-            while True:
+            # First it says that it is gone, and then looks once more: whoever puts later starts another.
+            while self._has_thread or not self._texts.empty():
                 try:
-                    self._write_next(wait=True)
+                    self._has_thread = self._write_next(_LINGER_S)
                 except BaseException as error:  # no memory; without this thread the process would never end
                     text = f"[torchrun] some lines could not be written ({type(error).__name__})\n"
                     self._write("stderr", text.encode())
 
-    def _write_next(self, wait: bool) -> bool:
+    def _write_next(self, wait_s: float = 0.0) -> bool:
         """Write the next text, with those behind it for the same stream; return False if there is none."""
-        found = self._next(wait)
+        found = self._next(wait_s)
         if found is None:
             return False
         if not isinstance(found, tuple):
@@ -226,7 +227,7 @@ class _Writer:
             return True
         self._busy_since = time.monotonic()
         stream, parts, size = found[0], [found[1]], len(found[1])
-        while isinstance(more := self._next(False), tuple) and more[0] == stream and size < _TURN_BYTES:
+        while isinstance(more := self._next(), tuple) and more[0] == stream and size < _TURN_BYTES:
             parts.append(more[1])
             size += len(more[1])
         self._ahead = more
@@ -239,12 +240,12 @@ class _Writer:
             self._busy_since = None
         return True
 
-    def _next(self, wait: bool) -> _Item | None:
+    def _next(self, wait_s: float = 0.0) -> _Item | None:
         if self._ahead is not None:
             ahead, self._ahead = self._ahead, None
             return ahead
         with suppress(queue.Empty):
-            return self._texts.get(wait)
+            return self._texts.get(wait_s > 0, wait_s)
         return None
 
     def _write(self, stream: str, lines: bytes, more_follows: bool = False) -> None:

@@ -33,6 +33,7 @@ class SharedPipes:
 
     def __init__(self) -> None:
         self._held: list[tuple[int, tuple[int, int]]] = []  # descriptors of our own, with their pipes
+        self._opens: tuple[int, int] | None = None  # the pipe that is being opened, perhaps while another thread forks
 
     @contextmanager
     def turn(self, fds: Iterable[int]) -> Iterator[None]:
@@ -53,12 +54,23 @@ class SharedPipes:
         for pipe in sorted(pipes):
             # A descriptor of our own: a lock belongs to the open file, which others may have inherited.
             with suppress(OSError):  # no /proc (macOS), or a pipe without reader: the write tells
+                self._opens = pipe
                 own = os.open(f"/proc/self/fd/{pipes[pipe]}", os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC)
                 self._held.append((own, pipe))
+            self._opens = None
         return [own for own, _ in self._held]
 
+    def forget(self) -> None:
+        """Close what a fork of the process shares, and leave the locks to the process."""
+        self.release(unlock=False)
+        for fd in map(int, os.listdir("/proc/self/fd")) if self._opens is not None else ():
+            with suppress(OSError):  # that of the listing itself
+                flags = fcntl.fcntl(fd, fcntl.F_GETFL)
+                if _identity(fd) == self._opens and flags & os.O_NONBLOCK and fcntl.fcntl(fd, fcntl.F_GETFD):
+                    os.close(fd)
+
     def release(self, unlock: bool) -> None:
-        """Let others write. A fork of the process shares the locks: there it closes what it has, and leaves them locked."""
+        """Let others write."""
         while self._held:
             fd, pipe = self._held.pop()
             with suppress(OSError):  # the step's code has closed all descriptors; that releases the lock, too

@@ -1,13 +1,16 @@
-"""While a pod is pending, the log shows the kubectl command that explains why.
+"""Pods: why one is pending, and whether this one is told to stop.
 
-The reason stands in the pod's events. A task may lack the rights to read those; the person who reads its log may have
-them.
+While a pod is pending, the log shows the kubectl command that explains why. The reason stands in the pod's events. A task
+may lack the rights to read those; the person who reads its log may have them.
 """
 
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Mapping
+
+from .processes import status
 
 
 def why_it_waits(node: int, environ: Mapping[str, str] = os.environ) -> str:
@@ -21,3 +24,13 @@ def why_it_waits(node: int, environ: Mapping[str, str] = os.environ) -> str:
         return ""
     namespace = environ.get("METAFLOW_KUBERNETES_POD_NAMESPACE", "default")
     return f"kubectl -n {namespace} describe pods -l job-name={job_set}-worker-{node - 1}"
+
+
+def told_to_stop(shell: int) -> str | None:
+    """Return why this pod will stop if SIGTERM is pending for its `shell`, see `task/pod_shell`; else None."""
+    about = status(shell)
+    pending = int(about.get("SigPnd", "0"), 16) | int(about.get("ShdPnd", "0"), 16)
+    told = pending >> (signal.SIGTERM - 1) & 1
+    return (
+        "its pod got SIGTERM (it is deleted, evicted or over its time limit, or its machine drained)" if told else None
+    )

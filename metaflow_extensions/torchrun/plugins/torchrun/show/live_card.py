@@ -1,7 +1,8 @@
 """Renews the cards that show the gang, while the task runs and at its end.
 
-They are ``@card(type="torchrun")`` and a user's own cards with parts of the gang's (`GangPart`). A separate thread
-requests them from Metaflow, which starts a process each time. The workers, the gang and the step never wait for these.
+They are ``@card(type="torchrun")`` and a user's own cards with parts of the gang's (`GangPart`). A separate thread, which is
+there when one is due, requests them from Metaflow, which starts a process each time. The workers, the gang and the step
+never wait for these.
 Without such a card, this module does nothing.
 
 The step's code may also refresh a user's own card. So this module does not renew it while that code runs, and keeps the
@@ -21,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from metaflow import current
 
+from ..channel.background import NEVER, Background, Pauses
 from ..compat import cards
 from ..compat.renamed import convenience
 from ..errors import TorchrunConfigError
@@ -34,7 +36,7 @@ from .parts.model import Sentence
 if TYPE_CHECKING:
     from ..node.watchers import Feature
 
-_LOOKS_EVERY_S = 1.0
+_BUSY_S = 1.0  # between two looks while Metaflow still makes a card
 # Each process of Metaflow takes most of a second of a core. So a young step is shown at most every 5 s after news, and
 # every 15 s if only numbers change. The pause grows with the step's age: to 90 s, which is less than 1 % of a core, or
 # to 30 s after news.
@@ -96,13 +98,15 @@ class GangPart(cards.component_class()):  # type: ignore[misc]  # Metaflow is no
 class LiveCard:
     """The cards of one task, from the gang's start to its end.
 
-    The step's thread creates it, requests parts and ends it; its own thread renews the cards.
+    The step's thread creates it, requests parts and ends it; a thread of its own renews the cards. `begin` begins that work:
+    `ControlClient.in_background`.
     """
 
     def __init__(
         self,
         snapshot: Callable[[], Snapshot],
         count: Callable[[], int],
+        begin: Callable[[str, Callable[[], Pauses]], Background],
         runs_own_code: Callable[[], bool] = lambda: False,
         with_ours: bool = True,
         features: Sequence[Feature] = (),
@@ -117,10 +121,16 @@ class LiveCard:
         self._began_at = time.monotonic()
         self._pid = os.getpid()
         self._shown, self._shown_at = -1, float("-inf")
-        self._over = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="torchrun-card", daemon=True)
+        self._is_over = False
+        self._begin = begin
+        self._work: Background | None = None  # there from the first card that is to be renewed on
         if self._cards:
-            self._thread.start()
+            self._begin_work()
+
+    def _begin_work(self) -> None:
+        if self._work is None and not self._is_over:
+            self._work = self._begin("torchrun-card", self._renew_if_due)
+            self._work.begin()
 
     def part(self, names: tuple[str, ...]) -> GangPart:
         """Return parts of the gang's page for a card of the user's own; called by the step's code."""
@@ -131,25 +141,30 @@ class LiveCard:
     def follow_parts(self) -> None:
         """Also renew the user's own cards with parts."""
         self._has_parts = True
-        if not (self._thread.is_alive() or self._over.is_set()):
-            self._thread.start()
+        self._begin_work()
 
     def for_part(self) -> Snapshot:
         """Return the present snapshot for a part; any thread may call this."""
-        return self._snapshot() if self._over.is_set() else self._now()
+        return self._snapshot() if self._is_over else self._now()
 
     def _now(self) -> Snapshot:
         return self._snapshot().at(time.monotonic() - self._began_at)
 
     # --- in the card's thread
 
-    def _run(self) -> None:
-        while not self._over.wait(_LOOKS_EVERY_S):
-            with convenience(_LIVE):
-                if self._is_due(time.monotonic()):
-                    others = cards.with_component(GangPart) if self._has_parts and not self._runs_own_code() else []
-                    if not any(map(cards.is_busy, [*self._cards, *others])):
-                        self._renew(others)
+    def _renew_if_due(self) -> Pauses:
+        if self._is_over:
+            return NEVER, NEVER
+        with convenience(_LIVE):
+            if self._is_due(time.monotonic()):
+                others = cards.with_component(GangPart) if self._has_parts and not self._runs_own_code() else []
+                if any(map(cards.is_busy, [*self._cards, *others])):
+                    return _BUSY_S, _BUSY_S
+                self._renew(others)
+        now = time.monotonic()
+        is_quiet = self._runs_own_code() and self._shown >= 0  # then only news is shown
+        news_s, any_s = (self._shown_at - now + pause_s(now - self._began_at, has_news) for has_news in (True, False))
+        return max(_BUSY_S, news_s), NEVER if is_quiet else max(_BUSY_S, any_s if self._shown >= 0 else news_s)
 
     def _is_due(self, now: float) -> bool:
         has_news = self._count() != self._shown
@@ -180,11 +195,11 @@ class LiveCard:
 
         Safe to call more than once; no effect in a forked child.
         """
-        if os.getpid() != self._pid or self._over.is_set():
+        if os.getpid() != self._pid or self._is_over:
             return
-        self._over.set()
-        if self._thread.is_alive():
-            self._thread.join(_SETTLE_S)
+        self._is_over = True
+        if self._work is not None:
+            self._work.settle(_SETTLE_S)
         for card in self._cards:
             cards.give(card, self._snapshot().stored())
 

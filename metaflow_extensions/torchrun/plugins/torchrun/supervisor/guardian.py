@@ -12,13 +12,16 @@ import os
 import select
 import shutil
 import signal
+import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 
+from ..channel.codec import packets
 from ..compat import linux
 from ..machine.estate import Estate
 from ..machine.processes import children, find, living_descendants, send_signal
+from ..machine.wake import LONGEST_PAUSE_S, unread_bytes, wake
 
 _KILL_WAIT_S = 10.0  # after SIGKILL only a process in uninterruptible sleep stays
 _CONTINUE_S = 1.0  # between two looks at the supervisor
@@ -30,16 +33,37 @@ def main() -> int:
     linux.adopt_orphans()
     have_default_signals()
     told, tell = os.pipe()
+    link = os.dup(0)
     supervisor = os.fork()
     if supervisor == 0:
         os.close(told)
+        os.close(link)
         os.set_blocking(tell, False)  # nobody waits for a guardian that somebody has stopped
         from .process import main as supervise
 
         return supervise(tell)
-    _keep_only(told)
-    guard(supervisor, told)
+    _keep_only(told, link)
+    guard(supervisor, told, lambda: _tell_task(supervisor, link))
+    _wake_task(int(sys.argv[1]), link)
     return 0
+
+
+def _tell_task(supervisor: int, link: int) -> None:
+    """Tell the task that the supervisor has ended, unless it has done so by itself."""
+    _, status = os.waitpid(supervisor, 0)
+    if status != 0:
+        with suppress(OSError):
+            os.set_blocking(link, False)
+            os.write(link, packets(["gone", ""])[0])
+
+
+def _wake_task(task: int, link: int) -> None:
+    """Wake the task until it has read that: its own code may run."""
+    pause_s = _LOOK_S
+    while unread_bytes(link) and find(task) is not None:
+        wake(task)
+        time.sleep(pause_s)
+        pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
 
 
 def have_default_signals() -> None:
@@ -57,19 +81,19 @@ def have_default_signals() -> None:
     signal.pthread_sigmask(signal.SIG_SETMASK, ())  # last, since a blocked signal may be pending and arrives now
 
 
-def _keep_only(file: int) -> None:
+def _keep_only(*files: int) -> None:
     """Close all other files: whoever reads the task's output, or its connection, waits for the end of all copies."""
     nothing = os.open(os.devnull, os.O_RDWR)
     for fd in (0, 1, 2):
         os.dup2(nothing, fd)
     for fd in map(int, os.listdir("/proc/self/fd")):
-        if fd > 2 and fd != file:
+        if fd > 2 and fd not in files:
             with suppress(OSError):  # that of the listing itself
                 os.close(fd)
 
 
-def guard(supervisor: int, told: int) -> None:
-    """Read what the supervisor tells until its end, and then end what it has left."""
+def guard(supervisor: int, told: int, on_end: Callable[[], None]) -> None:
+    """Read what the supervisor tells until its end, and then end what it has left; `on_end` is called in between."""
     estate, rest = Estate(), b""
     pipes: list[int] = []
     while data := _read(supervisor, told):
@@ -79,6 +103,7 @@ def guard(supervisor: int, told: int) -> None:
             _close(pipes)
             # Held so that no worker that saves dies of its next line when the supervisor, which reads them, is gone.
             pipes = [] if estate.pipes is None else list(_open_pipes(estate.pipes))
+    on_end()
     _end_all(estate, pipes)
     for folder in estate.folders:
         shutil.rmtree(folder, ignore_errors=True)

@@ -12,7 +12,6 @@ from typing import Any
 
 from ..errors import TorchrunError
 from ..gang.cause import Cause
-from ..gang.endings import TimedOut
 from ..gang.protocol import Store, to_wire
 from ..gang.seat import GivenUp, Seat
 from ..gang.wire import from_plain, to_plain
@@ -48,6 +47,7 @@ class Launches:
         self._plan: Plan | None = None  # of the last launch
         # The last one; that of another gang of this task, `before`, may still be being stopped.
         self._launch: asyncio.Task[None] | None = None if before is None else before._launch
+        self._number = -1  # of the last launch that the task has asked for
         self._awaits_task = False  # whether the launch can't go on without the task
 
     @property
@@ -69,6 +69,7 @@ class Launches:
         if task is not None:
             tempfile.tempdir = task.tmp
             self._output.begin(task.writes)
+        self._number = number
         features = [each for each in self._features if each.name in found.features]
         self._plan = plan = Plan.of(found, write=self._writer(found), warm_node=self._warm, with_features=features)
         self._awaits_task = False
@@ -86,8 +87,11 @@ class Launches:
         self._plan = replace(self._plan, spec=found.spec, facts=found.facts)
         self._seat.inbox.put_nowait(Completed(self._plan))
 
-    def give_up(self, cause: dict[str, Any] | None) -> None:
-        """End the launch: the task has left it."""
+    def give_up(self, number: int, cause: dict[str, Any] | None) -> None:
+        """End the launch: the task has left it. It may have done so before it has said *run*."""
+        if number != self._number:
+            self._tell_task("ended", number, {"handled": 0})
+            return
         self._seat.give_up(None if cause is None else from_plain(Cause, cause, "the cause"))
 
     def end_spares(self) -> None:
@@ -131,9 +135,9 @@ class Launches:
         except BaseException as error:
             text = "".join(traceback.format_exception(error)).rstrip()
             told = {"error": to_plain(TorchrunError(f"The launch failed by a bug in metaflow-torchrun:\n{text}"))}
-        unread = [each.text if isinstance(each, TimedOut) else None for each in self._seat.end_launch()]
         self._awaits_task = True
-        self._tell_task("ended", number, {**told, "unread": unread})
+        self._output.begin(())  # nobody reads what the task would have to write
+        self._tell_task("ended", number, {**told, "handled": self._seat.end_launch()})
 
     def _writer(self, request: Request) -> Callable[[str, bytes], bool]:
         # Nodes that share a machine share a terminal: there the control node's lines and these stand side by side.

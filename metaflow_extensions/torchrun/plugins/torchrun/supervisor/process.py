@@ -17,13 +17,15 @@ import socket
 import sys
 import time
 import traceback
+from functools import partial
 from typing import Any
 
 from ..compat import linux
 from ..errors import TorchrunError
+from ..events import Event
 from ..features.listed import FEATURES
 from ..gang.cause import describe_exit
-from ..gang.protocol import Busy, TaskEnded, from_wire
+from ..gang.protocol import Abort, Replaced, TaskEnded, from_wire
 from ..gang.wire import to_plain
 from ..logs import console
 from ..machine import processes
@@ -36,25 +38,27 @@ from ..node.watchers import spares_of
 from .launches import Launches
 from .output import Output, settle
 from .sides import ControlSide, MemberSide, Side
+from .signs import Signs
 from .task_link import TaskLink
 
-_ASK_S, _BUSY_S = 1.0, 3.0  # between two questions to the task; with no answer for so long it is busy
 _LAST_LINES_S = 0.5  # for what the workers have written before the task's end
 _DYING_S = 5.0  # a task that is killed closes its files first, and then frees its memory
 _OF_LAUNCHES = frozenset({"run", "complete", "give_up", "end_spares"})
 _OF_SEAT = frozenset({"interrupt", "time_out"})
+_URGENT = frozenset({"lost", "must_end", "look"})  # the step's own code hears of it
+_URGENT_MESSAGES = frozenset({Abort.__name__.lower(), Replaced.__name__.lower()})
 
 
 def main(guardian: int) -> int:
     """Serve one task, until it lets go or is gone; `guardian` is the pipe to the guardian."""
-    pid, began, stdout = sys.argv[1:]
+    pid, began, stdout, *more = sys.argv[1:]
     _take_streams(int(stdout))
     linux.adopt_orphans()
-    task, link = processes.Other(int(pid), began), socket.socket(fileno=os.dup(0))
+    task, links = processes.Other(int(pid), began), [socket.socket(fileno=fd) for fd in (os.dup(0), *map(int, more))]
     loop = asyncio.SelectorEventLoop()
     asyncio.set_event_loop(loop)
     # The loop is never closed: that would wait for threads in which names are looked up. The process ends anyway.
-    loop.run_until_complete(Supervisor(task, link, guardian).run())
+    loop.run_until_complete(Supervisor(task, guardian, *links).run())
     return 0
 
 
@@ -72,9 +76,14 @@ def _take_streams(stdout: int) -> None:
 class Supervisor:
     """Serves one task. Everything in this process runs in one loop."""
 
-    def __init__(self, task: processes.Other, own: socket.socket, guardian: int) -> None:
+    def __init__(
+        self, task: processes.Other, guardian: int, own: socket.socket, asking: socket.socket | None = None
+    ) -> None:
         self._task, self._guardian = task, guardian
-        self._link = TaskLink(own, self._handle_or_fail, self._end_service)
+        self._link = TaskLink(own, task.pid, self._handle_or_fail, self._end_service)
+        # What is known of the gang is asked over a connection of its own: other threads of the task ask.
+        self._asking = None if asking is None else TaskLink(asking, task.pid, self._answer_asking)
+        self._signs: Signs | None = None
         self._end: int | None = None  # the file that tells the task's end, if one does
         self._side: Side | None = None
         self._output = Output(self._link.send)
@@ -86,8 +95,6 @@ class Supervisor:
         self._is_over = asyncio.Event()  # the task lets go, is gone, or can't be served any more
         self._is_closing = self._is_released = False  # the task lets go
         self._why: str | None = None  # why the task can't be served any more, although it may live
-        self._asked_at = self._answered_at = time.monotonic()
-        self._is_asked = False  # whether an answer is due
         self._calls: set[asyncio.Task[None]] = set()  # asyncio holds tasks weakly
         # How many processes the kernel had killed for lack of memory a moment ago, and when that was looked up.
         self._oom_kills = [oom_kills()] * 2
@@ -98,6 +105,8 @@ class Supervisor:
         loop = asyncio.get_running_loop()
         loop.set_exception_handler(self._on_bug)
         self._link.open()
+        if self._asking is not None:
+            self._asking.open()
         self._link.send("supervisor", os.getpid(), processes.began(os.getpid()))
         with self._task.end() as self._end:
             if self._end is not None:
@@ -129,25 +138,10 @@ class Supervisor:
         if self._is_over.is_set():
             return
         self._count_oom_kills()
-        self._ask_task()
         if self._is_frozen():
             self._give_up(f"its task {STOPPED} {self._silence_s:g} s")
         if self._has_ended():
             self._end_service()
-
-    def _ask_task(self) -> None:
-        """Ask the task each second for an answer; tell the gang while it gives none and others wait for it."""
-        now = time.monotonic()
-        if self._side is None or now < self._asked_at + _ASK_S:
-            return
-        if now - self._asked_at > _BUSY_S:  # this process was stopped, too
-            self._answered_at = now
-        self._asked_at = now
-        if not self._is_asked:  # one question waits at most, however long the task is busy
-            self._is_asked = True
-            self._link.send("ping")
-        if now - self._answered_at > _BUSY_S and not self._runs_alone:
-            self._side.send(Busy())
 
     @property
     def _runs_alone(self) -> bool:
@@ -179,7 +173,7 @@ class Supervisor:
         """Serve this task no more; it hears so, at once or when it is continued."""
         if self._why is None:
             self._why = why
-            self._link.send("gone", why)
+            self._link.send_now("gone", why)
             self._end_service()
 
     def _on_bug(self, loop: asyncio.AbstractEventLoop, about: dict[str, Any]) -> None:
@@ -206,26 +200,30 @@ class Supervisor:
             self._begin(rest[0])
         elif what == "send":
             self._known_side().send(from_wire(rest[0]))
+        elif what == "show":
+            self._output.show(Event(*rest))
         elif what == "wrote":
             self._output.wrote(*rest)
         elif what in _OF_LAUNCHES and self._launches is not None:
             getattr(self._launches, what)(*rest)
         elif what in _OF_SEAT:
             getattr(self._known_side().seat, what)(*rest)
-        elif what == "pong":
-            self._is_asked, self._answered_at = False, time.monotonic()
         elif what == "call":
-            self._call(*rest)
+            self._call(self._link, *rest)
         else:
             getattr(self._known_side(), what)(*rest)
+
+    def _answer_asking(self, frame: list[Any]) -> None:
+        assert self._asking is not None
+        self._call(self._asking, *frame[1:])
 
     def _begin(self, about: dict[str, Any]) -> None:
         self._silence_s = float(about["timeout_s"])
         if about["num_nodes"] > 1:
             self._frozen = FrozenWatch(self._silence_s)
-        starts = about.pop("starts")
-        side: Side = (ControlSide if "rules" in about else MemberSide)(self._link.send, self._output.show, **about)
-        self._warm = self._warm or spares_of(FEATURES, starts)
+        more = about.pop("more")
+        side: Side = (ControlSide if "rules" in about else MemberSide)(self._tell_task, self._output.show, **about)
+        self._warm = self._warm or spares_of(FEATURES, more.get("starts"))
         self._launches = Launches(
             self._link.send,
             self._tell_estate,
@@ -237,6 +235,14 @@ class Supervisor:
             before=self._launches,
         )
         self._side = side
+        if signs := more.get("signs"):
+            say = lambda text: self._output.show(Event("note", side.seat.node, text))  # noqa: E731
+            self._signs = Signs(self._task, signs, partial(self._tell_task, "must_end"), lambda: side.is_member, say)
+
+    def _tell_task(self, what: str, *rest: Any) -> None:
+        """Tell the task something of its gang; at once if the step's own code must hear of it."""
+        is_urgent = what in _URGENT or (what == "deliver" and rest[0]["type"] in _URGENT_MESSAGES)
+        (self._link.send_now if is_urgent else self._link.send)(what, *rest)
 
     def _tell_estate(self, estate: Estate) -> None:
         """Say what there is to be ended if this process is killed: to the guardian, and to the task if both are."""
@@ -247,24 +253,24 @@ class Supervisor:
         assert self._side is not None
         return self._side
 
-    def _call(self, number: int, name: str, args: list[Any]) -> None:
+    def _call(self, link: TaskLink, number: int, name: str, args: list[Any]) -> None:
         """Answer a question, at once or as soon as the answer is known."""
         self._is_closing = self._is_closing or name == "close"
         answers = self if name == "settle" else self._known_side()
-        call = asyncio.get_running_loop().create_task(self._answer(number, name, args, answers))
+        call = asyncio.get_running_loop().create_task(self._answer(link, number, name, args, answers))
         self._calls.add(call)
         call.add_done_callback(self._calls.discard)
 
-    async def _answer(self, number: int, name: str, args: list[Any], answers: object) -> None:
+    async def _answer(self, link: TaskLink, number: int, name: str, args: list[Any], answers: object) -> None:
         try:
             found = getattr(answers, name)(*(args[:1] if name == "close" else args))
-            self._link.send("answer", number, await found if inspect.isawaitable(found) else found)
+            link.send("answer", number, await found if inspect.isawaitable(found) else found)
         except TorchrunError as error:
-            self._link.send("failed", number, to_plain(error))
+            link.send("failed", number, to_plain(error))
         except OSError as error:
-            self._link.send("os_error", number, type(error).__name__, str(error))
+            link.send("os_error", number, type(error).__name__, str(error))
         except BaseException as error:  # a bug of ours: the task must not wait for ever
-            self._link.send("os_error", number, "OSError", f"{type(error).__name__}: {error}")
+            link.send("os_error", number, "OSError", f"{type(error).__name__}: {error}")
         if name == "close":
             self._release(*args[1:])
 
@@ -296,6 +302,8 @@ class Supervisor:
 
     async def _tell_end(self, how: str) -> None:
         """Tell the gang how the task has ended, and let the gang come to its end."""
+        if self._signs is not None:
+            self._signs.close()
         if self._side is None or self._launches is None:
             return
         self._side.send(TaskEnded(how))

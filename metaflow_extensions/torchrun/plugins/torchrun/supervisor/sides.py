@@ -27,12 +27,15 @@ from ..records.snapshot import snapshot_of
 from .ends import end_of
 from .output import Send
 
+_LOOK_S = 0.25  # between two looks at what the task has to do in the background
+
 
 class Side(ABC):
     """One node's part in the gang: the public methods of both kinds, but `end`, answer what `channel/client` asks."""
 
     def __init__(self, tell_task: Send, node: int, num_nodes: int, show: Callable[[Event], None]) -> None:
         self._tell_task = tell_task
+        self.is_member = node == CONTROL  # whether this node has joined
         self.seat = Seat(node, num_nodes, show, self)
 
     def _deliver(self, message: Message) -> None:
@@ -107,7 +110,9 @@ class MemberSide(Side):
     async def connect(self, addresses: list[str], port: int, token: str, timeout_s: float) -> str:
         """Become a member; return the address that worked."""
         try:
-            return await self._channel.connect(addresses, port, token, timeout_s)
+            address = await self._channel.connect(addresses, port, token, timeout_s)
+            self.is_member = True
+            return address
         finally:
             self._tell_task("hold", self._channel.hold_s)
 
@@ -143,6 +148,11 @@ class ControlSide(Side):
         self._gang = Gang(num_nodes, pick_port, self._rules, keepers)
         self._relay = Relay()  # of the members' lines; dropped, unless it is started
         self._channel = ControlChannel(self._gang, self._deliver, token, timeout_s, self._relay.add)
+        # What the task does in the background, by name: when it is due if there is news, and in any case; and what was known
+        # of the gang when it was done last.
+        self._due: dict[str, tuple[float, float, Any]] = {}
+        self._seen: dict[str, Any] = {}
+        self._look()
 
     @property
     def own_address(self) -> str | None:
@@ -188,6 +198,22 @@ class ControlSide(Side):
         """Open the channel; return its port."""
         return await self._channel.listen(port, host)
 
+    def look_in(self, name: str, news_s: float, any_s: float) -> None:
+        """Have the task do a work in `news_s` seconds if there is news of the gang by then, and in `any_s` in any case."""
+        now = asyncio.get_running_loop().time()
+        self._due[name] = now + news_s, now + any_s, self._seen.get(name)
+
+    def _look(self) -> None:
+        """See what is due; it repeats itself."""
+        loop = asyncio.get_running_loop()
+        now, known = loop.time(), self.counts()
+        for name, (if_news, in_any_case, before) in list(self._due.items()):
+            if now >= in_any_case or (now >= if_news and known != before):
+                del self._due[name]  # until the task has done it, and says when it is due again
+                self._seen[name] = known
+                self._tell_task("look", name)
+        self._looking = loop.call_later(_LOOK_S, self._look)
+
     def pop_answer(self, feature: str) -> dict[str, Any] | None:
         """Return the newest answer of a feature, once."""
         return self._gang.keepers.pop_answer(feature)
@@ -211,6 +237,7 @@ class ControlSide(Side):
 
     async def close(self, wait_s: float) -> dict[str, Any]:
         """Wait until the members have left, a bounded time, and close; return what is known at the end."""
+        self._looking.cancel()
         await self._channel.close(wait_s)
         self._relay.close()
         return {"counts": self.counts(), "view": self.view(), "snapshot": self.snapshot()}

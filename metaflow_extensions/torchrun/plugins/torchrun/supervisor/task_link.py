@@ -8,45 +8,71 @@ from __future__ import annotations
 
 import asyncio
 import socket
+from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
-from ..channel.codec import Frames, frame
+from ..channel.codec import PACKET_BYTES, first_frame, packets
+from ..machine.wake import LONGEST_PAUSE_S, unread_bytes, wake
 
 _FLUSH_S = 5.0
 _LOOK_S = 0.01
-_CHUNK_BYTES = 256 * 1024
 
 
 class TaskLink:
-    """The connection. `handle` gets each frame; `on_end` is called at its end.
+    """A connection to the task `pid`. `handle` gets each frame; `on_end` is called at its end.
 
     A fork of the task may hold the other end open, so its end alone does not tell that the task has ended.
     """
 
-    def __init__(self, own: socket.socket, handle: Callable[[list[Any]], None], on_end: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        own: socket.socket,
+        pid: int,
+        handle: Callable[[list[Any]], None],
+        on_end: Callable[[], None] = lambda: None,
+    ) -> None:
         own.setblocking(False)
-        self._socket, self._handle, self._on_end = own, handle, on_end
-        self._frames = Frames()
-        self._unsent = bytearray()
+        self._socket, self._pid, self._handle, self._on_end = own, pid, handle, on_end
+        self._come: deque[bytes] = deque()
+        self._unsent: deque[bytes] = deque()
+        self._is_waking = False
 
     def open(self) -> None:
         """Begin to read; call it in the loop."""
         asyncio.get_running_loop().add_reader(self._socket, self._read_or_end)
 
     def send(self, *data: Any) -> None:
-        """Send a frame; dropped if the other end is gone."""
+        """Send a frame; dropped if the other end is gone. The task reads it when it next waits for something."""
         is_writing = bool(self._unsent)
-        self._unsent += frame(data)
+        self._unsent.extend(packets(data))
         if not is_writing:
             self._write()
+
+    def send_now(self, *data: Any) -> None:
+        """Send a frame, and wake the task until it has read it: the step's own code may run."""
+        self.send(*data)
+        if not self._is_waking:
+            self._is_waking = True
+            self._wake(_LOOK_S)
+
+    def _wake(self, pause_s: float) -> None:
+        self._is_waking = self._has_unread()
+        if self._is_waking:
+            wake(self._pid)
+            asyncio.get_running_loop().call_later(pause_s, self._wake, min(2 * pause_s, LONGEST_PAUSE_S))
+
+    def _has_unread(self) -> bool:
+        return bool(self._unsent) or unread_bytes(self._socket.fileno()) > 0
 
     def _write(self) -> None:
         loop = asyncio.get_running_loop()
         try:
             with suppress(BlockingIOError):
-                del self._unsent[: self._socket.send(self._unsent, socket.MSG_NOSIGNAL)]
+                while self._unsent:
+                    self._socket.send(self._unsent[0], socket.MSG_NOSIGNAL)
+                    self._unsent.popleft()
         except OSError:  # its end is read
             self._unsent.clear()
         if self._unsent:
@@ -69,14 +95,19 @@ class TaskLink:
     def _read(self) -> bytes | None:
         """Handle what has come, and return it: nothing at the end, and None where nothing has come."""
         try:
-            data = self._socket.recv(_CHUNK_BYTES)
+            packet = self._socket.recv(PACKET_BYTES + 1)
         except BlockingIOError:
             return None
         except OSError:
             return b""
-        for each in self._frames.feed(data):
-            self._handle(each)
-        return data
+        if packet:
+            self._come.append(packet)
+        while (found := first_frame(self._come)) is not None:
+            value, count = found
+            for _ in range(count):
+                self._come.popleft()
+            self._handle(value)
+        return packet
 
     def read_rest(self) -> None:
         """Handle what has come by now: the task is gone."""

@@ -1,17 +1,18 @@
 """Stores the gang's history in the datastore, beside the control node's task.
 
-A thread of its own writes, so a slow datastore delays neither gang nor step, except for up to 5 s at the end.
+A thread of its own writes, when there is something to write. So a slow datastore delays neither gang nor step, except for
+up to 5 s at the end.
 """
 
 from __future__ import annotations
 
 import os
-import threading
 import time
 from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 
+from ..channel.background import NEVER, Pauses
 from ..channel.client import ControlClient
 from ..channel.registry import Registry
 from ..errors import GangError
@@ -36,44 +37,48 @@ class EventStore:
         self._gang = gang  # only asked
         self._about = about  # what else is known of the gang, as plain data; other threads may add to it
         self._pid = os.getpid()
-        self._pause_s = _SOON_S
+        # Only the thread that writes touches the fields from here to `_numbers_due_at`.
+        self._pause_s, self._due_at = _SOON_S, 0.0
         self._written = 0  # how many records the datastore knows of
         self._numbers, self._numbers_due_at = 0, time.monotonic() + _NUMBERS_EVERY_S
-        self._wake = threading.Event()
-        self._is_over = False
-        # Only this thread touches the fields from `_pause_s` to `_numbers_due_at`. Other threads set `_wake` and, once,
-        # `_is_over`.
-        self._thread = threading.Thread(target=self._run, name="torchrun-events", daemon=True)
-        self._thread.start()
+        self._is_urgent = self._is_over = False
+        self._work = gang.in_background("torchrun-events", self._save_if_due)
+        self._work.begin()
 
     def save_soon(self) -> None:
         """Write new records now, not at the next interval."""
-        self._wake.set()
+        self._is_urgent = True
+        self._work.begin()
 
     def close(self) -> None:
         """Write the last records, within 5 s; can be repeated, and has no effect in a forked child."""
         if os.getpid() == self._pid:
             self._is_over = True
-            self._wake.set()
-            self._thread.join(_PATIENCE_S)
+            self._work.begin()
+            self._work.settle(_PATIENCE_S)
 
-    def _run(self) -> None:
-        while not self._is_over:
-            self._wake.wait(self._pause_s)
-            self._wake.clear()
-            self._save()
-        self._save()
-
-    def _save(self) -> None:
+    def _save_if_due(self) -> Pauses:
+        is_urgent, self._is_urgent = self._is_urgent or self._is_over, False
         count, numbers, _ = self._gang.counts()
-        are_due = self._is_over or time.monotonic() > self._numbers_due_at
-        if count > self._written or (numbers != self._numbers and are_due):
-            with suppress(GangError):  # the next write tries again
-                snapshot = self.snapshot()
-                self._registry.save_snapshot(snapshot, _PATIENCE_S)
-                self._pause_s = _EVERY_S if has_begun(snapshot) else _SOON_S
-                self._written, self._numbers = count, numbers
-                self._numbers_due_at = time.monotonic() + _NUMBERS_EVERY_S
+        now = time.monotonic()
+        if count > self._written:
+            due_at = self._due_at
+        elif numbers != self._numbers:
+            due_at = self._numbers_due_at
+        else:
+            return self._pause_s, NEVER
+        if now < due_at and not is_urgent:
+            return due_at - now, due_at - now
+        self._due_at = now + self._pause_s
+        with suppress(GangError):  # the next write tries again
+            snapshot = self.snapshot()
+            self._registry.save_snapshot(snapshot, _PATIENCE_S)
+            self._pause_s = _EVERY_S if has_begun(snapshot) else _SOON_S
+            self._written, self._numbers = count, numbers
+            self._due_at = time.monotonic() + self._pause_s
+            self._numbers_due_at = time.monotonic() + _NUMBERS_EVERY_S
+            return self._pause_s, NEVER
+        return self._pause_s, self._pause_s
 
     def snapshot(self) -> Snapshot:
         """Return what is known of the gang now."""

@@ -1,14 +1,13 @@
 """One call of `run` in its task: the supervisor runs the launch, and this waits for its end.
 
-Meanwhile it does what only the task can: it stores what the workers have left, writes to streams that the step's code has
-put in the place of stdout and stderr, and hands on what interrupts this node. All of that arrives in the member's
-inbox. Everything here belongs to the thread that calls `run`.
+Meanwhile it does what only the task can: it stores what the workers have left, and writes to streams that the step's code
+has put in the place of stdout and stderr. What interrupts this node the member tells the supervisor. Everything here
+belongs to the thread that calls `run`.
 """
 
 from __future__ import annotations
 
 import os
-import queue
 import sys
 import tempfile
 import time
@@ -19,7 +18,6 @@ from typing import Any
 
 from ..channel.client import Client
 from ..errors import TorchrunError
-from ..gang.endings import Interruption, TimedOut
 from ..gang.keepers import Plain
 from ..gang.member import Member
 from ..gang.protocol import Store, from_wire
@@ -32,7 +30,7 @@ from ..node.plan import Request, Task
 from ..node.services import Services
 from .upload import Upload, begin_upload
 
-_LOOK_S = 0.5  # the longest wait for news; Python runs signal handlers only between two waits
+_LOOK_S, _UPLOAD_LOOK_S = 0.5, 0.02  # between two looks at what no frame tells; and while an upload runs
 _OWN_LINES_S = 1.0  # for what the task has written before, so that it stands before what the workers write
 _STOP_S = 45.0  # what a supervisor may take beyond the workers' grace to stop a launch that is given up
 
@@ -58,21 +56,22 @@ class LaunchCall:
         self._stored = 0  # the generation of the last upload
         self._verdict: TorchrunError | None = None
         self._runs = False  # from *run* to *ended*
+        self._handled: int | None = None  # how many interruptions the launch has handled
 
     def run(self) -> Outcome:
         """Run the launch to its end on all nodes. Raises the gang's verdict, the same TorchrunError on every node."""
         self._number = self._member.begin_launch(self.request.shows_failures)
         try:
             self._begin()
-            while (outcome := self._handle(self._next())) is None:
+            while (outcome := self._next()) is None:
                 self._poll()
         except BaseException as error:
             try:
                 self._give_up(error)
             finally:
-                self._member.end_launch(self._verdict, failing=True)
+                self._member.end_launch(self._verdict, failing=True, handled=self._handled)
             raise
-        self._member.end_launch(None)
+        self._member.end_launch(None, handled=self._handled)
         return outcome
 
     def settle(self, patience_s: float | None = None) -> None:
@@ -95,33 +94,30 @@ class LaunchCall:
             writes=tuple(name for name, own in self._client.own_files.items() if console.is_elsewhere(name, own)),
         )
         self.request = replace(self.request, task=task)
-        self._client.launch_news = self._member.inbox.put
+        self._client.of_launch.clear()
         self._runs = True
         self._client.say("run", self._number, to_plain(self.request))
+        self._member.has_begun()
 
-    def _next(self) -> Any:
-        with suppress(queue.Empty):
-            return self._member.inbox.get(timeout=_LOOK_S)
+    def _next(self) -> Outcome | None:
+        """Wait for what the supervisor says, and handle it; return the outcome, if that is it."""
+        frames = self._client.of_launch
+        self._client.wait(lambda: frames, _LOOK_S if self._upload is None else _UPLOAD_LOOK_S)
+        outcome = None
+        while frames and outcome is None:
+            outcome = self._handle(*frames[0])
+            frames.popleft()  # only now: a signal handler may have raised before
+        return outcome
 
     def _poll(self) -> None:
         if self._upload is not None and self._upload.poll():
             self._upload = None
         if self._client.is_gone:
             self._lose_supervisor()
+        if self._member.has_left:
+            raise TorchrunError("The step's code has ended while another thread was still in current.torch.run.")
 
-    def _handle(self, news: Any) -> Outcome | None:
-        if isinstance(news, TimedOut):
-            self._client.say("time_out", news.text)
-        elif news is Interruption.MUST_END:
-            self._client.say("interrupt", self._member.order)
-        elif news is Interruption.BROKEN and self._member.broken is None:
-            text = "The step's code has ended while another thread was still in current.torch.run."
-            raise TorchrunError(text)
-        elif isinstance(news, tuple):  # if the gang is broken, the supervisor knows that, too, and ends the launch
-            return self._handle_frame(*news)
-        return None
-
-    def _handle_frame(self, what: str, *rest: Any) -> Outcome | None:
+    def _handle(self, what: str, *rest: Any) -> Outcome | None:
         if what == "text":
             self._write(*rest)
         elif what == "complete":
@@ -156,9 +152,7 @@ class LaunchCall:
     # --- the end
 
     def _ended(self, told: Mapping[str, Any]) -> Outcome:
-        self._runs = False
-        for text in told["unread"]:  # it came too late for the launch
-            self._member.inbox.put(Interruption.MUST_END if text is None else TimedOut(text))
+        self._runs, self._handled = False, told["handled"]
         if "outcome" not in told:
             self._raise_error(told)
         outcome: Outcome = from_plain(Outcome, told["outcome"], "the outcome")
@@ -190,11 +184,14 @@ class LaunchCall:
         if not self._runs:
             return
         cause = None if self._member.gang_knows(error) else self._member.cause_of(error)
-        self._client.say("give_up", None if cause is None else to_plain(cause))
-        deadline = time.monotonic() + self.request.grace_s + _STOP_S
+        self._client.say("give_up", self._number, None if cause is None else to_plain(cause))
+        deadline, frames = time.monotonic() + self.request.grace_s + _STOP_S, self._client.of_launch
         while self._runs and not self._client.is_gone and time.monotonic() < deadline:
-            news = self._next()
-            if isinstance(news, tuple) and news[0] == "text":
-                self._write(*news[1:])
-            elif isinstance(news, tuple) and news[:2] == ("ended", self._number):
-                self._runs = False
+            self._client.wait(lambda: frames, _LOOK_S)
+            while frames:
+                what, *rest = frames[0]
+                if what == "text":
+                    self._write(*rest)
+                elif what == "ended" and rest[0] == self._number:
+                    self._runs, self._handled = False, rest[1]["handled"]
+                frames.popleft()

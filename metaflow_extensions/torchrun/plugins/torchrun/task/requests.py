@@ -1,21 +1,22 @@
 """Looks for what commands ask of the gang while its step runs, and stores the answers; on the control node alone.
 
-A thread of its own (`torchrun-requests`) talks to the datastore, so a slow one delays nobody. It hands a request to the
-gang's thread, and takes the answer from `Keepers.pop_answer`.
+A thread of its own (`torchrun-requests`) talks to the datastore, so a slow one delays nobody. It is there while it looks. It
+hands a request to the gang, and takes the answer from `Keepers.pop_answer`.
 
 Who may write the step's datastore may ask; nobody else can. A look is one request of an object store. So it is made
 twice a minute, and more often only for a minute after something was asked. On a local disk a look costs next to
-nothing.
+nothing. But while the step's own code runs, each look interrupts it for a moment, and no worker is there to be asked
+about: then it is made twice a minute there, too.
 """
 
 from __future__ import annotations
 
 import os
-import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
 
+from ..channel.background import Background, Pauses
 from ..channel.registry import Registry
 from ..gang.keepers import Plain
 from ..records.requests import Answer, Request
@@ -39,30 +40,31 @@ class Requests:
         registry: Registry,
         ask: Callable[[str, Plain], None],
         pop_answer: Callable[[str], Plain | None],
-        is_local: bool,
+        begin: Callable[[str, Callable[[], Pauses]], Background],
+        is_local: Callable[[], bool],
     ) -> None:
         self._registry = registry
         self._ask, self._pop_answer = ask, pop_answer
-        self._is_local = is_local  # whether the datastore is on this machine's disk
+        self._is_local = is_local  # whether a look costs next to nothing now
         self._last = ""  # the id of the last request that was looked at
         self._soon_until = 0.0
         self._pid = os.getpid()
-        self._over = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="torchrun-requests", daemon=True)
-        self._thread.start()
+        self._is_over = False
+        begin("torchrun-requests", self._look_once).begin()
 
     def close(self) -> None:
         """Look no more; without effect in a forked child, whose copy has no thread. Nobody waits for a slow datastore."""
         if os.getpid() == self._pid:
-            self._over.set()
+            self._is_over = True
 
-    def _run(self) -> None:
-        while not self._over.wait(self._pause_s()):
+    def _look_once(self) -> Pauses:
+        if not self._is_over:
             with suppress(Exception):  # a datastore that fails: the next look tries again
                 self._look()
+        return self._pause_s(), self._pause_s()
 
     def _pause_s(self) -> float:
-        if self._is_local:
+        if self._is_local():
             return _LOOK_LOCAL_S
         return _LOOK_SOON_S if time.monotonic() < self._soon_until else _LOOK_S
 
@@ -79,7 +81,8 @@ class Requests:
         self._ask(request.feature, {**request.data, "id": request.id})
         give_up_at = time.monotonic() + _ANSWER_S
         data: Plain | None = None
-        while time.monotonic() < give_up_at and not self._over.wait(_ANSWER_LOOK_S):
+        while time.monotonic() < give_up_at and not self._is_over:
+            time.sleep(_ANSWER_LOOK_S)
             data = self._pop_answer(request.feature) or data
             if data is not None and data.get("id") == request.id:
                 with suppress(Exception):  # a datastore that fails: the same answer is stored a moment later

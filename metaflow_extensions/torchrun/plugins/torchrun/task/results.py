@@ -40,7 +40,7 @@ def result_of(
 
 def _fields(verdict: Verdict, member: Member, features: Sequence[Feature], services: Services) -> dict[str, Any]:
     def say(line: str, is_detail: bool = False) -> None:
-        member.emit(Event("note", member.node, line, is_detail))
+        member.say(Event("note", member.node, line, is_detail))
 
     more = results_of(features, verdict.features, lambda line: say(line, is_detail=True))
     try:

@@ -1,7 +1,6 @@
 """Joins the gang before the step's code, and leaves it when the task's results are stored or it has failed.
 
-Everything runs in the task's main thread, except the thread of `follow_starters`, which only reads who the member is
-and calls `Member.notice`.
+Everything runs in the task's main thread.
 """
 
 from __future__ import annotations
@@ -9,8 +8,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
-import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -38,7 +36,7 @@ from ..gang.keepers import Plain
 from ..gang.member import Member
 from ..gang.nodes import NodeState
 from ..gang.policy import Rules
-from ..logs.console import hurry, settle, to_log
+from ..logs.console import hurry, to_log
 from ..logs.task_log import TaskLog
 from ..node.watchers import Feature
 from ..settings import StepSettings
@@ -47,8 +45,7 @@ from .event_store import EventStore
 from .local_nodes import LocalNodes
 from .report import end_with, report
 from .requests import Requests
-from .spot_notice import watch
-from .starters import STARTED_BY, end_after, name_as_starter, starters
+from .signs import STARTED_BY, name_as_starter, signs
 from .step_timeout import StepTimeout, TimeLimit
 
 # How long a failed node holds its end until the control node's log has the cause, and how long that may
@@ -59,9 +56,6 @@ _UPLOAD_S = 5.0
 _OTHERS_WORD_S = 5.0
 # Seconds that a node's task needs beyond its workers' grace to end by itself.
 _LOCAL_NODE_MARGIN_S = 10.0
-# Seconds that a local task has to end by itself when the run's process is gone. Its output has no reader any more.
-_LAST_LINE_S = 1.0  # for who reads the output of a task that ends without its control task
-_ORPHAN_S = 1.5
 # How long a preempted task waits for its card: its machine is about to go.
 _PREEMPTED_CARD_S = 2.0
 
@@ -101,30 +95,9 @@ class TaskGang:
         self.part: Callable[[tuple[str, ...]], GangPart] | None = None  # see `Context.part`
         self._about: dict[str, Any] = {}  # more fields of `Snapshot`, as they become known
         self._local_nodes: LocalNodes | None = None  # on the control node of a local run
-        self._preemption_watch: threading.Event | None = None
+        self._signs: Plain | None = None
 
     # --- before the step's code -----------------------------------------------------------------
-
-    def follow_starters(self) -> None:
-        """End this task when the processes are gone that have started it, on a local run."""
-        followed = {"run": self._run_is_gone, "control": self._control_task_is_gone}
-        for role, pid in starters(os.environ).items() if self._is_local else ():
-            end_after(pid, followed[role])
-
-    def _run_is_gone(self, pid: int) -> float:
-        """Handle the end of the run's process: nothing waits for this task any more, or reads its output."""
-        if self._member is None:
-            return 0.0
-        self._member.notice(f"the process of the run (pid {pid}) is gone; start it again with `resume`")
-        return _ORPHAN_S
-
-    def _control_task_is_gone(self, pid: int) -> float:
-        if self._member is not None:  # its channel tells it; what its workers still write is read
-            return self._settings.grace_s + _LOCAL_NODE_MARGIN_S
-        text = f"the control task (pid {pid}), which has started this one, is gone; this one ends, too"
-        to_log(Event("note", current.parallel.node_index, text))
-        settle(_LAST_LINE_S)  # this process ends at once
-        return 0.0
 
     def will_start_nodes(self, num_nodes: int) -> None:
         """Record that Metaflow starts the other nodes' tasks from this one, on a local run."""
@@ -134,22 +107,21 @@ class TaskGang:
     def name_tasks(self, tasks: Sequence[str]) -> None:
         """Record the tasks of all nodes, in order, each as run, step and task. All have been started by then."""
         # Meant for tasks alone, neither for spares nor for what the step's code starts.
+        self._signs = signs(os.environ, self._settings.grace_s, current.get("spot_termination_notice"), self._is_local)
         os.environ.pop(STARTED_BY, None)
         self._about["tasks"] = tuple(tasks)
 
     def join(self, starts: Plain | None = None) -> tuple[Member, str]:
         """Join, and return this node as a member and the control node's address; `starts` is for `spares_of`."""
         timeout = StepTimeout(self._settings.grace_s)
-        member, main_addr = self._join(starts)
+        member, main_addr = self._join({"starts": starts, "signs": self._signs})
         if isinstance(member.link, Client):
             self._log.settle = member.link.settle
         timeout.tell(member)
         self._member = member
-        if not self._is_local:
-            self._preemption_watch = watch(current.get("spot_termination_notice"), member.notice)
         return member, main_addr
 
-    def _join(self, starts: Plain | None) -> tuple[Member, str]:
+    def _join(self, more: Mapping[str, Any]) -> tuple[Member, str]:
         parallel, settings = current.parallel, self._settings
         control_task_id = control_task_of(parallel) or self._task_id
         emit = self._emit
@@ -157,15 +129,15 @@ class TaskGang:
         if parallel.num_nodes == 1:
             if not self._is_local:  # there the same task can be run again by hand
                 refuse_second_run(registry, 1)
-            member, channel = join_alone(settings, emit, self._rules(), starts)
+            member, channel = join_alone(settings, emit, self._rules(), more)
             self._follow(registry, channel)
             return member, LOOPBACK
         if parallel.node_index > 0:
-            return self._join_as_member(registry, f"{self._run_id}/{self._step_name}/{control_task_id}", starts)
+            return self._join_as_member(registry, f"{self._run_id}/{self._step_name}/{control_task_id}", more)
         main_ip, here_only = parallel.main_ip, self._is_local
         rules = self._rules()
         member, self._channel = join_as_control(
-            registry, parallel.num_nodes, main_ip, settings, emit, here_only, rules, starts
+            registry, parallel.num_nodes, main_ip, settings, emit, here_only, rules, more
         )
         self._follow(registry, self._channel)
         if self._local_nodes is not None:
@@ -178,14 +150,14 @@ class TaskGang:
         rules = rules_of(self._settings)
         return rules if self._limit is None else replace(rules, deadline=self._limit.ends_at, longer=self._limit.text)
 
-    def _join_as_member(self, registry: Registry, control: str, starts: Plain | None) -> tuple[Member, str]:
+    def _join_as_member(self, registry: Registry, control: str, more: Mapping[str, Any]) -> tuple[Member, str]:
         """Join, and show which task has the gang's card; `control` is run, step and task."""
         node, num_nodes = current.parallel.node_index, current.parallel.num_nodes
         pointer = Pointer(control, node, num_nodes)
         self.part = partial(pointer.part, features=self.features)
         if self._finds_tasks():
             pointer.show()
-        return join_as_member(registry, node, num_nodes, self._settings, self._emit, starts)
+        return join_as_member(registry, node, num_nodes, self._settings, self._emit, more)
 
     def _runs_own_code(self) -> bool:
         return self._member is not None and self._member.runs_own_code
@@ -200,9 +172,19 @@ class TaskGang:
         """Store and show what happens to the gang, on the control node."""
         self._events = EventStore(registry, channel, self._about)
         is_on_disk = datastore_type(self._flow_datastore) == "local"
-        self._requests = Requests(registry, channel.request, channel.pop_answer, is_on_disk)
+        self._requests = Requests(
+            registry,
+            channel.request,
+            channel.pop_answer,
+            channel.in_background,
+            lambda: is_on_disk and not self._runs_own_code(),
+        )
         self.live_card = LiveCard(
-            self._events.snapshot, lambda: _news_of(channel), self._runs_own_code, features=self.features
+            self._events.snapshot,
+            lambda: _news_of(channel),
+            channel.in_background,
+            self._runs_own_code,
+            features=self.features,
         )
         self.part = self.live_card.part
         if not self._finds_tasks() and self.live_card.give_up():
@@ -280,8 +262,6 @@ class TaskGang:
 
     def leave(self, error: BaseException | None) -> None:
         """Leave for good; safe to call more than once."""
-        if self._preemption_watch is not None:
-            self._preemption_watch.set()
         if self._member is not None:
             self._member.leave(error, hold_s=0.0 if self._is_local or self._channel is not None else _HOLD_S)
         if self._requests is not None:
@@ -333,7 +313,7 @@ class TaskGang:
         known = member is not None and member.gang_knows(error)
         text = report(error, node, self._is_local, known, partial(self._stands_above, node))
         if text is not None and self._channel is not None and member is not None and not self._is_local:
-            member.emit(Event("failed", node, text))
+            member.say(Event("failed", node, text))
             self._log.save(_UPLOAD_S)
             text = f"{type(error).__name__}: see the error of [torchrun node {node}] above."
         end_with(error, text)

@@ -25,7 +25,7 @@ def begin_upload(
         if about.error is None:
             raise
         reason = str(error) if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
-        member.emit(Event("note", member.node, f"nothing is stored of the launch: {reason}"))
+        member.say(Event("note", member.node, f"nothing is stored of the launch: {reason}"))
     member.send(Stored(about.launch, about.generation))
     return None
 
@@ -33,8 +33,7 @@ def begin_upload(
 class Upload:
     """What *store* asks for, with what this node reports about it.
 
-    The upload has a thread of its own, in `Transfer`. At the end that thread wakes the call of `run`; everything here
-    belongs to the thread that calls `run`.
+    The upload has a thread of its own, in `Transfer`. Everything here belongs to the thread that calls `run`.
     """
 
     def __init__(
@@ -47,8 +46,7 @@ class Upload:
         steps = itertools.chain.from_iterable(each.steps() for each in to_store.values())
         self._transfer = Transfer(store, "stores", steps)
         member.send(Storing(*self._about, self._transfer.what()))
-        inbox = member.inbox  # this launch's; a later launch has another
-        self._transfer.start(lambda: inbox.put(None))
+        self._transfer.start()
 
     def give_up(self) -> None:
         """Abandon it: it sends and logs nothing more."""
@@ -70,7 +68,7 @@ class Upload:
         failures = () if problem is None or not self._is_vital else (Failure(self._cause(problem)),)
         for failure in failures:
             text = f"{failure.cause.who} {failure.cause.what}; stopping all nodes"
-            self._member.emit(Event("worker_failed", self._member.node, text))
+            self._member.say(Event("worker_failed", self._member.node, text))
         for name, each in self._to_store.items():
             for line in () if failures else each.lines(problem, self._transfer.seconds):
                 self._note(line)
@@ -79,7 +77,7 @@ class Upload:
         self._member.send(Stored(*self._about, failures))
 
     def _note(self, text: str) -> None:
-        self._member.emit(Event("note", self._member.node, text))
+        self._member.say(Event("note", self._member.node, text))
 
     def _cause(self, problem: str) -> Cause:
         step, member = self._transfer.step, self._member

@@ -174,10 +174,6 @@ class HangKeeper(Keeper):
             self._found[node] = from_plain(Diagnostics, told.data, "hangs")
         return None
 
-    def busy(self, at_s: float) -> None:
-        """Count no silence while a node can't tell of its workers."""
-        self._active_at = max(self._active_at, at_s)
-
     def tick(self, at_s: float, where: Callable[[int], Where]) -> Remarks:
         """Let the launch fail if all ranks were silent for too long."""
         limit_s, late_s = self._timeout_s, at_s - self._ticked_at

@@ -1,0 +1,78 @@
+"""Signs that a task must end: the processes that have started it are gone, or its machine or pod is about to go."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from ..machine.pods import told_to_stop
+from ..machine.processes import Other
+from .ends import end_of
+
+_LOOK_S = 0.25  # Metaflow's pods have two seconds between SIGTERM and SIGKILL, unless the deletion sets more
+_ORPHAN_S = 1.5  # for a task whose run is gone to end by itself; its output has no reader any more
+# Seconds that a node's task needs beyond its workers' grace to end by itself.
+_LOCAL_NODE_MARGIN_S = 10.0
+
+
+class Signs:
+    """Looks for them for one task, `about` as `task/signs` tells it; `must_end` gets why the task must end."""
+
+    def __init__(
+        self,
+        task: Other,
+        about: Mapping[str, Any],
+        must_end: Callable[[str], None],
+        is_member: Callable[[], bool],
+        say: Callable[[str], None],
+    ) -> None:
+        self._task, self._about = task, about
+        self._must_end, self._is_member, self._say = must_end, is_member, say
+        loop = asyncio.get_running_loop()
+        starters = {"run": self._run_is_gone, "control": self._control_task_is_gone}
+        looking = [starters[role](*each) for role, each in about["starters"].items()]
+        if about["looks"]:
+            looking.append(self._look())
+        self._looking = [loop.create_task(each) for each in looking]
+
+    def close(self) -> None:
+        """Look no more."""
+        for each in self._looking:
+            each.cancel()
+
+    async def _run_is_gone(self, pid: int, began: str) -> None:
+        """Wait for the end of the run's process: then nothing waits for this task any more, or reads its output."""
+        await end_of(Other(pid, began))
+        self._must_end(f"the process of the run (pid {pid}) is gone; start it again with `resume`")
+        await self._kill_after(_ORPHAN_S)
+
+    async def _control_task_is_gone(self, pid: int, began: str) -> None:
+        await end_of(Other(pid, began))
+        if self._is_member():  # its channel tells it; what its workers still write is read
+            await self._kill_after(self._about["grace_s"] + _LOCAL_NODE_MARGIN_S)
+        else:
+            self._say(f"the control task (pid {pid}), which has started this one, is gone; this one ends, too")
+            await self._kill_after(0.0)
+
+    async def _kill_after(self, seconds: float) -> None:
+        await asyncio.sleep(seconds)
+        self._task.send_signal(signal.SIGKILL)  # its main thread may be in a call that nothing interrupts
+
+    async def _look(self) -> None:
+        why, file = None, self._about["notice_file"]
+        while why is None:
+            await asyncio.sleep(_LOOK_S)
+            why = told_to_stop(self._about["shell"]) or (_spot_notice(file) if file else None)
+        self._must_end(why)
+
+
+def _spot_notice(path: str) -> str | None:
+    try:
+        lines = Path(path).read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:  # not there yet
+        return None
+    when = lines[0].strip() if lines else ""
+    return f"a spot notice says that its machine will be taken away ({when or 'no date'})"

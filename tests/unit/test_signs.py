@@ -1,0 +1,185 @@
+"""What tells that a task must end is seen once, when it comes."""
+
+import os
+import shutil
+import signal
+import subprocess
+import time
+
+import pytest
+from limits import limit_s
+from loops import InLoop, Loop
+from unit_helpers import eventually
+
+from metaflow_extensions.torchrun.plugins.torchrun.machine import processes
+from metaflow_extensions.torchrun.plugins.torchrun.machine.pods import told_to_stop
+from metaflow_extensions.torchrun.plugins.torchrun.supervisor import signs as module
+from metaflow_extensions.torchrun.plugins.torchrun.supervisor.signs import Signs
+from metaflow_extensions.torchrun.plugins.torchrun.task.pod_shell import POD_SCRIPT, heed_sigterm_in_pod, pod_shell
+from metaflow_extensions.torchrun.plugins.torchrun.task.signs import STARTED_BY, name_as_starter, signs
+
+SPOT = "a spot notice says that its machine will be taken away (2026-11-21T10:00:00Z)"
+# As Metaflow's pods start (`Kubernetes._command` in kubernetes.py, 2.19), with commands that tell what became of them.
+POD = """${INIT:+eval "${INIT}"} && echo "pid $$ shell ${TORCHRUN_POD_SHELL:-none}" && cat && \
+(grep SigBlk /proc/self/status; exit 5); c=$?; exit $c"""
+
+
+@pytest.fixture
+def pod():
+    """Return a function that starts a shell as a pod does, and its environment."""
+    shells = []
+
+    def start(script, **environ):
+        env = {"PATH": os.environ["PATH"], "INIT": script, **environ}
+        shells.append(
+            subprocess.Popen(["bash", "-c", POD], env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        )
+        return shells[-1]
+
+    yield start
+    for shell in shells:
+        shell.kill()
+        shell.communicate()
+
+
+@pytest.fixture
+def task():
+    """Return functions that start a process that stands for a task, and look for its signs as its supervisor does."""
+    loop, made, looking = Loop(), [], []
+
+    class Task:
+        def __init__(self, is_member=True, **about):
+            made.append(subprocess.Popen(["sleep", "600"]))
+            self.process, self.why, self.said = made[-1], [], []
+            task = processes.Other(self.process.pid, processes.began(self.process.pid))
+            about = {**signs({}, 1.0, None, is_local=True), **about}
+            make = lambda: Signs(task, about, self.why.append, lambda: is_member, self.said.append)  # noqa: E731
+            looking.append(InLoop(loop, make))
+            self.close = looking[-1].close
+
+    yield Task
+    for each in looking:
+        each.close()
+    loop.stop()
+    for each in made:
+        each.kill()
+        each.wait()
+
+
+@pytest.fixture
+def starter():
+    """Return a process that has started a task, and how the task's supervisor knows it."""
+    with subprocess.Popen(["sleep", "600"]) as process:
+        yield process, (process.pid, processes.began(process.pid))
+        process.kill()
+
+
+def test_a_notice_is_passed_on_once(tmp_path, monkeypatch, task):
+    monkeypatch.setattr(module, "_LOOK_S", 0.01)
+    path, looks = tmp_path / "notice", []
+    monkeypatch.setattr(module, "told_to_stop", lambda shell: looks.append(shell))
+    here = task(looks=True, notice_file=str(path), shell=77)
+    assert eventually(lambda: len(looks) > 2)
+    (tmp_path / "whole").write_text("2026-11-21T10:00:00Z\n")
+    (tmp_path / "whole").rename(path)
+    assert eventually(lambda: here.why == [SPOT])
+    before = len(looks)
+    time.sleep(0.1)
+    assert (len(looks), set(looks), here.why) == (before, {77}, [SPOT])
+    assert here.process.poll() is None
+
+
+def test_nobody_looks_after_the_end(monkeypatch, task):
+    monkeypatch.setattr(module, "_LOOK_S", 0.01)
+    looks = []
+    monkeypatch.setattr(module, "told_to_stop", lambda shell: looks.append(shell))
+    here = task(looks=True, shell=0)
+    assert eventually(lambda: looks)
+    here.close()
+    before = len(looks)
+    time.sleep(0.1)
+    assert len(looks) <= before + 1
+
+
+def test_a_task_whose_run_is_gone_is_told_to_end_and_soon_killed(starter, task):
+    process, run = starter
+    here = task(starters={"run": run})
+    time.sleep(0.1)
+    assert here.why == []
+    process.kill()
+    assert eventually(lambda: here.why)
+    assert f"the process of the run (pid {run[0]}) is gone" in here.why[0]
+    assert here.process.poll() is None, "it has a moment to end by itself"
+    assert here.process.wait(limit_s(30)) == -signal.SIGKILL
+    assert len(here.why) == 1
+
+
+@pytest.mark.parametrize("is_member", [True, False])
+def test_a_task_whose_control_task_is_gone_is_killed_if_it_does_not_end(is_member, starter, task, monkeypatch):
+    monkeypatch.setattr(module, "_LOCAL_NODE_MARGIN_S", 0.5)
+    process, control = starter
+    here = task(is_member, starters={"control": control}, grace_s=0.5)
+    process.kill()
+    begun = time.monotonic()
+    assert here.process.wait(limit_s(30)) == -signal.SIGKILL
+    assert (time.monotonic() - begun > 0.9) is is_member, "its channel says so, too, and its workers may save"
+    assert here.why == []
+    said = f"the control task (pid {control[0]}), which has started this one, is gone; this one ends, too"
+    assert here.said == ([] if is_member else [said])
+
+
+def test_a_starter_that_was_gone_before_anybody_looked_is_gone(starter, task):
+    process, run = starter
+    process.kill()
+    process.wait()
+    here = task(starters={"run": run})
+    assert eventually(lambda: here.why)
+
+
+def test_a_local_task_is_told_who_started_it_and_another_looks_for_notices():
+    env = {}
+    name_as_starter(env, "run")
+    assert signs(env, 1.0, "file", is_local=False)["starters"] == {}
+    assert signs(env, 1.0, "file", is_local=False)["looks"]
+    assert signs(env, 1.0, None, is_local=True)["starters"] == {}, "the control task itself"
+    env = {STARTED_BY: f"run={os.getppid()} control={os.getpid()}"}
+    found = signs(env, 1.0, None, is_local=True)
+    assert found["starters"] == {"run": (os.getppid(), processes.began(os.getppid()))}
+    assert not found["looks"]
+
+
+def test_sigterm_to_a_pods_shell_is_seen_by_its_other_processes(pod):
+    script = POD_SCRIPT + "echo own script"
+    assert not {"$$", "$("} & {script[at : at + 2] for at in range(len(script))}  # Kubernetes would read them first
+    shell = pod(script)
+    assert shell.stdout.readline() == "own script\n"
+    assert shell.stdout.readline() == f"pid {shell.pid} shell {shell.pid}\n"  # the same process, as kubelet knows it
+    environ = {"TORCHRUN_POD_SHELL": str(shell.pid)}
+    assert (pod_shell(environ), pod_shell({})) == (shell.pid, 0)
+    assert told_to_stop(shell.pid) is told_to_stop(0) is None
+    shell.terminate()
+    assert eventually(lambda: told_to_stop(shell.pid))
+    assert "its pod got SIGTERM" in told_to_stop(shell.pid)
+    out, _ = shell.communicate("")  # its commands go on to their end
+    assert shell.returncode == 5
+    assert int(out.split()[-1], 16) >> (signal.SIGTERM - 1) & 1  # what is started there has to undo it
+
+
+def test_a_pod_without_python_starts_as_it_did(pod, tmp_path):
+    for name in ("cat", "grep", "bash"):
+        (tmp_path / name).symlink_to(shutil.which(name))
+    shell = pod(POD_SCRIPT + "true", PATH=str(tmp_path))
+    assert shell.stdout.readline() == f"pid {shell.pid} shell none\n"
+    shell.communicate("")
+    assert shell.returncode == 5
+
+
+def test_a_task_heeds_sigterm_again():
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
+    try:
+        heed_sigterm_in_pod({})
+        assert signal.SIGTERM in signal.pthread_sigmask(signal.SIG_BLOCK, [])
+        heed_sigterm_in_pod({"TORCHRUN_POD_SHELL": "1"})
+        assert signal.SIGTERM not in signal.pthread_sigmask(signal.SIG_BLOCK, [])
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
