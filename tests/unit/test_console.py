@@ -1,6 +1,7 @@
 """Output reaches the task's own streams whole, at once, whatever they are, and waits for their reader as long as it takes."""
 
 import contextlib
+import ctypes
 import gzip
 import io
 import os
