@@ -166,9 +166,12 @@ class Client:
         if not self.stays:
             self.say("end_spares")
 
-    def show(self, event: Event) -> None:
-        """Have an event written to this node's log; the listener gets it when that is done."""
-        self.say("show", event.kind, event.node, event.text, event.is_detail)
+    def show(self, event: Event) -> bool:
+        """Have an event written to this node's log; the listener gets it when that is done. Return False if it can't be."""
+        self.look()
+        if not self.is_gone:
+            self.say("show", event.kind, event.node, event.text, event.is_detail)
+        return not self.is_gone and self._link.end is None
 
     def interrupt(self, why: str) -> None:
         """End the launch as after a SIGTERM."""
@@ -215,8 +218,9 @@ class Client:
         deadline = time.monotonic() + timeout_s
         self.look()
         while True:
-            while self._events:
-                self._listener.emit(self._events.popleft())
+            with suppress(IndexError):  # another thread waits, too
+                while True:
+                    self._listener.emit(self._events.popleft())
             if is_over():
                 return True
             if self._is_gone or (left_s := deadline - time.monotonic()) <= 0:

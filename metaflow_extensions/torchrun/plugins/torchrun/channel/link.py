@@ -2,8 +2,8 @@
 
 Who waits for something reads meanwhile; the handler of the wake signal reads while the step's own code runs. Any
 thread may use it, and so may signal handlers, which may also raise out of it at any place. So a packet is read and kept
-in one call into C, it is dropped only after its frame was handled, and what is sent is whole packets. At worst a frame is
-handled twice, or one that was being sent when a handler raised is not sent.
+in one call into C, and sent and dropped in another one. A frame that has come is dropped only after it was handled: at
+worst it is handled twice.
 """
 
 from __future__ import annotations
@@ -17,11 +17,13 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
+from itertools import repeat
 from typing import Any
 
 from .codec import PACKET_BYTES, first_frame, packets
 
 _ROOM_S = 0.2  # between two looks while the other end takes nothing
+_TRIES = 3  # for a frame; a signal handler may raise while it is handled
 _CLOSED = "its code has closed the connection to its supervisor process, as os.closerange(3, …) does"
 
 
@@ -32,8 +34,9 @@ class LinkEnd:
         own.setblocking(False)
         self._socket, self._handle, self._on_stuck = own, handle, on_stuck
         self._file = os.fstat(own.fileno()).st_ino  # the step's code may close it, and get its number for another file
-        self._waiting: deque[list[bytes]] = deque()  # frames that have not gone yet
+        self._waiting: deque[bytes] = deque()  # packets that have not gone yet
         self._come: deque[bytes] = deque()  # packets whose frames were not handled yet
+        self._tries = 0  # of the first of them
         # Held while packets are sent, and while frames are handled. A signal handler does not wait for it: it leaves the work
         # to who holds it, and has `on_missed` called then.
         self._turn = threading.Lock()
@@ -44,14 +47,15 @@ class LinkEnd:
     def send(self, *data: Any) -> None:
         """Send a frame, in the order of the calls; dropped if the other end is gone."""
         if self.end is None:
-            self._waiting.append(packets(data))
+            self._waiting.extend(packets(data))  # one call into C
             self._take_turns(read=False)
 
     def look(self) -> bool:
         """Handle what has come; return False if that is being done, and `on_missed` will be called after it."""
+        self._is_missed = True  # before it looks: who holds the turn sees it when that is over
         if self._turn.locked():
-            self._is_missed = True
             return False
+        self._is_missed = False
         self._take_turns(read=True)
         return True
 
@@ -60,45 +64,50 @@ class LinkEnd:
         has_come = False
         if self.end is None:
             poll = select.poll()
-            poll.register(self._socket, select.POLLIN)
-            has_come = bool(poll.poll(1000 * max(0.0, timeout_s)))
+            with suppress(ValueError):  # another thread has just closed it
+                poll.register(self._socket, select.POLLIN)
+                has_come = bool(poll.poll(1000 * max(0.0, timeout_s)))
             self._take_turns(read=True)
         return has_come
 
     def close(self) -> None:
-        """Close it."""
+        """Close it, also for the forks of the task that have it."""
         self.end = self.end or ""
         with suppress(OSError):  # the step's code has closed all descriptors
             if os.fstat(self._socket.fileno()).st_ino == self._file:
+                with suppress(OSError):
+                    self._socket.shutdown(socket.SHUT_RDWR)
                 self._socket.close()
             else:
                 self._socket.detach()
 
     def _take_turns(self, read: bool) -> None:
         while (read or self._waiting) and self.end is None and not self._turn.locked():
-            with self._turn:
-                self._write()
-                if read:
-                    self._read()
-                    read = False
-            if self._is_missed:
-                self._is_missed = False
-                self.on_missed()
+            try:
+                with self._turn:
+                    self._write()
+                    if read:
+                        self._read()
+                        read = False
+            except BaseException:  # as a signal handler may raise it: nobody else says that frames have come
+                self._is_missed = True
+                raise
+            finally:
+                if self._is_missed:
+                    self._is_missed = False
+                    self.on_missed()
 
     # --- while `_turn` is held
 
     def _write(self) -> None:
-        with suppress(IndexError):
-            while True:
-                for packet in self._waiting.popleft():
-                    self._send(packet)
-
-    def _send(self, packet: bytes) -> None:
-        while self.end is None:
+        while self._waiting and self.end is None:
+            first = iter(partial(self._waiting.__getitem__, 0), None)
+            sent = map(self._socket.send, first, repeat(socket.MSG_NOSIGNAL))
             try:
                 self._check_file()
-                self._socket.send(packet, socket.MSG_NOSIGNAL)
-                return
+                with suppress(IndexError):  # all are sent
+                    # In C as a whole: a packet is dropped as soon as it is sent, and before any handler runs.
+                    deque(zip(sent, iter(self._waiting.popleft, None)), maxlen=0)
             except BlockingIOError:
                 poll = select.poll()
                 poll.register(self._socket, select.POLLOUT)
@@ -118,9 +127,12 @@ class LinkEnd:
             self._fail(error)
         while (found := first_frame(self._come)) is not None:
             value, count = found
-            self._handle(value)
+            self._tries += 1
+            if self._tries <= _TRIES:
+                self._handle(value)
             for _ in range(count):
                 self._come.popleft()
+            self._tries = 0
 
     def _check_file(self) -> None:
         if os.fstat(self._socket.fileno()).st_ino != self._file:

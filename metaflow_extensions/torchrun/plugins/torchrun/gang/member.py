@@ -54,14 +54,16 @@ class Member:
         self._state = State.STEP
         self._control = ControlNode.UNKNOWN
         self._launches = 0
-        self._callers: dict[int, int] = {}  # which thread has called each launch
+        # Which thread has called each launch. Who finds no obstacle, and is the first one here for a number, begins it: that
+        # number was the next one before it looked for obstacles, and a launch that has begun is one.
+        self._callers: dict[int, int] = {}
         self._sigterms: deque[str] = deque()  # SIGTERMs that `raise_news` has not handled
         self._order: str | None = None  # why this node must end, if it must
         # What interrupts the launch: orders to end, and ends of its time. `_untold` has what its supervisor does not know.
         self._interruptions: list[str | TimedOut] = []
         self._untold: deque[str | TimedOut] = deque()
         self._is_begun = False  # whether the supervisor knows of the launch
-        self.broken: TorchrunError | None = None  # why the gang can't go on; other threads may read it without the lock
+        self.broken: TorchrunError | None = None  # why the gang can't go on
         self._lost: TorchrunError | None = None  # the loss of the control node, which that node may not know of
         self._verdict: TorchrunError | None = None  # of the last launch
 
@@ -227,10 +229,8 @@ class Member:
 
     def say(self, event: Event) -> None:
         """Have an event written to this node's log, by the supervisor if it is there, and handed to `emit`."""
-        if self._link is None or self._link.is_gone or not self.in_task:
+        if self._link is None or not self.in_task or not self._link.show(event):
             self.emit(event)
-        else:
-            self._link.show(event)
 
     def send(self, message: Message) -> None:
         """Send a message to the control node."""
@@ -253,12 +253,12 @@ class Member:
     def begin_launch(self, shows_output: bool = True) -> int:
         """Begin a launch and return its number; raise TorchrunError if none can begin."""
         self.refuse_in_child()
+        number, own = self._launches, threading.get_ident()  # first: see `_callers`
         error = self._obstacle()
         if error is not None:
             if error is self.broken and self._state is State.STEP:
                 self._enter(State.TOLD)
             raise error
-        number, own = self._launches, threading.get_ident()
         if self._callers.setdefault(number, own) != own:  # two threads at the same moment
             raise self._refused(number)
         self._interruptions, self._untold, self._is_begun = [], deque(), False
@@ -327,6 +327,9 @@ class Member:
                 f"The step's code has ended on node {self.node} while launch {self._launches - 1} still ran there in "
                 "another thread. Wait for the thread that has called current.torch.run."
             )
+        if self._link is not None:  # its code may have blocked all signals
+            self._link.look()
+        self.raise_news()
         if self._state is State.ENDING:
             raise self.terminated()
         if self._state not in (State.STEP, State.TOLD):

@@ -362,12 +362,8 @@ class TaskLink(Protocol):
     def send(self, message: Message) -> None:
         """Send a message to the control node; returns at once."""
 
-    @property
-    def is_gone(self) -> bool:
-        """Whether the supervisor has ended."""
-
-    def show(self, event: Event) -> None:
-        """Have an event written to this node's log; returns at once."""
+    def show(self, event: Event) -> bool:
+        """Have an event written to this node's log; return False if the supervisor can't. It returns at once."""
 
     def end_spares(self) -> None:
         """End the spare processes: no launch comes any more; returns at once."""

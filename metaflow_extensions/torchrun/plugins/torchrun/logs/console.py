@@ -157,7 +157,7 @@ class _Writer:
 
     def settle(self, patience_s: float | None) -> bool:
         """Wait until all that was put before is written."""
-        if not self._has_thread and self._texts.empty():
+        if self._texts.empty() and not self._writing.locked():  # in this order: a text is taken by who has the lock
             return True
         written = threading.Event()
         self.put_call(written.set)

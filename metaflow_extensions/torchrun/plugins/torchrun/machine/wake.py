@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import select
 import signal
 import struct
 import termios
@@ -22,6 +23,13 @@ def unread_bytes(link: int) -> int:
     except OSError:  # its end is gone
         return 0
     return int(count)
+
+
+def is_closed(link: int) -> bool:
+    """Return whether the other end of a socket is closed, or shut down while forks hold it."""
+    poll = select.poll()
+    poll.register(link, 0)
+    return bool(poll.poll(0))
 
 
 def wake(task: int) -> None:

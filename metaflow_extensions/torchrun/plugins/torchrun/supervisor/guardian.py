@@ -20,8 +20,8 @@ from contextlib import suppress
 from ..channel.codec import packets
 from ..compat import linux
 from ..machine.estate import Estate
-from ..machine.processes import children, find, living_descendants, send_signal
-from ..machine.wake import LONGEST_PAUSE_S, unread_bytes, wake
+from ..machine.processes import Other, children, find, living_descendants, send_signal
+from ..machine.wake import LONGEST_PAUSE_S, is_closed, unread_bytes, wake
 
 _KILL_WAIT_S = 10.0  # after SIGKILL only a process in uninterruptible sleep stays
 _CONTINUE_S = 1.0  # between two looks at the supervisor
@@ -43,27 +43,50 @@ def main() -> int:
 
         return supervise(tell)
     _keep_only(told, link)
-    guard(supervisor, told, lambda: _tell_task(supervisor, link))
-    _wake_task(int(sys.argv[1]), link)
+    news = _News(Other(int(sys.argv[1]), sys.argv[2]), link)
+    guard(supervisor, told, lambda: news.begin(supervisor))
+    news.settle()
     return 0
 
 
-def _tell_task(supervisor: int, link: int) -> None:
-    """Tell the task that the supervisor has ended, unless it has done so by itself."""
-    _, status = os.waitpid(supervisor, 0)
-    if status != 0:
-        with suppress(OSError):
-            os.set_blocking(link, False)
-            os.write(link, packets(["gone", ""])[0])
+class _News:
+    """Tells a task that its supervisor has ended, unless it has done so by itself."""
 
+    def __init__(self, task: Other, link: int) -> None:
+        self._task, self._link = task, link
+        self._unsent = b""
 
-def _wake_task(task: int, link: int) -> None:
-    """Wake the task until it has read that: its own code may run."""
-    pause_s = _LOOK_S
-    while unread_bytes(link) and find(task) is not None:
-        wake(task)
-        time.sleep(pause_s)
-        pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+    def begin(self, supervisor: int) -> None:
+        """Tell it, and wake it once: its own code may run."""
+        _, status = os.waitpid(supervisor, 0)
+        if status == 0:
+            os.close(self._link)
+            self._link = -1
+            return
+        os.set_blocking(self._link, False)
+        self._unsent = packets(["gone", ""])[0]
+        self._go_on()
+
+    def _go_on(self) -> None:
+        try:
+            if self._unsent:
+                os.write(self._link, self._unsent)
+                self._unsent = b""
+        except BlockingIOError:  # it reads nothing
+            pass
+        except OSError:
+            self._unsent = b""
+        wake(self._task.pid)
+
+    def settle(self) -> None:
+        """Wake it until it has read that, has closed its end, or is gone."""
+        pause_s = _LOOK_S
+        while self._link >= 0 and not is_closed(self._link) and not self._task.has_ended:
+            if not self._unsent and not unread_bytes(self._link):
+                return
+            self._go_on()
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
 
 
 def have_default_signals() -> None:

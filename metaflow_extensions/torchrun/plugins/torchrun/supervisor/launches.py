@@ -136,7 +136,8 @@ class Launches:
             text = "".join(traceback.format_exception(error)).rstrip()
             told = {"error": to_plain(TorchrunError(f"The launch failed by a bug in metaflow-torchrun:\n{text}"))}
         self._awaits_task = True
-        self._output.begin(())  # nobody reads what the task would have to write
+        if number == self._number:  # the task may have left this launch, and begun the next one
+            self._output.begin(())  # nobody reads what the task would have to write
         self._tell_task("ended", number, {**told, "handled": self._seat.end_launch()})
 
     def _writer(self, request: Request) -> Callable[[str, bytes], bool]:

@@ -33,8 +33,10 @@ from ..machine.cgroup import describe_oom, oom_kills
 from ..machine.estate import Estate, tell
 from ..machine.frozen import STOPPED, WATCH_S, FrozenWatch, is_stopped_with_parent
 from ..machine.open_files import file_of
+from ..machine.wake import wake
 from ..node.plan import WarmStarts
 from ..node.watchers import spares_of
+from .held import Held
 from .launches import Launches
 from .output import Output, settle
 from .sides import ControlSide, MemberSide, Side
@@ -80,7 +82,7 @@ class Supervisor:
         self, task: processes.Other, guardian: int, own: socket.socket, asking: socket.socket | None = None
     ) -> None:
         self._task, self._guardian = task, guardian
-        self._link = TaskLink(own, task.pid, self._handle_or_fail, self._end_service)
+        self._link = TaskLink(own, task.pid, self._handle_or_fail, self._on_link_end)
         # What is known of the gang is asked over a connection of its own: other threads of the task ask.
         self._asking = None if asking is None else TaskLink(asking, task.pid, self._answer_asking)
         self._signs: Signs | None = None
@@ -95,7 +97,7 @@ class Supervisor:
         self._is_over = asyncio.Event()  # the task lets go, is gone, or can't be served any more
         self._is_closing = self._is_released = False  # the task lets go
         self._why: str | None = None  # why the task can't be served any more, although it may live
-        self._calls: set[asyncio.Task[None]] = set()  # asyncio holds tasks weakly
+        self._calls = Held()
         # How many processes the kernel had killed for lack of memory a moment ago, and when that was looked up.
         self._oom_kills = [oom_kills()] * 2
         self._oom_at = 0.0
@@ -125,6 +127,11 @@ class Supervisor:
                 self._link.read_rest()  # its last words may be a *leave*
                 self._why = self._how_it_ended()
         await self._tell_end(self._why)
+
+    def _on_link_end(self) -> None:
+        if not self._has_ended():
+            wake(self._task.pid)  # the step's own code may have closed it, and may run on
+        self._end_service()
 
     def _end_service(self) -> None:
         self._is_over.set()
@@ -257,9 +264,7 @@ class Supervisor:
         """Answer a question, at once or as soon as the answer is known."""
         self._is_closing = self._is_closing or name == "close"
         answers = self if name == "settle" else self._known_side()
-        call = asyncio.get_running_loop().create_task(self._answer(link, number, name, args, answers))
-        self._calls.add(call)
-        call.add_done_callback(self._calls.discard)
+        self._calls.begin(self._answer(link, number, name, args, answers))
 
     async def _answer(self, link: TaskLink, number: int, name: str, args: list[Any], answers: object) -> None:
         try:

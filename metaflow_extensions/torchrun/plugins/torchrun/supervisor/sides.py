@@ -25,6 +25,7 @@ from ..machine.processes import Other
 from ..node.watchers import keepers_of
 from ..records.snapshot import snapshot_of
 from .ends import end_of
+from .held import Held
 from .output import Send
 
 _LOOK_S = 0.25  # between two looks at what the task has to do in the background
@@ -143,7 +144,7 @@ class ControlSide(Side):
     ) -> None:
         super().__init__(tell_task, CONTROL, num_nodes, show)
         self._rules = Rules(**rules, why_it_waits=why_it_waits)
-        self._followed: set[asyncio.Task[None]] = set()  # asyncio holds tasks weakly
+        self._followed = Held()
         keepers = keepers_of(FEATURES, num_nodes)
         self._gang = Gang(num_nodes, pick_port, self._rules, keepers)
         self._relay = Relay()  # of the members' lines; dropped, unless it is started
@@ -185,7 +186,7 @@ class ControlSide(Side):
     def follow(self, tasks: list[tuple[int, int, str]]) -> None:
         """Tell the gang when the tasks of other nodes end, each a node's index, its pid, and when it began."""
         for node, pid, began in tasks:
-            self._followed.add(asyncio.get_running_loop().create_task(self._follow(node, Other(pid, began))))
+            self._followed.begin(self._follow(node, Other(pid, began)))
 
     async def _follow(self, node: int, task: Other) -> None:
         self._channel.report_gone(node, f"its task {await end_of(task)}")

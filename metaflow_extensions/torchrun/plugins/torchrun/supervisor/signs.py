@@ -11,11 +11,10 @@ from typing import Any
 from ..machine.pods import told_to_stop
 from ..machine.processes import Other
 from .ends import end_of
+from .held import Held
 
 _LOOK_S = 0.25  # Metaflow's pods have two seconds between SIGTERM and SIGKILL, unless the deletion sets more
 _ORPHAN_S = 1.5  # for a task whose run is gone to end by itself; its output has no reader any more
-# Seconds that a node's task needs beyond its workers' grace to end by itself.
-_LOCAL_NODE_MARGIN_S = 10.0
 
 
 class Signs:
@@ -31,17 +30,16 @@ class Signs:
     ) -> None:
         self._task, self._about = task, about
         self._must_end, self._is_member, self._say = must_end, is_member, say
-        loop = asyncio.get_running_loop()
         starters = {"run": self._run_is_gone, "control": self._control_task_is_gone}
-        looking = [starters[role](*each) for role, each in about["starters"].items()]
+        self._looking = Held()
+        for role, each in about["starters"].items():
+            self._looking.begin(starters[role](*each))
         if about["looks"]:
-            looking.append(self._look())
-        self._looking = [loop.create_task(each) for each in looking]
+            self._looking.begin(self._look())
 
     def close(self) -> None:
         """Look no more."""
-        for each in self._looking:
-            each.cancel()
+        self._looking.cancel()
 
     async def _run_is_gone(self, pid: int, began: str) -> None:
         """Wait for the end of the run's process: then nothing waits for this task any more, or reads its output."""
@@ -52,7 +50,7 @@ class Signs:
     async def _control_task_is_gone(self, pid: int, began: str) -> None:
         await end_of(Other(pid, began))
         if self._is_member():  # its channel tells it; what its workers still write is read
-            await self._kill_after(self._about["grace_s"] + _LOCAL_NODE_MARGIN_S)
+            await self._kill_after(self._about["patience_s"])
         else:
             self._say(f"the control task (pid {pid}), which has started this one, is gone; this one ends, too")
             await self._kill_after(0.0)

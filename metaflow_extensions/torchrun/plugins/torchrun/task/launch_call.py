@@ -56,7 +56,7 @@ class LaunchCall:
         self._stored = 0  # the generation of the last upload
         self._verdict: TorchrunError | None = None
         self._runs = False  # from *run* to *ended*
-        self._handled: int | None = None  # how many interruptions the launch has handled
+        self._handled: int | None = 0  # how many interruptions the launch has handled; None: all, as far as is known
 
     def run(self) -> Outcome:
         """Run the launch to its end on all nodes. Raises the gang's verdict, the same TorchrunError on every node."""
@@ -95,7 +95,7 @@ class LaunchCall:
         )
         self.request = replace(self.request, task=task)
         self._client.of_launch.clear()
-        self._runs = True
+        self._runs, self._handled = True, None
         self._client.say("run", self._number, to_plain(self.request))
         self._member.has_begun()
 
@@ -112,10 +112,10 @@ class LaunchCall:
     def _poll(self) -> None:
         if self._upload is not None and self._upload.poll():
             self._upload = None
-        if self._client.is_gone:
-            self._lose_supervisor()
         if self._member.has_left:
             raise TorchrunError("The step's code has ended while another thread was still in current.torch.run.")
+        if self._client.is_gone:
+            self._lose_supervisor()
 
     def _handle(self, what: str, *rest: Any) -> Outcome | None:
         if what == "text":

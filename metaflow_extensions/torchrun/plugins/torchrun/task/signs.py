@@ -14,6 +14,8 @@ from .pod_shell import pod_shell
 
 # Names the processes that a task must not outlive: ``run=PID``, and for a node also ``control=PID``.
 STARTED_BY = "METAFLOW_TORCHRUN_STARTED_BY"
+LOCAL_NODE_MARGIN_S = 10.0
+"""What a node's task needs beyond its workers' grace to end by itself."""
 
 
 def name_as_starter(env: MutableMapping[str, str], role: Literal["run", "control"]) -> None:
@@ -37,12 +39,11 @@ def signs(env: Mapping[str, str], grace_s: float, notice_file: str | None, is_lo
     On Kubernetes and AWS Batch Metaflow (2.19) asks the cloud for spot notices, and writes one to `notice_file`.
     """
     named = starters(env).items() if is_local else ()
-    followed = {
-        role: (pid, began(pid)) for role, pid in named if pid != os.getpid()
-    }  # it starts the other nodes' tasks
+    # A control task starts the other nodes' tasks, and is named to itself, too.
+    others = {role: (pid, began(pid)) for role, pid in named if pid != os.getpid()}
     return {
-        "starters": followed,
-        "grace_s": grace_s,
+        "starters": others,
+        "patience_s": grace_s + LOCAL_NODE_MARGIN_S,
         "looks": not is_local,
         "notice_file": notice_file,
         "shell": pod_shell(env),

@@ -45,7 +45,7 @@ from .event_store import EventStore
 from .local_nodes import LocalNodes
 from .report import end_with, report
 from .requests import Requests
-from .signs import STARTED_BY, name_as_starter, signs
+from .signs import LOCAL_NODE_MARGIN_S, STARTED_BY, name_as_starter, signs
 from .step_timeout import StepTimeout, TimeLimit
 
 # How long a failed node holds its end until the control node's log has the cause, and how long that may
@@ -54,8 +54,6 @@ _HOLD_S = 10.0
 _UPLOAD_S = 5.0
 # How long the control node of a local run waits for the gang's word on a node whose end Metaflow has seen first.
 _OTHERS_WORD_S = 5.0
-# Seconds that a node's task needs beyond its workers' grace to end by itself.
-_LOCAL_NODE_MARGIN_S = 10.0
 # How long a preempted task waits for its card: its machine is about to go.
 _PREEMPTED_CARD_S = 2.0
 
@@ -226,7 +224,7 @@ class TaskGang:
             self.leave(error)
             if self._local_nodes is not None:
                 known = None if self._channel is None else self._channel.states()
-                wait_s = self._settings.grace_s + _LOCAL_NODE_MARGIN_S
+                wait_s = self._settings.grace_s + LOCAL_NODE_MARGIN_S
                 # After an order to end, this task waits for no reader, and so the others can't.
                 self._local_nodes.stop(
                     wait_s, lambda node: NodeState.JOINED if known is None else known[node], is_ordered
