@@ -52,7 +52,7 @@ class FakeClient(Client):
         pass
 
     def show(self, event):
-        pass
+        return True
 
     def wait(self, is_over, timeout_s):
         deadline = time.monotonic() + timeout_s

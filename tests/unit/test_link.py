@@ -134,8 +134,8 @@ def test_a_handler_that_raises_out_of_a_send_spoils_no_frame(ends, alarm):
     assert end == ["end"]
     assert all(found[1] == text for found in seen)
     numbers = [found[0] for found in seen]
-    assert numbers == sorted(numbers)
-    assert len(numbers) >= sent - 300, "only what was being sent is missing"
+    assert numbers == sorted(set(numbers)), "none came twice"
+    assert len(numbers) >= sent - 300, "a send may be cut off before it keeps its frame"
 
 
 def test_a_handler_that_raises_while_frames_are_read_loses_none(ends, alarm):

@@ -63,6 +63,7 @@ class Link:
 
     def show(self, event):
         self.member.emit(event)
+        return True
 
     def call_if_missed(self, call):
         pass

@@ -23,7 +23,6 @@ from typing import Any
 from .codec import PACKET_BYTES, first_frame, packets
 
 _ROOM_S = 0.2  # between two looks while the other end takes nothing
-_TRIES = 3  # for a frame; a signal handler may raise while it is handled
 _CLOSED = "its code has closed the connection to its supervisor process, as os.closerange(3, …) does"
 
 
@@ -36,11 +35,11 @@ class LinkEnd:
         self._file = os.fstat(own.fileno()).st_ino  # the step's code may close it, and get its number for another file
         self._waiting: deque[bytes] = deque()  # packets that have not gone yet
         self._come: deque[bytes] = deque()  # packets whose frames were not handled yet
-        self._tries = 0  # of the first of them
         # Held while packets are sent, and while frames are handled. A signal handler does not wait for it: it leaves the work
         # to who holds it, and has `on_missed` called then.
         self._turn = threading.Lock()
         self._is_missed = False
+        self._is_cut = False  # whether a signal handler has raised, and may have left frames in `_come`
         self.on_missed: Callable[[], None] = lambda: None
         self.end: str | None = None  # why nothing is sent or read any more; empty if the other end is gone
 
@@ -66,7 +65,7 @@ class LinkEnd:
             poll = select.poll()
             with suppress(ValueError):  # another thread has just closed it
                 poll.register(self._socket, select.POLLIN)
-                has_come = bool(poll.poll(1000 * max(0.0, timeout_s)))
+                has_come = self._is_cut or bool(poll.poll(1000 * max(0.0, timeout_s)))
             self._take_turns(read=True)
         return has_come
 
@@ -89,8 +88,8 @@ class LinkEnd:
                     if read:
                         self._read()
                         read = False
-            except BaseException:  # as a signal handler may raise it: nobody else says that frames have come
-                self._is_missed = True
+            except BaseException:  # nobody else says that frames have come
+                self._is_cut = self._is_missed = True
                 raise
             finally:
                 if self._is_missed:
@@ -107,7 +106,7 @@ class LinkEnd:
                 self._check_file()
                 with suppress(IndexError):  # all are sent
                     # In C as a whole: a packet is dropped as soon as it is sent, and before any handler runs.
-                    deque(zip(sent, iter(self._waiting.popleft, None)), maxlen=0)
+                    deque(zip(sent, iter(self._waiting.popleft, None), strict=False), maxlen=0)
             except BlockingIOError:
                 poll = select.poll()
                 poll.register(self._socket, select.POLLOUT)
@@ -117,6 +116,7 @@ class LinkEnd:
                 self._fail(error)
 
     def _read(self) -> None:
+        self._is_cut = False
         try:
             self._check_file()
             with suppress(BlockingIOError):
@@ -127,12 +127,9 @@ class LinkEnd:
             self._fail(error)
         while (found := first_frame(self._come)) is not None:
             value, count = found
-            self._tries += 1
-            if self._tries <= _TRIES:
-                self._handle(value)
+            self._handle(value)
             for _ in range(count):
                 self._come.popleft()
-            self._tries = 0
 
     def _check_file(self) -> None:
         if os.fstat(self._socket.fileno()).st_ino != self._file:

@@ -160,9 +160,11 @@ class LiveCard:
                 others = cards.with_component(GangPart) if self._has_parts and not self._runs_own_code() else []
                 if any(map(cards.is_busy, [*self._cards, *others])):
                     return _BUSY_S, _BUSY_S
-                self._renew(others)
+                if self._cards or others:
+                    self._renew(others)
         now = time.monotonic()
-        is_quiet = self._runs_own_code() and self._shown >= 0  # then only news is shown
+        # In the step's own code only news is shown, and none on the user's own cards.
+        is_quiet = self._runs_own_code() and (self._shown >= 0 or not self._cards)
         news_s, any_s = (self._shown_at - now + pause_s(now - self._began_at, has_news) for has_news in (True, False))
         return max(_BUSY_S, news_s), NEVER if is_quiet else max(_BUSY_S, any_s if self._shown >= 0 else news_s)
 

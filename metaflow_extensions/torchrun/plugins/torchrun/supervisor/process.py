@@ -205,8 +205,12 @@ class Supervisor:
         what, *rest = frame
         if what == "begin":
             self._begin(rest[0])
+        elif what == "call":
+            self._call(self._link, *rest)
+        elif self._side is None:
+            pass  # a thread of the task has said it late: that gang is over
         elif what == "send":
-            self._known_side().send(from_wire(rest[0]))
+            self._side.send(from_wire(rest[0]))
         elif what == "show":
             self._output.show(Event(*rest))
         elif what == "wrote":
@@ -214,11 +218,9 @@ class Supervisor:
         elif what in _OF_LAUNCHES and self._launches is not None:
             getattr(self._launches, what)(*rest)
         elif what in _OF_SEAT:
-            getattr(self._known_side().seat, what)(*rest)
-        elif what == "call":
-            self._call(self._link, *rest)
+            getattr(self._side.seat, what)(*rest)
         else:
-            getattr(self._known_side(), what)(*rest)
+            getattr(self._side, what)(*rest)
 
     def _answer_asking(self, frame: list[Any]) -> None:
         assert self._asking is not None
@@ -256,14 +258,10 @@ class Supervisor:
         tell(self._guardian, estate)
         self._link.send("estate", list(estate), "" if estate.agent is None else processes.began(estate.agent))
 
-    def _known_side(self) -> Side:
-        assert self._side is not None
-        return self._side
-
     def _call(self, link: TaskLink, number: int, name: str, args: list[Any]) -> None:
         """Answer a question, at once or as soon as the answer is known."""
         self._is_closing = self._is_closing or name == "close"
-        answers = self if name == "settle" else self._known_side()
+        answers = self if name == "settle" or self._side is None else self._side
         self._calls.begin(self._answer(link, number, name, args, answers))
 
     async def _answer(self, link: TaskLink, number: int, name: str, args: list[Any], answers: object) -> None:
@@ -297,6 +295,10 @@ class Supervisor:
         else:
             self._is_released = True
             self._end_service()
+
+    @staticmethod
+    async def close(wait_s: float) -> None:
+        """Do nothing: the gang is over already."""
 
     @staticmethod
     async def settle(patience_s: float | None, is_hurried: bool = False) -> bool:
