@@ -88,6 +88,7 @@ class FakeNode:
 
     def show(self, event):
         self._hear(event)
+        return True
 
     async def settle_lines(self):
         """Wait for no lines of other nodes."""

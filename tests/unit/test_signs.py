@@ -115,10 +115,9 @@ def test_a_task_whose_run_is_gone_is_told_to_end_and_soon_killed(starter, task):
 
 
 @pytest.mark.parametrize("is_member", [True, False])
-def test_a_task_whose_control_task_is_gone_is_killed_if_it_does_not_end(is_member, starter, task, monkeypatch):
-    monkeypatch.setattr(module, "_LOCAL_NODE_MARGIN_S", 0.5)
+def test_a_task_whose_control_task_is_gone_is_killed_if_it_does_not_end(is_member, starter, task):
     process, control = starter
-    here = task(is_member, starters={"control": control}, grace_s=0.5)
+    here = task(is_member, starters={"control": control}, patience_s=1.0)
     process.kill()
     begun = time.monotonic()
     assert here.process.wait(limit_s(30)) == -signal.SIGKILL
