@@ -271,3 +271,31 @@ def test_a_member_whose_task_has_ended_is_lost_for_that_reason(gang):
     assert "Node 1 (host" in control.heard.of(Abort)[0].error.message
     assert "failed: its task exited with code 3" in control.heard.of(Abort)[0].error.message
     assert not control.heard.of(Note)
+
+
+def test_a_guardian_that_somebody_stops_is_continued(gang):
+    control = gang[0]()
+    control.listen(None, HOST)
+    guardian = psutil.Process(control._guardian.pid)
+    guardian.suspend()
+    assert eventually(lambda: guardian.status() == psutil.STATUS_STOPPED)
+    assert eventually(lambda: guardian.status() != psutil.STATUS_STOPPED)
+
+
+def test_a_loss_that_a_signal_handler_cut_off_is_told_again(gang):
+    control = gang[0]()
+    control.listen(None, HOST)
+    told = []
+
+    def lose(how):
+        told.append(how)
+        if len(told) == 1:
+            raise KeyboardInterrupt
+
+    control._listener.lose_supervisor = lose
+    os.kill(control.pid, signal.SIGKILL)
+    with pytest.raises(KeyboardInterrupt):
+        control.wait(lambda: False, HANG_S)
+    assert not control.wait(lambda: False, HANG_S)
+    assert len(told) == 2
+    assert control.is_gone

@@ -12,6 +12,7 @@ from hypothesis import strategies as some
 from limits import limit_s
 from unit_helpers import HANG_S
 
+from metaflow_extensions.torchrun.plugins.torchrun.channel import link
 from metaflow_extensions.torchrun.plugins.torchrun.channel.codec import Frames, first_frame, frame, packets
 from metaflow_extensions.torchrun.plugins.torchrun.channel.link import LinkEnd
 
@@ -197,7 +198,7 @@ def test_an_end_that_reads_nothing_is_looked_after_until_it_goes_on():
     assert not sending.is_alive()
     other.close()
     end.send("into nothing")
-    assert end.end == ""
+    assert not end.takes
     end.close()
 
 
@@ -206,5 +207,78 @@ def test_who_sends_to_an_end_that_is_gone_does_not_wait():
     end = LinkEnd(own, print, lambda: their.close())
     for _ in range(50):
         end.send("text" * 10**5)
-    assert end.end == ""
+    assert not end.takes
     end.close()
+
+
+def test_what_the_other_end_has_said_before_its_end_is_heard_although_nothing_can_be_sent_to_it(ends):
+    (one, other), (at_one, _) = ends
+    other.send("last words")
+    other.close()
+    one.send("into nothing")
+    assert (one.takes, one.end) == (False, None)
+    one.wait(10.0)
+    assert (at_one, one.end) == ([["last words"]], "")
+
+
+def test_an_end_that_has_not_read_all_is_heard_to_its_last_word(ends):
+    """The kernel tells such an end first by an error."""
+    (one, other), (at_one, _) = ends
+    one.send("unread")
+    other.send("last words")
+    other.close()
+    one.wait(10.0)
+    assert (at_one, one.end) == ([["last words"]], "")
+
+
+def test_a_handler_that_raises_at_the_end_of_the_link_leaves_no_frame_unheard(ends):
+    (one, other), (at_one, _) = ends
+    raising = iter([True, False, True, False])
+
+    def handle(frame):
+        if next(raising):
+            raise News
+        at_one.append(frame)
+
+    one._handle = handle
+    for number in range(2):
+        other.send(number)
+    other.close()
+    for _ in range(2):
+        with pytest.raises(News):
+            one.wait(10.0)
+        assert one.end is None
+    one.wait(10.0)
+    assert (at_one, one.end) == ([[0], [1]], "")
+
+
+def test_who_sends_to_an_end_whose_process_is_gone_does_not_wait_although_another_one_has_it_open():
+    own, their = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with their:
+        end = LinkEnd(own, print, lambda: True)
+        for _ in range(50):
+            end.send("text" * 10**5)
+        assert not end.takes
+        end.close()
+
+
+def test_who_sends_to_an_end_that_reads_nothing_for_long_gives_up(monkeypatch):
+    monkeypatch.setattr(link, "_STUCK_S", 0.3)
+    own, their = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with their:
+        end = LinkEnd(own, print, lambda: False)
+        for _ in range(50):
+            end.send("text" * 10**5)
+        assert not end.takes
+        end.close()
+
+
+def test_who_waits_while_another_thread_handles_does_not_spin(ends):
+    (one, other), _ = ends
+    one.send("x")
+    rounds, until = 0, time.monotonic() + 0.3
+    with other._turn:
+        while time.monotonic() < until:
+            other.wait(1.0)
+            rounds += 1
+    assert rounds < 100

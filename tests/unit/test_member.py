@@ -134,6 +134,27 @@ def interrupted(member, what=blocked):
     assert not member.has_news()  # it is raised once
 
 
+def test_an_order_to_end_is_raised_although_the_link_is_being_read_or_is_stuck(join):
+    _, link = join()
+    link.look = lambda: False
+    threading.Timer(0.1, os.kill, [os.getpid(), signal.SIGTERM]).start()
+    with pytest.raises(TorchrunPreempted):
+        blocked(limit_s(HANG_S))
+    assert isinstance(link.sent[-1], Leave)
+
+
+def test_a_step_that_could_not_be_interrupted_hears_at_its_end_why_the_gang_has_failed(join):
+    """As where its code has blocked all signals; what the supervisor has said is read then."""
+    member, link = join()
+    signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+    try:
+        link.look = lambda: member.deliver(ABORT)
+        with pytest.raises(LaunchFailed, match="Rank 3 failed"):
+            member.finish()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, ())
+
+
 # --- leaving -------------------------------------------------------------------------------------
 
 

@@ -47,7 +47,7 @@ def looking():
             asked.append((name, data))
             ready[name] = {"id": data["id"], "found": len(asked)}
 
-        started.append(Requests(store, ask, lambda name: ready.pop(name, None), begin, lambda: is_local))
+        started.append(Requests(store, ask, lambda name: ready.pop(name, None), begin, is_local, lambda: False))
         return started[-1]
 
     yield start
@@ -86,11 +86,16 @@ def test_a_request_of_long_ago_is_not_answered_and_a_failing_store_ends_nothing(
 
 def test_an_object_store_is_asked_twice_a_minute_and_oftener_only_after_a_request(looking):
     work = SimpleNamespace(begin=lambda: None)
-    for is_local, pauses in ((False, [30.0, 3.0]), (True, [0.5, 0.5])):
+    for is_on_disk, own_code, pauses in (
+        (False, False, [(30.0, 30.0), (3.0, 3.0)]),
+        (True, False, [(0.5, 0.5)] * 2),
+        (True, True, [(0.5, 30.0)] * 2),  # a launch's begin is news
+    ):
         dos, store = [], Store()
         begin = lambda _, do, dos=dos: dos.append(do) or work  # noqa: E731
-        Requests(store, lambda *_: None, lambda _: {"id": "one"}, begin, lambda is_local=is_local: is_local)
-        assert dos[0]() == (pauses[0], pauses[0])
+        runs_own_code = lambda own_code=own_code: own_code  # noqa: E731
+        Requests(store, lambda *_: None, lambda _: {"id": "one"}, begin, is_on_disk, runs_own_code)
+        assert dos[0]() == pauses[0]
         store.request = Request("one", time.time(), "stacks")
-        assert dos[0]() == (pauses[1], pauses[1])
+        assert dos[0]() == pauses[1]
         assert (store.looks, len(store.answers)) == (2, 1)

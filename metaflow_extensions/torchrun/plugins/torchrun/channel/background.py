@@ -14,6 +14,7 @@ from typing import Protocol, TypeAlias
 Pauses: TypeAlias = "tuple[float, float]"
 """In how many seconds it is due again: if there is news of the gang, and in any case (perhaps infinite)."""
 NEVER = float("inf")
+_AGAIN: Pauses = (30.0, 30.0)  # after a work that could not begin, or has raised
 _LOOK_S = 0.01
 
 
@@ -44,6 +45,7 @@ class Work:
                 _thread.start_new_thread(self._run, ())
             except RuntimeError:  # no more threads
                 self._is_wanted = False
+                self._tell(_AGAIN)
 
     def settle(self, patience_s: float) -> bool:
         """Wait for the end of what is being done, or so long; return whether it has ended."""
@@ -60,7 +62,7 @@ class Work:
         pauses = None
         try:
             while self._is_wanted:
-                self._is_wanted = False
+                self._is_wanted, pauses = False, _AGAIN
                 pauses = self._do()
         finally:
             self._turn.append(None)

@@ -171,7 +171,7 @@ class Client:
         self.look()
         if not self.is_gone:
             self.say("show", event.kind, event.node, event.text, event.is_detail)
-        return not self.is_gone and self._link.end is None
+        return not self.is_gone and self._link.takes
 
     def interrupt(self, why: str) -> None:
         """End the launch as after a SIGTERM."""
@@ -239,17 +239,22 @@ class Client:
         self._lose()
 
     def _lose(self) -> None:
-        if not self._is_gone:
-            self._is_gone = True
-            if not self._is_closing:
-                self._listener.lose_supervisor(self._why_gone)
+        if not self._is_gone and not self._is_closing:
+            self._listener.lose_supervisor(
+                self._why_gone
+            )  # first: a signal handler may raise here, and then it comes again
+        self._is_gone = True
 
-    def _continue(self) -> None:
-        """Continue a silent supervisor: somebody may have stopped it. A process that runs does not notice."""
+    def _continue(self) -> bool:
+        """Continue a silent supervisor: somebody may have stopped it. A process that runs does not notice.
+
+        Return whether it has ended.
+        """
         if (now := time.monotonic()) >= self._continue_at:
             self._continue_at = now + self._continue_s
             for each in (self._guardian, self._process):
                 each.send_signal(signal.SIGCONT)
+        return self._process.has_ended
 
     def clean_up(self, patience_s: float) -> None:
         """Wait until the guardian has ended all that a supervisor has left that is gone; end it here if that is gone, too."""

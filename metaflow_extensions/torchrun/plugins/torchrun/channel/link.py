@@ -13,6 +13,7 @@ import os
 import select
 import socket
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
@@ -23,38 +24,49 @@ from typing import Any
 from .codec import PACKET_BYTES, first_frame, packets
 
 _ROOM_S = 0.2  # between two looks while the other end takes nothing
+_STUCK_S = 60.0  # then it is taken for gone
+_TURN_S = 0.01  # for another thread that handles what has come
 _CLOSED = "its code has closed the connection to its supervisor process, as os.closerange(3, …) does"
 
 
 class LinkEnd:
-    """A socket to the other end. `handle` gets each frame; `on_stuck` is called while the other end takes nothing."""
+    """A socket to the other end. `handle` gets each frame.
 
-    def __init__(self, own: socket.socket, handle: Callable[[Any], None], on_stuck: Callable[[], None]) -> None:
+    `on_stuck` is called while the other end takes nothing, and returns whether it never will.
+    """
+
+    def __init__(self, own: socket.socket, handle: Callable[[Any], None], on_stuck: Callable[[], bool]) -> None:
         own.setblocking(False)
         self._socket, self._handle, self._on_stuck = own, handle, on_stuck
         self._file = os.fstat(own.fileno()).st_ino  # the step's code may close it, and get its number for another file
         self._waiting: deque[bytes] = deque()  # packets that have not gone yet
         self._come: deque[bytes] = deque()  # packets whose frames were not handled yet
-        # Held while packets are sent, and while frames are handled. A signal handler does not wait for it: it leaves the work
-        # to who holds it, and has `on_missed` called then.
+        # Held while packets are sent, and while frames are handled. A signal handler leaves the work to who holds it, and has
+        # `on_missed` called then. Python 3.10 may leave it locked where two handlers raise at the same moment.
         self._turn = threading.Lock()
         self._is_missed = False
         self._is_cut = False  # whether a signal handler has raised, and may have left frames in `_come`
         self.on_missed: Callable[[], None] = lambda: None
+        self._is_deaf = False  # whether the other end takes nothing any more; what it has said is read
         self.end: str | None = None  # why nothing is sent or read any more; empty if the other end is gone
 
     def send(self, *data: Any) -> None:
-        """Send a frame, in the order of the calls; dropped if the other end is gone."""
-        if self.end is None:
+        """Send a frame, in the order of the calls; dropped if the other end is gone. It waits while that takes nothing."""
+        if self.takes:
             self._waiting.extend(packets(data))  # one call into C
             self._take_turns(read=False)
 
+    @property
+    def takes(self) -> bool:
+        """Whether the other end takes what is sent, as far as is known."""
+        return self.end is None and not self._is_deaf
+
     def look(self) -> bool:
         """Handle what has come; return False if that is being done, and `on_missed` will be called after it."""
-        self._is_missed = True  # before it looks: who holds the turn sees it when that is over
         if self._turn.locked():
+            self._is_missed = True
+        if self._turn.locked():  # still: so who holds it sees that when its turn is over
             return False
-        self._is_missed = False
         self._take_turns(read=True)
         return True
 
@@ -66,6 +78,8 @@ class LinkEnd:
             with suppress(ValueError):  # another thread has just closed it
                 poll.register(self._socket, select.POLLIN)
                 has_come = self._is_cut or bool(poll.poll(1000 * max(0.0, timeout_s)))
+            if self._turn.locked():
+                time.sleep(_TURN_S)
             self._take_turns(read=True)
         return has_come
 
@@ -84,10 +98,10 @@ class LinkEnd:
         while (read or self._waiting) and self.end is None and not self._turn.locked():
             try:
                 with self._turn:
-                    self._write()
                     if read:
                         self._read()
                         read = False
+                    self._write()
             except BaseException:  # nobody else says that frames have come
                 self._is_cut = self._is_missed = True
                 raise
@@ -99,6 +113,7 @@ class LinkEnd:
     # --- while `_turn` is held
 
     def _write(self) -> None:
+        give_up_at = time.monotonic() + _STUCK_S
         while self._waiting and self.end is None:
             first = iter(partial(self._waiting.__getitem__, 0), None)
             sent = map(self._socket.send, first, repeat(socket.MSG_NOSIGNAL))
@@ -108,32 +123,45 @@ class LinkEnd:
                     # In C as a whole: a packet is dropped as soon as it is sent, and before any handler runs.
                     deque(zip(sent, iter(self._waiting.popleft, None), strict=False), maxlen=0)
             except BlockingIOError:
-                poll = select.poll()
-                poll.register(self._socket, select.POLLOUT)
-                if not poll.poll(1000 * _ROOM_S):
-                    self._on_stuck()
+                if not self._has_room() and (self._on_stuck() or time.monotonic() > give_up_at):
+                    self._stop_sending()
             except OSError as error:
-                self._fail(error)
+                self._stop_sending()
+                self._see(error)
+
+    def _has_room(self) -> bool:
+        poll = select.poll()
+        with suppress(ValueError):  # another thread has just closed it
+            poll.register(self._socket, select.POLLOUT)
+        return bool(poll.poll(1000 * _ROOM_S))
+
+    def _stop_sending(self) -> None:
+        self._is_deaf = True
+        self._waiting.clear()
 
     def _read(self) -> None:
-        self._is_cut = False
+        self._is_cut = is_over = False
         try:
             self._check_file()
-            with suppress(BlockingIOError):
-                # In C as a whole, so that no handler runs between a packet's reading and its keeping.
-                self._come.extend(iter(partial(self._socket.recv, PACKET_BYTES + 1), b""))
-                self.end = ""
+            for _ in range(2):  # an end that has not read all that we said is first told as an error
+                with suppress(BlockingIOError, ConnectionResetError):
+                    # In C as a whole, so that no handler runs between a packet's reading and its keeping.
+                    self._come.extend(iter(partial(self._socket.recv, PACKET_BYTES + 1), b""))
+                    is_over = True
         except OSError as error:
-            self._fail(error)
+            self._see(error)
         while (found := first_frame(self._come)) is not None:
             value, count = found
             self._handle(value)
             for _ in range(count):
                 self._come.popleft()
+        if is_over and self.end is None:  # now that all is handled
+            self.end = ""
 
     def _check_file(self) -> None:
         if os.fstat(self._socket.fileno()).st_ino != self._file:
             raise OSError(errno.EBADF, os.strerror(errno.EBADF))
 
-    def _fail(self, error: OSError) -> None:
-        self.end = _CLOSED if error.errno == errno.EBADF else ""
+    def _see(self, error: OSError) -> None:
+        if error.errno == errno.EBADF and self.end is None:
+            self.end = _CLOSED

@@ -110,7 +110,8 @@ class Wakeup:
         """Have the handler run in the main thread soon."""
         # A step may have reset all signals; without a handler this one would kill the process.
         if self in _active and callable(signal.getsignal(SIGNAL)):
-            # `interrupt_main` sets Python's own flag for the signal, so it works even if the step has blocked signals.
+            # `interrupt_main` sets Python's own flag for the signal, so here it works even if the step has blocked signals;
+            # the supervisor's signal does not.
             # `pthread_kill` sends the real signal, which ends a blocking system call.
             _thread.interrupt_main(SIGNAL)  # type: ignore[arg-type]  # an int will do
             if threading.current_thread() is not threading.main_thread():
@@ -130,8 +131,9 @@ class Wakeup:
 
     def _on_wake(self, number: int, frame: FrameType | None) -> None:
         for each in _active[::-1]:
-            if each.member.link is None or each.member.link.look():
-                each.member.raise_news()
+            if each.member.link is not None:
+                each.member.link.look()
+            each.member.raise_news()
 
 
 # The members whose handlers are set, the innermost last: a gang's step may use `TorchrunSingleNodeMultiGPU`. Only the

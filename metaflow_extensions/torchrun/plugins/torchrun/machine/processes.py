@@ -87,6 +87,13 @@ def is_alive(pid: int, since: str) -> bool:
     return process is not None and process.is_alive and process.began == since
 
 
+def continue_stopped(pid: int) -> None:
+    """Continue a process, if somebody has stopped it."""
+    process = find(pid)
+    if process is not None and process.state == "T":
+        send_signal(pid, signal.SIGCONT)
+
+
 def children(parent: int) -> list[int]:
     """Return the pids of the living children of a process."""
     return [process.pid for process in _table() if process.is_alive and process.parent == parent]

@@ -20,7 +20,7 @@ from contextlib import suppress
 from ..channel.codec import packets
 from ..compat import linux
 from ..machine.estate import Estate
-from ..machine.processes import Other, children, find, living_descendants, send_signal
+from ..machine.processes import Other, children, continue_stopped, living_descendants, send_signal
 from ..machine.wake import LONGEST_PAUSE_S, is_closed, unread_bytes, wake
 
 _KILL_WAIT_S = 10.0  # after SIGKILL only a process in uninterruptible sleep stays
@@ -137,9 +137,7 @@ def _read(supervisor: int, told: int) -> bytes:
     poll = select.poll()
     poll.register(told, select.POLLIN)
     while not poll.poll(1000 * _CONTINUE_S):
-        process = find(supervisor)
-        if process is not None and process.state == "T":
-            send_signal(supervisor, signal.SIGCONT)
+        continue_stopped(supervisor)
     return os.read(told, 65536)
 
 

@@ -47,7 +47,7 @@ _LAST_LINES_S = 0.5  # for what the workers have written before the task's end
 _DYING_S = 5.0  # a task that is killed closes its files first, and then frees its memory
 _OF_LAUNCHES = frozenset({"run", "complete", "give_up", "end_spares"})
 _OF_SEAT = frozenset({"interrupt", "time_out"})
-_URGENT = frozenset({"lost", "must_end", "look"})  # the step's own code hears of it
+_URGENT = frozenset({"lost", "must_end"})  # the step's own code hears of it
 _URGENT_MESSAGES = frozenset({Abort.__name__.lower(), Replaced.__name__.lower()})
 
 
@@ -81,7 +81,7 @@ class Supervisor:
     def __init__(
         self, task: processes.Other, guardian: int, own: socket.socket, asking: socket.socket | None = None
     ) -> None:
-        self._task, self._guardian = task, guardian
+        self._task, self._guardian, self._parent = task, guardian, os.getppid()
         self._link = TaskLink(own, task.pid, self._handle_or_fail, self._on_link_end)
         # What is known of the gang is asked over a connection of its own: other threads of the task ask.
         self._asking = None if asking is None else TaskLink(asking, task.pid, self._answer_asking)
@@ -144,6 +144,8 @@ class Supervisor:
                 pass
         if self._is_over.is_set():
             return
+        if os.getppid() == self._parent:
+            processes.continue_stopped(self._parent)  # the guardian, which does so for this process
         self._count_oom_kills()
         if self._is_frozen():
             self._give_up(f"its task {STOPPED} {self._silence_s:g} s")
@@ -251,7 +253,8 @@ class Supervisor:
     def _tell_task(self, what: str, *rest: Any) -> None:
         """Tell the task something of its gang; at once if the step's own code must hear of it."""
         is_urgent = what in _URGENT or (what == "deliver" and rest[0]["type"] in _URGENT_MESSAGES)
-        (self._link.send_now if is_urgent else self._link.send)(what, *rest)
+        sends = {"look": self._link.send_soon}
+        (self._link.send_now if is_urgent else sends.get(what, self._link.send))(what, *rest)
 
     def _tell_estate(self, estate: Estate) -> None:
         """Say what there is to be ended if this process is killed: to the guardian, and to the task if both are."""

@@ -57,6 +57,12 @@ class TaskLink:
             self._is_waking = True
             self._wake(_LOOK_S)
 
+    def send_soon(self, *data: Any) -> None:
+        """Send a frame, and wake the task once: a call into C of the step's own code may take it for an error (EINTR)."""
+        self.send(*data)
+        if not self._is_waking and self._has_unread():
+            wake(self._pid)
+
     def _wake(self, pause_s: float) -> None:
         self._is_waking = self._has_unread()
         if self._is_waking:

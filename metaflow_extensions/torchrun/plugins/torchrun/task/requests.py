@@ -41,11 +41,13 @@ class Requests:
         ask: Callable[[str, Plain], None],
         pop_answer: Callable[[str], Plain | None],
         begin: Callable[[str, Callable[[], Pauses]], Background],
-        is_local: Callable[[], bool],
+        is_on_disk: bool,
+        runs_own_code: Callable[[], bool],
     ) -> None:
         self._registry = registry
         self._ask, self._pop_answer = ask, pop_answer
-        self._is_local = is_local  # whether a look costs next to nothing now
+        self._is_on_disk = is_on_disk  # whether a look costs next to nothing
+        self._runs_own_code = runs_own_code
         self._last = ""  # the id of the last request that was looked at
         self._soon_until = 0.0
         self._pid = os.getpid()
@@ -61,12 +63,11 @@ class Requests:
         if not self._is_over:
             with suppress(Exception):  # a datastore that fails: the next look tries again
                 self._look()
-        return self._pause_s(), self._pause_s()
-
-    def _pause_s(self) -> float:
-        if self._is_local():
-            return _LOOK_LOCAL_S
-        return _LOOK_SOON_S if time.monotonic() < self._soon_until else _LOOK_S
+        if not self._is_on_disk:
+            pause_s = _LOOK_SOON_S if time.monotonic() < self._soon_until else _LOOK_S
+            return pause_s, pause_s
+        # A launch's begin is news.
+        return _LOOK_LOCAL_S, _LOOK_S if self._runs_own_code() else _LOOK_LOCAL_S
 
     def _look(self) -> None:
         request = self._registry.load_request()

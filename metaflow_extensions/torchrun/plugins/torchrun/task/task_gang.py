@@ -175,7 +175,8 @@ class TaskGang:
             channel.request,
             channel.pop_answer,
             channel.in_background,
-            lambda: is_on_disk and not self._runs_own_code(),
+            is_on_disk,
+            self._runs_own_code,
         )
         self.live_card = LiveCard(
             self._events.snapshot,

@@ -1,0 +1,80 @@
+"""Work in the background is done when it is wanted, and its thread is there only meanwhile."""
+
+import _thread
+import threading
+from itertools import repeat
+
+import pytest
+from limits import limit_s
+from unit_helpers import HANG_S, eventually
+
+from metaflow_extensions.torchrun.plugins.torchrun.channel import background
+from metaflow_extensions.torchrun.plugins.torchrun.channel.background import Work
+
+
+def test_a_work_that_is_wanted_while_it_is_done_is_done_once_more_and_says_then_when_it_is_due():
+    free, begun, told = threading.Semaphore(0), [], []
+
+    def do():
+        begun.append(1)
+        assert free.acquire(timeout=limit_s(HANG_S))
+        return len(begun), 9.0
+
+    work = Work(do, told.append)
+    work.begin()
+    eventually(lambda: begun == [1])
+    for _ in range(3):
+        work.begin()
+    assert not work.settle(0.01)
+    free.release(2)
+    assert work.settle(limit_s(HANG_S))
+    eventually(lambda: told == [(2, 9.0)])
+    assert len(begun) == 2
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_a_work_that_raises_is_due_again():
+    told = []
+
+    def do():
+        raise MemoryError
+
+    work = Work(do, told.append)
+    work.begin()
+    eventually(lambda: told == [background._AGAIN])
+    assert work.settle(limit_s(HANG_S))
+
+
+def test_a_work_that_finds_no_thread_is_due_again(monkeypatch):
+    done, told = [], []
+    work = Work(lambda: done.append(1) or (1.0, 1.0), told.append)
+
+    def refuse(*_):
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as full:
+        full.setattr(_thread, "start_new_thread", refuse)
+        work.begin()
+    assert (done, told, work.settle(1.0)) == ([], [background._AGAIN], True)
+    work.begin()
+    eventually(lambda: told[1:] == [(1.0, 1.0)])
+
+
+def test_threads_that_begin_a_work_at_the_same_moment_do_it_one_after_the_other():
+    lock, done, told = threading.Lock(), [], []
+
+    def do():
+        assert lock.acquire(blocking=False), "two at a time"
+        done.append(1)
+        lock.release()
+        return 1.0, 1.0
+
+    work = Work(do, told.append)
+    threads = [threading.Thread(target=lambda: [work.begin() for _ in repeat(None, 200)]) for _ in range(4)]
+    for each in threads:
+        each.start()
+    for each in threads:
+        each.join(limit_s(HANG_S))
+    assert work.settle(limit_s(HANG_S))
+    assert 0 < len(done) <= 800
+    assert set(told) <= {(1.0, 1.0)}

@@ -1,0 +1,97 @@
+"""The supervisor's end of the link: it wakes a task whose own code runs, and no other signals reach that."""
+
+import asyncio
+import os
+import signal
+import socket
+import time
+
+import pytest
+from limits import limit_s
+from unit_helpers import HANG_S
+
+from metaflow_extensions.torchrun.plugins.torchrun.channel.codec import first_frame, packets
+from metaflow_extensions.torchrun.plugins.torchrun.machine.wake import SIGNAL
+from metaflow_extensions.torchrun.plugins.torchrun.supervisor.task_link import TaskLink
+
+
+@pytest.fixture
+def woken():
+    """Return when this process, which stands for the task, was woken."""
+    times = []
+    before = signal.signal(SIGNAL, lambda *_: times.append(time.monotonic()))
+    yield times
+    signal.signal(SIGNAL, before)
+
+
+@pytest.fixture
+def task():
+    """Return the task's end of a link, and a function that has its supervisor do something with the other one."""
+    own, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+
+    def have(do, until, within_s=HANG_S):
+        async def run():
+            link = TaskLink(theirs, os.getpid(), lambda frame: None)
+            link.open()
+            do(link)
+            deadline = time.monotonic() + limit_s(within_s)
+            while not until() and time.monotonic() < deadline:
+                await asyncio.sleep(0.01)
+
+        asyncio.run(run())
+        return until()
+
+    with own, theirs:
+        yield own, have
+
+
+def test_a_task_is_woken_until_it_has_read_what_is_urgent(task, woken):
+    own, have = task
+    assert have(lambda link: link.send_now("lost", "why"), lambda: len(woken) > 3)
+
+    def read_after_two():
+        if len(woken) >= 2 and not heard:
+            heard.append(own.recv(100))
+        return False
+
+    heard = []
+    woken.clear()
+    own.recv(100)
+    have(lambda link: link.send_now("must_end", "why"), read_after_two, within_s=0.5)
+    assert first_frame(heard)[0] == ["must_end", "why"]
+    assert len(woken) in (2, 3), "one more may have been on its way"
+
+
+def test_a_task_is_woken_once_for_what_can_wait(task, woken):
+    """A call into C of the step's own code may take a signal for an error."""
+    own, have = task
+    have(lambda link: link.send_soon("look", "a card"), lambda: False, within_s=0.3)
+    assert len(woken) == 1
+    assert first_frame([own.recv(100)])[0] == ["look", "a card"]
+    have(lambda link: link.send("event"), lambda: False, within_s=0.3)
+    assert len(woken) == 1, "the rest is read when the task next waits"
+
+
+def test_a_task_without_the_handler_gets_no_signal(task):
+    """By default a real-time signal kills."""
+    _, have = task
+    assert signal.getsignal(SIGNAL) in (signal.SIG_DFL, signal.SIG_IGN)
+    have(lambda link: link.send_now("lost", "why"), lambda: False, within_s=0.3)
+
+
+def test_a_task_that_does_not_read_for_long_gets_all_in_order(task, woken):
+    own, have = task
+    many = [["text", number, "x" * 50_000] for number in range(100)]
+    found = []
+
+    def read_all():
+        own.setblocking(False)
+        try:
+            while (found.append(own.recv(70_000)) or True) and len(found) < 100:
+                pass
+        except BlockingIOError:
+            pass
+        return len(found) >= 100
+
+    assert have(lambda link: [link.send_now(*each) for each in many], read_all)
+    assert [found[number] for number in range(100)] == [packets(each)[0] for each in many]
