@@ -15,7 +15,8 @@ from metaflow_extensions.torchrun.plugins.torchrun.machine.accelerators import M
 from metaflow_extensions.torchrun.plugins.torchrun.node import agent_end
 from metaflow_extensions.torchrun.plugins.torchrun.node.agent_end import MachineFaults
 from metaflow_extensions.torchrun.plugins.torchrun.node.agent_events import AgentEnded, Frozen
-from metaflow_extensions.torchrun.plugins.torchrun.node.generation import Generation, Phase
+from metaflow_extensions.torchrun.plugins.torchrun.node.generation import Generation
+from metaflow_extensions.torchrun.plugins.torchrun.node.phases import Life, Phase
 from metaflow_extensions.torchrun.plugins.torchrun.node.plan import Plan
 
 KILLED = Cause("signal", 0, "host", 1, 1, -signal.SIGKILL, None, "the last lines")
@@ -37,7 +38,9 @@ def made_in(folder):
         written_bytes=int,
         tail=lambda *which: "",
     )
-    return Generation(plan, "host", go, folder, [], FakeAgent(None, [], {}, None, print), follower)
+    return Generation(
+        plan, "host", go, folder, [], FakeAgent(None, [], {}, None, print), follower, Life(Phase.STARTING)
+    )
 
 
 def test_it_begins_and_ends_once(tmp_path):
@@ -47,11 +50,11 @@ def test_it_begins_and_ends_once(tmp_path):
     generation.start()
     for _ in range(2):
         generation.stop()
-    assert generation.phase is Phase.STOPPING
+    assert generation._life.phase is Phase.STOPPING
     assert generation.handle(AgentEnded(1, 0.0)) is generation.handle(Frozen(None, None, 7, 0.0)) is None
     for _ in range(2):
         asyncio.run(generation.close())
-    assert generation.phase is Phase.ENDED
+    assert generation._life.phase is Phase.ENDED
     with pytest.raises(AssertionError, match="from ENDED to RUNNING"):
         generation.start()
 
@@ -63,7 +66,7 @@ def test_what_ends_the_wait_for_its_processes_leaves_no_reader_and_no_pipes(tmp_
     generation._agent.close = lambda grace_s: (_ for _ in ()).throw(KeyboardInterrupt)
     with pytest.raises(KeyboardInterrupt):
         asyncio.run(generation.close())
-    assert (ended, generation.phase) == ([False], Phase.ENDED)
+    assert (ended, generation._life.phase) == ([False], Phase.ENDED)
 
 
 @pytest.mark.parametrize(

@@ -35,14 +35,14 @@ class Phase(enum.Enum):
 
     GATHERING = "waits until all nodes are ready"
     RUNNING = "the workers run"
-    STORING = "all workers have ended well, and what they have left is being stored"
+    STORING = "all ended well; what the workers left is stored"
     STOPPING = "the workers are told to stop"
-    PAUSING = "all workers are gone; a restart follows after a pause"
-    SAVING = "it has failed, and what its workers have left is being stored"
+    PAUSING = "no worker is left; a restart follows after a pause"
+    SAVING = "it has failed; what its workers left is stored"
     OVER = "every node knows how it ended"
 
 
-_NEXT = {
+NEXT = {
     Phase.GATHERING: {Phase.RUNNING, Phase.OVER},
     Phase.RUNNING: {Phase.STORING, Phase.STOPPING, Phase.SAVING, Phase.OVER},
     Phase.STORING: {Phase.STOPPING, Phase.OVER},
@@ -82,7 +82,7 @@ class Launch:
 
     def enter(self, phase: Phase) -> None:
         """Go to another phase."""
-        assert phase in _NEXT[self.phase], f"a launch can't go from {self.phase.name} to {phase.name}"
+        assert phase in NEXT[self.phase], f"a launch can't go from {self.phase.name} to {phase.name}"
         self.phase = phase
 
     def begin_generation(self, now: float) -> None:

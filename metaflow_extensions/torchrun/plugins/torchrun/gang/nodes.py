@@ -18,7 +18,7 @@ class NodeState(enum.Enum):
     LOST = "its task has ended unexpectedly, or nothing arrives from it"
 
 
-_NEXT = {
+NEXT = {
     NodeState.ABSENT: {NodeState.JOINED, NodeState.LOST},
     # JOINED to JOINED: a node that lost its connection before *welcome* arrived joins again.
     NodeState.JOINED: {NodeState.JOINED, NodeState.DONE, NodeState.LEFT, NodeState.LOST},
@@ -45,7 +45,7 @@ class Nodes:
     def enter(self, node: int, state: NodeState) -> None:
         """Change the state of a node."""
         before = self._states[node]
-        assert state in _NEXT[before], f"node {node} can't go from {before.name} to {state.name}"
+        assert state in NEXT[before], f"node {node} can't go from {before.name} to {state.name}"
         self._count[before] -= 1
         self._count[state] += 1
         self._states[node] = state

@@ -1,11 +1,7 @@
-"""One generation of workers on this node, from *go* to the end of its last process, and its failures.
-
-A generation is in one `Phase` at a time; only the generation changes it.
-"""
+"""One generation of workers on this node, from *go* to the end of its last process, and its failures."""
 
 from __future__ import annotations
 
-import enum
 import shutil
 import time
 from collections.abc import Callable
@@ -19,27 +15,11 @@ from .agent import AgentProcess
 from .agent_end import AgentEnd
 from .agent_events import AgentEnded, AgentEvent, End, Frozen, WorkerEnded, WorkerStarted
 from .exits import Exits
+from .phases import LIVING, Life, Phase
 from .plan import Plan
 from .watchers import Here, Watchers
 
 _NEVER = float("inf")
-
-
-class Phase(enum.Enum):
-    """The state of a generation."""
-
-    STARTING = "its agent is not started yet"
-    RUNNING = "its agent runs"
-    STOPPING = "it was told to stop, or its agent has failed"
-    ENDED = "no process of it is left, and all output is read"
-
-
-_NEXT = {
-    Phase.STARTING: {Phase.RUNNING, Phase.ENDED},
-    Phase.RUNNING: {Phase.STOPPING, Phase.ENDED},
-    Phase.STOPPING: {Phase.ENDED},
-    Phase.ENDED: set[Phase](),
-}
 
 
 class Generation:
@@ -54,12 +34,13 @@ class Generation:
         command: list[str],
         agent: AgentProcess,
         logs: LogReader,
+        life: Life,
         say: Callable[..., None] = lambda text, is_detail=True: None,  # writes a line to the log, or to its details
     ) -> None:
         self.go = go
         self.number = go.generation
         self.command = shown_command(command)  # the agent's argv, as a user would type it
-        self.phase = Phase.STARTING
+        self._life = life  # of the launch on this node; this is in it from STARTING to ENDED
         self.said_started = self.said_output = False  # whether *started* and *wrote* were sent
         self.exits = Exits(folder, plan.spec, host, logs.tail)
         self._plan = plan
@@ -93,25 +74,23 @@ class Generation:
 
     # --- its life -------------------------------------------------------------------------------
 
-    def _enter(self, phase: Phase) -> None:
-        assert phase in _NEXT[self.phase], f"a generation can't go from {self.phase.name} to {phase.name}"
-        self.phase = phase
-        if phase is Phase.STOPPING:
-            self._logs.let_end()
-
     def start(self) -> None:
         """Start the agent. All further news arrives as events."""
         self._logs.start()
         self._agent.start()
-        self._enter(Phase.RUNNING)
+        self._life.enter(Phase.RUNNING)
 
     def stop(self, first_signal: int | None = None) -> None:
         """Stop all processes, unless that has begun. The workers alone get `first_signal` before, so that they can save."""
-        if self.phase is not Phase.RUNNING:
+        if self._life.phase is not Phase.RUNNING:
             return
-        self._enter(Phase.STOPPING)
-        self._stopped_at = time.monotonic()
+        self._begin_stop(time.monotonic())
         self._agent.stop(self._plan.grace_s, first_signal)
+
+    def _begin_stop(self, at: float) -> None:
+        self._life.enter(Phase.STOPPING)
+        self._stopped_at = at
+        self._logs.let_end()
 
     @property
     def was_stopped(self) -> bool:
@@ -125,7 +104,7 @@ class Generation:
 
     async def close(self, grace_s: float = 0.0) -> None:
         """Stop what still runs, and read the last output; safe to call more than once."""
-        if self.phase is Phase.ENDED:
+        if self._life.phase not in LIVING:
             return
         self._logs.let_end()
         try:
@@ -138,7 +117,7 @@ class Generation:
             # torchrun prints a box that names our script. After a good end, or beside a known cause, it would only mislead.
             self._logs.finish(explained=self.ended_well or known)
             await self._logs.kept()
-            self._enter(Phase.ENDED)
+            self._life.enter(Phase.ENDED)
 
     def remove_files(self) -> None:
         """Remove the log files, unless the user keeps them."""
@@ -172,7 +151,7 @@ class Generation:
             case WorkerEnded():
                 return self._on_worker_ended(event)
             case Frozen():
-                return self._agent_end.record_fault(event) if self.phase is Phase.RUNNING else None
+                return self._agent_end.record_fault(event) if self._life.phase is Phase.RUNNING else None
             case AgentEnded():
                 return self._on_agent_ended(event)
             case End():
@@ -183,17 +162,17 @@ class Generation:
         failed = self.exits.record(event)
         self._logs.read_now(event.local_rank, failed)  # its last lines stand before the line of its end
         self._worker_ended_at = event.at
-        if failed and self.phase is Phase.RUNNING:
+        if failed and self._life.phase is Phase.RUNNING:
             return f"rank {event.rank} {self._agent_end.machine.how_ended(event.status)}"
         return None
 
     def _on_agent_ended(self, event: AgentEnded) -> str | None:
         """Handle an agent that ended by itself: well, by its own failure, or by a worker's that it saw first."""
         self._agent_end.exit_code = event.status
-        if self.phase is not Phase.RUNNING or (event.status == 0 and self._has_started()):
+        if self._life.phase is not Phase.RUNNING or (event.status == 0 and self._has_started()):
             return None
-        self._enter(Phase.STOPPING)
-        self._stopped_at = self._agent_end.failed_at = event.at
+        self._agent_end.failed_at = event.at
+        self._begin_stop(event.at)
         failed = next(iter(self.exits.failed()), None)
         if failed is not None:
             return f"rank {failed.rank} {self._agent_end.machine.how_ended(failed.status)}"

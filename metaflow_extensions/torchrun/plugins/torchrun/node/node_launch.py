@@ -2,7 +2,7 @@
 
 `NodeLaunch.run` reports *ready*, obeys *go*, *stop* and the *verdict*, and reports what happens to the workers.
 Everything that it waits for arrives in one queue, the launch's inbox: the gang's messages, the agent's events, and what
-the task says. A table says what is done with each.
+the task says. A table says what is done with each in which `Phase`, and `phases.NEXT` which phase may follow.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ import asyncio
 import inspect
 import shlex
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, TypeAlias
 
 from ..errors import LaunchFailed, TorchrunError, TorchrunPreempted
 from ..events import Event, Kind
@@ -39,9 +39,10 @@ from .agent import AgentProcess
 from .agent_end import AGENT_NAME
 from .agent_events import End, Refused
 from .commands import CommandNews, Commands, send_failure
-from .generation import Generation, Phase
+from .generation import Generation
 from .headlines import alone_line, end_line, facts_line, say_left
 from .outcome import Outcome
+from .phases import LIVING, Life, Phase
 from .plan import Plan
 from .start import AgentNews, prepare
 
@@ -77,8 +78,8 @@ class NodeLaunch:
         self._complete, self._store = complete, store
         self._commands: Commands | None = None  # while they run
         self._launch = launch
+        self.life = Life()
         self._generation: Generation | None = None  # the latest; see `_living`
-        self._is_storing = False  # from *store* on
         self._failing_with: TorchrunError | None = None  # the error that *store* has announced for the verdict
         self._verdict: Verdict | None = None
         self._is_preempted = False
@@ -100,6 +101,7 @@ class NodeLaunch:
         if self._verdict.error is not None:
             await self._give_up(self._verdict.error)
         else:
+            self.life.enter(Phase.OVER)
             self._plan.prepare_warm()
         generation = self._generation
         return Outcome(
@@ -115,6 +117,7 @@ class NodeLaunch:
         if not self._plan.commands:
             self._send_ready()
             return
+        self.life.enter(Phase.PREPARING)
         self._member.send(Prepares(self._launch, self._plan.spec.nproc))
         try:
             self._commands = Commands(self._plan, self._member, self._launch, self._new_agent)
@@ -125,6 +128,7 @@ class NodeLaunch:
             send_failure(self._member, self._launch, cause)
 
     def _send_ready(self) -> None:
+        self.life.enter(Phase.READY)
         spec, plan = self._plan.spec, self._plan
         policy = plan.policy if self._member.node == CONTROL else None
         facts, port = dict(plan.facts), spec.master_port
@@ -145,7 +149,7 @@ class NodeLaunch:
         if generation is None:
             return
         told = generation.watchers.poll()  # also while they are stopped, and perhaps save
-        if generation.watchers.saw_workers_at is not None and generation.phase is Phase.RUNNING:
+        if generation.watchers.saw_workers_at is not None and self.life.phase is Phase.RUNNING:
             self._say_started(generation)
         for each in told:
             self._member.send(each)
@@ -153,13 +157,13 @@ class NodeLaunch:
     @property
     def _living(self) -> Generation | None:
         """The generation that has begun and has not ended."""
-        generation = self._generation
-        return None if generation is None or generation.phase is Phase.ENDED else generation
+        return self._generation if self.life.phase in LIVING else None
 
     async def _handle(self, news: Any) -> None:
         if isinstance(news, Go | Ask | Stop | Restart | Store | Verdict) and news.launch != self._launch:
             return  # late news of a launch that the step's code gave up
-        done = self._HANDLERS[type(news)](self, news)
+        do = HANDLERS[type(news)].get(self.life.phase)  # else it is late, or about what this node does not have
+        done = None if do is None else do(self, news)
         if inspect.isawaitable(done):
             await done
 
@@ -168,8 +172,10 @@ class NodeLaunch:
     async def _on_go(self, go: Go) -> None:
         if self._went_at is None:
             self._went_at = time.monotonic()
+        self.life.enter(Phase.STARTING)
+        self._generation = None
         try:
-            self._generation = generation = prepare(self._plan, go, self._member, self._new_agent)
+            self._generation = generation = prepare(self._plan, go, self._member, self._new_agent, self.life)
             self._say_begin(go, generation)
             generation.start()
         except Exception as error:  # a full disk, no more processes, a zero byte in a variable
@@ -197,17 +203,17 @@ class NodeLaunch:
         self._member.send(Ended(self._launch, False, go.generation, (failure,), stores=self._plan.stores))
 
     async def _on_stop(self, stop: Stop) -> None:
-        self._give_up_upload()
-        if (generation := self._living) is None:
-            return
+        self._say_why_it_stops(stop)
+        if (generation := self._living) is not None:
+            for told in await generation.watchers.before_stop(stop.kind):
+                self._member.send(told)
+            generation.stop(stop.signal)
+
+    def _say_why_it_stops(self, stop: Stop) -> None:
         # Then another node has logged the reason in this terminal.
         is_told = stop.teller != CONTROL and self._plan.shares_machine
         if self._member.node == CONTROL and stop.because and not is_told:
             self._emit("stopping", f"{stop.because}; stopping all nodes")
-        if generation.phase is Phase.RUNNING:
-            for told in await generation.watchers.before_stop(stop.kind):
-                self._member.send(told)
-        generation.stop(stop.signal)
 
     def _on_ask(self, ask: Ask) -> None:
         generation = self._living
@@ -224,12 +230,15 @@ class NodeLaunch:
         self._emit("restart", text)
 
     def _on_store(self, store: Store) -> None:
+        self._keep_error(store)
+        self.life.enter(Phase.STORING)
+        self._store(store)
+
+    def _keep_error(self, store: Store) -> None:
+        """Do no more where workers have not ended in time, so that nobody waits for this node."""
         if store.error is not None:
             self._failing_with = store.error
             store.error.events = [event.as_dict() for event in store.events]
-        if self._living is None:  # else its workers have not ended in time, so nobody waits for this node
-            self._is_storing = True
-            self._store(store)
 
     def _on_verdict(self, verdict: Verdict) -> None:
         self._verdict = verdict
@@ -239,23 +248,27 @@ class NodeLaunch:
     # --- what interrupts this node ----------------------------------------------------------------
 
     def _on_interruption(self, interruption: Interruption) -> None:
+        """End the launch here; no worker has to be stopped before."""
         if interruption is Interruption.BROKEN:
             assert self._member.broken is not None
             # If the control node was lost after it had sent *store*, the error there came first.
             raise self._failing_with or self._member.broken
-        error = self._member.terminated()
-        if self._living is None or self._is_preempted:  # a second order means: end at once
-            raise error
+        raise self._member.terminated()
+
+    def _on_interruption_of_workers(self, interruption: Interruption) -> None:
+        if interruption is Interruption.BROKEN or self._is_preempted:  # a second order means: end at once
+            self._on_interruption(interruption)
         self._is_preempted = True
+        error = self._member.terminated()
         what = self._member.cause_of(error).what
         self._emit("stopping", f"{what}; stopping all nodes")
         self._report(error)
 
     def _on_timed_out(self, news: TimedOut) -> None:
-        error = self._member.timed_out(news.text)
-        if self._living is None:
-            raise error
-        self._report(error)
+        raise self._member.timed_out(news.text)
+
+    def _on_timed_out_workers(self, news: TimedOut) -> None:
+        self._report(self._member.timed_out(news.text))
 
     def _on_given_up(self, news: GivenUp) -> None:
         raise news
@@ -271,6 +284,7 @@ class NodeLaunch:
     async def _on_command_news(self, news: CommandNews) -> None:
         if self._commands is not None and self._commands.handle(news.event):
             await self._close_commands(0.0)
+            self.life.enter(Phase.COMPLETING)
             self._complete()
 
     def _on_completed(self, news: Completed) -> None:
@@ -306,7 +320,7 @@ class NodeLaunch:
 
     def _on_quiet(self, _: None) -> None:
         """Check what causes no event: the workers' first output."""
-        if (generation := self._living) is not None and generation.phase is Phase.RUNNING:
+        if (generation := self._living) is not None:
             self._say_output(generation)
 
     def _fail(self, generation: Generation, what: str) -> None:
@@ -371,10 +385,11 @@ class NodeLaunch:
         if self._verdict is None:
             # Without a generation: other nodes may be in one that this node has not got *go* for.
             self._member.send(Ended(self._launch, ok=False))
+        self.life.enter(Phase.OVER)
 
-    def _give_up_upload(self) -> None:
-        if self._is_storing:
-            self._is_storing = False
+    def _give_up_upload(self, _: Stop | None = None) -> None:
+        if self.life.phase is Phase.STORING:
+            self.life.enter(Phase.ENDED)
             self._store(None)
 
     async def _close_generation(self, grace_s: float) -> None:
@@ -383,25 +398,44 @@ class NodeLaunch:
                 await generation.close(grace_s)
             finally:
                 generation.remove_files()
+        elif self.life.phase is Phase.STARTING:  # it could not be made
+            self.life.enter(Phase.ENDED)
 
     def _emit(self, kind: Kind, text: str, is_detail: bool = False) -> None:
         self._member.emit(Event(kind, self._member.node, text, is_detail))
 
-    _HANDLERS: ClassVar[dict[type, Callable[[NodeLaunch, Any], Awaitable[None] | None]]] = {
-        Go: _on_go,
-        Ask: _on_ask,
-        Stop: _on_stop,
-        Restart: _on_restart,
-        Store: _on_store,
-        Verdict: _on_verdict,
-        CommandNews: _on_command_news,
-        Completed: _on_completed,
-        AgentNews: _on_agent_news,
-        type(None): _on_quiet,
-        Interruption: _on_interruption,
-        TimedOut: _on_timed_out,
-        GivenUp: _on_given_up,
-    }
+
+_Handler: TypeAlias = "Callable[[NodeLaunch, Any], Awaitable[None] | None]"
+
+
+def _in(phases: Iterable[Phase], handler: _Handler) -> dict[Phase, _Handler]:
+    return dict.fromkeys(phases, handler)
+
+
+_WITH_WORKERS = (Phase.RUNNING, Phase.STOPPING)
+_WITHOUT_WORKERS = [phase for phase in Phase if phase not in LIVING]
+
+HANDLERS: dict[type, dict[Phase, _Handler]] = {
+    Go: _in((Phase.READY, Phase.ENDED), NodeLaunch._on_go),
+    Ask: _in(_WITH_WORKERS, NodeLaunch._on_ask),
+    Stop: {
+        Phase.RUNNING: NodeLaunch._on_stop,
+        Phase.STOPPING: NodeLaunch._say_why_it_stops,
+        Phase.STORING: NodeLaunch._give_up_upload,
+    },
+    Restart: _in(Phase, NodeLaunch._on_restart),
+    Store: _in(Phase, NodeLaunch._keep_error) | _in((Phase.ENDED, Phase.STORING), NodeLaunch._on_store),
+    Verdict: _in(Phase, NodeLaunch._on_verdict),
+    CommandNews: _in((Phase.PREPARING,), NodeLaunch._on_command_news),
+    Completed: _in((Phase.COMPLETING,), NodeLaunch._on_completed),
+    AgentNews: _in(_WITH_WORKERS, NodeLaunch._on_agent_news),
+    type(None): _in((Phase.RUNNING,), NodeLaunch._on_quiet),
+    Interruption: _in(_WITHOUT_WORKERS, NodeLaunch._on_interruption)
+    | _in(LIVING, NodeLaunch._on_interruption_of_workers),
+    TimedOut: _in(_WITHOUT_WORKERS, NodeLaunch._on_timed_out) | _in(LIVING, NodeLaunch._on_timed_out_workers),
+    GivenUp: _in(Phase, NodeLaunch._on_given_up),
+}
+"""What is done with each news in each phase; where there is nothing, it is late or about what this node does not have."""
 
 
 def _reason(error: Exception) -> str:

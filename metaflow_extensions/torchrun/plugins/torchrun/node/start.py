@@ -22,6 +22,7 @@ from ..machine.network import interface_of
 from .agent import AgentProcess, Options, Warm
 from .agent_events import AgentEvent
 from .generation import Generation
+from .phases import Life
 from .plan import Plan
 from .watchers import HOOKS, Variables, variables_of
 
@@ -37,20 +38,22 @@ class AgentNews:
     event: AgentEvent
 
 
-def prepare(plan: Plan, go: Go, member: Seat, new_agent: Callable[..., AgentProcess]) -> Generation:
+def prepare(plan: Plan, go: Go, member: Seat, new_agent: Callable[..., AgentProcess], life: Life) -> Generation:
     """Make all that a generation needs, or raise if it can't start. Its events go to the inbox of `member`."""
     for emptied in plan.emptied:  # of what workers of a former generation have left
         shutil.rmtree(emptied, ignore_errors=True)
         os.makedirs(emptied)
     folder = make_folder(plan, f"launch{go.launch}-{go.generation}")
     try:
-        return _prepare_in(folder, plan, go, member, new_agent)
+        return _prepare_in(folder, plan, go, member, new_agent, life)
     except BaseException:
         shutil.rmtree(folder, ignore_errors=True)
         raise
 
 
-def _prepare_in(folder: str, plan: Plan, go: Go, member: Seat, new_agent: Callable[..., AgentProcess]) -> Generation:
+def _prepare_in(
+    folder: str, plan: Plan, go: Go, member: Seat, new_agent: Callable[..., AgentProcess], life: Life
+) -> Generation:
     def say(text: str, is_detail: bool = True) -> None:
         member.emit(Event("note", member.node, text, is_detail))
 
@@ -68,7 +71,7 @@ def _prepare_in(folder: str, plan: Plan, go: Go, member: Seat, new_agent: Callab
     options = _options(plan, folder, pipes)
     try:
         agent = new_agent(command, env, options, lambda event: inbox.put_nowait(AgentNews(go.generation, event)), warm)
-        return Generation(plan, member.host, go, folder, command, agent, logs, say)
+        return Generation(plan, member.host, go, folder, command, agent, logs, life, say)
     except BaseException:
         logs.finish()
         raise
