@@ -83,6 +83,9 @@ class FakeNode:
     def end_spares(self):
         """End no spares."""
 
+    def signal_end(self, is_on):
+        pass
+
     def call_if_missed(self, call):
         """Call it never."""
 

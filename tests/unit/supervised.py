@@ -69,7 +69,6 @@ def supervise(pipe):
 module = sys.modules["ours.supervisor.process"] = types.ModuleType("process")
 module.main = supervise
 exec(sys.argv.pop(1))
-sys.argv += [str(os.getppid()), processes.began(os.getppid())]
 os._exit(guardian.main())
 """
 

@@ -1,6 +1,7 @@
 """A task and its supervisor, as two processes."""
 
 import asyncio
+import fcntl
 import os
 import signal
 import socket
@@ -30,6 +31,7 @@ from metaflow_extensions.torchrun.plugins.torchrun.gang.protocol import (
 )
 from metaflow_extensions.torchrun.plugins.torchrun.machine import processes
 from metaflow_extensions.torchrun.plugins.torchrun.machine.network import pick_port
+from metaflow_extensions.torchrun.plugins.torchrun.machine.wake import SIGNAL
 from metaflow_extensions.torchrun.plugins.torchrun.supervisor import process as supervising
 
 HOST = "127.0.0.1"
@@ -299,3 +301,59 @@ def test_a_loss_that_a_signal_handler_cut_off_is_told_again(gang):
     assert not control.wait(lambda: False, HANG_S)
     assert len(told) == 2
     assert control.is_gone
+
+
+@pytest.fixture
+def woken():
+    """Return a list that grows when this process gets the wake signal."""
+    found = []
+    before = signal.signal(SIGNAL, lambda *_: found.append(True))
+    yield found
+    signal.signal(SIGNAL, before)
+
+
+def test_a_task_is_woken_at_the_end_of_its_supervisor_although_no_process_of_ours_is_left(gang, woken):
+    control = gang[0]()
+    control.listen(None, HOST)
+    control.signal_end(True)
+    os.kill(control._guardian.pid, signal.SIGKILL)
+    eventually(lambda: not is_running(control._guardian.pid))
+    assert not woken
+    os.kill(control.pid, signal.SIGKILL)
+    assert eventually(lambda: woken == [True])
+    control.look()
+    assert "ended unexpectedly, as by SIGKILL" in control.gone[0]
+
+
+def test_a_task_that_lets_its_supervisor_go_is_not_woken_although_a_fork_has_all_its_files(gang, woken):
+    control = gang[0]()
+    control.listen(None, HOST)
+    control.signal_end(True)
+    fork = os.fork()
+    if fork == 0:
+        control.signal_end(False)  # that setting is the task's
+        signal.pause()
+    try:
+        pid = control.pid
+        control.close()
+        assert eventually(lambda: not is_running(pid))
+        assert not woken
+    finally:
+        os.kill(fork, signal.SIGKILL)
+        os.waitpid(fork, 0)
+
+
+def test_a_step_that_closes_all_files_may_have_their_numbers_for_its_own(gang):
+    control = gang[0]()
+    control.listen(None, HOST)
+    number = control._end_signal._pipe
+    os.close(number)
+    own, other = os.pipe()
+    os.dup2(own, number)
+    control.signal_end(True)
+    control._end_signal.close()
+    os.write(other, b"mine")
+    assert os.read(number, 4) == b"mine"
+    assert not fcntl.fcntl(own, fcntl.F_GETFL) & os.O_ASYNC
+    for each in (own, other, number):
+        os.close(each)

@@ -48,6 +48,9 @@ class FakeClient(Client):
     def send(self, message):
         self.sent.put(message)
 
+    def signal_end(self, is_on):
+        pass
+
     def call_if_missed(self, call):
         pass
 

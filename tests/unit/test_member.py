@@ -65,6 +65,9 @@ class Link:
         self.member.emit(event)
         return True
 
+    def signal_end(self, is_on):
+        pass
+
     def call_if_missed(self, call):
         pass
 

@@ -156,7 +156,7 @@ def test_the_news_here_are_of_every_kind_and_every_phase_is_reached_that_lasts()
     assert after(Phase.BEGINNING) == set(Phase)
 
 
-@pytest.mark.parametrize(("phase", "news"), product(WAYS, NEWS), ids=lambda each: getattr(each, "name", None))
+@pytest.mark.parametrize(("phase", "news"), list(product(WAYS, NEWS)), ids=lambda each: getattr(each, "name", None))
 def test_every_news_in_every_phase_does_what_the_table_says_or_nothing(phase, news, tmp_path, monkeypatch):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
 

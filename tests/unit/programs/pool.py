@@ -24,7 +24,8 @@ def use_pool():
 
 sent = []
 member = Member(0, 2, print)
-member.attach(SimpleNamespace(send=sent.append, close=list, call_if_missed=lambda call: None))
+link = SimpleNamespace(send=sent.append, close=list, call_if_missed=lambda call: None, signal_end=lambda is_on: None)
+member.attach(link)
 for _ in range(ROUNDS):
     if sys.argv[1] == "main":
         use_pool()

@@ -34,6 +34,7 @@ from ..machine.estate import AGENT_VARIABLE, Estate
 from ..machine.network import place
 from ..machine.open_files import file_of
 from ..machine.processes import Other, Process, await_or_kill, living_with, send_signal
+from ..machine.wake import EndSignal
 from ..records.snapshot import Snapshot
 from ..records.vanished import Word, told_by_others
 from .background import Background, Pauses, Work
@@ -51,27 +52,30 @@ _ANSWERS = frozenset({"answer", "failed", "os_error"})
 _OS_ERRORS = {each.__name__: each for each in (ConnectionError, ConnectionRefusedError, TimeoutError, socket.gaierror)}
 
 
-def _start(asks: bool) -> tuple[Detached, socket.socket, socket.socket | None]:
-    """Start a supervisor; return its guardian, and this end of the link, and of a second one if the task asks a gang.
+def _start(asks: bool) -> tuple[Detached, EndSignal, socket.socket, socket.socket | None]:
+    """Start a supervisor; return its guardian, its end, this end of the link, and that of a second one if the task asks.
 
     It ends when it hears nothing more.
     """
     pairs = [socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET) for _ in range(1 + asks)]
+    end, held = os.pipe()
     stdout = -1
     try:
         with suppress(OSError):  # closed
             stdout = os.dup(1)
         theirs = [each.fileno() for _, each in pairs]
         words = [str(stdout), *map(str, theirs[1:])]
-        files = (*theirs[1:], *((stdout,) if stdout >= 0 else ()))
+        files = (*theirs[1:], held, *((stdout,) if stdout >= 0 else ()))
         process = beside_task("supervisor.guardian", words, os.environ, theirs[0], pass_fds=files)
         process.output.close()
-        return process, pairs[0][0], pairs[1][0] if asks else None
+        return process, EndSignal(end), pairs[0][0], pairs[1][0] if asks else None
     except BaseException:
+        os.close(end)
         for own, _ in pairs:
             own.close()
         raise
     finally:
+        os.close(held)
         for _, their in pairs:
             their.close()
         if stdout >= 0:
@@ -130,7 +134,7 @@ class Client:
         self._last_words: Any = None  # what the supervisor has said at its end
         self._how = ""  # why the supervisor is gone, where that is known
         try:
-            self._guardian, own, asking = _start(self._asks)
+            self._guardian, self._end_signal, own, asking = _start(self._asks)
             self._link = LinkEnd(own, self._handle, self._continue)
             self._asking = self._link if asking is None else LinkEnd(asking, self._keep_answer, self._continue)
             self.say("begin", {**begin, "more": dict(more)})
@@ -193,6 +197,11 @@ class Client:
         is_done = self._link.look()
         self._see_end()
         return is_done
+
+    def signal_end(self, is_on: bool) -> None:
+        """Have the wake signal come at the supervisor's end, or not."""
+        if self._is_in_task:
+            self._end_signal.set(is_on)
 
     def call_if_missed(self, call: Callable[[], None]) -> None:
         """Have something called after each `look` that came while others did it."""
@@ -306,6 +315,7 @@ class Client:
             self._end()
 
     def _end(self) -> None:
+        self._end_signal.close()
         for each in (self._link, self._asking):
             each.close()
         self._is_gone = True

@@ -5,9 +5,9 @@ The member's `State` decides whether the step's code is interrupted. In a launch
 Who may touch what. Python runs signal handlers in the main thread, between two instructions of whatever runs there. The
 handler of SIGTERM only records it and sends the wake signal. The handler of the wake signal reads what the supervisor says,
 unless somebody does so already, and lets the member raise its news out of the step's code. It waits for nothing. The
-supervisor sends the wake signal, and repeats it until the task has read (`machine/wake`). `wake` may be called in any
-thread; handlers are set and restored in the main thread alone, since Python allows it nowhere else. `_active` changes
-only there.
+supervisor sends the wake signal, and repeats it until the task has read (`machine/wake`); the kernel sends it at the
+supervisor's end. `wake` may be called in any thread; handlers are set and restored in the main thread alone, since Python
+allows it nowhere else. `_active` changes only there.
 
 A forked child shares none of this: its handlers are the former ones.
 """
@@ -79,6 +79,8 @@ class Wakeup:
             _active.append(self)
             for number, handler in self._handlers.items():
                 self._former[number] = signal.signal(number, handler)
+            if self.member.link is not None:
+                self.member.link.signal_end(True)
 
     def restore_handlers(self) -> None:
         """Set the former handlers, unless the step has set others meanwhile.
@@ -88,6 +90,8 @@ class Wakeup:
         if threading.current_thread() is not threading.main_thread() or self not in _active:
             return
         _active.remove(self)
+        if self.member.link is not None:
+            self.member.link.signal_end(False)
         for number, handler in self._handlers.items():
             if signal.getsignal(number) == handler:
                 if number == SIGNAL and self._former[number] == signal.SIG_DFL:

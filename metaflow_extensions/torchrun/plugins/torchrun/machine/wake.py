@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import fcntl
-import select
+import os
 import signal
 import struct
 import termios
+from contextlib import suppress
 
 from .processes import send_signal, status
 
@@ -25,16 +26,38 @@ def unread_bytes(link: int) -> int:
     return int(count)
 
 
-def is_closed(link: int) -> bool:
-    """Return whether the other end of a socket is closed, or shut down while forks hold it."""
-    poll = select.poll()
-    poll.register(link, 0)
-    return bool(poll.poll(0))
-
-
 def wake(task: int) -> None:
     """Signal a task's process, unless that would end it, as where the step's code has reset all handlers."""
     about = status(task)
     caught, pending = (int(about.get(name, "0"), 16) >> (SIGNAL - 1) & 1 for name in ("SigCgt", "ShdPnd"))
     if caught and not pending:  # a pending one is blocked in all threads, and the kernel would keep each
         send_signal(task, SIGNAL)
+
+
+class EndSignal:
+    """A pipe to which nobody writes: at the end of the process that has its other end the kernel signals this one.
+
+    So a task hears of its supervisor's end even if no process of ours is left. Forks of the task share the pipe, and the
+    setting with it, so only the task may change that.
+    """
+
+    def __init__(self, pipe: int) -> None:
+        self._pipe = pipe
+        self._file = os.fstat(pipe).st_ino  # the step's code may close it, and get its number for another file
+
+    def set(self, is_on: bool) -> None:
+        """Have the signal sent, or not. Without a handler it would kill this process."""
+        with suppress(OSError):  # the step's code has closed it, or the system has no such signals
+            if os.fstat(self._pipe).st_ino == self._file:
+                if is_on:
+                    fcntl.fcntl(self._pipe, fcntl.F_SETOWN, os.getpid())
+                    fcntl.fcntl(self._pipe, fcntl.F_SETSIG, SIGNAL)  # see fcntl(2)
+                flags = fcntl.fcntl(self._pipe, fcntl.F_GETFL) & ~os.O_ASYNC
+                fcntl.fcntl(self._pipe, fcntl.F_SETFL, flags | (os.O_ASYNC if is_on else 0))
+
+    def close(self) -> None:
+        """Have it sent no more, and close the pipe."""
+        self.set(False)
+        with suppress(OSError):
+            if os.fstat(self._pipe).st_ino == self._file:
+                os.close(self._pipe)

@@ -12,16 +12,13 @@ import os
 import select
 import shutil
 import signal
-import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from contextlib import suppress
 
-from ..channel.codec import packets
 from ..compat import linux
 from ..machine.estate import Estate
-from ..machine.processes import Other, children, continue_stopped, living_descendants, send_signal
-from ..machine.wake import LONGEST_PAUSE_S, is_closed, unread_bytes, wake
+from ..machine.processes import children, continue_stopped, living_descendants, send_signal
 
 _KILL_WAIT_S = 10.0  # after SIGKILL only a process in uninterruptible sleep stays
 _CONTINUE_S = 1.0  # between two looks at the supervisor
@@ -33,60 +30,16 @@ def main() -> int:
     linux.adopt_orphans()
     have_default_signals()
     told, tell = os.pipe()
-    link = os.dup(0)
     supervisor = os.fork()
     if supervisor == 0:
         os.close(told)
-        os.close(link)
         os.set_blocking(tell, False)  # nobody waits for a guardian that somebody has stopped
         from .process import main as supervise
 
         return supervise(tell)
-    _keep_only(told, link)
-    news = _News(Other(int(sys.argv[1]), sys.argv[2]), link)
-    guard(supervisor, told, lambda: news.begin(supervisor))
-    news.settle()
+    _keep_only(told)
+    guard(supervisor, told)
     return 0
-
-
-class _News:
-    """Tells a task that its supervisor has ended, unless it has done so by itself."""
-
-    def __init__(self, task: Other, link: int) -> None:
-        self._task, self._link = task, link
-        self._unsent = b""
-
-    def begin(self, supervisor: int) -> None:
-        """Tell it, and wake it once: its own code may run."""
-        _, status = os.waitpid(supervisor, 0)
-        if status == 0:
-            os.close(self._link)
-            self._link = -1
-            return
-        os.set_blocking(self._link, False)
-        self._unsent = packets(["gone", ""])[0]
-        self._go_on()
-
-    def _go_on(self) -> None:
-        try:
-            if self._unsent:
-                os.write(self._link, self._unsent)
-                self._unsent = b""
-        except BlockingIOError:  # it reads nothing
-            pass
-        except OSError:
-            self._unsent = b""
-        wake(self._task.pid)
-
-    def settle(self) -> None:
-        """Wake it until it has read that, has closed its end, or is gone."""
-        pause_s = _LOOK_S
-        while self._link >= 0 and not is_closed(self._link) and not self._task.has_ended:
-            if not self._unsent and not unread_bytes(self._link):
-                return
-            self._go_on()
-            time.sleep(pause_s)
-            pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
 
 
 def have_default_signals() -> None:
@@ -115,8 +68,8 @@ def _keep_only(*files: int) -> None:
                 os.close(fd)
 
 
-def guard(supervisor: int, told: int, on_end: Callable[[], None]) -> None:
-    """Read what the supervisor tells until its end, and then end what it has left; `on_end` is called in between."""
+def guard(supervisor: int, told: int) -> None:
+    """Read what the supervisor tells until its end, and then end what it has left."""
     estate, rest = Estate(), b""
     pipes: list[int] = []
     while data := _read(supervisor, told):
@@ -126,7 +79,7 @@ def guard(supervisor: int, told: int, on_end: Callable[[], None]) -> None:
             _close(pipes)
             # Held so that no worker that saves dies of its next line when the supervisor, which reads them, is gone.
             pipes = [] if estate.pipes is None else list(_open_pipes(estate.pipes))
-    on_end()
+    os.waitpid(supervisor, 0)
     _end_all(estate, pipes)
     for folder in estate.folders:
         shutil.rmtree(folder, ignore_errors=True)

@@ -129,7 +129,7 @@ class Supervisor:
         await self._tell_end(self._why)
 
     def _on_link_end(self) -> None:
-        if not self._has_ended():
+        if not self._is_released and not self._has_ended():
             wake(self._task.pid)  # the step's own code may have closed it, and may run on
         self._end_service()
 
