@@ -194,8 +194,9 @@ class Client:
         """Handle what the supervisor has said; return False if that is being done. A signal handler may call it."""
         if not self._is_in_task:
             return True
+        has_ended = self._end_signal.has_come  # what it has said before is read then
         is_done = self._link.look()
-        self._see_end()
+        self._see_end(has_ended)
         return is_done
 
     def signal_end(self, is_on: bool) -> None:
@@ -234,14 +235,12 @@ class Client:
                 return True
             if self._is_gone or (left_s := deadline - time.monotonic()) <= 0:
                 return False
-            has_come = self._link.wait(min(left_s, _LOOK_S))
-            self._see_end(is_silent=not has_come)
+            is_silent = not self._link.wait(min(left_s, _LOOK_S))
+            self._see_end(is_silent and self._continue())
 
-    def _see_end(self, is_silent: bool = False) -> None:
+    def _see_end(self, has_ended: bool) -> None:
         """See whether the supervisor is gone. Its connection may stay open: a fork of the task may hold its end."""
-        if is_silent:
-            self._continue()
-        if self._link.end is None and not (is_silent and self._process.has_ended):
+        if self._link.end is None and not has_ended:
             return
         self._how = self._how or self._link.end or ""
         self._link.close()  # so a supervisor that lives tells the gang

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import select
 import signal
 import struct
 import termios
@@ -54,6 +55,16 @@ class EndSignal:
                     fcntl.fcntl(self._pipe, fcntl.F_SETSIG, SIGNAL)  # see fcntl(2)
                 flags = fcntl.fcntl(self._pipe, fcntl.F_GETFL) & ~os.O_ASYNC
                 fcntl.fcntl(self._pipe, fcntl.F_SETFL, flags | (os.O_ASYNC if is_on else 0))
+
+    @property
+    def has_come(self) -> bool:
+        """Whether that process has ended; its other files may close a moment later."""
+        with suppress(OSError):
+            if os.fstat(self._pipe).st_ino == self._file:
+                poll = select.poll()
+                poll.register(self._pipe, 0)
+                return bool(poll.poll(0))
+        return False
 
     def close(self) -> None:
         """Have it sent no more, and close the pipe."""
