@@ -312,12 +312,14 @@ def woken():
     signal.signal(SIGNAL, before)
 
 
-def test_a_task_is_woken_at_the_end_of_its_supervisor_although_no_process_of_ours_is_left(gang, woken):
+@pytest.mark.parametrize("is_guarded", [True, False])
+def test_a_task_is_woken_at_the_end_of_its_supervisor_although_no_process_of_ours_is_left(is_guarded, gang, woken):
     control = gang[0]()
     control.listen(None, HOST)
     control.signal_end(True)
-    os.kill(control._guardian.pid, signal.SIGKILL)
-    eventually(lambda: not is_running(control._guardian.pid))
+    if not is_guarded:
+        os.kill(control._guardian.pid, signal.SIGKILL)
+        eventually(lambda: not is_running(control._guardian.pid))
     assert not woken
     os.kill(control.pid, signal.SIGKILL)
     assert eventually(lambda: woken == [True])
