@@ -359,3 +359,15 @@ def test_a_step_that_closes_all_files_may_have_their_numbers_for_its_own(gang):
     assert not fcntl.fcntl(own, fcntl.F_GETFL) & os.O_ASYNC
     for each in (own, other, number):
         os.close(each)
+
+
+def test_the_end_of_a_supervisor_is_known_before_all_its_files_are_closed(gang):
+    """A process's files close one after the other, and the kernel signals at one of them."""
+    control = gang[0]()
+    control.listen(None, HOST)
+    pid, link = control.pid, control._link
+    os.kill(pid, signal.SIGKILL)
+    eventually(lambda: not is_running(pid))
+    control._link = SimpleNamespace(look=lambda: True, end=None, close=link.close, send=link.send)  # still open
+    control.look()
+    assert "ended unexpectedly, as by SIGKILL" in control.gone[0]

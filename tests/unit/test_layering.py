@@ -181,7 +181,7 @@ def test_metaflow_itself_imports_few_of_our_modules():
 
 def test_a_guardian_imports_little():
     """It is there for each node, see ``machine/detached.py``; what its supervisor needs is imported in that."""
-    own = {"channel.codec", "compat.linux", "machine.processes", "machine.estate", "machine.wake"}
+    own = {"compat.linux", "machine.processes", "machine.estate"}
     assert IMPORTS["supervisor.guardian"][0] == {*own, "supervisor.process"}
     code = "import os, sys\n" + detached.OURS.format(module="supervisor.guardian").replace(
         "os._exit(main())", "print(*sys.modules)"
