@@ -7,6 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
+from itertools import chain, repeat
 from types import SimpleNamespace
 from unittest.mock import AsyncMock, Mock
 
@@ -368,6 +369,38 @@ def test_the_end_of_a_supervisor_is_known_before_all_its_files_are_closed(gang):
     pid, link = control.pid, control._link
     os.kill(pid, signal.SIGKILL)
     eventually(lambda: not is_running(pid))
-    control._link = SimpleNamespace(look=lambda: True, end=None, close=link.close, send=link.send)  # still open
+    looks = chain([False, True], repeat(True))  # at first another thread handles frames
+    control._link = SimpleNamespace(look=lambda: next(looks), end=None, close=link.close, send=link.send)  # still open
+    control.look()
+    assert not control.gone
     control.look()
     assert "ended unexpectedly, as by SIGKILL" in control.gone[0]
+
+
+def test_what_a_supervisor_says_last_is_heard_although_its_end_is_seen_first(gang, woken):
+    control = gang[0]()
+    control.listen(None, HOST)
+    handled = control._link._handle
+
+    def handle(frame):
+        if frame[0] == "answer":
+            eventually(lambda: control._end_signal.has_come)  # it ends as soon as it has answered
+            control.look()  # as the handler of the signal does
+        handled(frame)
+
+    control._link._handle = handle
+    control.signal_end(True)
+    control.close()
+    assert control._last_words is not None
+    assert control.snapshot({}).error is None
+
+
+def test_an_end_before_it_is_to_be_signalled_is_signalled_then(gang, woken):
+    control = gang[0]()
+    control.listen(None, HOST)
+    control.call_if_missed(lambda: woken.append("missed"))
+    pid = control.pid
+    os.kill(pid, signal.SIGKILL)
+    eventually(lambda: control._end_signal.has_come)
+    control.signal_end(True)
+    assert woken == ["missed"]

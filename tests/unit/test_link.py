@@ -1,10 +1,12 @@
 """The link between a task and its supervisor: packets, and the task's end over a real socket."""
 
+import errno
 import signal
 import socket
 import threading
 import time
 from contextlib import suppress
+from unittest.mock import Mock
 
 import pytest
 from hypothesis import given
@@ -282,3 +284,34 @@ def test_who_waits_while_another_thread_handles_does_not_spin(ends):
             other.wait(1.0)
             rounds += 1
     assert rounds < 100
+
+
+@pytest.mark.parametrize("error", [OSError(errno.ENOBUFS, "No buffer space"), OSError(errno.EBADF, "closed")])
+def test_a_link_that_fails_ends_with_the_reason_when_all_that_has_come_is_handled(error, ends):
+    (one, other), _ = ends
+    other.send("last words")
+    one._check_file = Mock(side_effect=[error, None, None])
+    one.send("lost")
+    assert (one.takes, one.end) == (False, None)
+    one._handle = Mock(side_effect=[News, None])
+    with pytest.raises(News):
+        one.wait(10.0)
+    assert one.end is None
+    one.wait(10.0)
+    assert one._handle.call_args.args == (["last words"],)
+    assert ("No buffer space" in one.end) == (error.errno == errno.ENOBUFS)
+    assert one.end
+
+
+def test_an_end_that_takes_a_little_now_and_then_is_not_given_up(monkeypatch):
+    monkeypatch.setattr(link, "_STUCK_S", 0.5)
+    own, their = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with their:
+        end = LinkEnd(own, print, lambda: False)
+        sending = in_thread(lambda: [end.send(number, "x" * 60_000) for number in range(12)])
+        for number in range(12):
+            time.sleep(0.3)
+            assert first_frame([their.recv(70_000)])[0][0] == number
+        sending.join(limit_s(HANG_S))
+        assert end.takes
+        end.close()

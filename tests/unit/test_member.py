@@ -30,6 +30,7 @@ from metaflow_extensions.torchrun.plugins.torchrun.gang.protocol import (
     Replaced,
     Welcome,
 )
+from metaflow_extensions.torchrun.plugins.torchrun.machine.wake import SIGNAL
 
 POOL = Path(__file__).parent / "programs" / "pool.py"
 CRASH = LaunchFailed("Rank 3 failed", {"kind": "exception", "node": 1, "host": "host-1"})
@@ -156,6 +157,29 @@ def test_a_step_that_could_not_be_interrupted_hears_at_its_end_why_the_gang_has_
             member.finish()
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, ())
+
+
+def test_a_handler_that_raises_while_the_link_is_being_read_does_not_hide_what_it_says(join):
+    member, link = join()
+    looks = []
+
+    def look():
+        looks.append(True)
+        if len(looks) == 1:
+            raise TimeoutError  # as an alarm of the step's own may, which the step catches
+        member.deliver(ABORT)
+
+    link.look = look
+
+    def step():
+        try:
+            signal.raise_signal(SIGNAL)
+            time.sleep(1)
+        except TimeoutError:
+            blocked(limit_s(HANG_S))
+
+    with pytest.raises(LaunchFailed):
+        step()
 
 
 # --- leaving -------------------------------------------------------------------------------------
@@ -606,7 +630,7 @@ def test_a_child_that_is_told_to_end_in_the_moment_of_the_fork_ends(join):
 def test_a_forked_child_has_the_former_handlers_and_the_task_has_ours(join):
     join()
     child = in_child(lambda: [signal.getsignal(signal.SIGTERM), signal.getsignal(wakeup.SIGNAL)])
-    assert child == str([signal.SIG_DFL, signal.SIG_IGN])
+    assert child == str([signal.SIG_DFL, signal.SIG_DFL])
     with pytest.raises(TorchrunPreempted):
         signal.raise_signal(signal.SIGTERM)
 

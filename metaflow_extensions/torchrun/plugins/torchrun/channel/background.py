@@ -68,5 +68,5 @@ class Work:
             self._turn.append(None)
             if pauses is not None:
                 self._tell(pauses)
-        if self._is_wanted:
-            self.begin()
+            if self._is_wanted:
+                self.begin()

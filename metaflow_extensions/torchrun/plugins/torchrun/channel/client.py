@@ -159,7 +159,7 @@ class Client:
     def _process(self) -> Other:
         return self._supervisor or self._guardian
 
-    # --- what returns at once
+    # --- what returns at once, unless the supervisor takes nothing
 
     def send(self, message: Message) -> None:
         """Send a message to the control node; returns at once."""
@@ -194,15 +194,17 @@ class Client:
         """Handle what the supervisor has said; return False if that is being done. A signal handler may call it."""
         if not self._is_in_task:
             return True
-        has_ended = self._end_signal.has_come  # what it has said before is read then
         is_done = self._link.look()
-        self._see_end(has_ended)
+        if is_done:
+            self._see_end(self._end_signal.has_come)
         return is_done
 
     def signal_end(self, is_on: bool) -> None:
         """Have the wake signal come at the supervisor's end, or not."""
         if self._is_in_task:
             self._end_signal.set(is_on)
+            if is_on and self._end_signal.has_come:  # before
+                self._link.on_missed()
 
     def call_if_missed(self, call: Callable[[], None]) -> None:
         """Have something called after each `look` that came while others did it."""
@@ -240,6 +242,8 @@ class Client:
 
     def _see_end(self, has_ended: bool) -> None:
         """See whether the supervisor is gone. Its connection may stay open: a fork of the task may hold its end."""
+        if has_ended and not self._link.look():  # what it has said last; who handles that comes here next
+            return
         if self._link.end is None and not has_ended:
             return
         self._how = self._how or self._link.end or ""
@@ -338,9 +342,7 @@ class Client:
             self._listener.deliver(from_wire(rest[0]))
         elif what in _ANSWERS:
             self._keep_answer(frame)
-        elif (
-            what == "gone"
-        ):  # it ends, since the task was frozen, or for a bug of ours; or its guardian says that it was killed
+        elif what == "gone":  # it ends, since the task was frozen, or for a bug of ours
             self._how = rest[0]
             self._lose()
         elif what == "event":

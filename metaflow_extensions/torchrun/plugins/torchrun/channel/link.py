@@ -21,6 +21,7 @@ from functools import partial
 from itertools import repeat
 from typing import Any
 
+from ..machine.wake import unread_bytes
 from .codec import PACKET_BYTES, first_frame, packets
 
 _ROOM_S = 0.2  # between two looks while the other end takes nothing
@@ -48,6 +49,7 @@ class LinkEnd:
         self._is_cut = False  # whether a signal handler has raised, and may have left frames in `_come`
         self.on_missed: Callable[[], None] = lambda: None
         self._is_deaf = False  # whether the other end takes nothing any more; what it has said is read
+        self._failed: str | None = None  # why the link can't go on; its end, when what has come is handled
         self.end: str | None = None  # why nothing is sent or read any more; empty if the other end is gone
 
     def send(self, *data: Any) -> None:
@@ -113,7 +115,7 @@ class LinkEnd:
     # --- while `_turn` is held
 
     def _write(self) -> None:
-        give_up_at = time.monotonic() + _STUCK_S
+        stuck_s, unread = 0.0, -1
         while self._waiting and self.end is None:
             first = iter(partial(self._waiting.__getitem__, 0), None)
             sent = map(self._socket.send, first, repeat(socket.MSG_NOSIGNAL))
@@ -123,11 +125,17 @@ class LinkEnd:
                     # In C as a whole: a packet is dropped as soon as it is sent, and before any handler runs.
                     deque(zip(sent, iter(self._waiting.popleft, None), strict=False), maxlen=0)
             except BlockingIOError:
-                if not self._has_room() and (self._on_stuck() or time.monotonic() > give_up_at):
+                # Seconds of the clock would count while all processes are stopped.
+                before, unread = unread, unread_bytes(self._socket.fileno())
+                stuck_s = 0.0 if self._has_room() or unread != before else stuck_s + _ROOM_S
+                if self._on_stuck():
                     self._stop_sending()
-            except OSError as error:
+                elif stuck_s > _STUCK_S:
+                    self._stop_sending(f"its supervisor process takes nothing for {_STUCK_S:g} s")
+            except (BrokenPipeError, ConnectionResetError):
                 self._stop_sending()
-                self._see(error)
+            except OSError as error:
+                self._stop_sending(_words(error))
 
     def _has_room(self) -> bool:
         poll = select.poll()
@@ -135,33 +143,34 @@ class LinkEnd:
             poll.register(self._socket, select.POLLOUT)
         return bool(poll.poll(1000 * _ROOM_S))
 
-    def _stop_sending(self) -> None:
+    def _stop_sending(self, why: str | None = None) -> None:
         self._is_deaf = True
+        self._failed = self._failed or why
         self._waiting.clear()
 
     def _read(self) -> None:
-        self._is_cut = is_over = False
+        self._is_cut = False
         try:
             self._check_file()
             for _ in range(2):  # an end that has not read all that we said is first told as an error
                 with suppress(BlockingIOError, ConnectionResetError):
                     # In C as a whole, so that no handler runs between a packet's reading and its keeping.
                     self._come.extend(iter(partial(self._socket.recv, PACKET_BYTES + 1), b""))
-                    is_over = True
+                    self._failed = self._failed or ""
         except OSError as error:
-            self._see(error)
+            self._failed = self._failed or _words(error)
         while (found := first_frame(self._come)) is not None:
             value, count = found
             self._handle(value)
             for _ in range(count):
                 self._come.popleft()
-        if is_over and self.end is None:  # now that all is handled
-            self.end = ""
+        if self.end is None:
+            self.end = self._failed
 
     def _check_file(self) -> None:
         if os.fstat(self._socket.fileno()).st_ino != self._file:
             raise OSError(errno.EBADF, os.strerror(errno.EBADF))
 
-    def _see(self, error: OSError) -> None:
-        if error.errno == errno.EBADF and self.end is None:
-            self.end = _CLOSED
+
+def _words(error: OSError) -> str:
+    return _CLOSED if error.errno == errno.EBADF else f"the connection to its supervisor process has failed: {error}"

@@ -378,7 +378,7 @@ class TaskLink(Protocol):
         """Handle what the supervisor has said; return False if that is being done. It returns at once."""
 
     def signal_end(self, is_on: bool) -> None:
-        """Have the wake signal come at the supervisor's end, or not; only while its handler is set."""
+        """Have the wake signal come at the supervisor's end, or not."""
 
     def call_if_missed(self, call: Callable[[], None]) -> None:
         """Have something called after each `look` that returned False, when that is done."""

@@ -94,9 +94,6 @@ class Wakeup:
             self.member.link.signal_end(False)
         for number, handler in self._handlers.items():
             if signal.getsignal(number) == handler:
-                if number == SIGNAL and self._former[number] == signal.SIG_DFL:
-                    # One may be on its way from the supervisor. With the default handler it would kill the process.
-                    self._former[number] = signal.SIG_IGN
                 with suppress(TypeError):  # a handler not set from Python can't be set back
                     signal.signal(number, self._former[number])
 
@@ -112,7 +109,7 @@ class Wakeup:
 
     def wake_again(self) -> None:
         """Have the handler run in the main thread soon."""
-        # A step may have reset all signals; without a handler this one would kill the process.
+        # A step may have reset all signals.
         if self in _active and callable(signal.getsignal(SIGNAL)):
             # `interrupt_main` sets Python's own flag for the signal, so here it works even if the step has blocked signals;
             # the supervisor's signal does not.
@@ -134,9 +131,14 @@ class Wakeup:
             os.kill(os.getpid(), number)
 
     def _on_wake(self, number: int, frame: FrameType | None) -> None:
+        try:
+            for each in _active:
+                if each.member.link is not None:
+                    each.member.link.look()
+        except BaseException:  # of another handler, in the midst of this: the signal does not come again
+            self.wake_again()
+            raise
         for each in _active[::-1]:
-            if each.member.link is not None:
-                each.member.link.look()
             each.member.raise_news()
 
 

@@ -10,10 +10,10 @@ import struct
 import termios
 from contextlib import suppress
 
-from .processes import send_signal, status
+from .processes import send_signal
 
-# A real-time signal, beside that of `stacks`; see there. macOS has none, and commands import this there.
-SIGNAL = int(getattr(signal, "SIGRTMAX", 64)) - 6
+# By default it is ignored, so it harms no process whose handlers the step's code has reset; and it needs no room in a queue.
+SIGNAL = int(signal.SIGURG)
 LONGEST_PAUSE_S = 2.0
 """Between two signals of a task that does not read."""
 
@@ -22,17 +22,14 @@ def unread_bytes(link: int) -> int:
     """Return how much the other end of a Unix socket has not read, as the kernel counts it (``unix_ioctl``)."""
     try:
         (count,) = struct.unpack("i", fcntl.ioctl(link, termios.TIOCOUTQ, b"\0\0\0\0"))
-    except OSError:  # its end is gone
+    except (OSError, ValueError):  # its end is gone, or another thread has closed it
         return 0
     return int(count)
 
 
 def wake(task: int) -> None:
-    """Signal a task's process, unless that would end it, as where the step's code has reset all handlers."""
-    about = status(task)
-    caught, pending = (int(about.get(name, "0"), 16) >> (SIGNAL - 1) & 1 for name in ("SigCgt", "ShdPnd"))
-    if caught and not pending:  # a pending one is blocked in all threads, and the kernel would keep each
-        send_signal(task, SIGNAL)
+    """Signal a task's process."""
+    send_signal(task, SIGNAL)
 
 
 class EndSignal:
@@ -47,7 +44,7 @@ class EndSignal:
         self._file = os.fstat(pipe).st_ino  # the step's code may close it, and get its number for another file
 
     def set(self, is_on: bool) -> None:
-        """Have the signal sent, or not. Without a handler it would kill this process."""
+        """Have the signal sent, or not."""
         with suppress(OSError):  # the step's code has closed it, or the system has no such signals
             if os.fstat(self._pipe).st_ino == self._file:
                 if is_on:

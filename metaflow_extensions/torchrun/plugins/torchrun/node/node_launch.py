@@ -413,7 +413,7 @@ def _in(phases: Iterable[Phase], handler: _Handler) -> dict[Phase, _Handler]:
 
 
 _WITH_WORKERS = (Phase.RUNNING, Phase.STOPPING)
-_WITHOUT_WORKERS = [phase for phase in Phase if phase not in LIVING]
+_WITHOUT_WORKERS = [phase for phase in Phase if phase not in _WITH_WORKERS]
 
 HANDLERS: dict[type, dict[Phase, _Handler]] = {
     Go: _in((Phase.READY, Phase.ENDED), NodeLaunch._on_go),
@@ -431,8 +431,8 @@ HANDLERS: dict[type, dict[Phase, _Handler]] = {
     AgentNews: _in(_WITH_WORKERS, NodeLaunch._on_agent_news),
     type(None): _in((Phase.RUNNING,), NodeLaunch._on_quiet),
     Interruption: _in(_WITHOUT_WORKERS, NodeLaunch._on_interruption)
-    | _in(LIVING, NodeLaunch._on_interruption_of_workers),
-    TimedOut: _in(_WITHOUT_WORKERS, NodeLaunch._on_timed_out) | _in(LIVING, NodeLaunch._on_timed_out_workers),
+    | _in(_WITH_WORKERS, NodeLaunch._on_interruption_of_workers),
+    TimedOut: _in(_WITHOUT_WORKERS, NodeLaunch._on_timed_out) | _in(_WITH_WORKERS, NodeLaunch._on_timed_out_workers),
     GivenUp: _in(Phase, NodeLaunch._on_given_up),
 }
 """What is done with each news in each phase; where there is nothing, it is late or about what this node does not have."""

@@ -60,7 +60,7 @@ class TaskLink:
     def send_soon(self, *data: Any) -> None:
         """Send a frame, and wake the task once: a call into C of the step's own code may take it for an error (EINTR)."""
         self.send(*data)
-        if not self._is_waking and self._has_unread():
+        if not self._is_waking:
             wake(self._pid)
 
     def _wake(self, pause_s: float) -> None:
