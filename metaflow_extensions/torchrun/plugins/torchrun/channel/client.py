@@ -304,6 +304,7 @@ class Client:
         if self._is_closing or not self._is_in_task:
             return
         self._is_closing = True
+        self._end_signal.set(False)
         with suppress(GangError, OSError):
             self._last_words = self.call("close", _LEAVE_WAIT_S, self.stays, self._is_hurried)
         if not self.stays:

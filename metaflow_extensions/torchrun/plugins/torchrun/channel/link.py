@@ -115,7 +115,7 @@ class LinkEnd:
     # --- while `_turn` is held
 
     def _write(self) -> None:
-        stuck_s, unread = 0.0, -1
+        stuck_s, seen = 0.0, None
         while self._waiting and self.end is None:
             first = iter(partial(self._waiting.__getitem__, 0), None)
             sent = map(self._socket.send, first, repeat(socket.MSG_NOSIGNAL))
@@ -125,9 +125,9 @@ class LinkEnd:
                     # In C as a whole: a packet is dropped as soon as it is sent, and before any handler runs.
                     deque(zip(sent, iter(self._waiting.popleft, None), strict=False), maxlen=0)
             except BlockingIOError:
+                before, seen = seen, (self._waiting[0], unread_bytes(self._socket.fileno()))
                 # Seconds of the clock would count while all processes are stopped.
-                before, unread = unread, unread_bytes(self._socket.fileno())
-                stuck_s = 0.0 if self._has_room() or unread != before else stuck_s + _ROOM_S
+                stuck_s = 0.0 if self._has_room() or seen != before else stuck_s + _ROOM_S
                 if self._on_stuck():
                     self._stop_sending()
                 elif stuck_s > _STUCK_S:
