@@ -125,7 +125,7 @@ class LinkEnd:
                     # In C as a whole: a packet is dropped as soon as it is sent, and before any handler runs.
                     deque(zip(sent, iter(self._waiting.popleft, None), strict=False), maxlen=0)
             except BlockingIOError:
-                before, seen = seen, (self._waiting[0], unread_bytes(self._socket.fileno()))
+                before, seen = seen, (id(self._waiting[0]), unread_bytes(self._socket.fileno()))
                 # Seconds of the clock would count while all processes are stopped.
                 stuck_s = 0.0 if self._has_room() or seen != before else stuck_s + _ROOM_S
                 if self._on_stuck():
