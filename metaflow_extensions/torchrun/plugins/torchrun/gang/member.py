@@ -28,8 +28,9 @@ from ..tracebacks import user_traceback, words_of
 from .cause import Cause, FailureText, cause_of, failed
 from .endings import TimedOut, lost_control, preempted, timed_out
 from .protocol import CONTROL, Abort, Ack, Alone, Bye, Done, Leave, Message, Replaced, TaskLink, Welcome
+from .standing import NEXT, OVER, ControlNode, State
 from .texts import QUIET_S, REMIND_S, names
-from .wakeup import NEXT, OVER, ControlNode, State, Wakeup
+from .wakeup import Wakeup
 
 # How long a leaving node waits for the control node's receipt (*ack*).
 _ACK_WAIT_S = 5.0

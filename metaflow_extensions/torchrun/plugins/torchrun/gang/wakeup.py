@@ -15,60 +15,41 @@ A forked child shares none of this: its handlers are the former ones.
 from __future__ import annotations
 
 import _thread
-import enum
 import os
 import signal
 import threading
 from contextlib import suppress
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from ..machine.wake import SIGNAL
-
-if TYPE_CHECKING:
-    from .member import Member
+from .protocol import TaskLink
 
 
-class ControlNode(enum.IntEnum):
-    """The state of the control node as this node knows it; it only moves down this list."""
+class Interrupted(Protocol):
+    """What is interrupted: `gang.member.Member`. All but `link` is called in a signal handler, in the main thread."""
 
-    UNKNOWN = 0  # this node is no member yet
-    HERE = 1
-    ACKNOWLEDGED = 2  # it has read that this node leaves
-    BYE = 3  # it has announced that it leaves
-    GONE = 4  # the connection has ended
+    @property
+    def link(self) -> TaskLink | None:
+        """The task's end of its connection to the gang."""
 
+    def notice_here(self, why: str) -> None:
+        """End this node as after a SIGTERM."""
 
-class State(enum.Enum):
-    """Where the step's code is; this decides how news reaches it."""
+    def has_news(self) -> bool:
+        """Return whether the step's own code must be interrupted."""
 
-    STEP = "joins, or is in code of its own: news interrupts it"
-    LAUNCH = "in a launch: news goes to the supervisor"
-    TOLD = "in code of its own, and has the gang's error already: only an order to end interrupts it"
-    WAITING = "ended on the control node, which waits for the others: news interrupts it"
-    ALONE = "ended on the control node, and all others have left: news still interrupts it, as how the last has left"
-    STORING = "ended, on the control node after all others have left; its results are being stored"
-    ENDING = "was ordered to end: the gang knows, and the code of the step has the error"
-    LEFT = "this node has left"
+    def record_sigterm(self) -> bool:
+        """Keep a SIGTERM for `raise_news`; return whether this member handles it."""
 
-
-NEXT = {
-    State.STEP: {State.LAUNCH, State.TOLD, State.WAITING, State.STORING, State.ENDING, State.LEFT},
-    State.LAUNCH: {State.STEP, State.TOLD, State.LEFT},
-    State.TOLD: {State.LAUNCH, State.TOLD, State.WAITING, State.STORING, State.ENDING, State.LEFT},
-    State.WAITING: {State.TOLD, State.ALONE, State.ENDING, State.LEFT},
-    State.ALONE: {State.TOLD, State.STORING, State.ENDING, State.LEFT},
-    State.STORING: {State.LEFT},
-    State.ENDING: {State.LEFT},
-    State.LEFT: set[State](),
-}
-OVER = frozenset({State.STORING, State.ENDING, State.LEFT})
+    def raise_news(self) -> None:
+        """Raise the gang's error or the order to end, once."""
 
 
 class Wakeup:
     """The signal handlers of one member. If several members have set theirs, the last one's are in force."""
 
-    def __init__(self, member: Member) -> None:
+    def __init__(self, member: Interrupted) -> None:
         self.member = member
         self._handlers = {int(signal.SIGTERM): self._on_sigterm, SIGNAL: self._on_wake}
         self._former: dict[int, Any] = {}
@@ -98,7 +79,7 @@ class Wakeup:
                     signal.signal(number, self._former[number])
 
     @property
-    def innermost(self) -> Member:
+    def innermost(self) -> Interrupted:
         """The member that handles what concerns the whole task: the innermost one, if members are nested."""
         return _active[-1].member if self in _active else self.member
 
