@@ -5,11 +5,12 @@ The supervisor says when it is due: see `ControlSide.look_in`.
 
 from __future__ import annotations
 
-import _thread
 import time
 from collections import deque
 from collections.abc import Callable
 from typing import Protocol, TypeAlias
+
+from ..machine import native
 
 Pauses: TypeAlias = "tuple[float, float]"
 """In how many seconds it is due again: if there is news of the gang, and in any case (perhaps infinite)."""
@@ -42,7 +43,7 @@ class Work:
         if self._turn:
             # `Thread.start` takes locks, which the main thread may hold when a signal handler is called.
             try:
-                _thread.start_new_thread(self._run, ())
+                native.start_new_thread(self._run, ())
             except RuntimeError:  # no more threads
                 self._is_wanted = False
                 self._tell(_AGAIN)
@@ -51,7 +52,7 @@ class Work:
         """Wait for the end of what is being done, or so long; return whether it has ended."""
         deadline = time.monotonic() + patience_s
         while (is_working := self._is_wanted or not self._turn) and time.monotonic() < deadline:
-            time.sleep(_LOOK_S)
+            native.sleep(_LOOK_S)
         return not is_working
 
     def _run(self) -> None:

@@ -29,6 +29,7 @@ from ..gang.nodes import NodeState
 from ..gang.policy import ConnectPolicy, Rules
 from ..gang.protocol import CONTROL, Message, from_wire, to_wire
 from ..gang.wire import from_plain
+from ..machine import native
 from ..machine.detached import Detached, beside_task
 from ..machine.estate import AGENT_VARIABLE, Estate
 from ..machine.network import place
@@ -52,12 +53,12 @@ _ANSWERS = frozenset({"answer", "failed", "os_error"})
 _OS_ERRORS = {each.__name__: each for each in (ConnectionError, ConnectionRefusedError, TimeoutError, socket.gaierror)}
 
 
-def _start(asks: bool) -> tuple[Detached, EndSignal, socket.socket, socket.socket | None]:
+def _start(asks: bool) -> tuple[Detached, EndSignal, native.socket, native.socket | None]:
     """Start a supervisor; return its guardian, its end, this end of the link, and that of a second one if the task asks.
 
     It ends when it hears nothing more.
     """
-    pairs = [socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET) for _ in range(1 + asks)]
+    pairs = [native.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET) for _ in range(1 + asks)]
     end, held = os.pipe()
     stdout = -1
     try:

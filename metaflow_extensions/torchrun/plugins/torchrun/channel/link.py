@@ -12,8 +12,6 @@ import errno
 import os
 import select
 import socket
-import threading
-import time
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
@@ -21,6 +19,7 @@ from functools import partial
 from itertools import repeat
 from typing import Any
 
+from ..machine import native
 from ..machine.wake import unread_bytes
 from .codec import PACKET_BYTES, first_frame, packets
 
@@ -36,7 +35,7 @@ class LinkEnd:
     `on_stuck` is called while the other end takes nothing, and returns whether it never will.
     """
 
-    def __init__(self, own: socket.socket, handle: Callable[[Any], None], on_stuck: Callable[[], bool]) -> None:
+    def __init__(self, own: native.socket, handle: Callable[[Any], None], on_stuck: Callable[[], bool]) -> None:
         own.setblocking(False)
         self._socket, self._handle, self._on_stuck = own, handle, on_stuck
         self._file = os.fstat(own.fileno()).st_ino  # the step's code may close it, and get its number for another file
@@ -44,7 +43,7 @@ class LinkEnd:
         self._come: deque[bytes] = deque()  # packets whose frames were not handled yet
         # Held while packets are sent, and while frames are handled. A signal handler leaves the work to who holds it, and has
         # `on_missed` called then. Python 3.10 may leave it locked where two handlers raise at the same moment.
-        self._turn = threading.Lock()
+        self._turn = native.allocate_lock()
         self._is_missed = False
         self._is_cut = False  # whether a signal handler has raised, and may have left frames in `_come`
         self.on_missed: Callable[[], None] = lambda: None
@@ -76,12 +75,12 @@ class LinkEnd:
         """Wait until something has come, or so long, and handle it; return whether something has come."""
         has_come = False
         if self.end is None:
-            poll = select.poll()
+            poll = native.poll()
             with suppress(ValueError):  # another thread has just closed it
                 poll.register(self._socket, select.POLLIN)
                 has_come = self._is_cut or bool(poll.poll(1000 * max(0.0, timeout_s)))
             if self._turn.locked():
-                time.sleep(_TURN_S)
+                native.sleep(_TURN_S)
             self._take_turns(read=True)
         return has_come
 
@@ -98,6 +97,7 @@ class LinkEnd:
 
     def _take_turns(self, read: bool) -> None:
         while (read or self._waiting) and self.end is None and not self._turn.locked():
+            was_cut = self._is_cut
             try:
                 with self._turn:
                     if read:
@@ -105,7 +105,10 @@ class LinkEnd:
                         read = False
                     self._write()
             except BaseException:  # nobody else says that frames have come
-                self._is_cut = self._is_missed = True
+                self._is_cut = True
+                self._is_missed = (
+                    self._is_missed or not was_cut
+                )  # once only: a frame that raises each time is a bug of ours
                 raise
             finally:
                 if self._is_missed:
@@ -138,7 +141,7 @@ class LinkEnd:
                 self._stop_sending(_words(error))
 
     def _has_room(self) -> bool:
-        poll = select.poll()
+        poll = native.poll()
         with suppress(ValueError):  # another thread has just closed it
             poll.register(self._socket, select.POLLOUT)
         return bool(poll.poll(1000 * _ROOM_S))

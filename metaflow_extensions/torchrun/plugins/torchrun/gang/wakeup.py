@@ -53,6 +53,7 @@ class Wakeup:
         self.member = member
         self._handlers = {int(signal.SIGTERM): self._on_sigterm, SIGNAL: self._on_wake}
         self._former: dict[int, Any] = {}
+        self._is_cut = False  # whether another handler has raised in the midst of ours
 
     def set_handlers(self) -> None:
         """Set the handlers; does nothing outside of the main thread, since Python allows it only there."""
@@ -117,8 +118,11 @@ class Wakeup:
                 if each.member.link is not None:
                     each.member.link.look()
         except BaseException:  # of another handler, in the midst of this: the signal does not come again
-            self.wake_again()
+            self._is_cut = not self._is_cut  # once only: what raises each time is a bug of ours
+            if self._is_cut:
+                self.wake_again()
             raise
+        self._is_cut = False
         for each in _active[::-1]:
             each.member.raise_news()
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import fcntl
 import os
-import select
 import signal
 import struct
 import termios
 from contextlib import suppress
 
+from . import native
 from .processes import send_signal
 
 # By default it is ignored, so it harms no process whose handlers the step's code has reset; and it needs no room in a queue.
@@ -58,7 +58,7 @@ class EndSignal:
         """Whether that process has ended; its other files may close a moment later."""
         with suppress(OSError):
             if os.fstat(self._pipe).st_ino == self._file:
-                poll = select.poll()
+                poll = native.poll()
                 poll.register(self._pipe, 0)
                 return bool(poll.poll(0))
         return False

@@ -19,6 +19,7 @@ from contextlib import suppress
 from ..channel.background import Background, Pauses
 from ..channel.registry import Registry
 from ..gang.keepers import Plain
+from ..machine import native
 from ..records.requests import Answer, Request
 
 _LOOK_S = 30.0
@@ -83,7 +84,7 @@ class Requests:
         give_up_at = time.monotonic() + _ANSWER_S
         data: Plain | None = None
         while time.monotonic() < give_up_at and not self._is_over:
-            time.sleep(_ANSWER_LOOK_S)
+            native.sleep(_ANSWER_LOOK_S)
             data = self._pop_answer(request.feature) or data
             if data is not None and data.get("id") == request.id:
                 with suppress(Exception):  # a datastore that fails: the same answer is stored a moment later
