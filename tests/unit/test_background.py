@@ -1,7 +1,10 @@
 """Work in the background is done when it is wanted, and its thread is there only meanwhile."""
 
 import _thread
+import select
+import socket
 import threading
+import time
 from itertools import repeat
 
 import pytest
@@ -10,6 +13,8 @@ from unit_helpers import HANG_S, eventually
 
 from metaflow_extensions.torchrun.plugins.torchrun.channel import background
 from metaflow_extensions.torchrun.plugins.torchrun.channel.background import Work
+from metaflow_extensions.torchrun.plugins.torchrun.channel.link import LinkEnd
+from metaflow_extensions.torchrun.plugins.torchrun.machine import native
 
 
 def test_a_work_that_is_wanted_while_it_is_done_is_done_once_more_and_says_then_when_it_is_due():
@@ -55,7 +60,7 @@ def test_a_work_that_finds_no_thread_is_due_again(monkeypatch):
         raise RuntimeError("can't start new thread")
 
     with monkeypatch.context() as full:
-        full.setattr(_thread, "start_new_thread", refuse)
+        full.setattr(native, "start_new_thread", refuse)
         work.begin()
     assert (done, told, work.settle(1.0)) == ([], [background._AGAIN], True)
     work.begin()
@@ -80,3 +85,28 @@ def test_threads_that_begin_a_work_at_the_same_moment_do_it_one_after_the_other(
     assert work.settle(limit_s(HANG_S))
     assert 0 < len(done) <= 800
     assert set(told) <= {(1.0, 1.0)}
+
+
+def test_what_waits_and_starts_threads_is_the_kernels_although_the_modules_have_something_else(monkeypatch):
+    """As after gevent.monkey.patch_all()."""
+    for module, name in ((select, "poll"), (time, "sleep"), (_thread, "start_new_thread"), (_thread, "allocate_lock")):
+        monkeypatch.setattr(module, name, None)
+    monkeypatch.setattr(threading, "Lock", None)
+    monkeypatch.setattr(threading, "Event", None)
+    own, other = native.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    heard = []
+    one, two = LinkEnd(own, heard.append, lambda: False), LinkEnd(other, heard.append, lambda: False)
+    two.send("x")
+    assert one.wait(1.0)
+    assert heard == [["x"]]
+    for each in (one, two):
+        each.close()
+    done = []
+    work = Work(lambda: done.append(1) or (1.0, 1.0), lambda pauses: None)
+    work.begin()
+    assert work.settle(limit_s(HANG_S))
+    assert done == [1]
+    flag = native.Flag()
+    assert not flag.wait(0.01)
+    flag.set()
+    assert flag.wait(0.01)

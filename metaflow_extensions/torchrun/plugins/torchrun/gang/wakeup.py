@@ -98,7 +98,8 @@ class Wakeup:
             # `pthread_kill` sends the real signal, which ends a blocking system call.
             _thread.interrupt_main(SIGNAL)  # type: ignore[arg-type]  # an int will do
             if threading.current_thread() is not threading.main_thread():
-                signal.pthread_kill(threading.main_thread().ident or 0, SIGNAL)
+                with suppress(ProcessLookupError):  # gevent has put greenlets into the module
+                    signal.pthread_kill(threading.main_thread().ident or 0, SIGNAL)
 
     # --- in a signal handler --------------------------------------------------------------------
 
