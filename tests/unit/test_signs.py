@@ -154,7 +154,7 @@ def test_sigterm_to_a_pods_shell_is_seen_by_its_other_processes(pod):
     assert shell.stdout.readline() == "own script\n"
     assert shell.stdout.readline() == f"pid {shell.pid} shell {shell.pid}\n"  # the same process, as kubelet knows it
     environ = {"TORCHRUN_POD_SHELL": str(shell.pid)}
-    assert (pod_shell(environ), pod_shell({})) == (shell.pid, 0)
+    assert (pod_shell(environ), pod_shell({}), pod_shell({"TORCHRUN_POD_SHELL": "none"})) == (shell.pid, 0, 0)
     assert told_to_stop(shell.pid) is told_to_stop(0) is None
     shell.terminate()
     assert eventually(lambda: told_to_stop(shell.pid))

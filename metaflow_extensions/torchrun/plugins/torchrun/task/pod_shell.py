@@ -33,5 +33,6 @@ def heed_sigterm_in_pod(environ: Mapping[str, str] = os.environ) -> None:
 
 
 def pod_shell(environ: Mapping[str, str] = os.environ) -> int:
-    """Return the pid of that shell; 0 where there is none."""
-    return int(environ.get(_SHELL, "0"))
+    """Return the pid of that shell; 0 where there is none, or where a user has set the variable so that there is none."""
+    pid = environ.get(_SHELL, "")
+    return int(pid) if pid.isdecimal() else 0
