@@ -106,9 +106,8 @@ class LinkEnd:
                     self._write()
             except BaseException:  # nobody else says that frames have come
                 self._is_cut = True
-                self._is_missed = (
-                    self._is_missed or not was_cut
-                )  # once only: a frame that raises each time is a bug of ours
+                # Once only: a frame that raises each time is a bug of ours.
+                self._is_missed = self._is_missed or not was_cut
                 raise
             finally:
                 if self._is_missed:

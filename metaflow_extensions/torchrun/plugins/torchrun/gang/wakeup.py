@@ -94,8 +94,7 @@ class Wakeup:
         # A step may have reset all signals.
         if self in _active and callable(signal.getsignal(SIGNAL)):
             # `interrupt_main` sets Python's own flag for the signal, so here it works even if the step has blocked signals;
-            # the supervisor's signal does not.
-            # `pthread_kill` sends the real signal, which ends a blocking system call.
+            # the supervisor's signal does not. `pthread_kill` sends the real one, which ends a blocking system call.
             _thread.interrupt_main(SIGNAL)  # type: ignore[arg-type]  # an int will do
             if threading.current_thread() is not threading.main_thread():
                 with suppress(ProcessLookupError):  # gevent has put greenlets into the module
