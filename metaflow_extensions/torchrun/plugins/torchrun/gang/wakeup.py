@@ -22,8 +22,12 @@ from contextlib import suppress
 from types import FrameType
 from typing import Any, Protocol
 
+from ..machine import native
 from ..machine.wake import SIGNAL
 from .protocol import TaskLink
+
+# Known before the step's code begins: gevent would tell the number of a greenlet, which `pthread_kill` does not survive.
+_MAIN = threading.main_thread().ident or 0
 
 
 class Interrupted(Protocol):
@@ -96,9 +100,8 @@ class Wakeup:
             # `interrupt_main` sets Python's own flag for the signal, so here it works even if the step has blocked signals;
             # the supervisor's signal does not. `pthread_kill` sends the real one, which ends a blocking system call.
             _thread.interrupt_main(SIGNAL)  # type: ignore[arg-type]  # an int will do
-            if threading.current_thread() is not threading.main_thread():
-                with suppress(ProcessLookupError):  # gevent has put greenlets into the module
-                    signal.pthread_kill(threading.main_thread().ident or 0, SIGNAL)
+            if native.get_ident() != _MAIN:
+                signal.pthread_kill(_MAIN, SIGNAL)
 
     # --- in a signal handler --------------------------------------------------------------------
 

@@ -5,11 +5,21 @@ greenlets, which can't be in a signal handler, and does not wait for what a real
 """
 
 from _socket import socket, socketpair
-from _thread import LockType, allocate_lock, start_new_thread
+from _thread import LockType, allocate_lock, get_ident, start_new_thread
 from select import poll
 from time import sleep
 
-__all__ = ["Flag", "LockType", "allocate_lock", "poll", "sleep", "socket", "socketpair", "start_new_thread"]
+__all__ = [
+    "Flag",
+    "LockType",
+    "allocate_lock",
+    "get_ident",
+    "poll",
+    "sleep",
+    "socket",
+    "socketpair",
+    "start_new_thread",
+]
 
 
 class Flag:
