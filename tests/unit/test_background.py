@@ -1,10 +1,8 @@
 """Work in the background is done when it is wanted, and its thread is there only meanwhile."""
 
-import _thread
-import select
-import socket
+import subprocess
+import sys
 import threading
-import time
 from itertools import repeat
 
 import pytest
@@ -13,7 +11,6 @@ from unit_helpers import HANG_S, eventually
 
 from metaflow_extensions.torchrun.plugins.torchrun.channel import background
 from metaflow_extensions.torchrun.plugins.torchrun.channel.background import Work
-from metaflow_extensions.torchrun.plugins.torchrun.channel.link import LinkEnd
 from metaflow_extensions.torchrun.plugins.torchrun.machine import native
 
 
@@ -87,26 +84,46 @@ def test_threads_that_begin_a_work_at_the_same_moment_do_it_one_after_the_other(
     assert set(told) <= {(1.0, 1.0)}
 
 
-def test_what_waits_and_starts_threads_is_the_kernels_although_the_modules_have_something_else(monkeypatch):
-    """As after gevent.monkey.patch_all()."""
-    for module, name in ((select, "poll"), (time, "sleep"), (_thread, "start_new_thread"), (_thread, "allocate_lock")):
-        monkeypatch.setattr(module, name, None)
-    monkeypatch.setattr(threading, "Lock", None)
-    monkeypatch.setattr(threading, "Event", None)
-    own, other = native.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    heard = []
-    one, two = LinkEnd(own, heard.append, lambda: False), LinkEnd(other, heard.append, lambda: False)
-    two.send("x")
-    assert one.wait(1.0)
-    assert heard == [["x"]]
-    for each in (one, two):
-        each.close()
-    done = []
-    work = Work(lambda: done.append(1) or (1.0, 1.0), lambda pauses: None)
-    work.begin()
-    assert work.settle(limit_s(HANG_S))
-    assert done == [1]
-    flag = native.Flag()
-    assert not flag.wait(0.01)
-    flag.set()
-    assert flag.wait(0.01)
+REPLACED = """
+import metaflow  # it imports our modules, so it must come before them
+import _thread, select, signal, socket, threading, time
+from types import SimpleNamespace
+from metaflow_extensions.torchrun.plugins.torchrun.channel.background import Work
+from metaflow_extensions.torchrun.plugins.torchrun.channel.link import LinkEnd
+from metaflow_extensions.torchrun.plugins.torchrun.gang.wakeup import Wakeup
+from metaflow_extensions.torchrun.plugins.torchrun.machine import native
+
+wakeup = Wakeup(SimpleNamespace(link=None, raise_news=lambda: woken.append(True)))
+wakeup.set_handlers()
+sleep = time.sleep
+for module, name in ((select, "poll"), (time, "sleep"), (_thread, "start_new_thread"), (_thread, "allocate_lock")):
+    setattr(module, name, None)
+threading.Lock = threading.Event = None
+threading.main_thread = lambda: SimpleNamespace(ident=1)  # the number of a greenlet, which is no thread's
+
+own, other = native.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+heard, woken, done = [], [], []
+one, two = LinkEnd(own, heard.append, lambda: False), LinkEnd(other, heard.append, lambda: False)
+two.send("x")
+assert one.wait(10.0) and heard == [["x"]]
+
+def do():
+    wakeup.wake_again()
+    done.append(True)
+    return 1.0, 1.0
+
+work = Work(do, lambda pauses: None)
+work.begin()
+assert work.settle(10.0) and done and woken
+flag = native.Flag()
+assert not flag.wait(0.01)
+flag.set()
+assert flag.wait(0.01)
+print("well")
+"""
+
+
+def test_what_waits_and_starts_threads_is_the_kernels_although_the_modules_have_something_else():
+    """As after gevent.monkey.patch_all(). In a process of its own: the threads of this one need what is replaced."""
+    done = subprocess.run([sys.executable, "-c", REPLACED], capture_output=True, text=True, timeout=limit_s(HANG_S))
+    assert done.stdout.endswith("well\n"), done.stderr

@@ -260,21 +260,13 @@ def test_a_handler_that_raises_at_the_end_of_the_link_leaves_no_frame_unheard(en
     assert (at_one, one.end) == ([[0], [1]], "")
 
 
-def test_who_sends_to_an_end_whose_process_is_gone_does_not_wait_although_another_one_has_it_open():
+@pytest.mark.parametrize("is_gone", [True, False])
+def test_who_sends_to_an_end_that_another_process_has_open_gives_up_if_nobody_reads(is_gone, monkeypatch):
+    """At once if the process is known to be gone."""
+    monkeypatch.setattr(link, "_STUCK_S", 1e6 if is_gone else 0.3)
     own, their = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with their:
-        end = LinkEnd(own, print, lambda: True)
-        for _ in range(50):
-            end.send("text" * 10**5)
-        assert not end.takes
-        end.close()
-
-
-def test_who_sends_to_an_end_that_reads_nothing_for_long_gives_up(monkeypatch):
-    monkeypatch.setattr(link, "_STUCK_S", 0.3)
-    own, their = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    with their:
-        end = LinkEnd(own, print, lambda: False)
+        end = LinkEnd(own, print, lambda: is_gone)
         for _ in range(50):
             end.send("text" * 10**5)
         assert not end.takes
@@ -310,14 +302,19 @@ def test_a_link_that_fails_ends_with_the_reason_when_all_that_has_come_is_handle
 
 
 def test_an_end_that_takes_a_little_now_and_then_is_not_given_up(monkeypatch):
-    monkeypatch.setattr(link, "_STUCK_S", 0.5)
+    """It takes a packet at every second look; after three looks at which nothing was taken it would be given up."""
+    monkeypatch.setattr(link, "_STUCK_S", 2.5 * link._ROOM_S)
     own, their = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    looks, taken = [], []
+
+    def look():
+        looks.append(True)
+        if len(looks) % 2 == 0:
+            taken.append(their.recv(PACKET_BYTES + 1))
+        return False
+
     with their:
-        end = LinkEnd(own, print, lambda: False)
-        sending = in_thread(end.send, "x" * 12 * PACKET_BYTES)
-        for _ in range(13):
-            time.sleep(0.3)
-            assert len(their.recv(PACKET_BYTES + 1)) > 0
-        sending.join(limit_s(HANG_S))
-        assert end.takes
+        end = LinkEnd(own, print, look)
+        end.send("x" * 12 * PACKET_BYTES)
+        assert (end.takes, len(looks) > 12) == (True, True)
         end.close()

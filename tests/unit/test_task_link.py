@@ -52,14 +52,15 @@ def test_a_task_is_woken_until_it_has_read_what_is_urgent(task, woken):
     def read_after_two():
         if len(woken) >= 2 and not heard:
             heard.append(own.recv(100))
+            before.append(len(woken))
         return False
 
-    heard = []
+    heard, before = [], []
     woken.clear()
     own.recv(100)
     have(lambda link: link.send_now("must_end", "why"), read_after_two, within_s=0.5)
     assert first_frame(heard)[0] == ["must_end", "why"]
-    assert len(woken) in (2, 3), "one more may have been on its way"
+    assert len(woken) <= before[0] + 1, "one more may have been on its way"
 
 
 def test_a_task_is_woken_once_for_what_can_wait(task, woken):

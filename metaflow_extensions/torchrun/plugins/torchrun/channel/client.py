@@ -163,11 +163,11 @@ class Client:
     # --- what returns at once, unless the supervisor takes nothing
 
     def send(self, message: Message) -> None:
-        """Send a message to the control node; returns at once."""
+        """Send a message to the control node."""
         self.say("send", to_wire(message))
 
     def end_spares(self) -> None:
-        """End the spare processes: no launch comes any more; returns at once."""
+        """End the spare processes: no launch comes any more."""
         if not self.stays:
             self.say("end_spares")
 
@@ -187,7 +187,7 @@ class Client:
         self.say("time_out", text)
 
     def say(self, *frame: Any) -> None:
-        """Tell the supervisor something that has no answer; returns at once."""
+        """Tell the supervisor something that has no answer."""
         if self._is_in_task:
             self._link.send(*frame)
 
@@ -253,10 +253,8 @@ class Client:
 
     def _lose(self) -> None:
         if not self._is_gone and not self._is_closing:
-            self._listener.lose_supervisor(
-                self._why_gone
-            )  # first: a signal handler may raise here, and then it comes again
-        self._is_gone = True
+            self._listener.lose_supervisor(self._why_gone)
+        self._is_gone = True  # only now: where a signal handler has raised before, the loss is told again
 
     def _continue(self) -> bool:
         """Continue a silent supervisor: somebody may have stopped it. A process that runs does not notice.
