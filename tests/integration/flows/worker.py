@@ -19,9 +19,9 @@ OUT = os.environ.get("GANG_OUT", "")
 
 def note(name: str, what: object) -> None:
     path = os.path.join(OUT, name)
-    with open(path + ".part", "w") as file:
+    with open(f"{path}.part-{os.getpid()}", "w") as file:  # two gangs of a foreach write files of one name
         json.dump(what, file)
-    os.replace(path + ".part", path)
+    os.replace(file.name, path)
 
 
 def child() -> None:
