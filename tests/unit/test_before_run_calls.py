@@ -6,17 +6,16 @@ from unittest.mock import Mock
 
 import pytest
 from recorded_calls import recorded_calls
-from unit_helpers import HOSTILE, write
+from unit_helpers import HOSTILE, settings_of_run, write
 
 from metaflow_extensions.torchrun.plugins.torchrun import executor, gang_of_one
 from metaflow_extensions.torchrun.plugins.torchrun.errors import EntrypointError, LaunchFailed, TorchrunConfigError
 from metaflow_extensions.torchrun.plugins.torchrun.node.commands import shown
-from metaflow_extensions.torchrun.plugins.torchrun.settings import argument
 from metaflow_extensions.torchrun.plugins.torchrun.single_node import TorchrunSingleNodeMultiGPU
 
 
 def commands(given):
-    return argument("before_run", {"before_run": given})
+    return settings_of_run(before_run=given).before_run
 
 
 # --- what is a command ---------------------------------------------------------------------------
@@ -28,7 +27,7 @@ def test_a_list_is_taken_as_it_is_and_a_text_by_a_shell():
         ("/a b", "c"),
         ("sh", "-ec", "make data && echo $HOME"),
     )
-    assert (commands(None), commands([])) == (None, ())
+    assert (commands(None), commands([])) == ((), ())
 
 
 @pytest.mark.parametrize(

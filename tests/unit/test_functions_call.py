@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 from fake_node import ERROR, FakeNode
-from unit_helpers import MemoryStore, write
+from unit_helpers import MemoryStore, settings_of_run, write
 
 from metaflow_extensions.torchrun.plugins.torchrun.errors import (
     EntrypointError,
@@ -29,11 +29,11 @@ from metaflow_extensions.torchrun.plugins.torchrun.gang.cause import Cause
 from metaflow_extensions.torchrun.plugins.torchrun.gang.keepers import Keepers
 from metaflow_extensions.torchrun.plugins.torchrun.gang.protocol import Ended, Store, Stored, Storing, Told
 from metaflow_extensions.torchrun.plugins.torchrun.launch.facts import contents_digest
-from metaflow_extensions.torchrun.plugins.torchrun.launch.spec import LaunchSpec, Node, build_spec
+from metaflow_extensions.torchrun.plugins.torchrun.launch.options import Node
+from metaflow_extensions.torchrun.plugins.torchrun.launch.spec import LaunchSpec, build_spec
 from metaflow_extensions.torchrun.plugins.torchrun.launch.transfer import TransferFailed
 from metaflow_extensions.torchrun.plugins.torchrun.node.services import RunCall, Services
 from metaflow_extensions.torchrun.plugins.torchrun.outputs import Outputs
-from metaflow_extensions.torchrun.plugins.torchrun.settings import parse_settings
 
 SPEC = LaunchSpec(FUNCTION_WORKER, ("folder",), False, nproc=2, num_nodes=2, node_index=1, python="python3")
 CAUSE = {"kind": "exception", "node": 1, "rank": 2, "local_rank": 0, "host": "host-1"}
@@ -137,21 +137,20 @@ def test_a_call_that_can_not_be_written_leaves_no_file(argument, folder, error, 
 )
 def test_what_is_for_functions_is_refused_for_scripts_and_the_reverse(entrypoint, given, why):
     with pytest.raises(TorchrunConfigError, match=why):
-        Functions().service(RunCall({"entrypoint": entrypoint, **given}, 2, 0, None))
+        Functions().service(RunCall(settings_of_run(entrypoint=entrypoint, **given), 2, 0, None))
 
 
 def test_only_a_function_makes_a_call():
-    given = {"process_group": None, "gather": False, "module": False}
-    assert Functions().service(RunCall({"entrypoint": "x.py", **given}, 2, 0, None)) is None
-    with closing(Functions().service(RunCall({"entrypoint": train, **given, "gather": True}, 2, 0, None))) as call:
+    assert Functions().service(RunCall(settings_of_run(), 2, 0, None)) is None
+    run = settings_of_run(entrypoint=train, gather=True)
+    with closing(Functions().service(RunCall(run, 2, 0, None))) as call:
         assert call.may_train_alone
 
 
 def spec_of(call, **given):
     """Return the launch of a function whose own arguments no script could be given."""
-    node = Node(2, 1, "10.0.0.7")
-    given |= {"entrypoint": train, "entrypoint_args": {"net": object()}}
-    return build_spec(given, 2, parse_settings({}, "train"), node, call.function)
+    run = settings_of_run(**given, entrypoint=train, entrypoint_args={"net": object()})
+    return build_spec(run, 2, Node(2, 1, "10.0.0.7"), call.function)
 
 
 # --- what the nodes compare -------------------------------------------------------------------------

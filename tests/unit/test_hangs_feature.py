@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 from fake_node import ERROR, FakeNode
+from unit_helpers import settings_of_run
 
 from metaflow_extensions.torchrun.plugins.torchrun.features.hangs.feature import (
     Diagnostics,
@@ -21,7 +22,6 @@ from metaflow_extensions.torchrun.plugins.torchrun.gang.policy import LaunchPoli
 from metaflow_extensions.torchrun.plugins.torchrun.gang.protocol import Failed, Told
 from metaflow_extensions.torchrun.plugins.torchrun.gang.wire import to_plain
 from metaflow_extensions.torchrun.plugins.torchrun.machine.stacks import HOOK
-from metaflow_extensions.torchrun.plugins.torchrun.settings import parse_settings
 
 
 def keeper(**policy):
@@ -109,11 +109,9 @@ def test_where_thousands_of_ranks_hang_is_told_by_place():
     assert "236 more such lines are left out." in detail
 
 
-@pytest.mark.parametrize(("given", "attribute", "policy"), [(None, None, {}), (None, 9, 9.0), ("5", 9, 5.0)])
-def test_a_call_decides_before_the_attribute(given, attribute, policy):
-    settings = parse_settings({"hang_timeout_s": attribute}, "train")
-    found = Hangs().policy({"hang_timeout_s": given}, settings)
-    assert found == (policy and {"timeout_s": policy})
+def test_the_keeper_gets_the_limit_if_there_is_one():
+    assert Hangs().policy(settings_of_run()) == {}
+    assert Hangs().policy(settings_of_run(hang_timeout_s="5")) == {"timeout_s": 5.0}
 
 
 # --- on a node --------------------------------------------------------------------------------------

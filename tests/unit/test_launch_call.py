@@ -9,7 +9,7 @@ from collections import deque
 
 import pytest
 from fake_node import ERROR
-from unit_helpers import HANG_S, MemoryStore, eventually
+from unit_helpers import HANG_S, MemoryStore, eventually, settings_of_run
 
 from metaflow_extensions.torchrun.plugins.torchrun.channel.client import Client
 from metaflow_extensions.torchrun.plugins.torchrun.errors import (
@@ -157,8 +157,8 @@ def test_each_generation_stores_its_own_outputs(generation, tmp_path, monkeypatc
     monkeypatch.chdir(tmp_path)
     (tmp_path / "model.pt").write_text("weights")
     store = MemoryStore()
-    arguments = {"outputs": ["*.pt"], "outputs_from": "all"}
-    call = Call(services=Services.of([Outputs()], RunCall(arguments, 2, 1, store)), store=store)
+    run = settings_of_run(outputs=["*.pt"], outputs_from="all")
+    call = Call(services=Services.of([Outputs()], RunCall(run, 2, 1, store)), store=store)
     for number, error in ((0, None), (generation, ERROR)):
         before = len(store.data)
         call.says("store", to_wire(Store(0, number, error, None if error is None else 60.0)))

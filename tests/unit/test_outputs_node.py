@@ -6,7 +6,7 @@ import time
 
 import pytest
 from fake_node import ERROR, FakeNode
-from unit_helpers import MemoryStore
+from unit_helpers import MemoryStore, settings_of_run
 
 from metaflow_extensions.torchrun.plugins.torchrun.errors import LaunchFailed, TorchrunConfigError
 from metaflow_extensions.torchrun.plugins.torchrun.features.outputs.feature import Outputs, OutputsKeeper
@@ -26,7 +26,7 @@ def store():
 
 
 def services_of(store, number=0, **arguments):
-    return Services.of([Outputs()], RunCall(arguments, 2, number, store))
+    return Services.of([Outputs()], RunCall(settings_of_run(**arguments), 2, number, store))
 
 
 @pytest.fixture
@@ -177,7 +177,7 @@ def test_where_outputs_are_is_recorded_and_told(keepers):
 
 def test_it_is_recorded_whether_any_should_be_stored(keepers):
     for given, wanted in (({"outputs": None}, False), ({"outputs": "a"}, True), ({"outputs": None}, True)):
-        keepers.begin(0, {"outputs": Outputs().policy(given, None)}, 0.0)
+        keepers.begin(0, {"outputs": Outputs().policy(settings_of_run(**given))}, 0.0)
         assert keepers.record()["wants_outputs"] is wanted
 
 

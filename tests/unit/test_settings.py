@@ -1,4 +1,4 @@
-"""The attributes of @torchrun, as Python writes them and as `--with` sends them, and whose value of a setting counts."""
+"""The attributes of @torchrun, as Python writes them and as `--with` sends them."""
 
 import signal
 
@@ -7,11 +7,8 @@ import pytest
 from metaflow_extensions.torchrun.plugins.torchrun.errors import TorchrunConfigError
 from metaflow_extensions.torchrun.plugins.torchrun.settings import (
     DEFAULTS,
-    Choice,
-    choose,
     parse_settings,
     refuse_unknown,
-    with_attributes,
 )
 
 
@@ -104,58 +101,3 @@ def test_an_unknown_attribute_names_the_step_and_the_nearest():
 def test_the_former_preflight_leads_to_the_page_that_says_what_to_do_instead():
     with pytest.raises(TorchrunConfigError, match=r"attribute preflight\. .*run\(check_links\).*docs/preflight\.md"):
         refuse_unknown(["preflight"], "train")
-
-
-# --- whose value counts ---------------------------------------------------------------------------
-
-# Setting -> values of the call, of torchrun_args (None where torchrun has no such option) and of the attribute, and
-# what is made of them.
-SETTINGS = {
-    "nproc_per_node": (("5", "6", "auto"), (5, 6, "auto")),
-    "master_port": (("29501", "29502", 29503), (29501, 29502, 29503)),
-    "max_restarts": ((0, "6", 7), (0, 6, 7)),
-    "hang_timeout_s": (("5", None, 7), (5.0, None, 7.0)),
-    "restart_on": (("user", None, "hang"), ({"user"}, None, {"hang"})),
-    "preemption_signal": (("usr1", None, "usr2"), (signal.SIGUSR1, None, signal.SIGUSR2)),
-}
-
-
-@pytest.mark.parametrize("setting", SETTINGS)
-def test_the_call_comes_before_torchrun_args_and_these_before_the_attribute(setting):
-    (call, option, attribute), (of_call, of_option, of_attribute) = SETTINGS[setting]
-    settings = parse_settings({setting: attribute}, "train")
-    hyphens = setting.replace("_", "-")
-    assert choose(setting, {setting: call}, {}, settings) == Choice(of_call, f"run({setting})")
-    assert choose(setting, {setting: None}, {}, settings) == Choice(of_attribute, f"@torchrun({setting})")
-    if option is not None:
-        assert choose(setting, {}, {hyphens: option}, settings) == Choice(of_option, f"torchrun_args {hyphens}")
-        assert choose(setting, {setting: of_option}, {hyphens: option}, settings).value == of_option
-        words = rf"run\({setting}={of_call}\) and torchrun_args {hyphens}={of_option} disagree"
-        with pytest.raises(TorchrunConfigError, match=words):
-            choose(setting, {setting: call}, {hyphens: option}, settings)
-
-
-@pytest.mark.parametrize("setting", [*SETTINGS, "timeout_s"])
-def test_a_wrong_value_of_a_call_is_named(setting):
-    settings = parse_settings({}, "train")
-    with pytest.raises(TorchrunConfigError, match=rf"run\({setting}\) (is|has) 'x'"):
-        choose(setting, {setting: "x"}, {}, settings)
-    hyphens = setting.replace("_", "-")
-    with pytest.raises(TorchrunConfigError, match=rf"torchrun_args {hyphens} (is|has) 'x'"):
-        choose(setting, {}, {hyphens: "x"}, settings)
-
-
-def test_the_surroundings_of_a_call_override_those_of_the_step(tmp_path):
-    step = {"env": {"A": "1"}, "cwd": str(tmp_path), "before_run": ["make"], "timeout_s": 7}
-    settings = parse_settings(step, "train")
-    of_step = with_attributes({"env": None, "gather": True}, settings)
-    assert of_step == {"env": {"A": "1"}, "gather": True, "cwd": str(tmp_path), "before_run": (("sh", "-ec", "make"),)}
-    call = {"env": {}, "cwd": "/", "before_run": []}
-    assert with_attributes(call, settings) == call
-    assert [choose("timeout_s", given, {}, settings).value for given in ({}, {"timeout_s": 9})] == [7, 9]
-
-
-def test_a_folder_of_the_step_is_looked_for_on_the_node():
-    settings = parse_settings({"cwd": "not here"}, "train")
-    with pytest.raises(TorchrunConfigError, match=r"@torchrun\(cwd\).*not a folder on this node"):
-        with_attributes({}, settings)

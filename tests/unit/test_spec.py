@@ -8,7 +8,9 @@ import pytest
 from unit_helpers import write
 
 from metaflow_extensions.torchrun.plugins.torchrun.errors import EntrypointError, TorchrunConfigError
-from metaflow_extensions.torchrun.plugins.torchrun.launch.spec import FunctionSpec, LaunchSpec, Node, build_spec
+from metaflow_extensions.torchrun.plugins.torchrun.launch.options import Node
+from metaflow_extensions.torchrun.plugins.torchrun.launch.run_settings import resolve
+from metaflow_extensions.torchrun.plugins.torchrun.launch.spec import FunctionSpec, LaunchSpec, build_spec
 from metaflow_extensions.torchrun.plugins.torchrun.settings import parse_settings
 
 NODE = Node(num_nodes=2, node_index=1, main_addr="10.0.0.7")
@@ -22,7 +24,8 @@ def script(tmp_path):
 
 
 def build(entrypoint, entrypoint_args=None, node=NODE, **arguments):
-    return build_spec({**arguments, "entrypoint": entrypoint, "entrypoint_args": entrypoint_args}, 2, SETTINGS, node)
+    given = {**arguments, "entrypoint": entrypoint, "entrypoint_args": entrypoint_args}
+    return build_spec(resolve(given, SETTINGS, node), 2, node)
 
 
 def refusal(*args, **arguments):
@@ -227,13 +230,10 @@ def test_nodes_must_agree_on_the_words_of_a_command_but_not_on_its_arguments_or_
 def test_what_runs_before_may_still_make_the_entrypoint(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for given, found in (("train.py", str(tmp_path / "train.py")), (["./run.sh"], "./run.sh"), (["mytool"], "mytool")):
-        assert build_spec({"entrypoint": given}, 2, SETTINGS, NODE, may_come=True).entrypoint == found
-    for wrong, error in (
-        ({"entrypoint": None}, EntrypointError),
-        ({"entrypoint": "x", "cwd": "?"}, TorchrunConfigError),
-    ):
-        with pytest.raises(error):
-            build_spec(wrong, 2, SETTINGS, NODE, may_come=True)
+        run = resolve({"entrypoint": given}, SETTINGS, NODE)
+        assert build_spec(run, 2, NODE, may_come=True).entrypoint == found
+    with pytest.raises(EntrypointError):
+        build_spec(resolve({"entrypoint": None}, SETTINGS, NODE), 2, NODE, may_come=True)
 
 
 # --- the launch ----------------------------------------------------------------------------------

@@ -11,6 +11,9 @@ from limits import limit_s
 
 from metaflow_extensions.torchrun.plugins import torchrun as package
 from metaflow_extensions.torchrun.plugins.torchrun.launch.command import WORKER_HOOKS
+from metaflow_extensions.torchrun.plugins.torchrun.launch.options import Node
+from metaflow_extensions.torchrun.plugins.torchrun.launch.run_settings import RunSettings, resolve
+from metaflow_extensions.torchrun.plugins.torchrun.settings import parse_settings
 
 # Whoever waits for longer waits for what never comes.
 HANG_S = 60.0
@@ -135,3 +138,8 @@ class Looping:
         if self._thread.is_alive():
             self._thread.join(patience_s)
         return not self._thread.is_alive()
+
+
+def settings_of_run(**arguments) -> RunSettings:
+    """Return what a call of `run` with these arguments asks for in a step without attributes."""
+    return resolve({"entrypoint": "x.py", **arguments}, parse_settings({}, "train"), Node(2, 0, "10.0.0.7"))

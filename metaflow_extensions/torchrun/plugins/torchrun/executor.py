@@ -13,10 +13,11 @@ from .errors import LaunchFailed, TorchrunConfigError, TorchrunPreempted
 from .events import Event
 from .gang.member import Member
 from .gang.policy import LaunchPolicy
-from .launch.arguments import torchrun_options
 from .launch.commands import beside_flow, foreign_python
 from .launch.facts import node_facts, shm_bytes, shm_warning, too_few_warning
-from .launch.spec import LaunchSpec, Node, build_spec
+from .launch.options import Node
+from .launch.run_settings import RunSettings, resolve
+from .launch.spec import LaunchSpec, build_spec
 from .launch.transfer import ValueStore
 from .machine.accelerators import Machine, Nproc, choose_nproc
 from .node.plan import Request
@@ -24,7 +25,7 @@ from .node.services import RunCall, Services
 from .node.watchers import Feature, policies_of
 from .result import TorchrunResult
 from .run_arguments import FEATURE_OF, LEGACY, RunOptions, checked, spelled_out
-from .settings import ARGUMENTS, StepSettings, argument, choose, with_attributes
+from .settings import StepSettings
 from .show.live_card import GangPart
 from .task.launch_call import LaunchCall
 from .task.results import result_of
@@ -71,7 +72,9 @@ class TorchrunExecutor:
     @property
     def nproc_per_node(self) -> int:
         """Processes per node, unless a call of `run` says otherwise."""
-        return self._choose_nproc({}).value
+        context = self._context
+        setting = context.settings.nproc_per_node
+        return choose_nproc(setting, "@torchrun(nproc_per_node)", context.requested, context.machine).value
 
     @property
     def world_size(self) -> int:
@@ -222,33 +225,31 @@ class TorchrunExecutor:
             self._note_once(f"warning: run({ignored}) has no effect; name files to store with run(outputs=...) instead")
         _require_working_directory()
         context = self._context
-        called = {**ARGUMENTS, **options, "entrypoint": entrypoint, "entrypoint_args": entrypoint_args}
-        given = with_attributes(called, context.settings)
-        self._refuse_without_feature(given)
-        call = RunCall(given, self.num_nodes, self.node_index, context.store)
-        with Services.of(context.features, call) as services:
-            return self._run(given, services)
+        node = Node(self.num_nodes, self.node_index, self.main_addr, _flow_folder())
+        given = {**options, "entrypoint": entrypoint, "entrypoint_args": entrypoint_args}
+        run = resolve(given, context.settings, node)
+        self._refuse_without_feature(run)
+        with Services.of(context.features, RunCall(run, node.num_nodes, node.node_index, context.store)) as services:
+            return self._run(run, node, services)
 
-    def _run(self, given: Mapping[str, Any], services: Services) -> TorchrunResult[Any]:
-        context, settings = self._context, self._context.settings
-        nproc, commands = self._choose_nproc(given), argument("before_run", given) or ()
-        spec = self._spec(given, nproc.value, services, may_come=bool(commands))
-        policy = self._policy(given, spec)
-        warm = self._warm(given, spec)
-        self._warn(spec, commands)
+    def _run(self, run: RunSettings, node: Node, services: Services) -> TorchrunResult[Any]:
+        context, settings, commands = self._context, self._context.settings, run.before_run
+        nproc = choose_nproc(*run.nproc_per_node, context.requested, context.machine)
+        spec = build_spec(run, nproc.value, node, services.function, may_come=bool(commands))
+        self._warn(spec, run)
         text = f"processes per node: {nproc.value} ({nproc.why})"
         context.member.say(Event("chosen", self.node_index, text, is_detail=True))
         request = Request(
             spec=spec,
             main_addr=self.main_addr,
             machine=context.machine,
-            policy=policy,
+            policy=self._policy(run),
             facts={} if commands else node_facts(spec, context.machine),
             grace_s=settings.grace_s,
             silence_s=settings.heartbeat_timeout_s,
             logs=settings.logs_of(self.num_nodes),
             nproc_why=nproc.why,
-            warm=warm,
+            warm=run.warm,
             commands=tuple((beside_flow(words[0], spec.cwd, _flow_folder()), *words[1:]) for words in commands),
             features=tuple(feature.name for feature in context.features),
             **services.told,
@@ -257,37 +258,29 @@ class TorchrunExecutor:
         def complete() -> Request:
             """Check what the commands may have made."""
             importlib.invalidate_caches()
-            made = self._spec(given, nproc.value, services)
+            made = build_spec(run, nproc.value, node, services.function)
             return replace(request, spec=made, facts=node_facts(made, context.machine))
 
         return self._launch(LaunchCall(request, context.member, services, context.store, complete))
 
-    def _spec(self, given: Mapping[str, Any], nproc: int, services: Services, may_come: bool = False) -> LaunchSpec:
-        node = Node(self.num_nodes, self.node_index, self.main_addr, _flow_folder())
-        return build_spec(given, nproc, self._context.settings, node, services.function, may_come)
-
-    def _warm(self, given: Mapping[str, Any], spec: LaunchSpec) -> str:
-        warm: str = choose("warm", given, {}, self._context.settings).value
-        if warm == "workers" and self._context.has_spares and "no-python" in dict(spec.options):
-            self._note_once("warm='workers': torchrun starts warm, but the workers start cold: they run a command")
-        return warm
-
-    def _warn(self, spec: LaunchSpec, commands: Sequence[Sequence[str]]) -> None:
-        """Log warnings about `spec` and the commands before it, on this machine."""
+    def _warn(self, spec: LaunchSpec, run: RunSettings) -> None:
+        """Log warnings about a launch on this machine."""
         machine = self._context.machine
         warnings = [shm_warning(shm_bytes(), spec.nproc, machine.accelerators, os.environ)]
+        if run.warm == "workers" and self._context.has_spares and "no-python" in dict(spec.options):
+            warnings += ["warm='workers': torchrun starts warm, but the workers start cold: they run a command"]
         if self.is_control:
             warnings += [too_few_warning(spec, machine)]
-            warnings += [foreign_python(words, dict(spec.env)) for words in (spec.command, *commands)]
+            warnings += [foreign_python(words, dict(spec.env)) for words in (run.command, *run.before_run)]
         for warning in filter(None, warnings):
             self._note_once(warning)
 
-    def _refuse_without_feature(self, given: Mapping[str, Any]) -> None:
+    def _refuse_without_feature(self, run: RunSettings) -> None:
         has = {feature.name for feature in self._context.features}
-        given = {**given, "entrypoint": callable(given["entrypoint"])}  # of all entrypoints, a function needs one
         for name, feature in FEATURE_OF.items():
-            values = given.get(name), getattr(self._context.settings, name, None)
-            if feature not in has and not all(value is None or value is False or value == "off" for value in values):
+            # Of all entrypoints, a function needs one.
+            value = callable(run.entrypoint) if name == "entrypoint" else getattr(run, name)
+            if feature not in has and value not in (None, False):
                 raise TorchrunConfigError(f"run({name}=...) needs the feature {feature}, which is not installed here.")
 
     def _launch(self, call: LaunchCall) -> TorchrunResult[Any]:
@@ -311,16 +304,14 @@ class TorchrunExecutor:
             _warned.add(warning)
             self._note(warning)
 
-    def _policy(self, given: Mapping[str, Any], spec: LaunchSpec) -> LaunchPolicy:
-        settings = ("timeout_s", "restart_on", "preemption_signal")
-        chosen = {name: choose(name, given, {}, self._context.settings).value for name in settings}
-        features = policies_of(self._context.features, given, self._context.settings)
-        return LaunchPolicy(**chosen, max_restarts=spec.max_restarts, features=features)
-
-    def _choose_nproc(self, given: Mapping[str, Any]) -> Nproc:
-        options = torchrun_options(given.get("torchrun_args"))
-        choice = choose("nproc_per_node", given, options, self._context.settings)
-        return choose_nproc(*choice, self._context.requested, self._context.machine)
+    def _policy(self, run: RunSettings) -> LaunchPolicy:
+        return LaunchPolicy(
+            timeout_s=run.timeout_s,
+            max_restarts=run.max_restarts,
+            restart_on=run.restart_on,
+            preemption_signal=run.preemption_signal,
+            features=policies_of(self._context.features, run),
+        )
 
 
 def _require_working_directory() -> None:

@@ -79,12 +79,6 @@ _GONE = {"preflight": " Launch current.torch.run(check_links) before your own la
 _ALL_UP_TO_NODES = 16
 
 
-def argument(name: str, given: Mapping[str, Any]) -> Any:
-    """Return the checked value of an argument of `run`; None where it is not given."""
-    value = given.get(name)
-    return None if value is None else checked_value(name, value, f"run({name})")
-
-
 def checked_value(name: str, value: Any, source: str) -> Any:
     """Return the checked value of a setting, or raise TorchrunConfigError, which calls the value `source`."""
     check = SETTINGS[name].check
@@ -141,40 +135,6 @@ def parse_settings(attributes: Mapping[str, Any], step: str | None) -> StepSetti
             "need a port of their own."
         )
     return settings
-
-
-def with_attributes(arguments: Mapping[str, Any], settings: StepSettings) -> dict[str, Any]:
-    """Return the arguments of `run`, with the attributes' values of env, cwd and before_run where not given."""
-    given = dict(arguments)
-    for name in ("env", "cwd", "before_run"):
-        value = getattr(settings, name)
-        if given.get(name) is None and value is not None:
-            given[name] = checked_value(name, value, f"@torchrun({name})")
-    return given
-
-
-class Choice(NamedTuple):
-    """The effective value of a setting (None if it is not set), and the name of its source."""
-
-    value: Any
-    source: str
-
-
-def choose(
-    setting: str, arguments: Mapping[str, Any], options: Mapping[str, str | None], settings: StepSettings
-) -> Choice:
-    """Return the effective value: that of the call, else of ``torchrun_args``, else of the attribute."""
-    option = setting.replace("_", "-")
-    given = {f"run({setting})": arguments.get(setting), f"torchrun_args {option}": options.get(option)}
-    parsed = [
-        Choice(checked_value(setting, value, source), source) for source, value in given.items() if value is not None
-    ]
-    choices = [choice for choice in parsed if choice.value is not None]
-    if len({choice.value for choice in choices}) > 1:
-        raise TorchrunConfigError(
-            f"run({setting}={choices[0].value!r}) and torchrun_args {option}={choices[1].value!r} disagree; keep one of them."
-        )
-    return choices[0] if choices else Choice(getattr(settings, setting, None), f"@torchrun({setting})")
 
 
 def refuse_unknown(names: Sequence[str], step: str) -> None:

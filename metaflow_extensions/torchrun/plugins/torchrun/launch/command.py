@@ -9,7 +9,8 @@ from collections.abc import Mapping, Sequence
 from ..gang.protocol import Go
 from ..machine.estate import AGENT_VARIABLE
 from .commands import system_program
-from .spec import STATIC_BACKEND, LaunchSpec, bracketed
+from .options import STATIC_BACKEND, bracketed
+from .spec import LaunchSpec
 
 SCRIPTS = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "worker")
 AGENT = os.path.join(SCRIPTS, "agent.py")  # runs torchrun, and gives its workers their pipes

@@ -11,23 +11,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..errors import EntrypointError, TorchrunConfigError
-from ..parsing import parse_argv
-from ..settings import StepSettings, argument, choose
-from .arguments import OPTIONS, entrypoint_arguments, torchrun_options
+from .arguments import entrypoint_arguments
 from .commands import beside_flow, find_program, source_of
-
-STATIC_BACKEND = "static"
-# Options that the gang decides or does itself; torchrun gets its own value of them, or none.
-_DECIDED = frozenset({"nproc-per-node", "master-port", "max-restarts", "redirects", "tee"})
-
-
-# Options of torchrun (2.13) that would break what a launch promises, and why.
-_REFUSED = {
-    "help": "torchrun would print its help and start no worker. See docs/reference.md for what it can do here.",
-    "run-path": "torchrun would fork its workers from a process with threads; without it the script runs the same.",
-    "virtual-local-rank": "all ranks of a node would have LOCAL_RANK 0, by which their output and their ends are told "
-    "apart; set CUDA_VISIBLE_DEVICES in the script instead.",
-}
+from .options import Node
+from .run_settings import RunSettings
 
 
 @dataclass(frozen=True)
@@ -87,132 +74,63 @@ class LaunchSpec:
         return hashlib.sha256(json.dumps(what).encode()).hexdigest()[:16]
 
 
-@dataclass(frozen=True)
-class Node:
-    """What a launch must know of its node."""
-
-    num_nodes: int
-    node_index: int
-    main_addr: str
-    flow_dir: str | None = None  # the folder of the flow file, if there is one
-
-
 def build_spec(
-    given: Mapping[str, Any],
-    nproc: int,
-    settings: StepSettings,
-    node: Node,
-    function: FunctionSpec | None = None,
-    may_come: bool = False,
+    run: RunSettings, nproc: int, node: Node, function: FunctionSpec | None = None, may_come: bool = False
 ) -> LaunchSpec:
-    """Check the arguments of `run`, by name, and return them as a launch.
+    """Find what `run` names on this node, and return the launch.
 
     `function` is what the workers call if the entrypoint is one. `may_come`: what runs before may still make the entrypoint.
     """
-    options = torchrun_options(given.get("torchrun_args"))
-    env: dict[str, str] = argument("env", given) or {}
-    _refuse_what_has_no_use(options, env)
-    _refuse_what_the_gang_decides(options, node)
-    module = bool(given.get("module")) | (options.pop("module", "absent") is None)
-    cwd, log_dir = argument("cwd", given), options.pop("log-dir", None)
+    options = dict(run.options)
+    log_dir, folders = options.pop("log-dir", None), (run.cwd or os.getcwd(), node.flow_dir)
+    local_ranks = options.pop("local-ranks-filter", None)
     if function is not None:
         program: dict[str, Any] = {"entrypoint": function.script, "args": (function.folder,)}
         program |= {"source": function.source, "function": function}
-    elif isinstance(given.get("entrypoint"), list | tuple):
-        program = _command(given, options, module, cwd, env, node.flow_dir, may_come)
+    elif run.command:
+        program = _command(run, node.flow_dir, may_come)
+        options["no-python"] = None
     else:
-        is_path = not module and "no-python" not in options
-        folders = (cwd or os.getcwd(), node.flow_dir)
-        found = _find_entrypoint(given.get("entrypoint"), is_path, folders, may_come)
-        program = {"entrypoint": found, **_arguments(given)}
-        program["module_folder"] = _folder_of_module(found, *folders) if module else None
+        is_path = not run.module and "no-python" not in options
+        found = _find_entrypoint(run.entrypoint, is_path, folders, may_come)
+        program = {"entrypoint": found, **_arguments(run)}
+        program["module_folder"] = _folder_of_module(found, *folders) if run.module else None
     return LaunchSpec(
         **program,
-        module=module,
+        module=run.module,
         nproc=nproc,
         num_nodes=node.num_nodes,
         node_index=node.node_index,
         python=sys.executable,
-        master_port=choose("master_port", given, options, settings).value,
-        max_restarts=choose("max_restarts", given, options, settings).value,
-        shown_local_ranks=_local_ranks(options.pop("local-ranks-filter", None), nproc),
+        master_port=run.master_port,
+        max_restarts=run.max_restarts,
+        shown_local_ranks=_local_ranks(local_ranks, nproc),
         # As torchrun, which runs in `cwd`, would take this name; we run elsewhere and read there, too.
-        log_dir=None if log_dir is None else os.path.abspath(os.path.join(cwd or "", log_dir)),
-        env=tuple(env.items()),
-        cwd=cwd,
-        options=tuple((name, value) for name, value in options.items() if name not in _DECIDED),
+        log_dir=None if log_dir is None else os.path.abspath(os.path.join(run.cwd or "", log_dir)),
+        env=tuple(run.env.items()),
+        cwd=run.cwd,
+        options=tuple(options.items()),
     )
 
 
 # What workers run, as fields of `LaunchSpec`. ------------------------------------------------------
 
 
-def _command(
-    given: Mapping[str, Any],
-    options: dict[str, str | None],
-    module: bool,
-    cwd: str | None,
-    env: Mapping[str, str],
-    flow_dir: str | None,
-    may_come: bool,
-) -> dict[str, Any]:
-    """Return a command; its `options` get ``--no-python``."""
-    words = parse_argv(given["entrypoint"], "the entrypoint")
-    if module:
-        raise TorchrunConfigError(
-            f"module says how Python runs a script, but the entrypoint {list(words)} is a command; remove it."
-        )
-    options["no-python"] = None
-    program = beside_flow(words[0], cwd, flow_dir) if may_come else find_program(words[0], cwd, flow_dir, env)
-    source = source_of(program, words, cwd)
-    return {"entrypoint": program, "source": source, "command": words, **_arguments(given, words[1:])}
+def _command(run: RunSettings, flow_dir: str | None, may_come: bool) -> dict[str, Any]:
+    name, *rest = run.command
+    program = beside_flow(name, run.cwd, flow_dir) if may_come else find_program(name, run.cwd, flow_dir, run.env)
+    source = source_of(program, run.command, run.cwd)
+    return {"entrypoint": program, "source": source, "command": run.command, **_arguments(run, rest)}
 
 
-def _arguments(given: Mapping[str, Any], first: Sequence[str] = ()) -> dict[str, Any]:
-    more = given.get("entrypoint_args")
+def _arguments(run: RunSettings, first: Sequence[str] = ()) -> dict[str, Any]:
+    more = run.entrypoint_args
     bools = (
         [(str(key), value) for key, value in more.items() if isinstance(value, bool)]
         if isinstance(more, Mapping)
         else []
     )
     return {"args": (*first, *entrypoint_arguments(more)), "bools": tuple(bools)}
-
-
-def _refuse_what_has_no_use(options: Mapping[str, str | None], env: Mapping[str, str]) -> None:
-    for name, why in _REFUSED.items():
-        if name in options:
-            raise TorchrunConfigError(f"torchrun_args {name} can't be used: {why}")
-    for name in OPTIONS:  # torchrun (2.13, argparse_util.py) takes its defaults from such variables
-        if (variable := f"PET_{name.upper().replace('-', '_')}") in env:
-            raise TorchrunConfigError(f"env sets {variable}, an option of torchrun. Write {name} in torchrun_args.")
-    fewest, colon, most = (options.get("nnodes") or "").partition(":")
-    if colon and fewest != most:
-        raise TorchrunConfigError(
-            f"torchrun_args nnodes={fewest}:{most} asks for a gang of changing size, but all nodes take part in a launch: "
-            "remove nnodes, and set max_restarts to have all workers start again after a failure."
-        )
-
-
-def _refuse_what_the_gang_decides(options: dict[str, str | None], node: Node) -> None:
-    """Drop options that say what the gang does anyway; refuse those that contradict it."""
-    size, address = node.num_nodes, "the control node's address, which every node finds by itself"
-    addresses = (node.main_addr, bracketed(node.main_addr))
-    host, colon, port = (options.get("rdzv-endpoint") or "").rpartition(":")
-    if colon and host in addresses:  # it says what the gang does, and pins the port
-        options.pop("rdzv-endpoint")
-        options.setdefault("master-port", port)
-    for name, values, truth in (
-        ("nnodes", (str(size), f"{size}:{size}"), f"num_parallel={size}"),
-        ("node-rank", (str(node.node_index),), f"current.parallel.node_index={node.node_index}"),
-        # With a fixed number of nodes c10d does the same: it waits for all of them.
-        ("rdzv-backend", (STATIC_BACKEND, "c10d"), "the gang's own rendezvous (static)"),
-        ("master-addr", addresses, address),
-        ("rdzv-endpoint", addresses, address),
-        ("standalone", (None,) if size == 1 else (), f"num_parallel={size}"),
-    ):
-        if name in options and (value := options.pop(name)) not in values:
-            said = name if value is None else f"{name}={value}"
-            raise TorchrunConfigError(f"torchrun_args {said} contradicts {truth}; remove it.")
 
 
 def _find_entrypoint(entrypoint: Any, is_path: bool, folders: Sequence[str | None], may_come: bool) -> str:
@@ -269,8 +187,3 @@ def _local_ranks(value: str | None, nproc: int) -> frozenset[int] | None:
         raise TorchrunConfigError(
             f"torchrun_args local-ranks-filter is {value!r}, but it must be local ranks with commas between, as in '0,1'."
         ) from error
-
-
-def bracketed(addr: str) -> str:
-    """Return an address as it stands before a port: IPv6 in brackets."""
-    return f"[{addr}]" if ":" in addr and not addr.startswith("[") else addr

@@ -7,7 +7,8 @@ from ..events import Event
 from ..gang.protocol import Go
 from ..gang.seat import Seat
 from ..gang.texts import counted
-from ..launch.spec import LaunchSpec, bracketed
+from ..launch.options import bracketed
+from ..launch.spec import LaunchSpec
 from .agent_events import End
 from .plan import Plan
 

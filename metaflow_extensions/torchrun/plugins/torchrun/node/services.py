@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import LaunchFailed, TorchrunError
 from ..gang.keepers import Plain
+from ..launch.run_settings import RunSettings
 from ..launch.spec import FunctionSpec, LaunchSpec
 from ..launch.transfer import Step, ValueStore
 
@@ -23,9 +24,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class RunCall:
-    """One call of `run` on this node, before anything is decided."""
+    """One call of `run` on this node."""
 
-    given: Mapping[str, Any]  # the arguments by name
+    settings: RunSettings
     num_nodes: int
     node: int
     store: ValueStore | None  # None outside of a flow

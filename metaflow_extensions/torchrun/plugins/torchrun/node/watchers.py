@@ -17,6 +17,7 @@ from typing import Any
 from ..compat.renamed import harmless
 from ..gang.keepers import Keeper, Keepers, Plain
 from ..gang.protocol import Told
+from ..launch.run_settings import RunSettings
 from ..machine.accelerators import Machine, Nproc
 from ..records.requests import GangCommand
 from ..records.summary import Summary
@@ -117,8 +118,8 @@ class Feature:
         """Return what keeps it on the control node."""
         return None
 
-    def policy(self, given: Mapping[str, Any], settings: StepSettings) -> Plain:
-        """Return its keeper's settings for a launch, from the arguments of `run` and the attributes."""
+    def policy(self, run: RunSettings) -> Plain:
+        """Return its keeper's settings for a launch."""
         return {}
 
     def variables(self, plan: Plan, folder: str) -> Variables:
@@ -171,9 +172,9 @@ def spares_of(features: Iterable[Feature], starts: Plain | None) -> WarmStarts |
     return None
 
 
-def policies_of(features: Iterable[Feature], given: Mapping[str, Any], settings: StepSettings) -> dict[str, Plain]:
-    """Return the settings of all features' keepers for a launch; raises TorchrunConfigError."""
-    found = {each.name: each.policy(given, settings) for each in features}
+def policies_of(features: Iterable[Feature], run: RunSettings) -> dict[str, Plain]:
+    """Return the settings of all features' keepers for a launch."""
+    found = {each.name: each.policy(run) for each in features}
     return {name: policy for name, policy in found.items() if policy}
 
 

@@ -7,7 +7,6 @@ from ...errors import TorchrunConfigError, TorchrunError
 from ...gang.cause import cause_of
 from ...gang.keepers import Keeper, Plain
 from ...gang.protocol import Told
-from ...launch.arguments import torchrun_options
 from ...node.services import RunCall, Service
 from ...node.watchers import Feature
 from .call import FunctionCall
@@ -20,23 +19,22 @@ class Functions(Feature):
 
     def service(self, call: RunCall) -> Service | None:
         """Return the call, where the entrypoint is a function."""
-        given, function = call.given, call.given["entrypoint"]
-        arguments, process_group, gather = (given.get(name) for name in ("entrypoint_args", "process_group", "gather"))
-        if not callable(function):
-            if process_group or gather:
-                said = f"process_group={process_group!r}" if process_group else f"gather={gather!r}"
+        run = call.settings
+        if not callable(run.entrypoint):
+            if run.process_group or run.gather:
+                said = f"process_group={run.process_group!r}" if run.process_group else f"gather={run.gather!r}"
                 raise TorchrunConfigError(
                     f"run({said}) is for functions; a script makes its process group and stores its results itself."
                 )
             return None
-        options = torchrun_options(given.get("torchrun_args"))
-        for name in ("module", "no-python"):
-            if name in options or given.get(name):
+        for name, is_set in (("module", run.module), ("no-python", "no-python" in run.options)):
+            if is_set:
                 raise TorchrunConfigError(
                     f"{name} says how to run a script, but the entrypoint is a function; remove it."
                 )
         store = call.store if call.num_nodes > 1 else None  # a gang of one has its values itself
-        return FunctionCall(function, arguments, process_group, bool(gather), store, current_for_workers())
+        arguments, group = run.entrypoint_args, run.process_group
+        return FunctionCall(run.entrypoint, arguments, group, run.gather, store, current_for_workers())
 
     def keeper(self, num_nodes: int) -> Keeper | None:
         """Return what keeps where values and exceptions are stored."""

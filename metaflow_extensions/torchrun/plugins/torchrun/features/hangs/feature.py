@@ -9,19 +9,18 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 from ...gang.keepers import Failing, Happened, Keeper, Plain, Remarks, Where
 from ...gang.protocol import Told
 from ...gang.texts import names
 from ...gang.wire import from_plain, to_plain
+from ...launch.run_settings import RunSettings
 from ...machine.network import is_connected_to
 from ...machine.stacks import HOOK, hook_environment
 from ...node.plan import Plan
 from ...node.watchers import Feature, Here, Variables, Watcher
-from ...settings import StepSettings, choose
 from .stacks import collect
 
 _KIND = "hang"  # of the cause
@@ -52,10 +51,9 @@ class Hangs(Feature):
 
     name = "hangs"
 
-    def policy(self, given: Mapping[str, Any], settings: StepSettings) -> Plain:
+    def policy(self, run: RunSettings) -> Plain:
         """Return the limit, if there is one."""
-        limit_s = choose("hang_timeout_s", given, {}, settings).value
-        return {} if limit_s is None else {"timeout_s": limit_s}
+        return {} if run.hang_timeout_s is None else {"timeout_s": run.hang_timeout_s}
 
     def keeper(self, num_nodes: int) -> Keeper | None:
         """Return the keeper that decides that a launch hangs; only the control node has one."""

@@ -13,6 +13,7 @@ from ...gang.keepers import Happened, Keeper, Plain, Remarks
 from ...gang.protocol import CONTROL, Told
 from ...gang.texts import counted, size_text
 from ...gang.wire import from_plain
+from ...launch.run_settings import RunSettings
 from ...launch.spec import LaunchSpec
 from ...launch.transfer import ValueStore
 from ...node.services import RunCall, Service, ToStore
@@ -20,7 +21,6 @@ from ...node.watchers import Feature
 from ...outputs import Outputs as Stored
 from ...records.requests import GangCommand
 from ...records.summary import Summary
-from ...settings import StepSettings, argument
 from ...show.parts.model import Facts, Part
 from .command import COMMAND
 from .storing import FilesToStore, StoredOutputs
@@ -36,20 +36,19 @@ class Outputs(Feature):
     name = "outputs"
     after = "nodes"
 
-    def policy(self, given: Mapping[str, Any], settings: StepSettings) -> Plain:
+    def policy(self, run: RunSettings) -> Plain:
         """Return whether a launch is to store files."""
-        return {} if given.get("outputs") is None else {"wanted": True}
+        return {} if run.outputs is None else {"wanted": True}
 
     def service(self, call: RunCall) -> Service | None:
         """Return what stores the files that `run` names."""
-        whose = argument("outputs_from", call.given)
-        if call.given.get("outputs") is None:
+        patterns, whose = call.settings.outputs, call.settings.outputs_from
+        if patterns is None:
             if whose is None:
                 return None
             raise TorchrunConfigError(
                 f"run(outputs_from={whose!r}) says whose outputs to store, but outputs names none."
             )
-        patterns = argument("outputs", call.given)
         if call.store is None:
             raise TorchrunConfigError("run(outputs=...) needs a datastore, which only a step of a flow has.")
         return OutputsService(patterns, whose == "all", call.node, call.store)
