@@ -19,7 +19,7 @@ OUT = os.environ.get("GANG_OUT", "")
 
 def note(name: str, what: object) -> None:
     path = os.path.join(OUT, name)
-    with open(f"{path}.part-{os.getpid()}", "w") as file:  # two gangs of a foreach write files of one name
+    with open(f"{path}-{os.getpid()}.part", "w") as file:  # two gangs of a foreach write files of one name
         json.dump(what, file)
     os.replace(file.name, path)
 
