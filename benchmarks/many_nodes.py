@@ -25,12 +25,12 @@ import metaflow  # noqa: F401 - it imports our modules, so it must come before t
 from report import Report, parser
 
 from metaflow_extensions.torchrun.plugins.torchrun.channel import connection, control_channel, member_channel
-from metaflow_extensions.torchrun.plugins.torchrun.features.listed import FEATURES
-from metaflow_extensions.torchrun.plugins.torchrun.features.usage.meter import step_s
+from metaflow_extensions.torchrun.plugins.torchrun.features.listed import keeps
+from metaflow_extensions.torchrun.plugins.torchrun.features.usage.told import step_s
 from metaflow_extensions.torchrun.plugins.torchrun.gang import policy, protocol, state
 from metaflow_extensions.torchrun.plugins.torchrun.gang.cause import Cause, Failure
+from metaflow_extensions.torchrun.plugins.torchrun.gang.keepers import Keepers
 from metaflow_extensions.torchrun.plugins.torchrun.machine.network import pick_port
-from metaflow_extensions.torchrun.plugins.torchrun.node.watchers import keepers_of
 
 HOST = "127.0.0.1"
 HEARTBEAT_S = 30.0  # its default
@@ -224,7 +224,7 @@ class Control:
 
     def __init__(self, count: int) -> None:
         self._inbox: queue.SimpleQueue[protocol.Message] = queue.SimpleQueue()
-        keepers = keepers_of(FEATURES, count + 1)
+        keepers = Keepers.of(keeps(), count + 1)
         gang = state.Gang(count + 1, lambda pinned: pinned or pick_port(), state.Rules(WAIT_S), keepers)
         self.token = connection.new_token()
         self._loop = loop_thread()

@@ -23,13 +23,12 @@ from metaflow.plugins.datastores.local_storage import LocalStorage
 from metaflow_extensions.torchrun.plugins.torchrun.channel import join as joining
 from metaflow_extensions.torchrun.plugins.torchrun.channel.registry import Registry
 from metaflow_extensions.torchrun.plugins.torchrun.executor import Context, TorchrunExecutor
-from metaflow_extensions.torchrun.plugins.torchrun.features.listed import FEATURES
-from metaflow_extensions.torchrun.plugins.torchrun.features.warm.feature import Warm
+from metaflow_extensions.torchrun.plugins.torchrun.features.listed import in_task
 from metaflow_extensions.torchrun.plugins.torchrun.gang.wire import to_plain
+from metaflow_extensions.torchrun.plugins.torchrun.launch.services import starts_of
 from metaflow_extensions.torchrun.plugins.torchrun.logs.console import to_log
 from metaflow_extensions.torchrun.plugins.torchrun.machine import detached
 from metaflow_extensions.torchrun.plugins.torchrun.machine.accelerators import this_machine
-from metaflow_extensions.torchrun.plugins.torchrun.node.watchers import starts_of
 from metaflow_extensions.torchrun.plugins.torchrun.settings import parse_settings
 
 # As the decorator has it, for tasks that are on machines of their own.
@@ -219,7 +218,7 @@ def main(task):
     storage, folder = faulty_storage(task.datastore), os.path.join(task.out, "datastore")
     member = channel = None
     machine = this_machine()
-    starts = starts_of([Warm()], settings, machine, None)
+    starts = starts_of(in_task(), settings, machine, None)
     begun = time.monotonic()
     try:
         flow_datastore = FlowDataStore("ChaosFlow", storage_impl=storage, ds_root=folder)
@@ -227,7 +226,7 @@ def main(task):
         member, channel, main_addr = join(task, registry, settings, starts)
         notes.save(join_s=time.monotonic() - begun, main_addr=main_addr)
         executor = TorchrunExecutor(
-            Context(member, main_addr, machine, settings, has_spares=starts is not None, features=FEATURES)
+            Context(member, main_addr, machine, settings, has_spares=starts is not None, features=in_task())
         )
         run_own_code(task)
         run_all(executor, task, notes)

@@ -16,13 +16,13 @@ from metaflow_extensions.torchrun.plugins.torchrun.gang import protocol
 from metaflow_extensions.torchrun.plugins.torchrun.gang.cause import Cause
 from metaflow_extensions.torchrun.plugins.torchrun.gang.member import Member
 from metaflow_extensions.torchrun.plugins.torchrun.gang.seat import Seat
+from metaflow_extensions.torchrun.plugins.torchrun.launch.services import Services
 from metaflow_extensions.torchrun.plugins.torchrun.launch.spec import LaunchSpec
 from metaflow_extensions.torchrun.plugins.torchrun.logs.pipes import pipe_path
 from metaflow_extensions.torchrun.plugins.torchrun.machine.accelerators import Machine
 from metaflow_extensions.torchrun.plugins.torchrun.node import agent_events
 from metaflow_extensions.torchrun.plugins.torchrun.node.node_launch import Completed, NodeLaunch
 from metaflow_extensions.torchrun.plugins.torchrun.node.plan import Plan
-from metaflow_extensions.torchrun.plugins.torchrun.node.services import Services
 from metaflow_extensions.torchrun.plugins.torchrun.task.results import result_of
 from metaflow_extensions.torchrun.plugins.torchrun.task.upload import begin_upload
 
@@ -133,8 +133,7 @@ class FakeNode:
             if outcome.verdict.error is not None:
                 self.services.failed(outcome.verdict.error, outcome.verdict.features)
                 raise outcome.verdict.error
-            features = self.plan.with_features
-            self._came.put(result_of(outcome, self.plan.spec, self.member, features, self.services))
+            self._came.put(result_of(outcome, self.plan.spec, self.member, self.services))
         except BaseException as error:
             self._came.put(error)
 

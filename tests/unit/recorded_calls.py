@@ -1,6 +1,7 @@
 """Calls of `current.torch.run` whose launches are only written down."""
 
 from dataclasses import replace
+from types import MappingProxyType
 from typing import ClassVar
 
 from metaflow_extensions.torchrun.plugins.torchrun import executor
@@ -12,7 +13,7 @@ from metaflow_extensions.torchrun.plugins.torchrun.node.outcome import Outcome
 from metaflow_extensions.torchrun.plugins.torchrun.settings import parse_settings
 
 
-def recorded_calls(monkeypatch, tmp_path, features=()):
+def recorded_calls(monkeypatch, tmp_path, features=MappingProxyType({})):
     """Return a function that calls `run` and returns spec and policy of the launch, and what is said of it.
 
     Its `plans` are those of all launches, and `complete` is what the last one does after its commands.

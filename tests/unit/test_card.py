@@ -19,6 +19,7 @@ from unit_helpers import HOSTILE
 from metaflow_extensions.torchrun.plugins.torchrun.channel.registry import Registry
 from metaflow_extensions.torchrun.plugins.torchrun.errors import TorchrunConfigError
 from metaflow_extensions.torchrun.plugins.torchrun.executor import TorchrunExecutor
+from metaflow_extensions.torchrun.plugins.torchrun.records.on_page import NO_PAGES
 from metaflow_extensions.torchrun.plugins.torchrun.records.snapshot import Snapshot
 from metaflow_extensions.torchrun.plugins.torchrun.records.summary import summarize
 from metaflow_extensions.torchrun.plugins.torchrun.show.as_card import layout, one_line, sections
@@ -144,7 +145,7 @@ def test_a_users_card_gets_the_parts_that_it_names_in_our_order_and_their_style(
 
 def test_every_part_is_told_where_people_look():
     page = (Path(__file__).parents[2] / "docs" / "card.md").read_text(encoding="utf-8")
-    for name in section_names():
+    for name in section_names(NO_PAGES):
         assert f'`"{name}"`' in page
         assert f'``"{name}"``' in TorchrunExecutor.card.__doc__
 

@@ -24,15 +24,16 @@ from metaflow_extensions.torchrun.plugins.torchrun.errors import (
     WorkerFailed,
 )
 from metaflow_extensions.torchrun.plugins.torchrun.features.functions.call import FUNCTION_WORKER, FunctionCall
-from metaflow_extensions.torchrun.plugins.torchrun.features.functions.feature import FunctionKeeper, Functions
+from metaflow_extensions.torchrun.plugins.torchrun.features.functions.in_task import Functions
+from metaflow_extensions.torchrun.plugins.torchrun.features.functions.keep import FunctionKeeper
 from metaflow_extensions.torchrun.plugins.torchrun.gang.cause import Cause
 from metaflow_extensions.torchrun.plugins.torchrun.gang.keepers import Keepers
 from metaflow_extensions.torchrun.plugins.torchrun.gang.protocol import Ended, Store, Stored, Storing, Told
 from metaflow_extensions.torchrun.plugins.torchrun.launch.facts import contents_digest
 from metaflow_extensions.torchrun.plugins.torchrun.launch.options import Node
+from metaflow_extensions.torchrun.plugins.torchrun.launch.services import RunCall, Services
 from metaflow_extensions.torchrun.plugins.torchrun.launch.spec import LaunchSpec, build_spec
 from metaflow_extensions.torchrun.plugins.torchrun.launch.transfer import TransferFailed
-from metaflow_extensions.torchrun.plugins.torchrun.node.services import RunCall, Services
 from metaflow_extensions.torchrun.plugins.torchrun.outputs import Outputs
 
 SPEC = LaunchSpec(FUNCTION_WORKER, ("folder",), False, nproc=2, num_nodes=2, node_index=1, python="python3")

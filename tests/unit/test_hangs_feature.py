@@ -4,23 +4,22 @@ import os
 import socket
 import time
 from pathlib import Path
-from types import SimpleNamespace
+from types import MappingProxyType, SimpleNamespace
 
 import pytest
 from fake_node import ERROR, FakeNode
 from unit_helpers import settings_of_run
 
-from metaflow_extensions.torchrun.plugins.torchrun.features.hangs.feature import (
-    Diagnostics,
-    HangKeeper,
-    Hangs,
-    HangWatcher,
-)
-from metaflow_extensions.torchrun.plugins.torchrun.features.progress.feature import Progress
+from metaflow_extensions.torchrun.plugins.torchrun.features.hangs import in_task, watch
+from metaflow_extensions.torchrun.plugins.torchrun.features.hangs.keep import HangKeeper
+from metaflow_extensions.torchrun.plugins.torchrun.features.hangs.told import Diagnostics
+from metaflow_extensions.torchrun.plugins.torchrun.features.hangs.watch import HangWatcher
+from metaflow_extensions.torchrun.plugins.torchrun.features.progress import watch as progress
 from metaflow_extensions.torchrun.plugins.torchrun.gang.keepers import Failing, Remarks
 from metaflow_extensions.torchrun.plugins.torchrun.gang.policy import LaunchPolicy
 from metaflow_extensions.torchrun.plugins.torchrun.gang.protocol import Failed, Told
 from metaflow_extensions.torchrun.plugins.torchrun.gang.wire import to_plain
+from metaflow_extensions.torchrun.plugins.torchrun.launch.services import RunCall, Services
 from metaflow_extensions.torchrun.plugins.torchrun.machine.stacks import HOOK
 
 
@@ -110,16 +109,19 @@ def test_where_thousands_of_ranks_hang_is_told_by_place():
 
 
 def test_the_keeper_gets_the_limit_if_there_is_one():
-    assert Hangs().policy(settings_of_run()) == {}
-    assert Hangs().policy(settings_of_run(hang_timeout_s="5")) == {"timeout_s": 5.0}
+    def policies(**arguments):
+        return Services.of({"hangs": in_task.PART}, RunCall(settings_of_run(**arguments), 2, 0, None)).policies
+
+    assert policies() == {}
+    assert policies(hang_timeout_s="5") == {"hangs": {"timeout_s": 5.0}}
 
 
 # --- on a node --------------------------------------------------------------------------------------
 
 
-def node_with(tmp_path, timeout_s, more=()):
+def node_with(tmp_path, timeout_s, more=MappingProxyType({})):
     policy = LaunchPolicy(features={"hangs": {"timeout_s": timeout_s}})
-    return FakeNode(tmp_path, policy=policy, with_features=(Hangs(), *more))
+    return FakeNode(tmp_path, policy=policy, watches={"hangs": watch.PART, **more})
 
 
 @pytest.mark.parametrize(("kind", "has_failed"), [("hang", False), ("hang", True), ("timeout", False)])
@@ -153,7 +155,7 @@ def test_the_gang_hears_of_output_and_of_ends_now_and_then(tmp_path):
 
 
 def test_a_launch_without_the_limit_has_nothing_of_it(tmp_path):
-    node = FakeNode(tmp_path, with_features=(Hangs(),))
+    node = FakeNode(tmp_path, watches={"hangs": watch.PART})
     agent = node.running()
     assert "TORCHRUN_HOOKS" not in agent.env
     node.worker_ended(agent, 0, 0, at=time.monotonic())
@@ -207,7 +209,7 @@ def test_a_wait_for_the_reader_is_told_now_and_then_and_its_end_at_once(monkeypa
 
 
 def test_a_step_that_a_worker_tells_is_a_sign_of_life(tmp_path):
-    node = node_with(tmp_path, 1000.0, more=(Progress(),))
+    node = node_with(tmp_path, 1000.0, more={"progress": progress.PART})
     agent = node.running()
     metrics = Path(agent.env["TORCHRUN_METRICS_FOLDER"]) / "0.jsonl"
     metrics.write_text('{"step": 1}\n')

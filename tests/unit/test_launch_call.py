@@ -20,15 +20,15 @@ from metaflow_extensions.torchrun.plugins.torchrun.errors import (
     TorchrunError,
     TorchrunPreempted,
 )
-from metaflow_extensions.torchrun.plugins.torchrun.features.outputs.feature import Outputs
+from metaflow_extensions.torchrun.plugins.torchrun.features.outputs.in_task import Outputs
 from metaflow_extensions.torchrun.plugins.torchrun.gang.member import Member
 from metaflow_extensions.torchrun.plugins.torchrun.gang.protocol import Abort, Store, Stored, Verdict, to_wire
 from metaflow_extensions.torchrun.plugins.torchrun.gang.wire import to_plain
+from metaflow_extensions.torchrun.plugins.torchrun.launch.services import RunCall, Services
 from metaflow_extensions.torchrun.plugins.torchrun.launch.spec import LaunchSpec
 from metaflow_extensions.torchrun.plugins.torchrun.machine.accelerators import Machine
 from metaflow_extensions.torchrun.plugins.torchrun.node.outcome import Outcome
-from metaflow_extensions.torchrun.plugins.torchrun.node.plan import Request
-from metaflow_extensions.torchrun.plugins.torchrun.node.services import RunCall, Services
+from metaflow_extensions.torchrun.plugins.torchrun.node.request import Request
 from metaflow_extensions.torchrun.plugins.torchrun.task.launch_call import LaunchCall
 
 
@@ -158,7 +158,7 @@ def test_each_generation_stores_its_own_outputs(generation, tmp_path, monkeypatc
     (tmp_path / "model.pt").write_text("weights")
     store = MemoryStore()
     run = settings_of_run(outputs=["*.pt"], outputs_from="all")
-    call = Call(services=Services.of([Outputs()], RunCall(run, 2, 1, store)), store=store)
+    call = Call(services=Services.of({"outputs": Outputs()}, RunCall(run, 2, 1, store)), store=store)
     for number, error in ((0, None), (generation, ERROR)):
         before = len(store.data)
         call.says("store", to_wire(Store(0, number, error, None if error is None else 60.0)))

@@ -22,7 +22,7 @@ from metaflow_extensions.torchrun.plugins.torchrun.machine.accelerators import M
 from metaflow_extensions.torchrun.plugins.torchrun.machine.estate import Estate
 from metaflow_extensions.torchrun.plugins.torchrun.machine.inherited import inherited, umask
 from metaflow_extensions.torchrun.plugins.torchrun.node.agent import Options
-from metaflow_extensions.torchrun.plugins.torchrun.node.plan import Request, Task
+from metaflow_extensions.torchrun.plugins.torchrun.node.request import Request, Task
 from metaflow_extensions.torchrun.plugins.torchrun.supervisor import launches as launching
 from metaflow_extensions.torchrun.plugins.torchrun.supervisor import output as output_module
 from metaflow_extensions.torchrun.plugins.torchrun.supervisor.launches import Launches

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from metaflow_extensions.torchrun.plugins import torchrun as package
+from metaflow_extensions.torchrun.plugins.torchrun.features.listed import FEATURES
 from metaflow_extensions.torchrun.plugins.torchrun.machine import detached
 
 FOLDER = Path(package.__file__).parent
@@ -140,10 +141,25 @@ def test_the_core_knows_no_feature_and_no_feature_another(module):
     known = {other for other in IMPORTS[module][0] if other.startswith("features.")}
     if module in WIRE_FEATURES:
         assert known == {LIST_OF_FEATURES}
-    elif module == LIST_OF_FEATURES:
-        assert all(other.endswith(".feature") for other in known)
     else:
         assert {place_of(other) for other in known} <= {place_of(module)} - {"features"}
+
+
+def test_the_list_of_features_names_the_parts_that_there_are():
+    parts = {"in_task", "watch", "keep", "on_page"}
+    folders = [path.parent for path in (FOLDER / "features").glob("*/__init__.py")]
+    found = {folder.name: {path.stem for path in folder.glob("*.py")} & parts for folder in folders}
+    assert {name: set(having) for name, having in FEATURES.items()} == found
+
+
+@pytest.mark.parametrize(("feature", "part"), [(name, part) for name, having in FEATURES.items() for part in having])
+def test_a_part_of_a_feature_needs_no_other_part(feature, part):
+    """They run in different processes, which share what is told."""
+    own, more = set(), {f"features.{feature}.{part}"}
+    while more:
+        own |= more
+        more = {other for module in more for other in IMPORTS[module][0] if other.startswith("features.")} - own
+    assert own & {f"features.{feature}.{other}" for other in FEATURES[feature]} == {f"features.{feature}.{part}"}
 
 
 def test_no_modules_import_each_other_in_a_circle():

@@ -18,6 +18,7 @@ from unit_helpers import HANG_S, Looping, eventually
 from metaflow_extensions.torchrun.plugins.torchrun.compat import cards
 from metaflow_extensions.torchrun.plugins.torchrun.errors import LaunchFailed, TorchrunConfigError
 from metaflow_extensions.torchrun.plugins.torchrun.machine.processes import children
+from metaflow_extensions.torchrun.plugins.torchrun.records.on_page import NO_PAGES
 from metaflow_extensions.torchrun.plugins.torchrun.records.snapshot import Snapshot
 from metaflow_extensions.torchrun.plugins.torchrun.show import live_card
 from metaflow_extensions.torchrun.plugins.torchrun.show.live_card import LiveCard, Pointer, pause_s
@@ -267,11 +268,11 @@ def test_the_cards_of_another_node_are_made_once_and_name_the_task_with_the_gang
     assert re.fullmatch(r"This is node 3 \(host .+\) of a gang of 4 nodes\. The card of .*: Flow/1/train/2\.", text)
     card.fails = True
     pointer.show()  # no process can be started
-    part = pointer.part(("outcome",), [])
+    part = pointer.part(("outcome",), NO_PAGES)
     part.component_id = "mine"
     assert (": Flow/1/train/2." in json.dumps(part.render()), part.render()["id"]) == (True, "mine")
     with pytest.raises(TorchrunConfigError, match="no part 'rank'"):
-        pointer.part(("rank",), [])
+        pointer.part(("rank",), NO_PAGES)
 
 
 def test_without_a_card_of_ours_nothing_runs(with_users_card):

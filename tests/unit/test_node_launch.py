@@ -30,6 +30,7 @@ from metaflow_extensions.torchrun.plugins.torchrun.gang.protocol import (
 )
 from metaflow_extensions.torchrun.plugins.torchrun.gang.seat import GivenUp
 from metaflow_extensions.torchrun.plugins.torchrun.launch import transfer
+from metaflow_extensions.torchrun.plugins.torchrun.launch.services import InTask, Service, Services, ToStore
 from metaflow_extensions.torchrun.plugins.torchrun.launch.spec import FunctionSpec
 from metaflow_extensions.torchrun.plugins.torchrun.machine.accelerators import Machine
 from metaflow_extensions.torchrun.plugins.torchrun.node.agent_events import (
@@ -39,8 +40,6 @@ from metaflow_extensions.torchrun.plugins.torchrun.node.agent_events import (
     WorkerEnded,
     WorkerStarted,
 )
-from metaflow_extensions.torchrun.plugins.torchrun.node.services import Service, Services, ToStore
-from metaflow_extensions.torchrun.plugins.torchrun.node.watchers import Feature
 
 STOP, CLOSE = ("stop", 30.0), ("close", 0.0)
 
@@ -652,14 +651,14 @@ def test_a_node_that_loses_the_control_node_while_that_stores_knows_what_has_fai
     assert node.outcome() is ERROR
 
 
-class Gives(Feature):
-    """Gives a service that counts how often it was closed; without a name it is refused."""
+class Gives(InTask):
+    """Gives a service that counts how often it was closed, or refuses."""
 
-    def __init__(self, name):
-        self.name, self.closed = name, []
+    def __init__(self, refuses=False):
+        self.refuses, self.closed = refuses, []
 
     def service(self, call):
-        if not self.name:
+        if self.refuses:
             raise errors.TorchrunError("not so")
         service = Service()
         service.close = lambda: self.closed.append(1)
@@ -667,11 +666,11 @@ class Gives(Feature):
 
 
 def test_services_are_closed_at_the_end_and_where_another_is_refused():
-    one, other = Gives("one"), Gives("other")
-    with Services.of([one, Feature()], None):
+    one, other = Gives(), Gives()
+    with Services.of({"one": one, "none": InTask()}, None):
         assert one.closed == []
     with pytest.raises(errors.TorchrunError, match="not so"):
-        Services.of([other, Gives("")], None)
+        Services.of({"other": other, "refuses": Gives(refuses=True)}, None)
     assert (one.closed, other.closed) == ([1], [1])
 
 

@@ -9,11 +9,12 @@ from fake_node import ERROR, FakeNode
 from unit_helpers import MemoryStore, settings_of_run
 
 from metaflow_extensions.torchrun.plugins.torchrun.errors import LaunchFailed, TorchrunConfigError
-from metaflow_extensions.torchrun.plugins.torchrun.features.outputs.feature import Outputs, OutputsKeeper
+from metaflow_extensions.torchrun.plugins.torchrun.features.outputs.in_task import Outputs
+from metaflow_extensions.torchrun.plugins.torchrun.features.outputs.keep import OutputsKeeper
 from metaflow_extensions.torchrun.plugins.torchrun.gang.keepers import Keepers
 from metaflow_extensions.torchrun.plugins.torchrun.gang.protocol import Ended, Failed, Store, Stored, Storing, Told
+from metaflow_extensions.torchrun.plugins.torchrun.launch.services import RunCall, Services
 from metaflow_extensions.torchrun.plugins.torchrun.node.agent_events import End
-from metaflow_extensions.torchrun.plugins.torchrun.node.services import RunCall, Services
 
 
 def rows(store, key):
@@ -26,7 +27,7 @@ def store():
 
 
 def services_of(store, number=0, **arguments):
-    return Services.of([Outputs()], RunCall(settings_of_run(**arguments), 2, number, store))
+    return Services.of({"outputs": Outputs()}, RunCall(settings_of_run(**arguments), 2, number, store))
 
 
 @pytest.fixture
@@ -175,9 +176,9 @@ def test_where_outputs_are_is_recorded_and_told(keepers):
     assert (keepers.verdict(3, True, None), keepers.record()["outputs"]) == ({}, {})
 
 
-def test_it_is_recorded_whether_any_should_be_stored(keepers):
+def test_it_is_recorded_whether_any_should_be_stored(keepers, store):
     for given, wanted in (({"outputs": None}, False), ({"outputs": "a"}, True), ({"outputs": None}, True)):
-        keepers.begin(0, {"outputs": Outputs().policy(settings_of_run(**given))}, 0.0)
+        keepers.begin(0, services_of(store, **given).policies, 0.0)
         assert keepers.record()["wants_outputs"] is wanted
 
 

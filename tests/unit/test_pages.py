@@ -25,9 +25,9 @@ from gang_snapshots import (
     snapshot,
 )
 
-from metaflow_extensions.torchrun.plugins.torchrun.features.listed import FEATURES
+from metaflow_extensions.torchrun.plugins.torchrun.features.listed import on_page
 from metaflow_extensions.torchrun.plugins.torchrun.gang.cause import Cause
-from metaflow_extensions.torchrun.plugins.torchrun.node.watchers import Feature
+from metaflow_extensions.torchrun.plugins.torchrun.records.on_page import OnPage
 from metaflow_extensions.torchrun.plugins.torchrun.records.snapshot import Snapshot
 from metaflow_extensions.torchrun.plugins.torchrun.show.as_card import layout
 from metaflow_extensions.torchrun.plugins.torchrun.show.as_text import lines_of
@@ -158,7 +158,7 @@ CASES = {**GOLDEN, **{name: case for name, (case, _) in SAID.items()}}
 
 
 def page(name, is_short=False):
-    return page_of(*CASES[name], FEATURES, is_short)
+    return page_of(*CASES[name], on_page(), is_short)
 
 
 def spread(component, depth=0):
@@ -256,8 +256,7 @@ def test_what_is_on_a_card_and_not_on_a_terminal_is_a_chart_or_a_cell():
             assert [each for each in said if " ".join(each.split()) not in text] == []
 
 
-class Late(Feature):
-    name = "late"
+class Late(OnPage):
     after = "ranks"
 
     def parts(self, kept, summary):
@@ -265,11 +264,11 @@ class Late(Feature):
 
 
 def test_a_feature_has_a_section_where_it_asks_for_one_and_harms_no_other():
-    names = section_names([Late()])
+    names = section_names({"late": Late()})
     assert names == ["outcome", "ranks", "late", "timeline", "nodes", "launch"]
-    lines = lines_of(page_of(a_gang(late={"a": "kept"}), place(), [Late()]))
+    lines = lines_of(page_of(a_gang(late={"a": "kept"}), place(), {"late": Late()}))
     assert lines[lines.index("Late") + 1] == "kept running"
-    of_older = lines_of(page_of(a_gang(late={}), place(), [Late()]))
+    of_older = lines_of(page_of(a_gang(late={}), place(), {"late": Late()}))
     assert "This can't be shown: KeyError: 'a'" in of_older
     assert of_older.index("Nodes") > of_older.index("Late")
 
@@ -318,7 +317,7 @@ def test_nothing_that_is_shown_steers_a_terminal():
     cause = Cause("exception", 0, MARKUP, exception=MARKUP, detail=MARKUP).as_dict()
     gang = replace(failed(a_gang(host=MARKUP), 1, MARKUP), cause=cause, command=MARKUP, facts={"torch": MARKUP})
     for known in (gang, replace(gang, reports=(report(text=MARKUP), report(None, text=MARKUP)))):
-        assert all(line.isprintable() or "\t" in line for line in lines_of(page_of(known, place(), FEATURES)))
+        assert all(line.isprintable() or "\t" in line for line in lines_of(page_of(known, place(), on_page())))
 
 
 def test_a_node_is_ready_when_its_commands_have_ended_and_one_without_any_when_it_calls_run():

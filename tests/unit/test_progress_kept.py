@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from metaflow_extensions.torchrun.plugins.torchrun.features.progress.feature import Progress
-from metaflow_extensions.torchrun.plugins.torchrun.features.progress.kept import MAX_POINTS
+from metaflow_extensions.torchrun.plugins.torchrun.features.progress.in_task import Metrics as MetricsOfResult
+from metaflow_extensions.torchrun.plugins.torchrun.features.progress.keep import MAX_POINTS, ProgressKeeper
 from metaflow_extensions.torchrun.plugins.torchrun.features.progress.stragglers import Change, Speeds, Stragglers, lines
 from metaflow_extensions.torchrun.plugins.torchrun.features.progress.told import MAX_KEYS, Metrics, Pace, Point
 from metaflow_extensions.torchrun.plugins.torchrun.gang.keepers import Happened, Where
@@ -17,7 +17,7 @@ class Kept:
     """What the control node keeps, told by nodes of one rank each."""
 
     def __init__(self):
-        self.keeper = Progress().keeper(4)
+        self.keeper = ProgressKeeper()
 
     def take(self, *points, node=0, pace=None, total=None, at_s=1.0, launch=0):
         """Take points as (step, values) and the pace of the node's rank."""
@@ -45,7 +45,7 @@ def kept():
 def test_where_no_script_tells_anything_there_is_nothing(kept):
     assert kept.keeper.record() is None
     assert kept.compare(100.0).lines == ()
-    assert (kept.keeper.verdict(0, True, None), Progress().result({})) == ({}, {"metrics": {}})
+    assert (kept.keeper.verdict(0, True, None), MetricsOfResult().result({}, print)) == ({}, {"metrics": {}})
 
 
 def test_rank_0s_points_become_series_with_last_values_and_the_time_left(kept):

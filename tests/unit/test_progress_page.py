@@ -7,7 +7,8 @@ from dataclasses import replace
 import pytest
 from gang_snapshots import MARKUP, RESTARTED, a_gang, failed, snapshot
 
-from metaflow_extensions.torchrun.plugins.torchrun.features.progress.feature import Progress
+from metaflow_extensions.torchrun.plugins.torchrun.features.progress import on_page
+from metaflow_extensions.torchrun.plugins.torchrun.features.progress.keep import ProgressKeeper
 from metaflow_extensions.torchrun.plugins.torchrun.features.progress.lines import parse_line
 from metaflow_extensions.torchrun.plugins.torchrun.features.progress.told import Metrics, Pace, Point
 from metaflow_extensions.torchrun.plugins.torchrun.gang.keepers import Where
@@ -21,7 +22,7 @@ from metaflow_extensions.torchrun.plugins.torchrun.show.parts.model import Bar, 
 
 def told_by(*steps, total=None, speed=None, slow=None):
     """Return what is stored of the progress of a launch of 2 x 2; rank 3 is so fast."""
-    kept = Progress().keeper(2)
+    kept = ProgressKeeper()
     series = {}
     for step, values in steps:
         for key, value in values.items():
@@ -38,7 +39,7 @@ def told_by(*steps, total=None, speed=None, slow=None):
 
 def page_with(progress, gang=None):
     known = replace(gang or a_gang(), features={"progress": progress})
-    return page_of(known, Place("Flow", "1", "train", "2"), [Progress()])
+    return page_of(known, Place("Flow", "1", "train", "2"), {"progress": on_page.PART})
 
 
 def progress_of(progress, gang=None):

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from metaflow_extensions.torchrun.plugins.torchrun.features.progress.feature import Progress
+from metaflow_extensions.torchrun.plugins.torchrun.features.progress.keep import ProgressKeeper
 from metaflow_extensions.torchrun.plugins.torchrun.features.progress.lines import (
     MAX_BYTES,
     Line,
@@ -20,8 +20,8 @@ from metaflow_extensions.torchrun.plugins.torchrun.features.progress.lines impor
     parse_line,
 )
 from metaflow_extensions.torchrun.plugins.torchrun.features.progress.paces import RankPace
-from metaflow_extensions.torchrun.plugins.torchrun.features.progress.ranks import MAX_POINTS, ProgressWatcher
 from metaflow_extensions.torchrun.plugins.torchrun.features.progress.told import MAX_KEYS, Metrics, Pace, Point
+from metaflow_extensions.torchrun.plugins.torchrun.features.progress.watch import MAX_POINTS, ProgressWatcher
 from metaflow_extensions.torchrun.plugins.torchrun.gang.protocol import Told
 from metaflow_extensions.torchrun.plugins.torchrun.gang.wire import from_plain
 
@@ -160,7 +160,7 @@ class Node:
         self.now, self.ended, self.folder, self.said = 100.0, set(), folder, []
         plan = SimpleNamespace(spec=SimpleNamespace(ranks=range(first_rank, first_rank + 2)))
         has_ended = self.ended.__contains__
-        here = SimpleNamespace(plan=plan, folder=str(folder), has_ended=has_ended, say=self.said.append)
+        here = SimpleNamespace(request=plan, folder=str(folder), has_ended=has_ended, say=self.said.append)
         self.watcher = ProgressWatcher(here, lambda: self.now)
 
     def write(self, name, *lines):
@@ -294,7 +294,7 @@ def test_the_example_of_the_documents_ends_at_the_whole(node, monkeypatch):
     monkeypatch.setenv("TORCHRUN_METRICS", str(node.folder / "metrics" / "0.jsonl"))
     exec(first, names := {})
     names["metrics"].close()
-    kept = Progress().keeper(1)
+    kept = ProgressKeeper()
     node.now += 1
     node.ended |= {0, 1}
     kept.handle(0, Told(0, 0, "progress", node.watcher.ended()), node.now)

@@ -10,8 +10,9 @@ from types import SimpleNamespace
 import pytest
 from fake_node import FakeNode
 
-from metaflow_extensions.torchrun.plugins.torchrun.features.reach import feature
-from metaflow_extensions.torchrun.plugins.torchrun.features.reach.feature import Reach, ReachKeeper, ReachWatcher
+from metaflow_extensions.torchrun.plugins.torchrun.features.reach import watch
+from metaflow_extensions.torchrun.plugins.torchrun.features.reach.keep import ReachKeeper
+from metaflow_extensions.torchrun.plugins.torchrun.features.reach.watch import ReachWatcher
 from metaflow_extensions.torchrun.plugins.torchrun.gang.keepers import Remarks, Where
 from metaflow_extensions.torchrun.plugins.torchrun.gang.protocol import Ask, Told
 from metaflow_extensions.torchrun.plugins.torchrun.machine.network import listening_socket
@@ -80,7 +81,7 @@ def test_all_that_fail_are_asked_twice_and_named(kept):
 
 def test_nodes_wait_once_in_a_generation_and_of_one_node_there_is_no_keeper(kept):
     assert [tell(kept, 0, {"waits": True}) for _ in range(2)] == [ask(1), None]
-    assert [Reach().keeper(num_nodes) is not None for num_nodes in (2, 1)] == [True, False]
+    assert [ReachKeeper.of(num_nodes) is not None for num_nodes in (2, 1)] == [True, False]
 
 
 # --- on each node -----------------------------------------------------------------------------------
@@ -93,7 +94,7 @@ class Node:
         self.now, self.workers, self.active_at = 500.0, {}, None
         spec = SimpleNamespace(node_index=index)
         here = SimpleNamespace(
-            plan=SimpleNamespace(spec=spec, main_addr="127.0.0.1"),
+            request=SimpleNamespace(spec=spec, main_addr="127.0.0.1"),
             port=port,
             pid=lambda: agent or os.getppid(),
             running=lambda: self.workers,
@@ -216,15 +217,15 @@ def test_an_attempt_ends_with_the_generation_or_when_workers_start():
 )
 def test_where_no_store_decides_nobody_looks_for_it(spec, plan, is_used, tmp_path):
     node = FakeNode(tmp_path, spec=spec, **plan)
-    watcher = Reach().watcher(SimpleNamespace(plan=node.plan))
+    watcher = watch.PART.watcher(SimpleNamespace(request=node.plan))
     assert isinstance(watcher, ReachWatcher) is is_used
     assert is_used or type(watcher) is Watcher
 
 
 def test_a_node_tries_the_port_that_the_gang_has_chosen(tmp_path, monkeypatch):
-    monkeypatch.setattr(feature, "_TRY_S", 0.1)
+    monkeypatch.setattr(watch, "_TRY_S", 0.1)
     port = closed_port()
-    node = FakeNode(tmp_path, number=1, with_features=(Reach(),))
+    node = FakeNode(tmp_path, number=1, watches={"reach": watch.PART})
     node.launch()
     agent = node.go(port=port)
     node.seat.deliver(Ask(0, 0, "reach", {"number": 1}))

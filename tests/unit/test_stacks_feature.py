@@ -12,14 +12,14 @@ from test_state import crash, running
 from unit_helpers import eventually, worker_environment
 
 from metaflow_extensions.torchrun.plugins.torchrun.errors import TorchrunError
-from metaflow_extensions.torchrun.plugins.torchrun.features.stacks import command
+from metaflow_extensions.torchrun.plugins.torchrun.features.stacks import command, watch
 from metaflow_extensions.torchrun.plugins.torchrun.features.stacks.command import Shown
-from metaflow_extensions.torchrun.plugins.torchrun.features.stacks.feature import Stacks
+from metaflow_extensions.torchrun.plugins.torchrun.features.stacks.keep import StacksKeeper
 from metaflow_extensions.torchrun.plugins.torchrun.features.stacks.told import GangStacks, NodeStacks
+from metaflow_extensions.torchrun.plugins.torchrun.gang.keepers import Keepers
 from metaflow_extensions.torchrun.plugins.torchrun.gang.protocol import Ask, Stop, Told
 from metaflow_extensions.torchrun.plugins.torchrun.gang.wire import to_plain
 from metaflow_extensions.torchrun.plugins.torchrun.machine import stacks
-from metaflow_extensions.torchrun.plugins.torchrun.node.watchers import keepers_of
 from metaflow_extensions.torchrun.plugins.torchrun.records.requests import Answer, GangHasEnded, Request
 
 
@@ -35,7 +35,7 @@ def told(node, id_="a"):
 
 
 def asked_gang(num_nodes=3):
-    gang = running(num_nodes, keepers=keepers_of([Stacks()], num_nodes))
+    gang = running(num_nodes, keepers=Keepers.of({"stacks": StacksKeeper}, num_nodes))
     gang.post(gang.state.request("stacks", {"id": "a"}))
     return gang
 
@@ -99,7 +99,7 @@ def test_the_newest_question_counts():
 
 
 def test_a_gang_that_stops_is_asked_too_and_answers_without_those_that_can_not():
-    gang = running(3, keepers=keepers_of([Stacks()], 3))
+    gang = running(3, keepers=Keepers.of({"stacks": StacksKeeper}, 3))
     gang.failed(1, crash())
     assert gang.got(0, Stop)
     gang.ended(1, ok=False)
@@ -115,7 +115,7 @@ def test_a_gang_that_stops_is_asked_too_and_answers_without_those_that_can_not()
 
 @pytest.mark.parametrize("when", ["before", "meanwhile"])
 def test_a_node_that_is_lost_is_not_waited_for(when):
-    gang = running(2, keepers=keepers_of([Stacks()], 2))
+    gang = running(2, keepers=Keepers.of({"stacks": StacksKeeper}, 2))
     if when == "before":
         gang.lost(1)
     gang.post(gang.state.request("stacks", {"id": "a"}))
@@ -131,7 +131,7 @@ def test_a_node_that_is_lost_is_not_waited_for(when):
 
 
 def test_what_no_feature_answers_is_answered_at_once():
-    gang = running(2, keepers=keepers_of([Stacks()], 2))
+    gang = running(2, keepers=Keepers.of({"stacks": StacksKeeper}, 2))
     gang.post(gang.state.request("none", {"id": "a"}))
     assert gang.state.keepers.pop_answer("none") == {"id": "a", "unknown": True}
 
@@ -142,7 +142,7 @@ LOOP = "print('ready', flush=True); import time\nwhile True: time.sleep(0.01)"
 
 
 def test_a_node_asks_its_workers_while_the_launch_goes_on(tmp_path):
-    node = FakeNode(tmp_path, with_features=(Stacks(),))
+    node = FakeNode(tmp_path, watches={"stacks": watch.PART})
     agent = node.running()
     assert agent.env["TORCHRUN_HOOKS"] == stacks.HOOK
     node.seat.deliver(Ask(0, 1, "stacks", {"id": "late"}))  # of another generation

@@ -10,10 +10,11 @@ import pytest
 from fake_node import FakeNode
 from unit_helpers import eventually, write
 
-from metaflow_extensions.torchrun.plugins.torchrun.features.usage import meter
+from metaflow_extensions.torchrun.plugins.torchrun.features.usage import watch
 from metaflow_extensions.torchrun.plugins.torchrun.features.usage.consumption import of_container, of_processes, traffic
-from metaflow_extensions.torchrun.plugins.torchrun.features.usage.feature import KINDS, Usage
-from metaflow_extensions.torchrun.plugins.torchrun.features.usage.meter import STEP_S, UsageWatcher
+from metaflow_extensions.torchrun.plugins.torchrun.features.usage.keep import KINDS, UsageKeeper
+from metaflow_extensions.torchrun.plugins.torchrun.features.usage.told import STEP_S
+from metaflow_extensions.torchrun.plugins.torchrun.features.usage.watch import UsageWatcher
 from metaflow_extensions.torchrun.plugins.torchrun.gang.protocol import Told
 from metaflow_extensions.torchrun.plugins.torchrun.launch.spec import LaunchSpec
 from metaflow_extensions.torchrun.plugins.torchrun.machine.accelerators import Machine
@@ -151,7 +152,7 @@ class Node:
         self.now = 100.0
         self.pid = pid or os.getpid()
         self.written = 0
-        here = SimpleNamespace(plan=plan, folder=str(folder), pid=lambda: self.pid, written=lambda: self.written)
+        here = SimpleNamespace(request=plan, folder=str(folder), pid=lambda: self.pid, written=lambda: self.written)
         self.watcher = UsageWatcher(here, lambda: self.now)
         assert self.watcher.poll() is None, "the first look tells nothing yet"
 
@@ -190,8 +191,8 @@ def test_nothing_is_measured_before_the_guardian_runs(tmp_path):
 
 @pytest.mark.parametrize(("machine", "of"), [(Machine(4), "container"), (SHARED, "processes")])
 def test_a_container_counts_for_the_node_unless_nodes_share_it(tmp_path, monkeypatch, machine, of):
-    monkeypatch.setattr(meter, "container_folder", lambda: "/a container")
-    monkeypatch.setattr(meter, "of_container", lambda folder: (node.now * 3, 5 * 2**20))
+    monkeypatch.setattr(watch, "container_folder", lambda: "/a container")
+    monkeypatch.setattr(watch, "of_container", lambda folder: (node.now * 3, 5 * 2**20))
     node = SimpleNamespace(now=100.0)
     node = Node(tmp_path, machine)
     used = node.after(2.0)
@@ -219,7 +220,7 @@ def test_a_node_with_a_machine_of_its_own_tells_the_network_and_its_gpus(
     smi = write(tmp_path / "nvidia-smi", "#!/bin/sh\necho '0, GPU-a, 40, 100, 200'\necho '1, GPU-b, 60, 300, 400'\n")
     smi.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
-    monkeypatch.setattr(meter, "traffic", lambda: (int(node.now * 2048), int(node.now * 1024)))
+    monkeypatch.setattr(watch, "traffic", lambda: (int(node.now * 2048), int(node.now * 1024)))
     node = SimpleNamespace(now=100.0)
     node = Node(tmp_path, Machine(4, ("0", "1")), env=env)
     used = eventually(lambda: (used := node.after(STEP_S)) and "gpu_percent" in used["values"] and used)
@@ -230,14 +231,14 @@ def test_a_node_with_a_machine_of_its_own_tells_the_network_and_its_gpus(
 
 
 def test_a_launch_tells_it_to_the_gang_which_keeps_it(tmp_path, monkeypatch):
-    monkeypatch.setattr(meter, "_FIRST_S", 0.0)
-    node = FakeNode(tmp_path, with_features=(Usage(),))
+    monkeypatch.setattr(watch, "_FIRST_S", 0.0)
+    node = FakeNode(tmp_path, watches={"usage": watch.PART})
     node.agent_pid = os.getpid()
     node.launch()
     agent = node.go()
     told = node.expect(Told)
     assert (told.launch, told.generation, told.feature) == (0, 0, "usage")
-    kept = Usage().keeper(2)
+    kept = UsageKeeper.of(2)
     kept.handle(1, told, 7.0)
     (series,) = kept.record()["nodes"].values()
     assert (series["of"], len(series["memory_mib"])) == (told.data["of"], 2)

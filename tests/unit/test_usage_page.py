@@ -5,9 +5,10 @@ import json
 import pytest
 from gang_snapshots import a_gang
 
-from metaflow_extensions.torchrun.plugins.torchrun.features.usage.feature import KINDS, Usage
-from metaflow_extensions.torchrun.plugins.torchrun.features.usage.meter import STEP_S, Used, step_s
-from metaflow_extensions.torchrun.plugins.torchrun.features.usage.page import picked
+from metaflow_extensions.torchrun.plugins.torchrun.features.usage import on_page
+from metaflow_extensions.torchrun.plugins.torchrun.features.usage.keep import KINDS, UsageKeeper
+from metaflow_extensions.torchrun.plugins.torchrun.features.usage.on_page import picked
+from metaflow_extensions.torchrun.plugins.torchrun.features.usage.told import STEP_S, Used, step_s
 from metaflow_extensions.torchrun.plugins.torchrun.gang.protocol import Told
 from metaflow_extensions.torchrun.plugins.torchrun.gang.wire import to_plain
 from metaflow_extensions.torchrun.plugins.torchrun.show.parts.charts import LINES
@@ -25,7 +26,7 @@ def told(kept, node, at_s, of="container", **values):
 
 
 def test_each_part_of_time_has_what_was_measured_in_it():
-    kept = Usage().keeper(2)
+    kept = UsageKeeper.of(2)
     for at_s, cpus in ((1.0, 2.0), (6.0, 4.0), (9.9, 5.0), (21.0, 1.2345)):
         told(kept, 1, at_s, cpus=cpus, memory_mib=cpus * 100)
     told(kept, 0, 2.0, cpus=1.5)
@@ -38,7 +39,7 @@ def test_each_part_of_time_has_what_was_measured_in_it():
 
 def test_the_nodes_of_a_large_gang_are_asked_less_often_and_their_series_begin_coarser():
     assert (step_s(1), step_s(50), step_s(1000)) == (STEP_S, STEP_S, 100.0)
-    kept = Usage().keeper(1000)
+    kept = UsageKeeper.of(1000)
     assert kept.record() == {"step_s": 100.0, "nodes": {}}
     for at_s in (1.0, 101.0, 202.0):
         told(kept, 3, at_s, cpus=2.0)
@@ -46,7 +47,7 @@ def test_the_nodes_of_a_large_gang_are_asked_less_often_and_their_series_begin_c
 
 
 def test_all_nodes_have_the_same_parts_of_time():
-    kept = Usage().keeper(2)
+    kept = UsageKeeper.of(2)
     for part in range(200):
         told(kept, 0, part * STEP_S, cpus=1.0)
     for part in (100, 101):
@@ -71,7 +72,7 @@ def test_what_is_kept_has_a_bound(num_nodes, points, most_bytes):
 
 def usage_of(num_nodes, samples, kinds=KINDS, of="container", nodes=None, value=lambda node, part: 1000 + node + part):
     """Return what is kept of so many samples of each node, or of the first `nodes` alone."""
-    kept = Usage().keeper(num_nodes)
+    kept = UsageKeeper.of(num_nodes)
     for node in range(nodes or num_nodes):
         for part in range(samples):
             told(kept, node, part * step_s(num_nodes), of, **{kind: value(node, part) for kind in kinds})
@@ -80,7 +81,7 @@ def usage_of(num_nodes, samples, kinds=KINDS, of="container", nodes=None, value=
 
 def charts_of(usage):
     """Return the words, the legend and the charts by their titles' first words."""
-    parts = Usage().parts(usage, a_gang().summary)
+    parts = on_page.PART.parts(usage, a_gang().summary)
     charts = {part.spec["title"]["text"]: part for part in parts if isinstance(part, Chart)}
     legend = [key for part in parts if isinstance(part, Keys) for key in part.keys]
     return " ".join(part.text for part in parts if isinstance(part, Sentence)), legend, charts

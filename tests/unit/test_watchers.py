@@ -8,14 +8,15 @@ from fake_node import ERROR, FakeNode
 from metaflow.plugins.timeout_decorator import TimeoutException
 
 from metaflow_extensions.torchrun.plugins.torchrun.errors import LaunchFailed
-from metaflow_extensions.torchrun.plugins.torchrun.gang.keepers import Keeper
+from metaflow_extensions.torchrun.plugins.torchrun.gang.keepers import Keeper, Keepers
 from metaflow_extensions.torchrun.plugins.torchrun.gang.protocol import Ended, Started, Told
+from metaflow_extensions.torchrun.plugins.torchrun.launch.services import InTask, starts_of
 from metaflow_extensions.torchrun.plugins.torchrun.node import watchers as of_node
-from metaflow_extensions.torchrun.plugins.torchrun.node.watchers import Feature, Here, Variables, Watcher, Watchers
+from metaflow_extensions.torchrun.plugins.torchrun.node.watchers import Here, Variables, Watch, Watcher, Watchers
 
 
-class Counting(Feature, Watcher):
-    """A feature, and its watcher, which sends how often it was polled; fails where the test wants it."""
+class Counting(InTask, Watch, Watcher):
+    """Parts of a feature, and its watcher, which sends how often it was polled; fails where the test wants it."""
 
     def __init__(self, name="counting", fails="", data=None, saw_workers_at=None, error=None):
         self.name, self.saw_workers_at = name, saw_workers_at
@@ -30,11 +31,6 @@ class Counting(Feature, Watcher):
     def starts(self, settings, machine, requested):
         self._do("starts")
 
-    def keeper(self, num_nodes):
-        keeper = Keeper()
-        keeper.record = lambda: {"nodes": num_nodes}
-        return keeper
-
     def variables(self, plan, folder):
         self._do("variables")
         return Variables({f"{self.name}_node": folder}, {f"{self.name}_rank": "${local_rank}"})
@@ -42,10 +38,6 @@ class Counting(Feature, Watcher):
     def watcher(self, here):
         self._do("watcher")
         return self
-
-    def result(self, told):
-        self._do("result")
-        return {self.name: told}
 
     def poll(self):
         self._do("poll")
@@ -64,7 +56,7 @@ class Counting(Feature, Watcher):
 def watchers_of(*features):
     said = []
     here = Here(None, "/folder", lambda: None, lambda rank: False, said.append, said.append, dict, lambda: None, int)
-    return Watchers(features, here, 3, 4), said
+    return Watchers({each.name: each for each in features}, here, 3, 4), said
 
 
 def test_what_is_handed_out_is_told_of_its_feature_launch_and_generation():
@@ -95,7 +87,7 @@ def test_what_a_signals_handler_raises_in_a_feature_reaches_the_step(fails, erro
     feature = Counting("ill", fails, error=error)
 
     def live():
-        of_node.starts_of([feature], None, None, None)
+        starts_of({"ill": feature}, None, None, None)
         watchers, _ = watchers_of(feature)
         watchers.poll()
         watchers.ended()
@@ -115,8 +107,8 @@ def test_what_is_too_large_or_no_plain_data_is_not_told(data):
 
 def test_the_variables_of_all_features_are_the_workers():
     said = []
-    features = [Counting("a"), Counting("ill", "variables"), Counting("b")]
-    found = of_node.variables_of(SimpleNamespace(with_features=features), "/logs", said.append)
+    features = {"a": Counting("a"), "ill": Counting("ill", "variables"), "b": Counting("b")}
+    found = of_node.variables_of(features, None, "/logs", said.append)
     assert found == Variables(
         {"a_node": "/logs", "b_node": "/logs"}, dict.fromkeys(["a_rank", "b_rank"], "${local_rank}")
     )
@@ -124,15 +116,24 @@ def test_the_variables_of_all_features_are_the_workers():
     assert [line.endswith("its ill: OSError: gone") for line in said] == [True]
 
 
-def test_features_add_to_the_result_what_the_verdict_tells():
-    said = []
-    features = [Counting("a"), Counting("ill", "result"), Feature()]
-    assert of_node.results_of(features, {"a": {"x": 1}, "other": {"y": 2}}, said.append) == {"a": {"x": 1}}
-    assert len(said) == 1
+class Counted(Keeper):
+    """Keeps the number of nodes; a gang of one has none."""
+
+    @classmethod
+    def of(cls, num_nodes):
+        return cls(num_nodes) if num_nodes > 1 else None
+
+    def __init__(self, num_nodes):
+        self.num_nodes = num_nodes
+
+    def record(self):
+        return {"nodes": self.num_nodes}
 
 
-def test_a_gang_has_a_keeper_of_each_feature():
-    assert of_node.keepers_of([Counting(), Feature()], 5).record() == {"counting": {"nodes": 5}}
+def test_a_gang_has_a_keeper_of_each_feature_that_needs_one():
+    classes = {"counted": Counted, "other": Keeper}
+    assert Keepers.of(classes, 5).record() == {"counted": {"nodes": 5}, "other": None}
+    assert Keepers.of(classes, 1).record() == {"other": None}
 
 
 # --- in a launch ------------------------------------------------------------------------------------
@@ -140,7 +141,7 @@ def test_a_gang_has_a_keeper_of_each_feature():
 
 def test_a_launch_polls_its_features_and_lets_go_of_them(tmp_path):
     feature = Counting()
-    node = FakeNode(tmp_path, with_features=(feature,))
+    node = FakeNode(tmp_path, watches={"counting": feature})
     node.launch()
     agent = node.go()
     assert node.expect(Told) == Told(0, 0, "counting", {"it": 1})
@@ -165,7 +166,7 @@ def test_the_next_spare_is_started_before_the_launch_is_over(error, tmp_path):
 
 
 def test_a_feature_that_has_heard_of_the_workers_tells_that_they_run(tmp_path):
-    node = FakeNode(tmp_path, with_features=(Counting(saw_workers_at=1.0),))
+    node = FakeNode(tmp_path, watches={"counting": Counting(saw_workers_at=1.0)})
     node.launch()
     agent = node.go()
     node.expect(Started)
@@ -174,7 +175,7 @@ def test_a_feature_that_has_heard_of_the_workers_tells_that_they_run(tmp_path):
     assert agent.orders[-1] == ("close", 30.0)
 
 
-class Named(Feature):
+class Named(Watch):
     """Has variables alone."""
 
     def variables(self, plan, folder):
@@ -185,7 +186,7 @@ class Named(Feature):
 def test_workers_get_the_variables_of_features_and_none_of_a_worker_around_them(own, tmp_path, monkeypatch):
     for name in ("named_node", "named_rank"):
         monkeypatch.setenv(name, "of another worker, which has started this task")
-    node = FakeNode(tmp_path, with_features=(Named(),), spec={"env": own})
+    node = FakeNode(tmp_path, watches={"named": Named()}, spec={"env": own})
     node.launch()
     agent = node.go()
     made = str(node.agent_folder(agent))
@@ -195,7 +196,7 @@ def test_workers_get_the_variables_of_features_and_none_of_a_worker_around_them(
 
 
 def test_a_program_that_is_no_python_gets_a_ranks_variables_by_its_command(tmp_path):
-    node = FakeNode(tmp_path, with_features=(Named(),), spec={"options": (("no-python", None),)})
+    node = FakeNode(tmp_path, watches={"named": Named()}, spec={"options": (("no-python", None),)})
     node.launch()
     assert "named_rank=${local_rank}" in node.go().command
     node.verdict(ERROR)

@@ -197,7 +197,7 @@ class TorchrunDecorator(steps.ParallelDecorator):  # type: ignore[misc]  # Metaf
         from .machine.system import require_linux
 
         require_linux("@torchrun")
-        from .features.listed import FEATURES
+        from .features.listed import on_page
         from .task.report import print_errors_ourselves, tell_after_errors
         from .task.step_timeout import time_limit
         from .task.task_gang import TaskGang
@@ -221,7 +221,7 @@ class TorchrunDecorator(steps.ParallelDecorator):  # type: ignore[misc]  # Metaf
         is_ours = ubf_context == steps.UBF_CONTROL and self._timeout_s is not None
         limit = time_limit(self._timeout_s or 0.0, began_at, self._settings.grace_s) if is_ours else None
         store, settings = self._flow_datastore, self._settings
-        self._gang = TaskGang(settings, store, run_id, step_name, task_id, retry_count, limit, FEATURES)
+        self._gang = TaskGang(settings, store, run_id, step_name, task_id, retry_count, limit, on_page())
         self._gang.watch_storing(task_datastore)
         tell_after_errors(self._gang.leave_with)
 
@@ -261,11 +261,11 @@ class TorchrunDecorator(steps.ParallelDecorator):  # type: ignore[misc]  # Metaf
         """Join the gang and offer ``current.torch``; called right before the step's code."""
         from .compat.datastore import DatastoreValues
         from .executor import Context, TorchrunExecutor
-        from .features.listed import FEATURES
+        from .features.listed import in_task
         from .gang.protocol import CONTROL
+        from .launch.services import starts_of
         from .machine.accelerators import this_machine
         from .machine.open_files import raise_limit
-        from .node.watchers import starts_of
 
         super().setup_distributed_env(flow)
         assert self._gang is not None
@@ -274,7 +274,8 @@ class TorchrunDecorator(steps.ParallelDecorator):  # type: ignore[misc]  # Metaf
         self._gang.name_tasks(steps.tasks_of(flow))
         if parallel.node_index == CONTROL:
             raise_limit(parallel.num_nodes - 1)  # before a process starts whose workers would have another one
-        starts = starts_of(FEATURES, self._settings, machine, None if here else self._requested)
+        features = in_task()
+        starts = starts_of(features, self._settings, machine, None if here else self._requested)
         member, main_addr = self._gang.join(starts)
         context = Context(
             member,
@@ -284,7 +285,7 @@ class TorchrunDecorator(steps.ParallelDecorator):  # type: ignore[misc]  # Metaf
             requested=None if here else self._requested,
             store=DatastoreValues(self._flow_datastore),
             has_spares=starts is not None,
-            features=self._gang.features,
+            features=features,
             part=self._gang.part,
         )
         steps.offer("torch", TorchrunExecutor(context))

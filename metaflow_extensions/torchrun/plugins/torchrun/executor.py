@@ -6,7 +6,7 @@ import importlib
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 from .errors import LaunchFailed, TorchrunConfigError, TorchrunPreempted
@@ -17,12 +17,11 @@ from .launch.commands import beside_flow, foreign_python
 from .launch.facts import node_facts, shm_bytes, shm_warning, too_few_warning
 from .launch.options import Node
 from .launch.run_settings import RunSettings, resolve
+from .launch.services import InTask, RunCall, Services
 from .launch.spec import LaunchSpec, build_spec
 from .launch.transfer import ValueStore
 from .machine.accelerators import Machine, Nproc, choose_nproc
-from .node.plan import Request
-from .node.services import RunCall, Services
-from .node.watchers import Feature, policies_of
+from .node.request import Request
 from .result import TorchrunResult
 from .run_arguments import FEATURE_OF, LEGACY, RunOptions, checked, spelled_out
 from .settings import StepSettings
@@ -49,7 +48,7 @@ class Context:
     requested: Nproc | None = None  # what the resources of a remote task amount to
     store: ValueStore | None = None  # where features store data; None outside of a flow
     has_spares: bool = False  # whether this node has spares
-    features: Sequence[Feature] = ()  # of each launch
+    features: Mapping[str, InTask] = field(default_factory=dict)  # of each launch, by name
     part: Callable[[tuple[str, ...]], GangPart] | None = None  # returns the gang's parts for the step's own cards
 
 
@@ -243,7 +242,7 @@ class TorchrunExecutor:
             spec=spec,
             main_addr=self.main_addr,
             machine=context.machine,
-            policy=self._policy(run),
+            policy=_policy(run, services),
             facts={} if commands else node_facts(spec, context.machine),
             grace_s=settings.grace_s,
             silence_s=settings.heartbeat_timeout_s,
@@ -251,7 +250,6 @@ class TorchrunExecutor:
             nproc_why=nproc.why,
             warm=run.warm,
             commands=tuple((beside_flow(words[0], spec.cwd, _flow_folder()), *words[1:]) for words in commands),
-            features=tuple(feature.name for feature in context.features),
             **services.told,
         )
 
@@ -276,18 +274,17 @@ class TorchrunExecutor:
             self._note_once(warning)
 
     def _refuse_without_feature(self, run: RunSettings) -> None:
-        has = {feature.name for feature in self._context.features}
         for name, feature in FEATURE_OF.items():
             # Of all entrypoints, a function needs one.
             value = callable(run.entrypoint) if name == "entrypoint" else getattr(run, name)
-            if feature not in has and value not in (None, False):
+            if feature not in self._context.features and value not in (None, False):
                 raise TorchrunConfigError(f"run({name}=...) needs the feature {feature}, which is not installed here.")
 
     def _launch(self, call: LaunchCall) -> TorchrunResult[Any]:
         try:
             outcome = call.run()
             call.settle()  # what the step's code prints next stands behind
-            return result_of(outcome, call.request.spec, self._context.member, self._context.features, call.services)
+            return result_of(outcome, call.request.spec, self._context.member, call.services)
         except LaunchFailed as error:
             if not isinstance(error, TorchrunPreempted) or (error.cause or {}).get("node") != self.node_index:
                 call.settle(_SETTLE_S)  # the gang waits for this node, and a node that is frozen may be in the way
@@ -304,14 +301,15 @@ class TorchrunExecutor:
             _warned.add(warning)
             self._note(warning)
 
-    def _policy(self, run: RunSettings) -> LaunchPolicy:
-        return LaunchPolicy(
-            timeout_s=run.timeout_s,
-            max_restarts=run.max_restarts,
-            restart_on=run.restart_on,
-            preemption_signal=run.preemption_signal,
-            features=policies_of(self._context.features, run),
-        )
+
+def _policy(run: RunSettings, services: Services) -> LaunchPolicy:
+    return LaunchPolicy(
+        timeout_s=run.timeout_s,
+        max_restarts=run.max_restarts,
+        restart_on=run.restart_on,
+        preemption_signal=run.preemption_signal,
+        features=services.policies,
+    )
 
 
 def _require_working_directory() -> None:

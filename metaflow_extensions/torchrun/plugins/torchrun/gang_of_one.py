@@ -16,13 +16,13 @@ from .compat.renamed import check
 from .errors import TorchrunError, TorchrunPreempted
 from .events import Event, Subscriber
 from .executor import Context, TorchrunExecutor
-from .features.listed import FEATURES
+from .features.listed import in_task, on_page
 from .gang.cause import rename_node
 from .gang.keepers import Plain
 from .gang.member import Member
+from .launch.services import starts_of
 from .logs.console import hurry, to_log
 from .machine.accelerators import Machine, this_machine
-from .node.watchers import starts_of
 from .records.snapshot import Snapshot
 from .result import TorchrunResult
 from .settings import DEFAULTS, StepSettings, parse_settings
@@ -44,7 +44,7 @@ class GangOfOne:
     def card(self, parts: tuple[str, ...]) -> GangPart:
         """Return parts of the gang's card, which show the last launch."""
         self._has_parts = True
-        return GangPart(parts, self._shown, this_task, FEATURES)
+        return GangPart(parts, self._shown, this_task, on_page())
 
     def _shown(self) -> Snapshot | Sentence:
         return Sentence("No launch has begun yet.") if self._live_card is None else self._live_card.for_part()
@@ -64,7 +64,7 @@ class GangOfOne:
         try:
             has_spares, store = self._starts is not None, values_of_running_flow()
             context = Context(
-                member, LOOPBACK, machine, settings, store=store, has_spares=has_spares, features=FEATURES
+                member, LOOPBACK, machine, settings, store=store, has_spares=has_spares, features=in_task()
             )
             executor = TorchrunExecutor(context)
             run: Callable[..., TorchrunResult[Any]] = executor.run  # the caller knows which overload applies
@@ -105,7 +105,7 @@ class GangOfOne:
         if self._starts is None and options.get("warm") is not None:
             asked = {name: options.get(name) for name in ("warm", "nproc_per_node")}
             settings = parse_settings({**DEFAULTS, **asked}, None)
-            self._starts = starts_of(FEATURES, settings, machine, None)
+            self._starts = starts_of(in_task(), settings, machine, None)
 
     def _follow(self, gang: ControlClient, about: dict[str, Any], member: Member) -> LiveCard:
         """Show the launch on the task's cards; of a launch within a gang only where the step asks for it."""
@@ -116,7 +116,7 @@ class GangOfOne:
             gang.in_background,
             lambda: member.runs_own_code,
             with_ours=is_alone,
-            features=FEATURES,
+            pages=on_page(),
         )
         if is_alone and self._has_parts:
             live_card.follow_parts()

@@ -1,28 +1,53 @@
-"""The list of all features. A launch works without any of them: remove one here, and the rest stays as it is.
+"""The list of all features, and which parts each has. A launch works without any of them.
 
-Only the modules that put a gang together import it (`decorator`, `gang_of_one`), and those that show one
-(`show.commands`, `show.gang_card`).
+Remove a feature here, with its folder, and the rest stays as it is. A part is a module of the feature's folder:
+`in_task` runs in the task, `watch` in each node's supervisor, `keep` in that of the control node, and `on_page` where a
+gang is shown. Each process imports the modules of its own parts alone. Only the modules that put a gang together import
+this one, and those that show one (`WIRE_FEATURES` in the layering test).
 """
 
 from __future__ import annotations
 
-from ..node.watchers import Feature
-from .functions.feature import Functions
-from .hangs.feature import Hangs
-from .outputs.feature import Outputs
-from .progress.feature import Progress
-from .reach.feature import Reach
-from .stacks.feature import Stacks
-from .usage.feature import Usage
-from .warm.feature import Warm
+from importlib import import_module
+from typing import Any
 
-FEATURES: tuple[Feature, ...] = (
-    Functions(),
-    Outputs(),
-    Reach(),
-    Hangs(),
-    Stacks(),
-    Progress(),
-    Usage(),
-    Warm(),
-)  # fmt: skip
+from ..gang.keepers import Keeper
+from ..launch.services import InTask
+from ..node.watchers import Watch
+from ..records.on_page import OnPage
+
+FEATURES = {
+    "functions": ("in_task", "keep"),
+    "outputs": ("in_task", "keep", "on_page"),
+    "reach": ("watch", "keep", "on_page"),
+    "hangs": ("in_task", "watch", "keep"),
+    "stacks": ("watch", "keep", "on_page"),
+    "progress": ("in_task", "watch", "keep", "on_page"),
+    "usage": ("watch", "keep", "on_page"),
+    "warm": ("in_task", "watch"),
+}
+
+
+def in_task() -> dict[str, InTask]:
+    """Return what features do in the task, by name."""
+    return _parts("in_task")
+
+
+def watches() -> dict[str, Watch]:
+    """Return what features do in each node's supervisor, by name."""
+    return _parts("watch")
+
+
+def keeps() -> dict[str, type[Keeper]]:
+    """Return what features do in the control node's supervisor, by name."""
+    return _parts("keep")
+
+
+def on_page() -> dict[str, OnPage]:
+    """Return what is shown of features, by name."""
+    return _parts("on_page")
+
+
+def _parts(part: str) -> dict[str, Any]:
+    having = [name for name, parts in FEATURES.items() if part in parts]
+    return {name: import_module(f".{name}.{part}", __package__).PART for name in having}

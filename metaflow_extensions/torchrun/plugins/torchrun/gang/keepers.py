@@ -1,4 +1,4 @@
-"""The data that features keep on the control node. Pure.
+"""A feature's part on the control node: the data that it keeps. Pure.
 
 The core hands each `Told` to the keeper of its feature, and asks all keepers for what is to be stored. It knows none of
 them. A keeper that raises ends no launch: a line says so once, and its feature keeps silent from then on. Where it
@@ -68,6 +68,11 @@ class Keeper:
 
     has_record = True  # whether the gang's record has a field for it, null where there is nothing yet
 
+    @classmethod
+    def of(cls, num_nodes: int) -> Keeper | None:
+        """Return the keeper of a gang, if it needs one."""
+        return cls()
+
     def begin(self, launch: int, policy: Plain, at_s: float) -> None:
         """Take note that all workers of a launch start, or start again; `policy` is what its feature is to look after."""
 
@@ -124,6 +129,12 @@ class Keepers:
         self._remarks: deque[Remarks] = deque()
         self._asks: deque[tuple[str, Plain]] = deque()
         self._answers: dict[str, Plain] = {}  # by feature
+
+    @classmethod
+    def of(cls, classes: Mapping[str, type[Keeper]], num_nodes: int) -> Keepers:
+        """Return the keepers of a gang."""
+        keepers = {name: each.of(num_nodes) for name, each in classes.items()}
+        return cls({name: keeper for name, keeper in keepers.items() if keeper is not None})
 
     @property
     def count(self) -> int:

@@ -52,7 +52,7 @@ class Generation:
         self._pids: dict[int, int] = {}  # global rank -> pid
         self._worker_ended_at: float | None = None  # the last one
         self._stopped_at = _NEVER
-        self.watchers = Watchers(plan.with_features, self._here(say), go.launch, go.generation)
+        self.watchers = Watchers(plan.watches, self._here(say), go.launch, go.generation)
 
     def _here(self, say: Callable[..., None]) -> Here:
         plan, go = self._plan, self.go

@@ -1,102 +1,14 @@
-"""One launch on one node: what was requested, as data, and what its supervisor adds to that."""
+"""One launch on one node: what was requested, and what its supervisor adds to that."""
 
 from __future__ import annotations
 
-import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any
 
-from ..gang.policy import LaunchPolicy
-from ..launch.spec import LaunchSpec
 from ..logs.pipes import Write
-from ..machine.accelerators import Machine
-from .agent import Asked, Options
-from .agent_events import Refused
-
-
-class WarmStarts(Protocol):
-    """Starts the agents of one node faster than cold."""
-
-    def start(self, command: list[str], workers: int, env: Mapping[str, str], options: Options) -> Asked | Refused:
-        """Return a spare that was asked to become an agent, with so many spare workers; or why there is none."""
-
-    def prepare(self) -> None:
-        """Prepare a spare for the next agent, in the background; raises nothing."""
-
-    def renew(self) -> None:
-        """As `prepare`, but replace a spare that may have imported packages which have changed since."""
-
-    def close(self) -> None:
-        """End the spare; safe to call more than once."""
-
-
-if TYPE_CHECKING:
-    from .watchers import Feature
-
-
-@dataclass(frozen=True)
-class Task:
-    """What workers have from the task, as it was when the step's code called `run`."""
-
-    environ: dict[str, str]
-    cwd: str
-    tmp: str  # the folder for temporary files
-    inherited: dict[str, Any]  # see `machine.inherited`
-    umask: int
-    writes: tuple[str, ...] = ()  # the streams that only the task itself can write to: see `logs.console.is_elsewhere`
-
-
-@dataclass(frozen=True)
-class Request:
-    """One call of `run` on one node, resolved: plain data, from the task to its supervisor."""
-
-    spec: LaunchSpec
-    main_addr: str  # of the control node, as this node reaches it
-    machine: Machine  # what this node may use
-    policy: LaunchPolicy = field(default_factory=LaunchPolicy)  # the control node's counts
-    # What must be equal on all nodes besides `spec`, such as the torch version.
-    facts: dict[str, Any] = field(default_factory=dict)
-    grace_s: float = 30.0  # that workers have between SIGTERM and SIGKILL
-    silence_s: float = 30.0  # how long a process of this node may be stopped by a signal
-    logs: str = "node"  # which lines are shown where: one of `parsing.LOGS`
-    nproc_why: str = ""  # why there are so many processes on each node
-    warm: str = "off"  # what starts warm: one of `parsing.WARM`
-    commands: tuple[tuple[str, ...], ...] = ()  # those of before_run
-    features: tuple[str, ...] = ()  # the names of the features of the launch
-    task: Task | None = None
-    # Of the services that this call asks for; see `services.Services`.
-    stores: bool = False
-    may_train_alone: bool = False
-    folders: tuple[str, ...] = ()
-    emptied: tuple[str, ...] = ()
-
-    @property
-    def has_warm_workers(self) -> bool:
-        """Whether workers start warm: possible for Python programs that torchrun starts as processes."""
-        return self.warm == "workers" and "no-python" not in dict(self.spec.options)
-
-    @property
-    def shares_machine(self) -> bool:
-        """Whether nodes of this gang share this machine, and so their terminal."""
-        return self.machine.nodes_here > 1
-
-    @property
-    def shows_failures(self) -> bool:
-        """Whether everything that the workers of this node write is shown, including their tracebacks."""
-        return not any(map(self.hides, range(self.spec.nproc)))
-
-    def hides(self, local_rank: int) -> bool:
-        """Return whether a worker's lines are not shown, unless it fails."""
-        spec = self.spec
-        if spec.shown_local_ranks is not None and local_rank not in spec.shown_local_ranks:
-            return True
-        return self.logs == "rank0" and spec.global_rank(local_rank) != 0
-
-    def label(self, local_rank: int) -> str:
-        """Return the label of a worker's lines in the log."""
-        spec = self.spec
-        return f"[rank {spec.global_rank(local_rank)}] "
+from .request import Request
+from .watchers import WarmStarts, Watch
 
 
 @dataclass(frozen=True)
@@ -105,22 +17,12 @@ class Plan(Request):
 
     write: Write = lambda stream, lines: True  # writes the workers' output
     warm_node: WarmStarts | None = None  # what starts it warm, if a feature can
-    with_features: Sequence[Feature] = ()  # the features of the launch
+    watches: Mapping[str, Watch] = field(default_factory=dict)  # of all features, by name
 
     @classmethod
     def of(cls, request: Request, **more: Any) -> Plan:
         """Return the plan of a request."""
         return cls(**{each.name: getattr(request, each.name) for each in fields(request)}, **more)
-
-    @property
-    def environ(self) -> Mapping[str, str]:
-        """The environment of the task."""
-        return os.environ if self.task is None else self.task.environ
-
-    @property
-    def cwd(self) -> str | None:
-        """The working directory of the workers; None for this process's."""
-        return self.spec.cwd or (None if self.task is None else self.task.cwd)
 
     def prepare_warm(self) -> None:
         """Prepare a spare for the next agent of this step: of a restart, or of the next launch."""

@@ -57,7 +57,7 @@ def _prepare_in(
     def say(text: str, is_detail: bool = True) -> None:
         member.emit(Event("note", member.node, text, is_detail))
 
-    variables = variables_of(plan, folder, say)
+    variables = variables_of(plan.watches, plan, folder, say)
     pipes = make_pipes_folder(plan, folder)
     try:
         command = agent_command(plan.spec, go, plan.main_addr, folder, pipes, of_rank=variables.of_rank)

@@ -1,4 +1,4 @@
-"""Calls the features on a node while one generation runs.
+"""A feature's part in the supervisor: it watches the workers while one generation runs.
 
 The core gives the workers the variables of each feature, polls its watcher, and sends
 the watcher's data to the control node, where the feature's `Keeper` gets it. The core knows no feature by name. A feature
@@ -8,23 +8,17 @@ that raises ends no launch: a line in the log's details says so once, and the fe
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from types import MappingProxyType
-from typing import Any
+from typing import Protocol
 
 from ..compat.renamed import harmless
-from ..gang.keepers import Keeper, Keepers, Plain
+from ..gang.keepers import Plain
 from ..gang.protocol import Told
-from ..launch.run_settings import RunSettings
-from ..machine.accelerators import Machine, Nproc
-from ..records.requests import GangCommand
-from ..records.summary import Summary
-from ..settings import StepSettings
-from ..show.parts.model import Part
-from .plan import Plan, WarmStarts
-from .services import RunCall, Service
+from .agent import Asked, Options
+from .agent_events import Refused
+from .request import Request
 
 # Frames have a larger limit, and shorten what is over it; data would not survive that.
 MAX_TOLD_BYTES = 512 * 1024
@@ -36,7 +30,7 @@ HOOKS = "TORCHRUN_HOOKS"
 class Here:
     """One generation on this node, as its watchers see it."""
 
-    plan: Plan
+    request: Request
     folder: str  # torchrun's --log-dir
     pid: Callable[[], int | None]  # of the agent, once it runs
     has_ended: Callable[[int], bool]  # takes a global rank
@@ -91,38 +85,30 @@ class Watcher:
         """Release everything; safe to call more than once."""
 
 
-class Feature:
-    """Something that a launch can do without: a plugin of the core, with parts for nodes, control node and page."""
+class WarmStarts(Protocol):
+    """Starts the agents of one node faster than cold."""
 
-    name = ""  # also where the stored record of a gang has what its keeper keeps, and of its section on the gang's page
-    after = ""  # the section of the page that comes before its own; empty where it has none
-    # How records of its kinds are told on the page of several ranks or nodes at once: with {ranks}, {nodes}, {text}, {took}.
-    together: Mapping[str, str] = MappingProxyType({})
+    def start(self, command: list[str], workers: int, env: Mapping[str, str], options: Options) -> Asked | Refused:
+        """Return a spare that was asked to become an agent, with so many spare workers; or why there is none."""
 
-    def starts(self, settings: StepSettings, machine: Machine, requested: Nproc | None) -> Plain | None:
-        """Return, in the task, what `spares` needs to start the agents of a step faster than cold; most start none.
+    def prepare(self) -> None:
+        """Prepare a spare for the next agent, in the background; raises nothing."""
 
-        `requested` is what the resources of a task amount to.
-        """
-        return None
+    def renew(self) -> None:
+        """As `prepare`, but replace a spare that may have imported packages which have changed since."""
+
+    def close(self) -> None:
+        """End the spare; safe to call more than once."""
+
+
+class Watch:
+    """A feature's part in each node's supervisor."""
 
     def spares(self, data: Plain) -> WarmStarts | None:
-        """Start spares, in the supervisor, from the step's begin on; `data` is what `starts` has returned."""
+        """Start spares from the step's begin on; `data` is what `launch.services.InTask.starts` has returned."""
         return None
 
-    def service(self, call: RunCall) -> Service | None:
-        """Return what it does for one call of `run`, if that asks for it; raises TorchrunConfigError."""
-        return None
-
-    def keeper(self, num_nodes: int) -> Keeper | None:
-        """Return what keeps it on the control node."""
-        return None
-
-    def policy(self, run: RunSettings) -> Plain:
-        """Return its keeper's settings for a launch."""
-        return {}
-
-    def variables(self, plan: Plan, folder: str) -> Variables:
+    def variables(self, request: Request, folder: str) -> Variables:
         """Return what workers whose logs lie in `folder` need to know."""
         return Variables()
 
@@ -130,84 +116,36 @@ class Feature:
         """Return what watches one generation; its agent does not run yet."""
         return Watcher()
 
-    def command(self) -> GangCommand | None:
-        """Return its command of ``python flow.py torchrun``, if it has one."""
-        return None
 
-    def result(self, told: Plain) -> Mapping[str, Any]:
-        """Return fields of `TorchrunResult`, from what the verdict tells."""
-        return {}
-
-    def parts(self, kept: Any, summary: Summary) -> Sequence[Part]:
-        """Return its section of the gang's page, also years later: `kept` is its keeper's record, or None without one.
-
-        An older version may have made `kept`. What this raises stands in the section's place.
-        """
-        return ()
-
-
-def keepers_of(features: Iterable[Feature], num_nodes: int) -> Keepers:
-    """Return the keepers of a gang."""
-    keepers = {each.name: each.keeper(num_nodes) for each in features}
-    return Keepers({name: keeper for name, keeper in keepers.items() if keeper is not None})
-
-
-def starts_of(
-    features: Iterable[Feature], settings: StepSettings, machine: Machine, requested: Nproc | None
-) -> Plain | None:
-    """Return what `spares_of` needs; None if no feature starts agents warm, or if it has failed."""
-    with harmless():  # all starts are cold then
-        for each in features:
-            if (data := each.starts(settings, machine, requested)) is not None:
-                return {"feature": each.name, "data": data}
-    return None
-
-
-def spares_of(features: Iterable[Feature], starts: Plain | None) -> WarmStarts | None:
+def spares_of(watches: Mapping[str, Watch], starts: Plain | None) -> WarmStarts | None:
     """Start the spares that the task asks for, if any."""
-    with harmless():
-        for each in features:
-            if starts is not None and each.name == starts["feature"]:
-                return each.spares(starts["data"])
+    if starts is not None and starts["feature"] in watches:
+        with harmless():
+            return watches[starts["feature"]].spares(starts["data"])
     return None
 
 
-def policies_of(features: Iterable[Feature], run: RunSettings) -> dict[str, Plain]:
-    """Return the settings of all features' keepers for a launch."""
-    found = {each.name: each.policy(run) for each in features}
-    return {name: policy for name, policy in found.items() if policy}
-
-
-def variables_of(plan: Plan, folder: str, say: Callable[[str], None]) -> Variables:
+def variables_of(watches: Mapping[str, Watch], request: Request, folder: str, say: Callable[[str], None]) -> Variables:
     """Return the variables of all features."""
     all_of = Variables()
-    for each in plan.with_features:
-        with _no_harm(each.name, say):
-            found = each.variables(plan, folder)
+    for name, each in watches.items():
+        with _no_harm(name, say):
+            found = each.variables(request, folder)
             hooks = tuple(dict.fromkeys((*all_of.hooks, *found.hooks)))  # two features may need the same; it runs once
             all_of = Variables({**all_of.of_node, **found.of_node}, {**all_of.of_rank, **found.of_rank}, hooks)
     return all_of
 
 
-def results_of(features: Iterable[Feature], told: Mapping[str, Plain], say: Callable[[str], None]) -> dict[str, Any]:
-    """Return what all features add to a launch's result; `told` is what the verdict tells, by feature."""
-    fields: dict[str, Any] = {}
-    for each in features:
-        with _no_harm(each.name, say):
-            fields.update(each.result(told.get(each.name, {})))
-    return fields
-
-
 class Watchers:
     """The watchers of one generation."""
 
-    def __init__(self, features: Sequence[Feature], here: Here, launch: int, generation: int) -> None:
+    def __init__(self, watches: Mapping[str, Watch], here: Here, launch: int, generation: int) -> None:
         self._say = here.say
         self._about = launch, generation
         self._watchers: dict[str, Watcher] = {}
-        for feature in features:
-            with _no_harm(feature.name, here.say):
-                self._watchers[feature.name] = feature.watcher(here)
+        for name, each in watches.items():
+            with _no_harm(name, here.say):
+                self._watchers[name] = each.watcher(here)
 
     @property
     def saw_workers_at(self) -> float | None:

@@ -56,10 +56,10 @@ class _Commands(click.Group):  # type: ignore[misc]  # Metaflow is not typed
 
 
 def _commands_of_features() -> dict[str, Any]:
-    from ..features.listed import FEATURES  # here, as in `show`: every flow imports this module
+    from ..features.listed import on_page  # here, as in `show`: every flow imports this module
     from .asking import click_command
 
-    found = [(feature.name, feature.command()) for feature in FEATURES]
+    found = [(name, each.command) for name, each in on_page().items()]
     return {command.name: click_command(name, command) for name, command in found if command is not None}
 
 
@@ -98,10 +98,10 @@ def show(obj: Any, gang: str, follow: bool, attempt: int | None, as_json: bool) 
 def _pages(obj: Any, gang: str, attempt: int | None, as_json: bool) -> list[str]:
     stored = StoredGangs(obj.flow_datastore)
     found = [(each, checked(each, attempt)) for each in find(obj, stored, gang)]
-    from ..features.listed import FEATURES  # here: every flow imports this module
+    from ..features.listed import on_page  # here: every flow imports this module
 
     if as_json:
-        kept = [feature.name for feature in FEATURES if feature.after]
+        kept = [name for name, each in on_page().items() if each.after]
         gangs = [as_data(each.place(which), now(stored, each, which), kept) for each, which in found]
         shown_run = {"run": found[0][0].asked_run, "step": found[0][0].step, "gangs": gangs}
         return [json.dumps(shown_run, indent=2, allow_nan=False)]
@@ -158,9 +158,9 @@ def _page(stored: StoredGangs, gang: StoredGang, attempt: int, names_task: bool)
             "",
             place.commands(Snapshot()),
         ]
-    from ..features.listed import FEATURES
+    from ..features.listed import on_page
 
-    text = lines_of(page_of(snapshot, place, FEATURES))
+    text = lines_of(page_of(snapshot, place, on_page()))
     if place.outcome(snapshot.summary) == "ended":
         text += ["", "This is what Metaflow knows:", "", *_told_by_metaflow(stored, gang, attempt)]
     return text

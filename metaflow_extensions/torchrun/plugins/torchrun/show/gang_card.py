@@ -50,7 +50,7 @@ def _page(task: Any, given: dict[str, Any] | None, is_final: bool) -> str:
 
 def _layout(task: Any, given: dict[str, Any] | None) -> dict[str, Any]:
     """Return the page of a task; `given` is the data of `show.live_card`."""
-    from ..features.listed import FEATURES
+    from ..features.listed import on_page
     from ..records.snapshot import Snapshot
     from .as_card import layout, said
     from .page import Place, page_of, program
@@ -63,7 +63,7 @@ def _layout(task: Any, given: dict[str, Any] | None) -> dict[str, Any]:
         return {"type": "page", "title": "Gang", "contents": [said(pointer)]}
     snapshot = Snapshot.read(given) if given else _stored(task.metadata_dict, flow, run, step, task_id)
     if snapshot is not None:
-        return layout(page_of(snapshot, place, FEATURES, is_short=True))
+        return layout(page_of(snapshot, place, on_page(), is_short=True))
     none = (
         "There are no records of a gang with this task. Its step has no @torchrun, or another task is the control node, "
         "or resume has cloned it from the run that has them, or the run is older than such records."

@@ -18,7 +18,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from metaflow import current
 
@@ -28,13 +28,11 @@ from ..compat.renamed import convenience
 from ..errors import TorchrunConfigError
 from ..machine import processes
 from ..machine.detached import PROGRAM, Detached
+from ..records.on_page import NO_PAGES, Pages
 from ..records.snapshot import Snapshot
 from .as_card import part, said
 from .page import Place, page_of, program, section_names
 from .parts.model import Sentence
-
-if TYPE_CHECKING:
-    from ..node.watchers import Feature
 
 _BUSY_S = 1.0  # between two looks while Metaflow still makes a card
 # Each process of Metaflow takes most of a second of a core. So a young step is shown at most every 5 s after news, and
@@ -70,9 +68,9 @@ class GangPart(cards.component_class()):  # type: ignore[misc]  # Metaflow is no
         names: tuple[str, ...],
         shown: Callable[[], Snapshot | Sentence],
         place: Callable[[], Place],
-        features: Sequence[Feature] = (),
+        pages: Pages = NO_PAGES,
     ) -> None:
-        known = section_names(features)
+        known = section_names(pages)
         unknown = [name for name in names if name not in known]
         if unknown:
             raise TorchrunConfigError(
@@ -80,7 +78,7 @@ class GangPart(cards.component_class()):  # type: ignore[misc]  # Metaflow is no
             )
         self._names = names
         self._shown = shown  # returns what to show, in any thread: the gang, or why not
-        self._place, self._features = place, features
+        self._place, self._pages = place, pages
 
     def update(self, *args: Any, **kwargs: Any) -> None:
         """Do nothing: the part always shows the present state."""
@@ -91,7 +89,7 @@ class GangPart(cards.component_class()):  # type: ignore[misc]  # Metaflow is no
         shown = self._shown()
         if isinstance(shown, Sentence):
             return {**said(shown), "id": self.component_id}
-        page = page_of(shown, self._place(), self._features, is_short=True)
+        page = page_of(shown, self._place(), self._pages, is_short=True)
         return part(self.component_id, page, self._names)
 
 
@@ -109,10 +107,10 @@ class LiveCard:
         begin: Callable[[str, Callable[[], Pauses]], Background],
         runs_own_code: Callable[[], bool] = lambda: False,
         with_ours: bool = True,
-        features: Sequence[Feature] = (),
+        pages: Pages = NO_PAGES,
     ) -> None:
         self._snapshot = snapshot  # returns the snapshot to show; any thread may call it
-        self._features = features
+        self._pages = pages
         self._count = count  # a count that grows with news
         self._runs_own_code = runs_own_code  # whether the step's own code runs now
         self._cards = cards.of_type("torchrun") if with_ours else []
@@ -134,7 +132,7 @@ class LiveCard:
 
     def part(self, names: tuple[str, ...]) -> GangPart:
         """Return parts of the gang's page for a card of the user's own; called by the step's code."""
-        found = GangPart(names, self.for_part, this_task, self._features)
+        found = GangPart(names, self.for_part, this_task, self._pages)
         self.follow_parts()
         return found
 
@@ -242,9 +240,9 @@ class Pointer:
                 cards.start_by(card, _start_detached)
                 card.refresh({"pointer": self._sentence.text, "control": self._control})
 
-    def part(self, names: tuple[str, ...], features: Sequence[Feature]) -> GangPart:
+    def part(self, names: tuple[str, ...], pages: Pages) -> GangPart:
         """Return it as a component for a card of the user's own."""
-        return GangPart(names, lambda: self._sentence, this_task, features)
+        return GangPart(names, lambda: self._sentence, this_task, pages)
 
 
 def this_task() -> Place:

@@ -8,19 +8,17 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ..gang.cause import signal_name
 from ..gang.history import Report
 from ..gang.texts import duration, names, shortened
+from ..records.on_page import NO_PAGES, Pages
 from ..records.snapshot import Snapshot
 from ..records.summary import Node, Rank, RankState, Summary
 from .parts.charts import COLOURS, frame, time_axis, time_unit
 from .parts.model import Block, Cell, Cells, Chart, Code, Facts, Keys, Link, Page, Part, Section, Sentence, Table
 from .timeline import timeline
-
-if TYPE_CHECKING:
-    from ..node.watchers import Feature
 
 # More ranks become a cell for each node, and more nodes one without words of its own.
 _MAX_CELLS = 64
@@ -67,12 +65,12 @@ class Place:
         clone = f", which run {self.clone[0]} has cloned as task {self.clone[1]}" if self.clone else ""
         return f"{self.flow}, run {self.run}, step {self.step}, task {self.control_task}{tries}{latest}{clone}"
 
-    def commands(self, snapshot: Snapshot, features: Iterable[Feature] = ()) -> str:
+    def commands(self, snapshot: Snapshot, pages: Pages = NO_PAGES) -> str:
         """Return the commands that show more of the gang, one on each line."""
         of_features = [
             command.name
-            for feature in features
-            if (command := feature.command()) and command.is_of_kept and snapshot.features.get(feature.name)
+            for name, each in pages.items()
+            if (command := each.command) and command.is_of_kept and snapshot.features.get(name)
         ]
         which = f" --attempt {self.attempt}" if self.attempt < self.last_attempt else ""
         of_task = f"/{self.control_task}" if self.names_task else ""
@@ -113,7 +111,7 @@ class _Shown:
 
     snapshot: Snapshot
     place: Place
-    features: Sequence[Feature]
+    pages: Pages  # of features, by name
     is_short: bool  # whether the page has little space
 
     @property
@@ -131,32 +129,34 @@ def program() -> str:
     return f"python {os.path.basename(sys.argv[0])} torchrun"
 
 
-def section_names(features: Iterable[Feature] = ()) -> list[str]:
+def section_names(pages: Pages) -> list[str]:
     """Return the names of all sections, in their order on the page."""
     found = list(_SECTIONS)
-    for feature in features:
-        if feature.after in found:
-            found.insert(found.index(feature.after) + 1, feature.name)
+    for name, each in pages.items():
+        if each.after in found:
+            found.insert(found.index(each.after) + 1, name)
     return found
 
 
-def page_of(snapshot: Snapshot, place: Place, features: Sequence[Feature] = (), is_short: bool = False) -> Page:
-    """Return the page of a gang; one that `is_short` leaves out what is more than a card should hold."""
-    shown = _Shown(snapshot, place, features, is_short)
-    by_name = {feature.name: feature for feature in features}
+def page_of(snapshot: Snapshot, place: Place, pages: Pages = NO_PAGES, is_short: bool = False) -> Page:
+    """Return the page of a gang; one that `is_short` leaves out what is more than a card should hold.
+
+    `pages` has what features show, by name.
+    """
+    shown = _Shown(snapshot, place, pages, is_short)
     sections = [
-        _section_of(by_name[name], shown) if name in by_name else Section(name, *_SECTIONS[name](shown))
-        for name in section_names(features)
+        _section_of(name, shown) if name in pages else Section(name, *_SECTIONS[name](shown))
+        for name in section_names(pages)
     ]
     return Page(place.title, tuple(sections))
 
 
-def _section_of(feature: Feature, shown: _Shown) -> Section:
+def _section_of(name: str, shown: _Shown) -> Section:
     try:
-        parts = tuple(feature.parts(shown.snapshot.features.get(feature.name), shown.summary))
+        parts = tuple(shown.pages[name].parts(shown.snapshot.features.get(name), shown.summary))
     except Exception as error:  # what an older version has kept may not fit; the rest of the page does
         parts = (Sentence(f"This can't be shown: {type(error).__name__}: {error}"),)
-    return Section(feature.name, feature.name.capitalize(), parts)
+    return Section(name, name.capitalize(), parts)
 
 
 # --- the outcome ------------------------------------------------------------------------------------
@@ -305,7 +305,7 @@ def exit_codes(codes: Sequence[int | None]) -> str:
 
 
 def _timeline(shown: _Shown) -> tuple[str, tuple[Part, ...]]:
-    together = {kind: text for feature in shown.features for kind, text in feature.together.items()}
+    together = {kind: text for each in shown.pages.values() for kind, text in each.together.items()}
     rows = timeline(shown.snapshot.events, together)
     more = len(rows) - _FIRST_ROWS - _LAST_ROWS
     if shown.is_short and more > 0:
@@ -370,7 +370,7 @@ def _launch(shown: _Shown) -> tuple[str, tuple[Part, ...]]:
     return "Launch", (
         Facts(tuple(rows)),
         *command,
-        Code(shown.place.commands(snapshot, shown.features), "Commands that show more"),
+        Code(shown.place.commands(snapshot, shown.pages), "Commands that show more"),
     )
 
 

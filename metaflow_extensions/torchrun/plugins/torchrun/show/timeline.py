@@ -66,7 +66,7 @@ class _Group:
 def timeline(records: Iterable[Record], more: Mapping[str, str] | None = None) -> list[tuple[str, str, str]]:
     """Return rows of time ("3.2" or "3.2-4.0", in seconds), launch, and event.
 
-    `more` has templates for the features' kinds, for several nodes or ranks at once (``Feature.together``).
+    `more` has templates for the features' kinds, for several nodes or ranks at once (``OnPage.together``).
     """
     together = {**_TOGETHER, **(more or {})}
     records = list(records)

@@ -6,7 +6,7 @@ import asyncio
 import shutil
 import tempfile
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -19,8 +19,9 @@ from ..machine.estate import Estate
 from ..node.agent import AgentProcess
 from ..node.agent_events import AgentEvent, End
 from ..node.node_launch import Completed, NodeLaunch
-from ..node.plan import Plan, Request, WarmStarts
-from ..node.watchers import Feature
+from ..node.plan import Plan
+from ..node.request import Request
+from ..node.watchers import WarmStarts, Watch
 from .output import Output, Send
 
 
@@ -37,13 +38,13 @@ class Launches:
         seat: Seat,
         output: Output,
         send_lines: Callable[[str, str], None],
-        features: Sequence[Feature],
+        watches: Mapping[str, Watch],
         warm: WarmStarts | None,
         before: Launches | None = None,
     ) -> None:
         self._tell_task, self._tell_estate = tell_task, tell_estate
         self._seat, self._output, self._send_lines = seat, output, send_lines
-        self._features, self._warm = features, warm
+        self._watches, self._warm = watches, warm
         self._plan: Plan | None = None  # of the last launch
         # The last one; that of another gang of this task, `before`, may still be being stopped.
         self._launch: asyncio.Task[None] | None = None if before is None else before._launch
@@ -70,8 +71,7 @@ class Launches:
             tempfile.tempdir = task.tmp
             self._output.begin(task.writes)
         self._number = number
-        features = [each for each in self._features if each.name in found.features]
-        self._plan = plan = Plan.of(found, write=self._writer(found), warm_node=self._warm, with_features=features)
+        self._plan = plan = Plan.of(found, write=self._writer(found), warm_node=self._warm, watches=self._watches)
         self._awaits_task = False
         self._seat.expect_launch()
         self._launch = asyncio.get_running_loop().create_task(self._run(number, plan, self._launch))

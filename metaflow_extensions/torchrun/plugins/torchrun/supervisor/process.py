@@ -23,7 +23,7 @@ from typing import Any
 from ..compat import linux
 from ..errors import TorchrunError
 from ..events import Event
-from ..features.listed import FEATURES
+from ..features.listed import watches
 from ..gang.cause import describe_exit
 from ..gang.protocol import Abort, Replaced, TaskEnded, from_wire
 from ..gang.wire import to_plain
@@ -34,8 +34,7 @@ from ..machine.estate import Estate, tell
 from ..machine.frozen import STOPPED, WATCH_S, FrozenWatch, is_stopped_with_parent
 from ..machine.open_files import file_of
 from ..machine.wake import wake
-from ..node.plan import WarmStarts
-from ..node.watchers import spares_of
+from ..node.watchers import WarmStarts, spares_of
 from .held import Held
 from .launches import Launches
 from .output import Output, settle
@@ -234,14 +233,14 @@ class Supervisor:
             self._frozen = FrozenWatch(self._silence_s)
         more = about.pop("more")
         side: Side = (ControlSide if "rules" in about else MemberSide)(self._tell_task, self._output.show, **about)
-        self._warm = self._warm or spares_of(FEATURES, more.get("starts"))
+        self._warm = self._warm or spares_of(watches(), more.get("starts"))
         self._launches = Launches(
             self._link.send,
             self._tell_estate,
             side.seat,
             self._output,
             side.lines,
-            FEATURES,
+            watches(),
             self._warm,
             before=self._launches,
         )

@@ -11,7 +11,8 @@ from ..channel.control_channel import ControlChannel
 from ..channel.member_channel import MemberChannel
 from ..channel.relay import Relay
 from ..events import Event
-from ..features.listed import FEATURES
+from ..features.listed import keeps
+from ..gang.keepers import Keepers
 from ..gang.nodes import NodeState
 from ..gang.policy import ConnectPolicy, Rules
 from ..gang.protocol import CONTROL, Message, to_wire
@@ -22,7 +23,6 @@ from ..logs import console
 from ..machine.network import pick_port
 from ..machine.pods import why_it_waits
 from ..machine.processes import Other
-from ..node.watchers import keepers_of
 from ..records.snapshot import snapshot_of
 from .ends import end_of
 from .held import Held
@@ -145,7 +145,7 @@ class ControlSide(Side):
         super().__init__(tell_task, CONTROL, num_nodes, show)
         self._rules = Rules(**rules, why_it_waits=why_it_waits)
         self._followed = Held()
-        keepers = keepers_of(FEATURES, num_nodes)
+        keepers = Keepers.of(keeps(), num_nodes)
         self._gang = Gang(num_nodes, pick_port, self._rules, keepers)
         self._relay = Relay()  # of the members' lines; dropped, unless it is started
         self._channel = ControlChannel(self._gang, self._deliver, token, timeout_s, self._relay.add)

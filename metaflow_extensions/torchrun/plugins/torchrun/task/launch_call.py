@@ -22,12 +22,12 @@ from ..gang.keepers import Plain
 from ..gang.member import Member
 from ..gang.protocol import Store, from_wire
 from ..gang.wire import from_plain, to_plain
+from ..launch.services import Services
 from ..launch.transfer import ValueStore
 from ..logs import console
 from ..machine.inherited import inherited, umask
 from ..node.outcome import Outcome
-from ..node.plan import Request, Task
-from ..node.services import Services
+from ..node.request import Request, Task
 from .upload import Upload, begin_upload
 
 _LOOK_S, _UPLOAD_LOOK_S = 0.5, 0.02  # between two looks at what no frame tells; and while an upload runs

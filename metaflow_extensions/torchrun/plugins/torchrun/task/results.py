@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 from ..errors import LaunchFailed
@@ -10,19 +9,16 @@ from ..events import Event
 from ..gang.cause import Cause, FailureText, failed
 from ..gang.member import Member
 from ..gang.protocol import Verdict
+from ..launch.services import Services
 from ..launch.spec import LaunchSpec
 from ..launch.transfer import TransferFailed
 from ..node.outcome import Outcome
-from ..node.services import Services
-from ..node.watchers import Feature, results_of
 from ..result import TorchrunResult
 
 
-def result_of(
-    outcome: Outcome, spec: LaunchSpec, member: Member, features: Sequence[Feature], services: Services
-) -> TorchrunResult[Any]:
+def result_of(outcome: Outcome, spec: LaunchSpec, member: Member, services: Services) -> TorchrunResult[Any]:
     """Return the result on this node. Raises LaunchFailed where a part can't be loaded."""
-    verdict, fields = outcome.verdict, _fields(outcome.verdict, member, features, services)
+    verdict, fields = outcome.verdict, _fields(outcome.verdict, member, services)
     return TorchrunResult(
         launch=verdict.launch,
         num_nodes=spec.num_nodes,
@@ -38,13 +34,12 @@ def result_of(
     )
 
 
-def _fields(verdict: Verdict, member: Member, features: Sequence[Feature], services: Services) -> dict[str, Any]:
-    def say(line: str, is_detail: bool = False) -> None:
-        member.say(Event("note", member.node, line, is_detail))
+def _fields(verdict: Verdict, member: Member, services: Services) -> dict[str, Any]:
+    def say(line: str) -> None:
+        member.say(Event("note", member.node, line))
 
-    more = results_of(features, verdict.features, lambda line: say(line, is_detail=True))
     try:
-        return {**more, **services.result(verdict.features, say)}
+        return services.result(verdict.features, say)
     except TransferFailed as error:
         cause = Cause("store", member.node, member.host, exception=f"has no result: {error}")
         after = f"\nThe workers of launch {verdict.launch} had ended well on all nodes."

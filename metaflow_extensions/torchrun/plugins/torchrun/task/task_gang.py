@@ -38,7 +38,7 @@ from ..gang.nodes import NodeState
 from ..gang.policy import Rules
 from ..logs.console import hurry, to_log
 from ..logs.task_log import TaskLog
-from ..node.watchers import Feature
+from ..records.on_page import NO_PAGES, Pages
 from ..settings import StepSettings
 from ..show.live_card import GangPart, LiveCard, Pointer
 from .event_store import EventStore
@@ -76,9 +76,9 @@ class TaskGang:
         task_id: str,
         attempt: int,
         limit: TimeLimit | None = None,
-        features: Sequence[Feature] = (),
+        pages: Pages = NO_PAGES,
     ) -> None:
-        self.features = features
+        self._pages = pages  # the features' parts on the gang's page
         self._settings = settings
         self._limit = limit  # the step's @timeout, on a control node, where Metaflow does not enforce it
         self._flow_datastore = flow_datastore  # metaflow.datastore.FlowDataStore
@@ -152,7 +152,7 @@ class TaskGang:
         """Join, and show which task has the gang's card; `control` is run, step and task."""
         node, num_nodes = current.parallel.node_index, current.parallel.num_nodes
         pointer = Pointer(control, node, num_nodes)
-        self.part = partial(pointer.part, features=self.features)
+        self.part = partial(pointer.part, pages=self._pages)
         if self._finds_tasks():
             pointer.show()
         return join_as_member(registry, node, num_nodes, self._settings, self._emit, more)
@@ -183,7 +183,7 @@ class TaskGang:
             lambda: _news_of(channel),
             channel.in_background,
             self._runs_own_code,
-            features=self.features,
+            pages=self._pages,
         )
         self.part = self.live_card.part
         if not self._finds_tasks() and self.live_card.give_up():

@@ -9,8 +9,8 @@ from ..events import Event
 from ..gang.cause import Cause, Failure
 from ..gang.member import Member
 from ..gang.protocol import Store, Stored, Storing, Told
+from ..launch.services import Services, ToStore
 from ..launch.transfer import Transfer, ValueStore
-from ..node.services import Services, ToStore
 
 
 def begin_upload(

@@ -24,9 +24,9 @@ from ...gang.keepers import Plain
 from ...gang.protocol import CONTROL
 from ...gang.texts import size_text
 from ...launch.arguments import dict_or_list
+from ...launch.services import Service, ToStore
 from ...launch.spec import FunctionSpec, LaunchSpec
 from ...launch.transfer import PATIENCE_S, Step, Transfer, TransferFailed, ValueStore, patience_for
-from ...node.services import Service, ToStore
 from .function_worker import CALL, RAISED, RETURNED, dump, find_cloud_pickler, main_file, path_of, words_of
 from .values import ValuesOnDisk
 

@@ -16,8 +16,8 @@ from typing import Any
 
 from ...gang.keepers import Plain
 from ...gang.texts import counted, size_text
+from ...launch.services import ToStore
 from ...launch.transfer import PATIENCE_S, Step, ValueStore, patience_for
-from ...node.services import ToStore
 from .files import Listing, cant_be_read, find
 
 # Two are in memory at the same time: one that is stored, and the next one that is read. From 8 MiB on, boto3 (1.44)

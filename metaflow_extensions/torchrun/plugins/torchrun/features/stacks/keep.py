@@ -7,85 +7,24 @@ nodes have answered, or their time is up, the keeper gives the answer to be stor
 
 from __future__ import annotations
 
-from dataclasses import replace
-from typing import Any
-
 from ...gang.keepers import Keeper, Plain, Remarks
 from ...gang.protocol import Told
 from ...gang.wire import from_plain, to_plain
-from ...machine.stacks import HOOK, Found, Question, hook_environment
-from ...node.plan import Plan
-from ...node.watchers import Feature, Here, Variables, Watcher
-from ...records.requests import GangCommand
-from .command import COMMAND
-from .told import GangStacks, NodeStacks
+from .told import WORKERS_S, GangStacks, NodeStacks
 
-_WORKERS_S = 4.0  # the time for the workers of a node to answer; most take less than a second
-# What a node has besides, until its answer must have come to the control node.
+# What a node has besides `WORKERS_S`, until its answer must have come to the control node.
 _NODES_MARGIN_S = 4.0
-# All stacks of one node go in one message (`MAX_TOLD_BYTES`), in which JSON may double a text. An answer of the whole
-# gang is one file.
-_NODE_CHARS = 200_000
-_GANG_CHARS = 16_000_000
-
-
-class Stacks(Feature):
-    """Whoever can write the datastore may ask what all ranks are doing."""
-
-    name = "stacks"
-
-    def keeper(self, num_nodes: int) -> Keeper | None:
-        """Return what asks the nodes; only the control node does."""
-        return StacksKeeper(num_nodes)
-
-    def variables(self, plan: Plan, folder: str) -> Variables:
-        """Return what lets workers be asked."""
-        return Variables(hook_environment(), hooks=(HOOK,))
-
-    def watcher(self, here: Here) -> Watcher:
-        """Return what asks the workers of this node."""
-        return StacksWatcher(here)
-
-    def command(self) -> GangCommand:
-        """Return ``python flow.py torchrun stacks``."""
-        return COMMAND
-
-
-# --- on each node -----------------------------------------------------------------------------
-
-
-class StacksWatcher(Watcher):
-    """Asks the workers of this node while the launch goes on. A new question takes the place of an open one."""
-
-    def __init__(self, here: Here) -> None:
-        self._here = here
-        self._id: Any = None
-        self._question: Question | None = None
-
-    def asked(self, data: Plain) -> None:
-        """Ask the workers."""
-        self._id, self._question = data["id"], Question(self._here.running(), _WORKERS_S)
-
-    def poll(self) -> Plain | None:
-        """Return the answer, when it is there."""
-        found = None if self._question is None else self._question.poll()
-        if found is None:
-            return None
-        self._question = None
-        here, spec = self._here, self._here.plan.spec
-        share = min(_NODE_CHARS // max(1, len(found)), _GANG_CHARS // spec.world_size)
-        ranks = {rank: replace(each, text=each.shortened(share)) for rank, each in found.items()}
-        ranks.update({rank: Found("its process has ended", "", "") for rank in spec.ranks if here.has_ended(rank)})
-        return {"id": self._id, "found": to_plain(NodeStacks(here.host, ranks))}
-
-
-# --- on the control node ----------------------------------------------------------------------
 
 
 class StacksKeeper(Keeper):
     """Asks all nodes, and keeps what they have answered until it is whole. One question at a time: the newest."""
 
     has_record = False
+
+    @classmethod
+    def of(cls, num_nodes: int) -> Keeper:
+        """Return what asks the nodes."""
+        return cls(num_nodes)
 
     def __init__(self, num_nodes: int) -> None:
         self._num_nodes = num_nodes
@@ -108,7 +47,7 @@ class StacksKeeper(Keeper):
         if not self._running:
             return Remarks(answer={"id": data["id"], "found": to_plain(GangStacks())})
         self._asked = {"id": data["id"]}
-        self._due_at_s = at_s + _WORKERS_S + _NODES_MARGIN_S
+        self._due_at_s = at_s + WORKERS_S + _NODES_MARGIN_S
         self._found, self._missing = {}, dict(sorted(self._without.items()))
         return Remarks(ask=self._asked)
 
@@ -153,3 +92,6 @@ class StacksKeeper(Keeper):
         answer = {"id": self._asked["id"], "found": to_plain(whole)}
         self._asked, self._found, self._missing = None, {}, {}
         return Remarks(answer=answer)
+
+
+PART = StacksKeeper

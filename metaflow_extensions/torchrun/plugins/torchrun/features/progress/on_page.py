@@ -1,15 +1,17 @@
 """The progress section of the gang's page: stragglers, a bar, speeds, a chart of each of rank 0's values. Pure.
 
-Its input is the stored result of `kept.ProgressKeeper.record`.
+Its input is the stored result of `keep.ProgressKeeper.record`.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 from ...gang.texts import duration
+from ...records.on_page import OnPage
 from ...records.summary import Summary
 from ...show.parts.charts import COLOURS, frame, restart_marks, time_axis, time_unit
 from ...show.parts.model import Bar, Chart, Facts, Part, Sentence
@@ -19,6 +21,20 @@ _HEIGHT = 130
 _DECADES = 100.0  # if the values span more, the scale is logarithmic
 # Vega computes differences and powers of ten of values. Beyond these limits the results are not finite.
 _LARGEST, _SMALLEST = 1e300, 1e-300
+
+
+class ProgressOnPage(OnPage):
+    """The progress of the last launch that has reported any."""
+
+    after = "outcome"
+    together = MappingProxyType(
+        {"straggler": "{ranks}: slower than half the median for a minute", "recovered": "{ranks}: no longer slow"}
+    )
+
+    def parts(self, kept: Any, summary: Summary) -> Sequence[Part]:
+        """Return the progress section, if the scripts report any."""
+        # In development versions of 0.3.0, other nodes than the control node kept only speeds.
+        return progress_parts(kept, summary) if kept and "series" in kept else ()
 
 
 def progress_parts(progress: Mapping[str, Any], summary: Summary) -> list[Part]:
@@ -149,3 +165,6 @@ def _scale(values: set[float]) -> dict[str, Any]:
     if value > 0 and max(values) / value > _DECADES:
         return {"type": "log"}
     return {"domain": sorted((value / 2, value * 1.5))} if len(values) == 1 and value else {"zero": False}
+
+
+PART = ProgressOnPage()

@@ -1,8 +1,8 @@
-"""Services: what a launch does because the user asked for it, such as storing outputs or a function's values.
+"""A feature's part in the task: what a launch does because the user asked for it, such as storing outputs.
 
 An error of a `Watcher` is only logged. An error of a service ends the launch, since the user asked for the service.
-All of it is in the task. The thread that calls `run` calls everything here, except for the steps of a `ToStore`: the
-upload's thread runs those. The supervisor gets `Services.told`.
+The thread that calls `run` calls everything here, except for the steps of a `ToStore`: the upload's thread runs those.
+The supervisor gets `Services.told`.
 """
 
 from __future__ import annotations
@@ -10,16 +10,16 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from ..compat.renamed import harmless
 from ..errors import LaunchFailed, TorchrunError
 from ..gang.keepers import Plain
-from ..launch.run_settings import RunSettings
-from ..launch.spec import FunctionSpec, LaunchSpec
-from ..launch.transfer import Step, ValueStore
-
-if TYPE_CHECKING:
-    from .watchers import Feature
+from ..machine.accelerators import Machine, Nproc
+from ..settings import StepSettings
+from .run_settings import RunSettings
+from .spec import FunctionSpec, LaunchSpec
+from .transfer import Step, ValueStore
 
 
 @dataclass(frozen=True)
@@ -58,6 +58,11 @@ class Service:
     # Whether ranks that have trained without a process group are meant to.
     may_train_alone = False
 
+    @property
+    def policy(self) -> Plain:
+        """What the keeper of its feature is to look after in this launch."""
+        return {}
+
     def begin(self, spec: LaunchSpec) -> None:
         """Begin a generation: forget what another one has stored."""
 
@@ -80,6 +85,32 @@ class Service:
         """Release everything that no result holds."""
 
 
+class InTask:
+    """What a feature does in the task."""
+
+    def starts(self, settings: StepSettings, machine: Machine, requested: Nproc | None) -> Plain | None:
+        """Return what its part in the supervisor needs to start the agents of a step faster than cold; most start none.
+
+        `requested` is what the resources of a task amount to.
+        """
+        return None
+
+    def service(self, call: RunCall) -> Service | None:
+        """Return what it does for one call of `run`, if that asks for it; raises TorchrunConfigError."""
+        return None
+
+
+def starts_of(
+    features: Mapping[str, InTask], settings: StepSettings, machine: Machine, requested: Nproc | None
+) -> Plain | None:
+    """Return what `node.watchers.spares_of` needs; None if no feature starts agents warm, or if it has failed."""
+    with harmless():  # all starts are cold then
+        for name, each in features.items():
+            if (data := each.starts(settings, machine, requested)) is not None:
+                return {"feature": name, "data": data}
+    return None
+
+
 class Services(AbstractContextManager["Services"]):
     """The services of one launch, by the features' names; closes them at its end."""
 
@@ -90,15 +121,15 @@ class Services(AbstractContextManager["Services"]):
             self._exit.callback(service.close)
 
     @classmethod
-    def of(cls, features: Iterable[Feature], call: RunCall) -> Services:
+    def of(cls, features: Mapping[str, InTask], call: RunCall) -> Services:
         """Return the services that a call of `run` asks for."""
         with ExitStack() as made:  # a service that is refused closes the ones before it
             services = {}
-            for feature in features:
+            for name, feature in features.items():
                 service = feature.service(call)
                 if service is not None:
                     made.callback(service.close)
-                    services[feature.name] = service
+                    services[name] = service
             made.pop_all()
         return cls(services)
 
@@ -115,6 +146,11 @@ class Services(AbstractContextManager["Services"]):
             "folders": tuple(service.folder for service in services if service.folder is not None),
             "emptied": tuple(service.emptied for service in services if service.emptied is not None),
         }
+
+    @property
+    def policies(self) -> dict[str, Plain]:
+        """What the keepers are to look after, by feature."""
+        return {name: service.policy for name, service in self._services.items() if service.policy}
 
     @property
     def function(self) -> FunctionSpec | None:

@@ -11,20 +11,16 @@ A launch that starts in time makes no connection and sends no message for this.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from types import MappingProxyType
+from collections.abc import Callable
 
-from ...gang.keepers import Failing, Keeper, Plain, Remarks, Where
-from ...gang.protocol import CONTROL, Told
-from ...gang.texts import names
-from ...gang.wire import from_plain, to_plain
+from ...gang.keepers import Plain
+from ...gang.protocol import CONTROL
+from ...gang.wire import to_plain
 from ...machine.network import Attempt, is_listened_on
 from ...machine.processes import living_descendants
-from ...node.plan import Plan
-from ...node.watchers import Feature, Here, Watcher
+from ...node.watchers import Here, Watch, Watcher
+from .told import Unreached
 
-_KIND = "unreachable"  # of the cause
 # From when the store listens until the nodes are asked. On a local run all workers start within a second; a node whose
 # torch is imported from a cold disk comes much later, and reaches the store when it is asked.
 _PATIENCE_S = 10.0
@@ -33,37 +29,12 @@ _TRY_S = 5.0
 _LOOK_S = 1.0  # between two looks for the store; a longer pause counts as one: this process was stopped meanwhile
 
 
-class Reach(Feature):
+class ReachWatch(Watch):
     """Finds out why a launch does not begin: whether all nodes can reach torch's store."""
 
-    name = "reach"
-    together: Mapping[str, str] = MappingProxyType({_KIND: "{nodes} {text}"})
-
-    def keeper(self, num_nodes: int) -> Keeper | None:
-        """Return what asks the nodes; only the control node does."""
-        return ReachKeeper() if num_nodes > 1 else None
-
     def watcher(self, here: Here) -> Watcher:
-        """Return what looks for the store, and tries to reach it."""
-        return ReachWatcher(here) if _has_own_store(here.plan) else Watcher()
-
-
-def _has_own_store(plan: Plan) -> bool:
-    """Return whether torchrun's agents meet at a store on the control node, and nothing starts without one of them."""
-    return plan.spec.num_nodes > 1
-
-
-@dataclass(frozen=True)
-class Unreached:
-    """What a node tells that can't reach the store."""
-
-    number: int  # of the question
-    address: str
-    port: int
-    why: str
-
-
-# --- on each node -----------------------------------------------------------------------------
+        """Return what looks for the store, and tries to reach it; a gang of one reaches its own."""
+        return ReachWatcher(here) if here.request.spec.num_nodes > 1 else Watcher()
 
 
 class ReachWatcher(Watcher):
@@ -77,7 +48,7 @@ class ReachWatcher(Watcher):
         self._number = 0  # of the question that is tried
         self._attempt: Attempt | None = None
         self._next: int | None = None  # the question that came meanwhile
-        if here.plan.spec.node_index == CONTROL:
+        if here.request.spec.node_index == CONTROL:
             self._waiting_s = 0.0
 
     def poll(self) -> Plain | None:
@@ -102,7 +73,7 @@ class ReachWatcher(Watcher):
             self._attempt = None
 
     def _try(self, now: float) -> Plain | None:
-        address, port = self._here.plan.main_addr, self._here.port
+        address, port = self._here.request.main_addr, self._here.port
         if self._attempt is None and self._next is not None:
             self._number, self._next = self._next, None
             self._attempt = Attempt(address, port, now + _TRY_S)
@@ -133,52 +104,4 @@ class ReachWatcher(Watcher):
         return agent is not None and is_listened_on(self._here.port, lambda: [agent, *living_descendants(agent)])
 
 
-# --- on the control node ----------------------------------------------------------------------
-
-
-class ReachKeeper(Keeper):
-    """Asks all nodes when the launch does not begin, and once more when one has failed."""
-
-    has_record = False
-
-    def __init__(self) -> None:
-        self._number = 0  # of the last question
-        self._first: dict[int, int] = {}  # node -> the question that it has failed at first
-        self._guilty: dict[int, Unreached] = {}  # nodes that have failed again
-
-    def begin(self, launch: int, policy: Plain, at_s: float) -> None:
-        """Forget the generation before."""
-        self._number = 0
-        self._first.clear()
-        self._guilty.clear()
-
-    def handle(self, node: int, told: Told, at_s: float) -> Remarks | None:
-        """Ask all nodes where there is a reason."""
-        if "waits" in told.data:
-            return self._ask() if self._number == 0 else None
-        found = from_plain(Unreached, told.data, "reach")
-        if found.number > self._first.setdefault(node, found.number):
-            self._guilty[node] = found
-            return None
-        return self._ask() if found.number == self._number else None
-
-    def _ask(self) -> Remarks:
-        self._number += 1
-        return Remarks(ask={"number": self._number})
-
-    def tick(self, at_s: float, where: Callable[[int], Where]) -> Remarks:
-        """Let the launch fail if a node can't reach the store."""
-        if not self._guilty:
-            return Remarks()
-        node, found = min(self._guilty.items())
-        others = sorted(self._guilty.keys() - {node})
-        neither = f"; {names(others)} can't either" if others else ""
-        text = (
-            f"can't reach torch's store on node {CONTROL} (host {where(CONTROL).host}): "
-            f"tried {found.address} on port {found.port}: {found.why}{neither}"
-        )
-        advice = (
-            f"Open TCP port {found.port} between the nodes (network policy, security group, firewall), or pin a port that "
-            "is open by @torchrun(master_port=...)."
-        )
-        return Remarks(failing=Failing(_KIND, text, node, advice))
+PART = ReachWatch()

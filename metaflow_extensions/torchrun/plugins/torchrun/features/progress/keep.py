@@ -129,3 +129,6 @@ class ProgressKeeper(Keeper):
     def verdict(self, launch: int, to_control: bool, error: TorchrunError | None) -> Plain:
         """Return rank 0's last values."""
         return dict(self._kept.last) if self._kept is not None and self._kept.launch == launch else {}
+
+
+PART = ProgressKeeper

@@ -10,7 +10,8 @@ from functools import partial
 
 from ...gang.keepers import Plain
 from ...gang.wire import to_plain
-from ...node.watchers import Here, Watcher
+from ...node.request import Request
+from ...node.watchers import Here, Variables, Watch, Watcher
 from ...records.series import Series
 from .lines import Line, LineReader
 from .paces import RankPace
@@ -20,6 +21,23 @@ _READS_EVERY_S = 1.0
 TELLS_EVERY_S = 5.0
 MAX_POINTS = 100  # of a key in one message
 _SHOWN_CHARS = 100
+# A worker appends lines of JSON to the file in METRICS. torchrun gives all workers of a node the same environment, so a
+# hook in each worker sets METRICS from FOLDER.
+METRICS = "TORCHRUN_METRICS"
+FOLDER = "TORCHRUN_METRICS_FOLDER"
+
+
+class ProgressWatch(Watch):
+    """Gives each worker a file for its progress."""
+
+    def variables(self, request: Request, folder: str) -> Variables:
+        """Return the variables with the path of each worker's file."""
+        of_rank = metrics_file(folder.replace("$", "$$"), "${local_rank}")
+        return Variables({FOLDER: os.path.dirname(metrics_file(folder, 0))}, {METRICS: of_rank})
+
+    def watcher(self, here: Here) -> Watcher:
+        """Return the watcher that reads the workers' files."""
+        return ProgressWatcher(here)
 
 
 class ProgressWatcher(Watcher):
@@ -29,10 +47,10 @@ class ProgressWatcher(Watcher):
         self._here, self._clock = here, clock
         self._readers = {
             rank: LineReader(metrics_file(here.folder, local_rank), partial(self._refused, rank))
-            for local_rank, rank in enumerate(here.plan.spec.ranks)
+            for local_rank, rank in enumerate(here.request.spec.ranks)
         }
         self._has_refused = False
-        self._paces = {rank: RankPace() for rank in here.plan.spec.ranks}
+        self._paces = {rank: RankPace() for rank in here.request.spec.ranks}
         # Of rank 0, if it is on this node: its last step, its total, and the new values.
         self._step: int | None = None
         self._total: float | None = None
@@ -96,3 +114,6 @@ class ProgressWatcher(Watcher):
 def metrics_file(log_dir: str, local_rank: int | str) -> str:
     """Return the metrics file of a worker with logs in `log_dir`."""
     return os.path.join(log_dir, "metrics", f"{local_rank}.jsonl")
+
+
+PART = ProgressWatch()

@@ -7,10 +7,11 @@ mean. So a page has a bounded size for any gang.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 from ...gang.texts import counted, duration
+from ...records.on_page import OnPage
 from ...records.summary import Summary
 from ...show.parts.charts import GREY, LINES, frame, restart_marks, time_axis, time_unit
 from ...show.parts.model import Chart, Keys, Part, Sentence
@@ -47,6 +48,16 @@ _PANELS = (
     _Panel("sent_kib_s", "Network, sent", "MiB/s", 1024.0),
     _Panel("output_bytes_s", "Output", "KiB/s", 1024.0),
 )
+
+
+class UsageOnPage(OnPage):
+    """The usage of the nodes."""
+
+    after = "timeline"
+
+    def parts(self, kept: Any, summary: Summary) -> Sequence[Part]:
+        """Return the charts; runs of old versions have none."""
+        return usage_parts(kept, summary) if kept else ()
 
 
 def usage_parts(usage: Mapping[str, Any], summary: Summary) -> list[Part]:
@@ -152,3 +163,6 @@ def _layer(rows: list[dict[str, Any]], with_legend: bool) -> dict[str, Any]:
             "color": {"field": "node", "scale": scale, "legend": legend},
         },
     }
+
+
+PART = UsageOnPage()

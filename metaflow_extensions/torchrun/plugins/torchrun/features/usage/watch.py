@@ -4,56 +4,46 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from ...gang.keepers import Plain
 from ...gang.wire import to_plain
 from ...machine.cgroup import container_folder, memory_limit_bytes
-from ...node.watchers import Here, Watcher
+from ...node.watchers import Here, Watch, Watcher
 from .consumption import of_container, of_processes, traffic
 from .nvidia import NvidiaSmi
+from .told import Used, step_s
 
 _FIRST_S = 1.0  # so that a card shows something soon
-STEP_S = 5.0
-"""How often a node of a small gang measures."""
-# Each sample wakes the control node's task, so this is the limit for all nodes together.
-_SAMPLES_PER_S = 10
 _MIB, _KIB = 2**20, 2**10
 
 _Totals: TypeAlias = dict[str, float]
 """The totals so far, by the kind of the rate computed from them; unknown ones are missing."""
 
 
-@dataclass(frozen=True)
-class Used:
-    """The usage of this node now, or since the last sample."""
+class UsageWatch(Watch):
+    """Measures every launch."""
 
-    of: str  # what CPU and memory cover: the "container", or the launch's "processes"
-    values: dict[str, float] = field(default_factory=dict)  # by `feature.KINDS`; only the measured ones
-    limits: dict[str, float] = field(default_factory=dict)  # cpus, memory_mib, gpu_memory_mib, gpus
-
-
-def step_s(num_nodes: int) -> float:
-    """Return the interval in which each node of a gang measures, in seconds."""
-    return max(STEP_S, num_nodes / _SAMPLES_PER_S)
+    def watcher(self, here: Here) -> Watcher:
+        """Return the watcher that measures."""
+        return UsageWatcher(here)
 
 
 class UsageWatcher(Watcher):
     """Measures the node while the agent runs, the root of all processes of a launch."""
 
     def __init__(self, here: Here, clock: Callable[[], float] = time.monotonic) -> None:
-        plan = here.plan
+        request = here.request
         self._here, self._clock = here, clock
         # Nodes of one machine share its cgroup and its network counters.
-        self._shares_machine = plan.shares_machine
+        self._shares_machine = request.shares_machine
         self._container = None if self._shares_machine else container_folder()
-        self._gpus = NvidiaSmi(plan.machine.seen_by(dict(plan.spec.env)))
+        self._gpus = NvidiaSmi(request.machine.seen_by(dict(request.spec.env)))
         memory = memory_limit_bytes()
-        self._limits: dict[str, float] = {"cpus": plan.machine.cpus}
+        self._limits: dict[str, float] = {"cpus": request.machine.cpus}
         if memory is not None:
             self._limits["memory_mib"] = round(memory / _MIB)
-        self._step_s = step_s(plan.spec.num_nodes)
+        self._step_s = step_s(request.spec.num_nodes)
         self._due_at = float("-inf")
         self._before: tuple[float, _Totals] | None = None  # the time and totals of the last sample
 
@@ -109,3 +99,6 @@ def _rates(began: float, before: _Totals, now: float, after: _Totals) -> dict[st
     """Return the rates per second; a total that has fallen, as after the loss of a process, counts as 0."""
     seconds = max(now - began, 1e-3)
     return {kind: max(0.0, after[kind] - before[kind]) / seconds for kind in before.keys() & after.keys()}
+
+
+PART = UsageWatch()

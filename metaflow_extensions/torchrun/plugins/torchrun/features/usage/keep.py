@@ -1,20 +1,14 @@
-"""The feature of usage: each node measures it while its workers run; there is one series for each kind and node."""
+"""Keeps the usage of all nodes, on the control node: one series for each kind and node."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from ...gang.keepers import Keeper, Plain
 from ...gang.protocol import Told
 from ...gang.wire import from_plain
-from ...node.watchers import Feature, Here, Watcher
 from ...records.series import Merge, Series
-from ...records.summary import Summary
-from ...show.parts.model import Part
-from .meter import UsageWatcher, Used, step_s
-from .page import usage_parts
+from .told import Used, step_s
 
 KINDS: dict[str, Merge] = {
     "cpus": "mean",  # cores used
@@ -29,25 +23,6 @@ KINDS: dict[str, Merge] = {
 _MOST_POINTS, _LEAST_POINTS, _POINTS_OF_ALL = 120, 24, 16_384
 
 
-class Usage(Feature):
-    """The usage of the nodes."""
-
-    name = "usage"
-    after = "timeline"
-
-    def keeper(self, num_nodes: int) -> Keeper:
-        """Return the keeper of the series."""
-        return UsageKeeper(num_nodes, step_s(num_nodes))
-
-    def watcher(self, here: Here) -> Watcher:
-        """Return the watcher that measures."""
-        return UsageWatcher(here)
-
-    def parts(self, kept: Any, summary: Summary) -> Sequence[Part]:
-        """Return the charts; runs of old versions have none."""
-        return usage_parts(kept, summary) if kept else ()
-
-
 @dataclass
 class _Node:
     of: str = ""  # see `Used.of`
@@ -57,6 +32,11 @@ class _Node:
 
 class UsageKeeper(Keeper):
     """Keeps the usage of the nodes since the gang's start."""
+
+    @classmethod
+    def of(cls, num_nodes: int) -> Keeper:
+        """Return the keeper of a gang."""
+        return cls(num_nodes, step_s(num_nodes))
 
     def __init__(self, num_nodes: int, step_s: float) -> None:
         self._most = max(_LEAST_POINTS, min(_MOST_POINTS, _POINTS_OF_ALL // num_nodes))
@@ -96,3 +76,6 @@ def _rounded(value: float | None) -> float | int | None:
     if value is None:
         return None
     return round(value) if value >= 100 else float(f"{value:.3g}")
+
+
+PART = UsageKeeper

@@ -1,4 +1,4 @@
-"""The feature of warm starts: its interface to the core."""
+"""What the spare of a step's first launch is."""
 
 from __future__ import annotations
 
@@ -7,16 +7,15 @@ from contextlib import suppress
 
 from ...errors import TorchrunConfigError
 from ...gang.keepers import Plain
+from ...launch.command import agent_environment
+from ...launch.services import InTask
 from ...machine.accelerators import Machine, Nproc, choose_nproc, omp_threads
-from ...node.plan import WarmStarts
-from ...node.watchers import Feature
+from ...node.start import share_of_machine
 from ...settings import StepSettings
 
 
-class Warm(Feature):
+class Warm(InTask):
     """Spares: processes that have imported torch before a launch needs them."""
-
-    name = "warm"
 
     def starts(self, settings: StepSettings, machine: Machine, requested: Nproc | None) -> Plain | None:
         """Return what the spare of a step's first launch is; None if `warm` is off.
@@ -25,10 +24,6 @@ class Warm(Feature):
         """
         if settings.warm == "off":
             return None
-        # Imported here: commands that only show a gang load this module, and don't need these.
-        from ...launch.command import agent_environment
-        from ...node.start import share_of_machine
-
         nproc = 1
         with suppress(TorchrunConfigError):  # `run` raises it
             nproc = choose_nproc(settings.nproc_per_node, "nproc_per_node", requested, machine).value
@@ -36,10 +31,5 @@ class Warm(Feature):
         workers = nproc if settings.warm == "workers" else 0
         return {"preload": settings.preload, "env": {**env, **share_of_machine(machine, {})}, "workers": workers}
 
-    def spares(self, data: Plain) -> WarmStarts:
-        """Start the spare in the background."""
-        from .node import WarmNode
 
-        warm = WarmNode(data["preload"], data["env"], data["workers"])
-        warm.prepare()
-        return warm
+PART = Warm()

@@ -1,0 +1,96 @@
+"""Reports signs of life of a node's workers, and in a hang their places in the code."""
+
+from __future__ import annotations
+
+import time
+
+from ...gang.keepers import Plain
+from ...gang.wire import to_plain
+from ...machine.network import is_connected_to
+from ...machine.stacks import HOOK, hook_environment
+from ...node.request import Request
+from ...node.watchers import Here, Variables, Watch, Watcher
+from .stacks import collect
+from .told import DIAGNOSTICS_S, KIND, Diagnostics
+
+# A node reports output to the control node at most once in this fraction of hang_timeout_s.
+_ACTIVE_PART = 0.1
+# How often a node looks whether a worker has begun to join a process group: of the time since the start, and at least.
+_LOOK_PART, _LOOK_S = 0.1, 1.0
+_TELL_S = (
+    60.0  # from the last news of a reader until a wait is told: where many nodes share it, each waits now and then
+)
+
+
+class HangWatch(Watch):
+    """Watches launches that have a limit; of others it tells only that their output waits for its reader."""
+
+    def variables(self, request: Request, folder: str) -> Variables:
+        """Return the variables that let workers write their stacks on request."""
+        if limit_s(request) is None:
+            return Variables()
+        return Variables(hook_environment(), hooks=(HOOK,))
+
+    def watcher(self, here: Here) -> Watcher:
+        """Return the watcher that reports activity of workers."""
+        return HangWatcher(here, limit_s(here.request))
+
+
+def limit_s(request: Request) -> float | None:
+    """Return how many seconds all ranks of a launch may be silent; None means no limit."""
+    found: float | None = request.policy.features.get("hangs", {}).get("timeout_s")
+    return found
+
+
+class HangWatcher(Watcher):
+    """Reports signs of life of this node's workers, and in a hang their places in the code."""
+
+    def __init__(self, here: Here, timeout_s: float | None) -> None:
+        self._here = here
+        self._pause_s = None if timeout_s is None else timeout_s * _ACTIVE_PART
+        self._said_at = float("-inf")
+        self._began_at = self._looked_at = time.monotonic()
+        self._is_held_up, self._told_at = False, float("-inf")
+
+    def poll(self) -> Plain | None:
+        """Return whether the workers wait for their reader, if that has changed, or how long ago a worker was active."""
+        now = time.monotonic()
+        is_due = self._is_held_up or now >= self._told_at + _TELL_S
+        if self._here.is_held_up() is not self._is_held_up and is_due:
+            self._told_at = now
+            self._is_held_up = not self._is_held_up
+            return {"waits": self._is_held_up}
+        if self._pause_s is None:
+            return None
+        at = self._here.active_at() or self._joins_at()
+        if at is None or at <= self._said_at + self._pause_s:
+            return None
+        self._said_at = at
+        return {"age_s": time.monotonic() - at}
+
+    def _joins_at(self) -> float | None:
+        """Return the time if a worker joins a process group, for which it connects to torch's store."""
+        now = time.monotonic()
+        pause_s = max(_LOOK_S, (now - self._began_at) * _LOOK_PART)
+        if self._said_at >= self._began_at or now - self._looked_at < pause_s:
+            return None
+        self._looked_at = now
+        here = self._here
+        return now if is_connected_to(here.port, here.running().values()) else None
+
+    async def before_stop(self, kind: str) -> Plain | None:
+        """Store the stacks of all workers if the launch hangs; return their places in the code."""
+        if kind != KIND:
+            return None
+        here = self._here
+        workers = here.running()
+        told = Diagnostics(here.host, None, {})
+        if workers:
+            found = await collect(workers, here.request.spec.log_dir, here.name, DIAGNOSTICS_S)
+            here.show(f"what the workers were doing:\n{found.text}")
+            told = Diagnostics(here.host, found.file, found.where)
+        plain: Plain = to_plain(told)
+        return plain
+
+
+PART = HangWatch()

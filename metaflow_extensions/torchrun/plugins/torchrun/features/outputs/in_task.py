@@ -1,0 +1,85 @@
+"""``run(outputs=...)``: stores files of a launch in Metaflow's datastore when its workers have ended."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from ...errors import TorchrunConfigError, TorchrunError
+from ...gang.keepers import Plain
+from ...gang.protocol import CONTROL
+from ...launch.services import InTask, RunCall, Service, ToStore
+from ...launch.spec import LaunchSpec
+from ...launch.transfer import ValueStore
+from ...outputs import Outputs as Stored
+from .storing import FilesToStore, StoredOutputs
+
+
+class Outputs(InTask):
+    """Files that a launch leaves."""
+
+    def service(self, call: RunCall) -> Service | None:
+        """Return what stores the files that `run` names."""
+        patterns, whose = call.settings.outputs, call.settings.outputs_from
+        if patterns is None:
+            if whose is None:
+                return None
+            raise TorchrunConfigError(
+                f"run(outputs_from={whose!r}) says whose outputs to store, but outputs names none."
+            )
+        if call.store is None:
+            raise TorchrunConfigError("run(outputs=...) needs a datastore, which only a step of a flow has.")
+        return OutputsService(patterns, whose == "all", call.node, call.store)
+
+
+class OutputsService(Service):
+    """The files of one launch on this node; `patterns` are relative to the workers' working directory."""
+
+    def __init__(self, patterns: tuple[str, ...], of_all: bool, node: int, store: ValueStore) -> None:
+        self.stores = of_all or node == CONTROL
+        self._patterns, self._of_all = patterns, of_all
+        self._node, self._store = node, store
+        self._folder = os.getcwd()
+        self._since = time.time()  # files that are older are not of this call of `run`
+        self._files: FilesToStore | None = None  # of this generation
+
+    @property
+    def policy(self) -> Plain:
+        """Have the keeper know that files are to be stored."""
+        return {"wanted": True}
+
+    def begin(self, spec: LaunchSpec) -> None:
+        """Forget what another generation has stored; note where the workers run."""
+        self._files, self._folder = None, spec.cwd or self._folder
+
+    def to_store(self, error: TorchrunError | None, within_s: float | None) -> ToStore | None:
+        """Return the files, unless they are stored."""
+        if not self.stores or self._kept is not None:
+            return None
+        self._files = FilesToStore(self._patterns, self._folder, self._store, self._since, within_s)
+        return self._files
+
+    @property
+    def _kept(self) -> StoredOutputs | None:
+        return None if self._files is None else self._files.kept
+
+    def result(self, told: Plain, say: Callable[[str], None]) -> Mapping[str, Any]:
+        """Return the stored files that this node knows of."""
+        return {"outputs": self._known(told)}
+
+    def failed(self, error: TorchrunError, told: Plain) -> None:
+        """Put the files that were stored after a failure on the error."""
+        error.outputs = self._known(told)
+
+    def _known(self, told: Plain) -> Stored:
+        """Return the control node's files, or those of all nodes on it; another node's own, where each has some."""
+        of = {int(node): tuple(each) for node, each in told.get("nodes", {}).items()}
+        if self._of_all and self._node != CONTROL:
+            kept = self._kept
+            of = {} if kept is None else {self._node: (kept.key, kept.files, kept.size)}
+        return Stored(self._store.address, of)
+
+
+PART = Outputs()

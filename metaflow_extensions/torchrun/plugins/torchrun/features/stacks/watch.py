@@ -1,0 +1,58 @@
+"""Asks the workers of a node what they do now."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from ...gang.keepers import Plain
+from ...gang.wire import to_plain
+from ...machine.stacks import HOOK, Found, Question, hook_environment
+from ...node.request import Request
+from ...node.watchers import Here, Variables, Watch, Watcher
+from .told import WORKERS_S, NodeStacks
+
+# All stacks of one node go in one message (`MAX_TOLD_BYTES`), in which JSON may double a text. An answer of the whole
+# gang is one file.
+_NODE_CHARS = 200_000
+_GANG_CHARS = 16_000_000
+
+
+class StacksWatch(Watch):
+    """Lets workers be asked."""
+
+    def variables(self, request: Request, folder: str) -> Variables:
+        """Return what lets workers be asked."""
+        return Variables(hook_environment(), hooks=(HOOK,))
+
+    def watcher(self, here: Here) -> Watcher:
+        """Return what asks the workers of this node."""
+        return StacksWatcher(here)
+
+
+class StacksWatcher(Watcher):
+    """Asks the workers of this node while the launch goes on. A new question takes the place of an open one."""
+
+    def __init__(self, here: Here) -> None:
+        self._here = here
+        self._id: Any = None
+        self._question: Question | None = None
+
+    def asked(self, data: Plain) -> None:
+        """Ask the workers."""
+        self._id, self._question = data["id"], Question(self._here.running(), WORKERS_S)
+
+    def poll(self) -> Plain | None:
+        """Return the answer, when it is there."""
+        found = None if self._question is None else self._question.poll()
+        if found is None:
+            return None
+        self._question = None
+        here, spec = self._here, self._here.request.spec
+        share = min(_NODE_CHARS // max(1, len(found)), _GANG_CHARS // spec.world_size)
+        ranks = {rank: replace(each, text=each.shortened(share)) for rank, each in found.items()}
+        ranks.update({rank: Found("its process has ended", "", "") for rank in spec.ranks if here.has_ended(rank)})
+        return {"id": self._id, "found": to_plain(NodeStacks(here.host, ranks))}
+
+
+PART = StacksWatch()
