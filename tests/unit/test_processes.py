@@ -5,12 +5,13 @@ import shutil
 import signal
 import subprocess
 import sys
+import sysconfig
 import threading
 
 import pytest
 from gaps import gap
 from limits import limit_s
-from unit_helpers import EXIT_OF_A_THREAD, HANG_S, OURS, eventually
+from unit_helpers import EXIT_OF_A_THREAD, HANG_S, OURS, eventually, write
 
 from metaflow_extensions.torchrun.plugins.torchrun.machine import processes
 from metaflow_extensions.torchrun.plugins.torchrun.machine.detached import Detached
@@ -114,3 +115,22 @@ def test_a_detached_process_is_no_child_and_hears_signals():
     one.send_signal(signal.SIGKILL)
     assert one.wait(limit_s(HANG_S))
     one.output.close()
+
+
+def test_a_detached_process_finds_its_library_by_pythonhome_and_nothing_that_users_have_put_before_it(
+    tmp_path, monkeypatch
+):
+    """As a Python needs that was moved after it was built."""
+    version = f"python{sys.version_info.major}.{sys.version_info.minor}"
+    library = tmp_path / "home" / sys.platlibdir / version
+    library.parent.mkdir(parents=True)
+    library.symlink_to(sysconfig.get_path("stdlib"))
+    for folder in ("here", "path"):
+        write(tmp_path / folder / "bisect.py", "raise SystemExit('a stranger')")
+    monkeypatch.chdir(tmp_path / "here")
+    env = {**os.environ, "PYTHONHOME": str(tmp_path / "home"), "PYTHONPATH": str(tmp_path / "path")}
+    source = "import bisect; os.write(1, f'{sys.prefix}\\n{os.path.dirname(bisect.__file__)}'.encode())"
+    one = Detached(source, [], env)
+    with one.output as output:
+        assert output.read().decode().split("\n") == [str(tmp_path / "home"), str(library)]
+    assert one.wait(limit_s(HANG_S))

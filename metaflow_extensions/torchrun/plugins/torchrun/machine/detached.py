@@ -45,6 +45,20 @@ os._exit(main())
 PROGRAM = "os.dup2(os.open(os.devnull, os.O_WRONLY), 1); os.execv(sys.argv[1], sys.argv[1:])"
 
 
+_HOME = "PYTHONHOME"
+# Without -I the working folder and PYTHONPATH stand first. Python's own library is the last three entries, since -S adds
+# none after it.
+_OWN_PATH = "import sys\nsys.path[:] = sys.path[-3:]"
+
+
+def isolated(python: str, env: Mapping[str, str]) -> list[str]:
+    """Return Python with the options that keep it from everything that users have installed.
+
+    A Python that needs PYTHONHOME to find its library does not start with -I, which ignores that variable.
+    """
+    return [python, "-s" if env.get(_HOME) else "-I", "-S"]
+
+
 class Detached(processes.Other):
     """A process that runs `source`, Python code, with `words` as its arguments; its standard output is a pipe to us.
 
@@ -52,7 +66,7 @@ class Detached(processes.Other):
     """
 
     def __init__(self, source: str, words: Sequence[str], env: Mapping[str, str], **more: Any) -> None:
-        argv = [sys.executable, "-I", "-S", "-c", _FORK + source, *words]
+        argv = [*isolated(sys.executable, env), "-c", (_OWN_PATH if env.get(_HOME) else "") + _FORK + source, *words]
         first = subprocess.Popen(argv, env=dict(env), stdout=subprocess.PIPE, **more)
         assert first.stdout is not None
         self.output = first.stdout

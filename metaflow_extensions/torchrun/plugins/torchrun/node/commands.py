@@ -20,6 +20,7 @@ from ..gang.seat import Seat
 from ..launch.command import COMMAND_RUNNER
 from ..launch.commands import is_by_shell, system_program
 from ..logs.pipes import AGENT, LogReader, pipe_path
+from ..machine.detached import isolated
 from .agent import AgentProcess, Options
 from .agent_end import AgentEnd
 from .agent_events import AgentEnded, AgentEvent, End, Frozen
@@ -99,8 +100,9 @@ class Commands:
             commands.append({"argv": [program, *words[1:]], "shown": shown(words)})
         with open(os.path.join(self._folder, "commands.json"), "w", encoding="ascii") as file:
             json.dump(commands, file)
-        # -I and -S: neither the commands' variables nor installed packages may change what the runner does.
-        return [self._plan.spec.python, "-I", "-S", COMMAND_RUNNER, self._folder, pipes]
+        # Isolated: neither the commands' variables nor installed packages may change what the runner does.
+        python = isolated(self._plan.spec.python, self._plan.environ)
+        return [*python, COMMAND_RUNNER, self._folder, pipes]
 
     def _options(self, pipes: str) -> Options:
         plan = self._plan
