@@ -115,3 +115,26 @@ def test_a_step_without_torchrun_is_passed_over(told):
 def test_a_source_that_can_not_be_read_is_passed_over(tmp_path):
     for path in (None, str(tmp_path), str(tmp_path / "none"), str(write(tmp_path / "no.py", "def ("))):
         assert list(run_calls.unknown_arguments(path, 1)) == []
+
+
+@pytest.mark.parametrize(
+    ("body", "number"),
+    [
+        ("current.torch.run('x.py', nproc_per_node=2)", 2),
+        ("current.torch.run('x.py', nproc_per_node=2); current.torch.run('y.py', nproc_per_node=2)", 2),
+        ("current.torch.run('x.py', nproc_per_node=2); current.torch.run('y.py', nproc_per_node=3)", None),
+        ("current.torch.run('x.py', nproc_per_node=2); current.torch.run('y.py')", None),
+        ("current.torch.run('x.py', nproc_per_node=self.n)", None),
+        ("current.torch.run('x.py', nproc_per_node='auto')", None),
+        ("current.torch.run('x.py', nproc_per_node=True)", None),
+        ("current.torch.run('x.py')", None),
+        ("other.torch.run('x.py', nproc_per_node=2)", None),
+    ],
+)
+def test_the_number_of_processes_is_known_where_all_calls_name_the_same(body, number, tmp_path):
+    path = write(tmp_path / "flow.py", f"from metaflow import current\ndef train(self):\n    {body}\n")
+    node = SimpleNamespace(name="train", decorators=[SimpleNamespace(name="torchrun")])
+    node.source_file, node.func_lineno = str(path), 2
+    other = SimpleNamespace(name="other", decorators=node.decorators, source_file=str(path), func_lineno=2)
+    assert run_calls.nproc_in_calls([node], "train") == number
+    assert run_calls.nproc_in_calls([other], "train") is None

@@ -10,6 +10,7 @@ import os
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from metaflow import current
@@ -131,7 +132,7 @@ class TorchrunDecorator(steps.ParallelDecorator):  # type: ignore[misc]  # Metaf
         check()  # again, since Metaflow's command line is there by now
         print_errors_ourselves(in_task=False)
         super().step_init(flow, graph, step_name, decos, environment, flow_datastore, logger)
-        self._flow_datastore, self._step_name = flow_datastore, step_name
+        self._flow_datastore, self._step_name, self._graph = flow_datastore, step_name, graph
         for option in ignored_by_with(self.name) if getattr(self, "statically_defined", False) else ():
             logger(
                 f"Step {step_name}: {option} is ignored, because the step has @torchrun in its source. Change it there."
@@ -275,7 +276,7 @@ class TorchrunDecorator(steps.ParallelDecorator):  # type: ignore[misc]  # Metaf
         if parallel.node_index == CONTROL:
             raise_limit(parallel.num_nodes - 1)  # before a process starts whose workers would have another one
         features = in_task()
-        starts = starts_of(features, self._settings, machine, None if here else self._requested)
+        starts = starts_of(features, self._settings_of_spares(), machine, None if here else self._requested)
         member, main_addr = self._gang.join(starts)
         context = Context(
             member,
@@ -289,6 +290,15 @@ class TorchrunDecorator(steps.ParallelDecorator):  # type: ignore[misc]  # Metaf
             part=self._gang.part,
         )
         steps.offer("torch", TorchrunExecutor(context))
+
+    def _settings_of_spares(self) -> StepSettings:
+        """Return the settings as the step's first launch will have them, as far as the source of the step tells."""
+        from .task.run_calls import nproc_in_calls
+
+        settings = self._settings
+        if settings.warm == "off" or settings.nproc_per_node is not None:
+            return settings
+        return replace(settings, nproc_per_node=nproc_in_calls(self._graph, self._step_name))
 
 
 def _tell_of_job(flow_datastore: Any, step_name: str) -> None:

@@ -1,4 +1,4 @@
-"""Finds unknown arguments of `run` in the source of a step, before anything is scheduled.
+"""Reads the calls of `run` in the source of a step: unknown arguments are refused before anything is scheduled.
 
 If the source leaves a doubt about what is called, only `run` itself refuses them, in the tasks.
 """
@@ -29,8 +29,25 @@ def check_arguments_of_run(graph: Any) -> None:
             )
 
 
+def nproc_in_calls(graph: Any, step: str) -> int | None:
+    """Return the number of processes per node that all calls of `run` in a step name in the source; None without one."""
+    found: set[Any] = set()
+    for name, path, first in sources_of_steps(graph):
+        for call in calls_of_run(path, first) if name == step else ():
+            named = [each.value for each in call.keywords if each.arg == "nproc_per_node"]
+            found.add(named[0].value if named and isinstance(named[0], ast.Constant) else None)
+    number = found.pop() if len(found) == 1 else None
+    return number if type(number) is int else None
+
+
 def unknown_arguments(path: str | None, first: int | None) -> Iterator[tuple[str, int]]:
     """Yield unknown arguments in the function whose ``def`` is in line `first` of a file, each with its line."""
+    for call in calls_of_run(path, first):
+        yield from ((each.arg, each.lineno) for each in call.keywords if each.arg and each.arg not in KNOWN)
+
+
+def calls_of_run(path: str | None, first: int | None) -> Iterator[ast.Call]:
+    """Yield the calls of `run` in the function whose ``def`` is in line `first` of a file."""
     tree: ast.AST = ast.Module([], [])
     with suppress(OSError, SyntaxError, ValueError, RecursionError), tokenize.open(path or "") as file:
         tree = ast.parse(file.read())
@@ -39,7 +56,7 @@ def unknown_arguments(path: str | None, first: int | None) -> Iterator[tuple[str
     for function in (node for node in nodes if isinstance(node, ast.FunctionDef) and node.lineno == first):
         for call in (node for node in ast.walk(function) if isinstance(node, ast.Call)):
             if _resolved(_dotted(call.func), names) in _RUNS:
-                yield from ((each.arg, each.lineno) for each in call.keywords if each.arg and each.arg not in KNOWN)
+                yield call
 
 
 def _hides(node: ast.AST) -> bool:
