@@ -57,7 +57,10 @@ def python_without_us(folder):
 def test_the_core_passes_its_tests_without(feature, tmp_path):
     assert copy_without(feature, tmp_path)
     python, env = python_without_us(tmp_path / "venv"), {**os.environ, "PYTHONPATH": str(tmp_path)}
-    ask = "import metaflow_extensions.torchrun.plugins.torchrun.gang_of_one as it; print(it.__file__, it.in_task())"
+    ask = (
+        "import metaflow_extensions.torchrun.plugins.torchrun.features.listed as it; "
+        "print(it.__file__, it.in_task(), it.watches(), it.keeps(), it.on_page())"
+    )
     found = subprocess.run([python, "-c", ask], cwd=tmp_path, env=env, capture_output=True, text=True)
     assert found.stdout.startswith(str(tmp_path)), found.stderr
     assert f".{feature}." not in found.stdout

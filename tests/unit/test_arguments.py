@@ -119,6 +119,8 @@ def test_options_are_read_from_dicts_and_lists(given, options):
         *((other, "torchrun_args is a") for other in ("--max-restarts=3", 3, b"x")),
         (["--role"], "option role has no value"),
         (["", "3"], "empty word"),
+        *((nameless, "an option without a name") for nameless in (["--", "x"], ["--=x"], {"": "x"}, {"--": None})),
+        (["--module=train"], "module is a flag without a value, but got 'train'"),
         ({"standalone": "yes"}, "flag without a value"),
         *((bare, "needs a value") for bare in (["max-restarts", ""], {"max_restarts": None}, {"log-dir": ""})),
     ],

@@ -107,6 +107,20 @@ def test_each_command_is_told_and_shown_and_has_what_the_workers_will_have(node_
     node.verdict(ERROR)
 
 
+@pytest.mark.parametrize("home", [None, sys.base_prefix])
+def test_the_runner_starts_where_python_needs_pythonhome_and_heeds_no_module_of_the_users(
+    home, node_with, tmp_path, monkeypatch
+):
+    if home is not None:
+        monkeypatch.setenv("PYTHONHOME", home)
+    write(tmp_path / "mine" / "json.py", "raise SystemExit('a stranger')")
+    env = (("PYTHONPATH", str(tmp_path / "mine")), ("PYTHONWARNINGS", "error"))
+    node = node_with("tr '\\0' '\\n' < /proc/$PPID/cmdline > line", env=env)
+    assert ended_well(node)
+    words = (tmp_path / "cwd" / "line").read_text().splitlines()
+    assert ("-I" in words) is (home is None), "-I ignores PYTHONHOME"
+
+
 def test_the_node_is_ready_with_what_the_commands_have_made(node_with, tmp_path):
     node = node_with("true")
     node.complete = lambda: replace(node.plan, facts={"torch": "just installed"})

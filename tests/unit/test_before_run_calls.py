@@ -100,6 +100,14 @@ def test_the_entrypoint_is_looked_for_after_it(launch_of, tmp_path):
         launch_of(positional=("absent.py",), before_run=[])
 
 
+def test_a_working_directory_that_it_removes_is_named(launch_of, tmp_path):
+    (tmp_path / "work").mkdir()
+    launch_of(positional=(["true"],), before_run=["true"], cwd="work")
+    (tmp_path / "work").rmdir()
+    with pytest.raises(TorchrunConfigError, match=r"After before_run, cwd is '.*work', but .* is not a folder"):
+        launch_of.complete()
+
+
 @pytest.mark.parametrize(
     "wrong",
     [

@@ -75,6 +75,12 @@ def test_a_command_has_no_spare_workers_and_a_line_says_so(launch_of):
         assert any("the workers start cold" in line for line in said) is (warm == "workers" and has_spares)
 
 
+@pytest.mark.parametrize("warm", ["agent", "workers", "off"])
+def test_the_supervisor_is_told_what_starts_warm(warm, launch_of):
+    launch_of({"warm": warm})
+    assert launch_of.plans[-1].warm == warm
+
+
 @pytest.mark.parametrize("rank", [0, None])
 def test_a_gang_of_one_in_a_gangs_step_speaks_of_the_node_that_it_is_there(rank):
     kind = "exit" if rank == 0 else "terminated"

@@ -61,6 +61,16 @@ def test_a_wrong_value_in_torchrun_args_is_named(setting):
         value_of(setting, torchrun_args={setting: "x"})
 
 
+def test_of_several_wrong_values_every_node_names_the_same_the_first_of_the_table():
+    wrong = {name: "x" for name in SETTINGS if name != "warm"} | {"module": 3, "gather": 3, "outputs_from": 3}
+    for name in ARGUMENTS:
+        if name in wrong:
+            with pytest.raises(TorchrunConfigError, match=rf"^run\({name}\)"):
+                value_of("module", **wrong)
+            del wrong[name]
+    assert not wrong
+
+
 def test_a_folder_of_the_step_is_looked_for_on_the_node():
     with pytest.raises(TorchrunConfigError, match=r"@torchrun\(cwd\).*not a folder on this node"):
         value_of("cwd", {"cwd": "not here"})

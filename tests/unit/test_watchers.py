@@ -136,6 +136,14 @@ def test_a_gang_has_a_keeper_of_each_feature_that_needs_one():
     assert Keepers.of(classes, 1).record() == {"other": None}
 
 
+def test_spares_are_those_of_the_feature_that_the_task_names():
+    feature = Watch()
+    feature.spares = lambda data: [data]
+    assert of_node.spares_of({"warm": feature}, {"feature": "warm", "data": 3}) == [3]
+    assert of_node.spares_of({"warm": feature}, None) is None
+    assert of_node.spares_of({"other": feature}, {"feature": "warm", "data": 3}) is None
+
+
 # --- in a launch ------------------------------------------------------------------------------------
 
 

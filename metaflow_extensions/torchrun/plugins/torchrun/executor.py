@@ -24,7 +24,7 @@ from .machine.accelerators import Machine, Nproc, choose_nproc
 from .node.request import Request
 from .result import TorchrunResult
 from .run_arguments import FEATURE_OF, LEGACY, RunOptions, checked, spelled_out
-from .settings import StepSettings
+from .settings import StepSettings, checked_value
 from .show.live_card import GangPart
 from .task.launch_call import LaunchCall
 from .task.results import result_of
@@ -254,8 +254,10 @@ class TorchrunExecutor:
         )
 
         def complete() -> Request:
-            """Check what the commands may have made."""
+            """Check what the commands may have made, and what they may have removed."""
             importlib.invalidate_caches()
+            if run.cwd is not None:
+                checked_value("cwd", run.cwd, "After before_run, cwd")
             made = build_spec(run, nproc.value, node, services.function)
             return replace(request, spec=made, facts=node_facts(made, context.machine))
 
@@ -277,7 +279,7 @@ class TorchrunExecutor:
         for name, feature in FEATURE_OF.items():
             # Of all entrypoints, a function needs one.
             value = callable(run.entrypoint) if name == "entrypoint" else getattr(run, name)
-            if feature not in self._context.features and value not in (None, False):
+            if feature not in self._context.features and not (value is None or value is False):
                 raise TorchrunConfigError(f"run({name}=...) needs the feature {feature}, which is not installed here.")
 
     def _launch(self, call: LaunchCall) -> TorchrunResult[Any]:

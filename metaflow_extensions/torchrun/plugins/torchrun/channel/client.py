@@ -109,7 +109,7 @@ class Client:
     """A task's connection to its supervisor process, which it starts.
 
     `listener` gets the messages for this node, and what else the supervisor says. `more` may have ``starts``, what spares it
-    is to start (`watchers.starts_of`), and ``signs``, at what it has to look (`task/signs`).
+    is to start (`launch.services.starts_of`), and ``signs``, at what it has to look (`task/signs`).
     """
 
     _asks = False  # whether there is a second connection

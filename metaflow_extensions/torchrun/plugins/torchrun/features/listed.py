@@ -1,20 +1,22 @@
 """The list of all features, and which parts each has. A launch works without any of them.
 
-Remove a feature here, with its folder, and the rest stays as it is. A part is a module of the feature's folder:
-`in_task` runs in the task, `watch` in each node's supervisor, `keep` in that of the control node, and `on_page` where a
-gang is shown. Each process imports the modules of its own parts alone. Only the modules that put a gang together import
-this one, and those that show one (`WIRE_FEATURES` in the layering test).
+Remove a feature here, with its folder, and the rest stays as it is. A part is a module of the feature's folder: `in_task`
+runs in the task, `watch` in each node's supervisor, `keep` in that of the control node, and `on_page` where a gang is
+shown, by a command or on a card. No part imports another, so each process loads those that it runs.
+
+Only the modules that put a gang together import this one, and those that show one: `WIRE_FEATURES` in the layering test.
 """
 
 from __future__ import annotations
 
 from importlib import import_module
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from ..gang.keepers import Keeper
-from ..launch.services import InTask
-from ..node.watchers import Watch
-from ..records.on_page import OnPage
+if TYPE_CHECKING:  # of these, too, a process needs only its own
+    from ..gang.keepers import Keeper
+    from ..launch.services import InTask
+    from ..node.watchers import Watch
+    from ..records.on_page import OnPage
 
 FEATURES = {
     "functions": ("in_task", "keep"),

@@ -71,6 +71,8 @@ def torchrun_options(given: Mapping[str, Any] | Sequence[Any] | None) -> dict[st
     pairs = _mapping_pairs(given) if isinstance(given, Mapping) else _list_pairs(given)
     options: dict[str, str | None] = {}
     for name, value in pairs:
+        if not name:
+            raise TorchrunConfigError(f"torchrun_args {given!r} has an option without a name.")
         if name in options and options[name] != value:
             raise TorchrunConfigError(f"torchrun_args sets {name} twice: {options[name]!r} and {value!r}.")
         if value is None and name in _VALUED:
@@ -106,6 +108,8 @@ def _list_pairs(given: list[Any]) -> Iterator[tuple[str, str | None]]:
             raise TorchrunConfigError(f"torchrun_args {given!r} has an empty word where an option is expected.")
         name, equals, value = word.partition("=")
         name = _option_name(name)
+        if equals and name in _FLAGS:
+            raise TorchrunConfigError(f"torchrun_args {given!r}: {name} is a flag without a value, but got {value!r}.")
         if equals:
             yield name, value
         elif name in _FLAGS:

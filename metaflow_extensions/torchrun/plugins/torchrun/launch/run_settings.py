@@ -1,6 +1,6 @@
-"""`RunSettings`: what one call of `run` asks for, with ``torchrun_args`` and the step's attributes merged in. Pure.
+"""`RunSettings`: what one call of `run` asks for, with ``torchrun_args`` and the step's attributes merged in.
 
-Everything after it reads this object, and none of its three sources.
+What comes after it asks none of the three sources for an argument of `run`. Of files it looks for `cwd` alone.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class RunSettings:
     entrypoint_args: Any  # not checked: a script gets words, a function its own arguments
     module: bool
     process_group: Any  # not checked
-    nproc_per_node: Choice  # a number, "auto", "cpu" or "gpu"
+    nproc_per_node: Choice  # a number, "auto", "cpu", "gpu" or None
     warm: str
     env: Mapping[str, str]
     cwd: str | None  # absolute
@@ -59,7 +59,7 @@ def resolve(arguments: Mapping[str, Any], settings: StepSettings, node: Node) ->
     The value of the call counts, else that of ``torchrun_args``, else the attribute, else the default.
     """
     options = options_of(arguments.get("torchrun_args"), node)
-    chosen = {name: _choose(name, arguments, options, settings) for name in ARGUMENTS.keys() - {"torchrun_args"}}
+    chosen = {name: _choose(name, arguments, options, settings) for name in ARGUMENTS if name != "torchrun_args"}
     values = {name: choice.value for name, choice in chosen.items()}
     values["module"] = values["module"] or "module" in options
     values["env"] = values["env"] or {}
@@ -78,8 +78,10 @@ def resolve(arguments: Mapping[str, Any], settings: StepSettings, node: Node) ->
 def _choose(
     name: str, arguments: Mapping[str, Any], options: Mapping[str, str | None], settings: StepSettings
 ) -> Choice:
-    option = name.replace("_", "-") if name in _OPTIONS else ""
-    given = {f"run({name})": arguments.get(name), f"torchrun_args {option}": options.get(option)}
+    option = name.replace("_", "-")
+    given = {f"run({name})": arguments.get(name)}
+    if name in _OPTIONS:
+        given[f"torchrun_args {option}"] = options.get(option)
     parsed = [
         Choice(checked_value(name, value, source), source) for source, value in given.items() if value is not None
     ]

@@ -138,7 +138,7 @@ class Services(AbstractContextManager["Services"]):
 
     @property
     def told(self) -> dict[str, Any]:
-        """What the supervisor must know of them, as fields of `plan.Request`."""
+        """What the supervisor must know of them, as fields of `node.request.Request`."""
         services = self._services.values()
         return {
             "stores": any(service.stores for service in services),

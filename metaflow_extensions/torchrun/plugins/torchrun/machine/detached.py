@@ -52,11 +52,12 @@ _OWN_PATH = "import sys\nsys.path[:] = sys.path[-3:]"
 
 
 def isolated(python: str, env: Mapping[str, str]) -> list[str]:
-    """Return Python with the options that keep it from everything that users have installed.
+    """Return Python with the options that keep it from what users have installed, and from their ``PYTHON*`` variables.
 
-    A Python that needs PYTHONHOME to find its library does not start with -I, which ignores that variable.
+    A Python that needs PYTHONHOME to find its library does not start with -I, which ignores all of them. Then the program
+    has to leave out what PYTHONPATH adds to its path.
     """
-    return [python, "-s" if env.get(_HOME) else "-I", "-S"]
+    return [python, *(["-s", "-Wignore"] if env.get(_HOME) else ["-I"]), "-S"]
 
 
 class Detached(processes.Other):

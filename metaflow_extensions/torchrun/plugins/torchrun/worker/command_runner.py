@@ -8,12 +8,16 @@ not be started, and its seconds. The second has the pipes for the output of each
 
 from __future__ import annotations
 
+import sys
+
+if not sys.flags.isolated:  # see `machine.detached.isolated`; Python's own library is the last three entries
+    sys.path[:] = sys.path[-3:]
+
 import fcntl
 import json
 import os
 import signal
 import subprocess
-import sys
 import time
 from contextlib import suppress
 from typing import Any

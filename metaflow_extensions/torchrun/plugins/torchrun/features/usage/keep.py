@@ -38,9 +38,9 @@ class UsageKeeper(Keeper):
         """Return the keeper of a gang."""
         return cls(num_nodes, step_s(num_nodes))
 
-    def __init__(self, num_nodes: int, step_s: float) -> None:
+    def __init__(self, num_nodes: int, first_step_s: float) -> None:
         self._most = max(_LEAST_POINTS, min(_MOST_POINTS, _POINTS_OF_ALL // num_nodes))
-        self._step_s = step_s
+        self._step_s = first_step_s
         self._nodes: dict[int, _Node] = {}
 
     def handle(self, node: int, told: Told, at_s: float) -> None:

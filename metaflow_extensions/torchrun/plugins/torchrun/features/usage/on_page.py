@@ -61,7 +61,7 @@ class UsageOnPage(OnPage):
 
 
 def usage_parts(usage: Mapping[str, Any], summary: Summary) -> list[Part]:
-    """Return sentences and charts; `usage` is the record of `feature.UsageKeeper`."""
+    """Return sentences and charts; `usage` is the record of `keep.UsageKeeper`."""
     nodes: _Nodes = {int(node): series for node, series in usage["nodes"].items()}
     if not nodes:
         return [Sentence("Nothing has been measured.")]
