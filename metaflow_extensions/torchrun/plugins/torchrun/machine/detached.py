@@ -57,7 +57,7 @@ def isolated(python: str, env: Mapping[str, str]) -> list[str]:
     A Python that needs PYTHONHOME to find its library does not start with -I, which ignores all of them. Then the program
     has to leave out what PYTHONPATH adds to its path.
     """
-    return [python, *(["-s", "-Wignore"] if env.get(_HOME) else ["-I"]), "-S"]
+    return [python, "-s" if env.get(_HOME) else "-I", "-S"]
 
 
 class Detached(processes.Other):
