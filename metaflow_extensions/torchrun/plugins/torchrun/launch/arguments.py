@@ -75,6 +75,8 @@ def torchrun_options(given: Mapping[str, Any] | Sequence[Any] | None) -> dict[st
             raise TorchrunConfigError(f"torchrun_args {given!r} has an option without a name.")
         if name in options and options[name] != value:
             raise TorchrunConfigError(f"torchrun_args sets {name} twice: {options[name]!r} and {value!r}.")
+        if value is not None and name in _FLAGS:
+            raise TorchrunConfigError(f"torchrun_args {name} is a flag without a value, but got {value!r}.")
         if value is None and name in _VALUED:
             raise TorchrunConfigError(f"torchrun_args {name} needs a value, but has none.")
         options[name] = value
@@ -93,10 +95,8 @@ def _mapping_pairs(given: Mapping[str, Any]) -> Iterator[tuple[str, str | None]]
         name = _option_name(key)
         if name not in _FLAGS:
             yield name, None if _is_absent(value) else str(value)
-        elif value not in (None, "", False, True):
-            raise TorchrunConfigError(f"torchrun_args[{key!r}] is a flag without a value, but got {value!r}.")
         elif value is not False:
-            yield name, None
+            yield name, None if value in (None, "", True) else str(value)
 
 
 def _list_pairs(given: list[Any]) -> Iterator[tuple[str, str | None]]:
@@ -108,8 +108,6 @@ def _list_pairs(given: list[Any]) -> Iterator[tuple[str, str | None]]:
             raise TorchrunConfigError(f"torchrun_args {given!r} has an empty word where an option is expected.")
         name, equals, value = word.partition("=")
         name = _option_name(name)
-        if equals and name in _FLAGS:
-            raise TorchrunConfigError(f"torchrun_args {given!r}: {name} is a flag without a value, but got {value!r}.")
         if equals:
             yield name, value
         elif name in _FLAGS:
