@@ -21,7 +21,8 @@ from metaflow_extensions.torchrun.plugins.torchrun.launch.spec import LaunchSpec
 from metaflow_extensions.torchrun.plugins.torchrun.logs.pipes import pipe_path
 from metaflow_extensions.torchrun.plugins.torchrun.machine.accelerators import Machine
 from metaflow_extensions.torchrun.plugins.torchrun.node import agent_events
-from metaflow_extensions.torchrun.plugins.torchrun.node.node_launch import Completed, NodeLaunch
+from metaflow_extensions.torchrun.plugins.torchrun.node.news import Completed
+from metaflow_extensions.torchrun.plugins.torchrun.node.node_launch import NodeLaunch
 from metaflow_extensions.torchrun.plugins.torchrun.node.plan import Plan
 from metaflow_extensions.torchrun.plugins.torchrun.task.results import result_of
 from metaflow_extensions.torchrun.plugins.torchrun.task.upload import begin_upload

@@ -16,7 +16,7 @@ from fake_node import ERROR, FakeNode
 from unit_helpers import eventually, is_running, write
 
 from metaflow_extensions.torchrun.plugins.torchrun.errors import EntrypointError, TorchrunPreempted
-from metaflow_extensions.torchrun.plugins.torchrun.gang.endings import Interruption
+from metaflow_extensions.torchrun.plugins.torchrun.gang.endings import MustEnd
 from metaflow_extensions.torchrun.plugins.torchrun.gang.protocol import Command, Ended, Failed, Ready
 from metaflow_extensions.torchrun.plugins.torchrun.launch.command import COMMAND_RUNNER
 from metaflow_extensions.torchrun.plugins.torchrun.machine import processes
@@ -204,7 +204,7 @@ def test_a_preempted_node_stops_its_commands_and_tells_the_gang(node_with, tmp_p
     node = node_with(STUBBORN, grace_s=0.3)
     node.prepare()
     running = pids(tmp_path / "cwd")
-    node.interrupt(Interruption.MUST_END)
+    node.interrupt(MustEnd("its machine goes"))
     assert isinstance(node.outcome(), TorchrunPreempted)
     assert not any(map(is_running, running))
     failed = messages(node)[-1]

@@ -16,7 +16,7 @@ from metaflow_extensions.torchrun.plugins.torchrun.node import agent_end
 from metaflow_extensions.torchrun.plugins.torchrun.node.agent_end import MachineFaults
 from metaflow_extensions.torchrun.plugins.torchrun.node.agent_events import AgentEnded, Frozen
 from metaflow_extensions.torchrun.plugins.torchrun.node.generation import Generation
-from metaflow_extensions.torchrun.plugins.torchrun.node.phases import Life, Phase
+from metaflow_extensions.torchrun.plugins.torchrun.node.news import Seen
 from metaflow_extensions.torchrun.plugins.torchrun.node.plan import Plan
 
 KILLED = Cause("signal", 0, "host", 1, 1, -signal.SIGKILL, None, "the last lines")
@@ -37,26 +37,22 @@ def made_in(folder):
         kept=kept,
         written_bytes=int,
         tail=lambda *which: "",
+        last_output_at=None,
     )
-    return Generation(
-        plan, "host", go, folder, [], FakeAgent(None, [], {}, None, print), follower, Life(Phase.STARTING)
-    )
+    return Generation(plan, "host", go, folder, [], FakeAgent(None, [], {}, None, print), follower)
 
 
 def test_it_begins_and_ends_once(tmp_path):
-    """Of its other states `test_node_launch` shows what follows."""
+    """And what ends once it is being stopped is no failure."""
     generation = made_in(str(tmp_path))
-    generation.stop()  # nothing runs yet
     generation.start()
     for _ in range(2):
         generation.stop()
-    assert generation._life.phase is Phase.STOPPING
-    assert generation.handle(AgentEnded(1, 0.0)) is generation.handle(Frozen(None, None, 7, 0.0)) is None
+    for event in (AgentEnded(1, 0.0), Frozen(None, None, 7, 0.0)):
+        assert generation.handle(event) == Seen()
     for _ in range(2):
         asyncio.run(generation.close())
-    assert generation._life.phase is Phase.ENDED
-    with pytest.raises(AssertionError, match="from ENDED to RUNNING"):
-        generation.start()
+    assert generation._agent.orders == ["start", ("stop", 30.0), ("close", 0.0)]
 
 
 def test_what_ends_the_wait_for_its_processes_leaves_no_reader_and_no_pipes(tmp_path):
@@ -66,7 +62,7 @@ def test_what_ends_the_wait_for_its_processes_leaves_no_reader_and_no_pipes(tmp_
     generation._agent.close = lambda grace_s: (_ for _ in ()).throw(KeyboardInterrupt)
     with pytest.raises(KeyboardInterrupt):
         asyncio.run(generation.close())
-    assert (ended, generation._life.phase) == ([False], Phase.ENDED)
+    assert (ended, tmp_path.exists()) == ([False], False)
 
 
 @pytest.mark.parametrize(

@@ -121,19 +121,32 @@ def test_no_worker_becomes_of_a_spare_that_has_imported_before_the_commands(warm
     node.launches.close()
 
 
+def stopping_until(monkeypatch):
+    """Have each launch end only after the event that this returns."""
+    stopped, run = asyncio.Event(), launching.NodeLaunch.run
+
+    async def run_and_wait(launch):
+        try:
+            return await run(launch)
+        finally:
+            await stopped.wait()
+
+    monkeypatch.setattr(launching.NodeLaunch, "run", run_and_wait)
+    return stopped
+
+
 def test_a_launch_waits_for_the_end_of_one_that_is_still_being_stopped(node, monkeypatch):
     """The task may have left that by a second Ctrl-C, and its step's code may go on."""
-    stopped, running = asyncio.Event(), []
-    monkeypatch.setattr(launching.NodeLaunch, "_give_up", lambda *_: stopped.wait())
-    monkeypatch.setattr(launching.NodeLaunch, "_begin", lambda launch: running.append(launch._launch))
+    stopped = stopping_until(monkeypatch)
+    begun = lambda: [message.launch for message in node.sent if isinstance(message, Ready)]  # noqa: E731
     node.launches.run(0, told(request_of()))
     node.launches.give_up(0, None)
-    assert eventually(lambda: running == [0])
+    assert eventually(lambda: begun() == [0])
     node.launches.run(1, told(request_of()))
     time.sleep(0.2)  # it would have begun by now
-    assert running == [0]
+    assert begun() == [0]
     node.loop.post(stopped.set)
-    assert eventually(lambda: running == [0, 1])
+    assert eventually(lambda: begun() == [0, 1])
     assert node.told[0] == ("ended", 0, {"handled": 0})
     node.launches.abort()
     node.launches.close()
@@ -141,11 +154,11 @@ def test_a_launch_waits_for_the_end_of_one_that_is_still_being_stopped(node, mon
 
 def test_a_launch_of_another_gang_waits_too_and_hears_nothing_of_the_last_one(node, monkeypatch):
     """As a single node's next `run` after a second Ctrl-C."""
-    stopped = asyncio.Event()
-    monkeypatch.setattr(launching.NodeLaunch, "_give_up", lambda *_: stopped.wait())
+    stopped = stopping_until(monkeypatch)
     node.launches.run(0, told(request_of()))
     assert eventually(lambda: node.sent)
     node.launches.let_go()
+    assert eventually(lambda: isinstance(node.sent[-1], Ended))
     heard = []
     tell = lambda *frame: heard.append(frame)  # noqa: E731
     before, seat = node.launches.itself, node.seat.itself
@@ -153,9 +166,9 @@ def test_a_launch_of_another_gang_waits_too_and_hears_nothing_of_the_last_one(no
     after = InLoop(node.loop, make)
     after.run(0, told(request_of()))
     time.sleep(0.2)  # it would have begun by now
-    assert len(node.sent) == 1
+    assert len(node.sent) == 2
     node.loop.post(stopped.set)
-    assert eventually(lambda: len(node.sent) == 2)
+    assert eventually(lambda: isinstance(node.sent[-1], Ready))
     assert (node.told, heard) == ([], [])
     after.abort()
     after.close()

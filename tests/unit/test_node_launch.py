@@ -17,7 +17,7 @@ from unit_helpers import eventually, write
 from metaflow_extensions.torchrun.plugins.torchrun import errors
 from metaflow_extensions.torchrun.plugins.torchrun.gang import protocol
 from metaflow_extensions.torchrun.plugins.torchrun.gang.cause import Cause
-from metaflow_extensions.torchrun.plugins.torchrun.gang.endings import Interruption, TimedOut
+from metaflow_extensions.torchrun.plugins.torchrun.gang.endings import GivenUp, MustEnd, TimedOut
 from metaflow_extensions.torchrun.plugins.torchrun.gang.policy import LaunchPolicy
 from metaflow_extensions.torchrun.plugins.torchrun.gang.protocol import (
     Ended,
@@ -28,7 +28,6 @@ from metaflow_extensions.torchrun.plugins.torchrun.gang.protocol import (
     Storing,
     Wrote,
 )
-from metaflow_extensions.torchrun.plugins.torchrun.gang.seat import GivenUp
 from metaflow_extensions.torchrun.plugins.torchrun.launch import transfer
 from metaflow_extensions.torchrun.plugins.torchrun.launch.services import InTask, Service, Services, ToStore
 from metaflow_extensions.torchrun.plugins.torchrun.launch.spec import FunctionSpec
@@ -393,7 +392,7 @@ BROKEN_GANG = errors.GangError("Node 1 is gone.")
 @pytest.mark.parametrize(
     ("news", "kind", "words", "told"),
     [
-        ([Interruption.MUST_END] * 2, errors.TorchrunPreempted, "was preempted", [False, True]),
+        ([MustEnd("its machine goes")] * 2, errors.TorchrunPreempted, "was preempted", [False, True]),
         ([GivenUp(Cause("step", 0, "host"))], GivenUp, "", [True]),
         ([GivenUp(None)], GivenUp, "", []),  # all know it, or the task's end was told
         ([protocol.Restart(0, 1, 3, 0.0, cause=None)], AttributeError, "'as_dict'", [True]),  # no message of ours
@@ -423,7 +422,7 @@ def test_a_verdict_that_comes_before_the_workers_end_stops_them_and_needs_no_ans
 
 @pytest.mark.parametrize(
     ("news", "kind"),
-    [(Interruption.MUST_END, errors.TorchrunPreempted), (TimedOut("too long"), errors.LaunchTimeout)],
+    [(MustEnd("its machine goes"), errors.TorchrunPreempted), (TimedOut("too long"), errors.LaunchTimeout)],
     ids=["preempted", "timed out"],
 )
 def test_before_go_an_interruption_ends_the_launch(news, kind, node):
@@ -571,7 +570,7 @@ def test_an_upload_that_takes_long_is_told(storing, service, monkeypatch):
 @pytest.mark.parametrize("news", ["stop", "restart", "interruption"])
 def test_an_upload_is_given_up_for_what_is_more_urgent(news, storing, service):
     if news == "interruption":
-        storing.interrupt(Interruption.MUST_END)
+        storing.interrupt(MustEnd("its machine goes"))
         assert isinstance(storing.outcome(), errors.TorchrunPreempted)
         assert (storing.expect(Failed).given_up, storing.expect(Ended).generation) == (True, None)
     elif news == "stop":

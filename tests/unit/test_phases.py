@@ -1,112 +1,184 @@
-"""A node's phases: every news in every phase, and any order of news, leaves a node that can end."""
+"""A node's phases: every news in every phase, and any order of news, leaves a node that can end, with nothing left."""
 
-import asyncio
+import ast
 import signal
 from itertools import product
-from types import SimpleNamespace
+from pathlib import Path
+from typing import get_args
 
 import pytest
-from fake_node import NOBODY
+from fake_node import ERROR
 from hypothesis import given
 from hypothesis import strategies as some
 
-from metaflow_extensions.torchrun.plugins.torchrun.errors import LaunchFailed, TorchrunError
-from metaflow_extensions.torchrun.plugins.torchrun.gang.cause import Cause
-from metaflow_extensions.torchrun.plugins.torchrun.gang.endings import Interruption, TimedOut
+from metaflow_extensions.torchrun.plugins.torchrun.gang.cause import Cause, Failure
+from metaflow_extensions.torchrun.plugins.torchrun.gang.endings import Broken, GivenUp, MustEnd, TimedOut
 from metaflow_extensions.torchrun.plugins.torchrun.gang.protocol import (
-    Abort,
     Ask,
+    Command,
     Ended,
+    Failed,
     Go,
+    Prepares,
     Ready,
     Restart,
+    Started,
     Stop,
     Store,
+    Told,
     Verdict,
+    Wrote,
 )
-from metaflow_extensions.torchrun.plugins.torchrun.gang.seat import GivenUp, Seat
 from metaflow_extensions.torchrun.plugins.torchrun.launch.spec import LaunchSpec
 from metaflow_extensions.torchrun.plugins.torchrun.machine.accelerators import Machine
-from metaflow_extensions.torchrun.plugins.torchrun.node.agent_events import AgentEnded, End, WorkerEnded, WorkerStarted
-from metaflow_extensions.torchrun.plugins.torchrun.node.commands import CommandNews
-from metaflow_extensions.torchrun.plugins.torchrun.node.node_launch import HANDLERS, Completed, NodeLaunch
+from metaflow_extensions.torchrun.plugins.torchrun.node import course, news
+from metaflow_extensions.torchrun.plugins.torchrun.node.course import HANDLERS, NodeCourse
+from metaflow_extensions.torchrun.plugins.torchrun.node.news import (
+    Begun,
+    Called,
+    Completed,
+    Crashed,
+    Do,
+    NotBegun,
+    Seen,
+    Settled,
+    WorkersEnded,
+)
+from metaflow_extensions.torchrun.plugins.torchrun.node.outcome import Outcome
 from metaflow_extensions.torchrun.plugins.torchrun.node.phases import LIVING, NEXT, Phase
 from metaflow_extensions.torchrun.plugins.torchrun.node.plan import Plan
-from metaflow_extensions.torchrun.plugins.torchrun.node.start import AgentNews
 
 CAUSE = Cause("exit", 0, "host", 1, 1, 3)
-ERROR = LaunchFailed("Rank 1 failed.", CAUSE.as_dict())
+FAILURES = (Failure(CAUSE),)
 SPEC = LaunchSpec("/flow/train.py", (), False, nproc=1, num_nodes=2, node_index=1, python="python3")
-
-
-class Agent:
-    """An agent without processes."""
-
-    pid = None
-
-    def __init__(self, of_workers):
-        self.of_workers, self.is_running, self.is_closed = of_workers, False, False
-
-    def start(self):
-        self.is_running = True
-
-    def stop(self, grace_s, first_signal=None):
-        assert self.is_running
-
-    async def close(self, grace_s):
-        self.is_closed = True
+TOLD = Told(0, 0, "stacks", {})
 
 
 class Node:
-    """A launch on one node, and what it has sent, said and asked of its task."""
+    """A launch on one node, whose processes, task and gang are this object, which checks what the launch wants done.
 
-    def __init__(self, commands=()):
-        self.sent, self.said, self.asked, self.agents = [], [], [], []
-        link = SimpleNamespace(own_address=None, send=self.sent.append, settle_lines=lambda: asyncio.sleep(0))
-        self.seat = Seat(1, 2, self.said.append, link)
-        self.plan = Plan(SPEC, "127.0.0.1", Machine(1), commands=commands, write=lambda *_: True)
-        complete, store = lambda: self.asked.append("complete"), lambda what: self.asked.append(what)
-        self.launch = NodeLaunch(self.plan, self.seat, 0, complete, store, self.new_agent)
-        self.seat.begin_launch()
-        self.launch._begin()
+    Processes that are to begin do so, unless this `fails`. If it `is_mute`, it does not say whether they do, nor that the
+    lines of other nodes have come.
+    """
 
-    def new_agent(self, *_):
-        self.agents.append(Agent(of_workers=self.phase is Phase.STARTING))
-        return self.agents[-1]
+    def __init__(self, has_commands=False, is_mute=False):
+        plan = Plan(SPEC, "127.0.0.1", Machine(1), commands=(("true",),) if has_commands else (), grace_s=7.0)
+        self.course = NodeCourse(plan, 0, 1, "host")
+        self.fails, self.is_mute = False, is_mute
+        self.done = []  # all effects
+        self.running = None  # the commands, or a generation's *go*
+        self.stores = False  # whether the task was asked to
+        self.verdict = None
 
     @property
     def phase(self):
-        return self.launch.life.phase
+        return self.course.phase
 
-    async def handle(self, news):
-        """Handle news as `NodeLaunch.run` does; return what that raises."""
-        if isinstance(news, Interruption) and news is Interruption.BROKEN:
-            self.seat.deliver(Abort(ERROR))
-        try:
-            await self.launch._handle(news)
-        except (TorchrunError, GivenUp) as error:
-            return error
-        return self.launch._verdict and (self.launch._verdict.error or "well")
+    def take(self, news):
+        """Hand on news, as `NodeLaunch` does: none of processes that are gone."""
+        if isinstance(news, Seen) and self.running is None:
+            return
+        if isinstance(news, Verdict) and not self.is_over:
+            self.verdict = news
+        for effect in self.course.handle(news, 0.0):
+            answer = self.do(effect)
+            if answer is not None:
+                self.take(answer)
 
-    async def end(self, error):
-        """End as `NodeLaunch.run` does after an error."""
-        await self.launch._give_up(error if isinstance(error, BaseException) else ERROR)
-        assert self.phase is Phase.OVER
-        assert all(agent.is_closed for agent in self.agents)
+    @property
+    def is_over(self):
+        return bool(self.done) and isinstance(self.done[-1], Outcome | BaseException)
+
+    def all_of(self, *kinds):
+        return [each for each in self.done if isinstance(each, kinds)]
+
+    def do(self, effect):
+        """Check that an effect is possible now; return its answer."""
+        assert not self.is_over, "nothing follows on the end"
+        former, self.done = self.done, [*self.done, effect]
+        match effect:
+            case Do.START_COMMANDS:
+                self.begin(effect)
+                return NotBegun("no more processes") if self.fails else None
+            case Go():
+                self.begin(effect)
+                begun = NotBegun("no more processes", "torchrun") if self.fails else Begun("torchrun")
+                return None if self.is_mute else begun
+            case Ask():
+                assert isinstance(self.running, Go)
+            case Stop() | Do.STOP:
+                assert isinstance(self.running, Go)
+                since = former[former.index(self.running) :]
+                assert not [each for each in since if each is Do.STOP or isinstance(each, Stop)], "it stops once"
+                return Seen([TOLD]) if isinstance(effect, Stop) else None
+            case Do.FINISH:
+                assert isinstance(self.running, Go)
+                assert effect not in former[former.index(self.running) :]
+                return WorkersEnded(Ended(0, True, self.running.generation, exit_codes={1: 0}), [TOLD], True)
+            case Do.CLOSE | Do.CLOSE_NOW:
+                assert self.running is not None
+                self.running = None
+            case Store():
+                assert self.running is None
+                self.stores = True
+            case Do.GIVE_UP_STORING:
+                assert self.stores
+                self.stores = False
+            case Do.SETTLE:
+                assert self.verdict is not None
+                return None if self.is_mute else Settled()
+            case Ready() | Prepares():
+                assert effect not in former, "once"
+            case Started() | Wrote():
+                assert isinstance(self.running, Go)
+                assert effect not in former, "once in each generation"
+                assert effect.generation == self.running.generation
+            case Failed():
+                assert effect.failures
+                assert effect.generation in (None, getattr(self.running, "generation", None))
+        return None
+
+    def begin(self, what):
+        assert self.running is None, "the last processes were closed"
+        assert not self.stores, "the upload was given up"
+        self.running = what
+
+    def end(self):
+        """End it, unless it has ended, and check that nothing is left, and that the gang knows of it."""
+        self.take(Crashed(OSError("a bug")))
+        assert (self.phase, self.running) == (Phase.OVER, None)
+        (end,) = self.all_of(Outcome, BaseException)
+        assert self.done[-1] is end
+        error = end.verdict.error if isinstance(end, Outcome) else end
+        assert not (error and self.stores), "the upload was given up"
+        given_up = [each for each in self.all_of(Ended) if each.generation is None]
+        if self.verdict is None:
+            assert given_up == [self.done[-2]] == [Ended(0, ok=False)], "the gang hears of it, when nothing is left"
+        else:
+            assert given_up == [each for each in self.all_of(Failed) if each.given_up] == []
+        for each in NEWS:
+            assert self.course.handle(each, 0.0) == [], "it does no more"
 
 
-GO, STOP, STORE = Go(0, 0, 1, "gang", 0, 0), Stop(0, 0), Store(0, 0)
-END = AgentNews(0, End(0))
+GO, STOP, STORE = Go(0, 0, 1, "gang", 0, 1), Stop(0, 0), Store(0, 0)
+OVER, WRITES = Seen(is_over=True), Seen([TOLD], all_run=True, has_written=True)
+FAILS = Seen([Command(0, "true", 1, 0.1)], failed="rank 1 exited with code 3", failures=FAILURES)
+CALLED = Called(None)
 WAYS = {
-    Phase.PREPARING: [],
-    Phase.COMPLETING: [CommandNews(End(0))],
-    Phase.READY: [],
-    Phase.RUNNING: [GO],
-    Phase.STOPPING: [GO, STOP],
-    Phase.ENDED: [GO, END],
-    Phase.STORING: [GO, END, STORE],
+    Phase.BEGINNING: [],
+    Phase.PREPARING: [CALLED],
+    Phase.COMPLETING: [CALLED, OVER],
+    Phase.READY: [CALLED],
+    Phase.STARTING: [CALLED, GO],
+    Phase.RUNNING: [CALLED, GO],
+    Phase.STOPPING: [CALLED, GO, STOP],
+    Phase.ENDED: [CALLED, GO, OVER],
+    Phase.STORING: [CALLED, GO, OVER, STORE],
+    Phase.OVER: [CALLED, Verdict(0)],
 }
 NEWS = [
+    CALLED,
+    Called(ERROR),
     GO,
     Go(0, 1, 1, "gang", 1, 2),
     Ask(0, 0, "stacks", {}),
@@ -118,26 +190,29 @@ NEWS = [
     Store(0, 0, ERROR, 3.0),
     Verdict(0),
     Verdict(0, ERROR),
-    CommandNews(End(0)),
-    CommandNews(End(1)),
-    Completed(Plan(SPEC, "127.0.0.1", Machine(1), write=lambda *_: True)),
-    AgentNews(0, WorkerStarted(1, 0, NOBODY)),
-    AgentNews(0, WorkerEnded(1, 0, NOBODY, 3, False, 0.0)),
-    AgentNews(0, AgentEnded(1, 0.0)),
-    END,
-    AgentNews(0, End(1)),
-    AgentNews(1, End(0)),
-    None,
-    Interruption.BROKEN,
-    Interruption.MUST_END,
+    Completed(Plan(SPEC, "127.0.0.1", Machine(1))),
+    Seen(),
+    Seen([TOLD], all_run=True),
+    WRITES,
+    FAILS,
+    OVER,
+    Broken(ERROR),
+    MustEnd("its machine goes"),
     TimedOut("the step's @timeout is over"),
     GivenUp(None),
     GivenUp(CAUSE),
+    Crashed(OSError("a full disk")),
 ]
+ANSWERS = [Begun("torchrun"), NotBegun("a full disk"), WorkersEnded(Ended(0, True, 0)), Settled()]
 
 
-def has_commands(phase):
-    return (("true",),) if phase in (Phase.PREPARING, Phase.COMPLETING) else ()
+def node_in(phase):
+    """Return a node in a phase."""
+    node = Node(phase in (Phase.PREPARING, Phase.COMPLETING), is_mute=phase is Phase.STARTING)
+    for each in WAYS[phase]:
+        node.take(each)
+    assert node.phase is phase
+    return node
 
 
 def after(*former):
@@ -149,50 +224,55 @@ def after(*former):
     return found
 
 
-def test_the_news_here_are_of_every_kind_and_every_phase_is_reached_that_lasts():
-    assert {type(news) for news in NEWS} == set(HANDLERS)
-    # News is handled neither before the begin nor after the end, nor while the agent is started.
-    assert set(WAYS) == set(Phase) - {Phase.BEGINNING, Phase.STARTING, Phase.OVER}
-    assert after(Phase.BEGINNING) == set(Phase)
+def test_all_news_and_all_phases_are_tried_here():
+    kinds = set(get_args(news.News))
+    assert {type(each) for each in NEWS + ANSWERS} == kinds == set(HANDLERS)
+    assert set(WAYS) == set(Phase) == after(Phase.BEGINNING)
 
 
-@pytest.mark.parametrize(("phase", "news"), list(product(WAYS, NEWS)), ids=lambda each: getattr(each, "name", None))
-def test_every_news_in_every_phase_does_what_the_table_says_or_nothing(phase, news, tmp_path, monkeypatch):
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-
-    async def run():
-        node = Node(has_commands(phase))
-        for each in WAYS[phase]:
-            assert await node.handle(each) is None
-        assert node.phase is phase
-        before = [len(each) for each in (node.sent, node.said, node.asked, node.agents)]
-        error = await node.handle(news)
-        if phase not in HANDLERS[type(news)]:
-            assert error is None
-            assert node.phase is phase
-            assert [len(each) for each in (node.sent, node.said, node.asked, node.agents)] == before
-        assert node.phase in after(phase)
-        await node.end(error)
-        if not (error and isinstance(news, Verdict)):
-            assert isinstance(node.sent[-1], Ended), "the gang hears of it"
-        assert list(tmp_path.iterdir()) == []
-
-    asyncio.run(run())
+@pytest.mark.parametrize(
+    ("phase", "what"), list(product(WAYS, NEWS + ANSWERS)), ids=lambda each: getattr(each, "name", None)
+)
+def test_every_news_in_every_phase_does_what_the_table_says_or_nothing(phase, what):
+    node = node_in(phase)
+    if isinstance(what, Settled) and phase is not Phase.OVER:
+        node.is_mute = True
+        node.take(Verdict(0, ERROR))
+    kept = vars(node.course).keys() - {"_now", "_out"}
+    before = {name: vars(node.course)[name] for name in kept}, len(node.done)
+    node.take(what)
+    if phase not in HANDLERS[type(what)]:
+        assert ({name: vars(node.course)[name] for name in kept}, len(node.done)) == before
+    assert node.phase in after(phase)
+    node.end()
 
 
-@given(some.lists(some.sampled_from(NEWS), max_size=12), some.booleans())
+@pytest.mark.parametrize("phase", WAYS)
+@pytest.mark.parametrize(
+    "late",
+    [Go(1, 0, 1, "gang", 0, 0), Ask(1, 0, "a", {}), Stop(1, 0), Restart(1, 1, 2, 1.0, CAUSE), Store(1, 0), Verdict(1)],
+)
+def test_messages_of_another_launch_do_nothing_in_any_phase(phase, late):
+    node = node_in(phase)
+    assert node.course.handle(late, 0.0) == []
+    assert node.phase is phase
+    node.end()
+
+
+@given(some.lists(some.tuples(some.sampled_from(NEWS), some.booleans()), max_size=12), some.booleans())
 def test_a_node_ends_after_any_order_of_news(many, with_commands):
-    async def run():
-        node, error = Node((("true",),) if with_commands else ()), None
-        for news in many:
-            before = node.phase
-            error = await node.handle(news)
-            assert node.phase in after(before)
-            run = [each for each in node.agents if each.of_workers and each.is_running and not each.is_closed]
-            assert len(run) == (node.phase in LIVING)
-            if error is not None:
-                break
-        assert len([each for each in node.sent if isinstance(each, Ready)]) <= 1
-        await node.end(error)
+    node = Node(with_commands)
+    for each, fails in [(CALLED, False), *many]:
+        before, node.fails = node.phase, fails
+        node.take(each)
+        assert node.phase in after(before)
+        assert isinstance(node.running, Go) == (node.phase in LIVING)
+    node.end()
 
-    asyncio.run(run())
+
+def test_nothing_waits_reads_or_writes_where_it_is_decided():
+    for module in (course, news):
+        tree = ast.parse(Path(module.__file__).read_text(encoding="utf-8"))
+        imports = {each.name for node in ast.walk(tree) if isinstance(node, ast.Import) for each in node.names}
+        assert imports <= {"enum"}
+        assert not [node for node in ast.walk(tree) if isinstance(node, ast.AsyncFunctionDef | ast.Await)]

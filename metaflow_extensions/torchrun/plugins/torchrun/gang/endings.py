@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
-import enum
 from dataclasses import dataclass
 
 from ..errors import LaunchFailed, LaunchTimeout, TorchrunError, TorchrunPreempted
 from .cause import Cause, FailureText, failed
 from .protocol import CONTROL
 
+# Each goes to the launch's inbox, like the gang's messages.
 
-class Interruption(enum.Enum):
-    """What interrupts this node in a launch; it goes to the launch's inbox, like the gang's messages."""
 
-    BROKEN = "the gang is broken, or the step's code has ended"
-    MUST_END = "this node must end"
+@dataclass(frozen=True)
+class Broken:
+    """The gang is broken, or the step's code has ended."""
+
+    error: TorchrunError
+
+
+@dataclass(frozen=True)
+class MustEnd:
+    """This node must end, as after a SIGTERM; `why` follows the words "node 1 was preempted: "."""
+
+    why: str
 
 
 @dataclass(frozen=True)
@@ -22,6 +30,13 @@ class TimedOut:
     """The step's time is up; `text` follows the words "node 1 ran "."""
 
     text: str
+
+
+@dataclass
+class GivenUp(Exception):
+    """The task has left the call of `run`, or has ended; `cause` is what the gang does not know yet."""
+
+    cause: Cause | None
 
 
 def preempted(node: int, host: str, why: str) -> TorchrunPreempted:

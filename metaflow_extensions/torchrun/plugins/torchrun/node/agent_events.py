@@ -60,3 +60,10 @@ class End(NamedTuple):
 
 
 AgentEvent: TypeAlias = Refused | WorkerStarted | WorkerEnded | Frozen | AgentEnded | End
+
+
+class AgentNews(NamedTuple):
+    """An event in the launch's inbox."""
+
+    generation: int  # its number; -1 for the process that runs the commands before
+    event: AgentEvent

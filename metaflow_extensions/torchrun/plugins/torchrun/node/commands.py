@@ -13,9 +13,8 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
-from ..events import Event
 from ..gang.cause import Cause, Failure, describe_exit
-from ..gang.protocol import Command, Failed
+from ..gang.protocol import Command
 from ..gang.seat import Seat
 from ..launch.command import COMMAND_RUNNER
 from ..launch.commands import is_by_shell, system_program
@@ -23,8 +22,9 @@ from ..logs.pipes import AGENT, LogReader, pipe_path
 from ..machine.detached import isolated
 from .agent import AgentProcess, Options
 from .agent_end import AgentEnd
-from .agent_events import AgentEnded, AgentEvent, End, Frozen
-from .headlines import say_left
+from .agent_events import AgentEnded, AgentEvent, AgentNews, End, Frozen
+from .headlines import left_behind
+from .news import Seen
 from .plan import Plan
 from .start import environment_of_commands, make_folder, make_pipes_folder, of_task
 
@@ -41,13 +41,6 @@ def shown(words: Sequence[str]) -> str:
 
 
 @dataclass(frozen=True)
-class CommandNews:
-    """An event of the process that runs the commands, in the launch's inbox."""
-
-    event: AgentEvent
-
-
-@dataclass(frozen=True)
 class _Ended:
     """A command that has ended or could not be started, as written by `command_runner`."""
 
@@ -60,6 +53,8 @@ class _Ended:
 class Commands:
     """The commands of one launch on this node, from their start to the end of the last process."""
 
+    number = -1  # in the place of a generation's
+
     def __init__(self, plan: Plan, member: Seat, launch: int, new_agent: Callable[..., AgentProcess]) -> None:
         self._plan, self._member, self._launch = plan, member, launch
         self._told = 0  # of how many ended commands the gang knows
@@ -68,7 +63,7 @@ class Commands:
         try:
             pipes = make_pipes_folder(plan, self._folder)
             command = self._write_command(pipes)
-            env = environment_of_commands(plan, member.own_address, plan.environ)
+            env = environment_of_commands(plan, member.link.own_address, plan.environ)
             self._logs = self._reader(pipes)
         except BaseException:
             for folder in (pipes, self._folder):
@@ -76,7 +71,9 @@ class Commands:
             raise
         self._end = AgentEnd(plan, member.host, self._logs.tail, _RUNNER)
         inbox = member.inbox  # this launch's; a later launch has another
-        self._agent = new_agent(command, env, self._options(pipes), lambda event: inbox.put_nowait(CommandNews(event)))
+        self._agent = new_agent(
+            command, env, self._options(pipes), lambda event: inbox.put_nowait(AgentNews(self.number, event))
+        )
 
     def _reader(self, pipes: str) -> LogReader:
         plan, count = self._plan, len(self._plan.commands)
@@ -119,21 +116,23 @@ class Commands:
     # --- their life -----------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Start the first one. All further news arrives as `CommandNews`."""
+        """Start the first one. All further news arrives as `AgentNews`."""
         self._logs.start()
         self._agent.start()
 
-    def handle(self, event: AgentEvent) -> bool:
-        """Handle an event, report a failure once; return whether all commands have ended well."""
-        self.send_ended()  # after a failure the gang would not heed it
-        cause = self._failure(event)
+    def handle(self, event: AgentEvent) -> Seen:
+        """Handle an event; return what is known by it."""
+        told, cause = self._just_ended(), self._failure(event)
         if cause is not None and not self._has_failed:
             self._has_failed = True
-            send_failure(self._member, self._launch, cause)
+            return Seen(told, failed=cause.exception or "", failures=(Failure(cause),))
         if not isinstance(event, End) or self._has_failed:
-            return False
-        say_left(self._member, event, "commands")
-        return True
+            return Seen(told)
+        return Seen([*told, *left_behind(self._member.node, event.left, "commands")], is_over=True)
+
+    def poll(self, is_quiet: bool) -> Seen:
+        """Return the commands that have ended since the last look."""
+        return Seen(self._just_ended())
 
     def _failure(self, event: AgentEvent) -> Cause | None:
         match event:
@@ -174,13 +173,15 @@ class Commands:
 
     # --- how they ended -------------------------------------------------------------------------
 
-    def send_ended(self) -> None:
-        """Report the commands that have ended since the last call."""
-        for each in self._ended()[self._told :]:
-            self._told += 1
-            # Without hints on signals: the error has them.
-            text = self._text(each, lambda status: describe_exit(status).partition(":")[0])
-            self._member.send(Command(self._launch, text, each.status, round(each.seconds, 3)))
+    def _just_ended(self) -> list[Command]:
+        new = self._ended()[self._told :]
+        self._told += len(new)
+        return [self._as_message(each) for each in new]
+
+    def _as_message(self, ended: _Ended) -> Command:
+        # Without hints on signals: the error has them.
+        text = self._text(ended, lambda status: describe_exit(status).partition(":")[0])
+        return Command(self._launch, text, ended.status, round(ended.seconds, 3))
 
     def _ended(self) -> list[_Ended]:
         with suppress(OSError), open(os.path.join(self._folder, "ended.jsonl"), encoding="ascii") as file:
@@ -191,12 +192,6 @@ class Commands:
         commands = self._plan.commands
         name = f"before_run {ended.number + 1}/{len(commands)} ({shown(commands[ended.number])})"
         return f"{name} {ended.error if ended.status is None else exit_text(ended.status)}"
-
-
-def send_failure(member: Seat, launch: int, cause: Cause) -> None:
-    """Report to the log and the gang why this node's commands have failed; the gang's verdict is the error."""
-    member.emit(Event("worker_failed", member.node, f"{cause.exception}; no worker starts on any node"))
-    member.send(Failed(launch, failures=(Failure(cause),)))
 
 
 def _last_lines(text: str) -> str:

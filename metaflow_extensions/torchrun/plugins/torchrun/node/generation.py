@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
+from ..events import Event
 from ..gang.cause import Failure, first_failure
-from ..gang.protocol import Go
+from ..gang.protocol import Ended, Go, Stop
 from ..launch.command import shown_command
 from ..logs.pipes import LogReader
 from .agent import AgentProcess
 from .agent_end import AgentEnd
-from .agent_events import AgentEnded, AgentEvent, End, Frozen, WorkerEnded, WorkerStarted
+from .agent_events import AgentEnded, AgentEvent, End, Frozen, Refused, WorkerEnded, WorkerStarted
 from .exits import Exits
-from .phases import LIVING, Life, Phase
+from .headlines import left_behind
+from .news import Seen, WorkersEnded
 from .plan import Plan
 from .watchers import Here, Watchers
 
@@ -34,14 +36,11 @@ class Generation:
         command: list[str],
         agent: AgentProcess,
         logs: LogReader,
-        life: Life,
         say: Callable[..., None] = lambda text, is_detail=True: None,  # writes a line to the log, or to its details
     ) -> None:
         self.go = go
         self.number = go.generation
         self.command = shown_command(command)  # the agent's argv, as a user would type it
-        self._life = life  # of the launch on this node; this is in it from STARTING to ENDED
-        self.said_started = self.said_output = False  # whether *started* and *wrote* were sent
         self.exits = Exits(folder, plan.spec, host, logs.tail)
         self._plan = plan
         self._host = host
@@ -52,6 +51,8 @@ class Generation:
         self._pids: dict[int, int] = {}  # global rank -> pid
         self._worker_ended_at: float | None = None  # the last one
         self._stopped_at = _NEVER
+        self._left: Sequence[str] = ()  # what the agent had left running when it ended by itself
+        self._is_closed = False
         self.watchers = Watchers(plan.watches, self._here(say), go.launch, go.generation)
 
     def _here(self, say: Callable[..., None]) -> Here:
@@ -78,34 +79,43 @@ class Generation:
         """Start the agent. All further news arrives as events."""
         self._logs.start()
         self._agent.start()
-        self._life.enter(Phase.RUNNING)
+
+    async def obey(self, stop: Stop) -> Seen:
+        """Let the watchers examine the workers, and stop these; return what the watchers tell."""
+        told = await self.watchers.before_stop(stop.kind)
+        self.stop(stop.signal)
+        return Seen(told)
 
     def stop(self, first_signal: int | None = None) -> None:
         """Stop all processes, unless that has begun. The workers alone get `first_signal` before, so that they can save."""
-        if self._life.phase is not Phase.RUNNING:
-            return
-        self._begin_stop(time.monotonic())
-        self._agent.stop(self._plan.grace_s, first_signal)
+        if not self._is_stopping:
+            self._begin_stop(time.monotonic())
+            self._agent.stop(self._plan.grace_s, first_signal)
 
     def _begin_stop(self, at: float) -> None:
-        self._life.enter(Phase.STOPPING)
         self._stopped_at = at
         self._logs.let_end()
 
     @property
-    def was_stopped(self) -> bool:
-        """Whether we had begun to stop it before its end."""
+    def _is_stopping(self) -> bool:
         return self._stopped_at < _NEVER
 
     @property
-    def ended_well(self) -> bool:
-        """Whether the agent, and so all its workers, have ended well."""
+    def _ended_well(self) -> bool:
         return self._agent_end.exit_code == 0 and self._agent_end.failed_at is None
 
     async def close(self, grace_s: float = 0.0) -> None:
-        """Stop what still runs, and read the last output; safe to call more than once."""
-        if self._life.phase not in LIVING:
+        """Stop what still runs, read the last output, and remove the files; safe to call more than once."""
+        try:
+            await self._close(grace_s)
+        finally:
+            if self._plan.spec.log_dir is None:  # else the user keeps them
+                shutil.rmtree(self._folder, ignore_errors=True)
+
+    async def _close(self, grace_s: float = 0.0) -> None:
+        if self._is_closed:
             return
+        self._is_closed = True
         self._logs.let_end()
         try:
             await self._agent.close(grace_s)
@@ -115,19 +125,26 @@ class Generation:
                 self._logs.read_now(end.local_rank, failed=True)
             known = self._agent_end.fault is not None or any(self.exits.causes(self._stopped_at))
             # torchrun prints a box that names our script. After a good end, or beside a known cause, it would only mislead.
-            self._logs.finish(explained=self.ended_well or known)
+            self._logs.finish(explained=self._ended_well or known)
             await self._logs.kept()
-            self._life.enter(Phase.ENDED)
 
-    def remove_files(self) -> None:
-        """Remove the log files, unless the user keeps them."""
-        if self._plan.spec.log_dir is None:
-            shutil.rmtree(self._folder, ignore_errors=True)
-
-    @property
-    def all_run(self) -> bool:
-        """Whether all its workers run: its agent has told of them, or some have written."""
-        return len(self._pids) >= self._plan.spec.nproc or self.active_at is not None
+    async def finish(self) -> WorkersEnded:
+        """Read the last output of workers that have ended, and return how they did."""
+        told = self.watchers.ended()
+        await self._close()
+        plan, ok = self._plan, self._ended_well
+        ended = Ended(
+            self.go.launch,
+            ok,
+            self.number,
+            self._failures(),
+            self.exits.codes,
+            plan.stores,
+            # Unless the call means that, as by gathering values.
+            ok and not plan.may_train_alone and plan.spec.world_size > 1 and self.exits.trained_alone(),
+        )
+        left = left_behind(plan.spec.node_index, self._left, "workers")
+        return WorkersEnded(ended, [*told, *left], self.active_at is not None)
 
     @property
     def active_at(self) -> float | None:
@@ -143,15 +160,32 @@ class Generation:
 
     # --- what its agent tells -------------------------------------------------------------------
 
-    def handle(self, event: AgentEvent) -> str | None:
-        """Handle an event; return the failure that it reports, for the log, or None."""
+    def poll(self, is_quiet: bool) -> Seen:
+        """Return what causes no event; of the workers' first output only if there is no other news."""
+        told, runs = self.watchers.poll(), not self._is_stopping  # they are polled also then: workers may save
+        has_written = runs and is_quiet and self.active_at is not None
+        all_run = has_written or (runs and self.watchers.saw_workers_at is not None)
+        return Seen(told, all_run, has_written)
+
+    def handle(self, event: AgentEvent) -> Seen:
+        """Handle an event; return what is known by it."""
+        failed = self._record(event)
+        all_run = len(self._pids) >= self._plan.spec.nproc or self.active_at is not None
+        if isinstance(event, Refused):
+            note = Event("note", self._plan.spec.node_index, f"torchrun starts cold: {event.reason}")
+            return Seen([note], all_run)
+        failures = () if failed is None else self._failures()
+        return Seen((), all_run, failed=failed or "", failures=failures, is_over=isinstance(event, End))
+
+    def _record(self, event: AgentEvent) -> str | None:
+        """Record an event; return the failure that it reports, for the log, or None."""
         match event:
             case WorkerStarted():
                 self._pids[event.rank] = event.pid
             case WorkerEnded():
                 return self._on_worker_ended(event)
             case Frozen():
-                return self._agent_end.record_fault(event) if self._life.phase is Phase.RUNNING else None
+                return self._agent_end.record_fault(event) if not self._is_stopping else None
             case AgentEnded():
                 return self._on_agent_ended(event)
             case End():
@@ -162,14 +196,14 @@ class Generation:
         failed = self.exits.record(event)
         self._logs.read_now(event.local_rank, failed)  # its last lines stand before the line of its end
         self._worker_ended_at = event.at
-        if failed and self._life.phase is Phase.RUNNING:
+        if failed and not self._is_stopping:
             return f"rank {event.rank} {self._agent_end.machine.how_ended(event.status)}"
         return None
 
     def _on_agent_ended(self, event: AgentEnded) -> str | None:
         """Handle an agent that ended by itself: well, by its own failure, or by a worker's that it saw first."""
         self._agent_end.exit_code = event.status
-        if self._life.phase is not Phase.RUNNING or (event.status == 0 and self._has_started()):
+        if self._is_stopping or (event.status == 0 and self._has_started()):
             return None
         self._agent_end.failed_at = event.at
         self._begin_stop(event.at)
@@ -183,12 +217,13 @@ class Generation:
         return bool(self._pids) or self.exits.any_known or self._logs.written_bytes() > 0
 
     def _on_end(self, event: End) -> None:
+        self._left = event.left
         if self._agent_end.exit_code is None:  # it was stopped
             self._agent_end.record(event)
-            if event.status != 0 and not self.was_stopped:
+            if event.status != 0 and not self._is_stopping:
                 self._agent_end.failed_at = time.monotonic()
 
-    def failures(self) -> tuple[Failure, ...]:
+    def _failures(self) -> tuple[Failure, ...]:
         """Return this node's first failure; the agent's own counts only if no worker is known to have failed."""
         agent = self._agent_end
         dated = [] if agent.fault is None else [agent.fault]

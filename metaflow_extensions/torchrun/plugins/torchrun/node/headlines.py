@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from ..errors import TorchrunError
 from ..events import Event
 from ..gang.protocol import Go
-from ..gang.seat import Seat
 from ..gang.texts import counted
 from ..launch.options import bracketed
 from ..launch.spec import LaunchSpec
-from .agent_events import End
 from .plan import Plan
 
 _FIRST_LAUNCH = (
@@ -56,11 +56,10 @@ def alone_line(launch: int, plan: Plan) -> str:
     )
 
 
-def say_left(member: Seat, end: End, who: str) -> None:
-    """Log the processes that workers or commands had left running."""
-    if end.left:
-        text = f"stopped processes that the {who} had left running: {', '.join(end.left)}"
-        member.emit(Event("left_behind", member.node, text))
+def left_behind(node: int, left: Sequence[str], who: str) -> list[Event]:
+    """Return what is logged of processes that workers or commands had left running."""
+    text = f"stopped processes that the {who} had left running: {', '.join(left)}"
+    return [Event("left_behind", node, text)] if left else []
 
 
 def _ranks(spec: LaunchSpec) -> str:

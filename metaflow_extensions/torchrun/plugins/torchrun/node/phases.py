@@ -33,16 +33,4 @@ NEXT = {
     Phase.OVER: set[Phase](),
 }
 LIVING = frozenset({Phase.STARTING, Phase.RUNNING, Phase.STOPPING})
-"""The phases in which there are processes of workers."""
-
-
-class Life:
-    """The phase of one launch on one node; `enter` is the only way to another one."""
-
-    def __init__(self, phase: Phase = Phase.BEGINNING) -> None:
-        self.phase = phase
-
-    def enter(self, phase: Phase) -> None:
-        """Go to another phase."""
-        assert phase in NEXT[self.phase], f"a node can't go from {self.phase.name} to {phase.name}"
-        self.phase = phase
+"""The phases in which there may be processes of workers."""

@@ -7,7 +7,6 @@ import shutil
 import tempfile
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -20,9 +19,8 @@ from ..logs.pipes import AGENT, LogReader, pipe_path
 from ..machine.accelerators import Machine, omp_threads
 from ..machine.network import interface_of
 from .agent import AgentProcess, Options, Warm
-from .agent_events import AgentEvent
+from .agent_events import AgentNews
 from .generation import Generation
-from .phases import Life
 from .plan import Plan
 from .watchers import HOOKS, Variables, variables_of
 
@@ -30,30 +28,20 @@ from .watchers import HOOKS, Variables, variables_of
 _ROOM_BYTES = 1024 * 1024
 
 
-@dataclass(frozen=True)
-class AgentNews:
-    """An event of one generation's agent, in the launch's inbox."""
-
-    generation: int
-    event: AgentEvent
-
-
-def prepare(plan: Plan, go: Go, member: Seat, new_agent: Callable[..., AgentProcess], life: Life) -> Generation:
+def prepare(plan: Plan, go: Go, member: Seat, new_agent: Callable[..., AgentProcess]) -> Generation:
     """Make all that a generation needs, or raise if it can't start. Its events go to the inbox of `member`."""
     for emptied in plan.emptied:  # of what workers of a former generation have left
         shutil.rmtree(emptied, ignore_errors=True)
         os.makedirs(emptied)
     folder = make_folder(plan, f"launch{go.launch}-{go.generation}")
     try:
-        return _prepare_in(folder, plan, go, member, new_agent, life)
+        return _prepare_in(folder, plan, go, member, new_agent)
     except BaseException:
         shutil.rmtree(folder, ignore_errors=True)
         raise
 
 
-def _prepare_in(
-    folder: str, plan: Plan, go: Go, member: Seat, new_agent: Callable[..., AgentProcess], life: Life
-) -> Generation:
+def _prepare_in(folder: str, plan: Plan, go: Go, member: Seat, new_agent: Callable[..., AgentProcess]) -> Generation:
     def say(text: str, is_detail: bool = True) -> None:
         member.emit(Event("note", member.node, text, is_detail))
 
@@ -62,7 +50,7 @@ def _prepare_in(
     try:
         command = agent_command(plan.spec, go, plan.main_addr, folder, pipes, of_rank=variables.of_rank)
         warm = _warm(plan, command)
-        env = _environment(plan, go, member.own_address, variables)
+        env = _environment(plan, go, member.link.own_address, variables)
         logs = _reader(plan, folder, pipes)
     except BaseException:
         shutil.rmtree(pipes, ignore_errors=True)
@@ -71,7 +59,7 @@ def _prepare_in(
     options = _options(plan, folder, pipes)
     try:
         agent = new_agent(command, env, options, lambda event: inbox.put_nowait(AgentNews(go.generation, event)), warm)
-        return Generation(plan, member.host, go, folder, command, agent, logs, life, say)
+        return Generation(plan, member.host, go, folder, command, agent, logs, say)
     except BaseException:
         logs.finish()
         raise

@@ -12,13 +12,15 @@ from typing import Any
 
 from ..errors import TorchrunError
 from ..gang.cause import Cause
+from ..gang.endings import GivenUp
 from ..gang.protocol import Store, to_wire
-from ..gang.seat import GivenUp, Seat
+from ..gang.seat import Seat
 from ..gang.wire import from_plain, to_plain
 from ..machine.estate import Estate
 from ..node.agent import AgentProcess
 from ..node.agent_events import AgentEvent, End
-from ..node.node_launch import Completed, NodeLaunch
+from ..node.news import Completed
+from ..node.node_launch import NodeLaunch
 from ..node.plan import Plan
 from ..node.request import Request
 from ..node.watchers import WarmStarts, Watch
@@ -125,8 +127,8 @@ class Launches:
         if before is not None:  # the task may have left its launch by a second Ctrl-C, while that was being stopped
             await before
         told: dict[str, Any] = {}
+        launch = NodeLaunch(plan, self._seat, number, self._ask_to_complete, self._ask_to_store, self._new_agent)
         try:
-            launch = NodeLaunch(plan, self._seat, number, self._ask_to_complete, self._ask_to_store, self._new_agent)
             told = {"outcome": to_plain(await launch.run())}
         except GivenUp:
             pass
@@ -138,7 +140,7 @@ class Launches:
         self._awaits_task = True
         if number == self._number:  # the task may have left this launch, and begun the next one
             self._output.begin(())  # nobody reads what the task would have to write
-        self._tell_task("ended", number, {**told, "handled": self._seat.end_launch()})
+        self._tell_task("ended", number, {**told, "handled": launch.interruptions})  # later ones are the task's
 
     def _writer(self, request: Request) -> Callable[[str, bytes], bool]:
         # Nodes that share a machine share a terminal: there the control node's lines and these stand side by side.
