@@ -11,6 +11,8 @@ from fake_node import ERROR
 from hypothesis import given
 from hypothesis import strategies as some
 
+from metaflow_extensions.torchrun.plugins.torchrun.errors import LaunchFailed
+from metaflow_extensions.torchrun.plugins.torchrun.events import Event
 from metaflow_extensions.torchrun.plugins.torchrun.gang.cause import Cause, Failure
 from metaflow_extensions.torchrun.plugins.torchrun.gang.endings import Broken, GivenUp, MustEnd, TimedOut
 from metaflow_extensions.torchrun.plugins.torchrun.gang.protocol import (
@@ -136,6 +138,8 @@ class Node:
             case Failed():
                 assert effect.failures
                 assert effect.generation in (None, getattr(self.running, "generation", None))
+            case Ended():
+                assert effect.generation is not None or self.running is None, "nothing is left"
         return None
 
     def begin(self, what):
@@ -245,6 +249,82 @@ def test_every_news_in_every_phase_does_what_the_table_says_or_nothing(phase, wh
         assert ({name: vars(node.course)[name] for name in kept}, len(node.done)) == before
     assert node.phase in after(phase)
     node.end()
+
+
+P = Phase
+FOLLOWS = [
+    (P.BEGINNING, CALLED, "Ready"),
+    (P.BEGINNING, Called(ERROR), "PREPARE_WARM Ended raise"),
+    (P.PREPARING, Seen([TOLD]), "Told"),
+    (P.PREPARING, FAILS, "Command worker_failed Failed"),
+    (P.PREPARING, NotBegun("a full disk"), "worker_failed Failed"),
+    (P.PREPARING, OVER, "CLOSE_NOW COMPLETE"),
+    (P.PREPARING, Verdict(0, ERROR), "stopping SETTLE CLOSE PREPARE_WARM return"),
+    (P.PREPARING, MustEnd("its machine goes"), "Failed CLOSE Ended raise"),
+    (P.COMPLETING, Completed(Plan(SPEC, "127.0.0.1", Machine(1))), "Ready"),
+    (P.READY, GO, "Go command"),
+    (P.READY, MustEnd("its machine goes"), "Failed Ended raise"),
+    (P.READY, TimedOut("too long"), "Failed PREPARE_WARM Ended raise"),
+    (P.STARTING, NotBegun("a full disk"), "CLOSE_NOW worker_failed Ended"),
+    (P.STARTING, NotBegun("a full disk", "torchrun"), "command CLOSE_NOW worker_failed Ended"),
+    (P.STARTING, Crashed(OSError("a bug")), "Failed CLOSE Ended raise"),
+    (P.RUNNING, WRITES, "Started PREPARE_WARM Wrote Told"),
+    (P.RUNNING, FAILS, "Command worker_failed Failed STOP"),
+    (P.RUNNING, STOP, "Stop Told"),
+    (P.RUNNING, OVER, "FINISH Told Started PREPARE_WARM Wrote Ended CLOSE_NOW"),
+    (P.RUNNING, Ask(0, 0, "stacks", {}), "Ask"),
+    (P.RUNNING, Ask(0, 1, "stacks", {}), ""),
+    (P.RUNNING, MustEnd("its machine goes"), "stopping Failed"),
+    (P.RUNNING, TimedOut("too long"), "Failed"),
+    (P.RUNNING, Broken(ERROR), "CLOSE PREPARE_WARM Ended raise"),
+    (P.RUNNING, GivenUp(None), "CLOSE Ended raise"),
+    (P.RUNNING, GivenUp(CAUSE), "Failed CLOSE Ended raise"),
+    (P.RUNNING, Verdict(0, ERROR), "SETTLE CLOSE PREPARE_WARM return"),
+    (P.STOPPING, Ask(0, 0, "stacks", {}), "Ask"),
+    (P.STOPPING, WRITES, "Started PREPARE_WARM Told"),
+    (P.STOPPING, FAILS, "Command"),
+    (P.STOPPING, OVER, "FINISH Told Ended CLOSE_NOW"),
+    (P.ENDED, Go(0, 1, 1, "gang", 1, 1), "Go command"),
+    (P.ENDED, Restart(0, 1, 2, 1.0, CAUSE), "restart"),
+    (P.ENDED, STORE, "Store"),
+    (P.ENDED, Verdict(0), "SETTLE PREPARE_WARM return"),
+    (P.STORING, STOP, "GIVE_UP_STORING"),
+    (P.STORING, STORE, "Store"),
+    (P.STORING, MustEnd("its machine goes"), "Failed GIVE_UP_STORING Ended raise"),
+    (P.STORING, Verdict(0), "SETTLE PREPARE_WARM return"),
+    (P.STORING, Verdict(0, ERROR), "SETTLE GIVE_UP_STORING PREPARE_WARM return"),
+]
+
+
+def word(effect):
+    if isinstance(effect, Do | Event):
+        return effect.name if isinstance(effect, Do) else effect.kind
+    if isinstance(effect, Outcome | BaseException):
+        return "return" if isinstance(effect, Outcome) else "raise"
+    return type(effect).__name__
+
+
+@pytest.mark.parametrize(("phase", "what", "effects"), FOLLOWS)
+def test_what_follows_on_news_and_in_which_order(phase, what, effects):
+    node = node_in(phase)
+    before = len(node.done)
+    node.take(what)
+    assert " ".join(map(word, node.done[before:])) == effects
+
+
+def test_a_second_order_to_end_ends_at_once_and_each_generation_tells_anew():
+    node = node_in(Phase.RUNNING)
+    for each in (WRITES, WRITES, OVER, Go(0, 1, 1, "gang", 1, 1), WRITES, *[MustEnd("its machine goes")] * 2):
+        node.take(each)
+    second = "Go command Started Wrote Told stopping Failed Failed CLOSE Ended raise"  # no restart is left
+    assert " ".join(map(word, node.done)).endswith(f"Told Told FINISH Told Ended CLOSE_NOW {second}")
+
+
+def test_the_error_that_store_has_announced_is_raised_when_the_gang_breaks():
+    node, error = node_in(Phase.ENDED), LaunchFailed("Rank 3 failed.")
+    for each in (Store(0, 0, error), Broken(ERROR)):
+        node.take(each)
+    assert node.done[-1] is error
 
 
 @pytest.mark.parametrize("phase", WAYS)

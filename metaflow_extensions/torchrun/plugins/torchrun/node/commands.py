@@ -125,7 +125,7 @@ class Commands:
         told, cause = self._just_ended(), self._failure(event)
         if cause is not None and not self._has_failed:
             self._has_failed = True
-            return Seen(told, failed=cause.exception or "", failures=(Failure(cause),))
+            return Seen(told, failed=f"{cause.exception}", failures=(Failure(cause),))
         if not isinstance(event, End) or self._has_failed:
             return Seen(told)
         return Seen([*told, *left_behind(self._member.node, event.left, "commands")], is_over=True)

@@ -262,19 +262,20 @@ class NodeCourse:
                 self._do(Do.PREPARE_WARM)
 
     def _say_output(self) -> None:
-        """Report to the gang, once, that workers of this node have written."""
+        """Report to the gang, once, that workers of this node have written, and not only while they are stopped."""
+        if self.phase is not Phase.RUNNING:
+            return
         self._say_started()
         if not self._said_output:
             self._said_output = True
             self._do(Wrote(self._launch, self._go.generation))
 
     def _on_workers_ended(self, news: WorkersEnded) -> None:
-        was_stopped = self.phase is Phase.STOPPING
-        self._enter(Phase.ENDED)
-        self._exit_codes = news.ended.exit_codes
         self._do(*news.told)
-        if news.has_written and not was_stopped:
+        if news.has_written:
             self._say_output()
+        self._exit_codes = news.ended.exit_codes
+        self._enter(Phase.ENDED)
         self._do(news.ended, Do.CLOSE_NOW)
 
     # --- the end ----------------------------------------------------------------------------------

@@ -162,10 +162,9 @@ class Generation:
 
     def poll(self, is_quiet: bool) -> Seen:
         """Return what causes no event; of the workers' first output only if there is no other news."""
-        told, runs = self.watchers.poll(), not self._is_stopping  # they are polled also then: workers may save
-        has_written = runs and is_quiet and self.active_at is not None
-        all_run = has_written or (runs and self.watchers.saw_workers_at is not None)
-        return Seen(told, all_run, has_written)
+        told = self.watchers.poll()  # also while the workers are stopped, and perhaps save
+        all_run = self.watchers.saw_workers_at is not None and not self._is_stopping
+        return Seen(told, all_run, has_written=is_quiet and self.active_at is not None)
 
     def handle(self, event: AgentEvent) -> Seen:
         """Handle an event; return what is known by it."""
