@@ -55,6 +55,13 @@ def test_it_begins_and_ends_once(tmp_path):
     assert generation._agent.orders == ["start", ("stop", 30.0), ("close", 0.0)]
 
 
+def test_that_workers_have_written_is_told_when_there_is_no_other_news(tmp_path):
+    """What comes at the same time, as a failure, goes first."""
+    generation = made_in(str(tmp_path))
+    generation._logs.last_output_at = 1.0
+    assert [generation.poll(is_quiet).has_written for is_quiet in (False, True)] == [False, True]
+
+
 def test_what_ends_the_wait_for_its_processes_leaves_no_reader_and_no_pipes(tmp_path):
     generation, ended = made_in(str(tmp_path)), []
     generation._logs.finish = lambda explained: ended.append(explained)

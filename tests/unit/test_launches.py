@@ -96,6 +96,19 @@ def test_a_launch_that_the_task_leaves_at_once_ends(node):
     assert ended(node) == ("ended", 3, {"handled": 0})
 
 
+def test_the_task_hears_how_many_interruptions_its_launch_has_handled(node):
+    """The first ends the launch. The second came too late for it: the task itself handles that."""
+
+    def interrupt_twice():
+        for _ in range(2):
+            node.seat.itself.interrupt("its machine goes")
+
+    node.launches.run(0, told(request_of()))
+    assert eventually(lambda: node.sent)
+    node.loop.call(interrupt_twice)
+    assert ended(node)[2]["handled"] == 1
+
+
 def test_the_launch_of_a_task_that_is_gone_ends_and_leaves_nothing(node, tmp_path):
     (tmp_path / "call").mkdir()
     node.launches.run(0, told(request_of(folders=(str(tmp_path / "call"),))))

@@ -320,8 +320,9 @@ def test_a_second_order_to_end_ends_at_once_and_each_generation_tells_anew():
     assert " ".join(map(word, node.done)).endswith(f"Told Told FINISH Told Ended CLOSE_NOW {second}")
 
 
-def test_the_error_that_store_has_announced_is_raised_when_the_gang_breaks():
-    node, error = node_in(Phase.ENDED), LaunchFailed("Rank 3 failed.")
+@pytest.mark.parametrize("phase", [Phase.ENDED, Phase.STOPPING])
+def test_the_error_that_store_has_announced_is_raised_when_the_gang_breaks(phase):
+    node, error = node_in(phase), LaunchFailed("Rank 3 failed.")
     for each in (Store(0, 0, error), Broken(ERROR)):
         node.take(each)
     assert node.done[-1] is error
