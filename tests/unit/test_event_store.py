@@ -60,7 +60,7 @@ class Seen:
         return self._gang.history.count, self._gang.keepers.count, self._gang.keepers.heard
 
     def snapshot(self, about):
-        return snapshot_of(self._gang, about)
+        return snapshot_of(self._gang)
 
 
 @pytest.fixture

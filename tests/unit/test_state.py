@@ -318,7 +318,7 @@ def test_a_launch_that_waits_ends_with_what_breaks_the_gang_not_with_the_first_n
     gang.leave(1, failed=True)
     assert {report.text for report in gang.reports} == {first.message}
     assert (gang.verdict(0), gang.state.error) == (first, first)
-    assert snapshot_of(gang.state, {}).error == first.message
+    assert snapshot_of(gang.state).error == first.message
 
 
 def test_who_waits_for_nodes_is_reminded_of_them_beside_the_control_node_whose_log_the_terminal_shows():
@@ -1504,7 +1504,7 @@ def test_the_thousandth_launch_costs_what_the_first_does():
     first, late = (len(encode(told[number][1])) for number in (1, 2500))
     assert late < first + 60, "but for longer numbers"
     assert grown[1] < grown[0] * 1.01
-    known = snapshot_of(gang.state, {})
+    known = snapshot_of(gang.state)
     assert "records are left out here" in " ".join(event.text for event in known.events)
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import Protocol, TypeAlias
+from typing import TypeAlias
 
 from ..machine import native
 
@@ -17,16 +17,6 @@ Pauses: TypeAlias = "tuple[float, float]"
 NEVER = float("inf")
 _AGAIN: Pauses = (30.0, 30.0)  # after a work that could not begin, or has raised
 _LOOK_S = 0.01
-
-
-class Background(Protocol):
-    """Such a work."""
-
-    def begin(self) -> None:
-        """Do it now, and once more if that is being done. Any thread and any signal handler may call it."""
-
-    def settle(self, patience_s: float) -> bool:
-        """Wait for the end of what is being done, or so long; return whether it has ended."""
 
 
 class Work:

@@ -20,11 +20,12 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, replace
-from typing import Any, Protocol
+from typing import Any
 
 from ..errors import GangError, TorchrunError
-from ..events import Event, Subscriber
+from ..events import Event
 from ..gang.keepers import Plain
+from ..gang.member import Member
 from ..gang.nodes import NodeState
 from ..gang.policy import ConnectPolicy, Rules
 from ..gang.protocol import CONTROL, Message, from_wire, to_wire
@@ -38,7 +39,7 @@ from ..machine.processes import Other, Process, await_or_kill, living_with, send
 from ..machine.wake import EndSignal
 from ..records.snapshot import Snapshot
 from ..records.vanished import Word, told_by_others
-from .background import Background, Pauses, Work
+from .background import Pauses, Work
 from .link import LinkEnd
 
 _ANSWER_S = 60.0  # a busy machine, or one whose disk has to read Python first
@@ -83,24 +84,6 @@ def _start(asks: bool) -> tuple[Detached, EndSignal, native.socket, native.socke
             os.close(stdout)
 
 
-class Listener(Protocol):
-    """What hears of the gang in the task; who reads calls it, perhaps a signal handler. `gang.member.Member` is one."""
-
-    emit: Subscriber
-
-    def notice(self, why: str) -> None:
-        """End this node as after a SIGTERM."""
-
-    def deliver(self, message: Message) -> None:
-        """Handle a message of the control node."""
-
-    def lose_control(self, reason: str) -> None:
-        """Handle the loss of the control node; called once."""
-
-    def lose_supervisor(self, how: str) -> None:
-        """Handle the end of this node's supervisor."""
-
-
 class SupervisorGone(GangError):
     """This node's supervisor process has ended unexpectedly."""
 
@@ -108,13 +91,14 @@ class SupervisorGone(GangError):
 class Client:
     """A task's connection to its supervisor process, which it starts.
 
-    `listener` gets the messages for this node, and what else the supervisor says. `more` may have ``starts``, what spares it
-    is to start (`launch.services.starts_of`), and ``signs``, at what it has to look (`task/signs`).
+    `listener` gets the messages for this node, and what else the supervisor says; who reads calls it, perhaps a signal
+    handler. `more` may have ``starts``, what spares it is to start (`launch.services.starts_of`), and ``signs``, at what it
+    has to look (`task/signs`).
     """
 
     _asks = False  # whether there is a second connection
 
-    def __init__(self, begin: Mapping[str, Any], listener: Listener, more: Mapping[str, Any]) -> None:
+    def __init__(self, begin: Mapping[str, Any], listener: Member, more: Mapping[str, Any]) -> None:
         self._listener = listener
         # What stdout and stderr were when this began; the supervisor writes there.
         self.own_files = {name: file_of(fd) for name, fd in (("stdout", 1), ("stderr", 2))}
@@ -382,7 +366,7 @@ class MemberClient(Client):
         self,
         node: int,
         num_nodes: int,
-        listener: Listener,
+        listener: Member,
         heartbeat_timeout_s: float,
         policy: ConnectPolicy,
         more: Mapping[str, Any],
@@ -409,7 +393,7 @@ class ControlClient(Client):
     def __init__(
         self,
         num_nodes: int,
-        listener: Listener,
+        listener: Member,
         heartbeat_timeout_s: float,
         token: str,
         rules: Rules,
@@ -420,7 +404,7 @@ class ControlClient(Client):
         self._works: dict[str, Work] = {}
         super().__init__(_about_gang(num_nodes, heartbeat_timeout_s, token, rules), listener, more)
 
-    def begin_alone(self, listener: Listener, heartbeat_timeout_s: float, rules: Rules) -> None:
+    def begin_alone(self, listener: Member, heartbeat_timeout_s: float, rules: Rules) -> None:
         """Begin another gang of one, after `close`, with a supervisor that stayed."""
         self._listener, self._is_closing, self._last_words, self._last, self._works = listener, False, None, {}, {}
         self._link.send("begin", {**_about_gang(1, heartbeat_timeout_s, "", rules), "more": {}})
@@ -459,7 +443,7 @@ class ControlClient(Client):
         """Tell the gang that a node's task has ended; safe to call for one that left before."""
         self.say("gone", node, reason)
 
-    def in_background(self, name: str, do: Callable[[], Pauses]) -> Background:
+    def in_background(self, name: str, do: Callable[[], Pauses]) -> Work:
         """Return a work, which the supervisor has begun when it is due."""
         work = self._works[name] = Work(do, lambda pauses: self.say("look_in", name, *pauses))
         return work

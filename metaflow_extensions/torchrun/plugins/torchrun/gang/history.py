@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 Kind = Literal[
@@ -60,11 +60,6 @@ class Record:
     def as_dict(self) -> dict[str, Any]:
         """Return it as plain data, with all fields."""
         return asdict(self)
-
-    @staticmethod
-    def from_dict(data: Mapping[str, Any]) -> Record:
-        """Return the record that `as_dict` has described; unknown fields are ignored."""
-        return Record(**{each.name: data[each.name] for each in fields(Record) if each.name in data})
 
 
 @dataclass(frozen=True)

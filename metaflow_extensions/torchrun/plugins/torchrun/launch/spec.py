@@ -41,7 +41,6 @@ class LaunchSpec:
     options: tuple[tuple[str, str | None], ...] = ()  # torchrun's further ones, with hyphens; None marks a flag
     shown_local_ranks: frozenset[int] | None = None  # whose output is shown; None shows all
     master_port: int | None = None  # None: the control node chooses
-    max_restarts: int = 0
     env: tuple[tuple[str, str], ...] = ()  # what the user sets for this launch
     cwd: str | None = None  # absolute path; None is the task's own
     log_dir: str | None = None  # absolute path of where torchrun's log files are kept; None keeps none
@@ -103,7 +102,6 @@ def build_spec(
         node_index=node.node_index,
         python=sys.executable,
         master_port=run.master_port,
-        max_restarts=run.max_restarts,
         shown_local_ranks=_local_ranks(local_ranks, nproc),
         # As torchrun, which runs in `cwd`, would take this name; we run elsewhere and read there, too.
         log_dir=None if log_dir is None else os.path.abspath(os.path.join(run.cwd or "", log_dir)),

@@ -112,11 +112,6 @@ def hurry() -> None:
     _writer.is_hurried = True
 
 
-def finish() -> bool:
-    """Wait until all text is written, as long as it takes; or, in a hurry, until its reader takes nothing."""
-    return _writer.finish()
-
-
 class _Writer:
     """The queue and the thread.
 
@@ -168,17 +163,12 @@ class _Writer:
         since = self._busy_since
         return self.is_hurried and since is not None and time.monotonic() - since > _STUCK_S
 
-    def finish(self) -> bool:
-        """Wait until all is written, or the thread is told to hurry and its reader takes nothing; return whether it is."""
+    def end(self) -> None:
+        """Wait until all is written, or, in a hurry, until its reader takes nothing; it is the process's end."""
         written = native.Flag()
         self.put_call(written.set)
-        while not (is_written := written.wait(_LOOK_S)) and not self.has_given_up:
+        while not written.wait(_LOOK_S) and not self.has_given_up:
             pass
-        return is_written
-
-    def end(self) -> None:
-        """Do so at the process's end."""
-        self.finish()
         self._is_over = True
 
     def close(self) -> None:

@@ -79,8 +79,8 @@ def _known(cls: type[Any], plain: Mapping[str, Any]) -> dict[str, Any]:
     return {each.name: plain[each.name] for each in fields(cls) if plain.get(each.name) is not None}
 
 
-def snapshot_of(gang: Gang, about: Mapping[str, Any]) -> Snapshot:
-    """Return all that has happened to a gang until now; `about` has more fields."""
+def snapshot_of(gang: Gang) -> Snapshot:
+    """Return all that has happened to a gang until now."""
     error = gang.error
     return Snapshot(
         num_nodes=gang.num_nodes,
@@ -92,5 +92,4 @@ def snapshot_of(gang: Gang, about: Mapping[str, Any]) -> Snapshot:
         events=gang.history.records,
         reports=gang.history.reports,
         features=gang.keepers.record(),
-        **dict(about),
     )

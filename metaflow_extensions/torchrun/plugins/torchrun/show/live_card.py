@@ -22,7 +22,7 @@ from typing import Any
 
 from metaflow import current
 
-from ..channel.background import NEVER, Background, Pauses
+from ..channel.background import NEVER, Pauses, Work
 from ..compat import cards
 from ..compat.renamed import convenience
 from ..errors import TorchrunConfigError
@@ -104,7 +104,7 @@ class LiveCard:
         self,
         snapshot: Callable[[], Snapshot],
         count: Callable[[], int],
-        begin: Callable[[str, Callable[[], Pauses]], Background],
+        begin: Callable[[str, Callable[[], Pauses]], Work],
         runs_own_code: Callable[[], bool] = lambda: False,
         with_ours: bool = True,
         pages: Pages = NO_PAGES,
@@ -121,7 +121,7 @@ class LiveCard:
         self._shown, self._shown_at = -1, float("-inf")
         self._is_over = False
         self._begin = begin
-        self._work: Background | None = None  # there from the first card that is to be renewed on
+        self._work: Work | None = None  # there from the first card that is to be renewed on
         if self._cards:
             self._begin_work()
 

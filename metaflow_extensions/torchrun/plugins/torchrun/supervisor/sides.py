@@ -234,7 +234,7 @@ class ControlSide(Side):
 
     def snapshot(self) -> dict[str, Any]:
         """Return all that has happened to the gang."""
-        return snapshot_of(self._gang, {}).stored()
+        return snapshot_of(self._gang).stored()
 
     async def close(self, wait_s: float) -> dict[str, Any]:
         """Wait until the members have left, a bounded time, and close; return what is known at the end."""

@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 
-from ..channel.background import Background, Pauses
+from ..channel.background import Pauses, Work
 from ..channel.registry import Registry
 from ..gang.keepers import Plain
 from ..machine import native
@@ -41,7 +41,7 @@ class Requests:
         registry: Registry,
         ask: Callable[[str, Plain], None],
         pop_answer: Callable[[str], Plain | None],
-        begin: Callable[[str, Callable[[], Pauses]], Background],
+        begin: Callable[[str, Callable[[], Pauses]], Work],
         is_on_disk: bool,
         runs_own_code: Callable[[], bool],
     ) -> None:
