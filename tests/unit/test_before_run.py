@@ -13,7 +13,8 @@ from dataclasses import replace
 import psutil
 import pytest
 from fake_node import ERROR, FakeNode
-from unit_helpers import eventually, is_running, write
+from limits import limit_s
+from unit_helpers import HANG_S, eventually, is_running, write
 
 from metaflow_extensions.torchrun.plugins.torchrun.errors import EntrypointError, TorchrunPreempted
 from metaflow_extensions.torchrun.plugins.torchrun.gang.endings import MustEnd
@@ -275,6 +276,18 @@ def test_a_commands_end_that_only_its_agent_tells(node_with):
     node.verdict(ERROR)
 
 
+def test_after_a_failure_the_node_does_not_go_on_however_its_runner_ends(node_with):
+    node = node_with("true", real=False)
+    agent = node.prepare()
+    node.complete = lambda: pytest.fail("it is not complete")
+    agent.say(AgentEnded(1, 0.0))
+    for status in (1, 0):
+        agent.say(End(status))
+    assert [type(each) for each in messages(node)] == [Failed]
+    assert node.verdict(ERROR) is ERROR
+    assert node.nothing_more_is_sent()
+
+
 # --- the runner alone -------------------------------------------------------------------------------
 
 SH = ["sh", "-ec"]
@@ -322,11 +335,15 @@ def run(tmp_path):
 
     yield start
     for each in started:
+        children = []
         with suppress(psutil.NoSuchProcess):
-            for child in psutil.Process(each.process.pid).children(recursive=True):
+            children = psutil.Process(each.process.pid).children(recursive=True)
+        for child in children:
+            with suppress(psutil.NoSuchProcess):
                 child.kill()
         each.process.kill()
         each.process.communicate()
+        psutil.wait_procs(children, limit_s(HANG_S))
 
 
 def test_commands_run_one_after_the_other_with_both_streams_in_order(run):

@@ -673,6 +673,25 @@ def test_services_are_closed_at_the_end_and_where_another_is_refused():
     assert (one.closed, other.closed) == ([1], [1])
 
 
+@pytest.mark.parametrize("kind", ["command", "ended"])
+def test_what_fails_while_it_is_carried_out_leaves_no_workers(kind, node, monkeypatch):
+    """As a log that can't be written: a bug of ours, but the graphics cards must be free for the next launch."""
+    hear = node.seat.itself.emit
+
+    def fail(event):
+        if event.kind == kind:
+            raise OSError("a bug")
+        hear(event)
+
+    monkeypatch.setattr(node.seat.itself, "emit", fail)
+    node.launch()
+    agent = node.go()
+    if kind == "ended":
+        node.seat.deliver(protocol.Verdict(0, ERROR))
+    assert str(node.outcome()) == "a bug"
+    assert agent.orders[-1][0] == "close"
+
+
 # --- how a launch becomes an agent ------------------------------------------------------------------
 
 

@@ -15,6 +15,7 @@ from metaflow_extensions.torchrun.plugins.torchrun.errors import LaunchFailed
 from metaflow_extensions.torchrun.plugins.torchrun.events import Event
 from metaflow_extensions.torchrun.plugins.torchrun.gang.cause import Cause, Failure
 from metaflow_extensions.torchrun.plugins.torchrun.gang.endings import Broken, GivenUp, MustEnd, TimedOut
+from metaflow_extensions.torchrun.plugins.torchrun.gang.history import Record
 from metaflow_extensions.torchrun.plugins.torchrun.gang.protocol import (
     Ask,
     Command,
@@ -42,6 +43,7 @@ from metaflow_extensions.torchrun.plugins.torchrun.node.news import (
     Crashed,
     Do,
     NotBegun,
+    Prepared,
     Seen,
     Settled,
     WorkersEnded,
@@ -63,9 +65,10 @@ class Node:
     lines of other nodes have come.
     """
 
-    def __init__(self, has_commands=False, is_mute=False):
-        plan = Plan(SPEC, "127.0.0.1", Machine(1), commands=(("true",),) if has_commands else (), grace_s=7.0)
-        self.course = NodeCourse(plan, 0, 1, "host")
+    def __init__(self, has_commands=False, is_mute=False, number=1):
+        commands = (("true",),) if has_commands else ()
+        plan = Plan(SPEC, "127.0.0.1", Machine(1), commands=commands, grace_s=7.0, stores=True)
+        self.course, self.now = NodeCourse(plan, 0, number, "host"), 0.0
         self.fails, self.is_mute = False, is_mute
         self.done = []  # all effects
         self.running = None  # the commands, or a generation's *go*
@@ -82,7 +85,7 @@ class Node:
             return
         if isinstance(news, Verdict) and not self.is_over:
             self.verdict = news
-        for effect in self.course.handle(news, 0.0):
+        for effect in self.course.handle(news, self.now):
             answer = self.do(effect)
             if answer is not None:
                 self.take(answer)
@@ -104,8 +107,9 @@ class Node:
                 return NotBegun("no more processes") if self.fails else None
             case Go():
                 self.begin(effect)
-                begun = NotBegun("no more processes", "torchrun") if self.fails else Begun("torchrun")
-                return None if self.is_mute else begun
+                return None if self.is_mute else Prepared("torchrun")
+            case Do.START:
+                return NotBegun("no more processes") if self.fails else Begun()
             case Ask():
                 assert isinstance(self.running, Go)
             case Stop() | Do.STOP:
@@ -207,7 +211,7 @@ NEWS = [
     GivenUp(CAUSE),
     Crashed(OSError("a full disk")),
 ]
-ANSWERS = [Begun("torchrun"), NotBegun("a full disk"), WorkersEnded(Ended(0, True, 0)), Settled()]
+ANSWERS = [Prepared("torchrun"), Begun(), NotBegun("a full disk"), WorkersEnded(Ended(0, True, 0)), Settled()]
 
 
 def node_in(phase):
@@ -262,11 +266,11 @@ FOLLOWS = [
     (P.PREPARING, Verdict(0, ERROR), "stopping SETTLE CLOSE PREPARE_WARM return"),
     (P.PREPARING, MustEnd("its machine goes"), "Failed CLOSE Ended raise"),
     (P.COMPLETING, Completed(Plan(SPEC, "127.0.0.1", Machine(1))), "Ready"),
-    (P.READY, GO, "Go command"),
+    (P.READY, GO, "Go command START"),
     (P.READY, MustEnd("its machine goes"), "Failed Ended raise"),
     (P.READY, TimedOut("too long"), "Failed PREPARE_WARM Ended raise"),
     (P.STARTING, NotBegun("a full disk"), "CLOSE_NOW worker_failed Ended"),
-    (P.STARTING, NotBegun("a full disk", "torchrun"), "command CLOSE_NOW worker_failed Ended"),
+    (P.STARTING, Prepared("torchrun"), "command START"),
     (P.STARTING, Crashed(OSError("a bug")), "Failed CLOSE Ended raise"),
     (P.RUNNING, WRITES, "Started PREPARE_WARM Wrote Told"),
     (P.RUNNING, FAILS, "Command worker_failed Failed STOP"),
@@ -284,7 +288,7 @@ FOLLOWS = [
     (P.STOPPING, WRITES, "Started PREPARE_WARM Told"),
     (P.STOPPING, FAILS, "Command"),
     (P.STOPPING, OVER, "FINISH Told Ended CLOSE_NOW"),
-    (P.ENDED, Go(0, 1, 1, "gang", 1, 1), "Go command"),
+    (P.ENDED, Go(0, 1, 1, "gang", 1, 1), "Go command START"),
     (P.ENDED, Restart(0, 1, 2, 1.0, CAUSE), "restart"),
     (P.ENDED, STORE, "Store"),
     (P.ENDED, Verdict(0), "SETTLE PREPARE_WARM return"),
@@ -316,7 +320,7 @@ def test_a_second_order_to_end_ends_at_once_and_each_generation_tells_anew():
     node = node_in(Phase.RUNNING)
     for each in (WRITES, WRITES, OVER, Go(0, 1, 1, "gang", 1, 1), WRITES, *[MustEnd("its machine goes")] * 2):
         node.take(each)
-    second = "Go command Started Wrote Told stopping Failed Failed CLOSE Ended raise"  # no restart is left
+    second = "Go command START Started Wrote Told stopping Failed Failed CLOSE Ended raise"  # no restart is left
     assert " ".join(map(word, node.done)).endswith(f"Told Told FINISH Told Ended CLOSE_NOW {second}")
 
 
@@ -351,9 +355,56 @@ def test_a_node_ends_after_any_order_of_news(many, with_commands):
     node.end()
 
 
+def test_the_outcome_counts_from_the_first_generation_and_tells_of_the_last():
+    node = node_in(Phase.READY)
+    for now, each in ((10.0, GO), (12.0, OVER), (20.0, Go(0, 1, 1, "gang", 1, 1))):
+        node.now, node.fails = now, now == 20.0
+        node.take(each)
+    node.now = 50.0
+    node.take(Verdict(0, ERROR))
+    outcome = node.done[-1]
+    assert (outcome.command, outcome.exit_codes, outcome.duration_s) == ("torchrun", {}, 40.0)
+    assert [each.stores for each in node.all_of(Ended)] == [False, True], "what the double told, and a failed start"
+    never = node_in(Phase.READY)
+    never.now = 50.0
+    never.take(Verdict(0, ERROR))
+    assert never.done[-1].duration_s == 0.0
+
+
+def test_the_control_node_says_why_it_stops_and_how_long_a_launch_took_that_went():
+    node = Node(number=0)
+    for each in (CALLED, GO, STOP, Stop(0, 0, "rank 3 failed", 1, None, "exit"), OVER, Verdict(0, ERROR)):
+        node.take(each)
+    told = [each.kind for each in node.all_of(Event)]
+    assert told == ["facts", "command", "stopping", "ended"]
+    node = Node(number=0)
+    for each in (CALLED, Verdict(0, ERROR)):
+        node.take(each)
+    assert node.all_of(Event) == []
+
+
+@pytest.mark.parametrize(("node", "says"), [(0, True), (1, False)])
+def test_a_node_says_that_its_commands_stop_for_another_one_alone(node, says):
+    preparing = node_in(Phase.PREPARING)
+    preparing.take(Verdict(0, LaunchFailed("It failed.", Cause("command", node, "host").as_dict())))
+    assert bool([each for each in preparing.all_of(Event) if each.kind == "stopping"]) is says
+
+
+def test_the_error_that_store_announces_has_the_gangs_events():
+    error, record = LaunchFailed("Rank 3 failed."), Record("exited", 1.0, 2.0, 0)
+    node_in(Phase.ENDED).take(Store(0, 0, error, 3.0, (record,)))
+    assert error.events == [record.as_dict()]
+
+
+# What the pure modules may import besides our own: nothing that waits, reads or writes.
+PURE = {"__future__", "collections.abc", "dataclasses", "enum", "typing"}
+
+
 def test_nothing_waits_reads_or_writes_where_it_is_decided():
     for module in (course, news):
-        tree = ast.parse(Path(module.__file__).read_text(encoding="utf-8"))
-        imports = {each.name for node in ast.walk(tree) if isinstance(node, ast.Import) for each in node.names}
-        assert imports <= {"enum"}
-        assert not [node for node in ast.walk(tree) if isinstance(node, ast.AsyncFunctionDef | ast.Await)]
+        nodes = list(ast.walk(ast.parse(Path(module.__file__).read_text(encoding="utf-8"))))
+        imports = {each.name for node in nodes if isinstance(node, ast.Import) for each in node.names}
+        imports |= {node.module for node in nodes if isinstance(node, ast.ImportFrom) and node.level == 0}
+        assert imports <= PURE
+        assert not [node for node in nodes if isinstance(node, ast.AsyncFunctionDef | ast.Await)]
+        assert not {node.id for node in nodes if isinstance(node, ast.Name)} & {"open", "print", "input"}

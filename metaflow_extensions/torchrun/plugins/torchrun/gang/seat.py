@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+from collections import deque
 from typing import Any
 
 from ..errors import TorchrunError
@@ -24,17 +25,17 @@ class Seat:
         self.node, self.num_nodes, self.emit = node, num_nodes, emit
         self.host = socket.gethostname()
         self.inbox: asyncio.Queue[Any] = asyncio.Queue()  # of the current launch; each launch has its own
-        self._next: asyncio.Queue[Any] | None = None  # of a launch that is about to begin
+        self._next: deque[asyncio.Queue[Any]] = deque()  # of launches that are about to begin, in order
         self.broken: TorchrunError | None = None  # why the gang can't go on
         self.link = link
         self._says_bye = False  # the control node has announced that it leaves
 
     def expect_launch(self) -> None:
-        """Keep what comes from now on for the next launch; the last one may still be ending."""
-        self._next = asyncio.Queue()
+        """Keep what comes from now on for one more launch; those before it may still be ending, or never begin."""
+        self._next.append(asyncio.Queue())
 
     def _put(self, news: Any) -> None:
-        (self.inbox if self._next is None else self._next).put_nowait(news)
+        (self._next[-1] if self._next else self.inbox).put_nowait(news)
 
     def deliver(self, message: Message) -> bool:
         """Handle a message of the control node; return whether it concerns launches alone."""
@@ -72,4 +73,4 @@ class Seat:
 
     def begin_launch(self) -> None:
         """Begin a launch, with a new `inbox`."""
-        self.inbox, self._next = self._next or asyncio.Queue(), None
+        self.inbox = self._next.popleft() if self._next else asyncio.Queue()

@@ -31,7 +31,7 @@ from ..gang.protocol import (
 )
 from .agent_end import AGENT_NAME
 from .headlines import alone_line, end_line, facts_line
-from .news import Begun, Called, Completed, Crashed, Do, Effect, News, NotBegun, Seen, Settled, WorkersEnded
+from .news import Begun, Called, Completed, Crashed, Do, Effect, News, NotBegun, Prepared, Seen, Settled, WorkersEnded
 from .outcome import Outcome
 from .phases import LIVING, NEXT, Phase
 from .plan import Plan
@@ -188,7 +188,7 @@ class NodeCourse:
             self._fail_here(self._failing_with)
 
     def _on_must_end(self, order: MustEnd) -> None:
-        """End the launch here; no worker has to be stopped before."""
+        """End the launch here, at once."""
         self._fail_here(preempted(self._node, self._host, order.why))
 
     def _on_must_end_workers(self, order: MustEnd) -> None:
@@ -221,19 +221,17 @@ class NodeCourse:
 
     # --- what happens to the workers --------------------------------------------------------------
 
-    def _on_begun(self, begun: Begun) -> None:
-        self._enter(Phase.RUNNING)
-        self._say_begin(begun.command)
-
-    def _say_begin(self, command: str) -> None:
-        self._command = command
+    def _on_prepared(self, news: Prepared) -> None:
+        self._command = news.command
         if self._node == CONTROL and self._go.generation == 0:
             self._say("facts", facts_line(self.plan, self._go))
-        self._say("command", f"runs: {command}", is_detail=True)
+        self._say("command", f"runs: {news.command}", is_detail=True)
+        self._do(Do.START)
+
+    def _on_begun(self, _: Begun) -> None:
+        self._enter(Phase.RUNNING)
 
     def _not_begun(self, news: NotBegun) -> None:
-        if news.command:
-            self._say_begin(news.command)
         self._enter(Phase.ENDED)
         self._do(Do.CLOSE_NOW)
         text = f"its {AGENT_NAME} could not be started: {news.why}"
@@ -262,7 +260,7 @@ class NodeCourse:
                 self._do(Do.PREPARE_WARM)
 
     def _say_output(self) -> None:
-        """Report to the gang, once, that workers of this node have written, and not only while they are stopped."""
+        """Report to the gang, once, that workers of this node have written, unless they are being stopped."""
         if self.phase is not Phase.RUNNING:
             return
         self._say_started()
@@ -325,6 +323,7 @@ HANDLERS: dict[type, dict[Phase, _Handler]] = {
     Completed: _in((Phase.COMPLETING,), NodeCourse._on_completed),
     NotBegun: {Phase.PREPARING: NodeCourse._commands_not_begun, Phase.STARTING: NodeCourse._not_begun},
     Go: _in((Phase.READY, Phase.ENDED), NodeCourse._on_go),
+    Prepared: _in((Phase.STARTING,), NodeCourse._on_prepared),
     Begun: _in((Phase.STARTING,), NodeCourse._on_begun),
     Seen: {Phase.PREPARING: NodeCourse._on_commands} | _in(_WITH_WORKERS, NodeCourse._on_workers),
     WorkersEnded: _in(_WITH_WORKERS, NodeCourse._on_workers_ended),

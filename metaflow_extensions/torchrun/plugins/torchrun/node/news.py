@@ -31,18 +31,22 @@ class Completed:
 
 
 @dataclass(frozen=True)
-class Begun:
-    """A generation has begun; `command` is its agent's, quoted for a shell."""
+class Prepared:
+    """A generation can be started; `command` is its agent's, quoted for a shell."""
 
     command: str
 
 
 @dataclass(frozen=True)
+class Begun:
+    """The agent of a generation has been started."""
+
+
+@dataclass(frozen=True)
 class NotBegun:
-    """The commands or a generation could not be started; `command` is the agent's, if it is known."""
+    """The commands or a generation could not be started."""
 
     why: str
-    command: str = ""
 
 
 @dataclass(frozen=True)
@@ -73,13 +77,13 @@ class Settled:
 
 @dataclass(frozen=True)
 class Crashed:
-    """An effect has raised an error, or the launch was cancelled."""
+    """What is done here has raised an error, or the launch was cancelled."""
 
     error: BaseException
 
 
 News: TypeAlias = (
-    Called | Completed | Begun | NotBegun | Seen | WorkersEnded | Settled | Crashed
+    Called | Completed | Prepared | Begun | NotBegun | Seen | WorkersEnded | Settled | Crashed
     | Go | Ask | Stop | Restart | Store | Verdict | Broken | MustEnd | TimedOut | GivenUp
 )  # fmt: skip
 
@@ -89,10 +93,11 @@ class Do(enum.Enum):
 
     START_COMMANDS = "start the commands of before_run; answered by `NotBegun` if that fails"
     COMPLETE = "have the task complete the plan"
+    START = "start the agent of a generation; answered by `Begun` or `NotBegun`"
     STOP = "stop the workers"
-    FINISH = "read the last that the workers wrote; answered by `WorkersEnded`"
+    FINISH = "read the last that the ended workers wrote, and close agent and watchers; answered by `WorkersEnded`"
     CLOSE = "stop the commands or workers with their grace, wait for their end, and remove their files"
-    CLOSE_NOW = "do so without a grace"
+    CLOSE_NOW = "do so without a grace; after FINISH, only their files are left"
     GIVE_UP_STORING = "have the task store no more"
     PREPARE_WARM = "prepare a spare for the next agent"
     SETTLE = "wait for the lines of other nodes, a bounded time; answered by `Settled`"
@@ -101,8 +106,8 @@ class Do(enum.Enum):
 Effect: TypeAlias = Do | Event | Message | Outcome | BaseException
 """What is to be done.
 
-An `Event` is logged. A message of this node is sent to the control node. What the gang has sent is obeyed: *go* begins a
-generation (answered by `Begun` or `NotBegun`), *ask* goes to a watcher, *stop* stops the workers after the watchers have
+An `Event` is logged. A message of this node is sent to the control node. What the gang has sent is obeyed: *go* makes a
+generation (answered by `Prepared` or `NotBegun`), *ask* goes to a watcher, *stop* stops the workers after the watchers have
 examined them (answered by `Seen`), and *store* has the task store what they have left. An outcome is returned by `run`,
 an error is raised there.
 """

@@ -21,7 +21,7 @@ from .agent_events import AgentNews
 from .commands import Commands
 from .course import NodeCourse
 from .generation import Generation
-from .news import Begun, Called, Crashed, Do, Effect, News, NotBegun, Settled
+from .news import Begun, Called, Crashed, Do, Effect, News, NotBegun, Prepared, Settled
 from .outcome import Outcome
 from .plan import Plan
 from .start import prepare
@@ -64,6 +64,8 @@ class NodeLaunch:
         except BaseException as error:
             await self._take(Crashed(error))
             raise
+        finally:
+            await self._close(self._course.plan.grace_s)  # something is left only where an effect has raised
         if isinstance(self._end, BaseException):
             raise self._end
         return self._end
@@ -86,7 +88,7 @@ class NodeLaunch:
         return self._processes.handle(news.event)
 
     async def _take(self, news: News | None) -> None:
-        """Hand news to the course, and carry out what follows. An effect's answer goes before the next effect."""
+        """Hand news to the course, and carry out what follows. An answer is handled at once: such an effect is the last."""
         for effect in () if news is None else self._course.handle(news, time.monotonic()):
             await self._take(await self._do(effect))
 
@@ -96,7 +98,7 @@ class NodeLaunch:
             case Event():
                 self._seat.emit(effect)
             case Go():
-                return self._begin_workers(effect)
+                return self._prepare_workers(effect)
             case Ask():
                 self._workers.watchers.asked(effect.feature, effect.data)
             case Stop():
@@ -109,6 +111,8 @@ class NodeLaunch:
                 return self._start_commands()
             case Do.COMPLETE:
                 self._complete()
+            case Do.START:
+                return self._start_workers()
             case Do.STOP:
                 self._workers.stop()
             case Do.FINISH:
@@ -141,15 +145,19 @@ class NodeLaunch:
             return NotBegun(_reason(error))
         return None
 
-    def _begin_workers(self, go: Go) -> Begun | NotBegun:
-        command = ""
+    def _prepare_workers(self, go: Go) -> Prepared | NotBegun:
         try:
             self._processes = generation = prepare(self._course.plan, go, self._seat, self._new_agent)
-            command = shlex.join(generation.command)
-            generation.start()
-        except Exception as error:  # a full disk, no more processes, a zero byte in a variable
-            return NotBegun(_reason(error), command)
-        return Begun(command)
+        except Exception as error:  # a full disk, a zero byte in a variable
+            return NotBegun(_reason(error))
+        return Prepared(shlex.join(generation.command))
+
+    def _start_workers(self) -> Begun | NotBegun:
+        try:
+            self._workers.start()
+        except Exception as error:  # no more processes
+            return NotBegun(_reason(error))
+        return Begun()
 
     async def _close(self, grace_s: float) -> None:
         processes, self._processes = self._processes, None
