@@ -225,6 +225,27 @@ def tree(tmp_path):
         assert not left, "left running"
 
 
+# The youngest process is not seen until another one gets SIGTERM, as if it was forked in between.
+FORKED_MEANWHILE = """
+agent, seen = sys.modules["ours.node.agent"], []
+look, send = processes.living_descendants, agent.send_signal
+def look_and_miss(*args):
+    found = look(*args)
+    return found if seen else [pid for pid in found if pid != max(found)]
+def send_and_see(pid, number):
+    seen.extend([pid] if number == signal.SIGTERM else [])
+    return send(pid, number)
+processes.living_descendants, agent.send_signal = look_and_miss, send_and_see
+"""
+
+
+def test_what_is_forked_while_the_others_are_told_to_end_is_told_too(tree):
+    one = tree(count=2, before=FORKED_MEANWHILE)
+    one.await_workers()
+    one.stop(3600.0)
+    assert one.ended() == {0: -signal.SIGTERM, 1: -signal.SIGTERM}
+
+
 # --- the tree ends by itself -----------------------------------------------------------------------
 
 

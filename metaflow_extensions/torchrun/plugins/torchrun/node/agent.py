@@ -365,7 +365,10 @@ class AgentProcess:
         return self._terminate()
 
     def _terminate(self) -> bool:
-        self._signal_all(self._below_agent(), signal.SIGTERM)
+        told = self._below_agent()
+        self._signal_all(told, signal.SIGTERM)
+        # What was forked between that look and the signal has heard nothing, and its parent may be gone.
+        self._signal_all([pid for pid in self._below_agent() if pid not in told], signal.SIGTERM)
         return self._enter(Phase.TERMINATING)
 
     def _on_terminating(self) -> bool:
