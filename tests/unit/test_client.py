@@ -121,6 +121,24 @@ def test_a_supervisor_that_is_killed_is_missed_at_once_and_no_call_waits(gang):
     assert f"pid {control.pid}" in known.error
 
 
+def test_nobody_misses_a_supervisor_whose_last_words_are_on_their_way(gang, monkeypatch):
+    """Who stores what is known of the gang may see its end first, on the second connection."""
+    control = gang[0]()
+    control.listen(None, HOST)
+    call, known = control.call, []
+
+    def call_slowly(*args, **more):
+        words = call(*args, **more)
+        assert eventually(lambda: control._asking.wait(0.1) or control._asking.end is not None)
+        known.append((control.counts()[0], control.snapshot({}).error))
+        return words
+
+    before = control.counts()[0]
+    monkeypatch.setattr(control, "call", call_slowly)
+    control.close()
+    assert known == [(before, None)]
+
+
 def test_a_supervisor_that_somebody_stops_is_continued_before_others_miss_it(gang):
     control = gang[0](silence_s=1.0)
     control.listen(None, HOST)

@@ -517,8 +517,9 @@ class ControlClient(Client):
 
     @property
     def _is_missed(self) -> bool:
-        """Whether the supervisor has ended without a last word."""
-        return (self._is_gone or self._asking.end is not None) and self._last_words is None
+        """Whether the supervisor has ended without a last word. While `close` waits for that, its end is no surprise."""
+        has_ended = self._asking.end is not None and not self._is_closing
+        return (self._is_gone or has_ended) and self._last_words is None
 
 
 def _about_gang(num_nodes: int, heartbeat_timeout_s: float, token: str, rules: Rules) -> dict[str, Any]:
