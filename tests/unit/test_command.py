@@ -87,7 +87,7 @@ def test_workers_start_whatever_their_path_is(path, name, tmp_path):
 def test_torchrun_gets_the_gangs_facts():
     assert command_of()[:3] == ["/usr/bin/python3", AGENT, "/my pipes"]
     assert shown_command(command_of())[1:4] == ["-m", "torch.distributed.run", "--nproc-per-node=2"]
-    assert sorted(options_of(max_restarts=3)) == [
+    assert sorted(options_of()) == [
         "--log-dir=/my logs",
         "--max-restarts=0",
         "--nnodes=3",
