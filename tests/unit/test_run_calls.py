@@ -8,6 +8,8 @@ import pytest
 from metaflow import lint
 from unit_helpers import write
 
+from metaflow_extensions.torchrun.plugins.torchrun.decorator import TorchrunDecorator
+from metaflow_extensions.torchrun.plugins.torchrun.settings import parse_settings
 from metaflow_extensions.torchrun.plugins.torchrun.task import run_calls
 
 FLOW = """
@@ -138,3 +140,19 @@ def test_the_number_of_processes_is_known_where_all_calls_name_the_same(body, nu
     other = SimpleNamespace(name="other", decorators=node.decorators, source_file=str(path), func_lineno=2)
     assert run_calls.nproc_in_calls([node], "train") == number
     assert run_calls.nproc_in_calls([other], "train") is None
+
+
+def test_a_very_long_chain_of_attributes_hides_no_call(tmp_path):
+    chain = f"x{'.y' * 1500}"
+    text = f"def train(self):\n    {chain}()\n    current.torch.run('x.py', nproc_per_node=2, wrong=1)\n"
+    path = write(tmp_path / "flow.py", f"from metaflow import current\n{text}")
+    node = SimpleNamespace(name="train", decorators=[SimpleNamespace(name="torchrun")], func_lineno=2)
+    node.source_file = str(path)
+    assert run_calls.nproc_in_calls([node], "train") == 2
+    assert list(run_calls.unknown_arguments(str(path), 2)) == [("wrong", 4)]
+
+
+def test_a_graph_that_is_not_as_expected_costs_only_the_number():
+    settings = parse_settings({}, "train")
+    decorator = SimpleNamespace(_settings=settings, _graph=[SimpleNamespace(name="train")], _step_name="train")
+    assert TorchrunDecorator._settings_of_spares(decorator) is settings

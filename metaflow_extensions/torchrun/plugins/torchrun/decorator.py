@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from metaflow import current
 
 from .compat import steps
-from .compat.renamed import check
+from .compat.renamed import check, harmless
 from .settings import DEFAULTS, StepSettings, parse_settings, refuse_unknown
 from .task.pod_shell import POD_SCRIPT, heed_sigterm_in_pod
 from .task.signs import name_as_starter
@@ -298,7 +298,9 @@ class TorchrunDecorator(steps.ParallelDecorator):  # type: ignore[misc]  # Metaf
         settings = self._settings
         if settings.warm == "off" or settings.nproc_per_node is not None:
             return settings
-        return replace(settings, nproc_per_node=nproc_in_calls(self._graph, self._step_name))
+        with harmless():  # it only makes a launch faster
+            return replace(settings, nproc_per_node=nproc_in_calls(self._graph, self._step_name))
+        return settings
 
 
 def _tell_of_job(flow_datastore: Any, step_name: str) -> None:

@@ -55,22 +55,22 @@ class Commands:
 
     number = -1  # in the place of a generation's
 
-    def __init__(self, plan: Plan, member: Seat, launch: int, new_agent: Callable[..., AgentProcess]) -> None:
-        self._plan, self._member, self._launch = plan, member, launch
+    def __init__(self, plan: Plan, seat: Seat, launch: int, new_agent: Callable[..., AgentProcess]) -> None:
+        self._plan, self._seat, self._launch = plan, seat, launch
         self._told = 0  # of how many ended commands the gang knows
         self._has_failed = self._is_closed = False
         self._folder = pipes = make_folder(plan, f"launch{launch}-before_run")
         try:
             pipes = make_pipes_folder(plan, self._folder)
             command = self._write_command(pipes)
-            env = environment_of_commands(plan, member.link.own_address, plan.environ)
+            env = environment_of_commands(plan, seat.link.own_address, plan.environ)
             self._logs = self._reader(pipes)
         except BaseException:
             for folder in (pipes, self._folder):
                 shutil.rmtree(folder, ignore_errors=True)
             raise
-        self._end = AgentEnd(plan, member.host, self._logs.tail, _RUNNER)
-        inbox = member.inbox  # this launch's; a later launch has another
+        self._end = AgentEnd(plan, seat.host, self._logs.tail, _RUNNER)
+        inbox = seat.inbox  # this launch's; a later launch has another
         self._agent = new_agent(
             command, env, self._options(pipes), lambda event: inbox.put_nowait(AgentNews(self.number, event))
         )
@@ -128,7 +128,7 @@ class Commands:
             return Seen(told, failed=f"{cause.exception}", failures=(Failure(cause),))
         if not isinstance(event, End) or self._has_failed:
             return Seen(told)
-        return Seen([*told, *left_behind(self._member.node, event.left, "commands")], is_over=True)
+        return Seen([*told, *left_behind(self._seat.node, event.left, "commands")], is_over=True)
 
     def poll(self, is_quiet: bool) -> Seen:
         """Return the commands that have ended since the last look."""
@@ -152,7 +152,7 @@ class Commands:
         failed = next((each for each in self._ended() if each.status != 0), None)
         if failed is None:
             return self._end.cause(has_workers=False)
-        node, host = self._plan.spec.node_index, self._member.host
+        node, host = self._plan.spec.node_index, self._seat.host
         lines = _last_lines(self._logs.tail(failed.number, "stdout"))
         text = self._text(failed, self._end.machine.how_ended)
         return Cause("command", node, host, None, None, failed.status, text, lines)

@@ -28,38 +28,38 @@ from .watchers import HOOKS, Variables, variables_of
 _ROOM_BYTES = 1024 * 1024
 
 
-def prepare(plan: Plan, go: Go, member: Seat, new_agent: Callable[..., AgentProcess]) -> Generation:
-    """Make all that a generation needs, or raise if it can't start. Its events go to the inbox of `member`."""
+def prepare(plan: Plan, go: Go, seat: Seat, new_agent: Callable[..., AgentProcess]) -> Generation:
+    """Make all that a generation needs, or raise if it can't start. Its events go to the inbox of `seat`."""
     for emptied in plan.emptied:  # of what workers of a former generation have left
         shutil.rmtree(emptied, ignore_errors=True)
         os.makedirs(emptied)
     folder = make_folder(plan, f"launch{go.launch}-{go.generation}")
     try:
-        return _prepare_in(folder, plan, go, member, new_agent)
+        return _prepare_in(folder, plan, go, seat, new_agent)
     except BaseException:
         shutil.rmtree(folder, ignore_errors=True)
         raise
 
 
-def _prepare_in(folder: str, plan: Plan, go: Go, member: Seat, new_agent: Callable[..., AgentProcess]) -> Generation:
+def _prepare_in(folder: str, plan: Plan, go: Go, seat: Seat, new_agent: Callable[..., AgentProcess]) -> Generation:
     def say(text: str, is_detail: bool = True) -> None:
-        member.emit(Event("note", member.node, text, is_detail))
+        seat.emit(Event("note", seat.node, text, is_detail))
 
     variables = variables_of(plan.watches, plan, folder, say)
     pipes = make_pipes_folder(plan, folder)
     try:
         command = agent_command(plan.spec, go, plan.main_addr, folder, pipes, of_rank=variables.of_rank)
         warm = _warm(plan, command)
-        env = _environment(plan, go, member.link.own_address, variables)
+        env = _environment(plan, go, seat.link.own_address, variables)
         logs = _reader(plan, folder, pipes)
     except BaseException:
         shutil.rmtree(pipes, ignore_errors=True)
         raise
-    inbox = member.inbox  # this launch's; a later launch has another
+    inbox = seat.inbox  # this launch's; a later launch has another
     options = _options(plan, folder, pipes)
     try:
         agent = new_agent(command, env, options, lambda event: inbox.put_nowait(AgentNews(go.generation, event)), warm)
-        return Generation(plan, member.host, go, folder, command, agent, logs, say)
+        return Generation(plan, seat.host, go, folder, command, agent, logs, say)
     except BaseException:
         logs.finish()
         raise

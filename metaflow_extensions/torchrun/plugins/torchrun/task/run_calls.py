@@ -100,10 +100,11 @@ def _bindings(node: ast.AST) -> Iterator[tuple[str, str | None]]:
 
 def _dotted(node: ast.AST) -> str | None:
     """Return a name with attributes, as in ``current.torch``, as it is written; None if it is something else."""
-    if isinstance(node, ast.Name):
-        return node.id
-    before = _dotted(node.value) if isinstance(node, ast.Attribute) else None
-    return None if before is None else f"{before}.{node.attr}"  # type: ignore[attr-defined]
+    after: list[str] = []
+    while isinstance(node, ast.Attribute):  # a source may have thousands in a row
+        after.append(node.attr)
+        node = node.value
+    return ".".join([node.id, *reversed(after)]) if isinstance(node, ast.Name) else None
 
 
 def _resolved(dotted: str | None, names: dict[str, str]) -> str | None:
