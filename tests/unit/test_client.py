@@ -130,6 +130,7 @@ def test_nobody_misses_a_supervisor_whose_last_words_are_on_their_way(gang, monk
     def call_slowly(*args, **more):
         words = call(*args, **more)
         assert eventually(lambda: control._asking.wait(0.1) or control._asking.end is not None)
+        assert eventually(lambda: control.wait(lambda: control.is_gone, 0.1))
         known.append((control.counts()[0], control.snapshot({}).error))
         return words
 
@@ -137,6 +138,20 @@ def test_nobody_misses_a_supervisor_whose_last_words_are_on_their_way(gang, monk
     monkeypatch.setattr(control, "call", call_slowly)
     control.close()
     assert known == [(before, None)]
+
+
+def test_a_supervisor_that_is_killed_before_its_last_words_is_missed(gang, monkeypatch):
+    control = gang[0]()
+    control.listen(None, HOST)
+    call = control.call
+
+    def kill_and_call(*args, **more):
+        os.kill(control.pid, signal.SIGKILL)
+        return call(*args, **more)
+
+    monkeypatch.setattr(control, "call", kill_and_call)
+    control.close()
+    assert f"pid {control.pid}" in control.snapshot({}).error
 
 
 def test_a_supervisor_that_somebody_stops_is_continued_before_others_miss_it(gang):

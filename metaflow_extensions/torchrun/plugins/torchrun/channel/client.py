@@ -117,6 +117,7 @@ class Client:
         self._is_closing = self._is_gone = False  # `_is_closing`: its end is no surprise
         self.hold_s = 0.0  # how long a refused task delays its end, unless the connection ends before
         self._last_words: Any = None  # what the supervisor has said at its end
+        self._awaits_last_words = False
         self._how = ""  # why the supervisor is gone, where that is known
         try:
             self._guardian, self._end_signal, own, asking = _start(self._asks)
@@ -288,8 +289,12 @@ class Client:
             return
         self._is_closing = True
         self._end_signal.set(False)
-        with suppress(GangError, OSError):
-            self._last_words = self.call("close", _LEAVE_WAIT_S, self.stays, self._is_hurried)
+        self._awaits_last_words = True
+        try:
+            with suppress(GangError, OSError):
+                self._last_words = self.call("close", _LEAVE_WAIT_S, self.stays, self._is_hurried)
+        finally:
+            self._awaits_last_words = False
         if not self.stays:
             self._end()
 
@@ -517,9 +522,9 @@ class ControlClient(Client):
 
     @property
     def _is_missed(self) -> bool:
-        """Whether the supervisor has ended without a last word. While `close` waits for that, its end is no surprise."""
-        has_ended = self._asking.end is not None and not self._is_closing
-        return (self._is_gone or has_ended) and self._last_words is None
+        """Whether the supervisor has ended without a last word; its end may be seen before the word is read."""
+        has_ended = self._is_gone or self._asking.end is not None
+        return has_ended and self._last_words is None and not self._awaits_last_words
 
 
 def _about_gang(num_nodes: int, heartbeat_timeout_s: float, token: str, rules: Rules) -> dict[str, Any]:
