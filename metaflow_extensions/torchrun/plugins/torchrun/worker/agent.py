@@ -7,6 +7,7 @@ under torchrun.
 
 import os
 import signal
+import socket
 import sys
 import time
 from collections.abc import Callable
@@ -14,6 +15,7 @@ from contextlib import suppress
 from typing import Any
 
 SUPERVISOR = os.getppid()
+STORE_S, _LOOK_S = 1.0, 0.005
 
 
 def halt(number: int, _: object) -> None:
@@ -116,6 +118,23 @@ class News:
             os.write(self._pipe, " ".join(map(str, words)).encode() + b"\n")
 
 
+def await_store(arguments: list[str]) -> None:
+    """Wait until torch's store listens on the node that has it, `STORE_S` seconds at most; at once on that node.
+
+    A store's client that comes before its server tries again only after some hundred milliseconds (torch 2.13,
+    TCPStore.cpp: an exponential backoff with jitter). All nodes start at the same moment, and spares need less than that.
+    """
+    options = dict(word.removeprefix("--").partition("=")[::2] for word in arguments[: arguments.index("--")])
+    host, _, port = options["rdzv-endpoint"].rpartition(":")
+    until = time.monotonic() + STORE_S
+    while options["node-rank"] != "0" and time.monotonic() < until:
+        try:
+            socket.create_connection((host.strip("[]"), int(port)), STORE_S).close()
+            return
+        except OSError:
+            time.sleep(_LOOK_S)
+
+
 if __name__ == "__main__":
     with suppress(Exception):  # a Python without ctypes
         import ctypes
@@ -131,4 +150,5 @@ if __name__ == "__main__":
     News(os.path.join(pipes, "agent.workers")).follow()
     from torch.distributed.run import main
 
+    await_store(sys.argv)
     main()
