@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from itertools import takewhile
 from typing import Any
 
 SUPERVISOR = os.getppid()
@@ -124,10 +125,11 @@ def await_store(arguments: list[str]) -> None:
     A store's client that comes before its server tries again only after some hundred milliseconds (torch 2.13,
     TCPStore.cpp: an exponential backoff with jitter). All nodes start at the same moment, and spares need less than that.
     """
-    options = dict(word.removeprefix("--").partition("=")[::2] for word in arguments[: arguments.index("--")])
-    host, _, port = options["rdzv-endpoint"].rpartition(":")
+    own = takewhile(lambda word: word != "--", arguments)  # the script's follow
+    options = dict(word.removeprefix("--").partition("=")[::2] for word in own)
+    host, _, port = options.get("rdzv-endpoint", "").rpartition(":")
     until = time.monotonic() + STORE_S
-    while options["node-rank"] != "0" and time.monotonic() < until:
+    while options.get("node-rank", "0") != "0" and time.monotonic() < until:
         try:
             socket.create_connection((host.strip("[]"), int(port)), STORE_S).close()
             return
