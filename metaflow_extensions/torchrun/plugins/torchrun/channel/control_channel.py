@@ -22,6 +22,7 @@ from ..gang.course import Outgoing
 from ..gang.keepers import Plain
 from ..gang.protocol import CONTROL, Abort, Beat, Join, Lines, Message
 from ..gang.state import Gang
+from ..machine.looks import until_look
 from .connection import BEATS, Connection, Reading, close_all, handshake_as_control, next_message
 from .frames import encode
 from .listener import Listener
@@ -114,7 +115,7 @@ class ControlChannel:
             if late_s > _TICK_S:
                 self._step(self.gang.was_stopped, late_s)
             tick_s = min(_TICK_S, self._timeout_s / BEATS / 3)  # the tick also sends heartbeats
-            self._timer = self._loop.call_later(tick_s, self._tick)
+            self._timer = self._loop.call_later(until_look(tick_s), self._tick)
             self._step(self.gang.tick)
             if self._listener is not None:
                 self._listener.tick()

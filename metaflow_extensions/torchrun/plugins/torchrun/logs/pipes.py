@@ -17,6 +17,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 
+from ..machine.looks import until_look
 from .copies import Copies, Copy
 from .lines import LineSplitter
 from .shared_pipe import unread_bytes
@@ -34,7 +35,6 @@ _BURST_S = 0.01  # of reading, before others have their turn
 _HELD_UP_S = 0.05  # between two looks at a writer that is behind
 _END_BYTES = 8 * 1024 * 1024  # of each worker, read from a generation that stops although the writer is behind
 _PAUSED_S = 5.0  # with a writer that is behind all that time, the workers are said to wait
-_QUIET_S = 0.5  # the longest wait: for the last state of a progress bar
 _TAIL_BYTES = 64 * 1024
 _LAST_LINES = 100  # of a hidden rank, shown if it fails
 # How torchrun begins to report its own failure or a worker's (torch 2.13), and how much of it is held back. The last is
@@ -258,7 +258,7 @@ class LogReader:
         if self._copies is not None:
             self._copies.start()
         self._listen()
-        self._timers["quiet"] = self._loop.call_later(_QUIET_S, self._look_at_all)
+        self._timers["quiet"] = self._loop.call_later(until_look(), self._look_at_all)
 
     # --- what it knows
 
@@ -371,7 +371,7 @@ class LogReader:
         assert self._loop is not None
         if not self._is_held_up():
             self._pump(self._shown)
-        self._timers["quiet"] = self._loop.call_later(_QUIET_S, self._look_at_all)
+        self._timers["quiet"] = self._loop.call_later(until_look(), self._look_at_all)
 
     def _pump(self, some: Sequence[tuple[_Process, Show]]) -> int:
         """Show a chunk of some processes; return how many bytes the loudest had."""

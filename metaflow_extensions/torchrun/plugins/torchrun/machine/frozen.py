@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from . import processes
+from .looks import WATCH_S
 
-WATCH_S = 0.5
-"""Seconds between two looks at what no event tells."""
 STOPPED = "was stopped by a signal (SIGSTOP or the like) and not continued for"
 """Says so; the number of seconds follows."""
 

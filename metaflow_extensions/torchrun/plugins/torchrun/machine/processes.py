@@ -48,8 +48,8 @@ def _has_ended(state: str, threads: int) -> bool:
 
 def read(path: str) -> str:
     """Return what a file of the kernel says, or nothing where it can't be read."""
-    with suppress(OSError), open(path, encoding="utf-8", errors="replace") as file:
-        return file.read()
+    with suppress(OSError), open(path, "rb", buffering=0) as file:  # half the cost of a text file
+        return file.read().decode(errors="replace")
     return ""
 
 

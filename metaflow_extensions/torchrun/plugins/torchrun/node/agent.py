@@ -20,8 +20,9 @@ from contextlib import suppress
 from typing import Any, ClassVar, NamedTuple, Protocol, TypeAlias
 
 from ..machine import processes
-from ..machine.frozen import WATCH_S, FrozenWatch
+from ..machine.frozen import FrozenWatch
 from ..machine.inherited import give
+from ..machine.looks import WATCH_S, until_look
 from ..machine.processes import HELPERS, send_signal
 from .agent_events import AgentEnded, AgentEvent, End, Frozen, Refused, WorkerEnded, WorkerStarted
 from .workers import Workers
@@ -301,7 +302,7 @@ class AgentProcess:
         if self._timer is not None:
             self._timer.cancel()
         if self._phase not in (None, Phase.ENDED):
-            self._timer = self._loop.call_later(self._phase.look_s, self._step)
+            self._timer = self._loop.call_later(until_look(self._phase.look_s), self._step)
 
     def _enter(self, phase: Phase, limit_s: float = math.inf) -> bool:
         self._phase, self._phase_deadline = phase, time.monotonic() + limit_s

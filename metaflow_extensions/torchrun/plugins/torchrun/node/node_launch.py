@@ -16,6 +16,7 @@ from ..events import Event
 from ..gang.endings import MustEnd, TimedOut
 from ..gang.protocol import Ask, Go, Stop, Store
 from ..gang.seat import Seat
+from ..machine.looks import until_look
 from .agent import AgentProcess
 from .agent_events import AgentNews
 from .commands import Commands
@@ -25,8 +26,6 @@ from .news import Begun, Called, Crashed, Do, Effect, News, NotBegun, Prepared, 
 from .outcome import Outcome
 from .plan import Plan
 from .start import prepare
-
-_LOOK_S = 0.5  # the longest wait for news before the features are polled
 
 
 class NodeLaunch:
@@ -71,9 +70,9 @@ class NodeLaunch:
         return self._end
 
     async def _next(self) -> Any:
-        """Return what comes next, or None if nothing has come for `_LOOK_S` seconds."""
+        """Return what comes next, or None when it is time to poll the features."""
         try:
-            return await asyncio.wait_for(self._seat.inbox.get(), _LOOK_S)
+            return await asyncio.wait_for(self._seat.inbox.get(), until_look())
         except asyncio.TimeoutError:
             return None
 

@@ -31,7 +31,8 @@ from ..logs import console
 from ..machine import processes
 from ..machine.cgroup import describe_oom, oom_kills
 from ..machine.estate import Estate, tell
-from ..machine.frozen import STOPPED, WATCH_S, FrozenWatch, is_stopped_with_parent
+from ..machine.frozen import STOPPED, FrozenWatch, is_stopped_with_parent
+from ..machine.looks import WATCH_S, until_look
 from ..machine.open_files import file_of
 from ..machine.wake import wake
 from ..node.watchers import WarmStarts, spares_of
@@ -137,7 +138,7 @@ class Supervisor:
 
     def _look(self) -> None:
         """Look at what no event tells; it repeats itself."""
-        asyncio.get_running_loop().call_later(WATCH_S, self._look)
+        asyncio.get_running_loop().call_later(until_look(), self._look)
         if self._launches is None or not self._launches.runs:
             for _ in processes.reap(processes.HELPERS):
                 pass

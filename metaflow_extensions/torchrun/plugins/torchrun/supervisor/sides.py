@@ -20,6 +20,7 @@ from ..gang.seat import Seat
 from ..gang.state import Gang
 from ..gang.wire import to_plain
 from ..logs import console
+from ..machine.looks import until_look
 from ..machine.network import pick_port
 from ..machine.pods import why_it_waits
 from ..machine.processes import Other
@@ -27,8 +28,6 @@ from ..records.snapshot import snapshot_of
 from .ends import end_of
 from .held import Held
 from .output import Send
-
-_LOOK_S = 0.25  # between two looks at what the task has to do in the background
 
 
 class Side(ABC):
@@ -213,7 +212,7 @@ class ControlSide(Side):
                 del self._due[name]  # until the task has done it, and says when it is due again
                 self._seen[name] = known
                 self._tell_task("look", name)
-        self._looking = loop.call_later(_LOOK_S, self._look)
+        self._looking = loop.call_later(until_look(), self._look)
 
     def pop_answer(self, feature: str) -> dict[str, Any] | None:
         """Return the newest answer of a feature, once."""

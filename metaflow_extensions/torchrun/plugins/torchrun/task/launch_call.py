@@ -30,7 +30,8 @@ from ..node.outcome import Outcome
 from ..node.request import Request, Task
 from .upload import Upload, begin_upload
 
-_LOOK_S, _UPLOAD_LOOK_S = 0.5, 0.02  # between two looks at what no frame tells; and while an upload runs
+_LOOK_S, _UPLOAD_LOOK_S = 5.0, 0.02  # between two looks at what no frame tells; and while an upload runs
+_LAST_NEWS_S = 0.5  # for what the gang knows of a supervisor that is gone
 _OWN_LINES_S = 1.0  # for what the task has written before, so that it stands before what the workers write
 _STOP_S = 45.0  # what a supervisor may take beyond the workers' grace to stop a launch that is given up
 
@@ -175,7 +176,7 @@ class LaunchCall:
     def _lose_supervisor(self) -> None:
         self._runs = False
         self._client.clean_up(self.request.grace_s + _STOP_S)
-        self._member.await_error(_LOOK_S)
+        self._member.await_error(_LAST_NEWS_S)
         raise TorchrunError("This node's supervisor process has ended.")
 
     def _give_up(self, error: BaseException) -> None:
@@ -187,7 +188,7 @@ class LaunchCall:
         self._client.say("give_up", self._number, None if cause is None else to_plain(cause))
         deadline, frames = time.monotonic() + self.request.grace_s + _STOP_S, self._client.of_launch
         while self._runs and not self._client.is_gone and time.monotonic() < deadline:
-            self._client.wait(lambda: frames, _LOOK_S)
+            self._client.wait(lambda: frames, deadline - time.monotonic())
             while frames:
                 what, *rest = frames[0]
                 if what == "text":
