@@ -25,7 +25,7 @@ import metaflow  # noqa: F401 - it imports our modules, so it must come before t
 from report import Report, parser
 
 from metaflow_extensions.torchrun.plugins.torchrun.channel import connection, control_channel, member_channel
-from metaflow_extensions.torchrun.plugins.torchrun.features.listed import keeps
+from metaflow_extensions.torchrun.plugins.torchrun.feature_list import keeps
 from metaflow_extensions.torchrun.plugins.torchrun.features.usage.told import step_s
 from metaflow_extensions.torchrun.plugins.torchrun.gang import policy, protocol, state
 from metaflow_extensions.torchrun.plugins.torchrun.gang.cause import Cause, Failure

@@ -58,7 +58,7 @@ def test_the_core_passes_its_tests_without(feature, tmp_path):
     assert copy_without(feature, tmp_path)
     python, env = python_without_us(tmp_path / "venv"), {**os.environ, "PYTHONPATH": str(tmp_path)}
     ask = (
-        "import metaflow_extensions.torchrun.plugins.torchrun.features.listed as it; "
+        "import metaflow_extensions.torchrun.plugins.torchrun.feature_list as it; "
         "print(it.__file__, it.in_task(), it.watches(), it.keeps(), it.on_page())"
     )
     found = subprocess.run([python, "-c", ask], cwd=tmp_path, env=env, capture_output=True, text=True)

@@ -17,6 +17,8 @@ from metaflow.plugins.datastores.local_storage import LocalStorage
 from unit_helpers import HOSTILE
 
 from metaflow_extensions.torchrun.plugins.torchrun.channel.registry import Registry
+from metaflow_extensions.torchrun.plugins.torchrun.elements.charts import COLOURS
+from metaflow_extensions.torchrun.plugins.torchrun.elements.model import Sentence
 from metaflow_extensions.torchrun.plugins.torchrun.errors import TorchrunConfigError
 from metaflow_extensions.torchrun.plugins.torchrun.executor import TorchrunExecutor
 from metaflow_extensions.torchrun.plugins.torchrun.records.on_page import NO_PAGES
@@ -26,8 +28,6 @@ from metaflow_extensions.torchrun.plugins.torchrun.show.as_card import layout, o
 from metaflow_extensions.torchrun.plugins.torchrun.show.gang_card import GangCard
 from metaflow_extensions.torchrun.plugins.torchrun.show.live_card import GangPart
 from metaflow_extensions.torchrun.plugins.torchrun.show.page import page_of, section_names
-from metaflow_extensions.torchrun.plugins.torchrun.show.parts.charts import COLOURS
-from metaflow_extensions.torchrun.plugins.torchrun.show.parts.model import Sentence
 from metaflow_extensions.torchrun.plugins.torchrun.show.style import STYLE
 
 

@@ -14,6 +14,7 @@ import pytest
 from fake_node import ERROR, FakeNode
 from unit_helpers import MemoryStore, settings_of_run, write
 
+from metaflow_extensions.torchrun.plugins.torchrun.datastore_outputs import DatastoreOutputs
 from metaflow_extensions.torchrun.plugins.torchrun.errors import (
     EntrypointError,
     LaunchFailed,
@@ -34,7 +35,6 @@ from metaflow_extensions.torchrun.plugins.torchrun.launch.options import Node
 from metaflow_extensions.torchrun.plugins.torchrun.launch.services import RunCall, Services
 from metaflow_extensions.torchrun.plugins.torchrun.launch.spec import LaunchSpec, build_spec
 from metaflow_extensions.torchrun.plugins.torchrun.launch.transfer import TransferFailed
-from metaflow_extensions.torchrun.plugins.torchrun.outputs import Outputs
 
 SPEC = LaunchSpec(FUNCTION_WORKER, ("folder",), False, nproc=2, num_nodes=2, node_index=1, python="python3")
 CAUSE = {"kind": "exception", "node": 1, "rank": 2, "local_rank": 0, "host": "host-1"}
@@ -264,7 +264,7 @@ def test_a_new_generation_finds_nothing_that_the_last_one_left(tmp_path, make):
 
 def knowing(error):
     """Return an error with all that the gang knows of a failure."""
-    error.events, error.outputs = [{"kind": "failed"}], Outputs({}, {})
+    error.events, error.outputs = [{"kind": "failed"}], DatastoreOutputs({}, {})
     return error
 
 

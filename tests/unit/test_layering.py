@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from metaflow_extensions.torchrun.plugins import torchrun as package
-from metaflow_extensions.torchrun.plugins.torchrun.features.listed import FEATURES
+from metaflow_extensions.torchrun.plugins.torchrun.feature_list import FEATURES
 from metaflow_extensions.torchrun.plugins.torchrun.machine import detached
 
 FOLDER = Path(package.__file__).parent
@@ -35,7 +35,7 @@ WIRE_FEATURES = {
     "show.commands",
     "show.gang_card",
 }
-LIST_OF_FEATURES = "features.listed"
+LIST_OF_FEATURES = "feature_list"
 # `metaflow` imports these whenever it is imported, whether or not a flow has a step of ours; all others wait for one.
 IMPORTED_WITH_METAFLOW = {
     "decorator",
@@ -83,14 +83,14 @@ def source_of(module):
     return (FOLDER / module.replace(".", "/")).with_suffix(".py").read_text(encoding="utf-8")
 
 
-def imports_in(source, module):
+def imports_in(source, module, for_types=False):
     """Return our own modules and the foreign top-level packages that a module imports, anywhere in it.
 
-    What stands there for type checkers alone does not count.
+    What stands there for type checkers alone counts if `for_types`.
     """
     tree = ast.parse(source)
     for node in [node for node in ast.walk(tree) if isinstance(node, ast.If)]:
-        if isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING":
+        if isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING" and not for_types:
             node.body = [ast.Pass()]
     here = module.split(".")[:-1]
     ours, foreign = set(), set()
@@ -128,7 +128,7 @@ def test_every_room_and_module_has_one_place_in_the_picture():
 
 @pytest.mark.parametrize("module", MODULES)
 def test_a_module_imports_only_from_its_own_room_and_from_lower_layers(module):
-    ours, _ = IMPORTS[module]
+    ours, _ = imports_in(source_of(module), module, for_types=True)
     assert ours <= set(MODULES), f"{module} imports {sorted(ours - set(MODULES))}, which are no modules of ours"
     others = {other for other in ours if place_of(other) != place_of(module)}
     above = sorted(other for other in others if layer_of(other) <= layer_of(module))
@@ -138,11 +138,11 @@ def test_a_module_imports_only_from_its_own_room_and_from_lower_layers(module):
 @pytest.mark.parametrize("module", MODULES)
 def test_the_core_knows_no_feature_and_no_feature_another(module):
     """So a feature's folder can be taken out: tests/integration/test_without_a_feature.py does it."""
-    known = {other for other in IMPORTS[module][0] if other.startswith("features.")}
+    known = {other for other in IMPORTS[module][0] if other.startswith(("features.", LIST_OF_FEATURES))}
     if module in WIRE_FEATURES:
         assert known == {LIST_OF_FEATURES}
     else:
-        assert {place_of(other) for other in known} <= {place_of(module)} - {"features"}
+        assert {place_of(other) for other in known} <= {place_of(module)} - {LIST_OF_FEATURES}
 
 
 def test_the_list_of_features_names_the_parts_that_there_are():

@@ -15,11 +15,11 @@ from metaflow.plugins.datastores.local_storage import LocalStorage
 from unit_helpers import write
 
 from metaflow_extensions.torchrun.plugins.torchrun.compat.datastore import DatastoreValues
+from metaflow_extensions.torchrun.plugins.torchrun.datastore_outputs import DatastoreOutputs
 from metaflow_extensions.torchrun.plugins.torchrun.errors import TorchrunError
 from metaflow_extensions.torchrun.plugins.torchrun.features.outputs import storing
 from metaflow_extensions.torchrun.plugins.torchrun.features.outputs.command import list_or_download, outputs_of
 from metaflow_extensions.torchrun.plugins.torchrun.features.outputs.storing import FilesToStore
-from metaflow_extensions.torchrun.plugins.torchrun.outputs import Outputs
 
 KIB = 1024
 
@@ -63,7 +63,7 @@ def entry_of(upload, steps=None):
 
 
 def outputs(root, store, *patterns):
-    return Outputs(store.address, {0: stored(root, store, *patterns)})
+    return DatastoreOutputs(store.address, {0: stored(root, store, *patterns)})
 
 
 def read(found, name, **of):
@@ -84,7 +84,7 @@ def test_files_that_were_there_before_the_launch_are_marked_and_said(root, store
     time.sleep(0.01)
     write(root / "new 🙂", "x")
     upload = to_store(root, store, ".", since=since)
-    found = Outputs(store.address, {0: entry_of(upload)})
+    found = DatastoreOutputs(store.address, {0: entry_of(upload)})
     assert {file.name: file.older for file in found} == {"old": True, "new 🙂": False}
     assert next(upload.lines(None, 0.0)) == "1 output is older than this launch: 'old'"
 
@@ -123,7 +123,7 @@ def test_the_index_of_earlier_versions_is_read_too(store, tmp_path):
     index = {"version": 1, "node": 0, "files": files, "left_out": {"gone": "is no file"}}
     other = {**index, "files": [{**files[0], "parts": [[store.save(b"first"), 0, 5]]}]}
     keys = [store.save(json.dumps(each).encode()) for each in (index, other)]
-    found = Outputs(store.address, {0: (keys[0], 2, 12), 1: (keys[1], 1, 5)})
+    found = DatastoreOutputs(store.address, {0: (keys[0], 2, 12), 1: (keys[1], 1, 5)})
     assert (read(found, "a"), read(found, "deep/b")) == (b"first", b"second!"), "the digest says that both are the same"
     assert found.left_out["node 0: gone"] == "is no file"
     assert content(found.download(tmp_path / "there")) == {"a": b"first", "deep/b": b"second!"}
@@ -140,7 +140,7 @@ def of_two(root, tmp_path, store, small):
         write(folder / "config.json", "{}")
         write(folder / f"shard {node}", str(node) * 10_000)
         write(folder / "log", f"of node {node}")
-    return Outputs(store.address, {0: stored(root, store, "."), 1: stored(other, store, ".")})
+    return DatastoreOutputs(store.address, {0: stored(root, store, "."), 1: stored(other, store, ".")})
 
 
 def test_files_of_several_nodes_are_told_apart(of_two, tmp_path):
@@ -164,7 +164,7 @@ def test_files_of_several_nodes_are_put_together_where_they_do_not_clash(root, s
         other = tmp_path / name
         write(root / "a" / "model *", "1")
         write(other / of_other, "2")
-        return Outputs(store.address, {0: stored(root, store, "."), 1: stored(other, store, ".")})
+        return DatastoreOutputs(store.address, {0: stored(root, store, "."), 1: stored(other, store, ".")})
 
     for number, (of_other, why) in enumerate(
         [("a/model *", "the same name: 'a/model"), ("a/model */x", r"folders of other nodes: 'a/model \*'")]
@@ -186,7 +186,7 @@ def test_what_can_not_be_read_is_left_out_and_said(root, store):
     next(steps).do()
     os.unlink(root / "gone")
     entry = entry_of(upload, steps)
-    assert Outputs(store.address, {0: entry}).left_out == {"gone": "can't be read: No such file or directory"}
+    assert DatastoreOutputs(store.address, {0: entry}).left_out == {"gone": "can't be read: No such file or directory"}
     assert entry[1] == 1
     assert next(upload.lines(None, 0.0)).endswith(
         "left out of the outputs: 'gone' can't be read: No such file or directory"
@@ -216,7 +216,7 @@ def test_a_file_that_changes_while_it_is_read_is_said(root, store, small):
 
     store.save = save_while_they_change
     upload = to_store(root, store, "grows", "shrinks")
-    found = {file.name: file.size for file in Outputs(store.address, {0: entry_of(upload)})}
+    found = {file.name: file.size for file in DatastoreOutputs(store.address, {0: entry_of(upload)})}
     assert list(upload.lines(None, 0.0))[:-1] == ["warning: changed while they were read: 'grows', 'shrinks'"]
     assert found == {"grows": 100 * KIB, "shrinks": 70 * KIB}, "as it was when it was opened, or what was left"
 
@@ -230,7 +230,7 @@ def test_what_does_not_fit_into_the_time_after_a_failure_is_named(root, store, s
         if number == 3:  # after the search and the first file; the next one is begun
             monkeypatch.setattr(time, "monotonic", lambda: 1e12)
         step.do()
-    found = Outputs(store.address, {0: tuple(upload.told().values())})
+    found = DatastoreOutputs(store.address, {0: tuple(upload.told().values())})
     assert [file.name for file in found] == ["b", "empty"], "in the order given"
     assert found.left_out == dict.fromkeys(["a", "c"], "could not be stored in time")
 
@@ -262,7 +262,7 @@ def test_a_list_that_leads_out_of_the_folder_is_refused(store, tmp_path):
     row = {"name": "../x", "size": 0, "modified": 0.0, "mode": 0o644, "digest": "", "parts": []}
     key = store.save(json.dumps({"version": 1, "node": 0, "files": [row], "left_out": {}}).encode())
     with pytest.raises(TorchrunError, match="leads out of the folder"):
-        Outputs(store.address, {0: (key, 1, 0)}).download(tmp_path / "there")
+        DatastoreOutputs(store.address, {0: (key, 1, 0)}).download(tmp_path / "there")
 
 
 # --- as an artifact, and elsewhere ----------------------------------------------------------------
@@ -287,13 +287,13 @@ def test_outputs_are_small_and_read_wherever_the_datastore_is(root, store, tmp_p
 
 
 def test_outputs_tell_what_they_are(root, store):
-    assert repr(Outputs({"type": "local", "root": "x", "flow": "F"}, {})) == "<Outputs: 0 files, 0 bytes>"
+    assert repr(DatastoreOutputs({"type": "local", "root": "x", "flow": "F"}, {})) == "<Outputs: 0 files, 0 bytes>"
     write(root / "a", "x" * 1500)
     found = outputs(root, store, "a")
     assert repr(found) == "<Outputs: 1 file, 1.5 kB of node 0>"
     (file,) = found
     assert repr(file) == f"OutputFile(name='a', size=1500, node=0, modified={file.modified!r})"
-    assert not Outputs(store.address, {})
+    assert not DatastoreOutputs(store.address, {})
 
 
 # --- the command ------------------------------------------------------------------------------------

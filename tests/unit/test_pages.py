@@ -25,7 +25,9 @@ from gang_snapshots import (
     snapshot,
 )
 
-from metaflow_extensions.torchrun.plugins.torchrun.features.listed import on_page
+from metaflow_extensions.torchrun.plugins.torchrun.elements.model import Sentence
+from metaflow_extensions.torchrun.plugins.torchrun.elements.terminal import table
+from metaflow_extensions.torchrun.plugins.torchrun.feature_list import on_page
 from metaflow_extensions.torchrun.plugins.torchrun.gang.cause import Cause
 from metaflow_extensions.torchrun.plugins.torchrun.records.on_page import OnPage
 from metaflow_extensions.torchrun.plugins.torchrun.records.snapshot import Snapshot
@@ -33,8 +35,6 @@ from metaflow_extensions.torchrun.plugins.torchrun.show.as_card import layout
 from metaflow_extensions.torchrun.plugins.torchrun.show.as_text import lines_of
 from metaflow_extensions.torchrun.plugins.torchrun.show.data import as_data
 from metaflow_extensions.torchrun.plugins.torchrun.show.page import page_of, section_names
-from metaflow_extensions.torchrun.plugins.torchrun.show.parts.model import Sentence
-from metaflow_extensions.torchrun.plugins.torchrun.show.parts.terminal import table
 from metaflow_extensions.torchrun.plugins.torchrun.show.timeline import timeline
 
 # As versions before the `Snapshot` have stored them: of a gang of 2 x 2 that restarts, runs again, and fails.

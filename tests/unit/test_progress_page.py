@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 from gang_snapshots import MARKUP, RESTARTED, a_gang, failed, snapshot
 
+from metaflow_extensions.torchrun.plugins.torchrun.elements.model import Bar, Chart, Facts, Sentence
 from metaflow_extensions.torchrun.plugins.torchrun.features.progress import on_page
 from metaflow_extensions.torchrun.plugins.torchrun.features.progress.keep import ProgressKeeper
 from metaflow_extensions.torchrun.plugins.torchrun.features.progress.lines import parse_line
@@ -17,7 +18,6 @@ from metaflow_extensions.torchrun.plugins.torchrun.gang.wire import to_plain
 from metaflow_extensions.torchrun.plugins.torchrun.show.as_card import layout
 from metaflow_extensions.torchrun.plugins.torchrun.show.as_text import lines_of
 from metaflow_extensions.torchrun.plugins.torchrun.show.page import Place, page_of
-from metaflow_extensions.torchrun.plugins.torchrun.show.parts.model import Bar, Chart, Facts, Sentence
 
 
 def told_by(*steps, total=None, speed=None, slow=None):

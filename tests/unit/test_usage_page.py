@@ -5,14 +5,14 @@ import json
 import pytest
 from gang_snapshots import a_gang
 
+from metaflow_extensions.torchrun.plugins.torchrun.elements.charts import LINES
+from metaflow_extensions.torchrun.plugins.torchrun.elements.model import Chart, Keys, Sentence
 from metaflow_extensions.torchrun.plugins.torchrun.features.usage import on_page
 from metaflow_extensions.torchrun.plugins.torchrun.features.usage.keep import KINDS, UsageKeeper
 from metaflow_extensions.torchrun.plugins.torchrun.features.usage.on_page import picked
 from metaflow_extensions.torchrun.plugins.torchrun.features.usage.told import STEP_S, Used, step_s
 from metaflow_extensions.torchrun.plugins.torchrun.gang.protocol import Told
 from metaflow_extensions.torchrun.plugins.torchrun.gang.wire import to_plain
-from metaflow_extensions.torchrun.plugins.torchrun.show.parts.charts import LINES
-from metaflow_extensions.torchrun.plugins.torchrun.show.parts.model import Chart, Keys, Sentence
 from metaflow_extensions.torchrun.plugins.torchrun.show.style import STYLE
 
 LIMITS = {"cpus": 96.0, "memory_mib": 2.0**20, "gpus": 8.0, "gpu_memory_mib": 640 * 1024.0}

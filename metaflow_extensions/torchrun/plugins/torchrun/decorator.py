@@ -198,7 +198,7 @@ class TorchrunDecorator(steps.ParallelDecorator):  # type: ignore[misc]  # Metaf
         from .machine.system import require_linux
 
         require_linux("@torchrun")
-        from .features.listed import on_page
+        from .feature_list import on_page
         from .task.report import print_errors_ourselves, tell_after_errors
         from .task.step_timeout import time_limit
         from .task.task_gang import TaskGang
@@ -262,7 +262,7 @@ class TorchrunDecorator(steps.ParallelDecorator):  # type: ignore[misc]  # Metaf
         """Join the gang and offer ``current.torch``; called right before the step's code."""
         from .compat.datastore import DatastoreValues
         from .executor import Context, TorchrunExecutor
-        from .features.listed import in_task
+        from .feature_list import in_task
         from .gang.protocol import CONTROL
         from .launch.services import starts_of
         from .machine.accelerators import this_machine

@@ -13,10 +13,11 @@ from .channel.client import ControlClient
 from .channel.join import LOOPBACK, join_alone, join_alone_again, rules_of
 from .compat.datastore import values_of_running_flow
 from .compat.renamed import check
+from .elements.model import Sentence
 from .errors import TorchrunError, TorchrunPreempted
 from .events import Event, Subscriber
 from .executor import Context, TorchrunExecutor
-from .features.listed import in_task, on_page
+from .feature_list import in_task, on_page
 from .gang.cause import rename_node
 from .gang.keepers import Plain
 from .gang.member import Member
@@ -27,7 +28,6 @@ from .records.snapshot import Snapshot
 from .result import TorchrunResult
 from .settings import DEFAULTS, StepSettings, parse_settings
 from .show.live_card import GangPart, LiveCard, this_task
-from .show.parts.model import Sentence
 from .task.report import end_with, print_errors_ourselves, report
 from .task.step_timeout import StepTimeout
 

@@ -122,9 +122,9 @@ class TorchrunResult(Generic[_T]):
     def __setstate__(self, state: dict[str, Any]) -> None:
         outputs = state.get("outputs")
         if isinstance(outputs, dict):
-            from .outputs import Outputs
+            from .datastore_outputs import DatastoreOutputs
 
-            outputs = Outputs(**outputs)
+            outputs = DatastoreOutputs(**outputs)
         # Results of an older version have no such attributes.
         vars(self).update({"metrics": {}, **state, "outputs": outputs})
 

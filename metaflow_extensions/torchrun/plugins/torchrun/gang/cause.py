@@ -237,9 +237,10 @@ def failed(cls: type[E], failure: FailureText) -> E:
 
 def failure_of(error: TorchrunError) -> FailureText | None:
     """Return the failure behind an error; None if no node has failed. An error that was pickled has only a text."""
-    if error._failure is None and error.cause is not None:
+    failure: FailureText | None = error._failure
+    if failure is None and error.cause is not None:
         return FailureText(Cause.from_dict(error.cause), instead=error.message)
-    return error._failure
+    return failure
 
 
 def cause_of(error: TorchrunError | None) -> Cause | None:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, TypeAlias
 
-from ..show.parts.model import Part
+from ..elements.model import Part
 from .requests import GangCommand
 from .summary import Summary
 

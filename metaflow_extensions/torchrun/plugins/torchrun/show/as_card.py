@@ -13,8 +13,23 @@ from collections.abc import Iterable, Iterator
 from itertools import groupby
 from typing import Any, TypeAlias
 
+from ..elements.model import (
+    Bar,
+    Block,
+    Cell,
+    Cells,
+    Chart,
+    Code,
+    Facts,
+    Keys,
+    Link,
+    Page,
+    Part,
+    Section,
+    Sentence,
+    Table,
+)
 from ..gang.wire import finite
-from .parts.model import Bar, Block, Cell, Cells, Chart, Code, Facts, Keys, Link, Page, Part, Section, Sentence, Table
 from .style import PARTS_STYLE
 
 Component: TypeAlias = dict[str, Any]

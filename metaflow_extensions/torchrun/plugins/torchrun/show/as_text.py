@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from .parts.model import Block, Chart, Code, Facts, Keys, Link, Page, Part, Sentence, Table
-from .parts.terminal import printable, printable_line, table
+from ..elements.model import Block, Chart, Code, Facts, Keys, Link, Page, Part, Sentence, Table
+from ..elements.terminal import printable, printable_line, table
 
 
 def lines_of(page: Page) -> list[str]:

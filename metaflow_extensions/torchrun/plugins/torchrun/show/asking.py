@@ -14,10 +14,10 @@ from typing import Any
 from ..channel.registry import Registry
 from ..compat.cli import CommandException, click
 from ..compat.datastore import DatastoreValues
+from ..elements.terminal import printable
 from ..errors import TorchrunError
 from ..records.requests import Answer, GangCommand, GangHasEnded, Request
 from .finding import attempt_option, find_one, gang_argument
-from .parts.terminal import printable
 from .stored_gangs import StoredGang, StoredGangs
 
 # The control node looks for requests twice a minute if the datastore is an object store (`task/requests`). A feature then

@@ -16,13 +16,13 @@ from typing import Any
 
 from ..compat.cli import CommandException, click
 from ..compat.renamed import check
+from ..elements.terminal import table
 from ..gang.texts import names
 from ..records.snapshot import Snapshot
 from .as_text import lines_of
 from .data import as_data
 from .finding import attempt_option, checked, find, find_one, gang_argument, json_option, now
 from .page import page_of
-from .parts.terminal import table
 from .stored_gangs import StoredGang, StoredGangs
 from .stored_logs import Line, StoredLogs
 
@@ -56,7 +56,7 @@ class _Commands(click.Group):  # type: ignore[misc]  # Metaflow is not typed
 
 
 def _commands_of_features() -> dict[str, Any]:
-    from ..features.listed import on_page  # here, as in `show`: every flow imports this module
+    from ..feature_list import on_page  # here, as in `show`: every flow imports this module
     from .asking import click_command
 
     found = [(name, each.command) for name, each in on_page().items()]
@@ -98,7 +98,7 @@ def show(obj: Any, gang: str, follow: bool, attempt: int | None, as_json: bool) 
 def _pages(obj: Any, gang: str, attempt: int | None, as_json: bool) -> list[str]:
     stored = StoredGangs(obj.flow_datastore)
     found = [(each, checked(each, attempt)) for each in find(obj, stored, gang)]
-    from ..features.listed import on_page  # here: every flow imports this module
+    from ..feature_list import on_page  # here: every flow imports this module
 
     if as_json:
         kept = [name for name, each in on_page().items() if each.after]
@@ -158,7 +158,7 @@ def _page(stored: StoredGangs, gang: StoredGang, attempt: int, names_task: bool)
             "",
             place.commands(Snapshot()),
         ]
-    from ..features.listed import on_page
+    from ..feature_list import on_page
 
     text = lines_of(page_of(snapshot, place, on_page()))
     if place.outcome(snapshot.summary) == "ended":

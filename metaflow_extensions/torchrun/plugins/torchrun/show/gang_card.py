@@ -50,11 +50,11 @@ def _page(task: Any, given: dict[str, Any] | None, is_final: bool) -> str:
 
 def _layout(task: Any, given: dict[str, Any] | None) -> dict[str, Any]:
     """Return the page of a task; `given` is the data of `show.live_card`."""
-    from ..features.listed import on_page
+    from ..elements.model import Sentence
+    from ..feature_list import on_page
     from ..records.snapshot import Snapshot
     from .as_card import layout, said
     from .page import Place, page_of, program
-    from .parts.model import Sentence
 
     flow, run, step, task_id = task.pathspec.split("/")
     place = Place(flow, run, step, task_id, ui_url=cards.ui_url(), program=program())

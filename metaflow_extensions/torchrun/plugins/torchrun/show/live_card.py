@@ -25,6 +25,7 @@ from metaflow import current
 from ..channel.background import NEVER, Pauses, Work
 from ..compat import cards
 from ..compat.renamed import convenience
+from ..elements.model import Sentence
 from ..errors import TorchrunConfigError
 from ..machine import processes
 from ..machine.detached import PROGRAM, Detached
@@ -32,7 +33,6 @@ from ..records.on_page import NO_PAGES, Pages
 from ..records.snapshot import Snapshot
 from .as_card import part, said
 from .page import Place, page_of, program, section_names
-from .parts.model import Sentence
 
 _BUSY_S = 1.0  # between two looks while Metaflow still makes a card
 # Each process of Metaflow takes most of a second of a core. So a young step is shown at most every 5 s after news, and

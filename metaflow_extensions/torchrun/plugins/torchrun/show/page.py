@@ -10,14 +10,14 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from ..elements.charts import COLOURS, frame, time_axis, time_unit
+from ..elements.model import Block, Cell, Cells, Chart, Code, Facts, Keys, Link, Page, Part, Section, Sentence, Table
 from ..gang.cause import signal_name
 from ..gang.history import Report
 from ..gang.texts import duration, names, shortened
 from ..records.on_page import NO_PAGES, Pages
 from ..records.snapshot import Snapshot
 from ..records.summary import Node, Rank, RankState, Summary
-from .parts.charts import COLOURS, frame, time_axis, time_unit
-from .parts.model import Block, Cell, Cells, Chart, Code, Facts, Keys, Link, Page, Part, Section, Sentence, Table
 from .timeline import timeline
 
 # More ranks become a cell for each node, and more nodes one without words of its own.

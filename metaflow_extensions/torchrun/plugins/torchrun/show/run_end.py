@@ -12,8 +12,8 @@ from contextlib import suppress
 from typing import Any
 
 from ..compat.cli import failed_task
+from ..elements.terminal import printable
 from ..gang.texts import names
-from .parts.terminal import printable
 from .stored_gangs import StoredGang, StoredGangs
 
 _NODES = 8  # for at most this many nodes: each costs requests

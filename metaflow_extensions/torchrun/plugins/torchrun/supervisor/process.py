@@ -23,7 +23,7 @@ from typing import Any
 from ..compat import linux
 from ..errors import TorchrunError
 from ..events import Event
-from ..features.listed import watches
+from ..feature_list import watches
 from ..gang.cause import describe_exit
 from ..gang.protocol import Abort, Replaced, TaskEnded, from_wire
 from ..gang.wire import to_plain

@@ -11,7 +11,7 @@ from ..channel.control_channel import ControlChannel
 from ..channel.member_channel import MemberChannel
 from ..channel.relay import Relay
 from ..events import Event
-from ..features.listed import keeps
+from ..feature_list import keeps
 from ..gang.keepers import Keepers
 from ..gang.nodes import NodeState
 from ..gang.policy import ConnectPolicy, Rules

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from ...datastore_outputs import DatastoreOutputs
+from ...elements.terminal import printable, table
 from ...errors import TorchrunError
 from ...gang.texts import size_text
 from ...outputs import OutputFile, Outputs
 from ...records.requests import Asked, GangCommand
-from ...show.parts.terminal import printable, table
 
 
 def list_or_download(gang: Asked, options: Mapping[str, Any]) -> Iterator[str]:
@@ -55,7 +56,7 @@ def outputs_of(launches: Mapping[int, Mapping[str, Any]], launch: int | None, da
         known = ", ".join(map(str, launches))
         raise TorchrunError(f"Launch {launch} has stored no outputs. Launches that have: {known}.")
     nodes = {int(node): (each["key"], each["files"], each["size"]) for node, each in launches[launch].items()}
-    return Outputs(datastore, nodes)
+    return DatastoreOutputs(datastore, nodes)
 
 
 COMMAND = GangCommand(

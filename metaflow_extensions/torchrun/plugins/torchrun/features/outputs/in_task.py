@@ -7,13 +7,13 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from ...datastore_outputs import DatastoreOutputs
 from ...errors import TorchrunConfigError, TorchrunError
 from ...gang.keepers import Plain
 from ...gang.protocol import CONTROL
 from ...launch.services import InTask, RunCall, Service, ToStore
 from ...launch.spec import LaunchSpec
 from ...launch.transfer import ValueStore
-from ...outputs import Outputs as Stored
 from .storing import FilesToStore, StoredOutputs
 
 
@@ -73,13 +73,13 @@ class OutputsService(Service):
         """Put the files that were stored after a failure on the error."""
         error.outputs = self._known(told)
 
-    def _known(self, told: Plain) -> Stored:
+    def _known(self, told: Plain) -> DatastoreOutputs:
         """Return the control node's files, or those of all nodes on it; another node's own, where each has some."""
         of = {int(node): tuple(each) for node, each in told.get("nodes", {}).items()}
         if self._of_all and self._node != CONTROL:
             kept = self._kept
             of = {} if kept is None else {self._node: (kept.key, kept.files, kept.size)}
-        return Stored(self._store.address, of)
+        return DatastoreOutputs(self._store.address, of)
 
 
 PART = Outputs()

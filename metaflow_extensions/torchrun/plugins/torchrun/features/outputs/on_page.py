@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from ...elements.model import Facts, Part
 from ...gang.texts import counted, size_text
 from ...records.on_page import OnPage
 from ...records.summary import Summary
-from ...show.parts.model import Facts, Part
 from .command import COMMAND
 
 _SHOWN_LAUNCHES = 20  # the last, on a page

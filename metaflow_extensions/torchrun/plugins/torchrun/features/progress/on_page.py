@@ -10,11 +10,11 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
+from ...elements.charts import COLOURS, frame, restart_marks, time_axis, time_unit
+from ...elements.model import Bar, Chart, Facts, Part, Sentence
 from ...gang.texts import duration
 from ...records.on_page import OnPage
 from ...records.summary import Summary
-from ...show.parts.charts import COLOURS, frame, restart_marks, time_axis, time_unit
-from ...show.parts.model import Bar, Chart, Facts, Part, Sentence
 from .stragglers import speed_text
 
 _HEIGHT = 130

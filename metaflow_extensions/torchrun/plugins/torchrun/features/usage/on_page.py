@@ -10,11 +10,11 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
+from ...elements.charts import GREY, LINES, frame, restart_marks, time_axis, time_unit
+from ...elements.model import Chart, Keys, Part, Sentence
 from ...gang.texts import counted, duration
 from ...records.on_page import OnPage
 from ...records.summary import Summary
-from ...show.parts.charts import GREY, LINES, frame, restart_marks, time_axis, time_unit
-from ...show.parts.model import Chart, Keys, Part, Sentence
 
 _Values: TypeAlias = list[float | None]
 _Nodes: TypeAlias = dict[int, Mapping[str, Any]]

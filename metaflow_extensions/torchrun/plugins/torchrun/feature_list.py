@@ -1,8 +1,8 @@
 """The list of all features, and which parts each has. A launch works without any of them.
 
-Remove a feature here, with its folder, and the rest stays as it is. A part is a module of the feature's folder: `in_task`
-runs in the task, `watch` in each node's supervisor, `keep` in that of the control node, and `on_page` where a gang is
-shown, by a command or on a card. No part imports another, so each process loads those that it runs.
+Remove a feature here, with its folder in `features/`, and the rest stays as it is. A part is a module of that folder:
+`in_task` runs in the task, `watch` in each node's supervisor, `keep` in that of the control node, and `on_page` where a
+gang is shown, by a command or on a card. No part imports another, so each process loads those that it runs.
 
 Only the modules that put a gang together import this one, and those that show one: `WIRE_FEATURES` in the layering test.
 """
@@ -13,10 +13,10 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # of these, too, a process needs only its own
-    from ..gang.keepers import Keeper
-    from ..launch.services import InTask
-    from ..node.watchers import Watch
-    from ..records.on_page import OnPage
+    from .gang.keepers import Keeper
+    from .launch.services import InTask
+    from .node.watchers import Watch
+    from .records.on_page import OnPage
 
 FEATURES = {
     "functions": ("in_task", "keep"),
@@ -52,4 +52,4 @@ def on_page() -> dict[str, OnPage]:
 
 def _parts(part: str) -> dict[str, Any]:
     having = [name for name, parts in FEATURES.items() if part in parts]
-    return {name: import_module(f".{name}.{part}", __package__).PART for name in having}
+    return {name: import_module(f".features.{name}.{part}", __package__).PART for name in having}
