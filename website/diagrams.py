@@ -253,7 +253,9 @@ def _imports_of_rooms() -> dict[str, set[str]]:
     found: dict[str, set[str]] = {}
     for path in sorted(PACKAGE.rglob("*.py")):
         room = path.parent.relative_to(PACKAGE).as_posix()
-        if room == "." or room.startswith("worker"):  # these run in other processes, and import nothing of ours
+        if path.name == "__init__.py" or room == ".":
+            continue
+        if room.startswith("worker"):  # these run in other processes, and import nothing of ours
             continue
         known = found.setdefault(room, set())
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):

@@ -39,17 +39,14 @@ class DatastoreOutputs(Outputs):
 
     @property
     def nodes(self) -> list[int]:
-        """The nodes whose files these are."""
         return sorted(self._nodes)
 
     @property
     def size(self) -> int:
-        """Bytes of all files."""
         return sum(size for _, _, size in self._nodes.values())
 
     @property
     def left_out(self) -> dict[str, str]:
-        """The reason why a file was not stored, by name, or by node and name."""
         several = len(self._nodes) > 1
         return {
             f"node {node}: {name}" if several else name: why
@@ -75,7 +72,6 @@ class DatastoreOutputs(Outputs):
         return f"<Outputs: {counted(len(self), 'file')}, {size_text(self.size)}{of}>"
 
     def open(self, name: str, node: int | None = None) -> BinaryIO:
-        """Fetch a stored file into a temporary one."""
         file = self._one(str(name), node)
         copy = tempfile.TemporaryFile(prefix="torchrun-output-")  # noqa: SIM115 - whoever has asked closes it
         try:
@@ -87,7 +83,6 @@ class DatastoreOutputs(Outputs):
         return copy
 
     def download(self, to: str | os.PathLike[str], node: int | None = None) -> Path:
-        """Write all files below a folder."""
         wanted = self._without_clashes([file for file in self if node in (None, file.node)])
         folder = Path(to)
         folder.mkdir(parents=True, exist_ok=True)
@@ -148,7 +143,6 @@ class DatastoreOutputs(Outputs):
         raise TorchrunError(f"Outputs could not be read from {where} ({problem}). Are they still there?") from first
 
     def as_data(self) -> dict[str, Any]:
-        """Return the arguments."""
         return {"datastore": dict(self._datastore), "nodes": dict(self._nodes)}
 
     def __reduce__(self) -> tuple[Any, ...]:

@@ -45,8 +45,8 @@ from .link import LinkEnd
 _ANSWER_S = 60.0  # a busy machine, or one whose disk has to read Python first
 # How long the control node waits after its own end for the other nodes' ends, so that it gets late failures.
 _LEAVE_WAIT_S = 5.0
-# The longest wait for news; Python runs signal handlers only between two waits. What is due in the background comes as news
-# each half second, and makes this wait end earlier.
+# The longest wait for news; Python runs signal handlers only between two waits. On the control node of a local run, what is
+# due in the background comes as news each half second, and makes this wait end earlier.
 _LOOK_S = 0.75
 _ASK_S = 0.1  # another thread may have read the answer
 _CONTINUE_S = 5.0  # between continuing a silent supervisor, which somebody may have stopped

@@ -8,10 +8,18 @@ WATCH_S = 0.5
 """Seconds between two looks."""
 
 
+def is_due(left_s: float) -> bool:
+    """Return whether a look does what is due in `left_s` seconds, or leaves it to the next look.
+
+    Looks come some milliseconds early or late, so the one that is nearest to the moment does it.
+    """
+    return left_s < WATCH_S / 2
+
+
 def until_look(period_s: float = WATCH_S) -> float:
     """Return how many seconds are left until the next look, more than 0.
 
-    All parts of a process look at the same moments. Waking up costs more than most looks do (0.4 ms of CPU on an idle
-    machine), and the cores belong to the workers.
+    Parts that use this, with periods that divide each other, wake up together. Waking up costs more than most looks do
+    (0.4 ms of CPU on an idle machine), and the cores belong to the workers.
     """
     return period_s - time.monotonic() % period_s

@@ -69,7 +69,7 @@ Warm: TypeAlias = Callable[[Mapping[str, str], Options], "Asked | Refused"]
 
 
 class Phase(enum.Enum):
-    """The state of an agent; the value says how often it is looked at, in seconds, besides what wakes this process."""
+    """The state of an agent; the value says at least how often it is looked at, in seconds."""
 
     ASKING = ("a spare was asked to become it", 0.1)
     RUNNING = ("it runs", WATCH_S)

@@ -20,7 +20,7 @@ from ..gang.seat import Seat
 from ..gang.state import Gang
 from ..gang.wire import to_plain
 from ..logs import console
-from ..machine.looks import until_look
+from ..machine.looks import is_due, until_look
 from ..machine.network import pick_port
 from ..machine.pods import why_it_waits
 from ..machine.processes import Other
@@ -208,7 +208,7 @@ class ControlSide(Side):
         loop = asyncio.get_running_loop()
         now, known = loop.time(), self.counts()
         for name, (if_news, in_any_case, before) in list(self._due.items()):
-            if now >= in_any_case or (now >= if_news and known != before):
+            if is_due(in_any_case - now) or (is_due(if_news - now) and known != before):
                 del self._due[name]  # until the task has done it, and says when it is due again
                 self._seen[name] = known
                 self._tell_task("look", name)

@@ -31,7 +31,7 @@ from ..node.request import Request, Task
 from .upload import Upload, begin_upload
 
 _LOOK_S, _UPLOAD_LOOK_S = 5.0, 0.02  # between two looks at what no frame tells; and while an upload runs
-_LAST_NEWS_S = 0.5  # for what the gang knows of a supervisor that is gone
+_LAST_NEWS_S = 0.5  # how long to wait for the gang's own error when the supervisor is gone
 _OWN_LINES_S = 1.0  # for what the task has written before, so that it stands before what the workers write
 _STOP_S = 45.0  # what a supervisor may take beyond the workers' grace to stop a launch that is given up
 
@@ -103,7 +103,7 @@ class LaunchCall:
     def _next(self) -> Outcome | None:
         """Wait for what the supervisor says, and handle it; return the outcome, if that is it."""
         frames = self._client.of_launch
-        self._client.wait(lambda: frames, _LOOK_S if self._upload is None else _UPLOAD_LOOK_S)
+        self._client.wait(lambda: frames or self._member.has_left, _LOOK_S if self._upload is None else _UPLOAD_LOOK_S)
         outcome = None
         while frames and outcome is None:
             outcome = self._handle(*frames[0])

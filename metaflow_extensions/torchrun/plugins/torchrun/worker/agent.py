@@ -16,7 +16,7 @@ from itertools import takewhile
 from typing import Any
 
 SUPERVISOR = os.getppid()
-STORE_S, _LOOK_S = 1.0, 0.005
+STORE_S, _LOOK_S, _MAX_LOOK_S = 1.0, 0.005, 0.05
 
 
 def halt(number: int, _: object) -> None:
@@ -123,18 +123,22 @@ def await_store(arguments: list[str]) -> None:
     """Wait until torch's store listens on the node that has it, `STORE_S` seconds at most; at once on that node.
 
     A store's client that comes before its server tries again only after some hundred milliseconds (torch 2.13,
-    TCPStore.cpp: an exponential backoff with jitter). All nodes start at the same moment, and spares need less than that.
+    TCPStore.cpp: an exponential backoff with jitter). With spares, all agents come within less than one such pause.
     """
     own = takewhile(lambda word: word != "--", arguments)  # the script's follow
     options = dict(word.removeprefix("--").partition("=")[::2] for word in own)
     host, _, port = options.get("rdzv-endpoint", "").rpartition(":")
-    until = time.monotonic() + STORE_S
-    while options.get("node-rank", "0") != "0" and time.monotonic() < until:
-        try:
-            socket.create_connection((host.strip("[]"), int(port)), STORE_S).close()
-            return
-        except OSError:
-            time.sleep(_LOOK_S)
+    if options.get("node-rank", "0") == "0":
+        return
+    with suppress(OSError, ValueError):  # a name that nobody knows, or that is none: torch tells of it
+        address = str(socket.getaddrinfo(host.strip("[]"), None, type=socket.SOCK_STREAM)[0][4][0])
+        until, pause_s = time.monotonic() + STORE_S, _LOOK_S
+        while (left_s := until - time.monotonic()) > 0:
+            with suppress(OSError):
+                socket.create_connection((address, int(port)), left_s).close()
+                return
+            time.sleep(pause_s)
+            pause_s = min(pause_s * 1.5, _MAX_LOOK_S)
 
 
 if __name__ == "__main__":

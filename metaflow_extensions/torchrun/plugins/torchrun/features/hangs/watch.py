@@ -6,6 +6,7 @@ import time
 
 from ...gang.keepers import Plain
 from ...gang.wire import to_plain
+from ...machine.looks import is_due
 from ...machine.network import is_connected_to
 from ...machine.stacks import HOOK, hook_environment
 from ...node.request import Request
@@ -72,7 +73,7 @@ class HangWatcher(Watcher):
         """Return the time if a worker joins a process group, for which it connects to torch's store."""
         now = time.monotonic()
         pause_s = max(_LOOK_S, (now - self._began_at) * _LOOK_PART)
-        if self._said_at >= self._began_at or now - self._looked_at < pause_s:
+        if self._said_at >= self._began_at or not is_due(self._looked_at + pause_s - now):
             return None
         self._looked_at = now
         here = self._here

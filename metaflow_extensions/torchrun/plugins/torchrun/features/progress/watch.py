@@ -10,6 +10,7 @@ from functools import partial
 
 from ...gang.keepers import Plain
 from ...gang.wire import to_plain
+from ...machine.looks import is_due
 from ...node.request import Request
 from ...node.watchers import Here, Variables, Watch, Watcher
 from ...records.series import Series
@@ -62,9 +63,9 @@ class ProgressWatcher(Watcher):
     def poll(self) -> Plain | None:
         """Read the files once a second; return a report for the control node every 5 s, otherwise None."""
         now = self._clock()
-        if now - self._read_at >= _READS_EVERY_S:
+        if is_due(self._read_at + _READS_EVERY_S - now):
             self._read(now)
-        return self._message(now) if now - self._told_at >= TELLS_EVERY_S else None
+        return self._message(now) if is_due(self._told_at + TELLS_EVERY_S - now) else None
 
     def ended(self) -> Plain | None:
         """Return a report on the last lines of the workers."""

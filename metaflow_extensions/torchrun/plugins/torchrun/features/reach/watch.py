@@ -16,6 +16,7 @@ from collections.abc import Callable
 from ...gang.keepers import Plain
 from ...gang.protocol import CONTROL
 from ...gang.wire import to_plain
+from ...machine.looks import is_due
 from ...machine.network import Attempt, is_listened_on
 from ...machine.processes import living_descendants
 from ...node.watchers import Here, Watch, Watcher
@@ -86,7 +87,7 @@ class ReachWatcher(Watcher):
     def _look(self, now: float) -> Plain | None:
         """Return that the store has listened for long, once."""
         pause_s = now - self._looked_at
-        if self._waiting_s is None or pause_s < _LOOK_S:
+        if self._waiting_s is None or not is_due(_LOOK_S - pause_s):
             return None
         self._looked_at = now
         if not self._store_listens():
