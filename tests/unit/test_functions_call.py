@@ -237,8 +237,16 @@ def test_values_are_this_nodes_and_the_gathered_ones_in_order(make):
 def test_many_values_are_loaded_in_a_few_lists(make):
     store = MemoryStore()
     keys = {str(rank): store.save(bytes([rank])) for rank in range(150)}
-    assert dict(make(store=store).result(keys, print)["values"]) == {rank: bytes([rank]) for rank in range(150)}
+    call = make(store=store, node=0)
+    assert dict(call.result(keys, print)["values"]) == {rank: bytes([rank]) for rank in range(150)}
     assert [len(some) for some in store.loads] == [64, 64, 22]
+
+
+def test_a_task_that_has_come_in_the_place_of_another_loads_the_values_of_its_ranks(make):
+    store = MemoryStore()
+    keys = {str(rank): store.save(bytes([rank])) for rank in range(150)}
+    call = make(store=store, node=1)
+    assert dict(call.result(keys, print)["values"]) == {2: bytes([2]), 3: bytes([3])}
 
 
 def test_values_that_can_not_be_loaded_say_where_they_should_be(make):

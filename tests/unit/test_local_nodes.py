@@ -12,7 +12,7 @@ import time
 import pytest
 from limits import limit_s
 from loops import Loop
-from unit_helpers import HANG_S, is_running
+from unit_helpers import HANG_S, eventually, is_running
 
 from metaflow_extensions.torchrun.plugins.torchrun.gang.nodes import NodeState
 from metaflow_extensions.torchrun.plugins.torchrun.machine.processes import Other
@@ -195,3 +195,38 @@ def test_starters_are_told_in_the_environment():
     name_as_starter(env, "run")
     name_as_starter(env, "control")
     assert starters(env) == {"run": os.getpid(), "control": os.getpid()}
+
+
+def test_a_task_is_started_again_as_it_was(start, tmp_path, monkeypatch):
+    code = "import os, sys, time; print(os.environ.get('MARK'), *sys.argv[1:], flush=True); time.sleep(600 * int(%r))"
+    child = start(*task(1), code=code % "1", env={**os.environ, "MARK": "🙂=1"})
+    nodes = LocalNodes(RUN, CONTROL, 2)
+    assert nodes.exit_codes({child.pid: None}) == {1: None}
+    child.kill()
+    assert nodes.exit_codes({child.pid: child.wait()}) == {1: -9}
+    out = tmp_path / "out"
+    with out.open("wb") as file:
+        before = os.dup(1)
+        os.dup2(file.fileno(), 1)
+        try:
+            again = nodes.start_again(1)
+        finally:
+            os.dup2(before, 1)
+            os.close(before)
+    eventually(lambda: out.read_text() == f"🙂=1 {' '.join(task(1))}\n")
+    assert nodes.exit_codes({child.pid: -9}) == {1: None}
+    assert nodes.tasks()[1] == again
+    os.kill(again.pid, signal.SIGKILL)
+    eventually(lambda: nodes.exit_codes({}) == {1: -9})
+
+
+def test_a_task_that_can_not_be_started_again_is_none(start, monkeypatch):
+    start(*task(1))
+    nodes = LocalNodes(RUN, CONTROL, 2)
+    assert nodes.tasks()
+
+    def refuse(*_, **__):
+        raise OSError("no more processes")
+
+    monkeypatch.setattr(subprocess, "Popen", refuse)
+    assert nodes.start_again(1) is None

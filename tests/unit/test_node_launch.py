@@ -346,7 +346,7 @@ def test_a_restart_is_a_new_generation_and_stands_in_the_result(node):
     node.worker_ended(first, 0, 4)  # nothing, as the generation is over
     ended, result = node.ends_well(second)
     assert (ended.generation, ended.ok) == (1, True)
-    assert result.restarts == [{"generation": 1, "cause": cause.as_dict()}]
+    assert result.restarts == [{"generation": 1, "cause": cause.as_dict(), "left": [], "came": []}]
     (said,) = node.texts("restart")
     assert said.startswith("restart 1 of 3: ")
     assert said.endswith(f"because {cause.who.lower()} exited with code 3")

@@ -46,7 +46,7 @@ REFUSED = [
     (parse_seconds, "a number of seconds above 0", [None, 0, -1, "x", "nan", float("inf"), True, [], 10**400]),
     (partial(parse_seconds, zero=True), "a number of seconds of at least 0", [-0.1, -1, "nan", None]),
     (parse_restart_on, "no such class", ["often"]),
-    (parse_restart_on, "Metaflow's @retry", ["user,node_lost", ["preempted"], "store", "before_run"]),
+    (parse_restart_on, "Metaflow's @retry", ["user,store", "before_run"]),
     (parse_restart_on, "a list", [3, ["user", 3]]),
     (parse_outputs, "a list of files", [3, {"a": "b"}, [3], [["a"]], ["a", None], b"a", True]),
     (parse_outputs, "nothing. Name files", [[], ()]),

@@ -92,7 +92,12 @@ def test_the_traceback_is_in_the_report_unless_it_stands_above(cause, where, is_
 def test_the_control_node_tells_what_no_other_can(kind, who):
     error = verdict(Cause(kind, 1, "b", exception="why"))
     assert "why" in report(error, 0)
-    assert report(error, 1).partition(": ")[2].endswith(f": {who}see the error of node 0.")
+    assert report(error, 2).partition(": ")[2].endswith(f": {who}see the error of node 0.")
+
+
+def test_a_node_that_hears_that_it_counts_as_lost_tells_it_itself():
+    error = verdict(Cause("lost", 1, "b", exception="nothing arrived from it"))
+    assert "nothing arrived from it" in report(error, 1)
 
 
 def test_an_error_that_the_gang_does_not_know_is_told_where_it_is_and_metaflows_own_are_left_to_it():

@@ -5,6 +5,7 @@ import os
 import pickle
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -82,6 +83,15 @@ def test_a_value_that_is_not_there_says_why(result, look, words):
     assert all(word in str(caught.value) for word in words), caught.value
 
 
+def test_values_that_were_lost_with_a_task_are_no_empty_list():
+    """That of a node whose task was lost after the launch; another task has called `run` for it."""
+    result = replace(OF_FUNCTION, values={}, exit_codes={}, nodes=(0, 1))
+    for look in (list, len, lambda result: result.rank(2), lambda result: result.local_rank(0)):
+        with pytest.raises(LookupError, match=r"node 1 .* was lost, and what .* gather=True"):
+            look(result)
+    assert list(replace(OF_FUNCTION, values={}, exit_codes={}, nodes=(0, 2))) == [], "it took no part"
+
+
 def test_values_do_not_flood_what_is_printed():
     assert "values" not in repr(OF_FUNCTION)
 
@@ -115,7 +125,15 @@ def read(*python, path=""):
 PLAIN = [
     "SimpleNamespace",
     {"2": {"loss": 0.5}, "3": None},
-    {**FIELDS, "exit_codes": {"2": 0, "3": 0}, "gathered": False, "events": [], "metrics": {}, "outputs": None},
+    {
+        **FIELDS,
+        "exit_codes": {"2": 0, "3": 0},
+        "gathered": False,
+        "events": [],
+        "metrics": {},
+        "outputs": None,
+        "nodes": [],
+    },
 ]
 
 

@@ -23,6 +23,8 @@ from metaflow_extensions.torchrun.plugins.torchrun.settings import (
         ("grace_s", "0", 0.0),
         ("max_restarts", "3", 3),
         ("restart_on", "user, start", {"user", "start"}),
+        ("spare_nodes", "1", 1),
+        ("min_nodes", "2", 2),
         ("preemption_signal", "usr1", signal.SIGUSR1),
         ("hang_timeout_s", "90", 90.0),
         ("logs", "Rank0", "rank0"),
@@ -47,7 +49,8 @@ def test_none_is_the_default_and_may_be_text():
     settings = parse_settings({}, "train")
     assert (settings.nproc_per_node, settings.master_port, settings.channel_port) == (None, None, None)
     assert (settings.max_restarts, settings.hang_timeout_s) == (0, None)
-    assert settings.restart_on == {"user", "killed", "timeout", "hang"}
+    assert (settings.spare_nodes, settings.min_nodes) == (0, None)
+    assert settings.restart_on == {"user", "killed", "timeout", "hang", "node_lost", "preempted"}
     assert (settings.preemption_signal, settings.all_nodes_started_timeout) == (signal.SIGTERM, 600)
     required = {"all_nodes_started_timeout", "heartbeat_timeout_s", "grace_s"}
     for nothing in (None, "", "None", "none", " "):

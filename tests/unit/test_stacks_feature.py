@@ -78,10 +78,10 @@ def test_a_node_whose_workers_end_meanwhile_is_not_waited_for():
     gang.ended(1)
     gang.ended(2)
     _, found = answer_of(gang)
-    assert found.missing == dict.fromkeys((1, 2), "its workers have ended")
+    assert found.missing == dict.fromkeys((1, 2), "it has no workers")
     gang.post(gang.state.request("stacks", {"id": "b"}))
     gang.ended(0)
-    assert answer_of(gang)[1].missing == dict.fromkeys((0, 1, 2), "its workers have ended")
+    assert answer_of(gang)[1].missing == dict.fromkeys((0, 1, 2), "it has no workers")
     gang.post(gang.state.request("stacks", {"id": "c"}))
     assert answer_of(gang) == ("c", GangStacks()), "no worker runs, and nobody is asked"
 
@@ -110,7 +110,7 @@ def test_a_gang_that_stops_is_asked_too_and_answers_without_those_that_can_not()
     gang.pass_time(9.0)
     id_, found = answer_of(gang)
     assert (id_, list(found.nodes)) == ("a", [0])
-    assert found.missing == {1: "its workers have ended", 2: "it has not answered in time"}
+    assert found.missing == {1: "it has no workers", 2: "it has not answered in time"}
 
 
 @pytest.mark.parametrize("when", ["before", "meanwhile"])

@@ -795,7 +795,6 @@ def test_the_pause_before_a_restart_counts_from_the_failure_not_from_the_end_of_
         (crash(1, kind="unreachable"), "network", False),
         (crash(1, kind="command"), "before_run", False),
         (crash(1, kind="agent_ended"), "killed", True),
-        (crash(1, kind="lost"), "node_lost", False),
         (preemption(), "preempted", False),
         (crash(1, kind="interrupted"), "interrupted", False),
     ],

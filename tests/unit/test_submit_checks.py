@@ -7,6 +7,7 @@ from metaflow import FlowSpec, batch, parallel, step, torchrun
 
 from metaflow_extensions.torchrun.plugins.torchrun.decorator import TorchrunDecorator
 from metaflow_extensions.torchrun.plugins.torchrun.errors import TorchrunConfigError
+from metaflow_extensions.torchrun.plugins.torchrun.settings import parse_settings
 from metaflow_extensions.torchrun.plugins.torchrun.task import submit_checks
 from metaflow_extensions.torchrun.plugins.torchrun.task.submit_checks import Submission
 
@@ -56,17 +57,51 @@ class Flow(FlowSpec):
         pass
 
 
-def submission(decorators, master_port=None, metadata_type="local", name="train"):
+def submission(decorators, master_port=None, metadata_type="local", name="train", **attributes):
     """Return the checks of a step of the flow above as if it had these decorators."""
     written = [SimpleNamespace(name=name, attributes=attributes) for name, attributes in decorators.items()]
     flow = SimpleNamespace(**{name: SimpleNamespace(decorators=written)})
-    return Submission(flow, Flow._graph, name, master_port, metadata_type)
+    settings = parse_settings({"master_port": master_port, **attributes}, name)
+    return Submission(flow, Flow._graph, name, settings, metadata_type)
 
 
 def refusal(check, *arguments):
     with pytest.raises(TorchrunConfigError) as error:
         check(*arguments)
     return error.value.message
+
+
+def test_spare_nodes_are_for_local_runs_only():
+    submission({}, spare_nodes=1, min_nodes=2, max_restarts=1).check_loss()
+    submission(KUBERNETES).check_loss()
+    said = refusal(submission(KUBERNETES, spare_nodes=1).check_loss)
+    assert "@torchrun(spare_nodes=1) works on local runs only, and the step has @kubernetes. Remove spare_nodes" in said
+    said = refusal(submission(BATCH, spare_nodes=1, min_nodes=2).check_loss)
+    assert "Remove spare_nodes and min_nodes; use @retry" in said
+
+
+def test_more_spares_or_a_higher_least_number_than_there_are_nodes_is_refused():
+    submission({}, spare_nodes=1, min_nodes=2, max_restarts=1).check_loss(3)
+    said = refusal(submission({}, spare_nodes=3, max_restarts=1).check_loss, 3)
+    assert "spare_nodes=3) leaves no node to train, since num_parallel is 3" in said
+    said = refusal(submission({}, spare_nodes=1, min_nodes=3, max_restarts=1).check_loss, 3)
+    assert "min_nodes=3) is more than the 2 nodes that train" in said
+
+
+@pytest.mark.parametrize("given", ["spare_nodes=1", "min_nodes=2"])
+def test_spares_or_fewer_nodes_without_restarts_are_refused(given):
+    name, _, number = given.partition("=")
+    said = refusal(submission({}, **{name: number}).check_loss, 3)
+    assert f"@torchrun({given}) needs max_restarts" in said
+
+
+@pytest.mark.parametrize("category", ["node_lost", "preempted"])
+def test_restarts_for_lost_nodes_are_for_local_runs_only(category):
+    submission({}, restart_on=["user", category]).check_loss()
+    said = refusal(submission(BATCH, restart_on=["user", category]).check_loss)
+    assert f"@torchrun(restart_on=['{category}']) works on local runs only" in said
+    assert f"Remove {category} from restart_on; use @retry" in said
+    submission(BATCH, max_restarts=1).check_loss()
 
 
 def port(number):
@@ -143,7 +178,7 @@ def test_what_sees_its_end_is_fine(name, num_nodes, decorators, metadata_type):
 def decorator():
     """Return a decorator as `step_init` leaves it, at a step that is meant for AWS Batch."""
     decorator = TorchrunDecorator()
-    decorator._submission = Submission(Flow(use_cli=False), Flow._graph, "train", None, "local")
+    decorator._submission = Submission(Flow(use_cli=False), Flow._graph, "train", parse_settings({}, "train"), "local")
     decorator._siblings = []
     return decorator
 

@@ -7,6 +7,7 @@ import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -24,6 +25,7 @@ from metaflow_extensions.torchrun.plugins.torchrun.channel.registry import Regis
 from metaflow_extensions.torchrun.plugins.torchrun.errors import LaunchFailed, LaunchTimeout, TorchrunPreempted
 from metaflow_extensions.torchrun.plugins.torchrun.gang.cause import Cause
 from metaflow_extensions.torchrun.plugins.torchrun.gang.launch import Launch
+from metaflow_extensions.torchrun.plugins.torchrun.gang.nodes import NodeState
 from metaflow_extensions.torchrun.plugins.torchrun.gang.policy import ConnectPolicy
 from metaflow_extensions.torchrun.plugins.torchrun.gang.protocol import Abort
 from metaflow_extensions.torchrun.plugins.torchrun.logs.console import settle
@@ -134,6 +136,34 @@ def test_where_metaflow_sees_first_that_another_nodes_task_has_failed_the_gangs_
 
     with pytest.raises(LaunchFailed if is_of_metaflow else ValueError, match="node 1" if is_of_metaflow else "own"):
         gang.run(step)
+
+
+@pytest.mark.parametrize(
+    ("codes", "is_well"),
+    [
+        ([{1: -9, 2: None}, {1: -9, 2: None}, {1: -9, 2: 0}], True),
+        ([{1: -9, 2: 3}], False),
+        ([{1: -9, 2: None}, {1: -9, 2: 3}], False),
+        ([{1: 3, 2: None}, {1: 3, 2: 0}], True),
+        ([{}], False),
+    ],
+    ids=["without the lost one", "another is bad", "another is bad later", "out, whatever its code", "unknown"],
+)
+def test_after_the_loss_of_a_node_the_ends_of_all_others_count(codes, is_well, gang, monkeypatch):
+    def _local_multinode_control_task_step_func():
+        raise ValueError("Subprocess failed, return code -9")
+
+    def step():
+        gang.join()
+        _local_multinode_control_task_step_func()
+
+    monkeypatch.setattr(task_gang, "_OTHERS_WORD_S", 0.3)
+    left = list(codes)
+    seen = SimpleNamespace(exit_codes=lambda _: left.pop(0) if len(left) > 1 else left[0], stop=lambda *_: None)
+    gang._local_nodes = seen
+    monkeypatch.setattr(gang, "_out", lambda state=NodeState.OUT: [1] if state is NodeState.OUT else [])
+    with nullcontext() if is_well else pytest.raises(ValueError, match="code -9"):
+        gang._run_step(step)
 
 
 def test_a_report_that_can_not_be_made_leaves_the_error_as_it_is(gang, monkeypatch, capfd):

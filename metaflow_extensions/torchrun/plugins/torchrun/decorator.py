@@ -11,13 +11,14 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from metaflow import current
 
 from .compat import steps
 from .compat.renamed import check, harmless
-from .settings import DEFAULTS, StepSettings, parse_settings, refuse_unknown
+from .settings import DEFAULTS, StepSettings, check_spares, parse_settings, refuse_unknown
 from .task.pod_shell import POD_SCRIPT, heed_sigterm_in_pod
 from .task.signs import name_as_starter
 from .tracebacks import cut_frames_around
@@ -67,8 +68,13 @@ class TorchrunDecorator(steps.ParallelDecorator):  # type: ignore[misc]  # Metaf
     restart_on : Union[str, Iterable[str]], optional, default None
         Which classes of causes restart them: ``"user"``, an error of the script; ``"killed"``, a signal or
         lack of memory; ``"timeout"``, a launch over its time; ``"hang"``; ``"start"``, an agent that could
-        not start; ``"network"``, nodes that can't reach each other. By default all but the last two. A lost node
-        and a preemption never do: for these, Metaflow's ``@retry`` brings a new gang.
+        not start; ``"network"``, nodes that can't reach each other; ``"node_lost"`` and ``"preempted"``, on
+        local runs only. By default all but ``"start"`` and ``"network"``.
+    spare_nodes : int, default 0
+        How many nodes, the last ones of ``num_parallel``, wait until another node is lost. Local runs only.
+    min_nodes : int, optional, default None
+        With how many nodes a launch goes on at least after the loss of others, when no other task takes their place. By
+        default with all that are no spares. Local runs only.
     preemption_signal : Union[int, str], default "SIGTERM"
         What the workers get, once, when a node is told to stop or its machine is taken away. They have
         ``grace_s`` seconds to save.
@@ -148,8 +154,11 @@ class TorchrunDecorator(steps.ParallelDecorator):  # type: ignore[misc]  # Metaf
         steps.leave_nodes_to_us(decos)
         metadata = metadata_type(flow_datastore)
         self._is_spun = metadata == "spin"
-        self._submission = Submission(flow, graph, step_name, self._settings.master_port, metadata)
+        if self._is_spun:  # its gang has one node
+            self._settings = replace(self._settings, spare_nodes=0, min_nodes=None)
+        self._submission = Submission(flow, graph, step_name, self._settings, metadata)
         self._check("check_kubernetes")
+        self._check("check_loss")
         heed_signals_to_job()
         if remote_job() == step_name:
             _tell_of_job(flow_datastore, step_name)
@@ -163,6 +172,7 @@ class TorchrunDecorator(steps.ParallelDecorator):  # type: ignore[misc]  # Metaf
         """Check again; `argo-workflows create` adds ``@kubernetes`` after `step_init` (Metaflow 2.19)."""
         super().package_init(flow, step_name, environment)
         self._check("check_kubernetes")
+        self._check("check_loss")
 
     def runtime_init(self, flow: Any, graph: Any, package: Any, run_id: str) -> None:
         """Check what only a run can do; deployments, tasks and commands such as ``show`` don't come here."""
@@ -187,7 +197,9 @@ class TorchrunDecorator(steps.ParallelDecorator):  # type: ignore[misc]  # Metaf
         """Check what depends on the number of nodes; called on the submitting machine, right before the start."""
         super().runtime_step_cli(cli_args, retry_count, max_user_code_retries, ubf_context)
         if ubf_context == steps.UBF_CONTROL:
-            self._check("check_batch", steps.num_nodes_told(cli_args))
+            num_nodes = steps.num_nodes_told(cli_args)
+            self._check("check_batch", num_nodes)
+            self._check("check_loss", num_nodes)
         if any(deco.name == "kubernetes" for deco in self._siblings):
             steps.start_one_node_as_pod(cli_args)
             steps.run_first_in_pod(cli_args, POD_SCRIPT)
@@ -222,7 +234,9 @@ class TorchrunDecorator(steps.ParallelDecorator):  # type: ignore[misc]  # Metaf
         is_ours = ubf_context == steps.UBF_CONTROL and self._timeout_s is not None
         limit = time_limit(self._timeout_s or 0.0, began_at, self._settings.grace_s) if is_ours else None
         store, settings = self._flow_datastore, self._settings
-        self._gang = TaskGang(settings, store, run_id, step_name, task_id, retry_count, limit, on_page())
+        forget = partial(steps.forget_tasks, flow)
+        about = (run_id, step_name, task_id, retry_count)
+        self._gang = TaskGang(settings, store, *about, limit, on_page(), forget)
         self._gang.watch_storing(task_datastore)
         tell_after_errors(self._gang.leave_with)
 
@@ -270,6 +284,7 @@ class TorchrunDecorator(steps.ParallelDecorator):  # type: ignore[misc]  # Metaf
 
         super().setup_distributed_env(flow)
         assert self._gang is not None
+        check_spares(self._settings, current.parallel.num_nodes, self._step_name)
         parallel, here = current.parallel, steps.is_local()
         machine = this_machine(parallel.num_nodes, parallel.node_index) if here else this_machine()
         self._gang.name_tasks(steps.tasks_of(flow))

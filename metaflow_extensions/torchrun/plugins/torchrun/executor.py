@@ -77,8 +77,8 @@ class TorchrunExecutor:
 
     @property
     def world_size(self) -> int:
-        """Processes over all nodes, unless a call of `run` says otherwise."""
-        return self.num_nodes * self.nproc_per_node
+        """Processes over all nodes but the spares, unless a call of `run` says otherwise or nodes are lost."""
+        return (self.num_nodes - self._context.settings.spare_nodes) * self.nproc_per_node
 
     @property
     def main_addr(self) -> str:
@@ -224,7 +224,8 @@ class TorchrunExecutor:
             self._note_once(f"warning: run({ignored}) has no effect; name files to store with run(outputs=...) instead")
         _require_working_directory()
         context = self._context
-        node = Node(self.num_nodes, self.node_index, self.main_addr, _flow_folder())
+        spares = self._context.settings.spare_nodes
+        node = Node(self.num_nodes, self.node_index, self.main_addr, _flow_folder(), spares)
         given = {**options, "entrypoint": entrypoint, "entrypoint_args": entrypoint_args}
         run = resolve(given, context.settings, node)
         self._refuse_without_feature(run)

@@ -21,13 +21,11 @@ LOGS = ("all", "node", "rank0")
 WARM = ("agent", "workers", "off")
 OUTPUTS_FROM = ("control", "all")
 # The classes of causes (see `cause.Cause.category`) that a new generation on the same nodes may mend.
-RETRY_CLASSES = ("user", "killed", "timeout", "hang", "start", "network")
-DEFAULT_RESTART_ON = frozenset({"user", "killed", "timeout", "hang"})
+RETRY_CLASSES = ("user", "killed", "timeout", "hang", "start", "network", "node_lost", "preempted")
+DEFAULT_RESTART_ON = frozenset({"user", "killed", "timeout", "hang", "node_lost", "preempted"})
 _NEVER_RETRIED = {
     "before_run": "a command that failed may have left its work half done, on some nodes only; use Metaflow's @retry",
     "interrupted": "whoever interrupts a run wants its end",
-    "node_lost": "the nodes that are left can't bring one back; use Metaflow's @retry",
-    "preempted": "the nodes that are left can't bring one back; use Metaflow's @retry",
     "store": "the function has ended well, and running it again does not repair the datastore; use Metaflow's @retry",
 }
 
@@ -84,6 +82,14 @@ def parse_restarts(value: Any, setting: str) -> int:
     number = parse_int(value)
     if number is None or number < 0:
         raise TorchrunConfigError(f"{setting} is {value!r}, but it must be a whole number of at least 0.")
+    return number
+
+
+def parse_least(value: Any, setting: str) -> int:
+    """Return a number of nodes of at least 1 as an int."""
+    number = parse_int(value)
+    if number is None or number < 1:
+        raise TorchrunConfigError(f"{setting} is {value!r}, but it must be a whole number of at least 1.")
     return number
 
 

@@ -45,7 +45,8 @@ class TorchrunResult(Generic[_T]):
     command : str
         The torchrun command of this node's last generation, quoted for a shell.
     restarts : list of dict
-        One entry for each restart of the gang: its ``generation`` (int) and its ``cause`` (dict).
+        One entry for each restart of the gang: its ``generation`` (int) and its ``cause`` (dict), and with ``left`` and
+        ``came`` (lists of int) the nodes that take part no more, and those that take part instead.
     duration_s : float
         Seconds from *go* to the last node's end, by this node's clock.
     exit_codes : dict of int to int
@@ -53,6 +54,8 @@ class TorchrunResult(Generic[_T]):
     values : mapping of int to bytes
         Global rank -> pickled value that a function has returned; empty for a script. `rank`, `local_rank` and
         iteration unpickle them. In the task that made them they lie on disk, in a stored result in a dict.
+    nodes : tuple of int
+        The nodes that took part in the last generation, in the order of their ranks; empty in a result of an older version.
     gathered : bool
         Whether `values` are those of all nodes, which ``gather=True`` brings to the control node alone.
     events : tuple of dict
@@ -78,6 +81,7 @@ class TorchrunResult(Generic[_T]):
     events: tuple[dict[str, Any], ...] = field(default=(), repr=False)
     metrics: dict[str, float] = field(default_factory=dict)
     outputs: Outputs | None = None
+    nodes: tuple[int, ...] = ()
 
     def rank(self, rank: int) -> _T:
         """Return what the function returned on a global rank.
@@ -102,18 +106,39 @@ class TorchrunResult(Generic[_T]):
         """Return what the function returned on a local rank of this node; raises as `rank`."""
         if not 0 <= local_rank < self.nproc_per_node:
             raise LookupError(f"There is no local rank {local_rank}; a node has 0 to {self.nproc_per_node - 1}.")
-        return self.rank(self.node_index * self.nproc_per_node + local_rank)
+        if not (own := self._own_ranks()):
+            raise LookupError(self._why_none)
+        return self.rank(own[local_rank])
 
     def __iter__(self) -> Iterator[_T]:
         """Iterate over what the function returned, in the order of ranks: this node's or, if `gathered`, all.
 
-        Of a script there is nothing.
+        Of a script there is nothing. Raises LookupError where the values were lost with the task of this node.
         """
-        return map(self.rank, self._ranks() if self.values else ())
+        return map(self.rank, self._ranks() if len(self) else ())
 
     def __len__(self) -> int:
         """Return how many values iteration gives; 0 for a script."""
+        if self._is_of_another_task and not self.values:
+            raise LookupError(self._why_lost)
         return len(self._ranks()) if self.values else 0
+
+    @property
+    def _is_of_another_task(self) -> bool:
+        """Whether the task that ran this node's workers was lost, and another has taken its place."""
+        return bool(self.nodes) and not self.exit_codes and bool(self._own_ranks())
+
+    @property
+    def _why_none(self) -> str:
+        more = "Look at the result of that rank's node, or bring all values to the control node with gather=True."
+        return f"Node {self.node_index} took no part in this launch: it waited as a spare, or was left out. {more}"
+
+    @property
+    def _why_lost(self) -> str:
+        return (
+            f"The task of node {self.node_index} that took part in launch {self.launch} was lost, and what a function had "
+            "returned there with it. With run(..., gather=True) the values are stored when the launch has ended."
+        )
 
     def __bool__(self) -> bool:
         """Return True: a launch has ended well, even if it has no values."""
@@ -126,16 +151,27 @@ class TorchrunResult(Generic[_T]):
 
             outputs = DatastoreOutputs(**outputs)
         # Results of an older version have no such attributes.
-        vars(self).update({"metrics": {}, **state, "outputs": outputs})
+        vars(self).update({"metrics": {}, "nodes": (), **state, "outputs": outputs})
 
     def _ranks(self) -> range:
         if self.gathered:
             return range(self.world_size)
-        return range(self.node_index * self.nproc_per_node, (self.node_index + 1) * self.nproc_per_node)
+        return self._own_ranks()
+
+    def _own_ranks(self) -> range:
+        """The global ranks of this node; none if it took no part."""
+        if self.nodes and self.node_index not in self.nodes:
+            return range(0)
+        first = (self.nodes.index(self.node_index) if self.nodes else self.node_index) * self.nproc_per_node
+        return range(first, first + self.nproc_per_node)
 
     def _why_not(self, rank: int) -> str:
         if not 0 <= rank < self.world_size:
             return f"There is no rank {rank}; the launch had 0 to {self.world_size - 1}."
+        if self._is_of_another_task and rank in self._own_ranks():
+            return self._why_lost
+        if self.nodes and self.node_index not in self.nodes:
+            return self._why_none
         if rank in self.exit_codes or self.gathered or not self.values:
             return f"Rank {rank} returned no value: a script has none, nor has a function that ends by sys.exit()."
         have = ", ".join(map(str, self.values))

@@ -53,6 +53,8 @@ SETTINGS = {
         Setting("timeout_s", "both", FAILURES, check=parsing.parse_seconds),
         Setting("max_restarts", "both", FAILURES, "restarts", parsing.parse_restarts, 0, 0),
         Setting("restart_on", "both", FAILURES, "restarts", parsing.parse_restart_on, None, parsing.DEFAULT_RESTART_ON),
+        Setting("spare_nodes", "step", FAILURES, "lost-nodes", parsing.parse_restarts, 0, 0),
+        Setting("min_nodes", "step", FAILURES, "lost-nodes", parsing.parse_least),
         Setting("hang_timeout_s", "both", FAILURES, "hangs", parsing.parse_seconds),
         Setting(
             "preemption_signal", "both", FAILURES, "preemption", parsing.parse_signal, "SIGTERM", int(signal.SIGTERM)
@@ -101,6 +103,8 @@ class StepSettings:
     grace_s: float
     max_restarts: int
     restart_on: frozenset[str]
+    spare_nodes: int
+    min_nodes: int | None
     preemption_signal: int
     hang_timeout_s: float | None
     logs: str | None
@@ -135,6 +139,27 @@ def parse_settings(attributes: Mapping[str, Any], step: str | None) -> StepSetti
             "need a port of their own."
         )
     return settings
+
+
+def check_spares(settings: StepSettings, num_nodes: int, step: str) -> None:
+    """Raise TorchrunConfigError for spare or fewer nodes that a gang of so many nodes can't have, or can't use."""
+    spares, least = settings.spare_nodes, settings.min_nodes
+    if (spares or least is not None) and not settings.max_restarts:
+        given = f"spare_nodes={spares}" if spares else f"min_nodes={least}"
+        raise TorchrunConfigError(
+            f"Step {step}: @torchrun({given}) needs max_restarts: after the loss of a node all workers start again. "
+            "Add max_restarts=3, or another number."
+        )
+    if spares >= num_nodes:
+        raise TorchrunConfigError(
+            f"Step {step}: @torchrun(spare_nodes={spares}) leaves no node to train, since num_parallel is {num_nodes}. "
+            "Raise num_parallel: it counts the spares, too."
+        )
+    if least is not None and least > num_nodes - spares:
+        raise TorchrunConfigError(
+            f"Step {step}: @torchrun(min_nodes={least}) is more than the {num_nodes - spares} nodes that train "
+            f"(num_parallel={num_nodes}, spare_nodes={spares}). Lower min_nodes, or raise num_parallel."
+        )
 
 
 def refuse_unknown(names: Sequence[str], step: str) -> None:

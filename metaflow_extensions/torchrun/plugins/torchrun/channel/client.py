@@ -442,13 +442,18 @@ class ControlClient(Client):
         found: Plain | None = self._inquire("pop_answer", feature)
         return found
 
-    def follow(self, tasks: Mapping[int, Process]) -> None:
+    def follow(self, tasks: Mapping[int, Process], are_replacements: bool = False) -> None:
         """Have the gang told when the tasks of other nodes end, by index; returns at once."""
-        self.say("follow", [[node, task.pid, task.began] for node, task in tasks.items()])
+        self.say("follow", [[node, task.pid, task.began] for node, task in tasks.items()], are_replacements)
 
-    def report_gone(self, node: int, reason: str) -> None:
+    def nodes_to_start(self) -> list[int]:
+        """Return the nodes in whose place another task is to be started, each once."""
+        found: list[int] = self._inquire("nodes_to_start")
+        return found
+
+    def report_gone(self, node: int, reason: str, is_replacement: bool = False) -> None:
         """Tell the gang that a node's task has ended; safe to call for one that left before."""
-        self.say("gone", node, reason)
+        self.say("gone", node, reason, is_replacement)
 
     def in_background(self, name: str, do: Callable[[], Pauses]) -> Work:
         """Return a work, which the supervisor has begun when it is due."""

@@ -48,7 +48,9 @@ class Connection(asyncio.Protocol):
         dialogue: Callable[[Connection], Reading[None]],
         on_end: Callable[[Connection], None],
         heartbeat_timeout_s: float,
+        last_words: Callable[[Connection, str], bytes] = lambda connection, why: b"",
     ) -> None:
+        self._last_words = last_words  # what a silent other side is told before the end
         self._dialogue = dialogue(self)  # its return closes the connection, a ValueError aborts it
         self._on_end = on_end  # called once
         self._timeout_s = heartbeat_timeout_s
@@ -56,6 +58,7 @@ class Connection(asyncio.Protocol):
         self._needed: int | None = 0
         self._transport: asyncio.Transport | None = None
         self._heard_at = self._checked_at = self.opened_at = time.monotonic()
+        self._owes_beat = False
         self._beat_at = _NEVER  # when the next heartbeat is due
         self.node: int | None = None  # on the control node: the member at the other end, once it has joined
         self.why_closed: str | None = None  # why this side has aborted it, if it has
@@ -80,6 +83,9 @@ class Connection(asyncio.Protocol):
             self.close()
         except ValueError as error:
             self.abort(f"its connection was closed, because a message on it could not be read: {error}")
+        if self._owes_beat:
+            self._owes_beat = False
+            self.write(BEAT)
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Report the end of the connection, once."""
@@ -113,6 +119,14 @@ class Connection(asyncio.Protocol):
             self.why_closed = self.why_closed or why
             self._transport.abort()
 
+    def answer_beat(self) -> None:
+        """Answer a heartbeat when all that has arrived is handled.
+
+        After a pause the other side may be gone: the first answer has the kernel reset the connection, and a second one
+        would end it before the other side's last words are read.
+        """
+        self._owes_beat = True
+
     @property
     def is_proven(self) -> bool:
         """On the control node: whether the other end has proven that it knows the token."""
@@ -138,7 +152,9 @@ class Connection(asyncio.Protocol):
             self._heard_at = min(now, self._heard_at + now - self._checked_at)
         self._checked_at, silent_at = now, self._heard_at + self._timeout_s
         if now >= silent_at:
-            self.abort(f"nothing arrived from it for {self._timeout_s:g} s (heartbeat_timeout_s)")
+            why = f"nothing arrived from it for {self._timeout_s:g} s (heartbeat_timeout_s)"
+            self.write(self._last_words(self, why))
+            self.abort(why)
         elif now >= self._beat_at:
             self._beat_at = now + self._timeout_s / BEATS
             self.write(BEAT)

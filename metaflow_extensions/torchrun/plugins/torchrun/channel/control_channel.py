@@ -18,6 +18,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from ..errors import GangError
+from ..gang import obstacles
 from ..gang.course import Outgoing
 from ..gang.keepers import Plain
 from ..gang.protocol import CONTROL, Abort, Beat, Join, Lines, Message
@@ -30,7 +31,7 @@ from .listener import Listener
 _TICK_S = 1.0  # the longest time between two ticks
 _CLOSE_LOOK_S = 0.025
 # Delay before a node whose task has ended is reported: its own last message says more, and should come first.
-_REPORT_GONE_S = 0.2
+REPORT_GONE_S = 0.2
 
 
 class ControlChannel:
@@ -67,7 +68,7 @@ class ControlChannel:
         """
 
         def new_connection() -> Connection:
-            return Connection(self._dialogue, self._ended, self._timeout_s)
+            return Connection(self._dialogue, self._ended, self._timeout_s, self._last_words)
 
         try:
             self._listener = Listener(port or 0, host, self.gang.num_nodes - 1, new_connection)
@@ -86,9 +87,9 @@ class ControlChannel:
         """Hand a feature what a command asks of the gang."""
         self._step(self.gang.request, feature, data)
 
-    def report_gone(self, node: int, reason: str) -> None:
+    def report_gone(self, node: int, reason: str, is_replacement: bool = False) -> None:
         """Tell the gang that a node's task has ended; safe to call for one that left before."""
-        self._loop.call_later(_REPORT_GONE_S, self._step, self.gang.lost, node, reason)
+        self._loop.call_later(REPORT_GONE_S, self._step, self.gang.lost, node, reason, is_replacement)
 
     async def stop_listening(self) -> None:
         """Accept no more connections; those that stand stay."""
@@ -157,6 +158,11 @@ class ControlChannel:
             for connection in self._members.values():
                 connection.abort("the channel failed")
             self._deliver(Abort(told))
+
+    def _last_words(self, connection: Connection, why: str) -> bytes:
+        """Return what a silent node is told, which may hear it later: when its processes are continued, for example."""
+        node = connection.node
+        return b"" if node is None else encode(Abort(obstacles.silent(node, self.gang.nodes.host(node), why)))
 
     # --- connections ----------------------------------------------------------------------------
 

@@ -41,7 +41,13 @@ def control_addresses(main_ip: str, here_only: bool) -> list[str]:
 
 def rules_of(settings: StepSettings) -> Rules:
     """Return the rules of a gang."""
-    return Rules(settings.all_nodes_started_timeout, settings.grace_s, secrets.token_hex(4))
+    return Rules(
+        settings.all_nodes_started_timeout,
+        settings.grace_s,
+        secrets.token_hex(4),
+        spare_nodes=settings.spare_nodes,
+        min_nodes=settings.min_nodes,
+    )
 
 
 def join_alone(

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from ..gang.policy import ConnectPolicy
 from ..gang.protocol import Beat, Ended, Join, Leave, Message, Refused, TaskEnded, Welcome
 from .backlog import LineSender
-from .connection import BEAT, Connection, Reading, close_all, handshake_as_member, next_message
+from .connection import Connection, Reading, close_all, handshake_as_member, next_message
 from .frames import encode
 
 
@@ -161,7 +161,7 @@ class MemberChannel:
         while True:
             message = yield from next_message()
             if isinstance(message, Beat):
-                connection.write(BEAT)
+                connection.answer_beat()
             else:
                 self._handle(connection, message)
 

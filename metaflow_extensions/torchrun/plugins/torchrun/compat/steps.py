@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import MutableMapping, Sequence
+from collections.abc import Collection, MutableMapping, Sequence
+from types import FrameType
 from typing import Any
 
 from metaflow import current
@@ -125,15 +126,36 @@ def tasks_of(flow: Any) -> Sequence[str]:
     return tasks
 
 
+def forget_tasks(flow: Any, nodes: Collection[int]) -> None:
+    """Have Metaflow's join go on without the tasks of some nodes: it takes what this artifact lists (runtime.py, 2.19)."""
+    tasks = enumerate(flow._control_mapper_tasks)
+    flow._control_mapper_tasks = [task for node, task in tasks if node not in nodes]
+
+
 def is_of_another_task(error: BaseException) -> bool:
     """Return whether Metaflow has raised `error` on a local run's control node because another node's task has failed.
 
     Then it comes from the end of ``_local_multinode_control_task_step_func`` (parallel_decorator.py, 2.19).
     """
+    return _frame_of_local_nodes(error) is not None
+
+
+def exit_codes_of_tasks(error: BaseException) -> dict[int, int | None]:
+    """Return pid -> exit code of the tasks that Metaflow has started on a local run, None while one runs.
+
+    `error` is of another task. Its frame holds their processes, and Metaflow has waited for some (``subprocesses``, 2.19).
+    """
+    frame = _frame_of_local_nodes(error)
+    started = [] if frame is None else frame.f_locals.get("subprocesses", [])
+    return {each.pid: each.poll() for each in started}
+
+
+def _frame_of_local_nodes(error: BaseException) -> FrameType | None:
     last = error.__traceback__
     while last is not None and last.tb_next is not None:
         last = last.tb_next
-    return last is not None and last.tb_frame.f_code.co_name == "_local_multinode_control_task_step_func"
+    is_it = last is not None and last.tb_frame.f_code.co_name == "_local_multinode_control_task_step_func"
+    return last.tb_frame if last is not None and is_it else None
 
 
 def control_task_of(parallel: Any) -> str | None:

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -13,9 +13,23 @@ from ..errors import TorchrunError
 from . import obstacles
 from .agreement import devices, without_devices
 from .cause import Cause, Failure, cause_of, describe_exit
+from .group import Group, follow
 from .history import History, Kind, Record, of_the_gang
 from .keepers import Failing, Keepers, Where
-from .launch import BACKOFF_LIMIT_S, Launch, Next, Phase, decide, reason, summary, teller, verdicts
+from .launch import (
+    BACKOFF_LIMIT_S,
+    GONE,
+    Launch,
+    Next,
+    Phase,
+    change_of_nodes,
+    decide,
+    reason,
+    summary,
+    teller,
+    told_to_end,
+    verdicts,
+)
 from .nodes import Nodes, NodeState
 from .policy import Rules
 from .protocol import (
@@ -27,6 +41,8 @@ from .protocol import (
     Go,
     Message,
     Note,
+    Prepares,
+    Ready,
     Restart,
     Started,
     Stop,
@@ -34,9 +50,10 @@ from .protocol import (
     Stored,
     Storing,
     Told,
+    Verdict,
     Wrote,
 )
-from .texts import counted, headline, names
+from .texts import REMIND_S, counted, headline, names
 
 Outgoing = tuple[int, Message]
 """A node's index and a message for it."""
@@ -62,6 +79,9 @@ class Course:
         self.nodes, self.rules, self.keepers = nodes, rules, keepers
         self.history = History(clock)
         self.launch = Launch(-1, Phase.OVER)
+        self.gone: dict[int, Cause] = {}  # why nodes are lost, or were told to end
+        self.awaited_since: dict[int, float] = {}  # of nodes whose replacement has not come, by the gang's age
+        self.unproven: set[int] = set()  # nodes whose replacement was not yet ready for a launch
         self._pick_port, self._clock, self._over = pick_port, clock, over
         self._began_at = clock()
         self._out: list[Outgoing] = []
@@ -77,7 +97,7 @@ class Course:
         if (text := launch.overrun(now)) is not None:
             self.fail_with(Failing("timeout", text))
         if launch.phase is Phase.PAUSING and now >= launch.until:
-            self.go()
+            self._start_again()
         elif launch.phase is Phase.STOPPING and now > launch.until:
             self._decide()
         elif launch.phase is Phase.SAVING and now > launch.until:
@@ -86,24 +106,126 @@ class Course:
             self.keepers.tick(self.age_s, self._where)
         self.keepers.overdue(self.age_s)
 
-    def go(self) -> None:
-        """Send *go*: all nodes start a generation of workers."""
+    # --- which nodes take part -------------------------------------------------------------------
+
+    def next_group(self, *besides: int) -> Group | None:
+        """Return the nodes of the next generation, without the nodes `besides`; None if too few are left."""
+        able = self._able(besides)
+        return follow(self.launch.group, able, self._size, self._least) if CONTROL in able else None
+
+    @property
+    def _least(self) -> int:
+        return self.rules.min_nodes or self._size
+
+    def _able(self, besides: Collection[int] = ()) -> list[int]:
+        """Return the nodes that can take part in the next generation, in order."""
+        launch, nodes = self.launch, self.nodes
+        gone = launch.given_up | launch.leaving.keys() | set(besides)
+        if launch.phase in (Phase.GATHERING, Phase.OVER):  # of those nodes, each may still come or has ended well
+            able = [node for node in range(nodes.size) if nodes[node] not in (NodeState.LOST, NodeState.OUT)]
+            gone = set(besides)
+        else:
+            able = [node for node in nodes.joined if node in launch.ready]
+        return [node for node in able if node not in gone]
+
+    def why_not_without(self, cause: Cause | None) -> str:
+        """Say why the gang does not go on without a lost node, where spares or fewer nodes are asked for."""
+        launch, rules = self.launch, self.rules
+        able = self._able(() if cause is None else (cause.node,))
+        asked = rules.spare_nodes or rules.min_nodes or rules.replaces
+        if cause is None or cause.category not in GONE or not asked:
+            return ""
+        why = "\nIt can't go on without that node: "
+        if launch.phase is Phase.STOPPING and cause.category not in launch.policy.restart_on:
+            return f"{why}restart_on does not have {cause.category!r}."
+        if launch.phase is Phase.STOPPING and launch.given_up - launch.leaving.keys():
+            return f"{why}the call of run has ended on {names(sorted(launch.given_up - launch.leaving.keys()))}, too."
+        if launch.phase is Phase.STOPPING and launch.restarts >= launch.limit and cause.category != "preempted":
+            return f"\nIt can't go on without that node: max_restarts={launch.policy.max_restarts} allows no more restarts."
+        if len(able) < self._least:
+            left = f"{counted(len(able), 'node')} {'is' if len(able) == 1 else 'are'} left"
+            more = " No other task has taken its place." if cause.node in self.awaited_since else ""
+            return f"\nIt can't go on without that node: {left}, and it needs {self._least} (spare_nodes, min_nodes).{more}"
+        return ""
+
+    def may_be_replaced(self, node: int) -> bool:
+        """Return whether another task may take a node's place. One that ends before it is ready gets no next one."""
+        return self.rules.replaces and node != CONTROL and node not in self.unproven
+
+    def leave_out(self, node: int, cause: Cause) -> None:
+        """Go on without a node that is gone or about to go, or wait for another task in its place.
+
+        The node gets `cause` if it calls `run` again.
+        """
+        self.gone[node] = cause
+        self.keepers.gone(node)
+        if self.may_be_replaced(node):
+            self.nodes.enter(node, NodeState.AWAITED)
+            self.awaited_since[node] = self.age_s
+            self.unproven.add(node)
+            self.note("awaited", node=node, text=headline(cause.what))
+        else:
+            self.give_up_on(node)
+        self._forget_call(node)
+
+    def give_up_on(self, node: int) -> None:
+        """Go on without a node for good."""
+        self.nodes.enter(node, NodeState.OUT)
+        self.note("left_out", node=node, text=headline(self.gone[node].what))
+
+    def _forget_call(self, node: int) -> None:
+        launch = self.launch
+        for each in (launch.ready, launch.preparing, launch.leaving):
+            each.pop(node, None)
+        launch.given_up.discard(node)
+        launch.without_commands.discard(node)
+        if launch.phase is Phase.GATHERING:  # of before_run
+            launch.failures = [each for each in launch.failures if each.cause.node != node]
+
+    def _leave_out_gone(self) -> None:
+        """Leave out all nodes that are gone, or about to go."""
+        launch = self.launch
+        for node, cause in list(launch.leaving.items()):
+            self.send(Verdict(launch.number, told_to_end(cause, self.may_be_replaced(node)), group=launch.group), node)
+            self.leave_out(node, cause)
+        for node in self.nodes.which(NodeState.LOST, NodeState.LEFT, NodeState.DONE):
+            self.leave_out(
+                node, self.gone.get(node, Cause("lost", node, self.nodes.host(node), exception="it has left"))
+            )
+
+    def _note_change(self, group: Group) -> None:
+        """Note which nodes wait in a launch's first generation, and which take part since a restart."""
+        launch, after = self.launch, set(group.nodes)
+        if launch.group.size:
+            for node in sorted(after - set(launch.group.nodes)):
+                self.note("taken_in", node=node)
+        else:
+            for node in sorted(launch.ready.keys() - after):
+                self.note("spare", node=node)
+
+    # --- its begin -------------------------------------------------------------------------------
+
+    def go(self, group: Group) -> None:
+        """Send *go*: all nodes of a group start a generation of workers."""
         launch = self.launch
         pinned = launch.ready[CONTROL].master_port
         port = self._pick_port(pinned)
         if port is None:
             self.finish(obstacles.port_taken(pinned, self.nodes.host(CONTROL)))
             return
-        launch.begin_generation(self._clock())
+        self._note_change(group)
+        launch.begin_generation(self._clock(), group)
         self.keepers.begin(launch.number, launch.policy.features, self.age_s)
-        limit = launch.policy.max_restarts
+        for node in sorted(set(range(self.nodes.size)) - set(group.nodes)):
+            self.keepers.ended(node, True)
         nproc = launch.ready[CONTROL].nproc
-        self.note("go", text=f"{counted(self.nodes.size, 'node')}, {nproc} process{'es' * (nproc != 1)} on each")
+        self.note("go", text=f"{counted(group.size, 'node')}, {nproc} process{'es' * (nproc != 1)} on each")
         if launch.generation == 0 and (without := without_devices(launch.ready)):
             hides = f"warning: run(env=...) hides the accelerators on {names(without)}"
             self.send(Note(f"{hides}: the workers there compute on the CPU, the others do not"), CONTROL)
         seen = devices(launch.ready)
-        self.broadcast(Go(launch.number, launch.generation, port, self.rules.name, launch.restarts, limit, seen))
+        about = (launch.number, launch.generation, port, self.rules.name, launch.restarts, launch.limit)
+        self.broadcast(Go(*about, seen, group))
 
     # --- what the nodes report -------------------------------------------------------------------
 
@@ -131,6 +253,9 @@ class Course:
 
     def _on_failed(self, node: int, failed: Failed) -> None:
         launch = self.launch
+        if node in launch.preparing and launch.phase is not Phase.GATHERING and failed.failures:
+            self._refuse_late(node, obstacles.commands_failed(failed.failures[0].cause))
+            return
         self.add_failures(failed.failures)
         if failed.given_up:
             launch.given_up.add(node)
@@ -141,7 +266,7 @@ class Course:
                 launch.without_commands.add(node)
                 self.end_if_commands_failed()
             else:
-                self.finish(obstacles.too_early(cause, launch.number))
+                self.finish(obstacles.too_early(cause, launch.number, self.why_not_without(cause)))
         elif launch.phase is Phase.SAVING:
             self.decide_if_all_ended()
         else:
@@ -153,7 +278,7 @@ class Course:
         Earlier, the control node could be gone before a late node has heard why.
         """
         launch, cause = self.launch, self.launch.first_cause()
-        if cause is not None and len(launch.preparing) + len(launch.ready) == self.nodes.size:
+        if cause is not None and len(launch.preparing) + len(launch.ready) == self.nodes.expected:
             self.finish(obstacles.commands_failed(cause))
 
     def first_error(self, error: TorchrunError | None) -> TorchrunError | None:
@@ -193,7 +318,8 @@ class Course:
         """Stop all nodes, because one of them fails."""
         launch = self.launch
         if launch.phase is Phase.PAUSING:  # nothing runs, and nothing can start any more
-            self.fail(launch.error(self._first_cause(), []))
+            cause = self._first_cause()
+            self.fail(launch.error(cause, [], self.why_not_without(cause)))
         else:
             self._stop()
 
@@ -218,37 +344,146 @@ class Course:
             if not any(self.nodes[node] is NodeState.JOINED for node in launch.stores):
                 self.finish(launch.failing_with)
         elif launch.phase in (Phase.RUNNING, Phase.STOPPING):
-            has_all = len(launch.ended) >= self.nodes.count(NodeState.JOINED)
-            if has_all and launch.ended.keys() >= set(self.nodes.joined):
+            gone = self.nodes.count(NodeState.DONE, NodeState.LEFT, NodeState.LOST)
+            if len(launch.ended) + gone >= launch.group.size and not self._silent():
                 self._decide()
+
+    def _silent(self) -> list[int]:
+        """Return the nodes whose workers have not ended, as far as is known."""
+        launch = self.launch
+        return [node for node in self.nodes.joined if node not in launch.ended and launch.takes_part(node)]
 
     def _decide(self) -> None:
         """All nodes have ended, or their time is up: success, restart or failure."""
         launch, now = self.launch, self._clock()
-        silent = [node for node in self.nodes.joined if node not in launch.ended]
-        cause = self._first_cause()
-        follows = decide(launch, cause, silent, self.nodes.count(NodeState.JOINED) == self.nodes.size, now)
+        silent, cause, group = self._silent(), self._first_cause(), self.next_group()
+        # That a node which was told to end does not report the end of its workers keeps no other node from going on.
+        unknown = [node for node in silent if node not in launch.leaving]
+        is_restarting = decide(launch, cause, [], True, now) in (Next.RESTART, Next.MOVE)
+        if unknown and is_restarting and self._leave_out_silent(unknown):
+            unknown, group = [], self.next_group()
+        follows = decide(launch, cause, unknown, group is not None or self._may_wait(), now)
         if follows is Next.FINISH:
             self._store(None)
-        elif follows is Next.MOVE:
+        elif follows is Next.MOVE and group == launch.group:
             launch.generation += 1
             launch.moves += 1
             self.broadcast(
                 Note("another program took the port of the rendezvous; all workers start again with another port")
             )
-            self.go()
-        elif follows is Next.RESTART and cause is not None:
-            self._restart(cause, now)
+            self._leave_out_gone()
+            self.go(group)
+        elif follows in (Next.RESTART, Next.MOVE) and cause is not None:
+            launch.uncounted += follows is Next.MOVE or cause.category == "preempted"
+            self._restart(cause, now, at_once=follows is Next.MOVE or cause.category in GONE)
         else:
-            self.fail(launch.error(cause, silent))
+            self.fail(launch.error(cause, silent, self.why_not_without(cause)))
 
-    def _restart(self, cause: Cause, now: float) -> None:
+    def _leave_out_silent(self, silent: list[int]) -> bool:
+        """Count nodes as lost whose workers may still run, if the gang can go on without them; return whether it can."""
+        rules, able = self.rules, set(self._able()) - set(silent)
+        is_replaced = all(self.may_be_replaced(node) for node in silent)
+        if not (rules.spare_nodes or rules.min_nodes or rules.replaces) or CONTROL in silent:
+            return False
+        if len(able) < self._least and not is_replaced:
+            return False
+        for node in silent:
+            text = "it did not report in time that its workers had ended"
+            self.note("lost", node=node, text=text)
+            cause = self.gone[node] = Cause("lost", node, self.nodes.host(node), exception=text)
+            self.send(Verdict(self.launch.number, told_to_end(cause, self.may_be_replaced(node))), node)
+            self.nodes.enter(node, NodeState.LOST)
+        return True
+
+    def _may_wait(self) -> bool:
+        """Return whether another task may take the place of a node that is missing."""
+        gone = {*self.launch.leaving, *self.nodes.which(NodeState.LOST, NodeState.LEFT, NodeState.DONE)}
+        is_awaited = any(self.nodes[node] in (NodeState.AWAITED, NodeState.JOINED) for node in self.unproven)
+        return CONTROL not in gone and (is_awaited or any(self.may_be_replaced(node) for node in gone))
+
+    @property
+    def _size(self) -> int:
+        """How many nodes take part if none is missing."""
+        return self.nodes.size - self.rules.spare_nodes
+
+    def _awaited(self, group: Group | None) -> list[int]:
+        """Return the nodes whose replacements a generation waits for, before it begins with `group`."""
+        missing = self._size - (0 if group is None else group.size)
+        coming = (node for node in self.unproven if self.nodes[node] in (NodeState.AWAITED, NodeState.JOINED))
+        return sorted(coming)[:missing] if missing > 0 else []
+
+    def _restart(self, cause: Cause, now: float, at_once: bool) -> None:
         launch = self.launch
         self._record_cause(cause)
         self.history.report(None, cause.describe(), cause.as_dict(), launch.number, launch.generation)
-        pause_s = launch.begin_pause(now, min(2.0**launch.restarts, BACKOFF_LIMIT_S))
-        self.note("restart", text=f"restart {launch.restarts} of {launch.policy.max_restarts} in {pause_s:g} s")
-        self.broadcast(Restart(launch.number, launch.restarts, launch.policy.max_restarts, pause_s, cause))
+        # Without the node that has failed, or with another port, there is nothing to wait for.
+        waits_s = 0.0 if at_once else min(2.0**launch.restarts, BACKOFF_LIMIT_S)
+        pause_s = launch.begin_pause(now, waits_s)
+        self._leave_out_gone()
+        there = follow(launch.group, self._able(), self._size, 0)
+        joined = set() if there is None else set(there.nodes)
+        awaited = self._awaited(there)
+        before, after = set(launch.group.nodes), joined | set(awaited)
+        for node in sorted(before - joined - {cause.node}):  # the log has the cause
+            also = self.gone[node]
+            self.send(Note(f"{also.who[0].lower()}{also.who[1:]} {headline(also.what)}"), CONTROL)
+        left, came = tuple(sorted(before - joined)), tuple(sorted(after - before | set(awaited)))
+        who = change_of_nodes(left, came, len(after))
+        when = "when it has come" if awaited else f"in {pause_s:g} s"
+        launch.remind_at = now + REMIND_S if awaited else launch.remind_at
+        self.note("restart", text=f"restart {launch.restarts} of {launch.limit} {when}{who and f'; {who}'}")
+        self._announce(cause, pause_s, left, came, after)
+
+    def _announce(
+        self, cause: Cause, pause_s: float, left: tuple[int, ...], came: tuple[int, ...], nodes: Collection[int]
+    ) -> None:
+        launch = self.launch
+        launch.announced = Group.of(nodes)
+        about = (launch.number, launch.restarts, launch.limit, pause_s, cause)
+        self.broadcast(Restart(*about, left, came, len(nodes)))
+
+    def _start_again(self) -> None:
+        """Begin the next generation after the pause, in which more nodes may have been lost."""
+        group = self.next_group()
+        if self._awaited(group):
+            return  # `Gang` gives up on them when their time is up
+        if group is None:
+            cause = self.launch.restarts_for
+            self.fail(self.launch.error(cause, [], self.why_not_without(cause)))
+        else:
+            self._leave_out_gone()
+            if group != self.launch.announced and self.launch.restarts_for is not None:  # more were lost in the pause
+                before, after = set(self.launch.group.nodes), set(group.nodes)
+                left, came = tuple(sorted(before - after)), tuple(sorted(after - before))
+                self._announce(self.launch.restarts_for, 0.0, left, came, after)
+            self.go(group)
+
+    def add_late(self, node: int, call: Prepares | Ready, error: TorchrunError | None) -> None:
+        """Take a node into a launch that runs, which has come in the place of another; `error` is what contradicts that."""
+        launch = self.launch
+        if error is not None:
+            self._refuse_late(node, error)
+        elif isinstance(call, Ready):
+            launch.add_ready(node, call)
+            self.unproven.discard(node)
+            if not launch.takes_part(node):
+                self.note("spare", node=node)
+        else:
+            launch.preparing[node] = call
+
+    def _refuse_late(self, node: int, error: TorchrunError) -> None:
+        """Go on without a task that has come in the place of another, and can't take part."""
+        self.send(Verdict(self.launch.number, error), node)
+        text = f"the task in its place can't take part: {headline(error.message)}"
+        self.gone[node] = Cause("lost", node, self.nodes.host(node), exception=text)
+        self._forget_call(node)
+        self.give_up_on(node)
+
+    @property
+    def due_at(self) -> float:
+        """The time at which the workers start again; infinite if none is known."""
+        waits = self.launch.phase is Phase.PAUSING and not self._awaited(self.next_group())
+        return self.launch.until if waits else float("inf")
 
     def _first_cause(self) -> Cause | None:
         """Return the first failure, with what features have found out about it."""
@@ -281,7 +516,7 @@ class Course:
             self._record_error(error)
         launch.begin_storing(nodes, error, now, now + (within_s or 0.0) + _INDEX_S)
         events = () if error is None else of_the_gang(self.events())
-        self.broadcast(Store(launch.number, launch.generation, error, within_s, events))
+        self.broadcast(Store(launch.number, launch.generation, error, within_s, events, launch.group))
 
     def _record_error(self, error: TorchrunError) -> None:
         if (cause := cause_of(error)) is not None:
@@ -335,7 +570,7 @@ class Course:
     # --- what features say -----------------------------------------------------------------------
 
     def _where(self, rank: int) -> Where:
-        node = rank // (self.launch.nproc or 1)
+        node = self.launch.group.node_of(rank // (self.launch.nproc or 1))
         return Where(node, rank, self.nodes.host(node))
 
     def _send_remarks(self) -> None:

@@ -14,7 +14,7 @@ from typing import Any, Literal
 Kind = Literal[
     "joined", "ready", "go", "started", "output", "exited", "stopped", "finished", "left", "lost",
     "preempted", "hang", "timeout", "stopping", "cause", "restart", "done", "failed", "broken", "omitted",
-    "stored", "before_run", "command", "told",
+    "stored", "before_run", "command", "told", "spare", "left_out", "awaited", "taken_in",
 ]  # fmt: skip
 # The kinds that every node gets with a verdict. The others are about one node, and report no problem.
 _OF_THE_GANG = frozenset(
@@ -28,6 +28,9 @@ _OF_THE_GANG = frozenset(
         "stopping",
         "cause",
         "restart",
+        "left_out",
+        "awaited",
+        "taken_in",
         "done",
         "failed",
         "broken",

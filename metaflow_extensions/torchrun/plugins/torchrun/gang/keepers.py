@@ -84,7 +84,7 @@ class Keeper:
         return None
 
     def ended(self, node: int, ok: bool) -> Remarks | None:
-        """Take note that all workers of a node have ended."""
+        """Take note that all workers of a node have ended, or that it takes no part in this generation."""
         return None
 
     def gone(self, node: int) -> Remarks | None:

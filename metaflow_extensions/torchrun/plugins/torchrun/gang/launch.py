@@ -13,6 +13,7 @@ from typing import Any
 
 from ..errors import LaunchFailed, LaunchHung, LaunchTimeout, TorchrunError, TorchrunPreempted
 from .cause import CATEGORY_TEXTS, Cause, Failure, FailureText, cause_of, failed, first_failure
+from .group import Group
 from .history import Record, of_the_gang
 from .policy import LaunchPolicy
 from .protocol import CONTROL, Ended, Prepares, Ready, Verdict
@@ -23,6 +24,8 @@ BACKOFF_LIMIT_S = 30.0
 # What an agent prints when its store can't listen (TCPStore, torch 2.13).
 _PORT_TAKEN = re.compile("EADDRINUSE|address already in use", re.IGNORECASE)
 _MAX_MOVES = 3
+GONE = frozenset({"node_lost", "preempted"})
+"""The classes of causes with which a node is gone, or about to go."""
 _NODES_SAID = 3
 # Kinds of causes that no node reports as its failure.
 _FOUND_BY_CONTROL = ("timeout", "hang", "unreachable")
@@ -64,12 +67,16 @@ class Launch:
     without_commands: set[int] = field(default_factory=set)  # those of them whose commands have failed
     ready: dict[int, Ready] = field(default_factory=dict)
     generation: int = 0
+    group: Group = field(default_factory=lambda: Group(0))  # the nodes of this generation; before the first, none
     moves: int = 0  # generations that began because the rendezvous' port was taken
+    uncounted: int = 0  # restarts that `max_restarts` does not count: because of nodes that were told to end
     ended: dict[int, Ended] = field(default_factory=dict)  # without what failed, which is in `failures`
     failures: list[Failure] = field(default_factory=list)  # ages as of the clock's zero, so that they compare
+    announced: Group | None = None  # the nodes that the last *restart* has named
     restarts_for: Cause | None = None  # why the last restart follows
     verdict: TorchrunError | None = None  # the error at its end; None while it runs, or if it succeeded
     given_up: set[int] = field(default_factory=set)  # nodes whose own code has ended their call of `run`
+    leaving: dict[int, Cause] = field(default_factory=dict)  # nodes that were told to end
     policy: LaunchPolicy = field(default_factory=LaunchPolicy)
     went_at: float = 0.0
     deadline: float = float("inf")  # of the step, and
@@ -85,10 +92,10 @@ class Launch:
         assert phase in NEXT[self.phase], f"a launch can't go from {self.phase.name} to {phase.name}"
         self.phase = phase
 
-    def begin_generation(self, now: float) -> None:
+    def begin_generation(self, now: float, group: Group) -> None:
         """Begin a generation: forget the ends and failures of the one before."""
         self.enter(Phase.RUNNING)
-        self.went_at = now
+        self.went_at, self.group = now, group
         for each in (self.ended, self.stores, self.failures):
             each.clear()
 
@@ -129,7 +136,16 @@ class Launch:
         """How many restarts are left; None before the control node is ready."""
         ready = self.ready.get(CONTROL)
         policy = None if ready is None else ready.policy
-        return None if policy is None else policy.max_restarts - self.restarts
+        return None if policy is None else policy.max_restarts + self.uncounted - self.restarts
+
+    @property
+    def limit(self) -> int:
+        """How many restarts there may be, with those that do not count."""
+        return self.policy.max_restarts + self.uncounted
+
+    def takes_part(self, node: int) -> bool:
+        """Return whether a node belongs to this generation."""
+        return self.group.rank_of(node) is not None
 
     def call_of(self, node: int) -> Ready | Prepares | None:
         """Return what a node has sent last of its call of `run`; None if it has not called it."""
@@ -143,6 +159,8 @@ class Launch:
 
     def add_failures(self, failures: Iterable[Failure], now: float) -> None:
         """Keep the first failure and the first preemption only: thousands of texts would take hundreds of megabytes."""
+        failures = list(failures)
+        self.leaving.update({each.cause.node: each.cause for each in failures if each.cause.category == "preempted"})
         self.failures += [Failure(each.cause, each.age_s - now) for each in failures]
         preempted = first_failure(each for each in self.failures if each.cause.category == "preempted")
         kept = (first_failure(self.failures), preempted)
@@ -204,17 +222,17 @@ class Launch:
 
     # --- what becomes an error ------------------------------------------------------------------
 
-    def error(self, cause: Cause | None, silent: list[int]) -> LaunchFailed:
+    def error(self, cause: Cause | None, silent: list[int], more: str = "") -> LaunchFailed:
         """Return what every node raises after a failed launch; `silent` nodes did not report their end."""
         quiet = (
             f"\n{names(silent).capitalize()} did not report in time that the workers there had ended." if silent else ""
         )
-        if self.phase is Phase.PAUSING and self.restarts_for is not None:
+        if self.phase is Phase.PAUSING and self.restarts_for not in (None, cause):
             quiet += f"\nAll workers were about to start again after an earlier failure: {summary(self.restarts_for)}."
         if cause is None:
             return LaunchFailed(f"Launch {self.number} failed.{quiet}")
         cls, failure = self._class_and_text(cause)
-        return failed(cls, replace(failure, after=failure.after + quiet))
+        return failed(cls, replace(failure, after=failure.after + quiet + more))
 
     def _class_and_text(self, cause: Cause) -> tuple[type[LaunchFailed], FailureText]:
         stopped = f"Launch {self.number} was stopped"
@@ -259,7 +277,7 @@ class Launch:
 
     def _restart_hint(self, cause: Cause) -> str:
         """Say how to have such a failure restarted, where no restart was asked for and one could have helped."""
-        is_possible = cause.category in self.policy.restart_on and cause.kind not in ("step", "call")
+        is_possible = cause.category in self.policy.restart_on - GONE and cause.kind not in ("step", "call")
         is_possible = is_possible and not (cause.exception or "").startswith(_SURE_TO_RECUR) and cause.exit_code != 2
         if self.policy.max_restarts or not is_possible or self.given_up or self.preempted is not None:
             return ""
@@ -270,6 +288,27 @@ def error_of(cause: Cause, more: str) -> LaunchFailed:
     """Return the error for a node's failure that did not end a launch of all nodes; `more` goes on after the report."""
     cls = {"preempted": TorchrunPreempted, "timeout": LaunchTimeout}.get(cause.category, LaunchFailed)
     return failed(cls, FailureText(cause, after=f"\n{more}"))
+
+
+def told_to_end(cause: Cause, is_replaced: bool) -> LaunchFailed:
+    """Return what `run` raises on a node that was told to end, where the others go on."""
+    then = "Another task takes its place." if is_replaced else "The other nodes go on without it."
+    cls = TorchrunPreempted if cause.category == "preempted" else LaunchFailed
+    return failed(cls, FailureText(cause, after=f" {then}"))
+
+
+def change_of_nodes(left: tuple[int, ...], came: tuple[int, ...], size: int) -> str:
+    """Return in words which nodes take part in a restart; empty if they are the same. One may have left and come again."""
+    again, gone, new = (sorted(each) for each in ({*left} & {*came}, {*left} - {*came}, {*came} - {*left}))
+    said = [f"{names(again)} {'is' if len(again) == 1 else 'are'} started again"] if again else []
+    spares = f"{names(new)}, {'a spare' if len(new) == 1 else 'spares'},"
+    if len(new) == len(gone) > 0:
+        said.append(f"{spares} {'takes the place' if len(new) == 1 else 'take the places'} of {names(gone)}")
+    elif new:
+        said.append(f"{spares} {'takes' if len(new) == 1 else 'take'} part")
+    if gone and len(new) != len(gone):
+        said.append(f"the launch goes on without {names(gone)}, on {counted(size, 'node')}")
+    return "; ".join(said)
 
 
 def teller(cause: Cause | None) -> int:
@@ -303,17 +342,16 @@ class Next(enum.Enum):
     FAIL = "the launch has failed"
 
 
-def decide(launch: Launch, cause: Cause | None, silent: list[int], is_whole: bool, now: float) -> Next:
+def decide(launch: Launch, cause: Cause | None, silent: list[int], has_group: bool, now: float) -> Next:
     """Return what follows when all nodes have ended, or their time is up.
 
-    `cause` is the first failure. `silent` nodes have not reported their end. A gang `is_whole` while all its nodes are
-    members.
+    `cause` is the first failure. `silent` nodes have not reported their end. `has_group`: whether there are nodes for
+    another generation.
     """
     if cause is None and not silent and all(ended.ok for ended in launch.ended.values()):
         return Next.FINISH
-    # A node whose own code has left `run` would not obey another *go*.
-    can_start_again = is_whole and not launch.given_up and launch.preempted is None
-    if cause is None or silent or not can_start_again:
+    # A node whose own code has left `run` would not obey another *go*. Of one that was told to end, that is no failure.
+    if cause is None or silent or not has_group or launch.given_up - launch.leaving.keys():
         return Next.FAIL
     if _may_move(launch, cause):
         return Next.MOVE
@@ -329,7 +367,9 @@ def _may_move(launch: Launch, cause: Cause) -> bool:
 def _may_restart(launch: Launch, cause: Cause, now: float) -> bool:
     policy = launch.policy
     over = cause.kind == "step_timeout" or now >= launch.deadline  # by one node's clock
-    return cause.category in policy.restart_on and launch.restarts < policy.max_restarts and not over
+    # A node that was told to end does not use up a restart; but there must be some at all.
+    is_left = launch.restarts < launch.limit or (cause.category == "preempted" and policy.max_restarts > 0)
+    return cause.category in policy.restart_on and is_left and not over
 
 
 # --- the messages that tell its end -------------------------------------------------------------
@@ -353,7 +393,8 @@ def verdicts(
             key = (number, node == CONTROL)
             if key not in made:
                 alone, is_control = error is None and launch.alone, node == CONTROL
-                made[key] = Verdict(number, error, events_for(node, records), features(is_control), alone)
+                group = launch.group if launch.group.size else None
+                made[key] = Verdict(number, error, events_for(node, records), features(is_control), alone, group)
             yield node, made[key]
 
 

@@ -16,15 +16,21 @@ class NodeState(enum.Enum):
     DONE = "its step's code has ended well; its results are being stored"
     LEFT = "has left: it sends nothing more"
     LOST = "its task has ended unexpectedly, or nothing arrives from it"
+    AWAITED = "it was lost or told to end, and another task is to take its place"
+    OUT = "it was lost or told to end, and the gang goes on without it"
 
 
+WITHOUT = {NodeState.AWAITED, NodeState.OUT}
+"""The states of nodes that are gone, and without which the gang goes on or waits."""
 NEXT = {
-    NodeState.ABSENT: {NodeState.JOINED, NodeState.LOST},
+    NodeState.ABSENT: {NodeState.JOINED, NodeState.LOST, *WITHOUT},
     # JOINED to JOINED: a node that lost its connection before *welcome* arrived joins again.
-    NodeState.JOINED: {NodeState.JOINED, NodeState.DONE, NodeState.LEFT, NodeState.LOST},
-    NodeState.DONE: {NodeState.LEFT, NodeState.LOST},
-    NodeState.LEFT: set[NodeState](),
-    NodeState.LOST: set[NodeState](),
+    NodeState.JOINED: {NodeState.JOINED, NodeState.DONE, NodeState.LEFT, NodeState.LOST, *WITHOUT},
+    NodeState.DONE: {NodeState.LEFT, NodeState.LOST, *WITHOUT},
+    NodeState.LEFT: WITHOUT,
+    NodeState.LOST: WITHOUT,
+    NodeState.AWAITED: {NodeState.JOINED, NodeState.OUT},
+    NodeState.OUT: set[NodeState](),
 }
 
 
@@ -51,9 +57,11 @@ class Nodes:
         self._states[node] = state
 
     def may_join(self, join: Join) -> bool:
-        """Return whether a task may join: no task is that node yet, or this task is, and has not got *welcome*."""
-        again = self[join.node] is NodeState.JOINED and join == self._joins[join.node]
-        return again or self[join.node] is NodeState.ABSENT
+        """Return whether a task may join: no task is that node, or this task is, and has not got *welcome*."""
+        before = self._joins.get(join.node)
+        if self[join.node] is NodeState.AWAITED:
+            return before is None or join.task != before.task  # not one that is gone
+        return self[join.node] is NodeState.ABSENT or (self[join.node] is NodeState.JOINED and join == before)
 
     def join(self, join: Join) -> None:
         """Record that a task is now this node's member."""
@@ -63,6 +71,10 @@ class Nodes:
     def is_same_place(self, join: Join) -> bool:
         """Return whether a task runs in the same container as the node whose place it wants."""
         return self._joins.get(join.node, Join(join.node)).place == join.place
+
+    def has_joined(self, node: int) -> bool:
+        """Return whether a task has ever been this node's member."""
+        return node in self._joins
 
     def host(self, node: int) -> str:
         """Return a node's host name."""
@@ -75,6 +87,11 @@ class Nodes:
     def which(self, *states: NodeState) -> list[int]:
         """Return the indexes of the nodes in one of `states`."""
         return [node for node, state in self._states.items() if state in states]
+
+    @property
+    def expected(self) -> int:
+        """How many nodes the gang counts on: all that are not out."""
+        return self.size - self._count[NodeState.OUT]
 
     @property
     def absent(self) -> list[int]:

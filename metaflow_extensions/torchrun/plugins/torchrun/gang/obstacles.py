@@ -46,22 +46,37 @@ def commands_failed(cause: Cause) -> TorchrunError:
     return failed(LaunchFailed, FailureText(cause, before="before_run failed, so no worker was started on any node.\n"))
 
 
-def too_early(cause: Cause, number: int) -> TorchrunError:
-    """Return the error for a node that failed while others waited for it to call `run`."""
-    return error_of(cause, f"It happened before launch {number} began.")
+def too_early(cause: Cause, number: int, more: str = "") -> TorchrunError:
+    """Return the error for a node that failed while others waited for it to call `run`; `more` stands at the end."""
+    return error_of(cause, f"It happened before launch {number} began.{more}")
 
 
-def outside(cause: Cause, after_step: bool) -> TorchrunError:
-    """Return the error for a node that failed while no launch ran."""
+def outside(cause: Cause, after_step: bool, more: str = "") -> TorchrunError:
+    """Return the error for a node that failed while no launch ran; `more` stands at the end."""
     place = "in the call of" if cause.kind == "call" else "outside of"
     when = "after the step's code, before its results were stored" if after_step else f"{place} current.torch.run"
-    return error_of(cause, f"It happened {when}; the other nodes were stopped.")
+    return error_of(cause, f"It happened {when}; the other nodes were stopped.{more}")
+
+
+def silent(node: int, host: str, why: str) -> TorchrunError:
+    """Return the error for a node that was silent for too long, for that node itself."""
+    return error_of(
+        Cause("lost", node, host, exception=why),
+        "It was stopped, or its network was cut. The gang does not take it back.",
+    )
 
 
 def turned_away(join: Join, num_nodes: int, host: str | None) -> GangError:
     """Return the error for a task whose node index belongs to a task on `host`; None: the gang has no such index."""
     why = f"another task of this attempt has the same node index (host {host})"
     return GangError(f"{_turned_away(join)}: {why if host else f'there are {num_nodes} nodes in this gang'}.")
+
+
+def too_late(join: Join) -> GangError:
+    """Return the error for a task that came after `all_nodes_started_timeout`, where the others have begun without it."""
+    return GangError(
+        f"{_turned_away(join)}: it has not joined in time (all_nodes_started_timeout), and the others go on without it."
+    )
 
 
 def no_replacement(join: Join, host: str, is_member: bool) -> TorchrunPreempted:

@@ -23,6 +23,10 @@ class Rules:
     name: str = "gang"  # unique: two gangs that pin the same port must not share one torch store
     deadline: float = float("inf")  # end of the step's ``@timeout`` on the gang's clock
     longer: str = "longer than the step's @timeout allows"  # says so; "it ran " stands before it
+    # Of all nodes, so many wait until one is lost; and with how many a launch goes on, by default with all others.
+    spare_nodes: int = 0
+    min_nodes: int | None = None
+    replaces: bool = False  # whether another task takes the place of a node that is gone; see `NodeState.AWAITED`
     # Returns a shell command that shows why a node is missing, or "".
     why_it_waits: Callable[[int], str] = lambda node: ""
 

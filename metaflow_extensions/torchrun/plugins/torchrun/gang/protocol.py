@@ -16,7 +16,8 @@ Node 0 is the control node and a node of its own gang: its own messages take the
                                         <──  Ask, when a feature wants to know more
                                         <──  Stop, when a node has failed
     Ended                               ──>
-                                        <──  Restart and another Go; or Store, if there is something to store
+                                        <──  Restart and another Go; or Store, if there is something to store;
+                                             or Verdict for a node that is told to end, and the others go on
     Storing and Stored                  ──>
                                         <──  Verdict
     Done: the step's code has ended     ──>
@@ -42,6 +43,7 @@ from typing import Any, Protocol, TypeAlias
 from ..errors import TorchrunError
 from ..events import Event
 from .cause import Cause, Failure
+from .group import Group
 from .history import Record
 from .policy import LaunchPolicy
 from .wire import from_plain, to_plain
@@ -234,6 +236,7 @@ class Go:
     restarts: int  # the workers' ``TORCHELASTIC_RESTART_COUNT``
     max_restarts: int  # the workers' ``TORCHELASTIC_MAX_RESTARTS``
     devices: str = ""  # which accelerators there are on which nodes, for the log
+    group: Group | None = None  # the nodes that start workers, the others wait; None: all do
 
 
 @dataclass(frozen=True)
@@ -268,6 +271,9 @@ class Restart:
     of: int  # how many there may be
     pause_s: float  # seconds until `Go`
     cause: Cause  # why
+    left: tuple[int, ...] = ()  # nodes that take part no more
+    came: tuple[int, ...] = ()  # nodes that waited, and take part now
+    size: int = 0  # how many nodes take part now
 
 
 @dataclass(frozen=True)
@@ -282,6 +288,7 @@ class Store:
     error: TorchrunError | None = None  # what the verdict will be
     within_s: float | None = None  # how long it may take after a failure
     events: tuple[Record, ...] = ()  # as in `Verdict`
+    group: Group | None = None  # of that generation, as in `Go`
 
 
 @dataclass(frozen=True)
@@ -294,6 +301,7 @@ class Verdict:
     events: tuple[Record, ...] = ()
     features: dict[str, dict[str, Any]] = field(default_factory=dict)  # what each tells this node of the launch
     alone: bool = False  # whether the launch has ended well and, on all nodes, as `Ended.alone` says
+    group: Group | None = None  # of the last generation; None: there was none
 
 
 @dataclass(frozen=True)

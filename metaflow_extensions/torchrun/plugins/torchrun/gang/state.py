@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from ..errors import TorchrunError
@@ -18,8 +19,8 @@ from .cause import Cause, Failure, cause_of
 from .course import Course, Outgoing
 from .history import History, of_the_gang
 from .keepers import Keepers, Plain
-from .launch import Launch, Phase, events_for
-from .nodes import Nodes, NodeState
+from .launch import GONE, Launch, Phase, events_for, told_to_end
+from .nodes import WITHOUT, Nodes, NodeState
 from .policy import LaunchPolicy, Rules
 from .protocol import (
     CONTROL,
@@ -66,7 +67,8 @@ class Gang:
         self._clock = clock
         self._mark = 0  # how many records there were when the last launch ended
         # Launch number -> verdict, of launches that have ended since workers last began: a node may still call them.
-        self._verdicts: dict[int, TorchrunError | None] = {}
+        # With `Rules.replaces`, of all launches: a task that has come in the place of another calls them from the first on.
+        self._verdicts: dict[int, Verdict] = {}
         # What nodes say of the next launch while one still runs: it is handled when that one is over.
         self._early: list[tuple[int, Prepares | Command | Ready | Failed]] = []
         self._failed_with: TorchrunError | None = None  # the verdict with which a member's step has ended
@@ -99,12 +101,17 @@ class Gang:
     @property
     def due_at(self) -> float:
         """The time at which `tick` must be called, since the workers start again then."""
-        return self._launch.until if self._launch.phase is Phase.PAUSING else float("inf")
+        return self._course.due_at
 
     @property
     def error(self) -> TorchrunError | None:
         """The error that broke the gang, or with which the last launch ended."""
         return self.broken or self._launch.verdict
+
+    @property
+    def lost_for_good(self) -> set[int]:
+        """The lost nodes without which the gang goes on."""
+        return {node for node in self.nodes.which(*WITHOUT) if self._course.gone[node].kind == "lost"}
 
     # --- what can happen ------------------------------------------------------------------------
 
@@ -113,26 +120,54 @@ class Gang:
         handler = _HANDLERS.get(type(message))
         if self.nodes[node] is None:
             pass
+        elif self.nodes[node] in WITHOUT and not isinstance(message, Leave | Join):
+            self._refuse_out(node, message)
         elif handler is not None:
             handler(self, node, message)
         elif isinstance(message, Command | Failed) and self._is_early(node, message):
             self._early.append((node, message))
+        elif isinstance(message, Failed) and self._leaves_early(node, message):
+            pass
         else:
             self._course.handle(node, message)
+        return self._flush()
+
+    def _flush(self) -> list[Outgoing]:
+        """Return what is to be sent, after the answers to those that are gone and have called the next launch."""
+        for node, message in [each for each in self._early if self.nodes[each[0]] in WITHOUT]:
+            self._early.remove((node, message))
+            self._refuse_out(node, message)
         return self._course.flush()
+
+    def _refuse_out(self, node: int, message: Message) -> None:
+        """Answer the call of `run` of a node without which the gang goes on; what else it says is not heeded."""
+        cause = self._course.gone.get(node)
+        if isinstance(message, Ready | Prepares) and cause is not None:
+            self._course.send(Verdict(message.launch, told_to_end(cause, self.nodes[node] is NodeState.AWAITED)), node)
 
     def _is_early(self, node: int, message: Command | Failed) -> bool:
         return (node, message.launch) in ((of, each.launch) for of, each in self._early)
 
+    def _leaves_early(self, node: int, failed: Failed) -> bool:
+        """Return whether a node that was told to end has no workers, and the others go on without it."""
+        cause = next((each.cause for each in failed.failures if each.cause.category == "preempted"), None)
+        is_own = cause is not None and cause.node == node and failed.launch == self._launch.number
+        return failed.given_up and is_own and cause is not None and self._goes_on_without(node, cause)
+
     def request(self, feature: str, data: Plain) -> list[Outgoing]:
         """Hand a feature what a command asks of the gang; `Keepers.pop_answer` has the answer later."""
         self.keepers.request(feature, data, self._course.age_s)
-        return self._course.flush()
+        return self._flush()
 
-    def lost(self, node: int, why: str) -> list[Outgoing]:
-        """Handle the loss of a node: its connection or task has ended, or it is silent."""
+    def lost(self, node: int, why: str, is_replacement: bool = False) -> list[Outgoing]:
+        """Handle the loss of a node: its connection or task has ended, or it is silent.
+
+        `is_replacement`: that task was started in the place of another.
+        """
+        if is_replacement and self.nodes[node] is NodeState.AWAITED:
+            self._give_up_awaited(node)
         self._lose(node, why)
-        return self._course.flush()
+        return self._flush()
 
     def _lose(self, node: int, why: str) -> None:
         state = self.nodes[node]
@@ -142,7 +177,8 @@ class Gang:
             self.history.note("lost", node=node, text=why)
             if state is NodeState.DONE:
                 why = f"{why}, after its step's code but before its results were stored; see its log"
-            self._node_is_gone(node, Cause("lost", node, self.nodes.host(node), exception=why))
+            self._course.gone[node] = cause = Cause("lost", node, self.nodes.host(node), exception=why)
+            self._node_is_gone(node, cause)
             self._see_who_is_left()
 
     def _on_task_ended(self, node: int, ended: TaskEnded) -> None:
@@ -151,21 +187,47 @@ class Gang:
     def give_up(self, error: TorchrunError) -> list[Outgoing]:
         """Break the gang for a reason that is no node's fault."""
         self._break(error)
-        return self._course.flush()
+        return self._flush()
 
     def tick(self) -> list[Outgoing]:
         """Check all time limits; call it once a second, and at `due_at`."""
         now = self._clock()
         if self.nodes.count(NodeState.ABSENT) and self._course.age_s > self._rules.started_timeout_s:
-            absent = self.nodes.absent
-            command = self._rules.why_it_waits(absent[0])
-            self._break(obstacles.missing(absent, self.num_nodes, self._rules.started_timeout_s, command))
+            self._give_up_absent()
+        for node in self.nodes.which(NodeState.AWAITED) if self._rules.replaces else ():
+            if self._course.age_s - self._course.awaited_since[node] > self._rules.started_timeout_s:
+                self._give_up_awaited(node)
         if now >= self._launch.remind_at:
             self._remind(now)
         if now > self._rules.deadline:
             self._time_is_up()
         self._course.tick(now)
-        return self._course.flush()
+        return self._flush()
+
+    def _give_up_absent(self) -> None:
+        """Go on without the nodes that have not come in time, or break the gang."""
+        waited_s, absent = self._rules.started_timeout_s, self.nodes.absent
+        if self._course.next_group(*absent) is None:
+            command = self._rules.why_it_waits(absent[0])
+            self._break(obstacles.missing(absent, self.num_nodes, waited_s, command))
+        else:
+            for node in absent:
+                text = f"it has not joined within {waited_s:g} s"
+                self._node_is_gone(node, Cause("lost", node, self.nodes.host(node), exception=text))
+
+    def _give_up_awaited(self, node: int) -> None:
+        """Go on without a node whose replacement has not come, or break the gang."""
+        self._course.give_up_on(node)
+        if self._course.next_group() is None and self._launch.phase in (Phase.GATHERING, Phase.OVER):
+            self._break_for(node, self._course.gone[node])
+        elif self._launch.phase is Phase.GATHERING and self._launch.ready:
+            self._start_if_all_ready()
+        self._see_who_is_left()
+
+    @property
+    def to_replace(self) -> set[int]:
+        """The nodes in whose place another task is to come."""
+        return set() if self.broken is not None else set(self.nodes.which(NodeState.AWAITED))
 
     def was_stopped(self, seconds: float) -> list[Outgoing]:
         """Give the nodes as much longer to report as this process was stopped, perhaps with all of them."""
@@ -178,7 +240,7 @@ class Gang:
         launch.remind_at = now + REMIND_S
         if launch.phase is Phase.GATHERING and not launch.ready and not launch.failures:
             return  # all nodes that have called `run` run their commands: nobody waits
-        if launch.phase is Phase.GATHERING:
+        if launch.phase in (Phase.GATHERING, Phase.PAUSING) and self._waits_for():
             absent = self.nodes.absent
             why = obstacles.to_see_why(absent[0], self._rules.why_it_waits(absent[0])) if absent else ""
             text = f"launch {launch.number} waits for {self._waits_for()}{why and '.' + why}"
@@ -189,7 +251,7 @@ class Gang:
 
     def _waits_for(self) -> str:
         """Return in words which nodes are not ready, while others are."""
-        launch, absent = self._launch, self.nodes.absent
+        launch, absent = self._launch, self.nodes.which(NodeState.ABSENT, NodeState.AWAITED)
         late = [node for node in self.nodes.joined if launch.call_of(node) is None]
         waits = [f"{names(absent)} to start"] if absent else []
         waits += [f"{names(late)} to call current.torch.run"] if late else []
@@ -221,7 +283,7 @@ class Gang:
 
     def _on_join(self, node: int, join: Join) -> None:
         if node == join.node and self.nodes.may_join(join):
-            if self.nodes[node] is NodeState.ABSENT:
+            if self.nodes[node] is not NodeState.JOINED:
                 self.history.note("joined", node=node, text=join.host)
             self.nodes.join(join)
             self._course.send(Welcome(), node)
@@ -237,6 +299,8 @@ class Gang:
         """
         node, host = join.node, self.nodes.host(join.node)
         state = self.nodes[node]
+        if state is NodeState.OUT and not self.nodes.has_joined(node):
+            return Refused(obstacles.too_late(join)), []
         if state is None or self.nodes.is_same_place(join):
             return Refused(obstacles.turned_away(join, self.num_nodes, None if state is None else host)), []
         is_ending = self.broken is not None or self._launch.phase in (Phase.STOPPING, Phase.PAUSING, Phase.SAVING)
@@ -248,17 +312,17 @@ class Gang:
             self._course.send(
                 Note(f"node {node} (host {host}) is being replaced: another task of this node has come"), CONTROL
             )
-        return Refused(obstacles.no_replacement(join, host, is_member), self._rules.stop_s), self._course.flush()
+        return Refused(obstacles.no_replacement(join, host, is_member), self._rules.stop_s), self._flush()
 
     # --- a launch's begin and end ----------------------------------------------------------------
 
     def _on_call(self, node: int, call: Prepares | Ready) -> None:
         number = call.launch
         if number in self._verdicts:
-            self._send_late_verdict(number, node, self._verdicts[number])  # it was over before this node called it
+            self._send_late_verdict(self._verdicts[number], node)  # it was over before this node called it
             return
         if self.broken is not None:
-            self._send_late_verdict(number, node, self.broken)
+            self._send_late_verdict(Verdict(number, self.broken), node)
             return
         if self._launch.phase is Phase.OVER:
             rules, remind_at = self._rules, self._clock() + QUIET_S
@@ -266,7 +330,9 @@ class Gang:
                 number, mark=self._mark, deadline=rules.deadline, longer=rules.longer, remind_at=remind_at
             )
         launch = self._launch
-        if launch.phase is not Phase.GATHERING:
+        if launch.phase is not Phase.GATHERING and number == launch.number and self._rules.replaces:
+            self._add_late(launch, node, call)
+        elif launch.phase is not Phase.GATHERING:
             self._early.append((node, call))
         else:
             self._add_call(launch, node, call)
@@ -274,9 +340,16 @@ class Gang:
             if launch.phase is Phase.GATHERING:
                 self._course.end_if_commands_failed()
 
+    def _add_late(self, launch: Launch, node: int, call: Prepares | Ready) -> None:
+        """Take in a node that has come in the place of another, while the launch runs."""
+        error = contradiction({CONTROL: launch.ready[CONTROL], node: call}) if isinstance(call, Ready) else None
+        self._course.add_late(node, call, error)
+        self._course.note("ready" if isinstance(call, Ready) else "before_run", generation=None, node=node)
+
     def _add_call(self, launch: Launch, node: int, call: Prepares | Ready) -> None:
         if isinstance(call, Ready):
             launch.add_ready(node, call)
+            self._course.unproven.discard(node)
         else:
             launch.preparing[node] = call
         self._course.note("ready" if isinstance(call, Ready) else "before_run", generation=None, node=node)
@@ -286,14 +359,19 @@ class Gang:
         gone = (NodeState.DONE, NodeState.LEFT, NodeState.LOST)
         if self.nodes.count(*gone):
             self._course.finish(obstacles.step_has_ended(launch.number, self.nodes.which(*gone)))
-        elif len(launch.ready) == self.num_nodes:
+        elif len(launch.ready) == self.nodes.expected:
             error = contradiction(launch.ready)
             if error is not None:
                 self._course.finish(error)
                 return
-            self._verdicts.clear()  # all nodes have left the earlier launches
+            if not self._rules.replaces:
+                self._verdicts.clear()  # all nodes have left the earlier launches
             launch.policy = launch.ready[CONTROL].policy or LaunchPolicy()
-            self._course.go()
+            if (group := self._course.next_group()) is not None:
+                self._course.go(group)
+            else:
+                node, cause = next(reversed(self._course.gone.items()))
+                self._break_for(node, cause)
 
     def _launch_is_over(self, error: TorchrunError | None) -> None:
         """Keep the verdict for nodes that call `run` later, and handle what nodes say that wait for the next launch."""
@@ -301,7 +379,9 @@ class Gang:
         # Where the nodes' numbers contradict each other, each of these launches has ended.
         calls: list[Prepares | Ready] = [*launch.preparing.values(), *launch.ready.values()]
         numbers = {launch.number, *(call.launch for call in calls)}
-        self._verdicts.update(dict.fromkeys(numbers, error))
+        group = launch.group if launch.group.size else None
+        told = self.keepers.verdict(launch.number, True, error) if self._rules.replaces else {}
+        self._verdicts.update({number: Verdict(number, error, features=told, group=group) for number in numbers})
         self._mark = self.history.count
         if error is not None and self.nodes.count(NodeState.LOST):
             self._break(error)  # without all its nodes the gang can't launch again
@@ -311,15 +391,15 @@ class Gang:
                 continue
             if isinstance(message, Prepares | Ready):
                 self._on_call(node, message)
-            else:
+            elif not (isinstance(message, Failed) and self._leaves_early(node, message)):
                 self._course.handle(node, message)
 
-    def _send_late_verdict(self, number: int, node: int, error: TorchrunError | None) -> None:
+    def _send_late_verdict(self, verdict: Verdict, node: int) -> None:
         """Send the verdict of a launch to a node that called it too late, or that can't take part in it."""
-        records = self._course.events()
+        records, number = self._course.events(), verdict.launch
         if number < self._launch.number:  # the others are in a later launch
             records = tuple(record for record in self.history.records if record.launch in (number, None))
-        self._course.send(Verdict(number, error, events=events_for(node, records)), node)
+        self._course.send(replace(verdict, events=events_for(node, records)), node)
 
     # --- leaving --------------------------------------------------------------------------------
 
@@ -333,12 +413,15 @@ class Gang:
 
     def _on_leave(self, node: int, leave: Leave) -> None:
         before = self.nodes[node]
-        if before not in (NodeState.JOINED, NodeState.DONE):
+        if before not in (NodeState.JOINED, NodeState.DONE, *WITHOUT):
+            return
+        self.history.note("left", node=node, text="its step has failed" if leave.failed else "")
+        self._course.send(Ack(), node)
+        if before in WITHOUT:
+            self._see_who_is_left()
             return
         self.nodes.enter(node, NodeState.LEFT)
         self.keepers.gone(node)
-        self.history.note("left", node=node, text="its step has failed" if leave.failed else "")
-        self._course.send(Ack(), node)
         if leave.cause is not None:
             self._node_is_gone(node, leave.cause, after_step=before is NodeState.DONE)
         elif before is NodeState.JOINED:
@@ -347,7 +430,7 @@ class Gang:
             self._failed_with = self._launch.verdict
         self._see_who_is_left()
         if node == CONTROL:
-            self._course.broadcast(Bye())
+            self._course.send(Bye(), *self.nodes.which(NodeState.JOINED, *WITHOUT))
 
     def _see_who_is_left(self) -> None:
         """Send a control node whose step has ended the failure of a member, or `Alone` when no member is left.
@@ -358,7 +441,7 @@ class Gang:
         if self.nodes[CONTROL] is NodeState.DONE:
             if self._failed_with is not None:
                 self._break(self._failed_with)
-            if self.nodes.count(NodeState.JOINED, NodeState.DONE) == 1:
+            if self.nodes.count(NodeState.JOINED, NodeState.DONE, NodeState.AWAITED) == 1:
                 self._course.send(Alone(), CONTROL)
 
     def _go_on_without(self, node: int) -> None:
@@ -369,18 +452,50 @@ class Gang:
             self._course.decide_if_all_ended()
 
     def _node_is_gone(self, node: int, cause: Cause, after_step: bool = False) -> None:
-        """Stop everything, since a node failed outside of its workers."""
+        """Stop everything, since a node failed outside of its workers, unless the others go on without it."""
+        if not self._goes_on_without(node, cause):
+            self._break_for(node, cause, after_step)
+
+    def _break_for(self, node: int, cause: Cause, after_step: bool = False) -> None:
         launch = self._launch
         if launch.phase is Phase.OVER:
             last = self._launch.verdict
             is_known = (known := cause_of(last)) is not None and cause.is_same_event(known)
-            self._break(last if last is not None and is_known else obstacles.outside(cause, after_step))
+            error = obstacles.outside(cause, after_step, self._course.why_not_without(cause))
+            self._break(last if last is not None and is_known else error)
         elif launch.phase is Phase.GATHERING:
-            self._break(obstacles.too_early(cause, launch.number))
+            self._break(obstacles.too_early(cause, launch.number, self._course.why_not_without(cause)))
         else:
             self._course.add_failures([Failure(cause)])
             self._course.stop()
             self._course.decide_if_all_ended()
+
+    def _goes_on_without(self, node: int, cause: Cause) -> bool:
+        """Leave a node out that is gone and has no workers now, if there are enough others; return whether that holds."""
+        launch = self._launch
+        # While the nodes store, one that has nothing to store has no part in that any more.
+        is_storing = launch.phase is Phase.STORING and node not in launch.stores
+        is_waiting = is_storing or launch.phase in (Phase.GATHERING, Phase.PAUSING, Phase.OVER)
+        if self.broken is not None or node == CONTROL or cause.category not in GONE:
+            return False
+        if self._course.next_group(node) is None and not self._course.may_be_replaced(node):
+            return False
+        if launch.takes_part(node) and not is_waiting:
+            return False
+        self._course.leave_out(node, cause)
+        if self.nodes[node] is NodeState.AWAITED:
+            then = "another task takes its place"
+        else:
+            then = "the others go on without it" if is_waiting else "it has no workers"
+        text = f"{cause.who[0].lower()}{cause.who[1:]} {headline(cause.what)}; {then}"
+        if launch.phase is not Phase.SAVING:  # else they do not go on
+            self._course.send(Note(text), CONTROL)
+        if launch.phase is Phase.GATHERING and launch.ready:
+            self._start_if_all_ready()
+        if launch.phase is Phase.GATHERING:
+            self._course.end_if_commands_failed()
+        self._see_who_is_left()
+        return True
 
     def _break(self, error: TorchrunError) -> None:
         """Break the gang: no launch can begin any more. Send *abort* to every node.

@@ -52,8 +52,8 @@ def agent_command(
         **given,
         # The workers see it as TORCHELASTIC_RUN_ID.
         "rdzv-id": given.get("rdzv-id") or f"launch{go.launch}-{go.generation}-{go.gang}",
-        "nnodes": str(spec.num_nodes),
-        "node-rank": str(spec.node_index),
+        "nnodes": str(spec.group_size),
+        "node-rank": str(spec.group_rank),
         "rdzv-backend": STATIC_BACKEND,
         "max-restarts": "0",  # the gang restarts its generations as a whole; torchrun would restart one node alone
     }

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..errors import TorchrunConfigError
+from ..gang.group import Group
 from .arguments import OPTIONS, torchrun_options
 
 STATIC_BACKEND = "static"
@@ -27,6 +28,12 @@ class Node:
     node_index: int
     main_addr: str
     flow_dir: str | None = None  # the folder of the flow file, if there is one
+    spare_nodes: int = 0  # of all nodes, so many wait
+
+    @property
+    def group(self) -> Group:
+        """The nodes that take part, unless some are lost before."""
+        return Group(self.num_nodes - self.spare_nodes)
 
 
 def options_of(given: Mapping[str, Any] | Sequence[Any] | None, node: Node) -> dict[str, str | None]:
@@ -58,14 +65,15 @@ def _refuse_what_has_no_use(options: Mapping[str, str | None]) -> None:
 
 def _refuse_what_the_gang_decides(options: dict[str, str | None], node: Node) -> None:
     """Drop options that say what the gang does anyway; refuse those that contradict it."""
-    size, address = node.num_nodes, "the control node's address, which every node finds by itself"
+    size, address = node.group.size, "the control node's address, which every node finds by itself"
     addresses = (node.main_addr, bracketed(node.main_addr))
     host, colon, port = (options.get("rdzv-endpoint") or "").rpartition(":")
     if colon and host in addresses:  # it says what the gang does, and pins the port
         options.pop("rdzv-endpoint")
         options.setdefault("master-port", port)
+    spares = f" with spare_nodes={node.spare_nodes}" if node.spare_nodes else ""
     for name, values, truth in (
-        ("nnodes", (str(size), f"{size}:{size}"), f"num_parallel={size}"),
+        ("nnodes", (str(size), f"{size}:{size}"), f"num_parallel={node.num_nodes}{spares}"),
         ("node-rank", (str(node.node_index),), f"current.parallel.node_index={node.node_index}"),
         # With a fixed number of nodes c10d does the same: it waits for all of them.
         ("rdzv-backend", (STATIC_BACKEND, "c10d"), "the gang's own rendezvous (static)"),

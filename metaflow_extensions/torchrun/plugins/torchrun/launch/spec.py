@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..errors import EntrypointError, TorchrunConfigError
+from ..gang.group import Group
 from .arguments import entrypoint_arguments
 from .commands import beside_flow, find_program, source_of
 from .options import Node
@@ -49,20 +50,32 @@ class LaunchSpec:
     bools: tuple[tuple[str, bool], ...] = ()  # of `args`, those that were given as True or False, by their names
     command: tuple[str, ...] = ()  # the words of a command as entrypoint, as they were given
     module_folder: str | None = None  # where the workers find the module, unless Python finds it without that
+    group: Group | None = None  # the nodes that take part; None: all
 
     @property
     def world_size(self) -> int:
         """Number of workers over all nodes."""
-        return self.nproc * self.num_nodes
+        return self.nproc * self.group_size
+
+    @property
+    def group_size(self) -> int:
+        """Number of nodes that take part."""
+        return self.num_nodes if self.group is None else self.group.size
+
+    @property
+    def group_rank(self) -> int | None:
+        """This node's rank among them; None if it takes no part."""
+        return self.node_index if self.group is None else self.group.rank_of(self.node_index)
 
     def global_rank(self, local_rank: int) -> int:
         """Return the global rank of a worker of this node."""
-        return self.node_index * self.nproc + local_rank
+        assert self.group_rank is not None, f"node {self.node_index} takes no part"
+        return self.group_rank * self.nproc + local_rank
 
     @property
     def ranks(self) -> range:
         """The global ranks of this node, in the order of the local ones."""
-        return range(self.global_rank(0), self.global_rank(self.nproc))
+        return range(0) if self.group_rank is None else range(self.global_rank(0), self.global_rank(self.nproc))
 
     def digest(self) -> str:
         """Return a fingerprint of what must be the same on every node."""
@@ -100,6 +113,7 @@ def build_spec(
         nproc=nproc,
         num_nodes=node.num_nodes,
         node_index=node.node_index,
+        group=node.group,
         python=sys.executable,
         master_port=run.master_port,
         shown_local_ranks=_local_ranks(local_ranks, nproc),

@@ -95,7 +95,7 @@ def beside_task(module: str, words: Sequence[str], env: Mapping[str, str], stdin
     return Detached(OURS.format(module=module), told, env, stdin=stdin, start_new_session=True, **more)
 
 
-def beside(tasks: Iterable[processes.Process]) -> list[int]:
+def beside(tasks: Iterable[processes.Process | processes.Other]) -> list[int]:
     """Return the pids of the processes that `beside_task` has started in these tasks, and that still run."""
     wanted = {(_PACKAGE, str(task.pid), task.began) for task in tasks}
     lines = {pid: processes.command_line(pid) for pid in map(int, filter(str.isdigit, os.listdir("/proc")))}

@@ -153,6 +153,11 @@ def command_line(pid: int) -> list[str]:
     return _words(pid, "cmdline")[:-1]
 
 
+def environment(pid: int) -> dict[str, str]:
+    """Return the variables with which a process was started; none if it is gone, or another user's."""
+    return dict(word.split("=", 1) for word in _words(pid, "environ") if "=" in word)
+
+
 def living_with(word: str, since: str) -> list[int]:
     """Return the pids of the living processes that began at `since` or later with ``NAME=VALUE`` in their environment.
 

@@ -8,12 +8,14 @@ clock go in, effects come out (`news`); `node_launch` carries them out. A table 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import Any, TypeAlias
 
 from ..errors import LaunchFailed, TorchrunError, TorchrunPreempted
 from ..events import Event, Kind
 from ..gang.cause import Cause, Failure, cause_of
 from ..gang.endings import Broken, GivenUp, MustEnd, TimedOut, preempted, timed_out
+from ..gang.launch import change_of_nodes
 from ..gang.protocol import (
     CONTROL,
     Ask,
@@ -121,6 +123,10 @@ class NodeCourse:
     def _on_go(self, go: Go) -> None:
         if self._went_at is None:
             self._went_at = self._now
+        if go.group is not None:
+            self.plan = replace(self.plan, spec=replace(self.plan.spec, group=go.group))
+        if self.plan.spec.group_rank is None:  # this node waits
+            return
         self._enter(Phase.STARTING)
         self._go, self._command, self._exit_codes = go, "", {}
         self._said_started = self._said_output = False
@@ -143,12 +149,18 @@ class NodeCourse:
 
     def _on_restart(self, restart: Restart) -> None:
         cause = restart.cause
-        self._restarts.append({"generation": restart.number, "cause": cause.as_dict()})
+        nodes = {"left": list(restart.left), "came": list(restart.came)}
+        if self._restarts and self._restarts[-1]["generation"] == restart.number:
+            self._restarts.pop()  # more nodes were lost in the pause
+        self._restarts.append({"generation": restart.number, "cause": cause.as_dict(), **nodes})
+        if self._node != CONTROL and self.plan.shares_machine:
+            return  # the control node says it in this terminal
         text = (
             f"restart {restart.number} of {restart.of}: all workers start again in {restart.pause_s:g} s, "
             f"because {cause.who[0].lower()}{cause.who[1:]} {cause.what}"
         )
-        self._say("restart", text)
+        change = change_of_nodes(restart.left, restart.came, restart.size)
+        self._say("restart", f"{text}; {change}" if change else text)
 
     def _on_store(self, store: Store) -> None:
         self._keep_error(store)

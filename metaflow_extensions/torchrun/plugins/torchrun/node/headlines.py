@@ -25,7 +25,7 @@ def facts_line(plan: Plan, go: Go) -> str:
     devices = f"{go.devices}; " if go.devices else ""
     first = _FIRST_LAUNCH if go.launch == 0 else ""
     return (
-        f"launch {go.launch} starts on {counted(spec.num_nodes, 'node')}: {_ranks(spec)}; "
+        f"launch {go.launch} starts on {counted(spec.group_size, 'node')}: {_ranks(spec)}; "
         f"processes per node: {spec.nproc}{why}; {devices}rendezvous at {bracketed(plan.main_addr)}:{go.port}{first}"
     )
 

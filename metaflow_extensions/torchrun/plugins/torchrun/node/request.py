@@ -67,7 +67,7 @@ class Request:
         spec = self.spec
         if spec.shown_local_ranks is not None and local_rank not in spec.shown_local_ranks:
             return True
-        return self.logs == "rank0" and spec.global_rank(local_rank) != 0
+        return self.logs == "rank0" and (spec.group_rank, local_rank) != (0, 0)
 
     def label(self, local_rank: int) -> str:
         """Return the label of a worker's lines in the log."""

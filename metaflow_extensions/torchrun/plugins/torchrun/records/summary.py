@@ -40,6 +40,9 @@ _OF_NODE: dict[str, NodeState] = {
     "finished": "finished",
     "left": "left",
     "lost": "lost",
+    "spare": "waiting",
+    "left_out": "lost",
+    "awaited": "lost",
 }
 _OF_ALL: dict[str, NodeState] = {
     "go": "starting",
@@ -47,6 +50,7 @@ _OF_ALL: dict[str, NodeState] = {
     "done": "step code",
     "failed": "step code",
 }
+_OF_SPARES_TOO: tuple[NodeState, ...] = ("step code", "lost")
 _OUT_OF_IT: tuple[NodeState, ...] = ("not joined yet", "finished", "left", "lost")  # no launch changes these
 _WITH_WORKERS: tuple[NodeState, ...] = ("starting", "running")
 # The exit codes of a worker that the gang has stopped: SIGTERM, or SIGKILL if it did not end.
@@ -82,6 +86,9 @@ class Node:
     ended_well: bool = False  # its step
     has_failed: bool = False  # its step
     command_failed: bool = False  # one of before_run, in this launch
+    is_out: bool = False  # whether the gang goes on without it
+    is_awaited: bool = False  # whether another task is to come in its place
+    takes_part: bool = True  # whether it has ranks in this generation; a spare has none
     # From the gang's start to now; they have a gap only where records were omitted.
     spans: list[Span] = field(default_factory=list)
     exits: dict[int, Record] = field(default_factory=dict)  # rank -> how it has ended in this generation
@@ -145,8 +152,7 @@ class Summary:
 
     def node_of(self, rank: int) -> int | None:
         """Return the node of a rank; None if it is unknown."""
-        node = rank // self.nproc if self.nproc else None
-        return node if node in self.by_node else None
+        return self.ranks[rank].node if 0 <= rank < len(self.ranks) else None
 
 
 def summarize(records: Iterable[Record], num_nodes: int, nproc: int | None, until_s: float | None = None) -> Summary:
@@ -190,7 +196,7 @@ class _Fold:
     def _add_of_node(self, record: Record, node: Node) -> None:
         match record.kind:
             case "joined":
-                node.host = record.text
+                node.host, node.is_awaited = record.text, False
             case "before_run" | "ready":
                 self._call(record)
                 node.command_failed = False
@@ -206,6 +212,12 @@ class _Fold:
                 node.ended_well = True
             case "left":
                 node.has_failed = bool(record.text)
+            case "spare" | "taken_in":
+                node.takes_part = record.kind == "taken_in"
+            case "left_out":
+                node.is_out = True
+            case "awaited":
+                node.is_awaited = True
             case "lost" if record.node == CONTROL:
                 # Reported by others. The fate of the other nodes after that is not recorded.
                 self.cause = record
@@ -218,12 +230,16 @@ class _Fold:
         if record.launch != self.launch:
             self.launch, self.restarts, self.went_s, self.cause = record.launch, 0, None, None
             self._forget_exits()
+            for node in self.nodes:
+                node.takes_part = not node.is_out
         self.phase = "ready"
 
     def _add_of_gang(self, record: Record) -> None:
         match record.kind:
             case "go":
                 self.launch = record.launch
+                for node in self.nodes:
+                    node.takes_part = node.takes_part and not node.is_out and not node.is_awaited
                 self.went_s = record.at_s if self.went_s is None else self.went_s
                 self._forget_exits()
             case "stopping":
@@ -248,7 +264,7 @@ class _Fold:
     def _enter_phase(self, record: Record, state: NodeState, nodes: Iterable[Node] | None = None) -> None:
         self.phase, self.phase_text, self.phase_s = record.kind, record.text, record.at_s
         for node in self.nodes if nodes is None else nodes:
-            if node.state not in _OUT_OF_IT:
+            if node.state not in _OUT_OF_IT and (node.takes_part or state in _OF_SPARES_TOO):
                 node.enter(state, record.at_s)
 
     def _fail(self, record: Record, state: NodeState) -> None:
@@ -271,7 +287,11 @@ class _Fold:
                 node.close(until_s)
         outcome, sentence = self._told(until_s)
         nproc = self.nproc or 0
-        ranks = tuple(self._rank(node.index * nproc + local, node) for node in self.nodes for local in range(nproc))
+        ranks = tuple(
+            self._rank(first * nproc + local, node)
+            for first, node in enumerate(self._taking_part)
+            for local in range(nproc)
+        )
         return Summary(
             outcome=outcome,
             sentence=sentence,
@@ -325,12 +345,12 @@ class _Fold:
     def _told_failure(self) -> tuple[Outcome, str]:
         last = self.failures[-1]
         text = self.cause.text if self.cause is not None else last.text
-        if all(node.ended_well for node in self.nodes) and self.phase == "failed":
+        if all(node.ended_well for node in self.nodes if not node.is_out) and self.phase == "failed":
             return "done", _sentence(f"The step has ended well, though launch {last.launch} had failed", text)
         return "failed", _sentence(f"Failed after {duration(last.at_s)}{self._after_restarts()}", text)
 
     def _told_waiting(self) -> str:
-        nodes = self.nodes
+        nodes = [node for node in self.nodes if not node.is_out]
         missing = [node.index for node in nodes if node.state == "not joined yet"]
         if missing:
             return f"{len(nodes) - len(missing)} of {len(nodes)} nodes have joined; not joined yet: {names(missing)}."
@@ -340,14 +360,18 @@ class _Fold:
             return f"{called} of {len(nodes)} nodes have called run; still in the step's code: {names(late)}."
         return f"{counted(len(nodes), 'node')} joined; the step's code runs."
 
+    @property
+    def _taking_part(self) -> list[Node]:
+        return [node for node in self.nodes if node.takes_part]
+
     def _workers(self) -> str:
-        count = len(self.nodes)
+        count = len(self._taking_part)
         ranks = "The workers" if self.nproc is None else counted(self.nproc * count, "rank")
         return f"{ranks} on {counted(count, 'node')}"
 
     @property
     def _have(self) -> str:
-        return "has" if self.nproc is not None and self.nproc * len(self.nodes) == 1 else "have"
+        return "has" if self.nproc is not None and self.nproc * len(self._taking_part) == 1 else "have"
 
     def _after_restarts(self) -> str:
         return f", after {counted(self.restarts, 'restart')}" if self.restarts else ""

@@ -15,6 +15,8 @@ _TOGETHER = {
     "before_run": "{nodes}: before_run begins",
     "command": "{nodes}: {text}, {took}",
     "ready": "{nodes} called run",
+    "spare": "{nodes} wait as spares",
+    "taken_in": "{nodes} take part now",
     "prepared": "{nodes}: before_run has ended well",
     "started": "{nodes}: all workers run",
     "output": "{nodes}: first output",
@@ -37,6 +39,8 @@ _ALONE = {
     "failed": "the launch has failed{because}",
     "told": "{text}",
     "lost": "node {node} is lost: {text}",
+    "awaited": "another task takes the place of node {node}: {text}",
+    "left_out": "the others go on without node {node}: {text}",
     "broken": "nothing can be launched any more{because}",
 }
 # Kinds whose text is omitted if the line before has the same text.

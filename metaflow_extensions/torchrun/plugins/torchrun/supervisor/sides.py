@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from ..channel.control_channel import ControlChannel
+from ..channel.control_channel import REPORT_GONE_S, ControlChannel
 from ..channel.member_channel import MemberChannel
 from ..channel.relay import Relay
 from ..events import Event
@@ -20,10 +21,11 @@ from ..gang.seat import Seat
 from ..gang.state import Gang
 from ..gang.wire import to_plain
 from ..logs import console
-from ..machine.looks import is_due, until_look
+from ..machine.detached import beside
+from ..machine.looks import WATCH_S, is_due, until_look
 from ..machine.network import pick_port
 from ..machine.pods import why_it_waits
-from ..machine.processes import Other
+from ..machine.processes import Other, send_signal
 from ..records.snapshot import snapshot_of
 from .ends import end_of
 from .held import Held
@@ -144,6 +146,11 @@ class ControlSide(Side):
         super().__init__(tell_task, CONTROL, num_nodes, show)
         self._rules = Rules(**rules, why_it_waits=why_it_waits)
         self._followed = Held()
+        self._others: dict[int, Other] = {}  # on a local run, the tasks of the other nodes
+        self._vacant: set[int] = set()  # nodes of which no task is left
+        self._coming: set[int] = set()  # nodes whose new task runs, and has not joined yet
+        self._to_start: set[int] = set()  # of the vacant ones, those in whose place the task is to start another
+        self._killed_at: dict[int, float] = {}  # when those are killed without which the gang goes on
         keepers = Keepers.of(keeps(), num_nodes)
         self._gang = Gang(num_nodes, pick_port, self._rules, keepers)
         self._relay = Relay()  # of the members' lines; dropped, unless it is started
@@ -178,17 +185,29 @@ class ControlSide(Side):
     def lines(self, stream: str, text: str) -> None:
         """Do nothing: this node's lines are in its log already."""
 
-    def gone(self, node: int, reason: str) -> None:
+    def gone(self, node: int, reason: str, is_replacement: bool) -> None:
         """Tell the gang that another node's task has ended."""
-        self._channel.report_gone(node, reason)
+        self._channel.report_gone(node, reason, is_replacement)
 
-    def follow(self, tasks: list[tuple[int, int, str]]) -> None:
+    def follow(self, tasks: list[tuple[int, int, str]], are_replacements: bool) -> None:
         """Tell the gang when the tasks of other nodes end, each a node's index, its pid, and when it began."""
         for node, pid, began in tasks:
-            self._followed.begin(self._follow(node, Other(pid, began)))
+            task = self._others[node] = Other(pid, began)
+            self._coming |= {node} if are_replacements else set()
+            self._followed.begin(self._follow(node, task))
 
     async def _follow(self, node: int, task: Other) -> None:
-        self._channel.report_gone(node, f"its task {await end_of(task)}")
+        how = await end_of(task)
+        self._channel.report_gone(node, f"its task {how}", is_replacement=node in self._coming)
+        await asyncio.sleep(2 * REPORT_GONE_S)  # the gang knows it by then, so it is no news of the next task
+        while beside([task]):  # its supervisor ends the workers, and they have the accelerators
+            await asyncio.sleep(WATCH_S)
+        self._vacant.add(node)
+
+    def nodes_to_start(self) -> list[int]:
+        """Return the nodes in whose place another task is to be started, each once."""
+        found, self._to_start = self._to_start, set()
+        return sorted(found)
 
     def request(self, feature: str, data: dict[str, Any]) -> None:
         """Hand a feature what a command asks of the gang."""
@@ -212,7 +231,29 @@ class ControlSide(Side):
                 del self._due[name]  # until the task has done it, and says when it is due again
                 self._seen[name] = known
                 self._tell_task("look", name)
+        self._end_lost(now)
+        if found := self._gang.to_replace & self._vacant:
+            self._vacant -= found
+            self._to_start |= found
+            self._tell_task("look", "torchrun-nodes")  # as `task_gang` names this work
         self._looking = loop.call_later(until_look(), self._look)
+
+    def _end_lost(self, now: float) -> None:
+        """End the local tasks of lost nodes without which the gang goes on.
+
+        Such a task may be stopped by a signal, and Metaflow waits for its end.
+        """
+        self._coming &= self._gang.to_replace
+        for node in (self._gang.lost_for_good & self._others.keys()) - self._coming:
+            task = self._others[node]
+            if now < self._killed_at.setdefault(node, now + self._rules.grace_s):
+                send_signal(task.pid, signal.SIGCONT)  # so that it hears of its end
+            elif not task.has_ended:
+                send_signal(task.pid, signal.SIGKILL)
+            else:
+                del self._others[node], self._killed_at[node]
+            for pid in beside([task]):
+                send_signal(pid, signal.SIGCONT)
 
     def pop_answer(self, feature: str) -> dict[str, Any] | None:
         """Return the newest answer of a feature, once."""

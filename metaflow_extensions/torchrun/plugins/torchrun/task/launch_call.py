@@ -18,6 +18,7 @@ from typing import Any
 
 from ..channel.client import Client
 from ..errors import TorchrunError
+from ..gang.group import Group
 from ..gang.keepers import Plain
 from ..gang.member import Member
 from ..gang.protocol import Store, from_wire
@@ -140,10 +141,18 @@ class LaunchCall:
         if wire is not None:
             store = from_wire(wire)
             assert isinstance(store, Store)
-            if store.generation != self._stored:
+            is_moved = self._place(store.group)
+            if is_moved or store.generation != self._stored:
                 self.services.begin(self.request.spec)  # they may have stored what another generation had left
             self._stored = store.generation
             self._upload = begin_upload(store, self.services, self._store, self.request.spec.ranks[0], self._member)
+
+    def _place(self, group: Group | None) -> bool:
+        """Take the place that this node has in the last generation; return whether it had another one before."""
+        before = self.request.spec
+        if group is not None:
+            self.request = replace(self.request, spec=replace(before, group=group))
+        return self.request.spec != before
 
     def _give_up_upload(self) -> None:
         if self._upload is not None:
@@ -158,6 +167,8 @@ class LaunchCall:
             self._raise_error(told)
         outcome: Outcome = from_plain(Outcome, told["outcome"], "the outcome")
         verdict = outcome.verdict
+        if self._place(verdict.group):
+            self.services.begin(self.request.spec)
         self.told = verdict.features
         if verdict.error is not None:
             self._verdict = verdict.error

@@ -12,8 +12,10 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from itertools import pairwise
 
 from ..gang.nodes import NodeState
@@ -25,6 +27,7 @@ from ..machine.processes import (
     children,
     children_of_main_thread,
     command_line,
+    environment,
     find,
     is_alive,
     send_signal,
@@ -37,6 +40,7 @@ _LATECOMER_S = 3.0
 _SLOW_LATECOMER_S = 10.0  # the same on a busy machine, where nobody has ordered this task to end
 _UNREAD_S = 600.0  # for what a node prints whose step goes on although the gang has failed
 _NEVER = float("inf")
+_NOT_THERE = (NodeState.ABSENT, NodeState.AWAITED)
 
 
 class LocalNodes:
@@ -46,6 +50,9 @@ class LocalNodes:
         self._run = ("--run-id", run_id)
         self._options = {("--task-id", f"{control_task_id}_node_{node}"): node for node in range(1, num_nodes)}
         self._tasks: dict[int, Process] = {}
+        self._begun: dict[int, tuple[list[str], dict[str, str]]] = {}  # with which words and environment
+        self._own: dict[int, subprocess.Popen[bytes]] = {}  # tasks that were started in the place of others
+        self._folder = os.getcwd()
 
     def watch(self, follow: Callable[[Mapping[int, Process]], None], on_gone: Callable[[int, str], None]) -> None:
         """Have `follow` wait for the ends of the tasks that run; call `on_gone` with index and reason for the others."""
@@ -64,7 +71,23 @@ class LocalNodes:
             task, node = find(pid), self._node_of(pid)
             if task is not None and node is not None:
                 self._tasks.setdefault(node, task)
+                self._begun.setdefault(node, (command_line(pid), environment(pid)))
         return self._tasks
+
+    def start_again(self, node: int) -> Process | None:
+        """Start a node's task once more, as Metaflow has started it; return it, or None if that can't be."""
+        words, env = self._begun[node]
+        with suppress(OSError):
+            self._own[node] = child = subprocess.Popen(words, env=env, cwd=self._folder)
+            if (task := find(child.pid)) is not None:
+                self._tasks[node] = task
+                return task
+        return None
+
+    def exit_codes(self, codes: Mapping[int, int | None]) -> dict[int, int | None]:
+        """Return node index -> exit code of all tasks, None for one that runs; `codes` are those of Metaflow's, by pid."""
+        found = {node: codes.get(task.pid) for node, task in self.tasks().items()}
+        return found | {node: child.poll() for node, child in self._own.items()}
 
     @staticmethod
     def _has_ended_children() -> bool:
@@ -89,13 +112,13 @@ class LocalNodes:
         """
         for task in self.tasks().values():
             send_signal(task.pid, signal.SIGCONT)  # one that somebody has stopped can end by itself
-        late = [task for node, task in self.tasks().items() if state(node) is NodeState.ABSENT]
+        late = [task for node, task in self.tasks().items() if state(node) in _NOT_THERE]
         for task in _await_ends(late, min(wait_s, _LATECOMER_S if is_ordered else _SLOW_LATECOMER_S), 0.0):
             send_signal(task.pid, signal.SIGTERM)
         tasks = dict(self.tasks())
         # In this order: who waits for a lost node's turn has all its time when that node is gone.
         for states, unread_s in (
-            ((NodeState.LOST, NodeState.ABSENT, None), 0.0),
+            ((NodeState.LOST, NodeState.OUT, *_NOT_THERE, None), 0.0),
             ((NodeState.JOINED, NodeState.DONE), _UNREAD_S),
             ((NodeState.LEFT,), _NEVER),
         ):

@@ -36,7 +36,8 @@ def report(
     if not isinstance(verdict, TorchrunError):
         return None if isinstance(error, MetaflowException) else _barred(user_traceback(error))
     failure, cause = failure_of(verdict), cause_of(verdict)
-    if shared and known and teller(cause) != node:
+    is_own = cause is not None and (cause.kind, cause.node) == ("lost", node)  # no other node hears that
+    if shared and known and teller(cause) != node and not is_own:
         return _pointer(verdict, failure)
     trace = "" if error is verdict else _barred(user_traceback(error, with_cause=False))
     if failure is not None and _was_written(failure.cause) and stands_above(failure.cause):

@@ -7,6 +7,7 @@ from typing import Any
 from ..errors import LaunchFailed
 from ..events import Event
 from ..gang.cause import Cause, FailureText, failed
+from ..gang.group import Group
 from ..gang.member import Member
 from ..gang.protocol import Verdict
 from ..launch.services import Services
@@ -23,6 +24,7 @@ def result_of(outcome: Outcome, spec: LaunchSpec, member: Member, services: Serv
         launch=verdict.launch,
         num_nodes=spec.num_nodes,
         node_index=spec.node_index,
+        nodes=(spec.group or Group(spec.num_nodes)).nodes,
         nproc_per_node=spec.nproc,
         world_size=spec.world_size,
         command=outcome.command,

@@ -11,28 +11,51 @@ from typing import Any
 from ..compat.graph import LintWarn, check_first, check_last, decorators_of, entry_of, first_plain_step
 from ..compat.steps import KUBERNETES_PORT
 from ..errors import TorchrunConfigError
+from ..gang.launch import GONE
+from ..parsing import DEFAULT_RESTART_ON
+from ..settings import StepSettings, check_spares
 from .run_calls import check_arguments_of_run
 
 
 class Submission:
     """The checks of one step, each made as soon as Metaflow has the facts for it; a step that is no gang has none."""
 
-    def __init__(self, flow: Any, graph: Any, step: str, master_port: int | None, metadata_type: str | None) -> None:
+    def __init__(self, flow: Any, graph: Any, step: str, settings: StepSettings, metadata_type: str | None) -> None:
         self._flow = flow
         self._step = step
-        self._master_port = master_port
+        self._settings = settings
         self._metadata_type = metadata_type  # Metaflow's metadata provider, for example "local"
         entry = entry_of(graph, step)
         # `spin` heeds no @kubernetes, @batch or @catch, and its gang has one node (2.19).
         self._is_gang = entry.is_parallel and metadata_type != "spin"
         self._num_nodes, self._foreach = entry.num_nodes, entry.foreach
 
+    def check_loss(self, num_nodes: int | None = None) -> None:
+        """Raise `TorchrunConfigError` for spare nodes or fewer nodes where that can't work.
+
+        `num_nodes` is what the run has told.
+        """
+        decorators, settings = decorators_of(self._flow, self._step), self._settings
+        remote = [name for name in ("kubernetes", "batch") if name in decorators]
+        given = {name: f"{name}={value}" for name in ("spare_nodes", "min_nodes") if (value := getattr(settings, name))}
+        if settings.restart_on != DEFAULT_RESTART_ON and (lost := sorted(settings.restart_on & GONE)):
+            given |= {f"{', '.join(lost)} from restart_on": f"restart_on={lost}"}
+        if not self._is_gang or not given:
+            return
+        if remote:
+            raise TorchrunConfigError(
+                f"Step {self._step}: @torchrun({', '.join(given.values())}) works on local runs only, and the step has "
+                f"@{remote[0]}. Remove {' and '.join(given)}; use @retry against lost nodes."
+            )
+        if (count := num_nodes or self._num_nodes) is not None:
+            check_spares(settings, count, self._step)
+
     def check_kubernetes(self) -> None:
         """Raise `TorchrunConfigError` for ``@catch`` on Kubernetes, and for a ``port`` there that is not `master_port`.
 
         Called for runs and deployments.
         """
-        decorators, master_port = decorators_of(self._flow, self._step), self._master_port
+        decorators, master_port = decorators_of(self._flow, self._step), self._settings.master_port
         if not self._is_gang or "kubernetes" not in decorators:
             return
         if "catch" in decorators:

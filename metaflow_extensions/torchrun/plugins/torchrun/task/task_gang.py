@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -15,6 +16,7 @@ from typing import Any
 
 from metaflow import current
 
+from ..channel.background import NEVER, Pauses
 from ..channel.client import Client, ControlClient
 from ..channel.join import (
     LOOPBACK,
@@ -28,7 +30,7 @@ from ..channel.join import (
 from ..channel.registry import Registry
 from ..compat.datastore import datastore_type, metadata_type, save_log, watch_storing
 from ..compat.renamed import convenience
-from ..compat.steps import control_task_of, is_local, is_of_another_task
+from ..compat.steps import control_task_of, exit_codes_of_tasks, is_local, is_of_another_task
 from ..errors import TorchrunPreempted
 from ..events import Event, Subscriber
 from ..gang.cause import Cause, cause_of
@@ -53,7 +55,7 @@ from .step_timeout import StepTimeout, TimeLimit
 _HOLD_S = 10.0
 _UPLOAD_S = 5.0
 # How long the control node of a local run waits for the gang's word on a node whose end Metaflow has seen first.
-_OTHERS_WORD_S = 5.0
+_OTHERS_WORD_S, _OTHERS_LOOK_S = 5.0, 0.25
 # How long a preempted task waits for its card: its machine is about to go.
 _PREEMPTED_CARD_S = 2.0
 
@@ -77,7 +79,9 @@ class TaskGang:
         attempt: int,
         limit: TimeLimit | None = None,
         pages: Pages = NO_PAGES,
+        forget: Callable[[Sequence[int]], object] = len,
     ) -> None:
+        self._forget = forget  # has Metaflow's join not wait for the tasks of some nodes
         self._pages = pages  # the features' parts on the gang's page
         self._settings = settings
         self._limit = limit  # the step's @timeout, on a control node, where Metaflow does not enforce it
@@ -140,12 +144,24 @@ class TaskGang:
         self._follow(registry, self._channel)
         if self._local_nodes is not None:
             self._local_nodes.watch(self._channel.follow, self._channel.report_gone)
+            self._channel.in_background("torchrun-nodes", partial(self._start_nodes, self._channel, self._local_nodes))
         if not self._is_local:
             self._channel.relay_lines()
         return member, control_addresses(main_ip, here_only)[0]
 
+    @staticmethod
+    def _start_nodes(channel: ControlClient, tasks: LocalNodes) -> Pauses:
+        """Start tasks in the place of those that are gone, in a thread."""
+        for node in channel.nodes_to_start():
+            if (task := tasks.start_again(node)) is not None:
+                channel.follow({node: task}, are_replacements=True)
+            else:
+                channel.report_gone(node, "its task could not be started again", is_replacement=True)
+        return NEVER, NEVER
+
     def _rules(self) -> Rules:
-        rules = rules_of(self._settings)
+        is_replacing = self._local_nodes is not None and self._settings.max_restarts > 0
+        rules = replace(rules_of(self._settings), replaces=is_replacing)
         return rules if self._limit is None else replace(rules, deadline=self._limit.ends_at, longer=self._limit.text)
 
     def _join_as_member(self, registry: Registry, control: str, more: Mapping[str, Any]) -> tuple[Member, str]:
@@ -212,6 +228,8 @@ class TaskGang:
                 # the run's (Metaflow 2.19 waits there for the others' ends only).
                 channel = self._channel
                 self._member.await_others(lambda: channel.members)
+                if out := self._out():
+                    self._forget(out)
         except BaseException as error:
             if self._member is not None and not self._member.in_task:
                 raise  # a child that the step has forked and that went on with the step's code
@@ -236,9 +254,35 @@ class TaskGang:
         try:
             step()
         except Exception as error:
-            if self._member is not None and is_of_another_task(error):
-                self._member.await_error(_OTHERS_WORD_S)
-            raise
+            if not is_of_another_task(error) or not self._have_ended_well(partial(exit_codes_of_tasks, error)):
+                raise
+
+    def _have_ended_well(self, codes_by_pid: Callable[[], Mapping[int, int | None]]) -> bool:
+        """Wait for the tasks of the other nodes; return whether only nodes that the gang goes on without ended badly.
+
+        On a local run Metaflow waits for them in order, and for no more after the first that ended badly (2.19). This is
+        called while its error is handled, which holds the processes.
+        """
+        member, bad_since = self._member, None
+        while member is not None:
+            codes = {} if self._local_nodes is None else self._local_nodes.exit_codes(codes_by_pid())
+            out, awaited = self._out(), self._out(NodeState.AWAITED)
+            codes |= dict.fromkeys(awaited)
+            if codes and not any(code for node, code in codes.items() if node not in out):
+                bad_since = None
+                if None not in codes.values():
+                    return True
+            elif bad_since is None:
+                bad_since = time.monotonic()
+            elif time.monotonic() - bad_since > _OTHERS_WORD_S:
+                return False
+            member.await_error(_OTHERS_LOOK_S)
+        return False
+
+    def _out(self, state: NodeState = NodeState.OUT) -> list[int]:
+        """Return the nodes without which the gang goes on, or those in another state."""
+        states = {} if self._channel is None else self._channel.states()
+        return [node for node, each in states.items() if each is state]
 
     @staticmethod
     def _was_told_to_end(error: BaseException) -> bool:

@@ -102,6 +102,8 @@ class FunctionCall(Service):
         assert values is not None
         for rank in self._ranks:
             values.add(self._path(RETURNED, rank), rank)
+        if self._node != CONTROL:  # for a task that has come in the place of another, as in `outputs`
+            told = {rank: key for rank, key in told.items() if int(rank) in self._ranks}
         if told and self._store is not None:
             self._load(self._store, values, told, say)
         with suppress(OSError):

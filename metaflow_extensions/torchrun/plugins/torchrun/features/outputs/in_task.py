@@ -78,7 +78,9 @@ class OutputsService(Service):
         of = {int(node): tuple(each) for node, each in told.get("nodes", {}).items()}
         if self._of_all and self._node != CONTROL:
             kept = self._kept
-            of = {} if kept is None else {self._node: (kept.key, kept.files, kept.size)}
+            # A task that has come in the place of another has stored none; it is told those of that one.
+            own = of.get(self._node) if kept is None else (kept.key, kept.files, kept.size)
+            of = {} if own is None else {self._node: own}
         return DatastoreOutputs(self._store.address, of)
 
 

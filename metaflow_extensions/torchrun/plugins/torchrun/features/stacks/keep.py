@@ -61,7 +61,7 @@ class StacksKeeper(Keeper):
 
     def ended(self, node: int, ok: bool) -> Remarks:
         """Expect nothing more of a node whose workers have ended."""
-        return self._go_on_without(node, "its workers have ended")
+        return self._go_on_without(node, "it has no workers")
 
     def gone(self, node: int) -> Remarks:
         """Expect nothing more of a node that is no longer in the gang."""

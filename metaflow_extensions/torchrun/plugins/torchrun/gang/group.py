@@ -1,0 +1,58 @@
+"""The nodes that take part in one generation, and which nodes follow when some are lost. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Group:
+    """The nodes of a generation, in the order of their group ranks: the first `size` ones that are not in `without`.
+
+    It is said in this way since it goes to thousands of nodes, of which few are missing.
+    """
+
+    size: int
+    without: tuple[int, ...] = ()  # in order; all others below the last node of the group take part
+
+    @staticmethod
+    def of(nodes: Collection[int]) -> Group:
+        """Return the group of some nodes."""
+        return Group(len(nodes), tuple(node for node in range(max(nodes, default=0)) if node not in nodes))
+
+    @property
+    def nodes(self) -> tuple[int, ...]:
+        """The indexes of the nodes, in the order of their group ranks."""
+        return tuple(self._nodes())
+
+    def _nodes(self) -> Iterator[int]:
+        node, left, without = 0, self.size, set(self.without)
+        while left:
+            if node not in without:
+                yield node
+                left -= 1
+            node += 1
+
+    def rank_of(self, node: int) -> int | None:
+        """Return a node's group rank; None if it takes no part."""
+        rank = node - sum(each < node for each in self.without)
+        return rank if node not in self.without and rank < self.size else None
+
+    def node_of(self, rank: int) -> int:
+        """Return the node with a group rank."""
+        for each in self.without:
+            rank += each <= rank
+        return rank
+
+
+def follow(group: Group, able: Sequence[int], size: int, least: int) -> Group | None:
+    """Return the group of the next generation; None if fewer than `least` nodes are left.
+
+    `able` are all nodes that can take part, in order. Those of `group` stay; of the others the first ones fill it up to
+    `size`.
+    """
+    before = set(group.nodes)
+    stay = [node for node in able if node in before]
+    come = [node for node in able if node not in before][: max(0, size - len(stay))]
+    return Group.of({*stay, *come}) if len(stay) + len(come) >= least else None

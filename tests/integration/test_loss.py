@@ -1,0 +1,47 @@
+"""A launch goes on after the loss of a node: by a spare, by its task that is started again, or with fewer nodes."""
+
+from __future__ import annotations
+
+import pytest
+
+ALL = [0, 1, 2, 3]
+CASES = {
+    # spares, kills, nodes whose new task is killed too; nodes that the join gets, and of the last generation; left and came
+    "a spare": (1, "1:KILL", "", ALL, [0, 2, 3], [1], [3]),
+    "told to end": (1, "2:TERM", "", ALL, [0, 1, 3], [2], [3]),
+    "all stopped": (1, "1:STOP", "", ALL, [0, 2, 3], [1], [3]),
+    "started again": (0, "1:KILL,2:KILL", "", ALL, ALL, [1, 2], [1, 2]),
+    "fewer": (0, "1:KILL", "1", [0, 2, 3], [0, 2, 3], [1], []),
+}
+# A node of which all is stopped is continued, so that its supervisor stops the workers, and finds itself left out.
+RAISED = {"told to end": {"error-2": "TorchrunPreempted"}, "all stopped": {"error-1": "LaunchFailed"}}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_others_go_on(run_flow, name):
+    spares, kills, again, joined, nodes, left, came = CASES[name]
+    with_torch = name == "a spare"
+    env = {"SPARES": str(spares), "WITH_TORCH": "1" if with_torch else ""}
+    flow = run_flow("--kills", kills, "--again", again, flow="lost_node.py", env=env, stand_in=not with_torch)
+    assert flow.note("joined") == joined
+    for node, of_result, world_size, restarts in flow.note("results"):
+        assert (of_result, world_size) == (nodes, len(nodes))
+        if node not in left:  # a task that was started again knows only what came later
+            assert sorted(node for restart in restarts[-1:] for node in restart["left"]) == left
+            assert sorted(node for restart in restarts[-1:] for node in restart["came"]) == came
+    last = max(int(path.name.split("-")[1]) for path in flow.out.glob("rank-*"))
+    for rank in range(len(nodes)):
+        assert flow.note(f"rank-{last}-{rank}") == [len(nodes), len(nodes), rank, len(nodes)]
+    errors = {path.name: flow.note(path.name) for path in flow.out.glob("error-*")}
+    assert {file: error["class"] for file, error in errors.items()} == RAISED.get(name, {})
+    if name == "all stopped":
+        assert "nothing arrived from it for 8 s (heartbeat_timeout_s)" in errors["error-1"]["message"]
+    flow.await_gone()
+
+
+@pytest.mark.parametrize(("kills", "late"), [("9:KILL", "1"), ("1:KILL", "2"), ("2:KILL", "1")])
+def test_a_node_that_ends_badly_after_its_step_fails_the_run(kills, late, run_flow):
+    flow = run_flow("--kills", kills, "--late", late, flow="lost_node.py", expect=1, stand_in=True)
+    assert "Subprocess failed, return code" in flow.text
+    assert not (flow.out / "joined").exists()
+    flow.await_gone()

@@ -1,0 +1,470 @@
+"""A launch that goes on after the loss of nodes: by spares, or with fewer nodes."""
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_state import GangOf, crash, failures, preemption
+
+from metaflow_extensions.torchrun.plugins.torchrun.errors import TorchrunPreempted
+from metaflow_extensions.torchrun.plugins.torchrun.gang.cause import Cause
+from metaflow_extensions.torchrun.plugins.torchrun.gang.launch import change_of_nodes
+from metaflow_extensions.torchrun.plugins.torchrun.gang.nodes import NodeState
+from metaflow_extensions.torchrun.plugins.torchrun.gang.protocol import (
+    Alone,
+    Bye,
+    Failed,
+    Go,
+    Join,
+    Prepares,
+    Restart,
+    Stop,
+    Store,
+    Verdict,
+)
+
+
+def launched(num_nodes=4, max_restarts=3, **rules):
+    gang = GangOf(num_nodes, **{"spare_nodes": 1, **rules})
+    gang.all_ready(max_restarts=max_restarts)
+    return gang
+
+
+def groups(gang, node=0):
+    return [go.group.nodes for go in gang.got(node, Go)]
+
+
+def ended(gang, *nodes, generation=0):
+    for node in nodes:
+        gang.ended(node, ok=False, generation=generation)
+
+
+def test_a_spare_waits_and_takes_the_place_of_a_lost_node_at_once():
+    gang = launched()
+    assert groups(gang) == groups(gang, 3) == [(0, 1, 2)]
+    gang.lost(1)
+    ended(gang, 0, 2)
+    (restart,) = gang.got(3, Restart)
+    assert (restart.number, restart.of, restart.pause_s, restart.left, restart.came) == (1, 3, 0.0, (1,), (3,))
+    assert gang.state.due_at == gang.now
+    gang.pass_time(0.0)
+    assert groups(gang) == groups(gang, 3) == [(0, 1, 2), (0, 2, 3)]
+    assert len(gang.got(1, Go)) == 1
+    for node in (0, 2, 3):
+        gang.ended(node, generation=1)
+    assert gang.same_verdict(0, 2, 3) is None
+    assert [each.node for each in gang.records if each.kind in ("left_out", "taken_in")] == [1, 3]
+
+
+def test_without_a_spare_it_goes_on_with_fewer_nodes_down_to_the_least():
+    gang = launched(4, spare_nodes=0, min_nodes=3)
+    gang.lost(2)
+    ended(gang, 0, 1, 3)
+    gang.pass_time(0.0)
+    assert groups(gang) == [(0, 1, 2, 3), (0, 1, 3)]
+    gang.lost(1)
+    ended(gang, 0, 3, generation=1)
+    said = str(gang.same_verdict(0, 3))
+    assert "Node 1" in said
+    assert "can't go on without that node: 2 nodes are left, and it needs 3 (spare_nodes, min_nodes)." in said
+
+
+def test_the_error_says_that_no_restart_is_left():
+    gang = launched(max_restarts=1)
+    gang.lost(1)
+    ended(gang, 0, 2)
+    gang.pass_time(0.0)
+    gang.ended(0, crash(0), generation=1)
+    ended(gang, 2, 3, generation=1)
+    assert "go on without" not in str(gang.same_verdict(0, 2, 3))
+    gang = launched(4, max_restarts=0)
+    gang.lost(1)
+    ended(gang, 0, 2)
+    said = str(gang.same_verdict(0, 2, 3))
+    assert "can't go on without that node: max_restarts=0 allows no more restarts." in said
+    assert "With max_restarts=N" not in said
+
+
+@pytest.mark.parametrize("rules", [{"spare_nodes": 0}, {"max_restarts": 0}])
+def test_by_default_and_without_restarts_a_loss_ends_the_launch(rules):
+    gang = launched(**rules)
+    gang.lost(1)
+    ended(gang, 0, 2, *([3] if rules.get("spare_nodes") == 0 else []))
+    assert "Node 1" in str(gang.same_verdict(0, 2, 3))
+
+
+def test_a_node_that_was_told_to_end_and_whose_step_ends_well_is_left_out():
+    gang = launched()
+    gang.failed(1, preemption(1))
+    gang.give_up(1, preemption(1))
+    gang.done(1)
+    ended(gang, 0, 2)
+    gang.pass_time(0.0)
+    assert groups(gang) == [(0, 1, 2), (0, 2, 3)]
+
+
+def test_a_node_that_is_out_and_calls_run_again_is_refused():
+    gang = launched()
+    gang.give_up(3, preemption(3))
+    assert gang.state.nodes[3] is NodeState.OUT
+    gang.ready(3, launch=1)
+    (verdict,) = [each for each in gang.got(3, Verdict) if each.launch == 1]
+    assert isinstance(verdict.error, TorchrunPreempted)
+
+
+def test_the_loss_of_a_node_while_others_gather_lets_a_failed_command_end_the_launch():
+    gang = GangOf(4, spare_nodes=1)
+    gang.join(*range(4))
+    gang.say(1, Prepares(0, 2))
+    gang.failed(1, crash(1, kind="command"))
+    for node in (0, 2):
+        gang.ready(node)
+    gang.lost(3)
+    assert "before_run" in str(gang.same_verdict(0, 1, 2))
+
+
+def test_another_port_is_tried_without_the_node_that_was_lost_meanwhile():
+    gang = launched()
+    taken = Cause("agent", 0, "host-0", exit_code=2, detail="EADDRINUSE")
+    gang.failed(0, taken)
+    gang.ended(0, taken, ok=False)
+    gang.pass_time(1.0)
+    gang.lost(1)
+    ended(gang, 2)
+    gang.pass_time(0.0)
+    assert groups(gang) == [(0, 1, 2), (0, 2, 3)]
+    assert gang.state.restarts_left == 3
+
+
+def test_a_node_that_was_told_to_end_need_not_report_its_end():
+    gang = launched()
+    gang.failed(1, preemption(1))
+    ended(gang, 0, 2)
+    gang.pass_time(46.0)
+    gang.pass_time(0.0)
+    assert groups(gang) == [(0, 1, 2), (0, 2, 3)]
+
+
+def test_two_at_once_need_two_spares():
+    gang = launched(5, spare_nodes=2)
+    gang.lost(1)
+    gang.lost(2)
+    ended(gang, 0)
+    gang.pass_time(0.0)
+    assert groups(gang) == [(0, 1, 2), (0, 3, 4)]
+
+
+def test_a_spare_that_is_lost_while_it_waits_stops_nobody():
+    gang = launched()
+    gang.lost(3)
+    assert not gang.got(0, Stop)
+    for node in range(3):
+        gang.ended(node)
+    assert gang.same_verdict(0, 1, 2) is None
+
+
+def test_a_spare_that_is_told_to_end_while_it_waits_stops_nobody():
+    gang = launched()
+    gang.give_up(3, preemption(3))
+    gang.leave(3, failed=True)
+    assert not gang.got(0, Stop)
+    for node in range(3):
+        gang.ended(node)
+    assert gang.same_verdict(0, 1, 2) is None
+    assert gang.state.broken is None
+
+
+def test_a_node_that_is_told_to_end_hears_that_alone_and_uses_up_no_restart():
+    gang = launched(4, max_restarts=1)
+    gang.failed(1, preemption(1))
+    ended(gang, 0, 1, 2)
+    assert isinstance(gang.verdict(1), TorchrunPreempted)
+    gang.pass_time(0.0)
+    gang.leave(1, failed=True)
+    assert groups(gang) == [(0, 1, 2), (0, 2, 3)]
+    assert gang.state.restarts_left == 1
+    assert gang.state.broken is None
+    assert not gang.got(0, Stop)[1:]
+
+
+@pytest.mark.parametrize("how", ["lost", "told to end", "never comes"])
+def test_a_node_that_goes_before_the_launch_begins_is_replaced_without_a_restart(how):
+    gang = GangOf(4, spare_nodes=1, join=False, started_timeout_s=60.0)
+    gang.join(0, 2, 3, *([] if how == "never comes" else [1]))
+    for node in (0, 2, 3):
+        gang.ready(node, max_restarts=0)
+    if how == "lost":
+        gang.lost(1)
+    elif how == "told to end":
+        gang.leave(1, preemption(1))
+    else:
+        gang.pass_time(61.0)
+    assert groups(gang) == [(0, 2, 3)]
+    assert not gang.got(0, Restart)
+
+
+def test_a_loss_in_the_pause_before_a_restart_takes_the_spare():
+    gang = launched(4)
+    gang.failed(1, crash(1))
+    ended(gang, 0, 1, 2)
+    gang.lost(2)
+    gang.pass_time(2.0)
+    assert groups(gang) == [(0, 1, 2), (0, 1, 3)]
+
+
+def test_a_loss_while_all_store_starts_the_workers_again():
+    gang = launched(4)
+    for node in range(3):
+        gang.ended(node, stores=True)
+    assert gang.got(0, Store)[0].group.nodes == (0, 1, 2)
+    gang.lost(1)
+    gang.pass_time(0.0)
+    assert groups(gang) == [(0, 1, 2), (0, 2, 3)]
+
+
+def test_the_next_launch_has_the_nodes_that_are_left():
+    gang = launched(4)
+    gang.lost(1)
+    ended(gang, 0, 2)
+    gang.pass_time(0.0)
+    for node in (0, 2, 3):
+        gang.ended(node, generation=1)
+    for node in (0, 2, 3):
+        gang.ready(node, 1, max_restarts=3)
+    assert groups(gang)[-1] == (0, 2, 3)
+
+
+def test_the_control_node_is_not_replaced():
+    gang = launched(4)
+    gang.failed(0, preemption(0))
+    ended(gang, 0, 1, 2)
+    assert isinstance(gang.same_verdict(0, 1, 2, 3), TorchrunPreempted)
+
+
+def test_a_spare_whose_end_was_told_before_it_called_is_left_out_when_the_launch_begins():
+    gang = launched(5, spare_nodes=2, min_nodes=3)
+    gang.give_up(3, crash(3, kind="call"))
+    gang.ready(3, launch=1, max_restarts=3)
+    gang.say(3, Failed(1, failures=failures([preemption(3)]), given_up=True))
+    ended(gang, 0, 1, 2)
+    assert gang.same_verdict(0, 1, 2, 4)
+    for node in (0, 1, 2, 4):
+        gang.ready(node, launch=1, max_restarts=3)
+    assert groups(gang)[-1] == (0, 1, 2)
+    assert gang.state.nodes[3] is NodeState.OUT
+
+
+def test_a_node_whose_step_ends_because_another_cut_its_connection_is_left_out():
+    gang = launched()
+    gang.leave(1, Cause("lost", 1, "host-1", exception="nothing arrived from it"))
+    ended(gang, 0, 2)
+    gang.pass_time(0.0)
+    assert groups(gang) == [(0, 1, 2), (0, 2, 3)]
+    assert gang.state.nodes[1] is NodeState.OUT
+
+
+def test_a_node_that_is_out_hears_the_control_nodes_end():
+    gang = launched()
+    gang.give_up(3, preemption(3))
+    for node in range(3):
+        gang.ended(node)
+    gang.done(0)
+    gang.leave(0)
+    assert gang.got(3, Bye)
+
+
+def test_why_nothing_goes_on_is_said_for_losses_between_and_before_launches_and_in_a_pause():
+    why = "can't go on without that node: 2 nodes are left, and it needs 3 (spare_nodes, min_nodes)"
+    gang = launched()
+    for node in range(3):
+        gang.ended(node)
+    gang.lost(3)
+    gang.lost(2)
+    assert why in str(gang.state.broken)
+    gang = GangOf(4, spare_nodes=1)
+    gang.join(*range(4))
+    gang.ready(0)
+    gang.lost(3)
+    gang.lost(2)
+    assert why in str(gang.state.broken)
+    gang = launched()
+    gang.failed(1, crash(1))
+    ended(gang, 0, 1, 2)
+    gang.lost(3)
+    gang.lost(2)
+    said = str(gang.same_verdict(0, 1))
+    assert why in said
+    assert "about to start again after an earlier failure: Rank" in said
+
+
+def test_a_spare_told_to_end_as_the_launch_ends_well_does_not_hold_up_the_control_node():
+    gang = launched()
+    for node in range(3):
+        gang.ended(node)
+    for node in range(3):
+        gang.done(node)
+    gang.leave(1)
+    gang.leave(2)
+    gang.give_up(3, preemption(3))
+    assert gang.state.nodes[3] is NodeState.OUT
+    assert gang.got(0, Alone)
+
+
+def test_a_node_that_is_left_out_and_has_called_the_next_launch_is_answered():
+    gang = launched()
+    gang.give_up(1, preemption(1))
+    gang.ready(1, launch=1)
+    ended(gang, 0, 2)
+    (verdict,) = [each for each in gang.got(1, Verdict) if each.launch == 1]
+    assert isinstance(verdict.error, TorchrunPreempted)
+    assert "The other nodes go on without it." in str(verdict.error)
+    assert "@retry" not in str(verdict.error), "this run goes on"
+
+
+def test_a_spare_that_is_needed_is_not_left_out_while_a_failed_launch_is_saved():
+    gang = GangOf(3, spare_nodes=1)
+    gang.all_ready(max_restarts=2)
+    for node in (0, 1):
+        gang.ended(node, stores=True)
+    gang.lost(1)
+    gang.give_up(2, preemption(2))
+    gang.leave(2, preemption(2))
+    gang.stored(0, generation=1)
+    gang.ready(0, 1, max_restarts=2)
+    assert gang.got(0, Verdict)[-1].error is not None
+    assert not any("go on without" in note for note in gang.notes(0))
+
+
+def test_more_losses_in_the_pause_are_told_too():
+    gang = launched(4)
+    gang.failed(1, crash(1))
+    ended(gang, 0, 1, 2)
+    gang.lost(2)
+    gang.pass_time(2.0)
+    assert groups(gang) == [(0, 1, 2), (0, 1, 3)]
+    last = gang.got(0, Restart)[-1]
+    assert (last.number, last.left, last.came, last.size) == (1, (2,), (3,), 3)
+    assert [each.kind for each in gang.records].count("restart") == 1
+
+
+def test_a_silent_node_that_was_told_to_end_is_named_where_the_launch_fails():
+    gang = launched(spare_nodes=0)
+    gang.failed(1, preemption(1))
+    ended(gang, 0, 2, 3)
+    gang.pass_time(46.0)
+    assert "Node 1 did not report in time that the workers there had ended." in str(gang.same_verdict(0, 2, 3))
+
+
+def test_a_crash_counts_even_if_a_node_was_told_to_end_after_it():
+    gang = launched(max_restarts=1)
+    gang.failed(2, crash(2), age_s=5.0)
+    gang.failed(1, preemption(1))
+    ended(gang, 0, 1, 2)
+    gang.pass_time(2.0)
+    assert gang.state.restarts_left == 0
+
+
+def test_why_nothing_goes_on_is_what_was_missing():
+    gang = launched()
+    gang.state._launch.policy = replace(gang.state._launch.policy, restart_on=frozenset({"user"}))
+    gang.lost(1)
+    ended(gang, 0, 2)
+    assert "can't go on without that node: restart_on does not have 'node_lost'." in str(gang.same_verdict(0, 2, 3))
+    gang = launched()
+    gang.lost(1)
+    gang.give_up(2, crash(2, kind="call"))
+    ended(gang, 0)
+    assert "the call of run has ended on node 2, too" in str(gang.same_verdict(0, 3))
+
+
+def test_a_node_that_comes_too_late_hears_so():
+    gang = GangOf(4, spare_nodes=1, join=False, started_timeout_s=60.0)
+    gang.join(0, 1, 2)
+    for node in range(3):
+        gang.ready(node, max_restarts=1)
+    gang.pass_time(61.0)
+    assert groups(gang) == [(0, 1, 2)]
+    refused, _ = gang.state.turn_away(Join(3, "host-3", "a task", "a place"))
+    assert "it has not joined in time (all_nodes_started_timeout), and the others go on" in str(refused.error)
+
+
+@pytest.mark.parametrize(
+    ("left", "came", "said"),
+    [
+        ((), (), ""),
+        ((1,), (3,), "node 3, a spare, takes the place of node 1"),
+        ((1, 2), (3, 4), "nodes 3, 4, spares, take the places of nodes 1, 2"),
+        ((1, 2), (3,), "node 3, a spare, takes part; the launch goes on without nodes 1, 2, on 3 nodes"),
+        ((1,), (), "the launch goes on without node 1, on 3 nodes"),
+        ((1,), (1,), "node 1 is started again"),
+        ((1, 2), (2, 3), "node 2 is started again; node 3, a spare, takes the place of node 1"),
+    ],
+)
+def test_the_change_of_nodes_is_told(left, came, said):
+    assert change_of_nodes(left, came, 3) == said
+
+
+def test_a_node_that_is_lost_while_others_store_and_has_nothing_to_store_costs_nothing():
+    gang = launched(max_restarts=0, spare_nodes=1)
+    for node in range(3):
+        gang.ended(node, stores=node == 0)
+    gang.lost(1)
+    assert gang.is_undecided()
+    gang.stored(0)
+    assert gang.same_verdict(0, 2, 3) is None
+    assert gang.state.broken is None
+
+
+def test_a_node_whose_workers_do_not_end_in_time_is_lost():
+    gang = launched()
+    gang.failed(2, crash(2))
+    ended(gang, 0, 2)
+    gang.pass_time(46.0)
+    gang.pass_time(31.0)
+    assert groups(gang) == [(0, 1, 2), (0, 2, 3)]
+    said = gang.verdict(1)
+    assert "it did not report in time that its workers had ended" in str(said)
+    gang = launched(spare_nodes=0)
+    gang.failed(2, crash(2))
+    ended(gang, 0, 2, 3)
+    gang.pass_time(46.0)
+    assert "Node 1 did not report in time" in str(gang.same_verdict(0, 1, 2, 3))
+
+
+def test_each_lost_node_is_named():
+    gang = launched(5, spare_nodes=2)
+    gang.lost(1)
+    gang.lost(2, "its task was killed by SIGTERM")
+    ended(gang, 0)
+    assert any(note.startswith("node 2 (host host-2) failed: its task was killed by SIGTERM") for note in gang.notes(0))
+
+
+STEPS = st.sampled_from(["lost", "told", "crash", "end", "tick", "spares"])
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.lists(st.tuples(STEPS, st.integers(1, 5)), max_size=30))
+def test_whatever_happens_each_generation_has_enough_living_nodes_and_no_other_starts(happened):
+    gang = launched(6, max_restarts=4, spare_nodes=2, min_nodes=3)
+    generation = 0
+    for what, node in happened:
+        there, goes_before = gang.state.nodes[node] is NodeState.JOINED, gang.got(0, Go)
+        if what == "lost":
+            gang.lost(node)
+        elif what in ("told", "crash") and there:
+            gang.failed(node, preemption(node) if what == "told" else crash(node), generation=generation)
+        elif what == "end":
+            for each in gang.state.nodes.joined:
+                gang.ended(each, ok=False, generation=generation)
+        else:
+            gang.pass_time(31.0)
+        goes = gang.got(0, Go)
+        generation = goes[-1].generation
+        group = goes[-1].group
+        assert len(group.nodes) >= 3
+        assert 0 in group.nodes
+        for each in gang.got(0, Go)[len(goes_before) :]:
+            assert set(each.group.nodes) <= set(gang.state.nodes.joined)
+            assert each.group.nodes == tuple(sorted(each.group.nodes))
+    assert all(go.group in [each.group for each in gang.got(0, Go)] for node in range(6) for go in gang.got(node, Go))

@@ -1,0 +1,323 @@
+"""A launch that goes on after the loss of a node because another task takes its place."""
+
+import itertools
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_state import GangOf, crash, failures, preemption
+
+from metaflow_extensions.torchrun.plugins.torchrun.gang.nodes import NodeState
+from metaflow_extensions.torchrun.plugins.torchrun.gang.protocol import (
+    Alone,
+    Failed,
+    Go,
+    Join,
+    Prepares,
+    Restart,
+    Stop,
+    Verdict,
+)
+from metaflow_extensions.torchrun.plugins.torchrun.records.summary import summarize
+
+TASKS = itertools.count()
+
+
+def launched(num_nodes=3, max_restarts=3, **rules):
+    gang = GangOf(num_nodes, **{"replaces": True, "started_timeout_s": 300.0, **rules})
+    gang.all_ready(max_restarts=max_restarts)
+    return gang
+
+
+def come(gang, node):
+    """Have another task take a node's place."""
+    gang.say(node, Join(node, f"new-{node}", task=f"task {next(TASKS)}", place="here"))
+
+
+def groups(gang, node=0):
+    return [go.group.nodes for go in gang.got(node, Go)]
+
+
+def ended(gang, *nodes, generation=0):
+    for node in nodes:
+        gang.ended(node, ok=False, generation=generation)
+
+
+def test_the_workers_start_again_when_the_task_that_takes_its_place_is_ready():
+    gang = launched()
+    gang.lost(1)
+    assert gang.state.to_replace == set(), "the others are still being stopped"
+    ended(gang, 0, 2)
+    assert gang.state.to_replace == {1}
+    (restart,) = gang.got(0, Restart)
+    assert (restart.left, restart.came, restart.size) == ((1,), (1,), 3)
+    gang.pass_time(60.0)
+    assert gang.state.due_at == float("inf")
+    come(gang, 1)
+    gang.pass_time(1.0)
+    assert len(groups(gang)) == 1, "it has not called run"
+    gang.ready(1)
+    assert gang.state.due_at <= gang.now
+    gang.pass_time(0.0)
+    assert groups(gang) == [(0, 1, 2), (0, 1, 2)]
+    for node in range(3):
+        gang.ended(node, generation=1)
+    assert gang.same_verdict(0, 1, 2) is None
+    assert gang.state.to_replace == set()
+
+
+def test_a_spare_takes_the_place_at_once_and_the_new_task_is_the_next_spare():
+    gang = launched(4, spare_nodes=1)
+    gang.lost(1)
+    ended(gang, 0, 2)
+    gang.pass_time(0.0)
+    assert groups(gang) == [(0, 1, 2), (0, 2, 3)]
+    come(gang, 1)
+    gang.ready(1)
+    assert not gang.got(0, Stop)[1:]
+    gang.lost(2)
+    ended(gang, 0, 3, generation=1)
+    gang.pass_time(0.0)
+    assert groups(gang)[-1] == (0, 1, 3)
+
+
+def test_without_one_in_time_it_goes_on_with_fewer_nodes_or_fails():
+    for min_nodes, goes_on in ((2, True), (None, False)):
+        gang = launched(min_nodes=min_nodes)
+        gang.lost(1)
+        ended(gang, 0, 2)
+        gang.pass_time(301.0)
+        gang.pass_time(0.0)
+        if goes_on:
+            assert groups(gang) == [(0, 1, 2), (0, 2)]
+        else:
+            said = str(gang.same_verdict(0, 2))
+            assert "Node 1 (host host-1) failed: its task was killed by SIGKILL" in said
+            assert (
+                "2 nodes are left, and it needs 3 (spare_nodes, min_nodes). No other task has taken its place." in said
+            )
+        assert gang.state.nodes[1] is NodeState.OUT
+
+
+def test_a_new_task_that_ends_before_it_is_ready_is_not_replaced_again():
+    gang = launched(min_nodes=2)
+    gang.lost(1)
+    ended(gang, 0, 2)
+    come(gang, 1)
+    gang.lost(1)
+    gang.pass_time(0.0)
+    assert groups(gang) == [(0, 1, 2), (0, 2)]
+    gang = launched(min_nodes=2)
+    gang.lost(1)
+    ended(gang, 0, 2)
+    gang.lost(1, "it ended, late news of the first task")
+    assert gang.state.to_replace == {1}
+    gang.post(gang.state.lost(1, "ended at once", is_replacement=True))
+    gang.pass_time(0.0)
+    assert groups(gang) == [(0, 1, 2), (0, 2)]
+
+
+def test_a_node_is_replaced_as_often_as_restarts_are_left():
+    gang = launched(max_restarts=2)
+    for generation in range(2):
+        gang.lost(1)
+        ended(gang, 0, 2, generation=generation)
+        come(gang, 1)
+        gang.ready(1)
+        gang.pass_time(0.0)
+    gang.lost(1)
+    ended(gang, 0, 2, generation=2)
+    assert "max_restarts=2 allows no more restarts" in str(gang.same_verdict(0, 2))
+    assert gang.state.to_replace == set()
+
+
+def test_a_new_task_gets_the_verdicts_of_the_launches_before():
+    gang = launched()
+    for node in range(3):
+        gang.ended(node)
+    for node in range(3):
+        gang.ready(node, 1, max_restarts=3)
+    gang.lost(1)
+    for node in (0, 2):
+        gang.ended(node, ok=False, launch=1)
+    come(gang, 1)
+    gang.ready(1, 0)
+    late = gang.got(1, Verdict)[-1]
+    assert (late.launch, late.error, late.group.nodes) == (0, None, (0, 1, 2))
+    gang.ready(1, 1)
+    gang.pass_time(0.0)
+    assert groups(gang)[-1] == (0, 1, 2)
+
+
+@pytest.mark.parametrize("when", ["gathering", "between", "told to end between"])
+def test_a_node_lost_before_a_launch_is_waited_for(when):
+    gang = GangOf(3, replaces=True) if when == "gathering" else launched()
+    number = 0
+    if when == "gathering":
+        gang.ready(0, max_restarts=3)
+        gang.ready(1)
+    else:
+        number = 1
+        for node in range(3):
+            gang.ended(node)
+    if when.startswith("told"):
+        gang.leave(1, preemption(1))
+    else:
+        gang.lost(1)
+    assert gang.state.broken is None
+    assert gang.state.to_replace == {1}
+    for node in (0, 2):
+        gang.ready(node, number, max_restarts=3)
+    assert len(groups(gang)) == number
+    come(gang, 1)
+    if number:
+        gang.ready(1, 0)
+    gang.ready(1, number)
+    assert groups(gang)[-1] == (0, 1, 2)
+    assert not gang.got(0, Restart)
+
+
+def test_a_node_that_was_told_to_end_is_replaced_too():
+    gang = launched()
+    gang.failed(1, preemption(1))
+    ended(gang, 0, 1, 2)
+    gang.leave(1, failed=True)
+    assert gang.state.nodes[1] is NodeState.AWAITED
+    come(gang, 1)
+    gang.ready(1)
+    gang.pass_time(0.0)
+    assert groups(gang) == [(0, 1, 2), (0, 1, 2)]
+    assert gang.state.restarts_left == 3
+
+
+def test_the_task_that_is_gone_can_not_come_back():
+    gang = GangOf(3, join=False, replaces=True)
+    first = [Join(node, f"host-{node}", task=f"first {node}") for node in range(3)]
+    for each in first:
+        gang.say(each.node, each)
+    gang.all_ready(max_restarts=3)
+    gang.lost(1)
+    ended(gang, 0, 2)
+    assert not gang.state.nodes.may_join(first[1])
+    gang.ready(1)
+    assert gang.got(1, Verdict), "it hears that the others go on without it"
+    assert len(groups(gang)) == 1
+
+
+def test_a_new_task_that_contradicts_the_others_is_refused_alone():
+    gang = launched(min_nodes=2)
+    gang.lost(1)
+    ended(gang, 0, 2)
+    come(gang, 1)
+    gang.ready(1, nproc=7)
+    assert "processes per node" in str(gang.verdict(1)) or "nproc" in str(gang.verdict(1))
+    gang.pass_time(0.0)
+    assert groups(gang) == [(0, 1, 2), (0, 2)]
+
+
+def test_a_command_that_fails_in_the_new_task_harms_nobody_else():
+    gang = launched(4, spare_nodes=1)
+    gang.lost(1)
+    ended(gang, 0, 2)
+    gang.pass_time(0.0)
+    come(gang, 1)
+    gang.say(1, Prepares(0, 2))
+    gang.say(1, Failed(0, failures=failures([crash(1, kind="command")])))
+    assert "before_run" in str(gang.verdict(1))
+    assert len(gang.got(0, Stop)) == 1
+    assert gang.state.nodes[1] is NodeState.OUT
+
+
+def test_the_control_node_waits_for_a_new_task_at_its_end():
+    gang = launched(3, min_nodes=2)
+    gang.lost(1)
+    ended(gang, 0, 2)
+    come(gang, 1)
+    gang.ready(1)
+    gang.pass_time(0.0)
+    for node in range(3):
+        gang.ended(node, generation=1)
+    gang.lost(1)
+    for node in (0, 2):
+        gang.done(node)
+    gang.leave(2)
+    assert not gang.got(0, Alone)
+    come(gang, 1)
+    gang.ready(1)
+    assert gang.got(1, Verdict)[-1].error is None
+    gang.done(1)
+    gang.leave(1)
+    assert gang.got(0, Alone)
+
+
+def test_without_replacements_nothing_is_awaited():
+    gang = launched(replaces=False)
+    gang.lost(1)
+    ended(gang, 0, 2)
+    assert "Node 1" in str(gang.same_verdict(0, 2))
+    assert gang.state.to_replace == set()
+
+
+STEPS = st.sampled_from(["lost", "told", "crash", "end", "tick", "come", "ready", "long"])
+
+
+@settings(max_examples=400, deadline=None)
+@given(st.lists(st.tuples(STEPS, st.integers(1, 4)), max_size=40), st.integers(0, 2), st.integers(2, 3))
+def test_whatever_happens_no_generation_has_a_node_that_is_not_ready(happened, spares, least):
+    gang = launched(5, max_restarts=4, spare_nodes=spares, min_nodes=min(least, 5 - spares))
+    for what, node in happened:
+        there = gang.state.nodes[node] is NodeState.JOINED
+        goes = gang.got(0, Go)
+        generation = goes[-1].generation
+        if what == "lost":
+            gang.lost(node)
+        elif what in ("told", "crash") and there:
+            gang.failed(node, preemption(node) if what == "told" else crash(node), generation=generation)
+        elif what == "come" and gang.state.nodes[node] is NodeState.AWAITED:
+            come(gang, node)
+        elif what == "ready" and there and node not in gang.state._launch.ready:
+            gang.ready(node)
+        elif what == "end":
+            for each in gang.state.nodes.joined:
+                gang.ended(each, ok=False, generation=generation)
+        else:
+            gang.pass_time(301.0 if what == "long" else 31.0)
+        for go in gang.got(0, Go)[len(goes) :]:
+            assert set(go.group.nodes) <= set(gang.state.nodes.joined)
+            assert all(node in gang.state._launch.ready for node in go.group.nodes)
+            assert go.group.size == len(set(go.group.nodes)) >= least or spares
+
+
+def test_the_page_shows_who_takes_part():
+    def shown(gang):
+        found = summarize(gang.records, 4, 2, None)
+        return [rank.node for rank in found.ranks[::2]], [node.state for node in found.nodes]
+
+    gang = launched(4, spare_nodes=1)
+    assert shown(gang) == ([0, 1, 2], ["starting", "starting", "starting", "waiting"])
+    gang.lost(1)
+    ended(gang, 0, 2)
+    gang.pass_time(0.0)
+    assert shown(gang) == ([0, 2, 3], ["starting", "lost", "starting", "starting"])
+    come(gang, 1)
+    gang.ready(1)
+    assert shown(gang) == ([0, 2, 3], ["starting", "waiting", "starting", "starting"])
+    gang.lost(2)
+    ended(gang, 0, 3, generation=1)
+    gang.pass_time(0.0)
+    assert shown(gang) == ([0, 1, 3], ["starting", "starting", "lost", "starting"])
+    come(gang, 2)
+    gang.lost(3)
+    ended(gang, 0, 1, generation=2)
+    gang.ready(2)
+    gang.pass_time(0.0)
+    assert shown(gang) == ([0, 1, 2], ["starting", "starting", "starting", "lost"])
+
+
+def test_a_gang_that_fails_anyway_counts_no_silent_node_as_lost():
+    gang = launched(max_restarts=0)
+    gang.failed(2, crash(2))
+    ended(gang, 0, 2)
+    gang.pass_time(46.0)
+    assert "Node 1 did not report in time" in str(gang.same_verdict(0, 1, 2))
+    assert gang.state.nodes[1] is NodeState.JOINED
