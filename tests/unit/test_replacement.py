@@ -5,6 +5,7 @@ import itertools
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from test_loss import ended, groups
 from test_state import GangOf, crash, failures, preemption
 
 from metaflow_extensions.torchrun.plugins.torchrun.gang.nodes import NodeState
@@ -32,15 +33,6 @@ def launched(num_nodes=3, max_restarts=3, **rules):
 def come(gang, node):
     """Have another task take a node's place."""
     gang.say(node, Join(node, f"new-{node}", task=f"task {next(TASKS)}", place="here"))
-
-
-def groups(gang, node=0):
-    return [go.group.nodes for go in gang.got(node, Go)]
-
-
-def ended(gang, *nodes, generation=0):
-    for node in nodes:
-        gang.ended(node, ok=False, generation=generation)
 
 
 def test_the_workers_start_again_when_the_task_that_takes_its_place_is_ready():

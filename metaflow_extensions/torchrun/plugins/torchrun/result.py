@@ -46,7 +46,8 @@ class TorchrunResult(Generic[_T]):
         The torchrun command of this node's last generation, quoted for a shell.
     restarts : list of dict
         One entry for each restart of the gang: its ``generation`` (int) and its ``cause`` (dict), and with ``left`` and
-        ``came`` (lists of int) the nodes that take part no more, and those that take part instead.
+        ``came`` (lists of int) the nodes that take part no more, and those that take part instead. A
+        node whose task is started again is in both.
     duration_s : float
         Seconds from *go* to the last node's end, by this node's clock.
     exit_codes : dict of int to int

@@ -29,6 +29,7 @@ from .launch import (
     teller,
     told_to_end,
     verdicts,
+    within,
 )
 from .nodes import Nodes, NodeState
 from .policy import Rules
@@ -138,14 +139,14 @@ class Course:
         why = "\nIt can't go on without that node: "
         if launch.phase is Phase.STOPPING and cause.category not in launch.policy.restart_on:
             return f"{why}restart_on does not have {cause.category!r}."
-        if launch.phase is Phase.STOPPING and launch.given_up - launch.leaving.keys():
-            return f"{why}the call of run has ended on {names(sorted(launch.given_up - launch.leaving.keys()))}, too."
+        if launch.phase is Phase.STOPPING and (ended := sorted(launch.given_up - launch.leaving.keys())):
+            return f"{why}the call of run has ended on {names(ended)}, too."
         if launch.phase is Phase.STOPPING and launch.restarts >= launch.limit and cause.category != "preempted":
-            return f"\nIt can't go on without that node: max_restarts={launch.policy.max_restarts} allows no more restarts."
+            return f"{why}max_restarts={launch.policy.max_restarts} allows no more restarts."
         if len(able) < self._least:
             left = f"{counted(len(able), 'node')} {'is' if len(able) == 1 else 'are'} left"
             more = " No other task has taken its place." if cause.node in self.awaited_since else ""
-            return f"\nIt can't go on without that node: {left}, and it needs {self._least} (spare_nodes, min_nodes).{more}"
+            return f"{why}{left}, and it needs {self._least} (spare_nodes, min_nodes).{more}"
         return ""
 
     def may_be_replaced(self, node: int) -> bool:
@@ -426,7 +427,7 @@ class Course:
         before, after = set(launch.group.nodes), joined | set(awaited)
         for node in sorted(before - joined - {cause.node}):  # the log has the cause
             also = self.gone[node]
-            self.send(Note(f"{also.who[0].lower()}{also.who[1:]} {headline(also.what)}"), CONTROL)
+            self.send(Note(within(also)), CONTROL)
         left, came = tuple(sorted(before - joined)), tuple(sorted(after - before | set(awaited)))
         who = change_of_nodes(left, came, len(after))
         when = "when it has come" if awaited else f"in {pause_s:g} s"

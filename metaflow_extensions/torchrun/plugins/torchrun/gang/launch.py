@@ -330,6 +330,12 @@ def summary(cause: Cause) -> str:
     return headline(f"{cause.who} {cause.what}")
 
 
+def within(cause: Cause) -> str:
+    """Return who failed and how in one line, for the middle of a sentence."""
+    text = summary(cause)
+    return text[:1].lower() + text[1:]
+
+
 # --- what follows --------------------------------------------------------------------------------
 
 

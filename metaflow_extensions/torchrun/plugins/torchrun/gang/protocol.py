@@ -272,7 +272,7 @@ class Restart:
     pause_s: float  # seconds until `Go`
     cause: Cause  # why
     left: tuple[int, ...] = ()  # nodes that take part no more
-    came: tuple[int, ...] = ()  # nodes that waited, and take part now
+    came: tuple[int, ...] = ()  # nodes that take part instead; one whose task is started again is in both
     size: int = 0  # how many nodes take part now
 
 

@@ -19,7 +19,7 @@ from .cause import Cause, Failure, cause_of
 from .course import Course, Outgoing
 from .history import History, of_the_gang
 from .keepers import Keepers, Plain
-from .launch import GONE, Launch, Phase, events_for, told_to_end
+from .launch import GONE, Launch, Phase, events_for, told_to_end, within
 from .nodes import WITHOUT, Nodes, NodeState
 from .policy import LaunchPolicy, Rules
 from .protocol import (
@@ -487,7 +487,7 @@ class Gang:
             then = "another task takes its place"
         else:
             then = "the others go on without it" if is_waiting else "it has no workers"
-        text = f"{cause.who[0].lower()}{cause.who[1:]} {headline(cause.what)}; {then}"
+        text = f"{within(cause)}; {then}"
         if launch.phase is not Phase.SAVING:  # else they do not go on
             self._course.send(Note(text), CONTROL)
         if launch.phase is Phase.GATHERING and launch.ready:
