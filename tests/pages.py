@@ -118,7 +118,7 @@ def train(slope):
 _AROUND = """
     @step
     def before_{number}(self):
-        self.next(self.train_{number}, num_parallel=1)
+        self.next(self.train_{number}, num_parallel={nodes})
 
     @step
     def join_{number}(self, inputs):
@@ -144,7 +144,10 @@ def _indented(text: str) -> str:
 
 
 def flow_of_pages() -> str:
-    """Return one flow with all steps of the pages, each a branch with a gang of one node; one more has all lines."""
+    """Return one flow with all steps of the pages, each a branch with a gang of one node, or as many as it says.
+
+    One more step has all lines.
+    """
     blocks = run_in_one_flow()
     steps = [block.text for block in blocks if block.kind == "step"]
     lines = [block for block in blocks if block.kind == "lines"]
@@ -160,7 +163,8 @@ def flow_of_pages() -> str:
         named = whole.replace("def train(self)", f"def train_{number}(self)").replace(
             "self.join)", f"self.join_{number})"
         )
-        text += "\n" + _indented(named) + _AROUND.format(number=number)
+        said = re.search(r"num_parallel=(\d+)", each)
+        text += "\n" + _indented(named) + _AROUND.format(number=number, nodes=said[1] if said else 1)
     return text + _END
 
 
