@@ -75,9 +75,9 @@ class Inbox:
 class Control:
     """The control node's side of a test."""
 
-    def __init__(self, num_nodes=2, heartbeat_s=20.0, started_timeout_s=60.0, host=HOST):
+    def __init__(self, num_nodes=2, heartbeat_s=20.0, started_timeout_s=60.0, host=HOST, **rules):
         self.inbox, self.token = Inbox(), new_token()
-        gang = Gang(num_nodes, lambda pinned: pinned or pick_port(), Rules(started_timeout_s, 1.0))
+        gang = Gang(num_nodes, lambda pinned: pinned or pick_port(), Rules(started_timeout_s, 1.0, **rules))
         self.loop = Loop()
         self.relay = InLoop(self.loop, Relay)
         on_lines = self.relay.itself.add
@@ -419,6 +419,24 @@ def test_a_second_task_of_the_same_node_is_refused_and_the_first_stays(opened):
     with pytest.raises(GangError, match=r"Node 1 .* turned away.*same node index"):
         opened.member().join(control)
     first.leave_well(control)
+
+
+def test_where_another_task_may_come_it_joins_when_the_first_has_ended(opened):
+    control = opened.control(replacements=1)
+    first = opened.member().join(control)
+    second = opened.member(place="another pod")
+    for _ in range(2):
+        with pytest.raises(ConnectionError, match="the task before it, on host .*, has not ended yet"):
+            second.join(control)
+    first.inbox.expect(sent.Replaced)
+    with pytest.raises(queue.Empty):  # nobody tells it that it has lost the control node
+        second.inbox.expect(ControlLost, 0.5)
+    first.send(sent.Leave(Cause("preempted", 1, "host-1")))
+    first.inbox.expect(sent.Ack)
+    first.close()
+    second.join(control)
+    assert (control.members, control.channel.gang.broken) == ([1], None)
+    second.leave_well(control)
 
 
 def test_a_task_that_comes_to_replace_another_waits_for_the_gangs_end(opened):

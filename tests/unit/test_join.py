@@ -243,6 +243,32 @@ def test_a_member_that_comes_after_the_control_nodes_end_can_not_launch(registry
     member.leave()
 
 
+def test_a_task_that_comes_when_the_gang_is_over_ends_well_at_once(registry):
+    registry.publish(AddressRecord((HOST,), 1, "token", closed=True, is_over=True))
+    said = []
+    with pytest.raises(SystemExit) as ended:
+        joining.join_as_member(registry, 1, 2, settings(), said.append)
+    assert ended.value.code == 0
+    assert "has nothing to do" in said[0].text
+
+
+@pytest.mark.parametrize(("replacements", "has_come"), [(0, True), (1, False), (1, True)])
+def test_the_control_node_leaves_word_for_tasks_that_come_later(registry, replacements, has_come):
+    own = settings()
+    rules = Rules(60.0, 1.0, replacements=replacements)
+    control, channel = joining.join_as_control(registry, 2, HOST, own, lambda event: None, True, rules)
+    member = None
+    if has_come:
+        member, _ = joining.join_as_member(registry, 1, 2, own, lambda event: None)
+        member.finish()
+        member.leave()
+        assert eventually(lambda: not channel.members)
+    control.finish()
+    control.leave()
+    record = registry.peek(1.0)
+    assert (record.closed, record.is_over) == (replacements > 0 or not has_come, replacements > 0 and has_come)
+
+
 def test_a_member_that_waits_for_the_record_says_so(registry, control, monkeypatch):
     monkeypatch.setattr(joining, "QUIET_S", 0.0)
     look_up = registry.look_up

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from test_loss import ended, groups
 from test_state import GangOf, crash, failures, preemption
 
+from metaflow_extensions.torchrun.plugins.torchrun.errors import GangError
 from metaflow_extensions.torchrun.plugins.torchrun.gang.nodes import NodeState
 from metaflow_extensions.torchrun.plugins.torchrun.gang.protocol import (
     Alone,
@@ -15,6 +16,7 @@ from metaflow_extensions.torchrun.plugins.torchrun.gang.protocol import (
     Go,
     Join,
     Prepares,
+    Replaced,
     Restart,
     Stop,
     Verdict,
@@ -25,7 +27,7 @@ TASKS = itertools.count()
 
 
 def launched(num_nodes=3, max_restarts=3, **rules):
-    gang = GangOf(num_nodes, **{"replaces": True, "started_timeout_s": 300.0, **rules})
+    gang = GangOf(num_nodes, **{"replacements": 1, "started_timeout_s": 300.0, **rules})
     gang.all_ready(max_restarts=max_restarts)
     return gang
 
@@ -143,7 +145,7 @@ def test_a_new_task_gets_the_verdicts_of_the_launches_before():
 
 @pytest.mark.parametrize("when", ["gathering", "between", "told to end between"])
 def test_a_node_lost_before_a_launch_is_waited_for(when):
-    gang = GangOf(3, replaces=True) if when == "gathering" else launched()
+    gang = GangOf(3, replacements=1) if when == "gathering" else launched()
     number = 0
     if when == "gathering":
         gang.ready(0, max_restarts=3)
@@ -183,7 +185,7 @@ def test_a_node_that_was_told_to_end_is_replaced_too():
 
 
 def test_the_task_that_is_gone_can_not_come_back():
-    gang = GangOf(3, join=False, replaces=True)
+    gang = GangOf(3, join=False, replacements=1)
     first = [Join(node, f"host-{node}", task=f"first {node}") for node in range(3)]
     for each in first:
         gang.say(each.node, each)
@@ -205,6 +207,102 @@ def test_a_new_task_that_contradicts_the_others_is_refused_alone():
     assert "processes per node" in str(gang.verdict(1)) or "nproc" in str(gang.verdict(1))
     gang.pass_time(0.0)
     assert groups(gang) == [(0, 1, 2), (0, 2)]
+
+
+@pytest.mark.parametrize("state", ["runs", "is stopped", "has ended well"])
+def test_a_task_that_comes_before_the_one_in_its_place_has_ended_tries_again(state):
+    gang = launched()
+    if state == "is stopped":
+        gang.failed(1, preemption(1))
+    elif state == "has ended well":
+        gang.done(1)
+    newcomer = Join(1, "new-1", task="second", place="another pod")
+    assert not gang.state.nodes.may_join(newcomer)
+    for _ in range(2):
+        refused, out = gang.state.turn_away(newcomer)
+        gang.post(out)
+        assert (refused.is_early, refused.hold_s) == (True, 0.0)
+        assert "the task before it, on host host-1, has not ended yet" in str(refused.error)
+    assert len(gang.got(1, Replaced)) == (state == "runs")
+    gang.lost(1)
+    assert gang.state.nodes.may_join(newcomer) == (gang.state.nodes[1] is NodeState.AWAITED)
+
+
+def test_each_task_in_a_nodes_place_can_be_told_that_it_is_replaced():
+    gang = launched()
+    for generation, place in enumerate(("second", "third")):
+        _, out = gang.state.turn_away(Join(1, "new", place, place))
+        gang.post(out)
+        assert len(gang.got(1, Replaced)) == generation + 1
+        gang.failed(1, preemption(1), generation=generation)
+        ended(gang, 0, 1, 2, generation=generation)
+        come(gang, 1)
+        gang.ready(1)
+        gang.pass_time(0.0)
+    assert gang.state.restarts_left == 3
+
+
+def test_a_broken_gang_or_the_control_nodes_place_takes_no_other_task():
+    gang = launched()
+    refused, _ = gang.state.turn_away(Join(0, "new", "second", "another pod"))
+    assert not refused.is_early
+    gang.state.give_up(GangError("The channel failed."))
+    refused, _ = gang.state.turn_away(Join(1, "new", "second", "another pod"))
+    assert not refused.is_early
+
+
+def test_several_tasks_may_come_in_a_row_before_one_is_ready():
+    gang = launched(min_nodes=2, replacements=2)
+    for _ in range(2):
+        gang.lost(1)
+        ended(gang, 0, 2)
+        gang.pass_time(0.0)
+        assert gang.state.nodes[1] is NodeState.AWAITED
+        come(gang, 1)
+    gang.lost(1)
+    gang.pass_time(0.0)
+    assert groups(gang) == [(0, 1, 2), (0, 2)]
+    gang = launched(replacements=2)
+    for generation in range(3):  # one that is ready counts as none
+        gang.lost(1)
+        ended(gang, 0, 2, generation=generation)
+        come(gang, 1)
+        gang.ready(1)
+        gang.pass_time(0.0)
+    assert len(groups(gang)) == 4
+
+
+def test_a_task_that_comes_when_the_others_have_gone_on_is_a_spare():
+    gang = launched(min_nodes=2)
+    gang.lost(1)
+    ended(gang, 0, 2)
+    gang.pass_time(301.0)
+    gang.pass_time(0.0)
+    assert groups(gang)[-1] == (0, 2)
+    assert gang.state.nodes[1] is NodeState.OUT
+    come(gang, 1)
+    gang.ready(1)
+    assert [record.kind for record in gang.records][-2:] == ["spare", "ready"]
+    gang.failed(2, crash(2), generation=1)
+    ended(gang, 0, 2, generation=1)
+    gang.pass_time(31.0)
+    assert groups(gang)[-1] == (0, 1, 2)
+
+
+def test_a_task_that_comes_after_the_end_finds_nothing_to_do():
+    gang = launched(min_nodes=2)
+    gang.lost(1)
+    ended(gang, 0, 2)
+    gang.pass_time(301.0)
+    gang.pass_time(0.0)
+    for node in (0, 2):
+        gang.ended(node, generation=1)
+        gang.done(node)
+    gang.leave(2)
+    assert gang.got(0, Alone)
+    newcomer = Join(1, "new", "second", "another pod")
+    assert not gang.state.nodes.may_join(newcomer)
+    assert gang.state.turn_away(newcomer)[0].is_early, "it will find the record of the gang's end"
 
 
 def test_a_command_that_fails_in_the_new_task_harms_nobody_else():
@@ -243,7 +341,7 @@ def test_the_control_node_waits_for_a_new_task_at_its_end():
 
 
 def test_without_replacements_nothing_is_awaited():
-    gang = launched(replaces=False)
+    gang = launched(replacements=0)
     gang.lost(1)
     ended(gang, 0, 2)
     assert "Node 1" in str(gang.same_verdict(0, 2))

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import pytest
 from metaflow import FlowSpec, batch, parallel, step, torchrun
 
+from metaflow_extensions.torchrun.plugins.torchrun.compat import graph
 from metaflow_extensions.torchrun.plugins.torchrun.decorator import TorchrunDecorator
 from metaflow_extensions.torchrun.plugins.torchrun.errors import TorchrunConfigError
 from metaflow_extensions.torchrun.plugins.torchrun.settings import parse_settings
@@ -71,13 +72,24 @@ def refusal(check, *arguments):
     return error.value.message
 
 
-def test_spare_nodes_are_for_local_runs_only():
-    submission({}, spare_nodes=1, min_nodes=2, max_restarts=1).check_loss()
-    submission(KUBERNETES).check_loss()
-    said = refusal(submission(KUBERNETES, spare_nodes=1).check_loss)
-    assert "@torchrun(spare_nodes=1) works on local runs only, and the step has @kubernetes. Remove spare_nodes" in said
-    said = refusal(submission(BATCH, spare_nodes=1, min_nodes=2).check_loss)
-    assert "Remove spare_nodes and min_nodes; use @retry" in said
+@pytest.mark.parametrize("where", [{}, KUBERNETES, BATCH])
+def test_spare_and_fewer_nodes_are_possible_on_all_runs(where):
+    submission(where, spare_nodes=1, min_nodes=2, max_restarts=1, restart_on="node_lost").check_loss(4)
+
+
+@pytest.mark.parametrize("deployed", ["by the command", "in its task"])
+def test_fewer_nodes_are_refused_on_argo(monkeypatch, deployed):
+    monkeypatch.setattr(graph.sys, "argv", ["flow.py", "run"])
+    on_argo = {**KUBERNETES, "argo_workflows_internal": {}}
+    if deployed == "by the command":
+        on_argo = KUBERNETES
+        graph.sys.argv[1:] = ["argo-workflows", "create"]
+    given = {"spare_nodes": 1, "max_restarts": 1}
+    submission(on_argo, **given).check_loss(4)
+    submission(on_argo, **given, min_nodes=3).check_loss(4)
+    for count in (4, None):
+        said = refusal(submission(on_argo, **given, min_nodes=2).check_loss, count)
+        assert "@torchrun(min_nodes=2) does not work on Argo Workflows: its join needs the results of all nodes" in said
 
 
 def test_more_spares_or_a_higher_least_number_than_there_are_nodes_is_refused():
@@ -96,11 +108,12 @@ def test_spares_or_fewer_nodes_without_restarts_are_refused(given):
 
 
 @pytest.mark.parametrize("category", ["node_lost", "preempted"])
-def test_restarts_for_lost_nodes_are_for_local_runs_only(category):
-    submission({}, restart_on=["user", category]).check_loss()
+def test_restarts_for_lost_nodes_need_other_nodes_on_batch(category):
+    for where in ({}, KUBERNETES):
+        submission(where, restart_on=["user", category]).check_loss()
     said = refusal(submission(BATCH, restart_on=["user", category]).check_loss)
-    assert f"@torchrun(restart_on=['{category}']) works on local runs only" in said
-    assert f"Remove {category} from restart_on; use @retry" in said
+    assert f"@torchrun(restart_on=['{category}']) needs spare_nodes or min_nodes on @batch" in said
+    assert f"or remove {category} from restart_on" in said
     submission(BATCH, max_restarts=1).check_loss()
 
 

@@ -50,6 +50,8 @@ def act(action: str) -> None:
         for number in range(6000):
             print(f"word {number}", flush=True)
             time.sleep(0.05)
+    if action == "talk-once" and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+        act("talk")
     if action == "talk-first" and os.environ["ATTEMPT"] == "0":
         act("talk")
     if action == "nap":

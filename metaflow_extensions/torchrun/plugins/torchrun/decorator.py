@@ -161,6 +161,7 @@ class TorchrunDecorator(steps.ParallelDecorator):  # type: ignore[misc]  # Metaf
         self._check("check_loss")
         heed_signals_to_job()
         if remote_job() == step_name:
+            self._bring_pods_again()
             _tell_of_job(flow_datastore, step_name)
 
     def _check(self, name: str, *args: Any) -> None:
@@ -173,6 +174,14 @@ class TorchrunDecorator(steps.ParallelDecorator):  # type: ignore[misc]  # Metaf
         super().package_init(flow, step_name, environment)
         self._check("check_kubernetes")
         self._check("check_loss")
+        self._bring_pods_again()
+
+    def _bring_pods_again(self) -> None:
+        """Have the job sets that this process makes bring pods again that a launch can go on with."""
+        from .compat.job_sets import bring_pods_again
+
+        if self._submission is not None and self._settings.max_restarts:
+            bring_pods_again(self._step_name, self._settings.max_restarts)
 
     def runtime_init(self, flow: Any, graph: Any, package: Any, run_id: str) -> None:
         """Check what only a run can do; deployments, tasks and commands such as ``show`` don't come here."""

@@ -200,7 +200,7 @@ class ControlChannel:
         self._step(self.gang.handle, join.node, join)
 
     def _turn_away(self, connection: Connection, join: Join) -> bool:
-        """Send a task the reason why it can't be its node; return whether it may stay connected until the gang's end."""
+        """Send a task the reason why it can't be its node; return whether it may stay connected."""
         refused, outgoing = self.gang.turn_away(join)
         connection.write(encode(refused))
         self._step(lambda: outgoing)

@@ -87,7 +87,8 @@ def join_as_control(
     patience_s = min(STORE_PATIENCE_S, _PUBLISH_PART * settings.all_nodes_started_timeout)
     if not here_only:
         _give_way_to_former(registry, num_nodes, settings, emit, patience_s)
-    address = _PublishedAddress(registry, AddressRecord(tuple(control_addresses(main_ip, here_only)), 0, new_token()))
+    record = AddressRecord(tuple(control_addresses(main_ip, here_only)), 0, new_token())
+    address = _PublishedAddress(registry, record, rules.replaces)
     member, channel = _open_channel(num_nodes, settings, emit, address.record.token, rules, more, address.close)
     try:
         address.publish(channel.listen(settings.channel_port, LOOPBACK if here_only else ""), patience_s)
@@ -158,8 +159,9 @@ def refuse_second_run(registry: Registry, num_nodes: int, patience_s: float = ST
 class _PublishedAddress:
     """Where the control node is, as the datastore has it for the other nodes."""
 
-    def __init__(self, registry: Registry, record: AddressRecord) -> None:
+    def __init__(self, registry: Registry, record: AddressRecord, may_come_late: bool) -> None:
         self._registry, self.record = registry, record
+        self._may_come_late = may_come_late  # whether tasks may come in the place of others
 
     def publish(self, port: int, patience_s: float) -> None:
         """Publish the address with the port on which the channel listens."""
@@ -167,12 +169,13 @@ class _PublishedAddress:
         self._registry.publish(self.record, patience_s)
 
     def close(self, channel: ControlClient, member: Member) -> None:
-        """Publish the control node's end for nodes that have not arrived, so that none waits for it."""
-        if channel.absent:
+        """Publish the control node's end for tasks that have not arrived, so that none waits for it."""
+        absent = channel.absent
+        if absent or self._may_come_late:
+            error = channel.broken or member.broken
+            last = replace(self.record, closed=True, error=error, is_over=not error and not absent)
             with suppress(GangError):  # without this record they wait until their time is up
-                self._registry.publish(
-                    replace(self.record, closed=True, error=channel.broken or member.broken), _LAST_RECORD_S
-                )
+                self._registry.publish(last, _LAST_RECORD_S)
 
 
 # --- as another member ----------------------------------------------------------------------------
@@ -194,6 +197,9 @@ def join_as_member(
         record = registry.look_up(left_s, search.wait)
         if record.error is not None:
             raise record.error
+        if record.is_over:
+            member.say(Event("note", node, "the gang has ended well without this task; it has nothing to do"))
+            raise SystemExit(0)
         if record.closed:  # the control node's step launched nothing and has ended well
             member.deliver(Bye())
         return record
@@ -252,6 +258,7 @@ class _Search:
                 return channel.connect(record.addresses, record.port, record.token, self._left_s())
             except OSError as error:
                 self._check_refused(error, record)
+                self._log(f"can't join yet: {error}")
                 if time.monotonic() + pause_s > self._deadline:
                     tried = f"tried {', '.join(record.addresses)} on port {record.port} for {self._timeout_s:g} s"
                     raise ConnectionError(f"{tried}; the last try failed: {error}") from error

@@ -81,14 +81,14 @@ class MemberChannel:
     async def connect(self, addresses: Sequence[str], port: int, token: str, timeout_s: float) -> str:
         """Try all addresses once, join over the first that works, and return it.
 
-        Raises OSError if none works, a ConnectionRefusedError if nobody listens at any; then it can be called again.
-        Raises TorchrunError if the control node turns this node away.
+        Raises OSError if none works or it is too early, a ConnectionRefusedError if nobody listens at any; then it can
+        be called again. Raises TorchrunError if the control node turns this node away.
         """
         attempt_s = min(timeout_s, self._policy.attempt_s)
         connection = await self._first_to_open(addresses, port, token, attempt_s)
         if connection.is_closing():
             raise ConnectionError("the connection ended at once")
-        # Send *join*, and wait for the control node's answer.
+        # Send *join*, and wait for the control node's answer. It ends the connection of a node that shall try again.
         self._connection, self._answer = connection, self._loop.create_future()
         connection.write(encode(self._join))
         try:
@@ -172,6 +172,11 @@ class MemberChannel:
             return  # nothing is said before *join*
         if not self._answer.done():
             self._watch(connection)
+            if isinstance(message, Refused) and message.is_early:
+                self._connection = None
+                self._answer.set_exception(ConnectionError(message.error.message))
+                connection.abort()
+                return
             if isinstance(message, Refused):
                 self.hold_s, self._is_over = message.hold_s, not message.hold_s
                 self._answer.set_exception(message.error)

@@ -43,6 +43,9 @@ class AddressRecord:
     port: int
     token: str  # the gang's secret; whoever can read the step's datastore knows it
     closed: bool = False  # whether the control node has ended its step before this node arrived
+    is_over: bool = (
+        False  # whether a task that comes now has nothing to do: all nodes had come, and the gang has ended well
+    )
     error: TorchrunError | None = None  # why, if it ended with an error
 
 

@@ -5,7 +5,8 @@ Read in 2.13 and 2.19.39. The flow's commands load this module.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import sys
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from .renamed import known
@@ -33,6 +34,11 @@ def entry_of(graph: Any, step: str) -> Entry:
 def decorators_of(flow: Any, step: str) -> dict[str, dict[str, Any]]:
     """Return the attributes of a step's present decorators, by name; some decorators are added late."""
     return {deco.name: deco.attributes for deco in getattr(flow, step).decorators}
+
+
+def is_on_argo(decorators: Collection[str], arguments: Sequence[str] | None = None) -> bool:
+    """Return whether this process deploys a flow on Argo Workflows, or is a task there, by the names of its decorators."""
+    return "argo-workflows" in (arguments or sys.argv) or "argo_workflows_internal" in decorators  # so in 2.13 to 2.19
 
 
 def parallel_steps(graph: Any) -> list[str]:

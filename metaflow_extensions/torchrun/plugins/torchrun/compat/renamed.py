@@ -62,6 +62,7 @@ NAMES = {
     "metaflow.plugins.cards.component_serializer:ComponentStore": "layout_last_changed_on",
     "metaflow.plugins.kubernetes.kubernetes:Kubernetes": "_job",
     "metaflow.plugins.kubernetes.kubernetes_job:RunningJob": "_client _name _namespace _pod_name",
+    "metaflow.plugins.kubernetes.kubernetes_jobsets:JobSetSpec": "_kwargs dump name",
     "metaflow.plugins.kubernetes.kubernetes_jobsets:RunningJobSet": "_client _name _namespace _pod_name",
     "metaflow.plugins.parallel_decorator": "ParallelDecorator _local_multinode_control_task_step_func",
     "metaflow.plugins.parallel_decorator:ParallelDecorator": "_control_task_is_mapper_zero setup_distributed_env",

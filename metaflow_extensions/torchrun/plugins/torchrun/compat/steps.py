@@ -26,9 +26,14 @@ _OWN_SCRIPT = known("metaflow.metaflow_config:KUBERNETES_SANDBOX_INIT_SCRIPT") o
 _POD_SCRIPT = "METAFLOW_KUBERNETES_SANDBOX_INIT_SCRIPT"
 
 
+def runs_on() -> str:
+    """Return the backend of this task: "local", "kubernetes" (also under Argo) or "aws-batch"."""
+    return os.environ.get("METAFLOW_RUNTIME_ENVIRONMENT", "local")
+
+
 def is_local() -> bool:
     """Return whether all tasks run on this machine, as ``metaflow.plugins.parallel_decorator`` does."""
-    return os.environ.get("METAFLOW_RUNTIME_ENVIRONMENT", "local") == "local"
+    return runs_on() == "local"
 
 
 # --- decorators beside ours, on the submitting machine ------------------------------------------------

@@ -82,7 +82,8 @@ class Course:
         self.launch = Launch(-1, Phase.OVER)
         self.gone: dict[int, Cause] = {}  # why nodes are lost, or were told to end
         self.awaited_since: dict[int, float] = {}  # of nodes whose replacement has not come, by the gang's age
-        self.unproven: set[int] = set()  # nodes whose replacement was not yet ready for a launch
+        # Of nodes whose replacement was not yet ready for a launch, how many tasks in a row have ended so, or may come.
+        self.unproven: dict[int, int] = {}
         self._pick_port, self._clock, self._over = pick_port, clock, over
         self._began_at = clock()
         self._out: list[Outgoing] = []
@@ -150,8 +151,8 @@ class Course:
         return ""
 
     def may_be_replaced(self, node: int) -> bool:
-        """Return whether another task may take a node's place. One that ends before it is ready gets no next one."""
-        return self.rules.replaces and node != CONTROL and node not in self.unproven
+        """Return whether another task may take a node's place: not after too many that ended before they were ready."""
+        return node != CONTROL and self.unproven.get(node, 0) < self.rules.replacements
 
     def leave_out(self, node: int, cause: Cause) -> None:
         """Go on without a node that is gone or about to go, or wait for another task in its place.
@@ -163,7 +164,7 @@ class Course:
         if self.may_be_replaced(node):
             self.nodes.enter(node, NodeState.AWAITED)
             self.awaited_since[node] = self.age_s
-            self.unproven.add(node)
+            self.unproven[node] = self.unproven.get(node, 0) + 1
             self.note("awaited", node=node, text=headline(cause.what))
         else:
             self.give_up_on(node)
@@ -466,7 +467,7 @@ class Course:
             self._refuse_late(node, error)
         elif isinstance(call, Ready):
             launch.add_ready(node, call)
-            self.unproven.discard(node)
+            self.unproven.pop(node, None)
             if not launch.takes_part(node):
                 self.note("spare", node=node)
         else:

@@ -17,7 +17,7 @@ class NodeState(enum.Enum):
     LEFT = "has left: it sends nothing more"
     LOST = "its task has ended unexpectedly, or nothing arrives from it"
     AWAITED = "it was lost or told to end, and another task is to take its place"
-    OUT = "it was lost or told to end, and the gang goes on without it"
+    OUT = "it was lost or told to end, and the gang goes on without it; another task may come late"
 
 
 WITHOUT = {NodeState.AWAITED, NodeState.OUT}
@@ -30,15 +30,16 @@ NEXT = {
     NodeState.LEFT: WITHOUT,
     NodeState.LOST: WITHOUT,
     NodeState.AWAITED: {NodeState.JOINED, NodeState.OUT},
-    NodeState.OUT: set[NodeState](),
+    NodeState.OUT: {NodeState.JOINED},
 }
 
 
 class Nodes:
     """The nodes of a gang."""
 
-    def __init__(self, num_nodes: int) -> None:
+    def __init__(self, num_nodes: int, takes_late: bool = False) -> None:
         self.size = num_nodes
+        self.takes_late = takes_late  # whether a task may come when the gang goes on without its node
         self._states = dict.fromkeys(range(num_nodes), NodeState.ABSENT)
         # Nodes per state, kept up to date: counting thousands anew at each message would be slow.
         self._count: Counter[NodeState] = Counter(self._states.values())
@@ -59,13 +60,14 @@ class Nodes:
     def may_join(self, join: Join) -> bool:
         """Return whether a task may join: no task is that node, or this task is, and has not got *welcome*."""
         before = self._joins.get(join.node)
-        if self[join.node] is NodeState.AWAITED:
+        if self[join.node] is NodeState.AWAITED or (self.takes_late and self[join.node] is NodeState.OUT):
             return before is None or join.task != before.task  # not one that is gone
         return self[join.node] is NodeState.ABSENT or (self[join.node] is NodeState.JOINED and join == before)
 
     def join(self, join: Join) -> None:
         """Record that a task is now this node's member."""
         self.enter(join.node, NodeState.JOINED)
+        self.replaced.discard(join.node)
         self._joins[join.node] = join
 
     def is_same_place(self, join: Join) -> bool:

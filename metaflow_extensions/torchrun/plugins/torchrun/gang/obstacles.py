@@ -86,5 +86,10 @@ def no_replacement(join: Join, host: str, is_member: bool) -> TorchrunPreempted:
     return TorchrunPreempted(f"{_turned_away(join)}: {text}")
 
 
+def too_soon(join: Join, host: str) -> GangError:
+    """Return the error for a task that came in the place of another, which is on `host`, before that had ended."""
+    return GangError(f"the task before it, on host {host}, has not ended yet")
+
+
 def _turned_away(join: Join) -> str:
     return f"Node {join.node} (host {join.host}) was turned away by the control node"

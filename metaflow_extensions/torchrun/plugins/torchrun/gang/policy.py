@@ -26,9 +26,15 @@ class Rules:
     # Of all nodes, so many wait until one is lost; and with how many a launch goes on, by default with all others.
     spare_nodes: int = 0
     min_nodes: int | None = None
-    replaces: bool = False  # whether another task takes the place of a node that is gone; see `NodeState.AWAITED`
+    # How many tasks in a row, of which none gets ready for a launch, are waited for in the place of a node that is gone.
+    replacements: int = 0
     # Returns a shell command that shows why a node is missing, or "".
     why_it_waits: Callable[[int], str] = lambda node: ""
+
+    @property
+    def replaces(self) -> bool:
+        """Whether another task takes the place of a node that is gone; see `NodeState.AWAITED`."""
+        return self.replacements > 0
 
     @property
     def stop_s(self) -> float:

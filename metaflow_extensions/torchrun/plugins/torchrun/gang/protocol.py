@@ -223,6 +223,7 @@ class Refused:
 
     error: TorchrunError
     hold_s: float = 0.0
+    is_early: bool = False  # whether the node shall try again: the task before it has not ended
 
 
 @dataclass(frozen=True)

@@ -58,9 +58,9 @@ class Gang:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.num_nodes = num_nodes
-        self.nodes = Nodes(num_nodes)
-        self.broken: TorchrunError | None = None  # why no launch can begin any more
         self._rules = rules or Rules()
+        self.nodes = Nodes(num_nodes, takes_late=self._rules.replaces)
+        self.broken: TorchrunError | None = None  # why no launch can begin any more
         self.keepers = keepers or Keepers()
         self._course = Course(self.nodes, self._rules, self.keepers, pick_port, clock, self._launch_is_over)
         self._is_time_up = False  # whether the end of the step's @timeout was handled
@@ -294,12 +294,12 @@ class Gang:
         """Return the answer to a task that can't be its node, and the messages for the nodes.
 
         Kubernetes starts a second task at once where a pod is deleted or drained, while the first still has its grace.
-        The first is told, so that all can save. The second waits for their ends, because its own would have all pods
-        killed.
+        The first is told, so that all can save. The second joins when the first has ended, if the gang can use it. Else
+        it waits for the end of all, because its own would have all pods killed.
         """
         node, host = join.node, self.nodes.host(join.node)
         state = self.nodes[node]
-        if state is NodeState.OUT and not self.nodes.has_joined(node):
+        if state is NodeState.OUT and not self._rules.replaces and not self.nodes.has_joined(node):
             return Refused(obstacles.too_late(join)), []
         if state is None or self.nodes.is_same_place(join):
             return Refused(obstacles.turned_away(join, self.num_nodes, None if state is None else host)), []
@@ -312,6 +312,8 @@ class Gang:
             self._course.send(
                 Note(f"node {node} (host {host}) is being replaced: another task of this node has come"), CONTROL
             )
+        if self.broken is None and self._rules.replaces and node != CONTROL:
+            return Refused(obstacles.too_soon(join, host), is_early=True), self._flush()
         return Refused(obstacles.no_replacement(join, host, is_member), self._rules.stop_s), self._flush()
 
     # --- a launch's begin and end ----------------------------------------------------------------
@@ -349,7 +351,7 @@ class Gang:
     def _add_call(self, launch: Launch, node: int, call: Prepares | Ready) -> None:
         if isinstance(call, Ready):
             launch.add_ready(node, call)
-            self._course.unproven.discard(node)
+            self._course.unproven.pop(node, None)
         else:
             launch.preparing[node] = call
         self._course.note("ready" if isinstance(call, Ready) else "before_run", generation=None, node=node)
@@ -442,6 +444,7 @@ class Gang:
             if self._failed_with is not None:
                 self._break(self._failed_with)
             if self.nodes.count(NodeState.JOINED, NodeState.DONE, NodeState.AWAITED) == 1:
+                self.nodes.takes_late = False  # a task that comes now finds nothing to do
                 self._course.send(Alone(), CONTROL)
 
     def _go_on_without(self, node: int) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ..compat.graph import LintWarn, check_first, check_last, decorators_of, entry_of, first_plain_step
+from ..compat.graph import LintWarn, check_first, check_last, decorators_of, entry_of, first_plain_step, is_on_argo
 from ..compat.steps import KUBERNETES_PORT
 from ..errors import TorchrunConfigError
 from ..gang.launch import GONE
@@ -35,20 +35,26 @@ class Submission:
 
         `num_nodes` is what the run has told.
         """
-        decorators, settings = decorators_of(self._flow, self._step), self._settings
-        remote = [name for name in ("kubernetes", "batch") if name in decorators]
-        given = {name: f"{name}={value}" for name in ("spare_nodes", "min_nodes") if (value := getattr(settings, name))}
-        if settings.restart_on != DEFAULT_RESTART_ON and (lost := sorted(settings.restart_on & GONE)):
-            given |= {f"{', '.join(lost)} from restart_on": f"restart_on={lost}"}
-        if not self._is_gang or not given:
+        if not self._is_gang:
             return
-        if remote:
+        decorators, settings = decorators_of(self._flow, self._step), self._settings
+        lost = sorted(settings.restart_on & GONE) if settings.restart_on != DEFAULT_RESTART_ON else []
+        if "batch" in decorators and lost and not settings.spare_nodes and settings.min_nodes is None:
             raise TorchrunConfigError(
-                f"Step {self._step}: @torchrun({', '.join(given.values())}) works on local runs only, and the step has "
-                f"@{remote[0]}. Remove {' and '.join(given)}; use @retry against lost nodes."
+                f"Step {self._step}: @torchrun(restart_on={lost}) needs spare_nodes or min_nodes on @batch: AWS Batch starts "
+                f"no other node in the place of one that is lost. Add one of them, or remove {', '.join(lost)} from restart_on."
             )
-        if (count := num_nodes or self._num_nodes) is not None:
+        count = num_nodes or self._num_nodes
+        if count is not None:
             check_spares(settings, count, self._step)
+        # On a run the join takes the tasks that the control node names; Argo's takes all, by their numbers
+        # (jobset_input_paths.py, 2.19).
+        all_nodes = None if count is None else count - settings.spare_nodes
+        if is_on_argo(decorators) and settings.min_nodes not in (None, all_nodes):
+            raise TorchrunConfigError(
+                f"Step {self._step}: @torchrun(min_nodes={settings.min_nodes}) does not work on Argo Workflows: its join "
+                "needs the results of all nodes. Remove min_nodes; spare_nodes and max_restarts work there, too."
+            )
 
     def check_kubernetes(self) -> None:
         """Raise `TorchrunConfigError` for ``@catch`` on Kubernetes, and for a ``port`` there that is not `master_port`.

@@ -30,7 +30,7 @@ from ..channel.join import (
 from ..channel.registry import Registry
 from ..compat.datastore import datastore_type, metadata_type, save_log, watch_storing
 from ..compat.renamed import convenience
-from ..compat.steps import control_task_of, exit_codes_of_tasks, is_local, is_of_another_task
+from ..compat.steps import control_task_of, exit_codes_of_tasks, is_local, is_of_another_task, runs_on
 from ..errors import TorchrunPreempted
 from ..events import Event, Subscriber
 from ..gang.cause import Cause, cause_of
@@ -56,6 +56,10 @@ _HOLD_S = 10.0
 _UPLOAD_S = 5.0
 # How long the control node of a local run waits for the gang's word on a node whose end Metaflow has seen first.
 _OTHERS_WORD_S, _OTHERS_LOOK_S = 5.0, 0.25
+# How many tasks may come in a row in the place of one, until one is ready: on a local run, where a task that fails at once
+# would do so again, and by backend.
+_REPLACEMENTS_HERE = 1
+_REPLACEMENTS = {"kubernetes": 3}
 # How long a preempted task waits for its card: its machine is about to go.
 _PREEMPTED_CARD_S = 2.0
 
@@ -96,6 +100,7 @@ class TaskGang:
         self.live_card: LiveCard | None = None  # on any control node
         self.part: Callable[[tuple[str, ...]], GangPart] | None = None  # see `Context.part`
         self._about: dict[str, Any] = {}  # more fields of `Snapshot`, as they become known
+        self._is_incomplete = False  # whether the gang has ended well without some nodes
         self._local_nodes: LocalNodes | None = None  # on the control node of a local run
         self._signs: Plain | None = None
 
@@ -160,8 +165,8 @@ class TaskGang:
         return NEVER, NEVER
 
     def _rules(self) -> Rules:
-        is_replacing = self._local_nodes is not None and self._settings.max_restarts > 0
-        rules = replace(rules_of(self._settings), replaces=is_replacing)
+        tries = _REPLACEMENTS_HERE if self._local_nodes is not None else _REPLACEMENTS.get(runs_on(), 0)
+        rules = replace(rules_of(self._settings), replacements=tries if self._settings.max_restarts else 0)
         return rules if self._limit is None else replace(rules, deadline=self._limit.ends_at, longer=self._limit.text)
 
     def _join_as_member(self, registry: Registry, control: str, more: Mapping[str, Any]) -> tuple[Member, str]:
@@ -227,8 +232,9 @@ class TaskGang:
                 # On AWS Batch the control node's end stops all nodes, and nothing else makes another node's failure
                 # the run's (Metaflow 2.19 waits there for the others' ends only).
                 channel = self._channel
-                self._member.await_others(lambda: channel.members)
+                self._member.await_others(lambda: [*channel.members, *self._out(NodeState.AWAITED)])
                 if out := self._out():
+                    self._is_incomplete = True
                     self._forget(out)
         except BaseException as error:
             if self._member is not None and not self._member.in_task:
@@ -331,6 +337,10 @@ class TaskGang:
             raise
         if is_last and self._events is not None:
             self.leave(sys.exc_info()[1])  # what Metaflow hands to no decorator, such as SystemExit, is on its way
+        if is_last and self._is_incomplete:
+            # All is stored, also which tasks the join takes. On AWS Batch Metaflow still waits until the step has as many
+            # tasks, all finished, as are listed now (`BatchDecorator._wait_for_mapper_tasks`, 2.19). One would never be.
+            self._forget(range(1, current.parallel.num_nodes))
         return result
 
     def leave_with(self, error: BaseException) -> str:

@@ -1,0 +1,37 @@
+"""Has Kubernetes start the pods of a gang again that end too early, all but the control node's.
+
+Metaflow (``plugins/kubernetes/kubernetes_jobsets.py``, 2.19.39) makes a Job for each pod, with ``backoffLimit: 0``: the first
+pod that fails ends the whole gang. With more, the Job brings that one pod again: the same node, task id and attempt.
+"""
+
+from __future__ import annotations
+
+from functools import wraps
+from typing import Any
+
+from .renamed import known
+
+# How often a Job brings its pod again. Its pods may also be evicted, which no restart counts. Kubernetes' own default; the
+# pauses before them are 10 s, 20 s, 40 s, ... https://kubernetes.io/docs/concepts/workloads/controllers/job/
+_TIMES = 6
+_WORKER = "worker"  # as Metaflow names the Jobs of all nodes but the control node
+_steps: dict[str, int] = {}  # step, as job sets name it -> how often; set by the main thread before any job set is made
+
+
+def bring_pods_again(step: str, max_restarts: int) -> None:
+    """Have the job sets of a step bring their pods again."""
+    spec: Any = known("metaflow.plugins.kubernetes.kubernetes_jobsets:JobSetSpec")
+    if not _steps:
+        spec.dump = _with_limit(spec.dump)
+    for name in (step, step.replace("_", "-")):  # Argo's is sanitized
+        _steps[name] = max(_TIMES, max_restarts)
+
+
+def _with_limit(dump: Any) -> Any:
+    @wraps(dump)
+    def dump_with_limit(spec: Any) -> Any:
+        if spec.name == _WORKER and (times := _steps.get(spec._kwargs.get("step_name"))):
+            spec._kwargs["retries"] = times
+        return dump(spec)
+
+    return dump_with_limit
