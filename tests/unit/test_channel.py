@@ -426,12 +426,12 @@ def test_where_another_task_may_come_it_joins_when_the_first_has_ended(opened):
     first = opened.member().join(control)
     second = opened.member(place="another pod")
     for _ in range(2):
-        with pytest.raises(ConnectionError, match="the task before it, on host .*, has not ended yet"):
+        with pytest.raises(ConnectionError, match=r"the task before it, on host .*, has not ended yet"):
             second.join(control)
     first.inbox.expect(sent.Replaced)
     with pytest.raises(queue.Empty):  # nobody tells it that it has lost the control node
         second.inbox.expect(ControlLost, 0.5)
-    first.send(sent.Leave(Cause("preempted", 1, "host-1")))
+    first.send(sent.Leave(Cause("terminated", 1, "host-1")))
     first.inbox.expect(sent.Ack)
     first.close()
     second.join(control)

@@ -7,10 +7,10 @@ from metaflow.plugins.kubernetes.kubernetes_jobsets import JobSetSpec, Kubernete
 
 from metaflow_extensions.torchrun.plugins.torchrun.compat import job_sets
 
-ABOUT = dict.fromkeys(
-    "use_tmpfs tmpfs_size shared_memory qos cpu memory disk gpu image image_pull_policy image_pull_secrets service_account "
-    "node_selector tolerations persistent_volume_claims port timeout_in_seconds subdomain command gpu_vendor".split()
-)
+# What a job set is made of, as far as this test does not say it.
+NAMES = """use_tmpfs tmpfs_size shared_memory disk gpu gpu_vendor image image_pull_policy image_pull_secrets service_account
+node_selector tolerations persistent_volume_claims port timeout_in_seconds subdomain"""
+ABOUT = dict.fromkeys(NAMES.split())
 
 
 @pytest.fixture(autouse=True)

@@ -90,6 +90,10 @@ def test_values_that_were_lost_with_a_task_are_no_empty_list():
         with pytest.raises(LookupError, match=r"node 1 .* was lost, and what .* gather=True"):
             look(result)
     assert list(replace(OF_FUNCTION, values={}, exit_codes={}, nodes=(0, 2))) == [], "it took no part"
+    script = replace(result, has_values=False)
+    assert (list(script), len(script)) == ([], 0)
+    with pytest.raises(LookupError, match="a script has none"):
+        script.rank(2)
 
 
 def test_values_do_not_flood_what_is_printed():
@@ -133,6 +137,7 @@ PLAIN = [
         "metrics": {},
         "outputs": None,
         "nodes": [],
+        "has_values": True,
     },
 ]
 

@@ -107,6 +107,13 @@ def test_spares_or_fewer_nodes_without_restarts_are_refused(given):
     assert f"@torchrun({given}) needs max_restarts" in said
 
 
+@pytest.mark.parametrize("given", ["spare_nodes=1", "min_nodes=2"])
+def test_spares_or_fewer_nodes_that_no_loss_would_use_are_refused(given):
+    name, _, number = given.partition("=")
+    said = refusal(submission({}, **{name: number}, max_restarts=1, restart_on="user").check_loss, 3)
+    assert f"@torchrun({given}) is of no use, since restart_on has neither" in said
+
+
 @pytest.mark.parametrize("category", ["node_lost", "preempted"])
 def test_restarts_for_lost_nodes_need_other_nodes_on_batch(category):
     for where in ({}, KUBERNETES):

@@ -83,6 +83,7 @@ class TorchrunResult(Generic[_T]):
     metrics: dict[str, float] = field(default_factory=dict)
     outputs: Outputs | None = None
     nodes: tuple[int, ...] = ()
+    has_values: bool = field(default=True, repr=False, compare=False)  # whether a function was launched, not a script
 
     def rank(self, rank: int) -> _T:
         """Return what the function returned on a global rank.
@@ -126,8 +127,8 @@ class TorchrunResult(Generic[_T]):
 
     @property
     def _is_of_another_task(self) -> bool:
-        """Whether the task that ran this node's workers was lost, and another has taken its place."""
-        return bool(self.nodes) and not self.exit_codes and bool(self._own_ranks())
+        """Whether the task that ran this node's workers of a function was lost, and another has taken its place."""
+        return self.has_values and bool(self.nodes) and not self.exit_codes and bool(self._own_ranks())
 
     @property
     def _why_none(self) -> str:

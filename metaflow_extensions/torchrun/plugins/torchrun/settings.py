@@ -150,6 +150,12 @@ def check_spares(settings: StepSettings, num_nodes: int, step: str) -> None:
             f"Step {step}: @torchrun({given}) needs max_restarts: after the loss of a node all workers start again. "
             "Add max_restarts=3, or another number."
         )
+    if (spares or least is not None) and not settings.restart_on & {"node_lost", "preempted"}:
+        given = f"spare_nodes={spares}" if spares else f"min_nodes={least}"
+        raise TorchrunConfigError(
+            f"Step {step}: @torchrun({given}) is of no use, since restart_on has neither 'node_lost' nor 'preempted'. Add "
+            f"one of them, or remove {given.partition('=')[0]}."
+        )
     if spares >= num_nodes:
         raise TorchrunConfigError(
             f"Step {step}: @torchrun(spare_nodes={spares}) leaves no node to train, since num_parallel is {num_nodes}. "

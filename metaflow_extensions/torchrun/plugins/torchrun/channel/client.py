@@ -451,9 +451,9 @@ class ControlClient(Client):
         found: list[int] = self._inquire("nodes_to_start")
         return found
 
-    def report_gone(self, node: int, reason: str, is_replacement: bool = False) -> None:
+    def report_gone(self, node: int, reason: str) -> None:
         """Tell the gang that a node's task has ended; safe to call for one that left before."""
-        self.say("gone", node, reason, is_replacement)
+        self.say("gone", node, reason)
 
     def in_background(self, name: str, do: Callable[[], Pauses]) -> Work:
         """Return a work, which the supervisor has begun when it is due."""

@@ -87,9 +87,9 @@ class ControlChannel:
         """Hand a feature what a command asks of the gang."""
         self._step(self.gang.request, feature, data)
 
-    def report_gone(self, node: int, reason: str, is_replacement: bool = False) -> None:
+    def report_gone(self, node: int, reason: str, is_last: bool = False) -> None:
         """Tell the gang that a node's task has ended; safe to call for one that left before."""
-        self._loop.call_later(REPORT_GONE_S, self._step, self.gang.lost, node, reason, is_replacement)
+        self._loop.call_later(REPORT_GONE_S, self._step, self.gang.lost, node, reason, is_last)
 
     async def stop_listening(self) -> None:
         """Accept no more connections; those that stand stay."""

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from ..errors import TorchrunError
@@ -65,6 +65,15 @@ SAVE_S = 120.0
 _INDEX_S = 15.0
 
 
+@dataclass
+class Wait:
+    """How another task is waited for in the place of one that is gone."""
+
+    tries: int = 0  # how many tasks were waited for so; all but the last one ended before they were ready
+    since_s: float = 0.0  # by the gang's age, when the last one was lost
+    joins: int = 0  # how many tasks had joined as this node by then
+
+
 class Course:
     """The launch that runs, or the last one."""
 
@@ -81,9 +90,7 @@ class Course:
         self.history = History(clock)
         self.launch = Launch(-1, Phase.OVER)
         self.gone: dict[int, Cause] = {}  # why nodes are lost, or were told to end
-        self.awaited_since: dict[int, float] = {}  # of nodes whose replacement has not come, by the gang's age
-        # Of nodes whose replacement was not yet ready for a launch, how many tasks in a row have ended so, or may come.
-        self.unproven: dict[int, int] = {}
+        self.waits: dict[int, Wait] = {}  # for a task in a node's place, until one is ready for a launch
         self._pick_port, self._clock, self._over = pick_port, clock, over
         self._began_at = clock()
         self._out: list[Outgoing] = []
@@ -146,13 +153,30 @@ class Course:
             return f"{why}max_restarts={launch.policy.max_restarts} allows no more restarts."
         if len(able) < self._least:
             left = f"{counted(len(able), 'node')} {'is' if len(able) == 1 else 'are'} left"
-            more = " No other task has taken its place." if cause.node in self.awaited_since else ""
-            return f"{why}{left}, and it needs {self._least} (spare_nodes, min_nodes).{more}"
+            return f"{why}{left}, and it needs {self._least} (spare_nodes, min_nodes).{self._what_came(cause)}"
         return ""
+
+    def _what_came(self, cause: Cause) -> str:
+        """Return as a sentence what came of the wait for another task in the place of a node."""
+        wait, last = self.waits.get(cause.node), self.gone.get(cause.node)
+        if wait is None or not wait.tries:
+            return ""
+        if self.nodes.joins(cause.node) == wait.joins:
+            return " No other task has taken its place."
+        return "" if last is None else f" Of the task in its place: {last.what}."
 
     def may_be_replaced(self, node: int) -> bool:
         """Return whether another task may take a node's place: not after too many that ended before they were ready."""
-        return node != CONTROL and self.unproven.get(node, 0) < self.rules.replacements
+        wait = self.waits.get(node)
+        return node != CONTROL and (0 if wait is None else wait.tries) < self.rules.replacements
+
+    def expect_no_other(self, node: int) -> None:
+        """Record that no other task will come in the place of a node, if it is lost."""
+        self.waits.setdefault(node, Wait()).tries = self.rules.replacements
+
+    def has_caught_up(self, node: int) -> None:
+        """Record that a task that came in the place of another is where the others are."""
+        self.waits.pop(node, None)
 
     def leave_out(self, node: int, cause: Cause) -> None:
         """Go on without a node that is gone or about to go, or wait for another task in its place.
@@ -163,8 +187,8 @@ class Course:
         self.keepers.gone(node)
         if self.may_be_replaced(node):
             self.nodes.enter(node, NodeState.AWAITED)
-            self.awaited_since[node] = self.age_s
-            self.unproven[node] = self.unproven.get(node, 0) + 1
+            wait = self.waits.setdefault(node, Wait())
+            wait.tries, wait.since_s, wait.joins = wait.tries + 1, self.age_s, self.nodes.joins(node)
             self.note("awaited", node=node, text=headline(cause.what))
         else:
             self.give_up_on(node)
@@ -181,7 +205,7 @@ class Course:
             each.pop(node, None)
         launch.given_up.discard(node)
         launch.without_commands.discard(node)
-        if launch.phase is Phase.GATHERING:  # of before_run
+        if launch.phase is Phase.GATHERING and not launch.without_commands:  # else its failure stands for all of them
             launch.failures = [each for each in launch.failures if each.cause.node != node]
 
     def _leave_out_gone(self) -> None:
@@ -255,7 +279,8 @@ class Course:
 
     def _on_failed(self, node: int, failed: Failed) -> None:
         launch = self.launch
-        if node in launch.preparing and launch.phase is not Phase.GATHERING and failed.failures:
+        kind = failed.failures[0].cause.kind if failed.failures else ""
+        if node in launch.preparing and launch.phase is not Phase.GATHERING and kind == "command":
             self._refuse_late(node, obstacles.commands_failed(failed.failures[0].cause))
             return
         self.add_failures(failed.failures)
@@ -398,21 +423,36 @@ class Course:
         return True
 
     def _may_wait(self) -> bool:
-        """Return whether another task may take the place of a node that is missing."""
+        """Return whether enough nodes are there when other tasks have taken the places of those that are missing."""
         gone = {*self.launch.leaving, *self.nodes.which(NodeState.LOST, NodeState.LEFT, NodeState.DONE)}
-        is_awaited = any(self.nodes[node] in (NodeState.AWAITED, NodeState.JOINED) for node in self.unproven)
-        return CONTROL not in gone and (is_awaited or any(self.may_be_replaced(node) for node in gone))
+        come = [node for node in gone if self.may_be_replaced(node)]
+        able = set(self._able()) | set(self._coming()) | set(come)
+        return CONTROL not in gone and len(able) >= self._least
 
     @property
     def _size(self) -> int:
         """How many nodes take part if none is missing."""
         return self.nodes.size - self.rules.spare_nodes
 
+    def _coming(self) -> list[int]:
+        """Return the nodes whose other task may come, or has come and is not ready."""
+        return [node for node in sorted(self.waits) if self.nodes[node] in (NodeState.AWAITED, NodeState.JOINED)]
+
     def _awaited(self, group: Group | None) -> list[int]:
-        """Return the nodes whose replacements a generation waits for, before it begins with `group`."""
-        missing = self._size - (0 if group is None else group.size)
-        coming = (node for node in self.unproven if self.nodes[node] in (NodeState.AWAITED, NodeState.JOINED))
-        return sorted(coming)[:missing] if missing > 0 else []
+        """Return the nodes whose other tasks a generation waits for, before it begins with `group`.
+
+        Where `group` is enough to go on, it waits for none longer than for one that has not joined.
+        """
+        missing, coming = self._size - (0 if group is None else group.size), self._coming()
+        if group is None and len(self._able()) + len(coming) < self._least:
+            return []
+        if group is not None and group.size >= self._least:
+            coming = [node for node in coming if not self.is_overdue(node)]
+        return coming[:missing] if missing > 0 else []
+
+    def is_overdue(self, node: int) -> bool:
+        """Return whether the time is up in which another task must come in the place of a node."""
+        return self.age_s - self.waits[node].since_s > self.rules.started_timeout_s
 
     def _restart(self, cause: Cause, now: float, at_once: bool) -> None:
         launch = self.launch
@@ -440,7 +480,7 @@ class Course:
         self, cause: Cause, pause_s: float, left: tuple[int, ...], came: tuple[int, ...], nodes: Collection[int]
     ) -> None:
         launch = self.launch
-        launch.announced = Group.of(nodes)
+        launch.announced, launch.left = Group.of(nodes), left
         about = (launch.number, launch.restarts, launch.limit, pause_s, cause)
         self.broadcast(Restart(*about, left, came, len(nodes)))
 
@@ -456,8 +496,9 @@ class Course:
             self._leave_out_gone()
             if group != self.launch.announced and self.launch.restarts_for is not None:  # more were lost in the pause
                 before, after = set(self.launch.group.nodes), set(group.nodes)
-                left, came = tuple(sorted(before - after)), tuple(sorted(after - before))
-                self._announce(self.launch.restarts_for, 0.0, left, came, after)
+                left = before - after | set(self.launch.left)
+                came = after - before | (left & after)
+                self._announce(self.launch.restarts_for, 0.0, tuple(sorted(left)), tuple(sorted(came)), after)
             self.go(group)
 
     def add_late(self, node: int, call: Prepares | Ready, error: TorchrunError | None) -> None:
@@ -467,7 +508,7 @@ class Course:
             self._refuse_late(node, error)
         elif isinstance(call, Ready):
             launch.add_ready(node, call)
-            self.unproven.pop(node, None)
+            self.has_caught_up(node)
             if not launch.takes_part(node):
                 self.note("spare", node=node)
         else:

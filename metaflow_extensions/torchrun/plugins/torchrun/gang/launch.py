@@ -72,7 +72,8 @@ class Launch:
     uncounted: int = 0  # restarts that `max_restarts` does not count: because of nodes that were told to end
     ended: dict[int, Ended] = field(default_factory=dict)  # without what failed, which is in `failures`
     failures: list[Failure] = field(default_factory=list)  # ages as of the clock's zero, so that they compare
-    announced: Group | None = None  # the nodes that the last *restart* has named
+    announced: Group | None = None  # the nodes that the last *restart* has named, and
+    left: tuple[int, ...] = ()  # those that it has named as gone
     restarts_for: Cause | None = None  # why the last restart follows
     verdict: TorchrunError | None = None  # the error at its end; None while it runs, or if it succeeded
     given_up: set[int] = field(default_factory=set)  # nodes whose own code has ended their call of `run`

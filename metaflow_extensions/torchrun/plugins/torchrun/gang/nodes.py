@@ -44,6 +44,7 @@ class Nodes:
         # Nodes per state, kept up to date: counting thousands anew at each message would be slow.
         self._count: Counter[NodeState] = Counter(self._states.values())
         self._joins: dict[int, Join] = {}
+        self._count_of_joins: Counter[int] = Counter()
         self.replaced: set[int] = set()  # nodes that know that another task has come in their place
 
     def __getitem__(self, node: int) -> NodeState | None:
@@ -68,6 +69,7 @@ class Nodes:
         """Record that a task is now this node's member."""
         self.enter(join.node, NodeState.JOINED)
         self.replaced.discard(join.node)
+        self._count_of_joins[join.node] += join != self._joins.get(join.node)
         self._joins[join.node] = join
 
     def is_same_place(self, join: Join) -> bool:
@@ -77,6 +79,10 @@ class Nodes:
     def has_joined(self, node: int) -> bool:
         """Return whether a task has ever been this node's member."""
         return node in self._joins
+
+    def joins(self, node: int) -> int:
+        """Return how many tasks have been this node's member, one after the other."""
+        return self._count_of_joins[node]
 
     def host(self, node: int) -> str:
         """Return a node's host name."""

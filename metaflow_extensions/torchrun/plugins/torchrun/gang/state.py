@@ -109,9 +109,9 @@ class Gang:
         return self.broken or self._launch.verdict
 
     @property
-    def lost_for_good(self) -> set[int]:
-        """The lost nodes without which the gang goes on."""
-        return {node for node in self.nodes.which(*WITHOUT) if self._course.gone[node].kind == "lost"}
+    def without(self) -> set[int]:
+        """The nodes without which the gang goes on: those tasks shall end."""
+        return set(self.nodes.which(*WITHOUT))
 
     # --- what can happen ------------------------------------------------------------------------
 
@@ -159,13 +159,15 @@ class Gang:
         self.keepers.request(feature, data, self._course.age_s)
         return self._flush()
 
-    def lost(self, node: int, why: str, is_replacement: bool = False) -> list[Outgoing]:
+    def lost(self, node: int, why: str, is_last: bool = False) -> list[Outgoing]:
         """Handle the loss of a node: its connection or task has ended, or it is silent.
 
-        `is_replacement`: that task was started in the place of another.
+        `is_last`: no other task will come in its place.
         """
-        if is_replacement and self.nodes[node] is NodeState.AWAITED:
+        if is_last and self.nodes[node] is NodeState.AWAITED:
             self._give_up_awaited(node)
+        elif is_last:
+            self._course.expect_no_other(node)
         self._lose(node, why)
         return self._flush()
 
@@ -195,7 +197,7 @@ class Gang:
         if self.nodes.count(NodeState.ABSENT) and self._course.age_s > self._rules.started_timeout_s:
             self._give_up_absent()
         for node in self.nodes.which(NodeState.AWAITED) if self._rules.replaces else ():
-            if self._course.age_s - self._course.awaited_since[node] > self._rules.started_timeout_s:
+            if self._course.is_overdue(node):
                 self._give_up_awaited(node)
         if now >= self._launch.remind_at:
             self._remind(now)
@@ -212,6 +214,7 @@ class Gang:
             self._break(obstacles.missing(absent, self.num_nodes, waited_s, command))
         else:
             for node in absent:
+                self._course.expect_no_other(node)  # it may still come itself
                 text = f"it has not joined within {waited_s:g} s"
                 self._node_is_gone(node, Cause("lost", node, self.nodes.host(node), exception=text))
 
@@ -220,8 +223,8 @@ class Gang:
         self._course.give_up_on(node)
         if self._course.next_group() is None and self._launch.phase in (Phase.GATHERING, Phase.OVER):
             self._break_for(node, self._course.gone[node])
-        elif self._launch.phase is Phase.GATHERING and self._launch.ready:
-            self._start_if_all_ready()
+        else:
+            self._begin_if_all_called()
         self._see_who_is_left()
 
     @property
@@ -286,6 +289,7 @@ class Gang:
             if self.nodes[node] is not NodeState.JOINED:
                 self.history.note("joined", node=node, text=join.host)
             self.nodes.join(join)
+            self._course.gone.pop(node, None)
             self._course.send(Welcome(), node)
             if self.broken is not None:
                 self._course.send(Abort(self.broken), node)
@@ -322,6 +326,8 @@ class Gang:
         number = call.launch
         if number in self._verdicts:
             self._send_late_verdict(self._verdicts[number], node)  # it was over before this node called it
+            if self._launch.phase is Phase.OVER and number == self._launch.number:
+                self._course.has_caught_up(node)
             return
         if self.broken is not None:
             self._send_late_verdict(Verdict(number, self.broken), node)
@@ -338,9 +344,7 @@ class Gang:
             self._early.append((node, call))
         else:
             self._add_call(launch, node, call)
-            self._start_if_all_ready()
-            if launch.phase is Phase.GATHERING:
-                self._course.end_if_commands_failed()
+            self._begin_if_all_called()
 
     def _add_late(self, launch: Launch, node: int, call: Prepares | Ready) -> None:
         """Take in a node that has come in the place of another, while the launch runs."""
@@ -351,10 +355,18 @@ class Gang:
     def _add_call(self, launch: Launch, node: int, call: Prepares | Ready) -> None:
         if isinstance(call, Ready):
             launch.add_ready(node, call)
-            self._course.unproven.pop(node, None)
+            self._course.has_caught_up(node)
         else:
             launch.preparing[node] = call
         self._course.note("ready" if isinstance(call, Ready) else "before_run", generation=None, node=node)
+
+    def _begin_if_all_called(self) -> None:
+        """Begin the launch that gathers, or end it for commands that failed, when a node is no longer waited for."""
+        launch = self._launch
+        if launch.phase is Phase.GATHERING and launch.ready:
+            self._start_if_all_ready()
+        if launch.phase is Phase.GATHERING:
+            self._course.end_if_commands_failed()
 
     def _start_if_all_ready(self) -> None:
         launch = self._launch
@@ -479,7 +491,11 @@ class Gang:
         # While the nodes store, one that has nothing to store has no part in that any more.
         is_storing = launch.phase is Phase.STORING and node not in launch.stores
         is_waiting = is_storing or launch.phase in (Phase.GATHERING, Phase.PAUSING, Phase.OVER)
-        if self.broken is not None or node == CONTROL or cause.category not in GONE:
+        # A task that has come in the place of another, and fails before it is ready, is no loss for the others.
+        is_newcomer = node in self._course.waits
+        if self.broken is not None or node == CONTROL or not (cause.category in GONE or is_newcomer):
+            return False
+        if launch.phase is Phase.PAUSING and cause.category in GONE - launch.policy.restart_on:
             return False
         if self._course.next_group(node) is None and not self._course.may_be_replaced(node):
             return False
@@ -493,10 +509,7 @@ class Gang:
         text = f"{within(cause)}; {then}"
         if launch.phase is not Phase.SAVING:  # else they do not go on
             self._course.send(Note(text), CONTROL)
-        if launch.phase is Phase.GATHERING and launch.ready:
-            self._start_if_all_ready()
-        if launch.phase is Phase.GATHERING:
-            self._course.end_if_commands_failed()
+        self._begin_if_all_called()
         self._see_who_is_left()
         return True
 

@@ -31,6 +31,7 @@ from ..gang.protocol import (
     Verdict,
     Wrote,
 )
+from ..gang.texts import names
 from .agent_end import AGENT_NAME
 from .headlines import alone_line, end_line, facts_line
 from .news import Begun, Called, Completed, Crashed, Do, Effect, News, NotBegun, Prepared, Seen, Settled, WorkersEnded
@@ -155,8 +156,11 @@ class NodeCourse:
         self._restarts.append({"generation": restart.number, "cause": cause.as_dict(), **nodes})
         if self._node != CONTROL and self.plan.shares_machine:
             return  # the control node says it in this terminal
+        again = sorted({*restart.left} & {*restart.came})
+        has = "has" if len(again) == 1 else "have"
+        when = f"when {names(again)} {has} started again" if again else f"in {restart.pause_s:g} s"
         text = (
-            f"restart {restart.number} of {restart.of}: all workers start again in {restart.pause_s:g} s, "
+            f"restart {restart.number} of {restart.of}: all workers start again {when}, "
             f"because {cause.who[0].lower()}{cause.who[1:]} {cause.what}"
         )
         change = change_of_nodes(restart.left, restart.came, restart.size)

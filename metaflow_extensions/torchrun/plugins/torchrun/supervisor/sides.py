@@ -148,7 +148,7 @@ class ControlSide(Side):
         self._followed = Held()
         self._others: dict[int, Other] = {}  # on a local run, the tasks of the other nodes
         self._vacant: set[int] = set()  # nodes of which no task is left
-        self._coming: set[int] = set()  # nodes whose new task runs, and has not joined yet
+        self._joins: dict[int, int] = {}  # of nodes whose new task runs, how many had joined before it
         self._to_start: set[int] = set()  # of the vacant ones, those in whose place the task is to start another
         self._killed_at: dict[int, float] = {}  # when those are killed without which the gang goes on
         keepers = Keepers.of(keeps(), num_nodes)
@@ -185,24 +185,30 @@ class ControlSide(Side):
     def lines(self, stream: str, text: str) -> None:
         """Do nothing: this node's lines are in its log already."""
 
-    def gone(self, node: int, reason: str, is_replacement: bool) -> None:
-        """Tell the gang that another node's task has ended."""
-        self._channel.report_gone(node, reason, is_replacement)
+    def gone(self, node: int, reason: str) -> None:
+        """Tell the gang that another node's task has ended, and that no other one will come."""
+        self._channel.report_gone(node, reason, is_last=True)
 
     def follow(self, tasks: list[tuple[int, int, str]], are_replacements: bool) -> None:
         """Tell the gang when the tasks of other nodes end, each a node's index, its pid, and when it began."""
         for node, pid, began in tasks:
             task = self._others[node] = Other(pid, began)
-            self._coming |= {node} if are_replacements else set()
+            self._killed_at.pop(node, None)
+            if are_replacements:
+                self._joins[node] = self._gang.nodes.joins(node)
             self._followed.begin(self._follow(node, task))
 
     async def _follow(self, node: int, task: Other) -> None:
         how = await end_of(task)
-        self._channel.report_gone(node, f"its task {how}", is_replacement=node in self._coming)
+        self._channel.report_gone(node, f"its task {how}", is_last=self._is_coming(node))
         await asyncio.sleep(2 * REPORT_GONE_S)  # the gang knows it by then, so it is no news of the next task
         while beside([task]):  # its supervisor ends the workers, and they have the accelerators
             await asyncio.sleep(WATCH_S)
         self._vacant.add(node)
+
+    def _is_coming(self, node: int) -> bool:
+        """Return whether a node's new task runs, and has not joined yet."""
+        return self._joins.get(node) == self._gang.nodes.joins(node)
 
     def nodes_to_start(self) -> list[int]:
         """Return the nodes in whose place another task is to be started, each once."""
@@ -239,12 +245,13 @@ class ControlSide(Side):
         self._looking = loop.call_later(until_look(), self._look)
 
     def _end_lost(self, now: float) -> None:
-        """End the local tasks of lost nodes without which the gang goes on.
+        """End the local tasks of nodes without which the gang goes on.
 
-        Such a task may be stopped by a signal, and Metaflow waits for its end.
+        Such a task may be stopped by a signal, or its step may go on. Metaflow waits for its end, and so does another task.
         """
-        self._coming &= self._gang.to_replace
-        for node in (self._gang.lost_for_good & self._others.keys()) - self._coming:
+        for node in self._gang.without & self._others.keys():
+            if self._is_coming(node) and self._gang.nodes[node] is NodeState.AWAITED:
+                continue
             task = self._others[node]
             if now < self._killed_at.setdefault(node, now + self._rules.grace_s):
                 send_signal(task.pid, signal.SIGCONT)  # so that it hears of its end

@@ -32,6 +32,7 @@ def result_of(outcome: Outcome, spec: LaunchSpec, member: Member, services: Serv
         duration_s=outcome.duration_s,
         exit_codes=dict(sorted(outcome.exit_codes.items())),
         events=tuple(event.as_dict() for event in verdict.events),
+        has_values="values" in fields,
         **fields,
     )
 

@@ -42,7 +42,8 @@ class Submission:
         if "batch" in decorators and lost and not settings.spare_nodes and settings.min_nodes is None:
             raise TorchrunConfigError(
                 f"Step {self._step}: @torchrun(restart_on={lost}) needs spare_nodes or min_nodes on @batch: AWS Batch starts "
-                f"no other node in the place of one that is lost. Add one of them, or remove {', '.join(lost)} from restart_on."
+                "no other node in the place of one that is lost. Add one of them, or remove "
+                f"{', '.join(lost)} from restart_on."
             )
         count = num_nodes or self._num_nodes
         if count is not None:
