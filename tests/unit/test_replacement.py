@@ -436,8 +436,8 @@ def test_the_error_says_what_came_of_the_task_in_its_place():
     gang.say(1, Failed(0, failures=failures([crash(1, kind="command")])))
     gang.pass_time(0.0)
     said = str(gang.same_verdict(0, 2))
-    assert "Of the task in its place: " in said
-    assert "the task in its place can't take part: before_run failed" in said
+    assert "The task in its place can't take part: failed: " in said
+    assert "before_run failed. The others go on without it." in str(gang.verdict(1))
 
 
 def test_a_new_task_that_has_heard_of_all_launches_has_caught_up():
@@ -557,3 +557,38 @@ def test_a_gang_that_fails_anyway_counts_no_silent_node_as_lost():
     gang.pass_time(46.0)
     assert "Node 1 did not report in time" in str(gang.same_verdict(0, 1, 2))
     assert gang.state.nodes[1] is NodeState.JOINED
+
+
+def test_a_step_that_ends_without_calling_run_is_named_as_what_came():
+    gang = launched()
+    gang.lost(1)
+    ended(gang, 0, 2)
+    come(gang, 1)
+    gang.done(1)
+    gang.leave(1)
+    gang.pass_time(0.0)
+    said = str(gang.same_verdict(0, 2))
+    assert "The step of the task in its place has ended without calling run." in said
+
+
+def test_the_log_says_when_a_node_is_not_waited_for_any_more():
+    gang = launched(4, spare_nodes=1)
+    gang.lost(1)
+    ended(gang, 0, 2, 3)
+    gang.pass_time(0.0)
+    gang.post(gang.state.lost(1, "its task was killed by SIGKILL, too", is_last=True))
+    said = "node 1 is not waited for any more. The task in its place can't take part: its task was killed by SIGKILL, too."
+    assert said in gang.notes(0)
+
+
+def test_a_restart_names_a_node_that_is_lost_in_the_pause_and_comes_again():
+    gang = launched()
+    gang.failed(2, crash(2))
+    ended(gang, 0, 1, 2)
+    gang.lost(1)
+    come(gang, 1)
+    gang.ready(1)
+    gang.pass_time(31.0)
+    assert groups(gang)[-1] == (0, 1, 2)
+    told = [(each.number, each.left, each.came) for each in gang.got(0, Restart)]
+    assert told == [(1, (), ()), (1, (1,), (1,))]

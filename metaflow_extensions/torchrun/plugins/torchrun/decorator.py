@@ -68,13 +68,13 @@ class TorchrunDecorator(steps.ParallelDecorator):  # type: ignore[misc]  # Metaf
     restart_on : Union[str, Iterable[str]], optional, default None
         Which classes of causes restart them: ``"user"``, an error of the script; ``"killed"``, a signal or
         lack of memory; ``"timeout"``, a launch over its time; ``"hang"``; ``"start"``, an agent that could
-        not start; ``"network"``, nodes that can't reach each other; ``"node_lost"`` and ``"preempted"``, on
-        local runs only. By default all but ``"start"`` and ``"network"``.
+        not start; ``"network"``, nodes that can't reach each other; ``"node_lost"`` and ``"preempted"``, nodes
+        that are gone. By default all but ``"start"`` and ``"network"``.
     spare_nodes : int, default 0
-        How many nodes, the last ones of ``num_parallel``, wait until another node is lost. Local runs only.
+        How many nodes, the last ones of ``num_parallel``, wait until another node is lost.
     min_nodes : int, optional, default None
         With how many nodes a launch goes on at least after the loss of others, when no other task takes their place. By
-        default with all that are no spares. Local runs only.
+        default with all that are no spares. Not on Argo Workflows.
     preemption_signal : Union[int, str], default "SIGTERM"
         What the workers get, once, when a node is told to stop or its machine is taken away. They have
         ``grace_s`` seconds to save.

@@ -72,6 +72,7 @@ class Wait:
     tries: int = 0  # how many tasks were waited for so; all but the last one ended before they were ready
     since_s: float = 0.0  # by the gang's age, when the last one was lost
     joins: int = 0  # how many tasks had joined as this node by then
+    what_came: str = ""  # why a task in its place does not take part
 
 
 class Course:
@@ -158,12 +159,14 @@ class Course:
 
     def _what_came(self, cause: Cause) -> str:
         """Return as a sentence what came of the wait for another task in the place of a node."""
-        wait, last = self.waits.get(cause.node), self.gone.get(cause.node)
+        wait = self.waits.get(cause.node)
         if wait is None or not wait.tries:
             return ""
-        if self.nodes.joins(cause.node) == wait.joins:
-            return " No other task has taken its place."
-        return "" if last is None else f" Of the task in its place: {last.what}."
+        if self.nodes[cause.node] in (NodeState.DONE, NodeState.LEFT):
+            return " The step of the task in its place has ended without calling run."
+        if wait.what_came:
+            return f" The task in its place can't take part: {wait.what_came}."
+        return " No other task has taken its place." if self.nodes.joins(cause.node) == wait.joins else ""
 
     def may_be_replaced(self, node: int) -> bool:
         """Return whether another task may take a node's place: not after too many that ended before they were ready."""
@@ -185,6 +188,10 @@ class Course:
         """
         self.gone[node] = cause
         self.keepers.gone(node)
+        if self.launch.takes_part(node):
+            self.launch.lost.add(node)
+        if node in self.waits:
+            self.waits[node].what_came = headline(cause.what)
         if self.may_be_replaced(node):
             self.nodes.enter(node, NodeState.AWAITED)
             wait = self.waits.setdefault(node, Wait())
@@ -195,9 +202,12 @@ class Course:
         self._forget_call(node)
 
     def give_up_on(self, node: int) -> None:
-        """Go on without a node for good."""
+        """Go on without a node for good, as far as no other task comes late."""
         self.nodes.enter(node, NodeState.OUT)
-        self.note("left_out", node=node, text=headline(self.gone[node].what))
+        came = self._what_came(self.gone[node])
+        self.note("left_out", node=node, text=f"{headline(self.gone[node].what)}{came and f'.{came}'}")
+        if came:
+            self.send(Note(f"node {node} is not waited for any more.{came}"), CONTROL)
 
     def _forget_call(self, node: int) -> None:
         launch = self.launch
@@ -281,7 +291,7 @@ class Course:
         launch = self.launch
         kind = failed.failures[0].cause.kind if failed.failures else ""
         if node in launch.preparing and launch.phase is not Phase.GATHERING and kind == "command":
-            self._refuse_late(node, obstacles.commands_failed(failed.failures[0].cause))
+            self._refuse_late(node, obstacles.commands_failed(failed.failures[0].cause, "The others go on without it."))
             return
         self.add_failures(failed.failures)
         if failed.given_up:
@@ -494,9 +504,10 @@ class Course:
             self.fail(self.launch.error(cause, [], self.why_not_without(cause)))
         else:
             self._leave_out_gone()
-            if group != self.launch.announced and self.launch.restarts_for is not None:  # more were lost in the pause
-                before, after = set(self.launch.group.nodes), set(group.nodes)
-                left = before - after | set(self.launch.left)
+            before, after = set(self.launch.group.nodes), set(group.nodes)
+            left = before - after | self.launch.lost
+            is_known = group == self.launch.announced and left <= set(self.launch.left)
+            if not is_known and self.launch.restarts_for is not None:  # more were lost in the pause
                 came = after - before | (left & after)
                 self._announce(self.launch.restarts_for, 0.0, tuple(sorted(left)), tuple(sorted(came)), after)
             self.go(group)
@@ -517,8 +528,10 @@ class Course:
     def _refuse_late(self, node: int, error: TorchrunError) -> None:
         """Go on without a task that has come in the place of another, and can't take part."""
         self.send(Verdict(self.launch.number, error), node)
-        text = f"the task in its place can't take part: {headline(error.message)}"
+        cause = cause_of(error)
+        text = headline(error.message if cause is None else cause.what)
         self.gone[node] = Cause("lost", node, self.nodes.host(node), exception=text)
+        self.waits.setdefault(node, Wait()).what_came = text
         self._forget_call(node)
         self.give_up_on(node)
 

@@ -74,6 +74,7 @@ class Launch:
     failures: list[Failure] = field(default_factory=list)  # ages as of the clock's zero, so that they compare
     announced: Group | None = None  # the nodes that the last *restart* has named, and
     left: tuple[int, ...] = ()  # those that it has named as gone
+    lost: set[int] = field(default_factory=set)  # nodes of this generation that were left out, or wait for another task
     restarts_for: Cause | None = None  # why the last restart follows
     verdict: TorchrunError | None = None  # the error at its end; None while it runs, or if it succeeded
     given_up: set[int] = field(default_factory=set)  # nodes whose own code has ended their call of `run`
@@ -97,7 +98,7 @@ class Launch:
         """Begin a generation: forget the ends and failures of the one before."""
         self.enter(Phase.RUNNING)
         self.went_at, self.group = now, group
-        for each in (self.ended, self.stores, self.failures):
+        for each in (self.ended, self.stores, self.failures, self.lost):
             each.clear()
 
     def begin_pause(self, now: float, pause_s: float) -> float:

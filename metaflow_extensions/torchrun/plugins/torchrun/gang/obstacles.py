@@ -41,9 +41,10 @@ def port_taken(port: int | None, host: str) -> GangError:
     )
 
 
-def commands_failed(cause: Cause) -> TorchrunError:
-    """Return the error for a node whose commands of before_run have failed."""
-    return failed(LaunchFailed, FailureText(cause, before="before_run failed, so no worker was started on any node.\n"))
+def commands_failed(cause: Cause, then: str = "") -> TorchrunError:
+    """Return the error for a node whose commands of before_run have failed; `then` says what follows, if others go on."""
+    before = f"before_run failed. {then}\n" if then else "before_run failed, so no worker was started on any node.\n"
+    return failed(LaunchFailed, FailureText(cause, before=before))
 
 
 def too_early(cause: Cause, number: int, more: str = "") -> TorchrunError:

@@ -165,6 +165,7 @@ class Gang:
         `is_last`: no other task will come in its place.
         """
         if is_last and self.nodes[node] is NodeState.AWAITED:
+            self._course.waits[node].what_came = why
             self._give_up_awaited(node)
         elif is_last:
             self._course.expect_no_other(node)

@@ -39,8 +39,8 @@ _ALONE = {
     "failed": "the launch has failed{because}",
     "told": "{text}",
     "lost": "node {node} is lost: {text}",
-    "awaited": "another task takes the place of node {node}: {text}",
-    "left_out": "the others go on without node {node}: {text}",
+    "awaited": "another task takes the place of node {node}, which {text}",
+    "left_out": "the others go on without node {node}, which {text}",
     "broken": "nothing can be launched any more{because}",
 }
 # Kinds whose text is omitted if the line before has the same text.
