@@ -1,8 +1,9 @@
-"""A launch goes on after the loss of a node: on Kubernetes its pod comes again, on AWS Batch the others go on."""
+"""A launch goes on after the loss of a node: by a spare, by its pod that comes again, or with fewer nodes."""
 
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -10,8 +11,48 @@ import pytest
 from backends import Cluster
 from kubernetes import client
 from remote_flows import check_said
+from test_backends import backend  # noqa: F401 - a fixture
+from test_kubernetes import offered
 
-TALK = {"DO": "*:talk-once", "RUN": {"nproc_per_node": 1}}
+ONE = {"nproc_per_node": 1}
+LOSE_1 = "1:nap,1:wipe-once,*:talk-once"  # every process of node 1 is killed; the workers of the others go on
+
+
+def check(flow: Any, by_node: dict[int, list[str]], left: list[int], came: list[int]) -> None:
+    """Check which nodes the join got, each with the ranks that it had in the end, and what the restart tells."""
+    tasks = flow.gathered()
+    assert {task["node"]: [*task["results"][0]["exit_codes"]] for task in tasks} == by_node
+    result = tasks[0]["results"][0]
+    assert result["world_size"] == sum(map(len, by_node.values()))
+    assert [(each["left"], each["came"]) for each in result["restarts"]] == [(left, came)]
+
+
+# --- Kubernetes and AWS Batch ---------------------------------------------------------------------
+
+
+def test_a_spare_takes_the_place_of_a_node(run_remote, backend):  # noqa: F811
+    flow = run_remote(
+        NODES=3, DO=LOSE_1, RUN=ONE, TORCHRUN={"max_restarts": 1, "spare_nodes": 1}, metadata="service", **backend.on()
+    )
+    check_said(flow, "; node 2, a spare, takes the place of node 1")
+    again = {1: []} if backend.name == "kubernetes" else {}  # as the next spare
+    check(flow, {0: ["0"], **again, 2: ["1"]}, [1], [2])
+    backend.await_gone(flow)
+
+
+@pytest.mark.batch
+def test_on_batch_fewer_nodes_go_on(run_remote):
+    from backends import Queue
+
+    begin = time.monotonic()
+    more = {"max_restarts": 1, "min_nodes": 2}
+    flow = run_remote(NODES=3, DO=LOSE_1, RUN=ONE, TORCHRUN=more, metadata="service", **Queue().on())
+    assert time.monotonic() - begin < 300, "Metaflow waits 600 s for a task that never ends"
+    check_said(flow, "; the launch goes on without node 1, on 2 nodes")
+    check(flow, {0: ["0"], 2: ["1"]}, [1], [])
+
+
+# --- Kubernetes -----------------------------------------------------------------------------------
 
 
 def delete(cluster: Cluster, pod: Any) -> None:
@@ -20,31 +61,70 @@ def delete(cluster: Cluster, pod: Any) -> None:
 
 def evict(cluster: Cluster, pod: Any) -> None:
     about = client.V1ObjectMeta(name=pod.metadata.name, namespace=cluster.namespace)
-    cluster.core.create_namespaced_pod_eviction(
-        pod.metadata.name, cluster.namespace, {"apiVersion": "policy/v1beta1", "kind": "Eviction", "metadata": about}
-    )
+    eviction = {"apiVersion": "policy/v1beta1", "kind": "Eviction", "metadata": about}
+    cluster.core.create_namespaced_pod_eviction(pod.metadata.name, cluster.namespace, eviction)
 
 
 def vanish(cluster: Cluster, pod: Any) -> None:
     cluster.core.delete_namespaced_pod(pod.metadata.name, cluster.namespace, grace_period_seconds=0)
 
 
+def start_three(start_remote: Any, cluster: Cluster, **plan: Any) -> tuple[Any, Any]:
+    """Start a gang of three nodes; return its run, and the pod of node 1 when all ranks run."""
+    flow = start_remote(NODES=3, DO="*:talk-once", RUN=ONE, **plan)
+    for rank in range(3):
+        flow.await_line(f"[rank {rank}] word ")
+    (pod,) = [each for each in cluster.await_pods(flow, 3) if cluster.node_of(each) == 1]
+    return flow, pod
+
+
 @pytest.mark.kubernetes
 @pytest.mark.parametrize("lose", [delete, evict, vanish])
 def test_the_pod_comes_again_and_the_launch_goes_on(start_remote, lose: Callable[[Cluster, Any], None]):
     cluster = Cluster()
-    flow = start_remote(NODES=3, TORCHRUN={"max_restarts": 1}, **TALK, **cluster.on())
-    for rank in range(3):
-        flow.await_line(f"[rank {rank}] word ")
-    (pod,) = [each for each in cluster.await_pods(flow, 3) if cluster.node_of(each) == 1]
+    flow, pod = start_three(start_remote, cluster, TORCHRUN={"max_restarts": 1}, **cluster.on())
     lose(cluster, pod)
     assert flow.wait(180) == 0, flow.text
     check_said(flow, "node 1 is started again")
-    tasks = flow.gathered()
-    assert [task["node"] for task in tasks] == [0, 1, 2]
-    (result,) = tasks[0]["results"]
-    (restart,) = result["restarts"]
-    assert (restart["left"], restart["came"], result["world_size"]) == ([1], [1], 3)
-    assert sorted(node for task in tasks for node in task["results"][0]["exit_codes"]) == ["0", "1", "2"]
+    check(flow, {0: ["0"], 1: ["1"], 2: ["2"]}, [1], [1])
     assert len(re.findall(r"\[rank 1\] rank 1 of 3 runs", flow.text)) == 2
+    cluster.await_gone(flow)
+
+
+@pytest.mark.kubernetes
+@pytest.mark.minutes
+def test_the_pod_that_has_run_out_of_memory_comes_again(run_remote):
+    """Kubernetes waits 10 s before it starts a pod again that has failed."""
+    cluster = Cluster()
+    flow = run_remote(
+        NODES=2, DO="1:oom-once,*:talk-once", RUN=ONE, TORCHRUN={"max_restarts": 1}, **cluster.on(**cluster.small)
+    )
+    check_said(flow, "restart 1 of 1: ")
+    check_gathered = {task["node"] for task in flow.gathered()}
+    assert check_gathered == {0, 1}
+    cluster.await_gone(flow)
+
+
+@pytest.mark.kubernetes
+@pytest.mark.minutes
+@pytest.mark.xdist_group("gpus")
+@pytest.mark.timeout(600)
+def test_a_pod_that_comes_after_the_end_has_nothing_to_do(start_remote):
+    """While no machine has place for it, the others go on and end well; the job set ends when it has come."""
+    cluster, resource = Cluster(), "torchrun.example/place"
+    needs = {"extended_resources": {resource: "1"}}
+    with offered(cluster, resource, 3):
+        more = {"max_restarts": 1, "min_nodes": 2, "all_nodes_started_timeout": 60}
+        flow, pod = start_three(start_remote, cluster, TORCHRUN=more, **cluster.on(**needs))
+        with offered(cluster, resource, 2):
+            delete(cluster, pod)
+            flow.await_line("node 1 is not waited for any more. No other task has taken its place.", 180)
+            flow.await_line("ended well", 60)
+            time.sleep(5)  # the control node's task ends
+            assert flow.process.poll() is None
+            (late,) = [each for each in cluster.pods(flow) if each.status.phase == "Pending"]
+            assert cluster.node_of(late) == 1
+    with offered(cluster, resource, 3):
+        assert flow.wait(120) == 0, flow.text
+    check(flow, {0: ["0"], 2: ["1"]}, [1], [])
     cluster.await_gone(flow)

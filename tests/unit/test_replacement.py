@@ -577,7 +577,9 @@ def test_the_log_says_when_a_node_is_not_waited_for_any_more():
     ended(gang, 0, 2, 3)
     gang.pass_time(0.0)
     gang.post(gang.state.lost(1, "its task was killed by SIGKILL, too", is_last=True))
-    said = "node 1 is not waited for any more. The task in its place can't take part: its task was killed by SIGKILL, too."
+    said = (
+        "node 1 is not waited for any more. The task in its place can't take part: its task was killed by SIGKILL, too."
+    )
     assert said in gang.notes(0)
 
 

@@ -50,13 +50,13 @@ def act(action: str) -> None:
         for number in range(6000):
             print(f"word {number}", flush=True)
             time.sleep(0.05)
-    if action == "talk-once" and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
-        act("talk")
+    if action.endswith("-once") and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+        act(action.removesuffix("-once"))
     if action == "talk-first" and os.environ["ATTEMPT"] == "0":
         act("talk")
     if action == "nap":
         time.sleep(2)
-    if action == "kill-once" and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+    if action == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
     if action.startswith("await-spares-") and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
         from spares import await_spares
