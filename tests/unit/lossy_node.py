@@ -36,14 +36,14 @@ class Task:
 
     own_address = None
 
-    def __init__(self, world, node, name, is_second):
+    def __init__(self, world, node, name):
         self.world, self.node, self.name = world, node, name
         self.up, self.down = deque([Join(node, f"host-{node}", self.name, self.name)]), deque()
         self.seat, self.member = Seat(node, world.num_nodes, bool, self), Member(node, world.num_nodes, bool)
         self.member._link = self  # `attach` would set signal handlers
         self.stage, self.calls = "joins", 0  # then own, runs, ended, leaves and over; and the calls of `run`
         self.error = None  # with which the step has ended
-        self.is_dead, self.is_second = False, is_second
+        self.is_dead = False
         self.silent_since, self.closes_at = None, 0.0
         self.course, self.todo, self.is_closing = None, deque(), False
         self.end, self.handled = None, 0  # of the launch, until the step's code has it

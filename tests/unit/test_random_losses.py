@@ -97,7 +97,7 @@ class Checks:
 
     def at_end(self):
         """Check the whole run."""
-        last = {task.node: task for task in self.world.tasks if not task.is_second}
+        last = self.world.last
         if not self.hurt:
             assert all((task.error, task.calls) == (None, self.world.launches) for task in self.world.tasks)
         if last[CONTROL].error is None and not self.deviates:
@@ -123,7 +123,8 @@ class World:
         self.now, self.is_calm, self.is_open = 1000.0, False, True
         self.gang = Gang(self.num_nodes, lambda pinned: 1, rules, clock=lambda: self.now)
         self.checks = Checks(self)
-        self.tasks, self.members = [], {}  # all, and whose connection the channel has for each node
+        # All, and for each node the one that counts, and the one whose connection the channel has.
+        self.tasks, self.last, self.members = [], {}, {}
         self.timers, self.kills_at = [], {}
         self.coming, self.vacant = set(), set()  # as `ControlSide` has them
         self.trace = []
@@ -131,7 +132,8 @@ class World:
             self.start(node)
 
     def start(self, node, is_second=False):
-        self.tasks.append(Task(self, node, f"task {len(self.tasks)} of node {node}", is_second))
+        self.tasks.append(Task(self, node, f"task {len(self.tasks)} of node {node}"))
+        self.last |= {} if is_second else {node: self.tasks[-1]}
         self.tasks[-1].down.extend([] if self.is_open else [END])
 
     def plan(self, node):
@@ -165,7 +167,7 @@ class World:
 
     def join(self, task, join):
         if self.gang.nodes.may_join(join):
-            self.members[task.node] = task
+            self.members[task.node] = self.last[task.node] = task
             self.post(self.gang.handle(task.node, join))
         else:
             refused, outgoing = self.gang.turn_away(join)
