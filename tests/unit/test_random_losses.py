@@ -209,7 +209,7 @@ class World:
             task.up.clear()
             self.lose(task, why)
         self.post(self.gang.tick())
-        if self.replaces:
+        if self.replaces and self.tasks[CONTROL].stage not in ("leaves", "over"):
             self.end_lost()
             self.start_again()
 
