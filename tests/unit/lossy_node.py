@@ -38,7 +38,8 @@ class Task:
 
     def __init__(self, world, node, name):
         self.world, self.node, self.name = world, node, name
-        self.up, self.down = deque([Join(node, f"host-{node}", self.name, self.name)]), deque()
+        self.join = Join(node, f"host-{node}", self.name, self.name)
+        self.up, self.down = deque([self.join]), deque()
         self.seat, self.member = Seat(node, world.num_nodes, bool, self), Member(node, world.num_nodes, bool)
         self.member._link = self  # `attach` would set signal handlers
         self.stage, self.calls = "joins", 0  # then own, runs, ended, leaves and over; and the calls of `run`
@@ -140,6 +141,8 @@ class Task:
         if message is END:
             for each in (self.seat, self.member):
                 each.lose_control("its connection was closed")
+        elif isinstance(message, Refused) and message.is_early:
+            self.world.timers.append((self.world.now + 1.0, self.join_again))
         elif isinstance(message, Refused):
             self.fail(message.error)
         elif not self.seat.deliver(message):
@@ -148,6 +151,10 @@ class Task:
                 self.stage = "own"
         self.pump()
         self.hear()
+
+    def join_again(self):
+        if self.stage == "joins":
+            self.up.append(self.join)
 
     def pump(self):
         """Do what can be done now, as `NodeLaunch`."""

@@ -12,6 +12,7 @@ from metaflow_extensions.torchrun.plugins.torchrun.gang.cause import Cause
 from metaflow_extensions.torchrun.plugins.torchrun.gang.launch import change_of_nodes
 from metaflow_extensions.torchrun.plugins.torchrun.gang.nodes import NodeState
 from metaflow_extensions.torchrun.plugins.torchrun.gang.protocol import (
+    Abort,
     Alone,
     Bye,
     Failed,
@@ -468,3 +469,37 @@ def test_whatever_happens_each_generation_has_enough_living_nodes_and_no_other_s
             assert set(each.group.nodes) <= set(gang.state.nodes.joined)
             assert each.group.nodes == tuple(sorted(each.group.nodes))
     assert all(go.group in [each.group for each in gang.got(0, Go)] for node in range(6) for go in gang.got(node, Go))
+
+
+def test_a_control_node_that_leaves_tells_the_others_how_it_ends():
+    """Their workers may need longer to end than the channel stays open."""
+    gang = GangOf(2)
+    gang.all_ready()
+    gang.give_up(0, preemption(0))
+    gang.leave(0, preemption(0))
+    assert "Node 0 (host host-0) was preempted" in str(gang.verdict(1))
+    sent = [type(message) for message in gang.sent[1]]
+    assert sent.index(Verdict) < sent.index(Bye)
+
+
+def test_a_node_that_has_not_called_run_hears_with_what_the_control_node_leaves():
+    gang = GangOf(3)
+    gang.ready(0)
+    gang.ready(1)
+    gang.give_up(1, preemption(1))
+    gang.leave(0, failed=True)
+    assert "Node 1 (host host-1)" in str(gang.got(2, Abort)[0].error)
+    sent = [type(message) for message in gang.sent[2]]
+    assert sent.index(Abort) < sent.index(Bye)
+
+
+def test_a_control_node_that_has_caught_the_verdict_hears_of_the_node_that_failed_the_launch():
+    gang = GangOf(2)
+    gang.all_ready()
+    gang.ended(1)
+    gang.give_up(1, preemption(1))
+    gang.leave(1, preemption(1))
+    gang.ended(0, ok=False)
+    gang.done(0)
+    assert "Node 1 (host host-1)" in str(gang.got(0, Abort)[0].error)
+    assert not gang.got(0, Alone)

@@ -594,3 +594,38 @@ def test_a_restart_names_a_node_that_is_lost_in_the_pause_and_comes_again():
     assert groups(gang)[-1] == (0, 1, 2)
     told = [(each.number, each.left, each.came) for each in gang.got(0, Restart)]
     assert told == [(1, (), ()), (1, (1,), (1,))]
+
+
+def test_an_older_task_gives_way_to_a_newer_one():
+    """A pod that waits and is deleted meanwhile tries again as long as it has its grace, beside the next one."""
+    gang = launched()
+    older, newer = (Join(1, "new", each, each) for each in ("second", "third"))
+    for each in (older, newer):
+        assert gang.state.turn_away(each)[0].is_early
+    gang.failed(1, preemption(1))
+    ended(gang, 0, 1, 2)
+    assert gang.state.nodes.may_join(older)
+    gang.say(1, newer)
+    gang.ready(1)
+    refused, out = gang.state.turn_away(older)
+    assert (refused.is_early, out) == (False, [])
+    assert "a newer task has taken its place" in str(refused.error)
+    gang.lost(1)
+    gang.pass_time(0.0)
+    assert not gang.state.nodes.may_join(older)
+
+
+def test_a_restart_after_a_node_was_told_to_end_while_others_store_goes_on():
+    gang = launched()
+    for node in range(3):
+        gang.ended(node, stores=node == 2)
+    gang.give_up(1, preemption(1))
+    come(gang, 1)
+    gang.lost(2)
+    gang.pass_time(0.0)
+    assert [each.number for each in gang.got(0, Restart)] == [1]
+    come(gang, 2)
+    for node in (1, 2):
+        gang.ready(node)
+    gang.pass_time(0.0)
+    assert groups(gang) == [(0, 1, 2), (0, 1, 2)]

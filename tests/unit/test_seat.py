@@ -2,7 +2,7 @@
 
 from metaflow_extensions.torchrun.plugins.torchrun.errors import GangError
 from metaflow_extensions.torchrun.plugins.torchrun.gang.endings import Broken, GivenUp, MustEnd
-from metaflow_extensions.torchrun.plugins.torchrun.gang.protocol import Abort
+from metaflow_extensions.torchrun.plugins.torchrun.gang.protocol import Abort, Bye
 from metaflow_extensions.torchrun.plugins.torchrun.gang.seat import Seat
 
 
@@ -31,3 +31,12 @@ def test_the_first_error_that_breaks_a_gang_counts():
     seat.lose_control("its connection has ended")
     assert [news.error for news in heard(seat)] == [error, error]
     assert all(isinstance(news, Broken) for news in heard(seat))
+
+
+def test_a_launch_that_still_runs_ends_with_the_control_node_also_after_its_farewell():
+    seat = Seat(1, 2, print, None)
+    seat.deliver(Bye())
+    seat.lose_control("its connection has ended")
+    (news,) = heard(seat)
+    assert "its connection has ended" in str(news.error)
+    assert seat.broken is None, "no failure of a node whose launches are over"

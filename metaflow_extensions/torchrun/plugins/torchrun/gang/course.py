@@ -476,8 +476,8 @@ class Course:
         joined = set() if there is None else set(there.nodes)
         awaited = self._awaited(there)
         before, after = set(launch.group.nodes), joined | set(awaited)
-        for node in sorted(before - joined - {cause.node}):  # the log has the cause
-            also = self.gone[node]
+        # The log has the cause, and has told of those in whose place another task has joined already.
+        for also in (self.gone[node] for node in sorted(before - joined - {cause.node}) if node in self.gone):
             self.send(Note(within(also)), CONTROL)
         left, came = tuple(sorted(before - joined)), tuple(sorted(after - before | set(awaited)))
         who = change_of_nodes(left, came, len(after))

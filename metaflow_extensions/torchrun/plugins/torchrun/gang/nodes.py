@@ -45,6 +45,7 @@ class Nodes:
         self._count: Counter[NodeState] = Counter(self._states.values())
         self._joins: dict[int, Join] = {}
         self._count_of_joins: Counter[int] = Counter()
+        self._came: dict[int, list[str]] = {}  # the tasks of nodes that other tasks had come before or after, in order
         self.replaced: set[int] = set()  # nodes that know that another task has come in their place
 
     def __getitem__(self, node: int) -> NodeState | None:
@@ -62,8 +63,21 @@ class Nodes:
         """Return whether a task may join: no task is that node, or this task is, and has not got *welcome*."""
         before = self._joins.get(join.node)
         if self[join.node] is NodeState.AWAITED or (self.takes_late and self[join.node] is NodeState.OUT):
-            return before is None or join.task != before.task  # not one that is gone
+            return before is None or (join.task != before.task and not self.is_older(join))  # not one that is gone
         return self[join.node] is NodeState.ABSENT or (self[join.node] is NodeState.JOINED and join == before)
+
+    def see(self, join: Join) -> None:
+        """Record that a task has come that can't be its node now; it may try again."""
+        member = self._joins.get(join.node)
+        came = self._came.setdefault(join.node, [] if member is None else [member.task])
+        if join.task not in came:
+            came.append(join.task)
+
+    def is_older(self, join: Join) -> bool:
+        """Return whether a task came before the one that was its node's member last: that one has taken its place."""
+        came, member = self._came.get(join.node, []), self._joins.get(join.node)
+        is_known = member is not None and join.task in came
+        return is_known and member is not None and member.task in came[came.index(join.task) + 1 :]
 
     def join(self, join: Join) -> None:
         """Record that a task is now this node's member."""
@@ -71,6 +85,8 @@ class Nodes:
         self.replaced.discard(join.node)
         self._count_of_joins[join.node] += join != self._joins.get(join.node)
         self._joins[join.node] = join
+        if join.node in self._came:
+            self.see(join)
 
     def is_same_place(self, join: Join) -> bool:
         """Return whether a task runs in the same container as the node whose place it wants."""

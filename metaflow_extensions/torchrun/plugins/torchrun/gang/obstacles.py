@@ -87,6 +87,11 @@ def no_replacement(join: Join, host: str, is_member: bool) -> TorchrunPreempted:
     return TorchrunPreempted(f"{_turned_away(join)}: {text}")
 
 
+def replaced(join: Join, host: str) -> TorchrunPreempted:
+    """Return the error for a task in whose place a newer one has come, which is on `host`."""
+    return TorchrunPreempted(f"{_turned_away(join)}: a newer task has taken its place (host {host}).")
+
+
 def too_soon(join: Join, host: str) -> GangError:
     """Return the error for a task that came in the place of another, which is on `host`, before that had ended."""
     return GangError(f"the task before it, on host {host}, has not ended yet")

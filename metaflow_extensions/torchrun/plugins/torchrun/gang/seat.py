@@ -51,8 +51,10 @@ class Seat:
         return False
 
     def lose_control(self, reason: str) -> None:
-        """Handle the loss of the control node."""
-        if not self._says_bye:
+        """Handle the loss of the control node. If it has said that it leaves, that concerns only a launch that still runs."""
+        if self._says_bye:
+            self._put(Broken(lost_control(reason)))
+        else:
             self._break(lost_control(reason))
 
     def _break(self, error: TorchrunError) -> None:

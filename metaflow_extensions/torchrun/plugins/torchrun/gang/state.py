@@ -71,7 +71,7 @@ class Gang:
         self._verdicts: dict[int, Verdict] = {}
         # What nodes say of the next launch while one still runs: it is handled when that one is over.
         self._early: list[tuple[int, Prepares | Command | Ready | Failed]] = []
-        self._failed_with: TorchrunError | None = None  # the verdict with which a member's step has ended
+        self._failed: dict[int, TorchrunError | Cause | None] = {}  # of nodes that have left so: with what
 
     @property
     def history(self) -> History:
@@ -308,6 +308,9 @@ class Gang:
             return Refused(obstacles.too_late(join)), []
         if state is None or self.nodes.is_same_place(join):
             return Refused(obstacles.turned_away(join, self.num_nodes, None if state is None else host)), []
+        self.nodes.see(join)
+        if self.nodes.is_older(join):
+            return Refused(obstacles.replaced(join, host)), []
         is_ending = self.broken is not None or self._launch.phase in (Phase.STOPPING, Phase.PAUSING, Phase.SAVING)
         is_member = state is NodeState.JOINED
         if is_member and not is_ending and node not in self.nodes.replaced:
@@ -364,7 +367,7 @@ class Gang:
     def _begin_if_all_called(self) -> None:
         """Begin the launch that gathers, or end it for commands that failed, when a node is no longer waited for."""
         launch = self._launch
-        if launch.phase is Phase.GATHERING and launch.ready:
+        if launch.phase is Phase.GATHERING:
             self._start_if_all_ready()
         if launch.phase is Phase.GATHERING:
             self._course.end_if_commands_failed()
@@ -441,11 +444,20 @@ class Gang:
             self._node_is_gone(node, leave.cause, after_step=before is NodeState.DONE)
         elif before is NodeState.JOINED:
             self._go_on_without(node)
-        if leave.failed and leave.cause is None:
-            self._failed_with = self._launch.verdict
+        if leave.failed or leave.cause is not None:
+            self._failed[node] = leave.cause or self._launch.verdict
         self._see_who_is_left()
         if node == CONTROL:
+            self._end_without_control()
             self._course.send(Bye(), *self.nodes.which(NodeState.JOINED, *WITHOUT))
+
+    def _end_without_control(self) -> None:
+        """Tell the nodes how it ends, if the control node leaves with an error: it can't tell them later."""
+        launch, failed = self._launch, self._failed.get(CONTROL)
+        if failed is not None and launch.phase not in (Phase.GATHERING, Phase.OVER):
+            self._course.finish(launch.error(launch.first_cause(), []))
+        if isinstance(failed, TorchrunError):
+            self._break(failed)
 
     def _see_who_is_left(self) -> None:
         """Send a control node whose step has ended the failure of a member, or `Alone` when no member is left.
@@ -454,8 +466,10 @@ class Gang:
         well even so: it has caught the verdict, or ended before that launch.
         """
         if self.nodes[CONTROL] is NodeState.DONE:
-            if self._failed_with is not None:
-                self._break(self._failed_with)
+            failed = [error for node, error in self._failed.items() if self.nodes[node] is NodeState.LEFT]
+            if failed and failed[0] is not None:
+                first = failed[0]
+                self._break(first if isinstance(first, TorchrunError) else obstacles.outside(first, after_step=False))
             if self.nodes.count(NodeState.JOINED, NodeState.DONE, NodeState.AWAITED) == 1:
                 self.nodes.takes_late = False  # a task that comes now finds nothing to do
                 self._course.send(Alone(), CONTROL)
