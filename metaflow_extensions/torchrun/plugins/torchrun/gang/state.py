@@ -469,7 +469,7 @@ class Gang:
             failed = [error for node, error in self._failed.items() if self.nodes[node] is NodeState.LEFT]
             if failed and failed[0] is not None:
                 first = failed[0]
-                self._break(first if isinstance(first, TorchrunError) else obstacles.outside(first, after_step=False))
+                self._break(first if isinstance(first, TorchrunError) else self._error_outside(first))
             if self.nodes.count(NodeState.JOINED, NodeState.DONE, NodeState.AWAITED) == 1:
                 self.nodes.takes_late = False  # a task that comes now finds nothing to do
                 self._course.send(Alone(), CONTROL)
@@ -489,16 +489,21 @@ class Gang:
     def _break_for(self, node: int, cause: Cause, after_step: bool = False) -> None:
         launch = self._launch
         if launch.phase is Phase.OVER:
-            last = self._launch.verdict
-            is_known = (known := cause_of(last)) is not None and cause.is_same_event(known)
-            error = obstacles.outside(cause, after_step, self._course.why_not_without(cause))
-            self._break(last if last is not None and is_known else error)
+            self._break(self._error_outside(cause, after_step))
         elif launch.phase is Phase.GATHERING:
             self._break(obstacles.too_early(cause, launch.number, self._course.why_not_without(cause)))
         else:
             self._course.add_failures([Failure(cause)])
             self._course.stop()
             self._course.decide_if_all_ended()
+
+    def _error_outside(self, cause: Cause, after_step: bool = False) -> TorchrunError:
+        """Return the error for a failure outside of launches: the last launch's own, if it was that failure."""
+        last = self._launch.verdict
+        is_known = (known := cause_of(last)) is not None and cause.is_same_event(known)
+        if last is not None and is_known:
+            return last
+        return obstacles.outside(cause, after_step, self._course.why_not_without(cause))
 
     def _goes_on_without(self, node: int, cause: Cause) -> bool:
         """Leave a node out that is gone and has no workers now, if there are enough others; return whether that holds."""
