@@ -502,4 +502,3 @@ def test_a_control_node_that_has_caught_the_verdict_hears_of_the_node_that_faile
     gang.ended(0, ok=False)
     gang.done(0)
     assert gang.got(0, Abort)[0].error is gang.verdict(0)
-    assert not gang.got(0, Alone)
