@@ -167,6 +167,7 @@ class Gang:
                 env={
                     **kept,
                     **self._stand_in,
+                    "CHAOS_NODE": str(node),
                     "METAFLOW_USER": "tester",
                     "TMPDIR": str(self.temporary),
                     MARK: self.mark,
@@ -218,9 +219,10 @@ class Gang:
             assert time.monotonic() < deadline, f"waited {within_s:g} s for {what}\n{self.told}"
             time.sleep(0.01)
 
-    def await_workers(self, run_id: str = "launch0-0", lines: int = 3) -> None:
-        """Wait until every worker of a generation has written a few lines."""
-        ledgers = [self.out / f"ledger-{run_id}-{rank}" for rank in range(len(self._tasks) * self.nproc)]
+    def await_workers(self, run_id: str = "launch0-0", lines: int = 3, num_nodes: int | None = None) -> None:
+        """Wait until every worker of a generation, by default on all nodes, has written a few lines."""
+        count = (len(self._tasks) if num_nodes is None else num_nodes) * self.nproc
+        ledgers = [self.out / f"ledger-{run_id}-{rank}" for rank in range(count)]
         self.await_that(lambda: all(self._count(ledger) >= lines for ledger in ledgers), run_id)
 
     def worker(self, rank: int, run_id: str = "launch0-0") -> int:
@@ -357,7 +359,7 @@ class Gang:
         lost = 0
         for ledger in self.out.glob("ledger-*"):
             worker = ledger.name.removeprefix("ledger-")
-            if int(worker.rpartition("-")[2]) // self.nproc == node:
+            if self.note(f"worker-{worker}")["node"] == node:
                 lost += len(set(range(1, self._count(ledger) + 1)) - set(shown.get(worker, ())))
         return lost
 

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from gangs import Gang
+from gangs import END_S, Gang
 from hosts import Host, Switch, cannot
 from limits import limit_s
 
@@ -67,6 +67,45 @@ def test_a_cut_shorter_than_the_heartbeat_timeout(make_gang, hosts, switch, reco
     switch.mend(1)
     gang.await_age(struck_at, HEARTBEAT_S + 1.5)
     recorder.lasted("cut of one node, shorter than the heartbeat timeout", gang.end_well())
+
+
+def test_a_cut_while_a_spare_waits(make_gang, hosts, switch, recorder):
+    """The spare takes the node's place. The gang takes back neither the node's task nor another one."""
+    gang = make_gang(hosts)
+    gang.start(
+        3, settings={"heartbeat_timeout_s": HEARTBEAT_S, "spare_nodes": 1}, launches=2, stand_in=True, max_restarts=1
+    )
+    gang.await_workers(num_nodes=2)
+    switch.cut(1)
+    gang.await_workers("launch0-1", num_nodes=2)
+    switch.mend(1)
+    refuse_node_1(gang)
+    gang.let_go()
+    gang.begin_launch(1)  # of nodes 0 and 2
+    outcome = gang.await_end(time.monotonic(), [0, 2])
+    recorder.lasted("cut of one node; a spare comes, and the node is not taken back", outcome)
+    silence = f"node 1 (host host-b) failed: nothing arrived from it for {HEARTBEAT_S} s (heartbeat_timeout_s)"
+    for node in (0, 2):
+        assert gang.note(f"node-{node}.json").get("ended_well"), gang.told
+        assert [launch["nodes"] for launch in gang.launches(node)] == [[0, 2]] * 2
+        ((left, came),) = [(each["left"], each["came"]) for each in gang.launch(node)["restarts"]]
+        assert (left, came) == ([1], [2])
+        assert f"because {silence}; node 2, a spare, takes the place of node 1\n" in gang.log(node)
+    on = [[gang.note(f"worker-launch0-{generation}-{rank}")["node"] for rank in (0, 1)] for generation in (0, 1)]
+    assert on == [[0, 1], [0, 2]]
+
+
+def refuse_node_1(gang: Gang) -> None:
+    """Let the task of node 1 call `run` again, and then another task come in its place, while the others train."""
+    gang.await_that(lambda: gang.launches(1), "the end of the launch on node 1")
+    gang.begin_launch(1)
+    assert gang.processes[1].wait(limit_s(END_S)) == 1
+    silence = f"nothing arrived from it for {HEARTBEAT_S} s (heartbeat_timeout_s)"
+    assert [f"is lost: {silence}" in launch["text"] for launch in gang.launches(1)] == [True, True]
+    assert gang.lost_bytes([1]) == 0
+    gang.start_node(1)
+    assert gang.processes[1].wait(limit_s(END_S)) == 1
+    assert "Node 1 (host host-b) was turned away by the control node: " in gang.error(1)["text"]
 
 
 @contextmanager

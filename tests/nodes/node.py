@@ -167,7 +167,7 @@ def run_all(executor, task, notes):
         try:
             result = executor.run(entrypoint, **task.options)
             error = None
-            notes.launches.append({"restarts": result.restarts, "command": result.command})
+            notes.launches.append({"restarts": result.restarts, "command": result.command, "nodes": result.nodes})
         except BaseException as caught:
             error = caught
             notes.launches.append(notes.of(caught))

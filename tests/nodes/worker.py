@@ -166,8 +166,9 @@ def talk(told):
 def note_self(**more):
     """Leave what this worker is, and which network it is told to use."""
     network = {name: os.environ.get(name) for name in ("MASTER_ADDR", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")}
-    restart = os.environ["TORCHELASTIC_RESTART_COUNT"]
-    note(f"worker-{NAME}", {"pid": os.getpid(), "agent": os.getppid(), "restart": restart, **network, **more})
+    restart, node = os.environ["TORCHELASTIC_RESTART_COUNT"], int(os.environ["CHAOS_NODE"])
+    own = {"pid": os.getpid(), "agent": os.getppid(), "node": node, "restart": restart}
+    note(f"worker-{NAME}", {**own, **network, **more})
 
 
 if __name__ == "__main__":

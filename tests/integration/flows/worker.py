@@ -3,6 +3,7 @@
 ``WORKER_DO`` is a list of ``RANK:ACTION`` with commas between; ``*`` is every rank.
 """
 
+import fcntl
 import json
 import logging
 import os
@@ -80,7 +81,18 @@ def tell_progress() -> None:
             print(json.dumps({**told, "tiny 🙂": 5e-324}), file=metrics)
 
 
+def hold_rank() -> None:
+    """Keep a lock for as long as this process lives, and tell if another one of this rank has it."""
+    lock = os.open(os.path.join(OUT, f"held-{RANK}"), os.O_CREAT | os.O_WRONLY)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        note(f"twice-{LAUNCH}-{RANK}", os.getpid())
+
+
 def act(action: str) -> None:
+    if action == "hold":
+        hold_rank()
     if action == "raise":
         raise ValueError("bad löss\nsecond line")
     if action == "grumble":

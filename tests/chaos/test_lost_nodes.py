@@ -1,0 +1,103 @@
+"""A node is lost while its workers train, and the launch goes on: with a spare, with its task once more, or with fewer."""
+
+from __future__ import annotations
+
+import re
+import signal
+import socket
+import time
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+import psutil
+import pytest
+from flow_runs import FlowRun
+from gangs import Outcome
+
+LOST = 1
+HOST = re.escape(socket.gethostname())
+# Who reaps a dead task first is also who can read its signal.
+KILLED = rf"node {LOST} \(host {HOST}\) failed: its task (was killed by SIGKILL|ended unexpectedly, as by SIGKILL).*"
+
+
+@dataclass(frozen=True)
+class Case:
+    """A launch on three nodes and what becomes of it."""
+
+    name: str  # in the table
+    spares: int
+    joined: list[int]  # the nodes that the join gets
+    nodes: list[int]  # those of the last generation
+    came: list[int]
+    said: str  # a pattern
+    hook: str = ""
+    with_supervisor: bool = False
+
+
+RESTART = rf"restart 1 of 2: all workers start again .*, because {KILLED}"
+SPARE = f"{RESTART}; node 3, a spare, takes the place of node 1"
+AGAIN = f"{RESTART}; node 1 is started again"
+FEWER = rf"{AGAIN}(.|\n)*{RESTART}; the launch goes on without node 1, on 2 nodes"
+CASES = [
+    Case("SIGKILL of a task; a spare comes", 1, [0, 1, 2, 3], [0, 2, 3], [3], SPARE),
+    Case("SIGKILL of a task; it is started again", 0, [0, 1, 2], [0, 1, 2], [1], AGAIN),
+    Case(
+        "SIGKILL of a task; the next one ends at once, and two nodes go on", 0, [0, 2], [0, 2], [], FEWER, "comes-once"
+    ),
+    Case("SIGKILL of a task and its supervisor; a spare comes", 1, [0, 1, 2, 3], [0, 2, 3], [3], SPARE, "", True),
+]
+
+
+def supervisor(flow: FlowRun, task: int) -> psutil.Process:
+    """Return the supervisor beside a task; its guardian, its parent, has the same command line."""
+    beside = []
+    for process in flow.processes():
+        with suppress(psutil.NoSuchProcess):
+            words = process.cmdline()
+            if "torchrun.supervisor.guardian" in words and str(task) in words[-4:-2]:
+                beside.append(process)
+    (found,) = [each for each in beside if each.parent() in beside]
+    return found
+
+
+def lose(flow: FlowRun, with_supervisor: bool) -> None:
+    task = psutil.Process(flow.note(f"task-{LOST}")["pid"])
+    doomed = [supervisor(flow, task.pid)] if with_supervisor else []
+    for process in [*doomed, task]:
+        process.send_signal(signal.SIGKILL)
+
+
+def check_result(task: dict[str, Any], case: Case) -> None:
+    (result,) = task["results"]
+    assert (result["nodes"], result["world_size"]) == (case.nodes, len(case.nodes))
+    if task["node"] != LOST:  # a task that came later knows only the restarts since
+        left, came = ([each[what] for each in result["restarts"]] for what in ("left", "came"))
+        assert (left[-1], came[-1]) == ([LOST], case.came)
+
+
+def ranks(flow: FlowRun, generation: int) -> list[int]:
+    pattern = f"worker-launch0-{generation}-*"
+    return sorted(int(note["env"]["RANK"]) for note in flow.notes(pattern))
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_a_launch_goes_on_after(case: Case, start_flow, recorder):
+    attrs = {"max_restarts": 2, "spare_nodes": case.spares, "min_nodes": 2, "grace_s": 5}
+    nodes = ("--nodes", str(3 + case.spares))
+    flow = start_flow(*nodes, attrs=attrs, hook=case.hook, do="*:hold,*:wait", stand_in=True)
+    flow.await_notes("worker-launch0-0-*", 3)
+    begun = time.monotonic()
+    lose(flow, case.with_supervisor)
+    flow.await_notes("worker-launch0-1-*", len(case.nodes))
+    (flow.out / "go-launch0-1").touch()
+    assert flow.wait() == 0, flow.text
+    flow.await_gone()
+    recorder.lasted(case.name, Outcome(time.monotonic() - begun, {}, [], 0))
+    assert re.search(case.said, flow.text), flow.text
+    tasks = flow.note("end")["tasks"]
+    assert [task["node"] for task in tasks] == case.joined
+    for task in tasks:
+        check_result(task, case)
+    assert [ranks(flow, generation) for generation in (0, 1, 2)] == [[0, 1, 2], [*range(len(case.nodes))], []]
+    assert not flow.notes("twice-*")
