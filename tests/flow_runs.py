@@ -142,6 +142,18 @@ def _told(process: psutil.Process) -> str:
     return f"{process.pid}, which has ended"
 
 
+def supervisor(flow: FlowRun, task: int) -> psutil.Process:
+    """Return the supervisor beside a task. Its guardian, its parent, has the same command line."""
+    beside = []
+    for process in flow.processes():
+        with suppress(psutil.NoSuchProcess):
+            words = process.cmdline()
+            if "torchrun.supervisor.guardian" in " ".join(words) and str(task) in words:
+                beside.append(process)
+    (found,) = [each for each in beside if each.parent() in beside]
+    return found
+
+
 StartFlow = Callable[..., FlowRun]
 
 

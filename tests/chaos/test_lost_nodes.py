@@ -6,19 +6,20 @@ import re
 import signal
 import socket
 import time
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 import psutil
 import pytest
-from flow_runs import FlowRun
+from flow_runs import FlowRun, supervisor
 from gangs import Outcome
 
 LOST = 1
 HOST = re.escape(socket.gethostname())
-# Who reaps a dead task first is also who can read its signal.
-KILLED = rf"node {LOST} \(host {HOST}\) failed: its task (was killed by SIGKILL|ended unexpectedly, as by SIGKILL).*"
+# Who reaps a dead task first is also who can read its signal. Without a supervisor it is the connection that ends first.
+KILLED = "its task (was killed by SIGKILL|ended unexpectedly, as by SIGKILL).*"
+CLOSED = "its connection to the control node was closed: its supervisor process or its machine is gone"
+BECAUSE = rf"because node {LOST} \(host {HOST}\) failed: ({KILLED}|{CLOSED})"
 
 
 @dataclass(frozen=True)
@@ -35,7 +36,7 @@ class Case:
     with_supervisor: bool = False
 
 
-RESTART = rf"restart 1 of 2: all workers start again .*, because {KILLED}"
+RESTART = rf"restart 1 of 2: all workers start again .*, {BECAUSE}"
 SPARE = f"{RESTART}; node 3, a spare, takes the place of node 1"
 AGAIN = f"{RESTART}; node 1 is started again"
 FEWER = rf"{AGAIN}(.|\n)*{RESTART}; the launch goes on without node 1, on 2 nodes"
@@ -47,18 +48,6 @@ CASES = [
     ),
     Case("SIGKILL of a task and its supervisor; a spare comes", 1, [0, 1, 2, 3], [0, 2, 3], [3], SPARE, "", True),
 ]
-
-
-def supervisor(flow: FlowRun, task: int) -> psutil.Process:
-    """Return the supervisor beside a task; its guardian, its parent, has the same command line."""
-    beside = []
-    for process in flow.processes():
-        with suppress(psutil.NoSuchProcess):
-            words = process.cmdline()
-            if "torchrun.supervisor.guardian" in words and str(task) in words[-4:-2]:
-                beside.append(process)
-    (found,) = [each for each in beside if each.parent() in beside]
-    return found
 
 
 def lose(flow: FlowRun, with_supervisor: bool) -> None:
