@@ -13,7 +13,7 @@ from report import HEAD, table
 HERE = Path(__file__).parent
 # Each takes `--json FILE`. Those that need least time come first.
 NAMES = "import_time many_nodes logs_of_all cost_of_supervision output whole_flow"
-COMMANDS = [f"{name}.py" for name in f"{NAMES} step_time launches failures".split()]
+COMMANDS = [f"{name}.py" for name in f"{NAMES} step_time lost_nodes launches failures".split()]
 
 
 def run(command: str, folder: Path) -> Path | None:
