@@ -55,19 +55,19 @@ class DigitsFlow(FlowSpec):
 
     @step
     def join(self, inputs):
-        self.outputs = inputs[0].result.outputs
+        result = inputs[0].result
+        self.outputs, self.world_size = result.outputs, result.world_size  # of the nodes that are no spares
         self.next(self.end)
 
     @step
     def end(self):
         metrics = json.load(self.outputs.open("metrics.json"))
-        world_size = self.nodes * self.nproc
-        if metrics["world_size"] != world_size or not metrics["same_on_all_ranks"]:
-            raise RuntimeError(f"this was not one job of {world_size} ranks: {metrics}")
+        if metrics["world_size"] != self.world_size or not metrics["same_on_all_ranks"]:
+            raise RuntimeError(f"this was not one job of {self.world_size} ranks: {metrics}")
         for epoch in metrics["history"]:
             origin = "from the snapshot" if epoch["epoch"] < metrics["first_epoch"] else "trained in this run"
             print("epoch {epoch}: loss {loss:.4f}, held-out accuracy {accuracy:.1%}".format(**epoch), f"({origin})")
-        print(f"{world_size} ranks over {metrics['backend']} ended with the same weights: ok")
+        print(f"{self.world_size} ranks over {metrics['backend']} ended with the same weights: ok")
         print(f"accuracy on {metrics['held_out_images']} held-out digits: {metrics['accuracy']:.1%}")
         stored = ", ".join(f"{file.name} ({file.size} bytes)" for file in self.outputs)
         print(f"outputs of {current.flow_name}/{current.run_id}: {stored}")
