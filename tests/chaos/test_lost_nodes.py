@@ -34,14 +34,17 @@ class Case:
     said: str  # a pattern
     hook: str = ""
     with_supervisor: bool = False
+    do: str = "*:hold,*:wait"
 
 
 RESTART = rf"restart 1 of 2: all workers start again .*, {BECAUSE}"
 SPARE = f"{RESTART}; node 3, a spare, takes the place of node 1"
 AGAIN = f"{RESTART}; node 1 is started again"
 FEWER = rf"{AGAIN}(.|\n)*{RESTART}; the launch goes on without node 1, on 2 nodes"
+SAVES = "*:hold,1:ignore-sigterm,*:wait"  # rank 1 lives until its grace is over
 CASES = [
     Case("SIGKILL of a task; a spare comes", 1, [0, 1, 2, 3], [0, 2, 3], [3], SPARE),
+    Case("SIGKILL of a task whose worker saves; a spare comes", 1, [0, 1, 2, 3], [0, 2, 3], [3], SPARE, do=SAVES),
     Case("SIGKILL of a task; it is started again", 0, [0, 1, 2], [0, 1, 2], [1], AGAIN),
     Case(
         "SIGKILL of a task; the next one ends at once, and two nodes go on", 0, [0, 2], [0, 2], [], FEWER, "comes-once"
@@ -74,7 +77,7 @@ def ranks(flow: FlowRun, generation: int) -> list[int]:
 def test_a_launch_goes_on_after(case: Case, start_flow, recorder):
     attrs = {"max_restarts": 2, "spare_nodes": case.spares, "min_nodes": 2, "grace_s": 5}
     nodes = ("--nodes", str(3 + case.spares))
-    flow = start_flow(*nodes, attrs=attrs, hook=case.hook, do="*:hold,*:wait", stand_in=True)
+    flow = start_flow(*nodes, attrs=attrs, hook=case.hook, do=case.do, stand_in=True)
     flow.await_notes("worker-launch0-0-*", 3)
     begun = time.monotonic()
     lose(flow, case.with_supervisor)

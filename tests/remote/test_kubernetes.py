@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import pytest
@@ -120,8 +120,8 @@ def gpus(cluster) -> Iterator[None]:
 
 
 @contextmanager
-def offered(cluster, resource, count) -> Iterator[None]:
-    """Have one node say that it has so much of a resource.
+def offered(cluster, resource, count) -> Iterator[Callable[[int], None]]:
+    """Have one node say that it has so much of a resource; what is yielded changes how much.
 
     As that changes the node, its tests are in one group of pytest-xdist.
     https://kubernetes.io/docs/tasks/administer-cluster/extended-resource-node/
@@ -129,18 +129,21 @@ def offered(cluster, resource, count) -> Iterator[None]:
     name = cluster.core.list_node().items[0].metadata.name
     path = "/status/capacity/" + resource.replace("/", "~1")
 
-    def patch(change: dict[str, str], is_offered: bool) -> None:
+    def patch(change: dict[str, str], allocatable: str | None) -> None:
         cluster.core.patch_node_status(name, [{"path": path, **change}])
         deadline = time.monotonic() + 60
-        while (resource in cluster.core.read_node_status(name).status.allocatable) is not is_offered:
+        while cluster.core.read_node_status(name).status.allocatable.get(resource) != allocatable:
             assert time.monotonic() < deadline, "the kubelet did not take the patched capacity over"
             time.sleep(0.5)
 
-    patch({"op": "add", "value": str(count)}, is_offered=True)
+    def offer(count: int) -> None:
+        patch({"op": "add", "value": str(count)}, str(count))
+
+    offer(count)
     try:
-        yield
+        yield offer
     finally:
-        patch({"op": "remove"}, is_offered=False)
+        patch({"op": "remove"}, None)
 
 
 @pytest.mark.xdist_group("gpus")

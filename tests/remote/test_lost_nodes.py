@@ -113,18 +113,18 @@ def test_a_pod_that_comes_after_the_end_has_nothing_to_do(start_remote):
     """While no machine has place for it, the others go on and end well; the job set ends when it has come."""
     cluster, resource = Cluster(), "torchrun.example/place"
     needs = {"extended_resources": {resource: "1"}}
-    with offered(cluster, resource, 3):
+    with offered(cluster, resource, 3) as offer:
         more = {"max_restarts": 1, "min_nodes": 2, "all_nodes_started_timeout": 60}
         flow, pod = start_three(start_remote, cluster, TORCHRUN=more, **cluster.on(**needs))
-        with offered(cluster, resource, 2):
-            delete(cluster, pod)
-            flow.await_line("node 1 is not waited for any more. No other task has taken its place.", 180)
-            flow.await_line("ended well", 60)
-            time.sleep(5)  # the control node's task ends
-            assert flow.process.poll() is None
-            (late,) = [each for each in cluster.pods(flow) if each.status.phase == "Pending"]
-            assert cluster.node_of(late) == 1
-    with offered(cluster, resource, 3):
+        offer(2)
+        delete(cluster, pod)
+        flow.await_line("node 1 is not waited for any more. No other task has taken its place.", 180)
+        flow.await_line("ended well", 60)
+        time.sleep(5)  # the control node's task ends
+        assert flow.process.poll() is None
+        (late,) = [each for each in cluster.pods(flow) if each.status.phase == "Pending"]
+        assert cluster.node_of(late) == 1
+        offer(3)
         assert flow.wait(120) == 0, flow.text
     check(flow, {0: ["0"], 2: ["1"]}, [1], [])
     cluster.await_gone(flow)

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_state import GangOf, crash, failures, preemption
+from test_state import GRACE_S, GangOf, crash, failures, preemption
 
 from metaflow_extensions.torchrun.plugins.torchrun.errors import TorchrunPreempted
 from metaflow_extensions.torchrun.plugins.torchrun.gang.cause import Cause
@@ -22,6 +22,7 @@ from metaflow_extensions.torchrun.plugins.torchrun.gang.protocol import (
     Restart,
     Stop,
     Store,
+    TaskEnded,
     Verdict,
 )
 
@@ -502,3 +503,27 @@ def test_a_control_node_that_has_caught_the_verdict_hears_of_the_node_that_faile
     gang.ended(0, ok=False)
     gang.done(0)
     assert gang.got(0, Abort)[0].error is gang.verdict(0)
+
+
+def test_a_spare_waits_until_the_supervisor_of_a_lost_task_has_ended_its_workers():
+    """They may save for all of their grace, and must not live beside those of the same ranks."""
+    gang = GangOf(4, spare_nodes=1)
+    gang.all_ready(max_restarts=1)
+    gang.say(1, TaskEnded("its task was killed by SIGKILL"))
+    ended(gang, 0, 2)
+    gang.post(gang.state.lost(1, "its task was killed by SIGKILL"))  # as the control node sees it on a local run
+    gang.pass_time(5.0)
+    assert groups(gang) == [(0, 1, 2)]
+    gang.post(gang.state.disconnected(1, "its connection was closed"))
+    gang.pass_time(0.0)
+    assert groups(gang) == [(0, 1, 2), (0, 2, 3)]
+
+
+def test_a_spare_waits_no_longer_than_nodes_have_to_stop():
+    gang = GangOf(4, spare_nodes=1)
+    gang.all_ready(max_restarts=1)
+    gang.say(1, TaskEnded("its task was killed by SIGKILL"))
+    ended(gang, 0, 2)
+    gang.pass_time(GRACE_S + 16.0)
+    gang.pass_time(0.0)
+    assert groups(gang) == [(0, 1, 2), (0, 2, 3)]

@@ -185,7 +185,7 @@ class World:
 
     def lose(self, task, why):
         del self.members[task.node]
-        self.post(self.gang.lost(task.node, why))
+        self.post(self.gang.disconnected(task.node, why))
 
     def may_close(self, task):
         return task.node != CONTROL or not self.gang.nodes.members or self.now > task.closes_at

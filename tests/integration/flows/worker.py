@@ -112,6 +112,8 @@ def act(action: str) -> None:
     if action == "wait":
         while not os.path.exists(os.path.join(OUT, f"go-{LAUNCH}")):
             time.sleep(0.02)
+    if action == "ignore-sigterm":
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
     if action == "stubborn":
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         time.sleep(300)

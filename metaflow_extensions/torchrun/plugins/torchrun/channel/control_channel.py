@@ -213,4 +213,4 @@ class ControlChannel:
             del self._members[connection.node]
             if not self._is_closing:
                 closed = "its connection to the control node was closed: its supervisor process or its machine is gone"
-                self._step(self.gang.lost, connection.node, connection.why_closed or closed)
+                self._step(self.gang.disconnected, connection.node, connection.why_closed or closed)

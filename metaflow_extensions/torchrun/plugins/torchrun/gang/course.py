@@ -382,7 +382,7 @@ class Course:
                 self.finish(launch.failing_with)
         elif launch.phase in (Phase.RUNNING, Phase.STOPPING):
             gone = self.nodes.count(NodeState.DONE, NodeState.LEFT, NodeState.LOST)
-            if len(launch.ended) + gone >= launch.group.size and not self._silent():
+            if len(launch.ended) + gone >= launch.group.size and not self._silent() and not launch.ending:
                 self._decide()
 
     def _silent(self) -> list[int]:

@@ -73,6 +73,7 @@ class Launch:
     ended: dict[int, Ended] = field(default_factory=dict)  # without what failed, which is in `failures`
     failures: list[Failure] = field(default_factory=list)  # ages as of the clock's zero, so that they compare
     announced: Group | None = None  # the nodes that the last *restart* has named, and
+    ending: set[int] = field(default_factory=set)  # lost nodes whose supervisor still ends the workers
     left: tuple[int, ...] = ()  # those that it has named as gone
     lost: set[int] = field(default_factory=set)  # nodes of this generation that were left out, or wait for another task
     restarts_for: Cause | None = None  # why the last restart follows
@@ -98,7 +99,7 @@ class Launch:
         """Begin a generation: forget the ends and failures of the one before."""
         self.enter(Phase.RUNNING)
         self.went_at, self.group = now, group
-        for each in (self.ended, self.stores, self.failures, self.lost):
+        for each in (self.ended, self.stores, self.failures, self.lost, self.ending):
             each.clear()
 
     def begin_pause(self, now: float, pause_s: float) -> float:

@@ -172,10 +172,19 @@ class Gang:
         self._lose(node, why)
         return self._flush()
 
-    def _lose(self, node: int, why: str) -> None:
+    def disconnected(self, node: int, why: str) -> list[Outgoing]:
+        """Handle the end of a node's connection, which its supervisor keeps until the workers have ended."""
+        self._launch.ending.discard(node)
+        self._lose(node, why)
+        self._course.decide_if_all_ended()
+        return self._flush()
+
+    def _lose(self, node: int, why: str, is_ending: bool = False) -> None:
         state = self.nodes[node]
         if state in (NodeState.ABSENT, NodeState.JOINED, NodeState.DONE):
             self.nodes.enter(node, NodeState.LOST)
+            if is_ending and self._launch.takes_part(node) and node not in self._launch.ended:
+                self._launch.ending.add(node)  # else a rank of it could still run beside that of a spare
             self.keepers.gone(node)
             self.history.note("lost", node=node, text=why)
             if state is NodeState.DONE:
@@ -185,7 +194,7 @@ class Gang:
             self._see_who_is_left()
 
     def _on_task_ended(self, node: int, ended: TaskEnded) -> None:
-        self._lose(node, ended.how)
+        self._lose(node, ended.how, is_ending=True)
 
     def give_up(self, error: TorchrunError) -> list[Outgoing]:
         """Break the gang for a reason that is no node's fault."""
@@ -306,7 +315,7 @@ class Gang:
         state = self.nodes[node]
         if state is NodeState.OUT and not self._rules.replaces and not self.nodes.has_joined(node):
             return Refused(obstacles.too_late(join)), []
-        if state is None or self.nodes.is_same_place(join):
+        if state is None or (state not in WITHOUT and self.nodes.is_same_place(join)):
             return Refused(obstacles.turned_away(join, self.num_nodes, None if state is None else host)), []
         self.nodes.see(join)
         if self.nodes.is_older(join):

@@ -25,7 +25,7 @@ from ..errors import TorchrunError
 from ..events import Event
 from ..feature_list import watches
 from ..gang.cause import describe_exit
-from ..gang.protocol import Abort, Replaced, TaskEnded, from_wire
+from ..gang.protocol import CONTROL, Abort, Replaced, TaskEnded, from_wire
 from ..gang.wire import to_plain
 from ..logs import console
 from ..machine import processes
@@ -321,8 +321,12 @@ class Supervisor:
         await settle(_LAST_LINES_S)
         for stream in (1, 2):  # who reads the task's output waits for the end of that
             os.dup2(os.open(os.devnull, os.O_WRONLY), stream)
-        await self._side.end()
-        await self._end_launches()
+        if self._side.seat.node == CONTROL:
+            await self._side.end()
+            await self._end_launches()
+        else:  # its connection lasts until its workers have ended: their ranks may be another node's then
+            await self._end_launches()
+            await self._side.end()
         self._launches.remove_folders()
 
     async def _end_launches(self) -> None:
