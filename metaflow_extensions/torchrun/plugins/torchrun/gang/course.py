@@ -90,6 +90,7 @@ class Course:
         self.nodes, self.rules, self.keepers = nodes, rules, keepers
         self.history = History(clock)
         self.launch = Launch(-1, Phase.OVER)
+        self.aside: set[int] = set()  # nodes that wait to the end, since their workers fail again and again
         self.gone: dict[int, Cause] = {}  # why nodes are lost, or were told to end
         self.waits: dict[int, Wait] = {}  # for a task in a node's place, until one is ready for a launch
         self._pick_port, self._clock, self._over = pick_port, clock, over
@@ -136,7 +137,7 @@ class Course:
             gone = set(besides)
         else:
             able = [node for node in nodes.joined if node in launch.ready]
-        return [node for node in able if node not in gone]
+        return [node for node in able if node not in gone | self.aside]
 
     def why_not_without(self, cause: Cause | None) -> str:
         """Say why the gang does not go on without a lost node, where spares or fewer nodes are asked for."""
@@ -393,7 +394,10 @@ class Course:
     def _decide(self) -> None:
         """All nodes have ended, or their time is up: success, restart or failure."""
         launch, now = self.launch, self._clock()
-        silent, cause, group = self._silent(), self._first_cause(), self.next_group()
+        silent, cause = self._silent(), self._first_cause()
+        launch.count_progress(self.keepers.done(launch.number), cause)
+        self._set_aside_if_twice(cause)
+        group = self.next_group()
         # That a node which was told to end does not report the end of its workers keeps no other node from going on.
         unknown = [node for node in silent if node not in launch.leaving]
         is_restarting = decide(launch, cause, [], True, now) in (Next.RESTART, Next.MOVE)
@@ -414,7 +418,26 @@ class Course:
             launch.uncounted += follows is Next.MOVE or cause.category == "preempted"
             self._restart(cause, now, at_once=follows is Next.MOVE or cause.category in GONE)
         else:
-            self.fail(launch.error(cause, silent, self.why_not_without(cause)))
+            self.fail(launch.error(cause, silent, self.why_not_without(cause) + launch.why_idle))
+
+    def _set_aside_if_twice(self, cause: Cause | None) -> None:
+        """Go on without a node whose workers are the first to fail twice in a row, if there are enough others."""
+        before, launch = self.launch.restarts_for, self.launch
+        if cause is None or before is None or cause.rank is None or before.rank is None:
+            return
+        if before.node != cause.node or cause.node == CONTROL or launch.phase is not Phase.STOPPING:
+            return
+        if self.next_group(cause.node) is not None and (self.rules.spare_nodes or self.rules.min_nodes):
+            self.aside.add(cause.node)
+            self.note(
+                "set_aside",
+                node=cause.node,
+                text=f"its workers were the first to fail twice in a row: {summary(cause)}",
+            )
+            self.send(
+                Note(f"node {cause.node} takes no part any more: its workers were the first to fail twice in a row"),
+                CONTROL,
+            )
 
     def _leave_out_silent(self, silent: list[int]) -> bool:
         """Count nodes as lost whose workers may still run, if the gang can go on without them; return whether it can."""

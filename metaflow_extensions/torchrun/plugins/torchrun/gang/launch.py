@@ -26,6 +26,8 @@ _PORT_TAKEN = re.compile("EADDRINUSE|address already in use", re.IGNORECASE)
 _MAX_MOVES = 3
 GONE = frozenset({"node_lost", "preempted"})
 """The classes of causes with which a node is gone, or about to go."""
+MAX_IDLE = 3
+"""How many generations in a row may end without progress, where scripts report it."""
 _NODES_SAID = 3
 # Kinds of causes that no node reports as its failure.
 _FOUND_BY_CONTROL = ("timeout", "hang", "unreachable")
@@ -69,7 +71,10 @@ class Launch:
     generation: int = 0
     group: Group = field(default_factory=lambda: Group(0))  # the nodes of this generation; before the first, none
     moves: int = 0  # generations that began because the rendezvous' port was taken
-    uncounted: int = 0  # restarts that `max_restarts` does not count: because of nodes that were told to end
+    # Restarts that `max_restarts` does not count: because of nodes that were told to end, or before the last progress.
+    uncounted: int = 0
+    done: float | None = None  # how far the workers had come when a generation ended; None: they tell nothing
+    idle: int = 0  # how many generations in a row have ended since then without coming farther
     ended: dict[int, Ended] = field(default_factory=dict)  # without what failed, which is in `failures`
     failures: list[Failure] = field(default_factory=list)  # ages as of the clock's zero, so that they compare
     announced: Group | None = None  # the nodes that the last *restart* has named, and
@@ -145,6 +150,23 @@ class Launch:
     def limit(self) -> int:
         """How many restarts there may be, with those that do not count."""
         return self.policy.max_restarts + self.uncounted
+
+    def count_progress(self, done: float | None, cause: Cause | None) -> None:
+        """Take note of how far the workers had come when a generation ended, and for what."""
+        if done is not None and (self.done is None or done > self.done):
+            self.done, self.idle, self.uncounted = done, 0, self.restarts
+        elif self.done is not None and (cause is None or cause.category != "preempted"):
+            self.idle += 1
+
+    @property
+    def why_idle(self) -> str:
+        """That no more restarts follow since none brings progress; empty if they may."""
+        if self.idle < MAX_IDLE:
+            return ""
+        return (
+            f"\n{MAX_IDLE} generations of workers in a row have not come past step {self.done:g}, so there is no further "
+            "restart. Does the script load what it has saved?"
+        )
 
     def takes_part(self, node: int) -> bool:
         """Return whether a node belongs to this generation."""
@@ -378,7 +400,7 @@ def _may_restart(launch: Launch, cause: Cause, now: float) -> bool:
     over = cause.kind == "step_timeout" or now >= launch.deadline  # by one node's clock
     # A node that was told to end does not use up a restart; but there must be some at all.
     is_left = launch.restarts < launch.limit or (cause.category == "preempted" and policy.max_restarts > 0)
-    return cause.category in policy.restart_on and is_left and not over
+    return cause.category in policy.restart_on and is_left and not over and not launch.why_idle
 
 
 # --- the messages that tell its end -------------------------------------------------------------

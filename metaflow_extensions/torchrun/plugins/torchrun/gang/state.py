@@ -300,6 +300,7 @@ class Gang:
                 self.history.note("joined", node=node, text=join.host)
             self.nodes.join(join)
             self._course.gone.pop(node, None)
+            self._course.aside.discard(node)
             self._course.send(Welcome(), node)
             if self.broken is not None:
                 self._course.send(Abort(self.broken), node)

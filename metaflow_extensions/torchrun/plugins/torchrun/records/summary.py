@@ -41,6 +41,7 @@ _OF_NODE: dict[str, NodeState] = {
     "left": "left",
     "lost": "lost",
     "spare": "waiting",
+    "set_aside": "waiting",
     "left_out": "lost",
     "awaited": "lost",
 }
@@ -196,7 +197,7 @@ class _Fold:
     def _add_of_node(self, record: Record, node: Node) -> None:
         match record.kind:
             case "joined":
-                node.host, node.is_awaited = record.text, False
+                node.host, node.is_awaited, node.is_out = record.text, False, False
             case "before_run" | "ready":
                 self._call(record)
                 node.command_failed = False
@@ -212,7 +213,7 @@ class _Fold:
                 node.ended_well = True
             case "left":
                 node.has_failed = bool(record.text)
-            case "spare" | "taken_in":
+            case "spare" | "taken_in" | "set_aside":
                 node.takes_part = record.kind == "taken_in"
             case "left_out":
                 node.is_out = True

@@ -27,6 +27,7 @@ class _Kept:
 
     launch: int
     step: int | None = None
+    farthest: int | None = None  # the highest step, before restarts as well
     total: float | None = None
     steps_per_s: float | None = None
     has_ended_well: bool = False
@@ -79,11 +80,16 @@ class ProgressKeeper(Keeper):
         kept, pace = self._kept, metrics.paces.get(0)
         kept.steps_per_s = None if pace is None else pace.steps_per_s
         kept.speeds.add(at_s, kept.steps_per_s)
-        kept.step = kept.step if metrics.step is None else metrics.step
+        if metrics.step is not None:
+            kept.step, kept.farthest = metrics.step, max(metrics.step, kept.farthest or 0)
         kept.total = kept.total if metrics.total is None else metrics.total
         for key, points in metrics.points.items():
             for point in points:
                 kept.add(key, point)
+
+    def done(self, launch: int) -> float | None:
+        """Return the highest step that a script has reported."""
+        return None if self._kept is None or self._kept.launch != launch else self._kept.farthest
 
     def ended(self, node: int, ok: bool) -> None:
         """Stop comparing the node's ranks."""

@@ -1,0 +1,133 @@
+"""What restarts cost, and which node they go on without: progress, and a node whose workers fail again and again."""
+
+import pytest
+from test_loss import groups
+from test_state import GangOf, crash, preemption
+
+from metaflow_extensions.torchrun.plugins.torchrun.features.progress.keep import ProgressKeeper
+from metaflow_extensions.torchrun.plugins.torchrun.gang.keepers import Keepers
+from metaflow_extensions.torchrun.plugins.torchrun.gang.protocol import Alone, Restart, Told, Verdict
+from metaflow_extensions.torchrun.plugins.torchrun.records.summary import summarize
+
+
+def launched(num_nodes=2, max_restarts=2, **rules):
+    gang = GangOf(num_nodes, keepers=Keepers({"progress": ProgressKeeper()}), **rules)
+    gang.all_ready(max_restarts=max_restarts)
+    return gang
+
+
+def generation_of(gang):
+    return gang.state._launch.generation
+
+
+def report(gang, step):
+    told = {"step": step, "total": None, "points": {}, "paces": {}}
+    gang.say(0, Told(0, generation_of(gang), "progress", told))
+
+
+def fail(gang, node=1, cause=None):
+    """Have a generation fail on a node, and the next one begin if one follows."""
+    generation = generation_of(gang)
+    gang.failed(node, cause or crash(node), generation=generation)
+    for each in gang.state.nodes.joined:
+        gang.ended(each, ok=False, generation=generation)
+    gang.pass_time(31.0)
+
+
+# --- progress ---------------------------------------------------------------------------------------
+
+
+def test_restarts_before_the_last_progress_do_not_count():
+    gang = launched(max_restarts=1)
+    for step in (5, 9, 10):
+        report(gang, step)
+        fail(gang)
+    assert generation_of(gang) == 3
+    assert gang.state.restarts_left == 0
+    fail(gang)
+    assert gang.same_verdict(0, 1) is not None
+    assert [(each.number, each.of) for each in gang.got(0, Restart)] == [(1, 1), (2, 2), (3, 3)]
+
+
+def test_a_script_that_reports_nothing_has_max_restarts_in_all():
+    gang = launched(max_restarts=4)
+    for _ in range(5):
+        fail(gang)
+    assert len(gang.got(0, Restart)) == 4
+    assert "have not come past" not in str(gang.same_verdict(0, 1))
+
+
+def test_three_generations_without_progress_end_the_launch():
+    gang = launched(max_restarts=9)
+    report(gang, 7)
+    fail(gang)
+    for step in (6, 7, 7):
+        assert not gang.got(0, Verdict)
+        report(gang, step)
+        fail(gang)
+    said = str(gang.same_verdict(0, 1))
+    assert "3 generations of workers in a row have not come past step 7, so there is no further restart." in said
+    assert len(gang.got(0, Restart)) == 3
+
+
+def test_a_node_that_is_taken_away_is_no_generation_without_progress():
+    gang = launched(3, max_restarts=9, spare_nodes=1)
+    report(gang, 7)
+    fail(gang)
+    for node in (1, 2):
+        fail(gang, node, preemption(node))
+        if node == 1:
+            assert not gang.got(0, Verdict)
+
+
+# --- a node whose workers fail again and again --------------------------------------------------------
+
+
+def test_a_node_that_fails_first_twice_in_a_row_waits_to_the_end():
+    gang = launched(3, max_restarts=5, spare_nodes=1)
+    fail(gang)
+    assert groups(gang) == [(0, 1), (0, 1)]
+    fail(gang)
+    assert groups(gang)[2:] == [(0, 2)]
+    (*_, last) = gang.got(0, Restart)
+    assert (last.left, last.came) == ((1,), (2,))
+    assert "node 1 takes no part any more: its workers were the first to fail twice in a row" in gang.notes(0)
+    page = summarize(gang.records, 3, 1, None)
+    assert [rank.node for rank in page.ranks] == [0, 2]
+    for node in range(3):
+        if node != 1:
+            gang.ended(node, generation=2)
+    assert gang.same_verdict(0, 1, 2) is None
+    for node in range(3):
+        gang.ready(node, 1, max_restarts=5)
+    assert groups(gang)[3:] == [(0, 2)], "nor in the next launch"
+    for node in (0, 2):
+        gang.ended(node, launch=1)
+    for node in (1, 2, 0):
+        gang.done(node)
+    for node in (1, 2):
+        gang.leave(node)
+    assert gang.got(0, Alone)
+
+
+@pytest.mark.parametrize("nodes", [(1, 2, 1, 2), (0, 0, 0)])
+def test_nodes_that_fail_in_turns_and_the_control_node_stay(nodes):
+    gang = launched(4, max_restarts=5, spare_nodes=1)
+    for node in nodes:
+        fail(gang, node)
+    assert set(groups(gang)) == {(0, 1, 2)}
+
+
+def test_without_other_nodes_it_stays():
+    for rules in ({}, {"min_nodes": 2}):
+        gang = launched(2, max_restarts=5, **rules)
+        for _ in range(3):
+            fail(gang)
+        assert set(groups(gang)) == {(0, 1)}
+
+
+def test_fewer_nodes_go_on_without_it():
+    gang = launched(3, max_restarts=5, min_nodes=2)
+    for _ in range(2):
+        fail(gang)
+    assert groups(gang) == [(0, 1, 2), (0, 1, 2), (0, 2)]
