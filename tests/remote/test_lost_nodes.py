@@ -110,7 +110,7 @@ def test_the_pod_that_has_run_out_of_memory_comes_again(run_remote):
 @pytest.mark.xdist_group("gpus")
 @pytest.mark.timeout(600)
 def test_a_pod_that_comes_after_the_end_has_nothing_to_do(start_remote):
-    """While no machine has place for it, the others go on and end well; the job set ends when it has come."""
+    """While no machine has place for it, the others go on and end well. The job set ends when it has come."""
     cluster, resource = Cluster(), "torchrun.example/place"
     needs = {"extended_resources": {resource: "1"}}
     with offered(cluster, resource, 3) as offer:
@@ -119,12 +119,7 @@ def test_a_pod_that_comes_after_the_end_has_nothing_to_do(start_remote):
         offer(2)
         delete(cluster, pod)
         flow.await_line("node 1 is not waited for any more. No other task has taken its place.", 180)
-        flow.await_line("ended well", 60)
-        time.sleep(5)  # the control node's task ends
-        assert flow.process.poll() is None
-        (late,) = [each for each in cluster.pods(flow) if each.status.phase == "Pending"]
-        assert cluster.node_of(late) == 1
-        offer(3)
-        assert flow.wait(120) == 0, flow.text
+        assert flow.wait(180) == 0, flow.text  # when the others have ended, there is place for it
     check(flow, {0: ["0"], 2: ["1"]}, [1], [])
     cluster.await_gone(flow)
+    assert any("has ended well without this task; it has nothing to do" in task["out"] for task in flow.tasks())
