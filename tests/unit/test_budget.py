@@ -91,7 +91,10 @@ def test_a_node_that_fails_first_twice_in_a_row_waits_to_the_end():
     assert groups(gang)[2:] == [(0, 2)]
     (*_, last) = gang.got(0, Restart)
     assert (last.left, last.came) == ((1,), (2,))
-    assert "node 1 takes no part any more: its workers were the first to fail twice in a row" in gang.notes(0)
+    assert any(
+        "node 1 takes no part any more: its workers were the first to fail twice in a row: " in each
+        for each in gang.notes(0)
+    )
     page = summarize(gang.records, 3, 1, None)
     assert [rank.node for rank in page.ranks] == [0, 2]
     for node in range(3):
@@ -131,3 +134,44 @@ def test_fewer_nodes_go_on_without_it():
     for _ in range(2):
         fail(gang)
     assert groups(gang) == [(0, 1, 2), (0, 1, 2), (0, 2)]
+
+
+# --- node_check ---------------------------------------------------------------------------------------
+
+
+def check_fails(gang, *nodes, generation=0):
+    for node in nodes:
+        gang.ended(node, crash(node, kind="check"), generation=generation)
+    for node in set(gang.state.nodes.joined) - set(nodes):
+        gang.ended(node, ok=False, generation=generation)
+    gang.pass_time(0.0)
+
+
+def test_nodes_whose_check_fails_take_no_part_and_cost_no_restart():
+    gang = launched(5, max_restarts=1, spare_nodes=1, min_nodes=2)
+    check_fails(gang, 1, 2)
+    assert groups(gang) == [(0, 1, 2, 3), (0, 3, 4)]
+    assert gang.state.restarts_left == 1
+    assert sum("takes no part any more" in each for each in gang.notes(0)) == 2
+    for node in (0, 3, 4):
+        gang.ended(node, generation=1)
+    assert gang.same_verdict(*range(5)) is None
+
+
+@pytest.mark.parametrize("node", [0, 1])
+def test_a_check_that_fails_where_no_other_node_is_fails_the_launch(node):
+    for rules in ({}, {"min_nodes": 2}, {"spare_nodes": 1}):
+        if node == 1 and rules == {"spare_nodes": 1}:
+            continue
+        gang = launched(3, max_restarts=3, **rules)
+        if rules == {"min_nodes": 2} and node == 1:
+            check_fails(gang, 1, 2)
+        else:
+            check_fails(gang, node)
+        assert "node_check: a command of node_check failed" in str(gang.same_verdict(0, 1, 2))
+
+
+def test_without_restarts_a_check_that_fails_fails_the_launch():
+    gang = launched(3, max_restarts=0)
+    check_fails(gang, 1)
+    assert gang.same_verdict(0, 1, 2) is not None

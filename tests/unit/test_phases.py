@@ -65,9 +65,9 @@ class Node:
     lines of other nodes have come.
     """
 
-    def __init__(self, has_commands=False, is_mute=False, number=1):
-        commands = (("true",),) if has_commands else ()
-        plan = Plan(SPEC, "127.0.0.1", Machine(1), commands=commands, grace_s=7.0, stores=True)
+    def __init__(self, has_commands=False, is_mute=False, number=1, has_checks=False):
+        commands, checks = ((("true",),) * each for each in (has_commands, has_checks))
+        plan = Plan(SPEC, "127.0.0.1", Machine(1), commands=commands, checks=checks, grace_s=7.0, stores=True)
         self.course, self.now = NodeCourse(plan, 0, number, "host"), 0.0
         self.fails, self.is_mute = False, is_mute
         self.done = []  # all effects
@@ -102,7 +102,7 @@ class Node:
         assert not self.is_over, "nothing follows on the end"
         former, self.done = self.done, [*self.done, effect]
         match effect:
-            case Do.START_COMMANDS:
+            case Do.START_COMMANDS | Do.START_CHECKS:
                 self.begin(effect)
                 return NotBegun("no more processes") if self.fails else None
             case Go():
@@ -177,6 +177,7 @@ WAYS = {
     Phase.PREPARING: [CALLED],
     Phase.COMPLETING: [CALLED, OVER],
     Phase.READY: [CALLED],
+    Phase.CHECKING: [CALLED, GO],
     Phase.STARTING: [CALLED, GO],
     Phase.RUNNING: [CALLED, GO],
     Phase.STOPPING: [CALLED, GO, STOP],
@@ -216,7 +217,8 @@ ANSWERS = [Prepared("torchrun"), Begun(), NotBegun("a full disk"), WorkersEnded(
 
 def node_in(phase):
     """Return a node in a phase."""
-    node = Node(phase in (Phase.PREPARING, Phase.COMPLETING), is_mute=phase is Phase.STARTING)
+    is_mute, has_checks = phase is Phase.STARTING, phase is Phase.CHECKING
+    node = Node(phase in (Phase.PREPARING, Phase.COMPLETING), is_mute, has_checks=has_checks)
     for each in WAYS[phase]:
         node.take(each)
     assert node.phase is phase
@@ -267,6 +269,13 @@ FOLLOWS = [
     (P.PREPARING, MustEnd("its machine goes"), "Failed CLOSE Ended raise"),
     (P.COMPLETING, Completed(Plan(SPEC, "127.0.0.1", Machine(1))), "Ready"),
     (P.READY, GO, "Go command START"),
+    (P.CHECKING, Seen([TOLD]), ""),
+    (P.CHECKING, OVER, "CLOSE_NOW Go command START"),
+    (P.CHECKING, FAILS, "worker_failed CLOSE_NOW Ended"),
+    (P.CHECKING, NotBegun("a full disk"), "worker_failed CLOSE_NOW Ended"),
+    (P.CHECKING, STOP, "CLOSE_NOW Ended"),
+    (P.CHECKING, MustEnd("its machine goes"), "Failed CLOSE Ended raise"),
+    (P.CHECKING, Verdict(0, ERROR), "SETTLE CLOSE PREPARE_WARM return"),
     (P.READY, MustEnd("its machine goes"), "Failed Ended raise"),
     (P.READY, TimedOut("too long"), "Failed PREPARE_WARM Ended raise"),
     (P.STARTING, NotBegun("a full disk"), "CLOSE_NOW worker_failed Ended"),

@@ -250,7 +250,8 @@ class TorchrunExecutor:
             logs=settings.logs_of(self.num_nodes),
             nproc_why=nproc.why,
             warm=run.warm,
-            commands=tuple((beside_flow(words[0], spec.cwd, _flow_folder()), *words[1:]) for words in commands),
+            commands=_found(commands, spec.cwd),
+            checks=_found(settings.node_check, spec.cwd),
             **services.told,
         )
 
@@ -324,6 +325,11 @@ def _require_working_directory() -> None:
             "The working directory of the step's code was removed, so no worker can start there. Change to a folder that "
             "exists (os.chdir) before current.torch.run."
         ) from error
+
+
+def _found(commands: Sequence[tuple[str, ...]], cwd: str | None) -> tuple[tuple[str, ...], ...]:
+    """Return commands with their programs, which may lie beside the flow's file."""
+    return tuple((beside_flow(words[0], cwd, _flow_folder()), *words[1:]) for words in commands)
 
 
 def _flow_folder() -> str | None:

@@ -60,6 +60,7 @@ _CATEGORIES = {
     "signal": "killed",
     "oom": "killed",  # out of memory
     "command": "before_run",  # a command failed
+    "check": "node_check",  # one of node_check
     "agent": "start",  # it ended before its workers ran
     "agent_ended": "killed",  # while its workers ran
     "lost": "node_lost",
@@ -77,6 +78,7 @@ CATEGORY_TEXTS = {
     "user": "an error in your code",
     "killed": "a process was killed",
     "before_run": "a command of before_run failed",
+    "node_check": "a command of node_check failed",
     "start": "torchrun could not start the workers",
     "node_lost": "a node was lost",
     "preempted": "a node was told to stop",

@@ -19,6 +19,7 @@ from .keepers import Failing, Keepers, Where
 from .launch import (
     BACKOFF_LIMIT_S,
     GONE,
+    UNCOUNTED,
     Launch,
     Next,
     Phase,
@@ -144,14 +145,14 @@ class Course:
         launch, rules = self.launch, self.rules
         able = self._able(() if cause is None else (cause.node,))
         asked = rules.spare_nodes or rules.min_nodes or rules.replaces
-        if cause is None or cause.category not in GONE or not asked:
+        if cause is None or cause.category not in GONE | UNCOUNTED or not asked:
             return ""
         why = "\nIt can't go on without that node: "
-        if launch.phase is Phase.STOPPING and cause.category not in launch.policy.restart_on:
+        if launch.phase is Phase.STOPPING and cause.category in GONE - launch.policy.restart_on:
             return f"{why}restart_on does not have {cause.category!r}."
         if launch.phase is Phase.STOPPING and (ended := sorted(launch.given_up - launch.leaving.keys())):
             return f"{why}the call of run has ended on {names(ended)}, too."
-        if launch.phase is Phase.STOPPING and launch.restarts >= launch.limit and cause.category != "preempted":
+        if launch.phase is Phase.STOPPING and launch.restarts >= launch.limit and cause.category not in UNCOUNTED:
             return f"{why}max_restarts={launch.policy.max_restarts} allows no more restarts."
         if len(able) < self._least:
             left = f"{counted(len(able), 'node')} {'is' if len(able) == 1 else 'are'} left"
@@ -396,14 +397,15 @@ class Course:
         launch, now = self.launch, self._clock()
         silent, cause = self._silent(), self._first_cause()
         launch.count_progress(self.keepers.done(launch.number), cause)
-        self._set_aside_if_twice(cause)
+        self._set_aside(cause)
         group = self.next_group()
+        has_group = (group is not None or self._may_wait()) and launch.ill.keys() <= self.aside
         # That a node which was told to end does not report the end of its workers keeps no other node from going on.
         unknown = [node for node in silent if node not in launch.leaving]
         is_restarting = decide(launch, cause, [], True, now) in (Next.RESTART, Next.MOVE)
         if unknown and is_restarting and self._leave_out_silent(unknown):
-            unknown, group = [], self.next_group()
-        follows = decide(launch, cause, unknown, group is not None or self._may_wait(), now)
+            unknown, group, has_group = [], self.next_group(), True
+        follows = decide(launch, cause, unknown, has_group, now)
         if follows is Next.FINISH:
             self._store(None)
         elif follows is Next.MOVE and group == launch.group:
@@ -415,29 +417,29 @@ class Course:
             self._leave_out_gone()
             self.go(group)
         elif follows in (Next.RESTART, Next.MOVE) and cause is not None:
-            launch.uncounted += follows is Next.MOVE or cause.category == "preempted"
-            self._restart(cause, now, at_once=follows is Next.MOVE or cause.category in GONE)
+            launch.uncounted += follows is Next.MOVE or cause.category in UNCOUNTED
+            self._restart(cause, now, at_once=follows is Next.MOVE or cause.category in GONE | UNCOUNTED)
         else:
             self.fail(launch.error(cause, silent, self.why_not_without(cause) + launch.why_idle))
 
-    def _set_aside_if_twice(self, cause: Cause | None) -> None:
-        """Go on without a node whose workers are the first to fail twice in a row, if there are enough others."""
-        before, launch = self.launch.restarts_for, self.launch
-        if cause is None or before is None or cause.rank is None or before.rank is None:
+    def _set_aside(self, cause: Cause | None) -> None:
+        """Go on without nodes that fail their check, or whose workers are the first to fail twice in a row, if possible."""
+        launch, before = self.launch, self.launch.restarts_for
+        texts = {node: summary(each) for node, each in launch.ill.items()}
+        if (
+            cause is not None
+            and before is not None
+            and None not in (cause.rank, before.rank)
+            and cause.node == before.node
+        ):
+            texts[cause.node] = f"its workers were the first to fail twice in a row: {summary(cause)}"
+        if not texts or CONTROL in texts or not (self.rules.spare_nodes or self.rules.min_nodes):
             return
-        if before.node != cause.node or cause.node == CONTROL or launch.phase is not Phase.STOPPING:
-            return
-        if self.next_group(cause.node) is not None and (self.rules.spare_nodes or self.rules.min_nodes):
-            self.aside.add(cause.node)
-            self.note(
-                "set_aside",
-                node=cause.node,
-                text=f"its workers were the first to fail twice in a row: {summary(cause)}",
-            )
-            self.send(
-                Note(f"node {cause.node} takes no part any more: its workers were the first to fail twice in a row"),
-                CONTROL,
-            )
+        if launch.phase is Phase.STOPPING and self.next_group(*texts) is not None:
+            self.aside |= texts.keys()
+            for node, text in texts.items():
+                self.note("set_aside", node=node, text=text)
+                self.send(Note(f"node {node} takes no part any more: {text}"), CONTROL)
 
     def _leave_out_silent(self, silent: list[int]) -> bool:
         """Count nodes as lost whose workers may still run, if the gang can go on without them; return whether it can."""

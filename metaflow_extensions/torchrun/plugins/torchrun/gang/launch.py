@@ -28,6 +28,8 @@ GONE = frozenset({"node_lost", "preempted"})
 """The classes of causes with which a node is gone, or about to go."""
 MAX_IDLE = 3
 """How many generations in a row may end without progress, where scripts report it."""
+UNCOUNTED = frozenset({"preempted", "node_check"})
+"""The classes of causes after which a restart does not count."""
 _NODES_SAID = 3
 # Kinds of causes that no node reports as its failure.
 _FOUND_BY_CONTROL = ("timeout", "hang", "unreachable")
@@ -85,6 +87,7 @@ class Launch:
     verdict: TorchrunError | None = None  # the error at its end; None while it runs, or if it succeeded
     given_up: set[int] = field(default_factory=set)  # nodes whose own code has ended their call of `run`
     leaving: dict[int, Cause] = field(default_factory=dict)  # nodes that were told to end
+    ill: dict[int, Cause] = field(default_factory=dict)  # nodes whose node_check has failed in this generation
     policy: LaunchPolicy = field(default_factory=LaunchPolicy)
     went_at: float = 0.0
     deadline: float = float("inf")  # of the step, and
@@ -104,7 +107,7 @@ class Launch:
         """Begin a generation: forget the ends and failures of the one before."""
         self.enter(Phase.RUNNING)
         self.went_at, self.group = now, group
-        for each in (self.ended, self.stores, self.failures, self.lost, self.ending):
+        for each in (self.ended, self.stores, self.failures, self.lost, self.ending, self.ill):
             each.clear()
 
     def begin_pause(self, now: float, pause_s: float) -> float:
@@ -155,7 +158,7 @@ class Launch:
         """Take note of how far the workers had come when a generation ended, and for what."""
         if done is not None and (self.done is None or done > self.done):
             self.done, self.idle, self.uncounted = done, 0, self.restarts
-        elif self.done is not None and (cause is None or cause.category != "preempted"):
+        elif self.done is not None and (cause is None or cause.category not in UNCOUNTED):
             self.idle += 1
 
     @property
@@ -186,6 +189,7 @@ class Launch:
         """Keep the first failure and the first preemption only: thousands of texts would take hundreds of megabytes."""
         failures = list(failures)
         self.leaving.update({each.cause.node: each.cause for each in failures if each.cause.category == "preempted"})
+        self.ill.update({each.cause.node: each.cause for each in failures if each.cause.kind == "check"})
         self.failures += [Failure(each.cause, each.age_s - now) for each in failures]
         preempted = first_failure(each for each in self.failures if each.cause.category == "preempted")
         kept = (first_failure(self.failures), preempted)
@@ -399,8 +403,9 @@ def _may_restart(launch: Launch, cause: Cause, now: float) -> bool:
     policy = launch.policy
     over = cause.kind == "step_timeout" or now >= launch.deadline  # by one node's clock
     # A node that was told to end does not use up a restart; but there must be some at all.
-    is_left = launch.restarts < launch.limit or (cause.category == "preempted" and policy.max_restarts > 0)
-    return cause.category in policy.restart_on and is_left and not over and not launch.why_idle
+    is_left = launch.restarts < launch.limit or (cause.category in UNCOUNTED and policy.max_restarts > 0)
+    is_asked = cause.category in policy.restart_on or cause.category == "node_check"
+    return is_asked and is_left and not over and not launch.why_idle
 
 
 # --- the messages that tell its end -------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""The commands of ``run(before_run=...)`` on this node, which run before it is *ready*.
+"""The commands of `before_run` on this node, which run before it is *ready*, or of `node_check`, before each generation.
 
 The script `command_runner` runs them in the place of an agent, so they are watched and stopped like workers.
 """
@@ -55,11 +55,17 @@ class Commands:
 
     number = -1  # in the place of a generation's
 
-    def __init__(self, plan: Plan, seat: Seat, launch: int, new_agent: Callable[..., AgentProcess]) -> None:
+    def __init__(
+        self, plan: Plan, seat: Seat, launch: int, new_agent: Callable[..., AgentProcess], generation: int | None = None
+    ) -> None:
+        """Prepare the commands of `before_run`; with a generation, those of `node_check`."""
         self._plan, self._seat, self._launch = plan, seat, launch
+        self._commands = plan.commands if generation is None else plan.checks
+        self._name, self._kind = ("before_run", "command") if generation is None else ("node_check", "check")
         self._told = 0  # of how many ended commands the gang knows
         self._has_failed = self._is_closed = False
-        self._folder = pipes = make_folder(plan, f"launch{launch}-before_run")
+        run_id = f"launch{launch}" if generation is None else f"launch{launch}-{generation}"
+        self._folder = pipes = make_folder(plan, f"{run_id}-{self._name}")
         try:
             pipes = make_pipes_folder(plan, self._folder)
             command = self._write_command(pipes)
@@ -76,12 +82,12 @@ class Commands:
         )
 
     def _reader(self, pipes: str) -> LogReader:
-        plan, count = self._plan, len(self._plan.commands)
+        plan, count = self._plan, len(self._commands)
         node = plan.spec.node_index
         is_hidden = plan.logs == "rank0" and node != 0
         return LogReader(
             pipes,
-            {each: (f"[node {node} before_run {each + 1}/{count}] ", is_hidden) for each in range(count)},
+            {each: (f"[node {node} {self._name} {each + 1}/{count}] ", is_hidden) for each in range(count)},
             f"[torchrun node {node}] ",
             plan.write,
             keep_in=None if plan.spec.log_dir is None else self._folder,
@@ -91,7 +97,7 @@ class Commands:
     def _write_command(self, pipes: str) -> list[str]:
         """Write the commands for the runner; return its argv."""
         commands = []
-        for words in self._plan.commands:
+        for words in self._commands:
             # The shell is found here, because the user's PATH for the commands may lack it.
             program = system_program(words[0]) if is_by_shell(words) else words[0]
             commands.append({"argv": [program, *words[1:]], "shown": shown(words)})
@@ -155,7 +161,7 @@ class Commands:
         node, host = self._plan.spec.node_index, self._seat.host
         lines = _last_lines(self._logs.tail(failed.number, "stdout"))
         text = self._text(failed, self._end.machine.how_ended)
-        return Cause("command", node, host, None, None, failed.status, text, lines)
+        return Cause(self._kind, node, host, None, None, failed.status, text, lines)
 
     async def close(self, grace_s: float = 0.0) -> None:
         """Stop what still runs, and show the last output; safe to call more than once."""
@@ -189,8 +195,8 @@ class Commands:
         return []
 
     def _text(self, ended: _Ended, exit_text: Callable[[int], str]) -> str:
-        commands = self._plan.commands
-        name = f"before_run {ended.number + 1}/{len(commands)} ({shown(commands[ended.number])})"
+        commands = self._commands
+        name = f"{self._name} {ended.number + 1}/{len(commands)} ({shown(commands[ended.number])})"
         return f"{name} {ended.error if ended.status is None else exit_text(ended.status)}"
 
 

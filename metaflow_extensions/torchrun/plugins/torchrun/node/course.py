@@ -128,10 +128,41 @@ class NodeCourse:
             self.plan = replace(self.plan, spec=replace(self.plan.spec, group=go.group))
         if self.plan.spec.group_rank is None:  # this node waits
             return
-        self._enter(Phase.STARTING)
         self._go, self._command, self._exit_codes = go, "", {}
         self._said_started = self._said_output = False
-        self._do(go)
+        if self.plan.checks:
+            self._enter(Phase.CHECKING)
+            self._do(Do.START_CHECKS)
+        else:
+            self._enter(Phase.STARTING)
+            self._do(go)
+
+    @property
+    def generation(self) -> int:
+        """The number of the generation that has begun last."""
+        return self._go.generation
+
+    # --- the commands of node_check -----------------------------------------------------------------
+
+    def _on_checks(self, seen: Seen) -> None:
+        if seen.failed:
+            self._say("worker_failed", f"{seen.failed}; no worker starts here")
+            self._end_checks(seen.failures)
+        elif seen.is_over:
+            self._enter(Phase.STARTING)
+            self._do(Do.CLOSE_NOW, self._go)
+
+    def _checks_not_begun(self, news: NotBegun) -> None:
+        text = f"node_check could not be started: {news.why}"
+        self._on_checks(Seen(failed=text, failures=(self._no_agent(text),)))
+
+    def _stop_checks(self, stop: Stop) -> None:
+        self._say_why_it_stops(stop)
+        self._end_checks(())
+
+    def _end_checks(self, failures: tuple[Failure, ...]) -> None:
+        self._enter(Phase.ENDED)
+        self._do(Do.CLOSE_NOW, Ended(self._launch, False, self._go.generation, failures, stores=self.plan.stores))
 
     def _on_stop(self, stop: Stop) -> None:
         self._say_why_it_stops(stop)
@@ -337,14 +368,20 @@ _WITHOUT_WORKERS = [phase for phase in _NOT_OVER if phase not in _WITH_WORKERS]
 HANDLERS: dict[type, dict[Phase, _Handler]] = {
     Called: _in((Phase.BEGINNING,), NodeCourse._on_called),
     Completed: _in((Phase.COMPLETING,), NodeCourse._on_completed),
-    NotBegun: {Phase.PREPARING: NodeCourse._commands_not_begun, Phase.STARTING: NodeCourse._not_begun},
+    NotBegun: {
+        Phase.PREPARING: NodeCourse._commands_not_begun,
+        Phase.CHECKING: NodeCourse._checks_not_begun,
+        Phase.STARTING: NodeCourse._not_begun,
+    },
     Go: _in((Phase.READY, Phase.ENDED), NodeCourse._on_go),
     Prepared: _in((Phase.STARTING,), NodeCourse._on_prepared),
     Begun: _in((Phase.STARTING,), NodeCourse._on_begun),
-    Seen: {Phase.PREPARING: NodeCourse._on_commands} | _in(_WITH_WORKERS, NodeCourse._on_workers),
+    Seen: {Phase.PREPARING: NodeCourse._on_commands, Phase.CHECKING: NodeCourse._on_checks}
+    | _in(_WITH_WORKERS, NodeCourse._on_workers),
     WorkersEnded: _in(_WITH_WORKERS, NodeCourse._on_workers_ended),
     Ask: _in(_WITH_WORKERS, NodeCourse._on_ask),
     Stop: {
+        Phase.CHECKING: NodeCourse._stop_checks,
         Phase.RUNNING: NodeCourse._on_stop,
         Phase.STOPPING: NodeCourse._say_why_it_stops,
         Phase.STORING: NodeCourse._give_up_upload,

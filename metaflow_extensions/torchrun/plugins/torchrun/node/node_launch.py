@@ -108,6 +108,8 @@ class NodeLaunch:
                 self._end = effect
             case Do.START_COMMANDS:
                 return self._start_commands()
+            case Do.START_CHECKS:
+                return self._start_commands(self._course.generation)
             case Do.COMPLETE:
                 self._complete()
             case Do.START:
@@ -136,9 +138,10 @@ class NodeLaunch:
         assert isinstance(self._processes, Generation)
         return self._processes
 
-    def _start_commands(self) -> NotBegun | None:
+    def _start_commands(self, generation: int | None = None) -> NotBegun | None:
+        plan, seat = self._course.plan, self._seat
         try:
-            self._processes = commands = Commands(self._course.plan, self._seat, self._launch, self._new_agent)
+            self._processes = commands = Commands(plan, seat, self._launch, self._new_agent, generation)
             commands.start()
         except Exception as error:
             return NotBegun(_reason(error))

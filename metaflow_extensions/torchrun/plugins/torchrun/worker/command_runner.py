@@ -101,7 +101,7 @@ def lock_folder() -> None:
         try:
             fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            sys.stderr.write(f"waiting: before_run of another node runs in the same folder, {os.getcwd()}\n")
+            sys.stderr.write(f"waiting: the commands of another node run in the same folder, {os.getcwd()}\n")
             fcntl.flock(folder, fcntl.LOCK_EX)
 
 
