@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 ALL = [0, 1, 2, 3]
@@ -44,4 +46,22 @@ def test_a_node_that_ends_badly_after_its_step_fails_the_run(kills, late, run_fl
     flow = run_flow("--kills", kills, "--late", late, flow="lost_node.py", expect=1, stand_in=True)
     assert "Subprocess failed, return code" in flow.text
     assert not (flow.out / "joined").exists()
+    flow.await_gone()
+
+
+def test_a_node_that_fails_its_check_takes_no_part(run_flow):
+    check = "echo 3 MB are left; test $MF_PARALLEL_NODE_INDEX != 1"
+    attrs = {"max_restarts": 1, "spare_nodes": 1, "node_check": [check]}
+    flow = run_flow("--nodes", "3", attrs=attrs, do="1:once", stand_in=True)
+    tasks = flow.note("end")["tasks"]
+    assert [task["node"] for task in tasks] == [0, 1, 2]
+    (result,) = tasks[0]["results"]
+    assert (result["nodes"], result["world_size"]) == ([0, 2], 2)
+    assert [(each["left"], each["came"], each["cause"]["kind"]) for each in result["restarts"]] == [
+        ([1], [2], "check"),
+        ([], [], "exception"),
+    ]
+    assert flow.text.count("[node 0 node_check 1/1] 3 MB are left") == 3, "before each generation"
+    said = r"node 1 takes no part any more: node 1 \(host \S+\) failed with node_check 1/1 .* exited with code 1"
+    assert re.search(said, flow.text), flow.text
     flow.await_gone()

@@ -122,4 +122,6 @@ def test_a_pod_that_comes_after_the_end_has_nothing_to_do(start_remote):
         assert flow.wait(180) == 0, flow.text  # when the others have ended, there is place for it
     check(flow, {0: ["0"], 2: ["1"]}, [1], [])
     cluster.await_gone(flow)
-    assert any("has ended well without this task; it has nothing to do" in task["out"] + task["err"] for task in flow.tasks())
+    assert any(
+        "has ended well without this task; it has nothing to do" in task["out"] + task["err"] for task in flow.tasks()
+    )

@@ -1,5 +1,7 @@
 """What restarts cost, and which node they go on without: progress, and a node whose workers fail again and again."""
 
+from dataclasses import replace
+
 import pytest
 from test_loss import groups
 from test_state import GangOf, crash, preemption
@@ -67,17 +69,24 @@ def test_three_generations_without_progress_end_the_launch():
         fail(gang)
     said = str(gang.same_verdict(0, 1))
     assert "3 generations of workers in a row have not come past step 7, so there is no further restart." in said
+    assert "max_restarts" not in said
     assert len(gang.got(0, Restart)) == 3
+    assert gang.state.restarts_left == 0
 
 
 def test_a_node_that_is_taken_away_is_no_generation_without_progress():
-    gang = launched(3, max_restarts=9, spare_nodes=1)
+    gang = launched(6, max_restarts=9, spare_nodes=4)
     report(gang, 7)
     fail(gang)
-    for node in (1, 2):
-        fail(gang, node, preemption(node))
-        if node == 1:
-            assert not gang.got(0, Verdict)
+    for node in (1, 2, 3, 4):
+        assert not gang.got(0, Verdict)
+        if node % 2:
+            fail(gang, node, preemption(node))
+        else:
+            gang.lost(node)
+            fail(gang, 0, crash(node, kind="lost"))
+    assert not gang.got(0, Verdict)
+    assert groups(gang)[-1] == (0, 5)
 
 
 # --- a node whose workers fail again and again --------------------------------------------------------
@@ -129,11 +138,37 @@ def test_without_other_nodes_it_stays():
         assert set(groups(gang)) == {(0, 1)}
 
 
-def test_fewer_nodes_go_on_without_it():
-    gang = launched(3, max_restarts=5, min_nodes=2)
+def test_fewer_nodes_go_on_without_it_if_its_script_has_no_error():
+    for kind, last in (("signal", (0, 2)), ("exit", (0, 1, 2))):
+        gang = launched(3, max_restarts=5, min_nodes=2)
+        for _ in range(2):
+            fail(gang, 1, crash(1, kind=kind))
+        assert groups(gang)[2:] == [last]
+
+
+@pytest.mark.parametrize("why", ["progress", "a consequence", "no restart is left"])
+def test_it_stays_where_it_is_not_to_blame(why):
+    gang = launched(3, max_restarts=1 if why == "no restart is left" else 5, spare_nodes=1)
+    text = "RuntimeError: NCCL error: remote process exited or there was a network error"
+    cause = replace(crash(1, kind="exception"), exception=text)
+    assert cause.is_consequence
+    for step in range(2):
+        if why == "progress":
+            report(gang, step)
+        fail(gang, 1, cause if why == "a consequence" else None)
+    assert set(groups(gang)) == {(0, 1)}
+    assert not any("takes no part" in each for each in gang.notes(0))
+
+
+def test_a_node_that_was_set_aside_takes_part_before_too_few_are_left():
+    gang = launched(3, max_restarts=5, spare_nodes=1)
     for _ in range(2):
         fail(gang)
-    assert groups(gang) == [(0, 1, 2), (0, 1, 2), (0, 2)]
+    assert groups(gang)[-1] == (0, 2)
+    gang.lost(2)
+    gang.ended(0, ok=False, generation=2)
+    gang.pass_time(0.0)
+    assert groups(gang)[-1] == (0, 1)
 
 
 # --- node_check ---------------------------------------------------------------------------------------

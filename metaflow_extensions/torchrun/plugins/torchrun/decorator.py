@@ -64,7 +64,8 @@ class TorchrunDecorator(steps.ParallelDecorator):  # type: ignore[misc]  # Metaf
     grace_s : float, default 30
         Seconds that workers have between SIGTERM and SIGKILL.
     max_restarts : int, default 0
-        How often all workers are started again on all nodes after one of them failed.
+        How often all workers are started again on all nodes after one of them failed, since the last progress that the
+        script has reported.
     restart_on : Union[str, Iterable[str]], optional, default None
         Which classes of causes restart them: ``"user"``, an error of the script; ``"killed"``, a signal or
         lack of memory; ``"timeout"``, a launch over its time; ``"hang"``; ``"start"``, an agent that could
@@ -183,8 +184,8 @@ class TorchrunDecorator(steps.ParallelDecorator):  # type: ignore[misc]  # Metaf
         """Have the job sets that this process makes bring pods again that a launch can go on with."""
         from .compat.job_sets import bring_pods_again
 
-        if self._submission is not None and self._settings.max_restarts:
-            bring_pods_again(self._step_name, self._settings.max_restarts)
+        if self._submission is not None and self._settings.replaces_nodes:
+            bring_pods_again(self._step_name)
 
     def runtime_init(self, flow: Any, graph: Any, package: Any, run_id: str) -> None:
         """Check what only a run can do; deployments, tasks and commands such as ``show`` don't come here."""

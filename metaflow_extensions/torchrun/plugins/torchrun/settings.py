@@ -113,6 +113,11 @@ class StepSettings:
     warm: str
     preload: tuple[str, ...]
 
+    @property
+    def replaces_nodes(self) -> bool:
+        """Whether another task may take the place of a lost node, where the backend brings one."""
+        return self.max_restarts > 0 and bool(self.restart_on & {"node_lost", "preempted"})
+
     def logs_of(self, num_nodes: int) -> str:
         """Return whose lines are shown, one of `parsing.LOGS`: by default all of a small gang."""
         return self.logs or ("all" if num_nodes <= _ALL_UP_TO_NODES else "node")

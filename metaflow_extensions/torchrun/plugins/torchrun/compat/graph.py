@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Collection, Iterator, Sequence
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 from .renamed import known
@@ -38,7 +39,9 @@ def decorators_of(flow: Any, step: str) -> dict[str, dict[str, Any]]:
 
 def is_on_argo(decorators: Collection[str], arguments: Sequence[str] | None = None) -> bool:
     """Return whether this process deploys a flow on Argo Workflows, or is a task there, by the names of its decorators."""
-    return "argo-workflows" in (arguments or sys.argv) or "argo_workflows_internal" in decorators  # so in 2.13 to 2.19
+    words = pairwise(sys.argv if arguments is None else arguments)
+    is_command = any(word == "argo-workflows" and not before.startswith("--") for before, word in words)
+    return is_command or "argo_workflows_internal" in decorators  # so in 2.13 to 2.19
 
 
 def parallel_steps(graph: Any) -> list[str]:

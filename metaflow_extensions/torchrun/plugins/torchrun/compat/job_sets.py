@@ -11,27 +11,26 @@ from typing import Any
 
 from .renamed import known
 
-# How often a Job brings its pod again. Its pods may also be evicted, which no restart counts. Kubernetes' own default; the
-# pauses before them are 10 s, 20 s, 40 s, ... https://kubernetes.io/docs/concepts/workloads/controllers/job/
-_TIMES = 6
+# How often a Job brings its pod again: without end, since the gang decides, and its control node's end ends all. The pauses
+# grow from 10 s to minutes. https://kubernetes.io/docs/concepts/workloads/controllers/job/
+_TIMES = 1000
 _WORKER = "worker"  # as Metaflow names the Jobs of all nodes but the control node
-_steps: dict[str, int] = {}  # step, as job sets name it -> how often; set by the main thread before any job set is made
+_steps: set[str] = set()  # as job sets name them; filled by the main thread before any job set is made
 
 
-def bring_pods_again(step: str, max_restarts: int) -> None:
+def bring_pods_again(step: str) -> None:
     """Have the job sets of a step bring their pods again."""
     spec: Any = known("metaflow.plugins.kubernetes.kubernetes_jobsets:JobSetSpec")
     if not _steps:
         spec.dump = _with_limit(spec.dump)
-    for name in (step, step.replace("_", "-")):  # Argo's is sanitized
-        _steps[name] = max(_TIMES, max_restarts)
+    _steps.update((step, step.replace("_", "-")))  # Argo's is sanitized
 
 
 def _with_limit(dump: Any) -> Any:
     @wraps(dump)
     def dump_with_limit(spec: Any) -> Any:
-        if spec.name == _WORKER and (times := _steps.get(spec._kwargs.get("step_name"))):
-            spec._kwargs["retries"] = times
+        if spec.name == _WORKER and spec._kwargs.get("step_name") in _steps:
+            spec._kwargs["retries"] = _TIMES
         return dump(spec)
 
     return dump_with_limit

@@ -121,9 +121,15 @@ class Course:
     # --- which nodes take part -------------------------------------------------------------------
 
     def next_group(self, *besides: int) -> Group | None:
-        """Return the nodes of the next generation, without the nodes `besides`; None if too few are left."""
-        able = self._able(besides)
-        return follow(self.launch.group, able, self._size, self._least) if CONTROL in able else None
+        """Return the nodes of the next generation, without the nodes `besides`; None if too few are left.
+
+        Nodes that were set aside take part again before too few are left.
+        """
+        group, able = self.launch.group, self._able(besides)
+        if CONTROL not in able:
+            return None
+        healthy = [node for node in able if node not in self.aside]
+        return follow(group, healthy, self._size, self._least) or follow(group, able, self._size, self._least)
 
     @property
     def _least(self) -> int:
@@ -132,13 +138,13 @@ class Course:
     def _able(self, besides: Collection[int] = ()) -> list[int]:
         """Return the nodes that can take part in the next generation, in order."""
         launch, nodes = self.launch, self.nodes
-        gone = launch.given_up | launch.leaving.keys() | set(besides)
+        gone = launch.given_up | launch.leaving.keys() | launch.ill.keys() | set(besides)
         if launch.phase in (Phase.GATHERING, Phase.OVER):  # of those nodes, each may still come or has ended well
             able = [node for node in range(nodes.size) if nodes[node] not in (NodeState.LOST, NodeState.OUT)]
             gone = set(besides)
         else:
             able = [node for node in nodes.joined if node in launch.ready]
-        return [node for node in able if node not in gone | self.aside]
+        return [node for node in able if node not in gone]
 
     def why_not_without(self, cause: Cause | None) -> str:
         """Say why the gang does not go on without a lost node, where spares or fewer nodes are asked for."""
@@ -397,7 +403,8 @@ class Course:
         launch, now = self.launch, self._clock()
         silent, cause = self._silent(), self._first_cause()
         launch.count_progress(self.keepers.done(launch.number), cause)
-        self._set_aside(cause)
+        if decide(launch, cause, [], True, now) is Next.RESTART:
+            self._set_aside(cause)
         group = self.next_group()
         has_group = (group is not None or self._may_wait()) and launch.ill.keys() <= self.aside
         # That a node which was told to end does not report the end of its workers keeps no other node from going on.
@@ -420,22 +427,20 @@ class Course:
             launch.uncounted += follows is Next.MOVE or cause.category in UNCOUNTED
             self._restart(cause, now, at_once=follows is Next.MOVE or cause.category in GONE | UNCOUNTED)
         else:
-            self.fail(launch.error(cause, silent, self.why_not_without(cause) + launch.why_idle))
+            self.fail(launch.error(cause, silent, launch.why_idle or self.why_not_without(cause)))
 
     def _set_aside(self, cause: Cause | None) -> None:
         """Go on without nodes that fail their check, or whose workers are the first to fail twice in a row, if possible."""
         launch, before = self.launch, self.launch.restarts_for
         texts = {node: summary(each) for node, each in launch.ill.items()}
-        if (
-            cause is not None
-            and before is not None
-            and None not in (cause.rank, before.rank)
-            and cause.node == before.node
-        ):
+        if cause is not None and before is not None and _is_again(cause, before) and not launch.has_progressed:
             texts[cause.node] = f"its workers were the first to fail twice in a row: {summary(cause)}"
         if not texts or CONTROL in texts or not (self.rules.spare_nodes or self.rules.min_nodes):
             return
-        if launch.phase is Phase.STOPPING and self.next_group(*texts) is not None:
+        healthy = [node for node in self._able(texts) if node not in self.aside]
+        # An error in the script is most often no node's fault, so only a spare may take the place of such a node.
+        least = self._least if launch.ill or (cause is not None and cause.category != "user") else launch.group.size
+        if follow(launch.group, healthy, self._size, least) is not None:
             self.aside |= texts.keys()
             for node, text in texts.items():
                 self.note("set_aside", node=node, text=text)
@@ -681,6 +686,12 @@ class Course:
         self._send_remarks()
         out, self._out = self._out, []
         return out
+
+
+def _is_again(cause: Cause, before: Cause) -> bool:
+    """Return whether workers of the same node were the first to fail, and by their own fault."""
+    is_own = None not in (cause.rank, before.rank) and not (cause.is_consequence or before.is_consequence)
+    return is_own and cause.node == before.node
 
 
 _HANDLERS: dict[type, Callable[[Course, int, Any], None]] = {

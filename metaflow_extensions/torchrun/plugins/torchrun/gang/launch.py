@@ -147,7 +147,8 @@ class Launch:
         """How many restarts are left; None before the control node is ready."""
         ready = self.ready.get(CONTROL)
         policy = None if ready is None else ready.policy
-        return None if policy is None else policy.max_restarts + self.uncounted - self.restarts
+        left = None if policy is None else policy.max_restarts + self.uncounted - self.restarts
+        return left and (0 if self.why_idle else left)
 
     @property
     def limit(self) -> int:
@@ -158,8 +159,13 @@ class Launch:
         """Take note of how far the workers had come when a generation ended, and for what."""
         if done is not None and (self.done is None or done > self.done):
             self.done, self.idle, self.uncounted = done, 0, self.restarts
-        elif self.done is not None and (cause is None or cause.category not in UNCOUNTED):
+        elif self.done is not None and cause is not None and cause.category not in GONE | UNCOUNTED:
             self.idle += 1
+
+    @property
+    def has_progressed(self) -> bool:
+        """Whether the generation that has ended last has come farther than those before."""
+        return self.done is not None and self.idle == 0
 
     @property
     def why_idle(self) -> str:

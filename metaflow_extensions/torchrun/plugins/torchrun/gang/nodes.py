@@ -76,8 +76,9 @@ class Nodes:
     def is_older(self, join: Join) -> bool:
         """Return whether a task came before the one that was its node's member last: that one has taken its place."""
         came, member = self._came.get(join.node, []), self._joins.get(join.node)
-        is_known = member is not None and join.task in came
-        return is_known and member is not None and member.task in came[came.index(join.task) + 1 :]
+        if member is None or join.task not in came:
+            return False
+        return member.task in came[came.index(join.task) + 1 :]
 
     def join(self, join: Join) -> None:
         """Record that a task is now this node's member."""

@@ -316,7 +316,7 @@ class Gang:
         state = self.nodes[node]
         if state is NodeState.OUT and not self._rules.replaces and not self.nodes.has_joined(node):
             return Refused(obstacles.too_late(join)), []
-        if state is None or (state not in WITHOUT and self.nodes.is_same_place(join)):
+        if state is None or (state in (NodeState.JOINED, NodeState.DONE) and self.nodes.is_same_place(join)):
             return Refused(obstacles.turned_away(join, self.num_nodes, None if state is None else host)), []
         self.nodes.see(join)
         if self.nodes.is_older(join):
@@ -330,7 +330,9 @@ class Gang:
             self._course.send(
                 Note(f"node {node} (host {host}) is being replaced: another task of this node has come"), CONTROL
             )
-        if self.broken is None and self._rules.replaces and node != CONTROL:
+        if self.broken is not None and self._rules.replaces:
+            return Refused(self.broken), []
+        if self._rules.replaces and node != CONTROL:
             return Refused(obstacles.too_soon(join, host), is_early=True), self._flush()
         return Refused(obstacles.no_replacement(join, host, is_member), self._rules.stop_s), self._flush()
 

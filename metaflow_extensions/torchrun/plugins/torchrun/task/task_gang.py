@@ -35,7 +35,6 @@ from ..errors import TorchrunPreempted
 from ..events import Event, Subscriber
 from ..gang.cause import Cause, cause_of
 from ..gang.keepers import Plain
-from ..gang.launch import GONE
 from ..gang.member import Member
 from ..gang.nodes import NodeState
 from ..gang.policy import Rules
@@ -167,8 +166,7 @@ class TaskGang:
 
     def _rules(self) -> Rules:
         tries = _REPLACEMENTS_HERE if self._local_nodes is not None else _REPLACEMENTS.get(runs_on(), 0)
-        is_used = self._settings.max_restarts > 0 and self._settings.restart_on & GONE
-        rules = replace(rules_of(self._settings), replacements=tries if is_used else 0)
+        rules = replace(rules_of(self._settings), replacements=tries if self._settings.replaces_nodes else 0)
         return rules if self._limit is None else replace(rules, deadline=self._limit.ends_at, longer=self._limit.text)
 
     def _join_as_member(self, registry: Registry, control: str, more: Mapping[str, Any]) -> tuple[Member, str]:
