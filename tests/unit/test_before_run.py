@@ -382,7 +382,7 @@ def test_those_of_one_folder_run_one_after_the_other(run):
     stderr = second.process.stderr
     os.set_blocking(stderr.fileno(), False)
     said = eventually(stderr.read)
-    assert said.decode() == f"waiting: before_run of another node runs in the same folder, {first.cwd}\n"
+    assert said.decode() == f"waiting: the commands of another node run in the same folder, {first.cwd}\n"
     assert not second.ended
     (first.cwd / "go").touch()
     assert (first.wait(), second.wait()) == (0, 0)

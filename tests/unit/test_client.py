@@ -216,6 +216,7 @@ class Side:
 
     def __init__(self):
         self.sent, self.has_ended = [], False
+        self.seat = SimpleNamespace(node=0)
 
     def send(self, message):
         self.sent.append(message)
