@@ -527,3 +527,13 @@ def test_a_spare_waits_no_longer_than_nodes_have_to_stop():
     gang.pass_time(GRACE_S + 16.0)
     gang.pass_time(0.0)
     assert groups(gang) == [(0, 1, 2), (0, 2, 3)]
+
+
+def test_nodes_that_have_heard_the_verdict_hear_nothing_more_when_the_control_node_leaves():
+    gang = GangOf(2)
+    gang.all_ready()
+    gang.failed(1, crash(1))
+    ended(gang, 0, 1)
+    gang.leave(0, failed=True)
+    assert not gang.got(1, Abort)
+    assert gang.records[-1].kind == "left"

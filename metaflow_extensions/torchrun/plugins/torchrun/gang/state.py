@@ -468,8 +468,8 @@ class Gang:
         launch, failed = self._launch, self._failed.get(CONTROL)
         if failed is not None and launch.phase not in (Phase.GATHERING, Phase.OVER):
             self._course.finish(launch.error(launch.first_cause(), []))
-        if isinstance(failed, TorchrunError):
-            self._break(failed)
+        if isinstance(failed, TorchrunError) and any(launch.call_of(node) is None for node in self.nodes.joined):
+            self._break(failed)  # these nodes have not heard the verdict
 
     def _see_who_is_left(self) -> None:
         """Send a control node whose step has ended the failure of a member, or `Alone` when no member is left.
