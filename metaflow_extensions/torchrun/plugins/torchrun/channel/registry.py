@@ -44,7 +44,7 @@ class AddressRecord:
     token: str  # the gang's secret; whoever can read the step's datastore knows it
     closed: bool = False  # whether the control node has ended its step before this node arrived
     is_over: bool = (
-        False  # whether a task that comes now has nothing to do: all nodes had come, and the gang has ended well
+        False  # whether all nodes had come, and the gang has ended well: a task that comes now has nothing to do
     )
     error: TorchrunError | None = None  # why, if it ended with an error
 

@@ -80,8 +80,8 @@ class Launch:
     ended: dict[int, Ended] = field(default_factory=dict)  # without what failed, which is in `failures`
     failures: list[Failure] = field(default_factory=list)  # ages as of the clock's zero, so that they compare
     announced: Group | None = None  # the nodes that the last *restart* has named, and
-    ending: set[int] = field(default_factory=set)  # lost nodes whose supervisor still ends the workers
     left: tuple[int, ...] = ()  # those that it has named as gone
+    ending: set[int] = field(default_factory=set)  # lost nodes whose supervisor still ends the workers
     lost: set[int] = field(default_factory=set)  # nodes of this generation that were left out, or wait for another task
     restarts_for: Cause | None = None  # why the last restart follows
     verdict: TorchrunError | None = None  # the error at its end; None while it runs, or if it succeeded
