@@ -537,3 +537,12 @@ def test_nodes_that_have_heard_the_verdict_hear_nothing_more_when_the_control_no
     gang.leave(0, failed=True)
     assert not gang.got(1, Abort)
     assert gang.records[-1].kind == "left"
+
+
+def test_the_loss_of_the_control_nodes_task_ends_the_launch_as_soon_as_the_others_have_ended():
+    """Its supervisor holds the gang only until they know."""
+    gang = GangOf(3)
+    gang.all_ready()
+    gang.say(0, TaskEnded("its task was killed by SIGKILL"))
+    ended(gang, 1, 2)
+    assert "Node 0 (host host-0) failed: its task was killed by SIGKILL" in str(gang.same_verdict(1, 2))

@@ -194,7 +194,7 @@ class Gang:
             self._see_who_is_left()
 
     def _on_task_ended(self, node: int, ended: TaskEnded) -> None:
-        self._lose(node, ended.how, is_ending=True)
+        self._lose(node, ended.how, is_ending=node != CONTROL)  # which has no connection, and whose loss ends all
 
     def give_up(self, error: TorchrunError) -> list[Outgoing]:
         """Break the gang for a reason that is no node's fault."""
