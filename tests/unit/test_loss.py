@@ -505,13 +505,16 @@ def test_a_control_node_that_has_caught_the_verdict_hears_of_the_node_that_faile
     assert gang.got(0, Abort)[0].error is gang.verdict(0)
 
 
-def test_a_spare_waits_until_the_supervisor_of_a_lost_task_has_ended_its_workers():
+@pytest.mark.parametrize("first", ["the supervisor", "the control node of a local run"])
+def test_a_spare_waits_until_the_supervisor_of_a_lost_task_has_ended_its_workers(first):
     """They may save for all of their grace, and must not live beside those of the same ranks."""
     gang = GangOf(4, spare_nodes=1)
     gang.all_ready(max_restarts=1)
-    gang.say(1, TaskEnded("its task was killed by SIGKILL"))
+    said = "its task was killed by SIGKILL"
+    tell = [lambda: gang.say(1, TaskEnded(said)), lambda: gang.post(gang.state.lost(1, said, is_connected=True))]
+    for each in tell if first == "the supervisor" else reversed(tell):
+        each()
     ended(gang, 0, 2)
-    gang.post(gang.state.lost(1, "its task was killed by SIGKILL"))  # as the control node sees it on a local run
     gang.pass_time(5.0)
     assert groups(gang) == [(0, 1, 2)]
     gang.post(gang.state.disconnected(1, "its connection was closed"))

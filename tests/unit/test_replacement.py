@@ -272,7 +272,8 @@ def test_several_tasks_may_come_in_a_row_before_one_is_ready():
     assert len(groups(gang)) == 4
 
 
-def test_a_task_that_comes_when_the_others_have_gone_on_is_a_spare():
+def gone_on_without_1():
+    """Return a gang of three whose nodes 0 and 2 have gone on, since no other task came in the place of node 1."""
     gang = launched(min_nodes=2)
     gang.lost(1)
     ended(gang, 0, 2)
@@ -280,6 +281,11 @@ def test_a_task_that_comes_when_the_others_have_gone_on_is_a_spare():
     gang.pass_time(0.0)
     assert groups(gang)[-1] == (0, 2)
     assert gang.state.nodes[1] is NodeState.OUT
+    return gang
+
+
+def test_a_task_that_comes_when_the_others_have_gone_on_is_a_spare():
+    gang = gone_on_without_1()
     come(gang, 1)
     gang.ready(1)
     assert [record.kind for record in gang.records][-2:] == ["spare", "ready"]
@@ -290,11 +296,7 @@ def test_a_task_that_comes_when_the_others_have_gone_on_is_a_spare():
 
 
 def test_a_task_that_comes_after_the_end_finds_nothing_to_do():
-    gang = launched(min_nodes=2)
-    gang.lost(1)
-    ended(gang, 0, 2)
-    gang.pass_time(301.0)
-    gang.pass_time(0.0)
+    gang = gone_on_without_1()
     for node in (0, 2):
         gang.ended(node, generation=1)
         gang.done(node)

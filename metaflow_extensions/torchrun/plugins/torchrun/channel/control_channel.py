@@ -89,7 +89,10 @@ class ControlChannel:
 
     def report_gone(self, node: int, reason: str, is_last: bool = False) -> None:
         """Tell the gang that a node's task has ended; safe to call for one that left before."""
-        self._loop.call_later(REPORT_GONE_S, self._step, self.gang.lost, node, reason, is_last)
+        self._loop.call_later(REPORT_GONE_S, self._report_gone, node, reason, is_last)
+
+    def _report_gone(self, node: int, reason: str, is_last: bool) -> None:
+        self._step(self.gang.lost, node, reason, is_last, node in self._members)
 
     async def stop_listening(self) -> None:
         """Accept no more connections; those that stand stay."""

@@ -159,17 +159,18 @@ class Gang:
         self.keepers.request(feature, data, self._course.age_s)
         return self._flush()
 
-    def lost(self, node: int, why: str, is_last: bool = False) -> list[Outgoing]:
+    def lost(self, node: int, why: str, is_last: bool = False, is_connected: bool = False) -> list[Outgoing]:
         """Handle the loss of a node: its connection or task has ended, or it is silent.
 
-        `is_last`: no other task will come in its place.
+        `is_last`: no other task will come in its place. `is_connected`: its supervisor still has its connection, and so may
+        still have to end the workers.
         """
         if is_last and self.nodes[node] is NodeState.AWAITED:
             self._course.waits[node].what_came = why
             self._give_up_awaited(node)
         elif is_last:
             self._course.expect_no_other(node)
-        self._lose(node, why)
+        self._lose(node, why, is_ending=is_connected)
         return self._flush()
 
     def disconnected(self, node: int, why: str) -> list[Outgoing]:
@@ -478,10 +479,9 @@ class Gang:
         well even so: it has caught the verdict, or ended before that launch.
         """
         if self.nodes[CONTROL] is NodeState.DONE:
-            failed = [error for node, error in self._failed.items() if self.nodes[node] is NodeState.LEFT]
-            if failed and failed[0] is not None:
-                first = failed[0]
-                self._break(first if isinstance(first, TorchrunError) else self._error_outside(first))
+            failed = [each for node, each in self._failed.items() if each and self.nodes[node] is NodeState.LEFT]
+            for each in failed[:1]:
+                self._break(each if isinstance(each, TorchrunError) else self._error_outside(each))
             if self.nodes.count(NodeState.JOINED, NodeState.DONE, NodeState.AWAITED) == 1:
                 self.nodes.takes_late = False  # a task that comes now finds nothing to do
                 self._course.send(Alone(), CONTROL)
