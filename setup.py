@@ -7,6 +7,7 @@ from setuptools import find_namespace_packages, setup
 
 HERE = Path(__file__).parent
 
+PLUGIN = "metaflow_extensions/torchrun/plugins/torchrun"
 TOPLEVEL = HERE / "metaflow_extensions" / "torchrun" / "toplevel" / "toplevel.py"
 VERSION = re.search(r'^__version__ = "(.+)"$', TOPLEVEL.read_text(encoding="utf-8"), re.MULTILINE)[1]
 
@@ -83,8 +84,10 @@ setup(
     license_files=["LICENSE"],
     keywords=["metaflow", "pytorch", "torchrun", "distributed training", "kubernetes", "aws batch"],
     project_urls={"Metaflow": "https://metaflow.org"},
-    packages=find_namespace_packages(include=["metaflow_extensions", "metaflow_extensions.*"]),
-    package_data={"metaflow_extensions.torchrun": ["py.typed"]},
+    packages=[*find_namespace_packages(include=["metaflow_extensions", "metaflow_extensions.*"]), "metaflow_torchrun"],
+    # Tasks get it from there, see `launch.command`. The wheel has it a second time, for scripts that run elsewhere.
+    package_dir={"metaflow_torchrun": f"{PLUGIN}/worker/importable/metaflow_torchrun"},
+    package_data={"metaflow_extensions.torchrun": ["py.typed"], "metaflow_torchrun": ["py.typed"]},
     python_requires=">=3.10",
     install_requires=["metaflow>=2.13"],
     extras_require={

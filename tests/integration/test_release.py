@@ -97,7 +97,9 @@ def required(metadata: Message, extra: str | None = None) -> list[str]:
 
 def test_the_wheel_has_all_that_runs_and_nothing_else(wheel, project):
     names = {name for name in wheel.namelist() if ".dist-info/" not in name}
-    assert names == {name for name in files_of(project) if name.startswith("metaflow_extensions/")}
+    ours = {name for name in names if name.startswith("metaflow_extensions/")}
+    assert ours == {name for name in files_of(project) if name.startswith("metaflow_extensions/")}
+    assert names - ours == {"metaflow_torchrun/__init__.py", "metaflow_torchrun/py.typed"}, "what scripts import"
     assert "metaflow_extensions/torchrun/py.typed" in names
     (license_,) = (name for name in wheel.namelist() if name.endswith("/LICENSE"))
     assert wheel.read(license_) == (REPOSITORY / "LICENSE").read_bytes()

@@ -259,7 +259,7 @@ def test_the_code_package_has_all_of_ours_and_nothing_else_of_the_project(kind, 
     code = folder / ".mf_code"
     ours = {str(path.relative_to(code)) for path in (code / "metaflow_extensions").rglob("*") if path.is_file()}
     assert ours - {"metaflow_extensions/__init__.py"} == shipped_files()  # Metaflow adds the __init__
-    assert {path.name for path in code.iterdir()} == {"metaflow", "metaflow_extensions"}
+    assert {path.name for path in code.iterdir()} == {"metaflow", "metaflow_extensions", "metaflow_torchrun"}
     own = {str(path.relative_to(folder)) for path in folder.rglob("*.py") if code not in path.parents}
     assert own == {str(path.relative_to(FLOWS)) for path in FLOWS.rglob("*.py")}
 
@@ -269,6 +269,7 @@ def test_a_pod_with_pythons_own_library_and_requests_imports_all_of_ours(kind, p
     # Workers import their sitecustomize when they start; it hands on to the next one, which is not in this image.
     files = sorted(n for n in shipped_files() if n.endswith(".py") and not n.endswith("/sitecustomize.py"))
     modules = [name.removesuffix(".py").removesuffix("/__init__").replace("/", ".") for name in files]
+    output_of(pod.python, "-c", "from metaflow_torchrun import report", env=pod.env, cwd=pod.folder)
     said = json.loads(output_of(pod.python, "-c", IMPORT_ALL, *modules, env=pod.env, cwd=pod.folder))
     code = pod.folder / ".mf_code"
     assert said["files"] == [str(code / name) for name in files]

@@ -15,6 +15,7 @@ from unit_helpers import HOSTILE, write
 from metaflow_extensions.torchrun.plugins.torchrun.gang.protocol import Go
 from metaflow_extensions.torchrun.plugins.torchrun.launch.command import (
     AGENT,
+    IMPORTABLE,
     WORKER_HOOKS,
     agent_command,
     agent_environment,
@@ -127,7 +128,7 @@ def environment_of(inherited, interface=None, **env):
 
 THREADS = {"OMP_NUM_THREADS": "6", "PYTHONUNBUFFERED": "1"}
 DEFAULTS = {**THREADS, "GLOO_SOCKET_IFNAME": "eth0", "NCCL_SOCKET_IFNAME": "eth0"}
-HOOK = {"PYTHONPATH": WORKER_HOOKS, "TORCHRUN_AGENT_PID": ""}
+HOOK = {"PYTHONPATH": f"{WORKER_HOOKS}:{IMPORTABLE}", "TORCHRUN_AGENT_PID": ""}
 
 
 def test_variables_of_an_outer_torchrun_are_dropped_and_those_that_look_alike_kept():
@@ -155,13 +156,13 @@ def test_defaults_fill_what_is_not_set():
 def test_workers_find_a_module_beside_the_flow(tmp_path):
     write(tmp_path / "flows" / "pkg" / "train.py", "print(__file__)")
     env = {**os.environ, **agent_environment({"PYTHONPATH": "/mine"}, {}, 4, None, str(tmp_path / "flows"))}
-    assert env["PYTHONPATH"] == f"{WORKER_HOOKS}:{tmp_path / 'flows'}:/mine"
+    assert env["PYTHONPATH"] == f"{WORKER_HOOKS}:{tmp_path / 'flows'}:/mine:{IMPORTABLE}"
     words = [sys.executable, "-u", "-m", "pkg.train"]
     said = subprocess.run(words, cwd=tmp_path, env=env, capture_output=True, text=True, check=True).stdout
     assert said.strip() == str(tmp_path / "flows" / "pkg" / "train.py")
 
 
-def test_our_hooks_are_first_on_the_path_and_add_no_working_directory_to_it():
+def test_our_hooks_are_first_on_the_path_and_what_it_may_import_is_last_and_no_working_directory_is():
     path = environment_of({"PYTHONPATH": "/task"}, PYTHONPATH="/mine:/too")["PYTHONPATH"]
-    assert path == f"{WORKER_HOOKS}:/mine:/too"
-    assert environment_of({"PYTHONPATH": ""})["PYTHONPATH"] == WORKER_HOOKS
+    assert path == f"{WORKER_HOOKS}:/mine:/too:{IMPORTABLE}"
+    assert environment_of({"PYTHONPATH": ""})["PYTHONPATH"] == f"{WORKER_HOOKS}:{IMPORTABLE}"

@@ -47,5 +47,8 @@ def test_what_workers_tell_is_told_while_they_run_and_at_their_end_before_that(t
     node.all_end_well(agent)
     assert heard().points == {"loss": (Point(7, None),)}
     assert node.expect(Ended).ok
-    metrics = node.verdict(features={"progress": {"loss": None, "lr": 0.5}}).metrics
-    assert (math.isnan(metrics.pop("loss")), metrics) == (True, {"lr": 0.5})
+    told = {"last": {"loss": None, "step": 7}, "history": {"loss": [[1, 3.0], [7, None]]}}
+    result = node.verdict(features={"progress": told})
+    assert (math.isnan(result.metrics.pop("loss")), result.metrics) == (True, {"step": 7})
+    (first, (step, value)) = result.history["loss"]
+    assert (first, step, math.isnan(value)) == ((1, 3.0), 7, True)

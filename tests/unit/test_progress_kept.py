@@ -28,7 +28,7 @@ class Kept:
         told = {key: tuple(each) for key, each in by_key.items()}
         step = points[-1][0] if points else pace and pace.step
         metrics = Metrics({node: pace} if pace else {}, told, None if node else step, total)
-        self.keeper.handle(node, Told(launch, 0, "progress", to_plain(metrics)), at_s)
+        return self.keeper.handle(node, Told(launch, 0, "progress", to_plain(metrics)), at_s)
 
     def compare(self, at_s):
         return self.keeper.tick(at_s, lambda rank: Where(rank, rank, "host"))
@@ -45,7 +45,10 @@ def kept():
 def test_where_no_script_tells_anything_there_is_nothing(kept):
     assert kept.keeper.record() is None
     assert kept.compare(100.0).lines == ()
-    assert (kept.keeper.verdict(0, True, None), MetricsOfResult().result({}, print)) == ({}, {"metrics": {}})
+    assert (kept.keeper.verdict(0, True, None), MetricsOfResult().result({}, print)) == (
+        {},
+        {"metrics": {}, "history": {}},
+    )
 
 
 def test_rank_0s_points_become_series_with_last_values_and_the_time_left(kept):
@@ -88,7 +91,60 @@ def test_another_launch_has_its_own(kept):
     kept.compare(5.0)
     kept.take((5, {"lr": 1.0}), launch=1)
     assert (kept["launch"], kept["total"], kept["series"], kept["rates"]) == (1, None, {"lr": [(5, 1.0)]}, None)
-    assert [kept.keeper.verdict(launch, True, None) for launch in (0, 1)] == [{}, {"lr": 1.0}]
+    told = {"last": {"step": 5, "lr": 1.0}, "history": {"lr": [(5, 1.0)]}}
+    assert [kept.keeper.verdict(launch, True, None) for launch in (0, 1)] == [{}, told]
+    assert kept.keeper.verdict(1, False, None) == {**told, "history": {}}, "the curves are long, and one node is enough"
+
+
+def test_rank_0_is_followed_to_the_node_that_has_it(kept):
+    """Where node 0 is left out, another node has rank 0."""
+    kept.take((1, {"loss": 3.0}), pace=Pace(1, 2.0), total=10.0)
+    kept.keeper.ended(0, ok=False)
+    kept.keeper.begin(0, {}, 20.0)
+    told = Metrics({0: Pace(2, 4.0)}, {"loss": (Point(2, 2.0),)}, 2, None)
+    kept.keeper.handle(1, Told(0, 1, "progress", to_plain(told)), 30.0)
+    assert (kept["step"], kept["left_s"], kept["last"]) == (2, 2.0, {"loss": 2.0})
+    kept.keeper.handle(0, Told(0, 1, "progress", to_plain(Metrics({3: Pace(9, 1.0)}))), 30.0)
+    assert kept["step"] == 2, "node 0 has other ranks now"
+    kept.keeper.ended(1, ok=True)
+    assert kept["steps_per_s"] is None
+
+
+# --- what the log says ----------------------------------------------------------------------------
+
+
+def test_the_first_report_is_an_event_and_the_log_has_a_line_soon_and_then_one_a_minute(kept):
+    said = []
+    for now in range(0, 200, 5):
+        found = kept.take((now, {"loss": 1 / (now + 1)}), pace=Pace(now, 1.0), total=200.0, at_s=now)
+        assert (found is not None) is (now == 0)
+        if found is not None:
+            assert found.happened == (
+                Happened("progress", 0, "step 0 of 200 (0 %), 1 steps/s, 3 min 20 s left, loss 1"),
+            )
+        said += [(now, line) for line in kept.compare(now).lines]
+    assert said == [
+        (10, "step 10 of 200 (5 %), 1 steps/s, 3 min 10 s left, loss 0.09091"),
+        (70, "step 70 of 200 (35 %), 1 steps/s, 2 min 10 s left, loss 0.01408"),
+        (130, "step 130 of 200 (65 %), 1 steps/s, 1 min 10 s left, loss 0.007634"),
+        (190, "step 190 of 200 (95 %), 1 steps/s, 10 s left, loss 0.005236"),
+    ]
+    kept.keeper.begin(1, {}, 300)
+    assert kept.compare(500).lines == (), "what the launch before had reported is no news of this one"
+    assert kept.take((1, {"loss": 1.0}), at_s=600, launch=1).happened == (Happened("progress", 0, "step 1, loss 1"),)
+
+
+@pytest.mark.parametrize(
+    ("points", "line"),
+    [
+        ([(3, {})], "step 3"),
+        ([(3, {"a": 1, "b": None, "c": 1e-9, "d": 4})], "step 3, a 1, b not finite, c 1e-09, d 4"),
+        ([(3, dict.fromkeys("abcdefg", 1))], "step 3, a 1, b 1, c 1, d 1, and 3 more values"),
+    ],
+)
+def test_a_line_has_what_is_known(points, line, kept):
+    kept.take(*points, at_s=0)
+    assert kept.compare(10).lines == (line,)
 
 
 @pytest.mark.parametrize(
@@ -132,7 +188,7 @@ def test_a_straggler_is_a_line_and_a_record_and_so_is_its_recovery(kept):
         for node in range(4):
             kept.take(node=node, pace=Pace(5, 0.3 if node == 3 and now < 120 else 1.0), at_s=now)
         remarks = kept.compare(now)
-        said += remarks.lines
+        said += [line for line in remarks.lines if line.startswith("rank")]
         happened += remarks.happened
     slow, recovered = (
         f"is {word}slow: {speed} steps/s, the median is 1 steps/s" for word, speed in (("", 0.3), ("no longer ", 1))

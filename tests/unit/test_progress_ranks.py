@@ -256,15 +256,17 @@ def test_the_seconds_of_a_step_are_the_mean_of_the_last_20():
 # --- what is told ---------------------------------------------------------------------------------
 
 
-def test_every_5_s_the_gang_hears_of_points_and_paces(node):
+def test_the_gang_hears_of_points_and_paces_at_once_and_then_every_5_s(node):
+    assert node.wait(3) == []
     node.write(0, {"step": 1, "loss": 3.0, "total": 50})
     node.write(1, {"step": 1})
-    assert node.wait(4) == []
+    assert node.wait(1) == [Metrics({0: Pace(1), 1: Pace(1)}, {"loss": (Point(1, 3.0),)}, 1, 50.0)]
+    assert node.wait(3) == []
     node.write(0, {"step": 2, "loss": 2.0, "seconds": 0.5}, {"accuracy": 0.5})
+    assert node.wait(1) == []
     (told,) = node.wait(1)
     assert (told.step, told.total) == (2, 50.0)
-    loss = (Point(1, 3.0), Point(2, 2.0))
-    assert told.points == {"loss": loss, "seconds": (Point(2, 0.5),), "accuracy": (Point(2, 0.5),)}
+    assert told.points == {"loss": (Point(2, 2.0),), "seconds": (Point(2, 0.5),), "accuracy": (Point(2, 0.5),)}
     assert told.paces == {0: Pace(2, pytest.approx(0.25), 0.5), 1: Pace(1)}
     (told,) = node.wait(5)
     assert (told.points, told.total) == ({}, 50.0)
@@ -316,12 +318,20 @@ def test_what_was_written_last_is_told_at_the_end(node):
     assert node.end() is None
 
 
+def test_a_script_that_reports_steps_alone_and_ends_at_once_is_heard(node):
+    node.write(0, {"step": 3})
+    assert node.end() == Metrics(step=3)
+    assert node.end() is None
+
+
 def test_of_many_points_some_are_told_and_no_key_is_lost(node):
+    node.write(0, {"step": 0})
+    node.wait(1)
     for number in range(600):
         node.write(0, {"step": number, "loss": float(number), **({"accuracy": 0.5} if number == 301 else {})})
         if number % 150 == 149:
             told = node.wait(1)
-    (told,) = [*told, *node.wait(1)]
+    (told,) = [*told, *node.wait(5)]
     assert MAX_POINTS // 4 < len(told.points["loss"]) <= MAX_POINTS
     assert told.points["loss"][-1] == Point(599, 599.0)
     assert told.points["accuracy"] == (Point(301, 0.5),)

@@ -137,6 +137,7 @@ PLAIN = [
         "metrics": {},
         "outputs": None,
         "nodes": [],
+        "history": {},
         "has_values": True,
     },
 ]

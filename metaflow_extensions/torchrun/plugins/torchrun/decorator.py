@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -179,6 +179,14 @@ class TorchrunDecorator(steps.ParallelDecorator):  # type: ignore[misc]  # Metaf
         self._check("check_kubernetes")
         self._check("check_loss")
         self._bring_pods_again()
+
+    def add_to_package(self) -> Iterable[tuple[str, str]]:
+        """Ship `metaflow_torchrun`, which the flow's own file may import: its folder is on the path of workers only."""
+        from .launch.command import IMPORTABLE
+
+        yield from super().add_to_package()
+        name = os.path.join("metaflow_torchrun", "__init__.py")
+        yield os.path.join(IMPORTABLE, name), name
 
     def _bring_pods_again(self) -> None:
         """Have the job sets that this process makes bring pods again that a launch can go on with."""

@@ -62,6 +62,11 @@ class TorchrunResult(Generic[_T]):
     events : tuple of dict
         What has happened to the gang since the launch before, in order: on the control node all, on others what
         concerns the whole gang. ``docs/events.md`` lists the fields.
+    metrics : dict of str to float
+        What rank 0 has reported last, by name, with ``"step"`` and ``"total"``. See ``docs/metrics.md``.
+    history : dict of str to list of (int, float)
+        The step and the value of rank 0's reports, by name: at most 200 points for each of at most 20 names. Only the
+        result of the control node, ``inputs[0].result`` in a join, has them.
     outputs : Outputs or None
         The files that ``run(outputs=...)`` has stored; None without that argument. With ``outputs_from="all"``, the
         control node's result has those of all nodes, and another node's its own.
@@ -83,6 +88,7 @@ class TorchrunResult(Generic[_T]):
     metrics: dict[str, float] = field(default_factory=dict)
     outputs: Outputs | None = None
     nodes: tuple[int, ...] = ()
+    history: dict[str, list[tuple[int, float]]] = field(default_factory=dict, repr=False)
     has_values: bool = field(default=True, repr=False, compare=False)  # whether a function was launched, not a script
 
     def rank(self, rank: int) -> _T:
@@ -153,7 +159,7 @@ class TorchrunResult(Generic[_T]):
 
             outputs = DatastoreOutputs(**outputs)
         # Results of an older version have no such attributes.
-        vars(self).update({"metrics": {}, "nodes": (), **state, "outputs": outputs})
+        vars(self).update({"metrics": {}, "nodes": (), "history": {}, **state, "outputs": outputs})
 
     def _ranks(self) -> range:
         if self.gathered:

@@ -19,6 +19,8 @@ COMMAND_RUNNER = os.path.join(SCRIPTS, "command_runner.py")  # runs the commands
 HALT_SIGNAL = int(signal.SIGRTMAX) - 5
 # This folder comes first on the path of agent and workers; its `sitecustomize` records how a worker ends.
 WORKER_HOOKS = os.path.join(SCRIPTS, "worker_hooks")
+# This one comes last on their path, so that all that they start can import what it holds: `metaflow_torchrun`.
+IMPORTABLE = os.path.join(SCRIPTS, "importable")
 # "1/3": restart 1 of at most 3. The agent takes it, and sets the variables of torchelastic in each worker.
 _RESTARTS = "TORCHRUN_RESTARTS"
 
@@ -113,11 +115,11 @@ def agent_environment(
 def with_hooks(env: Mapping[str, str], module_folder: str | None) -> dict[str, str]:
     """Return an environment with what our hooks in the agent and its workers need."""
     env = dict(env)
-    hooks = WORKER_HOOKS if os.pathsep not in WORKER_HOOKS else None
+    hooks, importable = (WORKER_HOOKS, IMPORTABLE) if os.pathsep not in SCRIPTS else (None, None)
     if hooks:
         env[AGENT_VARIABLE] = ""
     # An empty entry would mean the working directory, so there must be none of ours.
-    if path := [*filter(None, (hooks, module_folder, env.get("PYTHONPATH")))]:
+    if path := [*filter(None, (hooks, module_folder, env.get("PYTHONPATH"), importable))]:
         env["PYTHONPATH"] = os.pathsep.join(path)
     return env
 

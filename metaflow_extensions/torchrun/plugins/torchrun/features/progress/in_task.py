@@ -1,4 +1,4 @@
-"""``result.metrics``: what rank 0 has reported last."""
+"""``result.metrics`` and ``result.history``: what rank 0 has reported."""
 
 from __future__ import annotations
 
@@ -19,11 +19,18 @@ class Progress(InTask):
 
 
 class Metrics(Service):
-    """Rank 0's last values."""
+    """Rank 0's last values, and their curves."""
 
     def result(self, told: Plain, say: Callable[[str], None]) -> Mapping[str, Any]:
-        """Return them; JSON has no NaN, so it came as None."""
-        return {"metrics": {key: math.nan if value is None else value for key, value in told.items()}}
+        """Return them."""
+        last, history = told.get("last", {}), told.get("history", {})
+        curves = {key: [(step, _number(value)) for step, value in points] for key, points in history.items()}
+        return {"metrics": {key: _number(value) for key, value in last.items()}, "history": curves}
+
+
+def _number(value: float | None) -> float:
+    """Return a number that was reported; JSON has no NaN, so it came as None."""
+    return math.nan if value is None else value
 
 
 PART = Progress()

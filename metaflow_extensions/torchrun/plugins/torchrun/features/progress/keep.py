@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ...errors import TorchrunError
@@ -11,12 +11,15 @@ from ...gang.keepers import Happened, Keeper, Plain, Remarks, Where
 from ...gang.protocol import Told
 from ...gang.wire import from_plain
 from ...records.series import Series
+from .said import said
 from .stragglers import Speeds, Stragglers, lines
 from .told import MAX_KEYS, Metrics, Pace, Point
 
 # How many points of a key are kept.
 MAX_POINTS = 200
 _LOOKS_EVERY_S = 5.0
+# The log gets its first line this long after the first report, when the speed is known, and then at most one a minute.
+FIRST_LINE_S, LINES_EVERY_S = 10.0, 60.0
 # The ranks of a node are not compared after this long without a message from it.
 _STALE_S = 20.0
 
@@ -26,11 +29,13 @@ class _Kept:
     """The values of rank 0 in one launch."""
 
     launch: int
+    node: int | None = None  # that has rank 0
     step: int | None = None
     farthest: int | None = None  # the highest step, before restarts as well
     total: float | None = None
     steps_per_s: float | None = None
     has_ended_well: bool = False
+    has_news: bool = False  # since the last line in the log
     last: dict[str, float | None] = field(default_factory=dict)  # value of each key
     series: dict[str, Series] = field(default_factory=dict)
     speeds: Series = field(default_factory=lambda: Series(MAX_POINTS, 5.0, "mean"))  # over the gang's seconds
@@ -39,6 +44,24 @@ class _Kept:
         if key in self.series or len(self.series) < MAX_KEYS:
             self.series.setdefault(key, Series(MAX_POINTS, 1.0, "last")).add(point.step, point.value)
             self.last[key] = point.value
+
+    def take(self, metrics: Metrics, at_s: float) -> None:
+        """Keep what the node of rank 0 has reported."""
+        pace = metrics.paces.get(0)
+        self.steps_per_s = None if pace is None else pace.steps_per_s
+        self.speeds.add(at_s, self.steps_per_s)
+        if metrics.step is not None:
+            self.step, self.farthest = metrics.step, max(metrics.step, self.farthest or 0)
+        self.total = self.total if metrics.total is None else metrics.total
+        self.has_news = self.has_news or metrics.has_rank_0
+        for key, points in metrics.points.items():
+            for point in points:
+                self.add(key, point)
+
+    @property
+    def history(self) -> dict[str, list[tuple[int, float | None]]]:
+        """The points of each key, as (step, value)."""
+        return {key: [(int(x), value) for x, value in each.points] for key, each in self.series.items()}
 
     @property
     def done(self) -> int | None:
@@ -63,29 +86,28 @@ class ProgressKeeper(Keeper):
         self._paces: dict[int, tuple[float, Mapping[int, Pace]]] = {}  # node -> time of its report, and its ranks
         self._stragglers = Stragglers()
         self._looked_at = float("-inf")
+        self._says_at = 0.0  # when the log gets its next line
         self._rates: dict[str, Any] | None = None
 
     def begin(self, launch: int, policy: Plain, at_s: float) -> None:
-        """Forget the ranks' speeds and the stragglers."""
+        """Forget the ranks' speeds, the stragglers, and what is not said yet."""
         self._paces, self._stragglers = {}, Stragglers()
+        if self._kept is not None:
+            self._kept.has_news = False
 
-    def handle(self, node: int, told: Told, at_s: float) -> None:
-        """Keep a node's report on its ranks."""
+    def handle(self, node: int, told: Told, at_s: float) -> Remarks | None:
+        """Keep a node's report on its ranks; the first one of a launch is an event, so that all who look see it soon."""
         metrics = from_plain(Metrics, told.data, "progress")
-        if self._kept is None or told.launch != self._kept.launch:
-            self._kept, self._rates = _Kept(told.launch), None
+        is_first = self._kept is None or told.launch != self._kept.launch
+        if self._kept is None or is_first:
+            self._kept, self._rates, self._says_at = _Kept(told.launch), None, at_s + FIRST_LINE_S
         self._paces[node] = at_s, metrics.paces
-        if node != 0:
-            return
-        kept, pace = self._kept, metrics.paces.get(0)
-        kept.steps_per_s = None if pace is None else pace.steps_per_s
-        kept.speeds.add(at_s, kept.steps_per_s)
-        if metrics.step is not None:
-            kept.step, kept.farthest = metrics.step, max(metrics.step, kept.farthest or 0)
-        kept.total = kept.total if metrics.total is None else metrics.total
-        for key, points in metrics.points.items():
-            for point in points:
-                kept.add(key, point)
+        kept = self._kept
+        if metrics.has_rank_0:
+            kept.node = node
+        if node == kept.node:
+            kept.take(metrics, at_s)
+        return Remarks(happened=(Happened("progress", node, said(self.record() or {})),)) if is_first else None
 
     def done(self, launch: int) -> float | None:
         """Return the highest step that a script has reported."""
@@ -94,10 +116,18 @@ class ProgressKeeper(Keeper):
     def ended(self, node: int, ok: bool) -> None:
         """Stop comparing the node's ranks."""
         self._paces.pop(node, None)
-        if node == 0 and self._kept is not None:
+        if self._kept is not None and node == self._kept.node:
             self._kept.steps_per_s, self._kept.has_ended_well = None, ok
 
     def tick(self, at_s: float, where: Callable[[int], Where]) -> Remarks:
+        """Say once a minute how far rank 0 is, and what `_compare` finds."""
+        found, kept = self._compare(at_s, where), self._kept
+        if kept is None or not kept.has_news or at_s < self._says_at:
+            return found
+        self._says_at, kept.has_news = at_s + LINES_EVERY_S, False
+        return replace(found, lines=(said(self.record() or {}), *found.lines))
+
+    def _compare(self, at_s: float, where: Callable[[int], Where]) -> Remarks:
         """Compare the ranks every 5 s; return those that have become slow or have recovered."""
         if at_s - self._looked_at < _LOOKS_EVERY_S:
             return Remarks()
@@ -127,14 +157,19 @@ class ProgressKeeper(Keeper):
             "steps_per_s": kept.steps_per_s,
             "left_s": kept.left_s,
             "last": dict(kept.last),
-            "series": {key: [(int(x), value) for x, value in each.points] for key, each in kept.series.items()},
+            "series": kept.history,
             "speeds": [(round(x, 1), value) for x, value in kept.speeds.points],
             "rates": self._rates,
         }
 
     def verdict(self, launch: int, to_control: bool, error: TorchrunError | None) -> Plain:
-        """Return rank 0's last values."""
-        return dict(self._kept.last) if self._kept is not None and self._kept.launch == launch else {}
+        """Return what rank 0 has reported last, and to the control node all points that are kept."""
+        kept = self._kept
+        if kept is None or kept.launch != launch:
+            return {}
+        total = int(kept.total) if kept.total is not None and kept.total.is_integer() else kept.total
+        place = {key: value for key, value in (("step", kept.step), ("total", total)) if value is not None}
+        return {"last": {**place, **kept.last}, "history": kept.history if to_control else {}}
 
 
 PART = ProgressKeeper

@@ -5,16 +5,15 @@ Its input is the stored result of `keep.ProgressKeeper.record`.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
 from ...elements.charts import COLOURS, frame, restart_marks, time_axis, time_unit
 from ...elements.model import Bar, Chart, Facts, Part, Sentence
-from ...gang.texts import duration
 from ...records.on_page import OnPage
 from ...records.summary import Summary
+from .said import number, percent, speed, step
 from .stragglers import speed_text
 
 _HEIGHT = 130
@@ -40,17 +39,14 @@ class ProgressOnPage(OnPage):
 def progress_parts(progress: Mapping[str, Any], summary: Summary) -> list[Part]:
     """Return the parts of the section: warnings, bar, facts, charts."""
     is_running = summary.outcome == "running"
-    speed = [] if progress["steps_per_s"] is None else [speed_text(progress["steps_per_s"], "steps_per_s")]
-    if is_running and progress["left_s"] is not None:
-        speed.append(f"{duration(progress['left_s'])} left")
     rows = (
-        ("rank 0", _step(progress)),
-        ("speed", ", ".join(speed)),
+        ("rank 0", step(progress)),
+        ("speed", ", ".join(speed(progress)[: None if is_running else 1])),
         ("all ranks", _rates(progress["rates"])),
-        ("last values", ", ".join(f"{key} {_number(value)}" for key, value in progress["last"].items())),
+        ("last values", ", ".join(f"{key} {number(value)}" for key, value in progress["last"].items())),
     )
     slow = _stragglers(progress["rates"], summary) if is_running else []
-    bar = [] if progress["total"] is None else [Bar(_percent(progress), summary.outcome)]
+    bar = [] if progress["total"] is None else [Bar(percent(progress), summary.outcome)]
     charts = [
         _chart(key, points, progress["last"].get(key)) for key, points in progress["series"].items() if len(points) > 1
     ]
@@ -62,37 +58,6 @@ def progress_parts(progress: Mapping[str, Any], summary: Summary) -> list[Part]:
 
 
 # --- in words -------------------------------------------------------------------------------------
-
-
-def _number(value: float | None) -> str:
-    """Return a number with at most four significant digits."""
-    if value is None or not math.isfinite(value):
-        return "not finite"
-    if value == int(value) and abs(value) < 1e6:
-        return str(int(value))
-    return f"{value:.4g}"
-
-
-def _step(progress: Mapping[str, Any]) -> str:
-    """Return ``"step 120 of 1000 (12 %)"``, or ``"120 of 120 steps (100 %)"`` where the last step was 119."""
-    last, total, done = progress["step"], progress["total"], _done(progress)
-    if last is None:
-        return ""
-    if total is None:
-        return f"step {last}"
-    said = f"step {last} of {_number(total)}" if done == last else f"{done} of {_number(total)} steps"
-    return f"{said} ({_percent(progress)} %)"
-
-
-def _done(progress: Mapping[str, Any]) -> int:
-    """Return the number of steps done; records of older versions lack it."""
-    done: int | None = progress.get("done")
-    return (progress["step"] or 0) if done is None else done
-
-
-def _percent(progress: Mapping[str, Any]) -> int:
-    done: float = 100 * _done(progress) / progress["total"]
-    return math.floor(max(0.0, min(100.0, done)))
 
 
 def _rates(rates: Mapping[str, Any] | None) -> str:
@@ -123,7 +88,7 @@ def _chart(key: str, points: list[tuple[int, float | None]], last: float | None)
     steps = {"title": "step", "tickCount": 5, "tickMinStep": 1}
     scale = _scale({value for _, value in shown if value is not None})
     spec = {
-        **frame(f"{key}: {_number(last)}", _HEIGHT),
+        **frame(f"{key}: {number(last)}", _HEIGHT),
         "data": {"values": [{"step": step, "value": value} for step, value in shown]},
         "mark": {"type": "line", "color": COLOURS["running"]},
         "encoding": {

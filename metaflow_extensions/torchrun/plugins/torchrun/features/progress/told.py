@@ -33,3 +33,8 @@ class Metrics:
     points: dict[str, tuple[Point, ...]] = field(default_factory=dict)  # new values of rank 0, by key
     step: int | None = None  # rank 0's last
     total: float | None = None  # rank 0's number of steps
+
+    @property
+    def has_rank_0(self) -> bool:
+        """Whether rank 0 is on this node, and has reported anything."""
+        return 0 in self.paces or bool(self.points) or self.step is not None

@@ -56,16 +56,18 @@ class ProgressWatcher(Watcher):
         self._step: int | None = None
         self._total: float | None = None
         self._new: dict[str, Series] = {}
+        self._told: tuple[int | None, float | None] | None = None  # the place in the last report
         self._read_at = self._told_at = clock()
         with suppress(OSError):
             os.makedirs(os.path.dirname(metrics_file(here.folder, 0)), exist_ok=True)
 
     def poll(self) -> Plain | None:
-        """Read the files once a second; return a report for the control node every 5 s, otherwise None."""
+        """Read the files once a second; return a report for the control node: the first at once, then every 5 s."""
         now = self._clock()
         if is_due(self._read_at + _READS_EVERY_S - now):
             self._read(now)
-        return self._message(now) if is_due(self._told_at + TELLS_EVERY_S - now) else None
+        pause_s = 0.0 if self._told is None else TELLS_EVERY_S
+        return self._message(now) if is_due(self._told_at + pause_s - now) else None
 
     def ended(self) -> Plain | None:
         """Return a report on the last lines of the workers."""
@@ -106,9 +108,11 @@ class ProgressWatcher(Watcher):
             key: tuple(Point(int(step), value) for step, value in series.points) for key, series in self._new.items()
         }
         self._new = {}
-        if not paces and not points:
+        place = self._step, self._total
+        if not paces and not points and place == (self._told or (None, None)):
             return None
-        told: Plain = to_plain(Metrics(paces, points, self._step, self._total))
+        self._told = place
+        told: Plain = to_plain(Metrics(paces, points, *place))
         return told
 
 

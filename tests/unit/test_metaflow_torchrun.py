@@ -1,0 +1,107 @@
+"""`metaflow_torchrun.report`: what a script writes with it, in a launch and elsewhere."""
+
+import json
+import math
+import os
+import subprocess
+import sys
+import warnings
+
+import pytest
+from metaflow_torchrun import report
+from unit_helpers import worker_environment, write
+
+from metaflow_extensions.torchrun.plugins.torchrun.features.progress.lines import MAX_BYTES, LineReader
+from metaflow_extensions.torchrun.plugins.torchrun.launch.command import IMPORTABLE, agent_environment
+
+
+@pytest.fixture
+def lines(tmp_path, monkeypatch):
+    """Return a function that returns the new lines, as a node reads them."""
+    path = tmp_path / "größe 🙂.jsonl"
+    monkeypatch.setenv("TORCHRUN_METRICS", str(path))
+    return LineReader(str(path), lambda text: pytest.fail(f"refused: {text!r}")).new_lines
+
+
+class Scalar:
+    """A number of another library's kind, as a tensor of one element."""
+
+    def __init__(self, value):
+        self.value = value
+
+    def __float__(self):
+        if self.value is None:
+            raise RuntimeError("a Tensor with 2 elements cannot be converted to Scalar")
+        return float(self.value)
+
+
+def test_a_node_reads_what_is_reported(lines):
+    report(step=3, total=100, seconds=0.5, loss=Scalar(0.25), lr=None)
+    report(4, 100, **{"val/loss 🙂": 2})
+    report(Scalar(5), loss=math.nan)
+    first, second, third = lines()
+    assert (first.step, first.total, first.seconds, first.values) == (3, 100, 0.5, {"loss": 0.25})
+    assert (second.step, second.values) == (4, {"val/loss 🙂": 2.0})
+    assert (third.step, third.values) == (5, {"loss": None})
+
+
+def test_outside_of_a_launch_nothing_happens(monkeypatch, tmp_path):
+    monkeypatch.delenv("TORCHRUN_METRICS", raising=False)
+    monkeypatch.chdir(tmp_path)
+    report(step=3, loss="no number")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_no_value_and_no_disk_ends_the_training(lines, monkeypatch, tmp_path):
+    with pytest.warns(RuntimeWarning, match="leaves 'loss' out, since it is no number: .*2 elements") as seen:
+        report(step=1, loss=Scalar(None), accuracy=0.5)
+    assert seen[0].filename == __file__, "the warning names the user's line"
+    (line,) = lines()
+    assert (line.step, line.values) == (1, {"accuracy": 0.5})
+    monkeypatch.setenv("TORCHRUN_METRICS", str(tmp_path / "gone" / "0.jsonl"))
+    with pytest.warns(RuntimeWarning, match="could not write"):
+        report(step=2)
+    with warnings.catch_warnings(record=True) as again:
+        for _ in range(100):
+            report(step=2)
+    assert len(again) == 1
+
+
+def test_forks_and_threads_write_whole_lines(lines, tmp_path):
+    script = """
+        import os, threading
+        from metaflow_torchrun import report
+
+        def many(value):
+            for step in range(100):
+                report(step, **{"a long name " * 5: value})
+
+        children = [os.fork() for _ in range(2)]  # four processes
+        threads = [threading.Thread(target=many, args=(value,)) for value in range(2)]
+        [thread.start() for thread in threads]
+        [thread.join() for thread in threads]
+        [os.waitpid(child, 0) for child in children if child]
+    """
+    path = write(tmp_path / "work.py", "\n".join(line[8:] for line in script.splitlines()))
+    subprocess.run([sys.executable, path], check=True, timeout=60)
+    file = os.environ["TORCHRUN_METRICS"]
+    with open(file, encoding="utf-8") as written:
+        assert len([json.loads(line) for line in written]) == 4 * 2 * 100
+    assert os.path.getsize(file) > MAX_BYTES
+    assert lines()
+
+
+@pytest.mark.parametrize("how", ["worker", "child of a worker", "worker in another folder"])
+def test_workers_and_what_they_start_can_import_it_without_an_installation(how, tmp_path):
+    """In a Python with neither our package nor Metaflow; the user's own entries of the path come first."""
+    import_it = "import metaflow_torchrun, sys; print(metaflow_torchrun.__file__); assert 'metaflow' not in sys.modules"
+    script = write(tmp_path / "train.py", import_it)
+    words = [sys.executable, "-S", str(script)]
+    env = agent_environment({}, {"PATH": os.environ["PATH"]}, 1, None)
+    if how == "child of a worker":
+        words = [sys.executable, "-S", "-c", f"import subprocess; subprocess.run({words!r}, check=True)"]
+    elif how == "worker":
+        env = worker_environment(env, tmp_path)
+        assert env["PYTHONPATH"].endswith(IMPORTABLE)
+    done = subprocess.run(words, env=env, cwd="/", capture_output=True, text=True)
+    assert done.stdout.strip() == os.path.join(IMPORTABLE, "metaflow_torchrun", "__init__.py"), done.stderr
