@@ -74,8 +74,11 @@ RUN_ELSEWHERE = {
         "docs/kubernetes.md",
         "from metaflow import FlowSpec, batch, check_links, current, kubernetes, retry, step, torchrun",
     ),
-    ("docs/metrics.md", "import json, os"),
-    ("docs/metrics.md", "import json, os, time"),
+    ("docs/metrics.md", "@card"),
+    ("docs/metrics.md", "from lightning.pytorch import Callback"),
+    ("docs/metrics.md", "from transformers import TrainerCallback"),
+    ("docs/metrics.md", "import time"),
+    ("docs/metrics.md", "try:"),
     ("docs/outputs.md", "from metaflow import Run"),
     ("docs/recipes/checkpoints.md", "import os"),
     ("docs/recipes/notebooks.md", "from metaflow import Runner"),
@@ -139,7 +142,7 @@ if __name__ == "__main__":
 """
 
 
-def _indented(text: str) -> str:
+def indented(text: str) -> str:
     return "".join(" " * 4 * bool(line.strip()) + line for line in text.splitlines(keepends=True))
 
 
@@ -152,10 +155,8 @@ def flow_of_pages() -> str:
     steps = [block.text for block in blocks if block.kind == "step"]
     lines = [block for block in blocks if block.kind == "lines"]
     calls = [f"lines_{number}(self)\nprint('ran', {key(block)!r})\n" for number, block in enumerate(lines)]
-    steps.append(f"@torchrun\n@step\ndef train(self):\n{_indented(''.join(calls))}")
-    text = _HEAD + "".join(
-        f"def lines_{number}(self):\n{_indented(each.text)}\n\n" for number, each in enumerate(lines)
-    )
+    steps.append(f"@torchrun\n@step\ndef train(self):\n{indented(''.join(calls))}")
+    text = _HEAD + "".join(f"def lines_{number}(self):\n{indented(each.text)}\n\n" for number, each in enumerate(lines))
     branches = ", ".join(f"self.before_{number}" for number in range(len(steps)))
     text += f"class Pages(FlowSpec):\n    @step\n    def start(self):\n        self.next({branches})\n"
     for number, each in enumerate(steps):
@@ -164,7 +165,7 @@ def flow_of_pages() -> str:
             "self.join)", f"self.join_{number})"
         )
         said = re.search(r"num_parallel=(\d+)", each)
-        text += "\n" + _indented(named) + _AROUND.format(number=number, nodes=said[1] if said else 1)
+        text += "\n" + indented(named) + _AROUND.format(number=number, nodes=said[1] if said else 1)
     return text + _END
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import re
 import shutil
@@ -10,6 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from pages import blocks_of
 
 # Four ranks import up to 5 s of a core each, and the machine may do much else.
 END_S = 300
@@ -101,6 +103,30 @@ def test_it_runs_by_torchrun_alone(folder, framework):
             break
     assert ran.returncode == 0, ran.stderr
     assert re.search(said(framework, 2), ran.stdout), ran.stdout
+
+
+# Where a script gets what docs/metrics.md has for its framework.
+REPORTING = {
+    "lightning": ("from lightning.pytorch", "lightning_ddp.py", "max_epochs=4,"),
+    "trainer": ("from transformers", "hf_trainer.py", "args=training,"),
+}
+
+
+@pytest.mark.parametrize("framework", REPORTING)
+def test_a_framework_reports_its_progress_by_a_callback(train, folder, framework):
+    first, name, place = REPORTING[framework]
+    (callback,) = (block.text for block in blocks_of("docs/metrics.md") if block.text.startswith(first))
+    script = (folder / name).read_text().replace("\n\n\n", f"\n\n\n{callback}\n\n", 1)
+    assert place in script
+    (folder / name).write_text(script.replace(place, f"{place} callbacks=[Report()],"))
+    flow, call = (folder / "flow.py").read_text(), "run(script, self.args.split(), nproc_per_node=self.nproc)"
+    assert call in flow
+    (folder / "flow.py").write_text(flow.replace(call, f"told = {call}; print('TOLD', told.metrics, told.history)"))
+    text = train(framework)
+    told = re.search(r"TOLD ({.*?}) ({'.*})", text)
+    metrics, history = map(ast.literal_eval, (told[1], told[2]))
+    assert metrics["step"] == metrics["total"] > 0, text
+    assert history["loss"][0][1] > history["loss"][-1][1] == metrics["loss"], text
 
 
 FORGOTTEN = {"trainer": "--forget-use-cpu", "accelerate": "--forget-cpu"}

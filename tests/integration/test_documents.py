@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import os
 import re
 import shlex
@@ -20,9 +21,8 @@ END_S = 240  # on a machine that does much else
 ABORTED_AT_EXIT = "terminate called without an active exception"
 # What the pages' steps and lines call train.py: any script that tells a loss.
 ANY_SCRIPT = """
-import json, os
-with open(os.environ["TORCHRUN_METRICS"], "a") as metrics:
-    print(json.dumps({"step": 1, "loss": 0.5}), file=metrics)
+from metaflow_torchrun import report
+report(step=1, loss=0.5)
 """
 # Saves epoch 4 of one model, and loads it into another.
 USES_IT = """
@@ -147,6 +147,50 @@ def test_the_first_five_minutes(start_flow, tmp_path):
     shown = run(show)
     assert shown.wait() == 0
     assert "ValueError: the loss is not a number" in shown.text
+
+
+REPORTS = """
+from metaflow import FlowSpec, card, current, step, torchrun
+
+
+class Reports(FlowSpec):
+    @step
+    def start(self):
+        self.next(self.train, num_parallel=2)
+
+    @torchrun
+    @step
+    def train(self):
+        self.result = current.torch.run("train.py", nproc_per_node=2, warm="workers")
+        print("METRICS", current.parallel.node_index, self.result.metrics, len(self.result.history))
+        self.next(self.join)
+
+{join}
+    @step
+    def end(self):
+        pass
+
+
+if __name__ == "__main__":
+    Reports()
+"""
+
+
+def test_what_a_script_reports_reaches_the_result_and_a_later_step_draws_it(start_flow, tmp_path):
+    """The first script of docs/metrics.md, as a worker that was a spare, and the join of that page."""
+    script, join = (
+        next(block.text for block in pages.blocks_of("docs/metrics.md") if block.text.startswith(first))
+        for first in ("from metaflow_torchrun", "@card")
+    )
+    (tmp_path / "train.py").write_text(script)
+    (tmp_path / "flow.py").write_text(REPORTS.format(join=pages.indented(join)))
+    run = start_flow(flow="flow.py", folder=tmp_path, stand_in=True)
+    assert run.wait(170) == 0, run.text
+    last = "{'step': 999, 'total': 1000, 'loss': 0.001}"
+    assert [f"METRICS {node} {last} {kept}" in run.text for node, kept in ((0, 1), (1, 0))] == [True, True], run.text
+    (page,) = run.home.parent.rglob("cards/default*.html")
+    drawn = base64.b64decode(re.search(r'__MF_DATA__\["[^"]*"\] = "([A-Za-z0-9+/=]*)"', page.read_text())[1]).decode()
+    assert '{"step": 999, "loss": 0.001}' in drawn
 
 
 def test_what_the_recipe_saves_is_loaded(tmp_path):

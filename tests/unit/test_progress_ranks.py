@@ -294,8 +294,7 @@ def test_step_and_seconds_may_stand_on_lines_of_their_own(node):
 def test_the_example_of_the_documents_ends_at_the_whole(node, monkeypatch):
     (first, *_) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "metrics.md").read_text(), re.DOTALL)
     monkeypatch.setenv("TORCHRUN_METRICS", str(node.folder / "metrics" / "0.jsonl"))
-    exec(first, names := {})
-    names["metrics"].close()
+    exec(first, {})
     kept = ProgressKeeper()
     node.now += 1
     node.ended |= {0, 1}
