@@ -62,6 +62,6 @@ def test_a_node_that_fails_its_check_takes_no_part(run_flow):
         ([], [], "exception"),
     ]
     assert flow.text.count("[node 0 node_check 1/1] 3 MB are left") == 3, "before each generation"
-    said = r"node 1 takes no part any more: node 1 \(host \S+\) failed with node_check 1/1 .* exited with code 1"
+    said = r"node 1 takes no part any more: node 1 \(host \S+\) failed: node_check 1/1 .* exited with code 1"
     assert re.search(said, flow.text), flow.text
     flow.await_gone()

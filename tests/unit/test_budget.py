@@ -7,6 +7,7 @@ from test_loss import groups
 from test_state import GangOf, crash, preemption
 
 from metaflow_extensions.torchrun.plugins.torchrun.features.progress.keep import ProgressKeeper
+from metaflow_extensions.torchrun.plugins.torchrun.gang.cause import Cause
 from metaflow_extensions.torchrun.plugins.torchrun.gang.keepers import Keepers
 from metaflow_extensions.torchrun.plugins.torchrun.gang.protocol import Alone, Restart, Told, Verdict
 from metaflow_extensions.torchrun.plugins.torchrun.records.summary import summarize
@@ -160,15 +161,42 @@ def test_it_stays_where_it_is_not_to_blame(why):
     assert not any("takes no part" in each for each in gang.notes(0))
 
 
-def test_a_node_that_was_set_aside_takes_part_before_too_few_are_left():
+def test_a_node_that_was_set_aside_takes_no_part_even_where_too_few_are_left():
     gang = launched(3, max_restarts=5, spare_nodes=1)
     for _ in range(2):
         fail(gang)
     assert groups(gang)[-1] == (0, 2)
+    assert [(each.left, each.came) for each in gang.got(0, Restart)] == [((), ()), ((1,), (2,))]
     gang.lost(2)
     gang.ended(0, ok=False, generation=2)
-    gang.pass_time(0.0)
-    assert groups(gang)[-1] == (0, 1)
+    assert "1 node is left, and it needs 2 (spare_nodes, min_nodes). It had set node 1 aside before." in str(
+        gang.same_verdict(0, 1)
+    )
+
+
+def test_a_lost_node_is_replaced_though_another_was_set_aside():
+    rules = {"replacements": 1, "started_timeout_s": 300.0}
+    gang = launched(4, max_restarts=5, spare_nodes=1, **rules)
+    check_fails(gang, 1)
+    assert groups(gang)[-1] == (0, 2, 3)
+    gang.lost(3)
+    for node in (0, 2):
+        gang.ended(node, ok=False, generation=1)
+    gang.pass_time(60.0)
+    assert groups(gang)[-1] == (0, 2, 3), "the node that has failed its check is no spare"
+    assert (gang.got(0, Restart)[-1].left, gang.got(0, Restart)[-1].came) == ((3,), (3,))
+
+
+def test_another_port_is_no_generation_without_progress():
+    gang = launched(2, max_restarts=9)
+    report(gang, 7)
+    fail(gang)
+    for _ in range(3):
+        taken = Cause("agent", 0, "host-0", exit_code=1, exception="ended", detail="EADDRINUSE: address already in use")
+        fail(gang, 0, taken)
+    fail(gang)
+    assert not gang.got(0, Verdict)
+    assert [each.number for each in gang.got(0, Restart)] == [1, 2]
 
 
 # --- node_check ---------------------------------------------------------------------------------------
@@ -207,6 +235,41 @@ def test_a_check_that_fails_where_no_other_node_is_fails_the_launch(node):
 
 
 def test_without_restarts_a_check_that_fails_fails_the_launch():
-    gang = launched(3, max_restarts=0)
+    gang = launched(3, max_restarts=0, spare_nodes=1)
     check_fails(gang, 1)
-    assert gang.same_verdict(0, 1, 2) is not None
+    assert "It can't go on without that node: max_restarts=0 allows no more restarts." in str(
+        gang.same_verdict(0, 1, 2)
+    )
+
+
+def test_checks_that_fail_come_to_an_end():
+    """Two nodes fail it, a third is lost: neither of the two takes part again, at no cost and without a pause."""
+    gang = launched(4, max_restarts=1, spare_nodes=1, min_nodes=2)
+    check_fails(gang, 1)
+    check_fails(gang, 2, generation=1)
+    assert groups(gang)[-1] == (0, 3)
+    gang.lost(3)
+    gang.ended(0, ok=False, generation=2)
+    assert "1 node is left, and it needs 2" in str(gang.same_verdict(0, 1, 2))
+
+
+@pytest.mark.parametrize("other", [0, 2])
+def test_a_check_fails_while_another_node_is_the_first_to_fail_again(other):
+    """Only one spare is there: it takes the place of the node that must not take part."""
+    gang = launched(4, max_restarts=5, spare_nodes=1)
+    fail(gang, other, crash(other, kind="signal"))
+    generation = generation_of(gang)
+    gang.failed(other, crash(other, kind="signal"), generation=generation, age_s=2.0)
+    check_fails(gang, 1, generation=generation)
+    gang.pass_time(31.0)
+    assert groups(gang)[-1] == (0, 2, 3)
+
+
+def test_a_failed_check_makes_an_error_in_the_script_no_fault_of_a_node():
+    gang = launched(4, max_restarts=5, min_nodes=2)
+    fail(gang, 2)
+    generation = generation_of(gang)
+    gang.failed(2, crash(2), generation=generation, age_s=2.0)
+    check_fails(gang, 1, generation=generation)
+    gang.pass_time(31.0)
+    assert groups(gang)[-1] == (0, 2, 3)

@@ -22,5 +22,5 @@ def test_the_pods_of_a_step_come_again_but_the_control_nodes_does_not():
     assert limits("train-it") == (0, 0)
     job_sets.bring_pods_again("train_it")
     job_sets.bring_pods_again("other")
-    assert limits("train-it") == limits("train_it") == limits("other") == (0, 1000)
+    assert limits("train-it") == limits("train_it") == limits("other") == (0, 30)
     assert limits("plain") == (0, 0)

@@ -417,3 +417,15 @@ def test_nothing_waits_reads_or_writes_where_it_is_decided():
         assert imports <= PURE
         assert not [node for node in nodes if isinstance(node, ast.AsyncFunctionDef | ast.Await)]
         assert not {node.id for node in nodes if isinstance(node, ast.Name)} & {"open", "print", "input"}
+
+
+def test_what_a_feature_asks_during_the_checks_is_answered_when_the_workers_start():
+    """A feature asks once, and the node could not answer yet."""
+    node = node_in(Phase.CHECKING)
+    asks = [Ask(0, node.course.generation, name, {"number": 1}) for name in ("reach", "stacks")]
+    for ask in asks:
+        node.take(ask)
+    assert not [each for each in node.done if isinstance(each, Ask)]
+    node.take(Seen(is_over=True))
+    assert [each for each in node.done if isinstance(each, Ask)] == asks
+    node.end()

@@ -92,6 +92,21 @@ def test_fewer_nodes_are_refused_on_argo(monkeypatch, deployed):
         assert "@torchrun(min_nodes=2) does not work on Argo Workflows: its join needs the results of all nodes" in said
 
 
+@pytest.mark.parametrize(
+    ("words", "is_on_argo"),
+    [
+        ("--no-pylint argo-workflows create", True),
+        ("--with=kubernetes argo-workflows --name x create --max-workers 3", True),
+        ("--environment pypi argo-workflows create", True),
+        ("--tag argo-workflows run", False),
+        ("run --tag argo-workflows", False),
+        ("argo-workflows trigger", False),
+    ],
+)
+def test_which_commands_deploy_on_argo(words, is_on_argo):
+    assert graph.is_on_argo([], ["flow.py", *words.split()]) is is_on_argo
+
+
 def test_more_spares_or_a_higher_least_number_than_there_are_nodes_is_refused():
     submission({}, spare_nodes=1, min_nodes=2, max_restarts=1).check_loss(3)
     said = refusal(submission({}, spare_nodes=3, max_restarts=1).check_loss, 3)

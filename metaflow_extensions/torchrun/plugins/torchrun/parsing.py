@@ -25,6 +25,7 @@ RETRY_CLASSES = ("user", "killed", "timeout", "hang", "start", "network", "node_
 DEFAULT_RESTART_ON = frozenset({"user", "killed", "timeout", "hang", "node_lost", "preempted"})
 _NEVER_RETRIED = {
     "before_run": "a command that failed may have left its work half done, on some nodes only; use Metaflow's @retry",
+    "node_check": "such a restart needs no entry: the gang goes on without that node wherever it can",
     "interrupted": "whoever interrupts a run wants its end",
     "store": "the function has ended well, and running it again does not repair the datastore; use Metaflow's @retry",
 }
@@ -210,7 +211,7 @@ def parse_path(value: Any, setting: str) -> str:
     return os.fsdecode(value)
 
 
-_COMMANDS_EXAMPLE = "before_run=[['pip', 'install', '-r', 'requirements.txt'], 'make data']"
+_COMMANDS_EXAMPLE = "[['pip', 'install', '-r', 'requirements.txt'], 'make data']"
 SHELL = ("sh", "-ec")
 """The words before a line that a shell runs."""
 
@@ -242,7 +243,7 @@ def parse_commands(value: Any, setting: str) -> tuple[tuple[str, ...], ...]:
     given = _from_json(value)
     if not isinstance(given, list | tuple):
         raise TorchrunConfigError(
-            f"{setting} is {value!r}, but it must be a list of commands. Write {_COMMANDS_EXAMPLE}."
+            f"{setting} is {value!r}, but it must be a list of commands, such as {_COMMANDS_EXAMPLE}."
         )
     return tuple(_parse_command(each, f"{setting}, command {number}") for number, each in enumerate(given, 1))
 

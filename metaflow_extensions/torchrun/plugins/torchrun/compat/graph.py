@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Collection, Iterator, Sequence
-from itertools import pairwise
 from typing import Any, NamedTuple
 
 from .renamed import known
@@ -39,8 +38,10 @@ def decorators_of(flow: Any, step: str) -> dict[str, dict[str, Any]]:
 
 def is_on_argo(decorators: Collection[str], arguments: Sequence[str] | None = None) -> bool:
     """Return whether this process deploys a flow on Argo Workflows, or is a task there, by the names of its decorators."""
-    words = pairwise(sys.argv if arguments is None else arguments)
-    is_command = any(word == "argo-workflows" and not before.startswith("--") for before, word in words)
+    words = list(sys.argv if arguments is None else arguments)
+    command = "argo-workflows"
+    # The value of an option, such as a tag, may be that word, too; then another command follows.
+    is_command = command in words and "create" in words[words.index(command) :]
     return is_command or "argo_workflows_internal" in decorators  # so in 2.13 to 2.19
 
 

@@ -11,9 +11,10 @@ from typing import Any
 
 from .renamed import known
 
-# How often a Job brings its pod again: without end, since the gang decides, and its control node's end ends all. The pauses
-# grow from 10 s to minutes. https://kubernetes.io/docs/concepts/workloads/controllers/job/
-_TIMES = 1000
+# How often a Job brings its pod again: more often than a gang loses one node, as a rule. There must be an end, since a pod
+# that dies before our code runs there comes again even when all others have ended. The pauses grow from 10 s to 6 minutes:
+# three hours together. https://kubernetes.io/docs/concepts/workloads/controllers/job/
+_TIMES = 30
 _WORKER = "worker"  # as Metaflow names the Jobs of all nodes but the control node
 _steps: set[str] = set()  # as job sets name them; filled by the main thread before any job set is made
 

@@ -161,7 +161,7 @@ class Cause:
         """How it ended, in one line."""
         if self.kind in ("store", "unreachable") or (self.kind == "frozen" and self.rank is not None):
             return str(self.exception)
-        if self.kind in ("command", "agent", "agent_ended", "lost", "frozen"):
+        if self.kind in ("command", "check", "agent", "agent_ended", "lost", "frozen"):
             return f"failed: {self.exception}"
         if self.kind == "terminated":
             return f"was preempted: {self.exception}"
@@ -186,13 +186,13 @@ class Cause:
         """Return the full report: who, what, exit status, what to change, traceback or stderr."""
         who = self.who
         lines = [f"{who[0].upper()}{who[1:]} {self.what}" + ("" if self.what.endswith(".") else ".")]
-        is_said = self.exception is None or self.kind in ("command", "agent", "agent_ended", "signal", "oom")
+        is_said = self.exception is None or self.kind in ("command", "check", "agent", "agent_ended", "signal", "oom")
         if self.exit_code is not None and not is_said:
             lines.append(f"It {describe_exit(self.exit_code)}.")
         lines += [self.remedy] if self.remedy else []
         if self.detail:
             if self.kind not in (*RAISED, "step", "call"):  # theirs is a traceback
-                lines.append(f"Last lines of its {'output' if self.kind == 'command' else 'stderr'}:")
+                lines.append(f"Last lines of its {'output' if self.kind in ('command', 'check') else 'stderr'}:")
             # Metaflow's console strips leading spaces; behind the bar the indentation survives.
             lines += [f"  | {line}" for line in self.detail.splitlines()]
         return "\n".join(lines)

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -91,7 +91,9 @@ class Course:
         self.nodes, self.rules, self.keepers = nodes, rules, keepers
         self.history = History(clock)
         self.launch = Launch(-1, Phase.OVER)
-        self.aside: set[int] = set()  # nodes that wait to the end, since their workers fail again and again
+        self.aside: set[int] = (
+            set()
+        )  # nodes that wait to the end: their check has failed, or their workers twice in a row
         self.gone: dict[int, Cause] = {}  # why nodes are lost, or were told to end
         self.waits: dict[int, Wait] = {}  # for a task in a node's place, until one is ready for a launch
         self._pick_port, self._clock, self._over = pick_port, clock, over
@@ -121,15 +123,9 @@ class Course:
     # --- which nodes take part -------------------------------------------------------------------
 
     def next_group(self, *besides: int) -> Group | None:
-        """Return the nodes of the next generation, without the nodes `besides`; None if too few are left.
-
-        Nodes that were set aside take part again before too few are left.
-        """
-        group, able = self.launch.group, self._able(besides)
-        if CONTROL not in able:
-            return None
-        healthy = [node for node in able if node not in self.aside]
-        return follow(group, healthy, self._size, self._least) or follow(group, able, self._size, self._least)
+        """Return the nodes of the next generation, without the nodes `besides`; None if too few are left."""
+        able = self._able(besides)
+        return follow(self.launch.group, able, self._size, self._least) if CONTROL in able else None
 
     @property
     def _least(self) -> int:
@@ -138,10 +134,10 @@ class Course:
     def _able(self, besides: Collection[int] = ()) -> list[int]:
         """Return the nodes that can take part in the next generation, in order."""
         launch, nodes = self.launch, self.nodes
-        gone = launch.given_up | launch.leaving.keys() | launch.ill.keys() | set(besides)
+        gone = launch.given_up | launch.leaving.keys() | launch.ill.keys() | self.aside | set(besides)
         if launch.phase in (Phase.GATHERING, Phase.OVER):  # of those nodes, each may still come or has ended well
             able = [node for node in range(nodes.size) if nodes[node] not in (NodeState.LOST, NodeState.OUT)]
-            gone = set(besides)
+            gone = self.aside | set(besides)
         else:
             able = [node for node in nodes.joined if node in launch.ready]
         return [node for node in able if node not in gone]
@@ -158,11 +154,13 @@ class Course:
             return f"{why}restart_on does not have {cause.category!r}."
         if launch.phase is Phase.STOPPING and (ended := sorted(launch.given_up - launch.leaving.keys())):
             return f"{why}the call of run has ended on {names(ended)}, too."
-        if launch.phase is Phase.STOPPING and launch.restarts >= launch.limit and cause.category not in UNCOUNTED:
+        is_counted = cause.category not in UNCOUNTED or launch.policy.max_restarts == 0
+        if launch.phase is Phase.STOPPING and launch.restarts >= launch.limit and is_counted:
             return f"{why}max_restarts={launch.policy.max_restarts} allows no more restarts."
         if len(able) < self._least:
             left = f"{counted(len(able), 'node')} {'is' if len(able) == 1 else 'are'} left"
-            return f"{why}{left}, and it needs {self._least} (spare_nodes, min_nodes).{self._what_came(cause)}"
+            aside = f" It had set {names(sorted(self.aside))} aside before." if self.aside else ""
+            return f"{why}{left}, and it needs {self._least} (spare_nodes, min_nodes).{aside}{self._what_came(cause)}"
         return ""
 
     def _what_came(self, cause: Cause) -> str:
@@ -244,7 +242,7 @@ class Course:
             for node in sorted(after - set(launch.group.nodes)):
                 self.note("taken_in", node=node)
         else:
-            for node in sorted(launch.ready.keys() - after):
+            for node in sorted(launch.ready.keys() - after - self.aside):
                 self.note("spare", node=node)
 
     # --- its begin -------------------------------------------------------------------------------
@@ -402,7 +400,8 @@ class Course:
         """All nodes have ended, or their time is up: success, restart or failure."""
         launch, now = self.launch, self._clock()
         silent, cause = self._silent(), self._first_cause()
-        launch.count_progress(self.keepers.done(launch.number), cause)
+        if decide(launch, cause, [], True, now) is not Next.MOVE:  # then no worker has begun
+            launch.count_progress(self.keepers.done(launch.number), cause)
         if decide(launch, cause, [], True, now) is Next.RESTART:
             self._set_aside(cause)
         group = self.next_group()
@@ -432,17 +431,20 @@ class Course:
     def _set_aside(self, cause: Cause | None) -> None:
         """Go on without nodes that fail their check, or whose workers are the first to fail twice in a row, if possible."""
         launch, before = self.launch, self.launch.restarts_for
-        texts = {node: summary(each) for node, each in launch.ill.items()}
+        self._go_on_without({node: summary(each) for node, each in launch.ill.items()}, self._least)
         if cause is not None and before is not None and _is_again(cause, before) and not launch.has_progressed:
-            texts[cause.node] = f"its workers were the first to fail twice in a row: {summary(cause)}"
-        if not texts or CONTROL in texts or not (self.rules.spare_nodes or self.rules.min_nodes):
+            # An error in the script is most often no node's fault, so only a spare may take the place of such a node.
+            least = launch.group.size if cause.category == "user" else self._least
+            text = f"its workers were the first to fail twice in a row: {summary(cause)}"
+            self._go_on_without({cause.node: text}, least)
+
+    def _go_on_without(self, why: Mapping[int, str], least: int) -> None:
+        """Set nodes aside for good if at least so many others can go on; otherwise change nothing."""
+        if not why or CONTROL in why or not (self.rules.spare_nodes or self.rules.min_nodes):
             return
-        healthy = [node for node in self._able(texts) if node not in self.aside]
-        # An error in the script is most often no node's fault, so only a spare may take the place of such a node.
-        least = self._least if launch.ill or (cause is not None and cause.category != "user") else launch.group.size
-        if follow(launch.group, healthy, self._size, least) is not None:
-            self.aside |= texts.keys()
-            for node, text in texts.items():
+        if follow(self.launch.group, self._able(why), self._size, least) is not None:
+            self.aside |= why.keys()
+            for node, text in why.items():
                 self.note("set_aside", node=node, text=text)
                 self.send(Note(f"node {node} takes no part any more: {text}"), CONTROL)
 

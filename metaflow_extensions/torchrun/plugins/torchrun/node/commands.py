@@ -9,9 +9,10 @@ import json
 import os
 import shlex
 import shutil
+import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ..gang.cause import Cause, Failure, describe_exit
 from ..gang.protocol import Command
@@ -28,6 +29,8 @@ from .news import Seen
 from .plan import Plan
 from .start import environment_of_commands, make_folder, make_pipes_folder, of_task
 
+CHECKS_S = 300.0
+"""How long the commands of `node_check` may take together: a GPU that hangs also makes what looks at it hang."""
 _RUNNER = "command runner"  # its name in messages
 _TAIL_LINES = 30
 _SHOWN_CHARS = 200
@@ -62,6 +65,7 @@ class Commands:
         self._plan, self._seat, self._launch = plan, seat, launch
         self._commands = plan.commands if generation is None else plan.checks
         self._name, self._kind = ("before_run", "command") if generation is None else ("node_check", "check")
+        self._ends_at = float("inf") if generation is None else time.monotonic() + CHECKS_S
         self._told = 0  # of how many ended commands the gang knows
         self._has_failed = self._is_closed = False
         run_id = f"launch{launch}" if generation is None else f"launch{launch}-{generation}"
@@ -105,7 +109,8 @@ class Commands:
             json.dump(commands, file)
         # Isolated: neither the commands' variables nor installed packages may change what the runner does.
         python = isolated(self._plan.spec.python, self._plan.environ)
-        return [*python, COMMAND_RUNNER, self._folder, pipes]
+        # Commands of before_run may write to the working directory, which nodes of one machine share; checks may not.
+        return [*python, COMMAND_RUNNER, self._folder, pipes, *(["in-turn"] if self._kind == "command" else [])]
 
     def _options(self, pipes: str) -> Options:
         plan = self._plan
@@ -137,8 +142,13 @@ class Commands:
         return Seen([*told, *left_behind(self._seat.node, event.left, "commands")], is_over=True)
 
     def poll(self, is_quiet: bool) -> Seen:
-        """Return the commands that have ended since the last look."""
-        return Seen(self._just_ended())
+        """Return the commands that have ended since the last look, and the one that takes too long."""
+        told = self._just_ended()
+        if time.monotonic() < self._ends_at or self._has_failed or self._told == len(self._commands):
+            return Seen(told)
+        self._has_failed = True
+        cause = self._cause_of(_Ended(self._told, None, f"has not ended after {CHECKS_S:.0f} s", CHECKS_S))
+        return Seen(told, failed=f"{cause.exception}", failures=(Failure(cause),))
 
     def _failure(self, event: AgentEvent) -> Cause | None:
         match event:
@@ -157,7 +167,11 @@ class Commands:
     def _cause(self) -> Cause:
         failed = next((each for each in self._ended() if each.status != 0), None)
         if failed is None:
-            return self._end.cause(has_workers=False)
+            cause = self._end.cause(has_workers=False)
+            return replace(cause, kind="check") if self._kind == "check" else cause
+        return self._cause_of(failed)
+
+    def _cause_of(self, failed: _Ended) -> Cause:
         node, host = self._plan.spec.node_index, self._seat.host
         lines = _last_lines(self._logs.tail(failed.number, "stdout"))
         text = self._text(failed, self._end.machine.how_ended)

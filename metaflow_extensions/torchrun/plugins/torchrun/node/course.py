@@ -49,6 +49,7 @@ class NodeCourse:
         self._launch, self._node, self._host = launch, node, host
         self._went_at: float | None = None  # when the first generation began
         self._restarts: list[dict[str, Any]] = []
+        self._asks: dict[str, Ask] = {}  # by feature, while the commands of node_check run
         self._go = Go(launch, -1, 0, "", 0, 0)  # of the latest generation, as are the next four; there is none yet
         self._command = ""
         self._said_started = self._said_output = False  # whether *started* and *wrote* were sent
@@ -131,6 +132,7 @@ class NodeCourse:
         self._go, self._command, self._exit_codes = go, "", {}
         self._said_started = self._said_output = False
         if self.plan.checks:
+            self._asks.clear()
             self._enter(Phase.CHECKING)
             self._do(Do.START_CHECKS)
         else:
@@ -150,11 +152,12 @@ class NodeCourse:
             self._end_checks(seen.failures)
         elif seen.is_over:
             self._enter(Phase.STARTING)
-            self._do(Do.CLOSE_NOW, self._go)
+            self._do(Do.CLOSE_NOW, self._go, *self._asks.values())
 
     def _checks_not_begun(self, news: NotBegun) -> None:
+        """Take it for a check that has failed: most often the disk is full."""
         text = f"node_check could not be started: {news.why}"
-        self._on_checks(Seen(failed=text, failures=(self._no_agent(text),)))
+        self._on_checks(Seen(failed=text, failures=(Failure(Cause("check", self._node, self._host, exception=text)),)))
 
     def _stop_checks(self, stop: Stop) -> None:
         self._say_why_it_stops(stop)
@@ -174,6 +177,11 @@ class NodeCourse:
         is_told = stop.teller != CONTROL and self.plan.shares_machine
         if self._node == CONTROL and stop.because and not is_told:
             self._say("stopping", f"{stop.because}; stopping all nodes")
+
+    def _keep_ask(self, ask: Ask) -> None:
+        """Keep what a feature asks until the workers start: it asks once."""
+        if ask.generation == self._go.generation:
+            self._asks[ask.feature] = ask
 
     def _on_ask(self, ask: Ask) -> None:
         if ask.generation == self._go.generation:
@@ -379,7 +387,7 @@ HANDLERS: dict[type, dict[Phase, _Handler]] = {
     Seen: {Phase.PREPARING: NodeCourse._on_commands, Phase.CHECKING: NodeCourse._on_checks}
     | _in(_WITH_WORKERS, NodeCourse._on_workers),
     WorkersEnded: _in(_WITH_WORKERS, NodeCourse._on_workers_ended),
-    Ask: _in(_WITH_WORKERS, NodeCourse._on_ask),
+    Ask: {**_in(_WITH_WORKERS, NodeCourse._on_ask), Phase.CHECKING: NodeCourse._keep_ask},
     Stop: {
         Phase.CHECKING: NodeCourse._stop_checks,
         Phase.RUNNING: NodeCourse._on_stop,

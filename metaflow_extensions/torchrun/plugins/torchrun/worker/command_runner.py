@@ -1,7 +1,8 @@
 """Runs the commands of ``run(before_run=...)`` on one node, one after the other, up to the first that fails.
 
 A supervisor runs it instead of an agent, and ends it with all processes that the commands have started. Its arguments are
-two folders. ``commands.json`` in the first lists the commands, each with its argv and its text for the log.
+two folders, and ``in-turn`` where commands of other nodes in the same working directory are waited for. ``commands.json``
+in the first lists the commands, each with its argv and its text for the log.
 ``ended.jsonl`` gets a line for each ended command: its number from 0, its exit code (negative for a signal), why it could
 not be started, and its seconds. The second has the pipes for the output of each command, as if it were a worker's.
 """
@@ -106,12 +107,13 @@ def lock_folder() -> None:
 
 
 if __name__ == "__main__":
-    runner = Runner(*sys.argv[1:])
+    runner = Runner(*sys.argv[1:3])
     signal.signal(signal.SIGTERM, runner.stop)
     with suppress(Exception):  # a Python without ctypes
         import ctypes
 
         # PR_SET_PDEATHSIG of <linux/prctl.h>: SIGTERM when the supervisor ends, even where its guardian is killed, too.
         ctypes.CDLL(None).prctl(1, ctypes.c_ulong(signal.SIGTERM), 0, 0, 0)
-    lock_folder()
+    if sys.argv[3:]:
+        lock_folder()
     sys.exit(runner.run())
