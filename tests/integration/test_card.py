@@ -189,14 +189,14 @@ def test_a_browser_shows_a_running_gang_and_it_moves(cards, live, chromium):
         chromium.wait_for("document.querySelectorAll('[data-section-id=Progress] .vega-embed').length >= 4")
         chromium.wait_for("document.body.innerText.includes('best: 1.798e+308')")
     before = chromium.value_of("document.querySelector('.tr-sentence').innerText")
-    assert re.search(r"4 ranks on 2 nodes have run for \d+ ", before)
+    assert re.search(r"4 ranks on 2 nodes have trained \d+ ", before)
     own = cards.path(flow, "default-own")
     data = await_data(ask, own, "tr-cell tr-running", 4)["data"]
     chromium.open(ask.at + own, READY)
     chromium.value_of(f"window.metaflow_card_update({json.dumps(data)})")
     chromium.wait_for("document.querySelectorAll('.tr-cell.tr-running').length === 4")
     chromium.wait_for(FITS.replace("WIDTH", str(VIEWS[-1][0])))
-    assert chromium.text.index("Mine") < chromium.text.index("4 ranks on 2 nodes have run for")
+    assert chromium.text.index("Mine") < chromium.text.index("4 ranks on 2 nodes have trained")
     chromium.open(ask.at + path, READY)
     (flow.out / "go-launch0-0").touch()
     newest = await_data(ask, path, "ended well")
@@ -204,7 +204,7 @@ def test_a_browser_shows_a_running_gang_and_it_moves(cards, live, chromium):
         chromium.value_of(f"window.metaflow_card_update({json.dumps(newest['data'])})")
     else:
         chromium.open(ask.at + path, READY)
-    chromium.wait_for("document.body.innerText.includes('4 ranks on 2 nodes have ended well after')")
+    chromium.wait_for("document.body.innerText.includes('4 ranks on 2 nodes have ended well: trained')")
     assert chromium.value_of("document.querySelectorAll('.tr-cell.tr-done').length") == 4
 
 
@@ -237,7 +237,7 @@ def test_a_card_can_be_made_again_from_what_is_stored(cards, ended):
     (again,) = made.home.parent.rglob(f"runs/{run_id}/steps/train/tasks/{task}/cards/torchrun-{short}*.html")
     assert content_of(again.read_text()) == first
     again.unlink()
-    assert "ended well after" in first
+    assert "have ended well" in first
     assert "after 1 restart" in first
     assert "step 20 of 40 (50 %)" in first
     (results,) = (task["results"] for task in flows["restarted"].note("end")["tasks"] if task["node"] == 1)
@@ -250,7 +250,7 @@ def test_a_card_can_be_made_again_from_what_is_stored(cards, ended):
     [
         (
             "finished",
-            ["done", "4 ranks on 2 nodes have ended well after", "rank 3", "done, exit code 0", "PyTorch", "joined"],
+            ["done", "4 ranks on 2 nodes have ended well: trained", "rank 3", "PyTorch", "joined"],
         ),
         (
             "failed",

@@ -409,7 +409,7 @@ def test_a_failure_after_the_steps_code_is_the_cause_on_the_control_node_and_aft
         assert said in shown.stdout
     else:
         assert said in shown.stdout
-        assert "Failed after" in shown.stdout
+        assert "Failed (trained" in shown.stdout
         assert hook == "killed" or "before its results were stored" in shown.stdout  # its last words may be unsent
 
 

@@ -45,12 +45,12 @@ def run(seen):
 def test_a_failure_is_shown_with_its_cause_first_its_nodes_and_its_restart(ask, run):
     lines = ask("show", f"{run}/hurt").splitlines()
     assert re.match(rf"SeenFlow, run {run}, step hurt, task \d+, as of ", lines[0])
-    assert re.match(r"Failed after \d+ s, after 1 restart: Rank 1 on node 1 ", lines[2])
+    assert re.match(r"Failed \(trained \d+ s, with start \d+ s\), after 1 restart: Rank 1 on node 1 ", lines[2])
     assert lines[4] == "Cause"
-    assert re.match(r"Rank 1 on node 1 \(host \S+\) exited with code 3\.$", lines[5])
+    assert lines[2].endswith("exited with code 3.")
     assert "  | about to leave" in lines[6:9]
     rows = [line.split() for line in lines[lines.index("Nodes") + 2 :]][:2]
-    assert [(row[0], row[3], row[4], row[6]) for row in rows] == [
+    assert [(row[0], row[3], row[4], row[5]) for row in rows] == [
         ("0", "0", "failed", "SIGTERM"),
         ("1", "1", "failed", "3"),
     ]

@@ -258,11 +258,11 @@ def test_retry_brings_a_new_gang_and_both_are_seen_afterwards(run_remote, backen
             assert lines <= {f"[rank {rank}] rank {rank} of 4 runs" for rank in (2, 3)}
         second = seen.data()
         assert (second["attempt"], second["outcome"], second["reports"]) == (1, "done", [])
-        assert "4 ranks on 2 nodes have ended well after " in seen.show()
-        killed, well = sorted(seen.cards(), key=lambda page: "have ended well after" in page)
+        assert "4 ranks on 2 nodes have ended well: trained " in seen.show()
+        killed, well = sorted(seen.cards(), key=lambda page: "have ended well" in page)
         assert "was killed by SIGKILL" in killed
         assert "failed, SIGKILL" in killed
-        assert "4 ranks on 2 nodes have ended well after " in well
+        assert "4 ranks on 2 nodes have ended well: trained " in well
 
 
 def test_resume_runs_the_gang_again(run_remote, backend):

@@ -65,7 +65,7 @@ def test_one_log_has_lines_of_three_nodes_with_20_mb_each_and_holds_up_nobody(ru
     assert (gang["outcome"], gang["reports"]) == ("done", [])
     assert [list(node["exit_codes"].values()) for node in gang["nodes"]] == [[0, 0]] * 3
     (page,) = seen.cards()
-    assert "6 ranks on 3 nodes have ended well after " in page
+    assert "6 ranks on 3 nodes have ended well: trained " in page
 
 
 NUMBERED = re.compile(r"^\[rank (\d)\] line (\d+) ", re.MULTILINE)
@@ -204,7 +204,7 @@ def test_a_pod_that_vanishes_is_named_at_once_and_afterwards(start_remote, clust
         assert words
         assert words == list(range(len(words)))
     (page,) = seen.cards(create=True)
-    assert "Failed after " in page
+    assert "Failed (trained " in page
     assert gang["nodes"][1]["host"] in page
 
 

@@ -181,6 +181,15 @@ def test_the_card_of_another_node_leads_to_the_gangs(url, monkeypatch):
     assert all("The card of node 0" in content_of(page) for page in pages)
 
 
+def test_a_page_that_is_not_final_says_how_to_watch_the_gang():
+    task, data = SimpleNamespace(pathspec="Flow/1/train/2", metadata_dict={}), {"user": a_gang().stored()}
+    first, last = (
+        content_of(page) for page in (GangCard().render_runtime(task, data), made_with(data["user"]).render(task))
+    )
+    assert ("card server" in first, "card server" in last) == (True, False)
+    assert "card server" not in json.dumps(GangCard().refresh(task, data))  # who watches it need not read that
+
+
 def made_with(data):
     """Return the card as Metaflow has it that makes the final page."""
     card = GangCard()

@@ -60,7 +60,10 @@ def test_the_command_that_shows_the_gang_is_the_last_line(datastore):
 
 def test_of_a_remote_gang_the_terminal_may_lack_the_end_so_that_is_repeated(datastore):
     begun(datastore, LEFT)
-    assert told(datastore, is_remote=True) == ["[torchrun] Failed after 8 s: Rank 1 failed with *größe* 🙂.", SHOW]
+    assert told(datastore, is_remote=True) == [
+        "[torchrun] Failed (trained 6 s, with start 9 s): Rank 1 failed with *größe* 🙂.",
+        SHOW,
+    ]
 
 
 def test_what_others_have_told_of_the_control_nodes_end_comes_first(datastore):
@@ -69,7 +72,7 @@ def test_what_others_have_told_of_the_control_nodes_end_comes_first(datastore):
         Word("The control node's pod was deleted.", 1010.0, 2), "job", 1.0
     )
     assert told(datastore, is_remote=True) == [
-        "[torchrun] Failed after 10 s: The control node's pod was deleted.",
+        "[torchrun] Failed (trained 8 s): The control node's pod was deleted.",
         SHOW,
     ]
 

@@ -70,22 +70,23 @@ LEFT = [*on_all("finished", 21), ("left", 22, {"node": 1}), ("left", 23, {"node"
         ),
         ([*BEFORE, ("failed", 9, {"text": "Node 1 failed", **HERE})], "failed", "Failed after 9 s: Node 1 failed."),
         (READY[:-1], "waiting", "1 of 2 nodes have called run; still in the step's code: node 1."),
-        (RUNNING, "running", "4 ranks on 2 nodes have run for 1 s."),
+        (RUNNING, "running", "4 ranks on 2 nodes have trained 1 s, with start 5 s."),
         (STOPPED[:8], "stopping", f"All nodes are told to stop: {BAD['text']}."),
         (AGAIN[:-1], "restarting", f"All workers start again (restart 1 of 3 in 1 s): {BAD['text']}."),
-        (AGAIN, "running", "4 ranks on 2 nodes have run for 7 s, after 1 restart."),
-        (FAILED, "failed", f"Failed after 10 s: {BAD['text']}."),
+        (GO, "starting", "4 ranks on 2 nodes are starting, for 0 s."),
+        (AGAIN, "starting", "4 ranks on 2 nodes are starting, for 0 s, after 1 restart."),
+        (FAILED, "failed", f"Failed (trained 6 s): {BAD['text']}."),
         ([*FAILED, *LEFT], "done", f"The step has ended well, though launch 0 had failed: {BAD['text']}."),
         (
             [*FAILED, *(("left", 11, {"node": node, "text": "its step has failed"}) for node in (1, 0))],
             "failed",
-            f"Failed after 10 s: {BAD['text']}.",
+            f"Failed (trained 6 s, with start 11 s): {BAD['text']}.",
         ),
-        (DONE, "done", "4 ranks on 2 nodes have ended well after 16 s."),
-        ([*DONE, *LEFT], "done", "4 ranks on 2 nodes have ended well after 16 s."),
-        ([*DONE, ("broken", 21, {"text": "node 1 is gone"})], "failed", "Failed after 21 s: node 1 is gone."),
+        (DONE, "done", "4 ranks on 2 nodes have ended well: trained 16 s."),
+        ([*DONE, *LEFT], "done", "4 ranks on 2 nodes have ended well: trained 16 s, with start 21 s."),
+        ([*DONE, ("broken", 21, {"text": "node 1 is gone"})], "failed", "Failed (trained 17 s): node 1 is gone."),
         ([*JOINED, ("broken", 3, {"text": "x failed."})], "failed", "Failed after 3 s: x failed."),
-        ([*FAILED, ("broken", 10, {"text": BAD["text"]})], "failed", f"Failed after 10 s: {BAD['text']}."),
+        ([*FAILED, ("broken", 10, {"text": BAD["text"]})], "failed", f"Failed (trained 6 s): {BAD['text']}."),
     ],
 )
 def test_the_outcome_is_one_sentence(records, outcome, sentence):
@@ -112,7 +113,12 @@ def test_each_rank_has_ended_in_its_own_way():
     [
         (READY, ["waiting"] * 4),
         ([*GO, ("output", 5, {"node": 1, **HERE})], ["starting", "starting", "running", "running"]),
-        ([*GO, ("started", 5, {"node": 1, **HERE})], ["starting", "starting", "running", "running"]),
+        ([*GO, *on_all("started", 5, **HERE)], ["starting"] * 4),
+        ([*GO, *on_all("started", 5, **HERE), ("output", 6, {"node": 0, **HERE})], ["running"] * 4),
+        (
+            [*GO, ("exited", 6, {"node": 0, "rank": 0, "exit_code": 0, **HERE})],
+            ["done", "running", "starting", "starting"],
+        ),
         (STOPPED[:8], ["stopping"] * 4),
         (AGAIN, ["starting"] * 4),
         (AGAIN[:-1], ["stopped", "stopped", "failed", "stopped"]),
@@ -165,3 +171,14 @@ def test_of_the_time_of_records_that_are_left_out_nothing_is_told():
 def test_seconds_are_told_for_people():
     told = ["0 s", "0 s", "1 min 0 s", "3 min 20 s", "2 h 5 min"]
     assert [duration(seconds) for seconds in (-1, 0.4, 59.6, 200, 7500)] == told
+
+
+def test_what_metaflow_stores_and_makes_after_the_steps_end_is_no_part_of_the_times():
+    found = made(*DONE, *on_all("finished", 21), ("left", 22, {"node": 1}), until_s=50)
+    over = made(*DONE, *on_all("finished", 21), ("left", 22, {"node": 1}), ("left", 50, {"node": 0}))
+    for each in (found, over):
+        assert (each.seconds, each.trained_s) == (21, 16)
+        assert {max(span.end_s for span in node.spans) for node in each.nodes} == {21}
+    assert found.sentence == over.sentence
+    one = made(*DONE, ("finished", 21, {"node": 0}), until_s=50)
+    assert (one.seconds, one.sentence) == (50, "4 ranks on 2 nodes have ended well: trained 16 s.")

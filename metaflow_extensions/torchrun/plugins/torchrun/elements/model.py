@@ -22,7 +22,7 @@ class Sentence:
     """One sentence or more, as a paragraph."""
 
     text: str
-    kind: Literal["", "headline", "outcome", "warning"] = ""
+    kind: Literal["", "headline", "outcome", "warning", "note"] = ""  # a note is small
     word: str = ""  # the outcome in a word; a key of `charts.COLOURS`
     link: Link | None = None  # its text is a part of `text`
 
@@ -67,6 +67,7 @@ class Cell:
     state: str  # a key of `charts.COLOURS`
     word: str = ""
     place: str = ""
+    mark: str = ""  # what is odd about it, such as that it is slow
 
 
 @dataclass(frozen=True)

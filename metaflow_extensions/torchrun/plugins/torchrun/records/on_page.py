@@ -26,6 +26,10 @@ class OnPage:
         """
         return ()
 
+    def marks(self, kept: Any, summary: Summary) -> Mapping[int, str]:
+        """Return what is odd about ranks, in some words for the cell of each."""
+        return {}
+
 
 Pages: TypeAlias = Mapping[str, OnPage]
 """The parts of several features, by the features' names."""

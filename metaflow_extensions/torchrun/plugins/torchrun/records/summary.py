@@ -6,7 +6,7 @@ All pages and commands use this summary, while the gang runs and later.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Literal
 
@@ -19,8 +19,8 @@ NodeState = Literal[
     "step code",  # the step's code runs, outside of `run`
     "waiting",  # has called `run`; not all others have
     "preparing",  # its commands of before_run run
-    "starting",  # its workers start; not all of them run yet
-    "running",  # its workers run
+    "starting",  # its workers start, and no rank of the gang has shown a sign of life yet
+    "running",
     "stopping",
     "stopped",  # its workers have ended; the launch has no verdict yet
     "restarting",
@@ -29,7 +29,7 @@ NodeState = Literal[
     "lost",
 ]
 RankState = Literal["waiting", "starting", "running", "stopping", "restarting", "done", "failed", "stopped", "lost"]
-Outcome = Literal["waiting", "running", "stopping", "restarting", "done", "failed"]
+Outcome = Literal["waiting", "starting", "running", "stopping", "restarting", "done", "failed"]
 
 # The state of a node after a record of its own, and of all nodes after a record of the gang.
 _OF_NODE: dict[str, NodeState] = {
@@ -89,6 +89,7 @@ class Node:
     command_failed: bool = False  # one of before_run, in this launch
     is_out: bool = False  # whether the gang goes on without it
     is_awaited: bool = False  # whether another task is to come in its place
+    has_workers: bool = False  # whether all its workers have begun, in this generation
     takes_part: bool = True  # whether it has ranks in this generation; a spare has none
     # From the gang's start to now; they have a gap only where records were omitted.
     spans: list[Span] = field(default_factory=list)
@@ -117,6 +118,10 @@ class Node:
             self.spans.append(Span(self.state, self.since_s, at_s))
             self.since_s = at_s
 
+    def cut(self, at_s: float) -> None:
+        """Forget what was after the step's end."""
+        self.spans = [replace(span, end_s=min(span.end_s, at_s)) for span in self.spans if span.begin_s < at_s]
+
 
 @dataclass(frozen=True)
 class Rank:
@@ -134,7 +139,8 @@ class Summary:
 
     outcome: Outcome
     sentence: str  # the outcome for people
-    seconds: float  # since the gang's start
+    seconds: float  # of the whole attempt until now, or until the step's code has ended on all nodes
+    trained_s: float | None  # of the last launch, from its start to now or its end; None before that
     nodes: tuple[Node, ...]
     ranks: tuple[Rank, ...]  # empty before the first launch
     launch: int | None  # number of the last launch
@@ -177,6 +183,8 @@ class _Fold:
         self.at_s = 0.0
         self.launch: int | None = None
         self.went_s: float | None = None  # when the workers first started in this launch
+        self.is_alive = False  # whether a rank has shown a sign of life in this generation
+        self.ended_s: float | None = None  # when the step's code had ended on all nodes
         self.phase = "joined"  # the kind of the last record that concerns the gang as a whole
         self.phase_text, self.phase_s = "", 0.0  # text and time of that record
         self.cause: Record | None = None
@@ -204,9 +212,9 @@ class _Fold:
             case "command":
                 node.command_failed = record.exit_code != 0
             case "started" | "output":
-                if node.state == "starting":
-                    node.enter("running", record.at_s)
+                self._hear_of_workers(record, node)
             case "exited":
+                self._hear_of_workers(record, node)
                 if record.rank is not None:
                     node.exits[record.rank] = record
             case "finished":
@@ -225,12 +233,22 @@ class _Fold:
                 self._fail(record, "lost")
         if record.kind in _OF_NODE:
             node.enter(_OF_NODE[record.kind], record.at_s)
+        if record.kind == "finished" and all(each.ended_well or each.is_out for each in self.nodes):
+            self.ended_s = record.at_s
+
+    def _hear_of_workers(self, record: Record, node: Node) -> None:
+        """Let nodes run. Often rank 0 alone writes, so one sign of life counts for all nodes whose workers have begun."""
+        node.has_workers = True
+        self.is_alive |= record.kind != "started"
+        for each in self.nodes if self.is_alive else ():
+            if each.state == "starting" and each.has_workers:
+                each.enter("running", record.at_s)
 
     def _call(self, record: Record) -> None:
         """Handle that a node has called `run`; the first call of a launch resets its state."""
         if record.launch != self.launch:
             self.launch, self.restarts, self.went_s, self.cause = record.launch, 0, None, None
-            self._forget_exits()
+            self._forget_workers()
             for node in self.nodes:
                 node.takes_part = not node.is_out
         self.phase = "ready"
@@ -242,7 +260,7 @@ class _Fold:
                 for node in self.nodes:
                     node.takes_part = node.takes_part and not node.is_out and not node.is_awaited
                 self.went_s = record.at_s if self.went_s is None else self.went_s
-                self._forget_exits()
+                self._forget_workers()
             case "stopping":
                 self._enter_phase(record, "stopping", [node for node in self.nodes if node.state in _WITH_WORKERS])
             case "cause":
@@ -274,18 +292,24 @@ class _Fold:
         self._enter_phase(record, state)
         self.phase = "broken"
 
-    def _forget_exits(self) -> None:
+    def _forget_workers(self) -> None:
+        self.is_alive = False
         for node in self.nodes:
+            node.has_workers = False
             node.exits.clear()
 
     # --- the result
 
     def summary(self, until_s: float) -> Summary:
         """Return the summary, `until_s` seconds after the gang's start."""
-        is_over = bool(self.nodes) and self.nodes[0].state == "left"
+        is_over = self._is_over
         for node in self.nodes:
             if not is_over and node.state not in ("left", "lost"):
                 node.close(until_s)
+        if self.ended_s is not None:
+            until_s = self.ended_s
+            for node in self.nodes:
+                node.cut(until_s)
         outcome, sentence = self._told(until_s)
         nproc = self.nproc or 0
         ranks = tuple(
@@ -297,6 +321,7 @@ class _Fold:
             outcome=outcome,
             sentence=sentence,
             seconds=until_s,
+            trained_s=self._trained_s(until_s),
             nodes=self.nodes,
             ranks=ranks,
             launch=self.launch,
@@ -317,23 +342,38 @@ class _Fold:
         state: RankState = "done" if end.exit_code == 0 else "stopped" if was_told else "failed"
         return Rank(rank, node.index, state, end.exit_code)
 
+    def _trained_s(self, until_s: float) -> float | None:
+        """Return how long the last launch has taken, or takes until now."""
+        if self.went_s is None:
+            return None
+        if self.phase in ("failed", "broken"):
+            until_s = self.failures[-1].at_s
+        return (self.phase_s if self.phase == "done" else until_s) - self.went_s
+
+    def _took(self, until_s: float) -> str:
+        """Return the two durations that a page tells: of the last launch and, unless other code runs, of the attempt."""
+        trained = f"trained {duration(self._trained_s(until_s) or 0.0)}"
+        is_last = self.phase == "go" or self._is_over or self.ended_s is not None
+        return f"{trained}, with start {duration(until_s)}" if is_last else trained
+
     def _told(self, until_s: float) -> tuple[Outcome, str]:
         """Return the outcome, and a sentence for people."""
-        went_s = self.went_s or 0.0
+        took = self._took(until_s)
         match self.phase:
             case "failed" | "broken":
-                return self._told_failure()
+                return self._told_failure(until_s)
+            case "go" if not any(node.state == "running" for node in self._taking_part):
+                since = duration(until_s - self.phase_s)
+                return "starting", f"{self._workers()} {self._are} starting, for {since}{self._after_restarts()}."
             case "go":
-                took = duration(until_s - went_s)
-                return "running", f"{self._workers()} {self._have} run for {took}{self._after_restarts()}."
+                return "running", f"{self._workers()} {self._have} {took}{self._after_restarts()}."
             case "stopping":
                 return "stopping", _sentence("All nodes are told to stop", self.phase_text)
             case "restart":
                 why = self.cause.text if self.cause else ""
                 return "restarting", _sentence(f"All workers start again ({self.phase_text})", why)
             case "done":
-                took = duration(self.phase_s - went_s)
-                return "done", f"{self._workers()} {self._have} ended well after {took}{self._after_restarts()}."
+                return "done", f"{self._workers()} {self._have} ended well{self._after_restarts()}: {took}."
         if failed := [node.index for node in self.nodes if node.command_failed]:
             return (
                 "waiting",
@@ -343,12 +383,13 @@ class _Fold:
             return "running", f"The commands of before_run run on {names(prepare)}."
         return "waiting", self._told_waiting()
 
-    def _told_failure(self) -> tuple[Outcome, str]:
+    def _told_failure(self, until_s: float) -> tuple[Outcome, str]:
         last = self.failures[-1]
         text = self.cause.text if self.cause is not None else last.text
         if all(node.ended_well for node in self.nodes if not node.is_out) and self.phase == "failed":
             return "done", _sentence(f"The step has ended well, though launch {last.launch} had failed", text)
-        return "failed", _sentence(f"Failed after {duration(last.at_s)}{self._after_restarts()}", text)
+        took = f"after {duration(last.at_s)}" if self.went_s is None else f"({self._took(until_s)})"
+        return "failed", _sentence(f"Failed {took}{self._after_restarts()}", text)
 
     def _told_waiting(self) -> str:
         nodes = [node for node in self.nodes if not node.is_out]
@@ -362,6 +403,10 @@ class _Fold:
         return f"{counted(len(nodes), 'node')} joined; the step's code runs."
 
     @property
+    def _is_over(self) -> bool:
+        return bool(self.nodes) and self.nodes[0].state == "left"
+
+    @property
     def _taking_part(self) -> list[Node]:
         return [node for node in self.nodes if node.takes_part]
 
@@ -371,8 +416,16 @@ class _Fold:
         return f"{ranks} on {counted(count, 'node')}"
 
     @property
+    def _is_one(self) -> bool:
+        return self.nproc is not None and self.nproc * len(self._taking_part) == 1
+
+    @property
     def _have(self) -> str:
-        return "has" if self.nproc is not None and self.nproc * len(self._taking_part) == 1 else "have"
+        return "has" if self._is_one else "have"
+
+    @property
+    def _are(self) -> str:
+        return "is" if self._is_one else "are"
 
     def _after_restarts(self) -> str:
         return f", after {counted(self.restarts, 'restart')}" if self.restarts else ""

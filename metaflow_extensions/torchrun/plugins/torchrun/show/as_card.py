@@ -136,18 +136,20 @@ def _sentence(part: Sentence) -> str:
         place = one_line(part.link.text)
         text = text.replace(place, f'<a href="{one_line(part.link.url)}">{place}</a>')
     if part.kind == "outcome":
-        word = f'<span class="tr-word">{one_line(part.word)}</span>'
-        return f'<div class="tr-verdict {_colour(part.word)}">{word}<span class="tr-sentence">{text}</span></div>'
-    if part.kind == "headline":
-        return f'<p class="tr-headline">{text}</p>'
+        return f'<div class="tr-verdict {_colour(part.word)}"><span class="tr-sentence">{text}</span></div>'
+    if part.kind in ("headline", "note"):
+        return f'<p class="tr-{part.kind}">{text}</p>'
     return f'<div class="tr-slow"><p>{text}</p></div>' if part.kind == "warning" else f"<p>{text}</p>"
 
 
 def _cell(cell: Cell, is_small: bool) -> str:
     title, word, place = one_line(cell.title), one_line(cell.word), one_line(cell.place)
-    whole = f'<b>{title}</b><span class="tr-state">{word}</span><small>{place}</small>'
+    mark = one_line(cell.mark)
+    slow = f'<span class="tr-mark">{mark}</span>' if mark else ""
+    whole = f'<b>{title}</b><span class="tr-state">{word}</span>{slow}<small>{place}</small>'
     shown = title.split()[-1] if is_small else whole
-    return f'<li class="tr-cell {_colour(cell.state)}" title="{title}, {place}: {word}">{shown}</li>'
+    about = f"{title}, {place}: {word}" + (f", {mark}" if mark else "")
+    return f'<li class="tr-cell {_colour(cell.state)}{" tr-odd" * bool(mark)}" title="{about}">{shown}</li>'
 
 
 def _colour(name: str) -> str:

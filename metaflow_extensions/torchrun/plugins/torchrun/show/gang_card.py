@@ -31,7 +31,7 @@ class GangCard(cards.MetaflowCard):  # type: ignore[misc]  # Metaflow is not typ
 
     def render_runtime(self, task: Any, data: Any) -> str:
         """Return the page of a running gang; `refresh` keeps it up to date."""
-        return _page(task, data["user"], False)
+        return _page(task, data["user"], False)  # `card view` shows nothing later; `refresh` replaces it elsewhere
 
     def refresh(self, task: Any, data: Any) -> dict[str, Any]:
         """Return all sections of the page by id; they replace those that are shown."""
@@ -43,9 +43,17 @@ class GangCard(cards.MetaflowCard):  # type: ignore[misc]  # Metaflow is not typ
 
 
 def _page(task: Any, given: dict[str, Any] | None, is_final: bool) -> str:
+    from ..elements.model import Sentence
+    from .as_card import said
+    from .page import program
     from .style import STYLE
 
-    return cards.page(task.pathspec, _layout(task, given), STYLE, is_final)
+    page = _layout(task, given)
+    if not is_final and page["contents"][0]["id"] == "gang-outcome":
+        server = f"{program().rpartition(' ')[0]} card server"
+        text = f"card view shows the gang as it was at this moment. To watch it, run: {server}"
+        page["contents"][0]["contents"] += said(Sentence(text, "note"))["contents"]
+    return cards.page(task.pathspec, page, STYLE, is_final)
 
 
 def _layout(task: Any, given: dict[str, Any] | None) -> dict[str, Any]:

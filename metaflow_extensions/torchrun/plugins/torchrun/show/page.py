@@ -7,6 +7,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -65,17 +66,15 @@ class Place:
         clone = f", which run {self.clone[0]} has cloned as task {self.clone[1]}" if self.clone else ""
         return f"{self.flow}, run {self.run}, step {self.step}, task {self.control_task}{tries}{latest}{clone}"
 
-    def commands(self, snapshot: Snapshot, pages: Pages = NO_PAGES) -> str:
-        """Return the commands that show more of the gang, one on each line."""
-        of_features = [
-            command.name
-            for name, each in pages.items()
-            if (command := each.command) and command.is_of_kept and snapshot.features.get(name)
-        ]
+    def command(self, name: str) -> str:
+        """Return one of our commands for the gang."""
         which = f" --attempt {self.attempt}" if self.attempt < self.last_attempt else ""
         of_task = f"/{self.control_task}" if self.names_task else ""
-        where = f"{self.run}/{self.step}{of_task}{which}"
-        found = [f"{self.program} {name} {where}" for name in ("show", *of_features, "logs")]
+        return f"{self.program} {name} {self.run}/{self.step}{of_task}{which}"
+
+    def commands(self, snapshot: Snapshot) -> str:
+        """Return the commands that show more of the gang, one on each line; a feature's own stands in its section."""
+        found = [self.command("show"), self.command("logs")]
         rank = (snapshot.cause or {}).get("rank")
         return "\n".join([*found, *([f"{found[-1]} --rank {rank}"] if rank is not None else [])])
 
@@ -156,7 +155,19 @@ def _section_of(name: str, shown: _Shown) -> Section:
         parts = tuple(shown.pages[name].parts(shown.snapshot.features.get(name), shown.summary))
     except Exception as error:  # what an older version has kept may not fit; the rest of the page does
         parts = (Sentence(f"This can't be shown: {type(error).__name__}: {error}"),)
+    command = shown.pages[name].command
+    if parts and command is not None and command.is_of_kept:
+        parts = (*parts, Code(shown.place.command(command.name), "Command that shows more"))
     return Section(name, name.capitalize(), parts)
+
+
+def _marks(shown: _Shown) -> dict[int, str]:
+    """Return what features find odd about ranks."""
+    found: dict[int, str] = {}
+    for name, each in shown.pages.items():
+        with suppress(Exception):  # the feature's own section says why
+            found |= each.marks(shown.snapshot.features.get(name), shown.summary)
+    return found
 
 
 # --- the outcome ------------------------------------------------------------------------------------
@@ -175,7 +186,8 @@ def _outcome(shown: _Shown) -> tuple[str, tuple[Part, ...]]:
     is_failure = snapshot.error is not None or summary.outcome == "failed"
     if is_failure and before and before[-1].error is not None:
         last = before.pop()
-        parts.append(Block("Cause" if last.cause is not None else "Error", (Code(shown.cut(last.text)),)))
+        text = _without_first(last.text, summary.sentence)
+        parts += [Block("Cause" if last.cause is not None else "Error", (Code(shown.cut(text)),))] if text else []
         if last.cause is not None and last.cause.get("stdout"):
             title = f"Last lines of rank {last.cause['rank']}'s stdout"
             parts.append(Block(title, (Code(last.cause["stdout"]),)))
@@ -184,6 +196,12 @@ def _outcome(shown: _Shown) -> tuple[str, tuple[Part, ...]]:
     if len(before) > most:
         parts.append(Sentence(f"{len(before) - most} earlier failures are not shown here."))
     return "", tuple(parts)
+
+
+def _without_first(text: str, sentence: str) -> str:
+    """Return a report without its first line if the sentence above it has said that."""
+    first, _, rest = text.partition("\n")
+    return rest if first.rstrip(".") in sentence else text
 
 
 def _as_of(snapshot: Snapshot) -> str:
@@ -220,10 +238,12 @@ def _ranks(shown: _Shown) -> tuple[str, tuple[Part, ...]]:
     legend = Keys(tuple((text, state) for state, text in tally.items()), ", ".join(tally.values()))
     is_known = shown.place.outcome(summary) != "ended"
     head = (legend,) if is_known else (legend, Sentence("These are the last known states."))
+    marks = _marks(shown)
     if len(ranks) <= _MAX_CELLS:
-        return "Ranks", (*head, Cells(tuple(_rank_cell(rank, nodes[rank.node]) for rank in ranks)))
+        cells = (_rank_cell(rank, nodes[rank.node], marks.get(rank.rank, "")) for rank in ranks)
+        return "Ranks", (*head, Cells(tuple(cells)))
     by_node = {node: of_node for node, of_node in summary.by_node.items() if of_node}
-    cells = (_node_cell(nodes[node], of_node) for node, of_node in by_node.items())
+    cells = (_node_cell(nodes[node], of_node, marks) for node, of_node in by_node.items())
     return "Ranks", (*head, *_bad(ranks), Cells(tuple(cells), is_small=len(by_node) > _MAX_CELLS))
 
 
@@ -231,15 +251,18 @@ def _host(node: Node) -> str:
     return node.host or "no host yet"
 
 
-def _rank_cell(rank: Rank, node: Node) -> Cell:
+def _rank_cell(rank: Rank, node: Node, mark: str) -> Cell:
     code = rank.exit_code
-    end = "" if code is None else f", exit code {code}" if code >= 0 else f", {signal_name(-code)}"
-    return Cell(f"rank {rank.rank}", rank.state, rank.state + end, f"node {node.index}, {_host(node)}")
+    end = "" if not code else f", exit code {code}" if code >= 0 else f", {signal_name(-code)}"
+    if rank.state == "starting" and node.has_workers:
+        end = ", no output yet"
+    return Cell(f"rank {rank.rank}", rank.state, rank.state + end, f"node {node.index}, {_host(node)}", mark)
 
 
-def _node_cell(node: Node, ranks: list[Rank]) -> Cell:
+def _node_cell(node: Node, ranks: list[Rank], marks: dict[int, str]) -> Cell:
     tally = _tally(ranks)
-    return Cell(f"node {node.index}", next(iter(tally)), ", ".join(tally.values()), node.host)
+    mark = ", ".join(f"rank {rank.rank} {marks[rank.rank]}" for rank in ranks if rank.rank in marks)
+    return Cell(f"node {node.index}", next(iter(tally)), ", ".join(tally.values()), node.host, mark)
 
 
 def _bad(ranks: Iterable[Rank]) -> list[Part]:
@@ -262,10 +285,10 @@ def _nodes(shown: _Shown) -> tuple[str, tuple[Part, ...]]:
         nodes = [node for node in nodes if node.index in {0, *odd} or node.state in ("not joined yet", "lost")][
             :_MAX_NODES
         ]
-    header = ("node", "host", "task", "ranks", "state", "seconds", "exit codes")
+    header = ("node", "host", "task", "ranks", "state", "exit codes")
     rows = tuple(_node_row(shown, node) for node in nodes)
     what = "The gang is all nodes of one attempt of the step. Node 0 is the control node, which decides for all."
-    return title, (Table(header, rows, right=("node", "seconds")), Sentence(what))
+    return title, (Table(header, rows, right=("node",)), Sentence(what, "note"))
 
 
 def _node_row(shown: _Shown, node: Node) -> tuple[str | Link, ...]:
@@ -276,9 +299,8 @@ def _node_row(shown: _Shown, node: Node) -> tuple[str | Link, ...]:
     )
     is_range = len(ranks) > 1 and ranks[-1].rank - ranks[0].rank == len(ranks) - 1
     numbers = f"{ranks[0].rank}-{ranks[-1].rank}" if is_range else shortened(rank.rank for rank in ranks)
-    seconds = "" if node.seconds is None else f"{node.seconds:.1f}"
     ends = exit_codes(codes) if has_ended else ""
-    return (str(node.index), node.host, _task(shown, node.index), numbers, node.word, seconds, ends)
+    return (str(node.index), node.host, _task(shown, node.index), numbers, node.word, ends)
 
 
 def _task(shown: _Shown, node: int) -> str | Link:
@@ -357,7 +379,8 @@ def _launch(shown: _Shown) -> tuple[str, tuple[Part, ...]]:
         last = _moment(events[-1].time) + age
     rows = [
         ("started", "" if snapshot.began is None else _moment(snapshot.began)),
-        ("took" if summary.is_over else "so far", duration(summary.seconds)),
+        ("trained", "" if summary.trained_s is None else duration(summary.trained_s)),
+        ("so far" if summary.trained_s is None else "with start", duration(summary.seconds)),
         ("last record", last),
         ("nodes", str(len(summary.nodes))),
         ("ranks on each", str(snapshot.nproc_per_node or "")),
@@ -370,7 +393,7 @@ def _launch(shown: _Shown) -> tuple[str, tuple[Part, ...]]:
     return "Launch", (
         Facts(tuple(rows)),
         *command,
-        Code(shown.place.commands(snapshot, shown.pages), "Commands that show more"),
+        Code(shown.place.commands(snapshot), "Commands that show more"),
     )
 
 

@@ -11,17 +11,16 @@ _PARTS = """
 .tr p { margin: 0 0 .5rem; }
 .tr-verdict, .tr-slow { border-left: 6px solid var(--tr-c); background: var(--lt-lt-grey); padding: .6rem 1rem;
   border-radius: 6px; margin-bottom: .5rem; }
-.tr-slow { --tr-c: #f59e0b; }
+.tr-slow, .tr-mark { --tr-c: #f59e0b; }
 .tr-slow p { margin: 0; }
-.tr-word { background: var(--tr-c); color: #fff; border-radius: 4px; padding: .1rem .5rem; margin-right: .6rem;
-  font-weight: 700; }
-.tr .tr-headline { font-size: 1rem; font-weight: 600; color: var(--dk-grey); margin: 0 0 .6rem; }
+.tr .tr-headline { font-size: 1rem; font-weight: 600; color: var(--dk-grey); margin: 0 0 .8rem !important; }
+.tr .tr-note { color: var(--dk-grey); font-size: .85rem; }
 .tr-sentence { font-size: 1.15rem; font-weight: 500; }
 .tr-cause, .tr-restart { border: 1px solid var(--grey); border-radius: 6px; padding: .6rem .9rem; margin-top: .6rem; }
 .tr-cause { border-color: var(--error); }
 .tr-restart summary { cursor: pointer; }
 .tr-bar { width: 100%; accent-color: var(--tr-c); margin-bottom: .6rem; }
-.tr-progress .tr-facts { grid-template-columns: repeat(auto-fill, minmax(min(100%, 17rem), 1fr)); }
+.tr-outputs .tr-facts, .tr-progress .tr-facts { grid-template-columns: repeat(auto-fill, minmax(min(100%, 17rem), 1fr)); }
 .tr-cells { list-style: none; display: grid; gap: .5rem; grid-template-columns: repeat(auto-fill, minmax(9.5rem, 1fr)); }
 .tr-cell { border: 1px solid var(--tr-c); border-left-width: 6px; border-radius: 6px; padding: .4rem .6rem;
   background: var(--lt-lt-grey); min-width: 0; }
@@ -30,8 +29,13 @@ _PARTS = """
 .tr-small { gap: 3px; grid-template-columns: repeat(auto-fill, minmax(2.1rem, 1fr)); }
 .tr-small .tr-cell { border: 0; padding: .15rem 0; text-align: center; font-size: .72rem; color: #fff; border-radius: 3px;
   background: var(--tr-c); }
-.tr-key { display: inline-block; background: var(--tr-c); color: #fff; border-radius: 4px; padding: 0 .5rem;
-  margin: 0 .4rem .6rem 0; }
+.tr-key { display: inline-block; margin: 0 1.2rem .6rem 0; }
+.tr-key::before { content: ""; display: inline-block; width: .7rem; height: .7rem; border-radius: 2px;
+  background: var(--tr-c); margin-right: .45rem; }
+.tr-mark { display: block; font-weight: 600; }
+.tr-mark::before { content: ""; display: inline-block; width: .55rem; height: .55rem; border-radius: 50%;
+  background: var(--tr-c); margin-right: .4rem; }
+.tr-odd { outline: 2px solid #f59e0b; outline-offset: 1px; }
 .tr-facts { display: grid; gap: .5rem 1.5rem; margin: .5rem 0;
   grid-template-columns: repeat(auto-fill, minmax(min(100%, 9rem), 1fr)); }
 .tr-facts dt { color: var(--dk-grey); font-size: .85rem; }

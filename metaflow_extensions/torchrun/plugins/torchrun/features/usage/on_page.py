@@ -67,7 +67,8 @@ def usage_parts(usage: Mapping[str, Any], summary: Summary) -> list[Part]:
         return [Sentence("Nothing has been measured.")]
     step_s = usage["step_s"]
     shown = [panel for panel in _PANELS if any(panel.kind in series for series in nodes.values())]
-    return [*_words(step_s, nodes), *(_chart(panel, step_s, nodes, summary) for panel in shown)]
+    said, *legend = _words(step_s, nodes)
+    return [*legend, *(_chart(panel, step_s, nodes, summary) for panel in shown), said]
 
 
 # --- in words -------------------------------------------------------------------------------------
@@ -79,7 +80,7 @@ def _words(step_s: float, nodes: _Nodes) -> list[Part]:
     if len(nodes) > _MOST_LINES:
         said.append(f"Of {len(nodes)} nodes each chart shows three, by their means: highest, median and lowest.")
     legend = [Keys(tuple((f"node {node}", f"line-{place}") for place, node in enumerate(sorted(nodes))))]
-    return [Sentence(" ".join(said)), *(legend if 1 < len(nodes) <= _MOST_LINES else [])]
+    return [Sentence(" ".join(said), "note"), *(legend if 1 < len(nodes) <= _MOST_LINES else [])]
 
 
 def _title(panel: _Panel, nodes: _Nodes) -> str:
