@@ -6,9 +6,11 @@ import time
 
 import pytest
 from fake_node import ERROR, FakeNode
+from gang_snapshots import snapshot
 from unit_helpers import MemoryStore, settings_of_run
 
 from metaflow_extensions.torchrun.plugins.torchrun.errors import LaunchFailed, TorchrunConfigError
+from metaflow_extensions.torchrun.plugins.torchrun.features.outputs import on_page
 from metaflow_extensions.torchrun.plugins.torchrun.features.outputs.in_task import Outputs
 from metaflow_extensions.torchrun.plugins.torchrun.features.outputs.keep import OutputsKeeper
 from metaflow_extensions.torchrun.plugins.torchrun.gang.keepers import Keepers
@@ -67,7 +69,7 @@ def test_outputs_are_stored_when_all_workers_have_ended_well(writing, store):
     told, stored = stored_of(node)
     assert (stored.failures, told["files"], told["size"]) == ((), 2, 14)
     assert rows(store, told["key"]) == [("model.pt", False), ("old.pt", True)]
-    result = node.verdict(features={"outputs": {"nodes": {"0": list(told.values())}}})
+    result = node.verdict(features={"outputs": {"nodes": {"0": list(told.values())[:3]}}})
     assert (result.outputs.nodes, len(result.outputs)) == ([0], 2)
     unmatched, older, said = (text for text in node.texts("note") if "output" in text)
     assert "'*.json' of run(outputs=...) matches nothing" in unmatched
@@ -112,7 +114,9 @@ def test_outputs_of_a_failed_launch_are_on_its_error_and_do_not_hide_it(fails, w
     told, stored = stored_of(node, ERROR)
     assert stored.failures == ()
     error = LaunchFailed(ERROR.message, ERROR.cause)
-    assert node.verdict(error, features={"outputs": {"nodes": {} if fails else {"0": list(told.values())}}}) is error
+    assert (
+        node.verdict(error, features={"outputs": {"nodes": {} if fails else {"0": list(told.values())[:3]}}}) is error
+    )
     said = [text for text in node.texts("note") if "outputs" in text]
     if fails:
         assert told is None
@@ -129,7 +133,7 @@ def test_what_is_stored_is_not_stored_again_where_another_node_fails(writing):
     told, _ = stored_of(node)
     assert stored_of(node, ERROR)[0] is None
     assert len([text for text in node.texts("note") if "stored outputs" in text]) == 1
-    node.verdict(ERROR, features={"outputs": {"nodes": {"0": list(told.values())}}})
+    node.verdict(ERROR, features={"outputs": {"nodes": {"0": list(told.values())[:3]}}})
 
 
 @pytest.mark.parametrize(
@@ -148,7 +152,7 @@ def test_what_can_not_be_asked_for_is_refused(given, why, store):
 
 # --- on the control node --------------------------------------------------------------------------
 
-ROW = {"key": "key of a list", "files": 2, "size": 3_000_000}
+ROW = {"key": "key of a list", "files": 2, "size": 3_000_000, "names": ["a", "b"]}
 
 
 @pytest.fixture
@@ -163,7 +167,14 @@ def hear(keepers, node, launch, data):
 def test_where_outputs_are_is_recorded_and_told(keepers):
     hear(keepers, 0, 3, ROW)
     hear(keepers, 1, 3, {**ROW, "files": 1, "size": 5})
-    assert keepers.record()["outputs"] == {"3": {"0": ROW, "1": {**ROW, "files": 1, "size": 5}}}
+    kept = json.loads(json.dumps(keepers.record()["outputs"]))
+    assert kept == {"3": {"0": ROW, "1": {**ROW, "files": 1, "size": 5}}}
+    (shown,) = on_page.PART.parts(kept, snapshot([]).summary)
+    assert shown.rows == (("launch 3", "3 files, 3.0 MB: a, b, a, b"),)
+    for node in kept["3"].values():
+        node["names"] = node["names"][:1]
+    (shown,) = on_page.PART.parts(kept, snapshot([]).summary)
+    assert shown.rows == (("launch 3", "3 files, 3.0 MB: a, a, …"),)
     (first,), (second,) = (remarks.happened for remarks in keepers.pop_remarks())
     assert (first.kind, first.node, first.text, second.text) == ("stored", 0, "2 files, 3.0 MB", "1 file, 5 bytes")
     of_control = {"0": ["key of a list", 2, 3_000_000]}

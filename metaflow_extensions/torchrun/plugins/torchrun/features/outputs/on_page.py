@@ -11,7 +11,7 @@ from ...records.on_page import OnPage
 from ...records.summary import Summary
 from .command import COMMAND
 
-_SHOWN_LAUNCHES = 20  # the last, on a page
+_SHOWN_LAUNCHES, _SHOWN_FILES = 20, 5  # the last launches, and the first files of each
 
 
 class OutputsOnPage(OnPage):
@@ -21,11 +21,15 @@ class OutputsOnPage(OnPage):
     command = COMMAND
 
     def parts(self, kept: Any, summary: Summary) -> Sequence[Part]:
-        """Return how much each launch has stored."""
+        """Return what each launch has stored."""
         rows = []
         for launch, nodes in list((kept or {}).items())[-_SHOWN_LAUNCHES:]:
             files, size = (sum(each[name] for each in nodes.values()) for name in ("files", "size"))
-            rows.append((f"launch {launch}", f"{counted(files, 'file')}, {size_text(size)}"))
+            # Records of older versions have no names.
+            known = [name for each in nodes.values() for name in each.get("names", ())][:_SHOWN_FILES]
+            more = ["…"] if len(known) < files else []
+            named = f": {', '.join([*known, *more])}" if known else ""
+            rows.append((f"launch {launch}", f"{counted(files, 'file')}, {size_text(size)}{named}"))
         return (Facts(tuple(rows)),) if rows else ()
 
 

@@ -24,6 +24,7 @@ from .files import Listing, cant_be_read, find
 # would send each in parts, with copies of them in ten threads.
 PART_BYTES = 8_000_000
 _VERSION = 2  # of the form of the index. 1: small files shared parts, and each file had a digest
+_NAMED, _NAME_CHARS = 5, 200  # so many names, each so long, go to the gang's page
 _SAID = 10  # so many names stand in a line
 _LATE = "could not be stored in time"
 
@@ -35,6 +36,7 @@ class StoredOutputs:
     key: str  # of the index in the datastore
     files: int
     size: int  # bytes of all files
+    names: tuple[str, ...] = ()  # of the first files, for the gang's page
 
 
 class FilesToStore(ToStore):
@@ -138,7 +140,9 @@ class FilesToStore(ToStore):
         left_out = dict(sorted(self._listing.left_out.items()))
         index = {"version": _VERSION, "files": self._rows, "left_out": left_out}
         key = self._store.save(json.dumps(index).encode())  # in ASCII, so that names may be of any bytes
-        self._stored = StoredOutputs(key, len(self._rows), self._size)
+        self._stored = StoredOutputs(
+            key, len(self._rows), self._size, tuple(row["name"][:_NAME_CHARS] for row in self._rows[:_NAMED])
+        )
 
 
 def _first(said: list[str], between: str = ", ") -> str:
