@@ -5,9 +5,9 @@ import sys
 from dataclasses import replace
 
 import pytest
-from gang_snapshots import MARKUP, RESTARTED, a_gang, failed, snapshot
+from gang_snapshots import JOINED, MARKUP, RESTARTED, a_gang, failed, snapshot
 
-from metaflow_extensions.torchrun.plugins.torchrun.elements.model import Bar, Chart, Facts, Sentence
+from metaflow_extensions.torchrun.plugins.torchrun.elements.model import Bar, Cells, Chart, Facts, Sentence
 from metaflow_extensions.torchrun.plugins.torchrun.features.progress import on_page
 from metaflow_extensions.torchrun.plugins.torchrun.features.progress.keep import ProgressKeeper
 from metaflow_extensions.torchrun.plugins.torchrun.features.progress.lines import parse_line
@@ -61,9 +61,12 @@ def progress_of(progress, gang=None):
 
 
 def test_where_scripts_tell_nothing_there_is_a_place_for_what_they_may_tell_later():
-    assert progress_of(None) == progress_of({"paces": {"1": {"step": 3}}}) == ([], [], {}, [])
-    assert {"type": "section", "id": "gang-progress", "contents": []} in layout(page_with(None))["contents"]
-    assert "Progress" not in lines_of(page_with(None))
+    assert progress_of({"paces": {"1": {"step": 3}}}) == ([], [], {}, [])
+    (how,) = progress_of(None)[1]
+    assert how.startswith("No metrics: a script reports them with metaflow_torchrun.report(")
+    before = page_with(None, snapshot(JOINED))
+    assert {"type": "section", "id": "gang-progress", "contents": []} in layout(before)["contents"]
+    assert "Progress" not in lines_of(before)
 
 
 def test_progress_has_a_bar_the_time_left_speeds_and_a_chart_for_each_key():
@@ -144,12 +147,29 @@ def test_without_a_total_there_is_no_bar_and_what_is_not_known_is_left_out():
     assert (bar, facts) == ([Bar(100)], {"rank 0": "step 2000 of 1000 (100 %)", "last values": "\x1b[31m 1e-09"})
 
 
-def test_stragglers_come_first_while_the_gang_runs():
+def test_stragglers_come_first_while_the_gang_runs_and_are_remembered_after_its_end():
     told = told_by((30, {}), speed=2.0, slow=0.5)
     _, (slow,), *_ = progress_of(told, a_gang(host="<b>h"))
     assert slow == "rank 3 (node 1, host <b>h-1) is slow: 0.5 steps/s, the median is 2 steps/s"
     _, slow, of_failed, _ = progress_of({**told, "left_s": 5.0}, failed(a_gang(), 1, "no"))
-    assert (slow, of_failed["speed"]) == ([], "2 steps/s")
+    assert slow == ["rank 3 (node 1, host host-1) was slow: 0.5 steps/s, the median was 2 steps/s"]
+    assert of_failed["speed"] == "2 steps/s"
+
+
+def cells_of(progress, gang):
+    parts = [part for section in page_with(progress, gang).sections for part in section.parts]
+    return next(part.cells for part in parts if isinstance(part, Cells))
+
+
+def test_a_slow_rank_is_marked_among_the_cells_but_not_while_workers_start_again():
+    told = told_by((30, {}), speed=2.0, slow=0.5)
+    for gang in (a_gang(), failed(a_gang(), 1, "no")):
+        assert [cell.mark for cell in cells_of(told, gang)] == ["", "", "", "slow: 0.5 steps/s"]
+    again = snapshot([each for each in RESTARTED if each[0] < 10])
+    assert again.summary.outcome == "restarting"
+    assert {cell.mark for cell in cells_of(told, again)} == {""}
+    assert cells_of(told, a_gang(9, 8))[0].mark == "rank 3 slow: 0.5 steps/s"
+    assert "tr-odd" in json.dumps(layout(page_with(told)))
 
 
 def test_the_speed_over_time_is_a_chart_with_the_restarts_of_the_gang():

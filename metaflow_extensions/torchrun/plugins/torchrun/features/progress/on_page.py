@@ -5,6 +5,7 @@ Its input is the stored result of `keep.ProgressKeeper.record`.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
@@ -16,6 +17,11 @@ from ...records.summary import Summary
 from .said import number, percent, speed, step
 from .stragglers import speed_text
 
+_NO_METRICS = (
+    "No metrics: a script reports them with metaflow_torchrun.report(step=..., total=..., loss=...). "
+    "docs/metrics.md shows how."
+)
+_IS = re.compile(r"\bis\b")
 _HEIGHT = 130
 _DECADES = 100.0  # if the values span more, the scale is logarithmic
 # Vega computes differences and powers of ten of values. Beyond these limits the results are not finite.
@@ -32,8 +38,16 @@ class ProgressOnPage(OnPage):
 
     def parts(self, kept: Any, summary: Summary) -> Sequence[Part]:
         """Return the progress section, if the scripts report any."""
+        if not kept:
+            return (Sentence(_NO_METRICS),) if summary.has_started else ()
         # In development versions of 0.3.0, other nodes than the control node kept only speeds.
-        return progress_parts(kept, summary) if kept and "series" in kept else ()
+        return progress_parts(kept, summary) if "series" in kept else ()
+
+    def marks(self, kept: Any, summary: Summary) -> Mapping[int, str]:
+        """Return the speeds of slow ranks; a launch that has ended keeps the last ones."""
+        rates = (kept or {}).get("rates") or {}
+        slow = {each["rank"]: f"slow: {speed_text(each['speed'], rates['by'])}" for each in rates.get("stragglers", ())}
+        return slow if _verb(summary) else {}
 
 
 def progress_parts(progress: Mapping[str, Any], summary: Summary) -> list[Part]:
@@ -45,7 +59,7 @@ def progress_parts(progress: Mapping[str, Any], summary: Summary) -> list[Part]:
         ("all ranks", _rates(progress["rates"])),
         ("last values", ", ".join(f"{key} {number(value)}" for key, value in progress["last"].items())),
     )
-    slow = _stragglers(progress["rates"], summary) if is_running else []
+    slow = _stragglers(progress["rates"], summary)
     bar = [] if progress["total"] is None else [Bar(percent(progress), summary.outcome)]
     charts = [
         _chart(key, points, progress["last"].get(key)) for key, points in progress["series"].items() if len(points) > 1
@@ -72,12 +86,20 @@ def _rates(rates: Mapping[str, Any] | None) -> str:
 
 
 def _stragglers(rates: Mapping[str, Any] | None, summary: Summary) -> list[str]:
-    """Return a sentence for each rank that is much slower than the others."""
+    """Return a sentence for each rank that is much slower than the others, or was when the launch ended."""
+    verb = _verb(summary)
     hosts = {node.index: node.host for node in summary.nodes}
+    slow = (rates or {}).get("stragglers", ()) if verb else ()
     return [
-        f"rank {each['rank']} (node {each['node']}, host {hosts.get(each['node'], 'unknown')}) {each['text']}"
-        for each in (rates or {}).get("stragglers", ())
+        f"rank {each['rank']} (node {each['node']}, host {hosts.get(each['node'], 'unknown')}) "
+        + _IS.sub(verb, each["text"])
+        for each in slow
     ]
+
+
+def _verb(summary: Summary) -> str:
+    """Return the tense in which to tell of slow ranks; empty while workers start again, with new speeds."""
+    return {"running": "is", "stopping": "is", "done": "was", "failed": "was"}.get(summary.outcome, "")
 
 
 # --- a chart --------------------------------------------------------------------------------------
