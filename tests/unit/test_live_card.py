@@ -10,9 +10,12 @@ from types import SimpleNamespace
 
 import pytest
 from fake_cards import FakeCard, FakeUsersCard, offer, offered
+from gang_snapshots import a_gang
 from limits import limit_s
 from metaflow import current
+from metaflow.datastore import FlowDataStore
 from metaflow.plugins.cards.card_creator import CardCreator, CardProcessManager
+from metaflow.plugins.datastores.local_storage import LocalStorage
 from unit_helpers import HANG_S, Looping, eventually
 
 from metaflow_extensions.torchrun.plugins.torchrun.compat import cards
@@ -21,7 +24,7 @@ from metaflow_extensions.torchrun.plugins.torchrun.machine.processes import chil
 from metaflow_extensions.torchrun.plugins.torchrun.records.on_page import NO_PAGES
 from metaflow_extensions.torchrun.plugins.torchrun.records.snapshot import Snapshot
 from metaflow_extensions.torchrun.plugins.torchrun.show import live_card
-from metaflow_extensions.torchrun.plugins.torchrun.show.live_card import LiveCard, Pointer, pause_s
+from metaflow_extensions.torchrun.plugins.torchrun.show.live_card import LastCards, LiveCard, Pointer, pause_s
 
 
 @pytest.fixture
@@ -142,6 +145,61 @@ def test_the_processes_that_make_cards_are_no_children_of_the_task(tmp_path):
     eventually(lambda: other.poll() == 0)
     words = [sys.executable, "-c", "print('said')"]
     assert ours._run_command(words, "of a test", os.environ, wait=True) == (b"said\n", False)
+
+
+@pytest.fixture
+def last(tmp_path, monkeypatch):
+    """Return a function that makes a last card as Metaflow asks for it: whether it did, and the files there are then."""
+    monkeypatch.setattr(LocalStorage, "datastore_root", str(tmp_path / "flows"))
+    (tmp_path / ".metaflow").mkdir()
+    monkeypatch.chdir(tmp_path)
+    datastore = FlowDataStore("Flow", storage_impl=LocalStorage, ds_root=str(tmp_path / "flows"))
+
+    def make_last(mode, *more, user=None, kind="torchrun"):
+        data = tmp_path / f"{mode}.json"
+        data.write_text(json.dumps({"user": user or a_gang().stored(), "render_seq": "final"}))
+        command = ["python", "flow.py", "card", "create", "1/train/2", "--card-uuid", "ofalast", "--mode", mode]
+        command += ["--type", kind, "--data-file", str(data), *more]
+        is_made = LastCards(datastore, said.append).make(command, "ofalast")
+        assert data.exists() is not is_made
+        found = {path.name: path.read_text() for path in tmp_path.rglob("mf.cards/**/*ofalast*")}
+        return is_made, found
+
+    said = make_last.said = []
+    return make_last
+
+
+def test_the_last_card_is_made_in_the_task_where_metaflow_would_start_two_processes(last):
+    assert last("render")[0]
+    is_made, found = last("refresh")
+    assert is_made
+    page, data = found["torchrun-ofalast.html"], json.loads(found["torchrun-ofalast.data.json"])
+    assert 'METAFLOW_RELOAD_TOKEN = "final"' in page
+    assert data["reload_token"] == "final"
+    assert "gang-ranks" in data["data"]
+
+
+def test_metaflow_makes_a_last_card_that_it_has_to_register_or_that_is_not_ours_and_a_busy_machine_is_told_of(
+    last, monkeypatch
+):
+    for load, said in ((0.0, 0), (1000.0, 3)):
+        monkeypatch.setattr(os, "getloadavg", lambda load=load: (load, load, load))
+        assert last("render", "--save-metadata", "{}") == (False, {})
+        assert last("render", kind="default") == (False, {})
+        assert last("refresh", user={"events": 7})[0] is False
+        assert len(last.said) == said
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+def test_a_renewal_that_runs_is_ended_for_the_last_card_unless_it_registers_the_card(last, is_first, tmp_path):
+    left = tmp_path / "left"
+    left.touch()
+    words = [sys.executable, "-c", "import time; time.sleep(0.5)" if is_first else "import time; time.sleep(600)"]
+    words += ["--save-metadata"] if is_first else ["--data-file", str(left)]
+    assert creator()._run_command(words, "ofalast", os.environ, wait=False) == (b"", False)
+    assert last("render")[0]
+    assert CardProcessManager._get_card_process("ofalast")[0].poll() == 0
+    assert left.exists() is is_first
 
 
 def test_where_nobody_takes_note_of_their_ends_they_are_started_as_metaflow_does(monkeypatch):

@@ -6,6 +6,7 @@ so slow imports are in the functions that need them.
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from ..compat import cards
@@ -40,6 +41,12 @@ class GangCard(cards.MetaflowCard):  # type: ignore[misc]  # Metaflow is not typ
     def reload_content_token(self, task: Any, data: Any) -> str:
         """Return a constant: browsers need not load the page again before the final one."""
         return "runtime"
+
+
+def final(pathspec: str, given: dict[str, Any], is_page: bool) -> Any:
+    """Return the final page of a task, or its sections by id; `given` is the data of `show.live_card`."""
+    task = SimpleNamespace(pathspec=pathspec)
+    return _page(task, given, True) if is_page else GangCard().refresh(task, {"user": given})
 
 
 def _page(task: Any, given: dict[str, Any] | None, is_final: bool) -> str:

@@ -24,7 +24,7 @@ from metaflow import current
 
 from ..channel.background import NEVER, Pauses, Work
 from ..compat import cards
-from ..compat.renamed import convenience
+from ..compat.renamed import convenience, harmless
 from ..elements.model import Sentence
 from ..errors import TorchrunConfigError
 from ..machine import processes
@@ -32,6 +32,7 @@ from ..machine.detached import PROGRAM, Detached
 from ..records.on_page import NO_PAGES, Pages
 from ..records.snapshot import Snapshot
 from .as_card import part, said
+from .gang_card import final
 from .page import Place, page_of, program, section_names
 
 _BUSY_S = 1.0  # between two looks while Metaflow still makes a card
@@ -43,6 +44,7 @@ _LONGEST_S, _OF_AGE = 90.0, 0.1
 _LONGEST_AFTER_NEWS_S, _OF_AGE_AFTER_NEWS = 30.0, 0.01
 _SETTLE_S = 15.0  # the wait at the step's end for a renewal that has just started
 _LAST_S = 60.0  # for the last card of a failed task: it takes some seconds, and more on a busy machine
+_BUSY_LOAD = 2.0  # of each CPU, from which on a last card of Metaflow's takes long
 _REAP_S = 1.0  # the first process of a system may need this long to reap a process
 # No result and no error depends on a card, and no process may be left to make it.
 _LIVE, _LAST = "what the gang's card shows while the step runs", "the last card of a step that has failed"
@@ -108,7 +110,9 @@ class LiveCard:
         runs_own_code: Callable[[], bool] = lambda: False,
         with_ours: bool = True,
         pages: Pages = NO_PAGES,
+        end: cards.End = lambda command, card_uuid: False,
     ) -> None:
+        self._end = end  # makes last cards, see `LastCards`
         self._snapshot = snapshot  # returns the snapshot to show; any thread may call it
         self._pages = pages
         self._count = count  # a count that grows with news
@@ -175,10 +179,10 @@ class LiveCard:
         stored = self._now().stored() if self._cards else {}
         for card in self._cards:
             with convenience(_LIVE):
-                cards.start_by(card, _start_detached)
+                cards.start_by(card, _start_detached, self._end)
                 card.refresh(stored)
         for card in others:
-            cards.start_by(card, _start_detached)
+            cards.start_by(card, _start_detached, self._end)
             if cards.renew_users(card):
                 self._shown = -1  # the next renewal is due soon
 
@@ -227,8 +231,11 @@ class LiveCard:
 class Pointer:
     """What another node's task shows: which task has the gang's card. It never changes, so nothing renews it."""
 
-    def __init__(self, control: str, node: int, num_nodes: int) -> None:
-        """`control` is the control node's task, as run, step and task."""
+    def __init__(
+        self, control: str, node: int, num_nodes: int, end: cards.End = lambda command, card_uuid: False
+    ) -> None:
+        """`control` is the control node's task, as run, step and task; `end` makes last cards, see `LastCards`."""
+        self._end = end
         link, here = this_task().task(control), f"node {node} (host {socket.gethostname()})"
         text = f"This is {here} of a gang of {num_nodes} nodes. The card of node 0's task shows the gang: {link.text}."
         self._control, self._sentence = control, Sentence(text, link=link)
@@ -237,7 +244,7 @@ class Pointer:
         """Have the task's cards of our type made, in the background."""
         for card in cards.of_type("torchrun"):
             with convenience(_LIVE):
-                cards.start_by(card, _start_detached)
+                cards.start_by(card, _start_detached, self._end)
                 card.refresh({"pointer": self._sentence.text, "control": self._control})
 
     def part(self, names: tuple[str, ...], pages: Pages) -> GangPart:
@@ -259,10 +266,45 @@ def _make_last(card: Any, first: str) -> None:
             cards.make_last(card, mode)
 
 
+class LastCards:
+    """Makes the last cards of a task: those of our type in this process, since others would take seconds to start."""
+
+    def __init__(self, flow_datastore: Any, say: Callable[[str], object]) -> None:
+        self._flow_datastore = flow_datastore  # metaflow.datastore.FlowDataStore
+        self._say = say
+        self._has_said = False
+
+    def make(self, command: Sequence[str], card_uuid: str) -> bool:
+        """Make a card whose command Metaflow would run and wait for; return False if Metaflow has to."""
+        is_made = False
+        with harmless():
+            is_made = _end_renewal(card_uuid) and cards.save_final(self._flow_datastore, command, final)
+        if not is_made and not self._has_said and os.getloadavg()[0] > _BUSY_LOAD * (os.cpu_count() or 1):
+            self._has_said = True
+            self._say("Metaflow makes the step's last cards; this machine is busy, so that may take a minute")
+        return is_made
+
+
+def _end_renewal(card_uuid: str) -> bool:
+    """End a renewal that runs, which the last card would replace; return whether none runs any more."""
+    process = cards.process_of(card_uuid)
+    if process is None or process.poll() is not None:
+        return True
+    if not isinstance(process, _CardProcess):
+        return False  # a child, for which Metaflow waits
+    if cards.is_first(process.command):
+        return process.wait(_SETTLE_S)
+    process.kill()
+    ended = process.wait(_SETTLE_S)
+    cards.remove_inputs(process.command)
+    return ended
+
+
 class _CardProcess(Detached):
     """A process that makes a card, with the methods of `Popen` that Metaflow calls."""
 
     is_of_use = True  # for all instances; False if a parent was found that does not reap its dead processes
+    command: Sequence[str] = ()
     _ended_at: float | None = None  # when its end was first noticed
 
     def poll(self) -> int | None:
@@ -298,5 +340,6 @@ def _start_detached(command: Sequence[str], card_uuid: str, env: Mapping[str, st
     if not _CardProcess.is_of_use:
         return False
     started = _CardProcess(PROGRAM, command, env, stderr=subprocess.DEVNULL)
+    started.command = command
     cards.name_process(card_uuid, started)
     return True

@@ -42,7 +42,7 @@ from ..logs.console import hurry, to_log
 from ..logs.task_log import TaskLog
 from ..records.on_page import NO_PAGES, Pages
 from ..settings import StepSettings
-from ..show.live_card import GangPart, LiveCard, Pointer
+from ..show.live_card import GangPart, LastCards, LiveCard, Pointer
 from .event_store import EventStore
 from .local_nodes import LocalNodes
 from .report import end_with, report
@@ -99,6 +99,9 @@ class TaskGang:
         self._requests: Requests | None = None  # on any control node
         self.live_card: LiveCard | None = None  # on any control node
         self.part: Callable[[tuple[str, ...]], GangPart] | None = None  # see `Context.part`
+        self._last_cards = LastCards(
+            flow_datastore, lambda text: self._emit(Event("note", current.parallel.node_index, text))
+        )
         self._about: dict[str, Any] = {}  # more fields of `Snapshot`, as they become known
         self._is_incomplete = False  # whether the gang has ended well without some nodes
         self._local_nodes: LocalNodes | None = None  # on the control node of a local run
@@ -172,7 +175,7 @@ class TaskGang:
     def _join_as_member(self, registry: Registry, control: str, more: Mapping[str, Any]) -> tuple[Member, str]:
         """Join, and show which task has the gang's card; `control` is run, step and task."""
         node, num_nodes = current.parallel.node_index, current.parallel.num_nodes
-        pointer = Pointer(control, node, num_nodes)
+        pointer = Pointer(control, node, num_nodes, self._last_cards.make)
         self.part = partial(pointer.part, pages=self._pages)
         if self._finds_tasks():
             pointer.show()
@@ -205,6 +208,7 @@ class TaskGang:
             channel.in_background,
             self._runs_own_code,
             pages=self._pages,
+            end=self._last_cards.make,
         )
         self.part = self.live_card.part
         if not self._finds_tasks() and self.live_card.give_up():
