@@ -33,6 +33,7 @@ _ORDER: tuple[RankState, ...] = (
 )  # fmt: skip
 _ENDED = ("done", "failed", "stopped", "lost")
 _FACTS = {"torch": "PyTorch", "cuda": "CUDA", "nccl": "NCCL", "python": "Python", "devices": "devices"}
+_NARROWEST = 1 / 2000  # a state that took less of the time is less than a pixel wide, and needs no legend
 _FULL_STEP, _HEIGHT, _MIN_STEP = 24, 420, 2  # of a node's line in the chart of all times
 
 
@@ -349,7 +350,7 @@ def _times(summary: Summary) -> dict[str, Any]:
         }
         for node in summary.nodes
         for span in node.spans
-        if span.state != "left"
+        if span.state != "left" and span.end_s - span.begin_s >= summary.seconds * _NARROWEST
     ]
     states = [state for state in COLOURS if any(row["state"] == state for row in rows)]
     colours = {"domain": states, "range": [COLOURS[state] for state in states]}

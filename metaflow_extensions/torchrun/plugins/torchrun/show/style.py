@@ -19,7 +19,11 @@ _PARTS = """
 .tr-cause, .tr-restart { border: 1px solid var(--grey); border-radius: 6px; padding: .6rem .9rem; margin-top: .6rem; }
 .tr-cause { border-color: var(--error); }
 .tr-restart summary { cursor: pointer; }
-.tr-bar { width: 100%; accent-color: var(--tr-c); margin-bottom: .6rem; }
+.tr-bar { width: 100%; height: .5rem; appearance: none; border: 0; border-radius: 4px; overflow: hidden;
+  background: var(--grey); margin-bottom: .6rem; }
+.tr-bar::-webkit-progress-bar { background: var(--grey); }
+.tr-bar::-webkit-progress-value { background: var(--tr-c); }
+.tr-bar::-moz-progress-bar { background: var(--tr-c); }
 .tr-outputs .tr-facts, .tr-progress .tr-facts { grid-template-columns: repeat(auto-fill, minmax(min(100%, 17rem), 1fr)); }
 .tr-cells { list-style: none; display: grid; gap: .5rem; grid-template-columns: repeat(auto-fill, minmax(9.5rem, 1fr)); }
 .tr-cell { border: 1px solid var(--tr-c); border-left-width: 6px; border-radius: 6px; padding: .4rem .6rem;
