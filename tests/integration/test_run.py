@@ -94,7 +94,7 @@ def test_a_gang_runs_twice_with_hostile_arguments_and_paths(run_flow):
     assert all(note["torch"] is False for note in flow.notes("task-*"))
 
     assert "] runs: " not in flow.text  # a detail
-    assert len(re.findall(r"launch [01] has ended well: ranks 0-[13], [\d.]+ s, workers not restarted", flow.text)) == 2
+    assert len(re.findall(r"launch [01] has ended well: ranks 0-[13], trained \d+ s\n", flow.text)) == 2
     # The command is in one piece for a shell, since the newline in an argument is quoted with it.
     shown = tasks[0]["results"][0]["command"]
     assert shlex.split(shown)[-len(expected) :] == [word.replace("$", "$$") for word in expected]

@@ -231,7 +231,7 @@ def test_a_check_that_fails_where_no_other_node_is_fails_the_launch(node):
             check_fails(gang, 1, 2)
         else:
             check_fails(gang, node)
-        assert "node_check: a command of node_check failed" in str(gang.same_verdict(0, 1, 2))
+        assert "The reason: a command of node_check failed (class node_check)." in str(gang.same_verdict(0, 1, 2))
 
 
 def test_without_restarts_a_check_that_fails_fails_the_launch():

@@ -9,7 +9,7 @@ import time
 import pytest
 from unit_helpers import write
 
-from metaflow_extensions.torchrun.plugins.torchrun.gang.cause import Cause
+from metaflow_extensions.torchrun.plugins.torchrun.gang.cause import Cause, FailureText
 from metaflow_extensions.torchrun.plugins.torchrun.launch.spec import LaunchSpec
 from metaflow_extensions.torchrun.plugins.torchrun.logs.pipes import AGENT
 from metaflow_extensions.torchrun.plugins.torchrun.node.agent_events import WorkerEnded
@@ -221,3 +221,49 @@ def test_the_last_lines_of_stdout_are_those_that_a_terminal_shows(stdout, shown,
     node.leaves(0, stdout=stdout, record=own_record(node.origin + 0.5))
     node.ended(0, 1)
     assert node.cause().stdout == shown
+
+
+# --- where it was, and what a script said last ----------------------------------------------------
+
+FRAMES = """  File "/home/me/größe/train.py", line 7, in <module>
+    main()
+  File "/venv/lib/python3.11/site-packages/torch/nn/modules/module.py", line 1773, in _wrapped_call_impl
+    return self._call_impl(*args, **kwargs)
+  File "<frozen runpy>", line 88, in _run_code
+  File "/usr/lib/python3.11/json/decoder.py", line 355, in raw_decode
+"""
+
+
+@pytest.mark.parametrize(
+    ("trace", "said"),
+    [
+        (f"Traceback (most recent call last):\n{FRAMES}ValueError: no", "failed at train.py:7 with ValueError: no"),
+        (
+            f"Traceback (most recent call last):\n{FRAMES}KeyError: 1\n\nDuring handling of the above exception, another "
+            "exception occurred:\n\nTraceback (most recent call last):\n"
+            '  File "/home/me/other.py", line 3, in f\nValueError: no',
+            "failed at other.py:3 with ValueError: no",
+        ),
+        (
+            f"Traceback (most recent call last):\n{FRAMES.partition('me')[0][:2]}ValueError: no",
+            "failed with ValueError: no",
+        ),
+        ("", "failed with ValueError: no"),
+    ],
+)
+def test_a_failure_names_file_and_line_of_the_users_code(trace, said, node):
+    node.leaves(record=own_record(node.origin + 1, "ValueError: no", trace))
+    node.ended(0, 1, at=2)
+    cause = node.cause()
+    assert cause.what == said
+    assert f"{said}." in FailureText(cause).without_detail(), "also where the traceback is not repeated"
+
+
+def test_without_an_exception_the_last_line_of_stderr_is_named(node):
+    node.leaves(stderr="usage: train.py [-h]\ntrain.py: error: unrecognized arguments: --lr 0.1\n\n")
+    node.ended(0, 2, at=2)
+    cause = node.cause()
+    said = "exited with code 2; the last line of its stderr: train.py: error: unrecognized arguments: --lr 0.1"
+    assert cause.what == said
+    node.leaves(stderr="")
+    assert node.cause().what == "exited with code 2"

@@ -8,7 +8,7 @@ from metaflow_extensions.torchrun.plugins.torchrun.errors import LaunchFailed
 from metaflow_extensions.torchrun.plugins.torchrun.gang.protocol import Go
 from metaflow_extensions.torchrun.plugins.torchrun.launch.spec import LaunchSpec
 from metaflow_extensions.torchrun.plugins.torchrun.machine.accelerators import Machine
-from metaflow_extensions.torchrun.plugins.torchrun.node.headlines import end_line, facts_line
+from metaflow_extensions.torchrun.plugins.torchrun.node.headlines import details_line, end_line, start_line
 from metaflow_extensions.torchrun.plugins.torchrun.node.plan import Plan
 
 GO = Go(2, 0, 29500, "gang", 0, 0)
@@ -19,29 +19,30 @@ def spec_of(nproc, num_nodes):
 
 
 @pytest.mark.parametrize(
-    ("nproc", "num_nodes", "address", "devices", "line"),
+    ("nproc", "num_nodes", "address", "devices", "line", "details"),
     [
         (
             *(8, 4, "fd00::1", "8 nvidia accelerators on each node"),
-            "4 nodes: ranks 0-31; processes per node: 8 (as requested); 8 nvidia accelerators on each node; "
-            "rendezvous at [fd00::1]:29500",
+            "ranks 0-31 on 4 nodes, 8 processes on each; 8 nvidia accelerators on each node",
+            "processes per node: 8 (as requested); rendezvous at [fd00::1]:29500",
         ),
-        (1, 1, "127.0.0.1", "", "1 node: rank 0; processes per node: 1; rendezvous at 127.0.0.1:29500"),
+        (1, 2, "a", "", "ranks 0-1 on 2 nodes, 1 process on each", "processes per node: 1; rendezvous at a:29500"),
+        (1, 1, "127.0.0.1", "", "rank 0", "processes per node: 1; rendezvous at 127.0.0.1:29500"),
     ],
 )
-def test_what_a_launch_starts_with(nproc, num_nodes, address, devices, line):
+def test_what_a_launch_starts_with(nproc, num_nodes, address, devices, line, details):
     why = "as requested" if devices else ""
     plan = Plan(spec_of(nproc, num_nodes), address, Machine(1), lambda *_: True, nproc_why=why)
-    assert facts_line(plan, replace(GO, devices=devices)) == f"launch 2 starts on {line}"
+    assert start_line(plan, replace(GO, devices=devices)) == f"launch 2 starts {line}"
+    assert details_line(plan, GO) == details
+    assert start_line(plan, replace(GO, launch=0)).endswith("since each process imports PyTorch first")
 
 
 def test_the_end_says_how_long_and_how_often():
     spec = spec_of(2, 2)
-    assert end_line(0, spec, 3.14, 0, None) == "launch 0 has ended well: ranks 0-3, 3.1 s, workers not restarted"
-    assert end_line(1, spec, 3600, 1, LaunchFailed("x")).endswith(
-        "has failed: ranks 0-3, 3600.0 s, workers restarted 1 time"
-    )
-    assert end_line(1, spec_of(1, 1), 1, 2, None).endswith("rank 0, 1.0 s, workers restarted 2 times")
+    assert end_line(0, spec, 3.14, 0, None) == "launch 0 has ended well: ranks 0-3, trained 3 s"
+    assert end_line(1, spec, 3600, 1, LaunchFailed("x")).endswith("has failed: ranks 0-3, trained 1 h 0 min, 1 restart")
+    assert end_line(1, spec_of(1, 1), 1, 2, None).endswith("rank 0, trained 1 s, 2 restarts")
 
 
 @pytest.mark.parametrize(

@@ -67,7 +67,7 @@ def test_a_report_is_kept_once_and_cut_where_it_is_too_long():
 
 def test_the_page_lists_every_kind_and_every_field():
     rows = re.findall(r"^\| `(\w+)` \|", PAGE.split("## In the datastore")[0], re.MULTILINE)
-    of_features = {"straggler", "recovered", "unreachable"}
+    of_features = {"progress", "straggler", "recovered", "unreachable"}
     assert set(rows) == {*get_args(Kind), *of_features, *Record.__dataclass_fields__}
     rows = re.findall(r"^\| (`.*`) \|", PAGE.split("| field of a report |")[1].split("\n## ")[0], re.MULTILINE)
     assert set(re.findall(r"`(\w+)`", " ".join(rows))) == set(Report.__dataclass_fields__)

@@ -385,7 +385,7 @@ def test_the_control_node_says_why_it_stops_and_how_long_a_launch_took_that_went
     for each in (CALLED, GO, STOP, Stop(0, 0, "rank 3 failed", 1, None, "exit"), OVER, Verdict(0, ERROR)):
         node.take(each)
     told = [each.kind for each in node.all_of(Event)]
-    assert told == ["facts", "command", "stopping", "ended"]
+    assert told == ["facts", "chosen", "command", "stopping", "ended"]
     node = Node(number=0)
     for each in (CALLED, Verdict(0, ERROR)):
         node.take(each)

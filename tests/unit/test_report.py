@@ -62,7 +62,7 @@ def test_on_one_terminal_the_node_of_the_cause_tells_it_and_the_others_point_the
     assert told.count("expected 2*3*4 values 🙂") == 1
     assert "*second* line" in told
     assert "Launch 0 was stopped on all nodes" in told
-    assert pointer == "@torchrun: launch failed: Rank 3 on node 1 (host b); see the error of node 1."
+    assert pointer == "@torchrun: launch failed. Rank 3 on node 1 (host b) has failed. Node 1 shows the error."
 
 
 LONG = Cause("exception", 1, "b", 3, 1, 1, TEXT, f"{TRACE}\n" * 1000)
@@ -87,12 +87,17 @@ def test_the_traceback_is_in_the_report_unless_it_stands_above(cause, where, is_
 
 @pytest.mark.parametrize(
     ("kind", "who"),
-    [("lost", "node 1 (host b); "), ("unreachable", "node 1 (host b); "), ("timeout", ""), ("hang", "")],
+    [
+        ("lost", "Node 1 (host b) has failed. "),
+        ("unreachable", "Node 1 (host b) has failed. "),
+        ("timeout", ""),
+        ("hang", ""),
+    ],
 )
 def test_the_control_node_tells_what_no_other_can(kind, who):
     error = verdict(Cause(kind, 1, "b", exception="why"))
     assert "why" in report(error, 0)
-    assert report(error, 2).partition(": ")[2].endswith(f": {who}see the error of node 0.")
+    assert report(error, 2) == f"{error.headline}. {who}Node 0 shows the error."
 
 
 def test_a_node_that_hears_that_it_counts_as_lost_tells_it_itself():
@@ -108,7 +113,7 @@ def test_an_error_that_the_gang_does_not_know_is_told_where_it_is_and_metaflows_
 def test_a_failure_of_a_steps_own_code_is_named_by_the_others_without_its_traceback():
     cause = Cause("step", 1, "b", exception=TEXT, detail=TRACE)
     pointer = report(failed(LaunchFailed, FailureText(cause, after="\nIt happened outside.")), 0)
-    for words in ("expected 2*3*4", "It happened outside.", "See the error of node 1."):
+    for words in ("expected 2*3*4", "It happened outside.", "Node 1 shows the error."):
         assert words in pointer
     assert "above" not in pointer
     assert "train.py" not in pointer
@@ -123,7 +128,7 @@ def test_what_a_function_raised_is_shown_from_the_users_line_on_without_the_verd
     assert "ValueError: a*b" in told
     assert TEXT not in told
     assert module.__file__ not in told
-    assert report(error, 0).endswith("see the error of node 1.")
+    assert report(error, 0).endswith("Node 1 shows the error.")
     assert "File 'train.py', line 1" in report(error, 0, shared=False, live=False)
 
 

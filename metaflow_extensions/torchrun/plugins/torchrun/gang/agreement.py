@@ -44,11 +44,11 @@ def contradiction(ready: Mapping[int, Ready]) -> GangError | None:
 
 
 def devices(ready: Mapping[int, Ready]) -> str:
-    """Return which accelerators the workers see, and on which nodes, for the log."""
+    """Return which accelerators the workers see, and on which nodes, for the log; empty if there are none."""
     seen = _accelerators(ready)
     if len(seen) == 1:
         (what,) = map(_text, seen)
-        return "no accelerators" if what == "none" else f"{what} on each node" if what else ""
+        return f"{what} on each node" if what not in ("", "none") else ""
     return ", ".join(f"{_text(what)} on {names(nodes)}" for what, nodes in seen.items())
 
 

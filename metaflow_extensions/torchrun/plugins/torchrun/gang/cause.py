@@ -107,6 +107,8 @@ class Cause:
     detail: str = ""  # traceback, or the end of the worker's stderr
     advice: str = ""  # what to change, where the node knows
     stdout: str = ""  # the end of the worker's stdout, for pages
+    place: str = ""  # file and line of the user's code that raised the exception
+    last_line: str = ""  # of its stderr, where no exception is known
 
     @property
     def category(self) -> str:
@@ -172,8 +174,9 @@ class Cause:
         if self.kind == "hang":
             return f"hangs: {self.exception}"
         if self.exception is not None and self.kind != "signal":
-            return f"failed with {self.exception}"
-        return describe_exit(self.exit_code) if self.exit_code is not None else "failed"
+            return f"failed{self.place and f' at {self.place}'} with {self.exception}"
+        end = describe_exit(self.exit_code) if self.exit_code is not None else "failed"
+        return f"{end}; the last line of its stderr: {self.last_line}" if self.last_line else end
 
     @property
     def remedy(self) -> str:

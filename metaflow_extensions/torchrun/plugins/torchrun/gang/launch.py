@@ -33,8 +33,6 @@ UNCOUNTED = frozenset({"preempted", "node_check"})
 _NODES_SAID = 3
 # Kinds of causes that no node reports as its failure.
 _FOUND_BY_CONTROL = ("timeout", "hang", "unreachable")
-# A restart does not help against these exceptions, nor against exit code 2, with which scripts refuse their arguments.
-_SURE_TO_RECUR = ("SyntaxError", "IndentationError", "ImportError", "ModuleNotFoundError", "BdbQuit", "bdb.BdbQuit")
 
 
 class Phase(enum.Enum):
@@ -294,7 +292,9 @@ class Launch:
             return TorchrunPreempted, FailureText(cause, after=more)
         restarts = self.restarts - (self.phase is Phase.PAUSING)
         count = f" after {counted(restarts, 'restart')}" if restarts else ""
-        more = f"\n{stopped} on all nodes{count} ({cause.category}: {CATEGORY_TEXTS[cause.category]})."
+        more = (
+            f"\n{stopped} on all nodes{count}. The reason: {CATEGORY_TEXTS[cause.category]} (class {cause.category})."
+        )
         more += self._early_hint(cause) + self._restart_hint(cause)
         if self.preempted is not None:
             # Named by its host: `rename_node` changes the node index in the cause, but not in this text.
@@ -312,8 +312,8 @@ class Launch:
 
     def _restart_hint(self, cause: Cause) -> str:
         """Say how to have such a failure restarted, where no restart was asked for and one could have helped."""
-        is_possible = cause.category in self.policy.restart_on - GONE and cause.kind not in ("step", "call")
-        is_possible = is_possible and not (cause.exception or "").startswith(_SURE_TO_RECUR) and cause.exit_code != 2
+        # An error in the user's code, as a rule, comes again, and so does what a preflight has found.
+        is_possible = cause.category in self.policy.restart_on - GONE - {"user"} and cause.kind != "preflight"
         if self.policy.max_restarts or not is_possible or self.given_up or self.preempted is not None:
             return ""
         return "\nWith max_restarts=N, all workers start again after such a failure, up to N times."

@@ -33,7 +33,7 @@ from ..gang.protocol import (
 )
 from ..gang.texts import names
 from .agent_end import AGENT_NAME
-from .headlines import alone_line, end_line, facts_line
+from .headlines import alone_line, details_line, end_line, start_line
 from .news import Begun, Called, Completed, Crashed, Do, Effect, News, NotBegun, Prepared, Seen, Settled, WorkersEnded
 from .outcome import Outcome
 from .phases import LIVING, NEXT, Phase
@@ -279,7 +279,8 @@ class NodeCourse:
     def _on_prepared(self, news: Prepared) -> None:
         self._command = news.command
         if self._node == CONTROL and self._go.generation == 0:
-            self._say("facts", facts_line(self.plan, self._go))
+            self._say("facts", start_line(self.plan, self._go))
+            self._say("chosen", details_line(self.plan, self._go), is_detail=True)
         self._say("command", f"runs: {news.command}", is_detail=True)
         self._do(Do.START)
 

@@ -14,15 +14,17 @@ import os
 import re
 import time
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ..gang.cause import RAISED, Cause, remedy_of_exit
+from ..gang.texts import headline
 from ..launch.spec import LaunchSpec
 from ..logs.pipes import AGENT, Tail
 from .agent_events import WorkerEnded
 
 _TAIL_LINES, _STDOUT_LINES = 30, 10
+_OF_LIBRARIES = re.compile(r"/(site|dist)-packages/|/lib(64)?/python3\.")
 
 
 def _failed(end: WorkerEnded) -> bool:
@@ -99,12 +101,25 @@ class Exits:
             if end.stopped and record.at > told:
                 return None
             shown = None if end.stopped and is_signal else code
-            return record.at, Cause(record.kind, *who, shown, record.exception, record.traceback, "", stdout)
+            cause = Cause(record.kind, *who, shown, record.exception, record.traceback, "", stdout)
+            return record.at, replace(cause, place=_place(record.traceback) if record.kind == "exception" else "")
         if end.stopped:
             return None  # it obeyed the signal
         stderr = _without_labels(self._tail(end.local_rank, "stderr"))
-        advice = remedy_of_exit(code, self._spec.bools, stderr)
-        return end.at, Cause("signal" if is_signal else "exit", *who, code, None, _last_lines(stderr), advice, stdout)
+        advice, lines = remedy_of_exit(code, self._spec.bools, stderr), _last_lines(stderr)
+        if is_signal:
+            return end.at, Cause("signal", *who, code, None, lines, advice, stdout)
+        last = lines.rstrip().rpartition("\n")[2].strip()
+        last = headline(last) if last else ""
+        return end.at, Cause("exit", *who, code, None, lines, advice, stdout, last_line=last)
+
+
+def _place(traceback: str) -> str:
+    """Return file and line of the last frame that is no library's; empty if there is none."""
+    last = traceback.rpartition("Traceback (most recent call last):")[2]  # before it are the causes of the exception
+    frames = re.findall(r'^ *File "([^<].*)", line (\d+)', last, re.MULTILINE)
+    own = [frame for frame in frames if not _OF_LIBRARIES.search(frame[0])]
+    return f"{os.path.basename(own[-1][0])}:{own[-1][1]}" if own else ""
 
 
 def worker_folder(log_dir: str, local_rank: int) -> str:

@@ -7,34 +7,34 @@ from collections.abc import Sequence
 from ..errors import TorchrunError
 from ..events import Event
 from ..gang.protocol import Go
-from ..gang.texts import counted
+from ..gang.texts import counted, duration
 from ..launch.options import bracketed
 from ..launch.spec import LaunchSpec
 from .plan import Plan
 
-_FIRST_LAUNCH = (
-    "\ntorchrun and the workers import PyTorch first, so the first output can take half a minute; launches (calls of "
-    "current.torch.run) count from 0"
-)
+_FIRST_LAUNCH = "\nthe first output can take half a minute, since each process imports PyTorch first"
 
 
-def facts_line(plan: Plan, go: Go) -> str:
-    """Return nodes, ranks, devices and the rendezvous address of a launch."""
+def start_line(plan: Plan, go: Go) -> str:
+    """Return which ranks a launch starts, and where."""
     spec = plan.spec
-    why = f" ({plan.nproc_why})" if plan.nproc_why else ""
-    devices = f"{go.devices}; " if go.devices else ""
+    where = f" on {counted(spec.group_size, 'node')}, {_processes(spec.nproc)} on each" if spec.group_size > 1 else ""
+    devices = f"; {go.devices}" if go.devices else ""
     first = _FIRST_LAUNCH if go.launch == 0 else ""
-    return (
-        f"launch {go.launch} starts on {counted(spec.group_size, 'node')}: {_ranks(spec)}; "
-        f"processes per node: {spec.nproc}{why}; {devices}rendezvous at {bracketed(plan.main_addr)}:{go.port}{first}"
-    )
+    return f"launch {go.launch} starts {_ranks(spec)}{where}{devices}{first}"
+
+
+def details_line(plan: Plan, go: Go) -> str:
+    """Return what explains the start line."""
+    why = f" ({plan.nproc_why})" if plan.nproc_why else ""
+    return f"processes per node: {plan.spec.nproc}{why}; rendezvous at {bracketed(plan.main_addr)}:{go.port}"
 
 
 def end_line(launch: int, spec: LaunchSpec, seconds: float, restarts: int, error: TorchrunError | None) -> str:
-    """Return how a launch has ended."""
+    """Return how a launch has ended; `seconds` are those from *go* to its end."""
     how = "has ended well" if error is None else "has failed"
-    again = f"workers restarted {counted(restarts, 'time')}" if restarts else "workers not restarted"
-    return f"launch {launch} {how}: {_ranks(spec)}, {seconds:.1f} s, {again}"
+    again = f", {counted(restarts, 'restart')}" if restarts else ""
+    return f"launch {launch} {how}: {_ranks(spec)}, trained {duration(seconds)}{again}"
 
 
 def alone_line(launch: int, plan: Plan) -> str:
@@ -64,3 +64,7 @@ def left_behind(node: int, left: Sequence[str], who: str) -> list[Event]:
 
 def _ranks(spec: LaunchSpec) -> str:
     return "rank 0" if spec.world_size == 1 else f"ranks 0-{spec.world_size - 1}"
+
+
+def _processes(count: int) -> str:
+    return "1 process" if count == 1 else f"{count} processes"

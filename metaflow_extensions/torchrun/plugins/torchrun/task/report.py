@@ -56,12 +56,13 @@ def _was_written(cause: Cause) -> bool:
 def _pointer(verdict: TorchrunError, failure: FailureText | None) -> str:
     """Return the line that names the node with the full error."""
     cause = None if failure is None else failure.cause
-    place = f"see the error of node {teller(cause)}."
+    place = f"Node {teller(cause)} shows the error."
     if failure is not None and failure.cause.kind in ("step", "call", "interrupted"):
-        return _headed(verdict, f"{failure.without_detail()}\n{place.capitalize()}")
+        return _headed(verdict, f"{failure.without_detail()}\n{place}")
     # A hang and a timeout concern the launch as a whole.
-    who = "" if cause is None or cause.kind in ("hang", "timeout") else f"{cause.who}; "
-    return f"{verdict.headline}: {who}{place}"
+    is_of_all = cause is None or cause.kind in ("hang", "timeout")
+    who = "" if cause is None or is_of_all else f"{cause.who[0].upper()}{cause.who[1:]} has failed. "
+    return f"{verdict.headline}. {who}{place}"
 
 
 def _headed(error: TorchrunError, message: str) -> str:
