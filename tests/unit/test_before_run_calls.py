@@ -85,7 +85,7 @@ def test_the_launch_has_its_commands_and_none_of_the_facts_that_they_may_change(
 
 def test_a_program_beside_the_flow_is_found(launch_of, tmp_path, monkeypatch):
     script = write(tmp_path / "flow" / "get.sh", "#!/bin/sh\n")
-    monkeypatch.setattr(executor, "_flow_folder", lambda: str(script.parent))
+    monkeypatch.setattr(executor, "flow_folder", lambda: str(script.parent))
     launch_of(before_run=[["./get.sh", "./x"], ["./absent"], ["make"]])
     assert launch_of.plans[0].commands == ((str(script), "./x"), ("./absent",), ("make",))
 

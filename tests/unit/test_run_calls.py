@@ -38,11 +38,14 @@ class RunCallsFlow(FlowSpec):
 
 
 @pytest.fixture
-def told(tmp_path):
+def told(tmp_path, monkeypatch):
     """Return a function that has Metaflow's lint look at a flow; it returns what that says and the line it says it of."""
+
+    monkeypatch.chdir(tmp_path)
 
     def told(body, before="", decorator="@torchrun(nproc_per_node=2)\n"):
         text = FLOW.format(body=body.replace("\n", "\n" + " " * 8), before=before, decorator=decorator)
+        write(tmp_path / "x.py", "")
         path = write(tmp_path / "größe of * 🙂.py", text)
         spec = importlib.util.spec_from_file_location("run_calls_flow", path)
         module = importlib.util.module_from_spec(spec)

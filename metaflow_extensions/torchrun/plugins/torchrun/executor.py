@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import os
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, TypeVar, overload
@@ -13,7 +12,7 @@ from .errors import LaunchFailed, TorchrunConfigError, TorchrunPreempted
 from .events import Event
 from .gang.member import Member
 from .gang.policy import LaunchPolicy
-from .launch.commands import beside_flow, foreign_python
+from .launch.commands import beside_flow, flow_folder, foreign_python
 from .launch.facts import node_facts, shm_bytes, shm_warning, too_few_warning
 from .launch.options import Node
 from .launch.run_settings import RunSettings, resolve
@@ -225,7 +224,7 @@ class TorchrunExecutor:
         _require_working_directory()
         context = self._context
         spares = self._context.settings.spare_nodes
-        node = Node(self.num_nodes, self.node_index, self.main_addr, _flow_folder(), spares)
+        node = Node(self.num_nodes, self.node_index, self.main_addr, flow_folder(), spares)
         given = {**options, "entrypoint": entrypoint, "entrypoint_args": entrypoint_args}
         run = resolve(given, context.settings, node)
         self._refuse_without_feature(run)
@@ -329,10 +328,4 @@ def _require_working_directory() -> None:
 
 def _found(commands: Sequence[tuple[str, ...]], cwd: str | None) -> tuple[tuple[str, ...], ...]:
     """Return commands with their programs, which may lie beside the flow's file."""
-    return tuple((beside_flow(words[0], cwd, _flow_folder()), *words[1:]) for words in commands)
-
-
-def _flow_folder() -> str | None:
-    """Return the folder of the flow file, which is the program that Metaflow runs."""
-    main = getattr(sys.modules.get("__main__"), "__file__", None)
-    return os.path.dirname(os.path.abspath(main)) if main else None
+    return tuple((beside_flow(words[0], cwd, flow_folder()), *words[1:]) for words in commands)

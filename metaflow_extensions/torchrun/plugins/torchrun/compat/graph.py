@@ -11,6 +11,9 @@ from typing import Any, NamedTuple
 
 from .renamed import known
 
+# Where the decorators are defined that are known to write no file to the working directory.
+_KNOWN_DECORATORS = ("metaflow.", "metaflow_extensions.torchrun.", "metaflow_extensions.obcheckpoint.")
+
 LintWarn: Any = known("metaflow.lint:LintWarn")
 
 
@@ -93,6 +96,18 @@ def sources_of_steps(graph: Any) -> Iterator[tuple[str, str, int]]:
     for node in graph:
         if any(deco.name == "torchrun" for deco in node.decorators):
             yield node.name, node.source_file, node.func_lineno
+
+
+def attributes_of_torchrun(graph: Any, step: str) -> dict[str, Any]:
+    """Return the attributes of a step's ``@torchrun``."""
+    return next((deco.attributes for deco in graph[step].decorators if deco.name == "torchrun"), {})
+
+
+def runs_unknown_code(graph: Any, step: str) -> bool:
+    """Return whether a step has decorators that may run anything, as those of users (from 2.16) and of other extensions."""
+    node = graph[step]
+    modules = [type(deco).__module__ for deco in node.decorators]
+    return bool(getattr(node, "wrappers", None)) or not all(name.startswith(_KNOWN_DECORATORS) for name in modules)
 
 
 def ignored_by_with(name: str) -> list[str]:

@@ -17,6 +17,12 @@ def is_by_shell(words: Sequence[str]) -> bool:
     return len(words) == 3 and tuple(words[:2]) == SHELL
 
 
+def flow_folder() -> str | None:
+    """Return the folder of the flow file, which is the program that Metaflow runs."""
+    main = getattr(sys.modules.get("__main__"), "__file__", None)
+    return os.path.dirname(os.path.abspath(main)) if main else None
+
+
 def system_program(name: str) -> str:
     """Return the path of a program that every system has.
 

@@ -1,6 +1,7 @@
 """Reads the calls of `run` in the source of a step: unknown arguments are refused before anything is scheduled.
 
-If the source leaves a doubt about what is called, only `run` itself refuses them, in the tasks.
+If the source leaves a doubt about what is called, only `run` itself refuses them, in the tasks. `missing_scripts` reads
+more of the same calls.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import tokenize
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import suppress
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..compat.graph import LintWarn, sources_of_steps
 from ..run_arguments import KNOWN, instead_of
@@ -46,17 +47,43 @@ def unknown_arguments(path: str | None, first: int | None) -> Iterator[tuple[str
         yield from ((each.arg, each.lineno) for each in call.keywords if each.arg and each.arg not in KNOWN)
 
 
-def calls_of_run(path: str | None, first: int | None) -> Iterator[ast.Call]:
-    """Yield the calls of `run` in the function whose ``def`` is in line `first` of a file."""
-    tree: ast.AST = ast.Module([], [])
-    with suppress(OSError, SyntaxError, ValueError, RecursionError), tokenize.open(path or "") as file:
-        tree = ast.parse(file.read())
-    nodes = list(ast.walk(tree))
-    names = {} if any(map(_hides, nodes)) else _meanings(nodes)
-    for function in (node for node in nodes if isinstance(node, ast.FunctionDef) and node.lineno == first):
-        for call in (node for node in ast.walk(function) if isinstance(node, ast.Call)):
-            if _resolved(_dotted(call.func), names) in _RUNS:
-                yield call
+def calls_of_run(path: str | None, first: int | None) -> list[ast.Call]:
+    """Return the calls of `run` in the function whose ``def`` is in line `first` of a file."""
+    source = Source.of_step(path, first)
+    return [] if source is None else source.calls_of_run
+
+
+class Source(NamedTuple):
+    """The source of a step, and what the names in its file mean."""
+
+    text: str  # of the whole file
+    function: ast.FunctionDef
+    names: dict[str, str]
+
+    @classmethod
+    def of_step(cls, path: str | None, first: int | None) -> Source | None:
+        """Read the function whose ``def`` is in line `first` of a file; None if it can't be read."""
+        with suppress(OSError, SyntaxError, ValueError, RecursionError), tokenize.open(path or "") as file:
+            text = file.read()
+            nodes = list(ast.walk(ast.parse(text)))
+            names = {} if any(map(_hides, nodes)) else _meanings(nodes)
+            found = (node for node in nodes if isinstance(node, ast.FunctionDef) and node.lineno == first)
+            return next((cls(text, node, names) for node in found), None)
+        return None
+
+    @property
+    def calls(self) -> list[ast.Call]:
+        """All calls in the step."""
+        return [node for node in ast.walk(self.function) if isinstance(node, ast.Call)]
+
+    @property
+    def calls_of_run(self) -> list[ast.Call]:
+        """Those of ``current.torch.run``."""
+        return [call for call in self.calls if self.meaning(call.func) in _RUNS]
+
+    def meaning(self, node: ast.AST) -> str | None:
+        """Return the dotted name that a name with attributes stands for; None if it is something else."""
+        return _resolved(_dotted(node), self.names)
 
 
 def _hides(node: ast.AST) -> bool:

@@ -14,6 +14,7 @@ from ..errors import TorchrunConfigError
 from ..gang.launch import GONE
 from ..parsing import DEFAULT_RESTART_ON
 from ..settings import StepSettings, check_spares
+from .missing_scripts import check_scripts_of_run
 from .run_calls import check_arguments_of_run
 
 
@@ -134,3 +135,4 @@ def check_entered_with_num_parallel(graph: Any) -> None:
 
 check_first(check_entered_with_num_parallel)
 check_last(check_arguments_of_run)
+check_last(check_scripts_of_run)
