@@ -1,5 +1,6 @@
 """``entrypoint_args`` and ``torchrun_args``: what may be written, and what it means."""
 
+import argparse
 import copy
 import json
 from pathlib import Path
@@ -22,6 +23,11 @@ from metaflow_extensions.torchrun.plugins.torchrun.launch.arguments import entry
         (True, ("--key", "true")),
         (False, ("--key", "false")),
         (1e-05, ("--key", "1e-05")),
+        (-1e-05, ("--key=-1e-05",)),
+        (-3, ("--key=-3",)),
+        ("-O2 --fast", ("--key=-O2 --fast",)),
+        ("-", ("--key=-",)),
+        ([-1, "-a"], ("--key", '[-1, "-a"]')),
         ([1, "a"], ("--key", '[1, "a"]')),
         ((1, None), ("--key", "[1, null]")),
         ({"a": {"b": 'say "hi"'}}, ("--key", '{"a": {"b": "say \\"hi\\""}}')),
@@ -35,9 +41,17 @@ def test_a_dict_of_arguments_becomes_options(value, words):
 
 def test_hostile_values_arrive_unchanged():
     for text in filter(None, HOSTILE):
-        assert entrypoint_arguments({"k": text}) == ("--k", text)
+        words = (f"--k={text}",) if text.startswith("-") else ("--k", text)
+        assert entrypoint_arguments({"k": text}) == words
     nested = {text: [text, {"deep": text}] for text in HOSTILE}
     assert json.loads(entrypoint_arguments({"k": nested})[1]) == nested
+
+
+@pytest.mark.parametrize("value", [-1e-05, -3, -0.5, float("-inf"), "-O2", "--x", "-"])
+def test_argparse_takes_values_that_begin_with_a_dash(value):
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--key", type=type(value))
+    assert parser.parse_args(entrypoint_arguments({"key": value})).key == value
 
 
 @pytest.mark.parametrize(
@@ -45,6 +59,8 @@ def test_hostile_values_arrive_unchanged():
     [
         ({"b": 1, "a": 2, "flag": None}, ("--b", "1", "--a", "2", "--flag")),
         ({"-k": 1, "--key": 2, "--key=x": 3}, ("-k", "1", "--key", "2", "--key=x", "3")),  # dashes are kept
+        ({"-k": -1, "--key": -2}, ("-k", "-1", "--key=-2")),
+        (["--n", -3], ("--n", "-3")),
         (HOSTILE, tuple(HOSTILE)),
         (("--n", 3, 0.5), ("--n", "3", "0.5")),
         *((nothing, ()) for nothing in (None, {}, [], ())),

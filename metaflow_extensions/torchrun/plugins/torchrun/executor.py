@@ -153,8 +153,9 @@ class TorchrunExecutor:
             method, a `functools.partial`; with cloudpickle installed also a lambda or a closure.
         entrypoint_args : Union[Mapping[str, Any], Sequence[Any]], optional
             Arguments of the script or command. In a dict, None or ``""`` makes a bare flag, True and False become
-            ``true`` and ``false``, lists and dicts become JSON, all else its `str`. A list is passed unchanged. For a
-            function: a dict of keyword arguments or a list of positional ones, which must be picklable.
+            ``true`` and ``false``, lists and dicts become JSON, all else its `str`. A value that begins with a dash
+            shares one word with its option (``--lr=-1``). A list is passed unchanged. For a function: a dict of keyword
+            arguments or a list of positional ones, which must be picklable.
         module : bool, default False
             Run `entrypoint` as ``python -m``.
         process_group : Literal["gloo", "nccl", "auto"], optional

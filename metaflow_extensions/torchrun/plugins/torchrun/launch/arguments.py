@@ -53,7 +53,10 @@ def _option_words(key: str, value: Any) -> list[str]:
     if _is_absent(value):
         return [option]
     if not isinstance(value, (bool, list, tuple, dict)):
-        return [option, str(value)]
+        text = str(value)
+        # argparse takes a separate word such as -1e-05 for an option (before Python 3.14). Many parsers know no `-k=VALUE`.
+        is_one_word = text.startswith("-") and option.startswith("--")
+        return [f"{option}={text}"] if is_one_word else [option, text]
     try:
         return [option, json.dumps(value, ensure_ascii=False)]
     except (TypeError, ValueError) as error:
