@@ -247,12 +247,28 @@ def test_a_feature_that_keeps_nothing_is_not_in_the_data():
 # --- both kinds of pages ----------------------------------------------------------------------------
 
 
-def test_what_is_on_a_card_and_not_on_a_terminal_is_a_chart_or_a_cell():
+def test_a_page_without_accelerators_does_not_say_for_which_pytorch_was_built():
+    built = {"torch": "2.13.0", "cuda": "13.0", "nccl": "2.27.5", "python": "3.11", "devices": "none"}
+    for devices, named in (("none", []), ("H100", ["CUDA", "NCCL", "devices"])):
+        lines = lines_of(page_of(replace(snapshot(SUCCESS), facts={**built, "devices": devices}), place()))
+        words = [line.split()[0] for line in lines if line]
+        assert [word for word in ("PyTorch", "CUDA", "NCCL", "devices") if word in words] == ["PyTorch", *named]
+
+
+def test_a_page_does_not_name_the_command_that_was_just_typed():
+    known = Snapshot.read(STORED["failed"])
+    where = f"python flow.py torchrun {{}} {place().run}/{place().step}"
+    commands = place(typed="show").commands(known, on_page()).splitlines()
+    assert commands == [*map(where.format, ("outputs", "logs")), f"{where.format('logs')} --rank 1"]
+    assert place().commands(known, on_page()).splitlines() == [where.format("show"), *commands]
+
+
+def test_what_is_on_a_card_and_not_on_a_terminal_is_a_chart_or_a_cell_or_explains_them():
     """All sections have the same texts in both, where the page has the space."""
     for name in CASES:
         text = " ".join(" ".join(lines_of(page(name))).split())
         for section in page(name, is_short=True).sections:
-            said = [part.text for part in section.parts if isinstance(part, Sentence)]
+            said = [part.text for part in section.parts if isinstance(part, Sentence) and part.kind != "note"]
             assert [each for each in said if " ".join(each.split()) not in text] == []
 
 

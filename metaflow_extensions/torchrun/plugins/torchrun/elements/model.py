@@ -22,7 +22,7 @@ class Sentence:
     """One sentence or more, as a paragraph."""
 
     text: str
-    kind: Literal["", "headline", "outcome", "warning", "note"] = ""  # a note is small
+    kind: Literal["", "headline", "outcome", "warning", "note"] = ""  # a note explains a card; not on a terminal
     word: str = ""  # the outcome in a word; a key of `charts.COLOURS`
     link: Link | None = None  # its text is a part of `text`
 

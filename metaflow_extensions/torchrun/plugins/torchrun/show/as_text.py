@@ -24,6 +24,8 @@ def _written(parts: Iterable[Part]) -> list[str]:
 
 def _lines(part: Part) -> list[str]:
     if isinstance(part, Sentence):
+        if part.kind == "note":
+            return []
         return [printable_line(part.text), *([""] if part.kind == "headline" else [])]
     if isinstance(part, Facts):
         known = [(name, printable_line(value)) for name, value in part.rows if value]

@@ -17,7 +17,7 @@ from ..compat.datastore import DatastoreValues
 from ..elements.terminal import printable
 from ..errors import TorchrunError
 from ..records.requests import Answer, GangCommand, GangHasEnded, Request
-from .finding import attempt_option, find_one, gang_argument
+from .finding import WHICH, attempt_option, find_one, gang_argument
 from .stored_gangs import StoredGang, StoredGangs
 
 # The control node looks for requests twice a minute if the datastore is an object store (`task/requests`). A feature then
@@ -125,7 +125,7 @@ def click_command(feature: str, command: GangCommand) -> Any:
             f"--{name}", name, type=kind, is_flag=kind is None, default=None if kind else False, help=text
         )
         made = option(made)
-    return click.command(command.name, help=command.help)(gang_argument(attempt_option(made)))
+    return click.command(command.name, help=command.help, epilog=WHICH)(gang_argument(attempt_option(made)))
 
 
 def _id() -> str:

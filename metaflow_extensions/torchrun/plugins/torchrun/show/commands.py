@@ -21,7 +21,7 @@ from ..gang.texts import names
 from ..records.snapshot import Snapshot
 from .as_text import lines_of
 from .data import as_data
-from .finding import attempt_option, checked, find, find_one, gang_argument, json_option, now
+from .finding import WHICH, attempt_option, checked, find, find_one, gang_argument, json_option, now
 from .page import page_of
 from .stored_gangs import StoredGang, StoredGangs
 from .stored_logs import Line, StoredLogs
@@ -37,6 +37,13 @@ class _Commands(click.Group):  # type: ignore[misc]  # Metaflow is not typed
     def get_command(self, ctx: Any, name: str) -> Any:
         """Return a command, or None."""
         return super().get_command(ctx, name) or _commands_of_features().get(name)
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        """Write the first sentence of each command's help; click's own (7.1, in Metaflow 2.19) cuts it to one line."""
+        with formatter.section("Commands"):
+            formatter.write_dl(
+                [(name, self.get_command(ctx, name).get_short_help_str(limit=1000)) for name in self.list_commands(ctx)]
+            )
 
     def invoke(self, ctx: Any) -> Any:
         """Run a command."""
@@ -68,12 +75,16 @@ def cli() -> None:
     """Hold the one command that Metaflow adds from here."""
 
 
-@cli.group(cls=_Commands, help="See the gangs of @torchrun steps: what came of them, and their logs.")
+@cli.group(
+    cls=_Commands, help="See the nodes and ranks of @torchrun steps: what came of them, and their logs.", epilog=WHICH
+)
 def torchrun() -> None:
     """Hold our commands."""
 
 
-@torchrun.command(help="Show a gang: what came of it, why if it failed, its nodes, and what happened when.")
+@torchrun.command(
+    help="Show what came of a step: why it failed, its nodes and ranks, and what happened when.", epilog=WHICH
+)
 @gang_argument
 @click.option(
     "--follow", is_flag=True, default=False, help="Renew it until the attempt has ended; exit with 1 if it failed."
@@ -84,13 +95,16 @@ def torchrun() -> None:
 def show(obj: Any, gang: str, follow: bool, attempt: int | None, as_json: bool) -> None:
     """Show the gangs of a step."""
     if follow:
-        from .follow import wait_for_end
+        from .follow import tell_again, wait_for_end
 
         with suppress(KeyboardInterrupt):
             page = None if as_json else lambda: _pages(obj, gang, attempt, as_json=False)
-            is_well = wait_for_end(obj, gang, attempt, page)
-            click.echo("\n".join(_pages(obj, gang, attempt, as_json)))
-            sys.exit(0 if is_well else 1)
+            ends = wait_for_end(obj, gang, attempt, page)
+            lines = _pages(obj, gang, attempt, as_json)
+            click.echo("\n".join(lines))
+            if not as_json:
+                tell_again(lines, ends)
+            sys.exit(0 if all(is_well for is_well, _ in ends) else 1)
         return
     click.echo("\n".join(_pages(obj, gang, attempt, as_json)))
 
@@ -110,7 +124,7 @@ def _pages(obj: Any, gang: str, attempt: int | None, as_json: bool) -> list[str]
     return "\n\n".join("\n".join(page) for page in pages).split("\n")
 
 
-@torchrun.command(help="Show the stored logs of all nodes of a gang, merged by time.")
+@torchrun.command(help="Show the stored logs of all nodes of a step, merged by time.", epilog=WHICH)
 @gang_argument
 @click.option("--rank", type=int, default=None, help="Only what this rank has written.")
 @click.option("--node", type=int, default=None, help="Only what this node and its ranks have written.")
@@ -146,7 +160,7 @@ def _refuse_unknown(snapshot: Snapshot | None, rank: int | None, node: int | Non
 
 
 def _page(stored: StoredGangs, gang: StoredGang, attempt: int, names_task: bool) -> list[str]:
-    place = replace(gang.place(attempt), program=stored.program, names_task=names_task)
+    place = replace(gang.place(attempt), program=stored.program, typed="show", names_task=names_task)
     snapshot = now(stored, gang, attempt)
     if snapshot is None:
         return [

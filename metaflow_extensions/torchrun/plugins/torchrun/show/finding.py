@@ -16,6 +16,10 @@ from ..compat.stored import latest_run
 from ..records.snapshot import Snapshot
 from .stored_gangs import StoredGang, StoredGangs
 
+WHICH = (
+    "RUN is the number of a run; default: the latest run that was started in this folder. Name the STEP if several steps "
+    "of the run have @torchrun, and the TASK to choose one of a foreach."
+)
 gang_argument = click.argument("gang", metavar="[RUN[/STEP[/TASK]]]", default="")
 attempt_option = click.option("--attempt", type=int, default=None, help="Which attempt; the latest by default.")
 json_option = click.option("--json", "as_json", is_flag=True, default=False, help="Write JSON.")

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ..compat.cli import click
+from ..elements.terminal import printable
 from ..records.summary import Summary
 from .finding import checked, find, now
 from .stored_gangs import StoredGangs
@@ -24,8 +25,8 @@ def wait_for_end(
     attempt: int | None,
     page: Callable[[], list[str]] | None,
     sleep: Callable[[float], None] = time.sleep,
-) -> bool:
-    """Show `page` until the named gangs have ended; return whether all have ended well.
+) -> list[tuple[bool, str]]:
+    """Show `page` until the named gangs have ended; return of each whether it has ended well, and what came of it.
 
     If stdout is no terminal, or `page` is None, a line is written for each change of a gang's state. Without a page it
     goes to stderr, since stdout then has JSON only.
@@ -36,24 +37,24 @@ def wait_for_end(
         click.clear()
     while True:
         stored = StoredGangs(obj.flow_datastore)
-        outcomes = []
+        ends = []
         for each in find(obj, stored, gang):
             which = checked(each, attempt)
             place, snapshot = each.place(which), now(stored, each, which)
             is_over = place.is_over or (snapshot is not None and snapshot.summary.is_over)
-            outcomes.append(None if not is_over else snapshot is not None and place.outcome(snapshot.summary) == "done")
+            is_well = snapshot is not None and place.outcome(snapshot.summary) == "done"
+            sentence = "Nothing is recorded yet." if snapshot is None else place.sentence(snapshot)
+            line = f"{each.run}/{each.step}/{each.control_task}: {sentence}"
+            ends.append((is_well, line) if is_over else None)
             state = None if snapshot is None else _state(snapshot.summary)
             if not is_terminal and said.get(each.control_task, "nothing") != state:
                 said[each.control_task] = state
-                sentence = "Nothing is recorded yet." if snapshot is None else place.sentence(snapshot)
-                click.echo(
-                    f"{time.strftime('%H:%M:%S')} {each.run}/{each.step}/{each.control_task}: {sentence}",
-                    err=page is None,
-                )
+                click.echo(f"{time.strftime('%H:%M:%S')} {printable(line)}", err=page is None)
         if page is not None and is_terminal:
-            _renew(page())
-        if None not in outcomes:
-            return all(outcomes)
+            renew(page())
+        found = [end for end in ends if end is not None]
+        if len(found) == len(ends):
+            return found
         sleep(_PAUSE_S)
 
 
@@ -62,8 +63,20 @@ def _state(summary: Summary) -> Any:
     return summary.outcome, summary.launch, len(summary.restarts_s), summary.has_started
 
 
-def _renew(lines: list[str]) -> None:
-    """Overwrite the terminal with the first lines of the page, which may be longer than the terminal."""
+def tell_again(lines: list[str], ends: list[tuple[bool, str]]) -> None:
+    """Write what came of the gangs below a page that is longer than the terminal: its first lines have scrolled away."""
+    if sys.stdout.isatty() and len(lines) >= shutil.get_terminal_size().lines:
+        failed = [line for is_well, line in ends if not is_well]
+        click.echo("\n".join(["", *map(printable, failed or [line for _, line in ends])]))
+
+
+def renew(lines: list[str]) -> None:
+    """Overwrite the terminal with the first lines of the page, which may be longer than the terminal.
+
+    Long lines are wrapped: the end of the first ones often has the cause of a failure.
+    """
     columns, rows = shutil.get_terminal_size()
-    text = "".join(f"{line[: columns - 1]}{_END_OF_LINE}\n" for line in lines[: rows - 1])
+    width = max(1, columns - 1)
+    wrapped = [line[at : at + width] for line in lines for at in range(0, max(1, len(line)), width)]
+    text = "".join(f"{line}{_END_OF_LINE}\n" for line in wrapped[: rows - 1])
     click.echo(f"{_HOME}{text}{_END_OF_SCREEN}", nl=False)

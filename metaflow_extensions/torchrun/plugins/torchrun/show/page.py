@@ -34,6 +34,7 @@ _ORDER: tuple[RankState, ...] = (
 _ENDED = ("done", "failed", "stopped", "lost")
 _FACTS = {"torch": "PyTorch", "cuda": "CUDA", "nccl": "NCCL", "python": "Python", "devices": "devices"}
 _NARROWEST = 1 / 2000  # a state that took less of the time is less than a pixel wide, and needs no legend
+_OF_DEVICES = ("cuda", "nccl", "devices")
 _FULL_STEP, _HEIGHT, _MIN_STEP = 24, 420, 2  # of a node's line in the chart of all times
 
 
@@ -52,6 +53,7 @@ class Place:
     clone: tuple[str, str] | None = None  # run and control task of the clone of it that was asked for
     ui_url: str | None = None  # of Metaflow's UI
     program: str = "python flow.py torchrun"  # how our commands are called
+    typed: str = ""  # the command that shows this page, which it need not name
     names_task: bool = False  # whether commands name the control task, since the step has several gangs
 
     @property
@@ -75,7 +77,7 @@ class Place:
 
     def commands(self, snapshot: Snapshot) -> str:
         """Return the commands that show more of the gang, one on each line; a feature's own stands in its section."""
-        found = [self.command("show"), self.command("logs")]
+        found = [self.command(name) for name in ("show", "logs") if name != self.typed]
         rank = (snapshot.cause or {}).get("rank")
         return "\n".join([*found, *([f"{found[-1]} --rank {rank}"] if rank is not None else [])])
 
@@ -375,6 +377,9 @@ def _times(summary: Summary) -> dict[str, Any]:
 def _launch(shown: _Shown) -> tuple[str, tuple[Part, ...]]:
     snapshot, summary = shown.snapshot, shown.summary
     events, last = snapshot.events, ""
+    # Without an accelerator it does not matter for which PyTorch was built.
+    has_devices = snapshot.facts.get("devices") != "none"
+    facts = {name: text for name, text in snapshot.facts.items() if has_devices or name not in _OF_DEVICES}
     if events and not summary.is_over:
         age = "" if snapshot.now_s is None else f", {duration(snapshot.now_s - events[-1].at_s)} ago"
         last = _moment(events[-1].time) + age
@@ -388,7 +393,7 @@ def _launch(shown: _Shown) -> tuple[str, tuple[Part, ...]]:
         ("launch", "" if summary.launch is None else str(summary.launch)),
         ("restarts", _restarts(snapshot)),
         ("entrypoint and arguments", (snapshot.command or "").partition(" -- ")[2]),
-        *((title, snapshot.facts.get(name, "")) for name, title in _FACTS.items()),
+        *((title, facts.get(name, "")) for name, title in _FACTS.items()),
     ]
     command = [Code(snapshot.command, "Command on node 0")] if snapshot.command else []
     return "Launch", (

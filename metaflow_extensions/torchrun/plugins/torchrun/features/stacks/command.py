@@ -52,7 +52,7 @@ def _lines(answer: Answer, before: Answer | None, options: Mapping[str, Any]) ->
 
 COMMAND = GangCommand(
     "stacks",
-    "Ask a gang that runs what every rank does now, and print the stacks. Nothing is stopped.",
+    "Ask all ranks of a running step what they do now, and print their stacks. Nothing is stopped.",
     {
         "rank": (int, "Only this rank's stacks."),
         "watch": (None, "Ask every few seconds, until the gang ends."),

@@ -64,7 +64,7 @@ def usage_parts(usage: Mapping[str, Any], summary: Summary) -> list[Part]:
     """Return sentences and charts; `usage` is the record of `keep.UsageKeeper`."""
     nodes: _Nodes = {int(node): series for node, series in usage["nodes"].items()}
     if not nodes:
-        return [Sentence("Nothing has been measured.")]
+        return [Sentence("Nothing has been measured.", "note")]
     step_s = usage["step_s"]
     shown = [panel for panel in _PANELS if any(panel.kind in series for series in nodes.values())]
     said, *legend = _words(step_s, nodes)
