@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import base64
 import re
+import subprocess
+import sys
 
 import pytest
 
@@ -56,6 +58,12 @@ def test_spin_runs_a_step_of_two_nodes_as_a_gang_of_one(features, start_shared_f
     (card,) = spun.home.parent.glob("flow folder/.metaflow_spin/mf.cards/**/torchrun-*.html")
     assert "1 node" in page_of(card)
     spun.await_gone()
+    argv = [sys.executable, "features.py", "--no-pylint", "torchrun"]
+    for command, text in (("show", "on 1 node have ended well"), ("logs", "spin runs this step as a gang of one node")):
+        shown = subprocess.run(
+            [*argv, command], cwd=spun.home.parent / "flow folder", env=spun.env, capture_output=True, text=True
+        )
+        assert text in shown.stdout, shown.stdout + shown.stderr
 
 
 def test_spin_shows_the_cause_of_a_failure(features, start_shared_flow):

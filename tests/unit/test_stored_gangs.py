@@ -12,6 +12,7 @@ from metaflow.clone_util import clone_task_helper
 from metaflow.datastore import FlowDataStore
 from metaflow.exception import CommandException
 from metaflow.plugins.datastores.local_storage import LocalStorage
+from metaflow.plugins.datastores.spin_storage import SpinStorage
 from test_registry import KNOWN
 
 from metaflow_extensions.torchrun.plugins.torchrun.compat import stored as stored_files
@@ -39,7 +40,8 @@ def stored(tmp_path, monkeypatch):
 def obj(stored):
     steps = {"start": False, "train": True, "tune": True}
     graph = [SimpleNamespace(name=name, parallel_step=is_parallel) for name, is_parallel in steps.items()]
-    return SimpleNamespace(flow=SimpleNamespace(name="Flow"), graph=graph, echo=print)
+    flow = SimpleNamespace(name="Flow")
+    return SimpleNamespace(flow=flow, graph=graph, echo=print, flow_datastore=stored.datastore)
 
 
 def write(root, path, text=""):
@@ -98,7 +100,7 @@ def ran(stored, run, *gangs):
     for control in gangs:
         tasks = [control, f"{control}_node_1"]
         for task in tasks:
-            output = stored._datastore.get_task_datastore(run, "train", task, attempt=0, mode="w")
+            output = stored.datastore.get_task_datastore(run, "train", task, attempt=0, mode="w")
             output.init_task()
             output.save_metadata({"task_begin": {}, "torchrun_events.json": {"version": 1, "of": control}})
             names = [f"{run}/train/{name}" for name in tasks]
@@ -112,7 +114,7 @@ def resumed(stored, run, origin, clones):
     """Leave what `resume` makes of gangs; `clones` are the control tasks of those in `origin`, with their new names."""
     for control, clone in clones.items():
         for task, new in ((control, clone), (f"{control}_node_1", f"{control}_node_1")):
-            store = stored._datastore
+            store = stored.datastore
             clone_task_helper("Flow", origin, run, "train", task, new, store, MagicMock())
 
 
@@ -125,7 +127,7 @@ def test_a_gang_that_resume_has_cloned_is_that_of_the_run_it_comes_from(stored, 
     assert stored.snapshot(gang, 0).features == {"of": "5"}
     assert "task 5, which run 200 has cloned as task 3" in gang.place(0).title
     for named in ("200", "200/train", "200/train/3", "200/train/5_node_1"):
-        assert finding.find(obj, stored, named) == [gang]
+        assert finding.find(obj, named)[1] == [gang]
 
 
 def test_of_several_clones_each_is_its_own_origin_or_itself_where_that_is_gone(stored, tmp_path):
@@ -140,12 +142,12 @@ def test_of_several_clones_each_is_its_own_origin_or_itself_where_that_is_gone(s
     assert stored.told_by_metaflow(found["3"], 0) == {0: "succeeded"}
 
 
-def test_a_gang_without_its_control_nodes_end_is_shown_with_what_metaflow_knows(stored, root):
+def test_a_gang_without_its_control_nodes_end_is_shown_with_what_metaflow_knows(stored, obj, root):
     begin(root, "train", "4", "4_node_1")
     write(root, "train/4/0.torchrun_events.json", json.dumps(KNOWN.stored()))
     write(root, "train/4/0.runtime", '{"return_code": -9}')
     (gang,) = stored.gangs(RUN, "train")
-    page = commands._page(stored, gang, 0, False)
+    page = commands._page(obj, stored, gang, 0, False)
     assert page[2].startswith("The task of the control node (node 0) has ended, but has not recorded how.")
     at = page.index("This is what Metaflow knows:")
     assert [line.split(maxsplit=2)[2] for line in page[at + 3 : at + 5]] == [
@@ -159,7 +161,7 @@ def test_a_gang_is_named_by_run_step_or_any_of_its_tasks_or_is_of_the_last_run(s
     begin(root, "start", "1")
     begin(root, "train", "4", "4_node_1")
     (root.parent / "latest_run").write_text(RUN)
-    assert [gang.control_task for gang in finding.find(obj, stored, named)] == ["4"]
+    assert [gang.control_task for gang in finding.find(obj, named)[1]] == ["4"]
 
 
 @pytest.mark.parametrize(
@@ -180,7 +182,7 @@ def test_what_is_not_there_is_said_with_what_is(stored, obj, root, named, said):
     begin(root, "train", "4")
     begin(root, "tune", "5")
     with pytest.raises(CommandException, match=said):
-        finding.find(obj, stored, named)
+        finding.find(obj, named)
 
 
 def test_an_attempt_that_is_not_there_is_said(stored, root):
@@ -244,13 +246,56 @@ def test_following_ends_some_seconds_after_the_attempt_when_nothing_new_comes(st
     assert now[0] == 11
 
 
+def test_a_step_without_the_decorator_leads_to_those_that_have_it(stored, obj, root):
+    begin(root, "start", "1")
+    (plain,) = stored.gangs(RUN, "start")
+    assert "Step start has no @torchrun. Steps of this run that have it: none so far." in commands._page(
+        obj, stored, plain, 0, False
+    )
+    begin(root, "train", "4")
+    begin(root, "tune", "5")
+    said = "Step start has no @torchrun. Steps of this run that have it: 100/train, 100/tune."
+    assert said in commands._page(obj, stored, plain, 0, False)
+    (gang,) = stored.gangs(RUN, "train")
+    assert not any("has no @torchrun" in line for line in commands._page(obj, stored, gang, 0, False))
+
+
+@pytest.fixture
+def spun(tmp_path, monkeypatch, root):
+    """Have `spin` be the latest run, which it writes beside the runs, though it stores elsewhere."""
+    for name, value in (("datastore_root", None), ("SYSROOT_VAR", str(tmp_path / "spins"))):
+        monkeypatch.setattr(SpinStorage, name, value)
+    write(root.parent, "latest_run", "300")
+    return tmp_path / "spins" / ".metaflow_spin" / "Flow" / "300"
+
+
+@pytest.mark.parametrize("named", ["", "300", "300/train"])
+def test_what_spin_has_run_is_found_where_it_is_stored(obj, spun, root, named, monkeypatch):
+    monkeypatch.setattr(stored_files, "DEFAULT_DATASTORE", "local")
+    begin(root, "train", "4")
+    begin(spun, "train", "0")
+    found, (gang,) = finding.find(obj, named)
+    assert (gang.run, gang.step, gang.control_task, found.storage.kind) == ("300", "train", "0", "spin")
+    page = commands._page(obj, found, gang, 0, False)
+    assert page[-1].endswith(" torchrun logs 300/train")
+    assert "--datastore" not in page[-1]
+    _, (other,) = finding.find(obj, "100")
+    assert other.control_task == "4"
+
+
+def test_a_run_that_is_nowhere_is_named_in_the_hint_also_if_nobody_named_it(obj, spun, root):
+    begin(root, "train", "4")
+    with pytest.raises(CommandException, match=r"has no run 300 of Flow. .* --datastore NAME torchrun show 300\.$"):
+        finding.find(obj, "")
+
+
 @pytest.mark.parametrize(("kind", "option"), [("local", ""), ("s3", "--datastore s3 ")])
-def test_a_hint_names_the_datastore_where_it_is_not_the_default(stored, root, monkeypatch, kind, option):
+def test_a_hint_names_the_datastore_where_it_is_not_the_default(stored, obj, root, monkeypatch, kind, option):
     begin(root, "train", "4")
     monkeypatch.setattr(stored_files, "DEFAULT_DATASTORE", "local")
     monkeypatch.setattr(LocalStorage, "TYPE", kind)
     (gang,) = stored.gangs(RUN, "train")
-    hint = commands._page(stored, gang, 0, False)[-1]
+    hint = commands._page(obj, stored, gang, 0, False)[-1]
     assert hint.startswith("python ")
     assert hint.endswith(f" {option}torchrun logs 100/train")
 
@@ -288,7 +333,6 @@ def test_an_interrupted_command_of_a_feature_does_not_end_well(monkeypatch, obj,
         yield
 
     begin(root, "train", "4")
-    obj.flow_datastore = stored._datastore
     command = asking.click_command("outputs", GangCommand("outputs", "", {}, run))
     with pytest.raises(KeyboardInterrupt):
         command.callback.__wrapped__(obj, "100/train", None)

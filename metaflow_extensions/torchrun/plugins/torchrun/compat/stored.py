@@ -15,6 +15,7 @@ from .renamed import known
 LOG_SOURCES = known("metaflow.mflog:LOG_SOURCES")
 LINE_PARSER = known("metaflow.mflog.mflog:LINE_PARSER")
 DEFAULT_DATASTORE = known("metaflow.metaflow_config:DEFAULT_DATASTORE")
+_SPIN = "spin"  # the kind of the datastore of what `spin` runs (from 2.19)
 
 
 class Storage:
@@ -31,8 +32,8 @@ class Storage:
 
     @property
     def is_default(self) -> bool:
-        """Whether it is the default of ``--datastore``."""
-        return bool(self.kind == DEFAULT_DATASTORE)
+        """Whether our commands look there without ``--datastore``."""
+        return self.kind in (DEFAULT_DATASTORE, _SPIN)
 
     @property
     def place(self) -> str:
@@ -80,6 +81,19 @@ def latest_run(flow_name: str) -> str | None:
 
     run_id: str | None = get_latest_run_id(lambda *_, **__: None, flow_name)
     return run_id
+
+
+def datastore_of_spin(flow_name: str) -> Any:
+    """Return the datastore of what `spin` runs (.metaflow_spin in this folder or above); None if there is none.
+
+    Before 2.19 Metaflow has no `spin`.
+    """
+    from metaflow.datastore import FlowDataStore
+    from metaflow.plugins import DATASTORES
+
+    storage = next((each for each in DATASTORES if each.TYPE == _SPIN), None)
+    root = storage and storage.get_datastore_root_from_config(lambda *_, **__: None, create_on_absent=False)
+    return FlowDataStore(flow_name, storage_impl=storage, ds_root=root) if root else None
 
 
 def datastore_of_card(flow_name: str, facts: Mapping[str, str]) -> Any:

@@ -43,11 +43,11 @@ class CommandFailed(CommandException):  # type: ignore[misc]  # Metaflow is not 
 class AskedGang:
     """One attempt of a gang, for a feature's command: `records.requests.Asked`."""
 
-    def __init__(self, flow_datastore: Any, stored: StoredGangs, gang: StoredGang, attempt: int, feature: str) -> None:
+    def __init__(self, stored: StoredGangs, gang: StoredGang, attempt: int, feature: str) -> None:
         self.where = f"{gang.run}/{gang.step}/{gang.control_task}"
-        self.datastore = DatastoreValues(flow_datastore).address
+        self.datastore = DatastoreValues(stored.datastore).address
         self._stored, self._gang, self._attempt, self._feature = stored, gang, attempt, feature
-        self._registry = Registry(flow_datastore, gang.run, gang.step, gang.control_task, attempt)
+        self._registry = Registry(stored.datastore, gang.run, gang.step, gang.control_task, attempt)
 
     def kept(self) -> Any:
         """Return what the feature has recorded of the gang, or None."""
@@ -110,7 +110,7 @@ def click_command(feature: str, command: GangCommand) -> Any:
 
     def run(obj: Any, gang: str, attempt: int | None, **options: Any) -> None:
         stored, found, which = find_one(obj, gang, attempt)
-        asked = AskedGang(obj.flow_datastore, stored, found, which, feature)
+        asked = AskedGang(stored, found, which, feature)
         try:
             for line in command.run(asked, options):
                 click.echo(printable(line))

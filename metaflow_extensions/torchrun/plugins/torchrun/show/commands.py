@@ -15,6 +15,7 @@ from datetime import datetime, timezone
 from typing import Any
 
 from ..compat.cli import CommandException, click
+from ..compat.graph import parallel_steps
 from ..compat.renamed import check
 from ..elements.terminal import table
 from ..gang.texts import names
@@ -110,8 +111,8 @@ def show(obj: Any, gang: str, follow: bool, attempt: int | None, as_json: bool) 
 
 
 def _pages(obj: Any, gang: str, attempt: int | None, as_json: bool) -> list[str]:
-    stored = StoredGangs(obj.flow_datastore)
-    found = [(each, checked(each, attempt)) for each in find(obj, stored, gang)]
+    stored, gangs_found = find(obj, gang)
+    found = [(each, checked(each, attempt)) for each in gangs_found]
     from ..feature_list import on_page  # here: every flow imports this module
 
     if as_json:
@@ -120,7 +121,7 @@ def _pages(obj: Any, gang: str, attempt: int | None, as_json: bool) -> list[str]
         shown_run = {"run": found[0][0].asked_run, "step": found[0][0].step, "gangs": gangs}
         return [json.dumps(shown_run, indent=2, allow_nan=False)]
     names_task = len(found) > 1 or gang.count("/") > 1
-    pages = [_page(stored, each, which, names_task) for each, which in found]
+    pages = [_page(obj, stored, each, which, names_task) for each, which in found]
     return "\n\n".join("\n".join(page) for page in pages).split("\n")
 
 
@@ -159,14 +160,14 @@ def _refuse_unknown(snapshot: Snapshot | None, rank: int | None, node: int | Non
             raise CommandException(f"The gang has no {kind} {asked}. It has {names(known, kind)}.")
 
 
-def _page(stored: StoredGangs, gang: StoredGang, attempt: int, names_task: bool) -> list[str]:
+def _page(obj: Any, stored: StoredGangs, gang: StoredGang, attempt: int, names_task: bool) -> list[str]:
     place = replace(gang.place(attempt), program=stored.program, typed="show", names_task=names_task)
     snapshot = now(stored, gang, attempt)
     if snapshot is None:
         return [
             place.title,
-            "Nothing is recorded of this gang: its control node has not joined yet, or this version of metaflow-torchrun did",
-            "not run there, or the step has no @torchrun. This is what Metaflow knows:",
+            *_why_nothing(obj, stored, gang),
+            "This is what Metaflow knows:",
             "",
             *_told_by_metaflow(stored, gang, attempt),
             "",
@@ -178,6 +179,18 @@ def _page(stored: StoredGangs, gang: StoredGang, attempt: int, names_task: bool)
     if place.outcome(snapshot.summary) == "ended":
         text += ["", "This is what Metaflow knows:", "", *_told_by_metaflow(stored, gang, attempt)]
     return text
+
+
+def _why_nothing(obj: Any, stored: StoredGangs, gang: StoredGang) -> list[str]:
+    """Return why nothing is recorded of a step; of one without ``@torchrun``, which steps of its run have it."""
+    known = parallel_steps(obj.graph)
+    if gang.step in known:
+        return [
+            "Nothing is recorded of this step: its control node has not joined yet, or another version of",
+            "metaflow-torchrun ran there.",
+        ]
+    begun = [f"{gang.run}/{name}" for name in stored.steps(gang.run) if name in known]
+    return [f"Step {gang.step} has no @torchrun. Steps of this run that have it: {', '.join(begun) or 'none so far'}."]
 
 
 def _told_by_metaflow(stored: StoredGangs, gang: StoredGang, attempt: int) -> list[str]:

@@ -12,7 +12,7 @@ from typing import Any
 
 from ..compat.cli import CommandException, click
 from ..compat.graph import parallel_steps
-from ..compat.stored import latest_run
+from ..compat.stored import datastore_of_spin, latest_run
 from ..records.snapshot import Snapshot
 from .stored_gangs import StoredGang, StoredGangs
 
@@ -27,17 +27,19 @@ json_option = click.option("--json", "as_json", is_flag=True, default=False, hel
 
 def find_one(obj: Any, named: str, attempt: int | None) -> tuple[StoredGangs, StoredGang, int]:
     """Return the stored gangs, the named gang, and its attempt; raise an error with the choices if several match."""
-    stored = StoredGangs(obj.flow_datastore)
-    found = find(obj, stored, named)
+    stored, found = find(obj, named)
     if len(found) > 1:
         known = ", ".join(f"{each.run}/{each.step}/{each.control_task}" for each in found)
         raise CommandException(f"{named} has {len(found)} gangs, and each has a rank 0. Name one of them: {known}.")
     return stored, found[0], checked(found[0], attempt)
 
 
-def find(obj: Any, stored: StoredGangs, named: str) -> list[StoredGang]:
-    """Return the gangs named by ``RUN``, ``RUN/STEP`` or ``RUN/STEP/TASK``, or raise an error with the choices."""
-    name = obj.flow.name
+def find(obj: Any, named: str) -> tuple[StoredGangs, list[StoredGang]]:
+    """Return the gangs named by ``RUN``, ``RUN/STEP`` or ``RUN/STEP/TASK``, or raise an error with the choices.
+
+    `spin` stores what it runs in a place of its own, whatever the flow's datastore is.
+    """
+    name, stored = obj.flow.name, StoredGangs(obj.flow_datastore)
     asked = named or latest_run(name)
     if not asked:
         raise CommandException(f"No run of {name} was started here. Name one: {stored.program} show RUN.")
@@ -48,10 +50,12 @@ def find(obj: Any, stored: StoredGangs, named: str) -> list[StoredGang]:
         raise CommandException(f"{named!r} is no gang: write RUN, RUN/STEP or RUN/STEP/TASK, for example 1234/train.")
     run, named_step, task = parts[0], *([*parts[1:], None, None][:2])
     steps = stored.steps(run)
+    if not steps and (of_spin := datastore_of_spin(name)) is not None and (spun := StoredGangs(of_spin)).steps(run):
+        stored, steps = spun, spun.steps(run)
     if not steps:
         raise CommandException(
             f"The datastore ({stored.storage.place}) has no run {run} of {name}. If the run used another datastore, "
-            f"name it: python {os.path.basename(sys.argv[0])} --datastore NAME torchrun show {named}."
+            f"name it: python {os.path.basename(sys.argv[0])} --datastore NAME torchrun show {named or run}."
         )
     step = named_step or _only_gang(obj, run, steps)
     gangs = stored.gangs(run, step)
@@ -63,7 +67,7 @@ def find(obj: Any, stored: StoredGangs, named: str) -> list[StoredGang]:
         raise CommandException(
             f"Step {step} of run {run} has no task {task}. Its gangs have the control tasks {known}."
         )
-    return found
+    return stored, found
 
 
 def _only_gang(obj: Any, run: str, steps: list[str]) -> str:

@@ -12,7 +12,6 @@ from ..compat.cli import click
 from ..elements.terminal import printable
 from ..records.summary import Summary
 from .finding import checked, find, now
-from .stored_gangs import StoredGangs
 
 _PAUSE_S = 3.0
 # Go to the top left of the terminal, clear to the end of the line, clear to the end of the screen (ECMA-48).
@@ -36,9 +35,9 @@ def wait_for_end(
     if is_terminal:
         click.clear()
     while True:
-        stored = StoredGangs(obj.flow_datastore)
+        stored, gangs = find(obj, gang)
         ends = []
-        for each in find(obj, stored, gang):
+        for each in gangs:
             which = checked(each, attempt)
             place, snapshot = each.place(which), now(stored, each, which)
             is_over = place.is_over or (snapshot is not None and snapshot.summary.is_over)

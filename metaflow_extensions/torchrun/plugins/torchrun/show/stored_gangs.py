@@ -93,7 +93,7 @@ class StoredGangs:
     """The gangs in a flow's datastore."""
 
     def __init__(self, flow_datastore: Any) -> None:
-        self._datastore = flow_datastore  # metaflow.datastore.FlowDataStore
+        self.datastore = flow_datastore  # metaflow.datastore.FlowDataStore
         self.storage = Storage(flow_datastore)
 
     @property
@@ -145,7 +145,7 @@ class StoredGangs:
         for task in tasks:
             control, node = place_of(task, tasks)
             found.setdefault(control, {})[node] = task
-        flow = self._datastore.flow_name
+        flow = self.datastore.flow_name
         return [
             StoredGang(flow, run, step, control, dict(sorted(found[control].items())), files)
             for control in sorted(found, key=lambda task: (int(task), "") if task.isdecimal() else (math.inf, task))
@@ -153,7 +153,7 @@ class StoredGangs:
 
     def snapshot(self, gang: StoredGang, attempt: int) -> Snapshot | None:
         """Return the snapshot that the control node has stored of an attempt, or None."""
-        return Registry(self._datastore, gang.run, gang.step, gang.control_task, attempt).load_snapshot()
+        return Registry(self.datastore, gang.run, gang.step, gang.control_task, attempt).load_snapshot()
 
     def told_by_metaflow(self, gang: StoredGang, attempt: int, at_most: int | None = None) -> dict[int, str]:
         """Return the state of each node's task, or of the first ones, as Metaflow knows it, with the error's last line."""
