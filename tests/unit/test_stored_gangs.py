@@ -289,6 +289,35 @@ def test_a_run_that_is_nowhere_is_named_in_the_hint_also_if_nobody_named_it(obj,
         finding.find(obj, "")
 
 
+@pytest.mark.parametrize(
+    ("options", "texts"),
+    [
+        ({}, ["[rank 0] a", "[rank 1] b", "[rank 0] c", "[rank 1] d"]),
+        ({"tail": 3}, ["[rank 1] b", "[rank 0] c", "[rank 1] d"]),
+        ({"tail": 9}, ["[rank 0] a", "[rank 1] b", "[rank 0] c", "[rank 1] d"]),
+        ({"tail": 1, "rank": 0}, ["[rank 0] c"]),
+        ({"tail": 0}, []),
+        ({"tail": 1, "follow": True}, ["[rank 1] d", "[rank 1] e"]),
+        ({"tail": 0, "follow": True}, ["[rank 1] e"]),
+    ],
+)
+def test_the_last_lines_are_those_of_all_that_is_chosen(stored, obj, root, monkeypatch, capsys, options, texts):
+    begin(root, "train", "4")
+    lines = [(1, "[rank 0] a"), (2, "[rank 1] b"), (3, "[rank 0] c"), (4, "[rank 1] d")]
+    write(root, "train/4/0.task_stdout.log", logged(*lines))
+
+    def ends(kept):
+        write(root, "train/4/0.task_stdout.log", logged(*lines, (5, "[rank 1] e")))
+        yield from kept.lines()
+
+    monkeypatch.setattr(StoredLogs, "follow", ends)
+    given = {"rank": None, "node": None, "tail": None, "follow": False, "attempt": None, "as_json": False, **options}
+    commands.logs.callback.__wrapped__(obj, "100/train", **given)
+    told = capsys.readouterr()
+    assert [line.partition(" ")[2] for line in told.out.splitlines()] == texts
+    assert told.err == ""
+
+
 @pytest.mark.parametrize(("kind", "option"), [("local", ""), ("s3", "--datastore s3 ")])
 def test_a_hint_names_the_datastore_where_it_is_not_the_default(stored, obj, root, monkeypatch, kind, option):
     begin(root, "train", "4")

@@ -9,9 +9,11 @@ import io
 import json
 import os
 import sys
+from collections import deque
 from contextlib import suppress
 from dataclasses import asdict, replace
 from datetime import datetime, timezone
+from itertools import chain
 from typing import Any
 
 from ..compat.cli import CommandException, click
@@ -129,24 +131,42 @@ def _pages(obj: Any, gang: str, attempt: int | None, as_json: bool) -> list[str]
 @gang_argument
 @click.option("--rank", type=int, default=None, help="Only what this rank has written.")
 @click.option("--node", type=int, default=None, help="Only what this node and its ranks have written.")
+@click.option(
+    "--tail",
+    type=click.IntRange(0),
+    default=None,
+    help="Only the last lines, so many of all nodes and ranks together (with --rank or --node: of that one).",
+)
 @click.option("--follow", is_flag=True, default=False, help="Go on until the attempt has ended.")
 @attempt_option
 @json_option
 @click.pass_obj
 def logs(
-    obj: Any, gang: str, rank: int | None, node: int | None, follow: bool, attempt: int | None, as_json: bool
+    obj: Any,
+    gang: str,
+    rank: int | None,
+    node: int | None,
+    tail: int | None,
+    follow: bool,
+    attempt: int | None,
+    as_json: bool,
 ) -> None:
     """Show the logs of one gang."""
     stored, found, which = find_one(obj, gang, attempt)
     _refuse_unknown(stored.snapshot(found, which), rank, node)
     kept = StoredLogs(stored, found, which)
     is_empty = True
+
+    def is_wanted(line: Line) -> bool:
+        return rank in (None, line.rank) and node in (None, line.node)
+
     with suppress(KeyboardInterrupt):
-        for line in kept.follow() if follow else kept.lines():
-            if rank in (None, line.rank) and node in (None, line.node):
-                is_empty = False
-                click.echo(json.dumps(asdict(line)) if as_json else f"{_clock(line)} {line.labelled}")
-    if is_empty:
+        so_far = filter(is_wanted, kept.lines(is_growing=follow))
+        later = filter(is_wanted, kept.follow()) if follow else ()
+        for line in chain(so_far if tail is None else deque(so_far, tail), later):
+            is_empty = False
+            click.echo(json.dumps(asdict(line)) if as_json else f"{_clock(line)} {line.labelled}")
+    if is_empty and tail != 0:
         more = "Metaflow stores the log of a local run when its task ends, and remote ones every few seconds."
         click.echo(f"No such line is stored. {more}", err=True)
 
