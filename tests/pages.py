@@ -81,6 +81,7 @@ RUN_ELSEWHERE = {
     ("docs/metrics.md", "try:"),
     ("docs/outputs.md", "from metaflow import Run"),
     ("docs/recipes/checkpoints.md", "import os"),
+    ("docs/recipes/notebooks.md", "from metaflow import FlowSpec, NBRunner, current, step, torchrun"),
     ("docs/recipes/notebooks.md", "from metaflow import Runner"),
     ("docs/recipes/spot.md", "import signal"),
     ("docs/start.md", "import argparse"),

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from flow_runs import FLOWS
+from pages import blocks_of
 
 
 @pytest.mark.matrix
@@ -149,7 +150,9 @@ def test_functions_from_a_notebook(tmp_path, monkeypatch):
     monkeypatch.setenv("METAFLOW_DATASTORE_SYSROOT_LOCAL", str(tmp_path / "home"))
     monkeypatch.setenv("METAFLOW_HOME", str(tmp_path / "config"))
     monkeypatch.setenv("IPYTHONDIR", str(tmp_path / "ipython"))
-    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in CELLS])
+    of_page = [each.text for each in blocks_of("docs/recipes/notebooks.md") if "NBRunner" in each.text]
+    cells = [nbformat.v4.new_code_cell(cell) for cell in [*CELLS, *of_page]]
+    notebook = nbformat.v4.new_notebook(cells=cells)
     client = nbclient.NotebookClient(notebook, kernel_name="python3", resources={"metadata": {"path": folder}})
     client.execute()
     text = "".join(output.get("text", "") for cell in notebook.cells for output in cell.outputs)
@@ -157,3 +160,4 @@ def test_functions_from_a_notebook(tmp_path, monkeypatch):
     assert re.search(r"Runner: successful \[40, 41\] .*below zero.*raised by rank 0 on node 0", text), text
     assert "cell: None True 42.0" in text, text
     assert "caught: (100,)" in text, text
+    assert "['rank 0 of 2', 'rank 1 of 2']" in text, text

@@ -99,7 +99,7 @@ class TorchrunExecutor:
         ----------
         *parts : str
             Which ones: ``"outcome"``, ``"progress"``, ``"ranks"``, ``"timeline"``, ``"usage"``, ``"nodes"``,
-            ``"launch"``. Default: all.
+            ``"outputs"``, ``"launch"``. Default: all.
 
         Returns
         -------
