@@ -258,9 +258,9 @@ def test_a_page_without_accelerators_does_not_say_for_which_pytorch_was_built():
 def test_a_page_does_not_name_the_command_that_was_just_typed():
     known = Snapshot.read(STORED["failed"])
     where = f"python flow.py torchrun {{}} {place().run}/{place().step}"
-    commands = place(typed="show").commands(known, on_page()).splitlines()
-    assert commands == [*map(where.format, ("outputs", "logs")), f"{where.format('logs')} --rank 1"]
-    assert place().commands(known, on_page()).splitlines() == [where.format("show"), *commands]
+    commands = place(typed="show").commands(known).splitlines()
+    assert commands == [where.format("logs"), f"{where.format('logs')} --rank 1"]
+    assert place().commands(known).splitlines() == [where.format("show"), *commands]
 
 
 def test_what_is_on_a_card_and_not_on_a_terminal_is_a_chart_or_a_cell_or_explains_them():
