@@ -53,8 +53,7 @@ def blocks_of(name: str) -> list[Block]:
 
 # Python that does not stand in `flow_of_pages`, since a test of its own runs it or what it shows: page and first line.
 RUN_ELSEWHERE = {
-    ("README.md", "from metaflow import FlowSpec, current, step, torchrun"),
-    ("README.md", "import argparse"),
+    ("README.md", "from metaflow import FlowSpec, Parameter, card, current, step, torchrun"),
     ("docs/before-run.md", "import sys"),
     ("docs/before-run.md", "from metaflow import current"),
     ("docs/checkpoints.md", "@retry(times=2)"),
@@ -84,8 +83,9 @@ RUN_ELSEWHERE = {
     ("docs/recipes/notebooks.md", "from metaflow import FlowSpec, NBRunner, current, step, torchrun"),
     ("docs/recipes/notebooks.md", "from metaflow import Runner"),
     ("docs/recipes/spot.md", "import signal"),
-    ("docs/start.md", "import argparse"),
-    ("docs/start.md", "from metaflow import FlowSpec, Parameter, current, step, torchrun"),
+    ("docs/start.md", '@card(type="torchrun")'),
+    ("docs/start.md", "from metaflow import Flow"),
+    ("docs/start.md", "import os"),
     ("docs/tracking.md", "import os"),
     ("docs/tracking.md", 'current.torch.run("train.py", env={"WANDB_MODE": "offline"}, outputs=["wandb/"])'),
     ("docs/tracking.md", 'result = current.torch.run("train.py", outputs=["runs/"])'),

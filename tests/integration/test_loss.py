@@ -49,6 +49,52 @@ def test_a_node_that_ends_badly_after_its_step_fails_the_run(kills, late, run_fl
     flow.await_gone()
 
 
+STORES = """
+import os
+
+from metaflow import FlowSpec, current, step, torchrun
+
+
+def rank(x):
+    open("made.txt", "w").write("by rank " + os.environ["RANK"])
+    return x * int(os.environ["RANK"])
+
+
+class Stores(FlowSpec):
+    @step
+    def start(self):
+        self.next(self.train, num_parallel=3)
+
+    @torchrun(max_restarts=1, spare_nodes=1, node_check=["test $MF_PARALLEL_NODE_INDEX != 1"])
+    @step
+    def train(self):
+        self.result = current.torch.run(rank, [7], gather=True, outputs="made.txt", outputs_from="all")
+        self.next(self.join)
+
+    @step
+    def join(self, inputs):
+        control, aside, _ = (node.result for node in inputs)
+        print("FOUND", list(control), len(list(control.outputs)), control.nodes, aside.exit_codes)
+        self.next(self.end)
+
+    @step
+    def end(self):
+        pass
+
+
+if __name__ == "__main__":
+    Stores()
+"""
+
+
+def test_what_a_launch_leaves_is_stored_though_a_node_was_set_aside(start_flow, tmp_path):
+    """That node had workers before, and would store, too; it fails the launch where it does."""
+    (tmp_path / "flow.py").write_text(STORES)
+    flow = start_flow(flow="flow.py", folder=tmp_path, stand_in=True)
+    assert flow.wait() == 0, flow.text
+    assert "FOUND [0, 7] 2 (0, 2) {}" in flow.text, flow.text
+
+
 def test_a_node_that_fails_its_check_takes_no_part(run_flow):
     check = "echo 3 MB are left; test $MF_PARALLEL_NODE_INDEX != 1"
     attrs = {"max_restarts": 1, "spare_nodes": 1, "node_check": [check]}
@@ -61,7 +107,8 @@ def test_a_node_that_fails_its_check_takes_no_part(run_flow):
         ([1], [2], "check"),
         ([], [], "exception"),
     ]
-    assert flow.text.count("[node 0 node_check 1/1] 3 MB are left") == 3, "before each generation"
+    # Before each generation; in the first one it may be stopped before it has written, since node 1's fails.
+    assert flow.text.count("[node 0 node_check 1/1] 3 MB are left") in (2, 3)
     said = r"node 1 takes no part any more: node 1 \(host \S+\) failed: node_check 1/1 .* exited with code 1"
     assert re.search(said, flow.text), flow.text
     flow.await_gone()

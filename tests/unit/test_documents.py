@@ -48,6 +48,8 @@ def flow_of(name: str) -> str | None:
 
 def folder_of(name: str, program: str) -> str:
     """Return where a page's commands run: pages without a flow mean any flow."""
+    if name in ("README.md", "docs/start.md"):
+        return "examples/first"
     if name == "docs/from-one-gpu.md":
         return "examples/one-gpu"
     if name.startswith(("examples/", "benchmarks/")):
@@ -100,7 +102,8 @@ def test_links_to_files_and_headings_of_ours_lead_somewhere(name):
 
 
 def test_each_command_is_of_a_kind_that_is_checked_here():
-    assert {words[0] for _, words in COMMANDS} == {"echo", "export", "make", "pip", "python", "torchrun"}
+    of_shells = {".", "cd", "echo", "export"}
+    assert {words[0] for _, words in COMMANDS} == {*of_shells, "git", "make", "pip", "python", "python3", "torchrun"}
 
 
 def test_make_knows_its_targets():

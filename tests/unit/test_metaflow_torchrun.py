@@ -45,6 +45,21 @@ def test_a_node_reads_what_is_reported(lines):
     assert (third.step, third.values) == (5, {"loss": None})
 
 
+def test_of_a_tensor_the_item_is_taken(lines):
+    """A tensor that is part of a graph warns when it becomes a float by itself (torch 2.13)."""
+
+    class Tensor(Scalar):
+        def item(self):
+            return self.value
+
+        def __float__(self):
+            raise AssertionError
+
+    report(Tensor(7), loss=Tensor(0.5))
+    (line,) = lines()
+    assert (line.step, line.values) == (7, {"loss": 0.5})
+
+
 def test_outside_of_a_launch_nothing_happens(monkeypatch, tmp_path):
     monkeypatch.delenv("TORCHRUN_METRICS", raising=False)
     monkeypatch.chdir(tmp_path)

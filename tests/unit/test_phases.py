@@ -15,6 +15,7 @@ from metaflow_extensions.torchrun.plugins.torchrun.errors import LaunchFailed
 from metaflow_extensions.torchrun.plugins.torchrun.events import Event
 from metaflow_extensions.torchrun.plugins.torchrun.gang.cause import Cause, Failure
 from metaflow_extensions.torchrun.plugins.torchrun.gang.endings import Broken, GivenUp, MustEnd, TimedOut
+from metaflow_extensions.torchrun.plugins.torchrun.gang.group import Group
 from metaflow_extensions.torchrun.plugins.torchrun.gang.history import Record
 from metaflow_extensions.torchrun.plugins.torchrun.gang.protocol import (
     Ask,
@@ -428,4 +429,14 @@ def test_what_a_feature_asks_during_the_checks_is_answered_when_the_workers_star
     assert not [each for each in node.done if isinstance(each, Ask)]
     node.take(Seen(is_over=True))
     assert [each for each in node.done if isinstance(each, Ask)] == asks
+    node.end()
+
+
+def test_a_node_that_takes_no_part_any_more_has_nothing_to_store():
+    node = node_in(Phase.CHECKING)
+    node.take(FAILS)
+    node.take(Go(0, 1, 29500, "gang", 1, 1, group=Group(1)))
+    before = len(node.done)
+    node.take(Store(0, 1))
+    assert (node.phase, node.done[before:]) == (Phase.ENDED, [])
     node.end()

@@ -150,6 +150,8 @@ class Course:
         if cause is None or cause.category not in GONE | UNCOUNTED or not asked:
             return ""
         why = "\nIt can't go on without that node: "
+        if cause.node == CONTROL:
+            return f"{why}node {CONTROL} is the control node."
         if launch.phase is Phase.STOPPING and cause.category in GONE - launch.policy.restart_on:
             return f"{why}restart_on does not have {cause.category!r}."
         if launch.phase is Phase.STOPPING and (ended := sorted(launch.given_up - launch.leaving.keys())):

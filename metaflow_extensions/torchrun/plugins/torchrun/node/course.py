@@ -127,9 +127,10 @@ class NodeCourse:
             self._went_at = self._now
         if go.group is not None:
             self.plan = replace(self.plan, spec=replace(self.plan.spec, group=go.group))
+        self._command, self._exit_codes = "", {}
         if self.plan.spec.group_rank is None:  # this node waits
             return
-        self._go, self._command, self._exit_codes = go, "", {}
+        self._go = go
         self._said_started = self._said_output = False
         if self.plan.checks:
             self._asks.clear()
@@ -207,6 +208,8 @@ class NodeCourse:
 
     def _on_store(self, store: Store) -> None:
         self._keep_error(store)
+        if self.plan.spec.group_rank is None:  # it took part in an earlier generation only, and has nothing to store
+            return
         self._enter(Phase.STORING)
         self._do(store)
 

@@ -67,7 +67,9 @@ def _numbers(given: dict[str, SupportsFloat | None], problems: list[str]) -> dic
     for name, value in given.items():
         try:
             if value is not None:
-                found[name] = value if type(value) is int else float(value)
+                item = getattr(value, "item", None)  # of a tensor, which warns where it becomes a float by itself
+                plain = value if item is None else item()
+                found[name] = plain if type(plain) is int else float(plain)
         except Exception as error:  # whatever the user's type raises, as a tensor of many elements does
             problems.append(f"metaflow_torchrun.report leaves {name!r} out, since it is no number: {error}")
     return found
