@@ -43,9 +43,9 @@ class Picture:
 
 
 PICTURES = (
-    Picture("failed", "examples/failing-node", ("--with", "card:type=torchrun"), True, _TABLE),
+    Picture("failed", "examples/first", ("--lr", "10"), True, _TABLE),
     Picture("hang", "website/pictured", ("--how", "hang"), True, _CHART),
-    Picture("finished", "examples/min-gpt", ("--steps", "60"), False, _CHART, _WIDE + _NARROW),
+    Picture("finished", "examples/first", (), False, _CHART, _WIDE + _NARROW),
     Picture("restarted", "website/pictured", ("--how", "killed"), False, _TABLE),
 )
 

@@ -142,7 +142,7 @@ def test_the_first_five_minutes(start_flow, tmp_path):
     assert [line for line in lines if line not in unlike(ran.text)] == []
     words = [sys.executable, "-c", client]
     told = subprocess.run(words, cwd=tmp_path, env=ran.env, capture_output=True, text=True)
-    assert re.fullmatch(r"0\.\d+ \d+\.\d+ \[\(0, \d+\.\d+\), .*\)\]\n", told.stdout), told.stderr
+    assert re.fullmatch(r"0\.\d+ \d+\.\d+ \[\(\d, \d+\.\d+\), .*\)\]\n", told.stdout), told.stderr
     failed = run(failing)
     assert failed.wait() == 1, failed.text
     assert [line for line in report if line not in failed.text] == []

@@ -115,6 +115,7 @@ def test_rank_0_is_followed_to_the_node_that_has_it(kept):
 
 def test_the_first_report_is_an_event_and_the_log_has_a_line_soon_and_then_one_a_minute(kept):
     said = []
+    assert kept.take(node=1, pace=Pace(0), at_s=0) is None, "of rank 0 nothing is known"
     for now in range(0, 200, 5):
         found = kept.take((now, {"loss": 1 / (now + 1)}), pace=Pace(now, 1.0), total=200.0, at_s=now)
         assert (found is not None) is (now == 0)

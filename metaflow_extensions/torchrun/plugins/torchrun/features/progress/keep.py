@@ -96,18 +96,21 @@ class ProgressKeeper(Keeper):
             self._kept.has_news = False
 
     def handle(self, node: int, told: Told, at_s: float) -> Remarks | None:
-        """Keep a node's report on its ranks; the first one of a launch is an event, so that all who look see it soon."""
+        """Keep a node's report on its ranks; rank 0's first one of a launch is an event, so that all who look see it soon."""
         metrics = from_plain(Metrics, told.data, "progress")
-        is_first = self._kept is None or told.launch != self._kept.launch
-        if self._kept is None or is_first:
-            self._kept, self._rates, self._says_at = _Kept(told.launch), None, at_s + FIRST_LINE_S
+        if self._kept is None or told.launch != self._kept.launch:
+            self._kept, self._rates = _Kept(told.launch), None
         self._paces[node] = at_s, metrics.paces
         kept = self._kept
+        is_first = metrics.has_rank_0 and kept.node is None
         if metrics.has_rank_0:
             kept.node = node
         if node == kept.node:
             kept.take(metrics, at_s)
-        return Remarks(happened=(Happened("progress", node, said(self.record() or {})),)) if is_first else None
+        if not is_first:
+            return None
+        self._says_at = at_s + FIRST_LINE_S
+        return Remarks(happened=(Happened("progress", node, said(self.record() or {})),))
 
     def done(self, launch: int) -> float | None:
         """Return the highest step that a script has reported."""

@@ -33,7 +33,11 @@ class ProgressOnPage(OnPage):
 
     after = "outcome"
     together = MappingProxyType(
-        {"straggler": "{ranks}: slower than half the median for a minute", "recovered": "{ranks}: no longer slow"}
+        {
+            "progress": "rank 0 reports {text}",
+            "straggler": "{ranks}: slower than half the median for a minute",
+            "recovered": "{ranks}: no longer slow",
+        }
     )
 
     def parts(self, kept: Any, summary: Summary) -> Sequence[Part]:
