@@ -241,7 +241,7 @@ def test_a_card_can_be_made_again_from_what_is_stored(cards, ended):
     assert "after 1 restart" in first
     assert "step 20 of 40 (50 %)" in first
     (results,) = (task["results"] for task in flows["restarted"].note("end")["tasks"] if task["node"] == 1)
-    told = {"loss": 0.1, "rank": 0.0, "best": sys.float_info.max, "tiny 🙂": 5e-324}
+    told = {"step": 20, "total": 40, "loss": 0.1, "rank": 0.0, "best": sys.float_info.max, "tiny 🙂": 5e-324}
     assert [result["metrics"] for result in results] == [told]
 
 

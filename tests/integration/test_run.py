@@ -54,7 +54,7 @@ def test_a_gang_runs_twice_with_hostile_arguments_and_paths(run_flow):
 
     expected = [
         *("--spaces", "a b  c", "--quotes", 'it\'s "quoted"', "--backslash", "a\\b\\\\n", "--newline", "one\ntwo"),
-        *("--unicode", "löss 🔥", "--dash", "--not-an-option", "--dollar", "$HOME ${local_rank} $$ $(id)", "--d", "--"),
+        *("--unicode", "löss 🔥", "--dash=--not-an-option", "--dollar", "$HOME ${local_rank} $$ $(id)", "--d=--"),
         *("--flag", "--bare", "--yes", "true", "--no", "false", "--list", '[1, "é", {"a": null}]', "--number", "0.1"),
     ]
     for worker in first.values():
@@ -98,7 +98,6 @@ def test_a_gang_runs_twice_with_hostile_arguments_and_paths(run_flow):
     # The command is in one piece for a shell, since the newline in an argument is quoted with it.
     shown = tasks[0]["results"][0]["command"]
     assert shlex.split(shown)[-len(expected) :] == [word.replace("$", "$$") for word in expected]
-    assert "2 (set by run(nproc_per_node))" in flow.text
 
 
 @pytest.fixture(scope="module")
@@ -139,7 +138,6 @@ def test_two_local_nodes_never_share_a_gpu_unless_the_call_says_so(together):
     seen = {w["env"]["GROUP_RANK"]: w["env"]["CUDA_VISIBLE_DEVICES"] for w in first}
     assert seen == {"0": "0,1", "1": "2,3"}
     assert len(first) == 4
-    assert "5 visible accelerators shared" in flow.text
     assert [w["env"]["CUDA_VISIBLE_DEVICES"] for w in second] == ["3"] * 4
 
 

@@ -47,7 +47,7 @@ def test_a_failure_is_shown_with_its_cause_first_its_nodes_and_its_restart(ask, 
     assert re.match(rf"SeenFlow, run {run}, step hurt, task \d+, as of ", lines[0])
     assert re.match(r"Failed \(trained \d+ s, with start \d+ s\), after 1 restart: Rank 1 on node 1 ", lines[2])
     assert lines[4] == "Cause"
-    assert lines[2].endswith("exited with code 3.")
+    assert " exited with code 3; the last line of its stderr: " in lines[2]
     assert "  | about to leave" in lines[6:9]
     rows = [line.split() for line in lines[lines.index("Nodes") + 2 :]][:2]
     assert [(row[0], row[3], row[4], row[5]) for row in rows] == [
@@ -59,7 +59,7 @@ def test_a_failure_is_shown_with_its_cause_first_its_nodes_and_its_restart(ask, 
     assert re.fullmatch(r"start, restart 1 of 1 in [\d.]+ s, start again", ", ".join(starts)), starts
     assert lines[-1].endswith(f"torchrun logs {run}/hurt --rank 1")
     before = lines.index("All workers were started again after this.")
-    assert re.match(r"After \d+ s: Rank 1 on node 1 .* exited with code 3\.$", lines[before - 1])
+    assert re.match(r"After \d+ s: Rank 1 on node 1 .* exited with code 3; the last line of its stderr: .*\.$", lines[before - 1])
 
 
 def test_the_gangs_of_a_foreach_are_shown_one_after_another_each_with_its_last_attempt(seen, ask, run):
@@ -74,7 +74,7 @@ def test_an_attempt_before_is_shown_with_the_traceback_of_its_cause(seen, ask, r
     task = seen.note("letter-b")
     text = ask("show", f"{run}/train/{task}", "--attempt", "0")
     assert f"task {task}, attempt 0 (the latest is 1), as of " in text
-    assert "failed with ValueError: bad löss" in text
+    assert re.search(r"failed at \S+\.py:\d+ with ValueError: bad löss", text)
     assert '  |     raise ValueError("bad löss\\nsecond line")' in text
     assert f"torchrun logs {run}/train/{task} --attempt 0" in text
 
