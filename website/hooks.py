@@ -25,7 +25,7 @@ _COMMENT = re.compile(r"^<!-- .*? -->\n", re.MULTILINE)
 
 def outside_pages() -> dict[str, str]:
     """Return the pages outside of docs/: path in the repository -> path on the site."""
-    found = ["CHANGELOG.md", "CONTRIBUTING.md", "benchmarks/README.md"]
+    found = ["CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md", "benchmarks/README.md"]
     found += [str(path.relative_to(ROOT)) for path in sorted(ROOT.glob("examples/**/README.md"))]
     return {"README.md": "overview.md", **{name: name for name in found}}
 

@@ -103,12 +103,19 @@ def test_links_to_files_and_headings_of_ours_lead_somewhere(name):
 
 def test_each_command_is_of_a_kind_that_is_checked_here():
     of_shells = {".", "cd", "echo", "export"}
-    assert {words[0] for _, words in COMMANDS} == {*of_shells, "git", "make", "pip", "python", "python3", "torchrun"}
+    kinds = {words[0].removeprefix(".venv/bin/") for _, words in COMMANDS} - of_shells
+    assert kinds == {"git", "make", "pip", "python", "python3", "torchrun"}
 
 
 def test_make_knows_its_targets():
     made = subprocess.run(["make", "--dry-run", *MAKE], cwd=REPOSITORY, capture_output=True, text=True)
     assert made.returncode == 0, made.stderr
+
+
+def test_the_tests_that_the_pages_run_exist():
+    tests = [words[-1] for _, words in COMMANDS if words[0] == ".venv/bin/python"]
+    assert tests
+    assert [name for name in tests if not (REPOSITORY / name).exists()] == []
 
 
 @pytest.mark.parametrize(("program", "options"), programs(), ids=lambda it: " ".join(it))
