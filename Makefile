@@ -72,6 +72,7 @@ MKDOCS = NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs
 
 docs: venv
 	$(BIN)/python website/diagrams.py
+	$(BIN)/python website/api.py
 	$(MKDOCS) build --strict
 
 docs-serve: venv

@@ -62,7 +62,7 @@ FRAMEWORKS = [*EXAMPLES, *TRACKING, "transformers", "accelerate", "lightning", "
 # The clients of the backends that tests/remote talk to; it has no secrets.
 REMOTE = [*KUBERNETES, "boto3", "azure-identity", "azure-storage-blob", "google-cloud-storage", "google-auth"]
 # The site of the pages; newer than mkdocs 1 is another program.
-DOCS = ["mkdocs>=1.6,<2", "mkdocs-material>=9.7", "mkdocstrings[python]>=1.0"]
+DOCS = ["mkdocs>=1.6,<2", "mkdocs-material>=9.7"]
 DEV = [*TEST, *DOCS, "ruff"]
 
 
