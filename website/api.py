@@ -54,7 +54,7 @@ def _parts() -> Iterator[str]:
     yield described(OutputFile)
     yield "## One node\n\n### TorchrunSingleNodeMultiGPU\n"
     yield described(TorchrunSingleNodeMultiGPU)
-    yield method(TorchrunSingleNodeMultiGPU, "run")
+    yield "### TorchrunSingleNodeMultiGPU.run\n\nTakes and returns what `TorchrunExecutor.run` does.\n"
     yield method(TorchrunSingleNodeMultiGPU, "card")
     yield "## Errors\n"
     yield described(errors)

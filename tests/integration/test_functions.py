@@ -134,6 +134,7 @@ try:
     TorchrunSingleNodeMultiGPU().run(entrypoint=half, entrypoint_args=[Answer(100)])
 except CellError as error:
     print("caught:", error.args)
+    print("verdict:", str(error.__cause__))
 """,
 ]
 
@@ -160,4 +161,5 @@ def test_functions_from_a_notebook(tmp_path, monkeypatch):
     assert re.search(r"Runner: successful \[40, 41\] .*below zero.*raised by rank 0 on node 0", text), text
     assert "cell: None True 42.0" in text, text
     assert "caught: (100,)" in text, text
+    assert re.search(r'"Cell In\[3\]", line \d+, in half\n.* raise CellError\(answer.number\)', text), text
     assert "['rank 0 of 2', 'rank 1 of 2']" in text, text

@@ -44,9 +44,11 @@ def test_run_takes_two_arguments_by_position_and_all_that_type_checkers_know_by_
     assert {parameter.name: parameter.default for parameter in parameters} == ARGUMENTS
 
 
-def test_the_single_node_class_takes_the_same():
-    parameters = inspect.signature(TorchrunSingleNodeMultiGPU.run).parameters
-    assert tuple(parameters) == ("self", *[*ARGUMENTS][:2], "options")
+def test_the_single_node_class_takes_the_same_and_says_so():
+    ours, theirs = (cls.run for cls in (TorchrunSingleNodeMultiGPU, TorchrunExecutor))
+    assert inspect.signature(ours).parameters == inspect.signature(theirs).parameters
+    assert parameters_in(ours.__doc__) == parameters_in(theirs.__doc__)
+    assert repr(TorchrunSingleNodeMultiGPU()) == "TorchrunSingleNodeMultiGPU()"
 
 
 def test_the_exceptions_of_0_2_lead_to_todays():

@@ -10,6 +10,7 @@ from metaflow_extensions.torchrun.plugins.torchrun.errors import EntrypointError
 from metaflow_extensions.torchrun.plugins.torchrun.gang.cause import Cause, FailureText, failed
 from metaflow_extensions.torchrun.plugins.torchrun.gang.launch import Launch, teller
 from metaflow_extensions.torchrun.plugins.torchrun.gang.member import Member
+from metaflow_extensions.torchrun.plugins.torchrun.run_arguments import checked
 from metaflow_extensions.torchrun.plugins.torchrun.task import report as module
 from metaflow_extensions.torchrun.plugins.torchrun.task.report import end_with, print_errors_ourselves
 from metaflow_extensions.torchrun.plugins.torchrun.tracebacks import cut_frames_around, user_traceback, words_of
@@ -150,6 +151,24 @@ def test_a_traceback_begins_at_the_users_first_line():
     files = [frame.f_code.co_filename for frame, _ in traceback.walk_tb(wrapped.__traceback__)]
     assert module.__file__ not in files
     assert {"/users/flow.py", metaflow.cli.__file__, __file__} <= set(files)
+
+
+def test_a_failed_run_shows_its_caller_one_frame_of_ours():
+    """A notebook shows all frames that there are."""
+
+    def launch(self):
+        try:
+            raise verdict()
+        except LaunchFailed as error:
+            raise ValueError("of a rank") from error
+
+    ours = code_in(module.__file__, "launch(None)", launch=launch)
+    run = checked(lambda self: ours())
+    error = raised(lambda: run(None))
+    assert [frame.f_code.co_name for frame, _ in traceback.walk_tb(error.__traceback__)][:1] == ["<lambda>"]
+    files = [frame.f_code.co_filename for frame, _ in traceback.walk_tb(error.__traceback__)]
+    assert module.__file__ not in files
+    assert error.__cause__.__traceback__ is None
 
 
 def test_an_error_in_our_own_code_keeps_its_frames():

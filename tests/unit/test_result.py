@@ -96,8 +96,9 @@ def test_values_that_were_lost_with_a_task_are_no_empty_list():
         script.rank(2)
 
 
-def test_values_do_not_flood_what_is_printed():
-    assert "values" not in repr(OF_FUNCTION)
+def test_a_result_is_printed_in_one_line():
+    assert repr(OF_FUNCTION) == "<TorchrunResult: launch 1, 4 ranks on 2 nodes, 2 s, 1 restart, 2 values>"
+    assert repr(replace(OF_SCRIPT, restarts=[], nodes=(1,), world_size=1)).endswith("1 rank on 1 node, 2 s>")
 
 
 # --- as an artifact ---------------------------------------------------------------------------------

@@ -130,7 +130,7 @@ class TorchrunExecutor:
         **options: Unpack[RunOptions],
     ) -> TorchrunResult[None]: ...
 
-    @spelled_out
+    @spelled_out  # describes the arguments, too
     @checked
     def run(
         self,
@@ -142,81 +142,6 @@ class TorchrunExecutor:
 
         Every node must call it, in the same order, with settings that agree. An argument that is also an attribute of
         ``@torchrun`` overrides the attribute for this launch; without either, the stated default counts.
-
-        Parameters
-        ----------
-        entrypoint : Union[str, os.PathLike[str], Sequence[Union[str, os.PathLike[str]]], Callable[..., Any]]
-            *What to run.* A script: a relative path is searched in `cwd` (or the working directory), then beside the
-            flow file. With `module`, the name of a module. Or a command as a list, such as ``["python", "-O", "x.py"]``:
-            every rank runs it, as with torchrun's ``--no-python``; its program is searched in the workers' PATH or, if
-            it is a path, like a script. Or a function that every rank calls: one of the flow file or of a module, a
-            method, a `functools.partial`; with cloudpickle installed also a lambda or a closure.
-        entrypoint_args : Union[Mapping[str, Any], Sequence[Any]], optional
-            Arguments of the script or command. In a dict, None or ``""`` makes a bare flag, True and False become
-            ``true`` and ``false``, lists and dicts become JSON, all else its `str`. A value that begins with a dash
-            shares one word with its option (``--lr=-1``). A list is passed unchanged. For a function: a dict of keyword
-            arguments or a list of positional ones, which must be picklable.
-        module : bool, default False
-            Run `entrypoint` as ``python -m``.
-        process_group : Literal["gloo", "nccl", "auto"], optional
-            For a function: make this process group before the call, and destroy it after. The rank's own device is
-            set. ``"auto"`` is nccl where each rank has a CUDA device, else gloo. Default: none is made.
-        nproc_per_node : Union[int, str], optional
-            *Processes.* Workers on each node: a number, ``"auto"``, ``"cpu"`` or ``"gpu"``. Default: `torchrun_args`,
-            then the attribute.
-        warm : Literal["agent", "workers", False], optional
-            Which spare processes are used. Default: the attribute.
-        env : Mapping[str, Any], optional
-            *Environment.* Variables for the workers and for `before_run`. It replaces the attribute as a whole.
-        cwd : Union[Path, str], optional
-            Working directory of the workers and of `before_run`. Default: the task's own.
-        before_run : Sequence[Union[str, Sequence[Union[Path, str]]]], optional
-            Commands that run one after another, once on each node, before any worker starts. A list is run unchanged,
-            a string by ``sh -ec``. If one fails on any node, nothing is launched. Restarts do not repeat them.
-        timeout_s : float, optional
-            *Failures.* Seconds that the launch may take once all nodes are ready; each restart counts anew. Default:
-            no limit. The step's ``@timeout`` always limits all launches together.
-        max_restarts, restart_on, preemption_signal : optional
-            As the attributes. Default: for `max_restarts` `torchrun_args`, then the attributes.
-        hang_timeout_s : float, optional
-            Seconds of silence of all ranks after which the launch fails. Default: the attribute, which is None: see
-            there.
-        gather : bool, default False
-            *Results.* For a function: send the values of all ranks to the control node's result, through Metaflow's
-            datastore.
-        outputs : Union[Path, str, Sequence[Union[Path, str]]], optional
-            Files, folders and patterns (``*``, ``**``) relative to `cwd`, as in ``["model/", "*.json"]``. They are
-            stored in Metaflow's datastore when all workers have ended; the result's `outputs` has them. After a
-            failure, existing files are stored, and the error's `outputs` has them. Default: none.
-        outputs_from : Literal["control", "all"], optional
-            Whose outputs are stored: the control node's or every node's. Default: the control node's.
-        torchrun_args : Union[Mapping[str, Any], Sequence[Any]], optional
-            *Expert.* Further options of torchrun, as in ``{"monitor_interval": 1}`` or ``["--monitor-interval=1"]``.
-        master_port : Union[int, str], optional
-            Port of torch's rendezvous. Default: `torchrun_args`, then the attribute.
-
-        Returns
-        -------
-        TorchrunResult
-            Facts of the launch, and what a function has returned on this node's ranks.
-
-        Raises
-        ------
-        Exception
-            Of a function: the exception of the first rank that failed, unchanged, on every node. The gang's
-            verdict is its cause, and its notes name rank and node.
-        WorkerFailed
-            If that exception can't be pickled, or a returned value can't.
-        TorchrunConfigError
-            If an argument is wrong or contradicts another.
-        EntrypointError
-            If there is no such script.
-        TorchNotFoundError
-            If PyTorch is not installed.
-        LaunchFailed
-            If any worker, agent or node failed: the same error on every node, naming the first.
-        GangError
-            If the nodes could not agree or not all of them came.
         """
         self._context.member.refuse_in_child()  # before any lock: in a fork, another thread of the task may hold it for ever
         ignored = ", ".join([name for name in LEGACY if options.pop(name, None)])

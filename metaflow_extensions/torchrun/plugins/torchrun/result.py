@@ -23,7 +23,7 @@ _REVIVED = (
 )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class TorchrunResult(Generic[_T]):
     """One finished launch, seen from one node.
 
@@ -81,15 +81,24 @@ class TorchrunResult(Generic[_T]):
     restarts: list[dict[str, Any]]
     duration_s: float
     exit_codes: dict[int, int]
-    values: Mapping[int, bytes] = field(default_factory=dict, repr=False)
+    values: Mapping[int, bytes] = field(default_factory=dict)
     # With defaults, because results were stored that know nothing of them.
     gathered: bool = False
-    events: tuple[dict[str, Any], ...] = field(default=(), repr=False)
+    events: tuple[dict[str, Any], ...] = ()
     metrics: dict[str, float] = field(default_factory=dict)
     outputs: Outputs | None = None
     nodes: tuple[int, ...] = ()
-    history: dict[str, list[tuple[int, float]]] = field(default_factory=dict, repr=False)
-    has_values: bool = field(default=True, repr=False, compare=False)  # whether a function was launched, not a script
+    history: dict[str, list[tuple[int, float]]] = field(default_factory=dict)
+    has_values: bool = field(default=True, compare=False)  # whether a function was launched, not a script
+
+    def __repr__(self) -> str:
+        from .gang.texts import counted, duration  # not with Metaflow
+
+        ranks = f"{counted(self.world_size, 'rank')} on {counted(len(self.nodes) or self.num_nodes, 'node')}"
+        parts = [f"launch {self.launch}", ranks, duration(self.duration_s)]
+        parts += [counted(len(self.restarts), "restart")] if self.restarts else []
+        parts += [counted(len(self.values), "value")] if self.values else []
+        return f"<TorchrunResult: {', '.join(parts)}>"
 
     def rank(self, rank: int) -> _T:
         """Return what the function returned on a global rank.

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 from .result import TorchrunResult
-from .run_arguments import checked
+from .run_arguments import checked, spelled_out
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack  # in typing since Python 3.11
@@ -37,6 +37,9 @@ class TorchrunSingleNodeMultiGPU:
         from .gang_of_one import GangOfOne
 
         self._gang = GangOfOne()
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}()"
 
     def card(self, *parts: str) -> GangPart:
         """Return parts of the gang's card as a component, for a card of the step's own.
@@ -76,6 +79,7 @@ class TorchrunSingleNodeMultiGPU:
         **options: Unpack[RunOptions],
     ) -> TorchrunResult[None]: ...
 
+    @spelled_out
     @checked
     def run(
         self,
@@ -85,21 +89,6 @@ class TorchrunSingleNodeMultiGPU:
     ) -> TorchrunResult[Any]:
         """Run a script or a function under torchrun on this machine and wait for its end.
 
-        Parameters
-        ----------
-        entrypoint, entrypoint_args : optional
-            As for `TorchrunExecutor.run`.
-        **options
-            Its other arguments. The order of ``metaflow-torchrun`` 0.2 will do, too, as there.
-
-        Returns
-        -------
-        TorchrunResult
-            Facts of the launch.
-
-        Raises
-        ------
-        TorchrunError
-            As `TorchrunExecutor.run`.
+        The arguments are those of `current.torch.run`; this machine is the only node.
         """
         return self._gang.run(entrypoint=entrypoint, entrypoint_args=entrypoint_args, **options)

@@ -49,8 +49,10 @@ def cut_frames_around(error: BaseException) -> None:
     """Take our frames and those of Metaflow's ``@parallel`` out of an exception; safe to call more than once.
 
     Metaflow's own frames, nearer to the command line, stay. ``@catch`` shows what `format_exc` makes of the exception,
-    and Metaflow keeps that.
+    and Metaflow keeps that. A notebook shows all frames that are left.
     """
+    if isinstance(error.__cause__, TorchrunError):  # raised by us alone
+        error.__cause__.__traceback__ = None
     before = error.__traceback__
     while before is not None:
         after = before.tb_next

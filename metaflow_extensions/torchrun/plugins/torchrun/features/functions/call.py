@@ -27,7 +27,7 @@ from ...launch.arguments import dict_or_list
 from ...launch.services import Service, ToStore
 from ...launch.spec import FunctionSpec, LaunchSpec
 from ...launch.transfer import PATIENCE_S, Step, Transfer, TransferFailed, ValueStore, patience_for
-from .function_worker import CALL, RAISED, RETURNED, dump, find_cloud_pickler, main_file, path_of, words_of
+from .function_worker import CALL, RAISED, RETURNED, cells, dump, find_cloud_pickler, main_file, path_of, words_of
 from .values import ValuesOnDisk
 
 # What torchrun runs where the entrypoint is a function.
@@ -215,7 +215,8 @@ def _written(call: tuple[Any, ...], inner: Any, name: str, header: Mapping[str, 
             failed.callback(values.remove)
             os.mkdir(values.of_workers)
             with open(os.path.join(values.folder, CALL), "wb") as file:
-                pickle.dump({**header, "path": _search_path(), "main": main_file(), "package": package}, file)
+                about = {"path": _search_path(), "main": main_file(), "package": package, "cells": cells()}
+                pickle.dump({**header, **about}, file)
                 _dump(call, name, file)
         except OSError as error:
             raise LaunchFailed(

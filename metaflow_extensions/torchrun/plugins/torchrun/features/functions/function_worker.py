@@ -12,6 +12,7 @@ from __future__ import annotations
 import gc
 import importlib
 import io
+import linecache
 import operator
 import os
 import pickle
@@ -20,13 +21,14 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from importlib.machinery import PathFinder
-from types import FunctionType, ModuleType
+from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
 # The files in the folder of a call: the call itself, and what each rank has returned or raised.
 CALL, VALUES = "call.pkl", "values"
 RETURNED, RAISED = "returned-{}.pkl", "raised-{}.pkl"
 _MAIN = "__torchrun_main__"
+_NO_FILE = "<dynamic-code>"
 
 
 class CantReturn(Exception):
@@ -45,6 +47,7 @@ def main() -> None:
             header = pickle.load(file)  # noqa: S301 - written by this worker's own task
             sys.path[:] = header["path"]
             sys.argv[:] = [header["main"] or ""]
+            know_cells(header["cells"])
             offer_current(header["current"])
             function, args, kwargs = CallUnpickler(file, header).load()
         # No context managers around the call: contextlib sets attributes of an exception, and some forbid that.
@@ -276,10 +279,34 @@ def find_cloud_pickler() -> Any:
         def reducer_override(self, thing: Any) -> Any:
             if is_of_main_file(thing):
                 return thing.__qualname__
+            if isinstance(thing, CodeType) and (cell := cell_of(thing.co_filename)) is not None:
+                make, args = self.dispatch_table[CodeType](thing)
+                # cloudpickle 3.1 puts this in the file's place, and older ones leave the file as it is.
+                return make, tuple(cell if arg in (_NO_FILE, thing.co_filename) else arg for arg in args)
             result = self._reduced(thing)
             return super().reducer_override(thing) if result is NotImplemented else result
 
     return CloudPickler
+
+
+def cell_of(file: str) -> str | None:
+    """Return a notebook's name for a cell, such as ``"Cell In[2]"``, by the name of its code's file; None if it is none."""
+    with suppress(Exception):  # where IPython has it otherwise (9.0), tracebacks have no lines
+        shell = sys.modules["IPython"].get_ipython()
+        return " ".join(shell.compile.format_code_name(file))
+    return None
+
+
+def cells() -> dict[str, list[str]]:
+    """Return the lines of a notebook's cells, by name."""
+    named = ((file, cell_of(file)) for file in list(linecache.cache))
+    return {cell: linecache.getlines(file) for file, cell in named if cell is not None}
+
+
+def know_cells(cells: dict[str, list[str]]) -> None:
+    """Have tracebacks show the lines of cells."""
+    for name, lines in cells.items():
+        linecache.cache[name] = (len("".join(lines)), None, lines, name)  # without a time, nobody looks for a file
 
 
 def main_file() -> str | None:
