@@ -128,7 +128,7 @@ def test_a_single_node_runs_it_too(tmp_path, monkeypatch, capfd):
     monkeypatch.setattr(gang_of_one, "print_errors_ourselves", lambda **_: None)
     monkeypatch.setattr(gang_of_one, "LiveCard", lambda *_, **__: Mock())
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(LaunchFailed, match=r"Node 0 .* failed: before_run 2/2 \(false\) exited with code 1"):
+    with pytest.raises(LaunchFailed, match=r"\nHost \S+ failed: before_run 2/2 \(false\) exited with code 1"):
         TorchrunSingleNodeMultiGPU().run(entrypoint=["sh", "x.sh"], before_run=["echo one > made", ["false"]])
     assert (tmp_path / "made").read_text() == "one\n"
-    assert "[node 0 before_run 1/2] ended well after " in capfd.readouterr().err
+    assert "[before_run 1/2] ended well after " in capfd.readouterr().err

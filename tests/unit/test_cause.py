@@ -11,6 +11,7 @@ from metaflow_extensions.torchrun.plugins.torchrun.gang.cause import (
     first_failure,
     remedy,
     remedy_of_exit,
+    rename_node,
 )
 from metaflow_extensions.torchrun.plugins.torchrun.gang.launch import Launch
 from metaflow_extensions.torchrun.plugins.torchrun.task.report import report
@@ -224,6 +225,16 @@ def test_what_to_change_after_an_exception(exception, words):
 
 def no_mpi(kind="exception"):
     return Cause(kind, 1, "b", 3, 1, 1, NO_MPI, f"Traceback (most recent call last):\n{NO_MPI}")
+
+
+@pytest.mark.parametrize(("rank", "who"), [(3, "Rank 3 (host b)"), (None, "Host b")])
+def test_the_error_of_a_single_node_names_no_node(rank, who):
+    cause = Cause("exit", 0, "b", rank, rank, 1)
+    error = Launch(2, is_alone=True).error(cause, [])
+    assert error.message.startswith(f"{who} exited with code 1.\nLaunch 2 was stopped. The reason: ")
+    assert "node" not in error.message
+    rename_node(error, 5)  # of the gang in whose step it runs
+    assert " node 5 (host b) exited" in f" {error.message.lower()}"
 
 
 def test_only_what_a_worker_says_itself_has_a_remedy_after_what_has_happened():

@@ -486,8 +486,9 @@ def test_details_are_written_where_they_are_wanted(debug, shown, monkeypatch, ca
     monkeypatch.delenv(console.DEBUG, raising=False)
     if debug is not None:
         monkeypatch.setenv(console.DEBUG, debug)
-    console.to_log(Event("command", 1, "runs: torchrun", is_detail=True))
-    console.to_log(Event("note", 1, "news"))
+    console.to_log(Event("command", 1, "runs: torchrun", is_detail=True), 2)
+    console.to_log(Event("note", 1, "news"), 2)
+    console.to_log(Event("note", 0, "news of a single node"), 1)
     assert settle(30)
     detail = "[torchrun node 1] runs: torchrun\n" if shown else ""
-    assert capfd.readouterr().err == f"{detail}[torchrun node 1] news\n"
+    assert capfd.readouterr().err == f"{detail}[torchrun node 1] news\n[torchrun] news of a single node\n"

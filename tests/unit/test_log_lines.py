@@ -45,6 +45,8 @@ def test_lines_of_one_task_stay_in_order_when_its_clock_goes_back():
         ("[rank 9] w", None, 9),
         ("[node 1 before_run 1/2] v", 1, None),
         ("[node 1] u", None, None),
+        ("[torchrun] of a single node", 0, None),
+        ("[before_run 1/2] of a single node", 0, None),
     ],
 )
 def test_on_a_local_run_labels_tell_the_node_of_what_stands_in_one_log(text, node, rank):

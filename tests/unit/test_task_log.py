@@ -55,9 +55,9 @@ def test_only_bad_news_is_urgent(tmp_path, capfd):
     store = Store()
     log = log_of(tmp_path, store, stdout="x")
     before = threading.active_count()
-    log.take(Event("note", 0, "all well"))
+    log.take(Event("note", 0, "all well"), 2)
     assert threading.active_count() == before
-    log.take(Event("failed", 0, "Rank 3 failed"))
+    log.take(Event("failed", 0, "Rank 3 failed"), 2)
     assert eventually(lambda: store.saved)
     assert capfd.readouterr().err == "[torchrun node 0] all well\n[torchrun node 0] Rank 3 failed\n"
 

@@ -356,4 +356,4 @@ def _make_gang_of_one(flow: Any) -> None:
 
     before = steps.num_parallel(flow)
     steps.make_gang_of_one(flow)
-    to_log(Event("note", 0, f"spin runs this step as a gang of one node; in its run it had {before}"))
+    to_log(Event("note", 0, f"spin runs this step on one node; in its run it had {before}"), num_nodes=1)

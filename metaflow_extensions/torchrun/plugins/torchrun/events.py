@@ -32,3 +32,8 @@ class Event:
 
 
 Subscriber = Callable[[Event], None]
+
+
+def label(node: int, num_nodes: int) -> str:
+    """Return what our own lines in a log begin with; a single node has no number."""
+    return "[torchrun] " if num_nodes == 1 else f"[torchrun node {node}] "

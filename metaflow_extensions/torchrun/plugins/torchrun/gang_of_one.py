@@ -74,8 +74,8 @@ class GangOfOne:
             if isinstance(caught, TorchrunPreempted | KeyboardInterrupt):
                 hurry()
                 channel.hurry()
-            if isinstance(caught, TorchrunError) and member.gang_knows(caught) and current.get("is_parallel"):
-                rename_node(caught, current.parallel.node_index)
+            if isinstance(caught, TorchrunError) and member.gang_knows(caught):
+                rename_node(caught, current.parallel.node_index if current.get("is_parallel") else None)
             print_errors_ourselves(in_task=True)
             end_with(
                 caught,
@@ -127,4 +127,4 @@ class GangOfOne:
 def _log(about: dict[str, Any], event: Event) -> None:
     if event.kind == "command":
         about["command"] = event.text.removeprefix("runs: ")
-    to_log(event)
+    to_log(event, num_nodes=1)

@@ -153,8 +153,14 @@ class Cause:
     @property
     def who(self) -> str:
         """The failed worker or node, or the launch as a whole, for a sentence."""
+        return self.who_in(is_alone=False)
+
+    def who_in(self, is_alone: bool) -> str:
+        """Return the same for a gang that may have one node, whose number says nothing."""
         if self.kind in ("hang", "timeout"):
             return "the launch"
+        if is_alone:
+            return f"host {self.host}" if self.rank is None else f"Rank {self.rank} (host {self.host})"
         node = f"node {self.node} (host {self.host})"
         return node if self.rank is None else f"Rank {self.rank} on {node}"
 
@@ -185,9 +191,9 @@ class Cause:
             return self.advice
         return remedy(self.exception) if self.kind in RAISED and self.exception else ""
 
-    def describe(self) -> str:
+    def describe(self, is_alone: bool = False) -> str:
         """Return the full report: who, what, exit status, what to change, traceback or stderr."""
-        who = self.who
+        who = self.who_in(is_alone)
         lines = [f"{who[0].upper()}{who[1:]} {self.what}" + ("" if self.what.endswith(".") else ".")]
         is_said = self.exception is None or self.kind in ("command", "check", "agent", "agent_ended", "signal", "oom")
         if self.exit_code is not None and not is_said:
@@ -209,15 +215,22 @@ class FailureText:
     before: str = ""
     after: str = ""
     instead: str | None = None  # of the cause's own report
+    is_alone: bool = False  # whether the gang has one node
+
+    @property
+    def who(self) -> str:
+        """The failed worker or node, within a sentence."""
+        who = self.cause.who_in(self.is_alone)
+        return f"{who[0].lower()}{who[1:]}"
 
     @property
     def text(self) -> str:
         """The whole text."""
-        return self._with(self.cause.describe())
+        return self._with(self.cause.describe(self.is_alone))
 
     def without_detail(self) -> str:
         """Return the text without the traceback or output, for a log that shows those already."""
-        report = replace(self.cause, detail="").describe()
+        report = replace(self.cause, detail="").describe(self.is_alone)
         if self.cause.detail and self.cause.kind not in ("step", "call"):
             report += " Its traceback is above." if self.cause.kind in RAISED else " Its output is above."
         return self._with(report)
@@ -264,10 +277,11 @@ def retold(error: TorchrunError, cls: type[E], before: str = "", after: str = ""
     return told
 
 
-def rename_node(error: TorchrunError, node: int) -> None:
-    """Change the node index in an error's cause: a gang of one knows only node 0, and may run on another node of a gang."""
+def rename_node(error: TorchrunError, node: int | None) -> None:
+    """Change the node in an error of a gang of one: it may run on a node of another gang, else (None) it names none."""
     if (failure := failure_of(error)) is not None:
-        error._failure = replace(failure, cause=replace(failure.cause, node=node))
+        cause = failure.cause if node is None else replace(failure.cause, node=node)
+        error._failure = replace(failure, cause=cause, is_alone=node is None)
 
 
 def describe_exit(code: int) -> str:

@@ -64,6 +64,7 @@ class Launch:
 
     number: int
     phase: Phase = Phase.GATHERING
+    is_alone: bool = False  # whether the gang has one node
     mark: int = 0  # how many records of the gang's history are older than it
     preparing: dict[int, Prepares] = field(default_factory=dict)  # nodes whose commands of before_run run
     without_commands: set[int] = field(default_factory=set)  # those of them whose commands have failed
@@ -265,15 +266,15 @@ class Launch:
         if cause is None:
             return LaunchFailed(f"Launch {self.number} failed.{quiet}")
         cls, failure = self._class_and_text(cause)
-        return failed(cls, replace(failure, after=failure.after + quiet + more))
+        return failed(cls, replace(failure, after=failure.after + quiet + more, is_alone=self.is_alone))
 
     def _class_and_text(self, cause: Cause) -> tuple[type[LaunchFailed], FailureText]:
-        stopped = f"Launch {self.number} was stopped"
+        stopped, everywhere = f"Launch {self.number} was stopped", "" if self.is_alone else " on all nodes"
         if cause.kind == "timeout":
             remedy = "run(timeout_s=...) and the step's @timeout change how long it may run."
             return LaunchTimeout, FailureText(cause, instead=f"{stopped}: it ran {cause.exception}. {remedy}")
         if cause.kind == "step_timeout":
-            return LaunchTimeout, FailureText(cause, after=f"\n{stopped} on all nodes.")
+            return LaunchTimeout, FailureText(cause, after=f"\n{stopped}{everywhere}.")
         if cause.kind == "hang":
             return LaunchHung, FailureText(
                 cause, instead=f"{stopped}: {cause.exception}. {cause.advice}\n{cause.detail}"
@@ -282,19 +283,17 @@ class Launch:
             remedy = (
                 "If the datastore is well, return less, or name less as outputs: a script can store results itself."
             )
-            more = f"\n{stopped} on all nodes; its workers had ended well. {remedy}"
+            more = f"\n{stopped}{everywhere}; its workers had ended well. {remedy}"
             return LaunchFailed, FailureText(cause, after=more)
         if cause.category == "preempted":
             codes = [pair for ended in self.ended.values() for pair in ended.exit_codes.items()]
             saved = sorted(rank for rank, code in codes if code == 0)
             ended = f"Ranks that exited with code 0 in time: {shortened(saved) or 'none'}."
-            more = f"\n{stopped} on all nodes. {ended}\n{TorchrunPreempted.remedy}"
+            more = f"\n{stopped}{everywhere}. {ended}\n{TorchrunPreempted.remedy}"
             return TorchrunPreempted, FailureText(cause, after=more)
         restarts = self.restarts - (self.phase is Phase.PAUSING)
         count = f" after {counted(restarts, 'restart')}" if restarts else ""
-        more = (
-            f"\n{stopped} on all nodes{count}. The reason: {CATEGORY_TEXTS[cause.category]} (class {cause.category})."
-        )
+        more = f"\n{stopped}{everywhere}{count}. The reason: {CATEGORY_TEXTS[cause.category]} (class {cause.category})."
         more += self._early_hint(cause) + self._restart_hint(cause)
         if self.preempted is not None:
             # Named by its host: `rename_node` changes the node index in the cause, but not in this text.

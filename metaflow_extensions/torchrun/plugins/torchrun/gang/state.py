@@ -352,7 +352,12 @@ class Gang:
         if self._launch.phase is Phase.OVER:
             rules, remind_at = self._rules, self._clock() + QUIET_S
             self._course.launch = Launch(
-                number, mark=self._mark, deadline=rules.deadline, longer=rules.longer, remind_at=remind_at
+                number,
+                is_alone=self.num_nodes == 1,
+                mark=self._mark,
+                deadline=rules.deadline,
+                longer=rules.longer,
+                remind_at=remind_at,
             )
         launch = self._launch
         if launch.phase is not Phase.GATHERING and number == launch.number and self._rules.replaces:

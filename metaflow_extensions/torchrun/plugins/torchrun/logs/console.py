@@ -27,7 +27,7 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from typing import TextIO, TypeAlias
 
-from ..events import Event
+from ..events import Event, label
 from ..machine import native
 from ..machine.open_files import file_of
 from .shared_pipe import SharedPipes, await_reader, await_room, is_pipe, unread_bytes
@@ -70,17 +70,17 @@ def when_written(call: Callable[[], object]) -> None:
     _writer.put_call(call)
 
 
-def to_log(event: Event) -> None:
+def to_log(event: Event, num_nodes: int) -> None:
     """Write an event to the node's log, on stderr like Metaflow's own lines, unless the supervisor has."""
     if not event.is_written:
-        _writer.put("stderr", event_text(event))
+        _writer.put("stderr", event_text(event, num_nodes))
 
 
-def event_text(event: Event) -> bytes:
+def event_text(event: Event, num_nodes: int) -> bytes:
     """Return an event's lines in the log; of details none without `DEBUG`."""
     if event.is_detail and os.environ.get(DEBUG, "") in ("", "0"):
         return b""
-    text = "".join(f"[torchrun node {event.node}] {line}\n" for line in event.text.splitlines())
+    text = "".join(f"{label(event.node, num_nodes)}{line}\n" for line in event.text.splitlines())
     return text.encode(errors="backslashreplace")
 
 

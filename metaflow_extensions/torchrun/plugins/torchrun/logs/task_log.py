@@ -36,9 +36,9 @@ class TaskLog:
         self.settle: Callable[[float], object] = settle  # waits for what is to be written before
         self._uploading = threading.Lock()  # or an older state of the log could come last
 
-    def take(self, event: Event) -> None:
+    def take(self, event: Event, num_nodes: int) -> None:
         """Write an event to the log, and upload the log if the event reports a failure."""
-        to_log(event)
+        to_log(event, num_nodes)
         if event.kind in _URGENT:
             self.save()
 

@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
+from ..events import label
 from ..gang.cause import Cause, Failure, describe_exit
 from ..gang.protocol import Command
 from ..gang.seat import Seat
@@ -88,11 +89,12 @@ class Commands:
     def _reader(self, pipes: str) -> LogReader:
         plan, count = self._plan, len(self._commands)
         node = plan.spec.node_index
+        of_node = "" if plan.spec.num_nodes == 1 else f"node {node} "
         is_hidden = plan.logs == "rank0" and node != 0
         return LogReader(
             pipes,
-            {each: (f"[node {node} {self._name} {each + 1}/{count}] ", is_hidden) for each in range(count)},
-            f"[torchrun node {node}] ",
+            {each: (f"[{of_node}{self._name} {each + 1}/{count}] ", is_hidden) for each in range(count)},
+            label(node, plan.spec.num_nodes),
             plan.write,
             keep_in=None if plan.spec.log_dir is None else self._folder,
             cuts=True,

@@ -13,7 +13,7 @@ from typing import Any, TypeAlias
 
 from ..errors import LaunchFailed, TorchrunError, TorchrunPreempted
 from ..events import Event, Kind
-from ..gang.cause import Cause, Failure, cause_of
+from ..gang.cause import Cause, Failure, FailureText, cause_of
 from ..gang.endings import Broken, GivenUp, MustEnd, TimedOut, preempted, timed_out
 from ..gang.launch import change_of_nodes
 from ..gang.protocol import (
@@ -79,6 +79,14 @@ class NodeCourse:
 
     def _do(self, *effects: Effect) -> None:
         self._out += effects
+
+    @property
+    def _is_alone(self) -> bool:
+        return self.plan.spec.num_nodes == 1
+
+    @property
+    def _all(self) -> str:
+        return "all workers" if self._is_alone else "all nodes"
 
     def _say(self, kind: Kind, text: str, is_detail: bool = False) -> None:
         self._out.append(Event(kind, self._node, text, is_detail))
@@ -177,7 +185,7 @@ class NodeCourse:
         # Then another node has logged the reason in this terminal.
         is_told = stop.teller != CONTROL and self.plan.shares_machine
         if self._node == CONTROL and stop.because and not is_told:
-            self._say("stopping", f"{stop.because}; stopping all nodes")
+            self._say("stopping", f"{stop.because}; stopping {self._all}")
 
     def _keep_ask(self, ask: Ask) -> None:
         """Keep what a feature asks until the workers start: it asks once."""
@@ -201,7 +209,7 @@ class NodeCourse:
         when = f"when {names(again)} {has} started again" if again else f"in {restart.pause_s:g} s"
         text = (
             f"restart {restart.number} of {restart.of}: all workers start again {when}, "
-            f"because {cause.who[0].lower()}{cause.who[1:]} {cause.what}"
+            f"because {FailureText(cause, is_alone=self._is_alone).who} {cause.what}"
         )
         change = change_of_nodes(restart.left, restart.came, restart.size)
         self._say("restart", f"{text}; {change}" if change else text)
@@ -255,7 +263,7 @@ class NodeCourse:
             return
         self._is_preempted = True
         cause = self._cause_of(preempted(self._node, self._host, order.why))
-        self._say("stopping", f"{cause.what}; stopping all nodes")
+        self._say("stopping", f"{cause.what}; stopping {self._all}")
         self._report(cause)  # and go on until the verdict
 
     def _on_timed_out(self, news: TimedOut) -> None:
@@ -294,7 +302,7 @@ class NodeCourse:
         self._enter(Phase.ENDED)
         self._do(Do.CLOSE_NOW)
         text = f"its {AGENT_NAME} could not be started: {news.why}"
-        self._say("worker_failed", f"{text}; stopping all nodes")
+        self._say("worker_failed", f"{text}; stopping {self._all}")
         self._do(Ended(self._launch, False, self._go.generation, (self._no_agent(text),), stores=self.plan.stores))
 
     def _on_workers(self, seen: Seen) -> None:
@@ -304,7 +312,7 @@ class NodeCourse:
             self._say_output()
         self._do(*seen.told)
         if seen.failed and self.phase is Phase.RUNNING:
-            self._say("worker_failed", f"{seen.failed}; stopping all nodes")
+            self._say("worker_failed", f"{seen.failed}; stopping {self._all}")
             self._do(Failed(self._launch, self._go.generation, seen.failures), Do.STOP)
             self._enter(Phase.STOPPING)
         if seen.is_over:

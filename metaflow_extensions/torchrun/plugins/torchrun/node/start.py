@@ -10,7 +10,7 @@ from contextlib import suppress
 from functools import partial
 from typing import Any
 
-from ..events import Event
+from ..events import Event, label
 from ..gang.cause import SHORT_PEER_ERRORS
 from ..gang.protocol import Go
 from ..gang.seat import Seat
@@ -69,7 +69,7 @@ def _reader(plan: Plan, folder: str, pipes: str) -> LogReader:
     return LogReader(
         pipes,
         {rank: (plan.label(rank), plan.hides(rank)) for rank in range(plan.spec.nproc)},
-        f"[torchrun node {plan.spec.node_index}] ",
+        label(plan.spec.node_index, plan.spec.num_nodes),
         plan.write,
         holds_report=True,
         keep_in=None if plan.spec.log_dir is None else folder,

@@ -15,10 +15,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..compat.stored import LINE_PARSER, LOG_SOURCES
+from ..gang.protocol import CONTROL
 from ..records.snapshot import Snapshot
 from .stored_gangs import StoredGang, StoredGangs
 
-_LABEL = re.compile(r"\[(?:rank (\d+)|torchrun node (\d+)|node (\d+) (?:before_run|node_check) \d+/\d+)\] ")
+_LABEL = re.compile(r"\[(?:rank (\d+)|torchrun(?: node (\d+))?|(?:node (\d+) )?(?:before_run|node_check) \d+/\d+)\] ")
 _PIECE = 256 * 1024
 _PAUSE_S = 1.0  # the least pause between two reads of growing logs
 _SHARE = 2.0  # the pause after a long read, as a multiple of its duration
@@ -69,7 +70,7 @@ def _lines(source: Source, nodes: Collection[int], node_of: Callable[[int], int 
         latest = max(latest, stamp)
         label = _LABEL.match(text)
         rank = int(label[1]) if label and label[1] else None
-        named = node_of(rank) if rank is not None else int(label[2] or label[3]) if label else None
+        named = node_of(rank) if rank is not None else int(label[2] or label[3] or CONTROL) if label else None
         node = own if named is None else named
         if node in (None, source.node) or node not in nodes:
             yield Line(latest, source.task, source.stream, node, rank, text)

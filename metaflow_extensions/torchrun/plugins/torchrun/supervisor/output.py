@@ -27,6 +27,7 @@ class Output:
         self._tell_task = tell_task
         self._of_task: frozenset[str] = frozenset()  # the streams that the task writes to
         self._sent_bytes = self._written_bytes = 0
+        self.num_nodes = 0  # of the gang
 
     def begin(self, of_task: Iterable[str]) -> None:
         """Begin a launch; `of_task` are the streams that the task writes to."""
@@ -47,7 +48,7 @@ class Output:
 
     def show(self, event: Event) -> None:
         """Write an event to the node's log, and tell the task of it."""
-        self.write("stderr", event_text(event))
+        self.write("stderr", event_text(event, self.num_nodes))
         self._tell_task("event", event.kind, event.node, event.text, event.is_detail)
 
 

@@ -230,6 +230,7 @@ class Supervisor:
 
     def _begin(self, about: dict[str, Any]) -> None:
         self._silence_s = float(about["timeout_s"])
+        self._output.num_nodes = about["num_nodes"]
         if about["num_nodes"] > 1:
             self._frozen = FrozenWatch(self._silence_s)
         more = about.pop("more")

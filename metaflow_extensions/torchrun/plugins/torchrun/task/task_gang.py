@@ -32,7 +32,7 @@ from ..compat.datastore import datastore_type, metadata_type, save_log, watch_st
 from ..compat.renamed import convenience
 from ..compat.steps import control_task_of, exit_codes_of_tasks, is_local, is_of_another_task, runs_on
 from ..errors import TorchrunPreempted
-from ..events import Event, Subscriber
+from ..events import Event, label
 from ..gang.cause import Cause, cause_of
 from ..gang.keepers import Plain
 from ..gang.member import Member
@@ -187,8 +187,8 @@ class TaskGang:
     def _emit(self, event: Event) -> None:
         if event.kind == "command":
             self._about["command"] = event.text.removeprefix("runs: ")
-        show: Subscriber = to_log if self._is_local else self._log.take
-        show(event)
+        show = to_log if self._is_local else self._log.take
+        show(event, current.parallel.num_nodes)
 
     def _follow(self, registry: Registry, channel: ControlClient) -> None:
         """Store and show what happens to the gang, on the control node."""
@@ -372,5 +372,5 @@ class TaskGang:
         if text is not None and self._channel is not None and member is not None and not self._is_local:
             member.say(Event("failed", node, text))
             self._log.save(_UPLOAD_S)
-            text = f"{type(error).__name__}: see the error of [torchrun node {node}] above."
+            text = f"{type(error).__name__}: see the error of {label(node, current.parallel.num_nodes)}above."
         end_with(error, text)

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from ...errors import EntrypointError, LaunchFailed, TorchrunConfigError, TorchrunError, WorkerFailed
-from ...gang.cause import cause_of, retold
+from ...gang.cause import cause_of, failure_of, retold
 from ...gang.keepers import Plain
 from ...gang.protocol import CONTROL
 from ...gang.texts import size_text
@@ -129,8 +129,11 @@ class FunctionCall(Service):
 
     def original(self, error: LaunchFailed, told: Plain) -> BaseException:
         """Return what `run` raises: the worker's exception, `WorkerFailed` if it can't be had, or `error` itself."""
-        cause = cause_of(error)
-        if type(error) is not LaunchFailed or cause is None or cause.kind not in _RAISING or cause.rank is None:
+        failure = failure_of(error)
+        if type(error) is not LaunchFailed or failure is None:
+            return error
+        cause = failure.cause
+        if cause.kind not in _RAISING or cause.rank is None:
             return error
         data = self._raised(cause.rank, told.get(str(cause.rank)))
         if data is None:
@@ -140,7 +143,7 @@ class FunctionCall(Service):
         if exception is None:
             because = f"\nThe exception itself can't be raised here, because {why}." if why else ""
             return retold(error, WorkerFailed, f"{report['text']}\n", because)
-        _add_note(exception, f"raised by rank {cause.rank} on node {cause.node} (host {cause.host})")
+        _add_note(exception, f"raised by {failure.who}")
         return exception
 
     def _raised(self, rank: int, key: str | None) -> bytes | None:
