@@ -59,7 +59,9 @@ def test_a_failure_is_shown_with_its_cause_first_its_nodes_and_its_restart(ask, 
     assert re.fullmatch(r"start, restart 1 of 1 in [\d.]+ s, start again", ", ".join(starts)), starts
     assert lines[-1].endswith(f"torchrun logs {run}/hurt --rank 1")
     before = lines.index("All workers were started again after this.")
-    assert re.match(r"After \d+ s: Rank 1 on node 1 .* exited with code 3; the last line of its stderr: .*\.$", lines[before - 1])
+    assert re.match(
+        r"After \d+ s: Rank 1 on node 1 .* exited with code 3; the last line of its stderr: .*\.$", lines[before - 1]
+    )
 
 
 def test_the_gangs_of_a_foreach_are_shown_one_after_another_each_with_its_last_attempt(seen, ask, run):

@@ -91,9 +91,7 @@ class Course:
         self.nodes, self.rules, self.keepers = nodes, rules, keepers
         self.history = History(clock)
         self.launch = Launch(-1, Phase.OVER)
-        self.aside: set[int] = (
-            set()
-        )  # nodes that wait to the end: their check has failed, or their workers twice in a row
+        self.aside: set[int] = set()  # nodes that wait to the end: their check failed, or their workers did again
         self.gone: dict[int, Cause] = {}  # why nodes are lost, or were told to end
         self.waits: dict[int, Wait] = {}  # for a task in a node's place, until one is ready for a launch
         self._pick_port, self._clock, self._over = pick_port, clock, over

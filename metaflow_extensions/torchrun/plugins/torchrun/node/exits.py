@@ -24,7 +24,7 @@ from ..logs.pipes import AGENT, Tail
 from .agent_events import WorkerEnded
 
 _TAIL_LINES, _STDOUT_LINES = 30, 10
-_OF_LIBRARIES = re.compile(r"/(site|dist)-packages/|/lib(64)?/python3\.")
+_OF_LIBRARIES = re.compile(r"/(site|dist)-packages/|/lib(64)?/python3\.|/metaflow_extensions/torchrun/")
 
 
 def _failed(end: WorkerEnded) -> bool:
