@@ -330,3 +330,12 @@ def test_the_command_names_what_there_is(kept, options, error):
     gang = SimpleNamespace(kept=lambda: kept, datastore={})
     with pytest.raises(TorchrunError, match=error):
         list(list_or_download(gang, {"launch": None, "node": None, "to": None, **options}))
+
+
+@pytest.mark.parametrize("has_failed", [True, False])
+def test_a_failed_launch_that_has_left_nothing_says_nothing_of_it(has_failed, root, store):
+    """Its cause is the next line; of one that ended well, a name without a file is worth a warning."""
+    upload = FilesToStore(("*.pt",), str(root), store, 0.0, 60.0 if has_failed else None)
+    entry_of(upload)
+    said = list(upload.lines(None, 0.0))
+    assert [len(said), *(["matches nothing" in said[0]] if said else [])] == ([0] if has_failed else [2, True])

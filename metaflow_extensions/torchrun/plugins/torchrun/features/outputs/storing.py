@@ -56,6 +56,7 @@ class FilesToStore(ToStore):
         self.kept: StoredOutputs | None = None  # once that is told
         self._patterns, self._folder, self._store = patterns, folder, store
         self._since = since
+        self._has_failed = within_s is not None
         self._deadline = float("inf") if within_s is None else time.monotonic() + within_s
         self._listing = Listing()
         self._changed: list[str] = []  # names of files that changed while they were read
@@ -80,6 +81,8 @@ class FilesToStore(ToStore):
         if problem is not None:
             yield f"its outputs could not be stored in {self._store.where} {problem}"
             return
+        if self._has_failed and not self._rows and not self._listing.left_out:
+            return  # a launch that fails early has nothing, and its cause comes next
         for pattern in self._listing.unmatched[:_SAID]:
             yield f"warning: {pattern!r} of run(outputs=...) matches nothing in {self._folder}"
         if self._listing.left_out:
