@@ -131,9 +131,10 @@ class NotedRegistry(Registry):
 
 def join(task, registry, settings, starts):
     """Return this node as a member, the control node's channel or None, and the control node's address."""
+    show = functools.partial(to_log, num_nodes=task.num_nodes)
     if task.node > 0:
         member, main_addr = joining.join_as_member(
-            registry, task.node, task.num_nodes, settings, to_log, {"starts": starts}
+            registry, task.node, task.num_nodes, settings, show, {"starts": starts}
         )
         return member, None, main_addr
     main_ip, here_only = task.main_ip or "", task.main_ip is None
@@ -141,7 +142,7 @@ def join(task, registry, settings, starts):
         main_ip = socket.gethostbyname_ex(socket.gethostname())[-1][0]
     rules = joining.rules_of(settings)
     member, channel = joining.join_as_control(
-        registry, task.num_nodes, main_ip, settings, to_log, here_only, rules, {"starts": starts}
+        registry, task.num_nodes, main_ip, settings, show, here_only, rules, {"starts": starts}
     )
     if task.main_ip is not None or settings.logs in ("all", "rank0"):  # as of tasks that are on machines of their own
         channel.relay_lines()
