@@ -159,3 +159,33 @@ def test_a_graph_that_is_not_as_expected_costs_only_the_number():
     settings = parse_settings({}, "train")
     decorator = SimpleNamespace(_settings=settings, _graph=[SimpleNamespace(name="train")], _step_name="train")
     assert TorchrunDecorator._settings_of_spares(decorator) is settings
+
+
+@pytest.mark.parametrize("body", ["current.torch.run('x.py')", "t = current.torch\nt.run('x.py')"])
+def test_a_call_in_a_step_without_torchrun_is_found_beside_a_step_with_it(body, tmp_path):
+    text = f"from metaflow import current\ndef train(self):\n    pass\ndef other(self):\n    {body.replace(chr(10), '; ')}\n"
+    path = str(write(tmp_path / "flow.py", text))
+    torchrun, unknown = SimpleNamespace(name="torchrun"), SimpleNamespace(name="theirs")  # which may offer it
+    nodes = {name: SimpleNamespace(name=name, source_file=path, decorators=[]) for name in ("train", "other")}
+    nodes["train"].func_lineno, nodes["other"].func_lineno = 2, 4
+    nodes["train"].decorators.append(torchrun)
+    graph = Graph(nodes)
+    with pytest.raises(lint.LintWarn) as found:
+        run_calls.check_steps_without_torchrun(graph)
+    assert found.value.message.startswith("Step *other* calls current.torch.run, but has no @torchrun.")
+    assert found.value.line_no == 5
+    write(
+        tmp_path / "flow.py",
+        text.replace("    current", "    if self.x: current").replace("    t =", "    if self.x: t ="),
+    )
+    run_calls.check_steps_without_torchrun(graph)
+    write(tmp_path / "flow.py", text)
+    nodes["other"].decorators.append(unknown)
+    run_calls.check_steps_without_torchrun(graph)
+
+
+class Graph(dict):
+    """Steps by name, that give themselves, as Metaflow's graph does."""
+
+    def __iter__(self):
+        return iter(self.values())

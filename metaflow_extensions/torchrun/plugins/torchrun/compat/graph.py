@@ -98,6 +98,13 @@ def sources_of_steps(graph: Any) -> Iterator[tuple[str, str, int]]:
             yield node.name, node.source_file, node.func_lineno
 
 
+def sources_of_other_steps(graph: Any) -> Iterator[tuple[str, str, int]]:
+    """Yield the same of the other steps, but for those whose decorators may run anything."""
+    for node in graph:
+        if not any(deco.name == "torchrun" for deco in node.decorators) and not runs_unknown_code(graph, node.name):
+            yield node.name, node.source_file, node.func_lineno
+
+
 def attributes_of_torchrun(graph: Any, step: str) -> dict[str, Any]:
     """Return the attributes of a step's ``@torchrun``."""
     return next((deco.attributes for deco in graph[step].decorators if deco.name == "torchrun"), {})

@@ -21,8 +21,6 @@ from .run_calls import Source
 
 # Arguments of `run` with which the script is searched elsewhere, made before, or no script.
 _ELSEWHERE = frozenset({"module", "cwd", "before_run", "torchrun_args"})
-# A call below one of these may not be made, or its error may be caught.
-_MAY_NOT_RUN = (ast.If, ast.IfExp, ast.BoolOp, ast.While, ast.Try, ast.Match, ast.FunctionDef, ast.Lambda)
 # A flow with one of these words may make files whose names it does not have.
 _MAKERS = re.compile(r"\b(subprocess|Popen|os\.system|shutil|tarfile|zipfile|extractall)\b")
 # A step that calls nothing else makes no file, unless it names it.
@@ -61,14 +59,8 @@ def missing_scripts(path: str | None, first: int | None, folders: list[str]) -> 
     source = Source.of_step(path, first)
     if source is None or _MAKERS.search(source.text) or not _is_harmless(source):
         return
-    uncertain = {
-        id(inner)
-        for node in ast.walk(source.function)
-        if isinstance(node, _MAY_NOT_RUN) and node is not source.function
-        for inner in ast.walk(node)
-    }
-    for call in source.calls_of_run:
-        name = None if id(call) in uncertain else _script_of(call)
+    for call in source.sure_calls_of_run:
+        name = _script_of(call)
         if name is not None and _is_missing(name, folders) and not _is_named_elsewhere(name, source, folders):
             yield name, call.lineno
 

@@ -13,9 +13,11 @@ from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any, NamedTuple
 
-from ..compat.graph import LintWarn, sources_of_steps
+from ..compat.graph import LintWarn, sources_of_other_steps, sources_of_steps
 from ..run_arguments import KNOWN, instead_of
 
+# A call below one of these may not be made, or its error may be caught.
+_MAY_NOT_RUN = (ast.If, ast.IfExp, ast.BoolOp, ast.While, ast.Try, ast.Match, ast.FunctionDef, ast.Lambda)
 _RUNS = frozenset({"metaflow.current.torch.run", "metaflow.metaflow_current.current.torch.run"})
 
 
@@ -26,6 +28,22 @@ def check_arguments_of_run(graph: Any) -> None:
             raise LintWarn(
                 f"Step *{step}* calls current.torch.run({name}=...), which has no argument {name}.{instead_of(name)}",
                 line,
+                path,
+            )
+
+
+def check_steps_without_torchrun(graph: Any) -> None:
+    """Refuse a step without ``@torchrun`` that calls ``current.torch.run``; Metaflow would start it first, and not say why.
+
+    Metaflow loads this with the first ``@torchrun`` of a flow, so a flow without any has only Metaflow's error.
+    """
+    for step, path, first in sources_of_other_steps(graph):
+        source = Source.of_step(path, first)
+        for call in [] if source is None else source.sure_calls_of_run:
+            raise LintWarn(
+                f"Step *{step}* calls current.torch.run, but has no @torchrun. Add @torchrun to this step, and enter it with "
+                f"self.next(self.{step}, num_parallel=N). On one node, TorchrunSingleNodeMultiGPU().run does without both.",
+                call.lineno,
                 path,
             )
 
@@ -80,6 +98,13 @@ class Source(NamedTuple):
     def calls_of_run(self) -> list[ast.Call]:
         """Those of ``current.torch.run``."""
         return [call for call in self.calls if self.meaning(call.func) in _RUNS]
+
+    @property
+    def sure_calls_of_run(self) -> list[ast.Call]:
+        """Those that are made whenever the step runs."""
+        parts = [n for n in ast.walk(self.function) if isinstance(n, _MAY_NOT_RUN) and n is not self.function]
+        uncertain = {id(inner) for part in parts for inner in ast.walk(part)}
+        return [call for call in self.calls_of_run if id(call) not in uncertain]
 
     def meaning(self, node: ast.AST) -> str | None:
         """Return the dotted name that a name with attributes stands for; None if it is something else."""

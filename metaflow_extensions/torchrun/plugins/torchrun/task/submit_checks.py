@@ -15,7 +15,7 @@ from ..gang.launch import GONE
 from ..parsing import DEFAULT_RESTART_ON
 from ..settings import StepSettings, check_spares
 from .missing_scripts import check_scripts_of_run
-from .run_calls import check_arguments_of_run
+from .run_calls import check_arguments_of_run, check_steps_without_torchrun
 
 
 class Submission:
@@ -135,4 +135,5 @@ def check_entered_with_num_parallel(graph: Any) -> None:
 
 check_first(check_entered_with_num_parallel)
 check_last(check_arguments_of_run)
+check_last(check_steps_without_torchrun)
 check_last(check_scripts_of_run)
