@@ -85,7 +85,7 @@ RUN_ELSEWHERE = {
     ("docs/recipes/spot.md", "import signal"),
     ("docs/start.md", '@card(type="torchrun")'),
     ("docs/start.md", "from metaflow import Flow"),
-    ("docs/start.md", "import os"),
+    ("docs/start.md", "import argparse"),
     ("docs/tracking.md", "import os"),
     ("docs/tracking.md", 'current.torch.run("train.py", env={"WANDB_MODE": "offline"}, outputs=["wandb/"])'),
     ("docs/tracking.md", 'result = current.torch.run("train.py", outputs=["runs/"])'),

@@ -17,6 +17,7 @@ def train(lr):  # each rank calls it
         loss.backward()
         optimizer.step()
         report(step=n, total=200, loss=loss)
+    print(f"done, with a loss of {loss.item():.4f}")
 
 
 class Train(FlowSpec):

@@ -43,7 +43,7 @@ def test_silence_of_all_ranks_is_a_hang():
     kept.handle(0, told({"age_s": 9.0}), 121.0)  # older than what node 1 has told
     for at_s in range(120, 150):
         assert kept.tick(float(at_s), None) == Remarks()
-    text = "no rank wrote anything, told a step, joined a process group or exited for 30 s"
+    text = "no rank wrote anything, reported a step, joined a process group or exited for 30 s"
     failing = Failing("hang", text, advice="If they were only slow, raise hang_timeout_s.")
     assert kept.tick(149.1, None) == Remarks(failing=failing)
     kept.begin(0, {}, 200.0)

@@ -121,7 +121,7 @@ def test_the_first_report_is_an_event_and_the_log_has_a_line_soon_and_then_one_a
         assert (found is not None) is (now == 0)
         if found is not None:
             assert found.happened == (
-                Happened("progress", 0, "step 0 of 200 (0 %), 1 steps/s, 3 min 20 s left, loss 1"),
+                Happened("progress", 0, "step 0 of 200 (0 %), 1 steps/s, 3 min 20 s left, loss 1", 0),
             )
         said += [(now, line) for line in kept.compare(now).lines]
     assert said == [
@@ -132,7 +132,7 @@ def test_the_first_report_is_an_event_and_the_log_has_a_line_soon_and_then_one_a
     ]
     kept.keeper.begin(1, {}, 300)
     assert kept.compare(500).lines == (), "what the launch before had reported is no news of this one"
-    assert kept.take((1, {"loss": 1.0}), at_s=600, launch=1).happened == (Happened("progress", 0, "step 1, loss 1"),)
+    assert kept.take((1, {"loss": 1.0}), at_s=600, launch=1).happened == (Happened("progress", 0, "step 1, loss 1", 0),)
 
 
 @pytest.mark.parametrize(

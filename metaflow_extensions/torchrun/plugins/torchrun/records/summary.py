@@ -227,6 +227,8 @@ class _Fold:
                 node.is_out = True
             case "awaited":
                 node.is_awaited = True
+            case _ if record.rank is not None:  # a feature's, such as the first step that rank 0 reports
+                self._hear_of_workers(record, node)
             case "lost" if record.node == CONTROL:
                 # Reported by others. The fate of the other nodes after that is not recorded.
                 self.cause = record

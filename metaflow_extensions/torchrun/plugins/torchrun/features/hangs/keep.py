@@ -19,7 +19,7 @@ from .told import DIAGNOSTICS_S, KIND, Diagnostics
 _LATE_S = 3.0  # between two looks at the clock, which come every second
 # The workers of a launch may take this long until the first sign of life: to be started, and to import PyTorch.
 _START_S = 600.0
-_SIGNS = "wrote anything, told a step, joined a process group or exited"
+_SIGNS = "wrote anything, reported a step, joined a process group or exited"
 _MAX_LINES = 64
 _WAITS = "node {}: its output waits for its reader, such as a stopped terminal, and its ranks wait, too"
 _NO_WORKERS = (

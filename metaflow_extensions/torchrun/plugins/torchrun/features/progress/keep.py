@@ -110,7 +110,7 @@ class ProgressKeeper(Keeper):
         if not is_first:
             return None
         self._says_at = at_s + FIRST_LINE_S
-        return Remarks(happened=(Happened("progress", node, said(self.record() or {})),))
+        return Remarks(happened=(Happened("progress", node, said(self.record() or {}), rank=0),))
 
     def done(self, launch: int) -> float | None:
         """Return the highest step that a script has reported."""

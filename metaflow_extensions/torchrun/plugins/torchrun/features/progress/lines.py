@@ -11,7 +11,7 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-MAX_BYTES = 16 * 1024
+MAX_BYTES = 64 * 1024
 _MAX_KEY_CHARS = 80
 _MAX_STEP = 2**53  # up to there a float is exact
 # Valid durations of a step; others would make sums and speeds overflow.
