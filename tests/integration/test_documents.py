@@ -65,7 +65,7 @@ def test_the_commands_of_the_readme_run_its_example(tmp_path):
     flow = next(block.text for block in blocks if block.language == "python")
     assert (folder / "flow.py").read_text().startswith(flow)
     run, look = (block.text for block in blocks if "python flow.py" in block.text and block.language == "bash")
-    (loss,) = re.findall(r" loss (\d+\.\d+)\n", pasted(run, tmp_path))
+    (loss,) = re.findall(r"\] loss (\d+\.\d+)\n", pasted(run, tmp_path))
     assert float(loss) < 0.1
     shown = pasted(f"export METAFLOW_USER=me\n{look.partition('python flow.py card')[0]}", folder)
     assert "step 200 of 200" in shown or "200 of 200 steps (100 %)" in shown, shown

@@ -23,11 +23,12 @@ def cases(program):
 
 def start(folder, words, stdin=None, **env):
     """Run one program to its end."""
+    own = {"METAFLOW_USER": "tester", "TMPDIR": str(folder)}  # a case looks at what it leaves there
     paths = {"PYTHONPATH": os.pathsep.join([str(folder), os.environ.get("PYTHONPATH", "")])} if stdin else {}
     return subprocess.run(
         [sys.executable, *words],
         cwd=folder,
-        env={**os.environ, "METAFLOW_USER": "tester", **paths, **env},
+        env={**os.environ, **own, **paths, **env},
         input=stdin,
         capture_output=True,
         text=True,
