@@ -88,7 +88,7 @@ def test_forks_and_threads_write_whole_lines(lines, tmp_path):
         from metaflow_torchrun import report
 
         def many(value):
-            for step in range(100):
+            for step in range(300):
                 report(step, **{"a long name " * 5: value})
 
         children = [os.fork() for _ in range(2)]  # four processes
@@ -101,7 +101,7 @@ def test_forks_and_threads_write_whole_lines(lines, tmp_path):
     subprocess.run([sys.executable, path], check=True, timeout=60)
     file = os.environ["TORCHRUN_METRICS"]
     with open(file, encoding="utf-8") as written:
-        assert len([json.loads(line) for line in written]) == 4 * 2 * 100
+        assert len([json.loads(line) for line in written]) == 4 * 2 * 300
     assert os.path.getsize(file) > MAX_BYTES
     assert lines()
 
