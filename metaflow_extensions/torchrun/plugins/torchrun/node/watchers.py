@@ -37,9 +37,7 @@ class Here:
     say: Callable[[str], None]  # writes a line to the log's details
     show: Callable[[str], None]  # writes lines to the log
     running: Callable[[], Mapping[int, int]]  # returns the workers that run: global rank -> pid
-    active_at: Callable[
-        [], float | None
-    ]  # returns when a worker was last found to have written, reported a step, or ended
+    active_at: Callable[[], float | None]  # returns when a worker was last found to have written, reported or ended
     written: Callable[[], int]  # returns how many bytes the workers have written to stdout and stderr
     is_held_up: Callable[[], bool] = lambda: False  # returns whether the workers wait for who reads their output
     name: str = ""  # unique in the gang: node, launch and generation
