@@ -232,6 +232,7 @@ def test_a_check_that_fails_where_no_other_node_is_fails_the_launch(node):
         else:
             check_fails(gang, node)
         assert "The reason: a command of node_check failed (class node_check)." in str(gang.same_verdict(0, 1, 2))
+        assert not gang.got(0, Restart)
 
 
 def test_without_restarts_a_check_that_fails_fails_the_launch():
