@@ -123,7 +123,7 @@ def test_a_hang_in_nccl_tells_where_the_rank_was_that_stayed_away(run):
     flow = run("--nodes", "1", expect=1, runs_=[launch("hang", hang_timeout_s=30)])
     (error,) = flow.errors()
     assert (error["class"], error["cause"]["category"]) == ("LaunchHung", "hang")
-    assert re.search(rf"^Rank {len(GPUS) - 1} was at on_gpu.py:\d+ in load_batch", error["message"], re.MULTILINE)
+    assert re.search(rf"^Rank {len(GPUS) - 1}: on_gpu.py:\d+ in load_batch", error["message"], re.MULTILINE)
 
 
 @two_gpus

@@ -25,14 +25,18 @@ def test_a_hang_is_shown_by_the_stacks_of_all_workers_and_restarted(run_flow, tm
     assert {(error["class"], error["cause"]["category"]) for error in errors} == {("LaunchHung", "hang")}
     said = errors[0]["message"]
     assert "joined a process group or exited for 20 s. If they" in said
-    for rank, place in ((0, "in train_step"), (1, "in load_batch")):
-        (line,) = [line for line in said.splitlines() if line.startswith(f"Rank {rank} was at hanging.py:")]
+    assert "rank 1 in load_batch at hanging.py:14. Look at rank 1 first: the others seem to wait" in said
+    for rank, place in (
+        (0, "in train_step (in all_reduce): dist.all_reduce(torch.ones(1))"),
+        (1, "in load_batch: time"),
+    ):
+        (line,) = [line for line in said.splitlines() if line.startswith(f"Rank {rank}: hanging.py:")]
         assert place in line
         assert f"[torchrun node {rank}]" in flow.text
     # What was seen before the restart is kept, too.
     assert re.search(r"restart 1 of 1.* the launch hangs", flow.text)
     assert len(list(kept.glob("torchrun-hang-node*-launch0-0-*/stacks.txt"))) == 2
-    files = [Path(line.split(": ", 1)[1]) for line in said.splitlines() if line.startswith("Stacks of node")]
+    files = [Path(line.split(": ", 1)[1]) for line in said.splitlines() if line.startswith("Whole stacks of node")]
     assert len(files) == 2
     assert all(kept in file.parents for file in files)
     stacks = "\n".join(file.read_text() for file in files)

@@ -1,75 +1,171 @@
-"""Every message becomes bytes below the limit, and says as much as they can hold."""
+"""What a stack of faulthandler says, and who probably waits for whom."""
 
-import json
+import os
+import threading
+from pathlib import Path
 
 import pytest
-from unit_helpers import HOSTILE
 
-from metaflow_extensions.torchrun.plugins.torchrun.channel.codec import LENGTH, Frames, load
-from metaflow_extensions.torchrun.plugins.torchrun.channel.frames import (
-    MAX_FRAME_BYTES,
-    decode,
-    encode,
+from metaflow_extensions.torchrun.plugins.torchrun.machine import source_lines
+from metaflow_extensions.torchrun.plugins.torchrun.machine.frames import (
+    Found,
+    Line,
+    look_first,
+    read,
+    sources,
+    unescaped,
+    without_stack,
 )
-from metaflow_extensions.torchrun.plugins.torchrun.gang.cause import Cause, Failure
-from metaflow_extensions.torchrun.plugins.torchrun.gang.protocol import Ended, Note, Restart, Told, to_wire
+from metaflow_extensions.torchrun.plugins.torchrun.machine.source_lines import SourceLines
+
+SITE = "/venv/lib/python3.11/site-packages"
+TORCH = f"{SITE}/torch"
+OURS = f"{SITE}/metaflow_extensions/torchrun/plugins/torchrun"
 
 
-def sent(message):
-    """Return what arrives of a message."""
-    (value,) = Frames(MAX_FRAME_BYTES).feed(encode(message))
-    return decode(value)
+def stack(*frames):
+    return "Current thread (most recent call first):\n" + "\n".join(
+        f'  File "{path}", line {line} in {function}' for path, line, function in frames
+    )
 
 
-@pytest.mark.parametrize("text", [*HOSTILE, "half of a pair: \udce4", "\ud83d", "\x00\x1f\u2028"])
-def test_texts_arrive_as_they_were(text):
-    assert sent(Note(text)) == Note(text)
+def test_frames_of_libraries_are_counted_and_the_users_have_their_source_lines():
+    text = stack(
+        (f"{TORCH}/distributed/distributed_c10d.py", 3252, "all_reduce"),
+        (f"{TORCH}/distributed/c10d_logger.py", 83, "wrapper"),
+        ("/my/train.py", 18, "step"),
+        (f"{SITE}/trainer/loop.py", 7, "fit"),
+        (f"{TORCH}/nn/module.py", 9, "call"),
+        ("/my/train.py", 24, "<module>"),
+        ("<frozen runpy>", 88, "_run_code"),
+    )
+    own = [Line("/my/train.py", 18), Line(f"{SITE}/trainer/loop.py", 7), Line("/my/train.py", 24)]
+    assert sources(text) == own
+    found = read(text, {own[0]: "dist.all_reduce(x)", own[2]: "fit()"})
+    assert found.short.splitlines() == [
+        "(2 frames of libraries, innermost distributed_c10d.py:3252 in all_reduce)",
+        "train.py:18 in step: dist.all_reduce(x)",
+        "loop.py:7 in fit",
+        "(1 frame of libraries, innermost module.py:9 in call)",
+        "train.py:24 in <module>: fit()",
+    ]
+    assert (found.where, found.line) == ("train.py:18 in step (in all_reduce)", "dist.all_reduce(x)")
+    assert (found.text, found.waits) == (text, True)
 
 
-@pytest.mark.parametrize("character", ["🙂", "\x00", "\ud83d", "x"], ids=["emoji", "control", "half a pair", "plain"])
-def test_a_report_of_eight_long_causes_needs_no_shortening(character):
-    causes = [Cause("exception", 1, "h", i, i, 1, character * 10**6, character * 10**6) for i in range(8)]
-    arrived = sent(Ended(0, False, 0, tuple(Failure(cause, 0.1) for cause in causes)))
-    assert arrived.failures == tuple(Failure(cause.bounded(), 0.1) for cause in causes)
+def test_an_import_is_the_line_that_imports():
+    inner = [(f"{TORCH}/__init__.py", 400, "_load"), *[("<frozen importlib._bootstrap>", 241, "_call")] * 20]
+    found = read(stack(*inner, ("/my/train.py", 1, "<module>")), {Line("/my/train.py", 1): "import torch"})
+    assert found.short.splitlines() == [
+        "(21 frames of libraries, innermost __init__.py:400 in _load)",
+        "train.py:1 in <module>: import torch",
+    ]
 
 
-def test_what_is_too_long_is_shortened_and_still_says_what_it_is():
-    long = "Traceback (most recent call last):\n" + "🙂" * 10**6 + "\nValueError: at the end"
-    arrived = sent(Told(0, 0, "any", {"codes": {str(code): 0 for code in range(1000)}, "where": {"3": long}}))
-    assert len(arrived.data["codes"]) == 1000
-    text = arrived.data["where"]["3"]
-    assert text.startswith("Traceback (most recent call last):\n🙂")
-    assert text.endswith("🙂\nValueError: at the end")
-    assert "characters left out]" in text
+def test_a_function_has_no_frames_of_ours():
+    text = stack(("/my/flow.py", 5, "train"), (f"{OURS}/worker/function_worker.py", 30, "main"))
+    assert read(text, {}).short == "flow.py:5 in train"
+    only = read(stack((f"{OURS}/worker/function_worker.py", 30, "main")), {})
+    assert (only.where, only.short) == (
+        "function_worker.py:30 in main",
+        "(1 frame of libraries, innermost function_worker.py:30 in main)",
+    )
 
 
-def test_of_too_many_causes_the_first_and_the_last_are_kept():
-    failures = tuple(Failure(Cause("exception", 1, "h", rank, detail="x" * 2000)) for rank in range(5000))
-    ranks = [failure.cause.rank for failure in sent(Ended(0, False, 0, failures)).failures]
-    assert ranks == [*range(150), *range(4850, 5000)]
+@pytest.mark.parametrize(
+    ("path", "waits"),
+    [
+        (f"{TORCH}/distributed/distributed_c10d.py", True),
+        (f"{TORCH}/nn/parallel/distributed.py", True),
+        (f"{TORCH}/autograd/graph.py", True),
+        (f"{TORCH}/cuda/__init__.py", True),
+        (f"{TORCH}/nn/modules/linear.py", False),
+        (f"{TORCH}/distributions/normal.py", False),
+        ("/my/torch/distributed/x.py", False),
+        ("/usr/lib/python3.11/selectors.py", False),
+    ],
+)
+def test_only_the_innermost_frame_tells_that_a_rank_waits_for_others(path, waits):
+    outer = (f"{TORCH}/distributed/fsdp/api.py", 1, "forward")
+    assert read(stack((path, 1, "f"), outer, ("/my/train.py", 2, "main")), {}).waits is waits
 
 
-def test_what_can_not_be_shortened_is_refused_by_name():
-    with pytest.raises(ValueError, match=r"'told' message of \d+ .* 1048576"):
-        encode(Told(0, 0, "some", dict.fromkeys(map(str, range(20000)), "k" * 100)))
+def test_equal_stacks_have_equal_marks():
+    first, second, other = (read(stack(("/my/t.py", line, "f")), {}) for line in (1, 1, 2))
+    assert first.mark == second.mark != other.mark
+    assert read("Current thread (most recent call first):\n  <no Python frame>", {}).where == "no Python frame"
+    assert read(stack(("/my/t.py", "???", "f")), {}).where == "t.py:??? in f"
 
 
-@pytest.mark.parametrize("data", [b"[]", b"", b"\xff\xfe{}", b"null", b"[" * 500_000, b'{"a": '])
-def test_what_is_no_message_is_a_value_error(data):
-    with pytest.raises(ValueError, match=r"."):
-        decode(load(data))
+@pytest.mark.parametrize(
+    ("written", "shown"),
+    [
+        (r"/gang\xfc/\u4e16\U0001f600.py", "/gangü/世😀.py"),
+        (r"/odd\ud800\Uffffffff.py", r"/odd\ud800\Uffffffff.py"),
+        (r"/plain/train.py", "/plain/train.py"),
+    ],
+)
+def test_characters_that_faulthandler_has_escaped_are_shown(written, shown):
+    assert unescaped(written) == shown
 
 
-@pytest.mark.parametrize("number", [float("inf"), float("-inf"), float("nan")])
-def test_no_number_that_json_has_no_word_for_goes_into_a_frame_or_is_taken_from_one(number):
-    frame = encode(Restart(0, 1, 2, number, Cause("exit", 1, "h")))[LENGTH.size :]
-    json.loads(frame, parse_constant=pytest.fail)
-    written = json.dumps({**to_wire(Restart(0, 1, 2, 0.5, Cause("exit", 1, "h"))), "pause_s": number})
-    for text in (written, written.replace("NaN", "1" + "0" * 400).replace("Infinity", "1" + "0" * 400)):
-        with pytest.raises(ValueError, match="does not fit"):
-            decode(load(text.encode()))
+WAITS, ALSO = (Found(f"t.py:{line} in f", "m", "", waits=True) for line in (1, 3))
+BUSY, OTHER = (Found(f"t.py:{line} in f", "m", "") for line in (2, 4))
+GONE = without_stack("it is stopped")
 
 
-def test_a_frame_over_the_limit_is_named():
-    with pytest.raises(ValueError, match=r"frame of 1048577 bytes .* 1048576"):
-        list(Frames(MAX_FRAME_BYTES).feed(LENGTH.pack(MAX_FRAME_BYTES + 1)))
+@pytest.mark.parametrize(
+    ("ranks", "first", "why"),
+    [
+        ([WAITS, WAITS, BUSY], [2], "the others are in calls"),
+        ([BUSY, WAITS], [0], "the others are in calls"),
+        ([WAITS, GONE, BUSY, WAITS], [1, 2], "the others are in calls"),
+        ([BUSY, BUSY, WAITS], [0, 1], "the others are in calls"),
+        ([WAITS, WAITS, ALSO], [2], "most ranks are at another place"),  # another collective
+        ([BUSY, OTHER, BUSY], [1], "most ranks are at another place"),
+        ([WAITS, ALSO], [], ""),
+        ([BUSY, OTHER], [], ""),
+        ([WAITS] * 4, [], ""),
+        ([BUSY], [], ""),
+        ([], [], ""),
+    ],
+)
+def test_who_is_to_be_looked_at_first(ranks, first, why):
+    found, because = look_first(dict(enumerate(ranks)))
+    assert (found, because.startswith(why), bool(because)) == (first, True, bool(first))
+
+
+# --- source lines ------------------------------------------------------------------------------------
+
+
+def polled(*wanted):
+    lines = SourceLines(Line(str(path), number) for path, number in wanted)
+    found = None
+    while found is None:
+        found = lines.poll()
+    return {(Path(line.path).name, line.number): text for line, text in found.items()}
+
+
+def test_source_lines_are_read_where_they_can_be(tmp_path):
+    source = tmp_path / "träin.py"
+    source.write_bytes(b"one\n\n   two\xff = 3  \r\n" + b"x" * 999)
+    (tmp_path / "big.py").write_bytes(b"x\n" * 3_000_000)
+    wanted = [(source, number) for number in (1, 2, 3, 4, 99)]
+    others = [("/dev/zero", 1), (tmp_path, 1), (tmp_path / "none", 1), ("<string>", 1), (tmp_path / "big.py", 1)]
+    assert polled(*wanted, *others, ("\0", 1)) == {
+        ("träin.py", 1): "one",
+        ("träin.py", 2): "",
+        ("träin.py", 3): "two\ufffd = 3",
+        ("träin.py", 4): "x" * 160 + "…",
+    }
+    assert polled() == {}
+
+
+def test_a_disk_that_does_not_answer_costs_two_seconds_and_the_lines(monkeypatch, tmp_path):
+    answers, real = threading.Event(), os.stat
+    monkeypatch.setattr(source_lines.os, "stat", lambda path: answers.wait() and real(path))
+    monkeypatch.setattr(source_lines, "_WITHIN_S", 0.05)
+    try:
+        assert polled((tmp_path / "train.py", 1)) == {}
+    finally:
+        answers.set()

@@ -1,8 +1,10 @@
 """Launches that hang: what the control node decides, and what a node tells it."""
 
+import json
 import os
 import socket
 import time
+from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType, SimpleNamespace
 
@@ -10,7 +12,7 @@ import pytest
 from fake_node import ERROR, FakeNode
 from unit_helpers import settings_of_run
 
-from metaflow_extensions.torchrun.plugins.torchrun.features.hangs import in_task, watch
+from metaflow_extensions.torchrun.plugins.torchrun.features.hangs import in_task, on_page, watch
 from metaflow_extensions.torchrun.plugins.torchrun.features.hangs.keep import HangKeeper
 from metaflow_extensions.torchrun.plugins.torchrun.features.hangs.told import Diagnostics
 from metaflow_extensions.torchrun.plugins.torchrun.features.hangs.watch import HangWatcher
@@ -20,6 +22,7 @@ from metaflow_extensions.torchrun.plugins.torchrun.gang.policy import LaunchPoli
 from metaflow_extensions.torchrun.plugins.torchrun.gang.protocol import Failed, Told
 from metaflow_extensions.torchrun.plugins.torchrun.gang.wire import to_plain
 from metaflow_extensions.torchrun.plugins.torchrun.launch.services import RunCall, Services
+from metaflow_extensions.torchrun.plugins.torchrun.machine.frames import Found
 from metaflow_extensions.torchrun.plugins.torchrun.machine.stacks import HOOK
 
 
@@ -69,43 +72,91 @@ def test_time_in_which_the_control_node_itself_was_stopped_is_no_silence():
     assert kept.tick(101.0, None) == kept.tick(900.0, None) == kept.tick(902.0, None) == Remarks()
 
 
-def test_where_the_ranks_were_is_told():
-    kept = keeper(timeout_s=30.0)
-    for node in (1, 0):
-        found = Diagnostics(f"host-{node}", None if node else "/tmp/stacks", {node: f"train.py:{node}3 in step"})
+def at(line, function="step", waits=False, text="the whole stack"):
+    place = f"train.py:{line} in {function}"
+    source = f"{function}()"
+    return Found(place, f"mark{line}", text, source, f"{place}: {source}", waits)
+
+
+def hung(*nodes, launch=0):
+    """Return a keeper that has heard of nodes, each with its ranks."""
+    kept = HangKeeper()
+    kept.begin(launch, {"timeout_s": 30.0}, 100.0)
+    for node, ranks in reversed([*enumerate(nodes)]):
+        found = Diagnostics(f"host-{node}", "/tmp/stacks" if ranks and not node else None, ranks)
         kept.handle(node, told(to_plain(found)), 101.0)
+    return kept
+
+
+WAITS = at(41, "main", waits=True)
+SAME = replace(WAITS, text="", line="", short="")  # as the second of its node is sent
+
+
+def test_where_the_ranks_were_is_told_and_whom_to_look_at_first():
+    kept = hung({0: WAITS, 1: SAME}, {2: WAITS, 3: at(33, "load")})
     assert kept.detail("hang").splitlines() == [
-        "rank 0 in step at train.py:03, rank 1 in step at train.py:13.",
-        "Rank 0 was at train.py:03 in step.",
-        "Rank 1 was at train.py:13 in step.",
-        "Stacks of node 0 (host host-0): /tmp/stacks",
-        "Stacks of node 1 (host host-1): in its log only",
+        "3 ranks in main at train.py:41, rank 3 in load at train.py:33. Look at rank 3 first: the others seem to wait.",
+        "Ranks 0, 1, 2: train.py:41 in main: main()",
+        "Rank 3: train.py:33 in load: load()",
+        "Whole stacks of node 0 (host host-0): /tmp/stacks",
     ]
     assert (kept.detail("timeout"), kept.find_out_s("timeout"), kept.find_out_s("hang")) == ("", 0.0, 15.0)
-    kept.begin(0, {}, 200.0)
+    kept.begin(1, {}, 200.0)
     assert kept.detail("hang") == ""
 
 
+def test_the_record_has_each_stack_once_and_the_page_shows_it():
+    assert HangKeeper().record() is None
+    kept = hung({0: WAITS, 1: SAME}, {2: WAITS, 3: at(33, "load")}, launch=1)
+    kept.begin(2, {}, 200.0)
+    record = json.loads(json.dumps(kept.record()))
+    assert [(each["ranks"], each["text"]) for each in record["stacks"]] == [
+        ([0, 1, 2], "the whole stack"),
+        ([3], "the whole stack"),
+    ]
+    sentence, *blocks = on_page.PART.parts(record, None)
+    assert "launch 1" in sentence.text
+    assert [(block.title, block.parts[0].text) for block in blocks] == [
+        ("Ranks 0, 1, 2: train.py:41 in main", "train.py:41 in main: main()"),
+        ("Rank 3: train.py:33 in load", "train.py:33 in load: load()"),
+    ]
+    ends = [SimpleNamespace(outcome=outcome, launch=launch) for outcome, launch in OUTCOMES]
+    assert [list(on_page.PART.marks(record, each)) for each in ends] == [[3], [], []]
+    assert (on_page.PART.parts(None, None), on_page.PART.marks(None, ends[0])) == ((), {})
+
+
+OUTCOMES = [("failed", 1), ("failed", 2), ("done", 1)]
+
+
+def test_the_record_of_many_long_stacks_is_bounded():
+    kept = hung({rank: at(rank, text="x" * 50_000) for rank in range(100)})
+    assert len(json.dumps(kept.record())) < 150_000
+
+
 def test_a_hang_without_any_worker_says_so():
-    kept = keeper(timeout_s=30.0)
-    for node in (0, 1):
-        kept.handle(node, told(to_plain(Diagnostics(f"host-{node}", None, {}))), 101.0)
+    kept = hung({}, {})
     no_workers = "No worker was running on any node that has answered; torchrun was starting them"
     assert kept.detail("hang").startswith(no_workers)
     assert "\n" not in kept.detail("hang")
 
 
 def test_where_thousands_of_ranks_hang_is_told_by_place():
-    kept = keeper(timeout_s=5.0)
-    for node in range(300):
-        place = "train.py:9 in load" if node == 17 else "train.py:12 in step"
-        where = {str(node * 2 + local_rank): place for local_rank in range(2)}
-        kept.handle(node, told({"host": f"host-{node}", "file": f"/logs/{node}.txt", "where": where}), 101.0)
+    kept = hung(*({node * 2 + local: at(9 if node == 17 else 12) for local in range(2)} for node in range(300)))
     detail = kept.detail("hang")
-    assert detail.startswith("598 ranks in step at train.py:12, 2 ranks in load at train.py:9.")
-    assert "Ranks 0-33, 36-599 were at train.py:12 in step.\nRanks 34, 35 were at train.py:9 in load." in detail
-    assert "Stacks of node 0 (host host-0): /logs/0.txt" in detail
-    assert "236 more such lines are left out." in detail
+    assert detail.startswith(
+        "598 ranks in step at train.py:12, 2 ranks in step at train.py:9. "
+        "Look at ranks 34, 35 first: most ranks are at another place.\n"
+        "Ranks 0-33, 36-599: train.py:12 in step: step()\nRanks 34, 35: train.py:9 in step: step()"
+    )
+
+
+def test_files_of_hundreds_of_nodes_are_not_all_named():
+    kept = HangKeeper()
+    kept.begin(0, {}, 100.0)
+    for node in range(300):
+        kept.handle(node, told(to_plain(Diagnostics(f"host-{node}", f"/logs/{node}.txt", {node: WAITS}))), 101.0)
+    assert "Whole stacks of node 0 (host host-0): /logs/0.txt" in kept.detail("hang")
+    assert "236 more such lines are left out." in kept.detail("hang")
 
 
 def test_the_keeper_gets_the_limit_if_there_is_one():
@@ -136,7 +187,7 @@ def test_a_hang_is_looked_into_before_the_workers_are_stopped(kind, has_failed, 
     is_looked_into = kind == "hang" and not has_failed
     if is_looked_into:
         found = node.expect(Told).data
-        assert sorted(found["where"]) == ["0", "1"]
+        assert sorted(found["ranks"]) == ["0", "1"]
         assert Path(found["file"]).parent.name.startswith("torchrun-hang-node0-launch0-0-")
     node.ends(agent)
     assert len([text for text in node.texts("note") if "what the workers were doing" in text]) == is_looked_into

@@ -56,6 +56,10 @@ def collected(workers, folder, keep_in=None, within_s=60.0, name="launch0"):
     return asyncio.run(collect(workers, keep_in, name, within_s))
 
 
+def where_of(found):
+    return {rank: each.where for rank, each in found.ranks.items()}
+
+
 def folder_in(path):
     (path / "gang's folder ü").mkdir()
     return path / "gang's folder ü"
@@ -136,19 +140,40 @@ def hanging(tmp_path_factory):
 def test_hanging_workers_tell_where_and_live_on(hanging):
     folder, pids = hanging
     found = collected(pids, folder)
-    assert dict(zip(WORKERS, found.where.values(), strict=True)) == {name: told for name, (_, told) in WORKERS.items()}
+    where = where_of(found)
+    assert dict(zip(WORKERS, where.values(), strict=True)) == {name: told for name, (_, told) in WORKERS.items()}
     assert all(map(is_running, pids.values()))
-    headings = [line for line in found.text.splitlines() if line.startswith("---")]
-    assert headings == [f"--- rank {rank}, pid {pid}: {found.where[rank]}" for rank, pid in pids.items()]
-    assert found.text.count('train.py", line') > 4, "the stacks themselves"
+    whole = Path(found.file).read_text(encoding="utf-8")
+    headings = [line for line in whole.splitlines() if line.startswith("---")]
+    assert headings == [f"--- rank {rank}, pid {pid}: {where[rank]}" for rank, pid in pids.items()]
+    assert whole.count('train.py", line') > 4, "the stacks themselves"
     assert not list(folder.iterdir()), "no file is left, whatever becomes of the workers"
 
 
 def test_asked_twice_a_worker_tells_its_new_stack_only(hanging):
     folder, pids = hanging
     first, second = (collected({0: pids[0]}, folder) for _ in range(2))
-    assert first.text == second.text
-    assert Path(first.file).read_text(encoding="utf-8").strip() == first.text.strip()
+    assert first.ranks == second.ranks
+    assert Path(first.file).read_text(encoding="utf-8") == Path(second.file).read_text(encoding="utf-8")
+
+
+def test_the_log_has_equal_stacks_once_and_frames_with_their_source_lines(hanging):
+    folder, pids = hanging
+    names = list(WORKERS)
+    chosen = {
+        names.index(name): pids[names.index(name)] for name in ("is in torch", "is no Python", "has its own handler")
+    }
+    torch, *others = chosen
+    assert collected(chosen, folder).text.splitlines() == [
+        f"--- ranks {others[0]}, {others[1]}: {NO_HANDLER}",
+        "",
+        f"--- rank {torch}: trainer.py:3 in loop (in all_reduce)",
+        "  (1 frame of libraries, innermost distributed.py:3 in all_reduce)",
+        "  trainer.py:3 in loop: torch.distributed.all_reduce()",
+        "  train.py:3 in <module>: trainer.loop()",
+    ]
+    (its,) = collected({torch: pids[torch]}, folder).ranks.values()
+    assert (its.waits, its.line) == (True, "torch.distributed.all_reduce()")
 
 
 # --- workers that can't answer ----------------------------------------------------------------
@@ -163,7 +188,7 @@ def test_a_worker_that_does_not_answer_is_said_so_in_time(folder):
         found = collected(pids, folder, within_s=limit_s(1.0))
         assert time.monotonic() - began >= limit_s(1.0)
     why = "no Python stack: it"
-    assert found.where == {
+    assert where_of(found) == {
         0: f"{why} did not answer in time; it is in state S (sleeping)",
         1: f"{why} is stopped (state T (stopped)), as by SIGSTOP or a debugger",
         2: "<string>:1 in <module>",
@@ -174,10 +199,10 @@ def test_workers_that_have_ended_are_said_so_and_none_is_no_error(folder):
     zombie = subprocess.Popen(["true"])
     until(zombie.pid, "Z")
     for _ in range(2):
-        assert collected({0: zombie.pid}, folder).where == {0: "no Python stack: the process has ended"}
+        assert where_of(collected({0: zombie.pid}, folder)) == {0: "no Python stack: the process has ended"}
         zombie.wait()
     found = collected({}, folder)
-    assert (found.where, found.text) == ({}, "")
+    assert (found.ranks, found.text) == ({}, "")
 
 
 # --- the hook in the worker -------------------------------------------------------------------
@@ -248,15 +273,17 @@ def test_everything_is_in_a_fresh_folder_of_that_name(folder, tmp_path, monkeypa
 def test_a_place_that_can_not_be_written_to_does_not_lose_the_text(place, folder, tmp_path):
     write(tmp_path / "a file", "")
     found = collected(OURSELVES, folder, keep_in=tmp_path / place)
-    assert (found.file, found.where) == (None, {0: NO_HANDLER})
+    assert (found.file, where_of(found)) == (None, {0: NO_HANDLER})
     assert NO_HANDLER in found.text
 
 
-def test_long_stacks_are_whole_in_the_file_and_bounded_in_the_log(folder, monkeypatch):
+def test_long_stacks_are_whole_in_the_file_and_bounded_in_messages_and_the_log(folder, monkeypatch):
     deep = "import time\ndef f(n):\n    time.sleep(1000) if n == 0 else f(n - 1)\nprint('ready', flush=True)\nf(90)"
-    monkeypatch.setattr(hangs_stacks, "_MAX_LOG_CHARS", 3000)
+    monkeypatch.setattr(hangs_stacks, "_MAX_CHARS", 1000)
     with workers([[sys.executable, "-c", deep]] * 3, folder) as pids:
         found = collected(pids, folder)
-    assert len(found.text) < 3500
-    assert found.text.count("<string>:3 in f\n") == found.text.count("characters left out") == 3
+    texts = [each.text for each in found.ranks.values()]
+    assert (len(texts[0]) < 1100, "characters left out" in texts[0], texts[1:]) == (True, True, ["", ""])
+    assert "(67 more such lines)" in found.text
+    assert found.text.count("<string>:3 in f\n") == 24 + 1  # and in the first line
     assert Path(found.file).read_text().count("line 3 in f\n") == 3 * 91

@@ -20,13 +20,14 @@ from metaflow_extensions.torchrun.plugins.torchrun.gang.keepers import Keepers
 from metaflow_extensions.torchrun.plugins.torchrun.gang.protocol import Ask, Stop, Told
 from metaflow_extensions.torchrun.plugins.torchrun.gang.wire import to_plain
 from metaflow_extensions.torchrun.plugins.torchrun.machine import stacks
+from metaflow_extensions.torchrun.plugins.torchrun.machine.frames import Found
 from metaflow_extensions.torchrun.plugins.torchrun.records.requests import Answer, GangHasEnded, Request
 
 
 def node_stacks(node, line=1):
     where = f"train.py:{line} in step"
     return NodeStacks(
-        f"host-{node}", {2 * node + local: stacks.Found(where, f"mark{line}", "text") for local in range(2)}
+        f"host-{node}", {2 * node + local: Found(where, f"mark{line}", "text", short="short") for local in range(2)}
     )
 
 
@@ -194,9 +195,25 @@ def test_ranks_at_one_place_are_named_together_and_each_stack_stands_once():
         "  ranks 0, 1: train.py:1 in step",
         "  ranks 2, 3: train.py:7 in step",
         "  node 2 has no answer: it has not answered in time",
-        *["", "--- rank 0 (node 0, host host-0), and the same in rank 1", "text"],
-        *["", "--- rank 2 (node 1, host host-1), and the same in rank 3", "text"],
+        *["", "--- rank 0 (node 0, host host-0), and the same in rank 1", "short"],
+        *["", "--- rank 2 (node 1, host host-1), and the same in rank 3", "short"],
     ]
+
+
+def test_the_rank_for_which_the_others_wait_is_named():
+    waits = Found("train.py:2 in step", "mark", "text", waits=True)
+    nodes = {0: NodeStacks("host-0", {0: waits, 1: Found("data.py:3 in load", "other", "text")})}
+    lines = shown(GangStacks(0, 0, nodes)).lines(None, short=True)
+    assert lines[3] == "  If the launch hangs, look at rank 1 first: the others seem to wait."
+
+
+def test_an_answer_of_an_older_version_shows_whole_stacks():
+    plain = to_plain(gang_stacks())
+    for each in (each for node in plain["nodes"].values() for each in node["ranks"].values()):
+        for name in ("line", "short", "waits"):
+            del each[name]
+    lines = Shown.of(Answer(Request("1", 1.0, "stacks", {}), 1.0, {"found": plain}), None).lines(None, short=False)
+    assert lines[-1] == "text"
 
 
 MOVED = ["ranks 0, 1 are at another place than 12 s ago", "ranks 2, 3 are at the same place as 12 s ago"]
@@ -250,7 +267,8 @@ def test_a_gang_is_watched_to_its_end(watch, monkeypatch):
 
 def test_one_rank_is_shown_alone_and_one_that_has_not_answered_is_an_error():
     found = shown(gang_stacks())
-    assert found.lines(2, short=True)[-2].startswith("--- rank 2 (node 1")
+    heading, text = found.lines(2, short=True)[-2:]
+    assert (heading[:18], text) == ("--- rank 2 (node 1", "text"), "the whole stack"
     options = {"rank": 9, "watch": False, "json": False}
     with pytest.raises(TorchrunError, match=r"Rank 9 has not answered.*0, 1, 2, 3"):
         list(command.ask_gang(AskedGang(gang_stacks()), options))

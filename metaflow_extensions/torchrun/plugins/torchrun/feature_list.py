@@ -22,9 +22,9 @@ FEATURES = {
     "functions": ("in_task", "keep"),
     "outputs": ("in_task", "keep", "on_page"),
     "reach": ("watch", "keep", "on_page"),
-    "hangs": ("in_task", "watch", "keep"),
     "stacks": ("watch", "keep", "on_page"),
     "progress": ("in_task", "watch", "keep", "on_page"),
+    "hangs": ("in_task", "watch", "keep", "on_page"),
     "usage": ("watch", "keep", "on_page"),
     "warm": ("in_task", "watch"),
 }

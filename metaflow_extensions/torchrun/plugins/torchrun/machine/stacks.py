@@ -6,17 +6,16 @@ worker waits in C code, without any package, and without the right to trace it. 
 
 from __future__ import annotations
 
-import hashlib
 import os
-import re
 import signal
 import tempfile
 import time
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass
 
 from . import processes
+from .frames import Found, read, sources, unescaped, without_stack
+from .source_lines import SourceLines
 
 # A real-time signal: SIGUSR1 and SIGUSR2 belong to scripts, schedulers and torch itself (FatalSignalHandler in
 # c10/util/signal_handler.h, torch 2.13). Who needs any real-time signal counts up from SIGRTMIN, and Valgrind
@@ -25,20 +24,6 @@ _SIGNAL = int(getattr(signal, "SIGRTMAX", 64)) - 8  # macOS has none, and comman
 HOOK = os.path.join(os.path.dirname(os.path.abspath(__file__)), "stacks_hook.py")
 _FILE = "torchrun-stacks"  # the beginning of the file's name, also in `stacks_hook`
 _SETTLED_S = 0.3  # a file that has not grown for so long is complete
-
-
-@dataclass(frozen=True)
-class Found:
-    """What was found out about one worker."""
-
-    where: str  # where its main thread was, in one line; or why that is not known
-    mark: str  # equal marks: the main thread was at the same place, in all its frames; "" where that is not known
-    text: str  # the stack, with the innermost frame first; "" where there is none
-
-    def shortened(self, limit: int) -> str:
-        """Return the text without its end if it is longer."""
-        left_out = len(self.text) - limit
-        return self.text if left_out <= 0 else f"{self.text[:limit]}\n[… {left_out} characters left out]"
 
 
 def hook_environment() -> dict[str, str]:
@@ -57,16 +42,27 @@ class Question:
         """Ask; `workers` has a pid for each global rank."""
         self._deadline = time.monotonic() + within_s
         self._open = {rank: _Worker(pid) for rank, pid in workers.items()}
-        self._found: dict[int, Found] = {}
+        self._answers: dict[int, str | Found] = {}  # a stack, or why there is none
+        self._lines: SourceLines | None = None
 
     def poll(self) -> dict[int, Found] | None:
         """Return the answers by rank when all workers have answered or the time is up; None before."""
         is_late = time.monotonic() >= self._deadline
         for rank, worker in list(self._open.items()):
-            if (found := worker.found(is_late)) is not None:
-                self._found[rank] = found
+            if (answer := worker.answer(is_late)) is not None:
+                self._answers[rank] = answer
                 del self._open[rank]
-        return None if self._open else dict(sorted(self._found.items()))
+        if self._open:
+            return None
+        stacks = dict(sorted(self._answers.items()))
+        if self._lines is None:
+            self._lines = SourceLines(
+                line for each in stacks.values() if isinstance(each, str) for line in sources(each)
+            )
+        lines = self._lines.poll()
+        if lines is None:
+            return None
+        return {rank: read(each, lines) if isinstance(each, str) else each for rank, each in stacks.items()}
 
 
 class _Worker:
@@ -115,20 +111,20 @@ class _Worker:
     def _state(self) -> str:
         return processes.status(self._pid).get("State", "unknown")
 
-    def found(self, is_late: bool) -> Found | None:
-        """Return its answer, or why there is none; None while it may still write."""
+    def answer(self, is_late: bool) -> str | Found | None:
+        """Return its stack, or why there is none; None while it may still write."""
         if self._problem:
-            return _without_stack(self._problem)
+            return without_stack(self._problem)
         try:
             if not (self._has_settled() or is_late):
                 return None
             with open(self._path, encoding="utf-8", errors="replace") as file:
                 stack = file.read().strip()
         except OSError:
-            return _without_stack("the process has ended")
+            return without_stack("the process has ended")
         if not stack:
-            return _without_stack(f"it did not answer in time; it is in state {self._state()}")
-        return _read(stack)
+            return without_stack(f"it did not answer in time; it is in state {self._state()}")
+        return unescaped(stack)
 
     def _has_settled(self) -> bool:
         now, size = time.monotonic(), os.stat(self._path).st_size
@@ -139,26 +135,3 @@ class _Worker:
 
 class _CanNotAnswer(Exception):
     """Why a worker can't be asked."""
-
-
-# --- reading a stack ----------------------------------------------------------------------------
-
-_FRAME = re.compile(r'^  File "(?P<path>.*)", line (?P<line>\d+|\?+) in (?P<function>.*)$', re.MULTILINE)
-# torch and the standard library. Not all installed packages: a trainer's loop may be one.
-_LIBRARY = re.compile(r"(site|dist)-packages/torch/|/lib(64)?/python3\.\d+t?/(?!(site|dist)-packages/)|^<frozen ")
-
-
-def _without_stack(problem: str) -> Found:
-    return Found(f"no Python stack: {problem}", "", "")
-
-
-def _read(stack: str) -> Found:
-    """Return where the thread was: the innermost frame of the user's, and the innermost function of all."""
-    frames = list(_FRAME.finditer(stack))
-    if not frames:
-        return Found("outside of Python", "", stack)
-    mark = hashlib.sha256("\n".join(frame[0] for frame in frames).encode()).hexdigest()[:16]
-    own = next((frame for frame in frames if not _LIBRARY.search(frame["path"])), frames[0])
-    where, inner = f"{os.path.basename(own['path'])}:{own['line']} in {own['function']}", frames[0]["function"]
-    # A module's `forward` that calls torch's says nothing more.
-    return Found(where if inner == own["function"] else f"{where} (in {inner})", mark, stack)

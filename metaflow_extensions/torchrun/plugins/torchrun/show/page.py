@@ -182,9 +182,6 @@ def _outcome(shown: _Shown) -> tuple[str, tuple[Part, ...]]:
         Sentence(shown.place.title + _as_of(snapshot), "headline"),
         Sentence(shown.place.sentence(snapshot), "outcome", summary.outcome),
     ]
-    cause = snapshot.cause or {}
-    if cause.get("kind") == "hang" and cause.get("detail"):
-        parts.append(Sentence(cause["detail"].partition("\n")[0], "warning"))  # where the ranks were
     before = list(snapshot.reports)
     is_failure = snapshot.error is not None or summary.outcome == "failed"
     if is_failure and before and before[-1].error is not None:

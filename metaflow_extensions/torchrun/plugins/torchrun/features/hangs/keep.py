@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from dataclasses import replace
 
 from ...gang.keepers import Failing, Happened, Keeper, Plain, Remarks, Where
 from ...gang.protocol import Told
 from ...gang.texts import names
-from ...gang.wire import from_plain
-from .told import DIAGNOSTICS_S, KIND, Diagnostics
+from ...gang.wire import from_plain, to_plain
+from ...machine.frames import Found, look_first
+from .told import DIAGNOSTICS_S, KIND, Diagnostics, Group, groups
 
 _LATE_S = 3.0  # between two looks at the clock, which come every second
 # The workers of a launch may take this long until the first sign of life: to be started, and to import PyTorch.
@@ -27,25 +29,26 @@ _NO_WORKERS = (
 )
 _GOES_ON = "node {}: its output is read again"
 _MAX_PLACES = 4  # in the sentence that concludes
+_MAX_CHARS = 100_000  # of the stacks in the record, which is stored again and again; the files have all
 
 
 class HangKeeper(Keeper):
     """Fails a launch whose ranks are all silent for too long."""
-
-    has_record = False
 
     def __init__(self) -> None:
         self._timeout_s: float | None = None
         self._active_at = self._ticked_at = 0.0
         self._has_begun = False  # whether a rank has shown a sign of life
         self._found: dict[int, Diagnostics] = {}  # by node
+        self._launch = 0
+        self._record: Plain | None = None  # of the last hang
 
     def begin(self, launch: int, policy: Plain, at_s: float) -> None:
         """Start the clock, if the launch has a limit."""
         self._timeout_s = policy.get("timeout_s")
         self._active_at = self._ticked_at = at_s
         self._has_begun = False
-        self._found = {}
+        self._found, self._launch = {}, launch
 
     def handle(self, node: int, told: Told, at_s: float) -> Remarks | None:
         """Keep when a worker was last active, or where the workers of a hang were."""
@@ -57,7 +60,12 @@ class HangKeeper(Keeper):
             self._has_begun = True
         else:
             self._found[node] = from_plain(Diagnostics, told.data, "hangs")
+            self._record = self._as_record()
         return None
+
+    def record(self) -> Plain | None:
+        """Return where the ranks were in the last hang, if there was one."""
+        return self._record
 
     def tick(self, at_s: float, where: Callable[[int], Where]) -> Remarks:
         """Let the launch fail if all ranks were silent for too long."""
@@ -85,22 +93,45 @@ class HangKeeper(Keeper):
         if kind != KIND or not self._found:
             return ""
         found = sorted(self._found.items())
-        where = sorted((rank, place) for _, each in found for rank, place in each.where.items())
-        having = [(node, each) for node, each in found if each.where]
-        files = [f"Stacks of node {node} (host {each.host}): {each.file or 'in its log only'}" for node, each in having]
-        return "\n".join([conclusion(where) if where else _NO_WORKERS, *_first(_places(where)), *_first(files)])
+        alike = groups(self._ranks)
+        having = [(node, each) for node, each in found if each.file is not None]
+        files = [f"Whole stacks of node {node} (host {each.host}): {each.file}" for node, each in having]
+        return "\n".join([self._conclusion(alike), *_first(_places(alike)), *_first(files)])
+
+    @property
+    def _ranks(self) -> dict[int, Found]:
+        return {rank: found for node in self._found.values() for rank, found in node.ranks.items()}
+
+    def _conclusion(self, alike: list[Group]) -> str:
+        """Return in one line where the ranks were, and which of them to look at first."""
+        if not any(group.found.mark for group in alike):
+            return _NO_WORKERS if not alike else _conclusion(alike)
+        first, why = look_first(self._ranks)
+        return _conclusion(alike) + (f" Look at {names(first, 'rank')} first: {why}." if first else "")
+
+    def _as_record(self) -> Plain:
+        first, why = look_first(self._ranks)
+        alike = groups(self._ranks)
+        share = _MAX_CHARS // max(1, len(alike))
+        stacks = [
+            {"ranks": list(each.ranks), **to_plain(replace(each.found, text=each.found.shortened(share)))}
+            for each in alike[:_MAX_LINES]
+        ]
+        return {"launch": self._launch, "first": first, "why": why, "stacks": stacks}
 
 
 _FRAME = re.compile(r"(?P<at>\S+:\d+) in (?P<function>[^()]+?)(?: \((?P<inner>in .+)\))?")
 
 
-def conclusion(where: list[tuple[int, str]]) -> str:
+def _conclusion(alike: list[Group]) -> str:
     """Return one sentence with the ranks' places, grouped by place: "rank 3 in load at data.py:18"."""
     at: dict[str, list[int]] = {}
-    for rank, place in where:
-        match = _FRAME.fullmatch(place)
-        text = f"{match['inner'] or 'in ' + match['function']} at {match['at']}" if match else f"unknown ({place})"
-        at.setdefault(text, []).append(rank)
+    for group in alike:
+        match = _FRAME.fullmatch(group.found.where)
+        place = (
+            f"{match['inner'] or 'in ' + match['function']} at {match['at']}" if match else f"with {group.found.where}"
+        )
+        at.setdefault(place, []).extend(group.ranks)
     most_first = sorted(at.items(), key=lambda each: -len(each[1]))
     told = [
         f"{names(ranks, 'rank') if len(ranks) == 1 else f'{len(ranks)} ranks'} {text}" for text, ranks in most_first
@@ -109,14 +140,13 @@ def conclusion(where: list[tuple[int, str]]) -> str:
     return ", ".join([*told[:_MAX_PLACES], *([f"and {more} more places"] if more > 0 else [])]) + "."
 
 
-def _places(where: list[tuple[int, str]]) -> list[str]:
-    """Return a line for each rank with its place; if there are many ranks, a line for each place."""
-    if len(where) <= _MAX_LINES:
-        return [f"Rank {rank} was at {place}." for rank, place in where]
+def _places(alike: list[Group]) -> list[str]:
+    """Return a line for each place, with its source line."""
     at: dict[str, list[int]] = {}
-    for rank, place in where:
-        at.setdefault(place, []).append(rank)
-    return [f"{names(at[place], 'Rank')} {'was' if len(at[place]) == 1 else 'were'} at {place}." for place in at]
+    for group in alike:
+        line = f": {group.found.line}" if group.found.line else ""
+        at.setdefault(f"{group.found.where}{line}", []).extend(group.ranks)
+    return [f"{names(ranks, 'Rank')}: {place}" for place, ranks in at.items()]
 
 
 def _first(lines: list[str]) -> list[str]:

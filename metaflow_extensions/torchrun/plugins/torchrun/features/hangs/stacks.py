@@ -6,11 +6,16 @@ import asyncio
 import os
 import tempfile
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from textwrap import indent
 
+from ...gang.texts import names
+from ...machine.frames import Found
 from ...machine.stacks import Question
+from .told import groups
 
-_MAX_LOG_CHARS = 200_000
+# Of the stacks that a node sends; JSON may double a text (`node.watchers.MAX_TOLD_BYTES`).
+_MAX_CHARS = 200_000
 _POLL_S = 0.05
 
 
@@ -19,8 +24,8 @@ class Findings:
     """The stacks of the workers of one node."""
 
     file: str | None  # has all stacks; None if it could not be written
-    text: str  # the contents for the log, at most about 200 KB: long stacks lack their end
-    where: dict[int, str]  # rank -> the place of its main thread in one line, or why it is unknown
+    text: str  # for the log: the user's own frames, equal ones once
+    ranks: dict[int, Found]  # of equal stacks, only the first has its text; long ones lack their end
 
 
 async def collect(workers: Mapping[int, int], keep_in: str | None, name: str, within_s: float) -> Findings:
@@ -32,11 +37,22 @@ async def collect(workers: Mapping[int, int], keep_in: str | None, name: str, wi
     question = Question(workers, within_s)
     while (found := question.poll()) is None:
         await asyncio.sleep(_POLL_S)
-    share = _MAX_LOG_CHARS // max(1, len(found))
-    heads = {rank: f"--- rank {rank}, pid {workers[rank]}: {each.where}\n" for rank, each in found.items()}
-    file = _keep("\n".join(f"{heads[rank]}{each.text}\n" for rank, each in found.items()), keep_in, name)
-    text = "\n".join(f"{heads[rank]}{each.shortened(share)}\n" for rank, each in found.items())
-    return Findings(file, text, {rank: each.where for rank, each in found.items()})
+    whole = (f"--- rank {rank}, pid {workers[rank]}: {each.where}\n{each.text}\n" for rank, each in found.items())
+    file = _keep("\n".join(whole), keep_in, name)
+    alike = groups(found)
+    text = "\n".join(
+        f"--- {names(group.ranks, 'rank')}: {group.found.where}\n{indent(group.found.short, '  ')}" for group in alike
+    )
+    return Findings(file, text, _each_once(found, _MAX_CHARS // max(1, len(alike))))
+
+
+def _each_once(found: Mapping[int, Found], limit: int) -> dict[int, Found]:
+    """Return the same, in which only the first of equal stacks has its text, of at most so many characters."""
+    firsts = {group.ranks[0] for group in groups(dict(found))}
+    return {
+        rank: replace(each, text=each.shortened(limit)) if rank in firsts else replace(each, text="", line="", short="")
+        for rank, each in found.items()
+    }
 
 
 def _keep(text: str, keep_in: str | None, name: str) -> str | None:

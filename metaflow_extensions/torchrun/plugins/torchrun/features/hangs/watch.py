@@ -6,6 +6,7 @@ import time
 
 from ...gang.keepers import Plain
 from ...gang.wire import to_plain
+from ...machine.frames import without_stack
 from ...machine.looks import is_due
 from ...machine.network import is_connected_to
 from ...machine.stacks import HOOK, hook_environment
@@ -14,6 +15,8 @@ from ...node.watchers import Here, Variables, Watch, Watcher
 from .stacks import collect
 from .told import DIAGNOSTICS_S, KIND, Diagnostics
 
+# The workers' part of `DIAGNOSTICS_S`; their source lines are read after it.
+_WORKERS_S = DIAGNOSTICS_S - 4.0
 # A node reports output to the control node at most once in this fraction of hang_timeout_s.
 _ACTIVE_PART = 0.1
 # How often a node looks whether a worker has begun to join a process group: of the time since the start, and at least.
@@ -84,12 +87,15 @@ class HangWatcher(Watcher):
         if kind != KIND:
             return None
         here = self._here
-        workers = here.running()
-        told = Diagnostics(here.host, None, {})
+        workers, ranks, file = here.running(), {}, None
         if workers:
-            found = await collect(workers, here.request.spec.log_dir, here.name, DIAGNOSTICS_S)
-            here.show(f"what the workers were doing:\n{found.text}")
-            told = Diagnostics(here.host, found.file, found.where)
+            found = await collect(workers, here.request.spec.log_dir, here.name, _WORKERS_S)
+            ranks, file = found.ranks, found.file
+            whole = "" if file is None else f" (whole stacks: {file})"
+            here.show(f"what the workers were doing{whole}:\n{found.text}")
+        has_ended = [rank for rank in here.request.spec.ranks if here.has_ended(rank)]
+        ranks = {**ranks, **dict.fromkeys(has_ended, without_stack("the process has ended"))}
+        told = Diagnostics(here.host, file, ranks)
         plain: Plain = to_plain(told)
         return plain
 

@@ -12,7 +12,7 @@ from typing import Any
 from ...errors import TorchrunError
 from ...gang.texts import counted, duration, names
 from ...gang.wire import to_plain
-from ...machine.stacks import Found
+from ...machine.frames import Found, look_first
 from ...records.requests import Answer, Asked, GangCommand, GangHasEnded
 from .told import GangStacks
 
@@ -54,7 +54,7 @@ COMMAND = GangCommand(
     "stacks",
     "Ask all ranks of a running step what they do now, and print their stacks. Nothing is stopped.",
     {
-        "rank": (int, "Only this rank's stacks."),
+        "rank": (int, "This rank's whole stack, with the frames of libraries."),
         "watch": (None, "Ask every few seconds, until the gang ends."),
         "json": (None, "Write JSON, one line for each answer."),
     },
@@ -113,7 +113,9 @@ class Shown:
         return len(self.found.nodes) + len(self.found.missing)
 
     def _places(self) -> list[str]:
-        return [f"{names(ranks, 'rank')}: {where}" for where, ranks in _by(self.found.ranks, "where").items()]
+        lines = [f"{names(ranks, 'rank')}: {where}" for where, ranks in _by(self.found.ranks, "where").items()]
+        first, why = look_first(self.found.ranks)
+        return [*lines, f"If the launch hangs, look at {names(first, 'rank')} first: {why}."] if first else lines
 
     def _movement(self) -> list[str]:
         since = f"{duration(self.since_s)} ago"
@@ -127,16 +129,17 @@ class Shown:
         return said
 
     def _stacks(self, rank: int | None) -> list[str]:
-        """Return each different stack once, with the ranks that have it."""
+        """Return each different stack once, with the ranks that have it: whole of one rank, else the user's own frames."""
         chosen = {number: each for number, each in self.found.ranks.items() if rank in (None, number)}
         lines = []
         for number, each in chosen.items():
             alike = [other for other, its in chosen.items() if each.mark and its.mark == each.mark] or [number]
-            if alike[0] == number and each.text:
+            text = (rank is None and each.short) or each.text  # older versions have stored no short ones
+            if alike[0] == number and text:
                 node = self.found.node_of(number)
                 place = f"node {node}, host {self.found.nodes[node].host}"
                 more = f", and the same in {names(alike[1:], 'rank')}" if len(alike) > 1 else ""
-                lines += ["", f"--- rank {number} ({place}){more}", *each.text.splitlines()]
+                lines += ["", f"--- rank {number} ({place}){more}", *text.splitlines()]
         return lines
 
 

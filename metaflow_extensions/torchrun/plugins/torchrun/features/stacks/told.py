@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ...gang.wire import from_plain
-from ...machine.stacks import Found
+from ...machine.frames import Found
 
 WORKERS_S = 4.0  # the time for the workers of a node to answer; most take less than a second
 

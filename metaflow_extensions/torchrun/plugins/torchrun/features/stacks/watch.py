@@ -7,7 +7,8 @@ from typing import Any
 
 from ...gang.keepers import Plain
 from ...gang.wire import to_plain
-from ...machine.stacks import HOOK, Found, Question, hook_environment
+from ...machine.frames import Found
+from ...machine.stacks import HOOK, Question, hook_environment
 from ...node.request import Request
 from ...node.watchers import Here, Variables, Watch, Watcher
 from .told import WORKERS_S, NodeStacks

@@ -1,0 +1,149 @@
+"""What a worker's stack says: its place in one line, the user's own frames, and who probably waits for whom. Pure."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+_FRAME = re.compile(r'^  File "(?P<path>.*)", line (?P<line>\d+|\?+) in (?P<function>.*)$', re.MULTILINE)
+# torch, the standard library and this package. Not all installed packages: a trainer's loop may be one.
+_LIBRARY = re.compile(
+    r"(site|dist)-packages/torch/|/lib(64)?/python3\.\d+t?/(?!(site|dist)-packages/)|^<frozen "
+    r"|/metaflow_extensions/torchrun/plugins/torchrun/"
+)
+# Where a rank waits for other ranks (torch 2.13): collectives, stores and DDP; a backward pass, in which DDP reduces from
+# C++; and a device, which waits for NCCL. Only the innermost frame counts: FSDP calls layers from such files, too.
+_WAITING = re.compile(
+    r"(site|dist)-packages/torch/(distributed[/.]|nn/parallel/|autograd/graph\.py|(cuda|accelerator)/__init__\.py)"
+)
+# faulthandler writes no other characters than ASCII (_Py_DumpASCII in Python/traceback.c, CPython 3.11).
+_ESCAPED = re.compile(r"\\(?:x([0-9a-f]{2})|u([0-9a-f]{4})|U([0-9a-f]{8}))")
+_SURROGATES = range(0xD800, 0xE000)
+_FIRST, _LAST = 20, 5  # so many of the user's own frames are shown
+
+
+class Line(NamedTuple):
+    """A line of a source file."""
+
+    path: str
+    number: int
+
+
+@dataclass(frozen=True)
+class Found:
+    """What was found out about one worker."""
+
+    where: str  # where its main thread was, in one line; or why that is not known
+    mark: str  # equal marks: the main thread was at the same place, in all its frames; "" where that is not known
+    text: str  # the stack, with the innermost frame first; "" where there is none
+    line: str = ""  # the source line of `where`, if it could be read
+    short: str = ""  # the same for people: the user's own frames with their source lines, and a count of the others
+    waits: bool = False  # whether it was in a call that waits for other ranks
+
+    def shortened(self, limit: int) -> str:
+        """Return the text without its end if it is longer."""
+        left_out = len(self.text) - limit
+        return self.text if left_out <= 0 else f"{self.text[:limit]}\n[… {left_out} characters left out]"
+
+
+@dataclass(frozen=True)
+class _Frame:
+    path: str
+    line: str
+    function: str
+
+    @property
+    def is_own(self) -> bool:
+        return not _LIBRARY.search(self.path)
+
+    @property
+    def where(self) -> str:
+        return f"{os.path.basename(self.path)}:{self.line} in {self.function}"
+
+    @property
+    def source(self) -> Line | None:
+        return Line(self.path, int(self.line)) if self.is_own and self.line.isdecimal() else None
+
+
+def unescaped(stack: str) -> str:
+    """Return a stack of faulthandler with the characters that it has escaped."""
+
+    def char(match: re.Match[str]) -> str:
+        number = int(next(filter(None, match.groups())), 16)
+        return match[0] if number in _SURROGATES or number > 0x10FFFF else chr(number)
+
+    return _ESCAPED.sub(char, stack)
+
+
+def without_stack(problem: str) -> Found:
+    """Return why a worker has no stack."""
+    return Found(f"no Python stack: {problem}", "", "")
+
+
+def sources(stack: str) -> list[Line]:
+    """Return the source lines that `read` would show."""
+    return [source for frame in _frames(stack) if (source := frame.source) is not None]
+
+
+def read(stack: str, lines: Mapping[Line, str]) -> Found:
+    """Return where a thread was: the innermost frame of the user's, and the innermost function of all.
+
+    `lines` has the source lines that are known.
+    """
+    frames = _frames(stack)
+    if not frames:
+        return Found("no Python frame", "", stack)
+    mark = hashlib.sha256("\n".join(map(repr, frames)).encode()).hexdigest()[:16]
+    own = next((frame for frame in frames if frame.is_own), frames[0])
+    inner = frames[0].function
+    # A module's `forward` that calls torch's says nothing more.
+    where = own.where if inner == own.function else f"{own.where} (in {inner})"
+    line = lines.get(own.source, "") if own.source is not None else ""
+    return Found(where, mark, stack, line, _short(frames, lines), bool(_WAITING.search(frames[0].path)))
+
+
+def _frames(stack: str) -> list[_Frame]:
+    return [_Frame(*match.group("path", "line", "function")) for match in _FRAME.finditer(stack)]
+
+
+def _short(frames: list[_Frame], lines: Mapping[Line, str]) -> str:
+    """Return the user's own frames, the innermost first, and how many others are between them."""
+    told: list[str] = []
+    others: list[_Frame] = []
+    for frame in frames:
+        if not frame.is_own:
+            others.append(frame)
+            continue
+        told += _left_out(others)
+        others = []
+        source = lines.get(frame.source) if frame.source is not None else None
+        told.append(f"{frame.where}: {source}" if source else frame.where)
+    if not told:  # outside of them only those are left that start a program
+        told = _left_out(others)
+    more = len(told) - _FIRST - _LAST
+    if more > 0:
+        told = [*told[:_FIRST], f"({more} more such lines)", *told[-_LAST:]]
+    return "\n".join(told)
+
+
+def _left_out(frames: list[_Frame]) -> list[str]:
+    if not frames:
+        return []
+    return [f"({len(frames)} frame{'s' if len(frames) > 1 else ''} of libraries, innermost {frames[0].where})"]
+
+
+def look_first(ranks: Mapping[int, Found]) -> tuple[list[int], str]:
+    """Return the ranks for which the others probably wait, and what the others do; nobody where that can't be told."""
+    busy = [rank for rank, found in ranks.items() if not found.waits]
+    if 0 < len(busy) < len(ranks):
+        return busy, "the others seem to wait"
+    places = Counter(found.where for found in ranks.values())
+    place, count = places.most_common(1)[0] if places else ("", 0)
+    if len(ranks) / 2 < count < len(ranks):
+        return [rank for rank, found in ranks.items() if found.where != place], "most ranks are at another place"
+    return [], ""
