@@ -117,10 +117,10 @@ GONE = without_stack("it is stopped")
 @pytest.mark.parametrize(
     ("ranks", "first", "why"),
     [
-        ([WAITS, WAITS, BUSY], [2], "the others are in calls"),
-        ([BUSY, WAITS], [0], "the others are in calls"),
-        ([WAITS, GONE, BUSY, WAITS], [1, 2], "the others are in calls"),
-        ([BUSY, BUSY, WAITS], [0, 1], "the others are in calls"),
+        ([WAITS, WAITS, BUSY], [2], "the others seem to wait"),
+        ([BUSY, WAITS], [0], "the others seem to wait"),
+        ([WAITS, GONE, BUSY, WAITS], [1, 2], "the others seem to wait"),
+        ([BUSY, BUSY, WAITS], [0, 1], "the others seem to wait"),
         ([WAITS, WAITS, ALSO], [2], "most ranks are at another place"),  # another collective
         ([BUSY, OTHER, BUSY], [1], "most ranks are at another place"),
         ([WAITS, ALSO], [], ""),

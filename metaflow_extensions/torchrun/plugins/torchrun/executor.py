@@ -98,7 +98,7 @@ class TorchrunExecutor:
         Parameters
         ----------
         *parts : str
-            Which ones: ``"outcome"``, ``"progress"``, ``"ranks"``, ``"timeline"``, ``"usage"``, ``"nodes"``,
+            Which ones: ``"outcome"``, ``"hangs"``, ``"progress"``, ``"ranks"``, ``"timeline"``, ``"usage"``, ``"nodes"``,
             ``"outputs"``, ``"launch"``. Default: all.
 
         Returns
