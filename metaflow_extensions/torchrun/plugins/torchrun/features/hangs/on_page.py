@@ -14,7 +14,8 @@ from ...records.on_page import OnPage
 from ...records.summary import Summary
 
 _WHAT = (
-    "The ranks of launch {} when it hung: your own frames of each stack, the innermost first. --json has whole stacks."
+    "The ranks of launch {} when it hung: your own frames of each stack, the innermost first. "
+    "torchrun show --json has whole stacks."
 )
 
 
