@@ -17,7 +17,7 @@ from metaflow_extensions.torchrun.plugins.torchrun.launch.facts import (
     shm_warning,
     too_few_warning,
 )
-from metaflow_extensions.torchrun.plugins.torchrun.launch.spec import LaunchSpec
+from metaflow_extensions.torchrun.plugins.torchrun.launch.spec import FunctionSpec, LaunchSpec
 from metaflow_extensions.torchrun.plugins.torchrun.machine.accelerators import Machine
 
 SPEC = LaunchSpec("train.py", (), False, 2, 2, 0, sys.executable)
@@ -71,6 +71,8 @@ def test_versions_are_read_not_imported(version_file, packages, expected, site, 
     assert (found["torch"], found["cuda"], found["nccl"]) == expected
     assert found["python"] == ".".join(platform.python_version_tuple()[:2])
     assert (found["devices"], found["contents"]) == (device_kind(("0",)), contents_digest(script))
+    function = replace(script, function=FunctionSpec("Trainer.fit", "s", "f", None))
+    assert ("function" in found, node_facts(function, Machine(1))["function"]) == (False, "Trainer.fit")
     assert "torch" not in sys.modules
     assert found.keys() == {*FACTS, "accelerators"}, "all are compared"
 

@@ -312,6 +312,13 @@ def test_the_exception_of_the_cause_replaces_the_verdict_and_nothing_else_does(v
         assert error is verdict
 
 
+def test_the_exception_names_the_functions_own_line(make):
+    call = make()
+    leave(call, "raised-2.pkl", raised(KeyError("lr")))
+    error = call.original(LaunchFailed("the gang's words", {**CAUSE, "place": "train.py:7"}), {})
+    assert error.__notes__ == ["raised at train.py:7 by rank 2 on node 1 (host host-1)"]
+
+
 @pytest.mark.parametrize("data", [None, b"no pickle", pickle.dumps("no exception"), b"cno_such_module\nX\n."])
 def test_what_can_not_be_unpickled_comes_in_words(data, make):
     call = make()

@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 
 from metaflow_extensions.torchrun.plugins.torchrun.errors import LaunchFailed
+from metaflow_extensions.torchrun.plugins.torchrun.gang.cause import Cause, FailureText, failed
 from metaflow_extensions.torchrun.plugins.torchrun.gang.protocol import Go
 from metaflow_extensions.torchrun.plugins.torchrun.launch.spec import LaunchSpec
 from metaflow_extensions.torchrun.plugins.torchrun.machine.accelerators import Machine
@@ -43,6 +44,11 @@ def test_the_end_says_how_long_and_how_often():
     assert end_line(0, spec, 3.14, 0, None) == "launch 0 has ended well: ranks 0-3, trained 3 s"
     assert end_line(1, spec, 3600, 1, LaunchFailed("x")).endswith("has failed: ranks 0-3, trained 1 h 0 min, 1 restart")
     assert end_line(1, spec_of(1, 1), 1, 2, None).endswith("rank 0, trained 1 s, 2 restarts")
+    cause = Cause("exception", 1, "b", 3, 1, 1, "ValueError: no\nmore", place="train.py:7")
+    failed_line = end_line(0, spec, 8.0, 1, failed(LaunchFailed, FailureText(cause)))
+    assert failed_line == (
+        "launch 0 has failed (trained 8 s, 1 restart): rank 3 on node 1 (host b) failed at train.py:7 with ValueError: no"
+    )
 
 
 @pytest.mark.parametrize(

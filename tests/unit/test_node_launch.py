@@ -175,7 +175,13 @@ BY_US, BY_ITSELF = ["start", STOP, CLOSE], ["start", CLOSE]
 # What torchrun has printed after its report, what happens to it; kind, rank, exit code and words of the cause, how
 # the log's line begins, and who stops the rest.
 HERE = {
-    "a worker": ("", [ended(1, 3), ended(0, -15, True)], ("exit", 1, 3, "exited with code 3"), "rank 1 exited", BY_US),
+    "a worker": (
+        "",
+        [ended(1, 3), ended(0, -15, True)],
+        ("exit", 1, 3, "exited with code 3"),
+        "a worker exited",
+        BY_US,
+    ),
     "a frozen worker": ("", [Frozen(1, 1, 2, 0.0)] * 2, ("frozen", 1, None, "for 30 s"), "Rank 1 on node 0", BY_US),
     "a frozen agent": ("", [Frozen(None, None, 2, 0.0)] * 2, ("frozen", None, None, "for 30 s"), "node 0", BY_US),
     "the agent itself": (

@@ -255,6 +255,18 @@ def test_a_page_without_accelerators_does_not_say_for_which_pytorch_was_built():
         assert [word for word in ("PyTorch", "CUDA", "NCCL", "devices") if word in words] == ["PyTorch", *named]
 
 
+def test_a_page_names_a_function_and_not_the_script_of_ours_that_calls_it():
+    of_script = replace(snapshot(SUCCESS), command="torchrun -- train.py --lr 1")
+    assert [line for line in lines_of(page_of(of_script, place())) if "train.py" in line] == [
+        "entrypoint and arguments  train.py --lr 1",
+        "torchrun -- train.py --lr 1",
+    ]
+    of_function = replace(of_script, facts={"function": "Trainer.fit"})
+    lines = lines_of(page_of(of_function, place()))
+    assert [line.split() for line in lines if "Trainer.fit" in line] == [["function", "Trainer.fit"]]
+    assert "train.py" not in "\n".join(lines)
+
+
 def test_a_page_does_not_name_the_command_that_was_just_typed():
     known = Snapshot.read(STORED["failed"])
     where = f"python flow.py torchrun {{}} {place().run}/{place().step}"

@@ -63,7 +63,10 @@ def test_on_one_terminal_the_node_of_the_cause_tells_it_and_the_others_point_the
     assert told.count("expected 2*3*4 values 🙂") == 1
     assert "*second* line" in told
     assert "Launch 0 was stopped on all nodes" in told
-    assert pointer == "@torchrun: launch failed. Rank 3 on node 1 (host b) has failed. Node 1 shows the error."
+    assert pointer == (
+        "@torchrun: launch failed. Rank 3 on node 1 (host b) failed with ValueError: expected 2*3*4 values 🙂. "
+        "Node 1 shows the whole error."
+    )
 
 
 LONG = Cause("exception", 1, "b", 3, 1, 1, TEXT, f"{TRACE}\n" * 1000)
@@ -89,8 +92,8 @@ def test_the_traceback_is_in_the_report_unless_it_stands_above(cause, where, is_
 @pytest.mark.parametrize(
     ("kind", "who"),
     [
-        ("lost", "Node 1 (host b) has failed. "),
-        ("unreachable", "Node 1 (host b) has failed. "),
+        ("lost", "Node 1 (host b) failed: why. "),
+        ("unreachable", "Node 1 (host b) why. "),
         ("timeout", ""),
         ("hang", ""),
     ],
@@ -98,7 +101,7 @@ def test_the_traceback_is_in_the_report_unless_it_stands_above(cause, where, is_
 def test_the_control_node_tells_what_no_other_can(kind, who):
     error = verdict(Cause(kind, 1, "b", exception="why"))
     assert "why" in report(error, 0)
-    assert report(error, 2) == f"{error.headline}. {who}Node 0 shows the error."
+    assert report(error, 2) == f"{error.headline}. {who}Node 0 shows the whole error."
 
 
 def test_a_node_that_hears_that_it_counts_as_lost_tells_it_itself():
@@ -114,7 +117,7 @@ def test_an_error_that_the_gang_does_not_know_is_told_where_it_is_and_metaflows_
 def test_a_failure_of_a_steps_own_code_is_named_by_the_others_without_its_traceback():
     cause = Cause("step", 1, "b", exception=TEXT, detail=TRACE)
     pointer = report(failed(LaunchFailed, FailureText(cause, after="\nIt happened outside.")), 0)
-    for words in ("expected 2*3*4", "It happened outside.", "Node 1 shows the error."):
+    for words in ("expected 2*3*4", "It happened outside.", "Node 1 shows the whole error."):
         assert words in pointer
     assert "above" not in pointer
     assert "train.py" not in pointer
@@ -129,7 +132,7 @@ def test_what_a_function_raised_is_shown_from_the_users_line_on_without_the_verd
     assert "ValueError: a*b" in told
     assert TEXT not in told
     assert module.__file__ not in told
-    assert report(error, 0).endswith("Node 1 shows the error.")
+    assert report(error, 0).endswith("Node 1 shows the whole error.")
     assert "File 'train.py', line 1" in report(error, 0, shared=False, live=False)
 
 

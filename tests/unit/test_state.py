@@ -811,6 +811,10 @@ def test_the_class_of_the_cause_decides_about_a_restart(cause, category, restart
             assert error.cause["category"] == category
             assert isinstance(error, TorchrunPreempted) is (category == "preempted")
             assert cause.kind in ("terminated", "timeout", "hang") or f"(class {category})." in str(error)
+            gang = running(2)
+            gang.ended(0, ok=False)
+            gang.ended(1, cause)
+            assert "(class " not in str(gang.same_verdict()), "it matters only with restarts"
 
 
 @pytest.mark.parametrize(

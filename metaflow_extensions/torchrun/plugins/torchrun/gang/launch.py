@@ -293,7 +293,9 @@ class Launch:
             return TorchrunPreempted, FailureText(cause, after=more)
         restarts = self.restarts - (self.phase is Phase.PAUSING)
         count = f" after {counted(restarts, 'restart')}" if restarts else ""
-        more = f"\n{stopped}{everywhere}{count}. The reason: {CATEGORY_TEXTS[cause.category]} (class {cause.category})."
+        # The classes are those of `restart_on`, which matters only with restarts.
+        kind = f" (class {cause.category})" if self.policy.max_restarts else ""
+        more = f"\n{stopped}{everywhere}{count}. The reason: {CATEGORY_TEXTS[cause.category]}{kind}."
         more += self._early_hint(cause) + self._restart_hint(cause)
         if self.preempted is not None:
             # Named by its host: `rename_node` changes the node index in the cause, but not in this text.

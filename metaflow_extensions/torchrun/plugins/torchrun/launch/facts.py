@@ -49,6 +49,7 @@ def node_facts(spec: LaunchSpec, machine: Machine) -> dict[str, str]:
         "devices": device_kind(machine.seen_by({})),
         "accelerators": f"{len(seen)} {device_kind(seen)}" if seen else _NONE,
         "contents": contents_digest(spec),
+        **({} if spec.function is None else {"function": spec.function.name}),
     }
 
 

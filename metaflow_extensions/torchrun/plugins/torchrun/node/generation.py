@@ -196,7 +196,8 @@ class Generation:
         self._logs.read_now(event.local_rank, failed)  # its last lines stand before the line of its end
         self._worker_ended_at = event.at
         if failed and not self._is_stopping:
-            return f"rank {event.rank} {self._agent_end.machine.how_ended(event.status)}"
+            # Which rank failed first is decided when all nodes have told, so this names none.
+            return f"a worker {self._agent_end.machine.how_ended(event.status)}"
         return None
 
     def _on_agent_ended(self, event: AgentEnded) -> str | None:
@@ -208,7 +209,7 @@ class Generation:
         self._begin_stop(event.at)
         failed = next(iter(self.exits.failed()), None)
         if failed is not None:
-            return f"rank {failed.rank} {self._agent_end.machine.how_ended(failed.status)}"
+            return f"a worker {self._agent_end.machine.how_ended(failed.status)}"
         return self._agent_end.describe(event.status)
 
     def _has_started(self) -> bool:

@@ -6,8 +6,9 @@ from collections.abc import Sequence
 
 from ..errors import TorchrunError
 from ..events import Event
+from ..gang.cause import failure_of
 from ..gang.protocol import Go
-from ..gang.texts import counted, duration
+from ..gang.texts import counted, duration, headline
 from ..launch.options import bracketed
 from ..launch.spec import LaunchSpec
 from .plan import Plan
@@ -32,9 +33,11 @@ def details_line(plan: Plan, go: Go) -> str:
 
 def end_line(launch: int, spec: LaunchSpec, seconds: float, restarts: int, error: TorchrunError | None) -> str:
     """Return how a launch has ended; `seconds` are those from *go* to its end."""
-    how = "has ended well" if error is None else "has failed"
-    again = f", {counted(restarts, 'restart')}" if restarts else ""
-    return f"launch {launch} {how}: {_ranks(spec)}, trained {duration(seconds)}{again}"
+    trained = f"trained {duration(seconds)}" + (f", {counted(restarts, 'restart')}" if restarts else "")
+    failure = None if error is None else failure_of(error)
+    if failure is not None:
+        return f"launch {launch} has failed ({trained}): {headline(f'{failure.who} {failure.cause.what}')}"
+    return f"launch {launch} {'has ended well' if error is None else 'has failed'}: {_ranks(spec)}, {trained}"
 
 
 def alone_line(launch: int, plan: Plan) -> str:

@@ -375,6 +375,7 @@ def _launch(shown: _Shown) -> tuple[str, tuple[Part, ...]]:
     snapshot, summary = shown.snapshot, shown.summary
     events, last = snapshot.events, ""
     # Without an accelerator it does not matter for which PyTorch was built.
+    function = snapshot.facts.get("function", "")
     has_devices = snapshot.facts.get("devices") != "none"
     facts = {name: text for name, text in snapshot.facts.items() if has_devices or name not in _OF_DEVICES}
     if events and not summary.is_over:
@@ -389,10 +390,12 @@ def _launch(shown: _Shown) -> tuple[str, tuple[Part, ...]]:
         ("ranks on each", str(snapshot.nproc_per_node or "")),
         ("launch", "" if summary.launch is None else str(summary.launch)),
         ("restarts", _restarts(snapshot)),
-        ("entrypoint and arguments", (snapshot.command or "").partition(" -- ")[2]),
+        ("function", function),
+        ("entrypoint and arguments", "" if function else (snapshot.command or "").partition(" -- ")[2]),
         *((title, facts.get(name, "")) for name, title in _FACTS.items()),
     ]
-    command = [Code(snapshot.command, "Command on node 0")] if snapshot.command else []
+    # Of a function, the command names a script of ours and a folder that is gone.
+    command = [Code(snapshot.command, "Command on node 0")] if snapshot.command and not function else []
     return "Launch", (
         Facts(tuple(rows)),
         *command,

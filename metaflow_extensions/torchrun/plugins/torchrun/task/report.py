@@ -17,7 +17,7 @@ from typing import Any
 from ..compat.cli import MetaflowException, print_errors_by
 from ..errors import TorchrunError
 from ..gang.cause import RAISED, Cause, FailureText, cause_of, failure_of
-from ..gang.launch import teller
+from ..gang.launch import summary, teller
 from ..logs.console import write_text
 from ..tracebacks import user_traceback
 
@@ -54,15 +54,16 @@ def _was_written(cause: Cause) -> bool:
 
 
 def _pointer(verdict: TorchrunError, failure: FailureText | None) -> str:
-    """Return the line that names the node with the full error."""
+    """Return one line with the cause, which may be the last of the terminal, and the node that has the rest."""
     cause = None if failure is None else failure.cause
-    place = f"Node {teller(cause)} shows the error."
+    place = f"Node {teller(cause)} shows the whole error."
     if failure is not None and failure.cause.kind in ("step", "call", "interrupted"):
         return _headed(verdict, f"{failure.without_detail()}\n{place}")
     # A hang and a timeout concern the launch as a whole.
-    is_of_all = cause is None or cause.kind in ("hang", "timeout")
-    who = "" if cause is None or is_of_all else f"{cause.who[0].upper()}{cause.who[1:]} has failed. "
-    return f"{verdict.headline}. {who}{place}"
+    is_of_all = failure is None or failure.cause.kind in ("hang", "timeout")
+    told = "" if failure is None or is_of_all else summary(failure.cause)
+    what = f"{told[0].upper()}{told[1:].rstrip('.')}. " if told else ""
+    return f"{verdict.headline}. {what}{place}"
 
 
 def _headed(error: TorchrunError, message: str) -> str:

@@ -143,7 +143,8 @@ class FunctionCall(Service):
         if exception is None:
             because = f"\nThe exception itself can't be raised here, because {why}." if why else ""
             return retold(error, WorkerFailed, f"{report['text']}\n", because)
-        _add_note(exception, f"raised by {failure.who}")
+        place = f" at {cause.place}" if cause.place else ""
+        _add_note(exception, f"raised{place} by {failure.who}")
         return exception
 
     def _raised(self, rank: int, key: str | None) -> bytes | None:

@@ -19,7 +19,7 @@ from .stragglers import speed_text
 
 _NO_METRICS = (
     "No metrics: a script reports them with metaflow_torchrun.report(step=..., total=..., loss=...). "
-    "docs/metrics.md shows how."
+    "help(metaflow_torchrun.report) explains it."
 )
 _IS = re.compile(r"\bis\b")
 _HEIGHT = 130
@@ -34,7 +34,7 @@ class ProgressOnPage(OnPage):
     after = "outcome"
     together = MappingProxyType(
         {
-            "progress": "rank 0 reports {text}",
+            "progress": "rank 0 has first reported {text}",
             "straggler": "{ranks}: slower than half the median for a minute",
             "recovered": "{ranks}: no longer slow",
         }
