@@ -237,7 +237,9 @@ def failing_node(example, tmp_path):
                 pattern = pattern.replace(re.escape("/home/me/examples"), re.escape(str(tmp_path)))
                 pattern = pattern.replace(re.escape("trained 6 s"), r"trained \d+ s")
                 # On a busy machine torchrun may take the exit code first, and tell it in its report.
-                pattern = pattern.replace("a\\ worker\\ exited\\ with\\ code\\ 1", r"(a worker exited with code 1|rank 3 failed)")
+                pattern = pattern.replace(
+                    "a\\ worker\\ exited\\ with\\ code\\ 1", r"(a worker exited with code 1|rank 3 failed)"
+                )
                 assert re.search(pattern + "$", flow.text, re.MULTILINE), f"not printed: {line}\n{flow.text}"
         return flow
 

@@ -318,6 +318,32 @@ def test_the_last_lines_are_those_of_all_that_is_chosen(stored, obj, root, monke
     assert told.err == ""
 
 
+SILENT = {"rank": 3}, {"node": 1}, {}
+
+
+@pytest.mark.parametrize("options", SILENT)
+@pytest.mark.parametrize("when", ["while it runs", "followed to its end", "after its end"])
+def test_who_has_printed_nothing_is_named_when_that_is_sure(stored, obj, root, monkeypatch, capsys, options, when):
+    begin(root, "train", "4")
+    if when == "after its end":
+        write(root, "train/4/0.DONE.lock")
+    monkeypatch.setattr(StoredLogs, "follow", lambda kept: iter(()))
+    given = {"rank": None, "node": None, "tail": None, "follow": when == "followed to its end", "attempt": None}
+    commands.logs.callback.__wrapped__(obj, "100/train", as_json=False, **{**given, **options})
+    told = capsys.readouterr()
+    who = "Rank 3" if "rank" in options else "Node 1" if options else "The gang"
+    not_yet, nothing = commands._NO_LINE_YET, f"{who} has printed nothing."
+    assert (
+        told.err.splitlines()
+        == {
+            "while it runs": [not_yet],
+            "followed to its end": [not_yet, nothing],
+            "after its end": [nothing],
+        }[when]
+    )
+    assert told.out == ""
+
+
 @pytest.mark.parametrize(("kind", "option"), [("local", ""), ("s3", "--datastore s3 ")])
 def test_a_hint_names_the_datastore_where_it_is_not_the_default(stored, obj, root, monkeypatch, kind, option):
     begin(root, "train", "4")

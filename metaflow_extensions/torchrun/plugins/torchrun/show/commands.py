@@ -10,10 +10,10 @@ import json
 import os
 import sys
 from collections import deque
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import asdict, replace
 from datetime import datetime, timezone
-from itertools import chain
 from typing import Any
 
 from ..compat.cli import CommandException, click
@@ -155,20 +155,34 @@ def logs(
     stored, found, which = find_one(obj, gang, attempt)
     _refuse_unknown(stored.snapshot(found, which), rank, node)
     kept = StoredLogs(stored, found, which)
-    is_empty = True
 
     def is_wanted(line: Line) -> bool:
         return rank in (None, line.rank) and node in (None, line.node)
 
+    def show_all(lines: Iterable[Line]) -> bool:
+        """Print lines; return whether there were any, as far as they were asked for."""
+        number = 0
+        for number, line in enumerate(lines, 1):  # noqa: B007 - counted
+            click.echo(json.dumps(asdict(line)) if as_json else f"{_clock(line)} {line.labelled}")
+        return number > 0 or tail == 0
+
+    is_over = found.place(which).is_over
     with suppress(KeyboardInterrupt):
         so_far = filter(is_wanted, kept.lines(is_growing=follow))
-        later = filter(is_wanted, kept.follow()) if follow else ()
-        for line in chain(so_far if tail is None else deque(so_far, tail), later):
-            is_empty = False
-            click.echo(json.dumps(asdict(line)) if as_json else f"{_clock(line)} {line.labelled}")
-    if is_empty and tail != 0:
-        more = "Metaflow stores the log of a local run when its task ends, and remote ones every few seconds."
-        click.echo(f"No such line is stored. {more}", err=True)
+        has_any = show_all(so_far if tail is None else deque(so_far, tail))
+        if not has_any and not is_over:
+            click.echo(_NO_LINE_YET, err=True)
+        if follow:
+            has_any, is_over = show_all(filter(is_wanted, kept.follow())) or has_any, True
+        if not has_any and is_over:
+            who = f"Rank {rank}" if rank is not None else f"Node {node}" if node is not None else "The gang"
+            click.echo(f"{who} has printed nothing.", err=True)
+
+
+_NO_LINE_YET = (
+    "No such line is stored yet. Metaflow stores the log of a local run when its task ends; until then its lines are in "
+    "the terminal of that run. It stores remote ones every few seconds."
+)
 
 
 def _refuse_unknown(snapshot: Snapshot | None, rank: int | None, node: int | None) -> None:
