@@ -45,6 +45,14 @@ def test_a_node_reads_what_is_reported(lines):
     assert (third.step, third.values) == (5, {"loss": None})
 
 
+def test_an_int_of_any_size_ends_no_training(lines):
+    report(step=2**53, loss=2**60)
+    with pytest.warns(RuntimeWarning, match="leaves 'loss' out"):
+        report(step=1, loss=10**5000)  # Python writes no int with so many digits
+    first, second = lines()
+    assert (first.step, first.values, second.step, second.values) == (2**53, {"loss": 2.0**60}, 1, {})
+
+
 def test_of_a_tensor_the_item_is_taken(lines):
     """A tensor that is part of a graph warns when it becomes a float by itself (torch 2.13)."""
 

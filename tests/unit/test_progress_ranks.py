@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from metaflow_extensions.torchrun.plugins.torchrun.features.progress.keep import ProgressKeeper
 from metaflow_extensions.torchrun.plugins.torchrun.features.progress.lines import (
+    FREED_BYTES,
     MAX_BYTES,
     Line,
     LineReader,
@@ -131,6 +132,19 @@ def test_of_a_flood_the_last_lines_come(file):
     file.steps(100_003, 100_005)
     assert file.read() == [100_003, 100_004]
     assert file.refused == []
+
+
+def test_what_was_read_takes_no_place_on_the_disk(file):
+    with open(file.path, "wb", buffering=0) as writer:  # not appending: it goes on at its own offset
+        for each in range(40):
+            writer.write(b"".join(b'{"step": %d}\n' % step for step in range(each * 4000, (each + 1) * 4000)))
+            assert file.read()[-1] == (each + 1) * 4000 - 1
+        status = file.path.stat()
+        assert (status.st_size > 2_000_000, status.st_blocks * 512 < FREED_BYTES + 2 * MAX_BYTES) == (True, True)
+        writer.write(b'{"step": 7}\n')
+    assert (file.read(), file.refused) == ([7], [])
+    file.path.write_bytes(b'{"step": 8}\n')  # begins anew
+    assert file.read() == [8]
 
 
 def test_a_line_that_is_too_long_is_dropped_and_the_next_one_comes(file):

@@ -1,6 +1,7 @@
 """Reads numbers from a growing file of JSON lines; anything else in the file is ignored.
 
-A read has a bounded cost: if there are more than `MAX_BYTES`, only the last of them are read.
+A read has a bounded cost: if there are more than `MAX_BYTES`, only the last of them are read. What was read is given
+back to the disk, which a training of weeks would fill.
 """
 
 from __future__ import annotations
@@ -9,9 +10,13 @@ import json
 import math
 import os
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 
+from ...compat.linux import free_begin
+
 MAX_BYTES = 64 * 1024
+FREED_BYTES = 1024 * 1024  # so many at once are given back
 _MAX_KEY_CHARS = 80
 _MAX_STEP = 2**53  # up to there a float is exact
 # Valid durations of a step; others would make sums and speeds overflow.
@@ -62,7 +67,7 @@ class LineReader:
     def __init__(self, path: str, refuse: Callable[[bytes], None]) -> None:
         self._path = path
         self._refuse = refuse  # called with lines that hold no numbers
-        self._read = 0  # bytes of the file
+        self._read = self._freed = 0  # bytes of the file
         self._rest = b""  # the start of an unfinished line
 
     def new_lines(self) -> list[Line]:
@@ -86,7 +91,7 @@ class LineReader:
     def _new_bytes(self) -> bytes:
         size = os.stat(self._path).st_size
         if size < self._read:
-            self._read, self._rest = 0, b""
+            self._read, self._freed, self._rest = 0, 0, b""
         if size == self._read:
             return b""
         with open(self._path, "rb") as file:
@@ -96,4 +101,12 @@ class LineReader:
             file.seek(self._read)
             data = file.read(MAX_BYTES)
         self._read += len(data)
+        if self._read - self._freed >= FREED_BYTES:
+            self._free()
         return data.partition(b"\n")[2] if skips else data
+
+    def _free(self) -> None:
+        """Give back what was read; where the file system can't, the file stays as it is."""
+        self._freed = self._read
+        with suppress(OSError), open(self._path, "r+b") as file:
+            free_begin(file.fileno(), self._read)

@@ -14,6 +14,8 @@ from typing import SupportsFloat
 
 __all__ = ["report"]
 
+_EXACT = 2**53  # up to there a float is exact
+
 
 def report(
     step: SupportsFloat | None = None,
@@ -69,7 +71,8 @@ def _numbers(given: dict[str, SupportsFloat | None], problems: list[str]) -> dic
             if value is not None:
                 item = getattr(value, "item", None)  # of a tensor, which warns where it becomes a float by itself
                 plain = value if item is None else item()
-                found[name] = plain if type(plain) is int else float(plain)
+                is_exact = type(plain) is int and abs(plain) <= _EXACT
+                found[name] = plain if is_exact else float(plain)  # raises for what no float can hold
         except Exception as error:  # whatever the user's type raises, as a tensor of many elements does
             problems.append(f"metaflow_torchrun.report leaves {name!r} out, since it is no number: {error}")
     return found
