@@ -71,8 +71,8 @@ def _numbers(given: dict[str, SupportsFloat | None], problems: list[str]) -> dic
             if value is not None:
                 item = getattr(value, "item", None)  # of a tensor, which warns where it becomes a float by itself
                 plain = value if item is None else item()
-                is_exact = type(plain) is int and abs(plain) <= _EXACT
-                found[name] = plain if is_exact else float(plain)  # raises for what no float can hold
+                number = float(plain)  # raises for an int that none can hold
+                found[name] = plain if type(plain) is int and abs(plain) <= _EXACT else number
         except Exception as error:  # whatever the user's type raises, as a tensor of many elements does
             problems.append(f"metaflow_torchrun.report leaves {name!r} out, since it is no number: {error}")
     return found
