@@ -40,7 +40,7 @@ def test_functions_of_a_flow_in_launches_of_different_widths(run_flow):
     for failure in end["failures"]:
         assert (failure["class"], failure["is"], failure["batch"]) == ("BadBatch", True, 17)
         (note,) = failure["notes"]
-        assert re.fullmatch(r"raised by rank 1 on node 1 \(host \S+\)", note)
+        assert re.fullmatch(r"raised at functions.py:61 by rank 1 on node 1 \(host \S+\)", note)
         kind, rank, text = failure["cause"]
         assert (kind, rank, failure["is ours"]) == ("LaunchFailed", 1, True)
         assert "Traceback (most recent call last)" in text
@@ -139,6 +139,26 @@ except CellError as error:
 ]
 
 
+NO_GUARD = """
+import os
+from metaflow import TorchrunSingleNodeMultiGPU
+
+def rank():
+    return int(os.environ["RANK"])
+
+print("LAUNCHES")
+result = TorchrunSingleNodeMultiGPU().run(rank, nproc_per_node=2)
+print("ranks:", list(result))
+"""
+
+
+def test_a_file_that_launches_without_a_guard_launches_once(tmp_path):
+    (tmp_path / "alone.py").write_text(NO_GUARD)
+    done = subprocess.run([sys.executable, "alone.py"], cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stdout.count("ranks: [0, 1]")) == (0, 1), done.stdout + done.stderr
+    assert done.stdout.count("] LAUNCHES") == 2, "each rank imports the file up to its call"
+
+
 @pytest.mark.long
 def test_functions_from_a_notebook(tmp_path, monkeypatch):
     """A real kernel: a flow in a cell, a flow in a file, and a function of a cell without any flow."""
@@ -158,7 +178,9 @@ def test_functions_from_a_notebook(tmp_path, monkeypatch):
     client.execute()
     text = "".join(output.get("text", "") for cell in notebook.cells for output in cell.outputs)
     assert "NBRunner: [40, 41] 41" in text, text
-    assert re.search(r"Runner: successful \[40, 41\] .*below zero.*raised by rank 0 \(host ", text), text
+    assert re.search(
+        r"Runner: successful \[40, 41\] .*below zero.*raised at functions_alone.py:10 by rank 0 \(host ", text
+    ), text
     assert "cell: None True 42.0" in text, text
     assert "caught: (100,)" in text, text
     assert re.search(r'"Cell In\[3\]", line \d+, in half\n.* raise CellError\(answer.number\)', text), text

@@ -59,7 +59,8 @@ def test_a_function_and_its_values(run_remote, backend):
     flow = run_remote(flow="remote_function.py", name="RemoteFunction", **backend.on())
     check_said(flow, "VALUES 0/0/0 1/0/1 2/1/2 3/1/3")
     for node in (0, 1):
-        check_said(flow, f"CAUGHT on node {node}: 'rank 3 misses a key' LaunchFailed raised by rank 3 on node 1 (host ")
+        said = "LaunchFailed raised at remote_function.py:26 by rank 3 on node 1 (host "
+        check_said(flow, f"CAUGHT on node {node}: 'rank 3 misses a key' {said}")
     backend.await_gone(flow)
 
 

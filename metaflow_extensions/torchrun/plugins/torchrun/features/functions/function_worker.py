@@ -36,7 +36,7 @@ class CantReturn(Exception):
 
 
 class FlowStarts(BaseException):
-    """Ends the import of a flow file where it would run its flow."""
+    """Ends the import of a file where it would run its flow, or launch again."""
 
 
 def main() -> None:
@@ -106,19 +106,25 @@ def import_main(path: str, package: str | None = None) -> None:
 
 
 def keep_flows_from_running() -> None:
-    """End a flow file that runs its flow without ``if __name__ == "__main__"`` where it does, as in the task."""
+    """End a file that runs its flow, or launches, without ``if __name__ == "__main__"`` where it does, as in the task."""
     try:
-        flow_class = importlib.import_module("metaflow").FlowSpec
-    except ImportError:
+        metaflow = importlib.import_module("metaflow")
+        flow_class, single = metaflow.FlowSpec, metaflow.TorchrunSingleNodeMultiGPU
+    except (ImportError, AttributeError):  # a worker may have another Metaflow than its task
         return
-    original = flow_class.__init__
+    original, run = flow_class.__init__, single.run
 
     def begin(self: Any, use_cli: bool = True) -> None:
         if use_cli:
             raise FlowStarts
         original(self, use_cli=False)
 
-    flow_class.__init__ = begin
+    def launch(self: Any, *args: Any, **options: Any) -> Any:
+        if sys.modules["__main__"].__name__ == _MAIN:  # it is being imported; later a function may launch, too
+            raise FlowStarts
+        return run(self, *args, **options)
+
+    flow_class.__init__, single.run = begin, launch
 
 
 def rename(module: ModuleType) -> None:
