@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 from test_loss import groups
+from test_replacement import come
 from test_state import GangOf, crash, preemption
 
 from metaflow_extensions.torchrun.plugins.torchrun.features.progress.keep import ProgressKeeper
@@ -172,6 +173,20 @@ def test_a_node_that_was_set_aside_takes_no_part_even_where_too_few_are_left():
     assert "1 node is left, and it needs 2 (spare_nodes, min_nodes). It had set node 1 aside before." in str(
         gang.same_verdict(0, 1)
     )
+
+
+def test_another_task_in_the_place_of_a_node_that_was_set_aside_may_take_part():
+    gang = launched(3, max_restarts=9, spare_nodes=1, replacements=1, started_timeout_s=300.0)
+    for _ in range(2):
+        fail(gang)
+    assert groups(gang)[-1] == (0, 2)
+    gang.lost(1)
+    come(gang, 1)
+    gang.ready(1)
+    gang.lost(2)
+    gang.ended(0, ok=False, generation=2)
+    gang.pass_time(60.0)
+    assert groups(gang)[-1] == (0, 1)
 
 
 def test_a_lost_node_is_replaced_though_another_was_set_aside():

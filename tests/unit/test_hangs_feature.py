@@ -14,7 +14,7 @@ from unit_helpers import settings_of_run
 
 from metaflow_extensions.torchrun.plugins.torchrun.features.hangs import in_task, on_page, watch
 from metaflow_extensions.torchrun.plugins.torchrun.features.hangs.keep import HangKeeper
-from metaflow_extensions.torchrun.plugins.torchrun.features.hangs.told import Diagnostics
+from metaflow_extensions.torchrun.plugins.torchrun.features.hangs.told import Diagnostics, groups
 from metaflow_extensions.torchrun.plugins.torchrun.features.hangs.watch import HangWatcher
 from metaflow_extensions.torchrun.plugins.torchrun.features.progress import watch as progress
 from metaflow_extensions.torchrun.plugins.torchrun.gang.keepers import Failing, Remarks
@@ -22,7 +22,7 @@ from metaflow_extensions.torchrun.plugins.torchrun.gang.policy import LaunchPoli
 from metaflow_extensions.torchrun.plugins.torchrun.gang.protocol import Failed, Told
 from metaflow_extensions.torchrun.plugins.torchrun.gang.wire import to_plain
 from metaflow_extensions.torchrun.plugins.torchrun.launch.services import RunCall, Services
-from metaflow_extensions.torchrun.plugins.torchrun.machine.frames import Found
+from metaflow_extensions.torchrun.plugins.torchrun.machine.frames import Found, without_stack
 from metaflow_extensions.torchrun.plugins.torchrun.machine.stacks import HOOK
 
 
@@ -191,6 +191,20 @@ def test_a_hang_is_looked_into_before_the_workers_are_stopped(kind, has_failed, 
         assert Path(found["file"]).parent.name.startswith("torchrun-hang-node0-launch0-0-")
     node.ends(agent)
     assert len([text for text in node.texts("note") if "what the workers were doing" in text]) == is_looked_into
+
+
+def test_a_rank_that_has_ended_is_told_for_the_others_may_wait_for_it(tmp_path):
+    node = node_with(tmp_path, 5.0)
+    agent = node.running()
+    node.worker_ended(agent, 0, 0)
+    node.stop(kind="hang")
+    assert sorted(node.expect(Told).data["ranks"]) == ["0", "1"]
+    node.ends(agent)
+
+
+def test_ranks_without_a_stack_are_alike_only_for_the_same_reason():
+    ranks = dict(enumerate(map(without_stack, ("it is stopped", "it has ended", "it is stopped"))))
+    assert [each.ranks for each in groups(ranks)] == [(0, 2), (1,)]
 
 
 def test_the_gang_hears_of_output_and_of_ends_now_and_then(tmp_path):

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from metaflow_extensions.torchrun.plugins.torchrun.errors import LaunchFailed
+from metaflow_extensions.torchrun.plugins.torchrun.errors import LaunchFailed, LaunchHung
 from metaflow_extensions.torchrun.plugins.torchrun.gang.cause import Cause, FailureText, failed
 from metaflow_extensions.torchrun.plugins.torchrun.gang.protocol import Go
 from metaflow_extensions.torchrun.plugins.torchrun.launch.spec import LaunchSpec
@@ -46,9 +46,9 @@ def test_the_end_says_how_long_and_how_often():
     assert end_line(1, spec_of(1, 1), 1, 2, None).endswith("rank 0, trained 1 s, 2 restarts")
     cause = Cause("exception", 1, "b", 3, 1, 1, "ValueError: no\nmore", place="train.py:7")
     failed_line = end_line(0, spec, 8.0, 1, failed(LaunchFailed, FailureText(cause)))
-    assert failed_line == (
-        "launch 0 has failed (trained 8 s, 1 restart): rank 3 on node 1 (host b) failed at train.py:7 with ValueError: no"
-    )
+    assert failed_line == "launch 0 has failed (trained 8 s, 1 restart): rank 3 on node 1 (host b) failed first"
+    hung = failed(LaunchHung, FailureText(Cause("hang", 0, "a", exception="silence")))
+    assert end_line(0, spec, 8.0, 0, hung) == "launch 0 has failed: ranks 0-3, trained 8 s", "no rank is to blame"
 
 
 @pytest.mark.parametrize(

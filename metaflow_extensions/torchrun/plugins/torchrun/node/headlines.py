@@ -8,7 +8,7 @@ from ..errors import TorchrunError
 from ..events import Event
 from ..gang.cause import failure_of
 from ..gang.protocol import Go
-from ..gang.texts import counted, duration, headline
+from ..gang.texts import counted, duration
 from ..launch.options import bracketed
 from ..launch.spec import LaunchSpec
 from .plan import Plan
@@ -35,8 +35,8 @@ def end_line(launch: int, spec: LaunchSpec, seconds: float, restarts: int, error
     """Return how a launch has ended; `seconds` are those from *go* to its end."""
     trained = f"trained {duration(seconds)}" + (f", {counted(restarts, 'restart')}" if restarts else "")
     failure = None if error is None else failure_of(error)
-    if failure is not None:
-        return f"launch {launch} has failed ({trained}): {headline(f'{failure.who} {failure.cause.what}')}"
+    if failure is not None and failure.cause.kind not in ("hang", "timeout"):
+        return f"launch {launch} has failed ({trained}): {failure.who} failed first"
     return f"launch {launch} {'has ended well' if error is None else 'has failed'}: {_ranks(spec)}, {trained}"
 
 
