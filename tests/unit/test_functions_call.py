@@ -24,6 +24,7 @@ from metaflow_extensions.torchrun.plugins.torchrun.errors import (
     TorchrunPreempted,
     WorkerFailed,
 )
+from metaflow_extensions.torchrun.plugins.torchrun.features.functions import call as call_module
 from metaflow_extensions.torchrun.plugins.torchrun.features.functions.call import FUNCTION_WORKER, FunctionCall
 from metaflow_extensions.torchrun.plugins.torchrun.features.functions.in_task import Functions
 from metaflow_extensions.torchrun.plugins.torchrun.features.functions.keep import FunctionKeeper
@@ -105,6 +106,38 @@ def test_any_mapping_and_any_sequence_will_do(given, expected, make):
         assert pickle.load(file) == (train, *expected)
 
 
+def more(*args, **kwargs):
+    return args, kwargs
+
+
+@functools.wraps(more)
+def wrapper(lr):
+    return lr
+
+
+@pytest.mark.parametrize(
+    ("function", "arguments", "why"),
+    [
+        (train, {"epoch": 1}, r"train can't take these .* argument 'epoch'. Its arguments: epochs\."),
+        (train, [1, 2], "too many positional arguments"),
+        (functools.partial(train, 1), [2], "too many positional arguments"),
+        (wrapper, {}, "missing a required argument: 'lr'"),
+        (lambda: 1, [1], "Its arguments: none"),
+        (Trainer().fit, {"x": 1}, "Trainer.fit can't take"),
+        *((each, {"x": 1}, None) for each in (more, int, Trainer(), functools.partial(print, 1))),
+        (functools.partial(train, epochs=1), {"epochs": 2}, None),
+        (wrapper, [1], None),
+    ],
+)
+def test_arguments_that_a_plain_function_can_not_take_are_refused_before_any_worker(function, arguments, why):
+    call = (function, *call_module._as_call(arguments))
+    if why is None:
+        call_module._check_call(*call)
+    else:
+        with pytest.raises(TorchrunConfigError, match=why):
+            call_module._check_call(*call)
+
+
 class Full:
     def __reduce__(self):
         raise OSError(28, "No space left on device")
@@ -161,7 +194,6 @@ def spec_of(call, **given):
     ("function", "name"),
     [
         (train, "train"),
-        (Trainer.fit, "Trainer.fit"),
         (Trainer().fit, "Trainer.fit"),
         (Trainer(), "Trainer"),
         (functools.partial(train, 3), "train"),
@@ -175,7 +207,7 @@ def test_name_and_file_of_a_function(function, name, make):
 
 
 def test_functions_are_told_apart_by_name_and_source_and_not_by_their_folders(make, tmp_path):
-    one, again, other = (spec_of(make(function)) for function in (train, train, Trainer.fit))
+    one, again, other = (spec_of(make(function)) for function in (train, train, Trainer().fit))
     assert one.digest() == replace(again, entrypoint="/elsewhere/worker.py").digest() != other.digest()
     sources = [str(write(tmp_path / name / "flow.py", name)) for name in ("a", "b")]
     assert len({contents_digest(replace(one, source=source)) for source in sources}) == 2

@@ -7,6 +7,7 @@ carries only their keys.
 
 from __future__ import annotations
 
+import inspect
 import os
 import pickle
 import socket
@@ -16,6 +17,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
+from types import FunctionType, MethodType
 from typing import Any
 
 from ...errors import EntrypointError, LaunchFailed, TorchrunConfigError, TorchrunError, WorkerFailed
@@ -58,6 +60,7 @@ class FunctionCall(Service):
                 f"run(process_group={process_group!r}) must be one of {', '.join(PROCESS_GROUPS)}, or left out."
             )
         call = (function, *_as_call(arguments))
+        _check_call(*call)
         inner = function.func if isinstance(function, partial) else function
         name = str(getattr(inner, "__qualname__", type(inner).__qualname__))
         # With gather, the control node gets the values of all ranks. A function that gathers is not expected to use a
@@ -186,6 +189,22 @@ def _as_call(arguments: Any) -> tuple[Sequence[Any], Mapping[str, Any]]:
     forms = "for a function it must be a dict (keyword arguments) or a list (positional ones)"
     given = dict_or_list(arguments, "entrypoint_args", forms)
     return ([], dict(given)) if isinstance(given, Mapping) else (given, {})
+
+
+def _check_call(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    """Refuse arguments that a function or method can't take, before any worker starts; a class shows it when it is called."""
+    plain = function.func if isinstance(function, partial) else function
+    if not isinstance(plain, FunctionType | MethodType):
+        return
+    # Not what a decorator says that it wraps: it may add arguments of its own.
+    signature = inspect.signature(function, follow_wrapped=False)
+    try:
+        signature.bind(*args, **kwargs)
+    except TypeError as error:
+        takes = ", ".join(signature.parameters) or "none"
+        raise TorchrunConfigError(
+            f"The function {plain.__qualname__} can't take these entrypoint_args: {error}. Its arguments: {takes}."
+        ) from None
 
 
 def _source_of(inner: Any) -> str | None:
