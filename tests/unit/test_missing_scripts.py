@@ -1,38 +1,12 @@
 """Scripts that are not there, in the source of a step: refused at submit, or passed over where there is a doubt."""
 
-import importlib.util
 from types import SimpleNamespace
 
 import pytest
-from metaflow import lint
+from linted_flow import told_of
 from unit_helpers import write
 
 from metaflow_extensions.torchrun.plugins.torchrun.compat.graph import runs_unknown_code
-
-FLOW = """
-from metaflow import FlowSpec, current, step, torchrun
-{before}
-
-class MissingScriptsFlow(FlowSpec):
-    @step
-    def start(self):
-        {start}
-        self.next(self.train, num_parallel=2)
-
-    @torchrun{attributes}
-    @step
-    def train(self):
-        {body}
-        self.next(self.join)
-
-    @step
-    def join(self, inputs):
-        self.next(self.end)
-
-    @step
-    def end(self):
-        pass
-"""
 
 
 @pytest.fixture
@@ -43,16 +17,7 @@ def told(tmp_path, monkeypatch):
         write(tmp_path / name, "print()")
 
     def told(body, before="", attributes="", start="pass"):
-        text = FLOW.format(body=body.replace("\n", "\n" + " " * 8), before=before, attributes=attributes, start=start)
-        path = write(tmp_path / "flow.py", text)
-        spec = importlib.util.spec_from_file_location("missing_scripts_flow", path)
-        module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
-        try:
-            lint.linter.run_checks(module.MissingScriptsFlow._graph)
-        except lint.LintWarn as warning:
-            return warning.message, text.splitlines()[warning.line_no - 1].strip()
-        return None
+        return told_of(tmp_path / "flow.py", body, before, f"@torchrun{attributes}", start)
 
     return told
 

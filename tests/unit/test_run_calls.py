@@ -1,10 +1,11 @@
 """Arguments that `run` does not have, in the source of a step: found, or passed over where there is a doubt."""
 
-import importlib.util
 import sys
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
+from linted_flow import told_of
 from metaflow import lint
 from unit_helpers import write
 
@@ -12,51 +13,13 @@ from metaflow_extensions.torchrun.plugins.torchrun.decorator import TorchrunDeco
 from metaflow_extensions.torchrun.plugins.torchrun.settings import parse_settings
 from metaflow_extensions.torchrun.plugins.torchrun.task import run_calls
 
-FLOW = """
-from metaflow import FlowSpec, current, step, torchrun
-{before}
-
-class RunCallsFlow(FlowSpec):
-    @step
-    def start(self):
-        self.next(self.train, num_parallel=2)
-
-    {decorator}
-    @step
-    def train(self):
-        {body}
-        self.next(self.join)
-
-    @step
-    def join(self, inputs):
-        self.next(self.end)
-
-    @step
-    def end(self):
-        pass
-"""
-
 
 @pytest.fixture
 def told(tmp_path, monkeypatch):
     """Return a function that has Metaflow's lint look at a flow; it returns what that says and the line it says it of."""
-
     monkeypatch.chdir(tmp_path)
-
-    def told(body, before="", decorator="@torchrun(nproc_per_node=2)\n"):
-        text = FLOW.format(body=body.replace("\n", "\n" + " " * 8), before=before, decorator=decorator)
-        write(tmp_path / "x.py", "")
-        path = write(tmp_path / "größe of * 🙂.py", text)
-        spec = importlib.util.spec_from_file_location("run_calls_flow", path)
-        module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
-        try:
-            lint.linter.run_checks(module.RunCallsFlow._graph)
-        except lint.LintWarn as warning:
-            return warning.message, text.splitlines()[warning.line_no - 1].strip()
-        return None
-
-    return told
+    write(tmp_path / "x.py", "")
+    return partial(told_of, tmp_path / "größe of * 🙂.py", decorator="@torchrun(nproc_per_node=2)\n")
 
 
 @pytest.mark.parametrize(
