@@ -136,6 +136,32 @@ def test_the_first_report_is_an_event_and_the_log_has_a_line_soon_and_then_one_a
 
 
 @pytest.mark.parametrize(
+    ("looked_at", "last", "ok", "line"),
+    [
+        (10, 4, True, "5 of 5 steps (100 %), loss 0.5"),
+        (10, 3, False, "step 3 of 5 (60 %), loss 0.5"),
+        (10, 2, False, None),
+        (5, 4, True, None),
+    ],
+    ids=["steps from 0", "a failure", "nothing new", "no line so far"],
+)
+def test_a_log_with_lines_of_progress_ends_with_the_last_step(looked_at, last, ok, line, kept):
+    kept.take((2, {"loss": 1.0}), total=5.0, at_s=0)
+    kept.compare(looked_at)
+    kept.take((last, {"loss": 0.5}), at_s=11)
+    said = kept.keeper.ended(0, ok)
+    assert (None if said is None else said.lines) == (None if line is None else (line,))
+
+
+def test_the_end_of_a_launch_without_reports_says_nothing_of_the_one_before(kept):
+    kept.take((4, {"loss": 1.0}), total=5.0, at_s=0)
+    kept.compare(10)
+    kept.keeper.ended(0, False)
+    kept.keeper.begin(1, {}, 20)
+    assert (kept.keeper.ended(0, True), kept["done"]) == (None, 4)
+
+
+@pytest.mark.parametrize(
     ("points", "line"),
     [
         ([(3, {})], "step 3"),

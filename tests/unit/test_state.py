@@ -418,6 +418,12 @@ def test_a_feature_gets_what_is_told_while_workers_run_and_adds_to_log_records_a
         assert [verdict.features for verdict in gang.got(node, Verdict)] == [{"notes": told}]
 
 
+def test_what_a_feature_says_of_the_end_stands_before_the_verdict():
+    gang = running(1, keepers=Keepers({"notes": Notebook()}))
+    gang.ended(0, ok=False)
+    assert [type(each) for each in gang.sent[0] if isinstance(each, Note | Verdict)] == [Note, Verdict]
+
+
 def test_what_a_command_asks_goes_to_all_nodes_while_workers_run():
     gang = running(2, keepers=Keepers({"notes": Notebook()}))
     gang.post(gang.state.request("notes", {"id": 7}))

@@ -339,6 +339,7 @@ class Course:
             self.note("exited", node=node, rank=rank, exit_code=code, text=describe_exit(code))
         self.note("stopped", node=node)
         self.keepers.ended(node, ended.ok)
+        self._send_remarks()  # before the verdict, with which the log of the launch ends
         launch.ended[node] = replace(ended, failures=())
         if not ended.ok:
             self.stop()

@@ -11,7 +11,7 @@ from ...gang.keepers import Happened, Keeper, Plain, Remarks, Where
 from ...gang.protocol import Told
 from ...gang.wire import from_plain
 from ...records.series import Series
-from .said import said
+from .said import said, step
 from .stragglers import Speeds, Stragglers, lines
 from .told import MAX_KEYS, Metrics, Pace, Point
 
@@ -36,6 +36,7 @@ class _Kept:
     steps_per_s: float | None = None
     has_ended_well: bool = False
     has_news: bool = False  # since the last line in the log
+    place_in_log: str | None = None  # the step in the last line, as `said.step` has it
     last: dict[str, float | None] = field(default_factory=dict)  # value of each key
     series: dict[str, Series] = field(default_factory=dict)
     speeds: Series = field(default_factory=lambda: Series(MAX_POINTS, 5.0, "mean"))  # over the gang's seconds
@@ -94,6 +95,8 @@ class ProgressKeeper(Keeper):
         self._paces, self._stragglers = {}, Stragglers()
         if self._kept is not None:
             self._kept.has_news = False
+            if launch != self._kept.launch:
+                self._kept.node = None  # what ends from now on is not its launch
 
     def handle(self, node: int, told: Told, at_s: float) -> Remarks | None:
         """Keep a node's report on its ranks; rank 0's first one of a launch is an event, so that all who look see it soon."""
@@ -116,19 +119,29 @@ class ProgressKeeper(Keeper):
         """Return the highest step that a script has reported."""
         return None if self._kept is None or self._kept.launch != launch else self._kept.farthest
 
-    def ended(self, node: int, ok: bool) -> None:
-        """Stop comparing the node's ranks."""
+    def ended(self, node: int, ok: bool) -> Remarks | None:
+        """Stop comparing the node's ranks. A log that has told of the progress ends with the last step."""
         self._paces.pop(node, None)
-        if self._kept is not None and node == self._kept.node:
-            self._kept.steps_per_s, self._kept.has_ended_well = None, ok
+        kept = self._kept
+        if kept is None or node != kept.node:
+            return None
+        kept.steps_per_s, kept.has_ended_well = None, ok
+        is_told = kept.place_in_log in (None, step(self.record() or {}))
+        return None if is_told else Remarks((self._line(kept),))
 
     def tick(self, at_s: float, where: Callable[[int], Where]) -> Remarks:
         """Say once a minute how far rank 0 is, and what `_compare` finds."""
         found, kept = self._compare(at_s, where), self._kept
         if kept is None or not kept.has_news or at_s < self._says_at:
             return found
-        self._says_at, kept.has_news = at_s + LINES_EVERY_S, False
-        return replace(found, lines=(said(self.record() or {}), *found.lines))
+        self._says_at = at_s + LINES_EVERY_S
+        return replace(found, lines=(self._line(kept), *found.lines))
+
+    def _line(self, kept: _Kept) -> str:
+        """Return a line for the log."""
+        progress = self.record() or {}
+        kept.has_news, kept.place_in_log = False, step(progress)
+        return said(progress)
 
     def _compare(self, at_s: float, where: Callable[[int], Where]) -> Remarks:
         """Compare the ranks every 5 s; return those that have become slow or have recovered."""
