@@ -8,6 +8,7 @@ from unittest.mock import MagicMock
 
 import pytest
 from gang_snapshots import launch, snapshot
+from metaflow._vendor.click.testing import CliRunner
 from metaflow.clone_util import clone_task_helper
 from metaflow.datastore import FlowDataStore
 from metaflow.exception import CommandException
@@ -156,12 +157,27 @@ def test_a_gang_without_its_control_nodes_end_is_shown_with_what_metaflow_knows(
     ]
 
 
+def find(obj, named):
+    """Return what a command finds that is given this name."""
+    return finding.find(obj, finding.or_latest(SimpleNamespace(obj=obj), None, named))
+
+
 @pytest.mark.parametrize("named", ["100/train", "100/train/", "Flow/100/train", "100/train/4_node_1", "100", ""])
 def test_a_gang_is_named_by_run_step_or_any_of_its_tasks_or_is_of_the_last_run(stored, obj, root, named):
     begin(root, "start", "1")
     begin(root, "train", "4", "4_node_1")
     (root.parent / "latest_run").write_text(RUN)
-    assert [gang.control_task for gang in finding.find(obj, named)[1]] == ["4"]
+    assert [gang.control_task for gang in find(obj, named)[1]] == ["4"]
+
+
+@pytest.mark.parametrize("command", ["show", "logs"])
+def test_a_command_without_a_run_says_which_it_shows_since_a_refused_one_is_none(stored, obj, root, command):
+    begin(root, "train", "4")
+    (root.parent / "latest_run").write_text(RUN)
+    said = "This is run 100, the latest one that started here. A refused run has no page."
+    run = CliRunner(mix_stderr=False).invoke
+    assert said in run(commands.torchrun, [command], obj=obj).stderr
+    assert "This is run" not in run(commands.torchrun, [command, "100"], obj=obj).stderr
 
 
 @pytest.mark.parametrize(
@@ -182,7 +198,7 @@ def test_what_is_not_there_is_said_with_what_is(stored, obj, root, named, said):
     begin(root, "train", "4")
     begin(root, "tune", "5")
     with pytest.raises(CommandException, match=said):
-        finding.find(obj, named)
+        find(obj, named)
 
 
 def test_an_attempt_that_is_not_there_is_said(stored, root):
@@ -274,7 +290,7 @@ def test_what_spin_has_run_is_found_where_it_is_stored(obj, spun, root, named, m
     monkeypatch.setattr(stored_files, "DEFAULT_DATASTORE", "local")
     begin(root, "train", "4")
     begin(spun, "train", "0")
-    found, (gang,) = finding.find(obj, named)
+    found, (gang,) = find(obj, named)
     assert (gang.run, gang.step, gang.control_task, found.storage.kind) == ("300", "train", "0", "spin")
     page = commands._page(obj, found, gang, 0, False)
     assert page[-1].endswith(" torchrun logs 300/train")
@@ -286,7 +302,7 @@ def test_what_spin_has_run_is_found_where_it_is_stored(obj, spun, root, named, m
 def test_a_run_that_is_nowhere_is_named_in_the_hint_also_if_nobody_named_it(obj, spun, root):
     begin(root, "train", "4")
     with pytest.raises(CommandException, match=r"has no run 300 of Flow. .* --datastore NAME torchrun show 300\.$"):
-        finding.find(obj, "")
+        find(obj, "")
 
 
 @pytest.mark.parametrize(

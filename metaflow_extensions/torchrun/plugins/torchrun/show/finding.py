@@ -20,7 +20,20 @@ WHICH = (
     "RUN is the number of a run; default: the latest run that was started in this folder. Name the STEP if several steps "
     "of the run have @torchrun, and the TASK to choose one of a foreach."
 )
-gang_argument = click.argument("gang", metavar="[RUN[/STEP[/TASK]]]", default="")
+
+
+def or_latest(ctx: Any, _: Any, named: str) -> str:
+    """Return the gang that a command line names, else the latest run; say which. click calls it once per command."""
+    if named:
+        return named
+    run = latest_run(ctx.obj.flow.name)
+    if run:
+        # Metaflow (2.19) numbers a run when all is checked, so a refused one leaves the run before as the latest.
+        click.echo(f"[torchrun] This is run {run}, the latest one that started here. A refused run has no page.", err=True)
+    return run or ""
+
+
+gang_argument = click.argument("gang", metavar="[RUN[/STEP[/TASK]]]", default="", callback=or_latest)
 attempt_option = click.option("--attempt", type=int, default=None, help="Which attempt; the latest by default.")
 json_option = click.option("--json", "as_json", is_flag=True, default=False, help="Write JSON.")
 
@@ -40,10 +53,9 @@ def find(obj: Any, named: str) -> tuple[StoredGangs, list[StoredGang]]:
     `spin` stores what it runs in a place of its own, whatever the flow's datastore is.
     """
     name, stored = obj.flow.name, StoredGangs(obj.flow_datastore)
-    asked = named or latest_run(name)
-    if not asked:
+    if not named:
         raise CommandException(f"No run of {name} was started here. Name one: {stored.program} show RUN.")
-    parts = [part for part in asked.split("/") if part]
+    parts = [part for part in named.split("/") if part]
     if parts and parts[0] == name:  # Metaflow's client puts the flow's name first
         parts = parts[1:]
     if not 1 <= len(parts) <= 3 or any(part.strip(".") == "" for part in parts):  # ".." is a folder
@@ -55,7 +67,7 @@ def find(obj: Any, named: str) -> tuple[StoredGangs, list[StoredGang]]:
     if not steps:
         raise CommandException(
             f"The datastore ({stored.storage.place}) has no run {run} of {name}. If the run used another datastore, "
-            f"name it: python {os.path.basename(sys.argv[0])} --datastore NAME torchrun show {named or run}."
+            f"name it: python {os.path.basename(sys.argv[0])} --datastore NAME torchrun show {named}."
         )
     step = named_step or _only_gang(obj, run, steps)
     gangs = stored.gangs(run, step)
