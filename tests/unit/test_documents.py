@@ -201,7 +201,7 @@ def test_the_recipe_for_spot_instances_saves():
             )
     finally:
         signal.signal(signal.SIGUSR1, before)
-    assert (ended.value.code, saved, steps) == (0, [("model", "optimizer", 1)], ["a", "b", "a"])
+    assert (ended.value.code, saved, steps) == (0, [("model", "optimizer", 0)], ["a", "b", "a"])
 
 
 def test_what_is_named_for_people_from_elsewhere_exists():

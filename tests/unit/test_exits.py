@@ -260,6 +260,12 @@ def test_a_failure_names_file_and_line_of_the_users_code(trace, said, node):
     assert f"{said}." in FailureText(cause).without_detail(), "also where the traceback is not repeated"
 
 
+def test_an_indented_last_line_explains_nothing(node):
+    node.leaves(stderr="train.py:3: RuntimeWarning: no number\n  report(n, loss=loss)\n")
+    node.ended(0, 3, at=2)
+    assert (node.cause().last_line, node.cause().what) == ("", "exited with code 3")
+
+
 def test_without_an_exception_the_last_line_of_stderr_is_named(node):
     node.leaves(stderr="usage: train.py [-h]\ntrain.py: error: unrecognized arguments: --lr 0.1\n\n")
     node.ended(0, 2, at=2)

@@ -171,10 +171,12 @@ class Node:
     """A node with two ranks, whose scripts write what the test has them write."""
 
     def __init__(self, folder, first_rank=0):
-        self.now, self.ended, self.folder, self.said = 100.0, set(), folder, []
+        self.now, self.ended, self.folder, self.said, self.shown = 100.0, set(), folder, [], []
         plan = SimpleNamespace(spec=SimpleNamespace(ranks=range(first_rank, first_rank + 2)))
         has_ended = self.ended.__contains__
-        here = SimpleNamespace(request=plan, folder=str(folder), has_ended=has_ended, say=self.said.append)
+        here = SimpleNamespace(
+            request=plan, folder=str(folder), has_ended=has_ended, say=self.said.append, show=self.shown.append
+        )
         self.watcher = ProgressWatcher(here, lambda: self.now)
 
     def write(self, name, *lines):
@@ -198,6 +200,21 @@ class Node:
 @pytest.fixture
 def node(tmp_path):
     return Node(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("steps", "said"),
+    [
+        ([1, 2, 3, 3, None], ""),
+        ([0, 1, 2, 0, 1, 0], "reported step 0 after step 2: of repeated steps only the last values are kept"),
+        ([None, None, 1], "reported values without a step: only the last ones are kept"),
+    ],
+)
+def test_what_makes_a_curve_lose_points_is_said_once(steps, said, node):
+    for rank in (0, 1):
+        node.write(rank, *({"loss": 1.0} if step is None else {"step": step, "loss": 1.0} for step in steps))
+    node.wait(3)
+    assert [said in text for text in node.shown] == ([True] if said else [])
 
 
 # --- how fast a rank is ---------------------------------------------------------------------------

@@ -174,10 +174,10 @@ def test_a_gang_is_named_by_run_step_or_any_of_its_tasks_or_is_of_the_last_run(s
 def test_a_command_without_a_run_says_which_it_shows_since_a_refused_one_is_none(stored, obj, root, command):
     begin(root, "train", "4")
     (root.parent / "latest_run").write_text(RUN)
-    said = "This is run 100, the latest one that started here. A refused run has no page."
+    said = "[torchrun] Run 100, the last that `run` started here. One of `resume` needs its number."
     run = CliRunner(mix_stderr=False).invoke
     assert said in run(commands.torchrun, [command], obj=obj).stderr
-    assert "This is run" not in run(commands.torchrun, [command, "100"], obj=obj).stderr
+    assert "[torchrun] Run" not in run(commands.torchrun, [command, "100"], obj=obj).stderr
 
 
 @pytest.mark.parametrize(

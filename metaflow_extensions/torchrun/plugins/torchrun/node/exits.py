@@ -109,8 +109,9 @@ class Exits:
         advice, lines = remedy_of_exit(code, self._spec.bools, stderr), _last_lines(stderr)
         if is_signal:
             return end.at, Cause("signal", *who, code, None, lines, advice, stdout)
-        last = lines.rstrip().rpartition("\n")[2].strip()
-        last = headline(last) if last else ""
+        last = lines.rstrip().rpartition("\n")[2]
+        # An indented line belongs to what stands before it, as the source line to a warning.
+        last = headline(last) if last and not last[0].isspace() else ""
         return end.at, Cause("exit", *who, code, None, lines, advice, stdout, last_line=last)
 
 

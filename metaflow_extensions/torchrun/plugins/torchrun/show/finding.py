@@ -28,8 +28,11 @@ def or_latest(ctx: Any, _: Any, named: str) -> str:
         return named
     run = latest_run(ctx.obj.flow.name)
     if run:
-        # Metaflow (2.19) numbers a run when all is checked, so a refused one leaves the run before as the latest.
-        click.echo(f"[torchrun] This is run {run}, the latest one that started here. A refused run has no page.", err=True)
+        # Metaflow (2.19) numbers a run when all is checked, so a refused one leaves the run before as the latest. It does
+        # not note those of `resume`.
+        click.echo(
+            f"[torchrun] Run {run}, the last that `run` started here. One of `resume` needs its number.", err=True
+        )
     return run or ""
 
 

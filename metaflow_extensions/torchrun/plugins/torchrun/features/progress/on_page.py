@@ -34,7 +34,7 @@ class ProgressOnPage(OnPage):
     after = "outcome"
     together = MappingProxyType(
         {
-            "progress": "rank 0 has first reported {text}",
+            "progress": "first report read of rank 0: {text}",
             "straggler": "{ranks}: slower than half the median for a minute",
             "recovered": "{ranks}: no longer slow",
         }

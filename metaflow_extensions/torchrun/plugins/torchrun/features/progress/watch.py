@@ -50,7 +50,7 @@ class ProgressWatcher(Watcher):
             rank: LineReader(metrics_file(here.folder, local_rank), partial(self._refused, rank))
             for local_rank, rank in enumerate(here.request.spec.ranks)
         }
-        self._has_refused = False
+        self._has_refused = self._has_warned = False
         self._paces = {rank: RankPace() for rank in here.request.spec.ranks}
         # Of rank 0, if it is on this node: its last step, its total, and the new values.
         self._step: int | None = None
@@ -92,7 +92,20 @@ class ProgressWatcher(Watcher):
                 f"rank {rank} wrote a line to its metrics that holds no number by name; it is ignored: {shown!r}"
             )
 
+    def _warn(self, line: Line) -> None:
+        """Say once what makes the curve of rank 0 lose points."""
+        if line.step is None:
+            what = "values without a step: only the last ones are kept" if self._step is None and line.values else ""
+        else:
+            is_back = self._step is not None and line.step < self._step
+            repeats = "of repeated steps only the last values are kept, so count the steps over all epochs"
+            what = f"step {line.step} after step {self._step}: {repeats}" if is_back else ""
+        if what and not self._has_warned:
+            self._has_warned = True
+            self._here.show(f"warning: rank 0 has reported {what}")
+
     def _keep(self, line: Line) -> None:
+        self._warn(line)
         self._step = self._step if line.step is None else line.step
         self._total = line.total or self._total
         values = line.values if line.seconds is None else {**line.values, "seconds": line.seconds}
