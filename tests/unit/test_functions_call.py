@@ -129,13 +129,13 @@ def wrapper(lr):
         (wrapper, [1], None),
     ],
 )
-def test_arguments_that_a_plain_function_can_not_take_are_refused_before_any_worker(function, arguments, why):
+def test_arguments_that_a_plain_function_can_not_take_are_refused_before_any_worker(function, arguments, why, make):
     call = (function, *call_module._as_call(arguments))
     if why is None:
         call_module._check_call(*call)
     else:
         with pytest.raises(TorchrunConfigError, match=why):
-            call_module._check_call(*call)
+            make(function, arguments=arguments)
 
 
 class Full:

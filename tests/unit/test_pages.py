@@ -29,6 +29,7 @@ from metaflow_extensions.torchrun.plugins.torchrun.elements.model import Sentenc
 from metaflow_extensions.torchrun.plugins.torchrun.elements.terminal import table
 from metaflow_extensions.torchrun.plugins.torchrun.feature_list import on_page
 from metaflow_extensions.torchrun.plugins.torchrun.gang.cause import Cause
+from metaflow_extensions.torchrun.plugins.torchrun.gang.history import Record
 from metaflow_extensions.torchrun.plugins.torchrun.records.on_page import OnPage
 from metaflow_extensions.torchrun.plugins.torchrun.records.snapshot import Snapshot
 from metaflow_extensions.torchrun.plugins.torchrun.show.as_card import layout
@@ -356,3 +357,12 @@ def test_a_node_is_ready_when_its_commands_have_ended_and_one_without_any_when_i
     ]
     said = [what for _, _, what in timeline(snapshot(prepared).events)]
     assert said == ["node 0: before_run begins", "node 0: before_run has ended well", "node 1 called run"]
+
+
+@pytest.mark.parametrize(
+    ("cause", "rows"), [("rank 1", ["told to stop: rank 1"]), ("rank 3", ["told to stop", "cause: rank 3"])]
+)
+def test_the_timeline_names_no_other_rank_than_the_cause(cause, rows):
+    here = {"launch": 0, "generation": 0}
+    records = [Record("stopping", 8.0, 8.0, text="rank 1", **here), Record("cause", 9.0, 9.0, text=cause, **here)]
+    assert [what.removeprefix("all nodes are ") for _, _, what in timeline(records)] == rows

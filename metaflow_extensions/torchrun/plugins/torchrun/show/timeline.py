@@ -75,6 +75,7 @@ def timeline(records: Iterable[Record], more: Mapping[str, str] | None = None) -
     """
     together = {**_TOGETHER, **(more or {})}
     records = list(records)
+    causes = {(record.launch, record.generation): record.text for record in records if record.kind == "cause"}
     prepared = {(record.launch, record.node) for record in records if record.kind == "before_run"}
     rows: list[tuple[str, str, str]] = []
     groups: dict[tuple[str, int | None, str], _Group] = {}
@@ -88,10 +89,13 @@ def timeline(records: Iterable[Record], more: Mapping[str, str] | None = None) -
         elif record.kind not in _NOT_TOLD:
             rows += [each.row(together[kind]) for (kind, _, _), each in groups.items()]
             groups.clear()
-            is_said = record.text.rstrip(".") == said
-            said = record.text.rstrip(".") or said
+            told = record.text
+            if record.kind == "stopping" and causes.get((record.launch, record.generation), told) != told:
+                told = ""  # it names the failure that was seen first, and another one was the first
+            is_said = told.rstrip(".") == said
+            said = told.rstrip(".") or said
             if not (record.kind == "cause" and is_said):
-                text = "" if is_said and record.kind in _MAY_BE_BRIEF else record.text
+                text = "" if is_said and record.kind in _MAY_BE_BRIEF else told
                 rows.append((f"{record.at_s:.1f}", _launch(record), _alone(record, text)))
     return [*rows, *(each.row(together[kind]) for (kind, _, _), each in groups.items())]
 
