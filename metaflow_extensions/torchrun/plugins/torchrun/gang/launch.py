@@ -296,11 +296,11 @@ class Launch:
         # The classes are those of `restart_on`, which matters only with restarts.
         kind = f" (class {cause.category})" if self.policy.max_restarts else ""
         more = f"\n{stopped}{everywhere}{count}. The reason: {CATEGORY_TEXTS[cause.category]}{kind}."
-        more += self._early_hint(cause) + self._restart_hint(cause)
+        more += self._restart_hint(cause)
         if self.preempted is not None:
             # Named by its host: `rename_node` changes the node index in the cause, but not in this text.
             more += f" Meanwhile host {self.preempted.host} {self.preempted.what}."
-        return LaunchFailed, FailureText(cause, after=more)
+        return LaunchFailed, FailureText(cause, before=self._early_hint(cause), after=more)
 
     def _early_hint(self, cause: Cause) -> str:
         """Name the ranks that had ended well, if a lost connection is the cause: the others may have waited for them."""
@@ -309,7 +309,7 @@ class Launch:
         if not early or not cause.is_consequence:
             return ""
         who = f"Rank {early[0]}" if len(early) == 1 else f"Ranks {shortened(early)}"
-        return f"\n{who} had ended with code 0. Do all ranks make the same number of steps?"
+        return f"{who} had ended with code 0. Do all ranks make the same number of steps?\n"
 
     def _restart_hint(self, cause: Cause) -> str:
         """Say how to have such a failure restarted, where no restart was asked for and one could have helped."""
