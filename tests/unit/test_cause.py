@@ -283,3 +283,8 @@ def test_what_to_change_where_a_script_refuses_the_word_true(code, bools, words)
 def test_what_to_change_after_an_abort_depends_on_what_native_code_said(code, stderr, words):
     assert words in remedy_of_exit(code, [], stderr)
     assert words or remedy_of_exit(code, [], stderr) == ""
+
+
+def test_where_the_ranks_of_a_hang_were_is_not_called_stderr():
+    hang = Cause("hang", 0, "a", exception="silence", detail="3 ranks in all_reduce at train.py:41.")
+    assert hang.describe().splitlines() == ["The launch hangs: silence.", "  | 3 ranks in all_reduce at train.py:41."]

@@ -1,11 +1,13 @@
 """What a stack of faulthandler says, and who probably waits for whom."""
 
+import json
 import os
 import threading
 from pathlib import Path
 
 import pytest
 
+from metaflow_extensions.torchrun.plugins.torchrun.gang.wire import to_plain
 from metaflow_extensions.torchrun.plugins.torchrun.machine import source_lines
 from metaflow_extensions.torchrun.plugins.torchrun.machine.frames import (
     Found,
@@ -81,6 +83,7 @@ def test_a_function_has_no_frames_of_ours():
         (f"{TORCH}/cuda/__init__.py", True),
         (f"{TORCH}/nn/modules/linear.py", False),
         (f"{TORCH}/distributions/normal.py", False),
+        (f"{TORCH}/distributed/checkpoint/filesystem.py", False),
         ("/my/torch/distributed/x.py", False),
         ("/usr/lib/python3.11/selectors.py", False),
     ],
@@ -88,6 +91,41 @@ def test_a_function_has_no_frames_of_ours():
 def test_only_the_innermost_frame_tells_that_a_rank_waits_for_others(path, waits):
     outer = (f"{TORCH}/distributed/fsdp/api.py", 1, "forward")
     assert read(stack((path, 1, "f"), outer, ("/my/train.py", 2, "main")), {}).waits is waits
+
+
+def test_a_wait_in_c_is_seen_by_its_source_line():
+    text = stack(("/my/train.py", 2, "main"))
+    for line, waits in (("work.wait()", True), ("time.sleep(9)", False)):
+        assert read(text, {Line("/my/train.py", 2): line}).waits is waits
+    inner = stack(("/usr/lib/python3.11/threading.py", 1, "wait"), ("/my/train.py", 2, "main"))
+    assert not read(inner, {Line("/my/train.py", 2): "event.wait()"}).waits, "of this process alone"
+
+
+def test_a_stack_that_faulthandler_has_cut_says_so():
+    found = read(stack(*[("/my/t.py", 3, "rec")] * 100) + "\n  ...", {})
+    assert found.short.splitlines()[20:] == [
+        "(75 more such lines)",
+        *["t.py:3 in rec"] * 5,
+        "(no more frames are known: Python writes 100)",
+    ]
+
+
+def test_a_name_forges_no_frame_and_names_no_file_of_another_folder():
+    forged = r'/my/a\x0a  File "/etc/passwd", line 1 in root\x0a.py'
+    found = read(stack((forged, 3, "f"), ("<string>", 1, "g"), ("train.py", 1, "h")), {})
+    assert [line.count("root") for line in found.short.splitlines()] == [1, 0, 0]
+    assert {line.path for line in sources(stack((forged, 3, "f"), ("<string>", 1, "g"), ("train.py", 1, "h")))} == {
+        forged
+    }
+
+
+@pytest.mark.parametrize("text", ["x", "世", "😀", "\\ü"])
+def test_what_is_sent_is_bounded_in_bytes(text):
+    name = f"/my/{text * 100}.py"
+    written = name.encode("ascii", "backslashreplace").decode()  # as faulthandler does
+    found = read(stack(*[(written, 3, "f")] * 100), {Line(name, 3): text * 160})
+    assert found.short.count(text) > 1000, "it is shown as it is"
+    assert len(json.dumps(to_plain(found.bounded(2400)))) < 2 * 2400 + 6000
 
 
 def test_equal_stacks_have_equal_marks():
@@ -102,6 +140,7 @@ def test_equal_stacks_have_equal_marks():
     [
         (r"/gang\xfc/\u4e16\U0001f600.py", "/gangü/世😀.py"),
         (r"/odd\ud800\Uffffffff.py", r"/odd\ud800\Uffffffff.py"),
+        (r"/a\x0a\x1b[31m.py", r"/a\x0a\x1b[31m.py"),
         (r"/plain/train.py", "/plain/train.py"),
     ],
 )
@@ -120,7 +159,7 @@ GONE = without_stack("it is stopped")
         ([WAITS, WAITS, BUSY], [2], "the others seem to wait"),
         ([BUSY, WAITS], [0], "the others seem to wait"),
         ([WAITS, GONE, BUSY, WAITS], [1, 2], "the others seem to wait"),
-        ([BUSY, BUSY, WAITS], [0, 1], "the others seem to wait"),
+        ([BUSY, BUSY, WAITS], [], ""),  # they may wait in C++
         ([WAITS, WAITS, ALSO], [2], "most ranks are at another place"),  # another collective
         ([BUSY, OTHER, BUSY], [1], "most ranks are at another place"),
         ([WAITS, ALSO], [], ""),
@@ -169,3 +208,11 @@ def test_a_disk_that_does_not_answer_costs_two_seconds_and_the_lines(monkeypatch
         assert polled((tmp_path / "train.py", 1)) == {}
     finally:
         answers.set()
+
+
+def test_without_a_thread_there_are_no_source_lines_and_no_error(monkeypatch, tmp_path):
+    def start(self):
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", start)
+    assert polled((tmp_path / "train.py", 1)) == {}

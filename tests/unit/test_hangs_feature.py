@@ -80,7 +80,7 @@ def at(line, function="step", waits=False, text="the whole stack"):
 
 def hung(*nodes, launch=0):
     """Return a keeper that has heard of nodes, each with its ranks."""
-    kept = HangKeeper()
+    kept = HangKeeper.of(len(nodes))
     kept.begin(launch, {"timeout_s": 30.0}, 100.0)
     for node, ranks in reversed([*enumerate(nodes)]):
         found = Diagnostics(f"host-{node}", "/tmp/stacks" if ranks and not node else None, ranks)
@@ -105,6 +105,24 @@ def test_where_the_ranks_were_is_told_and_whom_to_look_at_first():
     assert kept.detail("hang") == ""
 
 
+def test_a_node_that_has_not_answered_is_where_to_look():
+    for told_by, verb in ((1, "Nodes 1, 2 have"), (2, "Node 2 has")):
+        kept = HangKeeper.of(4)
+        kept.begin(0, {}, 100.0)
+        for node in range(told_by):
+            kept.handle(node, told(to_plain(Diagnostics("host", None, {node: WAITS}))), 101.0)
+        kept.ended(3, ok=True)
+        first = kept.detail("hang").splitlines()[0]
+        assert first.endswith(f"in main at train.py:41. {verb} not answered: look there first.")
+    kept.gone(2)
+    assert "not answered" not in kept.detail("hang")
+
+
+def test_a_place_in_a_file_with_spaces_is_told_as_any_other():
+    found = Found("my train.py:3 in main (in barrier)", "m", "")
+    assert hung({0: found}).detail("hang").splitlines()[0] == "rank 0 in barrier at my train.py:3."
+
+
 def test_the_record_has_each_stack_once_and_the_page_shows_it():
     assert HangKeeper().record() is None
     kept = hung({0: WAITS, 1: SAME}, {2: WAITS, 3: at(33, "load")}, launch=1)
@@ -121,6 +139,8 @@ def test_the_record_has_each_stack_once_and_the_page_shows_it():
         ("Rank 3: train.py:33 in load", "train.py:33 in load: load()"),
     ]
     ends = [SimpleNamespace(outcome=outcome, launch=launch) for outcome, launch in OUTCOMES]
+    assert [list(on_page.PART.marks(record, each)) for each in ends] == [[], [], []], "it was started again"
+    record = hung({0: WAITS, 1: SAME}, {2: WAITS, 3: at(33, "load")}, launch=1).record()
     assert [list(on_page.PART.marks(record, each)) for each in ends] == [[3], [], []]
     assert (on_page.PART.parts(None, None), on_page.PART.marks(None, ends[0])) == ((), {})
 

@@ -4,6 +4,7 @@ import json
 import math
 import os
 import re
+import shutil
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -87,7 +88,7 @@ class Growing:
 
     def __init__(self, path):
         self.path, self.refused = path, []
-        self._reader = LineReader(str(path), self.refused.append)
+        self._reader = LineReader(str(path), self.refused.append, frees=True)
 
     def append(self, *texts):
         with open(self.path, "ab") as file:
@@ -147,6 +148,15 @@ def test_what_was_read_takes_no_place_on_the_disk(file):
     assert file.read() == [8]
 
 
+@pytest.mark.parametrize("how", ["a link", "a hard link", "for the user"])
+def test_a_file_that_somebody_has_afterwards_stays_whole(how, tmp_path):
+    mine, path = tmp_path / "mine.jsonl", tmp_path / "0.jsonl"
+    mine.write_bytes(b'{"step": 1}\n' * 200_000)
+    {"a link": os.symlink, "a hard link": os.link, "for the user": shutil.copy}[how](mine, path)
+    assert LineReader(str(path), pytest.fail, frees=how != "for the user").new_lines()
+    assert path.read_bytes() == b'{"step": 1}\n' * 200_000
+
+
 def test_a_line_that_is_too_long_is_dropped_and_the_next_one_comes(file):
     for _ in range(5):
         file.append(b"x" * (MAX_BYTES - 10))
@@ -172,7 +182,7 @@ class Node:
 
     def __init__(self, folder, first_rank=0):
         self.now, self.ended, self.folder, self.said, self.shown = 100.0, set(), folder, [], []
-        plan = SimpleNamespace(spec=SimpleNamespace(ranks=range(first_rank, first_rank + 2)))
+        plan = SimpleNamespace(spec=SimpleNamespace(ranks=range(first_rank, first_rank + 2), log_dir=None))
         has_ended = self.ended.__contains__
         here = SimpleNamespace(
             request=plan, folder=str(folder), has_ended=has_ended, say=self.said.append, show=self.shown.append

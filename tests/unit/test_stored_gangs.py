@@ -389,6 +389,8 @@ def test_a_rank_or_node_that_a_gang_does_not_have_is_refused(rank, node, said):
     with pytest.raises(CommandException, match=said):
         commands._refuse_unknown(known, rank, node)
     commands._refuse_unknown(known, 1, 1)
+    with pytest.raises(CommandException, match="Rank 1 is on node 1, not on node 0"):
+        commands._refuse_unknown(known, 1, 0)
     commands._refuse_unknown(None, rank, node)  # nothing is known
 
 

@@ -200,7 +200,7 @@ class Cause:
             lines.append(f"It {describe_exit(self.exit_code)}.")
         lines += [self.remedy] if self.remedy else []
         if self.detail:
-            if self.kind not in (*RAISED, "step", "call"):  # theirs is a traceback
+            if self.kind not in (*RAISED, "step", "call", "hang"):  # theirs is a traceback, or where the ranks were
                 lines.append(f"Last lines of its {'output' if self.kind in ('command', 'check') else 'stderr'}:")
             # Metaflow's console strips leading spaces; behind the bar the indentation survives.
             lines += [f"  | {line}" for line in self.detail.splitlines()]

@@ -7,7 +7,7 @@ import os
 import re
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 _FRAME = re.compile(r'^  File "(?P<path>.*)", line (?P<line>\d+|\?+) in (?P<function>.*)$', re.MULTILINE)
@@ -19,11 +19,11 @@ _LIBRARY = re.compile(
 # Where a rank waits for other ranks (torch 2.13): collectives, stores and DDP; a backward pass, in which DDP reduces from
 # C++; and a device, which waits for NCCL. Only the innermost frame counts: FSDP calls layers from such files, too.
 _WAITING = re.compile(
-    r"(site|dist)-packages/torch/(distributed[/.]|nn/parallel/|autograd/graph\.py|(cuda|accelerator)/__init__\.py)"
+    r"(site|dist)-packages/torch/(distributed(\.|/(?!checkpoint/))|nn/parallel/|autograd/graph\.py|(cuda|accelerator)/__init__\.py)"
 )
 # faulthandler writes no other characters than ASCII (_Py_DumpASCII in Python/traceback.c, CPython 3.11).
 _ESCAPED = re.compile(r"\\(?:x([0-9a-f]{2})|u([0-9a-f]{4})|U([0-9a-f]{8}))")
-_SURROGATES = range(0xD800, 0xE000)
+_CUT = re.compile(r"^  \.\.\.$", re.MULTILINE)  # faulthandler's end of a stack of more than 100 frames
 _FIRST, _LAST = 20, 5  # so many of the user's own frames are shown
 
 
@@ -45,10 +45,14 @@ class Found:
     short: str = ""  # the same for people: the user's own frames with their source lines, and a count of the others
     waits: bool = False  # whether it was in a call that waits for other ranks
 
-    def shortened(self, limit: int) -> str:
-        """Return the text without its end if it is longer."""
+    def bounded(self, limit: int) -> Found:
+        """Return the same without the end of a text that is longer.
+
+        The text is ASCII, as faulthandler writes it. JSON may need twelve bytes for a character of `short`.
+        """
         left_out = len(self.text) - limit
-        return self.text if left_out <= 0 else f"{self.text[:limit]}\n[… {left_out} characters left out]"
+        text = self.text if left_out <= 0 else f"{self.text[:limit]}\n[… {left_out} characters left out]"
+        return replace(self, text=text, short=self.short[: limit // 12])
 
 
 @dataclass(frozen=True)
@@ -67,17 +71,19 @@ class _Frame:
 
     @property
     def source(self) -> Line | None:
-        return Line(self.path, int(self.line)) if self.is_own and self.line.isdecimal() else None
+        is_file = self.path.startswith("/")  # else nobody knows in which folder
+        return Line(self.path, int(self.line)) if self.is_own and is_file and self.line.isdecimal() else None
 
 
-def unescaped(stack: str) -> str:
-    """Return a stack of faulthandler with the characters that it has escaped."""
+def unescaped(text: str) -> str:
+    """Return a text of faulthandler with the printable characters that it has escaped."""
 
     def char(match: re.Match[str]) -> str:
         number = int(next(filter(None, match.groups())), 16)
-        return match[0] if number in _SURROGATES or number > 0x10FFFF else chr(number)
+        # Not what steers a terminal or begins a line, and no half of a character.
+        return chr(number) if number <= 0x10FFFF and chr(number).isprintable() else match[0]
 
-    return _ESCAPED.sub(char, stack)
+    return _ESCAPED.sub(char, text)
 
 
 def without_stack(problem: str) -> Found:
@@ -104,11 +110,14 @@ def read(stack: str, lines: Mapping[Line, str]) -> Found:
     # A module's `forward` that calls torch's says nothing more.
     where = own.where if inner == own.function else f"{own.where} (in {inner})"
     line = lines.get(own.source, "") if own.source is not None else ""
-    return Found(where, mark, stack, line, _short(frames, lines), bool(_WAITING.search(frames[0].path)))
+    short = _short(frames, lines) + ("\n(no more frames are known: Python writes 100)" if _CUT.search(stack) else "")
+    # A wait for an asynchronous operation is in C++, below the user's own line.
+    waits = bool(_WAITING.search(frames[0].path)) or (frames[0] is own and ".wait(" in line)
+    return Found(where, mark, stack, line, short, waits)
 
 
 def _frames(stack: str) -> list[_Frame]:
-    return [_Frame(*match.group("path", "line", "function")) for match in _FRAME.finditer(stack)]
+    return [_Frame(*map(unescaped, match.group("path", "line", "function"))) for match in _FRAME.finditer(stack)]
 
 
 def _short(frames: list[_Frame], lines: Mapping[Line, str]) -> str:
@@ -140,8 +149,8 @@ def _left_out(frames: list[_Frame]) -> list[str]:
 def look_first(ranks: Mapping[int, Found]) -> tuple[list[int], str]:
     """Return the ranks for which the others probably wait, and what the others do; nobody where that can't be told."""
     busy = [rank for rank, found in ranks.items() if not found.waits]
-    if 0 < len(busy) < len(ranks):
-        return busy, "the others seem to wait"
+    if 0 < len(busy) < len(ranks):  # many that are busy may wait as well, in a way that their stacks do not show
+        return (busy, "the others seem to wait") if len(busy) <= len(ranks) / 2 else ([], "")
     places = Counter(found.where for found in ranks.values())
     place, count = places.most_common(1)[0] if places else ("", 0)
     if len(ranks) / 2 < count < len(ranks):

@@ -29,7 +29,10 @@ class SourceLines:
         self._deadline = time.monotonic() + _WITHIN_S
         self._is_done = not self._wanted
         if self._wanted:
-            threading.Thread(target=self._read, name="torchrun-lines", daemon=True).start()
+            try:
+                threading.Thread(target=self._read, name="torchrun-lines", daemon=True).start()
+            except RuntimeError:  # no thread can start; the stacks do without
+                self._is_done = True
 
     def poll(self) -> Mapping[Line, str] | None:
         """Return what could be read; None while more may come."""

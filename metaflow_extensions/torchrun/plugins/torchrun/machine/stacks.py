@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 
 from . import processes
-from .frames import Found, read, sources, unescaped, without_stack
+from .frames import Found, read, sources, without_stack
 from .source_lines import SourceLines
 
 # A real-time signal: SIGUSR1 and SIGUSR2 belong to scripts, schedulers and torch itself (FatalSignalHandler in
@@ -124,7 +124,7 @@ class _Worker:
             return without_stack("the process has ended")
         if not stack:
             return without_stack(f"it did not answer in time; it is in state {self._state()}")
-        return unescaped(stack)
+        return stack
 
     def _has_settled(self) -> bool:
         now, size = time.monotonic(), os.stat(self._path).st_size

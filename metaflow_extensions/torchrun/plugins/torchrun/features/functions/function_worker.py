@@ -77,18 +77,29 @@ class CallUnpickler(pickle.Unpickler):
 
     def __init__(self, file: Any, header: dict[str, Any]) -> None:
         super().__init__(file)
-        self._main, self._package = header["main"], header["package"]
+        self._main, self._package, self._is_cut = header["main"], header["package"], False
 
     def find_class(self, module: str, name: str) -> Any:
         """Return what `name` of `module` means."""
         if module == "__main__" and self._main is not None:
             main, self._main = self._main, None
-            import_main(main, self._package)
-        return super().find_class(module, name)
+            self._is_cut = not import_main(main, self._package)
+        try:
+            return super().find_class(module, name)
+        except AttributeError as error:
+            if module != "__main__" or not self._is_cut:
+                raise
+            raise AttributeError(
+                f"{error}. Each rank imports the file only up to where it runs its flow or launches. Define {name} before "
+                'that, or put what runs under if __name__ == "__main__".'
+            ) from None
 
 
-def import_main(path: str, package: str | None = None) -> None:
-    """Import the program of the task as this process's ``__main__``, up to where it would run its flow."""
+def import_main(path: str, package: str | None = None) -> bool:
+    """Import the program of the task as this process's ``__main__``, up to where it would run its flow or launch.
+
+    Return whether it came to the end.
+    """
     module = ModuleType(_MAIN)
     module.__file__, module.__package__ = path, package
     sys.modules[_MAIN] = sys.modules["__main__"] = module
@@ -98,11 +109,14 @@ def import_main(path: str, package: str | None = None) -> None:
         # Without the future imports of this file here, or the flow's annotations would become texts.
         code = compile(file.read(), path, "exec", dont_inherit=True)
     keep_flows_from_running()
+    is_whole = False
     with suppress(FlowStarts):
         exec(code, vars(module))  # noqa: S102 - what running the file would do
+        is_whole = True
     rename(module)
     # What is defined from now on says where it comes from as everything else.
     module.__name__ = "__main__"
+    return is_whole
 
 
 def keep_flows_from_running() -> None:

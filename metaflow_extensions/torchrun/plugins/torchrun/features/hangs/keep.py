@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from dataclasses import replace
 
 from ...gang.keepers import Failing, Happened, Keeper, Plain, Remarks, Where
 from ...gang.protocol import Told
@@ -35,7 +34,14 @@ _MAX_CHARS = 100_000  # of the stacks in the record, which is stored again and a
 class HangKeeper(Keeper):
     """Fails a launch whose ranks are all silent for too long."""
 
-    def __init__(self) -> None:
+    @classmethod
+    def of(cls, num_nodes: int) -> Keeper:
+        """Return what looks after all nodes."""
+        return cls(num_nodes)
+
+    def __init__(self, num_nodes: int = 1) -> None:
+        self._num_nodes = num_nodes
+        self._expected: set[int] = set()  # nodes whose workers run
         self._timeout_s: float | None = None
         self._active_at = self._ticked_at = 0.0
         self._has_begun = False  # whether a rank has shown a sign of life
@@ -49,6 +55,9 @@ class HangKeeper(Keeper):
         self._active_at = self._ticked_at = at_s
         self._has_begun = False
         self._found, self._launch = {}, launch
+        self._expected = set(range(self._num_nodes))
+        if self._record is not None:
+            self._record = {**self._record, "is_last": False}
 
     def handle(self, node: int, told: Told, at_s: float) -> Remarks | None:
         """Keep when a worker was last active, or where the workers of a hang were."""
@@ -62,6 +71,14 @@ class HangKeeper(Keeper):
             self._found[node] = from_plain(Diagnostics, told.data, "hangs")
             self._record = self._as_record()
         return None
+
+    def ended(self, node: int, ok: bool) -> None:
+        """Expect nothing more of a node whose workers have ended."""
+        self._expected.discard(node)
+
+    def gone(self, node: int) -> None:
+        """Expect nothing more of a node that is no longer in the gang."""
+        self._expected.discard(node)
 
     def record(self) -> Plain | None:
         """Return where the ranks were in the last hang, if there was one."""
@@ -106,6 +123,9 @@ class HangKeeper(Keeper):
         """Return in one line where the ranks were, and which of them to look at first."""
         if not any(group.found.mark for group in alike):
             return _NO_WORKERS if not alike else _conclusion(alike)
+        if silent := sorted(self._expected - self._found.keys()):
+            verb = "has" if len(silent) == 1 else "have"
+            return f"{_conclusion(alike)} {names(silent).capitalize()} {verb} not answered: look there first."
         first, why = look_first(self._ranks)
         return _conclusion(alike) + (f" Look at {names(first, 'rank')} first: {why}." if first else "")
 
@@ -113,14 +133,11 @@ class HangKeeper(Keeper):
         first, why = look_first(self._ranks)
         alike = groups(self._ranks)
         share = _MAX_CHARS // max(1, len(alike))
-        stacks = [
-            {"ranks": list(each.ranks), **to_plain(replace(each.found, text=each.found.shortened(share)))}
-            for each in alike[:_MAX_LINES]
-        ]
-        return {"launch": self._launch, "first": first, "why": why, "stacks": stacks}
+        stacks = [{"ranks": list(each.ranks), **to_plain(each.found.bounded(share))} for each in alike[:_MAX_LINES]]
+        return {"launch": self._launch, "first": first, "why": why, "is_last": True, "stacks": stacks}
 
 
-_FRAME = re.compile(r"(?P<at>\S+:\d+) in (?P<function>[^()]+?)(?: \((?P<inner>in .+)\))?")
+_FRAME = re.compile(r"(?P<at>.+?:(?:\d+|\?+)) in (?P<function>[^()]+?)(?: \((?P<inner>in .+)\))?")
 
 
 def _conclusion(alike: list[Group]) -> str:

@@ -37,9 +37,9 @@ class HangOnPage(OnPage):
 
     def marks(self, kept: Any, summary: Summary) -> Mapping[int, str]:
         """Return the ranks to look at first, if the hang was the end."""
-        if not kept or summary.outcome != "failed" or summary.launch != kept["launch"]:
+        if not kept or not kept["is_last"] or summary.outcome != "failed" or summary.launch != kept["launch"]:
             return {}
-        return dict.fromkeys(kept["first"], "look here first: others wait")
+        return dict.fromkeys(kept["first"], "look here first")
 
 
 PART = HangOnPage()

@@ -50,7 +50,7 @@ def _each_once(found: Mapping[int, Found], limit: int) -> dict[int, Found]:
     """Return the same, in which only the first of equal stacks has its text, of at most so many characters."""
     firsts = {group.ranks[0] for group in groups(dict(found))}
     return {
-        rank: replace(each, text=each.shortened(limit)) if rank in firsts else replace(each, text="", line="", short="")
+        rank: each.bounded(limit) if rank in firsts else replace(each, text="", line="", short="")
         for rank, each in found.items()
     }
 

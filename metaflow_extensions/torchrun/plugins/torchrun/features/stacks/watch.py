@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 from ...gang.keepers import Plain
@@ -51,7 +50,7 @@ class StacksWatcher(Watcher):
         self._question = None
         here, spec = self._here, self._here.request.spec
         share = min(_NODE_CHARS // max(1, len(found)), _GANG_CHARS // spec.world_size)
-        ranks = {rank: replace(each, text=each.shortened(share)) for rank, each in found.items()}
+        ranks = {rank: each.bounded(share) for rank, each in found.items()}
         ranks.update({rank: Found("its process has ended", "", "") for rank in spec.ranks if here.has_ended(rank)})
         return {"id": self._id, "found": to_plain(NodeStacks(here.host, ranks))}
 
