@@ -105,7 +105,7 @@ def test_many_ranks_are_drawn_together(num_nodes, nproc, cells, small):
     (ranks,) = html_of(sections["gang-ranks"])
     assert (ranks.count("tr-cell"), ranks.count("tr-small")) == (cells, small)
     assert ranks.count("tr-failed") >= 1
-    nodes, _ = sections["gang-nodes"]["contents"]
+    nodes, *_ = sections["gang-nodes"]["contents"]
     assert len(nodes["data"]) == (num_nodes if num_nodes <= 64 else 2)
     spec = sections["gang-timeline"]["contents"][0]["spec"]
     assert 20 <= spec["height"]["step"] * num_nodes <= 520

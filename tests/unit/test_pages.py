@@ -4,6 +4,7 @@ Three whole pages are golden files; ``pytest --renew-golden tests/unit/test_page
 """
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -266,6 +267,38 @@ def test_a_page_names_a_function_and_not_the_script_of_ours_that_calls_it():
     lines = lines_of(page_of(of_function, place()))
     assert [line.split() for line in lines if "Trainer.fit" in line] == [["function", "Trainer.fit"]]
     assert "train.py" not in "\n".join(lines)
+
+
+RATES = {
+    "by": "steps_per_s",
+    "ranks": 2,
+    "median": 2.0,
+    "slowest": {"rank": 1, "node": 0, "speed": 0.5},
+    "stragglers": [{"rank": 1, "node": 0, "speed": 0.5, "text": "is slower than half the median"}],
+}
+OF_ONE = {
+    "usage": {"step_s": 5.0, "nodes": {"0": {"cpus": [1.0, 2.0]}}},
+    "progress": {
+        "step": 3, "done": 3, "total": 5, "steps_per_s": None, "left_s": None, "last": {}, "series": {}, "rates": RATES,
+    },
+}  # fmt: skip
+MANY_RANKS = 80
+
+
+@pytest.mark.parametrize("nproc", [2, MANY_RANKS])
+@pytest.mark.parametrize("is_done", [False, True])
+@pytest.mark.parametrize("has_failed", [False, True])
+def test_the_page_of_a_single_node_has_no_number_for_it(nproc, is_done, has_failed):
+    gang = replace(a_gang(1, nproc, **OF_ONE), command="torchrun -- train.py")
+    if has_failed:
+        gang = failed(gang, 1, "Rank 1 (host h) failed")
+    page = page_of(gang, place(is_done=is_done), on_page())
+    for text in ("\n".join(lines_of(page)), json.dumps(layout(page))):
+        assert re.findall("node 0|Node 0", text) == []
+    text = "\n".join(lines_of(page))
+    for words in ("the node joined", "slowest: rank 1, 0.5", "host host-0) ", "CPU, cores: 2"):
+        assert words in text
+    assert ("rank 1 on" in text, "failed: rank 1" in text) == (False, has_failed and nproc == MANY_RANKS)
 
 
 def test_a_page_does_not_name_the_command_that_was_just_typed():

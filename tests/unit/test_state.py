@@ -418,6 +418,16 @@ def test_a_feature_gets_what_is_told_while_workers_run_and_adds_to_log_records_a
         assert [verdict.features for verdict in gang.got(node, Verdict)] == [{"notes": told}]
 
 
+@pytest.mark.parametrize(("num_nodes", "who"), [(1, "Rank 0 (host host-0)"), (2, "Rank 0 on node 0 (host host-0)")])
+def test_the_records_of_a_single_node_have_no_number_for_it(num_nodes, who):
+    gang = running(num_nodes)
+    gang.ended(0, crash(0))
+    for node in range(1, num_nodes):
+        gang.ended(node)
+    said = {each.text.partition(" failed")[0] for each in gang.records if each.kind in ("stopping", "cause")}
+    assert said == {who}
+
+
 def test_what_a_feature_says_of_the_end_stands_before_the_verdict():
     gang = running(1, keepers=Keepers({"notes": Notebook()}))
     gang.ended(0, ok=False)

@@ -348,7 +348,7 @@ def test_who_has_printed_nothing_is_named_when_that_is_sure(stored, obj, root, m
     commands.logs.callback.__wrapped__(obj, "100/train", as_json=False, **{**given, **options})
     told = capsys.readouterr()
     who = "Rank 3" if "rank" in options else "Node 1" if options else "The gang"
-    not_yet, nothing = commands._NO_LINE_YET, f"{who} has printed nothing."
+    not_yet, nothing = commands._NO_LINE_YET, f"{who} has printed nothing that is stored."
     assert (
         told.err.splitlines()
         == {

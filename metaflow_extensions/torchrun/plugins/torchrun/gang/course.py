@@ -376,7 +376,7 @@ class Course:
         kind = "" if cause is None else cause.kind
         launch.until = self._clock() + self.rules.stop_s + self.keepers.find_out_s(kind)
         number = launch.signal_for(cause)
-        self.note("stopping", text="" if cause is None else summary(cause))
+        self.note("stopping", text="" if cause is None else summary(cause, launch.is_alone))
         self.broadcast(Stop(launch.number, launch.generation, reason(cause), teller(cause), number, kind))
         self.decide_if_all_ended()  # without members, no report of an end will come
 
@@ -642,7 +642,8 @@ class Course:
         self.history.note(kind, **{"launch": self.launch.number, "generation": self.launch.generation, **facts})
 
     def _record_cause(self, cause: Cause) -> None:
-        self.note("cause", node=cause.node, rank=cause.rank, exit_code=cause.exit_code, text=summary(cause))
+        text = summary(cause, self.launch.is_alone)
+        self.note("cause", node=cause.node, rank=cause.rank, exit_code=cause.exit_code, text=text)
 
     def report(self, error: TorchrunError, launch: int | None, generation: int | None) -> None:
         """Add the full text of an error to the history."""

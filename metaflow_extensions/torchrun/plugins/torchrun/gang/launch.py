@@ -361,9 +361,9 @@ def reason(cause: Cause | None) -> str:
     return summary(cause)
 
 
-def summary(cause: Cause) -> str:
-    """Return who failed and how in one line."""
-    return headline(f"{cause.who} {cause.what}")
+def summary(cause: Cause, is_alone: bool = False) -> str:
+    """Return who failed and how in one line, of a gang that may have one node."""
+    return headline(f"{cause.who_in(is_alone)} {cause.what}")
 
 
 def within(cause: Cause) -> str:

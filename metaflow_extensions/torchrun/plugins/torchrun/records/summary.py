@@ -149,6 +149,11 @@ class Summary:
     is_over: bool  # whether no more records can come
     nproc: int | None  # ranks on each node
 
+    @property
+    def is_alone(self) -> bool:
+        """Whether the gang has one node, whose number says nothing."""
+        return len(self.nodes) == 1
+
     @cached_property
     def by_node(self) -> dict[int, list[Rank]]:
         """The ranks of each node."""
@@ -379,11 +384,14 @@ class _Fold:
         if failed := [node.index for node in self.nodes if node.command_failed]:
             return (
                 "waiting",
-                f"before_run has failed on {names(failed)}; the launch ends when all nodes have called run.",
+                f"before_run has failed{self._on(failed)}; the launch ends when all nodes have called run.",
             )
         if prepare := [node.index for node in self.nodes if node.state == "preparing"]:
-            return "running", f"The commands of before_run run on {names(prepare)}."
+            return "running", f"The commands of before_run run{self._on(prepare)}."
         return "waiting", self._told_waiting()
+
+    def _on(self, nodes: list[int]) -> str:
+        return f" on {names(nodes)}" if len(self.nodes) > 1 else ""
 
     def _told_failure(self, until_s: float) -> tuple[Outcome, str]:
         last = self.failures[-1]

@@ -176,7 +176,7 @@ def logs(
             has_any, is_over = show_all(filter(is_wanted, kept.follow())) or has_any, True
         if not has_any and is_over:
             who = f"Rank {rank}" if rank is not None else f"Node {node}" if node is not None else "The gang"
-            click.echo(f"{who} has printed nothing.", err=True)
+            click.echo(f"{who} has printed nothing that is stored.", err=True)
 
 
 _NO_LINE_YET = (

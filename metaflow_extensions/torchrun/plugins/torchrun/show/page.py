@@ -103,7 +103,8 @@ class Place:
             return summary.sentence
         # It stores its records every few seconds, so the last ones can be missing.
         last = f", of {_moment(snapshot.events[-1].time)}" if snapshot.events else ""
-        unknown = "The task of the control node (node 0) has ended, but has not recorded how."
+        which = "" if summary.is_alone else " of the control node (node 0)"
+        unknown = f"The task{which} has ended, but has not recorded how."
         return f"{unknown} Its last record{last}: {summary.sentence}"
 
 
@@ -240,39 +241,47 @@ def _ranks(shown: _Shown) -> tuple[str, tuple[Part, ...]]:
     head = (legend,) if is_known else (legend, Sentence("These are the last known states."))
     marks = _marks(shown)
     if len(ranks) <= _MAX_CELLS:
-        cells = (_rank_cell(rank, nodes[rank.node], marks.get(rank.rank, "")) for rank in ranks)
+        cells = (_rank_cell(rank, _place(shown, nodes[rank.node]), nodes[rank.node], marks) for rank in ranks)
         return "Ranks", (*head, Cells(tuple(cells)))
     by_node = {node: of_node for node, of_node in summary.by_node.items() if of_node}
-    cells = (_node_cell(nodes[node], of_node, marks) for node, of_node in by_node.items())
-    return "Ranks", (*head, *_bad(ranks), Cells(tuple(cells), is_small=len(by_node) > _MAX_CELLS))
+    cells = (_node_cell(_named(shown, node), nodes[node], of_node, marks) for node, of_node in by_node.items())
+    return "Ranks", (*head, *_bad(shown), Cells(tuple(cells), is_small=len(by_node) > _MAX_CELLS))
 
 
 def _host(node: Node) -> str:
     return node.host or "no host yet"
 
 
-def _rank_cell(rank: Rank, node: Node, mark: str) -> Cell:
+def _place(shown: _Shown, node: Node) -> str:
+    return _host(node) if shown.summary.is_alone else f"node {node.index}, {_host(node)}"
+
+
+def _rank_cell(rank: Rank, place: str, node: Node, marks: dict[int, str]) -> Cell:
     code = rank.exit_code
     end = "" if not code else f", exit code {code}" if code >= 0 else f", {signal_name(-code)}"
     if rank.state == "starting" and node.has_workers:
         end = ", no output yet"
-    return Cell(f"rank {rank.rank}", rank.state, rank.state + end, f"node {node.index}, {_host(node)}", mark)
+    return Cell(f"rank {rank.rank}", rank.state, rank.state + end, place, marks.get(rank.rank, ""))
 
 
-def _node_cell(node: Node, ranks: list[Rank], marks: dict[int, str]) -> Cell:
+def _named(shown: _Shown, node: int) -> str:
+    return "the node" if shown.summary.is_alone else f"node {node}"
+
+
+def _node_cell(name: str, node: Node, ranks: list[Rank], marks: dict[int, str]) -> Cell:
     tally = _tally(ranks)
     mark = ", ".join(f"rank {rank.rank} {marks[rank.rank]}" for rank in ranks if rank.rank in marks)
-    return Cell(f"node {node.index}", next(iter(tally)), ", ".join(tally.values()), node.host, mark)
+    return Cell(name, next(iter(tally)), ", ".join(tally.values()), node.host, mark)
 
 
-def _bad(ranks: Iterable[Rank]) -> list[Part]:
+def _bad(shown: _Shown) -> list[Part]:
     """Name the ranks that failed or were lost, which a small cell only colours."""
     lines: list[Part] = []
     for state in ("failed", "lost"):
-        found = [rank for rank in ranks if rank.state == state]
+        found = [rank for rank in shown.summary.ranks if rank.state == state]
         if found:
-            nodes = names(sorted({rank.node for rank in found}))
-            lines.append(Sentence(f"{state}: {names((rank.rank for rank in found), 'rank')} on {nodes}"))
+            nodes = "" if shown.summary.is_alone else f" on {names(sorted({rank.node for rank in found}))}"
+            lines.append(Sentence(f"{state}: {names((rank.rank for rank in found), 'rank')}{nodes}"))
     return lines
 
 
@@ -286,6 +295,8 @@ def _nodes(shown: _Shown) -> tuple[str, tuple[Part, ...]]:
             :_MAX_NODES
         ]
     header = ("node", "host", "task", "ranks", "state", "exit codes")
+    if summary.is_alone:
+        return "Node", (Table(header[1:], tuple(_node_row(shown, node)[1:] for node in nodes)),)
     rows = tuple(_node_row(shown, node) for node in nodes)
     what = "The gang is all nodes of one attempt of the step. Node 0 is the control node, which decides for all."
     return title, (Table(header, rows, right=("node",)), Sentence(what, "note"))
@@ -328,7 +339,7 @@ def exit_codes(codes: Sequence[int | None]) -> str:
 
 def _timeline(shown: _Shown) -> tuple[str, tuple[Part, ...]]:
     together = {kind: text for each in shown.pages.values() for kind, text in each.together.items()}
-    rows = timeline(shown.snapshot.events, together)
+    rows = timeline(shown.snapshot.events, together, shown.summary.is_alone)
     more = len(rows) - _FIRST_ROWS - _LAST_ROWS
     if shown.is_short and more > 0:
         rows = [*rows[:_FIRST_ROWS], ("", "", f"{more} lines are left out here"), *rows[-_LAST_ROWS:]]
@@ -355,7 +366,9 @@ def _times(summary: Summary) -> dict[str, Any]:
     colours = {"domain": states, "range": [COLOURS[state] for state in states]}
     nodes = [node.index for node in summary.nodes]
     step = max(_MIN_STEP, min(_FULL_STEP, _HEIGHT // max(1, len(nodes))))
-    y_axis = {"title": "node", "labelOverlap": True, "ticks": False, "domain": False}
+    labels = {"title": "node", "labelOverlap": True, "ticks": False, "domain": False}
+    y_axis = None if summary.is_alone else labels
+    told = ("host", "state", "from", "to") if summary.is_alone else ("node", "host", "state", "from", "to")
     legend = {"orient": "top", "title": None, "columns": 4}
     return {
         **frame(height={"step": step}),
@@ -366,7 +379,7 @@ def _times(summary: Summary) -> dict[str, Any]:
             "x": {"field": "from", **time_axis(summary.seconds, {"tickCount": 6})},
             "x2": {"field": "to"},
             "color": {"field": "state", "type": "nominal", "scale": colours, "legend": legend},
-            "tooltip": [{"field": name} for name in ("node", "host", "state", "from", "to")],
+            "tooltip": [{"field": name} for name in told],
         },
     }
 
@@ -395,7 +408,8 @@ def _launch(shown: _Shown) -> tuple[str, tuple[Part, ...]]:
         *((title, facts.get(name, "")) for name, title in _FACTS.items()),
     ]
     # Of a function, the command names a script of ours and a folder that is gone.
-    command = [Code(snapshot.command, "Command on node 0")] if snapshot.command and not function else []
+    where = "Command" if summary.is_alone else "Command on node 0"
+    command = [Code(snapshot.command, where)] if snapshot.command and not function else []
     return "Launch", (
         Facts(tuple(rows)),
         *command,

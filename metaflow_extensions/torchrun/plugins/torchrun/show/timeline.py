@@ -46,6 +46,7 @@ _ALONE = {
 }
 # Kinds whose text is omitted if the line before has the same text.
 _MAY_BE_BRIEF = ("stopping", "failed", "broken")
+_THE_NODE = "the node"  # the only one
 # Not in the timeline: the chart of the nodes' states shows when a node's workers had ended.
 _NOT_TOLD = ("stopped",)
 
@@ -57,19 +58,23 @@ class _Group:
     text: str
     records: list[Record] = field(default_factory=list)
 
-    def row(self, template: str) -> tuple[str, str, str]:
+    def row(self, template: str, is_alone: bool) -> tuple[str, str, str]:
         nodes, ranks, took, times = (_known(self.records, name) for name in ("node", "rank", "seconds", "at_s"))
         text = self.text
         if len(ranks or nodes) > 1:
             text = text.replace("was ", "were ", 1).replace("its step has", "their steps have", 1)
+        whose = _THE_NODE if is_alone else names(nodes)
+        template = template.removeprefix("{nodes}: ") if is_alone else template
         told = template.format(
-            nodes=names(nodes), ranks=names(ranks, "rank"), text=text, because=_because(text), took=f"{_span(took)} s"
+            nodes=whose, ranks=names(ranks, "rank"), text=text, because=_because(text), took=f"{_span(took)} s"
         )
         return _span(times), _launch(self.records[0]), told
 
 
-def timeline(records: Iterable[Record], more: Mapping[str, str] | None = None) -> list[tuple[str, str, str]]:
-    """Return rows of time ("3.2" or "3.2-4.0", in seconds), launch, and event.
+def timeline(
+    records: Iterable[Record], more: Mapping[str, str] | None = None, is_alone: bool = False
+) -> list[tuple[str, str, str]]:
+    """Return rows of time ("3.2" or "3.2-4.0", in seconds), launch, and event; of one node that `is_alone` no number.
 
     `more` has templates for the features' kinds, for several nodes or ranks at once (``OnPage.together``).
     """
@@ -87,7 +92,7 @@ def timeline(records: Iterable[Record], more: Mapping[str, str] | None = None) -
             text = _text_of(record, together[kind])
             groups.setdefault((kind, record.launch, text), _Group(text)).records.append(record)
         elif record.kind not in _NOT_TOLD:
-            rows += [each.row(together[kind]) for (kind, _, _), each in groups.items()]
+            rows += [each.row(together[kind], is_alone) for (kind, _, _), each in groups.items()]
             groups.clear()
             told = record.text
             if record.kind == "stopping" and causes.get((record.launch, record.generation), told) != told:
@@ -96,8 +101,8 @@ def timeline(records: Iterable[Record], more: Mapping[str, str] | None = None) -
             said = told.rstrip(".") or said
             if not (record.kind == "cause" and is_said):
                 text = "" if is_said and record.kind in _MAY_BE_BRIEF else told
-                rows.append((f"{record.at_s:.1f}", _launch(record), _alone(record, text)))
-    return [*rows, *(each.row(together[kind]) for (kind, _, _), each in groups.items())]
+                rows.append((f"{record.at_s:.1f}", _launch(record), _alone(record, text, is_alone)))
+    return [*rows, *(each.row(together[kind], is_alone) for (kind, _, _), each in groups.items())]
 
 
 def _text_of(record: Record, template: str) -> str:
@@ -111,11 +116,13 @@ def _known(records: Iterable[Record], name: str) -> list[Any]:
     return [value for record in records if (value := getattr(record, name)) is not None]
 
 
-def _alone(record: Record, text: str) -> str:
+def _alone(record: Record, text: str, is_alone: bool) -> str:
     kind = "go again" if record.kind == "go" and record.generation else record.kind
     template = _ALONE.get(kind)  # None for a kind of a later version
     if template is None:
         return record.kind + _because(text)
+    if is_alone:
+        template = template.replace("node {node}", _THE_NODE).replace("all nodes are", f"{_THE_NODE} is")
     return template.format(node=record.node, text=text, because=_because(text))
 
 

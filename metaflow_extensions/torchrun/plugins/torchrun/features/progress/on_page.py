@@ -60,7 +60,7 @@ def progress_parts(progress: Mapping[str, Any], summary: Summary) -> list[Part]:
     rows = (
         ("rank 0", step(progress)),
         ("speed", ", ".join(speed(progress)[: None if is_running else 1])),
-        ("all ranks", _rates(progress["rates"])),
+        ("all ranks", _rates(progress["rates"], summary)),
         ("last values", ", ".join(f"{key} {number(value)}" for key, value in progress["last"].items())),
     )
     slow = _stragglers(progress["rates"], summary)
@@ -78,26 +78,26 @@ def progress_parts(progress: Mapping[str, Any], summary: Summary) -> list[Part]:
 # --- in words -------------------------------------------------------------------------------------
 
 
-def _rates(rates: Mapping[str, Any] | None) -> str:
+def _rates(rates: Mapping[str, Any] | None, summary: Summary) -> str:
     """Return the speeds of all ranks; empty if only one rank reports its steps."""
     if rates is None or rates["ranks"] < 2:
         return ""
     slowest, by = rates["slowest"], rates["by"]
+    node = "" if summary.is_alone else f" (node {slowest['node']})"
     return (
-        f"median of {rates['ranks']} ranks: {speed_text(rates['median'], by)}; slowest: rank {slowest['rank']} "
-        f"(node {slowest['node']}), {speed_text(slowest['speed'], by)}"
+        f"median of {rates['ranks']} ranks: {speed_text(rates['median'], by)}; slowest: rank {slowest['rank']}{node}, "
+        f"{speed_text(slowest['speed'], by)}"
     )
 
 
 def _stragglers(rates: Mapping[str, Any] | None, summary: Summary) -> list[str]:
     """Return a sentence for each rank that is much slower than the others, or was when the launch ended."""
     verb = _verb(summary)
-    hosts = {node.index: node.host for node in summary.nodes}
+    hosts = {node.index: f"host {node.host}" for node in summary.nodes}
+    places = hosts if summary.is_alone else {node: f"node {node}, {host}" for node, host in hosts.items()}
     slow = (rates or {}).get("stragglers", ()) if verb else ()
     return [
-        f"rank {each['rank']} (node {each['node']}, host {hosts.get(each['node'], 'unknown')}) "
-        + _IS.sub(verb, each["text"])
-        for each in slow
+        f"rank {each['rank']} ({places.get(each['node'], 'unknown')}) " + _IS.sub(verb, each["text"]) for each in slow
     ]
 
 

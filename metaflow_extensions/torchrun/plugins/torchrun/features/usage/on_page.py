@@ -105,9 +105,9 @@ def _chart(panel: _Panel, step_s: float, nodes: _Nodes, summary: Summary) -> Par
     values = {node: series[panel.kind] for node, series in nodes.items() if panel.kind in series}
     length_s = max(summary.seconds, max(map(len, values.values())) * step_s)
     unit_s, _ = time_unit(length_s)
-    names = picked(values) if are_many else {node: f"node {node}" for node in values}
+    names = picked(values) if are_many else {node: _name(node, summary) for node in values}
     rows = [_row(name, step_s / unit_s, panel.divisor, values[node]) for node, name in names.items()]
-    last = ", ".join(f"{row['node']} {row['v'][-1]:g}" for row in rows)
+    last = ", ".join(f"{row['v'][-1]:g}" if summary.is_alone else f"{row['node']} {row['v'][-1]:g}" for row in rows)
     scale = {"domain": [0, 100]} if panel.unit == "%" else {"zero": True}
     if all(len(row["t"]) < 2 for row in rows):  # a chart of one dot shows less than its number
         return Sentence(f"{title}: {last}")
@@ -119,6 +119,10 @@ def _chart(panel: _Panel, step_s: float, nodes: _Nodes, summary: Summary) -> Par
         "layer": [_layer(rows, with_legend=are_many), *restart_marks(summary.restarts_s, length_s)],
     }
     return Chart(spec, f"{title}: {last}")
+
+
+def _name(node: int, summary: Summary) -> str:
+    return "the node" if summary.is_alone else f"node {node}"
 
 
 def picked(values: Mapping[int, _Values]) -> dict[int, str]:
