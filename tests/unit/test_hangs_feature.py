@@ -105,17 +105,22 @@ def test_where_the_ranks_were_is_told_and_whom_to_look_at_first():
     assert kept.detail("hang") == ""
 
 
-def test_a_node_that_has_not_answered_is_where_to_look():
-    for told_by, verb in ((1, "Nodes 1, 2 have"), (2, "Node 2 has")):
-        kept = HangKeeper.of(4)
-        kept.begin(0, {}, 100.0)
-        for node in range(told_by):
-            kept.handle(node, told(to_plain(Diagnostics("host", None, {node: WAITS}))), 101.0)
-        kept.ended(3, ok=True)
-        first = kept.detail("hang").splitlines()[0]
-        assert first.endswith(f"in main at train.py:41. {verb} not answered: look there first.")
-    kept.gone(2)
-    assert "not answered" not in kept.detail("hang")
+@pytest.mark.parametrize(("answered", "said"), [(1, "Nodes 1, 2 have"), (2, "Node 2 has"), (3, None)])
+def test_a_node_that_has_not_answered_is_where_to_look(answered, said):
+    kept = HangKeeper.of(5)
+    kept.begin(0, {"timeout_s": 3.0}, 100.0)
+    kept.handle(0, told({"age_s": 0.0}), 100.5)
+    kept.ended(3, ok=True)
+    kept.gone(4)
+    assert [kept.tick(at_s, None).failing is not None for at_s in (101.0, 102.0, 103.0, 104.0)] == [False] * 3 + [True]
+    for node in range(answered):
+        kept.handle(node, told(to_plain(Diagnostics("host", None, {node: WAITS if node else at(7)}))), 105.0)
+    kept.ended(2, ok=False)  # it was stopped, perhaps without a word
+    first = kept.detail("hang").splitlines()[0]
+    assert first.endswith(
+        f" {said} not answered: look there first." if said else " Look at rank 0 first: the others seem to wait."
+    )
+    assert kept.record()["first"] == ([] if said else [0])
 
 
 def test_a_place_in_a_file_with_spaces_is_told_as_any_other():

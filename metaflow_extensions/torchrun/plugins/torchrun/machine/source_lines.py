@@ -55,6 +55,6 @@ def _lines(path: str, numbers: set[int]) -> dict[int, str]:
     with open(path, encoding="utf-8", errors="replace") as file:
         for number, line in enumerate(file, 1):
             if number in numbers:
-                text = line.strip()
+                text = "".join(char if char.isprintable() else " " for char in line.strip())
                 found[number] = text if len(text) <= _MAX_CHARS else f"{text[:_MAX_CHARS]}…"
     return found

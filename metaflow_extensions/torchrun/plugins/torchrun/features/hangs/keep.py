@@ -41,7 +41,8 @@ class HangKeeper(Keeper):
 
     def __init__(self, num_nodes: int = 1) -> None:
         self._num_nodes = num_nodes
-        self._expected: set[int] = set()  # nodes whose workers run
+        self._expected: set[int] = set()  # nodes whose workers ran when the launch was found to hang
+        self._hangs = False
         self._timeout_s: float | None = None
         self._active_at = self._ticked_at = 0.0
         self._has_begun = False  # whether a rank has shown a sign of life
@@ -55,7 +56,7 @@ class HangKeeper(Keeper):
         self._active_at = self._ticked_at = at_s
         self._has_begun = False
         self._found, self._launch = {}, launch
-        self._expected = set(range(self._num_nodes))
+        self._expected, self._hangs = set(range(self._num_nodes)), False
         if self._record is not None:
             self._record = {**self._record, "is_last": False}
 
@@ -73,12 +74,14 @@ class HangKeeper(Keeper):
         return None
 
     def ended(self, node: int, ok: bool) -> None:
-        """Expect nothing more of a node whose workers have ended."""
-        self._expected.discard(node)
+        """Expect nothing of a node whose workers had ended before."""
+        if not self._hangs:
+            self._expected.discard(node)
 
     def gone(self, node: int) -> None:
-        """Expect nothing more of a node that is no longer in the gang."""
-        self._expected.discard(node)
+        """Expect nothing of a node that was no longer in the gang before."""
+        if not self._hangs:
+            self._expected.discard(node)
 
     def record(self) -> Plain | None:
         """Return where the ranks were in the last hang, if there was one."""
@@ -96,6 +99,7 @@ class HangKeeper(Keeper):
             limit_s = max(limit_s, _START_S)
         if at_s - self._active_at <= limit_s:
             return Remarks()
+        self._hangs = True
         text, advice = f"no rank {_SIGNS} for {limit_s:g} s", "If they were only slow, raise hang_timeout_s."
         if not self._has_begun:
             text, advice = f"{text} after the start", f"If they start so slowly, set hang_timeout_s above {limit_s:g}."
@@ -119,18 +123,23 @@ class HangKeeper(Keeper):
     def _ranks(self) -> dict[int, Found]:
         return {rank: found for node in self._found.values() for rank, found in node.ranks.items()}
 
+    @property
+    def _silent(self) -> list[int]:
+        """The nodes that have not answered."""
+        return sorted(self._expected - self._found.keys())
+
     def _conclusion(self, alike: list[Group]) -> str:
         """Return in one line where the ranks were, and which of them to look at first."""
         if not any(group.found.mark for group in alike):
             return _NO_WORKERS if not alike else _conclusion(alike)
-        if silent := sorted(self._expected - self._found.keys()):
+        if silent := self._silent:
             verb = "has" if len(silent) == 1 else "have"
             return f"{_conclusion(alike)} {names(silent).capitalize()} {verb} not answered: look there first."
         first, why = look_first(self._ranks)
         return _conclusion(alike) + (f" Look at {names(first, 'rank')} first: {why}." if first else "")
 
     def _as_record(self) -> Plain:
-        first, why = look_first(self._ranks)
+        first, why = ([], "") if self._silent else look_first(self._ranks)
         alike = groups(self._ranks)
         share = _MAX_CHARS // max(1, len(alike))
         stacks = [{"ranks": list(each.ranks), **to_plain(each.found.bounded(share))} for each in alike[:_MAX_LINES]]
