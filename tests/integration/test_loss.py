@@ -29,8 +29,9 @@ def test_the_others_go_on(run_flow, name):
     for node, of_result, world_size, restarts in flow.note("results"):
         assert (of_result, world_size) == (nodes, len(nodes))
         if node not in left:  # a task that was started again knows only what came later
-            assert sorted(node for restart in restarts[-1:] for node in restart["left"]) == left
-            assert sorted(node for restart in restarts[-1:] for node in restart["came"]) == came
+            # On a busy machine, of two nodes that are killed the second may be lost a restart later.
+            assert sorted({node for restart in restarts for node in restart["left"]}) == left
+            assert sorted({node for restart in restarts for node in restart["came"]}) == came
     last = max(int(path.name.split("-")[1]) for path in flow.out.glob("rank-*"))
     for rank in range(len(nodes)):
         assert flow.note(f"rank-{last}-{rank}") == [len(nodes), len(nodes), rank, len(nodes)]
