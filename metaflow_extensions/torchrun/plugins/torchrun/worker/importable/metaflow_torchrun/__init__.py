@@ -27,7 +27,7 @@ def report(
     """Report how far this rank has come, and values such as the loss.
 
     The log, the card, ``torchrun show`` and ``result.metrics`` show them. Outside of a launch of `@torchrun` it does
-    nothing. It raises no error: a value that is no number, or a file that can't be written, is a warning.
+    nothing. A value that is no number, or a file that can't be written, is a warning, and raises no error.
 
     Parameters
     ----------
