@@ -101,7 +101,8 @@ def lose_node_1(flow) -> None:
 def test_a_rank_that_dies_is_followed_by_an_attempt_that_goes_on(run_example, plain):
     flow = run_example("python flow.py run --die-at 10", *FEWER)
     check_end(flow, plain)
-    assert "rank 1 was killed by SIGKILL" in flow.text
+    assert "a worker was killed by SIGKILL" in flow.text
+    assert re.search(r"has failed \(trained .*\): rank 1 .* failed first", flow.text)
     assert "goes on after step 8" in flow.text
 
 
