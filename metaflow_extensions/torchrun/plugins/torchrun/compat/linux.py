@@ -12,7 +12,9 @@ _allocate: Any = None
 try:
     import ctypes
 
-    _call, _allocate = ctypes.CDLL(None).prctl, ctypes.CDLL(None).fallocate
+    _libc = ctypes.CDLL(None)
+    _call = _libc.prctl
+    _allocate = getattr(_libc, "fallocate", None)  # without it, prctl must still be there
 except (ImportError, OSError, AttributeError, TypeError):
     pass
 
