@@ -7,6 +7,7 @@ import shutil
 import signal
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -505,8 +506,11 @@ def test_a_worker_that_saves_may_print_when_the_supervisor_that_reads_is_killed(
     one.supervised.ask("tell(*about)", about=[one.agent_pid(), limit_s(HANG_S), str(tmp_path / "pipes"), []])
 
     def has_it_open():
-        files = Path(f"/proc/{one.supervised.guardian}/fd").iterdir()
-        return str(tmp_path / "pipes") in str([os.readlink(each) for each in files])
+        for each in Path(f"/proc/{one.supervised.guardian}/fd").iterdir():
+            with suppress(FileNotFoundError):  # it was closed meanwhile
+                if str(tmp_path / "pipes") in os.readlink(each):
+                    return True
+        return False
 
     eventually(has_it_open, "the guardian's hold of the pipes")
     one.supervised.kill()
