@@ -108,7 +108,8 @@ def test_the_control_nodes_last_word_replaces_its_address_record(tmp_path: Path,
         "METAFLOW_USER": "tester",
     }
     published, closed = ask(USE_REGISTRY, store, uuid.uuid4().hex, folder=tmp_path, env=env)
-    first = {"addresses": ["10.0.0.7", "fd00::7"], "port": 40123, "token": "sécret", "closed": False, "error": None}
+    first = {"addresses": ["10.0.0.7", "fd00::7"], "port": 40123, "token": "sécret"}
+    first |= {"closed": False, "error": None, "is_over": False}
     assert published == first
     assert closed == {**first, "closed": True, "error": {"class": "GangError", "message": "gone", "cause": None}}
 

@@ -351,6 +351,13 @@ def test_the_exception_names_the_functions_own_line(make):
     assert error.__notes__ == ["raised at train.py:7 by rank 2 on node 1 (host host-1)"]
 
 
+def test_the_exception_names_the_other_ranks_that_raised_the_same(make):
+    call = make()
+    leave(call, "raised-2.pkl", raised(KeyError("lr")))
+    error = call.original(LaunchFailed("the gang's words", {**CAUSE, "also": "ranks 0, 1"}), {})
+    assert error.__notes__ == ["raised by rank 2 on node 1 (host host-1); ranks 0, 1 failed in the same way"]
+
+
 @pytest.mark.parametrize("data", [None, b"no pickle", pickle.dumps("no exception"), b"cno_such_module\nX\n."])
 def test_what_can_not_be_unpickled_comes_in_words(data, make):
     call = make()

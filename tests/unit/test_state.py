@@ -538,6 +538,44 @@ def test_a_port_that_is_taken_after_it_was_chosen_is_replaced_and_counts_as_no_r
 # --- failures while it runs ------------------------------------------------------------------------
 
 
+def ended_by(gang, node, ranks, text="ValueError: loss is nan", generation=0, age_s=0.0):
+    """Let ranks of a node end with the same exception; the first of them is the node's cause."""
+    cause = replace(crash(node, text), rank=ranks[0])
+    gang.say(node, Ended(0, False, generation, (Failure(cause, age_s, tuple(ranks)),)))
+
+
+@pytest.mark.parametrize(
+    ("ends", "said"),
+    [
+        ({0: [0, 1], 1: [3, 2], 2: [5]}, "Ranks 0, 1, 2, 5 failed in the same way."),
+        ({1: [3], 2: [4]}, "Rank 4 failed in the same way."),
+        ({1: [3]}, ""),
+    ],
+)
+def test_the_error_names_the_other_ranks_that_failed_in_the_same_way(ends, said):
+    gang = running(3)
+    for node in range(3):
+        if node in ends:
+            ended_by(gang, node, ends[node], age_s=1.0 * (node == 1))
+        else:
+            gang.ended(node)
+    error = gang.same_verdict()
+    assert error.cause["rank"] == 3
+    assert error.cause["also"] == said.partition(" failed")[0].lower()
+    assert said in error.message
+    assert ("the same way" in error.message) == bool(said)
+
+
+def test_ranks_that_failed_in_another_way_or_before_a_restart_are_not_named():
+    gang = running(3, max_restarts=1)
+    for node in range(3):
+        ended_by(gang, node, [node * 2])
+    gang.pass_time(60.0)
+    for node, text in enumerate(["ValueError: loss is nan", "KeyError: 'x'", "KeyError: 'x'"]):
+        ended_by(gang, node, [node * 2], text, generation=1, age_s=1.0 * (node == 0))
+    assert "the same way" not in gang.same_verdict().message
+
+
 def test_a_failure_stops_all_once_and_every_node_gets_the_first_as_its_verdict():
     gang = running(3)
     gang.failed(2, crash(2, "KeyError: second"), age_s=1.0)

@@ -109,6 +109,7 @@ class Cause:
     stdout: str = ""  # the end of the worker's stdout, for pages
     place: str = ""  # file and line of the user's code that raised the exception
     last_line: str = ""  # of its stderr, where no exception is known
+    also: str = ""  # the other ranks that failed in the same way: "ranks 0, 2"
 
     @property
     def category(self) -> str:
@@ -132,6 +133,12 @@ class Cause:
     def from_dict(data: Mapping[str, Any]) -> Cause:
         """Return the cause that `as_dict` described; unknown fields are ignored."""
         return Cause(**{each.name: data[each.name] for each in fields(Cause) if each.name in data})
+
+    @property
+    def way(self) -> tuple[Any, ...]:
+        """How a worker failed; equal for ranks that failed in the same way."""
+        # One that has raised may have been killed before it could exit.
+        return self.kind, self.exception or self.exit_code, self.place, self.last_line
 
     def is_same_event(self, other: Cause) -> bool:
         """Return whether `other` describes the same failure, perhaps as another place in the code reported it."""
@@ -307,6 +314,7 @@ class Failure:
 
     cause: Cause
     age_s: float = 0.0
+    ranks: tuple[int, ...] = ()  # of this node, that failed in the same way; the cause's is one of them
 
 
 def first_failure(failures: Iterable[Failure]) -> Failure | None:

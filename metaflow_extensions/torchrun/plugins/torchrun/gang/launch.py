@@ -78,6 +78,7 @@ class Launch:
     idle: int = 0  # how many generations in a row have ended since then without coming farther
     ended: dict[int, Ended] = field(default_factory=dict)  # without what failed, which is in `failures`
     failures: list[Failure] = field(default_factory=list)  # ages as of the clock's zero, so that they compare
+    alike: dict[int, set[int]] = field(default_factory=dict)  # hash of the way in which ranks failed -> those ranks
     announced: Group | None = None  # the nodes that the last *restart* has named, and
     left: tuple[int, ...] = ()  # those that it has named as gone
     ending: set[int] = field(default_factory=set)  # lost nodes whose supervisor still ends the workers
@@ -106,7 +107,7 @@ class Launch:
         """Begin a generation: forget the ends and failures of the one before."""
         self.enter(Phase.RUNNING)
         self.went_at, self.group = now, group
-        for each in (self.ended, self.stores, self.failures, self.lost, self.ending, self.ill):
+        for each in (self.ended, self.stores, self.failures, self.alike, self.lost, self.ending, self.ill):
             each.clear()
 
     def begin_pause(self, now: float, pause_s: float) -> float:
@@ -196,6 +197,8 @@ class Launch:
         self.leaving.update({each.cause.node: each.cause for each in failures if each.cause.category == "preempted"})
         self.ill.update({each.cause.node: each.cause for each in failures if each.cause.kind == "check"})
         self.failures += [Failure(each.cause, each.age_s - now) for each in failures]
+        for each in failures:
+            self.alike.setdefault(hash(each.cause.way), set()).update(each.ranks)
         preempted = first_failure(each for each in self.failures if each.cause.category == "preempted")
         kept = (first_failure(self.failures), preempted)
         self.failures = [each for each in dict.fromkeys(kept) if each is not None]
@@ -265,7 +268,8 @@ class Launch:
             quiet += f"\nAll workers were about to start again after an earlier failure: {summary(self.restarts_for)}."
         if cause is None:
             return LaunchFailed(f"Launch {self.number} failed.{quiet}")
-        cls, failure = self._class_and_text(cause)
+        others = self.alike.get(hash(cause.way), set()) - {cause.rank}
+        cls, failure = self._class_and_text(replace(cause, also=names(sorted(others), "rank") if others else ""))
         return failed(cls, replace(failure, after=failure.after + quiet + more, is_alone=self.is_alone))
 
     def _class_and_text(self, cause: Cause) -> tuple[type[LaunchFailed], FailureText]:
@@ -295,7 +299,8 @@ class Launch:
         count = f" after {counted(restarts, 'restart')}" if restarts else ""
         # The classes are those of `restart_on`, which matters only with restarts.
         kind = f" (class {cause.category})" if self.policy.max_restarts else ""
-        more = f"\n{stopped}{everywhere}{count}. The reason: {CATEGORY_TEXTS[cause.category]}{kind}."
+        also = f"\n{cause.also.capitalize()} failed in the same way." if cause.also else ""
+        more = f"{also}\n{stopped}{everywhere}{count}. The reason: {CATEGORY_TEXTS[cause.category]}{kind}."
         more += self._restart_hint(cause)
         if self.preempted is not None:
             # Named by its host: `rename_node` changes the node index in the cause, but not in this text.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 
 from ..events import Event
@@ -232,4 +233,7 @@ class Generation:
             dated = [(agent.failed_at, agent.cause(has_workers=bool(self._pids)))]
         now = time.monotonic()
         first = first_failure(Failure(cause, now - at) for at, cause in dated)
-        return () if first is None else (first,)
+        if first is None:
+            return ()
+        alike = (cause.rank for _, cause in dated if cause.way == first.cause.way)
+        return (replace(first, ranks=tuple(rank for rank in alike if rank is not None)),)

@@ -147,7 +147,8 @@ class FunctionCall(Service):
             because = f"\nThe exception itself can't be raised here, because {why}." if why else ""
             return retold(error, WorkerFailed, f"{report['text']}\n", because)
         place = f" at {cause.place}" if cause.place else ""
-        _add_note(exception, f"raised{place} by {failure.who}")
+        also = f"; {cause.also} failed in the same way" if cause.also else ""
+        _add_note(exception, f"raised{place} by {failure.who}{also}")
         return exception
 
     def _raised(self, rank: int, key: str | None) -> bytes | None:
