@@ -1,20 +1,26 @@
 """Whose each line of the tasks' logs is, and how the logs of many nodes become one."""
 
-import pytest
+from datetime import datetime, timedelta, timezone
 
+import pytest
+from test_budget import check_fails, launched
+from test_loss import groups
+from test_state import GangOf
+
+from metaflow_extensions.torchrun.plugins.torchrun.records.placement import LATE_S, Placed, Placement
+from metaflow_extensions.torchrun.plugins.torchrun.records.snapshot import snapshot_of
 from metaflow_extensions.torchrun.plugins.torchrun.show.stored_logs import Line, Source, merged
 
-
-def node_of(rank):
-    return {0: 0, 1: 0, 2: 1, 3: 1}.get(rank)
-
-
-def lines_of(*sources):
-    return list(merged(sources, {each.node for each in sources}, node_of))
+# Two ranks on each of two nodes since 1970.
+PLACES = Placement([Placed(0.0, (0, 1), 2)], {})
 
 
-def texts(*sources):
-    return [(line.time, line.text) for line in lines_of(*sources)]
+def lines_of(*sources, places=PLACES):
+    return list(merged(sources, {each.node for each in sources}, places))
+
+
+def texts(*sources, places=PLACES):
+    return [(line.time, line.text) for line in lines_of(*sources, places=places)]
 
 
 def test_lines_of_several_tasks_come_by_time():
@@ -54,6 +60,98 @@ def test_on_a_local_run_labels_tell_the_node_of_what_stands_in_one_log(text, nod
 
 
 def test_copies_of_the_lines_of_a_node_that_has_a_log_of_its_own_are_left_out():
-    control = Source("4", 0, "stdout", [("02", "[rank 2] copy"), ("05", "[rank 2] in the control node's log alone")])
-    killed = Source("4-worker-0", 1, "stdout", [("01", "[rank 2] copy")])
-    assert texts(control, killed) == [("01", "[rank 2] copy")]
+    copies = [("02", "[rank 2] copy"), ("03", "[torchrun node 1] copy"), ("05", "[rank 2] not in the node's own log")]
+    killed = [("01", "[rank 2] copy"), ("02", "[torchrun node 1] copy")]
+    assert texts(Source("4", 0, "stdout", copies), Source("5", 1, "stdout", killed)) == killed
+
+
+def test_a_nodes_own_log_is_shown_whole_whatever_its_labels_say():
+    own = [("01", "[rank 0] of a gang of its own"), ("02", "[torchrun] launch 0 has ended well"), ("03", "[rank 9] x")]
+    control = Source("4", 0, "stdout", [("01", "[torchrun] its own"), ("02", "[rank 0] its own")])
+    found = lines_of(control, Source("5", 1, "stdout", own))
+    assert [(line.time, line.text) for line in found if line.task == "5"] == own
+    assert [line.node for line in found] == [0, 1, 0, 1, 1]
+
+
+def second(at_s, text):
+    """Return a line that was captured so many seconds after the year 1970 began."""
+    return (f"1970-01-01T00:{int(at_s) // 60:02}:{at_s % 60:09.6f}", text)
+
+
+def is_shown(places, at_s, text, nodes=(0, 1, 2)):
+    """Return whether a line of the control task's log is shown, beside the logs of `nodes`."""
+    source = Source("4", 0, "stdout", [second(at_s, text)])
+    return bool(list(merged([source], nodes, places)))
+
+
+def test_copies_that_a_lost_nodes_log_may_lack_are_shown():
+    """Node 1 is lost at 100 s, and another task comes in its place at 130 s."""
+    inf = float("inf")
+    gone, back = [Placement([Placed(0.0, (0, 1), 2)], {1: since}) for since in (inf, 130.0)]
+    for text in ("[rank 2] x", "[torchrun node 1] x"):
+        assert [is_shown(gone, at, text) for at in (50, 150)] == [True, True]
+        assert [is_shown(back, at, text) for at in (50, 150)] == [True, False]
+    assert not is_shown(gone, 50, "[torchrun node 2] x")
+
+
+def test_a_line_belongs_to_the_node_that_had_its_rank_at_that_time():
+    """Node 2, a spare, takes node 1's place at 100 s; for some seconds lines of both may come."""
+    places = Placement([Placed(5.0, (0, 1), 2), Placed(100.0, (0, 2), 2)], {1: float("inf")})
+    assert [places.node_at(2, second(at, "")[0]) for at in (1, 50, 99, 100, 500)] == [1, 1, 1, 2, 2]
+    shown = [is_shown(places, at, "[rank 2] x") for at in (50, 101, 101 + LATE_S)]
+    assert shown == [True, True, False]
+    assert places.nodes_of(2) == {1, 2}
+    assert (places.nodes_of(1), places.nodes_of(4)) == ({0}, set())
+
+
+def test_what_other_code_prints_after_a_launch_is_no_copy():
+    gang = GangOf(2)
+    gang.all_ready()
+    gang.pass_time(20)
+    gang.all_ended()
+    snapshot = snapshot_of(gang.state)
+    began = datetime.fromtimestamp(snapshot.events[0].time, timezone.utc).replace(tzinfo=None)
+    shown = []
+    for after_s in (10, 21, 20.1 + LATE_S):
+        line = ((began + timedelta(seconds=after_s)).isoformat(), "[rank 2] x")
+        shown += lines_of(
+            Source("4", 0, "stdout", [line]), Source("5", 1, "stdout", []), places=snapshot.summary.placement
+        )
+    assert [line.time for line in shown] == [line[0]], "the last one only"
+
+
+def test_lines_of_a_lost_node_are_shown_though_its_ranks_are_elsewhere_now():
+    gang = launched(3, max_restarts=1, spare_nodes=1)
+    gang.lost(1)  # of ranks 2 and 3
+    gang.ended(0, ok=False, generation=0)
+    gang.pass_time(31)
+    assert groups(gang)[-1] == (0, 2)
+    lost = [("01", "[rank 2] before"), ("02", "[rank 3] ValueError")]
+    places = snapshot_of(gang.state).summary.placement
+    sources = [Source("4", 0, "stdout", [("00", "[rank 0] x")]), Source("5", 1, "stderr", lost)]
+    found = lines_of(*sources, Source("6", 2, "stdout", [("09", "[rank 2] after")]), places=places)
+    assert [(line.node, line.text) for line in found] == [
+        (0, "[rank 0] x"),
+        (1, "[rank 2] before"),
+        (1, "[rank 3] ValueError"),
+        (2, "[rank 2] after"),
+    ]
+
+
+def test_a_node_that_is_set_aside_has_no_ranks_in_the_next_launch_either():
+    gang = launched(3, max_restarts=1, spare_nodes=1)
+    check_fails(gang, 1)
+    codes = {0: {0: 0, 1: 0}, 2: {2: 0, 3: 0}}
+    for node in (0, 2):
+        gang.ended(node, generation=1, exit_codes=codes[node])
+    gang.all_ready(launch=1)
+    for node in (0, 2):
+        gang.ended(node, launch=1, exit_codes=codes[node])
+    summary = snapshot_of(gang.state).summary
+    assert summary.sentence.startswith("4 ranks on 2 nodes have ended well")
+    assert [(rank.rank, rank.node, rank.state) for rank in summary.ranks] == [
+        (0, 0, "done"),
+        (1, 0, "done"),
+        (2, 2, "done"),
+        (3, 2, "done"),
+    ]

@@ -6,6 +6,7 @@ Three whole pages are golden files; ``pytest --renew-golden tests/unit/test_page
 import json
 import re
 from dataclasses import replace
+from datetime import datetime, timezone
 from pathlib import Path
 
 import pytest
@@ -346,8 +347,9 @@ def test_a_rank_whose_exit_code_nobody_knows_is_listed_all_the_same(missing):
 
 def test_a_rank_has_its_node_by_the_number_of_processes():
     found = snapshot([*JOINED, (3.0, "go", {})]).summary
-    assert [found.node_of(rank) for rank in (0, 1, 2, 3, 4)] == [0, 0, 1, 1, None]
-    assert Snapshot().summary.node_of(0) is None
+    now = datetime.now(timezone.utc).isoformat()
+    assert [found.placement.node_at(rank, now) for rank in (0, 1, 2, 3, 4)] == [0, 0, 1, 1, None]
+    assert Snapshot().summary.placement.node_at(0, now) is None
 
 
 @pytest.mark.parametrize("kind", ["hang", "timeout", "lost", "restart", "preempted", "go"])

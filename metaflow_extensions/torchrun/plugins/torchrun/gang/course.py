@@ -261,7 +261,8 @@ class Course:
         for node in sorted(set(range(self.nodes.size)) - set(group.nodes)):
             self.keepers.ended(node, True)
         nproc = launch.ready[CONTROL].nproc
-        self.note("go", text=f"{counted(group.size, 'node')}, {nproc} process{'es' * (nproc != 1)} on each")
+        text = f"{counted(group.size, 'node')}, {nproc} process{'es' * (nproc != 1)} on each"
+        self.note("go", text=text, nproc=nproc)
         if launch.generation == 0 and (without := without_devices(launch.ready)):
             hides = f"warning: run(env=...) hides the accelerators on {names(without)}"
             self.send(Note(f"{hides}: the workers there compute on the CPU, the others do not"), CONTROL)

@@ -61,6 +61,7 @@ class Record:
     exit_code: int | None = None  # of a worker or a command; negative for a signal
     text: str = ""
     seconds: float | None = None  # how long a command took
+    nproc: int | None = None  # of *go*: processes on each node
 
     def as_dict(self) -> dict[str, Any]:
         """Return it as plain data, with all fields."""

@@ -5,6 +5,7 @@ All pages and commands use this summary, while the gang runs and later.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -13,6 +14,7 @@ from typing import Literal
 from ..gang.history import Record
 from ..gang.protocol import CONTROL
 from ..gang.texts import counted, duration, names
+from .placement import LATE_S, Placed, Placement
 
 NodeState = Literal[
     "not joined yet",
@@ -91,6 +93,8 @@ class Node:
     is_awaited: bool = False  # whether another task is to come in its place
     has_workers: bool = False  # whether all its workers have begun, in this generation
     takes_part: bool = True  # whether it has ranks in this generation; a spare has none
+    is_aside: bool = False  # whether it is set aside: it waits to the end
+    log_since: float = 0.0  # since when its log is whole (`Placement`)
     # From the gang's start to now; they have a gap only where records were omitted.
     spans: list[Span] = field(default_factory=list)
     exits: dict[int, Record] = field(default_factory=dict)  # rank -> how it has ended in this generation
@@ -148,6 +152,7 @@ class Summary:
     restarts_s: tuple[float, ...]  # when the workers were started again, in all launches
     is_over: bool  # whether no more records can come
     nproc: int | None  # ranks on each node
+    placed: tuple[Placed, ...]  # where the ranks of all launches and generations were
 
     @property
     def is_alone(self) -> bool:
@@ -162,9 +167,10 @@ class Summary:
             found[rank.node].append(rank)
         return found
 
-    def node_of(self, rank: int) -> int | None:
-        """Return the node of a rank; None if it is unknown."""
-        return self.ranks[rank].node if 0 <= rank < len(self.ranks) else None
+    @cached_property
+    def placement(self) -> Placement:
+        """Which node had a rank at a time."""
+        return Placement(self.placed, {node.index: node.log_since for node in self.nodes})
 
 
 def summarize(records: Iterable[Record], num_nodes: int, nproc: int | None, until_s: float | None = None) -> Summary:
@@ -196,6 +202,7 @@ class _Fold:
         self.failures: list[Record] = []  # of launches, and of the gang
         self.restarts = 0  # of this launch
         self.restarts_s: list[float] = []
+        self.placed: list[Placed] = []
 
     def add(self, record: Record) -> None:
         """Add the next record; an unknown kind (of a later version) or an unknown node changes nothing."""
@@ -210,7 +217,8 @@ class _Fold:
     def _add_of_node(self, record: Record, node: Node) -> None:
         match record.kind:
             case "joined":
-                node.host, node.is_awaited, node.is_out = record.text, False, False
+                node.host, node.is_awaited, node.is_out, node.is_aside = record.text, False, False, False
+                node.log_since = record.time if node.log_since else 0.0
             case "before_run" | "ready":
                 self._call(record)
                 node.command_failed = False
@@ -228,10 +236,11 @@ class _Fold:
                 node.has_failed = bool(record.text)
             case "spare" | "taken_in" | "set_aside":
                 node.takes_part = record.kind == "taken_in"
+                node.is_aside = record.kind == "set_aside"
             case "left_out":
-                node.is_out = True
+                node.is_out, node.log_since = True, math.inf
             case "awaited":
-                node.is_awaited = True
+                node.is_awaited, node.log_since = True, math.inf
             case _ if record.rank is not None:  # a feature's, such as the first step that rank 0 reports
                 self._hear_of_workers(record, node)
             case "lost" if record.node == CONTROL:
@@ -257,7 +266,7 @@ class _Fold:
             self.launch, self.restarts, self.went_s, self.cause = record.launch, 0, None, None
             self._forget_workers()
             for node in self.nodes:
-                node.takes_part = not node.is_out
+                node.takes_part = not (node.is_out or node.is_aside)
         self.phase = "ready"
 
     def _add_of_gang(self, record: Record) -> None:
@@ -268,6 +277,8 @@ class _Fold:
                     node.takes_part = node.takes_part and not node.is_out and not node.is_awaited
                 self.went_s = record.at_s if self.went_s is None else self.went_s
                 self._forget_workers()
+                nodes = tuple(node.index for node in self._taking_part)
+                self._place(Placed(record.time, nodes, record.nproc or self.nproc or 1))
             case "stopping":
                 self._enter_phase(record, "stopping", [node for node in self.nodes if node.state in _WITH_WORKERS])
             case "cause":
@@ -284,8 +295,17 @@ class _Fold:
             case "omitted":
                 for node in self.nodes:  # their states until then are unknown
                     node.since_s = max(node.since_s, record.at_s)
+                self._place(Placed(self.placed[-1].since if self.placed else 0.0))
         if record.kind in _OF_ALL:
             self._enter_phase(record, _OF_ALL[record.kind])
+        if record.kind in ("done", "failed", "broken"):
+            self._place(Placed(record.time + LATE_S))
+
+    def _place(self, placed: Placed) -> None:
+        """Note where the ranks are from now on; what was to begin later does not."""
+        while self.placed and self.placed[-1].since >= placed.since:
+            self.placed.pop()
+        self.placed.append(placed)
 
     def _enter_phase(self, record: Record, state: NodeState, nodes: Iterable[Node] | None = None) -> None:
         self.phase, self.phase_text, self.phase_s = record.kind, record.text, record.at_s
@@ -336,6 +356,7 @@ class _Fold:
             restarts_s=tuple(self.restarts_s),
             is_over=is_over,
             nproc=self.nproc,
+            placed=tuple(self.placed),
         )
 
     def _rank(self, rank: int, node: Node) -> Rank:

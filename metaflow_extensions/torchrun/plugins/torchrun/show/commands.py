@@ -192,9 +192,9 @@ def _refuse_unknown(snapshot: Snapshot | None, rank: int | None, node: int | Non
     for kind, asked, known in (("rank", rank, ranks), ("node", node, nodes)):
         if asked is not None and known and asked not in known:
             raise CommandException(f"The gang has no {kind} {asked}. It has {names(known, kind)}.")
-    its = None if rank is None else summary.node_of(rank)
-    if None not in (its, node) and its != node:
-        raise CommandException(f"Rank {rank} is on node {its}, not on node {node}.")
+    its = set() if rank is None else summary.placement.nodes_of(rank)
+    if its and node is not None and node not in its:
+        raise CommandException(f"Rank {rank} is on {names(sorted(its))}, not on node {node}.")
 
 
 def _page(obj: Any, stored: StoredGangs, gang: StoredGang, attempt: int, names_task: bool) -> list[str]:

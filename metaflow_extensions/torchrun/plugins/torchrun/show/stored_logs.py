@@ -16,6 +16,7 @@ from pathlib import Path
 
 from ..compat.stored import LINE_PARSER, LOG_SOURCES
 from ..gang.protocol import CONTROL
+from ..records.placement import Placement
 from ..records.snapshot import Snapshot
 from .stored_gangs import StoredGang, StoredGangs
 
@@ -53,26 +54,30 @@ class Source:
     lines: Iterable[tuple[str, str]]  # time and text, in the order of writing
 
 
-def merged(sources: Iterable[Source], nodes: Collection[int], node_of: Callable[[int], int | None]) -> Iterator[Line]:
+def merged(sources: Iterable[Source], nodes: Collection[int], places: Placement) -> Iterator[Line]:
     """Return all lines by time; those of one source stay in order, even if its clock was set back.
 
     On a local run the control task's log has the lines of all nodes. On a remote run with ``logs="all"`` it has copies of
-    other nodes' lines. One rule omits the copies: the lines of `nodes`, which have their own logs, are only taken from
-    these.
+    other nodes' lines. They are omitted where the log of the node itself, one of `nodes`, is sure to have them.
     """
-    return heapq.merge(*(_lines(source, nodes, node_of) for source in sources), key=lambda line: line.time)
+    return heapq.merge(*(_lines(source, nodes, places) for source in sources), key=lambda line: line.time)
 
 
-def _lines(source: Source, nodes: Collection[int], node_of: Callable[[int], int | None]) -> Iterator[Line]:
+def _lines(source: Source, nodes: Collection[int], places: Placement) -> Iterator[Line]:
     latest = ""
-    own = source.node if len(nodes) > 1 else None  # otherwise lines without a label may be of any node
+    # Without other logs, lines of the control task's that have no label may be of any node.
+    own = None if source.node == CONTROL and len(nodes) == 1 else source.node
     for stamp, text in source.lines:
         latest = max(latest, stamp)
         label = _LABEL.match(text)
         rank = int(label[1]) if label and label[1] else None
-        named = node_of(rank) if rank is not None else int(label[2] or label[3] or CONTROL) if label else None
-        node = own if named is None else named
-        if node in (None, source.node) or node not in nodes:
+        if label is None or source.node != CONTROL:  # no other log has lines of other nodes
+            yield Line(latest, source.task, source.stream, own, rank, text)
+            continue
+        node = int(label[2] or label[3] or CONTROL) if rank is None else places.node_at(rank, latest)
+        its = {node} if rank is None else places.nodes_at(rank, latest)
+        is_copy = all(each and each in nodes and places.is_whole(each, latest) for each in its)
+        if not is_copy:
             yield Line(latest, source.task, source.stream, node, rank, text)
 
 
@@ -91,7 +96,7 @@ class StoredLogs:
             snapshot = self._stored.snapshot(self._gang, self._attempt) or Snapshot()
             nodes = {node for _, node, _ in (files[path] for path in here)}
             sources = [Source(*files[path], self._new(path, local, is_growing)) for path, local in here.items()]
-            yield from merged(sources, nodes, snapshot.summary.node_of)
+            yield from merged(sources, nodes, snapshot.summary.placement)
 
     def follow(
         self, clock: Callable[[], float] = time.monotonic, sleep: Callable[[float], None] = time.sleep
