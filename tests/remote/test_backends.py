@@ -51,7 +51,8 @@ def test_nodes_that_start_20_s_apart_meet_and_wait_for_each_others_ends(run_remo
     """On AWS Batch they start together; there the control node's end would end all."""
     flow = run_remote(NODES=3, LATE_S=20, HOOK="after:1:sleep:15", **backend.on())
     check_gang(flow, 3)
-    check_said(flow, "waiting until node 1 ended the step")
+    # On a busy machine node 2 has not stored its results yet either.
+    assert re.search("waiting until nodes? 1(, 2)? ended the step", flow.text)
     backend.await_gone(flow)
 
 

@@ -53,6 +53,18 @@ def test_restarts_before_the_last_progress_do_not_count():
     assert [(each.number, each.of) for each in gang.got(0, Restart)] == [(1, 1), (2, 2), (3, 3)]
 
 
+def test_the_pause_begins_anew_after_progress_and_has_a_limit():
+    gang = launched(max_restarts=1)
+    for step in (5, 9, 10):
+        report(gang, step)
+        fail(gang)
+    assert [each.pause_s for each in gang.got(0, Restart)] == [1.0, 1.0, 1.0]
+    gang = launched(max_restarts=3000)
+    gang.state._launch.generation = 2000  # 2.0 ** 2000 is too large for a float
+    fail(gang)
+    assert gang.got(0, Restart)[-1].pause_s == 30.0
+
+
 def test_a_script_that_reports_nothing_has_max_restarts_in_all():
     gang = launched(max_restarts=4)
     for _ in range(5):

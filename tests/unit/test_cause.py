@@ -268,7 +268,13 @@ def test_it_is_shown_once_also_with_the_exception_of_a_function(live, of_functio
     ],
 )
 def test_what_to_change_where_a_script_refuses_the_word_true(code, bools, words):
-    assert words in remedy_of_exit(code, bools) if words else remedy_of_exit(code, bools) == ""
+    told = remedy_of_exit(code, bools, "usage: train.py")
+    assert words in told if words else told == ""
+
+
+@pytest.mark.parametrize(("code", "stderr", "is_told"), [(3, " \n", True), (3, "no data", False), (0, "", False)])
+def test_a_script_that_ends_without_a_word_is_told_to_say_why(code, stderr, is_told):
+    assert ("Look for sys.exit(3) or os._exit(3)" in remedy_of_exit(code, [], stderr)) == is_told
 
 
 @pytest.mark.parametrize(

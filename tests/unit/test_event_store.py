@@ -108,6 +108,18 @@ def test_what_features_keep_is_written_alone_when_it_is_due(gang, begin):
     eventually(lambda: registry.counts == {"1": 1})
 
 
+def test_a_record_does_not_wait_until_numbers_are_due(gang, begin):
+    store, registry = begin(every_s=0.02)
+    for node in (0, 1):
+        gang.handle(node, Join(node, f"host-{node}"))
+    eventually(lambda: registry.saved and len(registry.saved[-1].events) == 2)
+    tell(gang, 1)
+    before = len(store._work.pauses)
+    eventually(lambda: len(store._work.pauses) > before + 2)
+    if_news, in_any_case = store._work.pauses[-1]
+    assert if_news <= 0.02 < 900 < in_any_case
+
+
 def test_a_datastore_that_fails_is_tried_again(gang, begin):
     store, registry = begin()
     registry.fails = True

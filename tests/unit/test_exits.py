@@ -250,6 +250,13 @@ FRAMES = """  File "/home/me/größe/train.py", line 7, in <module>
             "failed with ValueError: no",
         ),
         ("", "failed with ValueError: no"),
+        (
+            "  + Exception Group Traceback (most recent call last):\n  |"
+            + '   File "/home/me/train.py", line 22, in <module>\n  |   raise ExceptionGroup\n  | ExceptionGroup: 1\n'
+            "  +-+---------------- 1 ----------------\n    | Traceback (most recent call last):\n"
+            '    |   File "/home/me/inner.py", line 3, in f\n    | KeyError: 1\n',
+            "failed at train.py:22 with ValueError: no",
+        ),
     ],
 )
 def test_a_failure_names_file_and_line_of_the_users_code(trace, said, node):
@@ -258,6 +265,19 @@ def test_a_failure_names_file_and_line_of_the_users_code(trace, said, node):
     cause = node.cause()
     assert cause.what == said
     assert f"{said}." in FailureText(cause).without_detail(), "also where the traceback is not repeated"
+
+
+def test_a_progress_bar_does_not_push_out_what_else_stderr_has(node):
+    bar = "".join(f"\r{done}/99" for done in range(100))
+    node.leaves(stderr=f"no such file: data\r\n{bar}\n")
+    node.ended(0, 3, at=2)
+    assert node.cause().detail == "no such file: data\n99/99"
+
+
+def test_an_exceptions_text_may_end_with_an_empty_line(node):
+    node.leaves(record=own_record(node.origin + 1, "ValueError: first\nsecond\n\n"))
+    node.ended(0, 1, at=2)
+    assert node.cause().exception == "ValueError: first\nsecond"
 
 
 def test_an_indented_last_line_explains_nothing(node):

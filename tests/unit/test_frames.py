@@ -128,6 +128,15 @@ def test_what_is_sent_is_bounded_in_bytes(text):
     assert len(json.dumps(to_plain(found.bounded(2400)))) < 2 * 2400 + 6000
 
 
+def test_what_is_cut_ends_with_a_whole_line_and_says_so():
+    found = read(stack(*[("/my/t.py", line, "f") for line in range(1, 11)]), {})
+    lines = found.short.splitlines()
+    assert found.bounded(10_000).short == found.short
+    cut = found.bounded(60).short.splitlines()
+    assert 1 < len(cut) < len(lines)
+    assert (cut[:-1], cut[-1]) == (lines[: len(cut) - 1], "[… the other lines are left out]")
+
+
 def test_equal_stacks_have_equal_marks():
     first, second, other = (read(stack(("/my/t.py", line, "f")), {}) for line in (1, 1, 2))
     assert first.mark == second.mark != other.mark

@@ -1,6 +1,7 @@
 """A function's call in the task: what is refused, stored for other nodes, and kept of it; what an error becomes."""
 
 import functools
+import inspect
 import os
 import pickle
 import tempfile
@@ -115,6 +116,13 @@ def wrapper(lr):
     return lr
 
 
+def signed(lr, **more):
+    """Stand for a decorator that adds an argument, and has copied the signature of what it wraps."""
+
+
+signed.__signature__ = inspect.Signature([inspect.Parameter("lr", inspect.Parameter.POSITIONAL_OR_KEYWORD)])
+
+
 @pytest.mark.parametrize(
     ("function", "arguments", "why"),
     [
@@ -123,6 +131,8 @@ def wrapper(lr):
         (functools.partial(train, 1), [2], "too many positional arguments"),
         (wrapper, {}, "missing a required argument: 'lr'"),
         (lambda: 1, [1], "Its arguments: none"),
+        (functools.partial(train, bogus=1), [], "has incorrect arguments. Its arguments: epochs"),
+        (signed, {"lr": 1, "verbose": True}, None),
         (Trainer().fit, {"x": 1}, "Trainer.fit can't take"),
         *((each, {"x": 1}, None) for each in (more, int, Trainer(), functools.partial(print, 1))),
         (functools.partial(train, epochs=1), {"epochs": 2}, None),

@@ -123,6 +123,22 @@ def test_a_node_that_has_not_answered_is_where_to_look(answered, said):
     assert kept.record()["first"] == ([] if said else [0])
 
 
+@pytest.mark.parametrize("ranks", [{}, {0: without_stack("it is stopped")}], ids=["no worker", "no stack"])
+def test_a_node_that_has_not_answered_is_named_though_nothing_is_known_of_the_others(ranks):
+    kept = HangKeeper.of(2)
+    kept.begin(0, {"timeout_s": 3.0}, 100.0)
+    kept.handle(0, told(to_plain(Diagnostics("host", None, ranks))), 105.0)
+    assert "Node 1 has not answered: look there first." in kept.detail("hang")
+    assert kept.record()["first"] == []
+
+
+def test_of_one_node_no_number_is_said():
+    kept = hung({0: WAITS, 1: at(33, "load")})
+    assert kept.detail("hang").splitlines()[-1] == "Whole stacks: /tmp/stacks"
+    (waits,) = kept.handle(0, told({"waits": True}), 1.0).happened
+    assert waits.text.startswith("the output waits for its reader")
+
+
 def test_a_place_in_a_file_with_spaces_is_told_as_any_other():
     found = Found("my train.py:3 in main (in barrier)", "m", "")
     assert hung({0: found}).detail("hang").splitlines()[0] == "rank 0 in barrier at my train.py:3."
@@ -176,7 +192,7 @@ def test_where_thousands_of_ranks_hang_is_told_by_place():
 
 
 def test_files_of_hundreds_of_nodes_are_not_all_named():
-    kept = HangKeeper()
+    kept = HangKeeper(300)
     kept.begin(0, {}, 100.0)
     for node in range(300):
         kept.handle(node, told(to_plain(Diagnostics(f"host-{node}", f"/logs/{node}.txt", {node: WAITS}))), 101.0)

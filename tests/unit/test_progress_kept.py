@@ -153,6 +153,26 @@ def test_a_log_with_lines_of_progress_ends_with_the_last_step(looked_at, last, o
     assert (None if said is None else said.lines) == (None if line is None else (line,))
 
 
+def test_a_rank_0_that_stands_still_is_no_news(kept):
+    kept.take((9, {"loss": 0.5}), pace=Pace(9), total=10.0, at_s=0)
+    said = []
+    for now in range(5, 300, 5):
+        kept.keeper.handle(0, Told(0, 0, "progress", to_plain(Metrics({1: Pace(now)}, {}, 9, 10.0))), float(now))
+        said += kept.compare(now).lines
+    assert said == ["step 9 of 10 (90 %), loss 0.5"]
+
+
+def test_after_a_restart_the_end_and_the_speed_before_it_do_not_count(kept):
+    kept.take((9, {"loss": 0.5}), pace=Pace(9, 2.0), total=10.0)
+    kept.keeper.ended(0, ok=True)  # another node's workers failed
+    assert kept["done"] == 10
+    kept.keeper.begin(0, {}, 10.0)
+    assert (kept["done"], kept["steps_per_s"], kept["left_s"]) == (9, None, None)
+    kept.keeper.ended(0, ok=True)
+    kept.keeper.begin(1, {}, 20.0)
+    assert kept["done"] == 10, "the launch before has ended"
+
+
 def test_the_end_of_a_launch_without_reports_says_nothing_of_the_one_before(kept):
     kept.take((4, {"loss": 1.0}), total=5.0, at_s=0)
     kept.compare(10)

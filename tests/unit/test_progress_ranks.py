@@ -52,6 +52,10 @@ def test_a_line_tells_step_total_seconds_and_values(text, line):
     assert parse_line(text) == line
 
 
+def test_a_name_fits_into_one_line():
+    assert parse_line(json.dumps({"lo\nss\x1b 🙂é": 1}).encode()).values == {"lo ss  🙂é": 1.0}
+
+
 @pytest.mark.parametrize("text", ["NaN", "Infinity", "-Infinity", "1e999", "1" + "0" * 400])
 def test_a_number_that_is_not_finite_is_known_as_such(text):
     line = parse_line(f'{{"step": 3, "loss": {text}}}'.encode())

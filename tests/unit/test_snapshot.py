@@ -16,13 +16,25 @@ STORED = sorted((Path(__file__).parent / "records").glob("*.json"))
 def test_an_old_record_is_read_whole_and_stored_as_it_was(path):
     stored = json.loads(path.read_text(encoding="utf-8"))
     known = Snapshot.read(stored)
-    assert json.loads(json.dumps(known.stored())) == stored
+    later = {"nproc": None}  # a field that records did not have then
+    expected = {**stored, "events": [{**each, **later} for each in stored["events"]]}
+    assert json.loads(json.dumps(known.stored())) == expected
     assert (known.version, known.num_nodes, known.tasks) == (1, 2, ("12/train/4", "12/train/4_node_1"))
     of_outputs = {"outputs", "wants_outputs", "launches_left_out"}
     assert (len(known.summary.restarts_s), set(known.features)) == (1, {"progress", "usage"} | of_outputs)
 
 
+@pytest.mark.parametrize(
+    "events",
+    ["x", [None], ["joined"], *([{"kind": "joined", "at_s": at_s, "time": 1.0}] for at_s in (-1, 1e18, 1e308))],
+)
+def test_a_damaged_record_is_refused_as_such(events):
+    with pytest.raises(ValueError, match="the record of the gang"):
+        Snapshot.read({"events": events})
+
+
 def test_what_an_old_record_lacks_has_a_default():
+    assert Snapshot.read({"events": None, "reports": None}) == Snapshot()
     known = Snapshot.read({"events": [{"kind": "joined", "at_s": 0, "time": 1, "node": 0}], "cause": None})
     assert known == Snapshot(events=(Record("joined", 0.0, 1.0, node=0),))
     assert known.began == 1.0

@@ -200,6 +200,12 @@ def test_ranks_at_one_place_are_named_together_and_each_stack_stands_once():
     ]
 
 
+def test_nodes_without_workers_are_not_counted():
+    nodes = {0: node_stacks(0, 1), 1: NodeStacks("host-1", {})}
+    lines = shown(GangStacks(0, 0, nodes, {2: "it has no workers"})).lines(None, short=True)
+    assert lines[0].endswith("Launch 0, 2 ranks on 1 node:")
+
+
 def test_the_rank_for_which_the_others_wait_is_named():
     waits = Found("train.py:2 in step", "mark", "text", waits=True)
     nodes = {0: NodeStacks("host-0", {0: waits, 1: Found("data.py:3 in load", "other", "text")})}

@@ -3,6 +3,7 @@
 import json
 import shutil
 import sys
+from dataclasses import replace
 from types import SimpleNamespace
 from unittest.mock import MagicMock
 
@@ -89,7 +90,7 @@ def test_attempts_their_ends_and_records_are_known_by_the_names_of_files(stored,
     (gang,) = stored.gangs(RUN, "train")
     assert gang.last_attempt == 1
     assert (gang.place(0).is_done, gang.place(1).is_done, gang.place(1).last_attempt) == (True, False, 1)
-    assert stored.told_by_metaflow(gang, 0) == {0: "was killed", 1: "has begun; no end is known"}
+    assert stored.told_by_metaflow(gang, 0) == {0: "ended without a result", 1: "has begun; no end is known"}
     assert stored.told_by_metaflow(gang, 1) == {0: "has begun; no end is known", 1: "has no such attempt"}
     assert (stored.snapshot(gang, 0), stored.snapshot(gang, 1)) == (None, Snapshot())
     write(root, "train/4/1.DONE.lock")
@@ -379,6 +380,19 @@ def test_a_record_that_is_damaged_is_said_to_be(monkeypatch, error):
     monkeypatch.setattr(commands.click.Group, "invoke", invoke)
     with pytest.raises(CommandException, match="can't be read"):
         commands.torchrun.invoke(None)
+
+
+def test_a_rank_of_an_earlier_launch_may_be_asked_for():
+    go = {"launch": 1, "generation": 0, "nproc": 1}
+    known = snapshot([*launch(1.0, (0, 0)), (9.0, "ready", {"node": 0, "launch": 1}), (9.5, "go", go)], nproc=1)
+    events = tuple(replace(each, nproc=2) if (each.kind, each.launch) == ("go", 0) else each for each in known.events)
+    known = replace(known, events=events)
+    assert len(known.summary.ranks) == 2
+    commands._refuse_unknown(known, 3, 1)
+    commands._refuse_unknown(known, 1, 0)
+    commands._refuse_unknown(known, 1, 1)
+    with pytest.raises(CommandException, match="no rank 4"):
+        commands._refuse_unknown(known, 4, None)
 
 
 @pytest.mark.parametrize(

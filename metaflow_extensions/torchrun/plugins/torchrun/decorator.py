@@ -231,6 +231,7 @@ class TorchrunDecorator(steps.ParallelDecorator):  # type: ignore[misc]  # Metaf
         from .machine.system import require_linux
 
         require_linux("@torchrun")
+        from .errors import TorchrunConfigError
         from .feature_list import on_page
         from .task.report import print_errors_ourselves, tell_after_errors
         from .task.step_timeout import time_limit
@@ -238,6 +239,12 @@ class TorchrunDecorator(steps.ParallelDecorator):  # type: ignore[misc]  # Metaf
 
         began_at = time.monotonic()
         step_name, task_datastore, _, run_id, task_id, flow, _, retry_count, _, ubf_context, *_ = args
+        try:
+            num_nodes = steps.num_parallel(flow)
+        except ValueError as error:
+            raise TorchrunConfigError(
+                f"Step {step_name}: num_parallel {error}. Give self.next a whole number of nodes, at least 1."
+            ) from None
         if self._is_spun:
             _make_gang_of_one(flow)
             # The inputs, whose names Metaflow tells other nodes, have none here (2.19).
@@ -247,7 +254,7 @@ class TorchrunDecorator(steps.ParallelDecorator):  # type: ignore[misc]  # Metaf
             # Elsewhere it is there from the beginning, here Metaflow sets it when all decorators have come by (2.19). Those
             # above this one look for it: without it, @checkpoint takes the nodes for tasks that have nothing in common.
             os.environ["MF_PARALLEL_CONTROL_TASK_ID"] = str(task_id)
-        if ubf_context is None and steps.num_parallel(flow) == 1:
+        if ubf_context is None and num_nodes == 1:
             # An ordinary pod as the whole gang.
             steps.set_tasks_of_one(flow, f"{run_id}/{step_name}/{task_id}")
         print_errors_ourselves(in_task=True)

@@ -163,6 +163,8 @@ def check_spares(settings: StepSettings, num_nodes: int, step: str) -> None:
             f"Step {step}: @torchrun({given}) is of no use, since restart_on has neither 'node_lost' nor 'preempted'. Add "
             f"one of them, or remove {given.partition('=')[0]}."
         )
+    if num_nodes < 1:
+        raise TorchrunConfigError(f"Step {step}: num_parallel is {num_nodes}. A gang has at least one node: raise it.")
     if spares >= num_nodes:
         raise TorchrunConfigError(
             f"Step {step}: @torchrun(spare_nodes={spares}) leaves no node to train, since num_parallel is {num_nodes}. "

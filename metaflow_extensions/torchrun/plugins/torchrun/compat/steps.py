@@ -107,8 +107,14 @@ def environment_of(cli_args: Any) -> MutableMapping[str, str]:
 
 
 def num_parallel(flow: Any) -> int:
-    """Return the number of nodes of this task's gang."""
-    count: int = flow._parallel_ubf_iter.num_parallel
+    """Return the number of nodes of this task's gang; raise `ValueError` where the flow gave none that can be one.
+
+    Metaflow (2.19) takes any number, and ignores one below 1.
+    """
+    count = getattr(flow, "_parallel_ubf_iter", None)
+    count = None if count is None else count.num_parallel
+    if type(count) is not int:
+        raise ValueError("is below 1" if count is None else f"is {count!r}")
     return count
 
 

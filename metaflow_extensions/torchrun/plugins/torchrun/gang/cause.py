@@ -291,6 +291,13 @@ def rename_node(error: TorchrunError, node: int | None) -> None:
         error._failure = replace(failure, cause=cause, is_alone=node is None)
 
 
+def of_one_node(error: E) -> E:
+    """Return the error, in whose text a gang of one node has no number for it."""
+    if (failure := failure_of(error)) is not None:
+        error._failure = replace(failure, is_alone=True)
+    return error
+
+
 def describe_exit(code: int) -> str:
     """Return an exit code (negative for a signal) in words."""
     if code >= 0:
@@ -398,8 +405,11 @@ def remedy_of_exit(code: int | None, bools: Sequence[tuple[str, bool]], stderr: 
     """
     if code == -signal.SIGABRT:
         return next((text for words, text in _ABORTS if words in stderr), "")
-    if code != _REFUSED or not bools:
+    if code is None or code <= 0:
         return ""
+    if code != _REFUSED or not bools:
+        found = f"Look for sys.exit({code}) or os._exit({code}) in it, and let it say why before."
+        return "" if stderr.strip() else f"It wrote nothing to stderr. {found}"
     name, value = next((pair for pair in bools if pair[1]), bools[0])
     option = name if name.startswith("-") else f"--{name}"
     return (

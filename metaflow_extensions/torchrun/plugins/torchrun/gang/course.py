@@ -12,12 +12,11 @@ from typing import Any
 from ..errors import TorchrunError
 from . import obstacles
 from .agreement import devices, without_devices
-from .cause import Cause, Failure, cause_of, describe_exit
+from .cause import Cause, Failure, cause_of, describe_exit, of_one_node
 from .group import Group, follow
 from .history import History, Kind, Record, of_the_gang
 from .keepers import Failing, Keepers, Where
 from .launch import (
-    BACKOFF_LIMIT_S,
     GONE,
     UNCOUNTED,
     Launch,
@@ -323,13 +322,15 @@ class Course:
         """
         launch, cause = self.launch, self.launch.first_cause()
         if cause is not None and len(launch.preparing) + len(launch.ready) == self.nodes.expected:
-            self.finish(obstacles.commands_failed(cause))
+            self.finish(obstacles.commands_failed(cause, is_alone=launch.is_alone))
 
     def first_error(self, error: TorchrunError | None) -> TorchrunError | None:
         """Return with what the launch ends: commands that failed while it gathered were before anything else."""
         launch, cause = self.launch, self.launch.first_cause()
         is_first = launch.phase is Phase.GATHERING and cause is not None and cause.node in launch.without_commands
-        return obstacles.commands_failed(cause) if is_first and cause is not None else error
+        if is_first and cause is not None:
+            error = obstacles.commands_failed(cause, is_alone=launch.is_alone)
+        return of_one_node(error) if launch.is_alone and error is not None else error
 
     def _on_ended(self, node: int, ended: Ended) -> None:
         launch = self.launch
@@ -503,7 +504,7 @@ class Course:
         self._record_cause(cause)
         self.history.report(None, cause.describe(), cause.as_dict(), launch.number, launch.generation)
         # Without the node that has failed, or with another port, there is nothing to wait for.
-        waits_s = 0.0 if at_once else min(2.0**launch.restarts, BACKOFF_LIMIT_S)
+        waits_s = 0.0 if at_once else launch.backoff_s
         pause_s = launch.begin_pause(now, waits_s)
         self._leave_out_gone()
         there = follow(launch.group, self._able(), self._size, 0)

@@ -163,6 +163,11 @@ class Launch:
             self.idle += 1
 
     @property
+    def backoff_s(self) -> float:
+        """How long to wait before a restart: twice as long as before the last, and from the beginning after progress."""
+        return min(2.0 ** min(self.restarts - self.uncounted, 10), BACKOFF_LIMIT_S)
+
+    @property
     def has_progressed(self) -> bool:
         """Whether the generation that has ended last has come farther than those before."""
         return self.done is not None and self.idle == 0

@@ -41,9 +41,10 @@ def port_taken(port: int | None, host: str) -> GangError:
     )
 
 
-def commands_failed(cause: Cause, then: str = "") -> TorchrunError:
+def commands_failed(cause: Cause, then: str = "", is_alone: bool = False) -> TorchrunError:
     """Return the error for a node whose commands of before_run have failed; `then` says what follows, if others go on."""
-    before = f"before_run failed. {then}\n" if then else "before_run failed, so no worker was started on any node.\n"
+    nowhere = f"before_run failed, so no worker was started{'' if is_alone else ' on any node'}.\n"
+    before = f"before_run failed. {then}\n" if then else nowhere
     return failed(LaunchFailed, FailureText(cause, before=before))
 
 
@@ -52,11 +53,11 @@ def too_early(cause: Cause, number: int, more: str = "") -> TorchrunError:
     return error_of(cause, f"It happened before launch {number} began.{more}")
 
 
-def outside(cause: Cause, after_step: bool, more: str = "") -> TorchrunError:
+def outside(cause: Cause, after_step: bool, more: str = "", is_alone: bool = False) -> TorchrunError:
     """Return the error for a node that failed while no launch ran; `more` stands at the end."""
     place = "in the call of" if cause.kind == "call" else "outside of"
     when = "after the step's code, before its results were stored" if after_step else f"{place} current.torch.run"
-    return error_of(cause, f"It happened {when}; the other nodes were stopped.{more}")
+    return error_of(cause, f"It happened {when}{'' if is_alone else '; the other nodes were stopped'}.{more}")
 
 
 def silent(node: int, host: str, why: str) -> TorchrunError:

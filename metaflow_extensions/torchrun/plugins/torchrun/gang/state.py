@@ -286,7 +286,7 @@ class Gang:
         elif launch.phase is Phase.PAUSING:
             self._course.fail(launch.error(self._timed_out(self._rules.longer), []))
         elif launch.phase is Phase.OVER and not self._is_time_up and self.nodes[CONTROL] is NodeState.JOINED:
-            self._break(obstacles.outside(self._timed_out(self._rules.longer), after_step=False))
+            self._break(self._error_outside(self._timed_out(self._rules.longer)))
         self._is_time_up = True  # once only, as an alarm; a later launch ends at once
 
     def _timed_out(self, text: str) -> Cause:
@@ -517,10 +517,12 @@ class Gang:
     def _error_outside(self, cause: Cause, after_step: bool = False) -> TorchrunError:
         """Return the error for a failure outside of launches: the last launch's own, if it was that failure."""
         last = self._launch.verdict
-        is_known = (known := cause_of(last)) is not None and cause.is_same_event(known)
+        known = cause_of(last)
+        # Ctrl-C interrupts all nodes of a local run, one after the other.
+        is_known = known is not None and (cause.is_same_event(known) or cause.kind == known.kind == "interrupted")
         if last is not None and is_known:
             return last
-        return obstacles.outside(cause, after_step, self._course.why_not_without(cause))
+        return obstacles.outside(cause, after_step, self._course.why_not_without(cause), self.num_nodes == 1)
 
     def _goes_on_without(self, node: int, cause: Cause) -> bool:
         """Leave a node out that is gone and has no workers now, if there are enough others; return whether that holds."""

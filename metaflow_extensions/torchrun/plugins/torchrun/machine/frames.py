@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import re
 from collections import Counter
@@ -46,13 +47,13 @@ class Found:
     waits: bool = False  # whether it was in a call that waits for other ranks
 
     def bounded(self, limit: int) -> Found:
-        """Return the same without the end of a text that is longer.
+        """Return the same without the end of texts of more than so many bytes of JSON.
 
-        The text is ASCII, as faulthandler writes it. JSON may need twelve bytes for a character of `short`.
+        `text` is ASCII, as faulthandler writes it.
         """
         left_out = len(self.text) - limit
         text = self.text if left_out <= 0 else f"{self.text[:limit]}\n[… {left_out} characters left out]"
-        return replace(self, text=text, short=self.short[: limit // 12])
+        return replace(self, text=text, short=_first_lines(self.short, limit))
 
 
 @dataclass(frozen=True)
@@ -118,6 +119,19 @@ def read(stack: str, lines: Mapping[Line, str]) -> Found:
 
 def _frames(stack: str) -> list[_Frame]:
     return [_Frame(*map(unescaped, match.group("path", "line", "function"))) for match in _FRAME.finditer(stack)]
+
+
+def _first_lines(text: str, limit: int) -> str:
+    """Return the first lines, of at most so many bytes of JSON; a last one says that there are more."""
+    if len(json.dumps(text)) <= limit:
+        return text
+    kept, size = list[str](), 0
+    for line in text.splitlines():
+        size += len(json.dumps(line))
+        if size > limit:
+            break
+        kept.append(line)
+    return "\n".join([*kept, "[… the other lines are left out]"])
 
 
 def _short(frames: list[_Frame], lines: Mapping[Line, str]) -> str:

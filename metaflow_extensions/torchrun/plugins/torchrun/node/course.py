@@ -31,7 +31,7 @@ from ..gang.protocol import (
     Verdict,
     Wrote,
 )
-from ..gang.texts import names
+from ..gang.texts import headline, names
 from .agent_end import AGENT_NAME
 from .headlines import alone_line, details_line, end_line, start_line
 from .news import Begun, Called, Completed, Crashed, Do, Effect, News, NotBegun, Prepared, Seen, Settled, WorkersEnded
@@ -156,6 +156,7 @@ class NodeCourse:
     # --- the commands of node_check -----------------------------------------------------------------
 
     def _on_checks(self, seen: Seen) -> None:
+        self._do(*(each for each in seen.told if isinstance(each, Event)))
         if seen.failed:
             self._say("worker_failed", f"{seen.failed}; no worker starts here")
             self._end_checks(seen.failures)
@@ -207,10 +208,8 @@ class NodeCourse:
         again = sorted({*restart.left} & {*restart.came})
         has = "has" if len(again) == 1 else "have"
         when = f"when {names(again)} {has} started again" if again else f"in {restart.pause_s:g} s"
-        text = (
-            f"restart {restart.number} of {restart.of}: all workers start again {when}, "
-            f"because {FailureText(cause, is_alone=self._is_alone).who} {cause.what}"
-        )
+        why = f"{FailureText(cause, is_alone=self._is_alone).who} {headline(cause.what)}"
+        text = f"restart {restart.number} of {restart.of}: all workers start again {when}, because {why}"
         change = change_of_nodes(restart.left, restart.came, restart.size)
         self._say("restart", f"{text}; {change}" if change else text)
 
@@ -239,7 +238,7 @@ class NodeCourse:
         assert verdict is not None
         seconds = 0.0 if self._went_at is None else self._now - self._went_at
         if self._node == CONTROL and self._went_at is not None:
-            self._say("ended", end_line(self._launch, self.plan.spec, seconds, len(self._restarts), verdict.error))
+            self._say("ended", end_line(self._launch, self.plan.spec, seconds, self._go.restarts, verdict.error))
             if verdict.alone:
                 self._say("note", alone_line(self._launch, self.plan))
         self._end(Outcome(verdict, self._command, self._exit_codes, tuple(self._restarts), seconds))

@@ -24,6 +24,8 @@ from ..logs.pipes import AGENT, Tail
 from .agent_events import WorkerEnded
 
 _TAIL_LINES, _STDOUT_LINES = 30, 10
+# Of the exception itself; one in an ExceptionGroup has its own after more blanks.
+_TRACEBACK = re.compile(r"^(?:  \+ Exception Group )?Traceback \(most recent call last\):$", re.MULTILINE)
 _OF_LIBRARIES = re.compile(r"/(site|dist)-packages/|/lib(64)?/python3\.|/metaflow_extensions/torchrun/")
 
 
@@ -117,8 +119,9 @@ class Exits:
 
 def _place(traceback: str) -> str:
     """Return file and line of the last frame that is no library's; empty if there is none."""
-    last = traceback.rpartition("Traceback (most recent call last):")[2]  # before it are the causes of the exception
-    frames = re.findall(r'^ *File "([^<].*)", line (\d+)', last, re.MULTILINE)
+    *_, last = re.split(_TRACEBACK, traceback)  # before it are the causes of the exception
+    last = last.partition("\n  +-")[0]  # after it are the exceptions in an ExceptionGroup
+    frames = re.findall(r'^[ |]*File "([^<].*)", line (\d+)', last, re.MULTILINE)
     own = [frame for frame in frames if not _OF_LIBRARIES.search(frame[0])]
     return f"{os.path.basename(own[-1][0])}:{own[-1][1]}" if own else ""
 
@@ -150,7 +153,8 @@ def read_record(folder: str) -> Record | None:
     with suppress(OSError, ValueError, AttributeError, TypeError, KeyError):
         data = _read_json(os.path.join(folder, "exception.json"))
         kind = data.get("kind") if data.get("kind") in RAISED else "exception"
-        return Record(_printable(data["exception"]), _printable(data["traceback"]).rstrip(), float(data["at"]), kind)
+        exception, traceback = (_printable(data[name]).rstrip() for name in ("exception", "traceback"))
+        return Record(exception, traceback, float(data["at"]), kind)
     return _read_error_file(os.path.join(folder, "error.json"))
 
 
@@ -185,7 +189,7 @@ _RANK_PREFIX = re.compile(r"^\[rank\d+\]: ?", re.MULTILINE)
 
 
 def _without_labels(text: str) -> str:
-    return _RANK_PREFIX.sub("", "\n".join(text.splitlines()))
+    return _RANK_PREFIX.sub("", _as_shown(text))
 
 
 def _last_lines(text: str) -> str:
@@ -193,9 +197,13 @@ def _last_lines(text: str) -> str:
 
 
 def _last_shown(text: str) -> str:
-    """Return the last lines as a terminal shows them: of a progress bar, which writes over itself, the last state."""
-    lines = [line.rstrip("\r").rpartition("\r")[2] for line in text.rstrip().split("\n")]
-    return "\n".join(lines[-_STDOUT_LINES:])
+    return "\n".join(_as_shown(text.rstrip()).split("\n")[-_STDOUT_LINES:])
+
+
+def _as_shown(text: str) -> str:
+    """Return a text as a terminal shows it: of a progress bar, which writes over itself, the last state."""
+    lines = text.removesuffix("\n").split("\n")
+    return "\n".join(line.rstrip("\r").rpartition("\r")[2] for line in lines)
 
 
 # --- what torchrun prints -----------------------------------------------------------------------

@@ -56,6 +56,11 @@ class Placement:
         late = self._placed[max(0, bisect_right(self._late, stamp) - 1)].node_of(rank)
         return {late, self.node_at(rank, stamp)}
 
+    @property
+    def ranks(self) -> range:
+        """The ranks that there have been."""
+        return range(max((len(each.nodes) * each.nproc for each in self._placed), default=0))
+
     def nodes_of(self, rank: int) -> set[int]:
         """Return all nodes that have had a rank."""
         return {node for each in self._placed if (node := each.node_of(rank)) is not None}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 VERSION = 1  # version of the stored form; a later one may add fields
 MAX_MESSAGE = 8 * 1024
+_MAX_S = 1e9  # 30 years; a time after it is a damaged one
 # These fields are stored only if they are known; all others always, also null or empty ones.
 _WHERE_KNOWN = ("tasks", "command", "now_s", "restarts_left")
 
@@ -64,14 +65,26 @@ class Snapshot:
         """Return the snapshot in the result of `stored`, of any version; raise ValueError if there is none."""
         plain = _known(Snapshot, stored)
         for name, cls in (("events", Record), ("reports", Report)):
-            plain[name] = [_known(cls, each) for each in stored.get(name, ())]
+            plain[name] = [_known(cls, each) for each in _dicts(stored.get(name), name)]
         # Unknown fields belong to a feature, or to a later version.
         plain["features"] = {name: value for name, value in stored.items() if name not in _FIELDS}
         found: Snapshot = from_plain(Snapshot, plain, "the record of the gang")
+        for at_s in [each.at_s for each in found.events] + [each.at_s for each in found.reports]:
+            if not 0 <= at_s <= _MAX_S:
+                raise ValueError(f"the record of the gang has an event after {at_s:g} s")
         return found
 
 
 _FIELDS = frozenset(each.name for each in fields(Snapshot)) - {"features"}
+
+
+def _dicts(value: Any, name: str) -> Sequence[Mapping[str, Any]]:
+    """Return a list of dicts; null stands for none."""
+    if value is None:
+        return ()
+    if not isinstance(value, list | tuple) or not all(isinstance(each, Mapping) for each in value):
+        raise ValueError(f"the record of the gang.{name} is {str(value)[:40]!r}, not a list of objects")
+    return value
 
 
 def _known(cls: type[Any], plain: Mapping[str, Any]) -> dict[str, Any]:

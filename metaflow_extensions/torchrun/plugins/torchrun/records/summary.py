@@ -379,9 +379,9 @@ class _Fold:
         return (self.phase_s if self.phase == "done" else until_s) - self.went_s
 
     def _took(self, until_s: float) -> str:
-        """Return the two durations that a page tells: of the last launch and, unless other code runs, of the attempt."""
+        """Return the durations that a page tells: of the last launch, and with the start, where that was for it alone."""
         trained = f"trained {duration(self._trained_s(until_s) or 0.0)}"
-        is_last = self.phase == "go" or self._is_over or self.ended_s is not None
+        is_last = self.launch == 0 and (self.phase == "go" or self._is_over or self.ended_s is not None)
         return f"{trained}, with start {duration(until_s)}" if is_last else trained
 
     def _told(self, until_s: float) -> tuple[Outcome, str]:

@@ -188,7 +188,7 @@ _NO_LINE_YET = (
 def _refuse_unknown(snapshot: Snapshot | None, rank: int | None, node: int | None) -> None:
     """Raise for a rank or node that the gang does not have, as far as that is known."""
     summary = Snapshot().summary if snapshot is None else snapshot.summary
-    ranks, nodes = [each.rank for each in summary.ranks], [each.index for each in summary.nodes]
+    ranks, nodes = summary.placement.ranks, [each.index for each in summary.nodes]
     for kind, asked, known in (("rank", rank, ranks), ("node", node, nodes)):
         if asked is not None and known and asked not in known:
             raise CommandException(f"The gang has no {kind} {asked}. It has {names(known, kind)}.")

@@ -5,8 +5,6 @@
 
 from __future__ import annotations
 
-import os
-import sys
 import time
 from typing import Any
 
@@ -14,6 +12,7 @@ from ..compat.cli import CommandException, click
 from ..compat.graph import parallel_steps
 from ..compat.stored import datastore_of_spin, latest_run
 from ..records.snapshot import Snapshot
+from .program import flow_program
 from .stored_gangs import StoredGang, StoredGangs
 
 WHICH = (
@@ -70,7 +69,7 @@ def find(obj: Any, named: str) -> tuple[StoredGangs, list[StoredGang]]:
     if not steps:
         raise CommandException(
             f"The datastore ({stored.storage.place}) has no run {run} of {name}. If the run used another datastore, "
-            f"name it: python {os.path.basename(sys.argv[0])} --datastore NAME torchrun show {named}."
+            f"name it: {flow_program()} --datastore NAME torchrun show {named}."
         )
     step = named_step or _only_gang(obj, run, steps)
     gangs = stored.gangs(run, step)

@@ -52,7 +52,7 @@ def final(pathspec: str, given: dict[str, Any], is_page: bool) -> Any:
 def _page(task: Any, given: dict[str, Any] | None, is_final: bool) -> str:
     from ..elements.model import Sentence
     from .as_card import said
-    from .page import program
+    from .program import program
     from .style import STYLE
 
     page = _layout(task, given)
@@ -69,7 +69,8 @@ def _layout(task: Any, given: dict[str, Any] | None) -> dict[str, Any]:
     from ..feature_list import on_page
     from ..records.snapshot import Snapshot
     from .as_card import layout, said
-    from .page import Place, page_of, program
+    from .page import Place, page_of
+    from .program import program
 
     flow, run, step, task_id = task.pathspec.split("/")
     place = Place(flow, run, step, task_id, ui_url=cards.ui_url(), program=program())

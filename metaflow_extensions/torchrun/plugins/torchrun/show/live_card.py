@@ -33,7 +33,8 @@ from ..records.on_page import NO_PAGES, Pages
 from ..records.snapshot import Snapshot
 from .as_card import part, said
 from .gang_card import final
-from .page import Place, page_of, program, section_names
+from .page import Place, page_of, section_names
+from .program import program
 
 _BUSY_S = 1.0  # between two looks while Metaflow still makes a card
 # Each process of Metaflow takes most of a second of a core. So a young step is shown at most every 5 s after news, and

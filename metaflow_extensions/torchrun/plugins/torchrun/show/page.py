@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
@@ -127,9 +125,11 @@ class _Shown:
         return f"{text[:_MAX_CHARS]}\n… {more} characters are left out here" if self.is_short and more > 0 else text
 
 
-def program() -> str:
-    """Return how our commands are called in a process of the flow."""
-    return f"python {os.path.basename(sys.argv[0])} torchrun"
+def _of_the_attempt(summary: Summary) -> str:
+    """Return the name of the time that the attempt has taken."""
+    if summary.trained_s is None:
+        return "so far"
+    return "with start" if summary.launch == 0 else "the whole step"
 
 
 def section_names(pages: Pages) -> list[str]:
@@ -397,7 +397,7 @@ def _launch(shown: _Shown) -> tuple[str, tuple[Part, ...]]:
     rows = [
         ("started", "" if snapshot.began is None else _moment(snapshot.began)),
         ("trained", "" if summary.trained_s is None else duration(summary.trained_s)),
-        ("so far" if summary.trained_s is None else "with start", duration(summary.seconds)),
+        (_of_the_attempt(summary), duration(summary.seconds)),
         ("last record", last),
         ("nodes", str(len(summary.nodes))),
         ("ranks on each", str(snapshot.nproc_per_node or "")),

@@ -7,9 +7,7 @@ number of nodes. The names of tasks and files are those of Metaflow 2.19.
 from __future__ import annotations
 
 import math
-import os
 import re
-import sys
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,6 +16,7 @@ from ..compat.stored import Storage
 from ..gang.cause import describe_exit
 from ..records.snapshot import Snapshot
 from .page import Place
+from .program import flow_program
 
 # How Metaflow derives the names of other nodes' tasks from the control task's, and the node of number 0 there:
 # `_local_multinode_control_task_step_func`, `KubernetesDecorator.task_pre_step`, `BatchJob.execute`, and
@@ -100,7 +99,7 @@ class StoredGangs:
     def program(self) -> str:
         """The command line of this flow's commands for this datastore."""
         option = "" if self.storage.is_default else f"--datastore {self.storage.kind} "
-        return f"python {os.path.basename(sys.argv[0])} {option}torchrun"
+        return f"{flow_program()} {option}torchrun"
 
     def steps(self, run: str) -> list[str]:
         """Return the steps of a run that have begun."""
@@ -168,7 +167,9 @@ class StoredGangs:
         if gang.has(task, attempt, _RUNTIME):
             # For a remote task, this is the exit code of the local process that has watched it.
             code = int(self.storage.metadata(where, attempt, _RUNTIME).get("return_code") or 0)
-            return describe_exit(code) if code < 0 else "was killed"
+            return (
+                describe_exit(code) if code < 0 else "ended without a result" + (f" (exit code {code})" if code else "")
+            )
         return "has begun; no end is known" if gang.files[task].get(attempt) else "has no such attempt"
 
     def path(self, gang: StoredGang, task: str, attempt: int, name: str) -> str:

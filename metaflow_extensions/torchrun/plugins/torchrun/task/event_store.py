@@ -68,7 +68,8 @@ class EventStore:
         else:
             return self._pause_s, NEVER
         if now < due_at and not is_urgent:
-            return due_at - now, due_at - now
+            # The news may be a record, which is due sooner than numbers.
+            return min(due_at - now, self._pause_s), due_at - now
         self._due_at = now + self._pause_s
         with suppress(GangError):  # the next write tries again
             snapshot = self.snapshot()

@@ -22,6 +22,7 @@ from ..logs.console import write_text
 from ..tracebacks import user_traceback
 
 _INDENT = "    "  # as Metaflow has it
+_ENDS = (".", "…", "!", "?")  # of sentences
 
 
 def report(
@@ -62,8 +63,12 @@ def _pointer(verdict: TorchrunError, failure: FailureText | None) -> str:
     # A hang and a timeout concern the launch as a whole.
     is_of_all = failure is None or failure.cause.kind in ("hang", "timeout")
     told = "" if failure is None or is_of_all else summary(failure.cause)
-    what = f"{told[0].upper()}{told[1:].rstrip('.')}. " if told else ""
-    return f"{verdict.headline}. {what}{place}"
+    # It tells who had ended before, where the cause is a lost connection.
+    early = failure.before.strip() if failure is not None and failure.cause.is_consequence else ""
+    said = " ".join(
+        f"{text[0].upper()}{text[1:]}{'' if text.endswith(_ENDS) else '.'} " for text in (early, told) if text
+    )
+    return f"{verdict.headline}. {said}{place}"
 
 
 def _headed(error: TorchrunError, message: str) -> str:

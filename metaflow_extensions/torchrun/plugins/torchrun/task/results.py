@@ -45,8 +45,9 @@ def _fields(verdict: Verdict, member: Member, services: Services) -> dict[str, A
         return services.result(verdict.features, say)
     except TransferFailed as error:
         cause = Cause("store", member.node, member.host, exception=f"has no result: {error}")
-        after = f"\nThe workers of launch {verdict.launch} had ended well on all nodes."
-        told = failed(LaunchFailed, FailureText(cause, after=after))
+        is_alone = member.num_nodes == 1
+        after = f"\nThe workers of launch {verdict.launch} had ended well{'' if is_alone else ' on all nodes'}."
+        told = failed(LaunchFailed, FailureText(cause, after=after, is_alone=is_alone))
         told.events = [event.as_dict() for event in verdict.events]
         services.failed(told, verdict.features)
         raise told from error

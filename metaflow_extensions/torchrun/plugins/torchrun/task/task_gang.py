@@ -43,6 +43,7 @@ from ..logs.task_log import TaskLog
 from ..records.on_page import NO_PAGES, Pages
 from ..settings import StepSettings
 from ..show.live_card import GangPart, LastCards, LiveCard, Pointer
+from ..show.program import flow_program
 from .event_store import EventStore
 from .local_nodes import LocalNodes
 from .report import end_with, report
@@ -213,7 +214,7 @@ class TaskGang:
         self.part = self.live_card.part
         if not self._finds_tasks() and self.live_card.give_up():
             where = f"{self._run_id}/{self._step_name}/{self._task_id}"
-            command = f"python {os.path.basename(sys.argv[0])} card create {where} --type torchrun"
+            command = f"{flow_program()} card create {where} --type torchrun"
             reason = "only the machine that submitted this run has its metadata"
             self._emit(Event("note", 0, f"the gang's card can't be made here: {reason}. There: {command}"))
 

@@ -195,14 +195,13 @@ def _as_call(arguments: Any) -> tuple[Sequence[Any], Mapping[str, Any]]:
 def _check_call(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
     """Refuse arguments that a function or method can't take, before any worker starts; a class shows it when it is called."""
     plain = function.func if isinstance(function, partial) else function
-    if not isinstance(plain, FunctionType | MethodType):
+    # A decorator may add arguments to those of what it wraps, whose `__signature__` it may have copied.
+    if not isinstance(plain, FunctionType | MethodType) or hasattr(plain, "__signature__"):
         return
-    # Not what a decorator says that it wraps: it may add arguments of its own.
-    signature = inspect.signature(function, follow_wrapped=False)
     try:
-        signature.bind(*args, **kwargs)
-    except TypeError as error:
-        takes = ", ".join(signature.parameters) or "none"
+        inspect.signature(function, follow_wrapped=False).bind(*args, **kwargs)
+    except (TypeError, ValueError) as error:  # ValueError: a partial has arguments that the function can't take
+        takes = ", ".join(inspect.signature(plain, follow_wrapped=False).parameters) or "none"
         raise TorchrunConfigError(
             f"The function {plain.__qualname__} can't take these entrypoint_args: {error}. Its arguments: {takes}."
         ) from None

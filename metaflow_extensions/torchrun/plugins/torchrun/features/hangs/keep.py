@@ -22,11 +22,11 @@ _LATE_S = 3.0  # between two looks at the clock, which come every second
 _START_S = 600.0
 _SIGNS = "wrote anything, reported a step, joined a process group or exited"
 _MAX_LINES = 64
-_WAITS = "node {}: its output waits for its reader, such as a stopped terminal, and its ranks wait, too"
+_WAITS = " waits for its reader, such as a stopped terminal, and its ranks wait, too"
 _NO_WORKERS = (
     "No worker was running on any node that has answered; torchrun was starting them, or waiting for their ends."
 )
-_GOES_ON = "node {}: its output is read again"
+_GOES_ON = " is read again"
 _MAX_PLACES = 4  # in the sentence that concludes
 _MAX_CHARS = 100_000  # of the stacks in the record, which is stored again and again; the files have all
 
@@ -63,8 +63,8 @@ class HangKeeper(Keeper):
     def handle(self, node: int, told: Told, at_s: float) -> Remarks | None:
         """Keep when a worker was last active, or where the workers of a hang were."""
         if "waits" in told.data:
-            text = _WAITS if told.data["waits"] else _GOES_ON
-            return Remarks(happened=(Happened("told", node, text.format(node)),))
+            whose = "the output" if self._num_nodes == 1 else f"node {node}: its output"
+            return Remarks(happened=(Happened("told", node, whose + (_WAITS if told.data["waits"] else _GOES_ON)),))
         if "age_s" in told.data:
             self._active_at = max(self._active_at, at_s - told.data["age_s"])
             self._has_begun = True
@@ -116,7 +116,8 @@ class HangKeeper(Keeper):
         found = sorted(self._found.items())
         alike = groups(self._ranks)
         having = [(node, each) for node, each in found if each.file is not None]
-        files = [f"Whole stacks of node {node} (host {each.host}): {each.file}" for node, each in having]
+        of = {node: "" if self._num_nodes == 1 else f" of node {node} (host {each.host})" for node, each in having}
+        files = [f"Whole stacks{of[node]}: {each.file}" for node, each in having]
         return "\n".join([self._conclusion(alike), *_first(_places(alike)), *_first(files)])
 
     @property
@@ -130,13 +131,12 @@ class HangKeeper(Keeper):
 
     def _conclusion(self, alike: list[Group]) -> str:
         """Return in one line where the ranks were, and which of them to look at first."""
-        if not any(group.found.mark for group in alike):
-            return _NO_WORKERS if not alike else _conclusion(alike)
+        said = _conclusion(alike) if alike else _NO_WORKERS
         if silent := self._silent:
             verb = "has" if len(silent) == 1 else "have"
-            return f"{_conclusion(alike)} {names(silent).capitalize()} {verb} not answered: look there first."
-        first, why = look_first(self._ranks)
-        return _conclusion(alike) + (f" Look at {names(first, 'rank')} first: {why}." if first else "")
+            return f"{said} {names(silent).capitalize()} {verb} not answered: look there first."
+        first, why = look_first(self._ranks) if any(group.found.mark for group in alike) else ([], "")
+        return said + (f" Look at {names(first, 'rank')} first: {why}." if first else "")
 
     def _as_record(self) -> Plain:
         first, why = ([], "") if self._silent else look_first(self._ranks)

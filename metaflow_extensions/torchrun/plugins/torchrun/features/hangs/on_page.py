@@ -15,7 +15,7 @@ from ...records.summary import Summary
 
 _WHAT = (
     "The ranks of launch {} when it hung: your own frames of each stack, the innermost first. "
-    "torchrun show --json has whole stacks."
+    "torchrun show --json has more of each stack."
 )
 
 

@@ -51,10 +51,10 @@ class _Kept:
         pace = metrics.paces.get(0)
         self.steps_per_s = None if pace is None else pace.steps_per_s
         self.speeds.add(at_s, self.steps_per_s)
+        self.has_news |= bool(metrics.points) or metrics.step not in (None, self.step)
         if metrics.step is not None:
             self.step, self.farthest = metrics.step, max(metrics.step, self.farthest or 0)
         self.total = self.total if metrics.total is None else metrics.total
-        self.has_news = self.has_news or metrics.has_rank_0
         for key, points in metrics.points.items():
             for point in points:
                 self.add(key, point)
@@ -82,7 +82,13 @@ class _Kept:
 class ProgressKeeper(Keeper):
     """Keeps the progress of the last launch whose scripts have reported any."""
 
-    def __init__(self) -> None:
+    @classmethod
+    def of(cls, num_nodes: int) -> Keeper:
+        """Return the keeper of a gang."""
+        return cls(is_alone=num_nodes == 1)
+
+    def __init__(self, is_alone: bool = False) -> None:
+        self._is_alone = is_alone  # whether the gang has one node
         self._kept: _Kept | None = None
         self._paces: dict[int, tuple[float, Mapping[int, Pace]]] = {}  # node -> time of its report, and its ranks
         self._stragglers = Stragglers()
@@ -94,9 +100,11 @@ class ProgressKeeper(Keeper):
         """Forget the ranks' speeds, the stragglers, and what is not said yet."""
         self._paces, self._stragglers = {}, Stragglers()
         if self._kept is not None:
-            self._kept.has_news = False
+            self._kept.has_news, self._kept.steps_per_s = False, None
             if launch != self._kept.launch:
                 self._kept.node = None  # what ends from now on is not its launch
+            else:
+                self._kept.has_ended_well = False
 
     def handle(self, node: int, told: Told, at_s: float) -> Remarks | None:
         """Keep a node's report on its ranks; rank 0's first one of a launch is an event, so that all who look see it soon."""
@@ -158,7 +166,7 @@ class ProgressKeeper(Keeper):
             Happened("straggler" if each.is_slow else "recovered", where(each.rank).node, each.text, each.rank)
             for each in changes
         ]
-        return Remarks(tuple(lines(changes, where)), tuple(happened))
+        return Remarks(tuple(lines(changes, where, self._is_alone)), tuple(happened))
 
     def record(self) -> Plain | None:
         """Return the progress, or None if no script has reported any."""

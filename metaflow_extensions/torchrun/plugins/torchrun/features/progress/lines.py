@@ -49,8 +49,13 @@ def parse_line(text: bytes) -> Line | None:
         int(step) if step is not None and abs(step) <= _MAX_STEP else None,
         total if total is not None and 1 <= total <= _MAX_STEP else None,
         seconds if seconds is not None and _LEAST_SECONDS <= seconds <= _MOST_SECONDS else None,
-        {key[:_MAX_KEY_CHARS]: value for key, value in numbers.items()},
+        {_name(key): value for key, value in numbers.items()},
     )
+
+
+def _name(key: str) -> str:
+    """Return a name that fits into one line."""
+    return "".join(char if char.isprintable() else " " for char in key[:_MAX_KEY_CHARS])
 
 
 def _finite(value: float) -> float | None:

@@ -64,8 +64,8 @@ class Change:
     text: str  # follows the rank's name
 
 
-def lines(changes: Sequence[Change], where: Callable[[int], Where]) -> list[str]:
-    """Return the lines of the log about changes."""
+def lines(changes: Sequence[Change], where: Callable[[int], Where], is_alone: bool = False) -> list[str]:
+    """Return the lines of the log about changes, of a gang that may have one node."""
     found: list[str] = []
     for is_slow, of_many in ((True, "have become slow: under half of the median"), (False, "are no longer slow")):
         alike = [change for change in changes if change.is_slow is is_slow]
@@ -74,7 +74,8 @@ def lines(changes: Sequence[Change], where: Callable[[int], Where]) -> list[str]
             continue
         for change in alike:
             place = where(change.rank)
-            found.append(f"rank {change.rank} (node {place.node}, host {place.host}) {change.text}")
+            node = "" if is_alone else f" (node {place.node}, host {place.host})"
+            found.append(f"rank {change.rank}{node} {change.text}")
     return found
 
 

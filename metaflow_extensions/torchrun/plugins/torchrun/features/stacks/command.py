@@ -96,7 +96,8 @@ class Shown:
         ranks, clock = self.found.ranks, time.strftime("%H:%M:%S", time.localtime(self.at))
         if self.found.launch is None:
             return [
-                f"{clock}  No worker runs: the step's code is outside of current.torch.run, or between two launches."
+                f"{clock}  No worker runs now: the step's own code does, or the nodes wait for each other. torchrun show "
+                "says which."
             ]
         if not ranks and not self.found.missing:
             return [f"{clock}  Launch {self.found.launch}: no worker has started yet."]
@@ -110,7 +111,7 @@ class Shown:
 
     @property
     def _nodes(self) -> int:
-        return len(self.found.nodes) + len(self.found.missing)
+        return len([each for each in self.found.nodes.values() if each.ranks])
 
     def _places(self) -> list[str]:
         lines = [f"{names(ranks, 'rank')}: {where}" for where, ranks in _by(self.found.ranks, "where").items()]
