@@ -132,6 +132,36 @@ def test_a_node_that_has_not_answered_is_named_though_nothing_is_known_of_the_ot
     assert kept.record()["first"] == []
 
 
+def test_the_ranks_that_had_ended_on_another_node_are_named():
+    kept = HangKeeper.of(3)
+    kept.begin(0, {"timeout_s": 3.0}, 100.0)
+    kept.ended(2, ok=True)  # a spare, as *go* has it
+    kept.handle(0, told({"age_s": 0.0}), 100.5)
+    kept.ended(1, ok=True)
+    for at_s in (102.0, 104.0):
+        kept.tick(at_s, None)
+    kept.ended(0, ok=True)  # what ends now is a consequence
+    kept.handle(0, told(to_plain(Diagnostics("host", None, {0: WAITS, 1: SAME}))), 105.0)
+    first = kept.detail("hang").splitlines()[0]
+    assert first.endswith("The ranks of node 1 had ended well: do all ranks make the same number of steps?")
+    kept.begin(0, {"timeout_s": 3.0}, 110.0)
+    kept.handle(0, told(to_plain(Diagnostics("host", None, {0: WAITS, 1: SAME}))), 115.0)
+    assert "ended well" not in kept.detail("hang")
+
+
+def test_the_record_is_made_once_for_all_nodes(monkeypatch):
+    kept, made = HangKeeper.of(50), []
+    as_record = HangKeeper._as_record
+    monkeypatch.setattr(HangKeeper, "_as_record", lambda kept: made.append(1) or as_record(kept))
+    kept.begin(0, {"timeout_s": 3.0}, 100.0)
+    for node in range(50):
+        kept.handle(node, told(to_plain(Diagnostics("host", None, {node: at(node)}))), 105.0)
+    assert len(kept.record()["stacks"]) == len(kept.record()["stacks"]) == 50
+    assert len(made) == 1
+    kept.begin(1, {}, 200.0)
+    assert kept.record()["is_last"] is False
+
+
 def test_of_one_node_no_number_is_said():
     kept = hung({0: WAITS, 1: at(33, "load")})
     assert kept.detail("hang").splitlines()[-1] == "Whole stacks: /tmp/stacks"

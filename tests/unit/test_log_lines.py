@@ -1,5 +1,6 @@
 """Whose each line of the tasks' logs is, and how the logs of many nodes become one."""
 
+from dataclasses import replace
 from datetime import datetime, timedelta, timezone
 
 import pytest
@@ -7,6 +8,7 @@ from test_budget import check_fails, launched
 from test_loss import groups
 from test_state import GangOf
 
+from metaflow_extensions.torchrun.plugins.torchrun.gang.history import omitted
 from metaflow_extensions.torchrun.plugins.torchrun.records.placement import LATE_S, Placed, Placement
 from metaflow_extensions.torchrun.plugins.torchrun.records.snapshot import snapshot_of
 from metaflow_extensions.torchrun.plugins.torchrun.show.stored_logs import Line, Source, merged
@@ -135,6 +137,26 @@ def test_lines_of_a_lost_node_are_shown_though_its_ranks_are_elsewhere_now():
         (1, "[rank 2] before"),
         (1, "[rank 3] ValueError"),
         (2, "[rank 2] after"),
+    ]
+
+
+def test_who_takes_part_is_known_though_records_were_dropped():
+    """Those of the loss are among them; *go* has the group."""
+    gang = launched(3, max_restarts=1, spare_nodes=1)
+    gang.lost(1)
+    gang.ended(0, ok=False, generation=0)
+    gang.pass_time(31)
+    for node in (0, 2):
+        gang.ended(node, generation=1, exit_codes={0: 0, 1: 0} if node == 0 else {2: 0, 3: 0})
+    known = snapshot_of(gang.state)
+    last_go = max(place for place, each in enumerate(known.events) if each.kind == "go")
+    dropped = omitted(last_go - 3, known.events[last_go])
+    summary = replace(known, events=(*known.events[:3], dropped, *known.events[last_go:])).summary
+    assert [(rank.rank, rank.node, rank.state) for rank in summary.ranks] == [
+        (0, 0, "done"),
+        (1, 0, "done"),
+        (2, 2, "done"),
+        (3, 2, "done"),
     ]
 
 

@@ -2,6 +2,7 @@
 
 import ast
 import signal
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from typing import get_args
@@ -18,6 +19,7 @@ from metaflow_extensions.torchrun.plugins.torchrun.gang.endings import Broken, G
 from metaflow_extensions.torchrun.plugins.torchrun.gang.group import Group
 from metaflow_extensions.torchrun.plugins.torchrun.gang.history import Record
 from metaflow_extensions.torchrun.plugins.torchrun.gang.protocol import (
+    CONTROL,
     Ask,
     Command,
     Ended,
@@ -324,6 +326,39 @@ def test_what_follows_on_news_and_in_which_order(phase, what, effects):
     before = len(node.done)
     node.take(what)
     assert " ".join(map(word, node.done[before:])) == effects
+
+
+def test_the_line_of_a_restart_has_one_line_of_the_exception_and_the_end_counts_what_has_happened():
+    cause = replace(CAUSE, exception="RuntimeError: CUDA error\nCompile with more\n", kind="exception")
+    node = node_in(Phase.ENDED)
+    node.course._node = CONTROL  # which tells of the end
+    node.is_mute = True
+    node.take(Restart(0, 1, 2, 1.0, cause, left=(1,), came=(2,), size=2))
+    node.take(Verdict(0, ERROR))
+    node.take(Settled())
+    said = {each.kind: each.text for each in node.all_of(Event)}
+    assert "with RuntimeError: CUDA error; node 2, a spare, takes the place of node 1" in said["restart"]
+    assert "restart" not in said["ended"], "it was announced, and did not happen"
+
+
+@pytest.mark.parametrize(("is_failing", "said"), [(True, False), (False, True)])
+def test_what_the_checks_have_left_running_is_told(is_failing, said):
+    node = node_in(Phase.CHECKING)
+    left = Event("left_behind", 0, "stopped processes that the commands had left running: sleep")
+    node.take(Seen([left], failed="no disk" if is_failing else "", is_over=not is_failing))
+    assert left in node.all_of(Event)
+
+
+def test_a_node_that_must_end_knows_that_the_others_may_go_on():
+    texts = []
+    for max_restarts in (0, 1):
+        node = node_in(Phase.RUNNING)
+        node.course.plan = replace(node.course.plan, policy=replace(node.course.plan.policy, max_restarts=max_restarts))
+        for _ in range(2):
+            node.take(MustEnd("its machine goes"))
+        texts.append(str(node.done[-1]))
+    assert "With Metaflow's @retry a new gang starts" in texts[0]
+    assert texts[1].endswith("The other nodes go on without it if they can.")
 
 
 def test_a_second_order_to_end_ends_at_once_and_each_generation_tells_anew():

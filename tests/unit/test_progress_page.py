@@ -156,6 +156,14 @@ def test_stragglers_come_first_while_the_gang_runs_and_are_remembered_after_its_
     assert of_failed["speed"] == "2 steps/s"
 
 
+def test_what_an_earlier_launch_has_reported_is_not_taken_for_the_running_ones():
+    told = {**told_by((30, {"loss": 3.0}), speed=2.0, slow=0.5), "launch": 4}
+    _, said, facts, _ = progress_of(told, a_gang())
+    assert said == ["Launch 0 has reported nothing so far. This is what launch 4 reported."]
+    assert facts["rank 0"].startswith("step 30")
+    assert {cell.mark for cell in cells_of(told, a_gang())} == {""}
+
+
 def cells_of(progress, gang):
     parts = [part for section in page_with(progress, gang).sections for part in section.parts]
     return next(part.cells for part in parts if isinstance(part, Cells))

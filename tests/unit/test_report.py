@@ -69,6 +69,18 @@ def test_on_one_terminal_the_node_of_the_cause_tells_it_and_the_others_point_the
     )
 
 
+def test_the_line_that_points_elsewhere_tells_who_had_ended_before_and_ends_each_sentence_once():
+    cause = Cause("exception", 1, "b", 3, 1, 1, "RuntimeError: [gloo] Connection closed by peer" + " x" * 300)
+    error = failed(
+        LaunchFailed, FailureText(cause, before="Rank 1 had ended with code 0. Do all make the same steps?\n")
+    )
+    pointer = report(error, 0)
+    assert pointer.startswith(
+        "@torchrun: launch failed. Rank 1 had ended with code 0. Do all make the same steps? Rank 3 on"
+    )
+    assert pointer.endswith(" x… Node 1 shows the whole error.")
+
+
 LONG = Cause("exception", 1, "b", 3, 1, 1, TEXT, f"{TRACE}\n" * 1000)
 PEER_GONE = Cause("exception", 1, "b", 3, 1, 1, "RuntimeError: [gloo/pair.cc:5] Connection reset by peer", TRACE)
 
@@ -172,6 +184,15 @@ def test_a_failed_run_shows_its_caller_one_frame_of_ours():
     files = [frame.f_code.co_filename for frame, _ in traceback.walk_tb(error.__traceback__)]
     assert module.__file__ not in files
     assert error.__cause__.__traceback__ is None
+
+
+def test_an_interrupt_shows_no_frames_of_ours_after_the_users():
+    interrupted = KeyboardInterrupt()
+    ours = code_in(module.__file__, "raise error", error=interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        checked(lambda self: ours())(None)
+    files = [frame.f_code.co_filename for frame, _ in traceback.walk_tb(interrupted.__traceback__)]
+    assert module.__file__ not in files
 
 
 def test_an_error_in_our_own_code_keeps_its_frames():

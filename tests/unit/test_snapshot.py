@@ -16,7 +16,7 @@ STORED = sorted((Path(__file__).parent / "records").glob("*.json"))
 def test_an_old_record_is_read_whole_and_stored_as_it_was(path):
     stored = json.loads(path.read_text(encoding="utf-8"))
     known = Snapshot.read(stored)
-    later = {"nproc": None}  # a field that records did not have then
+    later = {"nproc": None, "group": None}  # fields that records did not have then
     expected = {**stored, "events": [{**each, **later} for each in stored["events"]]}
     assert json.loads(json.dumps(known.stored())) == expected
     assert (known.version, known.num_nodes, known.tasks) == (1, 2, ("12/train/4", "12/train/4_node_1"))

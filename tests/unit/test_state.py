@@ -538,6 +538,28 @@ def test_a_port_that_is_taken_after_it_was_chosen_is_replaced_and_counts_as_no_r
 # --- failures while it runs ------------------------------------------------------------------------
 
 
+def test_ctrl_c_is_one_cause_though_every_node_tells_of_it():
+    gang = running(2)
+    interrupted = [replace(crash(node, kind="interrupted"), rank=None) for node in (0, 1)]
+    gang.give_up(0, interrupted[0])
+    gang.ended(1, ok=False)
+    first = gang.same_verdict()
+    gang.leave(1, interrupted[1])
+    assert gang.abort(0) is first
+    assert "outside of" not in snapshot_of(gang.state).summary.sentence
+
+
+def test_errors_of_a_gang_of_one_node_number_none():
+    gang = GangOf(1)
+    gang.say(0, Prepares(0, 2))
+    gang.failed(0, replace(crash(0, "before_run 1/1 (false) exited with code 3", kind="command"), rank=None))
+    said = gang.verdict(0).message
+    assert said.startswith("before_run failed, so no worker was started.\nHost host-0 failed: before_run 1/1")
+    gang = GangOf(1, deadline=1010.0, longer="longer than 10 s")
+    gang.pass_time(20)
+    assert gang.abort(0).message == "Host host-0 ran longer than 10 s.\nIt happened outside of current.torch.run."
+
+
 def ended_by(gang, node, ranks, text="ValueError: loss is nan", generation=0, age_s=0.0):
     """Let ranks of a node end with the same exception; the first of them is the node's cause."""
     cause = replace(crash(node, text), rank=ranks[0])

@@ -64,8 +64,9 @@ def cut_frames_around(error: BaseException) -> None:
 
 
 def _is_handed_on(error: BaseException) -> bool:
-    """Return whether `error` stands for what happened elsewhere: in the gang, or in a worker."""
-    return isinstance(error, TorchrunError) or isinstance(error.__cause__, TorchrunError)
+    """Return whether `error` stands for what happened elsewhere: in the gang, in a worker, or at the keyboard."""
+    is_ours = isinstance(error, TorchrunError) or isinstance(error.__cause__, TorchrunError)
+    return is_ours or isinstance(error, KeyboardInterrupt)
 
 
 def _is_wrapper(filename: str) -> bool:

@@ -261,7 +261,7 @@ class Course:
             self.keepers.ended(node, True)
         nproc = launch.ready[CONTROL].nproc
         text = f"{counted(group.size, 'node')}, {nproc} process{'es' * (nproc != 1)} on each"
-        self.note("go", text=text, nproc=nproc)
+        self.note("go", text=text, nproc=nproc, group=group)
         if launch.generation == 0 and (without := without_devices(launch.ready)):
             hides = f"warning: run(env=...) hides the accelerators on {names(without)}"
             self.send(Note(f"{hides}: the workers there compute on the CPU, the others do not"), CONTROL)
@@ -330,7 +330,7 @@ class Course:
         is_first = launch.phase is Phase.GATHERING and cause is not None and cause.node in launch.without_commands
         if is_first and cause is not None:
             error = obstacles.commands_failed(cause, is_alone=launch.is_alone)
-        return of_one_node(error) if launch.is_alone and error is not None else error
+        return of_one_node(error) if self.nodes.size == 1 and error is not None else error
 
     def _on_ended(self, node: int, ended: Ended) -> None:
         launch = self.launch

@@ -39,10 +39,11 @@ class GivenUp(Exception):
     cause: Cause | None
 
 
-def preempted(node: int, host: str, why: str) -> TorchrunPreempted:
-    """Return the error for a task that was told to stop."""
+def preempted(node: int, host: str, why: str, may_go_on: bool = False) -> TorchrunPreempted:
+    """Return the error for a task that was told to stop; the others `may_go_on`, if there are restarts."""
     cause = Cause("terminated", node, host, exception=why)
-    return failed(TorchrunPreempted, FailureText(cause, after=f" {TorchrunPreempted.remedy}"))
+    remedy = "The other nodes go on without it if they can." if may_go_on else TorchrunPreempted.remedy
+    return failed(TorchrunPreempted, FailureText(cause, after=f" {remedy}"))
 
 
 def timed_out(node: int, host: str, text: str) -> LaunchTimeout:

@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
+from .group import Group
+
 Kind = Literal[
     "joined", "ready", "go", "started", "output", "exited", "stopped", "finished", "left", "lost",
     "preempted", "hang", "timeout", "stopping", "cause", "restart", "done", "failed", "broken", "omitted",
@@ -61,7 +63,8 @@ class Record:
     exit_code: int | None = None  # of a worker or a command; negative for a signal
     text: str = ""
     seconds: float | None = None  # how long a command took
-    nproc: int | None = None  # of *go*: processes on each node
+    nproc: int | None = None  # of *go*: processes on each node, and
+    group: Group | None = None  # the nodes that take part
 
     def as_dict(self) -> dict[str, Any]:
         """Return it as plain data, with all fields."""

@@ -16,6 +16,10 @@ _MAX_BYTES = 4 * 1024 * 1024  # of a file that is read: far above those that peo
 _MAX_CHARS = 160  # of a line that is shown
 
 
+_reading: list[threading.Thread] = []  # that have not ended; only the process's event loop touches it
+_MAX_READING = 2  # so that a disk that does not answer keeps no more
+
+
 class SourceLines:
     """The source lines of some places. What can't be read in two seconds stays unknown.
 
@@ -29,10 +33,20 @@ class SourceLines:
         self._deadline = time.monotonic() + _WITHIN_S
         self._is_done = not self._wanted
         if self._wanted:
-            try:
-                threading.Thread(target=self._read, name="torchrun-lines", daemon=True).start()
-            except RuntimeError:  # no thread can start; the stacks do without
-                self._is_done = True
+            self._begin()
+
+    def _begin(self) -> None:
+        _reading[:] = [thread for thread in _reading if thread.is_alive()]
+        if len(_reading) >= _MAX_READING:
+            self._is_done = True
+            return
+        thread = threading.Thread(target=self._read, name="torchrun-lines", daemon=True)
+        try:
+            thread.start()
+        except RuntimeError:  # no thread can start; the stacks do without
+            self._is_done = True
+            return
+        _reading.append(thread)
 
     def poll(self) -> Mapping[Line, str] | None:
         """Return what could be read; None while more may come."""

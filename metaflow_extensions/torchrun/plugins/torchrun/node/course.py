@@ -252,16 +252,19 @@ class NodeCourse:
         else:
             self._fail_here(self._failing_with)
 
+    def _preempted(self, order: MustEnd) -> TorchrunPreempted:
+        return preempted(self._node, self._host, order.why, may_go_on=self.plan.policy.max_restarts > 0)
+
     def _on_must_end(self, order: MustEnd) -> None:
         """End the launch here, at once."""
-        self._fail_here(preempted(self._node, self._host, order.why))
+        self._fail_here(self._preempted(order))
 
     def _on_must_end_workers(self, order: MustEnd) -> None:
         if self._is_preempted:  # a second order means: end at once
             self._on_must_end(order)
             return
         self._is_preempted = True
-        cause = self._cause_of(preempted(self._node, self._host, order.why))
+        cause = self._cause_of(self._preempted(order))
         self._say("stopping", f"{cause.what}; stopping {self._all}")
         self._report(cause)  # and go on until the verdict
 

@@ -273,8 +273,10 @@ class _Fold:
         match record.kind:
             case "go":
                 self.launch = record.launch
+                members = None if record.group is None else set(record.group.nodes)  # older versions have none
                 for node in self.nodes:
-                    node.takes_part = node.takes_part and not node.is_out and not node.is_awaited
+                    takes_part = node.takes_part and not node.is_out and not node.is_awaited
+                    node.takes_part = takes_part if members is None else node.index in members
                 self.went_s = record.at_s if self.went_s is None else self.went_s
                 self._forget_workers()
                 nodes = tuple(node.index for node in self._taking_part)

@@ -259,6 +259,11 @@ def _dump(call: tuple[Any, ...], name: str, file: Any) -> None:
         raise  # a failure of the disk, Ctrl-C, or news of the gang: not the function's fault
     except BaseException as error:  # also an exit, in a __reduce__
         problem = words_of(error)
+        if find_cloud_pickler() is None and main_file() is None:
+            raise EntrypointError(
+                f"{name} and its arguments can't be pickled ({problem}). In a notebook that takes cloudpickle: "
+                "pip install cloudpickle. Without it, define the function in a module beside the notebook, and pass it data."
+            ) from error
         if find_cloud_pickler() is None:
             raise EntrypointError(
                 f"{name} and its arguments can't be pickled ({problem}). Define the function at the top level of the flow "

@@ -48,17 +48,19 @@ class HangKeeper(Keeper):
         self._has_begun = False  # whether a rank has shown a sign of life
         self._found: dict[int, Diagnostics] = {}  # by node
         self._launch = 0
+        self._has_news = False  # whether `_found` has more than `_record`
         self._record: Plain | None = None  # of the last hang
+        self._done: set[int] = set()  # nodes whose ranks had ended well before
 
     def begin(self, launch: int, policy: Plain, at_s: float) -> None:
         """Start the clock, if the launch has a limit."""
         self._timeout_s = policy.get("timeout_s")
         self._active_at = self._ticked_at = at_s
         self._has_begun = False
+        if (record := self.record()) is not None:
+            self._record = {**record, "is_last": False}
         self._found, self._launch = {}, launch
-        self._expected, self._hangs = set(range(self._num_nodes)), False
-        if self._record is not None:
-            self._record = {**self._record, "is_last": False}
+        self._expected, self._hangs, self._done = set(range(self._num_nodes)), False, set()
 
     def handle(self, node: int, told: Told, at_s: float) -> Remarks | None:
         """Keep when a worker was last active, or where the workers of a hang were."""
@@ -70,13 +72,14 @@ class HangKeeper(Keeper):
             self._has_begun = True
         else:
             self._found[node] = from_plain(Diagnostics, told.data, "hangs")
-            self._record = self._as_record()
+            self._has_news = True
         return None
 
     def ended(self, node: int, ok: bool) -> None:
-        """Expect nothing of a node whose workers had ended before."""
+        """Expect nothing of a node whose workers had ended before; one without workers "ends" at once."""
         if not self._hangs:
             self._expected.discard(node)
+            self._done |= {node} if ok and self._has_begun else set()
 
     def gone(self, node: int) -> None:
         """Expect nothing of a node that was no longer in the gang before."""
@@ -85,6 +88,8 @@ class HangKeeper(Keeper):
 
     def record(self) -> Plain | None:
         """Return where the ranks were in the last hang, if there was one."""
+        if self._has_news:  # made for all nodes at once: of thousands it takes a second
+            self._record, self._has_news = self._as_record(), False
         return self._record
 
     def tick(self, at_s: float, where: Callable[[int], Where]) -> Remarks:
@@ -131,12 +136,17 @@ class HangKeeper(Keeper):
 
     def _conclusion(self, alike: list[Group]) -> str:
         """Return in one line where the ranks were, and which of them to look at first."""
-        said = _conclusion(alike) if alike else _NO_WORKERS
+        said = [_conclusion(alike) if alike else _NO_WORKERS]
+        if self._done:
+            ranks = f"The ranks of {names(sorted(self._done))} had ended well"
+            said.append(f"{ranks}: do all ranks make the same number of steps?")
+        first, why = look_first(self._ranks) if any(group.found.mark for group in alike) else ([], "")
         if silent := self._silent:
             verb = "has" if len(silent) == 1 else "have"
-            return f"{said} {names(silent).capitalize()} {verb} not answered: look there first."
-        first, why = look_first(self._ranks) if any(group.found.mark for group in alike) else ([], "")
-        return said + (f" Look at {names(first, 'rank')} first: {why}." if first else "")
+            said.append(f"{names(silent).capitalize()} {verb} not answered: look there first.")
+        elif first:
+            said.append(f"Look at {names(first, 'rank')} first: {why}.")
+        return " ".join(said)
 
     def _as_record(self) -> Plain:
         first, why = ([], "") if self._silent else look_first(self._ranks)

@@ -45,13 +45,25 @@ class ProgressOnPage(OnPage):
         if not kept:
             return (Sentence(_NO_METRICS),) if summary.has_started else ()
         # In development versions of 0.3.0, other nodes than the control node kept only speeds.
-        return progress_parts(kept, summary) if "series" in kept else ()
+        if "series" not in kept:
+            return ()
+        if _is_of_last(kept, summary):
+            return progress_parts(kept, summary)
+        before = Sentence(
+            f"Launch {summary.launch} has reported nothing so far. This is what launch {kept['launch']} reported."
+        )
+        return (before, *progress_parts({**kept, "rates": None}, summary))
 
     def marks(self, kept: Any, summary: Summary) -> Mapping[int, str]:
         """Return the speeds of slow ranks; a launch that has ended keeps the last ones."""
-        rates = (kept or {}).get("rates") or {}
+        rates = ((kept or {}).get("rates") or {}) if _is_of_last(kept, summary) else {}
         slow = {each["rank"]: f"slow: {speed_text(each['speed'], rates['by'])}" for each in rates.get("stragglers", ())}
         return slow if _verb(summary) else {}
+
+
+def _is_of_last(kept: Any, summary: Summary) -> bool:
+    """Return whether the last launch has reported anything; the record may be of an earlier one."""
+    return bool(kept) and kept.get("launch", summary.launch) == summary.launch
 
 
 def progress_parts(progress: Mapping[str, Any], summary: Summary) -> list[Part]:
