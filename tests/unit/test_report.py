@@ -186,6 +186,16 @@ def test_a_failed_run_shows_its_caller_one_frame_of_ours():
     assert error.__cause__.__traceback__ is None
 
 
+def test_an_error_of_ours_that_a_function_raised_is_shown_with_its_rank():
+    def fails():
+        raise TorchrunConfigError("mine") from verdict()
+
+    told = report(raised(call("/users/flow.py", fails)), 1)
+    assert "TorchrunConfigError: mine" in told
+    assert "Launch 0 was stopped on all nodes." in told
+    assert report(raised(fails), 0).startswith("@torchrun: launch failed. Rank 3 on node 1")
+
+
 def test_an_interrupt_shows_no_frames_of_ours_after_the_users():
     interrupted = KeyboardInterrupt()
     ours = code_in(module.__file__, "raise error", error=interrupted)

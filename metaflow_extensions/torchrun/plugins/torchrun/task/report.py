@@ -33,7 +33,8 @@ def report(
     `shared`: all nodes write to one terminal. `known`: the gang has this error, so all nodes raise it. `stands_above`
     tells whether this log has all that the failed worker wrote.
     """
-    verdict = error if isinstance(error, TorchrunError) else error.__cause__
+    of_a_rank = error.__cause__ if isinstance(error.__cause__, TorchrunError) else None
+    verdict = error if isinstance(error, TorchrunError) and failure_of(error) is not None else of_a_rank or error
     if not isinstance(verdict, TorchrunError):
         return None if isinstance(error, MetaflowException) else _barred(user_traceback(error))
     failure, cause = failure_of(verdict), cause_of(verdict)
