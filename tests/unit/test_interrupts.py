@@ -1,8 +1,11 @@
 """What signals do to the submitting processes: real processes, each a script that uses the module as the decorator does."""
 
+import os
+import pty
 import signal
 import subprocess
 import sys
+from contextlib import suppress
 
 import pytest
 from unit_helpers import OURS
@@ -76,6 +79,7 @@ MACOS = "interrupts.platform.system, interrupts.processes.children = lambda: 'Da
     [
         ("", signal.SIGTERM, (), "SIGINT"),
         ("", signal.SIGHUP, (signal.SIGINT,), "SIGTERM"),
+        ("", signal.SIGINT, (), "SIGINT"),  # as an editor's stop button
         (MACOS, signal.SIGTERM, (), "SIGINT"),
     ],
 )
@@ -111,8 +115,40 @@ interrupts.heed_signals_to_run()
 interrupts.heed_signals_to_job(["flow.py", "step", "train"])
 print([signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)])
 """
-    kept = [print, signal.SIG_IGN, signal.default_int_handler]
-    assert start(code, ignored=(signal.SIGHUP,)).communicate()[0].strip() == str(kept)
+    kept = [print, signal.SIG_IGN, signal.SIG_IGN]
+    ignored = (signal.SIGHUP, signal.SIGINT)
+    assert start(code, ignored=ignored).communicate()[0].strip() == str(kept)
+
+
+def test_ctrl_c_at_a_terminal_is_as_usual_also_a_second_time():
+    code = """
+interrupts.heed_signals_to_run()
+interrupts._interrupt_children = lambda: print("passed on")
+for _ in range(2):
+    try:
+        print("ready", flush=True)
+        signal.pause()
+    except KeyboardInterrupt:
+        print("interrupted", flush=True)
+"""
+    pid, terminal = pty.fork()
+    if not pid:
+        os.execv(sys.executable, [sys.executable, "-c", IMPORTS + code])
+    said = b""
+    try:
+        for number in (1, 2):
+            while said.count(b"ready") < number:
+                said += os.read(terminal, 1000)
+            os.write(terminal, b"\x03")
+        with suppress(OSError):  # Linux's end of a terminal
+            while more := os.read(terminal, 1000):
+                said += more
+    finally:
+        os.close(terminal)
+        os.waitpid(pid, 0)
+    assert said.count(b"interrupted") == 2
+    assert b"passed on" not in said
+    assert b"the run is interrupted" not in said
 
 
 def test_a_forked_child_dies_as_it_would_have():
@@ -124,7 +160,10 @@ if not child:  # what comes in the midst of a fork, Python forgets
     os.write(say, b"!")
     signal.pause()
 os.read(ready, 1)
-os.kill(child, signal.SIGTERM)
+os.kill(child, signal.SIGNAL)
 print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 """
-    assert start(code).communicate()[0].strip() == "-15"
+    for name, status in (("SIGTERM", "-15"), ("SIGINT", "-2")):
+        out, err = start(code.replace("SIGNAL", name)).communicate()
+        assert out.strip() == status
+        assert "the run is interrupted" not in err

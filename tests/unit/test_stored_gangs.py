@@ -186,6 +186,7 @@ def test_a_command_without_a_run_says_which_it_shows_since_a_refused_one_is_none
     [
         ("", r"No run of Flow was started here. Name one"),
         ("99", r"has no run 99 of Flow"),
+        ("train", r"train is a step. Name its run, too: python .* torchrun show RUN/train\.$"),
         ("/", r"write RUN, RUN/STEP or RUN/STEP/TASK"),
         ("../Other/100", r"write RUN, RUN/STEP or RUN/STEP/TASK"),
         ("100/train/4/2", r"write RUN, RUN/STEP or RUN/STEP/TASK"),

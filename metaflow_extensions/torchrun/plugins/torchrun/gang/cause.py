@@ -40,6 +40,8 @@ _CONNECTION_ERRORS = re.compile(rf"\A(?={_RAISED_BY_TORCH})[\s\S]*?{_PEER_GONE}"
 _CONNECTION_LINES = re.compile(rf"^(?=.*({_OF_TORCH}|torch\.distributed)).*?{_PEER_GONE}", re.IGNORECASE | re.MULTILINE)
 # With this variable the workers' hook (`worker_hooks`) prints such an exception in one line.
 SHORT_PEER_ERRORS = {"TORCHRUN_PEER_GONE": _CONNECTION_ERRORS.pattern}
+ENDS = (".", "…", "!", "?")
+"""The ends of sentences."""
 _STOP_SIGNALS = frozenset({signal.SIGTERM, signal.SIGINT, signal.SIGHUP})
 
 _SIGNAL_HINTS = {
@@ -201,7 +203,7 @@ class Cause:
     def describe(self, is_alone: bool = False) -> str:
         """Return the full report: who, what, exit status, what to change, traceback or stderr."""
         who = self.who_in(is_alone)
-        lines = [f"{who[0].upper()}{who[1:]} {self.what}" + ("" if self.what.endswith(".") else ".")]
+        lines = [f"{who[0].upper()}{who[1:]} {self.what}" + ("" if self.what.endswith(ENDS) else ".")]
         is_said = self.exception is None or self.kind in ("command", "check", "agent", "agent_ended", "signal", "oom")
         if self.exit_code is not None and not is_said:
             lines.append(f"It {describe_exit(self.exit_code)}.")

@@ -66,6 +66,8 @@ def find(obj: Any, named: str) -> tuple[StoredGangs, list[StoredGang]]:
     steps = stored.steps(run)
     if not steps and (of_spin := datastore_of_spin(name)) is not None and (spun := StoredGangs(of_spin)).steps(run):
         stored, steps = spun, spun.steps(run)
+    if not steps and len(parts) == 1 and run in parallel_steps(obj.graph):
+        raise CommandException(f"{run} is a step. Name its run, too: {stored.program} show RUN/{run}.")
     if not steps:
         raise CommandException(
             f"The datastore ({stored.storage.place}) has no run {run} of {name}. If the run used another datastore, "

@@ -23,8 +23,11 @@ _REMOTE_JOBS = (["kubernetes", "step"], ["batch", "step"])
 
 
 def heed_signals_to_run() -> None:
-    """Have SIGTERM and SIGHUP interrupt this run and its tasks; a handler that is there stays, and so does nohup's."""
-    _handle((signal.SIGTERM, signal.SIGHUP), pass_on=True)
+    """Have SIGTERM and SIGHUP interrupt this run and its tasks; a handler that is there stays, and so does nohup's.
+
+    SIGINT, too, reaches this process alone if it comes from no terminal, but from an editor's stop button.
+    """
+    _handle((signal.SIGTERM, signal.SIGHUP, signal.SIGINT), pass_on=True)
 
 
 def heed_signals_to_job(arguments: Sequence[str] = sys.argv) -> None:
@@ -53,6 +56,9 @@ def _handle(signals: Sequence[signal.Signals], pass_on: bool) -> None:
 
     def on_signal(number: int, frame: FrameType | None) -> None:
         nonlocal is_interrupted
+        is_front = number == signal.SIGINT and pass_on and _is_in_front()
+        if is_front or (os.getpid() != owner and number == signal.SIGINT):
+            raise KeyboardInterrupt  # as usual: the terminal sends Ctrl-C to the tasks as well
         if os.getpid() != owner:  # a forked child has inherited this handler
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
@@ -68,6 +74,17 @@ def _handle(signals: Sequence[signal.Signals], pass_on: bool) -> None:
     for number in signals:
         if signal.getsignal(number) in (signal.SIG_DFL, signal.default_int_handler):
             signal.signal(number, on_signal)
+
+
+def _is_in_front() -> bool:
+    """Return whether a terminal sends Ctrl-C to this process's group."""
+    with suppress(OSError):  # there is no terminal
+        terminal = os.open("/dev/tty", os.O_RDONLY | os.O_NOCTTY | os.O_CLOEXEC)
+        try:
+            return os.tcgetpgrp(terminal) == os.getpgrp()
+        finally:
+            os.close(terminal)
+    return False
 
 
 def _interrupt_children() -> None:

@@ -16,13 +16,12 @@ from typing import Any
 
 from ..compat.cli import MetaflowException, print_errors_by
 from ..errors import TorchrunError
-from ..gang.cause import RAISED, Cause, FailureText, cause_of, failure_of
+from ..gang.cause import ENDS, RAISED, Cause, FailureText, cause_of, failure_of
 from ..gang.launch import summary, teller
 from ..logs.console import write_text
 from ..tracebacks import user_traceback
 
 _INDENT = "    "  # as Metaflow has it
-_ENDS = (".", "…", "!", "?")  # of sentences
 
 
 def report(
@@ -67,7 +66,7 @@ def _pointer(verdict: TorchrunError, failure: FailureText | None) -> str:
     # It tells who had ended before, where the cause is a lost connection.
     early = failure.before.strip() if failure is not None and failure.cause.is_consequence else ""
     said = "".join(
-        f"{text[0].upper()}{text[1:]}{'' if text.endswith(_ENDS) else '.'} " for text in (early, told) if text
+        f"{text[0].upper()}{text[1:]}{'' if text.endswith(ENDS) else '.'} " for text in (early, told) if text
     )
     return f"{verdict.headline}. {said}{place}"
 
