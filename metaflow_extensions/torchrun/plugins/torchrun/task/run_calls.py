@@ -101,7 +101,7 @@ class Source(NamedTuple):
 
     @property
     def sure_calls_of_run(self) -> list[ast.Call]:
-        """Those that are made whenever the step runs."""
+        """Those that are made whenever the step runs, unless it returns before, or loops over nothing."""
         parts = [n for n in ast.walk(self.function) if isinstance(n, _MAY_NOT_RUN) and n is not self.function]
         uncertain = {id(inner) for part in parts for inner in ast.walk(part)}
         return [call for call in self.calls_of_run if id(call) not in uncertain]

@@ -132,9 +132,9 @@ class Shown:
     def _stacks(self, rank: int | None) -> list[str]:
         """Return each different stack once, with the ranks that have it: whole of one rank, else the user's own frames."""
         chosen = {number: each for number, each in self.found.ranks.items() if rank in (None, number)}
-        lines = []
+        by_mark, lines = _by(chosen, "mark"), list[str]()
         for number, each in chosen.items():
-            alike = [other for other, its in chosen.items() if each.mark and its.mark == each.mark] or [number]
+            alike = by_mark[each.mark] if each.mark else [number]
             text = (rank is None and each.short) or each.text  # older versions have stored no short ones
             if alike[0] == number and text:
                 node = self.found.node_of(number)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 from ...gang.wire import from_plain
@@ -42,7 +43,11 @@ class GangStacks:
 
     def node_of(self, rank: int) -> int:
         """Return the node of a rank that is in `ranks`."""
-        return next(node for node, found in self.nodes.items() if rank in found.ranks)
+        return self._nodes_of[rank]
+
+    @cached_property
+    def _nodes_of(self) -> dict[int, int]:
+        return {rank: node for node, found in self.nodes.items() for rank in found.ranks}
 
     def has_moved(self, before: GangStacks) -> tuple[list[int], list[int]]:
         """Return the ranks that have moved since an earlier answer, and those that are where they were.
