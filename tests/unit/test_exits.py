@@ -280,6 +280,13 @@ def test_an_exceptions_text_may_end_with_an_empty_line(node):
     assert node.cause().exception == "ValueError: first\nsecond"
 
 
+def test_who_has_ended_early_was_not_told_to(node):
+    node.ended(0, 0, at=1)
+    node.ended(1, 0, at=2, stopped=True)
+    node.ended(2, 1, at=1)
+    assert node.exits.early == (3,)
+
+
 def test_an_indented_last_line_explains_nothing(node):
     node.leaves(stderr="train.py:3: RuntimeWarning: no number\n  report(n, loss=loss)\n")
     node.ended(0, 3, at=2)

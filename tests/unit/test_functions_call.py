@@ -368,19 +368,6 @@ def test_the_exception_names_the_other_ranks_that_raised_the_same(make):
     assert error.__notes__ == ["raised by rank 2 on node 1 (host host-1); ranks 0, 1 failed in the same way"]
 
 
-class Mute(Exception):
-    def __str__(self):
-        raise RuntimeError("no")
-
-
-def test_an_exception_that_has_no_text_is_told_in_words(make):
-    call = make()
-    leave(call, "raised-2.pkl", raised(Mute()))
-    error = call.original(knowing(LaunchFailed("the gang's words", CAUSE)), {})
-    assert isinstance(error, WorkerFailed)
-    assert "its __str__ raises RuntimeError" in error.message
-
-
 @pytest.mark.parametrize("data", [None, b"no pickle", pickle.dumps("no exception"), b"cno_such_module\nX\n."])
 def test_what_can_not_be_unpickled_comes_in_words(data, make):
     call = make()

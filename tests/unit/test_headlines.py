@@ -47,6 +47,9 @@ def test_the_end_says_how_long_and_how_often():
     cause = Cause("exception", 1, "b", 3, 1, 1, "ValueError: no\nmore", place="train.py:7")
     failed_line = end_line(0, spec, 8.0, 1, failed(LaunchFailed, FailureText(cause)))
     assert failed_line == "launch 0 has failed (trained 8 s, 1 restart): rank 3 on node 1 (host b) failed first"
+    gone = failed(LaunchFailed, FailureText(Cause("terminated", 1, "b", exception="its task got SIGTERM")))
+    told = "launch 0 has failed (trained 8 s): node 1 (host b) was preempted: its task got SIGTERM"
+    assert end_line(0, spec, 8.0, 0, gone) == told
     hung = failed(LaunchHung, FailureText(Cause("hang", 0, "a", exception="silence")))
     assert end_line(0, spec, 8.0, 0, hung) == "launch 0 has failed: ranks 0-3, trained 8 s", "no rank is to blame"
 

@@ -6,9 +6,11 @@ from datetime import datetime, timedelta, timezone
 import pytest
 from test_budget import check_fails, launched
 from test_loss import groups
+from test_replacement import come
 from test_state import GangOf
 
 from metaflow_extensions.torchrun.plugins.torchrun.gang.history import omitted
+from metaflow_extensions.torchrun.plugins.torchrun.gang.protocol import Started, Wrote
 from metaflow_extensions.torchrun.plugins.torchrun.records.placement import LATE_S, Placed, Placement
 from metaflow_extensions.torchrun.plugins.torchrun.records.snapshot import snapshot_of
 from metaflow_extensions.torchrun.plugins.torchrun.show.stored_logs import Line, Source, merged
@@ -138,6 +140,21 @@ def test_lines_of_a_lost_node_are_shown_though_its_ranks_are_elsewhere_now():
         (1, "[rank 3] ValueError"),
         (2, "[rank 2] after"),
     ]
+
+
+def test_a_task_in_the_place_of_a_lost_node_does_not_make_a_training_launch_wait():
+    gang = launched(3, max_restarts=1, spare_nodes=1, replacements=1)
+    gang.lost(1)
+    gang.ended(0, ok=False, generation=0)
+    gang.pass_time(31)
+    for node in (0, 2):
+        gang.say(node, Started(0, 1))
+        gang.say(node, Wrote(0, 1))
+    come(gang, 1)
+    gang.ready(1)
+    summary = snapshot_of(gang.state).summary
+    assert (summary.outcome, summary.sentence[:18]) == ("running", "4 ranks on 2 nodes")
+    assert [node.state for node in summary.nodes] == ["running", "waiting", "running"]
 
 
 def test_who_takes_part_is_known_though_records_were_dropped():

@@ -75,7 +75,7 @@ def test_outside_of_a_launch_nothing_happens(monkeypatch, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_no_value_and_no_disk_ends_the_training(lines, monkeypatch, tmp_path):
+def test_no_value_and_no_disk_ends_the_training(lines, monkeypatch, tmp_path, capsys):
     with pytest.warns(RuntimeWarning, match="leaves 'loss' out, since it is no number: .*2 elements") as seen:
         report(step=1, loss=Scalar(None), accuracy=0.5)
     assert seen[0].filename == __file__, "the warning names the user's line"
@@ -88,6 +88,10 @@ def test_no_value_and_no_disk_ends_the_training(lines, monkeypatch, tmp_path):
         for _ in range(100):
             report(step=2)
     assert len(again) == 1
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        report(step=2)
+    assert "could not write" in capsys.readouterr().err
 
 
 def test_forks_and_threads_write_whole_lines(lines, tmp_path):

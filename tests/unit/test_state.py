@@ -911,18 +911,21 @@ def test_a_restart_is_named_where_it_could_help(cause, hint):
 
 
 @pytest.mark.parametrize(
-    ("text", "codes", "named"),
+    ("text", "ok", "codes", "early", "named"),
     [
-        ("RuntimeError: gloo: Connection closed by peer", {0: 0, 1: -15}, "Rank 0 had ended with code 0"),
-        ("RuntimeError: gloo: Connection closed by peer", {0: 0, 1: 0}, "Ranks 0, 1 had ended with code 0"),
-        ("RuntimeError: gloo: Connection closed by peer", {0: 1, 1: -15}, None),
-        ("ValueError: x", {0: 0, 1: -15}, None),
+        ("RuntimeError: gloo: Connection closed by peer", False, {0: 0, 1: -15}, (0,), "Rank 0 had ended with code 0"),
+        ("RuntimeError: gloo: Connection closed by peer", True, {0: 0, 1: 0}, (), "Ranks 0, 1 had ended with code 0"),
+        ("RuntimeError: gloo: Connection closed by peer", False, {0: 0, 1: 0}, (), None),  # it was told to stop
+        ("ValueError: x", False, {0: 0, 1: -15}, (0,), None),
     ],
 )
-def test_ranks_that_ended_well_are_named_where_a_lost_connection_is_all_that_is_known(text, codes, named):
+def test_ranks_that_ended_well_are_named_where_a_lost_connection_is_all_that_is_known(text, ok, codes, early, named):
     gang = running(2)
+    if ok:
+        gang.ended(0, exit_codes=codes)
     gang.ended(1, crash(text=text))
-    gang.ended(0, ok=False, exit_codes=codes)
+    if not ok:
+        gang.ended(0, ok=False, exit_codes=codes, early=early)
     message = gang.same_verdict().message
     assert message.startswith(named or ""), "it stands first"
     assert named or "had ended with code 0" not in message

@@ -314,8 +314,9 @@ class Launch:
 
     def _early_hint(self, cause: Cause) -> str:
         """Name the ranks that had ended well, if a lost connection is the cause: the others may have waited for them."""
-        ends = [pair for ended in self.ended.values() for pair in ended.exit_codes.items()]
-        early = sorted(rank for rank, code in ends if code == 0)
+        early = sorted(
+            rank for ended in self.ended.values() for rank in (ended.exit_codes if ended.ok else ended.early)
+        )
         if not early or not cause.is_consequence:
             return ""
         who = f"Rank {early[0]}" if len(early) == 1 else f"Ranks {shortened(early)}"

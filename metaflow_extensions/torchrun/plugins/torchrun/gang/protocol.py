@@ -161,6 +161,7 @@ class Ended:
     exit_codes: dict[int, int] = field(default_factory=dict)  # by global rank, where they are known
     stores: bool = False  # whether it may have something to store, see `Store`
     alone: bool = False  # whether every worker has computed gradients and had no process group for them
+    early: tuple[int, ...] = ()  # of a failed node: ranks that had ended with code 0 before any was told to stop
 
 
 @dataclass(frozen=True)

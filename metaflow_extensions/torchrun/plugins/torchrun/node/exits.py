@@ -49,6 +49,11 @@ class Exits:
         """Global rank -> exit code of all workers that have ended."""
         return {end.rank: end.status for end in self._ends.values()}
 
+    @property
+    def early(self) -> tuple[int, ...]:
+        """The ranks that have ended with code 0, and had not been told to stop."""
+        return tuple(end.rank for end in self._ends.values() if end.status == 0 and not end.stopped)
+
     def has_ended(self, rank: int) -> bool:
         """Return whether a worker has ended."""
         return any(end.rank == rank for end in self._ends.values())

@@ -143,6 +143,7 @@ class Generation:
             plan.stores,
             # Unless the call means that, as by gathering values.
             ok and not plan.may_train_alone and plan.spec.world_size > 1 and self.exits.trained_alone(),
+            () if ok else self.exits.early,
         )
         left = left_behind(plan.spec.node_index, self._left, "workers")
         return WorkersEnded(ended, [*told, *left], self.active_at is not None)

@@ -8,12 +8,15 @@ from ..errors import TorchrunError
 from ..events import Event
 from ..gang.cause import failure_of
 from ..gang.protocol import Go
-from ..gang.texts import counted, duration
+from ..gang.texts import counted, duration, headline
 from ..launch.options import bracketed
 from ..launch.spec import LaunchSpec
 from .plan import Plan
 
 _FIRST_LAUNCH = "\nthe first output can take half a minute, since each process imports PyTorch first"
+
+# The classes of causes with which nothing has failed where they arise.
+_NO_FAILURE = frozenset({"preempted", "interrupted", "timeout", "store"})
 
 
 def start_line(plan: Plan, go: Go) -> str:
@@ -36,7 +39,9 @@ def end_line(launch: int, spec: LaunchSpec, seconds: float, restarts: int, error
     trained = f"trained {duration(seconds)}" + (f", {counted(restarts, 'restart')}" if restarts else "")
     failure = None if error is None else failure_of(error)
     if failure is not None and failure.cause.kind not in ("hang", "timeout"):
-        return f"launch {launch} has failed ({trained}): {failure.who} failed first"
+        is_told = failure.cause.category in _NO_FAILURE
+        how = headline(failure.cause.what) if is_told else "failed first"
+        return f"launch {launch} has failed ({trained}): {failure.who} {how}"
     return f"launch {launch} {'has ended well' if error is None else 'has failed'}: {_ranks(spec)}, {trained}"
 
 

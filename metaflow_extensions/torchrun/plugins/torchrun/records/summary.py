@@ -241,6 +241,8 @@ class _Fold:
                 node.is_out, node.log_since = True, math.inf
             case "awaited":
                 node.is_awaited, node.log_since = True, math.inf
+            case "lost" if record.node != CONTROL:
+                node.log_since = math.inf
             case _ if record.rank is not None:  # a feature's, such as the first step that rank 0 reports
                 self._hear_of_workers(record, node)
             case "lost" if record.node == CONTROL:
@@ -267,6 +269,8 @@ class _Fold:
             self._forget_workers()
             for node in self.nodes:
                 node.takes_part = not (node.is_out or node.is_aside)
+        elif self.went_s is not None:
+            return  # of a task in the place of a lost node, while the others train
         self.phase = "ready"
 
     def _add_of_gang(self, record: Record) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import os
 import re
+import sys
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -38,7 +39,12 @@ _HARMLESS_METHODS = frozenset(
 
 
 def check_scripts_of_run(graph: Any) -> None:
-    """Refuse a ``@torchrun`` step that calls ``current.torch.run`` with the name of a script that is not there."""
+    """Refuse a ``@torchrun`` step that calls ``current.torch.run`` with the name of a script that is not there.
+
+    Of a flow that is resumed, steps may be taken from the run before.
+    """
+    if "resume" in sys.argv:
+        return
     folders = list(dict.fromkeys(filter(None, (os.getcwd(), flow_folder()))))
     for step, path, first in sources_of_steps(graph):
         attributes = attributes_of_torchrun(graph, step)

@@ -297,10 +297,4 @@ def _unpickled(report: Mapping[str, Any]) -> tuple[BaseException | None, str]:
             f"the exception can't be unpickled ({words_of(problem)}). What its __init__ takes must go to "
             "super().__init__(), too, or into a __reduce__; and its class must be importable in the task"
         )
-    if not isinstance(exception, BaseException):
-        return None, "its __reduce__ makes no exception"
-    try:
-        str(exception)  # Metaflow asks for it while it handles the exception (2.19)
-    except Exception as problem:
-        return None, f"its __str__ raises {type(problem).__name__}"
-    return exception, ""
+    return (exception, "") if isinstance(exception, BaseException) else (None, "its __reduce__ makes no exception")

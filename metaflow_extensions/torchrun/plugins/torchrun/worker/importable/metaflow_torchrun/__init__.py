@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 import warnings
 from typing import SupportsFloat
 
@@ -61,7 +62,10 @@ def report(
     except OSError as error:
         problems.append(f"metaflow_torchrun.report could not write: {error}")
     for text in problems:  # Python shows each once for each line of the user's code
-        warnings.warn(text, RuntimeWarning, stacklevel=2)
+        try:
+            warnings.warn(text, RuntimeWarning, stacklevel=2)
+        except RuntimeWarning:  # `python -W error` makes an error of it, which would end the training
+            sys.stderr.write(f"{text}\n")
 
 
 def _numbers(given: dict[str, SupportsFloat | None], problems: list[str]) -> dict[str, float]:
