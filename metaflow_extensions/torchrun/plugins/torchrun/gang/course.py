@@ -12,7 +12,7 @@ from typing import Any
 from ..errors import TorchrunError
 from . import obstacles
 from .agreement import devices, without_devices
-from .cause import Cause, Failure, cause_of, describe_exit, of_one_node
+from .cause import Cause, Failure, FailureText, cause_of, describe_exit, failed, of_one_node
 from .group import Group, follow
 from .history import History, Kind, Record, of_the_gang
 from .keepers import Failing, Keepers, Where
@@ -170,7 +170,7 @@ class Course:
         if self.nodes[cause.node] in (NodeState.DONE, NodeState.LEFT):
             return " The step of the task in its place has ended without calling run."
         if wait.what_came:
-            return f" The task in its place can't take part: {wait.what_came}."
+            return f" The task in its place can't take part: {wait.what_came.removeprefix('failed: ')}."
         return " No other task has taken its place." if self.nodes.joins(cause.node) == wait.joins else ""
 
     def may_be_replaced(self, node: int) -> bool:
@@ -562,9 +562,12 @@ class Course:
 
     def _refuse_late(self, node: int, error: TorchrunError) -> None:
         """Go on without a task that has come in the place of another, and can't take part."""
-        self.send(Verdict(self.launch.number, error), node)
-        cause = cause_of(error)
+        cause, host = cause_of(error), self.nodes.host(node)
         text = headline(error.message if cause is None else cause.what)
+        if cause is None:  # this task alone has the error, so it shows all of it
+            alone = Cause("call", node, host, exception=text)
+            error = failed(type(error), FailureText(alone, instead=error.message))
+        self.send(Verdict(self.launch.number, error), node)
         self.gone[node] = Cause("lost", node, self.nodes.host(node), exception=text)
         self.waits.setdefault(node, Wait()).what_came = text
         self._forget_call(node)

@@ -180,6 +180,9 @@ class LaunchCall:
     def _raise_error(self, told: Mapping[str, Any]) -> None:
         if told.get("is_broken") and self._member.broken is not None:
             raise self._member.broken
+        if "error" not in told:  # this task was stopped for so long that the gang goes on without it
+            self._member.await_error(_LAST_NEWS_S)
+            raise TorchrunError("This node's supervisor has ended the launch here: the gang goes on without this task.")
         error: TorchrunError = from_plain(TorchrunError, told["error"], "the error")
         error.events = told.get("events", [])
         raise error
