@@ -35,7 +35,7 @@ def _lines(part: Part) -> list[str]:
         rows = [[cell.text if isinstance(cell, Link) else cell for cell in row] for row in part.rows]
         return table(part.header, rows, part.right)
     if isinstance(part, Code):
-        return [*([part.title] if part.title else []), *printable(part.text).splitlines()]
+        return [*(["", part.title] if part.title else []), *printable(part.text).splitlines()]
     if isinstance(part, Block):
         return ["", part.title, *_written(part.parts)]
     if isinstance(part, Keys | Chart):
