@@ -272,6 +272,12 @@ def test_what_to_change_where_a_script_refuses_the_word_true(code, bools, words)
     assert words in told if words else told == ""
 
 
+@pytest.mark.parametrize("line", ["bdb.BdbQuit", "EOFError: EOF when reading a line"])
+def test_a_script_that_asks_a_keyboard_is_told_that_there_is_none(line):
+    cause = Cause("exit", 0, "a", 0, 0, 1, last_line=line)
+    assert "Workers have no keyboard." in cause.describe()
+
+
 @pytest.mark.parametrize(("code", "stderr", "is_told"), [(3, " \n", True), (3, "no data", False), (0, "", False)])
 def test_a_script_that_ends_without_a_word_is_told_to_say_why(code, stderr, is_told):
     assert ("Look for sys.exit(3) or os._exit(3)" in remedy_of_exit(code, [], stderr)) == is_told

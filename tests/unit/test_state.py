@@ -929,6 +929,10 @@ def test_ranks_that_ended_well_are_named_where_a_lost_connection_is_all_that_is_
     message = gang.same_verdict().message
     assert message.startswith(named or ""), "it stands first"
     assert named or "had ended with code 0" not in message
+    sentence = snapshot_of(gang.state).summary.sentence
+    assert (named or "Rank 2") in sentence
+    assert "Rank 2 on node 1" in sentence
+    assert named or "had ended with code 0" not in sentence
 
 
 def test_restarts_end_and_the_pauses_between_them_grow_and_stay_bounded():

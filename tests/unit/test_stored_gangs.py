@@ -362,6 +362,16 @@ def test_who_has_printed_nothing_is_named_when_that_is_sure(stored, obj, root, m
     assert told.out == ""
 
 
+def test_that_metaflow_has_cut_a_log_is_told_whoever_is_asked_for(stored, obj, root, capsys):
+    begin(root, "train", "4")
+    lines = ((1, "[rank 0] a"), (2, "[rank 1] b"), (3, commands._TRUNCATED))
+    write(root, "train/4/0.task_stdout.log", logged(*lines))
+    given = {"node": None, "tail": None, "follow": False, "attempt": None, "as_json": False}
+    commands.logs.callback.__wrapped__(obj, "100/train", rank=1, **given)
+    shown = capsys.readouterr().out.splitlines()
+    assert [line.partition(" ")[2] for line in shown] == ["[rank 1] b", commands._TRUNCATED]
+
+
 @pytest.mark.parametrize(("kind", "option"), [("local", ""), ("s3", "--datastore s3 ")])
 def test_a_hint_names_the_datastore_where_it_is_not_the_default(stored, obj, root, monkeypatch, kind, option):
     begin(root, "train", "4")

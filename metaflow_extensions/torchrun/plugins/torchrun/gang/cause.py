@@ -198,7 +198,8 @@ class Cause:
         """What to change, if the exception's own text does not say it; empty if nothing is known."""
         if self.advice:
             return self.advice
-        return remedy(self.exception) if self.kind in RAISED and self.exception else ""
+        raised = self.exception if self.kind in RAISED else self.last_line if self.kind == "exit" else ""
+        return remedy(raised) if raised else ""
 
     def describe(self, is_alone: bool = False) -> str:
         """Return the full report: who, what, exit status, what to change, traceback or stderr."""
@@ -378,7 +379,7 @@ _REMEDIES = [
         "process_group or its own init_process_group().",
     ),
     (
-        r"^(bdb\.)?BdbQuit",
+        r"^(bdb\.)?BdbQuit|^EOFError: EOF when reading a line",
         "Workers have no keyboard. To use a breakpoint, start the script in a terminal, with torchrun and one process.",
     ),
     (r"only supported with GPUs, no GPUs found|Found no NVIDIA driver|No CUDA GPUs are available", _NO_GPU),

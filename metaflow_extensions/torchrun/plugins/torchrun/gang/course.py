@@ -12,7 +12,7 @@ from typing import Any
 from ..errors import TorchrunError
 from . import obstacles
 from .agreement import devices, without_devices
-from .cause import Cause, Failure, FailureText, cause_of, describe_exit, failed, of_one_node
+from .cause import Cause, Failure, FailureText, cause_of, describe_exit, failed, failure_of, of_one_node
 from .group import Group, follow
 from .history import History, Kind, Record, of_the_gang
 from .keepers import Failing, Keepers, Where
@@ -613,8 +613,9 @@ class Course:
         self.broadcast(Store(launch.number, launch.generation, error, within_s, events, launch.group))
 
     def _record_error(self, error: TorchrunError) -> None:
-        if (cause := cause_of(error)) is not None:
-            self._record_cause(cause)
+        if (failure := failure_of(error)) is not None:
+            # What stands before a lost connection tells who had ended before.
+            self._record_cause(failure.cause, failure.before if failure.cause.is_consequence else "")
         self.report(error, self.launch.number, self.launch.generation)
 
     def finish(self, error: TorchrunError | None) -> None:
@@ -646,8 +647,8 @@ class Course:
         """Add a record about the launch to the history."""
         self.history.note(kind, **{"launch": self.launch.number, "generation": self.launch.generation, **facts})
 
-    def _record_cause(self, cause: Cause) -> None:
-        text = summary(cause, self.launch.is_alone)
+    def _record_cause(self, cause: Cause, before: str = "") -> None:
+        text = headline(before.replace("\n", " ") + summary(cause, self.launch.is_alone))
         self.note("cause", node=cause.node, rank=cause.rank, exit_code=cause.exit_code, text=text)
 
     def report(self, error: TorchrunError, launch: int | None, generation: int | None) -> None:

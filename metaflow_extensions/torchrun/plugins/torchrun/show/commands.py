@@ -157,7 +157,8 @@ def logs(
     kept = StoredLogs(stored, found, which)
 
     def is_wanted(line: Line) -> bool:
-        return rank in (None, line.rank) and node in (None, line.node)
+        is_its = rank in (None, line.rank) and node in (None, line.node)
+        return is_its or line.text.startswith(_TRUNCATED)  # its lines may be among those that are missing
 
     def show_all(lines: Iterable[Line]) -> bool:
         """Print lines; return whether there were any, as far as they were asked for."""
@@ -179,6 +180,7 @@ def logs(
             click.echo(f"{who} has printed nothing that is stored.", err=True)
 
 
+_TRUNCATED = "[TRUNCATED - MAXIMUM LOG FILE SIZE REACHED]"  # Metaflow's (runtime.py, 2.19)
 _NO_LINE_YET = (
     "No such line is stored yet. Metaflow stores the log of a local run when its task ends; until then its lines are in "
     "the terminal of that run. It stores remote ones every few seconds."
