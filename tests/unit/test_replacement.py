@@ -11,6 +11,7 @@ from test_state import GangOf, crash, failures, preemption
 from metaflow_extensions.torchrun.plugins.torchrun.errors import GangError
 from metaflow_extensions.torchrun.plugins.torchrun.gang.nodes import NodeState
 from metaflow_extensions.torchrun.plugins.torchrun.gang.protocol import (
+    Abort,
     Alone,
     Failed,
     Go,
@@ -196,6 +197,28 @@ def test_the_task_that_is_gone_can_not_come_back():
     gang.ready(1)
     assert gang.got(1, Verdict), "it hears that the others go on without it"
     assert len(groups(gang)) == 1
+
+
+@pytest.mark.parametrize("when", ["before the first launch", "between launches"])
+def test_a_task_that_was_told_to_end_in_its_own_code_fails_no_run(when):
+    gang = GangOf(3, replacements=1, started_timeout_s=300.0)
+    launch = 0
+    if when == "between launches":
+        gang.all_ready(max_restarts=3)
+        gang.all_ended()
+        launch = 1
+    gang.leave(1, preemption(1))
+    come(gang, 1)
+    if launch:
+        gang.ready(1, 0)  # what is over
+    gang.all_ready(launch, max_restarts=3)
+    gang.all_ended(launch=launch)
+    for node in (0, 1, 2):
+        gang.done(node)
+    for node in (1, 2):
+        gang.leave(node)
+    assert not gang.got(0, Abort)
+    assert gang.got(0, Alone)
 
 
 def test_a_new_task_that_contradicts_the_others_is_refused_alone():

@@ -302,6 +302,7 @@ class Gang:
             self.nodes.join(join)
             self._course.gone.pop(node, None)
             self._course.aside.discard(node)
+            self._failed.pop(node, None)  # how the task before it has ended counts no more
             self._course.send(Welcome(), node)
             if self.broken is not None:
                 self._course.send(Abort(self.broken), node)
@@ -462,7 +463,8 @@ class Gang:
             self._node_is_gone(node, leave.cause, after_step=before is NodeState.DONE)
         elif before is NodeState.JOINED:
             self._go_on_without(node)
-        if leave.failed or leave.cause is not None:
+        # Where the others go on without it, its failure is none of the run.
+        if (leave.failed or leave.cause is not None) and self.nodes[node] is NodeState.LEFT:
             self._failed[node] = leave.cause or self._launch.verdict
         self._see_who_is_left()
         if node == CONTROL:
