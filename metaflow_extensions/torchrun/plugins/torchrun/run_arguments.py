@@ -164,7 +164,6 @@ def checked(run: F) -> F:
 
     @functools.wraps(run)
     def either(self: Any, *args: Any, **options: Any) -> Any:
-        __tracebackhide__ = True  # IPython shows no lines of this frame
         try:
             return called(self, *args, **options)
         except BaseException as error:
