@@ -503,6 +503,9 @@ def test_a_notice_reaches_the_launch_that_runs(join):
     member.notice("a spot notice says so")
     assert link.interruptions == ["a spot notice says so"]
     assert "was preempted: a spot notice says so" in str(member.terminated())
+    assert "With Metaflow's @retry a new gang starts" in str(member.terminated())
+    member.may_go_on = True
+    assert str(member.terminated()).endswith("The other nodes go on without it if they can.")
     member.deliver(Replaced(why="another task has come"))  # as true, but the second order would end it at once
     assert len(link.interruptions) == 1
     member.end_launch(None, failing=True)

@@ -48,6 +48,7 @@ class Member:
         self.emit = emit  # gets events that are written, or can't be by the supervisor; `say` is for all others
         self.host = socket.gethostname()
         self.shows_output = True  # whether the last launch shows everything that a failing worker writes
+        self.may_go_on = False  # whether the others may go on without this node, if it is told to end
         self._link: TaskLink | None = None
         self._at_end: Callable[[], None] = lambda: None
         self._pid = os.getpid()
@@ -215,7 +216,7 @@ class Member:
 
     def terminated(self) -> TorchrunPreempted:
         """Return the error for a task that was told to stop."""
-        return preempted(self.node, self.host, self.order)
+        return preempted(self.node, self.host, self.order, self.may_go_on)
 
     @property
     def order(self) -> str:

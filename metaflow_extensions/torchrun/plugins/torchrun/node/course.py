@@ -253,7 +253,8 @@ class NodeCourse:
             self._fail_here(self._failing_with)
 
     def _preempted(self, order: MustEnd) -> TorchrunPreempted:
-        return preempted(self._node, self._host, order.why, may_go_on=self.plan.policy.max_restarts > 0)
+        may_go_on = self._node != CONTROL and self.plan.policy.max_restarts > 0
+        return preempted(self._node, self._host, order.why, may_go_on)
 
     def _on_must_end(self, order: MustEnd) -> None:
         """End the launch here, at once."""

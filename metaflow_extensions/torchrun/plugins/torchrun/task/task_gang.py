@@ -180,7 +180,9 @@ class TaskGang:
         self.part = partial(pointer.part, pages=self._pages)
         if self._finds_tasks():
             pointer.show()
-        return join_as_member(registry, node, num_nodes, self._settings, self._emit, more)
+        member, main_addr = join_as_member(registry, node, num_nodes, self._settings, self._emit, more)
+        member.may_go_on = self._settings.max_restarts > 0
+        return member, main_addr
 
     def _runs_own_code(self) -> bool:
         return self._member is not None and self._member.runs_own_code
