@@ -71,6 +71,23 @@ def await_lines(process, *lines):
         assert process.stdout.readline().strip() == line
 
 
+def test_sigint_to_the_whole_group_reaches_a_task_once():
+    child = "import signal, sys, time; n = []; signal.signal(2, lambda *_: n.append(1)); print('child', flush=True)"
+    child += "; time.sleep(1.5); print('got', len(n), flush=True)"
+    code = f"""
+interrupts.heed_signals_to_run()
+child = subprocess.Popen([sys.executable, "-c", {child!r}])
+try:
+    signal.pause()
+except KeyboardInterrupt:
+    child.wait()
+"""
+    run = start(code)
+    await_lines(run, "child")
+    os.killpg(run.pid, signal.SIGINT)
+    assert run.communicate()[0].strip() == "got 1"
+
+
 MACOS = "interrupts.platform.system, interrupts.processes.children = lambda: 'Darwin', None"
 
 

@@ -26,7 +26,13 @@ def test_an_old_record_is_read_whole_and_stored_as_it_was(path):
 
 @pytest.mark.parametrize(
     "events",
-    ["x", [None], ["joined"], *([{"kind": "joined", "at_s": at_s, "time": 1.0}] for at_s in (-1, 1e18, 1e308))],
+    [
+        "x",
+        [None],
+        ["joined"],
+        *([{"kind": "joined", "at_s": at_s, "time": 1.0}] for at_s in (-1, 1e18, 1e308)),
+        *([{"kind": "joined", "at_s": 1.0, "time": moment}] for moment in (-1, 1e18, 1e308)),
+    ],
 )
 def test_a_damaged_record_is_refused_as_such(events):
     with pytest.raises(ValueError, match="the record of the gang"):

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 VERSION = 1  # version of the stored form; a later one may add fields
 MAX_MESSAGE = 8 * 1024
-_MAX_S = 1e9  # 30 years; a time after it is a damaged one
+_MAX_S, _MAX_TIME = 1e9, 1e11  # 30 years, and the year 5138; times after these are damaged ones
 # These fields are stored only if they are known; all others always, also null or empty ones.
 _WHERE_KNOWN = ("tasks", "command", "now_s", "restarts_left")
 
@@ -72,6 +72,9 @@ class Snapshot:
         for at_s in [each.at_s for each in found.events] + [each.at_s for each in found.reports]:
             if not 0 <= at_s <= _MAX_S:
                 raise ValueError(f"the record of the gang has an event after {at_s:g} s")
+        for event in found.events:
+            if not 0 <= event.time <= _MAX_TIME:
+                raise ValueError(f"the record of the gang has an event at {event.time:g} s since 1970")
         return found
 
 

@@ -17,8 +17,10 @@ from collections.abc import Sequence
 from contextlib import suppress
 from types import FrameType
 
-from ..machine import processes
+from ..machine import native, processes
 
+# Metaflow kills its tasks 5 s after SIGINT (2.19). Who has got it, has mostly ended by then.
+_PATIENCE_S = 2.0
 _REMOTE_JOBS = (["kubernetes", "step"], ["batch", "step"])
 
 
@@ -64,7 +66,9 @@ def _handle(signals: Sequence[signal.Signals], pass_on: bool) -> None:
             os.kill(os.getpid(), number)
         elif not is_interrupted:
             is_interrupted = True
-            if pass_on:
+            if number == signal.SIGINT and pass_on:
+                native.start_new_thread(_interrupt_the_rest, ())
+            elif pass_on:
                 _interrupt_children()
             name = signal.Signals(number).name
             with suppress(OSError):  # SIGHUP: the terminal is gone
@@ -85,6 +89,12 @@ def _is_in_front() -> bool:
         finally:
             os.close(terminal)
     return False
+
+
+def _interrupt_the_rest() -> None:
+    """Signal the children that SIGINT has not reached: who sends it may send it to all, and a second one disturbs them."""
+    native.sleep(_PATIENCE_S)
+    _interrupt_children()
 
 
 def _interrupt_children() -> None:

@@ -65,6 +65,7 @@ def _pointer(verdict: TorchrunError, failure: FailureText | None) -> str:
     told = "" if failure is None or is_of_all else summary(failure.cause)
     # It tells who had ended before, where the cause is a lost connection.
     early = failure.before.strip() if failure is not None and failure.cause.is_consequence else ""
+    early = "" if "\n" in early else early  # a function's traceback
     said = "".join(
         f"{text[0].upper()}{text[1:]}{'' if text.endswith(ENDS) else '.'} " for text in (early, told) if text
     )
