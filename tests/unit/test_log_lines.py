@@ -108,6 +108,13 @@ def test_a_line_belongs_to_the_node_that_had_its_rank_at_that_time():
     assert (places.nodes_of(1), places.nodes_of(4)) == ({0}, set())
 
 
+def test_all_places_of_the_last_seconds_count():
+    """Launches of other sizes follow each other; the line may be of the one between."""
+    places = Placement([Placed(0.0, (0, 1), 1), Placed(100.0, (0, 1), 4), Placed(105.0, (0, 1), 1)], {})
+    shown = [is_shown(places, at, "[rank 1] x") for at in (50, 105.2, 110.2, 116)]
+    assert shown == [False, True, True, False]
+
+
 def test_what_other_code_prints_after_a_launch_is_no_copy():
     gang = GangOf(2)
     gang.all_ready()

@@ -53,8 +53,8 @@ class Placement:
         """Return the nodes from which a line of a rank can be that was captured at a time; None stands for unknown."""
         if not self._placed:
             return {None}
-        late = self._placed[max(0, bisect_right(self._late, stamp) - 1)].node_of(rank)
-        return {late, self.node_at(rank, stamp)}
+        first, last = (max(0, bisect_right(times, stamp) - 1) for times in (self._late, self._begins))
+        return {each.node_of(rank) for each in self._placed[first : last + 1]}
 
     @property
     def ranks(self) -> range:
