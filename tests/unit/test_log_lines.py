@@ -1,5 +1,6 @@
 """Whose each line of the tasks' logs is, and how the logs of many nodes become one."""
 
+from collections import Counter
 from dataclasses import replace
 from datetime import datetime, timedelta, timezone
 
@@ -16,11 +17,11 @@ from metaflow_extensions.torchrun.plugins.torchrun.records.snapshot import snaps
 from metaflow_extensions.torchrun.plugins.torchrun.show.stored_logs import Line, Source, merged
 
 # Two ranks on each of two nodes since 1970.
-PLACES = Placement([Placed(0.0, (0, 1), 2)], {})
+PLACES = Placement([Placed(0.0, (0, 1), 2)])
 
 
-def lines_of(*sources, places=PLACES):
-    return list(merged(sources, {each.node for each in sources}, places))
+def lines_of(*sources, places=PLACES, lost=None):
+    return list(merged(sources, {each.node for each in sources}, places, lost or {}))
 
 
 def texts(*sources, places=PLACES):
@@ -85,32 +86,31 @@ def second(at_s, text):
 def is_shown(places, at_s, text, nodes=(0, 1, 2)):
     """Return whether a line of the control task's log is shown, beside the logs of `nodes`."""
     source = Source("4", 0, "stdout", [second(at_s, text)])
-    return bool(list(merged([source], nodes, places)))
+    return bool(list(merged([source], nodes, places, {})))
 
 
-def test_copies_that_a_lost_nodes_log_may_lack_are_shown():
-    """Node 1 is lost at 100 s, and another task comes in its place at 130 s."""
-    inf = float("inf")
-    gone, back = [Placement([Placed(0.0, (0, 1), 2)], {1: since}) for since in (inf, 130.0)]
-    for text in ("[rank 2] x", "[torchrun node 1] x"):
-        assert [is_shown(gone, at, text) for at in (50, 150)] == [True, True]
-        assert [is_shown(back, at, text) for at in (50, 150)] == [True, False]
-    assert not is_shown(gone, 50, "[torchrun node 2] x")
+def test_copies_that_a_lost_nodes_log_lacks_are_shown():
+    own = ["[rank 2] a", "[rank 2] a", "[torchrun node 1] b"]
+    copies = ["[rank 2] a", "[torchrun node 1] b", "[rank 2] a", "[rank 2] a", "[rank 2] c"]
+    control = Source("4", 0, "stdout", [(f"{at:02}", text) for at, text in enumerate(copies)])
+    lost = Source("5", 1, "stdout", [(f"{at:02}", text) for at, text in enumerate(own)])
+    found = lines_of(control, lost, lost={1: Counter(map(hash, own))})
+    assert sorted(line.text for line in found) == sorted([*own, "[rank 2] a", "[rank 2] c"])
 
 
 def test_a_line_belongs_to_the_node_that_had_its_rank_at_that_time():
     """Node 2, a spare, takes node 1's place at 100 s; for some seconds lines of both may come."""
-    places = Placement([Placed(5.0, (0, 1), 2), Placed(100.0, (0, 2), 2)], {1: float("inf")})
+    places = Placement([Placed(5.0, (0, 1), 2), Placed(100.0, (0, 2), 2)])
     assert [places.node_at(2, second(at, "")[0]) for at in (1, 50, 99, 100, 500)] == [1, 1, 1, 2, 2]
-    shown = [is_shown(places, at, "[rank 2] x") for at in (50, 101, 101 + LATE_S)]
-    assert shown == [True, True, False]
+    shown = [is_shown(places, at, "[rank 2] x", nodes=(0, 2)) for at in (50, 101, 101 + LATE_S)]
+    assert shown == [True, True, False], "node 1 has no log of its own"
     assert places.nodes_of(2) == {1, 2}
     assert (places.nodes_of(1), places.nodes_of(4)) == ({0}, set())
 
 
 def test_all_places_of_the_last_seconds_count():
     """Launches of other sizes follow each other; the line may be of the one between."""
-    places = Placement([Placed(0.0, (0, 1), 1), Placed(100.0, (0, 1), 4), Placed(105.0, (0, 1), 1)], {})
+    places = Placement([Placed(0.0, (0, 1), 1), Placed(100.0, (0, 1), 4), Placed(105.0, (0, 1), 1)])
     shown = [is_shown(places, at, "[rank 1] x") for at in (50, 105.2, 110.2, 116)]
     assert shown == [False, True, True, False]
 

@@ -362,6 +362,21 @@ def test_who_has_printed_nothing_is_named_when_that_is_sure(stored, obj, root, m
     assert told.out == ""
 
 
+@pytest.mark.parametrize(("is_lost", "shown"), [(True, "abbc"), (False, "ab")])
+def test_copies_of_a_lost_nodes_lines_are_shown_where_its_own_log_lacks_them(stored, root, monkeypatch, is_lost, shown):
+    begin(root, "train", "4", "4-worker-0")
+    copies = logged(*((at, f"[rank 1] {text}") for at, text in enumerate("abbc", 1)))
+    write(root, "train/4/0.task_stdout.log", copies)
+    write(root, "train/4-worker-0/0.task_stdout.log", logged((1, "[rank 1] a"), (2, "[rank 1] b")))
+    told = [(0.0, "joined", {"node": node}) for node in (0, 1)] + [(0.5, "go", {"launch": 0})]
+    known = snapshot(told + ([(9.0, "lost", {"node": 1})] if is_lost else []), nproc=1)
+    monkeypatch.setattr(StoredGangs, "snapshot", lambda *_: known)
+    (gang,) = stored.gangs(RUN, "train")
+    kept = StoredLogs(stored, gang, 0)
+    assert "".join(sorted(line.text[-1] for line in kept.lines())) == shown
+    assert list(kept.lines()) == [], "each is shown once"
+
+
 def test_that_metaflow_has_cut_a_log_is_told_whoever_is_asked_for(stored, obj, root, capsys):
     begin(root, "train", "4")
     lines = ((1, "[rank 0] a"), (2, "[rank 1] b"), (3, commands._TRUNCATED))

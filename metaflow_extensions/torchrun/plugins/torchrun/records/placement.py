@@ -1,4 +1,4 @@
-"""Which node had a rank at a time, and since when a node's stored log is whole. Pure.
+"""Which node had a rank at a time. Pure.
 
 A rank moves to another node when a spare takes a lost node's place.
 """
@@ -6,7 +6,7 @@ A rank moves to another node when a spare takes a lost node's place.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
 
@@ -28,22 +28,12 @@ class Placed:
 
 
 class Placement:
-    """Where the ranks were.
+    """Where the ranks were; `placed` is in the order of its times."""
 
-    Parameters
-    ----------
-    placed : sequence of Placed
-        In the order of their times.
-    whole_since : dict
-        By node: since when its log is whole, in seconds since 1970. The log of a lost node may lack its end, and that
-        of another task in its place begins anew; infinite if none has come.
-    """
-
-    def __init__(self, placed: Sequence[Placed], whole_since: Mapping[int, float]) -> None:
+    def __init__(self, placed: Sequence[Placed]) -> None:
         self._placed = placed
         self._begins = [_stamp(each.since) for each in placed]
         self._late = [_stamp(each.since + LATE_S) for each in placed]
-        self._whole = {node: _stamp(since) for node, since in whole_since.items()}
 
     def node_at(self, rank: int, stamp: str) -> int | None:
         """Return the node that had a rank at a time (UTC, ISO 8601); None if that is unknown."""
@@ -65,13 +55,7 @@ class Placement:
         """Return all nodes that have had a rank."""
         return {node for each in self._placed if (node := each.node_of(rank)) is not None}
 
-    def is_whole(self, node: int, stamp: str) -> bool:
-        """Return whether a node's own log has what it printed at a time."""
-        return self._whole.get(node, "") <= stamp
-
 
 def _stamp(seconds: float) -> str:
     """Return a time as the stored logs have it."""
-    if seconds == float("inf"):
-        return "inf"  # after all digits
     return datetime.fromtimestamp(seconds, timezone.utc).strftime("%Y-%m-%dT%H:%M:%S.%f") if seconds > 0 else ""

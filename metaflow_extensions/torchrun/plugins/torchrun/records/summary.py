@@ -5,7 +5,6 @@ All pages and commands use this summary, while the gang runs and later.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -94,7 +93,7 @@ class Node:
     has_workers: bool = False  # whether all its workers have begun, in this generation
     takes_part: bool = True  # whether it has ranks in this generation; a spare has none
     is_aside: bool = False  # whether it is set aside: it waits to the end
-    log_since: float = 0.0  # since when its log is whole (`Placement`)
+    was_lost: bool = False  # whether a task of it was: its log may lack the end, or begin anew with another task
     # From the gang's start to now; they have a gap only where records were omitted.
     spans: list[Span] = field(default_factory=list)
     exits: dict[int, Record] = field(default_factory=dict)  # rank -> how it has ended in this generation
@@ -170,7 +169,7 @@ class Summary:
     @cached_property
     def placement(self) -> Placement:
         """Which node had a rank at a time."""
-        return Placement(self.placed, {node.index: node.log_since for node in self.nodes})
+        return Placement(self.placed)
 
 
 def summarize(records: Iterable[Record], num_nodes: int, nproc: int | None, until_s: float | None = None) -> Summary:
@@ -218,7 +217,6 @@ class _Fold:
         match record.kind:
             case "joined":
                 node.host, node.is_awaited, node.is_out, node.is_aside = record.text, False, False, False
-                node.log_since = record.time if node.log_since else 0.0
             case "before_run" | "ready":
                 self._call(record)
                 node.command_failed = False
@@ -238,11 +236,11 @@ class _Fold:
                 node.takes_part = record.kind == "taken_in"
                 node.is_aside = record.kind == "set_aside"
             case "left_out":
-                node.is_out, node.log_since = True, math.inf
+                node.is_out = node.was_lost = True
             case "awaited":
-                node.is_awaited, node.log_since = True, math.inf
+                node.is_awaited = node.was_lost = True
             case "lost" if record.node != CONTROL:
-                node.log_since = math.inf
+                node.was_lost = True
             case _ if record.rank is not None:  # a feature's, such as the first step that rank 0 reports
                 self._hear_of_workers(record, node)
             case "lost" if record.node == CONTROL:

@@ -10,7 +10,8 @@ import heapq
 import math
 import re
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -54,16 +55,22 @@ class Source:
     lines: Iterable[tuple[str, str]]  # time and text, in the order of writing
 
 
-def merged(sources: Iterable[Source], nodes: Collection[int], places: Placement) -> Iterator[Line]:
+def merged(
+    sources: Iterable[Source], nodes: Collection[int], places: Placement, lost: Mapping[int, Counter[int]]
+) -> Iterator[Line]:
     """Return all lines by time; those of one source stay in order, even if its clock was set back.
 
     On a local run the control task's log has the lines of all nodes. On a remote run with ``logs="all"`` it has copies of
-    other nodes' lines. They are omitted where the log of the node itself, one of `nodes`, is sure to have them.
+    other nodes' lines. They are omitted where the log of the node itself, one of `nodes`, has them: that of a node that was
+    lost may not. `lost` has how often each line stands in the log of such a node, by the hash of the line; copies are
+    taken off.
     """
-    return heapq.merge(*(_lines(source, nodes, places) for source in sources), key=lambda line: line.time)
+    return heapq.merge(*(_lines(source, nodes, places, lost) for source in sources), key=lambda line: line.time)
 
 
-def _lines(source: Source, nodes: Collection[int], places: Placement) -> Iterator[Line]:
+def _lines(
+    source: Source, nodes: Collection[int], places: Placement, lost: Mapping[int, Counter[int]]
+) -> Iterator[Line]:
     latest = ""
     # Without other logs, lines of the control task's that have no label may be of any node.
     own = None if source.node == CONTROL and len(nodes) == 1 else source.node
@@ -76,9 +83,18 @@ def _lines(source: Source, nodes: Collection[int], places: Placement) -> Iterato
             continue
         node = int(label[2] or label[3] or CONTROL) if rank is None else places.node_at(rank, latest)
         its = {node} if rank is None else places.nodes_at(rank, latest)
-        is_copy = all(each and each in nodes and places.is_whole(each, latest) for each in its)
-        if not is_copy:
+        if not (all(each and each in nodes for each in its) and _has(lost, its, text)):
             yield Line(latest, source.task, source.stream, node, rank, text)
+
+
+def _has(lost: Mapping[int, Counter[int]], nodes: Collection[int | None], text: str) -> bool:
+    """Return whether the log of one of `nodes` has this line, and take it off."""
+    incomplete = [lost[node] for node in nodes if node is not None and node in lost]
+    for lines in incomplete:
+        if lines[hash(text)] > 0:
+            lines[hash(text)] -= 1
+            return True
+    return not incomplete
 
 
 class StoredLogs:
@@ -87,6 +103,7 @@ class StoredLogs:
     def __init__(self, stored: StoredGangs, gang: StoredGang, attempt: int) -> None:
         self._stored, self._gang, self._attempt = stored, gang, attempt
         self._read: dict[str, int] = {}  # file -> number of bytes that have been read
+        self._lost: dict[int, Counter[int]] = {}  # as `merged` has it
 
     def lines(self, is_growing: bool = False) -> Iterator[Line]:
         """Return the lines since the last call, by time; only complete lines if the logs are growing."""
@@ -95,8 +112,14 @@ class StoredLogs:
             here = {path: Path(local) for path, local, _ in loaded if local is not None}
             snapshot = self._stored.snapshot(self._gang, self._attempt) or Snapshot()
             nodes = {node for _, node, _ in (files[path] for path in here)}
+            summary = snapshot.summary
+            lost = {node.index for node in summary.nodes if node.was_lost}
+            for path, local in here.items() if CONTROL in nodes else ():
+                if files[path][1] in lost:
+                    lines = self._lost.setdefault(files[path][1], Counter())
+                    lines.update(hash(text) for _, text in self._new(path, local, is_growing, reads=False))
             sources = [Source(*files[path], self._new(path, local, is_growing)) for path, local in here.items()]
-            yield from merged(sources, nodes, snapshot.summary.placement)
+            yield from merged(sources, nodes, summary.placement, self._lost)
 
     def follow(
         self, clock: Callable[[], float] = time.monotonic, sleep: Callable[[float], None] = time.sleep
@@ -129,11 +152,12 @@ class StoredLogs:
             if self._gang.has(task, self._attempt, name := f"{source}_{stream}.log")
         }
 
-    def _new(self, path: str, local: Path, is_growing: bool) -> Iterator[tuple[str, str]]:
+    def _new(self, path: str, local: Path, is_growing: bool, reads: bool = True) -> Iterator[tuple[str, str]]:
         """Return time and text of the unread lines; a line without a time has that of the line before."""
         stamp = ""
         for line in _whole_lines(local, self._read.get(path, 0), is_growing):
-            self._read[path] = self._read.get(path, 0) + len(line)
+            if reads:
+                self._read[path] = self._read.get(path, 0) + len(line)
             match, text = LINE_PARSER.match(line), line
             if match is not None:
                 stamp, text = match[3].decode("ascii", "replace"), match[6]
