@@ -43,6 +43,21 @@ def test_what_was_noted_since_a_mark_is_there_but_for_the_middle_of_a_long_life(
         assert left_out == ({max(0, 4000 - mark): f"{missing} records are left out here"} if missing > 0 else {})
 
 
+def test_the_last_starts_among_the_dropped_records_are_kept():
+    history = made(3990)
+    for number in range(900):
+        history.note("go", launch=number)
+        for node in range(30):
+            history.note("output", node=node)
+    gos = [record.launch for record in history.records if record.kind == "go"]
+    assert gos == [0, *range(gos[1], 900)]
+    in_last = 6000 // 31
+    assert 1 + 200 + in_last <= len(gos) <= 1 + 200 + in_last + 1
+    since = [record.launch for record in history.since(20_000) if record.kind == "go"]
+    assert since == gos[-len(since) :]
+    assert gos[1] <= since[0] <= 20_000 // 31
+
+
 def test_other_nodes_get_what_concerns_the_gang_of_very_many_the_first_and_the_last():
     history = made(2)
     for node in range(301):

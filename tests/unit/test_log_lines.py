@@ -5,7 +5,7 @@ from dataclasses import replace
 from datetime import datetime, timedelta, timezone
 
 import pytest
-from test_budget import check_fails, launched
+from test_budget import check_fails, fail, launched
 from test_loss import groups
 from test_replacement import come
 from test_state import GangOf
@@ -182,6 +182,18 @@ def test_who_takes_part_is_known_though_records_were_dropped():
         (2, 2, "done"),
         (3, 2, "done"),
     ]
+
+
+def test_where_starts_are_missing_in_the_record_all_lines_are_shown():
+    gang = launched(2, max_restarts=9)
+    for _ in range(3):
+        fail(gang)
+    known = snapshot_of(gang.state)
+    events = [each for each in known.events if (each.kind, each.generation) != ("go", 1)]
+    began = {each.generation: each.time for each in events if each.kind == "go"}
+    places = replace(known, events=tuple(events)).summary.placement
+    stamps = [datetime.fromtimestamp(began[each] + 1, timezone.utc).isoformat() for each in (0, 2, 3)]
+    assert [places.node_at(2, stamp) for stamp in stamps] == [None, 1, 1]
 
 
 def test_a_node_that_is_set_aside_has_no_ranks_in_the_next_launch_either():

@@ -170,7 +170,8 @@ class Course:
         if self.nodes[cause.node] in (NodeState.DONE, NodeState.LEFT):
             return " The step of the task in its place has ended without calling run."
         if wait.what_came:
-            return f" The task in its place can't take part: {wait.what_came.removeprefix('failed: ')}."
+            why = wait.what_came.removeprefix("failed: ").rstrip(".")
+            return f" The task in its place can't take part: {why}."
         return " No other task has taken its place." if self.nodes.joins(cause.node) == wait.joins else ""
 
     def may_be_replaced(self, node: int) -> bool:
@@ -502,7 +503,7 @@ class Course:
     def _restart(self, cause: Cause, now: float, at_once: bool) -> None:
         launch = self.launch
         self._record_cause(cause)
-        self.history.report(None, cause.describe(), cause.as_dict(), launch.number, launch.generation)
+        self.history.report(None, cause.describe(launch.is_alone), cause.as_dict(), launch.number, launch.generation)
         # Without the node that has failed, or with another port, there is nothing to wait for.
         waits_s = 0.0 if at_once else launch.backoff_s
         pause_s = launch.begin_pause(now, waits_s)

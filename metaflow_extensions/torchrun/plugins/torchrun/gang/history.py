@@ -43,6 +43,7 @@ _OF_THE_GANG = frozenset(
 )
 # How many records are kept: the first and the last ones.
 _FIRST, _LAST = 4000, 6000
+_GOS = 200  # how many *go* of the dropped ones, the last ones
 # How many records a message to another node has at most: with the longest texts they fill half a frame.
 _TOLD_FIRST, _TOLD_LAST = 100, 200
 # How many reports are kept, the last ones, and how many characters of each: stacks of many ranks are long.
@@ -92,6 +93,8 @@ class History:
         self._began_wall = wall()
         self._first: list[Record] = []
         self._last: deque[Record] = deque(maxlen=_LAST)
+        # *go* between these two, with its number: pages need to know which nodes had which ranks.
+        self._gos: deque[tuple[int, Record]] = deque(maxlen=_GOS)
         self._reports: deque[Report] = deque(maxlen=_REPORTS)
         self.count = 0  # of all records, also those not kept
 
@@ -99,6 +102,8 @@ class History:
         """Add a record, of a `Kind` or a feature's own; `facts` are fields of `Record`."""
         at_s = self._clock() - self._began_at
         record = Record(kind, round(at_s, 3), round(self._began_wall + at_s, 3), **facts)
+        if len(self._last) == _LAST and self._last[0].kind == "go":
+            self._gos.append((self.count - _LAST, self._last[0]))
         (self._first if len(self._first) < _FIRST else self._last).append(record)
         self.count += 1
 
@@ -126,9 +131,10 @@ class History:
         """Return the records from number `mark` on; otherwise as `records`."""
         first, last = tuple(self._first), tuple(self._last)
         began = max(len(first), self.count - len(last))  # so many had been noted before those in `last`
-        missing = began - max(len(first), mark)
+        gos = tuple(record for number, record in self._gos if number >= mark)
+        missing = began - max(len(first), mark) - len(gos)
         last = last[max(0, mark - began) :]
-        return (*first[mark:], *([omitted(missing, last[0])] if missing > 0 and last else []), *last)
+        return (*first[mark:], *gos, *([omitted(missing, last[0])] if missing > 0 and last else []), *last)
 
 
 def of_the_gang(records: Iterable[Record]) -> tuple[Record, ...]:

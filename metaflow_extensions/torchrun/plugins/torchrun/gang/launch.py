@@ -270,7 +270,8 @@ class Launch:
             f"\n{names(silent).capitalize()} did not report in time that the workers there had ended." if silent else ""
         )
         if self.phase is Phase.PAUSING and self.restarts_for not in (None, cause):
-            quiet += f"\nAll workers were about to start again after an earlier failure: {summary(self.restarts_for)}."
+            earlier = summary(self.restarts_for, self.is_alone)
+            quiet += f"\nAll workers were about to start again after an earlier failure: {earlier}."
         if cause is None:
             return LaunchFailed(f"Launch {self.number} failed.{quiet}")
         others = self.alike.get(hash(cause.way), set()) - {cause.rank}

@@ -202,6 +202,7 @@ class _Fold:
         self.restarts = 0  # of this launch
         self.restarts_s: list[float] = []
         self.placed: list[Placed] = []
+        self.last_go = (0, 0)  # launch and generation
 
     def add(self, record: Record) -> None:
         """Add the next record; an unknown kind (of a later version) or an unknown node changes nothing."""
@@ -282,6 +283,10 @@ class _Fold:
                 self.went_s = record.at_s if self.went_s is None else self.went_s
                 self._forget_workers()
                 nodes = tuple(node.index for node in self._taking_part)
+                start = (record.launch or 0, record.generation or 0)
+                if self.placed and start not in ((self.last_go[0], self.last_go[1] + 1), (self.last_go[0] + 1, 0)):
+                    self._place(Placed(self.placed[-1].since))  # *go* between were dropped
+                self.last_go = start
                 self._place(Placed(record.time, nodes, record.nproc or self.nproc or 1))
             case "stopping":
                 self._enter_phase(record, "stopping", [node for node in self.nodes if node.state in _WITH_WORKERS])
@@ -299,7 +304,6 @@ class _Fold:
             case "omitted":
                 for node in self.nodes:  # their states until then are unknown
                     node.since_s = max(node.since_s, record.at_s)
-                self._place(Placed(self.placed[-1].since if self.placed else 0.0))
         if record.kind in _OF_ALL:
             self._enter_phase(record, _OF_ALL[record.kind])
         if record.kind in ("done", "failed", "broken"):

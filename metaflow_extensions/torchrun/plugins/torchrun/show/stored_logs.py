@@ -83,6 +83,7 @@ def _lines(
             continue
         node = int(label[2] or label[3] or CONTROL) if rank is None else places.node_at(rank, latest)
         its = {node} if rank is None else places.nodes_at(rank, latest)
+        node = own if node is None else node
         if not (all(each and each in nodes for each in its) and _has(lost, its, text)):
             yield Line(latest, source.task, source.stream, node, rank, text)
 

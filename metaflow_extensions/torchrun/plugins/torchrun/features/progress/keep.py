@@ -104,7 +104,7 @@ class ProgressKeeper(Keeper):
             if launch != self._kept.launch:
                 self._kept.node = None  # what ends from now on is not its launch
             else:
-                self._kept.has_ended_well = False
+                self._kept.has_ended_well, self._rates = False, None
 
     def handle(self, node: int, told: Told, at_s: float) -> Remarks | None:
         """Keep a node's report on its ranks; rank 0's first one of a launch is an event, so that all who look see it soon."""
