@@ -48,6 +48,11 @@ def test_a_missing_script_is_told_with_the_folder_and_a_similar_name(body, name,
     assert name in line
 
 
+def test_a_flow_that_is_resumed_may_take_the_step_from_the_run_before(told, monkeypatch):
+    monkeypatch.setattr("sys.argv", ["flow.py", "--no-pylint", "resume", "end"])
+    assert told("current.torch.run('trian.py')") is None
+
+
 @pytest.mark.parametrize(
     ("body", "more"),
     [

@@ -168,6 +168,9 @@ def test_after_a_restart_the_end_and_the_speed_before_it_do_not_count(kept):
     assert kept["done"] == 10
     kept.keeper.begin(0, {}, 10.0)
     assert (kept["done"], kept["steps_per_s"], kept["left_s"]) == (9, None, None)
+    kept.take((9, {"loss": 0.5}), pace=Pace(9, 2.0), total=10.0)
+    kept.keeper.begin(0, {}, 15.0)  # its node was lost
+    assert (kept["steps_per_s"], kept["rates"]) == (None, None)
     kept.keeper.ended(0, ok=True)
     kept.keeper.begin(1, {}, 20.0)
     assert kept["done"] == 10, "the launch before has ended"

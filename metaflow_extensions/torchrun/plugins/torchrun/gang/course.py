@@ -323,7 +323,7 @@ class Course:
         """
         launch, cause = self.launch, self.launch.first_cause()
         if cause is not None and len(launch.preparing) + len(launch.ready) == self.nodes.expected:
-            self.finish(obstacles.commands_failed(cause, is_alone=launch.is_alone))
+            self.finish(obstacles.commands_failed(cause))
 
     def first_error(self, error: TorchrunError | None) -> TorchrunError | None:
         """Return with what the launch ends: commands that failed while it gathered were before anything else."""
