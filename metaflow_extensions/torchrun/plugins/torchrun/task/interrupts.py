@@ -27,7 +27,7 @@ _REMOTE_JOBS = (["kubernetes", "step"], ["batch", "step"])
 def heed_signals_to_run() -> None:
     """Have SIGTERM and SIGHUP interrupt this run and its tasks; a handler that is there stays, and so does nohup's.
 
-    SIGINT, too, reaches this process alone if it comes from no terminal, but from an editor's stop button.
+    So does SIGINT that no terminal sends, but for example an editor's stop button: it may have reached this process alone.
     """
     _handle((signal.SIGTERM, signal.SIGHUP, signal.SIGINT), pass_on=True)
 
@@ -67,7 +67,8 @@ def _handle(signals: Sequence[signal.Signals], pass_on: bool) -> None:
         elif not is_interrupted:
             is_interrupted = True
             if number == signal.SIGINT and pass_on:
-                native.start_new_thread(_interrupt_the_rest, ())
+                with suppress(RuntimeError):  # no thread can start
+                    native.start_new_thread(_interrupt_the_rest, ())
             elif pass_on:
                 _interrupt_children()
             name = signal.Signals(number).name
