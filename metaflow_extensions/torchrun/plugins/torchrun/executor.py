@@ -171,7 +171,6 @@ class TorchrunExecutor:
             policy=_policy(run, services),
             facts={} if commands else node_facts(spec, context.machine),
             grace_s=settings.grace_s,
-            silence_s=settings.heartbeat_timeout_s,
             logs=settings.logs_of(self.num_nodes),
             nproc_why=nproc.why,
             warm=run.warm,

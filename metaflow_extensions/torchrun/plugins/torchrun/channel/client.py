@@ -12,8 +12,6 @@ import atexit
 import itertools
 import math
 import os
-import shutil
-import signal
 import socket
 import time
 from collections import deque
@@ -32,10 +30,9 @@ from ..gang.protocol import CONTROL, Message, from_wire, to_wire
 from ..gang.wire import from_plain
 from ..machine import native
 from ..machine.detached import Detached, beside_task
-from ..machine.estate import AGENT_VARIABLE, Estate
 from ..machine.network import place
 from ..machine.open_files import file_of
-from ..machine.processes import Other, Process, await_or_kill, living_with, send_signal
+from ..machine.processes import Other, Process
 from ..machine.wake import EndSignal
 from ..records.snapshot import Snapshot
 from ..records.vanished import Word, told_by_others
@@ -49,15 +46,13 @@ _LEAVE_WAIT_S = 5.0
 # due in the background comes as news each half second, and makes this wait end earlier.
 _LOOK_S = 0.75
 _ASK_S = 0.1  # another thread may have read the answer
-_CONTINUE_S = 5.0  # between continuing a silent supervisor, which somebody may have stopped
 _END_S = 2.0
-_DETACHED_S = 2.0  # for what detached itself from workers that are gone, after SIGTERM
 _ANSWERS = frozenset({"answer", "failed", "os_error"})
 _OS_ERRORS = {each.__name__: each for each in (ConnectionError, ConnectionRefusedError, TimeoutError, socket.gaierror)}
 
 
-def _start(asks: bool) -> tuple[Detached, EndSignal, native.socket, native.socket | None]:
-    """Start a supervisor; return its guardian, its end, this end of the link, and that of a second one if the task asks.
+def _start(grace_s: float, asks: bool) -> tuple[Detached, EndSignal, native.socket, native.socket | None]:
+    """Start a supervisor; return its parent, its end, this end of the link, and that of a second one if the task asks.
 
     It ends when it hears nothing more.
     """
@@ -68,9 +63,9 @@ def _start(asks: bool) -> tuple[Detached, EndSignal, native.socket, native.socke
         with suppress(OSError):  # closed
             stdout = os.dup(1)
         theirs = [each.fileno() for _, each in pairs]
-        words = [str(stdout), *map(str, theirs[1:])]
+        words = [str(grace_s), str(stdout), *map(str, theirs[1:])]
         files = (*theirs[1:], held, *((stdout,) if stdout >= 0 else ()))
-        process = beside_task("supervisor.guardian", words, os.environ, theirs[0], pass_fds=files)
+        process = beside_task("supervisor.between", words, os.environ, theirs[0], pass_fds=files)
         process.output.close()
         return process, EndSignal(end), pairs[0][0], pairs[1][0] if asks else None
     except BaseException:
@@ -100,31 +95,27 @@ class Client:
 
     _asks = False  # whether there is a second connection
 
-    def __init__(self, begin: Mapping[str, Any], listener: Member, more: Mapping[str, Any]) -> None:
+    def __init__(self, begin: Mapping[str, Any], listener: Member, grace_s: float, more: Mapping[str, Any]) -> None:
         self._listener = listener
         # What stdout and stderr were when this began; the supervisor writes there.
         self.own_files = {name: file_of(fd) for name, fd in (("stdout", 1), ("stderr", 2))}
         self._is_hurried = False
         self.stays = False  # whether the supervisor is there for another gang after `close`
         self._supervisor: Other | None = None  # when it has said which process it is
-        self._estate: list[Any] = list(Estate())  # what there is to be ended now
-        self._agent_began = ""
         self.of_launch: deque[list[Any]] = deque()  # frames that concern a launch, for who runs it
         self._events: deque[Event] = deque()  # which a signal handler must not emit
         self._numbers = itertools.count()
         self._answers: dict[int, Sequence[Any]] = {}
         self._pid = os.getpid()
-        self._continue_s = min(_CONTINUE_S, begin["timeout_s"] / 5)
-        self._continue_at = 0.0
         self._is_closing = self._is_gone = False  # `_is_closing`: its end is no surprise
         self.hold_s = 0.0  # how long a refused task delays its end, unless the connection ends before
         self._last_words: Any = None  # what the supervisor has said at its end
         self._awaits_last_words = False
         self._how = ""  # why the supervisor is gone, where that is known
         try:
-            self._guardian, self._end_signal, own, asking = _start(self._asks)
-            self._link = LinkEnd(own, self._handle, self._continue)
-            self._asking = self._link if asking is None else LinkEnd(asking, self._keep_answer, self._continue)
+            self._parent, self._end_signal, own, asking = _start(grace_s, self._asks)
+            self._link = LinkEnd(own, self._handle, self._has_ended)
+            self._asking = self._link if asking is None else LinkEnd(asking, self._keep_answer, self._has_ended)
             self.say("begin", {**begin, "more": dict(more)})
         except OSError as error:  # no more processes or files
             raise GangError(
@@ -145,7 +136,7 @@ class Client:
 
     @property
     def _process(self) -> Other:
-        return self._supervisor or self._guardian
+        return self._supervisor or self._parent
 
     # --- what returns at once, unless the supervisor takes nothing
 
@@ -226,7 +217,7 @@ class Client:
             if self._is_gone or (left_s := deadline - time.monotonic()) <= 0:
                 return False
             is_silent = not self._link.wait(min(left_s, _LOOK_S))
-            self._see_end(is_silent and self._continue())
+            self._see_end(is_silent and self._has_ended())
 
     def _see_end(self, has_ended: bool) -> None:
         """See whether the supervisor is gone. Its connection may stay open: a fork of the task may hold its end."""
@@ -243,32 +234,12 @@ class Client:
             self._listener.lose_supervisor(self._why_gone)
         self._is_gone = True  # only now: where a signal handler has raised before, the loss is told again
 
-    def _continue(self) -> bool:
-        """Continue a silent supervisor: somebody may have stopped it. A process that runs does not notice.
-
-        Return whether it has ended.
-        """
-        if (now := time.monotonic()) >= self._continue_at:
-            self._continue_at = now + self._continue_s
-            for each in (self._guardian, self._process):
-                each.send_signal(signal.SIGCONT)
+    def _has_ended(self) -> bool:
         return self._process.has_ended
 
-    def clean_up(self, patience_s: float) -> None:
-        """Wait until the guardian has ended all that a supervisor has left that is gone; end it here if that is gone, too."""
-        self._await_guardian(patience_s)
-        agent, grace_s, _, folders = self._estate
-        if agent is not None:
-            left = living_with(f"{AGENT_VARIABLE}={agent}", self._agent_began)
-            for pid in left:
-                send_signal(pid, signal.SIGTERM)
-            await_or_kill(left, min(grace_s, _DETACHED_S))
-        for folder in folders:
-            shutil.rmtree(folder, ignore_errors=True)
-
-    def _await_guardian(self, patience_s: float) -> bool:
-        self._guardian.send_signal(signal.SIGCONT)  # nobody else continues one that somebody has stopped
-        return self._guardian.wait(patience_s)
+    def await_end(self, patience_s: float) -> bool:
+        """Wait until a supervisor that is gone has left nothing behind, or for so long; return whether that is so."""
+        return self._parent.wait(patience_s)
 
     def settle(self, patience_s: float | None = None) -> bool:
         """Wait until all lines so far are written, or for so long; return whether they are."""
@@ -313,8 +284,8 @@ class Client:
         for each in (self._link, self._asking):
             each.close()
         self._is_gone = True
-        if not self._await_guardian(_END_S):  # it still writes, and its reader may pause: the task's end waits for that
-            atexit.register(self._guardian.wait)
+        if not self.await_end(_END_S):  # it still writes, and its reader may pause: the task's end waits for that
+            atexit.register(self._parent.wait)
 
     def _gone(self) -> SupervisorGone:
         return SupervisorGone(f"The node can't go on (host {socket.gethostname()}): {self._why_gone}.")
@@ -333,14 +304,12 @@ class Client:
             self._listener.deliver(from_wire(rest[0]))
         elif what in _ANSWERS:
             self._keep_answer(frame)
-        elif what == "gone":  # it ends, since the task was frozen, or for a bug of ours
+        elif what == "gone":  # it ends, for a bug of ours
             self._how = rest[0]
             self._lose()
         elif what == "event":
             kind, node, text, is_detail = rest
             self._events.append(Event(kind, node, text, is_detail, is_written=True))
-        elif what == "estate":
-            self._estate, self._agent_began = rest
         elif what == "supervisor":
             self._supervisor = Other(*rest)
         elif what == "lost":
@@ -375,11 +344,12 @@ class MemberClient(Client):
         num_nodes: int,
         listener: Member,
         heartbeat_timeout_s: float,
+        grace_s: float,
         policy: ConnectPolicy,
         more: Mapping[str, Any],
     ) -> None:
         about = {"node": node, "num_nodes": num_nodes, "timeout_s": heartbeat_timeout_s, "place": place()}
-        super().__init__({**about, "policy": asdict(policy)}, listener, more)
+        super().__init__({**about, "policy": asdict(policy)}, listener, grace_s, more)
         self._patience_s = heartbeat_timeout_s + _ANSWER_S
 
     def connect(self, addresses: Sequence[str], port: int, token: str, timeout_s: float) -> str:
@@ -409,7 +379,7 @@ class ControlClient(Client):
         self.num_nodes = num_nodes
         self._last: dict[str, Any] = {}  # what the supervisor has said last; see `_ask`
         self._works: dict[str, Work] = {}
-        super().__init__(_about_gang(num_nodes, heartbeat_timeout_s, token, rules), listener, more)
+        super().__init__(_about_gang(num_nodes, heartbeat_timeout_s, token, rules), listener, rules.grace_s, more)
 
     def begin_alone(self, listener: Member, heartbeat_timeout_s: float, rules: Rules) -> None:
         """Begin another gang of one, after `close`, with a supervisor that stayed."""

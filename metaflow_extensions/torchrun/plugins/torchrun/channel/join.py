@@ -227,7 +227,7 @@ def _member(
     node: int, num_nodes: int, settings: StepSettings, emit: Subscriber, more: Mapping[str, Any] = NOTHING
 ) -> tuple[Member, MemberClient]:
     member = Member(node, num_nodes, emit)
-    channel = MemberClient(node, num_nodes, member, settings.heartbeat_timeout_s, _POLICY, more)
+    channel = MemberClient(node, num_nodes, member, settings.heartbeat_timeout_s, settings.grace_s, _POLICY, more)
     member.attach(channel)
     return member, channel
 

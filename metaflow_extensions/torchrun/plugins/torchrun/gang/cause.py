@@ -70,7 +70,6 @@ _CATEGORIES = {
     "timeout": "timeout",  # of a launch
     "step_timeout": "timeout",  # the step's, on one node
     "hang": "hang",
-    "frozen": "hang",  # stopped by a signal
     "unreachable": "network",  # a node can't reach torch's store on the control node
     "preflight": "network",  # the preflight has failed
     "devices": "start",  # it has found nodes with too few devices
@@ -85,7 +84,7 @@ CATEGORY_TEXTS = {
     "node_lost": "a node was lost",
     "preempted": "a node was told to stop",
     "timeout": "the time was up",
-    "hang": "a process was stopped or made no progress",
+    "hang": "no rank made progress",
     "network": "the network between the nodes failed",
     "interrupted": "nothing in your code failed",
     "store": "the datastore failed",
@@ -176,9 +175,9 @@ class Cause:
     @property
     def what(self) -> str:
         """How it ended, in one line."""
-        if self.kind in ("store", "unreachable") or (self.kind == "frozen" and self.rank is not None):
+        if self.kind in ("store", "unreachable"):
             return str(self.exception)
-        if self.kind in ("command", "check", "agent", "agent_ended", "lost", "frozen"):
+        if self.kind in ("command", "check", "agent", "agent_ended", "lost"):
             return f"failed: {self.exception}"
         if self.kind == "terminated":
             return f"was preempted: {self.exception}"

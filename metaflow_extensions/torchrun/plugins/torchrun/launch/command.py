@@ -7,7 +7,6 @@ import signal
 from collections.abc import Mapping, Sequence
 
 from ..gang.protocol import Go
-from ..machine.estate import AGENT_VARIABLE
 from .commands import system_program
 from .options import STATIC_BACKEND, bracketed
 from .spec import LaunchSpec
@@ -21,6 +20,8 @@ HALT_SIGNAL = int(signal.SIGRTMAX) - 5
 WORKER_HOOKS = os.path.join(SCRIPTS, "worker_hooks")
 # This one comes last on their path, so that all that they start can import what it holds: `metaflow_torchrun`.
 IMPORTABLE = os.path.join(SCRIPTS, "importable")
+# The agent is the first Python of a launch and puts its pid there, so that its children know that they are workers.
+AGENT_VARIABLE = "TORCHRUN_AGENT_PID"
 # "1/3": restart 1 of at most 3. The agent takes it, and sets the variables of torchelastic in each worker.
 _RESTARTS = "TORCHRUN_RESTARTS"
 

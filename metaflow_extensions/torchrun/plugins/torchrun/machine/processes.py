@@ -1,6 +1,6 @@
 """The process table: states, descendants and exit codes of processes.
 
-It is read from ``/proc`` (see proc(5)). Standard library only, and little of it: the guardian imports this module, too.
+It is read from ``/proc`` (see proc(5)). Standard library only, and little of it: `supervisor/between` imports this, too.
 """
 
 from __future__ import annotations
@@ -87,13 +87,6 @@ def is_alive(pid: int, since: str) -> bool:
     return process is not None and process.is_alive and process.began == since
 
 
-def continue_stopped(pid: int) -> None:
-    """Continue a process, if somebody has stopped it."""
-    process = find(pid)
-    if process is not None and process.state == "T":
-        send_signal(pid, signal.SIGCONT)
-
-
 def children(parent: int) -> list[int]:
     """Return the pids of the living children of a process."""
     return [process.pid for process in _table() if process.is_alive and process.parent == parent]
@@ -156,18 +149,6 @@ def command_line(pid: int) -> list[str]:
 def environment(pid: int) -> dict[str, str]:
     """Return the variables with which a process was started; none if it is gone, or another user's."""
     return dict(word.split("=", 1) for word in _words(pid, "environ") if "=" in word)
-
-
-def living_with(word: str, since: str) -> list[int]:
-    """Return the pids of the living processes that began at `since` or later with ``NAME=VALUE`` in their environment.
-
-    Children inherit it, whoever adopts them. A process of another user may hide its environment.
-    """
-    return [
-        process.pid
-        for process in _table()
-        if process.is_alive and int(process.began) >= int(since or 0) and word in _words(process.pid, "environ")
-    ]
 
 
 def describe(pid: int) -> str:

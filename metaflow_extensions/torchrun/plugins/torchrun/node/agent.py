@@ -20,11 +20,10 @@ from contextlib import suppress
 from typing import Any, ClassVar, NamedTuple, Protocol, TypeAlias
 
 from ..machine import processes
-from ..machine.frozen import FrozenWatch
 from ..machine.inherited import give
 from ..machine.looks import WATCH_S, until_look
 from ..machine.processes import HELPERS, send_signal
-from .agent_events import AgentEnded, AgentEvent, End, Frozen, Refused, WorkerEnded, WorkerStarted
+from .agent_events import AgentEnded, AgentEvent, End, Refused, WorkerEnded, WorkerStarted
 from .workers import Workers
 
 _KILL_WAIT_S = 10.0  # after SIGKILL only a process in uninterruptible sleep stays
@@ -38,15 +37,12 @@ class Options(NamedTuple):
 
     stdout: str  # pipes for the agent's own output
     stderr: str
-    silence_s: float  # how long a worker or the agent may be stopped (SIGSTOP) before that counts as a failure
     grace_s: float = 0.0  # time of the workers after SIGTERM
     halt_signal: int = signal.SIGSTOP  # makes the agent act on its workers no more
     cwd: str | None = None  # working directory; default is this process's
     inherited: dict[str, Any] | None = None  # what the agent has from the task; default is what this process has
     umask: int = -1  # -1: as this process
     news: str | None = None  # the pipe in which the agent tells of its workers
-    pipes: str | None = None  # the folder with this and the pipes of agent and workers
-    scratch: Sequence[str] = ()  # folders to remove if this process is killed
 
 
 class Asked(Protocol):
@@ -105,7 +101,6 @@ class AgentProcess:
         self._asked: Asked | None = None
         self._agent: subprocess.Popen[bytes]  # from the start on
         self._workers = Workers()
-        self._frozen = FrozenWatch(options.silence_s)
         self._loop: asyncio.AbstractEventLoop
         self._files: set[int] = set()  # what wakes us: pidfds, and the pipe of news
         self._news: int | None = None
@@ -183,7 +178,6 @@ class AgentProcess:
 
     def _run(self, agent: subprocess.Popen[bytes]) -> None:
         self._agent, self._phase = agent, Phase.RUNNING
-        self._on_run(agent.pid)
         if self._news is not None:
             self._wake_by(self._news, self._step)
         self._observe(agent.pid)
@@ -208,9 +202,6 @@ class AgentProcess:
         self._wake_no_more(fd)
         self._run(self._agent)
         return False
-
-    def _on_run(self, pid: int) -> None:
-        """Handle that the agent runs."""
 
     # --- what wakes us -----------------------------------------------------------------------------
 
@@ -318,10 +309,6 @@ class AgentProcess:
         if self._agent.returncode is not None:
             self._agent_ended(self._agent.returncode)
             return True
-        for pid in self._frozen.overdue((self._agent.pid, *self._workers.living()), time.monotonic()):
-            worker = self._workers.get(pid)
-            rank, local_rank = (None, None) if worker is None else (worker.rank, worker.local_rank)
-            self._on_event(Frozen(rank, local_rank, pid, time.monotonic()))
         return False
 
     def _agent_ended(self, status: int) -> None:
@@ -343,8 +330,6 @@ class AgentProcess:
         # The agent gets no SIGTERM: it would signal its workers a second time, reap them before we read their exit
         # codes, or wait in its exit barrier for up to 300 s (torch 2.13). But torch's store, which it may serve, lives on.
         self._signal_agent(self._options.halt_signal)
-        if self._options.halt_signal != signal.SIGSTOP:
-            self._signal_agent(signal.SIGCONT)  # if somebody has stopped it, it serves its store again
         self._enter(Phase.HALTING, _HALT_S)
 
     def _on_halting(self) -> bool:
@@ -422,7 +407,6 @@ class AgentProcess:
     def _signal_all(pids: Sequence[int], number: int) -> None:
         for pid in pids:
             send_signal(pid, number)
-            send_signal(pid, signal.SIGCONT)
 
     _STEPS: ClassVar[dict[Phase, Callable[[AgentProcess], bool]]] = {
         Phase.ASKING: _on_asking,

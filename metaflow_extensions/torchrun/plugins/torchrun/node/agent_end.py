@@ -8,8 +8,7 @@ from dataclasses import replace
 from ..gang.cause import Cause, describe_exit, signal_name
 from ..logs.pipes import Tail
 from ..machine.cgroup import describe_oom, oom_kills
-from ..machine.frozen import STOPPED
-from .agent_events import End, Frozen
+from .agent_events import End
 from .exits import read_agent_report
 from .plan import Plan
 
@@ -43,23 +42,13 @@ class AgentEnd:
     """The end of one agent, or of the process that runs the commands in its place."""
 
     def __init__(self, plan: Plan, host: str, tail: Tail, name: str = AGENT_NAME) -> None:
-        self._plan = plan
         self._node, self._host = plan.spec.node_index, host
         self._tail = tail
         self._name = name
         self.machine = MachineFaults()
         self.exit_code: int | None = None
         self.failed_at: float | None = None
-        self.fault: tuple[float, Cause] | None = None  # of a frozen process
         self._end: End | None = None
-
-    def record_fault(self, event: Frozen) -> str:
-        """Record that another program has stopped a process; return the log line."""
-        whose = f"its {self._name} " if event.rank is None else ""
-        text = f"{whose}{STOPPED} {self._plan.silence_s:g} s"
-        cause = Cause("frozen", self._node, self._host, event.rank, event.local_rank, exception=text)
-        self.fault = (event.at, cause)
-        return f"{cause.who} {cause.what}"
 
     def record(self, end: End) -> None:
         """Record an end that the agent did not reach by itself."""

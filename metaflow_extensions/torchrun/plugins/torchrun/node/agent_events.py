@@ -35,15 +35,6 @@ class WorkerEnded(NamedTuple):
     stopped_at: float | None = None  # when torchrun was about to stop it; None if it was not
 
 
-class Frozen(NamedTuple):
-    """Another program has stopped a worker (or, without a rank, the agent) and has not continued it in time."""
-
-    rank: int | None
-    local_rank: int | None
-    pid: int
-    at: float
-
-
 class AgentEnded(NamedTuple):
     """The agent has ended by itself; what it has left running is stopped now."""
 
@@ -59,7 +50,7 @@ class End(NamedTuple):
     left: Sequence[str] = ()  # what the agent had left running when it ended by itself
 
 
-AgentEvent: TypeAlias = Refused | WorkerStarted | WorkerEnded | Frozen | AgentEnded | End
+AgentEvent: TypeAlias = Refused | WorkerStarted | WorkerEnded | AgentEnded | End
 
 
 class AgentNews(NamedTuple):

@@ -24,7 +24,7 @@ from ..logs.pipes import AGENT, LogReader, pipe_path
 from ..machine.detached import isolated
 from .agent import AgentProcess, Options
 from .agent_end import AgentEnd
-from .agent_events import AgentEnded, AgentEvent, AgentNews, End, Frozen
+from .agent_events import AgentEnded, AgentEvent, AgentNews, End
 from .headlines import left_behind
 from .news import Seen
 from .plan import Plan
@@ -117,12 +117,9 @@ class Commands:
     def _options(self, pipes: str) -> Options:
         plan = self._plan
         return Options(
-            pipes=pipes,
             stdout=pipe_path(pipes, AGENT, "stdout"),
             stderr=pipe_path(pipes, AGENT, "stderr"),
             grace_s=plan.grace_s,
-            silence_s=plan.silence_s,
-            scratch=[self._folder if plan.spec.log_dir is None else pipes, *plan.folders],
             **of_task(plan),
         )
 
@@ -154,10 +151,6 @@ class Commands:
 
     def _failure(self, event: AgentEvent) -> Cause | None:
         match event:
-            case Frozen():
-                self._end.record_fault(event)
-                assert self._end.fault is not None
-                return self._end.fault[1]
             case AgentEnded():
                 self._end.exit_code = event.status
             case End() if self._end.exit_code is None:

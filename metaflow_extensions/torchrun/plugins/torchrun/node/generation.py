@@ -15,7 +15,7 @@ from ..launch.command import shown_command
 from ..logs.pipes import LogReader
 from .agent import AgentProcess
 from .agent_end import AgentEnd
-from .agent_events import AgentEnded, AgentEvent, End, Frozen, Refused, WorkerEnded, WorkerStarted
+from .agent_events import AgentEnded, AgentEvent, End, Refused, WorkerEnded, WorkerStarted
 from .exits import Exits
 from .headlines import left_behind
 from .news import Seen, WorkersEnded
@@ -124,7 +124,7 @@ class Generation:
             self.watchers.close()
             for end in self.exits.failed():  # also those of which torchrun alone has said so
                 self._logs.read_now(end.local_rank, failed=True)
-            known = self._agent_end.fault is not None or any(self.exits.causes(self._stopped_at))
+            known = any(self.exits.causes(self._stopped_at))
             # torchrun prints a box that names our script. After a good end, or beside a known cause, it would only mislead.
             self._logs.finish(explained=self._ended_well or known)
             await self._logs.kept()
@@ -185,8 +185,6 @@ class Generation:
                 self._pids[event.rank] = event.pid
             case WorkerEnded():
                 return self._on_worker_ended(event)
-            case Frozen():
-                return self._agent_end.record_fault(event) if not self._is_stopping else None
             case AgentEnded():
                 return self._on_agent_ended(event)
             case End():
@@ -228,8 +226,7 @@ class Generation:
     def _failures(self) -> tuple[Failure, ...]:
         """Return this node's first failure; the agent's own counts only if no worker is known to have failed."""
         agent = self._agent_end
-        dated = [] if agent.fault is None else [agent.fault]
-        dated += [(at, agent.machine.explained(cause)) for at, cause in self.exits.causes(self._stopped_at)]
+        dated = [(at, agent.machine.explained(cause)) for at, cause in self.exits.causes(self._stopped_at)]
         if not dated and agent.failed_at is not None:
             dated = [(agent.failed_at, agent.cause(has_workers=bool(self._pids)))]
         now = time.monotonic()

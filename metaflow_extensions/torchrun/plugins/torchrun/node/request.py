@@ -35,7 +35,6 @@ class Request:
     # What must be equal on all nodes besides `spec`, such as the torch version.
     facts: dict[str, Any] = field(default_factory=dict)
     grace_s: float = 30.0  # that workers have between SIGTERM and SIGKILL
-    silence_s: float = 30.0  # how long a process of this node may be stopped by a signal
     logs: str = "node"  # which lines are shown where: one of `parsing.LOGS`
     nproc_why: str = ""  # why there are so many processes on each node
     warm: str = "off"  # what starts warm: one of `parsing.WARM`

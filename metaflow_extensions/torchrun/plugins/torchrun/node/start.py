@@ -56,7 +56,7 @@ def _prepare_in(folder: str, plan: Plan, go: Go, seat: Seat, new_agent: Callable
         shutil.rmtree(pipes, ignore_errors=True)
         raise
     inbox = seat.inbox  # this launch's; a later launch has another
-    options = _options(plan, folder, pipes)
+    options = _options(plan, pipes)
     try:
         agent = new_agent(command, env, options, lambda event: inbox.put_nowait(AgentNews(go.generation, event)), warm)
         return Generation(plan, seat.host, go, folder, command, agent, logs, say)
@@ -145,16 +145,12 @@ def of_task(plan: Plan) -> dict[str, Any]:
     return {"cwd": plan.cwd} | ({} if task is None else {"inherited": task.inherited, "umask": task.umask})
 
 
-def _options(plan: Plan, folder: str, pipes: str) -> Options:
-    scratch = [folder if plan.spec.log_dir is None else pipes, *plan.folders]
+def _options(plan: Plan, pipes: str) -> Options:
     return Options(
-        pipes=pipes,
         news=pipe_path(pipes, AGENT, "workers"),
         stdout=pipe_path(pipes, AGENT, "stdout"),
         stderr=pipe_path(pipes, AGENT, "stderr"),
         grace_s=plan.grace_s,
-        silence_s=plan.silence_s,
         halt_signal=HALT_SIGNAL,
-        scratch=scratch,
         **of_task(plan),
     )

@@ -16,9 +16,6 @@ from ..gang.endings import GivenUp
 from ..gang.protocol import Store, to_wire
 from ..gang.seat import Seat
 from ..gang.wire import from_plain, to_plain
-from ..machine.estate import Estate
-from ..node.agent import AgentProcess
-from ..node.agent_events import AgentEvent, End
 from ..node.news import Completed
 from ..node.node_launch import NodeLaunch
 from ..node.plan import Plan
@@ -28,15 +25,11 @@ from .output import Output, Send
 
 
 class Launches:
-    """The launches of one node, one at a time.
-
-    `tell_task` sends a frame to the task; `tell_estate` says what there is to be ended if this process is killed.
-    """
+    """The launches of one node, one at a time; `tell_task` sends a frame to the task."""
 
     def __init__(
         self,
         tell_task: Send,
-        tell_estate: Callable[[Estate], None],
         seat: Seat,
         output: Output,
         send_lines: Callable[[str, str], None],
@@ -44,24 +37,18 @@ class Launches:
         warm: WarmStarts | None,
         before: Launches | None = None,
     ) -> None:
-        self._tell_task, self._tell_estate = tell_task, tell_estate
+        self._tell_task = tell_task
         self._seat, self._output, self._send_lines = seat, output, send_lines
         self._watches, self._warm = watches, warm
         self._plan: Plan | None = None  # of the last launch
         # The last one; that of another gang of this task, `before`, may still be being stopped.
         self._launch: asyncio.Task[None] | None = None if before is None else before._launch
         self._number = -1  # of the last launch that the task has asked for
-        self._awaits_task = False  # whether the launch can't go on without the task
 
     @property
     def runs(self) -> bool:
         """Whether a launch runs."""
         return self._launch is not None and not self._launch.done()
-
-    @property
-    def runs_alone(self) -> bool:
-        """Whether a launch runs that does not need the task at the moment."""
-        return self.runs and not self._awaits_task
 
     # --- what the task asks for
 
@@ -74,7 +61,6 @@ class Launches:
             self._output.begin(task.writes)
         self._number = number
         self._plan = plan = Plan.of(found, write=self._writer(found), warm_node=self._warm, watches=self._watches)
-        self._awaits_task = False
         self._seat.expect_launch()
         self._launch = asyncio.get_running_loop().create_task(self._run(number, plan, self._launch))
 
@@ -85,7 +71,6 @@ class Launches:
             # A spare worker would lack what is there now. A spare agent sees for itself whether torch has changed.
             self._warm.renew()
         assert self._plan is not None
-        self._awaits_task = False
         self._plan = replace(self._plan, spec=found.spec, facts=found.facts)
         self._seat.inbox.put_nowait(Completed(self._plan))
 
@@ -127,7 +112,7 @@ class Launches:
         if before is not None:  # the task may have left its launch by a second Ctrl-C, while that was being stopped
             await before
         told: dict[str, Any] = {}
-        launch = NodeLaunch(plan, self._seat, number, self._ask_to_complete, self._ask_to_store, self._new_agent)
+        launch = NodeLaunch(plan, self._seat, number, self._ask_to_complete, self._ask_to_store)
         try:
             told = {"outcome": to_plain(await launch.run())}
         except GivenUp:
@@ -137,7 +122,6 @@ class Launches:
         except BaseException as error:
             text = "".join(traceback.format_exception(error)).rstrip()
             told = {"error": to_plain(TorchrunError(f"The launch failed by a bug in metaflow-torchrun:\n{text}"))}
-        self._awaits_task = True
         if number == self._number:  # the task may have left this launch, and begun the next one
             self._output.begin(())  # nobody reads what the task would have to write
         self._tell_task("ended", number, {**told, "handled": launch.interruptions})  # later ones are the task's
@@ -154,40 +138,7 @@ class Launches:
         return write
 
     def _ask_to_complete(self) -> None:
-        self._awaits_task = True
         self._tell_task("complete")
 
     def _ask_to_store(self, store: Store | None) -> None:
-        self._awaits_task = store is not None
         self._tell_task("store", None if store is None else to_wire(store))
-
-    def _new_agent(self, *args: Any) -> AgentProcess:
-        return _GuardedAgent(self._tell_estate, *args)
-
-
-class _GuardedAgent(AgentProcess):
-    """An agent of which the guardian is told."""
-
-    def __init__(self, tell: Callable[[Estate], None], *args: Any) -> None:
-        command, env, options, on_event, *warm = args
-        self._tell, self._about = tell, options
-
-        def on_event_and_tell(event: AgentEvent) -> None:
-            if isinstance(event, End):
-                tell(Estate())
-            on_event(event)
-
-        super().__init__(command, env, options, on_event_and_tell, *warm)
-
-    def start(self) -> None:
-        """Start the agent."""
-        self._on_run(None)  # the pipes are held before it writes
-        try:
-            super().start()
-        except BaseException:
-            self._tell(Estate())
-            raise
-
-    def _on_run(self, pid: int | None) -> None:
-        about = self._about
-        self._tell(Estate(pid, about.grace_s, about.pipes, tuple(about.scratch)))

@@ -2,7 +2,7 @@
 
 It goes on whatever the step's own code does: that may keep the task's interpreter for minutes, stop it, or fork. It sees
 the task end, reads how, and tells the gang. It runs without Metaflow and without site-packages, in one asyncio loop;
-one other thread writes to stdout and stderr (`logs/console`). `guardian` is its parent. `channel/client` is its
+one other thread writes to stdout and stderr (`logs/console`). `between` is its parent. `channel/client` is its
 counterpart in the task; `channel/link` carries what they say.
 """
 
@@ -30,8 +30,6 @@ from ..gang.wire import to_plain
 from ..logs import console
 from ..machine import processes
 from ..machine.cgroup import describe_oom, oom_kills
-from ..machine.estate import Estate, tell
-from ..machine.frozen import STOPPED, FrozenWatch, is_stopped_with_parent
 from ..machine.looks import WATCH_S, until_look
 from ..machine.open_files import file_of
 from ..machine.wake import wake
@@ -51,8 +49,8 @@ _URGENT = frozenset({"lost", "must_end"})  # the step's own code hears of it
 _URGENT_MESSAGES = frozenset({Abort.__name__.lower(), Replaced.__name__.lower()})
 
 
-def main(guardian: int) -> int:
-    """Serve one task, until it lets go or is gone; `guardian` is the pipe to the guardian."""
+def main() -> int:
+    """Serve one task, until it lets go or is gone."""
     pid, began, stdout, *more = sys.argv[1:]
     _take_streams(int(stdout))
     linux.adopt_orphans()
@@ -60,7 +58,7 @@ def main(guardian: int) -> int:
     loop = asyncio.SelectorEventLoop()
     asyncio.set_event_loop(loop)
     # The loop is never closed: that would wait for threads in which names are looked up. The process ends anyway.
-    loop.run_until_complete(Supervisor(task, guardian, *links).run())
+    loop.run_until_complete(Supervisor(task, *links).run())
     return 0
 
 
@@ -78,10 +76,8 @@ def _take_streams(stdout: int) -> None:
 class Supervisor:
     """Serves one task. Everything in this process runs in one loop."""
 
-    def __init__(
-        self, task: processes.Other, guardian: int, own: socket.socket, asking: socket.socket | None = None
-    ) -> None:
-        self._task, self._guardian, self._parent = task, guardian, os.getppid()
+    def __init__(self, task: processes.Other, own: socket.socket, asking: socket.socket | None = None) -> None:
+        self._task = task
         self._link = TaskLink(own, task.pid, self._handle_or_fail, self._on_link_end)
         # What is known of the gang is asked over a connection of its own: other threads of the task ask.
         self._asking = None if asking is None else TaskLink(asking, task.pid, self._answer_asking)
@@ -92,10 +88,8 @@ class Supervisor:
         self._launches: Launches | None = None  # there with the side
         self._warm: WarmStarts | None = None
         self._is_hurried = False  # whether the task was told to end
-        self._silence_s = 0.0  # heartbeat_timeout_s
-        self._frozen: FrozenWatch | None = None  # of the task, where others wait for it
         self._is_over = asyncio.Event()  # the task lets go, is gone, or can't be served any more
-        self._is_closing = self._is_released = False  # the task lets go
+        self._is_released = False  # the task lets go
         self._why: str | None = None  # why the task can't be served any more, although it may live
         self._calls = Held()
         # How many processes the kernel had killed for lack of memory a moment ago, and when that was looked up.
@@ -144,18 +138,9 @@ class Supervisor:
                 pass
         if self._is_over.is_set():
             return
-        if os.getppid() == self._parent:
-            processes.continue_stopped(self._parent)  # the guardian, which does so for this process
         self._count_oom_kills()
-        if self._is_frozen():
-            self._give_up(f"its task {STOPPED} {self._silence_s:g} s")
         if self._has_ended():
             self._end_service()
-
-    @property
-    def _runs_alone(self) -> bool:
-        """Whether a launch runs for which nobody waits for the task."""
-        return self._launches is not None and self._launches.runs_alone
 
     def _has_ended(self) -> bool:
         if self._end is None:
@@ -169,17 +154,8 @@ class Supervisor:
         while not self._has_ended() and time.monotonic() < deadline:
             await asyncio.sleep(_DYING_S / 1000)
 
-    def _is_frozen(self) -> bool:
-        if self._frozen is None or self._why is not None or self._is_closing:
-            return False
-        if self._runs_alone:
-            self._frozen = FrozenWatch(self._silence_s)
-            return False
-        pids = [] if is_stopped_with_parent(self._task.pid) else [self._task.pid]
-        return bool(self._frozen.overdue(pids, time.monotonic()))
-
     def _give_up(self, why: str) -> None:
-        """Serve this task no more; it hears so, at once or when it is continued."""
+        """Serve this task no more; it hears so."""
         if self._why is None:
             self._why = why
             self._link.send_now("gone", why)
@@ -229,16 +205,12 @@ class Supervisor:
         self._call(self._asking, *frame[1:])
 
     def _begin(self, about: dict[str, Any]) -> None:
-        self._silence_s = float(about["timeout_s"])
         self._output.num_nodes = about["num_nodes"]
-        if about["num_nodes"] > 1:
-            self._frozen = FrozenWatch(self._silence_s)
         more = about.pop("more")
         side: Side = (ControlSide if "rules" in about else MemberSide)(self._tell_task, self._output.show, **about)
         self._warm = self._warm or spares_of(watches(), more.get("starts"))
         self._launches = Launches(
             self._link.send,
-            self._tell_estate,
             side.seat,
             self._output,
             side.lines,
@@ -257,14 +229,8 @@ class Supervisor:
         sends = {"look": self._link.send_soon}
         (self._link.send_now if is_urgent else sends.get(what, self._link.send))(what, *rest)
 
-    def _tell_estate(self, estate: Estate) -> None:
-        """Say what there is to be ended if this process is killed: to the guardian, and to the task if both are."""
-        tell(self._guardian, estate)
-        self._link.send("estate", list(estate), "" if estate.agent is None else processes.began(estate.agent))
-
     def _call(self, link: TaskLink, number: int, name: str, args: list[Any]) -> None:
         """Answer a question, at once or as soon as the answer is known."""
-        self._is_closing = self._is_closing or name == "close"
         answers = self if name == "settle" or self._side is None else self._side
         self._calls.begin(self._answer(link, number, name, args, answers))
 
@@ -294,8 +260,7 @@ class Supervisor:
         if self._launches is not None:
             self._launches.let_go()
         if stays:
-            self._side = self._frozen = None
-            self._is_closing = False
+            self._side = None
         else:
             self._is_released = True
             self._end_service()

@@ -247,20 +247,18 @@ class ControlSide(Side):
     def _end_lost(self, now: float) -> None:
         """End the local tasks of nodes without which the gang goes on.
 
-        Such a task may be stopped by a signal, or its step may go on. Metaflow waits for its end, and so does another task.
+        The step of such a task may go on. Metaflow waits for its end, and so does another task.
         """
         for node in self._gang.without & self._others.keys():
             if self._is_coming(node) and self._gang.nodes[node] is NodeState.AWAITED:
                 continue
             task = self._others[node]
             if now < self._killed_at.setdefault(node, now + self._rules.grace_s):
-                send_signal(task.pid, signal.SIGCONT)  # so that it hears of its end
-            elif not task.has_ended:
+                continue
+            if not task.has_ended:
                 send_signal(task.pid, signal.SIGKILL)
             else:
                 del self._others[node], self._killed_at[node]
-            for pid in beside([task]):
-                send_signal(pid, signal.SIGCONT)
 
     def pop_answer(self, feature: str) -> dict[str, Any] | None:
         """Return the newest answer of a feature, once."""

@@ -189,7 +189,7 @@ class LaunchCall:
 
     def _lose_supervisor(self) -> None:
         self._runs = False
-        self._client.clean_up(self.request.grace_s + _STOP_S)
+        self._client.await_end(self.request.grace_s + _STOP_S)
         self._member.await_error(_LAST_NEWS_S)
         raise TorchrunError("This node's supervisor process has ended.")
 

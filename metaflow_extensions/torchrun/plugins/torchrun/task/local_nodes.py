@@ -20,7 +20,6 @@ from itertools import pairwise
 
 from ..gang.nodes import NodeState
 from ..logs.console import has_unread
-from ..machine.detached import beside
 from ..machine.processes import (
     Process,
     await_or_kill,
@@ -105,13 +104,10 @@ class LocalNodes:
         """Wait until all tasks have ended; after `wait_s` seconds kill them.
 
         Where their output waits for its reader, the time does not count: not at all for a node that has left the gang and
-        so only writes what is left, and for minutes for one of which that is not known. A lost node may be frozen, and keep
-        others from writing. Of those that have not joined the gang, one that is just starting finds the word that the
-        control node left and ends by itself; one that hangs gets SIGTERM after a moment. If this task was ordered to end
-        (`is_ordered`), no reader is waited for.
+        so only writes what is left, and for minutes for one of which that is not known. Of those that have not joined the
+        gang, one that is just starting finds the word that the control node left and ends by itself; one that hangs gets
+        SIGTERM after a moment. If this task was ordered to end (`is_ordered`), no reader is waited for.
         """
-        for task in self.tasks().values():
-            send_signal(task.pid, signal.SIGCONT)  # one that somebody has stopped can end by itself
         late = [task for node, task in self.tasks().items() if state(node) in _NOT_THERE]
         for task in _await_ends(late, min(wait_s, _LATECOMER_S if is_ordered else _SLOW_LATECOMER_S), 0.0):
             send_signal(task.pid, signal.SIGTERM)
@@ -125,8 +121,6 @@ class LocalNodes:
             of_these = [task for node, task in tasks.items() if state(node) in states]
             left = _await_ends(of_these, wait_s, 0.0 if is_ordered else unread_s)
             await_or_kill([task.pid for task in left], 0.0)
-            for pid in beside(of_these):  # a supervisor that is stopped may have the turn at our common output
-                send_signal(pid, signal.SIGCONT)
 
 
 def _await_ends(tasks: Sequence[Process], wait_s: float, unread_s: float) -> list[Process]:

@@ -69,7 +69,6 @@ class Spare:
         """Send a request; raises OSError or `StartCold`. `poll` returns the answer, which comes after the spare's imports."""
         self._deadline = deadline
         self.process.args = request["argv"]
-        self.process.send_signal(signal.SIGCONT)  # it would not answer if somebody has stopped it
         with tempfile.TemporaryFile() as told:
             told.write(json.dumps(request).encode())
             told.seek(0)
@@ -103,7 +102,7 @@ class Spare:
             raise self._has_ended()
         elif time.monotonic() > self._deadline:
             what = ", ".join(self._modules)
-            raise StartCold(f"within {ANSWER_S:g} s it did not answer; it imports {what}, or it was stopped")
+            raise StartCold(f"within {ANSWER_S:g} s it did not answer; it imports {what}")
         return False
 
     def _has_ended(self) -> StartCold:

@@ -1,0 +1,64 @@
+"""The process between a task and its supervisor: the supervisor's parent, which ends what a killed one leaves behind.
+
+All that descends from a supervisor that was killed comes to this process, a child subreaper. The agent gets SIGTERM from
+the kernel by itself, and stops its workers.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from contextlib import suppress
+
+from ..compat import linux
+from ..machine.processes import living_descendants, send_signal
+
+_KILL_WAIT_S = 10.0  # after SIGKILL only a process in uninterruptible sleep stays
+_LOOK_S = 0.02
+
+
+def main() -> int:
+    """Start a supervisor as a child, wait for its end, and end what is left then within ``grace_s``."""
+    grace_s = float(sys.argv.pop(1))
+    linux.adopt_orphans()
+    have_default_signals()
+    supervisor = os.fork()
+    if supervisor == 0:
+        from .process import main as supervise
+
+        return supervise()
+    _close_files()
+    os.waitpid(supervisor, 0)
+    for pid in living_descendants(os.getpid()):
+        send_signal(pid, signal.SIGTERM)
+    kill_at = time.monotonic() + grace_s
+    while (left := living_descendants(os.getpid())) and time.monotonic() < kill_at + _KILL_WAIT_S:
+        for pid in left if time.monotonic() >= kill_at else ():
+            send_signal(pid, signal.SIGKILL)
+        time.sleep(_LOOK_S)
+    return 0
+
+
+def have_default_signals() -> None:
+    """Reset all signals to their defaults, whatever the step's code has set; heed neither Ctrl-C nor SIGTERM."""
+    # Ignored signals survive exec, so those of the step's code would reach the workers. With SIGCHLD ignored, the
+    # kernel would reap our children and their exit codes would be lost.
+    # Python ignores two for itself; a Popen sets them back in its child.
+    for number in signal.valid_signals() - {signal.SIGPIPE, signal.SIGXFSZ}:
+        with suppress(OSError):  # SIGKILL and SIGSTOP
+            signal.signal(number, signal.SIG_DFL)
+    # Ctrl-C is the task's, and so is an order to all processes of a container. Handlers, not SIG_IGN, which workers
+    # would inherit.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: None)
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())  # last, since a blocked signal may be pending and arrives now
+
+
+def _close_files() -> None:
+    """Close all files: whoever reads the task's output, or its connection, waits for the end of all copies."""
+    nothing = os.open(os.devnull, os.O_RDWR)
+    for fd in (0, 1, 2):
+        os.dup2(nothing, fd)
+    os.closerange(3, max(map(int, os.listdir("/proc/self/fd"))) + 1)
