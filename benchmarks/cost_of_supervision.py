@@ -31,8 +31,8 @@ CASES = {
     'logs="all"': ("--with", "torchrun:logs=all"),
     'logs="all", card': ("--with", "torchrun:logs=all", "--with", "card:type=torchrun"),
 }
-# What runs beside a task, and what stands in its command line; a guardian's child, its supervisor, has the same.
-BESIDE = {"supervisor": "guardian import main", "torchrun": "/features/warm/spare.py"}
+# What runs beside a task, and what stands in its command line; a supervisor's parent has the same.
+BESIDE = {"supervisor": "between import main", "torchrun": "/features/warm/spare.py"}
 COMPARED = ("CPU", "threads", "RSS", "PSS")
 START_S = 600.0
 # The targets: of an ordinary step, and of one with many nodes.
@@ -73,11 +73,11 @@ class Run:
                 is_ours = process.environ().get("BENCHMARK_FOLDER") == str(self.folder)
                 line = " ".join(process.cmdline()) if is_ours else ""
                 found.update({name: process.pid for name, part in BESIDE.items() if part in line})
-        if "supervisor" in found:  # of a guardian and its child, the child
+        if "supervisor" in found:  # of both, the child
             children = psutil.Process(found["supervisor"]).children()
             own = [each.pid for each in children if BESIDE["supervisor"] in " ".join(each.cmdline())]
             found["supervisor"] = (own or [found["supervisor"]])[0]
-            found["guardian"] = psutil.Process(found["supervisor"]).ppid()
+            found["between"] = psutil.Process(found["supervisor"]).ppid()
         return found
 
     def end(self) -> None:
@@ -87,7 +87,7 @@ class Run:
         try:
             self._process.wait(120)
         except subprocess.TimeoutExpired:
-            os.killpg(self._process.pid, signal.SIGKILL)  # the tasks and guardians notice it, and end
+            os.killpg(self._process.pid, signal.SIGKILL)  # the tasks and supervisors notice it, and end
             self._process.wait()
 
 

@@ -68,7 +68,7 @@ def running(folder: Path, way: Way) -> Iterator[subprocess.Popen[bytes]]:
         process.wait(WAIT_S)
     finally:
         with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)  # the tasks and guardians notice it, and end
+            os.killpg(process.pid, signal.SIGKILL)  # the tasks and supervisors notice it, and end
         process.wait()
 
 

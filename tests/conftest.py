@@ -65,7 +65,7 @@ def _tell_group(item: pytest.Item) -> None:
     assert item.nodeid.endswith(f"@{mark.args[0]}"), "pytest-xdist would not keep this group together"
 
 
-# All that this process starts has this variable, also what is nobody's child any more, such as guardians.
+# All that this process starts has this variable, also what is nobody's child any more, such as supervisors.
 _MARK = "TORCHRUN_TESTED_BY"
 os.environ[_MARK] = str(os.getpid())
 

@@ -143,12 +143,12 @@ def _told(process: psutil.Process) -> str:
 
 
 def supervisor(flow: FlowRun, task: int) -> psutil.Process:
-    """Return the supervisor beside a task. Its guardian, its parent, has the same command line."""
+    """Return the supervisor beside a task. Its parent has the same command line."""
     beside = []
     for process in flow.processes():
         with suppress(psutil.NoSuchProcess):
             words = process.cmdline()
-            if "torchrun.supervisor.guardian" in " ".join(words) and str(task) in words:
+            if "torchrun.supervisor.between" in " ".join(words) and str(task) in words:
                 beside.append(process)
     (found,) = [each for each in beside if each.parent() in beside]
     return found

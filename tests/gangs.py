@@ -231,19 +231,19 @@ class Gang:
     def agent(self, rank: int, run_id: str = "launch0-0") -> int:
         return int(self.note(f"worker-{run_id}-{rank}")["agent"])
 
-    def guardian(self, node: int) -> int:
-        """Return the pid of a node's guardian, the parent of its supervisor."""
+    def between(self, node: int) -> int:
+        """Return the pid of the parent of a node's supervisor."""
         return psutil.Process(self.supervisor(node)).ppid()
 
     def supervisor(self, node: int) -> int:
-        """Return the pid of a node's supervisor, once it runs; its guardian, its parent, was told the task's pid."""
+        """Return the pid of a node's supervisor, once it runs; its parent was told the task's pid."""
         found: list[int] = []
 
         def is_there() -> bool:
             lines = {pid: command_line(pid, None).split() for pid in self.living()}
-            program = "torchrun.supervisor.guardian"
+            program = "torchrun.supervisor.between"
             of_node = [pid for pid, words in lines.items() if program in words and str(self.task(node)) in words[-4:-2]]
-            # A helper, the task's child, has the same command line until it has started the guardian.
+            # A helper, the task's child, has the same command line until it has started that.
             with suppress(psutil.NoSuchProcess):
                 parents = {pid: psutil.Process(pid).ppid() for pid in of_node}
                 found[:] = [pid for pid, parent in parents.items() if parent in of_node]

@@ -133,7 +133,7 @@ def node() -> Drawing:
     it.text(24, 53, "the step's code", "small")
     it.arrow((110, 66), (110, 154), both=True)
     rows = [
-        ("ours", "guardian", "ends everything below it, if the supervisor is killed"),
+        ("ours", "process between", "ends everything below it, if the supervisor is killed"),
         ("ours", "supervisor", "runs the launches, reads the output, talks to the other nodes"),
         ("theirs", "agent", "python -m torch.distributed.run"),
     ]

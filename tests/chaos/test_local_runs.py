@@ -14,7 +14,7 @@ GRACE_S = 2
 
 
 def test_a_run_is_stopped_and_continued_at_its_terminal(start_flow, recorder):
-    """Ctrl-Z reaches the run and its tasks; guardians and workers have sessions of their own."""
+    """Ctrl-Z reaches the run and its tasks; supervisors and workers have sessions of their own."""
     heartbeat_s = math.ceil(limit_s(2))
     flow = start_flow(attrs={"heartbeat_timeout_s": heartbeat_s, "grace_s": GRACE_S}, do="*:wait")
     flow.await_notes("worker-*", 2)

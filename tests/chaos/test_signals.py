@@ -98,96 +98,34 @@ def test_sigkill_of_the_control_nodes_supervisor(gang, recorder):
     assert f"Node 0 (host {HOST}) failed: its supervisor process (pid " in gang.error(0)["text"]
 
 
-def test_sigkill_of_a_guardian(gang, recorder):
+def test_sigkill_of_the_process_between(gang, recorder):
     """It matters only when its supervisor is killed, too."""
     gang.start(2, 1)
     gang.await_workers()
-    struck_at = gang.send(gang.guardian(1), signal.SIGKILL)
+    struck_at = gang.send(gang.between(1), signal.SIGKILL)
     gang.await_age(struck_at, 1)
-    recorder.lasted("SIGKILL of a guardian", gang.end_well())
+    recorder.lasted("SIGKILL of the parent of a supervisor", gang.end_well())
 
 
 def test_sigkill_of_all_that_is_ours(gang, recorder):
     """The kernel tells the agent, which stops its workers."""
     gang.start(2, 2)
     gang.await_workers()
-    supervisor, guardian = gang.supervisor(1), gang.guardian(1)
-    gang.send(guardian, signal.SIGKILL)
+    supervisor, between = gang.supervisor(1), gang.between(1)
+    gang.send(between, signal.SIGKILL)
     outcome = gang.await_end(gang.send(supervisor, signal.SIGKILL), [0])
-    recorder.died("SIGKILL of a guardian and its supervisor", outcome)
+    recorder.died("SIGKILL of a supervisor and its parent", outcome)
     assert f"{NODE_1} failed: its connection to the control node was closed" in outcome.error["text"]
 
 
-@pytest.mark.parametrize("node", [0, 1])
-def test_sigkill_of_a_supervisor_whose_guardian_is_stopped(node, gang, recorder):
-    gang.start(2, 1)
-    gang.await_workers()
-    supervisor = gang.supervisor(node)
-    gang.send(gang.guardian(node), signal.SIGSTOP)
-    outcome = gang.await_end(gang.send(supervisor, signal.SIGKILL), [1 - node])
-    recorder.died("SIGKILL of a supervisor whose guardian is stopped", outcome)
-
-
-def test_sigkill_of_a_task_whose_supervisor_is_stopped(gang, recorder):
-    gang.start(2, 1, settings={"heartbeat_timeout_s": max(20, HEARTBEAT_S)})
-    gang.await_workers()
-    gang.send(gang.supervisor(0), signal.SIGSTOP)
-    outcome = gang.await_end(gang.send(gang.task(0), signal.SIGKILL), [1])
-    recorder.died("SIGKILL of a task whose supervisor is stopped", outcome)
-    assert f"Node 0 (host {HOST}) failed: its task " in outcome.error["text"]
-
-
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=lambda number: number.name)
-def test_a_signal_to_guardian_and_supervisor(number, gang, recorder):
+def test_a_signal_to_a_supervisor_and_its_parent(number, gang, recorder):
     gang.start(2, 1)
     gang.await_workers()
-    gang.send(gang.guardian(1), number)
+    gang.send(gang.between(1), number)
     struck_at = gang.send(gang.supervisor(1), number)
     gang.await_age(struck_at, 1)
-    recorder.lasted(f"{number.name} of a guardian and its supervisor", gang.end_well())
-
-
-@pytest.mark.parametrize("node", [0, 1])
-def test_a_supervisor_that_somebody_stops_goes_on(node, gang, recorder):
-    gang.start(2, 1, settings={"heartbeat_timeout_s": max(20, HEARTBEAT_S)})
-    gang.await_workers()
-    pid = gang.supervisor(node)
-    struck_at = gang.send(pid, signal.SIGSTOP)
-    gang.await_that(lambda: psutil.Process(pid).status() != psutil.STATUS_STOPPED, "its going on")
-    gang.await_age(struck_at, 1)
-    recorder.lasted("SIGSTOP of a supervisor", gang.end_well())
-
-
-STOPPED = f"was stopped by a signal (SIGSTOP or the like) and not continued for {HEARTBEAT_S} s"
-
-
-@pytest.mark.parametrize(
-    ("victim", "said"),
-    [("worker", f"{RANK_2} {STOPPED}"), ("agent", f"{NODE_1} failed: its torchrun agent {STOPPED}")],
-    ids=_first,
-)
-def test_sigstop(victim, said, gang, recorder):
-    pid = start(gang, victim, heartbeat_timeout_s=HEARTBEAT_S)
-    outcome = gang.await_end(gang.send(pid, signal.SIGSTOP), others(gang, victim))
-    recorder.silent(f"SIGSTOP of {NAMES[victim]}", outcome, HEARTBEAT_S)
-    assert gang.living() == set()
-    assert said in outcome.error["text"]
-    assert outcome.error["cause"]["category"] == "hang"
-
-
-@pytest.mark.parametrize("node", [0, 1])
-def test_a_task_that_is_stopped_in_its_steps_own_code(node, gang, recorder):
-    """The others wait for it; it stays as it is."""
-    gang.start(
-        3, 1, launches=0, own_code=dict.fromkeys(range(3), "wait"), settings={"heartbeat_timeout_s": HEARTBEAT_S}
-    )
-    gang.await_steps()
-    pid = gang.task(node)
-    outcome = gang.await_end(gang.send(pid, signal.SIGSTOP), [each for each in range(3) if each != node], ignore=[pid])
-    recorder.silent(f"SIGSTOP of the task of node {node} in its own code", outcome, HEARTBEAT_S)
-    assert gang.living() == {pid}
-    assert f"Node {node} (host {HOST}) failed: its task {STOPPED}" in outcome.error["text"]
-    assert outcome.error["cause"]["category"] == "node_lost"
+    recorder.lasted(f"{number.name} of a supervisor and its parent", gang.end_well())
 
 
 @pytest.mark.parametrize("victim", ["task", "control task"])
@@ -212,15 +150,6 @@ def test_a_failure_elsewhere_stops_the_workers_of_a_stopped_task(victim, gang, r
     outcome = gang.await_end(struck_at, gang.processes)
     recorder.died(f"SIGKILL of a worker while {NAMES[victim]} of another node is stopped", outcome)
     assert f"Rank {of_other} on node {of_other} (host {HOST}) was killed by SIGKILL" in outcome.error["text"]
-
-
-def test_a_stopped_worker_that_goes_on_in_time_is_no_failure(gang, recorder):
-    pid = start(gang, "worker", heartbeat_timeout_s=HEARTBEAT_S)
-    struck_at = gang.send(pid, signal.SIGSTOP)
-    gang.await_age(struck_at, HEARTBEAT_S / 2)
-    os.kill(pid, signal.SIGCONT)
-    gang.await_age(struck_at, HEARTBEAT_S * 1.5)
-    recorder.lasted("SIGSTOP of a worker for half the heartbeat timeout", gang.end_well())
 
 
 def test_everything_is_stopped_for_longer_than_the_heartbeat_timeout(gang, recorder):

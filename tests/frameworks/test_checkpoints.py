@@ -83,7 +83,7 @@ def task_of_node_1(flow) -> psutil.Process:
 
 
 def lose_node_1(flow) -> None:
-    """Kill all processes of the node, from the guardian, which would let the workers save, to the task.
+    """Kill all processes of the node, from the supervisor's parent, which would let the workers save, to the task.
 
     Guardians are no children of the task; they have its number among their arguments.
     """

@@ -9,9 +9,6 @@ import psutil
 import pytest
 from limits import limit_s
 
-from metaflow_extensions.torchrun.plugins.torchrun.machine.detached import beside
-from metaflow_extensions.torchrun.plugins.torchrun.machine.processes import find, living_descendants
-
 MIB = 1024 * 1024
 
 
@@ -98,20 +95,6 @@ def await_flood(flow):
     while not all(f"[rank {rank}] yyy" in flow.text for rank in range(2)):
         assert time.monotonic() < deadline, flow.text
         time.sleep(0.2)
-
-
-@pytest.mark.long
-def test_a_frozen_node_that_has_the_turn_is_lost_as_any_other(start_flow):
-    """Both nodes write without end to one pipe, so the frozen one holds it or waits for it."""
-    attrs = {"grace_s": 3, "heartbeat_timeout_s": 5}
-    flow = start_flow(runs_=[run("saves", nproc_per_node=1)], attrs=attrs, stand_in=True)
-    (task,) = flow.await_notes("task-1", 1)
-    await_flood(flow)
-    ours = beside([find(task["pid"])])
-    for pid in (task["pid"], *ours, *living_descendants(min(ours))):  # the task would continue the others
-        psutil.Process(pid).suspend()
-    assert flow.wait(60) == 1
-    assert "Node 1 (host" in flow.text
 
 
 @pytest.mark.long

@@ -62,7 +62,7 @@ def faulty_storage(fault):
 
 # Makes the control node's supervisor choose a port first that somebody else takes before its agent does.
 SQUATTED = """
-if "{{module}}" == "supervisor.guardian":
+if "{{module}}" == "supervisor.between":
     from torchrun.supervisor import sides
     choose, chosen = sides.pick_port, []
     def pick_port(pinned):

@@ -18,7 +18,6 @@ from metaflow_extensions.torchrun.plugins.torchrun.gang.member import Member
 from metaflow_extensions.torchrun.plugins.torchrun.gang.seat import Seat
 from metaflow_extensions.torchrun.plugins.torchrun.launch.services import Services
 from metaflow_extensions.torchrun.plugins.torchrun.launch.spec import LaunchSpec
-from metaflow_extensions.torchrun.plugins.torchrun.logs.pipes import pipe_path
 from metaflow_extensions.torchrun.plugins.torchrun.machine.accelerators import Machine
 from metaflow_extensions.torchrun.plugins.torchrun.node import agent_events
 from metaflow_extensions.torchrun.plugins.torchrun.node.news import Completed
@@ -233,7 +232,7 @@ class FakeNode:
     def worker_writes(self, agent, stream, text, local_rank=1):
         """Have a worker write; return its folder."""
         if text:
-            Path(pipe_path(agent.options.pipes, local_rank, stream)).write_text(text)
+            Path(Path(agent.options.stderr).parent / f"{local_rank}.{stream}").write_text(text)
         folder = self.agent_folder(agent) / "run_x" / "attempt_0" / str(local_rank)
         folder.mkdir(parents=True, exist_ok=True)
         return folder
@@ -245,7 +244,9 @@ class FakeNode:
     def agent_folder(self, agent):
         kept = self.plan.spec.log_dir
         return (
-            max(Path(kept).glob("torchrun-node*"), key=os.path.getctime) if kept else Path(agent.options.pipes).parent
+            max(Path(kept).glob("torchrun-node*"), key=os.path.getctime)
+            if kept
+            else Path(agent.options.stderr).parent.parent
         )
 
     # --- what the test looks at ------------------------------------------------------------------

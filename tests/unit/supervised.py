@@ -1,4 +1,4 @@
-"""A process that runs agents and spares under a guardian, as a supervisor does; tests tell it what to do."""
+"""A process that runs agents and spares as a supervisor does, under its parent; tests tell it what to do."""
 
 import json
 import os
@@ -12,14 +12,14 @@ from unit_helpers import HANG_S, OURS, eventually, is_running
 
 from metaflow_extensions.torchrun.plugins.torchrun.node import agent_events
 
+GRACE_S = 0.3
 PROGRAM = f"""{OURS}
 import asyncio, inspect, json, os, resource, signal, types
 from ours.compat import linux
 from ours.features.warm.node import WarmNode
 from ours.machine import processes
 from ours.node.agent import AgentProcess, Options
-from ours.machine import estate
-from ours.supervisor import guardian
+from ours.supervisor import between
 agents = {{}}
 
 def say(**what):
@@ -59,9 +59,7 @@ async def serve():
     say(pid=os.getpid())
     await is_over.wait()
 
-def supervise(pipe):
-    global tell
-    tell = lambda *about: estate.tell(pipe, estate.Estate(*about))
+def supervise():
     linux.adopt_orphans()
     asyncio.new_event_loop().run_until_complete(serve())
     return 0
@@ -69,7 +67,7 @@ def supervise(pipe):
 module = sys.modules["ours.supervisor.process"] = types.ModuleType("process")
 module.main = supervise
 exec(sys.argv.pop(1))
-os._exit(guardian.main())
+os._exit(between.main())
 """
 
 
@@ -77,9 +75,9 @@ class Supervised:
     """Such a process. `before` is code that it executes first."""
 
     def __init__(self, before="", env=None):
-        command = [sys.executable, "-I", "-S", "-c", PROGRAM, before]
+        command = [sys.executable, "-I", "-S", "-c", PROGRAM, before, str(GRACE_S)]
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=env)
-        self.guardian = self._process.pid
+        self.between = self._process.pid
         self._answers, self._events = queue.SimpleQueue(), {}
         self.pid = json.loads(self._process.stdout.readline())["pid"]
         self._reader = threading.Thread(target=self._read, daemon=True)
@@ -118,7 +116,7 @@ class Supervised:
         return self.answer()
 
     def close(self):
-        """End it; its guardian ends what is left, and then itself."""
+        """End it; its parent ends what is left, and then itself."""
         self._process.stdin.close()
         self._process.wait(limit_s(HANG_S))
         eventually(lambda: not is_running(self.pid), "its end")
@@ -131,5 +129,5 @@ class Supervised:
 
     @property
     def has_ended(self):
-        """Whether its guardian has ended, too."""
+        """Whether its parent has ended, too."""
         return self._process.poll() is not None

@@ -27,7 +27,7 @@ def test_it_tells_of_its_workers_and_whatever_they_start_knows_the_restarts_of_t
     words = [f"--log-dir={tmp_path}", *OPTIONS, "--no-python", "--", "sh", "-c", shows]
     env = {**os.environ, "PYTHONPATH": str(STAND_IN), "TORCHRUN_RESTARTS": restarts}
     os.mkfifo(path := tmp_path / "agent.workers")
-    news = os.open(path, os.O_RDWR)  # as its guardian
+    news = os.open(path, os.O_RDWR)  # as its supervisor
     subprocess.run([sys.executable, AGENT, str(tmp_path), str(HALT_SIGNAL), *words], env=env, check=True, timeout=60)
     told = [line.split() for line in os.read(news, 65536).decode().splitlines()]
     os.close(news)

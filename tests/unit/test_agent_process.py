@@ -7,10 +7,8 @@ import shutil
 import signal
 import sys
 import time
-from contextlib import suppress
 from pathlib import Path
 
-import psutil
 import pytest
 from limits import limit_s
 from supervised import Supervised
@@ -23,7 +21,6 @@ from metaflow_extensions.torchrun.plugins.torchrun.machine.inherited import inhe
 from metaflow_extensions.torchrun.plugins.torchrun.node.agent_events import (
     AgentEnded,
     End,
-    Frozen,
     WorkerEnded,
     WorkerStarted,
 )
@@ -162,7 +159,7 @@ class Tree:
         logs = {stream: str(root / f"agent.{stream}") for stream in ("stdout", "stderr")}
         self.seen = []
         os.mkfifo(news := str(root / "agent.workers"))
-        options = {**logs, "news": news, "grace_s": 5.0, "silence_s": 30.0, **options}
+        options = {**logs, "news": news, "grace_s": 5.0, **options}
         command = command or [*PYTHON, agent, script, str(count), how]
         self.supervised = Supervised(before)
         self.events = self.supervised.events(0)
@@ -313,7 +310,7 @@ def test_arguments_and_folder_reach_the_agent_and_its_output_its_files(tree, tmp
 )
 def test_an_agent_that_can_not_be_started_is_an_error_at_once(command, cwd, tmp_path):
     supervised = Supervised()
-    options = {"stdout": str(tmp_path / "out"), "stderr": str(tmp_path / "err"), "silence_s": 30.0, "cwd": cwd}
+    options = {"stdout": str(tmp_path / "out"), "stderr": str(tmp_path / "err"), "cwd": cwd}
     with pytest.raises(AssertionError, match=f"FileNotFoundError.*{cwd or command[0]}"):
         supervised.ask("start(0, command, {}, options)", command=command, options=options)
     supervised.ask("agents[0].close(1.0)")  # without effect
@@ -367,11 +364,10 @@ def test_every_worker_gets_sigterm_exactly_once_and_may_end_in_its_own_way(how, 
     assert all(event.stopped for event in one.seen_of(WorkerEnded))
 
 
-def test_the_halted_and_the_detached_obey_too_and_the_stubborn_are_killed_after_the_grace(tree):
+def test_the_detached_obey_too_and_the_stubborn_are_killed_after_the_grace(tree):
     stubborn = "if rank == '1': signal.signal(15, signal.SIG_IGN)\n"
     one = tree(FAMILY.replace("ready()\nforever()", f"{stubborn}ready()\nforever()"), how="hang")
-    pids = one.await_workers()
-    os.kill(pids[0], signal.SIGSTOP)
+    one.await_workers()
     begun = time.monotonic()
     one.stop(0.5)
     assert one.ended() == {0: -signal.SIGTERM, 1: -signal.SIGKILL}
@@ -443,97 +439,31 @@ def test_when_the_agent_is_killed_it_is_said_and_the_workers_are_stopped(tree):
 def test_an_order_to_all_processes_of_a_container_is_the_tasks(number, tree):
     one = tree("until_let_go()")
     pids = one.await_workers()
-    for pid in (one.supervised.pid, one.supervised.guardian):
+    for pid in (one.supervised.pid, one.supervised.between):
         os.kill(pid, number)
     for pid in pids:
         one.let_go(pid)
     assert one.ended() == {0: 0, 1: 0}
 
 
-def test_when_the_supervisor_is_killed_its_guardian_ends_all_and_removes_what_it_was_told(tree, tmp_path):
+def test_when_the_supervisor_is_killed_its_parent_ends_all(tree):
     """What detached itself as well; who ignores SIGTERM is killed after the grace."""
-    (tmp_path / "scratch" / "values").mkdir(parents=True)
     one = tree(FAMILY, how="hang")
     one.await_workers()
     detached = noted(one.root, *RELATIVES)[1]
     assert processes.find(detached).parent == one.supervised.pid
-    estate = [one.agent_pid(), 0.3, None, [str(tmp_path / "scratch")]]
-    one.supervised.ask("tell(*about)", about=estate)
     one.supervised.kill()
-    eventually(lambda: one.supervised.has_ended, "the guardian's end")
+    eventually(lambda: one.supervised.has_ended, "the parent's end")
     assert not one.running()
-    assert not (tmp_path / "scratch").exists()
 
 
-def test_after_the_death_of_a_guardian_all_goes_on(tree):
+def test_after_the_death_of_the_supervisors_parent_all_goes_on(tree):
     one = tree("until_let_go()")
     pids = one.await_workers()
-    os.kill(one.supervised.guardian, signal.SIGKILL)
+    os.kill(one.supervised.between, signal.SIGKILL)
     for pid in pids:
         one.let_go(pid)
     assert one.ended() == {0: 0, 1: 0}
-
-
-def test_a_supervisor_that_somebody_stops_is_continued_by_its_guardian(tree):
-    one = tree("until_let_go()")
-    pids = one.await_workers()
-    os.kill(one.supervised.pid, signal.SIGSTOP)
-    for stops in (True, False):
-        is_so = lambda stops=stops: (psutil.Process(one.supervised.pid).status() == psutil.STATUS_STOPPED) is stops  # noqa: E731
-        eventually(is_so, "its stop, and its going on")
-    for pid in pids:
-        one.let_go(pid)
-    assert one.ended() == {0: 0, 1: 0}
-
-
-PRINTING = """
-def last_words(*_):
-    with open(os.path.join(notes, "pipes", "0.stdout"), "w") as pipe:
-        pipe.writelines(f"{number}\\n" for number in range(200_000))
-    note("saved")
-    sys.exit()
-signal.signal(signal.SIGTERM, last_words)
-ready()
-forever()
-"""
-
-
-def test_a_worker_that_saves_may_print_when_the_supervisor_that_reads_is_killed(tree, tmp_path):
-    (tmp_path / "pipes").mkdir()
-    os.mkfifo(tmp_path / "pipes" / "0.stdout")
-    one = tree(PRINTING, count=1, how="hang")
-    (worker,) = one.await_workers()
-    one.supervised.ask("tell(*about)", about=[one.agent_pid(), limit_s(HANG_S), str(tmp_path / "pipes"), []])
-
-    def has_it_open():
-        for each in Path(f"/proc/{one.supervised.guardian}/fd").iterdir():
-            with suppress(FileNotFoundError):  # it was closed meanwhile
-                if str(tmp_path / "pipes") in os.readlink(each):
-                    return True
-        return False
-
-    eventually(has_it_open, "the guardian's hold of the pipes")
-    one.supervised.kill()
-    os.kill(worker, signal.SIGTERM)
-    eventually((tmp_path / "saved").exists, "its last word")
-    os.kill(int((tmp_path / "agent.pid").read_text()), signal.SIGKILL)
-    eventually(lambda: one.supervised.has_ended, "the guardian's end")
-
-
-# --- frozen processes --------------------------------------------------------------------------------
-
-
-def test_a_worker_and_an_agent_that_somebody_freezes_are_told_once_and_hear_sigterm_still(tree):
-    one = tree(how="hang", silence_s=0.5)
-    worker = one.await_workers()[1]
-    begun = time.monotonic()
-    for pid in (worker, one.agent_pid()):
-        os.kill(pid, signal.SIGSTOP)
-    told = {event.pid: (event.rank, event.local_rank) for event in (one.expect(Frozen), one.expect(Frozen))}
-    assert told == {worker: (11, 1), one.agent_pid(): (None, None)}
-    assert time.monotonic() - begun >= 0.5
-    one.stop(5.0)
-    assert one.ended() == dict.fromkeys((0, 1), -signal.SIGTERM)
 
 
 # --- preemption --------------------------------------------------------------------------------------
@@ -613,20 +543,17 @@ def storing(tree, tmp_path, monkeypatch):
     return lambda worker: tree(worker, count=1, command=command, **more)
 
 
-@pytest.mark.parametrize("is_stopped", [False, True])
-def test_a_worker_that_saves_still_has_the_store_in_its_agent(is_stopped, storing):
+def test_a_worker_that_saves_still_has_the_store_in_its_agent(storing):
     """The agent acts on its workers no more, whatever signals it gets."""
     one = storing(SAVING_WITH_THE_STORE)
     one.await_workers()
-    if is_stopped:
-        os.kill(one.agent_pid(), signal.SIGSTOP)
     one.stop(20.0, signal.SIGUSR1)
     assert one.ended() == {0: 0}
     assert (one.root / "saved").read_text() == "stored"
 
 
 @pytest.mark.parametrize("is_halted", [True, False])
-def test_an_agent_ends_its_workers_when_both_supervisor_and_guardian_are_killed(is_halted, storing):
+def test_an_agent_ends_its_workers_when_both_supervisor_and_its_parent_are_killed(is_halted, storing):
     """The kernel tells it."""
     one = storing("signal.signal(signal.SIGUSR1, lambda *_: note('asked')); ready(); forever()")
     (worker,) = one.await_workers()
@@ -634,7 +561,7 @@ def test_an_agent_ends_its_workers_when_both_supervisor_and_guardian_are_killed(
     if is_halted:
         one.stop(60.0, signal.SIGUSR1)
         eventually((one.root / "asked").exists, "the signal")
-    os.kill(one.supervised.guardian, signal.SIGKILL)
+    os.kill(one.supervised.between, signal.SIGKILL)
     one.supervised.kill()
     await_the_end_of([worker, agent])
 

@@ -175,8 +175,6 @@ def test_a_cause_is_the_same_again_after_being_plain_data_of_a_bounded_size():
         ),
         (Cause("terminated", 1, "h", exception="it got SIGTERM"), "Node 1 (host h) was preempted: it got SIGTERM."),
         (Cause("hang", 0, "h", exception="no rank wrote"), "The launch hangs: no rank wrote."),
-        (Cause("frozen", 1, "h", 3, exception="is stopped"), "Rank 3 on node 1 (host h) is stopped."),
-        (Cause("frozen", 1, "h", exception="it is stopped"), "Node 1 (host h) failed: it is stopped."),
     ],
     ids=lambda given: given.kind if isinstance(given, Cause) else "",
 )

@@ -69,7 +69,7 @@ def gang():
         return client
 
     def member(node=1):
-        return noted(lambda listener: MemberClient(node, 2, listener, 20.0, ConnectPolicy(attempt_s=1.0), {}))
+        return noted(lambda listener: MemberClient(node, 2, listener, 20.0, 5.0, ConnectPolicy(attempt_s=1.0), {}))
 
     yield control, member
     for each in made:
@@ -152,15 +152,6 @@ def test_a_supervisor_that_is_killed_before_its_last_words_is_missed(gang, monke
     monkeypatch.setattr(control, "call", kill_and_call)
     control.close()
     assert f"pid {control.pid}" in control.snapshot({}).error
-
-
-def test_a_supervisor_that_somebody_stops_is_continued_before_others_miss_it(gang):
-    control = gang[0](silence_s=1.0)
-    control.listen(None, HOST)
-    os.kill(control.pid, signal.SIGSTOP)
-    assert eventually(lambda: psutil.Process(control.pid).status() != psutil.STATUS_STOPPED, within_s=2)
-    assert eventually(lambda: control.call("view"))
-    assert psutil.Process(control.pid).status() != psutil.STATUS_STOPPED
 
 
 def test_a_step_that_closes_all_descriptors_hears_so_and_nobody_waits(gang):
@@ -265,7 +256,7 @@ def ended(how):
 def told_of(how, last_words=b""):
     own, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with subprocess.Popen([sys.executable, "-c", "input();" + how], stdin=subprocess.PIPE) as task:
-        served = supervising.Supervisor(processes.Other(task.pid, processes.began(task.pid)), -1, theirs)
+        served = supervising.Supervisor(processes.Other(task.pid, processes.began(task.pid)), theirs)
         served._side, served._launches = (side := Side()), Mock(runs=True, close=AsyncMock())
         before = [os.dup(stream) for stream in (1, 2)]
         task.stdin.write(b"\n")
@@ -284,22 +275,6 @@ def told_of(how, last_words=b""):
     return side.sent
 
 
-def test_the_task_ends_what_has_lost_both_agent_and_guardian_and_removes_its_folder(tmp_path):
-    (folder := tmp_path / "torchrun-node0").mkdir()
-    client = object.__new__(MemberClient)
-    client._guardian = SimpleNamespace(send_signal=lambda number: None, wait=lambda patience_s: True)
-    agent = str(2**22 + 1)  # more than the kernel gives as a pid
-    client._estate, client._agent_began = [int(agent), 5.0, None, [str(folder)]], "0"
-    marked = {"TORCHRUN_AGENT_PID": agent}
-    with (
-        subprocess.Popen(["sleep", "600"], env=marked, start_new_session=True) as left,
-        subprocess.Popen(["sleep", "600"], env={}) as other,
-    ):
-        client.clean_up(1.0)
-        assert (left.wait(), other.poll(), folder.exists()) == (-signal.SIGTERM, None, False)
-        other.kill()
-
-
 def test_a_member_whose_task_has_ended_is_lost_for_that_reason(gang):
     control, member = gang[0](), gang[1]()
     member.connect([HOST], control.listen(None, HOST), control.token, 5.0)
@@ -308,15 +283,6 @@ def test_a_member_whose_task_has_ended_is_lost_for_that_reason(gang):
     assert "Node 1 (host" in control.heard.of(Abort)[0].error.message
     assert "failed: its task exited with code 3" in control.heard.of(Abort)[0].error.message
     assert not control.heard.of(Note)
-
-
-def test_a_guardian_that_somebody_stops_is_continued(gang):
-    control = gang[0]()
-    control.listen(None, HOST)
-    guardian = psutil.Process(control._guardian.pid)
-    guardian.suspend()
-    assert eventually(lambda: guardian.status() == psutil.STATUS_STOPPED)
-    assert eventually(lambda: guardian.status() != psutil.STATUS_STOPPED)
 
 
 def test_a_loss_that_a_signal_handler_cut_off_is_told_again(gang):
@@ -347,14 +313,14 @@ def woken():
     signal.signal(SIGNAL, before)
 
 
-@pytest.mark.parametrize("is_guarded", [True, False])
-def test_a_task_is_woken_at_the_end_of_its_supervisor_although_no_process_of_ours_is_left(is_guarded, gang, woken):
+@pytest.mark.parametrize("has_parent", [True, False])
+def test_a_task_is_woken_at_the_end_of_its_supervisor_although_no_process_of_ours_is_left(has_parent, gang, woken):
     control = gang[0]()
     control.listen(None, HOST)
     control.signal_end(True)
-    if not is_guarded:
-        os.kill(control._guardian.pid, signal.SIGKILL)
-        eventually(lambda: not is_running(control._guardian.pid))
+    if not has_parent:
+        os.kill(control._parent.pid, signal.SIGKILL)
+        eventually(lambda: not is_running(control._parent.pid))
     assert not woken
     os.kill(control.pid, signal.SIGKILL)
     assert eventually(lambda: woken == [True])

@@ -387,7 +387,6 @@ def test_a_members_values_go_to_the_control_node(tmp_path):
     with closing(FunctionCall(print, None, None, True, store)) as call:
         node = FakeNode(tmp_path, number=1, services=Services({"functions": call}), store=store)
         agent = node.running()
-        assert list(agent.options.scratch) == [agent.options.pipes, call.folder]
         for rank in (2, 3):
             leave(call, f"returned-{rank}.pkl", f"of rank {rank}")
         node.all_end_well(agent)

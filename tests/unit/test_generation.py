@@ -14,7 +14,7 @@ from metaflow_extensions.torchrun.plugins.torchrun.launch.spec import LaunchSpec
 from metaflow_extensions.torchrun.plugins.torchrun.machine.accelerators import Machine
 from metaflow_extensions.torchrun.plugins.torchrun.node import agent_end
 from metaflow_extensions.torchrun.plugins.torchrun.node.agent_end import MachineFaults
-from metaflow_extensions.torchrun.plugins.torchrun.node.agent_events import AgentEnded, Frozen
+from metaflow_extensions.torchrun.plugins.torchrun.node.agent_events import AgentEnded
 from metaflow_extensions.torchrun.plugins.torchrun.node.generation import Generation
 from metaflow_extensions.torchrun.plugins.torchrun.node.news import Seen
 from metaflow_extensions.torchrun.plugins.torchrun.node.plan import Plan
@@ -48,8 +48,7 @@ def test_it_begins_and_ends_once(tmp_path):
     generation.start()
     for _ in range(2):
         generation.stop()
-    for event in (AgentEnded(1, 0.0), Frozen(None, None, 7, 0.0)):
-        assert generation.handle(event) == Seen()
+    assert generation.handle(AgentEnded(1, 0.0)) == Seen()
     for _ in range(2):
         asyncio.run(generation.close())
     assert generation._agent.orders == ["start", ("stop", 30.0), ("close", 0.0)]

@@ -216,7 +216,7 @@ def test_a_step_that_ends_before_it_ends_the_launch():
     assert (type(error), "another thread" in str(error)) == (TorchrunError, True)
 
 
-def test_a_supervisor_that_is_gone_ends_it_when_its_guardian_has_stopped_all():
+def test_a_supervisor_that_is_gone_ends_it_when_its_parent_has_stopped_all():
     call = Call()
     call.member.lose_supervisor("its supervisor process (pid 7) ended unexpectedly, as by SIGKILL")
     call.client.gone = True

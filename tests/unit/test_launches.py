@@ -2,8 +2,6 @@
 
 import asyncio
 import json
-import os
-import subprocess
 import time
 from types import SimpleNamespace
 from unittest.mock import Mock
@@ -19,9 +17,7 @@ from metaflow_extensions.torchrun.plugins.torchrun.gang.wire import from_plain, 
 from metaflow_extensions.torchrun.plugins.torchrun.launch.spec import LaunchSpec
 from metaflow_extensions.torchrun.plugins.torchrun.logs.console import BEHIND_BYTES
 from metaflow_extensions.torchrun.plugins.torchrun.machine.accelerators import Machine
-from metaflow_extensions.torchrun.plugins.torchrun.machine.estate import Estate
 from metaflow_extensions.torchrun.plugins.torchrun.machine.inherited import inherited, umask
-from metaflow_extensions.torchrun.plugins.torchrun.node.agent import Options
 from metaflow_extensions.torchrun.plugins.torchrun.node.request import Request, Task
 from metaflow_extensions.torchrun.plugins.torchrun.supervisor import launches as launching
 from metaflow_extensions.torchrun.plugins.torchrun.supervisor import output as output_module
@@ -57,13 +53,11 @@ def node():
     gang = SimpleNamespace(own_address=None, send=sent.append, settle_lines=settle_lines)
     loop = Loop()
     seat = InLoop(loop, lambda: Seat(0, 1, lambda event: None, gang))
-    warm, output, estates = Mock(), Mock(), []
+    warm, output = Mock(), Mock()
     tell = lambda *frame: frames.append(frame)  # noqa: E731
-    make = lambda: Launches(tell, estates.append, seat.itself, output, Mock(), (), warm)  # noqa: E731
+    make = lambda: Launches(tell, seat.itself, output, Mock(), (), warm)  # noqa: E731
     launches = InLoop(loop, make)
-    yield SimpleNamespace(
-        launches=launches, seat=seat, told=frames, sent=sent, warm=warm, output=output, estates=estates, loop=loop
-    )
+    yield SimpleNamespace(launches=launches, seat=seat, told=frames, sent=sent, warm=warm, output=output, loop=loop)
     loop.stop()
 
 
@@ -76,13 +70,11 @@ def test_a_launch_that_the_task_leaves_tells_the_gang_why(node):
     node.launches.run(3, told(request_of()))
     assert eventually(lambda: node.sent)
     assert isinstance(node.sent[0], Ready)
-    assert node.launches.runs_alone
     node.launches.give_up(3, told(Cause("interrupted", 0, "host", exception="KeyboardInterrupt")))
     assert ended(node) == ("ended", 3, {"handled": 0})
     failed, end = node.sent[1:]
     assert (type(failed), failed.given_up, failed.failures[0].cause.kind) == (Failed, True, "interrupted")
     assert (type(end), end.ok) == (Ended, False)
-    assert not node.launches.runs_alone
 
 
 def test_a_launch_that_the_task_leaves_at_once_ends(node):
@@ -124,7 +116,6 @@ def test_the_launch_of_a_task_that_is_gone_ends_and_leaves_nothing(node, tmp_pat
 def test_no_worker_becomes_of_a_spare_that_has_imported_before_the_commands(warm, renewed, node):
     node.launches.run(0, told(request_of(warm=warm, commands=(("true",),))))
     assert eventually(lambda: ("complete",) in node.told, within_s=30)
-    assert not node.launches.runs_alone
     node.launches.complete(told(request_of(warm=warm, commands=(("true",),), facts={"torch": "new"})))
     assert eventually(lambda: isinstance(node.sent[-1], Ready))
     assert isinstance(node.sent[0], Prepares)
@@ -175,7 +166,7 @@ def test_a_launch_of_another_gang_waits_too_and_hears_nothing_of_the_last_one(no
     heard = []
     tell = lambda *frame: heard.append(frame)  # noqa: E731
     before, seat = node.launches.itself, node.seat.itself
-    make = lambda: Launches(tell, print, seat, node.output, Mock(), (), None, before)  # noqa: E731
+    make = lambda: Launches(tell, seat, node.output, Mock(), (), None, before)  # noqa: E731
     after = InLoop(node.loop, make)
     after.run(0, told(request_of()))
     time.sleep(0.2)  # it would have begun by now
@@ -185,33 +176,6 @@ def test_a_launch_of_another_gang_waits_too_and_hears_nothing_of_the_last_one(no
     assert (node.told, heard) == ([], [])
     after.abort()
     after.close()
-
-
-def test_the_guardian_is_told_of_an_agent_that_was_a_spare_when_it_runs(tmp_path, node):
-    class Asked:
-        """A spare that answers when it is asked again."""
-
-        def __init__(self):
-            self.process, self.polls = subprocess.Popen(["sleep", "600"]), iter([False, True])
-            self.fileno = os.eventfd(0) if hasattr(os, "eventfd") else os.pipe()[0]
-            self.fileno = lambda fd=self.fileno: fd
-
-        def poll(self):
-            return next(self.polls)
-
-    def start():
-        options = Options(str(tmp_path / "out"), str(tmp_path / "err"), 30.0, 5.0, scratch=["/a"])
-        agent = node.launches.itself._new_agent(["true"], {}, options, lambda event: None, lambda *_: asked)
-        agent.start()
-        return agent
-
-    asked = Asked()
-    agent = InLoop(node.loop, start)
-    assert eventually(lambda: agent.pid) == asked.process.pid
-    assert [estate.agent for estate in node.estates] == [None, asked.process.pid]
-    agent.close(0.0)
-    assert node.estates[-1] == Estate()
-    os.close(asked.fileno())
 
 
 def test_a_bug_of_ours_is_told_as_one(node):

@@ -197,11 +197,11 @@ def test_metaflow_itself_imports_few_of_our_modules():
     assert ours & set(MODULES) == IMPORTED_WITH_METAFLOW
 
 
-def test_a_guardian_imports_little():
+def test_the_parent_of_a_supervisor_imports_little():
     """It is there for each node, see ``machine/detached.py``; what its supervisor needs is imported in that."""
-    own = {"compat.linux", "machine.processes", "machine.estate"}
-    assert IMPORTS["supervisor.guardian"][0] == {*own, "supervisor.process"}
-    code = "import os, sys\n" + detached.OURS.format(module="supervisor.guardian").replace(
+    own = {"compat.linux", "machine.processes"}
+    assert IMPORTS["supervisor.between"][0] == {*own, "supervisor.process"}
+    code = "import os, sys\n" + detached.OURS.format(module="supervisor.between").replace(
         "os._exit(main())", "print(*sys.modules)"
     )
     command = [sys.executable, "-I", "-S", "-c", code, str(FOLDER)]

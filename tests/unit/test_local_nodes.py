@@ -164,7 +164,7 @@ def test_a_node_that_did_not_join_gets_sigterm_and_the_others_their_time(start, 
     ("state", "waits"), [(NodeState.LOST, False), (NodeState.JOINED, True), (NodeState.LEFT, True)]
 )
 def test_what_waits_for_its_reader_is_waited_for_but_not_behind_a_node_that_is_lost(start, monkeypatch, state, waits):
-    """One that is frozen may hold the turn, for which the others wait. One that goes on printing is ended some time."""
+    """A lost one may hold the turn, for which the others wait. One that goes on printing is ended some time."""
     monkeypatch.setattr(local_nodes, "_UNREAD_S", 1.0)
     unread_until = time.monotonic() + (1.5 if state is NodeState.LEFT else 3600.0)
     monkeypatch.setattr(local_nodes, "has_unread", lambda: time.monotonic() < unread_until)
@@ -172,13 +172,6 @@ def test_what_waits_for_its_reader_is_waited_for_but_not_behind_a_node_that_is_l
     LocalNodes(RUN, CONTROL, 2).stop(0.3, {1: state}.get)
     assert node.wait() == -signal.SIGKILL
     assert (time.monotonic() - begin > 1.0) is waits
-
-
-def test_a_node_that_somebody_has_stopped_ends_by_itself_when_the_gang_is_over(start):
-    node = start(*task(1), code="import time; print(flush=True); time.sleep(0.5)")
-    node.send_signal(signal.SIGSTOP)
-    LocalNodes(RUN, CONTROL, 2).stop(limit_s(10), {1: NodeState.LOST}.get)
-    assert node.wait() == 0
 
 
 def test_a_node_that_writes_its_last_lines_has_its_time_after_one_that_is_lost(start, monkeypatch):

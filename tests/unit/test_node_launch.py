@@ -35,7 +35,6 @@ from metaflow_extensions.torchrun.plugins.torchrun.machine.accelerators import M
 from metaflow_extensions.torchrun.plugins.torchrun.node.agent_events import (
     AgentEnded,
     End,
-    Frozen,
     WorkerEnded,
     WorkerStarted,
 )
@@ -77,7 +76,7 @@ def test_the_output_is_shown_with_labels_and_kept_where_the_user_wants_it_alone(
     node = FakeNode(tmp_path, spec={"log_dir": log_dir and str(tmp_path / log_dir)})
     agent = node.running()
     assert (str(node.agent_folder(agent)) in agent.options.scratch) is not kept
-    assert Path(agent.options.pipes).is_relative_to(node.agent_folder(agent)) is not kept  # a bucket takes no pipes
+    assert Path(agent.options.stderr).is_relative_to(node.agent_folder(agent)) is not kept  # a bucket takes no pipes
     node.worker_writes(agent, "stdout", "hello\n")
     node.agent_stderr(agent, "a warning\n")
     node.all_end_well(agent)
@@ -182,8 +181,6 @@ HERE = {
         "a worker exited",
         BY_US,
     ),
-    "a frozen worker": ("", [Frozen(1, 1, 2, 0.0)] * 2, ("frozen", 1, None, "for 30 s"), "Rank 1 on node 0", BY_US),
-    "a frozen agent": ("", [Frozen(None, None, 2, 0.0)] * 2, ("frozen", None, None, "for 30 s"), "node 0", BY_US),
     "the agent itself": (
         "RuntimeError: the store is gone\n",
         [AgentEnded(1, 0.0)],
@@ -721,9 +718,8 @@ def test_nodes_that_share_a_machine_share_its_accelerators_and_its_terminal(tmp_
     node.verdict(ERROR)
 
 
-def test_an_agent_is_told_what_to_expect_and_what_to_remove(tmp_path, service):
-    node = FakeNode(tmp_path, services=Services({"files": service}), grace_s=7.0, silence_s=8.0, spec={"cwd": "/work"})
+def test_an_agent_is_told_its_grace_and_its_folder(tmp_path):
+    node = FakeNode(tmp_path, grace_s=7.0, spec={"cwd": "/work"})
     options = node.running().options
-    assert (options.grace_s, options.silence_s) == (7.0, 8.0)
-    assert (options.cwd, list(options.scratch)) == ("/work", [options.pipes, service.folder])
+    assert (options.grace_s, options.cwd) == (7.0, "/work")
     node.verdict(ERROR)

@@ -864,7 +864,6 @@ def test_the_pause_before_a_restart_counts_from_the_failure_not_from_the_end_of_
         (crash(1, kind="agent", code=-9), "killed", True),
         (crash(1, kind="timeout"), "timeout", True),
         (crash(1, kind="hang"), "hang", True),
-        (crash(1, kind="frozen"), "hang", True),
         (crash(1, kind="agent"), "start", False),
         (crash(1, kind="devices"), "start", False),
         (crash(1, kind="preflight"), "network", False),

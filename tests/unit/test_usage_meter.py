@@ -144,7 +144,7 @@ SHARED = Machine(4, (), 2, 0)  # with another node
 
 
 class Node:
-    """A node whose clock the test holds; without a pid, its guardian is this process."""
+    """A node whose clock the test holds; without a pid, its agent is this process."""
 
     def __init__(self, folder, machine=SHARED, pid=None, num_nodes=2, **spec):
         spec = {"nproc": 2, "num_nodes": num_nodes, "node_index": 0, "python": "python3", **spec}
@@ -181,7 +181,7 @@ def test_a_node_tells_what_its_processes_use_and_write(tmp_path, family):
     assert second["output_bytes_s"] == 0
 
 
-def test_nothing_is_measured_before_the_guardian_runs(tmp_path):
+def test_nothing_is_measured_before_the_agent_runs(tmp_path):
     node = Node(tmp_path)
     node.pid = None
     assert node.after(STEP_S) is None

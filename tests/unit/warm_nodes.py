@@ -125,7 +125,7 @@ class Warm:
         out = self.root / f"seen-{self.count}.json"
         logs = {stream: str(self.root / f"agent.{stream}") for stream in ("stdout", "stderr")}
         count = self.workers if workers is None else workers
-        options = {**logs, "news": str(self.root / "agent.workers"), "grace_s": 2.0, "silence_s": 30.0, **options}
+        options = {**logs, "news": str(self.root / "agent.workers"), "grace_s": 2.0, **options}
         words = [str(out), what, str(count), *(script or [self.script, "löss", ""])]
         told = {
             "command": [sys.executable, launch_command.AGENT, str(self.root), str(launch_command.HALT_SIGNAL), *words],

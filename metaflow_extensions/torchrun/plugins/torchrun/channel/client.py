@@ -63,7 +63,7 @@ def _start(grace_s: float, asks: bool) -> tuple[Detached, EndSignal, native.sock
         with suppress(OSError):  # closed
             stdout = os.dup(1)
         theirs = [each.fileno() for _, each in pairs]
-        words = [str(grace_s), str(stdout), *map(str, theirs[1:])]
+        words = [str(stdout), *map(str, theirs[1:]), str(grace_s)]
         files = (*theirs[1:], held, *((stdout,) if stdout >= 0 else ()))
         process = beside_task("supervisor.between", words, os.environ, theirs[0], pass_fds=files)
         process.output.close()

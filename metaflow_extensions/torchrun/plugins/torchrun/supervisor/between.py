@@ -21,7 +21,7 @@ _LOOK_S = 0.02
 
 def main() -> int:
     """Start a supervisor as a child, wait for its end, and end what is left then within ``grace_s``."""
-    grace_s = float(sys.argv.pop(1))
+    grace_s = float(sys.argv.pop())
     linux.adopt_orphans()
     have_default_signals()
     supervisor = os.fork()
