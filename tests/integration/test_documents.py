@@ -255,6 +255,8 @@ def test_with_the_recipe_all_ranks_go_on_from_one_epoch_though_each_node_has_its
     first, second = [[each for each in begun if each[1] == restart] for restart in "01"]
     assert [each[2:4] for each in first] == [("0", "0")] * 2, run.text
     assert sorted(each[0] for each in second) == ["0", "1"]
-    assert {each[2:] for each in second} == {("2", "2", second[0][4])}, "all have epoch, optimizer and weights of rank 0"
+    assert {each[2:] for each in second} == {("2", "2", second[0][4])}, (
+        "all have epoch, optimizer and weights of rank 0"
+    )
     ends = sorted(re.findall(r"\[rank (\d)\] END 2 (.*)", run.text))
     assert ends == [("0", "['model.pt']"), ("1", "[]")]

@@ -54,7 +54,7 @@ def cpu_s(*pids: int) -> float:
 
 
 def test_it_costs_next_to_nothing_while_ranks_train(gang):
-    """0.3 % of a core (docs/performance.md). A process that looks at something all the time takes more than ten times that."""
+    """It is 0.3 % of a core (docs/performance.md). Whoever looks at something all the time takes ten times that."""
     gang.start(2, entrypoint="writer.py", do="15 1", stand_in=True)
     gang.await_that(lambda: all(f"writer {node} 0000002" in gang.log(node) for node in (0, 1)), "the third line")
     ours = [pid for node in (0, 1) for pid in (gang.task(node), gang.supervisor(node), gang.guardian(node))]
