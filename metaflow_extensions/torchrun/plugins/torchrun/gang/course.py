@@ -343,7 +343,7 @@ class Course:
         self.note("stopped", node=node)
         self.keepers.ended(node, ended.ok)
         self._send_remarks()  # before the verdict, with which the log of the launch ends
-        launch.ended[node] = replace(ended, failures=())
+        launch.ended.setdefault(node, replace(ended, failures=()))  # a second order to end knows no exit codes
         if not ended.ok:
             self.stop()
         self.decide_if_all_ended()
