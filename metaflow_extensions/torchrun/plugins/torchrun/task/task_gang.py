@@ -28,6 +28,7 @@ from ..channel.join import (
     rules_of,
 )
 from ..channel.registry import Registry
+from ..compat.cards import make_none
 from ..compat.datastore import datastore_type, metadata_type, save_log, watch_storing
 from ..compat.renamed import convenience
 from ..compat.steps import control_task_of, exit_codes_of_tasks, is_local, is_of_another_task, runs_on
@@ -42,7 +43,7 @@ from ..logs.console import hurry, to_log
 from ..logs.task_log import TaskLog
 from ..records.on_page import NO_PAGES, Pages
 from ..settings import StepSettings
-from ..show.live_card import GangPart, LastCards, LiveCard, Pointer
+from ..show.live_card import GangPart, LastCards, LiveCard, pointing_at
 from ..show.program import flow_program
 from .event_store import EventStore
 from .local_nodes import LocalNodes
@@ -174,12 +175,10 @@ class TaskGang:
         return rules if self._limit is None else replace(rules, deadline=self._limit.ends_at, longer=self._limit.text)
 
     def _join_as_member(self, registry: Registry, control: str, more: Mapping[str, Any]) -> tuple[Member, str]:
-        """Join, and show which task has the gang's card; `control` is run, step and task."""
+        """Join, and leave the gang's card to the control node; `control` is its task, as run, step and task."""
         node, num_nodes = current.parallel.node_index, current.parallel.num_nodes
-        pointer = Pointer(control, node, num_nodes, self._last_cards.make)
-        self.part = partial(pointer.part, pages=self._pages)
-        if self._finds_tasks():
-            pointer.show()
+        self.part = pointing_at(control, self._pages)
+        make_none()
         member, main_addr = join_as_member(registry, node, num_nodes, self._settings, self._emit, more)
         member.may_go_on = self._settings.max_restarts > 0
         return member, main_addr
