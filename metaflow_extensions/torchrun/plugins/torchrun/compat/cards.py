@@ -130,13 +130,10 @@ def _run_command(
 
 def make_none() -> None:
     """Have this task make no card of our type; Metaflow makes its other cards."""
-
-    def create_others(create: Callable[..., None], **card: Any) -> None:
-        if card["decorator_attributes"]["type"] != "torchrun":
-            create(**card)
-
-    for card in of_type("torchrun"):
-        card._card_creator.create = partial(create_others, card._card_creator.create)
+    for creator in [card._card_creator for card in of_type("torchrun")]:
+        creator.create = partial(
+            lambda make, **card: card["decorator_attributes"]["type"] == "torchrun" or make(**card), creator.create
+        )
 
 
 def take_control_task(step: str, is_control: Callable[[str], bool]) -> None:

@@ -230,13 +230,10 @@ class LiveCard:
 
 
 def pointing_at(control: str, pages: Pages) -> Callable[[tuple[str, ...]], GangPart]:
-    """Return what makes parts for a user's own card on another node: they say which task has the gang's card.
-
-    `control` is the control node's task, as run, step and task.
-    """
-    parallel, link = current.parallel, this_task().task(control)
+    """Return what makes parts for a user's own card on another node: they name `control`, as run, step and task."""
+    parallel, task = current.parallel, f"{current.flow_name}/{control}"
     here = f"node {parallel.node_index} (host {socket.gethostname()}) of a gang of {parallel.num_nodes} nodes"
-    sentence = Sentence(f"This is {here}. The card of node 0's task shows the gang: {link.text}.", link=link)
+    sentence = Sentence(f"This is {here}. The card of node 0's task shows the gang: {task}.")
     return lambda names: GangPart(names, lambda: sentence, this_task, pages)
 
 

@@ -213,18 +213,14 @@ class TaskGang:
             end=self._last_cards.make,
         )
         self.part = self.live_card.part
-        if not self._finds_tasks() and self.live_card.give_up():
+        # A card needs its task from Metaflow's client. With local metadata, that does not find one of a pod or container
+        # (``LocalMetadataProvider.register_task_id``, 2.19).
+        is_found = self._is_local or metadata_type(self._flow_datastore) != "local"
+        if not is_found and self.live_card.give_up():
             where = f"{self._run_id}/{self._step_name}/{self._task_id}"
             command = f"{flow_program()} card create {where} --type torchrun"
             reason = "only the machine that submitted this run has its metadata"
             self._emit(Event("note", 0, f"the gang's card can't be made here: {reason}. There: {command}"))
-
-    def _finds_tasks(self) -> bool:
-        """Return whether Metaflow's client finds this task, which its cards need.
-
-        In a pod or container it does not where the metadata is local (``LocalMetadataProvider.register_task_id``, 2.19).
-        """
-        return self._is_local or metadata_type(self._flow_datastore) != "local"
 
     # --- around it and after it -----------------------------------------------------------------
 
