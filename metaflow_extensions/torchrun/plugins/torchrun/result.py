@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import io
 import pickle
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
+from .errors import MetaflowException, TorchrunError
 from .stubs import ForStubs
 
 if TYPE_CHECKING:
@@ -108,15 +110,24 @@ class TorchrunResult(Generic[_T]):
         LookupError
             If this result does not have it: it is of a script, or the rank is another node's and the values were
             not gathered.
+        TorchrunError
+            If the value can't be loaded here.
         """
         if rank not in self.values:
             raise LookupError(self._why_not(rank))
         in_files = getattr(self.values, "open", None)  # of the task that made them: then no copy is read into memory
-        if in_files is not None:
-            with in_files(rank) as file:
-                value: _T = pickle.load(file)  # noqa: S301 - what this task's own workers have left
-        else:
-            value = pickle.loads(self.values[rank])  # noqa: S301 - an artifact of the user's own run
+        with io.BytesIO(self.values[rank]) if in_files is None else in_files(rank) as file:
+            try:
+                value: _T = pickle.load(file)  # noqa: S301 - what the user's own workers have left
+            except (OSError, MemoryError, MetaflowException):
+                raise  # not the value's fault: a disk, or news of the gang
+            except Exception as error:
+                kind = self.values[rank].rpartition(b"\n")[2].decode(errors="replace")  # see `function_worker.store`
+                raise TorchrunError(
+                    f"Rank {rank} returned a {kind}, which can't be loaded here ({type(error).__name__}: {error}). "
+                    "Return plain data instead: state_dict() of a model, of a DistributedDataParallel that of its module; "
+                    "of an exception its text. Modules that the value needs must be installed here, too."
+                ) from error
         return value
 
     def local_rank(self, local_rank: int) -> _T:
