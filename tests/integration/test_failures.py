@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -13,6 +14,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from flow_runs import FLOWS
 from limits import limit_s
 
 from metaflow_extensions.torchrun.plugins.torchrun.gang.cause import remedy
@@ -296,6 +298,7 @@ def test_the_origin_is_named_although_others_fail_faster(run_flow):
     # Its own traceback, with the source line, the report of one node, and the line of the other.
     assert flow.text.count("bad loss: *0*  *1 🙂") == flow.text.count("bad loss") == 4
     assert len(flow.lines) < 40, flow.text
+    assert "plugins/torchrun" not in flow.text, "no frame of ours"
 
 
 # --- what is wrong from the start ---------------------------------------------------------------
@@ -313,6 +316,18 @@ def test_wrong_attributes_from_the_command_line_are_refused(run_flow):
     flow = run_flow("--with", "torchrun:nproc_per_node=0", flow="plain.py", expect=1)
     assert "Step train: @torchrun(nproc_per_node=...) is 0" in flow.text
     assert "Task is starting" not in flow.text
+
+
+@pytest.mark.parametrize(
+    ("call", "near"), [('"worker.py", nproc=2', "nproc_per_node"), ('"wroker.py"', "worker.py")], ids=["name", "script"]
+)
+def test_a_typing_mistake_is_said_before_any_task(call, near, start_flow, tmp_path):
+    written = (FLOWS / "plain.py").read_text().replace('entrypoint="worker.py"', call).replace("@parallel", "@torchrun")
+    (tmp_path / "mistaken.py").write_text(written.replace("import FlowSpec", "import torchrun, FlowSpec"))
+    shutil.copy(FLOWS / "worker.py", tmp_path)
+    flow = start_flow(flow="mistaken.py", folder=tmp_path, stand_in=True)
+    assert flow.wait() == 1
+    assert f"Did you mean {near}?" in flow.text.partition("Task is starting")[0], flow.text
 
 
 def test_a_step_without_num_parallel_is_told_how_to_enter_it(run_flow):

@@ -168,6 +168,18 @@ def test_a_file_that_launches_without_a_guard_launches_once(tmp_path):
     assert re.search(r"refused: .*'late'.* Define late before that, or put what runs under if __name__", done.stdout)
 
 
+def test_a_lambda_without_cloudpickle_is_refused_with_what_to_install(tmp_path):
+    (tmp_path / "cloudpickle.py").write_text("raise ImportError")
+    (tmp_path / "alone.py").write_text(
+        "from metaflow import TorchrunSingleNodeMultiGPU\nTorchrunSingleNodeMultiGPU().run(lambda: 1, nproc_per_node=1)"
+    )
+    done = subprocess.run([sys.executable, "alone.py"], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 1
+    last = done.stderr.splitlines()[-1]
+    assert "can't be pickled" in last
+    assert "or install cloudpickle in the step's environment" in last
+
+
 @pytest.mark.long
 def test_functions_from_a_notebook(tmp_path, monkeypatch):
     """A real kernel: a flow in a cell, a flow in a file, and a function of a cell without any flow."""

@@ -130,9 +130,11 @@ class TorchrunDecorator(steps.ParallelDecorator):  # type: ignore[misc]  # Metaf
         self, flow: Any, graph: Any, step_name: str, decos: Any, environment: Any, flow_datastore: Any, logger: Any
     ) -> None:
         """Check everything that can be checked before anything is scheduled."""
+        from .compat.cards import take_control_task
         from .compat.datastore import metadata_type
         from .compat.graph import ignored_by_with
         from .machine.accelerators import requested_accelerators
+        from .show.stored_gangs import place_of
         from .task.interrupts import heed_signals_to_job, remote_job
         from .task.report import print_errors_ourselves
         from .task.submit_checks import Submission
@@ -162,6 +164,7 @@ class TorchrunDecorator(steps.ParallelDecorator):  # type: ignore[misc]  # Metaf
         self._check("check_kubernetes")
         self._check("check_loss")
         heed_signals_to_job()
+        take_control_task(step_name, lambda task: place_of(task, {task})[1] == 0)
         if remote_job() == step_name:
             self._bring_pods_again()
             _tell_of_job(flow_datastore, step_name)

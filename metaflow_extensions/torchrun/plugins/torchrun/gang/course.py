@@ -298,7 +298,8 @@ class Course:
         launch = self.launch
         kind = failed.failures[0].cause.kind if failed.failures else ""
         if node in launch.preparing and launch.phase is not Phase.GATHERING and kind == "command":
-            self._refuse_late(node, obstacles.commands_failed(failed.failures[0].cause, "The others go on without it."))
+            error = obstacles.commands_failed(failed.failures[0].cause, "The others go on without it.")
+            self.refuse_late(node, launch.number, error)
             return
         self.add_failures(failed.failures)
         if failed.given_up:
@@ -343,7 +344,7 @@ class Course:
         self.note("stopped", node=node)
         self.keepers.ended(node, ended.ok)
         self._send_remarks()  # before the verdict, with which the log of the launch ends
-        launch.ended[node] = replace(ended, failures=())
+        launch.ended.setdefault(node, replace(ended, failures=()))  # a second order to end knows no exit codes
         if not ended.ok:
             self.stop()
         self.decide_if_all_ended()
@@ -552,7 +553,7 @@ class Course:
         """Take a node into a launch that runs, which has come in the place of another; `error` is what contradicts that."""
         launch = self.launch
         if error is not None:
-            self._refuse_late(node, error)
+            self.refuse_late(node, call.launch, error)
         elif isinstance(call, Ready):
             launch.add_ready(node, call)
             self.has_caught_up(node)
@@ -561,14 +562,14 @@ class Course:
         else:
             launch.preparing[node] = call
 
-    def _refuse_late(self, node: int, error: TorchrunError) -> None:
-        """Go on without a task that has come in the place of another, and can't take part."""
+    def refuse_late(self, node: int, number: int, error: TorchrunError) -> None:
+        """Go on without a task that has come in the place of another, calls launch `number`, and can't take part."""
         cause, host = cause_of(error), self.nodes.host(node)
         text = headline(error.message if cause is None else cause.what)
         if cause is None:  # this task alone has the error, so it shows all of it
             alone = Cause("call", node, host, exception=text)
             error = failed(type(error), FailureText(alone, instead=error.message))
-        self.send(Verdict(self.launch.number, error), node)
+        self.send(Verdict(number, error), node)
         self.gone[node] = Cause("lost", node, self.nodes.host(node), exception=text)
         self.waits.setdefault(node, Wait()).what_came = text
         self._forget_call(node)

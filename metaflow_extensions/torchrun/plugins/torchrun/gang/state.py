@@ -67,7 +67,7 @@ class Gang:
         self._clock = clock
         self._mark = 0  # how many records there were when the last launch ended
         # Launch number -> verdict, of launches that have ended since workers last began: a node may still call them.
-        # With `Rules.replaces`, of all launches: a task that has come in the place of another calls them from the first on.
+        # With `Rules.replaces`, of the last launches: a task that has come in the place of another calls all anew.
         self._verdicts: dict[int, Verdict] = {}
         # What nodes say of the next launch while one still runs: it is handled when that one is over.
         self._early: list[tuple[int, Prepares | Command | Ready | Failed]] = []
@@ -350,6 +350,10 @@ class Gang:
         if self.broken is not None:
             self._send_late_verdict(Verdict(number, self.broken), node)
             return
+        if number <= self._launch.number - obstacles.MOST_VERDICTS:
+            self._course.refuse_late(node, number, obstacles.too_far_behind(number))
+            self._begin_if_all_called()
+            return
         if self._launch.phase is Phase.OVER:
             rules, remind_at = self._rules, self._clock() + QUIET_S
             self._course.launch = Launch(
@@ -419,6 +423,8 @@ class Gang:
         group = launch.group if launch.group.size else None
         told = self.keepers.verdict(launch.number, True, error) if self._rules.replaces else {}
         self._verdicts.update({number: Verdict(number, error, features=told, group=group) for number in numbers})
+        for number in list(self._verdicts)[: -obstacles.MOST_VERDICTS]:
+            del self._verdicts[number]
         self._mark = self.history.count
         if error is not None and self.nodes.count(NodeState.LOST):
             self._break(error)  # without all its nodes the gang can't launch again
