@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from metaflow import current
 
 from .compat import steps
+from .compat.graph import check_first, is_ours
 from .compat.renamed import check, harmless
 from .settings import DEFAULTS, StepSettings, check_spares, parse_settings, refuse_unknown
 from .task.pod_shell import POD_SCRIPT, heed_sigterm_in_pod
@@ -120,9 +121,6 @@ class TorchrunDecorator(steps.ParallelDecorator):  # type: ignore[misc]  # Metaf
 
     def __init__(self, attributes: dict[str, Any] | None = None, *args: Any, **kwargs: Any) -> None:
         check()
-        from .task import submit_checks  # noqa: F401 - its lint check has to be there before Metaflow's lint, which
-        # comes before `step_init`
-
         # Metaflow would refuse unknown attributes here, before it knows which step they stand at.
         given = attributes or {}
         self._unknown = [key for key in given if key not in DEFAULTS and not key.startswith(steps.UNPACK_KEY)]
@@ -347,6 +345,17 @@ class TorchrunDecorator(steps.ParallelDecorator):  # type: ignore[misc]  # Metaf
         with harmless():  # it only makes a launch faster
             return replace(settings, nproc_per_node=nproc_in_calls(self._graph, self._step_name))
         return settings
+
+
+def _check_source(graph: Any) -> None:
+    """Check the source of a flow; called before Metaflow checks it, which is before `step_init`."""
+    if is_ours(graph):
+        from .task.submit_checks import check_source
+
+        check_source(graph)
+
+
+check_first(_check_source)
 
 
 def _tell_of_job(flow_datastore: Any, step_name: str) -> None:
