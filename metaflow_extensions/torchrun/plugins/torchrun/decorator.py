@@ -275,11 +275,8 @@ class TorchrunDecorator(steps.ParallelDecorator):  # type: ignore[misc]  # Metaf
         if gang is None or retry_count > max_user_code_retries:
             return step_func  # @catch's fallback runs instead of the step's code, on no gang
 
-        def step_to_its_end() -> None:
-            step_func()
-            gang.finish()  # on a local run Metaflow waits in `inner` for the other nodes' tasks: they have to know before
-
-        inner = super().task_decorate(step_to_its_end, *args)
+        # On a local run Metaflow waits in `inner` for the other nodes' tasks: they have to know before that it has ended.
+        inner = super().task_decorate(partial(gang.run_code, step_func), *args)
         if ubf_context == steps.UBF_CONTROL:
             gang.will_start_nodes(steps.num_parallel(flow))
         return lambda: gang.run(inner)
