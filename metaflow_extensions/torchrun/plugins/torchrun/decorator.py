@@ -72,7 +72,8 @@ class TorchrunDecorator(steps.ParallelDecorator):  # type: ignore[misc]  # Metaf
         not start; ``"network"``, nodes that can't reach each other; ``"node_lost"`` and ``"preempted"``, nodes
         that are gone. By default all but ``"start"`` and ``"network"``.
     spare_nodes : int, default 0
-        How many nodes, the last ones of ``num_parallel``, wait until another node is lost.
+        How many nodes, the last ones of ``num_parallel``, wait in the first launch until another node is lost. One that
+        took no part then leaves.
     min_nodes : int, optional, default None
         With how many nodes a launch goes on at least after the loss of others, when no other task takes their place. By
         default with all that are no spares. Not on Argo Workflows.

@@ -169,7 +169,7 @@ class TorchrunResult(Generic[_T]):
         return self._own_ranks()
 
     def _own_ranks(self) -> range:
-        """The global ranks of this node."""
+        """The global ranks of this node: a node without ranks gets no result."""
         first = (self.nodes.index(self.node_index) if self.nodes else self.node_index) * self.nproc_per_node
         return range(first, first + self.nproc_per_node)
 
