@@ -361,6 +361,34 @@ def test_a_task_that_comes_after_the_end_finds_nothing_to_do():
     assert gang.state.turn_away(newcomer)[0].is_early, "it will find the record of the gang's end"
 
 
+@pytest.mark.parametrize("when", ["before the end", "joins before it", "later"])
+def test_a_task_that_comes_too_late_to_take_part_leaves(when):
+    """A spare has taken its place; the others wait for it neither in the next launch nor at the end."""
+    gang = launched(4, spare_nodes=1)
+    gang.lost(1)
+    ended(gang, 0, 2)
+    gang.pass_time(0.0)
+    comes = [lambda: come(gang, 1), lambda: gang.ready(1)]
+    for _ in range({"before the end": 2, "joins before it": 1, "later": 0}[when]):
+        comes.pop(0)()
+    for node in (0, 2, 3):
+        gang.ended(node, generation=1)
+    for node in (0, 2):
+        gang.ready(node, launch=1)
+    for each in comes:
+        each()
+    gang.ready(3, launch=1)
+    (verdict,) = gang.got(1, Verdict)
+    assert verdict.is_without(1)
+    assert groups(gang)[2:] == [(0, 2, 3)]
+    for node in (0, 2, 3):
+        gang.ended(node, launch=1)
+        gang.done(node)
+    for node in (2, 3):
+        gang.leave(node)
+    assert gang.got(0, Alone)
+
+
 @pytest.mark.parametrize("how", ["it ends, too", "in time"])
 def test_commands_that_fail_end_the_launch_when_a_node_is_no_longer_awaited(how):
     gang = GangOf(3, replacements=1, min_nodes=2, started_timeout_s=300.0)

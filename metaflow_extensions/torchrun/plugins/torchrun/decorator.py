@@ -73,7 +73,8 @@ class TorchrunDecorator(steps.ParallelDecorator):  # type: ignore[misc]  # Metaf
         not start; ``"network"``, nodes that can't reach each other; ``"node_lost"`` and ``"preempted"``, nodes
         that are gone. By default all but ``"start"`` and ``"network"``.
     spare_nodes : int, default 0
-        How many nodes, the last ones of ``num_parallel``, wait until another node is lost.
+        How many nodes, the last ones of ``num_parallel``, wait in the first launch until another node is lost. One that
+        took no part then leaves.
     min_nodes : int, optional, default None
         With how many nodes a launch goes on at least after the loss of others, when no other task takes their place. By
         default with all that are no spares. Not on Argo Workflows.
@@ -276,11 +277,8 @@ class TorchrunDecorator(steps.ParallelDecorator):  # type: ignore[misc]  # Metaf
         if gang is None or retry_count > max_user_code_retries:
             return step_func  # @catch's fallback runs instead of the step's code, on no gang
 
-        def step_to_its_end() -> None:
-            step_func()
-            gang.finish()  # on a local run Metaflow waits in `inner` for the other nodes' tasks: they have to know before
-
-        inner = super().task_decorate(step_to_its_end, *args)
+        # On a local run Metaflow waits in `inner` for the other nodes' tasks: they have to know before that it has ended.
+        inner = super().task_decorate(partial(gang.run_code, step_func), *args)
         if ubf_context == steps.UBF_CONTROL:
             gang.will_start_nodes(steps.num_parallel(flow))
         return lambda: gang.run(inner)

@@ -134,9 +134,7 @@ class TorchrunResult(Generic[_T]):
         """Return what the function returned on a local rank of this node; raises as `rank`."""
         if not 0 <= local_rank < self.nproc_per_node:
             raise LookupError(f"There is no local rank {local_rank}; a node has 0 to {self.nproc_per_node - 1}.")
-        if not (own := self._own_ranks()):
-            raise LookupError(self._why_none)
-        return self.rank(own[local_rank])
+        return self.rank(self._own_ranks()[local_rank])
 
     def __iter__(self) -> Iterator[_T]:
         """Iterate over what the function returned, in the order of ranks: this node's or, if `gathered`, all.
@@ -154,12 +152,7 @@ class TorchrunResult(Generic[_T]):
     @property
     def _is_of_another_task(self) -> bool:
         """Whether the task that ran this node's workers of a function was lost, and another has taken its place."""
-        return self.has_values and bool(self.nodes) and not self.exit_codes and bool(self._own_ranks())
-
-    @property
-    def _why_none(self) -> str:
-        more = "Look at the result of that rank's node, or bring all values to the control node with gather=True."
-        return f"Node {self.node_index} took no part in this launch: it waited as a spare, or was left out. {more}"
+        return self.has_values and bool(self.nodes) and not self.exit_codes
 
     @property
     def _why_lost(self) -> str:
@@ -187,9 +180,7 @@ class TorchrunResult(Generic[_T]):
         return self._own_ranks()
 
     def _own_ranks(self) -> range:
-        """The global ranks of this node; none if it took no part."""
-        if self.nodes and self.node_index not in self.nodes:
-            return range(0)
+        """The global ranks of this node: a node without ranks gets no result."""
         first = (self.nodes.index(self.node_index) if self.nodes else self.node_index) * self.nproc_per_node
         return range(first, first + self.nproc_per_node)
 
@@ -198,8 +189,6 @@ class TorchrunResult(Generic[_T]):
             return f"There is no rank {rank}; the launch had 0 to {self.world_size - 1}."
         if self._is_of_another_task and rank in self._own_ranks():
             return self._why_lost
-        if self.nodes and self.node_index not in self.nodes:
-            return self._why_none
         if rank in self.exit_codes or self.gathered or not self.values:
             return f"Rank {rank} returned no value: a script has none, nor has a function that ends by sys.exit()."
         have = ", ".join(map(str, self.values))

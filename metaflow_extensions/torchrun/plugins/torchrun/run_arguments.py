@@ -114,7 +114,8 @@ master_port : Union[int, str], optional
 Returns
 -------
 TorchrunResult
-    Facts of the launch, and what a function has returned on this node's ranks.
+    Facts of the launch, and what a function has returned on this node's ranks. On a node without ranks, as a spare
+    that was not needed, the step's code ends here.
 
 Raises
 ------

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -628,16 +628,36 @@ class Course:
         launch.enter(Phase.OVER)
         launch.verdict = error
         launch.stores.clear()  # no node waits for it any more
+        joined = self.nodes.joined
         if error is None:
             self.note("done")
+            self._go_on_without_others()
         else:
             self.note("failed", text=headline(error.message))
         told, number = self.keepers.verdict, launch.number
         for node, verdict in verdicts(
-            launch, self.nodes.joined, error, self.events(), lambda to_control: told(number, to_control, error)
+            launch, joined, error, self.events(), lambda to_control: told(number, to_control, error)
         ):
             self.send(verdict, node)
         self._over(error)
+
+    def _go_on_without_others(self) -> None:
+        """Let the nodes leave without which the launch has ended well, and wait for none in the place of one."""
+        group = self.launch.group
+        for node in self.nodes.which(NodeState.AWAITED):
+            if group.rank_of(node) is None:
+                self.give_up_on(node)
+        if others := [node for node in self.nodes.joined if group.rank_of(node) is None]:
+            self.dismiss(others, self.launch.number)
+
+    def dismiss(self, others: Sequence[int], launch: int) -> None:
+        """Let nodes leave that have no part in a launch that has ended well: its verdict tells them."""
+        for node in others:
+            self.nodes.enter(node, NodeState.OUT)
+            self.keepers.gone(node)
+            self.note("dismissed", node=node)
+        verb, them = ("leaves", "it") if len(others) == 1 else ("leave", "them")
+        self.send(Note(f"{names(others)} {verb}: launch {launch} has ended well without {them}"), CONTROL)
 
     # --- the history -----------------------------------------------------------------------------
 

@@ -110,8 +110,8 @@ class Gang:
 
     @property
     def without(self) -> set[int]:
-        """The nodes without which the gang goes on: those tasks shall end."""
-        return set(self.nodes.which(*WITHOUT))
+        """The nodes that are lost, or were told to end, and without which the gang goes on: those tasks shall end."""
+        return self._course.gone.keys() & self.nodes.which(*WITHOUT)
 
     # --- what can happen ------------------------------------------------------------------------
 
@@ -142,8 +142,12 @@ class Gang:
     def _refuse_out(self, node: int, message: Message) -> None:
         """Answer the call of `run` of a node without which the gang goes on; what else it says is not heeded."""
         cause = self._course.gone.get(node)
-        if isinstance(message, Ready | Prepares) and cause is not None:
+        if not isinstance(message, Ready | Prepares):
+            return
+        if cause is not None:
             self._course.send(Verdict(message.launch, told_to_end(cause, self.nodes[node] is NodeState.AWAITED)), node)
+        elif message.launch in self._verdicts:  # it was dismissed before it called `run`
+            self._send_late_verdict(self._verdicts[message.launch], node)
 
     def _is_early(self, node: int, message: Command | Failed) -> bool:
         return (node, message.launch) in ((of, each.launch) for of, each in self._early)
@@ -344,7 +348,10 @@ class Gang:
         number = call.launch
         if number in self._verdicts:
             self._send_late_verdict(self._verdicts[number], node)  # it was over before this node called it
-            if self._launch.phase is Phase.OVER and number == self._launch.number:
+            if self._verdicts[number].is_without(node):
+                self._course.dismiss([node], number)
+                self._begin_if_all_called()
+            elif self._launch.phase is Phase.OVER and number == self._launch.number:
                 self._course.has_caught_up(node)
             return
         if self.broken is not None:

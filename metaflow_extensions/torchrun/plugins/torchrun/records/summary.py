@@ -238,6 +238,8 @@ class _Fold:
                 node.is_aside = record.kind == "set_aside"
             case "left_out":
                 node.is_out = node.was_lost = True
+            case "dismissed":
+                node.is_out = True
             case "awaited":
                 node.is_awaited = node.was_lost = True
             case "lost" if record.node != CONTROL:

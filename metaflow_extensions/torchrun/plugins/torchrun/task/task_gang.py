@@ -35,6 +35,7 @@ from ..compat.steps import control_task_of, exit_codes_of_tasks, is_local, is_of
 from ..errors import TorchrunPreempted
 from ..events import Event, label
 from ..gang.cause import Cause, cause_of
+from ..gang.endings import NotNeeded
 from ..gang.keepers import Plain
 from ..gang.member import Member
 from ..gang.nodes import NodeState
@@ -45,6 +46,7 @@ from ..records.on_page import NO_PAGES, Pages
 from ..settings import StepSettings
 from ..show.live_card import GangPart, LastCards, LiveCard, pointing_at
 from ..show.program import flow_program
+from ..tracebacks import words_of
 from .event_store import EventStore
 from .local_nodes import LocalNodes
 from .report import end_with, report
@@ -299,8 +301,19 @@ class TaskGang:
         is_own = cause is not None and cause.node == current.parallel.node_index
         return is_own or isinstance(error, KeyboardInterrupt)
 
-    def finish(self) -> None:
-        """Report that the step's own code has ended well."""
+    def run_code(self, step: Callable[[], None]) -> None:
+        """Run the step's own code, and report that it has ended well.
+
+        Where this node was dismissed meanwhile, each exception is such an end: its results are nobody's.
+        """
+        try:
+            step()
+        except (Exception, NotNeeded) as error:
+            if self._member is None or not self._member.is_dismissed:
+                raise
+            is_own = isinstance(error, NotNeeded)
+            text = f"{error}" if is_own else f"not needed any more; its step's code raised {words_of(error)}"
+            self._member.say(Event("note", self._member.node, text, is_detail=is_own and self._is_local))
         if self._member is not None:
             self._member.finish()
 
