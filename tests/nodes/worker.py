@@ -91,7 +91,15 @@ def talk_fast():
     line_s = 0.0
 
 
+def exit_with_a_record_that_hangs():
+    """Fail; who opens the record of an exception waits for ever, since nobody writes it."""
+    os.mkfifo(os.path.join(os.path.dirname(os.environ["TORCHELASTIC_ERROR_FILE"]), "exception.json"))
+    strike(lambda: os._exit(3))
+
+
 ACTIONS = {
+    "rest": lambda: time.sleep(DEADLINE_S),
+    "hang-record": exit_with_a_record_that_hangs,
     "talk-for": lambda seconds: talk_for(float(seconds)),
     "talk-fast": talk_fast,
     "exit": lambda code="3": strike(lambda: os._exit(int(code))),

@@ -285,7 +285,8 @@ def test_the_table_of_threads_in_architecture_names_each_where_it_is_started():
         (name, str(path.relative_to(PACKAGE).with_suffix("")))
         for path in PACKAGE.rglob("*.py")
         for name in re.findall(
-            r"(?:name=|in_background\(|begin\()\"(torchrun-[a-z]+)\"", path.read_text(encoding="utf-8")
+            r"(?:name=|name: str = |Aside\(|in_background\(|begin\()\"(torchrun-[a-z]+)\"",
+            path.read_text(encoding="utf-8"),
         )
     }
     assert set(rows) == started

@@ -1,0 +1,102 @@
+"""Gangs whose disks and name servers do not answer: the nodes live on, and nobody counts them as lost."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import re
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from hosts import cannot
+from limits import limit_s
+
+SILENCE_S = limit_s(3.0)
+SETTINGS = {"heartbeat_timeout_s": SILENCE_S}
+STUCK = re.compile(r"\[torchrun node 1\].* the disk of \S+ has not answered for 5 s; until it does, ")
+MNT_DETACH = 2  # <sys/mount.h>
+
+
+class HungDisk:
+    """A file system in the place of a folder, of which nobody answers what is asked; in the end it is gone."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = str(folder)
+        self._libc = ctypes.CDLL(None, use_errno=True)
+        try:
+            self._fuse: int | None = os.open("/dev/fuse", os.O_RDWR)
+        except OSError as error:
+            cannot(f"this machine has no FUSE: {error}")
+        about = f"fd={self._fuse},rootmode=40000,user_id=0,group_id=0".encode()
+        if self._libc.mount(b"hung", self._folder.encode(), b"fuse", 0, about) != 0:
+            os.close(self._fuse)
+            cannot(f"this machine does not let us mount: {os.strerror(ctypes.get_errno())}")
+
+    def end(self) -> None:
+        """Let everything that waits for it fail, and the folder be as before; safe to call more than once."""
+        if self._fuse is not None:
+            self._libc.umount2(self._folder.encode(), MNT_DETACH)
+            os.close(self._fuse)
+            self._fuse = None
+
+
+@pytest.fixture
+def hang_disk() -> Iterator[Callable[[Path], HungDisk]]:
+    """Return a function that puts a disk that does not answer in the place of a folder."""
+    made: list[HungDisk] = []
+
+    def make(folder: Path) -> HungDisk:
+        made.append(HungDisk(folder))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.end()
+
+
+def test_launches_whose_disk_does_not_answer_end_as_they_would_and_no_node_is_lost(gang, hang_disk, tmp_path):
+    logs = tmp_path / "logs"
+    hang_s = 2 * SILENCE_S
+    own = {1: {"torchrun_args": {"log_dir": str(logs)}}}
+    gang.start(settings=SETTINGS, launches=3, stand_in=True, hang_timeout_s=hang_s, options_of=own)
+    gang.await_workers()
+    disk = hang_disk(logs)
+    gang.await_that(lambda: STUCK.search(gang.log(1)), "the line of node 1 on its disk")
+    gang.await_age(time.monotonic(), 2 * SILENCE_S)
+    gang.await_workers(lines=500)
+    for rank in (0, 1):  # the metrics of the second can't be read, and its stacks can't be written
+        gang.tell(rank, "rest")
+    gang.await_launch(0)
+    for node in (0, 1):
+        error = gang.launch(node)
+        assert error["class"] == "LaunchHung", gang.told
+        assert "Ranks 0, 1: worker.py:" in error["text"]
+    assert len(STUCK.findall(gang.log(1))) == 1
+
+    gang.begin_launch(1)
+    gang.await_that(lambda: "launch 1 starts" in gang.log(0), "launch 1")
+    gang.await_age(time.monotonic(), 2 * SILENCE_S)
+    disk.end()
+    gang.await_launch(1)
+    for node in (0, 1):
+        text = gang.launch(node, 1)["text"]
+        assert "Node 1" in text, gang.told
+        assert "torchrun agent could not be started: [Errno" in text
+
+    gang.begin_launch(2)
+    gang.await_workers("launch2-0")
+    outcome = gang.end_well()
+    assert outcome.lost_bytes == 0
+    assert all("torchrun-hang-node0" in each for each in outcome.left), "the stacks of node 0 stay"
+
+
+def test_a_record_of_an_exception_that_can_not_be_read_delays_no_verdict(gang):
+    gang.start(settings=SETTINGS, stand_in=True)
+    gang.await_workers()
+    gang.tell(1, "hang-record")
+    outcome = gang.await_end(gang.struck_at(1), (0, 1))
+    assert outcome.error["cause"]["rank"] == 1, gang.told
+    assert (outcome.error["cause"]["kind"], outcome.error["cause"]["exit_code"]) == ("exit", 3)
+    assert len(STUCK.findall(gang.log(1))) == 1
