@@ -5,12 +5,14 @@ from __future__ import annotations
 import ctypes
 import os
 import re
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from hosts import cannot
+from hosts import Host, Switch, cannot
 from limits import limit_s
 
 SILENCE_S = limit_s(3.0)
@@ -100,3 +102,58 @@ def test_a_record_of_an_exception_that_can_not_be_read_delays_no_verdict(gang):
     assert outcome.error["cause"]["rank"] == 1, gang.told
     assert (outcome.error["cause"]["kind"], outcome.error["cause"]["exit_code"]) == ("exit", 3)
     assert len(STUCK.findall(gang.log(1))) == 1
+
+
+# --- a name server that takes its time ------------------------------------------------------------
+
+NAME = "control.example"
+# It answers one query after the other, those for the address of our name late.
+NAME_SERVER = """
+import socket, struct, sys, time
+server = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+server.bind(("127.0.0.1", 53))
+while True:
+    query, who = server.recvfrom(4096)
+    end = query.index(0, 12) + 5
+    is_ours = query[12:end] == b"\\7control\\7example\\0\\0\\1\\0\\1"
+    time.sleep(float(sys.argv[1]) if is_ours else 0)
+    found = b"\\xc0\\x0c" + struct.pack("!HHIH4s", 1, 1, 0, 4, socket.inet_aton("10.77.0.1")) if is_ours else b""
+    if is_ours:
+        open(sys.argv[2], "a").write("answered\\n")
+    server.sendto(query[:2] + struct.pack("!HHHHH", 0x8180, 1, is_ours, 0, 0) + query[12:end] + found, who)
+"""
+WITH_NAMES = 'mount --bind "$0" /etc/resolv.conf && exec "$@"'
+
+
+@pytest.fixture
+def late_names(make_host: Callable[[str], Host], tmp_path: Path) -> Iterator[tuple[list[Host], list[str]]]:
+    """Two connected hosts, and what stands before a command on the first, where `NAME` takes longer than `SILENCE_S`."""
+    hosts = [make_host("host-a"), make_host("host-b")]
+    Switch(make_host("switch"), hosts)
+    (tmp_path / "resolv.conf").write_text("nameserver 127.0.0.1\noptions timeout:30 attempts:1 single-request\n")
+    words = ["ip", "netns", "exec", hosts[0].space, sys.executable, "-c", NAME_SERVER, str(2 * SILENCE_S)]
+    words.append(str(tmp_path / "answers"))
+    with subprocess.Popen(words) as server:
+        yield hosts, ["sh", "-c", WITH_NAMES, str(tmp_path / "resolv.conf")]
+        server.kill()
+
+
+def test_a_name_server_that_takes_longer_than_a_node_may_be_silent_loses_none(late_names, make_gang, tmp_path):
+    """Node 1 keeps the launch from beginning, and so the control node tries whether it reaches its own store by name."""
+    hosts, with_names = late_names
+    answers, go = tmp_path / "answers", tmp_path / "go"
+    check = f"test $CHAOS_NODE = 0 || until test -e {go}; do sleep 0.1; done"
+    gang = make_gang(hosts)
+    gang.start(
+        settings={**SETTINGS, "node_check": [check]},
+        main_ip=NAME,
+        wrap={0: with_names},
+        etc_hosts="127.0.0.1 localhost host-a",
+    )
+    # The first answer is for torchrun.
+    gang.await_that(
+        lambda: answers.exists() and len(answers.read_text().splitlines()) > 1, "an answer for the supervisor"
+    )
+    go.touch()
+    gang.await_workers()
+    gang.end_well()
