@@ -34,7 +34,7 @@ def told(tmp_path, monkeypatch, capsys):
 def test_a_missing_script_is_told_once_with_the_folder_and_a_similar_name(body, name, near, told, tmp_path):
     (line,) = told(body).splitlines()
     assert line.startswith(
-        f"[torchrun] Step train calls current.torch.run({name!r}), but there is no such file in {tmp_path} or "
+        f"[torchrun] Step train calls current.torch.run({name!r}), but there is no such file in {tmp_path} "
     )
     assert line.endswith("If the flow does not write it before, the step will fail.")
     assert (f" Did you mean {near}? " in line) if near else ("Did you mean" not in line)
