@@ -1,10 +1,12 @@
-"""Hangs: real flows, real collectives. The chaos suite freezes processes."""
+"""What is seen of launches that hang, with real collectives, and what it costs. The chaos suite freezes processes."""
 
 from __future__ import annotations
 
 import re
+import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 
@@ -45,3 +47,19 @@ def test_a_hang_is_shown_by_the_stacks_of_all_workers_and_restarted(run_flow, tm
     assert "load_batch" in flow.text
     assert not list(kept.rglob("*stacks-*")), "what was read them from is gone"
     flow.await_gone()
+
+
+def cpu_s(*pids: int) -> float:
+    return sum(sum(psutil.Process(pid).cpu_times()[:2]) for pid in pids)
+
+
+def test_it_costs_next_to_nothing_while_ranks_train(gang):
+    """It is 0.3 % of a core (docs/performance.md). Whoever looks at something all the time takes ten times that."""
+    gang.start(2, entrypoint="writer.py", do="15 1", stand_in=True)
+    gang.await_that(lambda: all(f"writer {node} 0000002" in gang.log(node) for node in (0, 1)), "the third line")
+    ours = [pid for node in (0, 1) for pid in (gang.task(node), gang.supervisor(node), gang.between(node))]
+    begun_at, begun_s = time.monotonic(), cpu_s(*ours)
+    gang.await_that(lambda: all(f"writer {node} 0000012" in gang.log(node) for node in (0, 1)), "ten more")
+    seconds, used_s = time.monotonic() - begun_at, cpu_s(*ours) - begun_s
+    assert used_s / 2 < 0.03 * seconds, f"{used_s:.2f} s of CPU for two nodes in {seconds:.1f} s"
+    gang.await_that(lambda: all(process.poll() is not None for process in gang.processes.values()), "the end")

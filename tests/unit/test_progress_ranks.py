@@ -12,6 +12,7 @@ from types import SimpleNamespace
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from unit_helpers import Patient
 
 from metaflow_extensions.torchrun.plugins.torchrun.features.progress.keep import ProgressKeeper
 from metaflow_extensions.torchrun.plugins.torchrun.features.progress.lines import (
@@ -185,11 +186,17 @@ class Node:
     """A node with two ranks, whose scripts write what the test has them write."""
 
     def __init__(self, folder, first_rank=0):
-        self.now, self.ended, self.folder, self.said, self.shown = 100.0, set(), folder, [], []
+        self.now, self.ended, self.folder = 100.0, set(), folder
         plan = SimpleNamespace(spec=SimpleNamespace(ranks=range(first_rank, first_rank + 2), log_dir=None))
         has_ended = self.ended.__contains__
+        self.said, self.shown = [], []
         here = SimpleNamespace(
-            request=plan, folder=str(folder), has_ended=has_ended, say=self.said.append, show=self.shown.append
+            request=plan,
+            folder=str(folder),
+            has_ended=has_ended,
+            say=self.said.append,
+            show=self.shown.append,
+            files=Patient(),
         )
         self.watcher = ProgressWatcher(here, lambda: self.now)
 

@@ -16,6 +16,7 @@ from typing import Protocol
 from ..compat.renamed import harmless
 from ..gang.keepers import Plain
 from ..gang.protocol import Told
+from ..machine.aside import Aside
 from .agent import Asked, Options
 from .agent_events import Refused
 from .request import Request
@@ -43,6 +44,7 @@ class Here:
     name: str = ""  # unique in the gang: node, launch and generation
     host: str = ""
     port: int = 0  # of torch's store, on the control node
+    files: Aside = field(default_factory=Aside)  # does what the workers' disk may hold up
 
 
 @dataclass(frozen=True)

@@ -145,7 +145,7 @@ if __name__ == "__main__":
     with suppress(Exception):  # a Python without ctypes
         import ctypes
 
-        # PR_SET_PDEATHSIG of <linux/prctl.h>: SIGTERM when the supervisor ends, even where its guardian is killed, too.
+        # PR_SET_PDEATHSIG of <linux/prctl.h>: SIGTERM when the supervisor ends, even where its parent is killed, too.
         ctypes.CDLL(None).prctl(1, ctypes.c_ulong(signal.SIGTERM), 0, 0, 0)
     signal.signal(int(sys.argv.pop(2)), halt)  # before torch is imported, which takes a while
     own = os.path.dirname(os.path.abspath(__file__))

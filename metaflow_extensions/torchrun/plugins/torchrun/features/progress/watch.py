@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
 
@@ -55,7 +56,9 @@ class ProgressWatcher(Watcher):
             )
             for local_rank, rank in enumerate(here.request.spec.ranks)
         }
-        self._has_refused = self._has_warned = False
+        self._reading: Future[tuple[float, dict[int, list[Line]]]] | None = None
+        self._refusal: str | None = None  # what is to be said of a line, once
+        self._has_said = self._has_warned = False
         self._paces = {rank: RankPace() for rank in here.request.spec.ranks}
         # Of rank 0, if it is on this node: its last step, its total, and the new values.
         self._step: int | None = None
@@ -81,21 +84,28 @@ class ProgressWatcher(Watcher):
         return self._message(now)
 
     def _read(self, now: float) -> None:
-        self._read_at = now
-        for rank, reader in self._readers.items():
-            for line in reader.new_lines():
-                self._paces[rank].see(line, now)
-                self.saw_workers_at = now
+        """Take what was read; if the disk still holds that up, a later poll does."""
+        self._reading = self._reading or self._here.files.begin(self._new_lines)
+        if self._reading is None or not self._reading.done():
+            return
+        (at, found), self._reading, self._read_at = self._reading.result(), None, now
+        if self._refusal and not self._has_said:
+            self._has_said = True
+            self._here.say(self._refusal)
+        for rank, lines in found.items():
+            for line in lines:
+                self._paces[rank].see(line, at)
+                self.saw_workers_at = at
                 if rank == 0:
                     self._keep(line)
 
+    def _new_lines(self) -> tuple[float, dict[int, list[Line]]]:
+        return self._clock(), {rank: reader.new_lines() for rank, reader in self._readers.items()}
+
     def _refused(self, rank: int, text: bytes) -> None:
-        if not self._has_refused:
-            self._has_refused = True
-            shown = text[:_SHOWN_CHARS].decode("utf-8", "backslashreplace")
-            self._here.say(
-                f"rank {rank} wrote a line to its metrics that holds no number by name; it is ignored: {shown!r}"
-            )
+        shown = text[:_SHOWN_CHARS].decode("utf-8", "backslashreplace")
+        what = "wrote a line to its metrics that holds no number by name; it is ignored"
+        self._refusal = self._refusal or f"rank {rank} {what}: {shown!r}"
 
     def _warn(self, line: Line) -> None:
         """Say once what makes the curve of rank 0 lose points."""
