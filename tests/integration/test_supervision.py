@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import re
+import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 
@@ -45,3 +47,34 @@ def test_a_hang_is_shown_by_the_stacks_of_all_workers_and_restarted(run_flow, tm
     assert "load_batch" in flow.text
     assert not list(kept.rglob("*stacks-*")), "what was read them from is gone"
     flow.await_gone()
+
+
+def test_supervisors_rest_while_nothing_happens(gang):
+    """The cores are the workers': a supervisor that looks at what no event tells does so now and then."""
+    gang.start(2, 1, do="*:be-quiet", stand_in=True)
+    for rank in (0, 1):
+        gang.await_note(f"worker-launch0-0-{rank}")
+    supervisors = [psutil.Process(gang.supervisor(node)) for node in (0, 1)]
+    began_at, before = time.monotonic(), [each.num_ctx_switches().voluntary for each in supervisors]
+    gang.await_age(began_at, 3)
+    seconds = time.monotonic() - began_at
+    rates = [
+        (each.num_ctx_switches().voluntary - woken) / seconds for each, woken in zip(supervisors, before, strict=True)
+    ]
+    assert max(rates) < 40, "how often each woke up in a second"
+    gang.end_well()
+
+
+def test_a_launch_takes_processes_that_were_there_before(gang):
+    """They have imported PyTorch while the step's own code ran."""
+    gang.start(1, 1, launches=2)
+    gang.await_workers()
+    gang.let_go()
+    gang.await_launch(0)
+    (gang.out / "finish").unlink()
+    gang.await_that(lambda: len(gang.living()) > 3, "more than the task, its supervisor and its guardian")
+    before = gang.living()
+    gang.begin_launch(1)
+    gang.await_workers("launch1-0")
+    assert gang.agent(0, "launch1-0") in before
+    gang.end_well()

@@ -1441,6 +1441,15 @@ def test_no_message_of_one_node_makes_the_gang_look_through_all_nodes(monkeypatc
     assert len(looks) < 30
 
 
+def test_the_verdict_of_thousands_is_made_once():
+    """What is the same object is made into bytes once, and all hear it in about a second."""
+    gang = GangOf(MANY)
+    gang.all_ready()
+    gang.all_ended(crash(1))
+    first, *others = [gang.got(node, Verdict)[0] for node in range(1, MANY)]
+    assert all(each is first for each in others)
+
+
 def test_of_thousands_of_reports_little_is_kept():
     gang = GangOf(MANY)
     joined = objects_of(gang.state)
