@@ -942,6 +942,8 @@ def test_restarts_end_and_the_pauses_between_them_grow_and_stay_bounded():
         gang.pass_time(1000.0)
     assert gang.state.restarts_left == 0
     assert [restart.pause_s for restart in gang.got(0, Restart)] == [1.0, 2.0, 4.0, 8.0, 16.0, *[30.0] * 15]
+    for node in (0, 1):
+        assert [go.generation for go in gang.got(node, Go)] == [*range(21)]
     assert "after 20 restarts" in str(gang.same_verdict())
 
 
