@@ -1,7 +1,7 @@
 # `make demo` and `make test` need only Python (3.10 or newer; on Debian and Ubuntu also python3-venv) and make.
 #
 #   TORCH=torch==2.13.0   what to install as PyTorch; see CONTRIBUTING.md for other builds
-#   VENV=.venv            where the virtual environment goes
+#   VENV=.venv-dev        where the virtual environment goes; not .venv, which the README has users make
 #   CHAOS=                options for `make chaos`, such as --chaos-table=FILE
 #   BENCH=                options for `make bench`, such as --only NAME
 #   MUTANTS=              which mutants `make mutants` tries, such as 07 or 07-grace-ignored; all by default
@@ -11,7 +11,7 @@
 #   RIGS=../shared/rigs   where `make test-remote` finds servers to test against
 
 PYTHON ?= python3
-VENV ?= .venv
+VENV ?= .venv-dev
 TORCH ?= torch==2.13.0
 BIN := $(VENV)/bin
 # What was installed last; a sum, since a requirement may hold characters that a file's name or make does not take.

@@ -36,6 +36,7 @@ def main() -> None:
     options = argparse.ArgumentParser(description=__doc__)
     options.add_argument("--folder", type=Path, default=Path(".bench"), help="for the JSON of each; default: .bench")
     options.add_argument("--only", nargs="+", metavar="NAME", help="run these alone, as in many_nodes")
+    options.add_argument("--json", type=Path, metavar="FILE", help="all figures in one file, as baseline.json")
     given = options.parse_args()
     given.folder.mkdir(parents=True, exist_ok=True)
     chosen = [command for command in COMMANDS if given.only is None or Path(command).stem in given.only]
@@ -44,6 +45,9 @@ def main() -> None:
     rows = [row for path in files.values() if path is not None for row in rows_of(path)]
     for line in table(["benchmark", *HEAD], rows):
         print(line)
+    if given.json is not None:
+        told = [json.loads(path.read_text(encoding="utf-8")) for path in files.values() if path is not None]
+        given.json.write_text(json.dumps(told, indent=1) + "\n", encoding="utf-8")
     failed = [command for command, path in files.items() if path is None]
     if failed:
         sys.exit(f"could not run: {', '.join(failed)}")

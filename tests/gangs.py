@@ -225,6 +225,10 @@ class Gang:
         ledgers = [self.out / f"ledger-{run_id}-{rank}" for rank in range(count)]
         self.await_that(lambda: all(self._count(ledger) >= lines for ledger in ledgers), run_id)
 
+    def lines_of(self, rank: int, run_id: str = "launch0-0") -> int:
+        """Return how many lines a worker has written."""
+        return self._count(self.out / f"ledger-{run_id}-{rank}")
+
     def worker(self, rank: int, run_id: str = "launch0-0") -> int:
         return int(self.note(f"worker-{run_id}-{rank}")["pid"])
 

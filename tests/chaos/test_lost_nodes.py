@@ -43,13 +43,13 @@ AGAIN = f"{RESTART}; node 1 is started again"
 FEWER = rf"{AGAIN}(.|\n)*{RESTART}; the launch goes on without node 1, on 2 nodes"
 SAVES = "*:hold,1:ignore-sigterm,*:wait"  # rank 1 lives until its grace is over
 CASES = [
-    Case("SIGKILL of a task; a spare comes", 1, [0, 1, 2, 3], [0, 2, 3], [3], SPARE),
-    Case("SIGKILL of a task whose worker saves; a spare comes", 1, [0, 1, 2, 3], [0, 2, 3], [3], SPARE, do=SAVES),
+    Case("SIGKILL of a task; a spare comes", 1, [0, 2, 3], [0, 2, 3], [3], SPARE),
+    Case("SIGKILL of a task whose worker saves; a spare comes", 1, [0, 2, 3], [0, 2, 3], [3], SPARE, do=SAVES),
     Case("SIGKILL of a task; it is started again", 0, [0, 1, 2], [0, 1, 2], [1], AGAIN),
     Case(
         "SIGKILL of a task; the next one ends at once, and two nodes go on", 0, [0, 2], [0, 2], [], FEWER, "comes-once"
     ),
-    Case("SIGKILL of a task and its supervisor; a spare comes", 1, [0, 1, 2, 3], [0, 2, 3], [3], SPARE, "", True),
+    Case("SIGKILL of a task and its supervisor; a spare comes", 1, [0, 2, 3], [0, 2, 3], [3], SPARE, "", True),
 ]
 
 

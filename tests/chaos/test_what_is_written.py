@@ -16,6 +16,9 @@ from gangs import GRACE_S, Gang
 from hosts import cannot
 
 LINE_BYTES = 10_000_000
+MIB = 1024 * 1024
+LINE_OF_WORKER = 54  # bytes
+STILL_S = 3.0  # who has written nothing for so long waits; or is slow, and has written less
 DISK_BYTES = 100 * 4096
 RANKS, MESSAGE_CHARACTERS = 6, 20_000
 # A reader that does not read for a while, of a pipe that is full soon.
@@ -89,6 +92,28 @@ def test_a_reader_of_the_log_that_pauses_and_a_step_that_ignores_the_ends_of_its
     outcome = gang.end_well()
     recorder.lasted("who reads a node's output pauses while it is written, without blocking", outcome)
     recorder.lasted("the step's own code ignores SIGCHLD", outcome)
+
+
+def test_a_rank_waits_when_8_mib_wait_for_a_reader_and_others_go_on(gang, recorder):
+    read = gang.out / "read"
+    gang.start(do="1:talk-fast", wrap={1: ["bash", "-c", PIPED, "bash", PAUSING, str(read)]}, stand_in=True)
+    gang.await_workers()
+    counts = [gang.lines_of(rank) for rank in range(2)]
+    begun_at = time.monotonic()
+
+    def waits() -> bool:
+        nonlocal begun_at
+        if gang.lines_of(1) != counts[1]:
+            counts[1], begun_at = gang.lines_of(1), time.monotonic()
+        return time.monotonic() > begun_at + STILL_S
+
+    gang.await_that(waits, "the wait of rank 1")
+    written = counts[1] * LINE_OF_WORKER
+    assert 6 * MIB < written < 12 * MIB, "with labels 8 MiB, and what pipes hold"
+    gang.await_that(lambda: gang.lines_of(0) > counts[0] + 100, "lines of rank 0")
+    read.touch()
+    gang.await_that(lambda: gang.lines_of(1) > counts[1], "rank 1's going on")
+    recorder.lasted("nobody reads what a rank writes, until it waits", gang.end_well())
 
 
 def test_a_worker_that_ignores_sigterm(gang, recorder):

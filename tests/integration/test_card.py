@@ -112,7 +112,7 @@ def ended(cards):
     flows = {
         "failed": cards.start(own="own", attrs={"nproc_per_node": 2}, do="3:raise,*:sleep"),
         "restarted": cards.start(attrs=attrs, do="1:once,*:talk,*:tell"),
-        "finished": cards.start(attrs={"nproc_per_node": 2}, do="*:talk"),
+        "finished": cards.start(own="own", attrs={"nproc_per_node": 2}, do="*:talk"),
     }
     for name, flow in flows.items():
         assert flow.wait() == (name == "failed"), flow.text
@@ -218,13 +218,22 @@ def test_the_card_of_a_failed_step_is_final_and_tells_why(cards, ended):
         assert "in act&#10;  |     raise ValueError(&quot;bad" in content, "its lines and characters as they are"
 
 
-@pytest.mark.parametrize("name", ["failed", "finished"])
-def test_the_card_of_another_node_names_the_control_nodes_task(cards, ended, name):
-    flows, ask = ended
-    control = cards.path(flows[name]).rpartition("/")[0]
-    content = content_of(ask(f"card/{cards.path(flows[name], node=1)}"))
-    assert "This is node 1 (host " in content
-    assert f": {control}." in content
+@pytest.mark.parametrize(
+    ("name", "words"), [("failed", "Rank 3 on node 1"), ("finished", "4 ranks on 2 nodes have ended well")]
+)
+def test_who_names_only_the_step_gets_the_gangs_card(cards, ended, tmp_path, name, words):
+    """Other nodes' tasks have none, and their logs no error, also where they have a card of the user's."""
+    flow, page = ended[0][name], tmp_path / "page.html"
+    _, run_id, step, control, _ = cards.path(flow).split("/")
+    got = cards.run("get", f"{run_id}/{step}", str(page), "--type", "torchrun", command="card")
+    assert f"Resolving card: GangFlow/{run_id}/{step}/{control}" in got.text.splitlines()
+    assert words in content_of(page.read_text())
+    made = {path.parts[-3] for path in flow.home.parent.rglob(f"runs/{run_id}/steps/{step}/tasks/*/cards/torchrun-*")}
+    assert made == {control}
+    assert "Card render failed" not in flow.text
+    if name == "finished":
+        content = content_of(ended[1](f"card/{cards.path(flow, 'default-own', node=1)}"))
+        assert ("This is node 1 (host " in content, f": GangFlow/{run_id}/{step}/{control}." in content) == (True, True)
 
 
 def test_a_card_can_be_made_again_from_what_is_stored(cards, ended):

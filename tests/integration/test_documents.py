@@ -25,18 +25,58 @@ ANY_SCRIPT = """
 from metaflow_torchrun import report
 report(step=1, loss=0.5)
 """
-# Saves epoch 4 of one model, and loads it into another.
+# What trains with the recipe: each rank would begin with weights of its own, and the last one fails once.
 USES_IT = """
-def made():
-    model = torch.nn.Linear(2, 2)
-    return model, torch.optim.AdamW(model.parameters())
+dist.init_process_group("gloo")
+torch.manual_seed(dist.get_rank())
+model = torch.nn.Linear(2, 2)
+optimizer = torch.optim.AdamW(model.parameters())
+restart = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+begin = load("model.pt", model, optimizer)
+steps = len(optimizer.state_dict()["state"])
+print(f"BEGIN restart {restart} epoch {begin} state {steps} weights {model.weight.sum().item():.6f}")
+parallel = torch.nn.parallel.DistributedDataParallel(model)
+for epoch in range(begin, 4):
+    parallel(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    save("model.pt", model, optimizer, epoch)
+    dist.barrier()
+    if (epoch, restart, dist.get_rank()) == (1, 0, 1):
+        raise RuntimeError("once")
+print(f"END {begin} {sorted(os.listdir())}")
+del parallel
+dist.destroy_process_group()
+"""
+# Each node has a disk of its own.
+OWN_DISKS = """
+import os
 
-first, second = made(), made()
-begins = load("model.pt", *first)
-save("model.pt", *first, 4)
-goes_on = load("model.pt", *second)
-files = [name for name in os.listdir() if name.startswith("model")]
-print(begins, goes_on, torch.equal(first[0].weight, second[0].weight), files)
+from metaflow import FlowSpec, current, step, torchrun
+
+
+class OwnDisks(FlowSpec):
+    @step
+    def start(self):
+        self.next(self.train, num_parallel=2)
+
+    @torchrun(max_restarts=1)
+    @step
+    def train(self):
+        os.mkdir(f"disk-{current.parallel.node_index}")
+        current.torch.run("recipe.py", cwd=f"disk-{current.parallel.node_index}")
+        self.next(self.join)
+
+    @step
+    def join(self, inputs):
+        self.next(self.end)
+
+    @step
+    def end(self):
+        pass
+
+
+if __name__ == "__main__":
+    OwnDisks()
 """
 
 
@@ -205,8 +245,18 @@ def test_what_a_script_reports_reaches_the_result_and_a_later_step_draws_it(star
     assert '{"step": 999, "loss": 0.001}' in drawn
 
 
-def test_what_the_recipe_saves_is_loaded(tmp_path):
+def test_with_the_recipe_all_ranks_go_on_from_one_epoch_though_each_node_has_its_own_disk(start_flow, tmp_path):
     script = next(block for block in pages.blocks_of("docs/recipes/checkpoints.md") if "def save(" in block.text)
     (tmp_path / "recipe.py").write_text(script.text + USES_IT)
-    ran = subprocess.run([sys.executable, "recipe.py"], cwd=tmp_path, capture_output=True, text=True, check=False)
-    assert (ran.returncode, ran.stdout) == (0, "0 5 True ['model.pt']\n"), ran.stderr
+    (tmp_path / "flow.py").write_text(OWN_DISKS)
+    run = start_flow(flow="flow.py", folder=tmp_path)
+    assert run.wait(170) == 0, run.text
+    begun = re.findall(r"\[rank (\d)\] BEGIN restart (\d) epoch (\d) state (\d) weights (\S+)", run.text)
+    first, second = [[each for each in begun if each[1] == restart] for restart in "01"]
+    assert [each[2:4] for each in first] == [("0", "0")] * 2, run.text
+    assert sorted(each[0] for each in second) == ["0", "1"]
+    assert {each[2:] for each in second} == {("2", "2", second[0][4])}, (
+        "all have epoch, optimizer and weights of rank 0"
+    )
+    ends = sorted(re.findall(r"\[rank (\d)\] END 2 (.*)", run.text))
+    assert ends == [("0", "['model.pt']"), ("1", "[]")]

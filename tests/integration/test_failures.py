@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -13,6 +14,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from flow_runs import FLOWS
 from limits import limit_s
 
 from metaflow_extensions.torchrun.plugins.torchrun.gang.cause import remedy
@@ -300,6 +302,7 @@ def test_the_origin_is_named_although_others_fail_faster(run_flow):
     # Its own traceback, with the source line, the report of one node, and the line of the other.
     assert flow.text.count("bad loss: *0*  *1 🙂") == flow.text.count("bad loss") == 4
     assert len(flow.lines) < 40, flow.text
+    assert "plugins/torchrun" not in flow.text, "no frame of ours"
 
 
 # --- what is wrong from the start ---------------------------------------------------------------
@@ -319,11 +322,32 @@ def test_wrong_attributes_from_the_command_line_are_refused(run_flow):
     assert "Task is starting" not in flow.text
 
 
+@pytest.mark.parametrize(
+    ("call", "near"), [('"worker.py", nproc=2', "nproc_per_node"), ('"wroker.py"', "worker.py")], ids=["name", "script"]
+)
+def test_a_typing_mistake_is_said_before_any_task(call, near, start_flow, tmp_path):
+    written = (FLOWS / "plain.py").read_text().replace('entrypoint="worker.py"', call).replace("@parallel", "@torchrun")
+    (tmp_path / "mistaken.py").write_text(written.replace("import FlowSpec", "import torchrun, FlowSpec"))
+    shutil.copy(FLOWS / "worker.py", tmp_path)
+    flow = start_flow(flow="mistaken.py", folder=tmp_path, stand_in=True)
+    assert flow.wait() == 1
+    assert f"Did you mean {near}?" in flow.text.partition("Task is starting")[0], flow.text
+
+
 def test_a_step_without_num_parallel_is_told_how_to_enter_it(run_flow):
     flow = run_flow(flow="not_parallel.py", expect=1)
     assert "self.next(self.train, num_parallel=2)" in flow.text
     assert "TorchrunSingleNodeMultiGPU" in flow.text
     assert "Task is starting" not in flow.text
+
+
+@pytest.mark.parametrize("made", ["plain", "parallel", "by a mutator"])
+def test_current_torch_in_a_step_without_torchrun_is_refused_before_the_run(made, run_flow):
+    flow = run_flow(flow="undecorated.py", expect=1, env={"MADE": made})
+    assert "undecorated.py on line" in flow.text
+    assert "Step train uses current.torch, but has no @torchrun. Add @torchrun to this step" in flow.text
+    assert "Traceback" not in flow.text
+    assert "Workflow starting" not in flow.text
 
 
 def test_wrong_calls_have_errors_of_their_own(run_flow):

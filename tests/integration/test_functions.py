@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from flow_runs import FLOWS
+from flow_runs import FLOWS, STAND_IN
 from pages import blocks_of
 
 
@@ -170,6 +170,86 @@ def test_a_file_that_launches_without_a_guard_launches_once(tmp_path):
     assert (done.returncode, done.stdout.count("ranks: [0, 1]")) == (0, 1), done.stdout + done.stderr
     assert done.stdout.count("] LAUNCHES") == 3, "each rank imports the file up to its call"
     assert re.search(r"refused: .*'late'.* Define late before that, or put what runs under if __name__", done.stdout)
+
+
+def test_a_lambda_without_cloudpickle_is_refused_with_what_to_install(tmp_path):
+    (tmp_path / "cloudpickle.py").write_text("raise ImportError")
+    (tmp_path / "alone.py").write_text(
+        "from metaflow import TorchrunSingleNodeMultiGPU\nTorchrunSingleNodeMultiGPU().run(lambda: 1, nproc_per_node=1)"
+    )
+    done = subprocess.run([sys.executable, "alone.py"], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 1
+    last = done.stderr.splitlines()[-1]
+    assert "can't be pickled" in last
+    assert "or install cloudpickle in the step's environment" in last
+
+
+MISHAPS = """
+import os, shutil, sys, tempfile, threading
+from metaflow import TorchrunSingleNodeMultiGPU
+
+class OfGroup:  # as a DistributedDataParallel, which can be loaded only where a process group is
+    def __init__(self):
+        self.group = "gloo"
+    def __setstate__(self, state):
+        raise ValueError("no process group")
+
+class Diverged(Exception):
+    def __init__(self, loss, step):
+        super().__init__(f"{loss} at step {step}")
+
+def fork(code):
+    if not (child := os.fork()):
+        if code:
+            raise ValueError("of the fork")
+        return "of the fork"
+    os.waitpid(child, 0)
+    sys.exit(code)
+
+def give():
+    return [lambda: fork(0), OfGroup, lambda: Diverged("nan", 7)][int(os.environ["RANK"])]()
+
+def empty(folder):
+    for name in os.listdir(folder):
+        shutil.rmtree(os.path.join(folder, name))
+    return "stored"
+
+def tell(what, do):
+    try:
+        print(what, "gave", do(), flush=True)
+    except Exception as error:
+        print(what, "raised", type(error).__name__, error, flush=True)
+
+if __name__ == "__main__":
+    run = TorchrunSingleNodeMultiGPU().run
+    result = run(give, nproc_per_node=3)
+    for rank in range(3):
+        tell(f"rank {rank}", lambda: result.rank(rank))
+    tell("a fork that raises", lambda: list(run(fork, [3], nproc_per_node=1)))
+    tell("an emptied folder", lambda: list(run(empty, [tempfile.gettempdir()], nproc_per_node=1)))
+    tell("an argument", lambda: run(empty, {"folder": {"lock": threading.Lock()}}))
+"""
+
+
+def test_a_function_that_forks_empties_the_temporary_folder_or_returns_what_can_not_be_loaded(tmp_path):
+    (tmp_path / "mishaps.py").write_text(MISHAPS)
+    (tmp_path / "tmp").mkdir()
+    env = {**os.environ, "METAFLOW_USER": "tester", "PYTHONPATH": str(STAND_IN), "TMPDIR": str(tmp_path / "tmp")}
+    command = [sys.executable, "mishaps.py"]
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=120)
+    said = dict(re.findall(r"^(rank \d|an? [a-z ]+?) ((?:gave|raised) .*)$", done.stdout, re.MULTILINE))
+    assert said["rank 0"].startswith("raised LookupError Rank 0 returned no value"), done.stderr
+    assert re.match(r"raised TorchrunError Rank 1 returned a __main__.OfGroup, which can't be loaded", said["rank 1"])
+    assert "(ValueError: no process group). Return plain data instead: state_dict() of a model" in said["rank 1"]
+    assert re.match(
+        r"raised TorchrunError Rank 2 returned a __main__.Diverged, which can't be .*'step'", said["rank 2"]
+    )
+    assert re.match(r"raised LaunchFailed .*exited with code 3", said["a fork that raises"]), done.stderr
+    assert said["an emptied folder"] == "gave ['stored']", done.stderr
+    assert (
+        "EntrypointError entrypoint_args['folder'] of empty, a builtins.dict, can't be pickled" in said["an argument"]
+    )
+    assert "_thread.lock" in said["an argument"]
 
 
 @pytest.mark.long

@@ -92,5 +92,5 @@ def test_a_config_with_an_attribute_that_does_not_exist_is_refused(run_flow):
 def test_mutate_can_not_make_a_gang_of_a_plain_step(run_flow):
     """Metaflow calls it after it has checked the graph."""
     flow = run_flow(flow="features.py", expect=1, env={"NOT_PARALLEL": "1"})
-    assert "does not have a @parallel decorator" in flow.text
+    assert "Step mutated_late uses current.torch, but has no @torchrun. Add @torchrun to this step" in flow.text
     assert "Task is starting" not in flow.text

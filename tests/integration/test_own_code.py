@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import os
+import re
+import subprocess
+import sys
 
 import pytest
+from flow_runs import STAND_IN
+from limits import limit_s
 
 
 @pytest.mark.parametrize("warm", ["agent", "off"])
 def test_workers_have_what_the_step_has_changed_and_write_where_it_prints(warm, run_flow):
     flow = run_flow(flow="own_code.py", env={"WARM": warm}, stand_in=True)
+    # On a local run the tasks of all other nodes are children of node 0's.
+    assert flow.note("children-1") == {"ends": 0, "living": False}
     for node in (0, 1):
         assert flow.note(f"seen-{node}") == {
             "umask": 0o27,
@@ -24,3 +31,47 @@ def test_workers_have_what_the_step_has_changed_and_write_where_it_prints(warm, 
         for where, printed in (("memory", False), ("a file", False), ("the terminal", True)):
             assert (f"größe * {where} of {node}" in flow.text) is printed
             assert f"[rank {node}] error in {where} of {node}" in flow.text
+
+
+# A launch that lasts until another one has ended well, then one in a fork, each of one object with spares.
+LAUNCHES = """
+import os, pathlib, sys, threading, time
+from metaflow import TorchrunSingleNodeMultiGPU
+
+here, warm = TorchrunSingleNodeMultiGPU(), sys.argv[1]
+
+def launch(who, command, runner=here):
+    try:
+        print(who, "ended well:", runner.run(command, nproc_per_node=1, warm=warm).exit_codes, flush=True)
+    except Exception as error:
+        print(who, "failed:", type(error).__name__, error, flush=True)
+
+long = threading.Thread(target=launch, args=("the first", ["sh", "-c", "> begun; until [ -e over ]; do sleep 0.05; done"]))
+long.start()
+while not pathlib.Path("begun").exists():
+    time.sleep(0.01)
+launch("the second", ["true"])
+pathlib.Path("over").touch()
+long.join()
+if not (child := os.fork()):
+    launch("the fork", ["true"])
+    launch("an object of the fork", ["true"], TorchrunSingleNodeMultiGPU())
+    sys.exit()
+os.waitpid(child, 0)
+launch("the parent", ["true"])
+"""
+
+
+@pytest.mark.parametrize("warm", ["agent", "workers"])
+def test_threads_may_launch_with_one_object_at_the_same_time_and_a_fork_is_refused(warm, tmp_path):
+    env = {**os.environ, "METAFLOW_USER": "tester", "PYTHONPATH": str(STAND_IN)}
+    command = [sys.executable, "-c", LAUNCHES, warm]
+    done = subprocess.run(
+        command, cwd=tmp_path, env=env, stdout=subprocess.PIPE, text=True, timeout=limit_s(60.0), check=True
+    )
+    said = re.sub(r"process \d+", "process N", done.stdout).splitlines()
+    assert said[:2] == ["the second ended well: {0: 0}", "the first ended well: {0: 0}"]
+    assert said[2].startswith(
+        "the fork failed: GangError run was called in process N, which was forked from process N "
+    )
+    assert said[3:] == ["an object of the fork ended well: {0: 0}", "the parent ended well: {0: 0}"]

@@ -51,27 +51,31 @@ def cloud() -> Iterator[Cloud]:
 
 
 @pytest.fixture
-def refused(run_flow, cloud, tmp_path):
+def clouds(cloud, tmp_path):
+    """Return the environment of a process that would talk to the stand-in."""
+    return {
+        "METAFLOW_DEFAULT_DATASTORE": "s3",
+        "METAFLOW_DATASTORE_SYSROOT_S3": "s3://nowhere/x",
+        "METAFLOW_S3_ENDPOINT_URL": cloud.url,
+        "METAFLOW_KUBERNETES_NAMESPACE": "nowhere",
+        "KUBECONFIG": str(_kubeconfig(tmp_path, cloud.url)),
+        "AWS_ENDPOINT_URL": cloud.url,
+        "AWS_ACCESS_KEY_ID": "fake",
+        "AWS_SECRET_ACCESS_KEY": "fake",
+        "AWS_DEFAULT_REGION": "us-east-1",
+        "PYTHONPATH": str(_kubernetes_client(tmp_path)),
+    }
+
+
+@pytest.fixture
+def refused(run_flow, cloud, clouds):
     """Return a function that submits a flow, which must be refused, and returns all that it said."""
 
     def submit(*arguments, decorators=GANG, words=(), env=None, **options):
         flow = run_flow(
             *arguments,
             **{"flow": "submitted.py", "expect": 1, "timeout_s": 60, **options},
-            env={
-                "GANG_DECORATORS": json.dumps(decorators),
-                "METAFLOW_DEFAULT_DATASTORE": "s3",
-                "METAFLOW_DATASTORE_SYSROOT_S3": "s3://nowhere/x",
-                "METAFLOW_S3_ENDPOINT_URL": cloud.url,
-                "METAFLOW_KUBERNETES_NAMESPACE": "nowhere",
-                "KUBECONFIG": str(_kubeconfig(tmp_path, cloud.url)),
-                "AWS_ENDPOINT_URL": cloud.url,
-                "AWS_ACCESS_KEY_ID": "fake",
-                "AWS_SECRET_ACCESS_KEY": "fake",
-                "AWS_DEFAULT_REGION": "us-east-1",
-                "PYTHONPATH": str(_kubernetes_client(tmp_path)),
-                **(env or {}),
-            },
+            env={"GANG_DECORATORS": json.dumps(decorators), **clouds, **(env or {})},
         )
         for word in words:
             assert word in flow.text
@@ -135,20 +139,30 @@ def test_two_ports_that_disagree(refused):
     )
 
 
-# What Python on macOS lacks, and what it says of its system.
+# What Python on macOS lacks (its documentation, 3.11), and what it says of its system.
 MACOS = """
-import fcntl, os, platform, select, signal, socket
+import fcntl, os, platform, resource, select, signal, socket, sys, time
 platform.system = lambda: "Darwin"
 select.kqueue = object  # Metaflow uses it there
-for module, *names in (
-    (fcntl, "F_SETPIPE_SZ"),
-    (os, "pidfd_open", "pipe2", "sched_getaffinity"),
-    (select, "epoll"),
-    (signal, "SIGRTMIN", "SIGRTMAX"),
-    (socket, "MSG_NOSIGNAL"),
-):
-    for name in names:
+LACKS = {
+    fcntl: "F_SETPIPE_SZ F_GETPIPE_SZ F_ADD_SEALS F_NOTIFY",
+    os: "P_PIDFD copy_file_range eventfd fdatasync getrandom getresuid memfd_create pidfd_open pipe2 posix_fadvise "
+    "posix_fallocate sched_getaffinity sched_setaffinity splice waitid O_DIRECT O_PATH O_TMPFILE",
+    resource: "prlimit",
+    select: "epoll",
+    signal: "SIGCLD SIGPOLL SIGPWR SIGRTMAX SIGRTMIN SIGSTKFLT pidfd_send_signal sigtimedwait sigwaitinfo",
+    socket: "AF_NETLINK AF_PACKET MSG_NOSIGNAL SOCK_CLOEXEC SOCK_NONBLOCK SO_PEERCRED TCP_KEEPIDLE TCP_USER_TIMEOUT",
+    time: "CLOCK_BOOTTIME pthread_getcpuclockid",
+}
+for module, names in LACKS.items():
+    for name in names.split():
         vars(module).pop(name, None)
+
+def without_proc(event, args):
+    if event in ("open", "os.listdir", "os.scandir") and str(args[0]).startswith("/proc"):
+        raise FileNotFoundError(args[0])
+
+sys.addaudithook(without_proc)
 """
 
 
@@ -164,12 +178,24 @@ def test_a_local_run_on_macos(refused, macos):
     refused(env=macos, words=["Step train with @torchrun needs Linux, but this machine has Darwin"])
 
 
-def test_from_macos_all_that_is_for_clusters_goes_on(refused, run_flow, macos):
+def test_from_macos_all_that_is_for_clusters_goes_on(refused, run_flow, macos, clouds, tmp_path):
     refused("--with", "batch:queue=q", env=macos, words=["can't finish with --metadata=local"])
     refused("create", "--only-json", command="argo-workflows", decorators=CAUGHT, env=macos, words=CATCH_WORDS)
     env = {**macos, "GANG_DECORATORS": json.dumps(GANG)}
     shown = run_flow("show", command="torchrun", flow="submitted.py", env=env, expect=None)
     assert "Traceback" not in shown.text
+    package = tmp_path / "package.tgz"
+    run_flow(
+        "save",
+        str(package),
+        before=("--with", "kubernetes"),
+        command="package",
+        flow="submitted.py",
+        env={**clouds, **env},
+    )
+    names = subprocess.check_output(["tar", "-tzf", package], text=True).splitlines()
+    for name in ("metaflow_torchrun/__init__.py", "plugins/torchrun/supervisor/process.py"):
+        assert any(each.endswith(name) for each in names), names
     command = "from metaflow_extensions.torchrun.plugins.torchrun.show.commands import _commands_of_features as c; c()"
     subprocess.run([sys.executable, "-c", command], env={**os.environ, **macos}, check=True)
 

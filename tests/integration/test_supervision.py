@@ -1,4 +1,4 @@
-"""Hangs: real flows, real collectives. The chaos suite freezes processes."""
+"""What is seen of launches that hang, with real collectives, and what it costs. The chaos suite freezes processes."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_a_launch_takes_processes_that_were_there_before(gang):
     gang.let_go()
     gang.await_launch(0)
     (gang.out / "finish").unlink()
-    gang.await_that(lambda: len(gang.living()) > 3, "more than the task, its supervisor and its guardian")
+    gang.await_that(lambda: len(gang.living()) > 3, "more than the task, its supervisor and that one's parent")
     before = gang.living()
     gang.begin_launch(1)
     gang.await_workers("launch1-0")

@@ -20,7 +20,7 @@ LAST_WORDS = 10
 DEADLINE_S = 1200.0
 
 
-talk_s = DEADLINE_S
+talk_s, line_s = DEADLINE_S, LINE_S
 
 
 def note(name, what):
@@ -100,8 +100,22 @@ def talk_for(seconds):
     talk_s = seconds
 
 
+def talk_fast():
+    global line_s
+    line_s = 0.0
+
+
+def exit_with_a_record_that_hangs():
+    """Fail; who opens the record of an exception waits for ever, since nobody writes it."""
+    os.mkfifo(os.path.join(os.path.dirname(os.environ["TORCHELASTIC_ERROR_FILE"]), "exception.json"))
+    strike(lambda: os._exit(3))
+
+
 ACTIONS = {
+    "rest": lambda: time.sleep(DEADLINE_S),
+    "hang-record": exit_with_a_record_that_hangs,
     "talk-for": lambda seconds: talk_for(float(seconds)),
+    "talk-fast": talk_fast,
     "exit": lambda code="3": strike(lambda: os._exit(int(code))),
     "end": lambda: sys.exit(0),
     "kill": lambda: strike(lambda: os.kill(os.getpid(), signal.SIGKILL)),
@@ -170,7 +184,7 @@ def talk(told):
                 text = file.read()
             os.remove(order)
             act(text)
-        time.sleep(LINE_S)
+        time.sleep(line_s)
         if told.now:
             break
     for _ in range(LAST_WORDS):

@@ -12,7 +12,6 @@ from metaflow import FlowSpec, current, step, torchrun
 class LintedFlow(FlowSpec):
     @step
     def start(self):
-        {start}
         self.next(self.train, num_parallel=2)
 
     {decorator}
@@ -31,9 +30,9 @@ class LintedFlow(FlowSpec):
 """
 
 
-def told_of(path, body, before="", decorator="@torchrun", start="pass"):
+def told_of(path, body, before="", decorator="@torchrun"):
     """Return what the lint says of a flow in this file, and the line that it says it of; None if it says nothing."""
-    text = FLOW.format(body=body.replace("\n", "\n" + " " * 8), before=before, decorator=decorator, start=start)
+    text = FLOW.format(body=body.replace("\n", "\n" + " " * 8), before=before, decorator=decorator)
     spec = importlib.util.spec_from_file_location("linted_flow_of_a_test", write(path, text))
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)

@@ -5,7 +5,7 @@ from collections import deque
 from metaflow_extensions.torchrun.plugins.torchrun.errors import TorchrunError
 from metaflow_extensions.torchrun.plugins.torchrun.events import Event
 from metaflow_extensions.torchrun.plugins.torchrun.gang.cause import Cause, Failure
-from metaflow_extensions.torchrun.plugins.torchrun.gang.endings import MustEnd
+from metaflow_extensions.torchrun.plugins.torchrun.gang.endings import MustEnd, NotNeeded
 from metaflow_extensions.torchrun.plugins.torchrun.gang.member import Member
 from metaflow_extensions.torchrun.plugins.torchrun.gang.protocol import (
     CONTROL,
@@ -89,6 +89,9 @@ class Task:
         """Do a part of the step's code; some steps catch errors."""
         try:
             do()
+        except NotNeeded:
+            self.stage = "ended"
+            self.attempt(self.member.finish)
         except TorchrunError as error:
             if self.stage in ("joins", "ended") or not self.world.catches or self.member._state is State.ENDING:
                 self.fail(error)
@@ -114,6 +117,8 @@ class Task:
         error = verdict if isinstance(end, Outcome) else end
         if error is None:
             self.member.end_launch(None, handled=self.handled)
+            if end.verdict.is_without(self.node):
+                self.member.dismiss(end.verdict.launch)
             return
         try:
             raise error

@@ -75,6 +75,8 @@ def test_arguments_keep_their_order_and_lists_are_passed_as_they_are(given, word
     [
         *((wrong, r"entrypoint_args is a .* dict .* or a list") for wrong in ("--lr 0.1", b"--lr", 3, {1, 2})),
         *((wrong, "NUL") for wrong in ({"k": "a\0b"}, {"a\0b": 1}, ["a\0b"])),
+        ({"a": 1, "notes": "é" * 70_000}, r"entrypoint_args\['notes'\] has 140000 bytes, .* Write it to a file"),
+        (["--n", "x" * 131_072], r"entrypoint_args\[1\] has 131072 bytes, but Linux gives a process at most 131071"),
         ({"when": [object()]}, r"entrypoint_args\['when'\]"),  # JSON can't hold it
     ],
 )

@@ -9,6 +9,7 @@ import sys
 import tempfile
 from contextlib import suppress
 from dataclasses import replace
+from pathlib import Path
 
 import psutil
 import pytest
@@ -267,7 +268,7 @@ def test_a_commands_end_that_only_its_agent_tells(node_with):
     """A runner that leaves no record, as on a full disk, has failed all the same."""
     node = node_with("true", real=False)
     agent = node.prepare()
-    folder = node.agent_folder(agent)
+    folder = Path(agent.options.pipes)
     write(folder / "ended.jsonl", '{"number": 0, "status": 0, "error": null, "seconds": 0.1}\n{"number": 1, "sta')
     agent.say(AgentEnded(1, 0.0))
     agent.say(End(1))

@@ -42,6 +42,7 @@ def test_a_list_is_taken_as_it_is_and_a_text_by_a_shell():
         (["  "], ["command 1 is empty"]),
         (["pip", "install", "-r"], ["command 3 is '-r'", "['pip', 'install'"]),
         ([["a", "b\0"]], ["NUL"]),
+        ([f"echo {'x' * 140_000}"], ["command 1, word 3 has 140005 bytes", "Write it to a file"]),
     ],
 )
 def test_what_is_none_is_refused_with_the_reason(given, words):

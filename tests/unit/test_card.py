@@ -10,7 +10,6 @@ from types import SimpleNamespace
 
 import pytest
 from gang_snapshots import MARKUP, a_gang, failed, place, report
-from metaflow import metaflow_config
 from metaflow._vendor import click
 from metaflow.datastore import FlowDataStore
 from metaflow.plugins.datastores.local_storage import LocalStorage
@@ -166,19 +165,6 @@ def test_metaflow_knows_the_card():
     from metaflow.plugins import CARDS
 
     assert GangCard in CARDS
-
-
-@pytest.mark.parametrize("url", [None, "https://ui/"])
-def test_the_card_of_another_node_leads_to_the_gangs(url, monkeypatch):
-    monkeypatch.setattr(metaflow_config, "UI_URL", url)
-    task = SimpleNamespace(pathspec="Flow/1/train/2_node_1", metadata_dict={})
-    data = {"pointer": f"This is node 1 (host {MARKUP}). The card of node 0: Flow/1/train/2.", "control": "1/train/2"}
-    (section,) = GangCard().refresh(task, {"user": data}).values()
-    (html,) = html_of(section)
-    assert "".join(html.words) == data["pointer"].translate({0x1B: "\ufffd", 0: "\ufffd"})
-    assert [attrs["href"] for tag, attrs in html.tags if tag == "a"] == ([f"{url}Flow/1/train/2"] if url else [])
-    pages = GangCard().render_runtime(task, {"user": data}), made_with(data).render(task)
-    assert all("The card of node 0" in content_of(page) for page in pages)
 
 
 def test_a_page_that_is_not_final_says_how_to_watch_the_gang():

@@ -3,6 +3,8 @@
 import hashlib
 import hmac
 import math
+import os
+import pickle
 import queue
 import re
 import socket
@@ -41,6 +43,16 @@ ENDED = sent.Ended(0, False, 0)
 EXIT_3 = (Failure(Cause("exit", 1, "h", 1, 0, 3), 0.0),)
 MAGIC = b"mf-torchrun/1\0\0\0"
 QUICK = ConnectPolicy(attempt_s=0.5)
+
+
+class Loaded:
+    """Ends the process that loads it."""
+
+    def __reduce__(self):
+        return os._exit, (9,)
+
+
+PICKLED = pickle.dumps(Loaded())
 
 
 class ControlLost(NamedTuple):
@@ -313,6 +325,7 @@ def test_closing_waits_for_members_that_have_yet_to_leave(opened):
         pytest.param(MAGIC + b"x" * 64, False, id="our magic"),
         pytest.param(struct.pack(">I", 0xFFFFFFFF) + b"x" * 1000, True, id="4 GB"),
         pytest.param(struct.pack(">I", 4) + b"\xff\xfe{}", True, id="no json"),
+        pytest.param(struct.pack(">I", len(PICKLED)) + PICKLED, True, id="a pickle"),
         pytest.param(encode(sent.Leave()), True, id="no join"),
         *(pytest.param(encode(sent.Join(node)), True, id=f"node {node}") for node in (99, -1, 0)),
     ],

@@ -6,9 +6,11 @@ import ast
 import difflib
 import inspect
 import itertools
+import os
 import re
 import runpy
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -103,7 +105,7 @@ def test_links_to_files_and_headings_of_ours_lead_somewhere(name):
 
 def test_each_command_is_of_a_kind_that_is_checked_here():
     of_shells = {".", "cd", "echo", "export"}
-    kinds = {words[0].removeprefix(".venv/bin/") for _, words in COMMANDS} - of_shells
+    kinds = {words[0].removeprefix(".venv-dev/bin/") for _, words in COMMANDS} - of_shells
     assert kinds == {"git", "make", "pip", "python", "python3", "torchrun"}
 
 
@@ -112,8 +114,22 @@ def test_make_knows_its_targets():
     assert made.returncode == 0, made.stderr
 
 
+def test_make_leaves_the_environment_of_the_readme_alone(tmp_path):
+    assert "python3 -m venv .venv\n" in read("README.md")
+    users = tmp_path / ".venv" / "bin" / "python"
+    users.parent.mkdir(parents=True)
+    users.touch()
+    for name in ("Makefile", "setup.py"):
+        shutil.copy(REPOSITORY / name, tmp_path)
+    env = {"PATH": os.environ["PATH"]}  # without what a make around this test has been told
+    made = subprocess.run(["make", "--dry-run", "demo", "test"], cwd=tmp_path, env=env, capture_output=True, text=True)
+    assert made.returncode == 0, made.stderr
+    assert "pip install" in made.stdout
+    assert re.findall(r".*\.venv(?![\w-]).*", made.stdout) == []
+
+
 def test_the_tests_that_the_pages_run_exist():
-    tests = [words[-1] for _, words in COMMANDS if words[0] == ".venv/bin/python"]
+    tests = [words[-1] for _, words in COMMANDS if words[0] == ".venv-dev/bin/python"]
     assert tests
     assert [name for name in tests if not (REPOSITORY / name).exists()] == []
 
@@ -269,7 +285,8 @@ def test_the_table_of_threads_in_architecture_names_each_where_it_is_started():
         (name, str(path.relative_to(PACKAGE).with_suffix("")))
         for path in PACKAGE.rglob("*.py")
         for name in re.findall(
-            r"(?:name=|in_background\(|begin\()\"(torchrun-[a-z]+)\"", path.read_text(encoding="utf-8")
+            r"(?:name=|name: str = |Aside\(|in_background\(|begin\()\"(torchrun-[a-z]+)\"",
+            path.read_text(encoding="utf-8"),
         )
     }
     assert set(rows) == started

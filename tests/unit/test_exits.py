@@ -7,7 +7,7 @@ import sys
 import time
 
 import pytest
-from unit_helpers import write
+from unit_helpers import Patient, write
 
 from metaflow_extensions.torchrun.plugins.torchrun.gang.cause import Cause, FailureText
 from metaflow_extensions.torchrun.plugins.torchrun.launch.spec import LaunchSpec
@@ -42,6 +42,7 @@ class Node:
         spec = LaunchSpec("train.py", (), False, nproc=3, num_nodes=2, node_index=1, python="python3", **spec)
         self.written = {}  # (local rank or agent, stream) -> text
         self.exits = Exits(str(folder), spec, "host-1", lambda *which: self.written.get(which, ""))
+        self.exits.files = Patient()
         self.stopped_at = float("inf")
 
     def leaves(self, local_rank=0, stderr=None, error=None, record=None, stdout=None):

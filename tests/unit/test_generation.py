@@ -25,7 +25,7 @@ KILLED = Cause("signal", 0, "host", 1, 1, -signal.SIGKILL, None, "the last lines
 def made_in(folder):
     spec = LaunchSpec("/flow/train.py", (), False, nproc=2, num_nodes=2, node_index=1, python="python3")
 
-    async def kept():
+    async def kept(limit_s=None):
         pass
 
     plan = Plan(spec, "127.0.0.1", Machine(1), lambda *_: True)

@@ -47,6 +47,7 @@ IMPORTED_WITH_METAFLOW = {
     "parsing",
     "preflight",
     "compat.cards",
+    "compat.graph",
     "compat.steps",
     "compat.renamed",
     "tracebacks",

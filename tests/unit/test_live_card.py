@@ -2,7 +2,6 @@
 
 import json
 import os
-import re
 import subprocess
 import sys
 import threading
@@ -19,12 +18,11 @@ from metaflow.plugins.datastores.local_storage import LocalStorage
 from unit_helpers import HANG_S, Looping, eventually
 
 from metaflow_extensions.torchrun.plugins.torchrun.compat import cards
-from metaflow_extensions.torchrun.plugins.torchrun.errors import LaunchFailed, TorchrunConfigError
+from metaflow_extensions.torchrun.plugins.torchrun.errors import LaunchFailed
 from metaflow_extensions.torchrun.plugins.torchrun.machine.processes import children
-from metaflow_extensions.torchrun.plugins.torchrun.records.on_page import NO_PAGES
 from metaflow_extensions.torchrun.plugins.torchrun.records.snapshot import Snapshot
 from metaflow_extensions.torchrun.plugins.torchrun.show import live_card
-from metaflow_extensions.torchrun.plugins.torchrun.show.live_card import LastCards, LiveCard, Pointer, pause_s
+from metaflow_extensions.torchrun.plugins.torchrun.show.live_card import LastCards, LiveCard, pause_s
 
 
 @pytest.fixture
@@ -313,23 +311,6 @@ def test_a_users_card_without_a_part_is_no_affair_of_ours(with_users_card):
     mine = with_users_card(object())
     live.make_last()
     assert (mine.made, cards.with_component(live_card.GangPart)) == ([], [])
-
-
-def test_the_cards_of_another_node_are_made_once_and_name_the_task_with_the_gangs(card, with_users_card):
-    offer(card)
-    pointer = Pointer("1/train/2", 3, 4)
-    pointer.show()
-    assert "torchrun-card" not in {thread.name for thread in threading.enumerate()}
-    (shown,) = card.shown
-    text = shown["pointer"]
-    assert re.fullmatch(r"This is node 3 \(host .+\) of a gang of 4 nodes\. The card of .*: Flow/1/train/2\.", text)
-    card.fails = True
-    pointer.show()  # no process can be started
-    part = pointer.part(("outcome",), NO_PAGES)
-    part.component_id = "mine"
-    assert (": Flow/1/train/2." in json.dumps(part.render()), part.render()["id"]) == (True, "mine")
-    with pytest.raises(TorchrunConfigError, match="no part 'rank'"):
-        pointer.part(("rank",), NO_PAGES)
 
 
 def test_without_a_card_of_ours_nothing_runs(with_users_card):

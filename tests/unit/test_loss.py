@@ -59,6 +59,33 @@ def test_a_spare_waits_and_takes_the_place_of_a_lost_node_at_once():
     assert [each.node for each in gang.records if each.kind in ("left_out", "taken_in")] == [1, 3]
 
 
+def test_a_spare_that_was_not_needed_leaves_and_the_next_launch_does_not_wait_for_it():
+    gang = launched()
+    gang.failed(1, crash(1))
+    ended(gang, 0, 1, 2)
+    gang.pass_time(31.0)
+    for node in (0, 1, 2):
+        gang.ended(node, generation=1)
+    assert gang.same_verdict(0, 1, 2, 3) is None
+    assert "node 3 leaves: launch 0 has ended well without it" in gang.notes(0)
+    for node in (0, 1, 2):
+        gang.ready(node, launch=1)
+    assert groups(gang)[2:] == [(0, 1, 2)]
+    gang.leave(3, crash(3, kind="step"))
+    assert gang.state.without == set(), "its task may take its time to end"
+    assert not gang.got(0, Stop)[1:]
+
+
+def test_a_spare_stays_when_the_launch_has_failed():
+    gang = launched(max_restarts=0)
+    gang.failed(1, crash(1))
+    ended(gang, 0, 1, 2)
+    assert gang.same_verdict(0, 1, 2, 3) is not None
+    for node in range(4):
+        gang.ready(node, launch=1)
+    assert groups(gang, 3) == [(0, 1, 2)] * 2
+
+
 def test_without_a_spare_it_goes_on_with_fewer_nodes_down_to_the_least():
     gang = launched(4, spare_nodes=0, min_nodes=3)
     gang.lost(2)

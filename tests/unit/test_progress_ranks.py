@@ -1,5 +1,6 @@
 """What a node tells of its ranks' progress: from lines of JSON, in which nothing does harm; with a clock of the test."""
 
+import asyncio
 import json
 import math
 import os
@@ -12,6 +13,7 @@ from types import SimpleNamespace
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from unit_helpers import Patient
 
 from metaflow_extensions.torchrun.plugins.torchrun.features.progress.keep import ProgressKeeper
 from metaflow_extensions.torchrun.plugins.torchrun.features.progress.lines import (
@@ -185,11 +187,17 @@ class Node:
     """A node with two ranks, whose scripts write what the test has them write."""
 
     def __init__(self, folder, first_rank=0):
-        self.now, self.ended, self.folder, self.said, self.shown = 100.0, set(), folder, [], []
+        self.now, self.ended, self.folder = 100.0, set(), folder
         plan = SimpleNamespace(spec=SimpleNamespace(ranks=range(first_rank, first_rank + 2), log_dir=None))
         has_ended = self.ended.__contains__
+        self.said, self.shown = [], []
         here = SimpleNamespace(
-            request=plan, folder=str(folder), has_ended=has_ended, say=self.said.append, show=self.shown.append
+            request=plan,
+            folder=str(folder),
+            has_ended=has_ended,
+            say=self.said.append,
+            show=self.shown.append,
+            files=Patient(),
         )
         self.watcher = ProgressWatcher(here, lambda: self.now)
 
@@ -207,7 +215,7 @@ class Node:
 
     def end(self):
         self.ended |= {0, 1}
-        told = self.watcher.ended()
+        told = asyncio.run(self.watcher.ended())
         return told and from_plain(Metrics, told, "")
 
 
@@ -343,7 +351,7 @@ def test_the_example_of_the_documents_ends_at_the_whole(node, monkeypatch):
     kept = ProgressKeeper()
     node.now += 1
     node.ended |= {0, 1}
-    kept.handle(0, Told(0, 0, "progress", node.watcher.ended()), node.now)
+    kept.handle(0, Told(0, 0, "progress", asyncio.run(node.watcher.ended())), node.now)
     kept.ended(0, ok=True)
     assert (kept.record()["done"], kept.record()["total"]) == (1000, 1000)
     assert kept.record()["last"] == {"loss": 0.001}

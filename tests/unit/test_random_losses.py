@@ -48,7 +48,7 @@ class Checks:
         elif isinstance(message, Restart) and message.cause.category != "preempted":
             self.counted[message.launch].add(message.number)
             assert len(self.counted[message.launch]) <= self.world.max_restarts, "more restarts than max_restarts"
-        elif isinstance(message, Verdict) and self.gang.nodes[node] in WITHOUT:
+        elif isinstance(message, Verdict) and self.gang.nodes[node] in WITHOUT and message.error is not None:
             self.apart.add(id(message))
 
     def goes(self, told, go):
@@ -99,7 +99,10 @@ class Checks:
         """Check the whole run."""
         last = self.world.last
         if not self.hurt:
-            assert all((task.error, task.calls) == (None, self.world.launches) for task in self.world.tasks)
+            for task in self.world.tasks:
+                is_spare = task.node >= self.world.size
+                assert (task.error, task.calls) == (None, 1 if is_spare else self.world.launches)
+                assert task.member.is_dismissed is is_spare
         if last[CONTROL].error is None and not self.deviates:
             failed = {node for node, task in last.items() if task.error is not None}
             assert all(self.gang.nodes[node] in WITHOUT for node in failed), f"nobody hears of the failure of {failed}"

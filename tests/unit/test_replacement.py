@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_loss import ended, groups
-from test_state import GangOf, crash, failures, preemption
+from test_state import GangOf, crash, failures, objects_of, preemption
 
 from metaflow_extensions.torchrun.plugins.torchrun.errors import GangError
 from metaflow_extensions.torchrun.plugins.torchrun.gang.nodes import NodeState
@@ -142,6 +142,35 @@ def test_a_new_task_gets_the_verdicts_of_the_launches_before():
     gang.ready(1, 1)
     gang.pass_time(0.0)
     assert groups(gang)[-1] == (0, 1, 2)
+
+
+def test_the_verdicts_of_thousands_of_launches_take_no_more_memory_and_a_task_that_needs_more_is_told():
+    gang = launched(min_nodes=2)
+
+    def launch_until(number, *nodes):
+        for launch in range(gang.got(0, Go)[-1].launch + 1, number):
+            for node in nodes:
+                gang.ready(node, launch, max_restarts=3)
+            for node in nodes:
+                gang.ended(node, launch=launch)
+            for sent in gang.sent.values():
+                del sent[:-3]
+
+    for node in range(3):
+        gang.ended(node)
+    launch_until(1600, 0, 1, 2)  # by then the records are bounded, too
+    before = objects_of(gang.state)
+    launch_until(1800, 0, 1, 2)
+    assert objects_of(gang.state) < before + 100
+    gang.lost(1)
+    come(gang, 1)
+    gang.ready(1, 0)
+    late = gang.got(1, Verdict)[-1]
+    assert (late.launch, type(late.error)) == (0, GangError)
+    assert "The end of launch 0 is not known any more" in str(late.error)
+    launch_until(1801, 0, 2)
+    assert gang.got(0, Verdict)[-1].launch == 1800
+    assert gang.verdict(0, launch=1800) is None
 
 
 @pytest.mark.parametrize("when", ["gathering", "between", "told to end between"])
@@ -330,6 +359,34 @@ def test_a_task_that_comes_after_the_end_finds_nothing_to_do():
     newcomer = Join(1, "new", "second", "another pod")
     assert not gang.state.nodes.may_join(newcomer)
     assert gang.state.turn_away(newcomer)[0].is_early, "it will find the record of the gang's end"
+
+
+@pytest.mark.parametrize("when", ["before the end", "joins before it", "later"])
+def test_a_task_that_comes_too_late_to_take_part_leaves(when):
+    """A spare has taken its place; the others wait for it neither in the next launch nor at the end."""
+    gang = launched(4, spare_nodes=1)
+    gang.lost(1)
+    ended(gang, 0, 2)
+    gang.pass_time(0.0)
+    comes = [lambda: come(gang, 1), lambda: gang.ready(1)]
+    for _ in range({"before the end": 2, "joins before it": 1, "later": 0}[when]):
+        comes.pop(0)()
+    for node in (0, 2, 3):
+        gang.ended(node, generation=1)
+    for node in (0, 2):
+        gang.ready(node, launch=1)
+    for each in comes:
+        each()
+    gang.ready(3, launch=1)
+    (verdict,) = gang.got(1, Verdict)
+    assert verdict.is_without(1)
+    assert groups(gang)[2:] == [(0, 2, 3)]
+    for node in (0, 2, 3):
+        gang.ended(node, launch=1)
+        gang.done(node)
+    for node in (2, 3):
+        gang.leave(node)
+    assert gang.got(0, Alone)
 
 
 @pytest.mark.parametrize("how", ["it ends, too", "in time"])

@@ -69,6 +69,17 @@ def test_a_full_series_gets_coarser_and_keeps_the_whole_life(merge, parts):
     assert found.parts == [math.fsum(parts[:2]) / 2, math.fsum(parts[2:]) / 2] if merge == "mean" else parts[1::2]
 
 
+def test_a_mean_counts_every_value_once_however_often_parts_are_merged():
+    points = [(1, 0.0), (2, 0.0), (3, 0.0), (6, 100.0), (9, None), (11, None), (12, 7.0)]
+    found = series(points, 4, 5.0, "mean", begin=0.0)
+    found.widen(10.0)
+    assert found.parts == [25.0, 7.0]
+    found.add(12, 3.0)  # in the place of the 7, with its part
+    found.add(13, 5.0)
+    found.widen(20.0)
+    assert found.parts == [pytest.approx(108 / 6)]
+
+
 def test_one_late_part_does_not_count_more_after_a_merge():
     points = [(1, 1.0), (6, 1.0), (11, 1.0), (16, 1.0), (22, 4.0), (27, 2.0)]
     assert series(points, 4, 5.0, "mean", begin=0.0).parts == [1.0, 1.0, 3.0]

@@ -57,6 +57,7 @@ def refusal(*args, **arguments):
         ({"torchrun_args": {"local_ranks_filter": "first"}}, ["local-ranks-filter is 'first'"]),
         *(({"cwd": wrong}, ["cwd", "path of a folder"]) for wrong in (3, b"/", ["/"])),
         *(({"env": wrong}, ["can't be"]) for wrong in ({"": 1}, {"A\0": 1}, {3: 1}, {"N": None})),
+        ({"env": {"A": "1", "NOTES": "x" * 131_066}}, ["env): NOTES has 131072 bytes", "one argument or variable"]),
         ({"env": ["A=1"]}, ["env", "must be a dict"]),
         ({"cwd": "/no such folder"}, ["'/no such folder'", "is not a folder"]),
         *(({"entrypoint": missing}, ["entrypoint='train.py'"]) for missing in (None, "")),

@@ -56,6 +56,7 @@ from metaflow_extensions.torchrun.plugins.torchrun.gang.protocol import (
 from metaflow_extensions.torchrun.plugins.torchrun.gang.state import Gang
 from metaflow_extensions.torchrun.plugins.torchrun.gang.texts import names
 from metaflow_extensions.torchrun.plugins.torchrun.records.snapshot import snapshot_of
+from metaflow_extensions.torchrun.plugins.torchrun.records.summary import summarize
 
 FIELDS = {"nproc": 2, "digest": "abc"}
 FOREVER = float("inf")
@@ -1152,6 +1153,30 @@ def test_a_preemption_sends_the_users_signal_and_tells_who_saved(kind, number):
     error = gang.same_verdict()
     assert isinstance(error, TorchrunPreempted) is (kind == "terminated")
     assert ("exited with code 0 in time: 1, 2, 3" in str(error)) is (kind == "terminated")
+
+
+@pytest.mark.parametrize("node", [0, 1])
+def test_a_second_order_to_end_leaves_the_exit_codes_that_a_node_has_reported(node):
+    gang = running(2)
+    gang.failed(node, preemption(node))
+    gang.ended(node, ok=False, exit_codes={2 * node: 0, 2 * node + 1: 0})
+    gang.give_up(node, preemption(node))  # while the other node's workers still save
+    gang.ended(1 - node, ok=False, exit_codes={2 - 2 * node: 1, 3 - 2 * node: 0})
+    saved = "0, 1, 3" if node == 0 else "1, 2, 3"
+    assert f"exited with code 0 in time: {saved}." in str(gang.same_verdict())
+
+
+def test_a_killed_node_stays_lost_on_the_page_when_its_supervisor_has_ended_the_workers():
+    gang = running(2)
+    gang.post(gang.state.lost(1, "its task was killed by SIGKILL", is_connected=True))
+    gang.ended(1, ok=False)
+    gang.ended(0, ok=False, exit_codes={0: -15, 1: -15})
+    found = summarize(gang.records, 2, 2)
+    assert [node.word for node in found.nodes] == ["stopped", "lost"]  # before its connection has ended
+    gang.post(gang.state.disconnected(1, "its connection has ended"))
+    found = summarize(gang.records, 2, 2)
+    assert ([node.word for node in found.nodes], found.outcome) == (["step code", "lost"], "failed")
+    assert [rank.state for rank in found.ranks] == ["stopped", "stopped", "lost", "lost"]
 
 
 # --- a node that gives up by itself ----------------------------------------------------------------

@@ -83,7 +83,7 @@ def test_a_task_stays_in_its_gang_until_its_results_are_stored_and_what_has_happ
         gang.name_tasks([])
         members.append(gang.join()[0])
         assert STARTED_BY not in os.environ  # what the step's code starts is no task
-        gang.finish()
+        gang.run_code(bool)
 
     gang.run(step)
     assert members[0].is_storing
@@ -184,7 +184,7 @@ def test_a_control_node_leaves_when_all_is_stored_and_takes_along_what_ends_its_
     datastore = SimpleNamespace(**dict.fromkeys(STORING, lambda *_: "stored"))
     gang.watch_storing(datastore)
     gang.join()
-    gang.finish()
+    gang.run_code(bool)
     try:
         sys.exit("another decorator has had enough")
     except SystemExit:
@@ -203,7 +203,7 @@ def test_results_that_can_not_be_stored_leave_the_gang_with_that_error(name, gan
     datastore = SimpleNamespace(**{**dict.fromkeys(STORING, lambda *_: "stored"), name: refuse})
     gang.watch_storing(datastore)
     member, _ = gang.join()
-    gang.finish()
+    gang.run_code(bool)
     before = STORING[: STORING.index(name)]
     assert [getattr(datastore, other)({}) for other in before] == ["stored"] * len(before)
     assert member.is_storing

@@ -4,6 +4,7 @@ import os
 import platform
 import threading
 import time
+from concurrent.futures import wait
 from pathlib import Path
 
 import psutil
@@ -13,6 +14,7 @@ from metaflow_extensions.torchrun.plugins import torchrun as package
 from metaflow_extensions.torchrun.plugins.torchrun.launch.command import WORKER_HOOKS
 from metaflow_extensions.torchrun.plugins.torchrun.launch.options import Node
 from metaflow_extensions.torchrun.plugins.torchrun.launch.run_settings import RunSettings, resolve
+from metaflow_extensions.torchrun.plugins.torchrun.machine.aside import Aside
 from metaflow_extensions.torchrun.plugins.torchrun.settings import parse_settings
 
 # Whoever waits for longer waits for what never comes.
@@ -54,6 +56,15 @@ HOSTILE = [
     " ",
     "",
 ]
+
+
+class Patient(Aside):
+    """It waits for each job, however busy this machine is: for tests whose disks answer."""
+
+    def begin(self, work, *args):
+        job = super().begin(work, *args)
+        wait([job], limit_s(HANG_S))
+        return job
 
 
 def eventually(done, what="it", within_s=None):

@@ -57,11 +57,11 @@ checked = same if "NOT_PARALLEL" in os.environ else parallel
 shown = card(type="torchrun") if "GANG_CARD" in os.environ else same
 
 
-def launch(name, *words):
-    """Run workers that note what they see in a folder of their own; return how many they were."""
+def place(name):
+    """Return the variable with which workers note what they see in a folder of their own."""
     folder = Path(os.environ["GANG_OUT"], name)
     folder.mkdir(exist_ok=True)
-    return current.torch.run("worker.py", words, env={"GANG_OUT": folder}).world_size
+    return {"GANG_OUT": folder}
 
 
 @GangsByName
@@ -96,20 +96,20 @@ class FeaturesFlow(FlowSpec):
     @torchrun(**config.attributes)
     @step
     def written(self):
-        size = launch("written", self.text, current.project_flow_name)
+        size = current.torch.run("worker.py", [self.text, current.project_flow_name], env=place("written")).world_size
         self.said = {"size": size, "branch": current.branch_name, "tags": sorted(current.tags)}
         self.next(self.join_first)
 
     @step
     def mutated(self):
-        self.said = launch("mutated")
+        self.said = current.torch.run("worker.py", env=place("mutated")).world_size
         self.next(self.join_second)
 
     @LateGang
     @checked
     @step
     def mutated_late(self):
-        self.said = launch("mutated_late")
+        self.said = current.torch.run("worker.py", env=place("mutated_late")).world_size
         self.next(self.join_third)
 
     @step

@@ -30,7 +30,7 @@ class LostNode(FlowSpec):
         note(f"task-{node}", os.getpid())
         try:
             self.result = current.torch.run("lost_node_worker.py", env={"KILLS": self.kills})
-        except BaseException as error:
+        except Exception as error:
             note(f"error-{node}", {"class": type(error).__name__, "message": str(error)})
             raise
         if str(node) in self.late:

@@ -1,4 +1,4 @@
-"""A gang whose first attempt fails, for Argo Workflows: nothing here knows how it is scheduled."""
+"""A gang with a spare whose first attempt fails, for Argo Workflows: nothing here knows how it is scheduled."""
 
 from metaflow import FlowSpec, Parameter, current, retry, step, torchrun
 
@@ -11,7 +11,7 @@ class RemoteArgo(FlowSpec):
         self.next(self.train, num_parallel=self.nodes)
 
     @retry(times=1, minutes_between_retries=0)
-    @torchrun(nproc_per_node=2)
+    @torchrun(nproc_per_node=2, max_restarts=1, restart_on="node_lost", spare_nodes=1)
     @step
     def train(self):
         self.node, self.attempt = current.parallel.node_index, current.retry_count
@@ -22,7 +22,7 @@ class RemoteArgo(FlowSpec):
 
     @step
     def join(self, inputs):
-        self.seen = sorted((i.node, i.attempt) for i in inputs)
+        self.seen = sorted((i.node, i.attempt, hasattr(i, "result")) for i in inputs)
         self.next(self.end)
 
     @step

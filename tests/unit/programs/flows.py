@@ -75,9 +75,10 @@ class CarelessFlow(FlowSpec):
         text = task.refusal_of(self.method, [1])
         assert "CarelessFlow.method is a method of the flow, and a flow can't be sent to the workers" in text
         assert "@staticmethod" in text
-        for function, arguments in ((add, [self, 1]), (lambda: self.factor, [])):
+        of_flow = f"entrypoint_args[0] of add, a __main__.{type(self).__name__},"
+        for function, arguments, what in ((add, [self, 1], of_flow), (lambda: self.factor, [], "<lambda>")):
             text = task.refusal_of(function, arguments)
-            assert " and its arguments can't be pickled, with cloudpickle neither (" in text
+            assert f"{what} can't be pickled, with cloudpickle neither (" in text
             assert "Pass data instead of open files, locks, connections, or the flow itself (self)." in text
 
     @step

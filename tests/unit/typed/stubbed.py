@@ -29,6 +29,7 @@ class Flow(FlowSpec):
         current.torch.run("train.py", timeout_s="long")  # wrong
         current.torch.run(train, process_group="mpi")  # wrong
         current.torch.run(train, gathr=True)  # wrong
+        current.torch.run(train, outputs="x", outputs_from="nodes")  # wrong
         current.torch.launch()  # wrong
 
     def values(self, result: TorchrunResult[float]) -> None:
@@ -55,6 +56,11 @@ class Flow(FlowSpec):
     @step
     def more(self) -> None:
         reveal_type(len(current.torch.run(train)))  # is int
+
+    @torchrun
+    @step
+    def without_types(self):
+        current.torch.run("train.py", timeout_s="long")  # wrong
 
     @torchrun(nproc=2)  # wrong
     @step

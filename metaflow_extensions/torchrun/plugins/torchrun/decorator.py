@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from metaflow import current
 
 from .compat import steps
+from .compat.graph import check_first, is_ours
 from .compat.renamed import check, harmless
 from .settings import DEFAULTS, StepSettings, check_spares, parse_settings, refuse_unknown
 from .task.pod_shell import POD_SCRIPT, heed_sigterm_in_pod
@@ -72,7 +73,8 @@ class TorchrunDecorator(steps.ParallelDecorator):  # type: ignore[misc]  # Metaf
         not start; ``"network"``, nodes that can't reach each other; ``"node_lost"`` and ``"preempted"``, nodes
         that are gone. By default all but ``"start"`` and ``"network"``.
     spare_nodes : int, default 0
-        How many nodes, the last ones of ``num_parallel``, wait until another node is lost.
+        How many nodes, the last ones of ``num_parallel``, wait in the first launch until another node is lost. One that
+        took no part then leaves.
     min_nodes : int, optional, default None
         With how many nodes a launch goes on at least after the loss of others, when no other task takes their place. By
         default with all that are no spares. Not on Argo Workflows.
@@ -120,9 +122,6 @@ class TorchrunDecorator(steps.ParallelDecorator):  # type: ignore[misc]  # Metaf
 
     def __init__(self, attributes: dict[str, Any] | None = None, *args: Any, **kwargs: Any) -> None:
         check()
-        from .task import submit_checks  # noqa: F401 - its lint check has to be there before Metaflow's lint, which
-        # comes before `step_init`
-
         # Metaflow would refuse unknown attributes here, before it knows which step they stand at.
         given = attributes or {}
         self._unknown = [key for key in given if key not in DEFAULTS and not key.startswith(steps.UNPACK_KEY)]
@@ -132,9 +131,11 @@ class TorchrunDecorator(steps.ParallelDecorator):  # type: ignore[misc]  # Metaf
         self, flow: Any, graph: Any, step_name: str, decos: Any, environment: Any, flow_datastore: Any, logger: Any
     ) -> None:
         """Check everything that can be checked before anything is scheduled."""
+        from .compat.cards import take_control_task
         from .compat.datastore import metadata_type
         from .compat.graph import ignored_by_with
         from .machine.accelerators import requested_accelerators
+        from .show.stored_gangs import place_of
         from .task.interrupts import heed_signals_to_job, remote_job
         from .task.report import print_errors_ourselves
         from .task.submit_checks import Submission
@@ -164,6 +165,7 @@ class TorchrunDecorator(steps.ParallelDecorator):  # type: ignore[misc]  # Metaf
         self._check("check_kubernetes")
         self._check("check_loss")
         heed_signals_to_job()
+        take_control_task(step_name, lambda task: place_of(task, {task})[1] == 0)
         if remote_job() == step_name:
             self._bring_pods_again()
             _tell_of_job(flow_datastore, step_name)
@@ -275,11 +277,8 @@ class TorchrunDecorator(steps.ParallelDecorator):  # type: ignore[misc]  # Metaf
         if gang is None or retry_count > max_user_code_retries:
             return step_func  # @catch's fallback runs instead of the step's code, on no gang
 
-        def step_to_its_end() -> None:
-            step_func()
-            gang.finish()  # on a local run Metaflow waits in `inner` for the other nodes' tasks: they have to know before
-
-        inner = super().task_decorate(step_to_its_end, *args)
+        # On a local run Metaflow waits in `inner` for the other nodes' tasks: they have to know before that it has ended.
+        inner = super().task_decorate(partial(gang.run_code, step_func), *args)
         if ubf_context == steps.UBF_CONTROL:
             gang.will_start_nodes(steps.num_parallel(flow))
         return lambda: gang.run(inner)
@@ -344,6 +343,17 @@ class TorchrunDecorator(steps.ParallelDecorator):  # type: ignore[misc]  # Metaf
         with harmless():  # it only makes a launch faster
             return replace(settings, nproc_per_node=nproc_in_calls(self._graph, self._step_name))
         return settings
+
+
+def _check_source(graph: Any) -> None:
+    """Check the source of a flow; called before Metaflow checks it, which is before `step_init`."""
+    if is_ours(graph):
+        from .task.submit_checks import check_source
+
+        check_source(graph)
+
+
+check_first(_check_source)
 
 
 def _tell_of_job(flow_datastore: Any, step_name: str) -> None:

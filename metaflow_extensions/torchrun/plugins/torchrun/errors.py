@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from .outputs import Outputs
 
 try:
-    from metaflow.exception import MetaflowException
+    from metaflow.exception import MetaflowException as MetaflowException
 except ImportError:  # `import metaflow` loads this module, and must not fail (2.19 has it)
 
     class MetaflowException(Exception):  # type: ignore[no-redef]

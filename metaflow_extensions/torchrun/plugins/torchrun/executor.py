@@ -213,6 +213,8 @@ class TorchrunExecutor:
         try:
             outcome = call.run()
             call.settle()  # what the step's code prints next stands behind
+            if outcome.verdict.is_without(self.node_index):
+                self._context.member.dismiss(outcome.verdict.launch)
             return result_of(outcome, call.request.spec, self._context.member, call.services)
         except LaunchFailed as error:
             if not isinstance(error, TorchrunPreempted) or (error.cause or {}).get("node") != self.node_index:

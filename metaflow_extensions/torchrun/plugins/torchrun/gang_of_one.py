@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import weakref
+from collections import deque
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -14,7 +17,7 @@ from .channel.join import LOOPBACK, join_alone, join_alone_again, rules_of
 from .compat.datastore import values_of_running_flow
 from .compat.renamed import check
 from .elements.model import Sentence
-from .errors import TorchrunError, TorchrunPreempted
+from .errors import GangError, TorchrunError, TorchrunPreempted
 from .events import Event, Subscriber
 from .executor import Context, TorchrunExecutor
 from .feature_list import in_task, on_page
@@ -33,13 +36,14 @@ from .task.step_timeout import StepTimeout
 
 
 class GangOfOne:
-    """Runs launches, each in a gang of its own, and shows the last one on the task's cards."""
+    """Runs launches, also of several threads at once, each in a gang of its own; cards show the last one."""
 
     def __init__(self) -> None:
         self._live_card: LiveCard | None = None  # of the last launch
         self._has_parts = False  # whether the step has asked for any
-        self._channel: ControlClient | None = None  # with a supervisor that stays
         self._starts: Plain | None = None  # from the first launch that asks for spares on
+        self._owner: int | None = None  # the process whose they are
+        self._idle: deque[ControlClient] = deque()  # with supervisors that stay, and that no launch uses
 
     def card(self, parts: tuple[str, ...]) -> GangPart:
         """Return parts of the gang's card, which show the last launch."""
@@ -51,6 +55,7 @@ class GangOfOne:
 
     def run(self, **options: Any) -> TorchrunResult[Any]:
         """Run a launch to its end; the arguments are those of `TorchrunExecutor.run`, all by name."""
+        self._refuse_in_fork()
         check()
         settings = parse_settings(DEFAULTS, None)
         about: dict[str, Any] = {}
@@ -89,22 +94,41 @@ class GangOfOne:
                 live_card.settle()
             else:
                 live_card.make_last()
+            if channel.stays:  # last: the card has asked it
+                self._idle.append(channel)
+
+    def _refuse_in_fork(self) -> None:
+        """Raise in a fork of the process that has the spares: their supervisor is deaf to it."""
+        if self._owner not in (None, os.getpid()):
+            raise GangError(
+                f"run was called in process {os.getpid()}, which was forked from process {self._owner} after that had "
+                "launched with warm. Its spares are of no use to a fork: launch there, or make another "
+                "TorchrunSingleNodeMultiGPU here."
+            )
 
     def _join(self, settings: StepSettings, emit: Subscriber) -> tuple[Member, ControlClient]:
-        """Join a new gang; from the first launch with spares on, one supervisor stays with these."""
-        if self._channel is not None and not self._channel.is_gone:
-            return join_alone_again(self._channel, settings, emit, rules_of(settings))
+        """Join a new gang; from the first launch with spares on, its supervisor stays with these."""
+        if (idle := self._pop_idle()) is not None:
+            return join_alone_again(idle, settings, emit, rules_of(settings))
         member, channel = join_alone(settings, emit, rules_of(settings), {"starts": self._starts})
         if self._starts is not None:
-            self._channel, channel.stays = channel, True
+            channel.stays = True
             weakref.finalize(self, channel.end)
         return member, channel
+
+    def _pop_idle(self) -> ControlClient | None:
+        with suppress(IndexError):  # other threads take them, too
+            while (idle := self._idle.popleft()).is_gone:
+                pass
+            return idle
+        return None
 
     def _begin_warm(self, machine: Machine, options: Mapping[str, Any]) -> None:
         """Start spare processes for this launch and later ones, if the call asks for them with `warm`."""
         if self._starts is None and options.get("warm") is not None:
             asked = {name: options.get(name) for name in ("warm", "nproc_per_node")}
             settings = parse_settings({**DEFAULTS, **asked}, None)
+            self._owner = os.getpid()
             self._starts = starts_of(in_task(), settings, machine, None)
 
     def _follow(self, gang: ControlClient, about: dict[str, Any], member: Member) -> LiveCard:

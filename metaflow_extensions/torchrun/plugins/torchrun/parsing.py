@@ -185,7 +185,21 @@ def parse_env(value: Any, setting: str) -> dict[str, str]:
                 f"{setting}: {name!r} can't be an environment variable: a name is a text without '=', a value is "
                 "not None, and neither may have a NUL character or half of a surrogate pair."
             )
+        check_word(f"{name}={text}", f"{setting}: {name}")
     return {name: str(text) for name, text in value.items()}
+
+
+_MAX_WORD = 128 * 1024 - 1  # bytes; Linux ends it with a NUL (MAX_ARG_STRLEN), else execve fails with E2BIG
+
+
+def check_word(word: str, name: str) -> str:
+    """Return a word that a process can be given, as an argument or as `NAME=value`; raise an error with `name` for others."""
+    why = "has a NUL character, which no process can be given"
+    if (size := len(word.encode(errors="replace"))) > _MAX_WORD:
+        why = f"has {size} bytes, but Linux gives a process at most {_MAX_WORD} in one argument or variable"
+    elif "\0" not in word:
+        return word
+    raise TorchrunConfigError(f"{name} {why}. Write it to a file, and give the path of that file.")
 
 
 def _is_encodable(text: str) -> bool:
@@ -230,9 +244,7 @@ def parse_argv(value: Any, setting: str) -> tuple[str, ...]:
             f"{setting} begins with {words[0]!r}, but the first word of a command is a program. Options of torchrun "
             "go to torchrun_args."
         )
-    if any("\0" in word for word in words):
-        raise TorchrunConfigError(f"{setting} is {value!r}; no process can be given a NUL character.")
-    return words
+    return tuple(check_word(word, f"{setting}, word {number}") for number, word in enumerate(words, 1))
 
 
 def parse_commands(value: Any, setting: str) -> tuple[tuple[str, ...], ...]:

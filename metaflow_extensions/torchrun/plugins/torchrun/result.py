@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import io
 import pickle
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
+from .errors import MetaflowException, TorchrunError
 from .stubs import ForStubs
 
 if TYPE_CHECKING:
@@ -108,24 +110,31 @@ class TorchrunResult(Generic[_T]):
         LookupError
             If this result does not have it: it is of a script, or the rank is another node's and the values were
             not gathered.
+        TorchrunError
+            If the value can't be loaded here.
         """
         if rank not in self.values:
             raise LookupError(self._why_not(rank))
         in_files = getattr(self.values, "open", None)  # of the task that made them: then no copy is read into memory
-        if in_files is not None:
-            with in_files(rank) as file:
-                value: _T = pickle.load(file)  # noqa: S301 - what this task's own workers have left
-        else:
-            value = pickle.loads(self.values[rank])  # noqa: S301 - an artifact of the user's own run
+        with io.BytesIO(self.values[rank]) if in_files is None else in_files(rank) as file:
+            try:
+                value: _T = pickle.load(file)  # noqa: S301 - what the user's own workers have left
+            except (OSError, MemoryError, MetaflowException):
+                raise  # not the value's fault: a disk, or news of the gang
+            except Exception as error:
+                kind = self.values[rank].rpartition(b"\n")[2].decode(errors="replace")  # see `function_worker.store`
+                raise TorchrunError(
+                    f"Rank {rank} returned a {kind}, which can't be loaded here ({type(error).__name__}: {error}). "
+                    "Return plain data instead: state_dict() of a model, of a DistributedDataParallel that of its module; "
+                    "of an exception its text. Modules that the value needs must be installed here, too."
+                ) from error
         return value
 
     def local_rank(self, local_rank: int) -> _T:
         """Return what the function returned on a local rank of this node; raises as `rank`."""
         if not 0 <= local_rank < self.nproc_per_node:
             raise LookupError(f"There is no local rank {local_rank}; a node has 0 to {self.nproc_per_node - 1}.")
-        if not (own := self._own_ranks()):
-            raise LookupError(self._why_none)
-        return self.rank(own[local_rank])
+        return self.rank(self._own_ranks()[local_rank])
 
     def __iter__(self) -> Iterator[_T]:
         """Iterate over what the function returned, in the order of ranks: this node's or, if `gathered`, all.
@@ -143,12 +152,7 @@ class TorchrunResult(Generic[_T]):
     @property
     def _is_of_another_task(self) -> bool:
         """Whether the task that ran this node's workers of a function was lost, and another has taken its place."""
-        return self.has_values and bool(self.nodes) and not self.exit_codes and bool(self._own_ranks())
-
-    @property
-    def _why_none(self) -> str:
-        more = "Look at the result of that rank's node, or bring all values to the control node with gather=True."
-        return f"Node {self.node_index} took no part in this launch: it waited as a spare, or was left out. {more}"
+        return self.has_values and bool(self.nodes) and not self.exit_codes
 
     @property
     def _why_lost(self) -> str:
@@ -176,9 +180,7 @@ class TorchrunResult(Generic[_T]):
         return self._own_ranks()
 
     def _own_ranks(self) -> range:
-        """The global ranks of this node; none if it took no part."""
-        if self.nodes and self.node_index not in self.nodes:
-            return range(0)
+        """The global ranks of this node: a node without ranks gets no result."""
         first = (self.nodes.index(self.node_index) if self.nodes else self.node_index) * self.nproc_per_node
         return range(first, first + self.nproc_per_node)
 
@@ -187,8 +189,6 @@ class TorchrunResult(Generic[_T]):
             return f"There is no rank {rank}; the launch had 0 to {self.world_size - 1}."
         if self._is_of_another_task and rank in self._own_ranks():
             return self._why_lost
-        if self.nodes and self.node_index not in self.nodes:
-            return self._why_none
         if rank in self.exit_codes or self.gathered or not self.values:
             return f"Rank {rank} returned no value: a script has none, nor has a function that ends by sys.exit()."
         have = ", ".join(map(str, self.values))

@@ -114,7 +114,8 @@ master_port : Union[int, str], optional
 Returns
 -------
 TorchrunResult
-    Facts of the launch, and what a function has returned on this node's ranks.
+    Facts of the launch, and what a function has returned on this node's ranks. On a node without ranks, as a spare
+    that was not needed, the step's code ends here.
 
 Raises
 ------
@@ -178,6 +179,8 @@ def checked(run: F) -> F:
 def spelled_out(run: F) -> F:
     """Replace ``**options`` in the signature of `run` by the arguments, and describe all of them in its docstring."""
     types = get_type_hints(RunOptions)
+    # Metaflow's generator of stubs (2.19) takes "all" for the function, but shows a text that it can't evaluate as it is.
+    types["outputs_from"] = "typing.Literal['control', 'all'] | None"
     signature = inspect.signature(run)
     options = [
         inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=ARGUMENTS[name], annotation=types[name])

@@ -128,6 +128,26 @@ def _run_command(
     return (b"", False) if is_started else run(command, card_uuid, env, wait=wait, timeout=timeout)
 
 
+def make_none() -> None:
+    """Have this task make no card of our type; Metaflow makes its other cards."""
+    for creator in [card._card_creator for card in of_type("torchrun")]:
+        creator.create = partial(
+            lambda make, **card: card["decorator_attributes"]["type"] == "torchrun" or make(**card), creator.create
+        )
+
+
+def take_control_task(step: str, is_control: Callable[[str], bool]) -> None:
+    """Have ``card get RUN/STEP`` and its like show the control node's task; Metaflow takes the newest (2.19.39)."""
+    from metaflow.plugins.cards import card_cli
+
+    def find_control(find: Callable[..., Any], flow: str, pathspec: str) -> Any:
+        task = find(flow, pathspec)
+        is_step = pathspec.rpartition("/")[2] == step
+        return next((each for each in task.parent if is_control(each.id)), task) if is_step else task
+
+    card_cli.resolve_task_from_pathspec = partial(find_control, card_cli.resolve_task_from_pathspec)
+
+
 # What `save_final` can't do: register the first card of a task, and show what else a card may have.
 _NOT_HERE = ("--save-metadata", "--component-file", "--options")
 

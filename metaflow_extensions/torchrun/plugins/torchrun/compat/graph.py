@@ -5,16 +5,19 @@ Read in 2.13 and 2.19.39. The flow's commands load this module.
 
 from __future__ import annotations
 
+import linecache
 import sys
 from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import suppress
 from typing import Any, NamedTuple
 
-from .renamed import known
+from .renamed import check, harmless, known
 
-# Where the decorators are defined that are known to write no file to the working directory.
+# Where the decorators are defined that are known to offer no `current.torch`.
 _KNOWN_DECORATORS = ("metaflow.", "metaflow_extensions.torchrun.", "metaflow_extensions.obcheckpoint.")
 
 LintWarn: Any = known("metaflow.lint:LintWarn")
+StepDecorator: Any = known("metaflow.decorators:StepDecorator", object)
 
 
 class Entry(NamedTuple):
@@ -58,19 +61,52 @@ def parallel_steps(graph: Any) -> list[str]:
 
 def check_first(check: Callable[[Any], None]) -> None:
     """Run `check` on each graph before Metaflow's own checks."""
-    from metaflow.lint import linter
+    with harmless():  # `import metaflow` comes by here
+        from metaflow.lint import linter
 
-    linter.ensure_static_graph(linter.check(check))
-    # `linter.check` appends to this private list (lint.py, 2.13 and 2.19.39). There ours would run after Metaflow's
-    # check of num_parallel, whose error names @parallel instead of @torchrun.
-    linter._checks.insert(0, linter._checks.pop())
+        linter.ensure_static_graph(linter.check(check))
+        # `linter.check` appends to this private list (lint.py, 2.13 and 2.19.39). There ours would run after Metaflow's
+        # check of num_parallel, whose error names @parallel instead of @torchrun.
+        linter._checks.insert(0, linter._checks.pop())
 
 
-def check_last(check: Callable[[Any], None]) -> None:
-    """Run `check` on each graph after all other checks."""
-    from metaflow.lint import linter
+def is_ours(graph: Any) -> bool:
+    """Return whether a flow has ``@torchrun``, or may use ``current.torch`` without. No other flow notices us."""
+    with suppress(Exception):
+        if any(deco.name == "torchrun" for node in graph for deco in node.decorators):
+            return True
+        files = {node.source_file for node in graph}
+        if any(".torch" in line for path in files for line in linecache.getlines(path)):
+            check()
+            return True
+    return False
 
-    linter.ensure_static_graph(linter.check(check))
+
+def refuse_without_torchrun(graph: Any, step: str, error: Exception) -> None:
+    """Raise `error` of a step without ``@torchrun``; where a mutator may still add that, later, unless one does.
+
+    These commands call `mutate` after the checks (2.19), where it can make a gang only of a step that has ``@parallel``.
+    """
+    from metaflow._vendor import click
+
+    command = click.get_current_context(silent=True)
+    if command is None or command.info_name not in ("run", "resume", "spin") or not graph[step].parallel_step:
+        raise error
+    graph[step].decorators.append(_Refusal(error))
+
+
+class _Refusal(StepDecorator):  # type: ignore[misc]  # Metaflow is not typed
+    """Raises an error of a step to which no mutator has added ``@torchrun``."""
+
+    name = "torchrun_missing"
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__(statically_defined=True)  # else its name is in the commands of tasks, as after `--with`
+        self._error = error
+
+    def step_init(self, flow: Any, graph: Any, step: str, decos: Sequence[Any], *_: Any) -> None:
+        if not any(deco.name == "torchrun" for deco in decos):
+            raise self._error
 
 
 def first_plain_step(graph: Any) -> tuple[Any, ...] | None:

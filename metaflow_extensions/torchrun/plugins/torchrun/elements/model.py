@@ -24,7 +24,6 @@ class Sentence:
     text: str
     kind: Literal["", "headline", "outcome", "warning", "note"] = ""  # a note explains a card; not on a terminal
     word: str = ""  # the outcome in a word; a key of `charts.COLOURS`
-    link: Link | None = None  # its text is a part of `text`
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -298,7 +298,8 @@ class Course:
         launch = self.launch
         kind = failed.failures[0].cause.kind if failed.failures else ""
         if node in launch.preparing and launch.phase is not Phase.GATHERING and kind == "command":
-            self._refuse_late(node, obstacles.commands_failed(failed.failures[0].cause, "The others go on without it."))
+            error = obstacles.commands_failed(failed.failures[0].cause, "The others go on without it.")
+            self.refuse_late(node, launch.number, error)
             return
         self.add_failures(failed.failures)
         if failed.given_up:
@@ -343,7 +344,7 @@ class Course:
         self.note("stopped", node=node)
         self.keepers.ended(node, ended.ok)
         self._send_remarks()  # before the verdict, with which the log of the launch ends
-        launch.ended[node] = replace(ended, failures=())
+        launch.ended.setdefault(node, replace(ended, failures=()))  # a second order to end knows no exit codes
         if not ended.ok:
             self.stop()
         self.decide_if_all_ended()
@@ -552,7 +553,7 @@ class Course:
         """Take a node into a launch that runs, which has come in the place of another; `error` is what contradicts that."""
         launch = self.launch
         if error is not None:
-            self._refuse_late(node, error)
+            self.refuse_late(node, call.launch, error)
         elif isinstance(call, Ready):
             launch.add_ready(node, call)
             self.has_caught_up(node)
@@ -561,14 +562,14 @@ class Course:
         else:
             launch.preparing[node] = call
 
-    def _refuse_late(self, node: int, error: TorchrunError) -> None:
-        """Go on without a task that has come in the place of another, and can't take part."""
+    def refuse_late(self, node: int, number: int, error: TorchrunError) -> None:
+        """Go on without a task that has come in the place of another, calls launch `number`, and can't take part."""
         cause, host = cause_of(error), self.nodes.host(node)
         text = headline(error.message if cause is None else cause.what)
         if cause is None:  # this task alone has the error, so it shows all of it
             alone = Cause("call", node, host, exception=text)
             error = failed(type(error), FailureText(alone, instead=error.message))
-        self.send(Verdict(self.launch.number, error), node)
+        self.send(Verdict(number, error), node)
         self.gone[node] = Cause("lost", node, self.nodes.host(node), exception=text)
         self.waits.setdefault(node, Wait()).what_came = text
         self._forget_call(node)
@@ -627,16 +628,36 @@ class Course:
         launch.enter(Phase.OVER)
         launch.verdict = error
         launch.stores.clear()  # no node waits for it any more
+        joined = self.nodes.joined
         if error is None:
             self.note("done")
+            self._go_on_without_others()
         else:
             self.note("failed", text=headline(error.message))
         told, number = self.keepers.verdict, launch.number
         for node, verdict in verdicts(
-            launch, self.nodes.joined, error, self.events(), lambda to_control: told(number, to_control, error)
+            launch, joined, error, self.events(), lambda to_control: told(number, to_control, error)
         ):
             self.send(verdict, node)
         self._over(error)
+
+    def _go_on_without_others(self) -> None:
+        """Let the nodes leave without which the launch has ended well, and wait for none in the place of one."""
+        group = self.launch.group
+        for node in self.nodes.which(NodeState.AWAITED):
+            if group.rank_of(node) is None:
+                self.give_up_on(node)
+        if others := [node for node in self.nodes.joined if group.rank_of(node) is None]:
+            self.dismiss(others, self.launch.number)
+
+    def dismiss(self, others: Sequence[int], launch: int) -> None:
+        """Let nodes leave that have no part in a launch that has ended well: its verdict tells them."""
+        for node in others:
+            self.nodes.enter(node, NodeState.OUT)
+            self.keepers.gone(node)
+            self.note("dismissed", node=node)
+        verb, them = ("leaves", "it") if len(others) == 1 else ("leave", "them")
+        self.send(Note(f"{names(others)} {verb}: launch {launch} has ended well without {them}"), CONTROL)
 
     # --- the history -----------------------------------------------------------------------------
 

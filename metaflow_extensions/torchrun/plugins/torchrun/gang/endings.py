@@ -39,6 +39,10 @@ class GivenUp(Exception):
     cause: Cause | None
 
 
+class NotNeeded(BaseException):
+    """Ends the step's code on a node that took no part in a launch; no `except Exception` of a user stops it."""
+
+
 def preempted(node: int, host: str, why: str, may_go_on: bool = False) -> TorchrunPreempted:
     """Return the error for a task that was told to stop; the others `may_go_on`, if there are restarts."""
     cause = Cause("terminated", node, host, exception=why)

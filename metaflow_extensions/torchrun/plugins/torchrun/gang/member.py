@@ -21,12 +21,13 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
+from typing import NoReturn
 
 from ..errors import GangError, LaunchFailed, LaunchTimeout, TorchrunError, TorchrunPreempted, chain
 from ..events import Event, Subscriber
 from ..tracebacks import user_traceback, words_of
 from .cause import Cause, FailureText, cause_of, failed
-from .endings import TimedOut, lost_control, preempted, timed_out
+from .endings import NotNeeded, TimedOut, lost_control, preempted, timed_out
 from .protocol import CONTROL, Abort, Ack, Alone, Bye, Done, Leave, Message, Replaced, TaskLink, Welcome
 from .standing import NEXT, OVER, ControlNode, State
 from .texts import QUIET_S, REMIND_S, names
@@ -68,6 +69,7 @@ class Member:
         self.broken: TorchrunError | None = None  # why the gang can't go on
         self._lost: TorchrunError | None = None  # the loss of the control node, which that node may not know of
         self._verdict: TorchrunError | None = None  # of the last launch
+        self._not_needed: NotNeeded | None = None  # what each call of `run` raises on a node that was dismissed
 
     def attach(self, link: TaskLink, at_end: Callable[[], None] = lambda: None) -> None:
         """Begin to use `link`; `deliver` must get its messages from now on.
@@ -252,6 +254,16 @@ class Member:
                 f"{self._pid}). Only the task itself can launch: call it there, for example in the step's own code."
             )
 
+    @property
+    def is_dismissed(self) -> bool:
+        """Whether this node has left since a launch has ended well without it."""
+        return self.in_task and self._not_needed is not None
+
+    def dismiss(self, launch: int) -> NoReturn:
+        """End the step's code here: the launch has ended well without this node, which the gang counts no more."""
+        self._not_needed = NotNeeded(f"launch {launch} has ended well without this node, so its step ends here")
+        raise self._not_needed
+
     def begin_launch(self, shows_output: bool = True) -> int:
         """Begin a launch and return its number; raise TorchrunError if none can begin."""
         self.refuse_in_child()
@@ -282,8 +294,10 @@ class Member:
             "order on every node."
         )
 
-    def _obstacle(self) -> TorchrunError | None:
+    def _obstacle(self) -> TorchrunError | NotNeeded | None:
         """Return why no launch can begin, or None."""
+        if self._not_needed is not None:
+            return self._not_needed
         if self._state is State.LAUNCH:
             return self._refused(self._launches - 1)
         if self.broken is not None:

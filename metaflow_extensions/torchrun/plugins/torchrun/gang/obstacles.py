@@ -10,6 +10,8 @@ from .launch import error_of
 from .protocol import Join
 from .texts import names
 
+MOST_VERDICTS = 1000  # of so many launches, the last ones, they are kept for tasks that take the place of others
+
 
 def missing(absent: Sequence[int], num_nodes: int, waited_s: float, command: str = "") -> GangStartTimeout:
     """Return the error for nodes that did not come in time; `command` shows why the first did not, or is empty."""
@@ -78,6 +80,14 @@ def too_late(join: Join) -> GangError:
     """Return the error for a task that came after `all_nodes_started_timeout`, where the others have begun without it."""
     return GangError(
         f"{_turned_away(join)}: it has not joined in time (all_nodes_started_timeout), and the others go on without it."
+    )
+
+
+def too_far_behind(number: int) -> GangError:
+    """Return the error for a task that came in the place of another, and calls a launch whose end is forgotten."""
+    return GangError(
+        f"The end of launch {number} is not known any more: a task that takes the place of another can make up for "
+        f"{MOST_VERDICTS} launches. A node of spare_nodes takes part in all of them."
     )
 
 

@@ -305,6 +305,10 @@ class Verdict:
     alone: bool = False  # whether the launch has ended well and, on all nodes, as `Ended.alone` says
     group: Group | None = None  # of the last generation; None: there was none
 
+    def is_without(self, node: int) -> bool:
+        """Return whether the launch has ended well without a node, which leaves therefore."""
+        return self.error is None and self.group is not None and self.group.rank_of(node) is None
+
 
 @dataclass(frozen=True)
 class Abort:

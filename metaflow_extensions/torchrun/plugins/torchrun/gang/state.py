@@ -67,7 +67,7 @@ class Gang:
         self._clock = clock
         self._mark = 0  # how many records there were when the last launch ended
         # Launch number -> verdict, of launches that have ended since workers last began: a node may still call them.
-        # With `Rules.replaces`, of all launches: a task that has come in the place of another calls them from the first on.
+        # With `Rules.replaces`, of the last launches: a task that has come in the place of another calls all anew.
         self._verdicts: dict[int, Verdict] = {}
         # What nodes say of the next launch while one still runs: it is handled when that one is over.
         self._early: list[tuple[int, Prepares | Command | Ready | Failed]] = []
@@ -110,8 +110,8 @@ class Gang:
 
     @property
     def without(self) -> set[int]:
-        """The nodes without which the gang goes on: those tasks shall end."""
-        return set(self.nodes.which(*WITHOUT))
+        """The nodes that are lost, or were told to end, and without which the gang goes on: those tasks shall end."""
+        return self._course.gone.keys() & self.nodes.which(*WITHOUT)
 
     # --- what can happen ------------------------------------------------------------------------
 
@@ -142,8 +142,12 @@ class Gang:
     def _refuse_out(self, node: int, message: Message) -> None:
         """Answer the call of `run` of a node without which the gang goes on; what else it says is not heeded."""
         cause = self._course.gone.get(node)
-        if isinstance(message, Ready | Prepares) and cause is not None:
+        if not isinstance(message, Ready | Prepares):
+            return
+        if cause is not None:
             self._course.send(Verdict(message.launch, told_to_end(cause, self.nodes[node] is NodeState.AWAITED)), node)
+        elif message.launch in self._verdicts:  # it was dismissed before it called `run`
+            self._send_late_verdict(self._verdicts[message.launch], node)
 
     def _is_early(self, node: int, message: Command | Failed) -> bool:
         return (node, message.launch) in ((of, each.launch) for of, each in self._early)
@@ -344,11 +348,18 @@ class Gang:
         number = call.launch
         if number in self._verdicts:
             self._send_late_verdict(self._verdicts[number], node)  # it was over before this node called it
-            if self._launch.phase is Phase.OVER and number == self._launch.number:
+            if self._verdicts[number].is_without(node):
+                self._course.dismiss([node], number)
+                self._begin_if_all_called()
+            elif self._launch.phase is Phase.OVER and number == self._launch.number:
                 self._course.has_caught_up(node)
             return
         if self.broken is not None:
             self._send_late_verdict(Verdict(number, self.broken), node)
+            return
+        if number <= self._launch.number - obstacles.MOST_VERDICTS:
+            self._course.refuse_late(node, number, obstacles.too_far_behind(number))
+            self._begin_if_all_called()
             return
         if self._launch.phase is Phase.OVER:
             rules, remind_at = self._rules, self._clock() + QUIET_S
@@ -419,6 +430,8 @@ class Gang:
         group = launch.group if launch.group.size else None
         told = self.keepers.verdict(launch.number, True, error) if self._rules.replaces else {}
         self._verdicts.update({number: Verdict(number, error, features=told, group=group) for number in numbers})
+        for number in list(self._verdicts)[: -obstacles.MOST_VERDICTS]:
+            del self._verdicts[number]
         self._mark = self.history.count
         if error is not None and self.nodes.count(NodeState.LOST):
             self._break(error)  # without all its nodes the gang can't launch again

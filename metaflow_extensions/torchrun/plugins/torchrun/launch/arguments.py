@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from ..errors import TorchrunConfigError
+from ..parsing import check_word
 
 # torchrun's options, from `torch/distributed/run.py` of torch 2.13. Options that a newer torch adds
 # are passed on as they come; the table is needed for flags, short names and missing values.
@@ -26,15 +27,11 @@ _SHORT = {"h": "help", "m": "module", "r": "redirects", "t": "tee"}
 def entrypoint_arguments(given: Mapping[str, Any] | Sequence[Any] | None) -> tuple[str, ...]:
     """Return ``entrypoint_args`` as argv words, as `TorchrunExecutor.run` tells users."""
     given = dict_or_list(given, "entrypoint_args", "it must be a dict ({'lr': 0.1}) or a list (['--lr', '0.1'])")
-    words = [str(word) for word in given]
     if isinstance(given, Mapping):
-        words = [word for key, value in given.items() for word in _option_words(str(key), value)]
-    for word in words:
-        if "\0" in word:
-            raise TorchrunConfigError(
-                f"entrypoint_args contains a NUL character in {word!r}; no process can be given one."
-            )
-    return tuple(words)
+        named = [(repr(key), word) for key, value in given.items() for word in _option_words(str(key), value)]
+    else:
+        named = [(str(place), str(word)) for place, word in enumerate(given)]
+    return tuple(check_word(word, f"entrypoint_args[{name}]") for name, word in named)
 
 
 def dict_or_list(given: Any, name: str, forms: str) -> Mapping[str, Any] | list[Any]:

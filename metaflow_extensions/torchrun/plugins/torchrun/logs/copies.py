@@ -86,7 +86,7 @@ class Copies:
         """End the thread when all is written."""
         self._pool.shutdown(wait=False)
 
-    async def finish(self) -> None:
-        """Wait until all is written."""
+    async def finish(self, limit_s: float | None) -> None:
+        """Wait until all is written, so long at most."""
         if self._last is not None:
-            await asyncio.wrap_future(self._last)
+            await asyncio.wait([asyncio.wrap_future(self._last)], timeout=limit_s)

@@ -328,10 +328,10 @@ class LogReader:
             self._write("stderr", b"".join(self._held))
         self._files.close()
 
-    async def kept(self) -> None:
-        """Wait until all is in the files that a user asked for; call it after `finish`."""
+    async def kept(self, limit_s: float | None = None) -> None:
+        """Wait until all is in the files that a user asked for, so long at most; call it after `finish`."""
         if self._copies is not None:
-            await self._copies.finish()
+            await self._copies.finish(limit_s)
 
     # --- reading ---------------------------------------------------------------------------------
 

@@ -8,6 +8,7 @@ import ipaddress
 import os
 import socket
 import struct
+import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from typing import Any
@@ -103,6 +104,7 @@ def _interfaces() -> dict[_Address, str]:
 
 _ESTABLISHED, _LISTENS = "01", "0A"  # states of a socket in /proc/net/tcp, from <net/tcp_states.h>
 _LOCAL, _REMOTE = 1, 2  # its columns with addresses
+_PAUSE_S = 0.5
 
 
 def is_listened_on(port: int, pids: Callable[[], Iterable[int]]) -> bool:
@@ -133,47 +135,24 @@ def _open_files(pid: int) -> Iterator[str]:
                 yield os.readlink(os.path.join(folder, name))
 
 
-class Attempt:
-    """Tries to connect to a port, again and again until a time, without waiting but for the name's address."""
+def try_to_connect(address: str, port: int, within_s: float) -> str:
+    """Try to connect to a port, again and again; return "", or why nobody has answered.
 
-    def __init__(self, address: str, port: int, until: float) -> None:
-        self._target, self._until = (address, port), until
-        self._places: list[Any] = []  # what the name stands for
-        self._sockets: dict[tuple[Any, ...], socket.socket] = {}  # where the host has several addresses, one for each
-        self._why = ""  # the last error
-
-    def poll(self, now: float) -> str | None:
-        """Return "" if somebody has answered, at the end why nobody has, and None in between."""
-        found = "" if self._is_reached() else None
-        if found is None and now >= self._until:
-            found = self._why or "timed out"
-        if found is not None:
-            self.close()
-        return found
-
-    def close(self) -> None:
-        """Give up; safe to call more than once."""
-        for each in self._sockets.values():
-            each.close()
-        self._sockets = {}
-
-    def _is_reached(self) -> bool:
+    It waits for some seconds, and for the name server, whose time does not count.
+    """
+    tried_s, why, places = 0.0, "", list[Any]()
+    while tried_s < within_s:
         try:
-            # Once: a resolver may take its time, and the caller has other things to do.
-            self._places = self._places or socket.getaddrinfo(*self._target, type=socket.SOCK_STREAM)
-            return any(self._connects(family, place) for family, *_, place in self._places)
-        except OSError as error:  # no such name, or no more files
-            self._why = error.strerror or str(error)
-            return False
-
-    def _connects(self, family: int, place: tuple[Any, ...]) -> bool:
-        if place not in self._sockets:
-            self._sockets[place] = socket.socket(family, socket.SOCK_STREAM)
-            self._sockets[place].setblocking(False)
-        code = self._sockets[place].connect_ex(place)
-        if code in (0, errno.EISCONN):
-            return True
-        if code not in (errno.EINPROGRESS, errno.EALREADY, errno.EINTR):
-            self._why = os.strerror(code)
-            self._sockets.pop(place).close()  # the next look tries anew
-        return False
+            places = places or socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)
+        except OSError as error:  # no such name
+            why = error.strerror or str(error)
+        began = time.monotonic()
+        for *_, place in places:
+            try:
+                socket.create_connection(place[:2], (within_s - tried_s) / len(places)).close()
+                return ""
+            except OSError as error:
+                why = error.strerror or str(error)
+        time.sleep(_PAUSE_S)
+        tried_s += time.monotonic() - began
+    return why

@@ -4,60 +4,43 @@ from __future__ import annotations
 
 import os
 import stat
-import threading
 import time
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 
+from .aside import Aside
 from .frames import Line
 
 _WITHIN_S = 2.0
 _MAX_BYTES = 4 * 1024 * 1024  # of a file that is read: far above those that people write
 _MAX_CHARS = 160  # of a line that is shown
 
-
-_reading: list[threading.Thread] = []  # that have not ended; only the process's event loop touches it
-_MAX_READING = 2  # so that a disk that does not answer keeps no more
+_DISK = Aside("torchrun-lines")
 
 
 class SourceLines:
     """The source lines of some places. What can't be read in two seconds stays unknown.
 
     The files may be on a network's disk that hangs, perhaps the very one that makes a launch hang, so a thread reads
-    them. It alone fills `_found`, and lives until the disk answers; the process does not wait for it at its end.
+    them. It alone fills `_found`.
     """
 
     def __init__(self, wanted: Iterable[Line]) -> None:
         self._wanted = sorted(set(wanted))
         self._found: dict[Line, str] = {}
         self._deadline = time.monotonic() + _WITHIN_S
-        self._is_done = not self._wanted
-        if self._wanted:
-            self._begin()
-
-    def _begin(self) -> None:
-        _reading[:] = [thread for thread in _reading if thread.is_alive()]
-        if len(_reading) >= _MAX_READING:
-            self._is_done = True
-            return
-        thread = threading.Thread(target=self._read, name="torchrun-lines", daemon=True)
-        try:
-            thread.start()
-        except RuntimeError:  # no thread can start; the stacks do without
-            self._is_done = True
-            return
-        _reading.append(thread)
+        self._job = _DISK.begin(self._read) if self._wanted else None
 
     def poll(self) -> Mapping[Line, str] | None:
         """Return what could be read; None while more may come."""
-        return dict(self._found) if self._is_done or time.monotonic() >= self._deadline else None
+        is_done = self._job is None or self._job.done() or time.monotonic() >= self._deadline
+        return dict(self._found) if is_done else None
 
     def _read(self) -> None:
         for path in dict.fromkeys(line.path for line in self._wanted):
             numbers = {line.number for line in self._wanted if line.path == path}
             with suppress(OSError, ValueError):
                 self._found.update({Line(path, number): text for number, text in _lines(path, numbers).items()})
-        self._is_done = True
 
 
 def _lines(path: str, numbers: set[int]) -> dict[int, str]:

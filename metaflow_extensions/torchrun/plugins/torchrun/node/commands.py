@@ -28,7 +28,7 @@ from .agent_events import AgentEnded, AgentEvent, AgentNews, End, Frozen
 from .headlines import left_behind
 from .news import Seen
 from .plan import Plan
-from .start import environment_of_commands, make_folder, make_pipes_folder, of_task
+from .start import environment_of_commands, make_folder, of_task
 
 CHECKS_S = 300.0
 """How long the commands of `node_check` may take together: a GPU that hangs also makes what looks at it hang."""
@@ -70,37 +70,35 @@ class Commands:
         self._told = 0  # of how many ended commands the gang knows
         self._has_failed = self._is_closed = False
         run_id = f"launch{launch}" if generation is None else f"launch{launch}-{generation}"
-        self._folder = pipes = make_folder(plan, f"{run_id}-{self._name}")
+        self._folder = make_folder(plan, f"{run_id}-{self._name}")
         try:
-            pipes = make_pipes_folder(plan, self._folder)
-            command = self._write_command(pipes)
+            command = self._write_command()
             env = environment_of_commands(plan, seat.link.own_address, plan.environ)
-            self._logs = self._reader(pipes)
+            self._logs = self._reader()
         except BaseException:
-            for folder in (pipes, self._folder):
-                shutil.rmtree(folder, ignore_errors=True)
+            shutil.rmtree(self._folder, ignore_errors=True)
             raise
         self._end = AgentEnd(plan, seat.host, self._logs.tail, _RUNNER)
         inbox = seat.inbox  # this launch's; a later launch has another
         self._agent = new_agent(
-            command, env, self._options(pipes), lambda event: inbox.put_nowait(AgentNews(self.number, event))
+            command, env, self._options(), lambda event: inbox.put_nowait(AgentNews(self.number, event))
         )
 
-    def _reader(self, pipes: str) -> LogReader:
-        plan, count = self._plan, len(self._commands)
+    def _reader(self) -> LogReader:
+        plan, count, log_dir = self._plan, len(self._commands), self._plan.spec.log_dir
         node = plan.spec.node_index
         of_node = "" if plan.spec.num_nodes == 1 else f"node {node} "
         is_hidden = plan.logs == "rank0" and node != 0
         return LogReader(
-            pipes,
+            self._folder,
             {each: (f"[{of_node}{self._name} {each + 1}/{count}] ", is_hidden) for each in range(count)},
             label(node, plan.spec.num_nodes),
             plan.write,
-            keep_in=None if plan.spec.log_dir is None else self._folder,
+            keep_in=None if log_dir is None else os.path.join(log_dir, os.path.basename(self._folder)),
             cuts=True,
         )
 
-    def _write_command(self, pipes: str) -> list[str]:
+    def _write_command(self) -> list[str]:
         """Write the commands for the runner; return its argv."""
         commands = []
         for words in self._commands:
@@ -112,17 +110,17 @@ class Commands:
         # Isolated: neither the commands' variables nor installed packages may change what the runner does.
         python = isolated(self._plan.spec.python, self._plan.environ)
         # Commands of before_run may write to the working directory, which nodes of one machine share; checks may not.
-        return [*python, COMMAND_RUNNER, self._folder, pipes, *(["in-turn"] if self._kind == "command" else [])]
+        return [*python, COMMAND_RUNNER, self._folder, *(["in-turn"] if self._kind == "command" else [])]
 
-    def _options(self, pipes: str) -> Options:
-        plan = self._plan
+    def _options(self) -> Options:
+        plan, folder = self._plan, self._folder
         return Options(
-            pipes=pipes,
-            stdout=pipe_path(pipes, AGENT, "stdout"),
-            stderr=pipe_path(pipes, AGENT, "stderr"),
+            pipes=folder,
+            stdout=pipe_path(folder, AGENT, "stdout"),
+            stderr=pipe_path(folder, AGENT, "stderr"),
             grace_s=plan.grace_s,
             silence_s=plan.silence_s,
-            scratch=[self._folder if plan.spec.log_dir is None else pipes, *plan.folders],
+            scratch=[folder, *plan.folders],
             **of_task(plan),
         )
 
@@ -190,8 +188,7 @@ class Commands:
         finally:
             self._logs.finish(explained=True)
             await self._logs.kept()
-            if self._plan.spec.log_dir is None:
-                shutil.rmtree(self._folder, ignore_errors=True)
+            shutil.rmtree(self._folder, ignore_errors=True)
 
     # --- how they ended -------------------------------------------------------------------------
 

@@ -21,6 +21,7 @@ from ..gang.cause import RAISED, Cause, remedy_of_exit
 from ..gang.texts import headline
 from ..launch.spec import LaunchSpec
 from ..logs.pipes import AGENT, Tail
+from ..machine.aside import STUCK_S, Aside
 from .agent_events import WorkerEnded
 
 _TAIL_LINES, _STDOUT_LINES = 30, 10
@@ -39,10 +40,12 @@ class Exits:
 
     def __init__(self, folder: str, spec: LaunchSpec, host: str, tail: Tail) -> None:
         self._folder = folder
+        self.files = Aside()  # does what the disk of `folder` may hold up
         self._tail = tail
         self._spec = spec
         self._host = host
         self._ends: dict[int, WorkerEnded] = {}  # local rank -> its latest end
+        self._records: dict[int, Record | None] = {}  # local rank -> what it has left, once that is read
 
     @property
     def codes(self) -> dict[int, int]:
@@ -58,18 +61,24 @@ class Exits:
         """Return whether a worker has ended."""
         return any(end.rank == rank for end in self._ends.values())
 
-    @property
-    def any_known(self) -> bool:
-        """Whether there is a trace of any worker: its end, or the folder that torchrun made for it."""
-        return bool(self._ends) or os.path.isdir(worker_folder(self._folder, 0))
-
     def record(self, end: WorkerEnded) -> bool:
         """Record a worker's end; return whether it is known to have failed by itself."""
         self._ends[end.local_rank] = end
+        if end.status != 0:
+            self.files.begin(self._read)
         return _failed(end)
 
-    def trained_alone(self) -> bool:
-        """Return whether every worker recorded that it computed gradients without a process group."""
+    async def trained_alone(self) -> bool:
+        """Read all that workers have left, if the disk answers; return whether all have trained by themselves."""
+        with suppress(TimeoutError):
+            return await self.files.within(STUCK_S, self._read)
+        return False
+
+    def _read(self) -> bool:
+        """Read the records; return whether every worker recorded that it computed gradients without a process group."""
+        for local_rank, end in list(self._ends.items()):
+            if end.status != 0 and local_rank not in self._records:
+                self._records[local_rank] = read_record(worker_folder(self._folder, local_rank))
         folders = (worker_folder(self._folder, local_rank) for local_rank in range(self._spec.nproc))
         return all(os.path.exists(os.path.join(folder, "trained-alone")) for folder in folders)
 
@@ -102,9 +111,8 @@ class Exits:
             return None
         code, is_signal = end.status, end.status < 0
         who = (self._spec.node_index, self._host, end.rank, end.local_rank)
-        folder = worker_folder(self._folder, end.local_rank)
         stdout = _last_shown(self._tail(end.local_rank, "stdout"))
-        if (record := read_record(folder)) is not None:
+        if (record := self._records.get(end.local_rank)) is not None:
             if end.stopped and record.at > told:
                 return None
             shown = None if end.stopped and is_signal else code

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import shutil
 import time
 from collections.abc import Callable, Sequence
@@ -13,6 +14,7 @@ from ..gang.cause import Failure, first_failure
 from ..gang.protocol import Ended, Go, Stop
 from ..launch.command import shown_command
 from ..logs.pipes import LogReader
+from ..machine.aside import STUCK_S
 from .agent import AgentProcess
 from .agent_end import AgentEnd
 from .agent_events import AgentEnded, AgentEvent, End, Frozen, Refused, WorkerEnded, WorkerStarted
@@ -45,7 +47,7 @@ class Generation:
         self.exits = Exits(folder, plan.spec, host, logs.tail)
         self._plan = plan
         self._host = host
-        self._folder = folder  # torchrun's --log-dir
+        self._folder, self._say = folder, say  # torchrun's --log-dir
         self._agent = agent
         self._agent_end = AgentEnd(plan, host, logs.tail)
         self._logs = logs
@@ -72,6 +74,7 @@ class Generation:
             name=f"node{plan.spec.node_index}-launch{go.launch}-{go.generation}",
             host=self._host,
             port=go.port,
+            files=self.exits.files,
         )
 
     # --- its life -------------------------------------------------------------------------------
@@ -109,6 +112,7 @@ class Generation:
         """Stop what still runs, read the last output, and remove the files; safe to call more than once."""
         try:
             await self._close(grace_s)
+            await self._logs.kept()
         finally:
             if self._plan.spec.log_dir is None:  # else the user keeps them
                 shutil.rmtree(self._folder, ignore_errors=True)
@@ -127,11 +131,12 @@ class Generation:
             known = self._agent_end.fault is not None or any(self.exits.causes(self._stopped_at))
             # torchrun prints a box that names our script. After a good end, or beside a known cause, it would only mislead.
             self._logs.finish(explained=self._ended_well or known)
-            await self._logs.kept()
+            await self._logs.kept(STUCK_S)  # for the rest nobody else waits
 
     async def finish(self) -> WorkersEnded:
         """Read the last output of workers that have ended, and return how they did."""
-        told = self.watchers.ended()
+        trained_alone, told = await asyncio.gather(self.exits.trained_alone(), self.watchers.ended())
+        self._tell_of_disk()
         await self._close()
         plan, ok = self._plan, self._ended_well
         ended = Ended(
@@ -142,7 +147,7 @@ class Generation:
             self.exits.codes,
             plan.stores,
             # Unless the call means that, as by gathering values.
-            ok and not plan.may_train_alone and plan.spec.world_size > 1 and self.exits.trained_alone(),
+            ok and not plan.may_train_alone and plan.spec.world_size > 1 and trained_alone,
             () if ok else self.exits.early,
         )
         left = left_behind(plan.spec.node_index, self._left, "workers")
@@ -164,9 +169,15 @@ class Generation:
 
     def poll(self, is_quiet: bool) -> Seen:
         """Return what causes no event; of the workers' first output only if there is no other news."""
+        self._tell_of_disk()
         told = self.watchers.poll()  # also while the workers are stopped, and perhaps save
         all_run = self.watchers.saw_workers_at is not None and not self._is_stopping
         return Seen(told, all_run, has_written=is_quiet and self.active_at is not None)
+
+    def _tell_of_disk(self) -> None:
+        if self.exits.files.is_stuck():
+            text = f"the disk of {self._folder} has not answered for {STUCK_S:g} s; until it does, there are no new metrics"
+            self._say(f"{text}, and of a failure only the exit code is known", is_detail=False)
 
     def handle(self, event: AgentEvent) -> Seen:
         """Handle an event; return what is known by it."""
@@ -216,7 +227,7 @@ class Generation:
 
     def _has_started(self) -> bool:
         """Return whether the agent has started anything: with some arguments torchrun only prints, and ends well."""
-        return bool(self._pids) or self.exits.any_known or self._logs.written_bytes() > 0
+        return bool(self._pids or self.exits.codes) or self._logs.written_bytes() > 0
 
     def _on_end(self, event: End) -> None:
         self._left = event.left

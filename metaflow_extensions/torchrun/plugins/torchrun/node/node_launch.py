@@ -16,6 +16,7 @@ from ..events import Event
 from ..gang.endings import MustEnd, TimedOut
 from ..gang.protocol import Ask, Go, Stop, Store
 from ..gang.seat import Seat
+from ..machine.aside import Aside
 from ..machine.looks import until_look
 from .agent import AgentProcess
 from .agent_events import AgentNews
@@ -26,6 +27,8 @@ from .news import Begun, Called, Crashed, Do, Effect, News, NotBegun, Prepared, 
 from .outcome import Outcome
 from .plan import Plan
 from .start import prepare
+
+_START_S = 120.0  # for the disk of log_dir: a server of files may start again meanwhile
 
 
 class NodeLaunch:
@@ -97,7 +100,7 @@ class NodeLaunch:
             case Event():
                 self._seat.emit(effect)
             case Go():
-                return self._prepare_workers(effect)
+                return await self._prepare_workers(effect)
             case Ask():
                 self._workers.watchers.asked(effect.feature, effect.data)
             case Stop():
@@ -107,9 +110,9 @@ class NodeLaunch:
             case Outcome() | BaseException():
                 self._end = effect
             case Do.START_COMMANDS:
-                return self._start_commands()
+                return await self._start_commands()
             case Do.START_CHECKS:
-                return self._start_commands(self._course.generation)
+                return await self._start_commands(self._course.generation)
             case Do.COMPLETE:
                 self._complete()
             case Do.START:
@@ -138,18 +141,20 @@ class NodeLaunch:
         assert isinstance(self._processes, Generation)
         return self._processes
 
-    def _start_commands(self, generation: int | None = None) -> NotBegun | None:
+    async def _start_commands(self, generation: int | None = None) -> NotBegun | None:
         plan, seat = self._course.plan, self._seat
         try:
-            self._processes = commands = Commands(plan, seat, self._launch, self._new_agent, generation)
+            about = plan, seat, self._launch, self._new_agent, generation
+            self._processes = commands = await Aside().within(_START_S, Commands, *about)
             commands.start()
         except Exception as error:
             return NotBegun(_reason(error))
         return None
 
-    def _prepare_workers(self, go: Go) -> Prepared | NotBegun:
+    async def _prepare_workers(self, go: Go) -> Prepared | NotBegun:
         try:
-            self._processes = generation = prepare(self._course.plan, go, self._seat, self._new_agent)
+            about = self._course.plan, go, self._seat, self._new_agent
+            self._processes = generation = await Aside().within(_START_S, prepare, *about)
         except Exception as error:  # a full disk, a zero byte in a variable
             return NotBegun(_reason(error))
         return Prepared(shlex.join(generation.command))

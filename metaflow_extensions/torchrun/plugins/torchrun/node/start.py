@@ -33,7 +33,7 @@ def prepare(plan: Plan, go: Go, seat: Seat, new_agent: Callable[..., AgentProces
     for emptied in plan.emptied:  # of what workers of a former generation have left
         shutil.rmtree(emptied, ignore_errors=True)
         os.makedirs(emptied)
-    folder = make_folder(plan, f"launch{go.launch}-{go.generation}")
+    folder = make_folder(plan, f"launch{go.launch}-{go.generation}", plan.spec.log_dir)
     try:
         return _prepare_in(folder, plan, go, seat, new_agent)
     except BaseException:
@@ -76,13 +76,13 @@ def _reader(plan: Plan, folder: str, pipes: str) -> LogReader:
     )
 
 
-def make_folder(plan: Plan, what: str) -> str:
-    """Make a folder for the files of a generation, or of the commands before."""
+def make_folder(plan: Plan, what: str, log_dir: str | None = None) -> str:
+    """Make a folder for the files of a generation, where a user wants these, or of the commands before."""
     name = f"torchrun-node{plan.spec.node_index}-{what}-"
-    if plan.spec.log_dir is not None:
-        os.makedirs(plan.spec.log_dir, exist_ok=True)
+    if log_dir is not None:
+        os.makedirs(log_dir, exist_ok=True)
     # Made absolute: without a temporary folder mkdtemp uses the working directory, and the agent may have another one.
-    return os.path.abspath(tempfile.mkdtemp(prefix=name, dir=plan.spec.log_dir or _with_room()))
+    return os.path.abspath(tempfile.mkdtemp(prefix=name, dir=log_dir or _with_room()))
 
 
 def make_pipes_folder(plan: Plan, folder: str) -> str:

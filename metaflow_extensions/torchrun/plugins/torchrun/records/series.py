@@ -26,26 +26,27 @@ class Series:
         self._begins_at_first, self._begin = begin is None, begin or 0.0
         # Arrays, since a large gang has thousands of series. NaN stands for None.
         self._xs, self._values = array("d"), array("d")
-        self._count = 0  # of the values in the last part
+        self._counts = array("L")  # how many values each stands for
 
     def add(self, x: float, value: float | None) -> None:
         """Add a point. It replaces the points at the same x and later: after a restart, steps are done again."""
         while self._xs and self._xs[-1] >= x:
             self._xs.pop()
             self._values.pop()
+            self._counts.pop()
         if self._begins_at_first and not self._xs:
             self._begin = x
         while self._part(x) >= self._most:
             self.widen(2 * self.width)
-        self._put(x, math.nan if value is None else value)
+        self._put(x, *((math.nan, 0) if value is None else (value, 1)))
 
     def widen(self, width: float) -> None:
         """Make the parts longer."""
-        points = list(zip(self._xs, self._values, strict=True))
+        points = list(zip(self._xs, self._values, self._counts, strict=True))
         self.width = width
-        self._xs, self._values = array("d"), array("d")
-        for x, value in points:
-            self._put(x, value)
+        self._xs, self._values, self._counts = array("d"), array("d"), array("L")
+        for point in points:
+            self._put(*point)
 
     @property
     def points(self) -> list[tuple[float, float | None]]:
@@ -64,18 +65,20 @@ class Series:
     def _part(self, x: float) -> int:
         return int((x - self._begin) / self.width)
 
-    def _put(self, x: float, value: float) -> None:
+    def _put(self, x: float, value: float, count: int) -> None:
         if self._xs and self._part(self._xs[-1]) == self._part(x):
-            self._xs[-1], self._values[-1] = x, self._merged(self._values[-1], value)
-            self._count += 1
+            self._xs[-1], self._values[-1] = x, self._merged(self._values[-1], value, count)
+            self._counts[-1] += count
         else:
             self._xs.append(x)
             self._values.append(value)
-            self._count = 1
+            self._counts.append(count)
 
-    def _merged(self, before: float, value: float) -> float:
+    def _merged(self, before: float, value: float, count: int) -> float:
         if self._merge == "last" or math.isnan(before):
             return value
         if math.isnan(value):
             return before
-        return max(before, value) if self._merge == "max" else before + (value - before) / (self._count + 1)
+        if self._merge == "max":
+            return max(before, value)
+        return before + (value - before) * (count / (self._counts[-1] + count))

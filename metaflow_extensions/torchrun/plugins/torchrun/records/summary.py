@@ -238,6 +238,8 @@ class _Fold:
                 node.is_aside = record.kind == "set_aside"
             case "left_out":
                 node.is_out = node.was_lost = True
+            case "dismissed":
+                node.is_out = True
             case "awaited":
                 node.is_awaited = node.was_lost = True
             case "lost" if record.node != CONTROL:
@@ -248,7 +250,7 @@ class _Fold:
                 # Reported by others. The fate of the other nodes after that is not recorded.
                 self.cause = record
                 self._fail(record, "lost")
-        if record.kind in _OF_NODE:
+        if record.kind in _OF_NODE and (record.kind, node.state) != ("stopped", "lost"):
             node.enter(_OF_NODE[record.kind], record.at_s)
         if record.kind == "finished" and all(each.ended_well or each.is_out for each in self.nodes):
             self.ended_s = record.at_s

@@ -132,9 +132,6 @@ def _html(part: Part) -> str:
 
 def _sentence(part: Sentence) -> str:
     text = one_line(part.text)
-    if part.link is not None and part.link.url:
-        place = one_line(part.link.text)
-        text = text.replace(place, f'<a href="{one_line(part.link.url)}">{place}</a>')
     if part.kind == "outcome":
         return f'<div class="tr-verdict {_colour(part.word)}"><span class="tr-sentence">{text}</span></div>'
     if part.kind in ("headline", "note"):

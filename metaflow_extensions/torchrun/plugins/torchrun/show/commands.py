@@ -24,7 +24,7 @@ from ..gang.texts import names
 from ..records.snapshot import Snapshot
 from .as_text import lines_of
 from .data import as_data
-from .finding import WHICH, attempt_option, checked, find, find_one, gang_argument, json_option, now
+from .finding import WHICH, attempt_option, await_gang, checked, find, find_one, gang_argument, json_option, now
 from .page import page_of
 from .stored_gangs import StoredGang, StoredGangs
 from .stored_logs import Line, StoredLogs
@@ -90,7 +90,10 @@ def torchrun() -> None:
 )
 @gang_argument
 @click.option(
-    "--follow", is_flag=True, default=False, help="Renew it until the attempt has ended; exit with 1 if it failed."
+    "--follow",
+    is_flag=True,
+    default=False,
+    help="Wait for it, and renew it until the attempt has ended; exit with 1 if it failed.",
 )
 @attempt_option
 @json_option
@@ -100,6 +103,7 @@ def show(obj: Any, gang: str, follow: bool, attempt: int | None, as_json: bool) 
     if follow:
         from .follow import tell_again, wait_for_end
 
+        gang = await_gang(obj, gang)
         with suppress(KeyboardInterrupt):
             page = None if as_json else lambda: _pages(obj, gang, attempt, as_json=False)
             ends = wait_for_end(obj, gang, attempt, page)
@@ -137,7 +141,7 @@ def _pages(obj: Any, gang: str, attempt: int | None, as_json: bool) -> list[str]
     default=None,
     help="Only the last lines, so many of all nodes and ranks together (with --rank or --node: of that one).",
 )
-@click.option("--follow", is_flag=True, default=False, help="Go on until the attempt has ended.")
+@click.option("--follow", is_flag=True, default=False, help="Wait for it, and go on until the attempt has ended.")
 @attempt_option
 @json_option
 @click.pass_obj
@@ -152,7 +156,7 @@ def logs(
     as_json: bool,
 ) -> None:
     """Show the logs of one gang."""
-    stored, found, which = find_one(obj, gang, attempt)
+    stored, found, which = find_one(obj, await_gang(obj, gang) if follow else gang, attempt)
     _refuse_unknown(stored.snapshot(found, which), rank, node)
     kept = StoredLogs(stored, found, which)
 

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from typing import Any
 
@@ -19,6 +20,11 @@ WHICH = (
     "RUN is the number of a run; default: the latest run that was started in this folder. Name the STEP if several steps "
     "of the run have @torchrun, and the TASK to choose one of a foreach."
 )
+_PAUSE_S = 3.0
+
+
+class NotYet(CommandException):  # type: ignore[misc]  # Metaflow is not typed
+    """Nothing is there of what a command asks for, but it may come."""
 
 
 def or_latest(ctx: Any, _: Any, named: str) -> str:
@@ -56,7 +62,7 @@ def find(obj: Any, named: str) -> tuple[StoredGangs, list[StoredGang]]:
     """
     name, stored = obj.flow.name, StoredGangs(obj.flow_datastore)
     if not named:
-        raise CommandException(f"No run of {name} was started here. Name one: {stored.program} show RUN.")
+        raise NotYet(f"No run of {name} was started here. Name one: {stored.program} show RUN.")
     parts = [part for part in named.split("/") if part]
     if parts and parts[0] == name:  # Metaflow's client puts the flow's name first
         parts = parts[1:]
@@ -69,14 +75,15 @@ def find(obj: Any, named: str) -> tuple[StoredGangs, list[StoredGang]]:
     if not steps and len(parts) == 1 and run in parallel_steps(obj.graph):
         raise CommandException(f"{run} is a step. Name its run, too: {stored.program} show RUN/{run}.")
     if not steps:
-        raise CommandException(
+        raise (NotYet if run == latest_run(name) else CommandException)(
             f"The datastore ({stored.storage.place}) has no run {run} of {name}. If the run used another datastore, "
             f"name it: {flow_program()} --datastore NAME torchrun show {named}."
         )
-    step = named_step or _only_gang(obj, run, steps)
+    step = named_step or _only_gang(obj, stored, run, steps)
     gangs = stored.gangs(run, step)
     if not gangs:
-        raise CommandException(f"Run {run} has no tasks of step {step}. It has begun: {', '.join(steps)}.")
+        text = f"Run {run} has no tasks of step {step}. It has begun: {', '.join(steps)}."
+        raise _not_begun(obj, stored, run, steps, text) if step in parallel_steps(obj.graph) else CommandException(text)
     found = [gang for gang in gangs if task is None or gang.is_named(task)]
     if not found:
         known = ", ".join(gang.control_task for gang in gangs)
@@ -86,14 +93,49 @@ def find(obj: Any, named: str) -> tuple[StoredGangs, list[StoredGang]]:
     return stored, found
 
 
-def _only_gang(obj: Any, run: str, steps: list[str]) -> str:
+def await_gang(obj: Any, named: str) -> str:
+    """Wait until the named gang has begun, or one of the latest run; say once what is waited for. Return its name.
+
+    Raises what `find` raises of a gang that can't come any more. Ctrl-C ends the program.
+    """
+    is_told = False
+    while True:
+        named = named or latest_run(obj.flow.name) or ""
+        try:
+            find(obj, named)
+            return named
+        except NotYet as error:
+            if not is_told:
+                click.echo(f"[torchrun] {error} Waiting for it; Ctrl-C ends this.", err=True)
+            is_told = True
+        try:
+            time.sleep(_PAUSE_S)
+        except KeyboardInterrupt:
+            sys.exit(0)
+
+
+def _not_begun(obj: Any, stored: StoredGangs, run: str, steps: list[str], text: str) -> Any:
+    """Return the error of a gang without a task: it may come, unless its run begins no more steps.
+
+    That is so if the last one has ended, or a task has failed for the last time. Retries by `--with` are not known here.
+    """
+    for node in obj.graph:
+        retries = max((int(deco.attributes["times"]) for deco in node.decorators if deco.name == "retry"), default=0)
+        for each in stored.gangs(run, node.name) if node.name in steps else ():
+            is_well = stored.has_ended_well(each, each.last_attempt)
+            if (is_well and node.type == "end") or (is_well is False and each.last_attempt >= retries):
+                return CommandException(f"{text} The run has ended.")
+    return NotYet(text)
+
+
+def _only_gang(obj: Any, stored: StoredGangs, run: str, steps: list[str]) -> str:
     """Return the only step of a run that is a gang."""
     found = [name for name in parallel_steps(obj.graph) if name in steps]
     if len(found) == 1:
         return found[0]
     if found:
         raise CommandException(f"Run {run} has several gangs. Name the step: {', '.join(f'{run}/{s}' for s in found)}.")
-    raise CommandException(f"No parallel step of run {run} has begun. It has: {', '.join(steps)}.")
+    raise _not_begun(obj, stored, run, steps, f"No parallel step of run {run} has begun. It has: {', '.join(steps)}.")
 
 
 def checked(gang: StoredGang, attempt: int | None) -> int:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class GangCard(cards.MetaflowCard):  # type: ignore[misc]  # Metaflow is not typed
-    """Shows the gang on the control node's task, live and afterwards; another node's task has a link to that.
+    """Shows the gang on the control node's task, live and afterwards. Tasks of other nodes make no such card.
 
     The page comes from `show.live_card`, or else from the datastore. So ``flow.py card create --type torchrun`` can make
     the card of a past run again.
@@ -74,9 +74,6 @@ def _layout(task: Any, given: dict[str, Any] | None) -> dict[str, Any]:
 
     flow, run, step, task_id = task.pathspec.split("/")
     place = Place(flow, run, step, task_id, ui_url=cards.ui_url(), program=program())
-    if given and "pointer" in given:
-        pointer = Sentence(given["pointer"], link=place.task(given["control"]))
-        return {"type": "page", "title": "Gang", "contents": [said(pointer)]}
     snapshot = Snapshot.read(given) if given else _stored(task.metadata_dict, flow, run, step, task_id)
     if snapshot is not None:
         return layout(page_of(snapshot, place, on_page(), is_short=True))

@@ -229,28 +229,12 @@ class LiveCard:
                 thread.join(max(0.0, deadline - time.monotonic()))
 
 
-class Pointer:
-    """What another node's task shows: which task has the gang's card. It never changes, so nothing renews it."""
-
-    def __init__(
-        self, control: str, node: int, num_nodes: int, end: cards.End = lambda command, card_uuid: False
-    ) -> None:
-        """`control` is the control node's task, as run, step and task; `end` makes last cards, see `LastCards`."""
-        self._end = end
-        link, here = this_task().task(control), f"node {node} (host {socket.gethostname()})"
-        text = f"This is {here} of a gang of {num_nodes} nodes. The card of node 0's task shows the gang: {link.text}."
-        self._control, self._sentence = control, Sentence(text, link=link)
-
-    def show(self) -> None:
-        """Have the task's cards of our type made, in the background."""
-        for card in cards.of_type("torchrun"):
-            with convenience(_LIVE):
-                cards.start_by(card, _start_detached, self._end)
-                card.refresh({"pointer": self._sentence.text, "control": self._control})
-
-    def part(self, names: tuple[str, ...], pages: Pages) -> GangPart:
-        """Return it as a component for a card of the user's own."""
-        return GangPart(names, lambda: self._sentence, this_task, pages)
+def pointing_at(control: str, pages: Pages) -> Callable[[tuple[str, ...]], GangPart]:
+    """Return what makes parts for a user's own card on another node: they name `control`, as run, step and task."""
+    parallel, task = current.parallel, f"{current.flow_name}/{control}"
+    here = f"node {parallel.node_index} (host {socket.gethostname()}) of a gang of {parallel.num_nodes} nodes"
+    sentence = Sentence(f"This is {here}. The card of node 0's task shows the gang: {task}.")
+    return lambda names: GangPart(names, lambda: sentence, this_task, pages)
 
 
 def this_task() -> Place:

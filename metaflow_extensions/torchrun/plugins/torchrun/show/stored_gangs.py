@@ -154,6 +154,13 @@ class StoredGangs:
         """Return the snapshot that the control node has stored of an attempt, or None."""
         return Registry(self.datastore, gang.run, gang.step, gang.control_task, attempt).load_snapshot()
 
+    def has_ended_well(self, gang: StoredGang, attempt: int) -> bool | None:
+        """Return whether the control node's task has ended well, as Metaflow knows it; None if no end is known."""
+        task = gang.control_task
+        if gang.has(task, attempt, _DONE):
+            return self.storage.end_of((gang.run, gang.step, task), attempt)[0]
+        return False if gang.has(task, attempt, _RUNTIME) else None
+
     def told_by_metaflow(self, gang: StoredGang, attempt: int, at_most: int | None = None) -> dict[int, str]:
         """Return the state of each node's task, or of the first ones, as Metaflow knows it, with the error's last line."""
         return {node: self._state(gang, task, attempt) for node, task in list(gang.tasks.items())[:at_most]}

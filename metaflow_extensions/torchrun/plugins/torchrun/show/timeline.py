@@ -16,6 +16,7 @@ _TOGETHER = {
     "command": "{nodes}: {text}, {took}",
     "ready": "{nodes} called run",
     "spare": "{nodes}: waiting as a spare",
+    "dismissed": "{nodes}: not needed any more",
     "taken_in": "{nodes}: taking part from now on",
     "prepared": "{nodes}: before_run has ended well",
     "started": "{nodes}: all workers run",

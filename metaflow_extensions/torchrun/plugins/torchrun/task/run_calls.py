@@ -1,24 +1,36 @@
-"""Reads the calls of `run` in the source of a step: unknown arguments are refused before anything is scheduled.
+"""Reads the use of ``current.torch`` in the source of a step: what is wrong there is told before anything is scheduled.
 
-If the source leaves a doubt about what is called, only `run` itself refuses them, in the tasks. `missing_scripts` reads
-more of the same calls.
+If the source leaves a doubt about what is called, only `run` itself refuses it, in the tasks.
 """
 
 from __future__ import annotations
 
 import ast
+import os
+import sys
 import tokenize
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import suppress
+from pathlib import Path
 from typing import Any, NamedTuple
 
-from ..compat.graph import LintWarn, sources_of_other_steps, sources_of_steps
+from ..compat.graph import (
+    LintWarn,
+    attributes_of_torchrun,
+    refuse_without_torchrun,
+    sources_of_other_steps,
+    sources_of_steps,
+)
+from ..launch.commands import flow_folder
+from ..parsing import did_you_mean
 from ..run_arguments import KNOWN, instead_of
 
-# A call below one of these may not be made, or its error may be caught.
-_MAY_NOT_RUN = (ast.If, ast.IfExp, ast.BoolOp, ast.While, ast.Try, ast.Match, ast.FunctionDef, ast.Lambda)
-_RUNS = frozenset({"metaflow.current.torch.run", "metaflow.metaflow_current.current.torch.run"})
+_TORCH = frozenset({"metaflow.current.torch", "metaflow.metaflow_current.current.torch"})
+_RUNS = frozenset(f"{torch}.run" for torch in _TORCH)
+_CATCH_ALL = frozenset({"AttributeError", "Exception", "BaseException"})
+# Arguments of `run` with which the script is searched elsewhere, made before, or no script.
+_ELSEWHERE = frozenset({"module", "cwd", "before_run", "torchrun_args"})
 
 
 def check_arguments_of_run(graph: Any) -> None:
@@ -33,26 +45,56 @@ def check_arguments_of_run(graph: Any) -> None:
 
 
 def check_steps_without_torchrun(graph: Any) -> None:
-    """Refuse a step without ``@torchrun`` that calls ``current.torch.run``; Metaflow would start it first, and not say why.
-
-    Metaflow loads this with the first ``@torchrun`` of a flow, so a flow without any has only Metaflow's error.
-    """
+    """Refuse a step without ``@torchrun`` that uses ``current.torch``; Metaflow would start it first, and not say why."""
     for step, path, first in sources_of_other_steps(graph):
-        source = Source.of_step(path, first)
-        for call in [] if source is None else source.sure_calls_of_run:
-            raise LintWarn(
-                f"Step *{step}* calls current.torch.run, but has no @torchrun. Add @torchrun to this step, and enter it with "
-                f"self.next(self.{step}, num_parallel=N). On one node, TorchrunSingleNodeMultiGPU().run does without both.",
-                call.lineno,
+        if lines := Source.of_step(path, first).lines_with_torch:
+            error = LintWarn(
+                f"Step *{step}* uses current.torch, but has no @torchrun. Add @torchrun to this step, and enter it with "
+                f"self.next(self.{step}, num_parallel=N). On one node, TorchrunSingleNodeMultiGPU().run does without both. "
+                'If the step can do without, have it ask: if "torch" in current.',
+                min(lines),
                 path,
             )
+            refuse_without_torchrun(graph, step, error)
+
+
+def tell_missing_scripts(graph: Any) -> None:
+    """Write a line for each script in a call of ``current.torch.run`` that is not there; an earlier step may write it."""
+    folders = list(dict.fromkeys(filter(None, (os.getcwd(), flow_folder()))))
+    for step, path, first in sources_of_steps(graph):
+        attributes = attributes_of_torchrun(graph, step)
+        is_elsewhere = attributes.get("cwd") or attributes.get("before_run")
+        calls = [] if is_elsewhere else Source.of_step(path, first).calls_of_run
+        for name in dict.fromkeys(filter(None, map(_script_of, calls))):
+            # What is in a folder that is not there either may be fetched with it.
+            paths = [Path(folder, name) for folder in folders]
+            if any(path.parent.is_dir() for path in paths) and not any(path.exists() for path in paths):
+                near = (found for path in paths for found in path.parent.glob(f"*{path.suffix}"))
+                known = sorted({os.path.join(os.path.dirname(name), found.name) for found in near})
+                sys.stderr.write(
+                    f"[torchrun] Step {step} calls current.torch.run({name!r}), but there is no such file in "
+                    f"{' or '.join(folders)} yet.{did_you_mean(name, known)} If the flow does not write it before, the "
+                    "step will fail.\n"
+                )
+
+
+def _script_of(call: ast.Call) -> str | None:
+    """Return the script that a call of `run` names, below the folder in which it is searched; None in doubt."""
+    names = {each.arg for each in call.keywords}
+    if None in names or names & _ELSEWHERE:
+        return None
+    given = [*call.args[:1], *(each.value for each in call.keywords if each.arg == "entrypoint")]
+    name = given[0].value if len(given) == 1 and isinstance(given[0], ast.Constant) else None
+    # In a container there may be anything beside the folder of the flow.
+    is_below = isinstance(name, str) and not os.path.isabs(name) and ".." not in Path(name).parts
+    return str(name) if is_below else None
 
 
 def nproc_in_calls(graph: Any, step: str) -> int | None:
     """Return the number of processes per node that all calls of `run` in a step name in the source; None without one."""
     found: set[Any] = set()
     for name, path, first in sources_of_steps(graph):
-        for call in calls_of_run(path, first) if name == step else ():
+        for call in Source.of_step(path, first).calls_of_run if name == step else ():
             named = [each.value for each in call.keywords if each.arg == "nproc_per_node"]
             found.add(named[0].value if named and isinstance(named[0], ast.Constant) else None)
     number = found.pop() if len(found) == 1 else None
@@ -61,77 +103,60 @@ def nproc_in_calls(graph: Any, step: str) -> int | None:
 
 def unknown_arguments(path: str | None, first: int | None) -> Iterator[tuple[str, int]]:
     """Yield unknown arguments in the function whose ``def`` is in line `first` of a file, each with its line."""
-    for call in calls_of_run(path, first):
+    for call in Source.of_step(path, first).calls_of_run:
         yield from ((each.arg, each.lineno) for each in call.keywords if each.arg and each.arg not in KNOWN)
-
-
-def calls_of_run(path: str | None, first: int | None) -> list[ast.Call]:
-    """Return the calls of `run` in the function whose ``def`` is in line `first` of a file."""
-    source = Source.of_step(path, first)
-    return [] if source is None else source.calls_of_run
 
 
 class Source(NamedTuple):
     """The source of a step, and what the names in its file mean."""
 
-    text: str  # of the whole file
-    function: ast.FunctionDef
+    nodes: list[ast.AST]
     names: dict[str, str]
 
     @classmethod
-    def of_step(cls, path: str | None, first: int | None) -> Source | None:
-        """Read the function whose ``def`` is in line `first` of a file; None if it can't be read."""
+    def of_step(cls, path: str | None, first: int | None) -> Source:
+        """Read the function whose ``def`` is in line `first` of a file; if it can't be read, the source is empty."""
         with suppress(OSError, SyntaxError, ValueError, RecursionError), tokenize.open(path or "") as file:
-            text = file.read()
-            nodes = list(ast.walk(ast.parse(text)))
-            names = {} if any(map(_hides, nodes)) else _meanings(nodes)
-            found = (node for node in nodes if isinstance(node, ast.FunctionDef) and node.lineno == first)
-            return next((cls(text, node, names) for node in found), None)
-        return None
-
-    @property
-    def calls(self) -> list[ast.Call]:
-        """All calls in the step."""
-        return [node for node in ast.walk(self.function) if isinstance(node, ast.Call)]
+            nodes = list(ast.walk(ast.parse(file.read())))
+            functions = [node for node in nodes if isinstance(node, ast.FunctionDef) and node.lineno == first]
+            return cls([inner for node in functions for inner in ast.walk(node)], _meanings(nodes))
+        return cls([], {})
 
     @property
     def calls_of_run(self) -> list[ast.Call]:
-        """Those of ``current.torch.run``."""
-        return [call for call in self.calls if self.meaning(call.func) in _RUNS]
+        """The calls of ``current.torch.run``."""
+        return [node for node in self.nodes if isinstance(node, ast.Call) and self._meaning(node.func) in _RUNS]
 
     @property
-    def sure_calls_of_run(self) -> list[ast.Call]:
-        """Those that are made whenever the step runs, unless it returns before, or loops over nothing."""
-        parts = [n for n in ast.walk(self.function) if isinstance(n, _MAY_NOT_RUN) and n is not self.function]
-        uncertain = {id(inner) for part in parts for inner in ast.walk(part)}
-        return [call for call in self.calls_of_run if id(call) not in uncertain]
+    def lines_with_torch(self) -> list[int]:
+        """Where it uses ``current.torch``; nowhere if it asks for "torch", and not where it catches the error without it."""
+        if any(isinstance(node, ast.Constant) and node.value == "torch" for node in self.nodes):
+            return []
+        caught = {id(inner) for node in self.nodes if _catches_all(node) for inner in ast.walk(node)}
+        uses = (node for node in self.nodes if isinstance(node, ast.Attribute) and id(node) not in caught)
+        return [node.lineno for node in uses if self._meaning(node) in _TORCH]
 
-    def meaning(self, node: ast.AST) -> str | None:
+    def _meaning(self, node: ast.AST) -> str | None:
         """Return the dotted name that a name with attributes stands for; None if it is something else."""
-        return _resolved(_dotted(node), self.names)
+        first, dot, rest = (_dotted(node) or "").partition(".")
+        return f"{self.names.get(first, first)}{dot}{rest}"
 
 
-def _hides(node: ast.AST) -> bool:
-    """Return whether names may be bound in ways that can't be read from the source."""
-    if isinstance(node, ast.ImportFrom):
-        return any(each.name == "*" for each in node.names)
-    if not isinstance(node, ast.Attribute) or node.attr not in ("current", "torch", "run"):
-        return False
-    return _is_stored(node) and _dotted(node.value) != "self"
-
-
-def _is_stored(node: ast.Attribute | ast.Name) -> bool:
-    return isinstance(node.ctx, ast.Store | ast.Del)
+def _catches_all(node: ast.AST) -> bool:
+    """Return whether a statement catches what Metaflow raises for a name that ``current`` does not have."""
+    kinds = [each.type for each in node.handlers] if isinstance(node, ast.Try) else []
+    names = {getattr(name, "id", None) for kind in kinds if kind is not None for name in ast.walk(kind)}
+    return None in kinds or not names.isdisjoint(_CATCH_ALL)
 
 
 def _meanings(nodes: list[ast.AST]) -> dict[str, str]:
-    """Return the names that mean the same wherever a file binds them, whatever the scope, and the dotted names for them."""
-    plain = [node for node in nodes if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name)]
-    aliases = {node.targets[0]: _dotted(node.value) for node in plain if len(node.targets) == 1}
+    """Return the names that are imported, and mean the same wherever a file binds them, and the dotted names for them."""
+    if any(isinstance(node, ast.ImportFrom) and node.names[0].name == "*" for node in nodes):
+        return {}
     found: dict[str, set[str | None]] = defaultdict(set)
     for node in nodes:
         for name, meaning in _bindings(node):
-            found[name].add(aliases.get(node, meaning))  # type: ignore[call-overload]
+            found[name].add(meaning)
     return {name: str(*meanings) for name, meanings in found.items() if len(meanings) == 1 and None not in meanings}
 
 
@@ -142,7 +167,7 @@ def _bindings(node: ast.AST) -> Iterator[tuple[str, str | None]]:
     elif isinstance(node, ast.Import):
         for each in node.names:
             yield (each.asname, each.name) if each.asname else (each.name.partition(".")[0],) * 2
-    elif isinstance(node, ast.Name) and _is_stored(node):
+    elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store | ast.Del):
         yield node.id, None
     else:  # an argument, a function or class, a handler of exceptions, a pattern
         for name in (getattr(node, field, None) for field in ("arg", "name", "rest")):
@@ -157,13 +182,3 @@ def _dotted(node: ast.AST) -> str | None:
         after.append(node.attr)
         node = node.value
     return ".".join([node.id, *reversed(after)]) if isinstance(node, ast.Name) else None
-
-
-def _resolved(dotted: str | None, names: dict[str, str]) -> str | None:
-    """Replace the first name by what it means, as often as it means something; names may go round in a circle."""
-    for _ in range(len(names) + 1):
-        first, dot, rest = (dotted or "").partition(".")
-        if first not in names or names[first] == first:
-            break
-        dotted = f"{names[first]}{dot}{rest}"
-    return dotted

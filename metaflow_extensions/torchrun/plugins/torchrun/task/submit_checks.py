@@ -8,14 +8,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ..compat.graph import LintWarn, check_first, check_last, decorators_of, entry_of, first_plain_step, is_on_argo
+from ..compat.graph import LintWarn, decorators_of, entry_of, first_plain_step, is_on_argo
 from ..compat.steps import KUBERNETES_PORT
 from ..errors import TorchrunConfigError
 from ..gang.launch import GONE
 from ..parsing import DEFAULT_RESTART_ON
 from ..settings import StepSettings, check_spares
-from .missing_scripts import check_scripts_of_run
-from .run_calls import check_arguments_of_run, check_steps_without_torchrun
+from .run_calls import check_arguments_of_run, check_steps_without_torchrun, tell_missing_scripts
 
 
 class Submission:
@@ -133,7 +132,9 @@ def check_entered_with_num_parallel(graph: Any) -> None:
         )
 
 
-check_first(check_entered_with_num_parallel)
-check_last(check_arguments_of_run)
-check_last(check_steps_without_torchrun)
-check_last(check_scripts_of_run)
+def check_source(graph: Any) -> None:
+    """Check what the source of a flow tells, for a run or a deployment."""
+    check_entered_with_num_parallel(graph)
+    check_steps_without_torchrun(graph)
+    check_arguments_of_run(graph)
+    tell_missing_scripts(graph)

@@ -28,12 +28,14 @@ from ..channel.join import (
     rules_of,
 )
 from ..channel.registry import Registry
+from ..compat.cards import make_none
 from ..compat.datastore import datastore_type, metadata_type, save_log, watch_storing
 from ..compat.renamed import convenience
 from ..compat.steps import control_task_of, exit_codes_of_tasks, is_local, is_of_another_task, runs_on
 from ..errors import TorchrunPreempted
 from ..events import Event, label
 from ..gang.cause import Cause, cause_of
+from ..gang.endings import NotNeeded
 from ..gang.keepers import Plain
 from ..gang.member import Member
 from ..gang.nodes import NodeState
@@ -42,8 +44,9 @@ from ..logs.console import hurry, to_log
 from ..logs.task_log import TaskLog
 from ..records.on_page import NO_PAGES, Pages
 from ..settings import StepSettings
-from ..show.live_card import GangPart, LastCards, LiveCard, Pointer
+from ..show.live_card import GangPart, LastCards, LiveCard, pointing_at
 from ..show.program import flow_program
+from ..tracebacks import words_of
 from .event_store import EventStore
 from .local_nodes import LocalNodes
 from .report import end_with, report
@@ -174,12 +177,10 @@ class TaskGang:
         return rules if self._limit is None else replace(rules, deadline=self._limit.ends_at, longer=self._limit.text)
 
     def _join_as_member(self, registry: Registry, control: str, more: Mapping[str, Any]) -> tuple[Member, str]:
-        """Join, and show which task has the gang's card; `control` is run, step and task."""
+        """Join, and leave the gang's card to the control node; `control` is its task, as run, step and task."""
         node, num_nodes = current.parallel.node_index, current.parallel.num_nodes
-        pointer = Pointer(control, node, num_nodes, self._last_cards.make)
-        self.part = partial(pointer.part, pages=self._pages)
-        if self._finds_tasks():
-            pointer.show()
+        self.part = pointing_at(control, self._pages)
+        make_none()
         member, main_addr = join_as_member(registry, node, num_nodes, self._settings, self._emit, more)
         member.may_go_on = self._settings.max_restarts > 0
         return member, main_addr
@@ -214,18 +215,14 @@ class TaskGang:
             end=self._last_cards.make,
         )
         self.part = self.live_card.part
-        if not self._finds_tasks() and self.live_card.give_up():
+        # A card needs its task from Metaflow's client. With local metadata, that does not find one of a pod or container
+        # (``LocalMetadataProvider.register_task_id``, 2.19).
+        is_found = self._is_local or metadata_type(self._flow_datastore) != "local"
+        if not is_found and self.live_card.give_up():
             where = f"{self._run_id}/{self._step_name}/{self._task_id}"
             command = f"{flow_program()} card create {where} --type torchrun"
             reason = "only the machine that submitted this run has its metadata"
             self._emit(Event("note", 0, f"the gang's card can't be made here: {reason}. There: {command}"))
-
-    def _finds_tasks(self) -> bool:
-        """Return whether Metaflow's client finds this task, which its cards need.
-
-        In a pod or container it does not where the metadata is local (``LocalMetadataProvider.register_task_id``, 2.19).
-        """
-        return self._is_local or metadata_type(self._flow_datastore) != "local"
 
     # --- around it and after it -----------------------------------------------------------------
 
@@ -304,8 +301,19 @@ class TaskGang:
         is_own = cause is not None and cause.node == current.parallel.node_index
         return is_own or isinstance(error, KeyboardInterrupt)
 
-    def finish(self) -> None:
-        """Report that the step's own code has ended well."""
+    def run_code(self, step: Callable[[], None]) -> None:
+        """Run the step's own code, and report that it has ended well.
+
+        Where this node was dismissed meanwhile, each exception is such an end: its results are nobody's.
+        """
+        try:
+            step()
+        except (Exception, NotNeeded) as error:
+            if self._member is None or not self._member.is_dismissed:
+                raise
+            is_own = isinstance(error, NotNeeded)
+            text = f"{error}" if is_own else f"not needed any more; its step's code raised {words_of(error)}"
+            self._member.say(Event("note", self._member.node, text, is_detail=is_own and self._is_local))
         if self._member is not None:
             self._member.finish()
 

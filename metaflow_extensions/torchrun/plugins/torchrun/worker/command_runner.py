@@ -1,10 +1,10 @@
 """Runs the commands of ``run(before_run=...)`` on one node, one after the other, up to the first that fails.
 
 A supervisor runs it instead of an agent, and ends it with all processes that the commands have started. Its arguments are
-two folders, and ``in-turn`` where commands of other nodes in the same working directory are waited for. ``commands.json``
-in the first lists the commands, each with its argv and its text for the log.
+a folder, and ``in-turn`` where commands of other nodes in the same working directory are waited for. ``commands.json``
+in the folder lists the commands, each with its argv and its text for the log.
 ``ended.jsonl`` gets a line for each ended command: its number from 0, its exit code (negative for a signal), why it could
-not be started, and its seconds. The second has the pipes for the output of each command, as if it were a worker's.
+not be started, and its seconds. Beside it are the pipes for the output of each command, as if it were a worker's.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ _STOPPED = 128 + signal.SIGTERM
 class Runner:
     """The commands of one node."""
 
-    def __init__(self, folder: str, pipes: str) -> None:
-        self._folder, self._pipes = folder, pipes
+    def __init__(self, folder: str) -> None:
+        self._folder = folder
         self._process: subprocess.Popen[bytes] | None = None
         self._has_begun = False
         self._is_stopped = False
@@ -65,7 +65,7 @@ class Runner:
     def _run_one(self, number: int, command: dict[str, Any]) -> tuple[int | None, str | None]:
         """Run one command; return its exit code, or why it could not be started."""
         begun = time.monotonic()
-        own = os.path.join(self._pipes, str(number))
+        own = os.path.join(self._folder, str(number))
         with open(f"{own}.stdout", "wb", buffering=0) as output, open(f"{own}.stderr", "wb", buffering=0) as ours:
             output.write(f"$ {command['shown']}\n".encode(errors="backslashreplace"))
             try:
@@ -107,13 +107,13 @@ def lock_folder() -> None:
 
 
 if __name__ == "__main__":
-    runner = Runner(*sys.argv[1:3])
+    runner = Runner(sys.argv[1])
     signal.signal(signal.SIGTERM, runner.stop)
     with suppress(Exception):  # a Python without ctypes
         import ctypes
 
         # PR_SET_PDEATHSIG of <linux/prctl.h>: SIGTERM when the supervisor ends, even where its guardian is killed, too.
         ctypes.CDLL(None).prctl(1, ctypes.c_ulong(signal.SIGTERM), 0, 0, 0)
-    if sys.argv[3:]:
+    if sys.argv[2:]:
         lock_folder()
     sys.exit(runner.run())

@@ -258,22 +258,36 @@ def _dump(call: tuple[Any, ...], name: str, file: Any) -> None:
     except (OSError, KeyboardInterrupt, TorchrunError):
         raise  # a failure of the disk, Ctrl-C, or news of the gang: not the function's fault
     except BaseException as error:  # also an exit, in a __reduce__
-        problem = words_of(error)
+        what, problem = _what_fails(call, name), words_of(error)
         if find_cloud_pickler() is None and main_file() is None:
             raise EntrypointError(
-                f"{name} and its arguments can't be pickled ({problem}). In a notebook that takes cloudpickle: "
-                "pip install cloudpickle. Without it, define the function in a module beside the notebook, and pass it data."
+                f"{what} can't be pickled ({problem}). In a notebook that takes cloudpickle: pip install cloudpickle. "
+                "Without it, define the function in a module beside the notebook, and pass it data."
             ) from error
         if find_cloud_pickler() is None:
             raise EntrypointError(
-                f"{name} and its arguments can't be pickled ({problem}). Define the function at the top level of the flow "
-                "file or of a module beside it and pass it data, or install cloudpickle in the step's environment: it can "
-                "carry lambdas and closures."
+                f"{what} can't be pickled ({problem}). Define the function at the top level of the flow file or of a module "
+                "beside it and pass it data, or install cloudpickle in the step's environment: it can carry lambdas and "
+                "closures."
             ) from error
         raise EntrypointError(
-            f"{name} and its arguments can't be pickled, with cloudpickle neither ({problem}). Pass data instead of open "
-            "files, locks, connections, or the flow itself (self)."
+            f"{what} can't be pickled, with cloudpickle neither ({problem}). Pass data instead of open files, locks, "
+            "connections, or the flow itself (self)."
         ) from error
+
+
+def _what_fails(call: tuple[Any, ...], name: str) -> str:
+    """Return the function or the argument that can't be pickled, with its type."""
+    _, args, kwargs = call
+    for key, value in (*enumerate(args), *kwargs.items()):
+        try:
+            with open(os.devnull, "wb") as nowhere:
+                dump(value, nowhere)
+        except (OSError, KeyboardInterrupt, TorchrunError):
+            raise  # as above
+        except BaseException:
+            return f"entrypoint_args[{key!r}] of {name}, a {type(value).__module__}.{type(value).__qualname__},"
+    return name
 
 
 def _add_note(exception: BaseException, note: str) -> None:

@@ -40,8 +40,8 @@ class FlowStarts(BaseException):
 
 
 def main() -> None:
-    """Make the call, and write what it returned or raised into a file for the task."""
-    folder, rank = sys.argv[1], int(os.environ["RANK"])
+    """Make the call, and write what it returned or raised into a file for the task; a fork that comes back writes none."""
+    folder, rank, own = sys.argv[1], int(os.environ["RANK"]), os.getpid()
     try:
         with open(os.path.join(folder, CALL), "rb") as file:
             header = pickle.load(file)  # noqa: S301 - written by this worker's own task
@@ -53,14 +53,17 @@ def main() -> None:
         # No context managers around the call: contextlib sets attributes of an exception, and some forbid that.
         begin_process_group(header["process_group"])
         value = function(*args, **kwargs)
+        if os.getpid() != own:
+            return
         store(value, rank, path_of(folder, RETURNED, rank))
         del function, args, kwargs, value  # see end_process_group
         end_process_group(header["process_group"])
     except (SystemExit, KeyboardInterrupt):
         raise  # an exit code, or a signal
     except BaseException as error:
-        with suppress(OSError), whole(path_of(folder, RAISED, rank)) as file:
-            pickle.dump(report_of(error), file)
+        if os.getpid() == own:
+            with suppress(OSError), whole(path_of(folder, RAISED, rank)) as file:
+                pickle.dump(report_of(error), file)
         raise
 
 
@@ -365,14 +368,15 @@ def on_cpu(thing: Any) -> Any:
 
 
 def store(value: Any, rank: int, path: str) -> None:
-    """Pickle a value into a file, or raise CantReturn."""
+    """Pickle a value into a file, or raise CantReturn. Its type stands behind the pickle, for who can't load that."""
+    kind = f"{type(value).__module__}.{type(value).__qualname__}"
     try:
         with whole(path) as file:
             dump(value, file, on_cpu)
+            file.write(f"\n{kind}".encode())
     except (OSError, KeyboardInterrupt):
         raise  # as in dump
     except BaseException as error:  # also an exit, in a __reduce__ of its class
-        kind = f"{type(value).__module__}.{type(value).__qualname__}"
         hint = "" if find_cloud_pickler() else " (cloudpickle, which can carry more, is not installed)"
         text = f"Rank {rank} returned a {kind}, which can't be pickled: {words_of(error)}{hint}"
         raise CantReturn(text) from error
@@ -401,7 +405,11 @@ def words_of(error: BaseException) -> str:
 
 @contextmanager
 def whole(path: str) -> Iterator[Any]:
-    """Open a file for writing that appears under its name only when it is complete."""
+    """Open a file for writing that appears under its name only when it is complete.
+
+    The function may have emptied the folder for temporary files, as some do to free disk.
+    """
+    os.makedirs(os.path.dirname(path), mode=0o700, exist_ok=True)
     with open(path + ".part", "wb") as file:
         yield file
     os.replace(path + ".part", path)

@@ -6,10 +6,12 @@ import asyncio
 import os
 import tempfile
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from textwrap import indent
 
 from ...gang.texts import names
+from ...machine.aside import Aside
 from ...machine.frames import Found
 from ...machine.stacks import Question
 from .told import groups
@@ -17,6 +19,7 @@ from .told import groups
 # Of the stacks that a node sends; JSON may double a text (`node.watchers.MAX_TOLD_BYTES`).
 _MAX_CHARS = 200_000
 _POLL_S = 0.05
+_WRITE_S = 1.5  # of the 4 s that DIAGNOSTICS_S has for this and the source lines
 
 
 @dataclass(frozen=True)
@@ -38,7 +41,9 @@ async def collect(workers: Mapping[int, int], keep_in: str | None, name: str, wi
     while (found := question.poll()) is None:
         await asyncio.sleep(_POLL_S)
     whole = (f"--- rank {rank}, pid {workers[rank]}: {each.where}\n{each.text}\n" for rank, each in found.items())
-    file = _keep("\n".join(whole), keep_in, name)
+    file = None
+    with suppress(TimeoutError):
+        file = await Aside().within(_WRITE_S, _keep, "\n".join(whole), keep_in, name)
     alike = groups(found)
     text = "\n".join(
         f"--- {names(group.ranks, 'rank')}: {group.found.where}\n{indent(group.found.short, '  ')}" for group in alike

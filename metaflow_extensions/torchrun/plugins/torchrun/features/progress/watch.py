@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
 
 from ...gang.keepers import Plain
 from ...gang.wire import to_plain
+from ...machine.aside import STUCK_S
 from ...machine.looks import is_due
 from ...node.request import Request
 from ...node.watchers import Here, Variables, Watch, Watcher
@@ -55,7 +57,9 @@ class ProgressWatcher(Watcher):
             )
             for local_rank, rank in enumerate(here.request.spec.ranks)
         }
-        self._has_refused = self._has_warned = False
+        self._reading: Future[tuple[float, dict[int, list[Line]]]] | None = None
+        self._refusal: str | None = None  # what is to be said of a line; empty when it was said
+        self._has_warned = False
         self._paces = {rank: RankPace() for rank in here.request.spec.ranks}
         # Of rank 0, if it is on this node: its last step, its total, and the new values.
         self._step: int | None = None
@@ -74,28 +78,40 @@ class ProgressWatcher(Watcher):
         pause_s = 0.0 if self._told is None else TELLS_EVERY_S
         return self._message(now) if is_due(self._told_at + pause_s - now) else None
 
-    def ended(self) -> Plain | None:
-        """Return a report on the last lines of the workers."""
-        now = self._clock()
-        self._read(now)
-        return self._message(now)
+    async def ended(self) -> Plain | None:
+        """Return a report on the last lines of the workers, if their disk answers."""
+        with suppress(TimeoutError):
+            last = await self._here.files.within(STUCK_S, self._new_lines)
+            if self._reading is not None:  # it came before
+                self._take(*self._reading.result())
+            self._take(*last)
+        return self._message(self._clock())
 
     def _read(self, now: float) -> None:
-        self._read_at = now
-        for rank, reader in self._readers.items():
-            for line in reader.new_lines():
-                self._paces[rank].see(line, now)
-                self.saw_workers_at = now
+        """Read beside, and take what has come; if the disk holds that up, a later poll does."""
+        self._reading = self._reading or self._here.files.begin(self._new_lines)
+        if self._reading is not None and self._reading.done():
+            found, self._reading, self._read_at = self._reading.result(), None, now
+            self._take(*found)
+
+    def _take(self, at: float, found: dict[int, list[Line]]) -> None:
+        if self._refusal:
+            self._here.say(self._refusal)
+            self._refusal = ""
+        for rank, lines in found.items():
+            for line in lines:
+                self._paces[rank].see(line, at)
+                self.saw_workers_at = at
                 if rank == 0:
                     self._keep(line)
 
+    def _new_lines(self) -> tuple[float, dict[int, list[Line]]]:
+        return self._clock(), {rank: reader.new_lines() for rank, reader in self._readers.items()}
+
     def _refused(self, rank: int, text: bytes) -> None:
-        if not self._has_refused:
-            self._has_refused = True
-            shown = text[:_SHOWN_CHARS].decode("utf-8", "backslashreplace")
-            self._here.say(
-                f"rank {rank} wrote a line to its metrics that holds no number by name; it is ignored: {shown!r}"
-            )
+        shown = text[:_SHOWN_CHARS].decode("utf-8", "backslashreplace")
+        what = "wrote a line to its metrics that holds no number by name; it is ignored"
+        self._refusal = f"rank {rank} {what}: {shown!r}" if self._refusal is None else self._refusal
 
     def _warn(self, line: Line) -> None:
         """Say once what makes the curve of rank 0 lose points."""

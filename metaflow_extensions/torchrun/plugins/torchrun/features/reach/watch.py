@@ -12,12 +12,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 
 from ...gang.keepers import Plain
 from ...gang.protocol import CONTROL
 from ...gang.wire import to_plain
+from ...machine.aside import Aside
 from ...machine.looks import is_due
-from ...machine.network import Attempt, is_listened_on
+from ...machine.network import is_listened_on, try_to_connect
 from ...machine.processes import living_descendants
 from ...node.watchers import Here, Watch, Watcher
 from .told import Unreached
@@ -47,7 +49,8 @@ class ReachWatcher(Watcher):
         self._waiting_s: float | None = None  # since when the store listens; None where nobody waits for that
         self._looked_at = float("-inf")
         self._number = 0  # of the question that is tried
-        self._attempt: Attempt | None = None
+        self._names = Aside("torchrun-names")
+        self._attempt: Future[str] | None = None
         self._next: int | None = None  # the question that came meanwhile
         if here.request.spec.node_index == CONTROL:
             self._waiting_s = 0.0
@@ -60,7 +63,7 @@ class ReachWatcher(Watcher):
             self.close()
             return None
         now = self._clock()
-        return self._try(now) or self._look(now)
+        return self._try() or self._look(now)
 
     def asked(self, data: Plain) -> None:
         """Try to connect; a question that comes meanwhile is the next."""
@@ -68,19 +71,16 @@ class ReachWatcher(Watcher):
 
     def close(self) -> None:
         """Give up what is tried."""
-        self._next = self._waiting_s = None
-        if self._attempt is not None:
-            self._attempt.close()
-            self._attempt = None
+        self._next = self._waiting_s = self._attempt = None
 
-    def _try(self, now: float) -> Plain | None:
+    def _try(self) -> Plain | None:
         address, port = self._here.request.main_addr, self._here.port
         if self._attempt is None and self._next is not None:
             self._number, self._next = self._next, None
-            self._attempt = Attempt(address, port, now + _TRY_S)
-        if self._attempt is None or (why := self._attempt.poll(now)) is None:
+            self._attempt = self._names.begin(try_to_connect, address, port, _TRY_S)
+        if self._attempt is None or not self._attempt.done():
             return None
-        self._attempt = None
+        why, self._attempt = self._attempt.result(), None
         told: Plain = to_plain(Unreached(self._number, address, port, why))
         return told if why else None
 

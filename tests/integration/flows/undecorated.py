@@ -1,0 +1,48 @@
+"""A flow without @torchrun that uses current.torch; a mutator would add @torchrun to a step that is not there."""
+
+import os
+
+from metaflow import FlowMutator, FlowSpec, current, parallel, step
+
+
+class GangByName(FlowMutator):
+    """Makes one step a gang."""
+
+    def mutate(self, mutable_flow):
+        for name, mutable_step in mutable_flow.steps:
+            if name == "trian":
+                mutable_step.add_decorator("torchrun")
+
+
+def same(decorated):
+    return decorated
+
+
+MADE = os.environ["MADE"]
+
+
+@(GangByName if MADE == "by a mutator" else same)
+class UndecoratedFlow(FlowSpec):
+    @step
+    def start(self):
+        self.next(self.train, num_parallel=2)
+
+    @(same if MADE == "plain" else parallel)
+    @step
+    def train(self):
+        if current.parallel.num_nodes > 1:
+            gang = current.torch
+            gang.run("worker.py")
+        self.next(self.join)
+
+    @step
+    def join(self, inputs):
+        self.next(self.end)
+
+    @step
+    def end(self):
+        pass
+
+
+if __name__ == "__main__":
+    UndecoratedFlow()
