@@ -4,6 +4,7 @@
 #   VENV=.venv-dev        where the virtual environment goes; not .venv, which the README has users make
 #   CHAOS=                options for `make chaos`, such as --chaos-table=FILE
 #   BENCH=                options for `make bench`, such as --only NAME
+#   MUTANTS=              which mutants `make mutants` tries, such as 07 or 07-grace-ignored; all by default
 #   MATRIX=               options for `make test-matrix`, such as --only 3.12
 #   PYTHONS=              interpreters for it that are not on the PATH
 #   RERUNS=0             how often a failed test is run again; the summary names it
@@ -29,7 +30,7 @@ export METAFLOW_DEFAULT_DATASTORE = local
 export PYTHONDONTWRITEBYTECODE =
 export PYTHONS
 
-.PHONY: help venv demo docs docs-serve pictures test test-long test-frameworks test-remote test-matrix test-gpu dist unit integration chaos bench lint clean
+.PHONY: help venv demo docs docs-serve pictures test test-long test-frameworks test-remote test-matrix test-gpu dist unit integration chaos mutants bench lint clean
 
 help:
 	@echo "make demo             train a small GPT on 2 nodes x 2 processes of this machine"
@@ -42,6 +43,7 @@ help:
 	@echo "make unit             the tests that take seconds"
 	@echo "make integration      the tests that run flows"
 	@echo "make chaos            hurt gangs of real processes, and show what it came to; see docs/chaos.md"
+	@echo "make mutants          break one promise after the other in a copy, and show which tests see it"
 	@echo "make bench            all benchmarks, an hour on a machine that does nothing else; see docs/performance.md"
 	@echo "make lint             ruff, mypy"
 	@echo "make dist             wheel and source distribution, in dist/"
@@ -103,6 +105,9 @@ integration: venv
 
 chaos: venv
 	$(CHAOS_SUITE) $(CHAOS)
+
+mutants: venv
+	$(BIN)/python tests/mutants/run.py $(MUTANTS)
 
 bench: venv
 	$(BIN)/python benchmarks/run_all.py $(BENCH)

@@ -36,7 +36,7 @@ def main() -> None:
     options = argparse.ArgumentParser(description=__doc__)
     options.add_argument("--folder", type=Path, default=Path(".bench"), help="for the JSON of each; default: .bench")
     options.add_argument("--only", nargs="+", metavar="NAME", help="run these alone, as in many_nodes")
-    options.add_argument("--json", type=Path, metavar="FILE", help="all figures in one file, as baseline.json")
+    options.add_argument("--json", type=Path, metavar="FILE", help="all figures in one file")
     given = options.parse_args()
     given.folder.mkdir(parents=True, exist_ok=True)
     chosen = [command for command in COMMANDS if given.only is None or Path(command).stem in given.only]

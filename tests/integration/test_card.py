@@ -215,7 +215,7 @@ def test_the_card_of_a_failed_step_is_final_and_tells_why(cards, ended):
         assert 'METAFLOW_RELOAD_TOKEN = "final"' in html
         content = content_of(html)
         assert "Rank 3 on node 1" in content
-        assert "in act&#10;  |     raise ValueError(" in content
+        assert "in act&#10;  |     raise ValueError(&quot;bad" in content, "its lines and characters as they are"
 
 
 @pytest.mark.parametrize(

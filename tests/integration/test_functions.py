@@ -58,7 +58,11 @@ def test_different_sources_are_refused_and_what_a_function_raises_is_retried(run
     assert all("contents of the entrypoint (node 0: " in line for line in refusals)
     assert "attempts: [1, 1]" in flow.text
     # The first attempt ended on both nodes by the function's own exception.
+    note = r"its own exception: raised at functions_retried\.py:16 by rank 1 on node 1 \(host \S+\)"
+    assert len(re.findall(note, flow.text)) == 2
     assert len(re.findall(r"KeyError: 'only in the first attempt'", flow.text)) >= 2
+    assert "in check" in flow.text
+    assert "function_worker" not in flow.text, "the tracebacks have no frame of ours"
 
 
 @pytest.mark.long

@@ -1,6 +1,12 @@
-"""Flows on a Metaflow that has renamed what we use, see tests/renamed. ``tests/unit/test_renamed.py`` tries each name."""
+"""What who has no step of ours notices of us, and flows on a Metaflow that has renamed what we use, see tests/renamed.
+
+``tests/unit/test_renamed.py`` tries each name.
+"""
 
 from __future__ import annotations
+
+import subprocess
+import sys
 
 from flow_runs import RENAMED_TOGETHER, RENAMING, STAND_IN
 
@@ -22,3 +28,22 @@ def test_a_flow_without_a_step_of_ours_never_notices_us(run_flow):
     helped = run_flow(flow="without.py", command="--help", env=env, timeout_s=170)
     assert "torchrun" in helped.text, "the commands of all extensions are read for that"
     assert "Error" not in helped.text
+
+
+PROCESS = """
+import os, signal, sys, threading
+def seen():
+    handlers = {number: signal.getsignal(number) for number in signal.valid_signals()}
+    return handlers, threading.active_count(), os.listdir("/proc/self/fd"), sys.excepthook, dict(os.environ)
+before = seen()
+import metaflow
+assert metaflow.torchrun
+after = seen()
+assert before == after, (before, after)
+"""
+
+
+def test_importing_metaflow_leaves_the_process_as_it_was():
+    """No handler, thread, file, hook or variable is ours before a step is."""
+    done = subprocess.run([sys.executable, "-c", PROCESS], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr

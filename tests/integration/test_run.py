@@ -112,7 +112,6 @@ def together(start_shared_flow, tmp_path_factory):
     flows = {
         "gpus": start_shared_flow(runs_=gpus, env={"CUDA_VISIBLE_DEVICES": "0,1,2,3,4"}, stand_in=True),
         "with": start_shared_flow("--with", "torchrun:nproc_per_node=2", flow="plain.py", stand_in=True),
-        "legacy": start_shared_flow(flow="legacy.py", stand_in=True),
         "single": start_shared_flow(flow="single.py", stand_in=True),
         "foreach": start_shared_flow(flow="foreach.py", stand_in=True),
         "one node": start_shared_flow(
@@ -146,9 +145,8 @@ def test_with_on_the_command_line_decorates_the_parallel_step_only(together):
     assert len(well(together["with"]).notes("worker-*")) == 4
 
 
-@pytest.mark.xdist_group("together")
-def test_a_flow_written_for_0_2_runs_unchanged(together):
-    flow = well(together["legacy"])
+def test_a_flow_written_for_0_2_runs_unchanged(run_flow):
+    flow = run_flow(flow="legacy.py", stand_in=True)
     workers = flow.notes("worker-*")
     assert len(workers) == 4
     assert workers[0]["argv"] == ["--epochs", "3", "--flag", "--name", "a b"]

@@ -154,7 +154,7 @@ def test_who_follows_a_gang_that_has_not_begun_waits_for_it(start_flow):
     await_text(in_vain, f"No parallel step of run {run} has begun.")
     (flow.out / "fail").touch()
     assert (flow.wait(), in_vain.wait()) == (1, 1), in_vain.text
-    assert "The run has ended." in in_vain.text
+    assert "has failed. If it is tried again, repeat this." in in_vain.text
 
 
 def await_text(running, text):

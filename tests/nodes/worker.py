@@ -68,6 +68,20 @@ def fill_disk():
     sys.stdout.flush()
 
 
+def flood(mebibytes):
+    """Write so much in lines, and note after each MiB how many that were."""
+    for number in range(mebibytes):
+        sys.stdout.write(f"{'y' * 1023}\n" * 1024)
+        sys.stdout.flush()
+        note(f"flooded-{NAME}", number + 1)
+
+
+def be_quiet():
+    """Do nothing until all ends."""
+    while not os.path.exists(os.path.join(OUT, "finish")):
+        time.sleep(0.1)
+
+
 def write_without_newline(size):
     """Write `size` bytes in one line that never ends, and die: numbers, so that no missing piece can hide."""
     sys.stdout.write("".join(f"{number:07d}," for number in range(size // 8)))
@@ -109,6 +123,8 @@ ACTIONS = {
     "fail-late": lambda delay_s: fail_late_when_told(float(delay_s)),
     "detach": detach,
     "fill-disk": fill_disk,
+    "flood": lambda mebibytes: flood(int(mebibytes)),
+    "be-quiet": be_quiet,
     "shout": lambda size: shout(int(size)),
     "no-newline": lambda size: write_without_newline(int(size)),
 }

@@ -42,9 +42,7 @@ def test_a_spare_takes_the_place_of_a_node(run_remote, backend):  # noqa: F811
 def test_a_spare_that_is_not_needed_leaves(run_remote, backend):  # noqa: F811
     more = {"max_restarts": 1, "spare_nodes": 1}
     flow = run_remote(NODES=3, HOOK="after:2:raise", RUN=ONE, TORCHRUN=more, metadata="service", **backend.on())
-    assert "Waiting for batch secondary tasks" not in flow.text, (
-        "Metaflow waits 600 s there for as many as the join gets"
-    )
+    assert "Waiting for batch secondary tasks" not in flow.text, "Metaflow waits 600 s for so many tasks"
     check_said(flow, "node 2 leaves: launch 0 has ended well without it")
     assert [task["node"] for task in flow.gathered()] == [0, 1]
     backend.await_gone(flow)

@@ -1,5 +1,6 @@
 """What a node tells of its ranks' progress: from lines of JSON, in which nothing does harm; with a clock of the test."""
 
+import asyncio
 import json
 import math
 import os
@@ -214,7 +215,7 @@ class Node:
 
     def end(self):
         self.ended |= {0, 1}
-        told = self.watcher.ended()
+        told = asyncio.run(self.watcher.ended())
         return told and from_plain(Metrics, told, "")
 
 
@@ -350,7 +351,7 @@ def test_the_example_of_the_documents_ends_at_the_whole(node, monkeypatch):
     kept = ProgressKeeper()
     node.now += 1
     node.ended |= {0, 1}
-    kept.handle(0, Told(0, 0, "progress", node.watcher.ended()), node.now)
+    kept.handle(0, Told(0, 0, "progress", asyncio.run(node.watcher.ended())), node.now)
     kept.ended(0, ok=True)
     assert (kept.record()["done"], kept.record()["total"]) == (1000, 1000)
     assert kept.record()["last"] == {"loss": 0.001}

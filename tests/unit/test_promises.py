@@ -7,7 +7,7 @@ from pathlib import Path
 
 REPOSITORY = Path(__file__).parents[2]
 PROMISES = (REPOSITORY / "tests" / "PROMISES.md").read_text(encoding="utf-8")
-NAMED = re.findall(r"`(tests/[^`]*)::(\w+)`", PROMISES)
+NAMED = re.findall(r"`(tests/[^`]*)`,\s+`(\w+)`", PROMISES)
 
 
 @cache

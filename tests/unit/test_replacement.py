@@ -389,6 +389,24 @@ def test_a_task_that_comes_too_late_to_take_part_leaves(when):
     assert gang.got(0, Alone)
 
 
+def test_a_task_that_was_dismissed_and_calls_a_launch_whose_end_is_forgotten_is_told():
+    gang = launched(4, spare_nodes=1)
+    gang.lost(1)
+    ended(gang, 0, 2)
+    gang.pass_time(0.0)
+    come(gang, 1)
+    for node in (0, 2, 3):
+        gang.ended(node, generation=1)
+    for launch in range(1, 1010):
+        for node in (0, 2, 3):
+            gang.ready(node, launch=launch)
+        for node in (0, 2, 3):
+            gang.ended(node, launch=launch)
+    gang.ready(1)
+    (verdict,) = gang.got(1, Verdict)
+    assert "The end of launch 0 is not known any more" in str(verdict.error)
+
+
 @pytest.mark.parametrize("how", ["it ends, too", "in time"])
 def test_commands_that_fail_end_the_launch_when_a_node_is_no_longer_awaited(how):
     gang = GangOf(3, replacements=1, min_nodes=2, started_timeout_s=300.0)

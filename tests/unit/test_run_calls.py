@@ -124,7 +124,6 @@ def test_a_graph_that_is_not_as_expected_costs_only_the_number():
     [
         "current.torch.run('x.py')",
         "t = current.torch\nt.run('x.py')",
-        "if self.x:\n    print(current.torch.num_nodes)",
         "def again():\n    current.torch.card()\nagain()",
         "try:\n    current.torch.run('x.py')\nexcept (OSError, KeyError):\n    pass",
     ],
@@ -140,6 +139,7 @@ def test_current_torch_in_a_step_without_torchrun_is_refused(body, decorator, to
     "body",
     [
         "if 'torch' in current:\n    current.torch.run('x.py')",
+        "if self.x:\n    print(current.torch.num_nodes)",
         "hasattr(current, 'torch') and current.torch.run('x.py')",
         "try:\n    current.torch.run('x.py')\nexcept AttributeError:\n    pass",
         "try:\n    current.torch.run('x.py')\nexcept (OSError, Exception) as error:\n    pass",

@@ -942,6 +942,8 @@ def test_restarts_end_and_the_pauses_between_them_grow_and_stay_bounded():
         gang.pass_time(1000.0)
     assert gang.state.restarts_left == 0
     assert [restart.pause_s for restart in gang.got(0, Restart)] == [1.0, 2.0, 4.0, 8.0, 16.0, *[30.0] * 15]
+    for node in (0, 1):
+        assert [go.generation for go in gang.got(node, Go)] == [*range(21)]
     assert "after 20 restarts" in str(gang.same_verdict())
 
 
@@ -1463,6 +1465,15 @@ def test_no_message_of_one_node_makes_the_gang_look_through_all_nodes(monkeypatc
     for node in reversed(range(MANY)):
         gang.leave(node)
     assert len(looks) < 30
+
+
+def test_the_verdict_of_thousands_is_made_once():
+    """What is the same object is made into bytes once, and all hear it in about a second."""
+    gang = GangOf(MANY)
+    gang.all_ready()
+    gang.all_ended(crash(1))
+    first, *others = [gang.got(node, Verdict)[0] for node in range(1, MANY)]
+    assert all(each is first for each in others)
 
 
 def test_of_thousands_of_reports_little_is_kept():

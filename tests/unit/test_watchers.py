@@ -1,5 +1,6 @@
 """What features do on a node while a generation runs: what is told, and that one that fails harms nobody."""
 
+import asyncio
 import math
 from types import SimpleNamespace
 
@@ -44,7 +45,7 @@ class Counting(InTask, Watch, Watcher):
         self.polls += 1
         return self._data
 
-    def ended(self):
+    async def ended(self):
         self._do("ended")
         return {"polls": self.polls}
 
@@ -62,7 +63,7 @@ def watchers_of(*features):
 def test_what_is_handed_out_is_told_of_its_feature_launch_and_generation():
     watchers, said = watchers_of(Counting("a"), Counting("b"))
     assert watchers.poll() == [Told(3, 4, "a", {"it": 1}), Told(3, 4, "b", {"it": 1})]
-    assert watchers.ended() == [Told(3, 4, "a", {"polls": 1}), Told(3, 4, "b", {"polls": 1})]
+    assert asyncio.run(watchers.ended()) == [Told(3, 4, "a", {"polls": 1}), Told(3, 4, "b", {"polls": 1})]
     assert said == []
 
 
@@ -72,7 +73,7 @@ def test_a_feature_that_raises_is_left_out_and_a_line_says_so_once(fails):
     watchers, said = watchers_of(ill, well)
     for _ in range(3):
         watchers.poll()
-    told = watchers.ended()
+    told = asyncio.run(watchers.ended())
     watchers.close()
     watchers.close()
     assert Told(3, 4, "well", {"polls": 3}) in told
@@ -90,7 +91,7 @@ def test_what_a_signals_handler_raises_in_a_feature_reaches_the_step(fails, erro
         starts_of({"ill": feature}, None, None, None)
         watchers, _ = watchers_of(feature)
         watchers.poll()
-        watchers.ended()
+        asyncio.run(watchers.ended())
         watchers.close()
 
     with pytest.raises(type(error)):

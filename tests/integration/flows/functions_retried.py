@@ -7,9 +7,13 @@ from metaflow import FlowSpec, GangError, current, retry, step, torchrun
 
 
 def attempt_of(attempt):
+    check(attempt)
+    return attempt
+
+
+def check(attempt):
     if attempt == 0 and os.environ["RANK"] == "1":
         raise KeyError("only in the first attempt")
-    return attempt
 
 
 class RetriedFlow(FlowSpec):
@@ -29,7 +33,11 @@ class RetriedFlow(FlowSpec):
             current.torch.run(functions_beside.step)
         except GangError as error:
             self.refusal = str(error)
-        self.result = current.torch.run(attempt_of, [current.retry_count])
+        try:
+            self.result = current.torch.run(attempt_of, [current.retry_count])
+        except KeyError as error:
+            print("its own exception:", *error.__notes__)
+            raise
         self.next(self.join)
 
     @step

@@ -4,6 +4,8 @@ from metaflow import FlowSpec, current, step, torchrun
 
 from metaflow_extensions.torchrun.plugins.torchrun_libs.exceptions import TorchrunException
 
+# Options and values in turns; a flag has an empty word in the place of its value.
+WORDS = ["max_restarts", "0", "nproc_per_node", "2", "module", "", "tee", "3"]
 OPTIONS = {"max_restarts": 0, "nproc_per_node": "2", "rdzv_id": "mine", "tee": "3"}
 ARGS = {"epochs": 3, "flag": None, "name": "a b"}
 
@@ -18,8 +20,8 @@ class LegacyFlow(FlowSpec):
     def train(self):
         try:
             current.torch.run(
-                torchrun_args=OPTIONS,
-                entrypoint="worker.py",
+                torchrun_args=WORDS,
+                entrypoint="worker",
                 entrypoint_args=ARGS,
                 push_results_dir_to_cloud=True,
                 local_output_dir="out",

@@ -30,9 +30,8 @@ class UndecoratedFlow(FlowSpec):
     @(same if MADE == "plain" else parallel)
     @step
     def train(self):
-        if current.parallel.num_nodes > 1:
-            gang = current.torch
-            gang.run("worker.py")
+        gang = current.torch
+        gang.run("worker.py")
         self.next(self.join)
 
     @step

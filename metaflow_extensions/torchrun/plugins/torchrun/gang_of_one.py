@@ -102,7 +102,7 @@ class GangOfOne:
         if self._owner not in (None, os.getpid()):
             raise GangError(
                 f"run was called in process {os.getpid()}, which was forked from process {self._owner} after that had "
-                "launched with warm. Its spares are of no use to a fork: launch there, or make another "
+                "launched with warm. A fork can't use its spares: launch there, or make another "
                 "TorchrunSingleNodeMultiGPU here."
             )
 
@@ -110,8 +110,9 @@ class GangOfOne:
         """Join a new gang; from the first launch with spares on, its supervisor stays with these."""
         if (idle := self._pop_idle()) is not None:
             return join_alone_again(idle, settings, emit, rules_of(settings))
-        member, channel = join_alone(settings, emit, rules_of(settings), {"starts": self._starts})
-        if self._starts is not None:
+        starts = self._starts  # another thread may set it meanwhile
+        member, channel = join_alone(settings, emit, rules_of(settings), {"starts": starts})
+        if starts is not None:
             channel.stays = True
             weakref.finalize(self, channel.end)
         return member, channel
@@ -128,8 +129,8 @@ class GangOfOne:
         if self._starts is None and options.get("warm") is not None:
             asked = {name: options.get(name) for name in ("warm", "nproc_per_node")}
             settings = parse_settings({**DEFAULTS, **asked}, None)
-            self._owner = os.getpid()
             self._starts = starts_of(in_task(), settings, machine, None)
+            self._owner = os.getpid()
 
     def _follow(self, gang: ControlClient, about: dict[str, Any], member: Member) -> LiveCard:
         """Show the launch on the task's cards; of a launch within a gang only where the step asks for it."""

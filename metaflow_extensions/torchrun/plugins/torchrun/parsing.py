@@ -189,7 +189,8 @@ def parse_env(value: Any, setting: str) -> dict[str, str]:
     return {name: str(text) for name, text in value.items()}
 
 
-_MAX_WORD = 128 * 1024 - 1  # bytes; Linux ends it with a NUL (MAX_ARG_STRLEN), else execve fails with E2BIG
+# In bytes. Linux ends it with a NUL (MAX_ARG_STRLEN in <linux/binfmts.h>: 32 pages); else execve fails with E2BIG.
+_MAX_WORD = 32 * os.sysconf("SC_PAGE_SIZE") - 1
 
 
 def check_word(word: str, name: str) -> str:

@@ -63,10 +63,12 @@ def main():
     for name in ("nnodes", "node-rank", "nproc-per-node", "rdzv-endpoint", "rdzv-id", "log-dir"):
         parser.add_argument("--" + name, required=True)
     parser.add_argument("--no-python", action="store_true")
+    parser.add_argument("--module", action="store_true")
     own, words = sys.argv[1 : sys.argv.index("--")], sys.argv[sys.argv.index("--") + 1 :]
     options, _ = parser.parse_known_args(own)
     signal.signal(signal.SIGTERM, lambda number, _: _stopped_by.append(number))
-    command = words if options.no_python else [sys.executable, "-u", *words]
+    python = [sys.executable, "-u", *(["-m"] if options.module else [])]
+    command = words if options.no_python else [*python, *words]
     handlers = [start_worker(options, command, local_rank) for local_rank in range(int(options.nproc_per_node))]
     workers = [handler.proc for handler in handlers]
     codes = [None]

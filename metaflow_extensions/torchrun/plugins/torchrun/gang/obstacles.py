@@ -87,7 +87,7 @@ def too_far_behind(number: int) -> GangError:
     """Return the error for a task that came in the place of another, and calls a launch whose end is forgotten."""
     return GangError(
         f"The end of launch {number} is not known any more: a task that takes the place of another can make up for "
-        f"{MOST_VERDICTS} launches. A node of spare_nodes takes part in all of them."
+        f"{MOST_VERDICTS} launches. Use fewer launches in one step."
     )
 
 

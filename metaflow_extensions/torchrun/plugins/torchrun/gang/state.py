@@ -148,6 +148,8 @@ class Gang:
             self._course.send(Verdict(message.launch, told_to_end(cause, self.nodes[node] is NodeState.AWAITED)), node)
         elif message.launch in self._verdicts:  # it was dismissed before it called `run`
             self._send_late_verdict(self._verdicts[message.launch], node)
+        else:
+            self._course.send(Verdict(message.launch, obstacles.too_far_behind(message.launch)), node)
 
     def _is_early(self, node: int, message: Command | Failed) -> bool:
         return (node, message.launch) in ((of, each.launch) for of, each in self._early)

@@ -16,10 +16,7 @@ _MOMENT_S = 0.2  # more than an answer takes; only a job that hangs costs its ca
 
 
 class Aside:
-    """Does one job at a time. Who calls it goes on without the job while another one hangs.
-
-    It is none of asyncio's pool, which hung jobs would fill, and the process does not wait for its thread at the end.
-    """
+    """Does one job at a time, in a daemon thread. Who calls it goes on without the job while another one hangs."""
 
     def __init__(self, name: str = "torchrun-files") -> None:
         self._name, self._job, self._stuck_at = name, Future[Any](), 0.0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import shutil
 import time
 from collections.abc import Callable, Sequence
@@ -134,9 +135,8 @@ class Generation:
 
     async def finish(self) -> WorkersEnded:
         """Read the last output of workers that have ended, and return how they did."""
-        trained_alone = await self.exits.trained_alone()
+        trained_alone, told = await asyncio.gather(self.exits.trained_alone(), self.watchers.ended())
         self._tell_of_disk()
-        told = self.watchers.ended()
         await self._close()
         plan, ok = self._plan, self._ended_well
         ended = Ended(

@@ -8,7 +8,7 @@ that raises ends no launch: a line in the log's details says so once, and the fe
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -79,7 +79,7 @@ class Watcher:
     def asked(self, data: Plain) -> None:
         """Start to find out what its keeper asks; `poll` returns the answer later."""
 
-    def ended(self) -> Plain | None:
+    async def ended(self) -> Plain | None:
         """Return the last data to send, when all workers have ended."""
         return None
 
@@ -156,16 +156,16 @@ class Watchers:
 
     def poll(self) -> list[Told]:
         """Return the data of all features to send now."""
-        return self._told(lambda watcher: watcher.poll())
-
-    async def before_stop(self, kind: str) -> list[Told]:
-        """Have all features examine the workers before they are stopped."""
         found = []
         for name, watcher in list(self._watchers.items()):
             with self._no_harm(name):
-                if (data := await watcher.before_stop(kind)) is not None:
+                if (data := watcher.poll()) is not None:
                     found.append(self._as_told(name, data))
         return found
+
+    async def before_stop(self, kind: str) -> list[Told]:
+        """Have all features examine the workers before they are stopped."""
+        return await self._told(lambda watcher: watcher.before_stop(kind))
 
     def asked(self, feature: str, data: Plain) -> None:
         """Hand what a keeper asks to the watcher of its feature; what was left out hears nothing."""
@@ -174,9 +174,9 @@ class Watchers:
             with _no_harm(feature, self._say):
                 watcher.asked(data)
 
-    def ended(self) -> list[Told]:
+    async def ended(self) -> list[Told]:
         """Return the last data to send, when all workers have ended."""
-        return self._told(lambda watcher: watcher.ended())
+        return await self._told(lambda watcher: watcher.ended())
 
     def close(self) -> None:
         """Release everything; safe to call more than once."""
@@ -184,11 +184,11 @@ class Watchers:
             self._close(name, watcher)
         self._watchers = {}
 
-    def _told(self, ask: Callable[[Watcher], Plain | None]) -> list[Told]:
+    async def _told(self, ask: Callable[[Watcher], Awaitable[Plain | None]]) -> list[Told]:
         found = []
         for name, watcher in list(self._watchers.items()):
             with self._no_harm(name):
-                if (data := ask(watcher)) is not None:
+                if (data := await ask(watcher)) is not None:
                     found.append(self._as_told(name, data))
         return found
 

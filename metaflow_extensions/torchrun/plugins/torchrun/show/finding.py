@@ -99,19 +99,19 @@ def await_gang(obj: Any, named: str) -> str:
     Raises what `find` raises of a gang that can't come any more. Ctrl-C ends the program.
     """
     is_told = False
-    while True:
-        named = named or latest_run(obj.flow.name) or ""
-        try:
-            find(obj, named)
-            return named
-        except NotYet as error:
-            if not is_told:
-                click.echo(f"[torchrun] {error} Waiting for it; Ctrl-C ends this.", err=True)
-            is_told = True
-        try:
+    try:
+        while True:
+            named = named or latest_run(obj.flow.name) or ""
+            try:
+                find(obj, named)
+                return named
+            except NotYet as error:
+                if not is_told:
+                    click.echo(f"[torchrun] {error} Waiting for it; Ctrl-C ends this.", err=True)
+                is_told = True
             time.sleep(_PAUSE_S)
-        except KeyboardInterrupt:
-            sys.exit(0)
+    except KeyboardInterrupt:
+        sys.exit(0)
 
 
 def _not_begun(obj: Any, stored: StoredGangs, run: str, steps: list[str], text: str) -> Any:
@@ -123,8 +123,12 @@ def _not_begun(obj: Any, stored: StoredGangs, run: str, steps: list[str], text: 
         retries = max((int(deco.attributes["times"]) for deco in node.decorators if deco.name == "retry"), default=0)
         for each in stored.gangs(run, node.name) if node.name in steps else ():
             is_well = stored.has_ended_well(each, each.last_attempt)
-            if (is_well and node.type == "end") or (is_well is False and each.last_attempt >= retries):
+            if is_well and node.type == "end":
                 return CommandException(f"{text} The run has ended.")
+            if is_well is False and each.last_attempt >= retries:
+                return CommandException(
+                    f"{text} A task of step {node.name} has failed. If it is tried again, repeat this."
+                )
     return NotYet(text)
 
 

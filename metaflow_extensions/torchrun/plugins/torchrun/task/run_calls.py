@@ -51,7 +51,7 @@ def check_steps_without_torchrun(graph: Any) -> None:
             error = LintWarn(
                 f"Step *{step}* uses current.torch, but has no @torchrun. Add @torchrun to this step, and enter it with "
                 f"self.next(self.{step}, num_parallel=N). On one node, TorchrunSingleNodeMultiGPU().run does without both. "
-                'If the step can do without, have it ask: if "torch" in current.',
+                'If the step also runs without it, write: if "torch" in current: ...',
                 min(lines),
                 path,
             )
@@ -129,11 +129,12 @@ class Source(NamedTuple):
 
     @property
     def lines_with_torch(self) -> list[int]:
-        """Where it uses ``current.torch``; nowhere if it asks for "torch", and not where it catches the error without it."""
+        """Where it surely uses ``current.torch``: it does not ask for "torch", nor catch the error, and not below ``if``."""
         if any(isinstance(node, ast.Constant) and node.value == "torch" for node in self.nodes):
             return []
-        caught = {id(inner) for node in self.nodes if _catches_all(node) for inner in ast.walk(node)}
-        uses = (node for node in self.nodes if isinstance(node, ast.Attribute) and id(node) not in caught)
+        unsure = (node for node in self.nodes if isinstance(node, ast.If | ast.IfExp) or _catches_all(node))
+        passed_over = {id(inner) for node in unsure for inner in ast.walk(node)}
+        uses = (node for node in self.nodes if isinstance(node, ast.Attribute) and id(node) not in passed_over)
         return [node.lineno for node in uses if self._meaning(node) in _TORCH]
 
     def _meaning(self, node: ast.AST) -> str | None:

@@ -11,6 +11,7 @@ from functools import partial
 
 from ...gang.keepers import Plain
 from ...gang.wire import to_plain
+from ...machine.aside import STUCK_S
 from ...machine.looks import is_due
 from ...node.request import Request
 from ...node.watchers import Here, Variables, Watch, Watcher
@@ -57,8 +58,8 @@ class ProgressWatcher(Watcher):
             for local_rank, rank in enumerate(here.request.spec.ranks)
         }
         self._reading: Future[tuple[float, dict[int, list[Line]]]] | None = None
-        self._refusal: str | None = None  # what is to be said of a line, once
-        self._has_said = self._has_warned = False
+        self._refusal: str | None = None  # what is to be said of a line; empty when it was said
+        self._has_warned = False
         self._paces = {rank: RankPace() for rank in here.request.spec.ranks}
         # Of rank 0, if it is on this node: its last step, its total, and the new values.
         self._step: int | None = None
@@ -77,21 +78,26 @@ class ProgressWatcher(Watcher):
         pause_s = 0.0 if self._told is None else TELLS_EVERY_S
         return self._message(now) if is_due(self._told_at + pause_s - now) else None
 
-    def ended(self) -> Plain | None:
-        """Return a report on the last lines of the workers."""
-        now = self._clock()
-        self._read(now)
-        return self._message(now)
+    async def ended(self) -> Plain | None:
+        """Return a report on the last lines of the workers, if their disk answers."""
+        with suppress(TimeoutError):
+            last = await self._here.files.within(STUCK_S, self._new_lines)
+            if self._reading is not None:  # it came before
+                self._take(*self._reading.result())
+            self._take(*last)
+        return self._message(self._clock())
 
     def _read(self, now: float) -> None:
-        """Take what was read; if the disk still holds that up, a later poll does."""
+        """Read beside, and take what has come; if the disk holds that up, a later poll does."""
         self._reading = self._reading or self._here.files.begin(self._new_lines)
-        if self._reading is None or not self._reading.done():
-            return
-        (at, found), self._reading, self._read_at = self._reading.result(), None, now
-        if self._refusal and not self._has_said:
-            self._has_said = True
+        if self._reading is not None and self._reading.done():
+            found, self._reading, self._read_at = self._reading.result(), None, now
+            self._take(*found)
+
+    def _take(self, at: float, found: dict[int, list[Line]]) -> None:
+        if self._refusal:
             self._here.say(self._refusal)
+            self._refusal = ""
         for rank, lines in found.items():
             for line in lines:
                 self._paces[rank].see(line, at)
@@ -105,7 +111,7 @@ class ProgressWatcher(Watcher):
     def _refused(self, rank: int, text: bytes) -> None:
         shown = text[:_SHOWN_CHARS].decode("utf-8", "backslashreplace")
         what = "wrote a line to its metrics that holds no number by name; it is ignored"
-        self._refusal = self._refusal or f"rank {rank} {what}: {shown!r}"
+        self._refusal = f"rank {rank} {what}: {shown!r}" if self._refusal is None else self._refusal
 
     def _warn(self, line: Line) -> None:
         """Say once what makes the curve of rank 0 lose points."""

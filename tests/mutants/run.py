@@ -1,0 +1,176 @@
+"""Breaks one behaviour after the other in a copy of this project, and tells whether the tests see it: ``make mutants``.
+
+Each ``NN-name.patch`` beside this file is a mutant. Its head says in sentences which promise it breaks, what is broken,
+what the user feels, and, in lines that begin with ``tests:``, which tests should fail. The diff follows. When the code
+that it changes is written anew, make the patch again from the head.
+
+The working tree is never changed: each mutant has a copy of its own with a virtual environment of its own, whose packages
+are links to those of this Python's environment, but for ours, which is the copy's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).resolve().parents[2]
+LIMIT_S = 900.0
+PASSED, FAILED = 0, 1  # pytest's exit codes; all others say that it could not run the tests
+
+
+class Mutant(NamedTuple):
+    """One patch."""
+
+    name: str
+    patch: Path
+    tests: list[str]
+
+    @classmethod
+    def of(cls, patch: Path) -> Mutant:
+        """Read a patch's head."""
+        return cls(patch.stem, patch, re.findall(r"^tests: (.+)$", patch.read_text(encoding="utf-8"), re.MULTILINE))
+
+
+def make_copy(copy: Path) -> None:
+    """Copy all that git has, or would take, as it is in the working tree."""
+    listed = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    names = subprocess.run(listed, cwd=ROOT, check=True, capture_output=True, text=True).stdout.split("\0")
+    for name in filter(None, names):
+        if (ROOT / name).is_file():
+            (copy / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(ROOT / name, copy / name, follow_symlinks=False)
+
+
+def make_environment(copy: Path) -> Path:
+    """Make a virtual environment whose own package is the copy's; return its Python."""
+    base, env = Path(sys.prefix), copy / ".venv"
+    python = env / "bin" / Path(sys.executable).name
+    for folder, names in ((base, ["pyvenv.cfg"]), (base / "bin", None), (_packages(base), None)):
+        here = env / folder.relative_to(base)
+        here.mkdir(parents=True, exist_ok=True)
+        for each in folder.iterdir() if names is None else map(folder.joinpath, names):
+            if "metaflow_torchrun" in each.name and each.is_dir():
+                shutil.copytree(each, here / each.name)
+            elif "metaflow_torchrun" in each.name or _is_script(each):
+                shutil.copy2(each, here / each.name)
+                text = each.read_text(encoding="utf-8").replace(f"{ROOT}{os.sep}", f"{copy}{os.sep}")
+                (here / each.name).write_text(text, encoding="utf-8")
+            elif each.name != "__pycache__":
+                target = os.readlink(each) if each.is_symlink() else os.fspath(each)
+                os.symlink(target, here / each.name)
+    where = "import metaflow_extensions.torchrun.plugins.torchrun.errors as ours; print(ours.__file__)"
+    found = subprocess.run([python, "-c", where], cwd="/", check=True, capture_output=True, text=True).stdout
+    if not found.startswith(f"{copy}{os.sep}"):
+        sys.exit(f"The copy's Python imports {found.strip()}, and not the copy in {copy}.")
+    return python
+
+
+def _is_script(program: Path) -> bool:
+    """Return whether a program's first line names its Python."""
+    if program.parent.name != "bin" or program.is_symlink():
+        return False
+    with program.open("rb") as file:
+        return file.read(2) == b"#!"
+
+
+def _packages(base: Path) -> Path:
+    return base / "lib" / f"python{sys.version_info[0]}.{sys.version_info[1]}" / "site-packages"
+
+
+@contextmanager
+def project() -> Iterator[tuple[Path, Path]]:
+    """Yield a copy and its Python; at the end nothing is left of it, processes neither."""
+    copy = Path(tempfile.mkdtemp(prefix="mutant-")).resolve()
+    try:
+        make_copy(copy)
+        yield copy, make_environment(copy)
+    finally:
+        _end_all(os.fsencode(copy))
+        shutil.rmtree(copy, ignore_errors=True)
+
+
+def _end_all(folder: bytes) -> None:
+    """End what tests have left running: a mutant may be that nothing ends it."""
+    for pid in filter(str.isdigit, os.listdir("/proc")):
+        with suppress(OSError):
+            if any(folder in Path(f"/proc/{pid}/{name}").read_bytes() for name in ("environ", "cmdline")):
+                os.kill(int(pid), signal.SIGKILL)
+
+
+def run_tests(copy: Path, python: Path, tests: list[str], *options: str) -> tuple[int, str]:
+    """Run tests in a copy; return pytest's exit code and its output. Tests that take too long have failed."""
+    (copy / "tmp").mkdir(exist_ok=True)
+    env = {**os.environ, "VIRTUAL_ENV": str(copy / ".venv"), "TMPDIR": str(copy / "tmp")}
+    command = [python, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--tb=short", *options, *tests]
+    with tempfile.TemporaryFile("w+", errors="replace") as output:
+        tested = subprocess.Popen(command, cwd=copy, env=env, stdout=output, stderr=output, start_new_session=True)
+        try:
+            code = tested.wait(LIMIT_S)
+        except subprocess.TimeoutExpired:
+            os.killpg(tested.pid, signal.SIGKILL)
+            tested.wait()
+            code = FAILED
+        output.seek(0)
+        return code, output.read()
+
+
+def judge(mutant: Mutant, verbose: bool) -> str:
+    """Return what became of a mutant: "caught by" a test, "survived", or why nobody knows."""
+    with project() as (copy, python):
+        applied = subprocess.run(["git", "apply", "-C1", mutant.patch], cwd=copy, capture_output=True, text=True)
+        if applied.returncode != 0:
+            return f"patch does not apply: {applied.stderr.strip()}"
+        code, output = run_tests(copy, python, mutant.tests, "-x")
+        if verbose or code not in (PASSED, FAILED):
+            print(output)
+    if code == FAILED:
+        caught_by = re.findall(r"^(?:FAILED|ERROR) (\S+)", output, re.MULTILINE)
+        return f"caught by {', '.join(caught_by) or 'its time'}"
+    return "survived" if code == PASSED else f"the tests could not run (exit code {code})"
+
+
+def main() -> int:
+    """Judge all mutants, or those that are named; return 1 if too few are caught, or one could not be judged."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("mutants", nargs="*", help="names, or their beginnings; default: all")
+    parser.add_argument("--share", type=float, default=0.9, help="how many of them must be caught; default: 0.9")
+    parser.add_argument("--unchecked", action="store_true", help="do not first run the tests without a mutant")
+    parser.add_argument("--verbose", action="store_true", help="show pytest's output")
+    given = parser.parse_args()
+    every = [Mutant.of(patch) for patch in sorted(Path(__file__).parent.glob("*.patch"))]
+    chosen = [each for each in every if not given.mutants or each.name.startswith(tuple(given.mutants))]
+    if not chosen:
+        parser.error(f"no mutant has such a name; there are {', '.join(each.name for each in every)}")
+    if not given.unchecked:
+        tests = sorted({test for each in chosen for test in each.tests})
+        print(f"{len(tests)} tests without a mutant", flush=True)
+        with project() as (copy, python):
+            for folder in sorted({test.split("/")[1] for test in tests}):  # two folders may have a file of one name
+                code, output = run_tests(copy, python, [each for each in tests if each.split("/")[1] == folder])
+                if code != PASSED:
+                    print(output)
+                    return 1
+    results: list[str] = []
+    for mutant in chosen:
+        began = time.monotonic()
+        results.append(judge(mutant, given.verbose) if mutant.tests else "survived")
+        print(f"{mutant.name}: {results[-1]}, {time.monotonic() - began:.0f} s", flush=True)
+    caught = sum(each.startswith("caught") for each in results)
+    print(f"{caught} of {len(chosen)} mutants are caught")
+    is_known = caught + results.count("survived") == len(chosen)
+    return 0 if is_known and caught >= given.share * len(chosen) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
