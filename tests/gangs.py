@@ -246,7 +246,7 @@ class Gang:
         def is_there() -> bool:
             lines = {pid: command_line(pid, None).split() for pid in self.living()}
             program = "torchrun.supervisor.between"
-            of_node = [pid for pid, words in lines.items() if program in words and str(self.task(node)) in words[-4:-2]]
+            of_node = [pid for pid, words in lines.items() if program in words and str(self.task(node)) in words[-4:]]
             # A helper, the task's child, has the same command line until it has started that.
             with suppress(psutil.NoSuchProcess):
                 parents = {pid: psutil.Process(pid).ppid() for pid in of_node}

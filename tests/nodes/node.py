@@ -20,16 +20,19 @@ from metaflow import check_links
 from metaflow.datastore import FlowDataStore
 from metaflow.plugins.datastores.local_storage import LocalStorage
 
-from metaflow_extensions.torchrun.plugins.torchrun.channel import join as joining
 from metaflow_extensions.torchrun.plugins.torchrun.channel.registry import Registry
 from metaflow_extensions.torchrun.plugins.torchrun.executor import Context, TorchrunExecutor
 from metaflow_extensions.torchrun.plugins.torchrun.feature_list import in_task
+from metaflow_extensions.torchrun.plugins.torchrun.gang.nodes import NodeState
 from metaflow_extensions.torchrun.plugins.torchrun.gang.wire import to_plain
 from metaflow_extensions.torchrun.plugins.torchrun.launch.services import starts_of
 from metaflow_extensions.torchrun.plugins.torchrun.logs.console import to_log
 from metaflow_extensions.torchrun.plugins.torchrun.machine import detached
 from metaflow_extensions.torchrun.plugins.torchrun.machine.accelerators import this_machine
 from metaflow_extensions.torchrun.plugins.torchrun.settings import parse_settings
+from metaflow_extensions.torchrun.plugins.torchrun.task import join as joining
+from metaflow_extensions.torchrun.plugins.torchrun.task.cards import Cards
+from metaflow_extensions.torchrun.plugins.torchrun.task.gang_store import GangStore
 
 # As the decorator has it, for tasks that are on machines of their own.
 HOLD_S = 10.0
@@ -130,7 +133,7 @@ class NotedRegistry(Registry):
 
 
 def join(task, registry, settings, starts):
-    """Return this node as a member, the control node's channel or None, and the control node's address."""
+    """Return this node as a member, the control node's store or None, and the control node's address."""
     show = functools.partial(to_log, num_nodes=task.num_nodes)
     if task.node > 0:
         member, main_addr = joining.join_as_member(
@@ -141,12 +144,12 @@ def join(task, registry, settings, starts):
     if main_ip == "own name":  # what Metaflow 2.19 takes for the control node's address on AWS Batch
         main_ip = socket.gethostbyname_ex(socket.gethostname())[-1][0]
     rules = joining.rules_of(settings)
-    member, channel = joining.join_as_control(
+    member = joining.join_as_control(
         registry, task.num_nodes, main_ip, settings, show, here_only, rules, {"starts": starts}
     )
     if task.main_ip is not None or settings.logs in ("all", "rank0"):  # as of tasks that are on machines of their own
-        channel.relay_lines()
-    return member, channel, joining.control_addresses(main_ip, here_only)[0]
+        member.link.send("relay")
+    return member, GangStore(member, {}, Cards(None), registry), joining.control_addresses(main_ip, here_only)[0]
 
 
 def await_leave(number, out):
@@ -217,14 +220,14 @@ def main(task):
     notes = Notes(os.path.join(task.out, f"node-{task.node}.json"))
     settings = parse_settings(task.settings, "train")
     storage, folder = faulty_storage(task.datastore), os.path.join(task.out, "datastore")
-    member = channel = None
+    member = store = None
     machine = this_machine()
     starts = starts_of(in_task(), settings, machine, None)
     begun = time.monotonic()
     try:
         flow_datastore = FlowDataStore("ChaosFlow", storage_impl=storage, ds_root=folder)
         registry = NotedRegistry(flow_datastore, "1", "train", task.gang, 0)
-        member, channel, main_addr = join(task, registry, settings, starts)
+        member, store, main_addr = join(task, registry, settings, starts)
         notes.save(join_s=time.monotonic() - begun, main_addr=main_addr)
         executor = TorchrunExecutor(
             Context(member, main_addr, machine, settings, has_spares=starts is not None, features=in_task())
@@ -235,15 +238,19 @@ def main(task):
         if task.fails_late:
             notes.save(failed_at=time.monotonic())
             raise ValueError("the results can't be stored")
-        if channel is not None:
-            member.await_others(lambda: channel.members)
+        if store is not None:
+            member.await_others(lambda: store.in_state(NodeState.JOINED, NodeState.DONE))
     except BaseException as error:
         notes.save(error=notes.of(error), seconds=time.monotonic() - begun)
         traceback.print_exc()
         if member is not None:
-            member.leave(error, hold_s=0.0 if task.main_ip is None or channel is not None else HOLD_S)
+            member.leave(error, hold_s=0.0 if task.main_ip is None or store is not None else HOLD_S)
+        if store is not None:
+            store.close()
         return 1
     member.leave(None)
+    if store is not None:
+        store.close()
     notes.save(ended_well=True)
     return 0
 

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 from .errors import LaunchFailed, TorchrunConfigError, TorchrunPreempted
 from .events import Event
-from .gang.member import Member
 from .gang.policy import LaunchPolicy
 from .launch.commands import beside_flow, flow_folder, foreign_python
 from .launch.facts import node_facts, shm_bytes, shm_warning, too_few_warning
@@ -24,8 +23,9 @@ from .node.request import Request
 from .result import TorchrunResult
 from .run_arguments import FEATURE_OF, LEGACY, RunOptions, checked, spelled_out
 from .settings import StepSettings, checked_value
-from .show.live_card import GangPart
+from .show.gang_part import GangPart
 from .task.launch_call import LaunchCall
+from .task.member import Member
 from .task.results import result_of
 
 if TYPE_CHECKING:

@@ -12,8 +12,6 @@ from typing import Any
 
 from metaflow import current
 
-from .channel.client import ControlClient
-from .channel.join import LOOPBACK, join_alone, join_alone_again, rules_of
 from .compat.datastore import values_of_running_flow
 from .compat.renamed import check
 from .elements.model import Sentence
@@ -23,14 +21,18 @@ from .executor import Context, TorchrunExecutor
 from .feature_list import in_task, on_page
 from .gang.cause import rename_node
 from .gang.keepers import Plain
-from .gang.member import Member
 from .launch.services import starts_of
 from .logs.console import hurry, to_log
 from .machine.accelerators import Machine, this_machine
 from .records.snapshot import Snapshot
 from .result import TorchrunResult
 from .settings import DEFAULTS, StepSettings, parse_settings
-from .show.live_card import GangPart, LiveCard, this_task
+from .show.gang_part import GangPart, this_task
+from .task.cards import Cards
+from .task.gang_store import GangStore
+from .task.join import LOOPBACK, join_alone, rules_of
+from .task.link import Link
+from .task.member import Member
 from .task.report import end_with, print_errors_ourselves, report
 from .task.step_timeout import StepTimeout
 
@@ -39,37 +41,36 @@ class GangOfOne:
     """Runs launches, also of several threads at once, each in a gang of its own; cards show the last one."""
 
     def __init__(self) -> None:
-        self._live_card: LiveCard | None = None  # of the last launch
+        self._cards: Cards | None = None  # of the task
+        self._shown: Callable[[], Snapshot] | None = None  # the last launch
         self._has_parts = False  # whether the step has asked for any
         self._starts: Plain | None = None  # from the first launch that asks for spares on
-        self._owner: int | None = None  # the process whose they are
-        self._idle: deque[ControlClient] = deque()  # with supervisors that stay, and that no launch uses
+        self._idle: deque[Link] = deque()  # to supervisors that stay, and that no launch uses
 
     def card(self, parts: tuple[str, ...]) -> GangPart:
         """Return parts of the gang's card, which show the last launch."""
         self._has_parts = True
-        return GangPart(parts, self._shown, this_task, on_page())
+        return GangPart(parts, self._present, this_task, on_page())
 
-    def _shown(self) -> Snapshot | Sentence:
-        return Sentence("No launch has begun yet.") if self._live_card is None else self._live_card.for_part()
+    def _present(self) -> Snapshot | Sentence:
+        return Sentence("No launch has begun yet.") if self._shown is None else self._shown()
 
     def run(self, **options: Any) -> TorchrunResult[Any]:
         """Run a launch to its end; the arguments are those of `TorchrunExecutor.run`, all by name."""
-        self._refuse_in_fork()
         check()
         settings = parse_settings(DEFAULTS, None)
         about: dict[str, Any] = {}
         machine = this_machine()
         self._begin_warm(machine, options)
-        member, channel = self._join(settings, partial(_log, about))
-        live_card = self._follow(channel, about, member)
+        member = self._join(settings, partial(_log, about))
+        store = self._follow(member, about)
         timeout = StepTimeout(settings.grace_s)
         timeout.tell(member)
         error: BaseException | None = None
         try:
-            has_spares, store = self._starts is not None, values_of_running_flow()
+            has_spares, values = self._starts is not None, values_of_running_flow()
             context = Context(
-                member, LOOPBACK, machine, settings, store=store, has_spares=has_spares, features=in_task()
+                member, LOOPBACK, machine, settings, store=values, has_spares=has_spares, features=in_task()
             )
             executor = TorchrunExecutor(context)
             run: Callable[..., TorchrunResult[Any]] = executor.run  # the caller knows which overload applies
@@ -78,7 +79,7 @@ class GangOfOne:
             error = caught
             if isinstance(caught, TorchrunPreempted | KeyboardInterrupt):
                 hurry()
-                channel.hurry()
+                member.link.hurry()
             if isinstance(caught, TorchrunError) and member.gang_knows(caught):
                 rename_node(caught, current.parallel.node_index if current.get("is_parallel") else None)
             print_errors_ourselves(in_task=True)
@@ -90,37 +91,30 @@ class GangOfOne:
         finally:
             timeout.end()
             member.leave(error)
-            if error is None:
-                live_card.settle()
-            else:
-                live_card.make_last()
-            if channel.stays:  # last: the card has asked it
-                self._idle.append(channel)
+            store.close()
+            if error is not None and self._cards is not None:
+                self._cards.make_last()
+            if member.link.stays and member.link.end is None:
+                self._idle.append(member.link)
 
-    def _refuse_in_fork(self) -> None:
-        """Raise in a fork of the process that has the spares: their supervisor is deaf to it."""
-        if self._owner not in (None, os.getpid()):
-            raise GangError(
-                f"run was called in process {os.getpid()}, which was forked from process {self._owner} after that had "
-                "launched with warm. A fork can't use its spares: launch there, or make another "
-                "TorchrunSingleNodeMultiGPU here."
-            )
-
-    def _join(self, settings: StepSettings, emit: Subscriber) -> tuple[Member, ControlClient]:
+    def _join(self, settings: StepSettings, emit: Subscriber) -> Member:
         """Join a new gang; from the first launch with spares on, its supervisor stays with these."""
-        if (idle := self._pop_idle()) is not None:
-            return join_alone_again(idle, settings, emit, rules_of(settings))
         starts = self._starts  # another thread may set it meanwhile
-        member, channel = join_alone(settings, emit, rules_of(settings), {"starts": starts})
-        if starts is not None:
-            channel.stays = True
-            weakref.finalize(self, channel.end)
-        return member, channel
+        link = self._pop_idle() if starts is not None else None
+        member = join_alone(settings, emit, rules_of(settings), {"starts": starts}, link)
+        if starts is not None and link is None:
+            member.link.stays = True
+            weakref.finalize(self, member.link.end_staying)
+        return member
 
-    def _pop_idle(self) -> ControlClient | None:
+    def _pop_idle(self) -> Link | None:
         with suppress(IndexError):  # other threads take them, too
-            while (idle := self._idle.popleft()).is_gone:
-                pass
+            while (idle := self._idle.popleft()).end is not None:
+                if idle.is_forked:
+                    raise GangError(
+                        f"run was called in process {os.getpid()}, which was forked from one that had launched with warm. A "
+                        "fork can't use its spares: launch there, or make another TorchrunSingleNodeMultiGPU here."
+                    )
             return idle
         return None
 
@@ -130,23 +124,15 @@ class GangOfOne:
             asked = {name: options.get(name) for name in ("warm", "nproc_per_node")}
             settings = parse_settings({**DEFAULTS, **asked}, None)
             self._starts = starts_of(in_task(), settings, machine, None)
-            self._owner = os.getpid()
 
-    def _follow(self, gang: ControlClient, about: dict[str, Any], member: Member) -> LiveCard:
+    def _follow(self, member: Member, about: dict[str, Any]) -> GangStore:
         """Show the launch on the task's cards; of a launch within a gang only where the step asks for it."""
-        is_alone = current.get("torch") is None
-        live_card = LiveCard(
-            lambda: gang.snapshot(about),
-            lambda: gang.counts()[0],
-            gang.in_background,
-            lambda: member.runs_own_code,
-            with_ours=is_alone,
-            pages=on_page(),
-        )
-        if is_alone and self._has_parts:
-            live_card.follow_parts()
-        self._live_card = live_card
-        return live_card
+        if self._cards is None:
+            self._cards = Cards(None, on_page(), with_ours=current.get("torch") is None)
+        self._cards.has_parts = self._has_parts and current.get("torch") is None
+        store = GangStore(member, about, self._cards, registry=None)
+        self._shown = store.present
+        return store
 
 
 def _log(about: dict[str, Any], event: Event) -> None:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack  # in typing since Python 3.11
 
     from .run_arguments import RunOptions
-    from .show.live_card import GangPart
+    from .show.gang_part import GangPart
 
 T = TypeVar("T")
 # Metaflow's generator of stubs looks at what modules have imported, and at what they name here (2.19). This one is the

@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 LENGTH = struct.Struct(">I")
+_HEAD = struct.Struct(">I?")  # of a packet: the number of its frame, and whether it is the last one
 PACKET_BYTES = 64 * 1024
 """A packet has no more of a frame; the smallest buffer of a socket on Linux that anybody uses holds it."""
-_FIRST, _LAST = 1, 2  # flags in the first byte of a packet
+MOST_BYTES = PACKET_BYTES + _HEAD.size
+"""A packet has no more bytes."""
 
 
 def dump(value: Any) -> bytes:
@@ -75,22 +77,24 @@ class Frames:
         return load(piece) if begin else piece
 
 
-def packets(value: Any) -> list[bytes]:
-    """Return the packets of plain data."""
+def packets(number: int, value: Any) -> list[bytes]:
+    """Return the packets of plain data, each with the `number` of its frame."""
     data = dump(value)
-    begins = range(0, len(data), PACKET_BYTES)
-    return [bytes([_FIRST * (at == 0) + _LAST * (at == begins[-1])]) + data[at : at + PACKET_BYTES] for at in begins]
+    return [
+        _HEAD.pack(number, at + PACKET_BYTES >= len(data)) + data[at : at + PACKET_BYTES]
+        for at in range(0, len(data), PACKET_BYTES)
+    ]
 
 
-def first_frame(come: Sequence[bytes]) -> tuple[Any, int] | None:
-    """Return the first whole frame of packets that have come, and how many of them it takes with what is before it.
+class Packets:
+    """Packets that have come, as frames. Those of two frames may be mixed: a signal handler sends one in between."""
 
-    A frame whose end never came, as its sender was interrupted, is left out.
-    """
-    begin: int | None = None
-    for number, packet in enumerate(come):
-        if packet[0] & _FIRST:
-            begin = number
-        if packet[0] & _LAST and begin is not None:
-            return load(b"".join(come[at][1:] for at in range(begin, number + 1))), number + 1
-    return None
+    def __init__(self) -> None:
+        self._parts: dict[int, list[bytes]] = {}
+
+    def add(self, packet: bytes) -> Any:
+        """Return the value of the frame that a packet completes; None if it completes none."""
+        number, is_last = _HEAD.unpack_from(packet)
+        parts = self._parts.setdefault(number, [])
+        parts.append(packet[_HEAD.size :])
+        return load(b"".join(self._parts.pop(number))) if is_last else None

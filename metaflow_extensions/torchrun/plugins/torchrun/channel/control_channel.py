@@ -87,12 +87,12 @@ class ControlChannel:
         """Hand a feature what a command asks of the gang."""
         self._step(self.gang.request, feature, data)
 
-    def report_gone(self, node: int, reason: str, is_last: bool = False) -> None:
+    def report_gone(self, node: int, reason: str) -> None:
         """Tell the gang that a node's task has ended; safe to call for one that left before."""
-        self._loop.call_later(REPORT_GONE_S, self._report_gone, node, reason, is_last)
+        self._loop.call_later(REPORT_GONE_S, self._report_gone, node, reason)
 
-    def _report_gone(self, node: int, reason: str, is_last: bool) -> None:
-        self._step(self.gang.lost, node, reason, is_last, node in self._members)
+    def _report_gone(self, node: int, reason: str) -> None:
+        self._step(self.gang.lost, node, reason, True, node in self._members)
 
     async def stop_listening(self) -> None:
         """Accept no more connections; those that stand stay."""

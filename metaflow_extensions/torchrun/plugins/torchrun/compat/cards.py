@@ -20,13 +20,13 @@ from typing import Any
 
 from metaflow import current
 
-from .renamed import harmless, known
+from .renamed import convenience, known
 
 _COMPONENTS = "metaflow.plugins.cards.card_modules.components"
 MetaflowCard: Any = known("metaflow.plugins.cards.card_modules.card:MetaflowCard", object)
 RELOAD_POLICY = getattr(MetaflowCard, "RELOAD_POLICY_ONCHANGE", "onchange")
-Start = Callable[[Sequence[str], str, Mapping[str, str]], bool]
-End = Callable[[Sequence[str], str], bool]
+Make = Callable[[Mapping[str, str], bool], object]
+"""Makes a card of our type; gets the command's options, and whether it is the last time."""
 
 
 # --- the cards of a task; each is a `CardComponentManager` ------------------------------------------
@@ -50,90 +50,77 @@ def _has(card: Any, kind: type) -> bool:
     return any(isinstance(component, kind) for component in list(card.components.values()))
 
 
-def give(card: Any, data: dict[str, Any]) -> None:
-    """Set the data of a card, as its `refresh` does, but don't make the card now."""
-    # What `CardComponentManager.refresh` sets (component_serializer.py, 2.19.39).
-    card._latest_user_data = data
+def renew_users(card: Any) -> None:
+    """Renew a card of the user's own; its data, and the time before which Metaflow drops a refresh of the user's, stay."""
+    before = card._last_refresh
+    card.refresh(card._latest_user_data)
+    card._last_refresh = before
 
 
-def renew_users(card: Any) -> bool:
-    """Renew a card of the user's own, as its `refresh` does, and return whether its page has changed.
+def make(card: Any, mode: str, is_final: bool) -> None:
+    """Make a card; a final one of Metaflow's is waited for."""
+    card._card_creator.create(**card._card_creator_args, mode=mode, final=is_final)
 
-    If it has, the caller must refresh the data next: only then does a browser load the new page. Metaflow would wait
-    for that here. The data of the user's last refresh, and the time before which Metaflow drops another one, stay.
+
+def make_here(cards: Sequence[Any], make_ours: Make) -> None:
+    """Have cards of our type made by `make_ours`, in this process; Metaflow makes the others.
+
+    One `CardCreator` serves all cards of a task.
     """
-    changed_at = card.components.layout_last_changed_on
-    if card._last_layout_change == changed_at:
-        card._card_proc("refresh")
-        return False
-    card._render_seq += 1
-    card._last_render = time.time()
-    card._card_proc("render_runtime")
-    card._last_layout_change = changed_at
-    return True
-
-
-def make_last(card: Any, mode: str) -> None:
-    """Make a card once more and wait for it, since Metaflow makes none at the end of a task that fails."""
-    card._card_creator.create(**card._card_creator_args, mode=mode, final=True)
-
-
-# --- the processes that make cards -------------------------------------------------------------------
-
-
-def is_busy(card: Any) -> bool:
-    """Return whether the card's last process still runs. Then Metaflow would silently drop another refresh."""
-    process = process_of(card._card_creator_args["card_uuid"])
-    return process is not None and process.poll() is None
-
-
-def process_of(card_uuid: str) -> Any:
-    """Return the process that makes the card or made it last; Metaflow treats it as a `Popen`."""
-    from metaflow.plugins.cards.card_creator import CardProcessManager
-
-    process, _ = CardProcessManager._get_card_process(card_uuid)
-    return process
-
-
-def name_process(card_uuid: str, process: Any) -> None:
-    """Register a process with Metaflow as the one that makes a card."""
-    from metaflow.plugins.cards.card_creator import CardProcessManager
-
-    CardProcessManager._register_card_process(card_uuid, process)
-
-
-def start_by(card: Any, start: Start, end: End = lambda command, card_uuid: False) -> None:
-    """Make a task's cards in the background by `start`, which gets command, uuid and environment; the last ones by `end`.
-
-    Metaflow itself makes a card (`CardCreator._run_command`) if the function returns False or fails.
-    """
-    creator = card._card_creator
-    if not isinstance(creator._run_command, partial):
-        creator._run_command = partial(_run_command, creator._run_command, start, end)
+    for creator in {id(card._card_creator): card._card_creator for card in cards}.values():
+        creator._run_command = partial(_run_command, creator._run_command, make_ours)
 
 
 def _run_command(
-    run: Callable[..., tuple[bytes, bool]],
-    start: Start,
-    end: End,
-    command: Sequence[str],
-    card_uuid: str,
-    env: Mapping[str, str],
-    wait: bool = True,
-    timeout: Any = None,
+    run: Callable[..., tuple[bytes, bool]], make_ours: Make, command: Sequence[str], *args: Any, **options: Any
 ) -> tuple[bytes, bool]:
-    is_started = False
-    with harmless():  # no more processes can be started. A user's refresh also comes here
-        is_started = end(command, card_uuid) if wait else start(command, card_uuid, env)
-    return (b"", False) if is_started else run(command, card_uuid, env, wait=wait, timeout=timeout)
+    given = dict(pairwise(command))
+    if given.get("--type") != "torchrun":
+        return run(command, *args, **options)
+    with convenience("the gang's card"):
+        make_ours(given, options.get("wait", True))
+    for name in ("--data-file", "--component-file"):
+        if name in given:
+            with suppress(OSError):
+                os.remove(given[name])
+    return b"", False
 
 
-def make_none() -> None:
-    """Have this task make no card of our type; Metaflow makes its other cards."""
-    for creator in [card._card_creator for card in of_type("torchrun")]:
-        creator.create = partial(
-            lambda make, **card: card["decorator_attributes"]["type"] == "torchrun" or make(**card), creator.create
-        )
+class CardFile:
+    """One card of our type in Metaflow's store of cards, as the command that makes it names it.
+
+    This does what the command does (``card_cli.py:create``, 2.19.39), which would start a process for the page and another
+    one for its data, each of which imports everything.
+    """
+
+    def __init__(self, flow_datastore: Any, given: Mapping[str, str]) -> None:
+        from metaflow.plugins.cards.card_datastore import CardDatastore
+
+        self._flow_datastore = flow_datastore  # metaflow.datastore.FlowDataStore
+        storage = copy(flow_datastore._storage_impl)
+        storage.datastore_root = CardDatastore.get_storage_root(storage.TYPE) or storage.datastore_root
+        self._where = given["create"]
+        self.pathspec = f"{flow_datastore.flow_name}/{self._where}"
+        store = SimpleNamespace(_storage_impl=storage, flow_name=flow_datastore.flow_name)
+        self._store = CardDatastore(store, self.pathspec)
+        self._uuid, self._options = given["--card-uuid"], {"card_id": given.get("--id")}
+
+    def save(self, page: str, token: str) -> None:
+        """Store the page; browsers load it anew when `token` is another one."""
+        html = page.replace(MetaflowCard.RELOAD_POLICY_TOKEN, token)
+        self._store.save_card(self._uuid, "torchrun", html, **self._options)
+
+    def save_data(self, sections: Mapping[str, Any], token: str) -> None:
+        """Store what a page that browsers show is renewed with."""
+        fresh = {"reload_token": token, "data": sections, "created_on": time.time()}
+        self._store.save_data(self._uuid, "torchrun", fresh, **self._options)
+
+    def register(self, facts: str) -> None:
+        """Register the card with the task's metadata; `facts` is JSON."""
+        from metaflow.plugins.cards.metadata import _save_metadata
+
+        attempt = current.retry_count
+        _save_metadata(self._flow_datastore.metadata, *self._where.split("/"), attempt, self._uuid, json.loads(facts))
 
 
 def take_control_task(step: str, is_control: Callable[[str], bool]) -> None:
@@ -146,56 +133,6 @@ def take_control_task(step: str, is_control: Callable[[str], bool]) -> None:
         return next((each for each in task.parent if is_control(each.id)), task) if is_step else task
 
     card_cli.resolve_task_from_pathspec = partial(find_control, card_cli.resolve_task_from_pathspec)
-
-
-# What `save_final` can't do: register the first card of a task, and show what else a card may have.
-_NOT_HERE = ("--save-metadata", "--component-file", "--options")
-
-
-def save_final(flow_datastore: Any, command: Sequence[str], make: Callable[[str, Any, bool], Any]) -> bool:
-    """Make the last card of our type in this process; return False if Metaflow's command has to.
-
-    Metaflow starts a process for the page and another one for its data, each of which imports everything: on a busy machine
-    that took most of the time from the end of a step to that of its task. This does what they do (``card_cli.py:create``,
-    2.19.39). `make` gets the task, the card's own data, and whether the page is wanted.
-    """
-    given = dict(pairwise(command))
-    if given.get("--type") != "torchrun" or any(name in given for name in _NOT_HERE):
-        return False
-    with open(given["--data-file"], encoding="utf-8") as file:
-        data = json.load(file)
-    if data["render_seq"] != "final" or not data["user"]:
-        return False
-    from metaflow.plugins.cards.card_datastore import CardDatastore
-
-    storage = copy(flow_datastore._storage_impl)
-    storage.datastore_root = CardDatastore.get_storage_root(storage.TYPE) or storage.datastore_root
-    flow, is_page = flow_datastore.flow_name, given["--mode"] == "render"
-    pathspec = f"{flow}/{given['create']}"
-    made = make(pathspec, data["user"], is_page)
-    store = CardDatastore(SimpleNamespace(_storage_impl=storage, flow_name=flow), pathspec)
-    name = given["--card-uuid"], "torchrun"
-    if is_page:
-        store.save_card(*name, made.replace(MetaflowCard.RELOAD_POLICY_TOKEN, "final"), card_id=given.get("--id"))
-    else:
-        fresh = {"reload_token": "final", "data": made, "created_on": time.time()}
-        store.save_data(*name, fresh, card_id=given.get("--id"))
-    remove_inputs(command)
-    return True
-
-
-def is_first(command: Sequence[str]) -> bool:
-    """Return whether a command that makes a card also registers it, which no later one does."""
-    return "--save-metadata" in command
-
-
-def remove_inputs(command: Sequence[str]) -> None:
-    """Remove the files that Metaflow has written for a command that is not run to its end."""
-    given = dict(pairwise(command))
-    for name in ("--data-file", "--component-file"):
-        if name in given:
-            with suppress(OSError):
-                os.remove(given[name])
 
 
 # --- pages and components ---------------------------------------------------------------------------

@@ -50,7 +50,6 @@ NAMES = {
     "metaflow.plugins.aws.batch.batch_client:RunningJob": "_client _id",
     "metaflow.plugins.cards.card_cli": "resolve_task_from_pathspec",
     "metaflow.plugins.cards.card_creator:CardCreator": "_run_command create(decorator_attributes,mode,final)",
-    "metaflow.plugins.cards.card_creator:CardProcessManager": "_get_card_process _register_card_process",
     "metaflow.plugins.cards.card_datastore": "CardDatastore(flow_datastore,pathspec)",
     "metaflow.plugins.cards.card_datastore:CardDatastore": "get_storage_root save_card(card_id) save_data(card_id)",
     "metaflow.plugins.cards.card_modules.basic": "CSS_PATH JS_PATH RENDER_TEMPLATE_PATH read_file",
@@ -60,9 +59,9 @@ NAMES = {
     "metaflow.plugins.cards.card_modules.components": "UserComponent with_default_component_id",
     "metaflow.plugins.cards.card_modules.renderer_tools": "render_safely",
     "metaflow.plugins.cards.component_serializer:CardComponentCollector": "_card_component_store get",
-    "metaflow.plugins.cards.component_serializer:CardComponentManager": "_card_creator _card_creator_args _card_proc "
-    "_last_layout_change _last_render _latest_user_data _render_seq components refresh",
-    "metaflow.plugins.cards.component_serializer:ComponentStore": "layout_last_changed_on",
+    "metaflow.plugins.cards.component_serializer:CardComponentManager": "_card_creator _card_creator_args "
+    "_last_refresh _latest_user_data components refresh",
+    "metaflow.plugins.cards.metadata": "_save_metadata",
     "metaflow.plugins.kubernetes.kubernetes:Kubernetes": "_job",
     "metaflow.plugins.kubernetes.kubernetes_job:RunningJob": "_client _name _namespace _pod_name",
     "metaflow.plugins.kubernetes.kubernetes_jobsets:JobSetSpec": "_kwargs dump name",

@@ -1,10 +1,12 @@
-"""Stores and loads data in a thread of its own, so that the node still handles its gang's messages."""
+"""Jobs for the datastore, in a thread, so that the node still handles its gang's messages: one at a time in a task."""
 
 from __future__ import annotations
 
 import itertools
+import os
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -16,6 +18,7 @@ PATIENCE_S = 900.0
 _SLOWEST_BYTES_PER_S = 1e6
 REMIND_S = 30.0  # how often a node's log says what takes so long
 _TROUBLE_TEXT = 500
+_LOOK_S = 0.5
 
 
 class ValueStore(Protocol):
@@ -59,9 +62,9 @@ class Transfer:
     # The transfer's own thread writes `step`, `_step_begun_at` and `_error`, and sets `_ended` last. The thread that
     # started it reads them, and writes `_given_up` and `_said_at`. Each field has one writer, so there is no lock.
 
-    def __init__(self, store: ValueStore, doing: str, steps: Iterable[Step]) -> None:
-        self._store = store
-        self.where = store.where
+    def __init__(self, store: ValueStore | None, doing: str, steps: Iterable[Step]) -> None:
+        self._store = store  # None: nothing is said of it
+        self.where = "" if store is None else store.where
         self._doing = doing  # as in "stores"
         self._steps = iter(steps)  # at least one; the others are made as they are needed
         self.step = next(self._steps)  # the current or last step
@@ -69,6 +72,8 @@ class Transfer:
         self._error: BaseException | None = None
         self._ended = threading.Event()
         self._given_up = False
+        self.file = os.eventfd(0, os.EFD_CLOEXEC)  # readable at its end
+        weakref.finalize(self, os.close, self.file)  # its thread may need it longer than who waits
 
     def start(self) -> None:
         """Begin."""
@@ -80,9 +85,19 @@ class Transfer:
         return time.monotonic() - self._begun_at
 
     @property
+    def left_s(self) -> float:
+        """Seconds until it takes too long."""
+        return self._step_begun_at + self.step.patience_s - time.monotonic()
+
+    @property
     def over(self) -> bool:
         """Whether it has succeeded, failed, or takes too long."""
-        return self._ended.is_set() or time.monotonic() - self._step_begun_at > self.step.patience_s
+        return self._ended.is_set() or self.left_s < 0
+
+    @property
+    def hangs(self) -> bool:
+        """Whether its thread still runs."""
+        return not self._ended.is_set()
 
     def line(self) -> str | None:
         """Return a line for the log about the progress; None if the last one is less than `REMIND_S` old."""
@@ -94,7 +109,7 @@ class Transfer:
 
     def what(self) -> str:
         """Return what is being stored or loaded and, if the store fails at the moment, why."""
-        trouble = self._store.trouble()
+        trouble = None if self._store is None else self._store.trouble()
         return self.step.what + (f" (the datastore fails: {trouble[:_TROUBLE_TEXT]})" if trouble else "")
 
     def problem(self) -> str | None:
@@ -104,7 +119,7 @@ class Transfer:
             return f"{passed}: {type(self._error).__name__}: {self._error}"
         if self._ended.is_set():
             return None
-        trouble = self._store.trouble() or "it has not answered, or is too slow"
+        trouble = (self._store and self._store.trouble()) or "it has not answered, or is too slow"
         return f"{passed}: {trouble[:_TROUBLE_TEXT]}"
 
     def give_up(self) -> None:
@@ -115,11 +130,17 @@ class Transfer:
             with suppress(AttributeError, RuntimeError):
                 threading._register_atexit(_do_not_wait_for_pools)  # type: ignore[attr-defined]
 
+    def await_end(self) -> None:
+        """Wait until it has ended, or takes too long."""
+        while not self._ended.wait(_LOOK_S) and not self.over:  # signal handlers run meanwhile
+            pass
+        self.give_up()
+
     def wait(self, say: Callable[[str], None]) -> None:
         """Start it and wait for its end, or raise TransferFailed; `say` now and then what takes so long."""
         self.start()
         try:
-            while not self._ended.wait(0.5) and not self.over:  # signal handlers run meanwhile
+            while not self._ended.wait(_LOOK_S) and not self.over:  # signal handlers run meanwhile
                 if (line := self.line()) is not None:
                     say(line)
         finally:
@@ -138,6 +159,7 @@ class Transfer:
             self._error = error
         finally:
             self._ended.set()
+            os.eventfd_write(self.file, 1)
 
 
 def _do_not_wait_for_pools() -> None:

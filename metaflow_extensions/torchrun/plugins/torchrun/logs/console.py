@@ -15,6 +15,7 @@ while. They cost the order on a screen at worst, and no line.
 
 from __future__ import annotations
 
+import _thread
 import atexit
 import fcntl
 import io
@@ -22,13 +23,13 @@ import os
 import queue
 import select
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from typing import TextIO, TypeAlias
 
 from ..events import Event, label
-from ..machine import native
 from ..machine.open_files import file_of
 from .shared_pipe import SharedPipes, await_reader, await_room, is_pipe, unread_bytes
 
@@ -127,7 +128,7 @@ class _Writer:
         self._busy_since: float | None = None  # when the thread began to wait for the reader of the current text
         self._is_over = False  # whether the interpreter ends; who puts then waits
         self._has_thread = False
-        self._writing = native.allocate_lock()  # held by the thread
+        self._writing = _thread.allocate_lock()  # held by the thread
         self._ahead: _Item | None = None  # taken from the queue too early
         self._pipes = SharedPipes()
         self._own_fd: int | None = None  # a copy of the descriptor that is written to
@@ -153,7 +154,7 @@ class _Writer:
         """Wait until all that was put before is written."""
         if self._texts.empty() and not self._writing.locked():  # in this order: a text is taken by who has the lock
             return True
-        written = native.Flag()
+        written = threading.Event()
         self.put_call(written.set)
         return written.wait(patience_s)
 
@@ -165,7 +166,7 @@ class _Writer:
 
     def end(self) -> None:
         """Wait until all is written, or, in a hurry, until its reader takes nothing; it is the process's end."""
-        written = native.Flag()
+        written = threading.Event()
         self.put_call(written.set)
         while not written.wait(_LOOK_S) and not self.has_given_up:
             pass
@@ -184,7 +185,7 @@ class _Writer:
         try:
             # In one call: a signal handler that raises within `Thread.start` would leave half a thread, or a lock that is
             # held. Who puts before the thread has said that it is there starts another, which waits for this one's end.
-            native.start_new_thread(self._run, ())
+            _thread.start_new_thread(self._run, ())
         except RuntimeError:
             while not self._texts.empty() and self._writing.acquire(blocking=False):
                 try:

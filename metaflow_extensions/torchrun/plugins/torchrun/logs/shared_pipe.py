@@ -16,8 +16,6 @@ import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 
-from ..machine import native
-
 _LOOK_S = 0.001  # the longest pause between two looks at a reader
 _FIRST_LOOK_S = 0.00005  # at a reader, who may be fast; each pause is twice as long as the one before
 _FLOCK = "hhqqi4x"  # struct flock: kind, from where, begin, length, pid
@@ -122,9 +120,9 @@ def _identity(fd: int) -> tuple[int, int]:
 
 def await_room(fd: int) -> None:
     """Wait until a descriptor that must not block takes more, as long as it takes."""
-    poll = native.poll()
-    poll.register(fd, select.POLLOUT)
-    poll.poll()
+    room = select.poll()
+    room.register(fd, select.POLLOUT)
+    room.poll()
 
 
 def await_reader(fd: int, patience_s: float) -> int:
@@ -138,7 +136,7 @@ def await_reader(fd: int, patience_s: float) -> int:
             least, deadline = unread, time.monotonic() + patience_s
         if time.monotonic() >= deadline:
             break
-        native.sleep(pause_s)
+        time.sleep(pause_s)
         pause_s = min(2 * pause_s, _LOOK_S)
     return unread
 

@@ -20,7 +20,12 @@ _LOOK_S = 0.02
 
 
 def main() -> int:
-    """Start a supervisor as a child, wait for its end, and end what is left then within ``grace_s``."""
+    """Fork; there start a supervisor as a child, wait for its end, and end what is left then within ``grace_s``."""
+    try:
+        if os.fork():
+            return 0
+    except OSError as error:
+        return error.errno or 1
     grace_s = float(sys.argv.pop())
     linux.adopt_orphans()
     have_default_signals()

@@ -2,8 +2,7 @@
 
 It goes on whatever the step's own code does: that may keep the task's interpreter for minutes, stop it, or fork. It sees
 the task end, reads how, and tells the gang. It runs without Metaflow and without site-packages, in one asyncio loop;
-one other thread writes to stdout and stderr (`logs/console`). `between` is its parent. `channel/client` is its
-counterpart in the task; `channel/link` carries what they say.
+one other thread writes to stdout and stderr (`logs/console`). `between` is its parent. `task/link` is its counterpart.
 """
 
 from __future__ import annotations
@@ -32,7 +31,6 @@ from ..machine import processes
 from ..machine.cgroup import describe_oom, oom_kills
 from ..machine.looks import WATCH_S, until_look
 from ..machine.open_files import file_of
-from ..machine.wake import wake
 from ..node.watchers import WarmStarts, spares_of
 from .held import Held
 from .launches import Launches
@@ -51,14 +49,14 @@ _URGENT_MESSAGES = frozenset({Abort.__name__.lower(), Replaced.__name__.lower()}
 
 def main() -> int:
     """Serve one task, until it lets go or is gone."""
-    pid, began, stdout, *more = sys.argv[1:]
+    pid, began, stdout = sys.argv[1:]
     _take_streams(int(stdout))
     linux.adopt_orphans()
-    task, links = processes.Other(int(pid), began), [socket.socket(fileno=fd) for fd in (os.dup(0), *map(int, more))]
+    task, link = processes.Other(int(pid), began), socket.socket(fileno=os.dup(0))
     loop = asyncio.SelectorEventLoop()
     asyncio.set_event_loop(loop)
     # The loop is never closed: that would wait for threads in which names are looked up. The process ends anyway.
-    loop.run_until_complete(Supervisor(task, *links).run())
+    loop.run_until_complete(Supervisor(task, link).run())
     return 0
 
 
@@ -76,11 +74,9 @@ def _take_streams(stdout: int) -> None:
 class Supervisor:
     """Serves one task. Everything in this process runs in one loop."""
 
-    def __init__(self, task: processes.Other, own: socket.socket, asking: socket.socket | None = None) -> None:
+    def __init__(self, task: processes.Other, own: socket.socket) -> None:
         self._task = task
-        self._link = TaskLink(own, task.pid, self._handle_or_fail, self._on_link_end)
-        # What is known of the gang is asked over a connection of its own: other threads of the task ask.
-        self._asking = None if asking is None else TaskLink(asking, task.pid, self._answer_asking)
+        self._link = TaskLink(own, task.pid, self._handle_or_fail, self._end_service)
         self._signs: Signs | None = None
         self._end: int | None = None  # the file that tells the task's end, if one does
         self._side: Side | None = None
@@ -101,9 +97,7 @@ class Supervisor:
         loop = asyncio.get_running_loop()
         loop.set_exception_handler(self._on_bug)
         self._link.open()
-        if self._asking is not None:
-            self._asking.open()
-        self._link.send("supervisor", os.getpid(), processes.began(os.getpid()))
+        self._link.send("supervisor", *((pid, processes.began(pid)) for pid in (os.getpid(), os.getppid())))
         with self._task.end() as self._end:
             if self._end is not None:
                 loop.add_reader(self._end, self._end_service)
@@ -121,11 +115,6 @@ class Supervisor:
                 self._link.read_rest()  # its last words may be a *leave*
                 self._why = self._how_it_ended()
         await self._tell_end(self._why)
-
-    def _on_link_end(self) -> None:
-        if not self._is_released and not self._has_ended():
-            wake(self._task.pid)  # the step's own code may have closed it, and may run on
-        self._end_service()
 
     def _end_service(self) -> None:
         self._is_over.set()
@@ -183,8 +172,10 @@ class Supervisor:
         what, *rest = frame
         if what == "begin":
             self._begin(rest[0])
+        elif what == "echo":
+            self._link.send("echo")
         elif what == "call":
-            self._call(self._link, *rest)
+            self._call(*rest)
         elif self._side is None:
             pass  # a thread of the task has said it late: that gang is over
         elif what == "send":
@@ -199,10 +190,6 @@ class Supervisor:
             getattr(self._side.seat, what)(*rest)
         else:
             getattr(self._side, what)(*rest)
-
-    def _answer_asking(self, frame: list[Any]) -> None:
-        assert self._asking is not None
-        self._call(self._asking, *frame[1:])
 
     def _begin(self, about: dict[str, Any]) -> None:
         self._output.num_nodes = about["num_nodes"]
@@ -226,15 +213,15 @@ class Supervisor:
     def _tell_task(self, what: str, *rest: Any) -> None:
         """Tell the task something of its gang; at once if the step's own code must hear of it."""
         is_urgent = what in _URGENT or (what == "deliver" and rest[0]["type"] in _URGENT_MESSAGES)
-        sends = {"look": self._link.send_soon}
-        (self._link.send_now if is_urgent else sends.get(what, self._link.send))(what, *rest)
+        (self._link.send_now if is_urgent else self._link.send)(what, *rest)
 
-    def _call(self, link: TaskLink, number: int, name: str, args: list[Any]) -> None:
+    def _call(self, number: int, name: str, args: list[Any]) -> None:
         """Answer a question, at once or as soon as the answer is known."""
         answers = self if name == "settle" or self._side is None else self._side
-        self._calls.begin(self._answer(link, number, name, args, answers))
+        self._calls.begin(self._answer(number, name, args, answers))
 
-    async def _answer(self, link: TaskLink, number: int, name: str, args: list[Any], answers: object) -> None:
+    async def _answer(self, number: int, name: str, args: list[Any], answers: object) -> None:
+        link = self._link
         try:
             found = getattr(answers, name)(*(args[:1] if name == "close" else args))
             link.send("answer", number, await found if inspect.isawaitable(found) else found)

@@ -8,7 +8,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from ..channel.control_channel import REPORT_GONE_S, ControlChannel
+from ..channel.control_channel import ControlChannel
 from ..channel.member_channel import MemberChannel
 from ..channel.relay import Relay
 from ..events import Event
@@ -21,8 +21,7 @@ from ..gang.seat import Seat
 from ..gang.state import Gang
 from ..gang.wire import to_plain
 from ..logs import console
-from ..machine.detached import beside
-from ..machine.looks import WATCH_S, is_due, until_look
+from ..machine.looks import until_look
 from ..machine.network import pick_port
 from ..machine.pods import why_it_waits
 from ..machine.processes import Other, send_signal
@@ -31,9 +30,12 @@ from .ends import end_of
 from .held import Held
 from .output import Send
 
+# Features answer within their own, shorter, time. It bounds how long the next request has to wait.
+_REQUEST_S, _REQUEST_LOOK_S = 40.0, 0.1
+
 
 class Side(ABC):
-    """One node's part in the gang: the public methods of both kinds, but `end`, answer what `channel/client` asks."""
+    """One node's part in the gang: the public methods of both kinds, but `end`, answer what the task asks."""
 
     def __init__(self, tell_task: Send, node: int, num_nodes: int, show: Callable[[Event], None]) -> None:
         self._tell_task = tell_task
@@ -147,18 +149,11 @@ class ControlSide(Side):
         self._rules = Rules(**rules, why_it_waits=why_it_waits)
         self._followed = Held()
         self._others: dict[int, Other] = {}  # on a local run, the tasks of the other nodes
-        self._vacant: set[int] = set()  # nodes of which no task is left
-        self._joins: dict[int, int] = {}  # of nodes whose new task runs, how many had joined before it
-        self._to_start: set[int] = set()  # of the vacant ones, those in whose place the task is to start another
         self._killed_at: dict[int, float] = {}  # when those are killed without which the gang goes on
         keepers = Keepers.of(keeps(), num_nodes)
         self._gang = Gang(num_nodes, pick_port, self._rules, keepers)
         self._relay = Relay()  # of the members' lines; dropped, unless it is started
         self._channel = ControlChannel(self._gang, self._deliver, token, timeout_s, self._relay.add)
-        # What the task does in the background, by name: when it is due if there is news, and in any case; and what was known
-        # of the gang when it was done last.
-        self._due: dict[str, tuple[float, float, Any]] = {}
-        self._seen: dict[str, Any] = {}
         self._look()
 
     @property
@@ -187,61 +182,36 @@ class ControlSide(Side):
 
     def gone(self, node: int, reason: str) -> None:
         """Tell the gang that another node's task has ended, and that no other one will come."""
-        self._channel.report_gone(node, reason, is_last=True)
+        self._channel.report_gone(node, reason)
 
-    def follow(self, tasks: list[tuple[int, int, str]], are_replacements: bool) -> None:
+    def follow(self, tasks: list[tuple[int, int, str]]) -> None:
         """Tell the gang when the tasks of other nodes end, each a node's index, its pid, and when it began."""
         for node, pid, began in tasks:
             task = self._others[node] = Other(pid, began)
-            self._killed_at.pop(node, None)
-            if are_replacements:
-                self._joins[node] = self._gang.nodes.joins(node)
             self._followed.begin(self._follow(node, task))
 
     async def _follow(self, node: int, task: Other) -> None:
-        how = await end_of(task)
-        self._channel.report_gone(node, f"its task {how}", is_last=self._is_coming(node))
-        await asyncio.sleep(2 * REPORT_GONE_S)  # the gang knows it by then, so it is no news of the next task
-        while beside([task]):  # its supervisor ends the workers, and they have the accelerators
-            await asyncio.sleep(WATCH_S)
-        self._vacant.add(node)
+        self._channel.report_gone(node, f"its task {await end_of(task)}")
 
-    def _is_coming(self, node: int) -> bool:
-        """Return whether a node's new task runs, and has not joined yet."""
-        return self._joins.get(node) == self._gang.nodes.joins(node)
-
-    def nodes_to_start(self) -> list[int]:
-        """Return the nodes in whose place another task is to be started, each once."""
-        found, self._to_start = self._to_start, set()
-        return sorted(found)
-
-    def request(self, feature: str, data: dict[str, Any]) -> None:
-        """Hand a feature what a command asks of the gang."""
+    async def request(self, feature: str, data: dict[str, Any]) -> dict[str, Any] | None:
+        """Hand a feature what a command asks of the gang; return its answer, or None if none comes in time."""
         self._channel.request(feature, data)
+        deadline = asyncio.get_running_loop().time() + _REQUEST_S
+        while asyncio.get_running_loop().time() < deadline:
+            await asyncio.sleep(_REQUEST_LOOK_S)
+            answer = self._gang.keepers.pop_answer(feature)
+            if answer is not None and answer.get("id") == data["id"]:
+                return answer
+        return None
 
     async def listen(self, port: int | None, host: str) -> int:
         """Open the channel; return its port."""
         return await self._channel.listen(port, host)
 
-    def look_in(self, name: str, news_s: float, any_s: float) -> None:
-        """Have the task do a work in `news_s` seconds if there is news of the gang by then, and in `any_s` in any case."""
-        now = asyncio.get_running_loop().time()
-        self._due[name] = now + news_s, now + any_s, self._seen.get(name)
-
     def _look(self) -> None:
-        """See what is due; it repeats itself."""
+        """See whose task is to be ended; it repeats itself."""
         loop = asyncio.get_running_loop()
-        now, known = loop.time(), self.counts()
-        for name, (if_news, in_any_case, before) in list(self._due.items()):
-            if is_due(in_any_case - now) or (is_due(if_news - now) and known != before):
-                del self._due[name]  # until the task has done it, and says when it is due again
-                self._seen[name] = known
-                self._tell_task("look", name)
-        self._end_lost(now)
-        if found := self._gang.to_replace & self._vacant:
-            self._vacant -= found
-            self._to_start |= found
-            self._tell_task("look", "torchrun-nodes")  # as `task_gang` names this work
+        self._end_lost(loop.time())
         self._looking = loop.call_later(until_look(), self._look)
 
     def _end_lost(self, now: float) -> None:
@@ -250,8 +220,6 @@ class ControlSide(Side):
         The step of such a task may go on. Metaflow waits for its end, and so does another task.
         """
         for node in self._gang.without & self._others.keys():
-            if self._is_coming(node) and self._gang.nodes[node] is NodeState.AWAITED:
-                continue
             task = self._others[node]
             if now < self._killed_at.setdefault(node, now + self._rules.grace_s):
                 continue
@@ -260,14 +228,15 @@ class ControlSide(Side):
             else:
                 del self._others[node], self._killed_at[node]
 
-    def pop_answer(self, feature: str) -> dict[str, Any] | None:
-        """Return the newest answer of a feature, once."""
-        return self._gang.keepers.pop_answer(feature)
+    def news(self, known: list[int], with_numbers: bool) -> dict[str, Any]:
+        """Return how much there is, and all that has happened, where that is more than what is known.
 
-    def counts(self) -> dict[str, Any]:
-        """Return what the task wants to know often: how much there is."""
+        Of features' numbers there is always more: they count only `with_numbers`, or when the first ones have come.
+        """
         keepers = self._gang.keepers
-        return {"records": self._gang.history.count, "numbers": keepers.count, "heard": keepers.heard}
+        counts = [self._gang.history.count, keepers.heard, keepers.count]
+        has_more = counts[:2] != known[:2] or (with_numbers and counts != known)
+        return {"counts": counts, "snapshot": self.snapshot() if has_more else None}
 
     def view(self) -> dict[str, Any]:
         """Return how the gang is."""
@@ -286,7 +255,7 @@ class ControlSide(Side):
         self._looking.cancel()
         await self._channel.close(wait_s)
         self._relay.close()
-        return {"counts": self.counts(), "view": self.view(), "snapshot": self.snapshot()}
+        return {"view": self.view(), "snapshot": self.snapshot()}
 
     async def end(self) -> None:
         """Hold the gang until all nodes know its end; the next attempt may want the port."""

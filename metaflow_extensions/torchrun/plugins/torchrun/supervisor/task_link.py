@@ -1,4 +1,4 @@
-"""The supervisor's end of the connection to its task; `channel/link` is the task's.
+"""The supervisor's end of the connection to its task; `task/link` is the task's.
 
 No asyncio transport: that stops reading at the first write that fails, and the last words of a task that was killed, as
 its *leave*, would be lost.
@@ -7,17 +7,22 @@ its *leave*, would be lost.
 from __future__ import annotations
 
 import asyncio
+import fcntl
+import itertools
+import signal
 import socket
+import struct
+import termios
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
-from ..channel.codec import PACKET_BYTES, first_frame, packets
-from ..machine.wake import LONGEST_PAUSE_S, unread_bytes, wake
+from ..channel.codec import MOST_BYTES, Packets, packets
+from ..machine.processes import send_signal
 
 _FLUSH_S = 5.0
-_LOOK_S = 0.01
+_LOOK_S, _LONGEST_PAUSE_S = 0.01, 1.0  # between two signals of a task that does not read
 
 
 class TaskLink:
@@ -35,7 +40,7 @@ class TaskLink:
     ) -> None:
         own.setblocking(False)
         self._socket, self._pid, self._handle, self._on_end = own, pid, handle, on_end
-        self._come: deque[bytes] = deque()
+        self._come, self._numbers = Packets(), itertools.count()
         self._unsent: deque[bytes] = deque()
         self._is_waking = False
 
@@ -46,31 +51,31 @@ class TaskLink:
     def send(self, *data: Any) -> None:
         """Send a frame; dropped if the other end is gone. The task reads it when it next waits for something."""
         is_writing = bool(self._unsent)
-        self._unsent.extend(packets(data))
+        self._unsent.extend(packets(next(self._numbers), data))
         if not is_writing:
             self._write()
 
     def send_now(self, *data: Any) -> None:
-        """Send a frame, and wake the task until it has read it: the step's own code may run."""
+        """Send a frame, and signal the task until it has read it: the step's own code may run."""
+        # SIGURG is ignored by default, so it harms no process whose handlers the step's code has reset.
         self.send(*data)
         if not self._is_waking:
             self._is_waking = True
             self._wake(_LOOK_S)
 
-    def send_soon(self, *data: Any) -> None:
-        """Send a frame, and wake the task once: a call into C of the step's own code may take it for an error (EINTR)."""
-        self.send(*data)
-        if not self._is_waking:
-            wake(self._pid)
-
     def _wake(self, pause_s: float) -> None:
         self._is_waking = self._has_unread()
         if self._is_waking:
-            wake(self._pid)
-            asyncio.get_running_loop().call_later(pause_s, self._wake, min(2 * pause_s, LONGEST_PAUSE_S))
+            send_signal(self._pid, signal.SIGURG)
+            asyncio.get_running_loop().call_later(pause_s, self._wake, min(2 * pause_s, _LONGEST_PAUSE_S))
 
     def _has_unread(self) -> bool:
-        return bool(self._unsent) or unread_bytes(self._socket.fileno()) > 0
+        """Return whether the task has not read all, as the kernel counts it (``unix_ioctl``)."""
+        try:
+            (count,) = struct.unpack("i", fcntl.ioctl(self._socket.fileno(), termios.TIOCOUTQ, b"\0\0\0\0"))
+        except OSError:  # its end is gone
+            count = 0
+        return bool(self._unsent) or count > 0
 
     def _write(self) -> None:
         loop = asyncio.get_running_loop()
@@ -101,18 +106,13 @@ class TaskLink:
     def _read(self) -> bytes | None:
         """Handle what has come, and return it: nothing at the end, and None where nothing has come."""
         try:
-            packet = self._socket.recv(PACKET_BYTES + 1)
+            packet = self._socket.recv(MOST_BYTES)
         except BlockingIOError:
             return None
         except OSError:
             return b""
-        if packet:
-            self._come.append(packet)
-        while (found := first_frame(self._come)) is not None:
-            value, count = found
-            for _ in range(count):
-                self._come.popleft()
-            self._handle(value)
+        if packet and (frame := self._come.add(packet)) is not None:
+            self._handle(frame)
         return packet
 
     def read_rest(self) -> None:

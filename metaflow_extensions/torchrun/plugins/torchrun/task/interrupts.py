@@ -7,17 +7,19 @@ looks after a remote job, ``flow.py kubernetes step`` or ``batch step``, ends th
 
 from __future__ import annotations
 
+import _thread
 import os
 import platform
 import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Sequence
 from contextlib import suppress
 from types import FrameType
 
-from ..machine import native, processes
+from ..machine import processes
 
 # Metaflow kills its tasks 5 s after SIGINT (2.19). Who has got it, has mostly ended by then.
 _PATIENCE_S = 2.0
@@ -68,7 +70,7 @@ def _handle(signals: Sequence[signal.Signals], pass_on: bool) -> None:
             is_interrupted = True
             if number == signal.SIGINT and pass_on:
                 with suppress(RuntimeError):  # no thread can start
-                    native.start_new_thread(_interrupt_the_rest, ())
+                    _thread.start_new_thread(_interrupt_the_rest, ())
             elif pass_on:
                 _interrupt_children()
             name = signal.Signals(number).name
@@ -94,7 +96,7 @@ def _is_in_front() -> bool:
 
 def _interrupt_the_rest() -> None:
     """Signal the children that SIGINT has not reached: who sends it may send it to all, and a second one disturbs them."""
-    native.sleep(_PATIENCE_S)
+    time.sleep(_PATIENCE_S)
     _interrupt_children()
 
 

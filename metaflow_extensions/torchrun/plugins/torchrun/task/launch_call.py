@@ -16,11 +16,9 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
-from ..channel.client import Client
 from ..errors import TorchrunError
 from ..gang.group import Group
 from ..gang.keepers import Plain
-from ..gang.member import Member
 from ..gang.protocol import Store, from_wire
 from ..gang.wire import from_plain, to_plain
 from ..launch.services import Services
@@ -29,9 +27,10 @@ from ..logs import console
 from ..machine.inherited import inherited, umask
 from ..node.outcome import Outcome
 from ..node.request import Request, Task
+from .member import Member
 from .upload import Upload, begin_upload
 
-_LOOK_S, _UPLOAD_LOOK_S = 5.0, 0.02  # between two looks at what no frame tells; and while an upload runs
+_LOOK_S = 0.5  # between two looks at what no frame tells
 _LAST_NEWS_S = 0.5  # how long to wait for the gang's own error when the supervisor is gone
 _OWN_LINES_S = 1.0  # for what the task has written before, so that it stands before what the workers write
 _STOP_S = 45.0  # what a supervisor may take beyond the workers' grace to stop a launch that is given up
@@ -48,12 +47,12 @@ class LaunchCall:
         store: ValueStore | None,
         complete: Callable[[], Request],
     ) -> None:
-        assert isinstance(member.link, Client)
         self.request, self.services = request, services
         self.told: Mapping[str, Plain] = {}  # the verdict's data for this node, by feature
-        self._member, self._client = member, member.link
+        self._member, self._link = member, member.link
         self._store, self._complete = store, complete
         self._number = -1
+        self._to_store: Store | None = None  # until its upload begins
         self._upload: Upload | None = None  # until all is stored
         self._stored = 0  # the generation of the last upload
         self._verdict: TorchrunError | None = None
@@ -67,10 +66,13 @@ class LaunchCall:
             self._begin()
             while (outcome := self._next()) is None:
                 self._poll()
+            self._store_now()
         except BaseException as error:
             try:
                 self._give_up(error)
+                self._store_now()
             finally:
+                self._member.uploads = False
                 self._member.end_launch(self._verdict, failing=True, handled=self._handled)
             raise
         self._member.end_launch(None, handled=self._handled)
@@ -78,7 +80,7 @@ class LaunchCall:
 
     def settle(self, patience_s: float | None = None) -> None:
         """Wait until all lines of the launch are written, or for so long."""
-        self._client.settle(patience_s)
+        self._link.settle(patience_s)
         console.settle(patience_s)
 
     def _begin(self) -> None:
@@ -93,30 +95,37 @@ class LaunchCall:
             tmp=os.path.abspath(tempfile.gettempdir()),
             inherited=inherited(),
             umask=umask(),
-            writes=tuple(name for name, own in self._client.own_files.items() if console.is_elsewhere(name, own)),
+            writes=tuple(name for name, own in self._link.own_files.items() if console.is_elsewhere(name, own)),
         )
         self.request = replace(self.request, task=task)
-        self._client.of_launch.clear()
         self._runs, self._handled = True, None
-        self._client.say("run", self._number, to_plain(self.request))
+        self._link.send("run", self._number, to_plain(self.request))
         self._member.has_begun()
 
     def _next(self) -> Outcome | None:
         """Wait for what the supervisor says, and handle it; return the outcome, if that is it."""
-        frames = self._client.of_launch
-        self._client.wait(lambda: frames or self._member.has_left, _LOOK_S if self._upload is None else _UPLOAD_LOOK_S)
+        frames = self._member.of_launch
+        files = () if self._upload is None else (self._upload.file,)
+
+        def has_news() -> bool:
+            return bool(frames) or self._member.has_left or (self._to_store is not None and not self._member.has_job)
+
+        self._link.wait(has_news, _LOOK_S, files)
         outcome = None
         while frames and outcome is None:
-            outcome = self._handle(*frames[0])
-            frames.popleft()  # only now: a signal handler may have raised before
+            outcome = self._handle(*frames.popleft())
         return outcome
 
     def _poll(self) -> None:
         if self._upload is not None and self._upload.poll():
-            self._upload = None
+            self._give_up_upload()
         if self._member.has_left:
             raise TorchrunError("The step's code has ended while another thread was still in current.torch.run.")
-        if self._client.is_gone:
+        if self._to_store is not None and not self._member.has_job:  # one at a time
+            store, self._to_store = self._to_store, None
+            self._upload = begin_upload(store, self.services, self._store, self.request.spec.ranks[0], self._member)
+            self._member.uploads = self._upload is not None
+        if self._link.end is not None:
             self._lose_supervisor()
 
     def _handle(self, what: str, *rest: Any) -> Outcome | None:
@@ -124,7 +133,7 @@ class LaunchCall:
             self._write(*rest)
         elif what == "complete":
             self.request = self._complete()
-            self._client.say("complete", to_plain(self.request))
+            self._link.send("complete", to_plain(self.request))
         elif what == "store":
             self._on_store(rest[0])
         elif what == "ended" and rest[0] == self._number:
@@ -134,7 +143,7 @@ class LaunchCall:
     def _write(self, stream: str, text: str, count: int) -> None:
         console.write_output(stream, text.encode())
         console.settle()
-        self._client.say("wrote", count)
+        self._link.send("wrote", count)
 
     def _on_store(self, wire: Any) -> None:
         self._give_up_upload()
@@ -144,8 +153,7 @@ class LaunchCall:
             is_moved = self._place(store.group)
             if is_moved or store.generation != self._stored:
                 self.services.begin(self.request.spec)  # they may have stored what another generation had left
-            self._stored = store.generation
-            self._upload = begin_upload(store, self.services, self._store, self.request.spec.ranks[0], self._member)
+            self._stored, self._to_store, self._member.uploads = store.generation, store, True
 
     def _place(self, group: Group | None) -> bool:
         """Take the place that this node has in the last generation; return whether it had another one before."""
@@ -157,9 +165,15 @@ class LaunchCall:
     def _give_up_upload(self) -> None:
         if self._upload is not None:
             self._upload.give_up()
-            self._upload = None
+        self._upload = self._to_store = None
+        self._member.uploads = False
 
     # --- the end
+
+    def _store_now(self) -> None:
+        """Store how the launch has ended: nothing is stored while the step's own code runs."""
+        self._give_up_upload()
+        self._member.store_now()
 
     def _ended(self, told: Mapping[str, Any]) -> Outcome:
         self._runs, self._handled = False, told["handled"]
@@ -189,7 +203,7 @@ class LaunchCall:
 
     def _lose_supervisor(self) -> None:
         self._runs = False
-        self._client.await_end(self.request.grace_s + _STOP_S)
+        self._link.await_end(self.request.grace_s + _STOP_S)
         self._member.await_error(_LAST_NEWS_S)
         raise TorchrunError("This node's supervisor process has ended.")
 
@@ -199,14 +213,13 @@ class LaunchCall:
         if not self._runs:
             return
         cause = None if self._member.gang_knows(error) else self._member.cause_of(error)
-        self._client.say("give_up", self._number, None if cause is None else to_plain(cause))
-        deadline, frames = time.monotonic() + self.request.grace_s + _STOP_S, self._client.of_launch
-        while self._runs and not self._client.is_gone and time.monotonic() < deadline:
-            self._client.wait(lambda: frames, deadline - time.monotonic())
+        self._link.send("give_up", self._number, None if cause is None else to_plain(cause))
+        deadline, frames = time.monotonic() + self.request.grace_s + _STOP_S, self._member.of_launch
+        while self._runs and self._link.end is None and time.monotonic() < deadline:
+            self._link.wait(lambda: frames, deadline - time.monotonic())
             while frames:
-                what, *rest = frames[0]
+                what, *rest = frames.popleft()
                 if what == "text":
                     self._write(*rest)
                 elif what == "ended" and rest[0] == self._number:
                     self._runs, self._handled = False, rest[1]["handled"]
-                frames.popleft()

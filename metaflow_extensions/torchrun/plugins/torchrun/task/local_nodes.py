@@ -12,10 +12,8 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from itertools import pairwise
 
 from ..gang.nodes import NodeState
@@ -26,7 +24,6 @@ from ..machine.processes import (
     children,
     children_of_main_thread,
     command_line,
-    environment,
     find,
     is_alive,
     send_signal,
@@ -49,20 +46,15 @@ class LocalNodes:
         self._run = ("--run-id", run_id)
         self._options = {("--task-id", f"{control_task_id}_node_{node}"): node for node in range(1, num_nodes)}
         self._tasks: dict[int, Process] = {}
-        self._begun: dict[int, tuple[list[str], dict[str, str]]] = {}  # with which words and environment
-        self._own: dict[int, subprocess.Popen[bytes]] = {}  # tasks that were started in the place of others
-        self._folder = os.getcwd()
 
-    def watch(self, follow: Callable[[Mapping[int, Process]], None], on_gone: Callable[[int, str], None]) -> None:
-        """Have `follow` wait for the ends of the tasks that run; call `on_gone` with index and reason for the others."""
+    def ended(self) -> dict[int, str]:
+        """Return the nodes whose tasks have ended at once, each with the reason."""
         if len(self.tasks()) < len(self._options):
             time.sleep(_POLL_S)  # during its exec a process has no command line
         running = dict(self.tasks())
         if not running and not self._has_ended_children():
-            return  # a Metaflow with other command lines than 2.19's: the heartbeats remain
-        for node in set(self._options.values()) - set(running):
-            on_gone(node, "its task ended at once, before it joined")
-        follow(running)
+            return {}  # a Metaflow with other command lines than 2.19's: the heartbeats remain
+        return dict.fromkeys(set(self._options.values()) - set(running), "its task ended at once, before it joined")
 
     def tasks(self) -> dict[int, Process]:
         """Return node index -> task of all that have been seen, ended ones included."""
@@ -70,23 +62,11 @@ class LocalNodes:
             task, node = find(pid), self._node_of(pid)
             if task is not None and node is not None:
                 self._tasks.setdefault(node, task)
-                self._begun.setdefault(node, (command_line(pid), environment(pid)))
         return self._tasks
-
-    def start_again(self, node: int) -> Process | None:
-        """Start a node's task once more, as Metaflow has started it; return it, or None if that can't be."""
-        words, env = self._begun[node]
-        with suppress(OSError):
-            self._own[node] = child = subprocess.Popen(words, env=env, cwd=self._folder)
-            if (task := find(child.pid)) is not None:
-                self._tasks[node] = task
-                return task
-        return None
 
     def exit_codes(self, codes: Mapping[int, int | None]) -> dict[int, int | None]:
         """Return node index -> exit code of all tasks, None for one that runs; `codes` are those of Metaflow's, by pid."""
-        found = {node: codes.get(task.pid) for node, task in self.tasks().items()}
-        return found | {node: child.poll() for node, child in self._own.items()}
+        return {node: codes.get(task.pid) for node, task in self.tasks().items()}
 
     @staticmethod
     def _has_ended_children() -> bool:

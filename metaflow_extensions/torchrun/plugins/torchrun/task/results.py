@@ -8,13 +8,13 @@ from ..errors import LaunchFailed
 from ..events import Event
 from ..gang.cause import Cause, FailureText, failed
 from ..gang.group import Group
-from ..gang.member import Member
 from ..gang.protocol import Verdict
 from ..launch.services import Services
 from ..launch.spec import LaunchSpec
 from ..launch.transfer import TransferFailed
 from ..node.outcome import Outcome
 from ..result import TorchrunResult
+from .member import Member
 
 
 def result_of(outcome: Outcome, spec: LaunchSpec, member: Member, services: Services) -> TorchrunResult[Any]:

@@ -19,9 +19,10 @@ from typing import NamedTuple
 
 from ..compat.steps import is_local, seconds_of_alarm
 from ..errors import LaunchTimeout
-from ..gang.member import Member
 from ..gang.policy import Rules
 from ..machine.container import age_s
+from . import orders
+from .member import Member
 
 _LEAST_S = 0.01  # an alarm in 0 s is none
 
@@ -72,13 +73,13 @@ class StepTimeout:
                 signal.setitimer(signal.ITIMER_REAL, max(_LEAST_S, limit.ends_at - now))
 
     def tell(self, member: Member) -> None:
-        """From now on the alarm calls `member.time_out`; before, while the node waits for its gang, the alarm raises."""
+        """From now on the alarm interrupts what `member` does; before, while the node waits for its gang, it raises."""
         self._member = member
 
     def _on_alarm(self, number: int, frame: FrameType | None) -> None:
         if self._member is None:
             raise LaunchTimeout(f"The node waited for its gang {self._text}.")
-        self._member.time_out(self._text)
+        orders.time_out(self._member, self._text)
 
     def end(self) -> None:
         """Restore Metaflow's handler."""

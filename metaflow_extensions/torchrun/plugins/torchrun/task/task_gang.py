@@ -10,15 +10,33 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from metaflow import current
 
-from ..channel.background import NEVER, Pauses
-from ..channel.client import Client, ControlClient
-from ..channel.join import (
+from ..channel.registry import Registry
+from ..compat.datastore import datastore_type, save_log, watch_storing
+from ..compat.renamed import convenience
+from ..compat.steps import control_task_of, exit_codes_of_tasks, is_local, is_of_another_task, runs_on
+from ..errors import GangError, TorchrunPreempted
+from ..events import Event, label
+from ..gang.cause import Cause, cause_of
+from ..gang.endings import NotNeeded
+from ..gang.keepers import Plain
+from ..gang.nodes import NodeState
+from ..gang.policy import Rules
+from ..logs.console import hurry, to_log
+from ..logs.task_log import TaskLog
+from ..records.on_page import NO_PAGES, Pages
+from ..settings import StepSettings
+from ..show.gang_part import GangPart, pointing_at
+from ..tracebacks import words_of
+from .cards import Cards, make_none
+from .gang_store import GangStore
+from .join import (
     LOOPBACK,
     control_addresses,
     join_alone,
@@ -27,30 +45,9 @@ from ..channel.join import (
     refuse_second_run,
     rules_of,
 )
-from ..channel.registry import Registry
-from ..compat.cards import make_none
-from ..compat.datastore import datastore_type, metadata_type, save_log, watch_storing
-from ..compat.renamed import convenience
-from ..compat.steps import control_task_of, exit_codes_of_tasks, is_local, is_of_another_task, runs_on
-from ..errors import TorchrunPreempted
-from ..events import Event, label
-from ..gang.cause import Cause, cause_of
-from ..gang.endings import NotNeeded
-from ..gang.keepers import Plain
-from ..gang.member import Member
-from ..gang.nodes import NodeState
-from ..gang.policy import Rules
-from ..logs.console import hurry, to_log
-from ..logs.task_log import TaskLog
-from ..records.on_page import NO_PAGES, Pages
-from ..settings import StepSettings
-from ..show.live_card import GangPart, LastCards, LiveCard, pointing_at
-from ..show.program import flow_program
-from ..tracebacks import words_of
-from .event_store import EventStore
 from .local_nodes import LocalNodes
+from .member import Member
 from .report import end_with, report
-from .requests import Requests
 from .signs import LOCAL_NODE_MARGIN_S, STARTED_BY, name_as_starter, signs
 from .step_timeout import StepTimeout, TimeLimit
 
@@ -60,18 +57,10 @@ _HOLD_S = 10.0
 _UPLOAD_S = 5.0
 # How long the control node of a local run waits for the gang's word on a node whose end Metaflow has seen first.
 _OTHERS_WORD_S, _OTHERS_LOOK_S = 5.0, 0.25
-# How many tasks may come in a row in the place of one, until one is ready: on a local run, where a task that fails at once
-# would do so again, and by backend.
-_REPLACEMENTS_HERE = 1
+# How many tasks may come in a row in the place of one, until one is ready, by backend.
 _REPLACEMENTS = {"kubernetes": 3}
 # How long a preempted task waits for its card: its machine is about to go.
 _PREEMPTED_CARD_S = 2.0
-
-
-def _news_of(gang: ControlClient) -> int:
-    """Return a count that grows when the card has news: a new record, or the first numbers."""
-    records, _, heard = gang.counts()
-    return records + heard
 
 
 class TaskGang:
@@ -98,14 +87,10 @@ class TaskGang:
         self._is_local = is_local()
         self._log = TaskLog(partial(save_log, flow_datastore, (run_id, step_name, task_id, attempt)))
         self._member: Member | None = None
-        self._channel: ControlClient | None = None  # on a control node of several
-        self._events: EventStore | None = None  # on any control node
-        self._requests: Requests | None = None  # on any control node
-        self.live_card: LiveCard | None = None  # on any control node
+        self._is_control = False  # of several nodes
+        self._store: GangStore | None = None  # on any control node
+        self._cards: Cards | None = None  # on any control node
         self.part: Callable[[tuple[str, ...]], GangPart] | None = None  # see `Context.part`
-        self._last_cards = LastCards(
-            flow_datastore, lambda text: self._emit(Event("note", current.parallel.node_index, text))
-        )
         self._about: dict[str, Any] = {}  # more fields of `Snapshot`, as they become known
         self._is_incomplete = False  # whether the gang has ended well without some nodes
         self._local_nodes: LocalNodes | None = None  # on the control node of a local run
@@ -129,8 +114,7 @@ class TaskGang:
         """Join, and return this node as a member and the control node's address; `starts` is for `spares_of`."""
         timeout = StepTimeout(self._settings.grace_s)
         member, main_addr = self._join({"starts": starts, "signs": self._signs})
-        if isinstance(member.link, Client):
-            self._log.settle = member.link.settle
+        self._log.settle = member.link.settle
         timeout.tell(member)
         self._member = member
         return member, main_addr
@@ -143,36 +127,27 @@ class TaskGang:
         if parallel.num_nodes == 1:
             if not self._is_local:  # there the same task can be run again by hand
                 refuse_second_run(registry, 1)
-            member, channel = join_alone(settings, emit, self._rules(), more)
-            self._follow(registry, channel)
+            member = join_alone(settings, emit, self._rules(), more)
+            self._follow(registry, member)
             return member, LOOPBACK
         if parallel.node_index > 0:
             return self._join_as_member(registry, f"{self._run_id}/{self._step_name}/{control_task_id}", more)
         main_ip, here_only = parallel.main_ip, self._is_local
         rules = self._rules()
-        member, self._channel = join_as_control(
-            registry, parallel.num_nodes, main_ip, settings, emit, here_only, rules, more
-        )
-        self._follow(registry, self._channel)
+        member = join_as_control(registry, parallel.num_nodes, main_ip, settings, emit, here_only, rules, more)
+        self._is_control = True
+        self._follow(registry, member)
         if self._local_nodes is not None:
-            self._local_nodes.watch(self._channel.follow, self._channel.report_gone)
-            self._channel.in_background("torchrun-nodes", partial(self._start_nodes, self._channel, self._local_nodes))
+            for node, reason in self._local_nodes.ended().items():
+                member.link.send("gone", node, reason)
+            tasks = self._local_nodes.tasks().items()
+            member.link.send("follow", [[node, task.pid, task.began] for node, task in tasks])
         if not self._is_local:
-            self._channel.relay_lines()
+            member.link.send("relay")
         return member, control_addresses(main_ip, here_only)[0]
 
-    @staticmethod
-    def _start_nodes(channel: ControlClient, tasks: LocalNodes) -> Pauses:
-        """Start tasks in the place of those that are gone, in a thread."""
-        for node in channel.nodes_to_start():
-            if (task := tasks.start_again(node)) is not None:
-                channel.follow({node: task}, are_replacements=True)
-            else:
-                channel.report_gone(node, "its task could not be started again")
-        return NEVER, NEVER
-
     def _rules(self) -> Rules:
-        tries = _REPLACEMENTS_HERE if self._local_nodes is not None else _REPLACEMENTS.get(runs_on(), 0)
+        tries = _REPLACEMENTS.get(runs_on(), 0)
         rules = replace(rules_of(self._settings), replacements=tries if self._settings.replaces_nodes else 0)
         return rules if self._limit is None else replace(rules, deadline=self._limit.ends_at, longer=self._limit.text)
 
@@ -185,44 +160,18 @@ class TaskGang:
         member.may_go_on = self._settings.max_restarts > 0
         return member, main_addr
 
-    def _runs_own_code(self) -> bool:
-        return self._member is not None and self._member.runs_own_code
-
     def _emit(self, event: Event) -> None:
         if event.kind == "command":
             self._about["command"] = event.text.removeprefix("runs: ")
         show = to_log if self._is_local else self._log.take
         show(event, current.parallel.num_nodes)
 
-    def _follow(self, registry: Registry, channel: ControlClient) -> None:
+    def _follow(self, registry: Registry, member: Member) -> None:
         """Store and show what happens to the gang, on the control node."""
-        self._events = EventStore(registry, channel, self._about)
+        self._cards = Cards(self._flow_datastore, self._pages)
         is_on_disk = datastore_type(self._flow_datastore) == "local"
-        self._requests = Requests(
-            registry,
-            channel.request,
-            channel.pop_answer,
-            channel.in_background,
-            is_on_disk,
-            self._runs_own_code,
-        )
-        self.live_card = LiveCard(
-            self._events.snapshot,
-            lambda: _news_of(channel),
-            channel.in_background,
-            self._runs_own_code,
-            pages=self._pages,
-            end=self._last_cards.make,
-        )
-        self.part = self.live_card.part
-        # A card needs its task from Metaflow's client. With local metadata, that does not find one of a pod or container
-        # (``LocalMetadataProvider.register_task_id``, 2.19).
-        is_found = self._is_local or metadata_type(self._flow_datastore) != "local"
-        if not is_found and self.live_card.give_up():
-            where = f"{self._run_id}/{self._step_name}/{self._task_id}"
-            command = f"{flow_program()} card create {where} --type torchrun"
-            reason = "only the machine that submitted this run has its metadata"
-            self._emit(Event("note", 0, f"the gang's card can't be made here: {reason}. There: {command}"))
+        self._store = GangStore(member, self._about, self._cards, registry, is_on_disk)
+        self.part = self._cards.part
 
     # --- around it and after it -----------------------------------------------------------------
 
@@ -232,11 +181,11 @@ class TaskGang:
             name_as_starter(os.environ, "control")
         try:
             self._run_step(step)
-            if self._member is not None and self._channel is not None:
+            if self._member is not None and self._store is not None and self._is_control:
                 # On AWS Batch the control node's end stops all nodes, and nothing else makes another node's failure
                 # the run's (Metaflow 2.19 waits there for the others' ends only).
-                channel = self._channel
-                self._member.await_others(lambda: [*channel.members, *self._out(NodeState.AWAITED)])
+                there = (NodeState.JOINED, NodeState.DONE, NodeState.AWAITED)
+                self._member.await_others(partial(self._store.in_state, *there))
                 if out := self._out():
                     self._is_incomplete = True
                     self._forget(out)
@@ -246,13 +195,13 @@ class TaskGang:
             signal.alarm(0)  # the step's @timeout is for its code
             if is_ordered := self._was_told_to_end(error):
                 hurry()
-                if self._member is not None and self._member.link is not None:
+                if self._member is not None:
                     self._member.link.hurry()
             with convenience("our own report of the error"):
                 self._report(error)
             self.leave(error)
             if self._local_nodes is not None:
-                known = None if self._channel is None else self._channel.states()
+                known = None if self._store is None else self._store.states()
                 wait_s = self._settings.grace_s + LOCAL_NODE_MARGIN_S
                 # After an order to end, this task waits for no reader, and so the others can't.
                 self._local_nodes.stop(
@@ -291,8 +240,7 @@ class TaskGang:
 
     def _out(self, state: NodeState = NodeState.OUT) -> list[int]:
         """Return the nodes without which the gang goes on, or those in another state."""
-        states = {} if self._channel is None else self._channel.states()
-        return [node for node, each in states.items() if each is state]
+        return [] if self._store is None else self._store.in_state(state)
 
     @staticmethod
     def _was_told_to_end(error: BaseException) -> bool:
@@ -327,15 +275,11 @@ class TaskGang:
     def leave(self, error: BaseException | None) -> None:
         """Leave for good; safe to call more than once."""
         if self._member is not None:
-            self._member.leave(error, hold_s=0.0 if self._is_local or self._channel is not None else _HOLD_S)
-        if self._requests is not None:
-            self._requests.close()
-        if self._events is not None:
-            self._events.close()
-        if self.live_card is not None:
-            self.live_card.settle()
-            if error is not None:
-                self.live_card.make_last(*([_PREEMPTED_CARD_S] if isinstance(error, TorchrunPreempted) else []))
+            self._member.leave(error, hold_s=0.0 if self._is_local or self._is_control else _HOLD_S)
+        if self._store is not None:
+            self._store.close()
+        if self._cards is not None and error is not None:
+            self._cards.make_last(*([_PREEMPTED_CARD_S] if isinstance(error, TorchrunPreempted) else []))
 
     def watch_storing(self, task_datastore: Any) -> None:
         """Report to the gang that artifacts can't be stored: Metaflow calls no decorator after that (task.py, 2.19).
@@ -350,7 +294,7 @@ class TaskGang:
         except Exception as error:
             self.fail(error)
             raise
-        if is_last and self._events is not None:
+        if is_last and self._store is not None:
             self.leave(sys.exc_info()[1])  # what Metaflow hands to no decorator, such as SystemExit, is on its way
         if is_last and self._is_incomplete:
             # All is stored, also which tasks the join takes. On AWS Batch Metaflow still waits until the step has as many
@@ -368,19 +312,23 @@ class TaskGang:
         if self._member is None or not self._member.shows_output:
             return False
         is_here = self._is_local or cause.node == node
-        return is_here or (self._channel is not None and self._channel.has_written(cause.node, cause.detail))
+        if is_here or not self._is_control:
+            return is_here
+        with suppress(GangError, OSError):
+            return bool(self._member.link.call("has_written", cause.node, cause.detail))
+        return False
 
     def _report(self, error: BaseException) -> None:
         """Set the text to print for the error; a remote control node writes it to its log at once.
 
         Metaflow prints it only after storing all artifacts, which can be too late there.
         """
-        if self._events is not None:  # on Kubernetes the others' ends may soon take this task with them
-            self._events.save_soon()
+        if self._member is not None:  # on Kubernetes the others' ends may soon take this task with them
+            self._member.store_now()
         node, member = current.parallel.node_index, self._member
         known = member is not None and member.gang_knows(error)
         text = report(error, node, self._is_local, known, partial(self._stands_above, node))
-        if text is not None and self._channel is not None and member is not None and not self._is_local:
+        if text is not None and self._is_control and member is not None and not self._is_local:
             member.say(Event("failed", node, text))
             self._log.save(_UPLOAD_S)
             text = f"{type(error).__name__}: see the error of {label(node, current.parallel.num_nodes)}above."

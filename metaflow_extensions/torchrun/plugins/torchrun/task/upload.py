@@ -7,10 +7,10 @@ from collections.abc import Mapping
 
 from ..events import Event
 from ..gang.cause import Cause, Failure
-from ..gang.member import Member
 from ..gang.protocol import Store, Stored, Storing, Told
 from ..launch.services import Services, ToStore
 from ..launch.transfer import Transfer, ValueStore
+from .member import Member
 
 
 def begin_upload(
@@ -47,6 +47,11 @@ class Upload:
         self._transfer = Transfer(store, "stores", steps)
         member.send(Storing(*self._about, self._transfer.what()))
         self._transfer.start()
+
+    @property
+    def file(self) -> int:
+        """A file that is readable at its end."""
+        return self._transfer.file
 
     def give_up(self) -> None:
         """Abandon it: it sends and logs nothing more."""

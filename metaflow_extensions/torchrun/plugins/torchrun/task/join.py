@@ -9,27 +9,30 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
-from ..errors import GangError, TorchrunPreempted
+from ..channel.connection import new_token
+from ..channel.registry import STORE_PATIENCE_S, AddressRecord, Registry
+from ..errors import GangError, TorchrunError, TorchrunPreempted
 from ..events import Event, Subscriber
-from ..gang.member import Member
+from ..gang.nodes import NodeState
 from ..gang.policy import ConnectPolicy, Rules, growing_pauses
 from ..gang.protocol import CONTROL, Bye, Join
 from ..gang.texts import QUIET_S, REMIND_S
+from ..gang.wire import from_plain
 from ..machine.network import addresses_for_others, place
 from ..records.vanished import Word, has_begun, has_ended, host_of_control
 from ..settings import StepSettings
-from .client import ControlClient, MemberClient
-from .connection import new_token
-from .registry import STORE_PATIENCE_S, AddressRecord, Registry
+from .link import Link
+from .member import Member
 
 LOOPBACK = "127.0.0.1"
 _POLICY = ConnectPolicy()
 _LAST_RECORD_S = 5.0  # how long the control node tries to publish how it ended
 # The part of all_nodes_started_timeout that the control node may take to publish where it is.
 _PUBLISH_PART = 0.8
+_ANSWER_S = 60.0  # for a control node that does not answer, beyond the time limits of the channel
 NOTHING: Mapping[str, Any] = {}
 
 
@@ -59,21 +62,13 @@ def rules_of(settings: StepSettings) -> Rules:
 
 
 def join_alone(
-    settings: StepSettings, emit: Subscriber, rules: Rules, more: Mapping[str, Any] = NOTHING
-) -> tuple[Member, ControlClient]:
-    """Return the only member of a gang of one node, and its channel: nothing listens, nothing is published."""
-    return _open_channel(1, settings, emit, "", rules, more)
+    settings: StepSettings, emit: Subscriber, rules: Rules, more: Mapping[str, Any] = NOTHING, link: Link | None = None
+) -> Member:
+    """Return the only member of a gang of one node: nothing listens, nothing is published.
 
-
-def join_alone_again(
-    channel: ControlClient, settings: StepSettings, emit: Subscriber, rules: Rules
-) -> tuple[Member, ControlClient]:
-    """Do so with the supervisor of an earlier gang, which stayed with its spares."""
-    member = Member(CONTROL, 1, emit)
-    channel.begin_alone(member, settings.heartbeat_timeout_s, rules)
-    member.attach(channel)
-    channel.send(Join(CONTROL, member.host, place=place()))
-    return member, channel
+    `link` is to the supervisor of an earlier gang, which has stayed with its spares.
+    """
+    return _begin_gang(link or Link(settings.grace_s), 1, settings, emit, "", rules, more)
 
 
 def join_as_control(
@@ -85,8 +80,8 @@ def join_as_control(
     here_only: bool,
     rules: Rules,
     more: Mapping[str, Any] = NOTHING,
-) -> tuple[Member, ControlClient]:
-    """Open the gang's channel, publish where it is, and return it with the control node as a member.
+) -> Member:
+    """Open the gang's channel, publish where it is, and return the control node as a member.
 
     `main_ip` is the control node's address or name as Metaflow knows it. With `here_only` all nodes run on this
     machine, and the channel accepts connections only from it.
@@ -97,30 +92,32 @@ def join_as_control(
         _give_way_to_former(registry, num_nodes, settings, emit, patience_s)
     record = AddressRecord(tuple(control_addresses(main_ip, here_only)), 0, new_token())
     address = _PublishedAddress(registry, record, rules.replaces)
-    member, channel = _open_channel(num_nodes, settings, emit, address.record.token, rules, more, address.close)
+    member = _begin_gang(Link(settings.grace_s), num_nodes, settings, emit, address.record.token, rules, more)
+    member.at_end = lambda: address.close(member)
     try:
-        address.publish(channel.listen(settings.channel_port, LOOPBACK if here_only else ""), patience_s)
+        port = member.link.call("listen", settings.channel_port, LOOPBACK if here_only else "")
+        address.publish(port, patience_s)
     except BaseException as error:
         member.leave(error)
         raise
-    return member, channel
+    return member
 
 
-def _open_channel(
+def _begin_gang(
+    link: Link,
     num_nodes: int,
     settings: StepSettings,
     emit: Subscriber,
     token: str,
     rules: Rules,
     more: Mapping[str, Any],
-    at_end: Callable[[ControlClient, Member], None] = lambda channel, member: None,
-) -> tuple[Member, ControlClient]:
-    member = Member(CONTROL, num_nodes, emit)
-    timeout_s = settings.heartbeat_timeout_s
-    channel = ControlClient(num_nodes, member, timeout_s, token, rules, more)
-    member.attach(channel, lambda: at_end(channel, member))
-    channel.send(Join(CONTROL, member.host, place=place()))
-    return member, channel
+) -> Member:
+    given = {name: value for name, value in vars(rules).items() if name != "why_it_waits"}
+    about = {"num_nodes": num_nodes, "timeout_s": settings.heartbeat_timeout_s, "token": token, "rules": given}
+    member, link.last_words = Member(CONTROL, num_nodes, emit, link), None
+    link.send("begin", {**about, "more": dict(more)})
+    member.send(Join(CONTROL, member.host, place=place()))
+    return member
 
 
 def _give_way_to_former(
@@ -136,9 +133,9 @@ def _give_way_to_former(
     if former is None:
         return
     if not former.closed:
-        member, channel = _member(CONTROL, num_nodes, settings, emit)
-        with suppress(OSError), _leave_if_it_fails(member, channel):
-            _Search(member, _POLICY.former_s).connect(channel, lambda _: former)
+        member = _member(CONTROL, num_nodes, settings, emit)
+        with suppress(OSError), _leave_if_it_fails(member):
+            _Search(member, _POLICY.former_s, settings).connect(lambda _: former)
     try:
         refuse_second_run(registry, num_nodes, patience_s)  # last, so that the former's writes have arrived
     except TorchrunPreempted as error:
@@ -176,11 +173,15 @@ class _PublishedAddress:
         self.record = replace(self.record, port=port)
         self._registry.publish(self.record, patience_s)
 
-    def close(self, channel: ControlClient, member: Member) -> None:
+    def close(self, member: Member) -> None:
         """Publish the control node's end for tasks that have not arrived, so that none waits for it."""
-        absent = channel.absent
+        view: Mapping[str, Any] = {"states": [NodeState.ABSENT.name], "broken": None}
+        with suppress(GangError, OSError):
+            view = member.link.call("view")
+        absent = NodeState.ABSENT.name in view["states"]
         if absent or self._may_come_late:
-            error = channel.broken or member.broken
+            found = view["broken"]
+            error = member.broken if found is None else from_plain(TorchrunError, found, "the error")
             last = replace(self.record, closed=True, error=error, is_over=not error and not absent)
             with suppress(GangError):  # without this record they wait until their time is up
                 self._registry.publish(last, _LAST_RECORD_S)
@@ -198,8 +199,8 @@ def join_as_member(
     more: Mapping[str, Any] = NOTHING,
 ) -> tuple[Member, str]:
     """Find the control node, join, and return this node as a member, and the address that worked."""
-    member, channel = _member(node, num_nodes, settings, emit, more)
-    search = _Search(member, settings.all_nodes_started_timeout)
+    member = _member(node, num_nodes, settings, emit, more)
+    search = _Search(member, settings.all_nodes_started_timeout, settings)
 
     def find(left_s: float) -> AddressRecord:
         record = registry.look_up(left_s, search.wait)
@@ -212,9 +213,9 @@ def join_as_member(
             member.deliver(Bye())
         return record
 
-    with _leave_if_it_fails(member, channel):
+    with _leave_if_it_fails(member):
         try:
-            address = search.connect(channel, find)
+            address = search.connect(find)
         except OSError as error:
             raise GangError(
                 f"Node {node} (host {member.host}) can't reach the control node: {error}. Check that network policies and "
@@ -225,61 +226,64 @@ def join_as_member(
 
 def _member(
     node: int, num_nodes: int, settings: StepSettings, emit: Subscriber, more: Mapping[str, Any] = NOTHING
-) -> tuple[Member, MemberClient]:
-    member = Member(node, num_nodes, emit)
-    channel = MemberClient(node, num_nodes, member, settings.heartbeat_timeout_s, settings.grace_s, _POLICY, more)
-    member.attach(channel)
-    return member, channel
+) -> Member:
+    about = {"node": node, "num_nodes": num_nodes, "timeout_s": settings.heartbeat_timeout_s, "place": place()}
+    member = Member(node, num_nodes, emit, Link(settings.grace_s))
+    member.link.send("begin", {**about, "policy": asdict(_POLICY), "more": dict(more)})
+    return member
 
 
 @contextmanager
-def _leave_if_it_fails(member: Member, channel: MemberClient) -> Iterator[None]:
+def _leave_if_it_fails(member: Member) -> Iterator[None]:
     """Leave the gang with an error; a node that has come to replace another waits for the gang's end, and says so."""
     try:
         yield
     except BaseException as error:
-        if channel.hold_s:
-            text = f"{error} It waits until the gang has ended, {channel.hold_s:g} s at most."
+        if member.hold_s:
+            text = f"{error} It waits until the gang has ended, {member.hold_s:g} s at most."
             member.say(Event("failed", member.node, text))
-        member.leave(error, hold_s=channel.hold_s)
+        member.leave(error, hold_s=member.hold_s)
         raise
 
 
 class _Search:
     """Tries to become a member for `timeout_s` seconds, and logs what it waits for."""
 
-    def __init__(self, member: Member, timeout_s: float) -> None:
-        self._member = member
+    def __init__(self, member: Member, timeout_s: float, settings: StepSettings) -> None:
+        self._member, self._patience_s = member, settings.heartbeat_timeout_s + _ANSWER_S
         self._timeout_s = timeout_s
         self._deadline = time.monotonic() + timeout_s
         self._log_at = time.monotonic() + QUIET_S
         self._refused: AddressRecord | None = None  # for whose host all connections are refused, without a break
         self._since = 0.0
 
-    def connect(self, channel: MemberClient, find: Callable[[float], AddressRecord]) -> str:
+    def connect(self, find: Callable[[float], AddressRecord]) -> str:
         """Become a member, or raise OSError; return the address that worked. `find` takes the seconds that are left."""
         for pause_s in growing_pauses():
             record = find(self._left_s())  # each time: a new control node may have written another
             if record.closed:
                 return record.addresses[0]
             try:
-                return channel.connect(record.addresses, record.port, record.token, self._left_s())
+                left_s = self._left_s()
+                address = [list(record.addresses), record.port, record.token, left_s]
+                return str(self._member.link.call("connect", *address, patience_s=left_s + self._patience_s))
             except OSError as error:
                 self._check_refused(error, record)
                 self._log(f"can't join yet: {error}")
                 if time.monotonic() + pause_s > self._deadline:
                     tried = f"tried {', '.join(record.addresses)} on port {record.port} for {self._timeout_s:g} s"
                     raise ConnectionError(f"{tried}; the last try failed: {error}") from error
-            time.sleep(pause_s)
+            self.wait(pause_s, says_so=False)
         raise AssertionError("the pauses never end")
 
     def _left_s(self) -> float:
         return max(1.0, self._deadline - time.monotonic())
 
-    def wait(self, seconds: float) -> None:
-        """Sleep while there is no address record."""
-        time.sleep(seconds)
-        self._log(f"waits for node {CONTROL} (the control node) to start")
+    def wait(self, seconds: float, says_so: bool = True) -> None:
+        """Wait; perhaps say that it is for the control node's address record."""
+        self._member.link.wait(lambda: False, seconds)
+        if says_so:
+            self._log(f"waits for node {CONTROL} (the control node) to start")
 
     def _log(self, text: str) -> None:
         if time.monotonic() >= self._log_at:

@@ -1,0 +1,67 @@
+"""Parts of the gang's page as components of a user's own card."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable
+from typing import Any
+
+from metaflow import current
+
+from ..compat import cards
+from ..elements.model import Sentence
+from ..errors import TorchrunConfigError
+from ..records.on_page import NO_PAGES, Pages
+from ..records.snapshot import Snapshot
+from .as_card import part, said
+from .page import Place, page_of, section_names
+from .program import program
+
+
+class GangPart(cards.component_class()):  # type: ignore[misc]  # Metaflow is not typed
+    """Parts of the gang's page in a user's own card: shows the present state whenever Metaflow renders it."""
+
+    REALTIME_UPDATABLE = True
+
+    def __init__(
+        self,
+        names: tuple[str, ...],
+        shown: Callable[[], Snapshot | Sentence],
+        place: Callable[[], Place],
+        pages: Pages = NO_PAGES,
+    ) -> None:
+        known = section_names(pages)
+        unknown = [name for name in names if name not in known]
+        if unknown:
+            raise TorchrunConfigError(
+                f"current.torch.card knows no part {unknown[0]!r}. The parts are {', '.join(map(repr, known))}."
+            )
+        self._names = names
+        self._shown = shown  # returns what to show, in any thread: the gang, or why not
+        self._place, self._pages = place, pages
+
+    def update(self, *args: Any, **kwargs: Any) -> None:
+        """Do nothing: the part always shows the present state."""
+
+    @cards.as_component
+    def render(self) -> dict[str, Any]:
+        """Return the component as plain data, like Metaflow's own components."""
+        shown = self._shown()
+        if isinstance(shown, Sentence):
+            return {**said(shown), "id": self.component_id}
+        page = page_of(shown, self._place(), self._pages, is_short=True)
+        return part(self.component_id, page, self._names)
+
+
+def pointing_at(control: str, pages: Pages) -> Callable[[tuple[str, ...]], GangPart]:
+    """Return what makes parts for a user's own card on another node: they name `control`, as run, step and task."""
+    parallel, task = current.parallel, f"{current.flow_name}/{control}"
+    here = f"node {parallel.node_index} (host {socket.gethostname()}) of a gang of {parallel.num_nodes} nodes"
+    sentence = Sentence(f"This is {here}. The card of node 0's task shows the gang: {task}.")
+    return lambda names: GangPart(names, lambda: sentence, this_task, pages)
+
+
+def this_task() -> Place:
+    """Return the place of this task's gang, for its page."""
+    flow, run, step, task = map(str, (current.flow_name, current.run_id, current.step_name, current.task_id))
+    return Place(flow, run, step, task, ui_url=cards.ui_url(), program=program())

@@ -1,0 +1,90 @@
+"""Makes the cards that show the gang: ``@card(type="torchrun")``, in this process, and a user's own cards with parts of it.
+
+Without such a card, this does nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from ..compat import cards
+from ..compat.renamed import convenience
+from ..launch.transfer import Step, Transfer
+from ..records.on_page import NO_PAGES, Pages
+from ..records.snapshot import Snapshot
+from ..show.gang_card import page_of_gang, sections_of_gang
+from ..show.gang_part import GangPart, this_task
+
+_LAST_S = 60.0  # for the last cards of a failed task: Metaflow's take some seconds, and more on a busy machine
+_LIVE, _LAST = "what the gang's card shows while the step runs", "the last card of a step that has failed"
+_RUNS, _ENDED = "runtime", "final"  # what a browser that shows a page compares
+
+
+class Cards:
+    """The cards of one task. `shown` returns what they show, and is set by who knows; one thread at a time renews them."""
+
+    def __init__(self, flow_datastore: Any, pages: Pages = NO_PAGES, with_ours: bool = True) -> None:
+        self.shown: Callable[[], Snapshot] = Snapshot
+        self._flow_datastore, self._pages = flow_datastore, pages
+        self._ours = cards.of_type("torchrun") if with_ours else []
+        self._has_page = False
+        self._facts: dict[str, str] = {}  # by the card's uuid, what is still to be registered
+        self.has_parts = False  # whether the step's code has requested parts
+        cards.make_here(self._ours, self._make)
+
+    def part(self, names: tuple[str, ...]) -> GangPart:
+        """Return parts of the gang's page for a card of the user's own; called by the step's code."""
+        self.has_parts = True
+        return GangPart(names, lambda: self.shown(), this_task, self._pages)
+
+    def renew(self) -> None:
+        """Make all cards, as of a running task."""
+        with convenience(_LIVE):
+            for card in self._ours:
+                if not self._has_page:
+                    cards.make(card, "render_runtime", is_final=False)
+                cards.make(card, "refresh", is_final=False)
+            self._has_page = bool(self._ours)
+            for card in self._with_parts:
+                cards.renew_users(card)
+
+    @property
+    def _with_parts(self) -> list[Any]:
+        return cards.with_component(GangPart) if self.has_parts else []
+
+    def make_last(self, patience_s: float = _LAST_S) -> None:
+        """Make the last cards of a failing task, which Metaflow does not make; wait at most `patience_s`."""
+        if self._ours or self._with_parts:
+            transfer = Transfer(None, "makes", [Step("the last card", self._make_last, patience_s)])
+            with convenience(_LAST):
+                transfer.start()
+                transfer.await_end()
+
+    def _make_last(self) -> None:
+        # Like Metaflow's `CardDecorator.task_finished` for a task that ended well. The final cards of Metaflow's own types
+        # need such a task, so a user's card is rendered once more as that of a running task.
+        with convenience(_LAST):
+            for card, first in [(each, "render") for each in self._ours] + [
+                (each, "render_runtime") for each in self._with_parts
+            ]:
+                for mode in (first, "refresh"):
+                    cards.make(card, mode, is_final=True)
+
+    def _make(self, given: Mapping[str, str], is_last: bool) -> None:
+        """Make a card of our type, in the place of Metaflow's command with these options."""
+        file, token = cards.CardFile(self._flow_datastore, given), _ENDED if is_last else _RUNS
+        if "--save-metadata" in given:  # once
+            self._facts[given["--card-uuid"]] = given["--save-metadata"]
+        if given["--mode"] == "refresh":
+            file.save_data(sections_of_gang(file.pathspec, self.shown(), self._pages), token)
+            return
+        file.save(page_of_gang(file.pathspec, self.shown(), self._pages, is_last), token)
+        if facts := self._facts.get(given["--card-uuid"]):
+            file.register(facts)
+            del self._facts[given["--card-uuid"]]
+
+
+def make_none() -> None:
+    """Have this task make no card of our type; Metaflow makes its other cards."""
+    cards.make_here(cards.of_type("torchrun"), lambda given, is_last: None)

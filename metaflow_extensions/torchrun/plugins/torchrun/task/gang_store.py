@@ -1,0 +1,217 @@
+"""What the control node does for its gang while our code waits: it stores what is known, makes cards, answers commands.
+
+All of it are jobs for the datastore. One runs at a time, in a thread that is there while it runs; values and outputs of a
+launch come first. While the step's own code runs, nothing is done: pages then show how the last launch has ended.
+Who may write the step's datastore may ask the gang; nobody else can.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from ..channel.registry import Registry
+from ..errors import GangError, TorchrunError
+from ..gang.nodes import NodeState
+from ..gang.protocol import CONTROL
+from ..gang.wire import from_plain
+from ..launch.transfer import Step, Transfer
+from ..records.requests import Answer, Request
+from ..records.snapshot import Snapshot
+from ..records.vanished import Word, has_begun, told_by_others
+from .cards import Cards
+from .member import Member
+
+_PATIENCE_S = 5.0  # for one writing, and for the last one
+_EVERY_S = 5.0  # between two writings
+# Until the gang has begun. From then on a task that replaces this one must not run the step's code again, and only the
+# record can show it that.
+_SOON_S = 0.25
+# The features' numbers (such as the nodes' usage) change all the time, and with many nodes they are a megabyte. So they
+# alone are written more rarely as the gang gets older.
+_NUMBERS_S, _NUMBERS_MOST_S, _OF_AGE = 15.0, 60.0, 0.1
+# A look for a request is one request of an object store. So it is made twice a minute, and more often only for a minute
+# after something was asked. On a local disk it costs next to nothing.
+_LOOK_S, _LOOK_SOON_S, _LOOK_LOCAL_S, _SOON_FOR_S = 30.0, 3.0, 0.5, 60.0
+# A request of long ago is not answered: who asked does not wait any more. The clocks of two machines may differ so much.
+_TOO_OLD_S = 600.0
+_NEVER = float("inf")
+
+
+class GangStore:
+    """What is known of one gang, on its control node; without a `registry` only cards show it.
+
+    `about` has more fields of the snapshot, as they become known.
+    """
+
+    def __init__(
+        self, member: Member, about: dict[str, Any], cards: Cards, registry: Registry | None, is_on_disk: bool = False
+    ) -> None:
+        self._member, self._about, self._cards, self._registry = member, about, cards, registry
+        self._is_on_disk = is_on_disk  # whether a look costs next to nothing
+        self._began_at = time.monotonic()
+        self._last: Mapping[str, Any] = {}  # the last view, see `_view`
+        self._snapshot: Snapshot | None = None
+        self._counts = [0, 0, 0]  # of what is known, and stored
+        self._job: Transfer | None = None
+        self._hung: Transfer | None = None  # the last job, where it has outlived its limit
+        self._asked: int | None = None  # a question about news
+        self._is_closed = False
+        self._due_at = self._numbers_due_at = self._look_at = 0.0
+        self._soon_until = 0.0
+        self._request: Request | None = None  # the last one that was looked at
+        self._answer: int | None = None  # the question for its answer
+        cards.shown = self.present
+        member.meanwhile, member.store_now = self._poll, self.store_now
+
+    # --- what is known ------------------------------------------------------------------------------
+
+    @property
+    def snapshot(self) -> Snapshot:
+        """All that was known last; if the supervisor is gone, it tells that, too."""
+        num_nodes, link = self._member.num_nodes, self._member.link
+        found = self._snapshot or Snapshot(num_nodes)
+        if link.end is not None and link.last_words is None:
+            found = told_by_others(found, [Word(str(link.gone()), time.time(), num_nodes)]) or found
+        return replace(found, **self._about)
+
+    def present(self) -> Snapshot:
+        """Return the same for this moment of a gang that runs."""
+        is_over = self._is_closed or self._member.link.end is not None
+        return self.snapshot if is_over else self.snapshot.at(time.monotonic() - self._began_at)
+
+    def _take(self, snapshot: Mapping[str, Any]) -> None:
+        self._snapshot = Snapshot.read(snapshot)
+
+    def _view(self) -> Mapping[str, Any]:
+        link = self._member.link
+        if link.last_words is not None:
+            self._last = link.last_words["view"]
+        elif link.end is None:
+            with suppress(GangError, OSError):
+                self._last = link.call("view")
+        return self._last
+
+    def states(self) -> dict[int, NodeState]:
+        """Return the state of each node; after the gang's end, what it was last."""
+        states = self._view().get("states") or [NodeState.ABSENT.name] * self._member.num_nodes
+        return {node: NodeState[name] for node, name in enumerate(states)}
+
+    def in_state(self, *states: NodeState) -> list[int]:
+        """Return the nodes, besides the control node, that are in one of these states."""
+        return [node for node, state in self.states().items() if node != CONTROL and state in states]
+
+    def broken(self) -> TorchrunError | None:
+        """Return why the gang can't go on, if it can't."""
+        found = self._view().get("broken")
+        return None if found is None else from_plain(TorchrunError, found, "the error")
+
+    # --- while our code waits ----------------------------------------------------------------------
+
+    def _poll(self) -> tuple[float, Sequence[int]]:
+        """Go on with what is due; return for how long, and for which files, the wait may last."""
+        found = self._go_on()
+        self._member.has_job = self._job is not None
+        return found
+
+    def _go_on(self) -> tuple[float, Sequence[int]]:
+        now = time.monotonic()
+        if self._job is not None:
+            if not self._job.over:
+                return self._job.left_s, (self._job.file,)
+            self._job.give_up()
+            self._hung = self._job if self._job.hangs else None
+            self._job = None
+        if self._member.uploads or (self._hung is not None and self._hung.hangs):
+            return _NEVER, ()
+        link = self._member.link
+        if self._asked is not None:
+            if link.has_answer(self._asked):
+                self._see_news(link.pop_answer(self._asked))
+        elif now >= self._due_at:
+            self._asked = link.ask("news", self._counts, now >= self._numbers_due_at)
+        elif self._registry is not None:
+            self._see_requests(self._registry, now)
+        if self._job is not None:
+            return self._job.left_s, (self._job.file,)
+        return max(0.0, min(self._due_at, self._look_at) - now) if self._asked is None else _NEVER, ()
+
+    def _see_news(self, news: Mapping[str, Any]) -> None:
+        now, self._asked = time.monotonic(), None
+        age_s = now - self._began_at
+        if news["snapshot"] is not None:
+            self._take(news["snapshot"])
+            self._counts = news["counts"]
+            self._numbers_due_at = now + max(_NUMBERS_S, min(_NUMBERS_MOST_S, age_s * _OF_AGE))
+            self._begin("the gang's record", self._store)
+        is_early = self._registry is not None and not has_begun(self._snapshot)
+        self._due_at = now + (_SOON_S if is_early else _EVERY_S)
+
+    def _store(self) -> None:
+        """Store all that is known; in the job's thread."""
+        try:
+            if self._registry is not None:
+                self._registry.save_snapshot(self.snapshot, _PATIENCE_S)
+        finally:
+            self._cards.renew()
+
+    def _begin(self, what: str, do: Callable[[], object]) -> None:
+        self._job = job = Transfer(None, "stores", [Step(what, do, _PATIENCE_S)])
+        try:
+            job.start()
+        except RuntimeError:  # no more threads: the next time
+            self._job = None
+
+    def _see_requests(self, registry: Registry, now: float) -> None:
+        """Look for what a command asks, hand it to the gang, and store the answer."""
+        link = self._member.link
+        if self._answer is not None and link.has_answer(self._answer):
+            number, self._answer = self._answer, None
+            with suppress(GangError, OSError):
+                if (data := link.pop_answer(number)) is not None and self._request is not None:
+                    self._begin("an answer", partial(registry.save_answer, Answer(self._request, time.time(), data)))
+        elif self._answer is None and now >= self._look_at:
+            pause_s = _LOOK_LOCAL_S if self._is_on_disk else _LOOK_SOON_S if now < self._soon_until else _LOOK_S
+            self._look_at = now + pause_s
+            self._begin("a request", partial(self._look, registry))
+
+    def _look(self, registry: Registry) -> None:
+        """Look for a request; in the job's thread."""
+        request = registry.load_request()
+        if request is None or (self._request is not None and request.id == self._request.id):
+            return
+        self._request = request
+        if time.time() - request.time < _TOO_OLD_S:
+            self._soon_until = time.monotonic() + _SOON_FOR_S
+            self._answer = self._member.link.ask("request", request.feature, {**request.data, "id": request.id})
+
+    def store_now(self) -> None:
+        """Store what is known now, within some seconds, or until this node must end."""
+
+        def is_idle() -> bool:
+            return self._member.must_end or (self._asked is None and self._job is None)
+
+        self._member.link.wait(is_idle, _PATIENCE_S)  # what was asked before may know less
+        self._due_at = self._numbers_due_at = 0.0
+        self._member.link.wait(lambda: is_idle() and self._due_at > 0.0, _PATIENCE_S)
+
+    # --- the end -----------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Store the gang's end, within some seconds; the link is closed by then."""
+        link = self._member.link
+        if link.is_forked or self._is_closed:
+            return
+        self._is_closed = True
+        if link.last_words is not None:
+            self._take(link.last_words["snapshot"])
+        if self._job is not None:
+            self._job.await_end()
+        if self._registry is not None and not (self._job is not None and self._job.hangs):
+            self._begin("the gang's record", partial(self._registry.save_snapshot, self.snapshot, _PATIENCE_S))
+            if self._job is not None:
+                self._job.await_end()

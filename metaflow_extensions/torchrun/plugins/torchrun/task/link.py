@@ -1,0 +1,271 @@
+"""The task's link to its supervisor, which it starts: one socket that keeps packets whole, and no thread.
+
+Our code that waits reads it, in `Link.wait`. While the step's own code runs, the supervisor sends SIGURG until somebody has
+read, and the handler reads (`orders`). So there is one reader at any time, and no lock. In a fork of the task nothing works.
+"""
+
+from __future__ import annotations
+
+import atexit
+import itertools
+import os
+import socket
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from select import POLLIN, POLLOUT, poll
+from typing import Any
+
+from ..channel.codec import MOST_BYTES, Packets, packets
+from ..errors import GangError, TorchrunError
+from ..gang.wire import from_plain
+from ..machine.detached import beside_task
+from ..machine.open_files import file_of
+from ..machine.processes import Other
+
+_ANSWER_S = 60.0  # a busy machine, or one whose disk has to read Python first
+_LEAVE_WAIT_S = (
+    5.0  # how long a control node waits after its own end for the other nodes' ends, to hear of late failures
+)
+_END_S = 2.0
+_NEVER = float("inf")
+_LOOK_S = 0.5  # the longest wait: who shares the socket may have read what tells of an end
+_STUCK_LOOKS, _STUCK_LOOK_S = 300, 0.2  # a count, since a clock goes on while the whole machine is paused
+_OS_ERRORS = {each.__name__: each for each in (ConnectionError, ConnectionRefusedError, TimeoutError, socket.gaierror)}
+_open: weakref.WeakSet[Link] = weakref.WeakSet()
+
+
+class SupervisorGone(GangError):
+    """This node's supervisor process has ended unexpectedly, or does not answer."""
+
+
+class Link:
+    """A connection to a supervisor, which this starts; `handle` and `turn` are set by who uses it.
+
+    Raises GangError where no process can be started. `grace_s` is the workers' time to end, in seconds.
+    """
+
+    def __init__(self, grace_s: float) -> None:
+        # What stdout and stderr were when this began; the supervisor writes there.
+        self.own_files = {name: file_of(fd) for name, fd in (("stdout", 1), ("stderr", 2))}
+        self.handle: Callable[[Sequence[Any]], None] = lambda frame: None  # gets what is no answer
+        # Called between two waits; returns for how long to wait, and for which files, too. It may raise.
+        self.turn: Callable[[], tuple[float, Sequence[int]]] = lambda: (_LOOK_S, ())
+        self.waiter: int | None = None  # the thread in which our code waits
+        self.end: str | None = None  # why nothing is said or read any more
+        self.is_forked = False  # whether this is a fork of the task
+        self.stays = False  # whether the supervisor is there for another gang after `close`
+        self.last_words: Any = None  # what the supervisor has said at its end
+        self._is_hurried = False
+        self._numbers, self._calls = itertools.count(), itertools.count()
+        self._packets = Packets()
+        self._answers: dict[int, Sequence[Any]] = {}
+        self._processes: list[Other] = []  # the supervisor and its parent, when it has said which they are
+        try:
+            self._socket = _start(grace_s)
+        except OSError as error:  # no more processes or files
+            raise GangError(
+                f"This node's supervisor process could not be started on host {socket.gethostname()}: {error}. Look at "
+                "the limits of processes, threads and open files there (ulimit -a)."
+            ) from error
+        _open.add(self)
+
+    @property
+    def pid(self) -> int:
+        """The supervisor's pid."""
+        self.wait(lambda: self._processes, _ANSWER_S)
+        return self._processes[0].pid if self._processes else 0
+
+    # --- sending; a signal handler may do so
+
+    def send(self, *frame: Any) -> None:
+        """Send a frame; dropped if the supervisor is gone. It waits while that takes nothing."""
+        if self.end is None:
+            for packet in packets(next(self._numbers), frame):
+                self._send(packet)
+
+    def _send(self, packet: bytes) -> None:
+        for _ in range(_STUCK_LOOKS):
+            try:
+                self._socket.send(packet, socket.MSG_NOSIGNAL)
+                return
+            except BlockingIOError:
+                room = poll()
+                room.register(self._socket, POLLOUT)
+                room.poll(1000 * _STUCK_LOOK_S)
+            except OSError:  # who reads next sees why
+                return
+        self._lose(f"its supervisor process takes nothing for {_STUCK_LOOKS * _STUCK_LOOK_S:g} s")
+
+    def hurry(self) -> None:
+        """Keep the supervisor from waiting for a reader that takes nothing: the task was told to end."""
+        self._is_hurried = True
+
+    # --- reading
+
+    def read(self) -> None:
+        """Handle all that has come."""
+        while self.end is None:
+            try:
+                packet = self._socket.recv(MOST_BYTES)
+            except BlockingIOError:
+                return
+            except ConnectionResetError:  # told first where it has not read all that we said; what it said comes next
+                continue
+            except OSError as error:
+                self._lose(f"the connection to its supervisor process has failed: {error}")
+                return
+            if not packet:
+                pid = self._processes[0].pid if self._processes else "unknown"
+                self._lose(f"its supervisor process (pid {pid}) ended unexpectedly, as by SIGKILL")
+            elif (frame := self._packets.add(packet)) is not None:
+                self._take(frame)
+
+    def _take(self, frame: Sequence[Any]) -> None:
+        what, *rest = frame
+        if what in ("answer", "failed", "os_error"):
+            self._answers[rest[0]] = what, *rest[1:]
+        elif what == "supervisor":
+            self._processes = [Other(*each) for each in rest]
+        elif what == "gone":  # it ends, for a bug of ours
+            self._lose(rest[0])
+        elif what != "echo":
+            self.handle(frame)
+
+    def _lose(self, why: str) -> None:
+        self.end = why
+        self.handle(["supervisor_lost", why])
+
+    # --- waiting
+
+    @contextmanager
+    def ours(self) -> Iterator[None]:
+        """Our code waits in here, and reads: handlers of signals set flags."""
+        before, own = self.waiter, threading.get_ident()
+        while before not in (None, own) and self.end is None:  # another thread is told to leave
+            time.sleep(_STUCK_LOOK_S / 10)
+            before = self.waiter
+        self.waiter = own
+        try:
+            yield
+        finally:
+            self.waiter = before
+
+    def wait(self, is_over: Callable[[], object], timeout_s: float, files: Sequence[int] = ()) -> bool:
+        """Handle what comes until `is_over`, for so long, or until the supervisor is gone; return whether it is over.
+
+        It also ends when one of the `files` can be read.
+        """
+        deadline = time.monotonic() + timeout_s
+        with self.ours():
+            while True:
+                self.read()
+                pause_s, others = self.turn()
+                if is_over():
+                    return True
+                left_s = deadline - time.monotonic()
+                if left_s <= 0 or self.end is not None:
+                    return False
+                news = poll()
+                for file in (self._socket.fileno(), *files, *others):
+                    news.register(file, POLLIN)
+                ready = news.poll(1000 * max(0.0, min(left_s, pause_s, _LOOK_S)))
+                if not {file for file, _ in ready}.isdisjoint(files):
+                    return bool(is_over())
+
+    def ask(self, name: str, *args: Any) -> int:
+        """Have the supervisor do something; `pop_answer` gets the number that this returns."""
+        number = next(self._calls)
+        self.send("call", number, name, list(args))
+        return number
+
+    def has_answer(self, number: int) -> bool:
+        """Return whether an answer has come."""
+        return number in self._answers
+
+    def pop_answer(self, number: int) -> Any:
+        """Return an answer, once; raise what that has raised."""
+        kind, *rest = self._answers.pop(number)
+        if kind == "failed":
+            raise from_plain(TorchrunError, rest[0], "the error")
+        if kind == "os_error":
+            raise _OS_ERRORS.get(rest[0], OSError)(rest[1])
+        return rest[0]
+
+    def call(self, name: str, *args: Any, patience_s: float = _ANSWER_S) -> Any:
+        """Have the supervisor do something, and return its answer; raise what that raises, or SupervisorGone."""
+        number = self.ask(name, *args)
+        if not self.wait(lambda: number in self._answers, patience_s):
+            raise self.gone(f"its supervisor process gave no answer for {patience_s:g} s")
+        return self.pop_answer(number)
+
+    def gone(self, why: str = "") -> SupervisorGone:
+        """Return the error for a supervisor that is gone, or silent for a reason."""
+        return SupervisorGone(f"The node can't go on (host {socket.gethostname()}): {self.end or why}.")
+
+    def settle(self, patience_s: float | None = None) -> bool:
+        """Wait until all lines so far are written, or for so long; return whether they are."""
+        with suppress(GangError, OSError):
+            more_s = float("inf") if patience_s is None else patience_s
+            return bool(self.call("settle", patience_s, self._is_hurried, patience_s=more_s + _ANSWER_S))
+        return False
+
+    # --- the end
+
+    def await_end(self, patience_s: float) -> bool:
+        """Wait until a supervisor that is gone has left nothing behind, or for so long; return whether that is so."""
+        return all(each.wait(patience_s) for each in self._processes)
+
+    def close(self) -> None:
+        """End the gang that was begun, and the supervisor, unless it `stays`; nothing in a fork of the task."""
+        if self.end is None:
+            with suppress(GangError, OSError):
+                self.last_words = self.call("close", _LEAVE_WAIT_S, self.stays, self._is_hurried)
+        if not self.stays:
+            self._close()
+
+    def end_staying(self) -> None:
+        """End a supervisor that stayed."""
+        self.stays = False
+        self.close()
+
+    def _close(self) -> None:
+        if self.is_forked:
+            return
+        self.end = self.end or "its gang has ended"
+        self._socket.close()
+        if not self.await_end(_END_S):  # it still writes, and its reader may pause: the task's end waits for that
+            atexit.register(self.await_end, _NEVER)
+
+    def forget(self) -> None:
+        """Do nothing any more: this is a fork of the task."""
+        self.is_forked, self.end = True, "this process was forked from the task"
+        self._socket.close()
+
+
+def forget_all() -> None:
+    """Have a fork of the task forget all links."""
+    for each in list(_open):
+        each.forget()
+
+
+def _start(grace_s: float) -> socket.socket:
+    """Start a supervisor, which ends when it hears nothing more; return this end of the link."""
+    own, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    stdout = -1
+    try:
+        with suppress(OSError):  # closed
+            stdout = os.dup(1)
+        files = (stdout,) if stdout >= 0 else ()
+        beside_task("supervisor.between", [str(stdout), str(grace_s)], os.environ, theirs.fileno(), pass_fds=files)
+        own.setblocking(False)
+        return own
+    except BaseException:
+        own.close()
+        raise
+    finally:
+        theirs.close()
+        if stdout >= 0:
+            os.close(stdout)

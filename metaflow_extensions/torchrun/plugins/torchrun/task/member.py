@@ -1,0 +1,421 @@
+"""A node as a member of its gang, in its task, from the step's begin to its end.
+
+It numbers the launches. News of the gang must reach the step's code wherever that is: inside of `run` the supervisor
+handles it, outside of it it comes as an exception in the main thread (`orders`). Each change of state is one assignment:
+a handler of a signal leaves the state alone, or raises, so that what it has interrupted does not go on.
+"""
+
+from __future__ import annotations
+
+import enum
+import os
+import socket
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
+
+from ..errors import GangError, LaunchFailed, TorchrunError, TorchrunPreempted, chain
+from ..events import Event, Subscriber
+from ..gang.cause import Cause, FailureText, cause_of, failed
+from ..gang.endings import NotNeeded, TimedOut, lost_control, preempted, timed_out
+from ..gang.protocol import CONTROL, Abort, Ack, Alone, Bye, Done, Leave, Message, Replaced, Welcome, from_wire, to_wire
+from ..gang.texts import QUIET_S, REMIND_S, names
+from ..tracebacks import user_traceback, words_of
+from . import orders
+from .link import Link
+
+_ACK_WAIT_S = 5.0  # how long a leaving node waits for the control node's receipt
+_NEVER = float("inf")
+
+
+class ControlNode(enum.IntEnum):
+    """The state of the control node as this node knows it; it only moves down this list."""
+
+    UNKNOWN = 0  # this node is no member yet
+    HERE = 1
+    ACKNOWLEDGED = 2  # it has read that this node leaves
+    BYE = 3  # it has announced that it leaves
+    GONE = 4  # the connection has ended
+
+
+class State(enum.Enum):
+    """Where the step's code is; this decides how news reaches it."""
+
+    STEP = "joins, or is in code of its own: news interrupts it"
+    LAUNCH = "in a launch: news goes to the supervisor"
+    TOLD = "in code of its own, and has the gang's error already: only an order to end interrupts it"
+    WAITING = "ended on the control node, which waits for the others: news interrupts it"
+    STORING = "ended, on the control node after all others have left; its results are being stored"
+    ENDING = "was ordered to end: the gang knows, and the code of the step has the error"
+    LEFT = "this node has left"
+
+
+_OVER = frozenset({State.STORING, State.ENDING, State.LEFT})
+_SAYS: dict[type, ControlNode] = {Welcome: ControlNode.HERE, Ack: ControlNode.ACKNOWLEDGED, Bye: ControlNode.BYE}
+
+
+class Member:
+    """One node in its gang, over a link to a supervisor that was told of it."""
+
+    def __init__(self, node: int, num_nodes: int, emit: Subscriber, link: Link) -> None:
+        self.node, self.num_nodes, self.link = node, num_nodes, link
+        self.emit = emit  # gets events that are written, or can't be by the supervisor; `say` is for all others
+        self.host = socket.gethostname()
+        self.shows_output = True  # whether the last launch shows everything that a failing worker writes
+        self.may_go_on = False  # whether the others may go on without this node, if it is told to end
+        self.hold_s = 0.0  # how long a refused task delays its end, unless the connection ends before
+        self.at_end: Callable[[], None] = lambda: None  # called when the node has left, before the link closes
+        # What else is done while our code waits; returns for how long to wait, and for which files.
+        self.meanwhile: Callable[[], tuple[float, Sequence[int]]] = lambda: (_NEVER, ())
+        self.store_now: Callable[[], None] = lambda: None  # stores what is known of the gang
+        self.has_job = False  # whether a job for the datastore runs, see `meanwhile`
+        self.uploads = False  # whether a launch has something to store: that comes before all else
+        self.of_launch: deque[Sequence[Any]] = deque()  # frames that concern a launch, for who runs it
+        self.broken: TorchrunError | None = None  # why the gang can't go on
+        self._lost: TorchrunError | None = None  # the loss of the control node, which that node may not know of
+        self._verdict: TorchrunError | None = None  # of the last launch
+        self._state = State.STEP
+        self._control = ControlNode.UNKNOWN
+        self._are_alone = False  # whether all other nodes have left, on the control node
+        self._launches = 0
+        self._turn = threading.Lock()  # held by the thread that is in a launch
+        self._order: str | None = None  # why this node must end, if it must
+        self.is_interrupted = False  # by Ctrl-C
+        self._is_raised = False  # whether that has been raised
+        # What interrupts the launch: orders to end, and ends of its time. `_untold` has what its supervisor does not know.
+        self._interruptions: list[str | TimedOut] = []
+        self._untold: deque[str | TimedOut] = deque()
+        self._is_begun = False  # whether the supervisor knows of the launch
+        self._time_is_up: TimedOut | None = None  # outside of a launch
+        self._not_needed: NotNeeded | None = None  # what each call of `run` raises on a node that was dismissed
+        self._events: deque[Event] = deque()  # which a signal handler must not emit
+        link.handle, link.turn = self._handle, self._between_waits
+        orders.begin(self)
+
+    @property
+    def in_task(self) -> bool:
+        """Whether this is the task's own process, not a fork of it."""
+        return not self.link.is_forked
+
+    @property
+    def must_end(self) -> bool:
+        """Whether this node was told to end."""
+        return self._order is not None or self.is_interrupted
+
+    @property
+    def is_storing(self) -> bool:
+        """Whether the step's code has ended well here and its results are being stored."""
+        return self.in_task and self._state is State.STORING
+
+    @property
+    def has_left(self) -> bool:
+        """Whether this node has left the gang, although a launch may still run in another thread."""
+        return self._state is State.LEFT
+
+    # --- what the supervisor says ---------------------------------------------------------------
+
+    def _handle(self, frame: Sequence[Any]) -> None:
+        what, *rest = frame
+        if what == "deliver":
+            self.deliver(from_wire(rest[0]))
+        elif what == "event":
+            kind, node, text, is_detail = rest
+            self._events.append(Event(kind, node, text, is_detail, is_written=True))
+        elif what == "lost":
+            self._lose_control(rest[0])
+        elif what == "must_end":
+            self._notice(rest[0])
+        elif what == "hold":
+            self.hold_s = rest[0]
+        elif what == "supervisor_lost":
+            cause = Cause("agent_ended", self.node, self.host, exception=rest[0])
+            self._break(failed(LaunchFailed, FailureText(cause)))
+            self._control = ControlNode.GONE
+        else:
+            self.of_launch.append(frame)
+
+    def deliver(self, message: Message) -> None:
+        """Handle a message of the control node."""
+        if isinstance(message, Welcome | Ack | Bye):
+            self._control = max(self._control, _SAYS[type(message)])
+        elif isinstance(message, Replaced):
+            self._notice(message.why)
+        elif isinstance(message, Abort):
+            message.error.events = message.error.events or [record.as_dict() for record in message.events]
+            self._break(message.error)
+        elif isinstance(message, Alone):
+            self._are_alone = True
+
+    def _lose_control(self, reason: str) -> None:
+        if self._control is not ControlNode.BYE:
+            self._lost = lost_control(reason)
+            self._break(self._lost)
+        self._control = ControlNode.GONE
+
+    def _break(self, error: TorchrunError) -> None:
+        if self._state not in _OVER:
+            self.broken = self.broken or error  # a launch ends by its supervisor
+
+    def _notice(self, why: str) -> None:
+        """End this node as after a SIGTERM, once: notices repeat; `why` follows the words "node 1 was preempted: "."""
+        # As with a signal, the innermost launch stops in order, and what it raises reaches this node's step.
+        member = orders.innermost(self)
+        if member.broken is None and member._order is None:
+            member.order(why, is_now=False)
+
+    # --- what reaches the step's code -----------------------------------------------------------
+
+    def order(self, news: str | TimedOut, is_now: bool) -> None:
+        """End this node, since it must or its time is up; a handler of a signal calls it. If `is_now`, raise that here."""
+        if self._state in _OVER or not self.in_task:
+            return
+        if self._state is State.LAUNCH:
+            self._interruptions.append(news)
+            self._untold.append(news)
+            self._tell_launch()
+        elif isinstance(news, TimedOut):
+            self._time_is_up = news
+        else:
+            self._order = self._order or news
+        if is_now:
+            self.raise_news()
+        else:
+            self.link.send("echo")  # the wait ends
+
+    def interrupt(self) -> None:
+        """Raise KeyboardInterrupt where our code waits."""
+        self.is_interrupted = True
+        self.link.send("echo")
+
+    def _tell_launch(self) -> None:
+        while self._is_begun and self._untold:
+            news = self._untold.popleft()
+            if isinstance(news, TimedOut):
+                self.link.send("time_out", news.text)
+            else:
+                self._order = self._order or news
+                self.link.send("interrupt", news)
+
+    def raise_news(self) -> None:
+        """Raise Ctrl-C, the gang's error, the order to end or the end of the time, once; not what a launch handles."""
+        if self.is_interrupted and not self._is_raised:
+            self._is_raised = True
+            raise KeyboardInterrupt
+        if self._state is State.LAUNCH or self._state in _OVER or not self.in_task:
+            return
+        if self.broken is not None and self._state is not State.TOLD:
+            self._order = None
+            self._state = State.TOLD
+            raise self.broken
+        if self._order is not None:
+            error = self.terminated()
+            self._state = State.ENDING
+            self.send(Leave(self.cause_of(error), failed=True))
+            orders.end(self)
+            raise error
+        if self._time_is_up is not None:
+            news, self._time_is_up = self._time_is_up, None
+            raise timed_out(self.node, self.host, news.text)
+
+    def _between_waits(self) -> tuple[float, Sequence[int]]:
+        """Do what a wait leaves to do: raise news, also of the gangs around this one, and store what is due."""
+        while self._events:
+            self.emit(self._events.popleft())
+        self.raise_news()
+        for each in orders.around(self):
+            each.link.read()
+            each.raise_news()
+        return self.meanwhile()
+
+    def terminated(self) -> TorchrunPreempted:
+        """Return the error for a task that was told to stop."""
+        return preempted(self.node, self.host, self._order or orders.SIGTERM_CAME, self.may_go_on)
+
+    # --- called by the step's code --------------------------------------------------------------
+
+    def say(self, event: Event) -> None:
+        """Have an event written to this node's log, by the supervisor if it is there, and handed to `emit`."""
+        if self.link.end is None:
+            self.link.send("show", event.kind, event.node, event.text, event.is_detail)
+        else:
+            self.emit(event)
+
+    def send(self, message: Message) -> None:
+        """Send a message to the control node."""
+        self.link.send("send", to_wire(message))
+
+    def refuse_in_child(self) -> None:
+        """Raise if this process is a fork of the task: only the task itself is a node of the gang."""
+        if not self.in_task:
+            raise GangError(
+                f"current.torch.run was called in process {os.getpid()}, which was forked from the task. Only the task "
+                "itself can launch: call it there, for example in the step's own code."
+            )
+
+    @property
+    def is_dismissed(self) -> bool:
+        """Whether this node has left since a launch has ended well without it."""
+        return self.in_task and self._not_needed is not None
+
+    def dismiss(self, launch: int) -> NoReturn:
+        """End the step's code here: the launch has ended well without this node, which the gang counts no more."""
+        self._not_needed = NotNeeded(f"launch {launch} has ended well without this node, so its step ends here")
+        raise self._not_needed
+
+    def begin_launch(self, shows_output: bool = True) -> int:
+        """Begin a launch and return its number; raise TorchrunError if none can begin."""
+        self.refuse_in_child()
+        with self.link.ours():
+            self.link.read()
+        if not self._turn.acquire(blocking=False):
+            raise GangError(
+                f"current.torch.run was called on node {self.node} while launch {self._launches - 1} still ran there, in "
+                "another thread. A node takes part in one launch at a time: let the step's threads call it one after the "
+                "other, in the same order on every node."
+            )
+        try:
+            if (error := self._obstacle()) is not None:
+                raise error
+        except BaseException:
+            self._turn.release()
+            raise
+        self._interruptions, self._untold, self._is_begun = [], deque(), False
+        self.shows_output, self._verdict = shows_output, None
+        self.of_launch.clear()
+        self._state = State.LAUNCH
+        self._launches += 1
+        return self._launches - 1
+
+    def _obstacle(self) -> TorchrunError | NotNeeded | None:
+        """Return why no launch can begin, or None."""
+        if self._not_needed is not None:
+            return self._not_needed
+        if self.broken is not None:
+            self._state = State.TOLD if self._state is State.STEP else self._state
+            return self.broken
+        if self._state is State.ENDING or (self._order is not None and self._state not in _OVER):
+            return self.terminated()
+        if self._control >= ControlNode.BYE or self._state not in (State.STEP, State.TOLD):
+            return GangError(
+                "current.torch.run was called after the gang had ended: the control node's step has already finished. Every "
+                "node must call it the same number of times."
+            )
+        return None
+
+    def has_begun(self) -> None:
+        """Tell the supervisor, which knows of the launch by now, what has interrupted it."""
+        self._is_begun = True
+        self._tell_launch()
+
+    def end_launch(self, verdict: TorchrunError | None, failing: bool = False, handled: int | None = None) -> None:
+        """End the launch: the step's own code runs again. Raise news that came too late for the launch.
+
+        `verdict` is what the gang has decided. If `failing`, the launch raises it, or another error. `handled` is how many
+        interruptions the launch has handled; None: all.
+        """
+        self._verdict, self._order = verdict, None
+        late = [] if handled is None else self._interruptions[handled:]
+        if self._state is State.LAUNCH:
+            told = verdict is not None or (failing and self.broken is not None)
+            self._state = State.TOLD if told else State.STEP
+        self._turn.release()
+        for news in late:
+            if isinstance(news, TimedOut):
+                self._time_is_up = news
+            else:
+                self._order = self._order or news
+        if not failing or self._order is not None or self._time_is_up is not None:
+            self.raise_news()
+
+    def finish(self) -> None:
+        """Report that the step's code has ended well; the node stays a member until its results are stored.
+
+        Raises the order to end, if the step's code has swallowed it: the gang has failed for it.
+        """
+        if not self.in_task:
+            return
+        if self._state is State.LAUNCH:
+            raise GangError(
+                f"The step's code has ended on node {self.node} while launch {self._launches - 1} still ran there in "
+                "another thread. Wait for the thread that has called current.torch.run."
+            )
+        with self.link.ours():
+            self.link.read()
+        self.raise_news()
+        if self._state is State.ENDING:
+            raise self.terminated()
+        if self._state not in (State.STEP, State.TOLD):
+            return
+        self.link.send("end_spares")
+        self.send(Done())
+        if self.node == CONTROL and self.num_nodes > 1:
+            self._state = State.WAITING
+        else:
+            self._begin_storing()
+
+    def _begin_storing(self) -> None:
+        self._state = State.STORING
+        orders.end(self)
+
+    def await_error(self, patience_s: float) -> None:
+        """Raise the error that breaks the gang, if one comes in time."""
+        if self.in_task and self.link.wait(lambda: self.broken is not None, patience_s) and self.broken is not None:
+            raise self.broken
+
+    def await_others(self, remaining: Callable[[], list[int]]) -> None:
+        """Wait on the control node until the others have left; raise if a node fails or is lost meanwhile.
+
+        From then on this node's results are being stored, as on a member after `finish`.
+        """
+        if self._state is not State.WAITING or not self.in_task:  # a gang of one has nobody to wait for
+            return
+        patience_s = QUIET_S
+        while not self.link.wait(lambda: self._are_alone or self.broken is not None, patience_s):
+            if self.link.end is not None:
+                break
+            patience_s = REMIND_S
+            text = f"this node has finished; waiting until {names(remaining())} ended the step and stored the results"
+            self.say(Event("note", self.node, text))
+        if self.broken is not None:
+            raise self.broken
+        self._begin_storing()
+
+    def leave(self, error: BaseException | None = None, hold_s: float = 0.0) -> None:
+        """Leave the gang; safe to call more than once, and without effect in a forked child.
+
+        It waits for the control node's receipt, since some systems kill all tasks as soon as one has failed. After an
+        error it waits `hold_s` seconds at most for the channel's end: then the control node's log holds the cause.
+        """
+        before = self._state
+        if before is State.LEFT or not self.in_task:
+            return
+        self._state = State.LEFT
+        self.meanwhile = lambda: (_NEVER, ())
+        try:
+            if before is not State.ENDING:  # otherwise *leave* was sent already
+                cause = None if error is None or self.gang_knows(error) else self.cause_of(error)
+                self.send(Leave(cause, failed=error is not None))
+            self.link.wait(lambda: self._control is not ControlNode.HERE, _ACK_WAIT_S)
+            if error is not None and before is not State.ENDING:  # a preempted machine has no time for it
+                self.link.wait(lambda: self._control is ControlNode.GONE, hold_s)
+            self.at_end()
+        finally:
+            self.link.close()
+            orders.end(self)
+
+    def gang_knows(self, error: BaseException) -> bool:
+        """Return whether the gang knows this error already: it is, or is chained to, the gang's own verdict."""
+        return any(link is self._verdict or (link is self.broken and link is not self._lost) for link in chain(error))
+
+    def cause_of(self, error: BaseException) -> Cause:
+        """Return an exception of this node's own step as a cause."""
+        if isinstance(error, TorchrunError) and (cause := cause_of(error)) is not None:
+            if error is not self._lost:
+                return cause
+            text = f"it lost the connection to the control node: {cause.exception}"
+            return Cause("lost", self.node, self.host, exception=text)
+        if isinstance(error, KeyboardInterrupt):
+            return Cause("interrupted", self.node, self.host, exception="KeyboardInterrupt")
+        kind = "call" if isinstance(error, TorchrunError) else "step"
+        return Cause(kind, self.node, self.host, exception=words_of(error), detail=user_traceback(error))

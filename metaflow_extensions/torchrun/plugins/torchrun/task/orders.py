@@ -1,0 +1,126 @@
+"""Signals of a task: orders to end, and the supervisor's call to read what it says.
+
+While our code waits, a handler only sends a frame and sets a flag, and the wait raises; a second Ctrl-C raises at once. In
+the step's own code handlers raise. They are there from the join until Metaflow stores the results. Python runs them in the
+main thread, between two instructions, and lets only that thread set them. A fork of the task gets the former ones back.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from contextlib import suppress
+from types import FrameType
+from typing import TYPE_CHECKING, Any
+
+from ..gang.endings import TimedOut
+from .link import forget_all
+
+if TYPE_CHECKING:
+    from .member import Member
+
+SIGTERM_CAME = "its Metaflow task got SIGTERM"
+# The members whose signals these are, the innermost last: a gang's step may use `TorchrunSingleNodeMultiGPU`.
+_members: list[Member] = []
+_former: dict[int, Any] = {}
+_fork = threading.local()
+_is_reading = False  # whether the handler of SIGURG reads: others leave the raising to it
+
+
+def begin(member: Member) -> None:
+    """Handle the signals for a member; nothing outside of the main thread."""
+    if threading.current_thread() is not threading.main_thread():
+        return
+    _members.append(member)
+    for number, handler in _HANDLERS.items() if not _former else ():
+        # A handler of the step's own stays where it says what Ctrl-C does.
+        if number != signal.SIGINT or signal.getsignal(number) is signal.default_int_handler:
+            _former[number] = signal.signal(number, handler)
+
+
+def end(member: Member) -> None:
+    """Handle them no more for a member; the last one's end restores the former handlers."""
+    if threading.current_thread() is threading.main_thread() and member in _members:
+        _members.remove(member)
+        if not _members:
+            _restore()
+
+
+def _restore() -> None:
+    for number, former in _former.items():
+        if signal.getsignal(number) is _HANDLERS[signal.Signals(number)]:  # otherwise the step has set another one
+            with suppress(TypeError):  # a handler not set from Python can't be set back
+                signal.signal(number, former)
+    _former.clear()
+
+
+def around(member: Member) -> list[Member]:
+    """Return the members in whose own code a member waits in the main thread: that wait hears what comes for them."""
+    is_here = member.link.waiter == threading.main_thread().ident
+    return _members[: _members.index(member)] if is_here and member in _members else []
+
+
+def innermost(member: Member) -> Member:
+    """Return the member that handles what concerns the whole task."""
+    return _members[-1] if member in _members else member
+
+
+def time_out(member: Member, text: str) -> None:
+    """Raise `LaunchTimeout`, or let the launch that runs do so; the handler of the alarm calls this."""
+    member.order(TimedOut(text), is_now=not (_waits() or _is_reading))
+
+
+def _waits() -> bool:
+    return any(each.link.waiter == threading.main_thread().ident for each in _members)
+
+
+def _on_sigterm(number: int, frame: FrameType | None) -> None:
+    _members[-1].order(SIGTERM_CAME, is_now=not (_waits() or _is_reading))
+
+
+def _on_sigint(number: int, frame: FrameType | None) -> None:
+    if not (_waits() or _is_reading) or _members[-1].is_interrupted:
+        raise KeyboardInterrupt
+    _members[-1].interrupt()
+
+
+def _on_sigurg(number: int, frame: FrameType | None) -> None:
+    global _is_reading
+    if _waits() or _is_reading:
+        return  # who waits reads; the signal comes again until somebody has read
+    _is_reading = True
+    try:
+        for each in _members:
+            if each.link.waiter is None:
+                each.link.read()
+    finally:
+        _is_reading = False
+    for each in _members[::-1]:
+        each.raise_news()
+
+
+_HANDLERS = {signal.SIGTERM: _on_sigterm, signal.SIGINT: _on_sigint, signal.SIGURG: _on_sigurg}
+
+
+def _before_fork() -> None:
+    # A SIGTERM that arrives between the fork and `_in_child` must stay pending: Python forgets a signal that came before its
+    # handler was set back to the default.
+    if _members:
+        _fork.mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+
+
+def _after_fork() -> None:
+    if (mask := _fork.__dict__.pop("mask", None)) is not None:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+
+
+def _in_child() -> None:
+    _members.clear()
+    if _former and threading.current_thread() is threading.main_thread():
+        _restore()
+    forget_all()
+    _after_fork()
+
+
+os.register_at_fork(before=_before_fork, after_in_parent=_after_fork, after_in_child=_in_child)
