@@ -7,14 +7,15 @@ import threading
 import time
 from pathlib import Path
 
+from fake_link import FakeLink, member_of
 from limits import limit_s
 from loops import InLoop, Loop
 from unit_helpers import HANG_S, write
 
 from metaflow_extensions.torchrun.plugins.torchrun.errors import LaunchFailed
+from metaflow_extensions.torchrun.plugins.torchrun.events import Event
 from metaflow_extensions.torchrun.plugins.torchrun.gang import protocol
 from metaflow_extensions.torchrun.plugins.torchrun.gang.cause import Cause
-from metaflow_extensions.torchrun.plugins.torchrun.gang.member import Member
 from metaflow_extensions.torchrun.plugins.torchrun.gang.seat import Seat
 from metaflow_extensions.torchrun.plugins.torchrun.launch.services import Services
 from metaflow_extensions.torchrun.plugins.torchrun.launch.spec import LaunchSpec
@@ -50,6 +51,21 @@ class FakeAgent:
         self.orders.append(("close", grace_s))
 
 
+class Link(FakeLink):
+    """The link of the node's task."""
+
+    def __init__(self, node):
+        super().__init__()
+        self._node = node
+
+    def send(self, *frame):
+        what, *rest = frame
+        if what == "send":
+            self._node.send(protocol.from_wire(rest[0]))
+        elif what == "show":
+            self._node._hear(Event(*rest))
+
+
 class FakeNode:
     """A node of a gang of two, each with two ranks, and what its supervisor sends, says and returns.
 
@@ -61,13 +77,12 @@ class FakeNode:
         self.number = number
         self.said, self.output, self.events = [], [], []
         self._sent, self._agents, self._came = queue.Queue(), queue.Queue(), queue.Queue()
-        self.own_address, self.is_gone = None, False
+        self.own_address = None
         self.agent_pid = None  # of a process whose use is measured; without one nothing is
         self.loop = Loop()
         self.seat = InLoop(self.loop, lambda: Seat(number, 2, self._hear, self))
-        self.member = Member(number, 2, self._hear)  # the task's half, which stores and makes the result
-        # In another thread, so that the handlers of the test's own process stay.
-        self._in_thread(lambda: self.member.attach(self)).join(DEADLINE_S)
+        # The task's half, which stores and makes the result.
+        self.member = member_of(Link(self), number, 2, self._hear)
         self.services, self.store = services or Services(), store
         own = {"nproc": 2, "num_nodes": 2, "node_index": number, "python": "python3", "log_dir": str(folder)}
         launch = LaunchSpec("/flow/train.py", (), False, **{**own, **(spec or {})})
@@ -80,24 +95,8 @@ class FakeNode:
     def send(self, message):
         self._sent.put(message)
 
-    def end_spares(self):
-        """End no spares."""
-
-    def signal_end(self, is_on):
-        pass
-
-    def call_if_missed(self, call):
-        """Call it never."""
-
-    def show(self, event):
-        self._hear(event)
-        return True
-
     async def settle_lines(self):
         """Wait for no lines of other nodes."""
-
-    def close(self):
-        pass
 
     def _hear(self, event):
         self.events.append(event)

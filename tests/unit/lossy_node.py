@@ -2,11 +2,12 @@
 
 from collections import deque
 
+from fake_link import FakeLink, member_of
+
 from metaflow_extensions.torchrun.plugins.torchrun.errors import TorchrunError
 from metaflow_extensions.torchrun.plugins.torchrun.events import Event
 from metaflow_extensions.torchrun.plugins.torchrun.gang.cause import Cause, Failure
 from metaflow_extensions.torchrun.plugins.torchrun.gang.endings import MustEnd, NotNeeded
-from metaflow_extensions.torchrun.plugins.torchrun.gang.member import Member
 from metaflow_extensions.torchrun.plugins.torchrun.gang.protocol import (
     CONTROL,
     Ended,
@@ -18,21 +19,44 @@ from metaflow_extensions.torchrun.plugins.torchrun.gang.protocol import (
     Stored,
     TaskEnded,
     Welcome,
+    from_wire,
 )
 from metaflow_extensions.torchrun.plugins.torchrun.gang.seat import Seat
-from metaflow_extensions.torchrun.plugins.torchrun.gang.standing import State
 from metaflow_extensions.torchrun.plugins.torchrun.node import news
 from metaflow_extensions.torchrun.plugins.torchrun.node.course import NodeCourse
 from metaflow_extensions.torchrun.plugins.torchrun.node.news import Do, Seen
 from metaflow_extensions.torchrun.plugins.torchrun.node.outcome import Outcome
 from metaflow_extensions.torchrun.plugins.torchrun.node.phases import Phase
+from metaflow_extensions.torchrun.plugins.torchrun.task.member import State
 
 GRACE_S, CLOSE_S = 30.0, 5.0  # grace_s, and how long the channel waits for the members at its end
 END = "the connection ends"  # in a queue
 
 
+class Link(FakeLink):
+    """The task's link to its supervisor."""
+
+    def __init__(self, task):
+        super().__init__()
+        self._task = task
+
+    def send(self, *frame):
+        what, *rest = frame
+        if what == "send":
+            self._task.send(from_wire(rest[0]))
+        elif what == "interrupt":
+            self._task.seat.interrupt(*rest)
+            self._task.pump()
+
+    def wait(self, is_over, timeout_s, files=()):
+        return is_over()
+
+    def close(self):
+        self._task.stage, self._task.closes_at = "leaves", self._task.world.now + CLOSE_S
+
+
 class Task:
-    """A node's task and its supervisor, which is the link of both to the control node."""
+    """A node's task and its supervisor, which is the seat's link to the control node."""
 
     own_address = None
 
@@ -40,8 +64,8 @@ class Task:
         self.world, self.node, self.name = world, node, name
         self.join = Join(node, f"host-{node}", self.name, self.name)
         self.up, self.down = deque([self.join]), deque()
-        self.seat, self.member = Seat(node, world.num_nodes, bool, self), Member(node, world.num_nodes, bool)
-        self.member._link = self  # `attach` would set signal handlers
+        self.seat, self.link = Seat(node, world.num_nodes, bool, self), Link(self)
+        self.member = member_of(self.link, node, world.num_nodes, bool)
         self.stage, self.calls = "joins", 0  # then own, runs, ended, leaves and over; and the calls of `run`
         self.error = None  # with which the step has ended
         self.is_dead = False
@@ -51,25 +75,9 @@ class Task:
         self.running = self.stores = None  # the *go* of the workers, the *store* of the upload
         self.workers = ""  # then run, have failed or must stop
 
-    # --- what `Seat` and `Member` need of their link
-
     def send(self, message):
+        """Send a message to the control node."""
         self.up.append(message)
-
-    def wait(self, is_over, timeout_s):
-        return is_over()
-
-    def interrupt(self, why):
-        self.seat.interrupt(why)
-        self.pump()
-
-    def look(self):
-        pass
-
-    end_spares = look
-
-    def close(self):
-        self.stage, self.closes_at = "leaves", self.world.now + CLOSE_S
 
     # --- the step's code
 
@@ -135,7 +143,7 @@ class Task:
 
     def hear(self):
         """Let news interrupt the step's own code."""
-        if self.stage in ("joins", "own", "ended") and not self.is_dead and self.member.has_news():
+        if self.stage in ("joins", "own", "ended") and not self.is_dead:
             self.attempt(self.member.raise_news)
 
     # --- its supervisor
@@ -144,8 +152,8 @@ class Task:
         message = self.down.popleft()
         self.world.note(self, "gets", message)
         if message is END:
-            for each in (self.seat, self.member):
-                each.lose_control("its connection was closed")
+            self.seat.lose_control("its connection was closed")
+            self.link.says("lost", "its connection was closed")
         elif isinstance(message, Refused) and message.is_early:
             self.world.timers.append((self.world.now + 1.0, self.join_again))
         elif isinstance(message, Refused):
@@ -262,7 +270,7 @@ class Task:
             return
         self.die()
         self.send(TaskEnded("its task was killed by SIGKILL"))
-        self.close()
+        self.link.close()
         self.closes_at += GRACE_S
         self.seat.give_up(None)
         self.pump()
@@ -280,7 +288,7 @@ class Task:
     def tell(self):
         """Tell the task to end."""
         if not self.is_dead and self.silent_since is None:
-            self.member.notice("its task got SIGTERM")
+            self.link.says("must_end", "its task got SIGTERM")
             self.hear()
 
     def silence(self):
@@ -310,7 +318,7 @@ class Task:
             yield self.store
 
     def acts_of_step(self):
-        waits = self.member._state is State.WAITING and self.member.broken is None
+        waits = self.member._state is State.WAITING and self.member.broken is None and not self.member._are_alone
         if self.stage == "own":
             yield self.go_on
         elif self.stage == "runs" and self.end is not None:

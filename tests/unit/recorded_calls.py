@@ -4,9 +4,11 @@ from dataclasses import replace
 from types import MappingProxyType
 from typing import ClassVar
 
+from fake_link import FakeLink, member_of
+
 from metaflow_extensions.torchrun.plugins.torchrun import executor
+from metaflow_extensions.torchrun.plugins.torchrun.events import Event
 from metaflow_extensions.torchrun.plugins.torchrun.executor import Context, TorchrunExecutor
-from metaflow_extensions.torchrun.plugins.torchrun.gang.member import Member
 from metaflow_extensions.torchrun.plugins.torchrun.gang.protocol import Verdict
 from metaflow_extensions.torchrun.plugins.torchrun.machine.accelerators import Machine, Nproc
 from metaflow_extensions.torchrun.plugins.torchrun.node.outcome import Outcome
@@ -44,7 +46,9 @@ def recorded_calls(monkeypatch, tmp_path, features=MappingProxyType({})):
 
     def call(attributes=None, positional=("train.py",), has_spares=False, **arguments):
         said = []
-        member = Member(0, 2, said.append)
+        link = FakeLink()
+        link.send = lambda what, *event: said.append(Event(*event)) if what == "show" else None
+        member = member_of(link, 0)
         settings = parse_settings(attributes or {}, "train")
         context = Context(
             member, "127.0.0.1", Machine(8), settings, Nproc(4, "@kubernetes requests gpu=4"), has_spares=has_spares

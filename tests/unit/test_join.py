@@ -8,8 +8,6 @@ from loops import InLoop, Loop
 from test_registry import Failing, FlowDatastore, registry_of
 from unit_helpers import eventually
 
-from metaflow_extensions.torchrun.plugins.torchrun.channel import client
-from metaflow_extensions.torchrun.plugins.torchrun.channel import join as joining
 from metaflow_extensions.torchrun.plugins.torchrun.channel.connection import new_token
 from metaflow_extensions.torchrun.plugins.torchrun.channel.control_channel import ControlChannel
 from metaflow_extensions.torchrun.plugins.torchrun.channel.registry import AddressRecord
@@ -21,6 +19,7 @@ from metaflow_extensions.torchrun.plugins.torchrun.gang.state import Gang
 from metaflow_extensions.torchrun.plugins.torchrun.machine.network import pick_port, place
 from metaflow_extensions.torchrun.plugins.torchrun.records.snapshot import Snapshot
 from metaflow_extensions.torchrun.plugins.torchrun.settings import DEFAULTS, parse_settings
+from metaflow_extensions.torchrun.plugins.torchrun.task import join as joining
 
 HOST = "127.0.0.1"
 ELSEWHERE = "127.0.0.2"  # as good as another machine: only the very loopback address has no proxies before it
@@ -116,7 +115,7 @@ def test_an_address_that_does_not_answer_is_not_taken_for_dead(registry, policy)
 def test_a_second_control_node_gives_way_to_the_first_while_that_lives(registry, control, monkeypatch):
     former, inbox, end = control()
     registry.publish(former)
-    monkeypatch.setattr(client, "place", lambda: "another pod")
+    monkeypatch.setattr(joining, "place", lambda: "another pod")
     events, raised = [], []
 
     def run():
@@ -143,9 +142,9 @@ def test_a_control_node_takes_the_place_of_one_that_is_gone(registry, policy, mo
     policy(former_s=1.0)
     monkeypatch.setattr(joining, "addresses_for_others", lambda main_ip: [HOST])
     registry.publish(AddressRecord((HOST,), pick_port(), "secret"))
-    member, channel = become_control(registry, here_only=False)
+    member = become_control(registry, here_only=False)
     assert registry.look_up(0.0).token != "secret"
-    assert channel.absent == [1]
+    assert member.link.call("view")["states"] == ["JOINED", "ABSENT"]
     member.leave()
 
 
@@ -210,24 +209,18 @@ def test_a_control_node_that_can_not_listen_tells_those_who_would_wait_for_it(re
 
 
 def test_a_gang_joins_over_the_loopback_address_where_all_nodes_are_on_one_machine(registry):
-    control, channel = become_control(registry, "10.0.0.7")
+    control = become_control(registry, "10.0.0.7")
     member, address = joining.join_as_member(registry, 1, 2, settings(), lambda event: None)
     assert registry.look_up(0.0).addresses == (HOST,)
     assert address == HOST
-    assert (channel.absent, channel.members) == ([], [1])
+    assert control.link.call("view")["states"] == ["JOINED", "JOINED"]
     member.leave()
     control.leave()
     assert not registry.look_up(0.0).closed  # nobody is left that would look for it
 
 
-def test_a_gang_of_one_neither_listens_nor_publishes(monkeypatch):
-    monkeypatch.setattr(client.ControlClient, "listen", None)
-    member, _ = joining.join_alone(settings(), lambda event: None, joining.rules_of(settings()))
-    member.leave()
-
-
 def test_a_member_that_comes_after_the_control_nodes_failure_fails_at_once(registry):
-    control, _ = become_control(registry)
+    control = become_control(registry)
     control.leave(GangError("step failed"))
     error, said = join(registry)
     assert "GangError: step failed" in str(error)
@@ -235,7 +228,7 @@ def test_a_member_that_comes_after_the_control_nodes_failure_fails_at_once(regis
 
 
 def test_a_member_that_comes_after_the_control_nodes_end_can_not_launch(registry):
-    control, _ = become_control(registry)
+    control = become_control(registry)
     control.leave()
     member, _ = joining.join_as_member(registry, 1, 2, settings(), lambda event: None)
     with pytest.raises(GangError, match="after the gang had ended"):
@@ -262,13 +255,13 @@ def test_a_task_that_comes_when_the_gang_is_over_ends_well_at_once(registry, mon
 def test_the_control_node_leaves_word_for_tasks_that_come_later(registry, replacements, has_come):
     own = settings()
     rules = Rules(60.0, 1.0, replacements=replacements)
-    control, channel = joining.join_as_control(registry, 2, HOST, own, lambda event: None, True, rules)
+    control = joining.join_as_control(registry, 2, HOST, own, lambda event: None, True, rules)
     member = None
     if has_come:
         member, _ = joining.join_as_member(registry, 1, 2, own, lambda event: None)
         member.finish()
         member.leave()
-        assert eventually(lambda: not channel.members)
+        assert eventually(lambda: control.link.call("view")["states"][1] == "LEFT")
     control.finish()
     control.leave()
     record = registry.peek(1.0)

@@ -1,17 +1,14 @@
 """A call of `run` in its task: what it does for the launch that its supervisor runs, and how it ends."""
 
-import json
 import queue
 import sys
 import threading
-import time
-from collections import deque
 
 import pytest
+from fake_link import FakeLink, member_of
 from fake_node import ERROR
 from unit_helpers import HANG_S, MemoryStore, eventually, settings_of_run
 
-from metaflow_extensions.torchrun.plugins.torchrun.channel.client import Client
 from metaflow_extensions.torchrun.plugins.torchrun.errors import (
     EntrypointError,
     GangError,
@@ -21,7 +18,7 @@ from metaflow_extensions.torchrun.plugins.torchrun.errors import (
     TorchrunPreempted,
 )
 from metaflow_extensions.torchrun.plugins.torchrun.features.outputs.in_task import Outputs
-from metaflow_extensions.torchrun.plugins.torchrun.gang.member import Member
+from metaflow_extensions.torchrun.plugins.torchrun.gang.endings import TimedOut
 from metaflow_extensions.torchrun.plugins.torchrun.gang.protocol import Abort, Store, Stored, Verdict, to_wire
 from metaflow_extensions.torchrun.plugins.torchrun.gang.wire import to_plain
 from metaflow_extensions.torchrun.plugins.torchrun.launch.services import RunCall, Services
@@ -33,53 +30,12 @@ from metaflow_extensions.torchrun.plugins.torchrun.task import launch_call
 from metaflow_extensions.torchrun.plugins.torchrun.task.launch_call import LaunchCall
 
 
-class FakeClient(Client):
-    """A connection without a supervisor: the test says what that would say."""
-
-    def __init__(self):
-        self.said, self.sent = queue.Queue(), queue.Queue()
-        self.own_files, self.of_launch = {"stdout": None, "stderr": None}, deque()
-        self.gone, self.awaited = False, []
-
-    is_gone = property(lambda self: self.gone)
-
-    def say(self, *frame):
-        self.said.put(json.loads(json.dumps(frame)))
-
-    def send(self, message):
-        self.sent.put(message)
-
-    def signal_end(self, is_on):
-        pass
-
-    def call_if_missed(self, call):
-        pass
-
-    def show(self, event):
-        return True
-
-    def wait(self, is_over, timeout_s):
-        deadline = time.monotonic() + timeout_s
-        while not is_over() and time.monotonic() < deadline:
-            time.sleep(0.002)
-        return is_over()
-
-    def close(self):
-        pass
-
-    def clean_up(self, patience_s):
-        self.awaited.append(patience_s)
-
-
 class Call:
     """One call in a thread, as the step's code may make it there."""
 
     def __init__(self, complete=None, services=None, store=None):
-        self.client, self.events = FakeClient(), []
-        self.member = Member(1, 2, self.events.append)
-        attach = threading.Thread(target=self.member.attach, args=[self.client])  # there it sets no handlers
-        attach.start()
-        attach.join()
+        self.link = FakeLink()
+        self.member = member_of(self.link)
         request = Request(LaunchSpec("sh", (), False, 1, 2, 1, "python3"), "127.0.0.1", Machine(1), grace_s=0.1)
         self.call = LaunchCall(request, self.member, services or Services(), store, complete or (lambda: request))
         self.came = queue.Queue()
@@ -93,12 +49,11 @@ class Call:
             self.came.put(error)
 
     def expect(self, what):
-        said, *rest = self.client.said.get(timeout=HANG_S)
-        assert said == what
-        return rest
+        said, *rest = self.link.sent.get(timeout=HANG_S)
+        return rest if said == what else self.expect(what)
 
     def says(self, *frame):
-        self.client.of_launch.append(json.loads(json.dumps(frame)))
+        self.link.says(*frame)
 
     def ends(self, number=0, **told):
         self.says("ended", number, {"handled": 0, **told})
@@ -163,7 +118,7 @@ def test_each_generation_stores_its_own_outputs(generation, tmp_path, monkeypatc
     for number, error in ((0, None), (generation, ERROR)):
         before = len(store.data)
         call.says("store", to_wire(Store(0, number, error, None if error is None else 60.0)))
-        while not isinstance(call.client.sent.get(timeout=HANG_S), Stored):
+        while not isinstance(call.link.messages.get(timeout=HANG_S), Stored):
             pass
         assert (len(store.data) > before) is (number == 1 or error is None), "what is stored is not stored again"
     call.ends_well()
@@ -171,9 +126,9 @@ def test_each_generation_stores_its_own_outputs(generation, tmp_path, monkeypatc
 
 def test_what_interrupts_the_node_is_handed_on_and_comes_back_if_it_was_too_late():
     call = Call()
-    call.member.notice("its machine is taken away")
+    call.link.says("must_end", "its machine is taken away")
     assert call.expect("interrupt") == ["its machine is taken away"]
-    call.member.time_out("too long")
+    call.member.order(TimedOut("too long"), is_now=False)
     assert call.expect("time_out") == ["too long"]
     error = call.ends_well(handled=0)
     assert isinstance(error, TorchrunPreempted), "raised in the step's own code, which runs again"
@@ -182,7 +137,7 @@ def test_what_interrupts_the_node_is_handed_on_and_comes_back_if_it_was_too_late
 @pytest.mark.parametrize("handled", [0, 1])
 def test_time_that_was_up_too_late_for_the_launch_is_up(handled):
     call = Call()
-    call.member.time_out("too long")
+    call.member.order(TimedOut("too long"), is_now=False)
     assert isinstance(call.ends_well(handled=handled), LaunchTimeout) is (handled == 0)
 
 
@@ -218,11 +173,11 @@ def test_a_step_that_ends_before_it_ends_the_launch():
 
 def test_a_supervisor_that_is_gone_ends_it_when_its_parent_has_stopped_all():
     call = Call()
-    call.member.lose_supervisor("its supervisor process (pid 7) ended unexpectedly, as by SIGKILL")
-    call.client.gone = True
+    call.link.end = "its supervisor process (pid 7) ended unexpectedly, as by SIGKILL"
+    call.link.says("supervisor_lost", call.link.end)
     error = call.came.get(timeout=HANG_S)
     assert "supervisor process (pid 7)" in str(error)
-    assert call.client.awaited
+    assert call.link.awaited
 
 
 def test_a_launch_that_is_given_up_is_awaited_a_bounded_time(monkeypatch):

@@ -5,11 +5,12 @@ import multiprocessing
 import sys
 import threading
 import time
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import metaflow  # noqa: F401 - it imports our modules, so it must come before them
 
-from metaflow_extensions.torchrun.plugins.torchrun.gang.member import Member
+from metaflow_extensions.torchrun.plugins.torchrun.task.member import Member
 
 ROUNDS = 15
 took = []
@@ -23,9 +24,10 @@ def use_pool():
 
 
 sent = []
-member = Member(0, 2, print)
-link = SimpleNamespace(send=sent.append, close=list, call_if_missed=lambda call: None, signal_end=lambda is_on: None)
-member.attach(link)
+link = SimpleNamespace(
+    send=lambda *frame: sent.append(frame), read=list, ours=nullcontext, waiter=None, is_forked=False, end=None
+)
+member = Member(0, 2, print, link)
 for _ in range(ROUNDS):
     if sys.argv[1] == "main":
         use_pool()

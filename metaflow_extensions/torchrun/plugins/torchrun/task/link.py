@@ -235,7 +235,8 @@ class Link:
         if self.is_forked:
             return
         self.end = self.end or "its gang has ended"
-        self._socket.close()
+        with suppress(OSError):  # the step's code has closed all descriptors
+            self._socket.close()
         if not self.await_end(_END_S):  # it still writes, and its reader may pause: the task's end waits for that
             atexit.register(self.await_end, _NEVER)
 

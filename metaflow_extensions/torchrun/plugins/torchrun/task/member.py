@@ -166,10 +166,13 @@ class Member:
 
     # --- what reaches the step's code -----------------------------------------------------------
 
-    def order(self, news: str | TimedOut, is_now: bool) -> None:
-        """End this node, since it must or its time is up; a handler of a signal calls it. If `is_now`, raise that here."""
+    def order(self, news: str | TimedOut, is_now: bool) -> bool:
+        """End this node, since it must or its time is up; return False if that is no concern of the gang any more.
+
+        A handler of a signal calls it. If `is_now`, it is raised here.
+        """
         if self._state in _OVER or not self.in_task:
-            return
+            return False
         if self._state is State.LAUNCH:
             self._interruptions.append(news)
             self._untold.append(news)
@@ -182,6 +185,7 @@ class Member:
             self.raise_news()
         else:
             self.link.send("echo")  # the wait ends
+        return True
 
     def interrupt(self) -> None:
         """Raise KeyboardInterrupt where our code waits."""
@@ -266,31 +270,37 @@ class Member:
     def begin_launch(self, shows_output: bool = True) -> int:
         """Begin a launch and return its number; raise TorchrunError if none can begin."""
         self.refuse_in_child()
-        with self.link.ours():
-            self.link.read()
+        if self._state is not State.LAUNCH:
+            with self.link.ours():
+                self.link.read()
+        if (error := self._obstacle()) is not None:
+            raise error
         if not self._turn.acquire(blocking=False):
-            raise GangError(
-                f"current.torch.run was called on node {self.node} while launch {self._launches - 1} still ran there, in "
-                "another thread. A node takes part in one launch at a time: let the step's threads call it one after the "
-                "other, in the same order on every node."
-            )
+            raise self._refused()
         try:
-            if (error := self._obstacle()) is not None:
-                raise error
+            self._interruptions, self._untold, self._is_begun = [], deque(), False
+            self.shows_output, self._verdict = shows_output, None
+            self.of_launch.clear()
+            self._launches += 1
+            self._state = State.LAUNCH  # last: from now on no handler raises
         except BaseException:
             self._turn.release()
             raise
-        self._interruptions, self._untold, self._is_begun = [], deque(), False
-        self.shows_output, self._verdict = shows_output, None
-        self.of_launch.clear()
-        self._state = State.LAUNCH
-        self._launches += 1
         return self._launches - 1
+
+    def _refused(self) -> GangError:
+        return GangError(
+            f"current.torch.run was called on node {self.node} while launch {self._launches - 1} still ran there, in "
+            "another thread. A node takes part in one launch at a time: let the step's threads call it one after the "
+            "other, in the same order on every node."
+        )
 
     def _obstacle(self) -> TorchrunError | NotNeeded | None:
         """Return why no launch can begin, or None."""
         if self._not_needed is not None:
             return self._not_needed
+        if self._state is State.LAUNCH:
+            return self._refused()
         if self.broken is not None:
             self._state = State.TOLD if self._state is State.STEP else self._state
             return self.broken
@@ -315,16 +325,17 @@ class Member:
         interruptions the launch has handled; None: all.
         """
         self._verdict, self._order = verdict, None
-        late = [] if handled is None else self._interruptions[handled:]
-        if self._state is State.LAUNCH:
-            told = verdict is not None or (failing and self.broken is not None)
-            self._state = State.TOLD if told else State.STEP
-        self._turn.release()
-        for news in late:
-            if isinstance(news, TimedOut):
-                self._time_is_up = news
-            else:
-                self._order = self._order or news
+        try:
+            if self._state is State.LAUNCH:
+                told = verdict is not None or (failing and self.broken is not None)
+                self._state = State.TOLD if told else State.STEP  # first: what comes later is the step's
+            for news in () if handled is None else self._interruptions[handled:]:
+                if isinstance(news, TimedOut):
+                    self._time_is_up = news
+                else:
+                    self._order = self._order or news
+        finally:
+            self._turn.release()
         if not failing or self._order is not None or self._time_is_up is not None:
             self.raise_news()
 

@@ -76,7 +76,9 @@ def _waits() -> bool:
 
 
 def _on_sigterm(number: int, frame: FrameType | None) -> None:
-    _members[-1].order(SIGTERM_CAME, is_now=not (_waits() or _is_reading))
+    if not _members[-1].order(SIGTERM_CAME, is_now=not (_waits() or _is_reading)):
+        _restore()
+        signal.raise_signal(number)
 
 
 def _on_sigint(number: int, frame: FrameType | None) -> None:
