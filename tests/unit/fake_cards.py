@@ -1,64 +1,65 @@
-"""Cards as Metaflow's `CardComponentManager` (2.19) has them, for tests of when they are made."""
+"""The cards of a task: Metaflow's own objects (2.19), but the commands that make other types of cards are not run."""
 
-from contextlib import contextmanager
-from types import SimpleNamespace
+import tempfile
+from itertools import pairwise
 
 from metaflow import current
+from metaflow.plugins.cards.card_creator import CardCreator
+from metaflow.plugins.cards.component_serializer import CardComponentCollector
 
 
-class FakeCard:
-    """A card of the gang's own type: the data that it was refreshed with, and how it was made for the last time."""
+class TaskCards(CardCreator):
+    """`cards` has the task's cards, `commands` the options of the commands that Metaflow would run."""
 
     def __init__(self):
-        self.shown, self.made = [], []
-        self.fails = False
-        self._latest_user_data = None
-        self._card_creator_args = {"card_uuid": "of-a-test"}
-        self._card_creator = SimpleNamespace(create=self.create, _run_command=None)
+        super().__init__(["--quiet"], self._register)
+        self.collector, self.commands, self._known = CardComponentCollector(None, self), [], set()
 
-    def refresh(self, data):
-        self.shown.append(data)
-        if self.fails:
-            raise OSError("no process")
+    def _register(self, card_uuid):
+        is_first = card_uuid not in self._known
+        self._known.add(card_uuid)
+        return is_first, {"uuid": card_uuid} if is_first else {}
 
-    def create(self, card_uuid, mode, final):
-        assert final
-        self.made.append((mode, self._latest_user_data))
+    def add(self, kind, name):
+        """Add a card of a type, with an id."""
+        attributes = {"type": kind, "timeout": None, "save_errors": True}
+        self.collector._add_card(kind, name, attributes, None, runtime_card=True, refresh_interval=1000)
 
+    @property
+    def cards(self):
+        return list(self.collector._card_component_store.values())
 
-class FakeUsersCard(FakeCard):
-    """A card of the user's own, with components; `made` has how it was made each time."""
+    def _run_command(self, cmd, card_uuid, env, wait=True, timeout=None):
+        self.commands.append({**dict(pairwise(cmd)), "wait": wait})
+        return b"", False
 
-    def __init__(self, *components):
-        super().__init__()
-        self._card_creator_args = {"card_uuid": "of-a-user", "runtime_card": True}
-        self.components = Components(enumerate(components))
-        self._latest_user_data = {"mine": 1}
-        self._last_layout_change, self._last_render, self._render_seq, self._last_refresh = None, 0, 0, 3.0
-
-    def _card_proc(self, mode):
-        self.made.append((mode, [each.render() for each in self.components.values()]))
-
-    def create(self, card_uuid, runtime_card, mode, final):
-        self.made.append((mode, final))
+    def end_well(self):
+        """Make the last cards, as Metaflow does for a task that has ended well."""
+        for card in self.cards:
+            for mode in ("render", "refresh"):
+                self.create(**card._card_creator_args, mode=mode, final=True)
 
 
-class Components(dict):
-    layout_last_changed_on = 1.0
+def cards_of_task(monkeypatch, folder, *kinds, task="Flow/1/train/2"):
+    """Give this task cards, each as its type, or type and id; they are stored in `folder`.
+
+    The files for what makes a card are in `folder/inputs`. The task is in its attempt 3.
+    """
+    names = ("flow_name", "run_id", "step_name", "task_id", "retry_count")
+    for name, value in zip(names, (*task.split("/"), 3), strict=True):
+        monkeypatch.setattr(current, f"_{name}", value)
+    for each in (".metaflow", "inputs"):
+        (folder / each).mkdir()
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr(tempfile, "tempdir", str(folder / "inputs"))
+    found = TaskCards()
+    for kind, _, name in (each.partition(" ") for each in kinds):
+        found.add(kind, name or None)
+    monkeypatch.setattr(type(current), "card", found.collector, raising=False)
+    return found
 
 
-def offer(*cards, of_users=()):
-    """Have a task find these cards, until the next call of this."""
-    collector = {"torchrun": list(cards)}
-    found = SimpleNamespace(get=lambda name: collector[name], _card_component_store=dict(enumerate(of_users)))
-    current._update_env({"card": found})
-
-
-@contextmanager
-def offered(*cards):
-    """Have a task find these cards."""
-    offer(*cards)
-    try:
-        yield
-    finally:
-        current._update_env({"card": None})
+def stored_cards(folder):
+    """Return the text of all files of cards that are stored, by name without their cards' numbers."""
+    found = (folder / ".metaflow" / "mf.cards").rglob("*-*.*")
+    return {f"{each.name.rpartition('-')[0]}.{each.suffix[1:]}": each.read_text() for each in found}

@@ -20,6 +20,7 @@ from metaflow_extensions.torchrun.plugins.torchrun.gang.policy import Rules
 from metaflow_extensions.torchrun.plugins.torchrun.machine.network import pick_port
 from metaflow_extensions.torchrun.plugins.torchrun.settings import DEFAULTS, parse_settings
 from metaflow_extensions.torchrun.plugins.torchrun.task import join as joining
+from metaflow_extensions.torchrun.plugins.torchrun.task import orders
 from metaflow_extensions.torchrun.plugins.torchrun.task.link import Link, SupervisorGone
 
 HOST = "127.0.0.1"
@@ -116,6 +117,7 @@ def test_news_interrupts_the_steps_own_code(gang):
     with pytest.raises(LaunchFailed, match="the step has failed"):
         time.sleep(HANG_S)
     leaving.join()
+    orders.end(control)  # handlers are restored in the main thread alone
 
 
 def test_a_step_that_closes_all_descriptors_hears_so_and_nobody_waits(gang):
