@@ -1,11 +1,8 @@
 """What signals do to the submitting processes: real processes, each a script that uses the module as the decorator does."""
 
-import os
-import pty
 import signal
 import subprocess
 import sys
-from contextlib import suppress
 
 import pytest
 from unit_helpers import OURS
@@ -71,24 +68,6 @@ def await_lines(process, *lines):
         assert process.stdout.readline().strip() == line
 
 
-def test_sigint_to_the_whole_group_reaches_a_task_once():
-    child = "import signal, sys, time; n = []; signal.signal(2, lambda *_: n.append(1)); print('child', flush=True)"
-    child += "; time.sleep(1.5); print('got', len(n), flush=True)"
-    code = f"""
-interrupts.heed_signals_to_run()
-interrupts._PATIENCE_S = 600.0  # longer than the busiest machine delays the child's end
-child = subprocess.Popen([sys.executable, "-c", {child!r}])
-try:
-    signal.pause()
-except KeyboardInterrupt:
-    child.wait()
-"""
-    run = start(code)
-    await_lines(run, "child")
-    os.killpg(run.pid, signal.SIGINT)
-    assert run.communicate()[0].strip() == "got 1"
-
-
 MACOS = "interrupts.platform.system, interrupts.processes.children = lambda: 'Darwin', None"
 
 
@@ -97,7 +76,6 @@ MACOS = "interrupts.platform.system, interrupts.processes.children = lambda: 'Da
     [
         ("", signal.SIGTERM, (), "SIGINT"),
         ("", signal.SIGHUP, (signal.SIGINT,), "SIGTERM"),
-        ("", signal.SIGINT, (), "SIGINT"),  # as an editor's stop button
         (MACOS, signal.SIGTERM, (), "SIGINT"),
     ],
 )
@@ -136,38 +114,6 @@ print([signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGHUP, signal.SIGIN
     kept = [print, signal.SIG_IGN, signal.SIG_IGN]
     ignored = (signal.SIGHUP, signal.SIGINT)
     assert start(code, ignored=ignored).communicate()[0].strip() == str(kept)
-
-
-def test_ctrl_c_at_a_terminal_is_as_usual_also_a_second_time():
-    code = """
-interrupts.heed_signals_to_run()
-interrupts._interrupt_children = lambda: print("passed on")
-for _ in range(2):
-    try:
-        print("ready", flush=True)
-        signal.pause()
-    except KeyboardInterrupt:
-        print("interrupted", flush=True)
-"""
-    pid, terminal = pty.fork()
-    if not pid:
-        signal.signal(signal.SIGINT, signal.SIG_DFL)  # who runs the tests in the background ignores it
-        os.execv(sys.executable, [sys.executable, "-c", IMPORTS + code])
-    said = b""
-    try:
-        for number in (1, 2):
-            while said.count(b"ready") < number:
-                said += os.read(terminal, 1000)
-            os.write(terminal, b"\x03")
-        with suppress(OSError):  # Linux's end of a terminal
-            while more := os.read(terminal, 1000):
-                said += more
-    finally:
-        os.close(terminal)
-        os.waitpid(pid, 0)
-    assert said.count(b"interrupted") == 2
-    assert b"passed on" not in said
-    assert b"the run is interrupted" not in said
 
 
 def test_a_forked_child_dies_as_it_would_have():

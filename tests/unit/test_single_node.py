@@ -5,9 +5,13 @@ import json
 from types import SimpleNamespace
 
 import pytest
-from fake_cards import FakeCard, offered
+from fake_cards import cards_of_task, stored_cards
+from limits import limit_s
 from metaflow import current
-from unit_helpers import eventually, is_running
+from metaflow._vendor import click
+from metaflow.datastore import FlowDataStore
+from metaflow.plugins.datastores.local_storage import LocalStorage
+from unit_helpers import HANG_S, eventually, is_running
 
 from metaflow_extensions.torchrun.plugins.torchrun import gang_of_one
 from metaflow_extensions.torchrun.plugins.torchrun.errors import TorchrunConfigError
@@ -16,16 +20,19 @@ from metaflow_extensions.torchrun.plugins.torchrun.single_node import TorchrunSi
 
 
 @pytest.fixture
-def card(monkeypatch):
-    """Return the gang's card of this task."""
+def task(monkeypatch, tmp_path):
+    """Have this process be a task with the gang's card, and return what Metaflow has of the card."""
     monkeypatch.setattr(gang_of_one, "print_errors_ourselves", lambda **_: None)
-    card = FakeCard()
-    with offered(card):
-        yield card
+    monkeypatch.setattr(FlowDataStore, "default_storage_impl", LocalStorage)
+    monkeypatch.setattr(LocalStorage, "datastore_root", str(tmp_path / "flows"))
+    metadata = SimpleNamespace(TYPE="local", register_metadata=lambda *_: None)
+    obj = SimpleNamespace(flow_datastore=FlowDataStore("Flow", metadata=metadata), metadata=metadata)
+    with click.Context(click.Command("step"), obj=obj):
+        yield cards_of_task(monkeypatch, tmp_path, "torchrun")
 
 
 @pytest.fixture
-def launches(monkeypatch, card):
+def launches(monkeypatch, task):
     """Have launches only written down, as `contexts`; each does what `do` says with its member."""
     launches = SimpleNamespace(contexts=[], do=lambda member: None)
 
@@ -49,29 +56,34 @@ def test_a_part_shows_the_launch_of_its_runner(launches):
 
     def run(member):
         member.emit(Event("command", 0, "runs: torchrun train.py"))
-        eventually(lambda: "not joined yet: node 0" not in shown(), "its join, which the gang's thread handles")
+        assert member.link.wait(lambda: "1 node joined" in shown(), limit_s(HANG_S))
         during.append(shown())
 
     assert "No launch has begun yet." in shown()
     launches.do = run
     runner.run(entrypoint="train.py")
-    assert "1 node joined;" in during[0].replace("&#x27;", "'")
     assert "torchrun train.py" in during[0]
     assert "torchrun train.py" in shown()
 
 
-def fail(member):
-    raise ValueError("no")
-
-
 @pytest.mark.parametrize("in_a_gang", [False, True], ids=["alone", "in a gang's step"])
-def test_a_launch_that_fails_makes_the_last_card_but_within_a_gang_that_is_the_gangs(in_a_gang, launches, card):
+def test_the_card_shows_the_launch_and_how_it_failed_but_within_a_gang_it_is_the_gangs(
+    in_a_gang, launches, task, tmp_path
+):
+    def fail(member):
+        if not in_a_gang:
+            assert member.link.wait(lambda: len(stored_cards(tmp_path)) == 2, limit_s(HANG_S))
+        raise ValueError("no")
+
     launches.do = fail
     current._update_env({"torch": object() if in_a_gang else None})
     with pytest.raises(ValueError, match="no"):
         TorchrunSingleNodeMultiGPU().run(entrypoint="train.py")
     current._update_env({"torch": None})
-    assert [mode for mode, _ in card.made] == ([] if in_a_gang else ["render", "refresh"])
+    assert ['= "final"' in text for name, text in stored_cards(tmp_path).items() if name == "torchrun.html"] == (
+        [] if in_a_gang else [True]
+    )
+    assert bool(task.commands) is False
 
 
 def test_it_imports_beforehand_from_the_first_launch_that_asks_for_it_to_its_own_end(launches, monkeypatch):
@@ -99,7 +111,7 @@ def test_it_imports_beforehand_from_the_first_launch_that_asks_for_it_to_its_own
 @pytest.mark.parametrize(
     "wrong", [{"warm": "yes"}, {"nproc_per_node": "größe"}, {"max_restarts": -1}, {"timeout_s": 0}]
 )
-def test_a_wrong_argument_is_named_as_one_of_run(wrong, card):
+def test_a_wrong_argument_is_named_as_one_of_run(wrong, task):
     """A single node has no step of ours, and no attributes of one."""
     with pytest.raises(TorchrunConfigError) as caught:
         TorchrunSingleNodeMultiGPU().run(["true"], **{"warm": False, **wrong})

@@ -7,31 +7,24 @@ looks after a remote job, ``flow.py kubernetes step`` or ``batch step``, ends th
 
 from __future__ import annotations
 
-import _thread
 import os
 import platform
 import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Sequence
 from contextlib import suppress
 from types import FrameType
 
 from ..machine import processes
 
-# Metaflow kills its tasks 5 s after SIGINT (2.19). Who has got it, has mostly ended by then.
-_PATIENCE_S = 2.0
 _REMOTE_JOBS = (["kubernetes", "step"], ["batch", "step"])
 
 
 def heed_signals_to_run() -> None:
-    """Have SIGTERM and SIGHUP interrupt this run and its tasks; a handler that is there stays, and so does nohup's.
-
-    So does SIGINT that no terminal sends, but for example an editor's stop button: it may have reached this process alone.
-    """
-    _handle((signal.SIGTERM, signal.SIGHUP, signal.SIGINT), pass_on=True)
+    """Have SIGTERM and SIGHUP interrupt this run and its tasks; a handler that is there stays, and so does nohup's."""
+    _handle((signal.SIGTERM, signal.SIGHUP), pass_on=True)
 
 
 def heed_signals_to_job(arguments: Sequence[str] = sys.argv) -> None:
@@ -60,18 +53,14 @@ def _handle(signals: Sequence[signal.Signals], pass_on: bool) -> None:
 
     def on_signal(number: int, frame: FrameType | None) -> None:
         nonlocal is_interrupted
-        is_front = number == signal.SIGINT and pass_on and _is_in_front()
-        if is_front or (os.getpid() != owner and number == signal.SIGINT):
-            raise KeyboardInterrupt  # as usual: the terminal sends Ctrl-C to the tasks as well
+        if os.getpid() != owner and number == signal.SIGINT:
+            raise KeyboardInterrupt  # as usual
         if os.getpid() != owner:  # a forked child has inherited this handler
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
         elif not is_interrupted:
             is_interrupted = True
-            if number == signal.SIGINT and pass_on:
-                with suppress(RuntimeError):  # no thread can start
-                    _thread.start_new_thread(_interrupt_the_rest, ())
-            elif pass_on:
+            if pass_on:
                 _interrupt_children()
             name = signal.Signals(number).name
             with suppress(OSError):  # SIGHUP: the terminal is gone
@@ -81,23 +70,6 @@ def _handle(signals: Sequence[signal.Signals], pass_on: bool) -> None:
     for number in signals:
         if signal.getsignal(number) in (signal.SIG_DFL, signal.default_int_handler):
             signal.signal(number, on_signal)
-
-
-def _is_in_front() -> bool:
-    """Return whether a terminal sends Ctrl-C to this process's group."""
-    with suppress(OSError):  # there is no terminal
-        terminal = os.open("/dev/tty", os.O_RDONLY | os.O_NOCTTY | os.O_CLOEXEC)
-        try:
-            return os.tcgetpgrp(terminal) == os.getpgrp()
-        finally:
-            os.close(terminal)
-    return False
-
-
-def _interrupt_the_rest() -> None:
-    """Signal the children that SIGINT has not reached: who sends it may send it to all, and a second one disturbs them."""
-    time.sleep(_PATIENCE_S)
-    _interrupt_children()
 
 
 def _interrupt_children() -> None:
