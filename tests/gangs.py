@@ -312,14 +312,19 @@ class Gang:
 
     # --- the end --------------------------------------------------------------------------------
 
-    def await_end(self, struck_at: float, survivors: Collection[int], ignore: Collection[int] = ()) -> Outcome:
-        """Wait until no process is left but those to `ignore`, but not for ever."""
+    def await_end(
+        self, struck_at: float, survivors: Collection[int], ignore: Collection[int] = (), leaves_folders: bool = False
+    ) -> Outcome:
+        """Wait until no process is left but those to `ignore`, but not for ever.
+
+        A supervisor that was killed `leaves_folders`.
+        """
         until = struck_at + limit_s(END_S)
         while (left := self.living() - set(ignore)) and time.monotonic() < until:
             time.sleep(_LOOK_S)
         seconds = time.monotonic() - struck_at
         names = [f"{pid} {command_line(pid)}" for pid in left]
-        if not ignore:  # who still lives may still need it
+        if not ignore and not leaves_folders:  # who still lives may still need it
             names += [str(path) for path in self.temporary.glob("torchrun-*")]
         return Outcome(seconds, {node: self.error(node) for node in survivors}, names, self.lost_bytes(survivors))
 

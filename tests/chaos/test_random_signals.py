@@ -13,16 +13,14 @@ from collections.abc import Callable
 from contextlib import suppress
 
 import pytest
-from gangs import GRACE_S, Gang
+from gangs import GRACE_S, NODE, Gang
 from limits import limit_s
 
 COUNT = int(os.environ.get("RANDOM_SIGNALS", "4"))
 END_S = GRACE_S + 10.0
-ENTRYPOINTS: list[str | list[str]] = [
-    "worker.py",
-    ["bash", "-c", "python worker.py; true"],
-    ["python", "-c", "import multiprocessing as m, runpy; m.Pool(2); runpy.run_path('worker.py', run_name='__main__')"],
-]
+WORKER = str(NODE.parent / "worker.py")
+POOL = f"import multiprocessing as m, runpy; pool = m.Pool(2); runpy.run_path({WORKER!r}, run_name='__main__')"
+ENTRYPOINTS: list[str | list[str]] = ["worker.py", ["bash", "-c", f"python {WORKER}; true"], ["python", "-c", POOL]]
 PHASES = ("joins, or begins to run", "own code", "runs", "ends")
 
 
@@ -72,11 +70,9 @@ def test_a_gang_ends_whatever_gets_a_signal_and_when(seed: int, make_gang: Calla
     (gang.out / "launch-1").touch()
     gang.let_go()
     gang.end_steps()
-    outcome = gang.await_end(struck_at, survivors=[])
+    outcome = gang.await_end(struck_at, survivors=[], leaves_folders=who != "task" or number == signal.SIGKILL)
     assert outcome.seconds < limit_s(END_S), f"{told}: {outcome.seconds:.1f} s\n{gang.told}"
-    may_leave_folders = who in ("supervisor", "between") or number == signal.SIGKILL
-    left = [each for each in outcome.left if not (may_leave_folders and each.startswith("/"))]
-    assert not left, f"{told}: {left}\n{gang.told}"
+    assert not outcome.left, f"{told}: {outcome.left}\n{gang.told}"
     assert "bug in metaflow-torchrun" not in gang.told, told
     errors = [error for error in map(gang.error, (0, 1)) if error is not None]
     causes = {(error["cause"]["kind"], error["cause"]["node"]) for error in errors if error["cause"]}

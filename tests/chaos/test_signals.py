@@ -81,7 +81,7 @@ def test_sigkill_of_a_supervisor(gang, recorder):
     """Its own node says so itself; the others see that it is gone."""
     gang.start(3, 1)
     gang.await_workers()
-    outcome = gang.await_end(gang.send(gang.supervisor(1), signal.SIGKILL), [0, 2])
+    outcome = gang.await_end(gang.send(gang.supervisor(1), signal.SIGKILL), [0, 2], leaves_folders=True)
     recorder.died("SIGKILL of a supervisor", outcome)
     assert f"{NODE_1} failed: its connection to the control node was closed" in outcome.error["text"]
     own = gang.error(1)
@@ -92,7 +92,7 @@ def test_sigkill_of_a_supervisor(gang, recorder):
 def test_sigkill_of_the_control_nodes_supervisor(gang, recorder):
     gang.start(3, 1)
     gang.await_workers()
-    outcome = gang.await_end(gang.send(gang.supervisor(0), signal.SIGKILL), [1, 2])
+    outcome = gang.await_end(gang.send(gang.supervisor(0), signal.SIGKILL), [1, 2], leaves_folders=True)
     recorder.died("SIGKILL of the control node's supervisor", outcome)
     assert "Node 0 (the control node) is lost: its connection was closed" in outcome.error["text"]
     assert f"Node 0 (host {HOST}) failed: its supervisor process (pid " in gang.error(0)["text"]
@@ -113,7 +113,7 @@ def test_sigkill_of_all_that_is_ours(gang, recorder):
     gang.await_workers()
     supervisor, between = gang.supervisor(1), gang.between(1)
     gang.send(between, signal.SIGKILL)
-    outcome = gang.await_end(gang.send(supervisor, signal.SIGKILL), [0])
+    outcome = gang.await_end(gang.send(supervisor, signal.SIGKILL), [0], leaves_folders=True)
     recorder.died("SIGKILL of a supervisor and its parent", outcome)
     assert f"{NODE_1} failed: its connection to the control node was closed" in outcome.error["text"]
 

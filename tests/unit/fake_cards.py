@@ -4,16 +4,35 @@ import tempfile
 from itertools import pairwise
 
 from metaflow import current
+from metaflow.datastore import FlowDataStore
 from metaflow.plugins.cards.card_creator import CardCreator
 from metaflow.plugins.cards.component_serializer import CardComponentCollector
+from metaflow.plugins.datastores.local_storage import LocalStorage
+
+
+class Metadata:
+    """Metadata of a flow; they take nothing while they fail. `registered` has task, card and tags."""
+
+    TYPE, fails = "local", False
+
+    def __init__(self):
+        self.registered = []
+
+    def register_metadata(self, run_id, step_name, task_id, entries):
+        if self.fails:
+            raise OSError("no such service")
+        self.registered += [(f"{run_id}/{step_name}/{task_id}", each.field, each.tags) for each in entries]
 
 
 class TaskCards(CardCreator):
     """`cards` has the task's cards, `commands` the options of the commands that Metaflow would run."""
 
-    def __init__(self):
+    def __init__(self, flow, folder):
         super().__init__(["--quiet"], self._register)
         self.collector, self.commands, self._known = CardComponentCollector(None, self), [], set()
+        self._folder, self.metadata = folder, Metadata()
+        root = str(folder / "flows")
+        self.datastore = FlowDataStore(flow, metadata=self.metadata, storage_impl=LocalStorage, ds_root=root)
 
     def _register(self, card_uuid):
         is_first = card_uuid not in self._known
@@ -28,6 +47,11 @@ class TaskCards(CardCreator):
     @property
     def cards(self):
         return list(self.collector._card_component_store.values())
+
+    def stored(self):
+        """Return the text of all pages and data that are stored, by name without their cards' numbers."""
+        found = (self._folder / ".metaflow" / "mf.cards").rglob("*-*.*")
+        return {f"{each.name.rpartition('-')[0]}.{each.suffix[1:]}": each.read_text() for each in found}
 
     def _run_command(self, cmd, card_uuid, env, wait=True, timeout=None):
         self.commands.append({**dict(pairwise(cmd)), "wait": wait})
@@ -52,14 +76,8 @@ def cards_of_task(monkeypatch, folder, *kinds, task="Flow/1/train/2"):
         (folder / each).mkdir()
     monkeypatch.chdir(folder)
     monkeypatch.setattr(tempfile, "tempdir", str(folder / "inputs"))
-    found = TaskCards()
+    found = TaskCards(task.partition("/")[0], folder)
     for kind, _, name in (each.partition(" ") for each in kinds):
         found.add(kind, name or None)
     monkeypatch.setattr(type(current), "card", found.collector, raising=False)
     return found
-
-
-def stored_cards(folder):
-    """Return the text of all files of cards that are stored, by name without their cards' numbers."""
-    found = (folder / ".metaflow" / "mf.cards").rglob("*-*.*")
-    return {f"{each.name.rpartition('-')[0]}.{each.suffix[1:]}": each.read_text() for each in found}

@@ -2,7 +2,6 @@
 
 import os
 from pathlib import Path
-from unittest.mock import Mock
 
 import pytest
 from recorded_calls import recorded_calls
@@ -127,7 +126,6 @@ def test_bad_input_is_refused_before_anything_runs(wrong, launch_of):
 
 def test_a_single_node_runs_it_too(tmp_path, monkeypatch, capfd):
     monkeypatch.setattr(gang_of_one, "print_errors_ourselves", lambda **_: None)
-    monkeypatch.setattr(gang_of_one, "LiveCard", lambda *_, **__: Mock())
     monkeypatch.chdir(tmp_path)
     with pytest.raises(LaunchFailed, match=r"\nHost \S+ failed: before_run 2/2 \(false\) exited with code 1"):
         TorchrunSingleNodeMultiGPU().run(entrypoint=["sh", "x.sh"], before_run=["echo one > made", ["false"]])

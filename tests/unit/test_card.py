@@ -24,8 +24,8 @@ from metaflow_extensions.torchrun.plugins.torchrun.records.on_page import NO_PAG
 from metaflow_extensions.torchrun.plugins.torchrun.records.snapshot import Snapshot
 from metaflow_extensions.torchrun.plugins.torchrun.records.summary import summarize
 from metaflow_extensions.torchrun.plugins.torchrun.show.as_card import layout, one_line, sections
-from metaflow_extensions.torchrun.plugins.torchrun.show.gang_card import GangCard
-from metaflow_extensions.torchrun.plugins.torchrun.show.live_card import GangPart
+from metaflow_extensions.torchrun.plugins.torchrun.show.gang_card import GangCard, page_of_gang, sections_of_gang
+from metaflow_extensions.torchrun.plugins.torchrun.show.gang_part import GangPart
 from metaflow_extensions.torchrun.plugins.torchrun.show.page import page_of, section_names
 from metaflow_extensions.torchrun.plugins.torchrun.show.style import STYLE
 
@@ -168,19 +168,12 @@ def test_metaflow_knows_the_card():
 
 
 def test_a_page_that_is_not_final_says_how_to_watch_the_gang():
-    task, data = SimpleNamespace(pathspec="Flow/1/train/2", metadata_dict={}), {"user": a_gang().stored()}
     first, last = (
-        content_of(page) for page in (GangCard().render_runtime(task, data), made_with(data["user"]).render(task))
+        content_of(page_of_gang("Flow/1/train/2", a_gang(), NO_PAGES, is_final)) for is_final in (False, True)
     )
     assert ("card server" in first, "card server" in last) == (True, False)
-    assert "card server" not in json.dumps(GangCard().refresh(task, data))  # who watches it need not read that
-
-
-def made_with(data):
-    """Return the card as Metaflow has it that makes the final page."""
-    card = GangCard()
-    card.runtime_data = {"user": data}
-    return card
+    # Who watches it need not read that.
+    assert "card server" not in json.dumps(sections_of_gang("Flow/1/train/2", a_gang(), NO_PAGES))
 
 
 @pytest.mark.parametrize("is_known", [True, False])

@@ -4,50 +4,28 @@ import json
 import threading
 
 import pytest
-from fake_cards import cards_of_task, stored_cards
+from fake_cards import cards_of_task
 from gang_snapshots import a_gang, failed
 from limits import limit_s
-from metaflow.datastore import FlowDataStore
-from metaflow.plugins.datastores.local_storage import LocalStorage
 from unit_helpers import HANG_S, eventually
 
 from metaflow_extensions.torchrun.plugins.torchrun.task.cards import Cards, make_none
 
 
-class Metadata:
-    """The metadata of a flow, which take nothing while they fail."""
-
-    TYPE, fails = "local", False
-
-    def __init__(self):
-        self.registered = []
-
-    def register_metadata(self, run_id, step_name, task_id, entries):
-        if self.fails:
-            raise OSError("no such service")
-        self.registered += [(f"{run_id}/{step_name}/{task_id}", each.field, each.tags) for each in entries]
-
-
 @pytest.fixture
-def metadata():
-    return Metadata()
-
-
-@pytest.fixture
-def made(tmp_path, monkeypatch, metadata):
-    """Return a function that gives this task cards: Metaflow's part, ours, and what returns the stored ones."""
-    datastore = FlowDataStore("Flow", metadata=metadata, storage_impl=LocalStorage, ds_root=str(tmp_path / "flows"))
+def made(tmp_path, monkeypatch):
+    """Return a function that gives this task cards: what Metaflow has of them, and what makes ours."""
     tasks = []
 
     def made(*kinds):
         tasks.append(cards_of_task(monkeypatch, tmp_path, *kinds))
-        cards = Cards(datastore)
+        cards = Cards(tasks[0].datastore)
         cards.shown = a_gang
-        return tasks[0], cards, lambda: stored_cards(tmp_path)
+        return tasks[0], cards
 
     yield made
     given = {file for each in tasks[0].commands for file in (each.get("--data-file"), each.get("--component-file"))}
-    assert {str(each) for each in (tmp_path / "inputs").iterdir()} <= given, "a card of ours has left its input files"
+    eventually(lambda: {str(each) for each in (tmp_path / "inputs").iterdir()} <= given, "the end of our input files")
 
 
 def tokens(found, name="torchrun"):
@@ -56,61 +34,61 @@ def tokens(found, name="torchrun"):
     return page.split('METAFLOW_RELOAD_TOKEN = "')[1].split('"')[0], data["reload_token"]
 
 
-def test_a_card_is_made_while_its_step_runs_and_for_the_last_time_when_that_fails(made, metadata):
-    task, cards, stored = made("torchrun", "torchrun mine")
+def test_a_card_is_made_while_its_step_runs_and_for_the_last_time_when_that_fails(made):
+    task, cards = made("torchrun", "torchrun create")
     cards.renew()
-    first = stored()
-    assert [tokens(first, name) for name in ("torchrun", "torchrun-mine")] == [("runtime", "runtime")] * 2
+    first = task.stored()
+    assert [tokens(first, name) for name in ("torchrun", "torchrun-create")] == [("runtime", "runtime")] * 2
     cards.shown = lambda: failed(a_gang(), 3, "of rank 3")
     cards.renew()
-    assert stored()["torchrun.html"] == first["torchrun.html"], "a browser renews it with the data"
-    assert "of rank 3" in stored()["torchrun.json"]
+    assert task.stored()["torchrun.html"] == first["torchrun.html"], "a browser renews it with the data"
+    assert "of rank 3" in task.stored()["torchrun.json"]
     cards.make_last()
-    assert tokens(stored()) == ("final", "final")
+    assert tokens(task.stored()) == ("final", "final")
     assert task.commands == []
     uuids = [card._card_creator_args["card_uuid"] for card in task.cards]
-    assert metadata.registered == [("1/train/2", uuid, ["attempt_id:3"]) for uuid in uuids]
+    assert task.metadata.registered == [("1/train/2", uuid, ["attempt_id:3"]) for uuid in uuids]
 
 
 def test_the_last_card_of_a_task_that_ends_well_is_ours_and_metaflow_makes_its_other_cards(made):
-    task, cards, stored = made("torchrun", "default")
+    task, cards = made("torchrun", "default")
     cards.renew()
     assert task.commands == []
     task.end_well()
-    assert tokens(stored()) == ("final", "final")
+    assert tokens(task.stored()) == ("final", "final")
     assert [each["--type"] for each in task.commands] == ["default", "default"]
 
 
-def test_a_task_that_is_to_make_none_makes_those_of_other_types_alone(made, metadata):
-    task, _, stored = made("torchrun", "default")
+def test_a_task_that_is_to_make_none_makes_those_of_other_types_alone(made):
+    task, _ = made("torchrun", "default")
     make_none()
     task.end_well()
-    assert (stored(), metadata.registered) == ({}, [])
+    assert (task.stored(), task.metadata.registered) == ({}, [])
     assert [each["--type"] for each in task.commands] == ["default", "default"]
 
 
-def test_a_card_that_could_not_be_registered_harms_nobody_and_is_with_its_next_page(made, metadata):
-    _, cards, stored = made("torchrun")
-    metadata.fails = True
+def test_a_card_that_could_not_be_registered_harms_nobody_and_is_with_its_next_page(made):
+    task, cards = made("torchrun")
+    task.metadata.fails = True
     cards.renew()
-    metadata.fails = False
+    task.metadata.fails = False
     cards.renew()
-    assert len(metadata.registered) == 1
-    assert tokens(stored()) == ("runtime", "runtime")
+    assert len(task.metadata.registered) == 1
+    assert tokens(task.stored()) == ("runtime", "runtime")
 
 
 def test_a_slow_last_card_does_not_hold_the_task(made):
-    _, cards, stored = made("torchrun")
+    task, cards = made("torchrun")
     free = threading.Event()
     cards.shown = lambda: free.wait(limit_s(HANG_S)) and a_gang()
     cards.make_last(0.05)
-    assert stored() == {}
+    assert task.stored() == {}
     free.set()
-    eventually(lambda: len(stored()) == 2, "the last card")
+    eventually(lambda: len(task.stored()) == 2, "the last card")
 
 
 def test_a_users_card_with_parts_is_renewed_too_and_made_a_last_time_and_what_is_the_users_stays(made):
-    task, cards, _ = made("default", "default other")
+    task, cards = made("default", "default other")
     task.cards[0].append(cards.part(("outcome",)))
     cards.renew()
     task.cards[0].refresh({"mine": 1})  # Metaflow drops what comes too soon after another one, but not this
@@ -123,7 +101,7 @@ def test_a_users_card_with_parts_is_renewed_too_and_made_a_last_time_and_what_is
 
 
 def test_without_a_card_that_shows_the_gang_nothing_is_made(made):
-    task, cards, stored = made("default")
+    task, cards = made("default")
     cards.renew()
     cards.make_last()
-    assert (task.commands, stored()) == ([], {})
+    assert (task.commands, task.stored()) == ([], {})

@@ -285,7 +285,7 @@ def test_the_table_of_threads_in_architecture_names_each_where_it_is_started():
         (name, str(path.relative_to(PACKAGE).with_suffix("")))
         for path in PACKAGE.rglob("*.py")
         for name in re.findall(
-            r"(?:name=|name: str = |Aside\(|in_background\(|begin\()\"(torchrun-[a-z]+)\"",
+            r"(?:name=|name: str = |Aside\()\"(torchrun-[a-z]+)\"",
             path.read_text(encoding="utf-8"),
         )
     }

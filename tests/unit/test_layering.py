@@ -25,7 +25,7 @@ SCRIPTS_OF_FEATURES = (
 # These import torch, in functions that workers call.
 CALLED_BY_WORKERS = ("features.functions.function_worker", "preflight")
 # Besides `compat`, these may import Metaflow, and what it promises: `current` and the base of its exceptions.
-KNOW_METAFLOW = {"decorator", "gang_of_one", "errors", "tracebacks", "show.live_card", "task.task_gang"}
+KNOW_METAFLOW = {"decorator", "gang_of_one", "errors", "tracebacks", "show.gang_part", "task.task_gang"}
 # They alone know the one list of features: four wire a gang, two make its page, for which features have parts.
 WIRE_FEATURES = {
     "decorator",

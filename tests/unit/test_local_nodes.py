@@ -12,7 +12,7 @@ import time
 import pytest
 from limits import limit_s
 from loops import Loop
-from unit_helpers import HANG_S, eventually, is_running
+from unit_helpers import HANG_S, is_running
 
 from metaflow_extensions.torchrun.plugins.torchrun.gang.nodes import NodeState
 from metaflow_extensions.torchrun.plugins.torchrun.machine.processes import Other
@@ -66,13 +66,10 @@ def ends(nodes):
     async def await_end(node, process):
         told.put((node, f"its task {await end_of(Other(process.pid, process.began))}"))
 
-    def follow(running):
-        for node, process in running.items():
-            waiting.append(asyncio.run_coroutine_threadsafe(await_end(node, process), loop.loop))
-
-    waiting = []
-    nodes.watch(follow, lambda node, reason: told.put((node, reason)))
-    told_of.append(waiting)
+    for ended in nodes.ended().items():
+        told.put(ended)
+    waiting = [await_end(*each) for each in nodes.tasks().items()]
+    told_of.append([asyncio.run_coroutine_threadsafe(each, loop.loop) for each in waiting])
     return told
 
 
@@ -190,36 +187,9 @@ def test_starters_are_told_in_the_environment():
     assert starters(env) == {"run": os.getpid(), "control": os.getpid()}
 
 
-def test_a_task_is_started_again_as_it_was(start, tmp_path, monkeypatch):
-    code = "import os, sys, time; print(os.environ.get('MARK'), *sys.argv[1:], flush=True); time.sleep(600 * int(%r))"
-    child = start(*task(1), code=code % "1", env={**os.environ, "MARK": "🙂=1"})
+def test_the_exit_codes_are_those_that_metaflow_knows(start):
+    child = start(*task(1))
     nodes = LocalNodes(RUN, CONTROL, 2)
     assert nodes.exit_codes({child.pid: None}) == {1: None}
     child.kill()
     assert nodes.exit_codes({child.pid: child.wait()}) == {1: -9}
-    out = tmp_path / "out"
-    with out.open("wb") as file:
-        before = os.dup(1)
-        os.dup2(file.fileno(), 1)
-        try:
-            again = nodes.start_again(1)
-        finally:
-            os.dup2(before, 1)
-            os.close(before)
-    eventually(lambda: out.read_text() == f"🙂=1 {' '.join(task(1))}\n")
-    assert nodes.exit_codes({child.pid: -9}) == {1: None}
-    assert nodes.tasks()[1] == again
-    os.kill(again.pid, signal.SIGKILL)
-    eventually(lambda: nodes.exit_codes({}) == {1: -9})
-
-
-def test_a_task_that_can_not_be_started_again_is_none(start, monkeypatch):
-    start(*task(1))
-    nodes = LocalNodes(RUN, CONTROL, 2)
-    assert nodes.tasks()
-
-    def refuse(*_, **__):
-        raise OSError("no more processes")
-
-    monkeypatch.setattr(subprocess, "Popen", refuse)
-    assert nodes.start_again(1) is None

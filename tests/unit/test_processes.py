@@ -1,4 +1,4 @@
-"""Who lives, who descends from whom, the end of a tree of processes, and those that are nobody's children here."""
+"""Who lives, who descends from whom, the end of a tree of processes, and one that is nobody's child here."""
 
 import os
 import shutil
@@ -7,6 +7,7 @@ import subprocess
 import sys
 import sysconfig
 import threading
+from pathlib import Path
 
 import pytest
 from gaps import gap
@@ -14,7 +15,7 @@ from limits import limit_s
 from unit_helpers import EXIT_OF_A_THREAD, HANG_S, OURS, eventually, write
 
 from metaflow_extensions.torchrun.plugins.torchrun.machine import processes
-from metaflow_extensions.torchrun.plugins.torchrun.machine.detached import Detached
+from metaflow_extensions.torchrun.plugins.torchrun.task.link import Link
 
 PYTHON = [sys.executable, "-I", "-S"]
 # Its main thread ends, and another one goes on until it is told the exit code.
@@ -96,41 +97,26 @@ def test_await_or_kill_waits_for_those_that_end_and_kills_those_that_do_not():
     assert (quick.returncode, slow.returncode) == (0, -signal.SIGKILL)
 
 
-# --- detached ---------------------------------------------------------------------------------------
+# --- beside a task ----------------------------------------------------------------------------------
 
 
-def test_what_a_detached_process_says_first_is_never_taken_for_its_number():
-    """Whoever the scheduler lets run first."""
-    for _ in range(60):
-        one = Detached("os.write(1, b'hello\\n')", [], os.environ)
-        assert os.read(one.output.fileno(), 100) == b"hello\n"
-        one.output.close()
-        assert one.wait(limit_s(HANG_S))
-
-
-def test_a_detached_process_is_no_child_and_hears_signals():
-    one = Detached("import signal; os.write(1, b'!'); signal.pause()", [], os.environ)
-    assert os.read(one.output.fileno(), 1) == b"!"
-    assert one.pid not in processes.children(os.getpid())
-    one.send_signal(signal.SIGKILL)
-    assert one.wait(limit_s(HANG_S))
-    one.output.close()
-
-
-def test_a_detached_process_finds_its_library_by_pythonhome_and_nothing_that_users_have_put_before_it(
+def test_a_supervisor_is_no_child_and_finds_its_library_by_pythonhome_and_nothing_that_users_have_put_before_it(
     tmp_path, monkeypatch
 ):
     """As a Python needs that was moved after it was built."""
     version = f"python{sys.version_info.major}.{sys.version_info.minor}"
-    library = tmp_path / "home" / sys.platlibdir / version
-    library.parent.mkdir(parents=True)
-    library.symlink_to(sysconfig.get_path("stdlib"))
+    library, mark = tmp_path / "home" / sys.platlibdir / version, tmp_path / "mark"
+    types = Path(sysconfig.get_path("stdlib"), "types.py")
+    write(library / "types.py", f"open({str(mark)!r}, 'w').close()\n{types.read_text(encoding='utf-8')}")
+    for each in types.parent.iterdir():
+        if each.name not in ("types.py", "__pycache__"):
+            (library / each.name).symlink_to(each)
     for folder in ("here", "path"):
-        write(tmp_path / folder / "bisect.py", "raise SystemExit('a stranger')")
+        write(tmp_path / folder / "types.py", "raise SystemExit('a stranger')")
     monkeypatch.chdir(tmp_path / "here")
-    env = {**os.environ, "PYTHONHOME": str(tmp_path / "home"), "PYTHONPATH": str(tmp_path / "path")}
-    source = "import bisect; os.write(1, f'{sys.prefix}\\n{os.path.dirname(bisect.__file__)}'.encode())"
-    one = Detached(source, [], env)
-    with one.output as output:
-        assert output.read().decode().split("\n") == [str(tmp_path / "home"), str(library)]
-    assert one.wait(limit_s(HANG_S))
+    monkeypatch.setenv("PYTHONHOME", str(tmp_path / "home"))
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "path"))
+    link = Link(1.0)
+    assert link.pid not in {0, *processes.children(os.getpid())}
+    link.close()
+    assert mark.exists()

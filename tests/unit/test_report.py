@@ -4,12 +4,12 @@ import traceback
 
 import metaflow.cli
 import pytest
+from fake_link import FakeLink, member_of
 from metaflow.exception import MetaflowException
 
 from metaflow_extensions.torchrun.plugins.torchrun.errors import EntrypointError, LaunchFailed, TorchrunConfigError
 from metaflow_extensions.torchrun.plugins.torchrun.gang.cause import Cause, FailureText, failed
 from metaflow_extensions.torchrun.plugins.torchrun.gang.launch import Launch, teller
-from metaflow_extensions.torchrun.plugins.torchrun.gang.member import Member
 from metaflow_extensions.torchrun.plugins.torchrun.run_arguments import checked
 from metaflow_extensions.torchrun.plugins.torchrun.task import report as module
 from metaflow_extensions.torchrun.plugins.torchrun.task.report import end_with, print_errors_ourselves
@@ -260,12 +260,12 @@ def test_an_exception_that_hides_what_it_is_still_ends_the_task_by_itself(kind):
     assert kind.__name__ in report(error, 0, known=False)
     error.__cause__ = verdict()
     assert kind.__name__ in report(error, 1)
-    cause = Member(0, 1, print).cause_of(kind("x"))
+    cause = member_of(FakeLink(), 0, 1).cause_of(kind("x"))
     assert cause.exception == ("Hidden: x" if kind is Hidden else "Mute (its __str__ raises SystemExit)")
 
 
 def test_an_interrupted_step_is_said_to_be_without_our_own_traceback():
-    cause = Member(0, 1, print).cause_of(KeyboardInterrupt())
+    cause = member_of(FakeLink(), 0, 1).cause_of(KeyboardInterrupt())
     assert (cause.category, cause.detail) == ("interrupted", "")
     assert cause.describe() == f"Node 0 (host {cause.host}) was interrupted, as by Ctrl-C."
     assert words_of(ValueError()) == "ValueError"

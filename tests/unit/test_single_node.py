@@ -5,7 +5,7 @@ import json
 from types import SimpleNamespace
 
 import pytest
-from fake_cards import cards_of_task, stored_cards
+from fake_cards import cards_of_task
 from limits import limit_s
 from metaflow import current
 from metaflow._vendor import click
@@ -25,10 +25,9 @@ def task(monkeypatch, tmp_path):
     monkeypatch.setattr(gang_of_one, "print_errors_ourselves", lambda **_: None)
     monkeypatch.setattr(FlowDataStore, "default_storage_impl", LocalStorage)
     monkeypatch.setattr(LocalStorage, "datastore_root", str(tmp_path / "flows"))
-    metadata = SimpleNamespace(TYPE="local", register_metadata=lambda *_: None)
-    obj = SimpleNamespace(flow_datastore=FlowDataStore("Flow", metadata=metadata), metadata=metadata)
-    with click.Context(click.Command("step"), obj=obj):
-        yield cards_of_task(monkeypatch, tmp_path, "torchrun")
+    task = cards_of_task(monkeypatch, tmp_path, "torchrun")
+    with click.Context(click.Command("step"), obj=SimpleNamespace(flow_datastore=task.datastore)):
+        yield task
 
 
 @pytest.fixture
@@ -67,12 +66,10 @@ def test_a_part_shows_the_launch_of_its_runner(launches):
 
 
 @pytest.mark.parametrize("in_a_gang", [False, True], ids=["alone", "in a gang's step"])
-def test_the_card_shows_the_launch_and_how_it_failed_but_within_a_gang_it_is_the_gangs(
-    in_a_gang, launches, task, tmp_path
-):
+def test_the_card_shows_the_launch_and_how_it_failed_but_within_a_gang_it_is_the_gangs(in_a_gang, launches, task):
     def fail(member):
         if not in_a_gang:
-            assert member.link.wait(lambda: len(stored_cards(tmp_path)) == 2, limit_s(HANG_S))
+            assert member.link.wait(lambda: len(task.stored()) == 2, limit_s(HANG_S))
         raise ValueError("no")
 
     launches.do = fail
@@ -80,10 +77,9 @@ def test_the_card_shows_the_launch_and_how_it_failed_but_within_a_gang_it_is_the
     with pytest.raises(ValueError, match="no"):
         TorchrunSingleNodeMultiGPU().run(entrypoint="train.py")
     current._update_env({"torch": None})
-    assert ['= "final"' in text for name, text in stored_cards(tmp_path).items() if name == "torchrun.html"] == (
-        [] if in_a_gang else [True]
-    )
-    assert bool(task.commands) is False
+    found = task.stored()
+    assert found == {} if in_a_gang else '"final"' in found["torchrun.html"]
+    assert task.commands == []
 
 
 def test_it_imports_beforehand_from_the_first_launch_that_asks_for_it_to_its_own_end(launches, monkeypatch):

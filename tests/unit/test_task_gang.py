@@ -12,15 +12,14 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
-from fake_cards import FakeCard, offered
+from fake_cards import cards_of_task
+from limits import limit_s
 from metaflow import current
 from metaflow.datastore import FlowDataStore
 from metaflow.metaflow_current import Parallel
 from metaflow.plugins.datastores.local_storage import LocalStorage
-from unit_helpers import PACKAGE, eventually
+from unit_helpers import HANG_S, PACKAGE, eventually
 
-from metaflow_extensions.torchrun.plugins.torchrun.channel import join as joining
-from metaflow_extensions.torchrun.plugins.torchrun.channel.client import ControlClient
 from metaflow_extensions.torchrun.plugins.torchrun.channel.registry import Registry
 from metaflow_extensions.torchrun.plugins.torchrun.errors import LaunchFailed, LaunchTimeout, TorchrunPreempted
 from metaflow_extensions.torchrun.plugins.torchrun.gang.cause import Cause
@@ -31,6 +30,7 @@ from metaflow_extensions.torchrun.plugins.torchrun.gang.protocol import Abort
 from metaflow_extensions.torchrun.plugins.torchrun.logs.console import settle
 from metaflow_extensions.torchrun.plugins.torchrun.records.vanished import has_begun
 from metaflow_extensions.torchrun.plugins.torchrun.settings import DEFAULTS, parse_settings
+from metaflow_extensions.torchrun.plugins.torchrun.task import join as joining
 from metaflow_extensions.torchrun.plugins.torchrun.task import task_gang
 from metaflow_extensions.torchrun.plugins.torchrun.task.signs import STARTED_BY
 from metaflow_extensions.torchrun.plugins.torchrun.task.step_timeout import TimeLimit
@@ -53,8 +53,8 @@ def control_task(monkeypatch, datastore):
     """Return a function that makes the gang of a control node's task; all leave, and give the signals back."""
     before, made = signal.getsignal(signal.SIGTERM), []
 
-    def control_task(num_nodes=1, runtime="local", **more):
-        parallel = Parallel(main_ip="127.0.0.1", num_nodes=num_nodes, node_index=0, control_task_id=None)
+    def control_task(num_nodes=1, runtime="local", node_index=0, control_task_id=None, **more):
+        parallel = Parallel("127.0.0.1", num_nodes, node_index, control_task_id)
         monkeypatch.setattr(type(current), "parallel", parallel, raising=False)
         monkeypatch.setenv("METAFLOW_RUNTIME_ENVIRONMENT", runtime)
         made.append(task_gang.TaskGang(SETTINGS, datastore, "1", "train", "2", 0, **more))
@@ -69,10 +69,6 @@ def control_task(monkeypatch, datastore):
 @pytest.fixture
 def gang(control_task):
     return control_task()
-
-
-def threads():
-    return {thread.name for thread in threading.enumerate()}
 
 
 def test_a_task_stays_in_its_gang_until_its_results_are_stored_and_what_has_happened_is(gang, registry, monkeypatch):
@@ -213,32 +209,47 @@ def test_results_that_can_not_be_stored_leave_the_gang_with_that_error(name, gan
 
 
 @pytest.mark.parametrize("runtime", ["local", "kubernetes"])
-def test_a_remote_control_node_alone_writes_the_other_nodes_lines(runtime, control_task, monkeypatch):
+def test_a_remote_control_node_alone_writes_the_other_nodes_lines(runtime, control_task, registry, capfd):
     """On a local run they stand in the same terminal already."""
-    asked = []
-    monkeypatch.setattr(ControlClient, "relay_lines", lambda client: asked.append(client))
     gang = control_task(num_nodes=2, runtime=runtime)
     gang.join()
-    assert bool(asked) is (runtime == "kubernetes")
+    with ThreadPoolExecutor() as pool:
+        other, _ = pool.submit(joining.join_as_member, registry, 1, 2, SETTINGS, print).result()
+        other.link.send("lines", "stderr", "[rank 1] a line\n")
+        pool.submit(other.leave).result()
     gang.leave(None)
+    assert ("a line" in capfd.readouterr().err) is (runtime == "kubernetes")
 
 
-@pytest.mark.parametrize(
-    ("runtime", "metadata", "is_live"),
-    [("local", "local", True), ("kubernetes", "local", False), ("kubernetes", "service", True)],
-)
-def test_where_metaflow_can_make_no_card_it_is_said_how_to_make_it_later(
-    runtime, metadata, is_live, control_task, datastore, capfd
+def test_the_gangs_card_is_made_in_the_control_nodes_task_alone_also_where_its_metadata_are_local(
+    control_task, datastore, monkeypatch, tmp_path
 ):
-    datastore.metadata = SimpleNamespace(TYPE=metadata)
-    gang = control_task(runtime=runtime)
-    with offered(card := FakeCard()):
+    task = cards_of_task(monkeypatch, tmp_path, "torchrun", task="GangFlow/1/train/2")
+    datastore.metadata = task.metadata
+    gang = control_task(runtime="kubernetes")
+    member, _ = gang.join()
+    if (child := os.fork()) == 0:  # it goes on with the step's code, and ends with an error
+        try:
+            gang.leave(SystemExit(0))
+        finally:
+            os._exit(0)
+    os.waitpid(child, 0)
+    assert task.stored() == {}
+    assert member.link.wait(lambda: len(task.stored()) == 2, limit_s(HANG_S))
+
+
+def test_another_nodes_task_makes_no_card_of_the_gang(control_task, registry, monkeypatch, tmp_path):
+    task = cards_of_task(monkeypatch, tmp_path, "torchrun", "default", task="GangFlow/1/train/2_node_1")
+    with ThreadPoolExecutor() as pool:
+        others = registry, 2, "127.0.0.1", SETTINGS, print, True, joining.rules_of(SETTINGS)
+        control = pool.submit(joining.join_as_control, *others).result()
+        gang = control_task(num_nodes=2, node_index=1, control_task_id="2")
         gang.join()
-        assert eventually(lambda: card.shown) if is_live else True
+        task.end_well()
         gang.leave(None)
-    assert bool(card.shown) is is_live
-    assert settle(60)
-    assert ("card create 1/train/2 --type torchrun" in capfd.readouterr().err) is not is_live
+        pool.submit(control.leave).result()
+    assert task.stored() == {}
+    assert [each["--type"] for each in task.commands] == ["default", "default"]
 
 
 WROTE = Cause("exception", 1, "b", 3, 1, 1, "ValueError: 2 * 3", "Traceback:\n  File 'it*s.py'\nValueError: 2 * 3")
@@ -270,7 +281,7 @@ def test_a_traceback_stands_once_in_the_log_of_a_remote_control_node(
         member, _ = gang.join()
         other, _ = pool.submit(joining.join_as_member, registry, 1, 2, SETTINGS, print).result()
         if has_copies:
-            other.link.say("lines", "stderr", "".join(f"[rank 3] {line}\n" for line in cause.detail.splitlines()))
+            other.link.send("lines", "stderr", "".join(f"[rank 3] {line}\n" for line in cause.detail.splitlines()))
             eventually(has_come)
         pool.submit(other.leave).result()
         member.begin_launch(shows_output)
@@ -300,7 +311,7 @@ member, _ = TaskGang(parse_settings(DEFAULTS, "train"), datastore, "1", "train",
 member.begin_launch()
 from PACKAGE.gang.protocol import Ready
 member.send(Ready(0, 1, "digest"))
-time.sleep(600)
+member.link.wait(lambda: False, 600.0)
 """
 
 

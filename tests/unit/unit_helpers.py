@@ -2,7 +2,6 @@
 
 import os
 import platform
-import threading
 import time
 from concurrent.futures import wait
 from pathlib import Path
@@ -124,31 +123,6 @@ class MemoryStore:
 
     def trouble(self):
         return None
-
-
-class Looping:
-    """A work in the background (`channel/background`) that is done all the time, from `begin` on."""
-
-    def __init__(self, name, do):
-        self.pauses = []  # what it has returned
-        self._do, self._is_over = do, threading.Event()
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
-
-    def begin(self):
-        if not self._thread.is_alive() and not self._is_over.is_set():
-            self._thread.start()
-
-    def _run(self):
-        while not self._is_over.is_set():
-            self.pauses.append(self._do())
-            self._is_over.wait(0.005)
-        self._do()
-
-    def settle(self, patience_s):
-        self._is_over.set()
-        if self._thread.is_alive():
-            self._thread.join(patience_s)
-        return not self._thread.is_alive()
 
 
 def settings_of_run(**arguments) -> RunSettings:

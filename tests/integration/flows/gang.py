@@ -31,15 +31,6 @@ if HOOK == "dies-early" and os.environ.get("MF_PARALLEL_NODE_INDEX") == "1":
     sys.exit(7)
 
 
-def has_come(node: int) -> bool:
-    """Return whether a task of this node has been there."""
-    return os.path.exists(os.path.join(os.environ["GANG_OUT"], f"task-{node}"))
-
-
-if HOOK == "comes-once" and os.environ.get("MF_PARALLEL_NODE_INDEX") == "1" and has_come(1):
-    sys.exit(7)
-
-
 def hook(moment: str) -> None:
     """Do what the test asks of the step's own code, as in ``before:1:raise``."""
     wanted = HOOK.split(":")

@@ -29,17 +29,17 @@ def main() -> int:
     grace_s = float(sys.argv.pop())
     linux.adopt_orphans()
     have_default_signals()
-    supervisor = os.fork()
+    own, supervisor = os.getpid(), os.fork()
     if supervisor == 0:
         from .process import main as supervise
 
-        return supervise()
+        return supervise(own)
     _close_files()
     os.waitpid(supervisor, 0)
-    for pid in living_descendants(os.getpid()):
+    for pid in living_descendants(own):
         send_signal(pid, signal.SIGTERM)
     kill_at = time.monotonic() + grace_s
-    while (left := living_descendants(os.getpid())) and time.monotonic() < kill_at + _KILL_WAIT_S:
+    while (left := living_descendants(own)) and time.monotonic() < kill_at + _KILL_WAIT_S:
         for pid in left if time.monotonic() >= kill_at else ():
             send_signal(pid, signal.SIGKILL)
         time.sleep(_LOOK_S)

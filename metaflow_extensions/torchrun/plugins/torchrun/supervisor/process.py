@@ -47,8 +47,8 @@ _URGENT = frozenset({"lost", "must_end"})  # the step's own code hears of it
 _URGENT_MESSAGES = frozenset({Abort.__name__.lower(), Replaced.__name__.lower()})
 
 
-def main() -> int:
-    """Serve one task, until it lets go or is gone."""
+def main(parent: int) -> int:
+    """Serve one task, until it lets go or is gone; `parent` is the process between."""
     pid, began, stdout = sys.argv[1:]
     _take_streams(int(stdout))
     linux.adopt_orphans()
@@ -56,7 +56,7 @@ def main() -> int:
     loop = asyncio.SelectorEventLoop()
     asyncio.set_event_loop(loop)
     # The loop is never closed: that would wait for threads in which names are looked up. The process ends anyway.
-    loop.run_until_complete(Supervisor(task, link).run())
+    loop.run_until_complete(Supervisor(task, link).run(parent))
     return 0
 
 
@@ -92,12 +92,12 @@ class Supervisor:
         self._oom_kills = [oom_kills()] * 2
         self._oom_at = 0.0
 
-    async def run(self) -> None:
+    async def run(self, parent: int) -> None:
         """Do all that the task asks, until its end."""
         loop = asyncio.get_running_loop()
         loop.set_exception_handler(self._on_bug)
         self._link.open()
-        self._link.send("supervisor", *((pid, processes.began(pid)) for pid in (os.getpid(), os.getppid())))
+        self._link.send("supervisor", *((pid, processes.began(pid)) for pid in (os.getpid(), parent)))
         with self._task.end() as self._end:
             if self._end is not None:
                 loop.add_reader(self._end, self._end_service)
