@@ -12,6 +12,7 @@ from typing import Any
 
 from metaflow import current
 
+from .compat.cards import datastore_here
 from .compat.datastore import values_of_running_flow
 from .compat.renamed import check
 from .elements.model import Sentence
@@ -41,6 +42,7 @@ class GangOfOne:
     """Runs launches, also of several threads at once, each in a gang of its own; cards show the last one."""
 
     def __init__(self) -> None:
+        self._flow_datastore = datastore_here()
         self._cards: Cards | None = None  # of the task
         self._shown: Callable[[], Snapshot] | None = None  # the last launch
         self._has_parts = False  # whether the step has asked for any
@@ -128,7 +130,7 @@ class GangOfOne:
     def _follow(self, member: Member, about: dict[str, Any]) -> GangStore:
         """Show the launch on the task's cards; of a launch within a gang only where the step asks for it."""
         if self._cards is None:
-            self._cards = Cards(None, on_page(), with_ours=current.get("torch") is None)
+            self._cards = Cards(self._flow_datastore, on_page(), with_ours=current.get("torch") is None)
         self._cards.has_parts = self._has_parts and current.get("torch") is None
         store = GangStore(member, about, self._cards, registry=None)
         self._shown = store.present

@@ -316,7 +316,7 @@ def parse_restart_on(value: Any, setting: str) -> frozenset[str]:
     return names
 
 
-_RESERVED = 9  # `gang.wakeup`, `machine.stacks` and `launch.command` take three of them, Valgrind the last
+_RESERVED = 9  # `machine.stacks` and `launch.command` take two of them, Valgrind the last
 
 
 def parse_signal(value: Any, setting: str) -> int:

@@ -57,6 +57,14 @@ def renew_users(card: Any) -> None:
     card._last_refresh = before
 
 
+def datastore_here() -> Any:
+    """Return the datastore of the task's flow, with its metadata; None in a thread that is not the task's first."""
+    from metaflow._vendor import click
+
+    command = click.get_current_context(silent=True)
+    return getattr(command and command.obj, "flow_datastore", None)
+
+
 def make(card: Any, mode: str, is_final: bool) -> None:
     """Make a card; a final one of Metaflow's is waited for."""
     card._card_creator.create(**card._card_creator_args, mode=mode, final=is_final)
@@ -74,7 +82,7 @@ def make_here(cards: Sequence[Any], make_ours: Make) -> None:
 def _run_command(
     run: Callable[..., tuple[bytes, bool]], make_ours: Make, command: Sequence[str], *args: Any, **options: Any
 ) -> tuple[bytes, bool]:
-    given = dict(pairwise(command))
+    given = dict(reversed(list(pairwise(command))))  # the first counts: an id may be "create"
     if given.get("--type") != "torchrun":
         return run(command, *args, **options)
     with convenience("the gang's card"):

@@ -20,7 +20,7 @@ from ..records.requests import Answer, GangCommand, GangHasEnded, Request
 from .finding import WHICH, attempt_option, find_one, gang_argument
 from .stored_gangs import StoredGang, StoredGangs
 
-# The control node looks for requests twice a minute if the datastore is an object store (`task/requests`). A feature then
+# The control node looks for requests twice a minute if the datastore is an object store (`task/gang_store`). A feature then
 # needs some seconds for its answer.
 _PATIENCE_S = 75.0
 _LOOK_S = 2.0

@@ -42,7 +42,7 @@ class Cards:
         """Make all cards, as of a running task."""
         with convenience(_LIVE):
             for card in self._ours:
-                if not self._has_page:
+                if not self._has_page or self._facts:
                     cards.make(card, "render_runtime", is_final=False)
                 cards.make(card, "refresh", is_final=False)
             self._has_page = bool(self._ours)
@@ -73,9 +73,9 @@ class Cards:
 
     def _make(self, given: Mapping[str, str], is_last: bool) -> None:
         """Make a card of our type, in the place of Metaflow's command with these options."""
-        file, token = cards.CardFile(self._flow_datastore, given), _ENDED if is_last else _RUNS
         if "--save-metadata" in given:  # once
             self._facts[given["--card-uuid"]] = given["--save-metadata"]
+        file, token = cards.CardFile(self._flow_datastore, given), _ENDED if is_last else _RUNS
         if given["--mode"] == "refresh":
             file.save_data(sections_of_gang(file.pathspec, self.shown(), self._pages), token)
             return

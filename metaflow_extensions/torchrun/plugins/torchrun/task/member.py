@@ -46,12 +46,13 @@ class State(enum.Enum):
     LAUNCH = "in a launch: news goes to the supervisor"
     TOLD = "in code of its own, and has the gang's error already: only an order to end interrupts it"
     WAITING = "ended on the control node, which waits for the others: news interrupts it"
+    FAILING = "ended with an error, which is being reported: nothing interrupts that"
     STORING = "ended, on the control node after all others have left; its results are being stored"
     ENDING = "was ordered to end: the gang knows, and the code of the step has the error"
     LEFT = "this node has left"
 
 
-_OVER = frozenset({State.STORING, State.ENDING, State.LEFT})
+_OVER = frozenset({State.FAILING, State.STORING, State.ENDING, State.LEFT})
 _SAYS: dict[type, ControlNode] = {Welcome: ControlNode.HERE, Ack: ControlNode.ACKNOWLEDGED, Bye: ControlNode.BYE}
 
 
@@ -97,6 +98,11 @@ class Member:
     def in_task(self) -> bool:
         """Whether this is the task's own process, not a fork of it."""
         return not self.link.is_forked
+
+    @property
+    def is_told(self) -> bool:
+        """Whether the gang can't go on, or this node has an order to end."""
+        return self.broken is not None or self._order is not None
 
     @property
     def must_end(self) -> bool:
@@ -161,7 +167,7 @@ class Member:
         """End this node as after a SIGTERM, once: notices repeat; `why` follows the words "node 1 was preempted: "."""
         # As with a signal, the innermost launch stops in order, and what it raises reaches this node's step.
         member = orders.innermost(self)
-        if member.broken is None and member._order is None:
+        if not member.is_told:
             member.order(why, is_now=False)
 
     # --- what reaches the step's code -----------------------------------------------------------
@@ -172,7 +178,7 @@ class Member:
         A handler of a signal calls it. If `is_now`, it is raised here.
         """
         if self._state in _OVER or not self.in_task:
-            return False
+            return self._state is State.FAILING  # it ends already
         if self._state is State.LAUNCH:
             self._interruptions.append(news)
             self._untold.append(news)
@@ -203,7 +209,8 @@ class Member:
 
     def raise_news(self) -> None:
         """Raise Ctrl-C, the gang's error, the order to end or the end of the time, once; not what a launch handles."""
-        if self.is_interrupted and not self._is_raised:
+        is_ending = self._state in (State.FAILING, State.LEFT)  # within limits; a second Ctrl-C does not wait for that
+        if self.is_interrupted and not self._is_raised and not is_ending:
             self._is_raised = True
             raise KeyboardInterrupt
         if self._state is State.LAUNCH or self._state in _OVER or not self.in_task:
@@ -368,6 +375,11 @@ class Member:
     def _begin_storing(self) -> None:
         self._state = State.STORING
         orders.end(self)
+
+    def fail(self) -> None:
+        """Let nothing interrupt the report of the error that ends the step's code here."""
+        if self._state not in _OVER:
+            self._state = State.FAILING
 
     def await_error(self, patience_s: float) -> None:
         """Raise the error that breaks the gang, if one comes in time."""

@@ -12,23 +12,20 @@ import signal
 import threading
 from contextlib import suppress
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ..gang.endings import TimedOut
 from .link import forget_all
 
-if TYPE_CHECKING:
-    from .member import Member
-
 SIGTERM_CAME = "its Metaflow task got SIGTERM"
 # The members whose signals these are, the innermost last: a gang's step may use `TorchrunSingleNodeMultiGPU`.
-_members: list[Member] = []
+_members: list[Any] = []  # of `task.member.Member`, which imports this
 _former: dict[int, Any] = {}
 _fork = threading.local()
 _is_reading = False  # whether the handler of SIGURG reads: others leave the raising to it
 
 
-def begin(member: Member) -> None:
+def begin(member: Any) -> None:
     """Handle the signals for a member; nothing outside of the main thread."""
     if threading.current_thread() is not threading.main_thread():
         return
@@ -39,7 +36,7 @@ def begin(member: Member) -> None:
             _former[number] = signal.signal(number, handler)
 
 
-def end(member: Member) -> None:
+def end(member: Any) -> None:
     """Handle them no more for a member; the last one's end restores the former handlers."""
     if threading.current_thread() is threading.main_thread() and member in _members:
         _members.remove(member)
@@ -55,18 +52,18 @@ def _restore() -> None:
     _former.clear()
 
 
-def around(member: Member) -> list[Member]:
+def around(member: Any) -> list[Any]:
     """Return the members in whose own code a member waits in the main thread: that wait hears what comes for them."""
     is_here = member.link.waiter == threading.main_thread().ident
     return _members[: _members.index(member)] if is_here and member in _members else []
 
 
-def innermost(member: Member) -> Member:
+def innermost(member: Any) -> Any:
     """Return the member that handles what concerns the whole task."""
     return _members[-1] if member in _members else member
 
 
-def time_out(member: Member, text: str) -> None:
+def time_out(member: Any, text: str) -> None:
     """Raise `LaunchTimeout`, or let the launch that runs do so; the handler of the alarm calls this."""
     member.order(TimedOut(text), is_now=not (_waits() or _is_reading))
 

@@ -197,6 +197,8 @@ class TaskGang:
                 hurry()
                 if self._member is not None:
                     self._member.link.hurry()
+            if self._member is not None:
+                self._member.fail()
             with convenience("our own report of the error"):
                 self._report(error)
             self.leave(error)
@@ -278,7 +280,8 @@ class TaskGang:
             self._member.leave(error, hold_s=0.0 if self._is_local or self._is_control else _HOLD_S)
         if self._store is not None:
             self._store.close()
-        if self._cards is not None and error is not None:
+        is_here = self._member is None or self._member.in_task  # else this is a fork of the task
+        if self._cards is not None and error is not None and is_here:
             self._cards.make_last(*([_PREEMPTED_CARD_S] if isinstance(error, TorchrunPreempted) else []))
 
     def watch_storing(self, task_datastore: Any) -> None:

@@ -1,6 +1,6 @@
 """Stacks on demand: what every rank of a gang does now. ``python flow.py torchrun stacks`` asks; nothing is stopped.
 
-The way of a question: the command stores a request beside the gang's records (`task/requests`). The control node finds
+The way of a question: the command stores a request beside the gang's records (`task/gang_store`). The control node finds
 it and hands it to the `StacksKeeper`, which asks all nodes. On each node the `StacksWatcher` asks the workers. When all
 nodes have answered, or their time is up, the keeper gives the answer to be stored.
 """
