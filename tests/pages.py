@@ -71,7 +71,7 @@ RUN_ELSEWHERE = {
     ("docs/functions.md", "def train(epochs, lr):"),
     (
         "docs/kubernetes.md",
-        "from metaflow import FlowSpec, batch, check_links, current, kubernetes, retry, step, torchrun",
+        "from metaflow import FlowSpec, batch, current, kubernetes, retry, step, torchrun",
     ),
     ("docs/metrics.md", "@card"),
     ("docs/metrics.md", "from lightning.pytorch import Callback"),
@@ -110,7 +110,7 @@ def run_in_one_flow() -> list[Block]:
 _HEAD = """
 import os
 
-from metaflow import FlowSpec, TorchrunSingleNodeMultiGPU, card, check_links, current, retry, step, torchrun
+from metaflow import FlowSpec, TorchrunSingleNodeMultiGPU, card, current, retry, step, torchrun
 from metaflow.cards import Markdown
 
 

@@ -127,13 +127,15 @@ def test_a_hang_in_nccl_tells_where_the_rank_was_that_stayed_away(run):
 
 
 @two_gpus
-def test_check_links_measures_nccl(run):
-    flow = run(attrs={"env": {"NCCL_DEBUG": "VERSION"}}, runs_=[{"entrypoint": "check_links"}, launch()])
+def test_the_example_check_links_measures_nccl(run):
+    script = Path(__file__).parents[2] / "examples" / "check-links" / "check_links.py"
+    flow = run(attrs={"env": {"NCCL_DEBUG": "VERSION"}}, runs_=[{"entrypoint": str(script)}, launch()])
     ranks = 2 * (len(GPUS) // 2)
     figures = r"[\d.]+ ms, [\d.]+ GB/s"
-    line = rf"preflight: node \d \(host \S+\): all-reduce over {ranks} ranks: {figures} \(bus [\d.]+ GB/s\)"
-    assert len(re.findall(line, flow.text)) == 2
-    measured = flow.text.index("preflight: node 0")
+    assert re.search(rf"all-reduce over {ranks} ranks: {figures} \(bus [\d.]+ GB/s\)", flow.text)
+    measured = flow.text.index(f"all-reduce over {ranks} ranks")
+    links = re.findall(r"node (\d) \(host \S+\) to node (\d) \(host \S+\): [\d.]+ GB/s over nccl", flow.text)
+    assert links == [("0", "1"), ("1", "0")]
     assert "NCCL version" in flow.text[:measured], "it was measured over another backend"
     ran_over_nccl(seen_by(flow, launch=1), ranks)
 

@@ -81,11 +81,16 @@ def test_hello(example):
 
 
 @pytest.mark.long
-def test_preflight(example):
-    flow = example("preflight", "python flow.py run")
-    for node, rank in ((0, 0), (1, 2)):
-        assert re.search(rf"\[rank {rank}\] preflight: node {node} \(host \S+\): all-reduce over 4 ranks: ", flow.text)
-    assert "all nodes reach each other; the training was launch 1" in flow.text
+def test_check_links(example):
+    flow = example("check-links", "python flow.py run", "--nproc 1")
+    reduced = r"all-reduce over 2 ranks: [\d.]+ ms, [\d.]+ GB/s \(bus [\d.]+ GB/s\)"
+    links = [
+        rf"node {one} \(host \S+\) to node {other} \(host \S+\): [\d.]+ GB/s over gloo" for one, other in ("01", "10")
+    ]
+    for line in (reduced, *links):
+        assert len(re.findall(rf"\[rank 0\] {line}", flow.text)) == 1, flow.text
+    assert sorted(re.findall(r"\[rank (\d)\] it trains", flow.text)) == ["0", "1"], "after the check"
+    assert "all nodes reach each other, and have trained" in flow.text
 
 
 @pytest.mark.long

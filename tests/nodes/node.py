@@ -16,7 +16,6 @@ import time
 import traceback
 from types import SimpleNamespace
 
-from metaflow import check_links
 from metaflow.datastore import FlowDataStore
 from metaflow.plugins.datastores.local_storage import LocalStorage
 
@@ -163,13 +162,12 @@ def await_leave(number, out):
 def run_all(executor, task, notes):
     """Run one launch after the other, as a step's code may that catches what `run` raises; raise the last error."""
     error = None
-    entrypoint = check_links if task.entrypoint == "check_links" else task.entrypoint
     for number in range(task.launches):
         if number > 0:
             await_leave(number, task.out)
         begun = time.monotonic()
         try:
-            result = executor.run(entrypoint, **task.options)
+            result = executor.run(task.entrypoint, **task.options)
             error = None
             notes.launches.append({"restarts": result.restarts, "command": result.command, "nodes": result.nodes})
         except BaseException as caught:

@@ -23,7 +23,7 @@ SCRIPTS_OF_FEATURES = (
     "features.functions.function_worker",
 )
 # These import torch, in functions that workers call.
-CALLED_BY_WORKERS = ("features.functions.function_worker", "preflight")
+CALLED_BY_WORKERS = ("features.functions.function_worker",)
 # Besides `compat`, these may import Metaflow, and what it promises: `current` and the base of its exceptions.
 KNOW_METAFLOW = {"decorator", "gang_of_one", "errors", "tracebacks", "show.gang_part", "task.task_gang"}
 # They alone know the one list of features: four wire a gang, two make its page, for which features have parts.
@@ -45,7 +45,6 @@ IMPORTED_WITH_METAFLOW = {
     "settings",
     "stubs",
     "parsing",
-    "preflight",
     "compat.cards",
     "compat.graph",
     "compat.steps",

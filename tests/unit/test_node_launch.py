@@ -250,20 +250,6 @@ def test_the_ranks_that_fail_in_the_same_way_are_told_with_the_first(node):
 
 
 @pytest.mark.parametrize(
-    ("told", "kind"), [({}, "exception"), ({"kind": "devices"}, "devices"), ({"kind": "lost"}, "exception")]
-)
-def test_what_an_exception_of_ours_says_of_itself_is_the_kind_of_the_cause(told, kind, tmp_path):
-    node = FakeNode(tmp_path)
-    agent = node.running()
-    record = {"exception": "DevicesFail: node 1: 0", "traceback": "", "at": time.monotonic(), **told}
-    write(node.worker_writes(agent, "stderr", "") / "exception.json", json.dumps(record))
-    node.worker_ended(agent, 1, 1)
-    (failure,) = node.expect(Failed).failures
-    assert failure.cause.kind == kind
-    node.ends(agent)
-
-
-@pytest.mark.parametrize(
     ("end", "kind", "words"),
     [
         ((None, "could not be started: no such file"), "agent", "its torchrun agent could not be started: no such"),

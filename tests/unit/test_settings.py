@@ -100,8 +100,3 @@ def test_an_unknown_attribute_names_the_step_and_the_nearest():
     with pytest.raises(TorchrunConfigError) as caught:
         refuse_unknown(["die größe"], "train")
     assert all(name in str(caught.value) for name in DEFAULTS)
-
-
-def test_the_former_preflight_leads_to_the_page_that_says_what_to_do_instead():
-    with pytest.raises(TorchrunConfigError, match=r"attribute preflight\. .*run\(check_links\).*docs/preflight\.md"):
-        refuse_unknown(["preflight"], "train")

@@ -866,8 +866,6 @@ def test_the_pause_before_a_restart_counts_from_the_failure_not_from_the_end_of_
         (crash(1, kind="timeout"), "timeout", True),
         (crash(1, kind="hang"), "hang", True),
         (crash(1, kind="agent"), "start", False),
-        (crash(1, kind="devices"), "start", False),
-        (crash(1, kind="preflight"), "network", False),
         (crash(1, kind="unreachable"), "network", False),
         (crash(1, kind="command"), "before_run", False),
         (crash(1, kind="agent_ended"), "killed", True),
@@ -899,7 +897,6 @@ def test_the_class_of_the_cause_decides_about_a_restart(cause, category, restart
         (crash(code=-9, text=None, kind="signal"), True),
         (crash(), False),  # an error in the user's code comes again
         (crash(code=1, text=None, kind="exit"), False),
-        (crash(kind="preflight"), False),
         (crash(kind="unreachable"), False),
     ],
 )

@@ -13,7 +13,6 @@ from ..plugins.torchrun.errors import (
     TorchrunPreempted,
     WorkerFailed,
 )
-from ..plugins.torchrun.preflight import check_links
 from ..plugins.torchrun.result import TorchrunResult
 from ..plugins.torchrun.single_node import TorchrunSingleNodeMultiGPU
 
@@ -35,5 +34,4 @@ __all__ = [
     "TorchrunResult",
     "TorchrunSingleNodeMultiGPU",
     "WorkerFailed",
-    "check_links",
 ]

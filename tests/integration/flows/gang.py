@@ -1,7 +1,6 @@
 """The flow that most tests run: what it does comes from the environment, as JSON.
 
-``GANG_ATTRS``: attributes of ``@torchrun``. ``GANG_RUNS``: a list of arguments for ``current.torch.run``;
-the entrypoint ``check_links`` is the function, whose result is not kept.
+``GANG_ATTRS``: attributes of ``@torchrun``. ``GANG_RUNS``: a list of arguments for ``current.torch.run``.
 ``GANG_HOOK``: what the step's own code does besides, see `hook`; with ``go-on`` it catches what
 the launches raise, with ``raise-last`` all but what the last one raises. ``GANG_OUT``: a folder for files.
 ``GANG_CARD``: the step has the gang's card; with ``own`` a card of its own with parts of it, too.
@@ -14,7 +13,7 @@ import signal
 import sys
 import time
 
-from metaflow import FlowSpec, Parameter, TorchrunError, card, check_links, current, retry, step, timeout, torchrun
+from metaflow import FlowSpec, Parameter, TorchrunError, card, current, retry, step, timeout, torchrun
 from metaflow.cards import Markdown
 from notes import note
 
@@ -83,10 +82,7 @@ class GangFlow(FlowSpec):
         self.results = []
         for number, kwargs in enumerate(RUNS):
             try:
-                if kwargs.get("entrypoint") == "check_links":
-                    torch.run(check_links)
-                else:
-                    self.results.append(torch.run(**kwargs))
+                self.results.append(torch.run(**kwargs))
             except TorchrunError as error:
                 note_error(f"error-{node}-{current.retry_count}.{number}", error)
                 if HOOK != "go-on" and (HOOK != "raise-last" or kwargs is RUNS[-1]):

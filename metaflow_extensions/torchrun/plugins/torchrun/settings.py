@@ -76,8 +76,6 @@ SETTINGS = {
 # The attributes, and the arguments, with their defaults. An argument that is an attribute as well has none of its own.
 DEFAULTS = {each.name: each.default for each in SETTINGS.values() if each.of != "run"}
 ARGUMENTS = {each.name: each.default if each.of == "run" else None for each in SETTINGS.values() if each.of != "step"}
-# Attributes that there are no more, and what to do instead.
-_GONE = {"preflight": " Launch current.torch.run(check_links) before your own launch: docs/preflight.md shows how."}
 # Up to this many nodes, one log shows the lines of all: a user who starts two nodes wants to see both.
 _ALL_UP_TO_NODES = 16
 
@@ -180,5 +178,5 @@ def check_spares(settings: StepSettings, num_nodes: int, step: str) -> None:
 def refuse_unknown(names: Sequence[str], step: str) -> None:
     """Raise TorchrunConfigError for attributes that ``@torchrun`` does not have."""
     for name in names:
-        hint = _GONE.get(name) or f"{parsing.did_you_mean(name, list(DEFAULTS))} It has {', '.join(DEFAULTS)}."
+        hint = f"{parsing.did_you_mean(name, list(DEFAULTS))} It has {', '.join(DEFAULTS)}."
         raise TorchrunConfigError(f"Step {step}: @torchrun has no attribute {name}.{hint}")

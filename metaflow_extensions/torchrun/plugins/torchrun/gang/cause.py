@@ -71,8 +71,6 @@ _CATEGORIES = {
     "step_timeout": "timeout",  # the step's, on one node
     "hang": "hang",
     "unreachable": "network",  # a node can't reach torch's store on the control node
-    "preflight": "network",  # the preflight has failed
-    "devices": "start",  # it has found nodes with too few devices
     "store": "store",  # a returned value could not be stored or loaded
 }
 CATEGORY_TEXTS = {
@@ -90,8 +88,6 @@ CATEGORY_TEXTS = {
     "store": "the datastore failed",
 }
 """The classes of causes, each in words."""
-RAISED = ("exception", "preflight", "devices")
-"""The kinds of causes that a worker has raised; the detail of each is a traceback."""
 
 
 @dataclass(frozen=True)
@@ -150,7 +146,7 @@ class Cause:
         """Whether its own text or signal says that it follows from another failure."""
         if self.exception is None and self.exit_code is not None and -self.exit_code in _STOP_SIGNALS:
             return True
-        if self.kind in (*RAISED, "exit"):
+        if self.kind in ("exception", "exit"):
             if self.exception is None:
                 return _CONNECTION_LINES.search(self.detail) is not None
             frames = re.findall(r'^ *File "(.*)", line', self.detail, re.MULTILINE)
@@ -197,7 +193,7 @@ class Cause:
         """What to change, if the exception's own text does not say it; empty if nothing is known."""
         if self.advice:
             return self.advice
-        raised = self.exception if self.kind in RAISED else self.last_line if self.kind == "exit" else ""
+        raised = self.exception if self.kind == "exception" else self.last_line if self.kind == "exit" else ""
         return remedy(raised) if raised else ""
 
     def describe(self, is_alone: bool = False) -> str:
@@ -209,7 +205,7 @@ class Cause:
             lines.append(f"It {describe_exit(self.exit_code)}.")
         lines += [self.remedy] if self.remedy else []
         if self.detail:
-            if self.kind not in (*RAISED, "step", "call", "hang"):  # theirs is a traceback, or where the ranks were
+            if self.kind not in ("exception", "step", "call", "hang"):  # theirs is a traceback, or where the ranks were
                 lines.append(f"Last lines of its {'output' if self.kind in ('command', 'check') else 'stderr'}:")
             # Metaflow's console strips leading spaces; behind the bar the indentation survives.
             lines += [f"  | {line}" for line in self.detail.splitlines()]
@@ -241,7 +237,7 @@ class FailureText:
         """Return the text without the traceback or output, for a log that shows those already."""
         report = replace(self.cause, detail="").describe(self.is_alone)
         if self.cause.detail and self.cause.kind not in ("step", "call"):
-            report += " Its traceback is above." if self.cause.kind in RAISED else " Its output is above."
+            report += " Its traceback is above." if self.cause.kind == "exception" else " Its output is above."
         return self._with(report)
 
     def without_report(self) -> str:

@@ -325,8 +325,8 @@ class Launch:
 
     def _restart_hint(self, cause: Cause) -> str:
         """Say how to have such a failure restarted, where no restart was asked for and one could have helped."""
-        # An error in the user's code, as a rule, comes again, and so does what a preflight has found.
-        is_possible = cause.category in self.policy.restart_on - GONE - {"user"} and cause.kind != "preflight"
+        # An error in the user's code, as a rule, comes again.
+        is_possible = cause.category in self.policy.restart_on - GONE - {"user"}
         if self.policy.max_restarts or not is_possible or self.given_up or self.preempted is not None:
             return ""
         return "\nWith max_restarts=N, all workers start again after such a failure, up to N times."

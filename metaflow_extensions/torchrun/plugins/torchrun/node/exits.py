@@ -17,7 +17,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ..gang.cause import RAISED, Cause, remedy_of_exit
+from ..gang.cause import Cause, remedy_of_exit
 from ..gang.texts import headline
 from ..launch.spec import LaunchSpec
 from ..logs.pipes import AGENT, Tail
@@ -116,8 +116,8 @@ class Exits:
             if end.stopped and record.at > told:
                 return None
             shown = None if end.stopped and is_signal else code
-            cause = Cause(record.kind, *who, shown, record.exception, record.traceback, "", stdout)
-            return record.at, replace(cause, place=_place(record.traceback) if record.kind == "exception" else "")
+            cause = Cause("exception", *who, shown, record.exception, record.traceback, "", stdout)
+            return record.at, replace(cause, place=_place(record.traceback))
         if end.stopped:
             return None  # it obeyed the signal
         stderr = _without_labels(self._tail(end.local_rank, "stderr"))
@@ -158,16 +158,14 @@ class Record:
     exception: str  # type and message
     traceback: str
     at: float  # when it was raised, in this machine's monotonic seconds
-    kind: str = "exception"  # of the cause; an exception of ours may say another one
 
 
 def read_record(folder: str) -> Record | None:
     """Return what the worker with this folder recorded of its end; None if it recorded nothing, or not all of it."""
     with suppress(OSError, ValueError, AttributeError, TypeError, KeyError):
         data = _read_json(os.path.join(folder, "exception.json"))
-        kind = data.get("kind") if data.get("kind") in RAISED else "exception"
         exception, traceback = (_printable(data[name]).rstrip() for name in ("exception", "traceback"))
-        return Record(exception, traceback, float(data["at"]), kind)
+        return Record(exception, traceback, float(data["at"]))
     return _read_error_file(os.path.join(folder, "error.json"))
 
 

@@ -16,7 +16,7 @@ from typing import Any
 
 from ..compat.cli import MetaflowException, print_errors_by
 from ..errors import TorchrunError
-from ..gang.cause import ENDS, RAISED, Cause, FailureText, cause_of, failure_of
+from ..gang.cause import ENDS, Cause, FailureText, cause_of, failure_of
 from ..gang.launch import summary, teller
 from ..logs.console import write_text
 from ..tracebacks import user_traceback
@@ -51,7 +51,7 @@ def report(
 
 def _was_written(cause: Cause) -> bool:
     """Return whether the failed worker itself has written all of the cause's detail."""
-    return cause.kind in (*RAISED, "exit", "signal", "oom", "command", "check") and not cause.is_consequence
+    return cause.kind in ("exception", "exit", "signal", "oom", "command", "check") and not cause.is_consequence
 
 
 def _pointer(verdict: TorchrunError, failure: FailureText | None) -> str:

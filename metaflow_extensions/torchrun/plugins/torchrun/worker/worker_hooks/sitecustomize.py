@@ -178,8 +178,7 @@ def _record(path: str, error: BaseException, trace: "TracebackType | None") -> N
 
     with open(path + ".part", "w", encoding="ascii") as file:
         record = {"exception": _name(error), "traceback": _traceback(error, trace), "at": at}
-        # Exceptions of ours say of what kind the cause is.
-        json.dump({**record, "kind": getattr(type(error), "torchrun_kind", None)}, file)
+        json.dump(record, file)
     os.replace(path + ".part", path)
 
 
@@ -187,8 +186,7 @@ def _name(error: BaseException) -> str:
     """Return type and message, as Python prints them."""
     kind = type(error)
     module = kind.__module__ if isinstance(kind.__module__, str) else "<unknown>"
-    is_short = module in ("__main__", "builtins") or hasattr(kind, "torchrun_kind")
-    name = kind.__qualname__ if is_short else module + "." + kind.__qualname__
+    name = kind.__qualname__ if module in ("__main__", "builtins") else module + "." + kind.__qualname__
     try:
         text = str(error)
     except BaseException:
