@@ -22,8 +22,6 @@ COLOURS = {
     "lost": "#e0457b",
 }
 
-# Colours of lines in charts, in this order. They can be distinguished on white and on black, as far as eight can.
-LINES = ("#3b82f6", "#e8710a", "#22a35a", "#e0457b", "#8b62d9", "#b8960c", "#0aa3b5", "#9a6b4f")
 # The unit of a time axis, by its least length in seconds.
 _UNITS = ((3 * 3600.0, 3600.0, "hours"), (600.0, 60.0, "minutes"), (0.0, 1.0, "seconds"))
 _MARKS = 50

@@ -10,20 +10,20 @@ import math
 from array import array
 from typing import Literal, TypeAlias
 
-Merge: TypeAlias = Literal["last", "mean", "max"]
+Merge: TypeAlias = Literal["last", "mean"]
 """How two values in one part are merged."""
 
 
 class Series:
-    """Points with growing x, in at most `most` parts. A value of None is a gap. Not safe for several threads.
+    """Points with growing x, in at most `most` parts, the first of which starts at the first x.
 
-    The first part starts at `begin`, or at the first x.
+    A value of None is a gap. Not safe for several threads.
     """
 
-    def __init__(self, most: int, width: float, merge: Merge, begin: float | None = None) -> None:
+    def __init__(self, most: int, width: float, merge: Merge) -> None:
         self.width = width  # of a part
         self._most, self._merge = most, merge
-        self._begins_at_first, self._begin = begin is None, begin or 0.0
+        self._begin = 0.0
         # Arrays, since a large gang has thousands of series. NaN stands for None.
         self._xs, self._values = array("d"), array("d")
         self._counts = array("L")  # how many values each stands for
@@ -34,7 +34,7 @@ class Series:
             self._xs.pop()
             self._values.pop()
             self._counts.pop()
-        if self._begins_at_first and not self._xs:
+        if not self._xs:
             self._begin = x
         while self._part(x) >= self._most:
             self.widen(2 * self.width)
@@ -53,15 +53,6 @@ class Series:
         """The kept points, in order."""
         return [(x, None if math.isnan(value) else value) for x, value in zip(self._xs, self._values, strict=True)]
 
-    @property
-    def parts(self) -> list[float | None]:
-        """The value of each part; None for a part without a value."""
-        found: list[float | None] = [None] * (self._part(self._xs[-1]) + 1 if self._xs else 0)
-        for x, value in zip(self._xs, self._values, strict=True):
-            if not math.isnan(value):
-                found[self._part(x)] = value
-        return found
-
     def _part(self, x: float) -> int:
         return int((x - self._begin) / self.width)
 
@@ -79,6 +70,4 @@ class Series:
             return value
         if math.isnan(value):
             return before
-        if self._merge == "max":
-            return max(before, value)
         return before + (value - before) * (count / (self._counts[-1] + count))

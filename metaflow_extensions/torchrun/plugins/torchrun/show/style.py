@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..elements.charts import COLOURS, LINES
+from ..elements.charts import COLOURS
 
 # For the parts of the page in any card; the card defines the variables (Metaflow 2.19). The last two rules mend Metaflow's
 # own style: a chart of the width of its container has no width on a phone, and an empty section shows a line.
@@ -76,7 +76,6 @@ aside { display: none !important; }
 """
 
 PARTS_STYLE = _PARTS + "".join(
-    f".tr-{name.replace(' ', '-')} {{ --tr-c: {colour}; }}\n"
-    for name, colour in [*COLOURS.items(), *((f"line-{place}", colour) for place, colour in enumerate(LINES))]
+    f".tr-{name.replace(' ', '-')} {{ --tr-c: {colour}; }}\n" for name, colour in COLOURS.items()
 )
 STYLE = PARTS_STYLE + _PAGE
