@@ -1,14 +1,13 @@
-"""What restarts cost, and which node they go on without: progress, and a node whose workers fail again and again."""
+"""What restarts cost, and which node they go on without: a node whose workers fail again and again."""
 
 from dataclasses import replace
 
 import pytest
 from test_loss import groups
 from test_replacement import come
-from test_state import GangOf, crash, preemption
+from test_state import GangOf, crash
 
 from metaflow_extensions.torchrun.plugins.torchrun.features.progress.keep import ProgressKeeper
-from metaflow_extensions.torchrun.plugins.torchrun.gang.cause import Cause
 from metaflow_extensions.torchrun.plugins.torchrun.gang.keepers import Keepers
 from metaflow_extensions.torchrun.plugins.torchrun.gang.protocol import Alone, Restart, Told, Verdict
 from metaflow_extensions.torchrun.plugins.torchrun.records.summary import summarize
@@ -38,69 +37,37 @@ def fail(gang, node=1, cause=None):
     gang.pass_time(31.0)
 
 
-# --- progress ---------------------------------------------------------------------------------------
+# --- max_restarts -----------------------------------------------------------------------------------
 
 
-def test_restarts_before_the_last_progress_do_not_count():
-    gang = launched(max_restarts=1)
-    for step in (5, 9, 10):
+def test_max_restarts_counts_all_restarts_however_far_the_script_has_come():
+    gang = launched(max_restarts=3)
+    for step in (5, 9, 10, 11):
         report(gang, step)
         fail(gang)
-    assert generation_of(gang) == 3
+    assert [(each.number, each.of) for each in gang.got(0, Restart)] == [(1, 3), (2, 3), (3, 3)]
     assert gang.state.restarts_left == 0
-    fail(gang)
     assert gang.same_verdict(0, 1) is not None
-    assert [(each.number, each.of) for each in gang.got(0, Restart)] == [(1, 1), (2, 2), (3, 3)]
 
 
-def test_the_pause_begins_anew_after_progress_and_has_a_limit():
-    gang = launched(max_restarts=1)
-    for step in (5, 9, 10):
+def test_a_script_that_comes_no_further_has_all_its_restarts_too():
+    gang = launched(max_restarts=5)
+    for _ in range(5):
+        report(gang, 7)
+        fail(gang)
+    assert not gang.got(0, Verdict)
+    assert gang.state.restarts_left == 0
+
+
+def test_the_pause_grows_with_each_restart_and_has_a_limit():
+    gang = launched(max_restarts=3000)
+    for step in range(6):
         report(gang, step)
         fail(gang)
-    assert [each.pause_s for each in gang.got(0, Restart)] == [1.0, 1.0, 1.0]
-    gang = launched(max_restarts=3000)
+    assert [each.pause_s for each in gang.got(0, Restart)] == [1.0, 2.0, 4.0, 8.0, 16.0, 30.0]
     gang.state._launch.generation = 2000  # 2.0 ** 2000 is too large for a float
     fail(gang)
     assert gang.got(0, Restart)[-1].pause_s == 30.0
-
-
-def test_a_script_that_reports_nothing_has_max_restarts_in_all():
-    gang = launched(max_restarts=4)
-    for _ in range(5):
-        fail(gang)
-    assert len(gang.got(0, Restart)) == 4
-    assert "have not come past" not in str(gang.same_verdict(0, 1))
-
-
-def test_three_generations_without_progress_end_the_launch():
-    gang = launched(max_restarts=9)
-    report(gang, 7)
-    fail(gang)
-    for step in (6, 7, 7):
-        assert not gang.got(0, Verdict)
-        report(gang, step)
-        fail(gang)
-    said = str(gang.same_verdict(0, 1))
-    assert "3 generations of workers in a row have not come past step 7, so there is no further restart." in said
-    assert "max_restarts" not in said
-    assert len(gang.got(0, Restart)) == 3
-    assert gang.state.restarts_left == 0
-
-
-def test_a_node_that_is_taken_away_is_no_generation_without_progress():
-    gang = launched(6, max_restarts=9, spare_nodes=4)
-    report(gang, 7)
-    fail(gang)
-    for node in (1, 2, 3, 4):
-        assert not gang.got(0, Verdict)
-        if node % 2:
-            fail(gang, node, preemption(node))
-        else:
-            gang.lost(node)
-            fail(gang, 0, crash(node, kind="lost"))
-    assert not gang.got(0, Verdict)
-    assert groups(gang)[-1] == (0, 5)
 
 
 # --- a node whose workers fail again and again --------------------------------------------------------
@@ -160,15 +127,13 @@ def test_fewer_nodes_go_on_without_it_if_its_script_has_no_error():
         assert groups(gang)[2:] == [last]
 
 
-@pytest.mark.parametrize("why", ["progress", "a consequence", "no restart is left"])
+@pytest.mark.parametrize("why", ["a consequence", "no restart is left"])
 def test_it_stays_where_it_is_not_to_blame(why):
     gang = launched(3, max_restarts=1 if why == "no restart is left" else 5, spare_nodes=1)
     text = "RuntimeError: NCCL error: remote process exited or there was a network error"
     cause = replace(crash(1, kind="exception"), exception=text)
     assert cause.is_consequence
-    for step in range(2):
-        if why == "progress":
-            report(gang, step)
+    for _ in range(2):
         fail(gang, 1, cause if why == "a consequence" else None)
     assert set(groups(gang)) == {(0, 1)}
     assert not any("takes no part" in each for each in gang.notes(0))
@@ -212,18 +177,6 @@ def test_a_lost_node_is_replaced_though_another_was_set_aside():
     gang.pass_time(60.0)
     assert groups(gang)[-1] == (0, 2, 3), "the node that has failed its check is no spare"
     assert (gang.got(0, Restart)[-1].left, gang.got(0, Restart)[-1].came) == ((3,), (3,))
-
-
-def test_another_port_is_no_generation_without_progress():
-    gang = launched(2, max_restarts=9)
-    report(gang, 7)
-    fail(gang)
-    for _ in range(3):
-        taken = Cause("agent", 0, "host-0", exit_code=1, exception="ended", detail="EADDRINUSE: address already in use")
-        fail(gang, 0, taken)
-    fail(gang)
-    assert not gang.got(0, Verdict)
-    assert [each.number for each in gang.got(0, Restart)] == [1, 2]
 
 
 # --- node_check ---------------------------------------------------------------------------------------

@@ -65,8 +65,7 @@ class TorchrunDecorator(steps.ParallelDecorator):  # type: ignore[misc]  # Metaf
     grace_s : float, default 30
         Seconds that workers have between SIGTERM and SIGKILL.
     max_restarts : int, default 0
-        How often all workers are started again on all nodes after one of them failed, since the last progress that the
-        script has reported.
+        How often all workers are started again on all nodes after one of them failed, in one launch.
     restart_on : Union[str, Iterable[str]], optional, default None
         Which classes of causes restart them: ``"user"``, an error of the script; ``"killed"``, a signal or
         lack of memory; ``"timeout"``, a launch over its time; ``"hang"``; ``"start"``, an agent that could

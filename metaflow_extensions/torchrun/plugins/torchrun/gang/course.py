@@ -405,8 +405,6 @@ class Course:
         """All nodes have ended, or their time is up: success, restart or failure."""
         launch, now = self.launch, self._clock()
         silent, cause = self._silent(), self._first_cause()
-        if decide(launch, cause, [], True, now) is not Next.MOVE:  # then no worker has begun
-            launch.count_progress(self.keepers.done(launch.number), cause)
         if decide(launch, cause, [], True, now) is Next.RESTART:
             self._set_aside(cause)
         group = self.next_group()
@@ -431,13 +429,13 @@ class Course:
             launch.uncounted += follows is Next.MOVE or cause.category in UNCOUNTED
             self._restart(cause, now, at_once=follows is Next.MOVE or cause.category in GONE | UNCOUNTED)
         else:
-            self.fail(launch.error(cause, silent, launch.why_idle or self.why_not_without(cause)))
+            self.fail(launch.error(cause, silent, self.why_not_without(cause)))
 
     def _set_aside(self, cause: Cause | None) -> None:
         """Go on without nodes that fail their check, or whose workers are the first to fail twice in a row, if possible."""
         launch, before = self.launch, self.launch.restarts_for
         self._go_on_without({node: summary(each) for node, each in launch.ill.items()}, self._least)
-        if cause is not None and before is not None and _is_again(cause, before) and not launch.has_progressed:
+        if cause is not None and before is not None and _is_again(cause, before):
             # An error in the script is most often no node's fault, so only a spare may take the place of such a node.
             least = launch.group.size if cause.category == "user" else self._least
             text = f"its workers were the first to fail twice in a row: {summary(cause)}"
