@@ -26,8 +26,6 @@ _PORT_TAKEN = re.compile("EADDRINUSE|address already in use", re.IGNORECASE)
 _MAX_MOVES = 3
 GONE = frozenset({"node_lost", "preempted"})
 """The classes of causes with which a node is gone, or about to go."""
-UNCOUNTED = frozenset({"preempted", "node_check"})
-"""The classes of causes after which a restart does not count."""
 _NODES_SAID = 3
 # Kinds of causes that no node reports as its failure.
 _FOUND_BY_CONTROL = ("timeout", "hang", "unreachable")
@@ -82,7 +80,6 @@ class Launch:
     verdict: TorchrunError | None = None  # the error at its end; None while it runs, or if it succeeded
     given_up: set[int] = field(default_factory=set)  # nodes whose own code has ended their call of `run`
     leaving: dict[int, Cause] = field(default_factory=dict)  # nodes that were told to end
-    ill: dict[int, Cause] = field(default_factory=dict)  # nodes whose node_check has failed in this generation
     policy: LaunchPolicy = field(default_factory=LaunchPolicy)
     went_at: float = 0.0
     deadline: float = float("inf")  # of the step, and
@@ -102,7 +99,7 @@ class Launch:
         """Begin a generation: forget the ends and failures of the one before."""
         self.enter(Phase.RUNNING)
         self.went_at, self.group = now, group
-        for each in (self.ended, self.stores, self.failures, self.alike, self.lost, self.ending, self.ill):
+        for each in (self.ended, self.stores, self.failures, self.alike, self.lost, self.ending):
             each.clear()
 
     def begin_pause(self, now: float, pause_s: float) -> float:
@@ -172,7 +169,6 @@ class Launch:
         """Keep the first failure and the first preemption only: thousands of texts would take hundreds of megabytes."""
         failures = list(failures)
         self.leaving.update({each.cause.node: each.cause for each in failures if each.cause.category == "preempted"})
-        self.ill.update({each.cause.node: each.cause for each in failures if each.cause.kind == "check"})
         self.failures += [Failure(each.cause, each.age_s - now) for each in failures]
         for each in failures:
             self.alike.setdefault(hash(each.cause.way), set()).update(each.ranks)
@@ -394,9 +390,8 @@ def _may_restart(launch: Launch, cause: Cause, now: float) -> bool:
     policy = launch.policy
     over = cause.kind == "step_timeout" or now >= launch.deadline  # by one node's clock
     # A node that was told to end does not use up a restart; but there must be some at all.
-    is_left = launch.restarts < launch.limit or (cause.category in UNCOUNTED and policy.max_restarts > 0)
-    is_asked = cause.category in policy.restart_on or cause.category == "node_check"
-    return is_asked and is_left and not over
+    is_left = launch.restarts < launch.limit or (cause.category == "preempted" and policy.max_restarts > 0)
+    return cause.category in policy.restart_on and is_left and not over
 
 
 # --- the messages that tell its end -------------------------------------------------------------

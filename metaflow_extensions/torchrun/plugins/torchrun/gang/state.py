@@ -296,7 +296,6 @@ class Gang:
                 self.history.note("joined", node=node, text=join.host)
             self.nodes.join(join)
             self._course.gone.pop(node, None)
-            self._course.aside.discard(node)
             self._failed.pop(node, None)  # how the task before it has ended counts no more
             self._course.send(Welcome(), node)
             if self.broken is not None:
