@@ -1,8 +1,8 @@
 """From the death of a node's task until all ranks of the next generation have passed their first barrier.
 
-Three nodes with one worker each train, and the task of node 1 gets SIGKILL. A spare node comes, the task is started
-again, or the other two go on, because the task that is started again ends at once. A new attempt (`@retry`) of the same
-flow is measured beside them. The kill comes when all spare processes of the next generation wait.
+Three nodes with one worker each train, and the task of node 1 gets SIGKILL. A spare node comes, or the other two go on.
+A new attempt (`@retry`) of the same flow is measured beside them. The kill comes when all spare processes of the next
+generation wait.
 """
 
 from __future__ import annotations
@@ -38,15 +38,13 @@ class Way(NamedTuple):
     spare_nodes: int = 0
     spares: int = 2  # spare processes of a node
     options: tuple[str, ...] = ()  # of the flow
-    comes_once: tuple[int, ...] = ()  # nodes whose tasks end at once when they are started again
 
 
 ATTEMPT = "a new attempt, warm workers"
 WAYS = {
     "a spare node, warm workers": Way("max_restarts=1,warm=workers,spare_nodes=1", spare_nodes=1),
     "a spare node, warm agent": Way("max_restarts=1,warm=agent,spare_nodes=1", spare_nodes=1, spares=1),
-    "its task again, warm workers": Way("max_restarts=1,warm=workers"),
-    "fewer nodes, warm workers": Way("max_restarts=1,warm=workers,min_nodes=2", NODES - 1, comes_once=(LOST,)),
+    "fewer nodes, warm workers": Way("max_restarts=1,warm=workers,min_nodes=2", NODES - 1),
     # Spares of the next generation would cost it time: its processes are other ones.
     ATTEMPT: Way("warm=workers", spares=0, options=("--with", "retry:times=1,minutes_between_retries=0")),
 }
@@ -57,7 +55,7 @@ def running(folder: Path, way: Way) -> Iterator[subprocess.Popen[bytes]]:
     """Run the flow; at the end let its workers end, and wait for it."""
     launch = {"options": {"entrypoint": str(SCRIPT)}, "after_s": 0}
     nodes = NODES + way.spare_nodes
-    asked = {"nodes": nodes, "launches": [launch], "comes_once": way.comes_once}
+    asked = {"nodes": nodes, "launches": [launch]}
     words = ["--with", f"torchrun:nproc_per_node=1,grace_s=5,{way.attributes}", *way.options]
     process = start(
         [sys.executable, str(FLOW), "--no-pylint", "run", *words], folder, flow_environment(folder, asked), "log"

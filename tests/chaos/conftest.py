@@ -14,7 +14,7 @@ _ROW = "row of the chaos table"  # a test's rows travel in its report, since pyt
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--chaos-table", metavar="FILE", help="write the chaos suite's table to FILE, as Markdown")
-    parser.addoption("--campaign", metavar="NODESxKILLS", default="4x10", help="how large test_campaign.py is")
+    parser.addoption("--campaign", metavar="NODESxKILLS", default="4x3", help="how large test_campaign.py is")
     parser.addoption("--chaos-warm", metavar="WARM", help="what gangs fork: agent (as ever), workers or False")
 
 

@@ -11,9 +11,13 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import psutil
 import pytest
+from gangs import Gang, command_line
 from hosts import Host, Switch, cannot
 from limits import limit_s
+
+from metaflow_extensions.torchrun.plugins.torchrun.launch.command import AGENT
 
 SILENCE_S = limit_s(3.0)
 SETTINGS = {"heartbeat_timeout_s": SILENCE_S}
@@ -138,22 +142,31 @@ def late_names(make_host: Callable[[str], Host], tmp_path: Path) -> Iterator[tup
         server.kill()
 
 
+def agent_of(gang: Gang, node: int) -> psutil.Process:
+    """Return the agent of a node, as soon as it runs."""
+    supervisor, found = psutil.Process(gang.supervisor(node)), []
+
+    def is_there() -> bool:
+        found[:] = [each for each in supervisor.children() if AGENT in command_line(each.pid, None).split()]
+        return bool(found)
+
+    gang.await_that(is_there, f"the agent of node {node}")
+    return found[0]
+
+
 def test_a_name_server_that_takes_longer_than_a_node_may_be_silent_loses_none(late_names, make_gang, tmp_path):
     """Node 1 keeps the launch from beginning, and so the control node tries whether it reaches its own store by name."""
     hosts, with_names = late_names
-    answers, go = tmp_path / "answers", tmp_path / "go"
-    check = f"test $CHAOS_NODE = 0 || until test -e {go}; do sleep 0.1; done"
+    answers = tmp_path / "answers"
     gang = make_gang(hosts)
-    gang.start(
-        settings={**SETTINGS, "node_check": [check]},
-        main_ip=NAME,
-        wrap={0: with_names},
-        etc_hosts="127.0.0.1 localhost host-a",
-    )
+    of_hosts = {"main_ip": NAME, "wrap": {0: with_names}, "etc_hosts": "127.0.0.1 localhost host-a"}
+    gang.start(settings=SETTINGS, warm=False, **of_hosts)
+    agent = agent_of(gang, 1)
+    agent.suspend()  # it still imports torch
     # The first answer is for torchrun.
     gang.await_that(
         lambda: answers.exists() and len(answers.read_text().splitlines()) > 1, "an answer for the supervisor"
     )
-    go.touch()
+    agent.resume()
     gang.await_workers()
     gang.end_well()

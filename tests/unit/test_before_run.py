@@ -22,7 +22,6 @@ from metaflow_extensions.torchrun.plugins.torchrun.gang.endings import MustEnd
 from metaflow_extensions.torchrun.plugins.torchrun.gang.protocol import Command, Ended, Failed, Ready
 from metaflow_extensions.torchrun.plugins.torchrun.launch.command import COMMAND_RUNNER
 from metaflow_extensions.torchrun.plugins.torchrun.machine import processes
-from metaflow_extensions.torchrun.plugins.torchrun.node import commands
 from metaflow_extensions.torchrun.plugins.torchrun.node.agent import AgentProcess
 from metaflow_extensions.torchrun.plugins.torchrun.node.agent_events import AgentEnded, End
 
@@ -306,7 +305,7 @@ class Run:
         described = [{"argv": argv, "shown": " ".join(argv)} for argv in commands]
         (folder / "commands.json").write_text(json.dumps(described))
         self.process = subprocess.Popen(
-            [sys.executable, "-I", "-S", COMMAND_RUNNER, str(folder), str(folder), "in-turn"],
+            [sys.executable, "-I", "-S", COMMAND_RUNNER, str(folder)],
             cwd=self.cwd,
             stdin=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -403,57 +402,5 @@ def test_who_waits_for_the_folder_ends_at_sigterm(run):
 def test_a_command_that_starts_a_gang_of_its_own_there_does_not_wait_for_itself(run, tmp_path):
     (tmp_path / "inner").mkdir()
     (tmp_path / "inner" / "commands.json").write_text('[{"argv": ["true"], "shown": "true"}]')
-    assert run([sys.executable, "-I", COMMAND_RUNNER, *[str(tmp_path / "inner")] * 2, "in-turn"]).wait() == 0
+    assert run([sys.executable, "-I", COMMAND_RUNNER, str(tmp_path / "inner")]).wait() == 0
     assert (tmp_path / "inner" / "ended.jsonl").exists()
-
-
-# --- those of node_check ------------------------------------------------------------------------
-
-
-def check_of(node_with, *words, **env):
-    """Return what a node tells whose check fails, after *go*."""
-    node = node_with(checks=(words,))
-    node.launch()
-    node.say_go()
-    ended = node.expect(Ended)
-    assert not ended.ok
-    (failure,) = ended.failures
-    node.verdict(ERROR)
-    return failure.cause
-
-
-@pytest.mark.parametrize(
-    ("words", "text", "code"),
-    [
-        (("sh", "-c", "echo 'XID 79'; exit 3"), "(sh -c 'echo '\"'\"'XID 79'\"'\"'; exit 3') exited with code 3", 3),
-        (("no-such-program",), "(no-such-program) could not be started: ", None),
-        (("sh", "-c", "kill -9 $$"), "(sh -c 'kill -9 $$') was killed by SIGKILL", -9),
-    ],
-)
-def test_a_check_that_fails_says_what_it_has_printed(words, text, code, node_with):
-    cause = check_of(node_with, *words)
-    assert (cause.kind, cause.category, cause.exit_code) == ("check", "node_check", code)
-    first, *more = cause.describe().splitlines()
-    assert first.startswith(f"Node 1 (host {cause.host}) failed: node_check 1/1 {text}")
-    assert more[0] == "Last lines of its output:", "its exit code is not said twice"
-    assert more[-1] == "  | XID 79" or code != 3
-
-
-def test_a_check_that_hangs_fails(node_with, monkeypatch):
-    """So does nvidia-smi, as a rule, where a GPU is broken."""
-    monkeypatch.setattr(commands, "CHECKS_S", 0.5)
-    cause = check_of(node_with, "sh", "-c", "echo begins; exec sleep 1000")
-    assert cause.exception == "node_check 1/1 (sh -c 'echo begins; exec sleep 1000') has not ended after 0 s"
-    assert (cause.category, cause.detail.splitlines()[-1]) == ("node_check", "begins")
-
-
-def test_a_check_for_which_the_disk_has_no_room_fails(node_with, monkeypatch):
-    def no_room(*_):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(commands, "make_folder", no_room)
-    cause = check_of(node_with, "true")
-    assert (cause.category, cause.exception) == (
-        "node_check",
-        "node_check could not be started: [Errno 28] No space left on device",
-    )

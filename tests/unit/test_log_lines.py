@@ -5,7 +5,7 @@ from dataclasses import replace
 from datetime import datetime, timedelta, timezone
 
 import pytest
-from test_budget import check_fails, fail, launched
+from test_budget import fail, launched
 from test_loss import groups
 from test_replacement import come
 from test_state import GangOf
@@ -194,22 +194,3 @@ def test_where_starts_are_missing_in_the_record_all_lines_are_shown():
     places = replace(known, events=tuple(events)).summary.placement
     stamps = [datetime.fromtimestamp(began[each] + 1, timezone.utc).isoformat() for each in (0, 2, 3)]
     assert [places.node_at(2, stamp) for stamp in stamps] == [None, 1, 1]
-
-
-def test_a_node_that_is_set_aside_has_no_ranks_in_the_next_launch_either():
-    gang = launched(3, max_restarts=1, spare_nodes=1)
-    check_fails(gang, 1)
-    codes = {0: {0: 0, 1: 0}, 2: {2: 0, 3: 0}}
-    for node in (0, 2):
-        gang.ended(node, generation=1, exit_codes=codes[node])
-    gang.all_ready(launch=1)
-    for node in (0, 2):
-        gang.ended(node, launch=1, exit_codes=codes[node])
-    summary = snapshot_of(gang.state).summary
-    assert summary.sentence.startswith("4 ranks on 2 nodes have ended well")
-    assert [(rank.rank, rank.node, rank.state) for rank in summary.ranks] == [
-        (0, 0, "done"),
-        (1, 0, "done"),
-        (2, 2, "done"),
-        (3, 2, "done"),
-    ]

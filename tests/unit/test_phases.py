@@ -16,7 +16,6 @@ from metaflow_extensions.torchrun.plugins.torchrun.errors import LaunchFailed
 from metaflow_extensions.torchrun.plugins.torchrun.events import Event
 from metaflow_extensions.torchrun.plugins.torchrun.gang.cause import Cause, Failure
 from metaflow_extensions.torchrun.plugins.torchrun.gang.endings import Broken, GivenUp, MustEnd, TimedOut
-from metaflow_extensions.torchrun.plugins.torchrun.gang.group import Group
 from metaflow_extensions.torchrun.plugins.torchrun.gang.history import Record
 from metaflow_extensions.torchrun.plugins.torchrun.gang.protocol import (
     CONTROL,
@@ -68,9 +67,9 @@ class Node:
     lines of other nodes have come.
     """
 
-    def __init__(self, has_commands=False, is_mute=False, number=1, has_checks=False):
-        commands, checks = ((("true",),) * each for each in (has_commands, has_checks))
-        plan = Plan(SPEC, "127.0.0.1", Machine(1), commands=commands, checks=checks, grace_s=7.0, stores=True)
+    def __init__(self, has_commands=False, is_mute=False, number=1):
+        commands = (("true",),) * has_commands
+        plan = Plan(SPEC, "127.0.0.1", Machine(1), commands=commands, grace_s=7.0, stores=True)
         self.course, self.now = NodeCourse(plan, 0, number, "host"), 0.0
         self.fails, self.is_mute = False, is_mute
         self.done = []  # all effects
@@ -105,7 +104,7 @@ class Node:
         assert not self.is_over, "nothing follows on the end"
         former, self.done = self.done, [*self.done, effect]
         match effect:
-            case Do.START_COMMANDS | Do.START_CHECKS:
+            case Do.START_COMMANDS:
                 self.begin(effect)
                 return NotBegun("no more processes") if self.fails else None
             case Go():
@@ -180,7 +179,6 @@ WAYS = {
     Phase.PREPARING: [CALLED],
     Phase.COMPLETING: [CALLED, OVER],
     Phase.READY: [CALLED],
-    Phase.CHECKING: [CALLED, GO],
     Phase.STARTING: [CALLED, GO],
     Phase.RUNNING: [CALLED, GO],
     Phase.STOPPING: [CALLED, GO, STOP],
@@ -220,8 +218,7 @@ ANSWERS = [Prepared("torchrun"), Begun(), NotBegun("a full disk"), WorkersEnded(
 
 def node_in(phase):
     """Return a node in a phase."""
-    is_mute, has_checks = phase is Phase.STARTING, phase is Phase.CHECKING
-    node = Node(phase in (Phase.PREPARING, Phase.COMPLETING), is_mute, has_checks=has_checks)
+    node = Node(phase in (Phase.PREPARING, Phase.COMPLETING), is_mute=phase is Phase.STARTING)
     for each in WAYS[phase]:
         node.take(each)
     assert node.phase is phase
@@ -272,13 +269,6 @@ FOLLOWS = [
     (P.PREPARING, MustEnd("its machine goes"), "Failed CLOSE Ended raise"),
     (P.COMPLETING, Completed(Plan(SPEC, "127.0.0.1", Machine(1))), "Ready"),
     (P.READY, GO, "Go command START"),
-    (P.CHECKING, Seen([TOLD]), ""),
-    (P.CHECKING, OVER, "CLOSE_NOW Go command START"),
-    (P.CHECKING, FAILS, "worker_failed CLOSE_NOW Ended"),
-    (P.CHECKING, NotBegun("a full disk"), "worker_failed CLOSE_NOW Ended"),
-    (P.CHECKING, STOP, "CLOSE_NOW Ended"),
-    (P.CHECKING, MustEnd("its machine goes"), "Failed CLOSE Ended raise"),
-    (P.CHECKING, Verdict(0, ERROR), "SETTLE CLOSE PREPARE_WARM return"),
     (P.READY, MustEnd("its machine goes"), "Failed Ended raise"),
     (P.READY, TimedOut("too long"), "Failed PREPARE_WARM Ended raise"),
     (P.STARTING, NotBegun("a full disk"), "CLOSE_NOW worker_failed Ended"),
@@ -339,14 +329,6 @@ def test_the_line_of_a_restart_has_one_line_of_the_exception_and_the_end_counts_
     said = {each.kind: each.text for each in node.all_of(Event)}
     assert "with RuntimeError: CUDA error; node 2, a spare, takes the place of node 1" in said["restart"]
     assert "restart" not in said["ended"], "it was announced, and did not happen"
-
-
-@pytest.mark.parametrize(("is_failing", "said"), [(True, False), (False, True)])
-def test_what_the_checks_have_left_running_is_told(is_failing, said):
-    node = node_in(Phase.CHECKING)
-    left = Event("left_behind", 0, "stopped processes that the commands had left running: sleep")
-    node.take(Seen([left], failed="no disk" if is_failing else "", is_over=not is_failing))
-    assert left in node.all_of(Event)
 
 
 def test_a_node_that_must_end_knows_that_the_others_may_go_on():
@@ -453,25 +435,3 @@ def test_nothing_waits_reads_or_writes_where_it_is_decided():
         assert imports <= PURE
         assert not [node for node in nodes if isinstance(node, ast.AsyncFunctionDef | ast.Await)]
         assert not {node.id for node in nodes if isinstance(node, ast.Name)} & {"open", "print", "input"}
-
-
-def test_what_a_feature_asks_during_the_checks_is_answered_when_the_workers_start():
-    """A feature asks once, and the node could not answer yet."""
-    node = node_in(Phase.CHECKING)
-    asks = [Ask(0, node.course.generation, name, {"number": 1}) for name in ("reach", "stacks")]
-    for ask in asks:
-        node.take(ask)
-    assert not [each for each in node.done if isinstance(each, Ask)]
-    node.take(Seen(is_over=True))
-    assert [each for each in node.done if isinstance(each, Ask)] == asks
-    node.end()
-
-
-def test_a_node_that_takes_no_part_any_more_has_nothing_to_store():
-    node = node_in(Phase.CHECKING)
-    node.take(FAILS)
-    node.take(Go(0, 1, 29500, "gang", 1, 1, group=Group(1)))
-    before = len(node.done)
-    node.take(Store(0, 1))
-    assert (node.phase, node.done[before:]) == (Phase.ENDED, [])
-    node.end()

@@ -119,26 +119,17 @@ class World:
         least = draw.choice((None, draw.randint(1, self.size)))
         self.least, self.max_restarts = least or self.size, draw.randint(0, 4)
         self.replaces = self.max_restarts > 0 and draw.random() < 0.6
-        self.is_cluster = (
-            self.replaces and draw.random() < 0.5
-        )  # where other tasks come by themselves, as on Kubernetes
+        self.is_local = not self.replaces and draw.random() < 0.5  # else other tasks may come, as on Kubernetes
         self.launches, self.catches = draw.randint(1, 3), draw.random() < 0.3
         self.commands, self.has_to_store = (("true",),) * draw.randint(0, 1), draw.random() < 0.4
         self.fault_rate, self.often = draw.choice((0.0, 0.01, 0.03, 0.06, 0.1)), draw.choice((0.0, 0.3, 1.0))
-        rules = Rules(
-            START_S,
-            GRACE_S,
-            spare_nodes=spares,
-            min_nodes=least,
-            replacements=self.replaces * (3 if self.is_cluster else 1),
-        )
+        rules = Rules(START_S, GRACE_S, spare_nodes=spares, min_nodes=least, replacements=self.replaces * 3)
         self.now, self.is_calm, self.is_open = 1000.0, False, True
         self.gang = Gang(self.num_nodes, lambda pinned: 1, rules, clock=lambda: self.now)
         self.checks = Checks(self)
         # All, and for each node the one that counts, and the one whose connection the channel has.
         self.tasks, self.last, self.members = [], {}, {}
         self.timers, self.kills_at = [], {}
-        self.joins, self.vacant = {}, set()  # as `ControlSide` has them
         self.trace = []
         for node in range(self.num_nodes):
             self.start(node)
@@ -221,50 +212,32 @@ class World:
             task.up.clear()
             self.lose(task, why)
         self.post(self.gang.tick())
-        if self.replaces and not self.is_cluster and self.tasks[CONTROL].stage not in ("leaves", "over"):
+        if self.is_local and self.tasks[CONTROL].stage not in ("leaves", "over"):
             self.end_lost()
-            self.start_again()
 
     def is_overdue(self, task):
         return task.silent_since is not None and self.now > task.silent_since + SILENCE_S
 
     def task_is_over(self, task):
         """Tell the gang that a task has ended, as `ControlSide`; or have another one come, as Kubernetes."""
-        if self.is_cluster:
-            if task.error is not None and task.node != CONTROL:
-                self.timers.append((self.now + 10.0, lambda: self.bring_again(task.node)))
-        elif self.replaces and task.node != CONTROL:
-            is_last = self.is_coming(task.node)
-            self.timers.append((self.now + 0.2, lambda: self.report_gone(task, is_last)))
-            self.timers.append((self.now + 0.6, lambda: self.vacant.add(task.node)))
+        if self.replaces and task.error is not None and task.node != CONTROL:
+            self.timers.append((self.now + 10.0, lambda: self.bring_again(task.node)))
+        elif self.is_local and task.node != CONTROL:
+            self.timers.append((self.now + 0.2, lambda: self.report_gone(task)))
 
     def bring_again(self, node):
         if all(task.stage == "over" for task in self.tasks if task.node == node):
             self.start(node, is_second=True)
 
-    def is_coming(self, node):
-        """Return whether a node's new task runs, and has not joined yet."""
-        return self.joins.get(node) == self.gang.nodes.joins(node)
-
-    def report_gone(self, task, is_last):
+    def report_gone(self, task):
         while task.up:  # its own last words say more
             self.accept(task)
-        self.post(self.gang.lost(task.node, "its task has ended", is_last))
+        self.post(self.gang.lost(task.node, "its task has ended", self.members.get(task.node) is task))
 
     def end_lost(self):
-        lost = {node for node in self.gang.without if not (self.is_coming(node) and node in self.gang.to_replace)}
-        for task in [each for each in self.tasks if each.stage != "over" and each.node in lost]:
+        for task in [each for each in self.tasks if each.stage != "over" and each.node in self.gang.without]:
             if self.now > self.kills_at.setdefault(task, self.now + GRACE_S):
                 task.disconnect()
-
-    def start_again(self):
-        for node in sorted(self.gang.to_replace & self.vacant):
-            self.vacant.remove(node)
-            self.joins[node] = self.gang.nodes.joins(node)
-            if self.happens(0.05, node):
-                self.post(self.gang.lost(node, "its task could not be started again", True))
-            else:
-                self.start(node)
 
     # --- faults
 
@@ -280,7 +253,7 @@ class World:
         self.checks.hurt.add(task.node)
         if fault is not None:
             fault(task)
-        if (fault is Task.tell and self.is_cluster and task.node != CONTROL) or (fault is None and not self.replaces):
+        if task.node != CONTROL and not self.is_local and fault is (Task.tell if self.replaces else None):
             self.start(task.node, is_second=True)  # as Kubernetes does for a pod that is being deleted
 
     # --- its course

@@ -41,9 +41,9 @@ def come(gang, node):
 def test_the_workers_start_again_when_the_task_that_takes_its_place_is_ready():
     gang = launched()
     gang.lost(1)
-    assert gang.state.to_replace == set(), "the others are still being stopped"
+    assert gang.state.nodes[1] is NodeState.LOST, "the others are still being stopped"
     ended(gang, 0, 2)
-    assert gang.state.to_replace == {1}
+    assert gang.state.nodes[1] is NodeState.AWAITED
     (restart,) = gang.got(0, Restart)
     assert (restart.left, restart.came, restart.size) == ((1,), (1,), 3)
     gang.pass_time(60.0)
@@ -58,7 +58,6 @@ def test_the_workers_start_again_when_the_task_that_takes_its_place_is_ready():
     for node in range(3):
         gang.ended(node, generation=1)
     assert gang.same_verdict(0, 1, 2) is None
-    assert gang.state.to_replace == set()
 
 
 def test_a_spare_takes_the_place_at_once_and_the_new_task_is_the_next_spare():
@@ -102,14 +101,6 @@ def test_a_new_task_that_ends_before_it_is_ready_is_not_replaced_again():
     gang.lost(1)
     gang.pass_time(0.0)
     assert groups(gang) == [(0, 1, 2), (0, 2)]
-    gang = launched(min_nodes=2)
-    gang.lost(1)
-    ended(gang, 0, 2)
-    gang.lost(1, "it ended, late news of the first task")
-    assert gang.state.to_replace == {1}
-    gang.post(gang.state.lost(1, "ended at once", is_last=True))
-    gang.pass_time(0.0)
-    assert groups(gang) == [(0, 1, 2), (0, 2)]
 
 
 def test_a_node_is_replaced_as_often_as_restarts_are_left():
@@ -123,7 +114,6 @@ def test_a_node_is_replaced_as_often_as_restarts_are_left():
     gang.lost(1)
     ended(gang, 0, 2, generation=2)
     assert "max_restarts=2 allows no more restarts" in str(gang.same_verdict(0, 2))
-    assert gang.state.to_replace == set()
 
 
 def test_a_new_task_gets_the_verdicts_of_the_launches_before():
@@ -189,7 +179,7 @@ def test_a_node_lost_before_a_launch_is_waited_for(when):
     else:
         gang.lost(1)
     assert gang.state.broken is None
-    assert gang.state.to_replace == {1}
+    assert gang.state.nodes[1] is NodeState.AWAITED
     for node in (0, 2):
         gang.ready(node, number, max_restarts=3)
     assert len(groups(gang)) == number
@@ -407,8 +397,7 @@ def test_a_task_that_was_dismissed_and_calls_a_launch_whose_end_is_forgotten_is_
     assert "The end of launch 0 is not known any more" in str(verdict.error)
 
 
-@pytest.mark.parametrize("how", ["it ends, too", "in time"])
-def test_commands_that_fail_end_the_launch_when_a_node_is_no_longer_awaited(how):
+def test_commands_that_fail_end_the_launch_when_a_node_is_no_longer_awaited():
     gang = GangOf(3, replacements=1, min_nodes=2, started_timeout_s=300.0)
     for node in (0, 2):
         gang.say(node, Prepares(0, 2))
@@ -416,10 +405,7 @@ def test_commands_that_fail_end_the_launch_when_a_node_is_no_longer_awaited(how)
     gang.say(0, Failed(0, failures=failures([crash(0, kind="command")])))
     gang.ready(2)
     assert not gang.got(2, Verdict)
-    if how == "in time":
-        gang.pass_time(301.0)
-    else:
-        gang.post(gang.state.lost(1, "ended at once", is_last=True))
+    gang.pass_time(301.0)
     assert "before_run failed" in str(gang.same_verdict(0, 2))
 
 
@@ -455,13 +441,6 @@ def test_a_new_task_that_never_calls_run_holds_up_others_no_longer_than_one_that
         assert groups(gang)[1:] == ([(0, 2)] if goes_on else [(0, 1, 2)])
 
 
-def test_a_node_that_is_known_to_have_no_other_task_is_not_awaited():
-    gang = GangOf(3, join=False, replacements=1)
-    gang.join(0, 2)
-    gang.post(gang.state.lost(1, "its task ended at once, before it joined", is_last=True))
-    assert "its task ended at once" in str(gang.state.broken)
-
-
 @pytest.mark.parametrize("when", ["while a spare runs", "while it is awaited"])
 def test_the_own_error_of_a_new_task_harms_nobody_else(when):
     gang = launched(4, spare_nodes=1) if when == "while a spare runs" else launched(4, min_nodes=3)
@@ -483,7 +462,8 @@ def test_it_does_not_wait_for_one_task_where_another_is_missing_for_good():
     gang.lost(1)
     gang.lost(2)
     ended(gang, 0)
-    gang.post(gang.state.lost(1, "ended at once", is_last=True))
+    come(gang, 1)
+    gang.lost(1, "it ended at once")
     gang.pass_time(0.0)
     assert "1 node is left, and it needs 3" in str(gang.same_verdict(0))
 
@@ -549,7 +529,7 @@ def test_a_new_task_that_has_heard_of_all_launches_has_caught_up():
         gang.ended(node)
     for _ in range(2):
         gang.lost(1)
-        assert gang.state.to_replace == {1}
+        assert gang.state.nodes[1] is NodeState.AWAITED
         come(gang, 1)
         gang.ready(1, 0)
 
@@ -594,7 +574,7 @@ def test_without_replacements_nothing_is_awaited():
     gang.lost(1)
     ended(gang, 0, 2)
     assert "Node 1" in str(gang.same_verdict(0, 2))
-    assert gang.state.to_replace == set()
+    assert gang.state.nodes[1] is NodeState.LOST
 
 
 STEPS = st.sampled_from(["lost", "told", "crash", "end", "tick", "come", "ready", "long"])
@@ -679,7 +659,8 @@ def test_the_log_says_when_a_node_is_not_waited_for_any_more():
     gang.lost(1)
     ended(gang, 0, 2, 3)
     gang.pass_time(0.0)
-    gang.post(gang.state.lost(1, "its task was killed by SIGKILL, too", is_last=True))
+    come(gang, 1)
+    gang.lost(1, "its task was killed by SIGKILL, too")
     said = (
         "node 1 is not waited for any more. The task in its place can't take part: its task was killed by SIGKILL, too."
     )

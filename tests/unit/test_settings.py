@@ -25,7 +25,6 @@ from metaflow_extensions.torchrun.plugins.torchrun.settings import (
         ("restart_on", "user, start", {"user", "start"}),
         ("spare_nodes", "1", 1),
         ("min_nodes", "2", 2),
-        ("node_check", '["make data", ["a", "b"]]', (("sh", "-ec", "make data"), ("a", "b"))),
         ("preemption_signal", "usr1", signal.SIGUSR1),
         ("hang_timeout_s", "90", 90.0),
         ("logs", "Rank0", "rank0"),

@@ -189,9 +189,3 @@ def test_a_feature_that_hears_of_a_rank_shows_that_the_workers_live():
     assert [node.state for node in made(*started).nodes] == ["starting", "starting"]
     told = made(*started, ("progress", 6, {"node": 0, "rank": 0, "text": "step 1", **HERE}))
     assert [node.state for node in told.nodes] == ["running", "running"]
-
-
-def test_a_node_that_is_set_aside_takes_no_part_until_it_is_taken_in():
-    aside = [*GO, ("set_aside", 5, {"node": 1, "text": "its check failed"})]
-    again = [*aside, ("taken_in", 6, {"node": 1})]
-    assert [made(*records).nodes[1].takes_part for records in (GO, aside, again)] == [True, False, True]

@@ -2,8 +2,6 @@
 
 import atexit
 import os
-import signal
-from pathlib import Path
 
 from metaflow import FlowSpec, Parameter, current, step, torchrun
 from notes import note
@@ -12,7 +10,6 @@ from notes import note
 class LostNode(FlowSpec):
     nodes = Parameter("nodes", default=4)
     kills = Parameter("kills", default="1:KILL")  # nodes, each with the signal that its task gets
-    again = Parameter("again", default="")  # nodes whose tasks end at once when they are started again
     late = Parameter("late", default="")  # nodes whose tasks end badly in the end
 
     @step
@@ -25,8 +22,6 @@ class LostNode(FlowSpec):
     @step
     def train(self):
         node = current.parallel.node_index
-        if str(node) in self.again and (Path(os.environ["GANG_OUT"]) / f"task-{node}").exists():
-            os.kill(os.getpid(), signal.SIGKILL)
         note(f"task-{node}", os.getpid())
         try:
             self.result = current.torch.run("lost_node_worker.py", env={"KILLS": self.kills})
@@ -43,7 +38,7 @@ class LostNode(FlowSpec):
         note("joined", [each.node for each in inputs])
         note(
             "results",
-            [[each.node, list(each.result.nodes), each.result.world_size, each.result.restarts] for each in inputs],
+            [[list(each.result.nodes), each.result.world_size, each.result.restarts] for each in inputs],
         )
         self.next(self.end)
 

@@ -65,8 +65,7 @@ class TorchrunDecorator(steps.ParallelDecorator):  # type: ignore[misc]  # Metaf
     grace_s : float, default 30
         Seconds that workers have between SIGTERM and SIGKILL.
     max_restarts : int, default 0
-        How often all workers are started again on all nodes after one of them failed, since the last progress that the
-        script has reported.
+        How often all workers are started again on all nodes after one of them failed, in one launch.
     restart_on : Union[str, Iterable[str]], optional, default None
         Which classes of causes restart them: ``"user"``, an error of the script; ``"killed"``, a signal or
         lack of memory; ``"timeout"``, a launch over its time; ``"hang"``; ``"start"``, an agent that could
@@ -78,9 +77,6 @@ class TorchrunDecorator(steps.ParallelDecorator):  # type: ignore[misc]  # Metaf
     min_nodes : int, optional, default None
         With how many nodes a launch goes on at least after the loss of others, when no other task takes their place. By
         default with all that are no spares. Not on Argo Workflows.
-    node_check : Sequence[Union[str, Sequence[Union[Path, str]]]], optional, default None
-        Commands, as for `before_run`, that run on each node before its workers start or start again. A node on which one
-        fails takes no part any more, where a spare or `min_nodes` allows that.
     preemption_signal : Union[int, str], default "SIGTERM"
         What the workers get, once, when a node is told to stop or its machine is taken away. They have
         ``grace_s`` seconds to save.

@@ -175,7 +175,6 @@ class TorchrunExecutor:
             nproc_why=nproc.why,
             warm=run.warm,
             commands=_found(commands, spec.cwd),
-            checks=_found(settings.node_check, spec.cwd),
             **services.told,
         )
 

@@ -25,7 +25,6 @@ RETRY_CLASSES = ("user", "killed", "timeout", "hang", "start", "network", "node_
 DEFAULT_RESTART_ON = frozenset({"user", "killed", "timeout", "hang", "node_lost", "preempted"})
 _NEVER_RETRIED = {
     "before_run": "a command that failed may have left its work half done, on some nodes only; use Metaflow's @retry",
-    "node_check": "such a restart needs no entry: the gang goes on without that node wherever it can",
     "interrupted": "whoever interrupts a run wants its end",
     "store": "the function has ended well, and running it again does not repair the datastore; use Metaflow's @retry",
 }

@@ -55,7 +55,6 @@ SETTINGS = {
         Setting("restart_on", "both", FAILURES, "restarts", parsing.parse_restart_on, None, parsing.DEFAULT_RESTART_ON),
         Setting("spare_nodes", "step", FAILURES, "lost-nodes", parsing.parse_restarts, 0, 0),
         Setting("min_nodes", "step", FAILURES, "lost-nodes", parsing.parse_least),
-        Setting("node_check", "step", FAILURES, "lost-nodes", parsing.parse_commands, None, ()),
         Setting("hang_timeout_s", "both", FAILURES, "hangs", parsing.parse_seconds),
         Setting(
             "preemption_signal", "both", FAILURES, "preemption", parsing.parse_signal, "SIGTERM", int(signal.SIGTERM)
@@ -104,7 +103,6 @@ class StepSettings:
     restart_on: frozenset[str]
     spare_nodes: int
     min_nodes: int | None
-    node_check: tuple[tuple[str, ...], ...]
     preemption_signal: int
     hang_timeout_s: float | None
     logs: str | None

@@ -92,7 +92,7 @@ class ControlChannel:
         self._loop.call_later(REPORT_GONE_S, self._report_gone, node, reason)
 
     def _report_gone(self, node: int, reason: str) -> None:
-        self._step(self.gang.lost, node, reason, True, node in self._members)
+        self._step(self.gang.lost, node, reason, node in self._members)
 
     async def stop_listening(self) -> None:
         """Accept no more connections; those that stand stay."""

@@ -62,7 +62,6 @@ _CATEGORIES = {
     "signal": "killed",
     "oom": "killed",  # out of memory
     "command": "before_run",  # a command failed
-    "check": "node_check",  # one of node_check
     "agent": "start",  # it ended before its workers ran
     "agent_ended": "killed",  # while its workers ran
     "lost": "node_lost",
@@ -77,7 +76,6 @@ CATEGORY_TEXTS = {
     "user": "an error in your code",
     "killed": "a process was killed",
     "before_run": "a command of before_run failed",
-    "node_check": "a command of node_check failed",
     "start": "torchrun could not start the workers",
     "node_lost": "a node was lost",
     "preempted": "a node was told to stop",
@@ -173,7 +171,7 @@ class Cause:
         """How it ended, in one line."""
         if self.kind in ("store", "unreachable"):
             return str(self.exception)
-        if self.kind in ("command", "check", "agent", "agent_ended", "lost"):
+        if self.kind in ("command", "agent", "agent_ended", "lost"):
             return f"failed: {self.exception}"
         if self.kind == "terminated":
             return f"was preempted: {self.exception}"
@@ -200,13 +198,13 @@ class Cause:
         """Return the full report: who, what, exit status, what to change, traceback or stderr."""
         who = self.who_in(is_alone)
         lines = [f"{who[0].upper()}{who[1:]} {self.what}" + ("" if self.what.endswith(ENDS) else ".")]
-        is_said = self.exception is None or self.kind in ("command", "check", "agent", "agent_ended", "signal", "oom")
+        is_said = self.exception is None or self.kind in ("command", "agent", "agent_ended", "signal", "oom")
         if self.exit_code is not None and not is_said:
             lines.append(f"It {describe_exit(self.exit_code)}.")
         lines += [self.remedy] if self.remedy else []
         if self.detail:
             if self.kind not in ("exception", "step", "call", "hang"):  # theirs is a traceback, or where the ranks were
-                lines.append(f"Last lines of its {'output' if self.kind in ('command', 'check') else 'stderr'}:")
+                lines.append(f"Last lines of its {'output' if self.kind == 'command' else 'stderr'}:")
             # Metaflow's console strips leading spaces; behind the bar the indentation survives.
             lines += [f"  | {line}" for line in self.detail.splitlines()]
         return "\n".join(lines)

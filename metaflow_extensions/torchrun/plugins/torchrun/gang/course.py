@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -18,7 +18,6 @@ from .history import History, Kind, Record, of_the_gang
 from .keepers import Failing, Keepers, Where
 from .launch import (
     GONE,
-    UNCOUNTED,
     Launch,
     Next,
     Phase,
@@ -90,7 +89,6 @@ class Course:
         self.nodes, self.rules, self.keepers = nodes, rules, keepers
         self.history = History(clock)
         self.launch = Launch(-1, Phase.OVER)
-        self.aside: set[int] = set()  # nodes that wait to the end: their check failed, or their workers did again
         self.gone: dict[int, Cause] = {}  # why nodes are lost, or were told to end
         self.waits: dict[int, Wait] = {}  # for a task in a node's place, until one is ready for a launch
         self._pick_port, self._clock, self._over = pick_port, clock, over
@@ -131,10 +129,10 @@ class Course:
     def _able(self, besides: Collection[int] = ()) -> list[int]:
         """Return the nodes that can take part in the next generation, in order."""
         launch, nodes = self.launch, self.nodes
-        gone = launch.given_up | launch.leaving.keys() | launch.ill.keys() | self.aside | set(besides)
+        gone = launch.given_up | launch.leaving.keys() | set(besides)
         if launch.phase in (Phase.GATHERING, Phase.OVER):  # of those nodes, each may still come or has ended well
             able = [node for node in range(nodes.size) if nodes[node] not in (NodeState.LOST, NodeState.OUT)]
-            gone = self.aside | set(besides)
+            gone = set(besides)
         else:
             able = [node for node in nodes.joined if node in launch.ready]
         return [node for node in able if node not in gone]
@@ -144,7 +142,7 @@ class Course:
         launch, rules = self.launch, self.rules
         able = self._able(() if cause is None else (cause.node,))
         asked = rules.spare_nodes or rules.min_nodes or rules.replaces
-        if cause is None or cause.category not in GONE | UNCOUNTED or not asked:
+        if cause is None or cause.category not in GONE or not asked:
             return ""
         why = "\nIt can't go on without that node: "
         if cause.node == CONTROL:
@@ -153,13 +151,12 @@ class Course:
             return f"{why}restart_on does not have {cause.category!r}."
         if launch.phase is Phase.STOPPING and (ended := sorted(launch.given_up - launch.leaving.keys())):
             return f"{why}the call of run has ended on {names(ended)}, too."
-        is_counted = cause.category not in UNCOUNTED or launch.policy.max_restarts == 0
+        is_counted = cause.category != "preempted" or launch.policy.max_restarts == 0
         if launch.phase is Phase.STOPPING and launch.restarts >= launch.limit and is_counted:
             return f"{why}max_restarts={launch.policy.max_restarts} allows no more restarts."
         if len(able) < self._least:
             left = f"{counted(len(able), 'node')} {'is' if len(able) == 1 else 'are'} left"
-            aside = f" It had set {names(sorted(self.aside))} aside before." if self.aside else ""
-            return f"{why}{left}, and it needs {self._least} (spare_nodes, min_nodes).{aside}{self._what_came(cause)}"
+            return f"{why}{left}, and it needs {self._least} (spare_nodes, min_nodes).{self._what_came(cause)}"
         return ""
 
     def _what_came(self, cause: Cause) -> str:
@@ -242,7 +239,7 @@ class Course:
             for node in sorted(after - set(launch.group.nodes)):
                 self.note("taken_in", node=node)
         else:
-            for node in sorted(launch.ready.keys() - after - self.aside):
+            for node in sorted(launch.ready.keys() - after):
                 self.note("spare", node=node)
 
     # --- its begin -------------------------------------------------------------------------------
@@ -405,12 +402,8 @@ class Course:
         """All nodes have ended, or their time is up: success, restart or failure."""
         launch, now = self.launch, self._clock()
         silent, cause = self._silent(), self._first_cause()
-        if decide(launch, cause, [], True, now) is not Next.MOVE:  # then no worker has begun
-            launch.count_progress(self.keepers.done(launch.number), cause)
-        if decide(launch, cause, [], True, now) is Next.RESTART:
-            self._set_aside(cause)
         group = self.next_group()
-        has_group = (group is not None or self._may_wait()) and launch.ill.keys() <= self.aside
+        has_group = group is not None or self._may_wait()
         # That a node which was told to end does not report the end of its workers keeps no other node from going on.
         unknown = [node for node in silent if node not in launch.leaving]
         is_restarting = decide(launch, cause, [], True, now) in (Next.RESTART, Next.MOVE)
@@ -428,30 +421,10 @@ class Course:
             self._leave_out_gone()
             self.go(group)
         elif follows in (Next.RESTART, Next.MOVE) and cause is not None:
-            launch.uncounted += follows is Next.MOVE or cause.category in UNCOUNTED
-            self._restart(cause, now, at_once=follows is Next.MOVE or cause.category in GONE | UNCOUNTED)
+            launch.uncounted += follows is Next.MOVE or cause.category == "preempted"
+            self._restart(cause, now, at_once=follows is Next.MOVE or cause.category in GONE)
         else:
-            self.fail(launch.error(cause, silent, launch.why_idle or self.why_not_without(cause)))
-
-    def _set_aside(self, cause: Cause | None) -> None:
-        """Go on without nodes that fail their check, or whose workers are the first to fail twice in a row, if possible."""
-        launch, before = self.launch, self.launch.restarts_for
-        self._go_on_without({node: summary(each) for node, each in launch.ill.items()}, self._least)
-        if cause is not None and before is not None and _is_again(cause, before) and not launch.has_progressed:
-            # An error in the script is most often no node's fault, so only a spare may take the place of such a node.
-            least = launch.group.size if cause.category == "user" else self._least
-            text = f"its workers were the first to fail twice in a row: {summary(cause)}"
-            self._go_on_without({cause.node: text}, least)
-
-    def _go_on_without(self, why: Mapping[int, str], least: int) -> None:
-        """Set nodes aside for good if at least so many others can go on; otherwise change nothing."""
-        if not why or CONTROL in why or not (self.rules.spare_nodes or self.rules.min_nodes):
-            return
-        if follow(self.launch.group, self._able(why), self._size, least) is not None:
-            self.aside |= why.keys()
-            for node, text in why.items():
-                self.note("set_aside", node=node, text=text)
-                self.send(Note(f"node {node} takes no part any more: {text}"), CONTROL)
+            self.fail(launch.error(cause, silent, self.why_not_without(cause)))
 
     def _leave_out_silent(self, silent: list[int]) -> bool:
         """Count nodes as lost whose workers may still run, if the gang can go on without them; return whether it can."""
@@ -718,12 +691,6 @@ class Course:
         self._send_remarks()
         out, self._out = self._out, []
         return out
-
-
-def _is_again(cause: Cause, before: Cause) -> bool:
-    """Return whether workers of the same node were the first to fail, and by their own fault."""
-    is_own = None not in (cause.rank, before.rank) and not (cause.is_consequence or before.is_consequence)
-    return is_own and cause.node == before.node
 
 
 _HANDLERS: dict[type, Callable[[Course, int, Any], None]] = {

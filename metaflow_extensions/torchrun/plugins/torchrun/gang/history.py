@@ -17,7 +17,7 @@ Kind = Literal[
     "joined", "ready", "go", "started", "output", "exited", "stopped", "finished", "left", "lost",
     "preempted", "hang", "timeout", "stopping", "cause", "restart", "done", "failed", "broken", "omitted",
     "stored", "before_run", "command", "told", "spare", "left_out", "awaited", "taken_in",
-    "set_aside", "dismissed",
+    "dismissed",
 ]  # fmt: skip
 # The kinds that every node gets with a verdict. The others are about one node, and report no problem.
 _OF_THE_GANG = frozenset(
@@ -34,7 +34,6 @@ _OF_THE_GANG = frozenset(
         "left_out",
         "awaited",
         "taken_in",
-        "set_aside",
         "done",
         "failed",
         "broken",

@@ -101,10 +101,6 @@ class Keeper:
         """Return what is to be stored of it now."""
         return None
 
-    def done(self, launch: int) -> float | None:
-        """Return how far the workers of a launch have come in all its generations; None if that is not known."""
-        return None
-
     def find_out_s(self, kind: str) -> float:
         """Return how long the nodes may take to find out more before they stop for a cause of this kind."""
         return 0.0
@@ -196,11 +192,6 @@ class Keepers:
         besides = [self._read(name, lambda keeper: keeper.besides()) or {} for name in self._keepers]
         more = {name: value for fields in besides for name, value in fields.items()}
         return {**kept, **more}
-
-    def done(self, launch: int) -> float | None:
-        """Return how far the workers of a launch have come."""
-        told = self._ask_all(lambda keeper: keeper.done(launch)).values()
-        return max((each for each in told if each is not None), default=None)
 
     def find_out_s(self, kind: str) -> float:
         """Return how long the nodes may take to find out more before they stop for a cause of this kind."""

@@ -26,10 +26,6 @@ _PORT_TAKEN = re.compile("EADDRINUSE|address already in use", re.IGNORECASE)
 _MAX_MOVES = 3
 GONE = frozenset({"node_lost", "preempted"})
 """The classes of causes with which a node is gone, or about to go."""
-MAX_IDLE = 3
-"""How many generations in a row may end without progress, where scripts report it."""
-UNCOUNTED = frozenset({"preempted", "node_check"})
-"""The classes of causes after which a restart does not count."""
 _NODES_SAID = 3
 # Kinds of causes that no node reports as its failure.
 _FOUND_BY_CONTROL = ("timeout", "hang", "unreachable")
@@ -72,10 +68,7 @@ class Launch:
     generation: int = 0
     group: Group = field(default_factory=lambda: Group(0))  # the nodes of this generation; before the first, none
     moves: int = 0  # generations that began because the rendezvous' port was taken
-    # Restarts that `max_restarts` does not count: because of nodes that were told to end, or before the last progress.
-    uncounted: int = 0
-    done: float | None = None  # how far the workers had come when a generation ended; None: they tell nothing
-    idle: int = 0  # how many generations in a row have ended since then without coming farther
+    uncounted: int = 0  # restarts that `max_restarts` does not count, such as after a node was told to end
     ended: dict[int, Ended] = field(default_factory=dict)  # without what failed, which is in `failures`
     failures: list[Failure] = field(default_factory=list)  # ages as of the clock's zero, so that they compare
     alike: dict[int, set[int]] = field(default_factory=dict)  # hash of the way in which ranks failed -> those ranks
@@ -87,7 +80,6 @@ class Launch:
     verdict: TorchrunError | None = None  # the error at its end; None while it runs, or if it succeeded
     given_up: set[int] = field(default_factory=set)  # nodes whose own code has ended their call of `run`
     leaving: dict[int, Cause] = field(default_factory=dict)  # nodes that were told to end
-    ill: dict[int, Cause] = field(default_factory=dict)  # nodes whose node_check has failed in this generation
     policy: LaunchPolicy = field(default_factory=LaunchPolicy)
     went_at: float = 0.0
     deadline: float = float("inf")  # of the step, and
@@ -107,7 +99,7 @@ class Launch:
         """Begin a generation: forget the ends and failures of the one before."""
         self.enter(Phase.RUNNING)
         self.went_at, self.group = now, group
-        for each in (self.ended, self.stores, self.failures, self.alike, self.lost, self.ending, self.ill):
+        for each in (self.ended, self.stores, self.failures, self.alike, self.lost, self.ending):
             each.clear()
 
     def begin_pause(self, now: float, pause_s: float) -> float:
@@ -147,40 +139,17 @@ class Launch:
         """How many restarts are left; None before the control node is ready."""
         ready = self.ready.get(CONTROL)
         policy = None if ready is None else ready.policy
-        left = None if policy is None else policy.max_restarts + self.uncounted - self.restarts
-        return left and (0 if self.why_idle else left)
+        return None if policy is None else policy.max_restarts + self.uncounted - self.restarts
 
     @property
     def limit(self) -> int:
         """How many restarts there may be, with those that do not count."""
         return self.policy.max_restarts + self.uncounted
 
-    def count_progress(self, done: float | None, cause: Cause | None) -> None:
-        """Take note of how far the workers had come when a generation ended, and for what."""
-        if done is not None and (self.done is None or done > self.done):
-            self.done, self.idle, self.uncounted = done, 0, self.restarts
-        elif self.done is not None and cause is not None and cause.category not in GONE | UNCOUNTED:
-            self.idle += 1
-
     @property
     def backoff_s(self) -> float:
-        """How long to wait before a restart: twice as long as before the last, and from the beginning after progress."""
+        """How long to wait before a restart: twice as long as before the last one that counts."""
         return min(2.0 ** min(self.restarts - self.uncounted, 10), BACKOFF_LIMIT_S)
-
-    @property
-    def has_progressed(self) -> bool:
-        """Whether the generation that has ended last has come farther than those before."""
-        return self.done is not None and self.idle == 0
-
-    @property
-    def why_idle(self) -> str:
-        """That no more restarts follow since none brings progress; empty if they may."""
-        if self.idle < MAX_IDLE:
-            return ""
-        return (
-            f"\n{MAX_IDLE} generations of workers in a row have not come past step {self.done:g}, so there is no further "
-            "restart. Does the script load what it has saved?"
-        )
 
     def takes_part(self, node: int) -> bool:
         """Return whether a node belongs to this generation."""
@@ -200,7 +169,6 @@ class Launch:
         """Keep the first failure and the first preemption only: thousands of texts would take hundreds of megabytes."""
         failures = list(failures)
         self.leaving.update({each.cause.node: each.cause for each in failures if each.cause.category == "preempted"})
-        self.ill.update({each.cause.node: each.cause for each in failures if each.cause.kind == "check"})
         self.failures += [Failure(each.cause, each.age_s - now) for each in failures]
         for each in failures:
             self.alike.setdefault(hash(each.cause.way), set()).update(each.ranks)
@@ -422,9 +390,8 @@ def _may_restart(launch: Launch, cause: Cause, now: float) -> bool:
     policy = launch.policy
     over = cause.kind == "step_timeout" or now >= launch.deadline  # by one node's clock
     # A node that was told to end does not use up a restart; but there must be some at all.
-    is_left = launch.restarts < launch.limit or (cause.category in UNCOUNTED and policy.max_restarts > 0)
-    is_asked = cause.category in policy.restart_on or cause.category == "node_check"
-    return is_asked and is_left and not over and not launch.why_idle
+    is_left = launch.restarts < launch.limit or (cause.category == "preempted" and policy.max_restarts > 0)
+    return cause.category in policy.restart_on and is_left and not over
 
 
 # --- the messages that tell its end -------------------------------------------------------------

@@ -36,12 +36,11 @@ so that a message that arrives late is recognised.
 from __future__ import annotations
 
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeAlias
 
 from ..errors import TorchrunError
-from ..events import Event
 from .cause import Cause, Failure
 from .group import Group
 from .history import Record
@@ -368,43 +367,6 @@ class Link(Protocol):
 
     async def settle_lines(self) -> None:
         """Wait until this node's log has all lines of other nodes that have arrived, a bounded time."""
-
-
-class TaskLink(Protocol):
-    """What a member needs of its connection to its supervisor."""
-
-    def send(self, message: Message) -> None:
-        """Send a message to the control node; returns at once."""
-
-    def show(self, event: Event) -> bool:
-        """Have an event written to this node's log; return False if the supervisor can't. It returns at once."""
-
-    def end_spares(self) -> None:
-        """End the spare processes: no launch comes any more; returns at once."""
-
-    def interrupt(self, why: str) -> None:
-        """End the launch that runs as after a SIGTERM; returns at once."""
-
-    def time_out(self, text: str) -> None:
-        """End the launch that runs, since the step's time is up; returns at once."""
-
-    def look(self) -> bool:
-        """Handle what the supervisor has said; return False if that is being done. It returns at once."""
-
-    def signal_end(self, is_on: bool) -> None:
-        """Have the wake signal come at the supervisor's end, or not."""
-
-    def call_if_missed(self, call: Callable[[], None]) -> None:
-        """Have something called after each `look` that returned False, when that is done."""
-
-    def wait(self, is_over: Callable[[], object], timeout_s: float) -> bool:
-        """Handle what the supervisor says until `is_over`, or so long; return whether it is over."""
-
-    def hurry(self) -> None:
-        """Keep the supervisor from waiting for a reader that takes nothing: the task was told to end."""
-
-    def close(self) -> None:
-        """End all connections."""
 
 
 # --- to the wire and back -------------------------------------------------------------------------

@@ -165,17 +165,11 @@ class Gang:
         self.keepers.request(feature, data, self._course.age_s)
         return self._flush()
 
-    def lost(self, node: int, why: str, is_last: bool = False, is_connected: bool = False) -> list[Outgoing]:
-        """Handle the loss of a node: its connection or task has ended, or it is silent.
+    def lost(self, node: int, why: str, is_connected: bool = False) -> list[Outgoing]:
+        """Handle the end of a node's task.
 
-        `is_last`: no other task will come in its place. `is_connected`: its supervisor still has its connection, and so may
-        still have to end the workers.
+        `is_connected`: its supervisor still has its connection, and so may still have to end the workers.
         """
-        if is_last and self.nodes[node] is NodeState.AWAITED:
-            self._course.waits[node].what_came = why
-            self._give_up_awaited(node)
-        elif is_last:
-            self._course.expect_no_other(node)
         self._lose(node, why, is_ending=is_connected)
         return self._flush()
 
@@ -244,11 +238,6 @@ class Gang:
             self._begin_if_all_called()
         self._see_who_is_left()
 
-    @property
-    def to_replace(self) -> set[int]:
-        """The nodes in whose place another task is to come."""
-        return set() if self.broken is not None else set(self.nodes.which(NodeState.AWAITED))
-
     def was_stopped(self, seconds: float) -> list[Outgoing]:
         """Give the nodes as much longer to report as this process was stopped, perhaps with all of them."""
         if self._launch.phase in (Phase.STOPPING, Phase.SAVING):
@@ -307,7 +296,6 @@ class Gang:
                 self.history.note("joined", node=node, text=join.host)
             self.nodes.join(join)
             self._course.gone.pop(node, None)
-            self._course.aside.discard(node)
             self._failed.pop(node, None)  # how the task before it has ended counts no more
             self._course.send(Welcome(), node)
             if self.broken is not None:

@@ -1,4 +1,4 @@
-"""The commands of `before_run` on this node, which run before it is *ready*, or of `node_check`, before each generation.
+"""The commands of `before_run` on this node, which run before it is *ready*.
 
 The script `command_runner` runs them in the place of an agent, so they are watched and stopped like workers.
 """
@@ -9,10 +9,9 @@ import json
 import os
 import shlex
 import shutil
-import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from ..events import label
 from ..gang.cause import Cause, Failure, describe_exit
@@ -30,8 +29,6 @@ from .news import Seen
 from .plan import Plan
 from .start import environment_of_commands, make_folder, of_task
 
-CHECKS_S = 300.0
-"""How long the commands of `node_check` may take together: a GPU that hangs also makes what looks at it hang."""
 _RUNNER = "command runner"  # its name in messages
 _TAIL_LINES = 30
 _SHOWN_CHARS = 200
@@ -59,18 +56,11 @@ class Commands:
 
     number = -1  # in the place of a generation's
 
-    def __init__(
-        self, plan: Plan, seat: Seat, launch: int, new_agent: Callable[..., AgentProcess], generation: int | None = None
-    ) -> None:
-        """Prepare the commands of `before_run`; with a generation, those of `node_check`."""
+    def __init__(self, plan: Plan, seat: Seat, launch: int, new_agent: Callable[..., AgentProcess]) -> None:
         self._plan, self._seat, self._launch = plan, seat, launch
-        self._commands = plan.commands if generation is None else plan.checks
-        self._name, self._kind = ("before_run", "command") if generation is None else ("node_check", "check")
-        self._ends_at = float("inf") if generation is None else time.monotonic() + CHECKS_S
         self._told = 0  # of how many ended commands the gang knows
         self._has_failed = self._is_closed = False
-        run_id = f"launch{launch}" if generation is None else f"launch{launch}-{generation}"
-        self._folder = make_folder(plan, f"{run_id}-{self._name}")
+        self._folder = make_folder(plan, f"launch{launch}-before_run")
         try:
             command = self._write_command()
             env = environment_of_commands(plan, seat.link.own_address, plan.environ)
@@ -85,13 +75,13 @@ class Commands:
         )
 
     def _reader(self) -> LogReader:
-        plan, count, log_dir = self._plan, len(self._commands), self._plan.spec.log_dir
+        plan, count, log_dir = self._plan, len(self._plan.commands), self._plan.spec.log_dir
         node = plan.spec.node_index
         of_node = "" if plan.spec.num_nodes == 1 else f"node {node} "
         is_hidden = plan.logs == "rank0" and node != 0
         return LogReader(
             self._folder,
-            {each: (f"[{of_node}{self._name} {each + 1}/{count}] ", is_hidden) for each in range(count)},
+            {each: (f"[{of_node}before_run {each + 1}/{count}] ", is_hidden) for each in range(count)},
             label(node, plan.spec.num_nodes),
             plan.write,
             keep_in=None if log_dir is None else os.path.join(log_dir, os.path.basename(self._folder)),
@@ -101,7 +91,7 @@ class Commands:
     def _write_command(self) -> list[str]:
         """Write the commands for the runner; return its argv."""
         commands = []
-        for words in self._commands:
+        for words in self._plan.commands:
             # The shell is found here, because the user's PATH for the commands may lack it.
             program = system_program(words[0]) if is_by_shell(words) else words[0]
             commands.append({"argv": [program, *words[1:]], "shown": shown(words)})
@@ -109,8 +99,7 @@ class Commands:
             json.dump(commands, file)
         # Isolated: neither the commands' variables nor installed packages may change what the runner does.
         python = isolated(self._plan.spec.python, self._plan.environ)
-        # Commands of before_run may write to the working directory, which nodes of one machine share; checks may not.
-        return [*python, COMMAND_RUNNER, self._folder, *(["in-turn"] if self._kind == "command" else [])]
+        return [*python, COMMAND_RUNNER, self._folder]
 
     def _options(self) -> Options:
         plan, folder = self._plan, self._folder
@@ -139,13 +128,8 @@ class Commands:
         return Seen([*told, *left_behind(self._seat.node, event.left, "commands")], is_over=True)
 
     def poll(self, is_quiet: bool) -> Seen:
-        """Return the commands that have ended since the last look, and the one that takes too long."""
-        told = self._just_ended()
-        if time.monotonic() < self._ends_at or self._has_failed or self._told == len(self._commands):
-            return Seen(told)
-        self._has_failed = True
-        cause = self._cause_of(_Ended(self._told, None, f"has not ended after {CHECKS_S:.0f} s", CHECKS_S))
-        return Seen(told, failed=f"{cause.exception}", failures=(Failure(cause),))
+        """Return the commands that have ended since the last look."""
+        return Seen(self._just_ended())
 
     def _failure(self, event: AgentEvent) -> Cause | None:
         match event:
@@ -160,15 +144,11 @@ class Commands:
     def _cause(self) -> Cause:
         failed = next((each for each in self._ended() if each.status != 0), None)
         if failed is None:
-            cause = self._end.cause(has_workers=False)
-            return replace(cause, kind="check") if self._kind == "check" else cause
-        return self._cause_of(failed)
-
-    def _cause_of(self, failed: _Ended) -> Cause:
+            return self._end.cause(has_workers=False)
         node, host = self._plan.spec.node_index, self._seat.host
         lines = _last_lines(self._logs.tail(failed.number, "stdout"))
         text = self._text(failed, self._end.machine.how_ended)
-        return Cause(self._kind, node, host, None, None, failed.status, text, lines)
+        return Cause("command", node, host, None, None, failed.status, text, lines)
 
     async def close(self, grace_s: float = 0.0) -> None:
         """Stop what still runs, and show the last output; safe to call more than once."""
@@ -201,8 +181,8 @@ class Commands:
         return []
 
     def _text(self, ended: _Ended, exit_text: Callable[[int], str]) -> str:
-        commands = self._commands
-        name = f"{self._name} {ended.number + 1}/{len(commands)} ({shown(commands[ended.number])})"
+        commands = self._plan.commands
+        name = f"before_run {ended.number + 1}/{len(commands)} ({shown(commands[ended.number])})"
         return f"{name} {ended.error if ended.status is None else exit_text(ended.status)}"
 
 

@@ -49,7 +49,6 @@ class NodeCourse:
         self._launch, self._node, self._host = launch, node, host
         self._went_at: float | None = None  # when the first generation began
         self._restarts: list[dict[str, Any]] = []
-        self._asks: dict[str, Ask] = {}  # by feature, while the commands of node_check run
         self._go = Go(launch, -1, 0, "", 0, 0)  # of the latest generation, as are the next four; there is none yet
         self._command = ""
         self._said_started = self._said_output = False  # whether *started* and *wrote* were sent
@@ -140,42 +139,8 @@ class NodeCourse:
             return
         self._go = go
         self._said_started = self._said_output = False
-        if self.plan.checks:
-            self._asks.clear()
-            self._enter(Phase.CHECKING)
-            self._do(Do.START_CHECKS)
-        else:
-            self._enter(Phase.STARTING)
-            self._do(go)
-
-    @property
-    def generation(self) -> int:
-        """The number of the generation that has begun last."""
-        return self._go.generation
-
-    # --- the commands of node_check -----------------------------------------------------------------
-
-    def _on_checks(self, seen: Seen) -> None:
-        self._do(*(each for each in seen.told if isinstance(each, Event)))
-        if seen.failed:
-            self._say("worker_failed", f"{seen.failed}; no worker starts here")
-            self._end_checks(seen.failures)
-        elif seen.is_over:
-            self._enter(Phase.STARTING)
-            self._do(Do.CLOSE_NOW, self._go, *self._asks.values())
-
-    def _checks_not_begun(self, news: NotBegun) -> None:
-        """Take it for a check that has failed: most often the disk is full."""
-        text = f"node_check could not be started: {news.why}"
-        self._on_checks(Seen(failed=text, failures=(Failure(Cause("check", self._node, self._host, exception=text)),)))
-
-    def _stop_checks(self, stop: Stop) -> None:
-        self._say_why_it_stops(stop)
-        self._end_checks(())
-
-    def _end_checks(self, failures: tuple[Failure, ...]) -> None:
-        self._enter(Phase.ENDED)
-        self._do(Do.CLOSE_NOW, Ended(self._launch, False, self._go.generation, failures, stores=self.plan.stores))
+        self._enter(Phase.STARTING)
+        self._do(go)
 
     def _on_stop(self, stop: Stop) -> None:
         self._say_why_it_stops(stop)
@@ -187,11 +152,6 @@ class NodeCourse:
         is_told = stop.teller != CONTROL and self.plan.shares_machine
         if self._node == CONTROL and stop.because and not is_told:
             self._say("stopping", f"{stop.because}; stopping {self._all}")
-
-    def _keep_ask(self, ask: Ask) -> None:
-        """Keep what a feature asks until the workers start: it asks once."""
-        if ask.generation == self._go.generation:
-            self._asks[ask.feature] = ask
 
     def _on_ask(self, ask: Ask) -> None:
         if ask.generation == self._go.generation:
@@ -215,8 +175,6 @@ class NodeCourse:
 
     def _on_store(self, store: Store) -> None:
         self._keep_error(store)
-        if self.plan.spec.group_rank is None:  # it took part in an earlier generation only, and has nothing to store
-            return
         self._enter(Phase.STORING)
         self._do(store)
 
@@ -391,20 +349,14 @@ _WITHOUT_WORKERS = [phase for phase in _NOT_OVER if phase not in _WITH_WORKERS]
 HANDLERS: dict[type, dict[Phase, _Handler]] = {
     Called: _in((Phase.BEGINNING,), NodeCourse._on_called),
     Completed: _in((Phase.COMPLETING,), NodeCourse._on_completed),
-    NotBegun: {
-        Phase.PREPARING: NodeCourse._commands_not_begun,
-        Phase.CHECKING: NodeCourse._checks_not_begun,
-        Phase.STARTING: NodeCourse._not_begun,
-    },
+    NotBegun: {Phase.PREPARING: NodeCourse._commands_not_begun, Phase.STARTING: NodeCourse._not_begun},
     Go: _in((Phase.READY, Phase.ENDED), NodeCourse._on_go),
     Prepared: _in((Phase.STARTING,), NodeCourse._on_prepared),
     Begun: _in((Phase.STARTING,), NodeCourse._on_begun),
-    Seen: {Phase.PREPARING: NodeCourse._on_commands, Phase.CHECKING: NodeCourse._on_checks}
-    | _in(_WITH_WORKERS, NodeCourse._on_workers),
+    Seen: {Phase.PREPARING: NodeCourse._on_commands} | _in(_WITH_WORKERS, NodeCourse._on_workers),
     WorkersEnded: _in(_WITH_WORKERS, NodeCourse._on_workers_ended),
-    Ask: {**_in(_WITH_WORKERS, NodeCourse._on_ask), Phase.CHECKING: NodeCourse._keep_ask},
+    Ask: _in(_WITH_WORKERS, NodeCourse._on_ask),
     Stop: {
-        Phase.CHECKING: NodeCourse._stop_checks,
         Phase.RUNNING: NodeCourse._on_stop,
         Phase.STOPPING: NodeCourse._say_why_it_stops,
         Phase.STORING: NodeCourse._give_up_upload,

@@ -51,7 +51,7 @@ class NotBegun:
 
 @dataclass(frozen=True)
 class Seen:
-    """What has been seen of the commands of before_run or node_check, or of the workers."""
+    """What has been seen of the commands of before_run, or of the workers."""
 
     told: Sequence[Message | Event] = ()  # for the gang and the log
     all_run: bool = False  # whether all workers of this node run, or have run
@@ -92,7 +92,6 @@ class Do(enum.Enum):
     """An effect without data."""
 
     START_COMMANDS = "start the commands of before_run; answered by `NotBegun` if that fails"
-    START_CHECKS = "start those of node_check; answered likewise"
     COMPLETE = "have the task complete the plan"
     START = "start the agent of a generation; answered by `Begun` or `NotBegun`"
     STOP = "stop the workers"

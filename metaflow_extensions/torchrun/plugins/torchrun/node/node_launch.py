@@ -111,8 +111,6 @@ class NodeLaunch:
                 self._end = effect
             case Do.START_COMMANDS:
                 return await self._start_commands()
-            case Do.START_CHECKS:
-                return await self._start_commands(self._course.generation)
             case Do.COMPLETE:
                 self._complete()
             case Do.START:
@@ -141,10 +139,9 @@ class NodeLaunch:
         assert isinstance(self._processes, Generation)
         return self._processes
 
-    async def _start_commands(self, generation: int | None = None) -> NotBegun | None:
-        plan, seat = self._course.plan, self._seat
+    async def _start_commands(self) -> NotBegun | None:
         try:
-            about = plan, seat, self._launch, self._new_agent, generation
+            about = self._course.plan, self._seat, self._launch, self._new_agent
             self._processes = commands = await Aside().within(_START_S, Commands, *about)
             commands.start()
         except Exception as error:

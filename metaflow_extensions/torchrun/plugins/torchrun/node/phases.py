@@ -12,7 +12,6 @@ class Phase(enum.Enum):
     PREPARING = "the commands of before_run run, or have failed"
     COMPLETING = "its task completes the request after them"
     READY = "it waits for the other nodes"
-    CHECKING = "the commands of node_check run"
     STARTING = "its agent is being started"
     RUNNING = "its agent runs"
     STOPPING = "its workers have to stop, or its agent has failed"
@@ -25,14 +24,13 @@ NEXT = {
     Phase.BEGINNING: {Phase.PREPARING, Phase.READY, Phase.OVER},
     Phase.PREPARING: {Phase.COMPLETING, Phase.OVER},
     Phase.COMPLETING: {Phase.READY, Phase.OVER},
-    Phase.READY: {Phase.CHECKING, Phase.STARTING, Phase.OVER},
-    Phase.CHECKING: {Phase.STARTING, Phase.ENDED},
+    Phase.READY: {Phase.STARTING, Phase.OVER},
     Phase.STARTING: {Phase.RUNNING, Phase.ENDED},
     Phase.RUNNING: {Phase.STOPPING, Phase.ENDED},
     Phase.STOPPING: {Phase.ENDED},
-    Phase.ENDED: {Phase.CHECKING, Phase.STARTING, Phase.STORING, Phase.OVER},
+    Phase.ENDED: {Phase.STARTING, Phase.STORING, Phase.OVER},
     Phase.STORING: {Phase.STORING, Phase.ENDED, Phase.OVER},
     Phase.OVER: set[Phase](),
 }
-LIVING = frozenset({Phase.CHECKING, Phase.STARTING, Phase.RUNNING, Phase.STOPPING})
+LIVING = frozenset({Phase.STARTING, Phase.RUNNING, Phase.STOPPING})
 """The phases in which there may be processes of a generation."""

@@ -39,7 +39,6 @@ class Request:
     nproc_why: str = ""  # why there are so many processes on each node
     warm: str = "off"  # what starts warm: one of `parsing.WARM`
     commands: tuple[tuple[str, ...], ...] = ()  # those of before_run
-    checks: tuple[tuple[str, ...], ...] = ()  # those of node_check
     task: Task | None = None
     # Of the services that this call asks for; see `launch.services.Services`.
     stores: bool = False

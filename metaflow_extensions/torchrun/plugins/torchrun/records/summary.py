@@ -42,7 +42,6 @@ _OF_NODE: dict[str, NodeState] = {
     "left": "left",
     "lost": "lost",
     "spare": "waiting",
-    "set_aside": "waiting",
     "left_out": "lost",
     "awaited": "lost",
 }
@@ -92,7 +91,6 @@ class Node:
     is_awaited: bool = False  # whether another task is to come in its place
     has_workers: bool = False  # whether all its workers have begun, in this generation
     takes_part: bool = True  # whether it has ranks in this generation; a spare has none
-    is_aside: bool = False  # whether it is set aside: it waits to the end
     was_lost: bool = False  # whether a task of it was: its log may lack the end, or begin anew with another task
     # From the gang's start to now; they have a gap only where records were omitted.
     spans: list[Span] = field(default_factory=list)
@@ -217,7 +215,7 @@ class _Fold:
     def _add_of_node(self, record: Record, node: Node) -> None:
         match record.kind:
             case "joined":
-                node.host, node.is_awaited, node.is_out, node.is_aside = record.text, False, False, False
+                node.host, node.is_awaited, node.is_out = record.text, False, False
             case "before_run" | "ready":
                 self._call(record)
                 node.command_failed = False
@@ -233,9 +231,8 @@ class _Fold:
                 node.ended_well = True
             case "left":
                 node.has_failed = bool(record.text)
-            case "spare" | "taken_in" | "set_aside":
+            case "spare" | "taken_in":
                 node.takes_part = record.kind == "taken_in"
-                node.is_aside = record.kind == "set_aside"
             case "left_out":
                 node.is_out = node.was_lost = True
             case "dismissed":
@@ -269,7 +266,7 @@ class _Fold:
             self.launch, self.restarts, self.went_s, self.cause = record.launch, 0, None, None
             self._forget_workers()
             for node in self.nodes:
-                node.takes_part = not (node.is_out or node.is_aside)
+                node.takes_part = not node.is_out
         elif self.went_s is not None:
             return  # of a task in the place of a lost node, while the others train
         self.phase = "ready"

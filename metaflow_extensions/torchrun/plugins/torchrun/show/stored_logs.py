@@ -21,7 +21,7 @@ from ..records.placement import Placement
 from ..records.snapshot import Snapshot
 from .stored_gangs import StoredGang, StoredGangs
 
-_LABEL = re.compile(r"\[(?:rank (\d+)|torchrun(?: node (\d+))?|(?:node (\d+) )?(?:before_run|node_check) \d+/\d+)\] ")
+_LABEL = re.compile(r"\[(?:rank (\d+)|torchrun(?: node (\d+))?|(?:node (\d+) )?before_run \d+/\d+)\] ")
 _PIECE = 256 * 1024
 _PAUSE_S = 1.0  # the least pause between two reads of growing logs
 _SHARE = 2.0  # the pause after a long read, as a multiple of its duration

@@ -41,7 +41,6 @@ _ALONE = {
     "told": "{text}",
     "lost": "node {node} is lost: {text}",
     "awaited": "another task takes the place of node {node}, which {text}",
-    "set_aside": "node {node} takes no part any more: {text}",
     "left_out": "the others go on without node {node}, which {text}",
     "broken": "nothing can be launched any more{because}",
 }

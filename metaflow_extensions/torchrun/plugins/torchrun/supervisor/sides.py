@@ -181,7 +181,7 @@ class ControlSide(Side):
         """Do nothing: this node's lines are in its log already."""
 
     def gone(self, node: int, reason: str) -> None:
-        """Tell the gang that another node's task has ended, and that no other one will come."""
+        """Tell the gang that another node's task has ended."""
         self._channel.report_gone(node, reason)
 
     def follow(self, tasks: list[tuple[int, int, str]]) -> None:

@@ -1,8 +1,8 @@
 """Runs the commands of ``run(before_run=...)`` on one node, one after the other, up to the first that fails.
 
-A supervisor runs it instead of an agent, and ends it with all processes that the commands have started. Its arguments are
-a folder, and ``in-turn`` where commands of other nodes in the same working directory are waited for. ``commands.json``
-in the folder lists the commands, each with its argv and its text for the log.
+A supervisor runs it instead of an agent, and ends it with all processes that the commands have started. Commands of
+other nodes in the same working directory are waited for. Its argument is a folder: ``commands.json`` in it lists the
+commands, each with its argv and its text for the log.
 ``ended.jsonl`` gets a line for each ended command: its number from 0, its exit code (negative for a signal), why it could
 not be started, and its seconds. Beside it are the pipes for the output of each command, as if it were a worker's.
 """
@@ -114,6 +114,5 @@ if __name__ == "__main__":
 
         # PR_SET_PDEATHSIG of <linux/prctl.h>: SIGTERM when the supervisor ends, even where its parent is killed, too.
         ctypes.CDLL(None).prctl(1, ctypes.c_ulong(signal.SIGTERM), 0, 0, 0)
-    if sys.argv[2:]:
-        lock_folder()
+    lock_folder()
     sys.exit(runner.run())

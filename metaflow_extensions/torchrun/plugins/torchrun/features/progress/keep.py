@@ -31,7 +31,6 @@ class _Kept:
     launch: int
     node: int | None = None  # that has rank 0
     step: int | None = None
-    farthest: int | None = None  # the highest step, before restarts as well
     total: float | None = None
     steps_per_s: float | None = None
     has_ended_well: bool = False
@@ -53,7 +52,7 @@ class _Kept:
         self.speeds.add(at_s, self.steps_per_s)
         self.has_news |= bool(metrics.points) or metrics.step not in (None, self.step)
         if metrics.step is not None:
-            self.step, self.farthest = metrics.step, max(metrics.step, self.farthest or 0)
+            self.step = metrics.step
         self.total = self.total if metrics.total is None else metrics.total
         for key, points in metrics.points.items():
             for point in points:
@@ -122,10 +121,6 @@ class ProgressKeeper(Keeper):
             return None
         self._says_at = at_s + FIRST_LINE_S
         return Remarks(happened=(Happened("progress", node, said(self.record() or {}), rank=0),))
-
-    def done(self, launch: int) -> float | None:
-        """Return the highest step that a script has reported."""
-        return None if self._kept is None or self._kept.launch != launch else self._kept.farthest
 
     def ended(self, node: int, ok: bool) -> Remarks | None:
         """Stop comparing the node's ranks. A log that has told of the progress ends with the last step."""
