@@ -64,6 +64,11 @@ def supervise(parent):
     asyncio.new_event_loop().run_until_complete(serve())
     return 0
 
+def fork_but_once(fork=os.fork, calls=[]):
+    calls.append(True)
+    return 0 if len(calls) == 1 else fork()  # the test waits for the process between
+
+os.fork = fork_but_once
 module = sys.modules["ours.supervisor.process"] = types.ModuleType("process")
 module.main = supervise
 exec(sys.argv.pop(1))

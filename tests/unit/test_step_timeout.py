@@ -40,7 +40,7 @@ def test_the_gang_hears_of_the_alarm_and_a_node_that_waits_for_it_raises(metaflo
     timeout, heard = StepTimeout(30.0), []
     with pytest.raises(LaunchTimeout, match=r"waited for its gang .*@timeout of 90 s"):
         signal.raise_signal(signal.SIGALRM)
-    timeout.tell(SimpleNamespace(time_out=heard.append))
+    timeout.tell(SimpleNamespace(order=lambda news, is_now: heard.append(news.text)))
     signal.raise_signal(signal.SIGALRM)
     assert "@timeout of 90 s" in "".join(heard)
     timeout.end()
