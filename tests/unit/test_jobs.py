@@ -211,47 +211,15 @@ def test_what_keeps_a_pod_from_starting_is_said_once_it_stays_and_known_when_the
     assert job.tell(failing(Pods(first=""))) == said, "that of node 2 has come"
 
 
-class Queue:
-    """Answers as the client of AWS Batch."""
-
-    def __init__(self, *jobs):
-        self._id, self._client = "j", self
-        self.described = {"j": {"jobId": "j", "nodeProperties": {"numNodes": len(jobs)}}}
-        self.described.update({f"j#{node}": {"jobId": f"j#{node}", **each} for node, each in enumerate(jobs)})
-
-    def describe_jobs(self, jobs):
-        assert len(jobs) <= 100
-        return {"jobs": [self.described[name] for name in jobs]}
+def test_of_a_batch_job_it_is_said_that_the_control_node_is_gone(job, registry):
+    said = job.tell(failing(object(), batch.Batch, "job"))
+    assert "ended unexpectedly: it was deleted, evicted or killed" in said
+    assert said.splitlines()[0].endswith(registry.load_snapshot().error.splitlines()[0])
 
 
-def ended_with(code, **more):
-    return {"status": "FAILED", "container": {"exitCode": code, **more}}
-
-
-def test_batch_says_why_containers_ended_whatever_their_number(job, registry):
-    """One that has ended by itself is not named: the gang has told how."""
-    spot = {"status": "FAILED", "statusReason": "Host EC2 (instance i-0) terminated."}
-    memory = ended_with(137, reason="OutOfMemoryError: Container killed due to memory usage")
-    queue = Queue(spot, *[ended_with(1)] * 150, memory, ended_with(137), {"status": "SUCCEEDED"})
-    first, *others = job.tell(failing(queue, batch.Batch, "job")).splitlines()
-    assert "control node's container" in first
-    assert first.endswith(spot["statusReason"])
-    assert [line.partition("node ")[2] for line in others] == [
-        "151's container: OutOfMemoryError: Container killed due to memory usage (exit code 137)",
-        "152's container: it was killed by SIGKILL (exit code 137)",
-    ]
-    stored = registry.load_snapshot()
-    assert f"[torchrun] {stored.error}".startswith(first)
-    assert "node 151" in stored.reports[-1].text
-
-
-def test_the_end_of_a_pods_or_a_jobs_time_names_the_steps_timeout(job, registry):
+def test_the_end_of_a_pods_time_names_the_steps_timeout(job):
     late = pod(0, "c-1", KILLED, reason="DeadlineExceeded", message="Pod was active for too long")
     assert "too long (the limit is the step's @timeout" in job.tell(failing(Pods(late)))
-    queue = Queue(ended_with(137), ended_with(137))
-    queue.described["j"]["statusReason"] = "Job attempt duration exceeded timeout"
-    said = job.tell(failing(queue, batch.Batch, "job"))
-    assert "Job attempt duration exceeded timeout (the limit is the step's @timeout" in said.splitlines()[0]
 
 
 def test_of_a_job_that_was_not_made_nothing_is_said(job, registry):

@@ -28,10 +28,7 @@ class KubernetesJob(NamedTuple):
 
 
 class BatchJob(NamedTuple):
-    """A job of AWS Batch."""
-
-    client: Any  # boto3's
-    id: str
+    """A job of AWS Batch, of which no more is asked."""
 
 
 def job_of(error: BaseException | None) -> KubernetesJob | BatchJob | None:
@@ -50,7 +47,7 @@ def _first_job(frames: Iterable[FrameType]) -> KubernetesJob | BatchJob | None:
     for owner in (each for each in owners if type(each).__name__ in ("Kubernetes", "Batch")):
         with suppress(AttributeError):
             if type(owner).__name__ == "Batch":
-                return BatchJob(owner.job._client, owner.job._id)
+                return BatchJob()
             job = owner._job
             label = "jobset.sigs.k8s.io/jobset-name" if hasattr(job, "_jobset") else "job-name"
             api = job._client.get().CoreV1Api()

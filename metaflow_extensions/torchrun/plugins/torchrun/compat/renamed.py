@@ -46,8 +46,6 @@ NAMES = {
     "metaflow.mflog": "LOG_SOURCES TASK_LOG_SOURCE",
     "metaflow.mflog.mflog": "LINE_PARSER",
     "metaflow.plugins": "DATASTORES",
-    "metaflow.plugins.aws.batch.batch:Batch": "job",
-    "metaflow.plugins.aws.batch.batch_client:RunningJob": "_client _id",
     "metaflow.plugins.cards.card_cli": "resolve_task_from_pathspec",
     "metaflow.plugins.cards.card_creator:CardCreator": "_run_command create(decorator_attributes,mode,final)",
     "metaflow.plugins.cards.card_datastore": "CardDatastore(flow_datastore,pathspec)",

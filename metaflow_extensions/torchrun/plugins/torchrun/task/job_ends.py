@@ -1,22 +1,18 @@
-"""What Kubernetes or AWS Batch says of the end of each node of a remote job, or of what keeps it from starting."""
+"""What Kubernetes says of the end of each node of a remote job, or of what keeps it from starting."""
 
 from __future__ import annotations
 
-import signal
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from ..compat.jobs import BatchJob, KubernetesJob
+from ..compat.jobs import KubernetesJob
 from ..gang.protocol import CONTROL
 
 PATIENCE_S = 10.0  # for each request
-_BATCH_LIMIT = 100  # jobs in one request of DescribeJobs
 # What a container's end is called where the reason is the program's own, or a neighbour's end.
 _ORDINARY = ("Completed", "Error", None)
-_KILLED = 128 + signal.SIGKILL
-# How both say that a time limit has passed (Batch for the job as a whole). Metaflow (2.19) makes @timeout this limit.
-_TIME_IS_UP = ("DeadlineExceeded", "Job attempt duration exceeded timeout")
+_TIME_IS_UP = "DeadlineExceeded"  # Metaflow (2.19) makes @timeout this limit
 _WHOSE_TIME = " (the limit is the step's @timeout, and counts from the start of the pod or container)"
 _STARTING = ("ContainerCreating", "PodInitializing", None)
 # A pod's conditions whose reason matters, and when: no machine has room for it; it was ended for a reason of the cluster's.
@@ -25,20 +21,17 @@ _CONDITIONS = {("PodScheduled", "False"), ("DisruptionTarget", "True")}
 
 @dataclass(frozen=True)
 class End:
-    """The end of one node's pod or container, as the backend reports it."""
+    """The end of one node's pod, as Kubernetes reports it."""
 
     node: int
-    what: str  # "pod js-1-control-0-x", "container"
+    what: str  # "pod js-1-control-0-x"
     text: str  # empty if it says nothing useful
     is_ordinary: bool = False  # whether it is no more than an exit code
     has_run: bool = True  # whether its program has begun
 
-    def line(self, backend: str) -> str:
+    def line(self) -> str:
         """Return it as a line of the log."""
-        return f"{backend} says of node {self.node}'s {self.what}: {self.text}"
-
-
-# --- Kubernetes -----------------------------------------------------------------------------------
+        return f"Kubernetes says of node {self.node}'s {self.what}: {self.text}"
 
 
 def of_kubernetes(job: KubernetesJob) -> Iterator[End]:
@@ -81,7 +74,7 @@ def _ends_of(pod: Any) -> Iterator[str]:
     conditions = [each for each in pod.status.conditions or () if (each.type, each.status) in _CONDITIONS]
     for each in (pod.status, *conditions):
         if each.reason:
-            whose = _WHOSE_TIME if each.reason in _TIME_IS_UP else ""
+            whose = _WHOSE_TIME if each.reason == _TIME_IS_UP else ""
             yield (f"{each.reason}: {each.message}" if each.message else each.reason) + whose
     for container in pod.status.container_statuses or ():
         for state in (container.state, container.last_state):
@@ -103,32 +96,3 @@ def _has_run(pod: Any) -> bool:
 def _exit_of(pod: Any) -> str:
     ended = [each.state.terminated for each in pod.status.container_statuses or () if each.state.terminated]
     return f"exit code {ended[0].exit_code}" if ended else ""
-
-
-# --- AWS Batch ------------------------------------------------------------------------------------
-
-
-def of_batch(job: BatchJob) -> Iterator[End]:
-    """Yield the report on each node, by the states of their containers."""
-    (main,) = job.client.describe_jobs(jobs=[job.id])["jobs"]
-    num_nodes = main.get("nodeProperties", {}).get("numNodes", 1)
-    ids = [f"{job.id}#{node}" for node in range(num_nodes)] if num_nodes > 1 else [job.id]
-    for begin in range(0, num_nodes, _BATCH_LIMIT):
-        found = {
-            each["jobId"]: each for each in job.client.describe_jobs(jobs=ids[begin : begin + _BATCH_LIMIT])["jobs"]
-        }
-        for node, name in list(enumerate(ids))[begin : begin + _BATCH_LIMIT]:
-            yield _end_of(node, found.get(name, {}), main.get("statusReason"))
-
-
-def _end_of(node: int, job: dict[str, Any], of_whole: str | None) -> End:
-    container = job.get("container", {})
-    code = container.get("exitCode")
-    exit_code = "" if code is None else f" (exit code {code})"
-    reason = container.get("reason")
-    if node == CONTROL and of_whole in _TIME_IS_UP:
-        reason = f"{of_whole}{_WHOSE_TIME}"
-    was_killed = code == _KILLED  # only a SIGKILL gives this code
-    known = reason or job.get("statusReason") or ("it was killed by SIGKILL" if was_killed else "it ended")
-    text = f"{known}{exit_code}" if job.get("status") == "FAILED" else ""
-    return End(node, "container", text, not (reason or was_killed), code is not None or "startedAt" in job)

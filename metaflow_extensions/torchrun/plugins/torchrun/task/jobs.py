@@ -1,4 +1,4 @@
-"""Reports why Kubernetes or AWS Batch says that a job has failed, in the process that looks after the job.
+"""Reports that the control node of a remote job is gone, and what Kubernetes says of its pods, where the job is looked after.
 
 That process is ``flow.py kubernetes step`` or ``batch step``; `compat.jobs` finds the job. If it is not found, or the
 backend does not answer, nothing is reported, and nothing else changes.
@@ -13,11 +13,11 @@ from itertools import pairwise
 from typing import Any
 
 from ..channel.registry import Registry
-from ..compat.jobs import BatchJob, KubernetesJob, job_of
+from ..compat.jobs import KubernetesJob, job_of
 from ..errors import GangError, TorchrunPreempted
 from ..gang.protocol import CONTROL
 from ..records.vanished import Word, has_ended
-from .job_ends import PATIENCE_S, End, of_batch, of_kubernetes
+from .job_ends import PATIENCE_S, End, of_kubernetes
 from .pending_pods import PendingPods
 
 
@@ -39,9 +39,10 @@ class Job:
         They are stored beside the gang's record, where all commands find them, with the control node's end if it could
         not tell that itself.
         """
-        name, ends = told(error)
-        if not name:
+        job = job_of(error)
+        if job is None:
             return ""
+        ends = list(of_kubernetes(job)) if isinstance(job, KubernetesJob) else []
         known = {each.node for each in ends if each.text}
         ends += [each for each in self._pending.ends if each.node not in known]
         options = self._options
@@ -50,9 +51,7 @@ class Job:
         recorded = registry.await_snapshot(PATIENCE_S)
         is_known = has_ended(recorded)
         lines = [
-            each.line(name)
-            for each in ends
-            if each.text and not each.is_ordinary and (is_known or each.node != CONTROL)
+            each.line() for each in ends if each.text and not each.is_ordinary and (is_known or each.node != CONTROL)
         ]
         texts, kind = lines, TorchrunPreempted.__name__
         if not is_known:
@@ -78,8 +77,10 @@ def _gone(ends: Sequence[End], has_joined: bool) -> tuple[list[str], str]:
     first = next((each for each in of_control if each.text), of_control[0] if of_control else None)
     who = f"The control node's {first.what if first else 'task'}"
     text = first.text.removesuffix(".") if first else ""
-    if not has_joined and (first is None or not first.has_run):
-        return [f"{who} did not start: {text or 'the backend has nothing of it'}."], GangError.__name__
+    if not has_joined and first is None:
+        return [f"{who} has not joined its gang: its log, or the backend, says why."], GangError.__name__
+    if not has_joined and first and not first.has_run:
+        return [f"{who} did not start: {text or 'Kubernetes has nothing of it'}."], GangError.__name__
     if not has_joined and first and first.is_ordinary and text:
         said = f"{who} failed before it had joined its gang ({text}). Its log says why."
         return [said], GangError.__name__
@@ -87,11 +88,3 @@ def _gone(ends: Sequence[End], has_joined: bool) -> tuple[list[str], str]:
         return [f"{who} ended unexpectedly: {text}."], TorchrunPreempted.__name__
     why = "it was deleted, evicted or killed, or its memory ran out"
     return [f"{who} ended unexpectedly: {why}.", TorchrunPreempted.remedy], TorchrunPreempted.__name__
-
-
-def told(error: BaseException) -> tuple[str, list[End]]:
-    """Return the backend's name and its report on each node; an empty name if the error holds no job."""
-    job = job_of(error)
-    if isinstance(job, KubernetesJob):
-        return "Kubernetes", list(of_kubernetes(job))
-    return ("AWS Batch", list(of_batch(job))) if isinstance(job, BatchJob) else ("", [])

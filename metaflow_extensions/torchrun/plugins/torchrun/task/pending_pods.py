@@ -51,4 +51,4 @@ class PendingPods:
         self._waits = {**vanished, **{name: end for name, end in now.items() if end is not None}}
         stay = [name for name in self._waits if name in before and name not in vanished and name not in self._said]
         self._said.update(stay)
-        return "".join(f"[torchrun] {self._waits[name].line('Kubernetes')}\n" for name in stay)
+        return "".join(f"[torchrun] {self._waits[name].line()}\n" for name in stay)
