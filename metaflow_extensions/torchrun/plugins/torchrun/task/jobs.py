@@ -13,7 +13,7 @@ from itertools import pairwise
 from typing import Any
 
 from ..channel.registry import Registry
-from ..compat.jobs import KubernetesJob, job_of
+from ..compat.jobs import BatchJob, KubernetesJob, job_of
 from ..errors import GangError, TorchrunPreempted
 from ..gang.protocol import CONTROL
 from ..records.vanished import Word, has_ended
@@ -55,7 +55,7 @@ class Job:
         ]
         texts, kind = lines, TorchrunPreempted.__name__
         if not is_known:
-            gone, kind = _told_itself(registry) or _gone(ends, has_joined=recorded is not None)
+            gone, kind = _told_itself(registry) or _gone(ends, recorded is not None, isinstance(job, BatchJob))
             texts = [*gone, *lines]
         if texts:
             word = Word("\n".join(texts), time.time(), int(options.get("--num-parallel", "1")), kind)
@@ -71,18 +71,16 @@ def _told_itself(registry: Registry) -> tuple[list[str], str] | None:
     return record.error.message.splitlines(), type(record.error).__name__
 
 
-def _gone(ends: Sequence[End], has_joined: bool) -> tuple[list[str], str]:
+def _gone(ends: Sequence[End], has_joined: bool, is_batch: bool) -> tuple[list[str], str]:
     """Return lines on how the control node ended, which could not report it itself, and the class of the error."""
     of_control = [each for each in ends if each.node == CONTROL]
     first = next((each for each in of_control if each.text), of_control[0] if of_control else None)
     who = f"The control node's {first.what if first else 'task'}"
     text = first.text.removesuffix(".") if first else ""
-    if not has_joined and first is None:
-        return [f"{who} has not joined its gang: its log, or the backend, says why."], GangError.__name__
-    if not has_joined and first and not first.has_run:
+    if not has_joined and not (first.has_run if first else is_batch):
         return [f"{who} did not start: {text or 'Kubernetes has nothing of it'}."], GangError.__name__
-    if not has_joined and first and first.is_ordinary and text:
-        said = f"{who} failed before it had joined its gang ({text}). Its log says why."
+    if not has_joined and (is_batch or (first and first.is_ordinary and text)):
+        said = f"{who} failed before it had joined its gang{f' ({text})' if text else ''}. Its log says why."
         return [said], GangError.__name__
     if text:
         return [f"{who} ended unexpectedly: {text}."], TorchrunPreempted.__name__
