@@ -149,7 +149,7 @@ STARTS, VANISHED = "did not start", "it was deleted, evicted or killed, or its m
             "unexpectedly: it waits: ErrImagePull: no such image.",
             f"{STARTS}: it waits: ErrIm",
         ),
-        ([pod(0, "c-1", waits="PodInitializing")], VANISHED, f"{STARTS}: the backend has nothing of it"),
+        ([pod(0, "c-1", waits="PodInitializing")], VANISHED, f"{STARTS}: Kubernetes has nothing of it"),
         ([pod(0, "c-1", waits="CrashLoopBackOff", before=OOM)], "OOMKilled (exit code 137)", "unexpectedly: it waits"),
     ],
 )

@@ -21,7 +21,7 @@ from metaflow_extensions.torchrun.plugins.torchrun.machine.network import pick_p
 from metaflow_extensions.torchrun.plugins.torchrun.settings import DEFAULTS, parse_settings
 from metaflow_extensions.torchrun.plugins.torchrun.task import join as joining
 from metaflow_extensions.torchrun.plugins.torchrun.task import orders
-from metaflow_extensions.torchrun.plugins.torchrun.task.link import Link, SupervisorGone
+from metaflow_extensions.torchrun.plugins.torchrun.task.link import Link
 
 HOST = "127.0.0.1"
 SETTINGS = parse_settings({**DEFAULTS, "grace_s": 1.0}, "train")
@@ -92,7 +92,7 @@ def test_a_supervisor_that_is_killed_is_missed_at_the_next_call_and_no_call_wait
     pid = control.link.pid
     os.kill(pid, signal.SIGKILL)
     assert eventually(lambda: not is_running(pid))
-    with pytest.raises((SupervisorGone, LaunchFailed), match=rf"pid {pid}"):
+    with pytest.raises((GangError, LaunchFailed), match=rf"pid {pid}"):
         control.link.call("view")
     with pytest.raises(LaunchFailed, match=f"pid {pid}"):
         control.begin_launch()

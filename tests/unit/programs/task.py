@@ -27,9 +27,9 @@ class Outcome:
         return pickle.loads(self.values[self.rank])
 
 
-def launch(function, arguments=None, rank=3, current=None):
+def launch(function, arguments=None, rank=3):
     """Call a function in a worker; return its `Outcome`."""
-    with closing(FunctionCall(function, arguments, None, False, None, current)) as call:
+    with closing(FunctionCall(function, arguments, None, False, None)) as call:
         call.begin(LaunchSpec("", (), False, nproc=1, num_nodes=rank + 1, node_index=rank, python=""))
         path = os.pathsep.join(filter(None, [WORKER_HOOKS, os.environ.get("PYTHONPATH")]))
         own = {"RANK": str(rank), "PYTHONPATH": path, "TORCHRUN_AGENT_PID": str(os.getpid())}

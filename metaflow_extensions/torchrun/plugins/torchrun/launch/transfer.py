@@ -130,21 +130,19 @@ class Transfer:
             with suppress(AttributeError, RuntimeError):
                 threading._register_atexit(_do_not_wait_for_pools)  # type: ignore[attr-defined]
 
-    def await_end(self) -> None:
-        """Wait until it has ended, or takes too long."""
-        while not self._ended.wait(_LOOK_S) and not self.over:  # signal handlers run meanwhile
-            pass
-        self.give_up()
-
-    def wait(self, say: Callable[[str], None]) -> None:
-        """Start it and wait for its end, or raise TransferFailed; `say` now and then what takes so long."""
-        self.start()
+    def await_end(self, say: Callable[[str], object] = bool) -> None:
+        """Wait until it has ended, or takes too long; `say` now and then what takes so long."""
         try:
             while not self._ended.wait(_LOOK_S) and not self.over:  # signal handlers run meanwhile
                 if (line := self.line()) is not None:
                     say(line)
         finally:
             self.give_up()
+
+    def wait(self, say: Callable[[str], None]) -> None:
+        """Start it and wait for its end, or raise TransferFailed; `say` as in `await_end`."""
+        self.start()
+        self.await_end(say)
         if (problem := self.problem()) is not None:
             raise TransferFailed(f"{self.step.what} could not be loaded from {self.where} {problem}") from self._error
 

@@ -146,11 +146,6 @@ def command_line(pid: int) -> list[str]:
     return _words(pid, "cmdline")[:-1]
 
 
-def environment(pid: int) -> dict[str, str]:
-    """Return the variables with which a process was started; none if it is gone, or another user's."""
-    return dict(word.split("=", 1) for word in _words(pid, "environ") if "=" in word)
-
-
 def describe(pid: int) -> str:
     """Return a process's number and the beginning of its command line."""
     return f"{pid} ({' '.join(command_line(pid))[:200]})"

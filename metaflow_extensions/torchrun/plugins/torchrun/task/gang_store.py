@@ -15,10 +15,9 @@ from functools import partial
 from typing import Any
 
 from ..channel.registry import Registry
-from ..errors import GangError, TorchrunError
+from ..errors import GangError
 from ..gang.nodes import NodeState
 from ..gang.protocol import CONTROL
-from ..gang.wire import from_plain
 from ..launch.transfer import Step, Transfer
 from ..records.requests import Answer, Request
 from ..records.snapshot import Snapshot
@@ -104,11 +103,6 @@ class GangStore:
     def in_state(self, *states: NodeState) -> list[int]:
         """Return the nodes, besides the control node, that are in one of these states."""
         return [node for node, state in self.states().items() if node != CONTROL and state in states]
-
-    def broken(self) -> TorchrunError | None:
-        """Return why the gang can't go on, if it can't."""
-        found = self._view().get("broken")
-        return None if found is None else from_plain(TorchrunError, found, "the error")
 
     # --- while our code waits ----------------------------------------------------------------------
 

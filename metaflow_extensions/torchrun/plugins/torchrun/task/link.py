@@ -37,10 +37,6 @@ _OS_ERRORS = {each.__name__: each for each in (ConnectionError, ConnectionRefuse
 _open: weakref.WeakSet[Link] = weakref.WeakSet()
 
 
-class SupervisorGone(GangError):
-    """This node's supervisor process has ended unexpectedly, or does not answer."""
-
-
 class Link:
     """A connection to a supervisor, which this starts; `handle` and `turn` are set by who uses it.
 
@@ -195,15 +191,15 @@ class Link:
         return rest[0]
 
     def call(self, name: str, *args: Any, patience_s: float = _ANSWER_S) -> Any:
-        """Have the supervisor do something, and return its answer; raise what that raises, or SupervisorGone."""
+        """Have the supervisor do something, and return its answer; raise what that raises, or GangError."""
         number = self.ask(name, *args)
         if not self.wait(lambda: number in self._answers, patience_s):
             raise self.gone(f"its supervisor process gave no answer for {patience_s:g} s")
         return self.pop_answer(number)
 
-    def gone(self, why: str = "") -> SupervisorGone:
+    def gone(self, why: str = "") -> GangError:
         """Return the error for a supervisor that is gone, or silent for a reason."""
-        return SupervisorGone(f"The node can't go on (host {socket.gethostname()}): {self.end or why}.")
+        return GangError(f"The node can't go on (host {socket.gethostname()}): {self.end or why}.")
 
     def settle(self, patience_s: float | None = None) -> bool:
         """Wait until all lines so far are written, or for so long; return whether they are."""

@@ -53,7 +53,6 @@ class FunctionCall(Service):
         process_group: str | None,
         gather: bool,
         store: ValueStore | None,
-        current: bytes | None = None,
     ) -> None:
         if process_group is not None and process_group not in PROCESS_GROUPS:
             raise TorchrunConfigError(
@@ -69,9 +68,7 @@ class FunctionCall(Service):
         self._store = store  # carries values between nodes; None for a gang of one
         self.stores = store is not None
         self._node, self._ranks = CONTROL, range(0)
-        self._values: ValuesOnDisk | None = _written(
-            call, inner, name, {"process_group": process_group, "current": current}
-        )
+        self._values: ValuesOnDisk | None = _written(call, inner, name, {"process_group": process_group})
         self.folder, self.emptied = self._values.folder, self._values.of_workers
         self.function = FunctionSpec(name, FUNCTION_WORKER, self.folder, _source_of(inner))
 

@@ -20,7 +20,6 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from importlib.machinery import PathFinder
 from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
@@ -48,7 +47,6 @@ def main() -> None:
             sys.path[:] = header["path"]
             sys.argv[:] = [header["main"] or ""]
             know_cells(header["cells"])
-            offer_current(header["current"])
             function, args, kwargs = CallUnpickler(file, header).load()
         # No context managers around the call: contextlib sets attributes of an exception, and some forbid that.
         begin_process_group(header["process_group"])
@@ -194,71 +192,6 @@ def end_process_group(process_group: str | None) -> None:
     gc.collect()
     if dist.is_initialized():
         dist.destroy_process_group()
-
-
-# --- Metaflow's `current` ----------------------------------------------------------------------
-
-_CURRENT = "metaflow.metaflow_current"
-_HINTS = {"checkpoint": " `Checkpoint()`, imported from metaflow, works in workers."}
-
-
-def offer_current(told: bytes | None) -> None:
-    """Make Metaflow's `current` return here what it returns in the task, as soon as this process imports Metaflow.
-
-    Importing Metaflow only for this would cost each worker half a second.
-    """
-    if told is None:
-        return
-    if _CURRENT in sys.modules:  # `preload` may have imported it
-        tell_current(sys.modules[_CURRENT], told)
-    else:
-        sys.meta_path.insert(0, CurrentFinder(told))
-
-
-class CurrentFinder:
-    """An import hook that fills Metaflow's `current` as soon as its module has been imported."""
-
-    def __init__(self, told: bytes) -> None:
-        self._told = told
-
-    def find_spec(self, name: str, path: Any, target: Any = None) -> Any:
-        """Return where that module is; of all others, None."""
-        spec = PathFinder.find_spec(name, path, target) if name == _CURRENT else None
-        if spec is None or spec.loader is None:
-            return None
-        run = spec.loader.exec_module
-
-        def run_and_tell(module: ModuleType) -> None:
-            run(module)
-            sys.meta_path.remove(self)
-            tell_current(module, self._told)
-
-        spec.loader.exec_module = run_and_tell  # type: ignore[method-assign]
-        return spec
-
-
-def tell_current(module: Any, told: bytes) -> None:
-    """Fill the `current` of Metaflow's `module` with what `compat/current` found in the task.
-
-    `_update_env` and the instance's dictionary are private (read in 2.13 to 2.19): properties there have no setter.
-    """
-    task = pickle.loads(told)  # noqa: S301 - as the call
-    vars(module.current).update(task["state"])
-    module.current._update_env(task["values"])
-    for name in task["withheld"]:
-        setattr(type(module.current), name, withheld(name))
-
-
-def withheld(name: str) -> property:
-    """Return a property for a part of `current` that exists only in the task; reading it raises AttributeError."""
-
-    def refuse(_: Any) -> Any:
-        raise AttributeError(
-            f"current.{name} works in the task's process alone, not in the workers of current.torch.run. Use it in the "
-            f"step's code, and pass the function what it needs of it as an argument.{_HINTS.get(name, '')}"
-        )
-
-    return property(refuse)
 
 
 # --- pickling, in the task and here -------------------------------------------------------------

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from ...compat.current import current_for_workers
 from ...errors import TorchrunConfigError
 from ...launch.services import InTask, RunCall, Service
 from .call import FunctionCall
@@ -28,7 +27,7 @@ class Functions(InTask):
                 )
         store = call.store if call.num_nodes > 1 else None  # a gang of one has its values itself
         arguments, group = run.entrypoint_args, run.process_group
-        return FunctionCall(run.entrypoint, arguments, group, run.gather, store, current_for_workers())
+        return FunctionCall(run.entrypoint, arguments, group, run.gather, store)
 
 
 PART = Functions()
