@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 
+import psutil
 from limits import limit_s
 from unit_helpers import HANG_S, OURS, eventually, is_running
 
@@ -77,9 +78,10 @@ class Supervised:
     def __init__(self, before="", env=None):
         command = [sys.executable, "-I", "-S", "-c", PROGRAM, before, str(GRACE_S)]
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=env)
-        self.between = self._process.pid
         self._answers, self._events = queue.SimpleQueue(), {}
         self.pid = json.loads(self._process.stdout.readline())["pid"]
+        self._process.wait(limit_s(HANG_S))  # it has forked into the supervisor's parent
+        self.between = psutil.Process(self.pid).ppid()
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
         self._count = 0
@@ -118,8 +120,7 @@ class Supervised:
     def close(self):
         """End it; its parent ends what is left, and then itself."""
         self._process.stdin.close()
-        self._process.wait(limit_s(HANG_S))
-        eventually(lambda: not is_running(self.pid), "its end")
+        eventually(lambda: self.has_ended, "the end of its parent")
         self._reader.join()
         self._process.stdout.close()
 
@@ -130,4 +131,4 @@ class Supervised:
     @property
     def has_ended(self):
         """Whether its parent has ended, too."""
-        return self._process.poll() is not None
+        return not is_running(self.between)
