@@ -7,7 +7,6 @@ import subprocess
 import sys
 import threading
 
-import psutil
 from limits import limit_s
 from unit_helpers import HANG_S, OURS, eventually, is_running
 
@@ -65,6 +64,11 @@ def supervise(parent):
     asyncio.new_event_loop().run_until_complete(serve())
     return 0
 
+def fork_but_once(fork=os.fork, calls=[]):
+    calls.append(True)
+    return 0 if len(calls) == 1 else fork()  # the test waits for the process between
+
+os.fork = fork_but_once
 module = sys.modules["ours.supervisor.process"] = types.ModuleType("process")
 module.main = supervise
 exec(sys.argv.pop(1))
@@ -78,10 +82,9 @@ class Supervised:
     def __init__(self, before="", env=None):
         command = [sys.executable, "-I", "-S", "-c", PROGRAM, before, str(GRACE_S)]
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=env)
+        self.between = self._process.pid
         self._answers, self._events = queue.SimpleQueue(), {}
         self.pid = json.loads(self._process.stdout.readline())["pid"]
-        self._process.wait(limit_s(HANG_S))  # it has forked into the supervisor's parent
-        self.between = psutil.Process(self.pid).ppid()
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
         self._count = 0
@@ -120,7 +123,8 @@ class Supervised:
     def close(self):
         """End it; its parent ends what is left, and then itself."""
         self._process.stdin.close()
-        eventually(lambda: self.has_ended, "the end of its parent")
+        self._process.wait(limit_s(HANG_S))
+        eventually(lambda: not is_running(self.pid), "its end")
         self._reader.join()
         self._process.stdout.close()
 
@@ -131,4 +135,4 @@ class Supervised:
     @property
     def has_ended(self):
         """Whether its parent has ended, too."""
-        return not is_running(self.between)
+        return self._process.poll() is not None
