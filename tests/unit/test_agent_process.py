@@ -1,8 +1,6 @@
 """Real process trees: started, watched, stopped to the last grandchild, whatever dies."""
 
-import json
 import os
-import resource
 import shutil
 import signal
 import sys
@@ -16,10 +14,7 @@ from unit_helpers import HANG_S, eventually, is_running, write
 
 from metaflow_extensions.torchrun.plugins.torchrun.launch.command import AGENT as AGENT_PROGRAM
 from metaflow_extensions.torchrun.plugins.torchrun.launch.command import HALT_SIGNAL
-from metaflow_extensions.torchrun.plugins.torchrun.machine import processes
-from metaflow_extensions.torchrun.plugins.torchrun.machine.inherited import inherited
 from metaflow_extensions.torchrun.plugins.torchrun.node.agent_events import (
-    AgentEnded,
     End,
     WorkerEnded,
     WorkerStarted,
@@ -29,7 +24,7 @@ PYTHON = [sys.executable, "-I", "-S"]
 STAND_IN = Path(__file__).parents[1] / "stand_in"
 
 # Does what torchrun's agent does: workers in sessions of their own, told who they are; waits for all.
-# With "exit" it goes as soon as they are ready; with "hang" it never does, not even after its workers or on SIGTERM.
+# With "hang" it never goes, not even after its workers or on SIGTERM.
 AGENT = """
 import os, signal, subprocess, sys, time
 worker, count, how = sys.argv[1], int(sys.argv[2]), sys.argv[3]
@@ -43,23 +38,10 @@ def tell(*words):
 def start(i):
     w = subprocess.Popen([sys.executable, "-I", "-S", worker], start_new_session=True,
                          env={**os.environ, "RANK": str(10 + i), "LOCAL_RANK": str(i)})
-    if how == "first" and i == 0:
-        w.wait()
     tell("started", w.pid, 10 + i, i)
     return w
 workers = [start(i) for i in range(count)]
 open(os.path.join(notes, "agent.pid"), "w").write(str(os.getpid()))
-while how == "exit" and not all(os.path.exists(os.path.join(notes, f"{i}.pid")) for i in range(count)):
-    time.sleep(0.01)
-if how == "first":  # as torchrun does where it sees the end of a worker first
-    tell("ended", workers[0].pid, workers[0].returncode)
-    while not os.path.exists(os.path.join(notes, "1.pid")):
-        time.sleep(0.01)
-    tell("stopping", workers[1].pid, time.monotonic())
-    workers[1].send_signal(signal.SIGTERM)
-    open(os.path.join(notes, "told.pid"), "w").write(str(workers[1].pid))
-    while True:
-        time.sleep(60)
 while how == "meddle" and all(w.poll() is None for w in workers):
     time.sleep(0.01)
 if how == "meddle":  # as torchrun does when one of its workers has ended
@@ -69,11 +51,10 @@ if how == "meddle":  # as torchrun does when one of its workers has ended
             w.send_signal(signal.SIGTERM)
         else:
             tell("ended", w.pid, w.returncode)
-if how != "exit":
-    for w in workers:
-        w.returncode is None and os.waitid(os.P_PID, w.pid, os.WEXITED | os.WNOWAIT)
-    time.sleep(0.3)  # torchrun polls, so it reaps a worker a moment after its end
-codes = [] if how == "exit" else [w.wait() for w in workers]
+for w in workers:
+    w.returncode is None and os.waitid(os.P_PID, w.pid, os.WEXITED | os.WNOWAIT)
+time.sleep(0.3)  # torchrun polls, so it reaps a worker a moment after its end
+codes = [w.wait() for w in workers]
 while how == "hang":
     time.sleep(60)
 sys.exit(1 if any(codes) else 0)
@@ -131,7 +112,6 @@ while not os.path.exists(os.path.join(notes, f"{rank}.detached.pid")):
 ready()
 forever()
 """
-RELATIVES = ("0.child.pid", "0.detached.pid")
 
 
 def program(root, worker):
@@ -223,39 +203,7 @@ def tree(tmp_path):
         assert not left, "left running"
 
 
-# The youngest process is not seen until another one gets SIGTERM, as if it was forked in between.
-FORKED_MEANWHILE = """
-agent, seen = sys.modules["ours.node.agent"], []
-look, send = processes.living_descendants, agent.send_signal
-def look_and_miss(*args):
-    found = look(*args)
-    return found if seen else [pid for pid in found if pid != max(found)]
-def send_and_see(pid, number):
-    seen.extend([pid] if number == signal.SIGTERM else [])
-    return send(pid, number)
-processes.living_descendants, agent.send_signal = look_and_miss, send_and_see
-"""
-
-
-def test_what_is_forked_while_the_others_are_told_to_end_is_told_too(tree):
-    one = tree(count=2, before=FORKED_MEANWHILE)
-    one.await_workers()
-    one.stop(3600.0)
-    assert one.ended() == {0: -signal.SIGTERM, 1: -signal.SIGTERM}
-
-
 # --- the tree ends by itself -----------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(("code", "agents"), [(0, 0), (3, 1)])
-def test_an_end_by_itself_is_reported_for_workers_and_agent(code, agents, tree):
-    one = tree(f"until_let_go(); sys.exit({code})", count=2)
-    for pid in one.await_workers():
-        one.let_go(pid)
-    assert one.expect(AgentEnded).status == agents
-    assert one.ended() == {0: code, 1: code}
-    assert {event.rank for event in one.seen_of(WorkerEnded)} == {10, 11}
-    assert one.seen[-1] == End(agents, None, [])
 
 
 def test_a_workers_end_is_told_at_once_and_how_it_ended(tree):
@@ -270,51 +218,6 @@ def test_a_workers_end_is_told_at_once_and_how_it_ended(tree):
     assert [event.local_rank, event.status, event.stopped] == [0, -signal.SIGKILL, False]
     assert event.at - killed_at < 1.0
     assert is_running(one.agent_pid())
-
-
-@pytest.mark.parametrize("before", ["", "processes.open_pidfd = lambda pid: None"])
-def test_a_worker_that_torchrun_reaps_first_is_reported_before_torchrun_has_stopped_the_others(before, tree):
-    """We have no time to see it, as on a busy machine, or no pidfds; the other worker does not heed SIGTERM."""
-    stubborn = "signal.signal(signal.SIGTERM, signal.SIG_IGN); ready(); forever()"
-    one = tree(f"if rank == '0': sys.exit(7)\n{stubborn}", how="first", before=before)
-    event = one.expect(WorkerEnded)
-    assert (event.local_rank, event.status, event.stopped) == (0, 7, False)
-    noted(one.root, "told.pid")
-    one.stop(0.1)
-    assert one.ended() == {0: 7, 1: -signal.SIGKILL}
-    assert one.seen_of(WorkerEnded)[1].stopped_at is not None
-
-
-def test_what_an_agent_leaves_behind_is_stopped_and_named(tree):
-    one = tree(FAMILY.replace("signal.SIG_IGN", "signal.SIG_DFL"), count=1, how="exit")
-    pids = noted(one.root, "0.pid", *RELATIVES)
-    end = one.expect(End)
-    assert {int(line.split()[0]) for line in end.left} == set(pids)
-    assert "wörker & co.py" in " ".join(end.left)
-    assert end.status == 0
-
-
-def test_arguments_and_folder_reach_the_agent_and_its_output_its_files(tree, tmp_path):
-    folder = tmp_path / "a folder's $HOME"
-    folder.mkdir()
-    words = ["--grace", "--", "-x", "two words", 'q"', "$HOME", "", "größe\n"]
-    script = "import json, os, sys; print(json.dumps([os.getcwd(), *sys.argv[1:]])); print('größe', file=sys.stderr)"
-    one = tree(command=[sys.executable, "-X", "utf8", "-c", script, *words], cwd=str(folder))
-    one.expect(End)
-    assert json.loads((tmp_path / "agent.stdout").read_text()) == [str(folder), *words]
-    assert (tmp_path / "agent.stderr").read_text(encoding="utf-8") == "größe\n"
-
-
-@pytest.mark.parametrize(
-    ("command", "cwd"), [(["/no such/python", "x"], None), (["nowhere-to-be-found"], None), (["true"], "gone")]
-)
-def test_an_agent_that_can_not_be_started_is_an_error_at_once(command, cwd, tmp_path):
-    supervised = Supervised()
-    options = {"stdout": str(tmp_path / "out"), "stderr": str(tmp_path / "err"), "cwd": cwd}
-    with pytest.raises(AssertionError, match=f"FileNotFoundError.*{cwd or command[0]}"):
-        supervised.ask("start(0, command, {}, options)", command=command, options=options)
-    supervised.ask("agents[0].close(1.0)")  # without effect
-    supervised.close()
 
 
 # What a step's code may have done before: it ignores and blocks all signals.
@@ -338,17 +241,6 @@ def test_what_the_step_ignores_and_blocks_reaches_neither_supervisor_nor_workers
     assert (ignored & ~own, blocked) == (0, 0)
 
 
-def test_agent_and_workers_have_what_the_task_has_and_the_supervisor_keeps_its_own(tree, tmp_path):
-    note_it = "note('limits', [os.nice(0), resource.getrlimit(resource.RLIMIT_NOFILE)[0], os.umask(0)])"
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    told = {**inherited(), "priority": os.nice(0) + 2, "RLIMIT_NOFILE": [64, hard]}
-    one = tree(f"import resource; until_let_go(); {note_it}", count=1, inherited=told, umask=0o27)
-    one.let_go(*one.await_workers())
-    assert one.ended() == {0: 0}
-    assert (tmp_path / "limits").read_text() == str([os.nice(0) + 2, 64, 0o27])
-    assert one.supervised.ask("resource.getrlimit(resource.RLIMIT_NOFILE)") == [soft, hard]
-
-
 # --- stopping --------------------------------------------------------------------------------------
 
 
@@ -364,30 +256,10 @@ def test_every_worker_gets_sigterm_exactly_once_and_may_end_in_its_own_way(how, 
     assert all(event.stopped for event in one.seen_of(WorkerEnded))
 
 
-def test_the_detached_obey_too_and_the_stubborn_are_killed_after_the_grace(tree):
-    stubborn = "if rank == '1': signal.signal(15, signal.SIG_IGN)\n"
-    one = tree(FAMILY.replace("ready()\nforever()", f"{stubborn}ready()\nforever()"), how="hang")
-    one.await_workers()
-    begun = time.monotonic()
-    one.stop(0.5)
-    assert one.ended() == {0: -signal.SIGTERM, 1: -signal.SIGKILL}
-    assert time.monotonic() - begun >= 0.5
-    assert len(list(one.root.glob("*.pid"))) == 7
-
-
 def test_stop_before_the_workers_appear_leaves_nothing(tree):
     one = tree()
     one.stop(1.0)
     one.expect(End)
-
-
-def test_close_waits_for_the_end_and_may_be_called_again(tree):
-    one = tree(STUBBORN)
-    one.await_workers()
-    one.supervised.ask("agents[0].close(0.1)")
-    assert not one.running()
-    one.supervised.ask("agents[0].close(0.1)")
-    one.stop(0.1)
 
 
 def test_with_few_files_workers_ends_are_seen_all_the_same(tree):
@@ -401,18 +273,6 @@ def test_with_few_files_workers_ends_are_seen_all_the_same(tree):
     assert one.supervised.ask("errors") == []
 
 
-def test_what_goes_wrong_once_is_tried_again(tree):
-    """As where no more files can be opened for a moment."""
-    one = tree(how="hang")
-    one.await_workers()
-    fails_once = (
-        "processes.real = processes._table\ndef table(): processes._table = processes.real; raise OSError(24, '')"
-    )
-    one.supervised.ask("do(what)", what=f"{fails_once}\nprocesses._table = table")
-    one.supervised.tell("agents[0].stop(1.0)")
-    assert one.ended() == dict.fromkeys((0, 1), -signal.SIGTERM)
-
-
 def test_programs_of_our_own_belong_to_no_launch(tree):
     one = tree("until_let_go()")
     helper = one.supervised.ask("os.spawnlp(os.P_NOWAIT, 'sleep', 'sleep', '600')")
@@ -421,49 +281,6 @@ def test_programs_of_our_own_belong_to_no_launch(tree):
         one.let_go(pid)
     assert one.expect(End) == End(0, None, [])
     assert is_running(helper)
-
-
-# --- sudden deaths -----------------------------------------------------------------------------------
-
-
-def test_when_the_agent_is_killed_it_is_said_and_the_workers_are_stopped(tree):
-    one = tree(how="hang")
-    one.await_workers()
-    os.kill(one.agent_pid(), signal.SIGKILL)
-    assert one.expect(AgentEnded).status == -signal.SIGKILL
-    assert one.ended() == dict.fromkeys((0, 1), -signal.SIGTERM)
-    assert one.seen[-1].status == -signal.SIGKILL
-
-
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_an_order_to_all_processes_of_a_container_is_the_tasks(number, tree):
-    one = tree("until_let_go()")
-    pids = one.await_workers()
-    for pid in (one.supervised.pid, one.supervised.between):
-        os.kill(pid, number)
-    for pid in pids:
-        one.let_go(pid)
-    assert one.ended() == {0: 0, 1: 0}
-
-
-def test_when_the_supervisor_is_killed_its_parent_ends_all(tree):
-    """What detached itself as well; who ignores SIGTERM is killed after the grace."""
-    one = tree(FAMILY, how="hang")
-    one.await_workers()
-    detached = noted(one.root, *RELATIVES)[1]
-    assert processes.find(detached).parent == one.supervised.pid
-    one.supervised.kill()
-    eventually(lambda: one.supervised.has_ended, "the parent's end")
-    assert not one.running()
-
-
-def test_after_the_death_of_the_supervisors_parent_all_goes_on(tree):
-    one = tree("until_let_go()")
-    pids = one.await_workers()
-    os.kill(one.supervised.between, signal.SIGKILL)
-    for pid in pids:
-        one.let_go(pid)
-    assert one.ended() == {0: 0, 1: 0}
 
 
 # --- preemption --------------------------------------------------------------------------------------
@@ -552,15 +369,13 @@ def test_a_worker_that_saves_still_has_the_store_in_its_agent(storing):
     assert (one.root / "saved").read_text() == "stored"
 
 
-@pytest.mark.parametrize("is_halted", [True, False])
-def test_an_agent_ends_its_workers_when_both_supervisor_and_its_parent_are_killed(is_halted, storing):
+def test_an_agent_that_is_halted_ends_its_workers_when_both_supervisor_and_its_parent_are_killed(storing):
     """The kernel tells it."""
     one = storing("signal.signal(signal.SIGUSR1, lambda *_: note('asked')); ready(); forever()")
     (worker,) = one.await_workers()
     agent = one.agent_pid()
-    if is_halted:
-        one.stop(60.0, signal.SIGUSR1)
-        eventually((one.root / "asked").exists, "the signal")
+    one.stop(60.0, signal.SIGUSR1)
+    eventually((one.root / "asked").exists, "the signal")
     os.kill(one.supervised.between, signal.SIGKILL)
     one.supervised.kill()
     await_the_end_of([worker, agent])

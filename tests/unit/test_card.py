@@ -94,23 +94,6 @@ def test_no_name_or_traceback_becomes_markup():
     assert all(isinstance(cell, str) for cell in cells), "Metaflow shows a string in a table as text"
 
 
-@pytest.mark.parametrize(
-    ("num_nodes", "nproc", "cells", "small"),
-    [(1, 1, 1, 0), (8, 8, 64, 0), (5, 13, 5, 0), (64, 2, 64, 0), (256, 8, 256, 1)],
-)
-def test_many_ranks_are_drawn_together(num_nodes, nproc, cells, small):
-    gang = failed(a_gang(num_nodes, nproc, now_s=60.0), num_nodes * nproc - 1, "no")
-    sections = {each["id"]: each for each in layout(page_of(gang, place(), is_short=True))["contents"]}
-    (ranks,) = html_of(sections["gang-ranks"])
-    assert (ranks.count("tr-cell"), ranks.count("tr-small")) == (cells, small)
-    assert ranks.count("tr-failed") >= 1
-    nodes, *_ = sections["gang-nodes"]["contents"]
-    assert len(nodes["data"]) == (num_nodes if num_nodes <= 64 else 2)
-    spec = sections["gang-timeline"]["contents"][0]["spec"]
-    assert 20 <= spec["height"]["step"] * num_nodes <= 520
-    assert {row["node"] for row in spec["data"]["values"]} == set(range(num_nodes))
-
-
 def test_every_state_has_a_colour():
     gang = failed(a_gang(), 1, "no")
     for end in range(len(gang.events) + 1):
@@ -159,12 +142,6 @@ def test_a_part_that_shows_nothing_says_why():
 def test_an_unknown_part_is_refused_where_it_is_asked_for():
     with pytest.raises(TorchrunConfigError, match=r"knows no part 'rank'\. The parts are 'outcome', 'ranks'"):
         GangPart(("rank",), a_gang, place)
-
-
-def test_metaflow_knows_the_card():
-    from metaflow.plugins import CARDS
-
-    assert GangCard in CARDS
 
 
 def test_a_page_that_is_not_final_says_how_to_watch_the_gang():

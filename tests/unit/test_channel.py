@@ -6,14 +6,11 @@ import math
 import os
 import pickle
 import queue
-import re
 import socket
 import struct
 import threading
 import time
-import weakref
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
 from typing import NamedTuple
 
 import psutil
@@ -23,7 +20,6 @@ from loops import InLoop, Loop
 from test_network import needs_ipv6
 from unit_helpers import HANG_S, eventually
 
-from metaflow_extensions.torchrun.plugins.torchrun.channel import control_channel, listener
 from metaflow_extensions.torchrun.plugins.torchrun.channel.codec import LENGTH, load
 from metaflow_extensions.torchrun.plugins.torchrun.channel.connection import new_token
 from metaflow_extensions.torchrun.plugins.torchrun.channel.control_channel import ControlChannel
@@ -32,15 +28,13 @@ from metaflow_extensions.torchrun.plugins.torchrun.channel.member_channel import
 from metaflow_extensions.torchrun.plugins.torchrun.channel.relay import Relay
 from metaflow_extensions.torchrun.plugins.torchrun.errors import GangError, TorchrunPreempted
 from metaflow_extensions.torchrun.plugins.torchrun.gang import protocol as sent
-from metaflow_extensions.torchrun.plugins.torchrun.gang.cause import Cause, Failure
-from metaflow_extensions.torchrun.plugins.torchrun.gang.policy import ConnectPolicy, LaunchPolicy, Rules
+from metaflow_extensions.torchrun.plugins.torchrun.gang.cause import Cause
+from metaflow_extensions.torchrun.plugins.torchrun.gang.policy import ConnectPolicy, Rules
 from metaflow_extensions.torchrun.plugins.torchrun.gang.state import Gang
 from metaflow_extensions.torchrun.plugins.torchrun.machine.network import pick_port
 
 HOST = "127.0.0.1"
 READY = sent.Ready(0, 1, "abc", {"torch": "2.13.0", "python": "3.11.7"})
-ENDED = sent.Ended(0, False, 0)
-EXIT_3 = (Failure(Cause("exit", 1, "h", 1, 0, 3), 0.0),)
 MAGIC = b"mf-torchrun/1\0\0\0"
 QUICK = ConnectPolicy(attempt_s=0.5)
 
@@ -258,20 +252,6 @@ def is_closed(sock):
 # --- the good way ---------------------------------------------------------------------------------
 
 
-def test_a_failure_on_one_node_reaches_all_with_its_text_unharmed(opened):
-    control, member = opened.pair()
-    text = 'ValueError: größe\n"quoted" \\ 🙂 \x00'
-    for node in (control, member):
-        node.send(READY)
-    member.inbox.expect(sent.Go)
-    member.send(sent.Ended(0, False, 0, (Failure(Cause("exception", 1, "h", 1, 0, 1, text), 0.1),)))
-    control.inbox.expect(sent.Stop)
-    control.send(ENDED)
-    here, there = (node.inbox.expect(sent.Verdict).error for node in (control, member))
-    assert (str(here), here.cause) == (str(there), there.cause)
-    assert text in str(here)
-
-
 @pytest.mark.parametrize(
     ("host", "address"),
     [("", HOST), (HOST, HOST), *(pytest.param(host, "::1", marks=needs_ipv6) for host in ("", "::1"))],
@@ -399,31 +379,6 @@ def test_a_member_tells_whether_nobody_listens_any_more(others, is_refused, open
     assert isinstance(caught.value, ConnectionRefusedError) is is_refused
 
 
-def test_who_says_nothing_is_hung_up_on_in_time(opened, monkeypatch):
-    monkeypatch.setattr(listener, "_HANDSHAKE_S", 0.3)
-    with raw_connection(opened.control()) as sock:
-        assert is_closed(sock)
-
-
-def test_when_all_places_are_taken_less_time_is_given_and_a_member_gets_in(opened, monkeypatch):
-    monkeypatch.setattr(listener, "_MAX_UNAUTHENTICATED", 10)
-    monkeypatch.setattr(listener, "_HANDSHAKE_WHEN_FULL_S", 0.3)
-    control = opened.control()
-    crowd = [opened.enter_context(raw_connection(control)) for _ in range(50)]
-    member = opened.member().join(control)
-    assert is_closed(crowd[0])
-    member.leave_well(control)
-
-
-def test_hundreds_may_connect_at_the_same_moment(opened):
-    control = opened.control()
-    busy = threading.Event()
-    opened.callback(busy.set)
-    control.loop.post(busy.wait, 3600.0)  # nobody accepts for now; the kernel keeps the queue
-    for _ in range(300):
-        opened.enter_context(raw_connection(control))
-
-
 # --- one process for each node --------------------------------------------------------------------
 
 
@@ -503,31 +458,6 @@ def test_a_member_that_is_cut_off_before_its_welcome_can_connect_again(opened):
 # --- silence and death ----------------------------------------------------------------------------
 
 
-def test_a_member_lives_as_long_as_it_answers_heartbeats(opened):
-    silence_s = math.ceil(limit_s(0.5) * 10) / 10
-    control, begun, beats = opened.control(heartbeat_s=silence_s), time.monotonic(), 0
-    with raw_member(control) as sock:
-        while beats < 12:
-            if isinstance(receive_message(sock), sent.Beat):
-                beats += 1
-                sock.sendall(encode(sent.Beat()))
-        assert time.monotonic() - begun > 2 * silence_s
-        assert control.members == [1]
-        assert f"for {silence_s:g} s (heartbeat_timeout_s)" in control.inbox.error()
-        assert is_closed(sock)
-
-
-def test_no_message_stays_in_memory(opened, monkeypatch):
-    control, kept = opened.control(heartbeat_s=600.0), []  # no heartbeat comes after it
-    handle = control.channel.gang.handle
-    monkeypatch.setattr(
-        control.channel.gang, "handle", lambda node, message: kept.append(weakref.ref(message)) or handle(node, message)
-    )
-    opened.member(heartbeat_s=600.0).join(control).send(sent.Failed(7))
-    eventually(lambda: len(kept) == 2)
-    eventually(lambda: kept[1]() is None, "the end of the message")
-
-
 @pytest.mark.parametrize("welcome", [True, False], ids=["after its welcome", "before"])
 def test_a_control_node_that_falls_silent_is_lost(welcome, opened):
     silence_s = math.ceil(limit_s(0.3) * 10) / 10
@@ -549,30 +479,6 @@ def test_a_control_node_that_falls_silent_is_lost(welcome, opened):
             member.connect([HOST], port, token, limit_s(HANG_S))
         with pytest.raises(queue.Empty):  # it has never had it
             member.inbox.expect(ControlLost, 0.2)
-
-
-def test_a_task_known_to_be_dead_is_reported_without_waiting_for_its_silence(opened):
-    control = opened.control(3)
-    control.channel.report_gone(2, "its task was killed by SIGKILL")
-    assert "its task was killed by SIGKILL" in control.inbox.error()
-
-
-def test_time_passes_without_any_message(opened):
-    assert "node 1 of 2 did not arrive" in opened.control(started_timeout_s=0.2).inbox.error()
-
-
-def test_a_restart_comes_to_the_moment(opened, monkeypatch):
-    monkeypatch.setattr(control_channel, "_TICK_S", 3600.0)
-    control, member = opened.pair(heartbeat_s=1000.0)
-    for node in (control, member):
-        node.send(replace(READY, policy=LaunchPolicy(max_restarts=1)))
-    member.inbox.expect(sent.Go)
-    member.send(replace(ENDED, failures=EXIT_3))
-    control.send(ENDED)
-    member.inbox.expect(sent.Restart)
-    begun = time.monotonic()
-    assert member.inbox.expect(sent.Go).generation == 1
-    assert time.monotonic() - begun > 0.5
 
 
 # --- mistakes of ours -----------------------------------------------------------------------------
@@ -599,29 +505,6 @@ def test_a_message_that_can_not_be_sent_is_told_to_all(opened):
     assert "Node 1" in control.inbox.error()
 
 
-def test_even_when_nothing_can_be_sent_any_more_all_hear_of_it(opened, monkeypatch):
-    control, member = opened.pair()
-
-    def full(message):
-        raise MemoryError("no memory")
-
-    monkeypatch.setattr(control_channel, "encode", full)
-    control.send(sent.Leave())  # which says *bye* to the member
-    assert "MemoryError: no memory" in control.inbox.error()
-    member.inbox.expect(ControlLost, limit_s(5.0))
-
-
-def test_a_closed_channel_swallows_late_words(opened):
-    control, member = opened.pair()
-    member.in_loop.call(member.itself.close)
-    control.channel.close(0.0)
-    broken = control.channel.gang.broken
-    member.send(READY)
-    control.send(READY)
-    control.channel.report_gone(1, "late")
-    assert control.channel.gang.broken is broken
-
-
 # --- lines of the workers -------------------------------------------------------------------------
 
 
@@ -637,53 +520,3 @@ class Log:
 
     def when_written(self, call):
         call()
-
-    @property
-    def lines(self):
-        return [line for line in self.text.splitlines() if "left out" not in line]
-
-    @property
-    def missing(self):
-        found = re.findall(r"^\[torchrun node 1\] (\d+) lines? (?:is|are) left out", self.text, re.MULTILINE)
-        return sum(map(int, found))
-
-
-def test_a_flood_of_lines_holds_up_no_message_and_is_counted_to_its_end(opened):
-    """20 MB at once, and a failure in between; all lines come before the end."""
-    control, member = opened.pair()
-    log = Log(control)
-    for node in (control, member):
-        node.send(READY)
-    member.inbox.expect(sent.Go)
-    for burst in range(20):
-        begun = time.monotonic()
-        member.send_lines("stdout", "".join(f"{burst * 10_000 + each:07d} {'x' * 90}\n" for each in range(10_000)))
-        assert time.monotonic() - begun < limit_s(0.5)
-    begun = time.monotonic()
-    member.send(sent.Failed(0, 0, EXIT_3))
-    control.inbox.expect(sent.Stop)
-    assert time.monotonic() - begun < limit_s(0.5)
-    member.send_lines("stdout", "last words: größe 🙂\n")
-    for node in (member, control):
-        node.send(ENDED)
-    control.inbox.expect(sent.Verdict)
-    control.relay.settle()
-    assert len(log.lines) + log.missing == 200_001
-    assert log.lines[-1] == "last words: größe 🙂"
-    assert len(log.text) < 8 * 1024**2
-
-
-def test_the_gang_hears_how_long_its_clock_stood_still():
-    """As when this process was stopped with all others: nobody else is late for that."""
-    stood = queue.SimpleQueue()
-
-    class Stopped(Gang):
-        def was_stopped(self, seconds):
-            stood.put(seconds)
-            return super().was_stopped(seconds)
-
-    gang, loop = Stopped(1, pick_port, Rules(60.0, 1.0)), Loop()
-    InLoop(loop, lambda: ControlChannel(gang, lambda message: None, new_token(), 20.0))
-    loop.post(time.sleep, 3.0)
-    assert 1.0 < stood.get(timeout=20.0) < 20.0
-    loop.stop()

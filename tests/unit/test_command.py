@@ -4,7 +4,6 @@ import os
 import shutil
 import string
 import subprocess
-import sys
 from dataclasses import replace
 
 import pytest
@@ -19,14 +18,12 @@ from metaflow_extensions.torchrun.plugins.torchrun.launch.command import (
     WORKER_HOOKS,
     agent_command,
     agent_environment,
-    restart_variables,
     shown_command,
 )
 from metaflow_extensions.torchrun.plugins.torchrun.launch.spec import LaunchSpec
 
 ENV = shutil.which("env", path=os.defpath)
 GO = Go(launch=0, generation=0, port=29512, gang="gang", restarts=0, max_restarts=0)
-RESTARTED = replace(GO, restarts=2, max_restarts=3)
 OF_RANK = {"OWN": "/my logs/${local_rank}"}
 SPEC = LaunchSpec("/flow/train.py", (), False, nproc=2, num_nodes=3, node_index=1, python="/usr/bin/python3")
 
@@ -58,13 +55,6 @@ def test_the_script_stands_behind_two_dashes_and_sees_what_was_given():
 @given(st.lists(st.text(alphabet=st.sampled_from("$${}local_rank -x'\"\\é")), max_size=5))
 def test_torchruns_template_gives_back_every_argument(args):
     assert program_of(args=tuple(args)) == ["/flow/train.py", *args]
-
-
-def test_workers_are_told_how_often_the_gang_was_restarted():
-    """By their agent; see test_agent.py."""
-    assert restart_variables(RESTARTED) == {"TORCHRUN_RESTARTS": "2/3"}
-    assert restart_variables(GO) == {}
-    assert command_of(RESTARTED) == command_of()
 
 
 @pytest.mark.parametrize(("env", "words"), [((), ["OWN=/my logs/7"]), ((("OWN", "mine"),), [])])
@@ -151,15 +141,6 @@ def test_defaults_fill_what_is_not_set():
             **HOOK,
             "PATH": "",
         }
-
-
-def test_workers_find_a_module_beside_the_flow(tmp_path):
-    write(tmp_path / "flows" / "pkg" / "train.py", "print(__file__)")
-    env = {**os.environ, **agent_environment({"PYTHONPATH": "/mine"}, {}, 4, None, str(tmp_path / "flows"))}
-    assert env["PYTHONPATH"] == f"{WORKER_HOOKS}:{tmp_path / 'flows'}:/mine:{IMPORTABLE}"
-    words = [sys.executable, "-u", "-m", "pkg.train"]
-    said = subprocess.run(words, cwd=tmp_path, env=env, capture_output=True, text=True, check=True).stdout
-    assert said.strip() == str(tmp_path / "flows" / "pkg" / "train.py")
 
 
 def test_our_hooks_are_first_on_the_path_and_what_it_may_import_is_last_and_no_working_directory_is():

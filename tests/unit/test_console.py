@@ -2,7 +2,6 @@
 
 import contextlib
 import ctypes
-import gzip
 import io
 import os
 import pty
@@ -21,7 +20,7 @@ from metaflow.runtime import Worker
 from unit_helpers import HANG_S, OURS, eventually
 
 from metaflow_extensions.torchrun.plugins.torchrun.events import Event
-from metaflow_extensions.torchrun.plugins.torchrun.logs import console, shared_pipe
+from metaflow_extensions.torchrun.plugins.torchrun.logs import console
 from metaflow_extensions.torchrun.plugins.torchrun.logs.console import settle, write_output, write_text
 from metaflow_extensions.torchrun.plugins.torchrun.logs.shared_pipe import SharedPipes
 
@@ -33,13 +32,6 @@ def writer(monkeypatch):
     """Have each test begin as a process does."""
     monkeypatch.setattr(console, "_writer", made := console._Writer())
     return made
-
-
-@pytest.fixture
-def side():
-    """Run functions beside the test."""
-    with ThreadPoolExecutor() as pool:
-        yield pool.submit
 
 
 class Stream:
@@ -76,12 +68,6 @@ def take_stdout(monkeypatch):
         yield take
 
 
-@pytest.mark.parametrize("name", ["stdout", "stderr"])
-def test_output_goes_to_the_stream_of_its_name_at_once(name, capfd):
-    assert write_text(name, "[rank 0] größe\n", 30)
-    assert capfd.readouterr()._asdict() == {"out": "", "err": "", f"{name[3:]}": "[rank 0] größe\n"}
-
-
 # --- streams that are no pipe ---------------------------------------------------------------------
 
 
@@ -92,14 +78,6 @@ def test_a_stream_of_the_steps_own_gets_the_text_even_if_it_has_a_file(tmp_path,
         monkeypatch.setattr(sys, "stdout", SimpleNamespace(fileno=below.fileno, write=got.append, flush=lambda: None))
         assert write_text("stdout", "größe\ntwo\n", 30)
     assert "".join(got) == "größe\ntwo\n"
-
-
-def test_a_compressed_stream_gets_the_text_too(tmp_path, monkeypatch):
-    """It has the descriptor of the file below."""
-    with gzip.open(tmp_path / "log.gz", "wt", encoding="utf-8") as packed:
-        monkeypatch.setattr(sys, "stdout", packed)
-        assert write_text("stdout", "größe\n", 30)
-    assert gzip.decompress((tmp_path / "log.gz").read_bytes()).decode() == "größe\n"
 
 
 def test_lines_never_go_to_another_file_that_has_got_the_number_of_a_closed_one(take_stdout, tmp_path, monkeypatch):
@@ -155,26 +133,10 @@ def without_reader():
     return open(writing, "w")
 
 
-class Ends:
-    """A stream of the step's own that ends the thread that writes to it, and whose error has no text."""
-
-    class Error(SystemExit):
-        def __str__(self):
-            raise ValueError
-
-    def write(self, text):
-        raise self.Error
-
-    def flush(self):
-        pass
-
-
 @pytest.mark.parametrize(
     ("open_stream", "reason"),
     [
-        (Ends, "(Error)"),
         (lambda: spoiled(lambda stream: os.close(stream.fileno()), closefd=False), "Bad file descriptor"),
-        (lambda: spoiled(lambda stream: stream.close()), "closed file"),
         (lambda: None, "there is no stdout"),
         (without_reader, "Broken pipe"),
     ],
@@ -216,36 +178,6 @@ def test_metaflow_shows_every_line_without_another_write(texts, take_stdout):
         Worker.read_logline(worker, stream.reading)
     file.close()
     assert shown == lines
-
-
-def test_long_lines_of_nodes_on_one_pipe_do_not_mix_however_long_they_wait_for_their_turn(take_stdout):
-    stream = take_stdout()
-    nodes = {mark: console._Writer() for mark in "abc"}
-    for mark, node in nodes.items():
-        node.put("stdout", mark.encode() * 200_000 + b"\n")
-    time.sleep(0.3)  # with a reader that pauses: all of them wait
-    read = b""
-    while len(read) < 600_003:
-        time.sleep(0.001)
-        read += os.read(stream.reading, 4096)
-    assert all(node.settle(30) for node in nodes.values())
-    assert sorted(read.split(b"\n")) == [b"", *(mark * 200_000 for mark in (b"a", b"b", b"c"))]
-
-
-def test_a_text_for_which_there_is_no_memory_costs_that_text_alone(monkeypatch, capfd, writer):
-    pieces = console._pieces
-
-    def no_memory(lines):
-        if b"too long" in lines:
-            raise MemoryError
-        return pieces(lines)
-
-    monkeypatch.setattr(console, "_pieces", no_memory)
-    writer.put("stdout", b"too long\n" * 1_000_000)
-    assert writer.settle(30)
-    assert writer.put("stdout", b"the next\n"), "there is room again"
-    assert writer.settle(30)
-    assert capfd.readouterr() == ("the next\n", "[torchrun] some lines could not be written (MemoryError)\n")
 
 
 LONG = f"""{OURS}
@@ -327,19 +259,6 @@ def test_who_has_had_its_turn_holds_up_nobody_even_if_a_fork_has_its_files(take_
     assert os.read(stream.reading, 100).startswith(b"b 0 xx")
 
 
-def test_a_system_without_record_locks_writes_too_and_keeps_no_file(take_stdout, monkeypatch):
-    def refuse(*_):
-        raise OSError("not supported")
-
-    monkeypatch.setattr(shared_pipe, "_record", refuse)
-    stream, pipes = take_stdout(), SharedPipes()
-    before = len(os.listdir("/proc/self/fd"))
-    for _ in range(3):
-        with pipes.turn([stream.writing]):
-            os.write(stream.writing, b"x")
-    assert len(os.listdir("/proc/self/fd")) == before
-
-
 def test_a_node_that_is_killed_in_its_turn_holds_up_no_other_even_if_a_fork_of_it_lives(take_stdout, tmp_path):
     stream = take_stdout()
     program = NODE + "if os.fork() == 0: signal.pause()\nconsole.settle()\n"
@@ -362,16 +281,6 @@ def test_a_node_that_is_killed_in_its_turn_holds_up_no_other_even_if_a_fork_of_i
 def psutil_children(pid):
     with open(f"/proc/{pid}/task/{pid}/children") as file:
         return file.read().split()
-
-
-def test_a_line_that_nobody_will_read_to_its_end_holds_up_no_other_node(take_stdout, capfd):
-    stream, nodes = take_stdout(), [console._Writer() for _ in "ab"]
-    for node in nodes:
-        node.put("stdout", b"a" * 200_000 + b"\n")
-    assert not nodes[0].settle(0.1)
-    os.close(stream.reading)
-    assert all(node.settle(30) for node in nodes)
-    assert "stdout can't be written to" in capfd.readouterr().err, "the rest is dropped"
 
 
 # --- readers that do not read ---------------------------------------------------------------------
@@ -399,26 +308,6 @@ def test_a_reader_that_does_not_read_is_not_waited_for_again_and_again(take_stdo
     assert time.monotonic() - begun < 5.0  # 200 lines at 0.05 s each would be 10 s
     stream.stdout.close()
     assert stream.text() == "aaa\n" + "b\n" * 200
-
-
-def test_nobody_waits_for_a_reader_that_pauses_until_8_mib_wait_and_it_gets_all_later(take_stdout, side, writer):
-    stream = take_stdout()
-    text, count = BLOCK.encode(), 0
-    begun = time.monotonic()
-    while write_output("stdout", text):
-        count += 1
-    assert time.monotonic() - begun < 10
-    assert (count - 1) * len(text) <= console.BEHIND_BYTES
-    assert not write_output("stderr", b"")
-    assert not settle(0.05)
-    eventually(lambda: writer._busy_since is not None, "a text that the reader does not take")
-    assert console.has_unread()
-    read = side(stream.text)
-    assert settle(60)
-    assert write_output("stdout", b"late\n")
-    assert settle(60)
-    stream.stdout.close()
-    assert read.result() == BLOCK * (count + 1) + "late\n"
 
 
 AT_THE_END = f"""{OURS}
@@ -449,12 +338,6 @@ def test_what_waits_for_a_reader_is_written_once_at_the_end_and_not_by_a_child()
     with pipe:
         assert pipe.read() == BLOCK + "last\n"
     assert script.wait(30) == 0
-
-
-def test_a_process_that_was_told_to_end_does_not_wait_for_a_reader_that_takes_nothing():
-    script, pipe = at_its_end(*os.pipe(), "console._STUCK_S = 0.2; console.hurry()")
-    assert script.wait(30) == 0
-    pipe.close()
 
 
 INTERRUPTED = f"""{OURS}

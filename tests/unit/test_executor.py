@@ -1,34 +1,15 @@
 """What `current.torch` makes of a call, before anything runs."""
 
-import signal
-
 import pytest
 from recorded_calls import recorded_calls
 
-from metaflow_extensions.torchrun.plugins.torchrun import executor, gang_of_one
-from metaflow_extensions.torchrun.plugins.torchrun.errors import TorchrunConfigError, TorchrunError
-from metaflow_extensions.torchrun.plugins.torchrun.gang.cause import Cause, rename_node
-from metaflow_extensions.torchrun.plugins.torchrun.gang.launch import Launch
-from metaflow_extensions.torchrun.plugins.torchrun.gang.policy import LaunchPolicy
+from metaflow_extensions.torchrun.plugins.torchrun.errors import TorchrunConfigError
 from metaflow_extensions.torchrun.plugins.torchrun.single_node import TorchrunSingleNodeMultiGPU
 
 
 @pytest.fixture
 def launch_of(monkeypatch, tmp_path):
     return recorded_calls(monkeypatch, tmp_path)
-
-
-def test_a_call_decides_what_it_says_and_leaves_the_rest_to_the_attributes(launch_of):
-    attributes = {"nproc_per_node": 7, "max_restarts": "2", "restart_on": "hang", "master_port": 29500}
-    spec, policy, said = launch_of({**attributes, "preemption_signal": "USR1"})
-    assert (spec.nproc, spec.master_port) == (7, 29500)
-    assert said[0] == "processes per node: 7 (set by @torchrun(nproc_per_node))"
-    assert policy == LaunchPolicy(None, 2, frozenset({"hang"}), signal.SIGUSR1)
-    own = {"max_restarts": 0, "restart_on": ["user"], "timeout_s": 60, "preemption_signal": "INT"}
-    spec, policy, said = launch_of(attributes, **own, torchrun_args={"nproc_per_node": 3, "master_port": 29501})
-    assert (spec.nproc, spec.master_port) == (3, 29501)
-    assert policy == LaunchPolicy(60.0, 0, frozenset({"user"}), signal.SIGINT)
-    assert launch_of()[2] == ["processes per node: 4 (@kubernetes requests gpu=4)"]
 
 
 def test_arguments_that_0_2_ignored_are_warned_of(launch_of):
@@ -81,17 +62,6 @@ def test_the_supervisor_is_told_what_starts_warm(warm, launch_of):
     assert launch_of.plans[-1].warm == warm
 
 
-@pytest.mark.parametrize("rank", [0, None])
-def test_a_gang_of_one_in_a_gangs_step_speaks_of_the_node_that_it_is_there(rank):
-    kind = "exit" if rank == 0 else "terminated"
-    error = Launch(0).error(Cause(kind, 0, "Host-B", rank, rank, 3, "it had to"), [])
-    rename_node(error, 2)
-    assert "ode 2 (host Host-B)" in error.message
-    assert "ode 0 (" not in error.message
-    assert error.cause["node"] == 2
-    rename_node(TorchrunError("no cause"), 2)
-
-
 def test_a_working_directory_that_was_removed_is_said(launch_of, tmp_path, monkeypatch):
     (tmp_path / "gone").mkdir()
     monkeypatch.chdir(tmp_path / "gone")
@@ -122,30 +92,7 @@ def test_a_misspelt_argument_is_told_apart(name, hint, launch_of):
         TorchrunSingleNodeMultiGPU().run("train.py", **{name: 3})
 
 
-@pytest.mark.parametrize(
-    ("positional", "named"),
-    [
-        (("train.py", {"epochs": 1}), {"entrypoint": "train.py", "entrypoint_args": {"epochs": 1}}),
-        ((["sh", "x"], ["-l"]), {"entrypoint": ["sh", "x"], "entrypoint_args": ["-l"]}),
-        (({"tee": 3}, "train.py", [1], 2), {"entrypoint_args": [1], "torchrun_args": {"tee": 3}, "nproc_per_node": 2}),
-        (({"tee": 3},), {"torchrun_args": {"tee": 3}}),
-        ((None, "train.py"), {"entrypoint": "train.py", "torchrun_args": None}),
-    ],
-)
-def test_a_single_node_takes_positional_arguments_as_a_gang_does(positional, named, monkeypatch):
-    given = []
-    monkeypatch.setattr(gang_of_one.GangOfOne, "run", lambda self, **options: given.append(options))
-    TorchrunSingleNodeMultiGPU().run(*positional)
-    assert given == [{"entrypoint": "train.py" if "train.py" in positional else None, "entrypoint_args": None, **named}]
-
-
 @pytest.mark.parametrize("given", [{"outputs": ["x"]}, {"hang_timeout_s": 5}, {"attributes": {"hang_timeout_s": 5}}])
 def test_what_only_a_feature_can_do_is_refused_without_it(given, launch_of):
     with pytest.raises(TorchrunConfigError, match=r"needs the feature (outputs|hangs), which is not installed"):
         launch_of(**given)
-
-
-def test_a_warning_is_given_once_in_a_task(launch_of, monkeypatch):
-    monkeypatch.setattr(executor, "shm_warning", lambda *_: "warning: /dev/shm is small")
-    assert "warning: /dev/shm is small" in launch_of()[2]
-    assert "warning: /dev/shm is small" not in launch_of()[2]

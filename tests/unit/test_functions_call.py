@@ -28,13 +28,9 @@ from metaflow_extensions.torchrun.plugins.torchrun.errors import (
 from metaflow_extensions.torchrun.plugins.torchrun.features.functions import call as call_module
 from metaflow_extensions.torchrun.plugins.torchrun.features.functions.call import FUNCTION_WORKER, FunctionCall
 from metaflow_extensions.torchrun.plugins.torchrun.features.functions.in_task import Functions
-from metaflow_extensions.torchrun.plugins.torchrun.features.functions.keep import FunctionKeeper
-from metaflow_extensions.torchrun.plugins.torchrun.gang.cause import Cause
-from metaflow_extensions.torchrun.plugins.torchrun.gang.keepers import Keepers
-from metaflow_extensions.torchrun.plugins.torchrun.gang.protocol import Ended, Store, Stored, Storing, Told
 from metaflow_extensions.torchrun.plugins.torchrun.launch.facts import contents_digest
 from metaflow_extensions.torchrun.plugins.torchrun.launch.options import Node
-from metaflow_extensions.torchrun.plugins.torchrun.launch.services import RunCall, Services
+from metaflow_extensions.torchrun.plugins.torchrun.launch.services import RunCall
 from metaflow_extensions.torchrun.plugins.torchrun.launch.spec import LaunchSpec, build_spec
 from metaflow_extensions.torchrun.plugins.torchrun.launch.transfer import TransferFailed
 
@@ -227,38 +223,6 @@ def test_functions_are_told_apart_by_name_and_source_and_not_by_their_folders(ma
 # --- what goes to other nodes -------------------------------------------------------------------------
 
 
-def uploaded(call, error=None):
-    """Store what other nodes need; return the keys by rank."""
-    to_store = call.to_store(error, None)
-    for step in () if to_store is None else to_store.steps():
-        step.do()
-    return {} if to_store is None else to_store.told()
-
-
-@pytest.mark.parametrize(
-    ("node", "gather", "rank", "stored"),
-    [
-        (1, True, None, {"2": "0"}),
-        (0, True, None, {}),  # the control node's own values are needed nowhere else
-        (1, False, None, {}),
-        (1, False, 3, {"3": "0"}),
-        (1, False, 1, {}),  # another node has the cause
-        (0, False, 1, {"1": "0"}),
-    ],
-)
-def test_what_other_nodes_need_is_stored(node, gather, rank, stored, make):
-    store, error = MemoryStore(), None if rank is None else LaunchFailed("the gang's words", {**CAUSE, "rank": rank})
-    call, alone = make(gather=gather, store=store, node=node), make(gather=gather, node=node)
-    assert call.to_store(error, None) is None, "all have ended by sys.exit()"
-    for each in (call, alone):
-        value = leave(each, f"returned-{2 * node}.pkl", "value")
-        leave(each, f"returned-{2 * node + 1}.pkl.part", "half a value")
-        exception = leave(each, f"raised-{2 * node + 1}.pkl", raised())
-    assert uploaded(call, error) == stored
-    assert store.data == ({"0": value if error is None else exception} if stored else {})
-    assert alone.to_store(error, None) is None, "without a store"
-
-
 def test_values_are_this_nodes_and_the_gathered_ones_in_order(make):
     store = MemoryStore()
     call = make(gather=True, store=store, node=0)
@@ -274,14 +238,6 @@ def test_values_are_this_nodes_and_the_gathered_ones_in_order(make):
     assert [pickle.loads(value) for value in values.values()] == [0, 1, "2", "3", "2"]
     assert store.loads == [[keys["3"], keys["2"]]], "one list, each key once"
     assert make(gather=True).result({}, print) == {"values": {}, "gathered": False}
-
-
-def test_many_values_are_loaded_in_a_few_lists(make):
-    store = MemoryStore()
-    keys = {str(rank): store.save(bytes([rank])) for rank in range(150)}
-    call = make(store=store, node=0)
-    assert dict(call.result(keys, print)["values"]) == {rank: bytes([rank]) for rank in range(150)}
-    assert [len(some) for some in store.loads] == [64, 64, 22]
 
 
 def test_a_task_that_has_come_in_the_place_of_another_loads_the_values_of_its_ranks(make):
@@ -354,13 +310,6 @@ def test_the_exception_of_the_cause_replaces_the_verdict_and_nothing_else_does(v
         assert error is verdict
 
 
-def test_the_exception_names_the_functions_own_line(make):
-    call = make()
-    leave(call, "raised-2.pkl", raised(KeyError("lr")))
-    error = call.original(LaunchFailed("the gang's words", {**CAUSE, "place": "train.py:7"}), {})
-    assert error.__notes__ == ["raised at train.py:7 by rank 2 on node 1 (host host-1)"]
-
-
 def test_the_exception_names_the_other_ranks_that_raised_the_same(make):
     call = make()
     leave(call, "raised-2.pkl", raised(KeyError("lr")))
@@ -382,46 +331,4 @@ def test_what_can_not_be_unpickled_comes_in_words(data, make):
 # --- in a launch -----------------------------------------------------------------------------------
 
 
-def test_a_members_values_go_to_the_control_node(tmp_path):
-    store = MemoryStore()
-    with closing(FunctionCall(print, None, None, True, store)) as call:
-        node = FakeNode(tmp_path, number=1, services=Services({"functions": call}), store=store)
-        agent = node.running()
-        for rank in (2, 3):
-            leave(call, f"returned-{rank}.pkl", f"of rank {rank}")
-        node.all_end_well(agent)
-        ended = node.expect(Ended)
-        assert (ended.stores, ended.alone) == (True, False)
-        node.seat.deliver(Store(0, 0))
-        while isinstance(message := node.next_message(), Storing):
-            pass
-        assert (type(message), message.data) == (Told, {"2": "0", "3": "1"})
-        assert node.expect(Stored).failures == ()
-        assert list(node.verdict()) == ["of rank 2", "of rank 3"]
-
-
 # --- on the control node --------------------------------------------------------------------------
-
-
-@pytest.fixture
-def keepers():
-    keepers = Keepers({"functions": FunctionKeeper()})
-    keepers.begin(0, {}, 0.0)
-    keepers.handle(1, Told(0, 0, "functions", {"2": "key of 2", "3": "key of 3"}), 0.0)
-    keepers.handle(2, Told(0, 0, "functions", {"4": "key of 4"}), 0.0)
-    return keepers
-
-
-def test_the_control_node_alone_hears_where_the_gathered_values_lie(keepers):
-    of_all = {"2": "key of 2", "3": "key of 3", "4": "key of 4"}
-    assert keepers.verdict(0, True, None) == {"functions": of_all}
-    assert keepers.verdict(0, False, None) == keepers.verdict(1, True, None) == {}
-    keepers.begin(0, {}, 0.0)  # a restart
-    assert keepers.verdict(0, True, None) == {}
-
-
-@pytest.mark.parametrize(("rank", "told"), [(3, {"functions": {"3": "key of 3"}}), (7, {}), (None, {})])
-def test_all_nodes_hear_where_the_causes_exception_lies_and_of_no_other(rank, told, keepers):
-    error = LaunchFailed("", Cause("exception", 1, "host", rank, None).as_dict())
-    assert keepers.verdict(0, True, error) == keepers.verdict(0, False, error) == told
-    assert keepers.verdict(0, True, LaunchFailed("")) == {}

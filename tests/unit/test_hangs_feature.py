@@ -10,20 +10,17 @@ from types import MappingProxyType, SimpleNamespace
 
 import pytest
 from fake_node import ERROR, FakeNode
-from unit_helpers import settings_of_run
 
-from metaflow_extensions.torchrun.plugins.torchrun.features.hangs import in_task, on_page, watch
+from metaflow_extensions.torchrun.plugins.torchrun.features.hangs import on_page, watch
 from metaflow_extensions.torchrun.plugins.torchrun.features.hangs.keep import HangKeeper
 from metaflow_extensions.torchrun.plugins.torchrun.features.hangs.told import Diagnostics, groups
 from metaflow_extensions.torchrun.plugins.torchrun.features.hangs.watch import HangWatcher
 from metaflow_extensions.torchrun.plugins.torchrun.features.progress import watch as progress
 from metaflow_extensions.torchrun.plugins.torchrun.gang.keepers import Failing, Remarks
 from metaflow_extensions.torchrun.plugins.torchrun.gang.policy import LaunchPolicy
-from metaflow_extensions.torchrun.plugins.torchrun.gang.protocol import Failed, Told
+from metaflow_extensions.torchrun.plugins.torchrun.gang.protocol import Told
 from metaflow_extensions.torchrun.plugins.torchrun.gang.wire import to_plain
-from metaflow_extensions.torchrun.plugins.torchrun.launch.services import RunCall, Services
 from metaflow_extensions.torchrun.plugins.torchrun.machine.frames import Found, without_stack
-from metaflow_extensions.torchrun.plugins.torchrun.machine.stacks import HOOK
 
 
 def keeper(**policy):
@@ -149,26 +146,6 @@ def test_the_ranks_that_had_ended_on_another_node_are_named():
     assert "ended well" not in kept.detail("hang")
 
 
-def test_the_record_is_made_once_for_all_nodes(monkeypatch):
-    kept, made = HangKeeper.of(50), []
-    as_record = HangKeeper._as_record
-    monkeypatch.setattr(HangKeeper, "_as_record", lambda kept: made.append(1) or as_record(kept))
-    kept.begin(0, {"timeout_s": 3.0}, 100.0)
-    for node in range(50):
-        kept.handle(node, told(to_plain(Diagnostics("host", None, {node: at(node)}))), 105.0)
-    assert len(kept.record()["stacks"]) == len(kept.record()["stacks"]) == 50
-    assert len(made) == 1
-    kept.begin(1, {}, 200.0)
-    assert kept.record()["is_last"] is False
-
-
-def test_of_one_node_no_number_is_said():
-    kept = hung({0: WAITS, 1: at(33, "load")})
-    assert kept.detail("hang").splitlines()[-1] == "Whole stacks: /tmp/stacks"
-    (waits,) = kept.handle(0, told({"waits": True}), 1.0).happened
-    assert waits.text.startswith("the output waits for its reader")
-
-
 def test_a_place_in_a_file_with_spaces_is_told_as_any_other():
     found = Found("my train.py:3 in main (in barrier)", "m", "")
     assert hung({0: found}).detail("hang").splitlines()[0] == "rank 0 in barrier at my train.py:3."
@@ -221,47 +198,12 @@ def test_where_thousands_of_ranks_hang_is_told_by_place():
     )
 
 
-def test_files_of_hundreds_of_nodes_are_not_all_named():
-    kept = HangKeeper(300)
-    kept.begin(0, {}, 100.0)
-    for node in range(300):
-        kept.handle(node, told(to_plain(Diagnostics(f"host-{node}", f"/logs/{node}.txt", {node: WAITS}))), 101.0)
-    assert "Whole stacks of node 0 (host host-0): /logs/0.txt" in kept.detail("hang")
-    assert "236 more such lines are left out." in kept.detail("hang")
-
-
-def test_the_keeper_gets_the_limit_if_there_is_one():
-    def policies(**arguments):
-        return Services.of({"hangs": in_task.PART}, RunCall(settings_of_run(**arguments), 2, 0, None)).policies
-
-    assert policies() == {}
-    assert policies(hang_timeout_s="5") == {"hangs": {"timeout_s": 5.0}}
-
-
 # --- on a node --------------------------------------------------------------------------------------
 
 
 def node_with(tmp_path, timeout_s, more=MappingProxyType({})):
     policy = LaunchPolicy(features={"hangs": {"timeout_s": timeout_s}})
     return FakeNode(tmp_path, policy=policy, watches={"hangs": watch.PART, **more})
-
-
-@pytest.mark.parametrize(("kind", "has_failed"), [("hang", False), ("hang", True), ("timeout", False)])
-def test_a_hang_is_looked_into_before_the_workers_are_stopped(kind, has_failed, tmp_path):
-    node = node_with(tmp_path, 5.0)
-    agent = node.running()
-    assert agent.env["TORCHRUN_HOOKS"] == HOOK
-    if has_failed:
-        node.worker_ended(agent, 0, 1)
-        node.expect(Failed)
-    node.stop(kind=kind)
-    is_looked_into = kind == "hang" and not has_failed
-    if is_looked_into:
-        found = node.expect(Told).data
-        assert sorted(found["ranks"]) == ["0", "1"]
-        assert Path(found["file"]).parent.name.startswith("torchrun-hang-node0-launch0-0-")
-    node.ends(agent)
-    assert len([text for text in node.texts("note") if "what the workers were doing" in text]) == is_looked_into
 
 
 def test_a_rank_that_has_ended_is_told_for_the_others_may_wait_for_it(tmp_path):

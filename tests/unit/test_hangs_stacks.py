@@ -14,7 +14,6 @@ import pytest
 from limits import limit_s
 from unit_helpers import eventually, is_running, worker_environment, write
 
-from metaflow_extensions.torchrun.plugins.torchrun.features.hangs import stacks as hangs_stacks
 from metaflow_extensions.torchrun.plugins.torchrun.features.hangs.stacks import collect
 from metaflow_extensions.torchrun.plugins.torchrun.machine import processes, stacks
 
@@ -150,13 +149,6 @@ def test_hanging_workers_tell_where_and_live_on(hanging):
     assert not list(folder.iterdir()), "no file is left, whatever becomes of the workers"
 
 
-def test_asked_twice_a_worker_tells_its_new_stack_only(hanging):
-    folder, pids = hanging
-    first, second = (collected({0: pids[0]}, folder) for _ in range(2))
-    assert first.ranks == second.ranks
-    assert Path(first.file).read_text(encoding="utf-8") == Path(second.file).read_text(encoding="utf-8")
-
-
 def test_the_log_has_equal_stacks_once_and_frames_with_their_source_lines(hanging):
     folder, pids = hanging
     names = list(WORKERS)
@@ -275,15 +267,3 @@ def test_a_place_that_can_not_be_written_to_does_not_lose_the_text(place, folder
     found = collected(OURSELVES, folder, keep_in=tmp_path / place)
     assert (found.file, where_of(found)) == (None, {0: NO_HANDLER})
     assert NO_HANDLER in found.text
-
-
-def test_long_stacks_are_whole_in_the_file_and_bounded_in_messages_and_the_log(folder, monkeypatch):
-    deep = "import time\ndef f(n):\n    time.sleep(1000) if n == 0 else f(n - 1)\nprint('ready', flush=True)\nf(90)"
-    monkeypatch.setattr(hangs_stacks, "_MAX_CHARS", 1000)
-    with workers([[sys.executable, "-c", deep]] * 3, folder) as pids:
-        found = collected(pids, folder)
-    texts = [each.text for each in found.ranks.values()]
-    assert (len(texts[0]) < 1100, "characters left out" in texts[0], texts[1:]) == (True, True, ["", ""])
-    assert "(67 more such lines)" in found.text
-    assert found.text.count("<string>:3 in f\n") == 24 + 1  # and in the first line
-    assert Path(found.file).read_text().count("line 3 in f\n") == 3 * 91

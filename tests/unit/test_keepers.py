@@ -73,48 +73,6 @@ def lines(keepers):
     return [line for remarks in keepers.pop_remarks() for line in remarks.lines]
 
 
-def test_each_keeper_gets_its_own_messages_and_policy():
-    first, second = Notebook(), Notebook()
-    keepers = Keepers({"first": first, "second": second})
-    for at_s in (5.0, 6.0):
-        keepers.handle(1, told(a=1), at_s)
-    keepers.handle(1, told("third"), 6.0)
-    keepers.begin(3, {"second": {"limit": 2}}, 7.0)
-    assert first.kept == [("handle", 1, {"a": 1}, 5.0), ("handle", 1, {"a": 1}, 6.0), ("begin", 3, {}, 7.0)]
-    assert second.kept == [("begin", 3, {"limit": 2}, 7.0)]
-    assert (keepers.count, keepers.heard) == (2, 1)
-
-
-class WithoutRecord(Keeper):
-    has_record = False
-
-
-def test_what_is_kept_can_be_stored_and_sent():
-    keepers = Keepers({"first": Notebook(), "none": WithoutRecord()})
-    assert keepers.verdict(4, True, None) == {"first": {"launch": 4, "to_control": True, "ok": True}}
-    assert keepers.record() == {"first": {"kept": 2, "none": None}, "more": 3}
-    assert keepers.detail("hang") == "of a hang"
-
-
-def test_remarks_are_handed_out_once():
-    keepers = Keepers({"first": Notebook(), "empty": Keeper()})
-    keepers.ended(0, ok=False)
-    keepers.tick(7.0, where)
-    assert keepers.pop_remarks() == [Remarks(("a node has failed",)), Remarks(("at 7 s",), (SEEN,)), Remarks()]
-    assert keepers.pop_remarks() == []
-
-
-def test_what_a_command_asks_goes_to_the_nodes_and_its_answer_comes_once():
-    keepers = Keepers({"first": Notebook()})
-    keepers.request("first", {"id": 7}, 1.0)
-    assert (keepers.pop_asks(), keepers.pop_asks()) == ([("first", {"id": 7})], [])
-    assert keepers.pop_answer("first") is None
-    keepers.handle(1, told(id=7), 2.0)
-    assert (keepers.pop_answer("first"), keepers.pop_answer("first")) == ({"id": 7}, None)
-    keepers.request("absent", {"id": 8}, 3.0)
-    assert keepers.pop_answer("absent") == {"id": 8, "unknown": True}
-
-
 def use(keepers):
     """Call everything; return the lines for the log."""
     keepers.begin(0, {}, 0.0)

@@ -10,8 +10,7 @@ import pytest
 from loops import InLoop, Loop
 from unit_helpers import eventually
 
-from metaflow_extensions.torchrun.plugins.torchrun.gang.cause import Cause
-from metaflow_extensions.torchrun.plugins.torchrun.gang.protocol import Ended, Failed, Go, Prepares, Ready
+from metaflow_extensions.torchrun.plugins.torchrun.gang.protocol import Go, Prepares, Ready
 from metaflow_extensions.torchrun.plugins.torchrun.gang.seat import Seat
 from metaflow_extensions.torchrun.plugins.torchrun.gang.wire import from_plain, to_plain
 from metaflow_extensions.torchrun.plugins.torchrun.launch.spec import LaunchSpec
@@ -66,17 +65,6 @@ def ended(node):
     return node.told[-1]
 
 
-def test_a_launch_that_the_task_leaves_tells_the_gang_why(node):
-    node.launches.run(3, told(request_of()))
-    assert eventually(lambda: node.sent)
-    assert isinstance(node.sent[0], Ready)
-    node.launches.give_up(3, told(Cause("interrupted", 0, "host", exception="KeyboardInterrupt")))
-    assert ended(node) == ("ended", 3, {"handled": 0})
-    failed, end = node.sent[1:]
-    assert (type(failed), failed.given_up, failed.failures[0].cause.kind) == (Failed, True, "interrupted")
-    assert (type(end), end.ok) == (Ended, False)
-
-
 def test_a_launch_that_the_task_leaves_at_once_ends(node):
     """Both words may come in one piece."""
 
@@ -99,17 +87,6 @@ def test_the_task_hears_how_many_interruptions_its_launch_has_handled(node):
     assert eventually(lambda: node.sent)
     node.loop.call(interrupt_twice)
     assert ended(node)[2]["handled"] == 1
-
-
-def test_the_launch_of_a_task_that_is_gone_ends_and_leaves_nothing(node, tmp_path):
-    (tmp_path / "call").mkdir()
-    node.launches.run(0, told(request_of(folders=(str(tmp_path / "call"),))))
-    node.launches.abort()
-    node.launches.close()
-    node.launches.remove_folders()
-    assert list(tmp_path.iterdir()) == []
-    assert not any(isinstance(message, Failed) for message in node.sent), "the gang has heard of the task's end"
-    assert node.warm.close.called
 
 
 @pytest.mark.parametrize(("warm", "renewed"), [("workers", 1), ("agent", 0)])
@@ -156,28 +133,6 @@ def test_a_launch_waits_for_the_end_of_one_that_is_still_being_stopped(node, mon
     node.launches.close()
 
 
-def test_a_launch_of_another_gang_waits_too_and_hears_nothing_of_the_last_one(node, monkeypatch):
-    """As a single node's next `run` after a second Ctrl-C."""
-    stopped = stopping_until(monkeypatch)
-    node.launches.run(0, told(request_of()))
-    assert eventually(lambda: node.sent)
-    node.launches.let_go()
-    assert eventually(lambda: isinstance(node.sent[-1], Ended))
-    heard = []
-    tell = lambda *frame: heard.append(frame)  # noqa: E731
-    before, seat = node.launches.itself, node.seat.itself
-    make = lambda: Launches(tell, seat, node.output, Mock(), (), None, before)  # noqa: E731
-    after = InLoop(node.loop, make)
-    after.run(0, told(request_of()))
-    time.sleep(0.2)  # it would have begun by now
-    assert len(node.sent) == 2
-    node.loop.post(stopped.set)
-    assert eventually(lambda: isinstance(node.sent[-1], Ready))
-    assert (node.told, heard) == ([], [])
-    after.abort()
-    after.close()
-
-
 def test_a_bug_of_ours_is_told_as_one(node):
     node.launches.run(0, told(request_of()))
     node.loop.post(lambda: node.seat.itself.inbox.put_nowait("no news at all"))
@@ -189,18 +144,6 @@ def test_a_launch_after_the_gang_broke_does_not_begin(node):
     node.launches.run(0, told(request_of()))
     assert ended(node)[2]["is_broken"]
     assert not any(isinstance(message, Go | Ready) for message in node.sent)
-
-
-@pytest.mark.parametrize(
-    ("logs", "nodes_here", "sent"), [("all", 1, True), ("node", 1, False), ("rank0", 1, False), ("all", 2, False)]
-)
-def test_lines_are_sent_where_all_are_shown_in_another_terminal(logs, nodes_here, sent, node):
-    """On a local run the nodes share one: a line must not stand there twice."""
-    write = node.launches.itself._writer(request_of(logs=logs, machine=Machine(8, nodes_here=nodes_here)))
-    for text in ("[rank 1] größe\n", ""):
-        write("stdout", text.encode())
-    assert node.launches.itself._send_lines.call_count == sent
-    assert node.output.write.call_count == 2
 
 
 def test_lines_for_a_stream_of_the_steps_own_code_go_to_the_task_until_it_is_behind(monkeypatch):

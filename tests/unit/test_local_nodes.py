@@ -6,8 +6,6 @@ import queue
 import signal
 import subprocess
 import sys
-import threading
-import time
 
 import pytest
 from limits import limit_s
@@ -16,7 +14,6 @@ from unit_helpers import HANG_S, is_running
 
 from metaflow_extensions.torchrun.plugins.torchrun.gang.nodes import NodeState
 from metaflow_extensions.torchrun.plugins.torchrun.machine.processes import Other
-from metaflow_extensions.torchrun.plugins.torchrun.supervisor import ends as ends_module
 from metaflow_extensions.torchrun.plugins.torchrun.supervisor.ends import end_of
 from metaflow_extensions.torchrun.plugins.torchrun.task import local_nodes
 from metaflow_extensions.torchrun.plugins.torchrun.task.local_nodes import LocalNodes
@@ -115,39 +112,6 @@ def test_tasks_that_are_named_otherwise_are_not_taken_for_ended(start):
     assert is_running(node.pid)
 
 
-@pytest.mark.parametrize("handler", [signal.SIG_DFL, signal.SIG_IGN], ids=["children-are-reaped", "sigchld-ignored"])
-def test_the_end_is_heard_whoever_reaps(start, handler):
-    former = signal.signal(signal.SIGCHLD, handler)
-    try:
-        node = start(*task(1))
-        told = ends(LocalNodes(RUN, CONTROL, 2))
-        reaper = threading.Thread(target=node.wait)
-        reaper.start()
-        node.terminate()
-        index, reason = told.get(timeout=limit_s(HANG_S))
-        reaper.join()
-    finally:
-        signal.signal(signal.SIGCHLD, former)
-    assert index == 1
-    assert reason == "its task ended" or reason.startswith("its task was killed by SIGTERM")
-
-
-@pytest.mark.parametrize("has_pidfds", [True, False])
-def test_the_ends_are_heard_at_once_without_looking_where_the_system_tells_them(start, monkeypatch, has_pidfds):
-    if not has_pidfds:
-        monkeypatch.delattr(os, "pidfd_open")
-    monkeypatch.setattr(ends_module, "_LOOK_S", 600.0 if has_pidfds else 0.01)
-    first, second = start(*task(1)), start(*task(2))
-    told = ends(LocalNodes(RUN, CONTROL, 3))
-    for node, child in ((2, second), (1, first)):
-        child.terminate()
-        assert told.get(timeout=limit_s(HANG_S))[0] == node
-        child.wait()
-        used_s = time.process_time()
-        time.sleep(0.2)
-        assert time.process_time() - used_s < 0.1, "it waits for the others and does nothing else"
-
-
 def test_a_node_that_did_not_join_gets_sigterm_and_the_others_their_time(start, monkeypatch):
     monkeypatch.setattr(local_nodes, "_SLOW_LATECOMER_S", 0.3)
     saves = "import signal, sys; signal.signal(signal.SIGTERM, lambda *_: sys.exit(5)); " + SLEEP
@@ -155,20 +119,6 @@ def test_a_node_that_did_not_join_gets_sigterm_and_the_others_their_time(start, 
     ending = start(*task(2), code="import time; print(flush=True); time.sleep(0.5)")
     LocalNodes(RUN, CONTROL, 3).stop(3600.0, {1: NodeState.ABSENT, 2: NodeState.JOINED}.get)
     assert (late.wait(), ending.wait()) == (5, 0)
-
-
-@pytest.mark.parametrize(
-    ("state", "waits"), [(NodeState.LOST, False), (NodeState.JOINED, True), (NodeState.LEFT, True)]
-)
-def test_what_waits_for_its_reader_is_waited_for_but_not_behind_a_node_that_is_lost(start, monkeypatch, state, waits):
-    """A lost one may hold the turn, for which the others wait. One that goes on printing is ended some time."""
-    monkeypatch.setattr(local_nodes, "_UNREAD_S", 1.0)
-    unread_until = time.monotonic() + (1.5 if state is NodeState.LEFT else 3600.0)
-    monkeypatch.setattr(local_nodes, "has_unread", lambda: time.monotonic() < unread_until)
-    node, begin = start(*task(1)), time.monotonic()
-    LocalNodes(RUN, CONTROL, 2).stop(0.3, {1: state}.get)
-    assert node.wait() == -signal.SIGKILL
-    assert (time.monotonic() - begin > 1.0) is waits
 
 
 def test_a_node_that_writes_its_last_lines_has_its_time_after_one_that_is_lost(start, monkeypatch):

@@ -5,7 +5,6 @@ import subprocess
 import sys
 import threading
 import time
-import tracemalloc
 
 import pytest
 from loops import InLoop, Loop
@@ -61,44 +60,6 @@ def opened(folder, process, stream):
     return open(pipe_path(str(folder), process, stream), "wb", buffering=0)
 
 
-WRITER = """
-import sys
-out, err = open(sys.argv[1], "wb", 0), open(sys.argv[2], "wb", 0)
-for i in range(2000):
-    out.write(b"out %d gr\\xc3\\xb6\\xc3" % i)   # cut inside of a character
-    out.write(b"\\x9fe\\n")
-    if i % 2:
-        err.write(b"err %d \\xff\\r\\n" % i)
-out.write(b"last words")
-"""
-
-
-def test_a_real_writer_is_read_in_order_to_its_last_byte(read, tmp_path):
-    reader, screen = read()
-    paths = {rank: [pipe_path(str(tmp_path), rank, s) for s in ("stdout", "stderr")] for rank in (0, 1)}
-    writers = [subprocess.Popen([sys.executable, "-I", "-S", "-c", WRITER, *p]) for p in paths.values()]
-    for writer in writers:
-        assert writer.wait(30) == 0
-    reader.finish()
-    for rank in (0, 1):
-        label = f"[rank {rank}] "
-        assert screen.lines("stdout", label) == [f"out {i} größe" for i in range(2000)] + ["last words"]
-        assert screen.lines("stderr", label) == [f"err {i} \ufffd" for i in range(1, 2000, 2)]
-
-
-def test_a_line_is_shown_while_the_writer_lives_and_an_unfinished_one_waits_for_its_end(read, tmp_path):
-    reader, screen = read()
-    with opened(tmp_path, 3, "stderr") as pipe:
-        for number in range(3):
-            pipe.write(b"whole %d\nhalf" % number)
-            eventually(lambda n=number: f"whole {n}\n" in screen.streams["stderr"], "the line")
-            pipe.write(b" and half\n")
-    reader.finish()
-    expected = [line for number in range(3) for line in (f"whole {number}", "half and half")]
-    assert screen.lines("stderr", "[rank 3] ") == expected
-    assert screen.streams["stdout"] == ""
-
-
 def test_a_worker_that_opens_its_own_stdout_again_takes_nothing_from_others(read, tmp_path):
     reader, screen = read()
     shell = "echo before; echo again > /dev/stdout; echo err | tee /dev/stderr >/dev/null; echo after"
@@ -106,18 +67,6 @@ def test_a_worker_that_opens_its_own_stdout_again_takes_nothing_from_others(read
         subprocess.run(["sh", "-c", shell], stdout=out, stderr=err, check=True)
     reader.finish()
     assert screen.streams == {"stdout": "[rank 0] before\n[rank 0] again\n[rank 0] after\n", "stderr": "[rank 0] err\n"}
-
-
-def test_all_that_a_worker_wrote_is_shown_when_its_end_is_known(read, tmp_path):
-    reader, screen = read()
-    with opened(tmp_path, 1, "stdout") as out, opened(tmp_path, 1, "stderr") as err:
-        out.write(b"x\n" * 20_000)
-        err.write(b"Traceback\n")
-    reader.read_now(1)
-    assert screen.lines("stdout", "[rank 1] ") == ["x"] * 20_000
-    assert screen.streams["stderr"] == "[rank 1] Traceback\n"
-    assert reader.tail(1, "stderr") == "Traceback\n"
-    assert reader.tail(1, "stdout") == "x\n" * 20_000
 
 
 def test_the_end_of_a_long_output_is_kept_for_the_cause(read, tmp_path):
@@ -173,59 +122,6 @@ def test_workers_wait_while_the_writer_is_behind_and_that_is_no_silence(read, tm
     assert not reader.is_held_up
 
 
-def test_a_worker_that_is_stopped_can_print_before_it_saves_though_the_writer_is_behind(read, tmp_path, monkeypatch):
-    monkeypatch.setattr(pipes, "_END_BYTES", 2_000_000)
-    reader, screen = read()
-    screen.has_room = False
-    flood = "import os, sys\nwhile os.write(1, b'x' * 999 + b'\\n'): pass"
-    saves = "import os, sys\nfor i in range(1500): os.write(1, b'y' * 999 + b'\\n')"
-    writers = [
-        subprocess.Popen([sys.executable, "-c", code], stdout=opened(tmp_path, rank, "stdout"))
-        for rank, code in ((0, flood), (1, saves))
-    ]
-    eventually(lambda: reader._held_up_since is not None)
-    time.sleep(0.3)
-    assert writers[1].poll() is None
-    reader.let_end()
-    assert writers[1].wait(60) == 0
-    time.sleep(0.5)
-    assert reader.written_bytes() < 3 * (2_000_000 + 3 * 64 * 1024), "but no worker may fill the memory"
-    writers[0].kill()
-    writers[0].wait()
-
-
-def test_workers_that_have_written_nothing_do_not_wait_for_a_writer_that_is_behind(read, tmp_path, monkeypatch):
-    """Of the generation before, or by another node: else a launch whose workers have not begun would count as started."""
-    monkeypatch.setattr(pipes, "_PAUSED_S", 0.1)
-    reader, screen = read()
-    screen.has_room = False
-    with opened(tmp_path, 0, "stdout") as out:
-        eventually(lambda: reader._held_up_since is not None and time.monotonic() - reader._held_up_since > 0.2)
-        assert (reader.last_output_at, reader.is_held_up) == (None, False)
-        out.write(b"first\n")
-        assert time.monotonic() - reader.last_output_at < 0.1
-        assert reader.is_held_up
-        reader.finish()
-    ended_at = reader.last_output_at
-    assert (reader.is_held_up, reader.last_output_at) == (False, ended_at)
-
-
-def test_the_end_waits_for_nobody_and_what_was_written_is_handed_over(read, tmp_path):
-    reader, screen = read()
-    screen.has_room = False
-    with opened(tmp_path, 0, "stdout") as out:
-        out.write(b"y" * 100_000 + b"\n")
-        reader.finish()
-    assert screen.lines("stdout", "[rank 0] ") == ["y" * 100_000]
-
-
-def test_a_second_end_does_nothing(read, tmp_path):
-    reader, screen = read()
-    reader.finish()
-    reader.finish()
-    assert screen.writes == []
-
-
 def test_nothing_stays_open_or_in_the_folder_of_a_reader_that_has_ended_or_could_not_be_made(read, tmp_path):
     loop = Loop()
     make = lambda: LogReader(str(tmp_path), RANKS, "", print, keep_in=str(tmp_path / "kept"))  # noqa: E731
@@ -242,15 +138,6 @@ def test_nothing_stays_open_or_in_the_folder_of_a_reader_that_has_ended_or_could
     loop.stop()
 
 
-def test_output_can_be_kept_in_files_too(read, tmp_path):
-    reader, _ = read(keep_in=str(tmp_path / "kept"))
-    with opened(tmp_path, 3, "stdout") as out:
-        out.write(b"one\rtwo\n\xff")
-    reader.finish()
-    reader.kept()
-    assert (tmp_path / "kept" / "3" / "stdout.log").read_bytes() == b"one\rtwo\n\xff"
-
-
 def test_a_kept_file_that_can_not_take_all_is_named_and_the_log_has_all(read, tmp_path):
     kept = tmp_path / "kept"
     (kept / "0").mkdir(parents=True)
@@ -265,12 +152,6 @@ def test_a_kept_file_that_can_not_take_all_is_named_and_the_log_has_all(read, tm
     said = f"[agent] {kept}/0/stdout.log can't be written any more, and lacks what follows: No space left on device\n"
     eventually(lambda: len(screen.writes) == 3)
     assert sorted(screen.writes) == [said, "[rank 0] one\n", "[rank 0] two\n"]
-
-
-def test_the_folder_of_the_pipes_is_removed_with_them(read, tmp_path):
-    reader, _ = read()
-    reader.finish()
-    assert not tmp_path.exists()
 
 
 def test_a_line_on_stderr_ends_an_unfinished_one_where_that_is_wanted(read, tmp_path):
@@ -359,45 +240,3 @@ def test_the_agents_report_of_a_failure_is_shown_where_nobody_knows_better(read,
     assert box[0] in reader.tail(AGENT, "stderr")
     reader.finish(explained)
     assert screen.lines("stderr", "[agent] ") == ["W1121 a warning", *([] if explained else box)]
-
-
-# --- what it costs --------------------------------------------------------------------------------
-
-
-def test_silent_workers_cost_nothing(read):
-    read()
-    time.sleep(0.1)
-    before = os.times()
-    time.sleep(1.0)
-    after = os.times()
-    assert after.user + after.system - before.user - before.system < 0.1
-
-
-@pytest.mark.parametrize(
-    ("piece", "seen"),
-    [
-        (b"x" * 99 + b"\n", 11_880_000),
-        (b"x" * 100, 12_000_000),
-        (b"\r" + b"x" * 99, 99),
-        (b"\xff" * 99 + b"\n", 11_880_000),
-    ],
-    ids=["lines", "one line", "progress", "binary"],
-)
-def test_twelve_megabytes_do_not_fill_the_memory(piece, seen, tmp_path):
-    shown = []
-
-    def write(_, lines):
-        shown.append(sum(len(line) - 9 for line in lines.decode().splitlines()))
-        return True
-
-    loop = Loop()
-    reader = InLoop(loop, lambda: LogReader(str(tmp_path), RANKS, "", write))
-    program = f"import sys\nfor _ in range(120): sys.stdout.buffer.write({piece!r} * 1000)"
-    tracemalloc.start()
-    reader.start()
-    subprocess.run([sys.executable, "-c", program], stdout=opened(tmp_path, 0, "stdout"), check=True)
-    reader.finish()
-    most = tracemalloc.get_traced_memory()[1]
-    tracemalloc.stop()
-    assert sum(shown) == seen
-    assert most < 8_000_000

@@ -3,9 +3,7 @@
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from test_state import GRACE_S, GangOf, crash, failures, preemption
+from test_state import GRACE_S, GangOf, crash, preemption
 
 from metaflow_extensions.torchrun.plugins.torchrun.errors import TorchrunPreempted
 from metaflow_extensions.torchrun.plugins.torchrun.gang.cause import Cause
@@ -13,9 +11,7 @@ from metaflow_extensions.torchrun.plugins.torchrun.gang.launch import change_of_
 from metaflow_extensions.torchrun.plugins.torchrun.gang.nodes import NodeState
 from metaflow_extensions.torchrun.plugins.torchrun.gang.protocol import (
     Abort,
-    Alone,
     Bye,
-    Failed,
     Go,
     Join,
     Prepares,
@@ -133,15 +129,6 @@ def test_a_node_that_was_told_to_end_and_whose_step_ends_well_is_left_out():
     assert groups(gang) == [(0, 1, 2), (0, 2, 3)]
 
 
-def test_a_node_that_is_out_and_calls_run_again_is_refused():
-    gang = launched()
-    gang.give_up(3, preemption(3))
-    assert gang.state.nodes[3] is NodeState.OUT
-    gang.ready(3, launch=1)
-    (verdict,) = [each for each in gang.got(3, Verdict) if each.launch == 1]
-    assert isinstance(verdict.error, TorchrunPreempted)
-
-
 def test_the_loss_of_a_node_while_others_gather_lets_a_failed_command_end_the_launch():
     gang = GangOf(4, spare_nodes=1)
     gang.join(*range(4))
@@ -164,33 +151,6 @@ def test_another_port_is_tried_without_the_node_that_was_lost_meanwhile():
     gang.pass_time(0.0)
     assert groups(gang) == [(0, 1, 2), (0, 2, 3)]
     assert gang.state.restarts_left == 3
-
-
-def test_a_node_that_was_told_to_end_need_not_report_its_end():
-    gang = launched()
-    gang.failed(1, preemption(1))
-    ended(gang, 0, 2)
-    gang.pass_time(46.0)
-    gang.pass_time(0.0)
-    assert groups(gang) == [(0, 1, 2), (0, 2, 3)]
-
-
-def test_two_at_once_need_two_spares():
-    gang = launched(5, spare_nodes=2)
-    gang.lost(1)
-    gang.lost(2)
-    ended(gang, 0)
-    gang.pass_time(0.0)
-    assert groups(gang) == [(0, 1, 2), (0, 3, 4)]
-
-
-def test_a_spare_that_is_lost_while_it_waits_stops_nobody():
-    gang = launched()
-    gang.lost(3)
-    assert not gang.got(0, Stop)
-    for node in range(3):
-        gang.ended(node)
-    assert gang.same_verdict(0, 1, 2) is None
 
 
 def test_a_spare_that_is_told_to_end_while_it_waits_stops_nobody():
@@ -233,15 +193,6 @@ def test_a_node_that_goes_before_the_launch_begins_is_replaced_without_a_restart
     assert not gang.got(0, Restart)
 
 
-def test_a_loss_in_the_pause_before_a_restart_takes_the_spare():
-    gang = launched(4)
-    gang.failed(1, crash(1))
-    ended(gang, 0, 1, 2)
-    gang.lost(2)
-    gang.pass_time(2.0)
-    assert groups(gang) == [(0, 1, 2), (0, 1, 3)]
-
-
 def test_a_loss_while_all_store_starts_the_workers_again():
     gang = launched(4)
     for node in range(3):
@@ -252,36 +203,11 @@ def test_a_loss_while_all_store_starts_the_workers_again():
     assert groups(gang) == [(0, 1, 2), (0, 2, 3)]
 
 
-def test_the_next_launch_has_the_nodes_that_are_left():
-    gang = launched(4)
-    gang.lost(1)
-    ended(gang, 0, 2)
-    gang.pass_time(0.0)
-    for node in (0, 2, 3):
-        gang.ended(node, generation=1)
-    for node in (0, 2, 3):
-        gang.ready(node, 1, max_restarts=3)
-    assert groups(gang)[-1] == (0, 2, 3)
-
-
 def test_the_control_node_is_not_replaced():
     gang = launched(4)
     gang.failed(0, preemption(0))
     ended(gang, 0, 1, 2)
     assert isinstance(gang.same_verdict(0, 1, 2, 3), TorchrunPreempted)
-
-
-def test_a_spare_whose_end_was_told_before_it_called_is_left_out_when_the_launch_begins():
-    gang = launched(5, spare_nodes=2, min_nodes=3)
-    gang.give_up(3, crash(3, kind="call"))
-    gang.ready(3, launch=1, max_restarts=3)
-    gang.say(3, Failed(1, failures=failures([preemption(3)]), given_up=True))
-    ended(gang, 0, 1, 2)
-    assert gang.same_verdict(0, 1, 2, 4)
-    for node in (0, 1, 2, 4):
-        gang.ready(node, launch=1, max_restarts=3)
-    assert groups(gang)[-1] == (0, 1, 2)
-    assert gang.state.nodes[3] is NodeState.OUT
 
 
 def test_a_node_whose_step_ends_because_another_cut_its_connection_is_left_out():
@@ -291,53 +217,6 @@ def test_a_node_whose_step_ends_because_another_cut_its_connection_is_left_out()
     gang.pass_time(0.0)
     assert groups(gang) == [(0, 1, 2), (0, 2, 3)]
     assert gang.state.nodes[1] is NodeState.OUT
-
-
-def test_a_node_that_is_out_hears_the_control_nodes_end():
-    gang = launched()
-    gang.give_up(3, preemption(3))
-    for node in range(3):
-        gang.ended(node)
-    gang.done(0)
-    gang.leave(0)
-    assert gang.got(3, Bye)
-
-
-def test_why_nothing_goes_on_is_said_for_losses_between_and_before_launches_and_in_a_pause():
-    why = "can't go on without that node: 2 nodes are left, and it needs 3 (spare_nodes, min_nodes)"
-    gang = launched()
-    for node in range(3):
-        gang.ended(node)
-    gang.lost(3)
-    gang.lost(2)
-    assert why in str(gang.state.broken)
-    gang = GangOf(4, spare_nodes=1)
-    gang.join(*range(4))
-    gang.ready(0)
-    gang.lost(3)
-    gang.lost(2)
-    assert why in str(gang.state.broken)
-    gang = launched()
-    gang.failed(1, crash(1))
-    ended(gang, 0, 1, 2)
-    gang.lost(3)
-    gang.lost(2)
-    said = str(gang.same_verdict(0, 1))
-    assert why in said
-    assert "about to start again after an earlier failure: Rank" in said
-
-
-def test_a_spare_told_to_end_as_the_launch_ends_well_does_not_hold_up_the_control_node():
-    gang = launched()
-    for node in range(3):
-        gang.ended(node)
-    for node in range(3):
-        gang.done(node)
-    gang.leave(1)
-    gang.leave(2)
-    gang.give_up(3, preemption(3))
-    assert gang.state.nodes[3] is NodeState.OUT
-    assert gang.got(0, Alone)
 
 
 def test_a_node_that_is_left_out_and_has_called_the_next_launch_is_answered():
@@ -351,20 +230,6 @@ def test_a_node_that_is_left_out_and_has_called_the_next_launch_is_answered():
     assert "@retry" not in str(verdict.error), "this run goes on"
 
 
-def test_a_spare_that_is_needed_is_not_left_out_while_a_failed_launch_is_saved():
-    gang = GangOf(3, spare_nodes=1)
-    gang.all_ready(max_restarts=2)
-    for node in (0, 1):
-        gang.ended(node, stores=True)
-    gang.lost(1)
-    gang.give_up(2, preemption(2))
-    gang.leave(2, preemption(2))
-    gang.stored(0, generation=1)
-    gang.ready(0, 1, max_restarts=2)
-    assert gang.got(0, Verdict)[-1].error is not None
-    assert not any("go on without" in note for note in gang.notes(0))
-
-
 def test_more_losses_in_the_pause_are_told_too():
     gang = launched(4)
     gang.failed(1, crash(1))
@@ -375,14 +240,6 @@ def test_more_losses_in_the_pause_are_told_too():
     last = gang.got(0, Restart)[-1]
     assert (last.number, last.left, last.came, last.size) == (1, (2,), (3,), 3)
     assert [each.kind for each in gang.records].count("restart") == 1
-
-
-def test_a_silent_node_that_was_told_to_end_is_named_where_the_launch_fails():
-    gang = launched(spare_nodes=0)
-    gang.failed(1, preemption(1))
-    ended(gang, 0, 2, 3)
-    gang.pass_time(46.0)
-    assert "Node 1 did not report in time that the workers there had ended." in str(gang.same_verdict(0, 2, 3))
 
 
 def test_a_crash_counts_even_if_a_node_was_told_to_end_after_it():
@@ -469,36 +326,6 @@ def test_each_lost_node_is_named():
     assert any(note.startswith("node 2 (host host-2) failed: its task was killed by SIGTERM") for note in gang.notes(0))
 
 
-STEPS = st.sampled_from(["lost", "told", "crash", "end", "tick", "spares"])
-
-
-@settings(max_examples=300, deadline=None)
-@given(st.lists(st.tuples(STEPS, st.integers(1, 5)), max_size=30))
-def test_whatever_happens_each_generation_has_enough_living_nodes_and_no_other_starts(happened):
-    gang = launched(6, max_restarts=4, spare_nodes=2, min_nodes=3)
-    generation = 0
-    for what, node in happened:
-        there, goes_before = gang.state.nodes[node] is NodeState.JOINED, gang.got(0, Go)
-        if what == "lost":
-            gang.lost(node)
-        elif what in ("told", "crash") and there:
-            gang.failed(node, preemption(node) if what == "told" else crash(node), generation=generation)
-        elif what == "end":
-            for each in gang.state.nodes.joined:
-                gang.ended(each, ok=False, generation=generation)
-        else:
-            gang.pass_time(31.0)
-        goes = gang.got(0, Go)
-        generation = goes[-1].generation
-        group = goes[-1].group
-        assert len(group.nodes) >= 3
-        assert 0 in group.nodes
-        for each in gang.got(0, Go)[len(goes_before) :]:
-            assert set(each.group.nodes) <= set(gang.state.nodes.joined)
-            assert each.group.nodes == tuple(sorted(each.group.nodes))
-    assert all(go.group in [each.group for each in gang.got(0, Go)] for node in range(6) for go in gang.got(node, Go))
-
-
 def test_a_control_node_that_leaves_tells_the_others_how_it_ends():
     """Their workers may need longer to end than the channel stays open."""
     gang = GangOf(2)
@@ -519,17 +346,6 @@ def test_a_node_that_has_not_called_run_hears_with_what_the_control_node_leaves(
     assert "node 1 (host host-1) was preempted" in str(gang.got(2, Abort)[0].error)
     sent = [type(message) for message in gang.sent[2]]
     assert sent.index(Abort) < sent.index(Bye)
-
-
-def test_a_control_node_that_has_caught_the_verdict_hears_of_the_node_that_failed_the_launch():
-    gang = GangOf(2)
-    gang.all_ready()
-    gang.ended(1)
-    gang.give_up(1, preemption(1))
-    gang.leave(1, preemption(1))
-    gang.ended(0, ok=False)
-    gang.done(0)
-    assert gang.got(0, Abort)[0].error is gang.verdict(0)
 
 
 @pytest.mark.parametrize("first", ["the supervisor", "the control node of a local run"])
@@ -557,16 +373,6 @@ def test_a_spare_waits_no_longer_than_nodes_have_to_stop():
     gang.pass_time(GRACE_S + 16.0)
     gang.pass_time(0.0)
     assert groups(gang) == [(0, 1, 2), (0, 2, 3)]
-
-
-def test_nodes_that_have_heard_the_verdict_hear_nothing_more_when_the_control_node_leaves():
-    gang = GangOf(2)
-    gang.all_ready()
-    gang.failed(1, crash(1))
-    ended(gang, 0, 1)
-    gang.leave(0, failed=True)
-    assert not gang.got(1, Abort)
-    assert gang.records[-1].kind == "left"
 
 
 def test_the_loss_of_the_control_nodes_task_ends_the_launch_as_soon_as_the_others_have_ended():
