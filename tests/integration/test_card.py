@@ -16,14 +16,14 @@ import time
 import urllib.request
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 from limits import limit_s
 
+from metaflow_extensions.torchrun.plugins.torchrun.feature_list import on_page
 from metaflow_extensions.torchrun.plugins.torchrun.gang.history import Record, Report
 from metaflow_extensions.torchrun.plugins.torchrun.records.snapshot import Snapshot
-from metaflow_extensions.torchrun.plugins.torchrun.show.gang_card import GangCard
+from metaflow_extensions.torchrun.plugins.torchrun.show.gang_card import page_of_gang, sections_of_gang
 
 pytestmark = pytest.mark.xdist_group("card")
 
@@ -286,10 +286,9 @@ def test_a_browser_shows_a_gang_that_has_ended(cards, ended, chromium, name, wor
 
 def page_of(stored, folder):
     """Return where a page is of what is stored of a gang, with what makes it."""
-    card, task = GangCard(), SimpleNamespace(pathspec="GangFlow/12/train/4")
-    page = folder / "page.html"
-    page.write_text(card.render_runtime(task, {"user": stored}))
-    return page.as_uri(), lambda later: card.refresh(task, {"user": later})
+    where, page = "GangFlow/12/train/4", folder / "page.html"
+    page.write_text(page_of_gang(where, Snapshot.read(stored), on_page(), is_final=False))
+    return page.as_uri(), lambda later: sections_of_gang(where, Snapshot.read(later), on_page())
 
 
 def test_what_a_reader_has_opened_stays_open_while_the_page_is_renewed(chromium, tmp_path):

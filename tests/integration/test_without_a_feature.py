@@ -17,7 +17,7 @@ CORE = (
     *("cause", "history", "keepers", "protocol", "settings", "state", "summary"),
     *("channel", "frames", "join", "registry", "relay"),
     *("command", "commands", "exits", "generation", "headlines", "logs", "node_launch"),
-    *("card", "event_store", "executor", "live_card", "result", "single_node", "task_gang"),
+    *("card", "cards", "executor", "gang_store", "result", "single_node", "task_gang"),
 )
 # `make test` reads this file too, and so sees at once that a file here has another name.
 MISSING = [name for name in CORE if not (ROOT / "tests" / "unit" / f"test_{name}.py").exists()]
