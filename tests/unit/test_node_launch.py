@@ -28,8 +28,6 @@ from metaflow_extensions.torchrun.plugins.torchrun.gang.protocol import (
 )
 from metaflow_extensions.torchrun.plugins.torchrun.launch import transfer
 from metaflow_extensions.torchrun.plugins.torchrun.launch.services import InTask, Service, Services, ToStore
-from metaflow_extensions.torchrun.plugins.torchrun.launch.spec import FunctionSpec
-from metaflow_extensions.torchrun.plugins.torchrun.machine.accelerators import Machine
 from metaflow_extensions.torchrun.plugins.torchrun.node.agent_events import (
     AgentEnded,
     End,
@@ -111,23 +109,6 @@ def test_the_gang_is_told_if_all_ranks_of_a_node_have_trained_alone(tmp_path, ab
         node.trained_alone(agent, local_rank)
     ended, _ = node.ends_well(agent)
     assert (ended.ok, ended.alone) == (True, alone)
-
-
-@pytest.mark.parametrize(
-    ("number", "function", "remedy"),
-    [
-        (0, None, "init_process_group()"),
-        (1, None, None),
-        (0, FunctionSpec("f", "", "", None), "run(process_group='auto')"),
-    ],
-    ids=["script", "other node", "function"],
-)
-def test_the_control_node_alone_warns_of_it_at_the_end(tmp_path, number, function, remedy):
-    node = FakeNode(tmp_path, number, spec={"function": function})
-    node.ends_well(node.running(), alone=True)
-    warned = [text for text in node.texts("note") if text.startswith("warning: in launch 0 each of the 4 ranks")]
-    assert [remedy in text for text in warned] == [True] * (number == 0)
-    assert not warned or [kind for kind, _ in node.said][-2:] == ["ended", "note"]
 
 
 # --- failures of this node --------------------------------------------------------------------------
@@ -221,6 +202,23 @@ def test_the_ranks_that_fail_in_the_same_way_are_told_with_the_first(node):
 
 
 @pytest.mark.parametrize(
+    ("end", "kind", "words"),
+    [
+        ((None, "could not be started: no such file"), "agent", "its torchrun agent could not be started: no such"),
+        ((None,), "agent", "its torchrun agent vanished"),
+        ((-9,), "agent", "its torchrun agent was killed by SIGKILL"),
+    ],
+    ids=["not started", "gone", "killed"],
+)
+def test_an_end_that_came_before_any_worker(end, kind, words, node):
+    node.launch()
+    ended = node.ends(node.go(), *end)
+    cause = ended.failures[0].cause
+    assert (ended.ok, cause.kind, cause.exit_code) == (False, kind, end[0])
+    assert cause.exception.startswith(words)
+
+
+@pytest.mark.parametrize(
     ("spec", "words"),
     [
         ({"log_dir": "file/logs"}, "[Errno 20] Not a directory"),
@@ -251,23 +249,6 @@ def test_what_keeps_an_agent_from_starting_is_told_and_leaves_no_files(spec, wor
     assert node.texts("worker_failed") == [f"{cause.exception}; stopping all nodes"]
     node.verdict(ERROR)
     assert list((tmp_path / "temporary").iterdir()) == []
-
-
-# --- the gang's decisions ---------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("number", "here", "teller", "is_said"),
-    [(0, 1, 1, True), (0, 2, 1, False), (0, 2, 0, True), (1, 1, 1, False)],
-    ids=["control", "another node of the machine has said it", "control of two here", "other node"],
-)
-def test_why_all_are_stopped_is_said_by_one_node_of_a_terminal(number, here, teller, is_said, tmp_path):
-    node = FakeNode(tmp_path, number, machine=Machine(1, nodes_here=here))
-    agent = node.running()
-    node.stop(because="Rank 3 exited with code 1", teller=teller)
-    assert node.ends(agent).failures == (), "it obeyed"
-    assert node.texts("stopping") == ["Rank 3 exited with code 1; stopping all nodes"] * is_said
-    assert agent.orders == BY_US
 
 
 # --- what features store at the end -------------------------------------------------------------------
@@ -359,29 +340,6 @@ def stored_of(node):
     while not isinstance(message := node.next_message(), Stored):
         told += [message] if isinstance(message, protocol.Told) else []
     return [(each.feature, each.data) for each in told], message
-
-
-KEYS = {"2": "key 2", "3": "key 3"}
-
-
-def test_what_is_left_is_stored_and_told_before_the_end(storing, service):
-    for _ in range(2):
-        service.words.put("go on")
-    told, stored = stored_of(storing)
-    assert (told, stored.failures) == ([("files", KEYS)], ())
-    assert storing.texts("note") == ["stored 2, None"]
-    result = storing.verdict(features={"files": KEYS})
-    assert (result.values, result.metrics) == (KEYS, {"generations": 1})
-
-
-def test_what_can_not_be_stored_is_a_failure(storing, service):
-    service.words.put("fail")
-    told, stored = stored_of(storing)
-    cause = stored.failures[0].cause
-    assert (told, cause.kind, cause.rank, cause.local_rank) == ([], "store", 2, 0)
-    assert all(fact in cause.exception for fact in (service.where, "RuntimeError: SlowDown"))
-    storing.verdict(ERROR)
-    assert storing.texts("worker_failed") == [f"{cause.who} {cause.what}; stopping all nodes"]
 
 
 @pytest.mark.parametrize("news", ["stop", "restart", "interruption"])

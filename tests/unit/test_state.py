@@ -402,16 +402,6 @@ def test_a_feature_gets_what_is_told_while_workers_run_and_adds_to_log_records_a
         assert [verdict.features for verdict in gang.got(node, Verdict)] == [{"notes": told}]
 
 
-@pytest.mark.parametrize(("num_nodes", "who"), [(1, "Rank 0 (host host-0)"), (2, "Rank 0 on node 0 (host host-0)")])
-def test_the_records_of_a_single_node_have_no_number_for_it(num_nodes, who):
-    gang = running(num_nodes)
-    gang.ended(0, crash(0))
-    for node in range(1, num_nodes):
-        gang.ended(node)
-    said = {each.text.partition(" failed")[0] for each in gang.records if each.kind in ("stopping", "cause")}
-    assert said == {who}
-
-
 def test_what_a_feature_says_of_the_end_stands_before_the_verdict():
     gang = running(1, keepers=Keepers({"notes": Notebook()}))
     gang.ended(0, ok=False)
@@ -1203,21 +1193,6 @@ def test_the_control_node_gets_all_records_with_a_verdict_and_others_those_of_th
     assert (restart.error, restart.generation, failed.error, failed.generation) == (None, 0, "LaunchFailed", 1)
     assert restart.text.startswith(f"{cause.text}.")
     assert (failed.text, failed.cause) == (str(gang.same_verdict()), gang.same_verdict().cause)
-
-
-def test_a_broken_gang_tells_what_has_happened_also_to_a_node_that_comes_later():
-    gang = GangOf(3, join=False)
-    gang.join(0)
-    gang.lost(1, "its task ended at once")
-    gang.join(2)
-    for node in (0, 2):
-        gang.ready(node)
-    (abort,) = gang.got(0, Abort)
-    assert [event.kind for event in abort.events] == ["joined", "lost", "broken"]
-    assert gang.verdict_events(0) == [["joined", "lost", "broken", "joined"]]
-    assert gang.verdict_events(2) == [["lost", "broken"]]
-    assert "Node 1 (host unknown) failed: its task ended at once" in str(gang.abort(0))
-    assert gang.abort(2) is gang.abort(0)
 
 
 def test_the_thousandth_launch_costs_what_the_first_does():
