@@ -189,9 +189,6 @@ class FakeNode:
     def stop(self, generation=0, **more):
         self.seat.deliver(protocol.Stop(0, generation, **more))
 
-    def restart(self, cause, number=1):
-        self.seat.deliver(protocol.Restart(0, number, 3, 0.0, cause))
-
     def verdict(self, error=None, **more):
         """Have the control node decide; return what `run` returns or raises."""
         self.seat.deliver(protocol.Verdict(0, error, **more))
@@ -262,9 +259,6 @@ class FakeNode:
     def outcome(self):
         """Return what `run` has returned or raised."""
         return self._came.get(timeout=DEADLINE_S)
-
-    def has_outcome(self):
-        return not self._came.empty()
 
     def nothing_more_is_sent(self):
         return self._sent.empty()

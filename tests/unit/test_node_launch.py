@@ -16,13 +16,11 @@ from unit_helpers import eventually, write
 
 from metaflow_extensions.torchrun.plugins.torchrun import errors
 from metaflow_extensions.torchrun.plugins.torchrun.gang import protocol
-from metaflow_extensions.torchrun.plugins.torchrun.gang.cause import Cause
-from metaflow_extensions.torchrun.plugins.torchrun.gang.endings import GivenUp, MustEnd, TimedOut
+from metaflow_extensions.torchrun.plugins.torchrun.gang.endings import MustEnd
 from metaflow_extensions.torchrun.plugins.torchrun.gang.policy import LaunchPolicy
 from metaflow_extensions.torchrun.plugins.torchrun.gang.protocol import (
     Ended,
     Failed,
-    Started,
     Store,
     Stored,
     Storing,
@@ -30,13 +28,10 @@ from metaflow_extensions.torchrun.plugins.torchrun.gang.protocol import (
 )
 from metaflow_extensions.torchrun.plugins.torchrun.launch import transfer
 from metaflow_extensions.torchrun.plugins.torchrun.launch.services import InTask, Service, Services, ToStore
-from metaflow_extensions.torchrun.plugins.torchrun.launch.spec import FunctionSpec
-from metaflow_extensions.torchrun.plugins.torchrun.machine.accelerators import Machine
 from metaflow_extensions.torchrun.plugins.torchrun.node.agent_events import (
     AgentEnded,
     End,
     WorkerEnded,
-    WorkerStarted,
 )
 
 STOP, CLOSE = ("stop", 30.0), ("close", 0.0)
@@ -87,32 +82,6 @@ def test_the_output_is_shown_with_labels_and_kept_where_the_user_wants_it_alone(
     assert not list(tmp_path.glob("torchrun-*"))
 
 
-@pytest.mark.parametrize("how", ["processes", "output"])
-def test_the_gang_hears_once_that_all_workers_run_however_that_is_known(how, node):
-    """Whoever prints nothing is no longer starting, and neither is one whose process nobody has seen."""
-    node.launch()
-    agent = node.go()
-    for local_rank in (0, 1) if how == "processes" else (0,):
-        agent.say(WorkerStarted(local_rank, local_rank, NOBODY + local_rank))
-    if how == "output":
-        node.worker_writes(agent, "stdout", "löss 🙂\n")
-    assert node.expect(Started) == Started(0, 0)
-    assert how == "processes" or node.expect(Wrote) == Wrote(0, 0)
-    assert node.ends_well(agent)[0].ok
-
-
-def test_hidden_output_counts_but_not_that_of_workers_that_are_being_stopped(tmp_path):
-    node = FakeNode(tmp_path, spec={"shown_local_ranks": frozenset({0})})
-    agent = node.running()
-    node.worker_writes(agent, "stdout", "hello\n")
-    assert node.expect(Wrote).generation == 0  # found by polling
-    node.stop()
-    node.worker_writes(agent, "stdout", "and more\n")
-    node.interrupt(None)
-    node.ends(agent)
-    assert node.output == []
-
-
 # --- ranks that train alone -------------------------------------------------------------------------
 
 
@@ -140,23 +109,6 @@ def test_the_gang_is_told_if_all_ranks_of_a_node_have_trained_alone(tmp_path, ab
         node.trained_alone(agent, local_rank)
     ended, _ = node.ends_well(agent)
     assert (ended.ok, ended.alone) == (True, alone)
-
-
-@pytest.mark.parametrize(
-    ("number", "function", "remedy"),
-    [
-        (0, None, "init_process_group()"),
-        (1, None, None),
-        (0, FunctionSpec("f", "", "", None), "run(process_group='auto')"),
-    ],
-    ids=["script", "other node", "function"],
-)
-def test_the_control_node_alone_warns_of_it_at_the_end(tmp_path, number, function, remedy):
-    node = FakeNode(tmp_path, number, spec={"function": function})
-    node.ends_well(node.running(), alone=True)
-    warned = [text for text in node.texts("note") if text.startswith("warning: in launch 0 each of the 4 ranks")]
-    assert [remedy in text for text in warned] == [True] * (number == 0)
-    assert not warned or [kind for kind, _ in node.said][-2:] == ["ended", "note"]
 
 
 # --- failures of this node --------------------------------------------------------------------------
@@ -299,141 +251,6 @@ def test_what_keeps_an_agent_from_starting_is_told_and_leaves_no_files(spec, wor
     assert list((tmp_path / "temporary").iterdir()) == []
 
 
-# --- the gang's decisions ---------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("number", "here", "teller", "is_said"),
-    [(0, 1, 1, True), (0, 2, 1, False), (0, 2, 0, True), (1, 1, 1, False)],
-    ids=["control", "another node of the machine has said it", "control of two here", "other node"],
-)
-def test_why_all_are_stopped_is_said_by_one_node_of_a_terminal(number, here, teller, is_said, tmp_path):
-    node = FakeNode(tmp_path, number, machine=Machine(1, nodes_here=here))
-    agent = node.running()
-    node.stop(because="Rank 3 exited with code 1", teller=teller)
-    assert node.ends(agent).failures == (), "it obeyed"
-    assert node.texts("stopping") == ["Rank 3 exited with code 1; stopping all nodes"] * is_said
-    assert agent.orders == BY_US
-
-
-def test_a_preemption_sends_its_signal_to_the_workers_first(node):
-    agent = node.running()
-    node.stop(signal=signal.SIGUSR1)
-    node.stop()
-    node.ends(agent)
-    assert agent.orders == ["start", ("preempt", 30.0, signal.SIGUSR1), CLOSE], "the first stop counts"
-
-
-def test_a_stop_that_meets_an_agent_that_ends_well(node):
-    """What it has left running is named."""
-    agent = node.running()
-    agent.say(AgentEnded(0, 0.0))
-    node.stop()
-    assert node.ends(agent, 0, None, ("17 sleep 100", "18 sleep 200")).ok
-    (said,) = node.texts("left_behind")
-    assert said.endswith("the workers had left running: 17 sleep 100, 18 sleep 200")
-
-
-def test_a_restart_is_a_new_generation_and_stands_in_the_result(node):
-    first = node.running()
-    node.worker_ended(first, 1, 3)
-    cause = node.expect(Failed).failures[0].cause
-    first.say(End(1))
-    node.expect(Ended)
-    first.say(End(1))
-    node.restart(cause)
-    second = node.go(generation=1, restarts=1)
-    assert second.env["TORCHRUN_RESTARTS"] == "1/3"
-    node.worker_ended(first, 0, 4)  # nothing, as the generation is over
-    ended, result = node.ends_well(second)
-    assert (ended.generation, ended.ok) == (1, True)
-    assert result.restarts == [{"generation": 1, "cause": cause.as_dict(), "left": [], "came": []}]
-    (said,) = node.texts("restart")
-    assert said.startswith("restart 1 of 3: ")
-    assert said.endswith(f"because {cause.who.lower()} exited with code 3")
-    assert [kind for kind, _ in node.said].count("facts") == 1, "of the first generation"
-
-
-def test_messages_of_another_launch_and_a_stop_after_the_end_are_nothing(node):
-    agent = node.running()
-    node.member.deliver(protocol.Verdict(7, ERROR))
-    node.member.deliver(protocol.Restart(7, 1, 3, 0.0, cause=None))
-    node.all_end_well(agent)
-    assert node.expect(Ended).ok
-    node.stop(because="Rank 3 exited with code 1")
-    node.verdict()
-    assert agent.orders == ["start", CLOSE]
-    assert node.texts("stopping") == []
-
-
-# --- what interrupts this node ----------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("order", "why", "kind", "said"),
-    [
-        ("interrupt", "its machine is taken away", "terminated", ["was preempted: its machine is taken away"]),
-        ("time_out", "longer than the step's @timeout allows", "step_timeout", []),
-    ],
-)
-def test_an_order_to_end_is_told_and_the_verdict_awaited(order, why, kind, said, node):
-    agent = node.running()
-    getattr(node.seat, order)(why)
-    failed = node.expect(Failed)
-    assert (failed.failures[0].cause.kind, failed.given_up) == (kind, False)
-    node.stop(signal=signal.SIGTERM)
-    node.worker_ended(agent, 0, 0, stopped=True)
-    assert node.ends(agent).exit_codes == {0: 0}
-    assert node.texts("stopping") == [f"{text}; stopping all nodes" for text in said]
-
-
-BROKEN_GANG = errors.GangError("Node 1 is gone.")
-
-
-@pytest.mark.parametrize(
-    ("news", "kind", "words", "told"),
-    [
-        ([MustEnd("its machine goes")] * 2, errors.TorchrunPreempted, "was preempted", [False, True]),
-        ([GivenUp(Cause("step", 0, "host"))], GivenUp, "", [True]),
-        ([GivenUp(None)], GivenUp, "", []),  # all know it, or the task's end was told
-        ([protocol.Restart(0, 1, 3, 0.0, cause=None)], AttributeError, "'as_dict'", [True]),  # no message of ours
-        ([protocol.Abort(BROKEN_GANG)], errors.GangError, "Node 1 is gone.", []),  # all know it
-    ],
-    ids=["preempted twice", "the task has left", "the task is gone", "an error of our own", "the gang breaks"],
-)
-def test_what_ends_a_launch_at_once_is_raised_and_told_unless_all_know_it(news, kind, words, told, node):
-    agent = node.running()
-    for each in news:
-        take = node.seat.deliver if isinstance(each, protocol.Abort) else node.interrupt
-        take(each)
-    error = node.outcome()
-    assert (type(error), words in str(error)) == (kind, True)
-    assert [node.expect(Failed).given_up for _ in told] == told
-    ended = node.expect(Ended)
-    assert (ended.ok, ended.generation, node.nothing_more_is_sent()) == (False, None, True)
-    assert agent.orders == ["start", ("close", 30.0)]
-
-
-def test_a_verdict_that_comes_before_the_workers_end_stops_them_and_needs_no_answer(node):
-    agent = node.running()
-    assert node.verdict(ERROR) is ERROR
-    assert agent.orders == ["start", ("close", 30.0)]
-    assert node.nothing_more_is_sent()
-
-
-@pytest.mark.parametrize(
-    ("news", "kind"),
-    [(MustEnd("its machine goes"), errors.TorchrunPreempted), (TimedOut("too long"), errors.LaunchTimeout)],
-    ids=["preempted", "timed out"],
-)
-def test_before_go_an_interruption_ends_the_launch(news, kind, node):
-    node.launch()
-    node.interrupt(news)
-    assert isinstance(node.outcome(), kind)
-    assert node.expect(Failed).given_up
-    assert node.expect(Ended).generation is None
-
-
 # --- what features store at the end -------------------------------------------------------------------
 
 
@@ -525,49 +342,6 @@ def stored_of(node):
     return [(each.feature, each.data) for each in told], message
 
 
-KEYS = {"2": "key 2", "3": "key 3"}
-
-
-def test_what_is_left_is_stored_and_told_before_the_end(storing, service):
-    for _ in range(2):
-        service.words.put("go on")
-    told, stored = stored_of(storing)
-    assert (told, stored.failures) == ([("files", KEYS)], ())
-    assert storing.texts("note") == ["stored 2, None"]
-    result = storing.verdict(features={"files": KEYS})
-    assert (result.values, result.metrics) == (KEYS, {"generations": 1})
-
-
-def test_services_store_one_after_the_other(tmp_path, service):
-    node = FakeNode(tmp_path, number=1, services=Services({"files": service, "more": service}), store=service)
-    for _ in range(4):
-        service.words.put("go on")
-    node.all_end_well(node.running())
-    node.expect(Ended)
-    node.seat.deliver(Store(0, 0))
-    assert stored_of(node)[0] == [("files", KEYS), ("more", KEYS)]
-    node.verdict(ERROR)
-
-
-def test_what_can_not_be_stored_is_a_failure(storing, service):
-    service.words.put("fail")
-    told, stored = stored_of(storing)
-    cause = stored.failures[0].cause
-    assert (told, cause.kind, cause.rank, cause.local_rank) == ([], "store", 2, 0)
-    assert all(fact in cause.exception for fact in (service.where, "RuntimeError: SlowDown"))
-    storing.verdict(ERROR)
-    assert storing.texts("worker_failed") == [f"{cause.who} {cause.what}; stopping all nodes"]
-
-
-def test_an_upload_that_takes_long_is_told(storing, service, monkeypatch):
-    monkeypatch.setattr(transfer, "REMIND_S", 0.0)
-    service.last_error = "503"
-    storing.interrupt(None)
-    assert storing.expect(Storing).what.endswith("(the datastore fails: 503)")
-    assert storing.texts("note")[0].startswith("stores rank 2's value (")
-    storing.verdict(ERROR)
-
-
 @pytest.mark.parametrize("news", ["stop", "restart", "interruption"])
 def test_an_upload_is_given_up_for_what_is_more_urgent(news, storing, service):
     if news == "interruption":
@@ -622,16 +396,6 @@ def test_what_can_not_even_be_prepared_for_the_store_does_not_hide_why_the_launc
     assert with_service.verdict(ERROR) is ERROR
 
 
-def test_a_node_whose_workers_have_not_ended_in_time_stores_nothing(with_service):
-    agent = with_service.running()
-    with_service.stop()
-    with_service.seat.deliver(Store(0, 0, ERROR, 60.0))
-    agent.say(End(1))
-    with_service.expect(Ended)
-    assert with_service.verdict(ERROR) is ERROR
-    assert with_service.nothing_more_is_sent()
-
-
 def test_a_result_that_can_not_be_loaded_is_a_failure_of_a_launch_that_had_ended_well(tmp_path, service):
     service.fails, service.stores = True, False
     node = FakeNode(tmp_path, services=Services({"files": service}))
@@ -639,16 +403,6 @@ def test_a_result_that_can_not_be_loaded_is_a_failure_of_a_launch_that_had_ended
     assert error.cause["category"] == "store"
     assert "had ended well on all nodes" in str(error)
     assert error.outputs == {"2": "key"}
-
-
-def test_a_node_that_loses_the_control_node_while_that_stores_knows_what_has_failed(tmp_path):
-    node = FakeNode(tmp_path, number=1)
-    agent = node.running()
-    agent.say(End(1))
-    node.expect(Ended)
-    node.seat.deliver(Store(0, 0, ERROR))
-    node.seat.lose_control("its connection has ended")
-    assert node.outcome() is ERROR
 
 
 class Gives(InTask):
@@ -674,37 +428,4 @@ def test_services_are_closed_at_the_end_and_where_another_is_refused():
     assert (one.closed, other.closed) == ([1], [1])
 
 
-@pytest.mark.parametrize("kind", ["command", "ended"])
-def test_what_fails_while_it_is_carried_out_leaves_no_workers(kind, node, monkeypatch):
-    """As a log that can't be written: a bug of ours, but the graphics cards must be free for the next launch."""
-    hear = node.seat.itself.emit
-
-    def fail(event):
-        if event.kind == kind:
-            raise OSError("a bug")
-        hear(event)
-
-    monkeypatch.setattr(node.seat.itself, "emit", fail)
-    node.launch()
-    agent = node.go()
-    if kind == "ended":
-        node.seat.deliver(protocol.Verdict(0, ERROR))
-    assert str(node.outcome()) == "a bug"
-    assert agent.orders[-1][0] == "close"
-
-
 # --- how a launch becomes an agent ------------------------------------------------------------------
-
-
-def test_nodes_that_share_a_machine_share_its_accelerators_and_its_terminal(tmp_path):
-    node = FakeNode(tmp_path, number=1, machine=Machine(4, ("0", "1", "2", "3"), nodes_here=2, node_here=1))
-    env = node.running().env
-    assert (env["CUDA_VISIBLE_DEVICES"], "TORCHRUN_PEER_GONE" in env) == ("2,3", True)
-    node.verdict(ERROR)
-
-
-def test_an_agent_is_told_its_grace_and_its_folder(tmp_path):
-    node = FakeNode(tmp_path, grace_s=7.0, spec={"cwd": "/work"})
-    options = node.running().options
-    assert (options.grace_s, options.cwd) == (7.0, "/work")
-    node.verdict(ERROR)

@@ -9,14 +9,13 @@ from fake_node import ERROR, FakeNode
 from gang_snapshots import snapshot
 from unit_helpers import MemoryStore, settings_of_run
 
-from metaflow_extensions.torchrun.plugins.torchrun.errors import LaunchFailed, TorchrunConfigError
+from metaflow_extensions.torchrun.plugins.torchrun.errors import TorchrunConfigError
 from metaflow_extensions.torchrun.plugins.torchrun.features.outputs import on_page
 from metaflow_extensions.torchrun.plugins.torchrun.features.outputs.in_task import Outputs
 from metaflow_extensions.torchrun.plugins.torchrun.features.outputs.keep import OutputsKeeper
 from metaflow_extensions.torchrun.plugins.torchrun.gang.keepers import Keepers
-from metaflow_extensions.torchrun.plugins.torchrun.gang.protocol import Ended, Failed, Store, Stored, Storing, Told
+from metaflow_extensions.torchrun.plugins.torchrun.gang.protocol import Ended, Store, Stored, Storing, Told
 from metaflow_extensions.torchrun.plugins.torchrun.launch.services import RunCall, Services
-from metaflow_extensions.torchrun.plugins.torchrun.node.agent_events import End
 
 
 def rows(store, key):
@@ -62,33 +61,6 @@ def stored_of(node, error=None):
     return told, message
 
 
-def test_outputs_are_stored_when_all_workers_have_ended_well(writing, store):
-    node = writing()
-    node.all_end_well(node.agent)
-    assert node.expect(Ended).stores
-    told, stored = stored_of(node)
-    assert (stored.failures, told["files"], told["size"]) == ((), 2, 14)
-    assert rows(store, told["key"]) == [("model.pt", False), ("old.pt", True)]
-    result = node.verdict(features={"outputs": {"nodes": {"0": list(told.values())[:3]}}})
-    assert (result.outputs.nodes, len(result.outputs)) == ([0], 2)
-    unmatched, older, said = (text for text in node.texts("note") if "output" in text)
-    assert "'*.json' of run(outputs=...) matches nothing" in unmatched
-    assert older == "1 output is older than this launch: 'old.pt'"
-    assert said.startswith("stored outputs: 2 files, 14 bytes, in ")
-
-
-@pytest.mark.parametrize(("number", "whose", "stores"), [(1, "control", False), (1, "all", True), (0, "all", True)])
-def test_whose_outputs_are_stored(number, whose, stores, writing):
-    node = writing(number, whose)
-    node.all_end_well(node.agent)
-    assert node.expect(Ended).stores is stores
-    assert (stored_of(node)[0] is not None) is stores
-    result = node.verdict(features={"outputs": {"nodes": {"0": ["key of a list", 3, 9]}}})
-    # A member has its own where each has some, and else knows the control node's.
-    assert result.outputs.nodes == [number if whose == "all" else 0]
-    assert len(result.outputs) == (2 if number and stores else 3)
-
-
 def test_outputs_that_can_not_be_stored_are_a_failure_of_a_launch_that_had_ended_well(writing, store):
     store.fails = True
     node = writing()
@@ -101,29 +73,6 @@ def test_outputs_that_can_not_be_stored_are_a_failure_of_a_launch_that_had_ended
         "has ended well, but its outputs (0 of 2 files so far, now 7 bytes of 'model.pt') could"
     )
     node.verdict(ERROR)
-
-
-@pytest.mark.parametrize("fails", [False, True])
-def test_outputs_of_a_failed_launch_are_on_its_error_and_do_not_hide_it(fails, writing, store):
-    store.fails = fails
-    node = writing()
-    node.worker_ended(node.agent, 1, 1)
-    node.agent.say(End(1))
-    node.expect(Failed)
-    node.expect(Ended)
-    told, stored = stored_of(node, ERROR)
-    assert stored.failures == ()
-    error = LaunchFailed(ERROR.message, ERROR.cause)
-    assert (
-        node.verdict(error, features={"outputs": {"nodes": {} if fails else {"0": list(told.values())[:3]}}}) is error
-    )
-    said = [text for text in node.texts("note") if "outputs" in text]
-    if fails:
-        assert told is None
-        assert said[0].startswith("its outputs could not be stored in the s3 datastore s3://bucket after 0")
-    else:
-        assert rows(store, told["key"])[0] == ("model.pt", False)
-    assert len(error.outputs) == (0 if fails else 2)
 
 
 def test_what_is_stored_is_not_stored_again_where_another_node_fails(writing):

@@ -193,17 +193,6 @@ def test_what_can_not_be_read_is_left_out_and_said(root, store):
     )
 
 
-def test_of_many_that_are_left_out_the_first_are_said(root, store):
-    for number in range(13):
-        (root / f"link {number:02}").symlink_to("nowhere")
-    upload = to_store(root, store, ".")
-    entry_of(upload)
-    line, said = upload.lines(None, 0.0)
-    assert line.count("is a link to nothing") == 10
-    assert line.endswith("; and 3 more")
-    assert said.startswith("stored outputs: 0 files")
-
-
 def test_a_file_that_changes_while_it_is_read_is_said(root, store, small):
     grows, shrinks = write(root / "grows", "x" * 100 * KIB), write(root / "shrinks", "x" * 200 * KIB)
     save = store.save
@@ -233,17 +222,6 @@ def test_what_does_not_fit_into_the_time_after_a_failure_is_named(root, store, s
     found = DatastoreOutputs(store.address, {0: tuple(upload.told().values())[:3]})
     assert [file.name for file in found] == ["b", "empty"], "in the order given"
     assert found.left_out == dict.fromkeys(["a", "c"], "could not be stored in time")
-
-
-def test_a_step_says_how_far_it_is(root, store, small):
-    write(root / "empty", "")
-    (root / "large").write_bytes(os.urandom(3 * 64 * KIB))
-    steps = [step for step in to_store(root, store, "empty", "large").steps() if step.do() is None]
-    assert [step.what for step in (steps[0], steps[2], steps[-1])] == [
-        "its outputs",
-        "its outputs (1 of 2 files so far, now 131.1 kB of 'large')",
-        "the index of its outputs",
-    ]
 
 
 def test_what_is_gone_from_the_datastore_is_said(root, store):
@@ -284,16 +262,6 @@ def test_outputs_are_small_and_read_wherever_the_datastore_is(root, store, tmp_p
     env = {**os.environ, "METAFLOW_DATASTORE_SYSROOT_LOCAL": str(tmp_path / "sysroot"), "METAFLOW_USER": "tester"}
     done = subprocess.run([sys.executable, "-c", program], input=data, capture_output=True, env=env)
     assert done.stdout == b"b'x'\n", done.stderr.decode()
-
-
-def test_outputs_tell_what_they_are(root, store):
-    assert repr(DatastoreOutputs({"type": "local", "root": "x", "flow": "F"}, {})) == "<Outputs: 0 files, 0 bytes>"
-    write(root / "a", "x" * 1500)
-    found = outputs(root, store, "a")
-    assert repr(found) == "<Outputs: 1 file, 1.5 kB of node 0>"
-    (file,) = found
-    assert repr(file) == f"OutputFile(name='a', size=1500, node=0, modified={file.modified!r})"
-    assert not DatastoreOutputs(store.address, {})
 
 
 # --- the command ------------------------------------------------------------------------------------

@@ -6,7 +6,6 @@ Three whole pages are golden files; ``pytest --renew-golden tests/unit/test_page
 import json
 import re
 from dataclasses import replace
-from datetime import datetime, timezone
 from pathlib import Path
 
 import pytest
@@ -31,7 +30,6 @@ from metaflow_extensions.torchrun.plugins.torchrun.elements.model import Sentenc
 from metaflow_extensions.torchrun.plugins.torchrun.elements.terminal import table
 from metaflow_extensions.torchrun.plugins.torchrun.feature_list import on_page
 from metaflow_extensions.torchrun.plugins.torchrun.gang.cause import Cause
-from metaflow_extensions.torchrun.plugins.torchrun.gang.history import Record
 from metaflow_extensions.torchrun.plugins.torchrun.records.on_page import OnPage
 from metaflow_extensions.torchrun.plugins.torchrun.records.snapshot import Snapshot
 from metaflow_extensions.torchrun.plugins.torchrun.show.as_card import layout
@@ -345,13 +343,6 @@ def test_a_rank_whose_exit_code_nobody_knows_is_listed_all_the_same(missing):
     assert row.endswith(" unknown")
 
 
-def test_a_rank_has_its_node_by_the_number_of_processes():
-    found = snapshot([*JOINED, (3.0, "go", {})]).summary
-    now = datetime.now(timezone.utc).isoformat()
-    assert [found.placement.node_at(rank, now) for rank in (0, 1, 2, 3, 4)] == [0, 0, 1, 1, None]
-    assert Snapshot().summary.placement.node_at(0, now) is None
-
-
 @pytest.mark.parametrize("kind", ["hang", "timeout", "lost", "restart", "preempted", "go"])
 def test_only_a_sentence_that_is_whole_without_it_loses_what_was_said_before(kind):
     twice = snapshot([(at, kind, {"node": 1, "text": "the same"}) for at in (1.0, 2.0)])
@@ -392,12 +383,3 @@ def test_a_node_is_ready_when_its_commands_have_ended_and_one_without_any_when_i
     ]
     said = [what for _, _, what in timeline(snapshot(prepared).events)]
     assert said == ["node 0: before_run begins", "node 0: before_run has ended well", "node 1 called run"]
-
-
-@pytest.mark.parametrize(
-    ("cause", "rows"), [("rank 1", ["told to stop: rank 1"]), ("rank 3", ["told to stop", "cause: rank 3"])]
-)
-def test_the_timeline_names_no_other_rank_than_the_cause(cause, rows):
-    here = {"launch": 0, "generation": 0}
-    records = [Record("stopping", 8.0, 8.0, text="rank 1", **here), Record("cause", 9.0, 9.0, text=cause, **here)]
-    assert [what.removeprefix("all nodes are ") for _, _, what in timeline(records)] == rows

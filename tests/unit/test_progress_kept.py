@@ -176,14 +176,6 @@ def test_after_a_restart_the_end_and_the_speed_before_it_do_not_count(kept):
     assert kept["done"] == 10, "the launch before has ended"
 
 
-def test_the_end_of_a_launch_without_reports_says_nothing_of_the_one_before(kept):
-    kept.take((4, {"loss": 1.0}), total=5.0, at_s=0)
-    kept.compare(10)
-    kept.keeper.ended(0, False)
-    kept.keeper.begin(1, {}, 20)
-    assert (kept.keeper.ended(0, True), kept["done"]) == (None, 4)
-
-
 @pytest.mark.parametrize(
     ("points", "line"),
     [
@@ -195,14 +187,6 @@ def test_the_end_of_a_launch_without_reports_says_nothing_of_the_one_before(kept
 def test_a_line_has_what_is_known(points, line, kept):
     kept.take(*points, at_s=0)
     assert kept.compare(10).lines == (line,)
-
-
-@pytest.mark.parametrize(
-    ("rate", "total", "left"), [(None, 10.0, None), (0.0, 10.0, None), (2.0, None, None), (2.0, 3.0, 0)]
-)
-def test_the_time_left_is_told_only_where_it_can_be(kept, rate, total, left):
-    kept.take(pace=Pace(5, rate), total=total)
-    assert kept["left_s"] == left
 
 
 def test_all_that_can_be_kept_is_small_and_the_first_keys_stay(kept):
@@ -299,13 +283,6 @@ def test_those_that_are_slow_now_are_told(by, text):
     _, _, slow = judged((70, (1.25, 1.25, 0.4)), by=by)
     assert slow == [{"rank": 2, "node": 1, "speed": 0.4, "text": text}]
     assert judged((70, SLOW), (70, FAST))[2] == judged((70, SLOW), (5, (1, 1, 1)))[2] == []
-
-
-@pytest.mark.parametrize(("until", "said"), [(60, [120]), (90, [60, 150])])
-def test_when_something_else_is_compared_the_minute_begins_anew(until, said):
-    stragglers, speeds = Stragglers(), {0: 1.0, 1: 1.0, 2: 0.1}
-    bys = {now: "steps_per_s" if now < until else "seconds" for now in range(0, 200, 5)}
-    assert [now for now, by in bys.items() if stragglers.judge(Speeds(by, speeds), now)] == said
 
 
 # --- what is compared -----------------------------------------------------------------------------

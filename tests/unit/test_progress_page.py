@@ -137,16 +137,6 @@ def test_steps_that_count_from_0_end_at_the_whole():
     assert progress_of({**told, "done": 120})[2]["rank 0"] == "120 of 120 steps (100 %)"
 
 
-def test_without_a_total_there_is_no_bar_and_what_is_not_known_is_left_out():
-    told = told_by((30, {"loss": 1.0}), speed=2.0)
-    bar, _, facts, _ = progress_of(told)
-    assert (bar, facts["rank 0"]) == ([], "step 30")
-    told = told_by((2000, {"\x1b[31m": 1e-9}), total=1000.0, speed=2.0)
-    told["rates"].update(by="seconds", ranks=1)
-    bar, _, facts, _ = progress_of({**told, "steps_per_s": None, "left_s": None})
-    assert (bar, facts) == ([Bar(100)], {"rank 0": "step 2000 of 1000 (100 %)", "last values": "\x1b[31m 1e-09"})
-
-
 def test_stragglers_come_first_while_the_gang_runs_and_are_remembered_after_its_end():
     told = told_by((30, {}), speed=2.0, slow=0.5)
     _, (slow,), *_ = progress_of(told, a_gang(host="<b>h"))

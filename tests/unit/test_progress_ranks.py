@@ -40,12 +40,8 @@ WHOLE = b'{"step": 10, "total": 100, "seconds": 0.5, "loss": 1.25, "epoch": 1, "
         (WHOLE, Line(10, 100.0, 0.5, {"loss": 1.25, "epoch": 1.0})),
         (b'{"loss": 2}\r', Line(values={"loss": 2.0})),
         (b'{"%s": 1}' % (b"k" * 500), Line(values={"k" * 80: 1.0})),
-        (b"step 10, loss 1.2", None),
         (b'{"step": 10, "lo', None),
-        (b"[1, 2]", None),
-        (b"{}", None),
         (b'{"nested": {"loss": 1}, "list": [1], "name": "a"}', None),
-        (b'{"loss": \xff}', None),
         (b"[" * 200_000, None),
         (b'{"step": ' + b"1" * 10_000 + b"}", None),
     ],
@@ -254,7 +250,6 @@ def seen(*steps):
     ("steps", "now", "speed"),
     [
         ([(0.0, 1)], 10.0, None),  # when it began nobody knows
-        ([(0.0, 1)], 100.0, None),
         ([(0.0, 0), (10.0, 20)], 10.0, 2.0),
         ([(0.0, 0), (10.0, 20)], 30.0, 21 / 30),  # it stands still: only step 21 may be nearly done
         ([(float(at), 2 * at) for at in range(101)], 100.0, 2.0),
@@ -262,7 +257,6 @@ def seen(*steps):
         ([(0.0, 0), (50.0, 1), (100.0, 2)], 100.0, 0.02),  # steps longer than what is looked at
         ([(0.0, 1000), (1.0, 2), (11.0, 12)], 11.0, 1.0),  # it has begun anew
         ([(0.0, 0), (10.0, 10), (10.0, 20)], 10.0, 2.0),  # two that were read at once
-        ([(0.0, 0), (10.0, 20), (10.0, 20)], 10.0, 2.0),
     ],
 )
 def test_steps_a_second_are_of_the_last_part_of_a_minute(steps, now, speed):
@@ -278,8 +272,6 @@ STEPS = [(float(at), at) for at in range(41)]  # one a second
     [
         (STEPS, 99.0, True),  # it is slower than it was
         (STEPS, 101.0, False),  # it does nothing that could be fast or slow
-        ([(0.0, 0), (50.0, 1)], 199.0, True),  # its steps are long
-        ([(0.0, 0), (50.0, 1)], 201.0, False),
         ([*STEPS, (140.0, 41)], 150.0, False),  # it goes on, and how fast nobody knows yet
         ([*STEPS, (140.0, 41), (240.0, 42)], 241.0, True),  # it is slow now
         ([(1.0, 0), (1.0, 79)], 90.0, False),  # many steps before the first look, and none since
@@ -295,15 +287,6 @@ def test_a_rank_that_has_done_its_steps_has_no_speed_any_more(last, total, is_do
     for at in range(last + 1):
         rank.see(Line(at, total if at == 0 else None, 0.1), float(at))
     assert (rank.pace(last + 1.0) == Pace(last)) is is_done
-
-
-def test_the_seconds_of_a_step_are_the_mean_of_the_last_20():
-    rank = RankPace()
-    for at, seconds in enumerate([9.0, *[0.2, 0.4] * 10]):
-        rank.see(Line(None, seconds=seconds), at)
-    assert rank.pace(30.0) is None, "it has told no step"
-    rank.see(Line(1), 30.0)
-    assert rank.pace(31.0).seconds == pytest.approx(0.3)
 
 
 # --- what is told ---------------------------------------------------------------------------------
@@ -325,12 +308,6 @@ def test_the_gang_hears_of_points_and_paces_at_once_and_then_every_5_s(node):
     assert (told.points, told.total) == ({}, 50.0)
     assert told.paces[0].steps_per_s < 0.25, "it has stood still for 5 s more"
     assert node.watcher.saw_workers_at is not None
-
-
-def test_another_nodes_ranks_have_paces_only(tmp_path):
-    node = Node(tmp_path, first_rank=4)
-    node.write(1, {"step": 7, "loss": 3.0, "total": 50})
-    assert node.wait(5) == [Metrics({5: Pace(7)})]
 
 
 def test_step_and_seconds_may_stand_on_lines_of_their_own(node):
@@ -367,12 +344,6 @@ def test_what_was_written_last_is_told_at_the_end(node):
     assert list(told.paces) == [0], "a rank that has ended is not compared"
     node.write(0, {"step": 2, "loss": 1.0})
     assert node.end() == Metrics(points={"loss": (Point(2, 1.0),)}, step=2)
-    assert node.end() is None
-
-
-def test_a_script_that_reports_steps_alone_and_ends_at_once_is_heard(node):
-    node.write(0, {"step": 3})
-    assert node.end() == Metrics(step=3)
     assert node.end() is None
 
 

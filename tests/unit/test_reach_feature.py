@@ -4,22 +4,18 @@ import os
 import socket
 import subprocess
 import sys
-from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from types import SimpleNamespace
 
 import pytest
-from fake_node import FakeNode
-from limits import limit_s
 from unit_helpers import eventually
 
 from metaflow_extensions.torchrun.plugins.torchrun.features.reach import watch
 from metaflow_extensions.torchrun.plugins.torchrun.features.reach.keep import ReachKeeper
 from metaflow_extensions.torchrun.plugins.torchrun.features.reach.watch import ReachWatcher
 from metaflow_extensions.torchrun.plugins.torchrun.gang.keepers import Remarks, Where
-from metaflow_extensions.torchrun.plugins.torchrun.gang.protocol import Ask, Told
-from metaflow_extensions.torchrun.plugins.torchrun.machine.network import listening_socket, try_to_connect
-from metaflow_extensions.torchrun.plugins.torchrun.node.watchers import Watcher
+from metaflow_extensions.torchrun.plugins.torchrun.gang.protocol import Told
+from metaflow_extensions.torchrun.plugins.torchrun.machine.network import listening_socket
 
 # --- on the control node ----------------------------------------------------------------------------
 
@@ -146,16 +142,6 @@ def test_the_control_node_tells_once_that_the_store_has_listened_for_long_withou
     assert Node(0, closed_port()).polled(60) == []
 
 
-@pytest.mark.parametrize("begun", [{"workers": {0: 77}}, {"active_at": 1.0}], ids=["seen", "has written"])
-def test_a_launch_that_begins_in_time_is_left_alone(begun, store):
-    node = Node(0, store)
-    assert node.polled(8) == []
-    vars(node).update(begun)
-    assert node.polled(1) == []
-    node.workers = {}
-    assert node.polled(30) == [], "its workers have ended"
-
-
 def test_time_in_which_this_node_was_stopped_is_no_time_of_waiting(store):
     node = Node(0, store)
     assert node.polled(5) == []
@@ -190,51 +176,3 @@ def test_a_node_tries_for_some_time_and_tells_why_it_was_not_reached(monkeypatch
     for number in (1, 2):
         told = eventually(node.watcher.poll)
         assert told == {"number": number, "address": "127.0.0.1", "port": port, "why": "Connection refused"}
-
-
-def test_a_port_that_opens_in_time_is_reached():
-    port = closed_port()
-    with ThreadPoolExecutor(1) as pool:
-        found = pool.submit(try_to_connect, "127.0.0.1", port, limit_s(60.0))
-        assert wait([found], 0.1).not_done
-        with listening_socket(port):
-            assert found.result() == ""
-
-
-def test_an_attempt_ends_with_the_generation_or_when_workers_start():
-    node = Node(1, closed_port())
-    node.watcher.asked({"number": 1})
-    node.polled(1)
-    node.workers = {2: 77}
-    assert node.polled(20) == []
-    node.workers = {}  # it has ended
-    node.watcher.asked({"number": 2})
-    assert node.polled(20) == []
-    for _ in range(2):
-        node.watcher.close()
-
-
-@pytest.mark.parametrize(
-    ("spec", "plan", "is_used"),
-    [
-        ({}, {}, True),
-        ({"num_nodes": 1}, {}, False),
-    ],
-    ids=["usual", "one node"],
-)
-def test_where_no_store_decides_nobody_looks_for_it(spec, plan, is_used, tmp_path):
-    node = FakeNode(tmp_path, spec=spec, **plan)
-    watcher = watch.PART.watcher(SimpleNamespace(request=node.plan))
-    assert isinstance(watcher, ReachWatcher) is is_used
-    assert is_used or type(watcher) is Watcher
-
-
-def test_a_node_tries_the_port_that_the_gang_has_chosen(tmp_path, monkeypatch):
-    monkeypatch.setattr(watch, "_TRY_S", 0.1)
-    port = closed_port()
-    node = FakeNode(tmp_path, number=1, watches={"reach": watch.PART})
-    node.launch()
-    agent = node.go(port=port)
-    node.seat.deliver(Ask(0, 0, "reach", {"number": 1}))
-    assert node.expect(Told).data == {"number": 1, "address": "127.0.0.1", "port": port, "why": "Connection refused"}
-    node.ends(agent)

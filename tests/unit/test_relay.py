@@ -42,13 +42,6 @@ def test_every_line_is_there_in_order_or_is_counted_where_it_is_missing(texts):
     assert expected == number
 
 
-def test_two_streams_share_a_message():
-    backlog = Backlog(10**6)
-    for number in range(300):
-        backlog.add("stderr" if number % 2 else "stdout", f"{number}\n")
-    assert len(taken(backlog)) == 1
-
-
 def test_no_stdout_comes_within_a_block_on_stderr_that_takes_two_messages():
     """Of a message, stdout is written first."""
     backlog, block = Backlog(10**6), [f"  File {number} {'x' * 80}" for number in range(500)]
@@ -57,13 +50,6 @@ def test_no_stdout_comes_within_a_block_on_stderr_that_takes_two_messages():
     backlog.add("stdout", "after\n")
     written = "".join(lines.stdout + lines.stderr for lines in taken(backlog))
     assert written.splitlines() == ["before", *block, "after"]
-
-
-def test_the_newest_are_kept_and_what_is_missing_is_counted():
-    backlog = Backlog(30)
-    for text in ("a\n" * 5, "b" * 25 + "\n", "c\n" * 12):
-        backlog.add("stdout", text)
-    assert [(each.stdout, each.left_out) for each in taken(backlog)] == [("c\n" * 12, 6)]
 
 
 def test_of_a_long_line_the_begin_is_kept():
@@ -219,20 +205,6 @@ def relay(loop, screen):
     relay.close()
 
 
-def test_lines_are_written_in_order_and_what_is_missing_is_said_where_it_is_missing(relay, screen):
-    relay.add(3, Lines("[rank 6] begin\n"))
-    relay.settle()
-    relay.add(3, Lines("[rank 6] end\n", "[rank 6] a warning\n", left_out=1234))
-    relay.add(4, Lines("no number\n", left_out=-3))  # a member may send anything
-    relay.add(4, Lines(left_out=5))
-    relay.settle()
-    begin, gap, *rest, last = screen.lines()
-    assert (begin, rest) == ("[rank 6] begin", ["[rank 6] end", "no number"])
-    assert gap.startswith("[torchrun node 3] 1234 lines are left out here")
-    assert last.startswith("[torchrun node 4] 5 lines are left out here")
-    assert screen.lines("stderr") == ["[rank 6] a warning"]
-
-
 def test_a_reader_that_pauses_holds_up_nobody_and_hears_what_is_missing(relay, screen):
     screen.pause()
     relay.add(1, Lines("first\n"))
@@ -308,12 +280,3 @@ def test_it_knows_whether_what_a_rank_wrote_of_its_failure_stands_in_this_log(re
         relay.add(1, Lines(stderr=labelled("x" * 500)))
     relay.settle()
     assert not relay.has_written(1, TRACE)  # it may be long ago, and of another launch
-
-
-def test_what_comes_before_there_is_a_writer_is_dropped(loop, screen):
-    relay = InLoop(loop, Relay)
-    relay.add(1, Lines("nobody asked\n"))
-    relay.settle()
-    relay.start(screen)
-    relay.close()
-    assert screen.lines() == []

@@ -13,7 +13,7 @@ from metaflow_extensions.torchrun.plugins.torchrun.gang.launch import Launch, te
 from metaflow_extensions.torchrun.plugins.torchrun.run_arguments import checked
 from metaflow_extensions.torchrun.plugins.torchrun.task import report as module
 from metaflow_extensions.torchrun.plugins.torchrun.task.report import end_with, print_errors_ourselves
-from metaflow_extensions.torchrun.plugins.torchrun.tracebacks import cut_frames_around, user_traceback, words_of
+from metaflow_extensions.torchrun.plugins.torchrun.tracebacks import cut_frames_around, user_traceback
 
 TEXT = "ValueError: expected 2*3*4 values 🙂\n  *second* line"
 TRACE = f"Traceback (most recent call last):\n  File 'train.py', line 1\n{TEXT}"
@@ -67,18 +67,6 @@ def test_on_one_terminal_the_node_of_the_cause_tells_it_and_the_others_point_the
         "@torchrun: launch failed. Rank 3 on node 1 (host b) failed with ValueError: expected 2*3*4 values 🙂. "
         "Node 1 shows the whole error."
     )
-
-
-def test_the_line_that_points_elsewhere_tells_who_had_ended_before_and_ends_each_sentence_once():
-    cause = Cause("exception", 1, "b", 3, 1, 1, "RuntimeError: [gloo] Connection closed by peer" + " x" * 300)
-    error = failed(
-        LaunchFailed, FailureText(cause, before="Rank 1 had ended with code 0. Do all make the same steps?\n")
-    )
-    pointer = report(error, 0)
-    assert pointer.startswith(
-        "@torchrun: launch failed. Rank 1 had ended with code 0. Do all make the same steps? Rank 3 on"
-    )
-    assert pointer.endswith(" x… Node 1 shows the whole error.")
 
 
 LONG = Cause("exception", 1, "b", 3, 1, 1, TEXT, f"{TRACE}\n" * 1000)
@@ -186,16 +174,6 @@ def test_a_failed_run_shows_its_caller_one_frame_of_ours():
     assert error.__cause__.__traceback__ is None
 
 
-def test_an_error_of_ours_that_a_function_raised_is_shown_with_its_rank():
-    def fails():
-        raise TorchrunConfigError("mine") from verdict()
-
-    told = report(raised(call("/users/flow.py", fails)), 1)
-    assert "TorchrunConfigError: mine" in told
-    assert "Launch 0 was stopped on all nodes." in told
-    assert report(raised(fails), 0).startswith("@torchrun: launch failed. Rank 3 on node 1")
-
-
 def test_an_interrupt_shows_no_frames_of_ours_after_the_users():
     interrupted = KeyboardInterrupt()
     ours = code_in(module.__file__, "raise error", error=interrupted)
@@ -262,13 +240,6 @@ def test_an_exception_that_hides_what_it_is_still_ends_the_task_by_itself(kind):
     assert kind.__name__ in report(error, 1)
     cause = member_of(FakeLink(), 0, 1).cause_of(kind("x"))
     assert cause.exception == ("Hidden: x" if kind is Hidden else "Mute (its __str__ raises SystemExit)")
-
-
-def test_an_interrupted_step_is_said_to_be_without_our_own_traceback():
-    cause = member_of(FakeLink(), 0, 1).cause_of(KeyboardInterrupt())
-    assert (cause.category, cause.detail) == ("interrupted", "")
-    assert cause.describe() == f"Node 0 (host {cause.host}) was interrupted, as by Ctrl-C."
-    assert words_of(ValueError()) == "ValueError"
 
 
 def test_of_a_lost_control_node_another_node_tells():

@@ -163,7 +163,3 @@ def test_a_python_without_this_extension_gets_a_plain_namespace(modules, tmp_pat
 def test_a_python_with_this_extension_but_no_metaflow_gets_a_plain_namespace(tmp_path):
     (tmp_path / "metaflow_extensions").symlink_to(Path(next(iter(ours.__path__))).parent)
     assert read(sys.executable, "-S", path=tmp_path) == PLAIN
-
-
-def test_a_python_with_this_extension_gets_the_result():
-    assert read(sys.executable) == ["TorchrunResult", *PLAIN[1:]]

@@ -89,31 +89,6 @@ def test_a_notice_is_passed_on_once(tmp_path, monkeypatch, task):
     assert here.process.poll() is None
 
 
-def test_nobody_looks_after_the_end(monkeypatch, task):
-    monkeypatch.setattr(module, "_LOOK_S", 0.01)
-    looks = []
-    monkeypatch.setattr(module, "told_to_stop", lambda shell: looks.append(shell))
-    here = task(looks=True, shell=0)
-    assert eventually(lambda: looks)
-    here.close()
-    before = len(looks)
-    time.sleep(0.1)
-    assert len(looks) <= before + 1
-
-
-def test_a_task_whose_run_is_gone_is_told_to_end_and_soon_killed(starter, task):
-    process, run = starter
-    here = task(starters={"run": run})
-    time.sleep(0.1)
-    assert here.why == []
-    process.kill()
-    assert eventually(lambda: here.why)
-    assert f"the process of the run (pid {run[0]}) is gone" in here.why[0]
-    assert here.process.poll() is None, "it has a moment to end by itself"
-    assert here.process.wait(limit_s(30)) == -signal.SIGKILL
-    assert len(here.why) == 1
-
-
 @pytest.mark.parametrize("is_member", [True, False])
 def test_a_task_whose_control_task_is_gone_is_killed_if_it_does_not_end(is_member, starter, task):
     process, control = starter
@@ -125,14 +100,6 @@ def test_a_task_whose_control_task_is_gone_is_killed_if_it_does_not_end(is_membe
     assert here.why == []
     said = f"the control task (pid {control[0]}), which has started this one, is gone; this one ends, too"
     assert here.said == ([] if is_member else [said])
-
-
-def test_a_starter_that_was_gone_before_anybody_looked_is_gone(starter, task):
-    process, run = starter
-    process.kill()
-    process.wait()
-    here = task(starters={"run": run})
-    assert eventually(lambda: here.why)
 
 
 def test_a_local_task_is_told_who_started_it_and_another_looks_for_notices():

@@ -41,11 +41,9 @@ def refusal(*args, **arguments):
             ({"torchrun_args": {option: value}}, [f"{option.replace('_', '-')}={value}", other])
             for option, value, other in (
                 ("nnodes", 3, "num_parallel=2"),
-                ("nnodes", "3:3", "num_parallel=2"),
                 ("node_rank", 0, "node_index=1"),
                 ("master_addr", "10.1.2.3", "contradicts the control node's address"),
                 ("rdzv_backend", "etcd", "static"),
-                ("rdzv_endpoint", "host:1234", "contradicts the control node's address"),
                 ("rdzv_endpoint", "[fd00::8]:3339", "contradicts the control node's address"),
             )
         ),

@@ -8,7 +8,7 @@ import sys
 import pytest
 from fake_node import FakeNode
 from limits import limit_s
-from test_state import crash, running
+from test_state import running
 from unit_helpers import eventually, worker_environment
 
 from metaflow_extensions.torchrun.plugins.torchrun.errors import TorchrunError
@@ -17,7 +17,7 @@ from metaflow_extensions.torchrun.plugins.torchrun.features.stacks.command impor
 from metaflow_extensions.torchrun.plugins.torchrun.features.stacks.keep import StacksKeeper
 from metaflow_extensions.torchrun.plugins.torchrun.features.stacks.told import GangStacks, NodeStacks
 from metaflow_extensions.torchrun.plugins.torchrun.gang.keepers import Keepers
-from metaflow_extensions.torchrun.plugins.torchrun.gang.protocol import Ask, Stop, Told
+from metaflow_extensions.torchrun.plugins.torchrun.gang.protocol import Ask, Told
 from metaflow_extensions.torchrun.plugins.torchrun.gang.wire import to_plain
 from metaflow_extensions.torchrun.plugins.torchrun.machine import stacks
 from metaflow_extensions.torchrun.plugins.torchrun.machine.frames import Found
@@ -87,33 +87,6 @@ def test_a_node_whose_workers_end_meanwhile_is_not_waited_for():
     assert answer_of(gang) == ("c", GangStacks()), "no worker runs, and nobody is asked"
 
 
-def test_the_newest_question_counts():
-    gang = asked_gang(2)
-    gang.say(0, told(0))
-    gang.post(gang.state.request("stacks", {"id": "b"}))
-    gang.say(1, told(1))
-    assert answer_of(gang) is None
-    gang.say(0, told(0, "b"))
-    assert answer_of(gang) is None
-    gang.say(1, told(1, "b"))
-    assert answer_of(gang)[0] == "b"
-
-
-def test_a_gang_that_stops_is_asked_too_and_answers_without_those_that_can_not():
-    gang = running(3, keepers=Keepers.of({"stacks": StacksKeeper}, 3))
-    gang.failed(1, crash())
-    assert gang.got(0, Stop)
-    gang.ended(1, ok=False)
-    gang.post(gang.state.request("stacks", {"id": "a"}))
-    for node in (0, 2):  # their workers may save for minutes
-        assert len(gang.got(node, Ask)) == 1
-    gang.say(0, told(0))
-    gang.pass_time(9.0)
-    id_, found = answer_of(gang)
-    assert (id_, list(found.nodes)) == ("a", [0])
-    assert found.missing == {1: "it has no workers", 2: "it has not answered in time"}
-
-
 @pytest.mark.parametrize("when", ["before", "meanwhile"])
 def test_a_node_that_is_lost_is_not_waited_for(when):
     gang = running(2, keepers=Keepers.of({"stacks": StacksKeeper}, 2))
@@ -129,12 +102,6 @@ def test_a_node_that_is_lost_is_not_waited_for(when):
     gang.ended(0, ok=False)
     gang.post(gang.state.request("stacks", {"id": "b"}))
     assert answer_of(gang) == ("b", GangStacks())
-
-
-def test_what_no_feature_answers_is_answered_at_once():
-    gang = running(2, keepers=Keepers.of({"stacks": StacksKeeper}, 2))
-    gang.post(gang.state.request("none", {"id": "a"}))
-    assert gang.state.keepers.pop_answer("none") == {"id": "a", "unknown": True}
 
 
 # --- a node ------------------------------------------------------------------------------------------
@@ -198,19 +165,6 @@ def test_ranks_at_one_place_are_named_together_and_each_stack_stands_once():
         *["", "--- rank 0 (node 0, host host-0), and the same in rank 1", "short"],
         *["", "--- rank 2 (node 1, host host-1), and the same in rank 3", "short"],
     ]
-
-
-def test_nodes_without_workers_are_not_counted():
-    nodes = {0: node_stacks(0, 1), 1: NodeStacks("host-1", {})}
-    lines = shown(GangStacks(0, 0, nodes, {2: "it has no workers"})).lines(None, short=True)
-    assert lines[0].endswith("Launch 0, 2 ranks on 1 node:")
-
-
-def test_the_rank_for_which_the_others_wait_is_named():
-    waits = Found("train.py:2 in step", "mark", "text", waits=True)
-    nodes = {0: NodeStacks("host-0", {0: waits, 1: Found("data.py:3 in load", "other", "text")})}
-    lines = shown(GangStacks(0, 0, nodes)).lines(None, short=True)
-    assert lines[3] == "  If the launch hangs, look at rank 1 first: the others seem to wait."
 
 
 def test_an_answer_of_an_older_version_shows_whole_stacks():

@@ -28,8 +28,6 @@ from metaflow_extensions.torchrun.plugins.torchrun.gang.policy import LaunchPoli
 from metaflow_extensions.torchrun.plugins.torchrun.gang.protocol import (
     Abort,
     Ack,
-    Alone,
-    Ask,
     Bye,
     Command,
     Done,
@@ -265,21 +263,6 @@ def test_all_know_if_each_rank_of_each_node_has_trained_alone_in_a_launch_that_e
     assert [verdict.alone for node in range(3) for verdict in gang.got(node, Verdict)] == [expected] * 3
 
 
-@pytest.mark.parametrize("first", ["ends well", "fails", "can't begin"])
-def test_launches_follow_each_other_with_ports_of_their_own(first):
-    gang = GangOf(2)
-    gang.ready(0)
-    gang.ready(1, **({"nproc": 9} if first == "can't begin" else {}))
-    gang.all_ended(*([crash(1)] if first == "fails" else []))
-    assert (gang.same_verdict() is None) is (first == "ends well")
-    assert gang.state.error is gang.same_verdict()
-    gang.all_ready(1, nproc=5)
-    *before, go = gang.got(1, Go)
-    assert go.launch == 1
-    assert [each.port for each in before] == ([] if first == "can't begin" else [go.port - 1])
-    assert [verdict.launch for verdict in gang.got(1, Verdict)] == [0]
-
-
 def test_messages_of_nodes_that_are_none_and_that_no_node_sends_are_ignored():
     gang = GangOf(2)
     for node, message in ((7, Ready(0, 2, "abc")), (0, Go(0, 0, 1, "", 0, 0)), (-1, Join(-1))):
@@ -419,30 +402,10 @@ def test_a_feature_gets_what_is_told_while_workers_run_and_adds_to_log_records_a
         assert [verdict.features for verdict in gang.got(node, Verdict)] == [{"notes": told}]
 
 
-@pytest.mark.parametrize(("num_nodes", "who"), [(1, "Rank 0 (host host-0)"), (2, "Rank 0 on node 0 (host host-0)")])
-def test_the_records_of_a_single_node_have_no_number_for_it(num_nodes, who):
-    gang = running(num_nodes)
-    gang.ended(0, crash(0))
-    for node in range(1, num_nodes):
-        gang.ended(node)
-    said = {each.text.partition(" failed")[0] for each in gang.records if each.kind in ("stopping", "cause")}
-    assert said == {who}
-
-
 def test_what_a_feature_says_of_the_end_stands_before_the_verdict():
     gang = running(1, keepers=Keepers({"notes": Notebook()}))
     gang.ended(0, ok=False)
     assert [type(each) for each in gang.sent[0] if isinstance(each, Note | Verdict)] == [Note, Verdict]
-
-
-def test_what_a_command_asks_goes_to_all_nodes_while_workers_run():
-    gang = running(2, keepers=Keepers({"notes": Notebook()}))
-    gang.post(gang.state.request("notes", {"id": 7}))
-    gang.say(1, Told(0, 0, "notes", {"id": 7, "answer": 1}))
-    assert gang.state.keepers.pop_answer("notes") == {"id": 7, "answer": 1}
-    gang.all_ended()
-    gang.post(gang.state.request("notes", {"id": 8}))
-    assert [gang.got(node, Ask) for node in (0, 1)] == [[Ask(0, 0, "notes", {"id": 7})]] * 2
 
 
 # --- contradictions ------------------------------------------------------------------------------
@@ -480,7 +443,6 @@ HIDDEN = "hides the accelerators on"
     ("own", "seen", "said"),
     [
         (["nvidia"] * 3, ["8 nvidia"] * 3, ["8 nvidia accelerators on each node"]),
-        (["unknown"] * 3, ["2 unknown"] * 3, ["2 accelerators on each node"]),
         (["none"] * 3, ["none"] * 3, [""]),
         (["amd"] * 2, ["2 amd", "1 amd"], ["2 amd accelerators on node 0, 1 amd accelerator on node 1"]),
         (
@@ -492,7 +454,6 @@ HIDDEN = "hides the accelerators on"
         (["amd", "none"], ["none", "none"], [""]),
         (["amd", "none"], ["1 amd", "1 amd"], ["1 amd accelerator on each node"]),
         (["amd", "none"], ["1 amd", "none"], None),
-        (["amd", "none"], ["none", None], None),
     ],
 )
 def test_accelerators_are_named_and_must_be_alike_unless_run_makes_them_so(own, seen, said):
@@ -539,17 +500,6 @@ def test_a_port_that_is_taken_after_it_was_chosen_is_replaced_and_counts_as_no_r
 # --- failures while it runs ------------------------------------------------------------------------
 
 
-def test_ctrl_c_is_one_cause_though_every_node_tells_of_it():
-    gang = running(2)
-    interrupted = [replace(crash(node, kind="interrupted"), rank=None) for node in (0, 1)]
-    gang.give_up(0, interrupted[0])
-    gang.ended(1, ok=False)
-    first = gang.same_verdict()
-    gang.leave(1, interrupted[1])
-    assert gang.abort(0) is first
-    assert "outside of" not in snapshot_of(gang.state).summary.sentence
-
-
 def test_errors_of_a_gang_of_one_node_number_none():
     gang = GangOf(1)
     gang.say(0, Prepares(0, 2))
@@ -587,16 +537,6 @@ def test_the_error_names_the_other_ranks_that_failed_in_the_same_way(ends, said)
     assert error.cause["also"] == said.partition(" failed")[0].lower()
     assert said in error.message
     assert ("the same way" in error.message) == bool(said)
-
-
-def test_ranks_that_failed_in_another_way_or_before_a_restart_are_not_named():
-    gang = running(3, max_restarts=1)
-    for node in range(3):
-        ended_by(gang, node, [node * 2])
-    gang.pass_time(60.0)
-    for node, text in enumerate(["ValueError: loss is nan", "KeyError: 'x'", "KeyError: 'x'"]):
-        ended_by(gang, node, [node * 2], text, generation=1, age_s=1.0 * (node == 0))
-    assert "the same way" not in gang.same_verdict().message
 
 
 def test_a_failure_stops_all_once_and_every_node_gets_the_first_as_its_verdict():
@@ -645,26 +585,6 @@ def test_a_silent_node_does_not_hold_up_the_verdict_for_ever_and_starts_no_more(
     assert isinstance(error, LaunchFailed)
     assert words in str(error)
     assert "Node 2 did not report" in str(error)
-
-
-@pytest.mark.parametrize("about", [(5, 1), (0, 3), (0, 0)])
-def test_reports_of_a_launch_or_generation_that_does_not_run_are_ignored(about):
-    gang = running(2, max_restarts=1, hang_timeout_s=30.0)
-    fail_everywhere(gang, 0)
-    gang.pass_time(10.0)
-    before = [len(gang.sent[node]) for node in (0, 1)]
-    gang.ended(0, generation=1, stores=True)
-    gang.failed(0, crash(0), launch=about[0], generation=about[1])
-    for ok in (False, True):
-        gang.ended(1, ok=ok, launch=about[0], generation=about[1])
-    gang.say(1, Told(*about, "hangs", {"age_s": -20.0}))
-    gang.say(0, Storing(*about, "another value"))
-    gang.stored(0, launch=about[0], generation=about[1])
-    assert [len(gang.sent[node]) for node in (0, 1)] == before
-    gang.pass_time(29.0)
-    gang.pass_time(2.0)
-    assert [len(gang.got(node, Stop)) for node in (0, 1)] == [2, 2]
-    assert gang.notes(1) == []
 
 
 @pytest.mark.parametrize("node", [0, 1])
@@ -736,18 +656,6 @@ def test_leaving_is_acknowledged_once_and_who_has_left_is_not_lost_and_hears_not
     assert [type(message) for message in gang.sent[2]] == [Welcome, Bye]
 
 
-def test_a_node_whose_results_are_not_stored_yet_is_a_member_and_hears_nothing_of_the_others():
-    gang = GangOf(4)
-    gang.done(1)
-    assert gang.state.nodes.members == [1, 2, 3]
-    gang.leave(3)
-    gang.leave(2, step_failure(2))
-    assert gang.got(0, Abort)
-    gang.leave(1)
-    assert [type(message) for message in gang.sent[1]] == [Welcome, Ack]
-    assert gang.state.nodes.members == []
-
-
 @pytest.mark.parametrize("how", ["leave", "done"])
 def test_a_node_whose_step_ends_while_others_wait_called_run_less_often(how):
     gang = GangOf(3)
@@ -761,73 +669,7 @@ def test_a_node_whose_step_ends_while_others_wait_called_run_less_often(how):
     assert gang.verdict(1) is error
 
 
-@pytest.mark.parametrize("first", ["control node", "member"])
-def test_a_control_node_that_calls_run_less_often_is_named_and_fails_as_well(first):
-    gang = running(3)
-    gang.all_ended()
-    calls = [lambda: gang.done(0), lambda: gang.ready(1, 1)]
-    for call in calls if first == "control node" else calls[::-1]:
-        call()
-    error = gang.verdict(1, launch=1)
-    assert isinstance(error, GangError)
-    assert "the step's code has already ended on node 0." in str(error)
-    gang.done(2)
-    gang.leave(2)
-    assert not gang.got(0, Abort)  # node 1 may catch it
-    gang.leave(1, failed=True)
-    assert str(gang.abort(0)) == str(error)
-
-
-@pytest.mark.parametrize("how", ["well", "fails", "lost"])
-def test_a_control_node_that_is_done_hears_of_a_failure_before_it_hears_that_it_is_alone(how):
-    gang = GangOf(3)
-    gang.leave(2)
-    gang.done(0)
-    gang.done(1)
-    assert not gang.got(0, Alone)
-    if how == "lost":
-        gang.lost(1)
-    else:
-        gang.leave(1, step_failure(1) if how == "fails" else None)
-    assert gang.got(0, Alone) == [gang.sent[0][-1]]
-    assert [type(abort.error) for abort in gang.got(0, Abort)] == ([] if how == "well" else [LaunchFailed])
-    assert all("before its results were stored" in str(abort.error) for abort in gang.got(0, Abort))
-
-
-@pytest.mark.parametrize("when", ["before", "after"])
-def test_a_node_that_fails_with_a_verdict_that_the_control_node_has_caught_fails_the_run(when):
-    gang = running(2)
-    gang.failed(1, crash(1))
-    gang.all_ended(ok=False)
-    if when == "after":
-        gang.done(0)
-    gang.leave(1, failed=True)
-    if when == "before":
-        assert not gang.got(0, Abort)
-        gang.done(0)
-    assert str(gang.abort(0)) == str(gang.verdict(0))
-
-
 # --- restarts ------------------------------------------------------------------------------------
-
-
-def test_a_failure_is_restarted_on_all_nodes_with_a_new_port_after_a_pause():
-    gang = running(3, max_restarts=2)
-    fail_everywhere(gang, 0)
-    assert gang.is_undecided()
-    (restart,) = gang.got(2, Restart)
-    assert (restart.number, restart.of, restart.pause_s) == (1, 2, 1.0)
-    assert "loss is nan" in restart.cause.exception
-    assert gang.state.due_at == gang.now + 1.0
-    gang.pass_time(0.99)
-    assert len(gang.got(0, Go)) == 1
-    gang.pass_time(0.02)
-    goes = gang.got(0, Go)
-    assert [(go.generation, go.restarts, go.max_restarts) for go in goes] == [(0, 0, 2), (1, 1, 2)]
-    assert goes[0].port != goes[1].port
-    assert gang.state.due_at == FOREVER
-    gang.all_ended(generation=1)
-    assert gang.same_verdict() is None
 
 
 def test_a_node_that_is_lost_in_the_pause_before_a_restart_is_the_cause():
@@ -944,18 +786,6 @@ def test_restarts_end_and_the_pauses_between_them_grow_and_stay_bounded():
     assert "after 20 restarts" in str(gang.same_verdict())
 
 
-@pytest.mark.parametrize("pausing", [False, True])
-def test_without_all_its_nodes_a_gang_is_not_restarted(pausing):
-    gang = running(2, max_restarts=3, restart_on=frozenset({"user", "node_lost"}))
-    if pausing:
-        fail_everywhere(gang, 0)
-    gang.ended(0, ok=False)
-    gang.lost(1)
-    assert gang.verdict(0)
-    gang.pass_time(100.0)
-    assert len(gang.got(0, Go)) == 1
-
-
 # --- time limits ---------------------------------------------------------------------------------
 
 ALLOWS = "longer than the step's @timeout allows"
@@ -982,16 +812,6 @@ def test_a_launch_that_takes_too_long_is_stopped_and_says_what_changes_that(limi
     assert said in str(error)
     gang.pass_time(100.0)
     assert not gang.got(0, Abort)  # the time is up once
-
-
-def test_the_end_of_the_steps_time_on_one_node_stops_the_launch_and_restarts_nothing():
-    gang = running(2, max_restarts=1, deadline=1007.0)
-    gang.failed(1, STEP_TIMEOUT)
-    gang.all_ended()
-    error = gang.same_verdict()
-    assert (type(error), error.cause["category"]) == (LaunchTimeout, "timeout")
-    assert "ode 1 (host host-1) ran longer than the step's @timeout of 6 s allows" in error.message
-    assert not gang.got(0, Restart)
 
 
 @pytest.mark.parametrize(
@@ -1071,17 +891,6 @@ def test_the_steps_time_ends_the_steps_own_code_once_on_all_nodes(has_ended):
         assert all(f"{ALLOWS}.\nIt happened outside of current.torch.run" in error.message for error in errors)
 
 
-def test_the_steps_time_that_is_up_while_a_failed_launch_stops_ends_the_steps_own_code_after_it():
-    gang = running(2, deadline=1060.0)
-    gang.pass_time(59.0)
-    gang.failed(1, crash(1))
-    gang.pass_time(2.0)
-    gang.all_ended(ok=False)
-    assert type(gang.same_verdict()) is LaunchFailed
-    gang.pass_time(1.0)
-    assert type(gang.abort(0)) is LaunchTimeout
-
-
 # --- what a feature finds wrong -----------------------------------------------------------------
 
 
@@ -1106,34 +915,6 @@ def test_a_keeper_can_have_the_launch_fail_and_tell_what_it_has_found_out(restar
     assert isinstance(error, LaunchHung)
     assert error.cause["detail"] == "found out"
     assert "found out" in str(error)
-
-
-class Accuser(Keeper):
-    """Has a launch fail by the fault of one node."""
-
-    def tick(self, at_s, where):
-        text = f"can't reach {where(0).host}"
-        return Remarks(failing=Failing("unreachable", text, self.guilty, "Open the port."))
-
-
-@pytest.mark.parametrize("guilty", [0, 1])
-def test_a_keeper_can_name_the_node_whose_fault_it_is_and_what_to_change(guilty):
-    keeper = Accuser()
-    keeper.guilty = guilty
-    gang = running(2, max_restarts=1, keepers=Keepers({"accuser": keeper}))
-    gang.pass_time(1.5)
-    who = f"node {guilty} (host host-{guilty}) can't reach host-0"
-    assert {(stop.kind, stop.because, stop.teller) for stop in gang.got(0, Stop)} == {("unreachable", who, 0)}
-    gang.ended(1, ok=False)
-    gang.ended(0, ok=False)
-    error = gang.same_verdict()
-    cause = error.cause
-    assert (cause["node"], cause["host"], cause["category"]) == (guilty, f"host-{guilty}", "network")
-    assert str(error).splitlines()[:2] == [f"N{who[1:]}.", "Open the port."]
-    assert "max_restarts" not in str(error)
-    assert [(each.kind, each.node) for each in gang.state.history.records if each.kind == "unreachable"] == [
-        ("unreachable", guilty)
-    ]
 
 
 # --- preemption ----------------------------------------------------------------------------------
@@ -1175,72 +956,6 @@ def test_a_killed_node_stays_lost_on_the_page_when_its_supervisor_has_ended_the_
     assert [rank.state for rank in found.ranks] == ["stopped", "stopped", "lost", "lost"]
 
 
-# --- a node that gives up by itself ----------------------------------------------------------------
-
-
-@pytest.mark.parametrize("phase", ["gathering", "running", "pause"])
-def test_an_exception_in_run_ends_the_launch_for_all_and_restarts_nothing(phase):
-    gang = GangOf(3)
-    if phase == "gathering":
-        gang.ready(0)
-        gang.ready(1)
-    else:
-        gang.all_ready(max_restarts=5)
-    if phase == "pause":
-        gang.failed(2, crash(2))
-        gang.all_ended(ok=False)
-        assert gang.got(0, Restart)
-    gang.give_up(1, step_failure(1))
-    for node in (0, 2):
-        if phase == "running":
-            gang.ended(node, ok=False)
-    error = gang.same_verdict(*((0,) if phase == "gathering" else (0, 2)))
-    assert phase == "pause" or "failed with KeyError: 'x'" in str(error)
-    assert "did not report" not in str(error)
-    gang.pass_time(60.0)
-    assert len(gang.got(0, Go)) == (0 if phase == "gathering" else 1)
-
-
-def test_a_launch_that_a_node_gives_up_while_it_waits_for_the_one_before_ends_for_all():
-    gang = running(3)
-    for node in (0, 1):
-        gang.give_up(node, step_failure(node))
-        gang.ready(node, 1)
-    gang.give_up(1, step_failure(1, "Traceback: the second"), launch=1)
-    assert not gang.got(0, Verdict)  # its workers are still being stopped
-    gang.ended(2, ok=False)
-    assert [verdict.launch for verdict in gang.got(2, Verdict)] == [0]
-    gang.ready(2, 1)  # which no node may start alone
-    for node in (0, 2):
-        error = gang.verdict(node, launch=1)
-        assert isinstance(error, LaunchFailed)
-        assert "before launch 1 began" in str(error)
-        assert "the second" in str(error)
-    assert [go.launch for go in gang.got(2, Go)] == [0]
-    gang.all_ready(2)
-    assert all(gang.got(node, Go)[-1].launch == 2 for node in range(3))
-
-
-def test_launches_whose_numbers_contradict_each_other_have_both_ended():
-    gang = GangOf(3)
-    gang.ready(1, 0)
-    gang.ready(0, 1)
-    gang.ready(2, 0)
-    gang.give_up(0, step_failure(0), launch=2)  # nobody waits for it
-    gang.ready(1, 1)  # which has ended for node 0
-    for node, number in ((0, 1), (1, 0), (1, 1), (2, 0)):
-        assert "differ in the launch number" in str(gang.verdict(node, launch=number))
-
-
-@pytest.mark.parametrize("node", [1, 2])
-def test_what_ended_a_launch_is_told_in_the_same_words_when_the_step_ends_with_it(node):
-    gang = GangOf(3)
-    gang.ready(0)
-    gang.give_up(1, step_failure(1, "Traceback: in run"))
-    gang.leave(node, step_failure(node, "Traceback: in the step"))
-    assert (str(gang.abort(0)) == str(gang.verdict(0))) is (node == 1)
-
-
 # --- what goes to the datastore ------------------------------------------------------------
 
 VALUE = "rank 2's value (2.1 GB)"
@@ -1257,17 +972,6 @@ def storing(*nodes, num_nodes=3, **limits):
     for node in range(num_nodes):
         gang.ended(node, stores=node in nodes)
     return gang
-
-
-@pytest.mark.parametrize("nodes", [(), (0,), (1, 2)])
-def test_a_launch_ends_well_when_all_is_stored(nodes):
-    gang = storing(*nodes)
-    asked = [(store.error, store.within_s) for node in range(3) for store in gang.got(node, Store)]
-    assert asked == ([(None, None)] * 3 if nodes else []), "where there is nothing to store nobody is asked"
-    for node in nodes:
-        assert gang.is_undecided()
-        gang.stored(node)
-    assert gang.same_verdict() is None
 
 
 @pytest.mark.parametrize(
@@ -1319,28 +1023,6 @@ def test_a_value_that_can_not_be_stored_fails_the_launch_and_restarts_nothing():
     assert len(gang.got(0, Store)) == 1, "nothing more is stored"
 
 
-# How a node goes: what happens, and the class of the cause.
-WAYS_TO_GO = {
-    "lost": (lambda gang: gang.lost(1), "node_lost"),
-    "terminated": (lambda gang: gang.failed(1, preemption()), "preempted"),
-    "given up": (lambda gang: gang.give_up(1, preemption()), "preempted"),
-    "left": (lambda gang: gang.leave(1, preemption()), "preempted"),
-}
-
-
-@pytest.mark.parametrize("how", ["lost", "terminated", "left"])
-@pytest.mark.parametrize("nodes", [(1,), (0, 1, 2)])
-def test_a_node_that_goes_while_it_stores_fails_the_launch_and_the_others_store_what_there_is(nodes, how):
-    gang = storing(*nodes, max_restarts=1)
-    go, category = WAYS_TO_GO[how]
-    go(gang)
-    for node in nodes:
-        if node != 1 or how == "terminated":
-            assert [store.within_s for store in gang.got(node, Store)] == [None, 120.0]
-            gang.stored(node)
-    assert gang.same_verdict(0, 2).cause["category"] == category
-
-
 # --- what is stored of a launch that has failed ----------------------------------------------------
 
 
@@ -1368,13 +1050,6 @@ def test_a_launch_that_fails_ends_when_what_it_has_left_is_stored(nodes):
     assert [record.kind for record in gang.records].count("cause") == len(gang.reports) == 1
 
 
-def test_nothing_is_stored_before_a_restart():
-    gang = failing(0, 1, 2, max_restarts=1)
-    gang.pass_time(2.0)
-    assert [len(gang.got(node, Go)) for node in range(3)] == [2, 2, 2]
-    assert not gang.got(0, Store)
-
-
 def test_a_store_that_is_away_does_not_delay_the_verdict_of_a_failure_for_ever():
     gang = failing(0, 1, 2)
     gang.stored(0)
@@ -1383,24 +1058,6 @@ def test_a_store_that_is_away_does_not_delay_the_verdict_of_a_failure_for_ever()
     said = gang.notes(0)
     gang.pass_time(60.0)
     assert gang.notes(0) == said, "nobody waits for it any more"
-
-
-def test_a_node_that_has_not_ended_in_time_is_not_waited_for():
-    gang = running(2)
-    gang.ended(1, crash(1), stores=True)
-    gang.pass_time(GRACE_S + 15.1)
-    gang.stored(1)
-    assert "Node 0 did not report" in str(gang.same_verdict())
-
-
-@pytest.mark.parametrize("how", ["lost", "given up", "left"])
-def test_a_node_that_goes_while_its_outputs_are_stored_keeps_nobody_waiting(how):
-    gang = failing(0, 1, 2)
-    gang.stored(0)
-    gang.stored(2)
-    go, _ = WAYS_TO_GO[how]
-    go(gang)
-    assert gang.same_verdict(0, 2).cause["exception"] == crash(1).exception, "the first failure stays the cause"
 
 
 def test_what_is_left_is_stored_while_a_restart_was_to_come_that_does_not():
@@ -1412,15 +1069,6 @@ def test_what_is_left_is_stored_while_a_restart_was_to_come_that_does_not():
     gang.stored(0, launch=store.launch, generation=store.generation)
     assert gang.verdict(0) is not None
     assert notebook.heard[-1][:3] == ("handle", 0, {"key": 1}), "the verdict comes after it"
-
-
-def test_a_node_that_has_given_up_is_not_asked_to_store_anything():
-    gang = running(2)
-    gang.ended(1, crash(1))
-    gang.say(0, Failed(0, failures=failures([step_failure(0)]), given_up=True))
-    gang.ended(0, ok=False, stores=True)
-    assert not gang.got(0, Store)
-    assert isinstance(gang.same_verdict(), LaunchFailed)
 
 
 # --- thousands -----------------------------------------------------------------------------------
@@ -1471,26 +1119,6 @@ def test_the_verdict_of_thousands_is_made_once():
     gang.all_ended(crash(1))
     first, *others = [gang.got(node, Verdict)[0] for node in range(1, MANY)]
     assert all(each is first for each in others)
-
-
-def test_of_thousands_of_reports_little_is_kept():
-    gang = GangOf(MANY)
-    joined = objects_of(gang.state)
-    gang.all_ready(max_restarts=1)  # in vain: a node is preempted
-    ready = objects_of(gang.state)
-    assert ready < joined + 4 * MANY, "equal messages share one object"
-    for node in range(MANY):
-        gang.failed(node, crash(node, "RuntimeError: gloo: Connection reset by peer"), age_s=5.0)
-        origin = node == 7
-        gang.failed(node, crash(node, "ValueError: the first" if origin else "KeyError: later"), age_s=0.5 + origin)
-    gang.failed(9, Cause("terminated", 9, "host-9", exception="its Metaflow task got SIGTERM"))
-    assert objects_of(gang.state) < ready + 100, "the first failure and the first preemption"
-    for node in range(MANY - 1):
-        gang.ended(node, crash(node))
-    assert objects_of(gang.state) < ready + 7 * MANY, "no failure stands beside the ends"
-    gang.ended(MANY - 1)
-    assert "ValueError: the first" in str(gang.same_verdict())
-    assert "Meanwhile host host-9 was preempted" in str(gang.same_verdict())
 
 
 def test_a_contradiction_of_thousands_is_told_in_short():
@@ -1567,38 +1195,6 @@ def test_the_control_node_gets_all_records_with_a_verdict_and_others_those_of_th
     assert (failed.text, failed.cause) == (str(gang.same_verdict()), gang.same_verdict().cause)
 
 
-@pytest.mark.parametrize(
-    ("what", "expected"),
-    [
-        (lambda gang: gang.lost(1), "lost"),
-        (lambda gang: [gang.failed(node, preemption(node)) for node in (1, 0)], "preempted"),
-        (lambda gang: gang.pass_time(61.0), "timeout"),
-        (lambda gang: gang.pass_time(31.0), "hang"),
-    ],
-    ids=["lost", "preempted", "timeout", "hang"],
-)
-def test_what_ends_a_launch_is_recorded_once(what, expected):
-    gang = running(2, **({"hang_timeout_s": 30.0} if expected == "hang" else {"timeout_s": 60.0}))
-    before = len(gang.records)
-    what(gang)
-    assert [record.kind for record in gang.records[before:]] == [expected, "stopping"]
-
-
-def test_a_broken_gang_tells_what_has_happened_also_to_a_node_that_comes_later():
-    gang = GangOf(3, join=False)
-    gang.join(0)
-    gang.lost(1, "its task ended at once")
-    gang.join(2)
-    for node in (0, 2):
-        gang.ready(node)
-    (abort,) = gang.got(0, Abort)
-    assert [event.kind for event in abort.events] == ["joined", "lost", "broken"]
-    assert gang.verdict_events(0) == [["joined", "lost", "broken", "joined"]]
-    assert gang.verdict_events(2) == [["lost", "broken"]]
-    assert "Node 1 (host unknown) failed: its task ended at once" in str(gang.abort(0))
-    assert gang.abort(2) is gang.abort(0)
-
-
 def test_the_thousandth_launch_costs_what_the_first_does():
     """What one launch needs is sent for it alone, and what is kept of all has a bound and says what it left out."""
     gang, told, grown = GangOf(2), [], []
@@ -1658,12 +1254,6 @@ def test_who_is_ready_hears_who_runs_commands():
     assert gang.notes(0) == ["launch 0 waits for nodes 1, 2 to end before_run"]
 
 
-def test_while_all_run_commands_nobody_waits():
-    gang = preparing(2)
-    gang.pass_time(11)
-    assert not gang.notes(0)
-
-
 @pytest.mark.parametrize("ready", [(), (0,), (0, 2)])
 def test_a_command_that_fails_on_one_node_ends_the_launch_at_once_on_all(ready):
     gang = preparing(3, ready)
@@ -1694,55 +1284,6 @@ def test_a_launch_whose_commands_have_failed_ends_when_the_last_node_has_called_
     assert gang.same_verdict().cause["node"] == 0
 
 
-@pytest.mark.parametrize(
-    "then",
-    [
-        lambda gang: gang.lost(2),
-        lambda gang: gang.leave(2, step_failure(2)),
-        lambda gang: gang.done(2),
-        lambda gang: gang.pass_time(10_000),  # node 3 never joins
-    ],
-    ids=["lost", "its step fails", "its step ends", "absent"],
-)
-def test_commands_that_have_failed_stay_the_cause_whatever_a_late_node_does(then):
-    gang = GangOf(4, join=False)
-    gang.join(0, 1, 2)
-    gang.say(1, Prepares(0, 2))
-    gang.failed(1, NO_DATA, generation=None)
-    assert gang.is_undecided()
-    then(gang)
-    assert (gang.verdict(1).cause["category"], gang.verdict(1).cause["node"]) == ("before_run", 1)
-
-
-@pytest.mark.parametrize("how", ["lost", "leaves", "done"])
-def test_a_node_that_goes_while_others_run_commands_ends_the_launch(how):
-    gang = preparing(3, ready=[0])
-    if how == "lost":
-        gang.lost(2)
-    else:
-        gang.say(2, Leave(Cause("step", 2, "host-2", exception="ValueError: no")) if how == "leaves" else Done())
-    assert all(gang.got(node, Verdict)[0].error is not None for node in (0, 1))
-
-
-def test_after_commands_that_have_failed_the_gang_can_launch_again():
-    gang = preparing(2)
-    gang.failed(1, NO_DATA, generation=None)
-    gang.all_ready(1)
-    assert gang.got(0, Go)[-1].launch == 1
-
-
-def test_commands_of_the_next_launch_wait_for_the_end_of_this_one():
-    gang = GangOf(2)
-    gang.all_ready()
-    gang.say(1, Failed(0, None, failures([crash(1)]), given_up=True))
-    for message in (Prepares(1, 2), Command(1, "x", 2, 1.0), Failed(1, None, failures([NO_DATA]))):
-        gang.say(1, message)
-    gang.ended(1, ok=False)
-    gang.ended(0, ok=False)
-    gang.say(0, Prepares(1, 2))
-    assert str(gang.got(0, Verdict)[-1].error).startswith("before_run failed")
-
-
 def test_of_a_launch_with_very_many_restarts_the_other_nodes_are_told_the_begin_and_the_end():
     gang = running(2, max_restarts=500)
     hostile = '🙂 "*" \\ ' * 100
@@ -1755,17 +1296,6 @@ def test_of_a_launch_with_very_many_restarts_the_other_nodes_are_told_the_begin_
     assert [event.text for event in verdict.events if event.kind == "omitted"] == ["1704 records are left out here"]
     assert len(encode(verdict)) < 600_000
     assert decode(load(encode(verdict)[4:])).events == verdict.events, "nothing of it is shortened on its way"
-
-
-def test_a_node_that_comes_late_to_a_launch_hears_of_that_one():
-    gang = GangOf(3)
-    for number in (0, 1):
-        gang.ready(0, number)
-        gang.give_up(0, Cause("call", 0, "host-0", exception=f"the {number}th"), launch=number)
-    for number in (0, 1):
-        gang.ready(1, number)
-        events = gang.got(1, Verdict)[number].events
-        assert [(event.kind, event.launch) for event in events] == [("cause", number), ("failed", number)]
 
 
 # --- any order of anything -------------------------------------------------------------------------

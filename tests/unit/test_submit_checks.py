@@ -178,20 +178,6 @@ def test_ports_that_agree_and_catch_elsewhere_are_fine(decorators, master_port, 
 
 
 @pytest.mark.parametrize(
-    ("name", "num_nodes", "metadata_type", "words"),
-    [
-        ("train", 2, "local", ["--metadata=local", "600 s", "--metadata=service"]),
-        ("nested", None, "local", ["foreach of step items", "exactly 2 finished tasks", "@kubernetes"]),
-        ("nested", None, "service", ["foreach of step items"]),
-    ],
-)
-def test_what_would_never_see_its_end_on_batch_is_refused(name, num_nodes, metadata_type, words):
-    told = refusal(submission(BATCH, metadata_type=metadata_type, name=name).check_batch, num_nodes)
-    assert told.startswith(f"Step {name}, a gang of 2 nodes with @batch(queue='q'),")
-    assert [word for word in words if word not in told] == []
-
-
-@pytest.mark.parametrize(
     ("name", "num_nodes", "decorators", "metadata_type"),
     [
         ("train", 2, BATCH, "service"),

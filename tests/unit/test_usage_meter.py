@@ -7,15 +7,13 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from fake_node import FakeNode
 from unit_helpers import eventually, write
 
 from metaflow_extensions.torchrun.plugins.torchrun.features.usage import watch
 from metaflow_extensions.torchrun.plugins.torchrun.features.usage.consumption import of_container, of_processes, traffic
-from metaflow_extensions.torchrun.plugins.torchrun.features.usage.keep import KINDS, UsageKeeper
+from metaflow_extensions.torchrun.plugins.torchrun.features.usage.keep import KINDS
 from metaflow_extensions.torchrun.plugins.torchrun.features.usage.told import STEP_S
 from metaflow_extensions.torchrun.plugins.torchrun.features.usage.watch import UsageWatcher
-from metaflow_extensions.torchrun.plugins.torchrun.gang.protocol import Told
 from metaflow_extensions.torchrun.plugins.torchrun.launch.spec import LaunchSpec
 from metaflow_extensions.torchrun.plugins.torchrun.machine.accelerators import Machine
 from metaflow_extensions.torchrun.plugins.torchrun.machine.cgroup import container_folder
@@ -115,12 +113,6 @@ def test_the_time_of_a_process_that_has_ended_is_not_lost(family):
     assert 0.15 < of_processes(parent.pid)[0] < 2
 
 
-def test_of_a_process_that_is_gone_nothing_is_known():
-    gone = subprocess.Popen(["true"])
-    gone.wait()
-    assert of_processes(gone.pid) == (None, None)
-
-
 @pytest.mark.parametrize(
     ("lines", "real", "expected"),
     [
@@ -181,14 +173,6 @@ def test_a_node_tells_what_its_processes_use_and_write(tmp_path, family):
     assert second["output_bytes_s"] == 0
 
 
-def test_nothing_is_measured_before_the_agent_runs(tmp_path):
-    node = Node(tmp_path)
-    node.pid = None
-    assert node.after(STEP_S) is None
-    node.pid = os.getpid()
-    assert node.after(0.0)["values"]["memory_mib"] > 1
-
-
 @pytest.mark.parametrize(("machine", "of"), [(Machine(4), "container"), (SHARED, "processes")])
 def test_a_container_counts_for_the_node_unless_nodes_share_it(tmp_path, monkeypatch, machine, of):
     monkeypatch.setattr(watch, "container_folder", lambda: "/a container")
@@ -228,18 +212,3 @@ def test_a_node_with_a_machine_of_its_own_tells_the_network_and_its_gpus(
     assert (used["values"]["gpu_percent"], used["values"]["gpu_memory_mib"]) == (percent, memory_mib)
     assert (used["limits"]["gpus"], used["limits"]["gpu_memory_mib"]) == limits
     node.watcher.close()
-
-
-def test_a_launch_tells_it_to_the_gang_which_keeps_it(tmp_path, monkeypatch):
-    monkeypatch.setattr(watch, "_FIRST_S", 0.0)
-    node = FakeNode(tmp_path, watches={"usage": watch.PART})
-    node.agent_pid = os.getpid()
-    node.launch()
-    agent = node.go()
-    told = node.expect(Told)
-    assert (told.launch, told.generation, told.feature) == (0, 0, "usage")
-    kept = UsageKeeper.of(2)
-    kept.handle(1, told, 7.0)
-    (series,) = kept.record()["nodes"].values()
-    assert (series["of"], len(series["memory_mib"])) == (told.data["of"], 2)
-    node.ends_well(agent)

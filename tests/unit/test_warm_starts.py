@@ -5,13 +5,11 @@ import resource
 import signal
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 from unit_helpers import eventually, is_running, write
 from warm_nodes import Warm
 
-from metaflow_extensions.torchrun.plugins.torchrun.features.warm import spare_workers
 from metaflow_extensions.torchrun.plugins.torchrun.launch.command import AGENT
 from metaflow_extensions.torchrun.plugins.torchrun.machine.inherited import umask
 from metaflow_extensions.torchrun.plugins.torchrun.machine.processes import living_descendants
@@ -397,18 +395,3 @@ def test_no_spare_stays_when_the_supervisor_is_killed_while_it_imports(tmp_path)
     spare = one.pid
     one.supervised.kill()
     eventually(lambda: not is_running(spare) and one.supervised.has_ended, "the end of all")
-
-
-def test_a_signal_to_the_agent_is_no_reason_for_a_cold_worker(tmp_path):
-    """torchrun's handler of SIGTERM raises, also while the agent waits for a spare's answer."""
-
-    class SignalException(Exception):
-        """As torch names it."""
-
-    def become(*_):
-        raise SignalException
-
-    workers = object.__new__(spare_workers.SpareWorkers)
-    workers._spares, workers._deadline = [SimpleNamespace(become=become)], 0.0
-    with open(tmp_path / "log", "wb") as log, pytest.raises(SignalException):
-        workers._one({"env": {}}, log, log)

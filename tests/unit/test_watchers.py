@@ -2,15 +2,14 @@
 
 import asyncio
 import math
-from types import SimpleNamespace
 
 import pytest
-from fake_node import ERROR, FakeNode
+from fake_node import FakeNode
 from metaflow.plugins.timeout_decorator import TimeoutException
 
 from metaflow_extensions.torchrun.plugins.torchrun.errors import LaunchFailed
 from metaflow_extensions.torchrun.plugins.torchrun.gang.keepers import Keeper, Keepers
-from metaflow_extensions.torchrun.plugins.torchrun.gang.protocol import Ended, Started, Told
+from metaflow_extensions.torchrun.plugins.torchrun.gang.protocol import Told
 from metaflow_extensions.torchrun.plugins.torchrun.launch.services import InTask, starts_of
 from metaflow_extensions.torchrun.plugins.torchrun.node import watchers as of_node
 from metaflow_extensions.torchrun.plugins.torchrun.node.watchers import Here, Variables, Watch, Watcher, Watchers
@@ -58,13 +57,6 @@ def watchers_of(*features):
     said = []
     here = Here(None, "/folder", lambda: None, lambda rank: False, said.append, said.append, dict, lambda: None, int)
     return Watchers({each.name: each for each in features}, here, 3, 4), said
-
-
-def test_what_is_handed_out_is_told_of_its_feature_launch_and_generation():
-    watchers, said = watchers_of(Counting("a"), Counting("b"))
-    assert watchers.poll() == [Told(3, 4, "a", {"it": 1}), Told(3, 4, "b", {"it": 1})]
-    assert asyncio.run(watchers.ended()) == [Told(3, 4, "a", {"polls": 1}), Told(3, 4, "b", {"polls": 1})]
-    assert said == []
 
 
 @pytest.mark.parametrize("fails", ["watcher", "poll", "ended", "close"])
@@ -148,42 +140,6 @@ def test_spares_are_those_of_the_feature_that_the_task_names():
 # --- in a launch ------------------------------------------------------------------------------------
 
 
-def test_a_launch_polls_its_features_and_lets_go_of_them(tmp_path):
-    feature = Counting()
-    node = FakeNode(tmp_path, watches={"counting": feature})
-    node.launch()
-    agent = node.go()
-    assert node.expect(Told) == Told(0, 0, "counting", {"it": 1})
-    node.all_end_well(agent)
-    while (told := node.expect(Told)).data == {"it": 1}:
-        pass
-    assert told.data == {"polls": feature.polls}, "what is left comes before the node's end"
-    assert node.expect(Ended).ok
-    node.verdict()
-    assert feature.closed
-
-
-@pytest.mark.parametrize("error", [None, ERROR])
-def test_the_next_spare_is_started_before_the_launch_is_over(error, tmp_path):
-    outcomes = []
-    spares = SimpleNamespace(start=lambda *_: None)
-    spares.prepare = lambda: outcomes.append(node.has_outcome())
-    node = FakeNode(tmp_path, warm_node=spares, warm="agent")
-    node.launch()
-    node.ends_well(node.go(), error=error)
-    assert outcomes == [False]
-
-
-def test_a_feature_that_has_heard_of_the_workers_tells_that_they_run(tmp_path):
-    node = FakeNode(tmp_path, watches={"counting": Counting(saw_workers_at=1.0)})
-    node.launch()
-    agent = node.go()
-    node.expect(Started)
-    node.expect(Told)
-    node.verdict(ERROR)
-    assert agent.orders[-1] == ("close", 30.0)
-
-
 class Named(Watch):
     """Has variables alone."""
 
@@ -202,10 +158,3 @@ def test_workers_get_the_variables_of_features_and_none_of_a_worker_around_them(
     assert agent.env.get("named_node") == dict(own).get("named_node", made)
     assert "named_rank" not in agent.env
     node.ends(agent)
-
-
-def test_a_program_that_is_no_python_gets_a_ranks_variables_by_its_command(tmp_path):
-    node = FakeNode(tmp_path, watches={"named": Named()}, spec={"options": (("no-python", None),)})
-    node.launch()
-    assert "named_rank=${local_rank}" in node.go().command
-    node.verdict(ERROR)

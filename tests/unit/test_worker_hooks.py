@@ -180,12 +180,8 @@ ODD = {
     "class E(Exception):\n    def __str__(self): raise SystemExit(9)\nraise E": "E: <exception str() failed>",
     "class E(Exception):\n    def __bool__(self): raise KeyError\n    def __setattr__(self, *a): raise KeyError\n"
     "try: raise E(1)\nexcept E as e: raise E(2) from e": "E: 2",
-    "class E(Exception): pass\nraise E('two\\nlines')": "E: two\nlines",
-    "import json\njson.loads('{')": "json.decoder.JSONDecodeError: Expecting property name",
     "raise ValueError('größe 模型 🙂 \\x00 \\x1b[1m')": "ValueError: größe 模型 🙂 \x00 \x1b[1m",
     "raise ValueError('\\udcff \\ud800')": "ValueError: \\udcff \\ud800",
-    "assert 1 == 2": "AssertionError",
-    "import no_such_module": "ModuleNotFoundError: No module named 'no_such_module'",
     "import os, shutil\nos.chdir('/')\nraise ValueError('elsewhere')": "ValueError: elsewhere",
     "import sys\nsys.stderr = None\nraise ValueError('mute')": "ValueError: mute",
     "import os, signal\nsignal.signal(15, lambda *_: exit(9))\nclass E(Exception):\n"
@@ -371,9 +367,3 @@ def test_a_worker_that_trains_and_never_has_a_process_group_leaves_word(program,
 def test_a_single_rank_has_nobody_to_train_with(world_size, count, work, folder):
     work(TRAINS, WORLD_SIZE=world_size)
     assert len(list(folder.iterdir())) == count
-
-
-@pytest.mark.usefixtures("torch")
-def test_word_that_cant_be_left_spoils_nothing(work, folder):
-    done, _ = work(f"import shutil; shutil.rmtree({str(folder)!r})\n{TRAINS}")
-    assert (done.returncode, done.stderr) == (0, "")
