@@ -11,6 +11,7 @@ import time
 
 import psutil
 import pytest
+from fake_link import supervisor_of
 from unit_helpers import HANG_S, eventually, is_running
 
 from metaflow_extensions.torchrun.plugins.torchrun.channel.codec import PACKET_BYTES, Packets, packets
@@ -89,7 +90,7 @@ def test_what_a_call_raises_is_raised_in_the_task(gang):
 
 def test_a_supervisor_that_is_killed_is_missed_at_the_next_call_and_no_call_waits(gang):
     control = gang[0]()
-    pid = control.link.pid
+    pid = supervisor_of(control.link)
     os.kill(pid, signal.SIGKILL)
     assert eventually(lambda: not is_running(pid))
     with pytest.raises((GangError, LaunchFailed), match=rf"pid {pid}"):
@@ -100,7 +101,7 @@ def test_a_supervisor_that_is_killed_is_missed_at_the_next_call_and_no_call_wait
 
 def test_a_supervisor_is_no_child_of_its_task_and_ends_with_it(gang):
     control = gang[0]()
-    pid = control.link.pid
+    pid = supervisor_of(control.link)
     assert psutil.Process().children(recursive=True) == []
     between = psutil.Process(pid).parent()
     control.leave()
@@ -149,7 +150,7 @@ def test_a_fork_of_the_task_says_and_hears_nothing(gang):
 def test_another_thread_may_wait_while_the_steps_code_runs_and_leaves_when_that_ends(gang):
     control = gang[0](1)
     told = threading.Event()
-    thread = threading.Thread(target=lambda: control.link.wait(lambda: control.has_left, HANG_S) and told.set())
+    thread = threading.Thread(target=lambda: control.link.wait(lambda: control.is_leaving, HANG_S) and told.set())
     thread.start()
     assert eventually(lambda: control.link.waiter == thread.ident)
     control.leave()

@@ -10,6 +10,7 @@ import threading
 from pathlib import Path
 
 import pytest
+from fake_link import supervisor_of
 from gaps import gap
 from limits import limit_s
 from unit_helpers import EXIT_OF_A_THREAD, HANG_S, OURS, eventually, write
@@ -117,6 +118,6 @@ def test_a_supervisor_is_no_child_and_finds_its_library_by_pythonhome_and_nothin
     monkeypatch.setenv("PYTHONHOME", str(tmp_path / "home"))
     monkeypatch.setenv("PYTHONPATH", str(tmp_path / "path"))
     link = Link(1.0)
-    assert link.pid not in {0, *processes.children(os.getpid())}
+    assert supervisor_of(link) not in {0, *processes.children(os.getpid())}
     link.close()
     assert mark.exists()

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 from fake_cards import cards_of_task
+from fake_link import supervisor_of
 from limits import limit_s
 from metaflow import current
 from metaflow._vendor import click
@@ -95,7 +96,7 @@ def test_it_imports_beforehand_from_the_first_launch_that_asks_for_it_to_its_own
         one.run(entrypoint="train.py", **asked)
     assert begun == [("workers", 2)]
     assert [context.has_spares for context in launches.contexts] == [False, True, True]
-    first, second, third = (context.member.link.pid for context in launches.contexts)
+    first, second, third = (supervisor_of(context.member.link) for context in launches.contexts)
     assert first != second == third, "the spares' supervisor stays"
     assert is_running(third)
     del one

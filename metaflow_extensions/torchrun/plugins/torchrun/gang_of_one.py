@@ -65,11 +65,12 @@ class GangOfOne:
         machine = this_machine()
         self._begin_warm(machine, options)
         member = self._join(settings, partial(_log, about))
-        store = self._follow(member, about)
+        store: GangStore | None = None
         timeout = StepTimeout(settings.grace_s)
-        timeout.tell(member)
         error: BaseException | None = None
         try:
+            store = self._follow(member, about)
+            timeout.tell(member)
             has_spares, values = self._starts is not None, values_of_running_flow()
             context = Context(
                 member, LOOPBACK, machine, settings, store=values, has_spares=has_spares, features=in_task()
@@ -93,7 +94,8 @@ class GangOfOne:
         finally:
             timeout.end()
             member.leave(error)
-            store.close()
+            if store is not None:
+                store.close()
             if error is not None and self._cards is not None:
                 self._cards.make_last()
             if member.link.stays and member.link.end is None:
@@ -111,7 +113,7 @@ class GangOfOne:
 
     def _pop_idle(self) -> Link | None:
         with suppress(IndexError):  # other threads take them, too
-            while (idle := self._idle.popleft()).end is not None:
+            while (idle := self._idle.popleft()).has_ended:
                 if idle.is_forked:
                     raise GangError(
                         f"run was called in process {os.getpid()}, which was forked from one that had launched with warm. A "

@@ -33,7 +33,6 @@ class TaskLog:
     def __init__(self, upload: Callable[[dict[str, Any]], None], environ: Mapping[str, str] = os.environ) -> None:
         self._upload = upload  # stores what it is given, by stream: bytes, or a path
         self._files = {stream: Path(environ[name]) for stream, name in _FILES.items() if environ.get(name)}
-        self.settle: Callable[[float], object] = settle  # waits for what is to be written before
         self._uploading = threading.Lock()  # or an older state of the log could come last
 
     def take(self, event: Event, num_nodes: int) -> None:
@@ -53,7 +52,7 @@ class TaskLog:
             saving.join(wait_s)
 
     def _save(self) -> None:
-        self.settle(_SETTLE_S)  # the event that reports it
+        settle(_SETTLE_S)  # what this process writes
         time.sleep(_TEE_S)
         with self._uploading, suppress(OSError):
             existing = {stream: path for stream, path in self._files.items() if path.exists()}

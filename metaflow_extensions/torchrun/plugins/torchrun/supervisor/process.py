@@ -173,7 +173,7 @@ class Supervisor:
         if what == "begin":
             self._begin(rest[0])
         elif what == "echo":
-            self._link.send("echo")
+            self._link.send_now("echo")  # the wait may have ended meanwhile
         elif what == "call":
             self._call(*rest)
         elif self._side is None:

@@ -50,14 +50,19 @@ class Cards:
                 cards.renew_users(card)
 
     @property
+    def are_wanted(self) -> bool:
+        """Whether there may be any."""
+        return bool(self._ours) or self.has_parts
+
+    @property
     def _with_parts(self) -> list[Any]:
         return cards.with_component(GangPart) if self.has_parts else []
 
     def make_last(self, patience_s: float = _LAST_S) -> None:
         """Make the last cards of a failing task, which Metaflow does not make; wait at most `patience_s`."""
         if self._ours or self._with_parts:
-            transfer = Transfer(None, "makes", [Step("the last card", self._make_last, patience_s)])
             with convenience(_LAST):
+                transfer = Transfer(None, "makes", [Step("the last card", self._make_last, patience_s)])
                 transfer.start()
                 transfer.await_end()
 

@@ -57,10 +57,10 @@ class GangStore:
         self._snapshot: Snapshot | None = None
         self._counts = [0, 0, 0]  # of what is known, and stored
         self._job: Transfer | None = None
-        self._hung: Transfer | None = None  # the last job, where it has outlived its limit
         self._asked: int | None = None  # a question about news
         self._is_closed = False
-        self._due_at = self._numbers_due_at = self._look_at = 0.0
+        self._due_at = self._numbers_due_at = 0.0
+        self._look_at = 0.0 if registry is not None else _NEVER
         self._soon_until = 0.0
         self._request: Request | None = None  # the last one that was looked at
         self._answer: int | None = None  # the question for its answer
@@ -108,9 +108,13 @@ class GangStore:
 
     def _poll(self) -> tuple[float, Sequence[int]]:
         """Go on with what is due; return for how long, and for which files, the wait may last."""
-        found = self._go_on()
-        self._member.has_job = self._job is not None
+        found = self._go_on() if self._registry is not None or self._cards.are_wanted else (_NEVER, ())
+        self._member.has_job = not self._is_idle
         return found
+
+    @property
+    def _is_idle(self) -> bool:
+        return self._job is None or self._job.over
 
     def _go_on(self) -> tuple[float, Sequence[int]]:
         now = time.monotonic()
@@ -118,9 +122,10 @@ class GangStore:
             if not self._job.over:
                 return self._job.left_s, (self._job.file,)
             self._job.give_up()
-            self._hung = self._job if self._job.hangs else None
+            if self._job.hangs:  # one at a time
+                return _NEVER, ()
             self._job = None
-        if self._member.uploads or (self._hung is not None and self._hung.hangs):
+        if self._member.uploads:
             return _NEVER, ()
         link = self._member.link
         if self._asked is not None:
@@ -154,11 +159,10 @@ class GangStore:
             self._cards.renew()
 
     def _begin(self, what: str, do: Callable[[], object]) -> None:
-        self._job = job = Transfer(None, "stores", [Step(what, do, _PATIENCE_S)])
-        try:
+        with suppress(RuntimeError, OSError):  # no more threads or files: the next time
+            job = Transfer(None, "stores", [Step(what, do, _PATIENCE_S)])
             job.start()
-        except RuntimeError:  # no more threads: the next time
-            self._job = None
+            self._job = job
 
     def _see_requests(self, registry: Registry, now: float) -> None:
         """Look for what a command asks, hand it to the gang, and store the answer."""
@@ -168,7 +172,7 @@ class GangStore:
             with suppress(GangError, OSError):
                 if (data := link.pop_answer(number)) is not None and self._request is not None:
                     self._begin("an answer", partial(registry.save_answer, Answer(self._request, time.time(), data)))
-        elif self._answer is None and now >= self._look_at:
+        elif now >= self._look_at:
             pause_s = _LOOK_LOCAL_S if self._is_on_disk else _LOOK_SOON_S if now < self._soon_until else _LOOK_S
             self._look_at = now + pause_s
             self._begin("a request", partial(self._look, registry))
@@ -185,13 +189,13 @@ class GangStore:
 
     def store_now(self) -> None:
         """Store what is known now, within some seconds, or until this node must end."""
-
-        def is_idle() -> bool:
-            return self._member.must_end or (self._asked is None and self._job is None)
-
-        self._member.link.wait(is_idle, _PATIENCE_S)  # what was asked before may know less
+        member = self._member
+        # What was asked before may know less.
+        member.link.wait(lambda: member.must_end or (self._asked is None and self._is_idle), _PATIENCE_S)
         self._due_at = self._numbers_due_at = 0.0
-        self._member.link.wait(lambda: is_idle() and self._due_at > 0.0, _PATIENCE_S)
+        member.link.wait(
+            lambda: member.must_end or (self._asked is None and self._is_idle and self._due_at > 0.0), _PATIENCE_S
+        )
 
     # --- the end -----------------------------------------------------------------------------------
 
@@ -205,7 +209,7 @@ class GangStore:
             self._take(link.last_words["snapshot"])
         if self._job is not None:
             self._job.await_end()
-        if self._registry is not None and not (self._job is not None and self._job.hangs):
+        if self._registry is not None and (self._job is None or not self._job.hangs):
             self._begin("the gang's record", partial(self._registry.save_snapshot, self.snapshot, _PATIENCE_S))
             if self._job is not None:
                 self._job.await_end()

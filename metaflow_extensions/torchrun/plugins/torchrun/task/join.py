@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, replace
+from functools import partial
 from typing import Any
 
 from ..channel.connection import new_token
@@ -21,6 +22,7 @@ from ..gang.policy import ConnectPolicy, Rules, growing_pauses
 from ..gang.protocol import CONTROL, Bye, Join
 from ..gang.texts import QUIET_S, REMIND_S
 from ..gang.wire import from_plain
+from ..launch.transfer import Step, Transfer
 from ..machine.network import addresses_for_others, place
 from ..records.vanished import Word, has_begun, has_ended, host_of_control
 from ..settings import StepSettings
@@ -183,8 +185,11 @@ class _PublishedAddress:
             found = view["broken"]
             error = member.broken if found is None else from_plain(TorchrunError, found, "the error")
             last = replace(self.record, closed=True, error=error, is_over=not error and not absent)
-            with suppress(GangError):  # without this record they wait until their time is up
-                self._registry.publish(last, _LAST_RECORD_S)
+            with suppress(RuntimeError, OSError):  # without this record they wait until their time is up
+                publish = partial(self._registry.publish, last, _LAST_RECORD_S)
+                job = Transfer(None, "stores", [Step("the control node's end", publish, _LAST_RECORD_S)])
+                job.start()
+                job.await_end()
 
 
 # --- as another member ----------------------------------------------------------------------------

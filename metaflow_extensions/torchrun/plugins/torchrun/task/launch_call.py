@@ -108,7 +108,7 @@ class LaunchCall:
         files = () if self._upload is None else (self._upload.file,)
 
         def has_news() -> bool:
-            return bool(frames) or self._member.has_left or (self._to_store is not None and not self._member.has_job)
+            return bool(frames) or self._member.is_leaving or (self._to_store is not None and not self._member.has_job)
 
         self._link.wait(has_news, _LOOK_S, files)
         outcome = None
@@ -119,7 +119,7 @@ class LaunchCall:
     def _poll(self) -> None:
         if self._upload is not None and self._upload.poll():
             self._give_up_upload()
-        if self._member.has_left:
+        if self._member.is_leaving:
             raise TorchrunError("The step's code has ended while another thread was still in current.torch.run.")
         if self._to_store is not None and not self._member.has_job:  # one at a time
             store, self._to_store = self._to_store, None

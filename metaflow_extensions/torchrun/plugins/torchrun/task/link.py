@@ -68,12 +68,6 @@ class Link:
             ) from error
         _open.add(self)
 
-    @property
-    def pid(self) -> int:
-        """The supervisor's pid."""
-        self.wait(lambda: self._processes, _ANSWER_S)
-        return self._processes[0].pid if self._processes else 0
-
     # --- sending; a signal handler may do so
 
     def send(self, *frame: Any) -> None:
@@ -133,6 +127,12 @@ class Link:
     def _lose(self, why: str) -> None:
         self.end = why
         self.handle(["supervisor_lost", why])
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the supervisor of a link that nobody uses is gone."""
+        self.read()
+        return self.end is not None
 
     # --- waiting
 
@@ -203,10 +203,15 @@ class Link:
 
     def settle(self, patience_s: float | None = None) -> bool:
         """Wait until all lines so far are written, or for so long; return whether they are."""
-        with suppress(GangError, OSError):
-            more_s = float("inf") if patience_s is None else patience_s
-            return bool(self.call("settle", patience_s, self._is_hurried, patience_s=more_s + _ANSWER_S))
-        return False
+        more_s = _NEVER if patience_s is None else patience_s
+        return bool(self._answer("settle", patience_s, self._is_hurried, patience_s=more_s + _ANSWER_S))
+
+    def _answer(self, name: str, *args: Any, patience_s: float) -> Any:
+        """As `call`, but return None where no answer comes."""
+        number = self.ask(name, *args)
+        with suppress(OSError):  # of the supervisor's
+            return self.pop_answer(number) if self.wait(lambda: number in self._answers, patience_s) else None
+        return None
 
     # --- the end
 
@@ -217,8 +222,8 @@ class Link:
     def close(self) -> None:
         """End the gang that was begun, and the supervisor, unless it `stays`; nothing in a fork of the task."""
         if self.end is None:
-            with suppress(GangError, OSError):
-                self.last_words = self.call("close", _LEAVE_WAIT_S, self.stays, self._is_hurried)
+            found = self._answer("close", _LEAVE_WAIT_S, self.stays, self._is_hurried, patience_s=_ANSWER_S)
+            self.last_words = found or self.last_words
         if not self.stays:
             self._close()
 

@@ -100,11 +100,6 @@ class Member:
         return not self.link.is_forked
 
     @property
-    def is_told(self) -> bool:
-        """Whether the gang can't go on, or this node has an order to end."""
-        return self.broken is not None or self._order is not None
-
-    @property
     def must_end(self) -> bool:
         """Whether this node was told to end."""
         return self._order is not None or self.is_interrupted
@@ -115,9 +110,9 @@ class Member:
         return self.in_task and self._state is State.STORING
 
     @property
-    def has_left(self) -> bool:
-        """Whether this node has left the gang, although a launch may still run in another thread."""
-        return self._state is State.LEFT
+    def is_leaving(self) -> bool:
+        """Whether this node leaves the gang, although a launch may still run in another thread."""
+        return self._state in (State.FAILING, State.LEFT)
 
     # --- what the supervisor says ---------------------------------------------------------------
 
@@ -167,7 +162,7 @@ class Member:
         """End this node as after a SIGTERM, once: notices repeat; `why` follows the words "node 1 was preempted: "."""
         # As with a signal, the innermost launch stops in order, and what it raises reaches this node's step.
         member = orders.innermost(self)
-        if not member.is_told:
+        if member.broken is None and member._order is None:
             member.order(why, is_now=False)
 
     # --- what reaches the step's code -----------------------------------------------------------
@@ -209,8 +204,8 @@ class Member:
 
     def raise_news(self) -> None:
         """Raise Ctrl-C, the gang's error, the order to end or the end of the time, once; not what a launch handles."""
-        is_ending = self._state in (State.FAILING, State.LEFT)  # within limits; a second Ctrl-C does not wait for that
-        if self.is_interrupted and not self._is_raised and not is_ending:
+        # While this node leaves, which has limits, only a second Ctrl-C is heard.
+        if self.is_interrupted and not self._is_raised and not self.is_leaving:
             self._is_raised = True
             raise KeyboardInterrupt
         if self._state is State.LAUNCH or self._state in _OVER or not self.in_task:
@@ -413,6 +408,7 @@ class Member:
         before = self._state
         if before is State.LEFT or not self.in_task:
             return
+        orders.end(self)  # first: a gang around this one hears of what comes from now on
         self._state = State.LEFT
         self.meanwhile = lambda: (_NEVER, ())
         try:
@@ -425,7 +421,6 @@ class Member:
             self.at_end()
         finally:
             self.link.close()
-            orders.end(self)
 
     def gang_knows(self, error: BaseException) -> bool:
         """Return whether the gang knows this error already: it is, or is chained to, the gang's own verdict."""

@@ -39,9 +39,9 @@ def begin(member: Any) -> None:
 def end(member: Any) -> None:
     """Handle them no more for a member; the last one's end restores the former handlers."""
     if threading.current_thread() is threading.main_thread() and member in _members:
-        _members.remove(member)
-        if not _members:
+        if _members == [member]:
             _restore()
+        _members.remove(member)
 
 
 def _restore() -> None:

@@ -114,7 +114,6 @@ class TaskGang:
         """Join, and return this node as a member and the control node's address; `starts` is for `spares_of`."""
         timeout = StepTimeout(self._settings.grace_s)
         member, main_addr = self._join({"starts": starts, "signs": self._signs})
-        self._log.settle = member.link.settle
         timeout.tell(member)
         self._member = member
         return member, main_addr
@@ -135,7 +134,7 @@ class TaskGang:
         main_ip, here_only = parallel.main_ip, self._is_local
         rules = self._rules()
         member = join_as_control(registry, parallel.num_nodes, main_ip, settings, emit, here_only, rules, more)
-        self._is_control = True
+        self._is_control, self._member = True, member
         self._follow(registry, member)
         if self._local_nodes is not None:
             for node, reason in self._local_nodes.ended().items():
@@ -326,13 +325,15 @@ class TaskGang:
 
         Metaflow prints it only after storing all artifacts, which can be too late there.
         """
-        if self._member is not None:  # on Kubernetes the others' ends may soon take this task with them
+        # On Kubernetes the others' ends may soon take this task with them; an order to end leaves less time.
+        if self._member is not None and not self._was_told_to_end(error):
             self._member.store_now()
         node, member = current.parallel.node_index, self._member
         known = member is not None and member.gang_knows(error)
         text = report(error, node, self._is_local, known, partial(self._stands_above, node))
         if text is not None and self._is_control and member is not None and not self._is_local:
             member.say(Event("failed", node, text))
+            member.link.settle(_UPLOAD_S)
             self._log.save(_UPLOAD_S)
             text = f"{type(error).__name__}: see the error of {label(node, current.parallel.num_nodes)}above."
         end_with(error, text)
