@@ -4,7 +4,7 @@ import json
 
 from gang_snapshots import a_gang
 
-from metaflow_extensions.torchrun.plugins.torchrun.elements.model import Sentence, Table
+from metaflow_extensions.torchrun.plugins.torchrun.elements.model import Table
 from metaflow_extensions.torchrun.plugins.torchrun.features.usage.keep import KINDS, UsageKeeper
 from metaflow_extensions.torchrun.plugins.torchrun.features.usage.on_page import PART
 from metaflow_extensions.torchrun.plugins.torchrun.features.usage.told import STEP_S, Used, step_s
@@ -56,7 +56,7 @@ def test_of_many_nodes_those_that_use_the_most_memory_are_shown():
     assert "Of 300 nodes, the 16" in said.text
 
 
-def test_without_values_it_says_so_and_older_records_show_nothing():
+def test_without_values_and_of_older_records_nothing_is_shown():
     assert list(PART.parts(None, a_gang().summary)) == []
     old = {"step_s": 5.0, "nodes": {"0": {"of": "container", "cpus": [1.0]}}}
-    assert PART.parts(old, a_gang().summary) == [Sentence("Nothing has been measured.", "note")]
+    assert PART.parts(old, a_gang().summary) == []

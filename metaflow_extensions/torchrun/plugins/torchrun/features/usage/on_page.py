@@ -51,7 +51,7 @@ def usage_parts(usage: Mapping[str, Any], summary: Summary) -> list[Part]:
     """Return a table and a sentence; `usage` is the record of `keep.UsageKeeper`."""
     nodes: dict[int, Mapping[str, Any]] = {int(node): each for node, each in usage["nodes"].items() if "last" in each}
     if not nodes:
-        return [Sentence("Nothing has been measured.", "note")]
+        return []  # not a sentence: a page that is shown can't have a table in its place (Metaflow 2.19)
     shown = sorted(nodes, key=lambda node: -nodes[node]["highest"].get("memory_mib", 0.0))[:_MOST_NODES]
     columns = [column for column in _COLUMNS if any(column.kind in each["last"] for each in nodes.values())]
     rows = [(str(node), *(_cell(column, nodes[node]) for column in columns)) for node in sorted(shown)]
