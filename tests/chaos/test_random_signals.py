@@ -17,6 +17,7 @@ from gangs import GRACE_S, NODE, Gang
 from limits import limit_s
 
 COUNT = int(os.environ.get("RANDOM_SIGNALS", "4"))
+START_S = 10.0  # all_nodes_started_timeout
 END_S = GRACE_S + 10.0
 WORKER = str(NODE.parent / "worker.py")
 POOL = f"import multiprocessing as m, runpy; pool = m.Pool(2); runpy.run_path({WORKER!r}, run_name='__main__')"
@@ -40,6 +41,7 @@ def test_a_gang_ends_whatever_gets_a_signal_and_when(seed: int, make_gang: Calla
     gang.start(
         2,
         1,
+        settings={"all_nodes_started_timeout": START_S},
         stand_in=True,
         launches=launches,
         own_code=dict.fromkeys((0, 1), code),
@@ -71,9 +73,10 @@ def test_a_gang_ends_whatever_gets_a_signal_and_when(seed: int, make_gang: Calla
     gang.let_go()
     gang.end_steps()
     outcome = gang.await_end(struck_at, survivors=[], leaves_folders=who != "task" or number == signal.SIGKILL)
-    assert outcome.seconds < limit_s(END_S), f"{told}: {outcome.seconds:.1f} s\n{gang.told}"
+    limit = limit_s(END_S) + (START_S if phase == PHASES[0] else 0.0)
+    assert outcome.seconds < limit, f"{told}: {outcome.seconds:.1f} s\n{gang.told}"
     assert not outcome.left, f"{told}: {outcome.left}\n{gang.told}"
     assert "bug in metaflow-torchrun" not in gang.told, told
     errors = [error for error in map(gang.error, (0, 1)) if error is not None]
-    causes = {(error["cause"]["kind"], error["cause"]["node"]) for error in errors if error["cause"]}
-    assert len(causes) <= 1, f"{told}: {causes}\n{gang.told}"
+    blamed = {error["cause"]["node"] for error in errors if error["cause"]}
+    assert len(blamed) <= 1, f"{told}: nodes {blamed}\n{gang.told}"

@@ -76,6 +76,7 @@ def attach(node=1, num_nodes=3, emit=print):
 def join():
     """Return a function that returns a member and its link; the signals are given back in any case."""
     members = []
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # who runs the tests in the background ignores it
 
     def join(*args):
         member, link = attach(*args)

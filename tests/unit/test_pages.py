@@ -276,7 +276,7 @@ RATES = {
     "stragglers": [{"rank": 1, "node": 0, "speed": 0.5, "text": "is slower than half the median"}],
 }
 OF_ONE = {
-    "usage": {"step_s": 5.0, "nodes": {"0": {"cpus": [1.0, 2.0]}}},
+    "usage": {"nodes": {"0": {"of": "container", "limits": {}, "last": {"cpus": 2.0}, "highest": {"cpus": 3.0}}}},
     "progress": {
         "step": 3, "done": 3, "total": 5, "steps_per_s": None, "left_s": None, "last": {}, "series": {}, "rates": RATES,
     },
@@ -295,7 +295,7 @@ def test_the_page_of_a_single_node_has_no_number_for_it(nproc, is_done, has_fail
     for text in ("\n".join(lines_of(page)), json.dumps(layout(page))):
         assert re.findall("node 0|Node 0", text) == []
     text = "\n".join(lines_of(page))
-    for words in ("the node joined", "slowest: rank 1, 0.5", "host host-0) ", "CPU, cores: 2"):
+    for words in ("the node joined", "slowest: rank 1, 0.5", "host host-0) ", "2, highest 3"):
         assert words in text
     assert ("rank 1 on" in text, "failed: rank 1" in text) == (False, has_failed and nproc == MANY_RANKS)
 
