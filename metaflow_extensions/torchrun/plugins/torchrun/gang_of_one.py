@@ -44,7 +44,6 @@ class GangOfOne:
     def __init__(self) -> None:
         self._flow_datastore = datastore_here()
         self._cards: Cards | None = None  # of the task
-        self._shown: Callable[[], Snapshot] | None = None  # the last launch
         self._has_parts = False  # whether the step has asked for any
         self._starts: Plain | None = None  # from the first launch that asks for spares on
         self._idle: deque[Link] = deque()  # to supervisors that stay, and that no launch uses
@@ -55,7 +54,7 @@ class GangOfOne:
         return GangPart(parts, self._present, this_task, on_page())
 
     def _present(self) -> Snapshot | Sentence:
-        return Sentence("No launch has begun yet.") if self._shown is None else self._shown()
+        return Sentence("No launch has begun yet.") if self._cards is None else self._cards.shown()
 
     def run(self, **options: Any) -> TorchrunResult[Any]:
         """Run a launch to its end; the arguments are those of `TorchrunExecutor.run`, all by name."""
@@ -113,13 +112,15 @@ class GangOfOne:
 
     def _pop_idle(self) -> Link | None:
         with suppress(IndexError):  # other threads take them, too
-            while (idle := self._idle.popleft()).has_ended:
+            while idle := self._idle.popleft():
+                idle.read()
+                if idle.end is None:
+                    return idle
                 if idle.is_forked:
                     raise GangError(
                         f"run was called in process {os.getpid()}, which was forked from one that had launched with warm. A "
                         "fork can't use its spares: launch there, or make another TorchrunSingleNodeMultiGPU here."
                     )
-            return idle
         return None
 
     def _begin_warm(self, machine: Machine, options: Mapping[str, Any]) -> None:
@@ -134,9 +135,7 @@ class GangOfOne:
         if self._cards is None:
             self._cards = Cards(self._flow_datastore, on_page(), with_ours=current.get("torch") is None)
         self._cards.has_parts = self._has_parts and current.get("torch") is None
-        store = GangStore(member, about, self._cards, registry=None)
-        self._shown = store.present
-        return store
+        return GangStore(member, about, self._cards, registry=None)
 
 
 def _log(about: dict[str, Any], event: Event) -> None:

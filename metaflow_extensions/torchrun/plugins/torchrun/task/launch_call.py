@@ -66,13 +66,12 @@ class LaunchCall:
             self._begin()
             while (outcome := self._next()) is None:
                 self._poll()
-            self._store_now()
+            self._member.store_now()  # nothing is stored while the step's own code runs
         except BaseException as error:
             try:
                 self._give_up(error)
-                self._store_now()
+                self._member.store_now()
             finally:
-                self._member.uploads = False
                 self._member.end_launch(self._verdict, failing=True, handled=self._handled)
             raise
         self._member.end_launch(None, handled=self._handled)
@@ -169,11 +168,6 @@ class LaunchCall:
         self._member.uploads = False
 
     # --- the end
-
-    def _store_now(self) -> None:
-        """Store how the launch has ended: nothing is stored while the step's own code runs."""
-        self._give_up_upload()
-        self._member.store_now()
 
     def _ended(self, told: Mapping[str, Any]) -> Outcome:
         self._runs, self._handled = False, told["handled"]

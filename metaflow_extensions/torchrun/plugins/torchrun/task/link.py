@@ -128,12 +128,6 @@ class Link:
         self.end = why
         self.handle(["supervisor_lost", why])
 
-    @property
-    def has_ended(self) -> bool:
-        """Whether the supervisor of a link that nobody uses is gone."""
-        self.read()
-        return self.end is not None
-
     # --- waiting
 
     @contextmanager
@@ -193,7 +187,7 @@ class Link:
     def call(self, name: str, *args: Any, patience_s: float = _ANSWER_S) -> Any:
         """Have the supervisor do something, and return its answer; raise what that raises, or GangError."""
         number = self.ask(name, *args)
-        if not self.wait(lambda: number in self._answers, patience_s):
+        if not self.wait(lambda: self.has_answer(number), patience_s):
             raise self.gone(f"its supervisor process gave no answer for {patience_s:g} s")
         return self.pop_answer(number)
 
@@ -210,7 +204,7 @@ class Link:
         """As `call`, but return None where no answer comes."""
         number = self.ask(name, *args)
         with suppress(OSError):  # of the supervisor's
-            return self.pop_answer(number) if self.wait(lambda: number in self._answers, patience_s) else None
+            return self.pop_answer(number) if self.wait(lambda: self.has_answer(number), patience_s) else None
         return None
 
     # --- the end
