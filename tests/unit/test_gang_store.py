@@ -58,8 +58,8 @@ class Link(FakeLink):
 class Cards:
     """Cards that are only counted."""
 
-    def __init__(self):
-        self.renewed, self.shown, self.hang = [], None, None
+    def __init__(self, are_wanted=True):
+        self.renewed, self.shown, self.hang, self.are_wanted = [], None, None, are_wanted
 
     def renew(self):
         if self.hang is not None:
@@ -97,6 +97,18 @@ def test_what_is_known_when_a_launch_ends_is_stored_then(gang):
     gang.link.records, gang.link.numbers = 2, 7
     gang.store.store_now()
     assert len(gang.registry.load_snapshot().events) == 2
+
+
+def test_a_gang_that_nobody_shows_or_stores_keeps_no_launch_waiting():
+    """As a `TorchrunSingleNodeMultiGPU` without a card."""
+    link = Link()
+    member = member_of(link, node=0, num_nodes=1)
+    store = GangStore(member, {}, Cards(are_wanted=False), None)
+    begun = time.monotonic()
+    store.store_now()
+    assert time.monotonic() - begun < 1
+    link.wait(lambda: False, 0.1)
+    assert link.asked == []
 
 
 def test_values_and_outputs_come_first(gang):

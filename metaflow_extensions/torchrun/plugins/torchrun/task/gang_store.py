@@ -108,9 +108,13 @@ class GangStore:
 
     def _poll(self) -> tuple[float, Sequence[int]]:
         """Go on with what is due; return for how long, and for which files, the wait may last."""
-        found = self._go_on() if self._registry is not None or self._cards.are_wanted else (_NEVER, ())
+        found = self._go_on() if self._is_wanted else (_NEVER, ())
         self._member.has_job = not self._is_idle
         return found
+
+    @property
+    def _is_wanted(self) -> bool:
+        return self._registry is not None or self._cards.are_wanted
 
     @property
     def _is_idle(self) -> bool:
@@ -189,6 +193,8 @@ class GangStore:
 
     def store_now(self) -> None:
         """Store what is known now, within some seconds, or until this node must end."""
+        if not self._is_wanted:
+            return
         member = self._member
         # What was asked before may know less.
         member.link.wait(lambda: member.must_end or (self._asked is None and self._is_idle), _PATIENCE_S)

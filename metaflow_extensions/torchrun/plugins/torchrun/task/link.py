@@ -26,9 +26,7 @@ from ..machine.open_files import file_of
 from ..machine.processes import Other
 
 _ANSWER_S = 60.0  # a busy machine, or one whose disk has to read Python first
-_LEAVE_WAIT_S = (
-    5.0  # how long a control node waits after its own end for the other nodes' ends, to hear of late failures
-)
+_LEAVE_WAIT_S = 5.0  # of a control node after its own end, for the others' ends, so that it hears of late failures
 _END_S = 2.0
 _NEVER = float("inf")
 _LOOK_S = 0.5  # the longest wait: who shares the socket may have read what tells of an end
@@ -218,22 +216,18 @@ class Link:
         if self.end is None:
             found = self._answer("close", _LEAVE_WAIT_S, self.stays, self._is_hurried, patience_s=_ANSWER_S)
             self.last_words = found or self.last_words
-        if not self.stays:
-            self._close()
-
-    def end_staying(self) -> None:
-        """End a supervisor that stayed."""
-        self.stays = False
-        self.close()
-
-    def _close(self) -> None:
-        if self.is_forked:
+        if self.stays or self.is_forked:
             return
         self.end = self.end or "its gang has ended"
         with suppress(OSError):  # the step's code has closed all descriptors
             self._socket.close()
         if not self.await_end(_END_S):  # it still writes, and its reader may pause: the task's end waits for that
             atexit.register(self.await_end, _NEVER)
+
+    def end_staying(self) -> None:
+        """End a supervisor that stayed."""
+        self.stays = False
+        self.close()
 
     def forget(self) -> None:
         """Do nothing any more: this is a fork of the task."""
