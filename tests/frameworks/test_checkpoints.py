@@ -19,7 +19,6 @@ from checkpoint_example import EXAMPLE, FEWER, end_line, train_plainly
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600), pytest.mark.xdist_group("checkpoints")]
 
 END_S = 300
-HERE = Path(__file__).parent
 LARGEST_DIFFERENCE = """
 import io, json, sys, torch
 from metaflow import Run, namespace
@@ -145,11 +144,3 @@ def test_a_file_a_rank_goes_on_with_another_number_of_ranks(run_example, plain):
     asked = subprocess.run(words, env=flow.env, capture_output=True, text=True, timeout=END_S)
     assert asked.returncode == 0, asked.stderr
     assert json.loads(asked.stdout) < 1e-5
-
-
-def test_workers_that_were_spares_have_current_too(run_flow):
-    """They may have imported Metaflow before the step's code."""
-    flow = run_flow(flow=str(HERE / "flows" / "spare_current.py"))
-    note = flow.note("current")
-    assert note["had metaflow"] == [True, True]
-    assert note["there"] == [note["here"]] * 2

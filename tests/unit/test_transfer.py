@@ -76,9 +76,19 @@ begun.wait()
 upload.give_up()
 """
 
+ENDS_DURING_EXIT = """
+import atexit, time
+atexit.register(time.sleep, 0.5)  # what is registered later is called before
+from metaflow_extensions.torchrun.plugins.torchrun.launch.transfer import Step, Transfer
+job = Transfer(None, "stores", [Step("a value", lambda: time.sleep(0.2), 1000.0)])
+job.start()
+job.give_up()
+"""
 
-def test_a_transfer_that_was_given_up_holds_up_no_exit():
-    done = subprocess.run([sys.executable, "-c", ABANDONED], timeout=DEADLINE_S, capture_output=True, text=True)
+
+@pytest.mark.parametrize("code", [ABANDONED, ENDS_DURING_EXIT])
+def test_a_transfer_that_was_given_up_holds_up_no_exit(code):
+    done = subprocess.run([sys.executable, "-c", code], timeout=DEADLINE_S, capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")
 
 

@@ -73,7 +73,7 @@ class Transfer:
         self._ended = threading.Event()
         self._given_up = False
         self.file = os.eventfd(0, os.EFD_CLOEXEC)  # readable at its end
-        weakref.finalize(self, os.close, self.file)  # its thread may need it longer than who waits
+        weakref.finalize(self, os.close, self.file).atexit = False  # its thread may need it longer than who waits
 
     def start(self) -> None:
         """Begin."""
