@@ -62,9 +62,6 @@ class FakeLink:
     def settle(self, patience_s=None):
         return True
 
-    def hurry(self):
-        """Have nobody hurry."""
-
     def await_end(self, patience_s):
         self.awaited.append(patience_s)
 

@@ -23,6 +23,7 @@ from metaflow_extensions.torchrun.plugins.torchrun.executor import TorchrunExecu
 from metaflow_extensions.torchrun.plugins.torchrun.records.on_page import NO_PAGES
 from metaflow_extensions.torchrun.plugins.torchrun.records.snapshot import Snapshot
 from metaflow_extensions.torchrun.plugins.torchrun.records.summary import summarize
+from metaflow_extensions.torchrun.plugins.torchrun.show import gang_part
 from metaflow_extensions.torchrun.plugins.torchrun.show.as_card import layout, one_line, sections
 from metaflow_extensions.torchrun.plugins.torchrun.show.gang_card import GangCard, page_of_gang, sections_of_gang
 from metaflow_extensions.torchrun.plugins.torchrun.show.gang_part import GangPart
@@ -110,8 +111,9 @@ def test_the_sections_that_replace_others_have_their_ids():
     assert [each["id"] for each in first["contents"]] == [each["id"] for each in later]
 
 
-def test_a_users_card_gets_the_parts_that_it_names_in_our_order_and_their_style():
-    shown = GangPart(("timeline", "outcome"), a_gang, place)
+def test_a_users_card_gets_the_parts_that_it_names_in_our_order_and_their_style(monkeypatch):
+    monkeypatch.setattr(gang_part, "_this_task", place)
+    shown = GangPart(("timeline", "outcome"), a_gang)
     shown.component_id = "mine"
     found = shown.render()
     json.dumps(found)
@@ -121,7 +123,7 @@ def test_a_users_card_gets_the_parts_that_it_names_in_our_order_and_their_style(
     assert ":root" not in style["source"], "it would change the rest of the user's card"
     assert ".tr-running" in style["source"]
     assert (outcome["id"], timeline["title"]) == ("gang-outcome", "Timeline")
-    everything = GangPart((), a_gang, place).render()["contents"][1:]
+    everything = GangPart((), a_gang).render()["contents"][1:]
     assert everything == layout(page_of(a_gang(), place()))["contents"]
 
 
@@ -133,15 +135,15 @@ def test_every_part_is_told_where_people_look():
 
 
 def test_a_part_that_shows_nothing_says_why():
-    part = GangPart(("outcome",), lambda: "no snapshot", place)
+    part = GangPart(("outcome",), lambda: "no snapshot")
     assert "Render failed of component named `GangPart`" in part.render()["data"]
-    (nothing,) = html_of(GangPart((), lambda: Sentence("No launch has begun yet."), place).render())
+    (nothing,) = html_of(GangPart((), lambda: Sentence("No launch has begun yet.")).render())
     assert nothing.text == "No launch has begun yet."
 
 
 def test_an_unknown_part_is_refused_where_it_is_asked_for():
     with pytest.raises(TorchrunConfigError, match=r"knows no part 'rank'\. The parts are 'outcome', 'ranks'"):
-        GangPart(("rank",), a_gang, place)
+        GangPart(("rank",), a_gang)
 
 
 def test_a_page_that_is_not_final_says_how_to_watch_the_gang():

@@ -69,7 +69,7 @@ class Link(FakeLink):
 def attach(node=1, num_nodes=3, emit=print):
     """Return a member that the control node has not taken in yet, and its link."""
     link = Link()
-    return Member(node, num_nodes, emit, link), link
+    return Member(node, num_nodes, emit, link, "longer than the step's @timeout allows"), link
 
 
 @pytest.fixture
@@ -87,7 +87,7 @@ def join():
     yield join
     for member in members[::-1]:
         member.leave()
-    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    assert {signal.getsignal(each) for each in (signal.SIGTERM, signal.SIGALRM)} == {signal.SIG_DFL}
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
@@ -115,7 +115,7 @@ def test_a_member_stays_one_until_its_results_are_stored(join):
     member, link = join()
     member.finish()
     assert (link.said, link.is_closed) == ([Done()], False)
-    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    assert {signal.getsignal(each) for each in (signal.SIGTERM, signal.SIGALRM)} == {signal.SIG_DFL}
     with pytest.raises(GangError, match="after the gang had ended"):
         member.begin_launch()
     link.says(*ABORT)  # too late for this node's code, which has ended
@@ -238,7 +238,7 @@ def test_launches_are_numbered_and_hear_of_no_interruption_of_an_earlier_one(joi
     member, link = join()
     for number in range(3):
         assert member.begin_launch() == number
-        orders.time_out(member, f"too long {number}")
+        member.order(TimedOut(f"too long {number}"), is_now=False)
         assert len(link.interruptions) == number, "its supervisor does not know of this launch yet"
         member.has_begun()
         assert link.interruptions == [f"too long {each}" for each in range(number + 1)]
@@ -298,7 +298,7 @@ NEWS = {
     "control lost": lambda link: link.comes("lost", "its task was killed"),
     "SIGTERM": lambda link: signal.raise_signal(signal.SIGTERM),
     "notice": lambda link: link.comes("must_end", "a spot notice says so"),
-    "@timeout": lambda link: orders.time_out(orders._members[-1], "longer than the step's @timeout allows"),
+    "@timeout": lambda link: signal.raise_signal(signal.SIGALRM),
 }
 TRACED = {member_module.__file__, orders.__file__, link_module.__file__}
 
@@ -386,7 +386,7 @@ def test_sigterm_outside_of_a_launch_tells_the_gang_at_once_and_ends_the_step(jo
     told = [Leave(Cause.from_dict(caught.value.cause), failed=True)]
     assert (link.said, link.is_closed) == (told, False)
     # The step's code has the error and may take its time; a second SIGTERM would end it, as by default.
-    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    assert {signal.getsignal(each) for each in (signal.SIGTERM, signal.SIGALRM)} == {signal.SIG_DFL}
     link.says(*ABORT)
     member.leave(caught.value, hold_s=20)
     assert (link.said, link.is_closed) == (told, True)
@@ -446,7 +446,7 @@ def test_joining_in_another_thread_leaves_signals_alone():
     link = Link()
     member = member_of(link)
     link.says(*ABORT)
-    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    assert {signal.getsignal(each) for each in (signal.SIGTERM, signal.SIGALRM)} == {signal.SIG_DFL}
     member.leave()
 
 

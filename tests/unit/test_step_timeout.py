@@ -7,10 +7,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from metaflow_extensions.torchrun.plugins.torchrun.errors import LaunchTimeout
 from metaflow_extensions.torchrun.plugins.torchrun.machine import container
-from metaflow_extensions.torchrun.plugins.torchrun.task import step_timeout
-from metaflow_extensions.torchrun.plugins.torchrun.task.step_timeout import StepTimeout, time_limit
+from metaflow_extensions.torchrun.plugins.torchrun.task import orders, step_timeout
+from metaflow_extensions.torchrun.plugins.torchrun.task.step_timeout import alarm_text, time_limit
 
 
 class Decorator:
@@ -36,24 +35,29 @@ def metaflows():
     signal.signal(signal.SIGALRM, before)
 
 
-def test_the_gang_hears_of_the_alarm_and_a_node_that_waits_for_it_raises(metaflows):
-    timeout, heard = StepTimeout(30.0), []
-    with pytest.raises(LaunchTimeout, match=r"waited for its gang .*@timeout of 90 s"):
-        signal.raise_signal(signal.SIGALRM)
-    timeout.tell(SimpleNamespace(order=lambda news, is_now: heard.append(news.text)))
+@pytest.fixture
+def heard():
+    """Handle signals for a member, and return what it hears."""
+    heard = []
+    member = SimpleNamespace(link=SimpleNamespace(waiter=None), order=lambda news, is_now: heard.append(news.text))
+    orders.begin(member, alarm_text(30.0))
+    yield heard
+    orders.end(member)
+
+
+def test_the_gang_hears_of_the_alarm_until_its_end(metaflows, heard):
     signal.raise_signal(signal.SIGALRM)
-    assert "@timeout of 90 s" in "".join(heard)
-    timeout.end()
+    assert "longer than the step's @timeout of 90 s" in "".join(heard)
+    orders.end(*orders._members)
     signal.raise_signal(signal.SIGALRM)
     assert (len(heard), metaflows.alarms) == (1, 1)
 
 
-def test_an_alarm_of_somebody_else_is_left_alone(metaflows):
+def test_an_alarm_of_somebody_else_is_left_alone(metaflows, request):
     metaflows.name = "mine"
-    timeout = StepTimeout(30.0)
+    heard = request.getfixturevalue("heard")
     signal.raise_signal(signal.SIGALRM)
-    timeout.end()
-    assert metaflows.alarms == 1
+    assert (heard, metaflows.alarms) == ([], 1)
 
 
 @pytest.fixture
@@ -93,10 +97,9 @@ def test_the_alarm_of_another_node_comes_before_its_pod_ends_however_often_it_is
     for late_s in (0.0, 7.0):
         now = time.monotonic
         monkeypatch.setattr(time, "monotonic", lambda late_s=late_s, now=now: now() + late_s)
-        timeout = StepTimeout(5.0)
+        assert alarm_text(5.0) is not None
         expected = 90 - age_s - 20 - (0.0 if age_s else late_s)
         assert signal.getitimer(signal.ITIMER_REAL)[0] == pytest.approx(expected, abs=1)
-        timeout.end()
 
 
 def test_a_pod_is_as_old_as_its_first_process_or_as_what_was_made_with_it(tmp_path):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import weakref
 from collections import deque
 from collections.abc import Callable, Mapping
@@ -28,14 +27,13 @@ from .machine.accelerators import Machine, this_machine
 from .records.snapshot import Snapshot
 from .result import TorchrunResult
 from .settings import DEFAULTS, StepSettings, parse_settings
-from .show.gang_part import GangPart, this_task
+from .show.gang_part import GangPart
 from .task.cards import Cards
 from .task.gang_store import GangStore
 from .task.join import LOOPBACK, join_alone, rules_of
 from .task.link import Link
 from .task.member import Member
 from .task.report import end_with, print_errors_ourselves, report
-from .task.step_timeout import StepTimeout
 
 
 class GangOfOne:
@@ -51,7 +49,7 @@ class GangOfOne:
     def card(self, parts: tuple[str, ...]) -> GangPart:
         """Return parts of the gang's card, which show the last launch."""
         self._has_parts = True
-        return GangPart(parts, self._present, this_task, on_page())
+        return GangPart(parts, self._present, on_page())
 
     def _present(self) -> Snapshot | Sentence:
         return Sentence("No launch has begun yet.") if self._cards is None else self._cards.shown()
@@ -65,11 +63,9 @@ class GangOfOne:
         self._begin_warm(machine, options)
         member = self._join(settings, partial(_log, about))
         store: GangStore | None = None
-        timeout = StepTimeout(settings.grace_s)
         error: BaseException | None = None
         try:
             store = self._follow(member, about)
-            timeout.tell(member)
             has_spares, values = self._starts is not None, values_of_running_flow()
             context = Context(
                 member, LOOPBACK, machine, settings, store=values, has_spares=has_spares, features=in_task()
@@ -81,7 +77,7 @@ class GangOfOne:
             error = caught
             if isinstance(caught, TorchrunPreempted | KeyboardInterrupt):
                 hurry()
-                member.link.hurry()
+                member.link.send("hurry")
             if isinstance(caught, TorchrunError) and member.gang_knows(caught):
                 rename_node(caught, current.parallel.node_index if current.get("is_parallel") else None)
             print_errors_ourselves(in_task=True)
@@ -91,7 +87,6 @@ class GangOfOne:
             )
             raise
         finally:
-            timeout.end()
             member.leave(error)
             if store is not None:
                 store.close()
@@ -118,7 +113,7 @@ class GangOfOne:
                     return idle
                 if idle.is_forked:
                     raise GangError(
-                        f"run was called in process {os.getpid()}, which was forked from one that had launched with warm. A "
+                        "run was called in a process that was forked from one that had launched with warm. A "
                         "fork can't use its spares: launch there, or make another TorchrunSingleNodeMultiGPU here."
                     )
         return None

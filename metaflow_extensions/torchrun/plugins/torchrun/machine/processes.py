@@ -87,29 +87,30 @@ def is_alive(pid: int, since: str) -> bool:
     return process is not None and process.is_alive and process.began == since
 
 
-def children(parent: int) -> list[int]:
-    """Return the pids of the living children of a process."""
-    return [process.pid for process in _table() if process.is_alive and process.parent == parent]
+def children(parent: int | None = None) -> list[int]:
+    """Return the pids of the living children of a process; by default, of this one."""
+    return [process.pid for process in _table() if process.is_alive and process.parent == (parent or os.getpid())]
 
 
-def children_of_main_thread(parent: int) -> list[int]:
-    """Return the pids of the children, dead ones too, that a process's main thread has started; cheap enough to repeat.
+def children_of_main_thread(parent: int | None = None) -> list[int]:
+    """Return the pids of the children, dead ones too, that a process's main thread has started; by default, this one's.
 
-    A kernel without CONFIG_PROC_CHILDREN tells the living children of all threads.
+    It is cheap enough to repeat. A kernel without CONFIG_PROC_CHILDREN tells the living children of all threads.
     """
+    parent = parent or os.getpid()
     path = f"/proc/{parent}/task/{parent}/children"
     return [int(pid) for pid in read(path).split()] if os.path.exists(path) else children(parent)
 
 
-def living_descendants(ancestor: int, without: Collection[int] = ()) -> list[int]:
-    """Return the pids of all living processes that descend from `ancestor`, through dead ones, too.
+def living_descendants(ancestor: int | None = None, without: Collection[int] = ()) -> list[int]:
+    """Return the pids of all living processes that descend from one, by default this, through dead ones, too.
 
     The processes `without`, and what descends from them, are left out.
     """
     below: dict[int, list[Process]] = {}
     for process in _table():
         below.setdefault(process.parent, []).append(process)
-    found, queue = [], [ancestor]
+    found, queue = [], [ancestor or os.getpid()]
     while queue:
         for process in below.get(queue.pop(), ()):
             if process.pid in without:

@@ -394,7 +394,7 @@ class AgentProcess:
 
     def _tree(self) -> list[int]:
         """Return the pids of the agent and all that it has started, however that detached itself."""
-        return processes.living_descendants(os.getpid(), HELPERS)
+        return processes.living_descendants(without=HELPERS)
 
     def _below_agent(self) -> list[int]:
         return [pid for pid in self._tree() if pid != self._agent.pid]

@@ -27,7 +27,6 @@ class GangPart(cards.component_class()):  # type: ignore[misc]  # Metaflow is no
         self,
         names: tuple[str, ...],
         shown: Callable[[], Snapshot | Sentence],
-        place: Callable[[], Place],
         pages: Pages = NO_PAGES,
     ) -> None:
         known = section_names(pages)
@@ -38,7 +37,7 @@ class GangPart(cards.component_class()):  # type: ignore[misc]  # Metaflow is no
             )
         self._names = names
         self._shown = shown  # returns what to show, in any thread: the gang, or why not
-        self._place, self._pages = place, pages
+        self._pages = pages
 
     def update(self, *args: Any, **kwargs: Any) -> None:
         """Do nothing: the part always shows the present state."""
@@ -49,7 +48,7 @@ class GangPart(cards.component_class()):  # type: ignore[misc]  # Metaflow is no
         shown = self._shown()
         if isinstance(shown, Sentence):
             return {**said(shown), "id": self.component_id}
-        page = page_of(shown, self._place(), self._pages, is_short=True)
+        page = page_of(shown, _this_task(), self._pages, is_short=True)
         return part(self.component_id, page, self._names)
 
 
@@ -58,10 +57,9 @@ def pointing_at(control: str, pages: Pages) -> Callable[[tuple[str, ...]], GangP
     parallel, task = current.parallel, f"{current.flow_name}/{control}"
     here = f"node {parallel.node_index} (host {socket.gethostname()}) of a gang of {parallel.num_nodes} nodes"
     sentence = Sentence(f"This is {here}. The card of node 0's task shows the gang: {task}.")
-    return lambda names: GangPart(names, lambda: sentence, this_task, pages)
+    return lambda names: GangPart(names, lambda: sentence, pages)
 
 
-def this_task() -> Place:
-    """Return the place of this task's gang, for its page."""
+def _this_task() -> Place:
     flow, run, step, task = map(str, (current.flow_name, current.run_id, current.step_name, current.task_id))
     return Place(flow, run, step, task, ui_url=cards.ui_url(), program=program())

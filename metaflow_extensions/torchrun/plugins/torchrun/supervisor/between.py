@@ -11,6 +11,7 @@ import signal
 import sys
 import time
 from contextlib import suppress
+from types import FrameType
 
 from ..compat import linux
 from ..machine.processes import living_descendants, send_signal
@@ -36,14 +37,19 @@ def main() -> int:
         return supervise(own)
     _close_files()
     os.waitpid(supervisor, 0)
-    for pid in living_descendants(own):
+    for pid in living_descendants():
         send_signal(pid, signal.SIGTERM)
     kill_at = time.monotonic() + grace_s
-    while (left := living_descendants(own)) and time.monotonic() < kill_at + _KILL_WAIT_S:
+    while (left := living_descendants()) and time.monotonic() < kill_at + _KILL_WAIT_S:
         for pid in left if time.monotonic() >= kill_at else ():
             send_signal(pid, signal.SIGKILL)
         time.sleep(_LOOK_S)
     return 0
+
+
+def _nothing(number: int, frame: FrameType | None) -> None:
+    # Ctrl-C is the task's, and so is an order to all processes of a container. SIG_IGN would be inherited by workers.
+    pass
 
 
 def have_default_signals() -> None:
@@ -53,11 +59,7 @@ def have_default_signals() -> None:
     # Python ignores two for itself; a Popen sets them back in its child.
     for number in signal.valid_signals() - {signal.SIGPIPE, signal.SIGXFSZ}:
         with suppress(OSError):  # SIGKILL and SIGSTOP
-            signal.signal(number, signal.SIG_DFL)
-    # Ctrl-C is the task's, and so is an order to all processes of a container. Handlers, not SIG_IGN, which workers
-    # would inherit.
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda *_: None)
+            signal.signal(number, _nothing if number in (signal.SIGINT, signal.SIGTERM) else signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_SETMASK, ())  # last, since a blocked signal may be pending and arrives now
 
 

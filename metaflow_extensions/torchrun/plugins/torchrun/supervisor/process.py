@@ -83,7 +83,6 @@ class Supervisor:
         self._output = Output(self._link.send)
         self._launches: Launches | None = None  # there with the side
         self._warm: WarmStarts | None = None
-        self._is_hurried = False  # whether the task was told to end
         self._is_over = asyncio.Event()  # the task lets go, is gone, or can't be served any more
         self._is_released = False  # the task lets go
         self._why: str | None = None  # why the task can't be served any more, although it may live
@@ -174,6 +173,8 @@ class Supervisor:
             self._begin(rest[0])
         elif what == "echo":
             self._link.send_now("echo")  # the wait may have ended meanwhile
+        elif what == "hurry":  # the task was told to end: nobody waits for a reader that takes nothing
+            console.hurry()
         elif what == "call":
             self._call(*rest)
         elif self._side is None:
@@ -236,14 +237,11 @@ class Supervisor:
 
     async def _finish_output(self) -> None:
         """Wait until all lines are written, as long as the task does; or, in a hurry, until their reader takes nothing."""
-        if self._is_hurried:
-            console.hurry()
         while not await settle(WATCH_S) and not self._has_ended() and not console.has_given_up():
             pass
 
-    def _release(self, stays: bool, is_hurried: bool) -> None:
+    def _release(self, stays: bool) -> None:
         """End what the task has begun, and this process, unless it `stays` for what the task begins next."""
-        self._is_hurried = is_hurried
         if self._launches is not None:
             self._launches.let_go()
         if stays:
@@ -257,10 +255,8 @@ class Supervisor:
         """Do nothing: the gang is over already."""
 
     @staticmethod
-    async def settle(patience_s: float | None, is_hurried: bool = False) -> bool:
-        """Wait until all lines so far are written, or for so long; a hurried one does not wait for a reader that is stuck."""
-        if is_hurried:
-            console.hurry()
+    async def settle(patience_s: float | None) -> bool:
+        """Wait until all lines so far are written, or for so long."""
         return await settle(patience_s)
 
     async def _tell_end(self, how: str) -> None:

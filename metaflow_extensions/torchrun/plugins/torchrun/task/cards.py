@@ -14,7 +14,7 @@ from ..launch.transfer import Step, Transfer
 from ..records.on_page import NO_PAGES, Pages
 from ..records.snapshot import Snapshot
 from ..show.gang_card import page_of_gang, sections_of_gang
-from ..show.gang_part import GangPart, this_task
+from ..show.gang_part import GangPart
 
 _LAST_S = 60.0  # for the last cards of a failed task: Metaflow's take some seconds, and more on a busy machine
 _LIVE, _LAST = "what the gang's card shows while the step runs", "the last card of a step that has failed"
@@ -36,7 +36,7 @@ class Cards:
     def part(self, names: tuple[str, ...]) -> GangPart:
         """Return parts of the gang's page for a card of the user's own; called by the step's code."""
         self.has_parts = True
-        return GangPart(names, lambda: self.shown(), this_task, self._pages)
+        return GangPart(names, lambda: self.shown(), self._pages)
 
     def renew(self) -> None:
         """Make all cards, as of a running task."""

@@ -53,12 +53,11 @@ def _handle(signals: Sequence[signal.Signals], pass_on: bool) -> None:
 
     def on_signal(number: int, frame: FrameType | None) -> None:
         nonlocal is_interrupted
-        if os.getpid() != owner and number == signal.SIGINT:
-            raise KeyboardInterrupt  # as usual
-        if os.getpid() != owner:  # a forked child has inherited this handler
-            signal.signal(number, signal.SIG_DFL)
-            os.kill(os.getpid(), number)
-        elif not is_interrupted:
+        if os.getpid() != owner:  # a forked child has inherited this handler, and ends as usual
+            if number == signal.SIGINT:
+                raise KeyboardInterrupt
+            os._exit(128 + number)
+        if not is_interrupted:
             is_interrupted = True
             if pass_on:
                 _interrupt_children()
@@ -86,6 +85,6 @@ def _interrupt_children() -> None:
 def _children() -> list[int]:
     """Return the pids of this process's children. Runs are submitted from macOS, too, which has no /proc."""
     if platform.system() == "Linux":
-        return processes.children(os.getpid())
+        return processes.children()
     listed = subprocess.run(["pgrep", "-P", str(os.getpid())], capture_output=True, check=False).stdout
     return [int(pid) for pid in listed.split()]

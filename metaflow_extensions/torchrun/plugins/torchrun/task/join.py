@@ -28,6 +28,7 @@ from ..records.vanished import Word, has_begun, has_ended, host_of_control
 from ..settings import StepSettings
 from .link import Link
 from .member import Member
+from .step_timeout import alarm_text
 
 LOOPBACK = "127.0.0.1"
 _POLICY = ConnectPolicy()
@@ -116,7 +117,7 @@ def _begin_gang(
 ) -> Member:
     given = {name: value for name, value in vars(rules).items() if name != "why_it_waits"}
     about = {"num_nodes": num_nodes, "timeout_s": settings.heartbeat_timeout_s, "token": token, "rules": given}
-    member, link.last_words = Member(CONTROL, num_nodes, emit, link), None
+    member, link.last_words = Member(CONTROL, num_nodes, emit, link, alarm_text(settings.grace_s)), None
     link.send("begin", {**about, "more": dict(more)})
     member.send(Join(CONTROL, member.host, place=place()))
     return member
@@ -233,7 +234,7 @@ def _member(
     node: int, num_nodes: int, settings: StepSettings, emit: Subscriber, more: Mapping[str, Any] = NOTHING
 ) -> Member:
     about = {"node": node, "num_nodes": num_nodes, "timeout_s": settings.heartbeat_timeout_s, "place": place()}
-    member = Member(node, num_nodes, emit, Link(settings.grace_s))
+    member = Member(node, num_nodes, emit, Link(settings.grace_s), alarm_text(settings.grace_s))
     member.link.send("begin", {**about, "policy": asdict(_POLICY), "more": dict(more)})
     return member
 

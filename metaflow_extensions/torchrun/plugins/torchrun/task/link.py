@@ -52,7 +52,6 @@ class Link:
         self.is_forked = False  # whether this is a fork of the task
         self.stays = False  # whether the supervisor is there for another gang after `close`
         self.last_words: Any = None  # what the supervisor has said at its end
-        self._is_hurried = False
         self._numbers, self._calls = itertools.count(), itertools.count()
         self._packets = Packets()
         self._answers: dict[int, Sequence[Any]] = {}
@@ -86,10 +85,6 @@ class Link:
             except OSError:  # who reads next sees why
                 return
         self._lose(f"its supervisor process takes nothing for {_STUCK_LOOKS * _STUCK_LOOK_S:g} s")
-
-    def hurry(self) -> None:
-        """Keep the supervisor from waiting for a reader that takes nothing: the task was told to end."""
-        self._is_hurried = True
 
     # --- reading
 
@@ -193,17 +188,11 @@ class Link:
         """Return the error for a supervisor that is gone, or silent for a reason."""
         return GangError(f"The node can't go on (host {socket.gethostname()}): {self.end or why}.")
 
-    def settle(self, patience_s: float | None = None) -> bool:
-        """Wait until all lines so far are written, or for so long; return whether they are."""
+    def settle(self, patience_s: float | None = None) -> None:
+        """Wait until all lines so far are written, or for so long."""
         more_s = _NEVER if patience_s is None else patience_s
-        return bool(self._answer("settle", patience_s, self._is_hurried, patience_s=more_s + _ANSWER_S))
-
-    def _answer(self, name: str, *args: Any, patience_s: float) -> Any:
-        """As `call`, but return None where no answer comes."""
-        number = self.ask(name, *args)
-        with suppress(OSError):  # of the supervisor's
-            return self.pop_answer(number) if self.wait(lambda: self.has_answer(number), patience_s) else None
-        return None
+        with suppress(GangError, OSError):
+            self.call("settle", patience_s, patience_s=more_s + _ANSWER_S)
 
     # --- the end
 
@@ -214,8 +203,8 @@ class Link:
     def close(self) -> None:
         """End the gang that was begun, and the supervisor, unless it `stays`; nothing in a fork of the task."""
         if self.end is None:
-            found = self._answer("close", _LEAVE_WAIT_S, self.stays, self._is_hurried, patience_s=_ANSWER_S)
-            self.last_words = found or self.last_words
+            with suppress(GangError, OSError):
+                self.last_words = self.call("close", _LEAVE_WAIT_S, self.stays) or self.last_words
         if self.stays or self.is_forked:
             return
         self.end = self.end or "its gang has ended"

@@ -10,7 +10,6 @@ a node's environment. Pid and start time together identify it, since the kernel 
 
 from __future__ import annotations
 
-import os
 import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -58,7 +57,7 @@ class LocalNodes:
 
     def tasks(self) -> dict[int, Process]:
         """Return node index -> task of all that have been seen, ended ones included."""
-        for pid in children(os.getpid()) if len(self._tasks) < len(self._options) else ():
+        for pid in children() if len(self._tasks) < len(self._options) else ():
             task, node = find(pid), self._node_of(pid)
             if task is not None and node is not None:
                 self._tasks.setdefault(node, task)
@@ -71,7 +70,7 @@ class LocalNodes:
     @staticmethod
     def _has_ended_children() -> bool:
         """Return whether children have ended: a process that has ended shows no command line any more."""
-        found = [find(pid) for pid in children_of_main_thread(os.getpid())]
+        found = [find(pid) for pid in children_of_main_thread()]
         return not found or any(child is None or not child.is_alive for child in found)
 
     def _node_of(self, pid: int) -> int | None:

@@ -8,7 +8,6 @@ a handler of a signal leaves the state alone, or raises, so that what it has int
 from __future__ import annotations
 
 import enum
-import os
 import socket
 import threading
 from collections import deque
@@ -57,9 +56,9 @@ _SAYS: dict[type, ControlNode] = {Welcome: ControlNode.HERE, Ack: ControlNode.AC
 
 
 class Member:
-    """One node in its gang, over a link to a supervisor that was told of it."""
+    """One node in its gang, over a link to a supervisor that was told of it; `alarm` is how that of ``@timeout`` is told."""
 
-    def __init__(self, node: int, num_nodes: int, emit: Subscriber, link: Link) -> None:
+    def __init__(self, node: int, num_nodes: int, emit: Subscriber, link: Link, alarm: str | None = None) -> None:
         self.node, self.num_nodes, self.link = node, num_nodes, link
         self.emit = emit  # gets events that are written, or can't be by the supervisor; `say` is for all others
         self.host = socket.gethostname()
@@ -92,7 +91,7 @@ class Member:
         self._not_needed: NotNeeded | None = None  # what each call of `run` raises on a node that was dismissed
         self._events: deque[Event] = deque()  # which a signal handler must not emit
         link.handle, link.turn = self._handle, self._between_waits
-        orders.begin(self)
+        orders.begin(self, alarm)
 
     @property
     def in_task(self) -> bool:
@@ -255,8 +254,8 @@ class Member:
         """Raise if this process is a fork of the task: only the task itself is a node of the gang."""
         if not self.in_task:
             raise GangError(
-                f"current.torch.run was called in process {os.getpid()}, which was forked from the task. Only the task "
-                "itself can launch: call it there, for example in the step's own code."
+                "current.torch.run was called in a process that was forked from the task. Only the task itself can launch: "
+                "call it there, for example in the step's own code."
             )
 
     @property
@@ -272,14 +271,17 @@ class Member:
     def begin_launch(self, shows_output: bool = True) -> int:
         """Begin a launch and return its number; raise TorchrunError if none can begin."""
         self.refuse_in_child()
-        if self._state is not State.LAUNCH:
+        if not self._turn.acquire(blocking=False):
+            raise GangError(
+                f"current.torch.run was called on node {self.node} while launch {self._launches - 1} still ran there, in "
+                "another thread. A node takes part in one launch at a time: let the step's threads call it one after the "
+                "other, in the same order on every node."
+            )
+        try:
             with self.link.ours():
                 self.link.read()
-        if (error := self._obstacle()) is not None:
-            raise error
-        if not self._turn.acquire(blocking=False):
-            raise self._refused()
-        try:
+            if (error := self._obstacle()) is not None:
+                raise error
             self._interruptions, self._untold, self._is_begun = [], deque(), False
             self.shows_output, self._verdict = shows_output, None
             self.of_launch.clear()
@@ -290,19 +292,10 @@ class Member:
             raise
         return self._launches - 1
 
-    def _refused(self) -> GangError:
-        return GangError(
-            f"current.torch.run was called on node {self.node} while launch {self._launches - 1} still ran there, in "
-            "another thread. A node takes part in one launch at a time: let the step's threads call it one after the "
-            "other, in the same order on every node."
-        )
-
     def _obstacle(self) -> TorchrunError | NotNeeded | None:
         """Return why no launch can begin, or None."""
         if self._not_needed is not None:
             return self._not_needed
-        if self._state is State.LAUNCH:
-            return self._refused()
         if self.broken is not None:
             self._state = State.TOLD if self._state is State.STEP else self._state
             return self.broken

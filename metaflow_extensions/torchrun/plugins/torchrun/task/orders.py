@@ -1,4 +1,4 @@
-"""Signals of a task: orders to end, and the supervisor's call to read what it says.
+"""Signals of a task: orders to end, the alarm of its ``@timeout``, and the supervisor's call to read what it says.
 
 While our code waits, a handler only sends a frame and sets a flag, and the wait raises; a second Ctrl-C raises at once. In
 the step's own code handlers raise. They are there from the join until Metaflow stores the results. Python runs them in the
@@ -23,16 +23,20 @@ _members: list[Any] = []  # of `task.member.Member`, which imports this
 _former: dict[int, Any] = {}
 _fork = threading.local()
 _is_reading = False  # whether the handler of SIGURG reads: others leave the raising to it
+_alarm_text = ""  # how the end of the step's time is told
 
 
-def begin(member: Any) -> None:
-    """Handle the signals for a member; nothing outside of the main thread."""
+def begin(member: Any, alarm: str | None = None) -> None:
+    """Handle the signals for a member, the alarm where it is told as `alarm`; nothing outside of the main thread."""
+    global _alarm_text
     if threading.current_thread() is not threading.main_thread():
         return
     _members.append(member)
+    _alarm_text = alarm or _alarm_text
     for number, handler in _HANDLERS.items() if not _former else ():
         # A handler of the step's own stays where it says what Ctrl-C does.
-        if number != signal.SIGINT or signal.getsignal(number) is signal.default_int_handler:
+        is_own = number == signal.SIGINT and signal.getsignal(number) is not signal.default_int_handler
+        if not is_own and (number != signal.SIGALRM or alarm is not None):
             _former[number] = signal.signal(number, handler)
 
 
@@ -63,11 +67,6 @@ def innermost(member: Any) -> Any:
     return _members[-1] if member in _members else member
 
 
-def time_out(member: Any, text: str) -> None:
-    """Raise `LaunchTimeout`, or let the launch that runs do so; the handler of the alarm calls this."""
-    member.order(TimedOut(text), is_now=not (_waits() or _is_reading))
-
-
 def _waits() -> bool:
     return any(each.link.waiter == threading.main_thread().ident for each in _members)
 
@@ -76,6 +75,10 @@ def _on_sigterm(number: int, frame: FrameType | None) -> None:
     if not _members[-1].order(SIGTERM_CAME, is_now=not (_waits() or _is_reading)):
         _restore()
         signal.raise_signal(number)
+
+
+def _on_alarm(number: int, frame: FrameType | None) -> None:
+    _members[-1].order(TimedOut(_alarm_text), is_now=not (_waits() or _is_reading))
 
 
 def _on_sigint(number: int, frame: FrameType | None) -> None:
@@ -99,7 +102,12 @@ def _on_sigurg(number: int, frame: FrameType | None) -> None:
         each.raise_news()
 
 
-_HANDLERS = {signal.SIGTERM: _on_sigterm, signal.SIGINT: _on_sigint, signal.SIGURG: _on_sigurg}
+_HANDLERS = {
+    signal.SIGTERM: _on_sigterm,
+    signal.SIGINT: _on_sigint,
+    signal.SIGALRM: _on_alarm,
+    signal.SIGURG: _on_sigurg,
+}
 
 
 def _before_fork() -> None:

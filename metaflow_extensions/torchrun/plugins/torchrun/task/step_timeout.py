@@ -1,4 +1,4 @@
-"""The step's ``@timeout``: when it ends the gang, and our handler in place of Metaflow's.
+"""The step's ``@timeout``: when it ends the gang, by our handler (`orders`) in place of Metaflow's.
 
 Metaflow's handler raises wherever the main thread is, and puts the stack there into its headline
 (`TimeoutDecorator` in ``metaflow/plugins/timeout_decorator.py``, 2.19). It has none on a control node.
@@ -14,15 +14,11 @@ import signal
 import threading
 import time
 from functools import cache
-from types import FrameType
 from typing import NamedTuple
 
 from ..compat.steps import is_local, seconds_of_alarm
-from ..errors import LaunchTimeout
 from ..gang.policy import Rules
 from ..machine.container import age_s
-from . import orders
-from .member import Member
 
 _LEAST_S = 0.01  # an alarm in 0 s is none
 
@@ -55,33 +51,12 @@ def _began_at() -> float:
     return time.monotonic()
 
 
-class StepTimeout:
-    """Replaces Metaflow's handler of the alarm, if there is one, until `end`."""
-
-    # The handler runs in the main thread, like everything else here.
-
-    def __init__(self, grace_s: float) -> None:
-        self._member: Member | None = None
-        self._former = signal.getsignal(signal.SIGALRM)
-        seconds = seconds_of_alarm(self._former)
-        if seconds is not None and threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGALRM, self._on_alarm)
-            now = time.monotonic()
-            limit = time_limit(seconds, _began_at(), grace_s)
-            self._text = limit.text
-            if not is_local():
-                signal.setitimer(signal.ITIMER_REAL, max(_LEAST_S, limit.ends_at - now))
-
-    def tell(self, member: Member) -> None:
-        """From now on the alarm interrupts what `member` does; before, while the node waits for its gang, it raises."""
-        self._member = member
-
-    def _on_alarm(self, number: int, frame: FrameType | None) -> None:
-        if self._member is None:
-            raise LaunchTimeout(f"The node waited for its gang {self._text}.")
-        orders.time_out(self._member, self._text)
-
-    def end(self) -> None:
-        """Restore Metaflow's handler."""
-        if signal.getsignal(signal.SIGALRM) == self._on_alarm:
-            signal.signal(signal.SIGALRM, self._former)
+def alarm_text(grace_s: float) -> str | None:
+    """Return how the alarm of the step's ``@timeout`` is told, and have it come in time; None if Metaflow has set none."""
+    seconds = seconds_of_alarm(signal.getsignal(signal.SIGALRM))
+    if seconds is None or threading.current_thread() is not threading.main_thread():
+        return None
+    limit = time_limit(seconds, _began_at(), grace_s)
+    if not is_local():
+        signal.setitimer(signal.ITIMER_REAL, max(_LEAST_S, limit.ends_at - time.monotonic()))
+    return limit.text

@@ -49,7 +49,7 @@ from .local_nodes import LocalNodes
 from .member import Member
 from .report import end_with, report
 from .signs import LOCAL_NODE_MARGIN_S, STARTED_BY, name_as_starter, signs
-from .step_timeout import StepTimeout, TimeLimit
+from .step_timeout import TimeLimit
 
 # How long a failed node holds its end until the control node's log has the cause, and how long that may
 # take to upload it: on Kubernetes the first pod that ends takes all with it.
@@ -112,11 +112,8 @@ class TaskGang:
 
     def join(self, starts: Plain | None = None) -> tuple[Member, str]:
         """Join, and return this node as a member and the control node's address; `starts` is for `spares_of`."""
-        timeout = StepTimeout(self._settings.grace_s)
-        member, main_addr = self._join({"starts": starts, "signs": self._signs})
-        timeout.tell(member)
-        self._member = member
-        return member, main_addr
+        self._member, main_addr = self._join({"starts": starts, "signs": self._signs})
+        return self._member, main_addr
 
     def _join(self, more: Mapping[str, Any]) -> tuple[Member, str]:
         parallel, settings = current.parallel, self._settings
@@ -195,7 +192,7 @@ class TaskGang:
             if is_ordered := self._was_told_to_end(error):
                 hurry()
                 if self._member is not None:
-                    self._member.link.hurry()
+                    self._member.link.send("hurry")
             if self._member is not None:
                 self._member.fail()
             with convenience("our own report of the error"):
