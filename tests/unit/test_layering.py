@@ -201,9 +201,7 @@ def test_the_parent_of_a_supervisor_imports_little():
     """It is there for each node, see ``machine/detached.py``; what its supervisor needs is imported in that."""
     own = {"compat.linux", "machine.processes"}
     assert IMPORTS["supervisor.between"][0] == {*own, "supervisor.process"}
-    code = "import os, sys\n" + detached.OURS.format(module="supervisor.between").replace(
-        "os._exit(main())", "print(*sys.modules)"
-    )
+    code = "import os, sys\n" + detached.OURS.replace("os._exit(main())", "print(*sys.modules)")
     command = [sys.executable, "-I", "-S", "-c", code, str(FOLDER)]
     loaded = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
     assert not {"asyncio", "socket", "subprocess"} & set(loaded)
@@ -211,8 +209,8 @@ def test_the_parent_of_a_supervisor_imports_little():
 
 def test_a_supervisor_starts_without_metaflow_and_without_site_packages():
     """See ``machine/detached.py``; what belongs to Metaflow is missing there, and nothing asks for it."""
-    code = "import os, sys\n" + detached.OURS.format(module="supervisor.process").replace(
-        "os._exit(main())", "print(*sys.modules)"
+    code = "import os, sys\n" + detached.OURS.replace("os._exit(main())", "print(*sys.modules)").replace(
+        "supervisor.between", "supervisor.process"
     )
     command = [sys.executable, "-I", "-S", "-c", code, str(FOLDER)]
     loaded = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()

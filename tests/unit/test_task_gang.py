@@ -76,7 +76,6 @@ def test_a_task_stays_in_its_gang_until_its_results_are_stored_and_what_has_happ
     members = []
 
     def step():
-        gang.name_tasks([])
         members.append(gang.join()[0])
         assert STARTED_BY not in os.environ  # what the step's code starts is no task
         gang.run_code(bool)

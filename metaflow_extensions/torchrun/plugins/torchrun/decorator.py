@@ -7,7 +7,6 @@ imports what only it needs: a submitting process never loads the code of tasks, 
 from __future__ import annotations
 
 import os
-import sys
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import replace
@@ -231,7 +230,7 @@ class TorchrunDecorator(steps.ParallelDecorator):  # type: ignore[misc]  # Metaf
         require_linux("@torchrun")
         from .errors import TorchrunConfigError
         from .feature_list import on_page
-        from .task.report import print_errors_ourselves, tell_after_errors
+        from .task.report import print_errors_ourselves
         from .task.step_timeout import time_limit
         from .task.task_gang import TaskGang
 
@@ -264,7 +263,6 @@ class TorchrunDecorator(steps.ParallelDecorator):  # type: ignore[misc]  # Metaf
         about = (run_id, step_name, task_id, retry_count)
         self._gang = TaskGang(settings, store, *about, limit, on_page(), forget)
         self._gang.watch_storing(task_datastore)
-        tell_after_errors(self._gang.leave_with)
 
     def task_decorate(self, step_func: Callable[[], None], *args: Any) -> Callable[[], None]:
         """Join the gang before the step's code and leave it after, whatever happens in between."""
@@ -286,15 +284,6 @@ class TorchrunDecorator(steps.ParallelDecorator):  # type: ignore[misc]  # Metaf
             self._gang.fail(exception)
         return super().task_exception(exception, *args)
 
-    def task_finished(
-        self, step_name: str, flow: Any, graph: Any, is_task_ok: bool, retry_count: int, max_user_code_retries: int
-    ) -> None:
-        """Leave the gang for good: Metaflow has stored this node's results."""
-        super().task_finished(step_name, flow, graph, is_task_ok, retry_count, max_user_code_retries)
-        if self._gang is not None:
-            # What Metaflow does not hand to `task_exception`, such as SystemExit, is on its way through `run_step`.
-            self._gang.leave(None if is_task_ok else sys.exc_info()[1])
-
     def setup_distributed_env(self, flow: Any) -> None:
         """Join the gang and offer ``current.torch``; called right before the step's code."""
         from .compat.datastore import DatastoreValues
@@ -310,12 +299,11 @@ class TorchrunDecorator(steps.ParallelDecorator):  # type: ignore[misc]  # Metaf
         check_spares(self._settings, current.parallel.num_nodes, self._step_name)
         parallel, here = current.parallel, steps.is_local()
         machine = this_machine(parallel.num_nodes, parallel.node_index) if here else this_machine()
-        self._gang.name_tasks(steps.tasks_of(flow))
         if parallel.node_index == CONTROL:
             raise_limit(parallel.num_nodes - 1)  # before a process starts whose workers would have another one
         features = in_task()
         starts = starts_of(features, self._settings_of_spares(), machine, None if here else self._requested)
-        member, main_addr = self._gang.join(starts)
+        member, main_addr = self._gang.join(steps.tasks_of(flow), starts)
         context = Context(
             member,
             main_addr,

@@ -8,6 +8,7 @@ from __future__ import annotations
 import base64
 import json
 import os
+import subprocess
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
@@ -22,6 +23,7 @@ from metaflow import current
 
 from .renamed import convenience, known
 
+_PROCESS_S = 30.0  # then Metaflow's next one kills it
 _COMPONENTS = "metaflow.plugins.cards.card_modules.components"
 MetaflowCard: Any = known("metaflow.plugins.cards.card_modules.card:MetaflowCard", object)
 RELOAD_POLICY = getattr(MetaflowCard, "RELOAD_POLICY_ONCHANGE", "onchange")
@@ -52,6 +54,12 @@ def _has(card: Any, kind: type) -> bool:
 
 def renew_users(card: Any) -> None:
     """Renew a card of the user's own; its data, and the time before which Metaflow drops a refresh of the user's, stay."""
+    from metaflow.plugins.cards.card_creator import CardProcessManager
+
+    process, _ = CardProcessManager._get_card_process(card._card_creator_args["card_uuid"])
+    with suppress(subprocess.TimeoutExpired):
+        if process is not None:  # while it runs, Metaflow drops a refresh
+            process.wait(_PROCESS_S)
     before = card._last_refresh
     card.refresh(card._latest_user_data)
     card._last_refresh = before

@@ -48,6 +48,7 @@ NAMES = {
     "metaflow.plugins": "DATASTORES",
     "metaflow.plugins.cards.card_cli": "resolve_task_from_pathspec",
     "metaflow.plugins.cards.card_creator:CardCreator": "_run_command create(decorator_attributes,mode,final)",
+    "metaflow.plugins.cards.card_creator:CardProcessManager": "_get_card_process(carduuid)",
     "metaflow.plugins.cards.card_datastore": "CardDatastore(flow_datastore,pathspec)",
     "metaflow.plugins.cards.card_datastore:CardDatastore": "get_storage_root save_card(card_id) save_data(card_id)",
     "metaflow.plugins.cards.card_modules.basic": "CSS_PATH JS_PATH RENDER_TEMPLATE_PATH read_file",

@@ -1,6 +1,6 @@
-"""Starts processes of ours beside a task, which are no children of it: the step's own code may wait for all its children.
+"""Starts the process between a task and its supervisor, no child of the task: the step's code may wait for all its children.
 
-A helper starts ours and ends, and the system's first process, or a subreaper, adopts it.
+A helper starts it and ends, and the system's first process, or a subreaper, adopts it.
 """
 
 from __future__ import annotations
@@ -8,8 +8,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping
 
 from . import processes
 
@@ -20,7 +19,7 @@ OURS = """
 import os, sys, types
 package = sys.modules['torchrun'] = types.ModuleType('torchrun')
 package.__path__ = [sys.argv.pop(1)]
-from torchrun.{module} import main
+from torchrun.supervisor.between import main
 os._exit(main())
 """
 _HOME = "PYTHONHOME"
@@ -38,15 +37,15 @@ def isolated(python: str, env: Mapping[str, str]) -> list[str]:
     return [python, "-s" if env.get(_HOME) else "-I", "-S"]
 
 
-def beside_task(module: str, words: Sequence[str], env: Mapping[str, str], stdin: int, **more: Any) -> None:
-    """Start `main` of a module of ours in a process beside this one; its arguments begin with this one's pid and begin.
+def start_between(stdin: int, grace_s: float) -> None:
+    """Start the process between this task and its supervisor, whose link to the task is `stdin`. Raises OSError.
 
-    That `main` forks, and returns an error's number in the process that has started it. Raises OSError.
+    Its `main` forks, and returns an error's number in the process that has started it.
     """
-    task = os.getpid()
-    source = (_OWN_PATH if env.get(_HOME) else "") + OURS.format(module=module)
-    argv = [*isolated(sys.executable, env), "-c", source, _PACKAGE, str(task), processes.began(task), *words]
-    code = subprocess.run(argv, env=dict(env), stdin=stdin, start_new_session=True, check=False, **more).returncode
+    task, env = os.getpid(), os.environ
+    source = (_OWN_PATH if env.get(_HOME) else "") + OURS
+    argv = [*isolated(sys.executable, env), "-c", source, _PACKAGE, str(task), processes.began(task), str(grace_s)]
+    code = subprocess.run(argv, stdin=stdin, start_new_session=True, check=False).returncode
     if code:
         why = os.strerror(code) if code > 1 else f"{sys.executable} has ended with exit code {code}"
         raise OSError(code, f"no process could be detached: {why}")

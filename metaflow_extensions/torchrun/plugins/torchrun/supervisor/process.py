@@ -10,12 +10,12 @@ from __future__ import annotations
 import asyncio
 import inspect
 import os
-import select
 import signal
 import socket
 import sys
 import time
 import traceback
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -32,10 +32,11 @@ from ..machine.cgroup import describe_oom, oom_kills
 from ..machine.looks import WATCH_S, until_look
 from ..machine.open_files import file_of
 from ..node.watchers import WarmStarts, spares_of
+from .ends import end_of
 from .held import Held
 from .launches import Launches
 from .output import Output, settle
-from .sides import ControlSide, MemberSide, Side
+from .sides import ControlSide, MemberSide
 from .signs import Signs
 from .task_link import TaskLink
 
@@ -49,8 +50,8 @@ _URGENT_MESSAGES = frozenset({Abort.__name__.lower(), Replaced.__name__.lower()}
 
 def main(parent: int) -> int:
     """Serve one task, until it lets go or is gone; `parent` is the process between."""
-    pid, began, stdout = sys.argv[1:]
-    _take_streams(int(stdout))
+    pid, began = sys.argv[1:]
+    _have_streams()
     linux.adopt_orphans()
     task, link = processes.Other(int(pid), began), socket.socket(fileno=os.dup(0))
     loop = asyncio.SelectorEventLoop()
@@ -60,15 +61,11 @@ def main(parent: int) -> int:
     return 0
 
 
-def _take_streams(stdout: int) -> None:
-    """Share the task's stdout, which has another number here; where it was closed in the task, there is none."""
-    if stdout < 0:
-        sys.stdout = None  # as Python itself has it
-    else:
-        os.dup2(stdout, 1)
-        os.close(stdout)
-    if file_of(2) is None:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # or the next file that is opened would get this number
+def _have_streams() -> None:
+    """Share the task's stdout and stderr; where one is closed there, the next file that is opened would get its number."""
+    for stream in (1, 2):
+        if file_of(stream) is None:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream)
 
 
 class Supervisor:
@@ -78,8 +75,7 @@ class Supervisor:
         self._task = task
         self._link = TaskLink(own, task.pid, self._handle_or_fail, self._end_service)
         self._signs: Signs | None = None
-        self._end: int | None = None  # the file that tells the task's end, if one does
-        self._side: Side | None = None
+        self._side: ControlSide | MemberSide | None = None
         self._output = Output(self._link.send)
         self._launches: Launches | None = None  # there with the side
         self._warm: WarmStarts | None = None
@@ -97,23 +93,24 @@ class Supervisor:
         loop.set_exception_handler(self._on_bug)
         self._link.open()
         self._link.send("supervisor", *((pid, processes.began(pid)) for pid in (os.getpid(), parent)))
-        with self._task.end() as self._end:
-            if self._end is not None:
-                loop.add_reader(self._end, self._end_service)
-            self._look()
-            await self._is_over.wait()
-            if self._end is not None:
-                loop.remove_reader(self._end)
-            await self._link.flush(self._has_ended)
-            if self._is_released:
-                await self._end_launches()
-                await self._finish_output()
-                return
-            if self._why is None:
-                await self._await_death()
-                self._link.read_rest()  # its last words may be a *leave*
-                self._why = self._how_it_ended()
+        self._calls.begin(self._follow_task())
+        self._look()
+        await self._is_over.wait()
+        await self._link.flush(self._has_ended)
+        if self._is_released:
+            await self._end_launches()
+            await self._finish_output()
+            return
+        if self._why is None:
+            with suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(end_of(self._task), _DYING_S)
+            self._link.read_rest()  # its last words may be a *leave*
+            self._why = self._how_it_ended()
         await self._tell_end(self._why)
+
+    async def _follow_task(self) -> None:
+        await end_of(self._task)
+        self._end_service()
 
     def _end_service(self) -> None:
         self._is_over.set()
@@ -124,23 +121,11 @@ class Supervisor:
         if self._launches is None or not self._launches.runs:
             for _ in processes.reap(processes.HELPERS):
                 pass
-        if self._is_over.is_set():
-            return
-        self._count_oom_kills()
-        if self._has_ended():
-            self._end_service()
+        if not self._is_over.is_set():
+            self._count_oom_kills()
 
     def _has_ended(self) -> bool:
-        if self._end is None:
-            return self._task.has_ended
-        end = select.poll()
-        end.register(self._end, select.POLLIN)
-        return bool(end.poll(0))
-
-    async def _await_death(self) -> None:
-        deadline = time.monotonic() + _DYING_S
-        while not self._has_ended() and time.monotonic() < deadline:
-            await asyncio.sleep(_DYING_S / 1000)
+        return self._task.has_ended
 
     def _give_up(self, why: str) -> None:
         """Serve this task no more; it hears so."""
@@ -195,7 +180,7 @@ class Supervisor:
     def _begin(self, about: dict[str, Any]) -> None:
         self._output.num_nodes = about["num_nodes"]
         more = about.pop("more")
-        side: Side = (ControlSide if "rules" in about else MemberSide)(self._tell_task, self._output.show, **about)
+        side = (ControlSide if "rules" in about else MemberSide)(self._tell_task, self._output.show, **about)
         self._warm = self._warm or spares_of(watches(), more.get("starts"))
         self._launches = Launches(
             self._link.send,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import signal
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -34,46 +33,21 @@ from .output import Send
 _REQUEST_S, _REQUEST_LOOK_S = 40.0, 0.1
 
 
-class Side(ABC):
+class _Side:
     """One node's part in the gang: the public methods of both kinds, but `end`, answer what the task asks."""
 
-    def __init__(self, tell_task: Send, node: int, num_nodes: int, show: Callable[[Event], None]) -> None:
+    seat: Seat
+
+    def __init__(self, tell_task: Send) -> None:
         self._tell_task = tell_task
-        self.is_member = node == CONTROL  # whether this node has joined
-        self.seat = Seat(node, num_nodes, show, self)
 
     def _deliver(self, message: Message) -> None:
         """Hand a message for this node to its launch, and to its task."""
         if not self.seat.deliver(message):
             self._tell_task("deliver", to_wire(message))
 
-    @property
-    @abstractmethod
-    def own_address(self) -> str | None:
-        """This host's address between it and the other nodes; None where that is not known."""
 
-    @abstractmethod
-    def send(self, message: Message) -> None:
-        """Send a message of this node to the control node."""
-
-    @abstractmethod
-    def lines(self, stream: str, text: str) -> None:
-        """Send lines of this node's workers to the control node's log."""
-
-    @abstractmethod
-    async def settle_lines(self) -> None:
-        """Wait until this node's log has all lines of other nodes that have arrived, a bounded time."""
-
-    @abstractmethod
-    async def end(self) -> None:
-        """Let the gang come to its end: the task is gone."""
-
-    @abstractmethod
-    def fail(self, error: BaseException) -> None:
-        """Tell the gang of an exception in the loop, which is a bug of ours."""
-
-
-class MemberSide(Side):
+class MemberSide(_Side):
     """A node other than the control node."""
 
     def __init__(
@@ -86,7 +60,9 @@ class MemberSide(Side):
         policy: Mapping[str, Any],
         place: str,
     ) -> None:
-        super().__init__(tell_task, node, num_nodes, show)
+        super().__init__(tell_task)
+        self.is_member = False  # whether this node has joined
+        self.seat = Seat(node, num_nodes, show, self)
         self._channel = MemberChannel(
             node, self._deliver, self._lose, timeout_s, ConnectPolicy(**policy), num_nodes, place=place
         )
@@ -133,8 +109,10 @@ class MemberSide(Side):
         self._channel.fail(error)
 
 
-class ControlSide(Side):
+class ControlSide(_Side):
     """The control node: it holds the gang."""
+
+    is_member = True
 
     def __init__(
         self,
@@ -145,7 +123,8 @@ class ControlSide(Side):
         token: str,
         rules: Mapping[str, Any],
     ) -> None:
-        super().__init__(tell_task, CONTROL, num_nodes, show)
+        super().__init__(tell_task)
+        self.seat = Seat(CONTROL, num_nodes, show, self)
         self._rules = Rules(**rules, why_it_waits=why_it_waits)
         self._followed = Held()
         self._others: dict[int, Other] = {}  # on a local run, the tasks of the other nodes

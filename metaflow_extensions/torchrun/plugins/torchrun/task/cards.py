@@ -27,7 +27,7 @@ class Cards:
     def __init__(self, flow_datastore: Any, pages: Pages = NO_PAGES, with_ours: bool = True) -> None:
         self.shown: Callable[[], Snapshot] = Snapshot
         self._flow_datastore, self._pages = flow_datastore, pages
-        self._ours = cards.of_type("torchrun") if with_ours else []
+        self._ours = cards.of_type("torchrun") if with_ours and flow_datastore is not None else []
         self._has_page = False
         self._facts: dict[str, str] = {}  # by the card's uuid, what is still to be registered
         self.has_parts = False  # whether the step's code has requested parts
@@ -69,6 +69,7 @@ class Cards:
     def _make_last(self) -> None:
         # Like Metaflow's `CardDecorator.task_finished` for a task that ended well. The final cards of Metaflow's own types
         # need such a task, so a user's card is rendered once more as that of a running task.
+        self._has_page = False  # a step that has caught the error may launch again
         with convenience(_LAST):
             for card, first in [(each, "render") for each in self._ours] + [
                 (each, "render_runtime") for each in self._with_parts

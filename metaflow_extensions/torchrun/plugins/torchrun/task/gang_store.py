@@ -30,9 +30,8 @@ _EVERY_S = 5.0  # between two writings
 # Until the gang has begun. From then on a task that replaces this one must not run the step's code again, and only the
 # record can show it that.
 _SOON_S = 0.25
-# The features' numbers (such as the nodes' usage) change all the time, and with many nodes they are a megabyte. So they
-# alone are written more rarely as the gang gets older.
-_NUMBERS_S, _NUMBERS_MOST_S, _OF_AGE = 15.0, 60.0, 0.1
+# The features' numbers (such as the nodes' usage) change all the time, and with many nodes they are a megabyte.
+_NUMBERS_S = 15.0
 # A look for a request is one request of an object store: 17 000 in a day cost less than a cent (S3, $0.0004 for 1 000). On
 # a local disk it costs next to nothing.
 _LOOK_S, _LOOK_LOCAL_S = 5.0, 0.5
@@ -145,11 +144,10 @@ class GangStore:
 
     def _see_news(self, news: Mapping[str, Any]) -> None:
         now, self._asked = time.monotonic(), None
-        age_s = now - self._began_at
         if news["snapshot"] is not None:
             self._take(news["snapshot"])
             self._counts = news["counts"]
-            self._numbers_due_at = now + max(_NUMBERS_S, min(_NUMBERS_MOST_S, age_s * _OF_AGE))
+            self._numbers_due_at = now + _NUMBERS_S
             self._begin("the gang's record", self._store)
         is_early = self._registry is not None and not has_begun(self._snapshot)
         self._due_at = now + (_SOON_S if is_early else _EVERY_S)

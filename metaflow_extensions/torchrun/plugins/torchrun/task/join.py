@@ -99,7 +99,9 @@ def join_as_control(
     member.at_end = lambda: address.close(member)
     try:
         port = member.link.call("listen", settings.channel_port, LOOPBACK if here_only else "")
-        address.publish(port, patience_s)
+        with member.link.ours():  # as in `_Search.connect`
+            address.publish(port, patience_s)
+        member.raise_news()
     except BaseException as error:
         member.leave(error)
         raise
@@ -266,7 +268,9 @@ class _Search:
     def connect(self, find: Callable[[float], AddressRecord]) -> str:
         """Become a member, or raise OSError; return the address that worked. `find` takes the seconds that are left."""
         for pause_s in growing_pauses():
-            record = find(self._left_s())  # each time: a new control node may have written another
+            with self._member.link.ours():  # a signal that raised in a store's client would be swallowed there
+                record = find(self._left_s())  # each time: a new control node may have written another
+            self._member.raise_news()
             if record.closed:
                 return record.addresses[0]
             try:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import atexit
 import itertools
-import os
 import socket
 import threading
 import time
@@ -21,7 +20,7 @@ from typing import Any
 from ..channel.codec import MOST_BYTES, Packets, packets
 from ..errors import GangError, TorchrunError
 from ..gang.wire import from_plain
-from ..machine.detached import beside_task
+from ..machine.detached import start_between
 from ..machine.open_files import file_of
 from ..machine.processes import Other
 
@@ -190,9 +189,9 @@ class Link:
 
     def settle(self, patience_s: float | None = None) -> None:
         """Wait until all lines so far are written, or for so long."""
-        more_s = _NEVER if patience_s is None else patience_s
-        with suppress(GangError, OSError):
-            self.call("settle", patience_s, patience_s=more_s + _ANSWER_S)
+        number, more_s = self.ask("settle", patience_s), _NEVER if patience_s is None else patience_s
+        self.wait(lambda: self.has_answer(number), more_s + _ANSWER_S)
+        self._answers.pop(number, None)
 
     # --- the end
 
@@ -233,18 +232,7 @@ def forget_all() -> None:
 def _start(grace_s: float) -> socket.socket:
     """Start a supervisor, which ends when it hears nothing more; return this end of the link."""
     own, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    stdout = -1
-    try:
-        with suppress(OSError):  # closed
-            stdout = os.dup(1)
-        files = (stdout,) if stdout >= 0 else ()
-        beside_task("supervisor.between", [str(stdout), str(grace_s)], os.environ, theirs.fileno(), pass_fds=files)
-        own.setblocking(False)
-        return own
-    except BaseException:
-        own.close()
-        raise
-    finally:
-        theirs.close()
-        if stdout >= 0:
-            os.close(stdout)
+    with theirs:
+        start_between(theirs.fileno(), grace_s)
+    own.setblocking(False)
+    return own

@@ -9,7 +9,6 @@ import ast
 import os
 import sys
 import tokenize
-from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -26,8 +25,6 @@ from ..launch.commands import flow_folder
 from ..parsing import did_you_mean
 from ..run_arguments import KNOWN, instead_of
 
-_TORCH = frozenset({"metaflow.current.torch", "metaflow.metaflow_current.current.torch"})
-_RUNS = frozenset(f"{torch}.run" for torch in _TORCH)
 _CATCH_ALL = frozenset({"AttributeError", "Exception", "BaseException"})
 # Arguments of `run` with which the script is searched elsewhere, made before, or no script.
 _ELSEWHERE = frozenset({"module", "cwd", "before_run", "torchrun_args"})
@@ -108,24 +105,23 @@ def unknown_arguments(path: str | None, first: int | None) -> Iterator[tuple[str
 
 
 class Source(NamedTuple):
-    """The source of a step, and what the names in its file mean."""
+    """The source of a step; empty where it can't be read, or ``current`` may be another one than Metaflow's."""
 
     nodes: list[ast.AST]
-    names: dict[str, str]
 
     @classmethod
     def of_step(cls, path: str | None, first: int | None) -> Source:
-        """Read the function whose ``def`` is in line `first` of a file; if it can't be read, the source is empty."""
+        """Read the function whose ``def`` is in line `first` of a file."""
         with suppress(OSError, SyntaxError, ValueError, RecursionError), tokenize.open(path or "") as file:
             nodes = list(ast.walk(ast.parse(file.read())))
             functions = [node for node in nodes if isinstance(node, ast.FunctionDef) and node.lineno == first]
-            return cls([inner for node in functions for inner in ast.walk(node)], _meanings(nodes))
-        return cls([], {})
+            return cls([inner for node in functions if _is_metaflows(nodes) for inner in ast.walk(node)])
+        return cls([])
 
     @property
     def calls_of_run(self) -> list[ast.Call]:
         """The calls of ``current.torch.run``."""
-        return [node for node in self.nodes if isinstance(node, ast.Call) and self._meaning(node.func) in _RUNS]
+        return [node for node in self.nodes if isinstance(node, ast.Call) and _dotted(node.func) == "current.torch.run"]
 
     @property
     def lines_with_torch(self) -> list[int]:
@@ -135,12 +131,7 @@ class Source(NamedTuple):
         unsure = (node for node in self.nodes if isinstance(node, ast.If | ast.IfExp) or _catches_all(node))
         passed_over = {id(inner) for node in unsure for inner in ast.walk(node)}
         uses = (node for node in self.nodes if isinstance(node, ast.Attribute) and id(node) not in passed_over)
-        return [node.lineno for node in uses if self._meaning(node) in _TORCH]
-
-    def _meaning(self, node: ast.AST) -> str | None:
-        """Return the dotted name that a name with attributes stands for; None if it is something else."""
-        first, dot, rest = (_dotted(node) or "").partition(".")
-        return f"{self.names.get(first, first)}{dot}{rest}"
+        return [node.lineno for node in uses if _dotted(node) == "current.torch"]
 
 
 def _catches_all(node: ast.AST) -> bool:
@@ -150,30 +141,19 @@ def _catches_all(node: ast.AST) -> bool:
     return None in kinds or not names.isdisjoint(_CATCH_ALL)
 
 
-def _meanings(nodes: list[ast.AST]) -> dict[str, str]:
-    """Return the names that are imported, and mean the same wherever a file binds them, and the dotted names for them."""
-    if any(isinstance(node, ast.ImportFrom) and node.names[0].name == "*" for node in nodes):
-        return {}
-    found: dict[str, set[str | None]] = defaultdict(set)
-    for node in nodes:
-        for name, meaning in _bindings(node):
-            found[name].add(meaning)
-    return {name: str(*meanings) for name, meanings in found.items() if len(meanings) == 1 and None not in meanings}
-
-
-def _bindings(node: ast.AST) -> Iterator[tuple[str, str | None]]:
-    """Yield the names that a node binds and what they are then, if it is an import."""
-    if isinstance(node, ast.ImportFrom):
-        yield from ((each.asname or each.name, f"{'.' * node.level}{node.module}.{each.name}") for each in node.names)
-    elif isinstance(node, ast.Import):
-        for each in node.names:
-            yield (each.asname, each.name) if each.asname else (each.name.partition(".")[0],) * 2
-    elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store | ast.Del):
-        yield node.id, None
-    else:  # an argument, a function or class, a handler of exceptions, a pattern
-        for name in (getattr(node, field, None) for field in ("arg", "name", "rest")):
-            if isinstance(name, str) and not isinstance(node, ast.keyword | ast.alias):
-                yield name, None
+def _is_metaflows(nodes: list[ast.AST]) -> bool:
+    """Return whether ``current`` is Metaflow's wherever a file names it."""
+    named = {
+        (each.level, each.module, name.name)
+        for each in nodes
+        if isinstance(each, ast.ImportFrom)
+        for name in each.names
+        if (name.asname or name.name) in ("current", "*")
+    }
+    bound = (node.id for node in nodes if isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Load))
+    binders = [node for node in nodes if not isinstance(node, ast.alias | ast.keyword)]  # arguments, functions, ...
+    others = (getattr(node, field, None) for node in binders for field in ("arg", "name", "rest"))
+    return named == {(0, "metaflow", "current")} and "current" not in bound and "current" not in others
 
 
 def _dotted(node: ast.AST) -> str | None:

@@ -94,7 +94,6 @@ class TaskGang:
         self._about: dict[str, Any] = {}  # more fields of `Snapshot`, as they become known
         self._is_incomplete = False  # whether the gang has ended well without some nodes
         self._local_nodes: LocalNodes | None = None  # on the control node of a local run
-        self._signs: Plain | None = None
 
     # --- before the step's code -----------------------------------------------------------------
 
@@ -103,16 +102,17 @@ class TaskGang:
         if self._is_local:
             self._local_nodes = LocalNodes(self._run_id, self._task_id, num_nodes)
 
-    def name_tasks(self, tasks: Sequence[str]) -> None:
-        """Record the tasks of all nodes, in order, each as run, step and task. All have been started by then."""
-        # Meant for tasks alone, neither for spares nor for what the step's code starts.
-        self._signs = signs(os.environ, self._settings.grace_s, current.get("spot_termination_notice"), self._is_local)
-        os.environ.pop(STARTED_BY, None)
-        self._about["tasks"] = tuple(tasks)
+    def join(self, tasks: Sequence[str] = (), starts: Plain | None = None) -> tuple[Member, str]:
+        """Join, and return this node as a member and the control node's address.
 
-    def join(self, starts: Plain | None = None) -> tuple[Member, str]:
-        """Join, and return this node as a member and the control node's address; `starts` is for `spares_of`."""
-        self._member, main_addr = self._join({"starts": starts, "signs": self._signs})
+        `tasks` are those of all nodes, in order, each as run, step and task. `starts` is for `spares_of`.
+        """
+        looks = signs(os.environ, self._settings.grace_s, current.get("spot_termination_notice"), self._is_local)
+        os.environ.pop(
+            STARTED_BY, None
+        )  # meant for tasks alone, neither for spares nor for what the step's code starts
+        self._about["tasks"] = tuple(tasks)
+        self._member, main_addr = self._join({"starts": starts, "signs": looks})
         return self._member, main_addr
 
     def _join(self, more: Mapping[str, Any]) -> tuple[Member, str]:
@@ -271,19 +271,20 @@ class TaskGang:
             self.leave(error)
 
     def leave(self, error: BaseException | None) -> None:
-        """Leave for good; safe to call more than once."""
-        if self._member is not None:
-            self._member.leave(error, hold_s=0.0 if self._is_local or self._is_control else _HOLD_S)
+        """Leave for good; nothing the second time, and in a fork of the task."""
+        member, self._member = self._member, None
+        if member is None or not member.in_task:
+            return
+        member.leave(error, hold_s=0.0 if self._is_local or self._is_control else _HOLD_S)
         if self._store is not None:
             self._store.close()
-        is_here = self._member is None or self._member.in_task  # else this is a fork of the task
-        if self._cards is not None and error is not None and is_here:
+        if self._cards is not None and error is not None:
             self._cards.make_last(*([_PREEMPTED_CARD_S] if isinstance(error, TorchrunPreempted) else []))
 
     def watch_storing(self, task_datastore: Any) -> None:
-        """Report to the gang that artifacts can't be stored: Metaflow calls no decorator after that (task.py, 2.19).
+        """Leave when all is stored, or report that it can't be: Metaflow calls no decorator after that (task.py, 2.19).
 
-        The control node leaves when all is stored, before Metaflow makes its last card, which so shows the gang's end.
+        Metaflow makes its last card after that, which so shows the gang's end.
         """
         watch_storing(task_datastore, self._or_fail)
 
@@ -293,18 +294,13 @@ class TaskGang:
         except Exception as error:
             self.fail(error)
             raise
-        if is_last and self._store is not None:
+        if is_last:
             self.leave(sys.exc_info()[1])  # what Metaflow hands to no decorator, such as SystemExit, is on its way
         if is_last and self._is_incomplete:
             # All is stored, also which tasks the join takes. On AWS Batch Metaflow still waits until the step has as many
             # tasks, all finished, as are listed now (`BatchDecorator._wait_for_mapper_tasks`, 2.19). One would never be.
             self._forget(range(1, current.parallel.num_nodes))
         return result
-
-    def leave_with(self, error: BaseException) -> str:
-        """Leave with the error that ends the task, if no decorator was told of it; return what else is to be said."""
-        self.leave(error)
-        return ""
 
     def _stands_above(self, node: int, cause: Cause) -> bool:
         """Return whether this node's log has everything that the failed worker wrote, as its own or as a copy."""
