@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import subprocess
 import sys
 
@@ -69,9 +68,9 @@ def test_threads_may_launch_with_one_object_at_the_same_time_and_a_fork_is_refus
     done = subprocess.run(
         command, cwd=tmp_path, env=env, stdout=subprocess.PIPE, text=True, timeout=limit_s(60.0), check=True
     )
-    said = re.sub(r"process \d+", "process N", done.stdout).splitlines()
+    said = done.stdout.splitlines()
     assert said[:2] == ["the second ended well: {0: 0}", "the first ended well: {0: 0}"]
     assert said[2].startswith(
-        "the fork failed: GangError run was called in process N, which was forked from one that had launched with warm"
+        "the fork failed: GangError run was called in a process that was forked from one that had launched with warm"
     )
     assert said[3:] == ["an object of the fork ended well: {0: 0}", "the parent ended well: {0: 0}"]

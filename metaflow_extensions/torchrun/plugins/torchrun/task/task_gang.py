@@ -302,6 +302,11 @@ class TaskGang:
             self._forget(range(1, current.parallel.num_nodes))
         return result
 
+    def leave_with(self, error: BaseException) -> str:
+        """Leave with the error that ends the task, if no decorator was told of it; return what else is to be said."""
+        self.leave(error)
+        return ""
+
     def _stands_above(self, node: int, cause: Cause) -> bool:
         """Return whether this node's log has everything that the failed worker wrote, as its own or as a copy."""
         if self._member is None or not self._member.shows_output:
