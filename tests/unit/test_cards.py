@@ -1,12 +1,15 @@
 """The cards that a task makes of its gang, in Metaflow's store of cards."""
 
 import json
+import subprocess
+import sys
 import threading
 
 import pytest
 from fake_cards import cards_of_task
 from gang_snapshots import a_gang, failed
 from limits import limit_s
+from metaflow.plugins.cards.card_creator import CardProcessManager
 from unit_helpers import HANG_S, eventually
 
 from metaflow_extensions.torchrun.plugins.torchrun.task.cards import Cards, make_none
@@ -17,9 +20,9 @@ def made(tmp_path, monkeypatch):
     """Return a function that gives this task cards: what Metaflow has of them, and what makes ours."""
     tasks = []
 
-    def made(*kinds):
+    def made(*kinds, datastore=True):
         tasks.append(cards_of_task(monkeypatch, tmp_path, *kinds))
-        cards = Cards(tasks[0].datastore)
+        cards = Cards(tasks[0].datastore if datastore else None)
         cards.shown = a_gang
         return tasks[0], cards
 
@@ -45,6 +48,8 @@ def test_a_card_is_made_while_its_step_runs_and_for_the_last_time_when_that_fail
     assert "of rank 3" in task.stored()["torchrun.json"]
     cards.make_last()
     assert tokens(task.stored()) == ("final", "final")
+    cards.renew()  # the step of a `TorchrunSingleNodeMultiGPU` has caught the error, and launches again
+    assert tokens(task.stored()) == ("runtime", "runtime")
     assert task.commands == []
     uuids = [card._card_creator_args["card_uuid"] for card in task.cards]
     assert task.metadata.registered == [("1/train/2", uuid, ["attempt_id:3"]) for uuid in uuids]
@@ -98,6 +103,28 @@ def test_a_users_card_with_parts_is_renewed_too_and_made_a_last_time_and_what_is
     assert [(each["--mode"], each["wait"]) for each in task.commands] == told
     with open(task.commands[-1]["--data-file"], encoding="utf-8") as file:
         assert json.load(file)["user"] == {"mine": 1}
+
+
+def test_a_users_card_is_renewed_when_the_process_of_its_last_renewal_has_ended(made):
+    """While that runs, Metaflow drops a refresh (2.19), and the card would not show the end of `run`."""
+    task, cards = made("default")
+    task.cards[0].append(cards.part(("outcome",)))
+    process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    CardProcessManager._register_card_process(task.cards[0]._card_creator_args["card_uuid"], process)
+    renewing = threading.Thread(target=cards.renew)
+    renewing.start()
+    renewing.join(0.2)
+    assert task.commands == []
+    process.communicate(b"\n")
+    renewing.join(limit_s(HANG_S))
+    assert [each["--mode"] for each in task.commands] == ["render_runtime"]
+
+
+def test_where_the_datastore_is_not_known_metaflow_makes_all_cards(made):
+    """As for a `TorchrunSingleNodeMultiGPU` that another thread has made."""
+    task, _ = made("torchrun", datastore=False)
+    task.end_well()
+    assert [each["--type"] for each in task.commands] == ["torchrun", "torchrun"]
 
 
 def test_without_a_card_that_shows_the_gang_nothing_is_made(made):

@@ -1,7 +1,10 @@
 """How nodes find each other, whatever has become of the control node. Real sockets; the datastore is a dict."""
 
+import signal
 import socket
 import threading
+from contextlib import suppress
+from functools import partial
 
 import pytest
 from loops import InLoop, Loop
@@ -206,6 +209,26 @@ def test_a_control_node_that_can_not_listen_tells_those_who_would_wait_for_it(re
         become_control(registry, channel_port=taken.getsockname()[1])
     error, _ = join(registry)
     assert str(here.value) in str(error)
+
+
+@pytest.mark.parametrize("method", ["publish", "look_up"])
+def test_an_order_to_end_is_heard_though_a_stores_client_takes_it_for_an_error(method, registry, control, monkeypatch):
+    """botocore does (`httpsession.py`), and tries again."""
+    registry.publish(control()[0])
+    do, came = getattr(registry, method), []
+
+    def interrupted(*args):
+        if not came:
+            came.append(method)
+            with suppress(Exception):
+                signal.raise_signal(signal.SIGTERM)
+        return do(*args)
+
+    monkeypatch.setattr(registry, method, interrupted)
+    begin = become_control if method == "publish" else partial(joining.join_as_member, node=1, num_nodes=2)
+    more = {} if method == "publish" else {"settings": settings(), "emit": print}
+    with pytest.raises(TorchrunPreempted, match="SIGTERM"):
+        begin(registry, **more)
 
 
 def test_a_gang_joins_over_the_loopback_address_where_all_nodes_are_on_one_machine(registry):

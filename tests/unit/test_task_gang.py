@@ -101,8 +101,9 @@ def test_the_steps_timeout_ends_a_step_that_sleeps_on_the_control_node(control_t
         gang.run(step)
 
 
-def test_an_error_of_the_step_is_raised_and_leaves_the_gang(gang, registry):
-    before, error = signal.getsignal(signal.SIGTERM), ValueError("diverged")
+def test_an_error_of_the_step_is_raised_and_leaves_the_gang(gang, registry, monkeypatch):
+    before, error, last_cards = signal.getsignal(signal.SIGTERM), ValueError("diverged"), []
+    monkeypatch.setattr(task_gang.Cards, "make_last", lambda self: last_cards.append(True))
 
     def step():
         gang.join()
@@ -113,6 +114,8 @@ def test_an_error_of_the_step_is_raised_and_leaves_the_gang(gang, registry):
     assert caught.value is error
     assert signal.getsignal(signal.SIGTERM) is before
     gang.fail(error)  # as `task_exception` does then; it is too late for that
+    gang.leave_with(error)
+    assert last_cards == [True]
     assert [event.kind for event in registry.load_snapshot().events].count("left") == 1
 
 

@@ -108,9 +108,8 @@ class TaskGang:
         `tasks` are those of all nodes, in order, each as run, step and task. `starts` is for `spares_of`.
         """
         looks = signs(os.environ, self._settings.grace_s, current.get("spot_termination_notice"), self._is_local)
-        os.environ.pop(
-            STARTED_BY, None
-        )  # meant for tasks alone, neither for spares nor for what the step's code starts
+        # Meant for tasks alone, neither for spares nor for what the step's code starts.
+        os.environ.pop(STARTED_BY, None)
         self._about["tasks"] = tuple(tasks)
         self._member, main_addr = self._join({"starts": starts, "signs": looks})
         return self._member, main_addr
