@@ -9,7 +9,7 @@ import time
 from collections import deque
 from contextlib import nullcontext
 
-from metaflow_extensions.torchrun.plugins.torchrun.gang.protocol import from_wire, to_wire
+from metaflow_extensions.torchrun.plugins.torchrun.gang.messages import from_wire, to_wire
 from metaflow_extensions.torchrun.plugins.torchrun.task.member import Member
 
 

@@ -8,17 +8,16 @@ from metaflow_extensions.torchrun.plugins.torchrun.errors import TorchrunError
 from metaflow_extensions.torchrun.plugins.torchrun.events import Event
 from metaflow_extensions.torchrun.plugins.torchrun.gang.cause import Cause, Failure
 from metaflow_extensions.torchrun.plugins.torchrun.gang.endings import MustEnd, NotNeeded
-from metaflow_extensions.torchrun.plugins.torchrun.gang.protocol import (
+from metaflow_extensions.torchrun.plugins.torchrun.gang.messages import (
     CONTROL,
+    Answer,
     Ended,
     Go,
     Join,
-    Refused,
+    Leave,
     Stop,
     Store,
     Stored,
-    TaskEnded,
-    Welcome,
     from_wire,
 )
 from metaflow_extensions.torchrun.plugins.torchrun.gang.seat import Seat
@@ -154,13 +153,13 @@ class Task:
         if message is END:
             self.seat.lose_control("its connection was closed")
             self.link.says("lost", "its connection was closed")
-        elif isinstance(message, Refused) and message.is_early:
+        elif isinstance(message, Answer) and message.is_early:
             self.world.timers.append((self.world.now + 1.0, self.join_again))
-        elif isinstance(message, Refused):
+        elif isinstance(message, Answer) and message.error is not None:
             self.fail(message.error)
         elif not self.seat.deliver(message):
             self.member.deliver(message)
-            if isinstance(message, Welcome) and self.stage == "joins":
+            if isinstance(message, Answer) and self.stage == "joins":
                 self.stage = "own"
         self.pump()
         self.hear()
@@ -269,7 +268,7 @@ class Task:
         if self.is_dead or self.silent_since is not None:
             return
         self.die()
-        self.send(TaskEnded("its task was killed by SIGKILL"))
+        self.send(Leave("killed", text="its task was killed by SIGKILL"))
         self.link.close()
         self.closes_at += GRACE_S
         self.seat.give_up(None)

@@ -9,7 +9,7 @@ from fake_link import FakeLink, member_of
 from metaflow_extensions.torchrun.plugins.torchrun import executor
 from metaflow_extensions.torchrun.plugins.torchrun.events import Event
 from metaflow_extensions.torchrun.plugins.torchrun.executor import Context, TorchrunExecutor
-from metaflow_extensions.torchrun.plugins.torchrun.gang.protocol import Verdict
+from metaflow_extensions.torchrun.plugins.torchrun.gang.messages import Verdict
 from metaflow_extensions.torchrun.plugins.torchrun.machine.accelerators import Machine, Nproc
 from metaflow_extensions.torchrun.plugins.torchrun.node.outcome import Outcome
 from metaflow_extensions.torchrun.plugins.torchrun.settings import parse_settings

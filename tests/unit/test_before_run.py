@@ -19,7 +19,7 @@ from unit_helpers import HANG_S, eventually, is_running, write
 
 from metaflow_extensions.torchrun.plugins.torchrun.errors import EntrypointError, TorchrunPreempted
 from metaflow_extensions.torchrun.plugins.torchrun.gang.endings import MustEnd
-from metaflow_extensions.torchrun.plugins.torchrun.gang.protocol import Command, Ended, Failed, Ready
+from metaflow_extensions.torchrun.plugins.torchrun.gang.messages import Command, Ended, Failed, Ready
 from metaflow_extensions.torchrun.plugins.torchrun.launch.command import COMMAND_RUNNER
 from metaflow_extensions.torchrun.plugins.torchrun.machine import processes
 from metaflow_extensions.torchrun.plugins.torchrun.node.agent import AgentProcess

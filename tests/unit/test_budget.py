@@ -4,7 +4,7 @@ import pytest
 from test_loss import groups
 from test_state import GangOf, crash
 
-from metaflow_extensions.torchrun.plugins.torchrun.gang.protocol import Restart
+from metaflow_extensions.torchrun.plugins.torchrun.gang.messages import Restart
 
 
 def launched(num_nodes=2, max_restarts=2, **rules):

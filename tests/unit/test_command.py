@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from unit_helpers import HOSTILE, write
 
-from metaflow_extensions.torchrun.plugins.torchrun.gang.protocol import Go
+from metaflow_extensions.torchrun.plugins.torchrun.gang.messages import Go
 from metaflow_extensions.torchrun.plugins.torchrun.launch.command import (
     AGENT,
     IMPORTABLE,

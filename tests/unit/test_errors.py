@@ -25,7 +25,7 @@ from metaflow_extensions.torchrun.plugins.torchrun.gang.cause import (
     rename_node,
     retold,
 )
-from metaflow_extensions.torchrun.plugins.torchrun.gang.protocol import Abort
+from metaflow_extensions.torchrun.plugins.torchrun.gang.messages import Abort
 from metaflow_extensions.torchrun.plugins.torchrun.gang.wire import from_plain, to_plain
 
 TEXT = 'größe\n  "quoted" \\ 🙂 %s {x}'

@@ -18,7 +18,7 @@ from metaflow_extensions.torchrun.plugins.torchrun.features.hangs.watch import H
 from metaflow_extensions.torchrun.plugins.torchrun.features.progress import watch as progress
 from metaflow_extensions.torchrun.plugins.torchrun.gang.keepers import Failing, Remarks
 from metaflow_extensions.torchrun.plugins.torchrun.gang.policy import LaunchPolicy
-from metaflow_extensions.torchrun.plugins.torchrun.gang.protocol import Told
+from metaflow_extensions.torchrun.plugins.torchrun.gang.messages import Told
 from metaflow_extensions.torchrun.plugins.torchrun.gang.wire import to_plain
 from metaflow_extensions.torchrun.plugins.torchrun.machine.frames import Found, without_stack
 

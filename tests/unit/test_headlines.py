@@ -6,7 +6,7 @@ import pytest
 
 from metaflow_extensions.torchrun.plugins.torchrun.errors import LaunchFailed, LaunchHung
 from metaflow_extensions.torchrun.plugins.torchrun.gang.cause import Cause, FailureText, failed
-from metaflow_extensions.torchrun.plugins.torchrun.gang.protocol import Go
+from metaflow_extensions.torchrun.plugins.torchrun.gang.messages import Go
 from metaflow_extensions.torchrun.plugins.torchrun.launch.spec import LaunchSpec
 from metaflow_extensions.torchrun.plugins.torchrun.machine.accelerators import Machine
 from metaflow_extensions.torchrun.plugins.torchrun.node.headlines import details_line, end_line, start_line

@@ -17,7 +17,7 @@ from metaflow_extensions.torchrun.plugins.torchrun.channel.registry import Addre
 from metaflow_extensions.torchrun.plugins.torchrun.errors import GangError, TorchrunPreempted
 from metaflow_extensions.torchrun.plugins.torchrun.gang.history import Record
 from metaflow_extensions.torchrun.plugins.torchrun.gang.policy import ConnectPolicy, Rules
-from metaflow_extensions.torchrun.plugins.torchrun.gang.protocol import Join, Replaced
+from metaflow_extensions.torchrun.plugins.torchrun.gang.messages import Join, Replaced
 from metaflow_extensions.torchrun.plugins.torchrun.gang.state import Gang
 from metaflow_extensions.torchrun.plugins.torchrun.machine.network import pick_port, place
 from metaflow_extensions.torchrun.plugins.torchrun.records.snapshot import Snapshot

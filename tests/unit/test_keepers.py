@@ -5,7 +5,7 @@ import math
 import pytest
 
 from metaflow_extensions.torchrun.plugins.torchrun.gang.keepers import Happened, Keeper, Keepers, Remarks, Where
-from metaflow_extensions.torchrun.plugins.torchrun.gang.protocol import Told
+from metaflow_extensions.torchrun.plugins.torchrun.gang.messages import Told
 
 SEEN = Happened("seen", 1, "in a record", 3, exit_code=0, seconds=0.5)
 

@@ -10,7 +10,7 @@ import pytest
 from loops import InLoop, Loop
 from unit_helpers import eventually
 
-from metaflow_extensions.torchrun.plugins.torchrun.gang.protocol import Go, Prepares, Ready
+from metaflow_extensions.torchrun.plugins.torchrun.gang.messages import Go, Prepares, Ready
 from metaflow_extensions.torchrun.plugins.torchrun.gang.seat import Seat
 from metaflow_extensions.torchrun.plugins.torchrun.gang.wire import from_plain, to_plain
 from metaflow_extensions.torchrun.plugins.torchrun.launch.spec import LaunchSpec

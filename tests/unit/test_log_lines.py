@@ -11,7 +11,7 @@ from test_replacement import come
 from test_state import GangOf
 
 from metaflow_extensions.torchrun.plugins.torchrun.gang.history import omitted
-from metaflow_extensions.torchrun.plugins.torchrun.gang.protocol import Started, Wrote
+from metaflow_extensions.torchrun.plugins.torchrun.gang.messages import Started, Wrote
 from metaflow_extensions.torchrun.plugins.torchrun.records.placement import LATE_S, Placed, Placement
 from metaflow_extensions.torchrun.plugins.torchrun.records.snapshot import snapshot_of
 from metaflow_extensions.torchrun.plugins.torchrun.show.stored_logs import Line, Source, merged

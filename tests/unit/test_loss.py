@@ -9,7 +9,7 @@ from metaflow_extensions.torchrun.plugins.torchrun.errors import TorchrunPreempt
 from metaflow_extensions.torchrun.plugins.torchrun.gang.cause import Cause
 from metaflow_extensions.torchrun.plugins.torchrun.gang.launch import change_of_nodes
 from metaflow_extensions.torchrun.plugins.torchrun.gang.nodes import NodeState
-from metaflow_extensions.torchrun.plugins.torchrun.gang.protocol import (
+from metaflow_extensions.torchrun.plugins.torchrun.gang.messages import (
     Abort,
     Bye,
     Go,

@@ -24,7 +24,7 @@ from metaflow_extensions.torchrun.plugins.torchrun.errors import (
 )
 from metaflow_extensions.torchrun.plugins.torchrun.gang.cause import Cause
 from metaflow_extensions.torchrun.plugins.torchrun.gang.endings import TimedOut
-from metaflow_extensions.torchrun.plugins.torchrun.gang.protocol import (
+from metaflow_extensions.torchrun.plugins.torchrun.gang.messages import (
     Abort,
     Ack,
     Alone,

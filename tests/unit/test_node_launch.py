@@ -18,7 +18,7 @@ from metaflow_extensions.torchrun.plugins.torchrun import errors
 from metaflow_extensions.torchrun.plugins.torchrun.gang import protocol
 from metaflow_extensions.torchrun.plugins.torchrun.gang.endings import MustEnd
 from metaflow_extensions.torchrun.plugins.torchrun.gang.policy import LaunchPolicy
-from metaflow_extensions.torchrun.plugins.torchrun.gang.protocol import (
+from metaflow_extensions.torchrun.plugins.torchrun.gang.messages import (
     Ended,
     Failed,
     Store,

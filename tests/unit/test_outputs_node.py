@@ -14,7 +14,7 @@ from metaflow_extensions.torchrun.plugins.torchrun.features.outputs import on_pa
 from metaflow_extensions.torchrun.plugins.torchrun.features.outputs.in_task import Outputs
 from metaflow_extensions.torchrun.plugins.torchrun.features.outputs.keep import OutputsKeeper
 from metaflow_extensions.torchrun.plugins.torchrun.gang.keepers import Keepers
-from metaflow_extensions.torchrun.plugins.torchrun.gang.protocol import Ended, Store, Stored, Storing, Told
+from metaflow_extensions.torchrun.plugins.torchrun.gang.messages import Ended, Store, Stored, Storing, Told
 from metaflow_extensions.torchrun.plugins.torchrun.launch.services import RunCall, Services
 
 

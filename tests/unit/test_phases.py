@@ -17,7 +17,7 @@ from metaflow_extensions.torchrun.plugins.torchrun.events import Event
 from metaflow_extensions.torchrun.plugins.torchrun.gang.cause import Cause, Failure
 from metaflow_extensions.torchrun.plugins.torchrun.gang.endings import Broken, GivenUp, MustEnd, TimedOut
 from metaflow_extensions.torchrun.plugins.torchrun.gang.history import Record
-from metaflow_extensions.torchrun.plugins.torchrun.gang.protocol import (
+from metaflow_extensions.torchrun.plugins.torchrun.gang.messages import (
     CONTROL,
     Ask,
     Command,

@@ -7,7 +7,7 @@ from unit_helpers import eventually, write
 
 from metaflow_extensions.torchrun.plugins.torchrun.features.progress import in_task, watch
 from metaflow_extensions.torchrun.plugins.torchrun.features.progress.told import Metrics, Point
-from metaflow_extensions.torchrun.plugins.torchrun.gang.protocol import Ended, Started, Told
+from metaflow_extensions.torchrun.plugins.torchrun.gang.messages import Ended, Started, Told
 from metaflow_extensions.torchrun.plugins.torchrun.gang.wire import from_plain
 from metaflow_extensions.torchrun.plugins.torchrun.launch.services import Services
 

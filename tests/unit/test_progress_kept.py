@@ -9,7 +9,7 @@ from metaflow_extensions.torchrun.plugins.torchrun.features.progress.keep import
 from metaflow_extensions.torchrun.plugins.torchrun.features.progress.stragglers import Change, Speeds, Stragglers, lines
 from metaflow_extensions.torchrun.plugins.torchrun.features.progress.told import MAX_KEYS, Metrics, Pace, Point
 from metaflow_extensions.torchrun.plugins.torchrun.gang.keepers import Happened, Where
-from metaflow_extensions.torchrun.plugins.torchrun.gang.protocol import Told
+from metaflow_extensions.torchrun.plugins.torchrun.gang.messages import Told
 from metaflow_extensions.torchrun.plugins.torchrun.gang.wire import to_plain
 
 

@@ -13,7 +13,7 @@ from metaflow_extensions.torchrun.plugins.torchrun.features.progress.keep import
 from metaflow_extensions.torchrun.plugins.torchrun.features.progress.lines import parse_line
 from metaflow_extensions.torchrun.plugins.torchrun.features.progress.told import Metrics, Pace, Point
 from metaflow_extensions.torchrun.plugins.torchrun.gang.keepers import Where
-from metaflow_extensions.torchrun.plugins.torchrun.gang.protocol import Told
+from metaflow_extensions.torchrun.plugins.torchrun.gang.messages import Told
 from metaflow_extensions.torchrun.plugins.torchrun.gang.wire import to_plain
 from metaflow_extensions.torchrun.plugins.torchrun.show.as_card import layout
 from metaflow_extensions.torchrun.plugins.torchrun.show.as_text import lines_of

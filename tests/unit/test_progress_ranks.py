@@ -26,7 +26,7 @@ from metaflow_extensions.torchrun.plugins.torchrun.features.progress.lines impor
 from metaflow_extensions.torchrun.plugins.torchrun.features.progress.paces import RankPace
 from metaflow_extensions.torchrun.plugins.torchrun.features.progress.told import MAX_KEYS, Metrics, Pace, Point
 from metaflow_extensions.torchrun.plugins.torchrun.features.progress.watch import MAX_POINTS, ProgressWatcher
-from metaflow_extensions.torchrun.plugins.torchrun.gang.protocol import Told
+from metaflow_extensions.torchrun.plugins.torchrun.gang.messages import Told
 from metaflow_extensions.torchrun.plugins.torchrun.gang.wire import from_plain
 
 # --- a line and its file --------------------------------------------------------------------------

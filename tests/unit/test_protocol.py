@@ -8,7 +8,7 @@ import pytest
 from metaflow_extensions.torchrun.plugins.torchrun.errors import LaunchHung
 from metaflow_extensions.torchrun.plugins.torchrun.gang.cause import Cause, Failure
 from metaflow_extensions.torchrun.plugins.torchrun.gang.policy import LaunchPolicy
-from metaflow_extensions.torchrun.plugins.torchrun.gang.protocol import (
+from metaflow_extensions.torchrun.plugins.torchrun.gang.messages import (
     Abort,
     Ack,
     Command,

@@ -14,7 +14,7 @@ from metaflow_extensions.torchrun.plugins.torchrun.features.reach import watch
 from metaflow_extensions.torchrun.plugins.torchrun.features.reach.keep import ReachKeeper
 from metaflow_extensions.torchrun.plugins.torchrun.features.reach.watch import ReachWatcher
 from metaflow_extensions.torchrun.plugins.torchrun.gang.keepers import Remarks, Where
-from metaflow_extensions.torchrun.plugins.torchrun.gang.protocol import Told
+from metaflow_extensions.torchrun.plugins.torchrun.gang.messages import Told
 from metaflow_extensions.torchrun.plugins.torchrun.machine.network import listening_socket
 
 # --- on the control node ----------------------------------------------------------------------------

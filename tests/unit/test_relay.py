@@ -13,7 +13,7 @@ from metaflow_extensions.torchrun.plugins.torchrun.channel import relay as modul
 from metaflow_extensions.torchrun.plugins.torchrun.channel.backlog import Backlog, Limits, LineSender
 from metaflow_extensions.torchrun.plugins.torchrun.channel.frames import MAX_FRAME_BYTES, encode
 from metaflow_extensions.torchrun.plugins.torchrun.channel.relay import Relay
-from metaflow_extensions.torchrun.plugins.torchrun.gang.protocol import Lines
+from metaflow_extensions.torchrun.plugins.torchrun.gang.messages import Lines
 
 # --- where they wait ------------------------------------------------------------------------------
 

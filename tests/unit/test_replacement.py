@@ -10,7 +10,7 @@ from test_state import GangOf, crash, failures, objects_of, preemption
 
 from metaflow_extensions.torchrun.plugins.torchrun.errors import GangError
 from metaflow_extensions.torchrun.plugins.torchrun.gang.nodes import NodeState
-from metaflow_extensions.torchrun.plugins.torchrun.gang.protocol import (
+from metaflow_extensions.torchrun.plugins.torchrun.gang.messages import (
     Abort,
     Alone,
     Failed,

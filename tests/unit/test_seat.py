@@ -2,7 +2,7 @@
 
 from metaflow_extensions.torchrun.plugins.torchrun.errors import GangError
 from metaflow_extensions.torchrun.plugins.torchrun.gang.endings import Broken, GivenUp, MustEnd
-from metaflow_extensions.torchrun.plugins.torchrun.gang.protocol import Abort, Bye
+from metaflow_extensions.torchrun.plugins.torchrun.gang.messages import Abort, Bye
 from metaflow_extensions.torchrun.plugins.torchrun.gang.seat import Seat
 
 

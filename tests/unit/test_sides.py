@@ -11,7 +11,7 @@ from unit_helpers import HANG_S
 
 from metaflow_extensions.torchrun.plugins.torchrun.gang.cause import Cause
 from metaflow_extensions.torchrun.plugins.torchrun.gang.policy import LaunchPolicy
-from metaflow_extensions.torchrun.plugins.torchrun.gang.protocol import Ended, Join, Leave, Ready
+from metaflow_extensions.torchrun.plugins.torchrun.gang.messages import Ended, Join, Leave, Ready
 from metaflow_extensions.torchrun.plugins.torchrun.machine.processes import began
 from metaflow_extensions.torchrun.plugins.torchrun.supervisor.sides import ControlSide
 

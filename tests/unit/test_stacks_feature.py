@@ -17,7 +17,7 @@ from metaflow_extensions.torchrun.plugins.torchrun.features.stacks.command impor
 from metaflow_extensions.torchrun.plugins.torchrun.features.stacks.keep import StacksKeeper
 from metaflow_extensions.torchrun.plugins.torchrun.features.stacks.told import GangStacks, NodeStacks
 from metaflow_extensions.torchrun.plugins.torchrun.gang.keepers import Keepers
-from metaflow_extensions.torchrun.plugins.torchrun.gang.protocol import Ask, Told
+from metaflow_extensions.torchrun.plugins.torchrun.gang.messages import Ask, Told
 from metaflow_extensions.torchrun.plugins.torchrun.gang.wire import to_plain
 from metaflow_extensions.torchrun.plugins.torchrun.machine import stacks
 from metaflow_extensions.torchrun.plugins.torchrun.machine.frames import Found

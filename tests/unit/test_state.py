@@ -25,7 +25,7 @@ from metaflow_extensions.torchrun.plugins.torchrun.gang.cause import Cause, Fail
 from metaflow_extensions.torchrun.plugins.torchrun.gang.keepers import Failing, Keeper, Keepers, Remarks
 from metaflow_extensions.torchrun.plugins.torchrun.gang.nodes import Nodes
 from metaflow_extensions.torchrun.plugins.torchrun.gang.policy import LaunchPolicy, Rules
-from metaflow_extensions.torchrun.plugins.torchrun.gang.protocol import (
+from metaflow_extensions.torchrun.plugins.torchrun.gang.messages import (
     Abort,
     Ack,
     Bye,

@@ -26,7 +26,7 @@ from metaflow_extensions.torchrun.plugins.torchrun.gang.cause import Cause
 from metaflow_extensions.torchrun.plugins.torchrun.gang.launch import Launch
 from metaflow_extensions.torchrun.plugins.torchrun.gang.nodes import NodeState
 from metaflow_extensions.torchrun.plugins.torchrun.gang.policy import ConnectPolicy
-from metaflow_extensions.torchrun.plugins.torchrun.gang.protocol import Abort
+from metaflow_extensions.torchrun.plugins.torchrun.gang.messages import Abort
 from metaflow_extensions.torchrun.plugins.torchrun.logs.console import settle
 from metaflow_extensions.torchrun.plugins.torchrun.records.vanished import has_begun
 from metaflow_extensions.torchrun.plugins.torchrun.settings import DEFAULTS, parse_settings
@@ -311,7 +311,7 @@ type(current).parallel = Parallel("127.0.0.1", int(sys.argv[2]), 0, None)
 datastore = FlowDataStore("GangFlow", storage_impl=LocalStorage, ds_root=sys.argv[1])
 member, _ = TaskGang(parse_settings(DEFAULTS, "train"), datastore, "1", "train", "2", 0).join()
 member.begin_launch()
-from PACKAGE.gang.protocol import Ready
+from PACKAGE.gang.messages import Ready
 member.send(Ready(0, 1, "digest"))
 member.link.wait(lambda: False, 600.0)
 """

@@ -8,7 +8,7 @@ from metaflow_extensions.torchrun.plugins.torchrun.elements.model import Table
 from metaflow_extensions.torchrun.plugins.torchrun.features.usage.keep import KINDS, UsageKeeper
 from metaflow_extensions.torchrun.plugins.torchrun.features.usage.on_page import PART
 from metaflow_extensions.torchrun.plugins.torchrun.features.usage.told import STEP_S, Used, step_s
-from metaflow_extensions.torchrun.plugins.torchrun.gang.protocol import Told
+from metaflow_extensions.torchrun.plugins.torchrun.gang.messages import Told
 from metaflow_extensions.torchrun.plugins.torchrun.gang.wire import to_plain
 
 LIMITS = {"cpus": 96.0, "memory_mib": 2.0**20, "gpus": 8.0, "gpu_memory_mib": 640 * 1024.0}

@@ -9,7 +9,7 @@ from metaflow.plugins.timeout_decorator import TimeoutException
 
 from metaflow_extensions.torchrun.plugins.torchrun.errors import LaunchFailed
 from metaflow_extensions.torchrun.plugins.torchrun.gang.keepers import Keeper, Keepers
-from metaflow_extensions.torchrun.plugins.torchrun.gang.protocol import Told
+from metaflow_extensions.torchrun.plugins.torchrun.gang.messages import Told
 from metaflow_extensions.torchrun.plugins.torchrun.launch.services import InTask, starts_of
 from metaflow_extensions.torchrun.plugins.torchrun.node import watchers as of_node
 from metaflow_extensions.torchrun.plugins.torchrun.node.watchers import Here, Variables, Watch, Watcher, Watchers

@@ -290,7 +290,7 @@ class TorchrunDecorator(steps.ParallelDecorator):  # type: ignore[misc]  # Metaf
         from .compat.datastore import DatastoreValues
         from .executor import Context, TorchrunExecutor
         from .feature_list import in_task
-        from .gang.protocol import CONTROL
+        from .gang.messages import CONTROL
         from .launch.services import starts_of
         from .machine.accelerators import this_machine
         from .machine.open_files import raise_limit

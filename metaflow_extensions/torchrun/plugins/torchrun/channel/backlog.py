@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from ..gang.protocol import Lines
+from ..gang.messages import Lines
 
 # Characters a second: of all nodes together, as many as the control node can read, and of one node at least and at most.
 _ALL_WAITING_CHARS, _LEAST_WAITING_CHARS, _MOST_WAITING_CHARS = 4 * 1024**2, 32 * 1024, 512 * 1024

@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Collection, Generator
 from typing import Any, TypeVar
 
-from ..gang.protocol import Beat, Message
+from ..gang.messages import Beat, Message
 from ..machine.network import plain_address
 from .codec import Frames
 from .frames import MAX_FRAME_BYTES, decode, encode

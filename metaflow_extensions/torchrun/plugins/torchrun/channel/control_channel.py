@@ -18,11 +18,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from ..errors import GangError
-from ..gang import obstacles
-from ..gang.course import Outgoing
+from ..gang import failures
+from ..gang.gang import Gang, Outgoing
 from ..gang.keepers import Plain
-from ..gang.protocol import CONTROL, Abort, Beat, Join, Lines, Message
-from ..gang.state import Gang
+from ..gang.messages import CONTROL, Abort, Beat, Join, Lines, Message
 from ..machine.looks import until_look
 from .connection import BEATS, Connection, Reading, close_all, handshake_as_control, next_message
 from .frames import encode
@@ -102,7 +101,7 @@ class ControlChannel:
     async def close(self, wait_s: float) -> None:
         """Wait until the members have left, `wait_s` seconds at most, and close."""
         deadline = time.monotonic() + wait_s
-        while self.gang.nodes.members and time.monotonic() < deadline:
+        while self.gang.members and time.monotonic() < deadline:
             await asyncio.sleep(_CLOSE_LOOK_S)
         self._is_closing = True
         if self._timer is not None:
@@ -165,7 +164,7 @@ class ControlChannel:
     def _last_words(self, connection: Connection, why: str) -> bytes:
         """Return what a silent node is told, which may hear it later: when its processes are continued, for example."""
         node = connection.node
-        return b"" if node is None else encode(Abort(obstacles.silent(node, self.gang.nodes.host(node), why)))
+        return b"" if node is None else encode(Abort(failures.silent(node, self.gang.nodes[node].host, why)))
 
     # --- connections ----------------------------------------------------------------------------
 
@@ -176,7 +175,7 @@ class ControlChannel:
         join = yield from next_message()
         if not isinstance(join, Join):
             return
-        if self.gang.nodes.may_join(join):
+        if self.gang.may_join(join):
             self._accept_member(connection, join)
         elif not self._turn_away(connection, join):
             return

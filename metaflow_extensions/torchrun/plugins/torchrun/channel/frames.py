@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..gang.protocol import Message, from_wire, to_wire
+from ..gang.messages import Message, from_wire, to_wire
 from .codec import LENGTH, dump
 
 MAX_FRAME_BYTES = 1024 * 1024

@@ -12,8 +12,8 @@ import socket
 import traceback
 from collections.abc import Callable, Sequence
 
+from ..gang.messages import Answer, Beat, Ended, Join, Leave, Message
 from ..gang.policy import ConnectPolicy
-from ..gang.protocol import Beat, Ended, Join, Leave, Message, Refused, TaskEnded, Welcome
 from .backlog import LineSender
 from .connection import Connection, Reading, close_all, handshake_as_member, next_message
 from .frames import encode
@@ -51,10 +51,11 @@ class MemberChannel:
     def send(self, message: Message) -> None:
         """Send a message to the control node."""
         try:
-            if isinstance(message, Ended | Leave):
+            is_urgent = isinstance(message, Leave) and message.how == "killed"  # nothing may hold it up
+            if isinstance(message, Ended | Leave) and not is_urgent:
                 self._lines.send_rest()  # so that they stand in the log before what comes next
             self._write(message)
-            if isinstance(message, TaskEnded):  # on a slow network nothing may hold it up
+            if is_urgent:
                 self._lines.send_rest()
         except ValueError as error:  # it is too long, however much it is shortened
             self.fail(error)
@@ -172,15 +173,17 @@ class MemberChannel:
             return  # nothing is said before *join*
         if not self._answer.done():
             self._watch(connection)
-            if isinstance(message, Refused) and message.is_early:
+            if not isinstance(message, Answer):
+                self._answer.set_result(None)  # the step hears it
+            elif message.is_early:
                 self._connection = None
-                self._answer.set_exception(ConnectionError(message.error.message))
+                self._answer.set_exception(ConnectionError("" if message.error is None else message.error.message))
                 connection.abort()
                 return
-            if isinstance(message, Refused):
+            elif message.error is not None:
                 self.hold_s, self._is_over = message.hold_s, not message.hold_s
                 self._answer.set_exception(message.error)
-            elif isinstance(message, Welcome):
+            else:
                 self.own_address = connection.address("sockname")
                 self._answer.set_result(None)
         self._deliver(message)

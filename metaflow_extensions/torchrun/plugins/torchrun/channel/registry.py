@@ -42,6 +42,7 @@ class AddressRecord:
     addresses: tuple[str, ...]  # names and addresses to try, in order
     port: int
     token: str  # the gang's secret; whoever can read the step's datastore knows it
+    host: str = ""  # the control node's host name
     closed: bool = False  # whether the control node has ended its step before this node arrived
     is_over: bool = (
         False  # whether all nodes had come, and the gang has ended well: a task that comes now has nothing to do

@@ -12,7 +12,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from typing import Protocol
 
-from ..gang.protocol import Lines
+from ..gang.messages import Lines
 
 _COLLECT_S = 0.5  # between two texts, but for the first
 _WAITING = 256  # messages; each has some 32 KiB at most

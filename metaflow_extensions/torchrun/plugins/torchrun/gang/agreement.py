@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..errors import GangError
-from .protocol import Ready
+from .messages import Ready
 from .texts import counted, first_values, names
 
 # What must be the same on every node, and its name for the error: fields of *ready*, or among its facts.

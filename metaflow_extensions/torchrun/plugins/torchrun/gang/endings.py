@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from ..errors import LaunchFailed, LaunchTimeout, TorchrunError, TorchrunPreempted
 from .cause import Cause, FailureText, failed
-from .protocol import CONTROL
+from .messages import CONTROL
 
 # Each goes to the launch's inbox, like the gang's messages.
 

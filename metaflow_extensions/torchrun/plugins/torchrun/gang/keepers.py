@@ -1,6 +1,6 @@
 """A feature's part on the control node: the data that it keeps. Pure.
 
-The core hands each `Told` to the keeper of its feature, and asks all keepers for what is to be stored. It knows none of
+The core hands each `Report` to the keeper of its feature, and asks all keepers for what is to be stored. It knows none of
 them. A keeper that raises ends no launch: a line says so once, and its feature keeps silent from then on. Where it
 raises at what one node tells, it hears no more of that node, and keeps what it has.
 """
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias, TypeVar
 
 from ..errors import TorchrunError
-from .protocol import Told
+from .messages import Report
 from .wire import finite
 
 Plain: TypeAlias = dict[str, Any]
@@ -76,7 +76,7 @@ class Keeper:
     def begin(self, launch: int, policy: Plain, at_s: float) -> None:
         """Take note that all workers of a launch start, or start again; `policy` is what its feature is to look after."""
 
-    def handle(self, node: int, told: Told, at_s: float) -> Remarks | None:
+    def handle(self, node: int, told: Report, at_s: float) -> Remarks | None:
         """Keep what a node tells; may raise where it does not fit. Return what there is to say of it."""
 
     def request(self, data: Plain, at_s: float) -> Remarks | None:
@@ -152,11 +152,11 @@ class Keepers:
             own = policy.get(name, {})
             self._ask(name, lambda keeper, own=own: keeper.begin(launch, own, at_s))  # type: ignore[misc]
 
-    def handle(self, node: int, told: Told, at_s: float) -> None:
+    def handle(self, node: int, told: Report, at_s: float) -> None:
         """Hand a message to the keeper of its feature; one that nobody keeps is dropped."""
-        if told.feature in self._keepers:
-            self._counts[told.feature] += 1
-            self._remember(told.feature, self._ask(told.feature, lambda keeper: keeper.handle(node, told, at_s), node))
+        if told.kind in self._keepers:
+            self._counts[told.kind] += 1
+            self._remember(told.kind, self._ask(told.kind, lambda keeper: keeper.handle(node, told, at_s), node))
 
     def request(self, feature: str, data: Plain, at_s: float) -> None:
         """Hand what a command asks to the keeper of a feature; one that is not there answers at once that it is not."""

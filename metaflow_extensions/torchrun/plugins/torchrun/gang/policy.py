@@ -12,6 +12,14 @@ from ..parsing import DEFAULT_RESTART_ON
 
 # What a node needs beyond the workers' grace to kill, reap and read the last bytes.
 _STOP_MARGIN_S = 15.0
+SAVE_S, INDEX_S = 120.0, 15.0
+"""How long storing what a failed launch has left may take, and then its index. All nodes wait, and the user pays."""
+BACKOFF_LIMIT_S = 30.0
+"""The longest pause before a restart."""
+ALIKE_ENDS, ALIKE_S = 3, 120.0
+"""After so many failures of the user's code in a row in the same way, each so soon after the start, no restart helps."""
+KEPT_VERDICTS = 1000
+"""The ends of so many launches, the last ones, are known to a task that comes late."""
 
 
 @dataclass(frozen=True)
@@ -26,15 +34,9 @@ class Rules:
     # Of all nodes, so many wait until one is lost; and with how many a launch goes on, by default with all others.
     spare_nodes: int = 0
     min_nodes: int | None = None
-    # How many tasks in a row, of which none gets ready for a launch, are waited for in the place of a node that is gone.
-    replacements: int = 0
+    replaces: bool = False  # whether another task comes in the place of one that is gone, as on Kubernetes
     # Returns a shell command that shows why a node is missing, or "".
     why_it_waits: Callable[[int], str] = lambda node: ""
-
-    @property
-    def replaces(self) -> bool:
-        """Whether another task takes the place of a node that is gone; see `NodeState.AWAITED`."""
-        return self.replacements > 0
 
     @property
     def stop_s(self) -> float:
@@ -69,7 +71,6 @@ class ConnectPolicy:
     # machine there are none.
     refused_s: float = 60.0
     refused_here_s: float = 5.0
-    former_s: float = 5.0  # how long a new control node looks for one that it is to replace
 
 
 def growing_pauses(first_s: float = 0.05) -> Iterator[float]:

@@ -15,7 +15,7 @@ from ..errors import TorchrunError
 from ..events import Event, Subscriber
 from .cause import Cause
 from .endings import Broken, GivenUp, MustEnd, TimedOut, lost_control
-from .protocol import Abort, Ask, Bye, Go, Link, Message, Note, Restart, Stop, Store, Verdict
+from .messages import Abort, Ask, Farewell, Go, Link, Message, Note, Restart, Stop, Store, Verdict
 
 
 class Seat:
@@ -47,7 +47,7 @@ class Seat:
             return True
         if isinstance(message, Abort):
             self._break(message.error)
-        self._says_bye = self._says_bye or isinstance(message, Bye)
+        self._says_bye |= isinstance(message, Farewell) and message.what == "bye"
         return False
 
     def lose_control(self, reason: str) -> None:

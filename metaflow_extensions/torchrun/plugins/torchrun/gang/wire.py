@@ -1,6 +1,6 @@
 """Converts dataclasses to plain data and back, checked against the types of their fields.
 
-The types are str, int, float, bool, X | None, tuple, frozenset and dict of these, other such dataclasses,
+The types are str, int, float, bool, Literal, X | None, tuple, frozenset and dict of these, other such dataclasses,
 TorchrunError, and Any for plain data, which travels as it is.
 """
 
@@ -12,7 +12,7 @@ import types
 import typing
 from collections.abc import Mapping
 from dataclasses import MISSING, fields, is_dataclass
-from typing import Any, Union
+from typing import Any, Literal, Union
 
 from ..errors import CLASSES, TorchrunError
 from .cause import Cause, FailureText, failed
@@ -81,6 +81,8 @@ def _read(hint: Any, value: Any) -> Any:
         return origin(_read(inner[0], each) for each in value)
     if origin is dict and isinstance(value, Mapping):
         return {_key(name, inner[0]): _read(inner[1], each) for name, each in value.items()}
+    if origin is Literal and value in inner:
+        return value
     if hint is TorchrunError and isinstance(value, Mapping):
         return _read_error(value)
     if hint is Any:

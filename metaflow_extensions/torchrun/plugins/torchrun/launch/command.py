@@ -6,7 +6,7 @@ import os
 import signal
 from collections.abc import Mapping, Sequence
 
-from ..gang.protocol import Go
+from ..gang.messages import Go
 from .commands import system_program
 from .options import STATIC_BACKEND, bracketed
 from .spec import LaunchSpec

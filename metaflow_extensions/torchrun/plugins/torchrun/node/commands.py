@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from ..events import label
 from ..gang.cause import Cause, Failure, describe_exit
-from ..gang.protocol import Command
+from ..gang.messages import Report
 from ..gang.seat import Seat
 from ..launch.command import COMMAND_RUNNER
 from ..launch.commands import is_by_shell, system_program
@@ -165,15 +165,16 @@ class Commands:
 
     # --- how they ended -------------------------------------------------------------------------
 
-    def _just_ended(self) -> list[Command]:
+    def _just_ended(self) -> list[Report]:
         new = self._ended()[self._told :]
         self._told += len(new)
         return [self._as_message(each) for each in new]
 
-    def _as_message(self, ended: _Ended) -> Command:
+    def _as_message(self, ended: _Ended) -> Report:
         # Without hints on signals: the error has them.
         text = self._text(ended, lambda status: describe_exit(status).partition(":")[0])
-        return Command(self._launch, text, ended.status, round(ended.seconds, 3))
+        data = {"text": text, "exit_code": ended.status, "seconds": round(ended.seconds, 3)}
+        return Report("command", self._launch, data=data)
 
     def _ended(self) -> list[_Ended]:
         with suppress(OSError), open(os.path.join(self._folder, "ended.jsonl"), encoding="ascii") as file:

@@ -15,21 +15,19 @@ from ..errors import LaunchFailed, TorchrunError, TorchrunPreempted
 from ..events import Event, Kind
 from ..gang.cause import Cause, Failure, FailureText, cause_of
 from ..gang.endings import Broken, GivenUp, MustEnd, TimedOut, preempted, timed_out
-from ..gang.launch import change_of_nodes
-from ..gang.protocol import (
+from ..gang.failures import change_of_nodes
+from ..gang.messages import (
     CONTROL,
     Ask,
     Ended,
     Failed,
     Go,
-    Prepares,
     Ready,
+    Report,
     Restart,
-    Started,
     Stop,
     Store,
     Verdict,
-    Wrote,
 )
 from ..gang.texts import headline, names
 from .agent_end import AGENT_NAME
@@ -99,7 +97,7 @@ class NodeCourse:
             self._send_ready()
         else:
             self._enter(Phase.PREPARING)
-            self._do(Prepares(self._launch, self.plan.spec.nproc), Do.START_COMMANDS)
+            self._do(Ready(self._launch, self.plan.spec.nproc, prepares=True), Do.START_COMMANDS)
 
     def _send_ready(self) -> None:
         self._enter(Phase.READY)
@@ -132,6 +130,9 @@ class NodeCourse:
     def _on_go(self, go: Go) -> None:
         if self._went_at is None:
             self._went_at = self._now
+        if self._restarts and (go.left or go.came):
+            self._restarts[-1] |= {"left": list(go.left), "came": list(go.came)}
+            self._say_of_restart(change_of_nodes(go.left, go.came, 0 if go.group is None else go.group.size))
         if go.group is not None:
             self.plan = replace(self.plan, spec=replace(self.plan.spec, group=go.group))
         self._command, self._exit_codes = "", {}
@@ -158,20 +159,19 @@ class NodeCourse:
             self._do(ask)
 
     def _on_restart(self, restart: Restart) -> None:
-        cause = restart.cause
-        nodes = {"left": list(restart.left), "came": list(restart.came)}
-        if self._restarts and self._restarts[-1]["generation"] == restart.number:
-            self._restarts.pop()  # more nodes were lost in the pause
-        self._restarts.append({"generation": restart.number, "cause": cause.as_dict(), **nodes})
-        if self._node != CONTROL and self.plan.shares_machine:
-            return  # the control node says it in this terminal
-        again = sorted({*restart.left} & {*restart.came})
-        has = "has" if len(again) == 1 else "have"
-        when = f"when {names(again)} {has} started again" if again else f"in {restart.pause_s:g} s"
-        why = f"{FailureText(cause, is_alone=self._is_alone).who} {headline(cause.what)}"
-        text = f"restart {restart.number} of {restart.of}: all workers start again {when}, because {why}"
-        change = change_of_nodes(restart.left, restart.came, restart.size)
-        self._say("restart", f"{text}; {change}" if change else text)
+        cause, waits_for = restart.cause, restart.waits_for
+        self._restarts.append({"generation": restart.number, "cause": cause.as_dict(), "left": [], "came": []})
+        has = "has" if len(waits_for) == 1 else "have"
+        when = f" in {restart.pause_s:g} s" if restart.pause_s else ""
+        when = f" when {names(waits_for)} {has} started again" if waits_for else when
+        is_counted = cause.category != "preempted"  # `max_restarts` does not count others
+        which = f"restart {restart.counted} of {restart.of}: " if is_counted else ""
+        why = f"because {FailureText(cause, is_alone=self._is_alone).who} {headline(cause.what)}"
+        self._say_of_restart(f"{which}all workers start again{when}, {why}")
+
+    def _say_of_restart(self, text: str) -> None:
+        if self._node == CONTROL or not self.plan.shares_machine:  # else the control node says it in this terminal
+            self._say("restart", text)
 
     def _on_store(self, store: Store) -> None:
         self._keep_error(store)
@@ -283,7 +283,7 @@ class NodeCourse:
         """Report to the gang, once, that all workers of this node run."""
         if not self._said_started:
             self._said_started = True
-            self._do(Started(self._launch, self._go.generation))
+            self._do(Report("started", self._launch, self._go.generation))
             if self._go.restarts < self._go.max_restarts:
                 self._do(Do.PREPARE_WARM)
 
@@ -294,7 +294,7 @@ class NodeCourse:
         self._say_started()
         if not self._said_output:
             self._said_output = True
-            self._do(Wrote(self._launch, self._go.generation))
+            self._do(Report("wrote", self._launch, self._go.generation))
 
     def _on_workers_ended(self, news: WorkersEnded) -> None:
         self._do(*news.told)

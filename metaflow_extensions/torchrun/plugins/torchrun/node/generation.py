@@ -11,7 +11,7 @@ from functools import partial
 
 from ..events import Event
 from ..gang.cause import Failure, first_failure
-from ..gang.protocol import Ended, Go, Stop
+from ..gang.messages import Ended, Go, Stop
 from ..launch.command import shown_command
 from ..logs.pipes import LogReader
 from ..machine.aside import STUCK_S

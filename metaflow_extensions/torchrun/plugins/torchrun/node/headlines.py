@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from ..errors import TorchrunError
 from ..events import Event
 from ..gang.cause import failure_of
-from ..gang.protocol import Go
+from ..gang.messages import Go
 from ..gang.texts import counted, duration, headline
 from ..launch.options import bracketed
 from ..launch.spec import LaunchSpec

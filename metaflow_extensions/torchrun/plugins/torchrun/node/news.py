@@ -11,7 +11,7 @@ from ..errors import TorchrunError
 from ..events import Event
 from ..gang.cause import Failure
 from ..gang.endings import Broken, GivenUp, MustEnd, TimedOut
-from ..gang.protocol import Ask, Ended, Go, Message, Restart, Stop, Store, Verdict
+from ..gang.messages import Ask, Ended, Go, Message, Restart, Stop, Store, Verdict
 from .outcome import Outcome
 from .plan import Plan
 

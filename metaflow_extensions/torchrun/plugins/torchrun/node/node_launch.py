@@ -14,7 +14,7 @@ from typing import Any
 
 from ..events import Event
 from ..gang.endings import MustEnd, TimedOut
-from ..gang.protocol import Ask, Go, Stop, Store
+from ..gang.messages import Ask, Go, Stop, Store
 from ..gang.seat import Seat
 from ..machine.aside import Aside
 from ..machine.looks import until_look
@@ -102,7 +102,7 @@ class NodeLaunch:
             case Go():
                 return await self._prepare_workers(effect)
             case Ask():
-                self._workers.watchers.asked(effect.feature, effect.data)
+                self._workers.watchers.asked(effect.kind, effect.data)
             case Stop():
                 return await self._workers.obey(effect)
             case Store():

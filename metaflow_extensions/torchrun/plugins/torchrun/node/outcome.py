@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from ..gang.protocol import Verdict
+from ..gang.messages import Verdict
 
 
 @dataclass(frozen=True)

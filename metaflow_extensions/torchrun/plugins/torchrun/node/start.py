@@ -12,7 +12,7 @@ from typing import Any
 
 from ..events import Event, label
 from ..gang.cause import SHORT_PEER_ERRORS
-from ..gang.protocol import Go
+from ..gang.messages import Go
 from ..gang.seat import Seat
 from ..launch.command import HALT_SIGNAL, agent_command, command_environment, restart_variables, with_hooks
 from ..logs.pipes import AGENT, LogReader, pipe_path

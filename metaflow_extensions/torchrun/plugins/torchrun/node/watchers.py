@@ -15,7 +15,7 @@ from typing import Protocol
 
 from ..compat.renamed import harmless
 from ..gang.keepers import Plain
-from ..gang.protocol import Told
+from ..gang.messages import Report
 from ..machine.aside import Aside
 from .agent import Asked, Options
 from .agent_events import Refused
@@ -154,7 +154,7 @@ class Watchers:
         """When any watcher last had something from the workers themselves."""
         return max((at for each in self._watchers.values() if (at := each.saw_workers_at) is not None), default=None)
 
-    def poll(self) -> list[Told]:
+    def poll(self) -> list[Report]:
         """Return the data of all features to send now."""
         found = []
         for name, watcher in list(self._watchers.items()):
@@ -163,7 +163,7 @@ class Watchers:
                     found.append(self._as_told(name, data))
         return found
 
-    async def before_stop(self, kind: str) -> list[Told]:
+    async def before_stop(self, kind: str) -> list[Report]:
         """Have all features examine the workers before they are stopped."""
         return await self._told(lambda watcher: watcher.before_stop(kind))
 
@@ -174,7 +174,7 @@ class Watchers:
             with _no_harm(feature, self._say):
                 watcher.asked(data)
 
-    async def ended(self) -> list[Told]:
+    async def ended(self) -> list[Report]:
         """Return the last data to send, when all workers have ended."""
         return await self._told(lambda watcher: watcher.ended())
 
@@ -184,7 +184,7 @@ class Watchers:
             self._close(name, watcher)
         self._watchers = {}
 
-    async def _told(self, ask: Callable[[Watcher], Awaitable[Plain | None]]) -> list[Told]:
+    async def _told(self, ask: Callable[[Watcher], Awaitable[Plain | None]]) -> list[Report]:
         found = []
         for name, watcher in list(self._watchers.items()):
             with self._no_harm(name):
@@ -192,8 +192,8 @@ class Watchers:
                     found.append(self._as_told(name, data))
         return found
 
-    def _as_told(self, name: str, data: Plain) -> Told:
-        return Told(*self._about, name, _checked(data))
+    def _as_told(self, name: str, data: Plain) -> Report:
+        return Report(name, *self._about, _checked(data))
 
     @contextmanager
     def _no_harm(self, name: str) -> Iterator[None]:

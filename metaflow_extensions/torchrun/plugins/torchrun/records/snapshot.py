@@ -12,7 +12,7 @@ from ..gang.wire import from_plain, to_plain
 from .summary import Summary, summarize
 
 if TYPE_CHECKING:
-    from ..gang.state import Gang
+    from ..gang.gang import Gang
 
 VERSION = 1  # version of the stored form; a later one may add fields
 MAX_MESSAGE = 8 * 1024

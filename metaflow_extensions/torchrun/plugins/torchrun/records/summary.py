@@ -11,7 +11,7 @@ from functools import cached_property
 from typing import Literal
 
 from ..gang.history import Record
-from ..gang.protocol import CONTROL
+from ..gang.messages import CONTROL
 from ..gang.texts import counted, duration, names
 from .placement import LATE_S, Placed, Placement
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 from ..gang.cause import Cause
 from ..gang.history import Record, Report
-from ..gang.protocol import CONTROL
+from ..gang.messages import CONTROL
 from .snapshot import Snapshot
 
 

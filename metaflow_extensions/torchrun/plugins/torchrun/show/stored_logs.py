@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..compat.stored import LINE_PARSER, LOG_SOURCES
-from ..gang.protocol import CONTROL
+from ..gang.messages import CONTROL
 from ..records.placement import Placement
 from ..records.snapshot import Snapshot
 from .stored_gangs import StoredGang, StoredGangs

@@ -13,7 +13,7 @@ from typing import Any
 from ..errors import TorchrunError
 from ..gang.cause import Cause
 from ..gang.endings import GivenUp
-from ..gang.protocol import Store, to_wire
+from ..gang.messages import Store, to_wire
 from ..gang.seat import Seat
 from ..gang.wire import from_plain, to_plain
 from ..node.news import Completed

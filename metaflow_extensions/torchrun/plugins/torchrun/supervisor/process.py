@@ -24,7 +24,7 @@ from ..errors import TorchrunError
 from ..events import Event
 from ..feature_list import watches
 from ..gang.cause import describe_exit
-from ..gang.protocol import CONTROL, Abort, Replaced, TaskEnded, from_wire
+from ..gang.messages import CONTROL, Abort, Farewell, Leave, from_wire
 from ..gang.wire import to_plain
 from ..logs import console
 from ..machine import processes
@@ -45,7 +45,7 @@ _DYING_S = 5.0  # a task that is killed closes its files first, and then frees i
 _OF_LAUNCHES = frozenset({"run", "complete", "give_up", "end_spares"})
 _OF_SEAT = frozenset({"interrupt", "time_out"})
 _URGENT = frozenset({"lost", "must_end"})  # the step's own code hears of it
-_URGENT_MESSAGES = frozenset({Abort.__name__.lower(), Replaced.__name__.lower()})
+_URGENT_MESSAGES = frozenset({Abort.__name__.lower(), Farewell.__name__.lower()})
 
 
 def main(parent: int) -> int:
@@ -250,7 +250,7 @@ class Supervisor:
             self._signs.close()
         if self._side is None or self._launches is None:
             return
-        self._side.send(TaskEnded(how))
+        self._side.send(Leave("killed", text=how))
         self._launches.abort()
         await settle(_LAST_LINES_S)
         for stream in (1, 2):  # who reads the task's output waits for the end of that

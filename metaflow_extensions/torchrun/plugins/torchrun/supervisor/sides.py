@@ -12,12 +12,11 @@ from ..channel.member_channel import MemberChannel
 from ..channel.relay import Relay
 from ..events import Event
 from ..feature_list import keeps
+from ..gang.gang import Gang
 from ..gang.keepers import Keepers
-from ..gang.nodes import NodeState
+from ..gang.messages import CONTROL, Message, to_wire
 from ..gang.policy import ConnectPolicy, Rules
-from ..gang.protocol import CONTROL, Message, to_wire
 from ..gang.seat import Seat
-from ..gang.state import Gang
 from ..gang.wire import to_plain
 from ..logs import console
 from ..machine.looks import until_look
@@ -221,7 +220,7 @@ class ControlSide(_Side):
         """Return how the gang is."""
         gang = self._gang
         return {
-            "states": [(gang.nodes[node] or NodeState.ABSENT).name for node in range(gang.num_nodes)],
+            "states": [node.presence.name for node in gang.nodes],
             "broken": None if gang.broken is None else to_plain(gang.broken),
         }
 

@@ -16,8 +16,8 @@ from typing import Any
 
 from ..channel.registry import Registry
 from ..errors import GangError
-from ..gang.nodes import NodeState
-from ..gang.protocol import CONTROL
+from ..gang.gang import Presence
+from ..gang.messages import CONTROL
 from ..launch.transfer import Step, Transfer
 from ..records.requests import Answer, Request
 from ..records.snapshot import Snapshot
@@ -93,12 +93,12 @@ class GangStore:
                 self._last = link.call("view")
         return self._last
 
-    def states(self) -> dict[int, NodeState]:
+    def states(self) -> dict[int, Presence]:
         """Return the state of each node; after the gang's end, what it was last."""
-        states = self._view().get("states") or [NodeState.ABSENT.name] * self._member.num_nodes
-        return {node: NodeState[name] for node, name in enumerate(states)}
+        states = self._view().get("states") or [Presence.ABSENT.name] * self._member.num_nodes
+        return {node: Presence[name] for node, name in enumerate(states)}
 
-    def in_state(self, *states: NodeState) -> list[int]:
+    def in_state(self, *states: Presence) -> list[int]:
         """Return the nodes, besides the control node, that are in one of these states."""
         return [node for node, state in self.states().items() if node != CONTROL and state in states]
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..compat.jobs import KubernetesJob
-from ..gang.protocol import CONTROL
+from ..gang.messages import CONTROL
 
 PATIENCE_S = 10.0  # for each request
 # What a container's end is called where the reason is the program's own, or a neighbour's end.

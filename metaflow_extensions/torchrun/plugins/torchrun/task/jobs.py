@@ -15,7 +15,7 @@ from typing import Any
 from ..channel.registry import Registry
 from ..compat.jobs import BatchJob, KubernetesJob, job_of
 from ..errors import GangError, TorchrunPreempted
-from ..gang.protocol import CONTROL
+from ..gang.messages import CONTROL
 from ..records.vanished import Word, has_ended
 from .job_ends import PATIENCE_S, End, of_kubernetes
 from .pending_pods import PendingPods

@@ -17,14 +17,14 @@ from ..channel.connection import new_token
 from ..channel.registry import STORE_PATIENCE_S, AddressRecord, Registry
 from ..errors import GangError, TorchrunError, TorchrunPreempted
 from ..events import Event, Subscriber
-from ..gang.nodes import NodeState
+from ..gang.gang import Presence
+from ..gang.messages import CONTROL, Farewell, Join
 from ..gang.policy import ConnectPolicy, Rules, growing_pauses
-from ..gang.protocol import CONTROL, Bye, Join
 from ..gang.texts import QUIET_S, REMIND_S
 from ..gang.wire import from_plain
 from ..launch.transfer import Step, Transfer
 from ..machine.network import addresses_for_others, place
-from ..records.vanished import Word, has_begun, has_ended, host_of_control
+from ..records.vanished import Word
 from ..settings import StepSettings
 from .link import Link
 from .member import Member
@@ -91,9 +91,9 @@ def join_as_control(
     """
     # Less than the gang's own limit: otherwise the error would blame nodes that could not find the address.
     patience_s = min(STORE_PATIENCE_S, _PUBLISH_PART * settings.all_nodes_started_timeout)
-    if not here_only:
-        _give_way_to_former(registry, num_nodes, settings, emit, patience_s)
-    record = AddressRecord(tuple(control_addresses(main_ip, here_only)), 0, new_token())
+    if not here_only:  # there the same task can be run again by hand
+        refuse_second_run(registry, num_nodes, patience_s)
+    record = AddressRecord(tuple(control_addresses(main_ip, here_only)), 0, new_token(), socket.gethostname())
     address = _PublishedAddress(registry, record, rules.replaces)
     member = _begin_gang(Link(settings.grace_s), num_nodes, settings, emit, address.record.token, rules, more)
     member.at_end = lambda: address.close(member)
@@ -125,44 +125,23 @@ def _begin_gang(
     return member
 
 
-def _give_way_to_former(
-    registry: Registry, num_nodes: int, settings: StepSettings, emit: Subscriber, patience_s: float
-) -> None:
-    """Raise if another task was the control node of this attempt: this one has come in its place.
+def refuse_second_run(registry: Registry, num_nodes: int, patience_s: float = STORE_PATIENCE_S) -> None:
+    """Raise if another task was the control node of this attempt before: this one has come in its place.
 
-    If the other one lives, joining tells it so. If it is gone, this task takes its place only where no gang had begun.
-    Otherwise the step's code would run twice in one attempt, and overwrite the records of the first run.
+    The step's code would run twice in one attempt, and overwrite what is recorded and stored of the first run.
     """
     # If the datastore fails here, it can't be known whether there was one. Publishing would fail, too.
     former = registry.peek(patience_s)
     if former is None:
         return
-    if not former.closed:
-        member = _member(CONTROL, num_nodes, settings, emit)
-        with suppress(OSError), _leave_if_it_fails(member):
-            _Search(member, _POLICY.former_s, settings).connect(lambda _: former)
-    try:
-        refuse_second_run(registry, num_nodes, patience_s)  # last, so that the former's writes have arrived
-    except TorchrunPreempted as error:
-        with suppress(GangError):  # otherwise other new tasks would search for the former until they count it as dead
-            registry.publish(replace(former, closed=True, error=former.error or error), _LAST_RECORD_S)
-        raise
-
-
-def refuse_second_run(registry: Registry, num_nodes: int, patience_s: float = STORE_PATIENCE_S) -> None:
-    """Raise if a gang of this attempt had begun and its control node is gone; record that for all others."""
-    known = registry.await_snapshot(patience_s)
-    if not has_begun(known):
-        return
-    here, there = socket.gethostname(), host_of_control(known)
-    before = "had reported its end" if has_ended(known) else "ended unexpectedly"
     error = TorchrunPreempted(
-        f"The control node's pod (or container) was deleted or replaced: node {CONTROL} (host {there}) {before}, and "
-        f"this task (host {here}) has come in its place. It does not run the step's code, which has run already in "
+        f"The control node's pod (or container) was deleted or replaced: this task (host {socket.gethostname()}) has come "
+        f"in the place of node {CONTROL} (host {former.host}). It does not run the step's code, which has run already in "
         "this attempt. What is recorded and stored of the first gang stays. " + TorchrunPreempted.remedy
     )
     with suppress(GangError):  # the error itself is in this task's log
         registry.save_word(Word(error.message, time.time(), num_nodes), "replacement", _LAST_RECORD_S)
+        registry.publish(replace(former, closed=True, error=former.error or error), _LAST_RECORD_S)
     raise error
 
 
@@ -180,10 +159,10 @@ class _PublishedAddress:
 
     def close(self, member: Member) -> None:
         """Publish the control node's end for tasks that have not arrived, so that none waits for it."""
-        view: Mapping[str, Any] = {"states": [NodeState.ABSENT.name], "broken": None}
+        view: Mapping[str, Any] = {"states": [Presence.ABSENT.name], "broken": None}
         with suppress(GangError, OSError):
             view = member.link.call("view")
-        absent = NodeState.ABSENT.name in view["states"]
+        absent = Presence.ABSENT.name in view["states"]
         if absent or self._may_come_late:
             found = view["broken"]
             error = member.broken if found is None else from_plain(TorchrunError, found, "the error")
@@ -218,7 +197,7 @@ def join_as_member(
             member.say(Event("note", node, "the gang has ended well without this task; it has nothing to do"))
             end_at_once()
         if record.closed:  # the control node's step launched nothing and has ended well
-            member.deliver(Bye())
+            member.deliver(Farewell("bye"))
         return record
 
     with _leave_if_it_fails(member):

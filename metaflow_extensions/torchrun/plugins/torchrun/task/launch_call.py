@@ -19,7 +19,7 @@ from typing import Any
 from ..errors import TorchrunError
 from ..gang.group import Group
 from ..gang.keepers import Plain
-from ..gang.protocol import Store, from_wire
+from ..gang.messages import Store, from_wire
 from ..gang.wire import from_plain, to_plain
 from ..launch.services import Services
 from ..launch.transfer import ValueStore

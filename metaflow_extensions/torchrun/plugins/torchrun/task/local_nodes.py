@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 
-from ..gang.nodes import NodeState
+from ..gang.gang import Presence
 from ..logs.console import has_unread
 from ..machine.processes import (
     Process,
@@ -35,7 +35,6 @@ _LATECOMER_S = 3.0
 _SLOW_LATECOMER_S = 10.0  # the same on a busy machine, where nobody has ordered this task to end
 _UNREAD_S = 600.0  # for what a node prints whose step goes on although the gang has failed
 _NEVER = float("inf")
-_NOT_THERE = (NodeState.ABSENT, NodeState.AWAITED)
 
 
 class LocalNodes:
@@ -79,7 +78,7 @@ class LocalNodes:
             return None
         return next((node for option, node in self._options.items() if option in options), None)
 
-    def stop(self, wait_s: float, state: Callable[[int], NodeState | None], is_ordered: bool = False) -> None:
+    def stop(self, wait_s: float, state: Callable[[int], Presence | None], is_ordered: bool = False) -> None:
         """Wait until all tasks have ended; after `wait_s` seconds kill them.
 
         Where their output waits for its reader, the time does not count: not at all for a node that has left the gang and
@@ -87,15 +86,15 @@ class LocalNodes:
         gang, one that is just starting finds the word that the control node left and ends by itself; one that hangs gets
         SIGTERM after a moment. If this task was ordered to end (`is_ordered`), no reader is waited for.
         """
-        late = [task for node, task in self.tasks().items() if state(node) in _NOT_THERE]
+        late = [task for node, task in self.tasks().items() if state(node) is Presence.ABSENT]
         for task in _await_ends(late, min(wait_s, _LATECOMER_S if is_ordered else _SLOW_LATECOMER_S), 0.0):
             send_signal(task.pid, signal.SIGTERM)
         tasks = dict(self.tasks())
         # In this order: who waits for a lost node's turn has all its time when that node is gone.
         for states, unread_s in (
-            ((NodeState.LOST, NodeState.OUT, *_NOT_THERE, None), 0.0),
-            ((NodeState.JOINED, NodeState.DONE), _UNREAD_S),
-            ((NodeState.LEFT,), _NEVER),
+            ((Presence.OUT, Presence.ABSENT, None), 0.0),
+            ((Presence.HERE,), _UNREAD_S),
+            ((Presence.GONE,), _NEVER),
         ):
             of_these = [task for node, task in tasks.items() if state(node) in states]
             left = _await_ends(of_these, wait_s, 0.0 if is_ordered else unread_s)

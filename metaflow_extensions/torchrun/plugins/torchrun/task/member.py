@@ -18,7 +18,7 @@ from ..errors import GangError, LaunchFailed, TorchrunError, TorchrunPreempted, 
 from ..events import Event, Subscriber
 from ..gang.cause import Cause, FailureText, cause_of, failed
 from ..gang.endings import NotNeeded, TimedOut, lost_control, preempted, timed_out
-from ..gang.protocol import CONTROL, Abort, Ack, Alone, Bye, Done, Leave, Message, Replaced, Welcome, from_wire, to_wire
+from ..gang.messages import CONTROL, Abort, Answer, Farewell, Leave, Message, from_wire, to_wire
 from ..gang.texts import QUIET_S, REMIND_S, names
 from ..tracebacks import user_traceback, words_of
 from . import orders
@@ -52,7 +52,7 @@ class State(enum.Enum):
 
 
 _OVER = frozenset({State.FAILING, State.STORING, State.ENDING, State.LEFT})
-_SAYS: dict[type, ControlNode] = {Welcome: ControlNode.HERE, Ack: ControlNode.ACKNOWLEDGED, Bye: ControlNode.BYE}
+_SAYS = {"received": ControlNode.ACKNOWLEDGED, "bye": ControlNode.BYE}
 
 
 class Member:
@@ -137,15 +137,16 @@ class Member:
 
     def deliver(self, message: Message) -> None:
         """Handle a message of the control node."""
-        if isinstance(message, Welcome | Ack | Bye):
-            self._control = max(self._control, _SAYS[type(message)])
-        elif isinstance(message, Replaced):
-            self._notice(message.why)
+        if isinstance(message, Answer) and message.error is None:
+            self._control = max(self._control, ControlNode.HERE)
         elif isinstance(message, Abort):
             message.error.events = message.error.events or [record.as_dict() for record in message.events]
             self._break(message.error)
-        elif isinstance(message, Alone):
-            self._are_alone = True
+        elif isinstance(message, Farewell):
+            self._control = max(self._control, _SAYS.get(message.what, self._control))
+            self._are_alone |= message.what == "alone"
+            if message.what == "replaced":
+                self._notice(message.why)
 
     def _lose_control(self, reason: str) -> None:
         if self._control is not ControlNode.BYE:
@@ -216,7 +217,7 @@ class Member:
         if self._order is not None:
             error = self.terminated()
             self._state = State.ENDING
-            self.send(Leave(self.cause_of(error), failed=True))
+            self.send(Leave("failed", self.cause_of(error)))
             orders.end(self)
             raise error
         if self._time_is_up is not None:
@@ -354,7 +355,7 @@ class Member:
         if self._state not in (State.STEP, State.TOLD):
             return
         self.link.send("end_spares")
-        self.send(Done())
+        self.send(Leave("done"))
         if self.node == CONTROL and self.num_nodes > 1:
             self._state = State.WAITING
         else:
@@ -407,7 +408,7 @@ class Member:
         try:
             if before is not State.ENDING:  # otherwise *leave* was sent already
                 cause = None if error is None or self.gang_knows(error) else self.cause_of(error)
-                self.send(Leave(cause, failed=error is not None))
+                self.send(Leave("left" if error is None else "failed", cause))
             self.link.wait(lambda: self._control is not ControlNode.HERE, _ACK_WAIT_S)
             if error is not None and before is not State.ENDING:  # a preempted machine has no time for it
                 self.link.wait(lambda: self._control is ControlNode.GONE, hold_s)

@@ -17,7 +17,7 @@ from typing import Any
 from ..compat.cli import MetaflowException, print_errors_by
 from ..errors import TorchrunError
 from ..gang.cause import ENDS, Cause, FailureText, cause_of, failure_of
-from ..gang.launch import summary, teller
+from ..gang.failures import summary, teller
 from ..logs.console import write_text
 from ..tracebacks import user_traceback
 

@@ -8,7 +8,7 @@ from ..errors import LaunchFailed
 from ..events import Event
 from ..gang.cause import Cause, FailureText, failed
 from ..gang.group import Group
-from ..gang.protocol import Verdict
+from ..gang.messages import Verdict
 from ..launch.services import Services
 from ..launch.spec import LaunchSpec
 from ..launch.transfer import TransferFailed

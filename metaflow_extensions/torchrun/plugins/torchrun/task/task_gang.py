@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -17,7 +18,7 @@ from typing import Any
 
 from metaflow import current
 
-from ..channel.registry import Registry
+from ..channel.registry import AddressRecord, Registry
 from ..compat.datastore import datastore_type, save_log, watch_storing
 from ..compat.renamed import convenience
 from ..compat.steps import control_task_of, exit_codes_of_tasks, is_local, is_of_another_task, runs_on
@@ -25,8 +26,8 @@ from ..errors import GangError, TorchrunPreempted
 from ..events import Event, label
 from ..gang.cause import Cause, cause_of
 from ..gang.endings import NotNeeded
+from ..gang.gang import Presence
 from ..gang.keepers import Plain
-from ..gang.nodes import NodeState
 from ..gang.policy import Rules
 from ..logs.console import hurry, to_log
 from ..logs.task_log import TaskLog
@@ -57,8 +58,6 @@ _HOLD_S = 10.0
 _UPLOAD_S = 5.0
 # How long the control node of a local run waits for the gang's word on a node whose end Metaflow has seen first.
 _OTHERS_WORD_S, _OTHERS_LOOK_S = 5.0, 0.25
-# How many tasks may come in a row in the place of one, until one is ready, by backend.
-_REPLACEMENTS = {"kubernetes": 3}
 # How long a preempted task waits for its card: its machine is about to go.
 _PREEMPTED_CARD_S = 2.0
 
@@ -122,6 +121,7 @@ class TaskGang:
         if parallel.num_nodes == 1:
             if not self._is_local:  # there the same task can be run again by hand
                 refuse_second_run(registry, 1)
+                registry.publish(AddressRecord((), 0, "", socket.gethostname()))
             member = join_alone(settings, emit, self._rules(), more)
             self._follow(registry, member)
             return member, LOOPBACK
@@ -142,8 +142,7 @@ class TaskGang:
         return member, control_addresses(main_ip, here_only)[0]
 
     def _rules(self) -> Rules:
-        tries = _REPLACEMENTS.get(runs_on(), 0)
-        rules = replace(rules_of(self._settings), replacements=tries if self._settings.replaces_nodes else 0)
+        rules = replace(rules_of(self._settings), replaces=runs_on() == "kubernetes" and self._settings.replaces_nodes)
         return rules if self._limit is None else replace(rules, deadline=self._limit.ends_at, longer=self._limit.text)
 
     def _join_as_member(self, registry: Registry, control: str, more: Mapping[str, Any]) -> tuple[Member, str]:
@@ -179,7 +178,7 @@ class TaskGang:
             if self._member is not None and self._store is not None and self._is_control:
                 # On AWS Batch the control node's end stops all nodes, and nothing else makes another node's failure
                 # the run's (Metaflow 2.19 waits there for the others' ends only).
-                there = (NodeState.JOINED, NodeState.DONE, NodeState.AWAITED)
+                there = (Presence.HERE, Presence.ABSENT)
                 self._member.await_others(partial(self._store.in_state, *there))
                 if out := self._out():
                     self._is_incomplete = True
@@ -201,9 +200,7 @@ class TaskGang:
                 known = None if self._store is None else self._store.states()
                 wait_s = self._settings.grace_s + LOCAL_NODE_MARGIN_S
                 # After an order to end, this task waits for no reader, and so the others can't.
-                self._local_nodes.stop(
-                    wait_s, lambda node: NodeState.JOINED if known is None else known[node], is_ordered
-                )
+                self._local_nodes.stop(wait_s, lambda node: Presence.HERE if known is None else known[node], is_ordered)
             raise
 
     def _run_step(self, step: Callable[[], None]) -> None:
@@ -222,8 +219,7 @@ class TaskGang:
         member, bad_since = self._member, None
         while member is not None:
             codes = {} if self._local_nodes is None else self._local_nodes.exit_codes(codes_by_pid())
-            out, awaited = self._out(), self._out(NodeState.AWAITED)
-            codes |= dict.fromkeys(awaited)
+            out = self._out()
             if codes and not any(code for node, code in codes.items() if node not in out):
                 bad_since = None
                 if None not in codes.values():
@@ -235,9 +231,9 @@ class TaskGang:
             member.await_error(_OTHERS_LOOK_S)
         return False
 
-    def _out(self, state: NodeState = NodeState.OUT) -> list[int]:
-        """Return the nodes without which the gang goes on, or those in another state."""
-        return [] if self._store is None else self._store.in_state(state)
+    def _out(self) -> list[int]:
+        """Return the nodes without which the gang goes on."""
+        return [] if self._store is None else self._store.in_state(Presence.OUT)
 
     @staticmethod
     def _was_told_to_end(error: BaseException) -> bool:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping
+from typing import Any
 
 from ..events import Event
 from ..gang.cause import Cause, Failure
-from ..gang.protocol import Store, Stored, Storing, Told
+from ..gang.messages import Report, Store, Stored
 from ..launch.services import Services, ToStore
 from ..launch.transfer import Transfer, ValueStore
 from .member import Member
@@ -45,7 +46,7 @@ class Upload:
         self._to_store = to_store  # by feature, at least one
         steps = itertools.chain.from_iterable(each.steps() for each in to_store.values())
         self._transfer = Transfer(store, "stores", steps)
-        member.send(Storing(*self._about, self._transfer.what()))
+        self._report("storing", {"what": self._transfer.what()})
         self._transfer.start()
 
     @property
@@ -64,7 +65,7 @@ class Upload:
             return True
         if (line := self._transfer.line()) is not None:
             self._note(line)
-            self._member.send(Storing(*self._about, self._transfer.what()))
+            self._report("storing", {"what": self._transfer.what()})
         return False
 
     def _tell_end(self) -> None:
@@ -79,8 +80,11 @@ class Upload:
             for line in () if failures else each.lines(problem, self._transfer.seconds):
                 self._note(line)
             if (told := each.told()) is not None:
-                self._member.send(Told(*self._about, name, told))
+                self._report(name, told)
         self._member.send(Stored(*self._about, failures))
+
+    def _report(self, kind: str, data: dict[str, Any]) -> None:
+        self._member.send(Report(kind, *self._about, data))
 
     def _note(self, text: str) -> None:
         self._member.say(Event("note", self._member.node, text))

@@ -23,7 +23,7 @@ from typing import Any
 from ...errors import EntrypointError, LaunchFailed, TorchrunConfigError, TorchrunError, WorkerFailed
 from ...gang.cause import cause_of, failure_of, retold
 from ...gang.keepers import Plain
-from ...gang.protocol import CONTROL
+from ...gang.messages import CONTROL
 from ...gang.texts import size_text
 from ...launch.arguments import dict_or_list
 from ...launch.services import Service, ToStore

@@ -5,7 +5,7 @@ from __future__ import annotations
 from ...errors import TorchrunError
 from ...gang.cause import cause_of
 from ...gang.keepers import Keeper, Plain
-from ...gang.protocol import Told
+from ...gang.messages import Report
 
 
 class FunctionKeeper(Keeper):
@@ -21,7 +21,7 @@ class FunctionKeeper(Keeper):
         """Forget what a generation before has stored."""
         self._launch, self._keys = launch, {}
 
-    def handle(self, node: int, told: Told, at_s: float) -> None:
+    def handle(self, node: int, told: Report, at_s: float) -> None:
         """Keep the keys of a node's ranks."""
         self._keys.update(told.data)
 

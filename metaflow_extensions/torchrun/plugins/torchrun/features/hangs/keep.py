@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable
 
 from ...gang.keepers import Failing, Happened, Keeper, Plain, Remarks, Where
-from ...gang.protocol import Told
+from ...gang.messages import Report
 from ...gang.texts import names
 from ...gang.wire import from_plain, to_plain
 from ...machine.frames import Found, look_first
@@ -62,7 +62,7 @@ class HangKeeper(Keeper):
         self._found, self._launch = {}, launch
         self._expected, self._hangs, self._done = set(range(self._num_nodes)), False, set()
 
-    def handle(self, node: int, told: Told, at_s: float) -> Remarks | None:
+    def handle(self, node: int, told: Report, at_s: float) -> Remarks | None:
         """Keep when a worker was last active, or where the workers of a hang were."""
         if "waits" in told.data:
             whose = "the output" if self._num_nodes == 1 else f"node {node}: its output"

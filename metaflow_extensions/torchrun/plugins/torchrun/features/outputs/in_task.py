@@ -10,7 +10,7 @@ from typing import Any
 from ...datastore_outputs import DatastoreOutputs
 from ...errors import TorchrunConfigError, TorchrunError
 from ...gang.keepers import Plain
-from ...gang.protocol import CONTROL
+from ...gang.messages import CONTROL
 from ...launch.services import InTask, RunCall, Service, ToStore
 from ...launch.spec import LaunchSpec
 from ...launch.transfer import ValueStore

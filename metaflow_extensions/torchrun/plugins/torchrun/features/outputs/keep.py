@@ -6,7 +6,7 @@ from dataclasses import asdict
 
 from ...errors import TorchrunError
 from ...gang.keepers import Happened, Keeper, Plain, Remarks
-from ...gang.protocol import CONTROL, Told
+from ...gang.messages import CONTROL, Report
 from ...gang.texts import counted, size_text
 from ...gang.wire import from_plain
 from .storing import StoredOutputs
@@ -28,7 +28,7 @@ class OutputsKeeper(Keeper):
         self._launches.pop(launch, None)
         self._is_wanted |= bool(policy)
 
-    def handle(self, node: int, told: Told, at_s: float) -> Remarks | None:
+    def handle(self, node: int, told: Report, at_s: float) -> Remarks | None:
         """Keep where a node's files are."""
         kept = from_plain(StoredOutputs, told.data, "outputs")
         self._launches.setdefault(told.launch, {})[node] = kept

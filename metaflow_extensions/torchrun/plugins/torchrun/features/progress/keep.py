@@ -8,7 +8,7 @@ from typing import Any
 
 from ...errors import TorchrunError
 from ...gang.keepers import Happened, Keeper, Plain, Remarks, Where
-from ...gang.protocol import Told
+from ...gang.messages import Report
 from ...gang.wire import from_plain
 from ...records.series import Series
 from .said import said, step
@@ -105,7 +105,7 @@ class ProgressKeeper(Keeper):
             else:
                 self._kept.has_ended_well, self._rates = False, None
 
-    def handle(self, node: int, told: Told, at_s: float) -> Remarks | None:
+    def handle(self, node: int, told: Report, at_s: float) -> Remarks | None:
         """Keep a node's report on its ranks; rank 0's first one of a launch is an event, so that all who look see it soon."""
         metrics = from_plain(Metrics, told.data, "progress")
         if self._kept is None or told.launch != self._kept.launch:

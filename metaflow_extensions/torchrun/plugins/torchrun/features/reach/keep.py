@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from ...gang.keepers import Failing, Keeper, Plain, Remarks, Where
-from ...gang.protocol import CONTROL, Told
+from ...gang.messages import CONTROL, Report
 from ...gang.texts import names
 from ...gang.wire import from_plain
 from .told import KIND, Unreached
@@ -32,7 +32,7 @@ class ReachKeeper(Keeper):
         self._first.clear()
         self._guilty.clear()
 
-    def handle(self, node: int, told: Told, at_s: float) -> Remarks | None:
+    def handle(self, node: int, told: Report, at_s: float) -> Remarks | None:
         """Ask all nodes where there is a reason."""
         if "waits" in told.data:
             return self._ask() if self._number == 0 else None

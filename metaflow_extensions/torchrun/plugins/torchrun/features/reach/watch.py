@@ -15,7 +15,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 
 from ...gang.keepers import Plain
-from ...gang.protocol import CONTROL
+from ...gang.messages import CONTROL
 from ...gang.wire import to_plain
 from ...machine.aside import Aside
 from ...machine.looks import is_due

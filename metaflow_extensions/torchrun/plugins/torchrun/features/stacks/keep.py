@@ -8,7 +8,7 @@ nodes have answered, or their time is up, the keeper gives the answer to be stor
 from __future__ import annotations
 
 from ...gang.keepers import Keeper, Plain, Remarks
-from ...gang.protocol import Told
+from ...gang.messages import Report
 from ...gang.wire import from_plain, to_plain
 from .told import WORKERS_S, GangStacks, NodeStacks
 
@@ -51,7 +51,7 @@ class StacksKeeper(Keeper):
         self._found, self._missing = {}, dict(sorted(self._without.items()))
         return Remarks(ask=self._asked)
 
-    def handle(self, node: int, told: Told, at_s: float) -> Remarks:
+    def handle(self, node: int, told: Report, at_s: float) -> Remarks:
         """Keep what a node has answered."""
         if self._asked is None or told.data["id"] != self._asked["id"]:
             return Remarks()  # an answer that comes too late

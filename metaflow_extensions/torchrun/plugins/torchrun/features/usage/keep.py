@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from ...gang.keepers import Keeper, Plain
-from ...gang.protocol import Told
+from ...gang.messages import Report
 from ...gang.wire import from_plain, to_plain
 from .told import Used
 
@@ -39,7 +39,7 @@ class UsageKeeper(Keeper):
     def __init__(self) -> None:
         self._nodes: dict[int, _Node] = {}
 
-    def handle(self, node: int, told: Told, at_s: float) -> None:
+    def handle(self, node: int, told: Report, at_s: float) -> None:
         """Keep the usage of a node."""
         used = from_plain(Used, told.data, "usage")
         kept = self._nodes.setdefault(node, _Node(used.of))

@@ -6,26 +6,24 @@ Node 0 is the control node and a node of its own gang: its own messages take the
     a node                                   the control node
     ──────                                   ────────────────
     Join                                ──>
-                                        <──  Welcome, or Refused
-    Prepares, then Command for each     ──>
-    command of before_run that has ended
+                                        <──  Answer
     Ready: the step has called `run`    ──>
+    (before that, `Ready(prepares=True)`
+    while commands of before_run run)
                                         <──  Go, when all nodes are ready and agree
-    Started, Wrote, Failed              ──>
-    Lines, Told                         ──>
-                                        <──  Ask, when a feature wants to know more
+    Report, Lines, Failed               ──>
+                                        <──  Ask, when more is to be known
                                         <──  Stop, when a node has failed
     Ended                               ──>
                                         <──  Restart and another Go; or Store, if there is something to store;
                                              or Verdict for a node that is told to end, and the others go on
-    Storing and Stored                  ──>
+    Report and Stored                   ──>
                                         <──  Verdict
-    Done: the step's code has ended     ──>
-    Leave: nothing more will come       ──>
-                                        <──  Ack; Bye, when the control node itself leaves
+    Leave("done"): the step has ended   ──>
+    Leave("left"): nothing more comes   ──>
+                                        <──  Farewell
 
-The node's supervisor sends `TaskEnded` where the task ended without *leave*.
-At any time the control node may send `Note` (a line for the log), `Abort` (the gang is broken) and `Replaced`.
+At any time the control node may send `Note` (a line for the log), `Abort` (the gang is broken) and `Farewell`.
 Both sides send `Beat`, so that silence means loss.
 
 A message is a frozen dataclass. `to_wire` makes plain data of it, `from_wire` makes it again and refuses what
@@ -38,7 +36,7 @@ from __future__ import annotations
 import typing
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeAlias
+from typing import Any, Literal, Protocol, TypeAlias
 
 from ..errors import TorchrunError
 from .cause import Cause, Failure
@@ -55,7 +53,7 @@ CONTROL = 0
 
 @dataclass(frozen=True)
 class Join:
-    """The first message of a connection; `Welcome` or `Refused` answers it."""
+    """The first message of a connection; `Answer` answers it."""
 
     node: int
     host: str = "unknown"  # its host name, for messages
@@ -64,21 +62,15 @@ class Join:
 
 
 @dataclass(frozen=True)
-class Prepares:
-    """The step's code has called `run`, and the node's commands (before_run) run first; `Ready` or `Failed` follows."""
+class Report:
+    """What only adds to what is known of a node; nobody waits for it."""
 
+    # "command" (of before_run; it has ended or could not be started), "started" (all workers of this node run), "wrote"
+    # (a worker has written something, the first of this generation), "storing", or the name of a feature.
+    kind: str
     launch: int
-    nproc: int  # as of `Ready`
-
-
-@dataclass(frozen=True)
-class Command:
-    """A command of before_run has ended on this node, or could not be started."""
-
-    launch: int
-    text: str  # which one, and how it ended
-    exit_code: int | None
-    seconds: float
+    generation: int | None = None  # None: of whatever generation
+    data: dict[str, Any] = field(default_factory=dict)  # plain data, of at most `watchers.MAX_TOLD_BYTES` as JSON
 
 
 @dataclass(frozen=True)
@@ -87,27 +79,12 @@ class Ready:
 
     launch: int  # number of the launch in the step
     nproc: int  # processes on this node
-    digest: str  # fingerprint of the entrypoint and of torchrun's options
+    digest: str = ""  # fingerprint of the entrypoint and of torchrun's options
     # What else must be the same on all nodes: name -> value, for example the version of torch.
     facts: dict[str, str] = field(default_factory=dict)
     master_port: int | None = None  # the rendezvous' port if it is pinned; the control node's counts
     policy: LaunchPolicy | None = None  # limits and restarts; only the control node sends it
-
-
-@dataclass(frozen=True)
-class Started:
-    """All workers of this node run: their processes were seen, or they have written something or told their progress."""
-
-    launch: int
-    generation: int
-
-
-@dataclass(frozen=True)
-class Wrote:
-    """A worker of this node has written something, which is the first of this generation."""
-
-    launch: int
-    generation: int
+    prepares: bool = False  # whether its commands (before_run) run first; another *ready* or a *failed* follows
 
 
 @dataclass(frozen=True)
@@ -137,16 +114,6 @@ class Lines:
 
 
 @dataclass(frozen=True)
-class Told:
-    """What a feature has to tell of this node, see `keepers`; nobody waits for it."""
-
-    launch: int
-    generation: int
-    feature: str  # its name
-    data: dict[str, Any]  # plain data, of at most `watchers.MAX_TOLD_BYTES` as JSON
-
-
-@dataclass(frozen=True)
 class Ended:
     """All workers and the agent of this node are gone.
 
@@ -164,19 +131,10 @@ class Ended:
 
 
 @dataclass(frozen=True)
-class Storing:
-    """This node stores `what`; the text also says if the datastore fails at the moment."""
-
-    launch: int
-    generation: int
-    what: str
-
-
-@dataclass(frozen=True)
 class Stored:
     """Answers `Store`: all that is wanted of this node is in the datastore, or can't be stored.
 
-    Each feature has told before, in a `Told`, where it is.
+    A `Report` has told before where it is.
     """
 
     launch: int
@@ -185,23 +143,14 @@ class Stored:
 
 
 @dataclass(frozen=True)
-class Done:
-    """The step's code has ended well on this node; its results are not stored yet."""
-
-
-@dataclass(frozen=True)
 class Leave:
-    """Nothing more will come of this node; `Ack` answers."""
+    """This node's step or task has ended."""
 
+    # "done": the step's code has ended well, and its results are not stored yet; "left": all is stored; "failed": the
+    # step has failed; "killed": the task is gone without a word, and its supervisor says so.
+    how: Literal["done", "left", "failed", "killed"]
     cause: Cause | None = None  # what ended its step, unless the gang has heard of it
-    failed: bool = False  # whether its step has failed
-
-
-@dataclass(frozen=True)
-class TaskEnded:
-    """The node's task is gone, without a *leave*; its supervisor says so."""
-
-    how: str  # as in "its task was killed by SIGKILL"
+    text: str = ""  # how its task was killed, as in "its task was killed by SIGKILL"
 
 
 @dataclass(frozen=True)
@@ -213,17 +162,12 @@ class Beat:
 
 
 @dataclass(frozen=True)
-class Welcome:
-    """The node is a member of the gang now."""
+class Answer:
+    """The answer to *join*: without an error, the node is a member of the gang now."""
 
-
-@dataclass(frozen=True)
-class Refused:
-    """The node can't become a member, because of `error`; it shall put off its end by up to `hold_s` seconds."""
-
-    error: TorchrunError
-    hold_s: float = 0.0
-    is_early: bool = False  # whether the node shall try again: the task before it has not ended
+    error: TorchrunError | None = None
+    hold_s: float = 0.0  # with an error: the node shall put off its end by up to so many seconds
+    is_early: bool = False  # the node shall try again: the task before it has not ended
 
 
 @dataclass(frozen=True)
@@ -238,6 +182,9 @@ class Go:
     max_restarts: int  # the workers' ``TORCHELASTIC_MAX_RESTARTS``
     devices: str = ""  # which accelerators there are on which nodes, for the log
     group: Group | None = None  # the nodes that start workers, the others wait; None: all do
+    # Since the generation before, after a restart; a node with a new task is in both.
+    left: tuple[int, ...] = ()  # nodes that take part no more
+    came: tuple[int, ...] = ()  # nodes that take part instead
 
 
 @dataclass(frozen=True)
@@ -250,17 +197,17 @@ class Stop:
     teller: int = CONTROL  # the node whose log says more
     # What the workers get first, so that they can save; None: SIGTERM for the whole tree at once.
     signal: int | None = None
-    kind: str = ""  # of the cause: a feature may look at the workers once more before they are stopped
+    kind: str = ""  # of the cause: of some, the workers are looked at once more before they are stopped
 
 
 @dataclass(frozen=True)
 class Ask:
-    """A feature wants to know something of this node's workers; `Told` answers, and nobody waits for it."""
+    """The gang wants to know something of this node's workers; a `Report` answers, and nobody waits for it."""
 
     launch: int
     generation: int
-    feature: str  # its name
-    data: dict[str, Any]  # plain data
+    kind: str  # as of the `Report` that answers
+    data: dict[str, Any] = field(default_factory=dict)  # plain data
 
 
 @dataclass(frozen=True)
@@ -269,12 +216,11 @@ class Restart:
 
     launch: int
     number: int  # which restart this is, from 1
-    of: int  # how many there may be
+    counted: int  # how many of them `max_restarts` counts
+    of: int  # `max_restarts`
     pause_s: float  # seconds until `Go`
     cause: Cause  # why
-    left: tuple[int, ...] = ()  # nodes that take part no more
-    came: tuple[int, ...] = ()  # nodes that take part instead; one whose task is started again is in both
-    size: int = 0  # how many nodes take part now
+    waits_for: tuple[int, ...] = ()  # nodes whose new tasks are waited for
 
 
 @dataclass(frozen=True)
@@ -318,13 +264,6 @@ class Abort:
 
 
 @dataclass(frozen=True)
-class Replaced:
-    """Another task has come in this node's place, so this one must end; `why` goes on after "was preempted: "."""
-
-    why: str
-
-
-@dataclass(frozen=True)
 class Note:
     """A line for the node's log."""
 
@@ -333,24 +272,19 @@ class Note:
 
 
 @dataclass(frozen=True)
-class Ack:
-    """The control node has read the node's `Leave`."""
+class Farewell:
+    """Of the gang's end, or that of a node in it."""
 
-
-@dataclass(frozen=True)
-class Bye:
-    """The control node has left: its connection ends soon, and that is no loss."""
-
-
-@dataclass(frozen=True)
-class Alone:
-    """All other nodes have left; only the control node itself gets it."""
+    # "received": the control node has read that this node leaves; "bye": the control node leaves, and the end of its
+    # connection is no loss; "alone", to the control node: all others have left; "replaced": another task has come in
+    # this node's place, so this one must end.
+    what: Literal["received", "bye", "alone", "replaced"]
+    why: str = ""  # of "replaced": goes on after "was preempted: "
 
 
 Message: TypeAlias = (
-    Join | Prepares | Command | Ready | Started | Wrote | Failed | Lines | Told | Ended | Storing | Stored | Done | Leave
-    | TaskEnded | Beat | Welcome | Refused | Go | Ask | Stop | Restart | Store | Verdict | Abort | Replaced | Note
-    | Ack | Bye | Alone
+    Join | Ready | Report | Failed | Ended | Stored | Leave | Lines | Beat
+    | Answer | Go | Ask | Stop | Restart | Store | Verdict | Abort | Note | Farewell
 )  # fmt: skip
 _CLASSES: dict[str, type[Any]] = {cls.__name__.lower(): cls for cls in typing.get_args(Message)}
 

@@ -1,0 +1,229 @@
+"""The errors of a gang: for tasks that can't join, launches that can't begin, and launches that fail. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import replace
+
+from ..errors import (
+    GangError,
+    GangStartTimeout,
+    LaunchFailed,
+    LaunchHung,
+    LaunchTimeout,
+    TorchrunError,
+    TorchrunPreempted,
+)
+from .cause import CATEGORY_TEXTS, Cause, FailureText, failed
+from .launch import GONE, Launch
+from .messages import CONTROL, Join
+from .policy import ALIKE_ENDS, ALIKE_S, KEPT_VERDICTS
+from .texts import counted, duration, headline, names, shortened
+
+# Kinds of causes that no node reports as its failure.
+_FOUND_BY_CONTROL = ("timeout", "hang", "unreachable")
+
+
+# --- a failure in one line ------------------------------------------------------------------------
+
+
+def summary(cause: Cause, is_alone: bool = False) -> str:
+    """Return who failed and how in one line, of a gang that may have one node."""
+    return headline(f"{cause.who_in(is_alone)} {cause.what}")
+
+
+def within(cause: Cause) -> str:
+    """Return who failed and how in one line, for the middle of a sentence."""
+    text = summary(cause)
+    return text[:1].lower() + text[1:]
+
+
+def teller(cause: Cause | None) -> int:
+    """Return the node whose log has the full report: the failed one, unless it is lost or the control node found out."""
+    if cause is not None and (cause.kind, cause.node) == ("lost", CONTROL):
+        return CONTROL + 1  # the control node itself can't tell any more
+    return CONTROL if cause is None or cause.kind in ("lost", *_FOUND_BY_CONTROL) else cause.node
+
+
+def reason(cause: Cause | None) -> str:
+    """Return who failed and how in one line, for the logs; empty if the control node has logged it already."""
+    if cause is None or (cause.node == CONTROL and cause.kind not in _FOUND_BY_CONTROL):
+        return ""
+    return summary(cause)
+
+
+def change_of_nodes(left: Collection[int], came: Collection[int], size: int) -> str:
+    """Return in words which nodes take part after a restart; empty if they are the same. One may have left and come again."""
+    again, gone, new = (sorted(each) for each in ({*left} & {*came}, {*left} - {*came}, {*came} - {*left}))
+    said = [f"{names(again)} {'is' if len(again) == 1 else 'are'} started again"] if again else []
+    spares = f"{names(new)}, {'a spare' if len(new) == 1 else 'spares'},"
+    if len(new) == len(gone) > 0:
+        said.append(f"{spares} {'takes the place' if len(new) == 1 else 'take the places'} of {names(gone)}")
+    elif new:
+        said.append(f"{spares} {'takes' if len(new) == 1 else 'take'} part")
+    if gone and len(new) != len(gone):
+        said.append(f"the launch goes on without {names(gone)}, on {counted(size, 'node')}")
+    return "; ".join(said)
+
+
+# --- a task that can't join -----------------------------------------------------------------------
+
+
+def turned_away(join: Join, why: str) -> GangError:
+    """Return the error for a task that can't be its node."""
+    return GangError(f"Node {join.node} (host {join.host}) was turned away by the control node: {why}")
+
+
+def too_soon(host: str) -> GangError:
+    """Return the error for a task that came in the place of another, which is on `host`, before that had ended."""
+    return GangError(f"the task before it, on host {host}, has not ended yet")
+
+
+def no_replacement(join: Join, why: str) -> TorchrunPreempted:
+    """Return the error for a task that came in the place of another, where the gang can't use it."""
+    return TorchrunPreempted(f"{turned_away(join, why).message} {TorchrunPreempted.remedy}")
+
+
+def silent(node: int, host: str, why: str) -> TorchrunError:
+    """Return the error for a node that was silent for too long, for that node itself."""
+    return alone(
+        Cause("lost", node, host, exception=why),
+        "It was stopped, or its network was cut. The gang does not take it back.",
+    )
+
+
+# --- a launch that can't begin, and failures outside of launches ----------------------------------
+
+
+def missing(absent: Sequence[int], num_nodes: int, waited_s: float, command: str = "") -> GangStartTimeout:
+    """Return the error for nodes that did not come in time; `command` shows why the first did not, or is empty."""
+    return GangStartTimeout(
+        f"Waited {waited_s:g} s, but {names(absent)} of {num_nodes} did not arrive. Look at the logs of these tasks: "
+        "they may wait for machines, fail to pull their image, or not reach the control node. "
+        f"@torchrun(all_nodes_started_timeout=...) changes how long to wait.{to_see_why(absent[0], command)}"
+    )
+
+
+def to_see_why(node: int, command: str) -> str:
+    """Return the sentence with the command that shows why a node is missing; empty without a command."""
+    return f" To see why node {node} is missing: {command}" if command else ""
+
+
+def step_has_ended(number: int, gone: Sequence[int]) -> GangError:
+    """Return the error for a launch that some nodes will never call."""
+    return GangError(
+        f"Launch {number} can't begin: the step's code has already ended on {names(gone)}. Every node must call "
+        "current.torch.run the same number of times."
+    )
+
+
+def forgotten(number: int) -> GangError:
+    """Return the error for a task that came late, and calls a launch whose end is not known any more."""
+    return GangError(
+        f"The end of launch {number} is not known any more: a task that comes late can make up for {KEPT_VERDICTS} "
+        "launches. Use fewer launches in one step."
+    )
+
+
+def port_taken(port: int | None, host: str) -> GangError:
+    """Return the error for a pinned port that another program uses."""
+    return GangError(
+        f"Port {port} is taken on the control node (host {host}). Pin another with master_port, or leave it out: the "
+        "kernel then chooses a free one."
+    )
+
+
+def commands_failed(cause: Cause, then: str = "") -> LaunchFailed:
+    """Return the error for a node whose commands of before_run have failed; `then` says what follows, if others go on."""
+    return failed(
+        LaunchFailed, FailureText(cause, before=f"before_run failed{then or ', so no worker was started'}.\n")
+    )
+
+
+def alone(cause: Cause, more: str) -> LaunchFailed:
+    """Return the error for a node's failure that did not end a launch of all nodes; `more` goes on after the report."""
+    cls = {"preempted": TorchrunPreempted, "timeout": LaunchTimeout}.get(cause.category, LaunchFailed)
+    return failed(cls, FailureText(cause, after=f"\n{more}"))
+
+
+def too_early(cause: Cause, number: int, more: str = "") -> LaunchFailed:
+    """Return the error for a node that failed while others waited for it to call `run`; `more` stands at the end."""
+    return alone(cause, f"It happened before launch {number} began.{more}")
+
+
+def outside(cause: Cause, after_step: bool, is_alone: bool, more: str = "") -> LaunchFailed:
+    """Return the error for a node that failed while no launch ran; `more` stands at the end."""
+    place = "in the call of" if cause.kind == "call" else "outside of"
+    when = "after the step's code, before its results were stored" if after_step else f"{place} current.torch.run"
+    return alone(cause, f"It happened {when}{'' if is_alone else '; the other nodes were stopped'}.{more}")
+
+
+def told_to_end(cause: Cause) -> LaunchFailed:
+    """Return what `run` raises on a node without which the others go on."""
+    cls = TorchrunPreempted if cause.category == "preempted" else LaunchFailed
+    return failed(cls, FailureText(cause, after=" The other nodes go on without it, if enough are left."))
+
+
+# --- a launch that fails --------------------------------------------------------------------------
+
+
+def of_launch(launch: Launch, cause: Cause | None, is_alone: bool, more: str = "") -> LaunchFailed:
+    """Return what every node raises after a failed launch; `more` stands at the end."""
+    if cause is None:
+        return LaunchFailed(f"Launch {launch.number} failed.{more}")
+    others = launch.alike.get(hash(cause.way), set()) - {cause.rank}
+    cause = replace(cause, also=names(sorted(others), "rank") if others else "")
+    cls, failure = _class_and_text(launch, cause, is_alone)
+    return failed(cls, replace(failure, after=failure.after + more, is_alone=is_alone))
+
+
+def _class_and_text(launch: Launch, cause: Cause, is_alone: bool) -> tuple[type[LaunchFailed], FailureText]:
+    stopped = f"Launch {launch.number} was stopped"
+    everywhere = stopped + ("" if is_alone else " on all nodes")
+    if cause.kind == "timeout":
+        remedy = "run(timeout_s=...) and the step's @timeout change how long it may run."
+        return LaunchTimeout, FailureText(cause, instead=f"{stopped}: it ran {cause.exception}. {remedy}")
+    if cause.kind == "step_timeout":
+        return LaunchTimeout, FailureText(cause, after=f"\n{everywhere}.")
+    if cause.kind == "hang":
+        return LaunchHung, FailureText(cause, instead=f"{stopped}: {cause.exception}. {cause.advice}\n{cause.detail}")
+    if cause.kind == "store":
+        remedy = "If the datastore is well, return less, or name less as outputs: a script can store results itself."
+        return LaunchFailed, FailureText(cause, after=f"\n{everywhere}; its workers had ended well. {remedy}")
+    if cause.category == "preempted":
+        codes = [pair for ended in launch.ended.values() for pair in ended.exit_codes.items()]
+        saved = shortened(rank for rank, code in codes if code == 0) or "none"
+        after = f"\n{everywhere}. Ranks that exited with code 0 in time: {saved}.\n{TorchrunPreempted.remedy}"
+        return TorchrunPreempted, FailureText(cause, after=after)
+    count = f" after {counted(launch.restarts, 'restart')}" if launch.restarts else ""
+    # The classes are those of `restart_on`, which matters only with restarts.
+    kind = f" (class {cause.category})" if launch.policy.max_restarts else ""
+    also = f"\n{cause.also.capitalize()} failed in the same way." if cause.also else ""
+    after = f"{also}\n{everywhere}{count}. The reason: {CATEGORY_TEXTS[cause.category]}{kind}."
+    after += _about_restarts(launch, cause)
+    if launch.preempted is not None:
+        # Named by its host: `rename_node` changes the node index in the cause, but not in this text.
+        after += f" Meanwhile host {launch.preempted.host} {launch.preempted.what}."
+    return LaunchFailed, FailureText(cause, before=_early_hint(launch, cause), after=after)
+
+
+def _early_hint(launch: Launch, cause: Cause) -> str:
+    """Name the ranks that had ended well, if a lost connection is the cause: the others may have waited for them."""
+    early = sorted(rank for ended in launch.ended.values() for rank in (ended.exit_codes if ended.ok else ended.early))
+    if not early or not cause.is_consequence:
+        return ""
+    who = f"Rank {early[0]}" if len(early) == 1 else f"Ranks {shortened(early)}"
+    return f"{who} had ended with code 0. Do all ranks make the same number of steps?\n"
+
+
+def _about_restarts(launch: Launch, cause: Cause) -> str:
+    """Say why no restart follows, or how to have such a failure restarted where one could have helped."""
+    policy, count = launch.policy, launch.repeats[1]
+    if policy.max_restarts and count >= ALIKE_ENDS:
+        within = f"within {duration(ALIKE_S)} of its start"
+        return f" It failed so {count} times in a row, each time {within}, so it is not started again."
+    # An error in the user's code, as a rule, comes again.
+    is_possible = cause.category in policy.restart_on - GONE - {"user"}
+    if policy.max_restarts or not is_possible or launch.given_up or launch.preempted is not None:
+        return ""
+    return "\nWith max_restarts=N, all workers start again after such a failure, up to N times."
