@@ -7,7 +7,7 @@ from fake_link import FakeLink, member_of
 from metaflow_extensions.torchrun.plugins.torchrun.errors import TorchrunError
 from metaflow_extensions.torchrun.plugins.torchrun.events import Event
 from metaflow_extensions.torchrun.plugins.torchrun.gang.cause import Cause, Failure
-from metaflow_extensions.torchrun.plugins.torchrun.gang.endings import MustEnd, NotNeeded
+from metaflow_extensions.torchrun.plugins.torchrun.node.endings import MustEnd, NotNeeded
 from metaflow_extensions.torchrun.plugins.torchrun.gang.messages import (
     CONTROL,
     Answer,
@@ -20,7 +20,7 @@ from metaflow_extensions.torchrun.plugins.torchrun.gang.messages import (
     Stored,
     from_wire,
 )
-from metaflow_extensions.torchrun.plugins.torchrun.gang.seat import Seat
+from metaflow_extensions.torchrun.plugins.torchrun.node.seat import Seat
 from metaflow_extensions.torchrun.plugins.torchrun.node import news
 from metaflow_extensions.torchrun.plugins.torchrun.node.course import NodeCourse
 from metaflow_extensions.torchrun.plugins.torchrun.node.news import Do, Seen

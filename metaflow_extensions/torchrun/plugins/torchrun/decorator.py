@@ -229,7 +229,6 @@ class TorchrunDecorator(steps.ParallelDecorator):  # type: ignore[misc]  # Metaf
 
         require_linux("@torchrun")
         from .errors import TorchrunConfigError
-        from .feature_list import on_page
         from .task.report import print_errors_ourselves, tell_after_errors
         from .task.step_timeout import time_limit
         from .task.task_gang import TaskGang
@@ -261,7 +260,7 @@ class TorchrunDecorator(steps.ParallelDecorator):  # type: ignore[misc]  # Metaf
         store, settings = self._flow_datastore, self._settings
         forget = partial(steps.forget_tasks, flow)
         about = (run_id, step_name, task_id, retry_count)
-        self._gang = TaskGang(settings, store, *about, limit, on_page(), forget)
+        self._gang = TaskGang(settings, store, *about, limit, forget)
         self._gang.watch_storing(task_datastore)
         tell_after_errors(self._gang.leave_with)  # as of a metadata service that is down, of which no decorator hears
 

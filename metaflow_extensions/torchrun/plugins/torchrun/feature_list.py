@@ -1,8 +1,8 @@
 """The list of all features, and which parts each has. A launch works without any of them.
 
 Remove a feature here, with its folder in `features/`, and the rest stays as it is. A part is a module of that folder:
-`in_task` runs in the task, `watch` in each node's supervisor, `keep` in that of the control node, and `on_page` where a
-gang is shown, by a command or on a card. No part imports another, so each process loads those that it runs.
+`in_task` runs in the task, and `watch` in each node's supervisor. No part imports another, so each process loads those that
+it runs. What the control node keeps of them is in `gang/`.
 
 Only the modules that put a gang together import this one, and those that show one: `WIRE_FEATURES` in the layering test.
 """
@@ -13,19 +13,17 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # of these, too, a process needs only its own
-    from .gang.keepers import Keeper
     from .launch.services import InTask
     from .node.watchers import Watch
-    from .records.on_page import OnPage
 
 FEATURES = {
-    "functions": ("in_task", "keep"),
-    "outputs": ("in_task", "keep", "on_page"),
-    "reach": ("watch", "keep", "on_page"),
-    "stacks": ("watch", "keep", "on_page"),
-    "progress": ("in_task", "watch", "keep", "on_page"),
-    "hangs": ("in_task", "watch", "keep", "on_page"),
-    "usage": ("watch", "keep", "on_page"),
+    "functions": ("in_task",),
+    "outputs": ("in_task",),
+    "reach": ("watch",),
+    "stacks": ("watch",),
+    "progress": ("in_task", "watch"),
+    "hangs": ("in_task", "watch"),
+    "usage": ("watch",),
     "warm": ("in_task", "watch"),
 }
 
@@ -38,16 +36,6 @@ def in_task() -> dict[str, InTask]:
 def watches() -> dict[str, Watch]:
     """Return what features do in each node's supervisor, by name."""
     return _parts("watch")
-
-
-def keeps() -> dict[str, type[Keeper]]:
-    """Return what features do in the control node's supervisor, by name."""
-    return _parts("keep")
-
-
-def on_page() -> dict[str, OnPage]:
-    """Return what is shown of features, by name."""
-    return _parts("on_page")
 
 
 def _parts(part: str) -> dict[str, Any]:

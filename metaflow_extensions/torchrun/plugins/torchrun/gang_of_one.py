@@ -18,13 +18,13 @@ from .elements.model import Sentence
 from .errors import GangError, TorchrunError, TorchrunPreempted
 from .events import Event, Subscriber
 from .executor import Context, TorchrunExecutor
-from .feature_list import in_task, on_page
+from .feature_list import in_task
 from .gang.cause import rename_node
-from .gang.keepers import Plain
+from .gang.view import GangView
+from .gang.wire import Plain
 from .launch.services import starts_of
 from .logs.console import hurry, to_log
 from .machine.accelerators import Machine, this_machine
-from .records.snapshot import Snapshot
 from .result import TorchrunResult
 from .settings import DEFAULTS, StepSettings, parse_settings
 from .show.gang_part import GangPart
@@ -49,9 +49,9 @@ class GangOfOne:
     def card(self, parts: tuple[str, ...]) -> GangPart:
         """Return parts of the gang's card, which show the last launch."""
         self._has_parts = True
-        return GangPart(parts, self._present, on_page())
+        return GangPart(parts, self._present)
 
-    def _present(self) -> Snapshot | Sentence:
+    def _present(self) -> GangView | Sentence:
         return Sentence("No launch has begun yet.") if self._cards is None else self._cards.shown()
 
     def run(self, **options: Any) -> TorchrunResult[Any]:
@@ -78,8 +78,8 @@ class GangOfOne:
             if isinstance(caught, TorchrunPreempted | KeyboardInterrupt):
                 hurry()
                 member.link.send("hurry")
-            if isinstance(caught, TorchrunError) and member.gang_knows(caught):
-                rename_node(caught, current.parallel.node_index if current.get("is_parallel") else None)
+            if isinstance(caught, TorchrunError) and member.gang_knows(caught) and current.get("is_parallel"):
+                rename_node(caught, current.parallel.node_index)
             print_errors_ourselves(in_task=True)
             end_with(
                 caught,
@@ -128,7 +128,7 @@ class GangOfOne:
     def _follow(self, member: Member, about: dict[str, Any]) -> GangStore:
         """Show the launch on the task's cards; of a launch within a gang only where the step asks for it."""
         if self._cards is None:
-            self._cards = Cards(self._flow_datastore, on_page(), with_ours=current.get("torch") is None)
+            self._cards = Cards(self._flow_datastore, with_ours=current.get("torch") is None)
         self._cards.has_parts = self._has_parts and current.get("torch") is None
         return GangStore(member, about, self._cards, registry=None)
 

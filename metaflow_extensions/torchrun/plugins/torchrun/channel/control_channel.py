@@ -20,7 +20,6 @@ from typing import Any
 from ..errors import GangError
 from ..gang import failures
 from ..gang.gang import Gang, Outgoing
-from ..gang.keepers import Plain
 from ..gang.messages import CONTROL, Abort, Beat, Join, Lines, Message
 from ..machine.looks import until_look
 from .connection import BEATS, Connection, Reading, close_all, handshake_as_control, next_message
@@ -82,9 +81,9 @@ class ControlChannel:
         """Hand a message of the control node itself to the gang, soon: what it answers may concern who calls."""
         self._loop.call_soon(self._step, self.gang.handle, CONTROL, message)
 
-    def request(self, feature: str, data: Plain) -> None:
-        """Hand a feature what a command asks of the gang."""
-        self._step(self.gang.request, feature, data)
+    def ask_stacks(self, asked: str) -> None:
+        """Have the gang find out what every rank does now."""
+        self._step(self.gang.ask_stacks, asked)
 
     def report_gone(self, node: int, reason: str) -> None:
         """Tell the gang that a node's task has ended; safe to call for one that left before."""

@@ -9,20 +9,18 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
 
 from ..compat.datastore import metadata_of
 from ..compat.renamed import TimeoutException
 from ..errors import GangError, GangStartTimeout, TorchrunError
 from ..gang.policy import growing_pauses
+from ..gang.view import GangView, Word, told_by_others
 from ..gang.wire import from_plain, to_plain
-from ..records.requests import Answer, Request
-from ..records.snapshot import Snapshot
-from ..records.vanished import Word, told_by_others
 
 _RECORD = "torchrun_gang.json"
-_EVENTS = "torchrun_events.json"
+_VIEW = "torchrun_view.json"
 _REQUEST, _ANSWER = "torchrun_request.json", "torchrun_answer.json"
 # Who may report that the control node is gone: the task that replaces it, or the process that looks after the job.
 # Each writes a file of its own, so that neither must read before it writes. The first file found counts.
@@ -50,6 +48,24 @@ class AddressRecord:
     error: TorchrunError | None = None  # why, if it ended with an error
 
 
+@dataclass(frozen=True)
+class Request:
+    """What a command asks of a gang that runs. It is stored beside its view, where the control node looks for it."""
+
+    id: str  # when it was made (UTC), by whom, and something random
+    time: float  # when it was made, in seconds since 1970, by the clock of the machine that asks
+    kind: str  # "stacks"; there is no other
+
+
+@dataclass(frozen=True)
+class Reply:
+    """The gang's answer to a request."""
+
+    request: Request
+    time: float  # when it was made, in seconds since 1970, by the control node's clock
+    data: dict[str, Any] = field(default_factory=dict)
+
+
 class Registry:
     """The stored records of one attempt of one gang, in the run's `FlowDataStore`."""
 
@@ -71,23 +87,23 @@ class Registry:
         found = self._request(lambda: self._load(_RECORD)[_RECORD], patience_s)
         return None if found is None else from_plain(AddressRecord, found, "the address record")
 
-    def save_snapshot(self, snapshot: Snapshot, patience_s: float) -> None:
-        """Write what has happened."""
-        stored = snapshot.stored()
-        self._request(lambda: self._save_metadata({_EVENTS: stored}), patience_s)
+    def save_view(self, view: GangView, patience_s: float) -> None:
+        """Write what is known of the gang."""
+        stored = view.stored()
+        self._request(lambda: self._save_metadata({_VIEW: stored}), patience_s)
 
-    def load_snapshot(self) -> Snapshot | None:
-        """Return what `save_snapshot` wrote last, or None, with what others told of the control node's end.
+    def load_view(self) -> GangView | None:
+        """Return what `save_view` wrote last, or None, with what others told of the control node's end.
 
-        Raises what the datastore raises.
+        Raises what the datastore raises, and ValueError where another version has stored it.
         """
-        found = self._load(_EVENTS, *_WORDS.values())
+        found = self._load(_VIEW, *_WORDS.values())
         words = [from_plain(Word, found[name], "the word") for name in _WORDS.values() if found[name] is not None]
-        return told_by_others(None if found[_EVENTS] is None else Snapshot.read(found[_EVENTS]), words)
+        return told_by_others(None if found[_VIEW] is None else GangView.read(found[_VIEW]), words)
 
-    def await_snapshot(self, patience_s: float) -> Snapshot | None:
-        """Do the same as `load_snapshot`, with patience."""
-        return self._request(self.load_snapshot, patience_s)
+    def await_view(self, patience_s: float) -> GangView | None:
+        """Do the same as `load_view`, with patience."""
+        return self._request(self.load_view, patience_s)
 
     # What commands ask of a gang that runs. There is one request and one answer at a time, so that they stay bounded:
     # the next one takes the place of the last. Each raises what the datastore raises.
@@ -101,14 +117,14 @@ class Registry:
         found = self._load(_REQUEST)[_REQUEST]
         return None if found is None else from_plain(Request, found, "the request")
 
-    def save_answer(self, answer: Answer) -> None:
-        """Answer what was asked."""
+    def save_answer(self, answer: Reply) -> None:
+        """Reply what was asked."""
         self._save_metadata({_ANSWER: to_plain(answer)})
 
-    def load_answer(self) -> Answer | None:
+    def load_answer(self) -> Reply | None:
         """Return the last answer."""
         found = self._load(_ANSWER)[_ANSWER]
-        return None if found is None else from_plain(Answer, found, "the answer")
+        return None if found is None else from_plain(Reply, found, "the answer")
 
     def save_word(self, word: Word, who: Literal["replacement", "job"], patience_s: float) -> None:
         """Write that the control node is gone."""

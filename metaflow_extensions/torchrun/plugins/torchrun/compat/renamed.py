@@ -64,6 +64,8 @@ NAMES = {
     "metaflow.plugins.kubernetes.kubernetes:Kubernetes": "_job",
     "metaflow.plugins.kubernetes.kubernetes_job:RunningJob": "_client _name _namespace _pod_name",
     "metaflow.plugins.kubernetes.kubernetes_jobsets:JobSetSpec": "_kwargs dump name",
+    "metaflow.plugins.kubernetes.kubernetes_jobsets:KubernetesJobSet": "dump worker",
+    "metaflow.plugins.kubernetes.kubernetes_jobsets:KubernetesArgoJobSet": "dump worker",
     "metaflow.plugins.kubernetes.kubernetes_jobsets:RunningJobSet": "_client _name _namespace _pod_name",
     "metaflow.plugins.parallel_decorator": "ParallelDecorator _local_multinode_control_task_step_func",
     "metaflow.plugins.parallel_decorator:ParallelDecorator": "_control_task_is_mapper_zero setup_distributed_env",

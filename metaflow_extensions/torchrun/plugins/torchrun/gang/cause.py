@@ -155,14 +155,8 @@ class Cause:
     @property
     def who(self) -> str:
         """The failed worker or node, or the launch as a whole, for a sentence."""
-        return self.who_in(is_alone=False)
-
-    def who_in(self, is_alone: bool) -> str:
-        """Return the same for a gang that may have one node, whose number says nothing."""
         if self.kind in ("hang", "timeout"):
             return "the launch"
-        if is_alone:
-            return f"host {self.host}" if self.rank is None else f"Rank {self.rank} (host {self.host})"
         node = f"node {self.node} (host {self.host})"
         return node if self.rank is None else f"Rank {self.rank} on {node}"
 
@@ -194,9 +188,9 @@ class Cause:
         raised = self.exception if self.kind == "exception" else self.last_line if self.kind == "exit" else ""
         return remedy(raised) if raised else ""
 
-    def describe(self, is_alone: bool = False) -> str:
+    def describe(self) -> str:
         """Return the full report: who, what, exit status, what to change, traceback or stderr."""
-        who = self.who_in(is_alone)
+        who = self.who
         lines = [f"{who[0].upper()}{who[1:]} {self.what}" + ("" if self.what.endswith(ENDS) else ".")]
         is_said = self.exception is None or self.kind in ("command", "agent", "agent_ended", "signal", "oom")
         if self.exit_code is not None and not is_said:
@@ -218,22 +212,21 @@ class FailureText:
     before: str = ""
     after: str = ""
     instead: str | None = None  # of the cause's own report
-    is_alone: bool = False  # whether the gang has one node
 
     @property
     def who(self) -> str:
         """The failed worker or node, within a sentence."""
-        who = self.cause.who_in(self.is_alone)
+        who = self.cause.who
         return f"{who[0].lower()}{who[1:]}"
 
     @property
     def text(self) -> str:
         """The whole text."""
-        return self._with(self.cause.describe(self.is_alone))
+        return self._with(self.cause.describe())
 
     def without_detail(self) -> str:
         """Return the text without the traceback or output, for a log that shows those already."""
-        report = replace(self.cause, detail="").describe(self.is_alone)
+        report = replace(self.cause, detail="").describe()
         if self.cause.detail and self.cause.kind not in ("step", "call"):
             report += " Its traceback is above." if self.cause.kind == "exception" else " Its output is above."
         return self._with(report)
@@ -280,18 +273,10 @@ def retold(error: TorchrunError, cls: type[E], before: str = "", after: str = ""
     return told
 
 
-def rename_node(error: TorchrunError, node: int | None) -> None:
-    """Change the node in an error of a gang of one: it may run on a node of another gang, else (None) it names none."""
+def rename_node(error: TorchrunError, node: int) -> None:
+    """Change the node in an error of a gang of one that runs on a node of another gang."""
     if (failure := failure_of(error)) is not None:
-        cause = failure.cause if node is None else replace(failure.cause, node=node)
-        error._failure = replace(failure, cause=cause, is_alone=node is None)
-
-
-def of_one_node(error: E) -> E:
-    """Return the error, in whose text a gang of one node has no number for it."""
-    if (failure := failure_of(error)) is not None:
-        error._failure = replace(failure, is_alone=True)
-    return error
+        error._failure = replace(failure, cause=replace(failure.cause, node=node))
 
 
 def describe_exit(code: int) -> str:

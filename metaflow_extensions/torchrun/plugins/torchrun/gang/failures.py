@@ -27,9 +27,9 @@ _FOUND_BY_CONTROL = ("timeout", "hang", "unreachable")
 # --- a failure in one line ------------------------------------------------------------------------
 
 
-def summary(cause: Cause, is_alone: bool = False) -> str:
-    """Return who failed and how in one line, of a gang that may have one node."""
-    return headline(f"{cause.who_in(is_alone)} {cause.what}")
+def summary(cause: Cause) -> str:
+    """Return who failed and how in one line."""
+    return headline(f"{cause.who} {cause.what}")
 
 
 def within(cause: Cause) -> str:
@@ -151,11 +151,11 @@ def too_early(cause: Cause, number: int, more: str = "") -> LaunchFailed:
     return alone(cause, f"It happened before launch {number} began.{more}")
 
 
-def outside(cause: Cause, after_step: bool, is_alone: bool, more: str = "") -> LaunchFailed:
+def outside(cause: Cause, after_step: bool, more: str = "") -> LaunchFailed:
     """Return the error for a node that failed while no launch ran; `more` stands at the end."""
     place = "in the call of" if cause.kind == "call" else "outside of"
     when = "after the step's code, before its results were stored" if after_step else f"{place} current.torch.run"
-    return alone(cause, f"It happened {when}{'' if is_alone else '; the other nodes were stopped'}.{more}")
+    return alone(cause, f"It happened {when}; the other nodes were stopped.{more}")
 
 
 def told_to_end(cause: Cause) -> LaunchFailed:
@@ -167,19 +167,19 @@ def told_to_end(cause: Cause) -> LaunchFailed:
 # --- a launch that fails --------------------------------------------------------------------------
 
 
-def of_launch(launch: Launch, cause: Cause | None, is_alone: bool, more: str = "") -> LaunchFailed:
+def of_launch(launch: Launch, cause: Cause | None, more: str = "") -> LaunchFailed:
     """Return what every node raises after a failed launch; `more` stands at the end."""
     if cause is None:
         return LaunchFailed(f"Launch {launch.number} failed.{more}")
     others = launch.alike.get(hash(cause.way), set()) - {cause.rank}
     cause = replace(cause, also=names(sorted(others), "rank") if others else "")
-    cls, failure = _class_and_text(launch, cause, is_alone)
-    return failed(cls, replace(failure, after=failure.after + more, is_alone=is_alone))
+    cls, failure = _class_and_text(launch, cause)
+    return failed(cls, replace(failure, after=failure.after + more))
 
 
-def _class_and_text(launch: Launch, cause: Cause, is_alone: bool) -> tuple[type[LaunchFailed], FailureText]:
+def _class_and_text(launch: Launch, cause: Cause) -> tuple[type[LaunchFailed], FailureText]:
     stopped = f"Launch {launch.number} was stopped"
-    everywhere = stopped + ("" if is_alone else " on all nodes")
+    everywhere = f"{stopped} on all nodes"
     if cause.kind == "timeout":
         remedy = "run(timeout_s=...) and the step's @timeout change how long it may run."
         return LaunchTimeout, FailureText(cause, instead=f"{stopped}: it ran {cause.exception}. {remedy}")

@@ -13,16 +13,15 @@ from __future__ import annotations
 import enum
 import time
 from collections.abc import Callable, Collection, Iterable
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
 from ..errors import TorchrunError
 from . import failures
 from .agreement import contradiction, devices, without_devices
-from .cause import Cause, Failure, FailureText, cause_of, describe_exit, failed, failure_of, of_one_node
+from .cause import Cause, Failure, FailureText, cause_of, describe_exit, failed, failure_of
 from .group import Group, follow
-from .history import History, Record, of_the_gang
-from .keepers import Failing, Keepers, Plain, Where
+from .hangs import DIAGNOSTICS_S, KIND, Hangs
 from .launch import GONE, Launch
 from .messages import (
     CONTROL,
@@ -46,10 +45,19 @@ from .messages import (
     Verdict,
 )
 from .policy import INDEX_S, KEPT_VERDICTS, SAVE_S, LaunchPolicy, Rules
-from .texts import QUIET_S, REMIND_S, counted, headline, names
+from .progress import Progress
+from .reach import UNREACHABLE, Reach
+from .stacks import Stacks
+from .texts import QUIET_S, REMIND_S, counted, headline, names, size_text
+from .view import LATE_S, GangView, Happened, NodeView
 
 Outgoing: TypeAlias = tuple[int, Message]
 """A node's index and a message for it."""
+
+
+_ERROR_CHARS = 8 * 1024  # of an error's message in the view; its report has more
+# What every node gets to know of; the other events are about one node, and report no problem.
+_OF_THE_GANG = frozenset({"lost", "preempted", "unreachable", "left_out", "awaited", "taken_in"})
 
 
 class Phase(enum.Enum):
@@ -80,7 +88,6 @@ class Node:
     join: Join = field(default_factory=lambda: Join(CONTROL))  # of its last task
     tasks: list[str] = field(default_factory=list)  # all that have come, in order
     is_new: bool = False  # whether its task has come in the place of another, and was not ready yet
-    has_failed: bool = False  # whether it has left with an error
     is_told: bool = False  # whether its task knows that another one has come
     cause: Cause | None = None  # why it is gone, or out
     call: Ready | None = None  # its call of `run`, as long as that has no verdict
@@ -106,11 +113,14 @@ class Gang:
         num_nodes: int,
         pick_port: Callable[[int | None], int | None],  # returns the pinned port (None if taken), or else a free one
         rules: Rules | None = None,
-        keepers: Keepers | None = None,  # of the features
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.num_nodes, self.rules = num_nodes, rules or Rules()
-        self.history, self.keepers = History(clock), keepers or Keepers()
+        self.view = GangView(num_nodes, began=time.time(), nodes=[NodeView() for _ in range(num_nodes)])
+        self.changes = self.numbers = 0  # of the view, and of numbers in it that change all the time
+        self.progress, self.hangs, self.stacks, self.reach = Progress(self._name), Hangs(), Stacks(), Reach()
+        self._values: dict[str, Any] = {}  # by rank: under which keys returned values and exceptions are stored
+        self._has_warned = False  # of a report that could not be read
         self.phase, self.launch = Phase.IDLE, Launch(-1)
         self.broken: TorchrunError | None = None  # why no launch can begin any more
         timeout_s = self.rules.started_timeout_s
@@ -118,40 +128,18 @@ class Gang:
         # Kept up to date: to look at thousands of nodes at each message would be slow.
         self._in = {each: set[int]() for each in Presence} | {Presence.ABSENT: set(range(num_nodes))}
         self._calls: set[int] = set()  # nodes with a call, and
-        self._done: set[int] = set()  # nodes that are here whose step's code has ended well
+        self._done: set[int] = set()  # nodes that are here whose step's code has ended well, and
+        self._failed: set[int] = set()  # nodes whose last task has left with an error
         self._pick_port, self._clock, self._began_at = pick_port, clock, clock()
         self._group = Group(0)  # the last nodes that have taken part
         self._is_over = False  # whether the control node's step has ended, and no other node is left
         self._is_time_up = False  # whether the end of the step's @timeout was handled
         self._remind_at = float("inf")  # when to log next what is waited for
-        self._mark = 0  # how many records there were when the last launch began, and
-        self._next_mark = 0  # when it ended
+        self._since_s = self._next_since_s = 0.0  # when the launch before the last one has ended, and the last one
         self._verdicts: dict[int, Verdict] = {}  # by launch: a node may call it late
         self._out: list[Outgoing] = []
 
     # --- what is known ----------------------------------------------------------------------------
-
-    @property
-    def nproc(self) -> int | None:
-        """Processes on each node in the last launch; None before the first."""
-        call = self.nodes[CONTROL].call or self.launch.ready.get(CONTROL)
-        return None if call is None else call.nproc
-
-    @property
-    def facts(self) -> dict[str, str]:
-        """The control node's software, as reported in the last launch; empty before the first."""
-        call = self.nodes[CONTROL].call or self.launch.ready.get(CONTROL)
-        return {} if call is None else call.facts
-
-    @property
-    def restarts_left(self) -> int | None:
-        """How often the last launch may still be restarted; None before one has begun."""
-        return None if self.launch.number < 0 else self.launch.limit - self.launch.restarts
-
-    @property
-    def error(self) -> TorchrunError | None:
-        """The error that broke the gang, or with which the last launch ended."""
-        return self.broken or self.launch.verdict
 
     @property
     def without(self) -> set[int]:
@@ -174,10 +162,6 @@ class Gang:
         return self._clock() - self._began_at
 
     @property
-    def _is_alone(self) -> bool:
-        return self.num_nodes == 1
-
-    @property
     def _size(self) -> int:
         """How many nodes take part if none is missing."""
         return self.num_nodes - self.rules.spare_nodes
@@ -192,6 +176,17 @@ class Gang:
         if self.phase is not Phase.IDLE or not self._calls:
             return None
         return min(call.launch for node in self._calls if (call := self.nodes[node].call) is not None)
+
+    @property
+    def _seen(self) -> GangView:
+        """The view, which is about to be changed."""
+        self.view.now_s = self._age_s
+        self.changes += 1
+        return self.view
+
+    def _name(self, rank: int) -> str:
+        node = self.launch.group.node_of(rank // (self.launch.nproc or 1))
+        return f"rank {rank} (node {node}, host {self.nodes[node].host})"
 
     def _enter(self, node: Node, presence: Presence) -> None:
         self._in[node.presence].discard(node.index)
@@ -208,9 +203,13 @@ class Gang:
                 handler(self, self.nodes[node], message)
         return self._flush()
 
-    def request(self, feature: str, data: Plain) -> list[Outgoing]:
-        """Hand a feature what a command asks of the gang; `Keepers.pop_answer` has the answer later."""
-        self.keepers.request(feature, data, self._age_s)
+    def ask_stacks(self, asked: Any) -> list[Outgoing]:
+        """Begin to find out what every rank does now; `stacks` has the answer later, with what was `asked`."""
+        launch = self.launch
+        others = set(range(self.num_nodes)) - launch.running
+        about = (launch.number, launch.generation)
+        if self.stacks.ask(asked, about, launch.running, others, self._age_s):
+            self._broadcast(Ask(*about, "stacks", {"id": asked}))
         return self._flush()
 
     def lost(self, node: int, why: str, is_connected: bool = False) -> list[Outgoing]:
@@ -248,7 +247,7 @@ class Gang:
         if now > self.rules.deadline:
             self._time_is_up()
         if (text := self._overrun(now)) is not None:
-            self._fail_with(Failing("timeout", text))
+            self._fail_with("timeout", text)
         if self.phase is Phase.PAUSING and now >= launch.until:
             self._start_again()
         elif self.phase is Phase.STOPPING and now > launch.until:
@@ -256,8 +255,8 @@ class Gang:
         elif self.phase is Phase.STORING and now > launch.until:
             self._finish(launch.failing_with)
         if self.phase is Phase.RUNNING:
-            self.keepers.tick(self._age_s, self._where)
-        self.keepers.overdue(self._age_s)
+            self._look_at_workers()
+        self.stacks.tick(self._age_s)
         return self._flush()
 
     # --- joining ----------------------------------------------------------------------------------
@@ -275,10 +274,12 @@ class Gang:
         if node.index != join.node or not self.may_join(join):
             return
         if node.presence is not Presence.HERE:
-            self.history.note("joined", node=node.index, text=join.host)
+            self._seen.add("joined", "joined", node.index)
+            self.view.nodes[node.index].host = join.host
+            self.view.enter("step code", [node.index])
             node.is_new = bool(node.join.task)
-            node.has_failed = node.is_told = False
-            node.cause = None
+            self._failed.discard(node.index)
+            node.is_told, node.cause = False, None
         self._enter(node, Presence.HERE)
         node.join = join
         if join.task not in node.tasks:
@@ -327,7 +328,8 @@ class Gang:
         is_first = node.presence is Presence.ABSENT and not node.tasks
         if node.presence is not Presence.HERE and not is_first:
             return
-        self.history.note("lost", node=node.index, text=why)
+        self._seen.add("lost", f"lost: {why}", node.index)
+        self.view.enter("lost", [node.index])
         if node.index in self._done:
             why = f"{why}, after its step's code but before its results were stored; see its log"
         self._leave(node)
@@ -345,19 +347,25 @@ class Gang:
     def _on_done(self, node: Node) -> None:
         if node.presence is Presence.HERE and node.index not in self._done:
             self._done.add(node.index)
-            self.keepers.gone(node.index)
-            self.history.note("finished", node=node.index)
+            self._seen.add("finished", "the step has ended well", node.index)
+            self.view.enter("storing", [node.index])
+            if all(each in self._done for each in range(self.num_nodes) if each not in self._in[Presence.OUT]):
+                self.view.ended_s = self.view.now_s
             self._has_no_workers(node.index)
             self._begin()  # or say that the launch can't
             self._see_who_is_left()
 
     def _on_left(self, node: Node, leave: Leave) -> None:
         has_failed, after_step = leave.how == "failed", node.index in self._done
-        self.history.note("left", node=node.index, text="its step has failed" if has_failed else "")
+        self._seen.add("left", "left: the step has failed" if has_failed else "left", node.index)
         self._send(Farewell("received"), node.index)
+        self.view.is_over |= node.index == CONTROL
+        if node.presence is not Presence.ABSENT:
+            self.view.enter("failed" if has_failed else "finished", [node.index])
         if node.presence is Presence.HERE:
             self._leave(node)
-            node.has_failed, node.cause = has_failed, leave.cause
+            self._failed |= {node.index} if has_failed else set()
+            node.cause = leave.cause
             if leave.cause is not None:
                 self._without(node, leave.cause, after_step=after_step)
             else:
@@ -380,11 +388,12 @@ class Gang:
         """Forget what the task of a node has said that is gone."""
         self._forget_call(node)
         self._done.discard(node.index)
-        self.keepers.gone(node.index)
+        self.stacks.gone(node.index, "it is no longer in the gang")
+        self.hangs.ended(node.index, ok=False)
 
     def _end_without_control(self, control: Node) -> None:
         """Tell the nodes how it ends, if the control node leaves with an error: it can't tell them later."""
-        if not control.has_failed:
+        if CONTROL not in self._failed:
             return
         if self.phase is not Phase.IDLE:
             self._finish(self._error_of_launch())
@@ -400,8 +409,7 @@ class Gang:
         """
         if CONTROL not in self._done:
             return
-        gone = [self.nodes[node] for node in sorted(self._in[Presence.GONE])]
-        for node in [node for node in gone if node.has_failed][:1]:
+        for node in [self.nodes[each] for each in sorted(self._failed & self._in[Presence.GONE])[:1]]:
             error = self.launch.verdict if node.cause is None else self._error_outside(node.cause)
             if error is not None:
                 self._break(error)
@@ -468,14 +476,15 @@ class Gang:
         launch.given_up.discard(node.index)
         if launch.takes_part(node.index):
             launch.lost.add(node.index)
+        self._seen.enter("lost", [node.index])
         if self._may_be_replaced(node):
             if not node.is_new:
                 node.awaited_until = self._age_s + self.rules.started_timeout_s
             self._enter(node, Presence.ABSENT)
-            self._note("awaited", node=node.index, text=headline(cause.what))
+            self._seen.add("awaited", f"another task takes its place: it {headline(cause.what)}", node.index)
         else:
             self._enter(node, Presence.OUT)
-            self._note("left_out", node=node.index, text=headline(cause.what))
+            self._seen.add("left_out", f"the others go on without it: it {headline(cause.what)}", node.index)
 
     def _may_come(self, node: int) -> bool:
         return self._age_s <= self.nodes[node].awaited_until
@@ -517,7 +526,8 @@ class Gang:
         else:
             self._send(Note(f"node {node.index} is not waited for any more"), CONTROL)
         self._enter(node, Presence.OUT)
-        self._note("left_out", node=node.index, text=headline(node.cause.what))
+        self._seen.add("left_out", "the others go on without it", node.index)
+        self.view.enter("lost", [node.index])
 
     def _why_not_without(self, cause: Cause | None) -> str:
         """Say why the gang does not go on without a lost node, where spares or fewer nodes are asked for."""
@@ -561,8 +571,13 @@ class Gang:
             self._send(Verdict(number, error), node.index)
 
     def _take_call(self, node: Node, call: Ready) -> None:
-        kind = "before_run" if call.prepares else "ready"
-        self.history.note(kind, launch=call.launch, node=node.index)
+        if self.phase is Phase.IDLE and call.launch != self.view.launch:
+            self._see_call(call)
+        had_commands = node.call is not None and node.call.prepares
+        text = "before_run has ended well" if had_commands else "called run"
+        what = ("before_run", "before_run begins") if call.prepares else ("ready", text)
+        self._seen.add(*what, node.index, launch=call.launch, generation=None)
+        self.view.enter("preparing" if call.prepares else "waiting", [node.index])
         if not self._calls:
             self._remind_at = self._clock() + QUIET_S
         # Equal messages share one object, since thousands of nodes send the same.
@@ -575,6 +590,14 @@ class Gang:
         elif call.launch == self.launch.number and not call.prepares:
             self._take_late(node, call)
 
+    def _see_call(self, call: Ready) -> None:
+        """Note that a launch is called for the first time."""
+        view = self._seen
+        view.turn("waiting")
+        view.launch, view.generation, view.began_s, view.restarts, view.nproc = call.launch, None, None, 0, call.nproc
+        for each, node in enumerate(view.nodes):
+            node.takes_part, node.exit_codes = each not in self._in[Presence.OUT], {}
+
     def _take_late(self, node: Node, call: Ready) -> None:
         """Take a node in while the launch runs, as a spare."""
         error = contradiction({CONTROL: self.launch.ready[CONTROL], node.index: call})
@@ -584,7 +607,7 @@ class Gang:
         node.is_new = False
         self.launch.ready[node.index] = call
         if not self.launch.takes_part(node.index):
-            self._note("spare", node=node.index)
+            self._seen.add("spare", "waits as a spare", node.index)
 
     def _refuse(self, node: Node, number: int, error: TorchrunError) -> None:
         """Go on without a task that has come late, and can't take part; it alone has the error, and shows all of it."""
@@ -646,14 +669,14 @@ class Gang:
             return
         policy = ready[CONTROL].policy or LaunchPolicy()
         same = {node: call for node, call in ready.items() if call.launch == number}
-        self.launch, self._mark = Launch(number, policy, same), self._next_mark
+        self.launch, self._since_s = Launch(number, policy, same), self._next_since_s
         for node in sorted(same.keys() - set(group.nodes)):
-            self._note("spare", node=node)
+            self._seen.add("spare", "waits as a spare", node)
         self._go(group)
 
     def _end_early(self, number: int, error: TorchrunError) -> None:
         """End a launch that can't begin."""
-        self.launch, self._mark = Launch(number), self._next_mark
+        self.launch, self._since_s = Launch(number), self._next_since_s
         self._finish(error)
 
     def _go(self, group: Group) -> None:
@@ -667,13 +690,7 @@ class Gang:
         left, came = (before - after) | lost, (after - before) | (lost & after)
         launch.begin_generation(self._clock(), group)
         self.phase, self._group = Phase.RUNNING, group
-        for node in sorted(came) if before else ():
-            self._note("taken_in", node=node)
-        self.keepers.begin(launch.number, launch.policy.features, self._age_s)
-        for node in sorted(set(range(self.num_nodes)) - after):
-            self.keepers.ended(node, True)
-        text = f"{counted(group.size, 'node')}, {control.nproc} process{'es' * (control.nproc != 1)} on each"
-        self._note("go", text=text, nproc=control.nproc, group=group)
+        self._see_go(sorted(came) if before else [])
         of_group = {node: launch.ready[node] for node in group.nodes}
         if launch.generation == 0 and (without := without_devices(of_group)):
             hides = f"warning: run(env=...) hides the accelerators on {names(without)}"
@@ -681,6 +698,36 @@ class Gang:
         about = (launch.number, launch.generation, port, self.rules.name, launch.restarts, launch.limit)
         changed = (tuple(sorted(left)), tuple(sorted(came))) if before else ((), ())
         self._broadcast(Go(*about, devices(of_group), group, *changed))
+
+    def _see_go(self, came: list[int]) -> None:
+        """Note that a generation begins."""
+        launch, view, nodes = self.launch, self._seen, self.launch.group.nodes
+        control = launch.ready[CONTROL]
+        view.launch, view.generation, view.nproc, view.facts = (
+            launch.number,
+            launch.generation,
+            control.nproc,
+            control.facts,
+        )
+        view.began_s = view.now_s if view.began_s is None else view.began_s
+        view.restarts, view.restarts_left = launch.restarts, launch.limit - launch.restarts
+        view.restarts_s += [round(view.now_s, 3)] if launch.generation else []
+        for each in came:
+            view.add("taken_in", "takes part from now on", each)
+        for index, node in enumerate(view.nodes):
+            node.takes_part, node.has_written, node.exit_codes = launch.takes_part(index), False, {}
+        on_each = f"{control.nproc} process{'es' * (control.nproc != 1)} on each"
+        again = " again" if launch.generation else ""
+        view.add("go", f"start{again} on {counted(len(nodes), 'node')}, {on_each}")
+        view.turn("starting")
+        view.enter("starting", nodes)
+        view.place(nodes)
+        view.wants_outputs |= bool(launch.policy.features.get("outputs"))
+        view.outputs.pop(launch.number, None)  # those of a generation before
+        self.progress.begin(launch.number)
+        self.hangs.begin(launch.number, launch.policy.features.get("hangs", {}).get("timeout_s"), nodes, self._age_s)
+        self.reach.begin()
+        self._values = {}
 
     # --- what the nodes report --------------------------------------------------------------------
 
@@ -690,20 +737,75 @@ class Gang:
         return report.launch == launch.number and report.generation in (None, launch.generation)
 
     def _on_report(self, node: Node, report: Report) -> None:
+        launch, index = self.launch, node.index
         if report.kind == "command":
-            facts = {name: report.data.get(name) for name in ("text", "exit_code", "seconds")}
-            self.history.note("command", launch=report.launch, node=node.index, **facts)
+            text, code = str(report.data.get("text")), report.data.get("exit_code")
+            about = {"launch": report.launch, "generation": None, "seconds": report.data.get("seconds")}
+            self._seen.add("command", text, index, exit_code=code, **about)
         elif self.phase is Phase.IDLE or not self._is_current(report):
             return
         elif report.kind == "started":
-            self._note("started", node=node.index)
+            self._seen.add("started", "all workers run", index)
+            if self.phase is Phase.RUNNING:
+                self.view.enter("running", [index])
+                launch.starting.discard(index)
+                if not launch.starting and self.view.outcome == "starting":
+                    self.view.turn("running")
         elif report.kind == "wrote":
-            self._note("output", node=node.index)
+            self._seen.add("output", "first output", index)
+            self.view.nodes[index].has_written = True
         elif report.kind == "storing":
-            if node.index in self.launch.stores:
-                self.launch.stores[node.index] = str(report.data.get("what"))
+            if index in launch.stores:
+                launch.stores[index] = str(report.data.get("what"))
         else:
-            self.keepers.handle(node.index, report, self._age_s)
+            self._guarded(f"node {index}'s {report.kind}", lambda: self._take(index, report))
+
+    def _guarded(self, what: str, do: Callable[[], object]) -> None:
+        """Do what must not end a launch, whatever it raises; a line says so once."""
+        try:
+            do()
+        except Exception as error:
+            if not self._has_warned:
+                self._send(Note(f"warning: {what} is not kept: {type(error).__name__}: {error}"), CONTROL)
+            self._has_warned = True
+
+    def _take(self, node: int, report: Report) -> None:
+        """Keep what a node tells of its workers."""
+        data, at_s = report.data, self._age_s
+        self.numbers += 1
+        match report.kind:
+            case "progress":
+                if first := self.progress.take(node, report.launch, data, at_s):
+                    self._seen.add("progress", f"first report read: {first}", node, rank=0)
+                self.view.progress = self.progress.record
+            case "hangs" if "waits" in data:
+                reader = "its output waits for its reader, such as a stopped terminal, and its ranks wait, too"
+                self._seen.add("told", reader if data["waits"] else "its output is read again", node)
+            case "hangs":
+                self.hangs.take(node, data, at_s)
+            case "stacks":
+                self.stacks.take(node, data)
+            case "usage":
+                self.view.take_usage(node, data)
+            case "outputs":
+                self._seen.take_outputs(report.launch, node, data)
+                self.view.add("stored", f"stored {counted(data['files'], 'file')}, {size_text(data['size'])}", node)
+            case "functions":
+                self._values.update(data)
+            case "reach":
+                if (number := self.reach.take(node, data)) is not None:
+                    self._broadcast(Ask(self.launch.number, self.launch.generation, "reach", {"number": number}))
+
+    def _look_at_workers(self) -> None:
+        """Look at what the ranks do, once a second."""
+        for line in self.progress.tick(self._age_s):
+            self._send(Note(line), CONTROL)
+            self.view.progress = self.progress.record
+        if (found := self.hangs.tick(self._age_s)) is not None:
+            self._fail_with(KIND, found[0], advice=found[1])
+        elif (unreached := self.reach.found(self.nodes[CONTROL].host)) is not None:
+            node, text, advice = unreached
+            self._fail_with(UNREACHABLE, text, node, advice)
 
     def _on_failed_early(self, node: Node, report: Failed) -> None:
         """Handle a failure in a call of `run` before its launch has begun."""
@@ -749,11 +851,17 @@ class Gang:
         if not self._is_current(ended) or node.index not in launch.running:
             return
         self._add_failures(ended.failures)
+        view = self._seen
         for rank, code in ended.exit_codes.items():
-            self._note("exited", node=node.index, rank=rank, exit_code=code, text=describe_exit(code))
-        self._note("stopped", node=node.index)
-        self.keepers.ended(node.index, ended.ok)
-        self._send_remarks()  # before the verdict, with which the log of the launch ends
+            view.add("exited", describe_exit(code).partition(":")[0], node.index, rank, exit_code=code)
+        view.nodes[node.index].exit_codes = dict(ended.exit_codes)
+        if node.presence is Presence.HERE:
+            view.enter("stopped", [node.index])
+        if line := self.progress.ended(node.index, ended.ok):
+            self._send(Note(line), CONTROL)  # before the verdict, with which the log of the launch ends
+        view.progress = self.progress.record
+        self.stacks.gone(node.index, "it has no workers")
+        self.hangs.ended(node.index, ended.ok)
         launch.ended[node.index] = replace(ended, failures=())
         launch.running.discard(node.index)
         if not ended.ok:
@@ -778,10 +886,13 @@ class Gang:
             return
         self.phase, cause = Phase.STOPPING, launch.cause
         kind = "" if cause is None else cause.kind
-        launch.until = self._clock() + self.rules.stop_s + self.keepers.find_out_s(kind)
+        launch.until = self._clock() + self.rules.stop_s + (DIAGNOSTICS_S if kind == KIND else 0.0)
         # A preempted node has time for its workers to save.
         saves = cause is not None and cause.category == "preempted"
-        self._note("stopping", text="" if cause is None else failures.summary(cause, self._is_alone))
+        why = "" if cause is None else failures.summary(cause)
+        self._seen.turn("stopping", why)
+        self.view.add("stopping", "all nodes are told to stop")
+        self.view.enter("stopping", [node for node in launch.running if self.nodes[node].presence is Presence.HERE])
         about = (launch.number, launch.generation, failures.reason(cause), failures.teller(cause))
         self._broadcast(Stop(*about, launch.policy.preemption_signal if saves else None, kind))
         self._decide_if_over()  # without members, no report of an end will come
@@ -824,7 +935,7 @@ class Gang:
             return False
         for each in unknown:
             node, text = self.nodes[each], "it did not report in time that its workers had ended"
-            self._note("lost", node=each, text=text)
+            self._seen.add("lost", f"lost: {text}", each)
             cause = Cause("lost", each, node.host, exception=text)
             self._send(Verdict(self.launch.number, failures.told_to_end(cause)), each)
             self._leave_out(node, cause)
@@ -834,8 +945,8 @@ class Gang:
     def _restart(self, cause: Cause, now: float) -> None:
         """All workers are gone; they start again after a pause, or when another task has come for a lost one."""
         launch = self.launch
-        self._record_cause(cause)
-        self.history.report(None, cause.describe(self._is_alone), cause.as_dict(), launch.number, launch.generation)
+        self._see_cause(cause)
+        self.view.report(cause.describe(), None, cause.as_dict())
         is_move = launch.has_lost_its_port()
         # Without the node that has failed, or with another port, there is nothing to wait for.
         pause_s = 0.0 if is_move or cause.category in GONE else round(launch.pause_s(now), 1)
@@ -854,7 +965,10 @@ class Gang:
             self._broadcast(Note(text))
         else:
             when = f"when {names(waits_for)} has come" if waits_for else f"in {pause_s:g} s" if pause_s else "now"
-            self._note("restart", text=f"restart {number}, {when}")
+            self._seen.add("restart", f"all workers start again {when}")
+            self.view.turn("restarting", failures.summary(cause))
+            self.view.waits_for = f"{names(waits_for)} to start" if waits_for else ""
+            self.view.enter("restarting", self._able())
             counts = (number, number - launch.uncounted, launch.policy.max_restarts)
             self._broadcast(Restart(launch.number, *counts, pause_s, cause, tuple(waits_for)))
         if not pause_s:
@@ -894,10 +1008,10 @@ class Gang:
             f"\n{names(quiet).capitalize()} did not report in time that the workers there had ended." if quiet else ""
         )
         if self.phase is Phase.PAUSING and cause is not None and launch.restarts_for is not None:
-            earlier = failures.summary(launch.restarts_for, self._is_alone)
+            earlier = failures.summary(launch.restarts_for)
             more += f"\nAll workers were about to start again after an earlier failure: {earlier}."
         cause = cause or (launch.restarts_for if self.phase is Phase.PAUSING else None)
-        return failures.of_launch(launch, cause, self._is_alone, more + self._why_not_without(cause))
+        return failures.of_launch(launch, cause, more + self._why_not_without(cause))
 
     def _fail(self, error: TorchrunError) -> None:
         """End the launch with an error, after the nodes have stored what there is."""
@@ -915,35 +1029,36 @@ class Gang:
             self._finish(error)
             return
         if error is not None:
-            self._record_error(error)
+            self._see_error(error)
         self.phase, self._remind_at = Phase.STORING, now + REMIND_S
         launch.begin_storing(nodes, error, now, float("inf") if within_s is None else now + within_s + INDEX_S)
-        events = () if error is None else of_the_gang(self._events())
+        events = () if error is None else self._events(of_all=False)
         self._broadcast(Store(launch.number, launch.generation, error, within_s, events, launch.group))
 
     def _finish(self, error: TorchrunError | None) -> None:
         """End the launch with its verdict; None: all has gone well."""
-        launch = self.launch
-        error = of_one_node(error) if self._is_alone and error is not None else error
-        if error is not None and launch.failing_with is None:  # else that was recorded before
-            self._record_error(error)
+        launch, view = self.launch, self._seen
+        if error is not None and launch.failing_with is None:  # else that was seen before
+            self._see_error(error)
         self.phase, launch.verdict, self._remind_at = Phase.IDLE, error, float("inf")
         launch.running.clear()
         launch.stores.clear()
+        view.add("done", "the launch has ended well") if error is None else view.add("failed", "the launch has failed")
+        view.turn("done" if error is None else "failed", view.why if error is not None else "")
+        view.enter("step code", [node for node in self._in[Presence.HERE] if self.nodes[node].call is not None])
+        view.place((), LATE_S)
         if error is None:
-            self._note("done")
+            view.error, view.cause, view.why = None, None, ""
             self._dismiss_others()
-        else:
-            self._note("failed", text=headline(error.message))
         self._tell_verdict(error)
-        self._next_mark = self.history.count
+        self._next_since_s = self._age_s
         if error is not None and any(self.nodes[node].cause for node in self._in[Presence.GONE]):
             self._break(error)  # without all its nodes the gang can't launch again
         self._begin()  # nodes may have called the next launch already
 
     def _tell_verdict(self, error: TorchrunError | None) -> None:
         """Send all nodes their verdict; nodes that get the same share one object. Keep it for those that call it later."""
-        launch, records = self.launch, self._events()
+        launch, of_all, of_gang = self.launch, self._events(), self._events(of_all=False)
         # Where the nodes' numbers contradict each other, each of these launches has ended.
         is_early = launch.generation < 0
         called = [(node, call) for node in sorted(self._calls) if (call := self.nodes[node].call) is not None]
@@ -953,17 +1068,35 @@ class Gang:
         for node, number in told:
             key = (number, node == CONTROL)
             if key not in made:
-                features = self.keepers.verdict(launch.number, node == CONTROL, error)
-                seen = records if node == CONTROL else of_the_gang(records)
+                features = self._told(node == CONTROL, error)
+                seen = of_all if node == CONTROL else of_gang
                 made[key] = Verdict(number, error, seen, features, error is None and launch.alone, group)
             self._send(made[key], node)
             launch.told.add(node)
             self._forget_call(self.nodes[node])
-        features = self.keepers.verdict(launch.number, True, error) if self.rules.replaces else {}
+        features = self._told(True, error) if self.rules.replaces else {}
         for number in {launch.number, *(number for _, number in told)}:
             self._verdicts[number] = Verdict(number, error, features=features, group=group)
         for number in list(self._verdicts)[:-KEPT_VERDICTS]:
             del self._verdicts[number]
+
+    def _told(self, is_control: bool, error: TorchrunError | None) -> dict[str, Any]:
+        """Return what the control node, or each other node, is told of what the launch has left."""
+        launch, cause = self.launch.number, cause_of(error)
+        of = sorted(self.view.outputs.get(launch, {}).items())
+        nodes = {
+            str(node): [each["key"], each["files"], each["size"]] for node, each in of if is_control or node == CONTROL
+        }
+        rank = "" if cause is None else str(cause.rank)
+        values = {rank: self._values[rank]} if rank in self._values else {}
+        if error is None:
+            values = dict(self._values) if is_control else {}
+        found = {
+            "outputs": {"nodes": nodes} if nodes else {},
+            "functions": values if self.launch.generation >= 0 else {},
+            "progress": self.progress.verdict(launch, is_control),
+        }
+        return {name: told for name, told in found.items() if told}
 
     def _dismiss_others(self) -> None:
         """Let the nodes leave without which a launch has ended well, and wait for none of them."""
@@ -977,8 +1110,7 @@ class Gang:
     def _dismiss(self, others: list[int]) -> None:
         for each in others:
             self._enter(self.nodes[each], Presence.OUT)
-            self.keepers.gone(each)
-            self._note("dismissed", node=each)
+            self._seen.add("dismissed", "is not needed any more", each)
         if others:
             verb, them = ("leaves", "it") if len(others) == 1 else ("leave", "them")
             text = f"{names(others)} {verb}: launch {self.launch.number} has ended well without {them}"
@@ -986,11 +1118,8 @@ class Gang:
 
     def _send_late_verdict(self, node: Node, verdict: Verdict) -> None:
         """Send the verdict of a launch to a node that called it too late, or that can't take part in it."""
-        number = verdict.launch
-        records = [record for record in self.history.records if record.launch in (number, None)]
-        if number >= self.launch.number:
-            records = list(self._events())
-        seen = tuple(records) if node.index == CONTROL else of_the_gang(records)
+        number, is_last = verdict.launch, verdict.launch >= self.launch.number
+        seen = self._events(of_all=node.index == CONTROL, launch=None if is_last else number)
         self._send(replace(verdict, events=seen), node.index)
         if verdict.is_without(node.index) and node.presence is Presence.HERE:
             self._dismiss([node.index])
@@ -1013,7 +1142,7 @@ class Gang:
         is_known = known is not None and (cause.is_same_event(known) or cause.kind == known.kind == "interrupted")
         if last is not None and is_known:
             return last
-        return failures.outside(cause, after_step, self._is_alone, self._why_not_without(cause))
+        return failures.outside(cause, after_step, self._why_not_without(cause))
 
     def _break(self, error: TorchrunError) -> None:
         """Break the gang: no launch can begin any more. Send *abort* to every node.
@@ -1026,17 +1155,16 @@ class Gang:
         number = self._number
         # Commands that have failed were before anything else.
         first = next((node.without for node in self.nodes if node.without is not None), None)
-        error = failures.commands_failed(first) if number is not None and first is not None else error
-        self.broken = error = of_one_node(error) if self._is_alone else error
+        self.broken = error = failures.commands_failed(first) if number is not None and first is not None else error
         if number is not None:
             self._end_early(number, error)
-        self.history.note("broken", text=headline(error.message))
-        self.history.report(type(error).__name__, error.message, error.cause, None, None)
-        records = self._events()
+        self._seen.add("broken", "nothing can be launched any more")
+        self._see_error(error)
+        self.view.turn("failed", self.view.why)
         others = sorted(self._in[Presence.HERE] - {CONTROL})
-        self._send(Abort(error, of_the_gang(records)), *(node for node in others if node not in self._done))
+        self._send(Abort(error, self._events(of_all=False)), *(node for node in others if node not in self._done))
         if self.nodes[CONTROL].presence is Presence.HERE:  # when done, it waits for the others
-            self._send(Abort(error, records), CONTROL)
+            self._send(Abort(error, self._events()), CONTROL)
 
     # --- time limits ------------------------------------------------------------------------------
 
@@ -1072,8 +1200,7 @@ class Gang:
         self._is_time_up = True  # once only, as an alarm; a later launch ends at once
 
     def _timed_out(self, text: str) -> Cause:
-        launch = None if self.launch.number < 0 else self.launch.number
-        self.history.note("timeout", launch=launch, text=text)
+        self._seen.add("timeout", f"timeout: it ran {text}")
         return Cause("step_timeout", CONTROL, self.nodes[CONTROL].host, exception=text)
 
     def _remind(self, now: float) -> None:
@@ -1087,8 +1214,9 @@ class Gang:
             self._send(Note(text), CONTROL)  # even if it is late itself: the terminal shows its log
             self._send(Note(text, is_detail=True), *(node for node in ready if node != CONTROL))
         elif self.phase is Phase.PAUSING and (coming := self._coming(self._able())):
-            text = f"launch {self.launch.number} waits for {names(coming)} to start"
-            self._send(Note(text + failures.to_see_why(coming[0], self.rules.why_it_waits(coming[0]))), CONTROL)
+            why = failures.to_see_why(coming[0], self.rules.why_it_waits(coming[0]))
+            text = f"launch {self.launch.number} waits for {names(coming)} to start{why and '.' + why}"
+            self._send(Note(text), CONTROL)
         elif text := self.launch.who_stores(now, besides=CONTROL):  # the control node logs its own
             self._send(Note(text), CONTROL)
 
@@ -1106,68 +1234,52 @@ class Gang:
         waits += [f"{names(prepare)} to end before_run"] if prepare else []
         return " and for ".join(waits)
 
-    def _fail_with(self, failing: Failing) -> None:
+    def _fail_with(self, kind: str, text: str, node: int | None = None, advice: str = "") -> None:
         """Stop the launch for a reason that no node has reported as its failure, such as a time limit."""
-        self._note(failing.kind, node=failing.node, text=failing.text)
-        node = CONTROL if failing.node is None else failing.node
-        cause = Cause(failing.kind, node, self.nodes[node].host, exception=failing.text, advice=failing.advice)
-        self._add_failures([Failure(cause)])
+        self._seen.add(kind, f"{kind}: {text}", node)
+        of = CONTROL if node is None else node
+        self._add_failures([Failure(Cause(kind, of, self.nodes[of].host, exception=text, advice=advice))])
         self._stop()
 
-    # --- the history ------------------------------------------------------------------------------
+    # --- what is seen -----------------------------------------------------------------------------
 
-    def _events(self) -> tuple[Record, ...]:
-        """Return what has happened since the end of the launch before."""
-        return self.history.since(self._mark)
-
-    def _note(self, kind: str, **facts: Any) -> None:
-        """Add a record about the launch to the history."""
-        generation = self.launch.generation if self.launch.generation >= 0 else None
-        number = None if self.launch.number < 0 else self.launch.number
-        self.history.note(kind, **{"launch": number, "generation": generation, **facts})
+    def _events(self, of_all: bool = True, launch: int | None = None) -> tuple[Happened, ...]:
+        """Return what has happened since the end of the launch before, or in one launch; or only what concerns all."""
+        events = [each for each in self.view.events if of_all or not each.nodes or each.kind in _OF_THE_GANG]
+        if launch is not None:
+            return tuple(each for each in events if each.launch == launch)
+        return tuple(each for each in events if (each.until_s or each.at_s) >= round(self._since_s, 3))
 
     def _cause(self) -> Cause | None:
-        """Return the first failure, with what features have found out about it."""
+        """Return the first failure; of a hang with where the ranks were."""
         cause = self.launch.cause
-        detail = "" if cause is None else self.keepers.detail(cause.kind)
-        return replace(cause, detail=detail) if cause is not None and detail else cause
+        if cause is not None and cause.kind == KIND and (detail := self.hangs.detail()):
+            self._seen.hangs = self.hangs.record
+            return replace(cause, detail=detail)
+        return cause
 
-    def _record_cause(self, cause: Cause, before: str = "") -> None:
-        text = headline(before.replace("\n", " ") + failures.summary(cause, self._is_alone))
-        self._note("cause", node=cause.node, rank=cause.rank, exit_code=cause.exit_code, text=text)
+    def _see_cause(self, cause: Cause, before: str = "") -> None:
+        self._seen.why = headline(before.replace("\n", " ") + failures.summary(cause))
+        about = {} if cause.rank is None else {"rank": cause.rank, "exit_code": cause.exit_code}
+        self.view.add("cause", f"cause: {self.view.why}", **about)
 
-    def _record_error(self, error: TorchrunError) -> None:
-        if (failure := failure_of(error)) is not None:
+    def _see_error(self, error: TorchrunError) -> None:
+        failure = failure_of(error)
+        if failure is not None:
             # What stands before a lost connection tells who had ended before.
-            self._record_cause(failure.cause, failure.before if failure.cause.is_consequence else "")
-        launch = self.launch
-        self.history.report(type(error).__name__, error.message, error.cause, launch.number, launch.generation)
+            self._see_cause(failure.cause, failure.before if failure.cause.is_consequence else "")
+        else:
+            self._seen.why = headline(error.message)
+        self.view.error, self.view.cause = error.message[:_ERROR_CHARS], error.cause
+        self.view.report(error.message, type(error).__name__, error.cause)
 
     def _add_failures(self, found: Iterable[Failure]) -> None:
-        """Add failures to the launch; record a preemption once."""
+        """Add failures to the launch; note a preemption once."""
         before = self.launch.preempted
         self.launch.add_failures(found, self._clock())
         after = self.launch.preempted
         if before is None and after is not None:
-            self._note("preempted", node=after.node, text=headline(after.what))
-
-    # --- what features say ------------------------------------------------------------------------
-
-    def _where(self, rank: int) -> Where:
-        node = self.launch.group.node_of(rank // (self.launch.nproc or 1))
-        return Where(node, rank, self.nodes[node].host)
-
-    def _send_remarks(self) -> None:
-        for feature, data in self.keepers.pop_asks():
-            if self.phase in (Phase.RUNNING, Phase.STOPPING):
-                self._broadcast(Ask(self.launch.number, self.launch.generation, feature, data))
-        for remarks in self.keepers.pop_remarks():
-            for each in remarks.happened:
-                self._note(**asdict(each))
-            for line in remarks.lines:
-                self._send(Note(line), CONTROL)
-            if remarks.failing is not None and self.phase is Phase.RUNNING:
-                self._fail_with(remarks.failing)
+            self._seen.add("preempted", headline(after.what), after.node)
 
     # --- sending ----------------------------------------------------------------------------------
 
@@ -1179,7 +1291,6 @@ class Gang:
 
     def _flush(self) -> list[Outgoing]:
         """Return what is to be sent."""
-        self._send_remarks()
         out, self._out = self._out, []
         return out
 

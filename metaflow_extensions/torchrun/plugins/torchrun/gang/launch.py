@@ -34,6 +34,7 @@ class Launch:
     went_at: float = 0.0
     until: float = float("inf")  # when the present phase must be over, in PAUSING, STOPPING and after a failure STORING
     running: set[int] = field(default_factory=set)  # nodes of this generation whose workers may run
+    starting: set[int] = field(default_factory=set)  # those of them whose workers do not all run yet
     ended: dict[int, Ended] = field(default_factory=dict)  # without what failed, which is in `failures`
     failures: list[Failure] = field(default_factory=list)  # ages as of the clock's zero, so that they compare
     alike: dict[int, set[int]] = field(default_factory=dict)  # hash of the way in which ranks failed -> those ranks
@@ -50,7 +51,7 @@ class Launch:
 
     def begin_generation(self, now: float, group: Group) -> None:
         """Begin a generation: forget the ends and failures of the one before."""
-        self.went_at, self.group, self.running = now, group, set(group.nodes)
+        self.went_at, self.group, self.running, self.starting = now, group, set(group.nodes), set(group.nodes)
         self.generation += 1
         for each in (self.ended, self.stores, self.failures, self.alike, self.lost):
             each.clear()

@@ -41,8 +41,8 @@ from typing import Any, Literal, Protocol, TypeAlias
 from ..errors import TorchrunError
 from .cause import Cause, Failure
 from .group import Group
-from .history import Record
 from .policy import LaunchPolicy
+from .view import Happened
 from .wire import from_plain, to_plain
 
 CONTROL = 0
@@ -234,7 +234,7 @@ class Store:
     generation: int
     error: TorchrunError | None = None  # what the verdict will be
     within_s: float | None = None  # how long it may take after a failure
-    events: tuple[Record, ...] = ()  # as in `Verdict`
+    events: tuple[Happened, ...] = ()  # as in `Verdict`
     group: Group | None = None  # of that generation, as in `Go`
 
 
@@ -245,7 +245,7 @@ class Verdict:
     launch: int
     error: TorchrunError | None = None  # what every node raises; None: it has ended well
     # What has happened since the launch before: all for the control node, for others what concerns the gang.
-    events: tuple[Record, ...] = ()
+    events: tuple[Happened, ...] = ()
     features: dict[str, dict[str, Any]] = field(default_factory=dict)  # what each tells this node of the launch
     alone: bool = False  # whether the launch has ended well and, on all nodes, as `Ended.alone` says
     group: Group | None = None  # of the last generation; None: there was none
@@ -260,7 +260,7 @@ class Abort:
     """The gang is broken: nothing can be launched any more, and the step's code shall raise `error`."""
 
     error: TorchrunError
-    events: tuple[Record, ...] = ()  # as in `Verdict`, of the last launch and after it
+    events: tuple[Happened, ...] = ()  # as in `Verdict`, of the last launch and after it
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """Converts dataclasses to plain data and back, checked against the types of their fields.
 
-The types are str, int, float, bool, Literal, X | None, tuple, frozenset and dict of these, other such dataclasses,
+The types are str, int, float, bool, Literal, X | None, tuple, frozenset, list and dict of these, other such dataclasses,
 TorchrunError, and Any for plain data, which travels as it is.
 """
 
@@ -12,11 +12,13 @@ import types
 import typing
 from collections.abc import Mapping
 from dataclasses import MISSING, fields, is_dataclass
-from typing import Any, Literal, Union
+from typing import Any, Literal, TypeAlias, Union
 
 from ..errors import CLASSES, TorchrunError
 from .cause import Cause, FailureText, failed
 
+Plain: TypeAlias = dict[str, Any]
+"""Data that JSON can hold."""
 _PLAIN = frozenset({str, int, float, bool, type(None)})
 
 
@@ -37,7 +39,7 @@ def to_plain(value: Any) -> Any:
         return {name: to_plain(getattr(value, name)) for name in _fields(cls)[0]}
     if isinstance(value, dict):
         return {str(key): to_plain(each) for key, each in value.items()}
-    if isinstance(value, tuple | frozenset):
+    if isinstance(value, tuple | frozenset | list):
         return [to_plain(each) for each in value]
     return value
 
@@ -77,7 +79,7 @@ def _read(hint: Any, value: Any) -> Any:
         return None if value is None else _read(inner[0], value)
     if origin is tuple and inner[-1:] != (...,) and isinstance(value, list) and len(value) == len(inner):
         return tuple(_read(each, part) for each, part in zip(inner, value, strict=True))
-    if origin in (tuple, frozenset) and isinstance(value, list):
+    if origin in (tuple, frozenset, list) and isinstance(value, list):
         return origin(_read(inner[0], each) for each in value)
     if origin is dict and isinstance(value, Mapping):
         return {_key(name, inner[0]): _read(inner[1], each) for name, each in value.items()}

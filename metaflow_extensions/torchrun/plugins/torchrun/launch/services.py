@@ -14,7 +14,7 @@ from typing import Any
 
 from ..compat.renamed import harmless
 from ..errors import LaunchFailed, TorchrunError
-from ..gang.keepers import Plain
+from ..gang.wire import Plain
 from ..machine.accelerators import Machine, Nproc
 from ..settings import StepSettings
 from .run_settings import RunSettings

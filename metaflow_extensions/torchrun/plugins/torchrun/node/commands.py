@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from ..events import label
 from ..gang.cause import Cause, Failure, describe_exit
 from ..gang.messages import Report
-from ..gang.seat import Seat
 from ..launch.command import COMMAND_RUNNER
 from ..launch.commands import is_by_shell, system_program
 from ..logs.pipes import AGENT, LogReader, pipe_path
@@ -27,6 +26,7 @@ from .agent_events import AgentEnded, AgentEvent, AgentNews, End
 from .headlines import left_behind
 from .news import Seen
 from .plan import Plan
+from .seat import Seat
 from .start import environment_of_commands, make_folder, of_task
 
 _RUNNER = "command runner"  # its name in messages

@@ -14,7 +14,6 @@ from typing import Any, TypeAlias
 from ..errors import LaunchFailed, TorchrunError, TorchrunPreempted
 from ..events import Event, Kind
 from ..gang.cause import Cause, Failure, FailureText, cause_of
-from ..gang.endings import Broken, GivenUp, MustEnd, TimedOut, preempted, timed_out
 from ..gang.failures import change_of_nodes
 from ..gang.messages import (
     CONTROL,
@@ -30,7 +29,9 @@ from ..gang.messages import (
     Verdict,
 )
 from ..gang.texts import headline, names
+from ..gang.view import as_dicts
 from .agent_end import AGENT_NAME
+from .endings import Broken, GivenUp, MustEnd, TimedOut, preempted, timed_out
 from .headlines import alone_line, details_line, end_line, start_line
 from .news import Begun, Called, Completed, Crashed, Do, Effect, News, NotBegun, Prepared, Seen, Settled, WorkersEnded
 from .outcome import Outcome
@@ -76,14 +77,6 @@ class NodeCourse:
 
     def _do(self, *effects: Effect) -> None:
         self._out += effects
-
-    @property
-    def _is_alone(self) -> bool:
-        return self.plan.spec.num_nodes == 1
-
-    @property
-    def _all(self) -> str:
-        return "all workers" if self._is_alone else "all nodes"
 
     def _say(self, kind: Kind, text: str, is_detail: bool = False) -> None:
         self._out.append(Event(kind, self._node, text, is_detail))
@@ -152,7 +145,7 @@ class NodeCourse:
         # Then another node has logged the reason in this terminal.
         is_told = stop.teller != CONTROL and self.plan.shares_machine
         if self._node == CONTROL and stop.because and not is_told:
-            self._say("stopping", f"{stop.because}; stopping {self._all}")
+            self._say("stopping", f"{stop.because}; stopping all nodes")
 
     def _on_ask(self, ask: Ask) -> None:
         if ask.generation == self._go.generation:
@@ -166,7 +159,7 @@ class NodeCourse:
         when = f" when {names(waits_for)} {has} started again" if waits_for else when
         is_counted = cause.category != "preempted"  # `max_restarts` does not count others
         which = f"restart {restart.counted} of {restart.of}: " if is_counted else ""
-        why = f"because {FailureText(cause, is_alone=self._is_alone).who} {headline(cause.what)}"
+        why = f"because {FailureText(cause).who} {headline(cause.what)}"
         self._say_of_restart(f"{which}all workers start again{when}, {why}")
 
     def _say_of_restart(self, text: str) -> None:
@@ -182,7 +175,7 @@ class NodeCourse:
         """Do no more where workers have not ended in time, so that nobody waits for this node."""
         if store.error is not None:
             self._failing_with = store.error
-            store.error.events = [event.as_dict() for event in store.events]
+            store.error.events = as_dicts(store.events)
 
     def _on_verdict(self, verdict: Verdict) -> None:
         self._verdict = verdict
@@ -224,7 +217,7 @@ class NodeCourse:
             return
         self._is_preempted = True
         cause = self._cause_of(self._preempted(order))
-        self._say("stopping", f"{cause.what}; stopping {self._all}")
+        self._say("stopping", f"{cause.what}; stopping all nodes")
         self._report(cause)  # and go on until the verdict
 
     def _on_timed_out(self, news: TimedOut) -> None:
@@ -263,7 +256,7 @@ class NodeCourse:
         self._enter(Phase.ENDED)
         self._do(Do.CLOSE_NOW)
         text = f"its {AGENT_NAME} could not be started: {news.why}"
-        self._say("worker_failed", f"{text}; stopping {self._all}")
+        self._say("worker_failed", f"{text}; stopping all nodes")
         self._do(Ended(self._launch, False, self._go.generation, (self._no_agent(text),), stores=self.plan.stores))
 
     def _on_workers(self, seen: Seen) -> None:
@@ -273,7 +266,7 @@ class NodeCourse:
             self._say_output()
         self._do(*seen.told)
         if seen.failed and self.phase is Phase.RUNNING:
-            self._say("worker_failed", f"{seen.failed}; stopping {self._all}")
+            self._say("worker_failed", f"{seen.failed}; stopping all nodes")
             self._do(Failed(self._launch, self._go.generation, seen.failures), Do.STOP)
             self._enter(Phase.STOPPING)
         if seen.is_over:

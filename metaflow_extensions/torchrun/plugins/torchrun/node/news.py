@@ -10,8 +10,8 @@ from typing import TypeAlias
 from ..errors import TorchrunError
 from ..events import Event
 from ..gang.cause import Failure
-from ..gang.endings import Broken, GivenUp, MustEnd, TimedOut
 from ..gang.messages import Ask, Ended, Go, Message, Restart, Stop, Store, Verdict
+from .endings import Broken, GivenUp, MustEnd, TimedOut
 from .outcome import Outcome
 from .plan import Plan
 

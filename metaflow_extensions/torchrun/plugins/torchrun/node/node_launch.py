@@ -13,19 +13,19 @@ from collections.abc import Callable
 from typing import Any
 
 from ..events import Event
-from ..gang.endings import MustEnd, TimedOut
 from ..gang.messages import Ask, Go, Stop, Store
-from ..gang.seat import Seat
 from ..machine.aside import Aside
 from ..machine.looks import until_look
 from .agent import AgentProcess
 from .agent_events import AgentNews
 from .commands import Commands
 from .course import NodeCourse
+from .endings import MustEnd, TimedOut
 from .generation import Generation
 from .news import Begun, Called, Crashed, Do, Effect, News, NotBegun, Prepared, Settled
 from .outcome import Outcome
 from .plan import Plan
+from .seat import Seat
 from .start import prepare
 
 _START_S = 120.0  # for the disk of log_dir: a server of files may start again meanwhile

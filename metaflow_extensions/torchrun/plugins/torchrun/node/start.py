@@ -13,7 +13,6 @@ from typing import Any
 from ..events import Event, label
 from ..gang.cause import SHORT_PEER_ERRORS
 from ..gang.messages import Go
-from ..gang.seat import Seat
 from ..launch.command import HALT_SIGNAL, agent_command, command_environment, restart_variables, with_hooks
 from ..logs.pipes import AGENT, LogReader, pipe_path
 from ..machine.accelerators import Machine, omp_threads
@@ -22,6 +21,7 @@ from .agent import AgentProcess, Options, Warm
 from .agent_events import AgentNews
 from .generation import Generation
 from .plan import Plan
+from .seat import Seat
 from .watchers import HOOKS, Variables, variables_of
 
 # For the small files of a launch: records of exceptions, metrics, the pipes themselves.

@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from ..compat.renamed import harmless
-from ..gang.keepers import Plain
 from ..gang.messages import Report
+from ..gang.wire import Plain
 from ..machine.aside import Aside
 from .agent import Asked, Options
 from .agent_events import Refused

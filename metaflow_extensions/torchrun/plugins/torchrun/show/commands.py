@@ -21,25 +21,18 @@ from ..compat.graph import parallel_steps
 from ..compat.renamed import check
 from ..elements.terminal import table
 from ..gang.texts import names
-from ..records.snapshot import Snapshot
+from ..gang.view import GangView
 from .as_text import lines_of
-from .data import as_data
 from .finding import WHICH, attempt_option, await_gang, checked, find, find_one, gang_argument, json_option, now
-from .page import page_of
+from .outputs_command import outputs
+from .page import Place, page_of
+from .stacks_command import stacks
 from .stored_gangs import StoredGang, StoredGangs
-from .stored_logs import Line, StoredLogs
+from .stored_logs import Line, Places, StoredLogs
 
 
 class _Commands(click.Group):  # type: ignore[misc]  # Metaflow is not typed
-    """Adds the commands of features, and turns errors of damaged records into messages."""
-
-    def list_commands(self, ctx: Any) -> list[str]:
-        """Return the names of all commands."""
-        return sorted({*super().list_commands(ctx), *_commands_of_features()})
-
-    def get_command(self, ctx: Any, name: str) -> Any:
-        """Return a command, or None."""
-        return super().get_command(ctx, name) or _commands_of_features().get(name)
+    """Turns errors of damaged records into messages."""
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
         """Write the first sentence of each command's help; click's own (7.1, in Metaflow 2.19) cuts it to one line."""
@@ -63,14 +56,6 @@ class _Commands(click.Group):  # type: ignore[misc]  # Metaflow is not typed
                 f"What is stored of this gang can't be read ({type(error).__name__}: {error}). It is damaged, or another "
                 "version of metaflow-torchrun has written it. Metaflow's own `logs` shows what its tasks have written."
             ) from error
-
-
-def _commands_of_features() -> dict[str, Any]:
-    from ..feature_list import on_page  # here, as in `show`: every flow imports this module
-    from .asking import click_command
-
-    found = [(name, each.command) for name, each in on_page().items()]
-    return {command.name: click_command(name, command) for name, command in found if command is not None}
 
 
 @click.group()
@@ -119,16 +104,28 @@ def show(obj: Any, gang: str, follow: bool, attempt: int | None, as_json: bool) 
 def _pages(obj: Any, gang: str, attempt: int | None, as_json: bool) -> list[str]:
     stored, gangs_found = find(obj, gang)
     found = [(each, checked(each, attempt)) for each in gangs_found]
-    from ..feature_list import on_page  # here: every flow imports this module
-
     if as_json:
-        kept = [name for name, each in on_page().items() if each.after]
-        gangs = [as_data(each.place(which), now(stored, each, which), kept) for each, which in found]
+        gangs = [_as_data(each.place(which), now(stored, each, which)) for each, which in found]
         shown_run = {"run": found[0][0].asked_run, "step": found[0][0].step, "gangs": gangs}
         return [json.dumps(shown_run, indent=2, allow_nan=False)]
     names_task = len(found) > 1 or gang.count("/") > 1
     pages = [_page(obj, stored, each, which, names_task) for each, which in found]
     return "\n\n".join("\n".join(page) for page in pages).split("\n")
+
+
+def _as_data(place: Place, view: GangView | None) -> dict[str, Any]:
+    """Return what ``--json`` has of a gang: where it is, its view, and what that comes to; ``docs/events.md`` lists it."""
+    return {
+        "run": place.run,
+        "clone": None if place.clone is None else {"run": place.clone[0], "control_task": place.clone[1]},
+        "control_task": place.control_task,
+        "tasks": {str(node): task for node, task in place.tasks.items()},
+        "attempt": place.attempt,
+        "last_attempt": place.last_attempt,
+        "outcome": None if view is None else place.outcome(view),
+        "sentence": None if view is None else place.sentence(view),
+        "view": None if view is None else view.stored(),
+    }
 
 
 @torchrun.command(help="Show the stored logs of all nodes of a step, merged by time.", epilog=WHICH)
@@ -157,7 +154,7 @@ def logs(
 ) -> None:
     """Show the logs of one gang."""
     stored, found, which = find_one(obj, await_gang(obj, gang) if follow else gang, attempt)
-    _refuse_unknown(stored.snapshot(found, which), rank, node)
+    _refuse_unknown(stored.view(found, which), rank, node)
     kept = StoredLogs(stored, found, which)
 
     def is_wanted(line: Line) -> bool:
@@ -191,22 +188,22 @@ _NO_LINE_YET = (
 )
 
 
-def _refuse_unknown(snapshot: Snapshot | None, rank: int | None, node: int | None) -> None:
+def _refuse_unknown(view: GangView | None, rank: int | None, node: int | None) -> None:
     """Raise for a rank or node that the gang does not have, as far as that is known."""
-    summary = Snapshot().summary if snapshot is None else snapshot.summary
-    ranks, nodes = summary.placement.ranks, [each.index for each in summary.nodes]
+    places, nodes = Places([] if view is None else view.placed), range(0 if view is None else len(view.nodes))
+    ranks = places.ranks
     for kind, asked, known in (("rank", rank, ranks), ("node", node, nodes)):
         if asked is not None and known and asked not in known:
             raise CommandException(f"The gang has no {kind} {asked}. It has {names(known, kind)}.")
-    its = set() if rank is None else summary.placement.nodes_of(rank)
+    its = set() if rank is None else places.nodes_of(rank)
     if its and node is not None and node not in its:
         raise CommandException(f"Rank {rank} is on {names(sorted(its))}, not on node {node}.")
 
 
 def _page(obj: Any, stored: StoredGangs, gang: StoredGang, attempt: int, names_task: bool) -> list[str]:
     place = replace(gang.place(attempt), program=stored.program, typed="show", names_task=names_task)
-    snapshot = now(stored, gang, attempt)
-    if snapshot is None:
+    view = now(stored, gang, attempt)
+    if view is None:
         return [
             place.title,
             *_why_nothing(obj, stored, gang),
@@ -214,12 +211,10 @@ def _page(obj: Any, stored: StoredGangs, gang: StoredGang, attempt: int, names_t
             "",
             *_told_by_metaflow(stored, gang, attempt),
             "",
-            place.commands(Snapshot()),
+            place.commands(GangView()),
         ]
-    from ..feature_list import on_page
-
-    text = lines_of(page_of(snapshot, place, on_page()))
-    if place.outcome(snapshot.summary) == "ended":
+    text = lines_of(page_of(view, place))
+    if place.outcome(view) == "ended":
         text += ["", "This is what Metaflow knows:", "", *_told_by_metaflow(stored, gang, attempt)]
     return text
 
@@ -249,3 +244,7 @@ def _clock(line: Line) -> str:
     except ValueError:  # a line without a time
         return " " * 12
     return moment.strftime("%H:%M:%S.%f")[:-3]
+
+
+torchrun.add_command(outputs)
+torchrun.add_command(stacks)

@@ -12,7 +12,7 @@ from typing import Any
 from ..compat.cli import CommandException, click
 from ..compat.graph import parallel_steps
 from ..compat.stored import datastore_of_spin, latest_run
-from ..records.snapshot import Snapshot
+from ..gang.view import GangView
 from .program import flow_program
 from .stored_gangs import StoredGang, StoredGangs
 
@@ -152,7 +152,7 @@ def checked(gang: StoredGang, attempt: int | None) -> int:
     return attempt
 
 
-def now(stored: StoredGangs, gang: StoredGang, attempt: int) -> Snapshot | None:
-    """Return the snapshot of an attempt; if it may still run, for the present time."""
-    snapshot = stored.snapshot(gang, attempt)
-    return None if snapshot is None else gang.place(attempt).now(snapshot, time.time())
+def now(stored: StoredGangs, gang: StoredGang, attempt: int) -> GangView | None:
+    """Return the view of an attempt; if it may still run, for the present time."""
+    view = stored.view(gang, attempt)
+    return None if view is None else gang.place(attempt).now(view, time.time())

@@ -10,7 +10,7 @@ from typing import Any
 
 from ..compat.cli import click
 from ..elements.terminal import printable
-from ..records.summary import Summary
+from ..gang.view import GangView
 from .finding import checked, find, now
 
 _PAUSE_S = 3.0
@@ -39,13 +39,13 @@ def wait_for_end(
         ends = []
         for each in gangs:
             which = checked(each, attempt)
-            place, snapshot = each.place(which), now(stored, each, which)
-            is_over = place.is_over or (snapshot is not None and snapshot.summary.is_over)
-            is_well = snapshot is not None and place.outcome(snapshot.summary) == "done"
-            sentence = "Nothing is recorded yet." if snapshot is None else place.sentence(snapshot)
+            place, view = each.place(which), now(stored, each, which)
+            is_over = place.is_over or (view is not None and view.is_over)
+            is_well = view is not None and place.outcome(view) == "done"
+            sentence = "Nothing is recorded yet." if view is None else place.sentence(view)
             line = f"{each.run}/{each.step}/{each.control_task}: {sentence}"
             ends.append((is_well, line) if is_over else None)
-            state = None if snapshot is None else _state(snapshot.summary)
+            state = None if view is None else _state(view)
             if not is_terminal and said.get(each.control_task, "nothing") != state:
                 said[each.control_task] = state
                 click.echo(f"{time.strftime('%H:%M:%S')} {printable(line)}", err=page is None)
@@ -57,9 +57,9 @@ def wait_for_end(
         sleep(_PAUSE_S)
 
 
-def _state(summary: Summary) -> Any:
-    """Return the parts of a summary that cause a new line when they change: not the time in its sentence."""
-    return summary.outcome, summary.launch, len(summary.restarts_s), summary.has_started
+def _state(view: GangView) -> Any:
+    """Return the parts of a view that cause a new line when they change: not the time in its sentence."""
+    return view.outcome, view.launch, len(view.restarts_s), view.began_s is not None
 
 
 def tell_again(lines: list[str], ends: list[tuple[bool, str]]) -> None:

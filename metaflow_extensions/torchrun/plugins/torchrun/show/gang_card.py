@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Any
 from ..compat import cards
 
 if TYPE_CHECKING:
-    from ..records.on_page import Pages
-    from ..records.snapshot import Snapshot
+    from ..gang.view import GangView
 
 
 class GangCard(cards.MetaflowCard):  # type: ignore[misc]  # Metaflow is not typed
@@ -24,20 +23,18 @@ class GangCard(cards.MetaflowCard):  # type: ignore[misc]  # Metaflow is not typ
 
     def render(self, task: Any) -> str:
         """Return the page from the stored records of a task."""
-        from ..feature_list import on_page
-
-        snapshot = _stored(task.metadata_dict, *task.pathspec.split("/"))
-        return page_of_gang(task.pathspec, snapshot, on_page(), True)
+        view = _stored(task.metadata_dict, *task.pathspec.split("/"))
+        return page_of_gang(task.pathspec, view, True)
 
 
-def page_of_gang(pathspec: str, snapshot: Snapshot | None, pages: Pages, is_final: bool) -> str:
-    """Return the page of a task; None: there are no records of a gang."""
+def page_of_gang(pathspec: str, view: GangView | None, is_final: bool) -> str:
+    """Return the page of a task; None: nothing is recorded of a gang."""
     from ..elements.model import Sentence
     from .as_card import said
     from .program import program
     from .style import STYLE
 
-    page = _layout(pathspec, snapshot, pages)
+    page = _layout(pathspec, view)
     if not is_final and page["contents"][0]["id"] == "gang-outcome":
         server = f"{program().rpartition(' ')[0]} card server"
         text = f"card view shows the gang as it was at this moment. To watch it, run: {server}"
@@ -45,21 +42,21 @@ def page_of_gang(pathspec: str, snapshot: Snapshot | None, pages: Pages, is_fina
     return cards.page(pathspec, page, STYLE, is_final)
 
 
-def sections_of_gang(pathspec: str, snapshot: Snapshot, pages: Pages) -> dict[str, Any]:
+def sections_of_gang(pathspec: str, view: GangView) -> dict[str, Any]:
     """Return all sections of the page by id; they replace those that a browser shows."""
-    return {section["id"]: section for section in _layout(pathspec, snapshot, pages)["contents"]}
+    return {section["id"]: section for section in _layout(pathspec, view)["contents"]}
 
 
-def _layout(pathspec: str, snapshot: Snapshot | None, pages: Pages) -> dict[str, Any]:
+def _layout(pathspec: str, view: GangView | None) -> dict[str, Any]:
     from ..elements.model import Sentence
     from .as_card import layout, said
     from .page import Place, page_of
     from .program import program
 
-    if snapshot is not None:
+    if view is not None:
         flow, run, step, task = pathspec.split("/")
         place = Place(flow, run, step, task, ui_url=cards.ui_url(), program=program())
-        return layout(page_of(snapshot, place, pages, is_short=True))
+        return layout(page_of(view, place, is_short=True))
     none = (
         "There are no records of a gang with this task. Its step has no @torchrun, or another task is the control node, "
         "or resume has cloned it from the run that has them, or the run is older than such records."
@@ -67,11 +64,11 @@ def _layout(pathspec: str, snapshot: Snapshot | None, pages: Pages) -> dict[str,
     return {"type": "page", "title": "Gang", "contents": [said(Sentence(none))]}
 
 
-def _stored(facts: dict[str, str], flow: str, run: str, step: str, task: str) -> Snapshot | None:
+def _stored(facts: dict[str, str], flow: str, run: str, step: str, task: str) -> GangView | None:
     """Return the stored records of a task; None without any, as for another node's task or an old run."""
     from ..channel.registry import Registry
     from ..compat.stored import datastore_of_card, last_attempt
 
     datastore = datastore_of_card(flow, facts)
     attempt = datastore and last_attempt(datastore, (run, step, task))
-    return None if attempt is None else Registry(datastore, run, step, task, attempt).load_snapshot()
+    return None if attempt is None else Registry(datastore, run, step, task, attempt).load_view()

@@ -11,10 +11,9 @@ from metaflow import current
 from ..compat import cards
 from ..elements.model import Sentence
 from ..errors import TorchrunConfigError
-from ..records.on_page import NO_PAGES, Pages
-from ..records.snapshot import Snapshot
+from ..gang.view import GangView
 from .as_card import part, said
-from .page import Place, page_of, section_names
+from .page import SECTION_NAMES, Place, page_of
 from .program import program
 
 
@@ -23,21 +22,14 @@ class GangPart(cards.component_class()):  # type: ignore[misc]  # Metaflow is no
 
     REALTIME_UPDATABLE = True
 
-    def __init__(
-        self,
-        names: tuple[str, ...],
-        shown: Callable[[], Snapshot | Sentence],
-        pages: Pages = NO_PAGES,
-    ) -> None:
-        known = section_names(pages)
-        unknown = [name for name in names if name not in known]
+    def __init__(self, names: tuple[str, ...], shown: Callable[[], GangView | Sentence]) -> None:
+        unknown = [name for name in names if name not in SECTION_NAMES]
         if unknown:
             raise TorchrunConfigError(
-                f"current.torch.card knows no part {unknown[0]!r}. The parts are {', '.join(map(repr, known))}."
+                f"current.torch.card knows no part {unknown[0]!r}. The parts are {', '.join(map(repr, SECTION_NAMES))}."
             )
         self._names = names
         self._shown = shown  # returns what to show, in any thread: the gang, or why not
-        self._pages = pages
 
     def update(self, *args: Any, **kwargs: Any) -> None:
         """Do nothing: the part always shows the present state."""
@@ -48,16 +40,16 @@ class GangPart(cards.component_class()):  # type: ignore[misc]  # Metaflow is no
         shown = self._shown()
         if isinstance(shown, Sentence):
             return {**said(shown), "id": self.component_id}
-        page = page_of(shown, _this_task(), self._pages, is_short=True)
+        page = page_of(shown, _this_task(), is_short=True)
         return part(self.component_id, page, self._names)
 
 
-def pointing_at(control: str, pages: Pages) -> Callable[[tuple[str, ...]], GangPart]:
+def pointing_at(control: str) -> Callable[[tuple[str, ...]], GangPart]:
     """Return what makes parts for a user's own card on another node: they name `control`, as run, step and task."""
     parallel, task = current.parallel, f"{current.flow_name}/{control}"
     here = f"node {parallel.node_index} (host {socket.gethostname()}) of a gang of {parallel.num_nodes} nodes"
     sentence = Sentence(f"This is {here}. The card of node 0's task shows the gang: {task}.")
-    return lambda names: GangPart(names, lambda: sentence, pages)
+    return lambda names: GangPart(names, lambda: sentence)
 
 
 def _this_task() -> Place:

@@ -43,14 +43,14 @@ class RunEnd:
 
     def _known(self, stored: StoredGangs, gang: StoredGang) -> Iterator[str]:
         attempt = gang.last_attempt
-        place, snapshot = gang.place(attempt), stored.snapshot(gang, attempt)
-        is_cut = snapshot is None
-        if snapshot is not None:
-            if not self._is_remote and snapshot.summary.is_over:
+        place, view = gang.place(attempt), stored.view(gang, attempt)
+        is_cut = view is None
+        if view is not None:
+            if not self._is_remote and view.is_over:
                 return  # its error is above
-            snapshot = place.now(snapshot, time.time())
-            is_cut = place.outcome(snapshot.summary) == "ended"
-            yield printable(place.sentence(snapshot))
+            view = place.now(view, time.time())
+            is_cut = place.outcome(view) == "ended"
+            yield printable(place.sentence(view))
         if is_cut:
             for node, state in stored.told_by_metaflow(gang, attempt, _NODES).items():
                 yield f"Metaflow says of {names([node])}: it {state}"

@@ -14,7 +14,7 @@ from typing import Any
 from ..channel.registry import Registry
 from ..compat.stored import Storage
 from ..gang.cause import describe_exit
-from ..records.snapshot import Snapshot
+from ..gang.view import GangView
 from .page import Place
 from .program import flow_program
 
@@ -150,9 +150,13 @@ class StoredGangs:
             for control in sorted(found, key=lambda task: (int(task), "") if task.isdecimal() else (math.inf, task))
         ]
 
-    def snapshot(self, gang: StoredGang, attempt: int) -> Snapshot | None:
-        """Return the snapshot that the control node has stored of an attempt, or None."""
-        return Registry(self.datastore, gang.run, gang.step, gang.control_task, attempt).load_snapshot()
+    def registry(self, gang: StoredGang, attempt: int) -> Registry:
+        """Return what is stored of an attempt."""
+        return Registry(self.datastore, gang.run, gang.step, gang.control_task, attempt)
+
+    def view(self, gang: StoredGang, attempt: int) -> GangView | None:
+        """Return the view that the control node has stored of an attempt, or None."""
+        return self.registry(gang, attempt).load_view()
 
     def has_ended_well(self, gang: StoredGang, attempt: int) -> bool | None:
         """Return whether the control node's task has ended well, as Metaflow knows it; None if no end is known."""

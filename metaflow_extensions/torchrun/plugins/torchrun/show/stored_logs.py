@@ -10,15 +10,16 @@ import heapq
 import math
 import re
 import time
+from bisect import bisect_right
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import datetime, timezone
 from pathlib import Path
 
 from ..compat.stored import LINE_PARSER, LOG_SOURCES
 from ..gang.messages import CONTROL
-from ..records.placement import Placement
-from ..records.snapshot import Snapshot
+from ..gang.view import LATE_S, GangView, Placed
 from .stored_gangs import StoredGang, StoredGangs
 
 _LABEL = re.compile(r"\[(?:rank (\d+)|torchrun(?: node (\d+))?|(?:node (\d+) )?before_run \d+/\d+)\] ")
@@ -45,6 +46,40 @@ class Line:
         return self.text if self.node is None or _LABEL.match(self.text) else f"[node {self.node}] {self.text}"
 
 
+class Places:
+    """Where the ranks were; `placed` is in the order of its times. A rank moves when a spare takes a lost node's place."""
+
+    def __init__(self, placed: Sequence[Placed]) -> None:
+        self._placed = placed
+        self._begins = [_stamp(each.since) for each in placed]
+        self._late = [_stamp(each.since + LATE_S) for each in placed]
+
+    def node_at(self, rank: int, stamp: str) -> int | None:
+        """Return the node that had a rank at a time (UTC, ISO 8601); None if that is unknown."""
+        return self._placed[max(0, bisect_right(self._begins, stamp) - 1)].node_of(rank) if self._placed else None
+
+    def nodes_at(self, rank: int, stamp: str) -> set[int | None]:
+        """Return the nodes from which a line of a rank can be that was captured at a time; None stands for unknown."""
+        if not self._placed:
+            return {None}
+        first, last = (max(0, bisect_right(times, stamp) - 1) for times in (self._late, self._begins))
+        return {each.node_of(rank) for each in self._placed[first : last + 1]}
+
+    @property
+    def ranks(self) -> range:
+        """The ranks that there have been."""
+        return range(max((len(each.nodes) * each.nproc for each in self._placed), default=0))
+
+    def nodes_of(self, rank: int) -> set[int]:
+        """Return all nodes that have had a rank."""
+        return {node for each in self._placed if (node := each.node_of(rank)) is not None}
+
+
+def _stamp(seconds: float) -> str:
+    """Return a time as the stored logs have it."""
+    return datetime.fromtimestamp(seconds, timezone.utc).strftime("%Y-%m-%dT%H:%M:%S.%f") if seconds > 0 else ""
+
+
 @dataclass(frozen=True)
 class Source:
     """One stream of one task's log, or its new lines."""
@@ -56,7 +91,7 @@ class Source:
 
 
 def merged(
-    sources: Iterable[Source], nodes: Collection[int], places: Placement, lost: Mapping[int, Counter[int]]
+    sources: Iterable[Source], nodes: Collection[int], places: Places, lost: Mapping[int, Counter[int]]
 ) -> Iterator[Line]:
     """Return all lines by time; those of one source stay in order, even if its clock was set back.
 
@@ -68,9 +103,7 @@ def merged(
     return heapq.merge(*(_lines(source, nodes, places, lost) for source in sources), key=lambda line: line.time)
 
 
-def _lines(
-    source: Source, nodes: Collection[int], places: Placement, lost: Mapping[int, Counter[int]]
-) -> Iterator[Line]:
+def _lines(source: Source, nodes: Collection[int], places: Places, lost: Mapping[int, Counter[int]]) -> Iterator[Line]:
     latest = ""
     # Without other logs, lines of the control task's that have no label may be of any node.
     own = None if source.node == CONTROL and len(nodes) == 1 else source.node
@@ -111,16 +144,15 @@ class StoredLogs:
         files = self._files()
         with self._stored.storage.load(list(files)) as loaded:
             here = {path: Path(local) for path, local, _ in loaded if local is not None}
-            snapshot = self._stored.snapshot(self._gang, self._attempt) or Snapshot()
+            view = self._stored.view(self._gang, self._attempt) or GangView()
             nodes = {node for _, node, _ in (files[path] for path in here)}
-            summary = snapshot.summary
-            lost = {node.index for node in summary.nodes if node.was_lost}
+            lost = {index for index, node in enumerate(view.nodes) if node.was_lost}
             for path, local in here.items() if CONTROL in nodes else ():
                 if files[path][1] in lost:
                     lines = self._lost.setdefault(files[path][1], Counter())
                     lines.update(hash(text) for _, text in self._new(path, local, is_growing, reads=False))
             sources = [Source(*files[path], self._new(path, local, is_growing)) for path, local in here.items()]
-            yield from merged(sources, nodes, summary.placement, self._lost)
+            yield from merged(sources, nodes, Places(view.placed), self._lost)
 
     def follow(
         self, clock: Callable[[], float] = time.monotonic, sleep: Callable[[float], None] = time.sleep

@@ -12,14 +12,14 @@ from typing import Any
 
 from ..errors import TorchrunError
 from ..gang.cause import Cause
-from ..gang.endings import GivenUp
 from ..gang.messages import Store, to_wire
-from ..gang.seat import Seat
 from ..gang.wire import from_plain, to_plain
+from ..node.endings import GivenUp
 from ..node.news import Completed
 from ..node.node_launch import NodeLaunch
 from ..node.plan import Plan
 from ..node.request import Request
+from ..node.seat import Seat
 from ..node.watchers import WarmStarts, Watch
 from .output import Output, Send
 

@@ -11,19 +11,16 @@ from ..channel.control_channel import ControlChannel
 from ..channel.member_channel import MemberChannel
 from ..channel.relay import Relay
 from ..events import Event
-from ..feature_list import keeps
 from ..gang.gang import Gang
-from ..gang.keepers import Keepers
 from ..gang.messages import CONTROL, Message, to_wire
 from ..gang.policy import ConnectPolicy, Rules
-from ..gang.seat import Seat
-from ..gang.wire import to_plain
+from ..gang.wire import Plain, to_plain
 from ..logs import console
 from ..machine.looks import until_look
 from ..machine.network import pick_port
 from ..machine.pods import why_it_waits
 from ..machine.processes import Other, send_signal
-from ..records.snapshot import snapshot_of
+from ..node.seat import Seat
 from .ends import end_of
 from .held import Held
 from .output import Send
@@ -128,8 +125,7 @@ class ControlSide(_Side):
         self._followed = Held()
         self._others: dict[int, Other] = {}  # on a local run, the tasks of the other nodes
         self._killed_at: dict[int, float] = {}  # when those are killed without which the gang goes on
-        keepers = Keepers.of(keeps(), num_nodes)
-        self._gang = Gang(num_nodes, pick_port, self._rules, keepers)
+        self._gang = Gang(num_nodes, pick_port, self._rules)
         self._relay = Relay()  # of the members' lines; dropped, unless it is started
         self._channel = ControlChannel(self._gang, self._deliver, token, timeout_s, self._relay.add)
         self._look()
@@ -171,14 +167,16 @@ class ControlSide(_Side):
     async def _follow(self, node: int, task: Other) -> None:
         self._channel.report_gone(node, f"its task {await end_of(task)}")
 
-    async def request(self, feature: str, data: dict[str, Any]) -> dict[str, Any] | None:
-        """Hand a feature what a command asks of the gang; return its answer, or None if none comes in time."""
-        self._channel.request(feature, data)
+    async def request(self, asked: str, kind: str) -> Plain | None:
+        """Find out what a command asks of the gang; return the answer, or None if none comes in time."""
+        if kind != "stacks":
+            return {"id": asked, "unknown": True}
+        self._channel.ask_stacks(asked)
         deadline = asyncio.get_running_loop().time() + _REQUEST_S
         while asyncio.get_running_loop().time() < deadline:
             await asyncio.sleep(_REQUEST_LOOK_S)
-            answer = self._gang.keepers.pop_answer(feature)
-            if answer is not None and answer.get("id") == data["id"]:
+            answer = self._gang.stacks.answer
+            if answer is not None and answer["id"] == asked:
                 return answer
         return None
 
@@ -207,33 +205,33 @@ class ControlSide(_Side):
                 del self._others[node], self._killed_at[node]
 
     def news(self, known: list[int], with_numbers: bool) -> dict[str, Any]:
-        """Return how much there is, and all that has happened, where that is more than what is known.
+        """Return how much has changed, and the view, where that is more than what is known.
 
-        Of features' numbers there is always more: they count only `with_numbers`, or when the first ones have come.
+        Of numbers there is always more: they count only `with_numbers`.
         """
-        keepers = self._gang.keepers
-        counts = [self._gang.history.count, keepers.heard, keepers.count]
-        has_more = counts[:2] != known[:2] or (with_numbers and counts != known)
-        return {"counts": counts, "snapshot": self.snapshot() if has_more else None}
+        gang = self._gang
+        counts = [gang.changes, gang.numbers]
+        has_more = counts[0] != known[0] or (with_numbers and counts != known)
+        return {"counts": counts, "view": self.view() if has_more else None}
 
-    def view(self) -> dict[str, Any]:
-        """Return how the gang is."""
+    def states(self) -> dict[str, Any]:
+        """Return where the nodes' tasks are, and why the gang can't go on."""
         gang = self._gang
         return {
             "states": [node.presence.name for node in gang.nodes],
             "broken": None if gang.broken is None else to_plain(gang.broken),
         }
 
-    def snapshot(self) -> dict[str, Any]:
-        """Return all that has happened to the gang."""
-        return snapshot_of(self._gang).stored()
+    def view(self) -> dict[str, Any]:
+        """Return all that is known of the gang."""
+        return self._gang.view.stored()
 
     async def close(self, wait_s: float) -> dict[str, Any]:
         """Wait until the members have left, a bounded time, and close; return what is known at the end."""
         self._looking.cancel()
         await self._channel.close(wait_s)
         self._relay.close()
-        return {"view": self.view(), "snapshot": self.snapshot()}
+        return {"states": self.states(), "view": self.view()}
 
     async def end(self) -> None:
         """Hold the gang until all nodes know its end; the next attempt may want the port."""

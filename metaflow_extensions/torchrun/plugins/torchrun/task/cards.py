@@ -10,9 +10,8 @@ from typing import Any
 
 from ..compat import cards
 from ..compat.renamed import convenience
+from ..gang.view import GangView
 from ..launch.transfer import Step, Transfer
-from ..records.on_page import NO_PAGES, Pages
-from ..records.snapshot import Snapshot
 from ..show.gang_card import page_of_gang, sections_of_gang
 from ..show.gang_part import GangPart
 
@@ -24,9 +23,9 @@ _RUNS, _ENDED = "runtime", "final"  # what a browser that shows a page compares
 class Cards:
     """The cards of one task. `shown` returns what they show, and is set by who knows; one thread at a time renews them."""
 
-    def __init__(self, flow_datastore: Any, pages: Pages = NO_PAGES, with_ours: bool = True) -> None:
-        self.shown: Callable[[], Snapshot] = Snapshot
-        self._flow_datastore, self._pages = flow_datastore, pages
+    def __init__(self, flow_datastore: Any, with_ours: bool = True) -> None:
+        self.shown: Callable[[], GangView] = GangView
+        self._flow_datastore = flow_datastore
         self._ours = cards.of_type("torchrun") if with_ours and flow_datastore is not None else []
         self._has_page = False
         self._facts: dict[str, str] = {}  # by the card's uuid, what is still to be registered
@@ -36,7 +35,7 @@ class Cards:
     def part(self, names: tuple[str, ...]) -> GangPart:
         """Return parts of the gang's page for a card of the user's own; called by the step's code."""
         self.has_parts = True
-        return GangPart(names, lambda: self.shown(), self._pages)
+        return GangPart(names, lambda: self.shown())
 
     def renew(self) -> None:
         """Make all cards, as of a running task."""
@@ -83,9 +82,9 @@ class Cards:
             self._facts[given["--card-uuid"]] = given["--save-metadata"]
         file, token = cards.CardFile(self._flow_datastore, given), _ENDED if is_last else _RUNS
         if given["--mode"] == "refresh":
-            file.save_data(sections_of_gang(file.pathspec, self.shown(), self._pages), token)
+            file.save_data(sections_of_gang(file.pathspec, self.shown()), token)
             return
-        file.save(page_of_gang(file.pathspec, self.shown(), self._pages, is_last), token)
+        file.save(page_of_gang(file.pathspec, self.shown(), is_last), token)
         if facts := self._facts.get(given["--card-uuid"]):
             file.register(facts)
             del self._facts[given["--card-uuid"]]

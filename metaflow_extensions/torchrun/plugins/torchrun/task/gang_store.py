@@ -10,27 +10,21 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from ..channel.registry import Registry
+from ..channel.registry import Registry, Reply, Request
 from ..errors import GangError
 from ..gang.gang import Presence
 from ..gang.messages import CONTROL
+from ..gang.view import GangView, NodeView, Word, told_by_others
 from ..launch.transfer import Step, Transfer
-from ..records.requests import Answer, Request
-from ..records.snapshot import Snapshot
-from ..records.vanished import Word, has_begun, told_by_others
 from .cards import Cards
 from .member import Member
 
 _PATIENCE_S = 5.0  # for one writing, and for the last one
 _EVERY_S = 5.0  # between two writings
-# Until the gang has begun. From then on a task that replaces this one must not run the step's code again, and only the
-# record can show it that.
-_SOON_S = 0.25
-# The features' numbers (such as the nodes' usage) change all the time, and with many nodes they are a megabyte.
+# Numbers (such as the nodes' usage) change all the time, and with many nodes they are a megabyte.
 _NUMBERS_S = 15.0
 # A look for a request is one request of an object store: 17 000 in a day cost less than a cent (S3, $0.0004 for 1 000). On
 # a local disk it costs next to nothing.
@@ -43,7 +37,7 @@ _NEVER = float("inf")
 class GangStore:
     """What is known of one gang, on its control node; without a `registry` only cards show it.
 
-    `about` has more fields of the snapshot, as they become known.
+    `about` has the nodes' tasks, and the command of torchrun when that becomes known.
     """
 
     def __init__(
@@ -52,9 +46,9 @@ class GangStore:
         self._member, self._about, self._cards, self._registry = member, about, cards, registry
         self._look_every_s = _LOOK_LOCAL_S if is_on_disk else _LOOK_S
         self._began_at = time.monotonic()
-        self._last: Mapping[str, Any] = {}  # the last view, see `_view`
-        self._snapshot: Snapshot | None = None
-        self._counts = [0, 0, 0]  # of what is known, and stored
+        self._last: Mapping[str, Any] = {}  # the last states, see `_states`
+        self._view: GangView | None = None
+        self._counts = [0, 0]  # of what is known, and stored
         self._job: Transfer | None = None
         self._asked: int | None = None  # a question about news
         self._is_closed = False
@@ -68,34 +62,34 @@ class GangStore:
     # --- what is known ------------------------------------------------------------------------------
 
     @property
-    def snapshot(self) -> Snapshot:
+    def view(self) -> GangView:
         """All that was known last; if the supervisor is gone, it tells that, too."""
         num_nodes, link = self._member.num_nodes, self._member.link
-        found = self._snapshot or Snapshot(num_nodes)
+        found = self._view or GangView(num_nodes, began=time.time(), nodes=[NodeView() for _ in range(num_nodes)])
+        for node, task in zip(found.nodes, self._about.get("tasks", ()), strict=False):
+            node.task = task
+        found.command = self._about.get("command")
         if link.end is not None and link.last_words is None:
             found = told_by_others(found, [Word(str(link.gone()), time.time(), num_nodes)]) or found
-        return replace(found, **self._about)
+        return found
 
-    def present(self) -> Snapshot:
+    def present(self) -> GangView:
         """Return the same for this moment of a gang that runs."""
         is_over = self._is_closed or self._member.link.end is not None
-        return self.snapshot if is_over else self.snapshot.at(time.monotonic() - self._began_at)
+        return self.view if is_over else self.view.at(time.monotonic() - self._began_at)
 
-    def _take(self, snapshot: Mapping[str, Any]) -> None:
-        self._snapshot = Snapshot.read(snapshot)
-
-    def _view(self) -> Mapping[str, Any]:
+    def _states(self) -> Mapping[str, Any]:
         link = self._member.link
         if link.last_words is not None:
-            self._last = link.last_words["view"]
+            self._last = link.last_words["states"]
         elif link.end is None:
             with suppress(GangError, OSError):
-                self._last = link.call("view")
+                self._last = link.call("states")
         return self._last
 
     def states(self) -> dict[int, Presence]:
         """Return the state of each node; after the gang's end, what it was last."""
-        states = self._view().get("states") or [Presence.ABSENT.name] * self._member.num_nodes
+        states = self._states().get("states") or [Presence.ABSENT.name] * self._member.num_nodes
         return {node: Presence[name] for node, name in enumerate(states)}
 
     def in_state(self, *states: Presence) -> list[int]:
@@ -144,19 +138,18 @@ class GangStore:
 
     def _see_news(self, news: Mapping[str, Any]) -> None:
         now, self._asked = time.monotonic(), None
-        if news["snapshot"] is not None:
-            self._take(news["snapshot"])
+        if news["view"] is not None:
+            self._view = GangView.read(news["view"])
             self._counts = news["counts"]
             self._numbers_due_at = now + _NUMBERS_S
-            self._begin("the gang's record", self._store)
-        is_early = self._registry is not None and not has_begun(self._snapshot)
-        self._due_at = now + (_SOON_S if is_early else _EVERY_S)
+            self._begin("the gang's view", self._store)
+        self._due_at = now + _EVERY_S
 
     def _store(self) -> None:
         """Store all that is known; in the job's thread."""
         try:
             if self._registry is not None:
-                self._registry.save_snapshot(self.snapshot, _PATIENCE_S)
+                self._registry.save_view(self.view, _PATIENCE_S)
         finally:
             self._cards.renew()
 
@@ -173,12 +166,12 @@ class GangStore:
         if self._answer is not None and link.has_answer(self._answer):
             number, self._answer = self._answer, None
             if (data := link.pop_answer(number)) is not None and self._request is not None:
-                registry.save_answer(Answer(self._request, time.time(), data))
+                registry.save_answer(Reply(self._request, time.time(), data))
         request = registry.load_request()
         if request is not None and (self._request is None or request.id != self._request.id):
             self._request = request
             if time.time() - request.time < _TOO_OLD_S:
-                self._answer = link.ask("request", request.feature, {**request.data, "id": request.id})
+                self._answer = link.ask("request", request.id, request.kind)
 
     def store_now(self) -> None:
         """Store what is known now, within some seconds, or until this node must end."""
@@ -201,10 +194,10 @@ class GangStore:
             return
         self._is_closed = True
         if link.last_words is not None:
-            self._take(link.last_words["snapshot"])
+            self._view = GangView.read(link.last_words["view"])
         if self._job is not None:
             self._job.await_end()
         if self._registry is not None and (self._job is None or not self._job.hangs):
-            self._begin("the gang's record", partial(self._registry.save_snapshot, self.snapshot, _PATIENCE_S))
+            self._begin("the gang's view", partial(self._registry.save_view, self.view, _PATIENCE_S))
             if self._job is not None:
                 self._job.await_end()

@@ -16,7 +16,7 @@ from ..channel.registry import Registry
 from ..compat.jobs import BatchJob, KubernetesJob, job_of
 from ..errors import GangError, TorchrunPreempted
 from ..gang.messages import CONTROL
-from ..records.vanished import Word, has_ended
+from ..gang.view import Word
 from .job_ends import PATIENCE_S, End, of_kubernetes
 from .pending_pods import PendingPods
 
@@ -48,8 +48,8 @@ class Job:
         options = self._options
         where = (options["--run-id"], self._step, options["--task-id"])
         registry = Registry(self._flow_datastore, *where, int(options["--retry-count"]))
-        recorded = registry.await_snapshot(PATIENCE_S)
-        is_known = has_ended(recorded)
+        recorded = registry.await_view(PATIENCE_S)
+        is_known = recorded is not None and recorded.is_over
         lines = [
             each.line() for each in ends if each.text and not each.is_ordinary and (is_known or each.node != CONTROL)
         ]

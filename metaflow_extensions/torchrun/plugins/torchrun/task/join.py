@@ -21,10 +21,10 @@ from ..gang.gang import Presence
 from ..gang.messages import CONTROL, Farewell, Join
 from ..gang.policy import ConnectPolicy, Rules, growing_pauses
 from ..gang.texts import QUIET_S, REMIND_S
+from ..gang.view import Word
 from ..gang.wire import from_plain
 from ..launch.transfer import Step, Transfer
 from ..machine.network import addresses_for_others, place
-from ..records.vanished import Word
 from ..settings import StepSettings
 from .link import Link
 from .member import Member
@@ -159,12 +159,12 @@ class _PublishedAddress:
 
     def close(self, member: Member) -> None:
         """Publish the control node's end for tasks that have not arrived, so that none waits for it."""
-        view: Mapping[str, Any] = {"states": [Presence.ABSENT.name], "broken": None}
+        states: Mapping[str, Any] = {"states": [Presence.ABSENT.name], "broken": None}
         with suppress(GangError, OSError):
-            view = member.link.call("view")
-        absent = Presence.ABSENT.name in view["states"]
+            states = member.link.call("states")
+        absent = Presence.ABSENT.name in states["states"]
         if absent or self._may_come_late:
-            found = view["broken"]
+            found = states["broken"]
             error = member.broken if found is None else from_plain(TorchrunError, found, "the error")
             last = replace(self.record, closed=True, error=error, is_over=not error and not absent)
             with suppress(RuntimeError, OSError):  # without this record they wait until their time is up

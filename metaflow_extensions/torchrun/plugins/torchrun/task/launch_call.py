@@ -18,9 +18,9 @@ from typing import Any
 
 from ..errors import TorchrunError
 from ..gang.group import Group
-from ..gang.keepers import Plain
 from ..gang.messages import Store, from_wire
-from ..gang.wire import from_plain, to_plain
+from ..gang.view import as_dicts
+from ..gang.wire import Plain, from_plain, to_plain
 from ..launch.services import Services
 from ..launch.transfer import ValueStore
 from ..logs import console
@@ -180,7 +180,7 @@ class LaunchCall:
         self.told = verdict.features
         if verdict.error is not None:
             self._verdict = verdict.error
-            verdict.error.events = [event.as_dict() for event in verdict.events]
+            verdict.error.events = as_dicts(verdict.events)
             self.services.failed(verdict.error, self.told)
             raise verdict.error
         return outcome

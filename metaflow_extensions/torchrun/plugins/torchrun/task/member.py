@@ -17,9 +17,10 @@ from typing import Any, NoReturn
 from ..errors import GangError, LaunchFailed, TorchrunError, TorchrunPreempted, chain
 from ..events import Event, Subscriber
 from ..gang.cause import Cause, FailureText, cause_of, failed
-from ..gang.endings import NotNeeded, TimedOut, lost_control, preempted, timed_out
 from ..gang.messages import CONTROL, Abort, Answer, Farewell, Leave, Message, from_wire, to_wire
 from ..gang.texts import QUIET_S, REMIND_S, names
+from ..gang.view import as_dicts
+from ..node.endings import NotNeeded, TimedOut, lost_control, preempted, timed_out
 from ..tracebacks import user_traceback, words_of
 from . import orders
 from .link import Link
@@ -140,7 +141,7 @@ class Member:
         if isinstance(message, Answer) and message.error is None:
             self._control = max(self._control, ControlNode.HERE)
         elif isinstance(message, Abort):
-            message.error.events = message.error.events or [record.as_dict() for record in message.events]
+            message.error.events = message.error.events or as_dicts(message.events)
             self._break(message.error)
         elif isinstance(message, Farewell):
             self._control = max(self._control, _SAYS.get(message.what, self._control))

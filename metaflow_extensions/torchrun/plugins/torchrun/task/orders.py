@@ -14,7 +14,7 @@ from contextlib import suppress
 from types import FrameType
 from typing import Any
 
-from ..gang.endings import TimedOut
+from ..node.endings import TimedOut
 from .link import forget_all
 
 SIGTERM_CAME = "its Metaflow task got SIGTERM"

@@ -9,6 +9,7 @@ from ..events import Event
 from ..gang.cause import Cause, FailureText, failed
 from ..gang.group import Group
 from ..gang.messages import Verdict
+from ..gang.view import as_dicts
 from ..launch.services import Services
 from ..launch.spec import LaunchSpec
 from ..launch.transfer import TransferFailed
@@ -31,7 +32,7 @@ def result_of(outcome: Outcome, spec: LaunchSpec, member: Member, services: Serv
         restarts=list(outcome.restarts),
         duration_s=outcome.duration_s,
         exit_codes=dict(sorted(outcome.exit_codes.items())),
-        events=tuple(event.as_dict() for event in verdict.events),
+        events=tuple(as_dicts(verdict.events)),
         has_values="values" in fields,
         **fields,
     )
@@ -45,9 +46,8 @@ def _fields(verdict: Verdict, member: Member, services: Services) -> dict[str, A
         return services.result(verdict.features, say)
     except TransferFailed as error:
         cause = Cause("store", member.node, member.host, exception=f"has no result: {error}")
-        is_alone = member.num_nodes == 1
-        after = f"\nThe workers of launch {verdict.launch} had ended well{'' if is_alone else ' on all nodes'}."
-        told = failed(LaunchFailed, FailureText(cause, after=after, is_alone=is_alone))
-        told.events = [event.as_dict() for event in verdict.events]
+        after = f"\nThe workers of launch {verdict.launch} had ended well on all nodes."
+        told = failed(LaunchFailed, FailureText(cause, after=after))
+        told.events = as_dicts(verdict.events)
         services.failed(told, verdict.features)
         raise told from error

@@ -25,13 +25,12 @@ from ..compat.steps import control_task_of, exit_codes_of_tasks, is_local, is_of
 from ..errors import GangError, TorchrunPreempted
 from ..events import Event, label
 from ..gang.cause import Cause, cause_of
-from ..gang.endings import NotNeeded
 from ..gang.gang import Presence
-from ..gang.keepers import Plain
 from ..gang.policy import Rules
+from ..gang.wire import Plain
 from ..logs.console import hurry, to_log
 from ..logs.task_log import TaskLog
-from ..records.on_page import NO_PAGES, Pages
+from ..node.endings import NotNeeded
 from ..settings import StepSettings
 from ..show.gang_part import GangPart, pointing_at
 from ..tracebacks import words_of
@@ -74,11 +73,9 @@ class TaskGang:
         task_id: str,
         attempt: int,
         limit: TimeLimit | None = None,
-        pages: Pages = NO_PAGES,
         forget: Callable[[Sequence[int]], object] = len,
     ) -> None:
         self._forget = forget  # has Metaflow's join not wait for the tasks of some nodes
-        self._pages = pages  # the features' parts on the gang's page
         self._settings = settings
         self._limit = limit  # the step's @timeout, on a control node, where Metaflow does not enforce it
         self._flow_datastore = flow_datastore  # metaflow.datastore.FlowDataStore
@@ -90,7 +87,7 @@ class TaskGang:
         self._store: GangStore | None = None  # on any control node
         self._cards: Cards | None = None  # on any control node
         self.part: Callable[[tuple[str, ...]], GangPart] | None = None  # see `Context.part`
-        self._about: dict[str, Any] = {}  # more fields of `Snapshot`, as they become known
+        self._about: dict[str, Any] = {}  # the nodes' tasks, and the command of torchrun
         self._is_incomplete = False  # whether the gang has ended well without some nodes
         self._local_nodes: LocalNodes | None = None  # on the control node of a local run
 
@@ -142,13 +139,18 @@ class TaskGang:
         return member, control_addresses(main_ip, here_only)[0]
 
     def _rules(self) -> Rules:
-        rules = replace(rules_of(self._settings), replaces=runs_on() == "kubernetes" and self._settings.replaces_nodes)
+        rules = replace(rules_of(self._settings), replaces=self._replaces)
         return rules if self._limit is None else replace(rules, deadline=self._limit.ends_at, longer=self._limit.text)
+
+    @property
+    def _replaces(self) -> bool:
+        """Whether Kubernetes brings tasks again, and ends all pods with the control node's: see `compat.job_sets`."""
+        return runs_on() == "kubernetes" and self._settings.replaces_nodes
 
     def _join_as_member(self, registry: Registry, control: str, more: Mapping[str, Any]) -> tuple[Member, str]:
         """Join, and leave the gang's card to the control node; `control` is its task, as run, step and task."""
         node, num_nodes = current.parallel.node_index, current.parallel.num_nodes
-        self.part = pointing_at(control, self._pages)
+        self.part = pointing_at(control)
         make_none()
         member, main_addr = join_as_member(registry, node, num_nodes, self._settings, self._emit, more)
         member.may_go_on = self._settings.max_restarts > 0
@@ -162,7 +164,7 @@ class TaskGang:
 
     def _follow(self, registry: Registry, member: Member) -> None:
         """Store and show what happens to the gang, on the control node."""
-        self._cards = Cards(self._flow_datastore, self._pages)
+        self._cards = Cards(self._flow_datastore)
         is_on_disk = datastore_type(self._flow_datastore) == "local"
         self._store = GangStore(member, self._about, self._cards, registry, is_on_disk)
         self.part = self._cards.part
@@ -270,6 +272,8 @@ class TaskGang:
         member, self._member = self._member, None
         if member is None or not member.in_task:
             return
+        if self._replaces and not self._is_control:  # else the last lines could be missing
+            self._log.save(_UPLOAD_S)
         member.leave(error, hold_s=0.0 if self._is_local or self._is_control else _HOLD_S)
         if self._store is not None:
             self._store.close()

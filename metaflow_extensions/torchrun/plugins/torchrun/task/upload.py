@@ -73,8 +73,7 @@ class Upload:
         problem = self._transfer.problem()
         failures = () if problem is None or not self._is_vital else (Failure(self._cause(problem)),)
         for failure in failures:
-            is_alone = self._member.num_nodes == 1
-            text = f"{failure.cause.who_in(is_alone)} {failure.cause.what}{'' if is_alone else '; stopping all nodes'}"
+            text = f"{failure.cause.who} {failure.cause.what}; stopping all nodes"
             self._member.say(Event("worker_failed", self._member.node, text))
         for name, each in self._to_store.items():
             for line in () if failures else each.lines(problem, self._transfer.seconds):

@@ -22,9 +22,9 @@ from typing import Any
 
 from ...errors import EntrypointError, LaunchFailed, TorchrunConfigError, TorchrunError, WorkerFailed
 from ...gang.cause import cause_of, failure_of, retold
-from ...gang.keepers import Plain
 from ...gang.messages import CONTROL
 from ...gang.texts import size_text
+from ...gang.wire import Plain
 from ...launch.arguments import dict_or_list
 from ...launch.services import Service, ToStore
 from ...launch.spec import FunctionSpec, LaunchSpec

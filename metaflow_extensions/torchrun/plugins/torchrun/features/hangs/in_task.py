@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ...gang.keepers import Plain
+from ...gang.wire import Plain
 from ...launch.services import InTask, RunCall, Service
 
 

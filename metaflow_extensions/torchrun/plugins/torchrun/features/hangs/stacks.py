@@ -10,11 +10,11 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from textwrap import indent
 
+from ...gang.hangs import alike
 from ...gang.texts import names
 from ...machine.aside import Aside
 from ...machine.frames import Found
 from ...machine.stacks import Question
-from .told import groups
 
 # Of the stacks that a node sends; JSON may double a text (`node.watchers.MAX_TOLD_BYTES`).
 _MAX_CHARS = 200_000
@@ -44,16 +44,16 @@ async def collect(workers: Mapping[int, int], keep_in: str | None, name: str, wi
     file = None
     with suppress(TimeoutError):
         file = await Aside().within(_WRITE_S, _keep, "\n".join(whole), keep_in, name)
-    alike = groups(found)
+    groups = alike(found)
     text = "\n".join(
-        f"--- {names(group.ranks, 'rank')}: {group.found.where}\n{indent(group.found.short, '  ')}" for group in alike
+        f"--- {names(group.ranks, 'rank')}: {group.found.where}\n{indent(group.found.short, '  ')}" for group in groups
     )
-    return Findings(file, text, _each_once(found, _MAX_CHARS // max(1, len(alike))))
+    return Findings(file, text, _each_once(found, _MAX_CHARS // max(1, len(groups))))
 
 
 def _each_once(found: Mapping[int, Found], limit: int) -> dict[int, Found]:
     """Return the same, in which only the first of equal stacks has its text, of at most so many characters."""
-    firsts = {group.ranks[0] for group in groups(dict(found))}
+    firsts = {group.ranks[0] for group in alike(dict(found))}
     return {
         rank: each.bounded(limit) if rank in firsts else replace(each, text="", line="", short="")
         for rank, each in found.items()

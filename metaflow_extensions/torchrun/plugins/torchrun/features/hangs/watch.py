@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import time
 
-from ...gang.keepers import Plain
-from ...gang.wire import to_plain
+from ...gang.hangs import DIAGNOSTICS_S, KIND, Diagnostics
+from ...gang.wire import Plain, to_plain
 from ...machine.frames import without_stack
 from ...machine.looks import is_due
 from ...machine.network import is_connected_to
@@ -13,7 +13,6 @@ from ...machine.stacks import HOOK, hook_environment
 from ...node.request import Request
 from ...node.watchers import Here, Variables, Watch, Watcher
 from .stacks import collect
-from .told import DIAGNOSTICS_S, KIND, Diagnostics
 
 # The workers' part of `DIAGNOSTICS_S`; their source lines are read after it.
 _WORKERS_S = DIAGNOSTICS_S - 4.0

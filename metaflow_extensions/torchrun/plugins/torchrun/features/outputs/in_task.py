@@ -9,8 +9,8 @@ from typing import Any
 
 from ...datastore_outputs import DatastoreOutputs
 from ...errors import TorchrunConfigError, TorchrunError
-from ...gang.keepers import Plain
 from ...gang.messages import CONTROL
+from ...gang.wire import Plain
 from ...launch.services import InTask, RunCall, Service, ToStore
 from ...launch.spec import LaunchSpec
 from ...launch.transfer import ValueStore

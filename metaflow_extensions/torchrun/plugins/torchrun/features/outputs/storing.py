@@ -14,8 +14,8 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
 
-from ...gang.keepers import Plain
 from ...gang.texts import counted, size_text
+from ...gang.wire import Plain
 from ...launch.services import ToStore
 from ...launch.transfer import PATIENCE_S, Step, ValueStore, patience_for
 from .files import Listing, cant_be_read, find

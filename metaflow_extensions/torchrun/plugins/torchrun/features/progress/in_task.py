@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from ...gang.keepers import Plain
+from ...gang.wire import Plain
 from ...launch.services import InTask, RunCall, Service
 
 

@@ -9,16 +9,15 @@ from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
 
-from ...gang.keepers import Plain
-from ...gang.wire import to_plain
+from ...gang.progress import MAX_KEYS, Metrics, Point
+from ...gang.series import Series
+from ...gang.wire import Plain, to_plain
 from ...machine.aside import STUCK_S
 from ...machine.looks import is_due
 from ...node.request import Request
 from ...node.watchers import Here, Variables, Watch, Watcher
-from ...records.series import Series
 from .lines import Line, LineReader
 from .paces import RankPace
-from .told import MAX_KEYS, Metrics, Point
 
 _READS_EVERY_S = 1.0
 TELLS_EVERY_S = 5.0

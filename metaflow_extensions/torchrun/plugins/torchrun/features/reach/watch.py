@@ -14,15 +14,14 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future
 
-from ...gang.keepers import Plain
 from ...gang.messages import CONTROL
-from ...gang.wire import to_plain
+from ...gang.reach import Unreached
+from ...gang.wire import Plain, to_plain
 from ...machine.aside import Aside
 from ...machine.looks import is_due
 from ...machine.network import is_listened_on, try_to_connect
 from ...machine.processes import living_descendants
 from ...node.watchers import Here, Watch, Watcher
-from .told import Unreached
 
 # From when the store listens until the nodes are asked. On a local run all workers start within a second; a node whose
 # torch is imported from a cold disk comes much later, and reaches the store when it is asked.

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from ...gang.keepers import Plain
-from ...gang.wire import to_plain
+from ...gang.stacks import WORKERS_S, NodeStacks
+from ...gang.wire import Plain, to_plain
 from ...machine.frames import Found
 from ...machine.stacks import HOOK, Question, hook_environment
 from ...node.request import Request
 from ...node.watchers import Here, Variables, Watch, Watcher
-from .told import WORKERS_S, NodeStacks
 
 # All stacks of one node go in one message (`MAX_TOLD_BYTES`), in which JSON may double a text. An answer of the whole
 # gang is one file.

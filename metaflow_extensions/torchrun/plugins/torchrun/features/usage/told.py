@@ -15,7 +15,7 @@ class Used:
     """The usage of this node now, or since the last sample."""
 
     of: str  # what CPU and memory cover: the "container", or the launch's "processes"
-    values: dict[str, float] = field(default_factory=dict)  # by `keep.KINDS`; only the measured ones
+    values: dict[str, float] = field(default_factory=dict)  # by kind, see `show.usage_part`; only the measured ones
     limits: dict[str, float] = field(default_factory=dict)  # cpus, memory_mib, gpu_memory_mib, gpus
 
 

@@ -6,8 +6,7 @@ import time
 from collections.abc import Callable
 from typing import TypeAlias
 
-from ...gang.keepers import Plain
-from ...gang.wire import to_plain
+from ...gang.wire import Plain, to_plain
 from ...machine.cgroup import container_folder, memory_limit_bytes
 from ...node.watchers import Here, Watch, Watcher
 from .consumption import of_container, of_processes, traffic

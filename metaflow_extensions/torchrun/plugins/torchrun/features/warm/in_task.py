@@ -6,7 +6,7 @@ import os
 from contextlib import suppress
 
 from ...errors import TorchrunConfigError
-from ...gang.keepers import Plain
+from ...gang.wire import Plain
 from ...launch.command import agent_environment
 from ...launch.services import InTask
 from ...machine.accelerators import Machine, Nproc, choose_nproc, omp_threads

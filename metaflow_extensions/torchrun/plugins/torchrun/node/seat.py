@@ -13,9 +13,9 @@ from typing import Any
 
 from ..errors import TorchrunError
 from ..events import Event, Subscriber
-from .cause import Cause
+from ..gang.cause import Cause
+from ..gang.messages import Abort, Ask, Farewell, Go, Link, Message, Note, Restart, Stop, Store, Verdict
 from .endings import Broken, GivenUp, MustEnd, TimedOut, lost_control
-from .messages import Abort, Ask, Farewell, Go, Link, Message, Note, Restart, Stop, Store, Verdict
 
 
 class Seat:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ..errors import LaunchFailed, LaunchTimeout, TorchrunError, TorchrunPreempted
-from .cause import Cause, FailureText, failed
-from .messages import CONTROL
+from ..gang.cause import Cause, FailureText, failed
+from ..gang.messages import CONTROL
 
 # Each goes to the launch's inbox, like the gang's messages.
 

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from ...elements.model import Part, Sentence, Table
-from ...records.on_page import OnPage
-from ...records.summary import Summary
+from ..elements.model import Part, Sentence, Table
 
 _MOST_NODES = 16  # with more, those that use the most memory are shown
 _OF = {
@@ -18,7 +16,7 @@ _OF = {
 
 
 class _Column(NamedTuple):
-    """One kind of values from `keep`, and how they are shown."""
+    """One kind of values, and how they are shown."""
 
     kind: str
     title: str
@@ -37,28 +35,14 @@ _COLUMNS = (
 )
 
 
-class UsageOnPage(OnPage):
-    """The usage of the nodes."""
-
-    after = "timeline"
-
-    def parts(self, kept: Any, summary: Summary) -> Sequence[Part]:
-        """Return the table; runs of old versions have none."""
-        return usage_parts(kept, summary) if kept else ()
-
-
-def usage_parts(usage: Mapping[str, Any], summary: Summary) -> list[Part]:
-    """Return a table and a sentence; `usage` is the record of `keep.UsageKeeper`."""
-    nodes: dict[int, Mapping[str, Any]] = {int(node): each for node, each in usage["nodes"].items() if "last" in each}
+def parts(nodes: Mapping[int, Mapping[str, Any]]) -> list[Part]:
+    """Return a table and a sentence; `nodes` is `GangView.usage`."""
     if not nodes:
         return []  # not a sentence: a page that is shown can't have a table in its place (Metaflow 2.19)
     shown = sorted(nodes, key=lambda node: -nodes[node]["highest"].get("memory_mib", 0.0))[:_MOST_NODES]
     columns = [column for column in _COLUMNS if any(column.kind in each["last"] for each in nodes.values())]
     rows = [(str(node), *(_cell(column, nodes[node]) for column in columns)) for node in sorted(shown)]
-    first = 1 if summary.is_alone else 0  # without the node's number
-    table = Table(
-        ("node", *(column.title for column in columns))[first:], tuple(row[first:] for row in rows), ("node",)
-    )
+    table = Table(("node", *(column.title for column in columns)), tuple(rows), ("node",))
     said = ["The last value of each, and the highest."]
     said += [text for of, text in _OF.items() if any(each["of"] == of for each in nodes.values())]
     if len(nodes) > len(shown):
@@ -72,6 +56,3 @@ def _cell(column: _Column, node: Mapping[str, Any]) -> str:
     last, highest = (f"{node[which][column.kind] / column.divisor:.3g}" for which in ("last", "highest"))
     limit = node["limits"].get(column.limit)
     return f"{last}, highest {highest}" + (f" of {limit / column.divisor:.4g}" if limit else "")
-
-
-PART = UsageOnPage()

@@ -1,0 +1,181 @@
+"""Decides that a launch hangs, and concludes from the ranks' stacks where to look. Pure.
+
+The clock of ``hang_timeout_s`` begins with the first sign of life of any rank. Before it, workers import, which takes
+minutes on a busy machine; that time has a limit of its own. Ranks that wait for who reads their output do not hang; the
+gang's page says that they wait.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ..machine.frames import Found, look_first
+from .texts import names
+from .wire import from_plain, to_plain
+
+KIND = "hang"  # of the cause
+DIAGNOSTICS_S = 15.0  # so long the nodes may take to collect the stacks of their workers
+_LATE_S = 3.0  # between two looks at the clock, which come every second
+_START_S = 600.0  # so long workers may take until the first sign of life: to be started, and to import PyTorch
+_SIGNS = "wrote anything, reported a step, joined a process group or exited"
+_MAX_LINES, _MAX_PLACES = 64, 4
+_MAX_CHARS = 100_000  # of the stacks in the view, which is stored again and again; the files have all
+_NO_WORKERS = (
+    "No worker was running on any node that has answered; torchrun was starting them, or waiting for their ends."
+)
+_FRAME = re.compile(r"(?P<at>.+?:(?:\d+|\?+)) in (?P<function>[^()]+?)(?: \((?P<inner>in .+)\))?")
+
+
+@dataclass(frozen=True)
+class Diagnostics:
+    """What one node's workers were doing when the launch hung."""
+
+    host: str
+    file: str | None  # has all stacks; None if they could not be written
+    ranks: dict[int, Found]  # by global rank; of equal stacks, only the first is whole
+
+
+@dataclass(frozen=True)
+class Alike:
+    """Ranks whose stacks are equal."""
+
+    ranks: tuple[int, ...]
+    found: Found
+
+
+def alike(ranks: Mapping[int, Found]) -> list[Alike]:
+    """Return each different stack once, that of most ranks first. Without a stack, equal reasons are a group."""
+    by_mark: dict[str, list[int]] = {}
+    for rank, found in sorted(ranks.items()):
+        by_mark.setdefault(found.mark or found.where, []).append(rank)
+    # The same stack may come from several nodes, and only the first of each sends its text.
+    return [
+        Alike(tuple(each), max((ranks[rank] for rank in each), key=lambda found: len(found.text)))
+        for each in sorted(by_mark.values(), key=lambda each: -len(each))
+    ]
+
+
+class Hangs:
+    """Finds out that all ranks of a launch are silent for too long, and where they were."""
+
+    def __init__(self) -> None:
+        self.record: dict[str, Any] | None = None  # of the last hang
+        self.begin(0, None, (), 0.0)
+
+    def begin(self, launch: int, timeout_s: float | None, nodes: Iterable[int], at_s: float) -> None:
+        """Start the clock, if the launch has a limit."""
+        if self.record is not None:
+            self.record = {**self.record, "is_last": False}
+        self._launch, self._timeout_s = launch, timeout_s
+        self._active_at = self._ticked_at = at_s
+        self._has_begun = False  # whether a rank has shown a sign of life
+        self._hangs = False
+        self._expected = set(nodes)  # whose workers ran when the launch was found to hang
+        self._done: set[int] = set()  # nodes whose ranks had ended well before
+        self._found: dict[int, Diagnostics] = {}  # by node
+
+    def take(self, node: int, data: Mapping[str, Any], at_s: float) -> None:
+        """Keep when a worker was last active, or where the workers of a hang were."""
+        if "age_s" in data:
+            self._active_at = max(self._active_at, at_s - data["age_s"])
+            self._has_begun = True
+        else:
+            self._found[node] = from_plain(Diagnostics, data, "hangs")
+
+    def ended(self, node: int, ok: bool) -> None:
+        """Expect nothing of a node whose workers had ended, or that was no longer in the gang, before the hang."""
+        if not self._hangs:
+            self._expected.discard(node)
+            self._done |= {node} if ok and self._has_begun else set()
+
+    def tick(self, at_s: float) -> tuple[str, str] | None:
+        """Return why the launch hangs, and what to change, if all ranks were silent for too long."""
+        limit_s, late_s = self._timeout_s, at_s - self._ticked_at
+        self._ticked_at = at_s
+        if late_s > _LATE_S:  # this process was stopped, perhaps with all others
+            self._active_at = min(at_s, self._active_at + late_s)
+        if limit_s is None:
+            return None
+        limit_s = limit_s if self._has_begun else max(limit_s, _START_S)
+        if at_s - self._active_at <= limit_s:
+            return None
+        self._hangs = True
+        text = f"no rank {_SIGNS} for {limit_s:g} s"
+        if self._has_begun:
+            return text, "If they were only slow, raise hang_timeout_s."
+        return f"{text} after the start", f"If they start so slowly, set hang_timeout_s above {limit_s:g}."
+
+    def detail(self) -> str:
+        """Return the place of every rank in the hang, and the files with the stacks; keep the stacks."""
+        if not self._found:
+            return ""
+        groups, found = alike(self._ranks), sorted(self._found.items())
+        self._keep(groups)
+        files = [f"Whole stacks of node {node} (host {each.host}): {each.file}" for node, each in found if each.file]
+        return "\n".join([self._conclusion(groups), *_first(_places(groups)), *_first(files)])
+
+    @property
+    def _ranks(self) -> dict[int, Found]:
+        return {rank: found for node in self._found.values() for rank, found in node.ranks.items()}
+
+    @property
+    def _silent(self) -> list[int]:
+        """The nodes that have not answered."""
+        return sorted(self._expected - self._found.keys())
+
+    def _look_first(self, groups: list[Alike]) -> tuple[list[int], str]:
+        is_known = not self._silent and any(group.found.mark for group in groups)
+        return look_first(self._ranks) if is_known else ([], "")
+
+    def _conclusion(self, groups: list[Alike]) -> str:
+        """Return in one line where the ranks were, and which of them to look at first."""
+        said = [_where(groups) if groups else _NO_WORKERS]
+        if self._done:
+            ranks = f"The ranks of {names(sorted(self._done))} had ended well"
+            said.append(f"{ranks}: do all ranks make the same number of steps?")
+        first, why = self._look_first(groups)
+        if silent := self._silent:
+            verb = "has" if len(silent) == 1 else "have"
+            said.append(f"{names(silent).capitalize()} {verb} not answered: look there first.")
+        elif first:
+            said.append(f"Look at {names(first, 'rank')} first: {why}.")
+        return " ".join(said)
+
+    def _keep(self, groups: list[Alike]) -> None:
+        first, why = self._look_first(groups)
+        share = _MAX_CHARS // max(1, len(groups))
+        stacks = [{"ranks": list(each.ranks), **to_plain(each.found.bounded(share))} for each in groups[:_MAX_LINES]]
+        self.record = {"launch": self._launch, "first": first, "why": why, "is_last": True, "stacks": stacks}
+
+
+def _where(groups: list[Alike]) -> str:
+    """Return one sentence with the ranks' places, grouped by place: "rank 3 in load at data.py:18"."""
+    at: dict[str, list[int]] = {}
+    for group in groups:
+        match = _FRAME.fullmatch(group.found.where)
+        place = f"with {group.found.where}"
+        if match:
+            place = f"{match['inner'] or 'in ' + match['function']} at {match['at']}"
+        at.setdefault(place, []).extend(group.ranks)
+    most_first = sorted(at.items(), key=lambda each: -len(each[1]))
+    told = [f"{names(r, 'rank') if len(r) == 1 else f'{len(r)} ranks'} {text}" for text, r in most_first]
+    more = len(told) - _MAX_PLACES
+    return ", ".join([*told[:_MAX_PLACES], *([f"and {more} more places"] if more > 0 else [])]) + "."
+
+
+def _places(groups: list[Alike]) -> list[str]:
+    """Return a line for each place, with its source line."""
+    at: dict[str, list[int]] = {}
+    for group in groups:
+        line = f": {group.found.line}" if group.found.line else ""
+        at.setdefault(f"{group.found.where}{line}", []).extend(group.ranks)
+    return [f"{names(ranks, 'Rank')}: {place}" for place, ranks in at.items()]
+
+
+def _first(lines: list[str]) -> list[str]:
+    """Return the first lines, and the number of those left out."""
+    more = len(lines) - _MAX_LINES
+    return [*lines[:_MAX_LINES], f"{more} more such lines are left out."] if more > 0 else lines

@@ -1,0 +1,281 @@
+"""What rank 0 has reported of a launch, how fast the ranks are, and which are slow. Pure.
+
+A rank is slow after a minute below half the median speed of all ranks, and no longer after a minute above that. At least
+three ranks are needed: of two, neither is the normal one.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from .series import Series
+from .texts import duration, names
+from .wire import from_plain
+
+MAX_KEYS, MAX_POINTS = 20, 200
+"""How many keys of rank 0 are kept, the first ones, and how many points of each."""
+# The log gets its first line this long after the first report, when the speed is known, and then at most one a minute.
+FIRST_LINE_S, LINES_EVERY_S = 10.0, 60.0
+_LOOKS_EVERY_S = 5.0
+_STALE_S = 20.0  # after so long without a message from a node, its ranks are not compared
+SLOW, SLOW_S, _FEWEST = 0.5, 60.0, 3
+_LINES = 4  # if more ranks change at once, one line lists them
+_VALUES = 4  # in one line of the log
+
+
+@dataclass(frozen=True)
+class Point:
+    """A value of rank 0."""
+
+    step: int
+    value: float | None  # None: a number that is not finite
+
+
+@dataclass(frozen=True)
+class Pace:
+    """The speed of one rank."""
+
+    step: int  # the last one that it has reported
+    steps_per_s: float | None = None  # over the last seconds; None if not known yet
+    seconds: float | None = None  # duration of a step without waiting for others, if the script reports it
+
+
+@dataclass(frozen=True)
+class Metrics:
+    """The progress of one node's scripts. It is sent every 5 s if they report any, and at the end."""
+
+    paces: dict[int, Pace] = field(default_factory=dict)  # by global rank; only ranks that still run
+    points: dict[str, tuple[Point, ...]] = field(default_factory=dict)  # new values of rank 0, by key
+    step: int | None = None  # rank 0's last
+    total: float | None = None  # rank 0's number of steps
+
+    @property
+    def has_rank_0(self) -> bool:
+        """Whether rank 0 is on this node, and has reported anything."""
+        return 0 in self.paces or bool(self.points) or self.step is not None
+
+
+class Progress:
+    """The progress of the last launch whose scripts have reported any; `name_of` takes a rank."""
+
+    def __init__(self, name_of: Callable[[int], str]) -> None:
+        self._name_of = name_of
+        self._paces: dict[int, tuple[float, Mapping[int, Pace]]] = {}  # node -> time of its report, and its ranks
+        self._looked_at = self._says_at = 0.0
+        self._slow: dict[int, str] = {}  # slow rank -> how slow
+        self._turned_at: dict[int, float] = {}  # rank -> since when it differs from what is said of it
+        self._by = "steps_per_s"
+        self._forget(None)
+
+    def _forget(self, launch: int | None) -> None:
+        self._launch = launch
+        self._node: int | None = None  # that has rank 0
+        self._step: int | None = None
+        self._total: float | None = None
+        self._steps_per_s: float | None = None
+        self._has_ended_well = self._has_news = False
+        self._said = ""  # the step in the last line of the log
+        self._series: dict[str, Series] = {}
+        self._last: dict[str, float | None] = {}
+        self._speeds = Series(MAX_POINTS, 5.0, "mean")  # over the gang's seconds
+        self._rates: dict[str, Any] | None = None
+
+    def begin(self, launch: int) -> None:
+        """Forget the ranks' speeds, who is slow, and what is not said yet: workers start."""
+        self._paces, self._slow, self._turned_at = {}, {}, {}
+        self._has_news, self._steps_per_s = False, None
+        if launch != self._launch:
+            self._node = None  # what ends from now on is not its launch
+        else:
+            self._has_ended_well, self._rates = False, None
+
+    def take(self, node: int, launch: int, data: Mapping[str, Any], at_s: float) -> str:
+        """Keep a node's report on its ranks; return rank 0's first one of a launch in words, else nothing."""
+        metrics: Metrics = from_plain(Metrics, data, "progress")
+        if launch != self._launch:
+            self._forget(launch)
+        self._paces[node] = at_s, metrics.paces
+        is_first = metrics.has_rank_0 and self._node is None
+        if metrics.has_rank_0:
+            self._node = node
+        if node == self._node:
+            self._take_of_rank_0(metrics, at_s)
+        if is_first:
+            self._says_at = at_s + FIRST_LINE_S
+        return said(self.record or {}) if is_first else ""
+
+    def _take_of_rank_0(self, metrics: Metrics, at_s: float) -> None:
+        pace = metrics.paces.get(0)
+        self._steps_per_s = None if pace is None else pace.steps_per_s
+        self._speeds.add(at_s, self._steps_per_s)
+        self._has_news |= bool(metrics.points) or metrics.step not in (None, self._step)
+        self._step = self._step if metrics.step is None else metrics.step
+        self._total = self._total if metrics.total is None else metrics.total
+        for key, points in metrics.points.items():
+            for point in points if key in self._series or len(self._series) < MAX_KEYS else ():
+                self._series.setdefault(key, Series(MAX_POINTS, 1.0, "last")).add(point.step, point.value)
+                self._last[key] = point.value
+
+    def ended(self, node: int, ok: bool) -> str:
+        """Stop comparing a node's ranks; return the last line of a log that has told of the progress, else nothing."""
+        self._paces.pop(node, None)
+        if self._node is None or node != self._node:
+            return ""
+        self._steps_per_s, self._has_ended_well = None, ok
+        return self._line() if self._said not in ("", step(self.record or {})) else ""
+
+    def tick(self, at_s: float) -> list[str]:
+        """Return the lines for the log: once a minute how far rank 0 is, and which ranks have become slow or recovered."""
+        lines = []
+        if self._has_news and at_s >= self._says_at:
+            self._says_at = at_s + LINES_EVERY_S
+            lines = [self._line()]
+        if at_s - self._looked_at >= _LOOKS_EVERY_S:
+            self._looked_at = at_s
+            lines += self._compare(at_s)
+        return lines
+
+    def _line(self) -> str:
+        progress = self.record or {}
+        self._has_news, self._said = False, step(progress)
+        return said(progress)
+
+    # --- slow ranks -------------------------------------------------------------------------------
+
+    def _compare(self, at_s: float) -> list[str]:
+        """Compare the ranks; return lines on those that have become slow or have recovered."""
+        fresh = [paces for told_at, paces in self._paces.values() if at_s - told_at < _STALE_S]
+        by, speeds = _speeds({rank: pace for paces in fresh for rank, pace in paces.items()})
+        if not speeds:
+            return []
+        if by != self._by:
+            self._by, self._slow, self._turned_at = by, {}, {}
+        self._slow = {rank: text for rank, text in self._slow.items() if rank in speeds}
+        median, changes = statistics.median(speeds.values()), dict[int, str]()
+        for rank, speed in speeds.items() if len(speeds) >= _FEWEST else ():
+            is_slow = speed < median * SLOW
+            if is_slow == (rank in self._slow):
+                self._turned_at.pop(rank, None)
+            elif at_s - self._turned_at.setdefault(rank, at_s) >= SLOW_S:
+                of_all = f"{speed_text(speed, by)}, the median is {speed_text(median, by)}"
+                changes[rank] = f"is {'slow' if is_slow else 'no longer slow'}: {of_all}"
+        for rank, text in changes.items():
+            del self._turned_at[rank]
+            if self._slow.pop(rank, None) is None:
+                self._slow[rank] = text
+        slowest = min(speeds, key=lambda rank: speeds[rank])
+        self._rates = {
+            "by": by,
+            "ranks": len(speeds),
+            "median": median,
+            "slowest": {"rank": slowest, "speed": speeds[slowest]},
+            "stragglers": [{"rank": rank, "speed": speeds[rank], "text": text} for rank, text in self._slow.items()],
+        }
+        if len(changes) <= _LINES:
+            return [f"{self._name_of(rank)} {text}" for rank, text in changes.items()]
+        slow, fast = (
+            [rank for rank in changes if rank in self._slow],
+            [rank for rank in changes if rank not in self._slow],
+        )
+        lines = [f"{names(slow, 'rank')} have become slow: under half of the median"] if slow else []
+        return [*lines, *([f"{names(fast, 'rank')} are no longer slow"] if fast else [])]
+
+    # --- what is kept -----------------------------------------------------------------------------
+
+    @property
+    def record(self) -> dict[str, Any] | None:
+        """The progress as plain data; None if no script has reported any."""
+        if self._launch is None:
+            return None
+        step, total, left_s = self._step, self._total, None
+        if total is not None and step is not None and self._steps_per_s:
+            left_s = max(0.0, total - step) / self._steps_per_s
+        # If steps count from 0, the last one is `total` - 1.
+        is_last = self._has_ended_well and step is not None and step + 1 == total
+        return {
+            "launch": self._launch,
+            "step": step,
+            "done": step + 1 if is_last and step is not None else step,
+            "total": total,
+            "steps_per_s": self._steps_per_s,
+            "left_s": left_s,
+            "last": dict(self._last),
+            "series": self._history,
+            "speeds": [(round(x, 1), value) for x, value in self._speeds.points],
+            "rates": self._rates,
+        }
+
+    @property
+    def _history(self) -> dict[str, list[tuple[int, float | None]]]:
+        return {key: [(int(x), value) for x, value in each.points] for key, each in self._series.items()}
+
+    def verdict(self, launch: int, is_control: bool) -> dict[str, Any]:
+        """Return what rank 0 has reported last in a launch, for the control node with all points that are kept."""
+        if self._launch != launch:
+            return {}
+        total = int(self._total) if self._total is not None and self._total.is_integer() else self._total
+        place = {key: value for key, value in (("step", self._step), ("total", total)) if value is not None}
+        return {"last": {**place, **self._last}, "history": self._history if is_control else {}}
+
+
+def _speeds(paces: Mapping[int, Pace]) -> tuple[str, dict[int, float]]:
+    """Return what is compared, and the ranks' speeds in steps a second: from their `seconds` if all report these."""
+    known = [pace for pace in paces.values() if pace.seconds or pace.steps_per_s is not None]
+    seconds = {rank: 1 / pace.seconds for rank, pace in paces.items() if pace.seconds}  # as if the rank never waited
+    if seconds and len(seconds) == len(known):
+        return "seconds", seconds
+    return "steps_per_s", {rank: pace.steps_per_s for rank, pace in paces.items() if pace.steps_per_s is not None}
+
+
+# --- in words ---------------------------------------------------------------------------------------
+
+
+def said(progress: Mapping[str, Any]) -> str:
+    """Return ``"step 229 of 300 (76 %), 2.1 steps/s, 56 s left, loss 0.044"``, as far as it is known."""
+    values = [f"{key} {number(value)}" for key, value in progress["last"].items()]
+    more = [f"and {len(values) - _VALUES} more values"] if len(values) > _VALUES else []
+    return ", ".join(filter(None, (step(progress), *speed(progress), *values[:_VALUES], *more)))
+
+
+def speed(progress: Mapping[str, Any]) -> list[str]:
+    """Return rank 0's speed and the time left, those that are known."""
+    per_s, left_s = progress["steps_per_s"], progress["left_s"]
+    found = [] if per_s is None else [speed_text(per_s, "steps_per_s")]
+    return found if left_s is None else [*found, f"{duration(left_s)} left"]
+
+
+def speed_text(speed: float, by: str) -> str:
+    """Return a speed in words; all are steps a second."""
+    if by == "seconds":
+        return f"{1 / speed:.2g} s of own work a step"
+    return f"{speed:.2g} steps/s" if speed < 100 else f"{speed:.0f} steps/s"
+
+
+def number(value: float | None) -> str:
+    """Return a number with at most four significant digits."""
+    if value is None or not math.isfinite(value):
+        return "not finite"
+    if value == int(value) and abs(value) < 1e6:
+        return str(int(value))
+    return f"{value:.4g}"
+
+
+def step(progress: Mapping[str, Any]) -> str:
+    """Return ``"step 120 of 1000 (12 %)"``, or ``"120 of 120 steps (100 %)"`` where the last step was 119."""
+    last, total, done = progress["step"], progress["total"], progress["done"]
+    if last is None:
+        return ""
+    if total is None:
+        return f"step {last}"
+    told = f"step {last} of {number(total)}" if done == last else f"{done} of {number(total)} steps"
+    return f"{told} ({percent(progress)} %)"
+
+
+def percent(progress: Mapping[str, Any]) -> int:
+    """Return the share of the steps that is done."""
+    done: float = 100 * (progress["done"] or 0) / progress["total"]
+    return math.floor(max(0.0, min(100.0, done)))

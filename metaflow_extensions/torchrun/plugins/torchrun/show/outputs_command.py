@@ -1,0 +1,82 @@
+"""``python flow.py torchrun outputs``: lists or downloads the files that a launch has stored."""
+
+# mypy: disable-error-code="untyped-decorator"
+# Metaflow's copy of click has no types.
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from ..compat.cli import CommandException, click
+from ..compat.datastore import DatastoreValues
+from ..datastore_outputs import DatastoreOutputs
+from ..elements.terminal import printable, table
+from ..gang.texts import size_text
+from ..outputs import OutputFile, Outputs
+from .finding import WHICH, attempt_option, find_one, gang_argument
+
+
+class CommandFailed(CommandException):  # type: ignore[misc]  # Metaflow is not typed
+    """The command is correct, and can't be done."""
+
+    headline = "Command failed"
+
+
+@click.command(
+    help="List the files that run(outputs=...) has stored, also when it has failed, or download them.", epilog=WHICH
+)
+@gang_argument
+@click.option("--to", type=str, default=None, help="Write the files below this folder.")
+@click.option(
+    "--launch",
+    type=int,
+    default=None,
+    help="The number of the call of run, from 0; by default the last that has stored a file.",
+)
+@click.option("--node", type=int, default=None, help="Only the files of this node.")
+@attempt_option
+@click.pass_obj
+def outputs(obj: Any, gang: str, to: str | None, launch: int | None, node: int | None, attempt: int | None) -> None:
+    """List the files of a launch as lines of a table, or write them below a folder."""
+    gangs, found, which = find_one(obj, gang, attempt)
+    view = gangs.view(found, which)
+    stored = outputs_of({} if view is None else view.outputs, launch, DatastoreValues(gangs.datastore).address)
+    if node not in (None, *stored.nodes):
+        known = ", ".join(map(str, stored.nodes))
+        raise CommandFailed(f"Node {node} has stored no outputs. Nodes that have: {known}.")
+    try:
+        if to is not None:
+            click.echo(f"The files are in {printable(str(stored.download(to, node)))}.")
+            return
+        rows = [_row(file) for file in stored if node in (None, file.node)]
+        left_out = stored.left_out
+    except (LookupError, OSError) as error:
+        raise CommandFailed(str(error)) from error
+    lines = table(("node", "size", "name"), rows, right=("node", "size")) if rows else ["No file is stored."]
+    click.echo("\n".join([*lines, *(f"Left out: {printable(name)} {why}" for name, why in left_out.items())]))
+
+
+def _row(file: OutputFile) -> list[str]:
+    older = "  (older than the launch)" if file.older else ""
+    return [str(file.node), size_text(file.size), printable(file.name) + older]
+
+
+def outputs_of(launches: Mapping[int, Mapping[int, Any]], launch: int | None, datastore: Mapping[str, str]) -> Outputs:
+    """Return what a launch of a gang has stored; by default of the last launch that has stored a file.
+
+    `launches` has what is stored, by launch and node. Raises CommandFailed if there is nothing.
+    """
+    if launch is None:
+        with_files = [number for number, nodes in launches.items() if any(each["files"] for each in nodes.values())]
+        launch = max(with_files or launches, default=None)
+    if launch is None or not launches:
+        raise CommandFailed(
+            "No launch of this gang has stored outputs. current.torch.run(outputs=[...]) names the files to store; they are "
+            "stored when all workers have ended."
+        )
+    if launch not in launches:
+        known = ", ".join(map(str, launches))
+        raise CommandFailed(f"Launch {launch} has stored no outputs. Launches that have: {known}.")
+    nodes = {node: (each["key"], each["files"], each["size"]) for node, each in launches[launch].items()}
+    return DatastoreOutputs(datastore, nodes)

@@ -1,0 +1,138 @@
+"""What a gang's view says, in words: the outcome in one sentence, and the state of each rank. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from ..gang.texts import counted, duration, names
+from ..gang.view import GangView, Outcome, State
+
+RankState = Literal["waiting", "starting", "running", "stopping", "restarting", "done", "failed", "stopped", "lost"]
+# The exit codes of a worker that the gang has stopped: SIGTERM, or SIGKILL if it did not end.
+_STOPPED_BY = (-15, -9)
+_OF_RANKS: dict[State, RankState] = {
+    "not joined yet": "waiting",
+    "waiting": "waiting",
+    "preparing": "waiting",
+    "starting": "starting",
+    "running": "running",
+    "stopping": "stopping",
+    "restarting": "restarting",
+    "lost": "lost",
+}
+
+
+@dataclass(frozen=True)
+class Rank:
+    """One rank of the last launch, in its last generation."""
+
+    rank: int
+    node: int
+    state: RankState
+    exit_code: int | None = None  # None: unknown, or the rank has not ended
+
+
+def ranks_of(view: GangView) -> list[Rank]:
+    """Return all ranks in order; none before the first launch."""
+    found: list[Rank] = []
+    for node in view.taking_part if view.nproc is not None else ():
+        for rank in range(len(found), len(found) + (view.nproc or 0)):
+            found.append(Rank(rank, node, _state(view, node, rank), view.nodes[node].exit_codes.get(rank)))
+    return found
+
+
+def _state(view: GangView, node: int, rank: int) -> RankState:
+    code = view.nodes[node].exit_codes.get(rank)
+    if code is None:
+        return _OF_RANKS.get(view.nodes[node].state, "waiting" if view.began_s is None else "stopped")
+    if code == 0:
+        return "done"
+    is_cause = view.cause is not None and view.outcome == "failed" and view.cause.get("rank") == rank
+    return "stopped" if code in _STOPPED_BY and not is_cause else "failed"
+
+
+def outcome_of(view: GangView) -> Outcome:
+    """Return the outcome of the step: it has ended well, though a launch may have failed, or none was called."""
+    is_well = view.ended_s is not None and view.outcome in ("failed", "waiting")
+    return "done" if is_well and view.nodes[0].state in ("storing", "finished") else view.outcome
+
+
+def sentence(view: GangView) -> str:
+    """Return the outcome in one sentence."""
+    after = f", after {counted(view.restarts, 'restart')}" if view.restarts else ""
+    workers, took, outcome = _workers(view), _took(view), outcome_of(view)
+    is_one = view.nproc is not None and view.nproc * len(view.taking_part) == 1
+    match view.outcome:
+        case "waiting" if outcome == "done":
+            return "The step has ended well; it has launched nothing."
+        case "waiting":
+            return view.why or _waiting(view)
+        case "starting":
+            return f"{workers} {'is' if is_one else 'are'} starting, for {duration(view.now_s - view.since_s)}{after}."
+        case "running":
+            return f"{workers} {'has' if is_one else 'have'} {took}{after}."
+        case "stopping":
+            return _ended("All nodes are told to stop", view.why)
+        case "restarting":
+            waits = f", which wait for {view.waits_for}" if view.waits_for else ""
+            return _ended(f"All workers start again{waits}", view.why)
+        case "done":
+            return f"{workers} {'has' if is_one else 'have'} ended well{after}: {took}."
+    if outcome == "done":
+        return _ended(f"The step has ended well, though launch {view.launch} had failed", view.why)
+    when = f"after {duration(view.since_s)}" if view.began_s is None else f"({took})"
+    return _ended(f"Failed {when}{after}", view.why)
+
+
+def _took(view: GangView) -> str:
+    """Return the durations that a page tells: of the last launch, and with the start, where that was for it alone."""
+    trained = f"trained {duration(view.trained_s or 0.0)}"
+    is_last = view.launch == 0 and (view.outcome == "running" or view.is_over or view.ended_s is not None)
+    return f"{trained}, with start {duration(view.seconds)}" if is_last else trained
+
+
+def _workers(view: GangView) -> str:
+    count = len(view.taking_part)
+    ranks = "The workers" if view.nproc is None else counted(view.nproc * count, "rank")
+    return f"{ranks} on {counted(count, 'node')}"
+
+
+def _waiting(view: GangView) -> str:
+    def which(*states: State) -> list[int]:
+        return [index for index, node in enumerate(view.nodes) if node.state in states]
+
+    count, missing = len(view.nodes), which("not joined yet")
+    called = which("waiting", "preparing")
+    if prepare := which("preparing"):
+        return f"The commands of before_run run on {names(prepare)}."
+    if missing:
+        return f"{count - len(missing)} of {count} nodes have joined; not joined yet: {names(missing)}."
+    late = which("step code")
+    if called and late:
+        return f"{len(called)} of {count} nodes have called run; still in the step's code: {names(late)}."
+    return f"{counted(count, 'node')} joined; the step's code runs."
+
+
+def _ended(what: str, why: str) -> str:
+    text = f"{what}: {why}" if why else what
+    return text if text.endswith((".", "…", "!", "?")) else f"{text}."
+
+
+def timeline(view: GangView) -> list[tuple[str, str, str]]:
+    """Return what happened as rows: seconds, launch, and words; the end of each node's workers is in the chart."""
+    rows = []
+    for event in [event for event in view.events if event.kind != "stopped"]:
+        numbers, what = (event.ranks, "rank") if event.ranks else (event.nodes, "node")
+        text = event.text.replace("was ", "were ", 1) if len(numbers) > 1 else event.text
+        if numbers and event.kind != "cause":  # which names its rank itself
+            text = f"{names(sorted(set(numbers)), what)}: {text}"
+        if event.seconds is not None:
+            text += f", {event.seconds:.1f} s"
+        first, last = f"{event.at_s:.1f}", f"{event.until_s or event.at_s:.1f}"
+        generation = f".{event.generation}" if event.generation else ""
+        launch = "" if event.launch is None else f"{event.launch}{generation}"
+        rows.append((first if first == last else f"{first}-{last}", launch, text))
+    if view.left_out:
+        rows.insert(min(len(rows), 100), ("", "", f"{view.left_out} lines are left out here"))
+    return rows
