@@ -349,7 +349,7 @@ class Gang:
             self._done.add(node.index)
             self._seen.add("finished", "the step has ended well", node.index)
             self.view.enter("storing", [node.index])
-            if all(each in self._done for each in range(self.num_nodes) if each not in self._in[Presence.OUT]):
+            if len(self._done) == len(self._in[Presence.HERE]) and not self._failed:
                 self.view.ended_s = self.view.now_s
             self._has_no_workers(node.index)
             self._begin()  # or say that the launch can't
@@ -360,7 +360,7 @@ class Gang:
         self._seen.add("left", "left: the step has failed" if has_failed else "left", node.index)
         self._send(Farewell("received"), node.index)
         self.view.is_over |= node.index == CONTROL
-        if node.presence is not Presence.ABSENT:
+        if node.presence is Presence.HERE or node.cause is None:  # else it is lost already
             self.view.enter("failed" if has_failed else "finished", [node.index])
         if node.presence is Presence.HERE:
             self._leave(node)
@@ -703,12 +703,8 @@ class Gang:
         """Note that a generation begins."""
         launch, view, nodes = self.launch, self._seen, self.launch.group.nodes
         control = launch.ready[CONTROL]
-        view.launch, view.generation, view.nproc, view.facts = (
-            launch.number,
-            launch.generation,
-            control.nproc,
-            control.facts,
-        )
+        view.launch, view.generation = launch.number, launch.generation
+        view.nproc, view.facts = control.nproc, control.facts
         view.began_s = view.now_s if view.began_s is None else view.began_s
         view.restarts, view.restarts_left = launch.restarts, launch.limit - launch.restarts
         view.restarts_s += [round(view.now_s, 3)] if launch.generation else []
@@ -818,6 +814,9 @@ class Gang:
                 self._refuse(node, report.launch, failures.commands_failed(cause, ". The others go on without it"))
             else:
                 node.without = cause
+                self._seen.why = (
+                    f"before_run has failed on node {node.index}; the launch ends when all nodes have called run."
+                )
             self._begin()
         elif not (is_own and self._goes_on_without(node, cause)):
             self._end_early(report.launch, failures.too_early(cause, report.launch, self._why_not_without(cause)))

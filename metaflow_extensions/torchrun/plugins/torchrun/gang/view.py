@@ -147,7 +147,7 @@ class GangView:
 
     def turn(self, outcome: Outcome, why: str = "") -> None:
         """Note the outcome from now on."""
-        self.outcome, self.why, self.since_s = outcome, why, self.now_s
+        self.outcome, self.why, self.since_s, self.waits_for = outcome, why, self.now_s, ""
 
     def place(self, nodes: Sequence[int], late_s: float = 0.0) -> None:
         """Note where the ranks are from now on; what was to begin later does not."""

@@ -78,8 +78,8 @@ class AskedGang:
                 looked = time.monotonic()
         raise NoAnswer(
             f"{self.where} has not answered within {_PATIENCE_S:g} s. Its control node answers while current.torch.run "
-            "waits: it may be in code of its own, wait for a machine, or have been killed, or have a clock that is 10 minutes from "
-            f"this one's. To see what is known of it: {self._show}."
+            "waits: it may be in code of its own, wait for a machine, or have been killed, or have a clock that is 10 "
+            f"minutes from this one's. To see what is known of it: {self._show}."
         )
 
     def refuse(self) -> NoAnswer:

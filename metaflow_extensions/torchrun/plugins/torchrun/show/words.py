@@ -35,11 +35,9 @@ class Rank:
 
 def ranks_of(view: GangView) -> list[Rank]:
     """Return all ranks in order; none before the first launch."""
-    found: list[Rank] = []
-    for node in view.taking_part if view.nproc is not None else ():
-        for rank in range(len(found), len(found) + (view.nproc or 0)):
-            found.append(Rank(rank, node, _state(view, node, rank), view.nodes[node].exit_codes.get(rank)))
-    return found
+    nproc, nodes = view.nproc or 0, view.taking_part
+    ranks = [(nodes[rank // nproc], rank) for rank in range(len(nodes) * nproc)]
+    return [Rank(rank, node, _state(view, node, rank), view.nodes[node].exit_codes.get(rank)) for node, rank in ranks]
 
 
 def _state(view: GangView, node: int, rank: int) -> RankState:
