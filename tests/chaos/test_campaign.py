@@ -75,7 +75,7 @@ def train(start_flow):
 def check_result(result: dict[str, Any], lost: Counter[int]) -> None:
     restarts = result["restarts"]
     assert [each["generation"] for each in restarts] == [*range(1, len(restarts) + 1)]
-    assert Counter(event["node"] for event in result["events"] if event["kind"] == "lost") == lost
+    assert Counter(node for event in result["events"] if event["kind"] == "lost" for node in event["nodes"]) == lost
     assert all(each["left"] and each["came"] for each in restarts)
     assert Counter(node for each in restarts for node in each["left"]) <= lost
 

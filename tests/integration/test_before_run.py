@@ -174,7 +174,7 @@ class TestFlow:
         kinds = [event["kind"] for event in events]
         assert kinds.index("before_run") < kinds.index("command") < kinds.index("ready") < kinds.index("go")
         ended = [event for event in events if event["kind"] == "command"]
-        assert sorted(event["node"] for event in ended) == [0, 0, 1, 1]
+        assert sorted(node for event in ended for node in event["nodes"]) == [0, 0, 1, 1]
         assert {event["exit_code"] for event in ended} == {0}
         assert all(event["seconds"] > 0 for event in ended)
         assert "command" not in kinds[kinds.index("go") :]

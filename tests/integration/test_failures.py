@@ -83,11 +83,11 @@ def test_what_happened_is_in_the_errors_and_stays_in_the_datastore(failing):
     both = [note["events"] for note in failing.notes("error-*.2")]
     assert of_the_gang in both  # a member's: of this launch, and not of those before
     assert any("exited" in events for events in both), "the control node's has each rank's end"
-    (path,) = failing.home.rglob("*.torchrun_events.json")
+    (path,) = failing.home.rglob("*.torchrun_view.json")
     events = json.loads(path.read_text())["events"]
-    assert [event["kind"] for event in events[-2:]] == ["left", "left"]
-    causes = [(event["launch"], event["node"], event["rank"]) for event in events if event["kind"] == "cause"]
-    assert causes == [(number, rank // 2, rank) for number, (rank, _, _) in enumerate(FAILURES.values())]
+    assert (events[-1]["kind"], sorted(events[-1]["nodes"])) == ("left", [0, 1])
+    causes = [(event["launch"], event["ranks"]) for event in events if event["kind"] == "cause"]
+    assert causes == [(number, [rank]) for number, (rank, _, _) in enumerate(FAILURES.values())]
 
 
 @pytest.mark.xdist_group("failing")

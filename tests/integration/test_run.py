@@ -85,8 +85,10 @@ def test_a_gang_runs_twice_with_hostile_arguments_and_paths(run_flow):
     assert tasks[1]["results"][0]["exit_codes"] == {"2": 0, "3": 0}
     assert tasks[1]["results"][0]["world_size"] == 4
     assert tasks[0]["results"][0]["restarts"] == []
-    events = [(event["kind"], event["node"], event["rank"]) for event in tasks[0]["results"][0]["events"]]
-    assert {("joined", 1, None), ("go", None, None), ("exited", 1, 3), ("done", None, None)} < set(events)
+    events = tasks[0]["results"][0]["events"]
+    nodes = {event["kind"]: sorted(event["nodes"]) for event in events}
+    assert {"ready": [0, 1], "go": [], "exited": [0, 1], "done": []}.items() <= nodes.items()
+    assert [sorted(event["ranks"]) for event in events if event["kind"] == "exited"] == [[0, 1, 2, 3]]
     assert [event["kind"] for event in tasks[1]["results"][1]["events"]] == ["go", "done"]
     assert tasks[0]["results"][0]["duration_s"] > 0
     assert set(end["kinds"]) == {"TorchrunResult"}

@@ -32,7 +32,7 @@ STORES = [
     pytest.param("gs", marks=pytest.mark.gs),
 ]
 RECORD = "torchrun_gang.json"
-EVENTS = "torchrun_events.json"  # written again every 5 s, as long as something happens
+VIEW = "torchrun_view.json"  # written again every 5 s, as long as something happens
 SPEAKER = """
 import os, worker
 print("größe", os.environ["RANK"])
@@ -175,7 +175,7 @@ def record_requests(flow: FlowRun) -> Counter[tuple[str, str]]:
 
 def other_requests(flow: FlowRun) -> dict[str, int]:
     """Return task id's part after the control task's -> number of requests that are about neither record nor events."""
-    ours = (RECORD, EVENTS)
+    ours = (RECORD, VIEW)
     tasks = Counter(path.split("/")[0] for _, path, _ in requests(flow) if not any(name in path for name in ours))
     return {task.partition("_node_")[2]: count for task, count in tasks.items()}
 

@@ -44,7 +44,7 @@ def launched(run, number):
     except TorchrunError as error:
         result = error
     ends = [event for event in result.events if event["kind"] == "exited" and event["launch"] == number]
-    return {event["rank"]: event["exit_code"] for event in ends if event["generation"] == 0}
+    return {rank: event["exit_code"] for event in ends if event["generation"] == 0 for rank in event["ranks"]}
 
 
 class WarmFlow(FlowSpec):

@@ -264,15 +264,16 @@ def told_by_others(view: GangView | None, words: Iterable[Word]) -> GangView | N
     """Return the view with `words` added. The first is the gang's end if the control node has recorded none."""
     for word in words:
         found = view or GangView(word.num_nodes, began=word.time, nodes=[NodeView() for _ in range(word.num_nodes)])
-        view = replace(found, events=list(found.events), reports=list(found.reports), nodes=list(found.nodes))
+        nodes = [replace(node, since=list(node.since)) for node in found.nodes]
+        view = replace(found, events=list(found.events), reports=list(found.reports), nodes=nodes)
         headline = word.text.partition("\n")[0]
         if view.is_over:
             view.add("told", "; ".join(word.text.splitlines()))
             continue
         view.now_s = max(view.now_s, round(word.time - view.began, 3))
-        view.nodes[0] = replace(view.nodes[0], since=list(view.nodes[0].since))
         cause = Cause("lost", 0, view.nodes[0].host, exception=headline).as_dict()
-        view.enter("lost", [0])
+        # What became of the other nodes after that is not recorded.
+        view.enter("lost", [index for index, node in enumerate(nodes) if node.state not in _GONE])
         view.add("lost", f"lost: {headline}", node=0)
         view.turn("failed", headline)
         view.report(word.text, word.error, cause)

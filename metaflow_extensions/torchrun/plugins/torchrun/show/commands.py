@@ -122,9 +122,9 @@ def _as_data(place: Place, view: GangView | None) -> dict[str, Any]:
         "tasks": {str(node): task for node, task in place.tasks.items()},
         "attempt": place.attempt,
         "last_attempt": place.last_attempt,
+        **({} if view is None else view.stored()),
         "outcome": None if view is None else place.outcome(view),
         "sentence": None if view is None else place.sentence(view),
-        "view": None if view is None else view.stored(),
     }
 
 
