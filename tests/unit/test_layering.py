@@ -26,15 +26,8 @@ SCRIPTS_OF_FEATURES = (
 CALLED_BY_WORKERS = ("features.functions.function_worker",)
 # Besides `compat`, these may import Metaflow, and what it promises: `current` and the base of its exceptions.
 KNOW_METAFLOW = {"decorator", "gang_of_one", "errors", "tracebacks", "show.gang_part", "task.task_gang"}
-# They alone know the one list of features: four wire a gang, two make its page, for which features have parts.
-WIRE_FEATURES = {
-    "decorator",
-    "gang_of_one",
-    "supervisor.process",
-    "supervisor.sides",
-    "show.commands",
-    "show.gang_card",
-}
+# They alone know the one list of features.
+WIRE_FEATURES = {"decorator", "gang_of_one", "supervisor.process"}
 LIST_OF_FEATURES = "feature_list"
 # `metaflow` imports these whenever it is imported, whether or not a flow has a step of ours; all others wait for one.
 IMPORTED_WITH_METAFLOW = {
@@ -148,7 +141,7 @@ def test_the_core_knows_no_feature_and_no_feature_another(module):
 
 
 def test_the_list_of_features_names_the_parts_that_there_are():
-    parts = {"in_task", "watch", "keep", "on_page"}
+    parts = {"in_task", "watch"}
     folders = [path.parent for path in (FOLDER / "features").glob("*/__init__.py")]
     found = {folder.name: {path.stem for path in folder.glob("*.py")} & parts for folder in folders}
     assert {name: set(having) for name, having in FEATURES.items()} == found

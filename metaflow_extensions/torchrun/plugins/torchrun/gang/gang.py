@@ -49,7 +49,7 @@ from .progress import Progress
 from .reach import UNREACHABLE, Reach
 from .stacks import Stacks
 from .texts import QUIET_S, REMIND_S, counted, headline, names, size_text
-from .view import LATE_S, GangView, Happened, NodeView
+from .view import LATE_S, GangView, Happened, NodeView, Presence
 
 Outgoing: TypeAlias = tuple[int, Message]
 """A node's index and a message for it."""
@@ -68,15 +68,6 @@ class Phase(enum.Enum):
     STOPPING = "the workers are told to stop"
     PAUSING = "no worker is left; a restart follows"
     STORING = "no worker is left, and no restart follows: what the workers left is stored"
-
-
-class Presence(enum.Enum):
-    """What the control node knows of a node's task."""
-
-    ABSENT = "none is there, and one may come"
-    HERE = "it is a member"
-    GONE = "it has left, or is lost; nobody takes its place"
-    OUT = "the gang goes on without it; a task that comes late is a spare"
 
 
 @dataclass

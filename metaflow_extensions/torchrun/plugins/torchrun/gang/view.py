@@ -6,6 +6,7 @@ seconds since the gang's begin, by the control node's clock.
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
@@ -37,6 +38,15 @@ _OUTPUTS = 4000  # for so many nodes, over all launches, the places of outputs a
 _REPORT_CHARS = 128 * 1024  # of each report: stacks of many ranks are long
 LATE_S = 10.0
 """So long after its launch or generation has ended, a line may still be captured."""
+
+
+class Presence(enum.Enum):
+    """What the control node knows of a node's task."""
+
+    ABSENT = "none is there, and one may come"
+    HERE = "it is a member"
+    GONE = "it has left, or is lost; nobody takes its place"
+    OUT = "the gang goes on without it; a task that comes late is a spare"
 
 
 @dataclass

@@ -15,9 +15,8 @@ from typing import Any
 
 from ..channel.registry import Registry, Reply, Request
 from ..errors import GangError
-from ..gang.gang import Presence
 from ..gang.messages import CONTROL
-from ..gang.view import GangView, NodeView, Word, told_by_others
+from ..gang.view import GangView, NodeView, Presence, Word, told_by_others
 from ..launch.transfer import Step, Transfer
 from .cards import Cards
 from .member import Member

@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 
-from ..gang.gang import Presence
+from ..gang.view import Presence
 from ..logs.console import has_unread
 from ..machine.processes import (
     Process,

@@ -25,8 +25,8 @@ from ..compat.steps import control_task_of, exit_codes_of_tasks, is_local, is_of
 from ..errors import GangError, TorchrunPreempted
 from ..events import Event, label
 from ..gang.cause import Cause, cause_of
-from ..gang.gang import Presence
 from ..gang.policy import Rules
+from ..gang.view import Presence
 from ..gang.wire import Plain
 from ..logs.console import hurry, to_log
 from ..logs.task_log import TaskLog
