@@ -19,7 +19,7 @@ from unit_helpers import HANG_S, eventually, is_running, write
 
 from metaflow_extensions.torchrun.plugins.torchrun.errors import EntrypointError, TorchrunPreempted
 from metaflow_extensions.torchrun.plugins.torchrun.gang.endings import MustEnd
-from metaflow_extensions.torchrun.plugins.torchrun.gang.messages import Command, Ended, Failed, Ready
+from metaflow_extensions.torchrun.plugins.torchrun.gang.messages import Ended, Failed, Ready, Report
 from metaflow_extensions.torchrun.plugins.torchrun.launch.command import COMMAND_RUNNER
 from metaflow_extensions.torchrun.plugins.torchrun.machine import processes
 from metaflow_extensions.torchrun.plugins.torchrun.node.agent import AgentProcess
@@ -272,7 +272,7 @@ def test_a_commands_end_that_only_its_agent_tells(node_with):
     agent.say(AgentEnded(1, 0.0))
     agent.say(End(1))
     told = messages(node)
-    assert [type(each) for each in told] == [Command, Failed]
+    assert [type(each) for each in told] == [Report, Failed]
     assert told[-1].failures[0].cause.exception == "its command runner exited with code 1"
     node.verdict(ERROR)
 

@@ -9,7 +9,7 @@ from metaflow.plugins.timeout_decorator import TimeoutException
 
 from metaflow_extensions.torchrun.plugins.torchrun.errors import LaunchFailed
 from metaflow_extensions.torchrun.plugins.torchrun.gang.keepers import Keeper, Keepers
-from metaflow_extensions.torchrun.plugins.torchrun.gang.messages import Told
+from metaflow_extensions.torchrun.plugins.torchrun.gang.messages import Report
 from metaflow_extensions.torchrun.plugins.torchrun.launch.services import InTask, starts_of
 from metaflow_extensions.torchrun.plugins.torchrun.node import watchers as of_node
 from metaflow_extensions.torchrun.plugins.torchrun.node.watchers import Here, Variables, Watch, Watcher, Watchers
@@ -68,7 +68,7 @@ def test_a_feature_that_raises_is_left_out_and_a_line_says_so_once(fails):
     told = asyncio.run(watchers.ended())
     watchers.close()
     watchers.close()
-    assert Told(3, 4, "well", {"polls": 3}) in told
+    assert Report("well", 3, 4, {"polls": 3}) in told
     assert [line.endswith("its ill: OSError: gone") for line in said] == [True]
     assert (ill.closed, well.closed) == (fails != "watcher", 1)
 
