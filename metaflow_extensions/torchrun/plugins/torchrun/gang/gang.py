@@ -80,7 +80,6 @@ class Node:
     join: Join = field(default_factory=lambda: Join(CONTROL))  # of its last task
     tasks: list[str] = field(default_factory=list)  # all that have come, in order
     is_new: bool = False  # whether its task has come in the place of another, and was not ready yet
-    has_failed: bool = False  # whether it has left with an error
     is_told: bool = False  # whether its task knows that another one has come
     cause: Cause | None = None  # why it is gone, or out
     call: Ready | None = None  # its call of `run`, as long as that has no verdict
@@ -118,7 +117,8 @@ class Gang:
         # Kept up to date: to look at thousands of nodes at each message would be slow.
         self._in = {each: set[int]() for each in Presence} | {Presence.ABSENT: set(range(num_nodes))}
         self._calls: set[int] = set()  # nodes with a call, and
-        self._done: set[int] = set()  # nodes that are here whose step's code has ended well
+        self._done: set[int] = set()  # nodes that are here whose step's code has ended well, and
+        self._failed: set[int] = set()  # nodes whose last task has left with an error
         self._pick_port, self._clock, self._began_at = pick_port, clock, clock()
         self._group = Group(0)  # the last nodes that have taken part
         self._is_over = False  # whether the control node's step has ended, and no other node is left
@@ -277,8 +277,8 @@ class Gang:
         if node.presence is not Presence.HERE:
             self.history.note("joined", node=node.index, text=join.host)
             node.is_new = bool(node.join.task)
-            node.has_failed = node.is_told = False
-            node.cause = None
+            self._failed.discard(node.index)
+            node.is_told, node.cause = False, None
         self._enter(node, Presence.HERE)
         node.join = join
         if join.task not in node.tasks:
@@ -357,7 +357,8 @@ class Gang:
         self._send(Farewell("received"), node.index)
         if node.presence is Presence.HERE:
             self._leave(node)
-            node.has_failed, node.cause = has_failed, leave.cause
+            self._failed |= {node.index} if has_failed else set()
+            node.cause = leave.cause
             if leave.cause is not None:
                 self._without(node, leave.cause, after_step=after_step)
             else:
@@ -384,7 +385,7 @@ class Gang:
 
     def _end_without_control(self, control: Node) -> None:
         """Tell the nodes how it ends, if the control node leaves with an error: it can't tell them later."""
-        if not control.has_failed:
+        if CONTROL not in self._failed:
             return
         if self.phase is not Phase.IDLE:
             self._finish(self._error_of_launch())
@@ -400,8 +401,7 @@ class Gang:
         """
         if CONTROL not in self._done:
             return
-        gone = [self.nodes[node] for node in sorted(self._in[Presence.GONE])]
-        for node in [node for node in gone if node.has_failed][:1]:
+        for node in [self.nodes[each] for each in sorted(self._failed & self._in[Presence.GONE])[:1]]:
             error = self.launch.verdict if node.cause is None else self._error_outside(node.cause)
             if error is not None:
                 self._break(error)
