@@ -1087,8 +1087,9 @@ class Gang:
             self._send(Note(text), CONTROL)  # even if it is late itself: the terminal shows its log
             self._send(Note(text, is_detail=True), *(node for node in ready if node != CONTROL))
         elif self.phase is Phase.PAUSING and (coming := self._coming(self._able())):
-            text = f"launch {self.launch.number} waits for {names(coming)} to start"
-            self._send(Note(text + failures.to_see_why(coming[0], self.rules.why_it_waits(coming[0]))), CONTROL)
+            why = failures.to_see_why(coming[0], self.rules.why_it_waits(coming[0]))
+            text = f"launch {self.launch.number} waits for {names(coming)} to start{why and '.' + why}"
+            self._send(Note(text), CONTROL)
         elif text := self.launch.who_stores(now, besides=CONTROL):  # the control node logs its own
             self._send(Note(text), CONTROL)
 
