@@ -31,7 +31,7 @@ def test_what_workers_tell_is_told_while_they_run_and_at_their_end_before_that(t
 
     def heard():
         message = node.expect(Report)
-        assert (message.launch, message.generation, message.feature) == (0, 0, "progress")
+        assert (message.launch, message.generation, message.kind) == (0, 0, "progress")
         return from_plain(Metrics, message.data, "progress")
 
     write(folder / "0.jsonl", '{"step": 1, "loss": 3}\nnonsense\n')

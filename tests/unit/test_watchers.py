@@ -93,9 +93,9 @@ def test_what_a_signals_handler_raises_in_a_feature_reaches_the_step(fails, erro
 @pytest.mark.parametrize("data", [{"x": "a" * of_node.MAX_TOLD_BYTES}, {"x": math.nan}, {"x": object()}])
 def test_what_is_too_large_or_no_plain_data_is_not_told(data):
     watchers, said = watchers_of(Counting("ill", data=data), Counting("well"))
-    assert [told.feature for told in watchers.poll()] == ["well"]
+    assert [told.kind for told in watchers.poll()] == ["well"]
     assert len(said) == 1
-    assert [told.feature for told in watchers.poll()] == ["well"]
+    assert [told.kind for told in watchers.poll()] == ["well"]
 
 
 def test_the_variables_of_all_features_are_the_workers():
