@@ -27,8 +27,9 @@ from report import Report, parser
 from metaflow_extensions.torchrun.plugins.torchrun.channel import connection, control_channel, member_channel
 from metaflow_extensions.torchrun.plugins.torchrun.feature_list import keeps
 from metaflow_extensions.torchrun.plugins.torchrun.features.usage.told import step_s
-from metaflow_extensions.torchrun.plugins.torchrun.gang import policy, protocol, state
+from metaflow_extensions.torchrun.plugins.torchrun.gang import messages, policy
 from metaflow_extensions.torchrun.plugins.torchrun.gang.cause import Cause, Failure
+from metaflow_extensions.torchrun.plugins.torchrun.gang.gang import Gang
 from metaflow_extensions.torchrun.plugins.torchrun.gang.keepers import Keepers
 from metaflow_extensions.torchrun.plugins.torchrun.machine.network import pick_port
 
@@ -38,12 +39,12 @@ WAIT_S = 300.0
 RANKS = 8
 ENDS_S = 0.2  # that the workers of a member take to end when they are told to
 _TRACE = 'Traceback (most recent call last):\n  File "train.py", line 12, in <module>\n' + "    step(batch)\n" * 100
-READY = protocol.Ready(0, RANKS, "d" * 64, {"torch": "2.13.0", "python": "3.11.7"})
+READY = messages.Ready(0, RANKS, "d" * 64, {"torch": "2.13.0", "python": "3.11.7"})
 POLICY = policy.LaunchPolicy(timeout_s=3600.0, restart_on=frozenset())
-USED = protocol.Told(
-    0,
-    0,
+USED = messages.Report(
     "usage",
+    0,
+    0,
     {
         "of": "container",
         "values": {"cpus": 7.512, "memory_mib": 15230.125, "gpu_percent": 97.125, "gpu_memory_mib": 61234.5}
@@ -92,15 +93,15 @@ class Member:
         self.error: str | None = None
         self.channel = member_channel.MemberChannel(node, self.deliver, self.lose_control, HEARTBEAT_S)
 
-    def deliver(self, message: protocol.Message) -> None:
+    def deliver(self, message: messages.Message) -> None:
         """Take a message."""
         self.heard.setdefault(type(message).__name__.lower(), time.monotonic())
-        if isinstance(message, protocol.Go):
+        if isinstance(message, messages.Go):
             asyncio.get_running_loop().call_later(random.random() * self.step_s, self.tell_usage)
-        elif isinstance(message, protocol.Stop):
+        elif isinstance(message, messages.Stop):
             asyncio.get_running_loop().call_later(ENDS_S, self.end)
-        elif isinstance(message, protocol.Verdict):
-            self.channel.send(protocol.Leave())
+        elif isinstance(message, messages.Verdict):
+            self.channel.send(messages.Leave("left"))
 
     def tell_usage(self) -> None:
         """Tell what this node uses, as each does while its workers run."""
@@ -111,7 +112,7 @@ class Member:
     def end(self) -> None:
         """Tell how the workers have ended."""
         lost_peer = report(self.node, "ConnectionError: Connection reset by peer", 0.1, RANKS)
-        self.channel.send(protocol.Ended(0, False, 0, lost_peer))
+        self.channel.send(messages.Ended(0, False, 0, lost_peer))
 
     def lose_control(self, reason: str) -> None:
         """Note that the control node is not heard any more."""
@@ -119,7 +120,7 @@ class Member:
 
     def has_heard(self, kind: str) -> bool:
         """Tell whether it has heard something, or nothing more will come."""
-        return self.error is not None or not self.heard.keys().isdisjoint({kind, "ack", "control_lost"})
+        return self.error is not None or not self.heard.keys().isdisjoint({kind, "farewell", "control_lost"})
 
     async def join(self, port: int, token: str, begin_at: float) -> None:
         """Connect at the same moment as all others."""
@@ -162,11 +163,11 @@ def run_members(control: Connection, port: int, token: str, count: int, first: i
     begin_at = await_order(control, "ready")
     for member in members:
         asyncio.run_coroutine_threadsafe(member.join(port, token, begin_at), loop)
-    await_members(members, "welcome")
+    await_members(members, "answer")
     begin_at = await_order(control, "joined")
     for member in members:
         loop.call_soon_threadsafe(loop.call_at, begin_at, member.channel.send, READY)
-    await_members(members, "ack")
+    await_members(members, "farewell")
     control.send([(member.node, member.heard, member.error) for member in members])
 
 
@@ -223,9 +224,9 @@ class Control:
     """The control node of one gang, with what it uses."""
 
     def __init__(self, count: int) -> None:
-        self._inbox: queue.SimpleQueue[protocol.Message] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[messages.Message] = queue.SimpleQueue()
         keepers = Keepers.of(keeps(), count + 1)
-        gang = state.Gang(count + 1, lambda pinned: pinned or pick_port(), state.Rules(WAIT_S), keepers)
+        gang = Gang(count + 1, lambda pinned: pinned or pick_port(), policy.Rules(WAIT_S), keepers)
         self.token = connection.new_token()
         self._loop = loop_thread()
 
@@ -234,12 +235,12 @@ class Control:
             return await self.channel.listen(None, HOST)
 
         self.port = asyncio.run_coroutine_threadsafe(listen(), self._loop).result()
-        self.send(protocol.Join(0, socket.gethostname()))
+        self.send(messages.Join(0, socket.gethostname()))
         time.sleep(0.2)
         Path("/proc/self/clear_refs").write_text("5")  # begins anew with the most memory (proc(5))
         self._memory_before = resident_mb("VmRSS")
 
-    def send(self, message: protocol.Message) -> None:
+    def send(self, message: messages.Message) -> None:
         """Hand the gang a message of the control node."""
         self._loop.call_soon_threadsafe(self.channel.send, message)
 
@@ -253,22 +254,22 @@ class Control:
                 continue
             if isinstance(message, kind):
                 return message
-            if isinstance(message, protocol.Abort):
+            if isinstance(message, messages.Abort):
                 sys.exit(f"the gang broke: {message.error.message[:500]}")
         return sys.exit(f"waited in vain for {kind.__name__}")
 
     def fail(self, parts: list[Part]) -> None:
         """Tell of a failure, and wait for the verdict."""
         first = report(0, "ValueError: the first", 0.5)
-        self.send(protocol.Failed(0, 0, first))
-        self.send(protocol.Ended(0, False, 0, first))
-        verdict = self.expect(protocol.Verdict, parts)
+        self.send(messages.Failed(0, 0, first))
+        self.send(messages.Ended(0, False, 0, first))
+        verdict = self.expect(messages.Verdict, parts)
         assert "ValueError: the first" in verdict.error.message, verdict.error.message[:500]
 
     def close(self) -> float:
         """Return the most memory that it has used for the gang, in MB, and end it."""
         memory = resident_mb("VmHWM") - self._memory_before
-        self.send(protocol.Leave())
+        self.send(messages.Leave("left"))
         asyncio.run_coroutine_threadsafe(self.channel.close(10.0), self._loop).result()
         return memory
 
@@ -291,7 +292,7 @@ def run_gang(link: Connection, count: int, others: int, processes: int, steady_s
     ready_at = order(parts, "joined")
     cpu_s.append(time.process_time())
     control.send(replace(READY, policy=POLICY))
-    control.expect(protocol.Go, parts)
+    control.expect(messages.Go, parts)
     time.sleep(2.0)  # until the last has heard it, too
     steady_at, cpu_steady = time.monotonic(), time.process_time()
     time.sleep(steady_s)
@@ -304,11 +305,11 @@ def run_gang(link: Connection, count: int, others: int, processes: int, steady_s
     lost = [member for member in seen if member[2] or "verdict" not in member[1]]
     if lost or len(seen) != count:
         sys.exit(f"{len(lost)} members of {len(seen)} are lost, for example {lost[:1]}")
-    begins = {"welcome": begin_at, "go": ready_at, "stop": failed_at, "verdict": failed_at}
+    begins = {"answer": begin_at, "go": ready_at, "stop": failed_at, "verdict": failed_at}
     waits = {kind: max(heard[kind] for _, heard, _ in seen) - begin for kind, begin in begins.items()}
     steady = 100 * (cpu_s[2] - cpu_steady) / (failed_at - steady_at)
     cpu = {"steady": steady, "cpu joined": cpu_s[1] - cpu_s[0], "cpu end": cpu_s[3] - cpu_s[2]}
-    link.send({"join": waits.pop("welcome"), **waits, **cpu, "memory": memory})
+    link.send({"join": waits.pop("answer"), **waits, **cpu, "memory": memory})
 
 
 def set_soft_limit(files: int | None) -> None:

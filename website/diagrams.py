@@ -311,11 +311,6 @@ def node_phases() -> Drawing:
     return phases("The phases of a launch on one node", import_module(f"{_NAME}.node.phases").NEXT)
 
 
-def gang_phases() -> Drawing:
-    """A launch as the control node knows it."""
-    return phases("The phases of a launch, as the control node knows it", import_module(f"{_NAME}.gang.launch").NEXT)
-
-
 PICTURES = {
     "rooms": rooms,
     "gang": gang,
@@ -324,7 +319,6 @@ PICTURES = {
     "failure": failure,
     "function": function,
     "node-phases": node_phases,
-    "gang-phases": gang_phases,
 }
 
 

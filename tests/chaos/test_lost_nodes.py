@@ -36,9 +36,9 @@ class Case:
     do: str = "*:hold,*:wait"
 
 
-RESTART = rf"restart 1 of 2: all workers start again .*, {BECAUSE}"
-SPARE = f"{RESTART}; node 3, a spare, takes the place of node 1"
-FEWER = f"{RESTART}; the launch goes on without node 1, on 2 nodes"
+RESTART = rf"restart 1 of 2: all workers start again, {BECAUSE}\n"
+SPARE = f"{RESTART}(.*\n)*.*node 3, a spare, takes the place of node 1"
+FEWER = f"{RESTART}(.*\n)*.*the launch goes on without node 1, on 2 nodes"
 SAVES = "*:hold,1:ignore-sigterm,*:wait"  # rank 1 lives until its grace is over
 CASES = [
     Case("SIGKILL of a task; a spare comes", 1, [0, 2, 3], [0, 2, 3], [3], SPARE),

@@ -49,7 +49,7 @@ def test_a_command_that_fails_on_one_node_stops_all_and_every_node_says_which(ga
     assert outcome.left == []
     error = outcome.error  # the same on all nodes
     assert error["class"] == "LaunchFailed"
-    assert error["text"].startswith("before_run failed, so no worker was started on any node.\nNode 1 (host ")
+    assert error["text"].startswith("before_run failed, so no worker was started.\nNode 1 (host ")
     assert "failed: before_run 1/1 (while [ ! -e go ]; do" in error["text"]
     assert "exited with code 3." in error["text"]
     assert "  | E: no package" in error["text"]

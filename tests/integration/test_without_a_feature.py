@@ -14,7 +14,7 @@ PACKAGE = Path("metaflow_extensions/torchrun/plugins/torchrun")
 FEATURES = sorted(path.parent.name for path in (ROOT / PACKAGE / "features").glob("*/__init__.py"))
 # Of the unit tests those of gang, channel and node, and of what a user calls.
 CORE = (
-    *("cause", "history", "keepers", "protocol", "settings", "state", "summary"),
+    *("cause", "history", "keepers", "protocol", "settings", "gang", "summary"),
     *("channel", "frames", "join", "registry", "relay"),
     *("command", "commands", "exits", "generation", "headlines", "logs", "node_launch"),
     *("card", "cards", "executor", "gang_store", "result", "single_node", "task_gang"),

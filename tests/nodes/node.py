@@ -23,7 +23,7 @@ from metaflow.plugins.datastores.local_storage import LocalStorage
 from metaflow_extensions.torchrun.plugins.torchrun.channel.registry import Registry
 from metaflow_extensions.torchrun.plugins.torchrun.executor import Context, TorchrunExecutor
 from metaflow_extensions.torchrun.plugins.torchrun.feature_list import in_task
-from metaflow_extensions.torchrun.plugins.torchrun.gang.nodes import NodeState
+from metaflow_extensions.torchrun.plugins.torchrun.gang.gang import Presence
 from metaflow_extensions.torchrun.plugins.torchrun.gang.wire import to_plain
 from metaflow_extensions.torchrun.plugins.torchrun.launch.services import starts_of
 from metaflow_extensions.torchrun.plugins.torchrun.logs.console import to_log
@@ -237,7 +237,7 @@ def main(task):
             notes.save(failed_at=time.monotonic())
             raise ValueError("the results can't be stored")
         if store is not None:
-            member.await_others(lambda: store.in_state(NodeState.JOINED, NodeState.DONE))
+            member.await_others(lambda: store.in_state(Presence.HERE))
     except BaseException as error:
         notes.save(error=notes.of(error), seconds=time.monotonic() - begun)
         traceback.print_exc()

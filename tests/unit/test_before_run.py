@@ -19,7 +19,7 @@ from unit_helpers import HANG_S, eventually, is_running, write
 
 from metaflow_extensions.torchrun.plugins.torchrun.errors import EntrypointError, TorchrunPreempted
 from metaflow_extensions.torchrun.plugins.torchrun.gang.endings import MustEnd
-from metaflow_extensions.torchrun.plugins.torchrun.gang.messages import Command, Ended, Failed, Ready
+from metaflow_extensions.torchrun.plugins.torchrun.gang.messages import Ended, Failed, Ready, Report
 from metaflow_extensions.torchrun.plugins.torchrun.launch.command import COMMAND_RUNNER
 from metaflow_extensions.torchrun.plugins.torchrun.machine import processes
 from metaflow_extensions.torchrun.plugins.torchrun.node.agent import AgentProcess
@@ -94,8 +94,8 @@ def test_each_command_is_told_and_shown_and_has_what_the_workers_will_have(node_
     )
     node.prepare()
     first, second, ready = messages(node)
-    assert (first.text, first.exit_code) == ("before_run 1/2 (env > seen) exited with code 0", 0)
-    assert second.text.startswith("before_run 2/2 (sh -c 'printf")
+    assert (first.data["text"], first.data["exit_code"]) == ("before_run 1/2 (env > seen) exited with code 0", 0)
+    assert second.data["text"].startswith("before_run 2/2 (sh -c 'printf")
     assert isinstance(ready, Ready)
     shown = "".join(node.output).splitlines()
     assert shown[0] == "[node 1 before_run 1/2] $ env > seen"
@@ -168,8 +168,8 @@ def test_a_command_that_fails_is_the_cause_with_its_last_lines_and_the_last_comm
     node = node_with("true", command, "echo never")
     node.prepare()
     *commands, failed = messages(node)
-    assert [each.exit_code for each in commands] == [0, code]
-    assert "out-of-memory" not in commands[1].text, "the error has the hints"
+    assert [each.data["exit_code"] for each in commands] == [0, code]
+    assert "out-of-memory" not in commands[1].data["text"], "the error has the hints"
     (failure,) = failed.failures
     cause = failure.cause
     assert (failed.given_up, cause.kind, cause.category, cause.node, cause.rank) == (
@@ -272,7 +272,7 @@ def test_a_commands_end_that_only_its_agent_tells(node_with):
     agent.say(AgentEnded(1, 0.0))
     agent.say(End(1))
     told = messages(node)
-    assert [type(each) for each in told] == [Command, Failed]
+    assert [type(each) for each in told] == [Report, Failed]
     assert told[-1].failures[0].cause.exception == "its command runner exited with code 1"
     node.verdict(ERROR)
 

@@ -13,6 +13,7 @@ from metaflow_extensions.torchrun.plugins.torchrun.gang.cause import (
     remedy_of_exit,
     rename_node,
 )
+from metaflow_extensions.torchrun.plugins.torchrun.gang.failures import of_launch
 from metaflow_extensions.torchrun.plugins.torchrun.gang.launch import Launch
 from metaflow_extensions.torchrun.plugins.torchrun.task.report import report
 
@@ -227,7 +228,7 @@ def no_mpi(kind="exception"):
 @pytest.mark.parametrize(("rank", "who"), [(3, "Rank 3 (host b)"), (None, "Host b")])
 def test_the_error_of_a_single_node_names_no_node(rank, who):
     cause = Cause("exit", 0, "b", rank, rank, 1)
-    error = Launch(2, is_alone=True).error(cause, [])
+    error = of_launch(Launch(2), cause, is_alone=True)
     assert error.message.startswith(f"{who} exited with code 1.\nLaunch 2 was stopped. The reason: ")
     assert "node" not in error.message
     rename_node(error, 5)  # of the gang in whose step it runs
@@ -245,7 +246,7 @@ def test_only_what_a_worker_says_itself_has_a_remedy_after_what_has_happened():
 @pytest.mark.parametrize("live", [True, False])
 @pytest.mark.parametrize("of_function", [True, False])
 def test_it_is_shown_once_also_with_the_exception_of_a_function(live, of_function):
-    error = verdict = Launch(0).error(no_mpi(), [])
+    error = verdict = of_launch(Launch(0), no_mpi(), is_alone=False)
     if of_function:
         error = RuntimeError(NO_MPI)
         error.__cause__ = verdict

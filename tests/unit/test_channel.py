@@ -27,10 +27,10 @@ from metaflow_extensions.torchrun.plugins.torchrun.channel.frames import decode,
 from metaflow_extensions.torchrun.plugins.torchrun.channel.member_channel import MemberChannel
 from metaflow_extensions.torchrun.plugins.torchrun.channel.relay import Relay
 from metaflow_extensions.torchrun.plugins.torchrun.errors import GangError, TorchrunPreempted
-from metaflow_extensions.torchrun.plugins.torchrun.gang import protocol as sent
+from metaflow_extensions.torchrun.plugins.torchrun.gang import messages as sent
 from metaflow_extensions.torchrun.plugins.torchrun.gang.cause import Cause
+from metaflow_extensions.torchrun.plugins.torchrun.gang.gang import Gang
 from metaflow_extensions.torchrun.plugins.torchrun.gang.policy import ConnectPolicy, Rules
-from metaflow_extensions.torchrun.plugins.torchrun.gang.state import Gang
 from metaflow_extensions.torchrun.plugins.torchrun.machine.network import pick_port
 
 HOST = "127.0.0.1"
@@ -73,6 +73,12 @@ class Inbox:
             if isinstance(message, kind):
                 return message
 
+    def farewell(self, what):
+        """Return the next farewell, which must be this one."""
+        farewell = self.expect(sent.Farewell)
+        assert farewell.what == what
+        return farewell
+
     def error(self):
         """Return the text of the error that ends the gang."""
         return self.expect(sent.Abort).error.message
@@ -92,12 +98,12 @@ class Control:
         self.loop.on_error = self.channel.itself.fail
         self.port, self.send = self.channel.listen(None, host), self.channel.send
         self.send(sent.Join(node=0, host="host-0"))
-        self.inbox.expect(sent.Welcome)
+        self.inbox.expect(sent.Answer)
         self._is_open = True
 
     @property
     def members(self):
-        return self.channel.gang.nodes.members
+        return self.channel.gang.members
 
     def close(self, wait_s=0.0):
         if self._is_open:
@@ -119,13 +125,13 @@ class Member(InLoop):
 
     def join(self, control, addresses=(HOST,)):
         self.address = self.connect(addresses, control.port, control.token, 10.0)
-        self.inbox.expect(sent.Welcome)
+        self.inbox.expect(sent.Answer)
         return self
 
     def leave_well(self, control):
         """Leave, when nobody has taken it for lost."""
-        self.send(sent.Leave())
-        self.inbox.expect(sent.Ack)
+        self.send(sent.Leave("left"))
+        self.inbox.farewell("received")
         assert control.channel.gang.broken is None
 
     def close(self):
@@ -284,13 +290,13 @@ def test_of_many_addresses_that_work_one_connection_stays(opened):
 
 def test_closing_waits_for_members_that_have_yet_to_leave(opened):
     control, member = opened.pair()
-    control.send(sent.Leave())
-    member.inbox.expect(sent.Bye)
-    leaving = threading.Timer(0.2, member.send, [sent.Leave()])
+    control.send(sent.Leave("left"))
+    member.inbox.farewell("bye")
+    leaving = threading.Timer(0.2, member.send, [sent.Leave("left")])
     leaving.start()
     control.close(wait_s=3600.0)
     leaving.join()
-    member.inbox.expect(sent.Ack)
+    member.inbox.farewell("received")
 
 
 # --- unauthenticated connections ------------------------------------------------------------------
@@ -306,7 +312,7 @@ def test_closing_waits_for_members_that_have_yet_to_leave(opened):
         pytest.param(struct.pack(">I", 0xFFFFFFFF) + b"x" * 1000, True, id="4 GB"),
         pytest.param(struct.pack(">I", 4) + b"\xff\xfe{}", True, id="no json"),
         pytest.param(struct.pack(">I", len(PICKLED)) + PICKLED, True, id="a pickle"),
-        pytest.param(encode(sent.Leave()), True, id="no join"),
+        pytest.param(encode(sent.Leave("left")), True, id="no join"),
         *(pytest.param(encode(sent.Join(node)), True, id=f"node {node}") for node in (99, -1, 0)),
     ],
 )
@@ -390,20 +396,20 @@ def test_a_second_task_of_the_same_node_is_refused_and_the_first_stays(opened):
 
 
 def test_where_another_task_may_come_it_joins_when_the_first_has_ended(opened):
-    control = opened.control(replacements=1)
+    control = opened.control(replaces=True)
     first = opened.member().join(control)
     second = opened.member(place="another pod")
     for _ in range(2):
         with pytest.raises(ConnectionError, match=r"the task before it, on host .*, has not ended yet"):
             second.join(control)
-    first.inbox.expect(sent.Replaced)
+    first.inbox.farewell("replaced")
     with pytest.raises(queue.Empty):  # nobody tells it that it has lost the control node
         second.inbox.expect(ControlLost, 0.5)
-    first.send(sent.Leave(Cause("terminated", 1, "host-1")))
-    first.inbox.expect(sent.Ack)
+    first.send(sent.Leave("failed", Cause("terminated", 1, "host-1")))
+    first.inbox.farewell("received")
     first.close()
     second.join(control)
-    assert (control.members, control.channel.gang.broken) == ([1], None)
+    assert (control.members, control.channel.gang.broken) == ({1}, None)
     second.leave_well(control)
 
 
@@ -413,14 +419,14 @@ def test_a_task_that_comes_to_replace_another_waits_for_the_gangs_end(opened):
     second = opened.member(heartbeat_s=0.4, place="another pod")
     with pytest.raises(TorchrunPreempted, match=r"Node 1 .* turned away.*to replace"):
         second.join(control)
-    assert "it is being replaced" in first.inbox.expect(sent.Replaced).why
+    assert "it is being replaced" in first.inbox.farewell("replaced").why
     assert "node 1 (host" in control.inbox.expect(sent.Note).text
     log = Log(control)
-    for words in (sent.Leave(), sent.Lines("its lines\n")):  # they don't count
+    for words in (sent.Leave("left"), sent.Lines("its lines\n")):  # they don't count
         second.send(words)
     with pytest.raises(queue.Empty):  # it lives longer than either may be silent
         second.inbox.expect(ControlLost, 1.0)
-    assert (control.members, control.channel.gang.broken) == ([1], None)
+    assert (control.members, control.channel.gang.broken) == ({1}, None)
     assert second.hold_s == 1.0 + 15.0
     control.relay.settle()
     assert log.text == ""
@@ -431,13 +437,13 @@ def test_a_task_that_comes_to_replace_another_waits_for_the_gangs_end(opened):
 def test_a_member_whose_first_connection_was_lost_unseen_gets_in_by_another(opened):
     control = opened.control()
     with raw_member(control) as first:
-        assert isinstance(receive_message(first), sent.Welcome)
+        assert isinstance(receive_message(first), sent.Answer)
         with raw_member(control) as again:
-            assert isinstance(receive_message(again), sent.Welcome)
+            assert isinstance(receive_message(again), sent.Answer)
             assert is_closed(first)
-            assert control.members == [1]
-            again.sendall(encode(sent.Leave()))
-            assert isinstance(receive_message(again), sent.Ack)
+            assert control.members == {1}
+            again.sendall(encode(sent.Leave("left")))
+            assert receive_message(again) == sent.Farewell("received")
     assert control.channel.gang.broken is None
 
 
@@ -466,7 +472,7 @@ def test_a_control_node_that_falls_silent_is_lost(welcome, opened):
     def answer(sock):
         shake_hands_as_control(sock, token)
         if welcome:
-            sock.sendall(encode(sent.Welcome()))
+            sock.sendall(encode(sent.Answer()))
         done.wait(limit_s(HANG_S))
 
     port = opened.answering(answer)
@@ -500,8 +506,8 @@ def test_what_is_raised_in_the_control_nodes_loop_breaks_the_gang_with_its_text(
 
 def test_a_message_that_can_not_be_sent_is_told_to_all(opened):
     control, member = opened.pair()
-    member.send(sent.Told(0, 0, "some", dict.fromkeys(map(str, range(20000)), "k" * 100)))
-    assert "a 'told' message of" in member.inbox.expect(ControlLost, limit_s(5.0)).reason
+    member.send(sent.Report("some", 0, 0, dict.fromkeys(map(str, range(20000)), "k" * 100)))
+    assert "a 'report' message of" in member.inbox.expect(ControlLost, limit_s(5.0)).reason
     assert "Node 1" in control.inbox.error()
 
 

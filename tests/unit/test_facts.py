@@ -5,7 +5,7 @@ import sys
 from dataclasses import replace
 
 import pytest
-from test_state import FACTS
+from gang_of import FACTS
 from unit_helpers import write
 
 from metaflow_extensions.torchrun.plugins.torchrun.errors import TorchNotFoundError

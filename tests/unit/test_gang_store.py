@@ -9,8 +9,8 @@ from fake_link import FakeLink, member_of
 from test_registry import FlowDatastore, registry_of
 from unit_helpers import HANG_S, eventually
 
+from metaflow_extensions.torchrun.plugins.torchrun.gang.gang import Presence
 from metaflow_extensions.torchrun.plugins.torchrun.gang.history import Record
-from metaflow_extensions.torchrun.plugins.torchrun.gang.nodes import NodeState
 from metaflow_extensions.torchrun.plugins.torchrun.records.requests import Request
 from metaflow_extensions.torchrun.plugins.torchrun.records.snapshot import Snapshot
 from metaflow_extensions.torchrun.plugins.torchrun.task import gang_store
@@ -49,7 +49,7 @@ class Link(FakeLink):
         return self._answers.pop(number)
 
     def call(self, name, *args):
-        return {"states": ["JOINED", "LOST"], "broken": None}
+        return {"states": ["HERE", "GONE"], "broken": None}
 
     def gone(self, why=""):
         return RuntimeError(self.end)
@@ -84,7 +84,7 @@ def test_news_is_stored_and_shown_while_our_code_waits_and_by_one_thread_at_a_ti
     stored = gang.registry.load_snapshot()
     assert ([event.kind for event in stored.events], stored.command) == (["joined", "joined"], "torchrun x")
     assert gang.cards.renewed[0].now_s is not None
-    assert gang.store.in_state(NodeState.LOST) == [1]
+    assert gang.store.in_state(Presence.GONE) == [1]
     assert threading.active_count() <= before + 1
     gang.link.records = 3
     time.sleep(0.05)
@@ -165,12 +165,12 @@ def test_a_request_of_long_ago_is_not_answered(gang):
 
 def test_the_gangs_last_words_are_stored_when_the_link_is_closed(gang):
     gang.link.records = 2
-    gang.link.last_words = {"view": {"states": ["LEFT", "LEFT"], "broken": None}, "snapshot": gang.link.snapshot()}
+    gang.link.last_words = {"view": {"states": ["GONE", "GONE"], "broken": None}, "snapshot": gang.link.snapshot()}
     gang.link.end = "its gang has ended"
     gang.store.close()
     stored = gang.registry.load_snapshot()
     assert (len(stored.events), stored.now_s) == (2, None)
-    assert gang.store.states()[1] is NodeState.LEFT
+    assert gang.store.states()[1] is Presence.GONE
 
 
 def test_a_supervisor_that_is_gone_is_the_gangs_end(gang):

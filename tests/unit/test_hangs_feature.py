@@ -17,8 +17,8 @@ from metaflow_extensions.torchrun.plugins.torchrun.features.hangs.told import Di
 from metaflow_extensions.torchrun.plugins.torchrun.features.hangs.watch import HangWatcher
 from metaflow_extensions.torchrun.plugins.torchrun.features.progress import watch as progress
 from metaflow_extensions.torchrun.plugins.torchrun.gang.keepers import Failing, Remarks
+from metaflow_extensions.torchrun.plugins.torchrun.gang.messages import Report
 from metaflow_extensions.torchrun.plugins.torchrun.gang.policy import LaunchPolicy
-from metaflow_extensions.torchrun.plugins.torchrun.gang.messages import Told
 from metaflow_extensions.torchrun.plugins.torchrun.gang.wire import to_plain
 from metaflow_extensions.torchrun.plugins.torchrun.machine.frames import Found, without_stack
 
@@ -30,7 +30,7 @@ def keeper(**policy):
 
 
 def told(data):
-    return Told(0, 0, "hangs", data)
+    return Report("hangs", 0, 0, data)
 
 
 # --- on the control node ----------------------------------------------------------------------------
@@ -211,7 +211,7 @@ def test_a_rank_that_has_ended_is_told_for_the_others_may_wait_for_it(tmp_path):
     agent = node.running()
     node.worker_ended(agent, 0, 0)
     node.stop(kind="hang")
-    assert sorted(node.expect(Told).data["ranks"]) == ["0", "1"]
+    assert sorted(node.expect(Report).data["ranks"]) == ["0", "1"]
     node.ends(agent)
 
 
@@ -225,10 +225,10 @@ def test_the_gang_hears_of_output_and_of_ends_now_and_then(tmp_path):
     agent = node.running()
     now = time.monotonic()
     node.worker_ended(agent, 0, 0, at=now)
-    assert node.expect(Told).data["age_s"] == pytest.approx(0.0, abs=50)
+    assert node.expect(Report).data["age_s"] == pytest.approx(0.0, abs=50)
     node.worker_ended(agent, 1, 0, at=now + 99.0)
     node.worker_ended(agent, 1, 0, at=now + 101.0)
-    assert node.expect(Told).data["age_s"] == pytest.approx(-101.0, abs=50), "a tenth of the limit later"
+    assert node.expect(Report).data["age_s"] == pytest.approx(-101.0, abs=50), "a tenth of the limit later"
     node.ends(agent)
 
 
@@ -292,6 +292,6 @@ def test_a_step_that_a_worker_tells_is_a_sign_of_life(tmp_path):
     metrics = Path(agent.env["TORCHRUN_METRICS_FOLDER"]) / "0.jsonl"
     metrics.write_text('{"step": 1}\n')
     news = [node.next_message() for _ in range(3)]
-    (found,) = [each for each in news if isinstance(each, Told) and each.feature == "hangs"]
+    (found,) = [each for each in news if isinstance(each, Report) and each.kind == "hangs"]
     assert list(found.data) == ["age_s"]
     node.verdict(ERROR)

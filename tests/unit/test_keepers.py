@@ -5,7 +5,7 @@ import math
 import pytest
 
 from metaflow_extensions.torchrun.plugins.torchrun.gang.keepers import Happened, Keeper, Keepers, Remarks, Where
-from metaflow_extensions.torchrun.plugins.torchrun.gang.messages import Told
+from metaflow_extensions.torchrun.plugins.torchrun.gang.messages import Report
 
 SEEN = Happened("seen", 1, "in a record", 3, exit_code=0, seconds=0.5)
 
@@ -62,7 +62,7 @@ class Notebook(Keeper):
 
 
 def told(feature="first", **data):
-    return Told(0, 0, feature, data)
+    return Report(feature, 0, 0, data)
 
 
 def where(rank):

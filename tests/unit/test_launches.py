@@ -10,7 +10,7 @@ import pytest
 from loops import InLoop, Loop
 from unit_helpers import eventually
 
-from metaflow_extensions.torchrun.plugins.torchrun.gang.messages import Go, Prepares, Ready
+from metaflow_extensions.torchrun.plugins.torchrun.gang.messages import Go, Ready
 from metaflow_extensions.torchrun.plugins.torchrun.gang.seat import Seat
 from metaflow_extensions.torchrun.plugins.torchrun.gang.wire import from_plain, to_plain
 from metaflow_extensions.torchrun.plugins.torchrun.launch.spec import LaunchSpec
@@ -95,7 +95,7 @@ def test_no_worker_becomes_of_a_spare_that_has_imported_before_the_commands(warm
     assert eventually(lambda: ("complete",) in node.told, within_s=30)
     node.launches.complete(told(request_of(warm=warm, commands=(("true",),), facts={"torch": "new"})))
     assert eventually(lambda: isinstance(node.sent[-1], Ready))
-    assert isinstance(node.sent[0], Prepares)
+    assert node.sent[0].prepares
     assert node.sent[-1].facts == {"torch": "new"}
     assert node.warm.renew.call_count == renewed
     node.launches.abort()

@@ -5,13 +5,11 @@ from dataclasses import replace
 from datetime import datetime, timedelta, timezone
 
 import pytest
-from test_budget import fail, launched
-from test_loss import groups
-from test_replacement import come
-from test_state import GangOf
+from gang_of import running
+from test_budget import fail
 
 from metaflow_extensions.torchrun.plugins.torchrun.gang.history import omitted
-from metaflow_extensions.torchrun.plugins.torchrun.gang.messages import Started, Wrote
+from metaflow_extensions.torchrun.plugins.torchrun.gang.messages import Report
 from metaflow_extensions.torchrun.plugins.torchrun.records.placement import LATE_S, Placed, Placement
 from metaflow_extensions.torchrun.plugins.torchrun.records.snapshot import snapshot_of
 from metaflow_extensions.torchrun.plugins.torchrun.show.stored_logs import Line, Source, merged
@@ -116,8 +114,7 @@ def test_all_places_of_the_last_seconds_count():
 
 
 def test_what_other_code_prints_after_a_launch_is_no_copy():
-    gang = GangOf(2)
-    gang.all_ready()
+    gang = running(2)
     gang.pass_time(20)
     gang.all_ended()
     snapshot = snapshot_of(gang.state)
@@ -132,11 +129,11 @@ def test_what_other_code_prints_after_a_launch_is_no_copy():
 
 
 def test_lines_of_a_lost_node_are_shown_though_its_ranks_are_elsewhere_now():
-    gang = launched(3, max_restarts=1, spare_nodes=1)
+    gang = running(3, max_restarts=1, spare_nodes=1)
     gang.lost(1)  # of ranks 2 and 3
-    gang.ended(0, ok=False, generation=0)
+    gang.stop(0)
     gang.pass_time(31)
-    assert groups(gang)[-1] == (0, 2)
+    assert gang.groups()[-1] == (0, 2)
     lost = [("01", "[rank 2] before"), ("02", "[rank 3] ValueError")]
     places = snapshot_of(gang.state).summary.placement
     sources = [Source("4", 0, "stdout", [("00", "[rank 0] x")]), Source("5", 1, "stderr", lost)]
@@ -150,14 +147,14 @@ def test_lines_of_a_lost_node_are_shown_though_its_ranks_are_elsewhere_now():
 
 
 def test_a_task_in_the_place_of_a_lost_node_does_not_make_a_training_launch_wait():
-    gang = launched(3, max_restarts=1, spare_nodes=1, replacements=1)
+    gang = running(3, max_restarts=1, spare_nodes=1, replaces=True)
     gang.lost(1)
-    gang.ended(0, ok=False, generation=0)
+    gang.stop(0)
     gang.pass_time(31)
     for node in (0, 2):
-        gang.say(node, Started(0, 1))
-        gang.say(node, Wrote(0, 1))
-    come(gang, 1)
+        gang.say(node, Report("started", 0, 1))
+        gang.say(node, Report("wrote", 0, 1))
+    gang.come(1)
     gang.ready(1)
     summary = snapshot_of(gang.state).summary
     assert (summary.outcome, summary.sentence[:18]) == ("running", "4 ranks on 2 nodes")
@@ -166,12 +163,12 @@ def test_a_task_in_the_place_of_a_lost_node_does_not_make_a_training_launch_wait
 
 def test_who_takes_part_is_known_though_records_were_dropped():
     """Those of the loss are among them; *go* has the group."""
-    gang = launched(3, max_restarts=1, spare_nodes=1)
+    gang = running(3, max_restarts=1, spare_nodes=1)
     gang.lost(1)
-    gang.ended(0, ok=False, generation=0)
+    gang.stop(0)
     gang.pass_time(31)
     for node in (0, 2):
-        gang.ended(node, generation=1, exit_codes={0: 0, 1: 0} if node == 0 else {2: 0, 3: 0})
+        gang.ended(node, exit_codes={0: 0, 1: 0} if node == 0 else {2: 0, 3: 0})
     known = snapshot_of(gang.state)
     last_go = max(place for place, each in enumerate(known.events) if each.kind == "go")
     dropped = omitted(last_go - 3, known.events[last_go])
@@ -185,7 +182,7 @@ def test_who_takes_part_is_known_though_records_were_dropped():
 
 
 def test_where_starts_are_missing_in_the_record_all_lines_are_shown():
-    gang = launched(2, max_restarts=9)
+    gang = running(2, max_restarts=9)
     for _ in range(3):
         fail(gang)
     known = snapshot_of(gang.state)

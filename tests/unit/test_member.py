@@ -26,13 +26,9 @@ from metaflow_extensions.torchrun.plugins.torchrun.gang.cause import Cause
 from metaflow_extensions.torchrun.plugins.torchrun.gang.endings import TimedOut
 from metaflow_extensions.torchrun.plugins.torchrun.gang.messages import (
     Abort,
-    Ack,
-    Alone,
-    Bye,
-    Done,
+    Answer,
+    Farewell,
     Leave,
-    Replaced,
-    Welcome,
     to_wire,
 )
 from metaflow_extensions.torchrun.plugins.torchrun.task import link as link_module
@@ -42,6 +38,7 @@ from metaflow_extensions.torchrun.plugins.torchrun.task.member import Member
 
 POOL = Path(__file__).parent / "programs" / "pool.py"
 CRASH = LaunchFailed("Rank 3 failed", {"kind": "exception", "node": 1, "host": "host-1"})
+DONE = Leave("done")
 ABORT = "deliver", to_wire(Abort(CRASH))
 
 
@@ -59,11 +56,11 @@ class Link(FakeLink):
             self.interruptions += rest
         while not self.messages.empty():
             self.said.append(self.messages.get())
-            if isinstance(self.said[-1], Leave) and self.answers:
-                self.deliver(Ack())
+            if self.leaves()[-1:] == self.said[-1:] and self.answers:
+                self.deliver(Farewell("received"))
 
     def leaves(self):
-        return [message for message in self.said if isinstance(message, Leave)]
+        return [message for message in self.said if isinstance(message, Leave) and message != DONE]
 
 
 def attach(node=1, num_nodes=3, emit=print):
@@ -81,7 +78,7 @@ def join():
     def join(*args):
         member, link = attach(*args)
         members.append(member)
-        member.deliver(Welcome())
+        member.deliver(Answer())
         return member, link
 
     yield join
@@ -114,14 +111,14 @@ def seconds_of(function, *args, **options):
 def test_a_member_stays_one_until_its_results_are_stored(join):
     member, link = join()
     member.finish()
-    assert (link.said, link.is_closed) == ([Done()], False)
+    assert (link.said, link.is_closed) == ([DONE], False)
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
     with pytest.raises(GangError, match="after the gang had ended"):
         member.begin_launch()
     link.says(*ABORT)  # too late for this node's code, which has ended
     member.leave()
     member.leave(ValueError("late"))
-    assert (link.said[1:], link.is_closed) == ([Leave(failed=False)], True)
+    assert (link.said[1:], link.is_closed) == ([Leave("left")], True)
 
 
 def test_the_control_node_waits_for_the_others_and_says_so(join, monkeypatch):
@@ -134,7 +131,7 @@ def test_the_control_node_waits_for_the_others_and_says_so(join, monkeypatch):
     def remaining():
         nodes = left.pop()
         if not left:
-            link.deliver(Alone())
+            link.deliver(Farewell("alone"))
         return nodes
 
     member.await_others(remaining)
@@ -148,7 +145,7 @@ def test_what_ends_the_wait_for_the_others(news, join):
     member, link = join(0)
     member.finish()
     if news in ("one fails", "the last one"):
-        for frame in (ABORT, *([("deliver", to_wire(Alone()))] if news == "the last one" else [])):
+        for frame in (ABORT, *([("deliver", to_wire(Farewell("alone")))] if news == "the last one" else [])):
             link.says(*frame)
     link.waiter = threading.main_thread().ident  # as the real one has it while it waits
     if news == "SIGTERM":
@@ -197,7 +194,7 @@ def test_the_gang_is_told_of_all_but_its_own_verdict(error, told, join):
     member.end_launch(CRASH)
     member.leave(error)
     (leave,) = link.leaves()
-    assert leave.failed
+    assert leave.how == "failed"
     assert (leave.cause and (leave.cause.kind, leave.cause.node, leave.cause.exception)) == told
     if told is not None and told[0] != "exception":
         assert leave.cause.host == member.host
@@ -258,7 +255,7 @@ def test_in_a_broken_gang_no_launch_begins(join):
 
 def test_a_launch_after_the_control_node_has_left_says_what_is_wrong(join):
     member, link = join()
-    link.deliver(Bye())
+    link.deliver(Farewell("bye"))
     with pytest.raises(GangError, match="same number of times"):
         member.begin_launch()
     link.says("lost", "closed")
@@ -329,7 +326,7 @@ def with_news_at(moment, function, news):
 def is_told(what, kind, moment):
     """Tell whether the step hears of news that comes at a moment of what it does; None if that is over before."""
     member, link = attach(0)
-    member.deliver(Welcome())
+    member.deliver(Answer())
     if what == "end_launch":
         member.begin_launch()
     steps = {
@@ -383,7 +380,7 @@ def test_sigterm_outside_of_a_launch_tells_the_gang_at_once_and_ends_the_step(jo
     with pytest.raises(TorchrunPreempted, match="got SIGTERM") as caught:
         signal.raise_signal(signal.SIGTERM)
     assert caught.value.cause["kind"] == "terminated"
-    told = [Leave(Cause.from_dict(caught.value.cause), failed=True)]
+    told = [Leave("failed", Cause.from_dict(caught.value.cause))]
     assert (link.said, link.is_closed) == (told, False)
     # The step's code has the error and may take its time; a second SIGTERM would end it, as by default.
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
@@ -415,11 +412,11 @@ def test_a_notice_reaches_the_launch_that_runs(join):
     assert "With Metaflow's @retry a new gang starts" in str(member.terminated())
     member.may_go_on = True
     assert str(member.terminated()).endswith("The other nodes go on without it if they can.")
-    link.deliver(Replaced(why="another task has come"))  # as true, but the second order would end it at once
+    link.deliver(Farewell("replaced", "another task has come"))  # as true, but the second order would end it at once
     assert len(link.interruptions) == 1
     member.end_launch(None, failing=True)
     with pytest.raises(TorchrunPreempted, match="was preempted: its machine goes"):
-        link.comes("deliver", to_wire(Replaced(why="its machine goes")))
+        link.comes("deliver", to_wire(Farewell("replaced", "its machine goes")))
 
 
 def test_a_time_that_is_up_in_the_steps_own_code_is_raised_there(join):

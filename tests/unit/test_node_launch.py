@@ -15,17 +15,15 @@ from fake_node import DEADLINE_S, ERROR, NOBODY, FakeNode
 from unit_helpers import eventually, write
 
 from metaflow_extensions.torchrun.plugins.torchrun import errors
-from metaflow_extensions.torchrun.plugins.torchrun.gang import protocol
+from metaflow_extensions.torchrun.plugins.torchrun.gang import messages
 from metaflow_extensions.torchrun.plugins.torchrun.gang.endings import MustEnd
-from metaflow_extensions.torchrun.plugins.torchrun.gang.policy import LaunchPolicy
 from metaflow_extensions.torchrun.plugins.torchrun.gang.messages import (
     Ended,
     Failed,
     Store,
     Stored,
-    Storing,
-    Wrote,
 )
+from metaflow_extensions.torchrun.plugins.torchrun.gang.policy import LaunchPolicy
 from metaflow_extensions.torchrun.plugins.torchrun.launch import transfer
 from metaflow_extensions.torchrun.plugins.torchrun.launch.services import InTask, Service, Services, ToStore
 from metaflow_extensions.torchrun.plugins.torchrun.node.agent_events import (
@@ -74,7 +72,7 @@ def test_the_output_is_shown_with_labels_and_kept_where_the_user_wants_it_alone(
     node.worker_writes(agent, "stdout", "hello\n")
     node.agent_stderr(agent, "a warning\n")
     node.all_end_well(agent)
-    assert node.expect(Wrote) == Wrote(0, 0)
+    assert node.report("wrote") == {}
     assert node.expect(Ended).ok
     node.verdict()
     assert sorted(node.output) == ["[rank 1] hello\n", "[torchrun node 0] a warning\n"]
@@ -329,7 +327,7 @@ def storing(with_service, service):
     node.all_end_well(node.running())
     assert node.expect(Ended).stores
     node.seat.deliver(Store(0, 0))
-    assert node.expect(Storing).what == "rank 2's value"
+    assert node.report("storing") == {"what": "rank 2's value"}
     assert service.saving.acquire(timeout=DEADLINE_S)
     return node
 
@@ -338,8 +336,8 @@ def stored_of(node):
     """Return what was told of the service, and *stored*."""
     told = []
     while not isinstance(message := node.next_message(), Stored):
-        told += [message] if isinstance(message, protocol.Told) else []
-    return [(each.feature, each.data) for each in told], message
+        told += [message] if isinstance(message, messages.Report) and message.kind != "storing" else []
+    return [(each.kind, each.data) for each in told], message
 
 
 @pytest.mark.parametrize("news", ["stop", "restart", "interruption"])

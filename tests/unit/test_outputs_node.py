@@ -14,7 +14,7 @@ from metaflow_extensions.torchrun.plugins.torchrun.features.outputs import on_pa
 from metaflow_extensions.torchrun.plugins.torchrun.features.outputs.in_task import Outputs
 from metaflow_extensions.torchrun.plugins.torchrun.features.outputs.keep import OutputsKeeper
 from metaflow_extensions.torchrun.plugins.torchrun.gang.keepers import Keepers
-from metaflow_extensions.torchrun.plugins.torchrun.gang.messages import Ended, Store, Stored, Storing, Told
+from metaflow_extensions.torchrun.plugins.torchrun.gang.messages import Ended, Report, Store, Stored
 from metaflow_extensions.torchrun.plugins.torchrun.launch.services import RunCall, Services
 
 
@@ -56,8 +56,8 @@ def stored_of(node, error=None):
     node.seat.deliver(Store(0, 0, error, None if error is None else 60.0))
     told = None
     while not isinstance(message := node.next_message(), Stored):
-        assert isinstance(message, Storing | Told)
-        told = message.data if isinstance(message, Told) else told
+        assert isinstance(message, Report)
+        told = message.data if message.kind == "outputs" else told
     return told, message
 
 
@@ -110,7 +110,7 @@ def keepers():
 
 
 def hear(keepers, node, launch, data):
-    keepers.handle(node, Told(launch, 0, "outputs", data), 0.0)
+    keepers.handle(node, Report("outputs", launch, 0, data), 0.0)
 
 
 def test_where_outputs_are_is_recorded_and_told(keepers):

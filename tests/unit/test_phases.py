@@ -20,19 +20,15 @@ from metaflow_extensions.torchrun.plugins.torchrun.gang.history import Record
 from metaflow_extensions.torchrun.plugins.torchrun.gang.messages import (
     CONTROL,
     Ask,
-    Command,
     Ended,
     Failed,
     Go,
-    Prepares,
     Ready,
+    Report,
     Restart,
-    Started,
     Stop,
     Store,
-    Told,
     Verdict,
-    Wrote,
 )
 from metaflow_extensions.torchrun.plugins.torchrun.launch.spec import LaunchSpec
 from metaflow_extensions.torchrun.plugins.torchrun.machine.accelerators import Machine
@@ -57,7 +53,7 @@ from metaflow_extensions.torchrun.plugins.torchrun.node.plan import Plan
 CAUSE = Cause("exit", 0, "host", 1, 1, 3)
 FAILURES = (Failure(CAUSE),)
 SPEC = LaunchSpec("/flow/train.py", (), False, nproc=1, num_nodes=2, node_index=1, python="python3")
-TOLD = Told(0, 0, "stacks", {})
+TOLD = Report("stacks", 0, 0, {})
 
 
 class Node:
@@ -135,9 +131,9 @@ class Node:
             case Do.SETTLE:
                 assert self.verdict is not None
                 return None if self.is_mute else Settled()
-            case Ready() | Prepares():
+            case Ready():
                 assert effect not in former, "once"
-            case Started() | Wrote():
+            case Report(kind="started" | "wrote"):
                 assert isinstance(self.running, Go)
                 assert effect not in former, "once in each generation"
                 assert effect.generation == self.running.generation
@@ -170,9 +166,10 @@ class Node:
             assert self.course.handle(each, 0.0) == [], "it does no more"
 
 
+RESTART = Restart(0, 1, 1, 2, 1.0, CAUSE)
 GO, STOP, STORE = Go(0, 0, 1, "gang", 0, 1), Stop(0, 0), Store(0, 0)
 OVER, WRITES = Seen(is_over=True), Seen([TOLD], all_run=True, has_written=True)
-FAILS = Seen([Command(0, "true", 1, 0.1)], failed="rank 1 exited with code 3", failures=FAILURES)
+FAILS = Seen([Report("command", 0)], failed="rank 1 exited with code 3", failures=FAILURES)
 CALLED = Called(None)
 WAYS = {
     Phase.BEGINNING: [],
@@ -195,7 +192,7 @@ NEWS = [
     Ask(0, 1, "stacks", {}),
     STOP,
     Stop(0, 0, "rank 3 failed", 1, signal.SIGUSR1, "exit"),
-    Restart(0, 1, 2, 1.0, CAUSE),
+    RESTART,
     STORE,
     Store(0, 0, ERROR, 3.0),
     Verdict(0),
@@ -261,7 +258,7 @@ P = Phase
 FOLLOWS = [
     (P.BEGINNING, CALLED, "Ready"),
     (P.BEGINNING, Called(ERROR), "PREPARE_WARM Ended raise"),
-    (P.PREPARING, Seen([TOLD]), "Told"),
+    (P.PREPARING, Seen([TOLD]), "Stacks"),
     (P.PREPARING, FAILS, "Command worker_failed Failed"),
     (P.PREPARING, NotBegun("a full disk"), "worker_failed Failed"),
     (P.PREPARING, OVER, "CLOSE_NOW COMPLETE"),
@@ -274,10 +271,10 @@ FOLLOWS = [
     (P.STARTING, NotBegun("a full disk"), "CLOSE_NOW worker_failed Ended"),
     (P.STARTING, Prepared("torchrun"), "command START"),
     (P.STARTING, Crashed(OSError("a bug")), "Failed CLOSE Ended raise"),
-    (P.RUNNING, WRITES, "Started PREPARE_WARM Wrote Told"),
+    (P.RUNNING, WRITES, "Started PREPARE_WARM Wrote Stacks"),
     (P.RUNNING, FAILS, "Command worker_failed Failed STOP"),
-    (P.RUNNING, STOP, "Stop Told"),
-    (P.RUNNING, OVER, "FINISH Told Started PREPARE_WARM Wrote Ended CLOSE_NOW"),
+    (P.RUNNING, STOP, "Stop Stacks"),
+    (P.RUNNING, OVER, "FINISH Stacks Started PREPARE_WARM Wrote Ended CLOSE_NOW"),
     (P.RUNNING, Ask(0, 0, "stacks", {}), "Ask"),
     (P.RUNNING, Ask(0, 1, "stacks", {}), ""),
     (P.RUNNING, MustEnd("its machine goes"), "stopping Failed"),
@@ -287,11 +284,11 @@ FOLLOWS = [
     (P.RUNNING, GivenUp(CAUSE), "Failed CLOSE Ended raise"),
     (P.RUNNING, Verdict(0, ERROR), "SETTLE CLOSE PREPARE_WARM return"),
     (P.STOPPING, Ask(0, 0, "stacks", {}), "Ask"),
-    (P.STOPPING, WRITES, "Started PREPARE_WARM Told"),
+    (P.STOPPING, WRITES, "Started PREPARE_WARM Stacks"),
     (P.STOPPING, FAILS, "Command"),
-    (P.STOPPING, OVER, "FINISH Told Ended CLOSE_NOW"),
+    (P.STOPPING, OVER, "FINISH Stacks Ended CLOSE_NOW"),
     (P.ENDED, Go(0, 1, 1, "gang", 1, 1), "Go command START"),
-    (P.ENDED, Restart(0, 1, 2, 1.0, CAUSE), "restart"),
+    (P.ENDED, RESTART, "restart"),
     (P.ENDED, STORE, "Store"),
     (P.ENDED, Verdict(0), "SETTLE PREPARE_WARM return"),
     (P.STORING, STOP, "GIVE_UP_STORING"),
@@ -307,7 +304,7 @@ def word(effect):
         return effect.name if isinstance(effect, Do) else effect.kind
     if isinstance(effect, Outcome | BaseException):
         return "return" if isinstance(effect, Outcome) else "raise"
-    return type(effect).__name__
+    return effect.kind.capitalize() if isinstance(effect, Report) else type(effect).__name__
 
 
 @pytest.mark.parametrize(("phase", "what", "effects"), FOLLOWS)
@@ -323,12 +320,25 @@ def test_the_line_of_a_restart_has_one_line_of_the_exception_and_the_end_counts_
     node = node_in(Phase.ENDED)
     node.course._node = CONTROL  # which tells of the end
     node.is_mute = True
-    node.take(Restart(0, 1, 2, 1.0, cause, left=(1,), came=(2,), size=2))
+    node.take(replace(RESTART, cause=cause))
     node.take(Verdict(0, ERROR))
     node.take(Settled())
     said = {each.kind: each.text for each in node.all_of(Event)}
-    assert "with RuntimeError: CUDA error; node 2, a spare, takes the place of node 1" in said["restart"]
+    assert said["restart"].startswith("restart 1 of 2: all workers start again in 1 s, because rank 1 ")
+    assert said["restart"].endswith(" failed with RuntimeError: CUDA error")
     assert "restart" not in said["ended"], "it was announced, and did not happen"
+
+
+def test_a_restart_says_what_it_waits_for_and_then_which_nodes_take_part():
+    node, lost = node_in(Phase.ENDED), Cause("terminated", 0, "host", exception="its machine goes")
+    for each in (Restart(0, 2, 1, 1, 0.0, lost, (1, 3)), Go(0, 1, 1, "gang", 2, 2, left=(1,), came=(2,)), OVER):
+        node.take(each)
+    node.take(Verdict(0))
+    first, then = [each.text for each in node.all_of(Event) if each.kind == "restart"]
+    assert first.startswith("all workers start again when nodes 1, 3 have started again, because node 0 (host host) ")
+    assert then == "node 2, a spare, takes the place of node 1"
+    ((generation, left, came),) = [(each["generation"], each["left"], each["came"]) for each in node.done[-1].restarts]
+    assert (generation, left, came) == (2, [1], [2])
 
 
 def test_a_node_that_must_end_knows_that_the_others_may_go_on():
@@ -347,8 +357,8 @@ def test_a_second_order_to_end_ends_at_once_and_each_generation_tells_anew():
     node = node_in(Phase.RUNNING)
     for each in (WRITES, WRITES, OVER, Go(0, 1, 1, "gang", 1, 1), WRITES, *[MustEnd("its machine goes")] * 2):
         node.take(each)
-    second = "Go command START Started Wrote Told stopping Failed Failed CLOSE Ended raise"  # no restart is left
-    assert " ".join(map(word, node.done)).endswith(f"Told Told FINISH Told Ended CLOSE_NOW {second}")
+    second = "Go command START Started Wrote Stacks stopping Failed Failed CLOSE Ended raise"  # no restart is left
+    assert " ".join(map(word, node.done)).endswith(f"Stacks Stacks FINISH Stacks Ended CLOSE_NOW {second}")
 
 
 @pytest.mark.parametrize("phase", [Phase.ENDED, Phase.STOPPING])
@@ -362,7 +372,7 @@ def test_the_error_that_store_has_announced_is_raised_when_the_gang_breaks(phase
 @pytest.mark.parametrize("phase", WAYS)
 @pytest.mark.parametrize(
     "late",
-    [Go(1, 0, 1, "gang", 0, 0), Ask(1, 0, "a", {}), Stop(1, 0), Restart(1, 1, 2, 1.0, CAUSE), Store(1, 0), Verdict(1)],
+    [Go(1, 0, 1, "gang", 0, 0), Ask(1, 0, "a", {}), Stop(1, 0), replace(RESTART, launch=1), Store(1, 0), Verdict(1)],
 )
 def test_messages_of_another_launch_do_nothing_in_any_phase(phase, late):
     node = node_in(phase)

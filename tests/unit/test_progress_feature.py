@@ -7,7 +7,7 @@ from unit_helpers import eventually, write
 
 from metaflow_extensions.torchrun.plugins.torchrun.features.progress import in_task, watch
 from metaflow_extensions.torchrun.plugins.torchrun.features.progress.told import Metrics, Point
-from metaflow_extensions.torchrun.plugins.torchrun.gang.messages import Ended, Started, Told
+from metaflow_extensions.torchrun.plugins.torchrun.gang.messages import Ended, Report
 from metaflow_extensions.torchrun.plugins.torchrun.gang.wire import from_plain
 from metaflow_extensions.torchrun.plugins.torchrun.launch.services import Services
 
@@ -30,13 +30,13 @@ def test_what_workers_tell_is_told_while_they_run_and_at_their_end_before_that(t
     assert agent.env["TORCHRUN_METRICS_FOLDER"] == str(folder)
 
     def heard():
-        message = node.expect(Told)
-        assert (message.launch, message.generation, message.feature) == (0, 0, "progress")
+        message = node.expect(Report)
+        assert (message.launch, message.generation, message.kind) == (0, 0, "progress")
         return from_plain(Metrics, message.data, "progress")
 
     write(folder / "0.jsonl", '{"step": 1, "loss": 3}\nnonsense\n')
     write(folder / "1.jsonl", '{"step": 2, "loss": 9}\n')
-    node.expect(Started)  # so they run
+    node.report("started")  # so they run
     told = heard()
     assert told.points == {"loss": (Point(1, 3.0),)}
     assert {rank: pace.step for rank, pace in told.paces.items()} == {0: 1, 1: 2}

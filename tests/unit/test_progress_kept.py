@@ -9,7 +9,7 @@ from metaflow_extensions.torchrun.plugins.torchrun.features.progress.keep import
 from metaflow_extensions.torchrun.plugins.torchrun.features.progress.stragglers import Change, Speeds, Stragglers, lines
 from metaflow_extensions.torchrun.plugins.torchrun.features.progress.told import MAX_KEYS, Metrics, Pace, Point
 from metaflow_extensions.torchrun.plugins.torchrun.gang.keepers import Happened, Where
-from metaflow_extensions.torchrun.plugins.torchrun.gang.messages import Told
+from metaflow_extensions.torchrun.plugins.torchrun.gang.messages import Report
 from metaflow_extensions.torchrun.plugins.torchrun.gang.wire import to_plain
 
 
@@ -28,7 +28,7 @@ class Kept:
         told = {key: tuple(each) for key, each in by_key.items()}
         step = points[-1][0] if points else pace and pace.step
         metrics = Metrics({node: pace} if pace else {}, told, None if node else step, total)
-        return self.keeper.handle(node, Told(launch, 0, "progress", to_plain(metrics)), at_s)
+        return self.keeper.handle(node, Report("progress", launch, 0, to_plain(metrics)), at_s)
 
     def compare(self, at_s):
         return self.keeper.tick(at_s, lambda rank: Where(rank, rank, "host"))
@@ -102,9 +102,9 @@ def test_rank_0_is_followed_to_the_node_that_has_it(kept):
     kept.keeper.ended(0, ok=False)
     kept.keeper.begin(0, {}, 20.0)
     told = Metrics({0: Pace(2, 4.0)}, {"loss": (Point(2, 2.0),)}, 2, None)
-    kept.keeper.handle(1, Told(0, 1, "progress", to_plain(told)), 30.0)
+    kept.keeper.handle(1, Report("progress", 0, 1, to_plain(told)), 30.0)
     assert (kept["step"], kept["left_s"], kept["last"]) == (2, 2.0, {"loss": 2.0})
-    kept.keeper.handle(0, Told(0, 1, "progress", to_plain(Metrics({3: Pace(9, 1.0)}))), 30.0)
+    kept.keeper.handle(0, Report("progress", 0, 1, to_plain(Metrics({3: Pace(9, 1.0)}))), 30.0)
     assert kept["step"] == 2, "node 0 has other ranks now"
     kept.keeper.ended(1, ok=True)
     assert kept["steps_per_s"] is None
@@ -157,7 +157,7 @@ def test_a_rank_0_that_stands_still_is_no_news(kept):
     kept.take((9, {"loss": 0.5}), pace=Pace(9), total=10.0, at_s=0)
     said = []
     for now in range(5, 300, 5):
-        kept.keeper.handle(0, Told(0, 0, "progress", to_plain(Metrics({1: Pace(now)}, {}, 9, 10.0))), float(now))
+        kept.keeper.handle(0, Report("progress", 0, 0, to_plain(Metrics({1: Pace(now)}, {}, 9, 10.0))), float(now))
         said += kept.compare(now).lines
     assert said == ["step 9 of 10 (90 %), loss 0.5"]
 

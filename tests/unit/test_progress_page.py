@@ -13,7 +13,7 @@ from metaflow_extensions.torchrun.plugins.torchrun.features.progress.keep import
 from metaflow_extensions.torchrun.plugins.torchrun.features.progress.lines import parse_line
 from metaflow_extensions.torchrun.plugins.torchrun.features.progress.told import Metrics, Pace, Point
 from metaflow_extensions.torchrun.plugins.torchrun.gang.keepers import Where
-from metaflow_extensions.torchrun.plugins.torchrun.gang.messages import Told
+from metaflow_extensions.torchrun.plugins.torchrun.gang.messages import Report
 from metaflow_extensions.torchrun.plugins.torchrun.gang.wire import to_plain
 from metaflow_extensions.torchrun.plugins.torchrun.show.as_card import layout
 from metaflow_extensions.torchrun.plugins.torchrun.show.as_text import lines_of
@@ -32,7 +32,7 @@ def told_by(*steps, total=None, speed=None, slow=None):
     of_1 = Metrics({2: Pace(0, speed), 3: Pace(0, slow or speed)})
     for now in range(0, 100, 5):
         for node, metrics in enumerate((of_0, of_1)):
-            kept.handle(node, Told(0, 0, "progress", to_plain(metrics)), now)
+            kept.handle(node, Report("progress", 0, 0, to_plain(metrics)), now)
         kept.tick(now, lambda rank: Where(rank // 2, rank, "host"))
     return json.loads(json.dumps(kept.record()))
 

@@ -26,7 +26,7 @@ from metaflow_extensions.torchrun.plugins.torchrun.features.progress.lines impor
 from metaflow_extensions.torchrun.plugins.torchrun.features.progress.paces import RankPace
 from metaflow_extensions.torchrun.plugins.torchrun.features.progress.told import MAX_KEYS, Metrics, Pace, Point
 from metaflow_extensions.torchrun.plugins.torchrun.features.progress.watch import MAX_POINTS, ProgressWatcher
-from metaflow_extensions.torchrun.plugins.torchrun.gang.messages import Told
+from metaflow_extensions.torchrun.plugins.torchrun.gang.messages import Report
 from metaflow_extensions.torchrun.plugins.torchrun.gang.wire import from_plain
 
 # --- a line and its file --------------------------------------------------------------------------
@@ -328,7 +328,7 @@ def test_the_example_of_the_documents_ends_at_the_whole(node, monkeypatch):
     kept = ProgressKeeper()
     node.now += 1
     node.ended |= {0, 1}
-    kept.handle(0, Told(0, 0, "progress", asyncio.run(node.watcher.ended())), node.now)
+    kept.handle(0, Report("progress", 0, 0, asyncio.run(node.watcher.ended())), node.now)
     kept.ended(0, ok=True)
     assert (kept.record()["done"], kept.record()["total"]) == (1000, 1000)
     assert kept.record()["last"] == {"loss": 0.001}

@@ -7,41 +7,41 @@ import pytest
 
 from metaflow_extensions.torchrun.plugins.torchrun.errors import LaunchHung
 from metaflow_extensions.torchrun.plugins.torchrun.gang.cause import Cause, Failure
-from metaflow_extensions.torchrun.plugins.torchrun.gang.policy import LaunchPolicy
 from metaflow_extensions.torchrun.plugins.torchrun.gang.messages import (
     Abort,
-    Ack,
-    Command,
+    Answer,
     Ended,
+    Farewell,
     Go,
+    Leave,
     Message,
-    Prepares,
     Ready,
-    Refused,
-    Started,
+    Report,
     Stop,
     Stored,
-    Told,
     Verdict,
     from_wire,
     to_wire,
 )
+from metaflow_extensions.torchrun.plugins.torchrun.gang.policy import LaunchPolicy
 
 CAUSE = Cause("exception", 2, "hőst", 5, 1, 1, "ValueError: größe\n🙂", "Traceback…\n\x00\x1b[0m")
 POLICY = LaunchPolicy(5.0, 2, frozenset({"user", "hang"}), 10, features={"hangs": {"timeout_s": 30.0}})
 SAMPLES = [
     Ready(0, 2, "abc", {"torch": "2.13.0"}, 29500, POLICY),
-    Prepares(0, 2),
-    Command(0, "before_run 1/2 (größe) could not be started", None, 0.25),
-    Started(1, 2),
+    Ready(0, 2, prepares=True),
+    Report("command", 0, None, {"text": "before_run 1/2 (größe)", "exit_code": None, "seconds": 0.25}),
+    Report("started", 1, 2),
     Ended(0, False, 1, (Failure(CAUSE, 0.5), Failure(CAUSE)), {0: 0, 1: 0}, stores=True),
     Ended(0, True, 0, alone=True),
     Stored(0, 0, (Failure(CAUSE),)),
-    Told(0, 1, "usage", {"größe": [1, 2.5, None, {"a": True}]}),
+    Report("usage", 0, 1, {"größe": [1, 2.5, None, {"a": True}]}),
     Verdict(0, features={"progress": {"loss": 1.0, "lr": None}}, alone=True),
     Stop(0, 0, "why", 1, 15, "hang"),
     Go(0, 1, 29500, "gang", 1, 2),
-    Ack(),
+    Answer(),
+    Farewell("replaced", "another task of this node has started"),
+    Leave("killed", text="its task was killed by SIGKILL"),
 ]
 
 
@@ -54,7 +54,7 @@ def test_a_message_arrives_as_it_was_sent(message):
     assert travelled(message) == message
 
 
-@pytest.mark.parametrize("cls", [Abort, Refused, Verdict])
+@pytest.mark.parametrize("cls", [Abort, Answer, Verdict])
 def test_an_error_arrives_with_class_text_and_cause(cls):
     error = LaunchHung("no rank wrote", CAUSE.as_dict())
     sent = Verdict(3, error) if cls is Verdict else cls(error)
@@ -72,13 +72,18 @@ def test_every_message_is_frozen():
         ({}, "no message of type 'None'"),
         ({"type": "dance"}, "no message of type 'dance'"),
         ({"type": ["go"]}, "no message of type"),
-        ({"type": "wrote", "launch": 0}, r"wrote lacks the fields \['generation'\]"),
-        ({"type": "done", "colour": "red"}, r"done .*unknown fields: \['colour'\]"),
+        ({"type": "stored", "launch": 0}, r"stored lacks the fields \['generation'\]"),
+        ({"type": "beat", "colour": "red"}, r"beat .*unknown fields: \['colour'\]"),
         ({"type": "join", "node": "1"}, "join.node is '1', which does not fit"),
         ({"type": "join", "node": True}, "join.node is 'True'"),
         ({"type": "note", "text": None}, "note.text is 'None'"),
-        ({"type": "leave", "cause": "none"}, "leave.cause is 'none', not an object"),
-        ({"type": "leave", "cause": {"kind": "lost"}}, r"leave.cause lacks the fields \['node', 'host'\]"),
+        ({"type": "leave", "how": "asleep"}, "leave.how is 'asleep', which does not fit"),
+        ({"type": "leave", "how": ["done"]}, "leave.how is"),
+        ({"type": "leave", "how": "left", "cause": "none"}, "leave.cause is 'none', not an object"),
+        (
+            {"type": "leave", "how": "left", "cause": {"kind": "lost"}},
+            r"leave.cause lacks the fields \['node', 'host'\]",
+        ),
         ({"type": "ended", "launch": 0, "ok": True, "exit_codes": {"x": 1}}, "ended.exit_codes has the key 'x'"),
         ({"type": "failed", "launch": 0, "failures": {}}, "failed.failures is '{}', which does not fit"),
         ({"type": "failed", "launch": 0, "failures": [{"cause": None}]}, "failed.failures.cause is 'None'"),
@@ -95,4 +100,4 @@ def test_a_causes_texts_are_cut_on_their_way_and_what_json_has_no_word_for_is_no
     long = Cause("exception", 1, "h", 0, 0, 1, "ValueError: " + "x" * 100_000, "y" * 100_000 + "THE END")
     (arrived,) = travelled(Ended(0, False, failures=(Failure(long),))).failures
     assert arrived.cause == long.bounded() != long
-    assert to_wire(Refused(LaunchHung("no rank wrote"), float("nan")))["hold_s"] is None
+    assert to_wire(Answer(LaunchHung("no rank wrote"), float("nan")))["hold_s"] is None

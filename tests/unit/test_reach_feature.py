@@ -14,7 +14,7 @@ from metaflow_extensions.torchrun.plugins.torchrun.features.reach import watch
 from metaflow_extensions.torchrun.plugins.torchrun.features.reach.keep import ReachKeeper
 from metaflow_extensions.torchrun.plugins.torchrun.features.reach.watch import ReachWatcher
 from metaflow_extensions.torchrun.plugins.torchrun.gang.keepers import Remarks, Where
-from metaflow_extensions.torchrun.plugins.torchrun.gang.messages import Told
+from metaflow_extensions.torchrun.plugins.torchrun.gang.messages import Report
 from metaflow_extensions.torchrun.plugins.torchrun.machine.network import listening_socket
 
 # --- on the control node ----------------------------------------------------------------------------
@@ -28,7 +28,7 @@ def kept():
 
 
 def tell(kept, node, data):
-    return kept.handle(node, Told(0, 0, "reach", data), 101.0)
+    return kept.handle(node, Report("reach", 0, 0, data), 101.0)
 
 
 def unreached(number, why="timed out"):

@@ -9,7 +9,8 @@ from metaflow.exception import MetaflowException
 
 from metaflow_extensions.torchrun.plugins.torchrun.errors import EntrypointError, LaunchFailed, TorchrunConfigError
 from metaflow_extensions.torchrun.plugins.torchrun.gang.cause import Cause, FailureText, failed
-from metaflow_extensions.torchrun.plugins.torchrun.gang.launch import Launch, teller
+from metaflow_extensions.torchrun.plugins.torchrun.gang.failures import of_launch, teller
+from metaflow_extensions.torchrun.plugins.torchrun.gang.launch import Launch
 from metaflow_extensions.torchrun.plugins.torchrun.run_arguments import checked
 from metaflow_extensions.torchrun.plugins.torchrun.task import report as module
 from metaflow_extensions.torchrun.plugins.torchrun.task.report import end_with, print_errors_ourselves
@@ -21,7 +22,7 @@ RAISED = Cause("exception", 1, "b", 3, 1, 1, TEXT, TRACE)
 
 
 def verdict(cause=RAISED):
-    return Launch(0).error(cause, [])
+    return of_launch(Launch(0), cause, is_alone=False)
 
 
 def report(error, node, shared=True, known=True, live=True):

@@ -2,7 +2,7 @@
 
 from metaflow_extensions.torchrun.plugins.torchrun.errors import GangError
 from metaflow_extensions.torchrun.plugins.torchrun.gang.endings import Broken, GivenUp, MustEnd
-from metaflow_extensions.torchrun.plugins.torchrun.gang.messages import Abort, Bye
+from metaflow_extensions.torchrun.plugins.torchrun.gang.messages import Abort, Farewell
 from metaflow_extensions.torchrun.plugins.torchrun.gang.seat import Seat
 
 
@@ -35,7 +35,7 @@ def test_the_first_error_that_breaks_a_gang_counts():
 
 def test_a_launch_that_still_runs_ends_with_the_control_node_also_after_its_farewell():
     seat = Seat(1, 2, print, None)
-    seat.deliver(Bye())
+    seat.deliver(Farewell("bye"))
     seat.lose_control("its connection has ended")
     (news,) = heard(seat)
     assert "its connection has ended" in str(news.error)

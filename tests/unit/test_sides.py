@@ -10,8 +10,8 @@ from limits import limit_s
 from unit_helpers import HANG_S
 
 from metaflow_extensions.torchrun.plugins.torchrun.gang.cause import Cause
-from metaflow_extensions.torchrun.plugins.torchrun.gang.policy import LaunchPolicy
 from metaflow_extensions.torchrun.plugins.torchrun.gang.messages import Ended, Join, Leave, Ready
+from metaflow_extensions.torchrun.plugins.torchrun.gang.policy import LaunchPolicy
 from metaflow_extensions.torchrun.plugins.torchrun.machine.processes import began
 from metaflow_extensions.torchrun.plugins.torchrun.supervisor.sides import ControlSide
 
@@ -47,8 +47,8 @@ def test_a_node_without_which_the_gang_goes_on_has_its_grace_and_ends_in_the_end
         if end == "is lost":
             side._channel._step(gang.lost, 1, "silent")
         else:
-            say((1, Leave(Cause("terminated", 1, "host-1"))))
-        assert side.view()["states"] == ["JOINED", "OUT"]
+            say((1, Leave("failed", Cause("terminated", 1, "host-1"))))
+        assert side.view()["states"] == ["HERE", "OUT"]
         while task.poll() is None:
             await asyncio.sleep(0.02)
         return time.monotonic() - begin

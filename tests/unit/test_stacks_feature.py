@@ -7,8 +7,8 @@ import sys
 
 import pytest
 from fake_node import FakeNode
+from gang_of import running
 from limits import limit_s
-from test_state import running
 from unit_helpers import eventually, worker_environment
 
 from metaflow_extensions.torchrun.plugins.torchrun.errors import TorchrunError
@@ -17,7 +17,7 @@ from metaflow_extensions.torchrun.plugins.torchrun.features.stacks.command impor
 from metaflow_extensions.torchrun.plugins.torchrun.features.stacks.keep import StacksKeeper
 from metaflow_extensions.torchrun.plugins.torchrun.features.stacks.told import GangStacks, NodeStacks
 from metaflow_extensions.torchrun.plugins.torchrun.gang.keepers import Keepers
-from metaflow_extensions.torchrun.plugins.torchrun.gang.messages import Ask, Told
+from metaflow_extensions.torchrun.plugins.torchrun.gang.messages import Ask, Report
 from metaflow_extensions.torchrun.plugins.torchrun.gang.wire import to_plain
 from metaflow_extensions.torchrun.plugins.torchrun.machine import stacks
 from metaflow_extensions.torchrun.plugins.torchrun.machine.frames import Found
@@ -32,7 +32,7 @@ def node_stacks(node, line=1):
 
 
 def told(node, id_="a"):
-    return Told(0, 0, "stacks", {"id": id_, "found": to_plain(node_stacks(node))})
+    return Report("stacks", 0, 0, {"id": id_, "found": to_plain(node_stacks(node))})
 
 
 def asked_gang(num_nodes=3):
@@ -116,9 +116,9 @@ def test_a_node_asks_its_workers_while_the_launch_goes_on(tmp_path):
     node.seat.deliver(Ask(0, 1, "stacks", {"id": "late"}))  # of another generation
     node.worker_ended(agent, 1, 0)
     node.seat.deliver(Ask(0, 0, "stacks", {"id": "a"}))
-    answer = node.expect(Told)
-    assert (answer.feature, answer.data["id"]) == ("stacks", "a")
-    found = answer.data["found"]["ranks"]
+    answer = node.report("stacks")
+    assert answer["id"] == "a"
+    found = answer["found"]["ranks"]
     assert sorted(found) == ["0", "1"]
     assert ("no Python stack" in found["0"]["where"], found["1"]["where"]) == (True, "its process has ended")
     node.ends(agent)

@@ -23,9 +23,8 @@ from unit_helpers import HANG_S, PACKAGE, eventually
 from metaflow_extensions.torchrun.plugins.torchrun.channel.registry import Registry
 from metaflow_extensions.torchrun.plugins.torchrun.errors import LaunchFailed, LaunchTimeout, TorchrunPreempted
 from metaflow_extensions.torchrun.plugins.torchrun.gang.cause import Cause
+from metaflow_extensions.torchrun.plugins.torchrun.gang.failures import of_launch
 from metaflow_extensions.torchrun.plugins.torchrun.gang.launch import Launch
-from metaflow_extensions.torchrun.plugins.torchrun.gang.nodes import NodeState
-from metaflow_extensions.torchrun.plugins.torchrun.gang.policy import ConnectPolicy
 from metaflow_extensions.torchrun.plugins.torchrun.gang.messages import Abort
 from metaflow_extensions.torchrun.plugins.torchrun.logs.console import settle
 from metaflow_extensions.torchrun.plugins.torchrun.records.vanished import has_begun
@@ -159,7 +158,7 @@ def test_after_the_loss_of_a_node_the_ends_of_all_others_count(codes, is_well, g
     left = list(codes)
     seen = SimpleNamespace(exit_codes=lambda _: left.pop(0) if len(left) > 1 else left[0], stop=lambda *_: None)
     gang._local_nodes = seen
-    monkeypatch.setattr(gang, "_out", lambda state=NodeState.OUT: [1] if state is NodeState.OUT else [])
+    monkeypatch.setattr(gang, "_out", lambda: [1])
     with nullcontext() if is_well else pytest.raises(ValueError, match="code -9"):
         gang._run_step(step)
 
@@ -287,7 +286,7 @@ def test_a_traceback_stands_once_in_the_log_of_a_remote_control_node(
             eventually(has_come)
         pool.submit(other.leave).result()
         member.begin_launch(shows_output)
-        error = Launch(0).error(cause, [])
+        error = of_launch(Launch(0), cause, is_alone=False)
         member.end_launch(error)
         raise error
 
@@ -319,9 +318,8 @@ member.link.wait(lambda: False, 600.0)
 
 @pytest.mark.parametrize("num_nodes", [1, 2])
 def test_a_remote_task_in_the_place_of_one_that_was_killed_does_not_run_the_step_again(
-    num_nodes, control_task, monkeypatch, registry, tmp_path
+    num_nodes, control_task, registry, tmp_path
 ):
-    monkeypatch.setattr(joining, "_POLICY", ConnectPolicy(former_s=0.5))
     second, ran = control_task(num_nodes, runtime="kubernetes"), []
     code = FIRST.replace("PACKAGE", PACKAGE)
     first = subprocess.Popen([sys.executable, "-c", code, str(tmp_path), str(num_nodes)])

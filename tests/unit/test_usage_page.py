@@ -8,14 +8,14 @@ from metaflow_extensions.torchrun.plugins.torchrun.elements.model import Table
 from metaflow_extensions.torchrun.plugins.torchrun.features.usage.keep import KINDS, UsageKeeper
 from metaflow_extensions.torchrun.plugins.torchrun.features.usage.on_page import PART
 from metaflow_extensions.torchrun.plugins.torchrun.features.usage.told import STEP_S, Used, step_s
-from metaflow_extensions.torchrun.plugins.torchrun.gang.messages import Told
+from metaflow_extensions.torchrun.plugins.torchrun.gang.messages import Report
 from metaflow_extensions.torchrun.plugins.torchrun.gang.wire import to_plain
 
 LIMITS = {"cpus": 96.0, "memory_mib": 2.0**20, "gpus": 8.0, "gpu_memory_mib": 640 * 1024.0}
 
 
 def told(kept, node, of="container", **values):
-    kept.handle(node, Told(0, 0, "usage", to_plain(Used(of, values, LIMITS))), 1.0)
+    kept.handle(node, Report("usage", 0, 0, to_plain(Used(of, values, LIMITS))), 1.0)
 
 
 def parts(kept, num_nodes=2):

@@ -9,7 +9,7 @@ from metaflow.plugins.timeout_decorator import TimeoutException
 
 from metaflow_extensions.torchrun.plugins.torchrun.errors import LaunchFailed
 from metaflow_extensions.torchrun.plugins.torchrun.gang.keepers import Keeper, Keepers
-from metaflow_extensions.torchrun.plugins.torchrun.gang.messages import Told
+from metaflow_extensions.torchrun.plugins.torchrun.gang.messages import Report
 from metaflow_extensions.torchrun.plugins.torchrun.launch.services import InTask, starts_of
 from metaflow_extensions.torchrun.plugins.torchrun.node import watchers as of_node
 from metaflow_extensions.torchrun.plugins.torchrun.node.watchers import Here, Variables, Watch, Watcher, Watchers
@@ -68,7 +68,7 @@ def test_a_feature_that_raises_is_left_out_and_a_line_says_so_once(fails):
     told = asyncio.run(watchers.ended())
     watchers.close()
     watchers.close()
-    assert Told(3, 4, "well", {"polls": 3}) in told
+    assert Report("well", 3, 4, {"polls": 3}) in told
     assert [line.endswith("its ill: OSError: gone") for line in said] == [True]
     assert (ill.closed, well.closed) == (fails != "watcher", 1)
 
@@ -93,9 +93,9 @@ def test_what_a_signals_handler_raises_in_a_feature_reaches_the_step(fails, erro
 @pytest.mark.parametrize("data", [{"x": "a" * of_node.MAX_TOLD_BYTES}, {"x": math.nan}, {"x": object()}])
 def test_what_is_too_large_or_no_plain_data_is_not_told(data):
     watchers, said = watchers_of(Counting("ill", data=data), Counting("well"))
-    assert [told.feature for told in watchers.poll()] == ["well"]
+    assert [told.kind for told in watchers.poll()] == ["well"]
     assert len(said) == 1
-    assert [told.feature for told in watchers.poll()] == ["well"]
+    assert [told.kind for told in watchers.poll()] == ["well"]
 
 
 def test_the_variables_of_all_features_are_the_workers():

@@ -1185,7 +1185,7 @@ class Gang:
                 return
             if CONTROL not in self._done:
                 self._break(self._error_outside(self._timed_out(self.rules.longer)))
-        elif self.phase is not Phase.IDLE:
+        elif self.phase is Phase.STOPPING or (self.phase is Phase.STORING and self.launch.failing_with is not None):
             return  # ends soon anyway
         self._is_time_up = True  # once only, as an alarm; a later launch ends at once
 
