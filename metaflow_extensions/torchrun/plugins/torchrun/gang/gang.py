@@ -722,6 +722,7 @@ class Gang:
         view.outputs.pop(launch.number, None)  # those of a generation before
         self.progress.begin(launch.number)
         self.hangs.begin(launch.number, launch.policy.features.get("hangs", {}).get("timeout_s"), nodes, self._age_s)
+        view.hangs = self.hangs.record  # it is not the last failure any more
         self.reach.begin()
         self._values = {}
 
