@@ -595,6 +595,7 @@ class Gang:
         view = self._seen
         view.turn("waiting")
         view.launch, view.generation, view.began_s, view.restarts, view.nproc = call.launch, None, None, 0, call.nproc
+        view.error = view.cause = view.restarts_left = None  # those of the launch before
         for each, node in enumerate(view.nodes):
             node.takes_part, node.exit_codes = each not in self._in[Presence.OUT], {}
 
