@@ -14,7 +14,7 @@ from unit_helpers import HANG_S, write
 
 from metaflow_extensions.torchrun.plugins.torchrun.errors import LaunchFailed
 from metaflow_extensions.torchrun.plugins.torchrun.events import Event
-from metaflow_extensions.torchrun.plugins.torchrun.gang import protocol
+from metaflow_extensions.torchrun.plugins.torchrun.gang import messages
 from metaflow_extensions.torchrun.plugins.torchrun.gang.cause import Cause
 from metaflow_extensions.torchrun.plugins.torchrun.node.seat import Seat
 from metaflow_extensions.torchrun.plugins.torchrun.launch.services import Services
@@ -61,7 +61,7 @@ class Link(FakeLink):
     def send(self, *frame):
         what, *rest = frame
         if what == "send":
-            self._node.send(protocol.from_wire(rest[0]))
+            self._node.send(messages.from_wire(rest[0]))
         elif what == "show":
             self._node._hear(Event(*rest))
 
@@ -160,12 +160,12 @@ class FakeNode:
     def launch(self):
         """Have the step's code call `run`, in a thread; return the node's *ready*."""
         self._begin()
-        return self.expect(protocol.Ready)
+        return self.expect(messages.Ready)
 
     def prepare(self):
         """Have the step's code call `run` with commands before; return the agent that runs them, if it is a fake one."""
         self._begin()
-        self.expect(protocol.Prepares)
+        assert self.expect(messages.Ready).prepares
         return None if self.new_agent != self._new_agent else self._agents.get(timeout=DEADLINE_S)
 
     def go(self, generation=0, **more):
@@ -175,7 +175,7 @@ class FakeNode:
 
     def say_go(self, generation=0, **more):
         more = {"port": 29500, "gang": "gang", "restarts": generation, "max_restarts": 3, **more}
-        self.seat.deliver(protocol.Go(0, generation, **more))
+        self.seat.deliver(messages.Go(0, generation, **more))
 
     def running(self):
         """Launch and start two workers; return their agent."""
@@ -183,15 +183,15 @@ class FakeNode:
         agent = self.go()
         for local_rank in (0, 1):
             agent.say(agent_events.WorkerStarted(self.rank(local_rank), local_rank, NOBODY + local_rank))
-        self.expect(protocol.Started)
+        self.report("started")
         return agent
 
     def stop(self, generation=0, **more):
-        self.seat.deliver(protocol.Stop(0, generation, **more))
+        self.seat.deliver(messages.Stop(0, generation, **more))
 
     def verdict(self, error=None, **more):
         """Have the control node decide; return what `run` returns or raises."""
-        self.seat.deliver(protocol.Verdict(0, error, **more))
+        self.seat.deliver(messages.Verdict(0, error, **more))
         return self.outcome()
 
     def interrupt(self, news):
@@ -201,12 +201,12 @@ class FakeNode:
     def ends_well(self, agent, **verdict):
         """Have everything end well; return the node's *ended*, and what `run` returns."""
         self.all_end_well(agent)
-        return self.expect(protocol.Ended), self.verdict(**verdict)
+        return self.expect(messages.Ended), self.verdict(**verdict)
 
     def ends(self, agent, *end):
         """Have the agent be gone and the control node decide on an error; return the node's *ended*."""
         agent.say(agent_events.End(*(end or (-signal.SIGKILL,))))
-        ended = self.expect(protocol.Ended)
+        ended = self.expect(messages.Ended)
         assert self.verdict(ERROR) is ERROR
         return ended
 
@@ -252,6 +252,12 @@ class FakeNode:
         message = self.next_message()
         assert isinstance(message, kind), message
         return message
+
+    def report(self, kind):
+        """Return the data of the next message, which must be a report of that kind."""
+        report = self.expect(messages.Report)
+        assert report.kind == kind, report
+        return report.data
 
     def next_message(self):
         return self._sent.get(timeout=DEADLINE_S)
