@@ -17,7 +17,7 @@ COLOURS = {
     "restarting": "#a855f7",
     "stopped": "#6b7a90",
     "done": "#22a35a",
-    "finished": "#22a35a",
+    "storing": "#22a35a",
     "failed": "#dc3545",
     "lost": "#e0457b",
 }

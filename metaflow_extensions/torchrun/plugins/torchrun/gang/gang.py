@@ -586,6 +586,7 @@ class Gang:
         view = self._seen
         view.turn("waiting")
         view.launch, view.generation, view.began_s, view.restarts, view.nproc = call.launch, None, None, 0, call.nproc
+        view.error = view.cause = view.restarts_left = None  # those of the launch before
         for each, node in enumerate(view.nodes):
             node.takes_part, node.exit_codes = each not in self._in[Presence.OUT], {}
 
@@ -713,6 +714,7 @@ class Gang:
         view.outputs.pop(launch.number, None)  # those of a generation before
         self.progress.begin(launch.number)
         self.hangs.begin(launch.number, launch.policy.features.get("hangs", {}).get("timeout_s"), nodes, self._age_s)
+        view.hangs = self.hangs.record  # it is not the last failure any more
         self.reach.begin()
         self._values = {}
 
