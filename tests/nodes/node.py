@@ -23,7 +23,7 @@ from metaflow.plugins.datastores.local_storage import LocalStorage
 from metaflow_extensions.torchrun.plugins.torchrun.channel.registry import Registry
 from metaflow_extensions.torchrun.plugins.torchrun.executor import Context, TorchrunExecutor
 from metaflow_extensions.torchrun.plugins.torchrun.feature_list import in_task
-from metaflow_extensions.torchrun.plugins.torchrun.gang.gang import Presence
+from metaflow_extensions.torchrun.plugins.torchrun.gang.view import Presence
 from metaflow_extensions.torchrun.plugins.torchrun.gang.wire import to_plain
 from metaflow_extensions.torchrun.plugins.torchrun.launch.services import starts_of
 from metaflow_extensions.torchrun.plugins.torchrun.logs.console import to_log

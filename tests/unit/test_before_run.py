@@ -18,7 +18,7 @@ from limits import limit_s
 from unit_helpers import HANG_S, eventually, is_running, write
 
 from metaflow_extensions.torchrun.plugins.torchrun.errors import EntrypointError, TorchrunPreempted
-from metaflow_extensions.torchrun.plugins.torchrun.gang.endings import MustEnd
+from metaflow_extensions.torchrun.plugins.torchrun.node.endings import MustEnd
 from metaflow_extensions.torchrun.plugins.torchrun.gang.messages import Ended, Failed, Ready, Report
 from metaflow_extensions.torchrun.plugins.torchrun.launch.command import COMMAND_RUNNER
 from metaflow_extensions.torchrun.plugins.torchrun.machine import processes

@@ -9,7 +9,7 @@ from fake_link import FakeLink, member_of
 from test_registry import FlowDatastore, registry_of
 from unit_helpers import HANG_S, eventually
 
-from metaflow_extensions.torchrun.plugins.torchrun.gang.gang import Presence
+from metaflow_extensions.torchrun.plugins.torchrun.gang.view import Presence
 from metaflow_extensions.torchrun.plugins.torchrun.gang.history import Record
 from metaflow_extensions.torchrun.plugins.torchrun.records.requests import Request
 from metaflow_extensions.torchrun.plugins.torchrun.records.snapshot import Snapshot

@@ -11,7 +11,7 @@ from loops import InLoop, Loop
 from unit_helpers import eventually
 
 from metaflow_extensions.torchrun.plugins.torchrun.gang.messages import Go, Ready
-from metaflow_extensions.torchrun.plugins.torchrun.gang.seat import Seat
+from metaflow_extensions.torchrun.plugins.torchrun.node.seat import Seat
 from metaflow_extensions.torchrun.plugins.torchrun.gang.wire import from_plain, to_plain
 from metaflow_extensions.torchrun.plugins.torchrun.launch.spec import LaunchSpec
 from metaflow_extensions.torchrun.plugins.torchrun.logs.console import BEHIND_BYTES

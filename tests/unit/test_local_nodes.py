@@ -12,7 +12,7 @@ from limits import limit_s
 from loops import Loop
 from unit_helpers import HANG_S, is_running
 
-from metaflow_extensions.torchrun.plugins.torchrun.gang.gang import Presence
+from metaflow_extensions.torchrun.plugins.torchrun.gang.view import Presence
 from metaflow_extensions.torchrun.plugins.torchrun.machine.processes import Other
 from metaflow_extensions.torchrun.plugins.torchrun.supervisor.ends import end_of
 from metaflow_extensions.torchrun.plugins.torchrun.task import local_nodes

@@ -23,7 +23,7 @@ from metaflow_extensions.torchrun.plugins.torchrun.errors import (
     TorchrunPreempted,
 )
 from metaflow_extensions.torchrun.plugins.torchrun.gang.cause import Cause
-from metaflow_extensions.torchrun.plugins.torchrun.gang.endings import TimedOut
+from metaflow_extensions.torchrun.plugins.torchrun.node.endings import TimedOut
 from metaflow_extensions.torchrun.plugins.torchrun.gang.messages import (
     Abort,
     Answer,

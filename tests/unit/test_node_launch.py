@@ -16,7 +16,7 @@ from unit_helpers import eventually, write
 
 from metaflow_extensions.torchrun.plugins.torchrun import errors
 from metaflow_extensions.torchrun.plugins.torchrun.gang import messages
-from metaflow_extensions.torchrun.plugins.torchrun.gang.endings import MustEnd
+from metaflow_extensions.torchrun.plugins.torchrun.node.endings import MustEnd
 from metaflow_extensions.torchrun.plugins.torchrun.gang.messages import (
     Ended,
     Failed,
