@@ -16,8 +16,9 @@ from ..errors import (
 )
 from .cause import CATEGORY_TEXTS, Cause, FailureText, failed
 from .launch import GONE, Launch
+from .limits import ALIKE_ENDS, ALIKE_S
 from .messages import CONTROL, Join
-from .policy import ALIKE_ENDS, ALIKE_S, KEPT_VERDICTS
+from .policy import KEPT_VERDICTS
 from .texts import counted, duration, headline, names, shortened
 
 # Kinds of causes that no node reports as its failure.

@@ -21,8 +21,9 @@ from . import failures
 from .agreement import contradiction, devices, without_devices
 from .cause import Cause, Failure, FailureText, cause_of, describe_exit, failed, failure_of
 from .group import Group, follow
-from .hangs import DIAGNOSTICS_S, KIND, Hangs
+from .hangs import KIND, Hangs
 from .launch import GONE, Launch
+from .limits import DIAGNOSTICS_S, INDEX_S, LATE_S, QUIET_S, REMIND_S, SAVE_S
 from .messages import (
     CONTROL,
     Abort,
@@ -44,12 +45,12 @@ from .messages import (
     Stored,
     Verdict,
 )
-from .policy import INDEX_S, KEPT_VERDICTS, SAVE_S, LaunchPolicy, Rules
+from .policy import KEPT_VERDICTS, LaunchPolicy, Rules
 from .progress import Progress
 from .reach import UNREACHABLE, Reach
 from .stacks import Stacks
-from .texts import QUIET_S, REMIND_S, counted, headline, names, size_text
-from .view import LATE_S, GangView, Happened, NodeView, Presence
+from .texts import counted, headline, names, size_text
+from .view import GangView, Happened, NodeView, Presence
 
 Outgoing: TypeAlias = tuple[int, Message]
 """A node's index and a message for it."""

@@ -13,13 +13,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..machine.frames import Found, look_first
+from .limits import PAUSED_S, START_S
 from .texts import names
 from .wire import from_plain, to_plain
 
 KIND = "hang"  # of the cause
-DIAGNOSTICS_S = 15.0  # so long the nodes may take to collect the stacks of their workers
-_LATE_S = 3.0  # between two looks at the clock, which come every second
-_START_S = 600.0  # so long workers may take until the first sign of life: to be started, and to import PyTorch
 _SIGNS = "wrote anything, reported a step, joined a process group or exited"
 _MAX_LINES, _MAX_PLACES = 64, 4
 _MAX_CHARS = 100_000  # of the stacks in the view, which is stored again and again; the files have all
@@ -95,11 +93,11 @@ class Hangs:
         """Return why the launch hangs, and what to change, if all ranks were silent for too long."""
         limit_s, late_s = self._timeout_s, at_s - self._ticked_at
         self._ticked_at = at_s
-        if late_s > _LATE_S:  # this process was stopped, perhaps with all others
+        if late_s > PAUSED_S:  # this process was stopped, perhaps with all others
             self._active_at = min(at_s, self._active_at + late_s)
         if limit_s is None:
             return None
-        limit_s = limit_s if self._has_begun else max(limit_s, _START_S)
+        limit_s = limit_s if self._has_begun else max(limit_s, START_S)
         if at_s - self._active_at <= limit_s:
             return None
         self._hangs = True

@@ -9,8 +9,9 @@ from dataclasses import dataclass, field
 from ..errors import TorchrunError
 from .cause import Cause, Failure, first_failure
 from .group import Group
+from .limits import ALIKE_ENDS, ALIKE_S, BACKOFF_LIMIT_S
 from .messages import CONTROL, Ended, Ready
-from .policy import ALIKE_ENDS, ALIKE_S, BACKOFF_LIMIT_S, LaunchPolicy
+from .policy import LaunchPolicy
 
 # What an agent prints when its store can't listen (TCPStore, torch 2.13).
 _PORT_TAKEN = re.compile("EADDRINUSE|address already in use", re.IGNORECASE)

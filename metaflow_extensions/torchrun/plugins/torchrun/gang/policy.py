@@ -9,15 +9,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..parsing import DEFAULT_RESTART_ON
+from .limits import STOP_MARGIN_S
 
-# What a node needs beyond the workers' grace to kill, reap and read the last bytes.
-_STOP_MARGIN_S = 15.0
-SAVE_S, INDEX_S = 120.0, 15.0
-"""How long storing what a failed launch has left may take, and then its index. All nodes wait, and the user pays."""
-BACKOFF_LIMIT_S = 30.0
-"""The longest pause before a restart."""
-ALIKE_ENDS, ALIKE_S = 3, 120.0
-"""After so many failures of the user's code in a row in the same way, each so soon after the start, no restart helps."""
 KEPT_VERDICTS = 1000
 """The ends of so many launches, the last ones, are known to a task that comes late."""
 
@@ -41,7 +34,7 @@ class Rules:
     @property
     def stop_s(self) -> float:
         """How long the nodes may take to stop their workers."""
-        return self.grace_s + _STOP_MARGIN_S
+        return self.grace_s + STOP_MARGIN_S
 
 
 @dataclass(frozen=True)

@@ -12,17 +12,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from .limits import FIRST_LINE_S, LINES_EVERY_S, LOOKS_EVERY_S, SLOW_S, STALE_S
 from .series import Series
 from .texts import duration, names
 from .wire import from_plain
 
 MAX_KEYS, MAX_POINTS = 20, 200
 """How many keys of rank 0 are kept, the first ones, and how many points of each."""
-# The log gets its first line this long after the first report, when the speed is known, and then at most one a minute.
-FIRST_LINE_S, LINES_EVERY_S = 10.0, 60.0
-_LOOKS_EVERY_S = 5.0
-_STALE_S = 20.0  # after so long without a message from a node, its ranks are not compared
-SLOW, SLOW_S, _FEWEST = 0.5, 60.0, 3
+SLOW, _FEWEST = 0.5, 3  # a share of the median; of fewer ranks, none is the normal one
 _LINES = 4  # if more ranks change at once, one line lists them
 _VALUES = 4  # in one line of the log
 
@@ -134,7 +131,7 @@ class Progress:
         if self._has_news and at_s >= self._says_at:
             self._says_at = at_s + LINES_EVERY_S
             lines = [self._line()]
-        if at_s - self._looked_at >= _LOOKS_EVERY_S:
+        if at_s - self._looked_at >= LOOKS_EVERY_S:
             self._looked_at = at_s
             lines += self._compare(at_s)
         return lines
@@ -148,7 +145,7 @@ class Progress:
 
     def _compare(self, at_s: float) -> list[str]:
         """Compare the ranks; return lines on those that have become slow or have recovered."""
-        fresh = [paces for told_at, paces in self._paces.values() if at_s - told_at < _STALE_S]
+        fresh = [paces for told_at, paces in self._paces.values() if at_s - told_at < STALE_S]
         by, speeds = _speeds({rank: pace for paces in fresh for rank, pace in paces.items()})
         if not speeds:
             return []

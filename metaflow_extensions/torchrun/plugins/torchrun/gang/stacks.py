@@ -11,10 +11,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..machine.frames import Found
+from .limits import NODES_MARGIN_S, WORKERS_S
 from .wire import from_plain, to_plain
-
-WORKERS_S = 4.0  # the time for the workers of a node to answer; most take less than a second
-_NODES_MARGIN_S = 4.0  # what a node has besides, until its answer must have come to the control node
 
 
 @dataclass(frozen=True)
@@ -71,7 +69,7 @@ class Stacks:
         self, asked: Any, about: tuple[int, int], running: Collection[int], others: Collection[int], at_s: float
     ) -> bool:
         """Begin a question to the nodes whose workers run; return whether they are to be asked."""
-        self._id, self._about, self._due_at_s = asked, about, at_s + WORKERS_S + _NODES_MARGIN_S
+        self._id, self._about, self._due_at_s = asked, about, at_s + WORKERS_S + NODES_MARGIN_S
         self._open, self._found = set(running), {}
         self._missing = dict.fromkeys(sorted(others), "it has no workers")
         if not running:

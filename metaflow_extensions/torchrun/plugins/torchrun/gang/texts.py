@@ -4,10 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-# A node that waits for another logs that after QUIET_S seconds, then every REMIND_S seconds.
-QUIET_S = 10.0
-REMIND_S = 30.0
-
 _LISTED = 8  # numbers, ranges of numbers, or values
 _HEADLINE_CHARS = 300
 

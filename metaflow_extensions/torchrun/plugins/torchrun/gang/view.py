@@ -36,8 +36,6 @@ _GONE = frozenset({"not joined yet", "storing", "finished", "failed", "lost"})  
 _FIRST_EVENTS, _LAST_EVENTS, _SPANS, _PLACES, _REPORTS = 100, 900, 60, 200, 20
 _OUTPUTS = 4000  # for so many nodes, over all launches, the places of outputs are kept: some hundred kilobytes
 _REPORT_CHARS = 128 * 1024  # of each report: stacks of many ranks are long
-LATE_S = 10.0
-"""So long after its launch or generation has ended, a line may still be captured."""
 
 
 class Presence(enum.Enum):

@@ -18,8 +18,9 @@ from datetime import datetime, timezone
 from pathlib import Path
 
 from ..compat.stored import LINE_PARSER, LOG_SOURCES
+from ..gang.limits import LATE_S
 from ..gang.messages import CONTROL
-from ..gang.view import LATE_S, GangView, Placed
+from ..gang.view import GangView, Placed
 from .stored_gangs import StoredGang, StoredGangs
 
 _LABEL = re.compile(r"\[(?:rank (\d+)|torchrun(?: node (\d+))?|(?:node (\d+) )?before_run \d+/\d+)\] ")

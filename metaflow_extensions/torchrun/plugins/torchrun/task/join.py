@@ -17,9 +17,9 @@ from ..channel.connection import new_token
 from ..channel.registry import STORE_PATIENCE_S, AddressRecord, Registry
 from ..errors import GangError, TorchrunError, TorchrunPreempted
 from ..events import Event, Subscriber
+from ..gang.limits import QUIET_S, REMIND_S
 from ..gang.messages import CONTROL, Farewell, Join
 from ..gang.policy import ConnectPolicy, Rules, growing_pauses
-from ..gang.texts import QUIET_S, REMIND_S
 from ..gang.view import Presence, Word
 from ..gang.wire import from_plain
 from ..launch.transfer import Step, Transfer

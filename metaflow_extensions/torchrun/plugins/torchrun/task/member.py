@@ -17,8 +17,9 @@ from typing import Any, NoReturn
 from ..errors import GangError, LaunchFailed, TorchrunError, TorchrunPreempted, chain
 from ..events import Event, Subscriber
 from ..gang.cause import Cause, FailureText, cause_of, failed
+from ..gang.limits import QUIET_S, REMIND_S
 from ..gang.messages import CONTROL, Abort, Answer, Farewell, Leave, Message, from_wire, to_wire
-from ..gang.texts import QUIET_S, REMIND_S, names
+from ..gang.texts import names
 from ..gang.view import as_dicts
 from ..node.endings import NotNeeded, TimedOut, lost_control, preempted, timed_out
 from ..tracebacks import user_traceback, words_of

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import time
 
-from ...gang.hangs import DIAGNOSTICS_S, KIND, Diagnostics
+from ...gang.hangs import KIND, Diagnostics
+from ...gang.limits import DIAGNOSTICS_S
 from ...gang.wire import Plain, to_plain
 from ...machine.frames import without_stack
 from ...machine.looks import is_due

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from ...gang.stacks import WORKERS_S, NodeStacks
+from ...gang.limits import WORKERS_S
+from ...gang.stacks import NodeStacks
 from ...gang.wire import Plain, to_plain
 from ...machine.frames import Found
 from ...machine.stacks import HOOK, Question, hook_environment

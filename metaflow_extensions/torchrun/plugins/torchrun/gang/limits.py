@@ -1,0 +1,31 @@
+"""All time limits of a gang, in seconds. What a user can set is in `policy`."""
+
+# --- joining and waiting
+QUIET_S, REMIND_S = 10.0, 30.0
+"""A node that waits for another logs that after the first time, then each second one."""
+
+# --- the end of a generation
+STOP_MARGIN_S = 15.0
+"""What a node needs beyond the workers' grace to kill, reap and read the last bytes."""
+BACKOFF_LIMIT_S = 30.0
+"""The longest pause before a restart."""
+ALIKE_ENDS, ALIKE_S = 3, 120.0
+"""After so many failures of the user's code in a row in the same way, each so soon after the start, no restart helps."""
+SAVE_S, INDEX_S = 120.0, 15.0
+"""How long storing what a failed launch has left may take, and then its index. All nodes wait, and the user pays."""
+LATE_S = 10.0
+"""So long after its launch or generation has ended, a line may still be captured."""
+
+# --- what the ranks do
+DIAGNOSTICS_S = 15.0
+"""How long the nodes may take to collect the stacks of their workers in a hang."""
+START_S = 600.0
+"""How long workers may take until the first sign of life: to be started, and to import PyTorch."""
+PAUSED_S = 3.0
+"""Between two looks at the clock, which come every second: after a longer time this process was stopped meanwhile."""
+WORKERS_S, NODES_MARGIN_S = 4.0, 4.0
+"""How long the workers of a node may take to say what they do, and what the node has besides."""
+FIRST_LINE_S, LINES_EVERY_S = 10.0, 60.0
+"""When the log tells of progress: after the first report, when the speed is known, and then at most so often."""
+LOOKS_EVERY_S, STALE_S, SLOW_S = 5.0, 20.0, 60.0
+"""How often ranks are compared; after how long without a report not any more; after how long one is called slow."""
