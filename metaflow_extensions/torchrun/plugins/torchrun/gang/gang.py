@@ -388,7 +388,7 @@ class Gang:
         if CONTROL not in self._failed:
             return
         if self.phase is not Phase.IDLE:
-            self._finish(self._error_of_launch())
+            self._finish(self.launch.failing_with or self._error_of_launch())
         heard = self._in[Presence.HERE] <= self.launch.told
         if control.cause is None and self.launch.verdict is not None and not heard:
             self._break(self.launch.verdict)
