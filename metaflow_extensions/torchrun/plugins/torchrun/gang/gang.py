@@ -825,9 +825,7 @@ class Gang:
         for each in unknown:
             node, text = self.nodes[each], "it did not report in time that its workers had ended"
             self._note("lost", node=each, text=text)
-            cause = Cause("lost", each, node.host, exception=text)
-            self._send(Verdict(self.launch.number, failures.told_to_end(cause)), each)
-            self._leave_out(node, cause)
+            self._tell_to_end(node, Cause("lost", each, node.host, exception=text))
         self.launch.running.clear()
         return True
 
@@ -860,13 +858,19 @@ class Gang:
         if not pause_s:
             self._start_again()
 
+    def _tell_to_end(self, node: Node, cause: Cause) -> None:
+        """Leave a node out that is here; it may have called the next launch already, which then ends for it, too."""
+        numbers = {self.launch.number} | (set() if node.call is None else {node.call.launch})
+        for number in sorted(numbers):
+            self._send(Verdict(number, failures.told_to_end(cause), group=self.launch.group), node.index)
+        self._leave_out(node, cause)
+
     def _leave_out_gone(self) -> list[Cause]:
         """Leave out all nodes that are gone, or about to go; return why."""
         launch, causes = self.launch, []
         for each, cause in sorted(launch.leaving.items()):
-            self._send(Verdict(launch.number, failures.told_to_end(cause), group=launch.group), each)
             causes.append(cause)
-            self._leave_out(self.nodes[each], cause)
+            self._tell_to_end(self.nodes[each], cause)
         for each in sorted(self._in[Presence.GONE]):
             node = self.nodes[each]
             cause = node.cause or Cause("lost", each, node.host, exception="it has left")
