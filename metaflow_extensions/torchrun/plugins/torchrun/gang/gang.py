@@ -83,7 +83,7 @@ class Node:
     is_told: bool = False  # whether its task knows that another one has come
     cause: Cause | None = None  # why it is gone, or out
     call: Ready | None = None  # its call of `run`, as long as that has no verdict
-    without: Cause | None = None  # the failure of its commands of before_run, in this call
+    failed: TorchrunError | None = None  # how its call has failed before the launch began
     awaited_until: float = 0.0  # until which age of the gang a task of it is waited for
 
     @property
@@ -374,7 +374,7 @@ class Gang:
         self._forget(node)
 
     def _forget_call(self, node: Node) -> None:
-        node.call = node.without = None
+        node.call = node.failed = None
         self._calls.discard(node.index)
 
     def _forget(self, node: Node) -> None:
@@ -567,7 +567,7 @@ class Gang:
             self._remind_at = self._clock() + QUIET_S
         # Equal messages share one object, since thousands of nodes send the same.
         other = self.nodes[next(iter(self._calls), node.index)].call
-        node.call, node.without = (other if other == call else call), None
+        node.call, node.failed = (other if other == call else call), None
         self._calls.add(node.index)
         if self.phase is Phase.IDLE:
             node.is_new = node.is_new and call.prepares
@@ -633,13 +633,14 @@ class Gang:
         nodes = [self.nodes[node] for node in group.nodes]
         if any(node.call is None for node in nodes):
             return
-        if failed := next((node.without for node in nodes if node.without is not None), None):
-            self._end_early(number, failures.commands_failed(failed))
+        if error := next((node.failed for node in nodes if node.failed is not None), None):
+            self._end_early(number, error)
         elif not any(node.call.prepares for node in nodes if node.call is not None):
             self._begin_launch(number, group)
 
     def _begin_launch(self, number: int, group: Group) -> None:
-        ready = {node: call for node in sorted(self._calls) if (call := self.nodes[node].call) and not call.prepares}
+        nodes = [self.nodes[node] for node in sorted(self._calls)]
+        ready = {each.index: each.call for each in nodes if each.call and not each.call.prepares and not each.failed}
         error = contradiction({node: ready[node] for node in group.nodes})
         if error is not None:
             self._end_early(number, error)
@@ -715,10 +716,14 @@ class Gang:
             if node.index != CONTROL and len(self._in[Presence.HERE]) > self._least:
                 self._refuse(node, report.launch, failures.commands_failed(cause, ". The others go on without it"))
             else:
-                node.without = cause
+                node.failed = failures.commands_failed(cause)
             self._begin()
         elif not (is_own and self._goes_on_without(node, cause)):
-            self._end_early(report.launch, failures.too_early(cause, report.launch, self._why_not_without(cause)))
+            error = failures.too_early(cause, report.launch, self._why_not_without(cause))
+            if self.phase is Phase.IDLE:
+                self._end_early(report.launch, error)
+            else:  # nodes are in the launch before it still
+                node.failed = error
 
     def _on_failed(self, node: Node, report: Failed) -> None:
         launch = self.launch
@@ -1029,8 +1034,8 @@ class Gang:
             return
         number = self._number
         # Commands that have failed were before anything else.
-        first = next((node.without for node in self.nodes if node.without is not None), None)
-        error = failures.commands_failed(first) if number is not None and first is not None else error
+        first = next((node.failed for node in self.nodes if node.failed is not None), None)
+        error = first if number is not None and first is not None else error
         self.broken = error = of_one_node(error) if self._is_alone else error
         if number is not None:
             self._end_early(number, error)
@@ -1107,7 +1112,7 @@ class Gang:
         late = sorted(self._in[Presence.HERE] - self._calls)
         waits = [f"{names(absent)} to start"] if absent else []
         waits += [f"{names(late)} to call current.torch.run"] if late else []
-        prepare = [node for node in sorted(self._calls) if self._prepares(node) and self.nodes[node].without is None]
+        prepare = [node for node in sorted(self._calls) if self._prepares(node) and self.nodes[node].failed is None]
         waits += [f"{names(prepare)} to end before_run"] if prepare else []
         return " and for ".join(waits)
 
