@@ -739,7 +739,8 @@ class Gang:
             return
         cause = report.failures[0].cause if report.failures else None
         is_told = cause is not None and cause.category == "preempted" and cause.node == node.index
-        if report.given_up and is_told and cause is not None and self._goes_on_without(node, cause):
+        leaves = report.given_up and is_told and node.index not in launch.given_up  # it says so once
+        if leaves and cause is not None and self._goes_on_without(node, cause):
             self._send(Note(f"{failures.within(cause)}; the others go on without it"), CONTROL)
             return
         self._add_failures(report.failures)
