@@ -83,7 +83,7 @@ class Node:
     is_told: bool = False  # whether its task knows that another one has come
     cause: Cause | None = None  # why it is gone, or out
     call: Ready | None = None  # its call of `run`, as long as that has no verdict
-    without: Cause | None = None  # the failure of its commands of before_run, in this call
+    failed: TorchrunError | None = None  # how its call has failed before the launch began
     awaited_until: float = 0.0  # until which age of the gang a task of it is waited for
 
     @property
@@ -373,7 +373,7 @@ class Gang:
         self._forget(node)
 
     def _forget_call(self, node: Node) -> None:
-        node.call = node.without = None
+        node.call = node.failed = None
         self._calls.discard(node.index)
 
     def _forget(self, node: Node) -> None:
@@ -388,7 +388,7 @@ class Gang:
         if CONTROL not in self._failed:
             return
         if self.phase is not Phase.IDLE:
-            self._finish(self._error_of_launch())
+            self._finish(self.launch.failing_with or self._error_of_launch())
         heard = self._in[Presence.HERE] <= self.launch.told
         if control.cause is None and self.launch.verdict is not None and not heard:
             self._break(self.launch.verdict)
@@ -574,7 +574,7 @@ class Gang:
             self._remind_at = self._clock() + QUIET_S
         # Equal messages share one object, since thousands of nodes send the same.
         other = self.nodes[next(iter(self._calls), node.index)].call
-        node.call, node.without = (other if other == call else call), None
+        node.call, node.failed = (other if other == call else call), None
         self._calls.add(node.index)
         if self.phase is Phase.IDLE:
             node.is_new = node.is_new and call.prepares
@@ -649,13 +649,14 @@ class Gang:
         nodes = [self.nodes[node] for node in group.nodes]
         if any(node.call is None for node in nodes):
             return
-        if failed := next((node.without for node in nodes if node.without is not None), None):
-            self._end_early(number, failures.commands_failed(failed))
+        if error := next((node.failed for node in nodes if node.failed is not None), None):
+            self._end_early(number, error)
         elif not any(node.call.prepares for node in nodes if node.call is not None):
             self._begin_launch(number, group)
 
     def _begin_launch(self, number: int, group: Group) -> None:
-        ready = {node: call for node in sorted(self._calls) if (call := self.nodes[node].call) and not call.prepares}
+        nodes = [self.nodes[node] for node in sorted(self._calls)]
+        ready = {each.index: each.call for each in nodes if each.call and not each.call.prepares and not each.failed}
         error = contradiction({node: ready[node] for node in group.nodes})
         if error is not None:
             self._end_early(number, error)
@@ -807,13 +808,17 @@ class Gang:
             if node.index != CONTROL and len(self._in[Presence.HERE]) > self._least:
                 self._refuse(node, report.launch, failures.commands_failed(cause, ". The others go on without it"))
             else:
-                node.without = cause
+                node.failed = failures.commands_failed(cause)
                 self._seen.why = (
                     f"before_run has failed on node {node.index}; the launch ends when all nodes have called run."
                 )
             self._begin()
         elif not (is_own and self._goes_on_without(node, cause)):
-            self._end_early(report.launch, failures.too_early(cause, report.launch, self._why_not_without(cause)))
+            error = failures.too_early(cause, report.launch, self._why_not_without(cause))
+            if self.phase is Phase.IDLE:
+                self._end_early(report.launch, error)
+            else:  # nodes are in the launch before it still
+                node.failed = error
 
     def _on_failed(self, node: Node, report: Failed) -> None:
         launch = self.launch
@@ -829,7 +834,8 @@ class Gang:
             return
         cause = report.failures[0].cause if report.failures else None
         is_told = cause is not None and cause.category == "preempted" and cause.node == node.index
-        if report.given_up and is_told and cause is not None and self._goes_on_without(node, cause):
+        leaves = report.given_up and is_told and node.index not in launch.given_up  # it says so once
+        if leaves and cause is not None and self._goes_on_without(node, cause):
             self._send(Note(f"{failures.within(cause)}; the others go on without it"), CONTROL)
             return
         self._add_failures(report.failures)
@@ -929,9 +935,7 @@ class Gang:
         for each in unknown:
             node, text = self.nodes[each], "it did not report in time that its workers had ended"
             self._seen.add("lost", f"lost: {text}", each)
-            cause = Cause("lost", each, node.host, exception=text)
-            self._send(Verdict(self.launch.number, failures.told_to_end(cause)), each)
-            self._leave_out(node, cause)
+            self._tell_to_end(node, Cause("lost", each, node.host, exception=text))
         self.launch.running.clear()
         return True
 
@@ -967,13 +971,19 @@ class Gang:
         if not pause_s:
             self._start_again()
 
+    def _tell_to_end(self, node: Node, cause: Cause) -> None:
+        """Leave a node out that is here; it may have called the next launch already, which then ends for it, too."""
+        numbers = {self.launch.number} | (set() if node.call is None else {node.call.launch})
+        for number in sorted(numbers):
+            self._send(Verdict(number, failures.told_to_end(cause), group=self.launch.group), node.index)
+        self._leave_out(node, cause)
+
     def _leave_out_gone(self) -> list[Cause]:
         """Leave out all nodes that are gone, or about to go; return why."""
         launch, causes = self.launch, []
         for each, cause in sorted(launch.leaving.items()):
-            self._send(Verdict(launch.number, failures.told_to_end(cause), group=launch.group), each)
             causes.append(cause)
-            self._leave_out(self.nodes[each], cause)
+            self._tell_to_end(self.nodes[each], cause)
         for each in sorted(self._in[Presence.GONE]):
             node = self.nodes[each]
             cause = node.cause or Cause("lost", each, node.host, exception="it has left")
@@ -1147,8 +1157,8 @@ class Gang:
             return
         number = self._number
         # Commands that have failed were before anything else.
-        first = next((node.without for node in self.nodes if node.without is not None), None)
-        self.broken = error = failures.commands_failed(first) if number is not None and first is not None else error
+        first = next((node.failed for node in self.nodes if node.failed is not None), None)
+        self.broken = error = first if number is not None and first is not None else error
         if number is not None:
             self._end_early(number, error)
         self._seen.add("broken", "nothing can be launched any more")
@@ -1223,7 +1233,7 @@ class Gang:
         late = sorted(self._in[Presence.HERE] - self._calls)
         waits = [f"{names(absent)} to start"] if absent else []
         waits += [f"{names(late)} to call current.torch.run"] if late else []
-        prepare = [node for node in sorted(self._calls) if self._prepares(node) and self.nodes[node].without is None]
+        prepare = [node for node in sorted(self._calls) if self._prepares(node) and self.nodes[node].failed is None]
         waits += [f"{names(prepare)} to end before_run"] if prepare else []
         return " and for ".join(waits)
 
