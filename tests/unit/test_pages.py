@@ -1,165 +1,190 @@
 """The page of a gang, written to a terminal and as a card, and its data.
 
-Three whole pages are golden files; ``pytest --renew-golden tests/unit/test_pages.py`` writes these anew.
+Four whole pages are golden files; ``pytest --renew-golden tests/unit/test_pages.py`` writes these anew.
 """
 
 import json
-import re
 from dataclasses import replace
-from pathlib import Path
+from itertools import pairwise
 
 import pytest
-from gang_snapshots import (
-    BEGAN,
-    FAILURE,
-    JOINED,
-    LEFT,
-    MARKUP,
-    NOT_LEFT,
-    RESTARTED,
-    RUNNING,
-    SUCCESS,
-    a_gang,
-    failed,
-    place,
-    report,
-    snapshot,
-)
+from gang_views import BEGAN, Story, crash, hostile, place
 
-from metaflow_extensions.torchrun.plugins.torchrun.elements.model import Sentence
+from metaflow_extensions.torchrun.plugins.torchrun.elements.charts import COLOURS
+from metaflow_extensions.torchrun.plugins.torchrun.elements.model import Cells, Chart, Sentence
 from metaflow_extensions.torchrun.plugins.torchrun.elements.terminal import table
-from metaflow_extensions.torchrun.plugins.torchrun.feature_list import on_page
 from metaflow_extensions.torchrun.plugins.torchrun.gang.cause import Cause
-from metaflow_extensions.torchrun.plugins.torchrun.records.on_page import OnPage
-from metaflow_extensions.torchrun.plugins.torchrun.records.snapshot import Snapshot
+from metaflow_extensions.torchrun.plugins.torchrun.gang.texts import duration
+from metaflow_extensions.torchrun.plugins.torchrun.gang.view import Word, told_by_others
 from metaflow_extensions.torchrun.plugins.torchrun.show.as_card import layout
 from metaflow_extensions.torchrun.plugins.torchrun.show.as_text import lines_of
-from metaflow_extensions.torchrun.plugins.torchrun.show.data import as_data
-from metaflow_extensions.torchrun.plugins.torchrun.show.page import page_of, section_names
-from metaflow_extensions.torchrun.plugins.torchrun.show.timeline import timeline
+from metaflow_extensions.torchrun.plugins.torchrun.show.commands import _as_data
+from metaflow_extensions.torchrun.plugins.torchrun.show.page import page_of
+from metaflow_extensions.torchrun.plugins.torchrun.show.words import outcome_of
 
-# As versions before the `Snapshot` have stored them: of a gang of 2 x 2 that restarts, runs again, and fails.
-STORED = {path.stem: json.loads(path.read_text()) for path in (Path(__file__).parent / "records").glob("*.json")}
-
-
-def command(at_s, node, seconds, code=0, number=1):
-    text = f"before_run {number}/2 (get https://x) exited with code {code}"
-    return (at_s, "command", {"node": node, "launch": 0, "exit_code": code, "text": text, "seconds": seconds})
+TWICE = {"max_restarts": 2}
+OVER = place(is_done=True)
+WHAT = "Rank 2 on node 1 (host gpu-1) failed with ValueError: *nan* 🙂"
+KILLED = "node 1 (host gpu-1) failed: its task was killed by SIGKILL"
+COMMAND = "before_run {}/2 (get https://x) exited with code {}"
 
 
-BEFORE = [
-    *JOINED[:2],
-    *((2.0 + node, "before_run", {"node": node, "launch": 0}) for node in (0, 1)),
-    *(command(3.0 + node, node, 1.0 + node) for node in (0, 1)),
-    command(5.0, 1, 0.5, code=2, number=2),
-    (7.0, "failed", {"launch": 0, "text": "because"}),
-]
-ODD = [
-    *RUNNING,
-    *((60.0 + rank, "straggler", {"rank": rank, "node": 1, "text": f"is slow: 0.{rank}"}) for rank in (1, 2, 3)),
-    (70.0, "recovered", {"rank": 2, "node": 1, "text": "is no longer slow: 1"}),
-    (71.0, "stored", {"node": 0, "text": "3 files, 2.1 MB"}),
-    (72.0, "teleported", {"node": 1, "text": "to Mars"}),
-    (73.0, "omitted", {"text": "12 records are left out here"}),
-]
+def works(story, seconds, slow=2.0):
+    """Let ranks report steps, every 5 s, and nodes their usage; rank 3 is as fast as the test says."""
+    for second in range(int(story.now), int(story.now) + seconds, 5):
+        story.at(second).progress({0: 2.0, 1: 2.0}, [(2 * second, {"loss": 90 / (second + 20)})], total=400.0)
+        story.progress({2: 2.0, 3: slow}, node=1)
+    used = {"of": "container", "limits": {"cpus": 8.0, "memory_mib": 2.0**15}}
+    return story.report("usage", **used, values={"cpus": 6.5, "memory_mib": 5000.0}).at(second + 3)
+
+
+def good():
+    files = {"key": "k", "files": 2, "size": 3_000_000, "names": ["model.pt", "log.txt"]}
+    story = works(Story().running(), 60).ended(0, stores=True).ended(1)
+    return story.at(64).report("outputs", 0, **files).stored(0).at(66).done().at(67).left(1).at(70).left(0)
+
+
+def restarted():
+    story = Story(3, spare_nodes=1).running(policy=TWICE).at(8).lost(1).at(10).ended(0, codes=(-15, -15))
+    return story.at(12).report("started").at(13).report("wrote", 0).at(20)
+
+
 GOLDEN = {
-    "success": (snapshot(SUCCESS), place(is_done=True)),
-    "failed": (Snapshot.read(STORED["failed"]), place(is_done=True)),
-    "running": (Snapshot.read(STORED["running"]), place()),
+    "good": (good, OVER),
+    "failed": (lambda: Story().running().at(8).crashed().at(12).left(how="failed"), OVER),
+    "running": (lambda: works(Story().running(policy=TWICE), 80, slow=0.5), place()),
+    "restarted": (restarted, place()),
 }
-LOST = [*JOINED, (6.0, "lost", {"node": 1, "text": "its task has ended"}), (6.0, "broken", {"text": "lost"})]
-BEGUN_AGAIN = [each for each in RESTARTED if each[0] < 11]
-# Other gangs, with lines of their pages that no golden file has.
+
+
+def failing_before():
+    """Commands of before_run fail on one node, before the other one has called `run`."""
+    story = Story().joined().at(2.0).ready(1, prepares=True).at(3.0)
+    story.report("command", 1, text=COMMAND.format(1, 0), exit_code=0, seconds=1.0).at(5.0)
+    story.report("command", 1, text=COMMAND.format(2, 2), exit_code=2, seconds=2.0)
+    return story.failed(Cause("command", 1, "gpu-1", exit_code=2, exception=COMMAND.format(2, 2), detail="no host"))
+
+
+# Other gangs, with lines of their pages that no golden file has, each with single spaces: the sentence, ranks, and more.
 SAID = {
     "nobody yet": (
-        (snapshot([]), place()),
-        ("4 waiting", "   0        4         0-1    not joined yet", "so far         0 s"),
+        Story,
+        "0 of 2 nodes have joined; not joined yet: nodes 0, 1.",
+        *("No launch has begun, so there are no ranks.", "0 4 not joined yet", "so far 0 s"),
     ),
     "joining": (
-        (snapshot(JOINED[:1], nproc=None), place()),
-        ("No launch has begun, so there are no ranks.", "   0  gpu-1  4                step code"),
+        lambda: Story().joined(0),
+        *("1 of 2 nodes have joined; not joined yet: node 1.", "0 gpu-0 4 step code"),
     ),
-    "failure": (
-        (snapshot(FAILURE, report(), error="told shorter"), place(is_done=True)),
-        (
-            "Last lines of rank 2's stdout",
-            "step 42: loss nan",
-            "20.0-20.5          nodes 0, 1 left: their steps have failed",
-        ),
-    ),
-    "no cause": (
-        (snapshot(FAILURE, replace(report(text="The nodes differ\nin torch"), cause=None)), place(is_done=True)),
-        ("Error", "in torch"),
-    ),
-    "an earlier attempt": (
-        (snapshot(RESTARTED, report(None), restarts_left=2), place(1, 2)),
-        (
-            "Flow, run 12, step train, task 4, attempt 1 (the latest is 2), as of 02:20:19 UTC",
-            "     18.0  0.1     the launch has ended well",
-            "restarts       1 (2 left in launch 0)",
-            "python flow.py torchrun logs 12/train --attempt 1",
-        ),
-    ),
-    "starting again": (
-        (snapshot(BEGUN_AGAIN, report(None), now_s=12.0, restarts_left=0), place()),
-        ("   1  gpu-2  4_node_1  2-3    starting", "last record    2026-11-22 02:20:10 UTC, 2 s ago"),
-    ),
-    "caught": (
-        (snapshot([*NOT_LEFT, *LEFT], report()), place(is_done=True)),
-        ("After 9 s: Rank 2 on node 1 (host gpu-2) failed with ValueError: *nan* 🙂.", "run raised LaunchFailed."),
-    ),
-    "killed": (
-        (snapshot(RUNNING), place(is_done=True)),
-        (
-            "The task of the control node (node 0) has ended, but has not recorded how. Its last record, of 2026-11-22 "
-            "02:20:04 UTC: 4 ranks on 2 nodes have trained 2 s, with start 4 s.",
-            "These are the last known states.",
-        ),
-    ),
-    "lost": (
-        (snapshot(LOST, num_nodes=3), place(is_done=True)),
-        (
-            "2 lost, 4 waiting",
-            "    6.0          node 1 is lost: its task has ended",
-            "    6.0          nothing can be launched any more: lost",
-            "   1  gpu-2  4_node_1  2-3    lost",
-            "   2         -         4-5    not joined yet",
-        ),
+    "joined": (lambda: Story().joined(), "2 nodes joined; the step's code runs."),
+    "calling run": (
+        lambda: Story().joined().ready(0),
+        "1 of 2 nodes have called run; still in the step's code: node 1.",
+        *("4 waiting", "0 gpu-0 4 0-1 waiting"),
     ),
     "before_run": (
-        (snapshot(BEFORE), place()),
-        (
-            "2.0-3.0  0       nodes 0, 1: before_run begins",
-            "3.0-4.0  0       nodes 0, 1: before_run 1/2 (get https://x) exited with code 0, 1.0-2.0 s",
-            "    5.0  0       node 1: before_run 2/2 (get https://x) exited with code 2, 0.5 s",
-        ),
+        lambda: Story().joined().at(2.0).ready(prepares=True).at(5.0).ready(0),
+        *("The commands of before_run run on node 1.", "4 waiting", "1 gpu-1 4_node_1 2-3 preparing"),
+        *("2.0 0 nodes 0, 1: before_run begins", "5.0 0 node 0: before_run has ended well"),
     ),
-    "odd": (
-        (snapshot(ODD, now_s=74.0), place(clone=("13", "9"))),
-        (
-            "Flow, run 12, step train, task 4, which run 13 has cloned as task 9, as of 02:21:14 UTC",
-            "61.0-63.0          ranks 1, 2, 3: slower than half the median for a minute",
-            "     70.0          rank 2: no longer slow",
-            "     71.0          node 0 stored outputs",
-            "     72.0          teleported: to Mars",
-            "     73.0          omitted: 12 records are left out here",
-        ),
+    "before_run has failed": (
+        failing_before,
+        "before_run has failed on node 1; the launch ends when all nodes have called run.",
+        f"5.0 0 node 1: {COMMAND.format(2, 2)}, 2.0 s",
+    ),
+    "before_run was the end": (
+        lambda: failing_before().at(9.0).ready(0),
+        *(f"Failed after 9 s: node 1 (host gpu-1) failed: {COMMAND.format(2, 2)}.", "| no host"),
+    ),
+    "contradicting": (
+        lambda: Story().joined().ready(0).ready(1, torch="2.12.0"),
+        "Failed after 0 s: The nodes differ in the torch version (node 0: 2.13.0, node 1: 2.12.0). Every node must call "
+        "current.torch.run in the same order with the same settings, on the same software and kind of devices.",
+    ),
+    "broken": (
+        lambda: Story().running().ended().broken("The channel failed\nat once"),
+        *("Failed (trained 2 s): The channel failed.", "Error", "at once"),
+    ),
+    "starting": (
+        lambda: Story().launched().at(5),
+        *("4 ranks on 2 nodes are starting, for 3 s.", "4 starting", "with start 5 s"),
+    ),
+    "one rank": (lambda: Story(1, 1).running(), "1 rank on 1 node has trained 2 s, with start 4 s.", "1 running"),
+    "stopping": (
+        lambda: Story().running().at(8).failed(crash()),
+        *(f"All nodes are told to stop: {WHAT}.", "4 stopping", "8.0 0 all nodes are told to stop"),
+    ),
+    "restarting": (
+        lambda: Story().running(policy=TWICE).failed(crash()).ended(codes=(-15, -9)),
+        *(f"All workers start again: {WHAT}.", "4 stopped", "4.0 0 all workers start again in 1 s"),
+        *("0 gpu-0 4 0-1 restarting SIGTERM SIGKILL", "restarts 0 (2 left in launch 0)"),
+    ),
+    "awaiting another task": (
+        lambda: Story(replaces=True).running(policy=TWICE).lost(1).ended(0, codes=(-15, -15)),
+        *(f"All workers start again, which wait for node 1 to start: {KILLED}.", "2 lost, 2 stopped"),
+    ),
+    "starting again": (
+        lambda: Story().running(policy=TWICE).at(8).crashed().at(12),
+        *("4 ranks on 2 nodes are starting, for 3 s, after 1 restart.", "4 starting", f"After 9 s: {WHAT}."),
+        *("All workers were started again after this.", "9.0 0.1 start again on 2 nodes, 2 processes on each"),
+    ),
+    "another launch": (
+        lambda: Story().running(policy=TWICE).at(8).ended().at(9).ready(launch=1).at(12),
+        *("4 ranks on 2 nodes are starting, for 3 s.", "restarts 0 (0 left in launch 1)"),
+        *("trained 3 s", "the whole step 12 s"),
+    ),
+    "called after one that failed": (
+        lambda: Story().running().at(8).crashed().at(11).ready(0, launch=1),
+        "1 of 2 nodes have called run; still in the step's code: node 1.",
+        *("4 waiting", f"After 9 s: {WHAT}.", "run raised LaunchFailed.", "restarts 0"),
+    ),
+    "caught": (
+        lambda: Story().running().at(8).crashed().at(10).done().at(12).left(),
+        *(f"The step has ended well, though launch 0 had failed: {WHAT}.", "1 failed, 3 stopped"),
+    ),
+    "one node stores": (
+        lambda: Story().running().ended().done(1).at(9),
+        *("4 ranks on 2 nodes have ended well: trained 2 s.", "1 gpu-1 4_node_1 2-3 storing 0 0"),
+    ),
+    "without a launch": (lambda: Story().joined().done(), "The step has ended well; it has launched nothing."),
+    "killed rank": (
+        lambda: Story().running().crashed(crash(kind="signal", text=None, exit_code=-9)),
+        *("1 failed, 3 stopped", "1 gpu-1 4_node_1 2-3 step code SIGKILL SIGTERM"),
+    ),
+    "an unknown end": (
+        lambda: Story().running().failed(crash()).ended(codes=(1, None)),
+        "1 gpu-1 4_node_1 2-3 step code 1 unknown",
+    ),
+    "lost outside of a launch": (
+        lambda: Story(3).joined(0, 1).at(6.0).lost(1),
+        *(f"Failed after 6 s: {KILLED}.", "6.0 node 1: lost: its task was killed by SIGKILL"),
+        *("1 gpu-1 4_node_1 lost", "2 - not joined yet"),
+    ),
+    "lost": (
+        lambda: Story().running().at(6.0).lost(1),
+        *(f"All nodes are told to stop: {KILLED}.", "2 lost, 2 stopping", "1 gpu-1 4_node_1 2-3 lost"),
+    ),
+    "lost, and the others have left": (
+        lambda: Story().running().lost(1).ended(0, codes=(-15, -15)).at(9.0).left(0, how="failed"),
+        f"Failed (trained 2 s, with start 9 s): {KILLED}.",
+        *("0 gpu-0 4 0-1 failed SIGTERM SIGTERM", "1 gpu-1 4_node_1 2-3 lost"),
+    ),
+    "a spare": (
+        lambda: Story(3, spare_nodes=1).running(),
+        "4 ranks on 2 nodes have trained 2 s, with start 4 s.",
+        *("2.0 0 node 2: waits as a spare", "2 gpu-2 - waiting"),
     ),
     "many ranks": (
-        (failed(a_gang(9, 8), 70, "no"), place()),
-        (
-            "failed: rank 70 on node 8",
-            "    0.5          nodes 0-8 joined",
-            "   8  host-8  -         64-71  step code  7 x unknown, 1 x 1",
-            "python flow.py torchrun logs 12/train --rank 70",
-        ),
+        lambda: Story(9, 8).running().crashed(crash(64, "no", 8, "gpu-8")),
+        *("1 failed, 71 stopped", "failed: rank 64 on node 8", "0.5-1.5 nodes 0-8: joined"),
+        "8 gpu-8 - 64-71 step code 6 x unknown, 1 x 1, 1 x SIGTERM",
     ),
 }
-CASES = {**GOLDEN, **{name: case for name, (case, _) in SAID.items()}}
+STORIES = {name: story for name, (story, *_) in (GOLDEN | SAID).items()}
 
 
-def page(name, is_short=False):
-    return page_of(*CASES[name], on_page(), is_short)
+def whole(story, where=None, is_short=False):
+    return page_of(story().view, where or place(), is_short)
 
 
 def spread(component, depth=0):
@@ -176,191 +201,132 @@ def spread(component, depth=0):
 
 @pytest.mark.parametrize("name", GOLDEN)
 def test_a_whole_page_on_a_terminal_and_as_a_card(name, golden):
-    golden(f"{name}.txt", "\n".join(lines_of(page(name))) + "\n")
-    golden(f"{name}.card", "\n".join(spread(layout(page(name, is_short=True)))) + "\n")
+    golden(f"{name}.txt", "\n".join(lines_of(whole(*GOLDEN[name]))) + "\n")
+    golden(f"{name}.card", "\n".join(spread(layout(whole(*GOLDEN[name], is_short=True)))) + "\n")
 
 
 @pytest.mark.parametrize("name", SAID)
 def test_what_a_page_says_of_other_gangs(name):
-    lines = lines_of(page(name))
-    assert [line for line in SAID[name][1] if line not in lines] == [], lines
-    assert ("Cause" in lines) is (name == "failure")  # elsewhere the first sentence is all of it
-    json.dumps(layout(page(name, is_short=True)), allow_nan=False)
+    story, *said = SAID[name]
+    lines = [" ".join(line.split()) for line in lines_of(whole(story))]
+    assert [line for line in said if line not in lines] == [], "\n".join(lines)
 
 
-def test_tasks_are_links_where_metaflows_ui_is_known():
-    known = snapshot(RUNNING, tasks=("12/train/4", "12/train/5"))
-    shown = "\n".join(spread(layout(page_of(known, replace(place(ui_url="https://ui/"), tasks={}), is_short=True))))
+@pytest.mark.parametrize("name", STORIES)
+def test_all_pages_have_whole_times_a_colour_for_each_state_and_the_same_texts_as_a_card(name):
+    view, short = STORIES[name]().view, whole(STORIES[name], is_short=True)
+    for node in view.nodes:
+        assert node.since[0][1] == 0.0
+        assert all(begin < end for (_, begin), (_, end) in pairwise(node.since))
+    parts = [part for section in short.sections for part in section.parts]
+    cells = [cell for part in parts if isinstance(part, Cells) for cell in part.cells]
+    assert {cell.state for cell in cells} | {outcome_of(view)} <= COLOURS.keys()
+    (times,) = [part.spec for part in parts if isinstance(part, Chart) and "x2" in part.spec.get("encoding", {})]
+    assert {row["state"] for row in times["data"]["values"]} == set(times["encoding"]["color"]["scale"]["domain"])
+    json.dumps(layout(short), allow_nan=False)
+    text = " ".join(" ".join(lines_of(whole(STORIES[name]))).split())
+    said = [part.text for part in parts if isinstance(part, Sentence) and part.kind != "note"]
+    assert [each for each in said if " ".join(each.split()) not in text] == []
+
+
+def test_a_rank_runs_with_its_process_and_has_no_output_until_it_writes():
+    """Its cell says so; a terminal has no cells."""
+
+    def words(story):
+        parts = [part for section in page_of(story.view, place()).sections for part in section.parts]
+        return [cell.word for part in parts if isinstance(part, Cells) for cell in part.cells]
+
+    story = Story().launched().at(3.0)
+    assert words(story) == ["starting"] * 4
+    assert words(story.report("started", 1)) == ["starting"] * 2 + ["running, no output yet"] * 2
+    assert words(story.report("wrote", 1).report("started", 0)) == ["running, no output yet"] * 2 + ["running"] * 2
+    assert words(story.crashed()) == ["stopped, SIGTERM", "stopped, SIGKILL", "failed, exit code 1", "stopped, SIGTERM"]
+
+
+@pytest.mark.parametrize(("seconds", "is_said"), [(61.9, False), (63.0, True)])
+def test_that_there_are_no_metrics_is_not_said_in_the_first_minute(seconds, is_said):
+    """Of the training; it began after 2 s."""
+    lines = lines_of(page_of(Story().running().at(seconds).view, place()))
+    assert [line.startswith("No metrics: a script reports") for line in lines].count(True) == is_said
+
+
+# --- of Metaflow ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (
+            [],
+            "has not recorded how. The last that is known, of 2026-11-22 02:20:09 UTC: 4 ranks on 2 nodes have trained 7 s",
+        ),
+        (["Pod c-1 was deleted.\nIt was evicted."], "Failed (trained 10 s, with start 12 s): Pod c-1 was deleted."),
+    ],
+)
+def test_the_end_of_a_control_node_that_was_killed_is_told_by_others_or_unknown(words, said):
+    known = told_by_others(Story().running().at(9).view, [Word(text, BEGAN + 12, 2) for text in words])
+    lines = lines_of(page_of(known, OVER))
+    assert said in lines[2]
+    assert ("These are the last known states." in lines, "4 running" in lines) == (not words, not words)
+    assert words == [] or {"It was evicted.", "2 lost, 2 running", "   0  gpu-0  4         0-1    lost"} <= {*lines}
+
+
+def test_what_metaflow_knows_stands_in_the_title_links_and_commands():
+    view = GOLDEN["failed"][0]().view
+    an_earlier = place(1, 2, typed="show", clone=("13", "9"))
+    assert an_earlier.title == (
+        "Flow, run 12, step train, task 4, attempt 1 (the latest is 2), which run 13 has cloned as task 9"
+    )
+    logs = "python flow.py torchrun logs 12/train --attempt 1"
+    assert an_earlier.commands(view).splitlines() == [logs, f"{logs} --rank 2"], "not the command that was typed"
+    assert replace(an_earlier, typed="").commands(view).splitlines()[0] == logs.replace("logs", "show")
+    for node, task in zip(view.nodes, ("12/train/4", "12/train/5"), strict=True):
+        node.task = task
+    shown = "\n".join(spread(layout(page_of(view, place(ui_url="https://ui/", tasks={})))))
     assert [f"[{task}](https://ui/Flow/12/train/{task})" in shown for task in (4, 5)] == [True, True]
 
 
-# --- as data ----------------------------------------------------------------------------------------
-
-
 def test_a_gang_as_data():
-    known = snapshot(FAILURE, report(), error="told shorter", restarts_left=1, command="torchrun x")
-    data = as_data(place(1, 2, is_done=True), known, ["progress", "usage"])
-    node = {"node": 1, "host": "gpu-2", "task": "4_node_1", "ranks": [2, 3], "state": "failed", "seconds": 18.5}
-    assert data.pop("nodes")[1] == {**node, "exit_codes": {"2": 1, "3": -15}}
-    assert [(event["kind"], event["node"], event["text"]) for event in data.pop("events")[:2]] == [
-        ("joined", 0, "gpu-1"),
-        ("joined", 1, "gpu-2"),
-    ]
-    assert [each["error"] for each in data.pop("reports")] == ["LaunchFailed"]
-    assert data == {
-        "run": "12",
-        "clone": None,
-        "control_task": "4",
-        "attempt": 1,
-        "last_attempt": 2,
-        "outcome": "failed",
-        "sentence": known.summary.sentence,
-        "began": BEGAN,
-        "seconds": 20.5,
-        "restarts": 0,
-        "nproc_per_node": 2,
-        "restarts_left": 1,
-        "facts": {},
-        "command": "torchrun x",
-        "progress": None,
-        "usage": None,
-    }
-    of_clone = as_data(place(is_done=True, clone=("13", "9")), snapshot(RUNNING))
-    assert (of_clone["outcome"], of_clone["clone"]) == ("ended", {"run": "13", "control_task": "9"})
+    view = GOLDEN["failed"][0]().view
+    data = _as_data(place(1, 2, clone=("13", "9")), view)
+    assert (data["outcome"], data["sentence"]) == ("failed", f"Failed (trained 7 s, with start 12 s): {WHAT}.")
+    assert (data["view"], data["attempt"], data["last_attempt"]) == (view.stored(), 1, 2)
+    assert (data["clone"], data["tasks"]) == ({"run": "13", "control_task": "9"}, {"0": "4", "1": "4_node_1"})
+    nothing = _as_data(place(), None)
+    assert (nothing.keys(), {nothing[name] for name in ("outcome", "sentence", "view")}) == (data.keys(), {None})
+    json.dumps(data, allow_nan=False)
 
 
-def test_a_gang_without_records_has_the_same_data_which_are_null():
-    data, known = (as_data(place(attempt=1, last=2), known, ["progress"]) for known in (None, snapshot(RUNNING)))
-    assert data.keys() == known.keys()
-    node = dict.fromkeys(("host", "state", "seconds"))
-    assert data["nodes"] == [
-        {"node": number, "task": task, "ranks": [], "exit_codes": {}, **node} for number, task in place().tasks.items()
-    ]
-    of_metaflow = ("run", "control_task", "attempt", "last_attempt", "nodes", "restarts", "facts", "reports", "events")
-    assert {data[name] for name in data.keys() - of_metaflow} == {None}
-
-
-def test_a_feature_that_keeps_nothing_is_not_in_the_data():
-    data = as_data(place(), a_gang(silent=None, usage={"nodes": {}}), ["progress", "usage"])
-    assert ("silent" in data, data["progress"], data["usage"]) == (False, None, {"nodes": {}})
-
-
-# --- both kinds of pages ----------------------------------------------------------------------------
+# --- texts ------------------------------------------------------------------------------------------
 
 
 def test_a_page_without_accelerators_does_not_say_for_which_pytorch_was_built():
-    built = {"torch": "2.13.0", "cuda": "13.0", "nccl": "2.27.5", "python": "3.11", "devices": "none"}
     for devices, named in (("none", []), ("H100", ["CUDA", "NCCL", "devices"])):
-        lines = lines_of(page_of(replace(snapshot(SUCCESS), facts={**built, "devices": devices}), place()))
-        words = [line.split()[0] for line in lines if line]
+        story = Story().running(cuda="13.0", nccl="2.27.5", devices=devices)
+        words = [line.split()[0] for line in lines_of(page_of(story.view, place())) if line]
         assert [word for word in ("PyTorch", "CUDA", "NCCL", "devices") if word in words] == ["PyTorch", *named]
 
 
 def test_a_page_names_a_function_and_not_the_script_of_ours_that_calls_it():
-    of_script = replace(snapshot(SUCCESS), command="torchrun -- train.py --lr 1")
-    assert [line for line in lines_of(page_of(of_script, place())) if "train.py" in line] == [
-        "entrypoint and arguments  train.py --lr 1",
-        "torchrun -- train.py --lr 1",
-    ]
-    of_function = replace(of_script, facts={"function": "Trainer.fit"})
-    lines = lines_of(page_of(of_function, place()))
+    lines = lines_of(page_of(Story().running(function="Trainer.fit").view, place()))
     assert [line.split() for line in lines if "Trainer.fit" in line] == [["function", "Trainer.fit"]]
     assert "train.py" not in "\n".join(lines)
 
 
-RATES = {
-    "by": "steps_per_s",
-    "ranks": 2,
-    "median": 2.0,
-    "slowest": {"rank": 1, "node": 0, "speed": 0.5},
-    "stragglers": [{"rank": 1, "node": 0, "speed": 0.5, "text": "is slower than half the median"}],
-}
-OF_ONE = {
-    "usage": {"nodes": {"0": {"of": "container", "limits": {}, "last": {"cpus": 2.0}, "highest": {"cpus": 3.0}}}},
-    "progress": {
-        "step": 3, "done": 3, "total": 5, "steps_per_s": None, "left_s": None, "last": {}, "series": {}, "rates": RATES,
-    },
-}  # fmt: skip
-MANY_RANKS = 80
-
-
-@pytest.mark.parametrize("nproc", [2, MANY_RANKS])
-@pytest.mark.parametrize("is_done", [False, True])
-@pytest.mark.parametrize("has_failed", [False, True])
-def test_the_page_of_a_single_node_has_no_number_for_it(nproc, is_done, has_failed):
-    gang = replace(a_gang(1, nproc, **OF_ONE), command="torchrun -- train.py")
-    if has_failed:
-        gang = failed(gang, 1, "Rank 1 (host h) failed")
-    page = page_of(gang, place(is_done=is_done), on_page())
-    for text in ("\n".join(lines_of(page)), json.dumps(layout(page))):
-        assert re.findall("node 0|Node 0", text) == []
-    text = "\n".join(lines_of(page))
-    for words in ("the node joined", "slowest: rank 1, 0.5", "host host-0) ", "2, highest 3"):
-        assert words in text
-    assert ("rank 1 on" in text, "failed: rank 1" in text) == (False, has_failed and nproc == MANY_RANKS)
-
-
-def test_a_page_does_not_name_the_command_that_was_just_typed():
-    known = Snapshot.read(STORED["failed"])
-    where = f"python flow.py torchrun {{}} {place().run}/{place().step}"
-    commands = place(typed="show").commands(known).splitlines()
-    assert commands == [where.format("logs"), f"{where.format('logs')} --rank 1"]
-    assert place().commands(known).splitlines() == [where.format("show"), *commands]
-
-
-def test_what_is_on_a_card_and_not_on_a_terminal_is_a_chart_or_a_cell_or_explains_them():
-    """All sections have the same texts in both, where the page has the space."""
-    for name in CASES:
-        text = " ".join(" ".join(lines_of(page(name))).split())
-        for section in page(name, is_short=True).sections:
-            said = [part.text for part in section.parts if isinstance(part, Sentence) and part.kind != "note"]
-            assert [each for each in said if " ".join(each.split()) not in text] == []
-
-
-class Late(OnPage):
-    after = "ranks"
-
-    def parts(self, kept, summary):
-        return [Sentence(f"{kept['a']} {summary.outcome}")]
-
-
-def test_a_feature_has_a_section_where_it_asks_for_one_and_harms_no_other():
-    names = section_names({"late": Late()})
-    assert names == ["outcome", "ranks", "late", "timeline", "nodes", "launch"]
-    lines = lines_of(page_of(a_gang(late={"a": "kept"}), place(), {"late": Late()}))
-    assert lines[lines.index("Late") + 1] == "kept running"
-    of_older = lines_of(page_of(a_gang(late={}), place(), {"late": Late()}))
-    assert "This can't be shown: KeyError: 'a'" in of_older
-    assert of_older.index("Nodes") > of_older.index("Late")
-
-
-@pytest.mark.parametrize("missing", [{3}, {2, 3}])
-def test_a_rank_whose_exit_code_nobody_knows_is_listed_all_the_same(missing):
-    told = [each for each in FAILURE if each[1] != "exited" or each[2]["rank"] not in missing]
-    of_node_1 = as_data(place(), snapshot(told, report()))["nodes"][1]
-    assert of_node_1["exit_codes"] == {"2": None if 2 in missing else 1, "3": None}
-    (row,) = [line for line in lines_of(page_of(snapshot(told), place())) if line.startswith("   1  gpu-2")]
-    assert row.endswith(" unknown")
-
-
-@pytest.mark.parametrize("kind", ["hang", "timeout", "lost", "restart", "preempted", "go"])
-def test_only_a_sentence_that_is_whole_without_it_loses_what_was_said_before(kind):
-    twice = snapshot([(at, kind, {"node": 1, "text": "the same"}) for at in (1.0, 2.0)])
-    assert [what.endswith("the same") for _, _, what in timeline(twice.events)] == [True, True]
-
-
 def test_a_card_has_bounded_lists_and_texts_and_a_terminal_all():
-    told = [(float(at), "restart", {"launch": 0, "text": f"restart {at}"}) for at in range(300)]
-    text = "Rank 0 failed\n" + "the error itself" + "a" * 40_000
-    gang = snapshot(told, *(report(None, 60.0 * at, text) for at in range(1, 13)), report(text=text), error="x")
-    short, whole = (lines_of(page_of(gang, place(), is_short=is_short)) for is_short in (True, False))
-    assert "200 lines are left out here" in "\n".join(short)
-    assert (len([line for line in short if "restart 2" in line]), "restart 150" in "\n".join(whole)) == (83, True)
-    assert [sum(line.startswith("the error itself") for line in lines) for lines in (short, whole)] == [6, 13]
-    assert "7 earlier failures are not shown here." in short
-    assert [short.count(f"… {more} characters are left out here") for more in (8016, 8030)] == [5, 1]
-    assert short.index("After 12 min 0 s: Rank 0 failed") < short.index("After 11 min 0 s: Rank 0 failed")
-    assert max(map(len, whole)) > 40_000
+    story = Story().running(policy={"max_restarts": 20})
+    for number in range(15):
+        story.crashed(crash(text=f"Error{number}", detail="a" * 40_000)).at(200.0 * number + 100).report("started")
+    short, terminal = (lines_of(page_of(story.view, place(), is_short=is_short)) for is_short in (True, False))
+    assert [sum("all workers start again" in line for line in lines) for lines in (short, terminal)] == [12, 15]
+    assert ("                 25 lines are left out here" in short, max(map(len, terminal))) == (True, 40_004)
+    assert [sum(line.startswith("  | aaa") for line in lines) for lines in (short, terminal)] == [5, 15]
+    assert {"… 8027 characters are left out here", "10 earlier failures are not shown here."} <= {*short}
+    former = [line for line in short if line.startswith("After ")]
+    assert [line.split("with ")[1] for line in former] == [f"Error{number}." for number in (14, 13, 12, 11, 10)]
+    nodes = lines_of(page_of(Story(100).running().lost(68).view, place(), is_short=True))
+    odd = nodes.index("Node 0, and nodes that need a look") + 2
+    assert ([line.split()[0] for line in nodes[odd : odd + 2]], nodes[odd + 2]) == (["0", "68"], "")
 
 
 def test_a_table_keeps_its_columns_whatever_is_in_it():
@@ -369,17 +335,9 @@ def test_a_table_keeps_its_columns_whatever_is_in_it():
 
 
 def test_nothing_that_is_shown_steers_a_terminal():
-    cause = Cause("exception", 0, MARKUP, exception=MARKUP, detail=MARKUP).as_dict()
-    gang = replace(failed(a_gang(host=MARKUP), 1, MARKUP), cause=cause, command=MARKUP, facts={"torch": MARKUP})
-    for known in (gang, replace(gang, reports=(report(text=MARKUP), report(None, text=MARKUP)))):
-        assert all(line.isprintable() or "\t" in line for line in lines_of(page_of(known, place(), on_page())))
+    assert all(line.isprintable() for line in lines_of(whole(hostile)))
 
 
-def test_a_node_is_ready_when_its_commands_have_ended_and_one_without_any_when_it_calls_run():
-    about = {"launch": 0}
-    prepared = [
-        (1.0, "before_run", {"node": 0, **about}),
-        *((5.0 + node, "ready", {"node": node, **about}) for node in (0, 1)),
-    ]
-    said = [what for _, _, what in timeline(snapshot(prepared).events)]
-    assert said == ["node 0: before_run begins", "node 0: before_run has ended well", "node 1 called run"]
+def test_seconds_are_told_for_people():
+    told = ["0 s", "0 s", "1 min 0 s", "3 min 20 s", "2 h 5 min"]
+    assert [duration(seconds) for seconds in (-1, 0.4, 59.6, 200, 7500)] == told

@@ -147,6 +147,9 @@ class Progress:
         """Compare the ranks; return lines on those that have become slow or have recovered."""
         fresh = [paces for told_at, paces in self._paces.values() if at_s - told_at < STALE_S]
         by, speeds = _speeds({rank: pace for paces in fresh for rank, pace in paces.items()})
+        # The minute begins anew for a rank that could not be compared meanwhile.
+        can_compare = speeds.keys() if len(speeds) >= _FEWEST else ()
+        self._turned_at = {rank: at for rank, at in self._turned_at.items() if rank in can_compare}
         if not speeds:
             return []
         if by != self._by:

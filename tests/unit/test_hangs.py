@@ -1,0 +1,301 @@
+"""Launches that hang: what the gang decides and concludes, what its page shows, and what a node tells."""
+
+import json
+import os
+import socket
+import time
+from dataclasses import replace
+from pathlib import Path
+from types import MappingProxyType, SimpleNamespace
+
+import pytest
+from fake_node import ERROR, FakeNode
+from gang_views import Story, crash, place
+
+from metaflow_extensions.torchrun.plugins.torchrun.elements.model import Block, Cells
+from metaflow_extensions.torchrun.plugins.torchrun.features.hangs import watch
+from metaflow_extensions.torchrun.plugins.torchrun.features.hangs.watch import HangWatcher
+from metaflow_extensions.torchrun.plugins.torchrun.features.progress import watch as progress
+from metaflow_extensions.torchrun.plugins.torchrun.gang.hangs import Diagnostics, Hangs, alike
+from metaflow_extensions.torchrun.plugins.torchrun.gang.messages import Report
+from metaflow_extensions.torchrun.plugins.torchrun.gang.policy import LaunchPolicy
+from metaflow_extensions.torchrun.plugins.torchrun.gang.wire import to_plain
+from metaflow_extensions.torchrun.plugins.torchrun.machine.frames import Found, without_stack
+from metaflow_extensions.torchrun.plugins.torchrun.show.page import page_of
+
+
+def begun(num_nodes=2, timeout_s=30.0):
+    """Return what looks for hangs in a launch that began at 100 s."""
+    kept = Hangs()
+    kept.begin(0, timeout_s, range(num_nodes), 100.0)
+    return kept
+
+
+def silent_at(kept, begin, end):
+    """Return the second at which a launch was found to hang, looking each second, and why."""
+    return next(((at_s, *found) for at_s in range(begin, end) if (found := kept.tick(float(at_s)))), None)
+
+
+# --- the decision -----------------------------------------------------------------------------------
+
+
+def test_silence_of_all_ranks_is_a_hang():
+    kept = begun()
+    kept.take(1, {"age_s": 1.0}, 120.0)
+    kept.take(0, {"age_s": 9.0}, 121.0)  # older than what node 1 has told
+    text = "no rank wrote anything, reported a step, joined a process group or exited for 30 s"
+    assert silent_at(kept, 101, 200) == (150, text, "If they were only slow, raise hang_timeout_s.")
+    assert silent_at(begun(timeout_s=None), 101, 2000) is None, "nobody asks for it"
+
+
+@pytest.mark.parametrize(("timeout_s", "limit_s"), [(30.0, 600), (1000.0, 1000)])
+def test_the_time_before_the_first_sign_of_life_has_a_limit_of_its_own(timeout_s, limit_s):
+    kept = begun(timeout_s=timeout_s)
+    kept.take(0, {"age_s": 1.0}, 101.0)
+    kept.begin(0, timeout_s, (0, 1), 150.0)  # workers start again, and import again
+    at_s, text, advice = silent_at(kept, 150, 2000)
+    assert (at_s, text.partition(" for ")[2]) == (151 + limit_s, f"{limit_s} s after the start")
+    assert advice == f"If they start so slowly, set hang_timeout_s above {limit_s}."
+
+
+def test_time_in_which_the_control_node_itself_was_stopped_is_no_silence():
+    kept = begun()
+    kept.take(0, {"age_s": 0.0}, 100.5)
+    assert kept.tick(101.0) is kept.tick(900.0) is kept.tick(902.0) is None
+
+
+# --- the conclusion -----------------------------------------------------------------------------------
+
+
+def at(line, function="step", waits=False, text="the whole stack"):
+    where, source = f"train.py:{line} in {function}", f"{function}()"
+    return Found(where, f"mark{line}", text, source, f"{where}: {source}", waits)
+
+
+WAITS = at(41, "main", waits=True)
+SAME = replace(WAITS, text="", line="", short="")  # as the second of its node is sent
+FOUND = {0: WAITS, 1: SAME}, {2: WAITS, 3: at(33, "load")}
+
+
+def diagnosed(node, ranks, file=None):
+    return to_plain(Diagnostics(f"gpu-{node}", file, ranks))
+
+
+def hung(*nodes):
+    """Return what has heard of nodes, each with its ranks."""
+    kept = begun(len(nodes))
+    for node, ranks in reversed([*enumerate(nodes)]):
+        kept.take(node, diagnosed(node, ranks, "/tmp/stacks" if ranks and not node else None), 101.0)
+    return kept
+
+
+def test_where_the_ranks_were_is_told_and_whom_to_look_at_first():
+    kept = hung(*FOUND)
+    assert kept.detail().splitlines() == [
+        "3 ranks in main at train.py:41, rank 3 in load at train.py:33. Look at rank 3 first: the others seem to wait.",
+        "Ranks 0, 1, 2: train.py:41 in main: main()",
+        "Rank 3: train.py:33 in load: load()",
+        "Whole stacks of node 0 (host gpu-0): /tmp/stacks",
+    ]
+    kept.begin(1, None, (0, 1), 200.0)
+    assert kept.detail() == ""
+
+
+@pytest.mark.parametrize(("answered", "said"), [(1, "Nodes 1, 2 have"), (2, "Node 2 has"), (3, None)])
+def test_a_node_that_has_not_answered_is_where_to_look(answered, said):
+    kept = begun(5, 3.0)
+    kept.take(0, {"age_s": 0.0}, 100.5)
+    kept.ended(3, ok=True)
+    kept.ended(4, ok=False)
+    assert silent_at(kept, 101, 110)[0] == 104
+    for node in range(answered):
+        kept.take(node, diagnosed(node, {node: WAITS if node else at(7)}), 105.0)
+    kept.ended(2, ok=False)  # it was stopped, perhaps without a word
+    look = f" {said} not answered: look there first." if said else " Look at rank 0 first: the others seem to wait."
+    assert kept.detail().splitlines()[0].endswith(look)
+    assert kept.record["first"] == ([] if said else [0])
+
+
+@pytest.mark.parametrize("ranks", [{}, {0: without_stack("it is stopped")}], ids=["no worker", "no stack"])
+def test_a_node_that_has_not_answered_is_named_though_nothing_is_known_of_the_others(ranks):
+    kept = begun(timeout_s=3.0)
+    kept.take(0, diagnosed(0, ranks), 105.0)
+    assert "Node 1 has not answered: look there first." in kept.detail()
+    assert kept.record["first"] == []
+
+
+def test_the_ranks_that_had_ended_on_another_node_are_named():
+    kept = begun(timeout_s=3.0)
+    kept.take(0, {"age_s": 0.0}, 100.5)
+    kept.ended(1, ok=True)
+    assert silent_at(kept, 101, 110)[0] == 104
+    kept.ended(0, ok=True)  # what ends now is a consequence
+    kept.take(0, diagnosed(0, FOUND[0]), 105.0)
+    said = "The ranks of node 1 had ended well: do all ranks make the same number of steps?"
+    assert kept.detail().splitlines()[0].endswith(said)
+    kept.begin(0, 3.0, (0, 1), 110.0)
+    kept.take(0, diagnosed(0, FOUND[0]), 115.0)
+    assert "ended well" not in kept.detail()
+
+
+@pytest.mark.parametrize(
+    ("nodes", "first"),
+    [
+        ([{0: Found("my train.py:3 in main (in barrier)", "m", "")}], "rank 0 in barrier at my train.py:3."),
+        ([{}, {}], "No worker was running on any node that has answered; torchrun was starting them"),
+    ],
+)
+def test_a_place_with_spaces_and_no_worker_at_all_are_told(nodes, first):
+    (line,) = hung(*nodes).detail().splitlines()[:1]
+    assert line.startswith(first)
+
+
+def test_where_thousands_of_ranks_hang_is_told_by_place():
+    kept = hung(*({node * 2 + local: at(9 if node == 17 else 12) for local in range(2)} for node in range(300)))
+    assert kept.detail().startswith(
+        "598 ranks in step at train.py:12, 2 ranks in step at train.py:9. "
+        "Look at ranks 34, 35 first: most ranks are at another place.\n"
+        "Ranks 0-33, 36-599: train.py:12 in step: step()\nRanks 34, 35: train.py:9 in step: step()"
+    )
+
+
+def test_the_record_of_many_long_stacks_is_bounded():
+    kept = hung({rank: at(rank, text="x" * 50_000) for rank in range(100)})
+    kept.detail()
+    assert len(json.dumps(kept.record)) < 150_000
+
+
+def test_ranks_without_a_stack_are_alike_only_for_the_same_reason():
+    ranks = dict(enumerate(map(without_stack, ("it is stopped", "it has ended", "it is stopped"))))
+    assert [each.ranks for each in alike(ranks)] == [(0, 2), (1,)]
+
+
+# --- the page -----------------------------------------------------------------------------------------
+
+
+def hanging(**policy):
+    """Return a gang whose second launch has hung; it is stopped."""
+    policy = {"features": {"hangs": {"timeout_s": 30.0}}, **policy}
+    story = Story().running().ended().ready(launch=1, policy=policy).report("started").report("hangs", age_s=0.0)
+    story.at(story.now + 31)
+    for node, ranks in enumerate(FOUND):
+        story.report("hangs", node, **diagnosed(node, ranks))
+    return story.ended(codes=(-9, -9))
+
+
+def section(story):
+    """Return the hang's sentence and blocks, and the marks of the ranks."""
+    (kept, ranks) = [each.parts for each in page_of(story.view, place()).sections if each.name in ("hangs", "ranks")]
+    blocks = [(part.title, part.parts[0].text) for part in kept if isinstance(part, Block)]
+    return kept[0].text, blocks, [cell.mark for part in ranks if isinstance(part, Cells) for cell in part.cells]
+
+
+def test_a_page_shows_each_stack_once_and_marks_where_to_look_if_the_hang_was_the_end():
+    sentence, blocks, marks = section(hanging())
+    assert sentence.startswith(
+        "The ranks of launch 1 when it hung: your own frames of each stack, the innermost first."
+    )
+    assert blocks == [
+        ("Ranks 0, 1, 2: train.py:41 in main", "train.py:41 in main: main()"),
+        ("Rank 3: train.py:33 in load", "train.py:33 in load: load()"),
+    ]
+    assert marks == ["", "", "", "look here first"]
+    again = hanging(max_restarts=1)
+    assert (again.view.outcome, section(again)[1:]) == ("restarting", (blocks, [""] * 4))
+    again.at(99).report("started").crashed(crash())
+    assert (again.view.outcome, section(again)[1:]) == ("failed", (blocks, [""] * 4)), "it has failed by something else"
+    assert section(hanging().ready(launch=2).report("started").crashed(crash()))[2] == [""] * 4
+    assert Story().running().view.hangs is None
+
+
+def test_a_gang_that_waits_for_the_reader_of_its_output_says_so():
+    story = Story().running().report("hangs", 1, waits=True).at(9).report("hangs", 1, waits=False)
+    waits = "its output waits for its reader, such as a stopped terminal, and its ranks wait, too"
+    assert [(each.nodes, each.text) for each in story.view.events[-2:]] == [
+        ([1], waits),
+        ([1], "its output is read again"),
+    ]
+
+
+# --- on a node --------------------------------------------------------------------------------------
+
+
+def node_with(tmp_path, timeout_s, more=MappingProxyType({})):
+    policy = LaunchPolicy(features={"hangs": {"timeout_s": timeout_s}})
+    return FakeNode(tmp_path, policy=policy, watches={"hangs": watch.PART, **more})
+
+
+def test_a_rank_that_has_ended_is_told_for_the_others_may_wait_for_it(tmp_path):
+    node = node_with(tmp_path, 5.0)
+    agent = node.running()
+    node.worker_ended(agent, 0, 0)
+    node.stop(kind="hang")
+    assert sorted(node.report("hangs")["ranks"]) == ["0", "1"]
+    node.ends(agent)
+
+
+def test_the_gang_hears_of_output_and_of_ends_now_and_then(tmp_path):
+    node = node_with(tmp_path, 1000.0)
+    agent = node.running()
+    now = time.monotonic()
+    node.worker_ended(agent, 0, 0, at=now)
+    assert node.report("hangs")["age_s"] == pytest.approx(0.0, abs=50)
+    node.worker_ended(agent, 1, 0, at=now + 99.0)
+    node.worker_ended(agent, 1, 0, at=now + 101.0)
+    assert node.report("hangs")["age_s"] == pytest.approx(-101.0, abs=50), "a tenth of the limit later"
+    node.ends(agent)
+
+
+def test_a_launch_without_the_limit_has_nothing_of_it(tmp_path):
+    node = FakeNode(tmp_path, watches={"hangs": watch.PART})
+    agent = node.running()
+    assert "TORCHRUN_HOOKS" not in agent.env
+    node.worker_ended(agent, 0, 0, at=time.monotonic())
+    node.stop(kind="timeout")
+    node.ends(agent)
+
+
+class Life:
+    """What a node knows of its workers: one that has written nothing."""
+
+    def __init__(self, monkeypatch, port):
+        self.now, self.at, self.is_held_up = 1000.0, None, False
+        monkeypatch.setattr(time, "monotonic", lambda: self.now)
+        here = SimpleNamespace(port=port, is_held_up=lambda: self.is_held_up, active_at=lambda: self.at)
+        here.running = lambda: {0: os.getpid()}
+        self.watcher = HangWatcher(here, 30.0)
+
+
+def test_a_worker_that_joins_a_process_group_shows_a_sign_of_life(monkeypatch):
+    with socket.create_server(("127.0.0.1", 0)) as store:
+        life = Life(monkeypatch, store.getsockname()[1])
+        assert life.watcher.poll() is None
+        life.now += 2.0
+        assert life.watcher.poll() is None, "a store that only listens tells nothing of a worker"
+        with socket.create_connection(store.getsockname()):
+            assert life.watcher.poll() is None, "it has just looked"
+            life.now += 2.0
+            assert life.watcher.poll() == {"age_s": 0.0}
+            life.now += 100.0
+            assert life.watcher.poll() is None, "only once: a connection that stays is no news"
+            life.at = life.now
+            assert life.watcher.poll() == {"age_s": 0.0}
+
+
+def test_a_wait_for_the_reader_is_told_now_and_then_and_its_end_at_once(monkeypatch):
+    life, told = Life(monkeypatch, 1), []
+    for second in range(130):  # as one of many nodes on a slow terminal
+        life.now += 1.0
+        life.is_held_up = second % 10 < 5
+        told += [(second, each["waits"]) for each in [life.watcher.poll()] if each is not None]
+    assert told == [(0, True), (5, False), (70, True), (75, False)]
+
+
+def test_a_step_that_a_worker_tells_is_a_sign_of_life(tmp_path):
+    node = node_with(tmp_path, 1000.0, more={"progress": progress.PART})
+    agent = node.running()
+    Path(agent.env["TORCHRUN_METRICS_FOLDER"], "0.jsonl").write_text('{"step": 1}\n')
+    news = [node.next_message() for _ in range(3)]
+    (found,) = [each for each in news if isinstance(each, Report) and each.kind == "hangs"]
+    assert list(found.data) == ["age_s"]
+    node.verdict(ERROR)

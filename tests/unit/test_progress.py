@@ -1,0 +1,427 @@
+"""How far a launch is: what the gang keeps, which ranks it calls slow, what the log and the page say, and a node's part."""
+
+import json
+import math
+import sys
+
+import pytest
+from fake_node import FakeNode
+from gang_views import MARKUP, Story, crash, place
+from unit_helpers import eventually, write
+
+from metaflow_extensions.torchrun.plugins.torchrun.elements.model import Bar, Cells, Chart, Facts, Sentence
+from metaflow_extensions.torchrun.plugins.torchrun.features.progress import in_task, watch
+from metaflow_extensions.torchrun.plugins.torchrun.features.progress.lines import parse_line
+from metaflow_extensions.torchrun.plugins.torchrun.gang.messages import Ended, Report
+from metaflow_extensions.torchrun.plugins.torchrun.gang.progress import (
+    MAX_KEYS,
+    MAX_POINTS,
+    Metrics,
+    Pace,
+    Point,
+    Progress,
+)
+from metaflow_extensions.torchrun.plugins.torchrun.gang.wire import from_plain, to_plain
+from metaflow_extensions.torchrun.plugins.torchrun.launch.services import Services
+from metaflow_extensions.torchrun.plugins.torchrun.show.as_card import layout
+from metaflow_extensions.torchrun.plugins.torchrun.show.as_text import lines_of
+from metaflow_extensions.torchrun.plugins.torchrun.show.page import page_of
+
+
+class Kept(Progress):
+    """What the gang keeps, told by nodes of one rank each."""
+
+    def __init__(self):
+        super().__init__(lambda rank: f"rank {rank} (node {rank}, host h)")
+
+    def says(self, *points, node=0, pace=None, total=None, at_s=1.0, launch=0):
+        """Take points as (step, values) and the pace of the node's rank."""
+        by_key = {}
+        for step, values in points:
+            for key, value in values.items():
+                by_key.setdefault(key, []).append(Point(step, value))
+        step = points[-1][0] if points else pace and pace.step
+        metrics = Metrics({node: pace} if pace else {}, by_key, None if node else step, total)
+        return self.take(node, launch, to_plain(metrics), at_s)
+
+    def __getitem__(self, field):
+        return self.record[field]
+
+
+@pytest.fixture
+def kept():
+    return Kept()
+
+
+# --- what is kept ---------------------------------------------------------------------------------
+
+
+def test_where_no_script_tells_anything_there_is_nothing(kept):
+    assert (kept.record, kept.tick(100.0), kept.ended(0, True), kept.verdict(0, True)) == (None, [], "", {})
+    assert in_task.Metrics().result({}, print) == {"metrics": {}, "history": {}}
+
+
+def test_rank_0s_points_become_series_with_last_values_and_the_time_left(kept):
+    kept.says((10, {"loss": 3.0, "lr": 0.1}), (20, {"loss": None}), pace=Pace(20, 2.0), total=100.0)
+    kept.says(node=1, pace=Pace(19, 1.0))
+    kept.tick(5.0)
+    rates = {"by": "steps_per_s", "ranks": 2, "median": 1.5, "slowest": {"rank": 1, "speed": 1.0}, "stragglers": []}
+    own = {"launch": 0, "step": 20, "done": 20, "total": 100.0, "steps_per_s": 2.0, "left_s": 40.0, "rates": rates}
+    series = {"loss": [(10, 3.0), (20, None)], "lr": [(10, 0.1)]}
+    assert kept.record == {**own, "last": {"loss": None, "lr": 0.1}, "series": series, "speeds": [(1.0, 2.0)]}
+
+
+@pytest.mark.parametrize(
+    ("step", "ended_well", "done"),
+    [(119, True, 120), (119, False, 119), (119, None, 119), (120, True, 120), (60, True, 60)],
+)
+def test_where_steps_count_from_0_the_last_is_one_before_the_whole(kept, step, ended_well, done):
+    kept.says(pace=Pace(step, 2.0), total=120.0)
+    if ended_well is not None:
+        kept.ended(0, ended_well)
+    assert kept["done"] == done
+
+
+def test_after_a_restart_the_series_goes_on_and_the_end_and_the_speed_before_it_do_not_count(kept):
+    kept.says((1, {"loss": 3.0}), (2, {"loss": 2.0}), pace=Pace(9, 4.0), total=3.0)
+    kept.tick(5.0)
+    kept.ended(0, ok=True)  # another node's workers failed
+    assert kept["done"] == 3
+    kept.begin(0)
+    assert [kept[name] for name in ("done", "steps_per_s", "left_s", "rates")] == [2, None, None, None]
+    kept.says((2, {"loss": 2.5}), at_s=30.0)
+    assert kept["series"] == {"loss": [(1, 3.0), (2, 2.5)]}
+    assert (kept["step"], kept["total"], kept["left_s"]) == (2, 3.0, None), "its speed is not known yet"
+    kept.says(pace=Pace(2, 2.0), at_s=35.0)
+    assert kept["left_s"] == 0.5
+    kept.ended(0, ok=True)
+    kept.begin(1)
+    assert kept["done"] == 3, "the launch before has ended"
+
+
+def test_another_launch_has_its_own(kept):
+    kept.says((1, {"loss": 3.0}), pace=Pace(1, 2.0), total=10.0)
+    kept.tick(5.0)
+    kept.says((5, {"lr": 1.0}), launch=1)
+    assert (kept["launch"], kept["total"], kept["series"], kept["rates"]) == (1, None, {"lr": [(5, 1.0)]}, None)
+    told = {"last": {"step": 5, "lr": 1.0}, "history": {"lr": [(5, 1.0)]}}
+    assert [kept.verdict(launch, True) for launch in (0, 1)] == [{}, told]
+    assert kept.verdict(1, False) == {**told, "history": {}}, "the curves are long, and one node is enough"
+
+
+def test_rank_0_is_followed_to_the_node_that_has_it(kept):
+    """Where node 0 is left out, another node has rank 0."""
+    kept.says((1, {"loss": 3.0}), pace=Pace(1, 2.0), total=10.0)
+    kept.ended(0, ok=False)
+    kept.begin(0)
+    kept.take(1, 0, to_plain(Metrics({0: Pace(2, 4.0)}, {"loss": (Point(2, 2.0),)}, 2)), 30.0)
+    kept.take(0, 0, to_plain(Metrics({3: Pace(9, 1.0)})), 30.0)  # it has other ranks now
+    assert (kept["step"], kept["left_s"], kept["last"]) == (2, 2.0, {"loss": 2.0})
+    kept.ended(1, ok=True)
+    assert kept["steps_per_s"] is None
+
+
+def test_all_that_can_be_kept_is_small_and_the_first_keys_stay(kept):
+    for step in range(3000):
+        kept.says((step, {f"a key with a long name {step // 100 + key}": 1 / (step + 3) for key in range(10)}))
+    names = [f"a key with a long name {number}" for number in range(MAX_KEYS)]
+    assert list(kept["last"]) == list(kept["series"]) == names
+    for _ in range(2):
+        kept.says(*((step, dict.fromkeys(names, 1 / 3)) for step in range(10 * MAX_POINTS)))
+    assert max(map(len, kept["series"].values())) <= MAX_POINTS
+    assert len(json.dumps(kept.record)) < 200_000
+
+
+# --- what the log says ----------------------------------------------------------------------------
+
+
+def test_the_log_has_a_line_soon_after_the_first_report_and_then_one_a_minute(kept):
+    assert kept.says(node=1, pace=Pace(0), at_s=0) == "", "of rank 0 nothing is known"
+    firsts, said = [], []
+    for now in range(0, 200, 5):
+        firsts.append(kept.says((now, {"loss": 1 / (now + 1)}), pace=Pace(now, 1.0), total=200.0, at_s=now))
+        said += [(now, line) for line in kept.tick(now)]
+    assert firsts == ["step 0 of 200 (0 %), 1 steps/s, 3 min 20 s left, loss 1", *[""] * 39]
+    assert said == [
+        (10, "step 10 of 200 (5 %), 1 steps/s, 3 min 10 s left, loss 0.09091"),
+        (70, "step 70 of 200 (35 %), 1 steps/s, 2 min 10 s left, loss 0.01408"),
+        (130, "step 130 of 200 (65 %), 1 steps/s, 1 min 10 s left, loss 0.007634"),
+        (190, "step 190 of 200 (95 %), 1 steps/s, 10 s left, loss 0.005236"),
+    ]
+    kept.begin(1)
+    assert kept.tick(500) == [], "what the launch before had reported is no news of this one"
+    assert kept.says((1, {"loss": 1.0}), at_s=600, launch=1) == "step 1, loss 1"
+
+
+@pytest.mark.parametrize(
+    ("looked_at", "last", "ok", "line"),
+    [
+        (10, 4, True, "5 of 5 steps (100 %), loss 0.5"),
+        (10, 3, False, "step 3 of 5 (60 %), loss 0.5"),
+        (10, 2, False, ""),
+        (5, 4, True, ""),
+    ],
+    ids=["steps from 0", "a failure", "nothing new", "no line so far"],
+)
+def test_a_log_with_lines_of_progress_ends_with_the_last_step(looked_at, last, ok, line, kept):
+    kept.says((2, {"loss": 1.0}), total=5.0, at_s=0)
+    kept.tick(looked_at)
+    kept.says((last, {"loss": 0.5}), at_s=11)
+    assert kept.ended(0, ok) == line
+
+
+def test_a_rank_0_that_stands_still_is_no_news(kept):
+    kept.says((9, {"loss": 0.5}), pace=Pace(9), total=10.0, at_s=0)
+    said = []
+    for now in range(5, 300, 5):
+        kept.take(0, 0, to_plain(Metrics({1: Pace(now)}, {}, 9, 10.0)), now)
+        said += kept.tick(now)
+    assert said == ["step 9 of 10 (90 %), loss 0.5"]
+
+
+@pytest.mark.parametrize(
+    ("points", "line"),
+    [
+        ((3, {}), "step 3"),
+        ((3, {"a": 1, "b": None, "c": 1e-9, "d": 4}), "step 3, a 1, b not finite, c 1e-09, d 4"),
+        ((3, dict.fromkeys("abcdefg", 1)), "step 3, a 1, b 1, c 1, d 1, and 3 more values"),
+    ],
+)
+def test_a_line_has_what_is_known(points, line, kept):
+    assert kept.says(points, at_s=0) == line
+    assert kept.tick(10) == [line]
+
+
+# --- which ranks are slow -------------------------------------------------------------------------
+
+
+def judged(*parts):
+    """Return what was said, with its second, and who is slow at the end; parts are seconds and paces by rank."""
+    kept, now, said = Kept(), 0, []
+    for seconds, paces in parts:
+        known = {rank: each if isinstance(each, Pace) else Pace(5, each) for rank, each in enumerate(paces)}
+        for _ in range(seconds // 5):
+            now += 5
+            kept.take(0, 0, to_plain(Metrics(known)), now)
+            said += [(now, line) for line in kept.tick(now)]
+    return said, kept["rates"] and kept["rates"]["stragglers"]
+
+
+SLOW, FAST = (1, 1, 1, 0.4), (1, 1, 1, 1)
+
+
+@pytest.mark.parametrize(
+    ("parts", "said"),
+    [
+        ([(600, SLOW)], [(65, True)]),
+        ([(600, (1, 1, 1, 0.5))], []),  # half of the median is not slow
+        ([(600, (1, 1, 1, 5))], []),
+        ([(100, SLOW), (50, FAST), (10, SLOW), (100, FAST)], [(65, True), (225, False)]),
+        ([(50, SLOW), (5, FAST), (50, SLOW), (5, FAST), (50, SLOW)], []),  # moments are no minute
+        ([(600, (1, 0.1))], []),  # nobody could say which of two is normal
+        ([(50, SLOW), (5, (1, 0.1)), (60, SLOW), (5, SLOW)], [(120, True)]),  # nor does the time before count
+        ([(100, SLOW), (50, (1, 1, 1)), (60, SLOW), (5, SLOW)], [(65, True), (215, True)]),  # it had ended
+        ([(50, SLOW), (50, (1, 1, 1, None)), (60, SLOW), (5, SLOW)], [(165, True)]),  # it had stood still
+    ],
+)
+def test_a_rank_slower_than_half_the_median_for_a_minute_is_named_once(parts, said):
+    name, words = "rank 3 (node 3, host h)", {True: "slow: 0.4", False: "no longer slow: 1"}
+    lines = [(at, f"{name} is {words[is_slow]} steps/s, the median is 1 steps/s") for at, is_slow in said]
+    assert judged(*parts)[0] == lines
+
+
+@pytest.mark.parametrize(
+    ("paces", "text"),
+    [
+        ([0.8, 0.8, 2.5], "is slow: 2.5 s of own work a step, the median is 0.8 s of own work a step"),
+        ([0.8, 0.8, 2.5, None], "is slow: 2.5 s of own work a step, the median is 0.8 s of own work a step"),
+        ([0.8, 0.8, (1.0, None)], None),  # one does not say its own seconds, and by the steps none is slow
+    ],
+)
+def test_where_all_ranks_say_their_own_seconds_these_count(paces, text):
+    known = [Pace(5, *(each if isinstance(each, tuple) else (each and 1.0, each))) for each in paces]
+    said, slow = judged((70, known))
+    assert slow == ([] if text is None else [{"rank": 2, "speed": 0.4, "text": text}])
+    assert [line for _, line in said] == [f"rank 2 (node 2, host h) {text}" for _ in slow]
+
+
+def test_ranks_are_compared_every_5_s_while_their_node_tells_anything(kept):
+    def compared(at_s, nodes, speed=2.0):
+        for node in range(nodes):
+            kept.says(node=node, pace=Pace(5, speed), at_s=at_s)
+        kept.tick(at_s)
+        return kept["rates"]["ranks"], kept["rates"]["median"]
+
+    assert (compared(10.0, 4, 1.0), compared(14.9, 3)) == ((4, 1.0), (4, 1.0))
+    assert compared(30.0, 0) == (3, 2.0), "node 3 has told nothing for 20 s"
+    kept.ended(2, ok=True)
+    assert compared(34.0, 0)[0] == 3
+    assert compared(34.8, 0)[0] == 3
+    assert compared(35.0, 0) == (3, 2.0)
+
+
+def test_many_at_once_are_one_line_for_each_kind():
+    said, slow = judged((100, (*[1] * 10, *[0.4] * 5)), (100, (*[1] * 10, *[1] * 5)))
+    ranks = "ranks 10, 11, 12, 13, 14"
+    assert said == [(65, f"{ranks} have become slow: under half of the median"), (165, f"{ranks} are no longer slow")]
+    assert (slow, len(judged((100, (*[1] * 10, *[0.4] * 4)))[0])) == ([], 4)
+
+
+# --- the page -------------------------------------------------------------------------------------
+
+
+def told_by(*steps, speed=2.0, slow=2.0, total=None, story=None):
+    """Return a gang of 2 x 2 that has told of its steps for 70 s; rank 3 is so fast."""
+    story = story or Story().running()
+    story.progress({0: speed, 1: speed}, steps, total)
+    for _ in range(15):
+        story.progress({0: speed, 1: speed}, steps[-1:], total).progress({2: speed, 3: slow}, node=1).at(story.now + 5)
+    return story
+
+
+def shown(story):
+    """Return the bar, the sentences, the facts and the charts of the section, and the marks of all cells."""
+    page = page_of(story.view, place())
+    json.dumps(layout(page), allow_nan=False)
+    (section,) = [each for each in page.sections if each.name == "progress"]
+    bar, said, facts, charts = (
+        [part for part in section.parts if isinstance(part, kind)] for kind in (Bar, Sentence, Facts, Chart)
+    )
+    cells = [part.cells for each in page.sections for part in each.parts if isinstance(part, Cells)]
+    rows = dict(row for part in facts for row in part.rows if row[1])
+    return bar, [part.text for part in said], rows, [chart.spec for chart in charts], [cell.mark for cell in cells[0]]
+
+
+def test_progress_has_a_bar_the_time_left_speeds_and_a_chart_for_each_key():
+    bar, _, facts, charts, _ = shown(told_by((1, {"loss": 3.0, MARKUP: 1.0}), (30, {"loss": None}), total=200.0))
+    assert bar == [Bar(15)]
+    assert facts == {
+        "rank 0": "step 30 of 200 (15 %)",
+        "speed": "2 steps/s, 1 min 25 s left",
+        "all ranks": "median of 4 ranks: 2 steps/s; slowest: rank 0, 2 steps/s",
+        "last values": f"loss not finite, {MARKUP} 1",
+    }
+    points, speed = charts  # one value is no line
+    assert points["data"]["values"] == [{"step": 1, "value": 3.0}, {"step": 30, "value": None}]
+    assert (points["title"]["text"], speed["title"]["text"]) == ("loss: not finite", "speed: steps/s")
+    assert all(chart["width"] == "container" for chart in charts)
+
+
+@pytest.mark.parametrize(
+    ("values", "scale"),
+    [
+        ([0.5, 0.25], {"zero": False}),
+        ([0.5, 0.004], {"type": "log"}),
+        ([0.5, 0.004, -1.0], {"zero": False}),
+        ([0.5, 0.5], {"domain": [0.25, 0.75]}),
+        ([-2.0, None], {"domain": [-3.0, -1.0]}),
+        ([0.0, 0.0], {"zero": False}),
+    ],
+)
+def test_a_chart_has_an_axis_that_fits_its_values(values, scale):
+    points = [(step, {"lr": each}) for step, each in enumerate(values)]
+    (chart,) = shown(Story().running().progress({}, points))[3]
+    assert chart["encoding"]["y"]["scale"] == scale
+
+
+MAX, TINY = sys.float_info.max, 5e-324
+
+
+@pytest.mark.parametrize(
+    ("values", "drawn"),
+    [
+        ([MAX, 2.5, 2.25], [None, 2.5, 2.25]),  # "best so far", before there is any
+        ([-MAX, MAX], [None, None]),
+        ([float("inf"), float("-inf"), float("nan"), 10**400, 1.0], [None, None, None, None, 1.0]),
+        ([0.0, TINY], [0.0, 0.0]),
+        ([1e300, -1e300], [1e300, -1e300]),
+    ],
+)
+@pytest.mark.parametrize("name", ["", "</script><script>window.hit = 1</script>", "\ud800", "ste\u0000p\n"])
+def test_no_value_and_no_name_of_one_makes_a_page_that_no_browser_can_read(values, drawn, name):
+    lines = [parse_line(json.dumps({"step": step, name: each}).encode()) for step, each in enumerate(values)]
+    story = Story().running().progress({}, [(line.step, line.values) for line in lines])
+    (chart,) = shown(story)[3]
+    assert [row["value"] for row in chart["data"]["values"]] == drawn
+    assert all(line.isprintable() or "\ud800" in name for line in lines_of(page_of(story.view, place())))
+
+
+def test_steps_that_count_from_0_end_at_the_whole():
+    story = told_by((119, {"loss": 1.0}), total=120.0)
+    assert shown(story)[2]["rank 0"] == "step 119 of 120 (99 %)"
+    assert shown(story.ended())[2]["rank 0"] == "120 of 120 steps (100 %)"
+
+
+def test_slow_ranks_come_first_are_marked_while_it_runs_and_are_remembered_after_its_end():
+    story = told_by((30, {}), slow=0.5, total=60.0, story=Story(host="<b>h-{}").running(policy={"max_restarts": 1}))
+    name, marks = "rank 3 (node 1, host <b>h-1)", ["", "", "", "slow: 0.5 steps/s"]
+    _, said, facts, _, marked = shown(story)
+    assert (said, marked) == ([f"{name} is slow: 0.5 steps/s, the median is 2 steps/s"], marks)
+    assert facts["speed"] == "2 steps/s, 15 s left"
+    assert "tr-odd" in json.dumps(layout(page_of(story.view, place())))
+    story.failed(crash()).ended(codes=(-15, -15))
+    assert story.view.outcome == "restarting"
+    assert (shown(story)[1], shown(story)[4]) == ([], [""] * 4), "the workers start again, with new speeds"
+    story = told_by((30, {}), slow=0.5).crashed()
+    assert shown(story)[1] == ["rank 3 (node 1, host gpu-1) was slow: 0.5 steps/s, the median was 2 steps/s"]
+    assert shown(story)[4] == marks
+    assert shown(told_by((30, {}), slow=0.5, story=Story(9, 8).running()))[4][0] == "rank 3 slow: 0.5 steps/s"
+
+
+def test_what_an_earlier_launch_has_reported_is_not_taken_for_the_running_ones():
+    story = told_by((30, {"loss": 3.0}), slow=0.5).ended().ready(launch=1)
+    _, said, facts, _, marks = shown(story)
+    assert said == ["Launch 1 has reported nothing so far. This is what launch 0 reported."]
+    assert (facts["rank 0"], marks) == ("step 30", [""] * 4)
+
+
+def test_the_speed_over_time_is_a_chart_with_the_restarts_of_the_gang():
+    story = Story().running(policy={"max_restarts": 1}).at(8).crashed()
+    (chart,) = shown(told_by((30, {}), story=story))[3]
+    line, marks = chart["layer"]
+    assert {row["value"] for row in line["data"]["values"]} == {2.0}
+    assert marks["data"]["values"] == [{"at": 9.0, "what": "restart"}]
+
+
+# --- a node -----------------------------------------------------------------------------------------
+
+
+def test_a_worker_and_a_program_that_is_no_python_find_the_file_of_their_rank():
+    found = watch.PART.variables(None, "/a $HOME")
+    assert found.of_node == {"TORCHRUN_METRICS_FOLDER": "/a $HOME/metrics"}
+    # torchrun makes one $ of two, and puts the rank in.
+    assert found.of_rank == {"TORCHRUN_METRICS": "/a $$HOME/metrics/${local_rank}.jsonl"}
+
+
+def test_what_workers_tell_is_told_while_they_run_and_at_their_end_before_that(tmp_path, monkeypatch):
+    services = Services({"progress": in_task.PART.service(None)})
+    node = FakeNode(tmp_path, watches={"progress": watch.PART}, services=services)
+    monkeypatch.setattr(watch, "TELLS_EVERY_S", 0.0)
+    node.launch()
+    agent = node.go()
+    folder = node.agent_folder(agent) / "metrics"
+    assert agent.env["TORCHRUN_METRICS_FOLDER"] == str(folder)
+
+    def heard():
+        message = node.expect(Report)
+        assert (message.launch, message.generation, message.kind) == (0, 0, "progress")
+        return from_plain(Metrics, message.data, "progress")
+
+    write(folder / "0.jsonl", '{"step": 1, "loss": 3}\nnonsense\n')
+    write(folder / "1.jsonl", '{"step": 2, "loss": 9}\n')
+    node.report("started")  # so they run
+    told = heard()
+    assert told.points == {"loss": (Point(1, 3.0),)}
+    assert {rank: pace.step for rank, pace in told.paces.items()} == {0: 1, 1: 2}
+    eventually(lambda: [text for text in node.texts("note") if "nonsense" in text])
+    monkeypatch.setattr(watch, "TELLS_EVERY_S", 1000.0)
+    eventually(node.all_taken)
+    write(folder / "0.jsonl", '{"step": 1, "loss": 3}\nnonsense\n{"step": 7, "loss": NaN}\n')
+    node.all_end_well(agent)
+    assert heard().points == {"loss": (Point(7, None),)}
+    assert node.expect(Ended).ok
+    told = {"last": {"loss": None, "step": 7}, "history": {"loss": [[1, 3.0], [7, None]]}}
+    result = node.verdict(features={"progress": told})
+    assert (math.isnan(result.metrics.pop("loss")), result.metrics) == (True, {"step": 7})
+    (first, (step, value)) = result.history["loss"]
+    assert (first, step, math.isnan(value)) == ((1, 3.0), 7, True)

@@ -1,0 +1,215 @@
+"""Stacks on demand: what the gang asks and answers, what a node finds out, what the command prints."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from types import SimpleNamespace
+
+import pytest
+from fake_node import FakeNode
+from gang_views import Story
+from limits import limit_s
+from metaflow._vendor.click.testing import CliRunner
+from metaflow.datastore import FlowDataStore
+from metaflow.plugins.datastores.local_storage import LocalStorage
+from unit_helpers import eventually, worker_environment, write
+
+from metaflow_extensions.torchrun.plugins.torchrun.channel.registry import Registry, Reply, Request
+from metaflow_extensions.torchrun.plugins.torchrun.features.stacks import watch
+from metaflow_extensions.torchrun.plugins.torchrun.gang.messages import Ask
+from metaflow_extensions.torchrun.plugins.torchrun.gang.stacks import GangStacks, NodeStacks
+from metaflow_extensions.torchrun.plugins.torchrun.gang.wire import from_plain, to_plain
+from metaflow_extensions.torchrun.plugins.torchrun.machine import stacks
+from metaflow_extensions.torchrun.plugins.torchrun.machine.frames import Found
+from metaflow_extensions.torchrun.plugins.torchrun.show import commands, stacks_command
+from metaflow_extensions.torchrun.plugins.torchrun.show.stacks_command import Shown
+
+
+def node_stacks(node, line=1):
+    where, ranks = f"train.py:{line} in step", (2 * node, 2 * node + 1)
+    return NodeStacks(f"host-{node}", {rank: Found(where, f"mark{line}", "text", short="short") for rank in ranks})
+
+
+# --- the gang ----------------------------------------------------------------------------------------
+
+
+def ask(story, asked="a"):
+    story.sent = story.gang.ask_stacks(asked)
+    return story
+
+
+def say(story, *nodes):
+    for node in nodes:
+        story.report("stacks", node, id="a", found=to_plain(node_stacks(node)))
+
+
+def answer_of(story):
+    """Return who was asked for, the answer, and forget it."""
+    answer, story.gang.stacks.answer = story.gang.stacks.answer, None
+    return None if answer is None else (answer["id"], from_plain(GangStacks, answer["found"], ""))
+
+
+def test_all_nodes_are_asked_and_the_answer_is_whole_when_all_have_answered():
+    story = ask(Story(3).running())
+    assert story.sent == [(node, Ask(0, 0, "stacks", {"id": "a"})) for node in range(3)]
+    say(story, 2, 0)
+    assert answer_of(story) is None
+    say(story, 1)
+    id_, found = answer_of(story)
+    assert (id_, found.launch, found.generation, sorted(found.ranks)) == ("a", 0, 0, [0, 1, 2, 3, 4, 5])
+
+
+def test_a_node_that_does_not_answer_holds_up_the_others_for_seconds_only():
+    story = ask(Story(3).running())
+    say(story, 0, 1)
+    assert answer_of(story.at(story.now + 5)) is None
+    assert answer_of(story.at(story.now + 5))[1].missing == {2: "it has not answered in time"}
+    say(story, 2)
+    assert answer_of(story) is None, "too late"
+
+
+def test_a_node_whose_workers_end_meanwhile_is_not_waited_for():
+    story = ask(Story(3).running())
+    say(story, 0)
+    assert answer_of(story.ended(1).ended(2))[1].missing == dict.fromkeys((1, 2), "it has no workers")
+    assert answer_of(ask(story, "b").ended(0))[1].missing == dict.fromkeys((0, 1, 2), "it has no workers")
+    assert answer_of(ask(story, "c")) == ("c", GangStacks()), "no worker runs, and nobody is asked"
+
+
+@pytest.mark.parametrize("when", ["before", "meanwhile"])
+def test_a_node_that_is_lost_is_not_waited_for(when):
+    story = Story(2).running()
+    story = ask(story.lost(1)) if when == "before" else ask(story).lost(1)
+    say(story, 0)
+    _, found = answer_of(story)
+    assert (list(found.nodes), list(found.missing)) == ([0], [1])
+
+
+# --- a node ------------------------------------------------------------------------------------------
+
+LOOP = "print('ready', flush=True); import time\nwhile True: time.sleep(0.01)"
+
+
+def test_a_node_asks_its_workers_while_the_launch_goes_on(tmp_path):
+    node = FakeNode(tmp_path, watches={"stacks": watch.PART})
+    agent = node.running()
+    assert agent.env["TORCHRUN_HOOKS"] == stacks.HOOK
+    node.seat.deliver(Ask(0, 1, "stacks", {"id": "late"}))  # of another generation
+    node.worker_ended(agent, 1, 0)
+    node.seat.deliver(Ask(0, 0, "stacks", {"id": "a"}))
+    answer = node.report("stacks")
+    found = answer["found"]["ranks"]
+    assert (answer["id"], sorted(found)) == ("a", ["0", "1"])
+    assert ("no Python stack" in found["0"]["where"], found["1"]["where"]) == (True, "its process has ended")
+    node.ends(agent)
+
+
+def test_a_worker_can_be_asked_again_and_again(tmp_path):
+    env = worker_environment({**os.environ, **stacks.hook_environment(), "TORCHRUN_HOOKS": stacks.HOOK}, tmp_path)
+    with subprocess.Popen([sys.executable, "-c", LOOP], env=env, stdout=subprocess.PIPE) as process:
+        assert process.stdout.readline() == b"ready\n"
+        open_files = [f"/proc/{who}/fd" for who in (process.pid, "self")]
+        before = [len(os.listdir(each)) for each in open_files]
+        for _ in range(3):
+            question = stacks.Question({0: process.pid}, limit_s(5.0))
+            found = eventually(question.poll, "its answer")[0]
+            assert found.where.startswith("<string>:"), found
+            assert len(found.text) < 500, "it does not grow with each question"
+        assert [len(os.listdir(each)) for each in open_files] == before
+        assert process.poll() is None
+        process.kill()
+
+
+# --- the command -------------------------------------------------------------------------------------
+
+
+def gang_stacks(*lines, generation=0, **more):
+    return GangStacks(0, generation, {node: node_stacks(node, line) for node, line in enumerate(lines)}, **more)
+
+
+def reply(found, at):
+    return Reply(Request(str(at), at, "stacks"), at, {"found": to_plain(found)})
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch):
+    """Return a function that runs the command while its gang gives these answers; the gang has ended after the last."""
+    monkeypatch.setattr(LocalStorage, "datastore_root", str(tmp_path))
+    datastore = FlowDataStore("Flow", storage_impl=LocalStorage, ds_root=str(tmp_path))
+    datastore.get_task_datastore("1", "train", "2", attempt=0, mode="w").init_task()
+    registry, clock, seen = Registry(datastore, "1", "train", "2", 0), [0.0], {None}
+
+    def run(*options, answers=(), ends=True):
+        given = list(answers)
+
+        def sleep(seconds):
+            clock[0] += seconds
+            request = registry.load_request()
+            if ends and not given:
+                write(tmp_path / "Flow" / "1" / "train" / "2" / "0.DONE.lock", "")
+            elif given and request is not None and request.id not in seen:
+                seen.add(request.id)
+                registry.save_answer(Reply(request, clock[0], {"found": to_plain(given.pop(0))}))
+
+        fake = SimpleNamespace(**{**vars(time), "sleep": sleep, "monotonic": lambda: clock[0]})
+        monkeypatch.setattr(stacks_command, "time", fake)
+        obj = SimpleNamespace(flow=SimpleNamespace(name="Flow"), graph=[], flow_datastore=datastore)
+        asked = CliRunner().invoke(commands.torchrun, ["stacks", "1/train", *options], obj=obj)
+        return asked.output.splitlines() if asked.exception is None else str(asked.exception)
+
+    return run
+
+
+def test_ranks_at_one_place_are_named_together_and_each_stack_stands_once(run):
+    first, *lines = run(answers=[gang_stacks(1, 7, missing={2: "it has not answered in time"})])
+    assert first.endswith("  Launch 0, 4 ranks on 2 nodes:")
+    assert lines == [
+        "  ranks 0, 1: train.py:1 in step",
+        "  ranks 2, 3: train.py:7 in step",
+        "  node 2 has no answer: it has not answered in time",
+        *["", "--- rank 0 (node 0, host host-0), and the same in rank 1", "short"],
+        *["", "--- rank 2 (node 1, host host-1), and the same in rank 3", "short"],
+    ]
+
+
+def test_a_gang_is_watched_to_its_end(run):
+    lines = run("--watch", answers=[gang_stacks(1), GangStacks(0, 0), gang_stacks(7), GangStacks()])
+    assert ["Launch 0" in line for line in lines].count(True) == 3
+    assert any("no worker has started yet" in line for line in lines)
+    assert "No worker runs now: the step's own code does" in lines[-2]
+    assert lines[-1] == "1/train/2 has ended."
+
+
+def test_a_gang_that_does_not_answer_or_ends_meanwhile_is_an_error(run):
+    assert run(ends=False).startswith("1/train/2 has not answered within 75 s. Its control node answers while current.")
+    assert run().startswith("1/train/2 has ended, so none of its workers runs. To see how it ended: ")
+
+
+def test_one_rank_is_shown_alone_and_one_that_has_not_answered_is_an_error(run):
+    heading, text = run("--rank", "2", answers=[gang_stacks(1, 1)])[-2:]
+    assert (heading[:18], text) == ("--- rank 2 (node 1", "text"), "the whole stack"
+    plain = json.loads(run("--rank", "2", "--json", answers=[gang_stacks(1, 1)])[0])
+    assert [sorted(node["ranks"]) for node in plain["nodes"].values()] == [[], ["2"]]
+    said = "Rank 9 has not answered. Ranks that have: 0, 1, 2, 3."
+    assert run("--rank", "9", answers=[gang_stacks(1, 1)], ends=False) == said
+    assert run("--rank", "9", "--watch", answers=[gang_stacks(1, 1)])[0] == said
+
+
+MOVED = ["ranks 0, 1 are at another place than 12 s ago", "ranks 2, 3 are at the same place as 12 s ago"]
+
+
+@pytest.mark.parametrize(
+    ("before", "said"),
+    [
+        (reply(gang_stacks(9, 1), 100.0), MOVED),
+        (reply(gang_stacks(1, 1, generation=1), 100.0), []),
+        (reply(GangStacks(), 100.0), []),
+        (Reply(Request("1", 100.0, "stacks"), 100.0, {"found": {"of": "another version"}}), []),
+        (None, []),
+    ],
+)
+def test_who_has_moved_is_told_where_it_can_be_known(before, said):
+    lines = Shown.of(reply(gang_stacks(1, 1), 112.0), before).lines(None, short=True)
+    assert [line.strip() for line in lines if line.endswith(" ago")] == said

@@ -1,0 +1,157 @@
+"""What is known of a gang: it is stored and read again, and bounded however long the gang lives."""
+
+import json
+import re
+from dataclasses import replace
+
+import pytest
+from gang_views import BEGAN, Story, crash, hostile
+from test_pages import STORIES
+
+from metaflow_extensions.torchrun.plugins.torchrun.gang.view import VERSION, GangView, NodeView, Word, told_by_others
+from metaflow_extensions.torchrun.plugins.torchrun.show.words import timeline
+
+
+@pytest.mark.parametrize("story", [*STORIES.values(), hostile], ids=[*STORIES, "hostile"])
+def test_what_is_stored_is_read_again_equal(story):
+    view = story().gang.view
+    again = GangView.read(json.loads(json.dumps(view.stored(), allow_nan=False)))
+    assert again == replace(view, progress=again.progress)
+    assert again.stored() == view.stored()
+
+
+def test_numbers_that_json_does_not_have_are_stored_as_null():
+    view = Story().running().report("usage", 0, of="container", limits={}, values={"cpus": float("nan")}).gang.view
+    stored = json.loads(json.dumps(view.stored(), allow_nan=False))
+    assert GangView.read(stored).usage[0]["last"] == {"cpus": None}
+
+
+@pytest.mark.parametrize(
+    ("stored", "why"),
+    [
+        ({}, "of another version of metaflow-torchrun: None"),
+        ({"version": VERSION + 1, "num_nodes": 2}, f"of another version of metaflow-torchrun: {VERSION + 1}"),
+        ({"version": VERSION, "num_nodes": "two"}, "the view of the gang.num_nodes is 'two'"),
+        ({"version": VERSION, "weather": "fine"}, "unknown fields: ['weather']"),
+        ({"version": VERSION, "events": [None]}, "the view of the gang.events"),
+    ],
+)
+def test_what_is_of_another_version_or_damaged_is_refused(stored, why):
+    with pytest.raises(ValueError, match=re.escape(why)):
+        GangView.read(stored)
+
+
+# --- events -----------------------------------------------------------------------------------------
+
+
+def happened(view, kind):
+    return [(each.at_s, each.until_s, each.nodes, each.ranks, each.text) for each in view.events if each.kind == kind]
+
+
+def test_events_of_many_nodes_are_one_until_something_happens_to_the_gang():
+    view = Story(4).running().at(5.0).ended(codes=(0, 1)).view
+    assert happened(view, "joined") == [(0.5, 1.5, [0, 1, 2, 3], [], "joined")]
+    assert happened(view, "exited") == [
+        (5.0, None, [0], [0], "exited with code 0"),
+        (5.0, None, [0], [1], "exited with code 1"),  # then all were told to stop
+        (5.0, 5.0, [1, 2, 3], [2, 4, 6], "exited with code 0"),
+        (5.0, 5.0, [1, 2, 3], [3, 5, 7], "exited with code 1"),
+    ]
+    assert [each.time - BEGAN for each in view.events[:2]] == [0.5, 2.0]
+
+
+def test_of_commands_the_longest_counts():
+    story = Story().joined().ready(prepares=True)
+    for node, seconds in ((0, 1.0), (1, 3.0)):
+        story.report("command", node, text="before_run 1/1 exited with code 0", exit_code=0, seconds=seconds)
+    (event,) = [each for each in story.view.events if each.kind == "command"]
+    assert (event.nodes, event.exit_code, event.seconds) == ([0, 1], 0, 3.0)
+
+
+def test_of_a_long_life_the_first_and_the_last_events_are_kept():
+    view = GangView(1, nodes=[NodeView()])
+    for number in range(1234):
+        view.add("restart", f"event {number}")
+    kept = [f"event {number}" for number in (*range(100), *range(334, 1234))]
+    assert ([each.text for each in view.events], view.left_out) == (kept, 234)
+    assert [text for _, _, text in timeline(view)] == [*kept[:100], "234 lines are left out here", *kept[100:]]
+
+
+# --- bounds -----------------------------------------------------------------------------------------
+
+
+def test_all_that_grows_with_launches_is_bounded():
+    story = Story(1, 1).joined()
+    for launch in range(220):
+        text = f"KeyError: {launch}"
+        story.ready(launch=launch).at(story.now + 1).report("started").at(story.now + 1).crashed(crash(0, text, 0))
+    view = story.view
+    assert (len(view.nodes[0].since), len(view.placed), len(view.reports)) == (60, 200, 20)
+    assert [re.findall(r"KeyError: (\d+)", each.text)[0] for each in view.reports] == [*map(str, range(200, 220))]
+    assert [each.since - BEGAN - view.now_s for each in view.placed[-2:]] == [-3.0, 10.0], "a late line may still come"
+    assert len(json.dumps(view.stored())) < 300_000
+
+
+def test_a_report_is_kept_once_and_cut_where_it_is_too_long():
+    view = GangView(1)
+    for _ in "again", "when the gang breaks":
+        view.report("x" * 200_000, "LaunchFailed", None)
+    (report,) = view.reports
+    assert report.text == "x" * 131_072 + "\n… 68928 characters are left out here"
+
+
+def test_of_thousands_of_launches_the_places_of_the_last_outputs_are_kept():
+    view = GangView(2)
+    for launch in range(2600):
+        for node in (0, 1):
+            view.take_outputs(launch, node, {"key": "k"})
+    assert (list(view.outputs), view.launches_left_out) == ([*range(600, 2600)], 600)
+
+
+# --- where ranks are ----------------------------------------------------------------------------------
+
+
+def test_ranks_move_to_a_spare_and_the_lost_node_has_none():
+    story = Story(3, spare_nodes=1).running(policy={"max_restarts": 1}).at(8).lost(1).at(10).ended(0, codes=(-15, -15))
+    view = story.view
+    assert (view.taking_part, [list(view.ranks_of(node)) for node in range(3)]) == ([0, 2], [[0, 1], [], [2, 3]])
+    assert [(each.since - BEGAN, each.nodes, each.node_of(2)) for each in view.placed] == [
+        (2, (0, 1), 1),
+        (10, (0, 2), 2),
+    ]
+    assert [view.placed[0].node_of(rank) for rank in (-1, 0, 3, 4)] == [None, 0, 1, None]
+    assert [node.was_lost for node in view.nodes] == [False, True, False]
+
+
+# --- what others say ----------------------------------------------------------------------------------
+
+WORDS = [Word("größe 🙂*\nmore", BEGAN + 5, 2), Word("the job's\nown", BEGAN + 90, 2, "GangError")]
+
+
+def test_the_first_word_of_others_is_the_end_that_a_control_node_has_not_recorded():
+    view = Story().running().at(9).view
+    before = view.stored()
+    known = told_by_others(view, WORDS)
+    assert view.stored() == before, "what the control node stored stays"
+    assert (known.is_over, known.outcome, known.error, known.now_s) == (True, "failed", "größe 🙂*\nmore", 9.0)
+    assert (known.cause["kind"], known.cause["host"], known.cause["exception"]) == ("lost", "gpu-0", "größe 🙂*")
+    assert [(each.error, each.text) for each in known.reports] == [("TorchrunPreempted", "größe 🙂*\nmore")]
+    assert [(each.kind, each.text) for each in known.events[-2:]] == [
+        ("lost", "lost: größe 🙂*"),
+        ("told", "the job's; own"),
+    ]
+    assert [node.state for node in known.nodes] == ["lost", "running"]
+
+
+def test_an_end_that_the_control_node_has_recorded_stays_and_others_only_add_to_it():
+    view = Story().running().ended().done().left().view
+    known = told_by_others(view, WORDS[:1])
+    assert replace(known, events=view.events) == view
+    assert [(each.kind, each.text) for each in known.events[len(view.events) :]] == [("told", "größe 🙂*; more")]
+
+
+def test_where_nothing_is_stored_the_words_of_others_are_all():
+    assert told_by_others(None, []) is None
+    known = told_by_others(None, [Word("gone", 1000.0, 3, "GangError")])
+    assert (known.num_nodes, known.began, known.error, known.reports[0].error) == (3, 1000.0, "gone", "GangError")
+    assert [node.state for node in known.nodes] == ["lost", "not joined yet", "not joined yet"]
