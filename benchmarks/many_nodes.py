@@ -25,12 +25,10 @@ import metaflow  # noqa: F401 - it imports our modules, so it must come before t
 from report import Report, parser
 
 from metaflow_extensions.torchrun.plugins.torchrun.channel import connection, control_channel, member_channel
-from metaflow_extensions.torchrun.plugins.torchrun.feature_list import keeps
 from metaflow_extensions.torchrun.plugins.torchrun.features.usage.told import step_s
 from metaflow_extensions.torchrun.plugins.torchrun.gang import messages, policy
 from metaflow_extensions.torchrun.plugins.torchrun.gang.cause import Cause, Failure
 from metaflow_extensions.torchrun.plugins.torchrun.gang.gang import Gang
-from metaflow_extensions.torchrun.plugins.torchrun.gang.keepers import Keepers
 from metaflow_extensions.torchrun.plugins.torchrun.machine.network import pick_port
 
 HOST = "127.0.0.1"
@@ -225,8 +223,7 @@ class Control:
 
     def __init__(self, count: int) -> None:
         self._inbox: queue.SimpleQueue[messages.Message] = queue.SimpleQueue()
-        keepers = Keepers.of(keeps(), count + 1)
-        gang = Gang(count + 1, lambda pinned: pinned or pick_port(), policy.Rules(WAIT_S), keepers)
+        gang = Gang(count + 1, lambda pinned: pinned or pick_port(), policy.Rules(WAIT_S))
         self.token = connection.new_token()
         self._loop = loop_thread()
 

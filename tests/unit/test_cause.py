@@ -225,14 +225,11 @@ def no_mpi(kind="exception"):
     return Cause(kind, 1, "b", 3, 1, 1, NO_MPI, f"Traceback (most recent call last):\n{NO_MPI}")
 
 
-@pytest.mark.parametrize(("rank", "who"), [(3, "Rank 3 (host b)"), (None, "Host b")])
-def test_the_error_of_a_single_node_names_no_node(rank, who):
-    cause = Cause("exit", 0, "b", rank, rank, 1)
-    error = of_launch(Launch(2), cause, is_alone=True)
-    assert error.message.startswith(f"{who} exited with code 1.\nLaunch 2 was stopped. The reason: ")
-    assert "node" not in error.message
-    rename_node(error, 5)  # of the gang in whose step it runs
-    assert " node 5 (host b) exited" in f" {error.message.lower()}"
+def test_the_error_of_a_single_node_can_name_the_node_in_whose_step_it_runs():
+    error = of_launch(Launch(2), Cause("exit", 0, "b", 3, 3, 1))
+    assert error.message.startswith("Rank 3 on node 0 (host b) exited with code 1.\nLaunch 2 was stopped on all nodes.")
+    rename_node(error, 5)
+    assert error.message.startswith("Rank 3 on node 5 (host b) exited")
 
 
 def test_only_what_a_worker_says_itself_has_a_remedy_after_what_has_happened():
@@ -246,7 +243,7 @@ def test_only_what_a_worker_says_itself_has_a_remedy_after_what_has_happened():
 @pytest.mark.parametrize("live", [True, False])
 @pytest.mark.parametrize("of_function", [True, False])
 def test_it_is_shown_once_also_with_the_exception_of_a_function(live, of_function):
-    error = verdict = of_launch(Launch(0), no_mpi(), is_alone=False)
+    error = verdict = of_launch(Launch(0), no_mpi())
     if of_function:
         error = RuntimeError(NO_MPI)
         error.__cause__ = verdict

@@ -15,11 +15,10 @@ from metaflow_extensions.torchrun.plugins.torchrun.channel.control_channel impor
 from metaflow_extensions.torchrun.plugins.torchrun.channel.registry import AddressRecord
 from metaflow_extensions.torchrun.plugins.torchrun.errors import GangError, TorchrunPreempted
 from metaflow_extensions.torchrun.plugins.torchrun.gang.gang import Gang, Presence
-from metaflow_extensions.torchrun.plugins.torchrun.gang.history import Record
+from metaflow_extensions.torchrun.plugins.torchrun.gang.view import GangView, NodeView
 from metaflow_extensions.torchrun.plugins.torchrun.gang.messages import Join
 from metaflow_extensions.torchrun.plugins.torchrun.gang.policy import ConnectPolicy, Rules
 from metaflow_extensions.torchrun.plugins.torchrun.machine.network import pick_port, place
-from metaflow_extensions.torchrun.plugins.torchrun.records.snapshot import Snapshot
 from metaflow_extensions.torchrun.plugins.torchrun.settings import DEFAULTS, parse_settings
 from metaflow_extensions.torchrun.plugins.torchrun.task import join as joining
 
@@ -114,32 +113,28 @@ def test_an_address_that_does_not_answer_is_not_taken_for_dead(registry, policy)
     assert said == []
 
 
-def begun(registry, *more):
-    """Have a former control node's record in the datastore, in which another node has joined."""
+def begun(registry, **more):
+    """Have a former control node's record and view in the datastore."""
     registry.publish(AddressRecord((HOST,), pick_port(), "secret", "gpu-0 🙂*"))
-    events = [("joined", 0, "gpu-0 🙂*"), ("joined", 1, "gpu-1"), *more]
-    records = [
-        Record(kind, at_s, 1000.0 + at_s, node=node, text=text) for at_s, (kind, node, text) in enumerate(events)
-    ]
-    known = Snapshot(2, 2, events=tuple(records), features={"outputs": {"0": {"1": {"key": "k", "files": 3}}}})
-    registry.save_snapshot(known, 1.0)
-    return known.events
+    nodes = [NodeView(f"gpu-{node}", state="running") for node in (0, 1)]
+    view = GangView(2, began=1000.0, now_s=2.0, nodes=nodes, outputs={0: {1: {"key": "k", "files": 3}}}, **more)
+    view.add("joined", "joined", 0)
+    registry.save_view(view, 1.0)
+    return view
 
 
 def test_a_control_node_does_not_take_the_place_of_another_and_keeps_what_that_has_recorded(registry):
-    events = begun(registry)
+    before = begun(registry)
     with pytest.raises(TorchrunPreempted) as here:
         become_control(registry, here_only=False)
     assert str(here.value).startswith("The control node's pod (or container) was deleted or replaced: this task ")
     assert "(host gpu-0 🙂*). It does not run the step's code" in str(here.value)
     assert "@retry" in str(here.value)
-    stored = registry.load_snapshot()
-    assert stored.events[:-1] == events
-    assert stored.features["outputs"], "all that the first has left is there"
+    stored = registry.load_view()
+    assert (stored.events[:-1], stored.outputs) == (before.events, before.outputs), "all that the first has left"
     assert stored.reports[-1].text == str(here.value)
-    summary = stored.summary
-    assert (summary.outcome, [node.state for node in summary.nodes]) == ("failed", ["lost", "lost"])
-    assert "was deleted or replaced" in summary.sentence
+    assert (stored.outcome, [node.state for node in stored.nodes]) == ("failed", ["lost", "lost"])
+    assert "was deleted or replaced" in stored.why
 
     error, said = join(registry)
     assert str(error) == str(here.value), "a node that is replaced, too, need not look for the first control node"
@@ -149,12 +144,12 @@ def test_a_control_node_does_not_take_the_place_of_another_and_keeps_what_that_h
 
 
 def test_one_that_had_told_its_own_end_keeps_the_last_word(registry):
-    events = begun(registry, ("broken", None, "ValueError: diverged"), ("left", 0, "its step has failed"))
+    before = begun(registry, is_over=True, outcome="failed", why="ValueError: diverged")
     with pytest.raises(TorchrunPreempted, match="was deleted or replaced"):
         become_control(registry, here_only=False)
-    stored = registry.load_snapshot()
-    assert (stored.events[:-1], stored.events[-1].kind) == (events, "told")
-    assert stored.summary.sentence == "Failed after 2 s: ValueError: diverged."
+    stored = registry.load_view()
+    assert (stored.events[:-1], stored.events[-1].kind) == (before.events, "told")
+    assert (stored.outcome, stored.why) == ("failed", "ValueError: diverged")
 
 
 def test_a_control_node_that_can_not_see_whether_there_was_another_does_not_begin(monkeypatch):
@@ -195,7 +190,7 @@ def test_a_gang_joins_over_the_loopback_address_where_all_nodes_are_on_one_machi
     member, address = joining.join_as_member(registry, 1, 2, settings(), lambda event: None)
     assert registry.look_up(0.0).addresses == (HOST,)
     assert address == HOST
-    assert control.link.call("view")["states"] == ["HERE", "HERE"]
+    assert control.link.call("states")["states"] == ["HERE", "HERE"]
     member.leave()
     control.leave()
     assert not registry.look_up(0.0).closed  # nobody is left that would look for it
@@ -243,7 +238,7 @@ def test_the_control_node_leaves_word_for_tasks_that_come_later(registry, replac
         member, _ = joining.join_as_member(registry, 1, 2, own, lambda event: None)
         member.finish()
         member.leave()
-        assert eventually(lambda: control.link.call("view")["states"][1] == "GONE")
+        assert eventually(lambda: control.link.call("states")["states"][1] == "GONE")
     control.finish()
     control.leave()
     record = registry.peek(1.0)

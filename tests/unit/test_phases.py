@@ -2,7 +2,7 @@
 
 import ast
 import signal
-from dataclasses import replace
+from dataclasses import asdict, replace
 from itertools import product
 from pathlib import Path
 from typing import get_args
@@ -16,7 +16,7 @@ from metaflow_extensions.torchrun.plugins.torchrun.errors import LaunchFailed
 from metaflow_extensions.torchrun.plugins.torchrun.events import Event
 from metaflow_extensions.torchrun.plugins.torchrun.gang.cause import Cause, Failure
 from metaflow_extensions.torchrun.plugins.torchrun.node.endings import Broken, GivenUp, MustEnd, TimedOut
-from metaflow_extensions.torchrun.plugins.torchrun.gang.history import Record
+from metaflow_extensions.torchrun.plugins.torchrun.gang.view import Happened
 from metaflow_extensions.torchrun.plugins.torchrun.gang.messages import (
     CONTROL,
     Ask,
@@ -428,9 +428,9 @@ def test_a_node_says_that_its_commands_stop_for_another_one_alone(node, says):
 
 
 def test_the_error_that_store_announces_has_the_gangs_events():
-    error, record = LaunchFailed("Rank 3 failed."), Record("exited", 1.0, 2.0, 0)
-    node_in(Phase.ENDED).take(Store(0, 0, error, 3.0, (record,)))
-    assert error.events == [record.as_dict()]
+    error, event = LaunchFailed("Rank 3 failed."), Happened("exited", 1.0, 2.0, "exited with code 1")
+    node_in(Phase.ENDED).take(Store(0, 0, error, 3.0, (event,)))
+    assert error.events == [asdict(event)]
 
 
 # What the pure modules may import besides our own: nothing that waits, reads or writes.

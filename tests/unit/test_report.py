@@ -22,7 +22,7 @@ RAISED = Cause("exception", 1, "b", 3, 1, 1, TEXT, TRACE)
 
 
 def verdict(cause=RAISED):
-    return of_launch(Launch(0), cause, is_alone=False)
+    return of_launch(Launch(0), cause)
 
 
 def report(error, node, shared=True, known=True, live=True):

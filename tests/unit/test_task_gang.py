@@ -27,7 +27,6 @@ from metaflow_extensions.torchrun.plugins.torchrun.gang.failures import of_launc
 from metaflow_extensions.torchrun.plugins.torchrun.gang.launch import Launch
 from metaflow_extensions.torchrun.plugins.torchrun.gang.messages import Abort
 from metaflow_extensions.torchrun.plugins.torchrun.logs.console import settle
-from metaflow_extensions.torchrun.plugins.torchrun.records.vanished import has_begun
 from metaflow_extensions.torchrun.plugins.torchrun.settings import DEFAULTS, parse_settings
 from metaflow_extensions.torchrun.plugins.torchrun.task import join as joining
 from metaflow_extensions.torchrun.plugins.torchrun.task import task_gang
@@ -83,9 +82,9 @@ def test_a_task_stays_in_its_gang_until_its_results_are_stored_and_what_has_happ
     assert members[0].is_storing
     gang.leave(None)
     assert not members[0].is_storing
-    stored = registry.load_snapshot()
-    assert (stored.version, stored.num_nodes, stored.nproc_per_node) == (1, 1, None)
-    assert [(event.kind, event.node) for event in stored.events] == [("joined", 0), ("finished", 0), ("left", 0)]
+    stored = registry.load_view()
+    assert (stored.num_nodes, stored.nproc, stored.is_over) == (1, None, True)
+    assert [(event.kind, event.nodes) for event in stored.events] == [("joined", [0]), ("finished", [0]), ("left", [0])]
 
 
 def test_the_steps_timeout_ends_a_step_that_sleeps_on_the_control_node(control_task):
@@ -115,7 +114,7 @@ def test_an_error_of_the_step_is_raised_and_leaves_the_gang(gang, registry, monk
     gang.fail(error)  # as `task_exception` does then; it is too late for that
     gang.leave_with(error)
     assert last_cards == [True]
-    assert [event.kind for event in registry.load_snapshot().events].count("left") == 1
+    assert [event.kind for event in registry.load_view().events].count("left") == 1
 
 
 @pytest.mark.parametrize("is_of_metaflow", [True, False])
@@ -188,8 +187,8 @@ def test_a_control_node_leaves_when_all_is_stored_and_takes_along_what_ends_its_
         datastore.persist()
         assert gang._member.is_storing
         assert datastore.done() == "stored"
-    assert registry.load_snapshot().summary.outcome == "failed"
-    assert "enough" in registry.load_snapshot().error
+    assert registry.load_view().outcome == "failed"
+    assert "enough" in registry.load_view().error
 
 
 @pytest.mark.parametrize("name", STORING)
@@ -286,7 +285,7 @@ def test_a_traceback_stands_once_in_the_log_of_a_remote_control_node(
             eventually(has_come)
         pool.submit(other.leave).result()
         member.begin_launch(shows_output)
-        error = of_launch(Launch(0), cause, is_alone=False)
+        error = of_launch(Launch(0), cause)
         member.end_launch(error)
         raise error
 
@@ -324,14 +323,12 @@ def test_a_remote_task_in_the_place_of_one_that_was_killed_does_not_run_the_step
     code = FIRST.replace("PACKAGE", PACKAGE)
     first = subprocess.Popen([sys.executable, "-c", code, str(tmp_path), str(num_nodes)])
     try:
-        eventually(lambda: has_begun(registry.load_snapshot()), "the first task's record")
+        eventually(lambda: registry.peek(1.0), "the first task's record")
     finally:
         first.kill()
         first.wait()
-    before = registry.load_snapshot().events
     with pytest.raises(TorchrunPreempted, match=r"control node's pod .* replaced"):
         second.run(lambda: ran.append(second.join()))
     assert ran == []
-    stored = registry.load_snapshot()
-    assert stored.events[:-1] == before
-    assert stored.events[-1].kind == "lost"
+    stored = registry.load_view()
+    assert (stored.events[-1].kind, stored.outcome) == ("lost", "failed")
