@@ -183,7 +183,9 @@ def test_torch_ddp_goes_on_where_it_was_when_a_spare_takes_the_place_of_a_node(b
     await_line(flow, r"\[rank 0\] epoch 3:")
     task_of_node(flow, 1).kill()
     assert flow.wait(END_S) == 0, flow.text
-    assert re.search(r"restart 1 of 1: .* SIGKILL(.*\n)*.* node 3, a spare, takes the place of node 1", flow.text), flow.text
+    assert re.search(r"restart 1 of 1: .* SIGKILL(.*\n)*.* node 3, a spare, takes the place of node 1", flow.text), (
+        flow.text
+    )
     done = int(re.search(r"(\d+) epochs are done already", flow.text)[1])
     assert 4 <= done < 60
     # The epoch in which the node was lost may have been told before its snapshot was there.

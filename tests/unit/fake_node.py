@@ -16,7 +16,6 @@ from metaflow_extensions.torchrun.plugins.torchrun.errors import LaunchFailed
 from metaflow_extensions.torchrun.plugins.torchrun.events import Event
 from metaflow_extensions.torchrun.plugins.torchrun.gang import messages
 from metaflow_extensions.torchrun.plugins.torchrun.gang.cause import Cause
-from metaflow_extensions.torchrun.plugins.torchrun.node.seat import Seat
 from metaflow_extensions.torchrun.plugins.torchrun.launch.services import Services
 from metaflow_extensions.torchrun.plugins.torchrun.launch.spec import LaunchSpec
 from metaflow_extensions.torchrun.plugins.torchrun.machine.accelerators import Machine
@@ -24,6 +23,7 @@ from metaflow_extensions.torchrun.plugins.torchrun.node import agent_events
 from metaflow_extensions.torchrun.plugins.torchrun.node.news import Completed
 from metaflow_extensions.torchrun.plugins.torchrun.node.node_launch import NodeLaunch
 from metaflow_extensions.torchrun.plugins.torchrun.node.plan import Plan
+from metaflow_extensions.torchrun.plugins.torchrun.node.seat import Seat
 from metaflow_extensions.torchrun.plugins.torchrun.task.results import result_of
 from metaflow_extensions.torchrun.plugins.torchrun.task.upload import begin_upload
 

@@ -5,9 +5,10 @@ import itertools
 from dataclasses import fields, replace
 from types import FunctionType, ModuleType
 
+from metaflow_extensions.torchrun.plugins.torchrun.gang.keepers import Failing, Keeper, Keepers, Remarks
+
 from metaflow_extensions.torchrun.plugins.torchrun.gang.cause import Cause, Failure
 from metaflow_extensions.torchrun.plugins.torchrun.gang.gang import Gang
-from metaflow_extensions.torchrun.plugins.torchrun.gang.keepers import Failing, Keeper, Keepers, Remarks
 from metaflow_extensions.torchrun.plugins.torchrun.gang.messages import (
     Abort,
     Ended,

@@ -7,7 +7,6 @@ from fake_link import FakeLink, member_of
 from metaflow_extensions.torchrun.plugins.torchrun.errors import TorchrunError
 from metaflow_extensions.torchrun.plugins.torchrun.events import Event
 from metaflow_extensions.torchrun.plugins.torchrun.gang.cause import Cause, Failure
-from metaflow_extensions.torchrun.plugins.torchrun.node.endings import MustEnd, NotNeeded
 from metaflow_extensions.torchrun.plugins.torchrun.gang.messages import (
     CONTROL,
     Answer,
@@ -20,12 +19,13 @@ from metaflow_extensions.torchrun.plugins.torchrun.gang.messages import (
     Stored,
     from_wire,
 )
-from metaflow_extensions.torchrun.plugins.torchrun.node.seat import Seat
 from metaflow_extensions.torchrun.plugins.torchrun.node import news
 from metaflow_extensions.torchrun.plugins.torchrun.node.course import NodeCourse
+from metaflow_extensions.torchrun.plugins.torchrun.node.endings import MustEnd, NotNeeded
 from metaflow_extensions.torchrun.plugins.torchrun.node.news import Do, Seen
 from metaflow_extensions.torchrun.plugins.torchrun.node.outcome import Outcome
 from metaflow_extensions.torchrun.plugins.torchrun.node.phases import Phase
+from metaflow_extensions.torchrun.plugins.torchrun.node.seat import Seat
 from metaflow_extensions.torchrun.plugins.torchrun.task.member import State
 
 GRACE_S, CLOSE_S = 30.0, 5.0  # grace_s, and how long the channel waits for the members at its end

@@ -18,12 +18,12 @@ from limits import limit_s
 from unit_helpers import HANG_S, eventually, is_running, write
 
 from metaflow_extensions.torchrun.plugins.torchrun.errors import EntrypointError, TorchrunPreempted
-from metaflow_extensions.torchrun.plugins.torchrun.node.endings import MustEnd
 from metaflow_extensions.torchrun.plugins.torchrun.gang.messages import Ended, Failed, Ready, Report
 from metaflow_extensions.torchrun.plugins.torchrun.launch.command import COMMAND_RUNNER
 from metaflow_extensions.torchrun.plugins.torchrun.machine import processes
 from metaflow_extensions.torchrun.plugins.torchrun.node.agent import AgentProcess
 from metaflow_extensions.torchrun.plugins.torchrun.node.agent_events import AgentEnded, End
+from metaflow_extensions.torchrun.plugins.torchrun.node.endings import MustEnd
 
 # A child that ignores SIGTERM and is in a session of its own, beside a command that ignores it, too.
 STUBBORN = """

@@ -6,13 +6,13 @@ from types import SimpleNamespace
 
 import pytest
 from fake_link import FakeLink, member_of
+from metaflow_extensions.torchrun.plugins.torchrun.gang.history import Record
+from metaflow_extensions.torchrun.plugins.torchrun.records.requests import Request
+from metaflow_extensions.torchrun.plugins.torchrun.records.snapshot import Snapshot
 from test_registry import FlowDatastore, registry_of
 from unit_helpers import HANG_S, eventually
 
 from metaflow_extensions.torchrun.plugins.torchrun.gang.view import Presence
-from metaflow_extensions.torchrun.plugins.torchrun.gang.history import Record
-from metaflow_extensions.torchrun.plugins.torchrun.records.requests import Request
-from metaflow_extensions.torchrun.plugins.torchrun.records.snapshot import Snapshot
 from metaflow_extensions.torchrun.plugins.torchrun.task import gang_store
 from metaflow_extensions.torchrun.plugins.torchrun.task.gang_store import GangStore
 

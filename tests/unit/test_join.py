@@ -15,9 +15,9 @@ from metaflow_extensions.torchrun.plugins.torchrun.channel.control_channel impor
 from metaflow_extensions.torchrun.plugins.torchrun.channel.registry import AddressRecord
 from metaflow_extensions.torchrun.plugins.torchrun.errors import GangError, TorchrunPreempted
 from metaflow_extensions.torchrun.plugins.torchrun.gang.gang import Gang, Presence
-from metaflow_extensions.torchrun.plugins.torchrun.gang.view import GangView, NodeView
 from metaflow_extensions.torchrun.plugins.torchrun.gang.messages import Join
 from metaflow_extensions.torchrun.plugins.torchrun.gang.policy import ConnectPolicy, Rules
+from metaflow_extensions.torchrun.plugins.torchrun.gang.view import GangView, NodeView
 from metaflow_extensions.torchrun.plugins.torchrun.machine.network import pick_port, place
 from metaflow_extensions.torchrun.plugins.torchrun.settings import DEFAULTS, parse_settings
 from metaflow_extensions.torchrun.plugins.torchrun.task import join as joining

@@ -11,13 +11,13 @@ from loops import InLoop, Loop
 from unit_helpers import eventually
 
 from metaflow_extensions.torchrun.plugins.torchrun.gang.messages import Go, Ready
-from metaflow_extensions.torchrun.plugins.torchrun.node.seat import Seat
 from metaflow_extensions.torchrun.plugins.torchrun.gang.wire import from_plain, to_plain
 from metaflow_extensions.torchrun.plugins.torchrun.launch.spec import LaunchSpec
 from metaflow_extensions.torchrun.plugins.torchrun.logs.console import BEHIND_BYTES
 from metaflow_extensions.torchrun.plugins.torchrun.machine.accelerators import Machine
 from metaflow_extensions.torchrun.plugins.torchrun.machine.inherited import inherited, umask
 from metaflow_extensions.torchrun.plugins.torchrun.node.request import Request, Task
+from metaflow_extensions.torchrun.plugins.torchrun.node.seat import Seat
 from metaflow_extensions.torchrun.plugins.torchrun.supervisor import launches as launching
 from metaflow_extensions.torchrun.plugins.torchrun.supervisor import output as output_module
 from metaflow_extensions.torchrun.plugins.torchrun.supervisor.launches import Launches

@@ -1,21 +1,16 @@
 """Whose each line of the tasks' logs is, and how the logs of many nodes become one."""
 
 from collections import Counter
-from dataclasses import replace
-from datetime import datetime, timedelta, timezone
+from datetime import datetime, timezone
 
 import pytest
-from gang_of import running
-from test_budget import fail
+from gang_views import BEGAN, Story
 
-from metaflow_extensions.torchrun.plugins.torchrun.gang.history import omitted
-from metaflow_extensions.torchrun.plugins.torchrun.gang.messages import Report
-from metaflow_extensions.torchrun.plugins.torchrun.records.placement import LATE_S, Placed, Placement
-from metaflow_extensions.torchrun.plugins.torchrun.records.snapshot import snapshot_of
-from metaflow_extensions.torchrun.plugins.torchrun.show.stored_logs import Line, Source, merged
+from metaflow_extensions.torchrun.plugins.torchrun.gang.view import LATE_S, Placed
+from metaflow_extensions.torchrun.plugins.torchrun.show.stored_logs import Line, Places, Source, merged
 
 # Two ranks on each of two nodes since 1970.
-PLACES = Placement([Placed(0.0, (0, 1), 2)])
+PLACES = Places([Placed(0.0, (0, 1), 2)])
 
 
 def lines_of(*sources, places=PLACES, lost=None):
@@ -78,7 +73,7 @@ def test_a_nodes_own_log_is_shown_whole_whatever_its_labels_say():
 
 def second(at_s, text):
     """Return a line that was captured so many seconds after the year 1970 began."""
-    return (f"1970-01-01T00:{int(at_s) // 60:02}:{at_s % 60:09.6f}", text)
+    return (datetime.fromtimestamp(at_s, timezone.utc).strftime("%Y-%m-%dT%H:%M:%S.%f"), text)
 
 
 def is_shown(places, at_s, text, nodes=(0, 1, 2)):
@@ -98,7 +93,7 @@ def test_copies_that_a_lost_nodes_log_lacks_are_shown():
 
 def test_a_line_belongs_to_the_node_that_had_its_rank_at_that_time():
     """Node 2, a spare, takes node 1's place at 100 s; for some seconds lines of both may come."""
-    places = Placement([Placed(5.0, (0, 1), 2), Placed(100.0, (0, 2), 2)])
+    places = Places([Placed(5.0, (0, 1), 2), Placed(100.0, (0, 2), 2)])
     assert [places.node_at(2, second(at, "")[0]) for at in (1, 50, 99, 100, 500)] == [1, 1, 1, 2, 2]
     shown = [is_shown(places, at, "[rank 2] x", nodes=(0, 2)) for at in (50, 101, 101 + LATE_S)]
     assert shown == [True, True, False], "node 1 has no log of its own"
@@ -108,86 +103,25 @@ def test_a_line_belongs_to_the_node_that_had_its_rank_at_that_time():
 
 def test_all_places_of_the_last_seconds_count():
     """Launches of other sizes follow each other; the line may be of the one between."""
-    places = Placement([Placed(0.0, (0, 1), 1), Placed(100.0, (0, 1), 4), Placed(105.0, (0, 1), 1)])
+    places = Places([Placed(0.0, (0, 1), 1), Placed(100.0, (0, 1), 4), Placed(105.0, (0, 1), 1)])
     shown = [is_shown(places, at, "[rank 1] x") for at in (50, 105.2, 110.2, 116)]
     assert shown == [False, True, True, False]
 
 
 def test_what_other_code_prints_after_a_launch_is_no_copy():
-    gang = running(2)
-    gang.pass_time(20)
-    gang.all_ended()
-    snapshot = snapshot_of(gang.state)
-    began = datetime.fromtimestamp(snapshot.events[0].time, timezone.utc).replace(tzinfo=None)
-    shown = []
-    for after_s in (10, 21, 20.1 + LATE_S):
-        line = ((began + timedelta(seconds=after_s)).isoformat(), "[rank 2] x")
-        shown += lines_of(
-            Source("4", 0, "stdout", [line]), Source("5", 1, "stdout", []), places=snapshot.summary.placement
-        )
-    assert [line.time for line in shown] == [line[0]], "the last one only"
+    places = Places(Story().launched().at(20).ended().view.placed)  # from 2 s on
+    shown = [is_shown(places, BEGAN + at_s, "[rank 2] x", nodes=(0, 1)) for at_s in (10, 21, 20.1 + LATE_S)]
+    assert shown == [False, False, True]
 
 
 def test_lines_of_a_lost_node_are_shown_though_its_ranks_are_elsewhere_now():
-    gang = running(3, max_restarts=1, spare_nodes=1)
-    gang.lost(1)  # of ranks 2 and 3
-    gang.stop(0)
-    gang.pass_time(31)
-    assert gang.groups()[-1] == (0, 2)
+    story = Story(3, spare_nodes=1).running(policy={"max_restarts": 1}).lost(1).ended(0, codes=(-15, -15)).at(9)
     lost = [("01", "[rank 2] before"), ("02", "[rank 3] ValueError")]
-    places = snapshot_of(gang.state).summary.placement
     sources = [Source("4", 0, "stdout", [("00", "[rank 0] x")]), Source("5", 1, "stderr", lost)]
-    found = lines_of(*sources, Source("6", 2, "stdout", [("09", "[rank 2] after")]), places=places)
+    last = Source("6", 2, "stdout", [("09", "[rank 2] after")])
+    found = lines_of(*sources, last, places=Places(story.view.placed))
     assert [(line.node, line.text) for line in found] == [
         (0, "[rank 0] x"),
-        (1, "[rank 2] before"),
-        (1, "[rank 3] ValueError"),
+        *((1, text) for _, text in lost),
         (2, "[rank 2] after"),
     ]
-
-
-def test_a_task_in_the_place_of_a_lost_node_does_not_make_a_training_launch_wait():
-    gang = running(3, max_restarts=1, spare_nodes=1, replaces=True)
-    gang.lost(1)
-    gang.stop(0)
-    gang.pass_time(31)
-    for node in (0, 2):
-        gang.say(node, Report("started", 0, 1))
-        gang.say(node, Report("wrote", 0, 1))
-    gang.come(1)
-    gang.ready(1)
-    summary = snapshot_of(gang.state).summary
-    assert (summary.outcome, summary.sentence[:18]) == ("running", "4 ranks on 2 nodes")
-    assert [node.state for node in summary.nodes] == ["running", "waiting", "running"]
-
-
-def test_who_takes_part_is_known_though_records_were_dropped():
-    """Those of the loss are among them; *go* has the group."""
-    gang = running(3, max_restarts=1, spare_nodes=1)
-    gang.lost(1)
-    gang.stop(0)
-    gang.pass_time(31)
-    for node in (0, 2):
-        gang.ended(node, exit_codes={0: 0, 1: 0} if node == 0 else {2: 0, 3: 0})
-    known = snapshot_of(gang.state)
-    last_go = max(place for place, each in enumerate(known.events) if each.kind == "go")
-    dropped = omitted(last_go - 3, known.events[last_go])
-    summary = replace(known, events=(*known.events[:3], dropped, *known.events[last_go:])).summary
-    assert [(rank.rank, rank.node, rank.state) for rank in summary.ranks] == [
-        (0, 0, "done"),
-        (1, 0, "done"),
-        (2, 2, "done"),
-        (3, 2, "done"),
-    ]
-
-
-def test_where_starts_are_missing_in_the_record_all_lines_are_shown():
-    gang = running(2, max_restarts=9)
-    for _ in range(3):
-        fail(gang)
-    known = snapshot_of(gang.state)
-    events = [each for each in known.events if (each.kind, each.generation) != ("go", 1)]
-    began = {each.generation: each.time for each in events if each.kind == "go"}
-    places = replace(known, events=tuple(events)).summary.placement
-    stamps = [datetime.fromtimestamp(began[each] + 1, timezone.utc).isoformat() for each in (0, 2, 3)]
-    assert [places.node_at(2, stamp) for stamp in stamps] == [None, 1, 1]

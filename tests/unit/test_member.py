@@ -23,7 +23,6 @@ from metaflow_extensions.torchrun.plugins.torchrun.errors import (
     TorchrunPreempted,
 )
 from metaflow_extensions.torchrun.plugins.torchrun.gang.cause import Cause
-from metaflow_extensions.torchrun.plugins.torchrun.node.endings import TimedOut
 from metaflow_extensions.torchrun.plugins.torchrun.gang.messages import (
     Abort,
     Answer,
@@ -31,6 +30,7 @@ from metaflow_extensions.torchrun.plugins.torchrun.gang.messages import (
     Leave,
     to_wire,
 )
+from metaflow_extensions.torchrun.plugins.torchrun.node.endings import TimedOut
 from metaflow_extensions.torchrun.plugins.torchrun.task import link as link_module
 from metaflow_extensions.torchrun.plugins.torchrun.task import member as member_module
 from metaflow_extensions.torchrun.plugins.torchrun.task import orders

@@ -16,7 +16,6 @@ from unit_helpers import eventually, write
 
 from metaflow_extensions.torchrun.plugins.torchrun import errors
 from metaflow_extensions.torchrun.plugins.torchrun.gang import messages
-from metaflow_extensions.torchrun.plugins.torchrun.node.endings import MustEnd
 from metaflow_extensions.torchrun.plugins.torchrun.gang.messages import (
     Ended,
     Failed,
@@ -31,6 +30,7 @@ from metaflow_extensions.torchrun.plugins.torchrun.node.agent_events import (
     End,
     WorkerEnded,
 )
+from metaflow_extensions.torchrun.plugins.torchrun.node.endings import MustEnd
 
 STOP, CLOSE = ("stop", 30.0), ("close", 0.0)
 

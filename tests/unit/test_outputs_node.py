@@ -7,13 +7,13 @@ import time
 import pytest
 from fake_node import ERROR, FakeNode
 from gang_snapshots import snapshot
+from metaflow_extensions.torchrun.plugins.torchrun.features.outputs.keep import OutputsKeeper
+from metaflow_extensions.torchrun.plugins.torchrun.gang.keepers import Keepers
 from unit_helpers import MemoryStore, settings_of_run
 
 from metaflow_extensions.torchrun.plugins.torchrun.errors import TorchrunConfigError
 from metaflow_extensions.torchrun.plugins.torchrun.features.outputs import on_page
 from metaflow_extensions.torchrun.plugins.torchrun.features.outputs.in_task import Outputs
-from metaflow_extensions.torchrun.plugins.torchrun.features.outputs.keep import OutputsKeeper
-from metaflow_extensions.torchrun.plugins.torchrun.gang.keepers import Keepers
 from metaflow_extensions.torchrun.plugins.torchrun.gang.messages import Ended, Report, Store, Stored
 from metaflow_extensions.torchrun.plugins.torchrun.launch.services import RunCall, Services
 

@@ -65,6 +65,12 @@ def failing_before():
     return story.failed(Cause("command", 1, "gpu-1", exit_code=2, exception=COMMAND.format(2, 2), detail="no host"))
 
 
+def coming_late():
+    """A task comes in the place of a lost node, when a spare has taken that, and the launch runs again."""
+    story = Story(3, spare_nodes=1, replaces=True).running(policy=TWICE).at(6).lost(1).ended(0, codes=(-15, -15))
+    return story.at(9).joined(1, task="another").ready(1).at(10)
+
+
 # Other gangs, with lines of their pages that no golden file has, each with single spaces: the sentence, ranks, and more.
 SAID = {
     "nobody yet": (
@@ -173,6 +179,11 @@ SAID = {
         lambda: Story(3, spare_nodes=1).running(),
         "4 ranks on 2 nodes have trained 2 s, with start 4 s.",
         *("2.0 0 node 2: waits as a spare", "2 gpu-2 - waiting"),
+    ),
+    "a task in the place of a lost node": (
+        lambda: coming_late().report("started").report("wrote"),
+        *("4 ranks on 2 nodes have trained 8 s, with start 10 s, after 1 restart.", "4 running"),
+        *("0 gpu-0 4 0-1 running", "1 gpu-1 4_node_1 waiting", "2 gpu-2 - 2-3 running"),
     ),
     "many ranks": (
         lambda: Story(9, 8).running().crashed(crash(64, "no", 8, "gpu-8")),

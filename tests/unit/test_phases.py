@@ -15,8 +15,6 @@ from hypothesis import strategies as some
 from metaflow_extensions.torchrun.plugins.torchrun.errors import LaunchFailed
 from metaflow_extensions.torchrun.plugins.torchrun.events import Event
 from metaflow_extensions.torchrun.plugins.torchrun.gang.cause import Cause, Failure
-from metaflow_extensions.torchrun.plugins.torchrun.node.endings import Broken, GivenUp, MustEnd, TimedOut
-from metaflow_extensions.torchrun.plugins.torchrun.gang.view import Happened
 from metaflow_extensions.torchrun.plugins.torchrun.gang.messages import (
     CONTROL,
     Ask,
@@ -30,10 +28,12 @@ from metaflow_extensions.torchrun.plugins.torchrun.gang.messages import (
     Store,
     Verdict,
 )
+from metaflow_extensions.torchrun.plugins.torchrun.gang.view import Happened
 from metaflow_extensions.torchrun.plugins.torchrun.launch.spec import LaunchSpec
 from metaflow_extensions.torchrun.plugins.torchrun.machine.accelerators import Machine
 from metaflow_extensions.torchrun.plugins.torchrun.node import course, news
 from metaflow_extensions.torchrun.plugins.torchrun.node.course import HANDLERS, NodeCourse
+from metaflow_extensions.torchrun.plugins.torchrun.node.endings import Broken, GivenUp, MustEnd, TimedOut
 from metaflow_extensions.torchrun.plugins.torchrun.node.news import (
     Begun,
     Called,

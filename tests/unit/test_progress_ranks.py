@@ -13,9 +13,10 @@ from types import SimpleNamespace
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from metaflow_extensions.torchrun.plugins.torchrun.features.progress.keep import ProgressKeeper
+from metaflow_extensions.torchrun.plugins.torchrun.features.progress.told import MAX_KEYS, Metrics, Pace, Point
 from unit_helpers import Patient
 
-from metaflow_extensions.torchrun.plugins.torchrun.features.progress.keep import ProgressKeeper
 from metaflow_extensions.torchrun.plugins.torchrun.features.progress.lines import (
     FREED_BYTES,
     MAX_BYTES,
@@ -24,7 +25,6 @@ from metaflow_extensions.torchrun.plugins.torchrun.features.progress.lines impor
     parse_line,
 )
 from metaflow_extensions.torchrun.plugins.torchrun.features.progress.paces import RankPace
-from metaflow_extensions.torchrun.plugins.torchrun.features.progress.told import MAX_KEYS, Metrics, Pace, Point
 from metaflow_extensions.torchrun.plugins.torchrun.features.progress.watch import MAX_POINTS, ProgressWatcher
 from metaflow_extensions.torchrun.plugins.torchrun.gang.messages import Report
 from metaflow_extensions.torchrun.plugins.torchrun.gang.wire import from_plain

@@ -11,11 +11,11 @@ from lossy_node import END, GRACE_S, Task
 
 from metaflow_extensions.torchrun.plugins.torchrun.errors import GangError, TorchrunError
 from metaflow_extensions.torchrun.plugins.torchrun.gang.cause import cause_of
-from metaflow_extensions.torchrun.plugins.torchrun.gang.group import Group
 from metaflow_extensions.torchrun.plugins.torchrun.gang.failures import silent
 from metaflow_extensions.torchrun.plugins.torchrun.gang.gang import Gang, Presence
-from metaflow_extensions.torchrun.plugins.torchrun.gang.policy import LaunchPolicy, Rules
+from metaflow_extensions.torchrun.plugins.torchrun.gang.group import Group
 from metaflow_extensions.torchrun.plugins.torchrun.gang.messages import CONTROL, Abort, Go, Join, Restart, Verdict
+from metaflow_extensions.torchrun.plugins.torchrun.gang.policy import LaunchPolicy, Rules
 from metaflow_extensions.torchrun.plugins.torchrun.launch.spec import LaunchSpec
 from metaflow_extensions.torchrun.plugins.torchrun.machine.accelerators import Machine
 from metaflow_extensions.torchrun.plugins.torchrun.node.outcome import Outcome

@@ -8,12 +8,12 @@ from contextlib import contextmanager
 from types import SimpleNamespace
 
 import pytest
+from metaflow_extensions.torchrun.plugins.torchrun.features.reach.keep import ReachKeeper
+from metaflow_extensions.torchrun.plugins.torchrun.gang.keepers import Remarks, Where
 from unit_helpers import eventually
 
 from metaflow_extensions.torchrun.plugins.torchrun.features.reach import watch
-from metaflow_extensions.torchrun.plugins.torchrun.features.reach.keep import ReachKeeper
 from metaflow_extensions.torchrun.plugins.torchrun.features.reach.watch import ReachWatcher
-from metaflow_extensions.torchrun.plugins.torchrun.gang.keepers import Remarks, Where
 from metaflow_extensions.torchrun.plugins.torchrun.gang.messages import Report
 from metaflow_extensions.torchrun.plugins.torchrun.machine.network import listening_socket
 

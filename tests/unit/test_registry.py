@@ -4,17 +4,16 @@ import json
 from dataclasses import replace
 
 import pytest
+from gang_views import BEGAN, Story
 
-from metaflow_extensions.torchrun.plugins.torchrun.channel.registry import AddressRecord, Registry
+from metaflow_extensions.torchrun.plugins.torchrun.channel.registry import AddressRecord, Registry, Reply, Request
 from metaflow_extensions.torchrun.plugins.torchrun.errors import (
     GangError,
     GangStartTimeout,
     LaunchFailed,
     TorchrunPreempted,
 )
-from metaflow_extensions.torchrun.plugins.torchrun.gang.history import Record
-from metaflow_extensions.torchrun.plugins.torchrun.records.snapshot import Snapshot
-from metaflow_extensions.torchrun.plugins.torchrun.records.vanished import Word, has_begun
+from metaflow_extensions.torchrun.plugins.torchrun.gang.view import Word
 
 RECORD = AddressRecord(("10.0.0.7", "fd00::7"), 40123, "secret")
 
@@ -137,43 +136,35 @@ def test_what_a_signals_handler_raises_is_no_failure_of_the_datastore():
 
 # --- what others tell of a control node that is gone ----------------------------------------------
 
-KNOWN = Snapshot(2, 1, events=(Record("joined", 0.5, 1000.5, node=0, text="a"), Record("go", 2.0, 1002.0, launch=3)))
+KNOWN = Story().running().view
 
 
 def test_what_a_replacement_tells_counts_before_what_the_job_tells_and_neither_overwrites_anything(flow):
     registry = registry_of(flow)
-    registry.save_snapshot(KNOWN, 1.0)
-    registry.save_word(Word("the job's", 900.0, 2), "job", 1.0)
-    found = registry.load_snapshot()
-    assert (found.error, found.events[-1].at_s) == ("the job's", 2.0), "no earlier than what went before, by any clock"
-    registry.save_word(Word("größe 🙂*\nmore", 1011.0, 2), "replacement", 1.0)
-    found = registry_of(flow).load_snapshot()
-    assert found.events[:-1] == KNOWN.events
-    last, report = found.events[-1], found.reports[-1]
-    assert (last.kind, last.node, last.launch, last.text) == ("lost", 0, 3, "größe 🙂*")
-    assert (last.at_s, report.text) == (11.0, "größe 🙂*\nmore")
-    assert (report.cause["host"], report.cause["exception"]) == ("a", "größe 🙂*")
-    assert json.loads(flow.stored["7", "train", "3", 0, "torchrun_events.json"]) == KNOWN.stored()
+    registry.save_view(KNOWN, 1.0)
+    registry.save_word(Word("the job's", BEGAN - 100.0, 2), "job", 1.0)
+    found = registry.load_view()
+    assert (found.error, found.events[-1].at_s) == ("the job's", 4.0), "no earlier than what went before, by any clock"
+    registry.save_word(Word("größe 🙂*\nmore", BEGAN + 11.0, 2), "replacement", 1.0)
+    found = registry_of(flow).load_view()
+    assert (found.error, found.since_s, found.events[-1].text) == ("größe 🙂*\nmore", 11.0, "the job's")
+    assert json.loads(flow.stored["7", "train", "3", 0, "torchrun_view.json"]) == KNOWN.stored()
 
 
 def test_where_the_control_node_has_stored_nothing_what_others_tell_is_all(flow):
+    assert registry_of(flow).load_view() is None
     registry_of(flow).save_word(Word("gone", 1000.0, 3), "job", 1.0)
-    found = registry_of(flow).load_snapshot()
-    assert (found.num_nodes, [event.text for event in found.events]) == (3, ["gone"])
-    assert registry_of(flow, attempt=1).load_snapshot() is None
-    flow.stored["7", "train", "3", 0, "torchrun_events.json"] = '{"version": 1, "eve'  # half written
-    assert registry_of(flow).load_snapshot() == found
+    found = registry_of(flow).load_view()
+    assert (found.num_nodes, found.error) == (3, "gone")
+    flow.stored["7", "train", "3", 0, "torchrun_view.json"] = '{"version": 2, "eve'  # half written
+    assert registry_of(flow).load_view() == found
 
 
-@pytest.mark.parametrize(
-    ("events", "begun"),
-    [
-        (None, False),
-        ([], False),
-        ([Record("joined", 0.0, 0.0, node=0)], False),
-        ([Record("joined", 0.0, 0.0, node=0), Record("joined", 0.0, 0.0, node=1)], True),
-        ([Record("joined", 0.0, 0.0, node=0), Record("ready", 0.0, 0.0, node=0)], True),
-    ],
-)
-def test_a_gang_has_begun_when_it_is_more_than_its_control_node_in_its_own_code(events, begun):
-    assert has_begun(None if events is None else Snapshot(2, events=tuple(events))) is begun
+def test_one_request_and_one_answer_are_there_at_a_time(flow):
+    registry = registry_of(flow)
+    assert (registry.load_request(), registry.load_answer()) == (None, None)
+    for each in ("first", "second"):
+        request = Request(each, 1.0, "stacks")
+        registry.save_request(request)
+        registry.save_answer(Reply(request, 2.0, {"of": each}))
+    assert (registry.load_request(), registry.load_answer()) == (request, Reply(request, 2.0, {"of": "second"}))

@@ -1,27 +1,23 @@
 """What the process of a run says last when a gang has failed; the datastore is Metaflow's own, on this disk."""
 
 import json
-from dataclasses import replace
 from types import SimpleNamespace
 
 import metaflow.cli
 import pytest
+from gang_views import BEGAN, Story
 from metaflow.datastore import FlowDataStore
 from metaflow.exception import MetaflowException
 from metaflow.plugins.datastores.local_storage import LocalStorage
 from metaflow.runtime import TaskFailed
-from test_registry import KNOWN
 
 from metaflow_extensions.torchrun.plugins.torchrun.channel.registry import Registry
-from metaflow_extensions.torchrun.plugins.torchrun.gang.history import Record
-from metaflow_extensions.torchrun.plugins.torchrun.records.vanished import Word
+from metaflow_extensions.torchrun.plugins.torchrun.gang.view import Word
 from metaflow_extensions.torchrun.plugins.torchrun.show.run_end import RunEnd
 from metaflow_extensions.torchrun.plugins.torchrun.task import report
 
-LEFT = [
-    Record("broken", 8.0, 1008.0, text="Rank 1 failed with *größe* 🙂"),
-    Record("left", 9.0, 1009.0, node=0, text="its step has failed"),
-]
+RUNNING = Story().running()
+LEFT = Story().running().at(8.0).crashed().left(how="failed")
 
 
 @pytest.fixture
@@ -30,13 +26,12 @@ def datastore(tmp_path, monkeypatch):
     return FlowDataStore("GangFlow", storage_impl=LocalStorage, ds_root=str(tmp_path))
 
 
-def begun(datastore, events=None, runtime=None, task="3"):
+def begun(datastore, story=None, runtime=None, task="3"):
     """Leave what the control task of attempt 0 leaves, and what Metaflow does that has seen its end."""
     store = datastore.get_task_datastore("7", "train", task, attempt=0, mode="w")
     store.init_task()
-    if events is not None:
-        known = replace(KNOWN, events=(*KNOWN.events, *events))
-        Registry(datastore, "7", "train", task, 0).save_snapshot(known, 1.0)
+    if story is not None:
+        Registry(datastore, "7", "train", task, 0).save_view(story.view, 1.0)
     if runtime is not None:
         store.save_metadata({"runtime": runtime})
 
@@ -61,24 +56,24 @@ def test_the_command_that_shows_the_gang_is_the_last_line(datastore):
 def test_of_a_remote_gang_the_terminal_may_lack_the_end_so_that_is_repeated(datastore):
     begun(datastore, LEFT)
     assert told(datastore, is_remote=True) == [
-        "[torchrun] Failed (trained 6 s): Rank 1 failed with *größe* 🙂.",
+        "[torchrun] Failed (trained 7 s, with start 9 s): Rank 2 on node 1 (host gpu-1) failed with ValueError: *nan* 🙂.",
         SHOW,
     ]
 
 
 def test_what_others_have_told_of_the_control_nodes_end_comes_first(datastore):
-    begun(datastore, [], {"return_code": 1})
+    begun(datastore, RUNNING, {"return_code": 1})
     Registry(datastore, "7", "train", "3", 0).save_word(
-        Word("The control node's pod was deleted.", 1010.0, 2), "job", 1.0
+        Word("The control node's pod was deleted.", BEGAN + 10.0, 2), "job", 1.0
     )
     assert told(datastore, is_remote=True) == [
-        "[torchrun] Failed (trained 8 s): The control node's pod was deleted.",
+        "[torchrun] Failed (trained 8 s, with start 10 s): The control node's pod was deleted.",
         SHOW,
     ]
 
 
 def test_a_control_node_that_was_killed_is_told_by_metaflow(datastore):
-    begun(datastore, [], {"return_code": -9})
+    begun(datastore, RUNNING, {"return_code": -9})
     first, killed, last = told(datastore)
     assert first.startswith("[torchrun] The task of the control node (node 0) has ended, but has not recorded how.")
     assert killed.startswith(
@@ -97,9 +92,9 @@ def test_a_gang_that_has_recorded_nothing_and_one_of_a_foreach_that_has_not_fail
 
 
 def test_whatever_the_datastore_raises_the_command_is_named(datastore, tmp_path):
-    begun(datastore, [])
-    (path,) = tmp_path.rglob("*torchrun_events.json")
-    path.write_text(json.dumps({"events": [None]}))
+    begun(datastore, RUNNING)
+    (path,) = tmp_path.rglob("*torchrun_view.json")
+    path.write_text(json.dumps({"version": 2, "events": [None]}))
     assert told(datastore) == [SHOW]
 
 

@@ -1,8 +1,8 @@
 """A node's seat in its gang: which launch hears what."""
 
 from metaflow_extensions.torchrun.plugins.torchrun.errors import GangError
-from metaflow_extensions.torchrun.plugins.torchrun.node.endings import Broken, GivenUp, MustEnd
 from metaflow_extensions.torchrun.plugins.torchrun.gang.messages import Abort, Farewell
+from metaflow_extensions.torchrun.plugins.torchrun.node.endings import Broken, GivenUp, MustEnd
 from metaflow_extensions.torchrun.plugins.torchrun.node.seat import Seat
 
 

@@ -3,19 +3,18 @@
 import json
 import shutil
 import sys
-from dataclasses import replace
+from contextlib import nullcontext
 from types import SimpleNamespace
 from unittest.mock import MagicMock
 
 import pytest
-from gang_snapshots import launch, snapshot
+from gang_views import Story
 from metaflow._vendor.click.testing import CliRunner
 from metaflow.clone_util import clone_task_helper
 from metaflow.datastore import FlowDataStore
 from metaflow.exception import CommandException
 from metaflow.plugins.datastores.local_storage import LocalStorage
 from metaflow.plugins.datastores.spin_storage import SpinStorage
-from test_registry import KNOWN
 
 from metaflow_extensions.torchrun.plugins.torchrun.compat import stored as stored_files
 from metaflow_extensions.torchrun.plugins.torchrun.show import commands, finding
@@ -81,7 +80,7 @@ def ran(stored, run, *gangs):
         for task in tasks:
             output = stored.datastore.get_task_datastore(run, "train", task, attempt=0, mode="w")
             output.init_task()
-            output.save_metadata({"task_begin": {}, "torchrun_events.json": {"version": 1, "of": control}})
+            output.save_metadata({"task_begin": {}, "torchrun_view.json": {"of": control}})
             names = [f"{run}/train/{name}" for name in tasks]
             output.save_artifacts(
                 [("_task_ok", True), *([("_control_mapper_tasks", names)] if task == control else [])]
@@ -111,7 +110,7 @@ def test_of_several_clones_each_is_its_own_origin_or_itself_where_that_is_gone(s
 
 def test_a_gang_without_its_control_nodes_end_is_shown_with_what_metaflow_knows(stored, obj, root):
     begin(root, "train", "4", "4_node_1")
-    write(root, "train/4/0.torchrun_events.json", json.dumps(KNOWN.stored()))
+    write(root, "train/4/0.torchrun_view.json", json.dumps(Story().running().view.stored()))
     write(root, "train/4/0.runtime", '{"return_code": -9}')
     (gang,) = stored.gangs(RUN, "train")
     page = commands._page(obj, stored, gang, 0, False)
@@ -272,6 +271,14 @@ def test_a_run_that_is_nowhere_is_named_in_the_hint_also_if_nobody_named_it(obj,
         find(obj, "")
 
 
+def show_logs(obj, capsys, **options):
+    """Return the lines that the command prints, without their times, and those on stderr."""
+    given = {"rank": None, "node": None, "tail": None, "follow": False, "attempt": None, "as_json": False, **options}
+    commands.logs.callback.__wrapped__(obj, "100/train", **given)
+    told = capsys.readouterr()
+    return [line.partition(" ")[2] for line in told.out.splitlines()], told.err.splitlines()
+
+
 @pytest.mark.parametrize(
     ("options", "texts"),
     [
@@ -292,37 +299,20 @@ def test_the_last_lines_are_those_of_all_that_is_chosen(stored, obj, root, monke
         yield from kept.lines()
 
     monkeypatch.setattr(StoredLogs, "follow", ends)
-    given = {"rank": None, "node": None, "tail": None, "follow": False, "attempt": None, "as_json": False, **options}
-    commands.logs.callback.__wrapped__(obj, "100/train", **given)
-    told = capsys.readouterr()
-    assert [line.partition(" ")[2] for line in told.out.splitlines()] == texts
-    assert told.err == ""
+    assert show_logs(obj, capsys, **options) == (texts, [])
 
 
-SILENT = {"rank": 3}, {"node": 1}, {}
-
-
-@pytest.mark.parametrize("options", SILENT)
+@pytest.mark.parametrize("options", [{"rank": 3}, {"node": 1}, {}])
 @pytest.mark.parametrize("when", ["while it runs", "followed to its end", "after its end"])
 def test_who_has_printed_nothing_is_named_when_that_is_sure(stored, obj, root, monkeypatch, capsys, options, when):
     begin(root, "train", "4")
     if when == "after its end":
         write(root, "train/4/0.DONE.lock")
     monkeypatch.setattr(StoredLogs, "follow", lambda kept: iter(()))
-    given = {"rank": None, "node": None, "tail": None, "follow": when == "followed to its end", "attempt": None}
-    commands.logs.callback.__wrapped__(obj, "100/train", as_json=False, **{**given, **options})
-    told = capsys.readouterr()
     who = "Rank 3" if "rank" in options else "Node 1" if options else "The gang"
     not_yet, nothing = commands._NO_LINE_YET, f"{who} has printed nothing that is stored."
-    assert (
-        told.err.splitlines()
-        == {
-            "while it runs": [not_yet],
-            "followed to its end": [not_yet, nothing],
-            "after its end": [nothing],
-        }[when]
-    )
-    assert told.out == ""
+    said = {"while it runs": [not_yet], "followed to its end": [not_yet, nothing], "after its end": [nothing]}[when]
+    assert show_logs(obj, capsys, follow=when == "followed to its end", **options) == ([], said)
 
 
 @pytest.mark.parametrize(("is_lost", "shown"), [(True, "abbc"), (False, "ab")])
@@ -331,9 +321,9 @@ def test_copies_of_a_lost_nodes_lines_are_shown_where_its_own_log_lacks_them(sto
     copies = logged(*((at, f"[rank 1] {text}") for at, text in enumerate("abbc", 1)))
     write(root, "train/4/0.task_stdout.log", copies)
     write(root, "train/4-worker-0/0.task_stdout.log", logged((1, "[rank 1] a"), (2, "[rank 1] b")))
-    told = [(0.0, "joined", {"node": node}) for node in (0, 1)] + [(0.5, "go", {"launch": 0})]
-    known = snapshot(told + ([(9.0, "lost", {"node": 1})] if is_lost else []), nproc=1)
-    monkeypatch.setattr(StoredGangs, "snapshot", lambda *_: known)
+    story = Story(nproc=1).launched()
+    known = (story.lost(1) if is_lost else story).view
+    monkeypatch.setattr(StoredGangs, "view", lambda *_: known)
     (gang,) = stored.gangs(RUN, "train")
     kept = StoredLogs(stored, gang, 0)
     assert "".join(sorted(line.text[-1] for line in kept.lines())) == shown
@@ -344,10 +334,7 @@ def test_that_metaflow_has_cut_a_log_is_told_whoever_is_asked_for(stored, obj, r
     begin(root, "train", "4")
     lines = ((1, "[rank 0] a"), (2, "[rank 1] b"), (3, commands._TRUNCATED))
     write(root, "train/4/0.task_stdout.log", logged(*lines))
-    given = {"node": None, "tail": None, "follow": False, "attempt": None, "as_json": False}
-    commands.logs.callback.__wrapped__(obj, "100/train", rank=1, **given)
-    shown = capsys.readouterr().out.splitlines()
-    assert [line.partition(" ")[2] for line in shown] == ["[rank 1] b", commands._TRUNCATED]
+    assert show_logs(obj, capsys, rank=1)[0] == ["[rank 1] b", commands._TRUNCATED]
 
 
 @pytest.mark.parametrize(("kind", "option"), [("local", ""), ("s3", "--datastore s3 ")])
@@ -361,40 +348,35 @@ def test_a_hint_names_the_datastore_where_it_is_not_the_default(stored, obj, roo
     assert hint.endswith(f" {option}torchrun logs 100/train")
 
 
-@pytest.mark.parametrize("error", [ValueError("events[0].kind is missing"), KeyError("files"), OverflowError("1e300")])
-def test_a_record_that_is_damaged_is_said_to_be(monkeypatch, error):
-    def invoke(group, ctx):
-        raise error
-
-    monkeypatch.setattr(commands.click.Group, "invoke", invoke)
-    with pytest.raises(CommandException, match="can't be read"):
-        commands.torchrun.invoke(None)
-
-
-def test_a_rank_of_an_earlier_launch_may_be_asked_for():
-    go = {"launch": 1, "generation": 0, "nproc": 1}
-    known = snapshot([*launch(1.0, (0, 0)), (9.0, "ready", {"node": 0, "launch": 1}), (9.5, "go", go)], nproc=1)
-    events = tuple(replace(each, nproc=2) if (each.kind, each.launch) == ("go", 0) else each for each in known.events)
-    known = replace(known, events=events)
-    assert len(known.summary.ranks) == 2
-    commands._refuse_unknown(known, 3, 1)
-    commands._refuse_unknown(known, 1, 0)
-    commands._refuse_unknown(known, 1, 1)
-    with pytest.raises(CommandException, match="no rank 4"):
-        commands._refuse_unknown(known, 4, None)
+@pytest.mark.parametrize(
+    ("stored_view", "why"), [({"version": 1}, "of another version"), ({"version": 2, "nodes": {}}, "nodes is '{}'")]
+)
+def test_a_view_that_is_damaged_or_of_another_version_is_said_to_be(obj, root, stored_view, why):
+    begin(root, "train", "4")
+    write(root, "train/4/0.torchrun_view.json", json.dumps(stored_view))
+    error = CliRunner().invoke(commands.torchrun, ["show", "100"], obj=obj).exception
+    assert isinstance(error, CommandException)
+    assert why in str(error)
+    assert "Metaflow's own `logs` shows what its tasks have written" in str(error)
 
 
 @pytest.mark.parametrize(
-    ("rank", "node", "said"), [(2, None, "no rank 2. It has ranks 0, 1"), (None, 5, "no node 5. It has nodes 0, 1")]
+    ("rank", "node", "said"),
+    [
+        (1, 0, None),
+        (3, 1, None),
+        (4, None, "The gang has no rank 4. It has ranks 0, 1, 2, 3."),
+        (None, 5, "The gang has no node 5. It has nodes 0, 1."),
+        (3, 0, "Rank 3 is on node 1, not on node 0."),
+    ],
 )
-def test_a_rank_or_node_that_a_gang_does_not_have_is_refused(rank, node, said):
-    known = snapshot(launch(1.0, (0, 0)), nproc=1)
-    with pytest.raises(CommandException, match=said):
-        commands._refuse_unknown(known, rank, node)
-    commands._refuse_unknown(known, 1, 1)
-    with pytest.raises(CommandException, match="Rank 1 is on node 1, not on node 0"):
-        commands._refuse_unknown(known, 1, 0)
+def test_a_rank_or_node_that_a_gang_has_never_had_is_refused(rank, node, said):
+    """A first launch had two ranks on each node, the second has one."""
+    story = Story().running().ended()
+    story.nproc = 1
     commands._refuse_unknown(None, rank, node)  # nothing is known
+    with nullcontext() if said is None else pytest.raises(CommandException, match=said):
+        commands._refuse_unknown(story.ready(launch=1).view, rank, node)
 
 
 def test_a_closed_stdout_is_no_fault_of_metaflow(monkeypatch):

@@ -6,9 +6,9 @@ import math
 import pytest
 from fake_node import FakeNode
 from metaflow.plugins.timeout_decorator import TimeoutException
+from metaflow_extensions.torchrun.plugins.torchrun.gang.keepers import Keeper, Keepers
 
 from metaflow_extensions.torchrun.plugins.torchrun.errors import LaunchFailed
-from metaflow_extensions.torchrun.plugins.torchrun.gang.keepers import Keeper, Keepers
 from metaflow_extensions.torchrun.plugins.torchrun.gang.messages import Report
 from metaflow_extensions.torchrun.plugins.torchrun.launch.services import InTask, starts_of
 from metaflow_extensions.torchrun.plugins.torchrun.node import watchers as of_node
