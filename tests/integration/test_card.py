@@ -18,11 +18,9 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
+from gang_views import Story, crash
 from limits import limit_s
 
-from metaflow_extensions.torchrun.plugins.torchrun.feature_list import on_page
-from metaflow_extensions.torchrun.plugins.torchrun.gang.history import Record, Report
-from metaflow_extensions.torchrun.plugins.torchrun.records.snapshot import Snapshot
 from metaflow_extensions.torchrun.plugins.torchrun.show.gang_card import page_of_gang, sections_of_gang
 
 pytestmark = pytest.mark.xdist_group("card")
@@ -284,17 +282,17 @@ def test_a_browser_shows_a_gang_that_has_ended(cards, ended, chromium, name, wor
         assert "raise RuntimeError(" in chromium.text
 
 
-def page_of(stored, folder):
-    """Return where a page is of what is stored of a gang, with what makes it."""
+def page_of(view, folder):
+    """Return where a page of a gang is, with what makes it anew."""
     where, page = "GangFlow/12/train/4", folder / "page.html"
-    page.write_text(page_of_gang(where, Snapshot.read(stored), on_page(), is_final=False))
-    return page.as_uri(), lambda later: sections_of_gang(where, Snapshot.read(later), on_page())
+    page.write_text(page_of_gang(where, view, is_final=False))
+    return page.as_uri(), lambda later: sections_of_gang(where, later)
 
 
 def test_what_a_reader_has_opened_stays_open_while_the_page_is_renewed(chromium, tmp_path):
-    stored = Path(__file__).parents[1] / "unit" / "records"
-    before, later = (json.loads((stored / f"{name}.json").read_text()) for name in ("restarting", "running"))
-    url, renewed = page_of(before, tmp_path)
+    story = Story().running(policy={"max_restarts": 2}).at(9).crashed()
+    url, renewed = page_of(story.view, tmp_path)
+    later = story.at(14).report("started").report("wrote").at(15).view
     chromium.open(url, "document.querySelector('.tr-restart')")
     chromium.value_of("document.querySelector('.tr-restart summary').click()")
     chromium.value_of(f"window.metaflow_card_update({json.dumps(renewed(later))})")
@@ -303,48 +301,25 @@ def test_what_a_reader_has_opened_stays_open_while_the_page_is_renewed(chromium,
 
 
 def many_nodes(num_nodes=256, nproc=8):
-    """Return what is stored of a gang of many nodes, of which one has a bad name and another has failed twice."""
-    began, chance, events = 1_795_314_000.0, random.Random(11), []
-
-    def each(kind, begin_s, took_s, nodes=range(num_nodes), **facts):
-        for node in nodes:
-            at_s = begin_s + took_s * chance.random()
-            events.append(Record(kind, at_s, began + at_s, node=node, launch=0, **facts))
-
-    def generation(number, begin_s, rank, text):
-        here = {"launch": 0, "generation": number}
-        events.append(Record("go", begin_s, began + begin_s, **here, text="256 nodes, 8 processes on each"))
-        each("started", begin_s + 5, 20, generation=number)
-        end_s = begin_s + 240
-        events.append(Record("stopping", end_s, began + end_s, **here, text=text))
-        for other in range(num_nodes * nproc):
-            code = 1 if other == rank else -15
-            each("exited", end_s + 1, 8, [other // nproc], rank=other, exit_code=code, generation=number, text="ended")
-        each("stopped", end_s + 9, 1, generation=number)
-        each("cause", end_s + 10, 0, [rank // nproc], rank=rank, generation=number, exit_code=1, text=text)
-
+    """Return what is known of a gang of many nodes, of which one has a bad name and another has failed twice."""
+    chance, story = random.Random(11), Story(num_nodes, nproc, host="host-{}")
     for node in range(num_nodes):
-        each("joined", 0, 90, [node], text=HOSTILE_HOST if node == 7 else f"host-{node}")
-    each("ready", 90, 20)
-    generation(0, 110, 900, "Rank 900 on node 112 failed with RuntimeError: lost once")
-    events.append(Record("restart", 361, began + 361, launch=0, generation=0, text="restart 1 of 1 in 1 s"))
-    text = f"Rank 1234 on node 154 failed with ValueError: {HOSTILE_HOST}"
-    generation(1, 362, 1234, text)
-    events.append(Record("failed", 613, began + 613, launch=0, text=text))
+        story.host = HOSTILE_HOST if node == 7 else "host-{}"
+        story.at(90 * node / num_nodes).joined(node)
+    story.at(110).ready(policy={"max_restarts": 1})
     kinds = ("cpus", "memory_mib", "gpu_percent", "gpu_memory_mib", "received_kib_s", "sent_kib_s", "output_bytes_s")
-    used = {
-        str(node): {
-            "of": "container",
-            "limits": {},
-            **{which: {kind: 90 * chance.random() for kind in kinds} for which in ("last", "highest")},
-        }
-        for node in range(num_nodes)
-    }
-    usage = {"usage": {"nodes": used}}
-    reports = (Report(613.0, 0, 1, "WorkerFailed", f"{text}\nTraceback", {"rank": 1234}),)
-    in_order = tuple(sorted(events, key=lambda each: each.at_s))
-    known = Snapshot(num_nodes, nproc, error=text, events=in_order, reports=reports, features=usage)
-    return json.loads(json.dumps(known.stored()))
+    for rank, text in ((900, "RuntimeError: lost once"), (1234, f"ValueError: {HOSTILE_HOST}")):
+        story.at(story.now + 10).report("started").report("wrote")
+        for node in range(num_nodes):
+            values = {kind: 90 * chance.random() for kind in kinds}
+            story.report("usage", node, of="container", limits={}, values=values)
+        cause = crash(rank, text, rank // nproc, f"host-{rank // nproc}")
+        story.at(story.now + 240).failed(cause).at(story.now + 5)
+        for node in range(num_nodes):
+            codes = [1 if each == rank else -15 for each in story.gang.view.ranks_of(node)]
+            story.ended(node, codes=codes)
+        story.at(story.now + 2)
+    return story.view
 
 
 def test_a_browser_shows_a_gang_of_256_nodes(chromium, tmp_path):
