@@ -718,7 +718,10 @@ class Gang:
             else:
                 node.failed = failures.commands_failed(cause)
             self._begin()
-        elif not (is_own and self._goes_on_without(node, cause)):
+        elif is_own and self._goes_on_without(node, cause):
+            self._send(Note(f"{failures.within(cause)}; the others go on without it"), CONTROL)
+            self._begin()
+        else:
             error = failures.too_early(cause, report.launch, self._why_not_without(cause))
             if self.phase is Phase.IDLE:
                 self._end_early(report.launch, error)
