@@ -593,7 +593,8 @@ class Gang:
             cause = Cause("call", node.index, node.host, exception=text)
             error = failed(type(error), FailureText(cause, instead=error.message))
         self._send(Verdict(number, error), node.index)
-        self._leave_out(node, Cause("lost", node.index, node.host, exception=text))
+        if node.index != CONTROL:  # without which nobody goes on
+            self._leave_out(node, Cause("lost", node.index, node.host, exception=text))
 
     def _able(self) -> list[int]:
         """Return the nodes that can take part in the next generation of the launch, in order."""
