@@ -609,7 +609,8 @@ class Gang:
             cause = Cause("call", node.index, node.host, exception=text)
             error = failed(type(error), FailureText(cause, instead=error.message))
         self._send(Verdict(number, error), node.index)
-        self._leave_out(node, Cause("lost", node.index, node.host, exception=text))
+        if node.index != CONTROL:  # without which nobody goes on
+            self._leave_out(node, Cause("lost", node.index, node.host, exception=text))
 
     def _able(self) -> list[int]:
         """Return the nodes that can take part in the next generation of the launch, in order."""
@@ -813,7 +814,10 @@ class Gang:
                     f"before_run has failed on node {node.index}; the launch ends when all nodes have called run."
                 )
             self._begin()
-        elif not (is_own and self._goes_on_without(node, cause)):
+        elif is_own and self._goes_on_without(node, cause):
+            self._send(Note(f"{failures.within(cause)}; the others go on without it"), CONTROL)
+            self._begin()
+        else:
             error = failures.too_early(cause, report.launch, self._why_not_without(cause))
             if self.phase is Phase.IDLE:
                 self._end_early(report.launch, error)
