@@ -8,8 +8,7 @@ from fake_node import FakeNode
 from metaflow.plugins.timeout_decorator import TimeoutException
 
 from metaflow_extensions.torchrun.plugins.torchrun.errors import LaunchFailed
-from metaflow_extensions.torchrun.plugins.torchrun.gang.keepers import Keeper, Keepers
-from metaflow_extensions.torchrun.plugins.torchrun.gang.messages import Told
+from metaflow_extensions.torchrun.plugins.torchrun.gang.messages import Report
 from metaflow_extensions.torchrun.plugins.torchrun.launch.services import InTask, starts_of
 from metaflow_extensions.torchrun.plugins.torchrun.node import watchers as of_node
 from metaflow_extensions.torchrun.plugins.torchrun.node.watchers import Here, Variables, Watch, Watcher, Watchers
@@ -68,7 +67,7 @@ def test_a_feature_that_raises_is_left_out_and_a_line_says_so_once(fails):
     told = asyncio.run(watchers.ended())
     watchers.close()
     watchers.close()
-    assert Told(3, 4, "well", {"polls": 3}) in told
+    assert Report("well", 3, 4, {"polls": 3}) in told
     assert [line.endswith("its ill: OSError: gone") for line in said] == [True]
     assert (ill.closed, well.closed) == (fails != "watcher", 1)
 
@@ -93,9 +92,9 @@ def test_what_a_signals_handler_raises_in_a_feature_reaches_the_step(fails, erro
 @pytest.mark.parametrize("data", [{"x": "a" * of_node.MAX_TOLD_BYTES}, {"x": math.nan}, {"x": object()}])
 def test_what_is_too_large_or_no_plain_data_is_not_told(data):
     watchers, said = watchers_of(Counting("ill", data=data), Counting("well"))
-    assert [told.feature for told in watchers.poll()] == ["well"]
+    assert [told.kind for told in watchers.poll()] == ["well"]
     assert len(said) == 1
-    assert [told.feature for told in watchers.poll()] == ["well"]
+    assert [told.kind for told in watchers.poll()] == ["well"]
 
 
 def test_the_variables_of_all_features_are_the_workers():
@@ -107,26 +106,6 @@ def test_the_variables_of_all_features_are_the_workers():
     )
     assert found.names == {"a_node", "b_node", "a_rank", "b_rank", "TORCHRUN_HOOKS"}
     assert [line.endswith("its ill: OSError: gone") for line in said] == [True]
-
-
-class Counted(Keeper):
-    """Keeps the number of nodes; a gang of one has none."""
-
-    @classmethod
-    def of(cls, num_nodes):
-        return cls(num_nodes) if num_nodes > 1 else None
-
-    def __init__(self, num_nodes):
-        self.num_nodes = num_nodes
-
-    def record(self):
-        return {"nodes": self.num_nodes}
-
-
-def test_a_gang_has_a_keeper_of_each_feature_that_needs_one():
-    classes = {"counted": Counted, "other": Keeper}
-    assert Keepers.of(classes, 5).record() == {"counted": {"nodes": 5}, "other": None}
-    assert Keepers.of(classes, 1).record() == {"other": None}
 
 
 def test_spares_are_those_of_the_feature_that_the_task_names():
