@@ -3,13 +3,12 @@
 import base64
 import json
 import re
-from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from gang_snapshots import MARKUP, a_gang, failed, place, report
+from gang_views import MARKUP, Story, crash, hostile, place
 from metaflow._vendor import click
 from metaflow.datastore import FlowDataStore
 from metaflow.plugins.datastores.local_storage import LocalStorage
@@ -20,15 +19,16 @@ from metaflow_extensions.torchrun.plugins.torchrun.elements.charts import COLOUR
 from metaflow_extensions.torchrun.plugins.torchrun.elements.model import Sentence
 from metaflow_extensions.torchrun.plugins.torchrun.errors import TorchrunConfigError
 from metaflow_extensions.torchrun.plugins.torchrun.executor import TorchrunExecutor
-from metaflow_extensions.torchrun.plugins.torchrun.records.on_page import NO_PAGES
-from metaflow_extensions.torchrun.plugins.torchrun.records.snapshot import Snapshot
-from metaflow_extensions.torchrun.plugins.torchrun.records.summary import summarize
 from metaflow_extensions.torchrun.plugins.torchrun.show import gang_part
 from metaflow_extensions.torchrun.plugins.torchrun.show.as_card import layout, one_line, sections
 from metaflow_extensions.torchrun.plugins.torchrun.show.gang_card import GangCard, page_of_gang, sections_of_gang
 from metaflow_extensions.torchrun.plugins.torchrun.show.gang_part import GangPart
-from metaflow_extensions.torchrun.plugins.torchrun.show.page import page_of, section_names
+from metaflow_extensions.torchrun.plugins.torchrun.show.page import SECTION_NAMES, page_of
 from metaflow_extensions.torchrun.plugins.torchrun.show.style import STYLE
+
+
+def a_gang():
+    return Story().running().view
 
 
 def content_of(page):
@@ -82,9 +82,7 @@ def test_a_text_stays_a_text(text):
 
 
 def test_no_name_or_traceback_becomes_markup():
-    gang = failed(a_gang(host=MARKUP, other=MARKUP), 1, MARKUP, host=MARKUP)
-    gang = replace(gang, command=MARKUP, facts={"torch": MARKUP}, reports=(report(None, text=MARKUP), report(MARKUP)))
-    page = layout(page_of(gang, place(), is_short=True))
+    page = layout(page_of(hostile().view, place(), is_short=True))
     allowed = {"div", "span", "p", "b", "dl", "dt", "dd", "pre", "ul", "li", "small", "details", "summary"}
     for part in html_of(page):
         assert {tag for tag, _ in part.tags} <= allowed
@@ -95,19 +93,13 @@ def test_no_name_or_traceback_becomes_markup():
     assert all(isinstance(cell, str) for cell in cells), "Metaflow shows a string in a table as text"
 
 
-def test_every_state_has_a_colour():
-    gang = failed(a_gang(), 1, "no")
-    for end in range(len(gang.events) + 1):
-        found = summarize(gang.events[:end], 2, 2)
-        assert {rank.state for rank in found.ranks} <= COLOURS.keys()
-        assert {span.state for node in found.nodes for span in node.spans} <= COLOURS.keys()
-        assert found.outcome in COLOURS
+def test_every_state_that_has_a_colour_has_a_class_with_it():
     assert all(f".tr-{state.replace(' ', '-')} " in STYLE for state in COLOURS)
 
 
 def test_the_sections_that_replace_others_have_their_ids():
-    first = layout(page_of(Snapshot(2), place()))
-    later = sections(page_of(failed(a_gang(), 1, "no"), place()))
+    first = layout(page_of(Story().view, place()))
+    later = sections(page_of(hostile().view, place()))
     assert [each["id"] for each in first["contents"]] == [each["id"] for each in later]
 
 
@@ -129,30 +121,28 @@ def test_a_users_card_gets_the_parts_that_it_names_in_our_order_and_their_style(
 
 def test_every_part_is_told_where_people_look():
     page = (Path(__file__).parents[2] / "docs" / "card.md").read_text(encoding="utf-8")
-    for name in section_names(NO_PAGES):
+    for name in SECTION_NAMES:
         assert f'`"{name}"`' in page
         assert f'``"{name}"``' in TorchrunExecutor.card.__doc__
 
 
 def test_a_part_that_shows_nothing_says_why():
-    part = GangPart(("outcome",), lambda: "no snapshot")
+    part = GangPart(("outcome",), lambda: "no view")
     assert "Render failed of component named `GangPart`" in part.render()["data"]
     (nothing,) = html_of(GangPart((), lambda: Sentence("No launch has begun yet.")).render())
     assert nothing.text == "No launch has begun yet."
 
 
 def test_an_unknown_part_is_refused_where_it_is_asked_for():
-    with pytest.raises(TorchrunConfigError, match=r"knows no part 'rank'\. The parts are 'outcome', 'ranks'"):
+    with pytest.raises(TorchrunConfigError, match=r"knows no part 'rank'\. The parts are 'outcome', 'hangs', "):
         GangPart(("rank",), a_gang)
 
 
 def test_a_page_that_is_not_final_says_how_to_watch_the_gang():
-    first, last = (
-        content_of(page_of_gang("Flow/1/train/2", a_gang(), NO_PAGES, is_final)) for is_final in (False, True)
-    )
+    first, last = (content_of(page_of_gang("Flow/1/train/2", a_gang(), is_final)) for is_final in (False, True))
     assert ("card server" in first, "card server" in last) == (True, False)
     # Who watches it need not read that.
-    assert "card server" not in json.dumps(sections_of_gang("Flow/1/train/2", a_gang(), NO_PAGES))
+    assert "card server" not in json.dumps(sections_of_gang("Flow/1/train/2", a_gang()))
 
 
 @pytest.mark.parametrize("is_known", [True, False])
@@ -163,8 +153,8 @@ def test_what_is_stored_is_found_without_metadata_of_the_task_which_a_killed_pod
     datastore = FlowDataStore("Flow", storage_impl=LocalStorage, ds_root=str(tmp_path))
     for attempt in (0, 1):
         datastore.get_task_datastore("1", "train", "2", attempt=attempt, mode="w").init_task()
-    stored = failed(a_gang(), 3, "of the second attempt")
-    Registry(datastore, "1", "train", "2", 1).save_snapshot(stored, 5.0)
+    stored = Story().running().crashed(crash(text="of the second attempt")).view
+    Registry(datastore, "1", "train", "2", 1).save_view(stored, 5.0)
     datastore._storage_impl.datastore_root = str(tmp_path / "mf.cards")  # as Metaflow's commands for cards set it
     facts = {"ds-type": "local", "ds-root": str(tmp_path)} if is_known else {}
     task = SimpleNamespace(pathspec="Flow/1/train/2", metadata_dict=facts)

@@ -7,12 +7,16 @@ import threading
 
 import pytest
 from fake_cards import cards_of_task
-from gang_snapshots import a_gang, failed
+from gang_views import Story, crash
 from limits import limit_s
 from metaflow.plugins.cards.card_creator import CardProcessManager
 from unit_helpers import HANG_S, eventually
 
 from metaflow_extensions.torchrun.plugins.torchrun.task.cards import Cards, make_none
+
+
+def a_gang():
+    return Story().running().view
 
 
 @pytest.fixture
@@ -42,7 +46,7 @@ def test_a_card_is_made_while_its_step_runs_and_for_the_last_time_when_that_fail
     cards.renew()
     first = task.stored()
     assert [tokens(first, name) for name in ("torchrun", "torchrun-create")] == [("runtime", "runtime")] * 2
-    cards.shown = lambda: failed(a_gang(), 3, "of rank 3")
+    cards.shown = lambda: Story().running().crashed(crash(text="of rank 3")).view
     cards.renew()
     assert task.stored()["torchrun.html"] == first["torchrun.html"], "a browser renews it with the data"
     assert "of rank 3" in task.stored()["torchrun.json"]

@@ -6,16 +6,15 @@ import time
 
 import pytest
 from fake_node import ERROR, FakeNode
-from gang_snapshots import snapshot
-from metaflow_extensions.torchrun.plugins.torchrun.features.outputs.keep import OutputsKeeper
-from metaflow_extensions.torchrun.plugins.torchrun.gang.keepers import Keepers
+from gang_views import Story, crash, place
 from unit_helpers import MemoryStore, settings_of_run
 
 from metaflow_extensions.torchrun.plugins.torchrun.errors import TorchrunConfigError
-from metaflow_extensions.torchrun.plugins.torchrun.features.outputs import on_page
 from metaflow_extensions.torchrun.plugins.torchrun.features.outputs.in_task import Outputs
-from metaflow_extensions.torchrun.plugins.torchrun.gang.messages import Ended, Report, Store, Stored
+from metaflow_extensions.torchrun.plugins.torchrun.gang.messages import Ended, Report, Store, Stored, Verdict
 from metaflow_extensions.torchrun.plugins.torchrun.launch.services import RunCall, Services
+from metaflow_extensions.torchrun.plugins.torchrun.show.as_text import lines_of
+from metaflow_extensions.torchrun.plugins.torchrun.show.page import page_of
 
 
 def rows(store, key):
@@ -101,50 +100,37 @@ def test_what_can_not_be_asked_for_is_refused(given, why, store):
 
 # --- on the control node --------------------------------------------------------------------------
 
-ROW = {"key": "key of a list", "files": 2, "size": 3_000_000, "names": ["a", "b"]}
+ROWS = {0: {"key": "k0", "files": 2, "size": 3_000_000, "names": ["a", "b"]}}
+ROWS[1] = {"key": "k1", "files": 1, "size": 5, "names": []}
 
 
-@pytest.fixture
-def keepers():
-    return Keepers({"outputs": OutputsKeeper()})
+def storing(store, failing=(), **rules):
+    """Return a gang whose nodes have told where their files are; node 0 has stored all that it has."""
+    features = services_of(store, outputs=["*.pt"]).policies
+    story = Story(2 + len(rules), **rules).running(policy={"features": features, "max_restarts": len(rules)})
+    story = story.failed(*failing) if failing else story
+    story.ended(codes=(-15, -15) if failing else (0, 0), stores=True)
+    for node, row in ROWS.items():
+        story.report("outputs", node, **row)
+    return story.stored(0)
 
 
-def hear(keepers, node, launch, data):
-    keepers.handle(node, Report("outputs", launch, 0, data), 0.0)
+@pytest.mark.parametrize("failing", [(), (crash(),)])
+def test_where_outputs_are_is_known_told_and_shown(store, failing):
+    story = storing(store, failing).stored(1)
+    told = {node: each.features["outputs"]["nodes"] for node, each in story.sent if isinstance(each, Verdict)}
+    of_control = {"0": ["k0", 2, 3_000_000]}
+    assert told == {0: {**of_control, "1": ["k1", 1, 5]}, 1: of_control}
+    assert story.view.outputs == {0: ROWS}
+    lines = lines_of(page_of(story.view, place()))
+    assert "launch 0  3 files, 3.0 MB: a, b, …" in lines
+    stored = ["node 0: stored 2 files, 3.0 MB", "node 1: stored 1 file, 5 bytes"]
+    assert [line.split(maxsplit=2)[2] for line in lines if ": stored " in line] == stored
+    assert story.ready(launch=1).view.wants_outputs, "a launch was to store some"
+    assert not Story().running().view.wants_outputs
 
 
-def test_where_outputs_are_is_recorded_and_told(keepers):
-    hear(keepers, 0, 3, ROW)
-    hear(keepers, 1, 3, {**ROW, "files": 1, "size": 5})
-    kept = json.loads(json.dumps(keepers.record()["outputs"]))
-    assert kept == {"3": {"0": ROW, "1": {**ROW, "files": 1, "size": 5}}}
-    (shown,) = on_page.PART.parts(kept, snapshot([]).summary)
-    assert shown.rows == (("launch 3", "3 files, 3.0 MB: a, b, a, b"),)
-    for node in kept["3"].values():
-        node["names"] = node["names"][:1]
-    (shown,) = on_page.PART.parts(kept, snapshot([]).summary)
-    assert shown.rows == (("launch 3", "3 files, 3.0 MB: a, a, …"),)
-    (first,), (second,) = (remarks.happened for remarks in keepers.pop_remarks())
-    assert (first.kind, first.node, first.text, second.text) == ("stored", 0, "2 files, 3.0 MB", "1 file, 5 bytes")
-    of_control = {"0": ["key of a list", 2, 3_000_000]}
-    of_all = {**of_control, "1": ["key of a list", 1, 5]}
-    for error in (None, ERROR):
-        assert keepers.verdict(3, True, error) == {"outputs": {"nodes": of_all}}
-        assert keepers.verdict(3, False, error) == {"outputs": {"nodes": of_control}}
-        assert keepers.verdict(4, True, error) == {}
-    keepers.begin(3, {}, 0.0)  # a restart
-    assert (keepers.verdict(3, True, None), keepers.record()["outputs"]) == ({}, {})
-
-
-def test_it_is_recorded_whether_any_should_be_stored(keepers, store):
-    for given, wanted in (({"outputs": None}, False), ({"outputs": "a"}, True), ({"outputs": None}, True)):
-        keepers.begin(0, services_of(store, **given).policies, 0.0)
-        assert keepers.record()["wants_outputs"] is wanted
-
-
-def test_of_thousands_of_launches_the_last_are_kept(keepers):
-    for launch in range(2600):
-        hear(keepers, 0, launch, ROW)
-        hear(keepers, 1, launch, ROW)
-    content = keepers.record()
-    assert (len(content["outputs"]), content["launches_left_out"]) == (2000, 600)
+def test_what_a_generation_before_has_stored_is_forgotten(store):
+    """A node is lost while it stores; all starts again with a spare."""
+    story = storing(store, spare_nodes=1).lost(1).at(9)
+    assert (story.view.generation, story.view.outputs) == (1, {})

@@ -10,16 +10,20 @@ import time
 from types import SimpleNamespace
 
 import pytest
+from metaflow._vendor.click.testing import CliRunner
 from metaflow.datastore import FlowDataStore
 from metaflow.plugins.datastores.local_storage import LocalStorage
 from unit_helpers import write
 
+from metaflow_extensions.torchrun.plugins.torchrun.channel.registry import Registry
 from metaflow_extensions.torchrun.plugins.torchrun.compat.datastore import DatastoreValues
 from metaflow_extensions.torchrun.plugins.torchrun.datastore_outputs import DatastoreOutputs
 from metaflow_extensions.torchrun.plugins.torchrun.errors import TorchrunError
 from metaflow_extensions.torchrun.plugins.torchrun.features.outputs import storing
-from metaflow_extensions.torchrun.plugins.torchrun.features.outputs.command import list_or_download, outputs_of
 from metaflow_extensions.torchrun.plugins.torchrun.features.outputs.storing import FilesToStore
+from metaflow_extensions.torchrun.plugins.torchrun.gang.view import GangView
+from metaflow_extensions.torchrun.plugins.torchrun.show import commands
+from metaflow_extensions.torchrun.plugins.torchrun.show.outputs_command import outputs_of
 
 KIB = 1024
 
@@ -280,24 +284,47 @@ SOME, NOTHING = {"key": "k", "files": 2, "size": 10}, {"key": "k", "files": 0, "
     ],
 )
 def test_the_command_takes_the_last_launch_that_has_stored_a_file(by_launch, last):
-    kept = {launch: {"0": {**row, "key": f"k{launch}"}} for launch, row in by_launch.items()}
+    kept = {launch: {0: {**row, "key": f"k{launch}"}} for launch, row in by_launch.items()}
     for asked, found in ((None, last), (max(kept), max(kept))):
         assert outputs_of(kept, asked, {}).as_data()["nodes"][0][0] == f"k{found}"
 
 
+@pytest.fixture
+def command(root, store, tmp_path, monkeypatch):
+    """Return a function that runs the command for a gang, whose launch 2 has stored a file on node 0, or nothing."""
+    monkeypatch.setattr(LocalStorage, "datastore_root", str(tmp_path / "store"))
+    datastore = FlowDataStore("SomeFlow", storage_impl=LocalStorage, ds_root=str(tmp_path / "store"))
+    datastore.get_task_datastore("1", "train", "2", attempt=0, mode="w").init_task()
+    write(root / "a b", "x" * 2000)
+    key, files, size = stored(root, store, ".")
+
+    def command(*options, has_stored=True):
+        view = GangView(2, outputs={2: {0: {"key": key, "files": files, "size": size}}} if has_stored else {})
+        Registry(datastore, "1", "train", "2", 0).save_view(view, 1.0)
+        obj = SimpleNamespace(flow=SimpleNamespace(name="SomeFlow"), graph=[], flow_datastore=datastore)
+        told = CliRunner().invoke(commands.torchrun, ["outputs", "1/train", *options], obj=obj)
+        return told.output.splitlines() if told.exception is None else str(told.exception)
+
+    return command
+
+
+def test_the_command_lists_and_downloads(command, tmp_path):
+    assert command() == ["node    size  name", "   0  2.0 kB  a b"]
+    assert command("--to", str(tmp_path / "there")) == [f"The files are in {tmp_path / 'there'}."]
+    assert content(tmp_path / "there") == {"a b": b"x" * 2000}
+
+
 @pytest.mark.parametrize(
-    ("kept", "options", "error"),
+    ("options", "has_stored", "error"),
     [
-        (None, {}, "No launch of this gang has stored outputs"),
-        ({}, {"launch": 0}, "No launch of this gang has stored outputs"),
-        ({"2": {"0": SOME}}, {"launch": 1}, "Launch 1 has stored no outputs. Launches that have: 2"),
-        ({"2": {"0": SOME}}, {"node": 7}, "Node 7 has stored no outputs. Nodes that have: 0"),
+        ([], False, "No launch of this gang has stored outputs."),
+        (["--launch", "0"], False, "No launch of this gang has stored outputs."),
+        (["--launch", "1"], True, "Launch 1 has stored no outputs. Launches that have: 2."),
+        (["--node", "7"], True, "Node 7 has stored no outputs. Nodes that have: 0."),
     ],
 )
-def test_the_command_names_what_there_is(kept, options, error):
-    gang = SimpleNamespace(kept=lambda: kept, datastore={})
-    with pytest.raises(TorchrunError, match=error):
-        list(list_or_download(gang, {"launch": None, "node": None, "to": None, **options}))
+def test_the_command_names_what_there_is(options, has_stored, error, command):
+    assert command(*options, has_stored=has_stored).startswith(error)
 
 
 @pytest.mark.parametrize("has_failed", [True, False])

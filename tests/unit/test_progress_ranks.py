@@ -13,8 +13,6 @@ from types import SimpleNamespace
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from metaflow_extensions.torchrun.plugins.torchrun.features.progress.keep import ProgressKeeper
-from metaflow_extensions.torchrun.plugins.torchrun.features.progress.told import MAX_KEYS, Metrics, Pace, Point
 from unit_helpers import Patient
 
 from metaflow_extensions.torchrun.plugins.torchrun.features.progress.lines import (
@@ -26,8 +24,8 @@ from metaflow_extensions.torchrun.plugins.torchrun.features.progress.lines impor
 )
 from metaflow_extensions.torchrun.plugins.torchrun.features.progress.paces import RankPace
 from metaflow_extensions.torchrun.plugins.torchrun.features.progress.watch import MAX_POINTS, ProgressWatcher
-from metaflow_extensions.torchrun.plugins.torchrun.gang.messages import Report
-from metaflow_extensions.torchrun.plugins.torchrun.gang.wire import from_plain
+from metaflow_extensions.torchrun.plugins.torchrun.gang.progress import MAX_KEYS, Metrics, Pace, Point, Progress
+from metaflow_extensions.torchrun.plugins.torchrun.gang.wire import from_plain, to_plain
 
 # --- a line and its file --------------------------------------------------------------------------
 
@@ -325,13 +323,11 @@ def test_the_example_of_the_documents_ends_at_the_whole(node, monkeypatch):
     (first, *_) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "metrics.md").read_text(), re.DOTALL)
     monkeypatch.setenv("TORCHRUN_METRICS", str(node.folder / "metrics" / "0.jsonl"))
     exec(first, {})
-    kept = ProgressKeeper()
+    kept = Progress(str)
     node.now += 1
-    node.ended |= {0, 1}
-    kept.handle(0, Report("progress", 0, 0, asyncio.run(node.watcher.ended())), node.now)
+    kept.take(0, 0, to_plain(node.end()), node.now)
     kept.ended(0, ok=True)
-    assert (kept.record()["done"], kept.record()["total"]) == (1000, 1000)
-    assert kept.record()["last"] == {"loss": 0.001}
+    assert [kept.record[name] for name in ("done", "total", "last")] == [1000, 1000, {"loss": 0.001}]
 
 
 def test_what_was_written_last_is_told_at_the_end(node):

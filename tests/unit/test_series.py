@@ -4,7 +4,7 @@ from itertools import pairwise
 
 import pytest
 
-from metaflow_extensions.torchrun.plugins.torchrun.records.series import Series
+from metaflow_extensions.torchrun.plugins.torchrun.gang.series import Series
 
 
 def series(points, most=200, width=1.0, merge="last"):

@@ -8,6 +8,7 @@ import pytest
 from gang_views import BEGAN, Story, crash, hostile
 from test_pages import STORIES
 
+from metaflow_extensions.torchrun.plugins.torchrun.gang.messages import Note
 from metaflow_extensions.torchrun.plugins.torchrun.gang.view import VERSION, GangView, NodeView, Word, told_by_others
 from metaflow_extensions.torchrun.plugins.torchrun.show.words import timeline
 
@@ -155,3 +156,12 @@ def test_where_nothing_is_stored_the_words_of_others_are_all():
     known = told_by_others(None, [Word("gone", 1000.0, 3, "GangError")])
     assert (known.num_nodes, known.began, known.error, known.reports[0].error) == (3, 1000.0, "gone", "GangError")
     assert [node.state for node in known.nodes] == ["lost", "not joined yet", "not joined yet"]
+
+
+def test_a_report_that_can_not_be_read_costs_nothing_else_and_a_line_says_so_once():
+    story = Story().running()
+    story.sent = []
+    story.report("progress", 0, 1, paces="torn").report("usage").progress({0: 1.0}, [(3, {})])
+    why = "ValueError: progress.paces is 'torn', which does not fit"
+    assert story.sent == [(0, Note(f"warning: node 0's progress is not kept: {why}"))]
+    assert (story.view.outcome, story.view.progress["step"]) == ("running", 3)

@@ -6,7 +6,6 @@ import math
 import pytest
 from fake_node import FakeNode
 from metaflow.plugins.timeout_decorator import TimeoutException
-from metaflow_extensions.torchrun.plugins.torchrun.gang.keepers import Keeper, Keepers
 
 from metaflow_extensions.torchrun.plugins.torchrun.errors import LaunchFailed
 from metaflow_extensions.torchrun.plugins.torchrun.gang.messages import Report
@@ -107,26 +106,6 @@ def test_the_variables_of_all_features_are_the_workers():
     )
     assert found.names == {"a_node", "b_node", "a_rank", "b_rank", "TORCHRUN_HOOKS"}
     assert [line.endswith("its ill: OSError: gone") for line in said] == [True]
-
-
-class Counted(Keeper):
-    """Keeps the number of nodes; a gang of one has none."""
-
-    @classmethod
-    def of(cls, num_nodes):
-        return cls(num_nodes) if num_nodes > 1 else None
-
-    def __init__(self, num_nodes):
-        self.num_nodes = num_nodes
-
-    def record(self):
-        return {"nodes": self.num_nodes}
-
-
-def test_a_gang_has_a_keeper_of_each_feature_that_needs_one():
-    classes = {"counted": Counted, "other": Keeper}
-    assert Keepers.of(classes, 5).record() == {"counted": {"nodes": 5}, "other": None}
-    assert Keepers.of(classes, 1).record() == {"other": None}
 
 
 def test_spares_are_those_of_the_feature_that_the_task_names():
