@@ -6,7 +6,8 @@ from datetime import datetime, timezone
 import pytest
 from gang_views import BEGAN, Story
 
-from metaflow_extensions.torchrun.plugins.torchrun.gang.view import LATE_S, Placed
+from metaflow_extensions.torchrun.plugins.torchrun.gang.limits import LATE_S
+from metaflow_extensions.torchrun.plugins.torchrun.gang.view import Placed
 from metaflow_extensions.torchrun.plugins.torchrun.show.stored_logs import Line, Places, Source, merged
 
 # Two ranks on each of two nodes since 1970.

@@ -11,13 +11,13 @@ from unit_helpers import eventually, write
 
 from metaflow_extensions.torchrun.plugins.torchrun.features.usage import watch
 from metaflow_extensions.torchrun.plugins.torchrun.features.usage.consumption import of_container, of_processes, traffic
-from metaflow_extensions.torchrun.plugins.torchrun.features.usage.keep import KINDS
 from metaflow_extensions.torchrun.plugins.torchrun.features.usage.told import STEP_S
 from metaflow_extensions.torchrun.plugins.torchrun.features.usage.watch import UsageWatcher
 from metaflow_extensions.torchrun.plugins.torchrun.launch.spec import LaunchSpec
 from metaflow_extensions.torchrun.plugins.torchrun.machine.accelerators import Machine
 from metaflow_extensions.torchrun.plugins.torchrun.machine.cgroup import container_folder
 from metaflow_extensions.torchrun.plugins.torchrun.node.plan import Plan
+from metaflow_extensions.torchrun.plugins.torchrun.show.usage_part import COLUMNS
 
 # --- what the kernel says ---------------------------------------------------------------------------
 
@@ -163,7 +163,7 @@ def test_a_node_tells_what_its_processes_use_and_write(tmp_path, family):
     assert first["limits"]["memory_mib"] > 100
     assert first["values"]["output_bytes_s"] == 1000
     assert first["values"]["memory_mib"] > 0.1
-    assert set(first["values"]) <= set(KINDS)
+    assert set(first["values"]) <= {column.kind for column in COLUMNS}
     assert "received_kib_s" not in first["values"], "nodes of one machine share its network"
     before = of_processes(busy.pid)[0]
     eventually(lambda: of_processes(busy.pid)[0] > before)

@@ -24,7 +24,7 @@ class _Column(NamedTuple):
     limit: str = ""  # the node's limit, if it has one
 
 
-_COLUMNS = (
+COLUMNS = (
     _Column("cpus", "CPU, cores", limit="cpus"),
     _Column("memory_mib", "memory, GiB", 1024.0, "memory_mib"),
     _Column("gpu_percent", "GPUs, %"),
@@ -40,7 +40,7 @@ def parts(nodes: Mapping[int, Mapping[str, Any]]) -> list[Part]:
     if not nodes:
         return []  # not a sentence: a page that is shown can't have a table in its place (Metaflow 2.19)
     shown = sorted(nodes, key=lambda node: -nodes[node]["highest"].get("memory_mib", 0.0))[:_MOST_NODES]
-    columns = [column for column in _COLUMNS if any(column.kind in each["last"] for each in nodes.values())]
+    columns = [column for column in COLUMNS if any(column.kind in each["last"] for each in nodes.values())]
     rows = [(str(node), *(_cell(column, nodes[node]) for column in columns)) for node in sorted(shown)]
     table = Table(("node", *(column.title for column in columns)), tuple(rows), ("node",))
     said = ["The last value of each, and the highest."]
