@@ -127,7 +127,9 @@ class Gang:
         self._is_over = False  # whether the control node's step has ended, and no other node is left
         self._is_time_up = False  # whether the end of the step's @timeout was handled
         self._remind_at = float("inf")  # when to log next what is waited for
-        self._since_s = self._next_since_s = 0.0  # when the launch before the last one has ended, and the last one
+        self._mark = self._next_mark = (
+            0  # how many events there were at the end of the launch before, and of the last one
+        )
         self._verdicts: dict[int, Verdict] = {}  # by launch: a node may call it late
         self._out: list[Outgoing] = []
 
@@ -664,14 +666,14 @@ class Gang:
             return
         policy = ready[CONTROL].policy or LaunchPolicy()
         same = {node: call for node, call in ready.items() if call.launch == number}
-        self.launch, self._since_s = Launch(number, policy, same), self._next_since_s
+        self.launch, self._mark = Launch(number, policy, same), self._next_mark
         for node in sorted(same.keys() - set(group.nodes)):
             self._seen.add("spare", "waits as a spare", node)
         self._go(group)
 
     def _end_early(self, number: int, error: TorchrunError) -> None:
         """End a launch that can't begin."""
-        self.launch, self._since_s = Launch(number), self._next_since_s
+        self.launch, self._mark = Launch(number), self._next_mark
         self._finish(error)
 
     def _go(self, group: Group) -> None:
@@ -1058,7 +1060,7 @@ class Gang:
             view.error, view.cause, view.why = None, None, ""
             self._dismiss_others()
         self._tell_verdict(error)
-        self._next_since_s = self._age_s
+        self._next_mark = self.view.count
         if error is not None and any(self.nodes[node].cause for node in self._in[Presence.GONE]):
             self._break(error)  # without all its nodes the gang can't launch again
         self._begin()  # nodes may have called the next launch already
@@ -1252,10 +1254,9 @@ class Gang:
 
     def _events(self, of_all: bool = True, launch: int | None = None) -> tuple[Happened, ...]:
         """Return what has happened since the end of the launch before, or in one launch; or only what concerns all."""
-        events = [each for each in self.view.events if of_all or not each.nodes or each.kind in _OF_THE_GANG]
-        if launch is not None:
-            return tuple(each for each in events if each.launch == launch)
-        return tuple(each for each in events if (each.until_s or each.at_s) >= round(self._since_s, 3))
+        events = self.view.since(self._mark if launch is None else 0)
+        found = [each for each in events if of_all or not each.nodes or each.kind in _OF_THE_GANG]
+        return tuple(each for each in found if launch in (None, each.launch))
 
     def _cause(self) -> Cause | None:
         """Return the first failure; of a hang with where the ranks were."""
