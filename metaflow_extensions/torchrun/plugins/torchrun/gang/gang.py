@@ -1133,6 +1133,7 @@ class Gang:
         if verdict.is_without(node.index) and node.presence is Presence.HERE:
             self._dismiss([node.index])
             self._begin()
+            self._see_who_is_left()
         elif number == self.launch.number and self.phase is Phase.IDLE:
             node.is_new = False  # it is where the others are
 
