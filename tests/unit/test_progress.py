@@ -6,10 +6,10 @@ import sys
 
 import pytest
 from fake_node import FakeNode
-from gang_views import MARKUP, Story, crash, place
+from gang_views import Story, crash, place
 from unit_helpers import eventually, write
 
-from metaflow_extensions.torchrun.plugins.torchrun.elements.model import Bar, Cells, Chart, Facts, Sentence
+from metaflow_extensions.torchrun.plugins.torchrun.elements.model import Cells, Chart, Facts, Sentence
 from metaflow_extensions.torchrun.plugins.torchrun.features.progress import in_task, watch
 from metaflow_extensions.torchrun.plugins.torchrun.features.progress.lines import parse_line
 from metaflow_extensions.torchrun.plugins.torchrun.gang.messages import Ended, Report
@@ -148,8 +148,12 @@ def test_the_log_has_a_line_soon_after_the_first_report_and_then_one_a_minute(ke
         (130, "step 130 of 200 (65 %), 1 steps/s, 1 min 10 s left, loss 0.007634"),
         (190, "step 190 of 200 (95 %), 1 steps/s, 10 s left, loss 0.005236"),
     ]
+    for now in range(200, 500, 5):  # rank 0 stands still, and another rank of its node goes on
+        kept.take(0, 0, to_plain(Metrics({1: Pace(now)}, {}, 195, 200.0)), now)
+        said += kept.tick(now)
+    assert said[4:] == ["step 195 of 200 (97 %), loss 0.005102"]
     kept.begin(1)
-    assert kept.tick(500) == [], "what the launch before had reported is no news of this one"
+    assert kept.tick(501) == [], "what the launch before had reported is no news of this one"
     assert kept.says((1, {"loss": 1.0}), at_s=600, launch=1) == "step 1, loss 1"
 
 
@@ -170,25 +174,11 @@ def test_a_log_with_lines_of_progress_ends_with_the_last_step(looked_at, last, o
     assert kept.ended(0, ok) == line
 
 
-def test_a_rank_0_that_stands_still_is_no_news(kept):
-    kept.says((9, {"loss": 0.5}), pace=Pace(9), total=10.0, at_s=0)
-    said = []
-    for now in range(5, 300, 5):
-        kept.take(0, 0, to_plain(Metrics({1: Pace(now)}, {}, 9, 10.0)), now)
-        said += kept.tick(now)
-    assert said == ["step 9 of 10 (90 %), loss 0.5"]
-
-
-@pytest.mark.parametrize(
-    ("points", "line"),
-    [
-        ((3, {}), "step 3"),
-        ((3, {"a": 1, "b": None, "c": 1e-9, "d": 4}), "step 3, a 1, b not finite, c 1e-09, d 4"),
-        ((3, dict.fromkeys("abcdefg", 1)), "step 3, a 1, b 1, c 1, d 1, and 3 more values"),
-    ],
-)
-def test_a_line_has_what_is_known(points, line, kept):
-    assert kept.says(points, at_s=0) == line
+def test_a_line_has_what_is_known(kept):
+    assert Kept().says((3, {}), at_s=0) == "step 3"
+    assert Kept().says((3, dict.fromkeys("abcdefg", 1)), at_s=0) == "step 3, a 1, b 1, c 1, d 1, and 3 more values"
+    line = kept.says((3, {"a": 1, "b": None, "c": 1e-9, "d": 4}), at_s=0)
+    assert line == "step 3, a 1, b not finite, c 1e-09, d 4"
     assert kept.tick(10) == [line]
 
 
@@ -270,41 +260,23 @@ def test_many_at_once_are_one_line_for_each_kind():
 # --- the page -------------------------------------------------------------------------------------
 
 
-def told_by(*steps, speed=2.0, slow=2.0, total=None, story=None):
+def told_by(story=None, slow=0.5):
     """Return a gang of 2 x 2 that has told of its steps for 70 s; rank 3 is so fast."""
     story = story or Story().running()
-    story.progress({0: speed, 1: speed}, steps, total)
     for _ in range(15):
-        story.progress({0: speed, 1: speed}, steps[-1:], total).progress({2: speed, 3: slow}, node=1).at(story.now + 5)
+        story.progress({0: 2.0, 1: 2.0}, [(30, {})], 60.0).progress({2: 2.0, 3: slow}, node=1).at(story.now + 5)
     return story
 
 
 def shown(story):
-    """Return the bar, the sentences, the facts and the charts of the section, and the marks of all cells."""
+    """Return the sentences, the facts and the charts of the section, and the marks of all cells."""
     page = page_of(story.view, place())
     json.dumps(layout(page), allow_nan=False)
-    (section,) = [each for each in page.sections if each.name == "progress"]
-    bar, said, facts, charts = (
-        [part for part in section.parts if isinstance(part, kind)] for kind in (Bar, Sentence, Facts, Chart)
-    )
-    cells = [part.cells for each in page.sections for part in each.parts if isinstance(part, Cells)]
-    rows = dict(row for part in facts for row in part.rows if row[1])
-    return bar, [part.text for part in said], rows, [chart.spec for chart in charts], [cell.mark for cell in cells[0]]
-
-
-def test_progress_has_a_bar_the_time_left_speeds_and_a_chart_for_each_key():
-    bar, _, facts, charts, _ = shown(told_by((1, {"loss": 3.0, MARKUP: 1.0}), (30, {"loss": None}), total=200.0))
-    assert bar == [Bar(15)]
-    assert facts == {
-        "rank 0": "step 30 of 200 (15 %)",
-        "speed": "2 steps/s, 1 min 25 s left",
-        "all ranks": "median of 4 ranks: 2 steps/s; slowest: rank 0, 2 steps/s",
-        "last values": f"loss not finite, {MARKUP} 1",
-    }
-    points, speed = charts  # one value is no line
-    assert points["data"]["values"] == [{"step": 1, "value": 3.0}, {"step": 30, "value": None}]
-    assert (points["title"]["text"], speed["title"]["text"]) == ("loss: not finite", "speed: steps/s")
-    assert all(chart["width"] == "container" for chart in charts)
+    (parts,) = [each.parts for each in page.sections if each.name == "progress"]
+    said, facts, charts = ([part for part in parts if isinstance(part, kind)] for kind in (Sentence, Facts, Chart))
+    (cells,) = [part.cells for each in page.sections for part in each.parts if isinstance(part, Cells)]
+    rows = dict(row for part in facts for row in part.rows)
+    return [part.text for part in said], rows, [chart.spec for chart in charts], [cell.mark for cell in cells]
 
 
 @pytest.mark.parametrize(
@@ -320,7 +292,7 @@ def test_progress_has_a_bar_the_time_left_speeds_and_a_chart_for_each_key():
 )
 def test_a_chart_has_an_axis_that_fits_its_values(values, scale):
     points = [(step, {"lr": each}) for step, each in enumerate(values)]
-    (chart,) = shown(Story().running().progress({}, points))[3]
+    (chart,) = shown(Story().running().progress({}, points))[2]
     assert chart["encoding"]["y"]["scale"] == scale
 
 
@@ -341,46 +313,31 @@ MAX, TINY = sys.float_info.max, 5e-324
 def test_no_value_and_no_name_of_one_makes_a_page_that_no_browser_can_read(values, drawn, name):
     lines = [parse_line(json.dumps({"step": step, name: each}).encode()) for step, each in enumerate(values)]
     story = Story().running().progress({}, [(line.step, line.values) for line in lines])
-    (chart,) = shown(story)[3]
+    (chart,) = shown(story)[2]
     assert [row["value"] for row in chart["data"]["values"]] == drawn
     assert all(line.isprintable() or "\ud800" in name for line in lines_of(page_of(story.view, place())))
 
 
-def test_steps_that_count_from_0_end_at_the_whole():
-    story = told_by((119, {"loss": 1.0}), total=120.0)
-    assert shown(story)[2]["rank 0"] == "step 119 of 120 (99 %)"
-    assert shown(story.ended())[2]["rank 0"] == "120 of 120 steps (100 %)"
-
-
 def test_slow_ranks_come_first_are_marked_while_it_runs_and_are_remembered_after_its_end():
-    story = told_by((30, {}), slow=0.5, total=60.0, story=Story(host="<b>h-{}").running(policy={"max_restarts": 1}))
-    name, marks = "rank 3 (node 1, host <b>h-1)", ["", "", "", "slow: 0.5 steps/s"]
-    _, said, facts, _, marked = shown(story)
-    assert (said, marked) == ([f"{name} is slow: 0.5 steps/s, the median is 2 steps/s"], marks)
-    assert facts["speed"] == "2 steps/s, 15 s left"
+    story = told_by(Story(host="<b>h-{}").running(policy={"max_restarts": 1}))
+    marks = ["", "", "", "slow: 0.5 steps/s"]
+    said, facts, _, marked = shown(story)
+    assert said == ["rank 3 (node 1, host <b>h-1) is slow: 0.5 steps/s, the median is 2 steps/s"]
+    assert (facts["speed"], marked) == ("2 steps/s, 15 s left", marks)
     assert "tr-odd" in json.dumps(layout(page_of(story.view, place())))
     story.failed(crash()).ended(codes=(-15, -15))
     assert story.view.outcome == "restarting"
-    assert (shown(story)[1], shown(story)[4]) == ([], [""] * 4), "the workers start again, with new speeds"
-    story = told_by((30, {}), slow=0.5).crashed()
-    assert shown(story)[1] == ["rank 3 (node 1, host gpu-1) was slow: 0.5 steps/s, the median was 2 steps/s"]
-    assert shown(story)[4] == marks
-    assert shown(told_by((30, {}), slow=0.5, story=Story(9, 8).running()))[4][0] == "rank 3 slow: 0.5 steps/s"
+    assert (shown(story)[0], shown(story)[3]) == ([], [""] * 4), "the workers start again, with new speeds"
+    said, facts, _, marked = shown(told_by().crashed())
+    assert said == ["rank 3 (node 1, host gpu-1) was slow: 0.5 steps/s, the median was 2 steps/s"]
+    assert (facts["speed"], marked) == ("", marks)
+    assert shown(told_by(Story(9, 8).running()))[3][0] == "rank 3 slow: 0.5 steps/s"
 
 
 def test_what_an_earlier_launch_has_reported_is_not_taken_for_the_running_ones():
-    story = told_by((30, {"loss": 3.0}), slow=0.5).ended().ready(launch=1)
-    _, said, facts, _, marks = shown(story)
+    said, facts, _, marks = shown(told_by().ended().ready(launch=1))
     assert said == ["Launch 1 has reported nothing so far. This is what launch 0 reported."]
-    assert (facts["rank 0"], marks) == ("step 30", [""] * 4)
-
-
-def test_the_speed_over_time_is_a_chart_with_the_restarts_of_the_gang():
-    story = Story().running(policy={"max_restarts": 1}).at(8).crashed()
-    (chart,) = shown(told_by((30, {}), story=story))[3]
-    line, marks = chart["layer"]
-    assert {row["value"] for row in line["data"]["values"]} == {2.0}
-    assert marks["data"]["values"] == [{"at": 9.0, "what": "restart"}]
+    assert (facts["rank 0"], marks) == ("step 30 of 60 (50 %)", [""] * 4)
 
 
 # --- a node -----------------------------------------------------------------------------------------
