@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from contextlib import suppress
@@ -130,8 +131,9 @@ def nothing_leaks():
 
     What tests share, such as the browser, was there before the test; its children are its own.
     """
-    environment, before, threads = _environment(), _started(), _threads()
+    environment, before, threads, tempdir = _environment(), _started(), _threads(), tempfile.tempdir
     yield
+    tempfile.tempdir = tempdir
     deadline = time.monotonic() + limit_s(_SETTLE_S)
     while (_started(before) or _threads() - threads) and time.monotonic() < deadline:
         time.sleep(0.02)

@@ -1,8 +1,8 @@
 """One node without processes and without a network: its agent says what the test wants, its gang is the test itself."""
 
-import os
 import queue
 import signal
+import tempfile
 import threading
 import time
 from pathlib import Path
@@ -69,11 +69,12 @@ class Link(FakeLink):
 class FakeNode:
     """A node of a gang of two, each with two ranks, and what its supervisor sends, says and returns.
 
-    `folder` has the workers' logs. The node's index is `number`; its ranks begin at twice that. `spec` and `plan` are
+    Its temporary files go to `folder`. The node's index is `number`; its ranks begin at twice that. `spec` and `plan` are
     the fields of `LaunchSpec` and `Plan` that matter to the test.
     """
 
     def __init__(self, folder, number=0, spec=None, services=None, store=None, **plan):
+        tempfile.tempdir = str(folder)  # until the test's end, see `nothing_leaks`
         self.number = number
         self.said, self.output, self.events = [], [], []
         self._sent, self._agents, self._came = queue.Queue(), queue.Queue(), queue.Queue()
@@ -84,7 +85,7 @@ class FakeNode:
         # The task's half, which stores and makes the result.
         self.member = member_of(Link(self), number, 2, self._hear)
         self.services, self.store = services or Services(), store
-        own = {"nproc": 2, "num_nodes": 2, "node_index": number, "python": "python3", "log_dir": str(folder)}
+        own = {"nproc": 2, "num_nodes": 2, "node_index": number, "python": "python3"}
         launch = LaunchSpec("/flow/train.py", (), False, **{**own, **(spec or {})})
         told = {"machine": Machine(1), "write": self._write, **self.services.told, **plan}
         self.plan = Plan(launch, "127.0.0.1", **told)
@@ -238,12 +239,7 @@ class FakeNode:
         write(self.worker_writes(agent, "stdout", "", local_rank) / "trained-alone", "")
 
     def agent_folder(self, agent):
-        kept = self.plan.spec.log_dir
-        return (
-            max(Path(kept).glob("torchrun-node*"), key=os.path.getctime)
-            if kept
-            else Path(agent.options.stderr).parent.parent
-        )
+        return Path(agent.options.stderr).parent.parent
 
     # --- what the test looks at ------------------------------------------------------------------
 

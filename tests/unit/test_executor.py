@@ -17,6 +17,15 @@ def test_arguments_that_0_2_ignored_are_warned_of(launch_of):
     assert warning.startswith("warning: run(push_results_dir_to_cloud, local_output_dir) has no effect")
 
 
+@pytest.mark.parametrize("name", ["log-dir", "log_dir"])
+def test_a_folder_for_logs_has_no_effect_and_a_line_says_once_where_they_are(name, launch_of):
+    spec, _, said = launch_of(torchrun_args={name: "logs"})
+    (warning,) = [line for line in said if line.startswith("warning: torchrun_args log-dir has no effect")]
+    assert "python flow.py torchrun logs --rank N" in warning
+    assert launch_of(torchrun_args={name: "logs"})[2] == [line for line in said if line != warning]
+    assert launch_of()[0] == spec
+
+
 def test_what_needs_a_name_is_said_with_the_value_that_was_given(launch_of):
     with pytest.raises(TorchrunConfigError, match=r"Name the others, as in nproc_per_node=2\.$"):
         launch_of(positional=("train.py", {"epochs": 1}, 2))

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from contextlib import contextmanager
 from pathlib import Path
@@ -50,9 +51,9 @@ def until(pid, state):
     eventually(lambda: processes.status(pid)["State"][:1] == state, f"state {state}")
 
 
-def collected(workers, folder, keep_in=None, within_s=60.0, name="launch0"):
-    keep_in = str(keep_in if keep_in is not None else folder.parent / "kept")
-    return asyncio.run(collect(workers, keep_in, name, within_s))
+def collected(workers, folder, within_s=60.0, name="launch0"):
+    tempfile.tempdir = str(folder.parent)  # until the test's end, see `nothing_leaks`
+    return asyncio.run(collect(workers, name, within_s))
 
 
 def where_of(found):
@@ -250,20 +251,16 @@ def test_a_worker_starts_whatever_becomes_of_the_hook(place, number, folder):
 # --- keeping ----------------------------------------------------------------------------------
 
 
-def test_everything_is_in_a_fresh_folder_of_that_name(folder, tmp_path, monkeypatch):
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    place = tmp_path / "a" / "b"
-    files = [Path(collected(OURSELVES, folder, keep_in=place, name="node1").file) for _ in range(2)]
-    assert set(files) == set(place.glob("torchrun-hang-node1-*/stacks.txt"))
+def test_everything_is_in_a_fresh_folder_of_that_name(folder, tmp_path):
+    files = [Path(collected(OURSELVES, folder, name="node1").file) for _ in range(2)]
+    assert set(files) == set(tmp_path.glob("torchrun-hang-node1-*/stacks.txt"))
     assert files[0] != files[1]
-    found = asyncio.run(collect(OURSELVES, None, "launch0", 10.0))
-    assert Path(found.file).parent.parent == tmp_path
-    assert "rank 0" in Path(found.file).read_text()
+    assert "rank 0" in files[0].read_text()
 
 
 @pytest.mark.parametrize("place", ["a file", "/proc/none"])
-def test_a_place_that_can_not_be_written_to_does_not_lose_the_text(place, folder, tmp_path):
+def test_a_place_that_can_not_be_written_to_does_not_lose_the_text(place, tmp_path):
     write(tmp_path / "a file", "")
-    found = collected(OURSELVES, folder, keep_in=tmp_path / place)
+    found = collected(OURSELVES, tmp_path / place / "folder")
     assert (found.file, where_of(found)) == (None, {0: NO_HANDLER})
     assert NO_HANDLER in found.text

@@ -122,36 +122,17 @@ def test_workers_wait_while_the_writer_is_behind_and_that_is_no_silence(read, tm
     assert not reader.is_held_up
 
 
-def test_nothing_stays_open_or_in_the_folder_of_a_reader_that_has_ended_or_could_not_be_made(read, tmp_path):
+def test_nothing_stays_open_of_a_reader_that_has_ended_or_could_not_be_made(read, tmp_path):
     loop = Loop()
-    make = lambda: LogReader(str(tmp_path), RANKS, "", print, keep_in=str(tmp_path / "kept"))  # noqa: E731
-    reader = InLoop(loop, make)
+    reader = InLoop(loop, lambda: LogReader(str(tmp_path), RANKS, "", print))
     reader.start()
     reader.finish()
-    reader.kept()
-    assert os.listdir(tmp_path) == ["kept"]
-    (tmp_path / "a file").touch()
-    with pytest.raises(NotADirectoryError):
-        LogReader(str(tmp_path), RANKS, "", print, keep_in=str(tmp_path / "a file"))
+    os.unlink(pipe_path(tmp_path, AGENT, "stdout"))
+    with pytest.raises(FileExistsError):
+        LogReader(str(tmp_path), RANKS, "", print)
     files = [os.path.realpath(f"/proc/self/fd/{each}") for each in os.listdir("/proc/self/fd")]
     assert not [file for file in files if file.startswith(str(tmp_path))]
     loop.stop()
-
-
-def test_a_kept_file_that_can_not_take_all_is_named_and_the_log_has_all(read, tmp_path):
-    kept = tmp_path / "kept"
-    (kept / "0").mkdir(parents=True)
-    (kept / "0" / "stdout.log").symlink_to("/dev/full")
-    reader, screen = read(keep_in=str(kept))
-    with opened(tmp_path, 0, "stdout") as out:
-        out.write(b"one\n")
-        eventually(lambda: "one" in screen.streams["stdout"])
-        out.write(b"two\n")
-    reader.finish()
-    reader.kept()
-    said = f"[agent] {kept}/0/stdout.log can't be written any more, and lacks what follows: No space left on device\n"
-    eventually(lambda: len(screen.writes) == 3)
-    assert sorted(screen.writes) == [said, "[rank 0] one\n", "[rank 0] two\n"]
 
 
 def test_a_line_on_stderr_ends_an_unfinished_one_where_that_is_wanted(read, tmp_path):

@@ -4,11 +4,9 @@ import functools
 import json
 import queue
 import signal
-import tempfile
 import threading
 import time
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 from fake_node import DEADLINE_S, ERROR, NOBODY, FakeNode
@@ -63,12 +61,8 @@ def test_a_launch_from_ready_to_its_result(number, policy, tmp_path):
     assert agent.orders == ["start", CLOSE]
 
 
-@pytest.mark.parametrize(("log_dir", "kept"), [("logs", True), (None, False)])
-def test_the_output_is_shown_with_labels_and_kept_where_the_user_wants_it_alone(log_dir, kept, tmp_path, monkeypatch):
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    node = FakeNode(tmp_path, spec={"log_dir": log_dir and str(tmp_path / log_dir)})
+def test_the_output_is_shown_with_labels_and_leaves_no_files(node, tmp_path):
     agent = node.running()
-    assert Path(agent.options.stderr).is_relative_to(node.agent_folder(agent)) is not kept  # a bucket takes no pipes
     node.worker_writes(agent, "stdout", "hello\n")
     node.agent_stderr(agent, "a warning\n")
     node.all_end_well(agent)
@@ -76,7 +70,6 @@ def test_the_output_is_shown_with_labels_and_kept_where_the_user_wants_it_alone(
     assert node.expect(Ended).ok
     node.verdict()
     assert sorted(node.output) == ["[rank 1] hello\n", "[torchrun node 0] a warning\n"]
-    assert bool(list(tmp_path.glob("logs/*/1/stdout.log"))) is kept
     assert not list(tmp_path.glob("torchrun-*"))
 
 
@@ -217,20 +210,18 @@ def test_an_end_that_came_before_any_worker(end, kind, words, node):
 
 
 @pytest.mark.parametrize(
-    ("spec", "words"),
+    ("folder", "spec", "words"),
     [
-        ({"log_dir": "file/logs"}, "[Errno 20] Not a directory"),
-        ({"log_dir": "a\0b"}, "ValueError: "),  # a zero byte
-        ({"env": 5}, "TypeError: 'int' object"),
-        ({}, "RuntimeError: can't start new thread"),
+        ("file", {}, "[Errno 20] Not a directory"),
+        ("temporary", {"env": 5}, "TypeError: 'int' object"),
+        ("temporary", {}, "RuntimeError: can't start new thread"),
     ],
-    ids=["folder", "name", "environment", "start"],
+    ids=["folder", "environment", "start"],
 )
-def test_what_keeps_an_agent_from_starting_is_told_and_leaves_no_files(spec, words, tmp_path, monkeypatch):
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
+def test_what_keeps_an_agent_from_starting_is_told_and_leaves_no_files(folder, spec, words, tmp_path):
     (tmp_path / "temporary").mkdir()
     write(tmp_path / "file", "")
-    node = FakeNode(tmp_path, spec={**spec, "log_dir": str(tmp_path / spec["log_dir"]) if "log_dir" in spec else None})
+    node = FakeNode(tmp_path / folder, spec=spec)
 
     def no_threads(*_):
         raise RuntimeError("can't start new thread")

@@ -135,17 +135,6 @@ def test_what_concerns_the_workers_is_kept_as_data(script, tmp_path):
     assert (spec.env, spec.cwd) == ((("N", "1"), ("HOSTILE", "$HOME 'x'\n")), str(tmp_path))
 
 
-def test_a_folder_for_logs_is_what_torchrun_would_take_it_for(script, tmp_path, monkeypatch):
-    (tmp_path / "here").mkdir()
-    monkeypatch.chdir(tmp_path)
-    asked = {"torchrun_args": {"log_dir": "my logs"}}
-    assert build(script, **asked).log_dir == str(tmp_path / "my logs")
-    for cwd in ("here", str(tmp_path / "here")):
-        assert build(script, cwd=cwd, **asked).log_dir == str(tmp_path / "here" / "my logs")
-    assert build(script, cwd="here", torchrun_args={"log_dir": "/logs"}).log_dir == "/logs"
-    assert build(script).log_dir is None
-
-
 # --- the entrypoint ------------------------------------------------------------------------------
 
 

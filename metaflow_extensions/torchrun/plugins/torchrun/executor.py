@@ -33,6 +33,10 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 _SETTLE_S = 3.0  # for the output of a failed launch, before its error is raised
+_LOG_DIR = (
+    "warning: torchrun_args log-dir has no effect: each rank's lines are in the log of its node (unless logs='rank0' or "
+    "local-ranks-filter hides them), and `python flow.py torchrun logs --rank N` shows them"
+)
 _warned: set[str] = set()  # lines that this task logs only once
 
 
@@ -194,6 +198,8 @@ class TorchrunExecutor:
         warnings = [shm_warning(shm_bytes(), spec.nproc, machine.accelerators, os.environ)]
         if run.warm == "workers" and self._context.has_spares and "no-python" in dict(spec.options):
             warnings += ["warm='workers': torchrun starts warm, but the workers start cold: they run a command"]
+        if "log-dir" in run.options:
+            warnings += [_LOG_DIR]
         if self.is_control:
             warnings += [too_few_warning(spec, machine)]
             warnings += [foreign_python(words, dict(spec.env)) for words in (run.command, *run.before_run)]

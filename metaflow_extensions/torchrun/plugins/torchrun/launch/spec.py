@@ -44,7 +44,6 @@ class LaunchSpec:
     master_port: int | None = None  # None: the control node chooses
     env: tuple[tuple[str, str], ...] = ()  # what the user sets for this launch
     cwd: str | None = None  # absolute path; None is the task's own
-    log_dir: str | None = None  # absolute path of where torchrun's log files are kept; None keeps none
     function: FunctionSpec | None = None  # what the entrypoint calls, where that is ours
     source: str | None = None  # the file that must be the same on all nodes; None means the entrypoint
     bools: tuple[tuple[str, bool], ...] = ()  # of `args`, those that were given as True or False, by their names
@@ -94,8 +93,8 @@ def build_spec(
     `function` is what the workers call if the entrypoint is one. `may_come`: what runs before may still make the entrypoint.
     """
     options = dict(run.options)
-    log_dir, folders = options.pop("log-dir", None), (run.cwd or os.getcwd(), node.flow_dir)
-    local_ranks = options.pop("local-ranks-filter", None)
+    options.pop("log-dir", None)  # has no effect
+    folders, local_ranks = (run.cwd or os.getcwd(), node.flow_dir), options.pop("local-ranks-filter", None)
     if function is not None:
         program: dict[str, Any] = {"entrypoint": function.script, "args": (function.folder,)}
         program |= {"source": function.source, "function": function}
@@ -117,8 +116,6 @@ def build_spec(
         python=sys.executable,
         master_port=run.master_port,
         shown_local_ranks=_local_ranks(local_ranks, nproc),
-        # As torchrun, which runs in `cwd`, would take this name; we run elsewhere and read there, too.
-        log_dir=None if log_dir is None else os.path.abspath(os.path.join(run.cwd or "", log_dir)),
         env=tuple(run.env.items()),
         cwd=run.cwd,
         options=tuple(options.items()),

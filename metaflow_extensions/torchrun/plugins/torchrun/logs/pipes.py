@@ -18,7 +18,6 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 
 from ..machine.looks import until_look
-from .copies import Copies, Copy
 from .lines import LineSplitter
 from .shared_pipe import unread_bytes
 
@@ -67,7 +66,6 @@ class Pipe:
         self.stream = stream
         path = pipe_path(folder, process, stream)
         os.mkfifo(path, 0o600)
-        files.callback(_remove, path)
         # Also for writing: so it has no end of file when a writer ends and another one comes.
         self.fd = os.open(path, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
         files.callback(os.close, self.fd)
@@ -81,11 +79,6 @@ class Pipe:
         self._splitter = LineSplitter()
         self._tail: deque[bytes] = deque()
         self._tail_bytes = 0
-        self._copy: Copy | None = None
-
-    def keep_in(self, copy: Copy) -> None:
-        """Keep all that comes in a file, too."""
-        self._copy = copy
 
     def read(self, limit: int = _CHUNK_BYTES) -> bytes:
         """Return what is there, at most so much."""
@@ -103,8 +96,6 @@ class Pipe:
         self._tail_bytes += len(data)
         while self._tail_bytes - len(self._tail[0]) >= _TAIL_BYTES:
             self._tail_bytes -= len(self._tail.popleft())
-        if self._copy is not None:
-            self._copy.write(data)
 
     @property
     def tail(self) -> str:
@@ -124,16 +115,6 @@ class Pipe:
     def has_unread(self) -> bool:
         """Whether something waits in it."""
         return unread_bytes(self.fd) > 0
-
-
-def _remove(path: str) -> None:
-    with suppress(OSError):
-        os.unlink(path)
-
-
-def _remove_folder(path: str) -> None:
-    with suppress(OSError):  # somebody else's file is in it
-        os.rmdir(path)
 
 
 class _Process:
@@ -213,26 +194,21 @@ class LogReader:
         agent_label: str,
         write: Write,
         holds_report: bool = False,
-        keep_in: str | None = None,  # a folder for files with all output
         cuts: bool = False,
     ) -> None:
         self._write = write
         self._holds_report = holds_report  # of the agent's own failure, until `finish`
         self._held: list[bytes] = []
-        self._agent_label = agent_label
         self._ends_at: dict[int, int] = {}  # local rank -> up to which byte it is read although the writer is behind
         self._loop: asyncio.AbstractEventLoop | None = None  # from `start` on
         self._timers: dict[str, asyncio.TimerHandle] = {}
         with ExitStack() as files:  # closed here if one of them can't be opened
-            files.callback(_remove_folder, folder)
             # One file that is ready when any pipe is: a node may have hundreds.
             self._any = files.enter_context(select.epoll())
             self._agent = _Process(files, folder, AGENT, agent_label)
-            os.mkfifo(news := pipe_path(folder, AGENT, "workers"), 0o600)  # for `node.agent`
-            files.callback(_remove, news)
+            os.mkfifo(pipe_path(folder, AGENT, "workers"), 0o600)  # for `node.agent`
             # `workers`: local rank -> label, and whether it is hidden.
             self._workers = {rank: _Process(files, folder, rank, *shown, cuts) for rank, shown in workers.items()}
-            self._copies = None if keep_in is None else self._keep_in(files, keep_in)
             self._files = files.pop_all()
         self._read_at: float | None = None
         self._held_up_since: float | None = None
@@ -242,21 +218,9 @@ class LogReader:
             for fd in process.fds:
                 self._any.register(fd, select.EPOLLIN)
 
-    def _keep_in(self, files: ExitStack, folder: str) -> Copies:
-        copies = Copies(self._say)
-        files.callback(copies.end)
-        for rank, worker in self._workers.items():
-            for stream, pipe in worker.pipes.items():
-                copy = Copy(copies, os.path.join(folder, str(rank), f"{stream}.log"))
-                files.callback(copy.close)
-                pipe.keep_in(copy)
-        return copies
-
     def start(self) -> None:
         """Begin to read; call it in the loop."""
         self._loop = asyncio.get_running_loop()
-        if self._copies is not None:
-            self._copies.start()
         self._listen()
         self._timers["quiet"] = self._loop.call_later(until_look(), self._look_at_all)
 
@@ -328,11 +292,6 @@ class LogReader:
             self._write("stderr", b"".join(self._held))
         self._files.close()
 
-    async def kept(self, limit_s: float | None = None) -> None:
-        """Wait until all is in the files that a user asked for, so long at most; call it after `finish`."""
-        if self._copies is not None:
-            await self._copies.finish(limit_s)
-
     # --- reading ---------------------------------------------------------------------------------
 
     def _listen(self) -> None:
@@ -380,7 +339,7 @@ class LogReader:
         return max(found, default=0)
 
     def _is_held_up(self) -> bool:
-        if self._write("stdout", b"") and not (self._copies is not None and self._copies.is_behind):
+        if self._write("stdout", b""):
             self._held_up_since = None
             return False
         self._held_up_since = self._held_up_since or time.monotonic()
@@ -392,9 +351,6 @@ class LogReader:
 
     def _show(self, stream: str, lines: bytes) -> None:
         self._write(stream, lines)
-
-    def _say(self, text: str) -> None:
-        self._write("stderr", f"{self._agent_label}{text}\n".encode(errors="backslashreplace"))
 
     def _show_agent(self, stream: str, lines: bytes) -> None:
         """Show the agent's lines, but hold back its report of a failure."""

@@ -47,7 +47,7 @@ class Aside:
         deadline, job = time.monotonic() + limit_s, self.begin(work, *args)
         while job is None or not job.done():
             if time.monotonic() >= deadline:
-                raise TimeoutError(f"the disk of log_dir or TMPDIR has not answered for {limit_s:g} s")
+                raise TimeoutError(f"the disk of TMPDIR has not answered for {limit_s:g} s")
             await asyncio.sleep(_MOMENT_S)
             job = job or self.begin(work, *args)
         return job.result()

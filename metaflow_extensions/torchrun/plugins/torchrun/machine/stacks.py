@@ -28,7 +28,6 @@ _SETTLED_S = 0.3  # a file that has not grown for so long is complete
 
 def hook_environment() -> dict[str, str]:
     """Return the variables that let workers be asked."""
-    # Not the folder of the logs, which may be on a network's disk, where a removed file that is open gets another name.
     return {"TORCHRUN_STACKS_FOLDER": tempfile.gettempdir(), "TORCHRUN_STACKS_SIGNAL": str(_SIGNAL)}
 
 

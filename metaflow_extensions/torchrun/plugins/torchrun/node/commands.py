@@ -75,7 +75,7 @@ class Commands:
         )
 
     def _reader(self) -> LogReader:
-        plan, count, log_dir = self._plan, len(self._plan.commands), self._plan.spec.log_dir
+        plan, count = self._plan, len(self._plan.commands)
         node = plan.spec.node_index
         of_node = "" if plan.spec.num_nodes == 1 else f"node {node} "
         is_hidden = plan.logs == "rank0" and node != 0
@@ -84,7 +84,6 @@ class Commands:
             {each: (f"[{of_node}before_run {each + 1}/{count}] ", is_hidden) for each in range(count)},
             label(node, plan.spec.num_nodes),
             plan.write,
-            keep_in=None if log_dir is None else os.path.join(log_dir, os.path.basename(self._folder)),
             cuts=True,
         )
 
@@ -160,7 +159,6 @@ class Commands:
             await self._agent.close(grace_s)
         finally:
             self._logs.finish(explained=True)
-            await self._logs.kept()
             shutil.rmtree(self._folder, ignore_errors=True)
 
     # --- how they ended -------------------------------------------------------------------------

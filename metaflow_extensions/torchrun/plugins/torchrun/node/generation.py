@@ -112,10 +112,8 @@ class Generation:
         """Stop what still runs, read the last output, and remove the files; safe to call more than once."""
         try:
             await self._close(grace_s)
-            await self._logs.kept()
         finally:
-            if self._plan.spec.log_dir is None:  # else the user keeps them
-                shutil.rmtree(self._folder, ignore_errors=True)
+            shutil.rmtree(self._folder, ignore_errors=True)
 
     async def _close(self, grace_s: float = 0.0) -> None:
         if self._is_closed:
@@ -131,7 +129,6 @@ class Generation:
             known = any(self.exits.causes(self._stopped_at))
             # torchrun prints a box that names our script. After a good end, or beside a known cause, it would only mislead.
             self._logs.finish(explained=self._ended_well or known)
-            await self._logs.kept(STUCK_S)  # for the rest nobody else waits
 
     async def finish(self) -> WorkersEnded:
         """Read the last output of workers that have ended, and return how they did."""

@@ -28,7 +28,7 @@ from .plan import Plan
 from .seat import Seat
 from .start import prepare
 
-_START_S = 120.0  # for the disk of log_dir: a server of files may start again meanwhile
+_START_S = 120.0  # for the disk of TMPDIR: a server of files may start again meanwhile
 
 
 class NodeLaunch:

@@ -33,7 +33,7 @@ def prepare(plan: Plan, go: Go, seat: Seat, new_agent: Callable[..., AgentProces
     for emptied in plan.emptied:  # of what workers of a former generation have left
         shutil.rmtree(emptied, ignore_errors=True)
         os.makedirs(emptied)
-    folder = make_folder(plan, f"launch{go.launch}-{go.generation}", plan.spec.log_dir)
+    folder = make_folder(plan, f"launch{go.launch}-{go.generation}")
     try:
         return _prepare_in(folder, plan, go, seat, new_agent)
     except BaseException:
@@ -46,15 +46,12 @@ def _prepare_in(folder: str, plan: Plan, go: Go, seat: Seat, new_agent: Callable
         seat.emit(Event("note", seat.node, text, is_detail))
 
     variables = variables_of(plan.watches, plan, folder, say)
-    pipes = make_pipes_folder(plan, folder)
-    try:
-        command = agent_command(plan.spec, go, plan.main_addr, folder, pipes, of_rank=variables.of_rank)
-        warm = _warm(plan, command)
-        env = _environment(plan, go, seat.link.own_address, variables)
-        logs = _reader(plan, folder, pipes)
-    except BaseException:
-        shutil.rmtree(pipes, ignore_errors=True)
-        raise
+    pipes = os.path.join(folder, "pipes")
+    os.mkdir(pipes)
+    command = agent_command(plan.spec, go, plan.main_addr, folder, pipes, of_rank=variables.of_rank)
+    warm = _warm(plan, command)
+    env = _environment(plan, go, seat.link.own_address, variables)
+    logs = _reader(plan, pipes)
     inbox = seat.inbox  # this launch's; a later launch has another
     options = _options(plan, pipes)
     try:
@@ -65,33 +62,21 @@ def _prepare_in(folder: str, plan: Plan, go: Go, seat: Seat, new_agent: Callable
         raise
 
 
-def _reader(plan: Plan, folder: str, pipes: str) -> LogReader:
+def _reader(plan: Plan, pipes: str) -> LogReader:
     return LogReader(
         pipes,
         {rank: (plan.label(rank), plan.hides(rank)) for rank in range(plan.spec.nproc)},
         label(plan.spec.node_index, plan.spec.num_nodes),
         plan.write,
         holds_report=True,
-        keep_in=None if plan.spec.log_dir is None else folder,
     )
 
 
-def make_folder(plan: Plan, what: str, log_dir: str | None = None) -> str:
-    """Make a folder for the files of a generation, where a user wants these, or of the commands before."""
+def make_folder(plan: Plan, what: str) -> str:
+    """Make a folder for the files of a generation, or of the commands before."""
     name = f"torchrun-node{plan.spec.node_index}-{what}-"
-    if log_dir is not None:
-        os.makedirs(log_dir, exist_ok=True)
     # Made absolute: without a temporary folder mkdtemp uses the working directory, and the agent may have another one.
-    return os.path.abspath(tempfile.mkdtemp(prefix=name, dir=log_dir or _with_room()))
-
-
-def make_pipes_folder(plan: Plan, folder: str) -> str:
-    """Make the folder of the pipes: not where the user keeps logs, since a mounted bucket takes no pipes."""
-    if plan.spec.log_dir is not None:
-        return os.path.abspath(tempfile.mkdtemp(prefix="torchrun-pipes-", dir=_with_room()))
-    pipes = os.path.join(folder, "pipes")
-    os.mkdir(pipes)
-    return pipes
+    return os.path.abspath(tempfile.mkdtemp(prefix=name, dir=_with_room()))
 
 
 def _with_room() -> str:

@@ -31,11 +31,11 @@ class Findings:
     ranks: dict[int, Found]  # of equal stacks, only the first has its text; long ones lack their end
 
 
-async def collect(workers: Mapping[int, int], keep_in: str | None, name: str, within_s: float) -> Findings:
+async def collect(workers: Mapping[int, int], name: str, within_s: float) -> Findings:
     """Collect the stacks of all workers at once, and keep them in a file that survives the launch.
 
-    The file is in a new folder below `keep_in`, or below the system's temporary folder. `workers` has a pid for each
-    global rank. Errors of workers or the disk are not raised.
+    The file is in a new folder below the system's temporary folder. `workers` has a pid for each global rank. Errors of
+    workers or the disk are not raised.
     """
     question = Question(workers, within_s)
     while (found := question.poll()) is None:
@@ -43,7 +43,7 @@ async def collect(workers: Mapping[int, int], keep_in: str | None, name: str, wi
     whole = (f"--- rank {rank}, pid {workers[rank]}: {each.where}\n{each.text}\n" for rank, each in found.items())
     file = None
     with suppress(TimeoutError):
-        file = await Aside().within(_WRITE_S, _keep, "\n".join(whole), keep_in, name)
+        file = await Aside().within(_WRITE_S, _keep, "\n".join(whole), name)
     groups = alike(found)
     text = "\n".join(
         f"--- {names(group.ranks, 'rank')}: {group.found.where}\n{indent(group.found.short, '  ')}" for group in groups
@@ -60,11 +60,9 @@ def _each_once(found: Mapping[int, Found], limit: int) -> dict[int, Found]:
     }
 
 
-def _keep(text: str, keep_in: str | None, name: str) -> str | None:
+def _keep(text: str, name: str) -> str | None:
     try:
-        if keep_in is not None:
-            os.makedirs(keep_in, exist_ok=True)
-        path = os.path.join(tempfile.mkdtemp(prefix=f"torchrun-hang-{name}-", dir=keep_in), "stacks.txt")
+        path = os.path.join(tempfile.mkdtemp(prefix=f"torchrun-hang-{name}-"), "stacks.txt")
         with open(path, "w", encoding="utf-8", errors="backslashreplace") as file:
             file.write(f"{text}\n")
     except OSError:  # no such place, or the disk is full

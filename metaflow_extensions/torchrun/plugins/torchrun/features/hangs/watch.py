@@ -89,7 +89,7 @@ class HangWatcher(Watcher):
         here = self._here
         workers, ranks, file = here.running(), {}, None
         if workers:
-            found = await collect(workers, here.request.spec.log_dir, here.name, _WORKERS_S)
+            found = await collect(workers, here.name, _WORKERS_S)
             ranks, file = found.ranks, found.file
             whole = "" if file is None else f" (whole stacks: {file})"
             here.show(f"what the workers were doing{whole}:\n{found.text}")

@@ -1,7 +1,7 @@
 """Reads numbers from a growing file of JSON lines; anything else in the file is ignored.
 
-A read has a bounded cost: if there are more than `MAX_BYTES`, only the last of them are read. Where nobody is to have
-the file afterwards, what was read is given back to the disk, which a training of weeks would fill.
+A read has a bounded cost: if there are more than `MAX_BYTES`, only the last of them are read. What was read is given
+back to the disk, which a training of weeks would fill.
 """
 
 from __future__ import annotations
@@ -69,8 +69,8 @@ def _finite(value: float) -> float | None:
 class LineReader:
     """Returns the new lines of one file to which a worker appends. The file may be missing or truncated."""
 
-    def __init__(self, path: str, refuse: Callable[[bytes], None], frees: bool = False) -> None:
-        self._path, self._frees = path, frees
+    def __init__(self, path: str, refuse: Callable[[bytes], None]) -> None:
+        self._path = path
         self._refuse = refuse  # called with lines that hold no numbers
         self._read = self._freed = 0  # bytes of the file
         self._rest = b""  # the start of an unfinished line
@@ -106,7 +106,7 @@ class LineReader:
             file.seek(self._read)
             data = file.read(MAX_BYTES)
         self._read += len(data)
-        if self._frees and self._read - self._freed >= FREED_BYTES:
+        if self._read - self._freed >= FREED_BYTES:
             self._free()
         return data.partition(b"\n")[2] if skips else data
 

@@ -48,12 +48,7 @@ class ProgressWatcher(Watcher):
     def __init__(self, here: Here, clock: Callable[[], float] = time.monotonic) -> None:
         self._here, self._clock = here, clock
         self._readers = {
-            # With a log_dir, the user has the files afterwards.
-            rank: LineReader(
-                metrics_file(here.folder, local_rank),
-                partial(self._refused, rank),
-                frees=here.request.spec.log_dir is None,
-            )
+            rank: LineReader(metrics_file(here.folder, local_rank), partial(self._refused, rank))
             for local_rank, rank in enumerate(here.request.spec.ranks)
         }
         self._reading: Future[tuple[float, dict[int, list[Line]]]] | None = None
