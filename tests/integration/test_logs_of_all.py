@@ -8,7 +8,7 @@ import pytest
 from gangs import Gang
 
 _LINE = re.compile(r"^\[rank (\d+)\] writer (\d+) (\d+) x+$", re.MULTILINE)
-_GAP = re.compile(r"^\[torchrun node (\d+)\] (\d+) lines? (?:is|are) left out here", re.MULTILINE)
+_GAP = re.compile(r"^\[torchrun node (\d+)\] (\d+) lines? (?:is|are) left out here, .*torchrun logs` has them", re.MULTILINE)
 
 pytestmark = pytest.mark.slow
 
@@ -37,7 +37,7 @@ def test_moderate_lines_of_all_nodes_are_complete(gang):
     assert [gang.log(node).count("launch 0 ") for node in range(3)] == [2, 0, 0]
 
 
-def test_a_flood_is_cut_in_the_middle_and_counted_and_whole_in_its_nodes_own_log(gang):
+def test_a_flood_is_cut_and_counted_and_whole_in_its_nodes_own_log(gang):
     """20 MB of each of three nodes."""
     count = 200_000
     gang.start(3, do=str(count), entrypoint="writer.py", settings={"logs": "all"}, stand_in=True)
@@ -54,6 +54,18 @@ def test_a_flood_is_cut_in_the_middle_and_counted_and_whole_in_its_nodes_own_log
         assert shown[-1] == count - 1
     for node in range(3):
         assert gang.launch(node)["seconds"] < 60
+
+
+def test_the_last_lines_of_a_node_that_fails_stand_before_the_end(gang):
+    """Its last 60 KB come at once."""
+    gang.start(3, do="600 0 1", entrypoint="writer.py", settings={"logs": "all"}, stand_in=True)
+    await_end(gang)
+    log = gang.log(0)
+    assert numbers(log, 1) == list(range(600)), gang.told
+    end = log.index("[torchrun node 0] launch 0 has failed")
+    assert log.index("[rank 1] told to fail\n") < end
+    assert max(match.end() for match in _LINE.finditer(log)) < end
+    assert "left out" not in log
 
 
 def test_where_rank_0_alone_is_shown_the_error_says_how_another_rank_failed(gang):

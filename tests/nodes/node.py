@@ -146,8 +146,6 @@ def join(task, registry, settings, starts):
     member = joining.join_as_control(
         registry, task.num_nodes, main_ip, settings, show, here_only, rules, {"starts": starts}
     )
-    if task.main_ip is not None or settings.logs in ("all", "rank0"):  # as of tasks that are on machines of their own
-        member.link.send("relay")
     return member, GangStore(member, {}, Cards(None), registry), joining.control_addresses(main_ip, here_only)[0]
 
 
@@ -216,7 +214,8 @@ def main(task):
     if task.squatted is not None:
         take_port_first(task.squatted)
     notes = Notes(os.path.join(task.out, f"node-{task.node}.json"))
-    settings = parse_settings(task.settings, "train")
+    # Nodes without hosts of their own are as those of a local run, unless a test asks for all lines.
+    settings = parse_settings({**({} if task.main_ip else {"logs": "node"}), **task.settings}, "train")
     storage, folder = faulty_storage(task.datastore), os.path.join(task.out, "datastore")
     member = store = None
     machine = this_machine()

@@ -96,9 +96,6 @@ class FakeNode:
     def send(self, message):
         self._sent.put(message)
 
-    async def settle_lines(self):
-        """Wait for no lines of other nodes."""
-
     def _hear(self, event):
         self.events.append(event)
         self.said.append((event.kind, event.text))

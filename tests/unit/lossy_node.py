@@ -207,8 +207,6 @@ class Task:
                 self.stores = effect
             case Do.GIVE_UP_STORING:
                 self.stores = None
-            case Do.SETTLE:
-                return news.Settled()
             case Outcome() | BaseException():
                 self.end = effect
                 self.world.checks.ends(self, effect)

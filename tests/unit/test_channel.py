@@ -25,7 +25,6 @@ from metaflow_extensions.torchrun.plugins.torchrun.channel.connection import new
 from metaflow_extensions.torchrun.plugins.torchrun.channel.control_channel import ControlChannel
 from metaflow_extensions.torchrun.plugins.torchrun.channel.frames import decode, encode
 from metaflow_extensions.torchrun.plugins.torchrun.channel.member_channel import MemberChannel
-from metaflow_extensions.torchrun.plugins.torchrun.channel.relay import Relay
 from metaflow_extensions.torchrun.plugins.torchrun.errors import GangError, TorchrunPreempted
 from metaflow_extensions.torchrun.plugins.torchrun.gang import messages as sent
 from metaflow_extensions.torchrun.plugins.torchrun.gang.cause import Cause
@@ -91,8 +90,8 @@ class Control:
         self.inbox, self.token = Inbox(), new_token()
         gang = Gang(num_nodes, lambda pinned: pinned or pick_port(), Rules(started_timeout_s, 1.0, **rules))
         self.loop = Loop()
-        self.relay = InLoop(self.loop, Relay)
-        on_lines = self.relay.itself.add
+        self.lines = []
+        on_lines = lambda *told: self.lines.append(told)  # noqa: E731
         make = lambda: ControlChannel(gang, self.inbox, self.token, heartbeat_s, on_lines)  # noqa: E731
         self.channel = InLoop(self.loop, make)
         self.loop.on_error = self.channel.itself.fail
@@ -109,7 +108,6 @@ class Control:
         if self._is_open:
             self._is_open = False
             self.channel.close(wait_s)
-            self.relay.close()
             self.loop.stop()
 
 
@@ -421,15 +419,13 @@ def test_a_task_that_comes_to_replace_another_waits_for_the_gangs_end(opened):
         second.join(control)
     assert "it is being replaced" in first.inbox.farewell("replaced").why
     assert "node 1 (host" in control.inbox.expect(sent.Note).text
-    log = Log(control)
-    for words in (sent.Leave("left"), sent.Lines("its lines\n")):  # they don't count
+    for words in (sent.Leave("left"), sent.Lines((("stdout", "its lines\n"),))):  # they don't count
         second.send(words)
     with pytest.raises(queue.Empty):  # it lives longer than either may be silent
         second.inbox.expect(ControlLost, 1.0)
     assert (control.members, control.channel.gang.broken) == ({1}, None)
     assert second.hold_s == 1.0 + 15.0
-    control.relay.settle()
-    assert log.text == ""
+    assert control.lines == []
     control.close()
     second.inbox.expect(ControlLost)
 
@@ -509,20 +505,3 @@ def test_a_message_that_can_not_be_sent_is_told_to_all(opened):
     member.send(sent.Report("some", 0, 0, dict.fromkeys(map(str, range(20000)), "k" * 100)))
     assert "a 'report' message of" in member.inbox.expect(ControlLost, limit_s(5.0)).reason
     assert "Node 1" in control.inbox.error()
-
-
-# --- lines of the workers -------------------------------------------------------------------------
-
-
-class Log:
-    """Takes what the control node writes of other nodes' lines."""
-
-    def __init__(self, control):
-        self.text = ""
-        control.relay.start(self)
-
-    def write_output(self, stream, lines):
-        self.text += lines.decode()
-
-    def when_written(self, call):
-        call()

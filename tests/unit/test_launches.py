@@ -46,10 +46,7 @@ def node():
     """Return a control node's launches, with what they say to the task and to the gang."""
     frames, sent = [], []
 
-    async def settle_lines():
-        """Wait for no lines of other nodes."""
-
-    gang = SimpleNamespace(own_address=None, send=sent.append, settle_lines=settle_lines)
+    gang = SimpleNamespace(own_address=None, send=sent.append)
     loop = Loop()
     seat = InLoop(loop, lambda: Seat(0, 1, lambda event: None, gang))
     warm, output = Mock(), Mock()
@@ -144,6 +141,17 @@ def test_a_launch_after_the_gang_broke_does_not_begin(node):
     node.launches.run(0, told(request_of()))
     assert ended(node)[2]["is_broken"]
     assert not any(isinstance(message, Go | Ready) for message in node.sent)
+
+
+@pytest.mark.parametrize(("logs", "nodes_here", "is_sent"), [("all", 1, True), ("all", 2, False), ("node", 1, False)])
+def test_lines_are_sent_where_the_control_node_shows_them_and_has_another_terminal(logs, nodes_here, is_sent):
+    sent, output = [], Mock()
+    launches = Launches(print, Mock(), output, lambda *lines: sent.append(lines), (), None)
+    write = launches._writer(request_of(logs=logs, machine=Machine(4, nodes_here=nodes_here)))
+    write("stdout", "größe\n".encode())
+    write("stdout", b"")
+    assert sent == ([("stdout", "größe\n")] if is_sent else [])
+    assert output.write.call_count == 2
 
 
 def test_lines_for_a_stream_of_the_steps_own_code_go_to_the_task_until_it_is_behind(monkeypatch):

@@ -1,6 +1,5 @@
 """Whose each line of the tasks' logs is, and how the logs of many nodes become one."""
 
-from collections import Counter
 from datetime import datetime, timezone
 
 import pytest
@@ -14,8 +13,8 @@ from metaflow_extensions.torchrun.plugins.torchrun.show.stored_logs import Line,
 PLACES = Places([Placed(0.0, (0, 1), 2)])
 
 
-def lines_of(*sources, places=PLACES, lost=None):
-    return list(merged(sources, {each.node for each in sources}, places, lost or {}))
+def lines_of(*sources, places=PLACES, lost=()):
+    return list(merged(sources, places, lost))
 
 
 def texts(*sources, places=PLACES):
@@ -79,17 +78,20 @@ def second(at_s, text):
 
 def is_shown(places, at_s, text, nodes=(0, 1, 2)):
     """Return whether a line of the control task's log is shown, beside the logs of `nodes`."""
-    source = Source("4", 0, "stdout", [second(at_s, text)])
-    return bool(list(merged([source], nodes, places, {})))
+    others = [Source("5", node, "stdout", []) for node in nodes if node > 0]
+    return bool(lines_of(Source("4", 0, "stdout", [second(at_s, text)]), *others, places=places))
 
 
-def test_copies_that_a_lost_nodes_log_lacks_are_shown():
-    own = ["[rank 2] a", "[rank 2] a", "[torchrun node 1] b"]
-    copies = ["[rank 2] a", "[torchrun node 1] b", "[rank 2] a", "[rank 2] a", "[rank 2] c"]
-    control = Source("4", 0, "stdout", [(f"{at:02}", text) for at, text in enumerate(copies)])
-    lost = Source("5", 1, "stdout", [(f"{at:02}", text) for at, text in enumerate(own)])
-    found = lines_of(control, lost, lost={1: Counter(map(hash, own))})
-    assert sorted(line.text for line in found) == sorted([*own, "[rank 2] a", "[rank 2] c"])
+@pytest.mark.parametrize(
+    ("has_log", "is_lost", "shown"), [(True, False, "ab"), (True, True, "aabbc"), (False, False, "abc")]
+)
+def test_copies_are_shown_where_a_nodes_own_log_may_lack_lines(has_log, is_lost, shown):
+    """Rather twice than not at all."""
+    copies = [("02", "[rank 2] a"), ("03", "[torchrun node 1] b"), ("04", "[rank 3] c")]
+    control = Source("4", 0, "stdout", [("01", "[rank 0] x"), *copies])
+    own = [Source("5", 1, "stdout", copies[:2])] if has_log else []
+    found = lines_of(control, *own, Source("6", 2, "stdout", []), lost={1} if is_lost else ())
+    assert "".join(line.text[-1] for line in found) == f"x{shown}"
 
 
 def test_a_line_belongs_to_the_node_that_had_its_rank_at_that_time():

@@ -43,7 +43,6 @@ from metaflow_extensions.torchrun.plugins.torchrun.node.news import (
     NotBegun,
     Prepared,
     Seen,
-    Settled,
     WorkersEnded,
 )
 from metaflow_extensions.torchrun.plugins.torchrun.node.outcome import Outcome
@@ -59,8 +58,7 @@ TOLD = Report("stacks", 0, 0, {})
 class Node:
     """A launch on one node, whose processes, task and gang are this object, which checks what the launch wants done.
 
-    Processes that are to begin do so, unless this `fails`. If it `is_mute`, it does not say whether they do, nor that the
-    lines of other nodes have come.
+    Processes that are to begin do so, unless this `fails`. If it `is_mute`, it does not say whether they do.
     """
 
     def __init__(self, has_commands=False, is_mute=False, number=1):
@@ -128,9 +126,6 @@ class Node:
             case Do.GIVE_UP_STORING:
                 assert self.stores
                 self.stores = False
-            case Do.SETTLE:
-                assert self.verdict is not None
-                return None if self.is_mute else Settled()
             case Ready():
                 assert effect not in former, "once"
             case Report(kind="started" | "wrote"):
@@ -210,7 +205,7 @@ NEWS = [
     GivenUp(CAUSE),
     Crashed(OSError("a full disk")),
 ]
-ANSWERS = [Prepared("torchrun"), Begun(), NotBegun("a full disk"), WorkersEnded(Ended(0, True, 0)), Settled()]
+ANSWERS = [Prepared("torchrun"), Begun(), NotBegun("a full disk"), WorkersEnded(Ended(0, True, 0))]
 
 
 def node_in(phase):
@@ -242,9 +237,6 @@ def test_all_news_and_all_phases_are_tried_here():
 )
 def test_every_news_in_every_phase_does_what_the_table_says_or_nothing(phase, what):
     node = node_in(phase)
-    if isinstance(what, Settled) and phase is not Phase.OVER:
-        node.is_mute = True
-        node.take(Verdict(0, ERROR))
     kept = vars(node.course).keys() - {"_now", "_out"}
     before = {name: vars(node.course)[name] for name in kept}, len(node.done)
     node.take(what)
@@ -262,7 +254,7 @@ FOLLOWS = [
     (P.PREPARING, FAILS, "Command worker_failed Failed"),
     (P.PREPARING, NotBegun("a full disk"), "worker_failed Failed"),
     (P.PREPARING, OVER, "CLOSE_NOW COMPLETE"),
-    (P.PREPARING, Verdict(0, ERROR), "stopping SETTLE CLOSE PREPARE_WARM return"),
+    (P.PREPARING, Verdict(0, ERROR), "stopping CLOSE PREPARE_WARM return"),
     (P.PREPARING, MustEnd("its machine goes"), "Failed CLOSE Ended raise"),
     (P.COMPLETING, Completed(Plan(SPEC, "127.0.0.1", Machine(1))), "Ready"),
     (P.READY, GO, "Go command START"),
@@ -282,7 +274,7 @@ FOLLOWS = [
     (P.RUNNING, Broken(ERROR), "CLOSE PREPARE_WARM Ended raise"),
     (P.RUNNING, GivenUp(None), "CLOSE Ended raise"),
     (P.RUNNING, GivenUp(CAUSE), "Failed CLOSE Ended raise"),
-    (P.RUNNING, Verdict(0, ERROR), "SETTLE CLOSE PREPARE_WARM return"),
+    (P.RUNNING, Verdict(0, ERROR), "CLOSE PREPARE_WARM return"),
     (P.STOPPING, Ask(0, 0, "stacks", {}), "Ask"),
     (P.STOPPING, WRITES, "Started PREPARE_WARM Stacks"),
     (P.STOPPING, FAILS, "Command"),
@@ -290,12 +282,12 @@ FOLLOWS = [
     (P.ENDED, Go(0, 1, 1, "gang", 1, 1), "Go command START"),
     (P.ENDED, RESTART, "restart"),
     (P.ENDED, STORE, "Store"),
-    (P.ENDED, Verdict(0), "SETTLE PREPARE_WARM return"),
+    (P.ENDED, Verdict(0), "PREPARE_WARM return"),
     (P.STORING, STOP, "GIVE_UP_STORING"),
     (P.STORING, STORE, "Store"),
     (P.STORING, MustEnd("its machine goes"), "Failed GIVE_UP_STORING Ended raise"),
-    (P.STORING, Verdict(0), "SETTLE PREPARE_WARM return"),
-    (P.STORING, Verdict(0, ERROR), "SETTLE GIVE_UP_STORING PREPARE_WARM return"),
+    (P.STORING, Verdict(0), "PREPARE_WARM return"),
+    (P.STORING, Verdict(0, ERROR), "GIVE_UP_STORING PREPARE_WARM return"),
 ]
 
 
@@ -322,7 +314,6 @@ def test_the_line_of_a_restart_has_one_line_of_the_exception_and_the_end_counts_
     node.is_mute = True
     node.take(replace(RESTART, cause=cause))
     node.take(Verdict(0, ERROR))
-    node.take(Settled())
     said = {each.kind: each.text for each in node.all_of(Event)}
     assert said["restart"].startswith("restart 1 of 2: all workers start again in 1 s, because rank 1 ")
     assert said["restart"].endswith(" failed with RuntimeError: CUDA error")

@@ -1,282 +1,289 @@
-"""Lines of other nodes: they wait bounded, are sent at a bounded rate, and are written in order; nobody is held up."""
+"""Lines of other nodes in the control node's log: whole and in order, or counted where they are missing; nobody waits."""
 
+import asyncio
+import os
+import re
+import sys
+import threading
 import time
-from types import SimpleNamespace
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
+from limits import limit_s
 from loops import InLoop, Loop
 from unit_helpers import eventually
 
-from metaflow_extensions.torchrun.plugins.torchrun.channel import relay as module
-from metaflow_extensions.torchrun.plugins.torchrun.channel.backlog import Backlog, Limits, LineSender
-from metaflow_extensions.torchrun.plugins.torchrun.channel.frames import MAX_FRAME_BYTES, encode
-from metaflow_extensions.torchrun.plugins.torchrun.channel.relay import Relay
-from metaflow_extensions.torchrun.plugins.torchrun.gang.messages import Lines
+from metaflow_extensions.torchrun.plugins.torchrun.channel.codec import LENGTH, load
+from metaflow_extensions.torchrun.plugins.torchrun.channel.connection import new_token
+from metaflow_extensions.torchrun.plugins.torchrun.channel.frames import decode, encode
+from metaflow_extensions.torchrun.plugins.torchrun.gang.limits import LATE_S
+from metaflow_extensions.torchrun.plugins.torchrun.gang.messages import Ended, Join, Lines
+from metaflow_extensions.torchrun.plugins.torchrun.logs import console
+from metaflow_extensions.torchrun.plugins.torchrun.supervisor import relay
+from metaflow_extensions.torchrun.plugins.torchrun.supervisor.relay import LineSender, Relay
+from metaflow_extensions.torchrun.plugins.torchrun.supervisor.sides import ControlSide, MemberSide
 
-# --- where they wait ------------------------------------------------------------------------------
-
-TEXTS = st.lists(
-    st.tuples(st.sampled_from(["stdout", "stderr"]), st.integers(1, 2000), st.integers(0, 30)), max_size=30
+HOST = "127.0.0.1"
+LINE = re.compile(r"\[rank (\d)\] (\d+) x*")
+GAP = re.compile(
+    r"\[torchrun node (\d)\] (\d+) lines? (?:is|are) left out here, .*`python flow.py torchrun logs` has them"
 )
 
 
-def taken(backlog):
-    return list(iter(backlog.pop, None))
-
-
-@given(TEXTS)
-def test_every_line_is_there_in_order_or_is_counted_where_it_is_missing(texts):
-    backlog, number = Backlog(20_000), 0
-    for stream, count, width in texts:
-        backlog.add(stream, "".join(f"{number + each} {'x' * width}\n" for each in range(count)))
-        number += count
-    expected = 0
-    for lines in taken(backlog):
-        expected += lines.left_out
-        numbers = [[int(line.split()[0]) for line in text.splitlines()] for text in (lines.stdout, lines.stderr)]
-        assert numbers == [sorted(each) for each in numbers]
-        begin, expected = expected, expected + sum(map(len, numbers))
-        assert sorted(numbers[0] + numbers[1]) == list(range(begin, expected))
-    assert expected == number
-
-
-def test_no_stdout_comes_within_a_block_on_stderr_that_takes_two_messages():
-    """Of a message, stdout is written first."""
-    backlog, block = Backlog(10**6), [f"  File {number} {'x' * 80}" for number in range(500)]
-    backlog.add("stdout", "before\n")
-    backlog.add("stderr", "\n".join(block) + "\n")
-    backlog.add("stdout", "after\n")
-    written = "".join(lines.stdout + lines.stderr for lines in taken(backlog))
-    assert written.splitlines() == ["before", *block, "after"]
-
-
-def test_of_a_long_line_the_begin_is_kept():
-    backlog = Backlog(10**6)
-    backlog.add("stdout", "short\n" + "x" * 300_000 + "\nafter\n")
-    text = "".join(lines.stdout for lines in taken(backlog))
-    assert text == f"short\n{'x' * 8192}… [{300_001 - 8192} characters are left out here]\nafter\n"
-
-
-def test_a_message_is_far_below_the_limit_of_a_frame_whatever_stands_in_it():
-    backlog = Backlog(10**7)
-    for character in ("\x00", "🙂", "\ud83d", "x"):
-        backlog.add("stdout", (character * 60 + "\n") * 5000)
-    sizes = [len(encode(lines)) for lines in taken(backlog)]
-    assert max(sizes) < MAX_FRAME_BYTES / 4
-    assert len(sizes) < 60
-
-
-def test_the_limits_hold_for_gangs_of_any_size():
-    for nodes in (2, 8, 64, 256, 4000):
-        limits = Limits.for_gang(nodes)
-        assert nodes / limits.pause_s <= 400  # messages a second at the control node
-        assert nodes * limits.chars_per_s <= 4 * 1024**2
-        assert nodes * limits.waiting_chars <= 128 * 1024**2
-        assert limits.chars_per_s * limits.pause_s < limits.waiting_chars  # else lines that may go are left out
-    assert Limits.for_gang(2).pause_s == 0.5
-    assert 8 / Limits.for_gang(8).pause_s <= 4  # a small gang's messages wake its control node seldom
-
-
-# --- how they are sent ----------------------------------------------------------------------------
-
-LIMITS = Limits.for_gang(8)
-LINE = "x" * 99 + "\n"
-
-
-class FakeChannel:
-    """A channel whose loop does what is due when the test lets time go by."""
+class Channel:
+    """A connection in which a message gets where it goes; `has_room` is for the test to say."""
 
     def __init__(self):
-        self.now, self.sent, self.has_room, self.due = 0.0, [], True, []
-        loop = SimpleNamespace(
-            time=lambda: self.now, call_later=lambda seconds, call: self.due.append((self.now + seconds, call))
-        )
-        self.sender = LineSender(loop, 8, self.sent.append, lambda: self.has_room)
+        self.has_room, self.sent = True, []
 
-    def pass_time(self, seconds):
-        until = self.now + seconds
-        while self.due and self.due[0][0] <= until:
-            self.now, call = self.due.pop(0)
-            call()
-        self.now = until
+    def send(self, message):
+        self.sent.append(decode(load(encode(message)[LENGTH.size :])))
+
+
+# --- a member's end -------------------------------------------------------------------------------
+
+TEXTS = st.tuples(
+    st.sampled_from(["stdout", "stderr"]),
+    st.integers(1, 1500),
+    st.integers(0, 90),
+    st.sampled_from("x\x00🙂\u2028\x0c"),
+)
+
+
+@settings(deadline=None)
+@given(st.lists(TEXTS | st.none(), max_size=20))
+def test_every_line_is_sent_whole_and_in_order_or_is_counted_where_it_is_missing(texts):
+    channel, written = Channel(), []
+
+    async def send():
+        sender = LineSender(channel, 2)
+        for each in texts:
+            if each is None:
+                sender.send_all()
+                continue
+            stream, count, width, character = each
+            lines = [f"{len(written) + number} {character * width}\n" for number in range(count)]
+            written.extend((stream, line) for line in lines)
+            sender.add(stream, "".join(lines))
+        sender.send_all()
+
+    asyncio.run(send())
+    at = 0
+    for lines in channel.sent:
+        at += lines.left_out
+        sent = [(stream, f"{line}\n") for stream, text in lines.texts for line in text[:-1].split("\n")]
+        assert sent == written[at : at + len(sent)]
+        at += len(sent)
+    assert at == len(written)
+
+
+def test_a_line_that_is_too_long_is_left_out_alone():
+    channel = Channel()
+
+    async def send():
+        sender = LineSender(channel, 2)
+        for text in ("short\n", "x" * 200_000 + "\n", "\x00" * 100_000 + "\n", "after\n"):
+            sender.add("stdout", text)
+        sender.send_all()
+        sender.add("stdout", "x" * 200_000 + "\n")
+        sender.send_all()
+
+    asyncio.run(send())
+    assert channel.sent == [Lines((("stdout", "\x00" * 100_000 + "\nafter\n"),), 2), Lines((), 1)]
+
+
+def test_lines_wait_while_the_network_takes_nothing_and_then_go_together(monkeypatch):
+    monkeypatch.setattr(relay, "_PAUSE_S", 0.01)
+    channel = Channel()
+
+    async def send():
+        sender, channel.has_room = LineSender(channel, 2), False
+        for number in range(20):
+            sender.add("stderr", f"{number}\n")
+            await asyncio.sleep(0.01)
+        assert channel.sent == []
+        channel.has_room = True  # and nothing more comes
+        while not channel.sent:
+            await asyncio.sleep(0.01)
+
+    asyncio.run(asyncio.wait_for(send(), limit_s(30)))
+    assert channel.sent == [Lines((("stderr", "".join(f"{number}\n" for number in range(20))),))]
+
+
+def test_a_large_gang_does_not_flood_its_control_node():
+    pauses = {nodes: LineSender(Channel(), nodes).pause_s for nodes in (2, 16, 200, 1000, 4000)}
+    assert pauses[16] <= 0.5
+    assert all(nodes / pause <= 400 for nodes, pause in pauses.items())  # messages a second
+    assert max(pauses.values()) <= LATE_S, "else `torchrun logs` takes a line for that of the next node with its rank"
+
+
+# --- both ends, over sockets ----------------------------------------------------------------------
+
+
+class Log:
+    """The control node's stdout: a pipe that is read from `read` on."""
+
+    def __init__(self, monkeypatch):
+        self._reading, writing = os.pipe()
+        self._stdout, self._monkeypatch = os.fdopen(writing, "w"), monkeypatch
+        self._text, self._reader = bytearray(), threading.Thread(target=self._read)
+
+    def begin(self):
+        """To be called in the test, for pytest puts its own stdout before it."""
+        self._monkeypatch.setattr(sys, "stdout", self._stdout)
+
+    def read(self):
+        if self._reader.ident is None:
+            self._reader.start()
+
+    def _read(self):
+        while data := os.read(self._reading, 1_000_000):
+            self._text += data
+
+    def lines(self):
+        """Return what was read as whole lines, when all is written."""
+        self.read()
+        assert console.settle(limit_s(30))
+        eventually(lambda: not console.has_unread())
+        assert self.text[-1:] == "\n"
+        return self.text[:-1].split("\n")
 
     @property
-    def chars(self):
-        return sum(len(lines.stdout) for lines in self.sent)
+    def text(self):
+        return self._text.decode()
+
+    def close(self):
+        self.read()
+        assert console.settle(limit_s(30))
+        self._stdout.close()
+        self._reader.join()
+        os.close(self._reading)
 
 
 @pytest.fixture
-def channel():
-    return FakeChannel()
+def log(monkeypatch):
+    """The log, in the place of this process's stdout."""
+    log = Log(monkeypatch)
+    yield log
+    log.close()
 
 
-def test_a_line_after_a_silence_goes_at_once_and_the_next_ones_together(channel):
-    for text in ("first\n", "third\n"):
-        channel.sender.add("stdout", text)
-        channel.pass_time(0.1)
-        assert channel.sent[-1] == Lines(text)
-        for _ in range(50):
-            channel.sender.add("stdout", LINE)
-        channel.pass_time(LIMITS.pause_s - 0.2)
-        assert channel.sent[-1] == Lines(text)
-        channel.pass_time(0.2)
-        assert channel.sent[-1] == Lines(LINE * 50)
-        channel.pass_time(LIMITS.pause_s)
-        assert not channel.due
-    channel.sender.add("stdout", "")
-    assert not channel.due
+class Gang:
+    """A control node and its members, each in a loop of its own, as in the supervisors."""
 
+    def __init__(self, members=1, heartbeat_s=20.0):
+        self.lost, token = [], new_token()
+        rules = {"started_timeout_s": 60.0, "grace_s": 1.0}
+        ignore = lambda *told: None  # noqa: E731
+        count = members + 1
+        self.control = InLoop(Loop(), lambda: ControlSide(ignore, ignore, count, heartbeat_s, token, rules))
+        port = self.control.listen(None, HOST)
+        self.control.send(Join(0, "host-0"))
+        self.members = [
+            InLoop(Loop(), lambda node=node: MemberSide(self._hear, ignore, node, count, heartbeat_s, {}, ""))
+            for node in range(1, count)
+        ]
+        for member in self.members:
+            member.connect([HOST], port, token, 10.0)
 
-def test_a_flood_is_sent_at_a_bounded_rate(channel):
-    for _ in range(600):  # a minute
-        channel.sender.add("stdout", LINE * 10_000)
-        channel.pass_time(0.1)
-    bound = LIMITS.waiting_chars + 60 * LIMITS.chars_per_s
-    assert 0.8 * bound < channel.chars < 1.1 * bound
-    channel.sender.send_rest()
-    assert channel.chars < 1.1 * bound + LIMITS.waiting_chars
-    missing = sum(lines.left_out for lines in channel.sent)
-    assert missing + channel.chars // len(LINE) == 600 * 10_000
+    def _hear(self, what, *rest):
+        self.lost += [rest] if what == "lost" else []
 
+    def is_whole(self):
+        """Return whether nobody has lost anybody."""
+        return not self.lost and set(self.control.states()["states"]) == {"HERE"}
 
-def test_nothing_is_sent_while_the_network_has_not_taken_what_was_sent_before(channel):
-    channel.has_room = False
-    for _ in range(100):
-        channel.sender.add("stdout", LINE * 100)
-        channel.pass_time(0.5)
-    channel.pass_time(10 * LIMITS.pause_s)  # and nothing more comes
-    assert channel.sent == []
-    channel.has_room = True
-    channel.pass_time(LIMITS.pause_s)
-    assert channel.sent[0].left_out + channel.chars // len(LINE) == 100 * 100
-
-
-# --- how they are written -------------------------------------------------------------------------
-
-
-class Screen:
-    """What the relay writes; while it is paused it takes one text over and says that nobody reads it."""
-
-    def __init__(self):
-        self.texts, self._is_paused, self._calls = {"stdout": [], "stderr": []}, False, []
-
-    def write_output(self, stream, lines):
-        self.texts[stream].append(lines.decode())
-
-    def when_written(self, call):
-        self._calls.append(call)
-        self._call()
-
-    def pause(self):
-        self._is_paused = True
-
-    def go_on(self):
-        self._is_paused = False
-        self._call()
-
-    def _call(self):
-        while self._calls and not self._is_paused:
-            self._calls.pop()()
-
-    def lines(self, stream="stdout"):
-        return "".join(self.texts[stream]).splitlines()
+    def close(self):
+        for side in (*self.members, self.control):
+            side.close(0.0)
+        assert console.settle(limit_s(30))  # else what is written calls into a loop that has ended
+        for side in (*self.members, self.control):
+            side.in_loop.stop()
 
 
 @pytest.fixture
-def screen():
-    return Screen()
+def start(log):
+    gangs = []
+
+    def start(**given):
+        log.begin()
+        gangs.append(Gang(**given))
+        return gangs[-1]
+
+    yield start
+    log.read()
+    for gang in gangs:
+        gang.close()
 
 
-@pytest.fixture
-def loop():
-    loop = Loop()
-    yield loop
-    loop.stop()
+def test_a_flood_that_nobody_reads_holds_up_no_worker_and_no_heartbeat(start, log, monkeypatch):
+    """A million lines: much more arrives than the control node keeps."""
+    monkeypatch.setattr(relay, "_PAUSE_S", 0.005)
+    silence_s = limit_s(0.5)
+    gang = start(heartbeat_s=silence_s)
+    (member,) = gang.members
+    count, slowest_s, begun = 1_000_000, 0.0, time.monotonic()
+    for begin in range(0, count, 500):
+        text = "".join([f"[rank 1] {number} {'x' * 80}\n" for number in range(begin, begin + 500)])
+        asked = time.monotonic()
+        member.lines("stdout", text)
+        slowest_s = max(slowest_s, time.monotonic() - asked)
+    assert slowest_s < limit_s(1.0)
+    time.sleep(max(0.0, begun + 2 * silence_s - time.monotonic()))  # so that silence is noticed
+    assert gang.is_whole()
+    log.lines()  # all that was kept
+    member.lines("stdout", f"[rank 1] {count} x\n")
+    member.send(Ended(0, True))
+    eventually(lambda: f"] {count} x\n" in log.text, "the last line")
+    expected = missing = 0
+    for line in log.lines():
+        if gap := GAP.match(line):
+            missing += int(gap[2])
+            expected += int(gap[2])
+            assert gap[1] == "1"
+        else:
+            assert LINE.fullmatch(line), "torn"
+            assert int(LINE.match(line)[2]) == expected
+            expected += 1
+    assert expected == count + 1
+    assert missing > count / 2
+    assert len(log.text) < 6 * 1024**2, "so much was kept, at most"
+    assert gang.is_whole()
 
 
-@pytest.fixture
-def relay(loop, screen):
-    relay = InLoop(loop, Relay)
-    relay.start(screen)
-    yield relay
-    screen.go_on()
-    relay.close()
+def test_the_last_lines_of_a_node_stand_before_what_its_end_has_written(start, log, monkeypatch):
+    monkeypatch.setattr(relay, "_PAUSE_S", 600.0)
+    gang = start(members=3)
+
+    def handle(node, message):
+        console.write_output("stdout", f"{type(message).__name__} of {node}\n".encode())
+        return []
+
+    monkeypatch.setattr(gang.control.itself._gang, "handle", handle)
+    for node, member in enumerate(gang.members, 1):
+        for text in ("before", "ValueError: größe 🙂 \ud83d"):
+            member.lines("stderr" if node == 2 else "stdout", f"[rank {node}] {text}\n")
+        member.send(Ended(0, False))
+    monkeypatch.setattr(sys, "stderr", sys.stdout)
+    eventually(lambda: sum(line.startswith("Ended of") for line in log.lines()) == 3)
+    for node in (1, 2, 3):
+        its = [line for line in log.lines() if f"rank {node}" in line or line.endswith(f"of {node}")]
+        assert its == [f"[rank {node}] before", f"[rank {node}] ValueError: größe 🙂 \\ud83d", f"Ended of {node}"]
 
 
-def test_a_reader_that_pauses_holds_up_nobody_and_hears_what_is_missing(relay, screen):
-    screen.pause()
-    relay.add(1, Lines("first\n"))
-    eventually(lambda: screen.lines() == ["first"])
-    begun = time.monotonic()
-    for number in range(300):
-        relay.add(1, Lines("".join(f"{number} {line:05d} {'x' * 90}\n" for line in range(300))))
-    relay.settle(0.1)
-    assert time.monotonic() - begun < 2.0  # 9 MB
-    assert screen.lines() == ["first"]
-    screen.go_on()
-    relay.settle()
-    relay.add(1, Lines("after\n"))
-    relay.add(2, Lines("other\n"))
-    relay.settle()
-    first, *lines, gap, after, other = screen.lines()
-    assert (first, after, other) == ("first", "after", "other")
-    assert int(gap.split("] ")[1].split()[0]) + len(lines) == 300 * 300
-    assert lines[-1].split()[1] == "00299"
-
-
-def test_what_found_no_place_until_the_end_is_told_at_the_end(relay, screen, monkeypatch):
-    monkeypatch.setattr(module, "_WAITING", 1)
-    screen.pause()
-    relay.add(1, Lines("first\n"))
-    eventually(lambda: screen.lines() == ["first"])
-    for _ in range(3):
-        relay.add(1, Lines("more\n", "and more\n"))
-    begun = time.monotonic()
-    relay.close()
-    assert time.monotonic() - begun < 1.0  # it comes even if nobody reads
-    assert [line[:40] for line in screen.lines()] == ["first", "more", "[torchrun node 1] 4 lines are left out h"]
-
-
-def test_lines_go_at_once_after_a_silence_and_then_those_of_a_moment_together(relay, screen, monkeypatch):
-    monkeypatch.setattr(module, "_COLLECT_S", 60.0)
-    relay.add(1, Lines("first\n"))
-    eventually(lambda: screen.lines() == ["first"])
-    for node in (2, 3, 4):
-        relay.add(node, Lines(f"of {node}\n"))
-    time.sleep(0.1)
-    assert screen.lines() == ["first"]
-    begun = time.monotonic()
-    relay.settle()  # a launch's end waits for no moment
-    assert time.monotonic() - begun < 1.0
-    assert screen.texts["stdout"] == ["first\n", "of 2\nof 3\nof 4\n"]
-    relay.add(1, Lines("".join(f"{number} {'x' * 90}\n" for number in range(3000))))  # some messages' worth
-    begun = time.monotonic()
-    relay.close()  # all that has come is written before
-    assert len(screen.lines()) == 3004
-    assert time.monotonic() - begun < 1.0
-
-
-TRACE = "Traceback (most recent call last):\n  File '*.py', in größe\n\nValueError: 🙂"
-
-
-def labelled(text, rank=2):
-    return "".join(f"[rank {rank}] {line}\n" for line in text.split("\n"))
-
-
-def test_it_knows_whether_what_a_rank_wrote_of_its_failure_stands_in_this_log(relay):
-    assert not relay.has_written(1, TRACE)
-    relay.add(1, Lines(stderr=labelled("a warning\n" + TRACE[:40])))
-    relay.add(1, Lines("[rank 2] printed\n", labelled(TRACE[40:] + "\n[W1 teardown]")))
-    relay.settle()
-    assert not relay.has_written(1, TRACE)  # a line of it has come in two pieces
-    relay.add(1, Lines(stderr=labelled(TRACE)))
-    relay.settle()
-    assert relay.has_written(1, TRACE)
-    assert not relay.has_written(1, TRACE.replace("ValueError", "KeyError"))
-    assert not relay.has_written(2, TRACE)
-    for _ in range(100):
-        relay.add(1, Lines(stderr=labelled("x" * 500)))
-    relay.settle()
-    assert not relay.has_written(1, TRACE)  # it may be long ago, and of another launch
+def test_what_finds_no_place_until_the_end_is_told_at_the_end(log, monkeypatch):
+    monkeypatch.setattr(relay, "_MOST_BYTES", 150_000)
+    log.begin()
+    others = InLoop(Loop(), Relay)
+    text = f"[rank 1] {'x' * 90}\n"
+    others.add(1, Lines((("stdout", text * 2000),)))  # more than a pipe holds, and nobody reads
+    for node in (1, 2):
+        others.add(node, Lines((("stdout", text), ("stderr", text)), 5))
+    others.say_all_left_out()
+    lines = log.lines()
+    assert [GAP.match(line).groups() for line in lines[2000:]] == [("1", "7"), ("2", "7")]
+    others.say_all_left_out()
+    others.add(1, Lines((("stdout", "after\n"),)))
+    assert log.lines() == [*lines, "after"], "they are told once"
+    others.in_loop.stop()

@@ -82,7 +82,6 @@ PEER_GONE = Cause("exception", 1, "b", 3, 1, 1, "RuntimeError: [gloo/pair.cc:5] 
         pytest.param(RAISED, {"node": 1, "live": False}, True, id="written unseen"),
         pytest.param(PEER_GONE, {"node": 1}, True, id="was shown in one line"),
         pytest.param(RAISED, {"node": 0, "shared": False, "live": False}, True, id="another node's log"),
-        pytest.param(RAISED, {"node": 0, "shared": False}, False, id="another node's log with copies of its lines"),
         pytest.param(RAISED, {"node": 1, "shared": False}, False, id="its own log"),
     ],
 )

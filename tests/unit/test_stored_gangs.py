@@ -315,8 +315,8 @@ def test_who_has_printed_nothing_is_named_when_that_is_sure(stored, obj, root, m
     assert show_logs(obj, capsys, follow=when == "followed to its end", **options) == ([], said)
 
 
-@pytest.mark.parametrize(("is_lost", "shown"), [(True, "abbc"), (False, "ab")])
-def test_copies_of_a_lost_nodes_lines_are_shown_where_its_own_log_lacks_them(stored, root, monkeypatch, is_lost, shown):
+@pytest.mark.parametrize(("is_lost", "shown"), [(True, "aabbbc"), (False, "ab")])
+def test_a_lost_nodes_lines_are_shown_from_both_logs(stored, root, monkeypatch, is_lost, shown):
     begin(root, "train", "4", "4-worker-0")
     copies = logged(*((at, f"[rank 1] {text}") for at, text in enumerate("abbc", 1)))
     write(root, "train/4/0.task_stdout.log", copies)

@@ -12,9 +12,8 @@ import socket
 import traceback
 from collections.abc import Callable, Sequence
 
-from ..gang.messages import Answer, Beat, Ended, Join, Leave, Message
+from ..gang.messages import Answer, Beat, Join, Message
 from ..gang.policy import ConnectPolicy
-from .backlog import LineSender
 from .connection import Connection, Reading, close_all, handshake_as_member, next_message
 from .frames import encode
 
@@ -29,7 +28,6 @@ class MemberChannel:
         on_loss: Callable[[str], None],
         heartbeat_timeout_s: float,
         policy: ConnectPolicy | None = None,
-        num_nodes: int = 2,
         place: str = "",  # see `Join`
     ) -> None:
         # How long a refused task delays its end, unless the connection ends before.
@@ -44,25 +42,21 @@ class MemberChannel:
         self._is_over = False
         self._loop = asyncio.get_running_loop()
         self._answer: asyncio.Future[None] = self._loop.create_future()  # to *join*
-        self._lines = LineSender(self._loop, num_nodes, self._write, self._has_room)
 
     # --- what the supervisor asks -----------------------------------------------------------------
 
     def send(self, message: Message) -> None:
         """Send a message to the control node."""
         try:
-            is_urgent = isinstance(message, Leave) and message.how == "killed"  # nothing may hold it up
-            if isinstance(message, Ended | Leave) and not is_urgent:
-                self._lines.send_rest()  # so that they stand in the log before what comes next
-            self._write(message)
-            if is_urgent:
-                self._lines.send_rest()
+            if self._connection is not None:
+                self._connection.write(encode(message))
         except ValueError as error:  # it is too long, however much it is shortened
             self.fail(error)
 
-    def send_lines(self, stream: str, text: str) -> None:
-        """Send lines of this node's workers, as far as that holds up nothing else; returns at once."""
-        self._lines.add(stream, text)
+    @property
+    def has_room(self) -> bool:
+        """Whether the network has taken all that was sent."""
+        return self._connection is not None and not self._connection.unsent_bytes
 
     async def close(self) -> None:
         """Close the connection."""
@@ -208,13 +202,6 @@ class MemberChannel:
         if not self._is_over:
             self._is_over = True
             self._on_loss(reason)
-
-    def _has_room(self) -> bool:
-        return self._connection is not None and not self._connection.unsent_bytes
-
-    def _write(self, message: Message) -> None:
-        if self._connection is not None:
-            self._connection.write(encode(message))
 
 
 def _summary(errors: Sequence[OSError]) -> OSError:

@@ -108,8 +108,7 @@ class Lines:
     Nobody waits for it: what is too much is left out.
     """
 
-    stdout: str = ""  # whole lines with their labels
-    stderr: str = ""
+    texts: tuple[tuple[str, str], ...]  # streams and whole lines with their labels, in the order of writing
     left_out: int = 0  # so many lines before these are not sent
 
 
@@ -298,9 +297,6 @@ class Link(Protocol):
 
     def send(self, message: Message) -> None:
         """Send a message to the control node; returns at once."""
-
-    async def settle_lines(self) -> None:
-        """Wait until this node's log has all lines of other nodes that have arrived, a bounded time."""
 
 
 # --- to the wire and back -------------------------------------------------------------------------

@@ -18,8 +18,7 @@ from contextlib import contextmanager, suppress
 
 _LOOK_S = 0.001  # the longest pause between two looks at a reader
 _FIRST_LOOK_S = 0.00005  # at a reader, who may be fast; each pause is twice as long as the one before
-_FLOCK = "hhqqi4x"  # struct flock: kind, from where, begin, length, pid
-_TO_THE_END = 0  # the length of all that follows
+_OTHERS_S = 0.001  # in which another node can take its turn
 
 
 class SharedPipes:
@@ -27,8 +26,8 @@ class SharedPipes:
 
     A write of more than ``PIPE_BUF`` bytes is not atomic, so without a lock lines of two nodes could mix.
     The turn is the locks of all pipes that this process has: another one may have one of them alone. A lock alone is not
-    fair, since who releases it takes it again before the kernel has woken another. So nodes wait in a queue before them:
-    see `_queue`. All waits are in the kernel.
+    fair, since who releases it takes it again before the kernel has woken another. So who has had its turn
+    pauses for a moment.
     """
 
     def __init__(self) -> None:
@@ -40,13 +39,13 @@ class SharedPipes:
         """Wait until no other node writes to these descriptors, as long as it takes, and keep others waiting meanwhile."""
         try:
             locks = self._open(fds)
-            for first in locks[:1]:
-                _queue(first)
             for lock in locks:
                 fcntl.flock(lock, fcntl.LOCK_EX)
             yield
         finally:
             self.release(unlock=True)
+        if locks:
+            time.sleep(_OTHERS_S)
 
     def _open(self, fds: Iterable[int]) -> list[int]:
         """Return descriptors to lock, in the same order on all nodes."""
@@ -77,33 +76,7 @@ class SharedPipes:
                 if _identity(fd) == pipe:  # else the number belongs to another file by now
                     if unlock:
                         fcntl.flock(fd, fcntl.LOCK_UN)
-                        with suppress(OSError):  # as in `_queue`
-                            _record(fd, fcntl.F_OFD_SETLK, fcntl.F_UNLCK, 0, _TO_THE_END)
                     os.close(fd)
-
-
-def _queue(fd: int) -> None:
-    """Wait until all processes that came earlier have had their turn; unlocking the whole file leaves the queue.
-
-    A place in the queue is a lock on one byte of the open file (fcntl_locking(2)): a process locks the byte behind the last
-    locked one, and waits for the lock before its own. The kernel frees the place of a process that ends; who waited for it
-    goes on too early then, and waits for the locks of the pipes. Byte 0 is locked while a process looks for its place.
-    """
-    with suppress(OSError):  # a system without such locks: turns are less fair there
-        _record(fd, fcntl.F_OFD_SETLKW, fcntl.F_WRLCK, 0)
-        place = 1
-        while (found := _record(fd, fcntl.F_OFD_GETLK, fcntl.F_WRLCK, place, _TO_THE_END))[0] != fcntl.F_UNLCK:
-            place = found[2] + 1
-        _record(fd, fcntl.F_OFD_SETLK, fcntl.F_WRLCK, place)
-        _record(fd, fcntl.F_OFD_SETLK, fcntl.F_UNLCK, 0)
-        if place > 1:
-            _record(fd, fcntl.F_OFD_SETLKW, fcntl.F_WRLCK, place - 1)
-            _record(fd, fcntl.F_OFD_SETLK, fcntl.F_UNLCK, place - 1)
-
-
-def _record(fd: int, command: int, kind: int, begin: int, length: int = 1) -> tuple[int, ...]:
-    """Lock, unlock or look at bytes of an open file, for its descriptor; return the fields of `struct flock`."""
-    return struct.unpack(_FLOCK, fcntl.fcntl(fd, command, struct.pack(_FLOCK, kind, os.SEEK_SET, begin, length, 0)))
 
 
 def is_pipe(fd: int) -> bool:

@@ -33,7 +33,7 @@ from ..gang.view import as_dicts
 from .agent_end import AGENT_NAME
 from .endings import Broken, GivenUp, MustEnd, TimedOut, preempted, timed_out
 from .headlines import alone_line, details_line, end_line, start_line
-from .news import Begun, Called, Completed, Crashed, Do, Effect, News, NotBegun, Prepared, Seen, Settled, WorkersEnded
+from .news import Begun, Called, Completed, Crashed, Do, Effect, News, NotBegun, Prepared, Seen, WorkersEnded
 from .outcome import Outcome
 from .phases import LIVING, NEXT, Phase
 from .plan import Plan
@@ -54,7 +54,6 @@ class NodeCourse:
         self._exit_codes: dict[int, int] = {}
         self._is_preempted = False
         self._failing_with: TorchrunError | None = None  # the error that *store* has announced for the verdict
-        self._verdict: Verdict | None = None
         self._now = 0.0
         self._out: list[Effect] = []
 
@@ -178,15 +177,9 @@ class NodeCourse:
             store.error.events = as_dicts(store.events)
 
     def _on_verdict(self, verdict: Verdict) -> None:
-        self._verdict = verdict
         cause, is_logged = cause_of(verdict.error), self.plan.shares_machine  # by another node in this terminal
         if self.phase is Phase.PREPARING and cause is not None and cause.node != self._node and not is_logged:
             self._say("stopping", f"{cause.who} {cause.what}; stopping before_run")
-        self._do(Do.SETTLE)  # first write the lines of the other nodes' workers
-
-    def _on_settled(self, _: Settled) -> None:
-        verdict = self._verdict
-        assert verdict is not None
         seconds = 0.0 if self._went_at is None else self._now - self._went_at
         if self._node == CONTROL and self._went_at is not None:
             self._say("ended", end_line(self._launch, self.plan.spec, seconds, self._go.restarts, verdict.error))
@@ -306,7 +299,7 @@ class NodeCourse:
     def _end(self, end: Outcome | BaseException, cause: Cause | None = None) -> None:
         """Stop everything here; report it to the gang, unless that has decided."""
         error = end.verdict.error if isinstance(end, Outcome) else end
-        if self._verdict is None and cause is not None:
+        if cause is not None:
             self._report(cause, given_up=True)
         if error is not None:
             self._give_up_upload()
@@ -316,7 +309,7 @@ class NodeCourse:
             self._enter(Phase.ENDED)
         if error is None or (isinstance(error, LaunchFailed) and not isinstance(error, TorchrunPreempted)):
             self._do(Do.PREPARE_WARM)  # the step may go on
-        if self._verdict is None:
+        if not isinstance(end, Outcome):
             # Without a generation: other nodes may be in one that this node has not got *go* for.
             self._do(Ended(self._launch, ok=False))
         self._enter(Phase.OVER)
@@ -357,7 +350,6 @@ HANDLERS: dict[type, dict[Phase, _Handler]] = {
     Restart: _in(_NOT_OVER, NodeCourse._on_restart),
     Store: _in(_NOT_OVER, NodeCourse._keep_error) | _in((Phase.ENDED, Phase.STORING), NodeCourse._on_store),
     Verdict: _in(_NOT_OVER, NodeCourse._on_verdict),
-    Settled: _in(_NOT_OVER, NodeCourse._on_settled),
     Broken: _in(_NOT_OVER, NodeCourse._on_broken),
     MustEnd: _in(_WITHOUT_WORKERS, NodeCourse._on_must_end) | _in(_WITH_WORKERS, NodeCourse._on_must_end_workers),
     TimedOut: _in(_WITHOUT_WORKERS, NodeCourse._on_timed_out) | _in(_WITH_WORKERS, NodeCourse._on_timed_out_workers),

@@ -71,11 +71,6 @@ class WorkersEnded:
 
 
 @dataclass(frozen=True)
-class Settled:
-    """The lines of other nodes are in the log."""
-
-
-@dataclass(frozen=True)
 class Crashed:
     """What is done here has raised an error, or the launch was cancelled."""
 
@@ -83,7 +78,7 @@ class Crashed:
 
 
 News: TypeAlias = (
-    Called | Completed | Prepared | Begun | NotBegun | Seen | WorkersEnded | Settled | Crashed
+    Called | Completed | Prepared | Begun | NotBegun | Seen | WorkersEnded | Crashed
     | Go | Ask | Stop | Restart | Store | Verdict | Broken | MustEnd | TimedOut | GivenUp
 )  # fmt: skip
 
@@ -100,7 +95,6 @@ class Do(enum.Enum):
     CLOSE_NOW = "do so without a grace; after FINISH, only their files are left"
     GIVE_UP_STORING = "have the task store no more"
     PREPARE_WARM = "prepare a spare for the next agent"
-    SETTLE = "wait for the lines of other nodes, a bounded time; answered by `Settled`"
 
 
 Effect: TypeAlias = Do | Event | Message | Outcome | BaseException

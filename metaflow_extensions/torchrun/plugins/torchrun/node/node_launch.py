@@ -22,7 +22,7 @@ from .commands import Commands
 from .course import NodeCourse
 from .endings import MustEnd, TimedOut
 from .generation import Generation
-from .news import Begun, Called, Crashed, Do, Effect, News, NotBegun, Prepared, Settled
+from .news import Begun, Called, Crashed, Do, Effect, News, NotBegun, Prepared
 from .outcome import Outcome
 from .plan import Plan
 from .seat import Seat
@@ -127,9 +127,6 @@ class NodeLaunch:
                 self._store(None)
             case Do.PREPARE_WARM:
                 self._course.plan.prepare_warm()
-            case Do.SETTLE:
-                await self._seat.link.settle_lines()
-                return Settled()
             case message:
                 self._seat.link.send(message)
         return None

@@ -11,8 +11,7 @@ import math
 import re
 import time
 from bisect import bisect_right
-from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
@@ -91,23 +90,24 @@ class Source:
     lines: Iterable[tuple[str, str]]  # time and text, in the order of writing
 
 
-def merged(
-    sources: Iterable[Source], nodes: Collection[int], places: Places, lost: Mapping[int, Counter[int]]
-) -> Iterator[Line]:
+def merged(sources: Sequence[Source], places: Places, lost: Collection[int] = ()) -> Iterator[Line]:
     """Return all lines by time; those of one source stay in order, even if its clock was set back.
 
     On a local run the control task's log has the lines of all nodes. On a remote run with ``logs="all"`` it has copies of
-    other nodes' lines. They are omitted where the log of the node itself, one of `nodes`, has them: that of a node that was
-    lost may not. `lost` has how often each line stands in the log of such a node, by the hash of the line; copies are
-    taken off.
+    other nodes' lines. They are omitted where the node's own log has them. That of a `lost` node may lack some: its lines
+    are shown from both logs.
     """
-    return heapq.merge(*(_lines(source, nodes, places, lost) for source in sources), key=lambda line: line.time)
-
-
-def _lines(source: Source, nodes: Collection[int], places: Places, lost: Mapping[int, Counter[int]]) -> Iterator[Line]:
-    latest = ""
+    nodes = {source.node for source in sources}
     # Without other logs, lines of the control task's that have no label may be of any node.
-    own = None if source.node == CONTROL and len(nodes) == 1 else source.node
+    unlabelled = None if nodes == {CONTROL} else CONTROL
+    complete = nodes - {CONTROL, *lost}
+    return heapq.merge(
+        *(_lines(each, complete, places, each.node or unlabelled) for each in sources), key=lambda line: line.time
+    )
+
+
+def _lines(source: Source, complete: Collection[int], places: Places, own: int | None) -> Iterator[Line]:
+    latest = ""
     for stamp, text in source.lines:
         latest = max(latest, stamp)
         label = _LABEL.match(text)
@@ -118,18 +118,8 @@ def _lines(source: Source, nodes: Collection[int], places: Places, lost: Mapping
         node = int(label[2] or label[3] or CONTROL) if rank is None else places.node_at(rank, latest)
         its = {node} if rank is None else places.nodes_at(rank, latest)
         node = own if node is None else node
-        if not (all(each and each in nodes for each in its) and _has(lost, its, text)):
+        if not its.issubset(complete):
             yield Line(latest, source.task, source.stream, node, rank, text)
-
-
-def _has(lost: Mapping[int, Counter[int]], nodes: Collection[int | None], text: str) -> bool:
-    """Return whether the log of one of `nodes` has this line, and take it off."""
-    incomplete = [lost[node] for node in nodes if node is not None and node in lost]
-    for lines in incomplete:
-        if lines[hash(text)] > 0:
-            lines[hash(text)] -= 1
-            return True
-    return not incomplete
 
 
 class StoredLogs:
@@ -138,7 +128,6 @@ class StoredLogs:
     def __init__(self, stored: StoredGangs, gang: StoredGang, attempt: int) -> None:
         self._stored, self._gang, self._attempt = stored, gang, attempt
         self._read: dict[str, int] = {}  # file -> number of bytes that have been read
-        self._lost: dict[int, Counter[int]] = {}  # as `merged` has it
 
     def lines(self, is_growing: bool = False) -> Iterator[Line]:
         """Return the lines since the last call, by time; only complete lines if the logs are growing."""
@@ -146,14 +135,9 @@ class StoredLogs:
         with self._stored.storage.load(list(files)) as loaded:
             here = {path: Path(local) for path, local, _ in loaded if local is not None}
             view = self._stored.view(self._gang, self._attempt) or GangView()
-            nodes = {node for _, node, _ in (files[path] for path in here)}
             lost = {index for index, node in enumerate(view.nodes) if node.was_lost}
-            for path, local in here.items() if CONTROL in nodes else ():
-                if files[path][1] in lost:
-                    lines = self._lost.setdefault(files[path][1], Counter())
-                    lines.update(hash(text) for _, text in self._new(path, local, is_growing, reads=False))
             sources = [Source(*files[path], self._new(path, local, is_growing)) for path, local in here.items()]
-            yield from merged(sources, nodes, Places(view.placed), self._lost)
+            yield from merged(sources, Places(view.placed), lost)
 
     def follow(
         self, clock: Callable[[], float] = time.monotonic, sleep: Callable[[float], None] = time.sleep
@@ -186,12 +170,11 @@ class StoredLogs:
             if self._gang.has(task, self._attempt, name := f"{source}_{stream}.log")
         }
 
-    def _new(self, path: str, local: Path, is_growing: bool, reads: bool = True) -> Iterator[tuple[str, str]]:
+    def _new(self, path: str, local: Path, is_growing: bool) -> Iterator[tuple[str, str]]:
         """Return time and text of the unread lines; a line without a time has that of the line before."""
         stamp = ""
         for line in _whole_lines(local, self._read.get(path, 0), is_growing):
-            if reads:
-                self._read[path] = self._read.get(path, 0) + len(line)
+            self._read[path] = self._read.get(path, 0) + len(line)
             match, text = LINE_PARSER.match(line), line
             if match is not None:
                 stamp, text = match[3].decode("ascii", "replace"), match[6]

@@ -9,13 +9,11 @@ from typing import Any
 
 from ..channel.control_channel import ControlChannel
 from ..channel.member_channel import MemberChannel
-from ..channel.relay import Relay
 from ..events import Event
 from ..gang.gang import Gang
-from ..gang.messages import CONTROL, Message, to_wire
+from ..gang.messages import CONTROL, Ended, Leave, Message, to_wire
 from ..gang.policy import ConnectPolicy, Rules
 from ..gang.wire import Plain, to_plain
-from ..logs import console
 from ..machine.looks import until_look
 from ..machine.network import pick_port
 from ..machine.pods import why_it_waits
@@ -24,6 +22,7 @@ from ..node.seat import Seat
 from .ends import end_of
 from .held import Held
 from .output import Send
+from .relay import LineSender, Relay
 
 # Features answer within their own, shorter, time. It bounds how long the next request has to wait.
 _REQUEST_S, _REQUEST_LOOK_S = 40.0, 0.1
@@ -59,9 +58,8 @@ class MemberSide(_Side):
         super().__init__(tell_task)
         self.is_member = False  # whether this node has joined
         self.seat = Seat(node, num_nodes, show, self)
-        self._channel = MemberChannel(
-            node, self._deliver, self._lose, timeout_s, ConnectPolicy(**policy), num_nodes, place=place
-        )
+        self._channel = MemberChannel(node, self._deliver, self._lose, timeout_s, ConnectPolicy(**policy), place)
+        self._lines = LineSender(self._channel, num_nodes)
 
     def _lose(self, reason: str) -> None:
         self._tell_task("lost", reason)
@@ -74,14 +72,13 @@ class MemberSide(_Side):
 
     def send(self, message: Message) -> None:
         """Send a message to the control node."""
+        if isinstance(message, Ended | Leave):
+            self._lines.send_all()  # so that they stand in the log before what comes next
         self._channel.send(message)
 
     def lines(self, stream: str, text: str) -> None:
         """Send lines of this node's workers."""
-        self._channel.send_lines(stream, text)
-
-    async def settle_lines(self) -> None:
-        """Do nothing: only the control node's log has lines of other nodes."""
+        self._lines.add(stream, text)
 
     async def connect(self, addresses: list[str], port: int, token: str, timeout_s: float) -> str:
         """Become a member; return the address that worked."""
@@ -126,7 +123,7 @@ class ControlSide(_Side):
         self._others: dict[int, Other] = {}  # on a local run, the tasks of the other nodes
         self._killed_at: dict[int, float] = {}  # when those are killed without which the gang goes on
         self._gang = Gang(num_nodes, pick_port, self._rules)
-        self._relay = Relay()  # of the members' lines; dropped, unless it is started
+        self._relay = Relay()
         self._channel = ControlChannel(self._gang, self._deliver, token, timeout_s, self._relay.add)
         self._look()
 
@@ -134,18 +131,6 @@ class ControlSide(_Side):
     def own_address(self) -> str | None:
         """This host's address, as the first connection shows it."""
         return self._channel.own_address
-
-    def relay(self) -> None:
-        """Write the other nodes' lines into this node's log."""
-        self._relay.start(console)
-
-    async def settle_lines(self) -> None:
-        """Wait until this node's log has all lines of other nodes that have arrived, a bounded time."""
-        await self._relay.settle()
-
-    def has_written(self, node: int, text: str) -> bool:
-        """Return whether this node's log has all lines of a text that a node's workers wrote."""
-        return self._relay.has_written(node, text)
 
     def send(self, message: Message) -> None:
         """Hand a message of the control node itself to the gang."""
@@ -230,7 +215,7 @@ class ControlSide(_Side):
         """Wait until the members have left, a bounded time, and close; return what is known at the end."""
         self._looking.cancel()
         await self._channel.close(wait_s)
-        self._relay.close()
+        self._relay.say_all_left_out()
         return {"states": self.states(), "view": self.view()}
 
     async def end(self) -> None:

@@ -11,7 +11,6 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -22,7 +21,7 @@ from ..channel.registry import AddressRecord, Registry
 from ..compat.datastore import datastore_type, save_log, watch_storing
 from ..compat.renamed import convenience
 from ..compat.steps import control_task_of, exit_codes_of_tasks, is_local, is_of_another_task, runs_on
-from ..errors import GangError, TorchrunPreempted
+from ..errors import TorchrunPreempted
 from ..events import Event, label
 from ..gang.cause import Cause, cause_of
 from ..gang.policy import Rules
@@ -134,8 +133,6 @@ class TaskGang:
                 member.link.send("gone", node, reason)
             tasks = self._local_nodes.tasks().items()
             member.link.send("follow", [[node, task.pid, task.began] for node, task in tasks])
-        if not self._is_local:
-            member.link.send("relay")
         return member, control_addresses(main_ip, here_only)[0]
 
     def _rules(self) -> Rules:
@@ -306,16 +303,10 @@ class TaskGang:
         self.leave(error)
         return ""
 
-    def _stands_above(self, node: int, cause: Cause) -> bool:
-        """Return whether this node's log has everything that the failed worker wrote, as its own or as a copy."""
-        if self._member is None or not self._member.shows_output:
-            return False
-        is_here = self._is_local or cause.node == node
-        if is_here or not self._is_control:
-            return is_here
-        with suppress(GangError, OSError):
-            return bool(self._member.link.call("has_written", cause.node, cause.detail))
-        return False
+    def _stands_above(self, cause: Cause) -> bool:
+        """Return whether this log has all that the failed worker wrote. Lines of other nodes may be left out here."""
+        is_here = self._is_local or cause.node == current.parallel.node_index
+        return is_here and self._member is not None and self._member.shows_output
 
     def _report(self, error: BaseException) -> None:
         """Set the text to print for the error; a remote control node writes it to its log at once.
@@ -327,7 +318,7 @@ class TaskGang:
             self._member.store_now()
         node, member = current.parallel.node_index, self._member
         known = member is not None and member.gang_knows(error)
-        text = report(error, node, self._is_local, known, partial(self._stands_above, node))
+        text = report(error, node, self._is_local, known, self._stands_above)
         if text is not None and self._is_control and member is not None and not self._is_local:
             member.say(Event("failed", node, text))
             member.link.settle(_UPLOAD_S)
