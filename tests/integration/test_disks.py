@@ -62,18 +62,20 @@ def hang_disk() -> Iterator[Callable[[Path], HungDisk]]:
         each.end()
 
 
-def test_launches_whose_disk_does_not_answer_end_as_they_would_and_no_node_is_lost(gang, hang_disk, tmp_path):
-    logs = tmp_path / "logs"
-    hang_s = 2 * SILENCE_S
-    own = {1: {"torchrun_args": {"log_dir": str(logs)}}}
-    gang.start(settings=SETTINGS, launches=3, stand_in=True, hang_timeout_s=hang_s, options_of=own)
+def test_a_launch_whose_disk_does_not_answer_ends_as_it_would_and_no_node_is_lost(gang, hang_disk, tmp_path):
+    folder = tmp_path / "temporary"
+    folder.mkdir()
+    of_node = {1: ["env", f"TMPDIR={folder}"]}
+    gang.start(settings=SETTINGS, wrap=of_node, stand_in=True, hang_timeout_s=2 * SILENCE_S)
     gang.await_workers()
-    disk = hang_disk(logs)
+    disk = hang_disk(folder)
     gang.await_that(lambda: STUCK.search(gang.log(1)), "the line of node 1 on its disk")
     gang.await_age(time.monotonic(), 2 * SILENCE_S)
     gang.await_workers(lines=500)
     for rank in (0, 1):  # the metrics of the second can't be read, and its stacks can't be written
         gang.tell(rank, "rest")
+    gang.await_that(lambda: "what the workers were doing" in gang.log(1), "the stacks of node 1")
+    disk.end()
     gang.await_launch(0)
     for node in (0, 1):
         error = gang.launch(node)
@@ -81,21 +83,23 @@ def test_launches_whose_disk_does_not_answer_end_as_they_would_and_no_node_is_lo
         assert "Ranks 0, 1: worker.py:" in error["text"]
     assert len(STUCK.findall(gang.log(1))) == 1
 
+
+def test_a_launch_that_starts_waits_for_its_disk_and_no_node_is_lost(gang, hang_disk, tmp_path):
+    folder = tmp_path / "temporary"
+    folder.mkdir()
+    of_node = {1: ["env", f"TMPDIR={folder}"]}
+    gang.start(settings=SETTINGS, wrap=of_node, stand_in=True, launches=2)
+    gang.await_workers()
+    gang.let_go()
+    gang.await_launch(0)
+    (gang.out / "finish").unlink()
+    disk = hang_disk(folder)
     gang.begin_launch(1)
     gang.await_that(lambda: "launch 1 starts" in gang.log(0), "launch 1")
     gang.await_age(time.monotonic(), 2 * SILENCE_S)
     disk.end()
-    gang.await_launch(1)
-    for node in (0, 1):
-        text = gang.launch(node, 1)["text"]
-        assert "Node 1" in text, gang.told
-        assert "torchrun agent could not be started: [Errno" in text
-
-    gang.begin_launch(2)
-    gang.await_workers("launch2-0")
-    outcome = gang.end_well()
-    assert outcome.lost_bytes == 0
-    assert all("torchrun-hang-node0" in each for each in outcome.left), "the stacks of node 0 stay"
+    gang.await_workers("launch1-0")
+    gang.end_well()
 
 
 def test_a_record_of_an_exception_that_can_not_be_read_delays_no_verdict(gang):

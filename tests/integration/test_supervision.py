@@ -18,9 +18,8 @@ def test_a_hang_is_shown_by_the_stacks_of_all_workers_and_restarted(run_flow, tm
         "entrypoint": "hanging.py",
         "hang_timeout_s": 20,  # begins where the first rank joins; the other one may still import PyTorch
         "max_restarts": 1,
-        "torchrun_args": {"log_dir": str(kept)},
     }
-    flow = run_flow(expect=1, runs_=[hang])
+    flow = run_flow(expect=1, runs_=[hang], env={"TMPDIR": str(kept)})
     errors = flow.errors()
     assert len(errors) == 2
     assert errors[0]["message"] == errors[1]["message"]

@@ -6,6 +6,7 @@ Each has its ``name``, the arguments of ``current.torch.run``, and the `warm` of
 import json
 import os
 import signal
+import sys
 
 from metaflow import FlowSpec, TorchrunError, current, step, torchrun
 from notes import note
@@ -38,9 +39,10 @@ def change_this_process():
 
 def launched(run, number):
     """Return what came of one launch; the exit codes are those of its first generation."""
-    options = {"log_dir": os.path.join(os.environ["GANG_OUT"], "logs")}
+    for stream in (sys.stdout, sys.stderr):
+        print("-- launch", number, file=stream, flush=True)
     try:
-        result = current.torch.run(**run, torchrun_args=options)
+        result = current.torch.run(**run)
     except TorchrunError as error:
         result = error
     ends = [event for event in result.events if event["kind"] == "exited" and event["launch"] == number]
