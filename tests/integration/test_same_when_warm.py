@@ -103,7 +103,7 @@ class Launch:
 
     def written(self, stream: str) -> dict[int, list[bytes]]:
         """Return what its ranks have written, in words that do not change from launch to launch."""
-        (log,) = self.flow.home.glob(f".metaflow/WarmFlow/*/train/*/*.task_{stream}.log")
+        (log,) = self.flow.home.rglob(f"train/*/*_{stream}.log")
         launches = re.sub(rb"(?m)^\[MFLOG\|.*?\]", b"", log.read_bytes()).split(b"-- launch ")
         run_id = rb"launch%d-\d-[0-9a-f]{8}(_\w{8})?" % self.number
         own = re.sub(run_id, b"<run>", launches[self.number + 1])
