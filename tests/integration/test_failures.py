@@ -145,7 +145,7 @@ def one_node(start_shared_flow):
 def test_a_worker_that_torchrun_reaps_first_is_named_all_the_same(one_node, name):
     """Also where another one has ended well before, unseen."""
     (error,) = one_node.notes(f"error-*.{list(REAPED).index(name)}")
-    for words in ["Rank 1 (host ", *REAPED[name][1]]:
+    for words in ["Rank 1 on node 0 (host ", *REAPED[name][1]]:
         assert words in error["message"]
     assert "ChildFailedError" not in one_node.text  # torchrun's own words, where ours say it
 

@@ -69,7 +69,7 @@ def test_spin_runs_a_step_of_two_nodes_as_a_gang_of_one(features, start_shared_f
 def test_spin_shows_the_cause_of_a_failure(features, start_shared_flow):
     spun = start_shared_flow("mutated", command="spin", flow="features.py", stand_in=True, do="1:raise")
     assert spun.wait() == 1
-    assert "Rank 1 (host " in spun.text
+    assert "Rank 1 on node 0 (host " in spun.text
     assert "ValueError: bad löss" in spun.text
     spun.await_gone()
 

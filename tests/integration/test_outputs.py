@@ -101,7 +101,7 @@ def test_the_command_line_lists_and_fetches_them_of_a_launch_that_has_failed_too
 
     shown = ask("show", f"{run}/train")
     assert f"python outputs.py torchrun outputs {run}/train" in shown
-    assert "nodes 0, 1 stored outputs" in shown
+    assert "nodes 0, 1: stored 3 files, 3.0 MB" in shown
     listed = ask("outputs", f"{run}/train").splitlines()
     assert [line.split(maxsplit=3)[-1] for line in listed if re.match(r" +0 ", line)] == [
         "failing 模型/config *.json",
