@@ -253,7 +253,7 @@ def test_metaflows_timeout_stops_the_gang(start_flow, hook):
 def test_metaflows_timeout_ends_the_own_code_of_a_control_node_that_is_alone(run_flow):
     """Metaflow sets no alarm there; it would sleep for 60 s."""
     flow = run_flow("--nodes", "1", expect=1, hook="before:0:sleep:timeout", stand_in=True)
-    assert re.search(r"Host \S+ ran longer than the step's @timeout", flow.text)
+    assert re.search(r"Node 0 \(host \S+\) ran longer than the step's @timeout", flow.text)
     assert not flow.notes("error-*"), "it was not in run"
 
 

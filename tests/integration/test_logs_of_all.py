@@ -8,7 +8,9 @@ import pytest
 from gangs import Gang
 
 _LINE = re.compile(r"^\[rank (\d+)\] writer (\d+) (\d+) x+$", re.MULTILINE)
-_GAP = re.compile(r"^\[torchrun node (\d+)\] (\d+) lines? (?:is|are) left out here, .*torchrun logs` has them", re.MULTILINE)
+_GAP = re.compile(
+    r"^\[torchrun node (\d+)\] (\d+) lines? (?:is|are) left out here, .*torchrun logs` has them", re.MULTILINE
+)
 
 pytestmark = pytest.mark.slow
 

@@ -156,7 +156,7 @@ def outside(cause: Cause, after_step: bool, more: str = "") -> LaunchFailed:
     """Return the error for a node that failed while no launch ran; `more` stands at the end."""
     place = "in the call of" if cause.kind == "call" else "outside of"
     when = "after the step's code, before its results were stored" if after_step else f"{place} current.torch.run"
-    return alone(cause, f"It happened {when}; the other nodes were stopped.{more}")
+    return alone(cause, f"It happened {when}; all nodes were stopped.{more}")
 
 
 def told_to_end(cause: Cause) -> LaunchFailed:

@@ -1,0 +1,307 @@
+"""Whatever nodes say, in any order, and whatever is lost, late or doubled: what must hold of a gang all the same.
+
+`test_random_losses` has the real nodes; these here are worse. ``EXAMPLES=10000`` tries more of them.
+"""
+
+import os
+from dataclasses import replace
+
+from gang_of import STOP_S, TASKS, GangOf, crash, of_node, preemption
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
+
+from metaflow_extensions.torchrun.plugins.torchrun.gang import messages as say
+from metaflow_extensions.torchrun.plugins.torchrun.gang.cause import cause_of
+from metaflow_extensions.torchrun.plugins.torchrun.gang.gang import Phase
+from metaflow_extensions.torchrun.plugins.torchrun.gang.limits import BACKOFF_LIMIT_S, DIAGNOSTICS_S, INDEX_S, SAVE_S
+from metaflow_extensions.torchrun.plugins.torchrun.gang.messages import CONTROL
+from metaflow_extensions.torchrun.plugins.torchrun.gang.view import Presence
+
+FOREVER, START_S, LAUNCH_S = float("inf"), 50.0, 40.0
+# How long a launch may take whose nodes are silent, with two restarts, and of what it stores.
+LAUNCH_ENDS_S = 3 * (LAUNCH_S + STOP_S + DIAGNOSTICS_S + max(START_S, BACKOFF_LIMIT_S)) + SAVE_S + INDEX_S
+PEER = "RuntimeError: gloo: Connection closed by peer"  # it follows from another failure
+STAGES = {"done": "done", "left": "over", "failed": "over", "killed": "killed"}
+
+
+class Task:
+    """A task of a node, and its supervisor. Its stages: own (code), in (`run`), own, done, over; or broken, or killed."""
+
+    def __init__(self, node, read):
+        self.node, self.read, self.name = node, read, f"task {next(TASKS)}"  # it has read so many messages
+        self.stage, self.launch, self.prepares = "own", 0, False
+        self.go = self.store = None  # of the workers that live, and of what it is to store
+        self.said, self.held = [], None  # all, and what waits while its line is cut
+
+    def leave_run(self, stage="own"):
+        self.stage, self.launch, self.go, self.store, self.prepares = stage, self.launch + 1, None, None, False
+
+
+class AnyGang(RuleBasedStateMachine, GangOf):
+    """Nodes that may say anything at any time, and a network that holds up, doubles and drops what they say."""
+
+    @initialize(
+        num_nodes=st.sampled_from([3, 2, 4, 1]),
+        spares=st.sampled_from([0, 0, 1]),
+        least=st.sampled_from([None, None, 1, 2]),
+        rules=st.fixed_dictionaries({"replaces": st.booleans(), "deadline": st.sampled_from([FOREVER, 1200.0])}),
+        max_restarts=st.integers(0, 2),
+        hang_timeout_s=st.sampled_from([FOREVER, 20.0]),
+        stores=st.booleans(),
+        runs=st.sampled_from([True, True, False]),
+    )
+    def begin(self, num_nodes, spares, least, rules, max_restarts, hang_timeout_s, stores, runs):
+        spares = min(spares, num_nodes - 1)
+        self.size, self.stores, self.max_restarts = num_nodes - spares, stores, max_restarts
+        self.least = min(least or self.size, self.size)
+        self.policy = {"timeout_s": LAUNCH_S, "max_restarts": max_restarts, "hang_timeout_s": hang_timeout_s}
+        rules = {**rules, "spare_nodes": spares, "min_nodes": least and self.least, "started_timeout_s": START_S}
+        self.tasks, self.old = {}, []  # the member of each node, and those before
+        self.errors, self.aborted, self.restarts = {}, None, {}  # by launch; with what; by launch
+        self.failures = {}  # launch -> when what has failed in it, and of which task, since its last restart
+        self.stopped = {}  # launch and generation -> when the gang has stopped it
+        GangOf.__init__(self, num_nodes, join=False, sees=self.check, **rules)
+        for node in range(num_nodes) if runs else ():  # else few examples would come far
+            self.come(node)
+            self.call(node)
+
+    # --- what must hold of each message of the gang
+
+    def check(self, node, message):
+        match message:
+            case say.Go():
+                self.check_go(node, message)
+            case say.Stop():
+                self.stopped[message.launch, message.generation] = self.now
+            case say.Restart():
+                known = self.restarts.setdefault(message.launch, [])
+                if message not in known:
+                    self.check_cause(message.launch, message.cause)
+                    known.append(message)
+                counted = sum(each.cause.category != "preempted" for each in known)
+                assert (message.number, message.counted) == (len(known), counted)
+                assert counted <= message.of == self.max_restarts
+            case say.Abort(error=error):
+                self.aborted = self.aborted or error
+                assert error is self.aborted, "nodes hear of different failures"
+            case say.Store(error=error) | say.Verdict(error=error) if error or type(message) is say.Verdict:
+                if error is not None and not self.is_in(node):  # it is told apart
+                    return
+                is_first, launch = message.launch not in self.errors, self.state.launch
+                assert error is self.errors.setdefault(message.launch, error), "nodes have different errors"
+                if is_first and error is not None and message.launch == launch.number and launch.generation >= 0:
+                    self.check_cause(message.launch, cause_of(error))
+
+    def is_in(self, node):
+        return self.state.nodes[node].presence in (Presence.HERE, Presence.GONE)
+
+    def check_go(self, node, go):
+        assert all(self.state.nodes[each].presence is Presence.HERE for each in (node, *go.group.nodes)), "one is lost"
+        assert [go.group.node_of(rank) for rank in range(go.group.size)] == [*go.group.nodes]
+        assert self.state.broken is None
+        assert self.least <= go.group.size <= self.size
+        assert go.restarts <= go.max_restarts
+        for task in [each for each in (*self.tasks.values(), *self.old) if each.go not in (None, go)]:
+            silent_s = self.now - self.stopped.get((task.go.launch, task.go.generation), FOREVER)
+            assert silent_s >= STOP_S, f"node {task.node} has workers of two generations at once"
+
+    def check_cause(self, launch, cause):
+        """Check that no other failure came before the cause, and that it follows from none."""
+        known = self.failures.pop(launch, [])
+        # Others go on without a task that they have left out, or that was not in this launch.
+        meant = [each for each in known if each[2] and self.tasks[each[2].node] is each[2] and self.is_in(each[2].node)]
+        origins = [(at, each) for at, each, _ in meant if not each.is_consequence]
+        if cause is None or cause.is_consequence:
+            assert not origins, f"{cause} follows from {origins}"
+            return
+        if not origins and cause in [each.cause for each in self.restarts.get(launch, [])[-1:]]:
+            return  # too few have come for that restart
+        found = [at for at, each, _ in known if each.is_same_event(cause)]
+        if cause.kind in ("timeout", "step_timeout", "hang"):
+            found = [1000.0 + record.at_s for record in self.recorded("timeout", "hang")[-1:]]
+        assert found, f"nobody has said {cause}"
+        assert not [each for at, each in origins if at < min(found) - 0.01], f"before {cause} came {origins}"
+
+    # --- what tasks hear and say
+
+    def living(self):
+        return [task for task in self.tasks.values() if task.stage != "over" or task.held is not None]
+
+    def hear(self):
+        for task in self.living():
+            while task.held is None and task.read < len(self.sent[task.node]):
+                task.read += 1
+                self.obey(task, self.sent[task.node][task.read - 1])
+
+    def obey(self, task, message):
+        is_own = task.stage == "in" and getattr(message, "launch", None) == task.launch
+        match message:
+            case say.Abort() if task.stage in ("own", "in") or (task.stage, task.node) == ("done", CONTROL):
+                task.leave_run("broken")
+            case say.Go() if is_own:
+                task.go = message if message.group.rank_of(task.node) is not None else None
+                assert task.go is None or not task.prepares, "go for a node whose commands run"
+            case say.Store() if is_own and task.go is None:
+                task.store = message
+            case say.Verdict() if is_own:
+                task.leave_run()
+
+    def about(self, node, launch=None, generation=None):
+        about = self.tasks[node].go or self.tasks[node].store
+        return self.tasks[node].launch, about.generation if about else None
+
+    def say(self, node, message):
+        task = self.tasks[node]
+        match message:
+            case say.Ready():
+                task.stage, task.prepares = "in", message.prepares
+            case say.Failed():
+                task.prepares = False
+            case say.Ended():
+                task.go, message = None, replace(message, stores=self.stores)
+            case say.Stored():
+                task.store = None
+            case say.Leave():
+                task.stage, task.prepares, task.store = STAGES[message.how], False, None
+        self.send(task, message)
+
+    def send(self, task, message):
+        task.said.append(message)
+        self.arrive(task, message) if task.held is None else task.held.append(message)
+
+    def arrive(self, task, message):
+        launch = self.state.launch
+        if self.tasks[task.node] is not task:
+            return
+        is_current = getattr(message, "launch", launch.number) == launch.number and self.state.phase is not Phase.IDLE
+        awaited = {say.Ended: launch.running, say.Stored: launch.stores}.get(type(message), [task.node])
+        if is_current and getattr(message, "generation", None) in (None, launch.generation) and task.node in awaited:
+            self.note(task, *[(each.age_s, each.cause) for each in getattr(message, "failures", ())])
+        if type(message) is say.Leave and self.state.nodes[task.node].presence is Presence.HERE:
+            self.note(task, (0.0, message.cause or of_node("lost", task.node, message.text)))
+        GangOf.say(self, task.node, message)
+
+    def note(self, task, *found):
+        whose = task if task.node in self.state.launch.ready else None
+        known = self.failures.setdefault(self.state.launch.number, [])
+        known.extend((self.now - age_s, cause, whose) for age_s, cause in found)
+
+    # --- what may happen beside what `GangOf` has
+
+    def come(self, node):
+        task = Task(node, len(self.sent[node]))
+        join = say.Join(node, f"host-{node}", task.name, task.name)
+        if not self.state.may_join(join):
+            assert self.turn_away(join).error is not None
+            return
+        self.old += [self.tasks[node]] if node in self.tasks else []
+        self.tasks[node] = task
+        self.say(node, join)
+
+    def call(self, node, prepares=False, nproc=2):
+        self.ready(node, self.tasks[node].launch, prepares, nproc=nproc, **self.policy)
+
+    def failed_before(self, node, cause):
+        self.failed(node, cause, age_s=15.0)
+
+    def failed_to_store(self, node):
+        self.stored(node, fails=[crash(node, kind="store")])
+
+    def give_up(self, node, cause=None):
+        task, number = self.tasks[node], self.tasks[node].launch
+        GangOf.give_up(self, node, cause)
+        if (task.stage, task.launch) == ("in", number):
+            task.leave_run()
+
+    def say_again(self, node, back):
+        self.send(self.tasks[node], self.tasks[node].said[-back])
+
+    def hold(self, node):
+        self.tasks[node].held = []
+
+    def release(self, node):
+        said, self.tasks[node].held = self.tasks[node].held, None
+        for message in said:
+            self.arrive(self.tasks[node], message)
+
+    def cut(self, node):
+        """End a task and its supervisor; of workers that this has ended the gang hears first."""
+        task = self.tasks[node]
+        if task.stage == "killed" and task.go is not None:
+            self.stop(node)
+        task.stage, task.go, task.held = "over", None, None
+        if self.state.nodes[node].presence is Presence.HERE:
+            self.note(task, (0.0, of_node("lost", node, "its connection was closed")))
+        GangOf.cut(self, node)
+
+    def tick(self, seconds):
+        for _ in range(max(1, int(seconds // 5))):
+            self.pass_time(min(seconds, 5.0))
+
+    def must_do(self, task):
+        """Return what is next for a task; None if it waits."""
+        if task.held is not None or task.stage == "killed":
+            return "cut" if task.held is None else "release"
+        if task.prepares:
+            return "call"
+        if task.go is not None or task.store is not None:
+            return "stop" if task.go is not None else "stored"
+        waits = task.node == CONTROL and task.stage == "done" and "alone" not in self.farewells(CONTROL)
+        return None if waits else {"own": "done", "done": "leave", "broken": "leave"}.get(task.stage)
+
+    def acts(self):
+        yield from [("tick", seconds) for seconds in (1.0, 5.0, 30.0, 100.0)]
+        yield from [("come", node) for node in range(self.num_nodes)]
+        for task in self.living():
+            what, node = self.must_do(task), task.node
+            yield from [(what, node)] * {None: 0, "stop": 1, "done": 1}.get(what, 8)
+            if task.stage == "own" and what == "done":
+                yield from [("call", node)] * 8 + [("call", node, True)] * 2 + [("call", node, False, 3)]
+                yield from [("leave", node, of_node("step", node)), ("leave", node, preemption(node))]
+            if task.go is not None:
+                yield from [("all_ended", node)] * 8 + [
+                    ("ended", node, crash(node)),
+                    ("ended", node, crash(node, PEER)),
+                ]
+                yield from [("failed", node, crash(node)), ("failed", node, preemption(node))]
+                yield from [("failed_before", node, crash(node)), ("failed_before", node, crash(node, PEER))]
+            if task.stage == "in":
+                yield from [("give_up", node), ("give_up", node, preemption(node)), ("killed", node)]
+            yield from [("failed", node, of_node("command", node))] * task.prepares
+            yield from [("failed_to_store", node)] * (task.store is not None)
+            yield from [("hold", node)] * (task.held is None) + [("cut", node)]
+            for back, message in enumerate(task.said[:-6:-1], 1):
+                yield from [("say_again", node, back)] * (
+                    type(message) in (say.Failed, say.Ended, say.Stored, say.Leave)
+                )
+
+    @rule(data=st.data())
+    def something_happens(self, data):
+        what, *how = data.draw(st.sampled_from([*self.acts()]))
+        getattr(self, what)(*how)
+        self.hear()
+
+    def teardown(self):
+        if not hasattr(self, "tasks"):
+            return
+        for task in self.living():  # each launch ends in its time, also if nodes say nothing more
+            task.held = task.held or []
+        self.tick(LAUNCH_ENDS_S)
+        is_storing = self.state.phase is Phase.STORING and self.state.launch.failing_with is None
+        may_store = is_storing and self.state.rules.deadline == FOREVER
+        assert self.state.phase is Phase.IDLE or may_store, f"it does not end: {self.state.phase}"
+        for _ in range(12):  # and when all do what they must, none waits
+            for task in self.living():
+                if (what := self.must_do(task)) is not None:
+                    getattr(self, what)(task.node)
+                self.hear()
+            self.tick(START_S)
+        left = [(task.node, task.stage) for task in self.living()]
+        assert not left, f"they wait for ever: {left}"
+
+
+TestAnyGang = AnyGang.TestCase
+TestAnyGang.settings = settings(
+    max_examples=int(os.environ.get("EXAMPLES", "300")), stateful_step_count=30, deadline=None
+)
