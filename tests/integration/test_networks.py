@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
-from gangs import Gang
+from gangs import Gang, command_line
 from hosts import Host, connect, needs_ipv6
+from limits import limit_s
+
+from metaflow_extensions.torchrun.plugins.torchrun.launch.command import AGENT
+from metaflow_extensions.torchrun.plugins.torchrun.worker.agent import SILENCE_S
 
 MASTER_PORT, CHANNEL_PORT = 29612, 29613
 PORTS = {"master_port": MASTER_PORT, "channel_port": CHANNEL_PORT}
@@ -180,27 +187,87 @@ def shut(hosts: tuple[Host, Host], port: int, how: str, family: str = "-4") -> N
 
 
 @pytest.mark.parametrize(
-    ("how", "why", "family"),
+    ("how", "why", "family", "warm"),
     [
-        ("without an answer", "timed out", 4),
-        pytest.param("refused at once", "Permission denied", 6, marks=needs_ipv6),
+        ("without an answer", "timed out", 4, "workers"),
+        pytest.param("refused at once", "Permission denied", 6, "off", marks=needs_ipv6),
     ],
 )
-def test_a_closed_port_of_torchs_store_is_named_with_the_node_that_cannot_reach_it(how, why, family, gang, two_hosts):
+def test_a_closed_port_of_torchs_store_is_named_with_the_node_that_cannot_reach_it(
+    how, why, family, warm, gang, two_hosts
+):
     address = "10.77.0.1" if family == 4 else "fd00:77::1"
     pairs = [("10.77.0.1/24", "10.77.0.2/24")] if family == 4 else [("fd00:77::1/64", "fd00:77::2/64")]
     connect(*two_hosts, "eth0", *pairs)
     shut(two_hosts, MASTER_PORT, how, f"-{family}")
-    gang.start(settings={**PORTS, "max_restarts": 2}, main_ip=address)
+    gang.start(settings={**PORTS, "max_restarts": 2}, main_ip=address, warm=warm)
     gang.await_that(lambda: MASTER_PORT in two_hosts[0].listening(), "the store")
     outcome = gang.await_end(time.monotonic(), (0, 1))
     assert outcome.left == [], "torch itself waits for 900 s"
+    assert outcome.same
+    assert gang.launch(0)["seconds"] < SILENCE_S + limit_s(10)
     cause, text = outcome.error["cause"], outcome.error["text"]
     assert (cause["category"], cause["kind"], cause["node"], cause["host"]) == ("network", "unreachable", 1, "host-b")
     assert text.startswith(
         f"Node 1 (host host-b) can't reach torch's store on node 0 (host host-a): tried {address} on port {MASTER_PORT}: "
-        f"{why}."
+        f"{why}.\nOpen TCP port {MASTER_PORT} between the nodes"
     )
     assert "master_port=" in text
     assert "max_restarts" not in text
     assert "restart 1 of 2" not in gang.log(0), "it would not help"
+    assert "starts cold" not in gang.log(1)
+
+
+def agent_of(gang: Gang, node: int) -> psutil.Process:
+    """Return the agent of a node, as soon as it runs."""
+    supervisor, found = psutil.Process(gang.supervisor(node)), []
+
+    def is_there() -> bool:
+        found[:] = [each for each in supervisor.children() if AGENT in command_line(each.pid, None).split()]
+        return bool(found)
+
+    gang.await_that(is_there, f"the agent of node {node}")
+    return found[0]
+
+
+def test_a_store_that_listens_late_is_waited_for_while_its_host_refuses(gang, two_hosts):
+    connect(*two_hosts, "eth0", ("10.77.0.1/24", "10.77.0.2/24"))
+    gang.start(settings=PORTS, warm="off")
+    agent = agent_of(gang, 0)
+    agent.suspend()  # it still imports torch
+    assert agent_of(gang, 1).is_running()
+    gang.await_age(time.monotonic(), SILENCE_S + 10.0)
+    assert MASTER_PORT not in two_hosts[0].listening()
+    agent.resume()
+    gang.await_workers()
+    finish(gang)
+
+
+# Before and while clients use the store, others connect and say nothing.
+BESIDE_OTHERS = """
+import socket, sys, threading
+from datetime import timedelta
+from torch.distributed import TCPStore
+about = {"world_size": 2, "timeout": timedelta(seconds=60), "wait_for_workers": False, "use_libuv": sys.argv[1] == "libuv"}
+server = TCPStore("127.0.0.1", 0, is_master=True, **about)
+def connect():
+    for _ in range(50):
+        socket.create_connection(("127.0.0.1", server.port)).close()
+connect()
+client, got = TCPStore("127.0.0.1", server.port, is_master=False, **about), []
+waits = threading.Thread(target=lambda: got.append(client.get("later")))
+waits.start()
+connect()
+server.set("later", "now")
+waits.join()
+assert got == [b"now"], got
+"""
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("backend", ["libuv", "sockets"])
+def test_torchs_store_takes_no_notice_of_connections_that_say_nothing(backend):
+    words = [sys.executable, "-c", BESIDE_OTHERS, backend]
+    done = subprocess.run(words, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (0, "")
+    assert "not connected" not in done.stderr, "a line for each that is reset, in the user's log"

@@ -19,7 +19,6 @@ if TYPE_CHECKING:  # of these, too, a process needs only its own
 FEATURES = {
     "functions": ("in_task",),
     "outputs": ("in_task",),
-    "reach": ("watch",),
     "stacks": ("watch",),
     "progress": ("in_task", "watch"),
     "hangs": ("in_task", "watch"),

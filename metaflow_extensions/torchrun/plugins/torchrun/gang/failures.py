@@ -165,6 +165,16 @@ def told_to_end(cause: Cause) -> LaunchFailed:
     return failed(cls, FailureText(cause, after=" The other nodes go on without it, if enough are left."))
 
 
+def unreached(host: str, node: int, address: str, port: int, why: str) -> tuple[str, int, str]:
+    """Return why a node can't reach torch's store on the control node's `host`, the node, and what to change."""
+    where = f"torch's store on node {CONTROL} (host {host}): tried {address} on port {port}"
+    advice = (
+        f"Open TCP port {port} between the nodes (network policy, security group, firewall), or pin a port that is open by "
+        "@torchrun(master_port=...)."
+    )
+    return f"can't reach {where}: {why}", node, advice
+
+
 # --- a launch that fails --------------------------------------------------------------------------
 
 

@@ -47,7 +47,6 @@ from .messages import (
 )
 from .policy import KEPT_VERDICTS, LaunchPolicy, Rules
 from .progress import Progress
-from .reach import UNREACHABLE, Reach
 from .stacks import Stacks
 from .texts import counted, headline, names, size_text
 from .view import GangView, Happened, NodeView, Presence
@@ -110,7 +109,7 @@ class Gang:
         self.num_nodes, self.rules = num_nodes, rules or Rules()
         self.view = GangView(num_nodes, began=time.time(), nodes=[NodeView() for _ in range(num_nodes)])
         self.changes = self.numbers = 0  # of the view, and of numbers in it that change all the time
-        self.progress, self.hangs, self.stacks, self.reach = Progress(self._name), Hangs(), Stacks(), Reach()
+        self.progress, self.hangs, self.stacks = Progress(self._name), Hangs(), Stacks()
         self._values: dict[str, Any] = {}  # by rank: under which keys returned values and exceptions are stored
         self._has_warned = False  # of a report that could not be read
         self.phase, self.launch = Phase.IDLE, Launch(-1)
@@ -720,7 +719,6 @@ class Gang:
         self.progress.begin(launch.number)
         self.hangs.begin(launch.number, launch.policy.features.get("hangs", {}).get("timeout_s"), nodes, self._age_s)
         view.hangs = self.hangs.record  # it is not the last failure any more
-        self.reach.begin()
         self._values = {}
 
     # --- what the nodes report --------------------------------------------------------------------
@@ -786,9 +784,8 @@ class Gang:
                 self.view.add("stored", f"stored {counted(data['files'], 'file')}, {size_text(data['size'])}", node)
             case "functions":
                 self._values.update(data)
-            case "reach":
-                if (number := self.reach.take(node, data)) is not None:
-                    self._broadcast(Ask(self.launch.number, self.launch.generation, "reach", {"number": number}))
+            case "unreached":
+                self._fail_with("unreachable", *failures.unreached(self.nodes[CONTROL].host, node, **data))
 
     def _look_at_workers(self) -> None:
         """Look at what the ranks do, once a second."""
@@ -797,9 +794,6 @@ class Gang:
             self.view.progress = self.progress.record
         if (found := self.hangs.tick(self._age_s)) is not None:
             self._fail_with(KIND, found[0], advice=found[1])
-        elif (unreached := self.reach.found(self.nodes[CONTROL].host)) is not None:
-            node, text, advice = unreached
-            self._fail_with(UNREACHABLE, text, node, advice)
 
     def _on_failed_early(self, node: Node, report: Failed) -> None:
         """Handle a failure in a call of `run` before its launch has begun."""

@@ -66,7 +66,8 @@ class Report:
     """What only adds to what is known of a node; nobody waits for it."""
 
     # "command" (of before_run; it has ended or could not be started), "started" (all workers of this node run), "wrote"
-    # (a worker has written something, the first of this generation), "storing", or the name of a feature.
+    # (a worker has written something, the first of this generation), "unreached" (its agent gets no answer from torch's
+    # store), "storing", or the name of a feature.
     kind: str
     launch: int
     generation: int | None = None  # None: of whatever generation

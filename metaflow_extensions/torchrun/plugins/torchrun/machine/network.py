@@ -8,10 +8,8 @@ import ipaddress
 import os
 import socket
 import struct
-import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
-from typing import Any
 
 from .processes import read
 
@@ -100,31 +98,12 @@ def _interfaces() -> dict[_Address, str]:
     return found
 
 
-# --- a port that does not answer ----------------------------------------------------------------
-
-_ESTABLISHED, _LISTENS = "01", "0A"  # states of a socket in /proc/net/tcp, from <net/tcp_states.h>
-_LOCAL, _REMOTE = 1, 2  # its columns with addresses
-_PAUSE_S = 0.5
-
-
-def is_listened_on(port: int, pids: Callable[[], Iterable[int]]) -> bool:
-    """Return whether one of these processes, which are only asked for if anybody does, listens on a TCP port.
-
-    It is read from ``/proc`` (proc(5)); where that tells nothing, nobody does.
-    """
-    found = _sockets(_LISTENS, _LOCAL, port)
-    return bool(found) and any(not found.isdisjoint(_open_files(pid)) for pid in pids())
-
-
 def is_connected_to(port: int, pids: Iterable[int]) -> bool:
     """Return whether one of these processes holds a TCP connection to this port of any address."""
-    found = _sockets(_ESTABLISHED, _REMOTE, port)
-    return bool(found) and any(not found.isdisjoint(_open_files(pid)) for pid in pids)
-
-
-def _sockets(state: str, column: int, port: int) -> set[str]:
     rows = [line.split() for table in ("tcp", "tcp6") for line in read(f"/proc/net/{table}").splitlines()[1:]]
-    return {f"socket:[{row[9]}]" for row in rows if row[3] == state and row[column].endswith(f":{port:04X}")}
+    # Columns: 2 is the remote address, 3 the state, of which 01 is ESTABLISHED (<net/tcp_states.h>), and 9 the inode.
+    found = {f"socket:[{row[9]}]" for row in rows if row[3] == "01" and row[2].endswith(f":{port:04X}")}
+    return bool(found) and any(not found.isdisjoint(_open_files(pid)) for pid in pids)
 
 
 def _open_files(pid: int) -> Iterator[str]:
@@ -133,26 +112,3 @@ def _open_files(pid: int) -> Iterator[str]:
         for name in os.listdir(folder):
             with suppress(OSError):
                 yield os.readlink(os.path.join(folder, name))
-
-
-def try_to_connect(address: str, port: int, within_s: float) -> str:
-    """Try to connect to a port, again and again; return "", or why nobody has answered.
-
-    It waits for some seconds, and for the name server, whose time does not count.
-    """
-    tried_s, why, places = 0.0, "", list[Any]()
-    while tried_s < within_s:
-        try:
-            places = places or socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)
-        except OSError as error:  # no such name
-            why = error.strerror or str(error)
-        began = time.monotonic()
-        for *_, place in places:
-            try:
-                socket.create_connection(place[:2], (within_s - tried_s) / len(places)).close()
-                return ""
-            except OSError as error:
-                why = error.strerror or str(error)
-        time.sleep(_PAUSE_S)
-        tried_s += time.monotonic() - began
-    return why

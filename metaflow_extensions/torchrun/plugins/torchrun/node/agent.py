@@ -23,7 +23,7 @@ from ..machine import processes
 from ..machine.inherited import give
 from ..machine.looks import WATCH_S, until_look
 from ..machine.processes import HELPERS, send_signal
-from .agent_events import AgentEnded, AgentEvent, End, Refused, WorkerEnded, WorkerStarted
+from .agent_events import AgentEnded, AgentEvent, End, Refused, Unreached, WorkerEnded, WorkerStarted
 from .workers import Workers
 
 _KILL_WAIT_S = 10.0  # after SIGKILL only a process in uninterruptible sleep stays
@@ -252,6 +252,8 @@ class AgentProcess:
             self._observe(int(pid))
         elif what == "ended":
             self._report_exit(int(pid), int(more[0]))
+        elif what == "unreached":
+            self._on_event(Unreached(" ".join(more)))
         elif (told := self._workers.get(int(pid))) is not None:
             told.stopped_at = min(told.stopped_at, float(more[0]))
 

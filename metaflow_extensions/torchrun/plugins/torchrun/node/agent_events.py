@@ -35,6 +35,12 @@ class WorkerEnded(NamedTuple):
     stopped_at: float | None = None  # when torchrun was about to stop it; None if it was not
 
 
+class Unreached(NamedTuple):
+    """The agent gets no answer from torch's store on the control node; it tries on, as torch does."""
+
+    why: str
+
+
 class AgentEnded(NamedTuple):
     """The agent has ended by itself; what it has left running is stopped now."""
 
@@ -50,7 +56,7 @@ class End(NamedTuple):
     left: Sequence[str] = ()  # what the agent had left running when it ended by itself
 
 
-AgentEvent: TypeAlias = Refused | WorkerStarted | WorkerEnded | AgentEnded | End
+AgentEvent: TypeAlias = Refused | Unreached | WorkerStarted | WorkerEnded | AgentEnded | End
 
 
 class AgentNews(NamedTuple):

@@ -11,13 +11,13 @@ from functools import partial
 
 from ..events import Event
 from ..gang.cause import Failure, first_failure
-from ..gang.messages import Ended, Go, Stop
+from ..gang.messages import Ended, Go, Report, Stop
 from ..launch.command import shown_command
 from ..logs.pipes import LogReader
 from ..machine.aside import STUCK_S
 from .agent import AgentProcess
 from .agent_end import AgentEnd
-from .agent_events import AgentEnded, AgentEvent, End, Refused, WorkerEnded, WorkerStarted
+from .agent_events import AgentEnded, AgentEvent, End, Refused, Unreached, WorkerEnded, WorkerStarted
 from .exits import Exits
 from .headlines import left_behind
 from .news import Seen, WorkersEnded
@@ -183,6 +183,9 @@ class Generation:
         if isinstance(event, Refused):
             note = Event("note", self._plan.spec.node_index, f"torchrun starts cold: {event.reason}")
             return Seen([note], all_run)
+        if isinstance(event, Unreached):
+            about = {"address": self._plan.main_addr, "port": self.go.port, "why": event.why}
+            return Seen([Report("unreached", self.go.launch, self.number, about)])
         failures = () if failed is None else self._failures()
         return Seen((), all_run, failed=failed or "", failures=failures, is_over=isinstance(event, End))
 

@@ -17,6 +17,9 @@ from typing import Any
 
 SUPERVISOR = os.getppid()
 STORE_S, _LOOK_S, _MAX_LOOK_S = 1.0, 0.005, 0.05
+# For so long is a store tried of which nothing comes back: four tries, in each of which the kernel sends a lost SYN three
+# times, at once, and after 1 and 3 s.
+SILENCE_S, _TRY_S = 20.0, 5.0
 
 
 def halt(number: int, _: object) -> None:
@@ -62,7 +65,7 @@ def change_workers(folder: str, restarts: str) -> None:
 
 
 class News:
-    """Writes a line to the pipe `path` for each worker that torchrun starts, is about to stop, or finds ended.
+    """Writes to the pipe `path` a line for each worker that torchrun starts, is about to stop, or finds ended.
 
     The supervisor sees the ends of workers sooner than torchrun. But a worker may end before it knows of it, and
     torchrun may reap it first. Then torchrun gives the other workers 30 s to obey SIGTERM before it prints anything
@@ -87,14 +90,14 @@ class News:
 
         def popen(handler: Any, args: Any, env: dict[str, str]) -> Any:
             worker = start(handler, args, env)
-            self._tell("started", worker.pid, env["RANK"], env["LOCAL_RANK"])
+            self.tell("started", worker.pid, env["RANK"], env["LOCAL_RANK"])
             poll, wait = worker.poll, worker.wait
             worker.poll = lambda: self._polled(worker.pid, poll)
             worker.wait = lambda *limits, **named: self._ended(worker.pid, wait(*limits, **named))
             return worker
 
         def close(handler: Any, *signals: Any, **named: Any) -> None:
-            self._tell("stopping", handler.proc.pid, time.monotonic())
+            self.tell("stopping", handler.proc.pid, time.monotonic())
             stop(handler, *signals, **named)
 
         SubprocessHandler._popen, SubprocessHandler.close = popen, close
@@ -111,34 +114,47 @@ class News:
     def _ended(self, pid: int, status: int | None) -> int | None:
         if status is not None and pid not in self._told:
             self._told.add(pid)
-            self._tell("ended", pid, status)
+            self.tell("ended", pid, status)
         return status
 
-    def _tell(self, *words: object) -> None:
+    def tell(self, *words: object) -> None:
+        """Write a line."""
         with suppress(OSError):  # the supervisor is gone
             os.write(self._pipe, " ".join(map(str, words)).encode() + b"\n")
 
 
-def await_store(arguments: list[str]) -> None:
-    """Wait until torch's store listens on the node that has it, `STORE_S` seconds at most; at once on that node.
+def await_store(arguments: list[str]) -> str:
+    """Wait until torch's store listens on the node that has it; at once on that node. Return why it can't be reached, or "".
 
     A store's client that comes before its server tries again only after some hundred milliseconds (torch 2.13,
     TCPStore.cpp: an exponential backoff with jitter). With spares, all agents come within less than one such pause.
+
+    A refusal is an answer: the store does not listen yet, so after `STORE_S` seconds torch waits for it, 15 minutes by
+    default. A firewall that drops gives none. torch would wait as long, and name no node then.
     """
     own = takewhile(lambda word: word != "--", arguments)  # the script's follow
     options = dict(word.removeprefix("--").partition("=")[::2] for word in own)
     host, _, port = options.get("rdzv-endpoint", "").rpartition(":")
     if options.get("node-rank", "0") == "0":
-        return
-    with suppress(OSError, ValueError):  # a name that nobody knows, or that is none: torch tells of it
-        address = str(socket.getaddrinfo(host.strip("[]"), None, type=socket.SOCK_STREAM)[0][4][0])
-        until, pause_s = time.monotonic() + STORE_S, _LOOK_S
-        while (left_s := until - time.monotonic()) > 0:
-            with suppress(OSError):
-                socket.create_connection((address, int(port)), left_s).close()
-                return
-            time.sleep(pause_s)
-            pause_s = min(pause_s * 1.5, _MAX_LOOK_S)
+        return ""
+    try:
+        found = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)
+    except (OSError, ValueError):  # a name that nobody knows, or that is none: torch tells of it
+        return ""
+    places = [(str(place[0]), int(port)) for *_, place in found]
+    began, pause_s, limit_s, why = time.monotonic(), _LOOK_S, SILENCE_S, ""
+    while time.monotonic() < began + limit_s:
+        for place in places:
+            try:
+                socket.create_connection(place, _TRY_S / len(places)).close()
+                return ""
+            except ConnectionRefusedError:
+                limit_s = STORE_S
+            except OSError as error:
+                why = error.strerror or str(error)
+        time.sleep(pause_s)
+        pause_s = min(pause_s * 1.5, _MAX_LOOK_S)
+    return why if limit_s > STORE_S else ""
 
 
 if __name__ == "__main__":
@@ -153,8 +169,10 @@ if __name__ == "__main__":
         del sys.path[0]
     pipes = sys.argv.pop(1)
     change_workers(pipes, os.environ.pop("TORCHRUN_RESTARTS", ""))
-    News(os.path.join(pipes, "agent.workers")).follow()
+    news = News(os.path.join(pipes, "agent.workers"))
+    news.follow()
     from torch.distributed.run import main
 
-    await_store(sys.argv)
+    if _why := await_store(sys.argv):
+        news.tell("unreached", os.getpid(), _why)
     main()

@@ -1,0 +1,170 @@
+"""Torch's store on the control node gives no answer: what an agent finds out, and what its node and the gang do."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from contextlib import ExitStack, suppress
+from pathlib import Path
+
+import psutil
+import pytest
+from fake_node import FakeNode
+from gang_views import Story
+from limits import limit_s
+from unit_helpers import eventually
+
+from metaflow_extensions.torchrun.plugins.torchrun.gang.messages import Report, Stop, Verdict
+from metaflow_extensions.torchrun.plugins.torchrun.launch.command import AGENT, HALT_SIGNAL
+from metaflow_extensions.torchrun.plugins.torchrun.machine.processes import blocks
+from metaflow_extensions.torchrun.plugins.torchrun.node.agent_events import Unreached
+from metaflow_extensions.torchrun.plugins.torchrun.worker import agent
+
+STAND_IN = Path(__file__).parents[1] / "stand_in"
+SILENCE_S, TRY_S, STORE_S = 2.0, 0.4, 0.2
+WHY = {"address": "10.0.0.1", "port": 29500, "why": "timed out"}
+
+
+@pytest.fixture
+def silent():
+    """Return a function that lets a port answer nothing: the kernel drops what comes while nobody accepts."""
+    with ExitStack() as files:
+
+        def make(host, port=0):
+            store = files.enter_context(socket.create_server((host, port), backlog=0))
+            for _ in range(2):
+                client = files.enter_context(socket.socket())
+                client.setblocking(False)
+                with suppress(BlockingIOError):
+                    client.connect(store.getsockname())
+            return store
+
+        yield make
+
+
+@pytest.fixture
+def found(monkeypatch):
+    """Return a function that lets an agent look for the store, and returns what it found, and after how long."""
+    for name, value in (("SILENCE_S", SILENCE_S), ("_TRY_S", TRY_S), ("STORE_S", STORE_S)):
+        monkeypatch.setattr(agent, name, value)
+
+    def find(port, host="127.0.0.1", rank=1):
+        began = time.monotonic()
+        why = agent.await_store([f"--node-rank={rank}", f"--rdzv-endpoint={host}:{port}", "--", "--node-rank=0"])
+        return why, time.monotonic() - began
+
+    return find
+
+
+def free_port(host):
+    with socket.create_server((host, 0)) as closed:
+        return closed.getsockname()[1]
+
+
+def test_silence_is_told_after_some_tries(found, silent):
+    port = silent("127.0.0.1").getsockname()[1]
+    why, seconds = found(port)
+    assert why == "timed out"
+    assert SILENCE_S <= seconds < SILENCE_S + limit_s(2 * TRY_S)
+    assert found(port, rank=0)[1] < TRY_S, "the node that has the store"
+
+
+def test_a_refusal_is_an_answer(found):
+    why, seconds = found(free_port("127.0.0.1"))
+    assert why == "", "torch waits for a store that comes late"
+    assert STORE_S <= seconds < SILENCE_S
+
+
+def test_a_store_that_answers_after_all_is_reached(found, silent):
+    store = silent("127.0.0.1")
+    mend = threading.Timer(2 * TRY_S, lambda: [store.accept()[0].close() for _ in range(2)])
+    mend.start()
+    assert found(store.getsockname()[1])[0] == ""
+    mend.join()
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_of_a_name_with_several_addresses_one_that_answers_is_enough(order, found, silent, monkeypatch):
+    port = silent("127.0.0.2").getsockname()[1]
+    addresses = [("127.0.0.1", port), ("127.0.0.2", port)]
+    look_up = socket.getaddrinfo
+
+    def both(host, *more, **named):
+        if host != "control.example":
+            return look_up(host, *more, **named)
+        return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", addresses[each]) for each in order]
+
+    monkeypatch.setattr(socket, "getaddrinfo", both)
+    assert found(port, "control.example")[0] == "", "127.0.0.1 refuses"
+    with socket.create_server(addresses[0]) as store:
+        assert found(port, "control.example")[0] == ""
+        store.accept()[0].close()
+
+
+def is_trying(pid):
+    return any(each.status == psutil.CONN_SYN_SENT for each in psutil.Process(pid).net_connections("tcp"))
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, HALT_SIGNAL])
+def test_an_agent_that_tries_obeys(number, silent, tmp_path):
+    port = silent("127.0.0.3").getsockname()[1]
+    os.mkfifo(path := tmp_path / "agent.workers")
+    news = os.open(path, os.O_RDWR)
+    options = ["--nnodes=2", "--node-rank=1", f"--rdzv-endpoint=127.0.0.3:{port}", "--nproc-per-node=1"]
+    words = [str(tmp_path), str(HALT_SIGNAL), *options, "--no-python", "--", "true"]
+    process = subprocess.Popen([sys.executable, AGENT, *words], env={**os.environ, "PYTHONPATH": str(STAND_IN)})
+    try:
+        eventually(lambda: is_trying(process.pid), "a try")
+        process.send_signal(number)
+        if number == HALT_SIGNAL:
+            eventually(lambda: blocks(process.pid, HALT_SIGNAL), "its halt")
+            process.terminate()
+        assert process.wait(agent.SILENCE_S / 2) == -signal.SIGTERM
+    finally:
+        process.kill()
+        process.wait()
+        os.close(news)
+
+
+def test_a_node_tells_the_gang(tmp_path):
+    node = FakeNode(tmp_path, 1)
+    node.launch()
+    process = node.go(port=29517)
+    process.say(Unreached("No route to host"))
+    about = {"address": "127.0.0.1", "port": 29517, "why": "No route to host"}
+    assert node.expect(Report) == Report("unreached", 0, 0, about)
+    node.ends_well(process)
+
+
+def test_the_launch_ends_on_all_nodes_with_the_first_node_that_said_so():
+    story = (
+        Story(4)
+        .launched(policy={"max_restarts": 2})
+        .at(25.0)
+        .report("unreached", 2, **WHY)
+        .report("unreached", 1, **WHY)
+    )
+    assert [(node, message.teller) for node, message in story.sent if isinstance(message, Stop)] == [
+        (node, 0) for node in range(4)
+    ]
+    story.ended(codes=(), ok=False)
+    verdicts = [(node, message.error) for node, message in story.sent if isinstance(message, Verdict)]
+    assert [node for node, _ in verdicts] == [0, 1, 2, 3], "a restart would not help"
+    error = verdicts[0][1]
+    assert (error.cause["kind"], error.cause["category"], error.cause["node"]) == ("unreachable", "network", 2)
+    assert error.message.startswith(
+        "Node 2 (host gpu-2) can't reach torch's store on node 0 (host gpu-0): tried 10.0.0.1 on port 29500: timed out.\n"
+        "Open TCP port 29500 between the nodes"
+    )
+    assert [each.nodes for each in story.view.events if each.kind == "unreachable"] == [[2], [1]]
+
+
+def test_what_a_node_says_of_the_generation_before_is_late():
+    story = Story().running(policy={"max_restarts": 1, "restart_on": frozenset({"network"})})
+    story.report("unreached", 1, **WHY).ended(codes=(), ok=False).at(20.0)
+    story.say(1, Report("unreached", 0, 0, WHY)).at(30.0)
+    assert story.gang.launch.generation == 1
+    assert [message for _, message in story.sent if isinstance(message, Verdict)] == []
