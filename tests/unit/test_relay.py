@@ -112,9 +112,20 @@ def test_lines_wait_while_the_network_takes_nothing_and_then_go_together(monkeyp
 
 
 def test_a_large_gang_does_not_flood_its_control_node():
-    pauses = {nodes: LineSender(Channel(), nodes).pause_s for nodes in (2, 16, 200, 1000, 4000)}
-    assert pauses[16] <= 0.5
+    channel, pauses, sizes = Channel(), {}, {}
+
+    async def send():
+        for nodes in (2, 16, 200, 1000, 4000):
+            sender = LineSender(channel, nodes)
+            sender.add("stdout", ("x" * 99 + "\n") * 10_000)
+            sender.send_all()
+            pauses[nodes], sizes[nodes] = sender.pause_s, len(channel.sent[-1].texts[0][1])
+
+    asyncio.run(send())
+    assert (pauses[16], sizes[16]) == (0.5, 131_000)
     assert all(nodes / pause <= 400 for nodes, pause in pauses.items())  # messages a second
+    assert all(nodes * size <= 32 * 1024**2 for nodes, size in sizes.items()), "as at the end of a launch"
+    assert sizes[4000] > 8000, "the end of a traceback"
     assert max(pauses.values()) <= LATE_S, "else `torchrun logs` takes a line for that of the next node with its rank"
 
 

@@ -16,7 +16,8 @@ from ..gang.messages import Lines
 from ..logs import console
 
 # What a member keeps is one message. In JSON a character takes up to six bytes, so it is within the limit of a frame.
-_MOST_CHARS = 128 * 1024
+# When a launch ends, all members send at once what they keep: all together not more than the control node reads soon.
+_MOST_CHARS, _ALL_CHARS = 128 * 1024, 32 * 1024**2
 # A member sends one message in this time; all members together send as many in a second. With 4000 nodes a line takes
 # 10 s then, as `gang.limits.LATE_S` has it.
 _PAUSE_S, _MESSAGES_PER_S = 0.5, 400
@@ -29,6 +30,7 @@ class LineSender:
 
     def __init__(self, channel: MemberChannel, num_nodes: int) -> None:
         self._channel = channel
+        self._most_chars = min(_MOST_CHARS, _ALL_CHARS // num_nodes)
         self.pause_s = max(_PAUSE_S, num_nodes / _MESSAGES_PER_S)  # between two messages
         self._waiting: deque[tuple[str, str]] = deque()  # streams and whole lines
         self._chars = self._left_out = 0  # of what waits; lines before that
@@ -38,7 +40,7 @@ class LineSender:
         """Have whole lines sent soon; returns at once."""
         self._waiting.append((stream, text))
         self._chars += len(text)
-        while (excess := self._chars - _MOST_CHARS) > 0:
+        while (excess := self._chars - self._most_chars) > 0:
             stream, oldest = self._waiting.popleft()
             end = oldest.find("\n", excess - 1) + 1 or len(oldest)
             self._left_out += oldest.count("\n", 0, end)
