@@ -127,7 +127,9 @@ def test_bad_input_is_refused_before_anything_runs(wrong, launch_of):
 def test_a_single_node_runs_it_too(tmp_path, monkeypatch, capfd):
     monkeypatch.setattr(gang_of_one, "print_errors_ourselves", lambda **_: None)
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(LaunchFailed, match=r"\nHost \S+ failed: before_run 2/2 \(false\) exited with code 1"):
+    with pytest.raises(
+        LaunchFailed, match=r"\nNode 0 \(host \S+\) failed: before_run 2/2 \(false\) exited with code 1"
+    ):
         TorchrunSingleNodeMultiGPU().run(entrypoint=["sh", "x.sh"], before_run=["echo one > made", ["false"]])
     assert (tmp_path / "made").read_text() == "one\n"
     assert "[before_run 1/2] ended well after " in capfd.readouterr().err

@@ -16,10 +16,9 @@ from pages import read
 from metaflow_extensions.torchrun.plugins import mfextinit_torchrun
 from metaflow_extensions.torchrun.plugins.torchrun.decorator import TorchrunDecorator
 from metaflow_extensions.torchrun.plugins.torchrun.executor import TorchrunExecutor
-from metaflow_extensions.torchrun.plugins.torchrun.feature_list import on_page
 from metaflow_extensions.torchrun.plugins.torchrun.run_arguments import RunOptions
 from metaflow_extensions.torchrun.plugins.torchrun.settings import ARGUMENTS, DEFAULTS, SETTINGS
-from metaflow_extensions.torchrun.plugins.torchrun.show.page import section_names
+from metaflow_extensions.torchrun.plugins.torchrun.show.page import SECTION_NAMES
 from metaflow_extensions.torchrun.plugins.torchrun.single_node import TorchrunSingleNodeMultiGPU
 from metaflow_extensions.torchrun.plugins.torchrun_libs import exceptions
 from metaflow_extensions.torchrun.toplevel import toplevel
@@ -111,7 +110,7 @@ def test_the_docstring_of_the_decorator_describes_the_attributes_and_no_others()
 
 def test_the_docstring_of_card_names_all_parts():
     named = re.search(r"Which ones: (.*)\. Default", " ".join(TorchrunExecutor.card.__doc__.split()))[1]
-    assert re.findall(r'"(\w+)"', named) == section_names(on_page())
+    assert re.findall(r'"(\w+)"', named) == list(SECTION_NAMES)
 
 
 @pytest.mark.parametrize("setting", SETTINGS.values())

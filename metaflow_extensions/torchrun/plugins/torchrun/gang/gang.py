@@ -963,7 +963,6 @@ class Gang:
         else:
             when = f"when {names(waits_for)} has come" if waits_for else f"in {pause_s:g} s" if pause_s else "now"
             self._seen.add("restart", f"all workers start again {when}")
-            self.view.restarts_left = launch.limit - number
             self.view.turn("restarting", failures.summary(cause))
             self.view.waits_for = f"{names(waits_for)} to start" if waits_for else ""
             self.view.enter("restarting", self._able())

@@ -290,7 +290,7 @@ def told_by_others(view: GangView | None, words: Iterable[Word]) -> GangView | N
         view.now_s = max(view.now_s, round(word.time - view.began, 3))
         cause = Cause("lost", 0, view.nodes[0].host, exception=headline).as_dict()
         # What became of the other nodes after that is not recorded.
-        view.enter("lost", [index for index, node in enumerate(nodes) if node.state not in _GONE])
+        view.enter("lost", [index for index, node in enumerate(nodes) if index == 0 or node.state not in _GONE])
         view.add("lost", f"lost: {headline}", node=0)
         view.turn("failed", headline)
         view.report(word.text, word.error, cause)
