@@ -1,9 +1,7 @@
 """A gang whose nodes say what a test has them say, by a clock that the test holds."""
 
-import gc
 import itertools
 from dataclasses import fields
-from types import FunctionType, ModuleType
 
 from metaflow_extensions.torchrun.plugins.torchrun.gang import messages as say
 from metaflow_extensions.torchrun.plugins.torchrun.gang.cause import Cause, Failure
@@ -15,6 +13,8 @@ FACTS = {"torch": "2.13.0", "cuda": "12.4", "nccl": "2.21.5", "python": "3.11", 
 FIELDS = {"nproc": 2, "digest": "abc", "master_port": None}
 POLICY = {each.name for each in fields(LaunchPolicy)}
 OF_THE_GANG = {each.name for each in fields(Rules)} | {"taken", "join"}
+NOT_STORED = "has ended well, but its value could not be stored"
+NO_DATA = "before_run 1/2 (make data) exited with code 2"
 TASKS = itertools.count(1)
 
 
@@ -36,7 +36,7 @@ def failures(*causes, age_s=0.0):
 
 
 class GangOf:
-    """A gang, and what its nodes have been sent; its keywords are those of `Rules`, too."""
+    """A gang, and what its nodes have been sent. They say all of the last launch that they have called, if not told else."""
 
     def __init__(self, num_nodes=3, taken=(), join=True, sees=None, **rules):
         self.now, self.num_nodes, self.sees = 1000.0, num_nodes, sees  # each message
@@ -56,16 +56,15 @@ class GangOf:
                 self.sees(node, message)
 
     def play(self, story):
-        """Do what it says, as in "lost 1, stop 0 2, +30.5": names of methods with nodes, and seconds; return itself."""
+        """Do what it says, as in "lost 1, stop 0 2, +30.5": `WORDS` or methods with nodes, and seconds; return itself."""
         for what, *numbers in map(str.split, story.split(",")):
-            self.pass_time(float(what)) if what[0] == "+" else getattr(self, what)(*map(int, numbers))
+            act = WORDS.get(what, getattr(type(self), what, None))
+            self.pass_time(float(what)) if what[0] == "+" else act(self, *map(int, numbers))
         return self
 
     def pass_time(self, seconds):
         self.now += seconds
         self.post(self.state.tick())
-
-    # --- what nodes do; without a number it is about the last launch, and its generation
 
     def say(self, node, message):
         self.post(self.state.handle(node, message))
@@ -95,10 +94,6 @@ class GangOf:
     def all_ready(self, launch=0, **said):
         for node in range(self.num_nodes):
             self.ready(node, launch, **said)
-
-    def prepare(self, *nodes):
-        for node in nodes:
-            self.ready(node, prepares=True)
 
     def about(self, node, launch=None, generation=None):
         launch = self.calls[node] if launch is None else launch
@@ -132,14 +127,6 @@ class GangOf:
         for node in nodes:
             self.say(node, say.Stored(*self.about(node), failures(*fails)))
 
-    def told(self, node):
-        """Tell a node to end whose workers run."""
-        self.failed(node, preemption(node))
-
-    def quit(self, node):
-        """Tell a node to end that has no workers."""
-        self.failed(node, preemption(node), given_up=True)
-
     def give_up(self, node, cause=None):
         """Do what a node does whose `run` is ended by an exception of its own."""
         self.failed(node, cause or of_node("call", node), given_up=True)
@@ -161,8 +148,6 @@ class GangOf:
 
     def cut(self, node):
         self.post(self.state.disconnected(node, "its connection was closed"))
-
-    # --- what nodes get
 
     def got(self, node, kind):
         """Return a node's messages of a class, or of one with that name."""
@@ -194,7 +179,7 @@ class GangOf:
         return abort.error
 
     def is_undecided(self):
-        return not any(self.got(node, "Verdict") for node in range(self.num_nodes))
+        return not any(self.got(node, "Verdict") for node in self.sent)
 
     def recorded(self, *kinds):
         return [event for event in self.state.view.events if event.kind in kinds]
@@ -204,19 +189,29 @@ class GangOf:
         self.say(node, say.Report("hangs", *self.about(node), {"age_s": 0.0}))
 
 
+WORDS = {
+    "prepare": lambda gang, *nodes: [gang.ready(node, prepares=True) for node in nodes],
+    "commands_fail": lambda gang, *nodes: [gang.failed(node, of_node("command", node, NO_DATA)) for node in nodes],
+    "crash": lambda gang, *nodes: [gang.ended(node, crash(node)) for node in nodes],
+    "told": lambda gang, node: gang.failed(node, preemption(node)),  # to end, while its workers run
+    "quit": lambda gang, node: gang.give_up(node, preemption(node)),
+    "raises": lambda gang, node: gang.leave(node, of_node("step", node)),
+    "raises_verdict": lambda gang, node: gang.leave(node, failed=True),
+    "all_stop_and_store": lambda gang: gang.all_ended(ok=False, stores=True),
+    "all_store": lambda gang: gang.all_ended(stores=True),
+    "store": lambda gang, node: gang.ended(node, stores=True),
+    "store_badly": lambda gang, node: gang.stored(node, fails=[crash(node, NOT_STORED, "store")]),
+    "differ": lambda gang, node: gang.ready(node, nproc=7),
+    "pin": lambda gang, node: gang.ready(node, master_port=1),
+    "silence": lambda gang: gang.play("lives 1" + ", +3" * 11),  # for 30 s
+    "frozen": lambda gang, seconds: gang.post(gang.state.was_stopped(seconds)),
+    # As the control node of a local run sees it, while the task's supervisor is there.
+    "vanish": lambda gang, node: gang.lost(node, is_connected=True),
+}
+
+
 def running(num_nodes=3, **given):
     """Return a gang whose first launch runs; the clock is at 1000."""
     gang = GangOf(num_nodes, **{name: given.pop(name) for name in OF_THE_GANG & given.keys()})
     gang.all_ready(**given)
     return gang
-
-
-def objects_of(root):
-    """Return how many objects hang together with one, without modules, classes and functions."""
-    seen, found = set(), [root]
-    while found:
-        each = found.pop()
-        if id(each) not in seen and not isinstance(each, type | ModuleType | FunctionType):
-            seen.add(id(each))
-            found += gc.get_referents(each)
-    return len(seen)

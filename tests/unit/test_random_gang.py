@@ -1,28 +1,37 @@
-"""Whatever nodes say, in any order, and whatever is lost, late or doubled: what must hold of a gang all the same.
+"""Whatever nodes say, and whatever is lost, late or doubled: what must hold of a gang. ``EXAMPLES=10000`` tries more.
 
-`test_random_losses` has the real nodes; these here are worse. ``EXAMPLES=10000`` tries more of them.
+`test_random_losses` has the real nodes; these here are worse.
 """
 
 import os
 from dataclasses import replace
 
-from gang_of import STOP_S, TASKS, GangOf, crash, of_node, preemption
+from gang_of import STOP_S, TASKS, WORDS, GangOf, crash, of_node, preemption
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_state_machine_as_test
 
 from metaflow_extensions.torchrun.plugins.torchrun.gang import messages as say
 from metaflow_extensions.torchrun.plugins.torchrun.gang.cause import cause_of
 from metaflow_extensions.torchrun.plugins.torchrun.gang.gang import Phase
 from metaflow_extensions.torchrun.plugins.torchrun.gang.limits import BACKOFF_LIMIT_S, DIAGNOSTICS_S, INDEX_S, SAVE_S
-from metaflow_extensions.torchrun.plugins.torchrun.gang.messages import CONTROL
 from metaflow_extensions.torchrun.plugins.torchrun.gang.view import Presence
 
+EXAMPLES = int(os.environ.get("EXAMPLES", "300"))
+IN_GANG = (Presence.HERE, Presence.GONE)
 FOREVER, START_S, LAUNCH_S = float("inf"), 50.0, 40.0
 # How long a launch may take whose nodes are silent, with two restarts, and of what it stores.
 LAUNCH_ENDS_S = 3 * (LAUNCH_S + STOP_S + DIAGNOSTICS_S + max(START_S, BACKOFF_LIMIT_S)) + SAVE_S + INDEX_S
 PEER = "RuntimeError: gloo: Connection closed by peer"  # it follows from another failure
-STAGES = {"done": "done", "left": "over", "failed": "over", "killed": "killed"}
+WORDS |= {
+    "peer": lambda gang, node: gang.ended(node, crash(node, PEER)),
+    "fails": lambda gang, node: gang.failed(node, crash(node)),
+    "has_failed": lambda gang, node: gang.failed(node, crash(node), age_s=15.0),
+    "peer_failed": lambda gang, node: gang.failed(node, crash(node, PEER), age_s=15.0),
+    "deserts": lambda gang, node: gang.leave(node, preemption(node)),
+    "say_again": lambda gang, node, back: gang.send(gang.tasks[node], gang.tasks[node].said[-back]),
+    "hold": lambda gang, node: setattr(gang.tasks[node], "held", []),
+}
 
 
 class Task:
@@ -60,13 +69,10 @@ class AnyGang(RuleBasedStateMachine, GangOf):
         self.tasks, self.old = {}, []  # the member of each node, and those before
         self.errors, self.aborted, self.restarts = {}, None, {}  # by launch; with what; by launch
         self.failures = {}  # launch -> when what has failed in it, and of which task, since its last restart
-        self.stopped = {}  # launch and generation -> when the gang has stopped it
+        self.last_go, self.stopped = None, {}  # launch and generation -> when the gang has stopped it
         GangOf.__init__(self, num_nodes, join=False, sees=self.check, **rules)
         for node in range(num_nodes) if runs else ():  # else few examples would come far
-            self.come(node)
-            self.call(node)
-
-    # --- what must hold of each message of the gang
+            self.play(f"come {node}, ready {node}")
 
     def check(self, node, message):
         match message:
@@ -86,19 +92,22 @@ class AnyGang(RuleBasedStateMachine, GangOf):
                 self.aborted = self.aborted or error
                 assert error is self.aborted, "nodes hear of different failures"
             case say.Store(error=error) | say.Verdict(error=error) if error or type(message) is say.Verdict:
-                if error is not None and not self.is_in(node):  # it is told apart
-                    return
+                if error is not None and self.state.nodes[node].presence not in IN_GANG:
+                    return  # it is told apart
                 is_first, launch = message.launch not in self.errors, self.state.launch
                 assert error is self.errors.setdefault(message.launch, error), "nodes have different errors"
                 if is_first and error is not None and message.launch == launch.number and launch.generation >= 0:
                     self.check_cause(message.launch, cause_of(error))
 
-    def is_in(self, node):
-        return self.state.nodes[node].presence in (Presence.HERE, Presence.GONE)
-
     def check_go(self, node, go):
-        assert all(self.state.nodes[each].presence is Presence.HERE for each in (node, *go.group.nodes)), "one is lost"
-        assert [go.group.node_of(rank) for rank in range(go.group.size)] == [*go.group.nodes]
+        nodes, here = {*go.group.nodes}, {each.index for each in self.state.nodes if each.presence is Presence.HERE}
+        assert here >= {node, *nodes}, "a group with a lost node"
+        if go is not self.last_go:
+            before, able = {*self.last_go.group.nodes} if self.last_go else set(), here & self.state.launch.ready.keys()
+            assert able & before <= nodes, "who took part does not stay"
+            assert all(came < waits for came in nodes - before for waits in able - nodes), "not the first others come"
+            self.last_go = go
+        assert [go.group.node_of(rank) for rank in range(go.group.size)] == sorted(nodes)
         assert self.state.broken is None
         assert self.least <= go.group.size <= self.size
         assert go.restarts <= go.max_restarts
@@ -110,8 +119,8 @@ class AnyGang(RuleBasedStateMachine, GangOf):
         """Check that no other failure came before the cause, and that it follows from none."""
         known = self.failures.pop(launch, [])
         # Others go on without a task that they have left out, or that was not in this launch.
-        meant = [each for each in known if each[2] and self.tasks[each[2].node] is each[2] and self.is_in(each[2].node)]
-        origins = [(at, each) for at, each, _ in meant if not each.is_consequence]
+        meant = [task for task in self.tasks.values() if self.state.nodes[task.node].presence in IN_GANG]
+        origins = [(at, each) for at, each, task in known if task in meant and not each.is_consequence]
         if cause is None or cause.is_consequence:
             assert not origins, f"{cause} follows from {origins}"
             return
@@ -122,8 +131,6 @@ class AnyGang(RuleBasedStateMachine, GangOf):
             found = [1000.0 + record.at_s for record in self.recorded("timeout", "hang")[-1:]]
         assert found, f"nobody has said {cause}"
         assert not [each for at, each in origins if at < min(found) - 0.01], f"before {cause} came {origins}"
-
-    # --- what tasks hear and say
 
     def living(self):
         return [task for task in self.tasks.values() if task.stage != "over" or task.held is not None]
@@ -137,7 +144,7 @@ class AnyGang(RuleBasedStateMachine, GangOf):
     def obey(self, task, message):
         is_own = task.stage == "in" and getattr(message, "launch", None) == task.launch
         match message:
-            case say.Abort() if task.stage in ("own", "in") or (task.stage, task.node) == ("done", CONTROL):
+            case say.Abort() if task.stage in ("own", "in") or (task.stage, task.node) == ("done", say.CONTROL):
                 task.leave_run("broken")
             case say.Go() if is_own:
                 task.go = message if message.group.rank_of(task.node) is not None else None
@@ -163,7 +170,9 @@ class AnyGang(RuleBasedStateMachine, GangOf):
             case say.Stored():
                 task.store = None
             case say.Leave():
-                task.stage, task.prepares, task.store = STAGES[message.how], False, None
+                message = replace(message, how="failed") if task.stage == "broken" else message
+                task.stage = {"done": "done", "killed": "killed"}.get(message.how, "over")
+                task.prepares, task.store = False, None
         self.send(task, message)
 
     def send(self, task, message):
@@ -187,8 +196,6 @@ class AnyGang(RuleBasedStateMachine, GangOf):
         known = self.failures.setdefault(self.state.launch.number, [])
         known.extend((self.now - age_s, cause, whose) for age_s, cause in found)
 
-    # --- what may happen beside what `GangOf` has
-
     def come(self, node):
         task = Task(node, len(self.sent[node]))
         join = say.Join(node, f"host-{node}", task.name, task.name)
@@ -199,26 +206,14 @@ class AnyGang(RuleBasedStateMachine, GangOf):
         self.tasks[node] = task
         self.say(node, join)
 
-    def call(self, node, prepares=False, nproc=2):
-        self.ready(node, self.tasks[node].launch, prepares, nproc=nproc, **self.policy)
-
-    def failed_before(self, node, cause):
-        self.failed(node, cause, age_s=15.0)
-
-    def failed_to_store(self, node):
-        self.stored(node, fails=[crash(node, kind="store")])
+    def ready(self, node, **said):
+        GangOf.ready(self, node, self.tasks[node].launch, **self.policy, **said)
 
     def give_up(self, node, cause=None):
         task, number = self.tasks[node], self.tasks[node].launch
         GangOf.give_up(self, node, cause)
         if (task.stage, task.launch) == ("in", number):
             task.leave_run()
-
-    def say_again(self, node, back):
-        self.send(self.tasks[node], self.tasks[node].said[-back])
-
-    def hold(self, node):
-        self.tasks[node].held = []
 
     def release(self, node):
         said, self.tasks[node].held = self.tasks[node].held, None
@@ -235,51 +230,39 @@ class AnyGang(RuleBasedStateMachine, GangOf):
             self.note(task, (0.0, of_node("lost", node, "its connection was closed")))
         GangOf.cut(self, node)
 
-    def tick(self, seconds):
+    def pass_time(self, seconds):
         for _ in range(max(1, int(seconds // 5))):
-            self.pass_time(min(seconds, 5.0))
+            GangOf.pass_time(self, min(seconds, 5.0))
 
     def must_do(self, task):
         """Return what is next for a task; None if it waits."""
         if task.held is not None or task.stage == "killed":
             return "cut" if task.held is None else "release"
         if task.prepares:
-            return "call"
+            return "ready"
         if task.go is not None or task.store is not None:
             return "stop" if task.go is not None else "stored"
-        waits = task.node == CONTROL and task.stage == "done" and "alone" not in self.farewells(CONTROL)
+        waits = task.node == say.CONTROL and task.stage == "done" and "alone" not in self.farewells(say.CONTROL)
         return None if waits else {"own": "done", "done": "leave", "broken": "leave"}.get(task.stage)
 
     def acts(self):
-        yield from [("tick", seconds) for seconds in (1.0, 5.0, 30.0, 100.0)]
-        yield from [("come", node) for node in range(self.num_nodes)]
+        yield from ("+1", "+5", "+30", "+100")
+        yield from (f"come {node}" for node in range(self.num_nodes))
         for task in self.living():
-            what, node = self.must_do(task), task.node
-            yield from [(what, node)] * {None: 0, "stop": 1, "done": 1}.get(what, 8)
-            if task.stage == "own" and what == "done":
-                yield from [("call", node)] * 8 + [("call", node, True)] * 2 + [("call", node, False, 3)]
-                yield from [("leave", node, of_node("step", node)), ("leave", node, preemption(node))]
-            if task.go is not None:
-                yield from [("all_ended", node)] * 8 + [
-                    ("ended", node, crash(node)),
-                    ("ended", node, crash(node, PEER)),
-                ]
-                yield from [("failed", node, crash(node)), ("failed", node, preemption(node))]
-                yield from [("failed_before", node, crash(node)), ("failed_before", node, crash(node, PEER))]
-            if task.stage == "in":
-                yield from [("give_up", node), ("give_up", node, preemption(node)), ("killed", node)]
-            yield from [("failed", node, of_node("command", node))] * task.prepares
-            yield from [("failed_to_store", node)] * (task.store is not None)
-            yield from [("hold", node)] * (task.held is None) + [("cut", node)]
+            must, runs, words = self.must_do(task), task.go is not None, ["cut"] + ["hold"] * (task.held is None)
+            words += [must] * {None: 0, "stop": 1, "done": 1}.get(must, 8)
+            words += (["ready"] * 8 + ["prepare", "prepare", "differ", "raises", "deserts"]) * (must == "done")
+            words += (["all_ended"] * 8 + ["crash", "peer", "told", "fails", "has_failed", "peer_failed"]) * runs
+            words += ["give_up", "quit", "killed"] * (task.stage == "in")
+            words += ["commands_fail"] * task.prepares + ["store_badly"] * bool(task.store)
+            yield from (f"{word} {task.node}" for word in words)
             for back, message in enumerate(task.said[:-6:-1], 1):
-                yield from [("say_again", node, back)] * (
-                    type(message) in (say.Failed, say.Ended, say.Stored, say.Leave)
-                )
+                if type(message) in (say.Failed, say.Ended, say.Stored, say.Leave):
+                    yield f"say_again {task.node} {back}"
 
     @rule(data=st.data())
     def something_happens(self, data):
-        what, *how = data.draw(st.sampled_from([*self.acts()]))
-        getattr(self, what)(*how)
+        self.play(data.draw(st.sampled_from([*self.acts()])))
         self.hear()
 
     def teardown(self):
@@ -287,21 +270,18 @@ class AnyGang(RuleBasedStateMachine, GangOf):
             return
         for task in self.living():  # each launch ends in its time, also if nodes say nothing more
             task.held = task.held or []
-        self.tick(LAUNCH_ENDS_S)
-        is_storing = self.state.phase is Phase.STORING and self.state.launch.failing_with is None
-        may_store = is_storing and self.state.rules.deadline == FOREVER
-        assert self.state.phase is Phase.IDLE or may_store, f"it does not end: {self.state.phase}"
+        self.pass_time(LAUNCH_ENDS_S)
+        may_store = self.state.launch.failing_with is None and self.state.rules.deadline == FOREVER
+        assert self.state.phase in (Phase.IDLE, *[Phase.STORING] * may_store), "it does not end"
         for _ in range(12):  # and when all do what they must, none waits
             for task in self.living():
-                if (what := self.must_do(task)) is not None:
-                    getattr(self, what)(task.node)
+                if (must := self.must_do(task)) is not None:
+                    self.play(f"{must} {task.node}")
                 self.hear()
-            self.tick(START_S)
+            self.pass_time(START_S)
         left = [(task.node, task.stage) for task in self.living()]
         assert not left, f"they wait for ever: {left}"
 
 
-TestAnyGang = AnyGang.TestCase
-TestAnyGang.settings = settings(
-    max_examples=int(os.environ.get("EXAMPLES", "300")), stateful_step_count=30, deadline=None
-)
+def test_whatever_nodes_say_and_the_network_does_the_gang_keeps_its_promises():
+    run_state_machine_as_test(AnyGang, settings=settings(max_examples=EXAMPLES, stateful_step_count=30, deadline=None))
