@@ -558,7 +558,7 @@ def lines_of_the_machine(num_nodes):
     return count / num_nodes
 
 
-def test_the_verdict_of_thousands_is_made_once_and_no_message_of_one_makes_the_gang_look_through_all():
+def test_the_verdict_of_thousands_is_made_once_and_no_message_makes_the_gang_look_through_all():
     """What is the same object is made into bytes once, and all hear it in about a second."""
     assert lines_of_the_machine(300) < lines_of_the_machine(30) * 1.2
     gang = running(300).play("all_ended")
