@@ -22,7 +22,8 @@ from metaflow_extensions.torchrun.plugins.torchrun.node.outcome import Outcome
 from metaflow_extensions.torchrun.plugins.torchrun.node.phases import Phase
 from metaflow_extensions.torchrun.plugins.torchrun.node.plan import Plan
 
-SEEDS = range(int(__import__("os").environ.get("SEEDS", "300")))
+SEEDS = range(300)
+STEPS, CALM_STEPS = 250, 6000  # in which things may fail, and in which all must end then
 SILENCE_S, START_S, NPROC = 30.0, 60.0, 2  # heartbeat_timeout_s, all_nodes_started_timeout, nproc_per_node
 
 
