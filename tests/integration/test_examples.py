@@ -182,7 +182,8 @@ def test_torch_ddp_goes_on_where_it_was_when_a_spare_takes_the_place_of_a_node(b
     flow = begin_example("torch-ddp", command, "--nproc 1", {"@torchrun\n": f"{decorator}\n"})
     await_line(flow, r"\[rank 0\] epoch 3:")
     seen = [process.environ() for process in flow.processes()]
-    (lost,) = {int(env["MF_PARALLEL_NODE_INDEX"]) for env in seen if env.get("RANK") == "1"}  # who came last is the spare
+    # Who came last is the spare.
+    (lost,) = {int(env["MF_PARALLEL_NODE_INDEX"]) for env in seen if env.get("RANK") == "1"}
     task_of_node(flow, lost).kill()
     assert flow.wait(END_S) == 0, flow.text
     said = rf"restart 1 of 1: .* SIGKILL(.*\n)*.* node \d, a spare, takes the place of node {lost}"

@@ -449,12 +449,12 @@ def test_a_triggered_workflow_runs_with_a_late_control_pod_and_a_retry_by_argo(t
 
     store = _datastore()
     joined = store.get_task_datastore(workflow.run_id, "join", workflow.names["tasks.join.outputs.parameters.task-id"])
-    (node,) = [node for node, _, took_part in joined["seen"] if took_part and node]  # of the two that may be the spare
-    assert joined["seen"] == [(0, 1, True), *((each, 1, each == node) for each in (1, 2))], "the spare's lacks its result"
+    (other,) = [node for node, _, took_part in joined["seen"] if took_part and node]  # of the two that may be the spare
+    assert joined["seen"] == [(0, 1, True), *((each, 1, each == other) for each in (1, 2))], "the spare's has no result"
     assert outputs == {}
 
-    tasks = [f"control-{second.entropy}-0", f"worker-{second.entropy}-{node - 1}"]
-    for node, task_id in zip((0, node), tasks, strict=True):
+    tasks = [f"control-{second.entropy}-0", f"worker-{second.entropy}-{other - 1}"]
+    for node, task_id in zip((0, other), tasks, strict=True):
         stored = store.get_task_datastore(workflow.run_id, "train", task_id)
         assert (stored["node"], stored["attempt"], stored["control_task_id"]) == (node, 1, tasks[0])
         assert stored["result"].world_size == 4
