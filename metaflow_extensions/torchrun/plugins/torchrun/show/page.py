@@ -198,10 +198,10 @@ def _ranks(shown: _Shown) -> tuple[str, tuple[Part, ...]]:
 
 
 def _marks(view: GangView) -> dict[int, str]:
-    """Return what is odd about ranks: that they are slow, or to look at first in a hang that was the end."""
+    """Return which ranks to look at first, in a hang that was the end."""
     hangs = view.hangs or {}
     is_last = bool(hangs) and hangs["is_last"] and view.outcome == "failed" and view.launch == hangs["launch"]
-    return {**progress_part.marks(view), **dict.fromkeys(hangs["first"] if is_last else (), "look here first")}
+    return dict.fromkeys(hangs["first"] if is_last else (), "look here first")
 
 
 def _host(node: NodeView) -> str:
