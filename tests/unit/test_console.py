@@ -22,7 +22,7 @@ from unit_helpers import HANG_S, OURS, eventually
 from metaflow_extensions.torchrun.plugins.torchrun.events import Event
 from metaflow_extensions.torchrun.plugins.torchrun.logs import console
 from metaflow_extensions.torchrun.plugins.torchrun.logs.console import settle, write_output, write_text
-from metaflow_extensions.torchrun.plugins.torchrun.logs.shared_pipe import SharedPipes
+from metaflow_extensions.torchrun.plugins.torchrun.logs.shared_pipe import SharedPipe
 
 BLOCK = ("x" * 79 + "\n") * 1000  # more than a pipe holds
 
@@ -81,18 +81,17 @@ def test_a_stream_of_the_steps_own_gets_the_text_even_if_it_has_a_file(tmp_path,
 
 
 def test_lines_never_go_to_another_file_that_has_got_the_number_of_a_closed_one(take_stdout, tmp_path, monkeypatch):
-    """The step's code may close its own file while the writer waits for the other stream's reader."""
+    """The step's code may close its own file while the writer waits for its turn."""
     stream = take_stdout()
-    number, pause = stream.stdout.fileno(), console._Writer._await_other
+    number, flush = stream.stdout.fileno(), console._flush
 
-    def close_it(writer, *fds):
-        pause(writer, *fds)
-        if not (tmp_path / "model.bin").exists():
-            stream.stdout.close()
-            (tmp_path / "model.bin").touch()
-            assert os.open(tmp_path / "model.bin", os.O_RDWR) == number, "the lowest number that is free"
+    def close_it(target):
+        flush(target)
+        stream.stdout.close()
+        (tmp_path / "model.bin").touch()
+        assert os.open(tmp_path / "model.bin", os.O_RDWR) == number, "the lowest number that is free"
 
-    monkeypatch.setattr(console._Writer, "_await_other", close_it)
+    monkeypatch.setattr(console, "_flush", close_it)
     try:
         assert write_text("stdout", "a line\n", 30)
         assert (tmp_path / "model.bin").read_bytes() == b""
@@ -244,8 +243,7 @@ def test_nodes_that_print_much_get_turns_alike(take_stdout):
 def test_who_has_had_its_turn_holds_up_nobody_even_if_a_fork_has_its_files(take_stdout):
     """One past Python's own, as a library in C may make it."""
     stream = take_stdout()
-    pipes = SharedPipes()
-    with pipes.turn([stream.writing]):
+    with SharedPipe().turn(stream.writing):
         fork = ctypes.CDLL(None).fork()
         if fork == 0:
             signal.pause()

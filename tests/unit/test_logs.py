@@ -145,19 +145,7 @@ def test_a_line_on_stderr_ends_an_unfinished_one_where_that_is_wanted(read, tmp_
     assert screen.writes == ["[rank 0] no newline\n", "[rank 0] ended well\n"]
 
 
-# --- order ----------------------------------------------------------------------------------------
-
-
-def test_a_rank_that_has_printed_much_is_shown_to_its_traceback_first(read, tmp_path):
-    reader, screen = read()
-    is_written = threading.Event()
-    reader.in_loop.post(is_written.wait)
-    with opened(tmp_path, 0, "stdout") as out, opened(tmp_path, 0, "stderr") as err:
-        out.write(b"printed\n" * 20_000)
-        err.write(b"Traceback\n")
-        is_written.set()
-    eventually(lambda: screen.streams["stderr"])
-    assert "".join(screen.writes) == "[rank 0] printed\n" * 20_000 + "[rank 0] Traceback\n"
+# --- several ranks --------------------------------------------------------------------------------
 
 
 def test_a_loud_rank_hides_no_quiet_one(read, tmp_path):
