@@ -1,28 +1,20 @@
-"""One node's commands before it is ready: real processes, with a gang that the test plays, and without any."""
+"""One node's commands before it is ready: real processes, with a gang that the test plays."""
 
 import ctypes
-import json
+import fcntl
 import os
-import signal
-import subprocess
 import sys
 import tempfile
-from contextlib import suppress
 from dataclasses import replace
-from pathlib import Path
 
-import psutil
 import pytest
 from fake_node import ERROR, FakeNode
-from limits import limit_s
-from unit_helpers import HANG_S, eventually, is_running, write
+from unit_helpers import eventually, is_running
 
 from metaflow_extensions.torchrun.plugins.torchrun.errors import EntrypointError, TorchrunPreempted
-from metaflow_extensions.torchrun.plugins.torchrun.gang.messages import Ended, Failed, Ready, Report
-from metaflow_extensions.torchrun.plugins.torchrun.launch.command import COMMAND_RUNNER
+from metaflow_extensions.torchrun.plugins.torchrun.gang.messages import Ended, Failed, Ready
 from metaflow_extensions.torchrun.plugins.torchrun.machine import processes
 from metaflow_extensions.torchrun.plugins.torchrun.node.agent import AgentProcess
-from metaflow_extensions.torchrun.plugins.torchrun.node.agent_events import AgentEnded, End
 from metaflow_extensions.torchrun.plugins.torchrun.node.endings import MustEnd
 
 # A child that ignores SIGTERM and is in a session of its own, beside a command that ignores it, too.
@@ -107,20 +99,6 @@ def test_each_command_is_told_and_shown_and_has_what_the_workers_will_have(node_
     assert "worker_hooks" not in seen.get("PYTHONPATH", "")
     assert sorted(os.listdir(tmp_path)) == ["cwd"]
     node.verdict(ERROR)
-
-
-@pytest.mark.parametrize("home", [None, sys.base_prefix])
-def test_the_runner_starts_where_python_needs_pythonhome_and_heeds_no_module_of_the_users(
-    home, node_with, tmp_path, monkeypatch
-):
-    if home is not None:
-        monkeypatch.setenv("PYTHONHOME", home)
-    write(tmp_path / "mine" / "json.py", "raise SystemExit('a stranger')")
-    env = (("PYTHONPATH", str(tmp_path / "mine")), ("PYTHONWARNINGS", "error"))
-    node = node_with("tr '\\0' '\\n' < /proc/$PPID/cmdline > line", env=env)
-    assert ended_well(node)
-    words = (tmp_path / "cwd" / "line").read_text().splitlines()
-    assert ("-I" in words) is (home is None), "-I ignores PYTHONHOME"
 
 
 def test_the_node_is_ready_with_what_the_commands_have_made(node_with, tmp_path):
@@ -214,33 +192,11 @@ def test_a_preempted_node_stops_its_commands_and_tells_the_gang(node_with, tmp_p
     assert isinstance(node.next_message(), Ended)
 
 
-def test_what_a_command_leaves_running_ends_with_the_last_command(node_with, tmp_path):
-    node = node_with("sleep 300 & echo $! > child", "kill -0 $(cat child)", grace_s=0.3)
+def test_what_a_command_leaves_running_ends_with_it(node_with, tmp_path):
+    node = node_with("sleep 300 & echo $! > child", "! kill -0 $(cat child)", grace_s=0.3)
     assert ended_well(node)
-    assert not is_running(int((tmp_path / "cwd" / "child").read_text()))
     (left,) = node.texts("left_behind")
     assert "the commands had left running: " in left
-
-
-def test_a_runner_that_is_killed_is_named(node_with, tmp_path):
-    node = node_with("echo $PPID > runner.part; mv runner.part runner; sleep 300", grace_s=0.3)
-    node.prepare()
-    eventually((tmp_path / "cwd" / "runner").exists)
-    os.kill(int((tmp_path / "cwd" / "runner").read_text()), signal.SIGKILL)
-    cause = failure_of(node)
-    assert (cause.category, cause.exit_code) == ("killed", -9)
-    assert cause.exception.startswith("its command runner was killed by SIGKILL")
-    assert node.texts("worker_failed")[0].startswith("its command runner was killed by SIGKILL")
-    node.verdict(ERROR)
-
-
-def test_a_runner_that_can_not_start_is_named(node_with):
-    node = node_with("true", real=False)
-    agent = node.prepare()
-    assert "-I" in agent.command
-    agent.say(End(None, "could not be started: no more processes"))
-    assert failure_of(node).exception == "its command runner could not be started: no more processes"
-    node.verdict(ERROR)
 
 
 def test_without_room_for_their_files_none_is_started(node_with, tmp_path, monkeypatch):
@@ -261,144 +217,45 @@ def test_where_rank_0_alone_is_shown_so_are_the_commands_of_its_node(number, log
     assert bool(node.output) is is_shown
 
 
-def test_a_commands_end_that_only_its_agent_tells(node_with):
-    """A runner that leaves no record, as on a full disk, has failed all the same."""
-    node = node_with("true", real=False)
-    agent = node.prepare()
-    folder = Path(agent.options.stderr).parent
-    write(folder / "ended.jsonl", '{"number": 0, "status": 0, "error": null, "seconds": 0.1}\n{"number": 1, "sta')
-    agent.say(AgentEnded(1, 0.0))
-    agent.say(End(1))
-    told = messages(node)
-    assert [type(each) for each in told] == [Report, Failed]
-    assert told[-1].failures[0].cause.exception == "its command runner exited with code 1"
-    node.verdict(ERROR)
-
-
-def test_after_a_failure_the_node_does_not_go_on_however_its_runner_ends(node_with):
-    node = node_with("true", real=False)
-    agent = node.prepare()
-    node.complete = lambda: pytest.fail("it is not complete")
-    agent.say(AgentEnded(1, 0.0))
-    for status in (1, 0):
-        agent.say(End(status))
-    assert [type(each) for each in messages(node)] == [Failed]
-    assert node.verdict(ERROR) is ERROR
-    assert node.nothing_more_is_sent()
-
-
-# --- the runner alone -------------------------------------------------------------------------------
-
-SH = ["sh", "-ec"]
-
-
-class Run:
-    """A runner of commands."""
-
-    def __init__(self, folder, *commands, cwd=None):
-        self.folder = folder
-        folder.mkdir()
-        (folder / "cwd").mkdir()
-        self.cwd = cwd or folder / "cwd"
-        described = [{"argv": argv, "shown": " ".join(argv)} for argv in commands]
-        (folder / "commands.json").write_text(json.dumps(described))
-        self.process = subprocess.Popen(
-            [sys.executable, "-I", "-S", COMMAND_RUNNER, str(folder)],
-            cwd=self.cwd,
-            stdin=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-        )
-
-    def wait(self):
-        self.process.communicate(b"for nobody")
-        return self.process.returncode
-
-    @property
-    def ended(self):
-        path = self.folder / "ended.jsonl"
-        return list(map(json.loads, path.read_text().splitlines())) if path.exists() else []
-
-    def output(self, number):
-        """Return a command's output, and what the runner says of its end."""
-        return [(self.folder / f"{number}.{stream}").read_bytes() for stream in ("stdout", "stderr")]
+def test_both_streams_of_a_command_stay_in_order_and_its_stdin_is_empty(node_with):
+    node = node_with("echo one; echo two >&2; printf 'three'; cat", "printf '\\377'")
+    assert ended_well(node)
+    shown = [line.partition("] ")[2] for line in "".join(node.output).splitlines()]
+    assert shown[1:4] == ["one", "two", "three"]
+    assert "\ufffd" in shown
 
 
 @pytest.fixture
-def run(tmp_path):
-    """Return a function that starts a runner."""
-    started = []
-
-    def start(*commands, **options):
-        started.append(Run(tmp_path / f"run-{len(started)}", *commands, **options))
-        return started[-1]
-
-    yield start
-    for each in started:
-        children = []
-        with suppress(psutil.NoSuchProcess):
-            children = psutil.Process(each.process.pid).children(recursive=True)
-        for child in children:
-            with suppress(psutil.NoSuchProcess):
-                child.kill()
-        each.process.kill()
-        each.process.communicate()
-        psutil.wait_procs(children, limit_s(HANG_S))
+def turn(tmp_path, node_with):
+    """Have the turn in the commands' folder, as another node of this machine; yield what ends it."""
+    held = os.open(tmp_path / "cwd", os.O_RDONLY)
+    fcntl.flock(held, fcntl.LOCK_EX)
+    yield lambda: fcntl.flock(held, fcntl.LOCK_UN)
+    os.close(held)
 
 
-def test_commands_run_one_after_the_other_with_both_streams_in_order(run):
-    runner = run(
-        [*SH, "echo one; echo two >&2; printf 'three'; cat; touch made; sleep 0.2"],
-        [sys.executable, "-c", "import os; os.write(1, b'\\xff\\x00' + str(os.listdir()).encode())"],
-    )
-    assert runner.wait() == 0
-    assert [(each["number"], each["status"], each["error"]) for each in runner.ended] == [(0, 0, None), (1, 0, None)]
-    assert 0.2 <= runner.ended[0]["seconds"] < 20
-    output, end = runner.output(0)
-    begin, *lines = output.split(b"\n")
-    assert (begin[:2], lines) == (b"$ ", [b"one", b"two", b"three"])  # `cat` has read the end of its stdin
-    assert end.startswith(b"ended well after ")
-    assert runner.output(1)[0].endswith(b"\n\xff\x00['made']")
-
-
-def test_at_sigterm_the_command_ends_with_its_group(run):
-    """The kernel sends it if the supervisor is killed."""
-    runner = run([*SH, "sleep 300 & echo $! > child; wait"], ["touch", "never"])
-    child = int(eventually(lambda: (runner.cwd / "child").exists() and (runner.cwd / "child").read_text()))
-    runner.process.send_signal(signal.SIGTERM)
-    assert runner.wait() == 128 + signal.SIGTERM
-    assert runner.ended == []  # it did not fail by itself
-    eventually(lambda: not is_running(child))
-    assert os.listdir(runner.cwd) == ["child"]
-
-
-def test_those_of_one_folder_run_one_after_the_other(run):
+def test_nodes_that_share_a_folder_take_turns_there(node_with, turn, tmp_path):
     """Two installations into one place at once would hurt each other."""
-    first = run([*SH, "touch begun; while [ ! -e go ]; do sleep 0.02; done; rm begun"])
-    eventually((first.cwd / "begun").exists)
-    second = run([*SH, "! [ -e begun ]"], cwd=first.cwd)
-    third = run(["true"])
-    assert third.wait() == 0  # in another folder
-    stderr = second.process.stderr
-    os.set_blocking(stderr.fileno(), False)
-    said = eventually(stderr.read)
-    assert said.decode() == f"waiting: the commands of another node run in the same folder, {first.cwd}\n"
-    assert not second.ended
-    (first.cwd / "go").touch()
-    assert (first.wait(), second.wait()) == (0, 0)
+    node = node_with("touch made")
+    node.prepare()
+    eventually(lambda: node.texts("note"))
+    assert node.texts("note") == [f"waiting: the commands of another node run in the same folder, {tmp_path / 'cwd'}"]
+    assert not (tmp_path / "cwd" / "made").exists()
+    turn()
+    assert isinstance(messages(node)[-1], Ready)
+    node.verdict(ERROR)
 
 
-def test_who_waits_for_the_folder_ends_at_sigterm(run):
-    first = run(["sleep", "300"])
-    eventually((first.folder / "0.stdout").exists)
-    second = run(["touch", "never"], cwd=first.cwd)
-    eventually(lambda: os.read(second.process.stderr.fileno(), 1000))
-    second.process.send_signal(signal.SIGTERM)
-    assert second.wait() == 128 + signal.SIGTERM
-    assert second.ended == []
+def test_who_waits_for_its_turn_can_be_stopped(node_with, turn, tmp_path):
+    node = node_with("touch never")
+    node.prepare()
+    eventually(lambda: node.texts("note"))
+    assert node.verdict(ERROR) is ERROR
+    assert not (tmp_path / "cwd" / "never").exists()
 
 
-def test_a_command_that_starts_a_gang_of_its_own_there_does_not_wait_for_itself(run, tmp_path):
-    (tmp_path / "inner").mkdir()
-    (tmp_path / "inner" / "commands.json").write_text('[{"argv": ["true"], "shown": "true"}]')
-    assert run([sys.executable, "-I", COMMAND_RUNNER, str(tmp_path / "inner")]).wait() == 0
-    assert (tmp_path / "inner" / "ended.jsonl").exists()
+def test_a_gang_that_a_command_starts_in_its_folder_does_not_wait_for_it(node_with, tmp_path, monkeypatch, request):
+    assert ended_well(node_with("echo $TORCHRUN_BEFORE_RUN > has"))
+    monkeypatch.setenv("TORCHRUN_BEFORE_RUN", (tmp_path / "cwd" / "has").read_text().strip())
+    request.getfixturevalue("turn")
+    assert ended_well(node_with("true"))

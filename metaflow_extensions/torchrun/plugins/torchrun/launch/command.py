@@ -13,7 +13,6 @@ from .spec import LaunchSpec
 
 SCRIPTS = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "worker")
 AGENT = os.path.join(SCRIPTS, "agent.py")  # runs torchrun, and gives its workers their pipes
-COMMAND_RUNNER = os.path.join(SCRIPTS, "command_runner.py")  # runs the commands of before_run
 # Makes an agent wait, and act on its workers no more. See `machine.stacks` for its neighbour.
 HALT_SIGNAL = int(getattr(signal, "SIGRTMAX", 64)) - 5  # macOS has none, and makes packages with this module
 # This folder comes first on the path of agent and workers; its `sitecustomize` records how a worker ends.

@@ -38,7 +38,8 @@ class Options(NamedTuple):
     stdout: str  # pipes for the agent's own output
     stderr: str
     grace_s: float = 0.0  # time of the workers after SIGTERM
-    halt_signal: int = signal.SIGSTOP  # makes the agent act on its workers no more
+    # Makes the agent act on its workers no more; None: it is a command of the user's, and ends like all below it.
+    halt_signal: int | None = None
     cwd: str | None = None  # working directory; default is this process's
     inherited: dict[str, Any] | None = None  # what the agent has from the task; default is what this process has
     umask: int = -1  # -1: as this process
@@ -331,14 +332,18 @@ class AgentProcess:
             return
         # The agent gets no SIGTERM: it would signal its workers a second time, reap them before we read their exit
         # codes, or wait in its exit barrier for up to 300 s (torch 2.13). But torch's store, which it may serve, lives on.
-        self._signal_agent(self._options.halt_signal)
-        self._enter(Phase.HALTING, _HALT_S)
+        if self._options.halt_signal is None:
+            self._terminate()
+        else:
+            self._signal_agent(self._options.halt_signal)
+            self._enter(Phase.HALTING, _HALT_S)
 
     def _on_halting(self) -> bool:
         """Wait until the agent has heard: until then it may still start a worker, or stop one."""
         number = self._options.halt_signal
+        assert number is not None
         has_heard = number == signal.SIGSTOP or self._agent.returncode is not None
-        if not (has_heard or self._is_late or processes.blocks(self._agent.pid, number)) and self._below_agent():
+        if not (has_heard or self._is_late or processes.blocks(self._agent.pid, number)) and self._to_end():
             return False
         self._read_news()
         if self._first_signal is not None:
@@ -353,14 +358,14 @@ class AgentProcess:
         return self._terminate()
 
     def _terminate(self) -> bool:
-        told = self._below_agent()
+        told = self._to_end()
         self._signal_all(told, signal.SIGTERM)
         # What was forked between that look and the signal has heard nothing, and its parent may be gone.
-        self._signal_all([pid for pid in self._below_agent() if pid not in told], signal.SIGTERM)
+        self._signal_all([pid for pid in self._to_end() if pid not in told], signal.SIGTERM)
         return self._enter(Phase.TERMINATING)
 
     def _on_terminating(self) -> bool:
-        return not (self._below_agent() and not self._is_late) and self._kill_all()
+        return not (self._to_end() and not self._is_late) and self._kill_all()
 
     def _kill_all(self) -> bool:
         return self._enter(Phase.KILLING, _KILL_WAIT_S)
@@ -398,8 +403,10 @@ class AgentProcess:
         """Return the pids of the agent and all that it has started, however that detached itself."""
         return processes.living_descendants(without=HELPERS)
 
-    def _below_agent(self) -> list[int]:
-        return [pid for pid in self._tree() if pid != self._agent.pid]
+    def _to_end(self) -> list[int]:
+        """Return the pids of what gets SIGTERM: all below the agent, or a command with all below it."""
+        is_command = self._options.halt_signal is None
+        return [pid for pid in self._tree() if is_command or pid != self._agent.pid]
 
     def _signal_agent(self, number: int) -> None:
         if self._agent.returncode is None:

@@ -39,12 +39,11 @@ class MachineFaults:
 
 
 class AgentEnd:
-    """The end of one agent, or of the process that runs the commands in its place."""
+    """The end of one agent."""
 
-    def __init__(self, plan: Plan, host: str, tail: Tail, name: str = AGENT_NAME) -> None:
+    def __init__(self, plan: Plan, host: str, tail: Tail) -> None:
         self._node, self._host = plan.spec.node_index, host
         self._tail = tail
-        self._name = name
         self.machine = MachineFaults()
         self.exit_code: int | None = None
         self.failed_at: float | None = None
@@ -56,11 +55,11 @@ class AgentEnd:
 
     def describe(self, status: int) -> str:
         """Return for the log how the agent failed by itself."""
-        return f"the {self._name} {describe_exit(status)}"
+        return f"the {AGENT_NAME} {describe_exit(status)}"
 
     def cause(self, has_workers: bool) -> Cause:
         """Return why it failed; `has_workers`: it had started some."""
-        report, code, who = read_agent_report(self._tail), self.exit_code, f"its {self._name}"
+        report, code, who = read_agent_report(self._tail), self.exit_code, f"its {AGENT_NAME}"
         if report.got_signal is not None:
             how = f"got {signal_name(report.got_signal)} from outside of the gang, and gave up"
         elif self._end is not None and self._end.error is not None:

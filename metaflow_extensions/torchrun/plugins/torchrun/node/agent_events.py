@@ -62,5 +62,5 @@ AgentEvent: TypeAlias = Refused | Unreached | WorkerStarted | WorkerEnded | Agen
 class AgentNews(NamedTuple):
     """An event in the launch's inbox."""
 
-    generation: int  # its number; -1 for the process that runs the commands before
+    generation: int  # its number; -1 for the commands before
     event: AgentEvent

@@ -1,27 +1,26 @@
-"""The commands of `before_run` on this node, which run before it is *ready*.
+"""The commands of `before_run` on this node, which run one after the other before it is *ready*.
 
-The script `command_runner` runs them in the place of an agent, so they are watched and stopped like workers.
+Each runs in the place of an agent, so it is watched and stopped like workers. Nodes that share a working directory take
+turns there: else they would install into one place or make the same files at the same time.
 """
 
 from __future__ import annotations
 
-import json
+import fcntl
 import os
 import shlex
 import shutil
+import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 
-from ..events import label
+from ..events import Event, label
 from ..gang.cause import Cause, Failure, describe_exit
 from ..gang.messages import Report
-from ..launch.command import COMMAND_RUNNER
 from ..launch.commands import is_by_shell, system_program
-from ..logs.pipes import AGENT, LogReader, pipe_path
-from ..machine.detached import isolated
+from ..logs.pipes import LogReader, pipe_path
 from .agent import AgentProcess, Options
-from .agent_end import AgentEnd
+from .agent_end import MachineFaults
 from .agent_events import AgentEnded, AgentEvent, AgentNews, End
 from .headlines import left_behind
 from .news import Seen
@@ -29,9 +28,9 @@ from .plan import Plan
 from .seat import Seat
 from .start import environment_of_commands, make_folder, of_task
 
-_RUNNER = "command runner"  # its name in messages
 _TAIL_LINES = 30
 _SHOWN_CHARS = 200
+_HAS_FOLDER = "TORCHRUN_BEFORE_RUN"  # a command may start a gang of its own, in the folder that its node has
 
 
 def shown(words: Sequence[str]) -> str:
@@ -41,38 +40,28 @@ def shown(words: Sequence[str]) -> str:
     return line if len(line) <= _SHOWN_CHARS else line[:_SHOWN_CHARS] + "…"
 
 
-@dataclass(frozen=True)
-class _Ended:
-    """A command that has ended or could not be started, as written by `command_runner`."""
-
-    number: int  # from 0
-    status: int | None
-    error: str | None
-    seconds: float
-
-
 class Commands:
     """The commands of one launch on this node, from their start to the end of the last process."""
 
     number = -1  # in the place of a generation's
 
     def __init__(self, plan: Plan, seat: Seat, launch: int, new_agent: Callable[..., AgentProcess]) -> None:
-        self._plan, self._seat, self._launch = plan, seat, launch
-        self._told = 0  # of how many ended commands the gang knows
-        self._has_failed = self._is_closed = False
+        self._plan, self._seat, self._launch, self._new_agent = plan, seat, launch, new_agent
+        self._inbox = seat.inbox  # this launch's; a later launch has another
+        self._at, self._began_at = -1, 0.0  # the command that runs, or was the last, and when it began
+        self._is_next_due, self._has_failed, self._is_closed = True, False, False
+        self._agent: AgentProcess | None = None
+        self._faults = MachineFaults()
+        self._cwd = plan.cwd or os.getcwd()
         self._folder = make_folder(plan, f"launch{launch}-before_run")
         try:
-            command = self._write_command()
             env = environment_of_commands(plan, seat.link.own_address, plan.environ)
+            self._env = {**env, _HAS_FOLDER: self._cwd}
             self._logs = self._reader()
         except BaseException:
             shutil.rmtree(self._folder, ignore_errors=True)
             raise
-        self._end = AgentEnd(plan, seat.host, self._logs.tail, _RUNNER)
-        inbox = seat.inbox  # this launch's; a later launch has another
-        self._agent = new_agent(
-            command, env, self._options(), lambda event: inbox.put_nowait(AgentNews(self.number, event))
-        )
+        self._turn = self._open_turn()
 
     def _reader(self) -> LogReader:
         plan, count = self._plan, len(self._plan.commands)
@@ -87,67 +76,71 @@ class Commands:
             cuts=True,
         )
 
-    def _write_command(self) -> list[str]:
-        """Write the commands for the runner; return its argv."""
-        commands = []
-        for words in self._plan.commands:
-            # The shell is found here, because the user's PATH for the commands may lack it.
-            program = system_program(words[0]) if is_by_shell(words) else words[0]
-            commands.append({"argv": [program, *words[1:]], "shown": shown(words)})
-        with open(os.path.join(self._folder, "commands.json"), "w", encoding="ascii") as file:
-            json.dump(commands, file)
-        # Isolated: neither the commands' variables nor installed packages may change what the runner does.
-        python = isolated(self._plan.spec.python, self._plan.environ)
-        return [*python, COMMAND_RUNNER, self._folder]
-
-    def _options(self) -> Options:
-        plan, folder = self._plan, self._folder
-        return Options(
-            stdout=pipe_path(folder, AGENT, "stdout"),
-            stderr=pipe_path(folder, AGENT, "stderr"),
-            grace_s=plan.grace_s,
-            **of_task(plan),
-        )
+    def _open_turn(self) -> int | None:
+        """Return the file whose lock is the turn in the folder; None if a command with the turn has started this gang."""
+        if self._plan.environ.get(_HAS_FOLDER) == self._cwd:
+            return None
+        with suppress(OSError):
+            return os.open(self._cwd, os.O_RDONLY | os.O_CLOEXEC)
+        return None
 
     # --- their life -----------------------------------------------------------------------------
 
-    def start(self) -> None:
-        """Start the first one. All further news arrives as `AgentNews`."""
+    def start(self) -> Seen:
+        """Start the first one, if this node has its turn. All further news arrives as `AgentNews`."""
         self._logs.start()
+        seen = self.poll()
+        if self._is_next_due:
+            text = f"waiting: the commands of another node run in the same folder, {self._cwd}"
+            self._seat.emit(Event("note", self._seat.node, text))
+        return seen
+
+    def poll(self, is_quiet: bool = True) -> Seen:
+        """Start the next command, when it is due; return what is known by that."""
+        if not self._is_next_due or not self._has_turn():
+            return Seen()
+        self._is_next_due = False
+        self._at += 1
+        try:
+            self._begin()
+        except (OSError, ValueError) as error:
+            return self._ended(None, f"could not be started: {error}")
+        return Seen()
+
+    def _has_turn(self) -> bool:
+        try:
+            if self._turn is not None:
+                fcntl.flock(self._turn, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        except OSError:  # some file systems, such as some NFS, have no such locks
+            pass
+        return True
+
+    def _begin(self) -> None:
+        plan, words = self._plan, self._plan.commands[self._at]
+        self._write("stdout", f"$ {shown(words)}")
+        # The shell is found here, because the user's PATH for the commands may lack it.
+        program = system_program(words[0]) if is_by_shell(words) else words[0]
+        both = pipe_path(self._folder, self._at, "stdout")  # one pipe for both streams keeps their order
+        options = Options(both, both, grace_s=plan.grace_s, **of_task(plan))
+        inbox, number = self._inbox, self.number
+        self._began_at = time.monotonic()
+        self._agent = self._new_agent(
+            [program, *words[1:]], self._env, options, lambda event: inbox.put_nowait(AgentNews(number, event))
+        )
         self._agent.start()
 
     def handle(self, event: AgentEvent) -> Seen:
-        """Handle an event; return what is known by it."""
-        told, cause = self._just_ended(), self._failure(event)
-        if cause is not None and not self._has_failed:
-            self._has_failed = True
-            return Seen(told, failed=f"{cause.exception}", failures=(Failure(cause),))
-        if not isinstance(event, End) or self._has_failed:
-            return Seen(told)
-        return Seen([*told, *left_behind(self._seat.node, event.left, "commands")], is_over=True)
-
-    def poll(self, is_quiet: bool) -> Seen:
-        """Return the commands that have ended since the last look."""
-        return Seen(self._just_ended())
-
-    def _failure(self, event: AgentEvent) -> Cause | None:
+        """Handle an event of the running command; return what is known by it."""
         match event:
             case AgentEnded():
-                self._end.exit_code = event.status
-            case End() if self._end.exit_code is None:
-                self._end.record(event)
-            case _:
-                return None
-        return None if self._end.exit_code == 0 else self._cause()
-
-    def _cause(self) -> Cause:
-        failed = next((each for each in self._ended() if each.status != 0), None)
-        if failed is None:
-            return self._end.cause(has_workers=False)
-        node, host = self._plan.spec.node_index, self._seat.host
-        lines = _last_lines(self._logs.tail(failed.number, "stdout"))
-        text = self._text(failed, self._end.machine.how_ended)
-        return Cause("command", node, host, None, None, failed.status, text, lines)
+                return self._ended(event.status, self._faults.how_ended(event.status))
+            case End() if not self._has_failed:
+                self._is_next_due = self._at + 1 < len(self._plan.commands)
+                left = left_behind(self._seat.node, event.left, "commands")
+                return Seen(left, is_over=not self._is_next_due)
+        return Seen()
 
     async def close(self, grace_s: float = 0.0) -> None:
         """Stop what still runs, and show the last output; safe to call more than once."""
@@ -156,33 +149,39 @@ class Commands:
         self._is_closed = True
         self._logs.let_end()
         try:
-            await self._agent.close(grace_s)
+            if self._agent is not None:
+                await self._agent.close(grace_s)
         finally:
             self._logs.finish(explained=True)
+            if self._turn is not None:
+                os.close(self._turn)
             shutil.rmtree(self._folder, ignore_errors=True)
 
     # --- how they ended -------------------------------------------------------------------------
 
-    def _just_ended(self) -> list[Report]:
-        new = self._ended()[self._told :]
-        self._told += len(new)
-        return [self._as_message(each) for each in new]
+    def _ended(self, status: int | None, how: str) -> Seen:
+        """Return what is told of the command that has ended; None: it could not be started."""
+        seconds = time.monotonic() - self._began_at
+        if status == 0:
+            self._write("stderr", f"ended well after {seconds:.1f} s")
+        self._logs.read_now(self._at)
+        commands, node = self._plan.commands, self._plan.spec.node_index
+        name = f"before_run {self._at + 1}/{len(commands)} ({shown(commands[self._at])})"
+        # The error has the hints on signals.
+        short = how if status is None else describe_exit(status).partition(":")[0]
+        data = {"text": f"{name} {short}", "exit_code": status, "seconds": round(seconds, 3)}
+        told = [Report("command", self._launch, data=data)]
+        if status == 0:
+            return Seen(told)
+        self._has_failed = True
+        lines = _last_lines(self._logs.tail(self._at, "stdout"))
+        cause = Cause("command", node, self._seat.host, None, None, status, f"{name} {how}", lines)
+        return Seen(told, failed=f"{cause.exception}", failures=(Failure(cause),))
 
-    def _as_message(self, ended: _Ended) -> Report:
-        # Without hints on signals: the error has them.
-        text = self._text(ended, lambda status: describe_exit(status).partition(":")[0])
-        data = {"text": text, "exit_code": ended.status, "seconds": round(ended.seconds, 3)}
-        return Report("command", self._launch, data=data)
-
-    def _ended(self) -> list[_Ended]:
-        with suppress(OSError), open(os.path.join(self._folder, "ended.jsonl"), encoding="ascii") as file:
-            return [_Ended(**json.loads(line)) for line in file if line.endswith("\n")]
-        return []
-
-    def _text(self, ended: _Ended, exit_text: Callable[[int], str]) -> str:
-        commands = self._plan.commands
-        name = f"before_run {ended.number + 1}/{len(commands)} ({shown(commands[ended.number])})"
-        return f"{name} {ended.error if ended.status is None else exit_text(ended.status)}"
+    def _write(self, stream: str, line: str) -> None:
+        """Write a line of ours among a command's output."""
+        with open(pipe_path(self._folder, self._at, stream), "ab", buffering=0) as pipe:
+            pipe.write(f"{line}\n".encode(errors="backslashreplace"))
 
 
 def _last_lines(text: str) -> str:

@@ -86,7 +86,7 @@ News: TypeAlias = (
 class Do(enum.Enum):
     """An effect without data."""
 
-    START_COMMANDS = "start the commands of before_run; answered by `NotBegun` if that fails"
+    START_COMMANDS = "start the commands of before_run; answered by `Seen`, or by `NotBegun` if that fails"
     COMPLETE = "have the task complete the plan"
     START = "start the agent of a generation; answered by `Begun` or `NotBegun`"
     STOP = "stop the workers"

@@ -22,7 +22,7 @@ from .commands import Commands
 from .course import NodeCourse
 from .endings import MustEnd, TimedOut
 from .generation import Generation
-from .news import Begun, Called, Crashed, Do, Effect, News, NotBegun, Prepared
+from .news import Begun, Called, Crashed, Do, Effect, News, NotBegun, Prepared, Seen
 from .outcome import Outcome
 from .plan import Plan
 from .seat import Seat
@@ -136,14 +136,13 @@ class NodeLaunch:
         assert isinstance(self._processes, Generation)
         return self._processes
 
-    async def _start_commands(self) -> NotBegun | None:
+    async def _start_commands(self) -> Seen | NotBegun:
         try:
             about = self._course.plan, self._seat, self._launch, self._new_agent
             self._processes = commands = await Aside().within(_START_S, Commands, *about)
-            commands.start()
+            return commands.start()
         except Exception as error:
             return NotBegun(_reason(error))
-        return None
 
     async def _prepare_workers(self, go: Go) -> Prepared | NotBegun:
         try:
