@@ -210,13 +210,12 @@ class Noting(dict):
     def __contains__(self, name):
         self.names.add(os.fsdecode(name))
         return super().__contains__(name)
-from metaflow_extensions.torchrun.plugins.torchrun.features.warm.imports import Imports
-from metaflow_extensions.torchrun.plugins.torchrun.features.warm.spare import TORCHRUN
+from metaflow_extensions.torchrun.plugins.torchrun.features.warm.before import Before
 os.environ._data = Noting(os.environ._data)
-importlib.import_module(TORCHRUN)
+importlib.import_module("torch.distributed.run")
 names = sorted(Noting.names - set(os.environ))  # tqdm goes through all that there are
-imports = Imports([], sys.path[0], computes=True)
-print(*[name for name in names if not imports.counts(name)])
+before = Before(allows_new=True)
+print(*[name for name in names if not before.counts(name)])
 """
 
 

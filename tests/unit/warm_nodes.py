@@ -9,7 +9,7 @@ from limits import limit_s
 from supervised import Supervised
 from unit_helpers import HANG_S, eventually, is_running, write
 
-from metaflow_extensions.torchrun.plugins.torchrun.features.warm.spare_workers import POPEN_OF_WORKERS
+from metaflow_extensions.torchrun.plugins.torchrun.features.warm.spare import POPEN_OF_WORKERS
 from metaflow_extensions.torchrun.plugins.torchrun.launch import command as launch_command
 from metaflow_extensions.torchrun.plugins.torchrun.launch.command import WORKER_HOOKS
 from metaflow_extensions.torchrun.plugins.torchrun.machine.processes import living_descendants
@@ -76,7 +76,7 @@ seen = {"argv": sys.argv, "orig_argv": sys.orig_argv, "path": sys.path[0], "name
         "imported": "torch.distributed" in sys.modules, "early": "imported_early" in sys.modules,
         "rank": os.environ.get("RANK"), "agent": os.environ.get("TORCHRUN_AGENT_PID"),
         "spare": "TORCHRUN_SPARE" in os.environ,
-        "parent": os.getppid(), "seen": os.environ.get("SEEN"),
+        "parent": os.getppid(), "seen": os.environ.get("TORCHRUN_SEEN"),
         "files": os.listdir("/proc/self/fd"), "mp": "torchrun_worker_hooks" in sys.modules}
 print(json.dumps(seen), flush=True)
 print("to stderr", file=sys.stderr)
@@ -117,7 +117,7 @@ class Warm:
     @property
     def pid(self):
         """The pid of the spare that waits."""
-        return self.supervised.ask("node.pid")
+        return self.supervised.ask("node._waiting.process.pid")
 
     def start(self, what="", env=None, workers=None, script=None, **options):
         """Ask for an agent; return what its events come to."""
@@ -169,7 +169,7 @@ def waits(pid):
         waits_in = Path(f"/proc/{pid}/wchan").read_text()
     except OSError:
         return False
-    return "unix" in waits_in or "recv" in waits_in
+    return any(each in waits_in for each in ("unix", "recv", "skb_wait"))
 
 
 class Agent:
