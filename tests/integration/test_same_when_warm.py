@@ -20,7 +20,7 @@ import pytest
 from flow_runs import FlowRun, StartFlow
 
 THREADS = "2"  # the same in all launches, whatever their number of workers
-DEADLINE_S = 350  # for eight launches on a machine that is busy with others; alone they take half a minute
+DEADLINE_S = 350  # for ten launches on a machine that is busy with others; alone they take half a minute
 COLD = False
 HOSTILE = ["", "-x", "--nnodes=9", "a\tb", "$HOME ${local_rank} $$", "*", "--", "-c", "löss 🔥", "\udcff"]
 
@@ -131,19 +131,19 @@ class Launches:
 def seeing(start_shared_flow: StartFlow) -> Launches:
     """Programs that note what they see, in gangs of two ranks.
 
-    A warm agent starts any program as torchrun does. So one that sees all that it can is enough for it.
+    A warm agent starts any program as torchrun does. So one that sees all that it can is enough for it. The first
+    launch with other variables or another folder is cold, and the next one has spares for them.
     """
     both = [COLD, "workers"]
     failing = {"entrypoint": "observed", "module": True, "entrypoint_args": HOSTILE, "max_restarts": 1}
     failing["cwd"] = ".."
+    script = {"entrypoint": "../a link.py", "entrypoint_args": HOSTILE}
     launches = [
-        {
-            "name": "script",
-            "run": {"entrypoint": "../a link.py", "entrypoint_args": HOSTILE},
-            "variants": [*both, "agent"],
-        },
+        {"name": "script, before", "run": script, "variants": ["workers"]},
+        {"name": "script", "run": script, "variants": [*both, "agent"]},
         {"name": "alone", "run": {"entrypoint": "../observed/alone.py"}, "variants": ["workers"]},
         {"name": "function", "run": {}, "variants": both},
+        {"name": "module, before", "run": failing, "variants": ["workers"]},
         {"name": "module", "run": failing, "variants": both},
     ]
     env = {"WARM_LAUNCHES": json.dumps(launches), "OMP_NUM_THREADS": THREADS, "FROM_BEFORE": "1"}

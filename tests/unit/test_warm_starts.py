@@ -102,8 +102,8 @@ def test_more_or_fewer_workers_than_spares_all_start(warm, count, warm_ones):
 @pytest.mark.parametrize(
     ("script", "reason"),
     [
-        ("{root}/broken.py", "SyntaxError"),
-        ("{root}/no such.py", "FileNotFoundError"),
+        ("{root}/harmless/broken.py", "SyntaxError"),
+        ("{root}/harmless/no such.py", "FileNotFoundError"),
         ("{root}/file/program.py", "imported_early.py has the name of a module that is imported already"),
         ("{root}/folder/link.py", "imported_early has the name of a module that is imported already"),
         ("-x.py", "it runs"),  # the interpreter takes it for an option
@@ -112,11 +112,11 @@ def test_more_or_fewer_workers_than_spares_all_start(warm, count, warm_ones):
     ],
 )
 def test_a_program_that_would_import_other_modules_or_is_none_starts_cold(warm, tmp_path, script, reason):
-    write(tmp_path / "broken.py", "if True print(1)")
     for folder in ("file", "folder/imported_early", "harmless"):
         write(tmp_path / folder / "program.py", "")
     write(tmp_path / "file" / "imported_early.py", "")
     write(tmp_path / "folder" / "link.py", "")
+    write(tmp_path / "harmless" / "broken.py", "if True print(1)")
     for name in ("imported_early.txt", "new.py", "__main__.py", "sys.py"):
         write(tmp_path / "harmless" / name, "")
     os.symlink("../file/program.py", tmp_path / "harmless" / "link.py")
@@ -145,7 +145,7 @@ def test_stopping_ends_all_but_the_next_spare(warm):
     [
         ({"WAS_THERE": "before and now"}, "WAS_THERE had another value when torch was imported"),
         ({"TORCH_HOME": "new", "PYTHONHASHSEED": "3"}, "PYTHONHASHSEED, TORCH_HOME had another value when"),
-        ({"LONG": "x" * 1_000_000}, "OSError: [Errno 90] Message too long"),
+        (dict.fromkeys("ABC", "x" * 100000), "OSError: [Errno 90] Message too long"),
         ({"TORCH_NCCL_BLOCKING_WAIT": "1"}, None),  # is read later
         ({"RANK": "3", "A_NEW_ONE": "1"}, None),
     ],
@@ -160,7 +160,7 @@ def test_a_variable_that_imports_may_have_read_means_a_cold_start_and_the_next_s
     assert begun["imported"] is (reason is None)
     assert begun["env"].items() >= env.items()
     again = one.start(env=env).end()
-    assert (again["refused"], again["imported"]) == ((reason, False) if "LONG" in env else (None, True))
+    assert (again["refused"], again["imported"]) == ((reason, False) if "A" in env else (None, True))
 
 
 @pytest.mark.parametrize("preload", [("imported_early",), ()])
@@ -175,7 +175,8 @@ def test_any_variable_may_be_one_that_a_preloaded_module_has_read(warm, preload)
 
 
 def test_another_folder_or_another_package_means_a_cold_start_and_the_next_is_warm(warm, tmp_path):
-    write(tmp_path / "other" / "data.csv", "")
+    for folder in ("other", "packages"):
+        (tmp_path / folder).mkdir()
     one = warm()
     one.env["PYTHONPATH"] += f":lib:{tmp_path}/packages"
     one.start().end()
@@ -208,75 +209,29 @@ def test_imports_that_fail_mean_a_cold_start(warm, code, reason):
 
 
 PRELOAD = """
-import os, sys, tempfile
+import os, sys
 sys.path.insert(0, os.path.join(os.path.dirname(__file__), "lib"))
-os.environ["SET_BY_IMPORT"] = os.environ.setdefault("SET_BEFORE", "by import")
-os.environ["OMP_NUM_THREADS"] = "7"
+os.environ["SET_BY_IMPORT"] = os.environ["OMP_NUM_THREADS"] = "7"
 os.environ.pop("TAKEN_AWAY", None)
-tempfile.gettempdir()
 """
 SEES = """
-import imported_early, beside, os, sys, tempfile, only_in_lib
-names = ("SET_BY_IMPORT", "SET_BEFORE", "OMP_NUM_THREADS", "TAKEN_AWAY")
-print([os.environ.get(name) for name in names], only_in_lib.__file__, beside.__file__, __file__)
-print(tempfile.gettempdir(), sys.path)
+import imported_early, os, sys, only_in_lib
+print([os.environ.get(name) for name in ("SET_BY_IMPORT", "OMP_NUM_THREADS", "TAKEN_AWAY")])
+print(only_in_lib.__file__, __file__, sys.path)
 """
 
 
-@pytest.mark.parametrize("env", [{}, {"TMPDIR": "{root}/other"}, {"SET_BEFORE": "by launch"}])
-def test_what_imports_have_set_is_what_the_program_finds_cold(warm, tmp_path, env, monkeypatch):
+def test_what_imports_have_set_is_what_the_program_finds_cold(warm, tmp_path, monkeypatch):
     monkeypatch.setenv("TAKEN_AWAY", "here before")
     monkeypatch.setenv("OMP_NUM_THREADS", "2")
     write(tmp_path / "lib" / "only_in_lib.py", "")
-    write(tmp_path / "scripts" / "beside.py", "")
-    script = str(write(tmp_path / "scripts" / "sees.py", SEES))
-    os.makedirs(tmp_path / "other")
+    write(tmp_path / "scripts" / "sees.py", SEES)
     one = warm(workers=1, early=PRELOAD)
-    env = {name: value.format(root=tmp_path) for name, value in env.items()}
-    seen = []
-    for count in (1, 2):  # the second worker is a cold one
-        one.spares()
-        agent = one.start(workers=count, script=[f"{tmp_path}/lib/../scripts/sees.py"], env=env)
-        assert agent.end()["status"] == 0, agent.written(0, "err")
-        seen += [agent.written(rank, "out") for rank in range(count)]
-    assert script.encode() not in seen[0]  # it is told as it was asked for
-    assert len(set(seen)) == 1
-
-
-# What trackers do when they are imported: they see to it that the run is ended with the process, and told of errors.
-TRACKER = """
-import atexit, sys, weakref
-class Run: pass
-run = Run()
-def say(what): print(what, flush=True)
-atexit.register(say, "exit handler")
-weakref.finalize(run, say, "finalizer")
-sys.excepthook = lambda *_: say("hook")
-"""
-
-
-def test_what_preloaded_modules_do_at_the_end_is_done_by_workers_alone(warm, tmp_path):
-    write(tmp_path / "tracker.py", TRACKER)
-    write(tmp_path / "scripts" / "fails.py", "import tracker\n1 / 0")
-    one = warm(preload=["tracker"], workers=1)
     one.spares()
-    agent = one.start(script=[str(tmp_path / "scripts" / "fails.py")])
-    agent.end()
-    assert sorted(Path(f"{agent.out}.0.out").read_text().split("\n")) == ["", "exit handler", "finalizer", "hook"]
-    assert (tmp_path / "agent.stdout").read_text() == (tmp_path / "agent.stderr").read_text() == ""
-
-
-@pytest.mark.parametrize("name", ["os.sched_getaffinity", "os.pread", "socket.send_fds", "socket.recv_fds"])
-def test_a_python_without_it_starts_agents_all_the_same(name, warm, tmp_path):
-    """In the supervisor, in the spares and in the agent: conda's Pythons lack some."""
-    module, _, function = name.partition(".")
-    remove = f"import {module}\nif hasattr({module}, {function!r}): del {name}\n"
-    write(tmp_path / "sitecustomize.py", remove)
-    one = warm(workers=1, before=remove)
-    agent = one.start()
-    begun = agent.end()
-    assert (f"AttributeError: module '{module}'" in (begun["refused"] or ""), begun["status"]) == (True, 0)
-    assert agent.worker()["rank"] == "4"
+    agent = one.start(workers=2, script=[f"{tmp_path}/lib/../scripts/sees.py"])  # the second worker is a cold one
+    assert agent.end()["status"] == 0, agent.written(0, "err")
+    assert agent.written(0, "out") == agent.written(1, "out")
+    assert b"lib/../scripts/sees.py" in agent.written(0, "out")  # it is told as it was asked for
 
 
 def test_limits_that_have_changed_or_commands_mean_a_cold_start_and_the_next_is_warm(warm):
@@ -287,7 +242,7 @@ def test_limits_that_have_changed_or_commands_mean_a_cold_start_and_the_next_is_
     refused = [one.start().end()["refused"], one.start().end()["refused"]]
     one.do("node.close()")  # as after the commands of before_run
     refused += [one.start().end()["refused"], one.start().end()["refused"]]
-    told = "no spare waits: the commands of before_run ended it"
+    told = "no spare waits: it could not be started, or before_run ended it"
     assert refused == ["RLIMIT_CORE changed after the step had begun", None, told, None]
 
 

@@ -102,13 +102,8 @@ class Warm:
         self.env = {**os.environ, "PYTHONPATH": f"{WORKER_HOOKS}:{root}", "TORCHRUN_AGENT_PID": ""}
         os.mkfifo(root / "agent.workers")
         self.supervised = Supervised(before)
-        self.preload = list(preload)
-        self.prepare_anew()
-
-    def prepare_anew(self):
-        """Begin with a new spare, like the last."""
         code = "global node; node = WarmNode(preload, env, workers); node.prepare()"
-        self.do(code, preload=self.preload, env=self.env, workers=self.workers)
+        self.do(code, preload=preload, env=self.env, workers=workers)
 
     def do(self, what, **values):
         """Have code executed in the process that stands for the supervisor."""
@@ -135,14 +130,6 @@ class Warm:
         }
         self.do(f"start({self.count}, command, env, options, warm); node.prepare()", **told)
         return Agent(self.supervised, self.count, out)
-
-    def cold_worker(self, **options):
-        """Have an agent that was a spare start a worker that was none; return why, as the agent tells."""
-        agent = self.start(**options)
-        end = agent.end()
-        assert (end["refused"], end["left"], agent.worker()["early"]) == (None, [], False)
-        (line,) = (self.root / "agent.stderr").read_text().splitlines()
-        return line.removeprefix("A worker starts cold: ")
 
     def spares(self):
         """Return the pids of the spare agent that waits, and of its workers, once all of them have imported."""

@@ -78,8 +78,7 @@ def main() -> list[Any]:
 def _take_over(request: Mapping[str, Any], stdout: int, stderr: int) -> None:
     """Set umask, argv and output files as in a process that was started cold."""
     os.umask(request["umask"])
-    argv = request["argv"]
-    sys.orig_argv[:] = argv
+    sys.orig_argv[:] = argv = request["argv"]
     sys.argv[:] = argv[2:] if argv[2] != "-m" else ["-m", *argv[4:]]
     for own, given in ((1, stdout), (2, stderr)):
         os.write(given, os.pread(own, os.fstat(own).st_size, 0))

@@ -71,8 +71,9 @@ class Spare:
         ready = select.poll()  # not `select`, which takes no number above 1023
         ready.register(self._server, select.POLLIN)
         if ready.poll(1000 * wait_s):
-            answer = b""
-            with suppress(ConnectionError):
+            try:
+                answer = self._server.recv(65536)
+            except ConnectionError:  # it has ended without reading the request; what it has told is still there
                 answer = self._server.recv(65536)
             if answer != ACCEPTED:
                 raise StartCold(answer.decode() or "the spare process has ended")

@@ -47,7 +47,7 @@ class WarmNode:
         refused: list[Exception] = []
         with harmless(refused.append):  # after any failure here the agent starts cold
             if self._waiting is None:
-                raise StartCold("no spare waits: the commands of before_run ended it")
+                raise StartCold("no spare waits: it could not be started, or before_run ended it")
             now = options.inherited or inherited()
             if changed := [name for name in now if now[name] != self._inherited[name]]:
                 raise StartCold(f"{', '.join(changed)} changed after the step had begun")
