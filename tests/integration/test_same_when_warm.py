@@ -201,21 +201,18 @@ def test_ranks_that_train_without_a_process_group_are_told_of_and_no_others(seei
 
 
 LOOKED_UP = """
-import importlib, os, sys
+import importlib, os
 class Noting(dict):
     names = set()
     def __getitem__(self, name):
         self.names.add(os.fsdecode(name))
         return super().__getitem__(name)
-    def __contains__(self, name):
-        self.names.add(os.fsdecode(name))
-        return super().__contains__(name)
+    __contains__ = lambda self, name: bool(self.names.add(os.fsdecode(name)) or name in self.keys())
 from metaflow_extensions.torchrun.plugins.torchrun.features.warm.before import Before
 os.environ._data = Noting(os.environ._data)
 importlib.import_module("torch.distributed.run")
-names = sorted(Noting.names - set(os.environ))  # tqdm goes through all that there are
 before = Before(allows_new=True)
-print(*[name for name in names if not before.counts(name)])
+print(*[name for name in sorted(Noting.names - set(os.environ)) if not before.counts(name)])
 """
 
 

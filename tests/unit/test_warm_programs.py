@@ -32,22 +32,12 @@ atexit.register(print, "the exit handler")""",
 sys.excepthook = lambda *words: (print("first the own"), sys.__excepthook__(*words))
 raise ValueError("for both hooks")""",
     "has no stderr": "sys.stderr = None\n1 / 0",
-    "has a closed stderr": "os.close(2)\n1 / 0",
     "writes in pieces": "sys.stdout.write('one ')\nos.write(1, b'two \\xff ')\nprint('three', end='')",
     "keeps objects": """
 class Loud:
     def __del__(self): print("gone", sys.is_finalizing())
 kept = Loud()
 raise ValueError("with objects")""",
-    "reads stdin": "print(repr(sys.stdin.read()), sys.stdin.isatty())\ninput()",
-    "forks": """
-sys.stdout.flush()
-if (child := os.fork()) == 0: raise ValueError("in the child")
-print("child ended with", os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))""",
-    "becomes itself": """
-if os.environ.get("AGAIN"): sys.exit(f"again {sys.argv} {sys.orig_argv[1:]}")
-os.environ["AGAIN"] = "1"
-os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])""",
     "aborts and tells": "faulthandler.enable()\nos.abort()",
     **{f"dies by {each:d}": f"os.kill(os.getpid(), {each:d})" for each in (1, 9, 11, 15, 37)},
 }
