@@ -14,7 +14,7 @@ PROGRAM_FOLDER = "<the folder of the program>"
 # Beginnings of names. We and torchrun set these for a launch (torch 2.13: `_start_workers` in elastic/agent/server/
 # local_elastic_agent.py), and NCCL, gloo and torch read theirs when a process group is made: no import reads any.
 _OF_LAUNCH = (
-    *("RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC_", "TORCHRUN_"),
+    *("RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC_", "TORCHRUN_", "METAFLOW_TORCHRUN_"),
     *("NCCL_", "GLOO_", "TORCH_NCCL_", "TORCH_FR_", "TORCH_GLOO_"),
 )
 # All that Python, ``.pth`` files and torch read at their start (2.13, CPU build), and what GPUs add to that.
