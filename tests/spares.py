@@ -23,6 +23,6 @@ def _waits(pid: str) -> bool:
             if b"/features/warm/spare.py\0" not in command.read() or _OWN not in env.read():
                 return False
         with open(f"/proc/{pid}/wchan") as channel:
-            return "unix" in channel.read()  # it is in recvmsg(2)
+            return "skb_wait" in channel.read()  # it is in recvmsg(2)
     except OSError:  # it has ended, or is another user's
         return False

@@ -212,7 +212,7 @@ def test_a_supervisor_starts_without_metaflow_and_without_site_packages():
 
 def test_a_spare_imports_only_what_lies_beside_it():
     """It runs without the package."""
-    needed = {f"features.warm.{name}" for name in ("imports", "spare_process", "spare_workers")}
+    needed = {f"features.warm.{name}" for name in ("before", "spare_process")}
     assert {name for module in (*needed, "features.warm.spare") for name in IMPORTS[module][0]} == needed
 
 

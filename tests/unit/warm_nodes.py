@@ -9,7 +9,7 @@ from limits import limit_s
 from supervised import Supervised
 from unit_helpers import HANG_S, eventually, is_running, write
 
-from metaflow_extensions.torchrun.plugins.torchrun.features.warm.spare_workers import POPEN_OF_WORKERS
+from metaflow_extensions.torchrun.plugins.torchrun.features.warm.spare import POPEN_OF_WORKERS
 from metaflow_extensions.torchrun.plugins.torchrun.launch import command as launch_command
 from metaflow_extensions.torchrun.plugins.torchrun.launch.command import WORKER_HOOKS
 from metaflow_extensions.torchrun.plugins.torchrun.machine.processes import living_descendants
@@ -76,7 +76,7 @@ seen = {"argv": sys.argv, "orig_argv": sys.orig_argv, "path": sys.path[0], "name
         "imported": "torch.distributed" in sys.modules, "early": "imported_early" in sys.modules,
         "rank": os.environ.get("RANK"), "agent": os.environ.get("TORCHRUN_AGENT_PID"),
         "spare": "TORCHRUN_SPARE" in os.environ,
-        "parent": os.getppid(), "seen": os.environ.get("SEEN"),
+        "parent": os.getppid(), "seen": os.environ.get("TORCHRUN_SEEN"),
         "files": os.listdir("/proc/self/fd"), "mp": "torchrun_worker_hooks" in sys.modules}
 print(json.dumps(seen), flush=True)
 print("to stderr", file=sys.stderr)
@@ -102,13 +102,8 @@ class Warm:
         self.env = {**os.environ, "PYTHONPATH": f"{WORKER_HOOKS}:{root}", "TORCHRUN_AGENT_PID": ""}
         os.mkfifo(root / "agent.workers")
         self.supervised = Supervised(before)
-        self.preload = list(preload)
-        self.prepare_anew()
-
-    def prepare_anew(self):
-        """Begin with a new spare, like the last."""
         code = "global node; node = WarmNode(preload, env, workers); node.prepare()"
-        self.do(code, preload=self.preload, env=self.env, workers=self.workers)
+        self.do(code, preload=preload, env=self.env, workers=workers)
 
     def do(self, what, **values):
         """Have code executed in the process that stands for the supervisor."""
@@ -117,7 +112,7 @@ class Warm:
     @property
     def pid(self):
         """The pid of the spare that waits."""
-        return self.supervised.ask("node.pid")
+        return self.supervised.ask("node._waiting.process.pid")
 
     def start(self, what="", env=None, workers=None, script=None, **options):
         """Ask for an agent; return what its events come to."""
@@ -135,14 +130,6 @@ class Warm:
         }
         self.do(f"start({self.count}, command, env, options, warm); node.prepare()", **told)
         return Agent(self.supervised, self.count, out)
-
-    def cold_worker(self, **options):
-        """Have an agent that was a spare start a worker that was none; return why, as the agent tells."""
-        agent = self.start(**options)
-        end = agent.end()
-        assert (end["refused"], end["left"], agent.worker()["early"]) == (None, [], False)
-        (line,) = (self.root / "agent.stderr").read_text().splitlines()
-        return line.removeprefix("A worker starts cold: ")
 
     def spares(self):
         """Return the pids of the spare agent that waits, and of its workers, once all of them have imported."""
@@ -169,7 +156,7 @@ def waits(pid):
         waits_in = Path(f"/proc/{pid}/wchan").read_text()
     except OSError:
         return False
-    return "unix" in waits_in or "recv" in waits_in
+    return any(each in waits_in for each in ("unix", "recv", "skb_wait"))
 
 
 class Agent:

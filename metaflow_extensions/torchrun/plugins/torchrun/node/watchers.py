@@ -95,11 +95,8 @@ class WarmStarts(Protocol):
     def prepare(self) -> None:
         """Prepare a spare for the next agent, in the background; raises nothing."""
 
-    def renew(self) -> None:
-        """As `prepare`, but replace a spare that may have imported packages which have changed since."""
-
     def close(self) -> None:
-        """End the spare; safe to call more than once."""
+        """End the spare, which `prepare` can replace; safe to call more than once."""
 
 
 class Watch:

@@ -67,9 +67,7 @@ class Launches:
     def complete(self, request: dict[str, Any]) -> None:
         """Go on with the plan that is complete after the commands."""
         found: Request = from_plain(Request, request, "the request")
-        if self._warm is not None and found.warm == "workers":
-            # A spare worker would lack what is there now. A spare agent sees for itself whether torch has changed.
-            self._warm.renew()
+        self.end_spares()  # they may have imported what the commands have changed
         assert self._plan is not None
         self._plan = replace(self._plan, spec=found.spec, facts=found.facts)
         self._seat.inbox.put_nowait(Completed(self._plan))

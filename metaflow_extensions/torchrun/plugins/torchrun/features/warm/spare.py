@@ -13,7 +13,7 @@ import atexit
 import importlib
 import json
 import os
-import signal
+import select
 import socket
 import sys
 import types
@@ -27,113 +27,77 @@ if __name__ == "__main__":
     sys.modules[__package__] = types.ModuleType(__package__)
     sys.modules[__package__].__path__ = [os.path.dirname(os.path.abspath(__file__))]
 
-from .imports import Imports, StartCold, in_words
-from .spare_workers import AGENT_PID, SpareWorkers
+from .before import PROGRAM_FOLDER, Before
+from .spare_process import ACCEPTED, ANSWER_S, Spare, in_words
 
-TORCHRUN = "torch.distributed.run"  # what an agent imports
+AGENT_PID = "TORCHRUN_AGENT_PID"
+# torchrun starts its workers with this module's `Popen` (torch 2.3 to 2.13: `SubprocessHandler._popen`).
+POPEN_OF_WORKERS = "torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_handler"
 # ``worker_hooks/sitecustomize.py`` is in `sys.modules` under this name.
 _HOOKS = "torchrun_worker_hooks"
 
-# A function, and a tuple of its arguments.
-Run = list[Any]
 
-
-def main() -> Run:
-    """Import, wait for a request, and return its program; ends the process if no request can come any more."""
+def main() -> list[Any]:
+    """Import, wait for a request, and return its program, a function and its arguments; ends the process if it can't."""
     options = json.loads(sys.argv[1])
-    is_agent = options["kind"] == "agent"
-    if is_agent:
-        _end_with_parent()
     hooks = sys.modules.pop(_HOOKS, None)
     for name in [name for name in sys.modules if name.partition(".")[0] == __package__]:
         del sys.modules[name]
-    sys.path[0] = folder = os.getcwd()
+    sys.path[0] = PROGRAM_FOLDER
     client = socket.socket(fileno=options["client"])
-    workers = SpareWorkers(options, client) if is_agent else None
-    imports = Imports(options["modules"], folder, computes=not is_agent)
-    if workers is not None:
-        workers.start(has_imported=True)
-    request, stdout, stderr = _receive(client)
+    before, workers = Before(allows_new=not options.get("preload")), None
     try:
+        for name in options["modules"]:
+            importlib.import_module(name)
+        if "workers" in options:  # not before: on few cores, they would slow down the imports
+            is_late = select.select([client], [], [], 0)[0]  # torchrun itself starts workers sooner
+            workers = SpareWorkers(0 if is_late else options["workers"], options["of_workers"])
+        data, (stdout, stderr), _, _ = socket.recv_fds(client, 1 << 20, 2)  # fails when the parent has closed its end
+        request = json.loads(data)
         argv, env = request["argv"], request["env"]
-        imports.check(argv, env, request["cwd"])
-        os.chdir(request["cwd"])  # the script's path may be relative to it
-        if workers is not None:
-            _begin_agent(workers, request)
+        if env.get(AGENT_PID) == "":  # the first Python of a launch is its agent; see `worker_hooks`
+            env[AGENT_PID] = str(os.getpid())
+        before.begin(argv, env, request["cwd"])
         run = _program(argv)
         _take_over(request, stdout, stderr)
-        imports.apply(argv, env, request["cwd"])
-        if workers is None and hooks is not None:
+        if workers is not None:
+            workers.serve(request["workers"], request["umask"])
+        elif hooks is not None:
             hooks._begin_program()
     except BaseException as error:
+        if workers is not None:
+            workers.keep(0)
         with suppress(OSError):
-            client.sendall(" ".join(in_words(error).split()).encode(errors="replace") + b"\n")
+            client.send(in_words(error).encode(errors="replace"))
         os._exit(1)
-    client.sendall(b"\n")
+    client.send(ACCEPTED)
     client.close()
     return run
-
-
-def _end_with_parent() -> None:
-    """Have the kernel send SIGTERM when the parent ends: see `worker/agent`."""
-    with suppress(Exception):
-        import ctypes
-
-        ctypes.CDLL(None).prctl(1, ctypes.c_ulong(signal.SIGTERM), 0, 0, 0)
-
-
-def _receive(client: socket.socket) -> tuple[dict[str, Any], int, int]:
-    """Wait for the request and return it, with files for stdout and stderr. `spare_process` describes the message."""
-    data, files, _, _ = socket.recv_fds(client, 1, 3)
-    if not data:
-        os._exit(0)  # the parent has closed its end: it does not need this spare
-    stdout, stderr, told = files
-    with open(told, encoding="ascii") as file:
-        return json.load(file), stdout, stderr
 
 
 def _take_over(request: Mapping[str, Any], stdout: int, stderr: int) -> None:
     """Set umask, argv and output files as in a process that was started cold."""
     os.umask(request["umask"])
-    argv = request["argv"]
-    sys.orig_argv[:] = argv
+    sys.orig_argv[:] = argv = request["argv"]
     sys.argv[:] = argv[2:] if argv[2] != "-m" else ["-m", *argv[4:]]
-    importlib.invalidate_caches()
-    if (process := sys.modules.get("multiprocessing.process")) is not None:
-        process.ORIGINAL_DIR = os.getcwd()  # type: ignore[attr-defined]
     for own, given in ((1, stdout), (2, stderr)):
-        if _is_kept(own):
-            raise StartCold("an import keeps a copy of stdout or stderr, which would go on writing to the spare's")
-        written = os.pread(own, os.fstat(own).st_size, 0)
-        while written:
-            written = written[os.write(given, written) :]
+        os.write(given, os.pread(own, os.fstat(own).st_size, 0))
         os.dup2(given, own)
         os.close(given)
 
 
-def _is_kept(fd: int) -> bool:
-    """Return whether another descriptor of this process is open for the same file."""
-    for other in map(int, os.listdir("/proc/self/fd")):
-        with suppress(OSError):  # the descriptor of the listing itself
-            if other > 2 and os.path.sameopenfile(other, fd):
-                return True
-    return False
-
-
-def _program(argv: Sequence[str]) -> Run:
+def _program(argv: Sequence[str]) -> list[Any]:
     """Return the call that runs a script or module in a new main module like the interpreter's (3.10 to 3.14)."""
     main_module = types.ModuleType("__main__")
     main_module.__dict__.update(__annotations__={}, __builtins__=sys.modules["builtins"], __loader__=BuiltinImporter)
     if argv[2] == "-m":
         import runpy
 
-        run: Run = [runpy._run_module_as_main, (argv[3], True)]  # type: ignore[attr-defined]  # as C code calls it
+        run: list[Any] = [runpy._run_module_as_main, (argv[3], True)]  # type: ignore[attr-defined]  # as C code calls it
     else:
         file = os.path.join(os.getcwd(), argv[2])
         loader = SourceFileLoader("__main__", file)
-        if not os.path.isfile(file):
-            raise StartCold(f"{file} is not a file")
-        # Files that don't compile (archives, syntax errors) raise here, and so start cold.
+        # Files that can't be read or don't compile (archives, syntax errors) raise here, and so start cold.
         code = compile(loader.get_data(file), file, "exec", dont_inherit=True)
         main_module.__dict__.update(__file__=file, __cached__=None, __loader__=loader)
         run = [exec, (code, main_module.__dict__)]
@@ -143,35 +107,56 @@ def _program(argv: Sequence[str]) -> Run:
     return run
 
 
-def _begin_agent(workers: SpareWorkers, request: dict[str, Any]) -> None:
-    """Have the agent start its workers from the spares."""
-    workers.keep(request["workers"])
-    atexit.register(workers.keep, 0)  # ends those that torchrun has not used
-    if request["workers"]:
-        workers.serve(request["umask"])
-    if request["env"].get(AGENT_PID) == "":  # the first Python of a launch is its agent; see `worker_hooks`
-        request["env"][AGENT_PID] = str(os.getpid())
+class SpareWorkers:
+    """The spare workers of a spare agent."""
 
+    def __init__(self, count: int, options: Mapping[str, Any]) -> None:
+        env = {**os.environ, AGENT_PID: str(os.getpid())}
+        self._spares = [Spare("worker", options, env) for _ in range(count)]
 
-def _hide_first_frame() -> None:
-    """Leave the frame of this file out of the traceback that ends the process."""
-    show = sys.excepthook
+    def keep(self, count: int) -> None:
+        """End all but `count` spares."""
+        for spare in self._spares[count:]:
+            spare.kill()
+            spare.process.wait()
+        del self._spares[count:]
 
-    def shorter(kind: type[BaseException], error: BaseException, trace: types.TracebackType | None) -> None:
-        error = error.with_traceback(trace and trace.tb_next)
-        show(kind, error, error.__traceback__)
+    def serve(self, count: int, umask: int) -> None:
+        """Replace torchrun's `Popen`, so that its `count` workers start from spares, as far as there are any."""
+        self.keep(count)
+        if not count:
+            return
+        atexit.register(self.keep, 0)  # ends those that torchrun has not used
+        module = importlib.import_module(POPEN_OF_WORKERS)
+        # A torch without this name starts its workers in another way. The AttributeError then leads to a cold start.
+        start = module.Popen
 
-    sys.excepthook = shorter
+        def popen(args: Sequence[str], env: Mapping[str, str], stdout: Any, stderr: Any, **options: Any) -> Any:
+            request = {"argv": list(args), "env": dict(env), "cwd": os.getcwd(), "umask": umask}
+            worker = self._become(request, stdout, stderr) if self._spares else None
+            return worker or start(args=args, env=env, stdout=stdout, stderr=stderr, **options)
+
+        module.Popen = popen  # type: ignore[attr-defined]
+        if len(self._spares) < count:
+            sys.stderr.write("A worker starts cold: no spare was ready.\n")
+
+    def _become(self, request: Mapping[str, Any], stdout: Any, stderr: Any) -> Any:
+        """Return a spare's process that has become the worker; None, and use no other spare, if it can't."""
+        try:
+            self._spares[0].ask(request, stdout.fileno(), stderr.fileno())
+            self._spares[0].poll(ANSWER_S)
+            return self._spares.pop(0).process
+        except Exception as error:
+            # torchrun's handler of SIGTERM raises this (torch/distributed/elastic/multiprocessing/api.py, 2.13).
+            if type(error).__name__ == "SignalException":
+                raise
+            self.keep(0)
+            sys.stderr.write(f"A worker starts cold: {in_words(error)}.\n")
+        return None
 
 
 if __name__ == "__main__":
     _run = main()
-    try:
-        # Called at this level, so that only one frame of ours is below the program's. `pop` drops our reference to the
-        # program's module, so that its objects are freed at the same moment as in a cold start.
-        _run[0](*_run.pop())
-    except SystemExit:
-        raise
-    except BaseException:
-        _hide_first_frame()
-        raise
+    # Called at this level, so that only one frame of ours is below the program's. `pop` drops our reference to the
+    # program's module, so that its objects are freed at the same moment as in a cold start.
+    _run[0](*_run.pop())

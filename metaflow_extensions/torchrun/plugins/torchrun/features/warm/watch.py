@@ -1,10 +1,79 @@
-"""Starts the spares of a node, in its supervisor."""
+"""Holds the spares of one node, in its supervisor.
+
+One spare agent waits at a time, with its spare workers, and a launch uses it. The next one is started when all workers
+of a generation run (for a restart), and when a launch has ended (for the step's next launch).
+"""
 
 from __future__ import annotations
 
+import os
+import signal
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ...compat.renamed import harmless
 from ...gang.wire import Plain
+from ...machine.inherited import inherited, umask
+from ...machine.processes import HELPERS, living_descendants, send_signal
+from ...node.agent import Options
+from ...node.agent_events import Refused
 from ...node.watchers import WarmStarts, Watch
-from .node import WarmNode
+from .spare_process import Spare, StartCold, in_words
+
+
+class WarmNode:
+    """Holds the waiting spare of this node, if any."""
+
+    def __init__(self, preload: Sequence[str], env: Mapping[str, str], workers: int) -> None:
+        self._of_workers = {"modules": ["torch.distributed", *preload], "preload": list(preload)}
+        self._env, self._cwd, self._workers = dict(env), os.getcwd(), workers  # of the last launch
+        self._waiting: Spare | None = None
+        self._inherited: dict[str, Any] = {}  # by the waiting spare
+
+    def prepare(self) -> None:
+        """Start a spare like the last one, unless one waits. A failure is reported when a launch requests the spare."""
+        with harmless():
+            if self._waiting is not None and self._waiting.process.poll() is None:
+                return
+            self.close()
+            options = {"modules": ["torch.distributed.run"], "workers": self._workers, "of_workers": self._of_workers}
+            self._inherited = inherited()
+            self._waiting = Spare("agent", options, self._env, self._cwd)
+            HELPERS.add(self._waiting.process.pid)
+
+    def start(self, command: list[str], workers: int, env: Mapping[str, str], options: Options) -> Spare | Refused:
+        """Request an agent, and so many workers that were spares; see `WarmStarts`."""
+        self._env, self._cwd, self._workers = dict(env), options.cwd or os.getcwd(), workers or self._workers
+        refused: list[Exception] = []
+        with harmless(refused.append):  # after any failure here the agent starts cold
+            if self._waiting is None:
+                raise StartCold("no spare waits: it could not be started, or before_run ended it")
+            now = options.inherited or inherited()
+            if changed := [name for name in now if now[name] != self._inherited[name]]:
+                raise StartCold(f"{', '.join(changed)} changed after the step had begun")
+            request = {
+                "argv": [command[0], "-u", *command[1:]],
+                "env": self._env,
+                "cwd": self._cwd,
+                "umask": umask() if options.umask < 0 else options.umask,
+                "workers": workers,
+            }
+            with open(options.stdout, "ab") as out, open(options.stderr, "ab") as err:
+                self._waiting.ask(request, out.fileno(), err.fileno())
+            spare, self._waiting = self._waiting, None
+            HELPERS.discard(spare.process.pid)
+            return spare
+        self.close()
+        return Refused(in_words(refused[0]))
+
+    def close(self) -> None:
+        """End the spare without waiting for its end; safe to call more than once."""
+        if self._waiting is not None:
+            spare, self._waiting = self._waiting, None
+            for pid in living_descendants(spare.process.pid):  # its workers, which may still import
+                send_signal(pid, signal.SIGKILL)
+            spare.kill()
+            HELPERS.discard(spare.process.pid)  # who reaps orphans reaps it
 
 
 class WarmWatch(Watch):
