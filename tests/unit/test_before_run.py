@@ -8,7 +8,6 @@ import subprocess
 import sys
 import tempfile
 from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
 
 import psutil
@@ -17,22 +16,11 @@ from fake_node import ERROR, FakeNode
 from limits import limit_s
 from unit_helpers import HANG_S, eventually, is_running, write
 
-from metaflow_extensions.torchrun.plugins.torchrun.errors import EntrypointError, TorchrunPreempted
-from metaflow_extensions.torchrun.plugins.torchrun.gang.messages import Ended, Failed, Ready, Report
+from metaflow_extensions.torchrun.plugins.torchrun.gang.messages import Failed, Ready, Report
 from metaflow_extensions.torchrun.plugins.torchrun.launch.command import COMMAND_RUNNER
 from metaflow_extensions.torchrun.plugins.torchrun.machine import processes
 from metaflow_extensions.torchrun.plugins.torchrun.node.agent import AgentProcess
 from metaflow_extensions.torchrun.plugins.torchrun.node.agent_events import AgentEnded, End
-from metaflow_extensions.torchrun.plugins.torchrun.node.endings import MustEnd
-
-# A child that ignores SIGTERM and is in a session of its own, beside a command that ignores it, too.
-STUBBORN = """
-trap '' TERM
-setsid sh -c "trap '' TERM; echo \\$\\$ > child; while :; do sleep 1; done" &
-while [ ! -s child ]; do sleep 0.02; done
-echo $$ > self.part && mv self.part self
-while :; do sleep 1; done
-"""
 
 
 @pytest.fixture(autouse=True)
@@ -82,11 +70,6 @@ def failure_of(node):
     return failure.cause
 
 
-def pids(cwd):
-    eventually((cwd / "self").exists)
-    return [int((cwd / name).read_text()) for name in ("self", "child")]
-
-
 def test_each_command_is_told_and_shown_and_has_what_the_workers_will_have(node_with, tmp_path, monkeypatch):
     monkeypatch.setenv("RANK", "7")
     node = node_with(
@@ -121,28 +104,6 @@ def test_the_runner_starts_where_python_needs_pythonhome_and_heeds_no_module_of_
     assert ended_well(node)
     words = (tmp_path / "cwd" / "line").read_text().splitlines()
     assert ("-I" in words) is (home is None), "-I ignores PYTHONHOME"
-
-
-def test_the_node_is_ready_with_what_the_commands_have_made(node_with, tmp_path):
-    node = node_with("true")
-    node.complete = lambda: replace(node.plan, facts={"torch": "just installed"})
-    node.prepare()
-    assert messages(node)[-1].facts == {"torch": "just installed"}
-    node.verdict(ERROR)
-
-
-def test_an_entrypoint_that_the_commands_have_not_made_ends_the_launch(node_with):
-    error = EntrypointError("there is no made.py")
-
-    def complete():
-        raise error
-
-    node = node_with("true")
-    node.complete = complete
-    node.prepare()
-    failed = messages(node)[-1]
-    assert (failed.given_up, failed.failures[0].cause.kind) == (True, "call")
-    assert node.outcome() is error
 
 
 def test_a_path_of_the_users_need_not_lead_to_a_shell(node_with, tmp_path):
@@ -191,29 +152,6 @@ def test_a_command_that_fails_is_the_cause_with_its_last_lines_and_the_last_comm
     assert not [line for line in "".join(node.output).splitlines() if line.endswith("] never") or "3/3" in line]
 
 
-def test_when_another_node_fails_a_command_ends_with_all_that_it_has_started(node_with, tmp_path):
-    node = node_with(STUBBORN, "echo never", grace_s=0.3)
-    node.prepare()
-    running = pids(tmp_path / "cwd")
-    assert node.verdict(ERROR) is ERROR
-    assert not any(map(is_running, running))
-    (why,) = node.texts("stopping")
-    assert why.startswith("Rank 1 on node 0")
-    assert not node.texts("worker_failed")
-
-
-def test_a_preempted_node_stops_its_commands_and_tells_the_gang(node_with, tmp_path):
-    node = node_with(STUBBORN, grace_s=0.3)
-    node.prepare()
-    running = pids(tmp_path / "cwd")
-    node.interrupt(MustEnd("its machine goes"))
-    assert isinstance(node.outcome(), TorchrunPreempted)
-    assert not any(map(is_running, running))
-    failed = messages(node)[-1]
-    assert (failed.given_up, failed.failures[0].cause.kind) == (True, "terminated")
-    assert isinstance(node.next_message(), Ended)
-
-
 def test_what_a_command_leaves_running_ends_with_the_last_command(node_with, tmp_path):
     node = node_with("sleep 300 & echo $! > child", "kill -0 $(cat child)", grace_s=0.3)
     assert ended_well(node)
@@ -232,26 +170,6 @@ def test_a_runner_that_is_killed_is_named(node_with, tmp_path):
     assert cause.exception.startswith("its command runner was killed by SIGKILL")
     assert node.texts("worker_failed")[0].startswith("its command runner was killed by SIGKILL")
     node.verdict(ERROR)
-
-
-def test_a_runner_that_can_not_start_is_named(node_with):
-    node = node_with("true", real=False)
-    agent = node.prepare()
-    assert "-I" in agent.command
-    agent.say(End(None, "could not be started: no more processes"))
-    assert failure_of(node).exception == "its command runner could not be started: no more processes"
-    node.verdict(ERROR)
-
-
-def test_without_room_for_their_files_none_is_started(node_with, tmp_path, monkeypatch):
-    def no_room(*args, **kwargs):
-        raise OSError(28, "No space left on device")
-
-    node = node_with("true")
-    monkeypatch.setattr(tempfile, "mkdtemp", no_room)
-    node.prepare()
-    assert failure_of(node).exception == "before_run could not be started: [Errno 28] No space left on device"
-    assert node.verdict(ERROR) is ERROR
 
 
 @pytest.mark.parametrize(("number", "logs", "is_shown"), [(0, "rank0", True), (1, "rank0", False), (1, "all", True)])
@@ -273,18 +191,6 @@ def test_a_commands_end_that_only_its_agent_tells(node_with):
     assert [type(each) for each in told] == [Report, Failed]
     assert told[-1].failures[0].cause.exception == "its command runner exited with code 1"
     node.verdict(ERROR)
-
-
-def test_after_a_failure_the_node_does_not_go_on_however_its_runner_ends(node_with):
-    node = node_with("true", real=False)
-    agent = node.prepare()
-    node.complete = lambda: pytest.fail("it is not complete")
-    agent.say(AgentEnded(1, 0.0))
-    for status in (1, 0):
-        agent.say(End(status))
-    assert [type(each) for each in messages(node)] == [Failed]
-    assert node.verdict(ERROR) is ERROR
-    assert node.nothing_more_is_sent()
 
 
 # --- the runner alone -------------------------------------------------------------------------------

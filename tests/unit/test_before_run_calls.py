@@ -108,22 +108,6 @@ def test_a_working_directory_that_it_removes_is_named(launch_of, tmp_path):
         launch_of.complete()
 
 
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        {"before_run": "make"},
-        {"before_run": [], "cwd": "not there"},
-        {"before_run": [], "timeout_s": "long"},
-        {"before_run": [], "torchrun_args": {"nnodes": 7}},
-    ],
-    ids=lambda wrong: list(wrong)[-1],
-)
-def test_bad_input_is_refused_before_anything_runs(wrong, launch_of):
-    with pytest.raises(TorchrunConfigError):
-        launch_of(**wrong)
-    assert launch_of.plans == []
-
-
 def test_a_single_node_runs_it_too(tmp_path, monkeypatch, capfd):
     monkeypatch.setattr(gang_of_one, "print_errors_ourselves", lambda **_: None)
     monkeypatch.chdir(tmp_path)
