@@ -1,6 +1,6 @@
 """Whatever nodes say, and whatever is lost, late or doubled: what must hold of a gang. ``EXAMPLES=10000`` tries more.
 
-`test_random_losses` has the real nodes; these here are worse.
+`test_phases` has the real node, with news in any order.
 """
 
 import os
@@ -52,10 +52,10 @@ class AnyGang(RuleBasedStateMachine, GangOf):
 
     @initialize(
         num_nodes=st.sampled_from([3, 2, 4, 1]),
-        spares=st.sampled_from([0, 0, 1]),
+        spares=st.sampled_from([0, 1]),
         least=st.sampled_from([None, None, 1, 2]),
         rules=st.fixed_dictionaries({"replaces": st.booleans(), "deadline": st.sampled_from([FOREVER, 1200.0])}),
-        max_restarts=st.integers(0, 2),
+        max_restarts=st.sampled_from([2, 1, 0]),
         hang_timeout_s=st.sampled_from([FOREVER, 20.0]),
         stores=st.booleans(),
         runs=st.sampled_from([True, True, False]),
@@ -103,6 +103,8 @@ class AnyGang(RuleBasedStateMachine, GangOf):
         nodes, here = {*go.group.nodes}, {each.index for each in self.state.nodes if each.presence is Presence.HERE}
         assert here >= {node, *nodes}, "a group with a lost node"
         if go is not self.last_go:
+            number = (go.launch, go.generation)
+            assert self.last_go is None or number > (self.last_go.launch, self.last_go.generation), "another group"
             before, able = {*self.last_go.group.nodes} if self.last_go else set(), here & self.state.launch.ready.keys()
             assert able & before <= nodes, "who took part does not stay"
             assert all(came < waits for came in nodes - before for waits in able - nodes), "not the first others come"
@@ -190,6 +192,8 @@ class AnyGang(RuleBasedStateMachine, GangOf):
         if type(message) is say.Leave and self.state.nodes[task.node].presence is Presence.HERE:
             self.note(task, (0.0, message.cause or of_node("lost", task.node, message.text)))
         GangOf.say(self, task.node, message)
+        if type(message) is say.Leave and (task.node, message.how) == (say.CONTROL, "failed"):
+            assert self.state.phase is Phase.IDLE, "who is left would wait for a verdict for ever"
 
     def note(self, task, *found):
         whose = task if task.node in self.state.launch.ready else None
@@ -246,14 +250,15 @@ class AnyGang(RuleBasedStateMachine, GangOf):
         return None if waits else {"own": "done", "done": "leave", "broken": "leave"}.get(task.stage)
 
     def acts(self):
-        yield from ("+1", "+5", "+30", "+100")
+        yield "+1"  # hypothesis draws what is first and last more often
         yield from (f"come {node}" for node in range(self.num_nodes))
+        yield from ("+5", "+30", "+100")
         for task in self.living():
             must, runs, words = self.must_do(task), task.go is not None, ["cut"] + ["hold"] * (task.held is None)
-            words += [must] * {None: 0, "stop": 1, "done": 1}.get(must, 8)
+            words += [must] * {None: 0, "stop": 1, "done": 1, "cut": 1}.get(must, 8)
             words += (["ready"] * 8 + ["prepare", "prepare", "differ", "raises", "deserts"]) * (must == "done")
-            words += (["all_ended"] * 8 + ["crash", "peer", "told", "fails", "has_failed", "peer_failed"]) * runs
-            words += ["give_up", "quit", "killed"] * (task.stage == "in")
+            words += (["all_ended"] * 4 + ["crash", "peer", "told", "fails", "has_failed", "peer_failed"]) * runs
+            words += ["give_up", "quit", "killed"] * (task.stage == "in") + ["killed"] * runs
             words += ["commands_fail"] * task.prepares + ["store_badly"] * bool(task.store)
             yield from (f"{word} {task.node}" for word in words)
             for back, message in enumerate(task.said[:-6:-1], 1):
