@@ -8,7 +8,7 @@ from pathlib import Path
 from fake_link import FakeLink, member_of
 from limits import limit_s
 from loops import InLoop, Loop
-from unit_helpers import HANG_S, write
+from unit_helpers import HANG_S
 
 from metaflow_extensions.torchrun.plugins.torchrun.errors import LaunchFailed
 from metaflow_extensions.torchrun.plugins.torchrun.gang import messages
@@ -186,10 +186,6 @@ class FakeNode:
         folder = self.agent_folder(agent) / "run_x" / "attempt_0" / str(local_rank)
         folder.mkdir(parents=True, exist_ok=True)
         return folder
-
-    def trained_alone(self, agent, local_rank):
-        """Have a worker leave word that it has trained by itself."""
-        write(self.worker_writes(agent, "stdout", "", local_rank) / "trained-alone", "")
 
     def agent_folder(self, agent):
         return Path(agent.options.stderr).parent.parent

@@ -172,13 +172,6 @@ def test_a_runner_that_is_killed_is_named(node_with, tmp_path):
     node.verdict(ERROR)
 
 
-@pytest.mark.parametrize(("number", "logs", "is_shown"), [(0, "rank0", True), (1, "rank0", False), (1, "all", True)])
-def test_where_rank_0_alone_is_shown_so_are_the_commands_of_its_node(number, logs, is_shown, node_with):
-    node = node_with("echo hello", number=number, logs=logs)
-    assert ended_well(node)
-    assert bool(node.output) is is_shown
-
-
 def test_a_commands_end_that_only_its_agent_tells(node_with):
     """A runner that leaves no record, as on a full disk, has failed all the same."""
     node = node_with("true", real=False)

@@ -7,7 +7,7 @@ import pytest
 from recorded_calls import recorded_calls
 from unit_helpers import HOSTILE, settings_of_run, write
 
-from metaflow_extensions.torchrun.plugins.torchrun import executor, gang_of_one
+from metaflow_extensions.torchrun.plugins.torchrun import gang_of_one
 from metaflow_extensions.torchrun.plugins.torchrun.errors import EntrypointError, LaunchFailed, TorchrunConfigError
 from metaflow_extensions.torchrun.plugins.torchrun.node.commands import shown
 from metaflow_extensions.torchrun.plugins.torchrun.single_node import TorchrunSingleNodeMultiGPU
@@ -81,13 +81,6 @@ def test_the_launch_has_its_commands_and_none_of_the_facts_that_they_may_change(
     (plan,) = launch_of.plans
     assert (plan.spec, plan.commands, plan.facts) == (spec, (("sh", "-ec", "pip install x"), ("./get.sh", "./x")), {})
     assert any(line.startswith(f"pip is {tmp_path}/pip, but this step runs under") for line in said)
-
-
-def test_a_program_beside_the_flow_is_found(launch_of, tmp_path, monkeypatch):
-    script = write(tmp_path / "flow" / "get.sh", "#!/bin/sh\n")
-    monkeypatch.setattr(executor, "flow_folder", lambda: str(script.parent))
-    launch_of(before_run=[["./get.sh", "./x"], ["./absent"], ["make"]])
-    assert launch_of.plans[0].commands == ((str(script), "./x"), ("./absent",), ("make",))
 
 
 def test_the_entrypoint_is_looked_for_after_it(launch_of, tmp_path):

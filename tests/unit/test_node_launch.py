@@ -11,7 +11,6 @@ from unit_helpers import write
 from metaflow_extensions.torchrun.plugins.torchrun.gang.messages import (
     Failed,
 )
-from metaflow_extensions.torchrun.plugins.torchrun.launch.services import Service, Services
 from metaflow_extensions.torchrun.plugins.torchrun.node.agent_events import (
     AgentEnded,
     WorkerEnded,
@@ -24,35 +23,6 @@ STOP, CLOSE = ("stop", 30.0), ("close", 0.0)
 def node(tmp_path):
     """Return the control node of a fake gang; a test that makes others gives them folders of their own."""
     return FakeNode(tmp_path)
-
-
-# --- ranks that train alone -------------------------------------------------------------------------
-
-
-class MeansIt(Service):
-    """What wants each rank's own value."""
-
-    may_train_alone = True
-
-
-@pytest.mark.parametrize(
-    ("about", "who", "alone"),
-    [
-        ({}, [0, 1], True),
-        ({}, [0], False),
-        ({"services": Services({"some": Service()})}, [0, 1], True),
-        ({"services": Services({"some": MeansIt()})}, [0, 1], False),
-        ({"spec": {"nproc": 1, "num_nodes": 1}}, [0], False),
-    ],
-    ids=["all", "one of two", "with a service", "a service means it", "a single rank"],
-)
-def test_the_gang_is_told_if_all_ranks_of_a_node_have_trained_alone(tmp_path, about, who, alone):
-    node = FakeNode(tmp_path, **about)
-    agent = node.running()
-    for local_rank in who:
-        node.trained_alone(agent, local_rank)
-    ended, _ = node.ends_well(agent)
-    assert (ended.ok, ended.alone) == (True, alone)
 
 
 # --- failures of this node --------------------------------------------------------------------------
@@ -97,8 +67,6 @@ HERE = {
 def test_a_failure_here_is_reported_once_and_stops_the_node(what, node):
     stderr, events, (kind, rank, exit_code, words), line, orders = HERE[what]
     agent = node.running()
-    for local_rank in (0, 1):
-        node.trained_alone(agent, local_rank)  # which counts for those alone that end well
     node.agent_stderr(agent, f"a warning\n{REPORT}{stderr}")
     for event in events:
         agent.say(event)
@@ -108,7 +76,7 @@ def test_a_failure_here_is_reported_once_and_stops_the_node(what, node):
     assert (failed.generation, cause.kind, cause.rank, cause.exit_code) == (0, kind, rank, exit_code)
     assert words in cause.what
     ended = node.ends(agent, 1)
-    assert (ended.ok, ended.alone, [each.cause for each in ended.failures]) == (False, False, [cause])
+    assert (ended.ok, [each.cause for each in ended.failures]) == (False, [cause])
     (said,) = node.texts("worker_failed")
     assert (said.startswith(line), said.endswith("; stopping all nodes")) == (True, True)
     assert agent.orders == orders
@@ -130,20 +98,3 @@ def test_the_ranks_that_fail_in_the_same_way_are_told_with_the_first(node):
     node.worker_ended(agent, 1, -signal.SIGTERM, stopped=True)  # it was killed after it had raised
     (failure,) = node.ends(agent).failures
     assert (failure.cause.rank, failure.ranks) == (1, (1, 0))
-
-
-@pytest.mark.parametrize(
-    ("end", "kind", "words"),
-    [
-        ((None, "could not be started: no such file"), "agent", "its torchrun agent could not be started: no such"),
-        ((None,), "agent", "its torchrun agent vanished"),
-        ((-9,), "agent", "its torchrun agent was killed by SIGKILL"),
-    ],
-    ids=["not started", "gone", "killed"],
-)
-def test_an_end_that_came_before_any_worker(end, kind, words, node):
-    node.launch()
-    ended = node.ends(node.go(), *end)
-    cause = ended.failures[0].cause
-    assert (ended.ok, cause.kind, cause.exit_code) == (False, kind, end[0])
-    assert cause.exception.startswith(words)

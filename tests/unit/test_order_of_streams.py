@@ -1,9 +1,7 @@
 """What a rank wrote to stdout stands before what it wrote to stderr after that, and a block on stderr in one piece."""
 
 import contextlib
-import io
 import os
-import subprocess
 import sys
 import threading
 import time
@@ -13,17 +11,14 @@ from types import SimpleNamespace
 import pytest
 from limits import limit_s
 from loops import InLoop, Loop
-from metaflow.mflog.mflog import merge_logs
 from metaflow.procpoll import make_poll
 from metaflow.runtime import Worker
-from unit_helpers import eventually
 
 from metaflow_extensions.torchrun.plugins.torchrun.logs import console
 from metaflow_extensions.torchrun.plugins.torchrun.logs.pipes import LogReader, pipe_path
 
 STREAMS = ("stdout", "stderr")
 PAIRS = 30  # a few lines and a traceback, in turns
-TRIES = 5
 
 
 class Terminal:
@@ -125,39 +120,6 @@ def test_what_a_rank_prints_before_it_fails_stands_before_in_the_terminal(termin
     written = print_and_fail(tmp_path)
     lines = shown.lines()
     assert {rank: shown_of(rank, lines) for rank in (0, 1)} == written
-
-
-def test_and_in_the_stored_logs_of_a_pod_by_the_times_of_their_lines(monkeypatch, tmp_path):
-    """There each stream goes to a process of Metaflow's own, which notes the times (2.19).
-
-    On a busy machine, one that has read a line may have to wait before it notes the time. So one try of five must do.
-    """
-    for number in range(TRIES):
-        folder = tmp_path / str(number)
-        folder.mkdir()
-        written, lines = through_tees(monkeypatch, folder)
-        shown = {rank: shown_of(rank, lines) for rank in (0, 1)}
-        assert {rank: sorted(each) for rank, each in shown.items()} == {r: sorted(each) for r, each in written.items()}
-        if shown == written:
-            return
-    assert shown == written
-
-
-def through_tees(monkeypatch, folder):
-    """Print and fail with Metaflow's processes behind both streams; return what was written, and the stored lines."""
-    tees = []
-    for name in STREAMS:
-        tee = [sys.executable, "-m", "metaflow.mflog.tee", "task", str(folder / name)]
-        tees.append(subprocess.Popen(tee, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL))
-        monkeypatch.setattr(sys, name, io.TextIOWrapper(tees[-1].stdin))
-    monkeypatch.setattr(console, "_writer", console._Writer())
-    for name in STREAMS:
-        eventually((folder / name).exists, "Metaflow's process", 60)
-    written = print_and_fail(folder / "pipes")
-    for name, tee in zip(STREAMS, tees, strict=True):
-        getattr(sys, name).close()
-        assert tee.wait(60) == 0
-    return written, [line.msg.decode() for line in merge_logs([(folder / name).read_bytes() for name in STREAMS])]
 
 
 def test_blocks_of_two_nodes_on_one_terminal_stay_in_one_piece(terminal):
