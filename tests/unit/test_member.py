@@ -27,7 +27,7 @@ from metaflow_extensions.torchrun.plugins.torchrun.gang.messages import (
     Leave,
     to_wire,
 )
-from metaflow_extensions.torchrun.plugins.torchrun.node.endings import TimedOut
+from metaflow_extensions.torchrun.plugins.torchrun.node.endings import NotNeeded, TimedOut
 from metaflow_extensions.torchrun.plugins.torchrun.task import link as link_module
 from metaflow_extensions.torchrun.plugins.torchrun.task import member as member_module
 from metaflow_extensions.torchrun.plugins.torchrun.task import orders
@@ -116,6 +116,23 @@ def test_a_member_stays_one_until_its_results_are_stored(join):
     member.leave()
     member.leave(ValueError("late"))
     assert (link.said[1:], link.is_closed) == ([Leave("left")], True)
+
+
+def test_the_control_node_waits_until_it_is_alone(join):
+    member, link = join(0)
+    member.finish()
+    timer = soon(link.deliver, Farewell("alone"))
+    member.await_others(list)
+    timer.join()
+    assert member.is_storing
+
+
+def test_a_node_that_was_dismissed_launches_no_more(join):
+    member, _ = join()
+    with pytest.raises(NotNeeded):
+        member.dismiss(0)
+    with pytest.raises(NotNeeded, match="launch 0 has ended well without this node"):
+        member.begin_launch()
 
 
 @pytest.mark.parametrize("news", ["one fails", "the last one", "SIGTERM", "Ctrl-C"])

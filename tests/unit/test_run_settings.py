@@ -70,14 +70,6 @@ def test_a_folder_of_the_step_is_looked_for_on_the_node():
         value_of("cwd", {"cwd": "not here"})
 
 
-def test_an_argument_that_is_no_attribute_has_a_default():
-    run = resolve({"entrypoint": "x.py"}, parse_settings({}, "train"), NODE)
-    assert (run.module, run.gather, run.outputs, run.outputs_from, run.options) == (False, False, None, None, {})
-    for name in ("module", "gather"):
-        with pytest.raises(TorchrunConfigError, match=rf"run\({name}\) is 'yes', but it must be True or False"):
-            value_of(name, **{name: "yes"})
-
-
 def test_the_module_flag_of_torchrun_is_the_argument():
     assert value_of("module", torchrun_args=["-m"]) is True
     assert value_of("options", torchrun_args=["-m", "--role=trainer"]) == {"role": "trainer"}
