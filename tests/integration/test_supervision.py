@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import time
-from pathlib import Path
 
 import psutil
 import pytest
@@ -36,13 +35,7 @@ def test_a_hang_is_shown_by_the_stacks_of_all_workers_and_restarted(run_flow, tm
         assert f"[torchrun node {rank}]" in flow.text
     # What was seen before the restart is kept, too.
     assert re.search(r"restart 1 of 1.* the launch hangs", flow.text)
-    assert len(list(kept.glob("torchrun-hang-node*-launch0-0-*/stacks.txt"))) == 2
-    files = [Path(line.split(": ", 1)[1]) for line in said.splitlines() if line.startswith("Whole stacks of node")]
-    assert len(files) == 2
-    assert all(kept in file.parents for file in files)
-    stacks = "\n".join(file.read_text() for file in files)
-    assert "load_batch" in stacks
-    assert "train_step" in stacks
+    assert flow.text.count("what the workers were doing:") == 4, "on each node, before the restart and at the end"
     assert "load_batch" in flow.text
     assert not list(kept.rglob("*stacks-*")), "what was read them from is gone"
     flow.await_gone()

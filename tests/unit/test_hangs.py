@@ -77,15 +77,15 @@ SAME = replace(WAITS, text="", line="", short="")  # as the second of its node i
 FOUND = {0: WAITS, 1: SAME}, {2: WAITS, 3: at(33, "load")}
 
 
-def diagnosed(node, ranks, file=None):
-    return to_plain(Diagnostics(f"gpu-{node}", file, ranks))
+def diagnosed(ranks):
+    return to_plain(Diagnostics(ranks))
 
 
 def hung(*nodes):
     """Return what has heard of nodes, each with its ranks."""
     kept = begun(len(nodes))
     for node, ranks in reversed([*enumerate(nodes)]):
-        kept.take(node, diagnosed(node, ranks, "/tmp/stacks" if ranks and not node else None), 101.0)
+        kept.take(node, diagnosed(ranks), 101.0)
     return kept
 
 
@@ -95,7 +95,6 @@ def test_where_the_ranks_were_is_told_and_whom_to_look_at_first():
         "3 ranks in main at train.py:41, rank 3 in load at train.py:33. Look at rank 3 first: the others seem to wait.",
         "Ranks 0, 1, 2: train.py:41 in main: main()",
         "Rank 3: train.py:33 in load: load()",
-        "Whole stacks of node 0 (host gpu-0): /tmp/stacks",
     ]
     kept.begin(1, None, (0, 1), 200.0)
     assert kept.detail() == ""
@@ -117,7 +116,7 @@ def test_a_node_that_has_not_answered_is_where_to_look(answers, said, first):
     kept.ended(4, ok=False)
     assert silent_at(kept, 101, 110)[0] == 104
     for node, ranks in enumerate(answers):
-        kept.take(node, diagnosed(node, ranks), 105.0)
+        kept.take(node, diagnosed(ranks), 105.0)
     kept.ended(2, ok=False)  # it was stopped, perhaps without a word
     assert kept.detail().splitlines()[0].endswith(said)
     assert kept.record["first"] == first
@@ -129,11 +128,11 @@ def test_the_ranks_that_had_ended_on_another_node_are_named():
     kept.ended(1, ok=True)
     assert silent_at(kept, 101, 110)[0] == 104
     kept.ended(0, ok=True)  # what ends now is a consequence
-    kept.take(0, diagnosed(0, FOUND[0]), 105.0)
+    kept.take(0, diagnosed(FOUND[0]), 105.0)
     said = "The ranks of node 1 had ended well: do all ranks make the same number of steps?"
     assert kept.detail().splitlines()[0].endswith(said)
     kept.begin(0, 3.0, (0, 1), 110.0)
-    kept.take(0, diagnosed(0, FOUND[0]), 115.0)
+    kept.take(0, diagnosed(FOUND[0]), 115.0)
     assert "ended well" not in kept.detail()
 
 
@@ -174,7 +173,7 @@ def hanging(**policy):
     story = Story().running().ended().ready(launch=1, policy=policy).report("started").report("hangs", age_s=0.0)
     story.at(story.now + 31)
     for node, ranks in enumerate(FOUND):
-        story.report("hangs", node, **diagnosed(node, ranks))
+        story.report("hangs", node, **diagnosed(ranks))
     return story.ended(codes=(-9, -9))
 
 

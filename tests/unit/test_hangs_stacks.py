@@ -6,10 +6,8 @@ import os
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from contextlib import contextmanager
-from pathlib import Path
 
 import pytest
 from limits import limit_s
@@ -17,8 +15,6 @@ from unit_helpers import eventually, is_running, worker_environment, write
 
 from metaflow_extensions.torchrun.plugins.torchrun.features.hangs.stacks import collect
 from metaflow_extensions.torchrun.plugins.torchrun.machine import processes, stacks
-
-OURSELVES = {0: os.getpid()}  # a process without our hook
 
 HANG = "print('ready', flush=True); import time; time.sleep(1000)"
 
@@ -51,9 +47,8 @@ def until(pid, state):
     eventually(lambda: processes.status(pid)["State"][:1] == state, f"state {state}")
 
 
-def collected(workers, folder, within_s=60.0, name="launch0"):
-    tempfile.tempdir = str(folder.parent)  # until the test's end, see `nothing_leaks`
-    return asyncio.run(collect(workers, name, within_s))
+def collected(workers, within_s=60.0):
+    return asyncio.run(collect(workers, within_s))
 
 
 def where_of(found):
@@ -139,25 +134,20 @@ def hanging(tmp_path_factory):
 
 def test_hanging_workers_tell_where_and_live_on(hanging):
     folder, pids = hanging
-    found = collected(pids, folder)
-    where = where_of(found)
+    where = where_of(collected(pids))
     assert dict(zip(WORKERS, where.values(), strict=True)) == {name: told for name, (_, told) in WORKERS.items()}
     assert all(map(is_running, pids.values()))
-    whole = Path(found.file).read_text(encoding="utf-8")
-    headings = [line for line in whole.splitlines() if line.startswith("---")]
-    assert headings == [f"--- rank {rank}, pid {pid}: {where[rank]}" for rank, pid in pids.items()]
-    assert whole.count('train.py", line') > 4, "the stacks themselves"
     assert not list(folder.iterdir()), "no file is left, whatever becomes of the workers"
 
 
 def test_the_log_has_equal_stacks_once_and_frames_with_their_source_lines(hanging):
-    folder, pids = hanging
+    _, pids = hanging
     names = list(WORKERS)
     chosen = {
         names.index(name): pids[names.index(name)] for name in ("is in torch", "is no Python", "has its own handler")
     }
     torch, *others = chosen
-    assert collected(chosen, folder).text.splitlines() == [
+    assert collected(chosen).text.splitlines() == [
         f"--- ranks {others[0]}, {others[1]}: {NO_HANDLER}",
         "",
         f"--- rank {torch}: trainer.py:3 in loop (in all_reduce)",
@@ -165,7 +155,7 @@ def test_the_log_has_equal_stacks_once_and_frames_with_their_source_lines(hangin
         "  trainer.py:3 in loop: torch.distributed.all_reduce()",
         "  train.py:3 in <module>: trainer.loop()",
     ]
-    (its,) = collected({torch: pids[torch]}, folder).ranks.values()
+    (its,) = collected({torch: pids[torch]}).ranks.values()
     assert (its.waits, its.line) == (True, "torch.distributed.all_reduce()")
 
 
@@ -178,7 +168,7 @@ def test_a_worker_that_does_not_answer_is_said_so_in_time(folder):
         os.kill(pids[1], signal.SIGSTOP)
         until(pids[1], "T")
         began = time.monotonic()
-        found = collected(pids, folder, within_s=limit_s(1.0))
+        found = collected(pids, within_s=limit_s(1.0))
         assert time.monotonic() - began >= limit_s(1.0)
     why = "no Python stack: it"
     assert where_of(found) == {
@@ -188,13 +178,13 @@ def test_a_worker_that_does_not_answer_is_said_so_in_time(folder):
     }
 
 
-def test_workers_that_have_ended_are_said_so_and_none_is_no_error(folder):
+def test_workers_that_have_ended_are_said_so_and_none_is_no_error():
     zombie = subprocess.Popen(["true"])
     until(zombie.pid, "Z")
     for _ in range(2):
-        assert where_of(collected({0: zombie.pid}, folder)) == {0: "no Python stack: the process has ended"}
+        assert where_of(collected({0: zombie.pid})) == {0: "no Python stack: the process has ended"}
         zombie.wait()
-    found = collected({}, folder)
+    found = collected({})
     assert (found.ranks, found.text) == ({}, "")
 
 
@@ -246,21 +236,3 @@ def test_a_worker_starts_whatever_becomes_of_the_hook(place, number, folder):
     spoilt = {"TORCHRUN_STACKS_FOLDER": str(folder / place), "TORCHRUN_STACKS_SIGNAL": number}
     done = run(["-c", "print('ran')"], {**hooked(folder), **spoilt})
     assert (done.returncode, done.stdout, done.stderr) == (0, "ran\n", "")
-
-
-# --- keeping ----------------------------------------------------------------------------------
-
-
-def test_everything_is_in_a_fresh_folder_of_that_name(folder, tmp_path):
-    files = [Path(collected(OURSELVES, folder, name="node1").file) for _ in range(2)]
-    assert set(files) == set(tmp_path.glob("torchrun-hang-node1-*/stacks.txt"))
-    assert files[0] != files[1]
-    assert "rank 0" in files[0].read_text()
-
-
-@pytest.mark.parametrize("place", ["a file", "/proc/none"])
-def test_a_place_that_can_not_be_written_to_does_not_lose_the_text(place, tmp_path):
-    write(tmp_path / "a file", "")
-    found = collected(OURSELVES, tmp_path / place / "folder")
-    assert (found.file, where_of(found)) == (None, {0: NO_HANDLER})
-    assert NO_HANDLER in found.text

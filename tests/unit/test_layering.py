@@ -36,7 +36,6 @@ IMPORTED_WITH_METAFLOW = {
     "result",
     "run_arguments",
     "settings",
-    "stubs",
     "parsing",
     "compat.cards",
     "compat.graph",

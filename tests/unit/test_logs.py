@@ -113,7 +113,7 @@ def test_a_line_on_stderr_ends_an_unfinished_one_where_that_is_wanted(read, tmp_
     assert screen.writes == ["[rank 0] no newline\n", "[rank 0] ended well\n"]
 
 
-# --- order ----------------------------------------------------------------------------------------
+# --- several ranks --------------------------------------------------------------------------------
 
 
 def test_a_loud_rank_hides_no_quiet_one(read, tmp_path):

@@ -9,7 +9,7 @@ from fake_node import FakeNode
 from gang_views import Story, crash, place
 from unit_helpers import eventually, write
 
-from metaflow_extensions.torchrun.plugins.torchrun.elements.model import Cells, Chart, Facts, Sentence
+from metaflow_extensions.torchrun.plugins.torchrun.elements.model import Chart, Facts, Sentence
 from metaflow_extensions.torchrun.plugins.torchrun.features.progress import in_task, watch
 from metaflow_extensions.torchrun.plugins.torchrun.features.progress.lines import parse_line
 from metaflow_extensions.torchrun.plugins.torchrun.gang.messages import Ended, Report
@@ -65,7 +65,7 @@ def test_rank_0s_points_become_series_with_last_values_and_the_time_left(kept):
     kept.says((10, {"loss": 3.0, "lr": 0.1}), (20, {"loss": None}), pace=Pace(20, 2.0), total=100.0)
     kept.says(node=1, pace=Pace(19, 1.0))
     kept.tick(5.0)
-    rates = {"by": "steps_per_s", "ranks": 2, "median": 1.5, "slowest": {"rank": 1, "speed": 1.0}, "stragglers": []}
+    rates = {"by": "steps_per_s", "ranks": 2, "median": 1.5, "slowest": {"rank": 1, "speed": 1.0}}
     own = {"launch": 0, "step": 20, "done": 20, "total": 100.0, "steps_per_s": 2.0, "left_s": 40.0, "rates": rates}
     series = {"loss": [(10, 3.0), (20, None)], "lr": [(10, 0.1)]}
     assert kept.record == {**own, "last": {"loss": None, "lr": 0.1}, "series": series, "speeds": [(1.0, 2.0)]}
@@ -186,7 +186,7 @@ def test_a_line_has_what_is_known(kept):
 
 
 def judged(*parts):
-    """Return what was said, with its second, and who is slow at the end; parts are seconds and paces by rank."""
+    """Return what was said, with its second; parts are seconds and paces by rank."""
     kept, now, said = Kept(), 0, []
     for seconds, paces in parts:
         known = {rank: each if isinstance(each, Pace) else Pace(5, each) for rank, each in enumerate(paces)}
@@ -194,7 +194,7 @@ def judged(*parts):
             now += 5
             kept.take(0, 0, to_plain(Metrics(known)), now)
             said += [(now, line) for line in kept.tick(now)]
-    return said, kept["rates"] and kept["rates"]["stragglers"]
+    return said
 
 
 SLOW, FAST = (1, 1, 1, 0.4), (1, 1, 1, 1)
@@ -203,21 +203,19 @@ SLOW, FAST = (1, 1, 1, 0.4), (1, 1, 1, 1)
 @pytest.mark.parametrize(
     ("parts", "said"),
     [
-        ([(600, SLOW)], [(65, True)]),
+        ([(600, SLOW)], [65]),
         ([(600, (1, 1, 1, 0.5))], []),  # half of the median is not slow
         ([(600, (1, 1, 1, 5))], []),
-        ([(100, SLOW), (50, FAST), (10, SLOW), (100, FAST)], [(65, True), (225, False)]),
+        ([(100, SLOW), (50, FAST), (100, SLOW)], [65]),
         ([(50, SLOW), (5, FAST), (50, SLOW), (5, FAST), (50, SLOW)], []),  # moments are no minute
         ([(600, (1, 0.1))], []),  # nobody could say which of two is normal
-        ([(50, SLOW), (5, (1, 0.1)), (60, SLOW), (5, SLOW)], [(120, True)]),  # nor does the time before count
-        ([(100, SLOW), (50, (1, 1, 1)), (60, SLOW), (5, SLOW)], [(65, True), (215, True)]),  # it had ended
-        ([(50, SLOW), (50, (1, 1, 1, None)), (60, SLOW), (5, SLOW)], [(165, True)]),  # it had stood still
+        ([(50, SLOW), (5, (1, 0.1)), (60, SLOW), (5, SLOW)], [120]),  # nor does the time before count
+        ([(50, SLOW), (50, (1, 1, 1, None)), (60, SLOW), (5, SLOW)], [165]),  # it had stood still
     ],
 )
 def test_a_rank_slower_than_half_the_median_for_a_minute_is_named_once(parts, said):
-    name, words = "rank 3 (node 3, host h)", {True: "slow: 0.4", False: "no longer slow: 1"}
-    lines = [(at, f"{name} is {words[is_slow]} steps/s, the median is 1 steps/s") for at, is_slow in said]
-    assert judged(*parts)[0] == lines
+    line = "rank 3 (node 3, host h) is slow: 0.4 steps/s, the median is 1 steps/s"
+    assert judged(*parts) == [(at, line) for at in said]
 
 
 @pytest.mark.parametrize(
@@ -230,9 +228,7 @@ def test_a_rank_slower_than_half_the_median_for_a_minute_is_named_once(parts, sa
 )
 def test_where_all_ranks_say_their_own_seconds_these_count(paces, text):
     known = [Pace(5, *(each if isinstance(each, tuple) else (each and 1.0, each))) for each in paces]
-    said, slow = judged((70, known))
-    assert slow == ([] if text is None else [{"rank": 2, "speed": 0.4, "text": text}])
-    assert [line for _, line in said] == [f"rank 2 (node 2, host h) {text}" for _ in slow]
+    assert [line for _, line in judged((70, known))] == ([f"rank 2 (node 2, host h) {text}"] if text else [])
 
 
 def test_ranks_are_compared_every_5_s_while_their_node_tells_anything(kept):
@@ -250,11 +246,9 @@ def test_ranks_are_compared_every_5_s_while_their_node_tells_anything(kept):
     assert compared(35.0, 0) == (3, 2.0)
 
 
-def test_many_at_once_are_one_line_for_each_kind():
-    said, slow = judged((100, (*[1] * 10, *[0.4] * 5)), (100, (*[1] * 10, *[1] * 5)))
-    ranks = "ranks 10, 11, 12, 13, 14"
-    assert said == [(65, f"{ranks} have become slow: under half of the median"), (165, f"{ranks} are no longer slow")]
-    assert (slow, len(judged((100, (*[1] * 10, *[0.4] * 4)))[0])) == ([], 4)
+def test_many_at_once_are_one_line():
+    slow = "rank 10 (node 10, host h) is slow: 0.4 steps/s, the median is 1 steps/s; so are ranks 11, 12, 13, 14"
+    assert judged((100, (*[1] * 10, *[0.4] * 5))) == [(65, slow)]
 
 
 # --- the page -------------------------------------------------------------------------------------
@@ -269,14 +263,13 @@ def told_by(story=None, slow=0.5):
 
 
 def shown(story):
-    """Return the sentences, the facts and the charts of the section, and the marks of all cells."""
+    """Return the sentences, the facts and the charts of the section."""
     page = page_of(story.view, place())
     json.dumps(layout(page), allow_nan=False)
     (parts,) = [each.parts for each in page.sections if each.name == "progress"]
     said, facts, charts = ([part for part in parts if isinstance(part, kind)] for kind in (Sentence, Facts, Chart))
-    (cells,) = [part.cells for each in page.sections for part in each.parts if isinstance(part, Cells)]
     rows = dict(row for part in facts for row in part.rows)
-    return [part.text for part in said], rows, [chart.spec for chart in charts], [cell.mark for cell in cells]
+    return [part.text for part in said], rows, [chart.spec for chart in charts]
 
 
 @pytest.mark.parametrize(
@@ -318,26 +311,20 @@ def test_no_value_and_no_name_of_one_makes_a_page_that_no_browser_can_read(value
     assert all(line.isprintable() or "\ud800" in name for line in lines_of(page_of(story.view, place())))
 
 
-def test_slow_ranks_come_first_are_marked_while_it_runs_and_are_remembered_after_its_end():
-    story = told_by(Story(host="<b>h-{}").running(policy={"max_restarts": 1}))
-    marks = ["", "", "", "slow: 0.5 steps/s"]
-    said, facts, _, marked = shown(story)
-    assert said == ["rank 3 (node 1, host <b>h-1) is slow: 0.5 steps/s, the median is 2 steps/s"]
-    assert (facts["speed"], marked) == ("2 steps/s, 15 s left", marks)
-    assert "tr-odd" in json.dumps(layout(page_of(story.view, place())))
+def test_the_slowest_rank_and_the_time_left_are_told_while_it_runs():
+    story = told_by(Story().running(policy={"max_restarts": 1}))
+    facts = shown(story)[1]
+    assert facts["speed"] == "2 steps/s, 15 s left"
+    assert facts["all ranks"] == "median of 4 ranks: 2 steps/s; slowest: rank 3, 0.5 steps/s"
     story.failed(crash()).ended(codes=(-15, -15))
     assert story.view.outcome == "restarting"
-    assert (shown(story)[0], shown(story)[3]) == ([], [""] * 4), "the workers start again, with new speeds"
-    said, facts, _, marked = shown(told_by().crashed())
-    assert said == ["rank 3 (node 1, host gpu-1) was slow: 0.5 steps/s, the median was 2 steps/s"]
-    assert (facts["speed"], marked) == ("", marks)
-    assert shown(told_by(Story(9, 8).running()))[3][0] == "rank 3 slow: 0.5 steps/s"
+    assert shown(story)[1]["speed"] == "", "the workers start again, with new speeds"
 
 
 def test_what_an_earlier_launch_has_reported_is_not_taken_for_the_running_ones():
-    said, facts, _, marks = shown(told_by().ended().ready(launch=1))
+    said, facts, _ = shown(told_by().ended().ready(launch=1))
     assert said == ["Launch 1 has reported nothing so far. This is what launch 0 reported."]
-    assert (facts["rank 0"], marks) == ("step 30 of 60 (50 %)", [""] * 4)
+    assert facts["rank 0"] == "step 30 of 60 (50 %)"
 
 
 # --- a node -----------------------------------------------------------------------------------------

@@ -22,8 +22,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from .stubs import ForStubs
-
 if TYPE_CHECKING:
     from .outputs import Outputs
 
@@ -168,4 +166,3 @@ def chain(error: BaseException | None) -> Iterator[BaseException]:
 CLASSES = {
     cls.__name__: cls for cls in list(globals().values()) if isinstance(cls, type) and issubclass(cls, TorchrunError)
 }
-_addl_stubgen_modules = ForStubs(TorchrunError)

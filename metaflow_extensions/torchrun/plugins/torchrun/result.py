@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from .errors import MetaflowException, TorchrunError
-from .stubs import ForStubs
 
 if TYPE_CHECKING:
     from .outputs import Outputs
@@ -202,6 +201,3 @@ class TorchrunResult(Generic[_T]):
         # As plain data: where this extension is not installed, its other classes are not, either.
         outputs = None if self.outputs is None else self.outputs.as_data()
         return eval, (expression,), {**vars(self), "values": dict(self.values), "outputs": outputs}
-
-
-_addl_stubgen_modules = ForStubs(TorchrunResult)

@@ -22,7 +22,7 @@ class Sentence:
     """One sentence or more, as a paragraph."""
 
     text: str
-    kind: Literal["", "headline", "outcome", "warning", "note"] = ""  # a note explains a card; not on a terminal
+    kind: Literal["", "headline", "outcome", "note"] = ""  # a note explains a card; not on a terminal
     word: str = ""  # the outcome in a word; a key of `charts.COLOURS`
 
 
@@ -66,7 +66,7 @@ class Cell:
     state: str  # a key of `charts.COLOURS`
     word: str = ""
     place: str = ""
-    mark: str = ""  # what is odd about it, such as that it is slow
+    mark: str = ""  # what is odd about it
 
 
 @dataclass(frozen=True)

@@ -38,8 +38,6 @@ _PEER_GONE = (
 _CONNECTION_ERRORS = re.compile(rf"\A(?={_RAISED_BY_TORCH})[\s\S]*?{_PEER_GONE}", re.IGNORECASE)
 # The same in stderr, of a worker that left no exception: in one line, since other lines are about other servers.
 _CONNECTION_LINES = re.compile(rf"^(?=.*({_OF_TORCH}|torch\.distributed)).*?{_PEER_GONE}", re.IGNORECASE | re.MULTILINE)
-# With this variable the workers' hook (`worker_hooks`) prints such an exception in one line.
-SHORT_PEER_ERRORS = {"TORCHRUN_PEER_GONE": _CONNECTION_ERRORS.pattern}
 ENDS = (".", "…", "!", "?")
 """The ends of sentences."""
 _STOP_SIGNALS = frozenset({signal.SIGTERM, signal.SIGINT, signal.SIGHUP})

@@ -126,9 +126,8 @@ class Gang:
         self._is_over = False  # whether the control node's step has ended, and no other node is left
         self._is_time_up = False  # whether the end of the step's @timeout was handled
         self._remind_at = float("inf")  # when to log next what is waited for
-        self._mark = self._next_mark = (
-            0  # how many events there were at the end of the launch before, and of the last one
-        )
+        # How many events there were at the end of the launch before, and of the last one.
+        self._mark = self._next_mark = 0
         self._verdicts: dict[int, Verdict] = {}  # by launch: a node may call it late
         self._out: list[Outgoing] = []
 

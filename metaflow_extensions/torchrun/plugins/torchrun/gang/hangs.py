@@ -20,7 +20,7 @@ from .wire import from_plain, to_plain
 KIND = "hang"  # of the cause
 _SIGNS = "wrote anything, reported a step, joined a process group or exited"
 _MAX_LINES, _MAX_PLACES = 64, 4
-_MAX_CHARS = 100_000  # of the stacks in the view, which is stored again and again; the files have all
+_MAX_CHARS = 100_000  # of the stacks in the view, which is stored again and again
 _NO_WORKERS = (
     "No worker was running on any node that has answered; torchrun was starting them, or waiting for their ends."
 )
@@ -31,8 +31,6 @@ _FRAME = re.compile(r"(?P<at>.+?:(?:\d+|\?+)) in (?P<function>[^()]+?)(?: \((?P<
 class Diagnostics:
     """What one node's workers were doing when the launch hung."""
 
-    host: str
-    file: str | None  # has all stacks; None if they could not be written
     ranks: dict[int, Found]  # by global rank; of equal stacks, only the first is whole
 
 
@@ -107,13 +105,15 @@ class Hangs:
         return f"{text} after the start", f"If they start so slowly, set hang_timeout_s above {limit_s:g}."
 
     def detail(self) -> str:
-        """Return the place of every rank in the hang, and the files with the stacks; keep the stacks."""
+        """Return the place of every rank in the hang; keep the stacks."""
         if not self._found:
             return ""
-        groups, found = alike(self._ranks), sorted(self._found.items())
+        groups = alike(self._ranks)
         self._keep(groups)
-        files = [f"Whole stacks of node {node} (host {each.host}): {each.file}" for node, each in found if each.file]
-        return "\n".join([self._conclusion(groups), *_first(_places(groups)), *_first(files)])
+        places = _places(groups)
+        more = len(places) - _MAX_LINES
+        left_out = [f"{more} more such lines are left out."] if more > 0 else []
+        return "\n".join([self._conclusion(groups), *places[:_MAX_LINES], *left_out])
 
     @property
     def _ranks(self) -> dict[int, Found]:
@@ -171,9 +171,3 @@ def _places(groups: list[Alike]) -> list[str]:
         line = f": {group.found.line}" if group.found.line else ""
         at.setdefault(f"{group.found.where}{line}", []).extend(group.ranks)
     return [f"{names(ranks, 'Rank')}: {place}" for place, ranks in at.items()]
-
-
-def _first(lines: list[str]) -> list[str]:
-    """Return the first lines, and the number of those left out."""
-    more = len(lines) - _MAX_LINES
-    return [*lines[:_MAX_LINES], f"{more} more such lines are left out."] if more > 0 else lines

@@ -1,8 +1,4 @@
-"""What rank 0 has reported of a launch, how fast the ranks are, and which are slow. Pure.
-
-A rank is slow after a minute below half the median speed of all ranks, and no longer after a minute above that. At least
-three ranks are needed: of two, neither is the normal one.
-"""
+"""What rank 0 has reported of a launch, how fast the ranks are, and which are slow. Pure."""
 
 from __future__ import annotations
 
@@ -19,9 +15,8 @@ from .wire import from_plain
 
 MAX_KEYS, MAX_POINTS = 20, 200
 """How many keys of rank 0 are kept, the first ones, and how many points of each."""
-SLOW, _FEWEST = 0.5, 3  # a share of the median; of fewer ranks, none is the normal one
-_LINES = 4  # if more ranks change at once, one line lists them
 _VALUES = 4  # in one line of the log
+_SLOW, _FEWEST = 0.5, 3  # a share of the median; of fewer ranks, none is the normal one
 
 
 @dataclass(frozen=True)
@@ -63,9 +58,8 @@ class Progress:
         self._name_of = name_of
         self._paces: dict[int, tuple[float, Mapping[int, Pace]]] = {}  # node -> time of its report, and its ranks
         self._looked_at = self._says_at = 0.0
-        self._slow: dict[int, str] = {}  # slow rank -> how slow
-        self._turned_at: dict[int, float] = {}  # rank -> since when it differs from what is said of it
-        self._by = "steps_per_s"
+        self._slow: dict[int, float] = {}  # slow rank -> since when
+        self._named: set[int] = set()  # the slow ranks that a line has named
         self._forget(None)
 
     def _forget(self, launch: int | None) -> None:
@@ -83,7 +77,7 @@ class Progress:
 
     def begin(self, launch: int) -> None:
         """Forget the ranks' speeds, who is slow, and what is not said yet: workers start."""
-        self._paces, self._slow, self._turned_at = {}, {}, {}
+        self._paces, self._slow, self._named = {}, {}, set()
         self._has_news, self._steps_per_s = False, None
         if launch != self._launch:
             self._node = None  # what ends from now on is not its launch
@@ -126,7 +120,7 @@ class Progress:
         return self._line() if self._said not in ("", step(self.record or {})) else ""
 
     def tick(self, at_s: float) -> list[str]:
-        """Return the lines for the log: once a minute how far rank 0 is, and which ranks have become slow or recovered."""
+        """Return the lines for the log: once a minute how far rank 0 is, and which ranks have become slow."""
         lines = []
         if self._has_news and at_s >= self._says_at:
             self._says_at = at_s + LINES_EVERY_S
@@ -141,48 +135,24 @@ class Progress:
         self._has_news, self._said = False, step(progress)
         return said(progress)
 
-    # --- slow ranks -------------------------------------------------------------------------------
-
     def _compare(self, at_s: float) -> list[str]:
-        """Compare the ranks; return lines on those that have become slow or have recovered."""
+        """Note the median of the ranks' speeds, and the slowest; return a line on ranks that are slow for a minute."""
         fresh = [paces for told_at, paces in self._paces.values() if at_s - told_at < STALE_S]
         by, speeds = _speeds({rank: pace for paces in fresh for rank, pace in paces.items()})
-        # The minute begins anew for a rank that could not be compared meanwhile.
-        can_compare = speeds.keys() if len(speeds) >= _FEWEST else ()
-        self._turned_at = {rank: at for rank, at in self._turned_at.items() if rank in can_compare}
         if not speeds:
             return []
-        if by != self._by:
-            self._by, self._slow, self._turned_at = by, {}, {}
-        self._slow = {rank: text for rank, text in self._slow.items() if rank in speeds}
-        median, changes = statistics.median(speeds.values()), dict[int, str]()
-        for rank, speed in speeds.items() if len(speeds) >= _FEWEST else ():
-            is_slow = speed < median * SLOW
-            if is_slow == (rank in self._slow):
-                self._turned_at.pop(rank, None)
-            elif at_s - self._turned_at.setdefault(rank, at_s) >= SLOW_S:
-                of_all = f"{speed_text(speed, by)}, the median is {speed_text(median, by)}"
-                changes[rank] = f"is {'slow' if is_slow else 'no longer slow'}: {of_all}"
-        for rank, text in changes.items():
-            del self._turned_at[rank]
-            if self._slow.pop(rank, None) is None:
-                self._slow[rank] = text
-        slowest = min(speeds, key=lambda rank: speeds[rank])
-        self._rates = {
-            "by": by,
-            "ranks": len(speeds),
-            "median": median,
-            "slowest": {"rank": slowest, "speed": speeds[slowest]},
-            "stragglers": [{"rank": rank, "speed": speeds[rank], "text": text} for rank, text in self._slow.items()],
-        }
-        if len(changes) <= _LINES:
-            return [f"{self._name_of(rank)} {text}" for rank, text in changes.items()]
-        slow, fast = (
-            [rank for rank in changes if rank in self._slow],
-            [rank for rank in changes if rank not in self._slow],
-        )
-        lines = [f"{names(slow, 'rank')} have become slow: under half of the median"] if slow else []
-        return [*lines, *([f"{names(fast, 'rank')} are no longer slow"] if fast else [])]
+        median, slowest = statistics.median(speeds.values()), min(speeds, key=lambda rank: speeds[rank])
+        slow = [rank for rank, speed in speeds.items() if len(speeds) >= _FEWEST and speed < median * _SLOW]
+        self._slow = {rank: self._slow.get(rank, at_s) for rank in slow}
+        worst = {"rank": slowest, "speed": speeds[slowest]}
+        self._rates = {"by": by, "ranks": len(speeds), "median": median, "slowest": worst}
+        new = sorted(rank for rank in slow if at_s - self._slow[rank] >= SLOW_S and rank not in self._named)
+        self._named |= {*new}
+        if not new:
+            return []
+        more = f"; so {'is' if len(new) == 2 else 'are'} {names(new[1:], 'rank')}" if new[1:] else ""
+        speed = f"{speed_text(speeds[new[0]], by)}, the median is {speed_text(median, by)}"
+        return [f"{self._name_of(new[0])} is slow: {speed}{more}"]
 
     # --- what is kept -----------------------------------------------------------------------------
 

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
 
 from .cause import Cause
-from .wire import finite, from_plain, to_plain
+from .wire import from_plain, to_plain
 
 VERSION = 2  # of the stored form
 State = Literal[
@@ -92,7 +92,7 @@ class Placed:
 
 
 @dataclass
-class Failed:
+class FailureReport:
     """The full report of one failure."""
 
     at_s: float
@@ -131,7 +131,7 @@ class GangView:
     nodes: list[NodeView] = field(default_factory=list)
     events: list[Happened] = field(default_factory=list)
     left_out: int = 0  # so many events after the first ones
-    reports: list[Failed] = field(default_factory=list)
+    reports: list[FailureReport] = field(default_factory=list)
     placed: list[Placed] = field(default_factory=list)
     progress: dict[str, Any] | None = None  # what rank 0 has reported; see `gang.progress`
     hangs: dict[str, Any] | None = None  # the stacks of the last hang; see `gang.hangs`
@@ -198,7 +198,7 @@ class GangView:
         kept = f"{text[:_REPORT_CHARS]}\n… {more} characters are left out here" if more > 0 else text
         if not self.reports or self.reports[-1].text != kept:
             about = self.launch, self.generation, error, None if cause is None else dict(cause)
-            self.reports = [*self.reports, Failed(round(self.now_s, 3), kept, *about)][-_REPORTS:]
+            self.reports = [*self.reports, FailureReport(round(self.now_s, 3), kept, *about)][-_REPORTS:]
 
     def take_usage(self, node: int, used: Mapping[str, Any]) -> None:
         """Keep a node's usage: the last and the highest value of each kind."""
@@ -247,7 +247,7 @@ class GangView:
 
     def stored(self) -> dict[str, Any]:
         """Return it as plain data."""
-        plain: dict[str, Any] = finite(to_plain(self))
+        plain: dict[str, Any] = to_plain(self)
         return plain
 
     @staticmethod

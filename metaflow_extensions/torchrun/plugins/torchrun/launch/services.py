@@ -60,7 +60,7 @@ class Service:
 
     @property
     def policy(self) -> Plain:
-        """What the keeper of its feature is to look after in this launch."""
+        """What the gang is to look after in this launch."""
         return {}
 
     def begin(self, spec: LaunchSpec) -> None:
@@ -149,7 +149,7 @@ class Services(AbstractContextManager["Services"]):
 
     @property
     def policies(self) -> dict[str, Plain]:
-        """What the keepers are to look after, by feature."""
+        """What the gang is to look after, by feature."""
         return {name: service.policy for name, service in self._services.items() if service.policy}
 
     @property

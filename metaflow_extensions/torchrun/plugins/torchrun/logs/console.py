@@ -6,11 +6,10 @@ and the process's end. The thread ends when it has nothing to write, since a tas
 nodes write to the pipes of the control task, one text at a time: see `shared_pipe`.
 
 Metaflow's local runtime (``Worker.read_logline`` in ``metaflow/runtime.py``, 2.19) reads two pipes, and takes a line of
-each in turns. So a text waits until the other pipe is empty: a traceback stays in one piece, behind what was printed
-before it. And the runtime takes as much out of a pipe at once as its buffer holds, but shows one line each time the pipe
-has something to read. When the pipe is empty it stops, whatever it has not shown. So the last line waits until the
-others are taken, and makes the runtime go on: it shows all. These two waits end when the reader takes nothing for a
-while. They cost the order on a screen at worst, and no line.
+each in turns: on a terminal, a line on stderr may stand a little before or behind what was printed before it. The
+runtime takes as much out of a pipe at once as its buffer holds, but shows one line each time the pipe has something to
+read. When the pipe is empty it stops, whatever it has not shown. So the last line waits until the others are taken, and
+makes the runtime go on: it shows all. This wait ends when the reader takes nothing for a while.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ from typing import TextIO, TypeAlias
 
 from ..events import Event, label
 from ..machine.open_files import file_of
-from .shared_pipe import SharedPipes, await_reader, await_room, is_pipe, unread_bytes
+from .shared_pipe import SharedPipe, await_reader, await_room, is_pipe, unread_bytes
 
 DEBUG = "METAFLOW_TORCHRUN_DEBUG"
 """Environment variable: ``1`` has the details written, too."""
@@ -39,8 +38,7 @@ DEBUG = "METAFLOW_TORCHRUN_DEBUG"
 BEHIND_BYTES = 8 * 1024 * 1024
 """With so much unwritten, workers are kept waiting."""
 _TURN_BYTES = 64 * 1024  # written in one turn; a longer line is written whole
-_OTHER_PATIENCE_S = 1.0  # for the reader of the other stream, while it reads nothing
-_READER_PATIENCE_S = 0.05  # the same before the last line of a text
+_READER_PATIENCE_S = 0.05  # for a reader that takes nothing, before the last line of a text
 _STUCK_S = 3.0  # for a reader that takes nothing, when this process was told to end
 _LOOK_S = 0.5
 _LINGER_S = 0.1  # how long the thread waits for more
@@ -130,9 +128,8 @@ class _Writer:
         self._has_thread = False
         self._writing = _thread.allocate_lock()  # held by the thread
         self._ahead: _Item | None = None  # taken from the queue too early
-        self._pipes = SharedPipes()
+        self._pipe = SharedPipe()
         self._own_fd: int | None = None  # a copy of the descriptor that is written to
-        self._left_unread = sys.maxsize  # how many bytes stayed in the other pipe when its reader took nothing
         self._lost: set[str] = set()  # streams of which was said that they can't be written to
 
     def put(self, stream: str, lines: bytes) -> bool:
@@ -173,8 +170,8 @@ class _Writer:
         self._is_over = True
 
     def close(self) -> None:
-        """Let go of the pipes and their locks, in a fork of the process."""
-        self._pipes.forget()
+        """Let go of the pipe and its lock, in a fork of the process."""
+        self._pipe.forget()
         if self._own_fd is not None:
             os.close(self._own_fd)
 
@@ -252,12 +249,8 @@ class _Writer:
                 return
             # A copy, since the step's code may close its file while we wait, and open another one with that number.
             self._own_fd = own = fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 3)
-            others = [_descriptor(each) for name in STREAMS if (each := getattr(sys, name)) is not None]
-            fds = [each for each in others if each is not None]
-            with self._pipes.turn(fds):
+            with self._pipe.turn(own):
                 _flush(target)
-                for other in fds:
-                    self._await_other(other, own)
                 self._write_to(own, lines, more_follows)
         except BaseException as error:  # a stream that the step's code has put there can raise anything
             self._say_lost(stream, error)
@@ -289,13 +282,6 @@ class _Writer:
                 self._busy_since = time.monotonic()  # the reader goes on
             except BlockingIOError:  # some program has made it non-blocking, for all that share it
                 await_room(fd)
-
-    def _await_other(self, other: int, fd: int) -> None:
-        """Wait until what is in the other pipe was read; its reader is not waited for again before it has gone on."""
-        if other == fd or not is_pipe(other) or os.path.sameopenfile(other, fd):
-            return
-        if 0 < unread_bytes(other) < self._left_unread:
-            self._left_unread = await_reader(other, _OTHER_PATIENCE_S) or sys.maxsize
 
     def _say_lost(self, stream: str, error: BaseException) -> None:
         if stream not in self._lost:

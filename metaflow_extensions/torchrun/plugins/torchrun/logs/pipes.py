@@ -80,10 +80,10 @@ class Pipe:
         self._tail: deque[bytes] = deque()
         self._tail_bytes = 0
 
-    def read(self, limit: int = _CHUNK_BYTES) -> bytes:
-        """Return what is there, at most so much."""
+    def read(self) -> bytes:
+        """Return what is there, at most a chunk."""
         try:
-            data = os.read(self.fd, limit) if limit > 0 else b""
+            data = os.read(self.fd, _CHUNK_BYTES)
         except BlockingIOError:
             return b""
         if data:
@@ -118,7 +118,7 @@ class Pipe:
 
 
 class _Process:
-    """The two streams of one process; stdout that was written before stderr is shown before it."""
+    """The two streams of one process."""
 
     def __init__(
         self, files: ExitStack, folder: str, name: int | str, label: str, is_hidden: bool = False, cuts: bool = False
@@ -137,15 +137,11 @@ class _Process:
     def pump(self, show: Show) -> int:
         """Show what is there, at most a chunk of each stream; return how many bytes the larger one had."""
         stdout, stderr = self.pipes["stdout"], self.pipes["stderr"]
-        errors = stderr.read()
-        printed, limit = 0, unread_bytes(stdout.fd) if errors else _CHUNK_BYTES
-        while limit > 0 and (data := stdout.read(min(limit, _CHUNK_BYTES))):
-            printed += len(data)
-            limit -= len(data) if errors else limit
-            self._show("stdout", stdout.lines(data), show)
+        printed, errors = stdout.read(), stderr.read()
+        self._show("stdout", stdout.lines(printed), show)
         self._show("stdout", stdout.lines(b"", final=self._cuts and bool(errors)), show)
         self._show("stderr", stderr.lines(errors), show)
-        return max(len(errors), printed)
+        return max(len(errors), len(printed))
 
     def finish(self, show: Show) -> bool:
         """Show all that is there, unfinished lines too; return whether there was anything."""

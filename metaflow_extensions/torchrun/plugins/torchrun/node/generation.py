@@ -71,7 +71,6 @@ class Generation:
             active_at=self._last_sign_of_life,
             written=self._logs.written_bytes,
             is_held_up=lambda: self._logs.is_held_up,
-            name=f"node{plan.spec.node_index}-launch{go.launch}-{go.generation}",
             host=self._host,
             port=go.port,
             files=self.exits.files,

@@ -11,7 +11,6 @@ from functools import partial
 from typing import Any
 
 from ..events import Event, label
-from ..gang.cause import SHORT_PEER_ERRORS
 from ..gang.messages import Go
 from ..launch.command import HALT_SIGNAL, agent_command, command_environment, restart_variables, with_hooks
 from ..logs.pipes import AGENT, LogReader, pipe_path
@@ -95,8 +94,6 @@ def _environment(plan: Plan, go: Go, own_address: str | None, variables: Variabl
     base = environment_of_commands(plan, own_address, inherited)
     env = {**variables.of_node, **with_hooks(base, plan.spec.module_folder)}
     env.update(restart_variables(go))
-    if plan.shares_machine:
-        env.update(SHORT_PEER_ERRORS)
     if variables.hooks:
         env[HOOKS] = os.pathsep.join(variables.hooks)
     return env

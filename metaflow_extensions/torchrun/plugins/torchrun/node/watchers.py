@@ -1,7 +1,7 @@
 """A feature's part in the supervisor: it watches the workers while one generation runs.
 
 The core gives the workers the variables of each feature, polls its watcher, and sends
-the watcher's data to the control node, where the feature's `Keeper` gets it. The core knows no feature by name. A feature
+the watcher's data to the control node, whose gang takes it. The core knows no feature by name. A feature
 that raises ends no launch: a line in the log's details says so once, and the feature is left out of this generation.
 """
 
@@ -41,7 +41,6 @@ class Here:
     active_at: Callable[[], float | None]  # returns when a worker was last found to have written, reported or ended
     written: Callable[[], int]  # returns how many bytes the workers have written to stdout and stderr
     is_held_up: Callable[[], bool] = lambda: False  # returns whether the workers wait for who reads their output
-    name: str = ""  # unique in the gang: node, launch and generation
     host: str = ""
     port: int = 0  # of torch's store, on the control node
     files: Aside = field(default_factory=Aside)  # does what the workers' disk may hold up
@@ -77,7 +76,7 @@ class Watcher:
         return None
 
     def asked(self, data: Plain) -> None:
-        """Start to find out what its keeper asks; `poll` returns the answer later."""
+        """Start to find out what the gang asks; `poll` returns the answer later."""
 
     async def ended(self) -> Plain | None:
         """Return the last data to send, when all workers have ended."""
@@ -168,7 +167,7 @@ class Watchers:
         return await self._told(lambda watcher: watcher.before_stop(kind))
 
     def asked(self, feature: str, data: Plain) -> None:
-        """Hand what a keeper asks to the watcher of its feature; what was left out hears nothing."""
+        """Hand what the gang asks to the watcher of its feature; what was left out hears nothing."""
         watcher = self._watchers.get(feature)
         if watcher is not None:
             with _no_harm(feature, self._say):

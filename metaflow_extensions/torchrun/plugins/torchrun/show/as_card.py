@@ -134,16 +134,14 @@ def _sentence(part: Sentence) -> str:
     text = one_line(part.text)
     if part.kind == "outcome":
         return f'<div class="tr-verdict {_colour(part.word)}"><span class="tr-sentence">{text}</span></div>'
-    if part.kind in ("headline", "note"):
-        return f'<p class="tr-{part.kind}">{text}</p>'
-    return f'<div class="tr-slow"><p>{text}</p></div>' if part.kind == "warning" else f"<p>{text}</p>"
+    return f'<p class="tr-{part.kind}">{text}</p>' if part.kind else f"<p>{text}</p>"
 
 
 def _cell(cell: Cell, is_small: bool) -> str:
     title, word, place = one_line(cell.title), one_line(cell.word), one_line(cell.place)
     mark = one_line(cell.mark)
-    slow = f'<span class="tr-mark">{mark}</span>' if mark else ""
-    whole = f'<b>{title}</b><span class="tr-state">{word}</span>{slow}<small>{place}</small>'
+    odd = f'<span class="tr-mark">{mark}</span>' if mark else ""
+    whole = f'<b>{title}</b><span class="tr-state">{word}</span>{odd}<small>{place}</small>'
     shown = title.split()[-1] if is_small else whole
     about = f"{title}, {place}: {word}" + (f", {mark}" if mark else "")
     return f'<li class="tr-cell {_colour(cell.state)}{" tr-odd" * bool(mark)}" title="{about}">{shown}</li>'

@@ -12,7 +12,7 @@ from ..elements.charts import COLOURS, frame, time_axis, time_unit
 from ..elements.model import Block, Cell, Cells, Chart, Code, Facts, Keys, Link, Page, Part, Section, Sentence, Table
 from ..gang.cause import signal_name
 from ..gang.texts import counted, duration, names, shortened, size_text
-from ..gang.view import Failed, GangView, NodeView
+from ..gang.view import FailureReport, GangView, NodeView
 from . import progress_part, usage_part
 from .words import Rank, RankState, outcome_of, ranks_of, sentence, timeline
 
@@ -160,7 +160,7 @@ def _as_of(view: GangView) -> str:
     return time.strftime(", as of %H:%M:%S UTC", moment) if view.began else ""
 
 
-def _former(shown: _Shown, report: Failed) -> Block:
+def _former(shown: _Shown, report: FailureReport) -> Block:
     """Return a failure that was not the end of it."""
     what, _, text = report.text.partition("\n")
     after = "All workers were started again after this." if report.error is None else f"run raised {report.error}."
@@ -198,10 +198,10 @@ def _ranks(shown: _Shown) -> tuple[str, tuple[Part, ...]]:
 
 
 def _marks(view: GangView) -> dict[int, str]:
-    """Return what is odd about ranks: that they are slow, or to look at first in a hang that was the end."""
+    """Return which ranks to look at first, in a hang that was the end."""
     hangs = view.hangs or {}
     is_last = bool(hangs) and hangs["is_last"] and view.outcome == "failed" and view.launch == hangs["launch"]
-    return {**progress_part.marks(view), **dict.fromkeys(hangs["first"] if is_last else (), "look here first")}
+    return dict.fromkeys(hangs["first"] if is_last else (), "look here first")
 
 
 def _host(node: NodeView) -> str:

@@ -1,8 +1,7 @@
-"""The progress section of the gang's page: slow ranks, a bar, speeds, a chart of each of rank 0's values. Pure."""
+"""The progress section of the gang's page: a bar, speeds, a chart of each of rank 0's values. Pure."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -16,7 +15,6 @@ _NO_METRICS = (
     "No metrics: a script reports them with metaflow_torchrun.report(step=..., total=..., loss=...). "
     "help(metaflow_torchrun.report) explains it."
 )
-_IS = re.compile(r"\bis\b")
 _HEIGHT = 130
 _DECADES = 100.0  # if the values span more, the scale is logarithmic
 # Vega computes differences and powers of ten of values. Beyond these limits the results are not finite.
@@ -24,7 +22,7 @@ _LARGEST, _SMALLEST = 1e300, 1e-300
 
 
 def parts(view: GangView) -> list[Part]:
-    """Return the parts of the section: warnings, bar, facts, charts; or that the scripts report nothing."""
+    """Return the parts of the section: bar, facts, charts; or that the scripts report nothing."""
     progress = view.progress
     if progress is None:
         return [Sentence(_NO_METRICS)] if (view.trained_s or 0.0) > _NO_METRICS_S else []
@@ -32,13 +30,6 @@ def parts(view: GangView) -> list[Part]:
         text = f"Launch {view.launch} has reported nothing so far. This is what launch {progress['launch']} reported."
         return [Sentence(text), *_shown({**progress, "rates": None}, view)]
     return _shown(progress, view)
-
-
-def marks(view: GangView) -> dict[int, str]:
-    """Return the speeds of slow ranks; a launch that has ended keeps the last ones."""
-    rates = view.progress["rates"] if view.progress is not None and view.progress["launch"] == view.launch else None
-    slow = (rates or {}).get("stragglers", ()) if _verb(view) else ()
-    return {each["rank"]: f"slow: {speed_text(each['speed'], rates['by'])}" for each in slow}  # type: ignore[index]
 
 
 def _shown(progress: Mapping[str, Any], view: GangView) -> list[Part]:
@@ -49,7 +40,6 @@ def _shown(progress: Mapping[str, Any], view: GangView) -> list[Part]:
         ("all ranks", _rates(progress["rates"])),
         ("last values", ", ".join(f"{key} {number(value)}" for key, value in progress["last"].items())),
     )
-    slow = _slow(progress["rates"], view)
     bar = [] if progress["total"] is None else [Bar(percent(progress), view.outcome)]
     charts = [
         _chart(key, points, progress["last"].get(key)) for key, points in progress["series"].items() if len(points) > 1
@@ -57,7 +47,7 @@ def _shown(progress: Mapping[str, Any], view: GangView) -> list[Part]:
     speeds = [(at_s, _drawn(value)) for at_s, value in progress["speeds"]]
     if sum(value is not None for _, value in speeds) > 1:
         charts.append(_speed_chart(speeds, view))
-    return [*(Sentence(line, "warning") for line in slow), *bar, Facts(rows), *charts]
+    return [*bar, Facts(rows), *charts]
 
 
 # --- in words -------------------------------------------------------------------------------------
@@ -70,22 +60,6 @@ def _rates(rates: Mapping[str, Any] | None) -> str:
     slowest, by = rates["slowest"], rates["by"]
     median = f"median of {rates['ranks']} ranks: {speed_text(rates['median'], by)}"
     return f"{median}; slowest: rank {slowest['rank']}, {speed_text(slowest['speed'], by)}"
-
-
-def _slow(rates: Mapping[str, Any] | None, view: GangView) -> list[str]:
-    """Return a sentence for each rank that is much slower than the others, or was when the launch ended."""
-    verb, nproc, nodes = _verb(view), view.nproc or 1, view.taking_part
-    lines = []
-    for each in (rates or {}).get("stragglers", ()) if verb else ():
-        node = nodes[each["rank"] // nproc]
-        place = f"rank {each['rank']} (node {node}, host {view.nodes[node].host})"
-        lines.append(f"{place} {_IS.sub(verb, each['text'])}")
-    return lines
-
-
-def _verb(view: GangView) -> str:
-    """Return the tense in which to tell of slow ranks; empty while workers start again, with new speeds."""
-    return {"running": "is", "stopping": "is", "done": "was", "failed": "was"}.get(view.outcome, "")
 
 
 # --- a chart --------------------------------------------------------------------------------------

@@ -9,10 +9,9 @@ from ..elements.charts import COLOURS
 _PARTS = """
 .tr { --tr-c: #98a2b3; margin-bottom: 1rem; line-height: 1.45; overflow-wrap: anywhere; }
 .tr p { margin: 0 0 .5rem; }
-.tr-verdict, .tr-slow { border-left: 6px solid var(--tr-c); background: var(--lt-lt-grey); padding: .6rem 1rem;
+.tr-verdict { border-left: 6px solid var(--tr-c); background: var(--lt-lt-grey); padding: .6rem 1rem;
   border-radius: 6px; margin-bottom: .5rem; }
-.tr-slow, .tr-mark { --tr-c: #f59e0b; }
-.tr-slow p { margin: 0; }
+.tr-mark { --tr-c: #f59e0b; }
 .tr .tr-headline { font-size: 1rem; font-weight: 600; color: var(--dk-grey); margin: 0 0 .8rem !important; }
 .tr .tr-note { color: var(--dk-grey); font-size: .85rem; }
 .tr-sentence { font-size: 1.15rem; font-weight: 500; }

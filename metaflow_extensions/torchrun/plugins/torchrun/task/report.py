@@ -51,7 +51,7 @@ def report(
 
 def _was_written(cause: Cause) -> bool:
     """Return whether the failed worker itself has written all of the cause's detail."""
-    return cause.kind in ("exception", "exit", "signal", "oom", "command") and not cause.is_consequence
+    return cause.kind in ("exception", "exit", "signal", "oom", "command")
 
 
 def _pointer(verdict: TorchrunError, failure: FailureText | None) -> str:

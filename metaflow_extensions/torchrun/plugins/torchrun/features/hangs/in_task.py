@@ -10,13 +10,13 @@ class Hangs(InTask):
     """The limit of a launch."""
 
     def service(self, call: RunCall) -> Service | None:
-        """Return what tells the keeper the limit, if there is one."""
+        """Return what tells the gang the limit, if there is one."""
         limit_s = call.settings.hang_timeout_s
         return None if limit_s is None else HangLimit(limit_s)
 
 
 class HangLimit(Service):
-    """Tells the keeper the limit."""
+    """Tells the gang the limit."""
 
     def __init__(self, limit_s: float) -> None:
         self._limit_s = limit_s

@@ -83,20 +83,18 @@ class HangWatcher(Watcher):
         return now if is_connected_to(here.port, here.running().values()) else None
 
     async def before_stop(self, kind: str) -> Plain | None:
-        """Store the stacks of all workers if the launch hangs; return their places in the code."""
+        """Log the stacks of all workers if the launch hangs; return them."""
         if kind != KIND:
             return None
         here = self._here
-        workers, ranks, file = here.running(), {}, None
+        workers, ranks = here.running(), {}
         if workers:
-            found = await collect(workers, here.name, _WORKERS_S)
-            ranks, file = found.ranks, found.file
-            whole = "" if file is None else f" (whole stacks: {file})"
-            here.show(f"what the workers were doing{whole}:\n{found.text}")
+            found = await collect(workers, _WORKERS_S)
+            ranks = found.ranks
+            here.show(f"what the workers were doing:\n{found.text}")
         has_ended = [rank for rank in here.request.spec.ranks if here.has_ended(rank)]
         ranks = {**ranks, **dict.fromkeys(has_ended, without_stack("the process has ended"))}
-        told = Diagnostics(here.host, file, ranks)
-        plain: Plain = to_plain(told)
+        plain: Plain = to_plain(Diagnostics(ranks))
         return plain
 
 

@@ -47,7 +47,7 @@ class OutputsService(Service):
 
     @property
     def policy(self) -> Plain:
-        """Have the keeper know that files are to be stored."""
+        """Have the gang know that files are to be stored."""
         return {"wanted": True}
 
     def begin(self, spec: LaunchSpec) -> None:

@@ -18,7 +18,6 @@ if TYPE_CHECKING:
 
 _AGENT = "TORCHRUN_AGENT_PID"
 _SPARE = "TORCHRUN_SPARE"
-_PEER_GONE = "TORCHRUN_PEER_GONE"
 _RECORD = "exception.json"
 _ALONE = "trained-alone"
 _OTHER_WAYS = ("horovod", "mpi4py")  # for ranks to exchange gradients, without a process group of torch's
@@ -74,9 +73,8 @@ def _record_the_end() -> None:
         return trace
 
     def excepthook(kind: "type[BaseException]", error: BaseException, trace: "TracebackType | None") -> None:
-        trace, path = look(error, trace), _own_file(_RECORD)
-        if not (path and os.path.exists(path) and _is_of_a_peer(error)):
-            _in_one_piece(lambda: show(kind, error, trace))
+        trace = look(error, trace)
+        _in_one_piece(lambda: show(kind, error, trace))
 
     # Both, since a hook of the user's own may call either. If it calls none, there is the end: what is registered
     # first runs last.
@@ -112,32 +110,6 @@ def _in_one_piece(show: "Callable[[], None]") -> None:
         if usual is not None:
             usual.write(text)
             usual.flush()
-
-
-def _is_of_a_peer(error: BaseException) -> bool:
-    """Show in one line an error that only says that a peer is gone; return whether it is one.
-
-    One line is enough where many ranks share a terminal. The node shows the whole record if it is the cause.
-    """
-    try:
-        import re
-
-        pattern, name = os.environ.get(_PEER_GONE), _name(error)
-        found = pattern and _nobody_catches(error) and re.search(pattern, name + _raised_in(error), re.IGNORECASE)
-        if found:
-            sys.stderr.write(name.splitlines()[0] + " (another rank has ended; the traceback is left out)\n")
-        return bool(found)
-    except BaseException:
-        return False
-
-
-def _raised_in(error: BaseException) -> str:
-    """Return a line if a file of torch.distributed raised `error`; `gang.cause` looks for it."""
-    trace = error.__traceback__
-    while trace is not None and trace.tb_next is not None:
-        trace = trace.tb_next
-    is_torchs = trace is not None and "/torch/distributed/" in trace.tb_frame.f_code.co_filename
-    return "\nraised in torch" if is_torchs else ""
 
 
 def _nobody_catches(error: BaseException) -> bool:
