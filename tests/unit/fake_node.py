@@ -3,17 +3,14 @@
 import queue
 import signal
 import tempfile
-import threading
-import time
 from pathlib import Path
 
 from fake_link import FakeLink, member_of
 from limits import limit_s
 from loops import InLoop, Loop
-from unit_helpers import HANG_S, write
+from unit_helpers import HANG_S
 
 from metaflow_extensions.torchrun.plugins.torchrun.errors import LaunchFailed
-from metaflow_extensions.torchrun.plugins.torchrun.events import Event
 from metaflow_extensions.torchrun.plugins.torchrun.gang import messages
 from metaflow_extensions.torchrun.plugins.torchrun.gang.cause import Cause
 from metaflow_extensions.torchrun.plugins.torchrun.launch.services import Services
@@ -25,7 +22,6 @@ from metaflow_extensions.torchrun.plugins.torchrun.node.node_launch import NodeL
 from metaflow_extensions.torchrun.plugins.torchrun.node.plan import Plan
 from metaflow_extensions.torchrun.plugins.torchrun.node.seat import Seat
 from metaflow_extensions.torchrun.plugins.torchrun.task.results import result_of
-from metaflow_extensions.torchrun.plugins.torchrun.task.upload import begin_upload
 
 DEADLINE_S = limit_s(HANG_S)
 NOBODY = 2**22 + 1  # more than the kernel gives as a pid
@@ -51,21 +47,6 @@ class FakeAgent:
         self.orders.append(("close", grace_s))
 
 
-class Link(FakeLink):
-    """The link of the node's task."""
-
-    def __init__(self, node):
-        super().__init__()
-        self._node = node
-
-    def send(self, *frame):
-        what, *rest = frame
-        if what == "send":
-            self._node.send(messages.from_wire(rest[0]))
-        elif what == "show":
-            self._node._hear(Event(*rest))
-
-
 class FakeNode:
     """A node of a gang of two, each with two ranks, and what its supervisor sends, says and returns.
 
@@ -73,24 +54,21 @@ class FakeNode:
     the fields of `LaunchSpec` and `Plan` that matter to the test.
     """
 
-    def __init__(self, folder, number=0, spec=None, services=None, store=None, **plan):
+    def __init__(self, folder, number=0, spec=None, services=None, **plan):
         tempfile.tempdir = str(folder)  # until the test's end, see `nothing_leaks`
         self.number = number
         self.said, self.output, self.events = [], [], []
         self._sent, self._agents, self._came = queue.Queue(), queue.Queue(), queue.Queue()
         self.own_address = None
-        self.agent_pid = None  # of a process whose use is measured; without one nothing is
         self.loop = Loop()
         self.seat = InLoop(self.loop, lambda: Seat(number, 2, self._hear, self))
-        # The task's half, which stores and makes the result.
-        self.member = member_of(Link(self), number, 2, self._hear)
-        self.services, self.store = services or Services(), store
+        self.member = member_of(FakeLink(), number, 2, self._hear)  # the task's half, which makes the result
+        self.services = services or Services()
         own = {"nproc": 2, "num_nodes": 2, "node_index": number, "python": "python3"}
         launch = LaunchSpec("/flow/train.py", (), False, **{**own, **(spec or {})})
         told = {"machine": Machine(1), "write": self._write, **self.services.told, **plan}
         self.plan = Plan(launch, "127.0.0.1", **told)
-        self.new_agent, self.complete = self._new_agent, lambda: self.plan
-        self.upload = None
+        self.new_agent = self._new_agent
 
     # The node is its seat's link to the control node, too.
     def send(self, message):
@@ -106,15 +84,8 @@ class FakeNode:
 
     def _new_agent(self, *args):
         agent = FakeAgent(self.loop, *args)
-        agent.pid = self.agent_pid
         self._agents.put(agent)
         return agent
-
-    @staticmethod
-    def _in_thread(do):
-        thread = threading.Thread(target=do, daemon=True)
-        thread.start()
-        return thread
 
     def _begin(self):
         def begin():
@@ -124,7 +95,7 @@ class FakeNode:
 
     async def _run(self):
         self.services.begin(self.plan.spec)
-        launch = NodeLaunch(self.plan, self.seat.itself, 0, self._complete, self._store, self.new_agent)
+        launch = NodeLaunch(self.plan, self.seat.itself, 0, self._complete, lambda about: None, self.new_agent)
         try:
             outcome = await launch.run()
             if outcome.verdict.error is not None:
@@ -136,22 +107,7 @@ class FakeNode:
 
     # What the task does for the launch.
     def _complete(self):
-        self.plan = self.complete()
         self.seat.itself.inbox.put_nowait(Completed(self.plan))
-
-    def _store(self, about):
-        before, self.upload = self.upload, None
-        if before is not None:
-            before.give_up()
-        if about is not None:
-            if about.generation > 0:
-                self.services.begin(self.plan.spec)
-            self.upload = begin_upload(about, self.services, self.store, self.plan.spec.ranks[0], self.member)
-            self._in_thread(self._poll_upload)
-
-    def _poll_upload(self):
-        while self.upload is not None and not self.upload.poll():
-            time.sleep(0.01)
 
     # --- what the test does ----------------------------------------------------------------------
 
@@ -231,10 +187,6 @@ class FakeNode:
         folder.mkdir(parents=True, exist_ok=True)
         return folder
 
-    def trained_alone(self, agent, local_rank):
-        """Have a worker leave word that it has trained by itself."""
-        write(self.worker_writes(agent, "stdout", "", local_rank) / "trained-alone", "")
-
     def agent_folder(self, agent):
         return Path(agent.options.stderr).parent.parent
 
@@ -258,9 +210,6 @@ class FakeNode:
     def outcome(self):
         """Return what `run` has returned or raised."""
         return self._came.get(timeout=DEADLINE_S)
-
-    def nothing_more_is_sent(self):
-        return self._sent.empty()
 
     def all_taken(self):
         """Take what was sent, if anything; tell whether there was nothing."""

@@ -1,9 +1,7 @@
 """The agent's program, with a stand-in for torchrun: what it changes in the workers that torchrun starts."""
 
 import os
-import select
 import shutil
-import socket
 import subprocess
 import sys
 from contextlib import suppress
@@ -35,23 +33,6 @@ def test_it_tells_of_its_workers_and_whatever_they_start_knows_the_restarts_of_t
     assert {words[1] for words in told if words[0] == "ended" and words[2] == "0"} == started
     assert sorted(words[2:] for words in told if words[0] == "started") == [["0", "0"], ["1", "1"]]
     assert [(tmp_path / f"{rank}.stdout").read_text() for rank in (0, 1)] == [f"{seen}\n"] * 2
-
-
-@pytest.mark.parametrize(("node_rank", "listens", "looks"), [(1, True, 1), (0, True, 0), (1, False, 0)])
-def test_an_agent_of_another_node_waits_for_torchs_store_and_does_not_insist(node_rank, listens, looks, tmp_path):
-    with socket.create_server(("127.0.0.1", 0)) as store:
-        port = store.getsockname()[1]
-        if not listens:
-            store.close()
-        options = [f"--node-rank={node_rank}", f"--rdzv-endpoint=127.0.0.1:{port}"]
-        words = [f"--log-dir={tmp_path}", *OPTIONS, *options, "--no-python", "--", "echo", "has run"]
-        os.mkfifo(path := tmp_path / "agent.workers")
-        news = os.open(path, os.O_RDWR)
-        command = [sys.executable, AGENT, str(tmp_path), str(HALT_SIGNAL), *words]
-        subprocess.run(command, env={**os.environ, "PYTHONPATH": str(STAND_IN)}, check=True, timeout=60)
-        os.close(news)
-        assert (tmp_path / "1.stdout").read_text() == "has run\n"
-        assert bool(listens and select.select([store], [], [], 0)[0]) == bool(looks)
 
 
 # torchrun is told to halt at the very moment in which it has reaped a worker.

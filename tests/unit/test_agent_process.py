@@ -81,7 +81,6 @@ def until_let_go():
 """
 
 ENDLESS = "ready(); forever()"
-STUBBORN = "signal.signal(signal.SIGTERM, signal.SIG_IGN); ready(); forever()"
 # Counts signals; rank 0 ends at the first.
 COUNTING = """
 got = []
@@ -95,22 +94,6 @@ limit = time.monotonic() + 0.3  # time for a second one to arrive
 while time.monotonic() < limit:
     time.sleep(0.05)
 note(f"{rank}.count", len(got))
-"""
-# A grandchild that forks twice, opens a session of its own and ignores SIGTERM, and one that keeps its parent.
-FAMILY = """
-if os.fork() == 0:
-    os.setsid()
-    if os.fork() == 0:
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        note(f"{rank}.detached.pid", os.getpid())
-        forever()
-    os._exit(0)
-child = subprocess.Popen([sys.executable, "-I", "-S", "-c", "import time; time.sleep(600)"], start_new_session=True)
-note(f"{rank}.child.pid", child.pid)
-while not os.path.exists(os.path.join(notes, f"{rank}.detached.pid")):
-    time.sleep(0.01)
-ready()
-forever()
 """
 
 
@@ -256,33 +239,6 @@ def test_every_worker_gets_sigterm_exactly_once_and_may_end_in_its_own_way(how, 
     assert all(event.stopped for event in one.seen_of(WorkerEnded))
 
 
-def test_stop_before_the_workers_appear_leaves_nothing(tree):
-    one = tree()
-    one.stop(1.0)
-    one.expect(End)
-
-
-def test_with_few_files_workers_ends_are_seen_all_the_same(tree):
-    few = "import builtins\nbuiltins.errors = []\nresource.setrlimit(resource.RLIMIT_NOFILE, (20, 20))\n"
-    one = tree("until_let_go(); sys.exit(0)", count=12, before=few)
-    handler = "asyncio.get_running_loop().set_exception_handler(lambda loop, about: errors.append(str(about)))"
-    one.supervised.ask(handler)
-    for pid in one.await_workers():
-        one.let_go(pid)
-    one.expect(End)
-    assert one.supervised.ask("errors") == []
-
-
-def test_programs_of_our_own_belong_to_no_launch(tree):
-    one = tree("until_let_go()")
-    helper = one.supervised.ask("os.spawnlp(os.P_NOWAIT, 'sleep', 'sleep', '600')")
-    one.supervised.ask("processes.HELPERS.add(pid)", pid=helper)
-    for pid in one.await_workers():
-        one.let_go(pid)
-    assert one.expect(End) == End(0, None, [])
-    assert is_running(helper)
-
-
 # --- preemption --------------------------------------------------------------------------------------
 
 # Saves with the help of a child, as a data loader's or a compressor's, which a signal of its own would end.
@@ -379,14 +335,3 @@ def test_an_agent_that_is_halted_ends_its_workers_when_both_supervisor_and_its_p
     os.kill(one.supervised.between, signal.SIGKILL)
     one.supervised.kill()
     await_the_end_of([worker, agent])
-
-
-@pytest.mark.parametrize(
-    ("worker", "grace_s", "status"), [(FAMILY, 3600.0, -signal.SIGTERM), (STUBBORN, 0.3, -signal.SIGKILL)]
-)
-def test_the_grace_of_a_preemption_is_the_workers_own(worker, grace_s, status, tree):
-    """What they leave behind does not use it up; who ignores the signal is killed after it."""
-    one = tree(worker, count=1, how="hang")
-    one.await_workers()
-    one.stop(grace_s, signal.SIGTERM)
-    assert one.ended() == {0: status}

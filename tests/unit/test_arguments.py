@@ -1,6 +1,5 @@
 """``entrypoint_args`` and ``torchrun_args``: what may be written, and what it means."""
 
-import argparse
 import copy
 import json
 from pathlib import Path
@@ -45,13 +44,6 @@ def test_hostile_values_arrive_unchanged():
         assert entrypoint_arguments({"k": text}) == words
     nested = {text: [text, {"deep": text}] for text in HOSTILE}
     assert json.loads(entrypoint_arguments({"k": nested})[1]) == nested
-
-
-@pytest.mark.parametrize("value", [-1e-05, -3, -0.5, float("-inf"), "-O2", "--x", "-"])
-def test_argparse_takes_values_that_begin_with_a_dash(value):
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--key", type=type(value))
-    assert parser.parse_args(entrypoint_arguments({"key": value})).key == value
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import pytest
 from recorded_calls import recorded_calls
 from unit_helpers import HOSTILE, settings_of_run, write
 
-from metaflow_extensions.torchrun.plugins.torchrun import executor, gang_of_one
+from metaflow_extensions.torchrun.plugins.torchrun import gang_of_one
 from metaflow_extensions.torchrun.plugins.torchrun.errors import EntrypointError, LaunchFailed, TorchrunConfigError
 from metaflow_extensions.torchrun.plugins.torchrun.node.commands import shown
 from metaflow_extensions.torchrun.plugins.torchrun.single_node import TorchrunSingleNodeMultiGPU
@@ -83,13 +83,6 @@ def test_the_launch_has_its_commands_and_none_of_the_facts_that_they_may_change(
     assert any(line.startswith(f"pip is {tmp_path}/pip, but this step runs under") for line in said)
 
 
-def test_a_program_beside_the_flow_is_found(launch_of, tmp_path, monkeypatch):
-    script = write(tmp_path / "flow" / "get.sh", "#!/bin/sh\n")
-    monkeypatch.setattr(executor, "flow_folder", lambda: str(script.parent))
-    launch_of(before_run=[["./get.sh", "./x"], ["./absent"], ["make"]])
-    assert launch_of.plans[0].commands == ((str(script), "./x"), ("./absent",), ("make",))
-
-
 def test_the_entrypoint_is_looked_for_after_it(launch_of, tmp_path):
     launch_of(positional=("made.py",), before_run=["true"])
     with pytest.raises(EntrypointError, match=r"made\.py"):
@@ -106,22 +99,6 @@ def test_a_working_directory_that_it_removes_is_named(launch_of, tmp_path):
     (tmp_path / "work").rmdir()
     with pytest.raises(TorchrunConfigError, match=r"After before_run, cwd is '.*work', but .* is not a folder"):
         launch_of.complete()
-
-
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        {"before_run": "make"},
-        {"before_run": [], "cwd": "not there"},
-        {"before_run": [], "timeout_s": "long"},
-        {"before_run": [], "torchrun_args": {"nnodes": 7}},
-    ],
-    ids=lambda wrong: list(wrong)[-1],
-)
-def test_bad_input_is_refused_before_anything_runs(wrong, launch_of):
-    with pytest.raises(TorchrunConfigError):
-        launch_of(**wrong)
-    assert launch_of.plans == []
 
 
 def test_a_single_node_runs_it_too(tmp_path, monkeypatch, capfd):

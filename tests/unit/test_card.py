@@ -5,23 +5,17 @@ import json
 import re
 from html.parser import HTMLParser
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
-from gang_views import MARKUP, Story, crash, hostile, place
-from metaflow._vendor import click
-from metaflow.datastore import FlowDataStore
-from metaflow.plugins.datastores.local_storage import LocalStorage
+from gang_views import MARKUP, Story, hostile, place
 from unit_helpers import HOSTILE
 
-from metaflow_extensions.torchrun.plugins.torchrun.channel.registry import Registry
 from metaflow_extensions.torchrun.plugins.torchrun.elements.charts import COLOURS
 from metaflow_extensions.torchrun.plugins.torchrun.elements.model import Sentence
 from metaflow_extensions.torchrun.plugins.torchrun.errors import TorchrunConfigError
 from metaflow_extensions.torchrun.plugins.torchrun.executor import TorchrunExecutor
 from metaflow_extensions.torchrun.plugins.torchrun.show import gang_part
 from metaflow_extensions.torchrun.plugins.torchrun.show.as_card import layout, one_line, sections
-from metaflow_extensions.torchrun.plugins.torchrun.show.gang_card import GangCard, page_of_gang, sections_of_gang
 from metaflow_extensions.torchrun.plugins.torchrun.show.gang_part import GangPart
 from metaflow_extensions.torchrun.plugins.torchrun.show.page import SECTION_NAMES, page_of
 from metaflow_extensions.torchrun.plugins.torchrun.show.style import STYLE
@@ -136,32 +130,3 @@ def test_a_part_that_shows_nothing_says_why():
 def test_an_unknown_part_is_refused_where_it_is_asked_for():
     with pytest.raises(TorchrunConfigError, match=r"knows no part 'rank'\. The parts are 'outcome', 'hangs', "):
         GangPart(("rank",), a_gang)
-
-
-def test_a_page_that_is_not_final_says_how_to_watch_the_gang():
-    first, last = (content_of(page_of_gang("Flow/1/train/2", a_gang(), is_final)) for is_final in (False, True))
-    assert ("card server" in first, "card server" in last) == (True, False)
-    # Who watches it need not read that.
-    assert "card server" not in json.dumps(sections_of_gang("Flow/1/train/2", a_gang()))
-
-
-@pytest.mark.parametrize("is_known", [True, False])
-def test_what_is_stored_is_found_without_metadata_of_the_task_which_a_killed_pod_may_leave_none_of(
-    is_known, tmp_path, monkeypatch
-):
-    monkeypatch.setattr(LocalStorage, "datastore_root", str(tmp_path))
-    datastore = FlowDataStore("Flow", storage_impl=LocalStorage, ds_root=str(tmp_path))
-    for attempt in (0, 1):
-        datastore.get_task_datastore("1", "train", "2", attempt=attempt, mode="w").init_task()
-    stored = Story().running().crashed(crash(text="of the second attempt")).view
-    Registry(datastore, "1", "train", "2", 1).save_view(stored, 5.0)
-    datastore._storage_impl.datastore_root = str(tmp_path / "mf.cards")  # as Metaflow's commands for cards set it
-    facts = {"ds-type": "local", "ds-root": str(tmp_path)} if is_known else {}
-    task = SimpleNamespace(pathspec="Flow/1/train/2", metadata_dict=facts)
-    other = SimpleNamespace(pathspec="Flow/1/train/3", metadata_dict=facts)
-    asked = SimpleNamespace(flow_datastore=None if is_known else datastore)
-    with click.Context(click.Command("create"), obj=asked):
-        page, of_other = (content_of(GangCard().render(each)) for each in (task, other))
-    assert "of the second attempt" in page
-    assert "There are no records" in of_other
-    assert is_known or "There are no records" in content_of(GangCard().render(task))

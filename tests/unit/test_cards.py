@@ -76,26 +76,6 @@ def test_a_task_that_is_to_make_none_makes_those_of_other_types_alone(made):
     assert [each["--type"] for each in task.commands] == ["default", "default"]
 
 
-def test_a_card_that_could_not_be_registered_harms_nobody_and_is_with_its_next_page(made):
-    task, cards = made("torchrun")
-    task.metadata.fails = True
-    cards.renew()
-    task.metadata.fails = False
-    cards.renew()
-    assert len(task.metadata.registered) == 1
-    assert tokens(task.stored()) == ("runtime", "runtime")
-
-
-def test_a_slow_last_card_does_not_hold_the_task(made):
-    task, cards = made("torchrun")
-    free = threading.Event()
-    cards.shown = lambda: free.wait(limit_s(HANG_S)) and a_gang()
-    cards.make_last(0.05)
-    assert task.stored() == {}
-    free.set()
-    eventually(lambda: len(task.stored()) == 2, "the last card")
-
-
 def test_a_users_card_with_parts_is_renewed_too_and_made_a_last_time_and_what_is_the_users_stays(made):
     task, cards = made("default", "default other")
     task.cards[0].append(cards.part(("outcome",)))
@@ -122,17 +102,3 @@ def test_a_users_card_is_renewed_when_the_process_of_its_last_renewal_has_ended(
     process.communicate(b"\n")
     renewing.join(limit_s(HANG_S))
     assert [each["--mode"] for each in task.commands] == ["render_runtime"]
-
-
-def test_where_the_datastore_is_not_known_metaflow_makes_all_cards(made):
-    """As for a `TorchrunSingleNodeMultiGPU` that another thread has made."""
-    task, _ = made("torchrun", datastore=False)
-    task.end_well()
-    assert [each["--type"] for each in task.commands] == ["torchrun", "torchrun"]
-
-
-def test_without_a_card_that_shows_the_gang_nothing_is_made(made):
-    task, cards = made("default")
-    cards.renew()
-    cards.make_last()
-    assert (task.commands, task.stored()) == ([], {})

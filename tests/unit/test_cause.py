@@ -154,34 +154,6 @@ def test_a_cause_is_the_same_again_after_being_plain_data_of_a_bounded_size():
     assert (data["exception"][:5], data["detail"][-3:]) == ("begin", "end")
 
 
-@pytest.mark.parametrize(
-    ("cause", "report"),
-    [
-        (
-            Cause("exception", 2, "host-2", 5, 1, 1, "ValueError: loss is nan", "Traceback:\n  in main\nValueError"),
-            "Rank 5 on node 2 (host host-2) failed with ValueError: loss is nan.\nIt exited with code 1.\n"
-            "  | Traceback:\n  |   in main\n  | ValueError",
-        ),
-        (
-            Cause("exit", 2, "host-2", 5, 1, 3, None, "last words", "Do this."),
-            "Rank 5 on node 2 (host host-2) exited with code 3.\nDo this.\nLast lines of its stderr:\n  | last words",
-        ),
-        (Cause("lost", 2, "h", exception="its task was killed."), "Node 2 (host h) failed: its task was killed."),
-        (Cause("signal", 0, "h", 0, 0, -10, "KeyError: long ago"), "Rank 0 on node 0 (host h) was killed by SIGUSR1."),
-        (
-            Cause("oom", 1, "host-1", 3, 1, -9, "out of memory: the kernel sent SIGKILL", "loading\n"),
-            "Rank 3 on node 1 (host host-1) ran out of memory: the kernel sent SIGKILL.\n"
-            "Last lines of its stderr:\n  | loading",
-        ),
-        (Cause("terminated", 1, "h", exception="it got SIGTERM"), "Node 1 (host h) was preempted: it got SIGTERM."),
-        (Cause("hang", 0, "h", exception="no rank wrote"), "The launch hangs: no rank wrote."),
-    ],
-    ids=lambda given: given.kind if isinstance(given, Cause) else "",
-)
-def test_a_report_says_who_what_and_why_once(cause, report):
-    assert cause.describe() == report
-
-
 # --- what to change; the texts are torch's, CUDA's and NCCL's own -----------------------------------
 
 NO_MPI = (

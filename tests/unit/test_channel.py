@@ -17,17 +17,14 @@ import psutil
 import pytest
 from limits import limit_s
 from loops import InLoop, Loop
-from test_network import needs_ipv6
-from unit_helpers import HANG_S, eventually
+from unit_helpers import HANG_S
 
 from metaflow_extensions.torchrun.plugins.torchrun.channel.codec import LENGTH, load
 from metaflow_extensions.torchrun.plugins.torchrun.channel.connection import new_token
 from metaflow_extensions.torchrun.plugins.torchrun.channel.control_channel import ControlChannel
 from metaflow_extensions.torchrun.plugins.torchrun.channel.frames import decode, encode
 from metaflow_extensions.torchrun.plugins.torchrun.channel.member_channel import MemberChannel
-from metaflow_extensions.torchrun.plugins.torchrun.errors import GangError, TorchrunPreempted
 from metaflow_extensions.torchrun.plugins.torchrun.gang import messages as sent
-from metaflow_extensions.torchrun.plugins.torchrun.gang.cause import Cause
 from metaflow_extensions.torchrun.plugins.torchrun.gang.gang import Gang
 from metaflow_extensions.torchrun.plugins.torchrun.gang.policy import ConnectPolicy, Rules
 from metaflow_extensions.torchrun.plugins.torchrun.machine.network import pick_port
@@ -253,50 +250,6 @@ def is_closed(sock):
         return False
 
 
-# --- the good way ---------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("host", "address"),
-    [("", HOST), (HOST, HOST), *(pytest.param(host, "::1", marks=needs_ipv6) for host in ("", "::1"))],
-)
-def test_members_come_by_ipv4_and_by_ipv6(host, address, opened):
-    control, member = opened.control(host=host), opened.member()
-    member.join(control, ["127.0.0.1.invalid", address])
-    # Each node learns by which of its own addresses the other knows it.
-    assert [member.address, control.channel.own_address, member.own_address] == [address] * 3
-
-
-def test_addresses_that_never_answer_are_tried_side_by_side(opened):
-    """One after the other takes 5 s for each."""
-    control = opened.control()
-    silent = [f"127.0.1.{number}" for number in range(1, 101)]
-    for address in silent:
-        opened.silent(address, control.port)
-    begun = time.monotonic()
-    assert opened.member().join(control, [*silent, HOST]).address == HOST
-    assert time.monotonic() - begun < len(silent) * 5 / 2
-    eventually(lambda: connections_to(control.port) == ["ESTABLISHED"], "closing those to the silent")
-
-
-def test_of_many_addresses_that_work_one_connection_stays(opened):
-    control, member = opened.control(host=""), opened.member(policy=ConnectPolicy(next_address_s=0.0))
-    member.join(control, [f"127.0.0.{number}" for number in range(1, 30)])
-    eventually(lambda: connections_to(control.port) == ["ESTABLISHED"], "closing all connections but one")
-    member.leave_well(control)  # and it is the one that was taken
-
-
-def test_closing_waits_for_members_that_have_yet_to_leave(opened):
-    control, member = opened.pair()
-    control.send(sent.Leave("left"))
-    member.inbox.farewell("bye")
-    leaving = threading.Timer(0.2, member.send, [sent.Leave("left")])
-    leaving.start()
-    control.close(wait_s=3600.0)
-    leaving.join()
-    member.inbox.farewell("received")
-
-
 # --- unauthenticated connections ------------------------------------------------------------------
 
 
@@ -386,50 +339,6 @@ def test_a_member_tells_whether_nobody_listens_any_more(others, is_refused, open
 # --- one process for each node --------------------------------------------------------------------
 
 
-def test_a_second_task_of_the_same_node_is_refused_and_the_first_stays(opened):
-    control, first = opened.pair()
-    with pytest.raises(GangError, match=r"Node 1 .* turned away.*same node index"):
-        opened.member().join(control)
-    first.leave_well(control)
-
-
-def test_where_another_task_may_come_it_joins_when_the_first_has_ended(opened):
-    control = opened.control(replaces=True)
-    first = opened.member().join(control)
-    second = opened.member(place="another pod")
-    for _ in range(2):
-        with pytest.raises(ConnectionError, match=r"the task before it, on host .*, has not ended yet"):
-            second.join(control)
-    first.inbox.farewell("replaced")
-    with pytest.raises(queue.Empty):  # nobody tells it that it has lost the control node
-        second.inbox.expect(ControlLost, 0.5)
-    first.send(sent.Leave("failed", Cause("terminated", 1, "host-1")))
-    first.inbox.farewell("received")
-    first.close()
-    second.join(control)
-    assert (control.members, control.channel.gang.broken) == ({1}, None)
-    second.leave_well(control)
-
-
-def test_a_task_that_comes_to_replace_another_waits_for_the_gangs_end(opened):
-    """Kubernetes starts it while the first one's pod still has its grace; its end would have all pods killed."""
-    control, first = opened.pair(heartbeat_s=0.4)
-    second = opened.member(heartbeat_s=0.4, place="another pod")
-    with pytest.raises(TorchrunPreempted, match=r"Node 1 .* turned away.*to replace"):
-        second.join(control)
-    assert "it is being replaced" in first.inbox.farewell("replaced").why
-    assert "node 1 (host" in control.inbox.expect(sent.Note).text
-    for words in (sent.Leave("left"), sent.Lines((("stdout", "its lines\n"),))):  # they don't count
-        second.send(words)
-    with pytest.raises(queue.Empty):  # it lives longer than either may be silent
-        second.inbox.expect(ControlLost, 1.0)
-    assert (control.members, control.channel.gang.broken) == ({1}, None)
-    assert second.hold_s == 1.0 + 15.0
-    assert control.lines == []
-    control.close()
-    second.inbox.expect(ControlLost)
-
-
 def test_a_member_whose_first_connection_was_lost_unseen_gets_in_by_another(opened):
     control = opened.control()
     with raw_member(control) as first:
@@ -441,20 +350,6 @@ def test_a_member_whose_first_connection_was_lost_unseen_gets_in_by_another(open
             again.sendall(encode(sent.Leave("left")))
             assert receive_message(again) == sent.Farewell("received")
     assert control.channel.gang.broken is None
-
-
-def test_a_member_that_is_cut_off_before_its_welcome_can_connect_again(opened):
-    control, member = opened.control(), opened.member()
-
-    def hang_up(sock):
-        shake_hands_as_control(sock, control.token)
-        assert isinstance(receive_message(sock), sent.Join)
-
-    port = opened.answering(hang_up)
-    with pytest.raises(ConnectionError, match="ended before the control node answered"):
-        member.connect([HOST], port, control.token, 10.0)
-    member.join(control)
-    assert ControlLost not in member.inbox.seen
 
 
 # --- silence and death ----------------------------------------------------------------------------

@@ -1,28 +1,24 @@
 """Output reaches the task's own streams whole, at once, whatever they are, and waits for their reader as long as it takes."""
 
 import contextlib
-import ctypes
 import io
 import os
 import pty
 import signal
 import subprocess
 import sys
-import time
 from concurrent.futures import ThreadPoolExecutor
 from itertools import groupby
 from types import SimpleNamespace
 
 import pytest
-from limits import limit_s
 from metaflow.procpoll import make_poll
 from metaflow.runtime import Worker
-from unit_helpers import HANG_S, OURS, eventually
+from unit_helpers import OURS, eventually
 
 from metaflow_extensions.torchrun.plugins.torchrun.events import Event
 from metaflow_extensions.torchrun.plugins.torchrun.logs import console
 from metaflow_extensions.torchrun.plugins.torchrun.logs.console import settle, write_output, write_text
-from metaflow_extensions.torchrun.plugins.torchrun.logs.shared_pipe import SharedPipe
 
 BLOCK = ("x" * 79 + "\n") * 1000  # more than a pipe holds
 
@@ -78,27 +74,6 @@ def test_a_stream_of_the_steps_own_gets_the_text_even_if_it_has_a_file(tmp_path,
         monkeypatch.setattr(sys, "stdout", SimpleNamespace(fileno=below.fileno, write=got.append, flush=lambda: None))
         assert write_text("stdout", "größe\ntwo\n", 30)
     assert "".join(got) == "größe\ntwo\n"
-
-
-def test_lines_never_go_to_another_file_that_has_got_the_number_of_a_closed_one(take_stdout, tmp_path, monkeypatch):
-    """The step's code may close its own file while the writer waits for its turn."""
-    stream = take_stdout()
-    number, flush = stream.stdout.fileno(), console._flush
-
-    def close_it(target):
-        flush(target)
-        stream.stdout.close()
-        (tmp_path / "model.bin").touch()
-        assert os.open(tmp_path / "model.bin", os.O_RDWR) == number, "the lowest number that is free"
-
-    monkeypatch.setattr(console, "_flush", close_it)
-    try:
-        assert write_text("stdout", "a line\n", 30)
-        assert (tmp_path / "model.bin").read_bytes() == b""
-        assert stream.read(7) == b"a line\n"
-    finally:
-        os.close(number)
-        os.close(stream.reading)
 
 
 def test_a_stdout_that_is_not_unicode_still_shows_every_line(monkeypatch):
@@ -240,23 +215,6 @@ def test_nodes_that_print_much_get_turns_alike(take_stdout):
         os.close(fd)
 
 
-def test_who_has_had_its_turn_holds_up_nobody_even_if_a_fork_has_its_files(take_stdout):
-    """One past Python's own, as a library in C may make it."""
-    stream = take_stdout()
-    with SharedPipe().turn(stream.writing):
-        fork = ctypes.CDLL(None).fork()
-        if fork == 0:
-            signal.pause()
-    node = subprocess.Popen([sys.executable, "-c", NODE, "b", "1"], stdout=stream.writing)
-    try:
-        assert node.wait(limit_s(HANG_S)) == 0
-    finally:
-        os.kill(fork, signal.SIGKILL)
-        os.waitpid(fork, 0)
-        node.kill()
-    assert os.read(stream.reading, 100).startswith(b"b 0 xx")
-
-
 def test_a_node_that_is_killed_in_its_turn_holds_up_no_other_even_if_a_fork_of_it_lives(take_stdout, tmp_path):
     stream = take_stdout()
     program = NODE + "if os.fork() == 0: signal.pause()\nconsole.settle()\n"
@@ -296,46 +254,6 @@ def test_a_stream_that_does_not_block_loses_nothing(kind, take_stdout):
         read += os.read(stream.reading, 1000)  # slowly: the pipe is always full
     os.close(stream.reading)
     assert read.decode().replace("\r\n", "\n") == "".join(texts)
-
-
-def test_a_reader_that_does_not_read_is_not_waited_for_again_and_again(take_stdout):
-    stream = take_stdout()
-    write_text("stdout", "aaa\n", 30)
-    begun = time.monotonic()
-    assert write_text("stdout", "b\n" * 200, 60)
-    assert time.monotonic() - begun < 5.0  # 200 lines at 0.05 s each would be 10 s
-    stream.stdout.close()
-    assert stream.text() == "aaa\n" + "b\n" * 200
-
-
-AT_THE_END = f"""{OURS}
-import os
-from ours.logs import console
-console.write_text("stderr", ("x" * 79 + "\\n") * 1000, 0.0)
-child = os.fork()
-if child:
-    console.write_text("stderr", "last\\n", 0.0)
-    os.waitpid(child, 0)
-    exec(sys.argv[1])
-    print(flush=True)
-"""
-
-
-def at_its_end(reading, writing, code=""):
-    script = subprocess.Popen([sys.executable, "-c", AT_THE_END, code], stdout=subprocess.PIPE, stderr=writing)
-    os.close(writing)
-    assert script.stdout.readline() == b"\n"
-    script.stdout.close()
-    return script, open(reading, encoding="utf-8")
-
-
-def test_what_waits_for_a_reader_is_written_once_at_the_end_and_not_by_a_child():
-    script, pipe = at_its_end(*os.pipe())
-    time.sleep(0.5)  # it would have ended by now
-    assert script.poll() is None
-    with pipe:
-        assert pipe.read() == BLOCK + "last\n"
-    assert script.wait(30) == 0
 
 
 INTERRUPTED = f"""{OURS}

@@ -220,11 +220,3 @@ def test_a_disk_that_does_not_answer_costs_two_seconds_and_the_lines(monkeypatch
         assert threading.active_count() - before <= 1, "no more of them wait"
     finally:
         answers.set()
-
-
-def test_without_a_thread_there_are_no_source_lines_and_no_error(monkeypatch, tmp_path):
-    def start(self):
-        raise RuntimeError("can't start new thread")
-
-    monkeypatch.setattr(threading.Thread, "start", start)
-    assert polled((tmp_path / "train.py", 1)) == {}

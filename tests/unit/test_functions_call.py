@@ -12,7 +12,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from fake_node import ERROR, FakeNode
 from unit_helpers import MemoryStore, eventually, settings_of_run, write
 
 from metaflow_extensions.torchrun.plugins.torchrun.datastore_outputs import DatastoreOutputs
@@ -254,18 +253,6 @@ def test_values_that_can_not_be_loaded_say_where_they_should_be(make):
         make(store=MemoryStore()).result({"2": "no such key"}, print)
 
 
-def test_a_new_generation_finds_nothing_that_the_last_one_left(tmp_path, make):
-    call = make(node=0)
-    leave(call, "returned-0.pkl", 1)
-    leave(call, "raised-1.pkl", raised(ValueError()))
-    node = FakeNode(tmp_path, emptied=(call.emptied,))
-    node.running()
-    assert node.verdict(ERROR) is ERROR
-    verdict = LaunchFailed("the gang's words", {**CAUSE, "rank": 1, "kind": "exit"})
-    assert call.original(verdict, {}) is verdict
-    assert call.result({}, print)["values"] == {}
-
-
 # --- what an error becomes ------------------------------------------------------------------------------
 
 
@@ -327,9 +314,3 @@ def test_what_can_not_be_unpickled_comes_in_words(data, make):
     assert (type(error), error.cause, error.events) == (WorkerFailed, CAUSE, verdict.events)
     assert error.message.startswith("Custom: 42\nthe gang's words")
     assert ("can't be raised here, because" in error.message) is (data is not None)
-
-
-# --- in a launch -----------------------------------------------------------------------------------
-
-
-# --- on the control node --------------------------------------------------------------------------

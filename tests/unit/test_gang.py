@@ -5,7 +5,7 @@ import sys
 from dataclasses import replace
 
 import pytest
-from gang_of import FACTS, FIELDS, STOP_S, GangOf, crash, of_node, preemption, running
+from gang_of import FACTS, FIELDS, STOP_S, GangOf, crash, preemption, running
 
 from metaflow_extensions.torchrun.plugins.torchrun import errors
 from metaflow_extensions.torchrun.plugins.torchrun.channel.frames import encode
@@ -193,6 +193,9 @@ ERRORS = [  # what is given, what happens up to the moment when all nodes hear o
     ({**JOIN, "taken": [1]}, "ready 1, ready 2, pin 0", "GangError", "Port 1 is taken on the control node (host host-0)"),
     (JOIN, "prepare 1 2, commands_fail 1 2, +11, ready 0", "LaunchFailed", NO_WORKER),  # when all have called `run`
     (JOIN, "prepare 1 2, commands_fail 1 2, +11, prepare 0", "LaunchFailed", NO_WORKER),
+    (JOIN, "ready 0, lost 1", "LaunchFailed", f"{SIGKILL}.\nIt happened before launch 0 began"),
+    (JOIN, "ready 0, raises 1", "LaunchFailed", "before launch 0 began"),
+    (JOIN, "+1, lost 1", "LaunchFailed", f"{SIGKILL}.\nIt happened outside of current.torch.run"),
     (JOIN, "done 0, raises 1", "LaunchFailed", "ode 1 (host host-1) failed with KeyError: 'x'.\nIt happened outside"),
     (JOIN, "done 0 1, lost 1", "LaunchFailed", f"{SIGKILL}, after its step's code but before its results"),
     ({}, "all_stop_and_store, raises 0", "LaunchFailed", "Launch 0 failed."),  # as *store* has said
@@ -211,36 +214,6 @@ def test_all_hear_once_and_in_time_what_has_happened_and_what_to_change(given, s
         found = {id(each.error): each.error for each in sent if each.error is not None}
         assert [type(error).__name__ for error in found.values()] == [cls] * (what != "+0"), found
     assert said in str(*found.values())
-
-
-GONE = {
-    "lost": (None, errors.LaunchFailed),
-    "step": (of_node("step"), errors.LaunchFailed),
-    "call": (of_node("call", text="EntrypointError"), errors.LaunchFailed),
-    "step_timeout": (of_node("step_timeout", text="longer than the step's @timeout of 6 s"), errors.LaunchTimeout),
-    "preempted": (preemption(), errors.TorchrunPreempted),
-}
-
-
-@pytest.mark.parametrize("phase", ["before", "gathering", "running"])
-@pytest.mark.parametrize("how", GONE)
-def test_a_node_that_is_gone_ends_what_the_others_do_with_the_same_class_of_error(phase, how):
-    gang, (cause, cls) = GangOf(3).play({"gathering": "ready 0", "running": "all_ready"}.get(phase, "+0")), GONE[how]
-    gang.lost(1) if cause is None else gang.leave(1, cause)
-    if phase == "running":
-        assert gang.got(0, "Stop")[0].teller == (0 if cause is None else 1), "a lost node's log may say nothing"
-        assert gang.is_undecided()
-        gang.fail(crash(2, "RuntimeError: gloo: Connection reset by peer"))
-    gang.ready(0, launch=5)
-    assert len(gang.got(0, "Go")) == (phase == "running")
-    found = [verdict.error for verdict in gang.got(0, "Verdict")] + [gang.abort(node) for node in (0, 2)]
-    assert len(found) == (3 if phase == "before" else 4)
-    assert {(type(error), str(error)) for error in found} == {
-        (cls, str(gang.state.broken or gang.state.launch.verdict))
-    }
-    outside = f"{'in the call' if how == 'call' else 'outside'} of current.torch.run"
-    assert {"before": outside, "gathering": "before launch 0 began"}.get(phase, "stopped") in str(found[0])
-    assert f"ode 1 (host host-1) {f'failed: {SIGKILL}' if cause is None else cause.what}" in str(found[0])
 
 
 def test_a_control_node_whose_step_has_ended_hears_of_the_first_failure_and_of_the_end_of_all_others():

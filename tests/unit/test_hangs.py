@@ -228,27 +228,6 @@ def test_a_rank_that_has_ended_is_told_for_the_others_may_wait_for_it(tmp_path):
     node.ends(agent)
 
 
-def test_the_gang_hears_of_output_and_of_ends_now_and_then(tmp_path):
-    node = node_with(tmp_path, 1000.0)
-    agent = node.running()
-    now = time.monotonic()
-    node.worker_ended(agent, 0, 0, at=now)
-    assert node.report("hangs")["age_s"] == pytest.approx(0.0, abs=50)
-    node.worker_ended(agent, 1, 0, at=now + 99.0)
-    node.worker_ended(agent, 1, 0, at=now + 101.0)
-    assert node.report("hangs")["age_s"] == pytest.approx(-101.0, abs=50), "a tenth of the limit later"
-    node.ends(agent)
-
-
-def test_a_launch_without_the_limit_has_nothing_of_it(tmp_path):
-    node = FakeNode(tmp_path, watches={"hangs": watch.PART})
-    agent = node.running()
-    assert "TORCHRUN_HOOKS" not in agent.env
-    node.worker_ended(agent, 0, 0, at=time.monotonic())
-    node.stop(kind="timeout")
-    node.ends(agent)
-
-
 class Life:
     """What a node knows of its workers: one that has written nothing."""
 

@@ -1,7 +1,5 @@
 """What the control node says of a launch in a line."""
 
-from dataclasses import replace
-
 import pytest
 
 from metaflow_extensions.torchrun.plugins.torchrun.errors import LaunchFailed, LaunchHung
@@ -9,7 +7,7 @@ from metaflow_extensions.torchrun.plugins.torchrun.gang.cause import Cause, Fail
 from metaflow_extensions.torchrun.plugins.torchrun.gang.messages import Go
 from metaflow_extensions.torchrun.plugins.torchrun.launch.spec import LaunchSpec
 from metaflow_extensions.torchrun.plugins.torchrun.machine.accelerators import Machine
-from metaflow_extensions.torchrun.plugins.torchrun.node.headlines import details_line, end_line, start_line
+from metaflow_extensions.torchrun.plugins.torchrun.node.headlines import end_line
 from metaflow_extensions.torchrun.plugins.torchrun.node.plan import Plan
 
 GO = Go(2, 0, 29500, "gang", 0, 0)
@@ -17,26 +15,6 @@ GO = Go(2, 0, 29500, "gang", 0, 0)
 
 def spec_of(nproc, num_nodes):
     return LaunchSpec("train.py", (), False, nproc, num_nodes, 0, "python3")
-
-
-@pytest.mark.parametrize(
-    ("nproc", "num_nodes", "address", "devices", "line", "details"),
-    [
-        (
-            *(8, 4, "fd00::1", "8 nvidia accelerators on each node"),
-            "ranks 0-31 on 4 nodes, 8 processes on each; 8 nvidia accelerators on each node",
-            "processes per node: 8 (as requested); rendezvous at [fd00::1]:29500",
-        ),
-        (1, 2, "a", "", "ranks 0-1 on 2 nodes, 1 process on each", "processes per node: 1; rendezvous at a:29500"),
-        (1, 1, "127.0.0.1", "", "rank 0", "processes per node: 1; rendezvous at 127.0.0.1:29500"),
-    ],
-)
-def test_what_a_launch_starts_with(nproc, num_nodes, address, devices, line, details):
-    why = "as requested" if devices else ""
-    plan = Plan(spec_of(nproc, num_nodes), address, Machine(1), lambda *_: True, nproc_why=why)
-    assert start_line(plan, replace(GO, devices=devices)) == f"launch 2 starts {line}"
-    assert details_line(plan, GO) == details
-    assert start_line(plan, replace(GO, launch=0)).endswith("since each process imports PyTorch first")
 
 
 def test_the_end_says_how_long_and_how_often():

@@ -1,6 +1,5 @@
 """What the process that looks after a remote job tells of its end; the backends answer as theirs do."""
 
-import sys
 from types import SimpleNamespace
 
 import pytest
@@ -13,7 +12,6 @@ from test_registry import KNOWN
 
 from metaflow_extensions.torchrun.plugins.torchrun.channel.registry import AddressRecord, Registry
 from metaflow_extensions.torchrun.plugins.torchrun.errors import GangError
-from metaflow_extensions.torchrun.plugins.torchrun.task import interrupts
 from metaflow_extensions.torchrun.plugins.torchrun.task.jobs import Job
 
 WHERE = ["--run-id", "7", "--task-id", "3", "--num-parallel", "2", "--retry-count"]
@@ -228,18 +226,3 @@ def test_of_a_job_that_was_not_made_nothing_is_said(job, registry):
 
 def test_errors_without_a_job_are_not_looked_at(job):
     assert job.tell(ValueError("no step")) == ""
-
-
-@pytest.mark.parametrize(
-    ("arguments", "step"),
-    [
-        (["flow.py", "--quiet", "kubernetes", "step", "train", "sha"], "train"),
-        (["flow.py", "batch", "step", "tune"], "tune"),
-        (["flow.py", "step", "train"], None),
-        (["flow.py", "kubernetes", "list"], None),
-        (["flow.py", "kubernetes", "step"], None),
-    ],
-)
-def test_the_process_of_a_job_is_known_by_its_command_line(arguments, step):
-    assert interrupts.remote_job(arguments) == step
-    assert interrupts.remote_job(sys.argv) is None

@@ -20,14 +20,16 @@ from metaflow_extensions.torchrun.plugins.torchrun.errors import (
 from metaflow_extensions.torchrun.plugins.torchrun.features.outputs.in_task import Outputs
 from metaflow_extensions.torchrun.plugins.torchrun.gang.messages import Abort, Store, Stored, Verdict, to_wire
 from metaflow_extensions.torchrun.plugins.torchrun.gang.wire import to_plain
-from metaflow_extensions.torchrun.plugins.torchrun.launch.services import RunCall, Services
+from metaflow_extensions.torchrun.plugins.torchrun.launch.services import InTask, RunCall, Service, Services, ToStore
 from metaflow_extensions.torchrun.plugins.torchrun.launch.spec import LaunchSpec
+from metaflow_extensions.torchrun.plugins.torchrun.launch.transfer import PATIENCE_S, Step, TransferFailed
 from metaflow_extensions.torchrun.plugins.torchrun.machine.accelerators import Machine
 from metaflow_extensions.torchrun.plugins.torchrun.node.endings import TimedOut
 from metaflow_extensions.torchrun.plugins.torchrun.node.outcome import Outcome
 from metaflow_extensions.torchrun.plugins.torchrun.node.request import Request
 from metaflow_extensions.torchrun.plugins.torchrun.task import launch_call
 from metaflow_extensions.torchrun.plugins.torchrun.task.launch_call import LaunchCall
+from metaflow_extensions.torchrun.plugins.torchrun.task.results import result_of
 
 
 class Call:
@@ -59,8 +61,8 @@ class Call:
         self.says("ended", number, {"handled": 0, **told})
         return self.came.get(timeout=HANG_S)
 
-    def ends_well(self, error=None, **told):
-        outcome = Outcome(Verdict(0, error), "torchrun x", {1: 0}, (), 1.5)
+    def ends_well(self, error=None, features=None, **told):
+        outcome = Outcome(Verdict(0, error, features=features or {}), "torchrun x", {1: 0}, (), 1.5)
         return self.ends(outcome=to_plain(outcome), **told)
 
 
@@ -186,3 +188,143 @@ def test_a_launch_that_is_given_up_is_awaited_a_bounded_time(monkeypatch):
     call.says("store", {"type": "no such message"})
     call.expect("give_up")
     assert eventually(lambda: not call.came.empty(), within_s=HANG_S)
+
+
+# --- what the workers have left ---------------------------------------------------------------------
+
+
+class Files(Service):
+    """Stores something of ranks 2 and 3; its datastore waits for the test's words, and the word "fail" is an error."""
+
+    folder, stores, where = None, True, "the s3 datastore s3://bucket"
+
+    def __init__(self):
+        self.words, self.saving, self.keys = queue.Queue(), threading.Semaphore(0), {}
+
+    def trouble(self):
+        return None
+
+    def to_store(self, error, within_s):
+        return Left(self)
+
+    def result(self, told, say):
+        raise TransferFailed("rank 2's value could not be loaded")
+
+    def failed(self, error, told):
+        error.outputs = told
+
+
+class Left(ToStore):
+    """What is left of both."""
+
+    def __init__(self, files):
+        self.files = files
+
+    def steps(self):
+        for rank in (2, 3):
+            yield Step(f"rank {rank}'s value", lambda rank=rank: self.save(rank), PATIENCE_S, rank)
+
+    def save(self, rank):
+        self.files.saving.release()
+        if self.files.words.get(timeout=HANG_S) == "fail":
+            raise RuntimeError("SlowDown")
+        self.files.keys[str(rank)] = f"key {rank}"
+
+    def told(self):
+        return dict(self.files.keys) or None
+
+
+@pytest.fixture
+def files():
+    files = Files()
+    yield files
+    for _ in range(4):
+        files.words.put("fail")  # whoever was given up
+
+
+def storing(files, *about):
+    """Return a call that stores what the workers have left, and waits for its datastore."""
+    call = Call(services=Services({"files": files}), store=files)
+    call.says("store", to_wire(Store(0, *about)))
+    return call
+
+
+def stored_of(call):
+    """Return what was told of the service, and *stored*."""
+    told = []
+    while not isinstance(message := call.link.messages.get(timeout=HANG_S), Stored):
+        told += [message.data] if message.kind == "files" else []
+    return told, message
+
+
+def test_an_upload_is_given_up_when_all_start_again(files):
+    call = storing(files, 0)
+    assert files.saving.acquire(timeout=HANG_S)
+    call.says("store", None)
+    eventually(lambda: not call.member.uploads)
+    for _ in range(2):
+        files.words.put("go on")
+    eventually(lambda: "torchrun-values" not in {thread.name for thread in threading.enumerate()})
+    assert files.words.qsize() == 1, "the second value is not begun"
+    assert not any(isinstance(message, Stored) for message in call.link.messages.queue)
+    call.ends_well()
+
+
+@pytest.mark.parametrize("word", ["go on", "fail"])
+def test_what_is_left_of_a_failed_launch_is_stored_and_its_loss_is_no_failure(word, files):
+    call = storing(files, 3, ERROR, 60.0)  # of a generation that was to come
+    for _ in range(2):
+        files.words.put(word)
+    told, stored = stored_of(call)
+    assert (stored.generation, stored.failures) == (3, ())
+    assert told == ([{"2": "key 2", "3": "key 3"}] if word == "go on" else [])
+    assert call.ends_well(ERROR, {"files": {"2": "key"}}).outputs == {"2": "key"}
+
+
+def test_what_can_not_be_stored_is_a_failure_of_a_launch_that_had_ended_well(files):
+    files.words.put("fail")
+    call = storing(files, 0)
+    cause = stored_of(call)[1].failures[0].cause
+    assert (cause.kind, cause.rank) == ("store", 2)
+    assert cause.what.startswith(
+        "has ended well, but rank 2's value could not be stored in the s3 datastore s3://bucket"
+    )
+    call.ends_well(ERROR)
+
+
+def test_what_can_not_even_be_prepared_for_the_store_does_not_hide_why_the_launch_has_failed(files):
+    files.to_store = lambda *_: 1 / 0
+    call = storing(files, 0, ERROR, 60.0)
+    assert stored_of(call)[1].failures == ()
+    assert str(call.ends_well(ERROR)) == str(ERROR)
+
+
+def test_a_result_that_can_not_be_loaded_is_a_failure_of_a_launch_that_had_ended_well(files):
+    call = Call(services=Services({"files": files}))
+    outcome = call.ends_well(features={"files": {"2": "key"}})
+    with pytest.raises(LaunchFailed, match="had ended well on all nodes") as caught:
+        result_of(outcome, call.call.request.spec, call.member, call.call.services)
+    assert (caught.value.cause["category"], caught.value.outputs) == ("store", {"2": "key"})
+
+
+class Gives(InTask):
+    """Gives a service that counts how often it was closed, or refuses."""
+
+    def __init__(self, refuses=False):
+        self.refuses, self.closed = refuses, []
+
+    def service(self, call):
+        if self.refuses:
+            raise TorchrunError("not so")
+        service = Service()
+        service.close = lambda: self.closed.append(1)
+        return service
+
+
+def test_services_are_closed_at_the_end_and_where_another_is_refused():
+    one, other = Gives(), Gives()
+    with Services.of({"one": one, "none": InTask()}, None):
+        assert one.closed == []
+    with pytest.raises(TorchrunError, match="not so"):
+        Services.of({"other": other, "refuses": Gives(refuses=True)}, None)
+    assert (one.closed, other.closed) == ([1], [1])

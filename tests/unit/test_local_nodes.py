@@ -17,7 +17,6 @@ from metaflow_extensions.torchrun.plugins.torchrun.machine.processes import Othe
 from metaflow_extensions.torchrun.plugins.torchrun.supervisor.ends import end_of
 from metaflow_extensions.torchrun.plugins.torchrun.task import local_nodes
 from metaflow_extensions.torchrun.plugins.torchrun.task.local_nodes import LocalNodes
-from metaflow_extensions.torchrun.plugins.torchrun.task.signs import name_as_starter, starters
 
 RUN, CONTROL = "1700000000000001", "3"
 SLEEP = "import time; print(flush=True); time.sleep(600)"
@@ -127,19 +126,3 @@ def test_a_node_that_writes_its_last_lines_has_its_time_after_one_that_is_lost(s
     monkeypatch.setattr(local_nodes, "has_unread", lambda: is_running(writing.pid))
     LocalNodes(RUN, CONTROL, 3).stop(0.5, {1: Presence.OUT, 2: Presence.GONE}.get)
     assert (lost.wait(), writing.wait()) == (-signal.SIGKILL, 0)
-
-
-def test_starters_are_told_in_the_environment():
-    env = {}
-    assert starters(env) == {}
-    name_as_starter(env, "run")
-    name_as_starter(env, "control")
-    assert starters(env) == {"run": os.getpid(), "control": os.getpid()}
-
-
-def test_the_exit_codes_are_those_that_metaflow_knows(start):
-    child = start(*task(1))
-    nodes = LocalNodes(RUN, CONTROL, 2)
-    assert nodes.exit_codes({child.pid: None}) == {1: None}
-    child.kill()
-    assert nodes.exit_codes({child.pid: child.wait()}) == {1: -9}

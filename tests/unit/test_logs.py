@@ -2,7 +2,6 @@
 
 import os
 import subprocess
-import sys
 import threading
 import time
 
@@ -60,15 +59,6 @@ def opened(folder, process, stream):
     return open(pipe_path(str(folder), process, stream), "wb", buffering=0)
 
 
-def test_a_worker_that_opens_its_own_stdout_again_takes_nothing_from_others(read, tmp_path):
-    reader, screen = read()
-    shell = "echo before; echo again > /dev/stdout; echo err | tee /dev/stderr >/dev/null; echo after"
-    with opened(tmp_path, 0, "stdout") as out, opened(tmp_path, 0, "stderr") as err:
-        subprocess.run(["sh", "-c", shell], stdout=out, stderr=err, check=True)
-    reader.finish()
-    assert screen.streams == {"stdout": "[rank 0] before\n[rank 0] again\n[rank 0] after\n", "stderr": "[rank 0] err\n"}
-
-
 def test_the_end_of_a_long_output_is_kept_for_the_cause(read, tmp_path):
     reader, _ = read()
     with opened(tmp_path, 0, "stdout") as out:
@@ -98,28 +88,6 @@ def test_a_hidden_rank_is_a_sign_of_life_and_shows_its_last_lines_if_it_fails(re
     assert screen.lines("stdout", "[rank 0] ") == [f"line {number}" for number in range(402, 500)]
     assert screen.lines("stderr", "[rank 0] ") == ["Traceback", "Error"]
     assert reader.written_bytes() > 500
-
-
-def test_workers_wait_while_the_writer_is_behind_and_that_is_no_silence(read, tmp_path, monkeypatch):
-    monkeypatch.setattr(pipes, "_PAUSED_S", 0.2)
-    reader, screen = read()
-    screen.has_room = False
-    writer = subprocess.Popen(
-        [sys.executable, "-c", "for i in range(100_000): print(i)"], stdout=opened(tmp_path, 0, "stdout")
-    )
-    eventually(lambda: reader.is_held_up)
-    with opened(tmp_path, AGENT, "stderr") as agent:  # it never waits
-        agent.write(b"its report\n")
-    eventually(lambda: "its report" in screen.streams["stderr"])
-    assert time.monotonic() - reader.last_output_at < 0.2
-    assert writer.poll() is None
-    held = reader.written_bytes()
-    assert held <= 2 * 64 * 1024
-    screen.has_room = True
-    assert writer.wait(60) == 0
-    reader.finish()
-    assert screen.lines("stdout", "[rank 0] ") == list(map(str, range(100_000)))
-    assert not reader.is_held_up
 
 
 def test_nothing_stays_open_of_a_reader_that_has_ended_or_could_not_be_made(read, tmp_path):
@@ -156,19 +124,6 @@ def test_a_loud_rank_hides_no_quiet_one(read, tmp_path):
     eventually(lambda: "quiet" in screen.streams["stdout"])
     loud.kill()
     loud.wait()
-
-
-def test_the_last_state_of_a_progress_bar_is_shown_while_another_rank_prints(read, tmp_path):
-    _, screen = read()
-    with opened(tmp_path, 0, "stdout") as loud, opened(tmp_path, 1, "stderr") as bar:
-        bar.write(b"10%\r90%")
-
-        def printed():
-            loud.write(b"line\n")
-            return "[rank 1] 90%\n" in screen.streams["stderr"]
-
-        eventually(printed, "the last state")
-    assert screen.lines("stderr", "[rank 1] ")[-1] == "90%"
 
 
 def test_torchs_own_label_of_a_rank_does_not_follow_ours(read, tmp_path, monkeypatch):

@@ -1,24 +1,15 @@
 """Outputs of one launch on one node, and what the control node keeps of them."""
 
-import json
-import os
-import time
-
 import pytest
-from fake_node import ERROR, FakeNode
 from gang_views import Story, crash, place
 from unit_helpers import MemoryStore, settings_of_run
 
 from metaflow_extensions.torchrun.plugins.torchrun.errors import TorchrunConfigError
 from metaflow_extensions.torchrun.plugins.torchrun.features.outputs.in_task import Outputs
-from metaflow_extensions.torchrun.plugins.torchrun.gang.messages import Ended, Report, Store, Stored, Verdict
+from metaflow_extensions.torchrun.plugins.torchrun.gang.messages import Verdict
 from metaflow_extensions.torchrun.plugins.torchrun.launch.services import RunCall, Services
 from metaflow_extensions.torchrun.plugins.torchrun.show.as_text import lines_of
 from metaflow_extensions.torchrun.plugins.torchrun.show.page import page_of
-
-
-def rows(store, key):
-    return [(row["name"], row["older"]) for row in json.loads(store.data[key])["files"]]
 
 
 @pytest.fixture
@@ -28,60 +19,6 @@ def store():
 
 def services_of(store, number=0, **arguments):
     return Services.of({"outputs": Outputs()}, RunCall(settings_of_run(**arguments), 2, number, store))
-
-
-@pytest.fixture
-def writing(tmp_path, store):
-    """Return a function that makes a node, whose workers write a file."""
-
-    def make(number=0, whose="control"):
-        work = tmp_path / "work"
-        work.mkdir()
-        (work / "old.pt").write_text("weights")
-        os.utime(work / "old.pt")
-        time.sleep(0.02)
-        services = services_of(store, number, outputs=["*.pt", "*.json"], outputs_from=whose)
-        node = FakeNode(tmp_path, number=number, store=store, services=services, spec={"cwd": str(work)})
-        node.agent = node.running()
-        time.sleep(0.02)
-        (work / "model.pt").write_text("weights")
-        return node
-
-    return make
-
-
-def stored_of(node, error=None):
-    """Have the gang ask for what there is; return what is told of the outputs, once they are stored, and *stored*."""
-    node.seat.deliver(Store(0, 0, error, None if error is None else 60.0))
-    told = None
-    while not isinstance(message := node.next_message(), Stored):
-        assert isinstance(message, Report)
-        told = message.data if message.kind == "outputs" else told
-    return told, message
-
-
-def test_outputs_that_can_not_be_stored_are_a_failure_of_a_launch_that_had_ended_well(writing, store):
-    store.fails = True
-    node = writing()
-    node.all_end_well(node.agent)
-    node.expect(Ended)
-    told, stored = stored_of(node)
-    cause = stored.failures[0].cause
-    assert (told, cause.kind, cause.rank) == (None, "store", None)
-    assert cause.what.startswith(
-        "has ended well, but its outputs (0 of 2 files so far, now 7 bytes of 'model.pt') could"
-    )
-    node.verdict(ERROR)
-
-
-def test_what_is_stored_is_not_stored_again_where_another_node_fails(writing):
-    node = writing()
-    node.all_end_well(node.agent)
-    node.expect(Ended)
-    told, _ = stored_of(node)
-    assert stored_of(node, ERROR)[0] is None
-    assert len([text for text in node.texts("note") if "stored outputs" in text]) == 1
-    node.verdict(ERROR, features={"outputs": {"nodes": {"0": list(told.values())[:3]}}})
 
 
 @pytest.mark.parametrize(

@@ -3,9 +3,6 @@
 import itertools
 import json
 import os
-import pickle
-import subprocess
-import sys
 import time
 from types import SimpleNamespace
 
@@ -247,27 +244,6 @@ def test_a_list_that_leads_out_of_the_folder_is_refused(store, tmp_path):
         DatastoreOutputs(store.address, {0: (key, 1, 0)}).download(tmp_path / "there")
 
 
-# --- as an artifact, and elsewhere ----------------------------------------------------------------
-
-
-def test_outputs_are_small_and_read_wherever_the_datastore_is(root, store, tmp_path):
-    for number in range(300):
-        write(root / f"file {number}", "x")
-    found = outputs(root, store, ".")
-    list(found)  # the list is not stored with it
-    data = pickle.dumps(found)
-    assert len(data) < 500 + len(str(tmp_path))
-    assert pickle.loads(data) == found
-    # On another machine the same folder may lie elsewhere; Metaflow's settings there tell.
-    os.rename(tmp_path / "store", tmp_path / "elsewhere")
-    os.makedirs(tmp_path / "sysroot")
-    os.rename(tmp_path / "elsewhere", tmp_path / "sysroot" / ".metaflow")
-    program = "import pickle, sys; print(pickle.load(sys.stdin.buffer).open('file 7').read())"
-    env = {**os.environ, "METAFLOW_DATASTORE_SYSROOT_LOCAL": str(tmp_path / "sysroot"), "METAFLOW_USER": "tester"}
-    done = subprocess.run([sys.executable, "-c", program], input=data, capture_output=True, env=env)
-    assert done.stdout == b"b'x'\n", done.stderr.decode()
-
-
 # --- the command ------------------------------------------------------------------------------------
 
 
@@ -306,12 +282,6 @@ def command(root, store, tmp_path, monkeypatch):
         return told.output.splitlines() if told.exception is None else str(told.exception)
 
     return command
-
-
-def test_the_command_lists_and_downloads(command, tmp_path):
-    assert command() == ["node    size  name", "   0  2.0 kB  a b"]
-    assert command("--to", str(tmp_path / "there")) == [f"The files are in {tmp_path / 'there'}."]
-    assert content(tmp_path / "there") == {"a b": b"x" * 2000}
 
 
 @pytest.mark.parametrize(

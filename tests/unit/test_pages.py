@@ -18,7 +18,6 @@ from metaflow_extensions.torchrun.plugins.torchrun.gang.texts import duration
 from metaflow_extensions.torchrun.plugins.torchrun.gang.view import Word, told_by_others
 from metaflow_extensions.torchrun.plugins.torchrun.show.as_card import layout
 from metaflow_extensions.torchrun.plugins.torchrun.show.as_text import lines_of
-from metaflow_extensions.torchrun.plugins.torchrun.show.commands import _as_data
 from metaflow_extensions.torchrun.plugins.torchrun.show.page import page_of
 from metaflow_extensions.torchrun.plugins.torchrun.show.words import outcome_of
 
@@ -84,7 +83,6 @@ SAID = {
         lambda: Story().joined(0),
         *("1 of 2 nodes have joined; not joined yet: node 1.", "0 gpu-0 4 step code"),
     ),
-    "joined": (lambda: Story().joined(), "2 nodes joined; the step's code runs."),
     "calling run": (
         lambda: Story().joined().ready(0),
         "1 of 2 nodes have called run; still in the step's code: node 1.",
@@ -113,11 +111,6 @@ SAID = {
         lambda: Story().running().ended().broken("The channel failed\nat once"),
         *("Failed (trained 2 s): The channel failed.", "Error", "at once"),
     ),
-    "one rank": (lambda: Story(1, 1).running(), "1 rank on 1 node has trained 2 s, with start 4 s.", "1 running"),
-    "stopping": (
-        lambda: Story().running().at(8).failed(crash()),
-        *(f"All nodes are told to stop: {WHAT}.", "4 stopping", "8.0 0 all nodes are told to stop"),
-    ),
     "restarting": (
         lambda: Story().running(policy=TWICE).failed(crash()).ended(codes=(-15, -9)),
         *(f"All workers start again: {WHAT}.", "4 stopped", "4.0 0 all workers start again in 1 s"),
@@ -132,48 +125,11 @@ SAID = {
         *("4 ranks on 2 nodes are starting, for 3 s, after 1 restart.", "4 starting", f"After 9 s: {WHAT}."),
         *("All workers were started again after this.", "9.0 0.1 start again on 2 nodes, 2 processes on each"),
     ),
-    "another launch": (
-        lambda: Story().running(policy=TWICE).at(8).ended().at(9).ready(launch=1).at(12),
-        *("4 ranks on 2 nodes are starting, for 3 s.", "restarts 0 (0 left in launch 1)"),
-        *("trained 3 s", "the whole step 12 s"),
-    ),
-    "called after one that failed": (
-        lambda: Story().running().at(8).crashed().at(11).ready(0, launch=1),
-        "1 of 2 nodes have called run; still in the step's code: node 1.",
-        *("4 waiting", f"After 9 s: {WHAT}.", "run raised LaunchFailed.", "restarts 0"),
-    ),
     "caught": (
         lambda: Story().running().at(8).crashed().at(10).done().at(12).left(),
         *(f"The step has ended well, though launch 0 had failed: {WHAT}.", "1 failed, 3 stopped"),
     ),
-    "one node stores": (
-        lambda: Story().running().ended().done(1).at(9),
-        *("4 ranks on 2 nodes have ended well: trained 2 s.", "1 gpu-1 4_node_1 2-3 storing 0 0"),
-    ),
     "without a launch": (lambda: Story().joined().done(), "The step has ended well; it has launched nothing."),
-    "killed rank": (
-        lambda: Story().running().crashed(crash(kind="signal", text=None, exit_code=-9)),
-        *("1 failed, 3 stopped", "1 gpu-1 4_node_1 2-3 step code SIGKILL SIGTERM"),
-    ),
-    "an unknown end": (
-        lambda: Story().running().failed(crash()).ended(codes=(1, None)),
-        "1 gpu-1 4_node_1 2-3 step code 1 unknown",
-    ),
-    "lost outside of a launch": (
-        lambda: Story(3).joined(0, 1).at(6.0).lost(1),
-        *(f"Failed after 6 s: {KILLED}.", "6.0 node 1: lost: its task was killed by SIGKILL"),
-        *("1 gpu-1 4_node_1 lost", "2 - not joined yet"),
-    ),
-    "lost, and the others have left": (
-        lambda: Story().running().lost(1).ended(0, codes=(-15, -15)).at(9.0).left(0, how="failed"),
-        f"Failed (trained 2 s, with start 9 s): {KILLED}.",
-        *("2 lost, 2 stopped", "0 gpu-0 4 0-1 failed SIGTERM SIGTERM", "1 gpu-1 4_node_1 2-3 lost"),
-    ),
-    "a spare": (
-        lambda: Story(3, spare_nodes=1).running(),
-        "4 ranks on 2 nodes have trained 2 s, with start 4 s.",
-        *("2.0 0 node 2: waits as a spare", "2 gpu-2 - waiting"),
-    ),
     "a task in the place of a lost node": (
         lambda: coming_late().report("started").report("wrote"),
         *("4 ranks on 2 nodes have trained 8 s, with start 10 s, after 1 restart.", "4 running"),
@@ -289,19 +245,6 @@ def test_what_metaflow_knows_stands_in_the_title_links_and_commands():
         node.task = task
     shown = "\n".join(spread(layout(page_of(view, place(ui_url="https://ui/", tasks={})))))
     assert [f"[{task}](https://ui/Flow/12/train/{task})" in shown for task in (4, 5)] == [True, True]
-
-
-def test_a_gang_as_data():
-    view = GOLDEN["failed"][0]().view
-    data = _as_data(place(1, 2, clone=("13", "9")), view)
-    assert (data["outcome"], data["sentence"]) == ("failed", f"Failed (trained 7 s, with start 12 s): {WHAT}.")
-    assert view.stored().items() <= data.items()
-    assert (data["attempt"], data["last_attempt"]) == (1, 2)
-    assert (data["clone"], data["tasks"]) == ({"run": "13", "control_task": "9"}, {"0": "4", "1": "4_node_1"})
-    nothing = _as_data(place(), None)
-    assert nothing.keys() == data.keys() - view.stored().keys() | {"outcome"}
-    assert (nothing["outcome"], nothing["sentence"]) == (None, None)
-    json.dumps(data, allow_nan=False)
 
 
 # --- texts ------------------------------------------------------------------------------------------

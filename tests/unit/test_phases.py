@@ -15,6 +15,7 @@ from hypothesis import strategies as some
 from metaflow_extensions.torchrun.plugins.torchrun.errors import LaunchFailed
 from metaflow_extensions.torchrun.plugins.torchrun.events import Event
 from metaflow_extensions.torchrun.plugins.torchrun.gang.cause import Cause, Failure
+from metaflow_extensions.torchrun.plugins.torchrun.gang.group import Group
 from metaflow_extensions.torchrun.plugins.torchrun.gang.messages import (
     CONTROL,
     Ask,
@@ -68,6 +69,7 @@ class Node:
         self.fails, self.is_mute = False, is_mute
         self.done = []  # all effects
         self.running = None  # the commands, or a generation's *go*
+        self.generation = None  # the last that has begun
         self.stores = False  # whether the task was asked to
         self.verdict = None
 
@@ -137,12 +139,14 @@ class Node:
                 assert effect.generation in (None, getattr(self.running, "generation", None))
             case Ended():
                 assert effect.generation is not None or self.running is None, "nothing is left"
+                assert effect.generation in (None, self.generation)
         return None
 
     def begin(self, what):
         assert self.running is None, "the last processes were closed"
         assert not self.stores, "the upload was given up"
         self.running = what
+        self.generation = what.generation if isinstance(what, Go) else self.generation
 
     def end(self):
         """End it, unless it has ended, and check that nothing is left, and that the gang knows of it."""
@@ -258,6 +262,7 @@ FOLLOWS = [
     (P.PREPARING, MustEnd("its machine goes"), "Failed CLOSE Ended raise"),
     (P.COMPLETING, Completed(Plan(SPEC, "127.0.0.1", Machine(1))), "Ready"),
     (P.READY, GO, "Go command START"),
+    (P.READY, replace(GO, group=Group(1)), ""),
     (P.READY, MustEnd("its machine goes"), "Failed Ended raise"),
     (P.READY, TimedOut("too long"), "Failed PREPARE_WARM Ended raise"),
     (P.STARTING, NotBegun("a full disk"), "CLOSE_NOW worker_failed Ended"),
@@ -350,6 +355,15 @@ def test_a_second_order_to_end_ends_at_once_and_each_generation_tells_anew():
         node.take(each)
     second = "Go command START Started Wrote Stacks stopping Failed Failed CLOSE Ended raise"  # no restart is left
     assert " ".join(map(word, node.done)).endswith(f"Stacks Stacks FINISH Stacks Ended CLOSE_NOW {second}")
+
+
+@pytest.mark.parametrize(("group", "ranks"), [(Group(2), [1]), (Group(1, (0,)), [0]), (Group(1), [])])
+def test_a_node_has_the_ranks_of_its_place_in_the_group(group, ranks):
+    """That is node 1, whose workers have another place after a loss; a spare has none."""
+    node = node_in(Phase.ENDED)
+    node.take(Go(0, 1, 1, "gang", 1, 1, group=group))
+    begun = [node.course.plan.spec.ranks] if node.phase is Phase.RUNNING else []
+    assert [rank for each in begun for rank in each] == ranks
 
 
 @pytest.mark.parametrize("phase", [Phase.ENDED, Phase.STOPPING])

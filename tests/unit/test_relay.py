@@ -263,26 +263,6 @@ def test_a_flood_that_nobody_reads_holds_up_no_worker_and_no_heartbeat(start, lo
     assert gang.is_whole()
 
 
-def test_the_last_lines_of_a_node_stand_before_what_its_end_has_written(start, log, monkeypatch):
-    monkeypatch.setattr(relay, "_PAUSE_S", 600.0)
-    gang = start(members=3)
-
-    def handle(node, message):
-        console.write_output("stdout", f"{type(message).__name__} of {node}\n".encode())
-        return []
-
-    monkeypatch.setattr(gang.control.itself._gang, "handle", handle)
-    for node, member in enumerate(gang.members, 1):
-        for text in ("before", "ValueError: größe 🙂 \ud83d"):
-            member.lines("stderr" if node == 2 else "stdout", f"[rank {node}] {text}\n")
-        member.send(Ended(0, False))
-    monkeypatch.setattr(sys, "stderr", sys.stdout)
-    eventually(lambda: sum(line.startswith("Ended of") for line in log.lines()) == 3)
-    for node in (1, 2, 3):
-        its = [line for line in log.lines() if f"rank {node}" in line or line.endswith(f"of {node}")]
-        assert its == [f"[rank {node}] before", f"[rank {node}] ValueError: größe 🙂 \\ud83d", f"Ended of {node}"]
-
-
 def test_what_finds_no_place_until_the_end_is_told_at_the_end(log, monkeypatch):
     monkeypatch.setattr(relay, "_MOST_BYTES", 150_000)
     log.begin()

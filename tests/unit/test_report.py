@@ -4,7 +4,6 @@ import traceback
 
 import metaflow.cli
 import pytest
-from fake_link import FakeLink, member_of
 from metaflow.exception import MetaflowException
 
 from metaflow_extensions.torchrun.plugins.torchrun.errors import EntrypointError, LaunchFailed, TorchrunConfigError
@@ -216,28 +215,6 @@ def test_in_a_task_any_error_is_shown_as_it_is_and_its_report_where_there_is_one
 
 
 # --- exceptions that don't like to be looked at -------------------------------------------------------
-
-
-class Mute(Exception):
-    def __str__(self):
-        raise SystemExit(7)
-
-    __repr__ = __str__
-
-
-class Hidden(Exception):
-    __dict__ = None
-    __notes__ = property(lambda self: 1 / 0)
-
-
-@pytest.mark.parametrize("kind", [Mute, Hidden])
-def test_an_exception_that_hides_what_it_is_still_ends_the_task_by_itself(kind):
-    error = raised(code_in("/home/flow.py", "raise kind('x')", kind=kind))
-    assert kind.__name__ in report(error, 0, known=False)
-    error.__cause__ = verdict()
-    assert kind.__name__ in report(error, 1)
-    cause = member_of(FakeLink(), 0, 1).cause_of(kind("x"))
-    assert cause.exception == ("Hidden: x" if kind is Hidden else "Mute (its __str__ raises SystemExit)")
 
 
 def test_of_a_lost_control_node_another_node_tells():

@@ -5,14 +5,13 @@ from types import SimpleNamespace
 
 import metaflow.cli
 import pytest
-from gang_views import BEGAN, Story
+from gang_views import Story
 from metaflow.datastore import FlowDataStore
 from metaflow.exception import MetaflowException
 from metaflow.plugins.datastores.local_storage import LocalStorage
 from metaflow.runtime import TaskFailed
 
 from metaflow_extensions.torchrun.plugins.torchrun.channel.registry import Registry
-from metaflow_extensions.torchrun.plugins.torchrun.gang.view import Word
 from metaflow_extensions.torchrun.plugins.torchrun.show.run_end import RunEnd
 from metaflow_extensions.torchrun.plugins.torchrun.task import report
 
@@ -53,25 +52,6 @@ def test_the_command_that_shows_the_gang_is_the_last_line(datastore):
     assert RunEnd(datastore, 7, "train", True, False).tell(MetaflowException("Step *train* failed")) == ""
 
 
-def test_of_a_remote_gang_the_terminal_may_lack_the_end_so_that_is_repeated(datastore):
-    begun(datastore, LEFT)
-    assert told(datastore, is_remote=True) == [
-        "[torchrun] Failed (trained 7 s, with start 9 s): Rank 2 on node 1 (host gpu-1) failed with ValueError: *nan* 🙂.",
-        SHOW,
-    ]
-
-
-def test_what_others_have_told_of_the_control_nodes_end_comes_first(datastore):
-    begun(datastore, RUNNING, {"return_code": 1})
-    Registry(datastore, "7", "train", "3", 0).save_word(
-        Word("The control node's pod was deleted.", BEGAN + 10.0, 2), "job", 1.0
-    )
-    assert told(datastore, is_remote=True) == [
-        "[torchrun] Failed (trained 8 s, with start 10 s): The control node's pod was deleted.",
-        SHOW,
-    ]
-
-
 def test_a_control_node_that_was_killed_is_told_by_metaflow(datastore):
     begun(datastore, RUNNING, {"return_code": -9})
     first, killed, last = told(datastore)
@@ -80,15 +60,6 @@ def test_a_control_node_that_was_killed_is_told_by_metaflow(datastore):
         "[torchrun] Metaflow says of node 0: it was killed by SIGKILL: often the out-of-memory killer"
     )
     assert last == SHOW
-
-
-def test_a_gang_that_has_recorded_nothing_and_one_of_a_foreach_that_has_not_failed(datastore):
-    begun(datastore, LEFT, task="2")
-    begun(datastore, None, {"return_code": 1})
-    assert told(datastore, is_remote=True) == [
-        "[torchrun] Metaflow says of node 0: it ended without a result (exit code 1)",
-        SHOW,
-    ]
 
 
 def test_whatever_the_datastore_raises_the_command_is_named(datastore, tmp_path):

@@ -55,12 +55,6 @@ def test_a_wrong_value_of_a_call_is_named(setting):
         value_of(setting, **{setting: "x"})
 
 
-@pytest.mark.parametrize("setting", ["nproc_per_node", "max_restarts", "master_port"])
-def test_a_wrong_value_in_torchrun_args_is_named(setting):
-    with pytest.raises(TorchrunConfigError, match=rf"torchrun_args {setting.replace('_', '-')} is 'x'"):
-        value_of(setting, torchrun_args={setting: "x"})
-
-
 def test_of_several_wrong_values_every_node_names_the_same_the_first_of_the_table():
     wrong = {name: "x" for name in SETTINGS if name != "warm"} | {"module": 3, "gather": 3, "outputs_from": 3}
     for name in ARGUMENTS:
@@ -74,23 +68,6 @@ def test_of_several_wrong_values_every_node_names_the_same_the_first_of_the_tabl
 def test_a_folder_of_the_step_is_looked_for_on_the_node():
     with pytest.raises(TorchrunConfigError, match=r"@torchrun\(cwd\).*not a folder on this node"):
         value_of("cwd", {"cwd": "not here"})
-
-
-def test_the_source_of_the_number_of_processes_is_known():
-    def source(step=None, **arguments):
-        return resolve({"entrypoint": "x.py", **arguments}, parse_settings(step or {}, "train"), NODE).nproc_per_node[1]
-
-    assert source(nproc_per_node=2) == "run(nproc_per_node)"
-    assert source(torchrun_args={"nproc_per_node": 2}) == "torchrun_args nproc-per-node"
-    assert source({"nproc_per_node": 2}) == "@torchrun(nproc_per_node)"
-
-
-def test_an_argument_that_is_no_attribute_has_a_default():
-    run = resolve({"entrypoint": "x.py"}, parse_settings({}, "train"), NODE)
-    assert (run.module, run.gather, run.outputs, run.outputs_from, run.options) == (False, False, None, None, {})
-    for name in ("module", "gather"):
-        with pytest.raises(TorchrunConfigError, match=rf"run\({name}\) is 'yes', but it must be True or False"):
-            value_of(name, **{name: "yes"})
 
 
 def test_the_module_flag_of_torchrun_is_the_argument():

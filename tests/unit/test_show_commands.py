@@ -62,9 +62,3 @@ def test_below_a_page_that_has_scrolled_away_stands_what_came_of_it(rows, ends, 
     terminal(rows)
     tell_again(["line"] * 5, ends)
     assert capsys.readouterr().out == told
-
-
-def test_in_a_file_it_is_not_said_again(monkeypatch, capsys):
-    monkeypatch.setenv("LINES", "3")
-    tell_again(["line"] * 5, [(False, "1/a/3: failed")])
-    assert capsys.readouterr().out == ""

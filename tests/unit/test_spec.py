@@ -227,11 +227,6 @@ def test_what_runs_before_may_still_make_the_entrypoint(tmp_path, monkeypatch):
 # --- the launch ----------------------------------------------------------------------------------
 
 
-def test_ranks_are_counted_over_the_nodes():
-    spec = replace(SPEC, nproc=4, num_nodes=3, node_index=2)
-    assert (spec.world_size, list(spec.ranks)) == (12, [8, 9, 10, 11])
-
-
 def test_the_fingerprint_ignores_what_may_differ_and_sees_what_may_not():
     same = [
         {"node_index": 2, "args": ("x",), "env": (("A", "1"),)},

@@ -1,30 +1,22 @@
 """Stacks on demand: what the gang asks and answers, what a node finds out, what the command prints."""
 
 import json
-import os
-import subprocess
-import sys
 import time
 from types import SimpleNamespace
 
 import pytest
-from fake_node import FakeNode
 from gang_views import Story
-from limits import limit_s
 from metaflow._vendor.click.testing import CliRunner
 from metaflow.datastore import FlowDataStore
 from metaflow.plugins.datastores.local_storage import LocalStorage
-from unit_helpers import eventually, worker_environment, write
+from unit_helpers import write
 
-from metaflow_extensions.torchrun.plugins.torchrun.channel.registry import Registry, Reply, Request
-from metaflow_extensions.torchrun.plugins.torchrun.features.stacks import watch
+from metaflow_extensions.torchrun.plugins.torchrun.channel.registry import Registry, Reply
 from metaflow_extensions.torchrun.plugins.torchrun.gang.messages import Ask
 from metaflow_extensions.torchrun.plugins.torchrun.gang.stacks import GangStacks, NodeStacks
 from metaflow_extensions.torchrun.plugins.torchrun.gang.wire import from_plain, to_plain
-from metaflow_extensions.torchrun.plugins.torchrun.machine import stacks
 from metaflow_extensions.torchrun.plugins.torchrun.machine.frames import Found
 from metaflow_extensions.torchrun.plugins.torchrun.show import commands, stacks_command
-from metaflow_extensions.torchrun.plugins.torchrun.show.stacks_command import Shown
 
 
 def node_stacks(node, line=1):
@@ -87,50 +79,11 @@ def test_a_node_that_is_lost_is_not_waited_for(when):
     assert (list(found.nodes), list(found.missing)) == ([0], [1])
 
 
-# --- a node ------------------------------------------------------------------------------------------
-
-LOOP = "print('ready', flush=True); import time\nwhile True: time.sleep(0.01)"
-
-
-def test_a_node_asks_its_workers_while_the_launch_goes_on(tmp_path):
-    node = FakeNode(tmp_path, watches={"stacks": watch.PART})
-    agent = node.running()
-    assert agent.env["TORCHRUN_HOOKS"] == stacks.HOOK
-    node.seat.deliver(Ask(0, 1, "stacks", {"id": "late"}))  # of another generation
-    node.worker_ended(agent, 1, 0)
-    node.seat.deliver(Ask(0, 0, "stacks", {"id": "a"}))
-    answer = node.report("stacks")
-    found = answer["found"]["ranks"]
-    assert (answer["id"], sorted(found)) == ("a", ["0", "1"])
-    assert ("no Python stack" in found["0"]["where"], found["1"]["where"]) == (True, "its process has ended")
-    node.ends(agent)
-
-
-def test_a_worker_can_be_asked_again_and_again(tmp_path):
-    env = worker_environment({**os.environ, **stacks.hook_environment(), "TORCHRUN_HOOKS": stacks.HOOK}, tmp_path)
-    with subprocess.Popen([sys.executable, "-c", LOOP], env=env, stdout=subprocess.PIPE) as process:
-        assert process.stdout.readline() == b"ready\n"
-        open_files = [f"/proc/{who}/fd" for who in (process.pid, "self")]
-        before = [len(os.listdir(each)) for each in open_files]
-        for _ in range(3):
-            question = stacks.Question({0: process.pid}, limit_s(5.0))
-            found = eventually(question.poll, "its answer")[0]
-            assert found.where.startswith("<string>:"), found
-            assert len(found.text) < 500, "it does not grow with each question"
-        assert [len(os.listdir(each)) for each in open_files] == before
-        assert process.poll() is None
-        process.kill()
-
-
 # --- the command -------------------------------------------------------------------------------------
 
 
 def gang_stacks(*lines, generation=0, **more):
     return GangStacks(0, generation, {node: node_stacks(node, line) for node, line in enumerate(lines)}, **more)
-
-
-def reply(found, at):
-    return Reply(Request(str(at), at, "stacks"), at, {"found": to_plain(found)})
 
 
 @pytest.fixture
@@ -174,19 +127,6 @@ def test_ranks_at_one_place_are_named_together_and_each_stack_stands_once(run):
     ]
 
 
-def test_a_gang_is_watched_to_its_end(run):
-    lines = run("--watch", answers=[gang_stacks(1), GangStacks(0, 0), gang_stacks(7), GangStacks()])
-    assert ["Launch 0" in line for line in lines].count(True) == 3
-    assert any("no worker has started yet" in line for line in lines)
-    assert "No worker runs now: the step's own code does" in lines[-2]
-    assert lines[-1] == "1/train/2 has ended."
-
-
-def test_a_gang_that_does_not_answer_or_ends_meanwhile_is_an_error(run):
-    assert run(ends=False).startswith("1/train/2 has not answered within 75 s. Its control node answers while current.")
-    assert run().startswith("1/train/2 has ended, so none of its workers runs. To see how it ended: ")
-
-
 def test_one_rank_is_shown_alone_and_one_that_has_not_answered_is_an_error(run):
     heading, text = run("--rank", "2", answers=[gang_stacks(1, 1)])[-2:]
     assert (heading[:18], text) == ("--- rank 2 (node 1", "text"), "the whole stack"
@@ -195,21 +135,3 @@ def test_one_rank_is_shown_alone_and_one_that_has_not_answered_is_an_error(run):
     said = "Rank 9 has not answered. Ranks that have: 0, 1, 2, 3."
     assert run("--rank", "9", answers=[gang_stacks(1, 1)], ends=False) == said
     assert run("--rank", "9", "--watch", answers=[gang_stacks(1, 1)])[0] == said
-
-
-MOVED = ["ranks 0, 1 are at another place than 12 s ago", "ranks 2, 3 are at the same place as 12 s ago"]
-
-
-@pytest.mark.parametrize(
-    ("before", "said"),
-    [
-        (reply(gang_stacks(9, 1), 100.0), MOVED),
-        (reply(gang_stacks(1, 1, generation=1), 100.0), []),
-        (reply(GangStacks(), 100.0), []),
-        (Reply(Request("1", 100.0, "stacks"), 100.0, {"found": {"of": "another version"}}), []),
-        (None, []),
-    ],
-)
-def test_who_has_moved_is_told_where_it_can_be_known(before, said):
-    lines = Shown.of(reply(gang_stacks(1, 1), 112.0), before).lines(None, short=True)
-    assert [line.strip() for line in lines if line.endswith(" ago")] == said

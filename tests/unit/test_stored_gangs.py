@@ -1,16 +1,11 @@
 """What the commands find in a flow's datastore; the datastore is Metaflow's own, on this disk."""
 
-import json
-import shutil
-import sys
 from contextlib import nullcontext
 from types import SimpleNamespace
-from unittest.mock import MagicMock
 
 import pytest
 from gang_views import Story
 from metaflow._vendor.click.testing import CliRunner
-from metaflow.clone_util import clone_task_helper
 from metaflow.datastore import FlowDataStore
 from metaflow.exception import CommandException
 from metaflow.plugins.datastores.local_storage import LocalStorage
@@ -71,55 +66,6 @@ NAMES = [
 def test_a_tasks_name_tells_its_gang_and_node(tasks, nodes):
     assert {task: place_of(task, tasks)[1] for task in tasks} == nodes
     assert len({place_of(task, tasks)[0] for task in tasks}) == 1
-
-
-def ran(stored, run, *gangs):
-    """Leave what gangs of two nodes leave that have run in a run."""
-    for control in gangs:
-        tasks = [control, f"{control}_node_1"]
-        for task in tasks:
-            output = stored.datastore.get_task_datastore(run, "train", task, attempt=0, mode="w")
-            output.init_task()
-            output.save_metadata({"task_begin": {}, "torchrun_view.json": {"of": control}})
-            names = [f"{run}/train/{name}" for name in tasks]
-            output.save_artifacts(
-                [("_task_ok", True), *([("_control_mapper_tasks", names)] if task == control else [])]
-            )
-            output.done()
-
-
-def resumed(stored, run, origin, clones):
-    """Leave what `resume` makes of gangs; `clones` are the control tasks of those in `origin`, with their new names."""
-    for control, clone in clones.items():
-        for task, new in ((control, clone), (f"{control}_node_1", f"{control}_node_1")):
-            store = stored.datastore
-            clone_task_helper("Flow", origin, run, "train", task, new, store, MagicMock())
-
-
-def test_of_several_clones_each_is_its_own_origin_or_itself_where_that_is_gone(stored, tmp_path):
-    ran(stored, "100", "4", "5", "6")
-    resumed(stored, "200", "100", {"5": "3", "4": "8"})
-    ran(stored, "200", "9")
-    found = {gang.control_task: (gang.run, gang.clone) for gang in stored.gangs("200", "train")}
-    assert found == {"5": ("100", ("200", "3")), "4": ("100", ("200", "8")), "9": ("200", None)}
-    shutil.rmtree(tmp_path / "Flow" / "100")
-    found = {gang.control_task: gang for gang in stored.gangs("200", "train")}
-    assert (found.keys(), found["3"].clone) == ({"3", "8", "9"}, None)
-    assert stored.told_by_metaflow(found["3"], 0) == {0: "succeeded"}
-
-
-def test_a_gang_without_its_control_nodes_end_is_shown_with_what_metaflow_knows(stored, obj, root):
-    begin(root, "train", "4", "4_node_1")
-    write(root, "train/4/0.torchrun_view.json", json.dumps(Story().running().view.stored()))
-    write(root, "train/4/0.runtime", '{"return_code": -9}')
-    (gang,) = stored.gangs(RUN, "train")
-    page = commands._page(obj, stored, gang, 0, False)
-    assert page[2].startswith("The task of the control node (node 0) has ended, but has not recorded how.")
-    at = page.index("This is what Metaflow knows:")
-    assert [line.split(maxsplit=2)[2] for line in page[at + 3 : at + 5]] == [
-        "was killed by SIGKILL: often the out-of-memory killer; try fewer processes, smaller batches or more memory",
-        "has begun; no end is known",
-    ]
 
 
 def find(obj, named):
@@ -228,20 +174,6 @@ def test_following_ends_some_seconds_after_the_attempt_when_nothing_new_comes(st
     assert now[0] == 11
 
 
-def test_a_step_without_the_decorator_leads_to_those_that_have_it(stored, obj, root):
-    begin(root, "start", "1")
-    (plain,) = stored.gangs(RUN, "start")
-    assert "Step start has no @torchrun. Steps of this run that have it: none so far." in commands._page(
-        obj, stored, plain, 0, False
-    )
-    begin(root, "train", "4")
-    begin(root, "tune", "5")
-    said = "Step start has no @torchrun. Steps of this run that have it: 100/train, 100/tune."
-    assert said in commands._page(obj, stored, plain, 0, False)
-    (gang,) = stored.gangs(RUN, "train")
-    assert not any("has no @torchrun" in line for line in commands._page(obj, stored, gang, 0, False))
-
-
 @pytest.fixture
 def spun(tmp_path, monkeypatch, root):
     """Have `spin` be the latest run, which it writes beside the runs, though it stores elsewhere."""
@@ -315,49 +247,11 @@ def test_who_has_printed_nothing_is_named_when_that_is_sure(stored, obj, root, m
     assert show_logs(obj, capsys, follow=when == "followed to its end", **options) == ([], said)
 
 
-@pytest.mark.parametrize(("is_lost", "shown"), [(True, "aabbbc"), (False, "ab")])
-def test_a_lost_nodes_lines_are_shown_from_both_logs(stored, root, monkeypatch, is_lost, shown):
-    begin(root, "train", "4", "4-worker-0")
-    copies = logged(*((at, f"[rank 1] {text}") for at, text in enumerate("abbc", 1)))
-    write(root, "train/4/0.task_stdout.log", copies)
-    write(root, "train/4-worker-0/0.task_stdout.log", logged((1, "[rank 1] a"), (2, "[rank 1] b")))
-    story = Story(nproc=1).launched()
-    known = (story.lost(1) if is_lost else story).view
-    monkeypatch.setattr(StoredGangs, "view", lambda *_: known)
-    (gang,) = stored.gangs(RUN, "train")
-    kept = StoredLogs(stored, gang, 0)
-    assert "".join(sorted(line.text[-1] for line in kept.lines())) == shown
-    assert list(kept.lines()) == [], "each is shown once"
-
-
 def test_that_metaflow_has_cut_a_log_is_told_whoever_is_asked_for(stored, obj, root, capsys):
     begin(root, "train", "4")
     lines = ((1, "[rank 0] a"), (2, "[rank 1] b"), (3, commands._TRUNCATED))
     write(root, "train/4/0.task_stdout.log", logged(*lines))
     assert show_logs(obj, capsys, rank=1)[0] == ["[rank 1] b", commands._TRUNCATED]
-
-
-@pytest.mark.parametrize(("kind", "option"), [("local", ""), ("s3", "--datastore s3 ")])
-def test_a_hint_names_the_datastore_where_it_is_not_the_default(stored, obj, root, monkeypatch, kind, option):
-    begin(root, "train", "4")
-    monkeypatch.setattr(stored_files, "DEFAULT_DATASTORE", "local")
-    monkeypatch.setattr(LocalStorage, "TYPE", kind)
-    (gang,) = stored.gangs(RUN, "train")
-    hint = commands._page(obj, stored, gang, 0, False)[-1]
-    assert hint.startswith("python ")
-    assert hint.endswith(f" {option}torchrun logs 100/train")
-
-
-@pytest.mark.parametrize(
-    ("stored_view", "why"), [({"version": 1}, "of another version"), ({"version": 2, "nodes": {}}, "nodes is '{}'")]
-)
-def test_a_view_that_is_damaged_or_of_another_version_is_said_to_be(obj, root, stored_view, why):
-    begin(root, "train", "4")
-    write(root, "train/4/0.torchrun_view.json", json.dumps(stored_view))
-    error = CliRunner().invoke(commands.torchrun, ["show", "100"], obj=obj).exception
-    assert isinstance(error, CommandException)
-    assert why in str(error)
-    assert "Metaflow's own `logs` shows what its tasks have written" in str(error)
 
 
 @pytest.mark.parametrize(
@@ -377,9 +271,3 @@ def test_a_rank_or_node_that_a_gang_has_never_had_is_refused(rank, node, said):
     commands._refuse_unknown(None, rank, node)  # nothing is known
     with nullcontext() if said is None else pytest.raises(CommandException, match=said):
         commands._refuse_unknown(story.ready(launch=1).view, rank, node)
-
-
-def test_a_closed_stdout_is_no_fault_of_metaflow(monkeypatch):
-    monkeypatch.setattr(sys, "stdout", None)
-    monkeypatch.setattr(commands.click.Group, "invoke", lambda group, ctx: sys.stdout.write("nobody reads this"))
-    assert commands.torchrun.invoke(None)

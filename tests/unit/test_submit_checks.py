@@ -144,21 +144,6 @@ def port(number):
 
 
 @pytest.mark.parametrize(
-    ("decorators", "master_port", "site_port", "words"),
-    [
-        ({**CATCH, **KUBERNETES}, None, None, ["Step train", "@catch(var='failure')", "TorchrunError", "@retry"]),
-        (port(8080), 29500, None, ["Step train: @kubernetes(port=8080) and @torchrun(master_port=29500) disagree"]),
-        (port("8080"), 29500, None, ["the same number in both"]),
-        (port(8081), 29500, "8080", ["port=8081"]),
-    ],
-)
-def test_what_can_not_work_on_kubernetes_is_refused(decorators, master_port, site_port, words, monkeypatch):
-    monkeypatch.setattr(submit_checks, "KUBERNETES_PORT", site_port)
-    told = refusal(submission(decorators, master_port).check_kubernetes)
-    assert [word for word in words if word not in told] == []
-
-
-@pytest.mark.parametrize(
     ("decorators", "master_port", "site_port", "name"),
     [
         ({**CATCH, **BATCH}, None, None, "train"),

@@ -62,12 +62,6 @@ def test_a_task_is_woken_until_it_has_read_what_is_urgent(task, woken):
     assert len(woken) <= before[0] + 1, "one more may have been on its way"
 
 
-def test_a_task_without_the_handler_is_not_harmed(task):
-    _, have = task
-    assert signal.getsignal(signal.SIGURG) in (signal.SIG_DFL, signal.SIG_IGN)
-    have(lambda link: link.send_now("lost", "why"), lambda: False, within_s=0.3)
-
-
 def test_a_task_that_does_not_read_for_long_gets_all_in_order(task, woken):
     own, have = task
     many = [["text", number, "x" * 50_000] for number in range(100)]

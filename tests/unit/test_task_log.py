@@ -44,13 +44,6 @@ def log_of(tmp_path, store, **files):
     return TaskLog(partial(save_log, store, ("1", "train", "2", 0)), env)
 
 
-def test_both_streams_are_saved_as_the_tasks_own_and_large_ones_left_to_the_datastore(tmp_path, monkeypatch):
-    monkeypatch.setattr(task_log, "_SMALL_BYTES", 5)
-    store = Store()
-    log_of(tmp_path, store, stdout="out\n", stderr="too large").save(wait_s=5)
-    assert store.saved == [("task", {"stdout": b"out\n", "stderr": tmp_path / "stderr"})]
-
-
 def test_only_bad_news_is_urgent(tmp_path, capfd):
     store = Store()
     log = log_of(tmp_path, store, stdout="x")
@@ -82,7 +75,3 @@ def test_the_newest_state_comes_last(tmp_path):
     assert store.begun == [{"stdout": b"first"}]
     store.go_on.set()
     assert eventually(lambda: [data["stdout"] for _, data in store.saved] == [b"first", b"second"])
-
-
-def test_without_files_nothing_happens():
-    TaskLog(lambda data: pytest.fail("opened"), {}).save(wait_s=5)

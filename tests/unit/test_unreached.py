@@ -5,22 +5,19 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
 from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import psutil
 import pytest
-from fake_node import FakeNode
 from gang_views import Story
 from limits import limit_s
 from unit_helpers import eventually
 
-from metaflow_extensions.torchrun.plugins.torchrun.gang.messages import Report, Stop, Verdict
+from metaflow_extensions.torchrun.plugins.torchrun.gang.messages import Stop, Verdict
 from metaflow_extensions.torchrun.plugins.torchrun.launch.command import AGENT, HALT_SIGNAL
 from metaflow_extensions.torchrun.plugins.torchrun.machine.processes import blocks
-from metaflow_extensions.torchrun.plugins.torchrun.node.agent_events import Unreached
 from metaflow_extensions.torchrun.plugins.torchrun.worker import agent
 
 STAND_IN = Path(__file__).parents[1] / "stand_in"
@@ -78,14 +75,6 @@ def test_a_refusal_is_an_answer(found):
     assert STORE_S <= seconds < SILENCE_S
 
 
-def test_a_store_that_answers_after_all_is_reached(found, silent):
-    store = silent("127.0.0.1")
-    mend = threading.Timer(2 * TRY_S, lambda: [store.accept()[0].close() for _ in range(2)])
-    mend.start()
-    assert found(store.getsockname()[1])[0] == ""
-    mend.join()
-
-
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)])
 def test_of_a_name_with_several_addresses_one_that_answers_is_enough(order, found, silent, monkeypatch):
     port = silent("127.0.0.2").getsockname()[1]
@@ -129,16 +118,6 @@ def test_an_agent_that_tries_obeys(number, silent, tmp_path):
         os.close(news)
 
 
-def test_a_node_tells_the_gang(tmp_path):
-    node = FakeNode(tmp_path, 1)
-    node.launch()
-    process = node.go(port=29517)
-    process.say(Unreached("No route to host"))
-    about = {"address": "127.0.0.1", "port": 29517, "why": "No route to host"}
-    assert node.expect(Report) == Report("unreached", 0, 0, about)
-    node.ends_well(process)
-
-
 def test_the_launch_ends_on_all_nodes_with_the_first_node_that_said_so():
     story = (
         Story(4)
@@ -160,11 +139,3 @@ def test_the_launch_ends_on_all_nodes_with_the_first_node_that_said_so():
         "Open TCP port 29500 between the nodes"
     )
     assert [each.nodes for each in story.view.events if each.kind == "unreachable"] == [[2], [1]]
-
-
-def test_what_a_node_says_of_the_generation_before_is_late():
-    story = Story().running(policy={"max_restarts": 1, "restart_on": frozenset({"network"})})
-    story.report("unreached", 1, **WHY).ended(codes=(), ok=False).at(20.0)
-    story.say(1, Report("unreached", 0, 0, WHY))
-    assert story.gang.launch.generation == 1
-    assert [message.generation for _, message in story.sent if isinstance(message, Stop)] == [0, 0]

@@ -45,30 +45,6 @@ def test_what_is_of_another_version_or_damaged_is_refused(stored, why):
 # --- events -----------------------------------------------------------------------------------------
 
 
-def happened(view, kind):
-    return [(each.at_s, each.until_s, each.nodes, each.ranks, each.text) for each in view.events if each.kind == kind]
-
-
-def test_events_of_many_nodes_are_one_until_something_happens_to_the_gang():
-    view = Story(4).running().at(5.0).ended(codes=(0, 1)).view
-    assert happened(view, "joined") == [(0.5, 1.5, [0, 1, 2, 3], [], "joined")]
-    assert happened(view, "exited") == [
-        (5.0, None, [0], [0], "exited with code 0"),
-        (5.0, None, [0], [1], "exited with code 1"),  # then all were told to stop
-        (5.0, 5.0, [1, 2, 3], [2, 4, 6], "exited with code 0"),
-        (5.0, 5.0, [1, 2, 3], [3, 5, 7], "exited with code 1"),
-    ]
-    assert [each.time - BEGAN for each in view.events[:2]] == [0.5, 2.0]
-
-
-def test_of_commands_the_longest_counts():
-    story = Story().joined().ready(prepares=True)
-    for node, seconds in ((0, 1.0), (1, 3.0)):
-        story.report("command", node, text="before_run 1/1 exited with code 0", exit_code=0, seconds=seconds)
-    (event,) = [each for each in story.view.events if each.kind == "command"]
-    assert (event.nodes, event.exit_code, event.seconds) == ([0, 1], 0, 3.0)
-
-
 def test_of_a_long_life_the_first_and_the_last_events_are_kept():
     view = GangView(1, nodes=[NodeView()])
     for number in range(1234):
@@ -107,21 +83,6 @@ def test_of_thousands_of_launches_the_places_of_the_last_outputs_are_kept():
         for node in (0, 1):
             view.take_outputs(launch, node, {"key": "k"})
     assert (list(view.outputs), view.launches_left_out) == ([*range(600, 2600)], 600)
-
-
-# --- where ranks are ----------------------------------------------------------------------------------
-
-
-def test_ranks_move_to_a_spare_and_the_lost_node_has_none():
-    story = Story(3, spare_nodes=1).running(policy={"max_restarts": 1}).at(8).lost(1).at(10).ended(0, codes=(-15, -15))
-    view = story.view
-    assert (view.taking_part, [list(view.ranks_of(node)) for node in range(3)]) == ([0, 2], [[0, 1], [], [2, 3]])
-    assert [(each.since - BEGAN, each.nodes, each.node_of(2)) for each in view.placed] == [
-        (2, (0, 1), 1),
-        (10, (0, 2), 2),
-    ]
-    assert [view.placed[0].node_of(rank) for rank in (-1, 0, 3, 4)] == [None, 0, 1, None]
-    assert [node.was_lost for node in view.nodes] == [False, True, False]
 
 
 # --- what others say ----------------------------------------------------------------------------------

@@ -4,7 +4,6 @@ import asyncio
 import math
 
 import pytest
-from fake_node import FakeNode
 from metaflow.plugins.timeout_decorator import TimeoutException
 
 from metaflow_extensions.torchrun.plugins.torchrun.errors import LaunchFailed
@@ -114,26 +113,3 @@ def test_spares_are_those_of_the_feature_that_the_task_names():
     assert of_node.spares_of({"warm": feature}, {"feature": "warm", "data": 3}) == [3]
     assert of_node.spares_of({"warm": feature}, None) is None
     assert of_node.spares_of({"other": feature}, {"feature": "warm", "data": 3}) is None
-
-
-# --- in a launch ------------------------------------------------------------------------------------
-
-
-class Named(Watch):
-    """Has variables alone."""
-
-    def variables(self, plan, folder):
-        return Variables({"named_node": folder}, {"named_rank": "${local_rank}"})
-
-
-@pytest.mark.parametrize("own", [(), (("named_node", "mine"),)])
-def test_workers_get_the_variables_of_features_and_none_of_a_worker_around_them(own, tmp_path, monkeypatch):
-    for name in ("named_node", "named_rank"):
-        monkeypatch.setenv(name, "of another worker, which has started this task")
-    node = FakeNode(tmp_path, watches={"named": Named()}, spec={"env": own})
-    node.launch()
-    agent = node.go()
-    made = str(node.agent_folder(agent))
-    assert agent.env.get("named_node") == dict(own).get("named_node", made)
-    assert "named_rank" not in agent.env
-    node.ends(agent)
