@@ -5,13 +5,12 @@ import fcntl
 import os
 import sys
 import tempfile
-from dataclasses import replace
 
 import pytest
 from fake_node import ERROR, FakeNode
 from unit_helpers import eventually, is_running
 
-from metaflow_extensions.torchrun.plugins.torchrun.errors import EntrypointError, TorchrunPreempted
+from metaflow_extensions.torchrun.plugins.torchrun.errors import TorchrunPreempted
 from metaflow_extensions.torchrun.plugins.torchrun.gang.messages import Ended, Failed, Ready
 from metaflow_extensions.torchrun.plugins.torchrun.machine import processes
 from metaflow_extensions.torchrun.plugins.torchrun.node.agent import AgentProcess
@@ -99,28 +98,6 @@ def test_each_command_is_told_and_shown_and_has_what_the_workers_will_have(node_
     assert "worker_hooks" not in seen.get("PYTHONPATH", "")
     assert sorted(os.listdir(tmp_path)) == ["cwd"]
     node.verdict(ERROR)
-
-
-def test_the_node_is_ready_with_what_the_commands_have_made(node_with, tmp_path):
-    node = node_with("true")
-    node.complete = lambda: replace(node.plan, facts={"torch": "just installed"})
-    node.prepare()
-    assert messages(node)[-1].facts == {"torch": "just installed"}
-    node.verdict(ERROR)
-
-
-def test_an_entrypoint_that_the_commands_have_not_made_ends_the_launch(node_with):
-    error = EntrypointError("there is no made.py")
-
-    def complete():
-        raise error
-
-    node = node_with("true")
-    node.complete = complete
-    node.prepare()
-    failed = messages(node)[-1]
-    assert (failed.given_up, failed.failures[0].cause.kind) == (True, "call")
-    assert node.outcome() is error
 
 
 def test_a_path_of_the_users_need_not_lead_to_a_shell(node_with, tmp_path):
