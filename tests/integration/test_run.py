@@ -217,3 +217,6 @@ def test_the_working_directory_hides_nothing_and_a_module_is_found_beside_the_fl
     ended = run_flow("--nodes", "1", folder=hiding, flow=flow, runs_=runs, attrs={"nproc_per_node": 1})
     assert len(ended.notes("worker-launch*")) == 2
     assert "of the working directory" not in ended.text
+    first, _, second = ended.text.partition("launch 0 has ended well")
+    assert "torchrun starts cold" not in first
+    assert "torchrun starts cold: the working directory was " in second

@@ -115,6 +115,7 @@ def test_a_program_that_would_import_other_modules_or_is_none_starts_cold(warm, 
     for folder in ("file", "folder/imported_early", "harmless"):
         write(tmp_path / folder / "program.py", "")
     write(tmp_path / "file" / "imported_early.py", "")
+    write(tmp_path / "folder" / "imported_early" / "__init__.py", "")
     write(tmp_path / "folder" / "link.py", "")
     write(tmp_path / "harmless" / "broken.py", "if True print(1)")
     for name in ("imported_early.txt", "new.py", "__main__.py", "sys.py"):

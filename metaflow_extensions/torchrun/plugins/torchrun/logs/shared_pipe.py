@@ -44,7 +44,7 @@ class SharedPipe:
             yield
         finally:
             if self._own is not None:
-                with suppress(OSError):  # the step's code has closed all descriptors; that releases the lock, too
+                with suppress(OSError):  # the step's code has closed all descriptors; that ends the lock, too
                     fcntl.flock(self._own, fcntl.LOCK_UN)
                 self.forget()
         time.sleep(_OTHERS_S)

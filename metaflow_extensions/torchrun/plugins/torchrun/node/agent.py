@@ -38,8 +38,8 @@ class Options(NamedTuple):
     stdout: str  # pipes for the agent's own output
     stderr: str
     grace_s: float = 0.0  # time of the workers after SIGTERM
-    # Makes the agent act on its workers no more; None: it is a command of the user's, and ends like all below it.
-    halt_signal: int | None = None
+    # Makes the agent act on its workers no more; 0: it is a command of the user's, and ends like all below it.
+    halt_signal: int = 0
     cwd: str | None = None  # working directory; default is this process's
     inherited: dict[str, Any] | None = None  # what the agent has from the task; default is what this process has
     umask: int = -1  # -1: as this process
@@ -173,7 +173,7 @@ class AgentProcess:
                 umask=options.umask,
                 start_new_session=True,
             )
-        if options.inherited is not None:  # it begins to act on that much later, when it has imported torch
+        if options.inherited is not None:  # an agent begins to act on that much later, when it has imported torch
             give(agent.pid, options.inherited)
         self._run(agent)
 
@@ -332,7 +332,7 @@ class AgentProcess:
             return
         # The agent gets no SIGTERM: it would signal its workers a second time, reap them before we read their exit
         # codes, or wait in its exit barrier for up to 300 s (torch 2.13). But torch's store, which it may serve, lives on.
-        if self._options.halt_signal is None:
+        if self._is_command:
             self._terminate()
         else:
             self._signal_agent(self._options.halt_signal)
@@ -341,7 +341,6 @@ class AgentProcess:
     def _on_halting(self) -> bool:
         """Wait until the agent has heard: until then it may still start a worker, or stop one."""
         number = self._options.halt_signal
-        assert number is not None
         has_heard = number == signal.SIGSTOP or self._agent.returncode is not None
         if not (has_heard or self._is_late or processes.blocks(self._agent.pid, number)) and self._to_end():
             return False
@@ -373,8 +372,9 @@ class AgentProcess:
     def _on_killing(self) -> bool:
         living, left_s = self._tree(), self._phase_deadline - time.monotonic()
         for pid in living:
-            # Workers first: dead while their agent is frozen, they come to us with their exit codes.
-            if pid != self._agent.pid or len(living) == 1 or left_s < _KILL_WAIT_S / 2:
+            # Workers first: dead while their agent is halted, they come to us with their exit codes. A command is not
+            # halted, and would go on to its next step.
+            if pid != self._agent.pid or self._is_command or len(living) == 1 or left_s < _KILL_WAIT_S / 2:
                 send_signal(pid, signal.SIGKILL)
         # Checked before reaping: a process that ends in between would else be left with its exit code unread.
         all_ended = self._agent.returncode is not None and not self._tree()
@@ -403,10 +403,13 @@ class AgentProcess:
         """Return the pids of the agent and all that it has started, however that detached itself."""
         return processes.living_descendants(without=HELPERS)
 
+    @property
+    def _is_command(self) -> bool:
+        return self._options.halt_signal == 0
+
     def _to_end(self) -> list[int]:
         """Return the pids of what gets SIGTERM: all below the agent, or a command with all below it."""
-        is_command = self._options.halt_signal is None
-        return [pid for pid in self._tree() if is_command or pid != self._agent.pid]
+        return [pid for pid in self._tree() if self._is_command or pid != self._agent.pid]
 
     def _signal_agent(self, number: int) -> None:
         if self._agent.returncode is None:

@@ -49,10 +49,10 @@ class Commands:
         self._plan, self._seat, self._launch, self._new_agent = plan, seat, launch, new_agent
         self._inbox = seat.inbox  # this launch's; a later launch has another
         self._at, self._began_at = -1, 0.0  # the command that runs, or was the last, and when it began
-        self._is_next_due, self._has_failed, self._is_closed = True, False, False
+        self._is_next_due = self._has_failed = self._is_closed = False
         self._agent: AgentProcess | None = None
         self._faults = MachineFaults()
-        self._cwd = plan.cwd or os.getcwd()
+        self._cwd = os.path.realpath(plan.cwd or os.getcwd())
         self._folder = make_folder(plan, f"launch{launch}-before_run")
         try:
             env = environment_of_commands(plan, seat.link.own_address, plan.environ)
@@ -89,6 +89,7 @@ class Commands:
     def start(self) -> Seen:
         """Start the first one, if this node has its turn. All further news arrives as `AgentNews`."""
         self._logs.start()
+        self._is_next_due = True
         seen = self.poll()
         if self._is_next_due:
             text = f"waiting: the commands of another node run in the same folder, {self._cwd}"
@@ -136,7 +137,9 @@ class Commands:
         match event:
             case AgentEnded():
                 return self._ended(event.status, self._faults.how_ended(event.status))
-            case End() if not self._has_failed:
+            case End() if self._has_failed:
+                self._end_turn()
+            case End():
                 self._is_next_due = self._at + 1 < len(self._plan.commands)
                 left = left_behind(self._seat.node, event.left, "commands")
                 return Seen(left, is_over=not self._is_next_due)
@@ -153,18 +156,23 @@ class Commands:
                 await self._agent.close(grace_s)
         finally:
             self._logs.finish(explained=True)
-            if self._turn is not None:
-                os.close(self._turn)
+            self._end_turn()
             shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _end_turn(self) -> None:
+        turn, self._turn = self._turn, None
+        if turn is not None:
+            os.close(turn)
 
     # --- how they ended -------------------------------------------------------------------------
 
     def _ended(self, status: int | None, how: str) -> Seen:
         """Return what is told of the command that has ended; None: it could not be started."""
         seconds = time.monotonic() - self._began_at
+        self._logs.read_now(self._at)
         if status == 0:
             self._write("stderr", f"ended well after {seconds:.1f} s")
-        self._logs.read_now(self._at)
+            self._logs.read_now(self._at)
         commands, node = self._plan.commands, self._plan.spec.node_index
         name = f"before_run {self._at + 1}/{len(commands)} ({shown(commands[self._at])})"
         # The error has the hints on signals.

@@ -43,13 +43,13 @@ def ranks_of(view: GangView) -> list[Rank]:
 def _state(view: GangView, node: int, rank: int) -> RankState:
     code = view.nodes[node].exit_codes.get(rank)
     is_cause = view.cause is not None and view.outcome == "failed" and view.cause.get("rank") == rank
-    if code is None and is_cause:
+    if is_cause and code != 0:
         return "failed"
     if code is None:
         return _OF_RANKS.get(view.nodes[node].state, "waiting" if view.began_s is None else "stopped")
     if code == 0:
         return "done"
-    return "stopped" if code in _STOPPED_BY and not is_cause else "failed"
+    return "stopped" if code in _STOPPED_BY else "failed"
 
 
 def outcome_of(view: GangView) -> Outcome:

@@ -18,7 +18,7 @@ _OF_LAUNCH = (
     *("NCCL_", "GLOO_", "TORCH_NCCL_", "TORCH_FR_", "TORCH_GLOO_"),
 )
 # All that Python, ``.pth`` files and torch read at their start (2.13, CPU build), and what GPUs add to that.
-_READ_AT_START = (
+READ_AT_START = (
     *("PY", "LD_", "GLIBC_", "MALLOC_", "LC_", "LANG", "TZ", "HOME", "TMP", "TEMP", "XDG_", "USE_", "COV", "LOGLEVEL"),
     *("TORCH", "FX_", "COMPILE_", "C10_", "ATEN_", "KINETO_", "GLOG_", "NPY_", "NUM", "GFORTRAN_", "INTEL_", "ACC_"),
     *("OMP_", "GOMP_", "KMP_", "MKL", "OPEN", "GOTO_", "BLIS_", "DNNL_", "ONEDNN_", "I_MPI_", "MPI_", "OMPI_", "SSL_"),
@@ -57,18 +57,18 @@ class Before:
         sys.path[sys.path.index(PROGRAM_FOLDER)] = folder
         for name in self._env.keys() - env.keys():
             os.environ.pop(name, None)
-        os.environ.update(
-            {name: env[name] for name in changed & env.keys()}
-        )  # what imports have set stays, as in a cold one
+        # What imports have set stays, as after a cold start.
+        os.environ.update({name: env[name] for name in changed & env.keys()})
 
     def counts(self, name: str) -> bool:
         """Return whether another value of a variable could have changed what was imported."""
         if name.startswith(_OF_LAUNCH):
             return False
-        return name in self._env or name in os.environ or not self._allows_new or name.startswith(_READ_AT_START)
+        return name in self._env or name in os.environ or not self._allows_new or name.startswith(READ_AT_START)
 
 
 def _importable(folder: str) -> set[str]:
-    """Return the names in a folder that may be modules; its time of change would tell of files and of ``__pycache__``."""
+    """Return the names in a folder of what can be imported; its time of change would tell of other files, too."""
     names = os.listdir(folder) if os.path.isdir(folder) else []
-    return {name for name in names if ("." not in name or name.endswith(_IMPORTABLE)) and name != "__pycache__"}
+    packages = {name for name in names if os.path.exists(os.path.join(folder, name, "__init__.py"))}
+    return packages | {name for name in names if name.endswith(_IMPORTABLE)}

@@ -18,6 +18,7 @@ from ...machine.processes import HELPERS, living_descendants, send_signal
 from ...node.agent import Options
 from ...node.agent_events import Refused
 from ...node.watchers import WarmStarts, Watch
+from .before import READ_AT_START
 from .spare_process import Spare, StartCold, in_words
 
 
@@ -26,7 +27,8 @@ class WarmNode:
 
     def __init__(self, preload: Sequence[str], env: Mapping[str, str], workers: int) -> None:
         self._of_workers = {"modules": ["torch.distributed", *preload], "preload": list(preload)}
-        self._env, self._cwd, self._workers = dict(env), os.getcwd(), workers  # of the last launch
+        self._first = dict(env)  # of the step's first launch, as the next three are of the last one
+        self._env, self._cwd, self._workers = self._first, os.getcwd(), workers
         self._waiting: Spare | None = None
         self._inherited: dict[str, Any] = {}  # by the waiting spare
 
@@ -43,7 +45,11 @@ class WarmNode:
 
     def start(self, command: list[str], workers: int, env: Mapping[str, str], options: Options) -> Spare | Refused:
         """Request an agent, and so many workers that were spares; see `WarmStarts`."""
-        self._env, self._cwd, self._workers = dict(env), options.cwd or os.getcwd(), workers or self._workers
+        # A spare needs no variable that a program may bring: the next call of `run` may give it another value.
+        needs_all = bool(self._of_workers["preload"])
+        needed = {name for name in env if needs_all or name in self._first or name.startswith(READ_AT_START)}
+        self._env = {name: env[name] for name in needed}
+        self._cwd, self._workers = options.cwd or os.getcwd(), workers or self._workers
         refused: list[Exception] = []
         with harmless(refused.append):  # after any failure here the agent starts cold
             if self._waiting is None:
@@ -53,7 +59,7 @@ class WarmNode:
                 raise StartCold(f"{', '.join(changed)} changed after the step had begun")
             request = {
                 "argv": [command[0], "-u", *command[1:]],
-                "env": self._env,
+                "env": dict(env),
                 "cwd": self._cwd,
                 "umask": umask() if options.umask < 0 else options.umask,
                 "workers": workers,
