@@ -219,4 +219,4 @@ def test_the_working_directory_hides_nothing_and_a_module_is_found_beside_the_fl
     assert "of the working directory" not in ended.text
     first, _, second = ended.text.partition("launch 0 has ended well")
     assert "torchrun starts cold" not in first
-    assert "torchrun starts cold: the working directory was " in second
+    assert "torchrun starts cold: PYTHONPATH had another value" in second, "the flow's folder stands there"
