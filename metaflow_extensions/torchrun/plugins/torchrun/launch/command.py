@@ -106,10 +106,9 @@ def agent_environment(
     inherited: Mapping[str, str],
     omp_threads: int,
     interface: str | None,
-    module_folder: str | None = None,
 ) -> dict[str, str]:
     """Return the whole environment of this node's agent and workers; `given` is the user's, `inherited` the task's."""
-    return with_hooks(command_environment(given, inherited, omp_threads, interface), module_folder)
+    return with_hooks(command_environment(given, inherited, omp_threads, interface), None)
 
 
 def with_hooks(env: Mapping[str, str], module_folder: str | None) -> dict[str, str]:

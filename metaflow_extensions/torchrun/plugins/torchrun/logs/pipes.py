@@ -315,7 +315,6 @@ class LogReader:
         until, read = time.monotonic() + _BURST_S, 0
         while True:
             fds = {fd for fd, _ in self._any.poll(0)}
-            # In order: the commands of a program end one after the other.
             most = self._pump([each for each in self._shown if not fds.isdisjoint(each[0].fds)])
             read += most
             if most < _CHUNK_BYTES or time.monotonic() > until or self._is_held_up():

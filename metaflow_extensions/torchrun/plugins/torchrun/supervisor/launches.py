@@ -67,7 +67,7 @@ class Launches:
     def complete(self, request: dict[str, Any]) -> None:
         """Go on with the plan that is complete after the commands."""
         found: Request = from_plain(Request, request, "the request")
-        self.end_spares()  # they may have imported what the commands have changed
+        self.end_spares()
         assert self._plan is not None
         self._plan = replace(self._plan, spec=found.spec, facts=found.facts)
         self._seat.inbox.put_nowait(Completed(self._plan))
@@ -80,7 +80,7 @@ class Launches:
         self._seat.give_up(None if cause is None else from_plain(Cause, cause, "the cause"))
 
     def end_spares(self) -> None:
-        """End the spares: no launch comes any more."""
+        """End the spares: no launch comes any more, or commands have changed what spares have imported."""
         if self._warm is not None:
             self._warm.close()
 
