@@ -10,6 +10,7 @@ import pytest
 from unit_helpers import eventually, is_running, write
 from warm_nodes import Warm
 
+from metaflow_extensions.torchrun.plugins.torchrun.features.warm.before import Before
 from metaflow_extensions.torchrun.plugins.torchrun.launch.command import AGENT
 from metaflow_extensions.torchrun.plugins.torchrun.machine.inherited import umask
 from metaflow_extensions.torchrun.plugins.torchrun.machine.processes import living_descendants
@@ -289,3 +290,11 @@ def test_no_spare_stays_when_the_supervisor_is_killed_while_it_imports(tmp_path)
     spare = one.pid
     one.supervised.kill()
     eventually(lambda: not is_running(spare) and one.supervised.has_ended, "the end of all")
+
+
+def test_a_variable_that_a_pth_file_names_counts(tmp_path, monkeypatch):
+    """Python runs its code when it starts, as that of a tracer."""
+    write(tmp_path / "trace.pth", "import os; os.environ.get('A_TRACE')\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    before = Before(allows_new=True)
+    assert (before.counts("A_TRACE"), before.counts("A_TRACER")) == (True, False)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import glob
 import os
 import sys
 from collections.abc import Mapping, Sequence
 from importlib.machinery import all_suffixes
+from pathlib import Path
 
 from .spare_process import StartCold
 
@@ -33,6 +35,9 @@ class Before:
     def __init__(self, allows_new: bool) -> None:
         self._allows_new = allows_new  # variables: no list can name those that a user's modules read
         self._env = dict(os.environ)
+        # Python runs the code in ``.pth`` files when it starts: tracers begin there, if a variable says so.
+        files = (file for entry in sys.path for file in glob.glob(os.path.join(glob.escape(entry), "*.pth")))
+        self._run_at_start = "".join(Path(file).read_text("utf-8", "replace") for file in files)
         self._found = {entry: _importable(entry) for entry in sys.path[1:]}
 
     def begin(self, argv: Sequence[str], env: Mapping[str, str], cwd: str) -> None:
@@ -64,7 +69,9 @@ class Before:
         """Return whether another value of a variable could have changed what was imported."""
         if name.startswith(_OF_LAUNCH):
             return False
-        return name in self._env or name in os.environ or not self._allows_new or name.startswith(READ_AT_START)
+        if name in self._env or name in os.environ or not self._allows_new or name in self._run_at_start:
+            return True
+        return name.startswith(READ_AT_START)
 
 
 def _importable(folder: str) -> set[str]:
