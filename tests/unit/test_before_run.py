@@ -202,6 +202,24 @@ def test_both_streams_of_a_command_stay_in_order_and_its_stdin_is_empty(node_wit
     assert "\ufffd" in shown
 
 
+def test_all_that_a_command_has_written_stands_before_the_line_of_its_end(node_with):
+    written = []
+    # Who reads is behind, so that much is left to be read at the end: more than is read at once.
+    node = node_with("seq -w 1 30000; printf last", write=lambda _, lines: written.append(lines.decode()))
+    assert ended_well(node)
+    *shown, last, end = [line.partition("] ")[2] for line in "".join(written).splitlines()]
+    assert (shown[1:], last) == ([f"{number:05}" for number in range(1, 30_001)], "last")
+    assert end.startswith("ended well after ")
+
+
+def test_a_command_that_heeds_no_sigterm_takes_no_further_step(node_with, tmp_path):
+    node = node_with("trap '' TERM; touch begun; sleep 300 || true; touch never", grace_s=0.3)
+    node.prepare()
+    eventually((tmp_path / "cwd" / "begun").exists)
+    assert node.verdict(ERROR) is ERROR
+    assert sorted(os.listdir(tmp_path / "cwd")) == ["begun"]
+
+
 @pytest.fixture
 def turn(tmp_path, node_with):
     """Have the turn in the commands' folder, as another node of this machine; yield what ends it."""

@@ -105,6 +105,7 @@ class Commands:
         try:
             self._begin()
         except (OSError, ValueError) as error:
+            self._end_turn()
             return self._ended(None, f"could not be started: {error}")
         return Seen()
 
