@@ -10,6 +10,7 @@ import time
 
 import pytest
 from backends import Cluster, Queue
+from limits import limit_s
 from remote_flows import EXAMPLES, ask, check_gang, check_said
 from seen_afterwards import Seen, check_failed
 
@@ -124,13 +125,13 @@ def test_every_rank_of_a_gang_that_runs_is_asked_for_its_stacks_from_elsewhere(s
     began = time.monotonic()
     first = seen.stacks()
     took_s = time.monotonic() - began
-    assert took_s < 60, "30 s until the control node looks, and some for a slow machine"
+    assert took_s < limit_s(30), "the control node looks every 5 s"
     ranks = {rank: each for node in first["nodes"].values() for rank, each in node["ranks"].items()}
     assert sorted(ranks) == ["0", "1", "2", "3"]
     assert all("worker.py" in each["where"] for each in ranks.values()), ranks
     began = time.monotonic()
     assert seen.stacks()["since_s"] > 0
-    assert time.monotonic() - began < took_s + 20
+    assert time.monotonic() - began < took_s + limit_s(20)
     os.killpg(flow.process.pid, signal.SIGINT)
     flow.wait()
     backend.await_gone(flow)
