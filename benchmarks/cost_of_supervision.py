@@ -32,7 +32,7 @@ CASES = {
     'logs="all", card': ("--with", "torchrun:logs=all", "--with", "card:type=torchrun"),
 }
 # What runs beside a task, and what stands in its command line; a supervisor's parent has the same.
-BESIDE = {"supervisor": "between import main", "torchrun": "/features/warm/spare.py"}
+BESIDE = {"supervisor": "between import main", "torchrun": "/worker/spare.py"}
 COMPARED = ("CPU", "threads", "RSS", "PSS")
 START_S = 600.0
 # The targets: of an ordinary step, and of one with many nodes.

@@ -107,7 +107,7 @@ def count_spares(folder: Path) -> int:
     count = 0
     for process in psutil.process_iter():
         with suppress(psutil.Error, OSError):
-            if "/features/warm/spare.py" in " ".join(process.cmdline()):
+            if "/worker/spare.py" in " ".join(process.cmdline()):
                 is_ours = process.environ().get("BENCHMARK_FOLDER") == str(folder)
                 count += is_ours and "unix" in Path(f"/proc/{process.pid}/wchan").read_text()  # it is in recvmsg(2)
     return count

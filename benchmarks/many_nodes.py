@@ -25,11 +25,11 @@ import metaflow  # noqa: F401 - it imports our modules, so it must come before t
 from report import Report, parser
 
 from metaflow_extensions.torchrun.plugins.torchrun.channel import connection, control_channel, member_channel
-from metaflow_extensions.torchrun.plugins.torchrun.features.usage.told import step_s
 from metaflow_extensions.torchrun.plugins.torchrun.gang import messages, policy
 from metaflow_extensions.torchrun.plugins.torchrun.gang.cause import Cause, Failure
 from metaflow_extensions.torchrun.plugins.torchrun.gang.gang import Gang
 from metaflow_extensions.torchrun.plugins.torchrun.machine.network import pick_port
+from metaflow_extensions.torchrun.plugins.torchrun.node.usage_observer import SAMPLES_PER_S, STEP_S
 
 HOST = "127.0.0.1"
 HEARTBEAT_S = 30.0  # its default
@@ -155,7 +155,7 @@ def run_members(control: Connection, port: int, token: str, count: int, first: i
     loop = loop_thread()
 
     async def make() -> list[Member]:
-        return [Member(node, step_s(count + 1)) for node in range(first, last)]
+        return [Member(node, max(STEP_S, (count + 1) / SAMPLES_PER_S)) for node in range(first, last)]
 
     members = asyncio.run_coroutine_threadsafe(make(), loop).result()
     begin_at = await_order(control, "ready")

@@ -20,7 +20,7 @@ def _waits(pid: str) -> bool:
         if os.readlink(f"/proc/{pid}/ns/mnt") != os.readlink("/proc/self/ns/mnt"):  # another container's
             return False
         with open(f"/proc/{pid}/cmdline", "rb") as command, open(f"/proc/{pid}/environ", "rb") as env:
-            if b"/features/warm/spare.py\0" not in command.read() or _OWN not in env.read():
+            if b"/worker/spare.py\0" not in command.read() or _OWN not in env.read():
                 return False
         with open(f"/proc/{pid}/wchan") as channel:
             return "skb_wait" in channel.read()  # it is in recvmsg(2)

@@ -8,11 +8,8 @@ choice of light or dark, on a background of their own.
 from __future__ import annotations
 
 import ast
-from collections.abc import Mapping, Set
 from html import escape
-from importlib import import_module
 from pathlib import Path
-from typing import Any
 
 FOLDER = Path(__file__).parents[1] / "docs" / "images"
 PACKAGE = FOLDER.parents[1] / "metaflow_extensions" / "torchrun" / "plugins" / "torchrun"
@@ -255,7 +252,7 @@ def _imports_of_rooms() -> dict[str, set[str]]:
         room = path.parent.relative_to(PACKAGE).as_posix()
         if path.name == "__init__.py" or room == ".":
             continue
-        if room.startswith("worker"):  # these run in other processes, and import nothing of ours
+        if room.startswith("worker/"):  # these run in other processes, and import nothing of ours
             continue
         known = found.setdefault(room, set())
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
@@ -279,38 +276,6 @@ def _direct(room: str, imports: dict[str, set[str]]) -> set[str]:
     return {each for each in imports[room] if not any(each in _all_below(by, imports) for by in imports[room])}
 
 
-def phases(title: str, table: Mapping[Any, Set[Any]]) -> Drawing:
-    """The phases of a table, and which may follow on which: down on the right, back on the left."""
-    order = [phase for phase in table if table[phase] or any(phase in after for after in table.values())]
-    it = Drawing(title, 20 + 62 * len(order))
-    for row, phase in enumerate(order):
-        y = 14 + 62 * row
-        it.label(70, y, 330, 44, f"{phase.name}\n{phase.value}", "ours")
-        if row + 1 < len(order) and order[row + 1] in table[phase]:
-            it.arrow((235, y + 44), (235, y + 60))
-    for edge, side in ((400, 1), (70, -1)):
-        free: list[int] = []  # the row from which each lane is free
-        for end, phase in enumerate(order):  # all that lead to one phase share a lane
-            begins = [
-                row for row, before in enumerate(order) if phase in table[before] and (end - row) * side > (side > 0)
-            ]
-            if not begins:
-                continue
-            rows = [*begins, end]
-            lane = next((number for number, row in enumerate(free) if row <= min(rows)), len(free))
-            free[lane : lane + 1] = [max(rows)]
-            x, below = edge + side * (14 + 13 * lane), 14 + 62 * end + 14
-            for begin in begins:
-                y = 14 + 62 * begin + 28
-                it.arrow((edge, y), (x, y), (x, below), (edge + 2 * side, below))
-    return it
-
-
-def node_phases() -> Drawing:
-    """A launch on one node."""
-    return phases("The phases of a launch on one node", import_module(f"{_NAME}.node.phases").NEXT)
-
-
 PICTURES = {
     "rooms": rooms,
     "gang": gang,
@@ -318,7 +283,6 @@ PICTURES = {
     "launch": launch,
     "failure": failure,
     "function": function,
-    "node-phases": node_phases,
 }
 
 

@@ -208,7 +208,7 @@ class Noting(dict):
         self.names.add(os.fsdecode(name))
         return super().__getitem__(name)
     __contains__ = lambda self, name: bool(self.names.add(os.fsdecode(name)) or name in self.keys())
-from metaflow_extensions.torchrun.plugins.torchrun.features.warm.before import Before
+from metaflow_extensions.torchrun.plugins.torchrun.worker.before import Before
 os.environ._data = Noting(os.environ._data)
 importlib.import_module("torch.distributed.run")
 before = Before(allows_new=True)

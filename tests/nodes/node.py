@@ -22,10 +22,8 @@ from metaflow.plugins.datastores.local_storage import LocalStorage
 
 from metaflow_extensions.torchrun.plugins.torchrun.channel.registry import Registry
 from metaflow_extensions.torchrun.plugins.torchrun.executor import Context, TorchrunExecutor
-from metaflow_extensions.torchrun.plugins.torchrun.feature_list import in_task
 from metaflow_extensions.torchrun.plugins.torchrun.gang.view import Presence
 from metaflow_extensions.torchrun.plugins.torchrun.gang.wire import to_plain
-from metaflow_extensions.torchrun.plugins.torchrun.launch.services import starts_of
 from metaflow_extensions.torchrun.plugins.torchrun.logs.console import to_log
 from metaflow_extensions.torchrun.plugins.torchrun.machine import detached
 from metaflow_extensions.torchrun.plugins.torchrun.machine.accelerators import this_machine
@@ -33,6 +31,7 @@ from metaflow_extensions.torchrun.plugins.torchrun.settings import parse_setting
 from metaflow_extensions.torchrun.plugins.torchrun.task import join as joining
 from metaflow_extensions.torchrun.plugins.torchrun.task.cards import Cards
 from metaflow_extensions.torchrun.plugins.torchrun.task.gang_store import GangStore
+from metaflow_extensions.torchrun.plugins.torchrun.task.spares import starts_of
 
 # As the decorator has it, for tasks that are on machines of their own.
 HOLD_S = 10.0
@@ -219,16 +218,14 @@ def main(task):
     storage, folder = faulty_storage(task.datastore), os.path.join(task.out, "datastore")
     member = store = None
     machine = this_machine()
-    starts = starts_of(in_task(), settings, machine, None)
+    starts = starts_of(settings, machine, None)
     begun = time.monotonic()
     try:
         flow_datastore = FlowDataStore("ChaosFlow", storage_impl=storage, ds_root=folder)
         registry = NotedRegistry(flow_datastore, "1", "train", task.gang, 0)
         member, store, main_addr = join(task, registry, settings, starts)
         notes.save(join_s=time.monotonic() - begun, main_addr=main_addr)
-        executor = TorchrunExecutor(
-            Context(member, main_addr, machine, settings, has_spares=starts is not None, features=in_task())
-        )
+        executor = TorchrunExecutor(Context(member, main_addr, machine, settings, has_spares=starts is not None))
         run_own_code(task)
         run_all(executor, task, notes)
         member.finish()

@@ -13,15 +13,14 @@ from unit_helpers import HANG_S
 from metaflow_extensions.torchrun.plugins.torchrun.errors import LaunchFailed
 from metaflow_extensions.torchrun.plugins.torchrun.gang import messages
 from metaflow_extensions.torchrun.plugins.torchrun.gang.cause import Cause
-from metaflow_extensions.torchrun.plugins.torchrun.launch.services import Services
 from metaflow_extensions.torchrun.plugins.torchrun.launch.spec import LaunchSpec
 from metaflow_extensions.torchrun.plugins.torchrun.machine.accelerators import Machine
 from metaflow_extensions.torchrun.plugins.torchrun.node import agent_events
-from metaflow_extensions.torchrun.plugins.torchrun.node.news import Completed
-from metaflow_extensions.torchrun.plugins.torchrun.node.node_launch import NodeLaunch
-from metaflow_extensions.torchrun.plugins.torchrun.node.plan import Plan
+from metaflow_extensions.torchrun.plugins.torchrun.node.launch import NodeLaunch, Tools
+from metaflow_extensions.torchrun.plugins.torchrun.node.request import Request
 from metaflow_extensions.torchrun.plugins.torchrun.node.seat import Seat
 from metaflow_extensions.torchrun.plugins.torchrun.task.results import result_of
+from metaflow_extensions.torchrun.plugins.torchrun.task.services import Services
 
 DEADLINE_S = limit_s(HANG_S)
 NOBODY = 2**22 + 1  # more than the kernel gives as a pid
@@ -50,14 +49,15 @@ class FakeAgent:
 class FakeNode:
     """A node of a gang of two, each with two ranks, and what its supervisor sends, says and returns.
 
-    Its temporary files go to `folder`. The node's index is `number`; its ranks begin at twice that. `spec` and `plan` are
-    the fields of `LaunchSpec` and `Plan` that matter to the test.
+    Its temporary files go to `folder`. The node's index is `number`; its ranks begin at twice that. `spec` and `request` are
+    the fields of `LaunchSpec` and `Request` that matter to the test.
     """
 
-    def __init__(self, folder, number=0, spec=None, services=None, **plan):
+    def __init__(self, folder, number=0, spec=None, services=None, spares=None, write=None, **request):
         tempfile.tempdir = str(folder)  # until the test's end, see `nothing_leaks`
         self.number = number
         self.said, self.output, self.events = [], [], []
+        self.stored = []  # what the task was asked to store; None: to give that up
         self._sent, self._agents, self._came = queue.Queue(), queue.Queue(), queue.Queue()
         self.own_address = None
         self.loop = Loop()
@@ -66,8 +66,8 @@ class FakeNode:
         self.services = services or Services()
         own = {"nproc": 2, "num_nodes": 2, "node_index": number, "python": "python3"}
         launch = LaunchSpec("/flow/train.py", (), False, **{**own, **(spec or {})})
-        told = {"machine": Machine(1), "write": self._write, **self.services.told, **plan}
-        self.plan = Plan(launch, "127.0.0.1", **told)
+        self.request = Request(launch, "127.0.0.1", **{"machine": Machine(1), **self.services.told, **request})
+        self.spares, self.write = spares, write or self._write
         self.new_agent = self._new_agent
 
     # The node is its seat's link to the control node, too.
@@ -94,20 +94,21 @@ class FakeNode:
         self.loop.call(begin)
 
     async def _run(self):
-        self.services.begin(self.plan.spec)
-        launch = NodeLaunch(self.plan, self.seat.itself, 0, self._complete, lambda about: None, self.new_agent)
+        self.services.begin(self.request.spec)
+        tools = Tools(self.write, self._complete, self.stored.append, self.spares, self.new_agent)
+        launch = NodeLaunch(self.request, self.seat.itself, 0, tools)
         try:
             outcome = await launch.run()
             if outcome.verdict.error is not None:
-                self.services.failed(outcome.verdict.error, outcome.verdict.features)
+                self.services.failed(outcome.verdict.error, outcome.verdict.left)
                 raise outcome.verdict.error
-            self._came.put(result_of(outcome, self.plan.spec, self.member, self.services))
+            self._came.put(result_of(outcome, self.request.spec, self.member, self.services))
         except BaseException as error:
             self._came.put(error)
 
     # What the task does for the launch.
     def _complete(self):
-        self.seat.itself.inbox.put_nowait(Completed(self.plan))
+        self.seat.itself.inbox.put_nowait(self.request)
 
     # --- what the test does ----------------------------------------------------------------------
 

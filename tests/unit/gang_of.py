@@ -86,7 +86,7 @@ class GangOf:
 
     def ready(self, node, launch=0, prepares=False, hang_timeout_s=float("inf"), **said):
         policy = {name: said.pop(name) for name in POLICY & said.keys()}
-        policy = LaunchPolicy(**{"features": {"hangs": {"timeout_s": hang_timeout_s}}, **policy})
+        policy = LaunchPolicy(**{"hang_timeout_s": hang_timeout_s, **policy})
         own = {**FIELDS, **{name: said.pop(name) for name in FIELDS.keys() & said.keys()}}
         self.calls[node], policy = launch, None if node else policy
         self.say(node, say.Ready(launch, facts={**FACTS, **said}, policy=policy, prepares=prepares, **own))

@@ -1,7 +1,5 @@
 """Calls of `current.torch.run` whose launches are only written down."""
 
-from dataclasses import replace
-from types import MappingProxyType
 from typing import ClassVar
 
 from fake_link import FakeLink, member_of
@@ -15,7 +13,7 @@ from metaflow_extensions.torchrun.plugins.torchrun.node.outcome import Outcome
 from metaflow_extensions.torchrun.plugins.torchrun.settings import parse_settings
 
 
-def recorded_calls(monkeypatch, tmp_path, features=MappingProxyType({})):
+def recorded_calls(monkeypatch, tmp_path):
     """Return a function that calls `run` and returns spec and policy of the launch, and what is said of it.
 
     Its `plans` are those of all launches, and `complete` is what the last one does after its commands.
@@ -53,7 +51,7 @@ def recorded_calls(monkeypatch, tmp_path, features=MappingProxyType({})):
         context = Context(
             member, "127.0.0.1", Machine(8), settings, Nproc(4, "@kubernetes requests gpu=4"), has_spares=has_spares
         )
-        TorchrunExecutor(replace(context, features=features)).run(*positional, **arguments)
+        TorchrunExecutor(context).run(*positional, **arguments)
         return *launches[-1], [event.text for event in said]
 
     call.plans = plans

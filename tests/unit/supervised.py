@@ -16,7 +16,7 @@ GRACE_S = 0.3
 PROGRAM = f"""{OURS}
 import asyncio, inspect, json, os, resource, signal, types
 from ours.compat import linux
-from ours.features.warm.watch import WarmNode
+from ours.node.warm import WarmNode
 from ours.machine import processes
 from ours.node.agent import AgentProcess, Options
 from ours.supervisor import between

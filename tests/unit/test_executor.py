@@ -99,9 +99,3 @@ def test_a_misspelt_argument_is_told_apart(name, hint, launch_of):
     assert "local_output_dir" not in caught.value.message
     with pytest.raises(TorchrunConfigError, match="no argument"):
         TorchrunSingleNodeMultiGPU().run("train.py", **{name: 3})
-
-
-@pytest.mark.parametrize("given", [{"outputs": ["x"]}, {"hang_timeout_s": 5}, {"attributes": {"hang_timeout_s": 5}}])
-def test_what_only_a_feature_can_do_is_refused_without_it(given, launch_of):
-    with pytest.raises(TorchrunConfigError, match=r"needs the feature (outputs|hangs), which is not installed"):
-        launch_of(**given)

@@ -231,7 +231,7 @@ FRAMES = """  File "/home/me/größe/train.py", line 7, in <module>
   File "/venv/lib/python3.11/site-packages/torch/nn/modules/module.py", line 1773, in _wrapped_call_impl
     return self._call_impl(*args, **kwargs)
   File "<frozen runpy>", line 88, in _run_code
-  File "/clone/metaflow_extensions/torchrun/plugins/torchrun/features/functions/function_worker.py", line 51, in main
+  File "/clone/metaflow_extensions/torchrun/plugins/torchrun/worker/function_worker.py", line 51, in main
   File "/usr/lib/python3.11/json/decoder.py", line 355, in raw_decode
 """
 

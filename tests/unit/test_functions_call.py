@@ -7,7 +7,6 @@ import pickle
 import tempfile
 import threading
 from collections import OrderedDict
-from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
@@ -24,14 +23,13 @@ from metaflow_extensions.torchrun.plugins.torchrun.errors import (
     TorchrunPreempted,
     WorkerFailed,
 )
-from metaflow_extensions.torchrun.plugins.torchrun.features.functions import call as call_module
-from metaflow_extensions.torchrun.plugins.torchrun.features.functions.call import FUNCTION_WORKER, FunctionCall
-from metaflow_extensions.torchrun.plugins.torchrun.features.functions.in_task import Functions
 from metaflow_extensions.torchrun.plugins.torchrun.launch.facts import contents_digest
 from metaflow_extensions.torchrun.plugins.torchrun.launch.options import Node
-from metaflow_extensions.torchrun.plugins.torchrun.launch.services import RunCall
 from metaflow_extensions.torchrun.plugins.torchrun.launch.spec import LaunchSpec, build_spec
 from metaflow_extensions.torchrun.plugins.torchrun.launch.transfer import TransferFailed
+from metaflow_extensions.torchrun.plugins.torchrun.task import function_call as call_module
+from metaflow_extensions.torchrun.plugins.torchrun.task.function_call import FUNCTION_WORKER, FunctionCall, call_of
+from metaflow_extensions.torchrun.plugins.torchrun.task.services import Services
 
 SPEC = LaunchSpec(FUNCTION_WORKER, ("folder",), False, nproc=2, num_nodes=2, node_index=1, python="python3")
 CAUSE = {"kind": "exception", "node": 1, "rank": 2, "local_rank": 0, "host": "host-1"}
@@ -177,14 +175,17 @@ def test_a_call_that_can_not_be_written_leaves_no_file(argument, folder, error, 
 )
 def test_what_is_for_functions_is_refused_for_scripts_and_the_reverse(entrypoint, given, why):
     with pytest.raises(TorchrunConfigError, match=why):
-        Functions().service(RunCall(settings_of_run(entrypoint=entrypoint, **given), 2, 0, None))
+        call_of(settings_of_run(entrypoint=entrypoint, **given), None)
 
 
 def test_only_a_function_makes_a_call():
-    assert Functions().service(RunCall(settings_of_run(), 2, 0, None)) is None
+    assert call_of(settings_of_run(), None) is None
     run = settings_of_run(entrypoint=train, gather=True)
-    with closing(Functions().service(RunCall(run, 2, 0, None))) as call:
-        assert call.may_train_alone
+    with Services.of(run, 2, 0, None) as services:
+        assert services.told["may_train_alone"]
+        (folder,) = services.told["folders"]
+        assert os.path.isdir(folder)
+    assert not os.path.exists(folder)
 
 
 def spec_of(call, **given):

@@ -12,8 +12,8 @@ import pytest
 from unit_helpers import OURS
 
 from metaflow_extensions.torchrun.plugins.torchrun.errors import TorchrunError
-from metaflow_extensions.torchrun.plugins.torchrun.features.functions.values import ValuesOnDisk, make_folder
 from metaflow_extensions.torchrun.plugins.torchrun.machine import processes
+from metaflow_extensions.torchrun.plugins.torchrun.task.function_values import ValuesOnDisk, make_folder
 
 BIG = os.urandom(3 << 20)
 
@@ -73,10 +73,10 @@ def test_a_value_whose_file_was_removed_is_said(values, folder):
 KEEP = f"""{OURS}
 import os, resource, signal
 from pathlib import Path
-from ours.features.functions.call import FunctionCall
+from ours.task.function_call import FunctionCall
 from ours.launch.spec import LaunchSpec
 from ours.result import TorchrunResult
-from ours.features.functions.function_worker import path_of, store
+from ours.worker.function_worker import path_of, store
 
 resource.setrlimit(resource.RLIMIT_NOFILE, (256, 256))
 kept, SPEC = [], LaunchSpec("x", (), False, nproc=4, num_nodes=1, node_index=0, python="")
@@ -130,7 +130,7 @@ def test_what_a_killed_process_has_left_is_removed_by_the_next_one(folder, monke
 MEASURE = """
 import sys
 from metaflow_extensions.torchrun.plugins.torchrun.result import TorchrunResult
-from metaflow_extensions.torchrun.plugins.torchrun.features.functions.values import ValuesOnDisk
+from metaflow_extensions.torchrun.plugins.torchrun.task.function_values import ValuesOnDisk
 
 def peak_mb():  # of this program alone; ru_maxrss knows what the process was before
     with open("/proc/self/status") as file:

@@ -102,7 +102,7 @@ def test_a_program_that_is_a_module_of_a_package(folder):
 IN_A_SHELL = """
 import io, linecache, pickle, sys, traceback
 from IPython.core.interactiveshell import InteractiveShell
-from metaflow_extensions.torchrun.plugins.torchrun.features.functions import function_worker
+from metaflow_extensions.torchrun.plugins.torchrun.worker import function_worker
 
 shell = InteractiveShell.instance()
 shell.run_cell("def fail():\\n    return [][3]  # of a cell", store_history=True)

@@ -77,7 +77,7 @@ def test_what_nodes_tell_of_their_workers_is_kept_while_these_run():
     for generation, key in ((0, "a"), (1, "late"), (7, "late")):
         gang.say(1, say.Report("functions", 0, generation, {"2": key}))
     gang.play("all_ended").say(1, say.Report("functions", 0, 0, {"3": "late"}))
-    told = [verdict.features for node in (0, 1) for verdict in gang.got(node, "Verdict")]
+    told = [verdict.left for node in (0, 1) for verdict in gang.got(node, "Verdict")]
     assert told == [{"functions": {"2": "a"}}, {}]
 
 
@@ -345,7 +345,7 @@ def test_a_failure_in_the_pause_before_a_restart_is_the_cause_and_what_is_left_i
     gang.say(0, say.Report("outputs", 0, 0, stored))
     error = gang.play("stored 0").verdict(0)
     told = {"outputs": {"nodes": {"0": ["k", 1, 2]}}}
-    assert gang.got(0, "Verdict")[0].features == told, "the verdict comes after it"
+    assert gang.got(0, "Verdict")[0].left == told, "the verdict comes after it"
     assert (error.cause["kind"], "after 1 restart" in str(error)) == ("lost", False), "there was none"
 
 

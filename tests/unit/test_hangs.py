@@ -6,21 +6,19 @@ import socket
 import time
 from dataclasses import replace
 from pathlib import Path
-from types import MappingProxyType, SimpleNamespace
+from types import SimpleNamespace
 
 import pytest
 from fake_node import ERROR, FakeNode
 from gang_views import Story, crash, place
 
 from metaflow_extensions.torchrun.plugins.torchrun.elements.model import Block, Cells
-from metaflow_extensions.torchrun.plugins.torchrun.features.hangs import watch
-from metaflow_extensions.torchrun.plugins.torchrun.features.hangs.watch import HangWatcher
-from metaflow_extensions.torchrun.plugins.torchrun.features.progress import watch as progress
 from metaflow_extensions.torchrun.plugins.torchrun.gang.hangs import Diagnostics, Hangs, alike
 from metaflow_extensions.torchrun.plugins.torchrun.gang.messages import Report
 from metaflow_extensions.torchrun.plugins.torchrun.gang.policy import LaunchPolicy
 from metaflow_extensions.torchrun.plugins.torchrun.gang.wire import to_plain
 from metaflow_extensions.torchrun.plugins.torchrun.machine.frames import Found, without_stack
+from metaflow_extensions.torchrun.plugins.torchrun.node.hang_observer import HangObserver
 from metaflow_extensions.torchrun.plugins.torchrun.show.page import page_of
 
 
@@ -169,7 +167,7 @@ def test_ranks_without_a_stack_are_alike_only_for_the_same_reason():
 
 def hanging(**policy):
     """Return a gang whose second launch has hung; it is stopped."""
-    policy = {"features": {"hangs": {"timeout_s": 30.0}}, **policy}
+    policy = {"hang_timeout_s": 30.0, **policy}
     story = Story().running().ended().ready(launch=1, policy=policy).report("started").report("hangs", age_s=0.0)
     story.at(story.now + 31)
     for node, ranks in enumerate(FOUND):
@@ -214,9 +212,8 @@ def test_a_gang_that_waits_for_the_reader_of_its_output_says_so():
 # --- on a node --------------------------------------------------------------------------------------
 
 
-def node_with(tmp_path, timeout_s, more=MappingProxyType({})):
-    policy = LaunchPolicy(features={"hangs": {"timeout_s": timeout_s}})
-    return FakeNode(tmp_path, policy=policy, watches={"hangs": watch.PART, **more})
+def node_with(tmp_path, timeout_s):
+    return FakeNode(tmp_path, policy=LaunchPolicy(hang_timeout_s=timeout_s))
 
 
 def test_a_rank_that_has_ended_is_told_for_the_others_may_wait_for_it(tmp_path):
@@ -234,9 +231,10 @@ class Life:
     def __init__(self, monkeypatch, port):
         self.now, self.at, self.is_held_up = 1000.0, None, False
         monkeypatch.setattr(time, "monotonic", lambda: self.now)
-        here = SimpleNamespace(port=port, is_held_up=lambda: self.is_held_up, active_at=lambda: self.at)
+        here = SimpleNamespace(is_held_up=lambda: self.is_held_up, active_at=lambda: self.at)
+        here.go, here.request = SimpleNamespace(port=port), SimpleNamespace(policy=LaunchPolicy(hang_timeout_s=30.0))
         here.running = lambda: {0: os.getpid()}
-        self.watcher = HangWatcher(here, 30.0)
+        self.watcher = HangObserver(here)
 
 
 def test_a_worker_that_joins_a_process_group_shows_a_sign_of_life(monkeypatch):
@@ -265,7 +263,7 @@ def test_a_wait_for_the_reader_is_told_now_and_then_and_its_end_at_once(monkeypa
 
 
 def test_a_step_that_a_worker_tells_is_a_sign_of_life(tmp_path):
-    node = node_with(tmp_path, 1000.0, more={"progress": progress.PART})
+    node = node_with(tmp_path, 1000.0)
     agent = node.running()
     Path(agent.env["TORCHRUN_METRICS_FOLDER"], "0.jsonl").write_text('{"step": 1}\n')
     news = [node.next_message() for _ in range(3)]

@@ -8,20 +8,21 @@ import subprocess
 import sys
 import time
 from contextlib import contextmanager
+from types import SimpleNamespace
 
 import pytest
 from limits import limit_s
 from unit_helpers import eventually, is_running, worker_environment, write
 
-from metaflow_extensions.torchrun.plugins.torchrun.features.hangs.stacks import collect
 from metaflow_extensions.torchrun.plugins.torchrun.machine import processes, stacks
+from metaflow_extensions.torchrun.plugins.torchrun.node.hang_observer import collect
 
 HANG = "print('ready', flush=True); import time; time.sleep(1000)"
 
 
 def hooked(folder, env=()):
     """Return the environment of a worker with our hook."""
-    hook = {**stacks.hook_environment(), "TORCHRUN_STACKS_FOLDER": str(folder), "TORCHRUN_HOOKS": stacks.HOOK}
+    hook = {**stacks.hook_environment(), "TORCHRUN_STACKS_FOLDER": str(folder)}
     return worker_environment({**os.environ, **dict(env), **hook}, folder.parent)
 
 
@@ -48,7 +49,7 @@ def until(pid, state):
 
 
 def collected(workers, within_s=60.0):
-    return asyncio.run(collect(workers, within_s))
+    return SimpleNamespace(**dict(zip(("text", "ranks"), asyncio.run(collect(workers, within_s)), strict=True)))
 
 
 def where_of(found):

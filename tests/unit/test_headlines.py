@@ -8,7 +8,7 @@ from metaflow_extensions.torchrun.plugins.torchrun.gang.messages import Go
 from metaflow_extensions.torchrun.plugins.torchrun.launch.spec import LaunchSpec
 from metaflow_extensions.torchrun.plugins.torchrun.machine.accelerators import Machine
 from metaflow_extensions.torchrun.plugins.torchrun.node.headlines import end_line
-from metaflow_extensions.torchrun.plugins.torchrun.node.plan import Plan
+from metaflow_extensions.torchrun.plugins.torchrun.node.request import Request
 
 GO = Go(2, 0, 29500, "gang", 0, 0)
 
@@ -37,5 +37,5 @@ def test_the_end_says_how_long_and_how_often():
 )
 def test_whose_lines_a_node_shows(logs, node, shown):
     spec = LaunchSpec("train.py", (), False, 2, 2, node, "python3")
-    plan = Plan(spec, "127.0.0.1", Machine(1), lambda *_: True, logs=logs)
+    plan = Request(spec, "127.0.0.1", Machine(1), logs=logs)
     assert [local_rank for local_rank in (0, 1) if not plan.hides(local_rank)] == shown

@@ -17,10 +17,8 @@ from metaflow_extensions.torchrun.plugins.torchrun.errors import (
     TorchrunError,
     TorchrunPreempted,
 )
-from metaflow_extensions.torchrun.plugins.torchrun.features.outputs.in_task import Outputs
 from metaflow_extensions.torchrun.plugins.torchrun.gang.messages import Abort, Store, Stored, Verdict, to_wire
 from metaflow_extensions.torchrun.plugins.torchrun.gang.wire import to_plain
-from metaflow_extensions.torchrun.plugins.torchrun.launch.services import InTask, RunCall, Service, Services, ToStore
 from metaflow_extensions.torchrun.plugins.torchrun.launch.spec import LaunchSpec
 from metaflow_extensions.torchrun.plugins.torchrun.launch.transfer import PATIENCE_S, Step, TransferFailed
 from metaflow_extensions.torchrun.plugins.torchrun.machine.accelerators import Machine
@@ -30,6 +28,7 @@ from metaflow_extensions.torchrun.plugins.torchrun.node.request import Request
 from metaflow_extensions.torchrun.plugins.torchrun.task import launch_call
 from metaflow_extensions.torchrun.plugins.torchrun.task.launch_call import LaunchCall
 from metaflow_extensions.torchrun.plugins.torchrun.task.results import result_of
+from metaflow_extensions.torchrun.plugins.torchrun.task.services import Services
 
 
 class Call:
@@ -61,8 +60,8 @@ class Call:
         self.says("ended", number, {"handled": 0, **told})
         return self.came.get(timeout=HANG_S)
 
-    def ends_well(self, error=None, features=None, **told):
-        outcome = Outcome(Verdict(0, error, features=features or {}), "torchrun x", {1: 0}, (), 1.5)
+    def ends_well(self, error=None, left=None, **told):
+        outcome = Outcome(Verdict(0, error, left=left or {}), "torchrun x", {1: 0}, (), 1.5)
         return self.ends(outcome=to_plain(outcome), **told)
 
 
@@ -116,7 +115,7 @@ def test_each_generation_stores_its_own_outputs(generation, tmp_path, monkeypatc
     (tmp_path / "model.pt").write_text("weights")
     store = MemoryStore()
     run = settings_of_run(outputs=["*.pt"], outputs_from="all")
-    call = Call(services=Services.of({"outputs": Outputs()}, RunCall(run, 2, 1, store)), store=store)
+    call = Call(services=Services.of(run, 2, 1, store), store=store)
     for number, error in ((0, None), (generation, ERROR)):
         before = len(store.data)
         call.says("store", to_wire(Store(0, number, error, None if error is None else 60.0)))
@@ -193,10 +192,13 @@ def test_a_launch_that_is_given_up_is_awaited_a_bounded_time(monkeypatch):
 # --- what the workers have left ---------------------------------------------------------------------
 
 
-class Files(Service):
+class Files:
     """Stores something of ranks 2 and 3; its datastore waits for the test's words, and the word "fail" is an error."""
 
     folder, stores, where = None, True, "the s3 datastore s3://bucket"
+
+    def begin(self, spec):
+        pass
 
     def __init__(self):
         self.words, self.saving, self.keys = queue.Queue(), threading.Semaphore(0), {}
@@ -214,7 +216,7 @@ class Files(Service):
         error.outputs = told
 
 
-class Left(ToStore):
+class Left:
     """What is left of both."""
 
     def __init__(self, files):
@@ -233,6 +235,9 @@ class Left(ToStore):
     def told(self):
         return dict(self.files.keys) or None
 
+    def lines(self, problem, seconds):
+        return ()
+
 
 @pytest.fixture
 def files():
@@ -244,7 +249,7 @@ def files():
 
 def storing(files, *about):
     """Return a call that stores what the workers have left, and waits for its datastore."""
-    call = Call(services=Services({"files": files}), store=files)
+    call = Call(services=Services(outputs=files), store=files)
     call.says("store", to_wire(Store(0, *about)))
     return call
 
@@ -253,7 +258,7 @@ def stored_of(call):
     """Return what was told of the service, and *stored*."""
     told = []
     while not isinstance(message := call.link.messages.get(timeout=HANG_S), Stored):
-        told += [message.data] if message.kind == "files" else []
+        told += [message.data] if message.kind == "outputs" else []
     return told, message
 
 
@@ -278,7 +283,7 @@ def test_what_is_left_of_a_failed_launch_is_stored_and_its_loss_is_no_failure(wo
     told, stored = stored_of(call)
     assert (stored.generation, stored.failures) == (3, ())
     assert told == ([{"2": "key 2", "3": "key 3"}] if word == "go on" else [])
-    assert call.ends_well(ERROR, {"files": {"2": "key"}}).outputs == {"2": "key"}
+    assert call.ends_well(ERROR, {"outputs": {"2": "key"}}).outputs == {"2": "key"}
 
 
 def test_what_can_not_be_stored_is_a_failure_of_a_launch_that_had_ended_well(files):
@@ -300,31 +305,8 @@ def test_what_can_not_even_be_prepared_for_the_store_does_not_hide_why_the_launc
 
 
 def test_a_result_that_can_not_be_loaded_is_a_failure_of_a_launch_that_had_ended_well(files):
-    call = Call(services=Services({"files": files}))
-    outcome = call.ends_well(features={"files": {"2": "key"}})
+    call = Call(services=Services(outputs=files))
+    outcome = call.ends_well(left={"outputs": {"2": "key"}})
     with pytest.raises(LaunchFailed, match="had ended well on all nodes") as caught:
         result_of(outcome, call.call.request.spec, call.member, call.call.services)
     assert (caught.value.cause["category"], caught.value.outputs) == ("store", {"2": "key"})
-
-
-class Gives(InTask):
-    """Gives a service that counts how often it was closed, or refuses."""
-
-    def __init__(self, refuses=False):
-        self.refuses, self.closed = refuses, []
-
-    def service(self, call):
-        if self.refuses:
-            raise TorchrunError("not so")
-        service = Service()
-        service.close = lambda: self.closed.append(1)
-        return service
-
-
-def test_services_are_closed_at_the_end_and_where_another_is_refused():
-    one, other = Gives(), Gives()
-    with Services.of({"one": one, "none": InTask()}, None):
-        assert one.closed == []
-    with pytest.raises(TorchrunError, match="not so"):
-        Services.of({"other": other, "refuses": Gives(refuses=True)}, None)
-    assert (one.closed, other.closed) == ([1], [1])

@@ -8,7 +8,7 @@ import pytest
 from loops import InLoop, Loop
 from unit_helpers import eventually
 
-from metaflow_extensions.torchrun.plugins.torchrun.gang.messages import Ready
+from metaflow_extensions.torchrun.plugins.torchrun.gang.messages import Ready, Restart
 from metaflow_extensions.torchrun.plugins.torchrun.gang.wire import from_plain, to_plain
 from metaflow_extensions.torchrun.plugins.torchrun.launch.spec import LaunchSpec
 from metaflow_extensions.torchrun.plugins.torchrun.machine.accelerators import Machine
@@ -45,7 +45,7 @@ def node():
     seat = InLoop(loop, lambda: Seat(0, 1, lambda event: None, gang))
     warm, output = Mock(), Mock()
     tell = lambda *frame: frames.append(frame)  # noqa: E731
-    make = lambda: Launches(tell, seat.itself, output, Mock(), (), warm)  # noqa: E731
+    make = lambda: Launches(tell, seat.itself, output, Mock(), warm)  # noqa: E731
     launches = InLoop(loop, make)
     yield SimpleNamespace(launches=launches, seat=seat, told=frames, sent=sent, warm=warm, output=output, loop=loop)
     loop.stop()
@@ -95,14 +95,14 @@ def test_nothing_becomes_of_a_spare_that_has_imported_before_the_commands(warm, 
 
 def test_a_bug_of_ours_is_told_as_one(node):
     node.launches.run(0, told(request_of()))
-    node.loop.post(lambda: node.seat.itself.inbox.put_nowait("no news at all"))
+    node.loop.post(lambda: node.seat.itself.inbox.put_nowait(Restart(0, 1, 1, 1, 1.0, None)))
     assert "bug in metaflow-torchrun" in ended(node)[2]["error"]["message"]
 
 
 @pytest.mark.parametrize(("logs", "nodes_here", "is_sent"), [("all", 1, True), ("all", 2, False), ("node", 1, False)])
 def test_lines_are_sent_where_the_control_node_shows_them_and_has_another_terminal(logs, nodes_here, is_sent):
     sent, output = [], Mock()
-    launches = Launches(print, Mock(), output, lambda *lines: sent.append(lines), (), None)
+    launches = Launches(print, Mock(), output, lambda *lines: sent.append(lines), None)
     write = launches._writer(request_of(logs=logs, machine=Machine(4, nodes_here=nodes_here)))
     write("stdout", "größe\n".encode())
     write("stdout", b"")

@@ -9,26 +9,19 @@ from pathlib import Path
 import pytest
 
 from metaflow_extensions.torchrun.plugins import torchrun as package
-from metaflow_extensions.torchrun.plugins.torchrun.feature_list import FEATURES
 from metaflow_extensions.torchrun.plugins.torchrun.machine import detached
 
 FOLDER = Path(package.__file__).parent
 PICTURE = Path(__file__).parents[2] / "docs" / "architecture.md"
 
-# They run in processes of their own: they import none of ours.
+# What runs in agents, workers and spares, without the package: it imports what lies beside it, at most.
 SCRIPTS = "worker"
-# So do these, which are a feature's. The task imports function_worker, too, so that both sides pickle alike.
-SCRIPTS_OF_FEATURES = (
-    "machine.stacks_hook",
-    "features.functions.function_worker",
-)
-# These import torch, in functions that workers call.
-CALLED_BY_WORKERS = ("features.functions.function_worker",)
+# So does this.
+SCRIPT_OF_MACHINE = "machine.stacks_hook"
+# This imports torch, in functions that workers call. The task imports it, too, so that both sides pickle alike.
+CALLED_BY_WORKERS = ("worker.function_worker", "worker.agent")
 # Besides `compat`, these may import Metaflow, and what it promises: `current` and the base of its exceptions.
 KNOW_METAFLOW = {"decorator", "gang_of_one", "errors", "tracebacks", "show.gang_part", "task.task_gang"}
-# They alone know the one list of features.
-WIRE_FEATURES = {"decorator", "gang_of_one", "supervisor.process"}
-LIST_OF_FEATURES = "feature_list"
 # `metaflow` imports these whenever it is imported, whether or not a flow has a step of ours; all others wait for one.
 IMPORTED_WITH_METAFLOW = {
     "decorator",
@@ -58,12 +51,7 @@ def layers_in_the_docs():
 
 
 LAYERS = layers_in_the_docs()
-# A room may lie in another: features/usage. What lies in `scripts` is no room.
-ROOMS = sorted(
-    str(path.parent.relative_to(FOLDER))
-    for path in FOLDER.glob("*/**/__init__.py")
-    if path.relative_to(FOLDER).parts[0] != SCRIPTS
-)
+ROOMS = sorted(path.parent.name for path in FOLDER.glob("*/__init__.py"))
 MODULES = sorted(
     ".".join(path.relative_to(FOLDER).with_suffix("").parts)
     for path in [*FOLDER.glob("*.py"), *(path for room in ROOMS for path in (FOLDER / room).glob("*.py"))]
@@ -129,33 +117,6 @@ def test_a_module_imports_only_from_its_own_room_and_from_lower_layers(module):
     assert not above, f"{module} imports {above}, which do not stand below it in docs/architecture.md"
 
 
-@pytest.mark.parametrize("module", MODULES)
-def test_the_core_knows_no_feature_and_no_feature_another(module):
-    """So a feature's folder can be taken out: tests/integration/test_without_a_feature.py does it."""
-    known = {other for other in TYPED_IMPORTS[module] if other.startswith(("features.", LIST_OF_FEATURES))}
-    if module in WIRE_FEATURES:
-        assert known == {LIST_OF_FEATURES}
-    else:
-        assert {place_of(other) for other in known} <= {place_of(module)} - {LIST_OF_FEATURES}
-
-
-def test_the_list_of_features_names_the_parts_that_there_are():
-    parts = {"in_task", "watch"}
-    folders = [path.parent for path in (FOLDER / "features").glob("*/__init__.py")]
-    found = {folder.name: {path.stem for path in folder.glob("*.py")} & parts for folder in folders}
-    assert {name: set(having) for name, having in FEATURES.items()} == found
-
-
-@pytest.mark.parametrize(("feature", "part"), [(name, part) for name, having in FEATURES.items() for part in having])
-def test_a_part_of_a_feature_needs_no_other_part(feature, part):
-    """They run in different processes, which share what is told."""
-    own, more = set(), {f"features.{feature}.{part}"}
-    while more:
-        own |= more
-        more = {other for module in more for other in IMPORTS[module][0] if other.startswith("features.")} - own
-    assert own & {f"features.{feature}.{other}" for other in FEATURES[feature]} == {f"features.{feature}.{part}"}
-
-
 def test_no_modules_import_each_other_in_a_circle():
     left = TYPED_IMPORTS
     while leaves := {module for module, ours in left.items() if not ours & left.keys()}:
@@ -210,21 +171,15 @@ def test_a_supervisor_starts_without_metaflow_and_without_site_packages():
     assert foreign <= {*sys.stdlib_module_names, "__main__", "sitecustomize"}
 
 
-def test_a_spare_imports_only_what_lies_beside_it():
-    """It runs without the package."""
-    needed = {f"features.warm.{name}" for name in ("before", "spare_process")}
-    assert {name for module in (*needed, "features.warm.spare") for name in IMPORTS[module][0]} == needed
-
-
-@pytest.mark.parametrize("script", SCRIPTS_OF_FEATURES)
-def test_a_features_script_imports_nothing_of_ours(script):
-    assert IMPORTS[script][0] == set()
+def test_scripts_import_only_what_lies_beside_them():
+    assert IMPORTS[SCRIPT_OF_MACHINE][0] == set()
+    of_scripts = {module for module in MODULES if place_of(module) == SCRIPTS}
+    assert {name for module in of_scripts for name in IMPORTS[module][0]} == {"worker.before", "worker.spare_process"}
 
 
 def test_a_workers_script_takes_no_module_of_ours_for_one_of_pythons():
     """Its folder stands first on its ``sys.path`` while it imports what it needs itself."""
-    folders = [FOLDER / SCRIPTS, *(FOLDER / place_of(script) for script in SCRIPTS_OF_FEATURES)]
-    assert not {path.stem for folder in folders for path in folder.glob("*.py")} & set(sys.stdlib_module_names)
+    assert not {path.stem for path in (FOLDER / SCRIPTS).glob("*.py")} & set(sys.stdlib_module_names)
 
 
 def test_a_room_itself_holds_no_code():

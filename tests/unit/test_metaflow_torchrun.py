@@ -11,8 +11,8 @@ import pytest
 from metaflow_torchrun import report
 from unit_helpers import worker_environment, write
 
-from metaflow_extensions.torchrun.plugins.torchrun.features.progress.lines import MAX_BYTES, LineReader
 from metaflow_extensions.torchrun.plugins.torchrun.launch.command import IMPORTABLE, agent_environment
+from metaflow_extensions.torchrun.plugins.torchrun.node.metric_lines import MAX_BYTES, LineReader
 
 
 @pytest.fixture

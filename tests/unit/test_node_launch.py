@@ -1,20 +1,43 @@
 """What one node does in one launch: which message follows on what its agent says and what its gang decides."""
 
 import json
+import queue
 import signal
 import time
+from contextlib import suppress
+from dataclasses import asdict, replace
 
 import pytest
-from fake_node import NOBODY, FakeNode
-from unit_helpers import write
+from fake_node import DEADLINE_S, ERROR, NOBODY, FakeNode
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as some
+from unit_helpers import eventually, write
 
+from metaflow_extensions.torchrun.plugins.torchrun.errors import LaunchFailed, LaunchTimeout, TorchrunPreempted
+from metaflow_extensions.torchrun.plugins.torchrun.gang.cause import Cause
+from metaflow_extensions.torchrun.plugins.torchrun.gang.group import Group
 from metaflow_extensions.torchrun.plugins.torchrun.gang.messages import (
+    Ask,
+    Ended,
     Failed,
+    Go,
+    Report,
+    Restart,
+    Stop,
+    Store,
+    Verdict,
 )
+from metaflow_extensions.torchrun.plugins.torchrun.gang.policy import LaunchPolicy
+from metaflow_extensions.torchrun.plugins.torchrun.gang.view import Happened
 from metaflow_extensions.torchrun.plugins.torchrun.node.agent_events import (
     AgentEnded,
+    End,
+    Refused,
+    Unreached,
     WorkerEnded,
+    WorkerStarted,
 )
+from metaflow_extensions.torchrun.plugins.torchrun.node.endings import Broken, GivenUp, MustEnd, TimedOut
 
 STOP, CLOSE = ("stop", 30.0), ("close", 0.0)
 
@@ -98,3 +121,212 @@ def test_the_ranks_that_fail_in_the_same_way_are_told_with_the_first(node):
     node.worker_ended(agent, 1, -signal.SIGTERM, stopped=True)  # it was killed after it had raised
     (failure,) = node.ends(agent).failures
     assert (failure.cause.rank, failure.ranks) == (1, (1, 0))
+
+
+# --- what follows on what -------------------------------------------------------------------------
+
+CAUSE = Cause("exit", 0, "host", 1, 1, 3)
+MUST_END, TIME_IS_UP = MustEnd("its machine goes"), TimedOut("too long")
+
+
+class Warm:
+    """Spares of a node, of which only the order to prepare some is seen."""
+
+    def __init__(self):
+        self.prepared = 0
+
+    def prepare(self):
+        self.prepared += 1
+
+    def start(self, *_):
+        raise AssertionError("the agents here are fake ones")
+
+
+def words_of(node):
+    """Return what a node has sent so far, each by its kind, and "given up" for what says so."""
+    found = []
+    while not node._sent.empty():
+        message = node.next_message()
+        word = message.kind if isinstance(message, Report) else type(message).__name__
+        found.append(f"{word}, given up" if getattr(message, "given_up", False) else word)
+    return found
+
+
+def test_a_launch_reports_each_sign_once_in_a_generation_and_ends_with_its_verdict(tmp_path):
+    warm = Warm()
+    node = FakeNode(tmp_path, spares=warm, warm="agent")
+    for generation in (0, 1):
+        agent = node.running() if generation == 0 else node.go(1)
+        for local_rank in (0, 1) if generation else ():
+            agent.say(WorkerStarted(local_rank, local_rank, NOBODY + local_rank))
+        if generation:
+            node.report("started")
+        node.worker_writes(agent, "stdout", "hello\n")
+        node.report("wrote")
+        node.all_end_well(agent)
+        ended = node.expect(Ended)
+        assert (ended.generation, ended.ok, ended.exit_codes) == (generation, True, {0: 0, 1: 0})
+        assert warm.prepared == generation + 1, "a restart may follow"
+    result = node.verdict()
+    assert (result.exit_codes, warm.prepared, words_of(node)) == ({0: 0, 1: 0}, 3, [])
+    assert not list(tmp_path.iterdir()), "all folders are gone"
+
+
+@pytest.mark.parametrize(("news", "error"), [(MUST_END, TorchrunPreempted), (TIME_IS_UP, LaunchTimeout)])
+def test_what_interrupts_a_node_without_workers_ends_its_launch_at_once(news, error, tmp_path):
+    for begin in ("launch", "prepare"):
+        commands = (("sleep", "60"),) if begin == "prepare" else ()
+        node = FakeNode(tmp_path, commands=commands)
+        getattr(node, begin)()
+        node.interrupt(news)
+        assert isinstance(node.outcome(), error)
+        assert words_of(node) == ["Failed, given up", "Ended"]
+
+
+def test_an_order_to_end_lets_the_gang_decide_while_workers_run_and_a_second_one_ends_at_once(tmp_path):
+    texts = []
+    for max_restarts in (0, 1):
+        node = FakeNode(tmp_path, 1, policy=LaunchPolicy(max_restarts=max_restarts))
+        agent = node.running()
+        node.interrupt(MUST_END)
+        assert not node.expect(Failed).given_up
+        assert "stop" not in str(agent.orders)
+        node.interrupt(MUST_END)
+        texts.append(str(node.outcome()))
+        assert words_of(node) == ["Failed, given up", "Ended"]
+        assert agent.orders[-1] == ("close", 30.0)
+        assert node.texts("stopping") == ["was preempted: its machine goes; stopping all nodes"]
+    assert "With Metaflow's @retry a new gang starts" in texts[0]
+    assert texts[1].endswith("The other nodes go on without it if they can.")
+
+
+@pytest.mark.parametrize("cause", [None, CAUSE])
+def test_a_launch_that_the_task_gives_up_is_stopped_and_the_gang_hears_why(cause, node):
+    agent = node.running()
+    node.interrupt(GivenUp(cause))
+    assert isinstance(node.outcome(), GivenUp)
+    assert words_of(node) == ["Failed, given up"] * (cause is not None) + ["Ended"]
+    assert agent.orders[-1] == ("close", 30.0)
+
+
+def test_a_verdict_while_workers_run_ends_them_here(node):
+    agent = node.running()
+    assert node.verdict(ERROR) is ERROR
+    assert (agent.orders[-1], words_of(node)) == (("close", 30.0), [])
+
+
+def test_an_agent_that_can_not_be_started_is_the_end_of_the_generation(tmp_path):
+    node = FakeNode(tmp_path, stores=True)
+    node.new_agent = None  # calling it raises
+    node.launch()
+    node.say_go()
+    ended = node.expect(Ended)
+    assert (ended.ok, ended.stores, ended.failures[0].cause.kind) == (False, True, "agent")
+    assert node.verdict(ERROR) is ERROR
+
+
+def test_what_is_stored_is_given_up_before_a_restart_at_a_stop_and_at_an_error(node):
+    agent = node.running()
+    node.seat.deliver(Store(0, 0, ERROR))
+    node.all_end_well(agent)
+    node.expect(Ended)
+    assert node.stored == [], "workers still ran"
+    for news, stored in ((Store(0, 0), 1), (Stop(0, 0), 2), (Store(0, 0), 3), (Verdict(0, ERROR), 4)):
+        node.seat.deliver(news)
+        eventually(lambda stored=stored: len(node.stored) == stored)
+    assert [each is None for each in node.stored] == [False, True, False, True]
+    assert node.outcome() is ERROR
+
+
+def test_the_error_that_store_has_announced_is_raised_when_the_gang_breaks(node):
+    error, event = LaunchFailed("Rank 3 failed."), Happened("exited", 1.0, 2.0, "exited with code 1")
+    node.launch()
+    node.seat.deliver(Store(0, 0, error, 3.0, (event,)))
+    node.interrupt(Broken(ERROR))
+    assert node.outcome() is error
+    assert error.events == [asdict(event)]
+
+
+def test_a_restart_says_what_it_waits_for_and_then_which_nodes_take_part(node):
+    lost = Cause("terminated", 0, "host", exception="its machine goes")
+    raised = replace(CAUSE, exception="RuntimeError: CUDA error\nCompile with more\n", kind="exception")
+    node.ends_first = node.running()
+    node.all_end_well(node.ends_first)
+    node.expect(Ended)
+    node.seat.deliver(Restart(0, 1, 1, 2, 1.0, raised))
+    node.seat.deliver(Restart(0, 2, 1, 1, 0.0, lost, (1, 3)))
+    agent = node.go(1, left=(1,), came=(2,))
+    node.all_end_well(agent)
+    result = node.ends_well(agent)[1]
+    announced, waits, then = node.texts("restart")
+    assert announced.startswith("restart 1 of 2: all workers start again in 1 s, because rank 1 ")
+    assert announced.endswith(" failed with RuntimeError: CUDA error")
+    assert waits.startswith("all workers start again when nodes 1, 3 have started again, because node 0 (host host) ")
+    assert then == "node 2, a spare, takes the place of node 1"
+    assert [(each["generation"], each["left"], each["came"]) for each in result.restarts] == [
+        (1, [], []),
+        (2, [1], [2]),
+    ]
+
+
+@pytest.mark.parametrize(("group", "ranks"), [(Group(2), "2"), (Group(1, (0,)), "0"), (Group(1), None)])
+def test_a_node_has_the_ranks_of_its_place_in_the_group(group, ranks, tmp_path):
+    """That is node 1, whose workers have another place after a loss; a spare has none."""
+    node = FakeNode(tmp_path, 1)
+    node.launch()
+    node.say_go(group=group)
+    if ranks is None:
+        assert node.verdict() is not None
+        assert node._agents.empty()
+    else:
+        agent = node._agents.get(timeout=DEADLINE_S)
+        assert f"--node-rank={int(ranks) // 2}" in agent.command
+        node.verdict(ERROR)
+
+
+def test_the_control_node_says_why_it_stops_and_how_a_launch_that_went_has_ended(node):
+    agent = node.running()
+    node.stop(because="rank 3 failed", teller=1)
+    agent.say(End(-9))
+    node.expect(Ended)
+    node.verdict(ERROR)
+    assert [kind for kind, _ in node.said] == ["facts", "chosen", "command", "stopping", "ended"]
+
+
+NEWS = [
+    *(Go(0, generation, 29500, "gang", generation, 3) for generation in (0, 1)),
+    *(Stop(0, 0), Stop(0, 0, "rank 3 failed", 1, signal.SIGUSR1, "exit"), Restart(0, 1, 1, 2, 1.0, CAUSE)),
+    *(Ask(0, 0, "stacks", {"id": 1}), Store(0, 0), Store(0, 0, ERROR, 3.0), Verdict(0), Verdict(0, ERROR)),
+    *(Broken(ERROR), MUST_END, TIME_IS_UP, GivenUp(None), GivenUp(CAUSE)),
+    *(Go(1, 0, 1, "gang", 0, 0), Ask(1, 0, "a", {}), Stop(1, 0), Restart(1, 1, 1, 2, 1.0, CAUSE), Store(1, 0)),
+    Verdict(1),
+]
+OF_AGENT = [
+    *(WorkerStarted(0, 0, NOBODY), WorkerEnded(0, 0, NOBODY, 0, False, 0.0), WorkerEnded(1, 1, NOBODY, 3, False, 0.0)),
+    *(AgentEnded(0, 0.0), AgentEnded(1, 0.0), End(0), End(-9), Refused("there is none"), Unreached("no answer")),
+]
+
+
+@settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(many=some.lists(some.sampled_from([*NEWS, *OF_AGENT]), max_size=10))
+def test_a_node_ends_after_any_order_of_news_with_nothing_left(many, tmp_path):
+    node, agents = FakeNode(tmp_path), []
+    node.launch()
+    for each in many:
+        if each in NEWS:
+            node.interrupt(each)
+        elif agents:
+            agents[-1].say(each)
+        if isinstance(each, Go):
+            with suppress(queue.Empty):
+                agents.append(node._agents.get(timeout=0.05))
+    node.interrupt(GivenUp(None))
+    end = node.outcome()
+    while not node._agents.empty():
+        agents.append(node._agents.get())
+    assert all(agent.orders[-1][0] == "close" for agent in agents)
+    assert not list(tmp_path.iterdir())
+    told = words_of(node)
+    is_decided = not isinstance(end, BaseException) or end is ERROR
+    assert "Ended" in told or is_decided, "the gang hears of it"
+    assert node.stored[-1:] != [None] or len(node.stored) % 2 == 0

@@ -5,11 +5,10 @@ from gang_views import Story, crash, place
 from unit_helpers import MemoryStore, settings_of_run
 
 from metaflow_extensions.torchrun.plugins.torchrun.errors import TorchrunConfigError
-from metaflow_extensions.torchrun.plugins.torchrun.features.outputs.in_task import Outputs
 from metaflow_extensions.torchrun.plugins.torchrun.gang.messages import Verdict
-from metaflow_extensions.torchrun.plugins.torchrun.launch.services import RunCall, Services
 from metaflow_extensions.torchrun.plugins.torchrun.show.as_text import lines_of
 from metaflow_extensions.torchrun.plugins.torchrun.show.page import page_of
+from metaflow_extensions.torchrun.plugins.torchrun.task.services import Services
 
 
 @pytest.fixture
@@ -18,7 +17,7 @@ def store():
 
 
 def services_of(store, number=0, **arguments):
-    return Services.of({"outputs": Outputs()}, RunCall(settings_of_run(**arguments), 2, number, store))
+    return Services.of(settings_of_run(**arguments), 2, number, store)
 
 
 @pytest.mark.parametrize(
@@ -43,8 +42,7 @@ ROWS[1] = {"key": "k1", "files": 1, "size": 5, "names": []}
 
 def storing(store, failing=(), **rules):
     """Return a gang whose nodes have told where their files are; node 0 has stored all that it has."""
-    features = services_of(store, outputs=["*.pt"]).policies
-    story = Story(2 + len(rules), **rules).running(policy={"features": features, "max_restarts": len(rules)})
+    story = Story(2 + len(rules), **rules).running(policy={"stores_outputs": True, "max_restarts": len(rules)})
     story = story.failed(*failing) if failing else story
     story.ended(codes=(-15, -15) if failing else (0, 0), stores=True)
     for node, row in ROWS.items():
@@ -55,7 +53,7 @@ def storing(store, failing=(), **rules):
 @pytest.mark.parametrize("failing", [(), (crash(),)])
 def test_where_outputs_are_is_known_told_and_shown(store, failing):
     story = storing(store, failing).stored(1)
-    told = {node: each.features["outputs"]["nodes"] for node, each in story.sent if isinstance(each, Verdict)}
+    told = {node: each.left["outputs"]["nodes"] for node, each in story.sent if isinstance(each, Verdict)}
     of_control = {"0": ["k0", 2, 3_000_000]}
     assert told == {0: {**of_control, "1": ["k1", 1, 5]}, 1: of_control}
     assert story.view.outputs == {0: ROWS}

@@ -16,11 +16,11 @@ from metaflow_extensions.torchrun.plugins.torchrun.channel.registry import Regis
 from metaflow_extensions.torchrun.plugins.torchrun.compat.datastore import DatastoreValues
 from metaflow_extensions.torchrun.plugins.torchrun.datastore_outputs import DatastoreOutputs
 from metaflow_extensions.torchrun.plugins.torchrun.errors import TorchrunError
-from metaflow_extensions.torchrun.plugins.torchrun.features.outputs import storing
-from metaflow_extensions.torchrun.plugins.torchrun.features.outputs.storing import FilesToStore
 from metaflow_extensions.torchrun.plugins.torchrun.gang.view import GangView
 from metaflow_extensions.torchrun.plugins.torchrun.show import commands
 from metaflow_extensions.torchrun.plugins.torchrun.show.outputs_command import outputs_of
+from metaflow_extensions.torchrun.plugins.torchrun.task import output_storing as storing
+from metaflow_extensions.torchrun.plugins.torchrun.task.output_storing import FilesToStore
 
 KIB = 1024
 

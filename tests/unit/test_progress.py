@@ -10,8 +10,6 @@ from gang_views import Story, crash, place
 from unit_helpers import eventually, write
 
 from metaflow_extensions.torchrun.plugins.torchrun.elements.model import Chart, Facts, Sentence
-from metaflow_extensions.torchrun.plugins.torchrun.features.progress import in_task, watch
-from metaflow_extensions.torchrun.plugins.torchrun.features.progress.lines import parse_line
 from metaflow_extensions.torchrun.plugins.torchrun.gang.messages import Ended, Report
 from metaflow_extensions.torchrun.plugins.torchrun.gang.progress import (
     MAX_KEYS,
@@ -22,10 +20,13 @@ from metaflow_extensions.torchrun.plugins.torchrun.gang.progress import (
     Progress,
 )
 from metaflow_extensions.torchrun.plugins.torchrun.gang.wire import from_plain, to_plain
-from metaflow_extensions.torchrun.plugins.torchrun.launch.services import Services
+from metaflow_extensions.torchrun.plugins.torchrun.node import progress_observer as watch
+from metaflow_extensions.torchrun.plugins.torchrun.node.metric_lines import parse_line
+from metaflow_extensions.torchrun.plugins.torchrun.node.start import _variables
 from metaflow_extensions.torchrun.plugins.torchrun.show.as_card import layout
 from metaflow_extensions.torchrun.plugins.torchrun.show.as_text import lines_of
 from metaflow_extensions.torchrun.plugins.torchrun.show.page import page_of
+from metaflow_extensions.torchrun.plugins.torchrun.task.services import Services
 
 
 class Kept(Progress):
@@ -58,7 +59,7 @@ def kept():
 
 def test_where_no_script_tells_anything_there_is_nothing(kept):
     assert (kept.record, kept.tick(100.0), kept.ended(0, True), kept.verdict(0, True)) == (None, [], "", {})
-    assert in_task.Metrics().result({}, print) == {"metrics": {}, "history": {}}
+    assert Services().result({}, print) == {"metrics": {}, "history": {}}
 
 
 def test_rank_0s_points_become_series_with_last_values_and_the_time_left(kept):
@@ -331,15 +332,14 @@ def test_what_an_earlier_launch_has_reported_is_not_taken_for_the_running_ones()
 
 
 def test_a_worker_and_a_program_that_is_no_python_find_the_file_of_their_rank():
-    found = watch.PART.variables(None, "/a $HOME")
-    assert found.of_node == {"TORCHRUN_METRICS_FOLDER": "/a $HOME/metrics"}
+    of_node, of_rank = _variables("/a $HOME")
+    assert of_node["TORCHRUN_METRICS_FOLDER"] == "/a $HOME/metrics"
     # torchrun makes one $ of two, and puts the rank in.
-    assert found.of_rank == {"TORCHRUN_METRICS": "/a $$HOME/metrics/${local_rank}.jsonl"}
+    assert of_rank == {"TORCHRUN_METRICS": "/a $$HOME/metrics/${local_rank}.jsonl"}
 
 
 def test_what_workers_tell_is_told_while_they_run_and_at_their_end_before_that(tmp_path, monkeypatch):
-    services = Services({"progress": in_task.PART.service(None)})
-    node = FakeNode(tmp_path, watches={"progress": watch.PART}, services=services)
+    node = FakeNode(tmp_path)
     monkeypatch.setattr(watch, "TELLS_EVERY_S", 0.0)
     node.launch()
     agent = node.go()
@@ -365,7 +365,7 @@ def test_what_workers_tell_is_told_while_they_run_and_at_their_end_before_that(t
     assert heard().points == {"loss": (Point(7, None),)}
     assert node.expect(Ended).ok
     told = {"last": {"loss": None, "step": 7}, "history": {"loss": [[1, 3.0], [7, None]]}}
-    result = node.verdict(features={"progress": told})
+    result = node.verdict(left={"progress": told})
     assert (math.isnan(result.metrics.pop("loss")), result.metrics) == (True, {"step": 7})
     (first, (step, value)) = result.history["loss"]
     assert (first, step, math.isnan(value)) == ((1, 3.0), 7, True)

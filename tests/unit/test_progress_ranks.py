@@ -14,17 +14,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 from unit_helpers import Patient
 
-from metaflow_extensions.torchrun.plugins.torchrun.features.progress.lines import (
+from metaflow_extensions.torchrun.plugins.torchrun.gang.progress import MAX_KEYS, Metrics, Pace, Point, Progress
+from metaflow_extensions.torchrun.plugins.torchrun.gang.wire import from_plain, to_plain
+from metaflow_extensions.torchrun.plugins.torchrun.node.metric_lines import (
     FREED_BYTES,
     MAX_BYTES,
     Line,
     LineReader,
     parse_line,
 )
-from metaflow_extensions.torchrun.plugins.torchrun.features.progress.paces import RankPace
-from metaflow_extensions.torchrun.plugins.torchrun.features.progress.watch import MAX_POINTS, ProgressWatcher
-from metaflow_extensions.torchrun.plugins.torchrun.gang.progress import MAX_KEYS, Metrics, Pace, Point, Progress
-from metaflow_extensions.torchrun.plugins.torchrun.gang.wire import from_plain, to_plain
+from metaflow_extensions.torchrun.plugins.torchrun.node.paces import RankPace
+from metaflow_extensions.torchrun.plugins.torchrun.node.progress_observer import MAX_POINTS, ProgressObserver
 
 # --- a line and its file --------------------------------------------------------------------------
 
@@ -192,7 +192,7 @@ class Node:
             show=self.shown.append,
             files=Patient(),
         )
-        self.watcher = ProgressWatcher(here, lambda: self.now)
+        self.watcher = ProgressObserver(here, lambda: self.now)
 
     def write(self, name, *lines):
         with open(self.folder / "metrics" / f"{name}.jsonl", "a") as file:

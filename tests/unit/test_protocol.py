@@ -26,7 +26,7 @@ from metaflow_extensions.torchrun.plugins.torchrun.gang.messages import (
 from metaflow_extensions.torchrun.plugins.torchrun.gang.policy import LaunchPolicy
 
 CAUSE = Cause("exception", 2, "hőst", 5, 1, 1, "ValueError: größe\n🙂", "Traceback…\n\x00\x1b[0m")
-POLICY = LaunchPolicy(5.0, 2, frozenset({"user", "hang"}), 10, features={"hangs": {"timeout_s": 30.0}})
+POLICY = LaunchPolicy(5.0, 2, frozenset({"user", "hang"}), 10, hang_timeout_s=30.0)
 SAMPLES = [
     Ready(0, 2, "abc", {"torch": "2.13.0"}, 29500, POLICY),
     Ready(0, 2, prepares=True),
@@ -36,7 +36,7 @@ SAMPLES = [
     Ended(0, True, 0, alone=True),
     Stored(0, 0, (Failure(CAUSE),)),
     Report("usage", 0, 1, {"größe": [1, 2.5, None, {"a": True}]}),
-    Verdict(0, features={"progress": {"loss": 1.0, "lr": None}}, alone=True),
+    Verdict(0, left={"progress": {"loss": 1.0, "lr": None}}, alone=True),
     Stop(0, 0, "why", 1, 15, "hang"),
     Go(0, 1, 29500, "gang", 1, 2),
     Answer(),

@@ -86,9 +86,9 @@ def test_the_card_shows_the_launch_and_how_it_failed_but_within_a_gang_it_is_the
 def test_it_imports_beforehand_from_the_first_launch_that_asks_for_it_to_its_own_end(launches, monkeypatch):
     begun = []
 
-    def begin(features, settings, machine, requested):
+    def begin(settings, machine, requested):
         begun.append((settings.warm, settings.nproc_per_node))
-        return {"feature": "warm", "data": {}}
+        return {"preload": [], "env": {}, "workers": 0}
 
     monkeypatch.setattr(gang_of_one, "starts_of", begin)
     one = TorchrunSingleNodeMultiGPU()

@@ -9,14 +9,13 @@ from types import SimpleNamespace
 import pytest
 from unit_helpers import eventually, write
 
-from metaflow_extensions.torchrun.plugins.torchrun.features.usage import watch
-from metaflow_extensions.torchrun.plugins.torchrun.features.usage.consumption import of_container, of_processes, traffic
-from metaflow_extensions.torchrun.plugins.torchrun.features.usage.told import STEP_S
-from metaflow_extensions.torchrun.plugins.torchrun.features.usage.watch import UsageWatcher
 from metaflow_extensions.torchrun.plugins.torchrun.launch.spec import LaunchSpec
 from metaflow_extensions.torchrun.plugins.torchrun.machine.accelerators import Machine
 from metaflow_extensions.torchrun.plugins.torchrun.machine.cgroup import container_folder
-from metaflow_extensions.torchrun.plugins.torchrun.node.plan import Plan
+from metaflow_extensions.torchrun.plugins.torchrun.node import usage_observer as watch
+from metaflow_extensions.torchrun.plugins.torchrun.node.consumption import of_container, of_processes, traffic
+from metaflow_extensions.torchrun.plugins.torchrun.node.request import Request
+from metaflow_extensions.torchrun.plugins.torchrun.node.usage_observer import STEP_S, UsageObserver
 from metaflow_extensions.torchrun.plugins.torchrun.show.usage_part import COLUMNS
 
 # --- what the kernel says ---------------------------------------------------------------------------
@@ -140,12 +139,12 @@ class Node:
 
     def __init__(self, folder, machine=SHARED, pid=None, num_nodes=2, **spec):
         spec = {"nproc": 2, "num_nodes": num_nodes, "node_index": 0, "python": "python3", **spec}
-        plan = Plan(LaunchSpec("/flow/train.py", (), False, **spec), "127.0.0.1", machine, lambda *_: True)
+        plan = Request(LaunchSpec("/flow/train.py", (), False, **spec), "127.0.0.1", machine)
         self.now = 100.0
         self.pid = pid or os.getpid()
         self.written = 0
         here = SimpleNamespace(request=plan, folder=str(folder), pid=lambda: self.pid, written=lambda: self.written)
-        self.watcher = UsageWatcher(here, lambda: self.now)
+        self.watcher = UsageObserver(here, lambda: self.now)
         assert self.watcher.poll() is None, "the first look tells nothing yet"
 
     def after(self, seconds):

@@ -6,9 +6,9 @@ import psutil
 import pytest
 from unit_helpers import eventually, is_running, write
 
-from metaflow_extensions.torchrun.plugins.torchrun.features.usage import nvidia
-from metaflow_extensions.torchrun.plugins.torchrun.features.usage.nvidia import Gpus, NvidiaSmi, parse
 from metaflow_extensions.torchrun.plugins.torchrun.machine import processes
+from metaflow_extensions.torchrun.plugins.torchrun.node import nvidia
+from metaflow_extensions.torchrun.plugins.torchrun.node.nvidia import Gpus, NvidiaSmi, parse
 
 TWO = "0, GPU-aaaa-1, 90, 1000, 81559\n1, GPU-bbbb-2, 70, 3000, 81559\n"
 ALL = Gpus(2, 80.0, 4000.0, 163118.0)

@@ -10,11 +10,11 @@ import pytest
 from unit_helpers import eventually, is_running, write
 from warm_nodes import Warm
 
-from metaflow_extensions.torchrun.plugins.torchrun.features.warm.before import Before
 from metaflow_extensions.torchrun.plugins.torchrun.launch.command import AGENT
 from metaflow_extensions.torchrun.plugins.torchrun.machine.inherited import umask
 from metaflow_extensions.torchrun.plugins.torchrun.machine.processes import living_descendants
 from metaflow_extensions.torchrun.plugins.torchrun.node.agent_events import End, Refused, WorkerStarted
+from metaflow_extensions.torchrun.plugins.torchrun.worker.before import Before
 
 
 @pytest.fixture
@@ -261,7 +261,7 @@ def test_who_was_killed_while_it_waited_is_replaced(warm):
 
 
 def test_a_spare_that_does_not_answer_is_given_up(warm):
-    before = "from ours.features.warm import spare_process as module\nmodule.ANSWER_S = 0.3\n"
+    before = "from ours.worker import spare_process as module\nmodule.ANSWER_S = 0.3\n"
     one = warm(in_agent=NEVER_IMPORTED, before=before)
     spare = one.pid
     seen = one.start().end()

@@ -88,10 +88,10 @@ def main(program):
 import pickle  # noqa: E402
 
 from metaflow_extensions.torchrun.plugins.torchrun.errors import EntrypointError, LaunchFailed, WorkerFailed  # noqa: E402
-from metaflow_extensions.torchrun.plugins.torchrun.features.functions.call import FUNCTION_WORKER, FunctionCall  # noqa: E402
 from metaflow_extensions.torchrun.plugins.torchrun.launch.command import WORKER_HOOKS  # noqa: E402
 from metaflow_extensions.torchrun.plugins.torchrun.launch.spec import LaunchSpec  # noqa: E402
 from metaflow_extensions.torchrun.plugins.torchrun.node.exits import read_record  # noqa: E402
+from metaflow_extensions.torchrun.plugins.torchrun.task.function_call import FUNCTION_WORKER, FunctionCall  # noqa: E402
 
 if os.environ.get("NO_METAFLOW_IN_WORKERS"):
     sys.path.insert(0, os.path.join(FOLDER, "absent"))

@@ -288,11 +288,10 @@ class TorchrunDecorator(steps.ParallelDecorator):  # type: ignore[misc]  # Metaf
         """Join the gang and offer ``current.torch``; called right before the step's code."""
         from .compat.datastore import DatastoreValues
         from .executor import Context, TorchrunExecutor
-        from .feature_list import in_task
         from .gang.messages import CONTROL
-        from .launch.services import starts_of
         from .machine.accelerators import this_machine
         from .machine.open_files import raise_limit
+        from .task.spares import starts_of
 
         super().setup_distributed_env(flow)
         assert self._gang is not None
@@ -301,8 +300,7 @@ class TorchrunDecorator(steps.ParallelDecorator):  # type: ignore[misc]  # Metaf
         machine = this_machine(parallel.num_nodes, parallel.node_index) if here else this_machine()
         if parallel.node_index == CONTROL:
             raise_limit(parallel.num_nodes - 1)  # before a process starts whose workers would have another one
-        features = in_task()
-        starts = starts_of(features, self._settings_of_spares(), machine, None if here else self._requested)
+        starts = starts_of(self._settings_of_spares(), machine, None if here else self._requested)
         member, main_addr = self._gang.join(steps.tasks_of(flow), starts)
         context = Context(
             member,
@@ -312,7 +310,6 @@ class TorchrunDecorator(steps.ParallelDecorator):  # type: ignore[misc]  # Metaf
             requested=None if here else self._requested,
             store=DatastoreValues(self._flow_datastore),
             has_spares=starts is not None,
-            features=features,
             part=self._gang.part,
         )
         steps.offer("torch", TorchrunExecutor(context))

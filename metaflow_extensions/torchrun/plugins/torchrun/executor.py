@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 from .errors import LaunchFailed, TorchrunConfigError, TorchrunPreempted
@@ -15,18 +15,18 @@ from .launch.commands import beside_flow, flow_folder, foreign_python
 from .launch.facts import node_facts, shm_bytes, shm_warning, too_few_warning
 from .launch.options import Node
 from .launch.run_settings import RunSettings, resolve
-from .launch.services import InTask, RunCall, Services
 from .launch.spec import LaunchSpec, build_spec
 from .launch.transfer import ValueStore
 from .machine.accelerators import Machine, Nproc, choose_nproc
 from .node.request import Request
 from .result import TorchrunResult
-from .run_arguments import FEATURE_OF, LEGACY, RunOptions, checked, spelled_out
+from .run_arguments import LEGACY, RunOptions, checked, spelled_out
 from .settings import StepSettings, checked_value
 from .show.gang_part import GangPart
 from .task.launch_call import LaunchCall
 from .task.member import Member
 from .task.results import result_of
+from .task.services import Services
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack  # in typing since Python 3.11
@@ -49,9 +49,8 @@ class Context:
     machine: Machine
     settings: StepSettings
     requested: Nproc | None = None  # what the resources of a remote task amount to
-    store: ValueStore | None = None  # where features store data; None outside of a flow
+    store: ValueStore | None = None  # for values and outputs; None outside of a flow
     has_spares: bool = False  # whether this node has spares
-    features: Mapping[str, InTask] = field(default_factory=dict)  # of each launch, by name
     part: Callable[[tuple[str, ...]], GangPart] | None = None  # returns the gang's parts for the step's own cards
 
 
@@ -157,8 +156,7 @@ class TorchrunExecutor:
         node = Node(self.num_nodes, self.node_index, self.main_addr, flow_folder(), spares)
         given = {**options, "entrypoint": entrypoint, "entrypoint_args": entrypoint_args}
         run = resolve(given, context.settings, node)
-        self._refuse_without_feature(run)
-        with Services.of(context.features, RunCall(run, node.num_nodes, node.node_index, context.store)) as services:
+        with Services.of(run, node.num_nodes, node.node_index, context.store) as services:
             return self._run(run, node, services)
 
     def _run(self, run: RunSettings, node: Node, services: Services) -> TorchrunResult[Any]:
@@ -172,7 +170,7 @@ class TorchrunExecutor:
             spec=spec,
             main_addr=self.main_addr,
             machine=context.machine,
-            policy=_policy(run, services),
+            policy=_policy(run),
             facts={} if commands else node_facts(spec, context.machine),
             grace_s=settings.grace_s,
             logs=settings.logs_of(self.num_nodes),
@@ -206,13 +204,6 @@ class TorchrunExecutor:
         for warning in filter(None, warnings):
             self._note_once(warning)
 
-    def _refuse_without_feature(self, run: RunSettings) -> None:
-        for name, feature in FEATURE_OF.items():
-            # Of all entrypoints, a function needs one.
-            value = callable(run.entrypoint) if name == "entrypoint" else getattr(run, name)
-            if feature not in self._context.features and not (value is None or value is False):
-                raise TorchrunConfigError(f"run({name}=...) needs the feature {feature}, which is not installed here.")
-
     def _launch(self, call: LaunchCall) -> TorchrunResult[Any]:
         try:
             outcome = call.run()
@@ -237,13 +228,14 @@ class TorchrunExecutor:
             self._note(warning)
 
 
-def _policy(run: RunSettings, services: Services) -> LaunchPolicy:
+def _policy(run: RunSettings) -> LaunchPolicy:
     return LaunchPolicy(
         timeout_s=run.timeout_s,
         max_restarts=run.max_restarts,
         restart_on=run.restart_on,
         preemption_signal=run.preemption_signal,
-        features=services.policies,
+        hang_timeout_s=run.hang_timeout_s,
+        stores_outputs=run.outputs is not None,
     )
 
 

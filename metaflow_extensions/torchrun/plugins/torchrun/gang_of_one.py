@@ -18,11 +18,9 @@ from .elements.model import Sentence
 from .errors import GangError, TorchrunError, TorchrunPreempted
 from .events import Event, Subscriber
 from .executor import Context, TorchrunExecutor
-from .feature_list import in_task
 from .gang.cause import rename_node
 from .gang.view import GangView
 from .gang.wire import Plain
-from .launch.services import starts_of
 from .logs.console import hurry, to_log
 from .machine.accelerators import Machine, this_machine
 from .result import TorchrunResult
@@ -34,6 +32,7 @@ from .task.join import LOOPBACK, join_alone, rules_of
 from .task.link import Link
 from .task.member import Member
 from .task.report import end_with, print_errors_ourselves, report
+from .task.spares import starts_of
 
 
 class GangOfOne:
@@ -67,9 +66,7 @@ class GangOfOne:
         try:
             store = self._follow(member, about)
             has_spares, values = self._starts is not None, values_of_running_flow()
-            context = Context(
-                member, LOOPBACK, machine, settings, store=values, has_spares=has_spares, features=in_task()
-            )
+            context = Context(member, LOOPBACK, machine, settings, store=values, has_spares=has_spares)
             executor = TorchrunExecutor(context)
             run: Callable[..., TorchrunResult[Any]] = executor.run  # the caller knows which overload applies
             return run(**options)
@@ -123,7 +120,7 @@ class GangOfOne:
         if self._starts is None and options.get("warm") is not None:
             asked = {name: options.get(name) for name in ("warm", "nproc_per_node")}
             settings = parse_settings({**DEFAULTS, **asked}, None)
-            self._starts = starts_of(in_task(), settings, machine, None)
+            self._starts = starts_of(settings, machine, None)
 
     def _follow(self, member: Member, about: dict[str, Any]) -> GangStore:
         """Show the launch on the task's cards; of a launch within a gang only where the step asks for it."""

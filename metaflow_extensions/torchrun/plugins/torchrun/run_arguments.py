@@ -14,19 +14,12 @@ from typing import Any, Literal, TypedDict, TypeVar, cast, get_type_hints
 
 from .errors import TorchrunConfigError
 from .parsing import did_you_mean
-from .settings import ARGUMENTS, DEFAULTS, SETTINGS
+from .settings import ARGUMENTS, DEFAULTS
 
 F = TypeVar("F", bound=Callable[..., Any])
 # Arguments of metaflow-torchrun 0.2, in its order. They are accepted and have no effect.
 LEGACY = ("push_results_dir_to_cloud", "local_output_dir", "cloud_output_dir")
 KNOWN = frozenset({*ARGUMENTS, *LEGACY})
-
-# Arguments, and attributes of ``@torchrun``, that mean nothing where a feature is taken out: -> its name. Of the entrypoint
-# that holds for a function.
-_FEATURES = ("functions", "outputs", "hangs")  # by the names of their pages, too
-FEATURE_OF = {"entrypoint": "functions"} | {
-    name: feature for name, each in SETTINGS.items() if (feature := each.page.replace("-", "_")) in _FEATURES
-}
 
 
 class RunOptions(TypedDict, total=False):

@@ -75,7 +75,7 @@ def of_process() -> dict[str, object]:
         "limits": [resource.getrlimit(getattr(resource, name)) for name in limits],
         "nice": [os.getpriority(os.PRIO_PROCESS, 0), sorted(os.sched_getaffinity(0))],
         "family": [os.getsid(0) == os.getpid(), str(os.getppid()) == os.environ.get("TORCHRUN_AGENT_PID")],
-        "the agent was started warm": b"/features/warm/spare.py" in Path(f"/proc/{os.getppid()}/cmdline").read_bytes(),
+        "the agent was started warm": b"/worker/spare.py" in Path(f"/proc/{os.getppid()}/cmdline").read_bytes(),
         "working directory": [os.getcwd(), os.environ.get("PWD")],
         "command line": Path("/proc/self/cmdline").read_text(errors="replace").split("\0"),
         "files": open_files(),

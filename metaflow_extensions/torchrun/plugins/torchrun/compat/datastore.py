@@ -12,9 +12,7 @@ from functools import partial
 from types import FrameType
 from typing import Any
 
-from .renamed import convenience, known
-
-current: Any = known("metaflow:current")  # a supervisor, which imports this, too, runs without Metaflow
+from .renamed import convenience
 
 
 class DatastoreValues:
@@ -57,6 +55,8 @@ class DatastoreValues:
 
 def values_of_running_flow() -> DatastoreValues | None:
     """Return the store of values of the running flow; None if no flow runs, as in a notebook's cell."""
+    # Imported here: `metaflow develop stubs` (2.19) would else end with this module's `current`, and lack current.torch.
+    from metaflow import current
     from metaflow.datastore import FlowDataStore
 
     # Metaflow's command line has set it for the process (``cli.start``).

@@ -713,10 +713,10 @@ class Gang:
         view.turn("starting")
         view.enter("starting", nodes)
         view.place(nodes)
-        view.wants_outputs |= bool(launch.policy.features.get("outputs"))
+        view.wants_outputs |= launch.policy.stores_outputs
         view.outputs.pop(launch.number, None)  # those of a generation before
         self.progress.begin(launch.number)
-        self.hangs.begin(launch.number, launch.policy.features.get("hangs", {}).get("timeout_s"), nodes, self._age_s)
+        self.hangs.begin(launch.number, launch.policy.hang_timeout_s, nodes, self._age_s)
         view.hangs = self.hangs.record  # it is not the last failure any more
         self._values = {}
 
@@ -1070,19 +1070,19 @@ class Gang:
         for node, number in told:
             key = (number, node == CONTROL)
             if key not in made:
-                features = self._told(node == CONTROL, error)
+                left = self._left(node == CONTROL, error)
                 seen = of_all if node == CONTROL else of_gang
-                made[key] = Verdict(number, error, seen, features, error is None and launch.alone, group)
+                made[key] = Verdict(number, error, seen, left, error is None and launch.alone, group)
             self._send(made[key], node)
             launch.told.add(node)
             self._forget_call(self.nodes[node])
-        features = self._told(True, error) if self.rules.replaces else {}
+        left = self._left(True, error) if self.rules.replaces else {}
         for number in {launch.number, *(number for _, number in told)}:
-            self._verdicts[number] = Verdict(number, error, features=features, group=group)
+            self._verdicts[number] = Verdict(number, error, left=left, group=group)
         for number in list(self._verdicts)[:-KEPT_VERDICTS]:
             del self._verdicts[number]
 
-    def _told(self, is_control: bool, error: TorchrunError | None) -> dict[str, Any]:
+    def _left(self, is_control: bool, error: TorchrunError | None) -> dict[str, Any]:
         """Return what the control node, or each other node, is told of what the launch has left."""
         launch, cause = self.launch.number, cause_of(error)
         of = sorted(self.view.outputs.get(launch, {}).items())

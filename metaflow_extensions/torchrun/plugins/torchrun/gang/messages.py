@@ -246,7 +246,7 @@ class Verdict:
     error: TorchrunError | None = None  # what every node raises; None: it has ended well
     # What has happened since the launch before: all for the control node, for others what concerns the gang.
     events: tuple[Happened, ...] = ()
-    features: dict[str, dict[str, Any]] = field(default_factory=dict)  # what each tells this node of the launch
+    left: dict[str, dict[str, Any]] = field(default_factory=dict)  # the values, outputs and metrics that it has left
     alone: bool = False  # whether the launch has ended well and, on all nodes, as `Ended.alone` says
     group: Group | None = None  # of the last generation; None: there was none
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import random
 import signal
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
 
 from ..parsing import DEFAULT_RESTART_ON
 from .limits import STOP_MARGIN_S
@@ -47,7 +46,8 @@ class LaunchPolicy:
     max_restarts: int = 0  # how often the gang may be restarted
     restart_on: frozenset[str] = DEFAULT_RESTART_ON  # the classes of causes that restart it
     preemption_signal: int = signal.SIGTERM  # what workers get when a node is preempted
-    features: dict[str, dict[str, Any]] = field(default_factory=dict)  # each feature's own settings, as plain data
+    hang_timeout_s: float | None = None  # how long all ranks may be silent
+    stores_outputs: bool = False
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -50,6 +50,19 @@ class Step:
     do: Callable[[], object]  # stores or loads it; the return value is ignored
     patience_s: float
     rank: int | None = None  # whose it is, if it is one rank's
+
+
+class ToStore(Protocol):
+    """What is stored of a launch when all workers of the gang have ended."""
+
+    def steps(self) -> Iterator[Step]:
+        """Yield what is to be done; the transfer's thread asks for each step and does it, one after the other."""
+
+    def told(self) -> dict[str, Any] | None:
+        """Return the data for the gang at its end: what was stored by then."""
+
+    def lines(self, problem: str | None, seconds: float) -> Iterable[str]:
+        """Return the lines for this node's log at its end; `problem` is why not everything is stored."""
 
 
 class Transfer:

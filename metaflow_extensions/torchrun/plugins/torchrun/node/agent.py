@@ -61,6 +61,19 @@ class Asked(Protocol):
         """End it, and wait for nothing."""
 
 
+class WarmStarts(Protocol):
+    """Starts the agents of one node faster than cold."""
+
+    def start(self, command: list[str], workers: int, env: Mapping[str, str], options: Options) -> Asked | Refused:
+        """Return a spare that was asked to become an agent, with so many spare workers; or why there is none."""
+
+    def prepare(self) -> None:
+        """Prepare a spare for the next agent, in the background; raises nothing."""
+
+    def close(self) -> None:
+        """End the spare without waiting for its end; safe to call more than once."""
+
+
 Warm: TypeAlias = Callable[[Mapping[str, str], Options], "Asked | Refused"]
 """A way to start an agent faster than cold: returns a spare that was asked for the agent, or why there is none."""
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 import shutil
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 
 from ..events import Event
 from ..gang.cause import Failure, first_failure
-from ..gang.messages import Ended, Go, Report, Stop
+from ..gang.messages import Ask, Ended, Go, Message, Report, Stop
 from ..launch.command import shown_command
 from ..logs.pipes import LogReader
 from ..machine.aside import STUCK_S
@@ -19,12 +19,22 @@ from .agent import AgentProcess
 from .agent_end import AgentEnd
 from .agent_events import AgentEnded, AgentEvent, End, Refused, Unreached, WorkerEnded, WorkerStarted
 from .exits import Exits
+from .hang_observer import HangObserver
 from .headlines import left_behind
-from .news import Seen, WorkersEnded
-from .plan import Plan
-from .watchers import Here, Watchers
+from .observers import Here, Observers
+from .progress_observer import ProgressObserver
+from .request import Request
+from .seat import Seat
+from .stacks_observer import StacksObserver
+from .usage_observer import UsageObserver
 
 _NEVER = float("inf")
+_OBSERVERS = {  # by the kind of their reports
+    "progress": ProgressObserver,
+    "hangs": HangObserver,
+    "stacks": StacksObserver,
+    "usage": UsageObserver,
+}
 
 
 class Generation:
@@ -32,49 +42,50 @@ class Generation:
 
     def __init__(
         self,
-        plan: Plan,
-        host: str,
+        request: Request,
+        seat: Seat,
         go: Go,
         folder: str,
         command: list[str],
         agent: AgentProcess,
         logs: LogReader,
-        say: Callable[..., None] = lambda text, is_detail=True: None,  # writes a line to the log, or to its details
     ) -> None:
-        self.go = go
+        self._go, self._seat = go, seat
         self.number = go.generation
         self.command = shown_command(command)  # the agent's argv, as a user would type it
-        self.exits = Exits(folder, plan.spec, host, logs.tail)
-        self._plan = plan
-        self._host = host
-        self._folder, self._say = folder, say  # torchrun's --log-dir
+        self.are_over = False  # no process is left
+        self._exits = Exits(folder, request.spec, seat.host, logs.tail)
+        self._request = request
+        self._folder = folder  # torchrun's --log-dir
         self._agent = agent
-        self._agent_end = AgentEnd(plan, host, logs.tail)
+        self._agent_end = AgentEnd(request, seat.host, logs.tail)
         self._logs = logs
         self._pids: dict[int, int] = {}  # global rank -> pid
         self._worker_ended_at: float | None = None  # the last one
         self._stopped_at = _NEVER
         self._left: Sequence[str] = ()  # what the agent had left running when it ended by itself
         self._is_closed = False
-        self.watchers = Watchers(plan.watches, self._here(say), go.launch, go.generation)
+        self._observers = Observers(self._here(), _OBSERVERS)
 
-    def _here(self, say: Callable[..., None]) -> Here:
-        plan, go = self._plan, self.go
+    def _here(self) -> Here:
         return Here(
-            plan,
+            self._request,
+            self._go,
             self._folder,
             pid=lambda: self._agent.pid,
-            has_ended=self.exits.has_ended,
-            say=say,
-            show=partial(say, is_detail=False),
+            has_ended=self._exits.has_ended,
+            say=self._say,
+            show=partial(self._say, is_detail=False),
             running=self._running,
             active_at=self._last_sign_of_life,
             written=self._logs.written_bytes,
             is_held_up=lambda: self._logs.is_held_up,
-            host=self._host,
-            port=go.port,
-            files=self.exits.files,
+            host=self._seat.host,
+            files=self._exits.files,
         )
+
+    def _say(self, text: str, is_detail: bool = True) -> None:
+        self._seat.emit(Event("note", self._seat.node, text, is_detail))
 
     # --- its life -------------------------------------------------------------------------------
 
@@ -83,24 +94,29 @@ class Generation:
         self._logs.start()
         self._agent.start()
 
-    async def obey(self, stop: Stop) -> Seen:
-        """Let the watchers examine the workers, and stop these; return what the watchers tell."""
-        told = await self.watchers.before_stop(stop.kind)
+    async def obey(self, stop: Stop) -> list[Report]:
+        """Examine the workers, and stop them, unless that has begun; return what is to be told of them."""
+        told = [] if self.is_stopping else await self._observers.before_stop(stop.kind)
         self.stop(stop.signal)
-        return Seen(told)
+        return told
 
     def stop(self, first_signal: int | None = None) -> None:
         """Stop all processes, unless that has begun. The workers alone get `first_signal` before, so that they can save."""
-        if not self._is_stopping:
+        if not self.is_stopping:
             self._begin_stop(time.monotonic())
-            self._agent.stop(self._plan.grace_s, first_signal)
+            self._agent.stop(self._request.grace_s, first_signal)
+
+    def ask(self, ask: Ask) -> None:
+        """Begin to find out what the gang asks of the workers; `poll` tells it later."""
+        self._observers.ask(ask.kind, ask.data)
 
     def _begin_stop(self, at: float) -> None:
         self._stopped_at = at
         self._logs.let_end()
 
     @property
-    def _is_stopping(self) -> bool:
+    def is_stopping(self) -> bool:
+        """Whether all processes are to end."""
         return self._stopped_at < _NEVER
 
     @property
@@ -122,32 +138,37 @@ class Generation:
         try:
             await self._agent.close(grace_s)
         finally:
-            self.watchers.close()
-            for end in self.exits.failed():  # also those of which torchrun alone has said so
+            self._observers.close()
+            for end in self._exits.failed():  # also those of which torchrun alone has said so
                 self._logs.read_now(end.local_rank, failed=True)
-            known = any(self.exits.causes(self._stopped_at))
+            known = any(self._exits.causes(self._stopped_at))
             # torchrun prints a box that names our script. After a good end, or beside a known cause, it would only mislead.
             self._logs.finish(explained=self._ended_well or known)
 
-    async def finish(self) -> WorkersEnded:
-        """Read the last output of workers that have ended, and return how they did."""
-        trained_alone, told = await asyncio.gather(self.exits.trained_alone(), self.watchers.ended())
+    async def finish(self) -> tuple[list[Message | Event], Ended]:
+        """Read the last output of workers that have ended; return what is told of that, and how they did."""
+        trained_alone, told = await asyncio.gather(self._exits.trained_alone(), self._observers.ended())
         self._tell_of_disk()
         await self._close()
-        plan, ok = self._plan, self._ended_well
+        request, ok = self._request, self._ended_well
         ended = Ended(
-            self.go.launch,
+            self._go.launch,
             ok,
             self.number,
-            self._failures(),
-            self.exits.codes,
-            plan.stores,
+            self.failures(),
+            self._exits.codes,
+            request.stores,
             # Unless the call means that, as by gathering values.
-            ok and not plan.may_train_alone and plan.spec.world_size > 1 and trained_alone,
-            () if ok else self.exits.early,
+            ok and not request.may_train_alone and request.spec.world_size > 1 and trained_alone,
+            () if ok else self._exits.early,
         )
-        left = left_behind(plan.spec.node_index, self._left, "workers")
-        return WorkersEnded(ended, [*told, *left], self.active_at is not None)
+        return [*told, *left_behind(self._seat.node, self._left, "workers")], ended
+
+    @property
+    def are_running(self) -> bool:
+        """Whether all workers of this node run, or have run."""
+        signs = (self.active_at, self._observers.saw_workers_at)
+        return len(self._pids) >= self._request.spec.nproc or any(at is not None for at in signs)
 
     @property
     def active_at(self) -> float | None:
@@ -155,42 +176,32 @@ class Generation:
         return self._logs.last_output_at
 
     def _running(self) -> dict[int, int]:
-        return {rank: pid for rank, pid in self._pids.items() if not self.exits.has_ended(rank)}
+        return {rank: pid for rank, pid in self._pids.items() if not self._exits.has_ended(rank)}
 
     def _last_sign_of_life(self) -> float | None:
-        seen = (self.active_at, self._worker_ended_at, self.watchers.saw_workers_at)
+        seen = (self.active_at, self._worker_ended_at, self._observers.saw_workers_at)
         return max((at for at in seen if at is not None), default=None)
 
     # --- what its agent tells -------------------------------------------------------------------
 
-    def poll(self, is_quiet: bool) -> Seen:
-        """Return what causes no event; of the workers' first output only if there is no other news."""
+    def poll(self) -> list[Report]:
+        """Return what is observed now, also while the workers are stopped, and perhaps save."""
         self._tell_of_disk()
-        told = self.watchers.poll()  # also while the workers are stopped, and perhaps save
-        all_run = self.watchers.saw_workers_at is not None and not self._is_stopping
-        return Seen(told, all_run, has_written=is_quiet and self.active_at is not None)
+        return self._observers.poll()
 
     def _tell_of_disk(self) -> None:
-        if self.exits.files.is_stuck():
+        if self._exits.files.is_stuck():
             text = f"the disk of {self._folder} has not answered for {STUCK_S:g} s; until it does, there are no new metrics"
             self._say(f"{text}, and of a failure only the exit code is known", is_detail=False)
 
-    def handle(self, event: AgentEvent) -> Seen:
-        """Handle an event; return what is known by it."""
-        failed = self._record(event)
-        all_run = len(self._pids) >= self._plan.spec.nproc or self.active_at is not None
-        if isinstance(event, Refused):
-            note = Event("note", self._plan.spec.node_index, f"torchrun starts cold: {event.reason}")
-            return Seen([note], all_run)
-        if isinstance(event, Unreached):
-            about = {"address": self._plan.main_addr, "port": self.go.port, "why": event.why}
-            return Seen([Report("unreached", self.go.launch, self.number, about)])
-        failures = () if failed is None else self._failures()
-        return Seen((), all_run, failed=failed or "", failures=failures, is_over=isinstance(event, End))
-
-    def _record(self, event: AgentEvent) -> str | None:
-        """Record an event; return the failure that it reports, for the log, or None."""
+    def handle(self, event: AgentEvent) -> str | None:
+        """Handle an event; return the failure that it reports, for the log, or None."""
         match event:
+            case Refused():
+                self._say(f"torchrun starts cold: {event.reason}", is_detail=False)
+            case Unreached():
+                about = {"address": self._request.main_addr, "port": self._go.port, "why": event.why}
+                self._seat.link.send(Report("unreached", self._go.launch, self.number, about))
             case WorkerStarted():
                 self._pids[event.rank] = event.pid
             case WorkerEnded():
@@ -199,13 +210,14 @@ class Generation:
                 return self._on_agent_ended(event)
             case End():
                 self._on_end(event)
+                self.are_over = True
         return None
 
     def _on_worker_ended(self, event: WorkerEnded) -> str | None:
-        failed = self.exits.record(event)
+        failed = self._exits.record(event)
         self._logs.read_now(event.local_rank, failed)  # its last lines stand before the line of its end
         self._worker_ended_at = event.at
-        if failed and not self._is_stopping:
+        if failed and not self.is_stopping:
             # Which rank failed first is decided when all nodes have told, so this names none.
             return f"a worker {self._agent_end.machine.how_ended(event.status)}"
         return None
@@ -213,30 +225,30 @@ class Generation:
     def _on_agent_ended(self, event: AgentEnded) -> str | None:
         """Handle an agent that ended by itself: well, by its own failure, or by a worker's that it saw first."""
         self._agent_end.exit_code = event.status
-        if self._is_stopping or (event.status == 0 and self._has_started()):
+        if self.is_stopping or (event.status == 0 and self._has_started()):
             return None
         self._agent_end.failed_at = event.at
         self._begin_stop(event.at)
-        failed = next(iter(self.exits.failed()), None)
+        failed = next(iter(self._exits.failed()), None)
         if failed is not None:
             return f"a worker {self._agent_end.machine.how_ended(failed.status)}"
         return self._agent_end.describe(event.status)
 
     def _has_started(self) -> bool:
         """Return whether the agent has started anything: with some arguments torchrun only prints, and ends well."""
-        return bool(self._pids or self.exits.codes) or self._logs.written_bytes() > 0
+        return bool(self._pids or self._exits.codes) or self._logs.written_bytes() > 0
 
     def _on_end(self, event: End) -> None:
         self._left = event.left
         if self._agent_end.exit_code is None:  # it was stopped
             self._agent_end.record(event)
-            if event.status != 0 and not self._is_stopping:
+            if event.status != 0 and not self.is_stopping:
                 self._agent_end.failed_at = time.monotonic()
 
-    def _failures(self) -> tuple[Failure, ...]:
+    def failures(self) -> tuple[Failure, ...]:
         """Return this node's first failure; the agent's own counts only if no worker is known to have failed."""
         agent = self._agent_end
-        dated = [(at, agent.machine.explained(cause)) for at, cause in self.exits.causes(self._stopped_at)]
+        dated = [(at, agent.machine.explained(cause)) for at, cause in self._exits.causes(self._stopped_at)]
         if not dated and agent.failed_at is not None:
             dated = [(agent.failed_at, agent.cause(has_workers=bool(self._pids)))]
         now = time.monotonic()

@@ -11,7 +11,7 @@ from ..gang.messages import Go
 from ..gang.texts import counted, duration, headline
 from ..launch.options import bracketed
 from ..launch.spec import LaunchSpec
-from .plan import Plan
+from .request import Request
 
 _FIRST_LAUNCH = "\nthe first output can take half a minute, since each process imports PyTorch first"
 
@@ -19,19 +19,19 @@ _FIRST_LAUNCH = "\nthe first output can take half a minute, since each process i
 _NO_FAILURE = frozenset({"preempted", "interrupted", "timeout", "store"})
 
 
-def start_line(plan: Plan, go: Go) -> str:
+def start_line(request: Request, go: Go) -> str:
     """Return which ranks a launch starts, and where."""
-    spec = plan.spec
+    spec = request.spec
     where = f" on {counted(spec.group_size, 'node')}, {_processes(spec.nproc)} on each" if spec.group_size > 1 else ""
     devices = f"; {go.devices}" if go.devices else ""
     first = _FIRST_LAUNCH if go.launch == 0 else ""
     return f"launch {go.launch} starts {_ranks(spec)}{where}{devices}{first}"
 
 
-def details_line(plan: Plan, go: Go) -> str:
+def details_line(request: Request, go: Go) -> str:
     """Return what explains the start line."""
-    why = f" ({plan.nproc_why})" if plan.nproc_why else ""
-    return f"processes per node: {plan.spec.nproc}{why}; rendezvous at {bracketed(plan.main_addr)}:{go.port}"
+    why = f" ({request.nproc_why})" if request.nproc_why else ""
+    return f"processes per node: {request.spec.nproc}{why}; rendezvous at {bracketed(request.main_addr)}:{go.port}"
 
 
 def end_line(launch: int, spec: LaunchSpec, seconds: float, restarts: int, error: TorchrunError | None) -> str:
@@ -45,18 +45,18 @@ def end_line(launch: int, spec: LaunchSpec, seconds: float, restarts: int, error
     return f"launch {launch} {'has ended well' if error is None else 'has failed'}: {_ranks(spec)}, {trained}"
 
 
-def alone_line(launch: int, plan: Plan) -> str:
+def alone_line(launch: int, request: Request) -> str:
     """Return the warning for a launch whose ranks have trained without a process group, and what to change.
 
     A process group alone would change nothing but this warning.
     """
     group = (
         "after torch.distributed.init_process_group()"
-        if plan.spec.function is None
+        if request.spec.function is None
         else "with run(process_group='auto')"
     )
     return (
-        f"warning: in launch {launch} each of the {plan.spec.world_size} ranks has trained by itself: gradients were "
+        f"warning: in launch {launch} each of the {request.spec.world_size} ranks has trained by itself: gradients were "
         "computed, but no process group was made for them, so each has a model of its own. That is fine if you mean it. "
         f"If not: {group}, wrap the model in DistributedDataParallel (or FSDP), and give its DataLoader a "
         "DistributedSampler. Without GPUs, Hugging Face's Trainer needs TrainingArguments(use_cpu=True), and Accelerate "

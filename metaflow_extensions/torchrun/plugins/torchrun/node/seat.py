@@ -15,6 +15,7 @@ from ..errors import TorchrunError
 from ..events import Event, Subscriber
 from ..gang.cause import Cause
 from ..gang.messages import Abort, Ask, Farewell, Go, Link, Message, Note, Restart, Stop, Store, Verdict
+from ..machine.looks import until_look
 from .endings import Broken, GivenUp, MustEnd, TimedOut, lost_control
 
 
@@ -76,3 +77,10 @@ class Seat:
     def begin_launch(self) -> None:
         """Begin a launch, with a new `inbox`."""
         self.inbox = self._next.popleft() if self._next else asyncio.Queue()
+
+    async def next(self) -> Any:
+        """Return what comes next, or None when it is time to look at what no news tells."""
+        try:
+            return await asyncio.wait_for(self.inbox.get(), until_look())
+        except asyncio.TimeoutError:
+            return None

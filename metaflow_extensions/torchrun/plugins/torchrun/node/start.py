@@ -5,75 +5,86 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Collection, Mapping
+from contextlib import ExitStack, suppress
 from functools import partial
 from typing import Any
 
-from ..events import Event, label
+from ..events import label
 from ..gang.messages import Go
 from ..launch.command import HALT_SIGNAL, agent_command, command_environment, restart_variables, with_hooks
-from ..logs.pipes import AGENT, LogReader, pipe_path
+from ..logs.pipes import AGENT, LogReader, Write, pipe_path
 from ..machine.accelerators import Machine, omp_threads
 from ..machine.network import interface_of
-from .agent import AgentProcess, Options, Warm
+from ..machine.stacks import hook_environment
+from .agent import AgentProcess, Options, WarmStarts
 from .agent_events import AgentNews
 from .generation import Generation
-from .plan import Plan
+from .progress_observer import FOLDER, METRICS, metrics_file
+from .request import Request
 from .seat import Seat
-from .watchers import HOOKS, Variables, variables_of
 
 # For the small files of a launch: records of exceptions, metrics, the pipes themselves.
 _ROOM_BYTES = 1024 * 1024
 
 
-def prepare(plan: Plan, go: Go, seat: Seat, new_agent: Callable[..., AgentProcess]) -> Generation:
+def prepare(
+    request: Request,
+    go: Go,
+    seat: Seat,
+    write: Write,
+    warm: WarmStarts | None = None,
+    new_agent: Callable[..., AgentProcess] = AgentProcess,
+) -> Generation:
     """Make all that a generation needs, or raise if it can't start. Its events go to the inbox of `seat`."""
-    for emptied in plan.emptied:  # of what workers of a former generation have left
+    for emptied in request.emptied:  # of what workers of a former generation have left
         shutil.rmtree(emptied, ignore_errors=True)
         os.makedirs(emptied)
-    folder = make_folder(plan, f"launch{go.launch}-{go.generation}")
-    try:
-        return _prepare_in(folder, plan, go, seat, new_agent)
-    except BaseException:
-        shutil.rmtree(folder, ignore_errors=True)
-        raise
+    with ExitStack() as failed:
+        folder = make_folder(request, f"launch{go.launch}-{go.generation}")
+        failed.callback(shutil.rmtree, folder, ignore_errors=True)
+        pipes = os.path.join(folder, "pipes")
+        os.mkdir(pipes)
+        of_node, of_rank = _variables(folder)
+        command = agent_command(request.spec, go, request.main_addr, folder, pipes, of_rank=of_rank)
+        env = _environment(request, go, seat.link.own_address, of_node, {*of_node, *of_rank})
+        logs = _reader(request, pipes, write)
+        failed.callback(logs.finish)
+        inbox = seat.inbox  # this launch's; a later launch has another
+        begin = None
+        if warm is not None and request.warm != "off":
+            begin = partial(warm.start, command, request.spec.nproc if request.has_warm_workers else 0)
+        agent = new_agent(
+            command,
+            env,
+            _options(request, pipes),
+            lambda event: inbox.put_nowait(AgentNews(go.generation, event)),
+            begin,
+        )
+        generation = Generation(request, seat, go, folder, command, agent, logs)
+        failed.pop_all()
+    return generation
 
 
-def _prepare_in(folder: str, plan: Plan, go: Go, seat: Seat, new_agent: Callable[..., AgentProcess]) -> Generation:
-    def say(text: str, is_detail: bool = True) -> None:
-        seat.emit(Event("note", seat.node, text, is_detail))
-
-    variables = variables_of(plan.watches, plan, folder, say)
-    pipes = os.path.join(folder, "pipes")
-    os.mkdir(pipes)
-    command = agent_command(plan.spec, go, plan.main_addr, folder, pipes, of_rank=variables.of_rank)
-    warm = _warm(plan, command)
-    env = _environment(plan, go, seat.link.own_address, variables)
-    logs = _reader(plan, pipes)
-    inbox = seat.inbox  # this launch's; a later launch has another
-    options = _options(plan, pipes)
-    try:
-        agent = new_agent(command, env, options, lambda event: inbox.put_nowait(AgentNews(go.generation, event)), warm)
-        return Generation(plan, seat.host, go, folder, command, agent, logs, say)
-    except BaseException:
-        logs.finish()
-        raise
+def _variables(folder: str) -> tuple[dict[str, str], dict[str, str]]:
+    """Return what our hooks in the workers need: the same for all, and what torchrun fills in for each rank."""
+    of_rank = metrics_file(folder.replace("$", "$$"), "${local_rank}")
+    return {**hook_environment(), FOLDER: os.path.dirname(metrics_file(folder, 0))}, {METRICS: of_rank}
 
 
-def _reader(plan: Plan, pipes: str) -> LogReader:
+def _reader(request: Request, pipes: str, write: Write) -> LogReader:
     return LogReader(
         pipes,
-        {rank: (plan.label(rank), plan.hides(rank)) for rank in range(plan.spec.nproc)},
-        label(plan.spec.node_index, plan.spec.num_nodes),
-        plan.write,
+        {rank: (request.label(rank), request.hides(rank)) for rank in range(request.spec.nproc)},
+        label(request.spec.node_index, request.spec.num_nodes),
+        write,
         holds_report=True,
     )
 
 
-def make_folder(plan: Plan, what: str) -> str:
+def make_folder(request: Request, what: str) -> str:
     """Make a folder for the files of a generation, or of the commands before."""
-    name = f"torchrun-node{plan.spec.node_index}-{what}-"
+    name = f"torchrun-node{request.spec.node_index}-{what}-"
     # Made absolute: without a temporary folder mkdtemp uses the working directory, and the agent may have another one.
     return os.path.abspath(tempfile.mkdtemp(prefix=name, dir=_with_room()))
 
@@ -89,21 +100,20 @@ def _with_room() -> str:
     return usual
 
 
-def _environment(plan: Plan, go: Go, own_address: str | None, variables: Variables) -> dict[str, str]:
-    inherited = {name: value for name, value in plan.environ.items() if name not in variables.names}
-    base = environment_of_commands(plan, own_address, inherited)
-    env = {**variables.of_node, **with_hooks(base, plan.spec.module_folder)}
-    env.update(restart_variables(go))
-    if variables.hooks:
-        env[HOOKS] = os.pathsep.join(variables.hooks)
-    return env
+def _environment(
+    request: Request, go: Go, own_address: str | None, of_node: Mapping[str, str], ours: Collection[str]
+) -> dict[str, str]:
+    # Values that the task itself has inherited under our names belong to another worker.
+    inherited = {name: value for name, value in request.environ.items() if name not in ours}
+    base = environment_of_commands(request, own_address, inherited)
+    return {**of_node, **with_hooks(base, request.spec.module_folder), **restart_variables(go)}
 
 
-def environment_of_commands(plan: Plan, own_address: str | None, inherited: Mapping[str, str]) -> dict[str, str]:
+def environment_of_commands(request: Request, own_address: str | None, inherited: Mapping[str, str]) -> dict[str, str]:
     """Return the environment of before_run, which is what workers have, too; `inherited` is the task's."""
-    spec, machine, given = plan.spec, plan.machine, dict(plan.spec.env)
+    spec, machine, given = request.spec, request.machine, dict(request.spec.env)
     # A gang of one has no connection; it is reached by its loopback address.
-    interface = interface_of(own_address or plan.main_addr)
+    interface = interface_of(own_address or request.main_addr)
     threads = omp_threads(machine, spec.nproc)
     return {**command_environment(given, inherited, threads, interface), **share_of_machine(machine, given)}
 
@@ -115,24 +125,18 @@ def share_of_machine(machine: Machine, given: Mapping[str, str]) -> dict[str, st
     return {"CUDA_VISIBLE_DEVICES": ",".join(machine.own_accelerators)}
 
 
-def _warm(plan: Plan, command: list[str]) -> Warm | None:
-    if plan.warm_node is None or plan.warm == "off":
-        return None
-    return partial(plan.warm_node.start, command, plan.spec.nproc if plan.has_warm_workers else 0)
-
-
-def of_task(plan: Plan) -> dict[str, Any]:
+def of_task(request: Request) -> dict[str, Any]:
     """Return what a program has from the task, as fields of `Options`."""
-    task = plan.task
-    return {"cwd": plan.cwd} | ({} if task is None else {"inherited": task.inherited, "umask": task.umask})
+    task = request.task
+    return {"cwd": request.cwd} | ({} if task is None else {"inherited": task.inherited, "umask": task.umask})
 
 
-def _options(plan: Plan, pipes: str) -> Options:
+def _options(request: Request, pipes: str) -> Options:
     return Options(
         news=pipe_path(pipes, AGENT, "workers"),
         stdout=pipe_path(pipes, AGENT, "stdout"),
         stderr=pipe_path(pipes, AGENT, "stderr"),
-        grace_s=plan.grace_s,
+        grace_s=request.grace_s,
         halt_signal=HALT_SIGNAL,
-        **of_task(plan),
+        **of_task(request),
     )

@@ -6,7 +6,7 @@ import asyncio
 import shutil
 import tempfile
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -15,12 +15,10 @@ from ..gang.cause import Cause
 from ..gang.messages import Store, to_wire
 from ..gang.wire import from_plain, to_plain
 from ..node.endings import GivenUp
-from ..node.news import Completed
-from ..node.node_launch import NodeLaunch
-from ..node.plan import Plan
+from ..node.launch import NodeLaunch, Tools
 from ..node.request import Request
 from ..node.seat import Seat
-from ..node.watchers import WarmStarts, Watch
+from ..node.warm import WarmNode
 from .output import Output, Send
 
 
@@ -33,14 +31,13 @@ class Launches:
         seat: Seat,
         output: Output,
         send_lines: Callable[[str, str], None],
-        watches: Mapping[str, Watch],
-        warm: WarmStarts | None,
+        warm: WarmNode | None,
         before: Launches | None = None,
     ) -> None:
         self._tell_task = tell_task
         self._seat, self._output, self._send_lines = seat, output, send_lines
-        self._watches, self._warm = watches, warm
-        self._plan: Plan | None = None  # of the last launch
+        self._warm = warm
+        self._request: Request | None = None  # of the last launch
         # The last one; that of another gang of this task, `before`, may still be being stopped.
         self._launch: asyncio.Task[None] | None = None if before is None else before._launch
         self._number = -1  # of the last launch that the task has asked for
@@ -60,17 +57,17 @@ class Launches:
             tempfile.tempdir = task.tmp
             self._output.begin(task.writes)
         self._number = number
-        self._plan = plan = Plan.of(found, write=self._writer(found), warm_node=self._warm, watches=self._watches)
+        self._request = found
         self._seat.expect_launch()
-        self._launch = asyncio.get_running_loop().create_task(self._run(number, plan, self._launch))
+        self._launch = asyncio.get_running_loop().create_task(self._run(number, found, self._launch))
 
     def complete(self, request: dict[str, Any]) -> None:
-        """Go on with the plan that is complete after the commands."""
+        """Go on with the request that is complete after the commands."""
         found: Request = from_plain(Request, request, "the request")
         self.end_spares()
-        assert self._plan is not None
-        self._plan = replace(self._plan, spec=found.spec, facts=found.facts)
-        self._seat.inbox.put_nowait(Completed(self._plan))
+        assert self._request is not None
+        self._request = replace(self._request, spec=found.spec, facts=found.facts)
+        self._seat.inbox.put_nowait(self._request)
 
     def give_up(self, number: int, cause: dict[str, Any] | None) -> None:
         """End the launch: the task has left it. It may have done so before it has said *run*."""
@@ -101,16 +98,17 @@ class Launches:
 
     def remove_folders(self) -> None:
         """Remove the folders of a task that is gone."""
-        for folder in () if self._plan is None else self._plan.folders:
+        for folder in () if self._request is None else self._request.folders:
             shutil.rmtree(folder, ignore_errors=True)
 
     # --- one launch
 
-    async def _run(self, number: int, plan: Plan, before: asyncio.Task[None] | None) -> None:
+    async def _run(self, number: int, request: Request, before: asyncio.Task[None] | None) -> None:
         if before is not None:  # the task may have left its launch by a second Ctrl-C, while that was being stopped
             await before
         told: dict[str, Any] = {}
-        launch = NodeLaunch(plan, self._seat, number, self._ask_to_complete, self._ask_to_store)
+        tools = Tools(self._writer(request), self._ask_to_complete, self._ask_to_store, self._warm)
+        launch = NodeLaunch(request, self._seat, number, tools)
         try:
             told = {"outcome": to_plain(await launch.run())}
         except GivenUp:

@@ -22,7 +22,6 @@ from typing import Any
 from ..compat import linux
 from ..errors import TorchrunError
 from ..events import Event
-from ..feature_list import watches
 from ..gang.cause import describe_exit
 from ..gang.messages import CONTROL, Abort, Farewell, Leave, from_wire
 from ..gang.wire import to_plain
@@ -31,7 +30,7 @@ from ..machine import processes
 from ..machine.cgroup import describe_oom, oom_kills
 from ..machine.looks import WATCH_S, until_look
 from ..machine.open_files import file_of
-from ..node.watchers import WarmStarts, spares_of
+from ..node.warm import WarmNode, begin_spares
 from .ends import end_of
 from .held import Held
 from .launches import Launches
@@ -78,7 +77,7 @@ class Supervisor:
         self._side: ControlSide | MemberSide | None = None
         self._output = Output(self._link.send)
         self._launches: Launches | None = None  # there with the side
-        self._warm: WarmStarts | None = None
+        self._warm: WarmNode | None = None
         self._is_over = asyncio.Event()  # the task lets go, is gone, or can't be served any more
         self._is_released = False  # the task lets go
         self._why: str | None = None  # why the task can't be served any more, although it may live
@@ -181,13 +180,12 @@ class Supervisor:
         self._output.num_nodes = about["num_nodes"]
         more = about.pop("more")
         side = (ControlSide if "rules" in about else MemberSide)(self._tell_task, self._output.show, **about)
-        self._warm = self._warm or spares_of(watches(), more.get("starts"))
+        self._warm = self._warm or begin_spares(more.get("starts"))
         self._launches = Launches(
             self._link.send,
             side.seat,
             self._output,
             side.lines,
-            watches(),
             self._warm,
             before=self._launches,
         )

@@ -21,13 +21,13 @@ from ..gang.group import Group
 from ..gang.messages import Store, from_wire
 from ..gang.view import as_dicts
 from ..gang.wire import Plain, from_plain, to_plain
-from ..launch.services import Services
 from ..launch.transfer import ValueStore
 from ..logs import console
 from ..machine.inherited import inherited, umask
 from ..node.outcome import Outcome
 from ..node.request import Request, Task
 from .member import Member
+from .services import Services
 from .upload import Upload, begin_upload
 
 _LOOK_S = 0.5  # between two looks at what no frame tells
@@ -177,7 +177,7 @@ class LaunchCall:
         verdict = outcome.verdict
         if self._place(verdict.group):
             self.services.begin(self.request.spec)
-        self.told = verdict.features
+        self.told = verdict.left
         if verdict.error is not None:
             self._verdict = verdict.error
             verdict.error.events = as_dicts(verdict.events)

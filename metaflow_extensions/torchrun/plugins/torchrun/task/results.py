@@ -10,12 +10,12 @@ from ..gang.cause import Cause, FailureText, failed
 from ..gang.group import Group
 from ..gang.messages import Verdict
 from ..gang.view import as_dicts
-from ..launch.services import Services
 from ..launch.spec import LaunchSpec
 from ..launch.transfer import TransferFailed
 from ..node.outcome import Outcome
 from ..result import TorchrunResult
 from .member import Member
+from .services import Services
 
 
 def result_of(outcome: Outcome, spec: LaunchSpec, member: Member, services: Services) -> TorchrunResult[Any]:
@@ -43,11 +43,11 @@ def _fields(verdict: Verdict, member: Member, services: Services) -> dict[str, A
         member.say(Event("note", member.node, line))
 
     try:
-        return services.result(verdict.features, say)
+        return services.result(verdict.left, say)
     except TransferFailed as error:
         cause = Cause("store", member.node, member.host, exception=f"has no result: {error}")
         after = f"\nThe workers of launch {verdict.launch} had ended well on all nodes."
         told = failed(LaunchFailed, FailureText(cause, after=after))
         told.events = as_dicts(verdict.events)
-        services.failed(told, verdict.features)
+        services.failed(told, verdict.left)
         raise told from error

@@ -9,9 +9,9 @@ from typing import Any
 from ..events import Event
 from ..gang.cause import Cause, Failure
 from ..gang.messages import Report, Store, Stored
-from ..launch.services import Services, ToStore
-from ..launch.transfer import Transfer, ValueStore
+from ..launch.transfer import ToStore, Transfer, ValueStore
 from .member import Member
+from .services import Services
 
 
 def begin_upload(

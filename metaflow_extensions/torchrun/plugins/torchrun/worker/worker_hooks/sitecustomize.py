@@ -1,4 +1,4 @@
-"""Records the exception that ends a worker, and runs the features' hooks in workers.
+"""Records the exception that ends a worker, and runs our hook in workers.
 
 It also names the file for the worker's metrics, and records at the worker's end whether it has trained by itself.
 
@@ -21,8 +21,8 @@ _SPARE = "TORCHRUN_SPARE"
 _RECORD = "exception.json"
 _ALONE = "trained-alone"
 _OTHER_WAYS = ("horovod", "mpi4py")  # for ranks to exchange gradients, without a process group of torch's
-_FEATURES = os.path.join(os.path.dirname(os.path.dirname(os.path.dirname(__file__))), "features")
-_OURS = (os.path.join(_FEATURES, "functions", "function_worker.py"), os.path.join(_FEATURES, "warm", "spare.py"))
+_SCRIPTS = os.path.dirname(os.path.dirname(__file__))
+_OURS = (os.path.join(_SCRIPTS, "function_worker.py"), os.path.join(_SCRIPTS, "spare.py"))
 _MAX_CHARS = 4096  # characters of a message, and of each frame or message in a traceback
 _MAX_TRACEBACK_CHARS = 32 * 1024
 
@@ -38,7 +38,7 @@ def _is_worker() -> bool:
 
 
 def _name_its_metrics() -> None:
-    """Name the file of this rank, for itself and for all that it starts; `features.progress` reads it."""
+    """Name the file of this rank, for itself and for all that it starts; `node.progress_observer` reads it."""
     folder, rank = os.environ.get("TORCHRUN_METRICS_FOLDER"), os.environ.get("LOCAL_RANK")
     if folder and rank:  # what the user has set stays
         os.environ.setdefault("TORCHRUN_METRICS", os.path.join(folder, rank + ".jsonl"))
@@ -248,14 +248,13 @@ def _accelerate_is_alone() -> bool:
     return state is not None and state.PartialState._shared_state.get("num_processes") == 1
 
 
-# --- what features have in workers ------------------------------------------------------------
+# --- what lets it be asked for its stack --------------------------------------------------------
 
 
-def _run_hooks() -> None:
-    """Run the hooks of features, as `node.watchers.Variables` names them: programs that define what they need."""
-    for path in filter(None, os.environ.get("TORCHRUN_HOOKS", "").split(os.pathsep)):
-        with open(path, encoding="utf-8") as file:
-            exec(compile(file.read(), path, "exec"), {"__name__": "torchrun_hook"})  # noqa: S102 - our own files
+def _run_hook() -> None:
+    path = os.environ["TORCHRUN_HOOK"]
+    with open(path, encoding="utf-8") as file:
+        exec(compile(file.read(), path, "exec"), {"__name__": "torchrun_hook"})  # noqa: S102 - our own file
 
 
 # --- beginning --------------------------------------------------------------------------------
@@ -268,11 +267,11 @@ _is_spare = _kind == "worker"
 
 def _begin_worker() -> None:
     _find_folder()
-    _arrange(_name_its_metrics, _record_the_end, _tell_of_training_alone, _run_hooks)
+    _arrange(_name_its_metrics, _record_the_end, _tell_of_training_alone, _run_hook)
 
 
 def _begin_spare() -> None:
-    """Do the part that must precede all imports of a spare; `features/warm/spare.py` finds this module again."""
+    """Do the part that must precede all imports of a spare; `worker/spare.py` finds this module again."""
     sys.modules["torchrun_worker_hooks"] = sys.modules[__name__]
     if _is_spare:
         _arrange(_record_the_end, _tell_of_training_alone)
@@ -282,7 +281,7 @@ def _begin_program() -> None:
     """Do the rest, when a spare has got the environment of its worker."""
     if _is_worker():
         _find_folder()
-        _arrange(_name_its_metrics, _run_hooks)
+        _arrange(_name_its_metrics, _run_hook)
 
 
 def _arrange(*what: "Callable[[], None]") -> None:

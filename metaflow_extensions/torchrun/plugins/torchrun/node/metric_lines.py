@@ -13,7 +13,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 
-from ...compat.linux import free_begin
+from ..compat.linux import free_begin
 
 MAX_BYTES = 64 * 1024
 FREED_BYTES = 1024 * 1024  # so many at once are given back

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import re
 
-from ...machine.processes import children_of_main_thread, read
+from ..machine.processes import children_of_main_thread, read
 
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")

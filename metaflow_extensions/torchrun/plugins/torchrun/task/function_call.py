@@ -13,27 +13,38 @@ import pickle
 import socket
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
 from types import FunctionType, MethodType
 from typing import Any
 
-from ...errors import EntrypointError, LaunchFailed, TorchrunConfigError, TorchrunError, WorkerFailed
-from ...gang.cause import cause_of, failure_of, retold
-from ...gang.messages import CONTROL
-from ...gang.texts import size_text
-from ...gang.wire import Plain
-from ...launch.arguments import dict_or_list
-from ...launch.services import Service, ToStore
-from ...launch.spec import FunctionSpec, LaunchSpec
-from ...launch.transfer import PATIENCE_S, Step, Transfer, TransferFailed, ValueStore, patience_for
-from .function_worker import CALL, RAISED, RETURNED, cells, dump, find_cloud_pickler, main_file, path_of, words_of
-from .values import ValuesOnDisk
+from ..errors import EntrypointError, LaunchFailed, TorchrunConfigError, TorchrunError, WorkerFailed
+from ..gang.cause import cause_of, failure_of, retold
+from ..gang.messages import CONTROL
+from ..gang.texts import size_text
+from ..gang.wire import Plain
+from ..launch.arguments import dict_or_list
+from ..launch.run_settings import RunSettings
+from ..launch.spec import FunctionSpec, LaunchSpec
+from ..launch.transfer import PATIENCE_S, Step, ToStore, Transfer, TransferFailed, ValueStore, patience_for
+from ..worker import function_worker
+from ..worker.function_worker import (
+    CALL,
+    RAISED,
+    RETURNED,
+    cells,
+    dump,
+    find_cloud_pickler,
+    main_file,
+    path_of,
+    words_of,
+)
+from .function_values import ValuesOnDisk
 
 # What torchrun runs where the entrypoint is a function.
-FUNCTION_WORKER = os.path.join(os.path.dirname(os.path.abspath(__file__)), "function_worker.py")
+FUNCTION_WORKER = os.path.abspath(function_worker.__file__)
 PROCESS_GROUPS = ("gloo", "nccl", "auto")  # what the workers make before the call; None makes none
 # How long storing or loading a raised exception may take. Without it there is still its text, so the limit is short.
 RAISED_PATIENCE_S = 10.0
@@ -43,7 +54,22 @@ _LOADED_AT_ONCE = 64
 _RAISING = frozenset({"exception", "exit", "signal"})
 
 
-class FunctionCall(Service):
+def call_of(run: RunSettings, store: ValueStore | None) -> FunctionCall | None:
+    """Return the call, where the entrypoint is a function; raises TorchrunConfigError for what does not go with it."""
+    if not callable(run.entrypoint):
+        if run.process_group or run.gather:
+            said = f"process_group={run.process_group!r}" if run.process_group else f"gather={run.gather!r}"
+            raise TorchrunConfigError(
+                f"run({said}) is for functions; a script makes its process group and stores its results itself."
+            )
+        return None
+    for name, is_set in (("module", run.module), ("no-python", "no-python" in run.options)):
+        if is_set:
+            raise TorchrunConfigError(f"{name} says how to run a script, but the entrypoint is a function; remove it.")
+    return FunctionCall(run.entrypoint, run.entrypoint_args, run.process_group, run.gather, store)
+
+
+class FunctionCall:
     """One function launched on all nodes."""
 
     def __init__(
@@ -160,7 +186,7 @@ class FunctionCall(Service):
         return found[0] if found else None
 
 
-class _ToStore(ToStore):
+class _ToStore:
     """Files of ranks, for other nodes."""
 
     def __init__(self, store: ValueStore, paths: Mapping[int, str], ok: bool) -> None:
@@ -181,6 +207,11 @@ class _ToStore(ToStore):
     def told(self) -> Plain | None:
         """Return the keys of what was stored, by rank."""
         return dict(self._keys) or None
+
+    @staticmethod
+    def lines(problem: str | None, seconds: float) -> Iterable[str]:
+        """Return nothing: the gang has the keys."""
+        return ()
 
 
 def _as_call(arguments: Any) -> tuple[Sequence[Any], Mapping[str, Any]]:

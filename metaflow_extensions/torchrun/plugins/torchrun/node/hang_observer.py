@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
+from collections.abc import Mapping
+from dataclasses import replace
+from textwrap import indent
 
-from ...gang.hangs import KIND, Diagnostics
-from ...gang.limits import DIAGNOSTICS_S
-from ...gang.wire import Plain, to_plain
-from ...machine.frames import without_stack
-from ...machine.looks import is_due
-from ...machine.network import is_connected_to
-from ...machine.stacks import HOOK, hook_environment
-from ...node.request import Request
-from ...node.watchers import Here, Variables, Watch, Watcher
-from .stacks import collect
+from ..gang.hangs import KIND, Diagnostics, alike
+from ..gang.limits import DIAGNOSTICS_S
+from ..gang.texts import names
+from ..gang.wire import Plain, to_plain
+from ..machine.frames import Found, without_stack
+from ..machine.looks import is_due
+from ..machine.network import is_connected_to
+from ..machine.stacks import Question
+from .observers import Here, Observer
 
 # The workers' part of `DIAGNOSTICS_S`; their source lines are read after it.
 _WORKERS_S = DIAGNOSTICS_S - 4.0
@@ -24,33 +27,16 @@ _LOOK_PART, _LOOK_S = 0.1, 1.0
 _TELL_S = (
     60.0  # from the last news of a reader until a wait is told: where many nodes share it, each waits now and then
 )
+_MAX_CHARS = 200_000  # of the stacks that a node sends in one message; JSON may double a text
+_POLL_S = 0.05
 
 
-class HangWatch(Watch):
-    """Watches launches that have a limit; of others it tells only that their output waits for its reader."""
-
-    def variables(self, request: Request, folder: str) -> Variables:
-        """Return the variables that let workers write their stacks on request."""
-        if limit_s(request) is None:
-            return Variables()
-        return Variables(hook_environment(), hooks=(HOOK,))
-
-    def watcher(self, here: Here) -> Watcher:
-        """Return the watcher that reports activity of workers."""
-        return HangWatcher(here, limit_s(here.request))
-
-
-def limit_s(request: Request) -> float | None:
-    """Return how many seconds all ranks of a launch may be silent; None means no limit."""
-    found: float | None = request.policy.features.get("hangs", {}).get("timeout_s")
-    return found
-
-
-class HangWatcher(Watcher):
+class HangObserver(Observer):
     """Reports signs of life of this node's workers, and in a hang their places in the code."""
 
-    def __init__(self, here: Here, timeout_s: float | None) -> None:
+    def __init__(self, here: Here) -> None:
         self._here = here
+        timeout_s = here.request.policy.hang_timeout_s  # without one, only a reader that is waited for is told
         self._pause_s = None if timeout_s is None else timeout_s * _ACTIVE_PART
         self._said_at = float("-inf")
         self._began_at = self._looked_at = time.monotonic()
@@ -80,22 +66,37 @@ class HangWatcher(Watcher):
             return None
         self._looked_at = now
         here = self._here
-        return now if is_connected_to(here.port, here.running().values()) else None
+        return now if is_connected_to(here.go.port, here.running().values()) else None
 
     async def before_stop(self, kind: str) -> Plain | None:
         """Log the stacks of all workers if the launch hangs; return them."""
         if kind != KIND:
             return None
         here = self._here
-        workers, ranks = here.running(), {}
+        workers, ranks = here.running(), dict[int, Found]()
         if workers:
-            found = await collect(workers, _WORKERS_S)
-            ranks = found.ranks
-            here.show(f"what the workers were doing:\n{found.text}")
+            text, ranks = await collect(workers, _WORKERS_S)
+            here.show(f"what the workers were doing:\n{text}")
         has_ended = [rank for rank in here.request.spec.ranks if here.has_ended(rank)]
         ranks = {**ranks, **dict.fromkeys(has_ended, without_stack("the process has ended"))}
         plain: Plain = to_plain(Diagnostics(ranks))
         return plain
 
 
-PART = HangWatch()
+async def collect(workers: Mapping[int, int], within_s: float) -> tuple[str, dict[int, Found]]:
+    """Return the stacks of all workers, given as rank -> pid: the user's own frames as a text, and by rank.
+
+    Of equal stacks only the first has its text; long ones lack their end.
+    """
+    question = Question(workers, within_s)
+    while (found := question.poll()) is None:
+        await asyncio.sleep(_POLL_S)
+    groups = alike(found)
+    firsts, most = {group.ranks[0] for group in groups}, _MAX_CHARS // max(1, len(groups))
+    text = "\n".join(
+        f"--- {names(group.ranks, 'rank')}: {group.found.where}\n{indent(group.found.short, '  ')}" for group in groups
+    )
+    return text, {
+        rank: each.bounded(most) if rank in firsts else replace(each, text="", line="", short="")
+        for rank, each in found.items()
+    }

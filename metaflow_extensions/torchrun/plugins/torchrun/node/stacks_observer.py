@@ -4,33 +4,20 @@ from __future__ import annotations
 
 from typing import Any
 
-from ...gang.limits import WORKERS_S
-from ...gang.stacks import NodeStacks
-from ...gang.wire import Plain, to_plain
-from ...machine.frames import Found
-from ...machine.stacks import HOOK, Question, hook_environment
-from ...node.request import Request
-from ...node.watchers import Here, Variables, Watch, Watcher
+from ..gang.limits import WORKERS_S
+from ..gang.stacks import NodeStacks
+from ..gang.wire import Plain, to_plain
+from ..machine.frames import Found
+from ..machine.stacks import Question
+from .observers import Here, Observer
 
-# All stacks of one node go in one message (`MAX_TOLD_BYTES`), in which JSON may double a text. An answer of the whole
+# All stacks of one node go in one message, in which JSON may double a text. An answer of the whole
 # gang is one file.
 _NODE_CHARS = 200_000
 _GANG_CHARS = 16_000_000
 
 
-class StacksWatch(Watch):
-    """Lets workers be asked."""
-
-    def variables(self, request: Request, folder: str) -> Variables:
-        """Return what lets workers be asked."""
-        return Variables(hook_environment(), hooks=(HOOK,))
-
-    def watcher(self, here: Here) -> Watcher:
-        """Return what asks the workers of this node."""
-        return StacksWatcher(here)
-
-
-class StacksWatcher(Watcher):
+class StacksObserver(Observer):
     """Asks the workers of this node while the launch goes on. A new question takes the place of an open one."""
 
     def __init__(self, here: Here) -> None:
@@ -38,7 +25,7 @@ class StacksWatcher(Watcher):
         self._id: Any = None
         self._question: Question | None = None
 
-    def asked(self, data: Plain) -> None:
+    def ask(self, data: Plain) -> None:
         """Ask the workers."""
         self._id, self._question = data["id"], Question(self._here.running(), WORKERS_S)
 
@@ -53,6 +40,3 @@ class StacksWatcher(Watcher):
         ranks = {rank: each.bounded(share) for rank, each in found.items()}
         ranks.update({rank: Found("its process has ended", "", "") for rank in spec.ranks if here.has_ended(rank)})
         return {"id": self._id, "found": to_plain(NodeStacks(here.host, ranks))}
-
-
-PART = StacksWatch()

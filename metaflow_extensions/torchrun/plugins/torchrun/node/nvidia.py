@@ -15,7 +15,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import IO
 
-from ...machine.processes import HELPERS
+from ..machine.processes import HELPERS
 
 _QUERY = ("index", "uuid", "utilization.gpu", "memory.used", "memory.total")
 _EVERY_S = 15.0  # each run takes a part of a second of CPU

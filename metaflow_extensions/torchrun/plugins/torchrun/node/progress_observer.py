@@ -9,14 +9,13 @@ from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
 
-from ...gang.progress import MAX_KEYS, Metrics, Point
-from ...gang.series import Series
-from ...gang.wire import Plain, to_plain
-from ...machine.aside import STUCK_S
-from ...machine.looks import is_due
-from ...node.request import Request
-from ...node.watchers import Here, Variables, Watch, Watcher
-from .lines import Line, LineReader
+from ..gang.progress import MAX_KEYS, Metrics, Point
+from ..gang.series import Series
+from ..gang.wire import Plain, to_plain
+from ..machine.aside import STUCK_S
+from ..machine.looks import is_due
+from .metric_lines import Line, LineReader
+from .observers import Here, Observer
 from .paces import RankPace
 
 _READS_EVERY_S = 1.0
@@ -29,20 +28,7 @@ METRICS = "TORCHRUN_METRICS"
 FOLDER = "TORCHRUN_METRICS_FOLDER"
 
 
-class ProgressWatch(Watch):
-    """Gives each worker a file for its progress."""
-
-    def variables(self, request: Request, folder: str) -> Variables:
-        """Return the variables with the path of each worker's file."""
-        of_rank = metrics_file(folder.replace("$", "$$"), "${local_rank}")
-        return Variables({FOLDER: os.path.dirname(metrics_file(folder, 0))}, {METRICS: of_rank})
-
-    def watcher(self, here: Here) -> Watcher:
-        """Return the watcher that reads the workers' files."""
-        return ProgressWatcher(here)
-
-
-class ProgressWatcher(Watcher):
+class ProgressObserver(Observer):
     """Reads the workers' files."""
 
     def __init__(self, here: Here, clock: Callable[[], float] = time.monotonic) -> None:
@@ -147,6 +133,3 @@ class ProgressWatcher(Watcher):
 def metrics_file(log_dir: str, local_rank: int | str) -> str:
     """Return the metrics file of a worker with logs in `log_dir`."""
     return os.path.join(log_dir, "metrics", f"{local_rank}.jsonl")
-
-
-PART = ProgressWatch()

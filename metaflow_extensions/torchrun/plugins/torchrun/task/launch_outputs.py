@@ -7,34 +7,29 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from ...datastore_outputs import DatastoreOutputs
-from ...errors import TorchrunConfigError, TorchrunError
-from ...gang.messages import CONTROL
-from ...gang.wire import Plain
-from ...launch.services import InTask, RunCall, Service, ToStore
-from ...launch.spec import LaunchSpec
-from ...launch.transfer import ValueStore
-from .storing import FilesToStore, StoredOutputs
+from ..datastore_outputs import DatastoreOutputs
+from ..errors import TorchrunConfigError, TorchrunError
+from ..gang.messages import CONTROL
+from ..gang.wire import Plain
+from ..launch.run_settings import RunSettings
+from ..launch.spec import LaunchSpec
+from ..launch.transfer import ToStore, ValueStore
+from .output_storing import FilesToStore, StoredOutputs
 
 
-class Outputs(InTask):
-    """Files that a launch leaves."""
-
-    def service(self, call: RunCall) -> Service | None:
-        """Return what stores the files that `run` names."""
-        patterns, whose = call.settings.outputs, call.settings.outputs_from
-        if patterns is None:
-            if whose is None:
-                return None
-            raise TorchrunConfigError(
-                f"run(outputs_from={whose!r}) says whose outputs to store, but outputs names none."
-            )
-        if call.store is None:
-            raise TorchrunConfigError("run(outputs=...) needs a datastore, which only a step of a flow has.")
-        return OutputsService(patterns, whose == "all", call.node, call.store)
+def outputs_of(run: RunSettings, node: int, store: ValueStore | None) -> LaunchOutputs | None:
+    """Return what stores the files that `run` names; raises TorchrunConfigError."""
+    patterns, whose = run.outputs, run.outputs_from
+    if patterns is None:
+        if whose is None:
+            return None
+        raise TorchrunConfigError(f"run(outputs_from={whose!r}) says whose outputs to store, but outputs names none.")
+    if store is None:
+        raise TorchrunConfigError("run(outputs=...) needs a datastore, which only a step of a flow has.")
+    return LaunchOutputs(patterns, whose == "all", node, store)
 
 
-class OutputsService(Service):
+class LaunchOutputs:
     """The files of one launch on this node; `patterns` are relative to the workers' working directory."""
 
     def __init__(self, patterns: tuple[str, ...], of_all: bool, node: int, store: ValueStore) -> None:
@@ -44,11 +39,6 @@ class OutputsService(Service):
         self._folder = os.getcwd()
         self._since = time.time()  # files that are older are not of this call of `run`
         self._files: FilesToStore | None = None  # of this generation
-
-    @property
-    def policy(self) -> Plain:
-        """Have the gang know that files are to be stored."""
-        return {"wanted": True}
 
     def begin(self, spec: LaunchSpec) -> None:
         """Forget what another generation has stored; note where the workers run."""
@@ -82,6 +72,3 @@ class OutputsService(Service):
             own = of.get(self._node) if kept is None else (kept.key, kept.files, kept.size)
             of = {} if own is None else {self._node: own}
         return DatastoreOutputs(self._store.address, of)
-
-
-PART = Outputs()

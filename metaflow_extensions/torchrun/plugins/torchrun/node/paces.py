@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import deque
 from statistics import fmean
 
-from ...gang.progress import Pace
-from .lines import Line
+from ..gang.progress import Pace
+from .metric_lines import Line
 
 # Steps a second are measured over this time, or over the last step if that took longer.
 _WINDOW_S = 20.0

@@ -13,9 +13,9 @@ from contextlib import suppress
 from functools import cache
 from typing import Any, BinaryIO
 
-from ...errors import TorchrunError
-from ...machine import processes
-from .function_worker import VALUES
+from ..errors import TorchrunError
+from ..machine import processes
+from ..worker.function_worker import VALUES
 
 # The machine since it was booted, with its pids; the process; when that began.
 _FOLDER = re.compile(r"torchrun-call-([0-9a-f]{8})_([0-9]+)_([0-9]+)_\w+")

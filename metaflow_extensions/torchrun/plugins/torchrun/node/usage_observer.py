@@ -6,29 +6,22 @@ import time
 from collections.abc import Callable
 from typing import TypeAlias
 
-from ...gang.wire import Plain, to_plain
-from ...machine.cgroup import container_folder, memory_limit_bytes
-from ...node.watchers import Here, Watch, Watcher
+from ..gang.wire import Plain
+from ..machine.cgroup import container_folder, memory_limit_bytes
 from .consumption import of_container, of_processes, traffic
 from .nvidia import NvidiaSmi
-from .told import Used, step_s
+from .observers import Here, Observer
 
 _FIRST_S = 1.0  # so that a card shows something soon
+# How often a node of a small gang measures, and of a large one at most: each sample wakes the control node.
+STEP_S, SAMPLES_PER_S = 5.0, 10
 _MIB, _KIB = 2**20, 2**10
 
 _Totals: TypeAlias = dict[str, float]
 """The totals so far, by the kind of the rate computed from them; unknown ones are missing."""
 
 
-class UsageWatch(Watch):
-    """Measures every launch."""
-
-    def watcher(self, here: Here) -> Watcher:
-        """Return the watcher that measures."""
-        return UsageWatcher(here)
-
-
-class UsageWatcher(Watcher):
+class UsageObserver(Observer):
     """Measures the node while the agent runs, the root of all processes of a launch."""
 
     def __init__(self, here: Here, clock: Callable[[], float] = time.monotonic) -> None:
@@ -42,7 +35,7 @@ class UsageWatcher(Watcher):
         self._limits: dict[str, float] = {"cpus": request.machine.cpus}
         if memory is not None:
             self._limits["memory_mib"] = round(memory / _MIB)
-        self._step_s = step_s(request.spec.num_nodes)
+        self._step_s = max(STEP_S, request.spec.num_nodes / SAMPLES_PER_S)
         self._due_at = float("-inf")
         self._before: tuple[float, _Totals] | None = None  # the time and totals of the last sample
 
@@ -62,13 +55,11 @@ class UsageWatcher(Watcher):
         if memory_bytes is not None:
             values["memory_mib"] = memory_bytes / _MIB
         values |= self._of_gpus(now)
-        used = Used(
-            "processes" if self._container is None else "container",
-            {kind: round(value, 3) for kind, value in values.items()},
-            self._limits,
-        )
-        told: Plain = to_plain(used)
-        return told
+        return {
+            "of": "processes" if self._container is None else "container",  # whose CPU and memory it is
+            "values": {kind: round(value, 3) for kind, value in values.items()},  # those that could be measured
+            "limits": dict(self._limits),
+        }
 
     def close(self) -> None:
         """Stop measuring; safe to call more than once."""
@@ -98,6 +89,3 @@ def _rates(began: float, before: _Totals, now: float, after: _Totals) -> dict[st
     """Return the rates per second; a total that has fallen, as after the loss of a process, counts as 0."""
     seconds = max(now - began, 1e-3)
     return {kind: max(0.0, after[kind] - before[kind]) / seconds for kind in before.keys() & after.keys()}
-
-
-PART = UsageWatch()

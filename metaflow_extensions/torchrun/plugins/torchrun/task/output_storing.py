@@ -14,11 +14,10 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
 
-from ...gang.texts import counted, size_text
-from ...gang.wire import Plain
-from ...launch.services import ToStore
-from ...launch.transfer import PATIENCE_S, Step, ValueStore, patience_for
-from .files import Listing, cant_be_read, find
+from ..gang.texts import counted, size_text
+from ..gang.wire import Plain
+from ..launch.transfer import PATIENCE_S, Step, ValueStore, patience_for
+from .output_files import Listing, cant_be_read, find
 
 # Two are in memory at the same time: one that is stored, and the next one that is read. From 8 MiB on, boto3 (1.44)
 # would send each in parts, with copies of them in ten threads.
@@ -39,7 +38,7 @@ class StoredOutputs:
     names: tuple[str, ...] = ()  # of the first files, for the gang's page
 
 
-class FilesToStore(ToStore):
+class FilesToStore:
     """Stores the files of `folder` that patterns name; those older than `since` were not written in the launch.
 
     Until the transfer has ended, only its thread touches this object, except `kept`, which belongs to the caller.

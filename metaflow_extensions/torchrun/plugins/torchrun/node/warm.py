@@ -11,15 +11,14 @@ import signal
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ...compat.renamed import harmless
-from ...gang.wire import Plain
-from ...machine.inherited import inherited, umask
-from ...machine.processes import HELPERS, living_descendants, send_signal
-from ...node.agent import Options
-from ...node.agent_events import Refused
-from ...node.watchers import WarmStarts, Watch
-from .before import READ_AT_START
-from .spare_process import Spare, StartCold, in_words
+from ..compat.renamed import harmless
+from ..gang.wire import Plain
+from ..machine.inherited import inherited, umask
+from ..machine.processes import HELPERS, living_descendants, send_signal
+from ..worker.before import READ_AT_START
+from ..worker.spare_process import Spare, StartCold, in_words
+from .agent import Options
+from .agent_events import Refused
 
 
 class WarmNode:
@@ -44,7 +43,7 @@ class WarmNode:
             HELPERS.add(self._waiting.process.pid)
 
     def start(self, command: list[str], workers: int, env: Mapping[str, str], options: Options) -> Spare | Refused:
-        """Request an agent, and so many workers that were spares; see `WarmStarts`."""
+        """Request an agent, and so many workers that were spares; see `node.agent.WarmStarts`."""
         # A spare needs no variable that a program may bring: the next call of `run` may give it another value.
         needs_all = bool(self._of_workers["preload"])
         needed = {name for name in env if needs_all or name in self._first or name.startswith(READ_AT_START)}
@@ -82,14 +81,10 @@ class WarmNode:
             HELPERS.discard(spare.process.pid)  # who reaps orphans reaps it
 
 
-class WarmWatch(Watch):
-    """Starts agents from spares; it watches no launch."""
-
-    def spares(self, data: Plain) -> WarmStarts:
-        """Start the spare in the background."""
-        warm = WarmNode(data["preload"], data["env"], data["workers"])
-        warm.prepare()
-        return warm
-
-
-PART = WarmWatch()
+def begin_spares(starts: Plain | None) -> WarmNode | None:
+    """Begin what `task.spares.starts_of` asks for."""
+    if starts is None:
+        return None
+    warm = WarmNode(starts["preload"], starts["env"], starts["workers"])
+    warm.prepare()
+    return warm

@@ -1,0 +1,95 @@
+"""What a launch does besides, since the user asked for it: it carries a function's values, and stores outputs.
+
+The thread that calls `run` calls everything here, except for the steps of a `ToStore`: the upload's thread runs those.
+An error ends the launch. The supervisor gets `Services.told`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from typing import Any
+
+from ..errors import LaunchFailed, TorchrunError
+from ..gang.wire import Plain
+from ..launch.run_settings import RunSettings
+from ..launch.spec import FunctionSpec, LaunchSpec
+from ..launch.transfer import ToStore, ValueStore
+from .function_call import FunctionCall, call_of
+from .launch_outputs import LaunchOutputs, outputs_of
+
+
+class Services(ExitStack):
+    """The services of one launch on this node; closes them at its end."""
+
+    def __init__(self, call: FunctionCall | None = None, outputs: LaunchOutputs | None = None) -> None:
+        super().__init__()
+        self._call, self._outputs = call, outputs
+        self._all: dict[str, FunctionCall | LaunchOutputs] = {}
+        if call is not None:
+            self._all["functions"] = call
+            self.callback(call.close)
+        if outputs is not None:
+            self._all["outputs"] = outputs
+
+    @classmethod
+    def of(cls, run: RunSettings, num_nodes: int, node: int, store: ValueStore | None) -> Services:
+        """Return the services that a call of `run` asks for; `store` is None outside of a flow."""
+        outputs = outputs_of(run, node, store)  # first: it holds nothing
+        # A gang of one has its values itself.
+        return cls(call_of(run, store if num_nodes > 1 else None), outputs)
+
+    @property
+    def told(self) -> dict[str, Any]:
+        """What the supervisor must know of them, as fields of `node.request.Request`."""
+        call = self._call
+        return {
+            "stores": any(service.stores for service in self._all.values()),
+            "may_train_alone": call is not None and call.may_train_alone,
+            "folders": () if call is None else (call.folder,),
+            "emptied": () if call is None else (call.emptied,),
+        }
+
+    @property
+    def function(self) -> FunctionSpec | None:
+        """What the workers call instead of a script."""
+        return None if self._call is None else self._call.function
+
+    def begin(self, spec: LaunchSpec) -> None:
+        """Begin a generation: forget what another one has stored."""
+        for service in self._all.values():
+            service.begin(spec)
+
+    def to_store(self, error: TorchrunError | None, within_s: float | None) -> dict[str, ToStore]:
+        """Return what is to be stored of a launch that ends well, or with `error`: then as much as fits into the time."""
+        found = {name: service.to_store(error, within_s) for name, service in self._all.items()}
+        return {name: each for name, each in found.items() if each is not None}
+
+    def result(self, told: Mapping[str, Plain], say: Callable[[str], None]) -> dict[str, Any]:
+        """Return fields of `TorchrunResult`; `told` is what the verdict tells. Raises TransferFailed."""
+        fields = _metrics(told.get("progress", {}))
+        for name, service in self._all.items():
+            fields |= service.result(told.get(name, {}), say)
+        return fields
+
+    def failed(self, error: TorchrunError, told: Mapping[str, Plain]) -> None:
+        """Add data to the error with which the launch has ended."""
+        if self._outputs is not None:
+            self._outputs.failed(error, told.get("outputs", {}))
+
+    def original(self, error: LaunchFailed, told: Mapping[str, Plain]) -> BaseException:
+        """Return what `run` raises."""
+        return error if self._call is None else self._call.original(error, told.get("functions", {}))
+
+
+def _metrics(told: Plain) -> dict[str, Any]:
+    """Return rank 0's last values, and their curves."""
+    last, history = told.get("last", {}), told.get("history", {})
+    curves = {key: [(step, _number(value)) for step, value in points] for key, points in history.items()}
+    return {"metrics": {key: _number(value) for key, value in last.items()}, "history": curves}
+
+
+def _number(value: float | None) -> float:
+    """Return a number that was reported; JSON has no NaN, so it came as None."""
+    return math.nan if value is None else value
