@@ -22,12 +22,17 @@ from ..gang import failures
 from ..gang.gang import Gang, Outgoing
 from ..gang.messages import CONTROL, Abort, Beat, Join, Lines, Message
 from ..machine.looks import until_look
+from ..machine.network import listening_socket
+from ..machine.open_files import room_for_connections
 from .connection import BEATS, Connection, Reading, close_all, handshake_as_control, next_message
 from .frames import encode
-from .listener import Listener
 
 _TICK_S = 1.0  # the longest time between two ticks
 _CLOSE_LOOK_S = 0.025
+# How long a connection may take to prove who it is, and how long when all places are taken.
+_HANDSHAKE_S, _HANDSHAKE_WHEN_FULL_S = 10.0, 2.0
+_MAX_UNAUTHENTICATED = 2048  # at the same moment, besides the members
+_BACKLOG = 65535  # the kernel's own limit counts (net.core.somaxconn)
 # Delay before a node whose task has ended is reported: its own last message says more, and should come first.
 REPORT_GONE_S = 0.2
 
@@ -49,7 +54,9 @@ class ControlChannel:
         self._token = token
         self._timeout_s = heartbeat_timeout_s  # a member silent for so long is lost
         self._on_lines = on_lines  # gets a node's index and its lines
-        self._listener: Listener | None = None
+        self._server: asyncio.Server | None = None  # listens for members
+        self._places = 0  # for connections
+        self._connections: set[Connection] = set()
         self._members: dict[int, Connection] = {}  # each has its `node`
         self._has_failed = False
         self._is_closing = False
@@ -68,14 +75,16 @@ class ControlChannel:
         def new_connection() -> Connection:
             return Connection(self._dialogue, self._ended, self._timeout_s, self._last_words)
 
+        self._places = room_for_connections(self.gang.num_nodes - 1, _MAX_UNAUTHENTICATED)
         try:
-            self._listener = Listener(port or 0, host, self.gang.num_nodes - 1, new_connection)
+            listener = listening_socket(port or 0, host, _BACKLOG)
         except OSError as error:
             raise GangError(
                 f"The control node (host {socket.gethostname()}) can't listen on channel port {port}: {error}. Choose "
                 "another with @torchrun(channel_port=...), or leave it out: the kernel then chooses a free one."
             ) from error
-        return self._listener.port
+        self._server = await self._loop.create_server(new_connection, sock=listener, backlog=_BACKLOG)
+        return int(listener.getsockname()[1])
 
     def send(self, message: Message) -> None:
         """Hand a message of the control node itself to the gang, soon: what it answers may concern who calls."""
@@ -92,10 +101,10 @@ class ControlChannel:
     def _report_gone(self, node: int, reason: str) -> None:
         self._step(self.gang.lost, node, reason, node in self._members)
 
-    async def stop_listening(self) -> None:
+    def stop_listening(self) -> None:
         """Accept no more connections; those that stand stay."""
-        if self._listener is not None:
-            await self._listener.close()
+        if self._server is not None:
+            self._server.close()
 
     async def close(self, wait_s: float) -> None:
         """Wait until the members have left, `wait_s` seconds at most, and close."""
@@ -105,9 +114,8 @@ class ControlChannel:
         self._is_closing = True
         if self._timer is not None:
             self._timer.cancel()
-        if self._listener is not None:
-            await self._listener.close()
-            await close_all(self._listener.connections.copy())
+        self.stop_listening()
+        await close_all(self._connections.copy())
 
     # --- the gang -------------------------------------------------------------------------------
 
@@ -119,8 +127,20 @@ class ControlChannel:
             tick_s = min(_TICK_S, self._timeout_s / BEATS / 3)  # the tick also sends heartbeats
             self._timer = self._loop.call_later(until_look(tick_s), self._tick)
             self._step(self.gang.tick)
-            if self._listener is not None:
-                self._listener.tick()
+            self._look_at_connections()
+
+    def _look_at_connections(self) -> None:
+        """Send heartbeats, and abort connections that are silent or do not prove who they are.
+
+        One timer serves all connections, since each timer wakes the process.
+        """
+        patience_s = _HANDSHAKE_S if len(self._connections) < self._places else _HANDSHAKE_WHEN_FULL_S
+        too_old = time.monotonic() - patience_s
+        for connection in self._connections:
+            if connection.is_proven:
+                connection.beat()
+            elif connection.opened_at < too_old:
+                connection.abort("it has not proven that it is a member")
 
     def _step(self, step: Callable[..., Sequence[Outgoing]], *args: Any) -> None:
         """Let the gang handle one event and send its messages; an exception breaks the gang, with its traceback."""
@@ -169,6 +189,9 @@ class ControlChannel:
 
     def _dialogue(self, connection: Connection) -> Reading[None]:
         """Handle the messages of a connection after it has proven that it knows the token."""
+        self._connections.add(connection)
+        if len(self._connections) > self._places:  # it may try again when others have not proven themselves in time
+            connection.abort()
         if not (yield from handshake_as_control(connection, self._token)):
             return
         join = yield from next_message()
@@ -208,8 +231,7 @@ class ControlChannel:
         return refused.hold_s > 0
 
     def _ended(self, connection: Connection) -> None:
-        if self._listener is not None:
-            self._listener.connections.discard(connection)
+        self._connections.discard(connection)
         if connection.node is not None:
             del self._members[connection.node]
             if not self._is_closing:

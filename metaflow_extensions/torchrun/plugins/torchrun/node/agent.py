@@ -17,12 +17,13 @@ import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from typing import Any, ClassVar, NamedTuple, Protocol, TypeAlias
+from typing import Any, ClassVar, NamedTuple, TypeAlias
 
 from ..machine import processes
 from ..machine.inherited import give
 from ..machine.looks import WATCH_S, until_look
 from ..machine.processes import HELPERS, send_signal
+from ..worker.spare_process import Spare
 from .agent_events import AgentEnded, AgentEvent, End, Refused, Unreached, WorkerEnded, WorkerStarted
 from .workers import Workers
 
@@ -46,35 +47,7 @@ class Options(NamedTuple):
     news: str | None = None  # the pipe in which the agent tells of its workers
 
 
-class Asked(Protocol):
-    """A spare that was asked to become an agent."""
-
-    process: subprocess.Popen[bytes]
-
-    def fileno(self) -> int:
-        """Return the file that is ready when it may have answered."""
-
-    def poll(self) -> bool:
-        """Return whether it has become the agent; raises if it can't be. It is called at least each 0.1 s."""
-
-    def kill(self) -> None:
-        """End it, and wait for nothing."""
-
-
-class WarmStarts(Protocol):
-    """Starts the agents of one node faster than cold."""
-
-    def start(self, command: list[str], workers: int, env: Mapping[str, str], options: Options) -> Asked | Refused:
-        """Return a spare that was asked to become an agent, with so many spare workers; or why there is none."""
-
-    def prepare(self) -> None:
-        """Prepare a spare for the next agent, in the background; raises nothing."""
-
-    def close(self) -> None:
-        """End the spare without waiting for its end; safe to call more than once."""
-
-
-Warm: TypeAlias = Callable[[Mapping[str, str], Options], "Asked | Refused"]
+Warm: TypeAlias = Callable[[Mapping[str, str], Options], "Spare | Refused"]
 """A way to start an agent faster than cold: returns a spare that was asked for the agent, or why there is none."""
 
 
@@ -112,7 +85,7 @@ class AgentProcess:
         self._on_event = on_event
         self._warm = warm
         self._phase: Phase | None = None  # None before the start
-        self._asked: Asked | None = None
+        self._asked: Spare | None = None
         self._agent: subprocess.Popen[bytes]  # from the start on
         self._workers = Workers()
         self._loop: asyncio.AbstractEventLoop

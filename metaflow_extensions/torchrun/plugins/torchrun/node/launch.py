@@ -34,7 +34,7 @@ from ..gang.texts import headline, names
 from ..gang.view import as_dicts
 from ..logs.pipes import Write
 from ..machine.aside import Aside
-from .agent import AgentProcess, WarmStarts
+from .agent import AgentProcess
 from .agent_end import AGENT_NAME
 from .agent_events import AgentNews
 from .commands import Commands
@@ -45,6 +45,7 @@ from .outcome import Outcome
 from .request import Request
 from .seat import Seat
 from .start import prepare
+from .warm import WarmNode
 
 _START_S = 120.0  # for the disk of TMPDIR: a server of files may start again meanwhile
 
@@ -56,7 +57,7 @@ class Tools:
     write: Write  # writes the workers' output
     complete: Callable[[], None]  # asks the task for the request after its commands; it comes as a `Request`
     store: Callable[[Store | None], None]  # has the task store what the workers have left, or give that up
-    warm: WarmStarts | None = None
+    warm: WarmNode | None = None
     new_agent: Callable[..., AgentProcess] = AgentProcess  # another one is for tests
 
 

@@ -17,12 +17,13 @@ from ..logs.pipes import AGENT, LogReader, Write, pipe_path
 from ..machine.accelerators import Machine, omp_threads
 from ..machine.network import interface_of
 from ..machine.stacks import hook_environment
-from .agent import AgentProcess, Options, WarmStarts
+from .agent import AgentProcess, Options
 from .agent_events import AgentNews
 from .generation import Generation
 from .progress_observer import FOLDER, METRICS, metrics_file
 from .request import Request
 from .seat import Seat
+from .warm import WarmNode
 
 # For the small files of a launch: records of exceptions, metrics, the pipes themselves.
 _ROOM_BYTES = 1024 * 1024
@@ -33,7 +34,7 @@ def prepare(
     go: Go,
     seat: Seat,
     write: Write,
-    warm: WarmStarts | None = None,
+    warm: WarmNode | None = None,
     new_agent: Callable[..., AgentProcess] = AgentProcess,
 ) -> Generation:
     """Make all that a generation needs, or raise if it can't start. Its events go to the inbox of `seat`."""

@@ -43,7 +43,7 @@ class WarmNode:
             HELPERS.add(self._waiting.process.pid)
 
     def start(self, command: list[str], workers: int, env: Mapping[str, str], options: Options) -> Spare | Refused:
-        """Request an agent, and so many workers that were spares; see `node.agent.WarmStarts`."""
+        """Request an agent, and so many workers that were spares; or return why there is none."""
         # A spare needs no variable that a program may bring: the next call of `run` may give it another value.
         needs_all = bool(self._of_workers["preload"])
         needed = {name for name in env if needs_all or name in self._first or name.startswith(READ_AT_START)}

@@ -135,6 +135,8 @@ class Supervisor:
 
     def _on_bug(self, loop: asyncio.AbstractEventLoop, about: dict[str, Any]) -> None:
         """Handle an exception that nobody else has handled."""
+        if "socket" in about:  # no free file for a new connection: asyncio tries again
+            return
         error = about.get("exception")
         if error is not None and self._side is not None:
             self._side.fail(error)

@@ -220,7 +220,7 @@ class ControlSide(_Side):
 
     async def end(self) -> None:
         """Hold the gang until all nodes know its end; the next attempt may want the port."""
-        await self._channel.stop_listening()
+        self._channel.stop_listening()
         await self._channel.close(self._rules.stop_s)
 
     def fail(self, error: BaseException) -> None:
