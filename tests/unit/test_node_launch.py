@@ -307,7 +307,7 @@ OF_AGENT = [
 ]
 
 
-@settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(deadline=None, max_examples=20, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(many=some.lists(some.sampled_from([*NEWS, *OF_AGENT]), max_size=10))
 def test_a_node_ends_after_any_order_of_news_with_nothing_left(many, tmp_path):
     node, agents = FakeNode(tmp_path), []
