@@ -247,6 +247,14 @@ def test_the_error_that_store_has_announced_is_raised_when_the_gang_breaks(node)
     assert error.events == [asdict(event)]
 
 
+def test_what_is_said_of_another_launch_changes_nothing(node):
+    node.launch()
+    for late in [each for each in NEWS if getattr(each, "launch", 0) == 1]:
+        node.seat.deliver(late)
+    assert node.verdict(ERROR) is ERROR
+    assert (words_of(node), node.stored, node.said, node._agents.empty()) == ([], [], [], True)
+
+
 def test_a_restart_says_what_it_waits_for_and_then_which_nodes_take_part(node):
     lost = Cause("terminated", 0, "host", exception="its machine goes")
     raised = replace(CAUSE, exception="RuntimeError: CUDA error\nCompile with more\n", kind="exception")
@@ -329,5 +337,7 @@ def test_a_node_ends_after_any_order_of_news_with_nothing_left(many, tmp_path):
     told = words_of(node)
     is_decided = not isinstance(end, BaseException) or end is ERROR
     assert "Ended" in told or is_decided, "the gang hears of it"
-    assert len([each for each in node.stored if each is None]) <= len(node.stored) / 2, "only what was begun is given up"
+    assert len([each for each in node.stored if each is None]) <= len(node.stored) / 2, (
+        "only what was begun is given up"
+    )
     node.loop.stop()

@@ -272,7 +272,6 @@ class NodeLaunch:
         self._command, self._exit_codes = "", {}
         if self._request.spec.group_rank is None:  # this node waits
             return
-        self._give_up_storing()
         self._go, self._said = go, set()
         try:
             about = self._request, go, self._seat, self._tools.write, self._tools.warm, self._tools.new_agent
