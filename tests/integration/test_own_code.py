@@ -32,16 +32,16 @@ def test_workers_have_what_the_step_has_changed_and_write_where_it_prints(warm, 
             assert f"[rank {node}] error in {where} of {node}" in flow.text
 
 
-# A launch that lasts until another one has ended well, then one in a fork, each of one object with spares.
+# A launch that lasts until another one has ended well, then one in a fork, each of one object.
 LAUNCHES = """
 import os, pathlib, sys, threading, time
 from metaflow import TorchrunSingleNodeMultiGPU
 
-here, warm = TorchrunSingleNodeMultiGPU(), sys.argv[1]
+here = TorchrunSingleNodeMultiGPU()
 
-def launch(who, command, runner=here):
+def launch(who, command):
     try:
-        print(who, "ended well:", runner.run(command, nproc_per_node=1, warm=warm).exit_codes, flush=True)
+        print(who, "ended well:", here.run(command, nproc_per_node=1).exit_codes, flush=True)
     except Exception as error:
         print(who, "failed:", type(error).__name__, error, flush=True)
 
@@ -54,23 +54,18 @@ pathlib.Path("over").touch()
 long.join()
 if not (child := os.fork()):
     launch("the fork", ["true"])
-    launch("an object of the fork", ["true"], TorchrunSingleNodeMultiGPU())
     sys.exit()
 os.waitpid(child, 0)
 launch("the parent", ["true"])
 """
 
 
-@pytest.mark.parametrize("warm", ["agent", "workers"])
-def test_threads_may_launch_with_one_object_at_the_same_time_and_a_fork_is_refused(warm, tmp_path):
+def test_threads_may_launch_with_one_object_at_the_same_time_and_so_may_a_fork(tmp_path):
     env = {**os.environ, "METAFLOW_USER": "tester", "PYTHONPATH": str(STAND_IN)}
-    command = [sys.executable, "-c", LAUNCHES, warm]
+    command = [sys.executable, "-c", LAUNCHES]
     done = subprocess.run(
         command, cwd=tmp_path, env=env, stdout=subprocess.PIPE, text=True, timeout=limit_s(60.0), check=True
     )
-    said = done.stdout.splitlines()
-    assert said[:2] == ["the second ended well: {0: 0}", "the first ended well: {0: 0}"]
-    assert said[2].startswith(
-        "the fork failed: GangError run was called in a process that was forked from one that had launched with warm"
-    )
-    assert said[3:] == ["an object of the fork ended well: {0: 0}", "the parent ended well: {0: 0}"]
+    assert done.stdout.splitlines() == [
+        f"{who} ended well: {{0: 0}}" for who in ("the second", "the first", "the fork", "the parent")
+    ]

@@ -1,18 +1,16 @@
 """What the cards of a task show of `TorchrunSingleNodeMultiGPU`, the gang of one."""
 
-import gc
 import json
 from types import SimpleNamespace
 
 import pytest
 from fake_cards import cards_of_task
-from fake_link import supervisor_of
 from limits import limit_s
 from metaflow import current
 from metaflow._vendor import click
 from metaflow.datastore import FlowDataStore
 from metaflow.plugins.datastores.local_storage import LocalStorage
-from unit_helpers import HANG_S, eventually, is_running
+from unit_helpers import HANG_S
 
 from metaflow_extensions.torchrun.plugins.torchrun import gang_of_one
 from metaflow_extensions.torchrun.plugins.torchrun.errors import TorchrunConfigError
@@ -81,28 +79,6 @@ def test_the_card_shows_the_launch_and_how_it_failed_but_within_a_gang_it_is_the
     found = task.stored()
     assert found == {} if in_a_gang else '"final"' in found["torchrun.html"]
     assert task.commands == []
-
-
-def test_it_imports_beforehand_from_the_first_launch_that_asks_for_it_to_its_own_end(launches, monkeypatch):
-    begun = []
-
-    def begin(settings, machine, requested):
-        begun.append((settings.warm, settings.nproc_per_node))
-        return {"preload": [], "env": {}, "workers": 0}
-
-    monkeypatch.setattr(gang_of_one, "starts_of", begin)
-    one = TorchrunSingleNodeMultiGPU()
-    for asked in ({}, {"warm": "workers", "nproc_per_node": 2}, {"warm": "agent"}):
-        one.run(entrypoint="train.py", **asked)
-    assert begun == [("workers", 2)]
-    assert [context.has_spares for context in launches.contexts] == [False, True, True]
-    first, second, third = (supervisor_of(context.member.link) for context in launches.contexts)
-    assert first != second == third, "the spares' supervisor stays"
-    assert is_running(third)
-    del one
-    launches.contexts.clear()
-    gc.collect()
-    assert eventually(lambda: not is_running(third))
 
 
 @pytest.mark.parametrize(

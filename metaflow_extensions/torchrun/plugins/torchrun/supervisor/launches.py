@@ -32,14 +32,12 @@ class Launches:
         output: Output,
         send_lines: Callable[[str, str], None],
         warm: WarmNode | None,
-        before: Launches | None = None,
     ) -> None:
         self._tell_task = tell_task
         self._seat, self._output, self._send_lines = seat, output, send_lines
         self._warm = warm
         self._request: Request | None = None  # of the last launch
-        # The last one; that of another gang of this task, `before`, may still be being stopped.
-        self._launch: asyncio.Task[None] | None = None if before is None else before._launch
+        self._launch: asyncio.Task[None] | None = None  # the last one
         self._number = -1  # of the last launch that the task has asked for
 
     @property

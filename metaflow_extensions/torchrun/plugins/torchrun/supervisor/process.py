@@ -30,7 +30,7 @@ from ..machine import processes
 from ..machine.cgroup import describe_oom, oom_kills
 from ..machine.looks import WATCH_S, until_look
 from ..machine.open_files import file_of
-from ..node.warm import WarmNode, begin_spares
+from ..node.warm import begin_spares
 from .ends import end_of
 from .held import Held
 from .launches import Launches
@@ -77,7 +77,6 @@ class Supervisor:
         self._side: ControlSide | MemberSide | None = None
         self._output = Output(self._link.send)
         self._launches: Launches | None = None  # there with the side
-        self._warm: WarmNode | None = None
         self._is_over = asyncio.Event()  # the task lets go, is gone, or can't be served any more
         self._is_released = False  # the task lets go
         self._why: str | None = None  # why the task can't be served any more, although it may live
@@ -164,7 +163,7 @@ class Supervisor:
         elif what == "call":
             self._call(*rest)
         elif self._side is None:
-            pass  # a thread of the task has said it late: that gang is over
+            pass  # a thread of the task has said it before the gang begins
         elif what == "send":
             self._side.send(from_wire(rest[0]))
         elif what == "show":
@@ -182,15 +181,8 @@ class Supervisor:
         self._output.num_nodes = about["num_nodes"]
         more = about.pop("more")
         side = (ControlSide if "rules" in about else MemberSide)(self._tell_task, self._output.show, **about)
-        self._warm = self._warm or begin_spares(more.get("starts"))
-        self._launches = Launches(
-            self._link.send,
-            side.seat,
-            self._output,
-            side.lines,
-            self._warm,
-            before=self._launches,
-        )
+        warm = begin_spares(more.get("starts"))
+        self._launches = Launches(self._link.send, side.seat, self._output, side.lines, warm)
         self._side = side
         if signs := more.get("signs"):
             say = lambda text: self._output.show(Event("note", side.seat.node, text))  # noqa: E731
@@ -209,7 +201,7 @@ class Supervisor:
     async def _answer(self, number: int, name: str, args: list[Any], answers: object) -> None:
         link = self._link
         try:
-            found = getattr(answers, name)(*(args[:1] if name == "close" else args))
+            found = getattr(answers, name)(*args)
             link.send("answer", number, await found if inspect.isawaitable(found) else found)
         except TorchrunError as error:
             link.send("failed", number, to_plain(error))
@@ -218,22 +210,19 @@ class Supervisor:
         except BaseException as error:  # a bug of ours: the task must not wait for ever
             link.send("os_error", number, "OSError", f"{type(error).__name__}: {error}")
         if name == "close":
-            self._release(*args[1:])
+            self._release()
 
     async def _finish_output(self) -> None:
         """Wait until all lines are written, as long as the task does; or, in a hurry, until their reader takes nothing."""
         while not await settle(WATCH_S) and not self._has_ended() and not console.has_given_up():
             pass
 
-    def _release(self, stays: bool) -> None:
-        """End what the task has begun, and this process, unless it `stays` for what the task begins next."""
+    def _release(self) -> None:
+        """End what the task has begun, and this process."""
         if self._launches is not None:
             self._launches.let_go()
-        if stays:
-            self._side = None
-        else:
-            self._is_released = True
-            self._end_service()
+        self._is_released = True
+        self._end_service()
 
     @staticmethod
     async def close(wait_s: float) -> None:

@@ -63,14 +63,9 @@ def rules_of(settings: StepSettings) -> Rules:
     )
 
 
-def join_alone(
-    settings: StepSettings, emit: Subscriber, rules: Rules, more: Mapping[str, Any] = NOTHING, link: Link | None = None
-) -> Member:
-    """Return the only member of a gang of one node: nothing listens, nothing is published.
-
-    `link` is to the supervisor of an earlier gang, which has stayed with its spares.
-    """
-    return _begin_gang(link or Link(settings.grace_s), 1, settings, emit, "", rules, more)
+def join_alone(settings: StepSettings, emit: Subscriber, rules: Rules, more: Mapping[str, Any] = NOTHING) -> Member:
+    """Return the only member of a gang of one node: nothing listens, nothing is published."""
+    return _begin_gang(1, settings, emit, "", rules, more)
 
 
 def join_as_control(
@@ -94,7 +89,7 @@ def join_as_control(
         refuse_second_run(registry, num_nodes, patience_s)
     record = AddressRecord(tuple(control_addresses(main_ip, here_only)), 0, new_token(), socket.gethostname())
     address = _PublishedAddress(registry, record, rules.replaces)
-    member = _begin_gang(Link(settings.grace_s), num_nodes, settings, emit, address.record.token, rules, more)
+    member = _begin_gang(num_nodes, settings, emit, address.record.token, rules, more)
     member.at_end = lambda: address.close(member)
     try:
         port = member.link.call("listen", settings.channel_port, LOOPBACK if here_only else "")
@@ -108,7 +103,6 @@ def join_as_control(
 
 
 def _begin_gang(
-    link: Link,
     num_nodes: int,
     settings: StepSettings,
     emit: Subscriber,
@@ -118,7 +112,8 @@ def _begin_gang(
 ) -> Member:
     given = {name: value for name, value in vars(rules).items() if name != "why_it_waits"}
     about = {"num_nodes": num_nodes, "timeout_s": settings.heartbeat_timeout_s, "token": token, "rules": given}
-    member, link.last_words = Member(CONTROL, num_nodes, emit, link, alarm_text(settings.grace_s)), None
+    link = Link(settings.grace_s)
+    member = Member(CONTROL, num_nodes, emit, link, alarm_text(settings.grace_s))
     link.send("begin", {**about, "more": dict(more)})
     member.send(Join(CONTROL, member.host, place=place()))
     return member

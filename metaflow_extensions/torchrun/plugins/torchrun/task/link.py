@@ -49,7 +49,6 @@ class Link:
         self.waiter: int | None = None  # the thread in which our code waits
         self.end: str | None = None  # why nothing is said or read any more
         self.is_forked = False  # whether this is a fork of the task
-        self.stays = False  # whether the supervisor is there for another gang after `close`
         self.last_words: Any = None  # what the supervisor has said at its end
         self._numbers, self._calls = itertools.count(), itertools.count()
         self._packets = Packets()
@@ -200,22 +199,17 @@ class Link:
         return all(each.wait(patience_s) for each in self._processes)
 
     def close(self) -> None:
-        """End the gang that was begun, and the supervisor, unless it `stays`; nothing in a fork of the task."""
+        """End the gang that was begun, and the supervisor; nothing in a fork of the task."""
         if self.end is None:
             with suppress(GangError, OSError):
-                self.last_words = self.call("close", _LEAVE_WAIT_S, self.stays) or self.last_words
-        if self.stays or self.is_forked:
+                self.last_words = self.call("close", _LEAVE_WAIT_S) or self.last_words
+        if self.is_forked:
             return
         self.end = self.end or "its gang has ended"
         with suppress(OSError):  # the step's code has closed all descriptors
             self._socket.close()
         if not self.await_end(_END_S):  # it still writes, and its reader may pause: the task's end waits for that
             atexit.register(self.await_end, _NEVER)
-
-    def end_staying(self) -> None:
-        """End a supervisor that stayed."""
-        self.stays = False
-        self.close()
 
     def forget(self) -> None:
         """Do nothing any more: this is a fork of the task."""
