@@ -17,8 +17,9 @@ from metaflow_extensions.torchrun.plugins.torchrun.launch.command import (
     IMPORTABLE,
     WORKER_HOOKS,
     agent_command,
-    agent_environment,
+    command_environment,
     shown_command,
+    with_hooks,
 )
 from metaflow_extensions.torchrun.plugins.torchrun.launch.spec import LaunchSpec
 
@@ -113,7 +114,7 @@ def test_what_the_user_says_is_passed_on(changes, words):
 
 
 def environment_of(inherited, interface=None, **env):
-    return agent_environment(env, inherited, 6, interface)
+    return with_hooks(command_environment(env, inherited, 6, interface), None)
 
 
 THREADS = {"OMP_NUM_THREADS": "6", "PYTHONUNBUFFERED": "1"}

@@ -13,6 +13,7 @@ from metaflow_extensions.torchrun.plugins.torchrun.gang.wire import from_plain, 
 from metaflow_extensions.torchrun.plugins.torchrun.launch.spec import LaunchSpec
 from metaflow_extensions.torchrun.plugins.torchrun.machine.accelerators import Machine
 from metaflow_extensions.torchrun.plugins.torchrun.machine.inherited import inherited, umask
+from metaflow_extensions.torchrun.plugins.torchrun.node.endings import MustEnd
 from metaflow_extensions.torchrun.plugins.torchrun.node.request import Request, Task
 from metaflow_extensions.torchrun.plugins.torchrun.node.seat import Seat
 from metaflow_extensions.torchrun.plugins.torchrun.supervisor.launches import Launches
@@ -72,7 +73,7 @@ def test_the_task_hears_how_many_interruptions_its_launch_has_handled(node):
 
     def interrupt_twice():
         for _ in range(2):
-            node.seat.itself.interrupt("its machine goes")
+            node.seat.itself.put(MustEnd("its machine goes"))
 
     node.launches.run(0, told(request_of()))
     assert eventually(lambda: node.sent)

@@ -16,8 +16,6 @@ PICTURE = Path(__file__).parents[2] / "docs" / "architecture.md"
 
 # What runs in agents, workers and spares, without the package: it imports what lies beside it, at most.
 SCRIPTS = "worker"
-# So does this.
-SCRIPT_OF_MACHINE = "machine.stacks_hook"
 # This imports torch, in functions that workers call. The task imports it, too, so that both sides pickle alike.
 CALLED_BY_WORKERS = ("worker.function_worker", "worker.agent")
 # Besides `compat`, these may import Metaflow, and what it promises: `current` and the base of its exceptions.
@@ -172,7 +170,6 @@ def test_a_supervisor_starts_without_metaflow_and_without_site_packages():
 
 
 def test_scripts_import_only_what_lies_beside_them():
-    assert IMPORTS[SCRIPT_OF_MACHINE][0] == set()
     of_scripts = {module for module in MODULES if place_of(module) == SCRIPTS}
     assert {name for module in of_scripts for name in IMPORTS[module][0]} == {"worker.before", "worker.spare_process"}
 

@@ -22,7 +22,6 @@ from metaflow_extensions.torchrun.plugins.torchrun.machine.network import pick_p
 from metaflow_extensions.torchrun.plugins.torchrun.settings import DEFAULTS, parse_settings
 from metaflow_extensions.torchrun.plugins.torchrun.task import join as joining
 from metaflow_extensions.torchrun.plugins.torchrun.task import orders
-from metaflow_extensions.torchrun.plugins.torchrun.task.link import Link
 
 HOST = "127.0.0.1"
 SETTINGS = parse_settings({**DEFAULTS, "grace_s": 1.0}, "train")
@@ -38,7 +37,7 @@ def gang():
     made, token = [], new_token()
 
     def control(num_nodes=2):
-        made.append(joining._begin_gang(Link(1.0), num_nodes, SETTINGS, ignore, token, Rules(60.0, 1.0), {}))
+        made.append(joining._begin_gang(num_nodes, SETTINGS, ignore, token, Rules(60.0, 1.0), {}))
         return made[-1]
 
     def member(node=1):

@@ -15,9 +15,9 @@ def test_each_of_several_launches_that_wait_for_the_end_of_another_has_its_own_n
     seat = Seat(0, 1, print, None)
     seat.begin_launch()
     seat.expect_launch()
-    seat.give_up(None)
+    seat.put(GivenUp(None))
     seat.expect_launch()
-    seat.interrupt("its machine goes")
+    seat.put(MustEnd("its machine goes"))
     assert heard(seat) == []
     seat.begin_launch()
     assert heard(seat) == [GivenUp(None)]

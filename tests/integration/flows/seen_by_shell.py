@@ -23,7 +23,7 @@ seen = {
     "name": __name__,
     "cwd": os.getcwd(),
     "stdin": os.readlink("/proc/self/fd/0"),
-    # 200 is ours, far above those of a program (`machine/stacks_hook`).
+    # 200 is ours, far above those of a program (`worker_hooks`).
     "files": sorted({int(fd) for fd in os.listdir("/proc/self/fd") if os.path.exists(f"/proc/self/fd/{fd}")} - {200}),
     "session": os.getsid(0) == os.getpid(),
     "path": sys.path,

@@ -86,7 +86,7 @@ def open_files() -> dict[str, object]:
     """Which files are open, how, and where in them the process is."""
     seen = {}
     for fd in map(int, os.listdir("/proc/self/fd")):
-        if fd == 200:  # ours, far above those of a program; its name has the pid (`machine/stacks_hook`)
+        if fd == 200:  # ours, far above those of a program; its name has the pid (`worker_hooks`)
             continue
         try:
             target, flags = os.readlink(f"/proc/self/fd/{fd}"), fcntl.fcntl(fd, fcntl.F_GETFL)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Iterator
 from typing import Any
 
 LENGTH = struct.Struct(">I")
@@ -49,12 +48,6 @@ class Frames:
     def __init__(self, limit: float = float("inf")) -> None:
         self._limit = limit
         self._buffer = bytearray()
-
-    def feed(self, data: bytes) -> Iterator[Any]:
-        """Yield the values of the frames that are complete now; raises ValueError."""
-        self.add(data)
-        while (value := self.take()) is not None:
-            yield value
 
     def add(self, data: bytes) -> None:
         """Add bytes that have come."""

@@ -96,11 +96,6 @@ def metadata_type(flow_datastore: Any) -> str | None:
     return kind
 
 
-def datastore_type(flow_datastore: Any) -> str:
-    """Return the name of a flow's datastore in ``--datastore``, for example "local"."""
-    return str(flow_datastore.TYPE)
-
-
 def watch_storing(task_datastore: Any, around: Callable[..., Any]) -> None:
     """Replace each method that stores a task's results by `around`.
 

@@ -101,16 +101,6 @@ def _escaped(words: Sequence[str]) -> list[str]:
     return [word.replace("$", "$$") for word in words]
 
 
-def agent_environment(
-    given: Mapping[str, str],
-    inherited: Mapping[str, str],
-    omp_threads: int,
-    interface: str | None,
-) -> dict[str, str]:
-    """Return the whole environment of this node's agent and workers; `given` is the user's, `inherited` the task's."""
-    return with_hooks(command_environment(given, inherited, omp_threads, interface), None)
-
-
 def with_hooks(env: Mapping[str, str], module_folder: str | None) -> dict[str, str]:
     """Return an environment with what our hooks in the agent and its workers need."""
     env = dict(env)

@@ -1,6 +1,6 @@
 """What the workers of one node are doing: the Python stacks of their main threads.
 
-Our hook in each worker (`stacks_hook`) has Python's `faulthandler` write the stack at a signal. That works while the
+Our hook in each worker (`worker_hooks`) has Python's `faulthandler` write the stack at a signal. That works while the
 worker waits in C code, without any package, and without the right to trace it. A `Question` sends the signal.
 """
 
@@ -21,15 +21,13 @@ from .source_lines import SourceLines
 # c10/util/signal_handler.h, torch 2.13). Who needs any real-time signal counts up from SIGRTMIN, and Valgrind
 # takes SIGRTMAX, so this one is far from both. Counted from the top since C libraries differ in SIGRTMIN.
 _SIGNAL = int(getattr(signal, "SIGRTMAX", 64)) - 8  # macOS has none, and commands import this there
-_HOOK = os.path.join(os.path.dirname(os.path.abspath(__file__)), "stacks_hook.py")
-_FILE = "torchrun-stacks"  # the beginning of the file's name, also in `stacks_hook`
+_FILE = "torchrun-stacks"  # the beginning of the file's name, also in `worker_hooks`
 _SETTLED_S = 0.3  # a file that has not grown for so long is complete
 
 
 def hook_environment() -> dict[str, str]:
     """Return the variables that let workers be asked."""
-    folder = {"TORCHRUN_STACKS_FOLDER": tempfile.gettempdir(), "TORCHRUN_STACKS_SIGNAL": str(_SIGNAL)}
-    return {**folder, "TORCHRUN_HOOK": _HOOK}  # which `worker_hooks` runs
+    return {"TORCHRUN_STACKS_FOLDER": tempfile.gettempdir(), "TORCHRUN_STACKS_SIGNAL": str(_SIGNAL)}
 
 
 class Question:

@@ -13,10 +13,9 @@ from typing import Any
 
 from ..errors import TorchrunError
 from ..events import Event, Subscriber
-from ..gang.cause import Cause
 from ..gang.messages import Abort, Ask, Farewell, Go, Link, Message, Note, Restart, Stop, Store, Verdict
 from ..machine.looks import until_look
-from .endings import Broken, GivenUp, MustEnd, TimedOut, lost_control
+from .endings import Broken, lost_control
 
 
 class Seat:
@@ -35,7 +34,8 @@ class Seat:
         """Keep what comes from now on for one more launch; those before it may still be ending, or never begin."""
         self._next.append(asyncio.Queue())
 
-    def _put(self, news: Any) -> None:
+    def put(self, news: Any) -> None:
+        """Put news into the inbox of the launch that the task has asked for last."""
         (self._next[-1] if self._next else self.inbox).put_nowait(news)
 
     def deliver(self, message: Message) -> bool:
@@ -44,7 +44,7 @@ class Seat:
             self.emit(Event("note", self.node, message.text, message.is_detail))
             return True
         if isinstance(message, Go | Ask | Stop | Restart | Store | Verdict):
-            self._put(message)
+            self.put(message)
             return True
         if isinstance(message, Abort):
             self._break(message.error)
@@ -54,25 +54,13 @@ class Seat:
     def lose_control(self, reason: str) -> None:
         """Handle the loss of the control node. If it has said that it leaves, that concerns only a launch that still runs."""
         if self._says_bye:
-            self._put(Broken(lost_control(reason)))
+            self.put(Broken(lost_control(reason)))
         else:
             self._break(lost_control(reason))
 
     def _break(self, error: TorchrunError) -> None:
         self.broken = self.broken or error
-        self._put(Broken(self.broken))
-
-    def interrupt(self, why: str) -> None:
-        """End this node as after a SIGTERM."""
-        self._put(MustEnd(why))
-
-    def time_out(self, text: str) -> None:
-        """Let the launch raise `LaunchTimeout`."""
-        self._put(TimedOut(text))
-
-    def give_up(self, cause: Cause | None) -> None:
-        """End the launch without a verdict: nobody waits for it here."""
-        self._put(GivenUp(cause))
+        self.put(Broken(self.broken))
 
     def begin_launch(self) -> None:
         """Begin a launch, with a new `inbox`."""

@@ -72,7 +72,7 @@ class Launches:
         if number != self._number:
             self._tell_task("ended", number, {"handled": 0})
             return
-        self._seat.give_up(None if cause is None else from_plain(Cause, cause, "the cause"))
+        self._seat.put(GivenUp(None if cause is None else from_plain(Cause, cause, "the cause")))
 
     def end_spares(self) -> None:
         """End the spares: no launch comes any more, or commands have changed what spares have imported."""
@@ -81,7 +81,7 @@ class Launches:
 
     def abort(self) -> None:
         """End the launch, if one runs: the task is gone."""
-        self._seat.give_up(None)
+        self._seat.put(GivenUp(None))
 
     def let_go(self) -> None:
         """End the launch, if one runs: its gang is over, and the task hears no more of it."""

@@ -30,6 +30,7 @@ from ..machine import processes
 from ..machine.cgroup import describe_oom, oom_kills
 from ..machine.looks import WATCH_S, until_look
 from ..machine.open_files import file_of
+from ..node.endings import MustEnd, TimedOut
 from ..node.warm import begin_spares
 from .ends import end_of
 from .held import Held
@@ -42,7 +43,7 @@ from .task_link import TaskLink
 _LAST_LINES_S = 0.5  # for what the workers have written before the task's end
 _DYING_S = 5.0  # a task that is killed closes its files first, and then frees its memory
 _OF_LAUNCHES = frozenset({"run", "complete", "give_up", "end_spares"})
-_OF_SEAT = frozenset({"interrupt", "time_out"})
+_INTERRUPTIONS = {"interrupt": MustEnd, "time_out": TimedOut}
 _URGENT = frozenset({"lost", "must_end"})  # the step's own code hears of it
 _URGENT_MESSAGES = frozenset({Abort.__name__.lower(), Farewell.__name__.lower()})
 
@@ -172,8 +173,8 @@ class Supervisor:
             self._output.wrote(*rest)
         elif what in _OF_LAUNCHES and self._launches is not None:
             getattr(self._launches, what)(*rest)
-        elif what in _OF_SEAT:
-            getattr(self._side.seat, what)(*rest)
+        elif what in _INTERRUPTIONS:
+            self._side.seat.put(_INTERRUPTIONS[what](*rest))
         else:
             getattr(self._side, what)(*rest)
 

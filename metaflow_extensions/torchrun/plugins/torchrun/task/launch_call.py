@@ -104,7 +104,7 @@ class LaunchCall:
     def _next(self) -> Outcome | None:
         """Wait for what the supervisor says, and handle it; return the outcome, if that is it."""
         frames = self._member.of_launch
-        files = () if self._upload is None else (self._upload.file,)
+        files = () if self._upload is None else (self._upload.transfer.file,)
 
         def has_news() -> bool:
             return bool(frames) or self._member.is_leaving or (self._to_store is not None and not self._member.has_job)
@@ -163,7 +163,7 @@ class LaunchCall:
 
     def _give_up_upload(self) -> None:
         if self._upload is not None:
-            self._upload.give_up()
+            self._upload.transfer.give_up()  # it sends and logs nothing more
         self._upload = self._to_store = None
         self._member.uploads = False
 
@@ -212,8 +212,5 @@ class LaunchCall:
         while self._runs and self._link.end is None and time.monotonic() < deadline:
             self._link.wait(lambda: frames, deadline - time.monotonic())
             while frames:
-                what, *rest = frames.popleft()
-                if what == "text":
-                    self._write(*rest)
-                elif what == "ended" and rest[0] == self._number:
-                    self._runs, self._handled = False, rest[1]["handled"]
+                with suppress(TorchrunError):  # that of the launch; `error` is raised
+                    self._handle(*frames.popleft())

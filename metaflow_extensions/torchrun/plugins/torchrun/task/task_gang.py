@@ -18,7 +18,7 @@ from typing import Any
 from metaflow import current
 
 from ..channel.registry import AddressRecord, Registry
-from ..compat.datastore import datastore_type, save_log, watch_storing
+from ..compat.datastore import save_log, watch_storing
 from ..compat.renamed import convenience
 from ..compat.steps import control_task_of, exit_codes_of_tasks, is_local, is_of_another_task, runs_on
 from ..errors import TorchrunPreempted
@@ -162,8 +162,7 @@ class TaskGang:
     def _follow(self, registry: Registry, member: Member) -> None:
         """Store and show what happens to the gang, on the control node."""
         self._cards = Cards(self._flow_datastore)
-        is_on_disk = datastore_type(self._flow_datastore) == "local"
-        self._store = GangStore(member, self._about, self._cards, registry, is_on_disk)
+        self._store = GangStore(member, self._about, self._cards, registry)
         self.part = self._cards.part
 
     # --- around it and after it -----------------------------------------------------------------

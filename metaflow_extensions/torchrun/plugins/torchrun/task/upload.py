@@ -45,38 +45,29 @@ class Upload:
         self._is_vital = about.error is None  # whether the launch fails without it
         self._to_store = to_store  # by feature, at least one
         steps = itertools.chain.from_iterable(each.steps() for each in to_store.values())
-        self._transfer = Transfer(store, "stores", steps)
-        self._report("storing", {"what": self._transfer.what()})
-        self._transfer.start()
-
-    @property
-    def file(self) -> int:
-        """A file that is readable at its end."""
-        return self._transfer.file
-
-    def give_up(self) -> None:
-        """Abandon it: it sends and logs nothing more."""
-        self._transfer.give_up()
+        self.transfer = Transfer(store, "stores", steps)
+        self._report("storing", {"what": self.transfer.what()})
+        self.transfer.start()
 
     def poll(self) -> bool:
         """Report to the log and the gang: that it is slow, or has ended. Return whether it has ended."""
-        if self._transfer.over:
+        if self.transfer.over:
             self._tell_end()
             return True
-        if (line := self._transfer.line()) is not None:
+        if (line := self.transfer.line()) is not None:
             self._note(line)
-            self._report("storing", {"what": self._transfer.what()})
+            self._report("storing", {"what": self.transfer.what()})
         return False
 
     def _tell_end(self) -> None:
-        self.give_up()
-        problem = self._transfer.problem()
+        self.transfer.give_up()
+        problem = self.transfer.problem()
         failures = () if problem is None or not self._is_vital else (Failure(self._cause(problem)),)
         for failure in failures:
             text = f"{failure.cause.who} {failure.cause.what}; stopping all nodes"
             self._member.say(Event("worker_failed", self._member.node, text))
         for name, each in self._to_store.items():
-            for line in () if failures else each.lines(problem, self._transfer.seconds):
+            for line in () if failures else each.lines(problem, self.transfer.seconds):
                 self._note(line)
             if (told := each.told()) is not None:
                 self._report(name, told)
@@ -89,7 +80,7 @@ class Upload:
         self._member.say(Event("note", self._member.node, text))
 
     def _cause(self, problem: str) -> Cause:
-        step, member = self._transfer.step, self._member
+        step, member = self.transfer.step, self._member
         local_rank = None if step.rank is None else step.rank - self._first_rank
-        text = f"has ended well, but {step.what} could not be stored in {self._transfer.where} {problem}"
+        text = f"has ended well, but {step.what} could not be stored in {self.transfer.where} {problem}"
         return Cause("store", member.node, member.host, step.rank, local_rank, exception=text)

@@ -1,4 +1,4 @@
-"""Records the exception that ends a worker, and runs our hook in workers.
+"""Records the exception that ends a worker, and lets a worker be asked for its stack.
 
 It also names the file for the worker's metrics, and records at the worker's end whether it has trained by itself.
 
@@ -251,10 +251,39 @@ def _accelerate_is_alone() -> bool:
 # --- what lets it be asked for its stack --------------------------------------------------------
 
 
-def _run_hook() -> None:
-    path = os.environ["TORCHRUN_HOOK"]
-    with open(path, encoding="utf-8") as file:
-        exec(compile(file.read(), path, "exec"), {"__name__": "torchrun_hook"})  # noqa: S102 - our own file
+# Far above the numbers that a program's own files get: the kernel gives the lowest free one, and a script may expect it.
+# A program that closes all files, as a daemon does, and opens others does not meet this number soon either.
+_HIGH = 200
+
+
+def _let_be_asked() -> None:
+    """Write the Python stack of the main thread at a signal, even in a hang; `machine.stacks` sends it and reads that."""
+    import faulthandler  # built into the interpreter
+
+    number = int(os.environ["TORCHRUN_STACKS_SIGNAL"])
+    # It must be open beforehand: the handler runs outside of the interpreter, which may be stuck. Without a name it
+    # leaves nothing behind, however the worker ends; `stacks` finds it among the worker's open files.
+    path = os.path.join(os.environ["TORCHRUN_STACKS_FOLDER"], "torchrun-stacks-" + str(os.getpid()))
+    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC, 0o600)
+    os.unlink(path)
+    # The stack of the thread that gets the signal, which is the main one. All threads would be a risk: the handler reads
+    # frames that their threads change meanwhile, and about one time in 3 000 that ends the process (CPython issue
+    # 116008, seen with 3.11).
+    faulthandler.register(number, file=_moved(file), all_threads=False, chain=False)
+
+
+def _moved(file: int) -> int:
+    """Return the file under its high number, or as it is where that number is taken or over the limit."""
+    try:
+        os.fstat(_HIGH)
+    except OSError:  # nobody has it
+        try:
+            os.dup2(file, _HIGH, inheritable=False)
+        except OSError:  # over the limit of open files
+            return file
+        os.close(file)
+        return _HIGH
+    return file
 
 
 # --- beginning --------------------------------------------------------------------------------
@@ -267,7 +296,7 @@ _is_spare = _kind == "worker"
 
 def _begin_worker() -> None:
     _find_folder()
-    _arrange(_name_its_metrics, _record_the_end, _tell_of_training_alone, _run_hook)
+    _arrange(_name_its_metrics, _record_the_end, _tell_of_training_alone, _let_be_asked)
 
 
 def _begin_spare() -> None:
@@ -281,7 +310,7 @@ def _begin_program() -> None:
     """Do the rest, when a spare has got the environment of its worker."""
     if _is_worker():
         _find_folder()
-        _arrange(_name_its_metrics, _run_hook)
+        _arrange(_name_its_metrics, _let_be_asked)
 
 
 def _arrange(*what: "Callable[[], None]") -> None:
