@@ -149,12 +149,6 @@ def test_who_follows_a_gang_that_has_not_begun_waits_for_it(start_flow):
         assert each.wait() == 0, each.text
         assert each.text.count("Waiting for it") == 1, each.text
         assert "ended well" in each.text
-    flow, run = begin()
-    in_vain = follow("show")
-    await_text(in_vain, f"No parallel step of run {run} has begun.")
-    (flow.out / "fail").touch()
-    assert (flow.wait(), in_vain.wait()) == (1, 1), in_vain.text
-    assert "has failed. If it is tried again, repeat this." in in_vain.text
 
 
 def await_text(running, text):

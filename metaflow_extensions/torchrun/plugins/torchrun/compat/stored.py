@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from .datastore import metadata_of
 from .renamed import known
 
 # Metaflow loads our commands, and so this module, for every flow.
@@ -58,21 +57,6 @@ class Storage:
     def load(self, paths: list[str]) -> Any:
         """Return a context that yields tuples: a path, the local file with its content (None: missing), and more."""
         return self._storage.load_bytes(paths)
-
-    def tasks_of(self, task: tuple[str, str, str]) -> list[str]:
-        """Return the tasks of all nodes, each as run, step and task, from a control task (run, step, task)."""
-        stored = self._datastore.get_task_datastore(*task, attempt=0)
-        return list(stored.get("_control_mapper_tasks") or ())
-
-    def end_of(self, task: tuple[str, str, str], attempt: int) -> tuple[bool, Any]:
-        """Return whether an attempt of a task (run, step, task) has ended well, and its exception."""
-        stored = self._datastore.get_task_datastore(*task, attempt=attempt, allow_not_done=True)
-        return bool(stored.get("_task_ok")), stored.get("_exception")
-
-    def metadata(self, task: tuple[str, str, str], attempt: int, name: str) -> dict[str, Any]:
-        """Return metadata of an attempt of a task (run, step, task)."""
-        load, _ = metadata_of(self._datastore, *task, attempt)
-        return load([name])[name] or {}
 
 
 def latest_run(flow_name: str) -> str | None:

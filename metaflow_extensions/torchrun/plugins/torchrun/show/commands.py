@@ -19,11 +19,11 @@ from typing import Any
 from ..compat.cli import CommandException, click
 from ..compat.graph import parallel_steps
 from ..compat.renamed import check
-from ..elements.terminal import table
 from ..gang.texts import names
 from ..gang.view import GangView
 from .as_text import lines_of
 from .finding import WHICH, attempt_option, await_gang, checked, find, find_one, gang_argument, json_option, now
+from .follow import wait_for_end
 from .outputs_command import outputs
 from .page import Place, page_of
 from .stacks_command import stacks
@@ -85,39 +85,31 @@ def torchrun() -> None:
 @click.pass_obj
 def show(obj: Any, gang: str, follow: bool, attempt: int | None, as_json: bool) -> None:
     """Show the gangs of a step."""
-    if follow:
-        from .follow import tell_again, wait_for_end
-
-        gang = await_gang(obj, gang)
-        with suppress(KeyboardInterrupt):
-            page = None if as_json else lambda: _pages(obj, gang, attempt, as_json=False)
-            ends = wait_for_end(obj, gang, attempt, page)
-            lines = _pages(obj, gang, attempt, as_json)
-            click.echo("\n".join(lines))
-            if not as_json:
-                tell_again(lines, ends)
-            sys.exit(0 if all(is_well for is_well, _ in ends) else 1)
-        return
-    click.echo("\n".join(_pages(obj, gang, attempt, as_json)))
+    is_well = True
+    with suppress(KeyboardInterrupt):
+        if follow:
+            gang = await_gang(obj, gang)
+            is_well = wait_for_end(obj, gang, attempt, says_to_stderr=as_json)
+        click.echo(_pages(obj, gang, attempt, as_json))
+        sys.exit(0 if is_well else 1)
 
 
-def _pages(obj: Any, gang: str, attempt: int | None, as_json: bool) -> list[str]:
+def _pages(obj: Any, gang: str, attempt: int | None, as_json: bool) -> str:
     stored, gangs_found = find(obj, gang)
     found = [(each, checked(each, attempt)) for each in gangs_found]
     if as_json:
         gangs = [_as_data(each.place(which), now(stored, each, which)) for each, which in found]
-        shown_run = {"run": found[0][0].asked_run, "step": found[0][0].step, "gangs": gangs}
-        return [json.dumps(shown_run, indent=2, allow_nan=False)]
+        shown_run = {"run": found[0][0].run, "step": found[0][0].step, "gangs": gangs}
+        return json.dumps(shown_run, indent=2, allow_nan=False)
     names_task = len(found) > 1 or gang.count("/") > 1
     pages = [_page(obj, stored, each, which, names_task) for each, which in found]
-    return "\n\n".join("\n".join(page) for page in pages).split("\n")
+    return "\n\n".join("\n".join(page) for page in pages)
 
 
 def _as_data(place: Place, view: GangView | None) -> dict[str, Any]:
     """Return what ``--json`` has of a gang: where it is, its view, and what that comes to; ``docs/events.md`` lists it."""
     return {
         "run": place.run,
-        "clone": None if place.clone is None else {"run": place.clone[0], "control_task": place.clone[1]},
         "control_task": place.control_task,
         "tasks": {str(node): task for node, task in place.tasks.items()},
         "attempt": place.attempt,
@@ -207,16 +199,10 @@ def _page(obj: Any, stored: StoredGangs, gang: StoredGang, attempt: int, names_t
         return [
             place.title,
             *_why_nothing(obj, stored, gang),
-            "This is what Metaflow knows:",
-            "",
-            *_told_by_metaflow(stored, gang, attempt),
             "",
             place.commands(GangView()),
         ]
-    text = lines_of(page_of(view, place))
-    if place.outcome(view) == "ended":
-        text += ["", "This is what Metaflow knows:", "", *_told_by_metaflow(stored, gang, attempt)]
-    return text
+    return lines_of(page_of(view, place))
 
 
 def _why_nothing(obj: Any, stored: StoredGangs, gang: StoredGang) -> list[str]:
@@ -224,17 +210,11 @@ def _why_nothing(obj: Any, stored: StoredGangs, gang: StoredGang) -> list[str]:
     known = parallel_steps(obj.graph)
     if gang.step in known:
         return [
-            "Nothing is recorded of this step: its control node has not joined yet, or another version of",
-            "metaflow-torchrun ran there.",
+            "Nothing is recorded of this step: its control node has not joined yet, or `resume` has cloned it from another",
+            "run, which has the records, or another version of metaflow-torchrun ran there.",
         ]
     begun = [f"{gang.run}/{name}" for name in stored.steps(gang.run) if name in known]
     return [f"Step {gang.step} has no @torchrun. Steps of this run that have it: {', '.join(begun) or 'none so far'}."]
-
-
-def _told_by_metaflow(stored: StoredGangs, gang: StoredGang, attempt: int) -> list[str]:
-    states = stored.told_by_metaflow(gang, attempt)
-    rows = [[str(node), gang.tasks[node], state] for node, state in sorted(states.items())]
-    return table(("node", "task", "state"), rows, right=("node",))
 
 
 def _clock(line: Line) -> str:

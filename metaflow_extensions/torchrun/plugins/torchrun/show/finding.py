@@ -79,12 +79,12 @@ def find(obj: Any, named: str) -> tuple[StoredGangs, list[StoredGang]]:
             f"The datastore ({stored.storage.place}) has no run {run} of {name}. If the run used another datastore, "
             f"name it: {flow_program()} --datastore NAME torchrun show {named}."
         )
-    step = named_step or _only_gang(obj, stored, run, steps)
+    step = named_step or _only_gang(obj, run, steps)
     gangs = stored.gangs(run, step)
     if not gangs:
         text = f"Run {run} has no tasks of step {step}. It has begun: {', '.join(steps)}."
-        raise _not_begun(obj, stored, run, steps, text) if step in parallel_steps(obj.graph) else CommandException(text)
-    found = [gang for gang in gangs if task is None or gang.is_named(task)]
+        raise (NotYet if step in parallel_steps(obj.graph) else CommandException)(text)
+    found = [gang for gang in gangs if task is None or task in gang.tasks.values()]
     if not found:
         known = ", ".join(gang.control_task for gang in gangs)
         raise CommandException(
@@ -114,32 +114,14 @@ def await_gang(obj: Any, named: str) -> str:
         sys.exit(0)
 
 
-def _not_begun(obj: Any, stored: StoredGangs, run: str, steps: list[str], text: str) -> Any:
-    """Return the error of a gang without a task: it may come, unless its run begins no more steps.
-
-    That is so if the last one has ended, or a task has failed for the last time. Retries by `--with` are not known here.
-    """
-    for node in obj.graph:
-        retries = max((int(deco.attributes["times"]) for deco in node.decorators if deco.name == "retry"), default=0)
-        for each in stored.gangs(run, node.name) if node.name in steps else ():
-            is_well = stored.has_ended_well(each, each.last_attempt)
-            if is_well and node.type == "end":
-                return CommandException(f"{text} The run has ended.")
-            if is_well is False and each.last_attempt >= retries:
-                return CommandException(
-                    f"{text} A task of step {node.name} has failed. If it is tried again, repeat this."
-                )
-    return NotYet(text)
-
-
-def _only_gang(obj: Any, stored: StoredGangs, run: str, steps: list[str]) -> str:
+def _only_gang(obj: Any, run: str, steps: list[str]) -> str:
     """Return the only step of a run that is a gang."""
     found = [name for name in parallel_steps(obj.graph) if name in steps]
     if len(found) == 1:
         return found[0]
     if found:
         raise CommandException(f"Run {run} has several gangs. Name the step: {', '.join(f'{run}/{s}' for s in found)}.")
-    raise _not_begun(obj, stored, run, steps, f"No parallel step of run {run} has begun. It has: {', '.join(steps)}.")
+    raise NotYet(f"No parallel step of run {run} has begun. It has: {', '.join(steps)}.")
 
 
 def checked(gang: StoredGang, attempt: int | None) -> int:

@@ -6,17 +6,14 @@ replacement pod overwrites the log of the first one (Metaflow 2.19).
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any
 
 from ..compat.cli import failed_task
 from ..elements.terminal import printable
-from ..gang.texts import names
+from .finding import now
 from .stored_gangs import StoredGang, StoredGangs
-
-_NODES = 8  # for at most this many nodes: each costs requests
 
 
 class RunEnd:
@@ -42,15 +39,6 @@ class RunEnd:
         return "".join(f"[torchrun] {line}\n" for line in lines)
 
     def _known(self, stored: StoredGangs, gang: StoredGang) -> Iterator[str]:
-        attempt = gang.last_attempt
-        place, view = gang.place(attempt), stored.view(gang, attempt)
-        is_cut = view is None
-        if view is not None:
-            if not self._is_remote and view.is_over:
-                return  # its error is above
-            view = place.now(view, time.time())
-            is_cut = place.outcome(view) == "ended"
-            yield printable(place.sentence(view))
-        if is_cut:
-            for node, state in stored.told_by_metaflow(gang, attempt, _NODES).items():
-                yield f"Metaflow says of {names([node])}: it {state}"
+        view = now(stored, gang, gang.last_attempt)
+        if view is not None and (self._is_remote or not view.is_over):  # else its error is above
+            yield printable(gang.place(gang.last_attempt).sentence(view))
