@@ -12,13 +12,12 @@ from metaflow_extensions.torchrun.plugins.torchrun.gang.messages import Ready, R
 from metaflow_extensions.torchrun.plugins.torchrun.gang.wire import from_plain, to_plain
 from metaflow_extensions.torchrun.plugins.torchrun.launch.spec import LaunchSpec
 from metaflow_extensions.torchrun.plugins.torchrun.machine.accelerators import Machine
-from metaflow_extensions.torchrun.plugins.torchrun.machine.inherited import inherited, umask
 from metaflow_extensions.torchrun.plugins.torchrun.node.endings import MustEnd
 from metaflow_extensions.torchrun.plugins.torchrun.node.request import Request, Task
 from metaflow_extensions.torchrun.plugins.torchrun.node.seat import Seat
 from metaflow_extensions.torchrun.plugins.torchrun.supervisor.launches import Launches
 
-TASK = Task({"PATH": "/bin", "G": "größe \udcff"}, "/", "/tmp", inherited(), umask(), ("stderr",))
+TASK = Task({"PATH": "/bin", "G": "größe \udcff"}, "/", "/tmp", ("stderr",))
 
 
 def request_of(**more):

@@ -3,7 +3,6 @@
 import contextlib
 import io
 import os
-import resource
 import signal
 import sys
 
@@ -11,10 +10,8 @@ from metaflow import FlowSpec, current, step, torchrun
 from notes import note
 
 SEES = """
-import json, os, resource, sys
-umask = os.umask(0)
-seen = {"umask": umask, "core": resource.getrlimit(resource.RLIMIT_CORE)[0], "cwd": os.getcwd(), "nice": os.nice(0),
-        "cpus": sorted(os.sched_getaffinity(0)), "step": os.environ["FROM_STEP"]}
+import json, os, sys
+seen = {"cwd": os.getcwd(), "step": os.environ["FROM_STEP"]}
 with open(os.path.join(os.environ["GANG_OUT"], "seen-" + os.environ["RANK"]), "w") as file:
     json.dump(seen, file)
 """
@@ -38,10 +35,6 @@ class OwnCodeFlow(FlowSpec):
     @step
     def train(self):
         node, out = current.parallel.node_index, os.environ["GANG_OUT"]
-        os.umask(0o27)
-        resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
-        os.nice(3)
-        os.sched_setaffinity(0, [min(os.sched_getaffinity(0))])
         os.environ["FROM_STEP"] = "größe"
         os.makedirs(here := os.path.join(out, f"here-{node}"))
         os.chdir(here)

@@ -20,7 +20,6 @@ from contextlib import suppress
 from typing import Any, ClassVar, NamedTuple, TypeAlias
 
 from ..machine import processes
-from ..machine.inherited import give
 from ..machine.looks import WATCH_S, until_look
 from ..machine.processes import HELPERS, send_signal
 from ..worker.spare_process import Spare
@@ -42,8 +41,6 @@ class Options(NamedTuple):
     # Makes the agent act on its workers no more; 0: it is a command of the user's, and ends like all below it.
     halt_signal: int = 0
     cwd: str | None = None  # working directory; default is this process's
-    inherited: dict[str, Any] | None = None  # what the agent has from the task; default is what this process has
-    umask: int = -1  # -1: as this process
     news: str | None = None  # the pipe in which the agent tells of its workers
 
 
@@ -156,11 +153,8 @@ class AgentProcess:
                 stderr=err.fileno(),
                 cwd=options.cwd,
                 env=self._env,
-                umask=options.umask,
                 start_new_session=True,
             )
-        if options.inherited is not None:  # an agent begins to act on that much later, when it has imported torch
-            give(agent.pid, options.inherited)
         self._run(agent)
 
     def _run(self, agent: subprocess.Popen[bytes]) -> None:

@@ -25,7 +25,7 @@ from .agent_events import AgentEnded, AgentEvent, AgentNews, End
 from .headlines import left_behind
 from .request import Request
 from .seat import Seat
-from .start import environment_of_commands, make_folder, of_task
+from .start import environment_of_commands, make_folder
 
 _TAIL_LINES = 30
 _SHOWN_CHARS = 200
@@ -124,7 +124,7 @@ class Commands:
         # The shell is found here, because the user's PATH for the commands may lack it.
         program = system_program(words[0]) if is_by_shell(words) else words[0]
         both = pipe_path(self._folder, self._at, "stdout")  # one pipe for both streams keeps their order
-        options = Options(both, both, grace_s=request.grace_s, **of_task(request))
+        options = Options(both, both, grace_s=request.grace_s, cwd=request.cwd)
         inbox, number = self._inbox, self.number
         self._began_at = time.monotonic()
         self._agent = self._new_agent(

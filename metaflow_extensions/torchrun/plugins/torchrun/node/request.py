@@ -19,8 +19,6 @@ class Task:
     environ: dict[str, str]
     cwd: str
     tmp: str  # the folder for temporary files
-    inherited: dict[str, Any]  # see `machine.inherited`
-    umask: int
     writes: tuple[str, ...] = ()  # the streams that only the task itself can write to: see `logs.console.is_elsewhere`
 
 

@@ -8,7 +8,6 @@ import tempfile
 from collections.abc import Callable, Collection, Mapping
 from contextlib import ExitStack, suppress
 from functools import partial
-from typing import Any
 
 from ..events import label
 from ..gang.messages import Go
@@ -126,12 +125,6 @@ def share_of_machine(machine: Machine, given: Mapping[str, str]) -> dict[str, st
     return {"CUDA_VISIBLE_DEVICES": ",".join(machine.own_accelerators)}
 
 
-def of_task(request: Request) -> dict[str, Any]:
-    """Return what a program has from the task, as fields of `Options`."""
-    task = request.task
-    return {"cwd": request.cwd} | ({} if task is None else {"inherited": task.inherited, "umask": task.umask})
-
-
 def _options(request: Request, pipes: str) -> Options:
     return Options(
         news=pipe_path(pipes, AGENT, "workers"),
@@ -139,5 +132,5 @@ def _options(request: Request, pipes: str) -> Options:
         stderr=pipe_path(pipes, AGENT, "stderr"),
         grace_s=request.grace_s,
         halt_signal=HALT_SIGNAL,
-        **of_task(request),
+        cwd=request.cwd,
     )

@@ -9,11 +9,9 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from ..compat.renamed import harmless
 from ..gang.wire import Plain
-from ..machine.inherited import inherited, umask
 from ..machine.processes import HELPERS, living_descendants, send_signal
 from ..worker.before import READ_AT_START
 from ..worker.spare_process import Spare, StartCold, in_words
@@ -29,7 +27,6 @@ class WarmNode:
         self._first = dict(env)  # of the step's first launch, as the next three are of the last one
         self._env, self._cwd, self._workers = self._first, os.getcwd(), workers
         self._waiting: Spare | None = None
-        self._inherited: dict[str, Any] = {}  # by the waiting spare
 
     def prepare(self) -> None:
         """Start a spare like the last one, unless one waits. A failure is reported when a launch requests the spare."""
@@ -38,7 +35,6 @@ class WarmNode:
                 return
             self.close()
             options = {"modules": ["torch.distributed.run"], "workers": self._workers, "of_workers": self._of_workers}
-            self._inherited = inherited()
             self._waiting = Spare("agent", options, self._env, self._cwd)
             HELPERS.add(self._waiting.process.pid)
 
@@ -53,14 +49,10 @@ class WarmNode:
         with harmless(refused.append):  # after any failure here the agent starts cold
             if self._waiting is None:
                 raise StartCold("no spare waits: it could not be started, or before_run ended it")
-            now = options.inherited or inherited()
-            if changed := [name for name in now if now[name] != self._inherited[name]]:
-                raise StartCold(f"{', '.join(changed)} changed after the step had begun")
             request = {
                 "argv": [command[0], "-u", *command[1:]],
                 "env": dict(env),
                 "cwd": self._cwd,
-                "umask": umask() if options.umask < 0 else options.umask,
                 "workers": workers,
             }
             with open(options.stdout, "ab") as out, open(options.stderr, "ab") as err:

@@ -23,7 +23,6 @@ from ..gang.view import as_dicts
 from ..gang.wire import Plain, from_plain, to_plain
 from ..launch.transfer import ValueStore
 from ..logs import console
-from ..machine.inherited import inherited, umask
 from ..node.outcome import Outcome
 from ..node.request import Request, Task
 from .member import Member
@@ -92,8 +91,6 @@ class LaunchCall:
             environ=dict(os.environ),
             cwd=os.getcwd(),
             tmp=os.path.abspath(tempfile.gettempdir()),
-            inherited=inherited(),
-            umask=umask(),
             writes=tuple(name for name, own in self._link.own_files.items() if console.is_elsewhere(name, own)),
         )
         self.request = replace(self.request, task=task)

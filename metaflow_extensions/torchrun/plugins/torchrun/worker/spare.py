@@ -61,7 +61,7 @@ def main() -> list[Any]:
         run = _program(argv)
         _take_over(request, stdout, stderr)
         if workers is not None:
-            workers.serve(request["workers"], request["umask"])
+            workers.serve(request["workers"])
         elif hooks is not None:
             hooks._begin_program()
     except BaseException as error:
@@ -76,8 +76,7 @@ def main() -> list[Any]:
 
 
 def _take_over(request: Mapping[str, Any], stdout: int, stderr: int) -> None:
-    """Set umask, argv and output files as in a process that was started cold."""
-    os.umask(request["umask"])
+    """Set argv and output files as in a process that was started cold."""
     sys.orig_argv[:] = argv = request["argv"]
     sys.argv[:] = argv[2:] if argv[2] != "-m" else ["-m", *argv[4:]]
     for own, given in ((1, stdout), (2, stderr)):
@@ -121,7 +120,7 @@ class SpareWorkers:
             spare.process.wait()
         del self._spares[count:]
 
-    def serve(self, count: int, umask: int) -> None:
+    def serve(self, count: int) -> None:
         """Replace torchrun's `Popen`, so that its `count` workers start from spares, as far as there are any."""
         self.keep(count)
         if not count:
@@ -132,7 +131,7 @@ class SpareWorkers:
         start = module.Popen
 
         def popen(args: Sequence[str], env: Mapping[str, str], stdout: Any, stderr: Any, **options: Any) -> Any:
-            request = {"argv": list(args), "env": dict(env), "cwd": os.getcwd(), "umask": umask}
+            request = {"argv": list(args), "env": dict(env), "cwd": os.getcwd()}
             worker = self._become(request, stdout, stderr) if self._spares else None
             return worker or start(args=args, env=env, stdout=stdout, stderr=stderr, **options)
 
