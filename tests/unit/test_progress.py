@@ -69,7 +69,7 @@ def test_rank_0s_points_become_series_with_last_values_and_the_time_left(kept):
     rates = {"by": "steps_per_s", "ranks": 2, "median": 1.5, "slowest": {"rank": 1, "speed": 1.0}}
     own = {"launch": 0, "step": 20, "done": 20, "total": 100.0, "steps_per_s": 2.0, "left_s": 40.0, "rates": rates}
     series = {"loss": [(10, 3.0), (20, None)], "lr": [(10, 0.1)]}
-    assert kept.record == {**own, "last": {"loss": None, "lr": 0.1}, "series": series, "speeds": [(1.0, 2.0)]}
+    assert kept.record == {**own, "last": {"loss": None, "lr": 0.1}, "series": series}
 
 
 @pytest.mark.parametrize(

@@ -7,8 +7,8 @@ import pytest
 from metaflow_extensions.torchrun.plugins.torchrun.gang.series import Series
 
 
-def series(points, most=200, width=1.0, merge="last"):
-    found = Series(most, width, merge)
+def series(points, most=200):
+    found = Series(most)
     for x, value in points:
         found.add(x, value)
     return found
@@ -42,19 +42,3 @@ def test_what_is_done_again_takes_the_place_of_what_was_there_and_later():
 def test_steps_that_leap_cost_no_room():
     assert series([(0, 1.0), (2**53, 2.0)]).points == [(0, 1.0), (2**53, 2.0)]
     assert series([(5 * 10**6, 1.0), (0, 2.0), (1, 3.0)]).points == [(0, 2.0), (1, 3.0)]
-
-
-def test_a_mean_counts_every_value_once_however_often_parts_are_merged():
-    points = [(0, 0.0), (2, 0.0), (3, 0.0), (6, 100.0), (9, None), (11, None), (12, 7.0)]
-    found = series(points, 4, 5.0, "mean")
-    found.widen(10.0)
-    assert [value for _, value in found.points] == [25.0, 7.0]
-    found.add(12, 3.0)  # in the place of the 7, with its part
-    found.add(13, 5.0)
-    found.widen(20.0)
-    assert [value for _, value in found.points] == [pytest.approx(108 / 6)]
-
-
-def test_one_late_part_does_not_count_more_after_a_merge():
-    points = [(0, 1.0), (6, 1.0), (11, 1.0), (16, 1.0), (22, 4.0), (27, 2.0)]
-    assert [value for _, value in series(points, 4, 5.0, "mean").points] == [1.0, 1.0, 3.0]

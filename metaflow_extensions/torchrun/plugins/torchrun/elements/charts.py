@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 # States of nodes and ranks, in the usual order. The colours can be distinguished on white and on black.
@@ -38,18 +38,6 @@ def time_axis(length_s: float, axis: Mapping[str, Any]) -> dict[str, Any]:
     unit_s, unit = time_unit(length_s)
     scale = {"domain": [0, round(max(length_s, 1.0) / unit_s, 3)], "nice": False}
     return {"type": "quantitative", "axis": {"title": f"{unit} since the start", **axis}, "scale": scale}
-
-
-def restart_marks(restarts_s: Sequence[float], length_s: float) -> list[dict[str, Any]]:
-    """Return a layer with a dashed line for each of the last restarts; none without restarts."""
-    unit_s, _ = time_unit(length_s)
-    rows = [{"at": round(at_s / unit_s, 3), "what": "restart"} for at_s in restarts_s[-_MARKS:]]
-    if not rows:
-        return []
-    mark = {"type": "rule", "strokeDash": [4, 3], "color": COLOURS["restarting"]}
-    tooltip = [{"field": "what"}, {"field": "at"}]
-    x = {"field": "at", "type": "quantitative"}
-    return [{"data": {"values": rows}, "mark": mark, "encoding": {"x": x, "y": None, "tooltip": tooltip}}]
 
 
 def frame(title: str = "", height: Any = None) -> dict[str, Any]:

@@ -72,7 +72,6 @@ class Progress:
         self._said = ""  # the step in the last line of the log
         self._series: dict[str, Series] = {}
         self._last: dict[str, float | None] = {}
-        self._speeds = Series(MAX_POINTS, 5.0, "mean")  # over the gang's seconds
         self._rates: dict[str, Any] | None = None
 
     def begin(self, launch: int) -> None:
@@ -102,13 +101,12 @@ class Progress:
     def _take_of_rank_0(self, metrics: Metrics, at_s: float) -> None:
         pace = metrics.paces.get(0)
         self._steps_per_s = None if pace is None else pace.steps_per_s
-        self._speeds.add(at_s, self._steps_per_s)
         self._has_news |= bool(metrics.points) or metrics.step not in (None, self._step)
         self._step = self._step if metrics.step is None else metrics.step
         self._total = self._total if metrics.total is None else metrics.total
         for key, points in metrics.points.items():
             for point in points if key in self._series or len(self._series) < MAX_KEYS else ():
-                self._series.setdefault(key, Series(MAX_POINTS, 1.0, "last")).add(point.step, point.value)
+                self._series.setdefault(key, Series(MAX_POINTS)).add(point.step, point.value)
                 self._last[key] = point.value
 
     def ended(self, node: int, ok: bool) -> str:
@@ -175,7 +173,6 @@ class Progress:
             "left_s": left_s,
             "last": dict(self._last),
             "series": self._history,
-            "speeds": [(round(x, 1), value) for x, value in self._speeds.points],
             "rates": self._rates,
         }
 

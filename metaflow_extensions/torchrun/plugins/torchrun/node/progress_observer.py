@@ -112,7 +112,7 @@ class ProgressObserver(Observer):
         values = line.values if line.seconds is None else {**line.values, "seconds": line.seconds}
         for key, value in values.items():
             if key in self._new or len(self._new) < MAX_KEYS:
-                self._new.setdefault(key, Series(MAX_POINTS, 1.0, "last")).add(self._step or 0, value)
+                self._new.setdefault(key, Series(MAX_POINTS)).add(self._step or 0, value)
 
     def _message(self, now: float) -> Plain | None:
         self._told_at = now

@@ -1,11 +1,11 @@
-"""The progress section of the gang's page: a bar, speeds, a chart of each of rank 0's values. Pure."""
+"""The progress section of the gang's page: a bar, the speed, a chart of each of rank 0's values. Pure."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
-from ..elements.charts import COLOURS, frame, restart_marks, time_axis, time_unit
+from ..elements.charts import COLOURS, frame
 from ..elements.model import Bar, Chart, Facts, Part, Sentence
 from ..gang.progress import number, percent, speed, speed_text, step
 from ..gang.view import GangView
@@ -44,9 +44,6 @@ def _shown(progress: Mapping[str, Any], view: GangView) -> list[Part]:
     charts = [
         _chart(key, points, progress["last"].get(key)) for key, points in progress["series"].items() if len(points) > 1
     ]
-    speeds = [(at_s, _drawn(value)) for at_s, value in progress["speeds"]]
-    if sum(value is not None for _, value in speeds) > 1:
-        charts.append(_speed_chart(speeds, view))
     return [*bar, Facts(rows), *charts]
 
 
@@ -80,23 +77,6 @@ def _chart(key: str, points: list[tuple[int, float | None]], last: float | None)
         },
     }
     return Chart(spec)
-
-
-def _speed_chart(speeds: list[tuple[float, float | None]], view: GangView) -> Chart:
-    """Return rank 0's speed over the time of the gang, with the restarts."""
-    unit_s, _ = time_unit(view.seconds)
-    rows = [{"at": round(at_s / unit_s, 3), "value": value} for at_s, value in speeds]
-    layer = {
-        "data": {"values": rows},
-        "mark": {"type": "line", "color": COLOURS["running"]},
-        "encoding": {
-            "x": {"field": "at", **time_axis(view.seconds, {"tickCount": 5})},
-            "y": {"field": "value", "type": "quantitative", "axis": {"title": None, "tickCount": 4}},
-            "tooltip": [{"field": "at"}, {"field": "value"}],
-        },
-    }
-    marks = restart_marks(view.restarts_s, view.seconds)
-    return Chart({**frame("speed: steps/s", _HEIGHT), "layer": [layer, *marks]})
 
 
 def _drawn(value: float | None) -> float | None:
