@@ -125,7 +125,7 @@ def test_every_rank_of_a_gang_that_runs_is_asked_for_its_stacks_from_elsewhere(s
     began = time.monotonic()
     first = seen.stacks()
     took_s = time.monotonic() - began
-    assert took_s < limit_s(30), "the control node looks every 5 s"
+    assert took_s < limit_s(60), "the control node looks every 2 s, and all here may be busy"
     ranks = {rank: each for node in first["nodes"].values() for rank, each in node["ranks"].items()}
     assert sorted(ranks) == ["0", "1", "2", "3"]
     assert all("worker.py" in each["where"] for each in ranks.values()), ranks

@@ -13,7 +13,6 @@ from pathlib import Path
 import pytest
 from unit_helpers import MemoryStore, eventually, settings_of_run, write
 
-from metaflow_extensions.torchrun.plugins.torchrun.datastore_outputs import DatastoreOutputs
 from metaflow_extensions.torchrun.plugins.torchrun.errors import (
     EntrypointError,
     LaunchFailed,
@@ -27,6 +26,7 @@ from metaflow_extensions.torchrun.plugins.torchrun.launch.facts import contents_
 from metaflow_extensions.torchrun.plugins.torchrun.launch.options import Node
 from metaflow_extensions.torchrun.plugins.torchrun.launch.spec import LaunchSpec, build_spec
 from metaflow_extensions.torchrun.plugins.torchrun.launch.transfer import TransferFailed
+from metaflow_extensions.torchrun.plugins.torchrun.outputs import Outputs
 from metaflow_extensions.torchrun.plugins.torchrun.task import function_call as call_module
 from metaflow_extensions.torchrun.plugins.torchrun.task.function_call import FUNCTION_WORKER, FunctionCall, call_of
 from metaflow_extensions.torchrun.plugins.torchrun.task.services import Services
@@ -259,7 +259,7 @@ def test_values_that_can_not_be_loaded_say_where_they_should_be(make):
 
 def knowing(error):
     """Return an error with all that the gang knows of a failure."""
-    error.events, error.outputs = [{"kind": "failed"}], DatastoreOutputs({}, {})
+    error.events, error.outputs = [{"kind": "failed"}], Outputs({}, {})
     return error
 
 

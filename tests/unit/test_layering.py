@@ -88,9 +88,16 @@ def imports_in(source, module, for_types=False):
     return ours, foreign
 
 
+# An error has outputs for type checkers alone.
+BESIDES_TYPES = {"errors": {"outputs"}}
 IMPORTS = {module: imports_in(source_of(module), module) for module in MODULES}
+# An error has outputs for type checkers alone.
+BESIDES_TYPES = {"errors": {"outputs"}}
 # Of our own modules, with what stands there for type checkers alone.
-TYPED_IMPORTS = {module: imports_in(source_of(module), module, for_types=True)[0] for module in MODULES}
+TYPED_IMPORTS = {
+    module: imports_in(source_of(module), module, for_types=True)[0] - BESIDES_TYPES.get(module, set())
+    for module in MODULES
+}
 
 
 def place_of(module):

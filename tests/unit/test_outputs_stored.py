@@ -14,9 +14,9 @@ from unit_helpers import write
 
 from metaflow_extensions.torchrun.plugins.torchrun.channel.registry import Registry
 from metaflow_extensions.torchrun.plugins.torchrun.compat.datastore import DatastoreValues
-from metaflow_extensions.torchrun.plugins.torchrun.datastore_outputs import DatastoreOutputs
 from metaflow_extensions.torchrun.plugins.torchrun.errors import TorchrunError
 from metaflow_extensions.torchrun.plugins.torchrun.gang.view import GangView
+from metaflow_extensions.torchrun.plugins.torchrun.outputs import Outputs
 from metaflow_extensions.torchrun.plugins.torchrun.show import commands
 from metaflow_extensions.torchrun.plugins.torchrun.show.outputs_command import outputs_of
 from metaflow_extensions.torchrun.plugins.torchrun.task import output_storing as storing
@@ -64,7 +64,7 @@ def entry_of(upload, steps=None):
 
 
 def outputs(root, store, *patterns):
-    return DatastoreOutputs(store.address, {0: stored(root, store, *patterns)})
+    return Outputs(store.address, {0: stored(root, store, *patterns)})
 
 
 def read(found, name, **of):
@@ -85,7 +85,7 @@ def test_files_that_were_there_before_the_launch_are_marked_and_said(root, store
     time.sleep(0.01)
     write(root / "new 🙂", "x")
     upload = to_store(root, store, ".", since=since)
-    found = DatastoreOutputs(store.address, {0: entry_of(upload)})
+    found = Outputs(store.address, {0: entry_of(upload)})
     assert {file.name: file.older for file in found} == {"old": True, "new 🙂": False}
     assert next(upload.lines(None, 0.0)) == "1 output is older than this launch: 'old'"
 
@@ -124,7 +124,7 @@ def test_the_index_of_earlier_versions_is_read_too(store, tmp_path):
     index = {"version": 1, "node": 0, "files": files, "left_out": {"gone": "is no file"}}
     other = {**index, "files": [{**files[0], "parts": [[store.save(b"first"), 0, 5]]}]}
     keys = [store.save(json.dumps(each).encode()) for each in (index, other)]
-    found = DatastoreOutputs(store.address, {0: (keys[0], 2, 12), 1: (keys[1], 1, 5)})
+    found = Outputs(store.address, {0: (keys[0], 2, 12), 1: (keys[1], 1, 5)})
     assert (read(found, "a"), read(found, "deep/b")) == (b"first", b"second!"), "the digest says that both are the same"
     assert found.left_out["node 0: gone"] == "is no file"
     assert content(found.download(tmp_path / "there")) == {"a": b"first", "deep/b": b"second!"}
@@ -141,7 +141,7 @@ def of_two(root, tmp_path, store, small):
         write(folder / "config.json", "{}")
         write(folder / f"shard {node}", str(node) * 10_000)
         write(folder / "log", f"of node {node}")
-    return DatastoreOutputs(store.address, {0: stored(root, store, "."), 1: stored(other, store, ".")})
+    return Outputs(store.address, {0: stored(root, store, "."), 1: stored(other, store, ".")})
 
 
 def test_files_of_several_nodes_are_told_apart(of_two, tmp_path):
@@ -165,7 +165,7 @@ def test_files_of_several_nodes_are_put_together_where_they_do_not_clash(root, s
         other = tmp_path / name
         write(root / "a" / "model *", "1")
         write(other / of_other, "2")
-        return DatastoreOutputs(store.address, {0: stored(root, store, "."), 1: stored(other, store, ".")})
+        return Outputs(store.address, {0: stored(root, store, "."), 1: stored(other, store, ".")})
 
     for number, (of_other, why) in enumerate(
         [("a/model *", "the same name: 'a/model"), ("a/model */x", r"folders of other nodes: 'a/model \*'")]
@@ -187,7 +187,7 @@ def test_what_can_not_be_read_is_left_out_and_said(root, store):
     next(steps).do()
     os.unlink(root / "gone")
     entry = entry_of(upload, steps)
-    assert DatastoreOutputs(store.address, {0: entry}).left_out == {"gone": "can't be read: No such file or directory"}
+    assert Outputs(store.address, {0: entry}).left_out == {"gone": "can't be read: No such file or directory"}
     assert entry[1] == 1
     assert next(upload.lines(None, 0.0)).endswith(
         "left out of the outputs: 'gone' can't be read: No such file or directory"
@@ -206,7 +206,7 @@ def test_a_file_that_changes_while_it_is_read_is_said(root, store, small):
 
     store.save = save_while_they_change
     upload = to_store(root, store, "grows", "shrinks")
-    found = {file.name: file.size for file in DatastoreOutputs(store.address, {0: entry_of(upload)})}
+    found = {file.name: file.size for file in Outputs(store.address, {0: entry_of(upload)})}
     assert list(upload.lines(None, 0.0))[:-1] == ["warning: changed while they were read: 'grows', 'shrinks'"]
     assert found == {"grows": 100 * KIB, "shrinks": 70 * KIB}, "as it was when it was opened, or what was left"
 
@@ -220,7 +220,7 @@ def test_what_does_not_fit_into_the_time_after_a_failure_is_named(root, store, s
         if number == 3:  # after the search and the first file; the next one is begun
             monkeypatch.setattr(time, "monotonic", lambda: 1e12)
         step.do()
-    found = DatastoreOutputs(store.address, {0: tuple(upload.told().values())[:3]})
+    found = Outputs(store.address, {0: tuple(upload.told().values())[:3]})
     assert [file.name for file in found] == ["b", "empty"], "in the order given"
     assert found.left_out == dict.fromkeys(["a", "c"], "could not be stored in time")
 
@@ -241,7 +241,7 @@ def test_a_list_that_leads_out_of_the_folder_is_refused(store, tmp_path):
     row = {"name": "../x", "size": 0, "modified": 0.0, "mode": 0o644, "digest": "", "parts": []}
     key = store.save(json.dumps({"version": 1, "node": 0, "files": [row], "left_out": {}}).encode())
     with pytest.raises(TorchrunError, match="leads out of the folder"):
-        DatastoreOutputs(store.address, {0: (key, 1, 0)}).download(tmp_path / "there")
+        Outputs(store.address, {0: (key, 1, 0)}).download(tmp_path / "there")
 
 
 # --- the command ------------------------------------------------------------------------------------

@@ -167,9 +167,9 @@ class TorchrunResult(Generic[_T]):
     def __setstate__(self, state: dict[str, Any]) -> None:
         outputs = state.get("outputs")
         if isinstance(outputs, dict):
-            from .datastore_outputs import DatastoreOutputs
+            from .outputs import Outputs
 
-            outputs = DatastoreOutputs(**outputs)
+            outputs = Outputs(**outputs)
         # Results of an older version have no such attributes.
         vars(self).update({"metrics": {}, "nodes": (), "history": {}, **state, "outputs": outputs})
 

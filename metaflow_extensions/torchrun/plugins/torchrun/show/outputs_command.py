@@ -10,7 +10,6 @@ from typing import Any
 
 from ..compat.cli import CommandException, click
 from ..compat.datastore import DatastoreValues
-from ..datastore_outputs import DatastoreOutputs
 from ..elements.terminal import printable, table
 from ..gang.texts import size_text
 from ..outputs import OutputFile, Outputs
@@ -79,4 +78,4 @@ def outputs_of(launches: Mapping[int, Mapping[int, Any]], launch: int | None, da
         known = ", ".join(map(str, launches))
         raise CommandFailed(f"Launch {launch} has stored no outputs. Launches that have: {known}.")
     nodes = {node: (each["key"], each["files"], each["size"]) for node, each in launches[launch].items()}
-    return DatastoreOutputs(datastore, nodes)
+    return Outputs(datastore, nodes)

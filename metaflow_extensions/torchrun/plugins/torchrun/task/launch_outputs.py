@@ -7,13 +7,13 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from ..datastore_outputs import DatastoreOutputs
 from ..errors import TorchrunConfigError, TorchrunError
 from ..gang.messages import CONTROL
 from ..gang.wire import Plain
 from ..launch.run_settings import RunSettings
 from ..launch.spec import LaunchSpec
 from ..launch.transfer import ToStore, ValueStore
+from ..outputs import Outputs
 from .output_storing import FilesToStore, StoredOutputs
 
 
@@ -63,7 +63,7 @@ class LaunchOutputs:
         """Put the files that were stored after a failure on the error."""
         error.outputs = self._known(told)
 
-    def _known(self, told: Plain) -> DatastoreOutputs:
+    def _known(self, told: Plain) -> Outputs:
         """Return the control node's files, or those of all nodes on it; another node's own, where each has some."""
         of = {int(node): tuple(each) for node, each in told.get("nodes", {}).items()}
         if self._of_all and self._node != CONTROL:
@@ -71,4 +71,4 @@ class LaunchOutputs:
             # A task that has come in the place of another has stored none; it is told those of that one.
             own = of.get(self._node) if kept is None else (kept.key, kept.files, kept.size)
             of = {} if own is None else {self._node: own}
-        return DatastoreOutputs(self._store.address, of)
+        return Outputs(self._store.address, of)
