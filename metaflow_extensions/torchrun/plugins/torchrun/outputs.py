@@ -53,13 +53,6 @@ class Outputs:
 
     It is small and can be stored as an artifact. Iterating gives an `OutputFile` for each, by name and node; `len` is
     their number, and ``name in outputs`` tells whether one is there.
-
-    Parameters
-    ----------
-    datastore : mapping
-        Where they are: the datastore's type, its root, and the flow.
-    nodes : mapping
-        For each node that has stored files: the key of its list, how many they are, and their bytes.
     """
 
     def __init__(self, datastore: Mapping[str, str], nodes: Mapping[int, tuple[str, int, int]]) -> None:
