@@ -32,7 +32,8 @@ _CLOSE_LOOK_S = 0.025
 # How long a connection may take to prove who it is, and how long when all places are taken.
 _HANDSHAKE_S, _HANDSHAKE_WHEN_FULL_S = 10.0, 2.0
 _MAX_UNAUTHENTICATED = 2048  # at the same moment, besides the members
-_BACKLOG = 65535  # the kernel's own limit counts (net.core.somaxconn)
+_BACKLOG = 65535  # connections that wait in the kernel; its own limit counts (net.core.somaxconn)
+_AT_ONCE = 64  # so many are accepted before others have their turn
 # Delay before a node whose task has ended is reported: its own last message says more, and should come first.
 REPORT_GONE_S = 0.2
 
@@ -83,7 +84,8 @@ class ControlChannel:
                 f"The control node (host {socket.gethostname()}) can't listen on channel port {port}: {error}. Choose "
                 "another with @torchrun(channel_port=...), or leave it out: the kernel then chooses a free one."
             ) from error
-        self._server = await self._loop.create_server(new_connection, sock=listener, backlog=_BACKLOG)
+        self._server = await self._loop.create_server(new_connection, sock=listener, backlog=_AT_ONCE)
+        listener.listen(_BACKLOG)
         return int(listener.getsockname()[1])
 
     def send(self, message: Message) -> None:

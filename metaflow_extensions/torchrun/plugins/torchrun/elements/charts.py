@@ -24,7 +24,6 @@ COLOURS = {
 
 # The unit of a time axis, by its least length in seconds.
 _UNITS = ((3 * 3600.0, 3600.0, "hours"), (600.0, 60.0, "minutes"), (0.0, 1.0, "seconds"))
-_MARKS = 50
 GREY, _FAINT = "#808893", "rgba(128, 136, 147, 0.25)"  # readable on white and on black
 
 

@@ -67,11 +67,11 @@ class Report:
 
     # "command" (of before_run; it has ended or could not be started), "started" (all workers of this node run), "wrote"
     # (a worker has written something, the first of this generation), "unreached" (its agent gets no answer from torch's
-    # store), "storing", or the name of a feature.
+    # store), "storing", or what an observer or a service tells.
     kind: str
     launch: int
     generation: int | None = None  # None: of whatever generation
-    data: dict[str, Any] = field(default_factory=dict)  # plain data, of at most `watchers.MAX_TOLD_BYTES` as JSON
+    data: dict[str, Any] = field(default_factory=dict)  # plain data, far below the limit of a frame
 
 
 @dataclass(frozen=True)

@@ -38,7 +38,7 @@ class Request:
     warm: str = "off"  # what starts warm: one of `parsing.WARM`
     commands: tuple[tuple[str, ...], ...] = ()  # those of before_run
     task: Task | None = None
-    # Of the services that this call asks for; see `launch.services.Services`.
+    # Of the services that this call asks for; see `task.services.Services`.
     stores: bool = False
     may_train_alone: bool = False
     folders: tuple[str, ...] = ()

@@ -78,7 +78,7 @@ def torchrun() -> None:
     "--follow",
     is_flag=True,
     default=False,
-    help="Wait for it, and renew it until the attempt has ended; exit with 1 if it failed.",
+    help="Wait for it, and tell each change until the attempt has ended; exit with 1 if it failed.",
 )
 @attempt_option
 @json_option
@@ -86,12 +86,14 @@ def torchrun() -> None:
 def show(obj: Any, gang: str, follow: bool, attempt: int | None, as_json: bool) -> None:
     """Show the gangs of a step."""
     is_well = True
-    with suppress(KeyboardInterrupt):
-        if follow:
+    if follow:
+        try:
             gang = await_gang(obj, gang)
             is_well = wait_for_end(obj, gang, attempt, says_to_stderr=as_json)
-        click.echo(_pages(obj, gang, attempt, as_json))
-        sys.exit(0 if is_well else 1)
+        except KeyboardInterrupt:
+            return
+    click.echo(_pages(obj, gang, attempt, as_json))
+    sys.exit(0 if is_well else 1)
 
 
 def _pages(obj: Any, gang: str, attempt: int | None, as_json: bool) -> str:

@@ -29,7 +29,7 @@ _NAMES = (
 # Files of a task's end: the task writes the first (`TaskDataStore.METADATA_DONE_SUFFIX`), the process that has started it
 # writes the second (`Worker.terminate`). A file's name starts with its attempt.
 _DONE, _RUNTIME = "DONE.lock", "runtime"
-_ENDED = (_DONE, _RUNTIME)
+_ENDED, _BEGUN = (_DONE, _RUNTIME), "task_begin"
 _ATTEMPT = re.compile(r"(\d+)\.(.+)")
 
 
@@ -103,8 +103,13 @@ class StoredGangs:
             control, node = place_of(task, tasks)
             found.setdefault(control, {})[node] = task
         flow = self.datastore.flow_name
-        # `resume` gives clones of other nodes' tasks their names, and that of the control task a new one (2.19).
-        found = {control: nodes for control, nodes in found.items() if 0 in nodes} or found
+        # `resume` gives clones of other nodes' tasks their names, and that of the control task a new one (2.19). A clone has
+        # files of its end, but none of its start.
+        found = {
+            control: nodes
+            for control, nodes in found.items()
+            if 0 in nodes or any(_BEGUN in files[task].get(0, ()) for task in nodes.values())
+        }
         return [
             StoredGang(flow, run, step, control, dict(sorted(found[control].items())), files)
             for control in sorted(found, key=lambda task: (int(task), "") if task.isdecimal() else (math.inf, task))

@@ -24,7 +24,7 @@ from .held import Held
 from .output import Send
 from .relay import LineSender, Relay
 
-# Features answer within their own, shorter, time. It bounds how long the next request has to wait.
+# Nodes answer within a shorter time (`gang.limits`).
 _REQUEST_S, _REQUEST_LOOK_S = 40.0, 0.1
 
 

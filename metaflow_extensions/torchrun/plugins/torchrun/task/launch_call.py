@@ -47,7 +47,7 @@ class LaunchCall:
         complete: Callable[[], Request],
     ) -> None:
         self.request, self.services = request, services
-        self.told: Mapping[str, Plain] = {}  # the verdict's data for this node, by feature
+        self.told: Mapping[str, Plain] = {}  # what the launch has left for this node
         self._member, self._link = member, member.link
         self._store, self._complete = store, complete
         self._number = -1
@@ -209,5 +209,8 @@ class LaunchCall:
         while self._runs and self._link.end is None and time.monotonic() < deadline:
             self._link.wait(lambda: frames, deadline - time.monotonic())
             while frames:
-                with suppress(TorchrunError):  # that of the launch; `error` is raised
-                    self._handle(*frames.popleft())
+                what, *rest = frames.popleft()
+                if what == "text":
+                    self._write(*rest)
+                elif what == "ended" and rest[0] == self._number:
+                    self._runs, self._handled = False, rest[1]["handled"]

@@ -43,7 +43,7 @@ class Upload:
         self._about = (about.launch, about.generation)
         self._first_rank, self._member = first_rank, member
         self._is_vital = about.error is None  # whether the launch fails without it
-        self._to_store = to_store  # by feature, at least one
+        self._to_store = to_store  # by the kind of report, at least one
         steps = itertools.chain.from_iterable(each.steps() for each in to_store.values())
         self.transfer = Transfer(store, "stores", steps)
         self._report("storing", {"what": self.transfer.what()})
