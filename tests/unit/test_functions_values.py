@@ -12,8 +12,7 @@ import pytest
 from unit_helpers import OURS
 
 from metaflow_extensions.torchrun.plugins.torchrun.errors import TorchrunError
-from metaflow_extensions.torchrun.plugins.torchrun.machine import processes
-from metaflow_extensions.torchrun.plugins.torchrun.task.function_values import ValuesOnDisk, make_folder
+from metaflow_extensions.torchrun.plugins.torchrun.task.function_values import ValuesOnDisk
 
 BIG = os.urandom(3 << 20)
 
@@ -110,21 +109,6 @@ def keep(folder, count, end):
 
 def test_many_results_can_be_kept_a_fork_reads_them_and_nothing_is_left_at_the_end(folder):
     assert keep(folder, 300, FORK) == (0, [], "")
-
-
-def test_what_a_killed_process_has_left_is_removed_by_the_next_one(folder, monkeypatch):
-    code, left, said = keep(folder, 2, "os.kill(os.getpid(), signal.SIGKILL)")
-    assert (code, len(left)) == (-9, 2), said
-    me = (os.getpid(), processes.began(os.getpid()))
-    others = [
-        "torchrun-call-notes",
-        f"torchrun-call-00000000_{me[0]}_0_abcdefgh",  # of another container's processes
-        "{}_{}_{}_abcdefgh".format(left[0].split("_")[0], *me),  # of one that lives
-    ]
-    for name in others:
-        (folder / name).mkdir()
-    own = make_folder()
-    assert {path.name for path in folder.iterdir()} == {*others, os.path.basename(own)}
 
 
 MEASURE = """
