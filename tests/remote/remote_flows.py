@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from flow_runs import Line, Running
+from limits import limit_s
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 # Pods of several gangs share a machine here. With a thread for each core in each rank they would wait for each other.
@@ -60,7 +61,7 @@ class RemoteFlow(Running):
 
     def await_line(self, words: str, timeout_s: float = 120) -> Line:
         """Wait for a line of the control node's log, which is what Metaflow shows."""
-        deadline = time.monotonic() + timeout_s
+        deadline = time.monotonic() + limit_s(timeout_s)
         while True:
             for line in list(self.lines):
                 if words in line.text:
