@@ -113,3 +113,24 @@ def test_the_command_line_lists_and_fetches_them_of_a_launch_that_has_failed_too
     assert "Launch 9 has stored no outputs. Launches that have: 0, 1, 2, 3." in ask(
         "outputs", f"{run}/train", "--launch", "9", expect=1
     )
+
+
+def test_a_resumed_run_shows_the_gang_its_logs_and_its_outputs_of_the_run_it_was_cloned_from(
+    flow, run, start_shared_flow
+):
+    resumed = start_shared_flow("end", "--origin-run-id", run, command="resume", flow="outputs.py", stand_in=True)
+    assert resumed.wait() == 0, resumed.text
+    clone = re.search(r"run-id (\d+)", resumed.text)[1]
+
+    def ask(*words):
+        argv = [sys.executable, "outputs.py", "--no-pylint", "torchrun", *words]
+        folder = next(flow.out.parent.glob("flow folder"))
+        return subprocess.run(argv, env=flow.env, cwd=folder, capture_output=True, text=True, check=True).stdout
+
+    shown = ask("show", clone)
+    named = rf"OutputsFlow, run {run}, step train, task \d+, which run {clone} has cloned as task \d+, as of .*\n"
+    assert re.match(named, shown), shown
+    assert shown.splitlines()[1:] == ask("show", run).splitlines()[1:]
+    assert f"torchrun outputs {run}/train" in shown
+    assert ask("logs", clone) == ask("logs", run) != ""
+    assert ask("outputs", clone) == ask("outputs", run)

@@ -234,8 +234,10 @@ def test_the_end_of_a_control_node_that_was_killed_is_told_by_others_or_unknown(
 
 def test_what_metaflow_knows_stands_in_the_title_links_and_commands():
     view = GOLDEN["failed"][0]().view
-    an_earlier = place(1, 2, typed="show")
-    assert an_earlier.title == "Flow, run 12, step train, task 4, attempt 1 (the latest is 2)"
+    an_earlier = place(1, 2, typed="show", clone=("13", "9"))
+    assert an_earlier.title == (
+        "Flow, run 12, step train, task 4, attempt 1 (the latest is 2), which run 13 has cloned as task 9"
+    )
     logs = "python flow.py torchrun logs 12/train --attempt 1"
     assert an_earlier.commands(view).splitlines() == [logs, f"{logs} --rank 2"], "not the command that was typed"
     assert replace(an_earlier, typed="").commands(view).splitlines()[0] == logs.replace("logs", "show")

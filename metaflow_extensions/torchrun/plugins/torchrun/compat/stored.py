@@ -58,6 +58,11 @@ class Storage:
         """Return a context that yields tuples: a path, the local file with its content (None: missing), and more."""
         return self._storage.load_bytes(paths)
 
+    def tasks_of(self, task: tuple[str, str, str]) -> list[str]:
+        """Return the tasks of all nodes, each as run, step and task, from a control task (run, step, task)."""
+        stored = self._datastore.get_task_datastore(*task, attempt=0)
+        return list(stored.get("_control_mapper_tasks") or ())
+
 
 def latest_run(flow_name: str) -> str | None:
     """Return the run that was started last in this folder; `resume` does not count (``metaflow.util``, 2.19)."""

@@ -101,7 +101,7 @@ def _pages(obj: Any, gang: str, attempt: int | None, as_json: bool) -> str:
     found = [(each, checked(each, attempt)) for each in gangs_found]
     if as_json:
         gangs = [_as_data(each.place(which), now(stored, each, which)) for each, which in found]
-        shown_run = {"run": found[0][0].run, "step": found[0][0].step, "gangs": gangs}
+        shown_run = {"run": found[0][0].asked_run, "step": found[0][0].step, "gangs": gangs}
         return json.dumps(shown_run, indent=2, allow_nan=False)
     names_task = len(found) > 1 or gang.count("/") > 1
     pages = [_page(obj, stored, each, which, names_task) for each, which in found]
@@ -112,6 +112,7 @@ def _as_data(place: Place, view: GangView | None) -> dict[str, Any]:
     """Return what ``--json`` has of a gang: where it is, its view, and what that comes to; ``docs/events.md`` lists it."""
     return {
         "run": place.run,
+        "clone": None if place.clone is None else {"run": place.clone[0], "control_task": place.clone[1]},
         "control_task": place.control_task,
         "tasks": {str(node): task for node, task in place.tasks.items()},
         "attempt": place.attempt,
@@ -212,8 +213,8 @@ def _why_nothing(obj: Any, stored: StoredGangs, gang: StoredGang) -> list[str]:
     known = parallel_steps(obj.graph)
     if gang.step in known:
         return [
-            "Nothing is recorded of this step: its control node has not joined yet, or `resume` has cloned it from another",
-            "run, which has the records, or another version of metaflow-torchrun ran there.",
+            "Nothing is recorded of this step: its control node has not joined yet, or another version of",
+            "metaflow-torchrun ran there.",
         ]
     begun = [f"{gang.run}/{name}" for name in stored.steps(gang.run) if name in known]
     return [f"Step {gang.step} has no @torchrun. Steps of this run that have it: {', '.join(begun) or 'none so far'}."]

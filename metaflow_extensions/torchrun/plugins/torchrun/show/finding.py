@@ -84,7 +84,7 @@ def find(obj: Any, named: str) -> tuple[StoredGangs, list[StoredGang]]:
     if not gangs:
         text = f"Run {run} has no tasks of step {step}. It has begun: {', '.join(steps)}."
         raise (NotYet if step in parallel_steps(obj.graph) else CommandException)(text)
-    found = [gang for gang in gangs if task is None or task in gang.tasks.values()]
+    found = [gang for gang in gangs if task is None or gang.is_named(task)]
     if not found:
         known = ", ".join(gang.control_task for gang in gangs)
         raise CommandException(

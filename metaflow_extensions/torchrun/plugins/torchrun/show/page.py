@@ -49,6 +49,7 @@ class Place:
     attempt: int = 0
     last_attempt: int = 0
     is_done: bool = False  # whether Metaflow knows of the attempt's end
+    clone: tuple[str, str] | None = None  # run and control task of the clone of it that was asked for
     ui_url: str | None = None  # of Metaflow's UI
     program: str = "python flow.py torchrun"  # how our commands are called
     typed: str = ""  # the command that shows this page, which it need not name
@@ -61,10 +62,11 @@ class Place:
 
     @property
     def title(self) -> str:
-        """Name the gang."""
+        """Name the gang, and of what run's step it was cloned."""
         tries = f", attempt {self.attempt}" if self.last_attempt else ""
         latest = f" (the latest is {self.last_attempt})" if self.attempt < self.last_attempt else ""
-        return f"{self.flow}, run {self.run}, step {self.step}, task {self.control_task}{tries}{latest}"
+        clone = f", which run {self.clone[0]} has cloned as task {self.clone[1]}" if self.clone else ""
+        return f"{self.flow}, run {self.run}, step {self.step}, task {self.control_task}{tries}{latest}{clone}"
 
     def command(self, name: str) -> str:
         """Return one of our commands for the gang."""

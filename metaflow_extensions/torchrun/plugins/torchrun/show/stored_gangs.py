@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ..channel.registry import Registry
@@ -29,7 +29,12 @@ _NAMES = (
 # Files of a task's end: the task writes the first (`TaskDataStore.METADATA_DONE_SUFFIX`), the process that has started it
 # writes the second (`Worker.terminate`). A file's name starts with its attempt.
 _DONE, _RUNTIME = "DONE.lock", "runtime"
-_ENDED, _BEGUN = (_DONE, _RUNTIME), "task_begin"
+_ENDED = (_DONE, _RUNTIME)
+# A task cloned by `resume` (`clone_task_helper`, 2.19) has files of its end, but none of its start. It has the origin's
+# artifacts (`TaskDataStore.METADATA_DATA_SUFFIX`), and no logs or records. An artifact of the control task lists the tasks
+# of all nodes, each as run, step and task.
+_BEGUN = "task_begin"
+_OF_CLONE = {"data.json", _DONE}
 _ATTEMPT = re.compile(r"(\d+)\.(.+)")
 
 
@@ -55,6 +60,16 @@ class StoredGang:
     control_task: str
     tasks: dict[int, str]  # by node
     files: dict[str, dict[int, set[str]]]  # of all tasks of the step, by task and attempt
+    clone: tuple[str, str] | None = None  # run and control task of the requested clone; this gang is its origin
+
+    def is_named(self, task: str) -> bool:
+        """Return whether a task is one of this gang's, or the control task of its clone."""
+        return task in self.tasks.values() or (self.clone is not None and task == self.clone[1])
+
+    @property
+    def asked_run(self) -> str:
+        """The requested run, which may be a clone of this gang's run."""
+        return self.run if self.clone is None else self.clone[0]
 
     @property
     def last_attempt(self) -> int:
@@ -69,7 +84,7 @@ class StoredGang:
         """Return the place of an attempt, with Metaflow's facts about it."""
         is_done = any(self.has(self.control_task, attempt, name) for name in _ENDED)
         names = (self.flow, self.run, self.step, self.control_task, self.tasks)
-        return Place(*names, attempt, self.last_attempt, is_done)
+        return Place(*names, attempt, self.last_attempt, is_done, self.clone)
 
 
 class StoredGangs:
@@ -90,7 +105,33 @@ class StoredGangs:
         return sorted(name for name, _ in self.storage.names([self.storage.path(run)]))
 
     def gangs(self, run: str, step: str) -> list[StoredGang]:
-        """Return the gangs of a step in one run, several in a foreach."""
+        """Return the gangs of a step, several in a foreach; instead of clones by `resume` their origins."""
+        found = self._gangs(run, step)
+        clones = {gang.control_task: tasks for gang in found if (tasks := self._origin(gang))}
+        # The clones of the other nodes keep their tasks' names, with the name of a control task that this run lacks.
+        cloned = {pathspec.split("/")[-1] for tasks in clones.values() for pathspec in tasks}
+        return [
+            self._origin_of(gang, clones[gang.control_task]) if gang.control_task in clones else gang
+            for gang in found
+            if gang.control_task in clones or 0 in gang.tasks or not cloned.issuperset(gang.tasks.values())
+        ]
+
+    def _origin(self, gang: StoredGang) -> list[str]:
+        """Return the original tasks of a cloned gang, each as run, step and task; empty if the gang is no clone."""
+        files = gang.files.get(gang.control_task, {}).get(0, set())
+        if not files >= _OF_CLONE or _BEGUN in files:
+            return []
+        tasks = self.storage.tasks_of((gang.run, gang.step, gang.control_task))
+        return [] if not tasks or tasks[0].split("/")[0] == gang.run else tasks
+
+    def _origin_of(self, clone: StoredGang, tasks: list[str]) -> StoredGang:
+        """Return the origin of a cloned gang, or the clone itself if nothing is left of the origin."""
+        run, step, control_task = tasks[0].split("/")
+        found = [gang for gang in self._gangs(run, step) if gang.control_task == control_task]
+        return replace(found[0], clone=(clone.run, clone.control_task)) if found else clone
+
+    def _gangs(self, run: str, step: str) -> list[StoredGang]:
+        """Return the gangs of a step in one run, clones included."""
         tasks = {name for name, _ in self.storage.names([self.storage.path(run, step)])}
         files: dict[str, dict[int, set[str]]] = {task: {} for task in tasks}
         for name, path in self.storage.names([self.storage.path(run, step, task) for task in sorted(tasks)]):
@@ -103,13 +144,6 @@ class StoredGangs:
             control, node = place_of(task, tasks)
             found.setdefault(control, {})[node] = task
         flow = self.datastore.flow_name
-        # `resume` gives clones of other nodes' tasks their names, and that of the control task a new one (2.19). A clone has
-        # files of its end, but none of its start.
-        found = {
-            control: nodes
-            for control, nodes in found.items()
-            if 0 in nodes or any(_BEGUN in files[task].get(0, ()) for task in nodes.values())
-        }
         return [
             StoredGang(flow, run, step, control, dict(sorted(found[control].items())), files)
             for control in sorted(found, key=lambda task: (int(task), "") if task.isdecimal() else (math.inf, task))
