@@ -1,6 +1,6 @@
 """The parts of a gang's page, independent of where it is shown. Pure.
 
-The core and the features create them. `as_text` writes them to a terminal, `as_card` as components of Metaflow's cards.
+`show` and the parts of a card create them. `as_text` writes them to a terminal, `as_card` as components of Metaflow's cards.
 """
 
 from __future__ import annotations

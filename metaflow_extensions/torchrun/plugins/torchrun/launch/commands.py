@@ -1,4 +1,4 @@
-"""Checks commands of the user, which are lists of words: the entrypoint, and those that features run."""
+"""Checks commands of the user, which are lists of words: the entrypoint, and those of before_run."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ _LOOK_S = 60.0  # with a pidfd
 _NEVER = float("inf")
 _KILL_WAIT_S = 10.0  # after SIGKILL only a process in uninterruptible sleep stays
 HELPERS: set[int] = set()
-"""Children of this process that belong to no launch: spares, and programs that features start. Who starts one reaps it."""
+"""Children of this process that belong to no launch: spares, and nvidia-smi. Who starts one reaps it."""
 
 
 class Process(NamedTuple):

@@ -100,7 +100,7 @@ class TaskGang:
     def join(self, tasks: Sequence[str] = (), starts: Plain | None = None) -> tuple[Member, str]:
         """Join, and return this node as a member and the control node's address.
 
-        `tasks` are those of all nodes, in order, each as run, step and task. `starts` is for `spares_of`.
+        `tasks` are those of all nodes, in order, each as run, step and task. `starts` is for `node.warm`.
         """
         looks = signs(os.environ, self._settings.grace_s, current.get("spot_termination_notice"), self._is_local)
         # Meant for tasks alone, neither for spares nor for what the step's code starts.
