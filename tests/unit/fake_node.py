@@ -13,11 +13,9 @@ from unit_helpers import HANG_S
 from metaflow_extensions.torchrun.plugins.torchrun.errors import LaunchFailed
 from metaflow_extensions.torchrun.plugins.torchrun.gang import messages
 from metaflow_extensions.torchrun.plugins.torchrun.gang.cause import Cause
-from metaflow_extensions.torchrun.plugins.torchrun.launch.spec import LaunchSpec
-from metaflow_extensions.torchrun.plugins.torchrun.machine.accelerators import Machine
+from metaflow_extensions.torchrun.plugins.torchrun.launch.call import Call
 from metaflow_extensions.torchrun.plugins.torchrun.node import agent_events
 from metaflow_extensions.torchrun.plugins.torchrun.node.launch import NodeLaunch, Tools
-from metaflow_extensions.torchrun.plugins.torchrun.node.request import Request
 from metaflow_extensions.torchrun.plugins.torchrun.node.seat import Seat
 from metaflow_extensions.torchrun.plugins.torchrun.task.results import result_of
 from metaflow_extensions.torchrun.plugins.torchrun.task.services import Services
@@ -49,11 +47,11 @@ class FakeAgent:
 class FakeNode:
     """A node of a gang of two, each with two ranks, and what its supervisor sends, says and returns.
 
-    Its temporary files go to `folder`. The node's index is `number`; its ranks begin at twice that. `spec` and `request` are
-    the fields of `LaunchSpec` and `Request` that matter to the test.
+    Its temporary files go to `folder`. The node's index is `number`; its ranks begin at twice that. `fields` are those
+    of `Call` that matter to the test.
     """
 
-    def __init__(self, folder, number=0, spec=None, services=None, spares=None, write=None, **request):
+    def __init__(self, folder, number=0, services=None, spares=None, write=None, **fields):
         tempfile.tempdir = str(folder)  # until the test's end, see `nothing_leaks`
         self.number = number
         self.said, self.output, self.events = [], [], []
@@ -65,8 +63,7 @@ class FakeNode:
         self.member = member_of(FakeLink(), number, 2, self._hear)  # the task's half, which makes the result
         self.services = services or Services()
         own = {"nproc": 2, "num_nodes": 2, "node_index": number, "python": "python3"}
-        launch = LaunchSpec("/flow/train.py", (), False, **{**own, **(spec or {})})
-        self.request = Request(launch, "127.0.0.1", **{"machine": Machine(1), **self.services.told, **request})
+        self.call = Call("/flow/train.py", (), False, **{**own, **self.services.told, **fields})
         self.spares, self.write = spares, write or self._write
         self.new_agent = self._new_agent
 
@@ -94,21 +91,21 @@ class FakeNode:
         self.loop.call(begin)
 
     async def _run(self):
-        self.services.begin(self.request.spec)
+        self.services.begin(self.call)
         tools = Tools(self.write, self._complete, self.stored.append, self.spares, self.new_agent)
-        launch = NodeLaunch(self.request, self.seat.itself, 0, tools)
+        launch = NodeLaunch(self.call, self.seat.itself, 0, tools)
         try:
             outcome = await launch.run()
             if outcome.verdict.error is not None:
                 self.services.failed(outcome.verdict.error, outcome.verdict.left)
                 raise outcome.verdict.error
-            self._came.put(result_of(outcome, self.request.spec, self.member, self.services))
+            self._came.put(result_of(outcome, self.call, self.member, self.services))
         except BaseException as error:
             self._came.put(error)
 
     # What the task does for the launch.
     def _complete(self):
-        self.seat.itself.inbox.put_nowait(self.request)
+        self.seat.itself.inbox.put_nowait(self.call)
 
     # --- what the test does ----------------------------------------------------------------------
 

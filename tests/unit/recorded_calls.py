@@ -8,28 +8,27 @@ from metaflow_extensions.torchrun.plugins.torchrun import executor
 from metaflow_extensions.torchrun.plugins.torchrun.events import Event
 from metaflow_extensions.torchrun.plugins.torchrun.executor import Context, TorchrunExecutor
 from metaflow_extensions.torchrun.plugins.torchrun.gang.messages import Verdict
+from metaflow_extensions.torchrun.plugins.torchrun.launch.call import Outcome
 from metaflow_extensions.torchrun.plugins.torchrun.machine.accelerators import Machine, Nproc
-from metaflow_extensions.torchrun.plugins.torchrun.node.outcome import Outcome
 from metaflow_extensions.torchrun.plugins.torchrun.settings import parse_settings
 
 
 def recorded_calls(monkeypatch, tmp_path):
-    """Return a function that calls `run` and returns spec and policy of the launch, and what is said of it.
+    """Return a function that calls `run` and returns the `Call`, and what is said of it.
 
     Its `plans` are those of all launches, and `complete` is what the last one does after its commands.
     """
     (tmp_path / "train.py").touch()
     monkeypatch.chdir(tmp_path)
-    launches, plans = [], []
+    plans = []
 
     class Recorder:
         told: ClassVar = {}
 
-        def __init__(self, request, member, services, store, complete):
+        def __init__(self, made, member, services, store, complete):
             call.complete = complete
-            self.request, self.services = request, services
-            launches.append((request.spec, request.policy))
-            plans.append(request)
+            self.call, self.services = made, services
+            plans.append(made)
 
         def run(self):
             return Outcome(Verdict(0), "", {}, (), 1.5)
@@ -38,7 +37,7 @@ def recorded_calls(monkeypatch, tmp_path):
             pass
 
     monkeypatch.setattr(executor, "LaunchCall", Recorder)
-    monkeypatch.setattr(executor, "node_facts", lambda *_: {})
+    monkeypatch.setattr(executor, "with_facts", lambda made: made)
     monkeypatch.setattr(executor, "shm_warning", lambda *_: None)
     monkeypatch.setattr(executor, "_warned", set())
 
@@ -52,7 +51,7 @@ def recorded_calls(monkeypatch, tmp_path):
             member, "127.0.0.1", Machine(8), settings, Nproc(4, "@kubernetes requests gpu=4"), has_spares=has_spares
         )
         TorchrunExecutor(context).run(*positional, **arguments)
-        return *launches[-1], [event.text for event in said]
+        return plans[-1], [event.text for event in said]
 
     call.plans = plans
     return call

@@ -42,10 +42,10 @@ def node_with(tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     (tmp_path / "cwd").mkdir()
 
-    def make(*commands, number=1, real=True, env=(), **plan):
+    def make(*commands, number=1, real=True, env=None, **plan):
         argvs = [("sh", "-ec", each) if isinstance(each, str) else tuple(each) for each in commands]
-        spec = {"cwd": str(tmp_path / "cwd"), "env": env}
-        node = FakeNode(tmp_path, number, spec={"python": sys.executable, **spec}, commands=argvs, **plan)
+        spec = {"cwd": str(tmp_path / "cwd"), "env": env or {}}
+        node = FakeNode(tmp_path, number, before_run=argvs, python=sys.executable, **spec, **plan)
         if real:
             node.new_agent = AgentProcess
         return node
@@ -80,9 +80,7 @@ def pids(cwd):
 
 def test_each_command_is_told_and_shown_and_has_what_the_workers_will_have(node_with, tmp_path, monkeypatch):
     monkeypatch.setenv("RANK", "7")
-    node = node_with(
-        "env > seen", ["sh", "-c", "printf 'a\\rb'"], env=(("NAME", "größe"), ("PATH", os.environ["PATH"]))
-    )
+    node = node_with("env > seen", ["sh", "-c", "printf 'a\\rb'"], env={"NAME": "größe", "PATH": os.environ["PATH"]})
     node.prepare()
     first, second, ready = messages(node)
     assert (first.data["text"], first.data["exit_code"]) == ("before_run 1/2 (env > seen) exited with code 0", 0)
@@ -101,7 +99,7 @@ def test_each_command_is_told_and_shown_and_has_what_the_workers_will_have(node_
 
 
 def test_a_path_of_the_users_need_not_lead_to_a_shell(node_with, tmp_path):
-    node = node_with("echo $PATH > seen", env=(("PATH", "/no where"),))
+    node = node_with("echo $PATH > seen", env={"PATH": "/no where"})
     assert ended_well(node)
     assert (tmp_path / "cwd" / "seen").read_text() == "/no where\n"
 

@@ -75,11 +75,10 @@ def launch_of(monkeypatch, tmp_path):
 def test_the_launch_has_its_commands_and_none_of_the_facts_that_they_may_change(launch_of, tmp_path):
     (tmp_path / "pip").touch(mode=0o755)
     (tmp_path / "get.sh").touch()
-    spec, _, said = launch_of(
+    call, said = launch_of(
         before_run=["pip install x", ["./get.sh", "./x"]], env={"PATH": str(tmp_path)}, cwd=str(tmp_path)
     )
-    (plan,) = launch_of.plans
-    assert (plan.spec, plan.commands, plan.facts) == (spec, (("sh", "-ec", "pip install x"), ("./get.sh", "./x")), {})
+    assert (call.before_run, call.facts) == ((("sh", "-ec", "pip install x"), ("./get.sh", "./x")), {})
     assert any(line.startswith(f"pip is {tmp_path}/pip, but this step runs under") for line in said)
 
 
@@ -88,7 +87,7 @@ def test_the_entrypoint_is_looked_for_after_it(launch_of, tmp_path):
     with pytest.raises(EntrypointError, match=r"made\.py"):
         launch_of.complete()
     made = write(tmp_path / "made.py", "")
-    assert launch_of.complete().spec.entrypoint == str(made)
+    assert launch_of.complete().entrypoint == str(made)
     with pytest.raises(EntrypointError, match=r"absent\.py"):
         launch_of(positional=("absent.py",), before_run=[])
 

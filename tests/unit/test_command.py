@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from unit_helpers import HOSTILE, write
 
 from metaflow_extensions.torchrun.plugins.torchrun.gang.messages import Go
+from metaflow_extensions.torchrun.plugins.torchrun.launch.call import Call
 from metaflow_extensions.torchrun.plugins.torchrun.launch.command import (
     AGENT,
     IMPORTABLE,
@@ -21,16 +22,17 @@ from metaflow_extensions.torchrun.plugins.torchrun.launch.command import (
     shown_command,
     with_hooks,
 )
-from metaflow_extensions.torchrun.plugins.torchrun.launch.spec import LaunchSpec
 
 ENV = shutil.which("env", path=os.defpath)
 GO = Go(launch=0, generation=0, port=29512, gang="gang", restarts=0, max_restarts=0)
 OF_RANK = {"OWN": "/my logs/${local_rank}"}
-SPEC = LaunchSpec("/flow/train.py", (), False, nproc=2, num_nodes=3, node_index=1, python="/usr/bin/python3")
+CALL = Call(
+    "/flow/train.py", (), False, nproc=2, num_nodes=3, node_index=1, python="/usr/bin/python3", main_addr="10.0.0.7"
+)
 
 
-def command_of(go=GO, main_addr="10.0.0.7", **changes):
-    return agent_command(replace(SPEC, **changes), go, main_addr, "/my logs", "/my pipes", of_rank=OF_RANK)
+def command_of(go=GO, **changes):
+    return agent_command(replace(CALL, **changes), go, "/my logs", "/my pipes", of_rank=OF_RANK)
 
 
 def options_of(**changes):
@@ -58,10 +60,10 @@ def test_torchruns_template_gives_back_every_argument(args):
     assert program_of(args=tuple(args)) == ["/flow/train.py", *args]
 
 
-@pytest.mark.parametrize(("env", "words"), [((), ["OWN=/my logs/7"]), ((("OWN", "mine"),), [])])
+@pytest.mark.parametrize(("env", "words"), [({}, ["OWN=/my logs/7"]), ({"OWN": "mine"}, [])])
 def test_a_program_that_is_no_python_gets_variables_of_its_own_by_its_command(env, words):
     """No hook of ours runs there; the user's own value stays."""
-    asked = {"options": (("no-python", None),), "entrypoint": "./run $me", "args": tuple(HOSTILE), "env": env}
+    asked = {"options": {"no-python": None}, "entrypoint": "./run $me", "args": tuple(HOSTILE), "env": env}
     assert program_of(**asked) == [ENV, *words, "./run $me", *HOSTILE]
 
 
@@ -71,7 +73,7 @@ def test_workers_start_whatever_their_path_is(path, name, tmp_path):
     """The user's PATH is for the user's programs: it need not have `env` and `sh`."""
     program = write(tmp_path / name, "#!/bin/sh\necho $OWN $PATH\n")
     program.chmod(0o755)
-    words = program_of(options=(("no-python", None),), entrypoint=f"./{name}")
+    words = program_of(options={"no-python": None}, entrypoint=f"./{name}")
     said = subprocess.run(words, cwd=tmp_path, env={"PATH": path}, capture_output=True, text=True, check=True).stdout
     assert said.split() == ["/my", "logs/7", *filter(None, [path])]
 
@@ -96,10 +98,10 @@ def test_torchrun_gets_the_gangs_facts():
     [
         ({"entrypoint": "package.train", "module": True}, ["--module", "--", "package.train"]),
         ({"main_addr": "fd00::7"}, ["--rdzv-endpoint=[fd00::7]:29512"]),
-        ({"options": (("rdzv-id", "mine"),)}, ["--rdzv-id=mine"]),
-        ({"options": (("rdzv-id", ""),)}, ["--rdzv-id=launch0-0-gang"]),
+        ({"options": {"rdzv-id": "mine"}}, ["--rdzv-id=mine"]),
+        ({"options": {"rdzv-id": ""}}, ["--rdzv-id=launch0-0-gang"]),
         (
-            {"options": (("brand-new", "a b"), ("brand-new-flag", None))},
+            {"options": {"brand-new": "a b", "brand-new-flag": None}},
             ["--brand-new=a b", "--brand-new-flag"],
         ),
     ],

@@ -13,17 +13,17 @@ def launch_of(monkeypatch, tmp_path):
 
 
 def test_arguments_that_0_2_ignored_are_warned_of(launch_of):
-    (warning, _) = launch_of(local_output_dir="out", push_results_dir_to_cloud=True)[2]
+    (warning, _) = launch_of(local_output_dir="out", push_results_dir_to_cloud=True)[1]
     assert warning.startswith("warning: run(push_results_dir_to_cloud, local_output_dir) has no effect")
 
 
 @pytest.mark.parametrize("name", ["log-dir", "log_dir"])
 def test_a_folder_for_logs_has_no_effect_and_a_line_says_once_where_they_are(name, launch_of):
-    spec, _, said = launch_of(torchrun_args={name: "logs"})
+    call, said = launch_of(torchrun_args={name: "logs"})
     (warning,) = [line for line in said if line.startswith("warning: torchrun_args log-dir has no effect")]
     assert "python flow.py torchrun logs --rank N" in warning
-    assert launch_of(torchrun_args={name: "logs"})[2] == [line for line in said if line != warning]
-    assert launch_of()[0] == spec
+    assert launch_of(torchrun_args={name: "logs"})[1] == [line for line in said if line != warning]
+    assert launch_of()[0] == call
 
 
 def test_what_needs_a_name_is_said_with_the_value_that_was_given(launch_of):
@@ -32,26 +32,26 @@ def test_what_needs_a_name_is_said_with_the_value_that_was_given(launch_of):
 
 
 def test_positional_arguments_may_stand_in_the_order_of_0_2(launch_of):
-    def spec_of(*positional, **named):
+    def call_of(*positional, **named):
         return launch_of(positional=positional, **named)[0]
 
     options, args = {"max_restarts": 3, "tee": "3"}, {"epochs": 1}
-    today = spec_of("train.py", args, torchrun_args=options, nproc_per_node=2)
-    assert spec_of(options, "train.py", args, 2) == today
-    assert spec_of(options, "train.py", args, 2, True, "out", None) == today
-    assert spec_of(options, "train.py", entrypoint_args=args, nproc_per_node=2) == today
-    assert spec_of(options, entrypoint="train.py", entrypoint_args=args, nproc_per_node=2) == today
-    assert spec_of([], "train.py", args) == spec_of(None, "train.py", args) == spec_of("train.py", args)
+    today = call_of("train.py", args, torchrun_args=options, nproc_per_node=2)
+    assert call_of(options, "train.py", args, 2) == today
+    assert call_of(options, "train.py", args, 2, True, "out", None) == today
+    assert call_of(options, "train.py", entrypoint_args=args, nproc_per_node=2) == today
+    assert call_of(options, entrypoint="train.py", entrypoint_args=args, nproc_per_node=2) == today
+    assert call_of([], "train.py", args) == call_of(None, "train.py", args) == call_of("train.py", args)
     with pytest.raises(TypeError, match="entrypoint"):
-        spec_of(options, "train.py", entrypoint="other.py")
+        call_of(options, "train.py", entrypoint="other.py")
 
 
 @pytest.mark.parametrize("positional", [(), ({"lr": 1},), (["--lr", "1"],), (None,)])
 def test_a_list_alone_or_before_arguments_is_a_command(positional, launch_of):
-    spec, *_ = launch_of(positional=(["sh", "-c", "true"], *positional))
+    call, _ = launch_of(positional=(["sh", "-c", "true"], *positional))
     given = ("--lr", "1") if positional not in ((), (None,)) else ()
-    assert (spec.entrypoint, spec.args) == ("sh", ("-c", "true", *given))
-    assert spec.options == (("no-python", None),)
+    assert (call.entrypoint, call.args) == ("sh", ("-c", "true", *given))
+    assert call.options == {"no-python": None}
 
 
 def test_a_command_has_no_spare_workers_and_a_line_says_so(launch_of):
@@ -61,7 +61,7 @@ def test_a_command_has_no_spare_workers_and_a_line_says_so(launch_of):
         (command, "agent", True),
         (command, "workers", False),
     ):
-        said = launch_of(positional=positional, warm=warm, has_spares=has_spares)[2]
+        said = launch_of(positional=positional, warm=warm, has_spares=has_spares)[1]
         assert any("the workers start cold" in line for line in said) is (warm == "workers" and has_spares)
 
 

@@ -10,7 +10,7 @@ import pytest
 from unit_helpers import Patient, write
 
 from metaflow_extensions.torchrun.plugins.torchrun.gang.cause import Cause, FailureText
-from metaflow_extensions.torchrun.plugins.torchrun.launch.spec import LaunchSpec
+from metaflow_extensions.torchrun.plugins.torchrun.launch.call import Call
 from metaflow_extensions.torchrun.plugins.torchrun.logs.pipes import AGENT
 from metaflow_extensions.torchrun.plugins.torchrun.node.agent_events import WorkerEnded
 from metaflow_extensions.torchrun.plugins.torchrun.node.exits import (
@@ -36,12 +36,12 @@ def own_record(at, exception="RuntimeError: recorded", trace="Traceback: ours\n"
 class Node:
     """The second node of a gang, whose ranks are 3, 4 and 5; its clock's origin was a minute ago."""
 
-    def __init__(self, folder, **spec):
+    def __init__(self, folder, **fields):
         self.folder = folder
         self.origin = time.monotonic() - 60
-        spec = LaunchSpec("train.py", (), False, nproc=3, num_nodes=2, node_index=1, python="python3", **spec)
+        call = Call("train.py", (), False, nproc=3, num_nodes=2, node_index=1, python="python3", **fields)
         self.written = {}  # (local rank or agent, stream) -> text
-        self.exits = Exits(str(folder), spec, "host-1", lambda *which: self.written.get(which, ""))
+        self.exits = Exits(str(folder), call, "host-1", lambda *which: self.written.get(which, ""))
         self.exits.files = Patient()
         self.stopped_at = float("inf")
 

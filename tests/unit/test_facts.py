@@ -9,25 +9,25 @@ from gang_of import FACTS
 from unit_helpers import write
 
 from metaflow_extensions.torchrun.plugins.torchrun.errors import TorchNotFoundError
+from metaflow_extensions.torchrun.plugins.torchrun.launch.call import Call, FunctionSpec
 from metaflow_extensions.torchrun.plugins.torchrun.launch.facts import (
     contents_digest,
     device_kind,
-    node_facts,
     shm_bytes,
     shm_warning,
     too_few_warning,
+    with_facts,
 )
-from metaflow_extensions.torchrun.plugins.torchrun.launch.spec import FunctionSpec, LaunchSpec
 from metaflow_extensions.torchrun.plugins.torchrun.machine.accelerators import Machine
 
-SPEC = LaunchSpec("train.py", (), False, 2, 2, 0, sys.executable)
-NO_PYTHON = (("no-python", None),)
+CALL = Call("train.py", (), False, 2, 2, 0, sys.executable)
+NO_PYTHON = {"no-python": None}
 TWO = ("0", "1")
 
 
 def hiding(value):
     """Return a launch whose `run(env=...)` sets CUDA_VISIBLE_DEVICES."""
-    return replace(SPEC, env=(("CUDA_VISIBLE_DEVICES", value),))
+    return replace(CALL, env={"CUDA_VISIBLE_DEVICES": value})
 
 
 @pytest.fixture
@@ -66,13 +66,13 @@ NCCLS = {"nvidia_nccl_cu12": "2.21.5", "nvidia_nccl_cu13": "2.28.0"}
 )
 def test_versions_are_read_not_imported(version_file, packages, expected, site, tmp_path):
     site(version_file, **packages)
-    script = replace(SPEC, entrypoint=str(write(tmp_path / "train.py", "pass")))
-    found = node_facts(script, Machine(4, ("0",)))
+    script = replace(CALL, entrypoint=str(write(tmp_path / "train.py", "pass")))
+    found = with_facts(replace(script, machine=Machine(4, ("0",)))).facts
     assert (found["torch"], found["cuda"], found["nccl"]) == expected
     assert found["python"] == ".".join(platform.python_version_tuple()[:2])
     assert (found["devices"], found["contents"]) == (device_kind(("0",)), contents_digest(script))
     function = replace(script, function=FunctionSpec("Trainer.fit", "s", "f", None))
-    assert ("function" in found, node_facts(function, Machine(1))["function"]) == (False, "Trainer.fit")
+    assert ("function" in found, with_facts(function).facts["function"]) == (False, "Trainer.fit")
     assert "torch" not in sys.modules
     assert found.keys() == {*FACTS, "accelerators"}, "all are compared"
 
@@ -80,7 +80,7 @@ def test_versions_are_read_not_imported(version_file, packages, expected, site, 
 def test_a_node_without_torch_says_so_and_what_to_do(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "path", [str(tmp_path)])
     with pytest.raises(TorchNotFoundError, match=r"PyTorch is not installed for .*pip install torch"):
-        node_facts(SPEC, Machine(4))
+        with_facts(CALL)
 
 
 @pytest.mark.parametrize(
@@ -101,57 +101,57 @@ def test_the_kind_of_devices(files, accelerators, kind, tmp_path):
 def test_two_files_of_one_name_are_told_apart_by_all_their_contents(tmp_path):
     texts = ("print(1)", "print(1)", "#" * 3_000_000 + "1", "#" * 3_000_000 + "2")
     scripts = [str(write(tmp_path / str(number) / "train.py", text)) for number, text in enumerate(texts)]
-    digests = [contents_digest(replace(SPEC, entrypoint=script)) for script in scripts]
-    command = replace(SPEC, entrypoint="python", options=NO_PYTHON, source=scripts[0])
+    digests = [contents_digest(replace(CALL, entrypoint=script)) for script in scripts]
+    command = replace(CALL, entrypoint="python", options=NO_PYTHON, source=scripts[0])
     assert digests[0] == digests[1] == contents_digest(command)
     assert len(set(digests)) == 3
     assert {len(digest) for digest in digests} == {16}
     for how in ({"module": True}, {"options": NO_PYTHON}):
-        assert contents_digest(replace(SPEC, entrypoint=scripts[0], **how)) == "none", "there is no file to read"
-    assert contents_digest(replace(SPEC, entrypoint=str(tmp_path))) == "unknown"
+        assert contents_digest(replace(CALL, entrypoint=scripts[0], **how)) == "none", "there is no file to read"
+    assert contents_digest(replace(CALL, entrypoint=str(tmp_path))) == "unknown"
 
 
 @pytest.mark.parametrize(
-    ("machine", "spec", "task", "devices", "seen"),
+    ("machine", "call", "task", "devices", "seen"),
     [
-        (Machine(4, TWO), SPEC, {}, "unknown", "2 unknown"),
-        (Machine(4), SPEC, {}, "none", "none"),
+        (Machine(4, TWO), CALL, {}, "unknown", "2 unknown"),
+        (Machine(4), CALL, {}, "none", "none"),
         # The step's code, or the image, hides them.
-        (Machine(4, TWO), SPEC, {"CUDA_VISIBLE_DEVICES": ""}, "none", "none"),
-        (Machine(4, TWO), SPEC, {"CUDA_VISIBLE_DEVICES": "1"}, "unknown", "1 unknown"),
-        (Machine(4, TWO), SPEC, {"HIP_VISIBLE_DEVICES": "-1"}, "none", "none"),
+        (Machine(4, TWO), CALL, {"CUDA_VISIBLE_DEVICES": ""}, "none", "none"),
+        (Machine(4, TWO), CALL, {"CUDA_VISIBLE_DEVICES": "1"}, "unknown", "1 unknown"),
+        (Machine(4, TWO), CALL, {"HIP_VISIBLE_DEVICES": "-1"}, "none", "none"),
         # Nodes of one machine: each has its share.
-        (Machine(4, TWO, 2, 1), SPEC, {"CUDA_VISIBLE_DEVICES": "0,1"}, "unknown", "1 unknown"),
-        (Machine(4, ("0",), 2, 1), SPEC, {}, "none", "none"),
+        (Machine(4, TWO, 2, 1), CALL, {"CUDA_VISIBLE_DEVICES": "0,1"}, "unknown", "1 unknown"),
+        (Machine(4, ("0",), 2, 1), CALL, {}, "none", "none"),
         # What `run(env=...)` hides, it hides on purpose.
         (Machine(4, TWO), hiding(""), {}, "unknown", "none"),
         (Machine(4, ("0",), 2, 1), hiding("0"), {}, "none", "1 unknown"),
     ],
 )
-def test_accelerators_are_those_that_the_workers_see(machine, spec, task, devices, seen, site, monkeypatch):
+def test_accelerators_are_those_that_the_workers_see(machine, call, task, devices, seen, site, monkeypatch):
     site(CPU)
     for name in ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES"):
         monkeypatch.delenv(name, raising=False)
     for name, value in task.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(device_kind, "__defaults__", ("/nowhere",))
-    found = node_facts(spec, machine)
+    found = with_facts(replace(call, machine=machine)).facts
     assert (found["devices"], found["accelerators"]) == (devices, seen)
 
 
 @pytest.mark.parametrize(
-    ("spec", "machine", "is_warned"),
+    ("call", "machine", "is_warned"),
     [
-        (SPEC, Machine(4, ("0",), 2, 0), True),
-        (SPEC, Machine(4), False),
-        (SPEC, Machine(4, nodes_here=2), False),
-        (SPEC, Machine(4, TWO, 2), False),
+        (CALL, Machine(4, ("0",), 2, 0), True),
+        (CALL, Machine(4), False),
+        (CALL, Machine(4, nodes_here=2), False),
+        (CALL, Machine(4, TWO, 2), False),
         (hiding("0"), Machine(4, ("0",), 2), False),
         (hiding(""), Machine(4, ("0",), 2), False),
     ],
 )
-def test_a_machine_with_fewer_accelerators_than_nodes_is_warned_of(spec, machine, is_warned):
-    warning = too_few_warning(spec, machine)
+def test_a_machine_with_fewer_accelerators_than_nodes_is_warned_of(call, machine, is_warned):
+    warning = too_few_warning(replace(call, machine=machine))
     assert (warning is not None) is is_warned
     assert not is_warned or "1 accelerator can't be shared out among 2 nodes" in warning
 

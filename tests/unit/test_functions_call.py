@@ -22,16 +22,17 @@ from metaflow_extensions.torchrun.plugins.torchrun.errors import (
     TorchrunPreempted,
     WorkerFailed,
 )
+from metaflow_extensions.torchrun.plugins.torchrun.launch.arguments import Place
+from metaflow_extensions.torchrun.plugins.torchrun.launch.call import Call
 from metaflow_extensions.torchrun.plugins.torchrun.launch.facts import contents_digest
-from metaflow_extensions.torchrun.plugins.torchrun.launch.options import Node
-from metaflow_extensions.torchrun.plugins.torchrun.launch.spec import LaunchSpec, build_spec
+from metaflow_extensions.torchrun.plugins.torchrun.launch.make_call import make_call
 from metaflow_extensions.torchrun.plugins.torchrun.launch.transfer import TransferFailed
 from metaflow_extensions.torchrun.plugins.torchrun.outputs import Outputs
 from metaflow_extensions.torchrun.plugins.torchrun.task import function_call as call_module
 from metaflow_extensions.torchrun.plugins.torchrun.task.function_call import FUNCTION_WORKER, FunctionCall, call_of
 from metaflow_extensions.torchrun.plugins.torchrun.task.services import Services
 
-SPEC = LaunchSpec(FUNCTION_WORKER, ("folder",), False, nproc=2, num_nodes=2, node_index=1, python="python3")
+CALL = Call(FUNCTION_WORKER, ("folder",), False, nproc=2, num_nodes=2, node_index=1, python="python3")
 CAUSE = {"kind": "exception", "node": 1, "rank": 2, "local_rank": 0, "host": "host-1"}
 
 
@@ -56,7 +57,7 @@ def make(monkeypatch, tmp_path):
     def make(function=train, arguments=None, process_group=None, gather=False, store=None, node=1):
         call = FunctionCall(function, arguments, process_group, gather, store)
         calls.append(call)
-        call.begin(replace(SPEC, node_index=node))
+        call.begin(replace(CALL, node_index=node))
         return call
 
     yield make
@@ -188,10 +189,10 @@ def test_only_a_function_makes_a_call():
     assert not os.path.exists(folder)
 
 
-def spec_of(call, **given):
+def made_of(call, **given):
     """Return the launch of a function whose own arguments no script could be given."""
     run = settings_of_run(**given, entrypoint=train, entrypoint_args={"net": object()})
-    return build_spec(run, 2, Node(2, 1, "10.0.0.7"), call.function)
+    return make_call(run, Place(2, 1, "10.0.0.7"), call.function, nproc=2)
 
 
 # --- what the nodes compare -------------------------------------------------------------------------
@@ -208,17 +209,17 @@ def spec_of(call, **given):
     ],
 )
 def test_name_and_file_of_a_function(function, name, make):
-    spec = spec_of(make(function))
-    assert (spec.function.name, spec.source, spec.bools) == (name, __file__, ())
-    assert (spec.entrypoint, spec.args) == (FUNCTION_WORKER, (spec.function.folder,))
+    made = made_of(make(function))
+    assert (made.function.name, made.source, made.bools) == (name, __file__, ())
+    assert (made.entrypoint, made.args) == (FUNCTION_WORKER, (made.function.folder,))
 
 
 def test_functions_are_told_apart_by_name_and_source_and_not_by_their_folders(make, tmp_path):
-    one, again, other = (spec_of(make(function)) for function in (train, train, Trainer().fit))
+    one, again, other = (made_of(make(function)) for function in (train, train, Trainer().fit))
     assert one.digest() == replace(again, entrypoint="/elsewhere/worker.py").digest() != other.digest()
     sources = [str(write(tmp_path / name / "flow.py", name)) for name in ("a", "b")]
     assert len({contents_digest(replace(one, source=source)) for source in sources}) == 2
-    assert contents_digest(spec_of(make(len))) == contents_digest(SPEC) != "unknown", "that of the worker's script"
+    assert contents_digest(made_of(make(len))) == contents_digest(CALL) != "unknown", "that of the worker's script"
 
 
 # --- what goes to other nodes -------------------------------------------------------------------------

@@ -73,12 +73,12 @@ KEEP = f"""{OURS}
 import os, resource, signal
 from pathlib import Path
 from ours.task.function_call import FunctionCall
-from ours.launch.spec import LaunchSpec
+from ours.launch.call import Call
 from ours.result import TorchrunResult
 from ours.worker.function_worker import path_of, store
 
 resource.setrlimit(resource.RLIMIT_NOFILE, (256, 256))
-kept, SPEC = [], LaunchSpec("x", (), False, nproc=4, num_nodes=1, node_index=0, python="")
+kept, SPEC = [], Call("x", (), False, nproc=4, num_nodes=1, node_index=0, python="")
 for launch in range(int(sys.argv[1])):
     call = FunctionCall(print, [launch], None, False, None)
     call.begin(SPEC)

@@ -232,7 +232,7 @@ class Life:
         self.now, self.at, self.is_held_up = 1000.0, None, False
         monkeypatch.setattr(time, "monotonic", lambda: self.now)
         here = SimpleNamespace(is_held_up=lambda: self.is_held_up, active_at=lambda: self.at)
-        here.go, here.request = SimpleNamespace(port=port), SimpleNamespace(policy=LaunchPolicy(hang_timeout_s=30.0))
+        here.go, here.call = SimpleNamespace(port=port), SimpleNamespace(policy=LaunchPolicy(hang_timeout_s=30.0))
         here.running = lambda: {0: os.getpid()}
         self.watcher = HangObserver(here)
 

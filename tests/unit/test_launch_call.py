@@ -19,12 +19,10 @@ from metaflow_extensions.torchrun.plugins.torchrun.errors import (
 )
 from metaflow_extensions.torchrun.plugins.torchrun.gang.messages import Abort, Store, Stored, Verdict, to_wire
 from metaflow_extensions.torchrun.plugins.torchrun.gang.wire import to_plain
-from metaflow_extensions.torchrun.plugins.torchrun.launch.spec import LaunchSpec
+from metaflow_extensions.torchrun.plugins.torchrun.launch.call import Call as RunCall
+from metaflow_extensions.torchrun.plugins.torchrun.launch.call import Outcome
 from metaflow_extensions.torchrun.plugins.torchrun.launch.transfer import PATIENCE_S, Step, TransferFailed
-from metaflow_extensions.torchrun.plugins.torchrun.machine.accelerators import Machine
 from metaflow_extensions.torchrun.plugins.torchrun.node.endings import TimedOut
-from metaflow_extensions.torchrun.plugins.torchrun.node.outcome import Outcome
-from metaflow_extensions.torchrun.plugins.torchrun.node.request import Request
 from metaflow_extensions.torchrun.plugins.torchrun.task import launch_call
 from metaflow_extensions.torchrun.plugins.torchrun.task.launch_call import LaunchCall
 from metaflow_extensions.torchrun.plugins.torchrun.task.results import result_of
@@ -37,8 +35,8 @@ class Call:
     def __init__(self, complete=None, services=None, store=None):
         self.link = FakeLink()
         self.member = member_of(self.link)
-        request = Request(LaunchSpec("sh", (), False, 1, 2, 1, "python3"), "127.0.0.1", Machine(1), grace_s=0.1)
-        self.call = LaunchCall(request, self.member, services or Services(), store, complete or (lambda: request))
+        made = RunCall("sh", (), False, 1, 2, 1, "python3", grace_s=0.1)
+        self.call = LaunchCall(made, self.member, services or Services(), store, complete or (lambda: made))
         self.came = queue.Queue()
         threading.Thread(target=self._run, daemon=True).start()
         self.request = self.expect("run")[1]
@@ -67,7 +65,7 @@ class Call:
 
 def test_a_good_end_is_returned_and_those_of_other_launches_are_not_meant():
     call = Call()
-    assert call.request["task"]["writes"] == ["stdout", "stderr"]
+    assert call.request["writes"] == ["stdout", "stderr"]
     call.says("ended", 7, {"handled": 0})
     outcome = call.ends_well()
     assert (outcome.exit_codes, outcome.command) == ({1: 0}, "torchrun x")
@@ -92,7 +90,7 @@ def test_text_for_the_steps_own_stream_is_written_before_it_is_answered(capfd):
 def test_the_commands_may_have_made_what_was_missing():
     call = Call()
     call.says("complete")
-    assert call.expect("complete")[0]["spec"]["entrypoint"] == "sh"
+    assert call.expect("complete")[0]["entrypoint"] == "sh"
     call.ends_well()
 
 
@@ -308,5 +306,5 @@ def test_a_result_that_can_not_be_loaded_is_a_failure_of_a_launch_that_had_ended
     call = Call(services=Services(outputs=files))
     outcome = call.ends_well(left={"outputs": {"2": "key"}})
     with pytest.raises(LaunchFailed, match="had ended well on all nodes") as caught:
-        result_of(outcome, call.call.request.spec, call.member, call.call.services)
+        result_of(outcome, call.call.call, call.member, call.call.services)
     assert (caught.value.cause["category"], caught.value.outputs) == ("store", {"2": "key"})

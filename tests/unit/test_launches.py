@@ -10,19 +10,19 @@ from unit_helpers import eventually
 
 from metaflow_extensions.torchrun.plugins.torchrun.gang.messages import Ready, Restart
 from metaflow_extensions.torchrun.plugins.torchrun.gang.wire import from_plain, to_plain
-from metaflow_extensions.torchrun.plugins.torchrun.launch.spec import LaunchSpec
+from metaflow_extensions.torchrun.plugins.torchrun.launch.call import Call
 from metaflow_extensions.torchrun.plugins.torchrun.machine.accelerators import Machine
 from metaflow_extensions.torchrun.plugins.torchrun.node.endings import MustEnd
-from metaflow_extensions.torchrun.plugins.torchrun.node.request import Request, Task
 from metaflow_extensions.torchrun.plugins.torchrun.node.seat import Seat
 from metaflow_extensions.torchrun.plugins.torchrun.supervisor.launches import Launches
 
-TASK = Task({"PATH": "/bin", "G": "größe \udcff"}, "/", "/tmp", ("stderr",))
+TASK = {"environ": {"PATH": "/bin", "G": "größe \udcff"}, "cwd": "/", "tmp": "/tmp", "writes": ("stderr",)}
 
 
-def request_of(**more):
-    spec = LaunchSpec("sh", ("-c", "true"), False, 1, 1, 0, "python3", options=(("no-python", None), ("tee", "3")))
-    return Request(spec, "127.0.0.1", **{"machine": Machine(4, ("0", "1")), "task": TASK, **more})
+def call_of(**more):
+    options = {"no-python": None, "tee": "3"}
+    own = {"machine": Machine(4, ("0", "1")), "options": options, **TASK}
+    return Call("sh", ("-c", "true"), False, 1, 1, 0, "python3", **{**own, **more})
 
 
 def told(plain):
@@ -30,9 +30,9 @@ def told(plain):
     return json.loads(json.dumps(to_plain(plain)))
 
 
-def test_a_request_is_the_same_on_the_other_side():
-    request = request_of(commands=(("true",),), folders=("/a",), facts={"torch": "2.13"})
-    assert from_plain(Request, told(request), "the request") == request
+def test_a_call_is_the_same_on_the_other_side():
+    call = call_of(before_run=(("true",),), folders=("/a",), facts={"torch": "2.13"})
+    assert from_plain(Call, told(call), "the call") == call
 
 
 @pytest.fixture
@@ -60,7 +60,7 @@ def test_a_launch_that_the_task_leaves_at_once_ends(node):
     """Both words may come in one piece."""
 
     def run_and_leave():
-        node.launches.itself.run(3, told(request_of()))
+        node.launches.itself.run(3, told(call_of()))
         node.launches.itself.give_up(3, None)
 
     node.loop.call(run_and_leave)
@@ -74,7 +74,7 @@ def test_the_task_hears_how_many_interruptions_its_launch_has_handled(node):
         for _ in range(2):
             node.seat.itself.put(MustEnd("its machine goes"))
 
-    node.launches.run(0, told(request_of()))
+    node.launches.run(0, told(call_of()))
     assert eventually(lambda: node.sent)
     node.loop.call(interrupt_twice)
     assert ended(node)[2]["handled"] == 1
@@ -82,9 +82,9 @@ def test_the_task_hears_how_many_interruptions_its_launch_has_handled(node):
 
 @pytest.mark.parametrize("warm", ["workers", "agent"])
 def test_nothing_becomes_of_a_spare_that_has_imported_before_the_commands(warm, node):
-    node.launches.run(0, told(request_of(warm=warm, commands=(("true",),))))
+    node.launches.run(0, told(call_of(warm=warm, before_run=(("true",),))))
     assert eventually(lambda: ("complete",) in node.told, within_s=30)
-    node.launches.complete(told(request_of(warm=warm, commands=(("true",),), facts={"torch": "new"})))
+    node.launches.complete(told(call_of(warm=warm, before_run=(("true",),), facts={"torch": "new"})))
     assert eventually(lambda: isinstance(node.sent[-1], Ready))
     assert node.sent[0].prepares
     assert node.sent[-1].facts == {"torch": "new"}
@@ -94,7 +94,7 @@ def test_nothing_becomes_of_a_spare_that_has_imported_before_the_commands(warm, 
 
 
 def test_a_bug_of_ours_is_told_as_one(node):
-    node.launches.run(0, told(request_of()))
+    node.launches.run(0, told(call_of()))
     node.loop.post(lambda: node.seat.itself.inbox.put_nowait(Restart(0, 1, 1, 1, 1.0, None)))
     assert "bug in metaflow-torchrun" in ended(node)[2]["error"]["message"]
 
@@ -103,7 +103,7 @@ def test_a_bug_of_ours_is_told_as_one(node):
 def test_lines_are_sent_where_the_control_node_shows_them_and_has_another_terminal(logs, nodes_here, is_sent):
     sent, output = [], Mock()
     launches = Launches(print, Mock(), output, lambda *lines: sent.append(lines), None)
-    write = launches._writer(request_of(logs=logs, machine=Machine(4, nodes_here=nodes_here)))
+    write = launches._writer(call_of(logs=logs, machine=Machine(4, nodes_here=nodes_here)))
     write("stdout", "größe\n".encode())
     write("stdout", b"")
     assert sent == ([("stdout", "größe\n")] if is_sent else [])

@@ -176,7 +176,7 @@ def test_a_launch_reports_each_sign_once_in_a_generation_and_ends_with_its_verdi
 def test_what_interrupts_a_node_without_workers_ends_its_launch_at_once(news, error, tmp_path):
     for begin in ("launch", "prepare"):
         commands = (("sleep", "60"),) if begin == "prepare" else ()
-        node = FakeNode(tmp_path, commands=commands)
+        node = FakeNode(tmp_path, before_run=commands)
         getattr(node, begin)()
         node.interrupt(news)
         assert isinstance(node.outcome(), error)

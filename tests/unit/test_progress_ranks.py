@@ -181,11 +181,11 @@ class Node:
 
     def __init__(self, folder, first_rank=0):
         self.now, self.ended, self.folder = 100.0, set(), folder
-        plan = SimpleNamespace(spec=SimpleNamespace(ranks=range(first_rank, first_rank + 2)))
+        call = SimpleNamespace(ranks=range(first_rank, first_rank + 2))
         has_ended = self.ended.__contains__
         self.said, self.shown = [], []
         here = SimpleNamespace(
-            request=plan,
+            call=call,
             folder=str(folder),
             has_ended=has_ended,
             say=self.said.append,

@@ -6,11 +6,11 @@ import signal
 import pytest
 
 from metaflow_extensions.torchrun.plugins.torchrun.errors import TorchrunConfigError
-from metaflow_extensions.torchrun.plugins.torchrun.launch.options import Node
+from metaflow_extensions.torchrun.plugins.torchrun.launch.arguments import Place
 from metaflow_extensions.torchrun.plugins.torchrun.launch.run_settings import RunSettings, resolve
 from metaflow_extensions.torchrun.plugins.torchrun.settings import ARGUMENTS, parse_settings
 
-NODE = Node(2, 1, "10.0.0.7")
+NODE = Place(2, 1, "10.0.0.7")
 
 # Setting -> values of the call, of torchrun_args (None where torchrun has no such option) and of the attribute, and
 # what is made of them.

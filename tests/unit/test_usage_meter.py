@@ -9,12 +9,11 @@ from types import SimpleNamespace
 import pytest
 from unit_helpers import eventually, write
 
-from metaflow_extensions.torchrun.plugins.torchrun.launch.spec import LaunchSpec
+from metaflow_extensions.torchrun.plugins.torchrun.launch.call import Call
 from metaflow_extensions.torchrun.plugins.torchrun.machine.accelerators import Machine
 from metaflow_extensions.torchrun.plugins.torchrun.machine.cgroup import container_folder
 from metaflow_extensions.torchrun.plugins.torchrun.node import usage_observer as watch
 from metaflow_extensions.torchrun.plugins.torchrun.node.consumption import of_container, of_processes, traffic
-from metaflow_extensions.torchrun.plugins.torchrun.node.request import Request
 from metaflow_extensions.torchrun.plugins.torchrun.node.usage_observer import STEP_S, UsageObserver
 from metaflow_extensions.torchrun.plugins.torchrun.show.usage_part import COLUMNS
 
@@ -139,11 +138,11 @@ class Node:
 
     def __init__(self, folder, machine=SHARED, pid=None, num_nodes=2, **spec):
         spec = {"nproc": 2, "num_nodes": num_nodes, "node_index": 0, "python": "python3", **spec}
-        plan = Request(LaunchSpec("/flow/train.py", (), False, **spec), "127.0.0.1", machine)
+        call = Call("/flow/train.py", (), False, machine=machine, **spec)
         self.now = 100.0
         self.pid = pid or os.getpid()
         self.written = 0
-        here = SimpleNamespace(request=plan, folder=str(folder), pid=lambda: self.pid, written=lambda: self.written)
+        here = SimpleNamespace(call=call, folder=str(folder), pid=lambda: self.pid, written=lambda: self.written)
         self.watcher = UsageObserver(here, lambda: self.now)
         assert self.watcher.poll() is None, "the first look tells nothing yet"
 
@@ -195,7 +194,7 @@ def test_a_late_look_makes_up_for_none(tmp_path, num_nodes, step_s):
 
 @pytest.mark.parametrize(
     ("env", "percent", "memory_mib", "limits"),
-    [((), 50.0, 400.0, (2, 600.0)), ((("CUDA_VISIBLE_DEVICES", "1"),), 60.0, 300.0, (1, 400.0))],
+    [({}, 50.0, 400.0, (2, 600.0)), ({"CUDA_VISIBLE_DEVICES": "1"}, 60.0, 300.0, (1, 400.0))],
 )
 def test_a_node_with_a_machine_of_its_own_tells_the_network_and_its_gpus(
     tmp_path, monkeypatch, env, percent, memory_mib, limits

@@ -10,8 +10,8 @@ import psutil
 from limits import limit_s
 
 from metaflow_extensions.torchrun.plugins import torchrun as package
+from metaflow_extensions.torchrun.plugins.torchrun.launch.arguments import Place
 from metaflow_extensions.torchrun.plugins.torchrun.launch.command import WORKER_HOOKS
-from metaflow_extensions.torchrun.plugins.torchrun.launch.options import Node
 from metaflow_extensions.torchrun.plugins.torchrun.launch.run_settings import RunSettings, resolve
 from metaflow_extensions.torchrun.plugins.torchrun.machine.aside import Aside
 from metaflow_extensions.torchrun.plugins.torchrun.settings import parse_settings
@@ -127,4 +127,4 @@ class MemoryStore:
 
 def settings_of_run(**arguments) -> RunSettings:
     """Return what a call of `run` with these arguments asks for in a step without attributes."""
-    return resolve({"entrypoint": "x.py", **arguments}, parse_settings({}, "train"), Node(2, 0, "10.0.0.7"))
+    return resolve({"entrypoint": "x.py", **arguments}, parse_settings({}, "train"), Place(2, 0, "10.0.0.7"))

@@ -30,7 +30,7 @@ class Outcome:
 def launch(function, arguments=None, rank=3):
     """Call a function in a worker; return its `Outcome`."""
     with closing(FunctionCall(function, arguments, None, False, None)) as call:
-        call.begin(LaunchSpec("", (), False, nproc=1, num_nodes=rank + 1, node_index=rank, python=""))
+        call.begin(Call("", (), False, nproc=1, num_nodes=rank + 1, node_index=rank, python=""))
         path = os.pathsep.join(filter(None, [WORKER_HOOKS, os.environ.get("PYTHONPATH")]))
         own = {"RANK": str(rank), "PYTHONPATH": path, "TORCHRUN_AGENT_PID": str(os.getpid())}
         own["TORCHELASTIC_ERROR_FILE"] = os.path.join(call.folder, "error.json")
@@ -88,8 +88,8 @@ def main(program):
 import pickle  # noqa: E402
 
 from metaflow_extensions.torchrun.plugins.torchrun.errors import EntrypointError, LaunchFailed, WorkerFailed  # noqa: E402
+from metaflow_extensions.torchrun.plugins.torchrun.launch.call import Call  # noqa: E402
 from metaflow_extensions.torchrun.plugins.torchrun.launch.command import WORKER_HOOKS  # noqa: E402
-from metaflow_extensions.torchrun.plugins.torchrun.launch.spec import LaunchSpec  # noqa: E402
 from metaflow_extensions.torchrun.plugins.torchrun.node.exits import read_record  # noqa: E402
 from metaflow_extensions.torchrun.plugins.torchrun.task.function_call import FUNCTION_WORKER, FunctionCall  # noqa: E402
 

@@ -5,20 +5,20 @@ from __future__ import annotations
 import importlib
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 from .errors import LaunchFailed, TorchrunConfigError, TorchrunPreempted
 from .events import Event
 from .gang.policy import LaunchPolicy
+from .launch.arguments import Place
+from .launch.call import Call
 from .launch.commands import beside_flow, flow_folder, foreign_python
-from .launch.facts import node_facts, shm_bytes, shm_warning, too_few_warning
-from .launch.options import Node
+from .launch.facts import shm_bytes, shm_warning, too_few_warning, with_facts
+from .launch.make_call import make_call
 from .launch.run_settings import RunSettings, resolve
-from .launch.spec import LaunchSpec, build_spec
 from .launch.transfer import ValueStore
 from .machine.accelerators import Machine, Nproc, choose_nproc
-from .node.request import Request
 from .result import TorchrunResult
 from .run_arguments import LEGACY, RunOptions, checked, spelled_out
 from .settings import StepSettings, checked_value
@@ -153,54 +153,55 @@ class TorchrunExecutor:
         _require_working_directory()
         context = self._context
         spares = self._context.settings.spare_nodes
-        node = Node(self.num_nodes, self.node_index, self.main_addr, flow_folder(), spares)
+        place = Place(self.num_nodes, self.node_index, self.main_addr, flow_folder(), spares)
         given = {**options, "entrypoint": entrypoint, "entrypoint_args": entrypoint_args}
-        run = resolve(given, context.settings, node)
-        with Services.of(run, node.num_nodes, node.node_index, context.store) as services:
-            return self._run(run, node, services)
+        run = resolve(given, context.settings, place)
+        with Services.of(run, place.num_nodes, place.node_index, context.store) as services:
+            return self._run(run, place, services)
 
-    def _run(self, run: RunSettings, node: Node, services: Services) -> TorchrunResult[Any]:
-        context, settings, commands = self._context, self._context.settings, run.before_run
+    def _run(self, run: RunSettings, place: Place, services: Services) -> TorchrunResult[Any]:
+        context, settings = self._context, self._context.settings
         nproc = choose_nproc(*run.nproc_per_node, context.requested, context.machine)
-        spec = build_spec(run, nproc.value, node, services.function, may_come=bool(commands))
-        self._warn(spec, run)
-        text = f"processes per node: {nproc.value} ({nproc.why})"
-        context.member.say(Event("chosen", self.node_index, text, is_detail=True))
-        request = Request(
-            spec=spec,
-            main_addr=self.main_addr,
-            machine=context.machine,
-            policy=_policy(run),
-            facts={} if commands else node_facts(spec, context.machine),
-            grace_s=settings.grace_s,
-            logs=settings.logs_of(self.num_nodes),
-            nproc_why=nproc.why,
-            warm=run.warm,
-            commands=_found(commands, spec.cwd),
-            **services.told,
-        )
 
-        def complete() -> Request:
-            """Check what the commands may have made, and what they may have removed."""
+        def make(may_come: bool = False) -> Call:
+            return make_call(
+                run,
+                place,
+                services.function,
+                may_come=may_come,
+                nproc=nproc.value,
+                nproc_why=nproc.why,
+                machine=context.machine,
+                policy=_policy(run),
+                grace_s=settings.grace_s,
+                logs=settings.logs_of(self.num_nodes),
+                before_run=_found(run.before_run, run.cwd),
+                **services.told,
+            )
+
+        def complete() -> Call:
+            """Make the call when the commands have ended, which may have made or removed something."""
             importlib.invalidate_caches()
             if run.cwd is not None:
                 checked_value("cwd", run.cwd, "After before_run, cwd")
-            made = build_spec(run, nproc.value, node, services.function)
-            return replace(request, spec=made, facts=node_facts(made, context.machine))
+            return with_facts(make())
 
-        return self._launch(LaunchCall(request, context.member, services, context.store, complete))
+        call = make(may_come=True) if run.before_run else with_facts(make())
+        self._warn(call, run)
+        text = f"processes per node: {nproc.value} ({nproc.why})"
+        context.member.say(Event("chosen", self.node_index, text, is_detail=True))
+        return self._launch(LaunchCall(call, context.member, services, context.store, complete))
 
-    def _warn(self, spec: LaunchSpec, run: RunSettings) -> None:
+    def _warn(self, call: Call, run: RunSettings) -> None:
         """Log warnings about a launch on this machine."""
-        machine = self._context.machine
-        warnings = [shm_warning(shm_bytes(), spec.nproc, machine.accelerators, os.environ)]
-        if run.warm == "workers" and self._context.has_spares and "no-python" in dict(spec.options):
+        warnings = [shm_warning(shm_bytes(), call.nproc, call.machine.accelerators, os.environ)]
+        if run.warm == "workers" and self._context.has_spares and not call.is_python:
             warnings += ["warm='workers': torchrun starts warm, but the workers start cold: they run a command"]
         if "log-dir" in run.options:
             warnings += [_LOG_DIR]
         if self.is_control:
-            warnings += [too_few_warning(spec, machine)]
-            warnings += [foreign_python(words, dict(spec.env)) for words in (run.command, *run.before_run)]
+            warnings += [too_few_warning(call)]
+            warnings += [foreign_python(words, call.env) for words in (run.command, *run.before_run)]
         for warning in filter(None, warnings):
             self._note_once(warning)
 
@@ -210,7 +211,7 @@ class TorchrunExecutor:
             call.settle()  # what the step's code prints next stands behind
             if outcome.verdict.is_without(self.node_index):
                 self._context.member.dismiss(outcome.verdict.launch)
-            return result_of(outcome, call.request.spec, self._context.member, call.services)
+            return result_of(outcome, call.call, self._context.member, call.services)
         except LaunchFailed as error:
             if not isinstance(error, TorchrunPreempted) or (error.cause or {}).get("node") != self.node_index:
                 call.settle(_SETTLE_S)  # the gang waits for this node, and a node that is frozen may be in the way
@@ -219,13 +220,10 @@ class TorchrunExecutor:
                 raise
             raise original from error
 
-    def _note(self, text: str) -> None:
-        self._context.member.say(Event("note", self.node_index, text))
-
     def _note_once(self, warning: str) -> None:
         if warning not in _warned:
             _warned.add(warning)
-            self._note(warning)
+            self._context.member.say(Event("note", self.node_index, warning))
 
 
 def _policy(run: RunSettings) -> LaunchPolicy:
@@ -252,4 +250,4 @@ def _require_working_directory() -> None:
 
 def _found(commands: Sequence[tuple[str, ...]], cwd: str | None) -> tuple[tuple[str, ...], ...]:
     """Return commands with their programs, which may lie beside the flow's file."""
-    return tuple((beside_flow(words[0], cwd, flow_folder()), *words[1:]) for words in commands)
+    return tuple((beside_flow(words[0], cwd or os.getcwd(), flow_folder()), *words[1:]) for words in commands)

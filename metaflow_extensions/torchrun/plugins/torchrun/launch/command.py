@@ -7,9 +7,9 @@ import signal
 from collections.abc import Mapping, Sequence
 
 from ..gang.messages import Go
+from .arguments import STATIC_BACKEND, bracketed
+from .call import Call
 from .commands import system_program
-from .options import STATIC_BACKEND, bracketed
-from .spec import LaunchSpec
 
 SCRIPTS = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "worker")
 AGENT = os.path.join(SCRIPTS, "agent.py")  # runs torchrun, and gives its workers their pipes
@@ -36,31 +36,29 @@ _FOREIGN_NAMES = frozenset(
 )
 
 
-def agent_command(
-    spec: LaunchSpec, go: Go, main_addr: str, log_dir: str, pipes: str, of_rank: Mapping[str, str] | None = None
-) -> list[str]:
+def agent_command(call: Call, go: Go, log_dir: str, pipes: str, of_rank: Mapping[str, str] | None = None) -> list[str]:
     """Return the argv of this node's agent: torchrun, with a static rendezvous.
 
     `log_dir` is where torchrun makes a folder for each worker, `pipes` where the workers find those for their output.
     `of_rank` are variables of each rank, with ``${local_rank}`` in them, for programs that are no Python: no hook of
     ours runs there.
     """
-    own = [f"{name}={value}" for name, value in (of_rank or {}).items() if name not in dict(spec.env)]
-    given = dict(spec.options)
+    own = [f"{name}={value}" for name, value in (of_rank or {}).items() if name not in call.env]
+    given = call.options
     options = {
-        "nproc-per-node": str(spec.nproc),
-        "rdzv-endpoint": f"{bracketed(main_addr)}:{go.port}",
+        "nproc-per-node": str(call.nproc),
+        "rdzv-endpoint": f"{bracketed(call.main_addr)}:{go.port}",
         "log-dir": log_dir,
         **given,
         # The workers see it as TORCHELASTIC_RUN_ID.
         "rdzv-id": given.get("rdzv-id") or f"launch{go.launch}-{go.generation}-{go.gang}",
-        "nnodes": str(spec.group_size),
-        "node-rank": str(spec.group_rank),
+        "nnodes": str(call.group_size),
+        "node-rank": str(call.group_rank),
         "rdzv-backend": STATIC_BACKEND,
         "max-restarts": "0",  # the gang restarts its generations as a whole; torchrun would restart one node alone
     }
     words = [f"--{name}" if value is None else f"--{name}={value}" for name, value in options.items()]
-    return [spec.python, AGENT, pipes, str(HALT_SIGNAL), *words, *_worker_words(spec, own)]
+    return [call.python, AGENT, pipes, str(HALT_SIGNAL), *words, *_worker_words(call, own)]
 
 
 def shown_command(command: Sequence[str]) -> list[str]:
@@ -68,16 +66,15 @@ def shown_command(command: Sequence[str]) -> list[str]:
     return [command[0], "-m", "torch.distributed.run", *command[4:]] if command[1:2] == [AGENT] else list(command)
 
 
-def _worker_words(spec: LaunchSpec, own: Sequence[str]) -> list[str]:
+def _worker_words(call: Call, own: Sequence[str]) -> list[str]:
     """Return the last words of the argv: what torchrun starts as a worker.
 
     For a program that is no Python, ``env`` sets the rank's `own` variables, and becomes the program.
     """
-    options = dict(spec.options)
     # "--" keeps torchrun's argparse from taking a script's "--d" for an ambiguous option of its own.
-    if "no-python" in options:
-        return ["--", system_program("env"), *own, *_program([spec.entrypoint, *spec.args])]
-    return [*(["--module"] if spec.module else []), "--", *_escaped([spec.entrypoint, *spec.args])]
+    if not call.is_python:
+        return ["--", system_program("env"), *own, *_program([call.entrypoint, *call.args])]
+    return [*(["--module"] if call.module else []), "--", *_escaped([call.entrypoint, *call.args])]
 
 
 def restart_variables(go: Go) -> dict[str, str]:

@@ -31,7 +31,7 @@ def system_program(name: str) -> str:
     return next(filter(None, (shutil.which(name, path=path) for path in (os.defpath, os.environ.get("PATH")))), name)
 
 
-def find_program(name: str, cwd: str | None, flow_dir: str | None, env: Mapping[str, str]) -> str:
+def find_program(name: str, cwd: str, flow_dir: str | None, env: Mapping[str, str]) -> str:
     """Return a command's program for its argv; raises EntrypointError if there is none.
 
     A path is looked for in the working directory, then beside the flow file, as scripts are; a bare name in the PATH of
@@ -58,7 +58,7 @@ def find_program(name: str, cwd: str | None, flow_dir: str | None, env: Mapping[
     return found
 
 
-def beside_flow(name: str, cwd: str | None, flow_dir: str | None) -> str:
+def beside_flow(name: str, cwd: str, flow_dir: str | None) -> str:
     """Return a relative path beside the flow file if the program is there and not in the working directory."""
     if os.sep not in name or flow_dir is None or os.path.exists(_join(cwd, name)):
         return name
@@ -66,7 +66,7 @@ def beside_flow(name: str, cwd: str | None, flow_dir: str | None) -> str:
     return beside if os.path.exists(beside) else name
 
 
-def source_of(program: str, words: Sequence[str], cwd: str | None) -> str | None:
+def source_of(program: str, words: Sequence[str], cwd: str) -> str | None:
     """Return the main file of a command: a program given by its path, or the first word that is a file."""
     names = [program] if os.sep in program else words[1:]
     return next((path for path in (_join(cwd, name) for name in names) if os.path.isfile(path)), None)
@@ -87,5 +87,5 @@ def _path_of(env: Mapping[str, str]) -> str:
     return env.get("PATH", os.environ.get("PATH", os.defpath))
 
 
-def _join(folder: str | None, name: str) -> str:
-    return os.path.abspath(os.path.join(folder or "", name))
+def _join(folder: str, name: str) -> str:
+    return os.path.abspath(os.path.join(folder, name))

@@ -15,11 +15,11 @@ import re
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 
 from ..errors import TorchNotFoundError
 from ..gang.texts import counted
-from ..machine.accelerators import Machine
-from .spec import LaunchSpec
+from .call import Call
 
 _NONE = "none"
 _UNKNOWN = "unknown"
@@ -34,13 +34,14 @@ _DIGEST_CHARS = 16
 _DIGESTED_BYTES = 16 * 1024 * 1024  # a word of a command can name a file of any size
 
 
-def node_facts(spec: LaunchSpec, machine: Machine) -> dict[str, str]:
-    """Return the facts for this node's *ready*; raises TorchNotFoundError without PyTorch."""
+def with_facts(call: Call) -> Call:
+    """Return a call with the facts for this node's *ready*; raises TorchNotFoundError without PyTorch."""
     folder = _torch_folder()
     built_with = _read_version_file(os.path.join(folder, "version.py"))
-    seen = machine.seen_by(dict(spec.env))
+    machine = call.machine
+    seen = machine.seen_by(call.env)
     cuda = f"ROCm {built_with['hip']}" if "hip" in built_with else built_with.get("cuda")
-    return {
+    facts = {
         "torch": _version_of("torch") or built_with.get("__version__") or _UNKNOWN,
         "cuda": cuda or _NONE,
         "nccl": _nccl_version(cuda) or _NONE,
@@ -48,9 +49,10 @@ def node_facts(spec: LaunchSpec, machine: Machine) -> dict[str, str]:
         # Not their number, which may differ. What `run` itself hides from its workers, it hides on purpose.
         "devices": device_kind(machine.seen_by({})),
         "accelerators": f"{len(seen)} {device_kind(seen)}" if seen else _NONE,
-        "contents": contents_digest(spec),
-        **({} if spec.function is None else {"function": spec.function.name}),
+        "contents": contents_digest(call),
+        **({} if call.function is None else {"function": call.function.name}),
     }
+    return replace(call, facts=facts)
 
 
 def _torch_folder() -> str:
@@ -95,9 +97,10 @@ def device_kind(accelerators: Sequence[str], root: str = "/") -> str:
     return "amd" if os.path.exists(os.path.join(root, "dev/kfd")) else _UNKNOWN
 
 
-def too_few_warning(spec: LaunchSpec, machine: Machine) -> str | None:
+def too_few_warning(call: Call) -> str | None:
     """Return a warning for a machine with fewer accelerators than nodes, or None."""
-    found, env = len(machine.accelerators), dict(spec.env)
+    machine = call.machine
+    found, env = len(machine.accelerators), call.env
     # On a machine of its own, the step's code has hidden them.
     if not found or machine.nodes_here == 1 or machine.seen_by(env) or "CUDA_VISIBLE_DEVICES" in env:
         return None
@@ -132,12 +135,12 @@ def shm_warning(
     )
 
 
-def contents_digest(spec: LaunchSpec) -> str:
+def contents_digest(call: Call) -> str:
     """Return a digest of the script's bytes; a module or a program has no file to read."""
-    if spec.source is None and (spec.module or "no-python" in dict(spec.options)):
+    if call.source is None and (call.module or not call.is_python):
         return _NONE
     try:
-        with open(spec.source or spec.entrypoint, "rb") as file:
+        with open(call.source or call.entrypoint, "rb") as file:
             return hashlib.sha256(file.read(_DIGESTED_BYTES)).hexdigest()[:_DIGEST_CHARS]
     except OSError:  # its interpreter reports that
         return _UNKNOWN

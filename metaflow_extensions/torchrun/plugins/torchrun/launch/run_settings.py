@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from ..errors import TorchrunConfigError
 from ..parsing import parse_argv
 from ..settings import ARGUMENTS, SETTINGS, StepSettings, checked_value
-from .options import Node, options_of, refuse_variables
+from .arguments import Place, options_of, refuse_variables
 
 # Settings that torchrun has as options, too.
 _OPTIONS = ("nproc_per_node", "max_restarts", "master_port")
@@ -53,12 +53,12 @@ class RunSettings:
     options: Mapping[str, str | None]  # torchrun's further ones, with hyphens; None marks a flag
 
 
-def resolve(arguments: Mapping[str, Any], settings: StepSettings, node: Node) -> RunSettings:
+def resolve(arguments: Mapping[str, Any], settings: StepSettings, place: Place) -> RunSettings:
     """Merge and check the arguments of `run`, by name; raises TorchrunConfigError.
 
     The value of the call counts, else that of ``torchrun_args``, else the attribute, else the default.
     """
-    options = options_of(arguments.get("torchrun_args"), node)
+    options = options_of(arguments.get("torchrun_args"), place)
     chosen = {name: _choose(name, arguments, options, settings) for name in ARGUMENTS if name != "torchrun_args"}
     values = {name: choice.value for name, choice in chosen.items()}
     values["module"] = values["module"] or "module" in options

@@ -6,11 +6,11 @@ import signal
 from dataclasses import replace
 
 from ..gang.cause import Cause, describe_exit, signal_name
+from ..launch.call import Call
 from ..logs.pipes import Tail
 from ..machine.cgroup import describe_oom, oom_kills
 from .agent_events import End
 from .exits import read_agent_report
-from .request import Request
 
 AGENT_NAME = "torchrun agent"
 """What messages call torchrun's own process."""
@@ -41,8 +41,8 @@ class MachineFaults:
 class AgentEnd:
     """The end of one agent."""
 
-    def __init__(self, request: Request, host: str, tail: Tail) -> None:
-        self._node, self._host = request.spec.node_index, host
+    def __init__(self, call: Call, host: str, tail: Tail) -> None:
+        self._node, self._host = call.node_index, host
         self._tail = tail
         self.machine = MachineFaults()
         self.exit_code: int | None = None

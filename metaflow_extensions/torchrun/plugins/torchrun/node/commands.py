@@ -17,13 +17,13 @@ from contextlib import suppress
 from ..events import Event, label
 from ..gang.cause import Cause, describe_exit
 from ..gang.messages import Report
+from ..launch.call import Call
 from ..launch.commands import is_by_shell, system_program
 from ..logs.pipes import LogReader, Write, pipe_path
 from .agent import AgentProcess, Options
 from .agent_end import MachineFaults
 from .agent_events import AgentEnded, AgentEvent, AgentNews, End
 from .headlines import left_behind
-from .request import Request
 from .seat import Seat
 from .start import environment_of_commands, make_folder
 
@@ -45,19 +45,19 @@ class Commands:
     number = -1  # in the place of a generation's
 
     def __init__(
-        self, request: Request, seat: Seat, launch: int, write: Write, new_agent: Callable[..., AgentProcess]
+        self, call: Call, seat: Seat, launch: int, write: Write, new_agent: Callable[..., AgentProcess]
     ) -> None:
-        self._request, self._seat, self._launch, self._new_agent = request, seat, launch, new_agent
+        self._call, self._seat, self._launch, self._new_agent = call, seat, launch, new_agent
         self.are_over = False  # whether all have ended well
         self._inbox = seat.inbox  # this launch's; a later launch has another
         self._at, self._began_at = -1, 0.0  # the command that runs, or was the last, and when it began
         self._is_next_due = self._has_failed = self._is_closed = False
         self._agent: AgentProcess | None = None
         self._faults = MachineFaults()
-        self._cwd = os.path.realpath(request.cwd or os.getcwd())
-        self._folder = make_folder(request, f"launch{launch}-before_run")
+        self._cwd = os.path.realpath(call.cwd)
+        self._folder = make_folder(call, f"launch{launch}-before_run")
         try:
-            env = environment_of_commands(request, seat.link.own_address, request.environ)
+            env = environment_of_commands(call, seat.link.own_address, call.environ)
             self._env = {**env, _HAS_FOLDER: self._cwd}
             self._logs = self._reader(write)
         except BaseException:
@@ -66,9 +66,9 @@ class Commands:
         self._turn = self._open_turn()
 
     def _reader(self, write: Write) -> LogReader:
-        node, num_nodes, count = self._seat.node, self._seat.num_nodes, len(self._request.commands)
+        node, num_nodes, count = self._seat.node, self._seat.num_nodes, len(self._call.before_run)
         of_node = "" if num_nodes == 1 else f"node {node} "
-        is_hidden = self._request.logs == "rank0" and node != 0
+        is_hidden = self._call.logs == "rank0" and node != 0
         return LogReader(
             self._folder,
             {each: (f"[{of_node}before_run {each + 1}/{count}] ", is_hidden) for each in range(count)},
@@ -79,7 +79,7 @@ class Commands:
 
     def _open_turn(self) -> int | None:
         """Return the file whose lock is the turn in the folder; None if a command with the turn has started this gang."""
-        if self._request.environ.get(_HAS_FOLDER) == self._cwd:
+        if self._call.environ.get(_HAS_FOLDER) == self._cwd:
             return None
         with suppress(OSError):
             return os.open(self._cwd, os.O_RDONLY | os.O_CLOEXEC)
@@ -119,12 +119,12 @@ class Commands:
         return True
 
     def _begin(self) -> None:
-        request, words = self._request, self._request.commands[self._at]
+        call, words = self._call, self._call.before_run[self._at]
         self._write("stdout", f"$ {shown(words)}")
         # The shell is found here, because the user's PATH for the commands may lack it.
         program = system_program(words[0]) if is_by_shell(words) else words[0]
         both = pipe_path(self._folder, self._at, "stdout")  # one pipe for both streams keeps their order
-        options = Options(both, both, grace_s=request.grace_s, cwd=request.cwd)
+        options = Options(both, both, grace_s=call.grace_s, cwd=call.cwd)
         inbox, number = self._inbox, self.number
         self._began_at = time.monotonic()
         self._agent = self._new_agent(
@@ -140,7 +140,7 @@ class Commands:
             case End() if self._has_failed:
                 self._end_turn()
             case End():
-                self._is_next_due = self._at + 1 < len(self._request.commands)
+                self._is_next_due = self._at + 1 < len(self._call.before_run)
                 self.are_over = not self._is_next_due
                 for each in left_behind(self._seat.node, event.left, "commands"):
                     self._seat.emit(each)
@@ -174,7 +174,7 @@ class Commands:
         if status == 0:
             self._write("stderr", f"ended well after {seconds:.1f} s")
             self._logs.read_now(self._at)
-        commands, node = self._request.commands, self._seat.node
+        commands, node = self._call.before_run, self._seat.node
         name = f"before_run {self._at + 1}/{len(commands)} ({shown(commands[self._at])})"
         # The error has the hints on signals.
         short = how if status is None else describe_exit(status).partition(":")[0]

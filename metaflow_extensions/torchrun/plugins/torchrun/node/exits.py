@@ -19,7 +19,7 @@ from typing import Any
 
 from ..gang.cause import Cause, remedy_of_exit
 from ..gang.texts import headline
-from ..launch.spec import LaunchSpec
+from ..launch.call import Call
 from ..logs.pipes import AGENT, Tail
 from ..machine.aside import STUCK_S, Aside
 from .agent_events import WorkerEnded
@@ -38,11 +38,11 @@ def _failed(end: WorkerEnded) -> bool:
 class Exits:
     """The ends of the workers of one generation on this node; `folder` is torchrun's --log-dir."""
 
-    def __init__(self, folder: str, spec: LaunchSpec, host: str, tail: Tail) -> None:
+    def __init__(self, folder: str, call: Call, host: str, tail: Tail) -> None:
         self._folder = folder
         self.files = Aside()  # does what the disk of `folder` may hold up
         self._tail = tail
-        self._spec = spec
+        self._call = call
         self._host = host
         self._ends: dict[int, WorkerEnded] = {}  # local rank -> its latest end
         self._records: dict[int, Record | None] = {}  # local rank -> what it has left, once that is read
@@ -79,7 +79,7 @@ class Exits:
         for local_rank, end in list(self._ends.items()):
             if end.status != 0 and local_rank not in self._records:
                 self._records[local_rank] = read_record(worker_folder(self._folder, local_rank))
-        folders = (worker_folder(self._folder, local_rank) for local_rank in range(self._spec.nproc))
+        folders = (worker_folder(self._folder, local_rank) for local_rank in range(self._call.nproc))
         return all(os.path.exists(os.path.join(folder, "trained-alone")) for folder in folders)
 
     # --- why ------------------------------------------------------------------------------------
@@ -110,7 +110,7 @@ class Exits:
         if end.status == 0:
             return None
         code, is_signal = end.status, end.status < 0
-        who = (self._spec.node_index, self._host, end.rank, end.local_rank)
+        who = (self._call.node_index, self._host, end.rank, end.local_rank)
         stdout = _last_shown(self._tail(end.local_rank, "stdout"))
         if (record := self._records.get(end.local_rank)) is not None:
             if end.stopped and record.at > told:
@@ -121,7 +121,7 @@ class Exits:
         if end.stopped:
             return None  # it obeyed the signal
         stderr = _without_labels(self._tail(end.local_rank, "stderr"))
-        advice, lines = remedy_of_exit(code, self._spec.bools, stderr), _last_lines(stderr)
+        advice, lines = remedy_of_exit(code, self._call.bools, stderr), _last_lines(stderr)
         if is_signal:
             return end.at, Cause("signal", *who, code, None, lines, advice, stdout)
         last = lines.rstrip().rpartition("\n")[2]

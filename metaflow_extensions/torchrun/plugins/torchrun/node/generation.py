@@ -12,6 +12,7 @@ from functools import partial
 from ..events import Event
 from ..gang.cause import Failure, first_failure
 from ..gang.messages import Ask, Ended, Go, Message, Report, Stop
+from ..launch.call import Call
 from ..launch.command import shown_command
 from ..logs.pipes import LogReader
 from ..machine.aside import STUCK_S
@@ -23,7 +24,6 @@ from .hang_observer import HangObserver
 from .headlines import left_behind
 from .observers import Here, Observers
 from .progress_observer import ProgressObserver
-from .request import Request
 from .seat import Seat
 from .stacks_observer import StacksObserver
 from .usage_observer import UsageObserver
@@ -42,7 +42,7 @@ class Generation:
 
     def __init__(
         self,
-        request: Request,
+        call: Call,
         seat: Seat,
         go: Go,
         folder: str,
@@ -54,11 +54,11 @@ class Generation:
         self.number = go.generation
         self.command = shown_command(command)  # the agent's argv, as a user would type it
         self.are_over = False  # no process is left
-        self._exits = Exits(folder, request.spec, seat.host, logs.tail)
-        self._request = request
+        self._exits = Exits(folder, call, seat.host, logs.tail)
+        self._call = call
         self._folder = folder  # torchrun's --log-dir
         self._agent = agent
-        self._agent_end = AgentEnd(request, seat.host, logs.tail)
+        self._agent_end = AgentEnd(call, seat.host, logs.tail)
         self._logs = logs
         self._pids: dict[int, int] = {}  # global rank -> pid
         self._worker_ended_at: float | None = None  # the last one
@@ -69,7 +69,7 @@ class Generation:
 
     def _here(self) -> Here:
         return Here(
-            self._request,
+            self._call,
             self._go,
             self._folder,
             pid=lambda: self._agent.pid,
@@ -104,7 +104,7 @@ class Generation:
         """Stop all processes, unless that has begun. The workers alone get `first_signal` before, so that they can save."""
         if not self.is_stopping:
             self._begin_stop(time.monotonic())
-            self._agent.stop(self._request.grace_s, first_signal)
+            self._agent.stop(self._call.grace_s, first_signal)
 
     def ask(self, ask: Ask) -> None:
         """Begin to find out what the gang asks of the workers; `poll` tells it later."""
@@ -150,16 +150,16 @@ class Generation:
         trained_alone, told = await asyncio.gather(self._exits.trained_alone(), self._observers.ended())
         self._tell_of_disk()
         await self._close()
-        request, ok = self._request, self._ended_well
+        call, ok = self._call, self._ended_well
         ended = Ended(
             self._go.launch,
             ok,
             self.number,
             self.failures(),
             self._exits.codes,
-            request.stores,
+            call.stores,
             # Unless the call means that, as by gathering values.
-            ok and not request.may_train_alone and request.spec.world_size > 1 and trained_alone,
+            ok and not call.may_train_alone and call.world_size > 1 and trained_alone,
             () if ok else self._exits.early,
         )
         return [*told, *left_behind(self._seat.node, self._left, "workers")], ended
@@ -168,7 +168,7 @@ class Generation:
     def are_running(self) -> bool:
         """Whether all workers of this node run, or have run."""
         signs = (self.active_at, self._observers.saw_workers_at)
-        return len(self._pids) >= self._request.spec.nproc or any(at is not None for at in signs)
+        return len(self._pids) >= self._call.nproc or any(at is not None for at in signs)
 
     @property
     def active_at(self) -> float | None:
@@ -200,7 +200,7 @@ class Generation:
             case Refused():
                 self._say(f"torchrun starts cold: {event.reason}", is_detail=False)
             case Unreached():
-                about = {"address": self._request.main_addr, "port": self._go.port, "why": event.why}
+                about = {"address": self._call.main_addr, "port": self._go.port, "why": event.why}
                 self._seat.link.send(Report("unreached", self._go.launch, self.number, about))
             case WorkerStarted():
                 self._pids[event.rank] = event.pid

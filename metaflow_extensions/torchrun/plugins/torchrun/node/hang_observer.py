@@ -36,7 +36,7 @@ class HangObserver(Observer):
 
     def __init__(self, here: Here) -> None:
         self._here = here
-        timeout_s = here.request.policy.hang_timeout_s  # without one, only a reader that is waited for is told
+        timeout_s = here.call.policy.hang_timeout_s  # without one, only a reader that is waited for is told
         self._pause_s = None if timeout_s is None else timeout_s * _ACTIVE_PART
         self._said_at = float("-inf")
         self._began_at = self._looked_at = time.monotonic()
@@ -77,7 +77,7 @@ class HangObserver(Observer):
         if workers:
             text, ranks = await collect(workers, _WORKERS_S)
             here.show(f"what the workers were doing:\n{text}")
-        has_ended = [rank for rank in here.request.spec.ranks if here.has_ended(rank)]
+        has_ended = [rank for rank in here.call.ranks if here.has_ended(rank)]
         ranks = {**ranks, **dict.fromkeys(has_ended, without_stack("the process has ended"))}
         plain: Plain = to_plain(Diagnostics(ranks))
         return plain

@@ -9,9 +9,8 @@ from ..events import Event
 from ..gang.cause import failure_of
 from ..gang.messages import Go
 from ..gang.texts import counted, duration, headline
-from ..launch.options import bracketed
-from ..launch.spec import LaunchSpec
-from .request import Request
+from ..launch.arguments import bracketed
+from ..launch.call import Call
 
 _FIRST_LAUNCH = "\nthe first output can take half a minute, since each process imports PyTorch first"
 
@@ -19,22 +18,21 @@ _FIRST_LAUNCH = "\nthe first output can take half a minute, since each process i
 _NO_FAILURE = frozenset({"preempted", "interrupted", "timeout", "store"})
 
 
-def start_line(request: Request, go: Go) -> str:
+def start_line(call: Call, go: Go) -> str:
     """Return which ranks a launch starts, and where."""
-    spec = request.spec
-    where = f" on {counted(spec.group_size, 'node')}, {_processes(spec.nproc)} on each" if spec.group_size > 1 else ""
+    where = f" on {counted(call.group_size, 'node')}, {_processes(call.nproc)} on each" if call.group_size > 1 else ""
     devices = f"; {go.devices}" if go.devices else ""
     first = _FIRST_LAUNCH if go.launch == 0 else ""
-    return f"launch {go.launch} starts {_ranks(spec)}{where}{devices}{first}"
+    return f"launch {go.launch} starts {_ranks(call)}{where}{devices}{first}"
 
 
-def details_line(request: Request, go: Go) -> str:
+def details_line(call: Call, go: Go) -> str:
     """Return what explains the start line."""
-    why = f" ({request.nproc_why})" if request.nproc_why else ""
-    return f"processes per node: {request.spec.nproc}{why}; rendezvous at {bracketed(request.main_addr)}:{go.port}"
+    why = f" ({call.nproc_why})" if call.nproc_why else ""
+    return f"processes per node: {call.nproc}{why}; rendezvous at {bracketed(call.main_addr)}:{go.port}"
 
 
-def end_line(launch: int, spec: LaunchSpec, seconds: float, restarts: int, error: TorchrunError | None) -> str:
+def end_line(launch: int, call: Call, seconds: float, restarts: int, error: TorchrunError | None) -> str:
     """Return how a launch has ended; `seconds` are those from *go* to its end."""
     trained = f"trained {duration(seconds)}" + (f", {counted(restarts, 'restart')}" if restarts else "")
     failure = None if error is None else failure_of(error)
@@ -42,21 +40,19 @@ def end_line(launch: int, spec: LaunchSpec, seconds: float, restarts: int, error
         is_told = failure.cause.category in _NO_FAILURE
         how = headline(failure.cause.what) if is_told else "failed first"
         return f"launch {launch} has failed ({trained}): {failure.who} {how}"
-    return f"launch {launch} {'has ended well' if error is None else 'has failed'}: {_ranks(spec)}, {trained}"
+    return f"launch {launch} {'has ended well' if error is None else 'has failed'}: {_ranks(call)}, {trained}"
 
 
-def alone_line(launch: int, request: Request) -> str:
+def alone_line(launch: int, call: Call) -> str:
     """Return the warning for a launch whose ranks have trained without a process group, and what to change.
 
     A process group alone would change nothing but this warning.
     """
     group = (
-        "after torch.distributed.init_process_group()"
-        if request.spec.function is None
-        else "with run(process_group='auto')"
+        "after torch.distributed.init_process_group()" if call.function is None else "with run(process_group='auto')"
     )
     return (
-        f"warning: in launch {launch} each of the {request.spec.world_size} ranks has trained by itself: gradients were "
+        f"warning: in launch {launch} each of the {call.world_size} ranks has trained by itself: gradients were "
         "computed, but no process group was made for them, so each has a model of its own. That is fine if you mean it. "
         f"If not: {group}, wrap the model in DistributedDataParallel (or FSDP), and give its DataLoader a "
         "DistributedSampler. Without GPUs, Hugging Face's Trainer needs TrainingArguments(use_cpu=True), and Accelerate "
@@ -70,8 +66,8 @@ def left_behind(node: int, left: Sequence[str], who: str) -> list[Event]:
     return [Event("left_behind", node, text)] if left else []
 
 
-def _ranks(spec: LaunchSpec) -> str:
-    return "rank 0" if spec.world_size == 1 else f"ranks 0-{spec.world_size - 1}"
+def _ranks(call: Call) -> str:
+    return "rank 0" if call.world_size == 1 else f"ranks 0-{call.world_size - 1}"
 
 
 def _processes(count: int) -> str:

@@ -32,6 +32,7 @@ from ..gang.messages import (
 )
 from ..gang.texts import headline, names
 from ..gang.view import as_dicts
+from ..launch.call import Call, Outcome
 from ..logs.pipes import Write
 from ..machine.aside import Aside
 from .agent import AgentProcess
@@ -41,8 +42,6 @@ from .commands import Commands
 from .endings import Broken, GivenUp, MustEnd, TimedOut, preempted, timed_out
 from .generation import Generation
 from .headlines import alone_line, details_line, end_line, start_line
-from .outcome import Outcome
-from .request import Request
 from .seat import Seat
 from .start import prepare
 from .warm import WarmNode
@@ -55,7 +54,7 @@ class Tools:
     """What the launches of one node are run with."""
 
     write: Write  # writes the workers' output
-    complete: Callable[[], None]  # asks the task for the request after its commands; it comes as a `Request`
+    complete: Callable[[], None]  # asks the task for the call after its commands; it comes as a `Call`
     store: Callable[[Store | None], None]  # has the task store what the workers have left, or give that up
     warm: WarmNode | None = None
     new_agent: Callable[..., AgentProcess] = AgentProcess  # another one is for tests
@@ -72,8 +71,8 @@ class _Over(Exception):
 class NodeLaunch:
     """One launch on one node."""
 
-    def __init__(self, request: Request, seat: Seat, launch: int, tools: Tools) -> None:
-        self._request, self._seat, self._launch, self._tools = request, seat, launch, tools
+    def __init__(self, call: Call, seat: Seat, launch: int, tools: Tools) -> None:
+        self._call, self._seat, self._launch, self._tools = call, seat, launch, tools
         self._node = seat.node
         self._went_at: float | None = None  # when the first generation began
         self._restarts: list[dict[str, Any]] = []
@@ -91,7 +90,7 @@ class NodeLaunch:
         try:
             if self._seat.broken is not None:
                 raise self._seat.broken
-            if self._request.commands:
+            if self._call.before_run:
                 await self._run_commands()
             self._send_ready()
             while True:
@@ -127,7 +126,7 @@ class NodeLaunch:
 
     def _prepare_warm(self) -> None:
         """Prepare a spare for the next agent of this step: of a restart, or of the next launch."""
-        if self._tools.warm is not None and self._request.warm != "off":
+        if self._tools.warm is not None and self._call.warm != "off":
             self._tools.warm.prepare()
 
     # --- what is said -----------------------------------------------------------------------------
@@ -179,9 +178,9 @@ class NodeLaunch:
     def _outcome(self, verdict: Verdict) -> Outcome:
         seconds = 0.0 if self._went_at is None else time.monotonic() - self._went_at
         if self._node == CONTROL and self._went_at is not None:
-            self._say("ended", end_line(self._launch, self._request.spec, seconds, self._go.restarts, verdict.error))
+            self._say("ended", end_line(self._launch, self._call, seconds, self._go.restarts, verdict.error))
             if verdict.alone:
-                self._say("note", alone_line(self._launch, self._request))
+                self._say("note", alone_line(self._launch, self._call))
         return Outcome(verdict, self._command, self._exit_codes, tuple(self._restarts), seconds)
 
     def _interrupt(self, news: MustEnd | TimedOut, with_workers: bool) -> None:
@@ -189,7 +188,7 @@ class NodeLaunch:
             error: TorchrunError = timed_out(self._node, self._seat.host, news.text)
             is_last = not with_workers
         else:
-            may_go_on = self._node != CONTROL and self._request.policy.max_restarts > 0
+            may_go_on = self._node != CONTROL and self._call.policy.max_restarts > 0
             error = preempted(self._node, self._seat.host, news.why, may_go_on)
             is_last = self._is_preempted or not with_workers  # a second order means: end at once
             self._is_preempted = True
@@ -213,16 +212,16 @@ class NodeLaunch:
         self._say_of_restart(f"{which}all workers start again{when}, {why}")
 
     def _say_of_restart(self, text: str) -> None:
-        if self._node == CONTROL or not self._request.shares_machine:  # else the control node says it in this terminal
+        if self._node == CONTROL or not self._call.shares_machine:  # else the control node says it in this terminal
             self._say("restart", text)
 
     # --- until it is ready ------------------------------------------------------------------------
 
     async def _run_commands(self) -> None:
-        """Run the commands of before_run, and have the task complete the request; after a failure the gang decides."""
-        self._send(Ready(self._launch, self._request.spec.nproc, prepares=True))
+        """Run the commands of before_run, and have the task complete the call; after a failure the gang decides."""
+        self._send(Ready(self._launch, self._call.nproc, prepares=True))
         try:
-            about = self._request, self._seat, self._launch, self._tools.write, self._tools.new_agent
+            about = self._call, self._seat, self._launch, self._tools.write, self._tools.new_agent
             commands = await Aside().within(_START_S, Commands, *about)
         except Exception as error:
             self._commands_failed(f"before_run could not be started: {_reason(error)}")
@@ -240,11 +239,11 @@ class NodeLaunch:
                     break
                 news = await self._next()
         finally:
-            await commands.close(self._request.grace_s)
+            await commands.close(self._call.grace_s)
         self._tools.complete()
-        while not isinstance(news := await self._next(), Request):
+        while not isinstance(news := await self._next(), Call):
             pass
-        self._request = news
+        self._call = news
 
     def _commands_failed(self, text: str, cause: Cause | None = None) -> None:
         self._say("worker_failed", f"{text}; no worker starts on any node")
@@ -254,9 +253,9 @@ class NodeLaunch:
         return Cause("agent", self._node, self._seat.host, exception=text)
 
     def _send_ready(self) -> None:
-        request, spec = self._request, self._request.spec
-        policy = request.policy if self._node == CONTROL else None
-        self._send(Ready(self._launch, spec.nproc, spec.digest(), dict(request.facts), spec.master_port, policy))
+        call = self._call
+        policy = call.policy if self._node == CONTROL else None
+        self._send(Ready(self._launch, call.nproc, call.digest(), call.facts, call.master_port, policy))
 
     # --- a generation -----------------------------------------------------------------------------
 
@@ -268,13 +267,13 @@ class NodeLaunch:
             self._restarts[-1] |= {"left": list(go.left), "came": list(go.came)}
             self._say_of_restart(change_of_nodes(go.left, go.came, 0 if go.group is None else go.group.size))
         if go.group is not None:
-            self._request = replace(self._request, spec=replace(self._request.spec, group=go.group))
+            self._call = replace(self._call, group=go.group)
         self._command, self._exit_codes = "", {}
-        if self._request.spec.group_rank is None:  # this node waits
+        if self._call.group_rank is None:  # this node waits
             return
         self._go, self._said = go, set()
         try:
-            about = self._request, go, self._seat, self._tools.write, self._tools.warm, self._tools.new_agent
+            about = self._call, go, self._seat, self._tools.write, self._tools.warm, self._tools.new_agent
             workers = await Aside().within(_START_S, prepare, *about)
         except Exception as error:  # a full disk, a zero byte in a variable
             self._agent_failed(error)
@@ -282,14 +281,14 @@ class NodeLaunch:
         try:
             await self._run_workers(workers)
         finally:
-            await workers.close(self._request.grace_s)
+            await workers.close(self._call.grace_s)
 
     async def _run_workers(self, workers: Generation) -> None:
         go = self._go
         self._command = shlex.join(workers.command)
         if self._node == CONTROL and go.generation == 0:
-            self._say("facts", start_line(self._request, go))
-            self._say("chosen", details_line(self._request, go), is_detail=True)
+            self._say("facts", start_line(self._call, go))
+            self._say("chosen", details_line(self._call, go), is_detail=True)
         self._say("command", f"runs: {self._command}", is_detail=True)
         try:
             workers.start()
@@ -310,7 +309,7 @@ class NodeLaunch:
         text = f"its {AGENT_NAME} could not be started: {_reason(error)}"
         self._say("worker_failed", f"{text}; stopping all nodes")
         failures = (Failure(self._no_agent(text)),)
-        self._send(Ended(self._launch, False, self._go.generation, failures, stores=self._request.stores))
+        self._send(Ended(self._launch, False, self._go.generation, failures, stores=self._call.stores))
 
     async def _see(self, workers: Generation, news: Any) -> None:
         """Handle what has come for the workers, and what is seen of them."""
@@ -319,7 +318,7 @@ class NodeLaunch:
             failed = workers.handle(news.event)
         elif isinstance(news, Stop):
             # Another node may have logged the reason in this terminal.
-            is_told = news.teller != CONTROL and self._request.shares_machine
+            is_told = news.teller != CONTROL and self._call.shares_machine
             if self._node == CONTROL and news.because and not is_told:
                 self._say("stopping", f"{news.because}; stopping all nodes")
             self._send(*await workers.obey(news))

@@ -13,15 +13,15 @@ from dataclasses import dataclass, field
 from ..compat.renamed import harmless
 from ..gang.messages import Go, Report
 from ..gang.wire import Plain
+from ..launch.call import Call
 from ..machine.aside import Aside
-from .request import Request
 
 
 @dataclass(frozen=True)
 class Here:
     """One generation on this node, as its observers see it."""
 
-    request: Request
+    call: Call
     go: Go
     folder: str  # torchrun's --log-dir
     pid: Callable[[], int | None]  # of the agent, once it runs

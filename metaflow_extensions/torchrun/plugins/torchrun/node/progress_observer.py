@@ -35,12 +35,12 @@ class ProgressObserver(Observer):
         self._here, self._clock = here, clock
         self._readers = {
             rank: LineReader(metrics_file(here.folder, local_rank), partial(self._refused, rank))
-            for local_rank, rank in enumerate(here.request.spec.ranks)
+            for local_rank, rank in enumerate(here.call.ranks)
         }
         self._reading: Future[tuple[float, dict[int, list[Line]]]] | None = None
         self._refusal: str | None = None  # what is to be said of a line; empty when it was said
         self._has_warned = False
-        self._paces = {rank: RankPace() for rank in here.request.spec.ranks}
+        self._paces = {rank: RankPace() for rank in here.call.ranks}
         # Of rank 0, if it is on this node: its last step, its total, and the new values.
         self._step: int | None = None
         self._total: float | None = None

@@ -35,8 +35,8 @@ class StacksObserver(Observer):
         if found is None:
             return None
         self._question = None
-        here, spec = self._here, self._here.request.spec
-        share = min(_NODE_CHARS // max(1, len(found)), _GANG_CHARS // spec.world_size)
+        here, call = self._here, self._here.call
+        share = min(_NODE_CHARS // max(1, len(found)), _GANG_CHARS // call.world_size)
         ranks = {rank: each.bounded(share) for rank, each in found.items()}
-        ranks.update({rank: Found("its process has ended", "", "") for rank in spec.ranks if here.has_ended(rank)})
+        ranks.update({rank: Found("its process has ended", "", "") for rank in call.ranks if here.has_ended(rank)})
         return {"id": self._id, "found": to_plain(NodeStacks(here.host, ranks))}

@@ -11,6 +11,7 @@ from functools import partial
 
 from ..events import label
 from ..gang.messages import Go
+from ..launch.call import Call
 from ..launch.command import HALT_SIGNAL, agent_command, command_environment, restart_variables, with_hooks
 from ..logs.pipes import AGENT, LogReader, Write, pipe_path
 from ..machine.accelerators import Machine, omp_threads
@@ -20,7 +21,6 @@ from .agent import AgentProcess, Options
 from .agent_events import AgentNews
 from .generation import Generation
 from .progress_observer import FOLDER, METRICS, metrics_file
-from .request import Request
 from .seat import Seat
 from .warm import WarmNode
 
@@ -29,7 +29,7 @@ _ROOM_BYTES = 1024 * 1024
 
 
 def prepare(
-    request: Request,
+    call: Call,
     go: Go,
     seat: Seat,
     write: Write,
@@ -37,31 +37,31 @@ def prepare(
     new_agent: Callable[..., AgentProcess] = AgentProcess,
 ) -> Generation:
     """Make all that a generation needs, or raise if it can't start. Its events go to the inbox of `seat`."""
-    for emptied in request.emptied:  # of what workers of a former generation have left
+    for emptied in call.emptied:  # of what workers of a former generation have left
         shutil.rmtree(emptied, ignore_errors=True)
         os.makedirs(emptied)
     with ExitStack() as failed:
-        folder = make_folder(request, f"launch{go.launch}-{go.generation}")
+        folder = make_folder(call, f"launch{go.launch}-{go.generation}")
         failed.callback(shutil.rmtree, folder, ignore_errors=True)
         pipes = os.path.join(folder, "pipes")
         os.mkdir(pipes)
         of_node, of_rank = _variables(folder)
-        command = agent_command(request.spec, go, request.main_addr, folder, pipes, of_rank=of_rank)
-        env = _environment(request, go, seat.link.own_address, of_node, {*of_node, *of_rank})
-        logs = _reader(request, pipes, write)
+        command = agent_command(call, go, folder, pipes, of_rank=of_rank)
+        env = _environment(call, go, seat.link.own_address, of_node, {*of_node, *of_rank})
+        logs = _reader(call, pipes, write)
         failed.callback(logs.finish)
         inbox = seat.inbox  # this launch's; a later launch has another
         begin = None
-        if warm is not None and request.warm != "off":
-            begin = partial(warm.start, command, request.spec.nproc if request.has_warm_workers else 0)
+        if warm is not None and call.warm != "off":
+            begin = partial(warm.start, command, call.nproc if call.has_warm_workers else 0)
         agent = new_agent(
             command,
             env,
-            _options(request, pipes),
+            _options(call, pipes),
             lambda event: inbox.put_nowait(AgentNews(go.generation, event)),
             begin,
         )
-        generation = Generation(request, seat, go, folder, command, agent, logs)
+        generation = Generation(call, seat, go, folder, command, agent, logs)
         failed.pop_all()
     return generation
 
@@ -72,19 +72,19 @@ def _variables(folder: str) -> tuple[dict[str, str], dict[str, str]]:
     return {**hook_environment(), FOLDER: os.path.dirname(metrics_file(folder, 0))}, {METRICS: of_rank}
 
 
-def _reader(request: Request, pipes: str, write: Write) -> LogReader:
+def _reader(call: Call, pipes: str, write: Write) -> LogReader:
     return LogReader(
         pipes,
-        {rank: (request.label(rank), request.hides(rank)) for rank in range(request.spec.nproc)},
-        label(request.spec.node_index, request.spec.num_nodes),
+        {rank: (f"[rank {call.global_rank(rank)}] ", call.hides(rank)) for rank in range(call.nproc)},
+        label(call.node_index, call.num_nodes),
         write,
         holds_report=True,
     )
 
 
-def make_folder(request: Request, what: str) -> str:
+def make_folder(call: Call, what: str) -> str:
     """Make a folder for the files of a generation, or of the commands before."""
-    name = f"torchrun-node{request.spec.node_index}-{what}-"
+    name = f"torchrun-node{call.node_index}-{what}-"
     # Made absolute: without a temporary folder mkdtemp uses the working directory, and the agent may have another one.
     return os.path.abspath(tempfile.mkdtemp(prefix=name, dir=_with_room()))
 
@@ -101,20 +101,20 @@ def _with_room() -> str:
 
 
 def _environment(
-    request: Request, go: Go, own_address: str | None, of_node: Mapping[str, str], ours: Collection[str]
+    call: Call, go: Go, own_address: str | None, of_node: Mapping[str, str], ours: Collection[str]
 ) -> dict[str, str]:
     # Values that the task itself has inherited under our names belong to another worker.
-    inherited = {name: value for name, value in request.environ.items() if name not in ours}
-    base = environment_of_commands(request, own_address, inherited)
-    return {**of_node, **with_hooks(base, request.spec.module_folder), **restart_variables(go)}
+    inherited = {name: value for name, value in call.environ.items() if name not in ours}
+    base = environment_of_commands(call, own_address, inherited)
+    return {**of_node, **with_hooks(base, call.module_folder), **restart_variables(go)}
 
 
-def environment_of_commands(request: Request, own_address: str | None, inherited: Mapping[str, str]) -> dict[str, str]:
+def environment_of_commands(call: Call, own_address: str | None, inherited: Mapping[str, str]) -> dict[str, str]:
     """Return the environment of before_run, which is what workers have, too; `inherited` is the task's."""
-    spec, machine, given = request.spec, request.machine, dict(request.spec.env)
+    machine, given = call.machine, call.env
     # A gang of one has no connection; it is reached by its loopback address.
-    interface = interface_of(own_address or request.main_addr)
-    threads = omp_threads(machine, spec.nproc)
+    interface = interface_of(own_address or call.main_addr)
+    threads = omp_threads(machine, call.nproc)
     return {**command_environment(given, inherited, threads, interface), **share_of_machine(machine, given)}
 
 
@@ -125,12 +125,12 @@ def share_of_machine(machine: Machine, given: Mapping[str, str]) -> dict[str, st
     return {"CUDA_VISIBLE_DEVICES": ",".join(machine.own_accelerators)}
 
 
-def _options(request: Request, pipes: str) -> Options:
+def _options(call: Call, pipes: str) -> Options:
     return Options(
         news=pipe_path(pipes, AGENT, "workers"),
         stdout=pipe_path(pipes, AGENT, "stdout"),
         stderr=pipe_path(pipes, AGENT, "stderr"),
-        grace_s=request.grace_s,
+        grace_s=call.grace_s,
         halt_signal=HALT_SIGNAL,
-        cwd=request.cwd,
+        cwd=call.cwd,
     )

@@ -25,17 +25,17 @@ class UsageObserver(Observer):
     """Measures the node while the agent runs, the root of all processes of a launch."""
 
     def __init__(self, here: Here, clock: Callable[[], float] = time.monotonic) -> None:
-        request = here.request
+        call = here.call
         self._here, self._clock = here, clock
         # Nodes of one machine share its cgroup and its network counters.
-        self._shares_machine = request.shares_machine
+        self._shares_machine = call.shares_machine
         self._container = None if self._shares_machine else container_folder()
-        self._gpus = NvidiaSmi(request.machine.seen_by(dict(request.spec.env)))
+        self._gpus = NvidiaSmi(call.machine.seen_by(call.env))
         memory = memory_limit_bytes()
-        self._limits: dict[str, float] = {"cpus": request.machine.cpus}
+        self._limits: dict[str, float] = {"cpus": call.machine.cpus}
         if memory is not None:
             self._limits["memory_mib"] = round(memory / _MIB)
-        self._step_s = max(STEP_S, request.spec.num_nodes / SAMPLES_PER_S)
+        self._step_s = max(STEP_S, call.num_nodes / SAMPLES_PER_S)
         self._due_at = float("-inf")
         self._before: tuple[float, _Totals] | None = None  # the time and totals of the last sample
 

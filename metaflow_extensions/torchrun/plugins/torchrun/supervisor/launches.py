@@ -7,16 +7,15 @@ import shutil
 import tempfile
 import traceback
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 from ..errors import TorchrunError
 from ..gang.cause import Cause
 from ..gang.messages import Store, to_wire
 from ..gang.wire import from_plain, to_plain
+from ..launch.call import Call
 from ..node.endings import GivenUp
 from ..node.launch import NodeLaunch, Tools
-from ..node.request import Request
 from ..node.seat import Seat
 from ..node.warm import WarmNode
 from .output import Output, Send
@@ -36,7 +35,7 @@ class Launches:
         self._tell_task = tell_task
         self._seat, self._output, self._send_lines = seat, output, send_lines
         self._warm = warm
-        self._request: Request | None = None  # of the last launch
+        self._call: Call | None = None  # of the last launch
         self._launch: asyncio.Task[None] | None = None  # the last one
         self._number = -1  # of the last launch that the task has asked for
 
@@ -47,25 +46,21 @@ class Launches:
 
     # --- what the task asks for
 
-    def run(self, number: int, request: dict[str, Any]) -> None:
+    def run(self, number: int, call: dict[str, Any]) -> None:
         """Begin a launch; its end is told in an *ended*."""
-        found: Request = from_plain(Request, request, "the request")
-        task = found.task
-        if task is not None:
-            tempfile.tempdir = task.tmp
-            self._output.begin(task.writes)
+        found: Call = from_plain(Call, call, "the call")
+        tempfile.tempdir = found.tmp
+        self._output.begin(found.writes)
         self._number = number
-        self._request = found
+        self._call = found
         self._seat.expect_launch()
         self._launch = asyncio.get_running_loop().create_task(self._run(number, found, self._launch))
 
-    def complete(self, request: dict[str, Any]) -> None:
-        """Go on with the request that is complete after the commands."""
-        found: Request = from_plain(Request, request, "the request")
+    def complete(self, call: dict[str, Any]) -> None:
+        """Go on with the call that is complete after the commands."""
         self.end_spares()
-        assert self._request is not None
-        self._request = replace(self._request, spec=found.spec, facts=found.facts)
-        self._seat.inbox.put_nowait(self._request)
+        self._call = from_plain(Call, call, "the call")
+        self._seat.inbox.put_nowait(self._call)
 
     def give_up(self, number: int, cause: dict[str, Any] | None) -> None:
         """End the launch: the task has left it. It may have done so before it has said *run*."""
@@ -96,17 +91,17 @@ class Launches:
 
     def remove_folders(self) -> None:
         """Remove the folders of a task that is gone."""
-        for folder in () if self._request is None else self._request.folders:
+        for folder in () if self._call is None else self._call.folders:
             shutil.rmtree(folder, ignore_errors=True)
 
     # --- one launch
 
-    async def _run(self, number: int, request: Request, before: asyncio.Task[None] | None) -> None:
+    async def _run(self, number: int, call: Call, before: asyncio.Task[None] | None) -> None:
         if before is not None:  # the task may have left its launch by a second Ctrl-C, while that was being stopped
             await before
         told: dict[str, Any] = {}
-        tools = Tools(self._writer(request), self._ask_to_complete, self._ask_to_store, self._warm)
-        launch = NodeLaunch(request, self._seat, number, tools)
+        tools = Tools(self._writer(call), self._ask_to_complete, self._ask_to_store, self._warm)
+        launch = NodeLaunch(call, self._seat, number, tools)
         try:
             told = {"outcome": to_plain(await launch.run())}
         except GivenUp:
@@ -120,9 +115,9 @@ class Launches:
             self._output.begin(())  # nobody reads what the task would have to write
         self._tell_task("ended", number, {**told, "handled": launch.interruptions})  # later ones are the task's
 
-    def _writer(self, request: Request) -> Callable[[str, bytes], bool]:
+    def _writer(self, call: Call) -> Callable[[str, bytes], bool]:
         # Nodes that share a machine share a terminal: there the control node's lines and these stand side by side.
-        sends = request.logs == "all" and request.machine.nodes_here == 1
+        sends = call.logs == "all" and not call.shares_machine
 
         def write(stream: str, lines: bytes) -> bool:
             if lines and sends:

@@ -26,8 +26,8 @@ from ..gang.messages import CONTROL
 from ..gang.texts import size_text
 from ..gang.wire import Plain
 from ..launch.arguments import dict_or_list
+from ..launch.call import Call, FunctionSpec
 from ..launch.run_settings import RunSettings
-from ..launch.spec import FunctionSpec, LaunchSpec
 from ..launch.transfer import PATIENCE_S, Step, ToStore, Transfer, TransferFailed, ValueStore, patience_for
 from ..worker import function_worker
 from ..worker.function_worker import (
@@ -103,9 +103,9 @@ class FunctionCall:
         if self._values is not None:
             self._values.remove()
 
-    def begin(self, spec: LaunchSpec) -> None:
+    def begin(self, call: Call) -> None:
         """Note which ranks are this node's."""
-        self._node, self._ranks = spec.node_index, spec.ranks
+        self._node, self._ranks = call.node_index, call.ranks
 
     def to_store(self, error: TorchrunError | None, within_s: float | None) -> ToStore | None:
         """Return the values for the control node, or what the rank that is the cause has raised, for all nodes."""

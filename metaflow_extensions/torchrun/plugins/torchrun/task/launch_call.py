@@ -7,9 +7,7 @@ belongs to the thread that calls `run`.
 
 from __future__ import annotations
 
-import os
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -21,10 +19,9 @@ from ..gang.group import Group
 from ..gang.messages import Store, from_wire
 from ..gang.view import as_dicts
 from ..gang.wire import Plain, from_plain, to_plain
+from ..launch.call import Call, Outcome
 from ..launch.transfer import ValueStore
 from ..logs import console
-from ..node.outcome import Outcome
-from ..node.request import Request, Task
 from .member import Member
 from .services import Services
 from .upload import Upload, begin_upload
@@ -36,17 +33,17 @@ _STOP_S = 45.0  # what a supervisor may take beyond the workers' grace to stop a
 
 
 class LaunchCall:
-    """One call of `run`; `complete` makes the request anew after its commands, which may have made the entrypoint."""
+    """One call of `run`; `complete` makes the call anew after its commands, which may have made the entrypoint."""
 
     def __init__(
         self,
-        request: Request,
+        call: Call,
         member: Member,
         services: Services,
         store: ValueStore | None,
-        complete: Callable[[], Request],
+        complete: Callable[[], Call],
     ) -> None:
-        self.request, self.services = request, services
+        self.call, self.services = call, services
         self.told: Mapping[str, Plain] = {}  # what the launch has left for this node
         self._member, self._link = member, member.link
         self._store, self._complete = store, complete
@@ -60,7 +57,7 @@ class LaunchCall:
 
     def run(self) -> Outcome:
         """Run the launch to its end on all nodes. Raises the gang's verdict, the same TorchrunError on every node."""
-        self._number = self._member.begin_launch(self.request.shows_failures)
+        self._number = self._member.begin_launch(self.call.shows_failures)
         try:
             self._begin()
             while (outcome := self._next()) is None:
@@ -82,20 +79,15 @@ class LaunchCall:
         console.settle(patience_s)
 
     def _begin(self) -> None:
-        self.services.begin(self.request.spec)
+        self.services.begin(self.call)
         console.settle(_OWN_LINES_S)
         for stream in (sys.stdout, sys.stderr):
             with suppress(Exception):  # whatever the step's code has put there
                 stream.flush()
-        task = Task(
-            environ=dict(os.environ),
-            cwd=os.getcwd(),
-            tmp=os.path.abspath(tempfile.gettempdir()),
-            writes=tuple(name for name, own in self._link.own_files.items() if console.is_elsewhere(name, own)),
-        )
-        self.request = replace(self.request, task=task)
+        writes = tuple(name for name, own in self._link.own_files.items() if console.is_elsewhere(name, own))
+        self.call = replace(self.call, writes=writes)
         self._runs, self._handled = True, None
-        self._link.send("run", self._number, to_plain(self.request))
+        self._link.send("run", self._number, to_plain(self.call))
         self._member.has_begun()
 
     def _next(self) -> Outcome | None:
@@ -119,7 +111,7 @@ class LaunchCall:
             raise TorchrunError("The step's code has ended while another thread was still in current.torch.run.")
         if self._to_store is not None and not self._member.has_job:  # one at a time
             store, self._to_store = self._to_store, None
-            self._upload = begin_upload(store, self.services, self._store, self.request.spec.ranks[0], self._member)
+            self._upload = begin_upload(store, self.services, self._store, self.call.ranks[0], self._member)
             self._member.uploads = self._upload is not None
         if self._link.end is not None:
             self._lose_supervisor()
@@ -128,8 +120,8 @@ class LaunchCall:
         if what == "text":
             self._write(*rest)
         elif what == "complete":
-            self.request = self._complete()
-            self._link.send("complete", to_plain(self.request))
+            self.call = replace(self._complete(), writes=self.call.writes)
+            self._link.send("complete", to_plain(self.call))
         elif what == "store":
             self._on_store(rest[0])
         elif what == "ended" and rest[0] == self._number:
@@ -148,15 +140,15 @@ class LaunchCall:
             assert isinstance(store, Store)
             is_moved = self._place(store.group)
             if is_moved or store.generation != self._stored:
-                self.services.begin(self.request.spec)  # they may have stored what another generation had left
+                self.services.begin(self.call)  # they may have stored what another generation had left
             self._stored, self._to_store, self._member.uploads = store.generation, store, True
 
     def _place(self, group: Group | None) -> bool:
         """Take the place that this node has in the last generation; return whether it had another one before."""
-        before = self.request.spec
+        before = self.call
         if group is not None:
-            self.request = replace(self.request, spec=replace(before, group=group))
-        return self.request.spec != before
+            self.call = replace(before, group=group)
+        return self.call != before
 
     def _give_up_upload(self) -> None:
         if self._upload is not None:
@@ -173,7 +165,7 @@ class LaunchCall:
         outcome: Outcome = from_plain(Outcome, told["outcome"], "the outcome")
         verdict = outcome.verdict
         if self._place(verdict.group):
-            self.services.begin(self.request.spec)
+            self.services.begin(self.call)
         self.told = verdict.left
         if verdict.error is not None:
             self._verdict = verdict.error
@@ -194,7 +186,7 @@ class LaunchCall:
 
     def _lose_supervisor(self) -> None:
         self._runs = False
-        self._link.await_end(self.request.grace_s + _STOP_S)
+        self._link.await_end(self.call.grace_s + _STOP_S)
         self._member.await_error(_LAST_NEWS_S)
         raise TorchrunError("This node's supervisor process has ended.")
 
@@ -205,7 +197,7 @@ class LaunchCall:
             return
         cause = None if self._member.gang_knows(error) else self._member.cause_of(error)
         self._link.send("give_up", self._number, None if cause is None else to_plain(cause))
-        deadline, frames = time.monotonic() + self.request.grace_s + _STOP_S, self._member.of_launch
+        deadline, frames = time.monotonic() + self.call.grace_s + _STOP_S, self._member.of_launch
         while self._runs and self._link.end is None and time.monotonic() < deadline:
             self._link.wait(lambda: frames, deadline - time.monotonic())
             while frames:

@@ -10,8 +10,8 @@ from typing import Any
 from ..errors import TorchrunConfigError, TorchrunError
 from ..gang.messages import CONTROL
 from ..gang.wire import Plain
+from ..launch.call import Call
 from ..launch.run_settings import RunSettings
-from ..launch.spec import LaunchSpec
 from ..launch.transfer import ToStore, ValueStore
 from ..outputs import Outputs
 from .output_storing import FilesToStore, StoredOutputs
@@ -40,9 +40,9 @@ class LaunchOutputs:
         self._since = time.time()  # files that are older are not of this call of `run`
         self._files: FilesToStore | None = None  # of this generation
 
-    def begin(self, spec: LaunchSpec) -> None:
+    def begin(self, call: Call) -> None:
         """Forget what another generation has stored; note where the workers run."""
-        self._files, self._folder = None, spec.cwd or self._folder
+        self._files, self._folder = None, call.cwd
 
     def to_store(self, error: TorchrunError | None, within_s: float | None) -> ToStore | None:
         """Return the files, unless they are stored."""

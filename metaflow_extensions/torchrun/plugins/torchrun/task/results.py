@@ -10,24 +10,23 @@ from ..gang.cause import Cause, FailureText, failed
 from ..gang.group import Group
 from ..gang.messages import Verdict
 from ..gang.view import as_dicts
-from ..launch.spec import LaunchSpec
+from ..launch.call import Call, Outcome
 from ..launch.transfer import TransferFailed
-from ..node.outcome import Outcome
 from ..result import TorchrunResult
 from .member import Member
 from .services import Services
 
 
-def result_of(outcome: Outcome, spec: LaunchSpec, member: Member, services: Services) -> TorchrunResult[Any]:
+def result_of(outcome: Outcome, call: Call, member: Member, services: Services) -> TorchrunResult[Any]:
     """Return the result on this node. Raises LaunchFailed where a part can't be loaded."""
     verdict, fields = outcome.verdict, _fields(outcome.verdict, member, services)
     return TorchrunResult(
         launch=verdict.launch,
-        num_nodes=spec.num_nodes,
-        node_index=spec.node_index,
-        nodes=(spec.group or Group(spec.num_nodes)).nodes,
-        nproc_per_node=spec.nproc,
-        world_size=spec.world_size,
+        num_nodes=call.num_nodes,
+        node_index=call.node_index,
+        nodes=(call.group or Group(call.num_nodes)).nodes,
+        nproc_per_node=call.nproc,
+        world_size=call.world_size,
         command=outcome.command,
         restarts=list(outcome.restarts),
         duration_s=outcome.duration_s,

@@ -13,8 +13,8 @@ from typing import Any
 
 from ..errors import LaunchFailed, TorchrunError
 from ..gang.wire import Plain
+from ..launch.call import Call, FunctionSpec
 from ..launch.run_settings import RunSettings
-from ..launch.spec import FunctionSpec, LaunchSpec
 from ..launch.transfer import ToStore, ValueStore
 from .function_call import FunctionCall, call_of
 from .launch_outputs import LaunchOutputs, outputs_of
@@ -42,7 +42,7 @@ class Services(ExitStack):
 
     @property
     def told(self) -> dict[str, Any]:
-        """What the supervisor must know of them, as fields of `node.request.Request`."""
+        """What the supervisor must know of them, as fields of `node.call.Call`."""
         call = self._call
         return {
             "stores": any(service.stores for service in self._all.values()),
@@ -56,10 +56,10 @@ class Services(ExitStack):
         """What the workers call instead of a script."""
         return None if self._call is None else self._call.function
 
-    def begin(self, spec: LaunchSpec) -> None:
+    def begin(self, call: Call) -> None:
         """Begin a generation: forget what another one has stored."""
         for service in self._all.values():
-            service.begin(spec)
+            service.begin(call)
 
     def to_store(self, error: TorchrunError | None, within_s: float | None) -> dict[str, ToStore]:
         """Return what is to be stored of a launch that ends well, or with `error`: then as much as fits into the time."""

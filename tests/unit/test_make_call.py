@@ -8,14 +8,15 @@ import pytest
 from unit_helpers import write
 
 from metaflow_extensions.torchrun.plugins.torchrun.errors import EntrypointError, TorchrunConfigError
-from metaflow_extensions.torchrun.plugins.torchrun.launch.options import Node
+from metaflow_extensions.torchrun.plugins.torchrun.launch.arguments import Place
+from metaflow_extensions.torchrun.plugins.torchrun.launch.call import Call, FunctionSpec
+from metaflow_extensions.torchrun.plugins.torchrun.launch.make_call import make_call
 from metaflow_extensions.torchrun.plugins.torchrun.launch.run_settings import resolve
-from metaflow_extensions.torchrun.plugins.torchrun.launch.spec import FunctionSpec, LaunchSpec, build_spec
 from metaflow_extensions.torchrun.plugins.torchrun.settings import parse_settings
 
-NODE = Node(num_nodes=2, node_index=1, main_addr="10.0.0.7")
+PLACE = Place(num_nodes=2, node_index=1, main_addr="10.0.0.7")
 SETTINGS = parse_settings({"master_port": 29400, "max_restarts": 5, "all_nodes_started_timeout": 90}, "train")
-SPEC = LaunchSpec("/flow/train.py", (), False, nproc=2, num_nodes=3, node_index=1, python="/usr/bin/python3")
+CALL = Call("/flow/train.py", (), False, nproc=2, num_nodes=3, node_index=1, python="/usr/bin/python3")
 
 
 @pytest.fixture
@@ -23,9 +24,9 @@ def script(tmp_path):
     return str(write(tmp_path / "train.py", ""))
 
 
-def build(entrypoint, entrypoint_args=None, node=NODE, **arguments):
+def build(entrypoint, entrypoint_args=None, place=PLACE, **arguments):
     given = {**arguments, "entrypoint": entrypoint, "entrypoint_args": entrypoint_args}
-    return build_spec(resolve(given, SETTINGS, node), 2, node)
+    return make_call(resolve(given, SETTINGS, place), place, nproc=2)
 
 
 def refusal(*args, **arguments):
@@ -106,16 +107,16 @@ def test_an_error_does_not_show_what_may_be_a_secret(env, script):
     ],
 )
 def test_what_the_gang_does_anyway_may_be_said(agreeing, num_nodes, script):
-    node = replace(NODE, num_nodes=num_nodes, node_index=num_nodes - 1)
-    assert build(script, node=node, torchrun_args=agreeing).options == ()
+    place = replace(PLACE, num_nodes=num_nodes, node_index=num_nodes - 1)
+    assert build(script, place=place, torchrun_args=agreeing).options == {}
 
 
 @pytest.mark.parametrize(("own", "said"), [("10.0.0.7", "10.0.0.7"), ("fd00::7", "fd00::7"), ("fd00::7", "[fd00::7]")])
 def test_the_control_nodes_address_may_be_repeated_with_a_port(own, said, script):
-    node = replace(NODE, main_addr=own)
-    assert build(script, node=node, torchrun_args={"master_addr": said}).options == ()
-    spec = build(script, node=node, torchrun_args={"rdzv_endpoint": f"{said}:3339"})
-    assert (spec.options, spec.master_port) == ((), 3339)
+    place = replace(PLACE, main_addr=own)
+    assert build(script, place=place, torchrun_args={"master_addr": said}).options == {}
+    call = build(script, place=place, torchrun_args={"rdzv_endpoint": f"{said}:3339"})
+    assert (call.options, call.master_port) == ({}, 3339)
 
 
 # --- settings and options ------------------------------------------------------------------------
@@ -123,16 +124,16 @@ def test_the_control_nodes_address_may_be_repeated_with_a_port(own, said, script
 
 def test_port_and_restarts_are_not_torchruns(script):
     assert build(script).master_port == 29400
-    spec = build(script, master_port=29500, torchrun_args={"max_restarts": 3, "brand_new": "a b"})
-    assert (spec.master_port, spec.options) == (29500, (("brand-new", "a b"),))
+    call = build(script, master_port=29500, torchrun_args={"max_restarts": 3, "brand_new": "a b"})
+    assert (call.master_port, call.options) == (29500, {"brand-new": "a b"})
 
 
 def test_what_concerns_the_workers_is_kept_as_data(script, tmp_path):
     env = {"N": 1, "HOSTILE": "$HOME 'x'\n"}
     asked = {"torchrun_args": {"local_ranks_filter": "0,1"}, "env": env, "cwd": str(tmp_path)}
-    spec = build(script, {"amp": True, "lr": 1}, **asked)
-    assert (spec.shown_local_ranks, spec.options, spec.bools) == ({0, 1}, (), (("amp", True),))
-    assert (spec.env, spec.cwd) == ((("N", "1"), ("HOSTILE", "$HOME 'x'\n")), str(tmp_path))
+    call = build(script, {"amp": True, "lr": 1}, **asked)
+    assert (call.shown_local_ranks, call.options, call.bools) == ({0, 1}, {}, (("amp", True),))
+    assert (call.env, call.cwd) == ({"N": "1", "HOSTILE": "$HOME 'x'\n"}, str(tmp_path))
 
 
 # --- the entrypoint ------------------------------------------------------------------------------
@@ -143,20 +144,20 @@ def test_a_script_is_found_in_the_working_folder_and_then_beside_the_flow(name, 
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path / "elsewhere")
     flow, other = (write(tmp_path / folder / name, "") for folder in ("flow", "other"))
-    node = replace(NODE, flow_dir=str(tmp_path / "flow"))
+    place = replace(PLACE, flow_dir=str(tmp_path / "flow"))
     for given in (name, Path(name)):
-        spec = build(given, {"lr": 1}, node)
-        assert (spec.entrypoint, spec.args, spec.module) == (str(flow), ("--lr", "1"), False)
-    assert build(name, node=node, cwd=str(tmp_path / "other")).entrypoint == str(other)
+        call = build(given, {"lr": 1}, place)
+        assert (call.entrypoint, call.args, call.module) == (str(flow), ("--lr", "1"), False)
+    assert build(name, place=place, cwd=str(tmp_path / "other")).entrypoint == str(other)
     here = write(tmp_path / "elsewhere" / name, "")
-    assert build(name, node=node).entrypoint == str(here)
+    assert build(name, place=place).entrypoint == str(here)
 
 
 def test_a_missing_script_names_every_place_looked_at(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "a folder").mkdir()
     flow_dir = tmp_path / "flow dir"
-    told = refusal("no such.py", node=replace(NODE, flow_dir=str(flow_dir)))
+    told = refusal("no such.py", place=replace(PLACE, flow_dir=str(flow_dir)))
     assert f"does not exist; looked for {tmp_path / 'no such.py'} and {flow_dir / 'no such.py'}." in told
     os.mkfifo(tmp_path / "a pipe")
     for name, what in (("a folder", "is a folder"), ("a pipe", "is no regular file")):
@@ -167,10 +168,10 @@ def test_a_missing_script_names_every_place_looked_at(tmp_path, monkeypatch):
     ("module", "options"), [(True, None), (True, ["-m"]), (False, ["-m"]), (False, ["--no-python"])]
 )
 def test_a_module_or_executable_is_not_looked_for_as_a_file(module, options):
-    spec = build("package.train", module=module, torchrun_args=options)
+    call = build("package.train", module=module, torchrun_args=options)
     is_program = options == ["--no-python"]
-    assert (spec.entrypoint, spec.module) == ("package.train", not is_program)
-    assert spec.options == ((("no-python", None),) if is_program else ())
+    assert (call.entrypoint, call.module) == ("package.train", not is_program)
+    assert call.options == ({"no-python": None} if is_program else {})
 
 
 @pytest.mark.parametrize(
@@ -189,8 +190,8 @@ def test_a_module_is_found_where_a_script_is(tmp_path, monkeypatch, file, of_cwd
     if of_cwd:
         write(cwd / of_cwd, "")
     monkeypatch.chdir(cwd)
-    spec = build("pkg.train", module=True, node=replace(NODE, flow_dir=str(flow)))
-    assert spec.module_folder == (str(flow) if found else None)
+    call = build("pkg.train", module=True, place=replace(PLACE, flow_dir=str(flow)))
+    assert call.module_folder == (str(flow) if found else None)
 
 
 # --- a command -----------------------------------------------------------------------------------
@@ -199,17 +200,17 @@ def test_a_module_is_found_where_a_script_is(tmp_path, monkeypatch, file, of_cwd
 def test_a_command_is_run_as_with_no_python_and_its_arguments_follow_it(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     write(tmp_path / "x.py", "")
-    spec = build(["sh", Path("x.py"), "-O"], {"lr": 0.1})
-    assert (spec.entrypoint, spec.args) == ("sh", ("x.py", "-O", "--lr", "0.1"))
-    assert (spec.options, spec.command) == ((("no-python", None),), ("sh", "x.py", "-O"))
-    assert spec.source == str(tmp_path / "x.py")
-    assert build(("sh",), ["a"], torchrun_args={"no_python": True}).options == spec.options
+    call = build(["sh", Path("x.py"), "-O"], {"lr": 0.1})
+    assert (call.entrypoint, call.args) == ("sh", ("x.py", "-O", "--lr", "0.1"))
+    assert (call.options, call.command) == ({"no-python": None}, ("sh", "x.py", "-O"))
+    assert call.source == str(tmp_path / "x.py")
+    assert build(("sh",), ["a"], torchrun_args={"no_python": True}).options == call.options
     assert not build(str(tmp_path / "x.py")).command
 
 
 def test_nodes_must_agree_on_the_words_of_a_command_but_not_on_its_arguments_or_where_files_lie():
     def digest(*words, args=()):
-        return replace(SPEC, entrypoint=words[0], command=words, args=args).digest()
+        return replace(CALL, entrypoint=words[0], command=words, args=args).digest()
 
     assert digest("sh", "/a/x.py", args=("1",)) == digest("/bin/sh", "/b/x.py", args=("2",))
     assert len({digest("sh", "x.py"), digest("sh", "y.py"), digest("sh"), digest("dash", "x.py")}) == 4
@@ -218,10 +219,10 @@ def test_nodes_must_agree_on_the_words_of_a_command_but_not_on_its_arguments_or_
 def test_what_runs_before_may_still_make_the_entrypoint(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for given, found in (("train.py", str(tmp_path / "train.py")), (["./run.sh"], "./run.sh"), (["mytool"], "mytool")):
-        run = resolve({"entrypoint": given}, SETTINGS, NODE)
-        assert build_spec(run, 2, NODE, may_come=True).entrypoint == found
+        run = resolve({"entrypoint": given}, SETTINGS, PLACE)
+        assert make_call(run, PLACE, may_come=True, nproc=2).entrypoint == found
     with pytest.raises(EntrypointError):
-        build_spec(resolve({"entrypoint": None}, SETTINGS, NODE), 2, NODE, may_come=True)
+        make_call(resolve({"entrypoint": None}, SETTINGS, PLACE), PLACE, may_come=True, nproc=2)
 
 
 # --- the launch ----------------------------------------------------------------------------------
@@ -229,11 +230,11 @@ def test_what_runs_before_may_still_make_the_entrypoint(tmp_path, monkeypatch):
 
 def test_the_fingerprint_ignores_what_may_differ_and_sees_what_may_not():
     same = [
-        {"node_index": 2, "args": ("x",), "env": (("A", "1"),)},
+        {"node_index": 2, "args": ("x",), "env": {"A": "1"}},
         {"entrypoint": "/another/place/train.py"},
-        {"options": (("rdzv-id", "mine"),)},
+        {"options": {"rdzv-id": "mine"}},
     ]
-    others = [{"entrypoint": "/flow/other.py"}, {"module": True}, {"options": (("role", "x"),)}]
+    others = [{"entrypoint": "/flow/other.py"}, {"module": True}, {"options": {"role": "x"}}]
     others.append({"function": FunctionSpec("train", "", "", None)})
-    assert {replace(SPEC, **changes).digest() for changes in same} == {SPEC.digest()}
-    assert len({replace(SPEC, **changes).digest() for changes in [{}, *others]}) == 1 + len(others)
+    assert {replace(CALL, **changes).digest() for changes in same} == {CALL.digest()}
+    assert len({replace(CALL, **changes).digest() for changes in [{}, *others]}) == 1 + len(others)
