@@ -1,4 +1,4 @@
-"""Builds the argv and the environment of a launch's agent. Pure, except that it searches for `env` and `sh`."""
+"""Builds the argv and the environment of a launch's agent. Pure."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from collections.abc import Mapping, Sequence
 from ..gang.messages import Go
 from .arguments import STATIC_BACKEND, bracketed
 from .call import Call
-from .commands import system_program
 
 SCRIPTS = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "worker")
 AGENT = os.path.join(SCRIPTS, "agent.py")  # runs torchrun, and gives its workers their pipes
@@ -31,19 +30,16 @@ _FOREIGN_NAMES = frozenset(
     {
         *("RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "ROLE_NAME", "MASTER_ADDR", "MASTER_PORT"),
         *("WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE", "ROLE_WORLD_SIZE"),
-        _RESTARTS,
+        *(_RESTARTS, "TORCHRUN_METRICS"),
     }
 )
 
 
-def agent_command(call: Call, go: Go, log_dir: str, pipes: str, of_rank: Mapping[str, str] | None = None) -> list[str]:
+def agent_command(call: Call, go: Go, log_dir: str, pipes: str) -> list[str]:
     """Return the argv of this node's agent: torchrun, with a static rendezvous.
 
     `log_dir` is where torchrun makes a folder for each worker, `pipes` where the workers find those for their output.
-    `of_rank` are variables of each rank, with ``${local_rank}`` in them, for programs that are no Python: no hook of
-    ours runs there.
     """
-    own = [f"{name}={value}" for name, value in (of_rank or {}).items() if name not in call.env]
     given = call.options
     options = {
         "nproc-per-node": str(call.nproc),
@@ -58,23 +54,17 @@ def agent_command(call: Call, go: Go, log_dir: str, pipes: str, of_rank: Mapping
         "max-restarts": "0",  # the gang restarts its generations as a whole; torchrun would restart one node alone
     }
     words = [f"--{name}" if value is None else f"--{name}={value}" for name, value in options.items()]
-    return [call.python, AGENT, pipes, str(HALT_SIGNAL), *words, *_worker_words(call, own)]
+    words += ["--module"] if call.module else []
+    # "--" keeps torchrun's argparse from taking a script's "--d" for an ambiguous option of its own. torchrun fills
+    # ${local_rank} into what follows by string.Template (torch 2.13, elastic/utils/api.py); a doubled dollar comes out as
+    # the one that the user wrote.
+    program = [word.replace("$", "$$") for word in (call.entrypoint, *call.args)]
+    return [call.python, AGENT, pipes, str(HALT_SIGNAL), *words, "--", *program]
 
 
 def shown_command(command: Sequence[str]) -> list[str]:
     """Return the argv of an agent as a user would type it."""
     return [command[0], "-m", "torch.distributed.run", *command[4:]] if command[1:2] == [AGENT] else list(command)
-
-
-def _worker_words(call: Call, own: Sequence[str]) -> list[str]:
-    """Return the last words of the argv: what torchrun starts as a worker.
-
-    For a program that is no Python, ``env`` sets the rank's `own` variables, and becomes the program.
-    """
-    # "--" keeps torchrun's argparse from taking a script's "--d" for an ambiguous option of its own.
-    if not call.is_python:
-        return ["--", system_program("env"), *own, *_program([call.entrypoint, *call.args])]
-    return [*(["--module"] if call.module else []), "--", *_escaped([call.entrypoint, *call.args])]
 
 
 def restart_variables(go: Go) -> dict[str, str]:
@@ -84,18 +74,6 @@ def restart_variables(go: Go) -> dict[str, str]:
     """
     # Of the nodes' limits the control node's counts, which is in `go`.
     return {_RESTARTS: f"{go.restarts}/{go.max_restarts}"} if go.max_restarts > 0 else {}
-
-
-def _program(words: Sequence[str]) -> list[str]:
-    """Return a program and its arguments as they stand after ``env``, which takes ``a=b`` for a variable."""
-    by_shell = [system_program("sh"), "-c", 'exec "$0" "$@"'] if "=" in words[0] else []
-    return _escaped([*by_shell, *words])
-
-
-def _escaped(words: Sequence[str]) -> list[str]:
-    # torchrun fills ${local_rank} into the arguments by string.Template (torch 2.13,
-    # elastic/utils/api.py); a doubled dollar comes out as the one that the user wrote.
-    return [word.replace("$", "$$") for word in words]
 
 
 def with_hooks(env: Mapping[str, str], module_folder: str | None) -> dict[str, str]:

@@ -15,7 +15,7 @@ from .run_settings import RunSettings
 
 
 def make_call(
-    run: RunSettings, place: Place, function: FunctionSpec | None = None, *, may_come: bool = False, **fields: Any
+    run: RunSettings, place: Place, function: FunctionSpec | None = None, may_come: bool = False, **fields: Any
 ) -> Call:
     """Find what `run` names on this node; `fields` are further ones of `Call`.
 

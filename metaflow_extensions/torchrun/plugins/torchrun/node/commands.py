@@ -57,7 +57,7 @@ class Commands:
         self._cwd = os.path.realpath(call.cwd)
         self._folder = make_folder(call, f"launch{launch}-before_run")
         try:
-            env = environment_of_commands(call, seat.link.own_address, call.environ)
+            env = environment_of_commands(call, seat.link.own_address)
             self._env = {**env, _HAS_FOLDER: self._cwd}
             self._logs = self._reader(write)
         except BaseException:

@@ -22,9 +22,7 @@ _READS_EVERY_S = 1.0
 TELLS_EVERY_S = 5.0
 MAX_POINTS = 100  # of a key in one message
 _SHOWN_CHARS = 100
-# A worker appends lines of JSON to the file in METRICS. torchrun gives all workers of a node the same environment, so a
-# hook in each worker sets METRICS from FOLDER.
-METRICS = "TORCHRUN_METRICS"
+# A worker appends lines of JSON to the file of its local rank in this folder; a hook in Python workers names that file.
 FOLDER = "TORCHRUN_METRICS_FOLDER"
 
 
@@ -34,7 +32,9 @@ class ProgressObserver(Observer):
     def __init__(self, here: Here, clock: Callable[[], float] = time.monotonic) -> None:
         self._here, self._clock = here, clock
         self._readers = {
-            rank: LineReader(metrics_file(here.folder, local_rank), partial(self._refused, rank))
+            rank: LineReader(
+                os.path.join(metrics_folder(here.folder), f"{local_rank}.jsonl"), partial(self._refused, rank)
+            )
             for local_rank, rank in enumerate(here.call.ranks)
         }
         self._reading: Future[tuple[float, dict[int, list[Line]]]] | None = None
@@ -48,7 +48,7 @@ class ProgressObserver(Observer):
         self._told: tuple[int | None, float | None] | None = None  # the place in the last report
         self._read_at = self._told_at = clock()
         with suppress(OSError):
-            os.makedirs(os.path.dirname(metrics_file(here.folder, 0)), exist_ok=True)
+            os.makedirs(metrics_folder(here.folder), exist_ok=True)
 
     def poll(self) -> Plain | None:
         """Read the files once a second; return a report for the control node: the first at once, then every 5 s."""
@@ -130,6 +130,6 @@ class ProgressObserver(Observer):
         return told
 
 
-def metrics_file(log_dir: str, local_rank: int | str) -> str:
-    """Return the metrics file of a worker with logs in `log_dir`."""
-    return os.path.join(log_dir, "metrics", f"{local_rank}.jsonl")
+def metrics_folder(folder: str) -> str:
+    """Return where workers write their metrics, in the folder of a generation."""
+    return os.path.join(folder, "metrics")

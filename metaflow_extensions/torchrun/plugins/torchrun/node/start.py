@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack, suppress
 from functools import partial
 
@@ -20,7 +20,7 @@ from ..machine.stacks import hook_environment
 from .agent import AgentProcess, Options
 from .agent_events import AgentNews
 from .generation import Generation
-from .progress_observer import FOLDER, METRICS, metrics_file
+from .progress_observer import FOLDER, metrics_folder
 from .seat import Seat
 from .warm import WarmNode
 
@@ -45,9 +45,9 @@ def prepare(
         failed.callback(shutil.rmtree, folder, ignore_errors=True)
         pipes = os.path.join(folder, "pipes")
         os.mkdir(pipes)
-        of_node, of_rank = _variables(folder)
-        command = agent_command(call, go, folder, pipes, of_rank=of_rank)
-        env = _environment(call, go, seat.link.own_address, of_node, {*of_node, *of_rank})
+        command = agent_command(call, go, folder, pipes)
+        env = with_hooks(environment_of_commands(call, seat.link.own_address), call.module_folder)
+        env |= {**restart_variables(go), **hook_environment(), FOLDER: metrics_folder(folder)}
         logs = _reader(call, pipes, write)
         failed.callback(logs.finish)
         inbox = seat.inbox  # this launch's; a later launch has another
@@ -64,12 +64,6 @@ def prepare(
         generation = Generation(call, seat, go, folder, command, agent, logs)
         failed.pop_all()
     return generation
-
-
-def _variables(folder: str) -> tuple[dict[str, str], dict[str, str]]:
-    """Return what our hooks in the workers need: the same for all, and what torchrun fills in for each rank."""
-    of_rank = metrics_file(folder.replace("$", "$$"), "${local_rank}")
-    return {**hook_environment(), FOLDER: os.path.dirname(metrics_file(folder, 0))}, {METRICS: of_rank}
 
 
 def _reader(call: Call, pipes: str, write: Write) -> LogReader:
@@ -100,22 +94,13 @@ def _with_room() -> str:
     return usual
 
 
-def _environment(
-    call: Call, go: Go, own_address: str | None, of_node: Mapping[str, str], ours: Collection[str]
-) -> dict[str, str]:
-    # Values that the task itself has inherited under our names belong to another worker.
-    inherited = {name: value for name, value in call.environ.items() if name not in ours}
-    base = environment_of_commands(call, own_address, inherited)
-    return {**of_node, **with_hooks(base, call.module_folder), **restart_variables(go)}
-
-
-def environment_of_commands(call: Call, own_address: str | None, inherited: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment of before_run, which is what workers have, too; `inherited` is the task's."""
+def environment_of_commands(call: Call, own_address: str | None) -> dict[str, str]:
+    """Return the environment of before_run, which is what workers have, too."""
     machine, given = call.machine, call.env
     # A gang of one has no connection; it is reached by its loopback address.
     interface = interface_of(own_address or call.main_addr)
     threads = omp_threads(machine, call.nproc)
-    return {**command_environment(given, inherited, threads, interface), **share_of_machine(machine, given)}
+    return {**command_environment(given, call.environ, threads, interface), **share_of_machine(machine, given)}
 
 
 def share_of_machine(machine: Machine, given: Mapping[str, str]) -> dict[str, str]:
