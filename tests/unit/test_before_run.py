@@ -243,10 +243,3 @@ def test_who_waits_for_its_turn_can_be_stopped(node_with, turn, tmp_path):
     eventually(lambda: node.texts("note"))
     assert node.verdict(ERROR) is ERROR
     assert not (tmp_path / "cwd" / "never").exists()
-
-
-def test_a_gang_that_a_command_starts_in_its_folder_does_not_wait_for_it(node_with, tmp_path, monkeypatch, request):
-    assert ended_well(node_with("echo $TORCHRUN_BEFORE_RUN > has"))
-    monkeypatch.setenv("TORCHRUN_BEFORE_RUN", (tmp_path / "cwd" / "has").read_text().strip())
-    request.getfixturevalue("turn")
-    assert ended_well(node_with("true"))

@@ -11,8 +11,8 @@ import os
 import shlex
 import shutil
 import time
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any, TypeAlias
 
 from ..events import Event, label
 from ..gang.cause import Cause, describe_exit
@@ -22,14 +22,16 @@ from ..launch.commands import is_by_shell, system_program
 from ..logs.pipes import LogReader, Write, pipe_path
 from .agent import AgentProcess, Options
 from .agent_end import MachineFaults
-from .agent_events import AgentEnded, AgentEvent, AgentNews, End
+from .agent_events import AgentNews, End
 from .headlines import left_behind
 from .seat import Seat
 from .start import environment_of_commands, make_folder
 
 _TAIL_LINES = 30
 _SHOWN_CHARS = 200
-_HAS_FOLDER = "TORCHRUN_BEFORE_RUN"  # a command may start a gang of its own, in the folder that its node has
+NUMBER = -1  # in the place of a generation's, in their news
+NextNews: TypeAlias = Callable[[], Awaitable[Any]]
+"""Waits for what comes next to the launch; raises what ends it."""
 
 
 def shown(words: Sequence[str]) -> str:
@@ -40,155 +42,112 @@ def shown(words: Sequence[str]) -> str:
 
 
 class Commands:
-    """The commands of one launch on this node, from their start to the end of the last process."""
-
-    number = -1  # in the place of a generation's
+    """The commands of one launch on this node."""
 
     def __init__(
         self, call: Call, seat: Seat, launch: int, write: Write, new_agent: Callable[..., AgentProcess]
     ) -> None:
         self._call, self._seat, self._launch, self._new_agent = call, seat, launch, new_agent
-        self.are_over = False  # whether all have ended well
         self._inbox = seat.inbox  # this launch's; a later launch has another
-        self._at, self._began_at = -1, 0.0  # the command that runs, or was the last, and when it began
-        self._is_next_due = self._has_failed = self._is_closed = False
         self._agent: AgentProcess | None = None
         self._faults = MachineFaults()
-        self._cwd = os.path.realpath(call.cwd)
+        self._env = environment_of_commands(call, seat.link.own_address)
         self._folder = make_folder(call, f"launch{launch}-before_run")
-        try:
-            env = environment_of_commands(call, seat.link.own_address)
-            self._env = {**env, _HAS_FOLDER: self._cwd}
-            self._logs = self._reader(write)
-        except BaseException:
-            shutil.rmtree(self._folder, ignore_errors=True)
-            raise
-        self._turn = self._open_turn()
-
-    def _reader(self, write: Write) -> LogReader:
-        node, num_nodes, count = self._seat.node, self._seat.num_nodes, len(self._call.before_run)
-        of_node = "" if num_nodes == 1 else f"node {node} "
-        is_hidden = self._call.logs == "rank0" and node != 0
-        return LogReader(
+        node, count = seat.node, len(call.before_run)
+        of_node, is_hidden = "" if seat.num_nodes == 1 else f"node {node} ", call.logs == "rank0" and node != 0
+        self._logs = LogReader(
             self._folder,
             {each: (f"[{of_node}before_run {each + 1}/{count}] ", is_hidden) for each in range(count)},
-            label(node, num_nodes),
+            label(node, seat.num_nodes),
             write,
             cuts=True,
         )
+        self._turn = os.open(call.cwd, os.O_RDONLY | os.O_CLOEXEC)
 
-    def _open_turn(self) -> int | None:
-        """Return the file whose lock is the turn in the folder; None if a command with the turn has started this gang."""
-        if self._call.environ.get(_HAS_FOLDER) == self._cwd:
-            return None
-        with suppress(OSError):
-            return os.open(self._cwd, os.O_RDONLY | os.O_CLOEXEC)
-        return None
-
-    # --- their life -----------------------------------------------------------------------------
-
-    def start(self) -> None:
-        """Begin; `poll` starts the first one. All further news arrives as `AgentNews`."""
+    async def run(self, next_news: NextNews) -> Cause | None:
+        """Run them one after the other, when this node has its turn; return the failure of the first one that fails."""
         self._logs.start()
-        self._is_next_due = True
         if not self._has_turn():
-            text = f"waiting: the commands of another node run in the same folder, {self._cwd}"
+            text = f"waiting: the commands of another node run in the same folder, {os.path.realpath(self._call.cwd)}"
             self._seat.emit(Event("note", self._seat.node, text))
-
-    def poll(self) -> Cause | None:
-        """Start the next command, when it is due and this node has its turn; return why it could not be started."""
-        if not self._is_next_due or not self._has_turn():
-            return None
-        self._is_next_due = False
-        self._at += 1
-        try:
-            self._begin()
-        except (OSError, ValueError) as error:
-            self._end_turn()
-            return self._ended(None, f"could not be started: {error}")
+        while not self._has_turn():
+            await next_news()
+        for at in range(len(self._call.before_run)):
+            began_at = time.monotonic()
+            try:
+                self._begin(at)
+                status = await self._end(next_news)
+                how = self._faults.how_ended(status)
+            except (OSError, ValueError) as error:
+                status, how = None, f"could not be started: {error}"
+            cause = self._ended(at, status, how, time.monotonic() - began_at)
+            if cause is not None:
+                return cause
         return None
 
     def _has_turn(self) -> bool:
+        """Take the lock of their folder, which is the turn there."""
         try:
-            if self._turn is not None:
-                fcntl.flock(self._turn, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(self._turn, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             return False
         except OSError:  # some file systems, such as some NFS, have no such locks
             pass
         return True
 
-    def _begin(self) -> None:
-        call, words = self._call, self._call.before_run[self._at]
-        self._write("stdout", f"$ {shown(words)}")
+    def _begin(self, at: int) -> None:
+        call, words = self._call, self._call.before_run[at]
+        self._write(at, "stdout", f"$ {shown(words)}")
         # The shell is found here, because the user's PATH for the commands may lack it.
         program = system_program(words[0]) if is_by_shell(words) else words[0]
-        both = pipe_path(self._folder, self._at, "stdout")  # one pipe for both streams keeps their order
-        options = Options(both, both, grace_s=call.grace_s, cwd=call.cwd)
-        inbox, number = self._inbox, self.number
-        self._began_at = time.monotonic()
-        self._agent = self._new_agent(
-            [program, *words[1:]], self._env, options, lambda event: inbox.put_nowait(AgentNews(number, event))
+        both = pipe_path(self._folder, at, "stdout")  # one pipe for both streams keeps their order
+        options, inbox = Options(both, both, grace_s=call.grace_s, cwd=call.cwd), self._inbox
+        agent = self._new_agent(
+            [program, *words[1:]], self._env, options, lambda event: inbox.put_nowait(AgentNews(NUMBER, event))
         )
-        self._agent.start()
+        agent.start()
+        self._agent = agent
 
-    def handle(self, event: AgentEvent) -> Cause | None:
-        """Handle an event of the running command; return the failure that it reports."""
-        match event:
-            case AgentEnded():
-                return self._ended(event.status, self._faults.how_ended(event.status))
-            case End() if self._has_failed:
-                self._end_turn()
-            case End():
-                self._is_next_due = self._at + 1 < len(self._call.before_run)
-                self.are_over = not self._is_next_due
-                for each in left_behind(self._seat.node, event.left, "commands"):
+    async def _end(self, next_news: NextNews) -> int:
+        """Wait for the end of the running command, and of all that it has started; return its exit code."""
+        while True:
+            news = await next_news()
+            if isinstance(news, AgentNews) and news.generation == NUMBER and isinstance(news.event, End):
+                for each in left_behind(self._seat.node, news.event.left, "commands"):
                     self._seat.emit(each)
-        return None
+                return news.event.status or 0
 
-    async def close(self, grace_s: float = 0.0) -> None:
-        """Stop what still runs, and show the last output; safe to call more than once."""
-        if self._is_closed:
-            return
-        self._is_closed = True
+    async def close(self, grace_s: float) -> None:
+        """Stop what still runs, and show the last output."""
         self._logs.let_end()
         try:
             if self._agent is not None:
                 await self._agent.close(grace_s)
         finally:
             self._logs.finish(explained=True)
-            self._end_turn()
+            os.close(self._turn)
             shutil.rmtree(self._folder, ignore_errors=True)
 
-    def _end_turn(self) -> None:
-        turn, self._turn = self._turn, None
-        if turn is not None:
-            os.close(turn)
-
-    # --- how they ended -------------------------------------------------------------------------
-
-    def _ended(self, status: int | None, how: str) -> Cause | None:
+    def _ended(self, at: int, status: int | None, how: str, seconds: float) -> Cause | None:
         """Tell the gang of a command that has ended, and return its failure; `status` None: it could not be started."""
-        seconds = time.monotonic() - self._began_at
-        self._logs.read_now(self._at)
+        self._logs.read_now(at)
         if status == 0:
-            self._write("stderr", f"ended well after {seconds:.1f} s")
-            self._logs.read_now(self._at)
+            self._write(at, "stderr", f"ended well after {seconds:.1f} s")
+            self._logs.read_now(at)
         commands, node = self._call.before_run, self._seat.node
-        name = f"before_run {self._at + 1}/{len(commands)} ({shown(commands[self._at])})"
+        name = f"before_run {at + 1}/{len(commands)} ({shown(commands[at])})"
         # The error has the hints on signals.
         short = how if status is None else describe_exit(status).partition(":")[0]
         data = {"text": f"{name} {short}", "exit_code": status, "seconds": round(seconds, 3)}
         self._seat.link.send(Report("command", self._launch, data=data))
         if status == 0:
             return None
-        self._has_failed = True
-        lines = _last_lines(self._logs.tail(self._at, "stdout"))
+        lines = _last_lines(self._logs.tail(at, "stdout"))
         return Cause("command", node, self._seat.host, None, None, status, f"{name} {how}", lines)
 
-    def _write(self, stream: str, line: str) -> None:
+    def _write(self, at: int, stream: str, line: str) -> None:
         """Write a line of ours among a command's output."""
-        with open(pipe_path(self._folder, self._at, stream), "ab", buffering=0) as pipe:
+        with open(pipe_path(self._folder, at, stream), "ab", buffering=0) as pipe:
             pipe.write(f"{line}\n".encode(errors="backslashreplace"))
 
 

@@ -228,16 +228,11 @@ class NodeLaunch:
             while True:
                 await self._next()
         try:
-            commands.start()
-            news: Any = None
-            while True:
-                is_its = isinstance(news, AgentNews) and news.generation == commands.number
-                failure = (commands.handle(news.event) if is_its else None) or commands.poll()
-                if failure is not None:
-                    self._commands_failed(f"{failure.exception}", failure)
-                if commands.are_over:
-                    break
-                news = await self._next()
+            failure = await commands.run(self._next)
+            if failure is not None:
+                self._commands_failed(f"{failure.exception}", failure)
+                while True:
+                    await self._next()
         finally:
             await commands.close(self._call.grace_s)
         self._tools.complete()
