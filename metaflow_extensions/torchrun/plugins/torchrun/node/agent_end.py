@@ -6,10 +6,10 @@ import signal
 from dataclasses import replace
 
 from ..gang.cause import Cause, describe_exit, signal_name
-from ..logs.pipes import Tail
 from ..machine.cgroup import describe_oom, oom_kills
 from .agent_events import End
 from .exits import read_agent_report
+from .pipes import Tail
 from .request import Request
 
 AGENT_NAME = "torchrun agent"

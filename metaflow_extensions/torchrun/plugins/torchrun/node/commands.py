@@ -18,11 +18,11 @@ from ..events import Event, label
 from ..gang.cause import Cause, describe_exit
 from ..gang.messages import Report
 from ..launch.commands import is_by_shell, system_program
-from ..logs.pipes import LogReader, Write, pipe_path
 from .agent import AgentProcess, Options
 from .agent_end import MachineFaults
 from .agent_events import AgentEnded, AgentEvent, AgentNews, End
 from .headlines import left_behind
+from .pipes import LogReader, Write, pipe_path
 from .request import Request
 from .seat import Seat
 from .start import environment_of_commands, make_folder

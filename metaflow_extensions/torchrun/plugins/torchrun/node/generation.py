@@ -13,7 +13,6 @@ from ..events import Event
 from ..gang.cause import Failure, first_failure
 from ..gang.messages import Ask, Ended, Go, Message, Report, Stop
 from ..launch.command import shown_command
-from ..logs.pipes import LogReader
 from ..machine.aside import STUCK_S
 from .agent import AgentProcess
 from .agent_end import AgentEnd
@@ -22,6 +21,7 @@ from .exits import Exits
 from .hang_observer import HangObserver
 from .headlines import left_behind
 from .observers import Here, Observers
+from .pipes import LogReader
 from .progress_observer import ProgressObserver
 from .request import Request
 from .seat import Seat

@@ -19,7 +19,7 @@ class Task:
     environ: dict[str, str]
     cwd: str
     tmp: str  # the folder for temporary files
-    writes: tuple[str, ...] = ()  # the streams that only the task itself can write to: see `logs.console.is_elsewhere`
+    writes: tuple[str, ...] = ()  # the streams that only the task itself can write to: see `task.console.is_elsewhere`
 
 
 @dataclass(frozen=True)

@@ -22,9 +22,9 @@ from ..gang.messages import Store, from_wire
 from ..gang.view import as_dicts
 from ..gang.wire import Plain, from_plain, to_plain
 from ..launch.transfer import ValueStore
-from ..logs import console
 from ..node.outcome import Outcome
 from ..node.request import Request, Task
+from . import console
 from .member import Member
 from .services import Services
 from .upload import Upload, begin_upload
@@ -79,11 +79,9 @@ class LaunchCall:
     def settle(self, patience_s: float | None = None) -> None:
         """Wait until all lines of the launch are written, or for so long."""
         self._link.settle(patience_s)
-        console.settle(patience_s)
 
     def _begin(self) -> None:
         self.services.begin(self.request.spec)
-        console.settle(_OWN_LINES_S)
         for stream in (sys.stdout, sys.stderr):
             with suppress(Exception):  # whatever the step's code has put there
                 stream.flush()
@@ -137,8 +135,7 @@ class LaunchCall:
         return None
 
     def _write(self, stream: str, text: str, count: int) -> None:
-        console.write_output(stream, text.encode())
-        console.settle()
+        console.write(stream, text)
         self._link.send("wrote", count)
 
     def _on_store(self, wire: Any) -> None:

@@ -18,8 +18,8 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 
 from ..machine.looks import until_look
+from ..machine.streams import unread_bytes
 from .lines import LineSplitter
-from .shared_pipe import unread_bytes
 
 AGENT = "agent"
 """The name of the agent among the processes; a worker's is its local rank."""
