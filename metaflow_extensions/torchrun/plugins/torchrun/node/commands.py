@@ -74,7 +74,6 @@ class Commands:
             {each: (f"[{of_node}before_run {each + 1}/{count}] ", is_hidden) for each in range(count)},
             label(node, num_nodes),
             write,
-            cuts=True,
         )
 
     def _open_turn(self) -> int | None:
