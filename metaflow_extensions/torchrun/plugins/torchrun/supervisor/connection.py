@@ -54,7 +54,6 @@ class Connection(asyncio.Protocol):
         self._needed: int | None = 0
         self._transport: asyncio.Transport | None = None
         self._heard_at = self._checked_at = self.opened_at = time.monotonic()
-        self._owes_beat = False
         self._beat_at = _NEVER  # when the next heartbeat is due
         self.node: int | None = None  # on the control node: the member at the other end, once it has joined
         self.why_closed: str | None = None  # why this side has aborted it, if it has
@@ -79,9 +78,6 @@ class Connection(asyncio.Protocol):
             self.close()
         except ValueError as error:
             self.abort(f"its connection was closed, because a message on it could not be read: {error}")
-        if self._owes_beat:
-            self._owes_beat = False
-            self.write(BEAT)
 
     def _take(self) -> bytes | Message | None:
         """Return what the dialogue needs; None while that is incomplete."""
@@ -111,13 +107,13 @@ class Connection(asyncio.Protocol):
         return self._transport is None or self._transport.is_closing()
 
     @property
-    def unsent_bytes(self) -> int:
-        """How much waits here until the network takes it."""
-        return 0 if self._transport is None else self._transport.get_write_buffer_size()
+    def has_room(self) -> bool:
+        """Whether the network has taken all that was sent."""
+        return self._transport is not None and not self._transport.get_write_buffer_size()
 
     def write(self, data: bytes) -> None:
         """Send bytes, unless the connection is ending."""
-        if self._transport is not None and not self._transport.is_closing():
+        if self._transport is not None and not self.is_closing():
             self._transport.write(data)
 
     def close(self) -> None:
@@ -130,14 +126,6 @@ class Connection(asyncio.Protocol):
         if self._transport is not None:
             self.why_closed = self.why_closed or why
             self._transport.abort()
-
-    def answer_beat(self) -> None:
-        """Answer a heartbeat when all that has arrived is handled.
-
-        After a pause the other side may be gone: the first answer has the kernel reset the connection, and a second one
-        would end it before the other side's last words are read.
-        """
-        self._owes_beat = True
 
     @property
     def is_proven(self) -> bool:

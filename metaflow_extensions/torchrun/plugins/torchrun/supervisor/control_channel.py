@@ -116,20 +116,15 @@ class ControlChannel:
     # --- the gang -------------------------------------------------------------------------------
 
     def _tick(self) -> None:
-        if not self._is_closing:
-            late_s = 0.0 if self._timer is None else self._loop.time() - self._timer.when()
-            if late_s > _TICK_S:
-                self._step(self.gang.was_stopped, late_s)
-            tick_s = min(_TICK_S, self._timeout_s / BEATS / 3)  # the tick also sends heartbeats
-            self._timer = self._loop.call_later(until_look(tick_s), self._tick)
-            self._step(self.gang.tick)
-            self._look_at_connections()
-
-    def _look_at_connections(self) -> None:
-        """Send heartbeats, and abort connections that are silent or do not prove who they are.
-
-        One timer serves all connections, since each timer wakes the process.
-        """
+        """Let time go on for the gang and for all connections: each timer wakes the process, so there is one."""
+        if self._is_closing:
+            return
+        late_s = 0.0 if self._timer is None else self._loop.time() - self._timer.when()
+        if late_s > _TICK_S:
+            self._step(self.gang.was_stopped, late_s)
+        tick_s = min(_TICK_S, self._timeout_s / BEATS / 3)  # the tick also sends heartbeats
+        self._timer = self._loop.call_later(until_look(tick_s), self._tick)
+        self._step(self.gang.tick)
         patience_s = _HANDSHAKE_S if len(self._connections) < self._places else _HANDSHAKE_WHEN_FULL_S
         too_old = time.monotonic() - patience_s
         for connection in self._connections:
@@ -188,38 +183,28 @@ class ControlChannel:
         join = yield None
         if not isinstance(join, Join):
             return
-        if self.gang.may_join(join):
-            self._accept_member(connection, join)
-        elif not self._turn_away(connection, join):
+        if not self.gang.may_join(join):
+            refused, outgoing = self.gang.turn_away(join)
+            connection.write(encode(refused))
+            self._step(lambda: outgoing)
+            while refused.hold_s > 0:  # it stays connected, and is not listened to
+                yield None
             return
-        while True:  # no message gets a name here: it would stay in memory until the next one
-            self._handle(connection, (yield None))
-
-    def _handle(self, connection: Connection, message: Message) -> None:
-        """Handle a member's message; messages of a task that was turned away are ignored."""
-        if isinstance(message, Beat) or connection.node is None:
-            return
-        if isinstance(message, Lines):
-            self._on_lines(connection.node, message)
-        else:
-            self._step(self.gang.handle, connection.node, message)
-
-    def _accept_member(self, connection: Connection, join: Join) -> None:
-        """Make a node a member. A node that joins again has lost its connection: the old one is closed without a loss."""
         before = self._members.get(join.node)
-        if before is not None:
+        if before is not None:  # this node has lost its connection, and joins again: the old one ends without a loss
             before.node = None
             before.abort()
         self._members[join.node], connection.node = connection, join.node
         self.own_address = self.own_address or connection.address("sockname")
         self._step(self.gang.handle, join.node, join)
+        while True:  # no message gets a name here: it would stay in memory until the next one
+            self._handle(join.node, (yield None))
 
-    def _turn_away(self, connection: Connection, join: Join) -> bool:
-        """Send a task the reason why it can't be its node; return whether it may stay connected."""
-        refused, outgoing = self.gang.turn_away(join)
-        connection.write(encode(refused))
-        self._step(lambda: outgoing)
-        return refused.hold_s > 0
+    def _handle(self, node: int, message: Message) -> None:
+        if isinstance(message, Lines):
+            self._on_lines(node, message)
+        elif not isinstance(message, Beat):
+            self._step(self.gang.handle, node, message)
 
     def _ended(self, connection: Connection) -> None:
         self._connections.discard(connection)

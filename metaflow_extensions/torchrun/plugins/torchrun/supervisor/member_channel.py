@@ -9,13 +9,12 @@ from __future__ import annotations
 import asyncio
 import secrets
 import socket
-import traceback
 from collections.abc import Callable, Sequence
 from functools import partial
 
 from ..gang.messages import Answer, Beat, Join, Message
 from ..gang.policy import ConnectPolicy
-from .connection import Connection, Reading, close_all, encode
+from .connection import BEAT, Connection, Reading, close_all, encode
 
 
 class MemberChannel:
@@ -56,7 +55,7 @@ class MemberChannel:
     @property
     def has_room(self) -> bool:
         """Whether the network has taken all that was sent."""
-        return self._connection is not None and not self._connection.unsent_bytes
+        return self._connection is not None and self._connection.has_room
 
     async def close(self) -> None:
         """Close the connection."""
@@ -66,7 +65,7 @@ class MemberChannel:
 
     def fail(self, error: BaseException) -> None:
         """Report an exception in the loop to the step, and abort the connection so that the control node sees the loss."""
-        what = "".join(traceback.format_exception_only(error)).strip()
+        what = f"{type(error).__name__}: {error}"
         self._lose_control(f"this node's own channel failed, which is a bug in metaflow-torchrun: {what}")
         if self._connection is not None:
             self._connection.abort()
@@ -112,11 +111,8 @@ class MemberChannel:
         """Connect, and have both sides prove that they know the token; return why that has failed."""
         await asyncio.sleep(begin_in_s)
         is_proven: asyncio.Future[bool] = self._loop.create_future()
-        connection = Connection(
-            lambda connection: self._dialogue(connection, token, is_proven),
-            partial(self._ended, is_proven=is_proven),
-            self._timeout_s,
-        )
+        dialogue = partial(self._dialogue, token=token, is_proven=is_proven)
+        connection = Connection(dialogue, partial(self._ended, is_proven=is_proven), self._timeout_s)
         try:
             await asyncio.wait_for(self._loop.create_connection(lambda: connection, address, port), limit_s)
             if await asyncio.wait_for(is_proven, limit_s):
@@ -143,7 +139,7 @@ class MemberChannel:
         while True:
             message = yield None
             if isinstance(message, Beat):
-                connection.answer_beat()
+                connection.write(BEAT)
             else:
                 self._handle(connection, message)
 
