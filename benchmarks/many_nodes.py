@@ -11,6 +11,7 @@ import multiprocessing
 import queue
 import random
 import resource
+import secrets
 import socket
 import sys
 import threading
@@ -24,12 +25,12 @@ from typing import Any, NamedTuple
 import metaflow  # noqa: F401 - it imports our modules, so it must come before them
 from report import Report, parser
 
-from metaflow_extensions.torchrun.plugins.torchrun.channel import connection, control_channel, member_channel
 from metaflow_extensions.torchrun.plugins.torchrun.gang import messages, policy
 from metaflow_extensions.torchrun.plugins.torchrun.gang.cause import Cause, Failure
 from metaflow_extensions.torchrun.plugins.torchrun.gang.gang import Gang
 from metaflow_extensions.torchrun.plugins.torchrun.machine.network import pick_port
 from metaflow_extensions.torchrun.plugins.torchrun.node.usage_observer import SAMPLES_PER_S, STEP_S
+from metaflow_extensions.torchrun.plugins.torchrun.supervisor import control_channel, member_channel
 
 HOST = "127.0.0.1"
 HEARTBEAT_S = 30.0  # its default
@@ -224,7 +225,7 @@ class Control:
     def __init__(self, count: int) -> None:
         self._inbox: queue.SimpleQueue[messages.Message] = queue.SimpleQueue()
         gang = Gang(count + 1, lambda pinned: pinned or pick_port(), policy.Rules(WAIT_S))
-        self.token = connection.new_token()
+        self.token = secrets.token_hex()
         self._loop = loop_thread()
 
         async def listen() -> int:

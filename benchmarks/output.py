@@ -70,17 +70,19 @@ def read(folder: str, *arguments: str) -> int:
     import metaflow  # noqa: F401 - it imports our modules, so it must come before them
 
     from metaflow_extensions.torchrun.plugins.torchrun.launch.command import AGENT, HALT_SIGNAL
-    from metaflow_extensions.torchrun.plugins.torchrun.logs.console import settle, write_output
-    from metaflow_extensions.torchrun.plugins.torchrun.logs.pipes import LogReader, pipe_path
+    from metaflow_extensions.torchrun.plugins.torchrun.node.pipes import LogReader, pipe_path
+    from metaflow_extensions.torchrun.plugins.torchrun.supervisor.output import Output
 
     began: list[float] = []
 
-    def write(stream: str, lines: bytes) -> bool:
-        if lines:
-            began.append(time.time())
-        return write_output(stream, lines)
-
     async def read_all() -> int:
+        output = Output(lambda *frame: None)
+
+        def write(stream: str, lines: bytes) -> bool:
+            if lines:
+                began.append(time.time())
+            return output.write(stream, lines)
+
         reader = LogReader(folder, {rank: (f"[rank {rank}] ", False) for rank in range(RANKS)}, "", write)
         news = os.open(pipe_path(folder, "agent", "workers"), os.O_RDWR)  # of a few lines, which nobody needs here
         torchrun = subprocess.Popen([sys.executable, AGENT, folder, str(HALT_SIGNAL), *arguments])
@@ -89,11 +91,11 @@ def read(folder: str, *arguments: str) -> int:
             await asyncio.sleep(0.01)
         reader.finish()
         os.close(news)
+        await output.settle()
         return code
 
     used = time.process_time()
     code = asyncio.run(read_all())
-    settle()
     note("reader", began=began[0], cpu=time.process_time() - used)
     return code
 

@@ -20,7 +20,7 @@ from limits import limit_s
 HEARTBEAT_S = math.ceil(limit_s(2))
 MANY = 1000
 HUNG_UP_S = 10.0  # then the control node ends connections that say nothing
-GREETING_BYTES, NONCE_BYTES, MAC_BYTES = 48, 32, 32  # see channel/connection.py
+GREETING_BYTES, NONCE_BYTES, MAC_BYTES = 48, 32, 32  # see supervisor/connection.py
 
 
 @pytest.fixture

@@ -20,16 +20,16 @@ from types import SimpleNamespace
 from metaflow.datastore import FlowDataStore
 from metaflow.plugins.datastores.local_storage import LocalStorage
 
-from metaflow_extensions.torchrun.plugins.torchrun.channel.registry import Registry
 from metaflow_extensions.torchrun.plugins.torchrun.executor import Context, TorchrunExecutor
 from metaflow_extensions.torchrun.plugins.torchrun.gang.view import Presence
 from metaflow_extensions.torchrun.plugins.torchrun.gang.wire import to_plain
-from metaflow_extensions.torchrun.plugins.torchrun.logs.console import to_log
 from metaflow_extensions.torchrun.plugins.torchrun.machine import detached
 from metaflow_extensions.torchrun.plugins.torchrun.machine.accelerators import this_machine
+from metaflow_extensions.torchrun.plugins.torchrun.registry import Registry
 from metaflow_extensions.torchrun.plugins.torchrun.settings import parse_settings
 from metaflow_extensions.torchrun.plugins.torchrun.task import join as joining
 from metaflow_extensions.torchrun.plugins.torchrun.task.cards import Cards
+from metaflow_extensions.torchrun.plugins.torchrun.task.console import to_log
 from metaflow_extensions.torchrun.plugins.torchrun.task.gang_store import GangStore
 from metaflow_extensions.torchrun.plugins.torchrun.task.spares import starts_of
 

@@ -6,7 +6,7 @@ import json, sys
 from metaflow import Step, Task, namespace
 from metaflow.datastore import FlowDataStore
 from metaflow.plugins import DATASTORES
-from metaflow_extensions.torchrun.plugins.torchrun.channel.registry import Registry
+from metaflow_extensions.torchrun.plugins.torchrun.registry import Registry
 from metaflow_extensions.torchrun.plugins.torchrun.gang.wire import to_plain
 from metaflow_extensions.torchrun.plugins.torchrun.errors import GangStartTimeout
 
@@ -44,7 +44,7 @@ import json, sys
 from dataclasses import replace
 from metaflow.datastore import FlowDataStore
 from metaflow.plugins import DATASTORES
-from metaflow_extensions.torchrun.plugins.torchrun.channel.registry import AddressRecord, Registry
+from metaflow_extensions.torchrun.plugins.torchrun.registry import AddressRecord, Registry
 from metaflow_extensions.torchrun.plugins.torchrun.gang.wire import to_plain
 from metaflow_extensions.torchrun.plugins.torchrun.errors import GangError
 

@@ -6,6 +6,7 @@ import math
 import os
 import pickle
 import queue
+import secrets
 import socket
 import struct
 import threading
@@ -19,15 +20,13 @@ from limits import limit_s
 from loops import InLoop, Loop
 from unit_helpers import HANG_S
 
-from metaflow_extensions.torchrun.plugins.torchrun.channel.codec import LENGTH, load
-from metaflow_extensions.torchrun.plugins.torchrun.channel.connection import new_token
-from metaflow_extensions.torchrun.plugins.torchrun.channel.control_channel import ControlChannel
-from metaflow_extensions.torchrun.plugins.torchrun.channel.frames import decode, encode
-from metaflow_extensions.torchrun.plugins.torchrun.channel.member_channel import MemberChannel
 from metaflow_extensions.torchrun.plugins.torchrun.gang import messages as sent
 from metaflow_extensions.torchrun.plugins.torchrun.gang.gang import Gang
 from metaflow_extensions.torchrun.plugins.torchrun.gang.policy import ConnectPolicy, Rules
 from metaflow_extensions.torchrun.plugins.torchrun.machine.network import pick_port
+from metaflow_extensions.torchrun.plugins.torchrun.supervisor.connection import LENGTH, decode, encode
+from metaflow_extensions.torchrun.plugins.torchrun.supervisor.control_channel import ControlChannel
+from metaflow_extensions.torchrun.plugins.torchrun.supervisor.member_channel import MemberChannel
 
 HOST = "127.0.0.1"
 READY = sent.Ready(0, 1, "abc", {"torch": "2.13.0", "python": "3.11.7"})
@@ -84,7 +83,7 @@ class Control:
     """The control node's side of a test."""
 
     def __init__(self, num_nodes=2, heartbeat_s=20.0, started_timeout_s=60.0, host=HOST, **rules):
-        self.inbox, self.token = Inbox(), new_token()
+        self.inbox, self.token = Inbox(), secrets.token_hex()
         gang = Gang(num_nodes, lambda pinned: pinned or pick_port(), Rules(started_timeout_s, 1.0, **rules))
         self.loop = Loop()
         self.lines = []
@@ -198,7 +197,7 @@ def receive(sock, count):
 
 
 def receive_message(sock):
-    return decode(load(receive(sock, *LENGTH.unpack(receive(sock, LENGTH.size)))))
+    return decode(receive(sock, *LENGTH.unpack(receive(sock, LENGTH.size))))
 
 
 def raw_connection(control):
@@ -313,7 +312,7 @@ def test_a_member_does_not_trust_whoever_answers(greeting, answered, opened):
             heard.put(said.read())
 
     with pytest.raises(ConnectionError, match="token"):
-        opened.member().connect([HOST], opened.answering(answer), new_token(), 10.0)
+        opened.member().connect([HOST], opened.answering(answer), secrets.token_hex(), 10.0)
     assert len(heard.get(timeout=limit_s(HANG_S))) == answered  # its own proof, but not its join
 
 
@@ -321,7 +320,7 @@ def test_an_address_where_nobody_speaks_takes_no_longer_than_the_policy_says(ope
     silent = opened.silent()
     for policy, timeout_s in ((QUICK, 3600.0), (None, 0.5)):
         with pytest.raises(TimeoutError, match=r"no answer within 0\.5 s"):
-            opened.member(policy=policy).connect([HOST], silent, new_token(), timeout_s)
+            opened.member(policy=policy).connect([HOST], silent, secrets.token_hex(), timeout_s)
 
 
 @pytest.mark.parametrize(
@@ -332,7 +331,7 @@ def test_an_address_where_nobody_speaks_takes_no_longer_than_the_policy_says(ope
 def test_a_member_tells_whether_nobody_listens_any_more(others, is_refused, opened):
     port = opened.silent("127.0.0.2", pick_port())
     with pytest.raises(OSError) as caught:  # noqa: PT011 - which one is looked at below
-        opened.member(policy=QUICK).connect([HOST, *others], port, new_token(), 10.0)
+        opened.member(policy=QUICK).connect([HOST, *others], port, secrets.token_hex(), 10.0)
     assert isinstance(caught.value, ConnectionRefusedError) is is_refused
 
 
@@ -358,7 +357,7 @@ def test_a_member_whose_first_connection_was_lost_unseen_gets_in_by_another(open
 @pytest.mark.parametrize("welcome", [True, False], ids=["after its welcome", "before"])
 def test_a_control_node_that_falls_silent_is_lost(welcome, opened):
     silence_s = math.ceil(limit_s(0.3) * 10) / 10
-    token, member, done = new_token(), opened.member(heartbeat_s=silence_s), threading.Event()
+    token, member, done = secrets.token_hex(), opened.member(heartbeat_s=silence_s), threading.Event()
 
     def answer(sock):
         shake_hands_as_control(sock, token)

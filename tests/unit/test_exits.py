@@ -11,7 +11,6 @@ from unit_helpers import Patient, write
 
 from metaflow_extensions.torchrun.plugins.torchrun.gang.cause import Cause, FailureText
 from metaflow_extensions.torchrun.plugins.torchrun.launch.call import Call
-from metaflow_extensions.torchrun.plugins.torchrun.logs.pipes import AGENT
 from metaflow_extensions.torchrun.plugins.torchrun.node.agent_events import WorkerEnded
 from metaflow_extensions.torchrun.plugins.torchrun.node.exits import (
     Exits,
@@ -19,6 +18,7 @@ from metaflow_extensions.torchrun.plugins.torchrun.node.exits import (
     read_agent_report,
     read_record,
 )
+from metaflow_extensions.torchrun.plugins.torchrun.node.pipes import AGENT
 
 PLAIN = ["Traceback (most recent call last):", '  File "train.py", line 3, in <module>', "ValueError: loss is nan"]
 TERMINATED = -signal.SIGTERM

@@ -8,11 +8,11 @@ import pytest
 from gang_of import FACTS, FIELDS, STOP_S, GangOf, crash, preemption, running
 
 from metaflow_extensions.torchrun.plugins.torchrun import errors
-from metaflow_extensions.torchrun.plugins.torchrun.channel.frames import encode
 from metaflow_extensions.torchrun.plugins.torchrun.gang import gang as machine
 from metaflow_extensions.torchrun.plugins.torchrun.gang import messages as say
 from metaflow_extensions.torchrun.plugins.torchrun.gang.cause import Failure
 from metaflow_extensions.torchrun.plugins.torchrun.gang.texts import names
+from metaflow_extensions.torchrun.plugins.torchrun.supervisor.connection import encode
 
 KILLED = crash(kind="signal", code=-9, text=None)
 NODE_1, SIGKILL, SIGTERM = "node 1 (host host-1)", "its task was killed by SIGKILL", "its task got SIGTERM"

@@ -10,8 +10,8 @@ from metaflow.plugins.datastores.local_storage import LocalStorage
 from metaflow.plugins.kubernetes import kubernetes
 from test_registry import KNOWN
 
-from metaflow_extensions.torchrun.plugins.torchrun.channel.registry import AddressRecord, Registry
 from metaflow_extensions.torchrun.plugins.torchrun.errors import GangError
+from metaflow_extensions.torchrun.plugins.torchrun.registry import AddressRecord, Registry
 from metaflow_extensions.torchrun.plugins.torchrun.task.jobs import Job
 
 WHERE = ["--run-id", "7", "--task-id", "3", "--num-parallel", "2", "--retry-count"]

@@ -10,16 +10,15 @@ from loops import InLoop, Loop
 from test_registry import Failing, FlowDatastore, registry_of
 from unit_helpers import eventually
 
-from metaflow_extensions.torchrun.plugins.torchrun.channel.connection import new_token
-from metaflow_extensions.torchrun.plugins.torchrun.channel.control_channel import ControlChannel
-from metaflow_extensions.torchrun.plugins.torchrun.channel.registry import AddressRecord
 from metaflow_extensions.torchrun.plugins.torchrun.errors import GangError, TorchrunPreempted
 from metaflow_extensions.torchrun.plugins.torchrun.gang.gang import Gang, Presence
 from metaflow_extensions.torchrun.plugins.torchrun.gang.messages import Join
 from metaflow_extensions.torchrun.plugins.torchrun.gang.policy import ConnectPolicy, Rules
 from metaflow_extensions.torchrun.plugins.torchrun.gang.view import GangView, NodeView
 from metaflow_extensions.torchrun.plugins.torchrun.machine.network import pick_port, place
+from metaflow_extensions.torchrun.plugins.torchrun.registry import AddressRecord
 from metaflow_extensions.torchrun.plugins.torchrun.settings import DEFAULTS, parse_settings
+from metaflow_extensions.torchrun.plugins.torchrun.supervisor.control_channel import ControlChannel
 from metaflow_extensions.torchrun.plugins.torchrun.task import join as joining
 
 HOST = "127.0.0.1"
@@ -42,7 +41,7 @@ def control():
     open_ = {}
 
     def start():
-        token, inbox = new_token(), []
+        token, inbox = "a token", []
         gang = Gang(2, lambda pinned: pinned, Rules(60.0, 1.0))
         channel = InLoop(Loop(), lambda: ControlChannel(gang, inbox.append, token, 20.0))
         open_[channel] = channel

@@ -14,11 +14,10 @@ import pytest
 from fake_link import supervisor_of
 from unit_helpers import HANG_S, eventually, is_running
 
-from metaflow_extensions.torchrun.plugins.torchrun.channel.codec import PACKET_BYTES, Packets, packets
-from metaflow_extensions.torchrun.plugins.torchrun.channel.connection import new_token
 from metaflow_extensions.torchrun.plugins.torchrun.errors import GangError, LaunchFailed
 from metaflow_extensions.torchrun.plugins.torchrun.gang.policy import Rules
 from metaflow_extensions.torchrun.plugins.torchrun.machine.network import pick_port
+from metaflow_extensions.torchrun.plugins.torchrun.machine.packets import PACKET_BYTES, Packets, packets
 from metaflow_extensions.torchrun.plugins.torchrun.settings import DEFAULTS, parse_settings
 from metaflow_extensions.torchrun.plugins.torchrun.task import join as joining
 from metaflow_extensions.torchrun.plugins.torchrun.task import orders
@@ -34,7 +33,7 @@ def ignore(event):
 @pytest.fixture
 def gang():
     """Return functions that make a control node and other members, which have not joined; all leave."""
-    made, token = [], new_token()
+    made, token = [], "a token"
 
     def control(num_nodes=2):
         made.append(joining._begin_gang(num_nodes, SETTINGS, ignore, token, Rules(60.0, 1.0), {}))
@@ -160,7 +159,7 @@ TASK = f"""
 import os, signal, sys
 sys.path[:0] = {sys.path!r}
 import metaflow
-from metaflow_extensions.torchrun.plugins.torchrun.channel.codec import packets
+from metaflow_extensions.torchrun.plugins.torchrun.machine.packets import packets
 from metaflow_extensions.torchrun.plugins.torchrun.gang.policy import Rules
 from metaflow_extensions.torchrun.plugins.torchrun.settings import DEFAULTS, parse_settings
 from metaflow_extensions.torchrun.plugins.torchrun.task import join as joining

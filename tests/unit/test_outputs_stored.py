@@ -12,11 +12,11 @@ from metaflow.datastore import FlowDataStore
 from metaflow.plugins.datastores.local_storage import LocalStorage
 from unit_helpers import write
 
-from metaflow_extensions.torchrun.plugins.torchrun.channel.registry import Registry
 from metaflow_extensions.torchrun.plugins.torchrun.compat.datastore import DatastoreValues
 from metaflow_extensions.torchrun.plugins.torchrun.errors import TorchrunError
 from metaflow_extensions.torchrun.plugins.torchrun.gang.view import GangView
 from metaflow_extensions.torchrun.plugins.torchrun.outputs import Outputs
+from metaflow_extensions.torchrun.plugins.torchrun.registry import Registry
 from metaflow_extensions.torchrun.plugins.torchrun.show import commands
 from metaflow_extensions.torchrun.plugins.torchrun.show.outputs_command import outputs_of
 from metaflow_extensions.torchrun.plugins.torchrun.task import output_storing as storing

@@ -6,7 +6,6 @@ from dataclasses import replace
 import pytest
 from gang_views import BEGAN, Story
 
-from metaflow_extensions.torchrun.plugins.torchrun.channel.registry import AddressRecord, Registry, Reply, Request
 from metaflow_extensions.torchrun.plugins.torchrun.errors import (
     GangError,
     GangStartTimeout,
@@ -14,6 +13,7 @@ from metaflow_extensions.torchrun.plugins.torchrun.errors import (
     TorchrunPreempted,
 )
 from metaflow_extensions.torchrun.plugins.torchrun.gang.view import Word
+from metaflow_extensions.torchrun.plugins.torchrun.registry import AddressRecord, Registry, Reply, Request
 
 RECORD = AddressRecord(("10.0.0.7", "fd00::7"), 40123, "secret")
 

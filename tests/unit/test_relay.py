@@ -3,7 +3,6 @@
 import asyncio
 import os
 import re
-import sys
 import threading
 import time
 
@@ -14,13 +13,12 @@ from limits import limit_s
 from loops import InLoop, Loop
 from unit_helpers import eventually
 
-from metaflow_extensions.torchrun.plugins.torchrun.channel.codec import LENGTH, load
-from metaflow_extensions.torchrun.plugins.torchrun.channel.connection import new_token
-from metaflow_extensions.torchrun.plugins.torchrun.channel.frames import decode, encode
 from metaflow_extensions.torchrun.plugins.torchrun.gang.limits import LATE_S
 from metaflow_extensions.torchrun.plugins.torchrun.gang.messages import Ended, Join, Lines
-from metaflow_extensions.torchrun.plugins.torchrun.logs import console
-from metaflow_extensions.torchrun.plugins.torchrun.supervisor import relay
+from metaflow_extensions.torchrun.plugins.torchrun.machine.streams import unread_bytes
+from metaflow_extensions.torchrun.plugins.torchrun.supervisor import output, relay
+from metaflow_extensions.torchrun.plugins.torchrun.supervisor.connection import LENGTH, decode, encode
+from metaflow_extensions.torchrun.plugins.torchrun.supervisor.output import Output
 from metaflow_extensions.torchrun.plugins.torchrun.supervisor.relay import LineSender, Relay
 from metaflow_extensions.torchrun.plugins.torchrun.supervisor.sides import ControlSide, MemberSide
 
@@ -38,7 +36,7 @@ class Channel:
         self.has_room, self.sent = True, []
 
     def send(self, message):
-        self.sent.append(decode(load(encode(message)[LENGTH.size :])))
+        self.sent.append(decode(encode(message)[LENGTH.size :]))
 
 
 # --- a member's end -------------------------------------------------------------------------------
@@ -90,7 +88,8 @@ def test_a_line_that_is_too_long_is_left_out_alone():
         sender.send_all()
 
     asyncio.run(send())
-    assert channel.sent == [Lines((("stdout", "\x00" * 100_000 + "\nafter\n"),), 2), Lines((), 1)]
+    kept = ("stdout", "\x00" * 100_000 + "\n"), ("stdout", "after\n")
+    assert channel.sent == [Lines(kept, 2), Lines((), 1)]
 
 
 def test_lines_wait_while_the_network_takes_nothing_and_then_go_together(monkeypatch):
@@ -108,7 +107,7 @@ def test_lines_wait_while_the_network_takes_nothing_and_then_go_together(monkeyp
             await asyncio.sleep(0.01)
 
     asyncio.run(asyncio.wait_for(send(), limit_s(30)))
-    assert channel.sent == [Lines((("stderr", "".join(f"{number}\n" for number in range(20))),))]
+    assert channel.sent == [Lines(tuple(("stderr", f"{number}\n") for number in range(20)))]
 
 
 def test_a_large_gang_does_not_flood_its_control_node():
@@ -133,16 +132,12 @@ def test_a_large_gang_does_not_flood_its_control_node():
 
 
 class Log:
-    """The control node's stdout: a pipe that is read from `read` on."""
+    """The control node's stdout and stderr: a pipe that is read from `read` on."""
 
     def __init__(self, monkeypatch):
-        self._reading, writing = os.pipe()
-        self._stdout, self._monkeypatch = os.fdopen(writing, "w"), monkeypatch
+        self._reading, self._writing = os.pipe()
+        monkeypatch.setattr(output, "_FDS", dict.fromkeys(("stdout", "stderr"), self._writing))
         self._text, self._reader = bytearray(), threading.Thread(target=self._read)
-
-    def begin(self):
-        """To be called in the test, for pytest puts its own stdout before it."""
-        self._monkeypatch.setattr(sys, "stdout", self._stdout)
 
     def read(self):
         if self._reader.ident is None:
@@ -152,12 +147,12 @@ class Log:
         while data := os.read(self._reading, 1_000_000):
             self._text += data
 
-    def lines(self):
+    def lines(self, loop, output):
         """Return what was read as whole lines, when all is written."""
         self.read()
-        assert console.settle(limit_s(30))
-        eventually(lambda: not console.has_unread())
-        assert self.text[-1:] == "\n"
+        assert loop.call(output.settle, limit_s(30))
+        eventually(lambda: not unread_bytes(self._writing))
+        eventually(lambda: self.text[-1:] == "\n")
         return self.text[:-1].split("\n")
 
     @property
@@ -166,15 +161,14 @@ class Log:
 
     def close(self):
         self.read()
-        assert console.settle(limit_s(30))
-        self._stdout.close()
+        os.close(self._writing)
         self._reader.join()
         os.close(self._reading)
 
 
 @pytest.fixture
 def log(monkeypatch):
-    """The log, in the place of this process's stdout."""
+    """The log, in the place of this process's streams."""
     log = Log(monkeypatch)
     yield log
     log.close()
@@ -184,15 +178,16 @@ class Gang:
     """A control node and its members, each in a loop of its own, as in the supervisors."""
 
     def __init__(self, members=1, heartbeat_s=20.0):
-        self.lost, token = [], new_token()
+        self.lost, token = [], "a token"
         rules = {"started_timeout_s": 60.0, "grace_s": 1.0}
         ignore = lambda *told: None  # noqa: E731
         count = members + 1
-        self.control = InLoop(Loop(), lambda: ControlSide(ignore, ignore, count, heartbeat_s, token, rules))
+        self.output = Output(ignore)
+        self.control = InLoop(Loop(), lambda: ControlSide(ignore, self.output, count, heartbeat_s, token, rules))
         port = self.control.listen(None, HOST)
         self.control.send(Join(0, "host-0"))
         self.members = [
-            InLoop(Loop(), lambda node=node: MemberSide(self._hear, ignore, node, count, heartbeat_s, {}, ""))
+            InLoop(Loop(), lambda node=node: MemberSide(self._hear, self.output, node, count, heartbeat_s, {}, ""))
             for node in range(1, count)
         ]
         for member in self.members:
@@ -208,7 +203,7 @@ class Gang:
     def close(self):
         for side in (*self.members, self.control):
             side.close(0.0)
-        assert console.settle(limit_s(30))  # else what is written calls into a loop that has ended
+        self.control.in_loop.call(self.output.settle, limit_s(30))
         for side in (*self.members, self.control):
             side.in_loop.stop()
 
@@ -218,7 +213,6 @@ def start(log):
     gangs = []
 
     def start(**given):
-        log.begin()
         gangs.append(Gang(**given))
         return gangs[-1]
 
@@ -243,12 +237,12 @@ def test_a_flood_that_nobody_reads_holds_up_no_worker_and_no_heartbeat(start, lo
     assert slowest_s < limit_s(1.0)
     time.sleep(max(0.0, begun + 2 * silence_s - time.monotonic()))  # so that silence is noticed
     assert gang.is_whole()
-    log.lines()  # all that was kept
+    log.lines(gang.control.in_loop, gang.output)  # all that was kept
     member.lines("stdout", f"[rank 1] {count} x\n")
     member.send(Ended(0, True))
     eventually(lambda: f"] {count} x\n" in log.text, "the last line")
     expected = missing = 0
-    for line in log.lines():
+    for line in log.lines(gang.control.in_loop, gang.output):
         if gap := GAP.match(line):
             missing += int(gap[2])
             expected += int(gap[2])
@@ -265,16 +259,16 @@ def test_a_flood_that_nobody_reads_holds_up_no_worker_and_no_heartbeat(start, lo
 
 def test_what_finds_no_place_until_the_end_is_told_at_the_end(log, monkeypatch):
     monkeypatch.setattr(relay, "_MOST_BYTES", 150_000)
-    log.begin()
-    others = InLoop(Loop(), Relay)
+    loop, output = Loop(), Output(lambda *frame: None)
+    others = InLoop(loop, lambda: Relay(output))
     text = f"[rank 1] {'x' * 90}\n"
     others.add(1, Lines((("stdout", text * 2000),)))  # more than a pipe holds, and nobody reads
     for node in (1, 2):
         others.add(node, Lines((("stdout", text), ("stderr", text)), 5))
     others.say_all_left_out()
-    lines = log.lines()
+    lines = log.lines(loop, output)
     assert [GAP.match(line).groups() for line in lines[2000:]] == [("1", "7"), ("2", "7")]
     others.say_all_left_out()
     others.add(1, Lines((("stdout", "after\n"),)))
-    assert log.lines() == [*lines, "after"], "they are told once"
-    others.in_loop.stop()
+    assert log.lines(loop, output) == [*lines, "after"], "they are told once"
+    loop.stop()

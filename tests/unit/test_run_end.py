@@ -11,7 +11,7 @@ from metaflow.exception import MetaflowException
 from metaflow.plugins.datastores.local_storage import LocalStorage
 from metaflow.runtime import TaskFailed
 
-from metaflow_extensions.torchrun.plugins.torchrun.channel.registry import Registry
+from metaflow_extensions.torchrun.plugins.torchrun.registry import Registry
 from metaflow_extensions.torchrun.plugins.torchrun.show.run_end import RunEnd
 from metaflow_extensions.torchrun.plugins.torchrun.task import report
 

@@ -13,6 +13,7 @@ from metaflow_extensions.torchrun.plugins.torchrun.gang.cause import Cause
 from metaflow_extensions.torchrun.plugins.torchrun.gang.messages import Ended, Join, Leave, Ready
 from metaflow_extensions.torchrun.plugins.torchrun.gang.policy import LaunchPolicy
 from metaflow_extensions.torchrun.plugins.torchrun.machine.processes import began
+from metaflow_extensions.torchrun.plugins.torchrun.supervisor.output import Output
 from metaflow_extensions.torchrun.plugins.torchrun.supervisor.sides import ControlSide
 
 GRACE_S = 1.5
@@ -32,7 +33,7 @@ def test_a_node_without_which_the_gang_goes_on_has_its_grace_and_ends_in_the_end
     """Its step may catch the error and go on: the others would wait for ever."""
 
     async def seconds():
-        side = ControlSide(lambda *told: None, lambda event: None, 2, 30.0, "token", RULES)
+        side = ControlSide(lambda *told: None, Output(lambda *told: None), 2, 30.0, "token", RULES)
         gang = side._gang
 
         def say(*messages):

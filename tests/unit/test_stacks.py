@@ -11,11 +11,11 @@ from metaflow.datastore import FlowDataStore
 from metaflow.plugins.datastores.local_storage import LocalStorage
 from unit_helpers import write
 
-from metaflow_extensions.torchrun.plugins.torchrun.channel.registry import Registry, Reply
 from metaflow_extensions.torchrun.plugins.torchrun.gang.messages import Ask
 from metaflow_extensions.torchrun.plugins.torchrun.gang.stacks import GangStacks, NodeStacks
 from metaflow_extensions.torchrun.plugins.torchrun.gang.wire import from_plain, to_plain
 from metaflow_extensions.torchrun.plugins.torchrun.machine.frames import Found
+from metaflow_extensions.torchrun.plugins.torchrun.registry import Registry, Reply
 from metaflow_extensions.torchrun.plugins.torchrun.show import commands, stacks_command
 
 

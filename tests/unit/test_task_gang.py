@@ -15,9 +15,9 @@ from metaflow.metaflow_current import Parallel
 from metaflow.plugins.datastores.local_storage import LocalStorage
 from unit_helpers import HANG_S
 
-from metaflow_extensions.torchrun.plugins.torchrun.channel.registry import Registry
 from metaflow_extensions.torchrun.plugins.torchrun.errors import LaunchFailed
 from metaflow_extensions.torchrun.plugins.torchrun.gang.messages import Abort
+from metaflow_extensions.torchrun.plugins.torchrun.registry import Registry
 from metaflow_extensions.torchrun.plugins.torchrun.settings import DEFAULTS, parse_settings
 from metaflow_extensions.torchrun.plugins.torchrun.task import task_gang
 from metaflow_extensions.torchrun.plugins.torchrun.task.signs import STARTED_BY

@@ -10,7 +10,7 @@ import pytest
 from limits import limit_s
 from unit_helpers import HANG_S
 
-from metaflow_extensions.torchrun.plugins.torchrun.channel.codec import Packets, packets
+from metaflow_extensions.torchrun.plugins.torchrun.machine.packets import Packets, packets
 from metaflow_extensions.torchrun.plugins.torchrun.supervisor.task_link import TaskLink
 
 

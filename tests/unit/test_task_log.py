@@ -9,8 +9,8 @@ from unit_helpers import eventually
 
 from metaflow_extensions.torchrun.plugins.torchrun.compat.datastore import save_log
 from metaflow_extensions.torchrun.plugins.torchrun.events import Event
-from metaflow_extensions.torchrun.plugins.torchrun.logs import task_log
-from metaflow_extensions.torchrun.plugins.torchrun.logs.task_log import TaskLog
+from metaflow_extensions.torchrun.plugins.torchrun.task import task_log
+from metaflow_extensions.torchrun.plugins.torchrun.task.task_log import TaskLog
 
 
 @pytest.fixture(autouse=True)

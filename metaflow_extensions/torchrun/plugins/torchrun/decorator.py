@@ -350,7 +350,7 @@ def _tell_of_job(flow_datastore: Any, step_name: str) -> None:
 def _make_gang_of_one(flow: Any) -> None:
     """Make the task that `spin` starts the whole gang; it starts one task, with the number of nodes of the run."""
     from .events import Event
-    from .logs.console import to_log
+    from .task.console import to_log
 
     before = steps.num_parallel(flow)
     steps.make_gang_of_one(flow)

@@ -17,12 +17,12 @@ from .events import Event
 from .executor import Context, TorchrunExecutor
 from .gang.cause import rename_node
 from .gang.view import GangView
-from .logs.console import hurry, to_log
 from .machine.accelerators import this_machine
 from .result import TorchrunResult
 from .settings import DEFAULTS, parse_settings
 from .show.gang_part import GangPart
 from .task.cards import Cards
+from .task.console import hurry, to_log
 from .task.gang_store import GangStore
 from .task.join import LOOPBACK, join_alone, rules_of
 from .task.member import Member

@@ -11,7 +11,6 @@ from ..errors import (
     LaunchFailed,
     LaunchHung,
     LaunchTimeout,
-    TorchrunError,
     TorchrunPreempted,
 )
 from .cause import CATEGORY_TEXTS, Cause, FailureText, failed
@@ -83,14 +82,6 @@ def too_soon(host: str) -> GangError:
 def no_replacement(join: Join, why: str) -> TorchrunPreempted:
     """Return the error for a task that came in the place of another, where the gang can't use it."""
     return TorchrunPreempted(f"{turned_away(join, why).message} {TorchrunPreempted.remedy}")
-
-
-def silent(node: int, host: str, why: str) -> TorchrunError:
-    """Return the error for a node that was silent for too long, for that node itself."""
-    return alone(
-        Cause("lost", node, host, exception=why),
-        "It was stopped, or its network was cut. The gang does not take it back.",
-    )
 
 
 # --- a launch that can't begin, and failures outside of launches ----------------------------------

@@ -7,10 +7,10 @@ from dataclasses import replace
 
 from ..gang.cause import Cause, describe_exit, signal_name
 from ..launch.call import Call
-from ..logs.pipes import Tail
 from ..machine.cgroup import describe_oom, oom_kills
 from .agent_events import End
 from .exits import read_agent_report
+from .pipes import Tail
 
 AGENT_NAME = "torchrun agent"
 """What messages call torchrun's own process."""

@@ -19,11 +19,11 @@ from ..gang.cause import Cause, describe_exit
 from ..gang.messages import Report
 from ..launch.call import Call
 from ..launch.commands import is_by_shell, system_program
-from ..logs.pipes import LogReader, Write, pipe_path
 from .agent import AgentProcess, Options
 from .agent_end import MachineFaults
 from .agent_events import AgentNews, End
 from .headlines import left_behind
+from .pipes import LogReader, Write, pipe_path
 from .seat import Seat
 from .start import environment_of_commands, make_folder
 
@@ -60,7 +60,6 @@ class Commands:
             {each: (f"[{of_node}before_run {each + 1}/{count}] ", is_hidden) for each in range(count)},
             label(node, seat.num_nodes),
             write,
-            cuts=True,
         )
         self._turn = os.open(call.cwd, os.O_RDONLY | os.O_CLOEXEC)
 

@@ -20,9 +20,9 @@ from typing import Any
 from ..gang.cause import Cause, remedy_of_exit
 from ..gang.texts import headline
 from ..launch.call import Call
-from ..logs.pipes import AGENT, Tail
 from ..machine.aside import STUCK_S, Aside
 from .agent_events import WorkerEnded
+from .pipes import AGENT, Tail
 
 _TAIL_LINES, _STDOUT_LINES = 30, 10
 # Of the exception itself; one in an ExceptionGroup has its own after more blanks.

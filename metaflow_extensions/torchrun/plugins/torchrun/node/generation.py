@@ -14,7 +14,6 @@ from ..gang.cause import Failure, first_failure
 from ..gang.messages import Ask, Ended, Go, Message, Report, Stop
 from ..launch.call import Call
 from ..launch.command import shown_command
-from ..logs.pipes import LogReader
 from ..machine.aside import STUCK_S
 from .agent import AgentProcess
 from .agent_end import AgentEnd
@@ -23,6 +22,7 @@ from .exits import Exits
 from .hang_observer import HangObserver
 from .headlines import left_behind
 from .observers import Here, Observers
+from .pipes import LogReader
 from .progress_observer import ProgressObserver
 from .seat import Seat
 from .stacks_observer import StacksObserver

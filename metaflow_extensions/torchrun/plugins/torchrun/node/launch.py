@@ -33,7 +33,6 @@ from ..gang.messages import (
 from ..gang.texts import headline, names
 from ..gang.view import as_dicts
 from ..launch.call import Call, Outcome
-from ..logs.pipes import Write
 from ..machine.aside import Aside
 from .agent import AgentProcess
 from .agent_end import AGENT_NAME
@@ -42,6 +41,7 @@ from .commands import Commands
 from .endings import Broken, GivenUp, MustEnd, TimedOut, preempted, timed_out
 from .generation import Generation
 from .headlines import alone_line, details_line, end_line, start_line
+from .pipes import Write
 from .seat import Seat
 from .start import prepare
 from .warm import WarmNode

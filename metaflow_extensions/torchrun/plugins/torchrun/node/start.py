@@ -13,13 +13,13 @@ from ..events import label
 from ..gang.messages import Go
 from ..launch.call import Call
 from ..launch.command import HALT_SIGNAL, agent_command, command_environment, restart_variables, with_hooks
-from ..logs.pipes import AGENT, LogReader, Write, pipe_path
 from ..machine.accelerators import Machine, omp_threads
 from ..machine.network import interface_of
 from ..machine.stacks import hook_environment
 from .agent import AgentProcess, Options
 from .agent_events import AgentNews
 from .generation import Generation
+from .pipes import AGENT, LogReader, Write, pipe_path
 from .progress_observer import FOLDER, metrics_folder
 from .seat import Seat
 from .warm import WarmNode

@@ -14,13 +14,13 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from ..channel.registry import Reply, Request
 from ..compat.cli import CommandException, click
 from ..elements.terminal import printable
 from ..gang.stacks import GangStacks
 from ..gang.texts import counted, duration, names
 from ..gang.wire import from_plain, to_plain
 from ..machine.frames import Found, look_first
+from ..registry import Reply, Request
 from .finding import WHICH, attempt_option, find_one, gang_argument
 from .stored_gangs import StoredGang, StoredGangs
 

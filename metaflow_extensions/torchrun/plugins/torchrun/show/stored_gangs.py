@@ -11,9 +11,9 @@ import re
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ..channel.registry import Registry
 from ..compat.stored import Storage
 from ..gang.view import GangView
+from ..registry import Registry
 from .page import Place
 from .program import flow_program
 

@@ -2,7 +2,7 @@
 
 It goes on whatever the step's own code does: that may keep the task's interpreter for minutes, stop it, or fork. It sees
 the task end, reads how, and tells the gang. It runs without Metaflow and without site-packages, in one asyncio loop;
-one other thread writes to stdout and stderr (`logs/console`). `between` is its parent. `task/link` is its counterpart.
+one other thread writes to stdout and stderr (`output`). `between` is its parent. `task/link` is its counterpart.
 """
 
 from __future__ import annotations
@@ -25,17 +25,15 @@ from ..events import Event
 from ..gang.cause import describe_exit
 from ..gang.messages import CONTROL, Abort, Farewell, Leave, from_wire
 from ..gang.wire import to_plain
-from ..logs import console
 from ..machine import processes
 from ..machine.cgroup import describe_oom, oom_kills
 from ..machine.looks import WATCH_S, until_look
 from ..machine.open_files import file_of
 from ..node.endings import MustEnd, TimedOut
 from ..node.warm import begin_spares
-from .ends import end_of
-from .held import Held
+from .ends import Held, end_of
 from .launches import Launches
-from .output import Output, settle
+from .output import Output
 from .sides import ControlSide, MemberSide
 from .signs import Signs
 from .task_link import TaskLink
@@ -160,7 +158,7 @@ class Supervisor:
         elif what == "echo":
             self._link.send_now("echo")  # the wait may have ended meanwhile
         elif what == "hurry":  # the task was told to end: nobody waits for a reader that takes nothing
-            console.hurry()
+            self._output.is_hurried = True
         elif what == "call":
             self._call(*rest)
         elif self._side is None:
@@ -181,7 +179,7 @@ class Supervisor:
     def _begin(self, about: dict[str, Any]) -> None:
         self._output.num_nodes = about["num_nodes"]
         more = about.pop("more")
-        side = (ControlSide if "rules" in about else MemberSide)(self._tell_task, self._output.show, **about)
+        side = (ControlSide if "rules" in about else MemberSide)(self._tell_task, self._output, **about)
         warm = begin_spares(more.get("starts"))
         self._launches = Launches(self._link.send, side.seat, self._output, side.lines, warm)
         self._side = side
@@ -215,7 +213,7 @@ class Supervisor:
 
     async def _finish_output(self) -> None:
         """Wait until all lines are written, as long as the task does; or, in a hurry, until their reader takes nothing."""
-        while not await settle(WATCH_S) and not self._has_ended() and not console.has_given_up():
+        while not await self._output.settle(WATCH_S) and not self._has_ended() and not self._output.has_given_up:
             pass
 
     def _release(self) -> None:
@@ -229,10 +227,9 @@ class Supervisor:
     async def close(wait_s: float) -> None:
         """Do nothing: the gang is over already."""
 
-    @staticmethod
-    async def settle(patience_s: float | None) -> bool:
+    async def settle(self, patience_s: float | None) -> bool:
         """Wait until all lines so far are written, or for so long."""
-        return await settle(patience_s)
+        return await self._output.settle(patience_s)
 
     async def _tell_end(self, how: str) -> None:
         """Tell the gang how the task has ended, and let the gang come to its end."""
@@ -242,7 +239,7 @@ class Supervisor:
             return
         self._side.send(Leave("killed", text=how))
         self._launches.abort()
-        await settle(_LAST_LINES_S)
+        await self._output.settle(_LAST_LINES_S)
         for stream in (1, 2):  # who reads the task's output waits for the end of that
             os.dup2(os.open(os.devnull, os.O_WRONLY), stream)
         if self._side.seat.node == CONTROL:

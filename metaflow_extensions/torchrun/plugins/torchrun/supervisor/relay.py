@@ -8,12 +8,10 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter, deque
-from itertools import groupby
-from operator import itemgetter
 
-from ..channel.member_channel import MemberChannel
 from ..gang.messages import Lines
-from ..logs import console
+from .member_channel import MemberChannel
+from .output import BEHIND_BYTES, Output
 
 # What a member keeps is one message. In JSON a character takes up to six bytes, so it is within the limit of a frame.
 # When a launch ends, all members send at once what they keep: all together not more than the control node reads soon.
@@ -22,7 +20,7 @@ _MOST_CHARS, _ALL_CHARS = 128 * 1024, 32 * 1024**2
 # 10 s then, as `gang.limits.LATE_S` has it.
 _PAUSE_S, _MESSAGES_PER_S = 0.5, 400
 # So much may wait for who reads the control node's log. Its own workers wait behind twice as much.
-_MOST_BYTES = console.BEHIND_BYTES // 2
+_MOST_BYTES = BEHIND_BYTES // 2
 
 
 class LineSender:
@@ -48,30 +46,32 @@ class LineSender:
             if end < len(oldest):
                 self._waiting.appendleft((stream, oldest[end:]))
         if not self._is_due:
-            self._is_due = True
-            asyncio.get_running_loop().call_later(self.pause_s, self._send_or_wait)
+            self._send_later()
 
     def send_all(self) -> None:
         """Send what waits, whether or not there is room: what is sent next may end the launch."""
         if self._waiting or self._left_out:
-            runs = groupby(self._waiting, itemgetter(0))
-            texts = tuple((stream, "".join(text for _, text in run)) for stream, run in runs)
-            self._channel.send(Lines(texts, self._left_out))
+            self._channel.send(Lines(tuple(self._waiting), self._left_out))
             self._waiting.clear()
             self._chars = self._left_out = 0
 
+    def _send_later(self) -> None:
+        self._is_due = True
+        asyncio.get_running_loop().call_later(self.pause_s, self._send_or_wait)
+
     def _send_or_wait(self) -> None:
-        self._is_due = not self._channel.has_room
-        if self._is_due:
-            asyncio.get_running_loop().call_later(self.pause_s, self._send_or_wait)
-        else:
+        if self._channel.has_room:
+            self._is_due = False
             self.send_all()
+        else:
+            self._send_later()
 
 
 class Relay:
     """Writes the lines that come into this node's log."""
 
-    def __init__(self) -> None:
+    def __init__(self, output: Output) -> None:
+        self._output = output
         self._unwritten = 0  # bytes
         self._left_out: Counter[int] = Counter()  # lines of each node, since it was said last
 
@@ -100,10 +100,10 @@ class Relay:
             )
 
     def _write(self, stream: str, text: str) -> None:
-        data, loop = text.encode(errors="backslashreplace"), asyncio.get_running_loop()
+        data = text.encode(errors="backslashreplace")
         self._unwritten += len(data)
-        console.write_output(stream, data)
-        console.when_written(lambda: loop.call_soon_threadsafe(self._note_written, len(data)))
+        self._output.write_here(stream, data)
+        self._output.when_written(lambda: self._note_written(len(data)))
 
     def _note_written(self, count: int) -> None:
         self._unwritten -= count

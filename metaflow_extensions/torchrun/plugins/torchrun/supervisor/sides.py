@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import signal
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
-from ..channel.control_channel import ControlChannel
-from ..channel.member_channel import MemberChannel
-from ..events import Event
 from ..gang.gang import Gang
 from ..gang.messages import CONTROL, Ended, Leave, Message, to_wire
 from ..gang.policy import ConnectPolicy, Rules
@@ -19,9 +16,10 @@ from ..machine.network import pick_port
 from ..machine.pods import why_it_waits
 from ..machine.processes import Other, send_signal
 from ..node.seat import Seat
-from .ends import end_of
-from .held import Held
-from .output import Send
+from .control_channel import ControlChannel
+from .ends import Held, end_of
+from .member_channel import MemberChannel
+from .output import Output, Send
 from .relay import LineSender, Relay
 
 # Nodes answer within a shorter time (`gang.limits`).
@@ -48,7 +46,7 @@ class MemberSide(_Side):
     def __init__(
         self,
         tell_task: Send,
-        show: Callable[[Event], None],
+        output: Output,
         node: int,
         num_nodes: int,
         timeout_s: float,
@@ -57,7 +55,7 @@ class MemberSide(_Side):
     ) -> None:
         super().__init__(tell_task)
         self.is_member = False  # whether this node has joined
-        self.seat = Seat(node, num_nodes, show, self)
+        self.seat = Seat(node, num_nodes, output.show, self)
         self._channel = MemberChannel(node, self._deliver, self._lose, timeout_s, ConnectPolicy(**policy), place)
         self._lines = LineSender(self._channel, num_nodes)
 
@@ -110,20 +108,20 @@ class ControlSide(_Side):
     def __init__(
         self,
         tell_task: Send,
-        show: Callable[[Event], None],
+        output: Output,
         num_nodes: int,
         timeout_s: float,
         token: str,
         rules: Mapping[str, Any],
     ) -> None:
         super().__init__(tell_task)
-        self.seat = Seat(CONTROL, num_nodes, show, self)
+        self.seat = Seat(CONTROL, num_nodes, output.show, self)
         self._rules = Rules(**rules, why_it_waits=why_it_waits)
         self._followed = Held()
         self._others: dict[int, Other] = {}  # on a local run, the tasks of the other nodes
         self._killed_at: dict[int, float] = {}  # when those are killed without which the gang goes on
         self._gang = Gang(num_nodes, pick_port, self._rules)
-        self._relay = Relay()
+        self._relay = Relay(output)
         self._channel = ControlChannel(self._gang, self._deliver, token, timeout_s, self._relay.add)
         self._look()
 

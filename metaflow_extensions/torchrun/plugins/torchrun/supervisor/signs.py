@@ -10,8 +10,7 @@ from typing import Any
 
 from ..machine.pods import told_to_stop
 from ..machine.processes import Other
-from .ends import end_of
-from .held import Held
+from .ends import Held, end_of
 
 _LOOK_S = 0.25  # Metaflow's pods have two seconds between SIGTERM and SIGKILL, unless the deletion sets more
 _ORPHAN_S = 1.5  # for a task whose run is gone to end by itself; its output has no reader any more

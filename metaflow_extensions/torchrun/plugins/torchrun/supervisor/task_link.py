@@ -18,7 +18,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
-from ..channel.codec import MOST_BYTES, Packets, packets
+from ..machine.packets import MOST_BYTES, Packets, packets
 from ..machine.processes import send_signal
 
 _FLUSH_S = 5.0

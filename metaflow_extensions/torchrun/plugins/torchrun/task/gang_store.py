@@ -13,11 +13,11 @@ from contextlib import suppress
 from functools import partial
 from typing import Any
 
-from ..channel.registry import Registry, Reply, Request
 from ..errors import GangError
 from ..gang.messages import CONTROL
 from ..gang.view import GangView, NodeView, Presence, Word, told_by_others
 from ..launch.transfer import Step, Transfer
+from ..registry import Registry, Reply, Request
 from .cards import Cards
 from .member import Member
 

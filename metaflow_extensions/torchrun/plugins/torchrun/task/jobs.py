@@ -12,11 +12,11 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
-from ..channel.registry import Registry
 from ..compat.jobs import BatchJob, KubernetesJob, job_of
 from ..errors import GangError, TorchrunPreempted
 from ..gang.messages import CONTROL
 from ..gang.view import Word
+from ..registry import Registry
 from .job_ends import PATIENCE_S, End, of_kubernetes
 from .pending_pods import PendingPods
 

@@ -13,8 +13,6 @@ from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
 
-from ..channel.connection import new_token
-from ..channel.registry import STORE_PATIENCE_S, AddressRecord, Registry
 from ..errors import GangError, TorchrunError, TorchrunPreempted
 from ..events import Event, Subscriber
 from ..gang.limits import QUIET_S, REMIND_S
@@ -24,6 +22,7 @@ from ..gang.view import Presence, Word
 from ..gang.wire import from_plain
 from ..launch.transfer import Step, Transfer
 from ..machine.network import addresses_for_others, place
+from ..registry import STORE_PATIENCE_S, AddressRecord, Registry
 from ..settings import StepSettings
 from .link import Link
 from .member import Member
@@ -87,7 +86,7 @@ def join_as_control(
     patience_s = min(STORE_PATIENCE_S, _PUBLISH_PART * settings.all_nodes_started_timeout)
     if not here_only:  # there the same task can be run again by hand
         refuse_second_run(registry, num_nodes, patience_s)
-    record = AddressRecord(tuple(control_addresses(main_ip, here_only)), 0, new_token(), socket.gethostname())
+    record = AddressRecord(tuple(control_addresses(main_ip, here_only)), 0, secrets.token_hex(32), socket.gethostname())
     address = _PublishedAddress(registry, record, rules.replaces)
     member = _begin_gang(num_nodes, settings, emit, address.record.token, rules, more)
     member.at_end = lambda: address.close(member)

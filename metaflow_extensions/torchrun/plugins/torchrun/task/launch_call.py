@@ -21,7 +21,7 @@ from ..gang.view import as_dicts
 from ..gang.wire import Plain, from_plain, to_plain
 from ..launch.call import Call, Outcome
 from ..launch.transfer import ValueStore
-from ..logs import console
+from . import console
 from .member import Member
 from .services import Services
 from .upload import Upload, begin_upload
@@ -76,11 +76,9 @@ class LaunchCall:
     def settle(self, patience_s: float | None = None) -> None:
         """Wait until all lines of the launch are written, or for so long."""
         self._link.settle(patience_s)
-        console.settle(patience_s)
 
     def _begin(self) -> None:
         self.services.begin(self.call)
-        console.settle(_OWN_LINES_S)
         for stream in (sys.stdout, sys.stderr):
             with suppress(Exception):  # whatever the step's code has put there
                 stream.flush()
@@ -129,8 +127,7 @@ class LaunchCall:
         return None
 
     def _write(self, stream: str, text: str, count: int) -> None:
-        console.write_output(stream, text.encode())
-        console.settle()
+        console.write(stream, text)
         self._link.send("wrote", count)
 
     def _on_store(self, wire: Any) -> None:

@@ -17,11 +17,11 @@ from contextlib import contextmanager, suppress
 from select import POLLIN, POLLOUT, poll
 from typing import Any
 
-from ..channel.codec import MOST_BYTES, Packets, packets
 from ..errors import GangError, TorchrunError
 from ..gang.wire import from_plain
 from ..machine.detached import start_between
 from ..machine.open_files import file_of
+from ..machine.packets import MOST_BYTES, Packets, packets
 from ..machine.processes import Other
 
 _ANSWER_S = 60.0  # a busy machine, or one whose disk has to read Python first

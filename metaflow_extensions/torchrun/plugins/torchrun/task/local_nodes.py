@@ -16,7 +16,6 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 
 from ..gang.view import Presence
-from ..logs.console import has_unread
 from ..machine.processes import (
     Process,
     await_or_kill,
@@ -27,6 +26,7 @@ from ..machine.processes import (
     is_alive,
     send_signal,
 )
+from ..machine.streams import has_unread
 
 _POLL_S = 0.25
 # Enough to start Python and Metaflow and read one record; less than the 5 s that Metaflow's runtime

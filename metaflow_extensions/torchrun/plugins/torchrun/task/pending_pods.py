@@ -10,7 +10,7 @@ import time
 from contextlib import suppress
 
 from ..compat.jobs import KubernetesJob, running_job
-from ..logs.console import write_text
+from .console import write
 from .job_ends import End, pending
 
 _EVERY_S, _MOST_S = 10.0, 120.0  # at first, and after some minutes: a job waits at its begin, as a rule
@@ -38,7 +38,7 @@ class PendingPods:
             time.sleep(pause_s)
             # The API server may refuse, or Metaflow's names may have changed: then nothing is said, as in `jobs`.
             with suppress(Exception):
-                write_text("stderr", self.look())
+                write("stderr", self.look())
             pause_s = min(_MOST_S, 1.2 * pause_s)
 
     def look(self) -> str:

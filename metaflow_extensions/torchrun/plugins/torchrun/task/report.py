@@ -18,8 +18,8 @@ from ..compat.cli import MetaflowException, print_errors_by
 from ..errors import TorchrunError
 from ..gang.cause import ENDS, Cause, FailureText, cause_of, failure_of
 from ..gang.failures import summary, teller
-from ..logs.console import write_text
 from ..tracebacks import user_traceback
+from .console import write
 
 _INDENT = "    "  # as Metaflow has it
 
@@ -112,15 +112,15 @@ def _print_error(original: Callable[..., None], error: Any, *more: Any, **option
     _show(original, error, *more, **options)
     for tell in _afterwards:
         with suppress(Exception):  # it asks servers, and rests on Metaflow's private names; the error itself is shown
-            write_text("stderr", tell(error))
+            write("stderr", tell(error))
 
 
 def _show(original: Callable[..., None], error: Any, *more: Any, **options: Any) -> None:
     if _end is not None and _end[0] is error:
-        write_text("stderr", f"{_end[1]}\n")
+        write("stderr", f"{_end[1]}\n")
     elif isinstance(error, TorchrunError):
-        write_text("stderr", f"{_headed(error, error.message)}\n")
+        write("stderr", f"{_headed(error, error.message)}\n")
     elif _in_task and not isinstance(error, MetaflowException):
-        write_text("stderr", f"{_barred(user_traceback(error))}\n")
+        write("stderr", f"{_barred(user_traceback(error))}\n")
     else:
         original(error, *more, **options)

@@ -17,7 +17,6 @@ from typing import Any
 
 from metaflow import current
 
-from ..channel.registry import AddressRecord, Registry
 from ..compat.datastore import save_log, watch_storing
 from ..compat.renamed import convenience
 from ..compat.steps import control_task_of, exit_codes_of_tasks, is_local, is_of_another_task, runs_on
@@ -27,13 +26,13 @@ from ..gang.cause import Cause, cause_of
 from ..gang.policy import Rules
 from ..gang.view import Presence
 from ..gang.wire import Plain
-from ..logs.console import hurry, to_log
-from ..logs.task_log import TaskLog
 from ..node.endings import NotNeeded
+from ..registry import AddressRecord, Registry
 from ..settings import StepSettings
 from ..show.gang_part import GangPart, pointing_at
 from ..tracebacks import words_of
 from .cards import Cards, make_none
+from .console import hurry, to_log
 from .gang_store import GangStore
 from .join import (
     LOOPBACK,
@@ -49,6 +48,7 @@ from .member import Member
 from .report import end_with, report
 from .signs import LOCAL_NODE_MARGIN_S, STARTED_BY, name_as_starter, signs
 from .step_timeout import TimeLimit
+from .task_log import TaskLog
 
 # How long a failed node holds its end until the control node's log has the cause, and how long that may
 # take to upload it: on Kubernetes the first pod that ends takes all with it.

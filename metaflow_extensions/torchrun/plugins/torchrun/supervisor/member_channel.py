@@ -9,13 +9,12 @@ from __future__ import annotations
 import asyncio
 import secrets
 import socket
-import traceback
 from collections.abc import Callable, Sequence
+from functools import partial
 
 from ..gang.messages import Answer, Beat, Join, Message
 from ..gang.policy import ConnectPolicy
-from .connection import Connection, Reading, close_all, handshake_as_member, next_message
-from .frames import encode
+from .connection import BEAT, Connection, Reading, close_all, encode
 
 
 class MemberChannel:
@@ -38,7 +37,7 @@ class MemberChannel:
         self._timeout_s = heartbeat_timeout_s  # a control node silent for so long is lost
         self._policy = policy or ConnectPolicy()
         self._join = Join(node, socket.gethostname(), secrets.token_hex(8), place)
-        self._connection: Connection | None = None  # the one over which *join* was sent
+        self._connection: Connection | None = None  # the first that has passed the handshake
         self._is_over = False
         self._loop = asyncio.get_running_loop()
         self._answer: asyncio.Future[None] = self._loop.create_future()  # to *join*
@@ -56,7 +55,7 @@ class MemberChannel:
     @property
     def has_room(self) -> bool:
         """Whether the network has taken all that was sent."""
-        return self._connection is not None and not self._connection.unsent_bytes
+        return self._connection is not None and self._connection.has_room
 
     async def close(self) -> None:
         """Close the connection."""
@@ -66,7 +65,7 @@ class MemberChannel:
 
     def fail(self, error: BaseException) -> None:
         """Report an exception in the loop to the step, and abort the connection so that the control node sees the loss."""
-        what = "".join(traceback.format_exception_only(error)).strip()
+        what = f"{type(error).__name__}: {error}"
         self._lose_control(f"this node's own channel failed, which is a bug in metaflow-torchrun: {what}")
         if self._connection is not None:
             self._connection.abort()
@@ -79,14 +78,9 @@ class MemberChannel:
         Raises OSError if none works or it is too early, a ConnectionRefusedError if nobody listens at any; then it can
         be called again. Raises TorchrunError if the control node turns this node away.
         """
-        attempt_s = min(timeout_s, self._policy.attempt_s)
-        connection = await self._first_to_open(addresses, port, token, attempt_s)
-        if connection.is_closing():
-            raise ConnectionError("the connection ended at once")
-        # Send *join*, and wait for the control node's answer. It ends the connection of a node that shall try again.
-        self._connection, self._answer = connection, self._loop.create_future()
-        connection.write(encode(self._join))
-        try:
+        self._connection, self._answer = None, self._loop.create_future()
+        connection = await self._first_to_prove(addresses, port, token, min(timeout_s, self._policy.attempt_s))
+        try:  # The control node ends the connection of a node that shall try again.
             await asyncio.wait_for(self._answer, self._timeout_s)
         except asyncio.TimeoutError:
             self._connection = None
@@ -95,76 +89,63 @@ class MemberChannel:
             raise TimeoutError(f"{text} (heartbeat_timeout_s); see its log") from None
         return connection.address("peername")
 
-    async def _first_to_open(self, addresses: Sequence[str], port: int, token: str, attempt_s: float) -> Connection:
-        """Try all addresses, each a moment after the one before, and return the first connection that stands.
-
-        Once it stands no other attempt goes on: the control node would take the end of a second connection for
-        this member's end.
-        """
+    async def _first_to_prove(self, addresses: Sequence[str], port: int, token: str, limit_s: float) -> Connection:
+        """Try all addresses, each a moment after the one before; who passes the handshake first wins."""
         stagger_s = min(self._policy.next_address_s, self._policy.all_addresses_s / len(addresses))
         attempts = [
-            asyncio.ensure_future(self._attempt(address, port, token, attempt_s, number * stagger_s))
+            asyncio.ensure_future(self._attempt(address, port, token, limit_s, number * stagger_s))
             for number, address in enumerate(addresses)
         ]
-        first: Connection | None = None
-        errors: list[OSError] = []
+        errors = []
         for attempt in asyncio.as_completed(attempts):
-            try:
-                first = await attempt
+            if (error := await attempt) is None:
                 break
-            except OSError as error:
-                errors.append(error)
-        for other in attempts:
-            other.cancel()
-        for opened in await asyncio.gather(*attempts, return_exceptions=True):
-            if isinstance(opened, Connection) and opened is not first:  # at the same moment as another
-                opened.abort()
-        if first is None:
+            errors.append(error)
+        for each in attempts:
+            each.cancel()
+        if self._connection is None:
             raise _summary(errors)
-        return first
+        return self._connection
 
-    async def _attempt(self, address: str, port: int, token: str, limit_s: float, begin_in_s: float) -> Connection:
-        """Connect, and have both sides prove that they know the token."""
+    async def _attempt(self, address: str, port: int, token: str, limit_s: float, begin_in_s: float) -> OSError | None:
+        """Connect, and have both sides prove that they know the token; return why that has failed."""
         await asyncio.sleep(begin_in_s)
-        loop = self._loop
-        is_proven: asyncio.Future[bool] = loop.create_future()
-        connection = Connection(
-            lambda connection: self._dialogue(connection, token, is_proven),
-            lambda connection: self._ended(connection, is_proven),
-            self._timeout_s,
-        )
-        works = False
+        is_proven: asyncio.Future[bool] = self._loop.create_future()
+        dialogue = partial(self._dialogue, token=token, is_proven=is_proven)
+        connection = Connection(dialogue, partial(self._ended, is_proven=is_proven), self._timeout_s)
         try:
-            await asyncio.wait_for(loop.create_connection(lambda: connection, address, port), limit_s)
-            works = await asyncio.wait_for(is_proven, limit_s)
+            await asyncio.wait_for(self._loop.create_connection(lambda: connection, address, port), limit_s)
+            if await asyncio.wait_for(is_proven, limit_s):
+                return None
+            return ConnectionError("the process that answers there does not know this gang's token")
         except asyncio.TimeoutError:  # no OSError before Python 3.11
-            raise TimeoutError(f"no answer within {limit_s:.2g} s") from None
+            return TimeoutError(f"no answer within {limit_s:.2g} s")
         except ValueError as error:  # it can't be a name
-            raise OSError(str(error)) from error
+            return OSError(str(error))
+        except OSError as error:
+            return error
         finally:
-            if not works:
+            if connection is not self._connection:
                 connection.abort()
-        if not works:
-            raise ConnectionError("the process that answers there does not know this gang's token")
-        return connection
 
     def _dialogue(self, connection: Connection, token: str, is_proven: asyncio.Future[bool]) -> Reading[None]:
-        if not (yield from handshake_as_member(connection, token)):
+        works = yield from connection.shake_hands_as_member(token)
+        # Only one may join: the control node would take the end of another one for this member's end.
+        if not works or is_proven.done() or self._connection is not None:
             return
-        if not is_proven.done():
-            is_proven.set_result(True)
+        self._connection = connection
+        is_proven.set_result(True)
+        connection.write(encode(self._join))
         while True:
-            message = yield from next_message()
+            message = yield None
             if isinstance(message, Beat):
-                connection.answer_beat()
+                connection.write(BEAT)
             else:
                 self._handle(connection, message)
 
     # --- as a member ----------------------------------------------------------------------------
 
     def _handle(self, connection: Connection, message: Message) -> None:
-        if connection is not self._connection:
-            return  # nothing is said before *join*
         if not self._answer.done():
             self._watch(connection)
             if not isinstance(message, Answer):
@@ -191,9 +172,11 @@ class MemberChannel:
     def _ended(self, connection: Connection, is_proven: asyncio.Future[bool]) -> None:
         if not is_proven.done():
             is_proven.set_result(False)
-        if connection is self._connection and not self._answer.done():
+        if connection is not self._connection:
+            return
+        if not self._answer.done():
             self._answer.set_exception(ConnectionError("the connection ended before the control node answered"))
-        elif connection is self._connection:
+        else:
             self._lose_control(
                 connection.why_closed or "its connection was closed: its supervisor process or its machine is gone"
             )

@@ -1,4 +1,4 @@
-"""Reads and writes the control node's address record and the gang's records in Metaflow's datastore.
+"""The records of a gang in Metaflow's datastore: its control node's address, its view, and what commands ask of it.
 
 Beside them lies what others report about a control node that ended unexpectedly. All of it is metadata of the control
 node's task (`compat.datastore.metadata_of`). That works alike on local disks, S3, Azure and Google Cloud Storage, and
@@ -12,12 +12,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
 
-from ..compat.datastore import metadata_of
-from ..compat.renamed import TimeoutException
-from ..errors import GangError, GangStartTimeout, TorchrunError
-from ..gang.policy import growing_pauses
-from ..gang.view import GangView, Word, told_by_others
-from ..gang.wire import from_plain, to_plain
+from .compat.datastore import metadata_of
+from .compat.renamed import TimeoutException
+from .errors import GangError, GangStartTimeout, TorchrunError
+from .gang.policy import growing_pauses
+from .gang.view import GangView, Word, told_by_others
+from .gang.wire import from_plain, to_plain
 
 _RECORD = "torchrun_gang.json"
 _VIEW = "torchrun_view.json"
@@ -42,9 +42,8 @@ class AddressRecord:
     token: str  # the gang's secret; whoever can read the step's datastore knows it
     host: str = ""  # the control node's host name
     closed: bool = False  # whether the control node has ended its step before this node arrived
-    is_over: bool = (
-        False  # whether all nodes had come, and the gang has ended well: a task that comes now has nothing to do
-    )
+    # Whether all nodes had come, and the gang has ended well: a task that comes now has nothing to do.
+    is_over: bool = False
     error: TorchrunError | None = None  # why, if it ended with an error
 
 
@@ -67,7 +66,10 @@ class Reply:
 
 
 class Registry:
-    """The stored records of one attempt of one gang, in the run's `FlowDataStore`."""
+    """The stored records of one attempt of one gang, in the run's `FlowDataStore`.
+
+    Methods with `patience_s` raise GangError if the datastore fails for that long. The others raise what it raises.
+    """
 
     def __init__(self, flow_datastore: Any, run_id: str, step_name: str, control_task_id: str, attempt: int) -> None:
         self._where = f"{run_id}/{step_name}/{control_task_id}, attempt {attempt}"
@@ -76,59 +78,13 @@ class Registry:
             flow_datastore, run_id, step_name, control_task_id, attempt
         )
 
-    # Methods with `patience_s` raise GangError if the datastore fails for that long.
-
     def publish(self, record: AddressRecord, patience_s: float = STORE_PATIENCE_S) -> None:
         """Write the record."""
         self._request(lambda: self._save_metadata({_RECORD: to_plain(record)}), patience_s)
 
     def peek(self, patience_s: float) -> AddressRecord | None:
         """Return the record if there is one."""
-        found = self._request(lambda: self._load(_RECORD)[_RECORD], patience_s)
-        return None if found is None else from_plain(AddressRecord, found, "the address record")
-
-    def save_view(self, view: GangView, patience_s: float) -> None:
-        """Write what is known of the gang."""
-        stored = view.stored()
-        self._request(lambda: self._save_metadata({_VIEW: stored}), patience_s)
-
-    def load_view(self) -> GangView | None:
-        """Return what `save_view` wrote last, or None, with what others told of the control node's end.
-
-        Raises what the datastore raises, and ValueError where another version has stored it.
-        """
-        found = self._load(_VIEW, *_WORDS.values())
-        words = [from_plain(Word, found[name], "the word") for name in _WORDS.values() if found[name] is not None]
-        return told_by_others(None if found[_VIEW] is None else GangView.read(found[_VIEW]), words)
-
-    def await_view(self, patience_s: float) -> GangView | None:
-        """Do the same as `load_view`, with patience."""
-        return self._request(self.load_view, patience_s)
-
-    # What commands ask of a gang that runs. There is one request and one answer at a time, so that they stay bounded:
-    # the next one takes the place of the last. Each raises what the datastore raises.
-
-    def save_request(self, request: Request) -> None:
-        """Ask the gang."""
-        self._save_metadata({_REQUEST: to_plain(request)})
-
-    def load_request(self) -> Request | None:
-        """Return what is asked of the gang, or was the last time."""
-        found = self._load(_REQUEST)[_REQUEST]
-        return None if found is None else from_plain(Request, found, "the request")
-
-    def save_answer(self, answer: Reply) -> None:
-        """Reply what was asked."""
-        self._save_metadata({_ANSWER: to_plain(answer)})
-
-    def load_answer(self) -> Reply | None:
-        """Return the last answer."""
-        found = self._load(_ANSWER)[_ANSWER]
-        return None if found is None else from_plain(Reply, found, "the answer")
-
-    def save_word(self, word: Word, who: Literal["replacement", "job"], patience_s: float) -> None:
-        """Write that the control node is gone."""
-        self._request(lambda: self._save_metadata({_WORDS[who]: to_plain(word)}), patience_s)
+        return self._request(lambda: self._read(_RECORD, AddressRecord), patience_s)
 
     def look_up(self, timeout_s: float, sleep: Callable[[float], None] = time.sleep) -> AddressRecord:
         """Return the record; wait `timeout_s` seconds for it at most."""
@@ -146,6 +102,48 @@ class Registry:
             "@torchrun(all_nodes_started_timeout=...) changes how long to wait."
         )
 
+    def save_view(self, view: GangView, patience_s: float) -> None:
+        """Write what is known of the gang."""
+        stored = view.stored()
+        self._request(lambda: self._save_metadata({_VIEW: stored}), patience_s)
+
+    def load_view(self) -> GangView | None:
+        """Return what `save_view` wrote last, or None, with what others told of the control node's end.
+
+        Raises ValueError where another version has stored it.
+        """
+        found = self._load(_VIEW, *_WORDS.values())
+        words = [from_plain(Word, found[name], "the word") for name in _WORDS.values() if found[name] is not None]
+        return told_by_others(None if found[_VIEW] is None else GangView.read(found[_VIEW]), words)
+
+    def await_view(self, patience_s: float) -> GangView | None:
+        """Do the same as `load_view`, with patience."""
+        return self._request(self.load_view, patience_s)
+
+    def save_word(self, word: Word, who: Literal["replacement", "job"], patience_s: float) -> None:
+        """Write that the control node is gone."""
+        self._request(lambda: self._save_metadata({_WORDS[who]: to_plain(word)}), patience_s)
+
+    # There is one request and one answer at a time, so that they stay bounded: the next takes the place of the last.
+
+    def save_request(self, request: Request) -> None:
+        """Ask the gang."""
+        self._save_metadata({_REQUEST: to_plain(request)})
+
+    def load_request(self) -> Request | None:
+        """Return what is asked of the gang, or was the last time."""
+        return self._read(_REQUEST, Request)
+
+    def save_answer(self, answer: Reply) -> None:
+        """Reply what was asked."""
+        self._save_metadata({_ANSWER: to_plain(answer)})
+
+    def load_answer(self) -> Reply | None:
+        """Return the last answer."""
+        return self._read(_ANSWER, Reply)
+
+    # --- the datastore --------------------------------------------------------------------------
+
     def _request(self, request: Callable[[], T], patience_s: float) -> T:
         """Make a request of the datastore; while it fails, make it again, `patience_s` seconds long."""
         give_up_at = time.monotonic() + patience_s
@@ -162,6 +160,10 @@ class Registry:
                     ) from error
             time.sleep(pause_s)
         raise AssertionError("the pauses never end")
+
+    def _read(self, name: str, cls: type[T]) -> T | None:
+        found = self._load(name)[name]
+        return None if found is None else from_plain(cls, found, name)
 
     def _load(self, *names: str) -> dict[str, Any]:
         """Return what is stored under each name, or None; no need to check for it first."""

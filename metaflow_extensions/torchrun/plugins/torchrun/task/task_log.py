@@ -16,13 +16,12 @@ from pathlib import Path
 from typing import Any
 
 from ..events import Event
-from .console import settle, to_log
+from .console import to_log
 
 # Where Metaflow's wrapper of the task keeps its output (`export_mflog_env_vars`, 2.19).
 _FILES = {"stdout": "MFLOG_STDOUT", "stderr": "MFLOG_STDERR"}
 # From our write through Metaflow's `tee` process to the file.
 _TEE_S = 0.3
-_SETTLE_S = 3.0  # for Metaflow's process to take what waits
 _SMALL_BYTES = 1024 * 1024  # larger logs are read by the datastore itself, as Metaflow's `save_logs` has it
 _URGENT = frozenset({"worker_failed", "stopping", "failed"})
 
@@ -52,7 +51,6 @@ class TaskLog:
             saving.join(wait_s)
 
     def _save(self) -> None:
-        settle(_SETTLE_S)  # what this process writes
         time.sleep(_TEE_S)
         with self._uploading, suppress(OSError):
             existing = {stream: path for stream, path in self._files.items() if path.exists()}

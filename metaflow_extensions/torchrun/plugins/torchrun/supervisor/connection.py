@@ -1,8 +1,8 @@
 """One connection between the control node and a member: handshake, frames, heartbeats.
 
-It begins with a handshake of fixed length: both sides prove, by HMAC-SHA256 over the other's nonce, that they
-know the gang's token. Nothing else is read of an unauthenticated connection. Then frames follow, see `frames`.
-All of this runs in the supervisor's loop.
+First both sides prove, by HMAC-SHA256 over the other's nonce, that they know the gang's token. Nothing else is read of a
+connection before that. Then frames follow: four bytes of length, big endian, and a message as JSON. Their length has a
+limit. A longer message is shortened: a part of a failure report is better than none.
 """
 
 from __future__ import annotations
@@ -12,19 +12,22 @@ import hashlib
 import hmac
 import random
 import secrets
+import struct
 import time
 from collections.abc import Callable, Collection, Generator
 from typing import Any, TypeVar
 
-from ..gang.messages import Beat, Message
+from ..gang.messages import Beat, Message, from_wire, to_wire
 from ..machine.network import plain_address
-from .codec import Frames
-from .frames import MAX_FRAME_BYTES, decode, encode
+from ..machine.packets import dump, load
 
+LENGTH = struct.Struct(">I")
+MAX_FRAME_BYTES = 1024 * 1024
+# The limits tried in this order on a message that is too long: characters of one text, entries of one list.
+_SHORTER = ((8192, 300), (1024, 40), (128, 2))
 _MAGIC = b"mf-torchrun/1\0\0\0"
 _NONCE_BYTES = 32
 _MAC_BYTES = hashlib.sha256().digest_size
-BEAT = encode(Beat())
 BEATS = 5
 """How many heartbeats are sent in the time after which silence means loss."""
 _FLUSH_S = 1.0
@@ -32,12 +35,7 @@ _NEVER = float("inf")
 
 T = TypeVar("T")
 Reading = Generator["int | None", Any, T]
-"""Reads from a connection: yields how many bytes it needs next, or None for a frame, is sent that, and returns a `T`."""
-
-
-def new_token() -> str:
-    """Return a fresh random token for one gang, as text."""
-    return secrets.token_hex(32)
+"""Reads from a connection: yields how many bytes it needs next, or None for a message, is sent that, and returns a `T`."""
 
 
 class Connection(asyncio.Protocol):
@@ -48,17 +46,14 @@ class Connection(asyncio.Protocol):
         dialogue: Callable[[Connection], Reading[None]],
         on_end: Callable[[Connection], None],
         heartbeat_timeout_s: float,
-        last_words: Callable[[Connection, str], bytes] = lambda connection, why: b"",
     ) -> None:
-        self._last_words = last_words  # what a silent other side is told before the end
         self._dialogue = dialogue(self)  # its return closes the connection, a ValueError aborts it
         self._on_end = on_end  # called once
         self._timeout_s = heartbeat_timeout_s
-        self._frames = Frames(MAX_FRAME_BYTES)
+        self._buffer = bytearray()
         self._needed: int | None = 0
         self._transport: asyncio.Transport | None = None
         self._heard_at = self._checked_at = self.opened_at = time.monotonic()
-        self._owes_beat = False
         self._beat_at = _NEVER  # when the next heartbeat is due
         self.node: int | None = None  # on the control node: the member at the other end, once it has joined
         self.why_closed: str | None = None  # why this side has aborted it, if it has
@@ -75,17 +70,30 @@ class Connection(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         """Pass what is complete to the dialogue."""
         self._heard_at = time.monotonic()
-        self._frames.add(data)
+        self._buffer += data
         try:
-            while not self.is_closing() and (piece := self._frames.take(self._needed)) is not None:
+            while not self.is_closing() and (piece := self._take()) is not None:
                 self._needed = self._dialogue.send(piece)
         except StopIteration:
             self.close()
         except ValueError as error:
             self.abort(f"its connection was closed, because a message on it could not be read: {error}")
-        if self._owes_beat:
-            self._owes_beat = False
-            self.write(BEAT)
+
+    def _take(self) -> bytes | Message | None:
+        """Return what the dialogue needs; None while that is incomplete."""
+        begin, count = 0, self._needed
+        if count is None:
+            if len(self._buffer) < LENGTH.size:
+                return None
+            begin = LENGTH.size
+            (count,) = LENGTH.unpack_from(self._buffer)
+            if count > MAX_FRAME_BYTES:
+                raise ValueError(f"a frame of {count} bytes is over the limit of {MAX_FRAME_BYTES}")
+        if len(self._buffer) < begin + count:
+            return None
+        piece = bytes(self._buffer[begin : begin + count])
+        del self._buffer[: begin + count]
+        return decode(piece) if begin else piece
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Report the end of the connection, once."""
@@ -99,13 +107,13 @@ class Connection(asyncio.Protocol):
         return self._transport is None or self._transport.is_closing()
 
     @property
-    def unsent_bytes(self) -> int:
-        """How much waits here until the network takes it."""
-        return 0 if self._transport is None else self._transport.get_write_buffer_size()
+    def has_room(self) -> bool:
+        """Whether the network has taken all that was sent."""
+        return self._transport is not None and not self._transport.get_write_buffer_size()
 
     def write(self, data: bytes) -> None:
         """Send bytes, unless the connection is ending."""
-        if self._transport is not None and not self._transport.is_closing():
+        if self._transport is not None and not self.is_closing():
             self._transport.write(data)
 
     def close(self) -> None:
@@ -119,25 +127,10 @@ class Connection(asyncio.Protocol):
             self.why_closed = self.why_closed or why
             self._transport.abort()
 
-    def answer_beat(self) -> None:
-        """Answer a heartbeat when all that has arrived is handled.
-
-        After a pause the other side may be gone: the first answer has the kernel reset the connection, and a second one
-        would end it before the other side's last words are read.
-        """
-        self._owes_beat = True
-
     @property
     def is_proven(self) -> bool:
         """On the control node: whether the other end has proven that it knows the token."""
         return self._beat_at < _NEVER
-
-    def begin_beating(self) -> None:
-        """Have `beat` send heartbeats, the first after a random time.
-
-        Otherwise thousands of connections that began together would all send at the same moment.
-        """
-        self._beat_at = time.monotonic() + random.random() * self._timeout_s / BEATS  # noqa: S311 - no secret
 
     def beat(self) -> float:
         """Abort if the other side is silent, or send a heartbeat if it is time; return when to call this again.
@@ -152,9 +145,7 @@ class Connection(asyncio.Protocol):
             self._heard_at = min(now, self._heard_at + now - self._checked_at)
         self._checked_at, silent_at = now, self._heard_at + self._timeout_s
         if now >= silent_at:
-            why = f"nothing arrived from it for {self._timeout_s:g} s (heartbeat_timeout_s)"
-            self.write(self._last_words(self, why))
-            self.abort(why)
+            self.abort(f"nothing arrived from it for {self._timeout_s:g} s (heartbeat_timeout_s)")
         elif now >= self._beat_at:
             self._beat_at = now + self._timeout_s / BEATS
             self.write(BEAT)
@@ -164,6 +155,35 @@ class Connection(asyncio.Protocol):
         """Return the IP address of this side (``"sockname"``) or of the other (``"peername"``)."""
         assert self._transport is not None
         return plain_address(self._transport.get_extra_info(whose)[0])
+
+    # --- the handshake --------------------------------------------------------------------------
+
+    def shake_hands_as_control(self, token: str) -> Reading[bool]:
+        """Return whether the other side knows the token, and prove that we do."""
+        nonce = secrets.token_bytes(_NONCE_BYTES)
+        self.write(_MAGIC + nonce)
+        answer = yield _NONCE_BYTES + _MAC_BYTES
+        theirs, proof = answer[:_NONCE_BYTES], answer[_NONCE_BYTES:]
+        if not hmac.compare_digest(proof, _mac(token, b"member", nonce)):
+            return False
+        self.write(_mac(token, b"control", theirs))
+        # The first heartbeat comes after a random time: thousands that began together would all send at one moment.
+        self._beat_at = time.monotonic() + random.random() * self._timeout_s / BEATS  # noqa: S311 - no secret
+        return True
+
+    def shake_hands_as_member(self, token: str) -> Reading[bool]:
+        """Prove that we know the token, and return whether the other side does."""
+        greeting = yield len(_MAGIC) + _NONCE_BYTES
+        if not greeting.startswith(_MAGIC):
+            return False  # another service answers there
+        nonce = secrets.token_bytes(_NONCE_BYTES)
+        self.write(nonce + _mac(token, b"member", greeting[len(_MAGIC) :]))
+        proof = yield _MAC_BYTES
+        return hmac.compare_digest(proof, _mac(token, b"control", nonce))
+
+
+def _mac(token: str, role: bytes, nonce: bytes) -> bytes:
+    return hmac.new(token.encode(), role + b"\0" + nonce, hashlib.sha256).digest()
 
 
 async def close_all(connections: Collection[Connection]) -> None:
@@ -177,37 +197,42 @@ async def close_all(connections: Collection[Connection]) -> None:
         connection.abort("the gang is over")
 
 
-# --- what is read ---------------------------------------------------------------------------------
+# --- messages as frames ---------------------------------------------------------------------------
 
 
-def handshake_as_control(connection: Connection, token: str) -> Reading[bool]:
-    """Return whether the other side knows the token, and prove that we do."""
-    nonce = secrets.token_bytes(_NONCE_BYTES)
-    connection.write(_MAGIC + nonce)
-    answer = yield _NONCE_BYTES + _MAC_BYTES
-    theirs, proof = answer[:_NONCE_BYTES], answer[_NONCE_BYTES:]
-    if not hmac.compare_digest(proof, _mac(token, b"member", nonce)):
-        return False
-    connection.write(_mac(token, b"control", theirs))
-    connection.begin_beating()
-    return True
+def encode(message: Message) -> bytes:
+    """Return the frame of `message`, shortened if it has to be; raise ValueError if it is too long even so."""
+    wire = to_wire(message)
+    data = dump(wire)
+    for characters, entries in _SHORTER:
+        if len(data) <= MAX_FRAME_BYTES:
+            break
+        data = dump(_shortened(wire, characters, entries))
+    if len(data) > MAX_FRAME_BYTES:
+        raise ValueError(f"a {wire['type']!r} message of {len(data)} bytes is over the limit of {MAX_FRAME_BYTES}")
+    return LENGTH.pack(len(data)) + data
 
 
-def handshake_as_member(connection: Connection, token: str) -> Reading[bool]:
-    """Prove that we know the token, and return whether the other side does."""
-    greeting = yield len(_MAGIC) + _NONCE_BYTES
-    if not greeting.startswith(_MAGIC):
-        return False  # another service answers there
-    nonce = secrets.token_bytes(_NONCE_BYTES)
-    connection.write(nonce + _mac(token, b"member", greeting[len(_MAGIC) :]))
-    proof = yield _MAC_BYTES
-    return hmac.compare_digest(proof, _mac(token, b"control", nonce))
+def decode(data: bytes) -> Message:
+    """Return the message of a frame, which is given without its length; raise ValueError if it is none."""
+    value = load(data)
+    if not isinstance(value, dict):
+        raise ValueError("a frame must hold a JSON object")
+    return from_wire(value)
 
 
-def _mac(token: str, role: bytes, nonce: bytes) -> bytes:
-    return hmac.new(token.encode(), role + b"\0" + nonce, hashlib.sha256).digest()
+def _shortened(value: Any, characters: int, entries: int) -> Any:
+    """Return a value whose long texts and long lists of objects have lost their middle."""
+    if isinstance(value, str) and len(value) > characters:
+        left_out = f"\n[{len(value) - characters} characters left out]\n"
+        return value[: characters // 2] + left_out + value[-(characters // 2) :]
+    if isinstance(value, list):
+        if len(value) > entries and isinstance(value[0], dict):
+            value = [*value[: entries // 2], *value[-(entries // 2) :]]
+        return [_shortened(item, characters, entries) for item in value]
+    if isinstance(value, dict):
+        return {key: _shortened(item, characters, entries) for key, item in value.items()}
+    return value
 
 
-def next_message() -> Reading[Message]:
-    """Read one frame."""
-    return decode((yield None))
+BEAT = encode(Beat())

@@ -1,11 +1,8 @@
 """The control node's end of the gang's connections.
 
 Everything here runs in the supervisor's loop: that is why `Gang` needs no lock, and why each node's messages are handled
-one after the other.
-
-The control node's own messages take the same way as the members', without a socket, so that there is one
-code path for all nodes. An exception in the loop breaks the gang with its text: otherwise no node would
-report it.
+one after the other. The control node's own messages take the same way as the members', without a socket. An exception in
+the loop breaks the gang with its text: otherwise no node would report it.
 """
 
 from __future__ import annotations
@@ -18,14 +15,12 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from ..errors import GangError
-from ..gang import failures
 from ..gang.gang import Gang, Outgoing
 from ..gang.messages import CONTROL, Abort, Beat, Join, Lines, Message
 from ..machine.looks import until_look
 from ..machine.network import listening_socket
 from ..machine.open_files import room_for_connections
-from .connection import BEATS, Connection, Reading, close_all, handshake_as_control, next_message
-from .frames import encode
+from .connection import BEATS, Connection, Reading, close_all, encode
 
 _TICK_S = 1.0  # the longest time between two ticks
 _CLOSE_LOOK_S = 0.025
@@ -35,7 +30,8 @@ _MAX_UNAUTHENTICATED = 2048  # at the same moment, besides the members
 _BACKLOG = 65535  # connections that wait in the kernel; its own limit counts (net.core.somaxconn)
 _AT_ONCE = 64  # so many are accepted before others have their turn
 # Delay before a node whose task has ended is reported: its own last message says more, and should come first.
-REPORT_GONE_S = 0.2
+_REPORT_GONE_S = 0.2
+_CLOSED = "its connection to the control node was closed: its supervisor process or its machine is gone"
 
 
 class ControlChannel:
@@ -72,10 +68,6 @@ class ControlChannel:
 
         None for `port` lets the kernel choose. An empty `host` means all interfaces.
         """
-
-        def new_connection() -> Connection:
-            return Connection(self._dialogue, self._ended, self._timeout_s, self._last_words)
-
         self._places = room_for_connections(self.gang.num_nodes - 1, _MAX_UNAUTHENTICATED)
         try:
             listener = listening_socket(port or 0, host, _BACKLOG)
@@ -84,7 +76,8 @@ class ControlChannel:
                 f"The control node (host {socket.gethostname()}) can't listen on channel port {port}: {error}. Choose "
                 "another with @torchrun(channel_port=...), or leave it out: the kernel then chooses a free one."
             ) from error
-        self._server = await self._loop.create_server(new_connection, sock=listener, backlog=_AT_ONCE)
+        accept = lambda: Connection(self._dialogue, self._ended, self._timeout_s)  # noqa: E731
+        self._server = await self._loop.create_server(accept, sock=listener, backlog=_AT_ONCE)
         listener.listen(_BACKLOG)
         return int(listener.getsockname()[1])
 
@@ -98,10 +91,11 @@ class ControlChannel:
 
     def report_gone(self, node: int, reason: str) -> None:
         """Tell the gang that a node's task has ended; safe to call for one that left before."""
-        self._loop.call_later(REPORT_GONE_S, self._report_gone, node, reason)
 
-    def _report_gone(self, node: int, reason: str) -> None:
-        self._step(self.gang.lost, node, reason, node in self._members)
+        def report() -> None:
+            self._step(self.gang.lost, node, reason, node in self._members)
+
+        self._loop.call_later(_REPORT_GONE_S, report)
 
     def stop_listening(self) -> None:
         """Accept no more connections; those that stand stay."""
@@ -122,20 +116,15 @@ class ControlChannel:
     # --- the gang -------------------------------------------------------------------------------
 
     def _tick(self) -> None:
-        if not self._is_closing:
-            late_s = 0.0 if self._timer is None else self._loop.time() - self._timer.when()
-            if late_s > _TICK_S:
-                self._step(self.gang.was_stopped, late_s)
-            tick_s = min(_TICK_S, self._timeout_s / BEATS / 3)  # the tick also sends heartbeats
-            self._timer = self._loop.call_later(until_look(tick_s), self._tick)
-            self._step(self.gang.tick)
-            self._look_at_connections()
-
-    def _look_at_connections(self) -> None:
-        """Send heartbeats, and abort connections that are silent or do not prove who they are.
-
-        One timer serves all connections, since each timer wakes the process.
-        """
+        """Let time go on for the gang and for all connections: each timer wakes the process, so there is one."""
+        if self._is_closing:
+            return
+        late_s = 0.0 if self._timer is None else self._loop.time() - self._timer.when()
+        if late_s > _TICK_S:
+            self._step(self.gang.was_stopped, late_s)
+        tick_s = min(_TICK_S, self._timeout_s / BEATS / 3)  # the tick also sends heartbeats
+        self._timer = self._loop.call_later(until_look(tick_s), self._tick)
+        self._step(self.gang.tick)
         patience_s = _HANDSHAKE_S if len(self._connections) < self._places else _HANDSHAKE_WHEN_FULL_S
         too_old = time.monotonic() - patience_s
         for connection in self._connections:
@@ -182,11 +171,6 @@ class ControlChannel:
                 connection.abort("the channel failed")
             self._deliver(Abort(told))
 
-    def _last_words(self, connection: Connection, why: str) -> bytes:
-        """Return what a silent node is told, which may hear it later: when its processes are continued, for example."""
-        node = connection.node
-        return b"" if node is None else encode(Abort(failures.silent(node, self.gang.nodes[node].host, why)))
-
     # --- connections ----------------------------------------------------------------------------
 
     def _dialogue(self, connection: Connection) -> Reading[None]:
@@ -194,48 +178,37 @@ class ControlChannel:
         self._connections.add(connection)
         if len(self._connections) > self._places:  # it may try again when others have not proven themselves in time
             connection.abort()
-        if not (yield from handshake_as_control(connection, self._token)):
+        if not (yield from connection.shake_hands_as_control(self._token)):
             return
-        join = yield from next_message()
+        join = yield None
         if not isinstance(join, Join):
             return
-        if self.gang.may_join(join):
-            self._accept_member(connection, join)
-        elif not self._turn_away(connection, join):
+        if not self.gang.may_join(join):
+            refused, outgoing = self.gang.turn_away(join)
+            connection.write(encode(refused))
+            self._step(lambda: outgoing)
+            while refused.hold_s > 0:  # it stays connected, and is not listened to
+                yield None
             return
-        while True:  # no message gets a name here: it would stay in memory until the next one
-            self._handle(connection, (yield from next_message()))
-
-    def _handle(self, connection: Connection, message: Message) -> None:
-        """Handle a member's message; messages of a task that was turned away are ignored."""
-        if isinstance(message, Beat) or connection.node is None:
-            return
-        if isinstance(message, Lines):
-            self._on_lines(connection.node, message)
-        else:
-            self._step(self.gang.handle, connection.node, message)
-
-    def _accept_member(self, connection: Connection, join: Join) -> None:
-        """Make a node a member. A node that joins again has lost its connection: the old one is closed without a loss."""
         before = self._members.get(join.node)
-        if before is not None:
+        if before is not None:  # this node has lost its connection, and joins again: the old one ends without a loss
             before.node = None
             before.abort()
         self._members[join.node], connection.node = connection, join.node
         self.own_address = self.own_address or connection.address("sockname")
         self._step(self.gang.handle, join.node, join)
+        while True:  # no message gets a name here: it would stay in memory until the next one
+            self._handle(join.node, (yield None))
 
-    def _turn_away(self, connection: Connection, join: Join) -> bool:
-        """Send a task the reason why it can't be its node; return whether it may stay connected."""
-        refused, outgoing = self.gang.turn_away(join)
-        connection.write(encode(refused))
-        self._step(lambda: outgoing)
-        return refused.hold_s > 0
+    def _handle(self, node: int, message: Message) -> None:
+        if isinstance(message, Lines):
+            self._on_lines(node, message)
+        elif not isinstance(message, Beat):
+            self._step(self.gang.handle, node, message)
 
     def _ended(self, connection: Connection) -> None:
         self._connections.discard(connection)
         if connection.node is not None:
             del self._members[connection.node]
             if not self._is_closing:
-                closed = "its connection to the control node was closed: its supervisor process or its machine is gone"
-                self._step(self.gang.disconnected, connection.node, connection.why_closed or closed)
+                self._step(self.gang.disconnected, connection.node, connection.why_closed or _CLOSED)
