@@ -157,18 +157,12 @@ QUOTA_OF_4 = "400000 100000\n"
 QUOTA_OF_1 = "100000 100000\n"
 
 
-def version_1(folder, quota, period="100000\n"):
-    return {f"{folder}/cpu.cfs_quota_us": quota, f"{folder}/cpu.cfs_period_us": period}
-
-
 @pytest.mark.parametrize(
     ("own", "files", "cpus"),
     [
         (None, {}, 8),
         (None, {"cpu.max": QUOTA_OF_1}, 1),
         (None, {"cpu.max": "nonsense\n"}, 8),
-        (None, version_1("cpu", "-1\n"), 8),
-        (None, version_1("cpu", "100000\n", period="0\n"), 8),
         # As systemd has it for CPUQuota=.
         ("0::/user.slice/my job\n", {"user.slice/my job/cpu.max": QUOTA_OF_1}, 1),
         ("0::/a/b\n", {"a/b/cpu.max": "max 100000\n", "a/cpu.max": QUOTA_OF_4, "cpu.max": QUOTA_OF_1}, 1),
@@ -176,8 +170,6 @@ def version_1(folder, quota, period="100000\n"):
         # A container's own cgroup is mounted, the path is the host's.
         ("0::/docker/5f3a\n", {"cpu.max": QUOTA_OF_1}, 1),
         ("0::/../outside\n", {"../outside/cpu.max": QUOTA_OF_1, "cpu.max": QUOTA_OF_4}, 4),
-        ("5:cpuset:/c\n4:cpu,cpuacct:/b:c/d\n0::/a\n", version_1("cpu/b:c", "100000\n"), 1),
-        ("4:cpuacct:/a\n2:cpu:/b\n", version_1("cpu/a", "100000\n"), 8),
     ],
 )
 def test_a_quota_of_any_cgroup_around_the_process_binds(own, files, cpus, tmp_path, monkeypatch):

@@ -11,12 +11,10 @@ from unit_helpers import Patient, write
 
 from metaflow_extensions.torchrun.plugins.torchrun.gang.cause import Cause, FailureText
 from metaflow_extensions.torchrun.plugins.torchrun.launch.spec import LaunchSpec
-from metaflow_extensions.torchrun.plugins.torchrun.logs.pipes import AGENT
 from metaflow_extensions.torchrun.plugins.torchrun.node.agent_events import WorkerEnded
 from metaflow_extensions.torchrun.plugins.torchrun.node.exits import (
     Exits,
     Record,
-    read_agent_report,
     read_record,
 )
 
@@ -164,17 +162,6 @@ def test_a_worker_that_was_failing_before_we_stopped_it_is_a_cause(code, shown, 
     node.stop(at=1.5)
     node.ended(0, code, 2.0, stopped=True)
     assert (node.cause().exit_code, node.cause().exception) == (shown, "RuntimeError: recorded")
-
-
-# --- torchrun's own report -------------------------------------------------------------------------
-
-GOT_SIGNAL = "torch.distributed.elastic.multiprocessing.api.SignalException: Process 7 got signal: 15\n"
-
-
-@pytest.mark.parametrize(("text", "got_signal"), [(GOT_SIGNAL, 15), ("", None), ("ModuleNotFoundError: torch", None)])
-def test_torchrun_says_which_signal_it_got(text, got_signal):
-    report = read_agent_report(lambda *which: text if which == (AGENT, "stderr") else "")
-    assert report.got_signal == got_signal
 
 
 # --- which ends of one node's workers count as failures, and since when ------------------------------
