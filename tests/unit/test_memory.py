@@ -1,9 +1,15 @@
 """What the cgroup tells, in the words of its version 2."""
 
+import signal
+from dataclasses import replace
+
 import pytest
 from unit_helpers import write
 
+from metaflow_extensions.torchrun.plugins.torchrun.gang.cause import Cause
 from metaflow_extensions.torchrun.plugins.torchrun.machine.cgroup import describe_oom, memory_limit_bytes, oom_kills
+from metaflow_extensions.torchrun.plugins.torchrun.node import agent_end
+from metaflow_extensions.torchrun.plugins.torchrun.node.agent_end import MachineFaults
 
 V2 = "sys/fs/cgroup"
 
@@ -61,3 +67,23 @@ def test_the_smallest_limit_of_all_cgroups_around_the_process_counts(tmp_path, l
 )
 def test_the_memory_has_the_limit_that_binds(tmp_path, files, limit):
     assert memory_limit_bytes(machine(tmp_path, files)) == limit
+
+
+KILLED = Cause("signal", 0, "host", 1, 1, -signal.SIGKILL, None, "the last lines")
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "exit_code", "is_oom"),
+    [
+        (1, 2, -signal.SIGKILL, True),
+        (1, 1, -signal.SIGKILL, False),
+        (1, 2, -signal.SIGSEGV, False),
+        (None, 2, -signal.SIGKILL, False),
+    ],
+)
+def test_a_worker_killed_for_lack_of_memory_is_called_so(before, now, exit_code, is_oom, monkeypatch):
+    counts = iter([before, now, now])
+    monkeypatch.setattr(agent_end, "oom_kills", lambda: next(counts))
+    faults = MachineFaults()
+    assert (faults.explained(replace(KILLED, exit_code=exit_code)).kind == "oom") is is_oom
+    assert faults.how_ended(exit_code).startswith("ran out of memory") is is_oom
