@@ -307,7 +307,7 @@ def many_nodes(num_nodes=256, nproc=8):
         story.host = HOSTILE_HOST if node == 7 else "host-{}"
         story.at(90 * node / num_nodes).joined(node)
     story.at(110).ready(policy={"max_restarts": 1})
-    kinds = ("cpus", "memory_mib", "gpu_percent", "gpu_memory_mib", "received_kib_s", "sent_kib_s", "output_bytes_s")
+    kinds = ("cpus", "memory_mib", "gpu_percent", "gpu_memory_mib")
     for rank, text in ((900, "RuntimeError: lost once"), (1234, f"ValueError: {HOSTILE_HOST}")):
         story.at(story.now + 10).report("started").report("wrote")
         for node in range(num_nodes):

@@ -91,7 +91,7 @@ def test_3_a_rank_that_is_stopped_is_told_as_that_and_harms_nobody(asked, ask):
         text = ask()
     finally:
         os.kill(pid, signal.SIGCONT)
-    assert "rank 2: no Python stack: it is stopped (state T" in text, text
+    assert "rank 2: no Python stack: it did not answer in time; it is in state T (stopped)" in text, text
     assert "rank 3: asked_worker.py" in text
 
 

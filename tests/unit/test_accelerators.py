@@ -84,9 +84,8 @@ def test_requested_accelerators_are_counted(decorators, value):
     assert (found and found.value) == value
 
 
-@pytest.mark.parametrize("resources", [None, 2, "8", 2.0])
-@pytest.mark.parametrize("own", [None, 4, "4"])
-def test_requested_gpus_are_merged_as_metaflow_does(own, resources):
+@pytest.mark.parametrize(("resources", "own"), [(None, 4), (2, "4"), ("8", 4), (2.0, None)])
+def test_requested_gpus_are_merged_as_metaflow_does(resources, own):
     decorators = [SimpleNamespace(name="resources", attributes={"gpu": resources})]
     decorators.append(SimpleNamespace(name="batch", attributes={"gpu": own}))
     metaflows = compute_resource_attributes(decorators, decorators[1], {"gpu": "0"})["gpu"]
@@ -103,13 +102,10 @@ def test_a_count_that_is_no_whole_number_is_refused(wrong):
 # --- sharing a machine ---------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("nodes", range(1, 6))
-def test_two_nodes_never_share_an_accelerator_and_shares_are_even(nodes):
-    for gpus in range(10):
-        names = [str(gpu) for gpu in range(gpus)]
-        shares = [Machine(1, tuple(names), nodes, node).own_accelerators for node in range(nodes)]
-        assert {len(share) for share in shares} == {gpus // nodes}
-        assert [name for share in shares for name in share] == names[: gpus // nodes * nodes]
+def test_two_nodes_never_share_an_accelerator_and_shares_are_even():
+    shares = [Machine(1, EIGHT_GPUS, 3, node).own_accelerators for node in range(3)]
+    assert shares == [("0", "1"), ("2", "3"), ("4", "5")]
+    assert Machine(1, ("0",), 2).own_accelerators == ()
 
 
 @pytest.mark.parametrize(("cpus", "nproc", "nodes", "threads"), [(8, 2, 1, 4), (8, 3, 2, 1), (1, 1, 9, 1)])
@@ -157,18 +153,11 @@ QUOTA_OF_4 = "400000 100000\n"
 QUOTA_OF_1 = "100000 100000\n"
 
 
-def version_1(folder, quota, period="100000\n"):
-    return {f"{folder}/cpu.cfs_quota_us": quota, f"{folder}/cpu.cfs_period_us": period}
-
-
 @pytest.mark.parametrize(
     ("own", "files", "cpus"),
     [
         (None, {}, 8),
         (None, {"cpu.max": QUOTA_OF_1}, 1),
-        (None, {"cpu.max": "nonsense\n"}, 8),
-        (None, version_1("cpu", "-1\n"), 8),
-        (None, version_1("cpu", "100000\n", period="0\n"), 8),
         # As systemd has it for CPUQuota=.
         ("0::/user.slice/my job\n", {"user.slice/my job/cpu.max": QUOTA_OF_1}, 1),
         ("0::/a/b\n", {"a/b/cpu.max": "max 100000\n", "a/cpu.max": QUOTA_OF_4, "cpu.max": QUOTA_OF_1}, 1),
@@ -176,8 +165,6 @@ def version_1(folder, quota, period="100000\n"):
         # A container's own cgroup is mounted, the path is the host's.
         ("0::/docker/5f3a\n", {"cpu.max": QUOTA_OF_1}, 1),
         ("0::/../outside\n", {"../outside/cpu.max": QUOTA_OF_1, "cpu.max": QUOTA_OF_4}, 4),
-        ("5:cpuset:/c\n4:cpu,cpuacct:/b:c/d\n0::/a\n", version_1("cpu/b:c", "100000\n"), 1),
-        ("4:cpuacct:/a\n2:cpu:/b\n", version_1("cpu/a", "100000\n"), 8),
     ],
 )
 def test_a_quota_of_any_cgroup_around_the_process_binds(own, files, cpus, tmp_path, monkeypatch):

@@ -12,7 +12,7 @@ from limits import limit_s
 from unit_helpers import eventually, write
 
 from metaflow_extensions.torchrun.plugins.torchrun.launch.command import AGENT, HALT_SIGNAL
-from metaflow_extensions.torchrun.plugins.torchrun.machine.processes import blocks
+from metaflow_extensions.torchrun.plugins.torchrun.machine.processes import has_signal
 
 STAND_IN = Path(__file__).parents[1] / "stand_in"
 OPTIONS = ["--nnodes=1", "--node-rank=0", "--nproc-per-node=2", "--rdzv-endpoint=127.0.0.1:1", "--rdzv-id=some"]
@@ -64,7 +64,7 @@ def test_an_agent_that_is_halted_while_it_reaps_a_worker_has_told_of_it(tmp_path
     agent = subprocess.Popen(command, env={**os.environ, "PYTHONPATH": str(tmp_path)})
     try:
         eventually(has_told, "the worker's end", limit_s(10))
-        eventually(lambda: blocks(agent.pid, HALT_SIGNAL), "the agent's halt", limit_s(10))
+        eventually(lambda: has_signal(agent.pid, "SigBlk", HALT_SIGNAL), "the agent's halt", limit_s(10))
     finally:
         agent.kill()
         agent.wait()

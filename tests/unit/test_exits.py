@@ -15,10 +15,8 @@ from metaflow_extensions.torchrun.plugins.torchrun.node.agent_events import Work
 from metaflow_extensions.torchrun.plugins.torchrun.node.exits import (
     Exits,
     Record,
-    read_agent_report,
     read_record,
 )
-from metaflow_extensions.torchrun.plugins.torchrun.node.pipes import AGENT
 
 PLAIN = ["Traceback (most recent call last):", '  File "train.py", line 3, in <module>', "ValueError: loss is nan"]
 TERMINATED = -signal.SIGTERM
@@ -89,7 +87,7 @@ REFUSES = "import argparse as a; p = a.ArgumentParser(); p.add_argument('--amp',
 
 @pytest.mark.parametrize("bools", [(("amp", True),), ()], ids=["True", "a text"])
 def test_a_script_that_refuses_true_for_a_flag_has_the_remedy_beside_its_own_words(bools, tmp_path):
-    """`bools` are the arguments that were given as True or False; see `test_spec`."""
+    """`bools` are the arguments that were given as True or False; see `test_make_call`."""
     node = Node(tmp_path, bools=bools)
     done = subprocess.run([sys.executable, "-c", REFUSES, "--amp", "true"], stderr=subprocess.PIPE, text=True)
     node.leaves(stderr=done.stderr)
@@ -117,14 +115,9 @@ def test_what_ended_the_worker_counts_more_than_what_was_recorded_before(node):
     assert read_record(both) == Record("E: \\udcff", "🙂 \\ud800", 7.5)
 
 
-BROKEN = ["", '{"message": {"mess', "[]", "null", "{}", *(f'{{"message": {text}}}' for text in ("null", "{}", 3))]
-
-
-@pytest.mark.parametrize("text", [*BROKEN, '{"exception": 1, "traceback": 2, "at": 3}', '{"exception": "E", "at": 1}'])
+@pytest.mark.parametrize("text", ["", '{"message": {"mess', "[]", '{"exception": "E", "at": 1}'])
 def test_a_broken_record_counts_as_none(text, node):
-    assert read_record(node.leaves(record=text)) is None
-    assert read_record(node.leaves(error=elastic_error("KeyError: 1"))).exception == "KeyError: 1"
-    assert read_record(node.leaves(1, error=text)) is None
+    assert read_record(node.leaves(record=text, error=text)) is None
 
 
 @pytest.mark.parametrize("code", [1, -11])
@@ -149,12 +142,11 @@ def test_a_traceback_on_stderr_is_shown_but_is_no_exception(code, node):
     assert cause.stdout.splitlines() == list(map(str, range(89, 99)))
 
 
-@pytest.mark.parametrize("code", [-15, 1, 143])
 @pytest.mark.parametrize("is_recorded", [False, True])
-def test_a_worker_that_obeyed_is_no_cause_whatever_it_raised_then(code, is_recorded, node):
+def test_a_worker_that_obeyed_is_no_cause_whatever_it_raised_then(is_recorded, node):
     node.stop(at=1.0)
     node.leaves(0, stderr="\n".join(PLAIN), record=own_record(node.origin + 1.5) if is_recorded else None)
-    node.ended(0, code, 2.0, stopped=True)
+    node.ended(0, 1, 2.0, stopped=True)
     assert node.cause() is None
 
 
@@ -164,17 +156,6 @@ def test_a_worker_that_was_failing_before_we_stopped_it_is_a_cause(code, shown, 
     node.stop(at=1.5)
     node.ended(0, code, 2.0, stopped=True)
     assert (node.cause().exit_code, node.cause().exception) == (shown, "RuntimeError: recorded")
-
-
-# --- torchrun's own report -------------------------------------------------------------------------
-
-GOT_SIGNAL = "torch.distributed.elastic.multiprocessing.api.SignalException: Process 7 got signal: 15\n"
-
-
-@pytest.mark.parametrize(("text", "got_signal"), [(GOT_SIGNAL, 15), ("", None), ("ModuleNotFoundError: torch", None)])
-def test_torchrun_says_which_signal_it_got(text, got_signal):
-    report = read_agent_report(lambda *which: text if which == (AGENT, "stderr") else "")
-    assert report.got_signal == got_signal
 
 
 # --- which ends of one node's workers count as failures, and since when ------------------------------
@@ -201,27 +182,10 @@ def test_torchruns_own_signal_is_no_cause_and_comes_after_the_first_failure(node
     assert node.causes() == [(5, "ValueError: nan", 0.9), (3, "ConnectionResetError: by peer", 1.0)]
 
 
-def test_torchrun_may_have_seen_a_failure_long_before_we_did(node):
-    """On a busy machine."""
-    node.raised(0, "RuntimeError: told to stop", at=1.3)
-    node.ended(1, -9, at=2.0)
-    node.ended(0, 1, at=2.0, stopped_at=1.2)
-    assert node.causes() == [(4, None, 2.0)]
-
-
-@pytest.mark.parametrize(
-    ("stdout", "shown"),
-    [
-        ("", ""),
-        ("a\n[rank1]: mine\n\n\n", "a\n[rank1]: mine"),
-        ("begin\r\n 10 %|#  |\r 20 %|## |\r 30 %|###|\nend\r", "begin\n 30 %|###|\nend"),
-    ],
-    ids=["nothing", "blank lines at the end, a prefix of the user's own", "a progress bar"],
-)
-def test_the_last_lines_of_stdout_are_those_that_a_terminal_shows(stdout, shown, node):
-    node.leaves(0, stdout=stdout, record=own_record(node.origin + 0.5))
+def test_the_last_lines_of_stdout_are_those_that_a_terminal_shows(node):
+    node.leaves(0, stdout="begin\r\n 10 %|#  |\r 30 %|###|\n[rank1]: mine\r\n\n", record=own_record(node.origin + 0.5))
     node.ended(0, 1)
-    assert node.cause().stdout == shown
+    assert node.cause().stdout == "begin\n 30 %|###|\n[rank1]: mine"
 
 
 # --- where it was, and what a script said last ----------------------------------------------------
@@ -246,10 +210,6 @@ FRAMES = """  File "/home/me/größe/train.py", line 7, in <module>
             '  File "/home/me/other.py", line 3, in f\nValueError: no',
             "failed at other.py:3 with ValueError: no",
         ),
-        (
-            f"Traceback (most recent call last):\n{FRAMES.partition('me')[0][:2]}ValueError: no",
-            "failed with ValueError: no",
-        ),
         ("", "failed with ValueError: no"),
         (
             "  + Exception Group Traceback (most recent call last):\n  |"
@@ -268,30 +228,11 @@ def test_a_failure_names_file_and_line_of_the_users_code(trace, said, node):
     assert f"{said}." in FailureText(cause).without_detail(), "also where the traceback is not repeated"
 
 
-def test_a_progress_bar_does_not_push_out_what_else_stderr_has(node):
-    bar = "".join(f"\r{done}/99" for done in range(100))
-    node.leaves(stderr=f"no such file: data\r\n{bar}\n")
-    node.ended(0, 3, at=2)
-    assert node.cause().detail == "no such file: data\n99/99"
-
-
-def test_an_exceptions_text_may_end_with_an_empty_line(node):
-    node.leaves(record=own_record(node.origin + 1, "ValueError: first\nsecond\n\n"))
-    node.ended(0, 1, at=2)
-    assert node.cause().exception == "ValueError: first\nsecond"
-
-
 def test_who_has_ended_early_was_not_told_to(node):
     node.ended(0, 0, at=1)
     node.ended(1, 0, at=2, stopped=True)
     node.ended(2, 1, at=1)
     assert node.exits.early == (3,)
-
-
-def test_an_indented_last_line_explains_nothing(node):
-    node.leaves(stderr="train.py:3: RuntimeWarning: no number\n  report(n, loss=loss)\n")
-    node.ended(0, 3, at=2)
-    assert (node.cause().last_line, node.cause().what) == ("", "exited with code 3")
 
 
 def test_without_an_exception_the_last_line_of_stderr_is_named(node):

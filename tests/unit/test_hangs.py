@@ -220,6 +220,7 @@ def test_a_rank_that_has_ended_is_told_for_the_others_may_wait_for_it(tmp_path):
     node = node_with(tmp_path, 5.0)
     agent = node.running()
     node.worker_ended(agent, 0, 0)
+    assert list(node.report("hangs")) == ["age_s"]
     node.stop(kind="hang")
     assert sorted(node.report("hangs")["ranks"]) == ["0", "1"]
     node.ends(agent)
@@ -229,36 +230,35 @@ class Life:
     """What a node knows of its workers: one that has written nothing."""
 
     def __init__(self, monkeypatch, port):
-        self.now, self.at, self.is_held_up = 1000.0, None, False
+        self.now, self.last_sign_at, self.logs = 1000.0, None, SimpleNamespace(is_held_up=False)
         monkeypatch.setattr(time, "monotonic", lambda: self.now)
-        here = SimpleNamespace(is_held_up=lambda: self.is_held_up, active_at=lambda: self.at)
-        here.go, here.call = SimpleNamespace(port=port), SimpleNamespace(policy=LaunchPolicy(hang_timeout_s=30.0))
-        here.running = lambda: {0: os.getpid()}
-        self.watcher = HangObserver(here)
+        self.go, self.call = SimpleNamespace(port=port), SimpleNamespace(policy=LaunchPolicy(hang_timeout_s=30.0))
+        self.exits = SimpleNamespace(running=lambda: {0: os.getpid()})
+        self.observer = HangObserver(self)
 
 
 def test_a_worker_that_joins_a_process_group_shows_a_sign_of_life(monkeypatch):
     with socket.create_server(("127.0.0.1", 0)) as store:
         life = Life(monkeypatch, store.getsockname()[1])
-        assert life.watcher.poll() is None
+        assert life.observer.poll() is None
         life.now += 2.0
-        assert life.watcher.poll() is None, "a store that only listens tells nothing of a worker"
+        assert life.observer.poll() is None, "a store that only listens tells nothing of a worker"
         with socket.create_connection(store.getsockname()):
-            assert life.watcher.poll() is None, "it has just looked"
+            assert life.observer.poll() is None, "it has just looked"
             life.now += 2.0
-            assert life.watcher.poll() == {"age_s": 0.0}
+            assert life.observer.poll() == {"age_s": 0.0}
             life.now += 100.0
-            assert life.watcher.poll() is None, "only once: a connection that stays is no news"
-            life.at = life.now
-            assert life.watcher.poll() == {"age_s": 0.0}
+            assert life.observer.poll() is None, "only once: a connection that stays is no news"
+            life.last_sign_at = life.now
+            assert life.observer.poll() == {"age_s": 0.0}
 
 
 def test_a_wait_for_the_reader_is_told_now_and_then_and_its_end_at_once(monkeypatch):
     life, told = Life(monkeypatch, 1), []
     for second in range(130):  # as one of many nodes on a slow terminal
         life.now += 1.0
-        life.is_held_up = second % 10 < 5
-        told += [(second, each["waits"]) for each in [life.watcher.poll()] if each is not None]
+        life.logs.is_held_up = second % 10 < 5
+        told += [(second, each["waits"]) for each in [life.observer.poll()] if each is not None]
     assert told == [(0, True), (5, False), (70, True), (75, False)]
 
 

@@ -1,6 +1,5 @@
 """What hanging workers were doing is found out: real processes, asked by the signal."""
 
-import asyncio
 import json
 import os
 import signal
@@ -8,14 +7,13 @@ import subprocess
 import sys
 import time
 from contextlib import contextmanager
-from types import SimpleNamespace
 
 import pytest
 from limits import limit_s
 from unit_helpers import eventually, is_running, worker_environment, write
 
 from metaflow_extensions.torchrun.plugins.torchrun.machine import processes, stacks
-from metaflow_extensions.torchrun.plugins.torchrun.node.hang_observer import collect
+from metaflow_extensions.torchrun.plugins.torchrun.node.hang_observer import text_of
 
 HANG = "print('ready', flush=True); import time; time.sleep(1000)"
 
@@ -49,11 +47,14 @@ def until(pid, state):
 
 
 def collected(workers, within_s=60.0):
-    return SimpleNamespace(**dict(zip(("text", "ranks"), asyncio.run(collect(workers, within_s)), strict=True)))
+    question = stacks.Question(workers, within_s)
+    while (found := question.poll()) is None:
+        time.sleep(0.02)
+    return found
 
 
 def where_of(found):
-    return {rank: each.where for rank, each in found.ranks.items()}
+    return {rank: each.where for rank, each in found.items()}
 
 
 def folder_in(path):
@@ -148,7 +149,7 @@ def test_the_log_has_equal_stacks_once_and_frames_with_their_source_lines(hangin
         names.index(name): pids[names.index(name)] for name in ("is in torch", "is no Python", "has its own handler")
     }
     torch, *others = chosen
-    assert collected(chosen).text.splitlines() == [
+    assert text_of(collected(chosen)).splitlines() == [
         f"--- ranks {others[0]}, {others[1]}: {NO_HANDLER}",
         "",
         f"--- rank {torch}: trainer.py:3 in loop (in all_reduce)",
@@ -156,7 +157,7 @@ def test_the_log_has_equal_stacks_once_and_frames_with_their_source_lines(hangin
         "  trainer.py:3 in loop: torch.distributed.all_reduce()",
         "  train.py:3 in <module>: trainer.loop()",
     ]
-    (its,) = collected({torch: pids[torch]}).ranks.values()
+    (its,) = collected({torch: pids[torch]}).values()
     assert (its.waits, its.line) == (True, "torch.distributed.all_reduce()")
 
 
@@ -174,7 +175,7 @@ def test_a_worker_that_does_not_answer_is_said_so_in_time(folder):
     why = "no Python stack: it"
     assert where_of(found) == {
         0: f"{why} did not answer in time; it is in state S (sleeping)",
-        1: f"{why} is stopped (state T (stopped)), as by SIGSTOP or a debugger",
+        1: f"{why} did not answer in time; it is in state T (stopped)",
         2: "<string>:1 in <module>",
     }
 
@@ -185,8 +186,7 @@ def test_workers_that_have_ended_are_said_so_and_none_is_no_error():
     for _ in range(2):
         assert where_of(collected({0: zombie.pid})) == {0: "no Python stack: the process has ended"}
         zombie.wait()
-    found = collected({})
-    assert (found.ranks, found.text) == ({}, "")
+    assert collected({}) == {}
 
 
 # --- the hook in the worker -------------------------------------------------------------------
@@ -221,19 +221,3 @@ def test_a_script_finds_everything_as_it_would_without_us(env, folder, tmp_path)
     assert set(after.pop("modules")) - set(before.pop("modules")) <= {"faulthandler", "atexit"}
     assert after == before
     assert (after["mark"] == "own") is ("own" in env.get("PYTHONPATH", ""))
-
-
-@pytest.mark.parametrize("body", ["raise ValueError('mine')", "raise SystemExit(3)", "x = ("])
-def test_errors_of_the_users_own_sitecustomize_are_as_they_would_be(body, folder, tmp_path):
-    write(tmp_path / "own" / "sitecustomize.py", body)
-    env = {"PYTHONPATH": str(tmp_path / "own")}
-    done = [run(["-c", "print('ran')"], each) for each in ({**os.environ, **env}, hooked(folder, env))]
-    plain, with_us = ((each.returncode, each.stdout, each.stderr.splitlines()[-1:]) for each in done)
-    assert plain == with_us
-
-
-@pytest.mark.parametrize(("place", "number"), [("none", "58"), ("", "no number"), ("", "9")])
-def test_a_worker_starts_whatever_becomes_of_the_hook(place, number, folder):
-    spoilt = {"TORCHRUN_STACKS_FOLDER": str(folder / place), "TORCHRUN_STACKS_SIGNAL": number}
-    done = run(["-c", "print('ran')"], {**hooked(folder), **spoilt})
-    assert (done.returncode, done.stdout, done.stderr) == (0, "ran\n", "")

@@ -1,11 +1,17 @@
-"""What the cgroup tells, in the words of both its versions."""
+"""What the cgroup tells, in the words of its version 2."""
+
+import signal
+from dataclasses import replace
 
 import pytest
 from unit_helpers import write
 
+from metaflow_extensions.torchrun.plugins.torchrun.gang.cause import Cause
 from metaflow_extensions.torchrun.plugins.torchrun.machine.cgroup import describe_oom, memory_limit_bytes, oom_kills
+from metaflow_extensions.torchrun.plugins.torchrun.node import agent_end
+from metaflow_extensions.torchrun.plugins.torchrun.node.agent_end import MachineFaults
 
-V1, V2 = "sys/fs/cgroup/memory", "sys/fs/cgroup"
+V2 = "sys/fs/cgroup"
 
 
 def machine(root, files):
@@ -14,7 +20,7 @@ def machine(root, files):
     return str(root)
 
 
-OWN = {"proc/self/cgroup": "4:memory:/a/b\n0::/a/b\n"}
+OWN = {"proc/self/cgroup": "0::/a/b\n"}
 
 
 @pytest.mark.parametrize(
@@ -22,10 +28,7 @@ OWN = {"proc/self/cgroup": "4:memory:/a/b\n0::/a/b\n"}
     [
         ({}, None),
         ({f"{V2}/memory.events": "low 0\nhigh 0\nmax 31\noom 4\noom_kill 3\noom_group_kill 1\n"}, 3),
-        ({f"{V1}/memory.oom_control": "oom_kill_disable 0\nunder_oom 0\noom_kill 2\n"}, 2),
-        ({f"{V1}/memory.oom_control": "oom_kill_disable 0\nunder_oom 0\n"}, None),  # Linux before 4.13
         ({**OWN, f"{V2}/a/b/memory.events": "oom_kill 2\n", f"{V2}/a/memory.events": "oom_kill 7\n"}, 2),
-        ({**OWN, f"{V1}/a/b/memory.oom_control": "oom_kill 2\n", f"{V1}/a/memory.oom_control": "oom_kill 7\n"}, 2),
         ({**OWN, f"{V2}/a/memory.events": "oom_kill 7\n"}, 7),  # the process's own does not count
     ],
 )
@@ -39,8 +42,6 @@ def test_kills_are_counted_where_the_process_lies(tmp_path, files, kills):
         ({}, "memory is used up"),
         ({f"{V2}/memory.max": "max\n"}, "memory is used up"),
         ({f"{V2}/memory.max": f"{3 * 2**29}\n"}, "memory limit of 1.5 GiB was reached"),
-        ({f"{V1}/memory.limit_in_bytes": "268435456\n"}, "memory limit of 256 MiB was reached"),
-        ({f"{V1}/memory.limit_in_bytes": "9223372036854771712\n"}, "memory is used up"),
     ],
 )
 def test_the_text_names_the_limit_and_the_remedy(tmp_path, files, said):
@@ -66,3 +67,23 @@ def test_the_smallest_limit_of_all_cgroups_around_the_process_counts(tmp_path, l
 )
 def test_the_memory_has_the_limit_that_binds(tmp_path, files, limit):
     assert memory_limit_bytes(machine(tmp_path, files)) == limit
+
+
+KILLED = Cause("signal", 0, "host", 1, 1, -signal.SIGKILL, None, "the last lines")
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "exit_code", "is_oom"),
+    [
+        (1, 2, -signal.SIGKILL, True),
+        (1, 1, -signal.SIGKILL, False),
+        (1, 2, -signal.SIGSEGV, False),
+        (None, 2, -signal.SIGKILL, False),
+    ],
+)
+def test_a_worker_killed_for_lack_of_memory_is_called_so(before, now, exit_code, is_oom, monkeypatch):
+    counts = iter([before, now, now])
+    monkeypatch.setattr(agent_end, "oom_kills", lambda: next(counts))
+    faults = MachineFaults()
+    assert (faults.explained(replace(KILLED, exit_code=exit_code)).kind == "oom") is is_oom
+    assert faults.how_ended(exit_code).startswith("ran out of memory") is is_oom

@@ -6,52 +6,31 @@ from types import SimpleNamespace
 import pytest
 
 from metaflow_extensions.torchrun.plugins.torchrun.gang.messages import Report
-from metaflow_extensions.torchrun.plugins.torchrun.node.observers import Observer, Observers
+from metaflow_extensions.torchrun.plugins.torchrun.node.observers import Observers
 
 
-class Counting(Observer):
-    """Tells how often it was polled; fails where the test wants it."""
-
-    def __init__(self, fails=""):
-        self._fails = fails
-        self.polls = self.closed = 0
-        self._do("make")
-
-    def _do(self, name):
-        if name == self._fails:
-            raise OSError("gone")
-
-    def poll(self):
-        self._do("poll")
-        self.polls += 1
-
-    async def ended(self):
-        self._do("ended")
-        return {"polls": self.polls}
-
-    def close(self):
-        self.closed += 1
-        self._do("close")
-
-
-@pytest.mark.parametrize("fails", ["make", "poll", "ended", "close"])
+@pytest.mark.parametrize("fails", ["make", "poll", "ask"])
 def test_an_observer_that_raises_is_left_out_and_a_line_says_so_once(fails):
-    said, made = [], []
-
     def maker(fails):
+        def do(name):
+            if name == fails:
+                raise OSError("gone")
+
+        async def answer(data):
+            do("ask")
+            return data
+
         def make(here):
-            made.append(Counting(fails))
-            return made[-1]
+            do("make")
+            return SimpleNamespace(poll=lambda: do("poll"), ask=answer)
 
         return make
 
+    said = []
     here = SimpleNamespace(say=said.append, go=SimpleNamespace(launch=3, generation=4))
     observers = Observers(here, {"ill": maker(fails), "well": maker("")})
     for _ in range(3):
         assert observers.poll() == []
-    told = asyncio.run(observers.ended())
-    observers.close()
-    observers.close()
-    assert Report("well", 3, 4, {"polls": 3}) in told
+        told = [asyncio.run(observers.ask(kind, lambda observer: observer.ask({}))) for kind in ("ill", "well")]
+        assert told == [[], [Report("well", 3, 4, {})]]
     assert [line.endswith("its ill: OSError: gone") for line in said] == [True]
-    assert [each.closed for each in made] == ([1] if fails == "make" else [1, 1])

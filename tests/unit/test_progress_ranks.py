@@ -3,9 +3,7 @@
 import asyncio
 import json
 import math
-import os
 import re
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -36,32 +34,16 @@ WHOLE = b'{"step": 10, "total": 100, "seconds": 0.5, "loss": 1.25, "epoch": 1, "
     [
         (WHOLE, Line(10, 100.0, 0.5, {"loss": 1.25, "epoch": 1.0})),
         (b'{"loss": 2}\r', Line(values={"loss": 2.0})),
-        (b'{"%s": 1}' % (b"k" * 500), Line(values={"k" * 80: 1.0})),
+        (b'{"lo\\nss%s": 1}' % (b"k" * 500), Line(values={"lo ss" + "k" * 75: 1.0})),
+        (b'{"step": 3, "seconds": 0, "total": -1}', Line(3)),
+        (b'{"step": 3, "loss": NaN, "x": 1e999}', Line(3, values={"loss": None, "x": None})),
         (b'{"step": 10, "lo', None),
         (b'{"nested": {"loss": 1}, "list": [1], "name": "a"}', None),
-        (b"[" * 200_000, None),
         (b'{"step": ' + b"1" * 10_000 + b"}", None),
     ],
 )
 def test_a_line_tells_step_total_seconds_and_values(text, line):
     assert parse_line(text) == line
-
-
-def test_a_name_fits_into_one_line():
-    assert parse_line(json.dumps({"lo\nss\x1b 🙂é": 1}).encode()).values == {"lo ss  🙂é": 1.0}
-
-
-@pytest.mark.parametrize("text", ["NaN", "Infinity", "-Infinity", "1e999", "1" + "0" * 400])
-def test_a_number_that_is_not_finite_is_known_as_such(text):
-    line = parse_line(f'{{"step": 3, "loss": {text}}}'.encode())
-    assert line == Line(3, None, None, {"loss": None})
-    assert parse_line(f'{{"step": {text}, "loss": 1}}'.encode()) == Line(None, None, None, {"loss": 1.0})
-
-
-@pytest.mark.parametrize("key", ["seconds", "total"])
-@pytest.mark.parametrize("value", [5e-324, 1e-10, sys.float_info.max, 2**54, 0, -1])
-def test_numbers_of_which_no_speed_can_be_made_are_none(key, value):
-    assert parse_line(json.dumps({"step": 3, key: value}).encode()) == Line(3)
 
 
 @given(
@@ -86,19 +68,16 @@ class Growing:
     """A file that the test writes, and what is read of it."""
 
     def __init__(self, path):
-        self.path, self.refused = path, []
-        self._reader = LineReader(str(path), self.refused.append)
+        self.path = path
+        self._reader = LineReader(str(path))
 
     def append(self, *texts):
         with open(self.path, "ab") as file:
             file.write(b"".join(texts))
 
-    def steps(self, first, last):
-        self.append(*(b'{"step": %d}\n' % step for step in range(first, last)))
-
     def read(self):
-        """Return the steps that are new."""
-        return [line.step for line in self._reader.new_lines()]
+        """Return the steps that are new, and lines without numbers."""
+        return [line if isinstance(line, bytes) else line.step for line in self._reader.new_lines()]
 
 
 @pytest.fixture
@@ -111,8 +90,7 @@ def test_lines_come_once_and_whole(file):
     file.append(b'{"step": 1}\n{"st')
     assert [file.read(), file.read()] == [[1], []]
     file.append(b'ep": 2}\n\nbad\n{"loss": 3}\n')
-    assert file.read() == [2, None]
-    assert file.refused == [b"bad"]
+    assert file.read() == [2, b"bad", None]
 
 
 def test_a_file_that_begins_anew_is_read_from_its_begin(file):
@@ -124,51 +102,27 @@ def test_a_file_that_begins_anew_is_read_from_its_begin(file):
     assert file.read() == []
 
 
-def test_of_a_flood_the_last_lines_come(file):
-    file.steps(0, 100_003)  # those from 100 000 on are longer, so that the first bytes are a part of a line
-    first = file.read()
-    assert MAX_BYTES // 16 - 2 <= len(first) <= MAX_BYTES // 16
-    assert first == [*range(100_003 - len(first), 100_003)]
-    file.steps(100_003, 100_005)
-    assert file.read() == [100_003, 100_004]
-    assert file.refused == []
-
-
-def test_what_was_read_takes_no_place_on_the_disk(file):
+def test_of_a_flood_each_line_comes_and_what_was_read_takes_no_place_on_the_disk(file):
+    found = []
     with open(file.path, "wb", buffering=0) as writer:  # not appending: it goes on at its own offset
         for each in range(40):
             writer.write(b"".join(b'{"step": %d}\n' % step for step in range(each * 4000, (each + 1) * 4000)))
-            assert file.read()[-1] == (each + 1) * 4000 - 1
+            found += file.read()
+        assert found == [*range(160_000)]
         status = file.path.stat()
-        assert (status.st_size > 2_000_000, status.st_blocks * 512 < FREED_BYTES + 2 * MAX_BYTES) == (True, True)
+        assert (status.st_size > 2_000_000, status.st_blocks * 512 < FREED_BYTES + MAX_BYTES) == (True, True)
         writer.write(b'{"step": 7}\n')
-    assert (file.read(), file.refused) == ([7], [])
+    assert file.read() == [7]
     file.path.write_bytes(b'{"step": 8}\n')  # begins anew
     assert file.read() == [8]
 
 
-@pytest.mark.parametrize("how", ["a link", "a hard link"])
-def test_a_file_that_somebody_has_afterwards_stays_whole(how, tmp_path):
-    mine, path = tmp_path / "mine.jsonl", tmp_path / "0.jsonl"
-    mine.write_bytes(b'{"step": 1}\n' * 200_000)
-    {"a link": os.symlink, "a hard link": os.link}[how](mine, path)
-    assert LineReader(str(path), pytest.fail).new_lines()
-    assert path.read_bytes() == b'{"step": 1}\n' * 200_000
-
-
 def test_a_line_that_is_too_long_is_dropped_and_the_next_one_comes(file):
-    for _ in range(5):
+    for _ in range(3):
         file.append(b"x" * (MAX_BYTES - 10))
         assert file.read() == []
     file.append(b'the rest\n{"step": 1}\n')
-    assert file.read() == [1]
-    assert all(len(text) < 2 * MAX_BYTES for text in file.refused)
-
-
-@pytest.mark.parametrize("kind", ["pipe", "folder", "device"])
-def test_what_is_no_file_is_not_waited_for(kind, file):
-    {"pipe": os.mkfifo, "folder": os.mkdir, "device": lambda p: os.symlink("/dev/zero", p)}[kind](file.path)
-    assert file.read() == []
+    assert file.read()[-1] == 1
 
 
 # --- a node -------------------------------------------------------------------------------------
@@ -180,19 +134,14 @@ class Node:
     """A node with two ranks, whose scripts write what the test has them write."""
 
     def __init__(self, folder, first_rank=0):
-        self.now, self.ended, self.folder = 100.0, set(), folder
-        call = SimpleNamespace(ranks=range(first_rank, first_rank + 2))
-        has_ended = self.ended.__contains__
+        self.now, self.codes, self.folder = 100.0, {}, folder
+        self.call = SimpleNamespace(ranks=range(first_rank, first_rank + 2))
+        self.exits = SimpleNamespace(files=Patient(), codes=self.codes, reported_at=None)
         self.said, self.shown = [], []
-        here = SimpleNamespace(
-            call=call,
-            folder=str(folder),
-            has_ended=has_ended,
-            say=self.said.append,
-            show=self.shown.append,
-            files=Patient(),
-        )
-        self.watcher = ProgressObserver(here, lambda: self.now)
+        self.observer = ProgressObserver(self, lambda: self.now)
+
+    def say(self, text, is_detail=True):
+        (self.said if is_detail else self.shown).append(text)
 
     def write(self, name, *lines):
         with open(self.folder / "metrics" / f"{name}.jsonl", "a") as file:
@@ -203,12 +152,12 @@ class Node:
         told = []
         for _ in range(seconds):
             self.now += 1
-            told.append(self.watcher.poll())
+            told.append(self.observer.poll())
         return [from_plain(Metrics, each, "") for each in told if each is not None]
 
     def end(self):
-        self.ended |= {0, 1}
-        told = asyncio.run(self.watcher.ended())
+        self.codes |= {0: 0, 1: 0}
+        told = asyncio.run(self.observer.ended())
         return told and from_plain(Metrics, told, "")
 
 
@@ -250,8 +199,6 @@ def seen(*steps):
         ([(0.0, 0), (10.0, 20)], 10.0, 2.0),
         ([(0.0, 0), (10.0, 20)], 30.0, 21 / 30),  # it stands still: only step 21 may be nearly done
         ([(float(at), 2 * at) for at in range(101)], 100.0, 2.0),
-        ([(float(at), at) for at in range(50)] + [(50.0 + at, 50 + 4 * at) for at in range(51)], 100.0, 4.0),
-        ([(0.0, 0), (50.0, 1), (100.0, 2)], 100.0, 0.02),  # steps longer than what is looked at
         ([(0.0, 1000), (1.0, 2), (11.0, 12)], 11.0, 1.0),  # it has begun anew
         ([(0.0, 0), (10.0, 10), (10.0, 20)], 10.0, 2.0),  # two that were read at once
     ],
@@ -271,19 +218,10 @@ STEPS = [(float(at), at) for at in range(41)]  # one a second
         (STEPS, 101.0, False),  # it does nothing that could be fast or slow
         ([*STEPS, (140.0, 41)], 150.0, False),  # it goes on, and how fast nobody knows yet
         ([*STEPS, (140.0, 41), (240.0, 42)], 241.0, True),  # it is slow now
-        ([(1.0, 0), (1.0, 79)], 90.0, False),  # many steps before the first look, and none since
     ],
 )
 def test_a_rank_that_stands_still_is_not_slow(steps, now, has_speed):
     assert (seen(*steps).pace(now).steps_per_s is not None) is has_speed
-
-
-@pytest.mark.parametrize(("last", "total", "is_done"), [(79, 80.0, True), (80, 80.0, True), (78, 80.0, False)])
-def test_a_rank_that_has_done_its_steps_has_no_speed_any_more(last, total, is_done):
-    rank = RankPace()
-    for at in range(last + 1):
-        rank.see(Line(at, total if at == 0 else None, 0.1), float(at))
-    assert (rank.pace(last + 1.0) == Pace(last)) is is_done
 
 
 # --- what is told ---------------------------------------------------------------------------------
@@ -304,7 +242,7 @@ def test_the_gang_hears_of_points_and_paces_at_once_and_then_every_5_s(node):
     (told,) = node.wait(5)
     assert (told.points, told.total) == ({}, 50.0)
     assert told.paces[0].steps_per_s < 0.25, "it has stood still for 5 s more"
-    assert node.watcher.saw_workers_at is not None
+    assert node.exits.reported_at is not None
 
 
 def test_step_and_seconds_may_stand_on_lines_of_their_own(node):
@@ -315,7 +253,7 @@ def test_step_and_seconds_may_stand_on_lines_of_their_own(node):
     assert list(told.points) == ["seconds", *(f"loss {number}" for number in range(MAX_KEYS - 1))]
     node.write(1, *({"step": number} for number in range(2, 91)))
     (told,) = node.wait(5)
-    assert told.paces[1] == Pace(90), "it has done all its steps"
+    assert told.paces[1] == Pace(90), "it has done all its steps, and has no speed any more"
 
 
 def test_the_example_of_the_documents_ends_at_the_whole(node, monkeypatch):
@@ -331,10 +269,10 @@ def test_the_example_of_the_documents_ends_at_the_whole(node, monkeypatch):
 
 def test_what_was_written_last_is_told_at_the_end(node):
     assert node.wait(20) == []
-    assert node.watcher.saw_workers_at is None, "nothing was written"
+    assert node.exits.reported_at is None, "nothing was written"
     for name in (0, 1):
         node.write(name, {"step": 1, "loss": 3.0})
-    node.ended.add(1)
+    node.codes[1] = 0
     (told,) = node.wait(5)
     assert list(told.paces) == [0], "a rank that has ended is not compared"
     node.write(0, {"step": 2, "loss": 1.0})

@@ -17,7 +17,7 @@ from unit_helpers import eventually
 
 from metaflow_extensions.torchrun.plugins.torchrun.gang.messages import Stop, Verdict
 from metaflow_extensions.torchrun.plugins.torchrun.launch.command import AGENT, HALT_SIGNAL
-from metaflow_extensions.torchrun.plugins.torchrun.machine.processes import blocks
+from metaflow_extensions.torchrun.plugins.torchrun.machine.processes import has_signal
 from metaflow_extensions.torchrun.plugins.torchrun.worker import agent
 
 STAND_IN = Path(__file__).parents[1] / "stand_in"
@@ -109,7 +109,7 @@ def test_an_agent_that_tries_obeys(number, silent, tmp_path):
         eventually(lambda: is_trying(process.pid), "a try")
         process.send_signal(number)
         if number == HALT_SIGNAL:
-            eventually(lambda: blocks(process.pid, HALT_SIGNAL), "its halt")
+            eventually(lambda: has_signal(process.pid, "SigBlk", HALT_SIGNAL), "its halt")
             process.terminate()
         assert process.wait(agent.SILENCE_S / 2) == -signal.SIGTERM
     finally:

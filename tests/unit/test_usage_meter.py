@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 
+import psutil
 import pytest
 from unit_helpers import eventually, write
 
@@ -13,8 +14,13 @@ from metaflow_extensions.torchrun.plugins.torchrun.launch.call import Call
 from metaflow_extensions.torchrun.plugins.torchrun.machine.accelerators import Machine
 from metaflow_extensions.torchrun.plugins.torchrun.machine.cgroup import container_folder
 from metaflow_extensions.torchrun.plugins.torchrun.node import usage_observer as watch
-from metaflow_extensions.torchrun.plugins.torchrun.node.consumption import of_container, of_processes, traffic
-from metaflow_extensions.torchrun.plugins.torchrun.node.usage_observer import STEP_S, UsageObserver
+from metaflow_extensions.torchrun.plugins.torchrun.node.usage_observer import (
+    STEP_S,
+    UsageObserver,
+    of_container,
+    of_processes,
+    sum_of_gpus,
+)
 from metaflow_extensions.torchrun.plugins.torchrun.show.usage_part import COLUMNS
 
 # --- what the kernel says ---------------------------------------------------------------------------
@@ -23,12 +29,10 @@ GROUPS = "sys/fs/cgroup"
 # What a container sees.
 FILES = {
     "proc/self/cgroup": "0::/\n",
-    f"{GROUPS}/cgroup.events": "populated 1\n",
     f"{GROUPS}/cpu.stat": "usage_usec 2500000\nuser_usec 1\n",
     f"{GROUPS}/memory.current": "5000\n",
     f"{GROUPS}/memory.stat": "anon 1\ninactive_file 2000\ntotal_inactive_file 9\n",
 }
-HEADS = "Inter-|   Receive    |  Transmit\n face |bytes packets |bytes packets\n"
 
 
 def machine(root, files):
@@ -43,7 +47,6 @@ def machine(root, files):
         ({}, (2.5, 3000)),
         ({f"{GROUPS}/memory.stat": ""}, (2.5, 5000)),
         ({f"{GROUPS}/memory.stat": "inactive_file 6000\n"}, (2.5, 0)),
-        ({f"{GROUPS}/cpu.stat": "nonsense", f"{GROUPS}/memory.current": "max"}, (None, None)),
     ],
 )
 def test_a_container_says_what_all_in_it_uses(tmp_path, changed, used):
@@ -57,13 +60,13 @@ def test_a_container_says_what_all_in_it_uses(tmp_path, changed, used):
         ({"proc/self/cgroup": "0::/../..\n"}, True),
         ({"proc/self/cgroup": "0::/user.slice\n"}, True),  # the host's path, which can't be seen from here
         ({"proc/self/cgroup": "0::/user.slice\n", f"{GROUPS}/user.slice/cgroup.procs": "1\n"}, False),
-        ({f"{GROUPS}/cgroup.events": None}, False),  # the machine's own root
+        ({f"{GROUPS}/memory.current": None}, False),  # the machine's own root
     ],
 )
 def test_where_other_programs_are_in_the_cgroup_there_is_no_container(tmp_path, changed, is_one):
     files = {name: text for name, text in (FILES | changed).items() if text is not None}
     root = machine(tmp_path, files)
-    assert container_folder(root) == (f"{root}/{GROUPS}/" if is_one else None)
+    assert container_folder(root) == (f"{root}/{GROUPS}" if is_one else None)
 
 
 # A parent that sleeps and its child that computes, with a name that a careless split of stat would damage.
@@ -111,23 +114,6 @@ def test_the_time_of_a_process_that_has_ended_is_not_lost(family):
     assert 0.15 < of_processes(parent.pid)[0] < 2
 
 
-@pytest.mark.parametrize(
-    ("lines", "real", "expected"),
-    [
-        ("    lo: 9 1 0 0 0 0 0 0 9 1\n  eth0: 100 1 0 0 0 0 0 0 20 1\n", (), (100, 20)),
-        ("eth0:100 1 0 0 0 0 0 0 20 1\n  br0: 100 1 0 0 0 0 0 0 20 1\n", ("eth0",), (100, 20)),
-        ("  eth0: 100 1 0 0 0 0 0 0 20 1\n  eth1:   1 1 0 0 0 0 0 0 2 1\n", ("eth0", "eth1"), (101, 22)),
-        ("    lo: 9 1 0 0 0 0 0 0 9 1\n", (), None),
-        ("", (), None),
-    ],
-)
-def test_what_goes_by_real_interfaces_is_counted_once(tmp_path, lines, real, expected):
-    write(tmp_path / "proc/net/dev", HEADS + lines)
-    for name in real:
-        write(tmp_path / "sys/class/net" / name / "device" / "vendor", "1")
-    assert traffic(str(tmp_path)) == expected
-
-
 # --- what a node tells ------------------------------------------------------------------------------
 
 SHARED = Machine(4, (), 2, 0)  # with another node
@@ -136,77 +122,114 @@ SHARED = Machine(4, (), 2, 0)  # with another node
 class Node:
     """A node whose clock the test holds; without a pid, its agent is this process."""
 
-    def __init__(self, folder, machine=SHARED, pid=None, num_nodes=2, **spec):
+    def __init__(self, machine=SHARED, pid=None, num_nodes=2, **spec):
         spec = {"nproc": 2, "num_nodes": num_nodes, "node_index": 0, "python": "python3", **spec}
-        call = Call("/flow/train.py", (), False, machine=machine, **spec)
-        self.now = 100.0
-        self.pid = pid or os.getpid()
-        self.written = 0
-        here = SimpleNamespace(call=call, folder=str(folder), pid=lambda: self.pid, written=lambda: self.written)
-        self.watcher = UsageObserver(here, lambda: self.now)
-        assert self.watcher.poll() is None, "the first look tells nothing yet"
+        self.call = Call("/flow/train.py", (), False, machine=machine, **spec)
+        self.now, self.agent = 100.0, SimpleNamespace(pid=pid or os.getpid())
+        self.observer = UsageObserver(self, lambda: self.now)
+        assert self.observer.poll() is None, "the first look tells nothing yet"
 
     def after(self, seconds):
         self.now += seconds
-        return self.watcher.poll()
+        return self.observer.poll()
 
 
-def test_a_node_tells_what_its_processes_use_and_write(tmp_path, family):
+def test_a_node_tells_what_its_processes_use(family):
     busy = family(1000)
-    node = Node(tmp_path, pid=busy.pid)
-    node.written = 1000
+    node = Node(pid=busy.pid)
     assert node.after(0.9) is None
     first = node.after(0.1)
     assert (first["of"], first["limits"]["cpus"]) == ("processes", 4)
     assert first["limits"]["memory_mib"] > 100
-    assert first["values"]["output_bytes_s"] == 1000
     assert first["values"]["memory_mib"] > 0.1
     assert set(first["values"]) <= {column.kind for column in COLUMNS}
-    assert "received_kib_s" not in first["values"], "nodes of one machine share its network"
     before = of_processes(busy.pid)[0]
     eventually(lambda: of_processes(busy.pid)[0] > before)
     assert node.after(STEP_S - 0.1) is None
-    second = node.after(0.2)["values"]
-    assert second["cpus"] > 0
-    assert second["output_bytes_s"] == 0
+    assert node.after(0.2)["values"]["cpus"] > 0
 
 
 @pytest.mark.parametrize(("machine", "of"), [(Machine(4), "container"), (SHARED, "processes")])
-def test_a_container_counts_for_the_node_unless_nodes_share_it(tmp_path, monkeypatch, machine, of):
+def test_a_container_counts_for_the_node_unless_nodes_share_it(monkeypatch, machine, of):
     monkeypatch.setattr(watch, "container_folder", lambda: "/a container")
     monkeypatch.setattr(watch, "of_container", lambda folder: (node.now * 3, 5 * 2**20))
     node = SimpleNamespace(now=100.0)
-    node = Node(tmp_path, machine)
+    node = Node(machine)
     used = node.after(2.0)
     assert used["of"] == of
     assert ((used["values"]["cpus"], used["values"]["memory_mib"]) == (3.0, 5.0)) is (of == "container")
 
 
-@pytest.mark.parametrize(("num_nodes", "step_s"), [(2, 5.0), (1000, 100.0)])
-def test_a_late_look_makes_up_for_none(tmp_path, num_nodes, step_s):
-    node = Node(tmp_path, num_nodes=num_nodes)
-    assert node.after(12 * step_s) is not None
-    assert node.after(0.0) is not None  # the fixed times go on from here
-    assert node.after(0.0) is None
-    assert node.after(step_s - 0.1) is None
-    assert node.after(0.2) is not None
+def test_nodes_of_a_large_gang_measure_less_often():
+    node = Node(num_nodes=1000)
+    assert node.after(1.0) is not None
+    assert node.after(99.0) is None
+    assert node.after(2.0) is not None
+
+
+# --- GPUs: a program of the test's own stands for nvidia-smi ------------------------------------------
+
+TWO = "40, 100, 200\n60, 300, 400\n"
 
 
 @pytest.mark.parametrize(
-    ("env", "percent", "memory_mib", "limits"),
-    [({}, 50.0, 400.0, (2, 600.0)), ({"CUDA_VISIBLE_DEVICES": "1"}, 60.0, 300.0, (1, 400.0))],
+    ("text", "expected"),
+    [
+        (TWO, {"gpu_percent": 50.0, "gpu_memory_mib": 400.0, "gpu_total_mib": 600.0, "gpu_count": 2}),
+        ("[N/A], 10, 20\n", {"gpu_memory_mib": 10.0, "gpu_total_mib": 20.0, "gpu_count": 1}),
+        ("nan, inf, -3\n3, 4, 5\n", {}),
+        ("No devices were found\n", {}),
+        ("", {}),
+    ],
 )
-def test_a_node_with_a_machine_of_its_own_tells_the_network_and_its_gpus(
-    tmp_path, monkeypatch, env, percent, memory_mib, limits
-):
-    smi = write(tmp_path / "nvidia-smi", "#!/bin/sh\necho '0, GPU-a, 40, 100, 200'\necho '1, GPU-b, 60, 300, 400'\n")
-    smi.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
-    monkeypatch.setattr(watch, "traffic", lambda: (int(node.now * 2048), int(node.now * 1024)))
-    node = SimpleNamespace(now=100.0)
-    node = Node(tmp_path, Machine(4, ("0", "1")), env=env)
+def test_what_nvidia_smi_says_is_added_up(text, expected):
+    assert sum_of_gpus(text) == expected
+
+
+@pytest.fixture
+def smi(tmp_path, monkeypatch):
+    """Return a function that makes ``nvidia-smi`` of a shell script, and then returns what it was started with."""
+    asked = tmp_path / "asked"
+
+    def make(script):
+        write(tmp_path / "nvidia-smi", f'#!/bin/sh\necho "$@" >> {asked}\n{script}\n').chmod(0o755)
+        monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+        return lambda: asked.read_text().splitlines() if asked.exists() else []
+
+    yield make
+    eventually(lambda: not psutil.Process().children() and not watch.HELPERS)
+
+
+def test_a_node_tells_what_its_gpus_do_now_and_then(smi):
+    asked = smi(f"cat <<'EOF'\n{TWO}EOF")
+    node = Node(Machine(4, ("0", "1", "2")), env=(("CUDA_VISIBLE_DEVICES", "1,GPU-a"),))
     used = eventually(lambda: (used := node.after(STEP_S)) and "gpu_percent" in used["values"] and used)
-    assert (used["values"]["received_kib_s"], used["values"]["sent_kib_s"]) == (2.0, 1.0)
-    assert (used["values"]["gpu_percent"], used["values"]["gpu_memory_mib"]) == (percent, memory_mib)
-    assert (used["limits"]["gpus"], used["limits"]["gpu_memory_mib"]) == limits
-    node.watcher.close()
+    assert (used["values"]["gpu_percent"], used["values"]["gpu_memory_mib"]) == (50.0, 400.0)
+    assert (used["limits"]["gpus"], used["limits"]["gpu_memory_mib"]) == (2, 600.0)
+    query = "--id=1,GPU-a --query-gpu=utilization.gpu,memory.used,memory.total --format=csv,noheader,nounits"
+    assert set(asked()) == {query}
+    before = len(asked())
+    assert [node.after(STEP_S)["limits"]["gpus"] for _ in range(9)] == [2] * 9
+    eventually(lambda: len(asked()) > before)
+
+
+@pytest.mark.parametrize("script", ["trap '' TERM; exec sleep 1000", "exit 9", "kill -9 $$", "head -c 40 /dev/urandom"])
+def test_a_program_that_hangs_or_fails_is_ended_and_asked_again_a_minute_later(smi, script, monkeypatch):
+    monkeypatch.setattr(watch, "_GPUS_LIMIT_S", 0.5)
+    asked = smi(script)
+    node = Node(Machine(4, ("0",)))
+    node.after(STEP_S)
+    eventually(lambda: watch._SMI.begin(int) is not None, "its end")
+    node.after(0.0)
+    assert "gpu_percent" not in node.after(50.0)["values"]
+    assert len(asked()) == 1
+    node.after(61.0)
+    eventually(lambda: len(asked()) == 2)
+    eventually(lambda: watch._SMI.begin(int) is not None, "its end")
+
+
+def test_where_it_can_not_be_started_nothing_is_known(smi, tmp_path):
+    smi("")
+    write(tmp_path / "nvidia-smi", "#!/no/such/interpreter\n").chmod(0o755)
+    node = Node(Machine(4, ("0",)))
+    assert all("gpu_percent" not in node.after(STEP_S)["values"] for _ in range(3))

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import re
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from itertools import groupby
 from typing import NamedTuple
 
 _FRAME = re.compile(r'^  File "(?P<path>.*)", line (?P<line>\d+|\?+) in (?P<function>.*)$', re.MULTILINE)
@@ -23,7 +23,7 @@ _WAITING = re.compile(
     r"(site|dist)-packages/torch/(distributed(\.|/(?!checkpoint/))|nn/parallel/|autograd/graph\.py|(cuda|accelerator)/__init__\.py)"
 )
 # faulthandler writes no other characters than ASCII (_Py_DumpASCII in Python/traceback.c, CPython 3.11).
-_ESCAPED = re.compile(r"\\(?:x([0-9a-f]{2})|u([0-9a-f]{4})|U([0-9a-f]{8}))")
+_ESCAPED = re.compile(r"\\(x[0-9a-f]{2}|u[0-9a-f]{4}|U00(0[0-9a-f]|10)[0-9a-f]{4})")
 _CUT = re.compile(r"^  \.\.\.$", re.MULTILINE)  # faulthandler's end of a stack of more than 100 frames
 _FIRST, _LAST = 20, 5  # so many of the user's own frames are shown
 
@@ -47,17 +47,11 @@ class Found:
     waits: bool = False  # whether it was in a call that waits for other ranks
 
     def bounded(self, limit: int) -> Found:
-        """Return the same without the end of texts of more than so many bytes of JSON.
-
-        `text` is ASCII, as faulthandler writes it.
-        """
-        left_out = len(self.text) - limit
-        text = self.text if left_out <= 0 else f"{self.text[:limit]}\n[… {left_out} characters left out]"
-        return replace(self, text=text, short=_first_lines(self.short, limit))
+        """Return the same without the end of texts of more than so many characters."""
+        return replace(self, text=_begin(self.text, limit), short=_begin(self.short, limit))
 
 
-@dataclass(frozen=True)
-class _Frame:
+class _Frame(NamedTuple):
     path: str
     line: str
     function: str
@@ -75,14 +69,16 @@ class _Frame:
         is_file = self.path.startswith("/")  # else nobody knows in which folder
         return Line(self.path, int(self.line)) if self.is_own and is_file and self.line.isdecimal() else None
 
+    def line_in(self, lines: Mapping[Line, str]) -> str:
+        return "" if self.source is None else lines.get(self.source, "")
+
 
 def unescaped(text: str) -> str:
     """Return a text of faulthandler with the printable characters that it has escaped."""
 
     def char(match: re.Match[str]) -> str:
-        number = int(next(filter(None, match.groups())), 16)
-        # Not what steers a terminal or begins a line, and no half of a character.
-        return chr(number) if number <= 0x10FFFF and chr(number).isprintable() else match[0]
+        found = match[0].encode().decode("unicode_escape")
+        return found if found.isprintable() else match[0]  # not what steers a terminal or begins a line
 
     return _ESCAPED.sub(char, text)
 
@@ -105,12 +101,12 @@ def read(stack: str, lines: Mapping[Line, str]) -> Found:
     frames = _frames(stack)
     if not frames:
         return Found("no Python frame", "", stack)
-    mark = hashlib.sha256("\n".join(map(repr, frames)).encode()).hexdigest()[:16]
+    mark = hashlib.sha256(repr(frames).encode()).hexdigest()[:16]
     own = next((frame for frame in frames if frame.is_own), frames[0])
     inner = frames[0].function
     # A module's `forward` that calls torch's says nothing more.
     where = own.where if inner == own.function else f"{own.where} (in {inner})"
-    line = lines.get(own.source, "") if own.source is not None else ""
+    line = own.line_in(lines)
     short = _short(frames, lines) + ("\n(no more frames are known: Python writes 100)" if _CUT.search(stack) else "")
     # A wait for an asynchronous operation is in C++, below the user's own line.
     waits = bool(_WAITING.search(frames[0].path)) or (frames[0] is own and ".wait(" in line)
@@ -121,43 +117,26 @@ def _frames(stack: str) -> list[_Frame]:
     return [_Frame(*map(unescaped, match.group("path", "line", "function"))) for match in _FRAME.finditer(stack)]
 
 
-def _first_lines(text: str, limit: int) -> str:
-    """Return the first lines, of at most so many bytes of JSON; a last one says that there are more."""
-    if len(json.dumps(text)) <= limit:
-        return text
-    kept, size = list[str](), 0
-    for line in text.splitlines():
-        size += len(json.dumps(line))
-        if size > limit:
-            break
-        kept.append(line)
-    return "\n".join([*kept, "[… the other lines are left out]"])
+def _begin(text: str, limit: int) -> str:
+    return text if len(text) <= limit else f"{text[:limit]}\n[… {len(text) - limit} characters left out]"
 
 
 def _short(frames: list[_Frame], lines: Mapping[Line, str]) -> str:
     """Return the user's own frames, the innermost first, and how many others are between them."""
     told: list[str] = []
-    others: list[_Frame] = []
-    for frame in frames:
-        if not frame.is_own:
-            others.append(frame)
-            continue
-        told += _left_out(others)
-        others = []
-        source = lines.get(frame.source) if frame.source is not None else None
-        told.append(f"{frame.where}: {source}" if source else frame.where)
-    if not told:  # outside of them only those are left that start a program
-        told = _left_out(others)
+    for is_own, some in groupby(frames, lambda frame: frame.is_own):
+        group = list(some)
+        if is_own:
+            told += [f"{each.where}: {source}" if (source := each.line_in(lines)) else each.where for each in group]
+        else:
+            count = f"{len(group)} frame{'s' if len(group) > 1 else ''} of libraries"
+            told.append(f"({count}, innermost {group[0].where})")
+    if len(told) > 1 and not frames[-1].is_own:
+        told.pop()  # they start the program
     more = len(told) - _FIRST - _LAST
     if more > 0:
         told = [*told[:_FIRST], f"({more} more such lines)", *told[-_LAST:]]
     return "\n".join(told)
-
-
-def _left_out(frames: list[_Frame]) -> list[str]:
-    if not frames:
-        return []
-    return [f"({len(frames)} frame{'s' if len(frames) > 1 else ''} of libraries, innermost {frames[0].where})"]
 
 
 def look_first(ranks: Mapping[int, Found]) -> tuple[list[int], str]:

@@ -8,14 +8,6 @@ WATCH_S = 0.5
 """Seconds between two looks."""
 
 
-def is_due(left_s: float) -> bool:
-    """Return whether a look does what is due in `left_s` seconds, or leaves it to the next look.
-
-    Looks come some milliseconds early or late, so the one that is nearest to the moment does it.
-    """
-    return left_s < WATCH_S / 2
-
-
 def until_look(period_s: float = WATCH_S) -> float:
     """Return how many seconds are left until the next look, more than 0.
 

@@ -8,10 +8,10 @@ import ipaddress
 import os
 import socket
 import struct
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from contextlib import suppress
 
-from .processes import read
+from .processes import open_files, read
 
 # What bind says of a port that this process can't have, as opposed to a family that the host lacks.
 _PORT_TAKEN = (errno.EADDRINUSE, errno.EACCES)
@@ -103,12 +103,4 @@ def is_connected_to(port: int, pids: Iterable[int]) -> bool:
     rows = [line.split() for table in ("tcp", "tcp6") for line in read(f"/proc/net/{table}").splitlines()[1:]]
     # Columns: 2 is the remote address, 3 the state, of which 01 is ESTABLISHED (<net/tcp_states.h>), and 9 the inode.
     found = {f"socket:[{row[9]}]" for row in rows if row[3] == "01" and row[2].endswith(f":{port:04X}")}
-    return bool(found) and any(not found.isdisjoint(_open_files(pid)) for pid in pids)
-
-
-def _open_files(pid: int) -> Iterator[str]:
-    folder = f"/proc/{pid}/fd"
-    with suppress(OSError):
-        for name in os.listdir(folder):
-            with suppress(OSError):
-                yield os.readlink(os.path.join(folder, name))
+    return bool(found) and any(target in found for pid in pids for _, target in open_files(pid))

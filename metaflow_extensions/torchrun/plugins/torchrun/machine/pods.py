@@ -10,7 +10,7 @@ import os
 import signal
 from collections.abc import Mapping
 
-from .processes import status
+from .processes import has_signal
 
 
 def why_it_waits(node: int, environ: Mapping[str, str] = os.environ) -> str:
@@ -28,9 +28,6 @@ def why_it_waits(node: int, environ: Mapping[str, str] = os.environ) -> str:
 
 def told_to_stop(shell: int) -> str | None:
     """Return why this pod will stop if SIGTERM is pending for its `shell`, see `task/pod_shell`; else None."""
-    about = status(shell)
-    pending = int(about.get("SigPnd", "0"), 16) | int(about.get("ShdPnd", "0"), 16)
-    told = pending >> (signal.SIGTERM - 1) & 1
-    return (
-        "its pod got SIGTERM (it is deleted, evicted or over its time limit, or its machine drained)" if told else None
-    )
+    if not any(has_signal(shell, pending, signal.SIGTERM) for pending in ("SigPnd", "ShdPnd")):
+        return None
+    return "its pod got SIGTERM (it is deleted, evicted or over its time limit, or its machine drained)"

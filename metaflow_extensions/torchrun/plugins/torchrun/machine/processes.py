@@ -1,4 +1,4 @@
-"""The process table: states, descendants and exit codes of processes.
+"""The process table: who lives, descends from whom, and how a process has ended.
 
 It is read from ``/proc`` (see proc(5)). Standard library only, and little of it: `supervisor/between` imports this, too.
 """
@@ -6,7 +6,6 @@ It is read from ``/proc`` (see proc(5)). Standard library only, and little of it
 from __future__ import annotations
 
 import os
-import select
 import signal
 import time
 from collections.abc import Collection, Iterable, Iterator
@@ -14,8 +13,7 @@ from contextlib import contextmanager, suppress
 from typing import NamedTuple
 
 _POLL_S = 0.05
-_LOOK_S = 60.0  # with a pidfd
-_NEVER = float("inf")
+_END_POLL_S = 0.01  # a task waits for its supervisor's end
 _KILL_WAIT_S = 10.0  # after SIGKILL only a process in uninterruptible sleep stays
 HELPERS: set[int] = set()
 """Children of this process that belong to no launch: spares, and nvidia-smi. Who starts one reaps it."""
@@ -26,24 +24,11 @@ class Process(NamedTuple):
 
     pid: int
     parent: int
-    state: str  # one letter, such as "T" (stopped by a signal) or "Z" (dead, but not reaped)
+    # False as for waitid(2) and a pidfd: no thread is left. As long as another one than the main thread runs, or frees
+    # memory, the process has its memory, ports and devices, and no exit code.
+    is_alive: bool
     began: str = ""  # its start time. Pid and start time together name one process: the kernel reuses pids
     status: int | None = None  # the exit code of a dead process, negative for a signal; None if it can't be known
-    threads: int = 1  # a dead process that is not reaped has one
-
-    @property
-    def is_alive(self) -> bool:
-        """Whether it has not ended."""
-        return not _has_ended(self.state, self.threads)
-
-
-def _has_ended(state: str, threads: int) -> bool:
-    """Return whether the process has ended for waitid(2) and a pidfd.
-
-    The state is that of the main thread alone. As long as others run, or free memory, the process has its memory,
-    ports and devices, and no exit code.
-    """
-    return state in ("Z", "X") and threads <= 1
 
 
 def read(path: str) -> str:
@@ -59,20 +44,10 @@ def find(pid: int) -> Process | None:
     fields = read(f"/proc/{pid}/stat").rpartition(")")[2].split()
     if not fields:
         return None
-    state, parent, threads, start_time, exit_code = fields[0], fields[1], int(fields[17]), fields[19], fields[49]
-    is_known = state == "Z" and _has_ended(state, threads) and (exit_code != "0" or _shows_exit_code(pid))
-    status = os.waitstatus_to_exitcode(int(exit_code)) if is_known else None
-    return Process(pid, int(parent), state, start_time, status, threads)
-
-
-def _shows_exit_code(pid: int) -> bool:
-    """Return whether the exit code 0 of a dead process is true.
-
-    The kernel says 0, whatever it is, to whom it denies ptrace access (proc_pid_stat(5)): without CAP_SYS_PTRACE, as in
-    most containers, for a process that has changed its user or group.
-    """
-    ids, own = status(pid), {"Uid": os.geteuid(), "Gid": os.getegid()}
-    return all(set(ids.get(name, "").split()) == {str(number)} for name, number in own.items())
+    state, parent, threads, began, code = fields[0], int(fields[1]), fields[17], fields[19], fields[49]
+    is_alive = state not in ("Z", "X") or threads not in ("0", "1")
+    is_known = state == "Z" and not is_alive
+    return Process(pid, parent, is_alive, began, os.waitstatus_to_exitcode(int(code)) if is_known else None)
 
 
 def began(pid: int) -> str:
@@ -87,19 +62,17 @@ def is_alive(pid: int, since: str) -> bool:
     return process is not None and process.is_alive and process.began == since
 
 
-def children(parent: int | None = None) -> list[int]:
-    """Return the pids of the living children of a process; by default, of this one."""
-    return [process.pid for process in _table() if process.is_alive and process.parent == (parent or os.getpid())]
+def children(parent: int | None = None, of_main_thread: bool = False) -> list[int]:
+    """Return the pids of a process's children, dead ones too; by default, of this process's.
 
-
-def children_of_main_thread(parent: int | None = None) -> list[int]:
-    """Return the pids of the children, dead ones too, that a process's main thread has started; by default, this one's.
-
-    It is cheap enough to repeat. A kernel without CONFIG_PROC_CHILDREN tells the living children of all threads.
+    Those `of_main_thread` alone are cheap enough to look for again and again. A kernel without CONFIG_PROC_CHILDREN
+    tells those of all threads.
     """
-    parent = parent or os.getpid()
-    path = f"/proc/{parent}/task/{parent}/children"
-    return [int(pid) for pid in read(path).split()] if os.path.exists(path) else children(parent)
+    tasks = f"/proc/{parent or os.getpid()}/task"
+    threads = [str(parent or os.getpid())] if of_main_thread else _names(tasks)
+    if os.path.exists(f"/proc/self/task/{os.getpid()}/children"):
+        return [int(pid) for thread in threads for pid in read(f"{tasks}/{thread}/children").split()]
+    return [process.pid for process in _table() if process.parent == (parent or os.getpid())]
 
 
 def living_descendants(ancestor: int | None = None, without: Collection[int] = ()) -> list[int]:
@@ -123,12 +96,7 @@ def living_descendants(ancestor: int | None = None, without: Collection[int] = (
 
 def reap(without: Collection[int] = ()) -> Iterator[tuple[int, int]]:
     """Reap this process's children that have ended, but for those `without`; yield their pids and exit codes."""
-    lists = [f"/proc/self/task/{thread}/children" for thread in os.listdir("/proc/self/task")]
-    if os.path.exists(lists[0]):
-        pids = [int(pid) for each in lists for pid in read(each).split()]
-    else:  # a kernel without CONFIG_PROC_CHILDREN
-        pids = [each.pid for each in _table() if each.parent == os.getpid()]
-    for pid in pids:
+    for pid in children():
         if pid not in without:
             with suppress(ChildProcessError):
                 ended, status = os.waitpid(pid, os.WNOHANG)
@@ -137,14 +105,22 @@ def reap(without: Collection[int] = ()) -> Iterator[tuple[int, int]]:
 
 
 def _table() -> Iterator[Process]:
-    for name in os.listdir("/proc"):
+    for name in _names("/proc"):
         if name.isdigit() and (process := find(int(name))) is not None:
             yield process
 
 
+def _names(folder: str) -> list[str]:
+    with suppress(OSError):
+        return os.listdir(folder)
+    return []
+
+
 def command_line(pid: int) -> list[str]:
     """Return the argv of a process; empty if it is gone."""
-    return _words(pid, "cmdline")[:-1]
+    with suppress(OSError), open(f"/proc/{pid}/cmdline", "rb") as file:
+        return [os.fsdecode(word) for word in file.read().split(b"\0")[:-1]]
+    return []
 
 
 def describe(pid: int) -> str:
@@ -158,15 +134,17 @@ def status(pid: int) -> dict[str, str]:
     return {name: value.strip() for name, _, value in lines}
 
 
-def blocks(pid: int, number: int) -> bool:
-    """Return whether the main thread of a process blocks a signal."""
-    return bool(int(status(pid).get("SigBlk", "0"), 16) >> (number - 1) & 1)
+def has_signal(pid: int, field: str, number: int) -> bool:
+    """Return whether a field of ``/proc/PID/status`` names a signal, such as ``"SigBlk"``, those that it blocks."""
+    return bool(int(status(pid).get(field, "0"), 16) >> (number - 1) & 1)
 
 
-def _words(pid: int, name: str) -> list[str]:
-    with suppress(OSError), open(f"/proc/{pid}/{name}", "rb") as file:
-        return [os.fsdecode(word) for word in file.read().split(b"\0")]
-    return []
+def open_files(pid: int) -> Iterator[tuple[str, str]]:
+    """Yield a path of each open file of a process, and what that is, such as ``socket:[7]``."""
+    for number in _names(f"/proc/{pid}/fd"):
+        with suppress(OSError):  # closed meanwhile
+            path = f"/proc/{pid}/fd/{number}"
+            yield path, os.readlink(path)
 
 
 def open_pidfd(pid: int) -> int | None:
@@ -206,16 +184,11 @@ class Other:
             if handle is not None:
                 os.close(handle)
 
-    def wait(self, timeout_s: float | None = None) -> bool:
+    def wait(self, timeout_s: float) -> bool:
         """Wait for its end, or so long; return whether it has ended."""
-        deadline = _NEVER if timeout_s is None else time.monotonic() + timeout_s
-        with self.end() as handle:
-            end = select.poll()
-            if handle is not None:
-                end.register(handle, select.POLLIN)
-            look_s = _POLL_S if handle is None else _LOOK_S
-            while not self.has_ended and time.monotonic() < deadline:
-                end.poll(1000 * max(0.0, min(look_s, deadline - time.monotonic())))
+        deadline = time.monotonic() + timeout_s
+        while not self.has_ended and time.monotonic() < deadline:
+            time.sleep(_END_POLL_S)
         return self.has_ended
 
     def send_signal(self, number: int) -> None:
@@ -230,17 +203,14 @@ def send_signal(pid: int, number: int) -> None:
         os.kill(pid, number)
 
 
-def await_or_kill(roots: Iterable[int], grace_s: float) -> None:
-    """Wait until `roots` and what descends from them are gone; after `grace_s` seconds kill them."""
-    deadline = time.monotonic() + grace_s
+def kill(roots: Iterable[int]) -> None:
+    """Kill `roots` and what descends from them, and wait until they are gone."""
+    deadline = time.monotonic() + _KILL_WAIT_S
     tree = {pid: began(pid) for pid in roots}
-    while True:
-        tree = {pid: since for pid, since in tree.items() if is_alive(pid, since)}
+    while tree and time.monotonic() < deadline:
         # When a process ends, its children get another parent. So every process found is remembered.
         tree.update({pid: began(pid) for root in tree for pid in living_descendants(root)})
-        if not tree or time.monotonic() > deadline + _KILL_WAIT_S:
-            return
-        if time.monotonic() > deadline:
-            for pid in tree:
-                send_signal(pid, signal.SIGKILL)
+        for pid in tree:
+            send_signal(pid, signal.SIGKILL)
         time.sleep(_POLL_S)
+        tree = {pid: since for pid, since in tree.items() if is_alive(pid, since)}

@@ -6,16 +6,17 @@ worker waits in C code, without any package, and without the right to trace it. 
 
 from __future__ import annotations
 
+import linecache
 import os
 import signal
 import tempfile
 import time
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Iterable, Mapping
+from concurrent.futures import Future
 
 from . import processes
-from .frames import Found, read, sources, without_stack
-from .source_lines import SourceLines
+from .aside import Aside
+from .frames import Found, Line, read, sources, without_stack
 
 # A real-time signal: SIGUSR1 and SIGUSR2 belong to scripts, schedulers and torch itself (FatalSignalHandler in
 # c10/util/signal_handler.h, torch 2.13). Who needs any real-time signal counts up from SIGRTMIN, and Valgrind
@@ -23,6 +24,9 @@ from .source_lines import SourceLines
 _SIGNAL = int(getattr(signal, "SIGRTMAX", 64)) - 8  # macOS has none, and commands import this there
 _FILE = "torchrun-stacks"  # the beginning of the file's name, also in `worker_hooks`
 _SETTLED_S = 0.3  # a file that has not grown for so long is complete
+_LINES_S = 2.0  # for source lines: their disk may be the very one that makes a launch hang
+_LINE_CHARS = 160
+_DISK = Aside("torchrun-lines")
 
 
 def hook_environment() -> dict[str, str]:
@@ -39,26 +43,25 @@ class Question:
     def __init__(self, workers: Mapping[int, int], within_s: float) -> None:
         """Ask; `workers` has a pid for each global rank."""
         self._deadline = time.monotonic() + within_s
-        self._open = {rank: _Worker(pid) for rank, pid in workers.items()}
-        self._answers: dict[int, str | Found] = {}  # a stack, or why there is none
-        self._lines: SourceLines | None = None
+        self._workers = {rank: _Worker(pid) for rank, pid in sorted(workers.items())}
+        self._lines: Future[dict[Line, str]] | None = None
+        self._lines_until = 0.0  # 0 before all have answered
 
     def poll(self) -> dict[int, Found] | None:
         """Return the answers by rank when all workers have answered or the time is up; None before."""
         is_late = time.monotonic() >= self._deadline
-        for rank, worker in list(self._open.items()):
-            if (answer := worker.answer(is_late)) is not None:
-                self._answers[rank] = answer
-                del self._open[rank]
-        if self._open:
+        answers = {rank: worker.answer(is_late) for rank, worker in self._workers.items()}
+        stacks = {rank: answer for rank, answer in answers.items() if answer is not None}
+        if len(stacks) < len(answers):
             return None
-        stacks = dict(sorted(self._answers.items()))
-        if self._lines is None:
-            self._lines = SourceLines(
-                line for each in stacks.values() if isinstance(each, str) for line in sources(each)
-            )
-        lines = self._lines.poll()
-        if lines is None:
+        if self._lines_until == 0.0:
+            self._lines_until = time.monotonic() + _LINES_S
+            wanted = {line for each in stacks.values() if isinstance(each, str) for line in sources(each)}
+            self._lines = _DISK.begin(source_lines, wanted)
+        lines: dict[Line, str] = {}
+        if self._lines is not None and self._lines.done():
+            lines = self._lines.result()
+        elif self._lines is not None and time.monotonic() < self._lines_until:
             return None
         return {rank: read(each, lines) if isinstance(each, str) else each for rank, each in stacks.items()}
 
@@ -68,61 +71,40 @@ class _Worker:
 
     def __init__(self, pid: int) -> None:
         self._pid = pid
-        self._path = self._problem = ""
+        self._answer: str | Found | None = None
         self._size, self._since = 0, time.monotonic()
         try:
-            self._path = self._ask()
+            if (process := processes.find(pid)) is None or not process.is_alive:
+                raise ProcessLookupError
+            # Its file has no name any more. That it is open says that our hook ran in this program: exec closes it.
+            ours = (path for path, target in processes.open_files(pid) if f"/{_FILE}-{pid} " in target)
+            file = next(ours, None)
+            if file is None or not processes.has_signal(pid, "SigCgt", _SIGNAL):
+                self._answer = without_stack(
+                    "it has no handler of ours (no Python, started with -I, -E or -S, or it has reset the signal)"
+                )
+            else:
+                self._path = file
+                os.truncate(file, 0)  # else it would grow with each question; the worker appends
+                os.kill(pid, _SIGNAL)
         except (FileNotFoundError, ProcessLookupError):
-            self._problem = "the process has ended"
-        except (OSError, _CanNotAnswer) as error:
-            self._problem = str(error)
-
-    def _ask(self) -> str:
-        """Send the signal; return the file to which the worker writes."""
-        process = processes.find(self._pid)
-        if process is None or not process.is_alive:
-            raise _CanNotAnswer("the process has ended")
-        if process.state in "Tt":  # it would answer when it goes on, which nobody waits for
-            raise _CanNotAnswer(f"it is stopped (state {self._state()}), as by SIGSTOP or a debugger")
-        path = self._file()
-        # That it has our file open says that our hook ran in this program: exec closes the file.
-        if path is None or not self._catches_signal():
-            raise _CanNotAnswer(
-                "it has no handler of ours (no Python, started with -I, -E or -S, or it has reset the signal)"
-            )
-        os.truncate(path, 0)  # else it would grow with each question; the worker appends
-        os.kill(self._pid, _SIGNAL)
-        return path
-
-    def _file(self) -> str | None:
-        """Return the path of its file, which has no name any more."""
-        folder = f"/proc/{self._pid}/fd"
-        for number in os.listdir(folder):
-            with suppress(OSError):  # closed meanwhile
-                if os.path.basename(os.readlink(f"{folder}/{number}")).startswith(f"{_FILE}-{self._pid} "):
-                    return f"{folder}/{number}"
-        return None
-
-    def _catches_signal(self) -> bool:
-        return bool(int(processes.status(self._pid).get("SigCgt", "0"), 16) >> (_SIGNAL - 1) & 1)
-
-    def _state(self) -> str:
-        return processes.status(self._pid).get("State", "unknown")
+            self._answer = without_stack("the process has ended")
+        except OSError as error:
+            self._answer = without_stack(str(error))
 
     def answer(self, is_late: bool) -> str | Found | None:
         """Return its stack, or why there is none; None while it may still write."""
-        if self._problem:
-            return without_stack(self._problem)
-        try:
-            if not (self._has_settled() or is_late):
-                return None
-            with open(self._path, encoding="utf-8", errors="replace") as file:
-                stack = file.read().strip()
-        except OSError:
-            return without_stack("the process has ended")
-        if not stack:
-            return without_stack(f"it did not answer in time; it is in state {self._state()}")
-        return stack
+        if self._answer is None:
+            try:
+                if not (self._has_settled() or is_late):
+                    return None
+                with open(self._path, encoding="utf-8", errors="replace") as file:
+                    self._answer = file.read().strip() or without_stack(
+                        f"it did not answer in time; it is in state {processes.status(self._pid)['State']}"
+                    )
+            except (OSError, KeyError):
+                self._answer = without_stack("the process has ended")
+        return self._answer
 
     def _has_settled(self) -> bool:
         now, size = time.monotonic(), os.stat(self._path).st_size
@@ -131,5 +113,13 @@ class _Worker:
         return size > 0 and now - self._since >= _SETTLED_S
 
 
-class _CanNotAnswer(Exception):
-    """Why a worker can't be asked."""
+def source_lines(wanted: Iterable[Line]) -> dict[Line, str]:
+    """Return these lines of source files, cut to what people read; one that can't be read is not there."""
+    linecache.clearcache()  # a script may have changed since
+    found = {}
+    for line in wanted:
+        text = linecache.getline(line.path, line.number).strip()
+        text = "".join(char if char.isprintable() else " " for char in text)
+        if text:
+            found[line] = text if len(text) <= _LINE_CHARS else f"{text[:_LINE_CHARS]}…"
+    return found

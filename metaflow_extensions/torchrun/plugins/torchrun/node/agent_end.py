@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import signal
 from dataclasses import replace
 
@@ -9,11 +10,13 @@ from ..gang.cause import Cause, describe_exit, signal_name
 from ..launch.call import Call
 from ..machine.cgroup import describe_oom, oom_kills
 from .agent_events import End
-from .exits import read_agent_report
-from .pipes import Tail
+from .exits import last_lines, without_labels
+from .pipes import AGENT, Tail
 
 AGENT_NAME = "torchrun agent"
 """What messages call torchrun's own process."""
+# `_terminate_process_handler` in torch/distributed/elastic/multiprocessing/api.py, torch 2.13.
+_GOT_SIGNAL = re.compile(r"SignalException: Process \d+ got signal: (\d+)")
 
 
 class MachineFaults:
@@ -38,36 +41,17 @@ class MachineFaults:
         return exit_code == -signal.SIGKILL and before is not None and now is not None and now > before
 
 
-class AgentEnd:
-    """The end of one agent."""
-
-    def __init__(self, call: Call, host: str, tail: Tail) -> None:
-        self._node, self._host = call.node_index, host
-        self._tail = tail
-        self.machine = MachineFaults()
-        self.exit_code: int | None = None
-        self.failed_at: float | None = None
-        self._end: End | None = None
-
-    def record(self, end: End) -> None:
-        """Record an end that the agent did not reach by itself."""
-        self.exit_code, self._end = end.status, end
-
-    def describe(self, status: int) -> str:
-        """Return for the log how the agent failed by itself."""
-        return f"the {AGENT_NAME} {describe_exit(status)}"
-
-    def cause(self, has_workers: bool) -> Cause:
-        """Return why it failed; `has_workers`: it had started some."""
-        report, code, who = read_agent_report(self._tail), self.exit_code, f"its {AGENT_NAME}"
-        if report.got_signal is not None:
-            how = f"got {signal_name(report.got_signal)} from outside of the gang, and gave up"
-        elif self._end is not None and self._end.error is not None:
-            how = self._end.error
-        elif code == 0:
-            how = "exited with code 0 and has started no worker"
-        else:
-            how = "vanished" if code is None else self.machine.how_ended(code)
-        # An agent with workers did start: it was killed, or lost its own connections.
-        kind = "agent_ended" if has_workers else "agent"
-        return Cause(kind, self._node, self._host, None, None, code, f"{who} {how}", report.tail)
+def agent_failure(call: Call, host: str, tail: Tail, end: End, faults: MachineFaults, has_workers: bool) -> Cause:
+    """Return why an agent failed; `has_workers`: it had started some."""
+    code, text = end.status, without_labels(tail(AGENT, "stderr"))
+    if (got := _GOT_SIGNAL.search(text)) is not None:
+        how = f"got {signal_name(int(got[1]))} from outside of the gang, and gave up"
+    elif end.error is not None:
+        how = end.error
+    elif code == 0:
+        how = "exited with code 0 and has started no worker"
+    else:
+        how = "vanished" if code is None else faults.how_ended(code)
+    # An agent with workers did start: it was killed, or lost its own connections.
+    kind = "agent_ended" if has_workers else "agent"
+    return Cause(kind, call.node_index, host, None, None, code, f"its {AGENT_NAME} {how}", last_lines(text))

@@ -34,6 +34,11 @@ class WorkerEnded(NamedTuple):
     at: float
     stopped_at: float | None = None  # when torchrun was about to stop it; None if it was not
 
+    @property
+    def has_failed(self) -> bool:
+        """Whether this end shows that it has failed by itself."""
+        return self.status != 0 and not self.stopped
+
 
 class Unreached(NamedTuple):
     """The agent gets no answer from torch's store on the control node; it tries on, as torch does."""

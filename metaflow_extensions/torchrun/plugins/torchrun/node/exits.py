@@ -1,4 +1,4 @@
-"""Exit codes and failure causes of one node's workers.
+"""The workers of one generation on this node: which run, how they ended, and why they failed.
 
 `agent` sees a worker die and reads its exit code, or has it from torchrun.
 
@@ -22,7 +22,7 @@ from ..gang.texts import headline
 from ..launch.call import Call
 from ..machine.aside import STUCK_S, Aside
 from .agent_events import WorkerEnded
-from .pipes import AGENT, Tail
+from .pipes import Tail
 
 _TAIL_LINES, _STDOUT_LINES = 30, 10
 # Of the exception itself; one in an ExceptionGroup has its own after more blanks.
@@ -30,13 +30,8 @@ _TRACEBACK = re.compile(r"^(?:  \+ Exception Group )?Traceback \(most recent cal
 _OF_LIBRARIES = re.compile(r"/(site|dist)-packages/|/lib(64)?/python3\.|/metaflow_extensions/torchrun/")
 
 
-def _failed(end: WorkerEnded) -> bool:
-    """Return whether this end shows that the worker has failed by itself."""
-    return end.status != 0 and not end.stopped
-
-
 class Exits:
-    """The ends of the workers of one generation on this node; `folder` is torchrun's --log-dir."""
+    """The workers of one generation on this node, and their ends; `folder` is torchrun's --log-dir."""
 
     def __init__(self, folder: str, call: Call, host: str, tail: Tail) -> None:
         self._folder = folder
@@ -44,7 +39,9 @@ class Exits:
         self._tail = tail
         self._call = call
         self._host = host
-        self._ends: dict[int, WorkerEnded] = {}  # local rank -> its latest end
+        self.pids: dict[int, int] = {}  # global rank -> pid, of all that have started
+        self.reported_at: float | None = None  # when a worker last wrote metrics
+        self._ends: dict[int, WorkerEnded] = {}  # local rank -> its end
         self._records: dict[int, Record | None] = {}  # local rank -> what it has left, once that is read
 
     @property
@@ -57,16 +54,21 @@ class Exits:
         """The ranks that have ended with code 0, and had not been told to stop."""
         return tuple(end.rank for end in self._ends.values() if end.status == 0 and not end.stopped)
 
-    def has_ended(self, rank: int) -> bool:
-        """Return whether a worker has ended."""
-        return any(end.rank == rank for end in self._ends.values())
+    @property
+    def ended_at(self) -> float | None:
+        """When the last one ended."""
+        return max((end.at for end in self._ends.values()), default=None)
+
+    def running(self) -> dict[int, int]:
+        """Return global rank -> pid of the workers that run."""
+        return {rank: pid for rank, pid in self.pids.items() if rank not in self.codes}
 
     def record(self, end: WorkerEnded) -> bool:
         """Record a worker's end; return whether it is known to have failed by itself."""
         self._ends[end.local_rank] = end
         if end.status != 0:
             self.files.begin(self._read)
-        return _failed(end)
+        return end.has_failed
 
     async def trained_alone(self) -> bool:
         """Read all that workers have left, if the disk answers; return whether all have trained by themselves."""
@@ -86,7 +88,7 @@ class Exits:
 
     def failed(self) -> list[WorkerEnded]:
         """Return the workers whose exit codes say that they have failed by themselves."""
-        return list(filter(_failed, self._ends.values()))
+        return [end for end in self._ends.values() if end.has_failed]
 
     def causes(self, stopped_at: float) -> list[tuple[float, Cause]]:
         """Return when and why workers have failed, the earliest first; `stopped_at` is when we began to stop them."""
@@ -120,8 +122,8 @@ class Exits:
             return record.at, replace(cause, place=_place(record.traceback))
         if end.stopped:
             return None  # it obeyed the signal
-        stderr = _without_labels(self._tail(end.local_rank, "stderr"))
-        advice, lines = remedy_of_exit(code, self._call.bools, stderr), _last_lines(stderr)
+        stderr = without_labels(self._tail(end.local_rank, "stderr"))
+        advice, lines = remedy_of_exit(code, self._call.bools, stderr), last_lines(stderr)
         if is_signal:
             return end.at, Cause("signal", *who, code, None, lines, advice, stdout)
         last = lines.rstrip().rpartition("\n")[2]
@@ -162,31 +164,26 @@ class Record:
 
 def read_record(folder: str) -> Record | None:
     """Return what the worker with this folder recorded of its end; None if it recorded nothing, or not all of it."""
-    with suppress(OSError, ValueError, AttributeError, TypeError, KeyError):
-        data = _read_json(os.path.join(folder, "exception.json"))
-        exception, traceback = (_printable(data[name]).rstrip() for name in ("exception", "traceback"))
-        return Record(exception, traceback, float(data["at"]))
-    return _read_error_file(os.path.join(folder, "error.json"))
-
-
-def _read_error_file(path: str) -> Record | None:
-    """Return what ``@record`` left, or None.
-
-    The format is that of ``torch/distributed/elastic/multiprocessing/errors/error_handler.py`` (torch 2.13).
-    """
-    with suppress(OSError, ValueError, AttributeError, TypeError, KeyError):
-        message = _read_json(path)["message"]
-        at = time.monotonic() - max(0.0, time.time() - os.path.getmtime(path))
-        if isinstance(message, str):
-            return Record(_printable(message), _printable(message), at)
-        trace = str(message.get("extraInfo", {}).get("py_callstack", ""))
-        return Record(_printable(str(message["message"])), _printable(trace).rstrip(), at)
+    for name, read in (("exception.json", _own_record), ("error.json", _record_of_elastic)):
+        with suppress(OSError, ValueError, AttributeError, TypeError, KeyError):
+            path = os.path.join(folder, name)
+            with open(path, encoding="utf-8", errors="replace") as file:
+                exception, traceback, at = read(json.load(file), path)
+            return Record(_printable(exception).rstrip(), _printable(traceback).rstrip(), at)
     return None
 
 
-def _read_json(path: str) -> Any:
-    with open(path, encoding="utf-8", errors="replace") as file:
-        return json.load(file)
+def _own_record(data: Any, path: str) -> tuple[str, str, float]:
+    return data["exception"], data["traceback"], float(data["at"])
+
+
+def _record_of_elastic(data: Any, path: str) -> tuple[str, str, float]:
+    """Return what ``@record`` left, see ``torch/distributed/elastic/multiprocessing/errors/error_handler.py`` (2.13)."""
+    at = time.monotonic() - max(0.0, time.time() - os.path.getmtime(path))
+    message = data["message"]
+    if isinstance(message, str):
+        return message, message, at
+    return str(message["message"]), str(message.get("extraInfo", {}).get("py_callstack", "")), at
 
 
 def _printable(text: str) -> str:
@@ -199,11 +196,13 @@ def _printable(text: str) -> str:
 _RANK_PREFIX = re.compile(r"^\[rank\d+\]: ?", re.MULTILINE)
 
 
-def _without_labels(text: str) -> str:
+def without_labels(text: str) -> str:
+    """Return a text without torch's prefixes, as a terminal shows it."""
     return _RANK_PREFIX.sub("", _as_shown(text))
 
 
-def _last_lines(text: str) -> str:
+def last_lines(text: str) -> str:
+    """Return the end of a text, as long as a message shows it."""
     return "\n".join(text.split("\n")[-_TAIL_LINES:])
 
 
@@ -215,28 +214,3 @@ def _as_shown(text: str) -> str:
     """Return a text as a terminal shows it: of a progress bar, which writes over itself, the last state."""
     lines = text.removesuffix("\n").split("\n")
     return "\n".join(line.rstrip("\r").rpartition("\r")[2] for line in lines)
-
-
-# --- what torchrun prints -----------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class AgentReport:
-    """What torchrun printed on stderr about its own end."""
-
-    got_signal: int | None  # the signal that made it give up
-    tail: str  # the last lines
-
-
-# `_terminate_process_handler` in torch/distributed/elastic/multiprocessing/api.py, torch 2.13.
-_GOT_SIGNAL = re.compile(r"SignalException: Process \d+ got signal: (\d+)")
-
-
-def read_agent_report(tail: Tail) -> AgentReport:
-    """Return what this node's torchrun has printed."""
-    text = _without_labels(tail(AGENT, "stderr"))
-    got_signal = _GOT_SIGNAL.search(text)
-    return AgentReport(
-        got_signal=None if got_signal is None else int(got_signal[1]),
-        tail=_last_lines(text),
-    )

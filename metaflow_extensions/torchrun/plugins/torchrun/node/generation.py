@@ -7,25 +7,24 @@ import shutil
 import time
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 
 from ..events import Event
-from ..gang.cause import Failure, first_failure
+from ..gang.cause import Failure, describe_exit, first_failure
+from ..gang.hangs import KIND
 from ..gang.messages import Ask, Ended, Go, Message, Report, Stop
 from ..launch.call import Call
 from ..launch.command import shown_command
 from ..machine.aside import STUCK_S
 from .agent import AgentProcess
-from .agent_end import AgentEnd
+from .agent_end import AGENT_NAME, MachineFaults, agent_failure
 from .agent_events import AgentEnded, AgentEvent, End, Refused, Unreached, WorkerEnded, WorkerStarted
 from .exits import Exits
-from .hang_observer import HangObserver
+from .hang_observer import HangObserver, StacksObserver
 from .headlines import left_behind
 from .observers import Here, Observers
 from .pipes import LogReader
 from .progress_observer import ProgressObserver
 from .seat import Seat
-from .stacks_observer import StacksObserver
 from .usage_observer import UsageObserver
 
 _NEVER = float("inf")
@@ -57,35 +56,15 @@ class Generation:
         self._exits = Exits(folder, call, seat.host, logs.tail)
         self._call = call
         self._folder = folder  # torchrun's --log-dir
-        self._agent = agent
-        self._agent_end = AgentEnd(call, seat.host, logs.tail)
-        self._logs = logs
-        self._pids: dict[int, int] = {}  # global rank -> pid
-        self._worker_ended_at: float | None = None  # the last one
+        self._agent, self._logs = agent, logs
+        self._faults = MachineFaults()
+        self._end: End | None = None  # of the agent, as soon as its exit code is known
+        self._failed_at: float | None = None  # the agent itself
         self._stopped_at = _NEVER
         self._left: Sequence[str] = ()  # what the agent had left running when it ended by itself
         self._is_closed = False
-        self._observers = Observers(self._here(), _OBSERVERS)
-
-    def _here(self) -> Here:
-        return Here(
-            self._call,
-            self._go,
-            self._folder,
-            pid=lambda: self._agent.pid,
-            has_ended=self._exits.has_ended,
-            say=self._say,
-            show=partial(self._say, is_detail=False),
-            running=self._running,
-            active_at=self._last_sign_of_life,
-            written=self._logs.written_bytes,
-            is_held_up=lambda: self._logs.is_held_up,
-            host=self._seat.host,
-            files=self._exits.files,
-        )
-
-    def _say(self, text: str, is_detail: bool = True) -> None:
-        self._seat.emit(Event("note", self._seat.node, text, is_detail))
+        self._here = Here(call, go, seat, folder, agent, logs, self._exits)
+        self._observers = Observers(self._here, _OBSERVERS)
 
     # --- its life -------------------------------------------------------------------------------
 
@@ -96,7 +75,8 @@ class Generation:
 
     async def obey(self, stop: Stop) -> list[Report]:
         """Examine the workers, and stop them, unless that has begun; return what is to be told of them."""
-        told = [] if self.is_stopping else await self._observers.before_stop(stop.kind)
+        hangs = stop.kind == KIND and not self.is_stopping
+        told = await self._observers.ask("hangs", HangObserver.examine) if hangs else []
         self.stop(stop.signal)
         return told
 
@@ -106,9 +86,9 @@ class Generation:
             self._begin_stop(time.monotonic())
             self._agent.stop(self._call.grace_s, first_signal)
 
-    def ask(self, ask: Ask) -> None:
+    async def ask(self, ask: Ask) -> None:
         """Begin to find out what the gang asks of the workers; `poll` tells it later."""
-        self._observers.ask(ask.kind, ask.data)
+        await self._observers.ask(ask.kind, lambda observer: observer.ask(ask.data))
 
     def _begin_stop(self, at: float) -> None:
         self._stopped_at = at
@@ -121,7 +101,7 @@ class Generation:
 
     @property
     def _ended_well(self) -> bool:
-        return self._agent_end.exit_code == 0 and self._agent_end.failed_at is None
+        return self._end is not None and self._end.status == 0 and self._failed_at is None
 
     async def close(self, grace_s: float = 0.0) -> None:
         """Stop what still runs, read the last output, and remove the files; safe to call more than once."""
@@ -138,7 +118,6 @@ class Generation:
         try:
             await self._agent.close(grace_s)
         finally:
-            self._observers.close()
             for end in self._exits.failed():  # also those of which torchrun alone has said so
                 self._logs.read_now(end.local_rank, failed=True)
             known = any(self._exits.causes(self._stopped_at))
@@ -147,7 +126,9 @@ class Generation:
 
     async def finish(self) -> tuple[list[Message | Event], Ended]:
         """Read the last output of workers that have ended; return what is told of that, and how they did."""
-        trained_alone, told = await asyncio.gather(self._exits.trained_alone(), self._observers.ended())
+        trained_alone, told = await asyncio.gather(
+            self._exits.trained_alone(), self._observers.ask("progress", ProgressObserver.ended)
+        )
         self._tell_of_disk()
         await self._close()
         call, ok = self._call, self._ended_well
@@ -167,20 +148,13 @@ class Generation:
     @property
     def are_running(self) -> bool:
         """Whether all workers of this node run, or have run."""
-        signs = (self.active_at, self._observers.saw_workers_at)
-        return len(self._pids) >= self._call.nproc or any(at is not None for at in signs)
+        signs = (self.active_at, self._exits.reported_at)
+        return len(self._exits.pids) >= self._call.nproc or any(at is not None for at in signs)
 
     @property
     def active_at(self) -> float | None:
         """When its workers were last found to have written."""
         return self._logs.last_output_at
-
-    def _running(self) -> dict[int, int]:
-        return {rank: pid for rank, pid in self._pids.items() if not self._exits.has_ended(rank)}
-
-    def _last_sign_of_life(self) -> float | None:
-        seen = (self.active_at, self._worker_ended_at, self._observers.saw_workers_at)
-        return max((at for at in seen if at is not None), default=None)
 
     # --- what its agent tells -------------------------------------------------------------------
 
@@ -192,18 +166,18 @@ class Generation:
     def _tell_of_disk(self) -> None:
         if self._exits.files.is_stuck():
             text = f"the disk of {self._folder} has not answered for {STUCK_S:g} s; until it does, there are no new metrics"
-            self._say(f"{text}, and of a failure only the exit code is known", is_detail=False)
+            self._here.say(f"{text}, and of a failure only the exit code is known", is_detail=False)
 
     def handle(self, event: AgentEvent) -> str | None:
         """Handle an event; return the failure that it reports, for the log, or None."""
         match event:
             case Refused():
-                self._say(f"torchrun starts cold: {event.reason}", is_detail=False)
+                self._here.say(f"torchrun starts cold: {event.reason}", is_detail=False)
             case Unreached():
                 about = {"address": self._call.main_addr, "port": self._go.port, "why": event.why}
                 self._seat.link.send(Report("unreached", self._go.launch, self.number, about))
             case WorkerStarted():
-                self._pids[event.rank] = event.pid
+                self._exits.pids[event.rank] = event.pid
             case WorkerEnded():
                 return self._on_worker_ended(event)
             case AgentEnded():
@@ -216,41 +190,40 @@ class Generation:
     def _on_worker_ended(self, event: WorkerEnded) -> str | None:
         failed = self._exits.record(event)
         self._logs.read_now(event.local_rank, failed)  # its last lines stand before the line of its end
-        self._worker_ended_at = event.at
         if failed and not self.is_stopping:
             # Which rank failed first is decided when all nodes have told, so this names none.
-            return f"a worker {self._agent_end.machine.how_ended(event.status)}"
+            return f"a worker {self._faults.how_ended(event.status)}"
         return None
 
     def _on_agent_ended(self, event: AgentEnded) -> str | None:
         """Handle an agent that ended by itself: well, by its own failure, or by a worker's that it saw first."""
-        self._agent_end.exit_code = event.status
+        self._end = End(event.status)
         if self.is_stopping or (event.status == 0 and self._has_started()):
             return None
-        self._agent_end.failed_at = event.at
+        self._failed_at = event.at
         self._begin_stop(event.at)
         failed = next(iter(self._exits.failed()), None)
         if failed is not None:
-            return f"a worker {self._agent_end.machine.how_ended(failed.status)}"
-        return self._agent_end.describe(event.status)
+            return f"a worker {self._faults.how_ended(failed.status)}"
+        return f"the {AGENT_NAME} {describe_exit(event.status)}"
 
     def _has_started(self) -> bool:
         """Return whether the agent has started anything: with some arguments torchrun only prints, and ends well."""
-        return bool(self._pids or self._exits.codes) or self._logs.written_bytes() > 0
+        return bool(self._exits.pids or self._exits.codes) or self._logs.written_bytes() > 0
 
     def _on_end(self, event: End) -> None:
         self._left = event.left
-        if self._agent_end.exit_code is None:  # it was stopped
-            self._agent_end.record(event)
+        if self._end is None:  # it was stopped
+            self._end = event
             if event.status != 0 and not self.is_stopping:
-                self._agent_end.failed_at = time.monotonic()
+                self._failed_at = time.monotonic()
 
     def failures(self) -> tuple[Failure, ...]:
         """Return this node's first failure; the agent's own counts only if no worker is known to have failed."""
-        agent = self._agent_end
-        dated = [(at, agent.machine.explained(cause)) for at, cause in self._exits.causes(self._stopped_at)]
-        if not dated and agent.failed_at is not None:
-            dated = [(agent.failed_at, agent.cause(has_workers=bool(self._pids)))]
+        dated = [(at, self._faults.explained(cause)) for at, cause in self._exits.causes(self._stopped_at)]
+        if not dated and self._failed_at is not None:
+            about = self._call, self._seat.host, self._logs.tail, self._end or End(None), self._faults
+            dated = [(self._failed_at, agent_failure(*about, has_workers=bool(self._exits.pids)))]
         now = time.monotonic()
         first = first_failure(Failure(cause, now - at) for at, cause in dated)
         if first is None:

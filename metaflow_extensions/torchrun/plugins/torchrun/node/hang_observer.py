@@ -1,102 +1,111 @@
-"""Reports signs of life of a node's workers, and in a hang their places in the code."""
+"""Reports signs of life of a node's workers, and their places in the code: in a hang, and when a command asks."""
 
 from __future__ import annotations
 
 import asyncio
 import time
 from collections.abc import Mapping
-from dataclasses import replace
 from textwrap import indent
 
-from ..gang.hangs import KIND, Diagnostics, alike
-from ..gang.limits import DIAGNOSTICS_S
+from ..gang.hangs import Diagnostics, alike
+from ..gang.limits import DIAGNOSTICS_S, WORKERS_S
+from ..gang.stacks import NodeStacks
 from ..gang.texts import names
 from ..gang.wire import Plain, to_plain
 from ..machine.frames import Found, without_stack
-from ..machine.looks import is_due
 from ..machine.network import is_connected_to
 from ..machine.stacks import Question
-from .observers import Here, Observer
+from .observers import Here
 
 # The workers' part of `DIAGNOSTICS_S`; their source lines are read after it.
 _WORKERS_S = DIAGNOSTICS_S - 4.0
 # A node reports output to the control node at most once in this fraction of hang_timeout_s.
 _ACTIVE_PART = 0.1
-# How often a node looks whether a worker has begun to join a process group: of the time since the start, and at least.
-_LOOK_PART, _LOOK_S = 0.1, 1.0
-_TELL_S = (
-    60.0  # from the last news of a reader until a wait is told: where many nodes share it, each waits now and then
-)
-_MAX_CHARS = 200_000  # of the stacks that a node sends in one message; JSON may double a text
+_LOOK_S = 2.0  # between two looks whether a worker has begun to join a process group
+# From the last news of a reader until a wait is told: where many nodes share it, each waits now and then.
+_TELL_S = 60.0
 _POLL_S = 0.05
+# Of the stacks in one message of a node, in which JSON may double a text, and in the answer of the whole gang, one file.
+_NODE_CHARS, _GANG_CHARS = 200_000, 16_000_000
 
 
-class HangObserver(Observer):
+class HangObserver:
     """Reports signs of life of this node's workers, and in a hang their places in the code."""
 
     def __init__(self, here: Here) -> None:
         self._here = here
         timeout_s = here.call.policy.hang_timeout_s  # without one, only a reader that is waited for is told
         self._pause_s = None if timeout_s is None else timeout_s * _ACTIVE_PART
-        self._said_at = float("-inf")
-        self._began_at = self._looked_at = time.monotonic()
-        self._is_held_up, self._told_at = False, float("-inf")
+        self._sign_at = self._told_at = float("-inf")
+        self._looked_at = time.monotonic()
+        self._waits = False  # for the reader of the workers' output
 
     def poll(self) -> Plain | None:
         """Return whether the workers wait for their reader, if that has changed, or how long ago a worker was active."""
-        now = time.monotonic()
-        is_due = self._is_held_up or now >= self._told_at + _TELL_S
-        if self._here.is_held_up() is not self._is_held_up and is_due:
-            self._told_at = now
-            self._is_held_up = not self._is_held_up
-            return {"waits": self._is_held_up}
+        now, waits = time.monotonic(), self._here.logs.is_held_up
+        if waits is not self._waits and (self._waits or now >= self._told_at + _TELL_S):
+            self._told_at, self._waits = now, waits
+            return {"waits": waits}
         if self._pause_s is None:
             return None
-        at = self._here.active_at() or self._joins_at()
-        if at is None or at <= self._said_at + self._pause_s:
+        at = self._here.last_sign_at
+        if at is None and self._joins(now):
+            at = now
+        if at is None or at <= self._sign_at + self._pause_s:
             return None
-        self._said_at = at
-        return {"age_s": time.monotonic() - at}
+        self._sign_at = at
+        return {"age_s": now - at}
 
-    def _joins_at(self) -> float | None:
-        """Return the time if a worker joins a process group, for which it connects to torch's store."""
-        now = time.monotonic()
-        pause_s = max(_LOOK_S, (now - self._began_at) * _LOOK_PART)
-        if self._said_at >= self._began_at or not is_due(self._looked_at + pause_s - now):
-            return None
+    def _joins(self, now: float) -> bool:
+        """Return whether a worker has begun to join a process group, for which it connects to torch's store."""
+        if self._sign_at > float("-inf") or now < self._looked_at + _LOOK_S:
+            return False
         self._looked_at = now
-        here = self._here
-        return now if is_connected_to(here.go.port, here.running().values()) else None
+        return is_connected_to(self._here.go.port, self._here.exits.running().values())
 
-    async def before_stop(self, kind: str) -> Plain | None:
-        """Log the stacks of all workers if the launch hangs; return them."""
-        if kind != KIND:
-            return None
+    async def examine(self) -> Plain:
+        """Log the stacks of all workers; return them."""
         here = self._here
-        workers, ranks = here.running(), dict[int, Found]()
-        if workers:
-            text, ranks = await collect(workers, _WORKERS_S)
-            here.show(f"what the workers were doing:\n{text}")
-        has_ended = [rank for rank in here.call.ranks if here.has_ended(rank)]
-        ranks = {**ranks, **dict.fromkeys(has_ended, without_stack("the process has ended"))}
-        plain: Plain = to_plain(Diagnostics(ranks))
+        question = Question(here.exits.running(), _WORKERS_S)
+        while (found := question.poll()) is None:
+            await asyncio.sleep(_POLL_S)
+        if found:
+            here.say(f"what the workers were doing:\n{text_of(found)}", is_detail=False)
+        plain: Plain = to_plain(Diagnostics(_to_send(here, found)))
         return plain
 
 
-async def collect(workers: Mapping[int, int], within_s: float) -> tuple[str, dict[int, Found]]:
-    """Return the stacks of all workers, given as rank -> pid: the user's own frames as a text, and by rank.
+class StacksObserver:
+    """Asks the workers of this node while the launch goes on. A new question takes the place of an open one."""
 
-    Of equal stacks only the first has its text; long ones lack their end.
-    """
-    question = Question(workers, within_s)
-    while (found := question.poll()) is None:
-        await asyncio.sleep(_POLL_S)
-    groups = alike(found)
-    firsts, most = {group.ranks[0] for group in groups}, _MAX_CHARS // max(1, len(groups))
-    text = "\n".join(
-        f"--- {names(group.ranks, 'rank')}: {group.found.where}\n{indent(group.found.short, '  ')}" for group in groups
+    def __init__(self, here: Here) -> None:
+        self._here = here
+        self._id = ""
+        self._question: Question | None = None
+
+    async def ask(self, data: Plain) -> None:
+        """Begin to ask the workers; `poll` returns the answer."""
+        self._id, self._question = data["id"], Question(self._here.exits.running(), WORKERS_S)
+
+    def poll(self) -> Plain | None:
+        """Return the answer, when it is there."""
+        found = None if self._question is None else self._question.poll()
+        if found is None:
+            return None
+        self._question = None
+        return {"id": self._id, "found": to_plain(NodeStacks(self._here.seat.host, _to_send(self._here, found)))}
+
+
+def _to_send(here: Here, found: Mapping[int, Found]) -> dict[int, Found]:
+    """Return the stacks, bounded, and that the other workers have ended."""
+    share = min(_NODE_CHARS // max(1, len(found)), _GANG_CHARS // here.call.world_size)
+    ended = dict.fromkeys(here.exits.codes, without_stack("the process has ended"))
+    return {**{rank: each.bounded(share) for rank, each in found.items()}, **ended}
+
+
+def text_of(found: Mapping[int, Found]) -> str:
+    """Return the user's own frames for the log, equal stacks once."""
+    return "\n".join(
+        f"--- {names(each.ranks, 'rank')}: {each.found.where}\n{indent(each.found.short, '  ')}"
+        for each in alike(found)
     )
-    return text, {
-        rank: each.bounded(most) if rank in firsts else replace(each, text="", line="", short="")
-        for rank, each in found.items()
-    }

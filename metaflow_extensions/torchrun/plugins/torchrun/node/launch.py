@@ -318,7 +318,7 @@ class NodeLaunch:
                 self._say("stopping", f"{news.because}; stopping all nodes")
             self._send(*await workers.obey(news))
         elif isinstance(news, Ask) and news.generation == workers.number:
-            workers.ask(news)
+            await workers.ask(news)
         told = workers.poll()
         if not workers.is_stopping or failed:
             self._report_signs(workers)

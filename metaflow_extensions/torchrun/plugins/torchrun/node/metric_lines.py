@@ -1,7 +1,6 @@
 """Reads numbers from a growing file of JSON lines; anything else in the file is ignored.
 
-A read has a bounded cost: if there are more than `MAX_BYTES`, only the last of them are read. What was read is given
-back to the disk, which a training of weeks would fill.
+What was read is given back to the disk, which a training of weeks would fill.
 """
 
 from __future__ import annotations
@@ -9,18 +8,13 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass, field
 
 from ..compat.linux import free_begin
 
-MAX_BYTES = 64 * 1024
+MAX_BYTES = 1024 * 1024  # that are read at once; with more, lines come later
 FREED_BYTES = 1024 * 1024  # so many at once are given back
 _MAX_KEY_CHARS = 80
-_MAX_STEP = 2**53  # up to there a float is exact
-# Valid durations of a step; others would make sums and speeds overflow.
-_LEAST_SECONDS, _MOST_SECONDS = 1e-9, 1e9
 
 
 @dataclass(frozen=True)
@@ -46,9 +40,9 @@ def parse_line(text: bytes) -> Line | None:
         return None
     step, total, seconds = (numbers.pop(key, None) for key in ("step", "total", "seconds"))
     return Line(
-        int(step) if step is not None and abs(step) <= _MAX_STEP else None,
-        total if total is not None and 1 <= total <= _MAX_STEP else None,
-        seconds if seconds is not None and _LEAST_SECONDS <= seconds <= _MOST_SECONDS else None,
+        None if step is None else int(step),
+        total if total is not None and total >= 1 else None,
+        seconds if seconds is not None and seconds > 0 else None,
         {_name(key): value for key, value in numbers.items()},
     )
 
@@ -69,14 +63,13 @@ def _finite(value: float) -> float | None:
 class LineReader:
     """Returns the new lines of one file to which a worker appends. The file may be missing or truncated."""
 
-    def __init__(self, path: str, refuse: Callable[[bytes], None]) -> None:
+    def __init__(self, path: str) -> None:
         self._path = path
-        self._refuse = refuse  # called with lines that hold no numbers
         self._read = self._freed = 0  # bytes of the file
         self._rest = b""  # the start of an unfinished line
 
-    def new_lines(self) -> list[Line]:
-        """Return the new complete lines; if there are many, only the last ones."""
+    def new_lines(self) -> list[Line | bytes]:
+        """Return the new complete lines, as they are where they hold no numbers."""
         try:
             data = self._new_bytes()
         except OSError:  # there is no such file
@@ -84,14 +77,7 @@ class LineReader:
         *texts, self._rest = (self._rest + data).split(b"\n")
         if len(self._rest) > MAX_BYTES:
             self._rest = b""  # the rest of this line will not parse, and is ignored
-        found = []
-        for text in filter(bytes.strip, texts):
-            line = parse_line(text)
-            if line is None:
-                self._refuse(text)
-            else:
-                found.append(line)
-        return found
+        return [parse_line(text) or text for text in filter(bytes.strip, texts)]
 
     def _new_bytes(self) -> bytes:
         size = os.stat(self._path).st_size
@@ -99,24 +85,11 @@ class LineReader:
             self._read, self._freed, self._rest = 0, 0, b""
         if size == self._read:
             return b""
-        with open(self._path, "rb") as file:
-            skips = size - self._read > MAX_BYTES
-            if skips:
-                self._read, self._rest = size - MAX_BYTES, b""
+        with open(self._path, "r+b") as file:
             file.seek(self._read)
             data = file.read(MAX_BYTES)
-        self._read += len(data)
-        if self._read - self._freed >= FREED_BYTES:
-            self._free()
-        return data.partition(b"\n")[2] if skips else data
-
-    def _free(self) -> None:
-        """Give back what was read; where the file system can't, the file stays as it is."""
-        self._freed = self._read
-        with suppress(OSError):
-            file = os.open(self._path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
-            try:
-                if os.fstat(file).st_nlink == 1:  # a script may have put a file of its own there, as a link
-                    free_begin(file, self._read)
-            finally:
-                os.close(file)
+            self._read += len(data)
+            if self._read - self._freed >= FREED_BYTES:
+                self._freed = self._read
+                free_begin(file.fileno(), self._read)  # where the file system can't, the file stays as it is
+        return data

@@ -7,15 +7,14 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
-from functools import partial
+from typing import TypeAlias
 
 from ..gang.progress import MAX_KEYS, Metrics, Point
 from ..gang.series import Series
 from ..gang.wire import Plain, to_plain
 from ..machine.aside import STUCK_S
-from ..machine.looks import is_due
 from .metric_lines import Line, LineReader
-from .observers import Here, Observer
+from .observers import Here
 from .paces import RankPace
 
 _READS_EVERY_S = 1.0
@@ -26,20 +25,22 @@ _SHOWN_CHARS = 100
 FOLDER = "TORCHRUN_METRICS_FOLDER"
 
 
-class ProgressObserver(Observer):
+_Lines: TypeAlias = list[tuple[int, float, Line | bytes]]
+"""Ranks, when their lines were read, and the lines."""
+
+
+class ProgressObserver:
     """Reads the workers' files."""
 
     def __init__(self, here: Here, clock: Callable[[], float] = time.monotonic) -> None:
         self._here, self._clock = here, clock
+        folder = metrics_folder(here.folder)
         self._readers = {
-            rank: LineReader(
-                os.path.join(metrics_folder(here.folder), f"{local_rank}.jsonl"), partial(self._refused, rank)
-            )
+            rank: LineReader(os.path.join(folder, f"{local_rank}.jsonl"))
             for local_rank, rank in enumerate(here.call.ranks)
         }
-        self._reading: Future[tuple[float, dict[int, list[Line]]]] | None = None
-        self._refusal: str | None = None  # what is to be said of a line; empty when it was said
-        self._has_warned = False
+        self._reading: Future[_Lines] | None = None
+        self._said: set[str] = set()  # warnings; each is given once
         self._paces = {rank: RankPace() for rank in here.call.ranks}
         # Of rank 0, if it is on this node: its last step, its total, and the new values.
         self._step: int | None = None
@@ -48,65 +49,56 @@ class ProgressObserver(Observer):
         self._told: tuple[int | None, float | None] | None = None  # the place in the last report
         self._read_at = self._told_at = clock()
         with suppress(OSError):
-            os.makedirs(metrics_folder(here.folder), exist_ok=True)
+            os.makedirs(folder, exist_ok=True)
 
     def poll(self) -> Plain | None:
         """Read the files once a second; return a report for the control node: the first at once, then every 5 s."""
         now = self._clock()
-        if is_due(self._read_at + _READS_EVERY_S - now):
-            self._read(now)
+        if now >= self._read_at + _READS_EVERY_S:
+            # It is read beside; if the disk holds that up, a later poll takes what has come.
+            self._reading = self._reading or self._here.exits.files.begin(self._new_lines)
+            if self._reading is not None and self._reading.done():
+                found, self._reading, self._read_at = self._reading.result(), None, now
+                self._take(found)
         pause_s = 0.0 if self._told is None else TELLS_EVERY_S
-        return self._message(now) if is_due(self._told_at + pause_s - now) else None
+        return self._message(now) if now >= self._told_at + pause_s else None
 
     async def ended(self) -> Plain | None:
         """Return a report on the last lines of the workers, if their disk answers."""
         with suppress(TimeoutError):
-            last = await self._here.files.within(STUCK_S, self._new_lines)
+            last = await self._here.exits.files.within(STUCK_S, self._new_lines)
             if self._reading is not None:  # it came before
-                self._take(*self._reading.result())
-            self._take(*last)
+                self._take(self._reading.result())
+            self._take(last)
         return self._message(self._clock())
 
-    def _read(self, now: float) -> None:
-        """Read beside, and take what has come; if the disk holds that up, a later poll does."""
-        self._reading = self._reading or self._here.files.begin(self._new_lines)
-        if self._reading is not None and self._reading.done():
-            found, self._reading, self._read_at = self._reading.result(), None, now
-            self._take(*found)
+    def _new_lines(self) -> _Lines:
+        return [(rank, self._clock(), line) for rank, reader in self._readers.items() for line in reader.new_lines()]
 
-    def _take(self, at: float, found: dict[int, list[Line]]) -> None:
-        if self._refusal:
-            self._here.say(self._refusal)
-            self._refusal = ""
-        for rank, lines in found.items():
-            for line in lines:
-                self._paces[rank].see(line, at)
-                self.saw_workers_at = at
-                if rank == 0:
-                    self._keep(line)
+    def _take(self, found: _Lines) -> None:
+        for rank, at, line in found:
+            if isinstance(line, bytes):
+                text = line[:_SHOWN_CHARS].decode("utf-8", "backslashreplace")
+                what = "wrote a line to its metrics that holds no number by name; it is ignored"
+                self._warn("refused", f"rank {rank} {what}: {text!r}", is_detail=True)
+                continue
+            self._paces[rank].see(line, at)
+            self._here.exits.reported_at = at
+            if rank == 0:
+                self._keep(line)
 
-    def _new_lines(self) -> tuple[float, dict[int, list[Line]]]:
-        return self._clock(), {rank: reader.new_lines() for rank, reader in self._readers.items()}
-
-    def _refused(self, rank: int, text: bytes) -> None:
-        shown = text[:_SHOWN_CHARS].decode("utf-8", "backslashreplace")
-        what = "wrote a line to its metrics that holds no number by name; it is ignored"
-        self._refusal = f"rank {rank} {what}: {shown!r}" if self._refusal is None else self._refusal
-
-    def _warn(self, line: Line) -> None:
-        """Say once what makes the curve of rank 0 lose points."""
-        if line.step is None:
-            what = "values without a step: only the last ones are kept" if self._step is None and line.values else ""
-        else:
-            is_back = self._step is not None and line.step < self._step
-            repeats = "of repeated steps only the last values are kept, so count the steps over all epochs"
-            what = f"step {line.step} after step {self._step}: {repeats}" if is_back else ""
-        if what and not self._has_warned:
-            self._has_warned = True
-            self._here.show(f"warning: rank 0 has reported {what}")
+    def _warn(self, what: str, text: str, is_detail: bool = False) -> None:
+        if what not in self._said:
+            self._said.add(what)
+            self._here.say(text, is_detail)
 
     def _keep(self, line: Line) -> None:
-        self._warn(line)
+        loses = "warning: rank 0 has reported"  # points of its curve
+        if line.step is None and self._step is None and line.values:
+            self._warn("loses", f"{loses} values without a step: only the last ones are kept")
+        if line.step is not None and self._step is not None and line.step < self._step:
+            repeats = "of repeated steps only the last values are kept, so count the steps over all epochs"
+            self._warn("loses", f"{loses} step {line.step} after step {self._step}: {repeats}")
         self._step = self._step if line.step is None else line.step
         self._total = line.total or self._total
         values = line.values if line.seconds is None else {**line.values, "seconds": line.seconds}
@@ -116,8 +108,8 @@ class ProgressObserver(Observer):
 
     def _message(self, now: float) -> Plain | None:
         self._told_at = now
-        running = {rank: pace for rank, pace in self._paces.items() if not self._here.has_ended(rank)}
-        paces = {rank: pace for rank, each in running.items() if (pace := each.pace(now)) is not None}
+        running = self._paces.keys() - self._here.exits.codes
+        paces = {rank: pace for rank in sorted(running) if (pace := self._paces[rank].pace(now)) is not None}
         points = {
             key: tuple(Point(int(step), value) for step, value in series.points) for key, series in self._new.items()
         }

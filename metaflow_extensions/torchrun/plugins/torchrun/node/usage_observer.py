@@ -1,91 +1,157 @@
-"""Measures the usage of this node while the workers of one generation run, without help from the workers."""
+"""Measures what this node uses while the workers of one generation run, without help from the workers.
+
+A container has its own cgroup, with everything that counts towards its limits. Elsewhere a cgroup contains other
+programs too, and nodes of one machine share it: there the processes of the launch are added up.
+"""
 
 from __future__ import annotations
 
+import os
+import re
+import shutil
+import subprocess
 import time
 from collections.abc import Callable
-from typing import TypeAlias
+from concurrent.futures import Future
 
 from ..gang.wire import Plain
+from ..machine.aside import Aside
 from ..machine.cgroup import container_folder, memory_limit_bytes
-from .consumption import of_container, of_processes, traffic
-from .nvidia import NvidiaSmi
-from .observers import Here, Observer
+from ..machine.processes import HELPERS, children, read
+from .observers import Here
 
 _FIRST_S = 1.0  # so that a card shows something soon
 # How often a node of a small gang measures, and of a large one at most: each sample wakes the control node.
 STEP_S, SAMPLES_PER_S = 5.0, 10
-_MIB, _KIB = 2**20, 2**10
+_GPUS_EVERY_S = 15.0  # each run of nvidia-smi takes a part of a second of CPU
+_GPUS_AFTER_FAILURE_S = 60.0
+_GPUS_LIMIT_S = 20.0  # it takes seconds if the driver is loaded for each run, and hangs on a broken device
+_MIB = 2**20
+_SMI = Aside("torchrun-gpus", moment_s=0.0)
+_PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
+_TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
-_Totals: TypeAlias = dict[str, float]
-"""The totals so far, by the kind of the rate computed from them; unknown ones are missing."""
 
-
-class UsageObserver(Observer):
+class UsageObserver:
     """Measures the node while the agent runs, the root of all processes of a launch."""
 
     def __init__(self, here: Here, clock: Callable[[], float] = time.monotonic) -> None:
         call = here.call
         self._here, self._clock = here, clock
-        # Nodes of one machine share its cgroup and its network counters.
-        self._shares_machine = call.shares_machine
-        self._container = None if self._shares_machine else container_folder()
-        self._gpus = NvidiaSmi(call.machine.seen_by(call.env))
-        memory = memory_limit_bytes()
+        self._container = None if call.shares_machine else container_folder()
         self._limits: dict[str, float] = {"cpus": call.machine.cpus}
-        if memory is not None:
+        if (memory := memory_limit_bytes()) is not None:
             self._limits["memory_mib"] = round(memory / _MIB)
         self._step_s = max(STEP_S, call.num_nodes / SAMPLES_PER_S)
         self._due_at = float("-inf")
-        self._before: tuple[float, _Totals] | None = None  # the time and totals of the last sample
+        self._before: tuple[float, float] | None = None  # time and core seconds of the last sample
+        self._gpus = _Gpus(call.machine.seen_by(call.env))
 
     def poll(self) -> Plain | None:
         """Return the usage since the last sample, if the next one is due."""
-        now, pid = self._clock(), self._here.pid()
+        now, pid = self._clock(), self._here.agent.pid
         if pid is None or now < self._due_at:
             return None
-        totals, memory_bytes = self._measure(pid)
-        before, self._before = self._before, (now, totals)
+        cpu_s, memory_bytes = of_processes(pid) if self._container is None else of_container(self._container)
+        before, self._before = self._before, (now, cpu_s)
         if before is None:
             self._due_at = now + _FIRST_S
             return None
-        # At fixed times, so that each part of a series gets one sample. Missed samples are not repeated.
-        self._due_at = max(self._due_at + self._step_s, now)
-        values = _rates(*before, now, totals)
-        if memory_bytes is not None:
-            values["memory_mib"] = memory_bytes / _MIB
-        values |= self._of_gpus(now)
+        self._due_at = now + self._step_s
+        # A total that has fallen, as after the loss of a process, counts as 0.
+        cpus = max(0.0, cpu_s - before[1]) / max(now - before[0], 1e-3)
+        values = {"cpus": cpus, "memory_mib": memory_bytes / _MIB, **self._gpus.poll(now)}
+        self._limits |= {name: values.pop(limit) for name, limit in _GPU_LIMITS.items() if limit in values}
         return {
             "of": "processes" if self._container is None else "container",  # whose CPU and memory it is
-            "values": {kind: round(value, 3) for kind, value in values.items()},  # those that could be measured
+            "values": {kind: round(value, 3) for kind, value in values.items()},
             "limits": dict(self._limits),
         }
 
-    def close(self) -> None:
-        """Stop measuring; safe to call more than once."""
-        self._gpus.close()
 
-    def _measure(self, pid: int) -> tuple[_Totals, int | None]:
-        """Return the totals so far, and the memory in use now."""
-        cpu_s, memory_bytes = of_processes(pid) if self._container is None else of_container(self._container)
-        found = {"cpus": cpu_s, "output_bytes_s": self._here.written()}
-        network = None if self._shares_machine else traffic()
-        if network is not None:
-            found["received_kib_s"], found["sent_kib_s"] = (count / _KIB for count in network)
-        return {kind: value for kind, value in found.items() if value is not None}, memory_bytes
+def of_container(folder: str) -> tuple[float, int]:
+    """Return the core seconds that a container has used so far, and its memory in bytes, from its cgroup.
 
-    def _of_gpus(self, now: float) -> dict[str, float]:
-        gpus = self._gpus.look(now)
-        if gpus is None:
-            return {}
-        self._limits["gpus"] = gpus.count
-        if gpus.memory_total_mib is not None:
-            self._limits["gpu_memory_mib"] = gpus.memory_total_mib
-        values = {"gpu_percent": gpus.percent, "gpu_memory_mib": gpus.memory_mib}
-        return {kind: value for kind, value in values.items() if value is not None}
+    As in Kubernetes, memory excludes cached files that the kernel can drop at once.
+    """
+    memory, files = _number(folder, "memory.current"), _number(folder, "memory.stat", "inactive_file ")
+    return _number(folder, "cpu.stat", "usage_usec ") / 1e6, max(0, memory - files)
 
 
-def _rates(began: float, before: _Totals, now: float, after: _Totals) -> dict[str, float]:
-    """Return the rates per second; a total that has fallen, as after the loss of a process, counts as 0."""
-    seconds = max(now - began, 1e-3)
-    return {kind: max(0.0, after[kind] - before[kind]) / seconds for kind in before.keys() & after.keys()}
+def _number(folder: str, file: str, before: str = "") -> int:
+    found = re.search(rf"^{before}(\d+)$", read(os.path.join(folder, file)), re.MULTILINE)
+    return 0 if found is None else int(found[1])
+
+
+def of_processes(root: int) -> tuple[float, int]:
+    """Return the same for a process and its descendants, without shared memory.
+
+    Orphans and children of other threads than the main one are not included: finding them requires reading the whole
+    process table.
+    """
+    ticks, pages, found = 0, 0, [root]
+    for pid in found:  # it grows meanwhile
+        found += children(pid, of_main_thread=True)
+        # See proc(5). The second field may contain spaces and parentheses, so fields[0] is the third.
+        fields = read(f"/proc/{pid}/stat").rpartition(")")[2].split()
+        # Its own time and that of its ended children. So ended processes are counted, and only once.
+        ticks += sum(map(int, fields[11:15]))
+        sizes = read(f"/proc/{pid}/statm").split()
+        pages += int(sizes[1]) - int(sizes[2]) if sizes else 0
+    return ticks / _TICKS_PER_S, pages * _PAGE_BYTES
+
+
+# --- GPUs ---------------------------------------------------------------------------------------
+
+_GPU_VALUES = {"gpu_percent": "utilization.gpu", "gpu_memory_mib": "memory.used", "gpu_total_mib": "memory.total"}
+_GPU_LIMITS = {"gpus": "gpu_count", "gpu_memory_mib": "gpu_total_mib"}
+
+
+class _Gpus:
+    """What ``nvidia-smi`` says of the GPUs that workers see; it comes with the driver. Nothing waits for it."""
+
+    def __init__(self, seen: tuple[str, ...]) -> None:
+        self._seen = seen
+        self._program = shutil.which("nvidia-smi") if seen else None
+        self._job: Future[dict[str, float]] | None = None
+        self._due_at = float("-inf")
+
+    def poll(self, now: float) -> dict[str, float]:
+        """Return what it has said since the last call, and start it again if that is due."""
+        found, job = dict[str, float](), self._job
+        if job is not None and job.done():
+            self._job, found = None, job.result() if job.exception() is None else {}
+            self._due_at = self._due_at if found else now + _GPUS_AFTER_FAILURE_S
+        if self._program is not None and self._job is None and now >= self._due_at:
+            self._job, self._due_at = _SMI.begin(self._ask, self._program), now + _GPUS_EVERY_S
+        return found
+
+    def _ask(self, program: str) -> dict[str, float]:
+        asked = [f"--id={','.join(self._seen)}", f"--query-gpu={','.join(_GPU_VALUES.values())}"]
+        smi = subprocess.Popen(
+            [program, *asked, "--format=csv,noheader,nounits"],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,  # Ctrl-C in the terminal must not end it
+        )
+        HELPERS.add(smi.pid)  # a launch that ends neither waits for it nor tells of it
+        try:
+            with smi:
+                try:
+                    return sum_of_gpus(smi.communicate(timeout=_GPUS_LIMIT_S)[0].decode(errors="replace"))
+                finally:
+                    smi.kill()
+        finally:
+            HELPERS.discard(smi.pid)
+
+
+def sum_of_gpus(text: str) -> dict[str, float]:
+    """Return their usage together from the program's output; a value is missing as for a slice of a GPU (MIG)."""
+    rows = [[value.strip() for value in line.split(",")] for line in text.splitlines()]
+    rows = [row for row in rows if len(row) == len(_GPU_VALUES)]
+    columns = zip(_GPU_VALUES, zip(*rows, strict=True), strict=False)
+    found = {kind: float(sum(map(int, column))) for kind, column in columns if all(map(str.isdecimal, column))}
+    if "gpu_percent" in found:
+        found["gpu_percent"] /= len(rows)
+    return {**found, "gpu_count": len(rows)} if found else {}

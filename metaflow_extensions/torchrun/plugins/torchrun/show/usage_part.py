@@ -29,9 +29,6 @@ COLUMNS = (
     _Column("memory_mib", "memory, GiB", 1024.0, "memory_mib"),
     _Column("gpu_percent", "GPUs, %"),
     _Column("gpu_memory_mib", "GPU memory, GiB", 1024.0, "gpu_memory_mib"),
-    _Column("received_kib_s", "received, MiB/s", 1024.0),
-    _Column("sent_kib_s", "sent, MiB/s", 1024.0),
-    _Column("output_bytes_s", "output, KiB/s", 1024.0),
 )
 
 

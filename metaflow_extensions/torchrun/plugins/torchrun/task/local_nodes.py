@@ -18,12 +18,11 @@ from itertools import pairwise
 from ..gang.view import Presence
 from ..machine.processes import (
     Process,
-    await_or_kill,
     children,
-    children_of_main_thread,
     command_line,
     find,
     is_alive,
+    kill,
     send_signal,
 )
 from ..machine.streams import has_unread
@@ -69,7 +68,7 @@ class LocalNodes:
     @staticmethod
     def _has_ended_children() -> bool:
         """Return whether children have ended: a process that has ended shows no command line any more."""
-        found = [find(pid) for pid in children_of_main_thread()]
+        found = [find(pid) for pid in children()]
         return not found or any(child is None or not child.is_alive for child in found)
 
     def _node_of(self, pid: int) -> int | None:
@@ -98,7 +97,7 @@ class LocalNodes:
         ):
             of_these = [task for node, task in tasks.items() if state(node) in states]
             left = _await_ends(of_these, wait_s, 0.0 if is_ordered else unread_s)
-            await_or_kill([task.pid for task in left], 0.0)
+            kill(task.pid for task in left)
 
 
 def _await_ends(tasks: Sequence[Process], wait_s: float, unread_s: float) -> list[Process]:
