@@ -81,7 +81,7 @@ def test_a_control_node_that_has_ended_without_a_word_is_given_up(registry, poli
     registry.publish(AddressRecord((HOST,), port, "secret"))
     error, said = join(registry)
     assert isinstance(error, GangError)
-    assert f"refuses connections at {HOST}, port {port}, " in str(error)
+    assert f"refuses connections at {HOST} on port {port}, " in str(error)
     assert "its task has ended unexpectedly" in str(error)
     assert said == []
 

@@ -25,7 +25,6 @@ from metaflow_extensions.torchrun.plugins.torchrun.machine.accelerators import M
 from metaflow_extensions.torchrun.plugins.torchrun.node.endings import TimedOut
 from metaflow_extensions.torchrun.plugins.torchrun.node.outcome import Outcome
 from metaflow_extensions.torchrun.plugins.torchrun.node.request import Request
-from metaflow_extensions.torchrun.plugins.torchrun.task import launch_call
 from metaflow_extensions.torchrun.plugins.torchrun.task.launch_call import LaunchCall
 from metaflow_extensions.torchrun.plugins.torchrun.task.results import result_of
 from metaflow_extensions.torchrun.plugins.torchrun.task.services import Services
@@ -150,18 +149,6 @@ def test_what_ends_it_without_a_verdict_is_raised(is_broken):
     told = call.ends(error=to_plain(GangError("the node itself")), events=[{"kind": "x"}], is_broken=is_broken)
     assert (told is call.member.broken) is is_broken
     assert str(told) == ("Node 0 is gone." if is_broken else "the node itself")
-
-
-@pytest.mark.parametrize("is_broken", [True, False])
-def test_a_supervisor_that_has_given_the_launch_up_says_no_error(is_broken, monkeypatch):
-    """It does so where the task was stopped, and the gang goes on without it."""
-    monkeypatch.setattr(launch_call, "_LAST_NEWS_S", 0.05)
-    call = Call()
-    if is_broken:
-        call.member.deliver(Abort(GangError("Node 1 was silent.")))
-    told = call.ends()
-    said = "This node's supervisor has ended the launch here: the gang goes on without this task."
-    assert str(told) == ("Node 1 was silent." if is_broken else said)
 
 
 def test_a_step_that_ends_before_it_ends_the_launch():

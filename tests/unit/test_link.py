@@ -37,11 +37,11 @@ def gang():
     made, token = [], new_token()
 
     def control(num_nodes=2):
-        made.append(joining._begin_gang(num_nodes, SETTINGS, ignore, token, Rules(60.0, 1.0), {}))
+        made.append(joining.begin_gang(SETTINGS, ignore, Rules(60.0, 1.0), {}, num_nodes, token))
         return made[-1]
 
     def member(node=1):
-        made.append(joining._member(node, 2, SETTINGS, ignore))
+        made.append(joining.begin_member(node, 2, SETTINGS, ignore))
         return made[-1]
 
     yield control, member, token
@@ -165,7 +165,7 @@ from metaflow_extensions.torchrun.plugins.torchrun.gang.policy import Rules
 from metaflow_extensions.torchrun.plugins.torchrun.settings import DEFAULTS, parse_settings
 from metaflow_extensions.torchrun.plugins.torchrun.task import join as joining
 settings = parse_settings({{**DEFAULTS, "grace_s": 1.0}}, "train")
-member, _ = joining._member(1, 2, settings, list), None
+member = joining.begin_member(1, 2, settings, list)
 member.link.call("connect", ["127.0.0.1"], int(sys.argv[1]), sys.argv[2], 5.0)
 """
 

@@ -212,8 +212,6 @@ def test_launches_are_numbered_and_hear_of_no_interruption_of_an_earlier_one(joi
     for number in range(3):
         assert member.begin_launch() == number
         member.order(TimedOut(f"too long {number}"), is_now=False)
-        assert len(link.interruptions) == number, "its supervisor does not know of this launch yet"
-        member.has_begun()
         assert link.interruptions == [f"too long {each}" for each in range(number + 1)]
         member.end_launch(None, handled=1)
 
@@ -293,7 +291,6 @@ def is_told(what, kind, moment):
         if with_news_at(moment, steps[what], lambda: NEWS[kind](link)) < moment:
             return None
         if what == "begin_launch":
-            member.has_begun()
             # Of a broken gang the supervisor hears by itself, and the wait of the launch reads.
             return bool(link.interruptions or member.broken is not None or link._come)
         link.read()
@@ -360,7 +357,6 @@ def test_an_order_to_end_that_the_step_swallows_is_raised_again(call, join):
 def test_a_notice_reaches_the_launch_that_runs(join):
     member, link = join()
     member.begin_launch()
-    member.has_begun()
     link.says("must_end", "a spot notice says so")
     assert link.interruptions == ["a spot notice says so"]
     assert "was preempted: a spot notice says so" in str(member.terminated())
@@ -403,7 +399,6 @@ def test_the_news_of_a_gang_reaches_its_step_inside_of_a_gang_of_one_node(join):
     _, outer = join()
     inner, link = join(0, 1)
     inner.begin_launch()
-    inner.has_begun()
     with pytest.raises(LaunchFailed, match="Rank 3 failed"):
         outer.comes(*ABORT)
     assert link.interruptions == []  # nobody was preempted

@@ -11,7 +11,7 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
@@ -55,25 +55,26 @@ class LaunchCall:
         self._upload: Upload | None = None  # until all is stored
         self._stored = 0  # the generation of the last upload
         self._verdict: TorchrunError | None = None
-        self._runs = False  # from *run* to *ended*
-        self._handled: int | None = 0  # how many interruptions the launch has handled; None: all, as far as is known
+        self._end: Mapping[str, Any] | None = None  # what the supervisor has told at the launch's end
 
     def run(self) -> Outcome:
         """Run the launch to its end on all nodes. Raises the gang's verdict, the same TorchrunError on every node."""
-        self._number = self._member.begin_launch(self.request.shows_failures)
+        member = self._member
+        self._prepare()
+        self._number = member.begin_launch(to_plain(self.request), self.request.shows_failures)
         try:
-            self._begin()
-            while (outcome := self._next()) is None:
-                self._poll()
-            self._member.store_now()  # nothing is stored while the step's own code runs
+            while self._end is None:
+                self._handle(*self._next(self._has_more, _LOOK_S))
+            outcome = self._outcome(self._end)
+            member.store_now()  # nothing is stored while the step's own code runs
         except BaseException as error:
             try:
                 self._give_up(error)
-                self._member.store_now()
+                member.store_now()
             finally:
-                self._member.end_launch(self._verdict, failing=True, handled=self._handled)
+                member.end_launch(self._verdict, failing=True, handled=self._handled)
             raise
-        self._member.end_launch(None, handled=self._handled)
+        member.end_launch(None, handled=self._handled)
         return outcome
 
     def settle(self, patience_s: float | None = None) -> None:
@@ -81,7 +82,12 @@ class LaunchCall:
         self._link.settle(patience_s)
         console.settle(patience_s)
 
-    def _begin(self) -> None:
+    @property
+    def _handled(self) -> int | None:
+        """How many interruptions the launch has handled; None: all, as far as is known."""
+        return None if self._end is None else self._end["handled"]
+
+    def _prepare(self) -> None:
         self.services.begin(self.request.spec)
         console.settle(_OWN_LINES_S)
         for stream in (sys.stdout, sys.stderr):
@@ -94,25 +100,33 @@ class LaunchCall:
             writes=tuple(name for name, own in self._link.own_files.items() if console.is_elsewhere(name, own)),
         )
         self.request = replace(self.request, task=task)
-        self._runs, self._handled = True, None
-        self._link.send("run", self._number, to_plain(self.request))
-        self._member.has_begun()
 
-    def _next(self) -> Outcome | None:
-        """Wait for what the supervisor says, and handle it; return the outcome, if that is it."""
+    def _next(self, has_more: Callable[[], bool], wait_s: float) -> Sequence[Any]:
+        """Return the next frame, of which it may have done all; an empty one where there is more to do, or time to look."""
         frames = self._member.of_launch
         files = () if self._upload is None else (self._upload.transfer.file,)
+        self._link.wait(lambda: frames or has_more(), wait_s, files)
+        what, *rest = frames.popleft() if frames else ("",)
+        if what == "text":
+            stream, text, count = rest
+            console.write_output(stream, text.encode())
+            console.settle()
+            self._link.send("wrote", count)
+        elif what == "ended" and rest[0] == self._number:
+            self._end = rest[1]
+        return what, *rest
 
-        def has_news() -> bool:
-            return bool(frames) or self._member.is_leaving or (self._to_store is not None and not self._member.has_job)
+    def _has_more(self) -> bool:
+        return self._member.is_leaving or (self._to_store is not None and not self._member.has_job)
 
-        self._link.wait(has_news, _LOOK_S, files)
-        outcome = None
-        while frames and outcome is None:
-            outcome = self._handle(*frames.popleft())
-        return outcome
-
-    def _poll(self) -> None:
+    def _handle(self, what: str, *rest: Any) -> None:
+        if what == "complete":
+            self.request = self._complete()
+            self._link.send("complete", to_plain(self.request))
+        elif what == "store":
+            self._on_store(rest[0])
+        elif self._end is not None:
+            return
         if self._upload is not None and self._upload.poll():
             self._give_up_upload()
         if self._member.is_leaving:
@@ -122,24 +136,9 @@ class LaunchCall:
             self._upload = begin_upload(store, self.services, self._store, self.request.spec.ranks[0], self._member)
             self._member.uploads = self._upload is not None
         if self._link.end is not None:
-            self._lose_supervisor()
-
-    def _handle(self, what: str, *rest: Any) -> Outcome | None:
-        if what == "text":
-            self._write(*rest)
-        elif what == "complete":
-            self.request = self._complete()
-            self._link.send("complete", to_plain(self.request))
-        elif what == "store":
-            self._on_store(rest[0])
-        elif what == "ended" and rest[0] == self._number:
-            return self._ended(rest[1])
-        return None
-
-    def _write(self, stream: str, text: str, count: int) -> None:
-        console.write_output(stream, text.encode())
-        console.settle()
-        self._link.send("wrote", count)
+            self._link.await_end(self.request.grace_s + _STOP_S)
+            self._member.await_error(_LAST_NEWS_S)
+            raise TorchrunError("This node's supervisor process has ended.")
 
     def _on_store(self, wire: Any) -> None:
         self._give_up_upload()
@@ -166,10 +165,13 @@ class LaunchCall:
 
     # --- the end
 
-    def _ended(self, told: Mapping[str, Any]) -> Outcome:
-        self._runs, self._handled = False, told["handled"]
+    def _outcome(self, told: Mapping[str, Any]) -> Outcome:
         if "outcome" not in told:
-            self._raise_error(told)
+            if told.get("is_broken") and self._member.broken is not None:
+                raise self._member.broken
+            error: TorchrunError = from_plain(TorchrunError, told["error"], "the error")
+            error.events = told.get("events", [])
+            raise error
         outcome: Outcome = from_plain(Outcome, told["outcome"], "the outcome")
         verdict = outcome.verdict
         if self._place(verdict.group):
@@ -182,35 +184,12 @@ class LaunchCall:
             raise verdict.error
         return outcome
 
-    def _raise_error(self, told: Mapping[str, Any]) -> None:
-        if told.get("is_broken") and self._member.broken is not None:
-            raise self._member.broken
-        if "error" not in told:  # this task was stopped for so long that the gang goes on without it
-            self._member.await_error(_LAST_NEWS_S)
-            raise TorchrunError("This node's supervisor has ended the launch here: the gang goes on without this task.")
-        error: TorchrunError = from_plain(TorchrunError, told["error"], "the error")
-        error.events = told.get("events", [])
-        raise error
-
-    def _lose_supervisor(self) -> None:
-        self._runs = False
-        self._link.await_end(self.request.grace_s + _STOP_S)
-        self._member.await_error(_LAST_NEWS_S)
-        raise TorchrunError("This node's supervisor process has ended.")
-
     def _give_up(self, error: BaseException) -> None:
         """Have the supervisor stop everything here, if it has not, and wait for that."""
         self._give_up_upload()
-        if not self._runs:
-            return
-        cause = None if self._member.gang_knows(error) else self._member.cause_of(error)
-        self._link.send("give_up", self._number, None if cause is None else to_plain(cause))
-        deadline, frames = time.monotonic() + self.request.grace_s + _STOP_S, self._member.of_launch
-        while self._runs and self._link.end is None and time.monotonic() < deadline:
-            self._link.wait(lambda: frames, deadline - time.monotonic())
-            while frames:
-                what, *rest = frames.popleft()
-                if what == "text":
-                    self._write(*rest)
-                elif what == "ended" and rest[0] == self._number:
-                    self._runs, self._handled = False, rest[1]["handled"]
+        if self._end is None:
+            cause = None if self._member.gang_knows(error) else self._member.cause_of(error)
+            self._link.send("give_up", self._number, None if cause is None else to_plain(cause))
+        deadline = time.monotonic() + self.request.grace_s + _STOP_S
+        while self._end is None and self._link.end is None and (left_s := deadline - time.monotonic()) > 0:
+            self._next(bool, left_s)

@@ -9,12 +9,13 @@ from __future__ import annotations
 import atexit
 import itertools
 import socket
+import struct
 import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from select import POLLIN, POLLOUT, poll
+from select import POLLIN, poll
 from typing import Any
 
 from ..channel.codec import MOST_BYTES, Packets, packets
@@ -29,8 +30,8 @@ _LEAVE_WAIT_S = 5.0  # of a control node after its own end, for the others' ends
 _END_S = 2.0
 _NEVER = float("inf")
 _LOOK_S = 0.5  # the longest wait: who shares the socket may have read what tells of an end
-_STUCK_LOOKS, _STUCK_LOOK_S = 300, 0.2  # a count, since a clock goes on while the whole machine is paused
-_OS_ERRORS = {each.__name__: each for each in (ConnectionError, ConnectionRefusedError, TimeoutError, socket.gaierror)}
+_STUCK_S = 60  # after which a supervisor takes nothing any more
+_TURN_S = 0.02
 _open: weakref.WeakSet[Link] = weakref.WeakSet()
 
 
@@ -67,22 +68,14 @@ class Link:
 
     def send(self, *frame: Any) -> None:
         """Send a frame; dropped if the supervisor is gone. It waits while that takes nothing."""
-        if self.end is None:
-            for packet in packets(next(self._numbers), frame):
-                self._send(packet)
-
-    def _send(self, packet: bytes) -> None:
-        for _ in range(_STUCK_LOOKS):
-            try:
-                self._socket.send(packet, socket.MSG_NOSIGNAL)
-                return
-            except BlockingIOError:
-                room = poll()
-                room.register(self._socket, POLLOUT)
-                room.poll(1000 * _STUCK_LOOK_S)
-            except OSError:  # who reads next sees why
-                return
-        self._lose(f"its supervisor process takes nothing for {_STUCK_LOOKS * _STUCK_LOOK_S:g} s")
+        for packet in packets(next(self._numbers), frame):
+            if self.end is None:
+                try:
+                    self._socket.send(packet, socket.MSG_NOSIGNAL)
+                except BlockingIOError:
+                    self._lose(f"its supervisor process takes nothing for {_STUCK_S} s")
+                except OSError:  # who reads next sees why
+                    return
 
     # --- reading
 
@@ -90,7 +83,7 @@ class Link:
         """Handle all that has come."""
         while self.end is None:
             try:
-                packet = self._socket.recv(MOST_BYTES)
+                packet = self._socket.recv(MOST_BYTES, socket.MSG_DONTWAIT)
             except BlockingIOError:
                 return
             except ConnectionResetError:  # told first where it has not read all that we said; what it said comes next
@@ -126,7 +119,7 @@ class Link:
         """Our code waits in here, and reads: handlers of signals set flags."""
         before, own = self.waiter, threading.get_ident()
         while before not in (None, own) and self.end is None:  # another thread is told to leave
-            time.sleep(_STUCK_LOOK_S / 10)
+            time.sleep(_TURN_S)
             before = self.waiter
         self.waiter = own
         try:
@@ -172,7 +165,7 @@ class Link:
         if kind == "failed":
             raise from_plain(TorchrunError, rest[0], "the error")
         if kind == "os_error":
-            raise _OS_ERRORS.get(rest[0], OSError)(rest[1])
+            raise (ConnectionRefusedError if rest[0] == ConnectionRefusedError.__name__ else ConnectionError)(rest[1])
         return rest[0]
 
     def call(self, name: str, *args: Any, patience_s: float = _ANSWER_S) -> Any:
@@ -228,5 +221,5 @@ def _start(grace_s: float) -> socket.socket:
     own, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with theirs:
         start_between(theirs.fileno(), grace_s)
-    own.setblocking(False)
+    own.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", _STUCK_S, 0))
     return own

@@ -21,13 +21,14 @@ from ..gang.limits import QUIET_S, REMIND_S
 from ..gang.messages import CONTROL, Abort, Answer, Farewell, Leave, Message, from_wire, to_wire
 from ..gang.texts import names
 from ..gang.view import as_dicts
-from ..node.endings import NotNeeded, TimedOut, lost_control, preempted, timed_out
+from ..launch.transfer import Transfer
+from ..node.endings import MustEnd, NotNeeded, TimedOut, lost_control, preempted, timed_out
 from ..tracebacks import user_traceback, words_of
 from . import orders
 from .link import Link
 
 _ACK_WAIT_S = 5.0  # how long a leaving node waits for the control node's receipt
-_NEVER = float("inf")
+NEVER = float("inf")
 
 
 class ControlNode(enum.IntEnum):
@@ -43,7 +44,7 @@ class ControlNode(enum.IntEnum):
 class State(enum.Enum):
     """Where the step's code is; this decides how news reaches it."""
 
-    STEP = "joins, or is in code of its own: news interrupts it"
+    STEP = "joins, begins a launch, or is in code of its own: news interrupts it"
     LAUNCH = "in a launch: news goes to the supervisor"
     TOLD = "in code of its own, and has the gang's error already: only an order to end interrupts it"
     WAITING = "ended on the control node, which waits for the others: news interrupts it"
@@ -69,9 +70,9 @@ class Member:
         self.hold_s = 0.0  # how long a refused task delays its end, unless the connection ends before
         self.at_end: Callable[[], None] = lambda: None  # called when the node has left, before the link closes
         # What else is done while our code waits; returns for how long to wait, and for which files.
-        self.meanwhile: Callable[[], tuple[float, Sequence[int]]] = lambda: (_NEVER, ())
+        self.meanwhile: Callable[[], tuple[float, Sequence[int]]] = lambda: (NEVER, ())
         self.store_now: Callable[[], None] = lambda: None  # stores what is known of the gang
-        self.has_job = False  # whether a job for the datastore runs, see `meanwhile`
+        self.job: Transfer | None = None  # what `meanwhile` has begun
         self.uploads = False  # whether a launch has something to store: that comes before all else
         self.of_launch: deque[Sequence[Any]] = deque()  # frames that concern a launch, for who runs it
         self.broken: TorchrunError | None = None  # why the gang can't go on
@@ -82,14 +83,11 @@ class Member:
         self._are_alone = False  # whether all other nodes have left, on the control node
         self._launches = 0
         self._turn = threading.Lock()  # held by the thread that is in a launch
-        self._order: str | None = None  # why this node must end, if it must
+        self._order: MustEnd | None = None  # why this node must end, if it must
+        self._time_is_up: TimedOut | None = None  # outside of a launch
+        self._interruptions: list[MustEnd | TimedOut] = []  # of the launch, which its supervisor was told of
         self.is_interrupted = False  # by Ctrl-C
         self._is_raised = False  # whether that has been raised
-        # What interrupts the launch: orders to end, and ends of its time. `_untold` has what its supervisor does not know.
-        self._interruptions: list[str | TimedOut] = []
-        self._untold: deque[str | TimedOut] = deque()
-        self._is_begun = False  # whether the supervisor knows of the launch
-        self._time_is_up: TimedOut | None = None  # outside of a launch
         self._not_needed: NotNeeded | None = None  # what each call of `run` raises on a node that was dismissed
         self._events: deque[Event] = deque()  # which a signal handler must not emit
         link.handle, link.turn = self._handle, self._between_waits
@@ -104,6 +102,11 @@ class Member:
     def must_end(self) -> bool:
         """Whether this node was told to end."""
         return self._order is not None or self.is_interrupted
+
+    @property
+    def has_job(self) -> bool:
+        """Whether `meanwhile` uses the datastore, and is not late with it."""
+        return self.job is not None and not self.job.over
 
     @property
     def is_storing(self) -> bool:
@@ -165,44 +168,42 @@ class Member:
         # As with a signal, the innermost launch stops in order, and what it raises reaches this node's step.
         member = orders.innermost(self)
         if member.broken is None and member._order is None:
-            member.order(why, is_now=False)
+            member.order(MustEnd(why), is_now=False)
 
     # --- what reaches the step's code -----------------------------------------------------------
 
-    def order(self, news: str | TimedOut, is_now: bool) -> bool:
+    def order(self, news: MustEnd | TimedOut, is_now: bool) -> bool:
         """End this node, since it must or its time is up; return False if that is no concern of the gang any more.
 
         A handler of a signal calls it. If `is_now`, it is raised here.
         """
         if self._state in _OVER or not self.in_task:
             return self._state is State.FAILING  # it ends already
-        if self._state is State.LAUNCH:
-            self._interruptions.append(news)
-            self._untold.append(news)
-            self._tell_launch()
+        if self._state is not State.LAUNCH:
+            self._keep(news)
         elif isinstance(news, TimedOut):
-            self._time_is_up = news
+            self._interruptions.append(news)
+            self.link.send("time_out", news.text)
         else:
-            self._order = self._order or news
+            self._interruptions.append(news)
+            self._keep(news)
+            self.link.send("interrupt", news.why)
         if is_now:
             self.raise_news()
         else:
             self.link.send("echo")  # the wait ends
         return True
 
+    def _keep(self, news: MustEnd | TimedOut) -> None:
+        if isinstance(news, TimedOut):
+            self._time_is_up = news
+        else:
+            self._order = self._order or news
+
     def interrupt(self) -> None:
         """Raise KeyboardInterrupt where our code waits."""
         self.is_interrupted = True
         self.link.send("echo")
-
-    def _tell_launch(self) -> None:
-        while self._is_begun and self._untold:
-            news = self._untold.popleft()
-            if isinstance(news, TimedOut):
-                self.link.send("time_out", news.text)
-            else:
-                self._order = self._order or news
-                self.link.send("interrupt", news)
 
     def raise_news(self) -> None:
         """Raise Ctrl-C, the gang's error, the order to end or the end of the time, once; not what a launch handles."""
@@ -238,7 +239,7 @@ class Member:
 
     def terminated(self) -> TorchrunPreempted:
         """Return the error for a task that was told to stop."""
-        return preempted(self.node, self.host, self._order or orders.SIGTERM_CAME, self.may_go_on)
+        return preempted(self.node, self.host, (self._order or orders.SIGTERM_CAME).why, self.may_go_on)
 
     # --- called by the step's code --------------------------------------------------------------
 
@@ -248,6 +249,10 @@ class Member:
             self.link.send("show", event.kind, event.node, event.text, event.is_detail)
         else:
             self.emit(event)
+
+    def note(self, text: str, is_detail: bool = False) -> None:
+        """Have a line written to this node's log."""
+        self.say(Event("note", self.node, text, is_detail))
 
     def send(self, message: Message) -> None:
         """Send a message to the control node."""
@@ -271,29 +276,32 @@ class Member:
         self._not_needed = NotNeeded(f"launch {launch} has ended well without this node, so its step ends here")
         raise self._not_needed
 
-    def begin_launch(self, shows_output: bool = True) -> int:
-        """Begin a launch and return its number; raise TorchrunError if none can begin."""
+    def begin_launch(self, request: Any = None, shows_output: bool = True) -> int:
+        """Have the supervisor begin a launch, and return its number; raise TorchrunError if none can begin."""
         self.refuse_in_child()
+        number = self._launches
         if not self._turn.acquire(blocking=False):
             raise GangError(
-                f"current.torch.run was called on node {self.node} while launch {self._launches - 1} still ran there, in "
-                "another thread. A node takes part in one launch at a time: let the step's threads call it one after the "
-                "other, in the same order on every node."
+                f"current.torch.run was called on node {self.node} while launch {number - 1} still ran there, in another "
+                "thread. A node takes part in one launch at a time: let the step's threads call it one after the other, in "
+                "the same order on every node."
             )
         try:
             with self.link.ours():
                 self.link.read()
             if (error := self._obstacle()) is not None:
                 raise error
-            self._interruptions, self._untold, self._is_begun = [], deque(), False
-            self.shows_output, self._verdict = shows_output, None
+            self._interruptions, self.shows_output, self._verdict = [], shows_output, None
             self.of_launch.clear()
             self._launches += 1
-            self._state = State.LAUNCH  # last: from now on no handler raises
+            self.link.send("run", number, request)  # first, or it would hear of an interruption before
+            self._state = State.LAUNCH  # from now on no handler raises
         except BaseException:
+            if self._launches > number:
+                self.link.send("give_up", number, None)
             self._turn.release()
             raise
-        return self._launches - 1
+        return number
 
     def _obstacle(self) -> TorchrunError | NotNeeded | None:
         """Return why no launch can begin, or None."""
@@ -311,11 +319,6 @@ class Member:
             )
         return None
 
-    def has_begun(self) -> None:
-        """Tell the supervisor, which knows of the launch by now, what has interrupted it."""
-        self._is_begun = True
-        self._tell_launch()
-
     def end_launch(self, verdict: TorchrunError | None, failing: bool = False, handled: int | None = None) -> None:
         """End the launch: the step's own code runs again. Raise news that came too late for the launch.
 
@@ -328,10 +331,7 @@ class Member:
                 told = verdict is not None or (failing and self.broken is not None)
                 self._state = State.TOLD if told else State.STEP  # first: what comes later is the step's
             for news in () if handled is None else self._interruptions[handled:]:
-                if isinstance(news, TimedOut):
-                    self._time_is_up = news
-                else:
-                    self._order = self._order or news
+                self._keep(news)
         finally:
             self._turn.release()
         if not failing or self._order is not None or self._time_is_up is not None:
@@ -390,7 +390,7 @@ class Member:
                 break
             patience_s = REMIND_S
             text = f"this node has finished; waiting until {names(remaining())} ended the step and stored the results"
-            self.say(Event("note", self.node, text))
+            self.note(text)
         if self.broken is not None:
             raise self.broken
         self._begin_storing()
@@ -406,7 +406,7 @@ class Member:
             return
         orders.end(self)  # first: a gang around this one hears of what comes from now on
         self._state = State.LEFT
-        self.meanwhile = lambda: (_NEVER, ())
+        self.meanwhile = lambda: (NEVER, ())
         try:
             if before is not State.ENDING:  # otherwise *leave* was sent already
                 cause = None if error is None or self.gang_knows(error) else self.cause_of(error)

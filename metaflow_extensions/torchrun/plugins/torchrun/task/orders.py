@@ -14,10 +14,10 @@ from contextlib import suppress
 from types import FrameType
 from typing import Any
 
-from ..node.endings import TimedOut
+from ..node.endings import MustEnd, TimedOut
 from .link import forget_all
 
-SIGTERM_CAME = "its Metaflow task got SIGTERM"
+SIGTERM_CAME = MustEnd("its Metaflow task got SIGTERM")
 # The members whose signals these are, the innermost last: a gang's step may use `TorchrunSingleNodeMultiGPU`.
 _members: list[Any] = []  # of `task.member.Member`, which imports this
 _former: dict[int, Any] = {}

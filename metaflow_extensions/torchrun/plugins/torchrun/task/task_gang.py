@@ -10,7 +10,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -24,7 +24,6 @@ from ..compat.steps import control_task_of, exit_codes_of_tasks, is_local, is_of
 from ..errors import TorchrunPreempted
 from ..events import Event, label
 from ..gang.cause import Cause, cause_of
-from ..gang.policy import Rules
 from ..gang.view import Presence
 from ..gang.wire import Plain
 from ..logs.console import hurry, to_log
@@ -37,8 +36,8 @@ from .cards import Cards, make_none
 from .gang_store import GangStore
 from .join import (
     LOOPBACK,
+    begin_gang,
     control_addresses,
-    join_alone,
     join_as_control,
     join_as_member,
     refuse_second_run,
@@ -102,68 +101,53 @@ class TaskGang:
 
         `tasks` are those of all nodes, in order, each as run, step and task. `starts` is for `node.warm`.
         """
-        looks = signs(os.environ, self._settings.grace_s, current.get("spot_termination_notice"), self._is_local)
+        parallel, settings, here_only = current.parallel, self._settings, self._is_local
+        looks = signs(os.environ, settings.grace_s, current.get("spot_termination_notice"), here_only)
+        more = {"starts": starts, "signs": looks}
         # Meant for tasks alone, neither for spares nor for what the step's code starts.
         os.environ.pop(STARTED_BY, None)
-        self._about["tasks"] = tuple(tasks)
-        self._member, main_addr = self._join({"starts": starts, "signs": looks})
-        return self._member, main_addr
-
-    def _join(self, more: Mapping[str, Any]) -> tuple[Member, str]:
-        parallel, settings = current.parallel, self._settings
-        control_task_id = control_task_of(parallel) or self._task_id
-        emit = self._emit
-        registry = Registry(self._flow_datastore, self._run_id, self._step_name, control_task_id, self._attempt)
-        if parallel.num_nodes == 1:
-            if not self._is_local:  # there the same task can be run again by hand
+        num_nodes, main_addr = parallel.num_nodes, LOOPBACK
+        control = (self._run_id, self._step_name, control_task_of(parallel) or self._task_id)
+        registry = Registry(self._flow_datastore, *control, self._attempt)
+        if parallel.node_index > 0:
+            self.part = pointing_at("/".join(control))
+            make_none()  # the control node makes the gang's card
+            found = join_as_member(registry, parallel.node_index, num_nodes, settings, self._emit, more)
+            self._member, main_addr = found
+            self._member.may_go_on = settings.max_restarts > 0
+            return found
+        rules = replace(rules_of(settings), replaces=self._replaces)
+        if self._limit is not None:
+            rules = replace(rules, deadline=self._limit.ends_at, longer=self._limit.text)
+        if num_nodes > 1:
+            main_addr = control_addresses(parallel.main_ip, here_only)[0]
+            args = (registry, num_nodes, parallel.main_ip, settings, self._emit, here_only, rules, more)
+            member = join_as_control(*args)
+        else:
+            if not here_only:  # there the same task can be run again by hand
                 refuse_second_run(registry, 1)
                 registry.publish(AddressRecord((), 0, "", socket.gethostname()))
-            member = join_alone(settings, emit, self._rules(), more)
-            self._follow(registry, member)
-            return member, LOOPBACK
-        if parallel.node_index > 0:
-            return self._join_as_member(registry, f"{self._run_id}/{self._step_name}/{control_task_id}", more)
-        main_ip, here_only = parallel.main_ip, self._is_local
-        rules = self._rules()
-        member = join_as_control(registry, parallel.num_nodes, main_ip, settings, emit, here_only, rules, more)
-        self._is_control, self._member = True, member
-        self._follow(registry, member)
-        if self._local_nodes is not None:
+            member = begin_gang(settings, self._emit, rules, more)
+        self._member, self._is_control, self._about["tasks"] = member, num_nodes > 1, tuple(tasks)
+        self._cards = Cards(self._flow_datastore)
+        self._store, self.part = GangStore(member, self._about, self._cards, registry), self._cards.part
+        if self._local_nodes is not None and self._is_control:
             for node, reason in self._local_nodes.ended().items():
                 member.link.send("gone", node, reason)
-            tasks = self._local_nodes.tasks().items()
-            member.link.send("follow", [[node, task.pid, task.began] for node, task in tasks])
-        return member, control_addresses(main_ip, here_only)[0]
-
-    def _rules(self) -> Rules:
-        rules = replace(rules_of(self._settings), replaces=self._replaces)
-        return rules if self._limit is None else replace(rules, deadline=self._limit.ends_at, longer=self._limit.text)
+            followed = self._local_nodes.tasks().items()
+            member.link.send("follow", [[node, task.pid, task.began] for node, task in followed])
+        return member, main_addr
 
     @property
     def _replaces(self) -> bool:
         """Whether Kubernetes brings tasks again, and ends all pods with the control node's: see `compat.job_sets`."""
         return runs_on() == "kubernetes" and self._settings.replaces_nodes
 
-    def _join_as_member(self, registry: Registry, control: str, more: Mapping[str, Any]) -> tuple[Member, str]:
-        """Join, and leave the gang's card to the control node; `control` is its task, as run, step and task."""
-        node, num_nodes = current.parallel.node_index, current.parallel.num_nodes
-        self.part = pointing_at(control)
-        make_none()
-        member, main_addr = join_as_member(registry, node, num_nodes, self._settings, self._emit, more)
-        member.may_go_on = self._settings.max_restarts > 0
-        return member, main_addr
-
     def _emit(self, event: Event) -> None:
         if event.kind == "command":
             self._about["command"] = event.text.removeprefix("runs: ")
         show = to_log if self._is_local else self._log.take
         show(event, current.parallel.num_nodes)
-
-    def _follow(self, registry: Registry, member: Member) -> None:
-        """Store and show what happens to the gang, on the control node."""
-        self._cards = Cards(self._flow_datastore)
-        self._store = GangStore(member, self._about, self._cards, registry)
-        self.part = self._cards.part
 
     # --- around it and after it -----------------------------------------------------------------
 
@@ -173,42 +157,43 @@ class TaskGang:
             name_as_starter(os.environ, "control")
         try:
             self._run_step(step)
-            if self._member is not None and self._store is not None and self._is_control:
+            if self._member is not None and self._is_control:
                 # On AWS Batch the control node's end stops all nodes, and nothing else makes another node's failure
                 # the run's (Metaflow 2.19 waits there for the others' ends only).
-                there = (Presence.HERE, Presence.ABSENT)
-                self._member.await_others(partial(self._store.in_state, *there))
-                if out := self._out():
+                self._member.await_others(partial(self._in_state, Presence.HERE, Presence.ABSENT))
+                if out := self._in_state(Presence.OUT):
                     self._is_incomplete = True
                     self._forget(out)
         except BaseException as error:
-            if self._member is not None and not self._member.in_task:
+            member = self._member
+            if member is not None and not member.in_task:
                 raise  # a child that the step has forked and that went on with the step's code
             signal.alarm(0)  # the step's @timeout is for its code
-            if is_ordered := self._was_told_to_end(error):
+            is_ordered = self._was_told_to_end(error)
+            if is_ordered:
                 hurry()
-                if self._member is not None:
-                    self._member.link.send("hurry")
-            if self._member is not None:
-                self._member.fail()
+            if member is not None:
+                if is_ordered:
+                    member.link.send("hurry")
+                member.fail()
             with convenience("our own report of the error"):
                 self._report(error)
             self.leave(error)
             if self._local_nodes is not None:
-                known = None if self._store is None else self._store.states()
+                states = dict(enumerate(self._store.states())) if self._store is not None else {}
                 wait_s = self._settings.grace_s + LOCAL_NODE_MARGIN_S
                 # After an order to end, this task waits for no reader, and so the others can't.
-                self._local_nodes.stop(wait_s, lambda node: Presence.HERE if known is None else known[node], is_ordered)
+                self._local_nodes.stop(wait_s, states, is_ordered)
             raise
 
     def _run_step(self, step: Callable[[], None]) -> None:
         try:
             step()
         except Exception as error:
-            if not is_of_another_task(error) or not self._have_ended_well(partial(exit_codes_of_tasks, error)):
+            if not is_of_another_task(error) or not self._have_ended_well(error):
                 raise
 
-    def _have_ended_well(self, codes_by_pid: Callable[[], Mapping[int, int | None]]) -> bool:
+    def _have_ended_well(self, error: Exception) -> bool:
         """Wait for the tasks of the other nodes; return whether only nodes that the gang goes on without ended badly.
 
         On a local run Metaflow waits for them in order, and for no more after the first that ended badly (2.19). This is
@@ -216,8 +201,8 @@ class TaskGang:
         """
         member, bad_since = self._member, None
         while member is not None:
-            codes = {} if self._local_nodes is None else self._local_nodes.exit_codes(codes_by_pid())
-            out = self._out()
+            codes = {} if self._local_nodes is None else self._local_nodes.exit_codes(exit_codes_of_tasks(error))
+            out = self._in_state(Presence.OUT)
             if codes and not any(code for node, code in codes.items() if node not in out):
                 bad_since = None
                 if None not in codes.values():
@@ -229,9 +214,8 @@ class TaskGang:
             member.await_error(_OTHERS_LOOK_S)
         return False
 
-    def _out(self) -> list[int]:
-        """Return the nodes without which the gang goes on."""
-        return [] if self._store is None else self._store.in_state(Presence.OUT)
+    def _in_state(self, *states: Presence) -> list[int]:
+        return [] if self._store is None else self._store.in_state(*states)
 
     @staticmethod
     def _was_told_to_end(error: BaseException) -> bool:
@@ -252,7 +236,7 @@ class TaskGang:
                 raise
             is_own = isinstance(error, NotNeeded)
             text = f"{error}" if is_own else f"not needed any more; its step's code raised {words_of(error)}"
-            self._member.say(Event("note", self._member.node, text, is_detail=is_own and self._is_local))
+            self._member.note(text, is_detail=is_own and self._is_local)
         if self._member is not None:
             self._member.finish()
 

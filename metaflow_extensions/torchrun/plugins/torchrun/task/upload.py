@@ -26,7 +26,7 @@ def begin_upload(
         if about.error is None:
             raise
         reason = str(error) if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
-        member.say(Event("note", member.node, f"nothing is stored of the launch: {reason}"))
+        member.note(f"nothing is stored of the launch: {reason}")
     member.send(Stored(about.launch, about.generation))
     return None
 
@@ -40,9 +40,7 @@ class Upload:
     def __init__(
         self, about: Store, to_store: Mapping[str, ToStore], store: ValueStore, first_rank: int, member: Member
     ) -> None:
-        self._about = (about.launch, about.generation)
-        self._first_rank, self._member = first_rank, member
-        self._is_vital = about.error is None  # whether the launch fails without it
+        self._about, self._first_rank, self._member = about, first_rank, member
         self._to_store = to_store  # by the kind of report, at least one
         steps = itertools.chain.from_iterable(each.steps() for each in to_store.values())
         self.transfer = Transfer(store, "stores", steps)
@@ -55,29 +53,27 @@ class Upload:
             self._tell_end()
             return True
         if (line := self.transfer.line()) is not None:
-            self._note(line)
+            self._member.note(line)
             self._report("storing", {"what": self.transfer.what()})
         return False
 
     def _tell_end(self) -> None:
         self.transfer.give_up()
-        problem = self.transfer.problem()
-        failures = () if problem is None or not self._is_vital else (Failure(self._cause(problem)),)
-        for failure in failures:
-            text = f"{failure.cause.who} {failure.cause.what}; stopping all nodes"
-            self._member.say(Event("worker_failed", self._member.node, text))
+        problem, member = self.transfer.problem(), self._member
+        failures: tuple[Failure, ...] = ()
+        if problem is not None and self._about.error is None:  # the launch fails without it
+            cause = self._cause(problem)
+            failures = (Failure(cause),)
+            member.say(Event("worker_failed", member.node, f"{cause.who} {cause.what}; stopping all nodes"))
         for name, each in self._to_store.items():
             for line in () if failures else each.lines(problem, self.transfer.seconds):
-                self._note(line)
+                member.note(line)
             if (told := each.told()) is not None:
                 self._report(name, told)
-        self._member.send(Stored(*self._about, failures))
+        member.send(Stored(self._about.launch, self._about.generation, failures))
 
     def _report(self, kind: str, data: dict[str, Any]) -> None:
-        self._member.send(Report(kind, *self._about, data))
-
-    def _note(self, text: str) -> None:
-        self._member.say(Event("note", self._member.node, text))
+        self._member.send(Report(kind, self._about.launch, self._about.generation, data))
 
     def _cause(self, problem: str) -> Cause:
         step, member = self.transfer.step, self._member
