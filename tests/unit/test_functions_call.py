@@ -249,7 +249,7 @@ def test_a_task_that_has_come_in_the_place_of_another_loads_the_values_of_its_ra
 
 
 def test_values_that_can_not_be_loaded_say_where_they_should_be(make):
-    words = "rank 2's value could not be loaded from the s3 datastore s3://bucket after 0 s: KeyError"
+    words = "the value of rank 2 could not be loaded from the s3 datastore s3://bucket after 0 s: KeyError"
     with pytest.raises(TransferFailed, match=words):
         make(store=MemoryStore()).result({"2": "no such key"}, print)
 

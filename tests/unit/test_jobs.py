@@ -192,7 +192,7 @@ Waiting.__name__ = "Kubernetes"
 
 
 def test_what_keeps_a_pod_from_starting_is_said_once_it_stays_and_known_when_the_pod_is_gone(job, registry):
-    waiting, pending = Waiting(Pods()), job._pending
+    waiting, pending = Waiting(Pods()), job
     here, pulls = pod(0, "c-1"), pod(1, "w-1", waits="ErrImagePull")
     starts, no_place = pod(2, "w-2", waits="ContainerCreating"), pod(2, "w-2", unschedulable="0/1 nodes are available")
     assert waiting.look(pending, here, pulls, starts) == "", "it may come"

@@ -26,8 +26,7 @@ from metaflow_extensions.torchrun.plugins.torchrun.node.endings import TimedOut
 from metaflow_extensions.torchrun.plugins.torchrun.node.outcome import Outcome
 from metaflow_extensions.torchrun.plugins.torchrun.node.request import Request
 from metaflow_extensions.torchrun.plugins.torchrun.task.launch_call import LaunchCall
-from metaflow_extensions.torchrun.plugins.torchrun.task.results import result_of
-from metaflow_extensions.torchrun.plugins.torchrun.task.services import Services
+from metaflow_extensions.torchrun.plugins.torchrun.task.services import Services, result_of
 
 
 class Call:

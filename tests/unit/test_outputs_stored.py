@@ -19,8 +19,8 @@ from metaflow_extensions.torchrun.plugins.torchrun.gang.view import GangView
 from metaflow_extensions.torchrun.plugins.torchrun.outputs import Outputs
 from metaflow_extensions.torchrun.plugins.torchrun.show import commands
 from metaflow_extensions.torchrun.plugins.torchrun.show.outputs_command import outputs_of
-from metaflow_extensions.torchrun.plugins.torchrun.task import output_storing as storing
-from metaflow_extensions.torchrun.plugins.torchrun.task.output_storing import FilesToStore
+from metaflow_extensions.torchrun.plugins.torchrun.task import launch_outputs as storing
+from metaflow_extensions.torchrun.plugins.torchrun.task.launch_outputs import FilesToStore
 
 KIB = 1024
 

@@ -25,8 +25,7 @@ from .settings import StepSettings, checked_value
 from .show.gang_part import GangPart
 from .task.launch_call import LaunchCall
 from .task.member import Member
-from .task.results import result_of
-from .task.services import Services
+from .task.services import Services, result_of
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack  # in typing since Python 3.11

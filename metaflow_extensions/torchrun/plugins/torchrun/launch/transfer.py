@@ -54,17 +54,20 @@ class Step:
     rank: int | None = None  # whose it is, if it is one rank's
 
 
-class ToStore(Protocol):
+class ToStore:
     """What is stored of a launch when all workers of the gang have ended."""
 
     def steps(self) -> Iterator[Step]:
         """Yield what is to be done; the transfer's thread asks for each step and does it, one after the other."""
+        raise NotImplementedError
 
     def told(self) -> dict[str, Any] | None:
         """Return the data for the gang at its end: what was stored by then."""
+        raise NotImplementedError
 
     def lines(self, problem: str | None, seconds: float) -> Iterable[str]:
         """Return the lines for this node's log at its end; `problem` is why not everything is stored."""
+        return ()
 
 
 class Transfer:

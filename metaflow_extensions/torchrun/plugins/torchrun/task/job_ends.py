@@ -36,7 +36,7 @@ class End:
 
 def of_kubernetes(job: KubernetesJob) -> Iterator[End]:
     """Yield the report on each node, by the states of their pods."""
-    pods = pods_of(job)
+    pods = _pods_of(job)
     first, of_control = job.first_pod, [pod.metadata.name for pod in pods if _node_of(pod) == CONTROL]
     if first and first not in of_control:
         others = "".join(f", and pod {name} came in its place" for name in of_control)
@@ -44,22 +44,16 @@ def of_kubernetes(job: KubernetesJob) -> Iterator[End]:
     yield from map(_end_of_pod, sorted(pods, key=_node_of))
 
 
-def pods_of(job: KubernetesJob) -> list[Any]:
-    """Return the pods of a job that are there now."""
-    found = job.api.list_namespaced_pod(job.namespace, label_selector=job.selector, _request_timeout=PATIENCE_S)
-    return list(found.items)
-
-
 def pending(job: KubernetesJob) -> dict[str, End | None]:
     """Return the pods of a job by name, each with what keeps it from starting; None if nothing does."""
-    ends = {pod.metadata.name: (_end_of_pod(pod), pod.status.phase) for pod in pods_of(job)}
+    ends = {pod.metadata.name: (_end_of_pod(pod), pod.status.phase) for pod in _pods_of(job)}
     return {name: end if phase == "Pending" and not end.is_ordinary else None for name, (end, phase) in ends.items()}
 
 
-def _end_of_pod(pod: Any) -> End:
-    texts = list(dict.fromkeys(_ends_of(pod)))
-    text = "; ".join(texts) or _exit_of(pod)
-    return End(_node_of(pod), f"pod {pod.metadata.name}", text, not texts, _has_run(pod))
+def _pods_of(job: KubernetesJob) -> list[Any]:
+    """Return the pods of a job that are there now."""
+    found = job.api.list_namespaced_pod(job.namespace, label_selector=job.selector, _request_timeout=PATIENCE_S)
+    return list(found.items)
 
 
 def _node_of(pod: Any) -> int:
@@ -69,30 +63,27 @@ def _node_of(pod: Any) -> int:
     return 1 + int(labels["jobset.sigs.k8s.io/job-index"])
 
 
-def _ends_of(pod: Any) -> Iterator[str]:
-    """Return what ended a pod or keeps it from starting, as far as it is not its program's own doing."""
+def _end_of_pod(pod: Any) -> End:
+    states = [state for each in pod.status.container_statuses or () for state in (each.state, each.last_state)]
+    texts = list(dict.fromkeys(_ends_of(pod, states)))
+    codes = [f"exit code {state.terminated.exit_code}" for state in states[::2] if state.terminated]
+    # Where Kubernetes does not say, it has run.
+    has_run = pod.status.phase != "Pending" and (
+        not states or any(state.running or state.terminated for state in states)
+    )
+    return End(_node_of(pod), f"pod {pod.metadata.name}", "; ".join(texts or codes[:1]), not texts, has_run)
+
+
+def _ends_of(pod: Any, states: list[Any]) -> Iterator[str]:
+    """Yield what ended a pod or keeps it from starting, as far as it is not its program's own doing."""
     conditions = [each for each in pod.status.conditions or () if (each.type, each.status) in _CONDITIONS]
     for each in (pod.status, *conditions):
         if each.reason:
             whose = _WHOSE_TIME if each.reason == _TIME_IS_UP else ""
             yield (f"{each.reason}: {each.message}" if each.message else each.reason) + whose
-    for container in pod.status.container_statuses or ():
-        for state in (container.state, container.last_state):
-            if state.terminated and state.terminated.reason not in _ORDINARY:
-                yield f"{state.terminated.reason} (exit code {state.terminated.exit_code})"
-            if state.waiting and state.waiting.reason not in _STARTING:
-                more = f": {state.waiting.message}" if state.waiting.message else ""
-                yield f"it waits: {state.waiting.reason}{more}"
-
-
-def _has_run(pod: Any) -> bool:
-    """Return whether a container of the pod has run; True where Kubernetes does not say."""
-    if pod.status.phase == "Pending":
-        return False
-    states = [state for each in pod.status.container_statuses or () for state in (each.state, each.last_state)]
-    return not states or any(state.running or state.terminated for state in states)
-
-
-def _exit_of(pod: Any) -> str:
-    ended = [each.state.terminated for each in pod.status.container_statuses or () if each.state.terminated]
-    return f"exit code {ended[0].exit_code}" if ended else ""
+    for state in states:
+        if state.terminated and state.terminated.reason not in _ORDINARY:
+            yield f"{state.terminated.reason} (exit code {state.terminated.exit_code})"
+        if state.waiting and state.waiting.reason not in _STARTING:
+            more = f": {state.waiting.message}" if state.waiting.message else ""
+            yield f"it waits: {state.waiting.reason}{more}"

@@ -23,9 +23,35 @@ class Listing:
 
 def find(root: str, patterns: Sequence[str], apart: str | None = None) -> Listing:
     """Search the folder `root`; what lies in the folder `apart` is passed over."""
-    listing = Listing()
+    listing, own = Listing(), os.path.realpath(root)
+    passed_over = None if apart is None else os.path.realpath(apart)
+
+    def add(name: str, above: tuple[str, ...], inside: tuple[str, ...]) -> None:
+        """Add a file, or a folder with all that is in it; `above` are the folders on the way to it."""
+        real = os.path.realpath(os.path.join(root, name))
+        if passed_over is not None and _lies_in(real, passed_over):
+            return
+        if not any(_lies_in(real, folder) for folder in inside):
+            why = f"leads to {real}, out of the working directory"
+        elif any(_lies_in(folder, real) for folder in above):
+            why = "is a link to a folder that it lies in"
+        elif os.path.isfile(real):
+            listing.names[name] = None
+            return
+        elif os.path.isdir(real):
+            try:
+                for each in sorted(os.listdir(real)):
+                    add(os.path.join(name, each), (*above, real), inside)
+                return
+            except OSError as error:
+                why = cant_be_read(error)
+        else:
+            why = "is no file" if os.path.exists(real) else "is a link to nothing, or gone"
+        listing.left_out[name or os.curdir] = why
+
     for pattern in patterns:
-        if is_named := os.path.lexists(os.path.join(root, pattern)):
+        path = os.path.join(root, pattern)
+        if is_named := os.path.lexists(path):
             found = [pattern]  # exactly this name, whatever it would mean as a pattern
         else:
             try:
@@ -35,39 +61,11 @@ def find(root: str, patterns: Sequence[str], apart: str | None = None) -> Listin
                 continue
         if not found:
             listing.unmatched.append(pattern)
-        for name in found:
-            _add_tree(listing, root, "" if name == os.curdir else name, apart, is_named)
+        # What an entry names may lie elsewhere: the user has said so.
+        inside = (own, os.path.realpath(path)) if is_named else (own,)
+        for name in ("" if each == os.curdir else each for each in found):
+            add(name, (os.path.realpath(os.path.join(root, os.path.dirname(name))),) if name else (), inside)
     return listing
-
-
-def _add_tree(listing: Listing, root: str, top: str, apart: str | None, is_named: bool) -> None:
-    """Add a file, or a folder with all that is in it; `is_named`: the user has named it, not a pattern."""
-    # What an entry names may lie elsewhere: the user has said so.
-    inside = (
-        [os.path.realpath(root), os.path.realpath(os.path.join(root, top))] if is_named else [os.path.realpath(root)]
-    )
-    above = (os.path.realpath(os.path.join(root, os.path.dirname(top))),) if top else ()
-    waiting = [(top, above)]  # each with the folders on the way to it
-    while waiting:
-        name, above = waiting.pop()
-        real = os.path.realpath(os.path.join(root, name))
-        if apart is not None and _lies_in(real, os.path.realpath(apart)):
-            continue
-        if not any(_lies_in(real, folder) for folder in inside):
-            listing.left_out[name] = f"leads to {real}, out of the working directory"
-        elif any(_lies_in(folder, real) for folder in above):
-            listing.left_out[name] = "is a link to a folder that it lies in"
-        elif os.path.isdir(real):
-            try:
-                below = sorted(os.listdir(real), reverse=True)
-            except OSError as error:
-                listing.left_out[name or os.curdir] = cant_be_read(error)
-            else:
-                waiting += [(os.path.join(name, each), (*above, real)) for each in below]
-        elif os.path.isfile(real):
-            listing.names[name] = None
-        else:
-            listing.left_out[name] = "is no file" if os.path.exists(real) else "is a link to nothing, or gone"
 
 
 def _lies_in(real: str, folder: str) -> bool:

@@ -12,12 +12,18 @@ from contextlib import ExitStack
 from typing import Any
 
 from ..errors import LaunchFailed, TorchrunError
+from ..gang.cause import Cause, FailureText, failed
+from ..gang.group import Group
+from ..gang.view import as_dicts
 from ..gang.wire import Plain
 from ..launch.run_settings import RunSettings
 from ..launch.spec import FunctionSpec, LaunchSpec
-from ..launch.transfer import ToStore, ValueStore
+from ..launch.transfer import ToStore, TransferFailed, ValueStore
+from ..node.outcome import Outcome
+from ..result import TorchrunResult
 from .function_call import FunctionCall, call_of
 from .launch_outputs import LaunchOutputs, outputs_of
+from .member import Member
 
 
 class Services(ExitStack):
@@ -66,13 +72,6 @@ class Services(ExitStack):
         found = {name: service.to_store(error, within_s) for name, service in self._all.items()}
         return {name: each for name, each in found.items() if each is not None}
 
-    def result(self, told: Mapping[str, Plain], say: Callable[[str], None]) -> dict[str, Any]:
-        """Return fields of `TorchrunResult`; `told` is what the verdict tells. Raises TransferFailed."""
-        fields = _metrics(told.get("progress", {}))
-        for name, service in self._all.items():
-            fields |= service.result(told.get(name, {}), say)
-        return fields
-
     def failed(self, error: TorchrunError, told: Mapping[str, Plain]) -> None:
         """Add data to the error with which the launch has ended."""
         if self._outputs is not None:
@@ -82,14 +81,48 @@ class Services(ExitStack):
         """Return what `run` raises."""
         return error if self._call is None else self._call.original(error, told.get("functions", {}))
 
+    def result(self, told: Mapping[str, Plain], say: Callable[[str], None]) -> dict[str, Any]:
+        """Return fields of `TorchrunResult`; `told` is what the verdict tells. Raises TransferFailed."""
+        fields = _metrics(told.get("progress", {}))
+        for name, service in self._all.items():
+            fields |= service.result(told.get(name, {}), say)
+        return fields
+
+
+def result_of(outcome: Outcome, spec: LaunchSpec, member: Member, services: Services) -> TorchrunResult[Any]:
+    """Return the result on this node of a launch that has ended well. Raises LaunchFailed if a part can't be loaded."""
+    verdict = outcome.verdict
+    try:
+        fields = services.result(verdict.left, member.note)
+    except TransferFailed as error:
+        cause = Cause("store", member.node, member.host, exception=f"has no result: {error}")
+        after = f"\nThe workers of launch {verdict.launch} had ended well on all nodes."
+        told = failed(LaunchFailed, FailureText(cause, after=after))
+        told.events = as_dicts(verdict.events)
+        services.failed(told, verdict.left)
+        raise told from error
+    return TorchrunResult(
+        launch=verdict.launch,
+        num_nodes=spec.num_nodes,
+        node_index=spec.node_index,
+        nodes=(spec.group or Group(spec.num_nodes)).nodes,
+        nproc_per_node=spec.nproc,
+        world_size=spec.world_size,
+        command=outcome.command,
+        restarts=list(outcome.restarts),
+        duration_s=outcome.duration_s,
+        exit_codes=dict(sorted(outcome.exit_codes.items())),
+        events=tuple(as_dicts(verdict.events)),
+        has_values="values" in fields,
+        **fields,
+    )
+
 
 def _metrics(told: Plain) -> dict[str, Any]:
-    """Return rank 0's last values, and their curves."""
-    last, history = told.get("last", {}), told.get("history", {})
-    curves = {key: [(step, _number(value)) for step, value in points] for key, points in history.items()}
-    return {"metrics": {key: _number(value) for key, value in last.items()}, "history": curves}
-
-
-def _number(value: float | None) -> float:
-    """Return a number that was reported; JSON has no NaN, so it came as None."""
-    return math.nan if value is None else value
+    """Return rank 0's last values, and their curves; what is no number came as None, since JSON has no NaN."""
+    numbers = {key: math.nan if value is None else value for key, value in told.get("last", {}).items()}
+    curves = {
+        key: [(step, math.nan if value is None else value) for step, value in points]
+        for key, points in told.get("history", {}).items()
+    }
+    return {"metrics": numbers, "history": curves}
