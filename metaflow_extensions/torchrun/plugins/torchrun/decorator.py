@@ -19,8 +19,7 @@ from .compat import steps
 from .compat.graph import check_first, is_ours
 from .compat.renamed import check, harmless
 from .settings import DEFAULTS, StepSettings, check_spares, parse_settings, refuse_unknown
-from .task.pod_shell import POD_SCRIPT, heed_sigterm_in_pod
-from .task.signs import name_as_starter
+from .task.signs import POD_SCRIPT, heed_sigterm_in_pod, name_as_starter
 from .tracebacks import cut_frames_around
 
 if TYPE_CHECKING:

@@ -89,7 +89,11 @@ def is_alive(pid: int, since: str) -> bool:
 
 def children(parent: int | None = None) -> list[int]:
     """Return the pids of the living children of a process; by default, of this one."""
-    return [process.pid for process in _table() if process.is_alive and process.parent == (parent or os.getpid())]
+    return [process.pid for process in _table() if process.is_alive and process.parent == _or_own(parent)]
+
+
+def _or_own(pid: int | None) -> int:
+    return pid or os.getpid()
 
 
 def children_of_main_thread(parent: int | None = None) -> list[int]:
@@ -97,7 +101,7 @@ def children_of_main_thread(parent: int | None = None) -> list[int]:
 
     It is cheap enough to repeat. A kernel without CONFIG_PROC_CHILDREN tells the living children of all threads.
     """
-    parent = parent or os.getpid()
+    parent = _or_own(parent)
     path = f"/proc/{parent}/task/{parent}/children"
     return [int(pid) for pid in read(path).split()] if os.path.exists(path) else children(parent)
 
@@ -110,7 +114,7 @@ def living_descendants(ancestor: int | None = None, without: Collection[int] = (
     below: dict[int, list[Process]] = {}
     for process in _table():
         below.setdefault(process.parent, []).append(process)
-    found, queue = [], [ancestor or os.getpid()]
+    found, queue = [], [_or_own(ancestor)]
     while queue:
         for process in below.get(queue.pop(), ()):
             if process.pid in without:
@@ -127,7 +131,7 @@ def reap(without: Collection[int] = ()) -> Iterator[tuple[int, int]]:
     if os.path.exists(lists[0]):
         pids = [int(pid) for each in lists for pid in read(each).split()]
     else:  # a kernel without CONFIG_PROC_CHILDREN
-        pids = [each.pid for each in _table() if each.parent == os.getpid()]
+        pids = [each.pid for each in _table() if each.parent == _or_own(None)]
     for pid in pids:
         if pid not in without:
             with suppress(ChildProcessError):

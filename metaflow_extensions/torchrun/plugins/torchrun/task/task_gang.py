@@ -102,7 +102,8 @@ class TaskGang:
         `tasks` are those of all nodes, in order, each as run, step and task. `starts` is for `node.warm`.
         """
         parallel, settings, here_only = current.parallel, self._settings, self._is_local
-        looks = signs(os.environ, settings.grace_s, current.get("spot_termination_notice"), here_only)
+        local_node = parallel.node_index if here_only else None
+        looks = signs(os.environ, settings.grace_s, current.get("spot_termination_notice"), local_node)
         more = {"starts": starts, "signs": looks}
         # Meant for tasks alone, neither for spares nor for what the step's code starts.
         os.environ.pop(STARTED_BY, None)
