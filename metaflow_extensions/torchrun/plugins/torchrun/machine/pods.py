@@ -27,7 +27,7 @@ def why_it_waits(node: int, environ: Mapping[str, str] = os.environ) -> str:
 
 
 def told_to_stop(shell: int) -> str | None:
-    """Return why this pod will stop if SIGTERM is pending for its `shell`, see `task/pod_shell`; else None."""
+    """Return why this pod will stop if SIGTERM is pending for its `shell`, see `task/signs`; else None."""
     about = status(shell)
     pending = int(about.get("SigPnd", "0"), 16) | int(about.get("ShdPnd", "0"), 16)
     told = pending >> (signal.SIGTERM - 1) & 1
