@@ -28,7 +28,7 @@ from metaflow_extensions.torchrun.plugins.torchrun.launch.spec import LaunchSpec
 from metaflow_extensions.torchrun.plugins.torchrun.launch.transfer import TransferFailed
 from metaflow_extensions.torchrun.plugins.torchrun.outputs import Outputs
 from metaflow_extensions.torchrun.plugins.torchrun.task import function_call as call_module
-from metaflow_extensions.torchrun.plugins.torchrun.task.function_call import FUNCTION_WORKER, FunctionCall, call_of
+from metaflow_extensions.torchrun.plugins.torchrun.task.function_call import FUNCTION_WORKER, FunctionCall
 from metaflow_extensions.torchrun.plugins.torchrun.task.services import Services
 
 SPEC = LaunchSpec(FUNCTION_WORKER, ("folder",), False, nproc=2, num_nodes=2, node_index=1, python="python3")
@@ -54,7 +54,8 @@ def make(monkeypatch, tmp_path):
     calls = []
 
     def make(function=train, arguments=None, process_group=None, gather=False, store=None, node=1):
-        call = FunctionCall(function, arguments, process_group, gather, store)
+        given = {"entrypoint_args": arguments, "process_group": process_group, "gather": gather}
+        call = FunctionCall(settings_of_run(entrypoint=function, **given), store)
         calls.append(call)
         call.begin(replace(SPEC, node_index=node))
         return call
@@ -175,11 +176,11 @@ def test_a_call_that_can_not_be_written_leaves_no_file(argument, folder, error, 
 )
 def test_what_is_for_functions_is_refused_for_scripts_and_the_reverse(entrypoint, given, why):
     with pytest.raises(TorchrunConfigError, match=why):
-        call_of(settings_of_run(entrypoint=entrypoint, **given), None)
+        FunctionCall.of(settings_of_run(entrypoint=entrypoint, **given), None)
 
 
 def test_only_a_function_makes_a_call():
-    assert call_of(settings_of_run(), None) is None
+    assert FunctionCall.of(settings_of_run(), None) is None
     run = settings_of_run(entrypoint=train, gather=True)
     with Services.of(run, 2, 0, None) as services:
         assert services.told["may_train_alone"]

@@ -72,6 +72,9 @@ def test_a_value_whose_file_was_removed_is_said(values, folder):
 KEEP = f"""{OURS}
 import os, resource, signal
 from pathlib import Path
+from ours.launch.options import Node
+from ours.launch.run_settings import resolve
+from ours.settings import parse_settings
 from ours.task.function_call import FunctionCall
 from ours.launch.spec import LaunchSpec
 from ours.result import TorchrunResult
@@ -80,7 +83,8 @@ from ours.worker.function_worker import path_of, store
 resource.setrlimit(resource.RLIMIT_NOFILE, (256, 256))
 kept, SPEC = [], LaunchSpec("x", (), False, nproc=4, num_nodes=1, node_index=0, python="")
 for launch in range(int(sys.argv[1])):
-    call = FunctionCall(print, [launch], None, False, None)
+    run = {{"entrypoint": print, "entrypoint_args": [launch]}}
+    call = FunctionCall(resolve(run, parse_settings({{}}, "train"), Node(1, 0, "")), None)
     call.begin(SPEC)
     for rank in range(4):
         store([launch, rank], rank, path_of(call.folder, "returned-{{}}.pkl", rank))

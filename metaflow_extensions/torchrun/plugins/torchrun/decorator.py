@@ -258,8 +258,7 @@ class TorchrunDecorator(steps.ParallelDecorator):  # type: ignore[misc]  # Metaf
         limit = time_limit(self._timeout_s or 0.0, began_at, self._settings.grace_s) if is_ours else None
         store, settings = self._flow_datastore, self._settings
         forget = partial(steps.forget_tasks, flow)
-        about = (run_id, step_name, task_id, retry_count)
-        self._gang = TaskGang(settings, store, *about, limit, forget)
+        self._gang = TaskGang(settings, store, (run_id, step_name, task_id, retry_count), limit, forget)
         self._gang.watch_storing(task_datastore)
         tell_after_errors(self._gang.leave_with)  # as of a metadata service that is down, of which no decorator hears
 

@@ -54,48 +54,47 @@ _LOADED_AT_ONCE = 64
 _RAISING = frozenset({"exception", "exit", "signal"})
 
 
-def call_of(run: RunSettings, store: ValueStore | None) -> FunctionCall | None:
-    """Return the call, where the entrypoint is a function; raises TorchrunConfigError for what does not go with it."""
-    if not callable(run.entrypoint):
+class FunctionCall:
+    """The function of a call of `run`, launched on all nodes; `store` carries values between them, None in a gang of one.
+
+    Raises TorchrunConfigError for what does not go with a function.
+    """
+
+    def __init__(self, run: RunSettings, store: ValueStore | None) -> None:
+        for name, is_set in (("module", run.module), ("no-python", "no-python" in run.options)):
+            if is_set:
+                raise TorchrunConfigError(
+                    f"{name} says how to run a script, but the entrypoint is a function; remove it."
+                )
+        if run.process_group is not None and run.process_group not in PROCESS_GROUPS:
+            raise TorchrunConfigError(
+                f"run(process_group={run.process_group!r}) must be one of {', '.join(PROCESS_GROUPS)}, or left out."
+            )
+        function = run.entrypoint
+        call = (function, *_as_call(run.entrypoint_args))
+        _check_call(*call)
+        inner = function.func if isinstance(function, partial) else function
+        name = str(getattr(inner, "__qualname__", type(inner).__qualname__))
+        # With gather, the control node gets the values of all ranks. A function that gathers is not expected to use a
+        # process group, so no warning says that its ranks train alone.
+        self._gather = self.may_train_alone = run.gather
+        self._store, self.stores = store, store is not None
+        self._node, self._ranks = CONTROL, range(0)
+        self._values: ValuesOnDisk | None = _written(call, inner, name, run.process_group)
+        self.folder, self.emptied = self._values.folder, self._values.of_workers
+        self.function = FunctionSpec(name, FUNCTION_WORKER, self.folder, _source_of(inner))
+
+    @classmethod
+    def of(cls, run: RunSettings, store: ValueStore | None) -> FunctionCall | None:
+        """Return the call, where the entrypoint is a function; raises TorchrunConfigError for what a script does itself."""
+        if callable(run.entrypoint):
+            return cls(run, store)
         if run.process_group or run.gather:
             said = f"process_group={run.process_group!r}" if run.process_group else f"gather={run.gather!r}"
             raise TorchrunConfigError(
                 f"run({said}) is for functions; a script makes its process group and stores its results itself."
             )
         return None
-    for name, is_set in (("module", run.module), ("no-python", "no-python" in run.options)):
-        if is_set:
-            raise TorchrunConfigError(f"{name} says how to run a script, but the entrypoint is a function; remove it.")
-    return FunctionCall(run.entrypoint, run.entrypoint_args, run.process_group, run.gather, store)
-
-
-class FunctionCall:
-    """One function launched on all nodes; `store` carries values between them, and is None for a gang of one."""
-
-    def __init__(
-        self,
-        function: Callable[..., Any],
-        arguments: Any,
-        process_group: str | None,
-        gather: bool,
-        store: ValueStore | None,
-    ) -> None:
-        if process_group is not None and process_group not in PROCESS_GROUPS:
-            raise TorchrunConfigError(
-                f"run(process_group={process_group!r}) must be one of {', '.join(PROCESS_GROUPS)}, or left out."
-            )
-        call = (function, *_as_call(arguments))
-        _check_call(*call)
-        inner = function.func if isinstance(function, partial) else function
-        name = str(getattr(inner, "__qualname__", type(inner).__qualname__))
-        # With gather, the control node gets the values of all ranks. A function that gathers is not expected to use a
-        # process group, so no warning says that its ranks train alone.
-        self._gather = self.may_train_alone = gather
-        self._store, self.stores = store, store is not None
-        self._node, self._ranks = CONTROL, range(0)
-        self._values: ValuesOnDisk | None = _written(call, inner, name, {"process_group": process_group})
-        self.folder, self.emptied = self._values.folder, self._values.of_workers
-        self.function = FunctionSpec(name, FUNCTION_WORKER, self.folder, _source_of(inner))
 
     def close(self) -> None:
         """Remove the files, but for those of values that a result has."""
@@ -237,7 +236,7 @@ def _source_of(inner: Any) -> str | None:
     return path if path is not None and os.path.isfile(path) else None
 
 
-def _written(call: tuple[Any, ...], inner: Any, name: str, header: Mapping[str, Any]) -> ValuesOnDisk:
+def _written(call: tuple[Any, ...], inner: Any, name: str, process_group: str | None) -> ValuesOnDisk:
     """Return the folder of a call, with the call in it."""
     owner = getattr(inner, "__self__", None)
     is_flow = any(base.__module__ == "metaflow.flowspec" for base in type(owner).__mro__)
@@ -255,8 +254,8 @@ def _written(call: tuple[Any, ...], inner: Any, name: str, header: Mapping[str, 
             with open(os.path.join(values.folder, CALL), "wb") as file:
                 # Not every entry of the path is there: editable installations have markers for their import hooks.
                 path = [os.path.abspath(each) if os.path.exists(each or os.curdir) else each for each in sys.path]
-                about = {"path": path, "main": main_file(), "package": package, "cells": cells()}
-                pickle.dump({**header, **about}, file)
+                header = {"path": path, "main": main_file(), "package": package, "cells": cells()}
+                pickle.dump({**header, "process_group": process_group}, file)
                 _dump(call, name, file)
         except OSError as error:
             raise LaunchFailed(

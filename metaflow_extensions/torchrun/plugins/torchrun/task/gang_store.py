@@ -19,7 +19,8 @@ from ..gang.messages import CONTROL
 from ..gang.view import GangView, NodeView, Presence, Word, told_by_others
 from ..launch.transfer import do_within, job
 from .cards import Cards
-from .member import NEVER, Member
+from .link import NEVER
+from .member import Member
 
 _PATIENCE_S = 5.0  # for one writing, and for the last one
 _EVERY_S = 5.0  # between two writings

@@ -7,7 +7,7 @@ import secrets
 import socket
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, replace
 from functools import partial
@@ -45,7 +45,10 @@ def end_at_once() -> None:
 
 
 def control_addresses(main_ip: str, here_only: bool) -> list[str]:
-    """Return the control node's addresses in the order in which to try them; there is at least one."""
+    """Return the control node's addresses in the order in which to try them; there is at least one.
+
+    `main_ip` is its address or name as Metaflow knows it. With `here_only` all nodes run on this machine.
+    """
     return [LOOPBACK] if here_only else addresses_for_others(main_ip)
 
 
@@ -90,23 +93,22 @@ def _begin(
 def join_as_control(
     registry: Registry,
     num_nodes: int,
-    main_ip: str,
+    addresses: Sequence[str],
     settings: StepSettings,
     emit: Subscriber,
-    here_only: bool,
     rules: Rules,
     more: Mapping[str, Any] = NOTHING,
 ) -> Member:
-    """Open the gang's channel, publish where it is, and return the control node as a member.
+    """Open the gang's channel, publish its addresses, and return the control node as a member.
 
-    `main_ip` is the control node's address or name as Metaflow knows it. With `here_only` all nodes run on this
-    machine, and the channel accepts connections only from it.
+    Where all nodes run on this machine, the channel accepts connections only from it.
     """
+    here_only = addresses[0] == LOOPBACK
     # Less than the gang's own limit: otherwise the error would blame nodes that could not find the address.
     patience_s = min(STORE_PATIENCE_S, _PUBLISH_PART * settings.all_nodes_started_timeout)
     if not here_only:  # there the same task can be run again by hand
         refuse_second_run(registry, num_nodes, patience_s)
-    record = AddressRecord(tuple(control_addresses(main_ip, here_only)), 0, new_token(), socket.gethostname())
+    record = AddressRecord(tuple(addresses), 0, new_token(), socket.gethostname())
     member = begin_gang(settings, emit, rules, more, num_nodes, record.token)
     member.at_end = lambda: _publish_end(member, registry, record, rules.replaces)
     try:

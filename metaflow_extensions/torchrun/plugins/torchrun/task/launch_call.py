@@ -61,7 +61,8 @@ class LaunchCall:
         """Run the launch to its end on all nodes. Raises the gang's verdict, the same TorchrunError on every node."""
         member = self._member
         self._prepare()
-        self._number = member.begin_launch(to_plain(self.request), self.request.shows_failures)
+        member.shows_output = self.request.shows_failures
+        self._number = member.begin_launch(to_plain(self.request))
         try:
             while self._end is None:
                 self._handle(*self._next(self._has_more, _LOOK_S))

@@ -31,28 +31,27 @@ _NAMED, _NAME_CHARS = 5, 200  # so many names, each so long, go to the gang's pa
 _SAID = 10  # so many names stand in a line
 
 
-def outputs_of(run: RunSettings, node: int, store: ValueStore | None) -> LaunchOutputs | None:
-    """Return what stores the files that `run` names; raises TorchrunConfigError."""
-    patterns, whose = run.outputs, run.outputs_from
-    if patterns is None:
-        if whose is None:
-            return None
-        raise TorchrunConfigError(f"run(outputs_from={whose!r}) says whose outputs to store, but outputs names none.")
-    if store is None:
-        raise TorchrunConfigError("run(outputs=...) needs a datastore, which only a step of a flow has.")
-    return LaunchOutputs(patterns, whose == "all", node, store)
-
-
 class LaunchOutputs:
-    """The files of one launch on this node; `patterns` are relative to the workers' working directory."""
+    """The files that a call of `run` names, on this node; their patterns are relative to the workers' working directory."""
 
     def __init__(self, patterns: tuple[str, ...], of_all: bool, node: int, store: ValueStore) -> None:
         self.stores = of_all or node == CONTROL
-        self._patterns, self._of_all = patterns, of_all
-        self._node, self._store = node, store
+        self._patterns, self._of_all, self._node, self._store = patterns, of_all, node, store
         self._folder = os.getcwd()
         self._since = time.time()  # files that are older are not of this call of `run`
         self._files: FilesToStore | None = None  # of this generation
+
+    @classmethod
+    def of(cls, run: RunSettings, node: int, store: ValueStore | None) -> LaunchOutputs | None:
+        """Return what stores the files that `run` names, if it names any; raises TorchrunConfigError."""
+        if run.outputs is None:
+            if run.outputs_from is None:
+                return None
+            said = f"run(outputs_from={run.outputs_from!r})"
+            raise TorchrunConfigError(f"{said} says whose outputs to store, but outputs names none.")
+        if store is None:
+            raise TorchrunConfigError("run(outputs=...) needs a datastore, which only a step of a flow has.")
+        return cls(run.outputs, run.outputs_from == "all", node, store)
 
     def begin(self, spec: LaunchSpec) -> None:
         """Forget what another generation has stored; note where the workers run."""

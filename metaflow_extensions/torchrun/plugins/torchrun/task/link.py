@@ -28,7 +28,7 @@ from ..machine.processes import Other
 _ANSWER_S = 60.0  # a busy machine, or one whose disk has to read Python first
 _LEAVE_WAIT_S = 5.0  # of a control node after its own end, for the others' ends, so that it hears of late failures
 _END_S = 2.0
-_NEVER = float("inf")
+NEVER = float("inf")
 _LOOK_S = 0.5  # the longest wait: who shares the socket may have read what tells of an end
 _STUCK_S = 60  # after which a supervisor takes nothing any more
 _TURN_S = 0.02
@@ -181,7 +181,7 @@ class Link:
 
     def settle(self, patience_s: float | None = None) -> None:
         """Wait until all lines so far are written, or for so long."""
-        number, more_s = self.ask("settle", patience_s), _NEVER if patience_s is None else patience_s
+        number, more_s = self.ask("settle", patience_s), NEVER if patience_s is None else patience_s
         self.wait(lambda: self.has_answer(number), more_s + _ANSWER_S)
         self._answers.pop(number, None)
 
@@ -202,7 +202,7 @@ class Link:
         with suppress(OSError):  # the step's code has closed all descriptors
             self._socket.close()
         if not self.await_end(_END_S):  # it still writes, and its reader may pause: the task's end waits for that
-            atexit.register(self.await_end, _NEVER)
+            atexit.register(self.await_end, NEVER)
 
     def forget(self) -> None:
         """Do nothing any more: this is a fork of the task."""

@@ -25,20 +25,9 @@ from ..launch.transfer import Transfer
 from ..node.endings import MustEnd, NotNeeded, TimedOut, lost_control, preempted, timed_out
 from ..tracebacks import user_traceback, words_of
 from . import orders
-from .link import Link
+from .link import NEVER, Link
 
 _ACK_WAIT_S = 5.0  # how long a leaving node waits for the control node's receipt
-NEVER = float("inf")
-
-
-class ControlNode(enum.IntEnum):
-    """The state of the control node as this node knows it; it only moves down this list."""
-
-    UNKNOWN = 0  # this node is no member yet
-    HERE = 1
-    ACKNOWLEDGED = 2  # it has read that this node leaves
-    BYE = 3  # it has announced that it leaves
-    GONE = 4  # the connection has ended
 
 
 class State(enum.Enum):
@@ -55,7 +44,6 @@ class State(enum.Enum):
 
 
 _OVER = frozenset({State.FAILING, State.STORING, State.ENDING, State.LEFT})
-_SAYS = {"received": ControlNode.ACKNOWLEDGED, "bye": ControlNode.BYE}
 
 
 class Member:
@@ -79,8 +67,8 @@ class Member:
         self._lost: TorchrunError | None = None  # the loss of the control node, which that node may not know of
         self._verdict: TorchrunError | None = None  # of the last launch
         self._state = State.STEP
-        self._control = ControlNode.UNKNOWN
-        self._are_alone = False  # whether all other nodes have left, on the control node
+        # What was heard of the control node: that this node is "here", what `Farewell` says, and that it is "gone".
+        self._heard: set[str] = set()
         self._launches = 0
         self._turn = threading.Lock()  # held by the thread that is in a launch
         self._order: MustEnd | None = None  # why this node must end, if it must
@@ -128,7 +116,10 @@ class Member:
             kind, node, text, is_detail = rest
             self._events.append(Event(kind, node, text, is_detail, is_written=True))
         elif what == "lost":
-            self._lose_control(rest[0])
+            if "bye" not in self._heard:
+                self._lost = lost_control(rest[0])
+                self._break(self._lost)
+            self._heard.add("gone")
         elif what == "must_end":
             self._notice(rest[0])
         elif what == "hold":
@@ -136,28 +127,21 @@ class Member:
         elif what == "supervisor_lost":
             cause = Cause("agent_ended", self.node, self.host, exception=rest[0])
             self._break(failed(LaunchFailed, FailureText(cause)))
-            self._control = ControlNode.GONE
+            self._heard.add("gone")
         else:
             self.of_launch.append(frame)
 
     def deliver(self, message: Message) -> None:
         """Handle a message of the control node."""
         if isinstance(message, Answer) and message.error is None:
-            self._control = max(self._control, ControlNode.HERE)
+            self._heard.add("here")
         elif isinstance(message, Abort):
             message.error.events = message.error.events or as_dicts(message.events)
             self._break(message.error)
         elif isinstance(message, Farewell):
-            self._control = max(self._control, _SAYS.get(message.what, self._control))
-            self._are_alone |= message.what == "alone"
+            self._heard.add(message.what)
             if message.what == "replaced":
                 self._notice(message.why)
-
-    def _lose_control(self, reason: str) -> None:
-        if self._control is not ControlNode.BYE:
-            self._lost = lost_control(reason)
-            self._break(self._lost)
-        self._control = ControlNode.GONE
 
     def _break(self, error: TorchrunError) -> None:
         if self._state not in _OVER:
@@ -179,15 +163,11 @@ class Member:
         """
         if self._state in _OVER or not self.in_task:
             return self._state is State.FAILING  # it ends already
-        if self._state is not State.LAUNCH:
-            self._keep(news)
-        elif isinstance(news, TimedOut):
+        if self._state is State.LAUNCH:
             self._interruptions.append(news)
-            self.link.send("time_out", news.text)
-        else:
-            self._interruptions.append(news)
+            self.link.send(*(("time_out", news.text) if isinstance(news, TimedOut) else ("interrupt", news.why)))
+        if self._state is not State.LAUNCH or isinstance(news, MustEnd):
             self._keep(news)
-            self.link.send("interrupt", news.why)
         if is_now:
             self.raise_news()
         else:
@@ -276,7 +256,7 @@ class Member:
         self._not_needed = NotNeeded(f"launch {launch} has ended well without this node, so its step ends here")
         raise self._not_needed
 
-    def begin_launch(self, request: Any = None, shows_output: bool = True) -> int:
+    def begin_launch(self, request: Any = None) -> int:
         """Have the supervisor begin a launch, and return its number; raise TorchrunError if none can begin."""
         self.refuse_in_child()
         number = self._launches
@@ -291,7 +271,7 @@ class Member:
                 self.link.read()
             if (error := self._obstacle()) is not None:
                 raise error
-            self._interruptions, self.shows_output, self._verdict = [], shows_output, None
+            self._interruptions, self._verdict = [], None
             self.of_launch.clear()
             self._launches += 1
             self.link.send("run", number, request)  # first, or it would hear of an interruption before
@@ -312,7 +292,7 @@ class Member:
             return self.broken
         if self._state is State.ENDING or (self._order is not None and self._state not in _OVER):
             return self.terminated()
-        if self._control >= ControlNode.BYE or self._state not in (State.STEP, State.TOLD):
+        if not self._heard.isdisjoint({"bye", "gone"}) or self._state not in (State.STEP, State.TOLD):
             return GangError(
                 "current.torch.run was called after the gang had ended: the control node's step has already finished. Every "
                 "node must call it the same number of times."
@@ -354,14 +334,13 @@ class Member:
         self.raise_news()
         if self._state is State.ENDING:
             raise self.terminated()
-        if self._state not in (State.STEP, State.TOLD):
-            return
-        self.link.send("end_spares")
-        self.send(Leave("done"))
-        if self.node == CONTROL and self.num_nodes > 1:
-            self._state = State.WAITING
-        else:
-            self._begin_storing()
+        if self._state in (State.STEP, State.TOLD):
+            self.link.send("end_spares")
+            self.send(Leave("done"))
+            if self.node == CONTROL and self.num_nodes > 1:
+                self._state = State.WAITING
+            else:
+                self._begin_storing()
 
     def _begin_storing(self) -> None:
         self._state = State.STORING
@@ -385,12 +364,13 @@ class Member:
         if self._state is not State.WAITING or not self.in_task:  # a gang of one has nobody to wait for
             return
         patience_s = QUIET_S
-        while not self.link.wait(lambda: self._are_alone or self.broken is not None, patience_s):
+        while not self.link.wait(lambda: "alone" in self._heard or self.broken is not None, patience_s):
             if self.link.end is not None:
                 break
             patience_s = REMIND_S
-            text = f"this node has finished; waiting until {names(remaining())} ended the step and stored the results"
-            self.note(text)
+            self.note(
+                f"this node has finished; waiting until {names(remaining())} ended the step and stored the results"
+            )
         if self.broken is not None:
             raise self.broken
         self._begin_storing()
@@ -411,9 +391,9 @@ class Member:
             if before is not State.ENDING:  # otherwise *leave* was sent already
                 cause = None if error is None or self.gang_knows(error) else self.cause_of(error)
                 self.send(Leave("left" if error is None else "failed", cause))
-            self.link.wait(lambda: self._control is not ControlNode.HERE, _ACK_WAIT_S)
+            self.link.wait(lambda: "here" not in self._heard or self._heard & {"received", "bye", "gone"}, _ACK_WAIT_S)
             if error is not None and before is not State.ENDING:  # a preempted machine has no time for it
-                self.link.wait(lambda: self._control is ControlNode.GONE, hold_s)
+                self.link.wait(lambda: "gone" in self._heard, hold_s)
             self.at_end()
         finally:
             self.link.close()

@@ -21,8 +21,8 @@ from ..launch.spec import FunctionSpec, LaunchSpec
 from ..launch.transfer import ToStore, TransferFailed, ValueStore
 from ..node.outcome import Outcome
 from ..result import TorchrunResult
-from .function_call import FunctionCall, call_of
-from .launch_outputs import LaunchOutputs, outputs_of
+from .function_call import FunctionCall
+from .launch_outputs import LaunchOutputs
 from .member import Member
 
 
@@ -42,9 +42,9 @@ class Services(ExitStack):
     @classmethod
     def of(cls, run: RunSettings, num_nodes: int, node: int, store: ValueStore | None) -> Services:
         """Return the services that a call of `run` asks for; `store` is None outside of a flow."""
-        outputs = outputs_of(run, node, store)  # first: it holds nothing
+        outputs = LaunchOutputs.of(run, node, store)  # first: it holds nothing
         # A gang of one has its values itself.
-        return cls(call_of(run, store if num_nodes > 1 else None), outputs)
+        return cls(FunctionCall.of(run, store if num_nodes > 1 else None), outputs)
 
     @property
     def told(self) -> dict[str, Any]:

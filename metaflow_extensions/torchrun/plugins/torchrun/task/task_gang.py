@@ -65,21 +65,16 @@ class TaskGang:
     def __init__(
         self,
         settings: StepSettings,
-        flow_datastore: Any,
-        run_id: str,
-        step_name: str,
-        task_id: str,
-        attempt: int,
+        flow_datastore: Any,  # metaflow.datastore.FlowDataStore
+        task: tuple[str, str, str, int],  # run, step, task and attempt
         limit: TimeLimit | None = None,
         forget: Callable[[Sequence[int]], object] = len,
     ) -> None:
         self._forget = forget  # has Metaflow's join not wait for the tasks of some nodes
-        self._settings = settings
+        self._settings, self._flow_datastore, self._task = settings, flow_datastore, task
         self._limit = limit  # the step's @timeout, on a control node, where Metaflow does not enforce it
-        self._flow_datastore = flow_datastore  # metaflow.datastore.FlowDataStore
-        self._run_id, self._step_name, self._task_id, self._attempt = run_id, step_name, task_id, attempt
         self._is_local = is_local()
-        self._log = TaskLog(partial(save_log, flow_datastore, (run_id, step_name, task_id, attempt)))
+        self._log = TaskLog(partial(save_log, flow_datastore, task))
         self._member: Member | None = None
         self._is_control = False  # of several nodes
         self._store: GangStore | None = None  # on any control node
@@ -94,7 +89,7 @@ class TaskGang:
     def will_start_nodes(self, num_nodes: int) -> None:
         """Record that Metaflow starts the other nodes' tasks from this one, on a local run."""
         if self._is_local:
-            self._local_nodes = LocalNodes(self._run_id, self._task_id, num_nodes)
+            self._local_nodes = LocalNodes(self._task[0], self._task[2], num_nodes)
 
     def join(self, tasks: Sequence[str] = (), starts: Plain | None = None) -> tuple[Member, str]:
         """Join, and return this node as a member and the control node's address.
@@ -108,8 +103,9 @@ class TaskGang:
         # Meant for tasks alone, neither for spares nor for what the step's code starts.
         os.environ.pop(STARTED_BY, None)
         num_nodes, main_addr = parallel.num_nodes, LOOPBACK
-        control = (self._run_id, self._step_name, control_task_of(parallel) or self._task_id)
-        registry = Registry(self._flow_datastore, *control, self._attempt)
+        run_id, step_name, task_id, attempt = self._task
+        control = (run_id, step_name, control_task_of(parallel) or task_id)
+        registry = Registry(self._flow_datastore, *control, attempt)
         if parallel.node_index > 0:
             self.part = pointing_at("/".join(control))
             make_none()  # the control node makes the gang's card
@@ -121,9 +117,9 @@ class TaskGang:
         if self._limit is not None:
             rules = replace(rules, deadline=self._limit.ends_at, longer=self._limit.text)
         if num_nodes > 1:
-            main_addr = control_addresses(parallel.main_ip, here_only)[0]
-            args = (registry, num_nodes, parallel.main_ip, settings, self._emit, here_only, rules, more)
-            member = join_as_control(*args)
+            addresses = control_addresses(parallel.main_ip, here_only)
+            member = join_as_control(registry, num_nodes, addresses, settings, self._emit, rules, more)
+            main_addr = addresses[0]
         else:
             if not here_only:  # there the same task can be run again by hand
                 refuse_second_run(registry, 1)
