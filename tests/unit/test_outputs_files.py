@@ -6,7 +6,7 @@ import socket
 import pytest
 from unit_helpers import HOSTILE, write
 
-from metaflow_extensions.torchrun.plugins.torchrun.task.output_files import find
+from metaflow_extensions.torchrun.plugins.torchrun.task.launch_outputs import find
 
 # What can be a file's name, in bytes that are no text, too.
 NAMES = [name for name in HOSTILE if name] + [os.fsdecode(b"\xff\xfe"), "[ab]", "**"]

@@ -10,8 +10,9 @@ from __future__ import annotations
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
@@ -21,9 +22,17 @@ from ..errors import GangError, TorchrunError, TorchrunPreempted
 from ..gang.messages import CONTROL
 from ..gang.view import Word
 from ..logs.console import write_text
-from .job_ends import PATIENCE_S, End, of_kubernetes, pending
 
+_PATIENCE_S = 10.0  # for each request
 _EVERY_S, _MOST_S = 10.0, 120.0  # between two looks, at first and after minutes: a job waits at its begin, as a rule
+
+# What a container's end is called where the reason is the program's own, or a neighbour's end.
+_ORDINARY = ("Completed", "Error", None)
+_TIME_IS_UP = "DeadlineExceeded"  # Metaflow (2.19) makes @timeout this limit
+_WHOSE_TIME = " (the limit is the step's @timeout, and counts from the start of the pod or container)"
+_STARTING = ("ContainerCreating", "PodInitializing", None)
+# A pod's conditions whose reason matters, and when: no machine has room for it; it was ended for a reason of the cluster's.
+_CONDITIONS = {("PodScheduled", "False"), ("DisruptionTarget", "True")}
 
 
 class Job:
@@ -55,7 +64,7 @@ class Job:
         job = running_job()
         if not isinstance(job, KubernetesJob):
             return ""
-        now, before = pending(job), self._waits
+        now, before = _pending(job), self._waits
         vanished = {name: end for name, end in before.items() if name not in now}
         self._waits = {**vanished, **{name: end for name, end in now.items() if end is not None}}
         stay = [name for name in self._waits if name in before and name not in vanished and name not in self._said]
@@ -73,19 +82,19 @@ class Job:
         job = job_of(error)
         if job is None:
             return ""
-        ends = list(of_kubernetes(job)) if isinstance(job, KubernetesJob) else []
+        ends = list(_ends_of_nodes(job)) if isinstance(job, KubernetesJob) else []
         known = {each.node for each in ends if each.text}
         ends += [each for each in self._waits.values() if each.node not in known]
         options = self._options
         where = (options["--run-id"], self._step, options["--task-id"])
         registry = Registry(self._flow_datastore, *where, int(options["--retry-count"]))
-        recorded = registry.await_view(PATIENCE_S)
+        recorded = registry.await_view(_PATIENCE_S)
         is_known = recorded is not None and recorded.is_over
         told = [each for each in ends if each.text and not each.is_ordinary and (is_known or each.node != CONTROL)]
         lines = [each.line() for each in told]
         kind: type[TorchrunError] = TorchrunPreempted
         if not is_known:
-            itself = registry.peek(PATIENCE_S)  # it may have ended before its gang had a record
+            itself = registry.peek(_PATIENCE_S)  # it may have ended before its gang had a record
             if itself is not None and itself.error is not None:
                 gone, kind = itself.error.message, type(itself.error)
             else:
@@ -93,7 +102,7 @@ class Job:
             lines = [*gone.splitlines(), *lines]
         if lines:
             word = Word("\n".join(lines), time.time(), int(options.get("--num-parallel", "1")), kind.__name__)
-            registry.save_word(word, "job", PATIENCE_S)
+            registry.save_word(word, "job", _PATIENCE_S)
         return "".join(f"[torchrun] {line}\n" for line in lines)
 
 
@@ -112,3 +121,73 @@ def _gone(ends: Sequence[End], has_joined: bool, is_batch: bool) -> tuple[str, t
         return f"{who} ended unexpectedly: {text}.", TorchrunPreempted
     why = "it was deleted, evicted or killed, or its memory ran out"
     return f"{who} ended unexpectedly: {why}.\n{TorchrunPreempted.remedy}", TorchrunPreempted
+
+
+# --- what Kubernetes says of a pod ------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class End:
+    """The end of one node's pod, as Kubernetes reports it."""
+
+    node: int
+    what: str  # "pod js-1-control-0-x"
+    text: str  # empty if it says nothing useful
+    is_ordinary: bool = False  # whether it is no more than an exit code
+    has_run: bool = True  # whether its program has begun
+
+    def line(self) -> str:
+        """Return it as a line of the log."""
+        return f"Kubernetes says of node {self.node}'s {self.what}: {self.text}"
+
+
+def _ends_of_nodes(job: KubernetesJob) -> Iterator[End]:
+    """Yield the report on each node, by the states of their pods."""
+    pods = _pods_of(job)
+    first, of_control = job.first_pod, [pod.metadata.name for pod in pods if _node_of(pod) == CONTROL]
+    if first and first not in of_control:
+        others = "".join(f", and pod {name} came in its place" for name in of_control)
+        yield End(CONTROL, f"pod {first}", f"it was deleted or evicted{others}" if others else "")
+    yield from map(_end_of_pod, sorted(pods, key=_node_of))
+
+
+def _pending(job: KubernetesJob) -> dict[str, End | None]:
+    """Return the pods of a job by name, each with what keeps it from starting; None if nothing does."""
+    ends = {pod.metadata.name: (_end_of_pod(pod), pod.status.phase) for pod in _pods_of(job)}
+    return {name: end if phase == "Pending" and not end.is_ordinary else None for name, (end, phase) in ends.items()}
+
+
+def _pods_of(job: KubernetesJob) -> list[Any]:
+    """Return the pods of a job that are there now."""
+    found = job.api.list_namespaced_pod(job.namespace, label_selector=job.selector, _request_timeout=_PATIENCE_S)
+    return list(found.items)
+
+
+def _node_of(pod: Any) -> int:
+    labels = pod.metadata.labels or {}
+    if labels.get("jobset.sigs.k8s.io/replicatedjob-name") != "worker":
+        return CONTROL
+    return 1 + int(labels["jobset.sigs.k8s.io/job-index"])
+
+
+def _end_of_pod(pod: Any) -> End:
+    states = [state for each in pod.status.container_statuses or () for state in (each.state, each.last_state)]
+    texts = list(dict.fromkeys(_ends_of(pod, states)))
+    codes = [f"exit code {state.terminated.exit_code}" for state in states[::2] if state.terminated]
+    has_run, name = pod.status.phase != "Pending", pod.metadata.name
+    return End(_node_of(pod), f"pod {name}", "; ".join(texts or codes[:1]), not texts, has_run)
+
+
+def _ends_of(pod: Any, states: list[Any]) -> Iterator[str]:
+    """Yield what ended a pod or keeps it from starting, as far as it is not its program's own doing."""
+    conditions = [each for each in pod.status.conditions or () if (each.type, each.status) in _CONDITIONS]
+    for each in (pod.status, *conditions):
+        if each.reason:
+            whose = _WHOSE_TIME if each.reason == _TIME_IS_UP else ""
+            yield (f"{each.reason}: {each.message}" if each.message else each.reason) + whose
+    for state in states:
+        if state.terminated and state.terminated.reason not in _ORDINARY:
+            yield f"{state.terminated.reason} (exit code {state.terminated.exit_code})"
+        if state.waiting and state.waiting.reason not in _STARTING:
+            more = f": {state.waiting.message}" if state.waiting.message else ""
+            yield f"it waits: {state.waiting.reason}{more}"

@@ -38,12 +38,6 @@ _ANSWER_S = 60.0  # for a control node that does not answer, beyond the time lim
 NOTHING: Mapping[str, Any] = {}
 
 
-def end_at_once() -> None:
-    """End this process well. Metaflow would store results otherwise, also over those that the node has stored before."""
-    sys.stdout.flush()
-    os._exit(0)
-
-
 def control_addresses(main_ip: str, here_only: bool) -> list[str]:
     """Return the control node's addresses in the order in which to try them; there is at least one.
 
@@ -212,7 +206,8 @@ class _Search:
                 raise record.error
             if record.is_over:
                 self._member.note("the gang has ended well without this task; it has nothing to do")
-                end_at_once()
+                sys.stdout.flush()
+                os._exit(0)  # Metaflow would store results otherwise, also over those that the node has stored before
             if record.closed:  # the control node's step launched nothing and has ended well
                 self._member.deliver(Farewell("bye"))
                 return record.addresses[0]

@@ -7,6 +7,7 @@ belongs to the thread that calls `run`.
 
 from __future__ import annotations
 
+import itertools
 import os
 import sys
 import tempfile
@@ -17,17 +18,18 @@ from dataclasses import replace
 from typing import Any
 
 from ..errors import TorchrunError
+from ..events import Event
+from ..gang.cause import Cause, Failure
 from ..gang.group import Group
-from ..gang.messages import Store, from_wire
+from ..gang.messages import Report, Store, Stored, from_wire
 from ..gang.view import as_dicts
 from ..gang.wire import Plain, from_plain, to_plain
-from ..launch.transfer import ValueStore
+from ..launch.transfer import ToStore, Transfer, ValueStore
 from ..logs import console
 from ..node.outcome import Outcome
 from ..node.request import Request, Task
 from .member import Member
 from .services import Services
-from .upload import Upload, begin_upload
 
 _LOOK_S = 0.5  # between two looks at what no frame tells
 _LAST_NEWS_S = 0.5  # how long to wait for the gang's own error when the supervisor is gone
@@ -134,7 +136,7 @@ class LaunchCall:
             raise TorchrunError("The step's code has ended while another thread was still in current.torch.run.")
         if self._to_store is not None and not self._member.has_job:  # one at a time
             store, self._to_store = self._to_store, None
-            self._upload = begin_upload(store, self.services, self._store, self.request.spec.ranks[0], self._member)
+            self._upload = _begin_upload(store, self.services, self._store, self.request.spec.ranks[0], self._member)
             self._member.uploads = self._upload is not None
         if self._link.end is not None:
             self._link.await_end(self.request.grace_s + _STOP_S)
@@ -194,3 +196,74 @@ class LaunchCall:
         deadline = time.monotonic() + self.request.grace_s + _STOP_S
         while self._end is None and self._link.end is None and (left_s := deadline - time.monotonic()) > 0:
             self._next(bool, left_s)
+
+
+# --- what the workers have left ---------------------------------------------------------------------
+
+
+def _begin_upload(
+    about: Store, services: Services, store: ValueStore | None, first_rank: int, member: Member
+) -> Upload | None:
+    """Begin to store what *store* asks for; or report that there is nothing to store, and return None."""
+    try:
+        if to_store := services.to_store(about.error, about.within_s):
+            assert store is not None
+            return Upload(about, to_store, store, first_rank, member)
+    except Exception as error:  # no more threads; a value's file is gone
+        if about.error is None:
+            raise
+        reason = str(error) if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
+        member.note(f"nothing is stored of the launch: {reason}")
+    member.send(Stored(about.launch, about.generation))
+    return None
+
+
+class Upload:
+    """What *store* asks for, with what this node reports about it.
+
+    The upload has a thread of its own, in `Transfer`. Everything here belongs to the thread that calls `run`.
+    """
+
+    def __init__(
+        self, about: Store, to_store: Mapping[str, ToStore], store: ValueStore, first_rank: int, member: Member
+    ) -> None:
+        self._about, self._first_rank, self._member = about, first_rank, member
+        self._to_store = to_store  # by the kind of report, at least one
+        steps = itertools.chain.from_iterable(each.steps() for each in to_store.values())
+        self.transfer = Transfer(store, "stores", steps)
+        self._report("storing", {"what": self.transfer.what()})
+        self.transfer.start()
+
+    def poll(self) -> bool:
+        """Report to the log and the gang: that it is slow, or has ended. Return whether it has ended."""
+        if self.transfer.over:
+            self._tell_end()
+            return True
+        if (line := self.transfer.line()) is not None:
+            self._member.note(line)
+            self._report("storing", {"what": self.transfer.what()})
+        return False
+
+    def _tell_end(self) -> None:
+        self.transfer.give_up()
+        problem, member = self.transfer.problem(), self._member
+        failures: tuple[Failure, ...] = ()
+        if problem is not None and self._about.error is None:  # the launch fails without it
+            cause = self._cause(problem)
+            failures = (Failure(cause),)
+            member.say(Event("worker_failed", member.node, f"{cause.who} {cause.what}; stopping all nodes"))
+        for name, each in self._to_store.items():
+            for line in () if failures else each.lines(problem, self.transfer.seconds):
+                member.note(line)
+            if (told := each.told()) is not None:
+                self._report(name, told)
+        member.send(Stored(self._about.launch, self._about.generation, failures))
+
+    def _report(self, kind: str, data: dict[str, Any]) -> None:
+        self._member.send(Report(kind, self._about.launch, self._about.generation, data))
+
+    def _cause(self, problem: str) -> Cause:
+        step, member = self.transfer.step, self._member
+        local_rank = None if step.rank is None else step.rank - self._first_rank
+        text = f"has ended well, but {step.what} could not be stored in {self.transfer.where} {problem}"
+        return Cause("store", member.node, member.host, step.rank, local_rank, exception=text)

@@ -9,8 +9,10 @@ import json
 import os
 import stat
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from ..errors import TorchrunConfigError, TorchrunError
@@ -21,7 +23,6 @@ from ..launch.run_settings import RunSettings
 from ..launch.spec import LaunchSpec
 from ..launch.transfer import PATIENCE_S, Step, ToStore, ValueStore, patience_for
 from ..outputs import Outputs
-from .output_files import Listing, cant_be_read, find
 
 # Two are in memory at the same time: one that is stored, and the next one that is read. From 8 MiB on, boto3 (1.44)
 # would send each in parts, with copies of them in ten threads.
@@ -168,7 +169,7 @@ class FilesToStore(ToStore):
                     yield Step(what, partial(self._save, data, parts), patience_for(len(data)))
                 after = os.fstat(file.fileno())
         except OSError as error:
-            self._listing.left_out[name] = cant_be_read(error)
+            self._listing.left_out[name] = _cant_be_read(error)
             return
         if done < before.st_size and self._is_late:
             self._listing.left_out[name] = "could not be stored in time"
@@ -192,3 +193,74 @@ class FilesToStore(ToStore):
 def _first(said: list[str], between: str = ", ") -> str:
     more = f"{between}and {len(said) - _SAID} more" if len(said) > _SAID else ""
     return between.join(said[:_SAID]) + more
+
+
+# --- what the patterns name -------------------------------------------------------------------------
+
+
+@dataclass
+class Listing:
+    """What the patterns name; all names are relative to the folder that was searched."""
+
+    names: dict[str, None] = field(default_factory=dict)  # in the order of the patterns, each once
+    left_out: dict[str, str] = field(default_factory=dict)  # name -> why, as in "is no file"
+    unmatched: list[str] = field(default_factory=list)  # patterns that match nothing
+
+
+def find(root: str, patterns: Sequence[str], apart: str | None = None) -> Listing:
+    """Search the folder `root`; what lies in the folder `apart` is passed over.
+
+    A link is followed if its target lies in `root` and is no folder that the link lies in.
+    """
+    listing, own = Listing(), os.path.realpath(root)
+    passed_over = None if apart is None else os.path.realpath(apart)
+
+    def add(name: str, above: tuple[str, ...], inside: tuple[str, ...]) -> None:
+        """Add a file, or a folder with all that is in it; `above` are the folders on the way to it."""
+        real = os.path.realpath(os.path.join(root, name))
+        if passed_over is not None and _lies_in(real, passed_over):
+            return
+        if not any(_lies_in(real, folder) for folder in inside):
+            why = f"leads to {real}, out of the working directory"
+        elif any(_lies_in(folder, real) for folder in above):
+            why = "is a link to a folder that it lies in"
+        elif os.path.isfile(real):
+            listing.names[name] = None
+            return
+        elif os.path.isdir(real):
+            try:
+                for each in sorted(os.listdir(real)):
+                    add(os.path.join(name, each), (*above, real), inside)
+                return
+            except OSError as error:
+                why = _cant_be_read(error)
+        else:
+            why = "is no file" if os.path.exists(real) else "is a link to nothing, or gone"
+        listing.left_out[name or os.curdir] = why
+
+    for pattern in patterns:
+        path = os.path.join(root, pattern)
+        if is_named := os.path.lexists(path):
+            found = [pattern]  # exactly this name, whatever it would mean as a pattern
+        else:
+            try:
+                found = sorted(os.path.relpath(path, root) for path in Path(root).glob(pattern))
+            except OSError as error:
+                listing.left_out[pattern] = _cant_be_read(error)
+                continue
+        if not found:
+            listing.unmatched.append(pattern)
+        # What an entry names may lie elsewhere: the user has said so.
+        inside = (own, os.path.realpath(path)) if is_named else (own,)
+        for name in ("" if each == os.curdir else each for each in found):
+            add(name, (os.path.realpath(os.path.join(root, os.path.dirname(name))),) if name else (), inside)
+    return listing
+
+
+def _lies_in(real: str, folder: str) -> bool:
+    return real == folder or real.startswith(os.path.join(folder, ""))
+
+
+def _cant_be_read(error: OSError) -> str:
+    """Return why a file is left out that could not be read."""
+    return f"can't be read: {error.strerror or error}"

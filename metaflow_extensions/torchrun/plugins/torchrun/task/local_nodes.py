@@ -104,10 +104,9 @@ def _await_ends(tasks: Sequence[Process], wait_s: float, unread_s: float) -> lis
 
     For `unread_s` seconds, that time begins anew while a reader has something to read.
     """
-    begin = time.monotonic()
-    deadline, unread_until = begin + wait_s, begin + unread_s
-    while (left := [task for task in tasks if is_alive(task.pid, task.began)]) and (now := time.monotonic()) < deadline:
-        if now < unread_until and has_unread():
-            deadline = now + wait_s
+    begin = deadline = time.monotonic()
+    while (left := [task for task in tasks if is_alive(task.pid, task.began)]) and time.monotonic() < deadline + wait_s:
+        if time.monotonic() < begin + unread_s and has_unread():
+            deadline = time.monotonic()
         time.sleep(_POLL_S)
     return left

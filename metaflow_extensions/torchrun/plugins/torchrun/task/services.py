@@ -49,13 +49,9 @@ class Services(ExitStack):
     @property
     def told(self) -> dict[str, Any]:
         """What the supervisor must know of them, as fields of `node.request.Request`."""
-        call = self._call
-        return {
-            "stores": any(service.stores for service in self._all.values()),
-            "may_train_alone": call is not None and call.may_train_alone,
-            "folders": () if call is None else (call.folder,),
-            "emptied": () if call is None else (call.emptied,),
-        }
+        call, stores = self._call, any(service.stores for service in self._all.values())
+        more = {} if call is None else {"folders": (call.folder,), "emptied": (call.emptied,)}
+        return {"stores": stores, "may_train_alone": call is not None and call.may_train_alone, **more}
 
     @property
     def function(self) -> FunctionSpec | None:
@@ -120,9 +116,10 @@ def result_of(outcome: Outcome, spec: LaunchSpec, member: Member, services: Serv
 
 def _metrics(told: Plain) -> dict[str, Any]:
     """Return rank 0's last values, and their curves; what is no number came as None, since JSON has no NaN."""
-    numbers = {key: math.nan if value is None else value for key, value in told.get("last", {}).items()}
-    curves = {
-        key: [(step, math.nan if value is None else value) for step, value in points]
-        for key, points in told.get("history", {}).items()
-    }
-    return {"metrics": numbers, "history": curves}
+
+    def number(value: float | None) -> float:
+        return math.nan if value is None else value
+
+    last, history = told.get("last", {}), told.get("history", {})
+    curves = {key: [(step, number(value)) for step, value in points] for key, points in history.items()}
+    return {"metrics": {key: number(value) for key, value in last.items()}, "history": curves}
