@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import concurrent.futures.thread  # noqa: F401 - it registers what `_do_not_wait_for_pools` must come before
 import itertools
-import os
 import threading
 import time
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -77,8 +75,10 @@ class Transfer:
     one writer, so there is no lock.
     """
 
-    def __init__(self, store: ValueStore | None, doing: str, steps: Iterable[Step]) -> None:
-        self._store = store  # None: nothing is said of it
+    def __init__(
+        self, store: ValueStore | None, doing: str, steps: Iterable[Step], wake: Callable[[], object] = bool
+    ) -> None:
+        self._store, self._wake = store, wake  # None: nothing is said of it; what is called at the end
         self.where = "" if store is None else store.where
         self._doing = doing  # as in "stores"
         self._steps = iter(steps)  # at least one; the others are made as they are needed
@@ -87,8 +87,6 @@ class Transfer:
         self._error: BaseException | None = None
         self._ended = threading.Event()
         self._given_up = False
-        self.file = os.eventfd(0, os.EFD_CLOEXEC)  # readable at its end
-        weakref.finalize(self, os.close, self.file).atexit = False  # its thread may need it longer than who waits
 
     def start(self) -> None:
         """Begin."""
@@ -168,19 +166,19 @@ class Transfer:
             self._error = error
         finally:
             self._ended.set()
-            os.eventfd_write(self.file, 1)
+            self._wake()
 
 
-def job(do: Callable[[], object], patience_s: float) -> Transfer:
-    """Begin one thing, of which nothing is said. Raises RuntimeError or OSError if there are no more threads or files."""
-    begun = Transfer(None, "does", [Step("a job", do, patience_s)])
+def job(do: Callable[[], object], patience_s: float, wake: Callable[[], object] = bool) -> Transfer:
+    """Begin one thing, of which nothing is said. Raises RuntimeError if there are no more threads."""
+    begun = Transfer(None, "does", [Step("a job", do, patience_s)], wake)
     begun.start()
     return begun
 
 
 def do_within(do: Callable[[], object], patience_s: float) -> None:
     """Do one thing that may fail and may hang, as well as it goes, and wait for its end so long."""
-    with suppress(RuntimeError, OSError):
+    with suppress(RuntimeError):
         job(do, patience_s).await_end()
 
 

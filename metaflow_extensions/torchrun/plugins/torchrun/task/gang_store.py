@@ -8,7 +8,7 @@ Who may write the step's datastore may ask the gang; nobody else can.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import partial
 from typing import Any
@@ -89,23 +89,23 @@ class GangStore:
     def _is_wanted(self) -> bool:
         return self._registry is not None or self._cards.are_wanted
 
-    def _go_on(self) -> tuple[float, Sequence[int]]:
-        """Go on with what is due; return for how long, and for which files, the wait may last."""
+    def _go_on(self) -> float:
+        """Go on with what is due; return for how long the wait may last."""
         now, member, link = time.monotonic(), self._member, self._member.link
         if not self._is_wanted or (member.uploads and not member.has_job):
-            return NEVER, ()
-        if member.job is None or not member.job.hangs:  # one at a time
-            if self._asked is not None:
-                if link.has_answer(self._asked):
-                    self._see_news(link.pop_answer(self._asked))
-            elif now >= self._due_at:
-                self._asked = link.ask("news", self._counts, now >= self._numbers_due_at)
-            elif now >= self._look_at or (self._answer is not None and link.has_answer(self._answer)):
-                self._look_at = now + _LOOK_S
-                self._begin(self._serve)
-        if member.job is not None and member.job.hangs:
-            return (NEVER if member.job.over else member.job.left_s), (member.job.file,)
-        return max(0.0, min(self._due_at, self._look_at) - now) if self._asked is None else NEVER, ()
+            return NEVER
+        if member.job is not None and member.job.hangs:  # one at a time
+            return NEVER if member.job.over else member.job.left_s
+        if self._asked is not None:
+            if not link.has_answer(self._asked):
+                return NEVER
+            self._see_news(link.pop_answer(self._asked))
+        elif now >= self._due_at:
+            self._asked = link.ask("news", self._counts, now >= self._numbers_due_at)
+        elif now >= self._look_at or (self._answer is not None and link.has_answer(self._answer)):
+            self._look_at = now + _LOOK_S
+            self._begin(self._serve)
+        return max(0.0, min(self._due_at, self._look_at) - now)
 
     def _see_news(self, news: Mapping[str, Any]) -> None:
         now, self._asked = time.monotonic(), None
@@ -124,8 +124,8 @@ class GangStore:
             self._cards.renew()
 
     def _begin(self, do: Callable[[], object]) -> None:
-        with suppress(RuntimeError, OSError):  # no more threads or files: the next time
-            self._member.job = job(do, _PATIENCE_S)
+        with suppress(RuntimeError):  # no more threads: the next time
+            self._member.job = job(do, _PATIENCE_S, self._member.link.wake)
 
     def _serve(self) -> None:
         """Store the answer to a command, if it has come, and hand the gang what another one asks; in the job's thread."""

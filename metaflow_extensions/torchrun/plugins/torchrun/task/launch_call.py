@@ -107,8 +107,7 @@ class LaunchCall:
     def _next(self, has_more: Callable[[], bool], wait_s: float) -> Sequence[Any]:
         """Return the next frame, of which it may have done all; an empty one where there is more to do, or time to look."""
         frames = self._member.of_launch
-        files = () if self._upload is None else (self._upload.transfer.file,)
-        self._link.wait(lambda: frames or has_more(), wait_s, files)
+        self._link.wait(lambda: frames or has_more(), wait_s)
         what, *rest = frames.popleft() if frames else ("",)
         if what == "text":
             stream, text, count = rest
@@ -120,7 +119,8 @@ class LaunchCall:
         return what, *rest
 
     def _has_more(self) -> bool:
-        return self._member.is_leaving or (self._to_store is not None and not self._member.has_job)
+        is_stored = self._upload is not None and self._upload.transfer.over
+        return is_stored or self._member.is_leaving or (self._to_store is not None and not self._member.has_job)
 
     def _handle(self, what: str, *rest: Any) -> None:
         if what == "complete":
@@ -230,7 +230,7 @@ class Upload:
         self._about, self._first_rank, self._member = about, first_rank, member
         self._to_store = to_store  # by the kind of report, at least one
         steps = itertools.chain.from_iterable(each.steps() for each in to_store.values())
-        self.transfer = Transfer(store, "stores", steps)
+        self.transfer = Transfer(store, "stores", steps, member.link.wake)
         self._report("storing", {"what": self.transfer.what()})
         self.transfer.start()
 

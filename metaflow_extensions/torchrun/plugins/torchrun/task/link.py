@@ -45,8 +45,7 @@ class Link:
         # What stdout and stderr were when this began; the supervisor writes there.
         self.own_files = {name: file_of(fd) for name, fd in (("stdout", 1), ("stderr", 2))}
         self.handle: Callable[[Sequence[Any]], None] = lambda frame: None  # gets what is no answer
-        # Called between two waits; returns for how long to wait, and for which files, too. It may raise.
-        self.turn: Callable[[], tuple[float, Sequence[int]]] = lambda: (_LOOK_S, ())
+        self.turn: Callable[[], float] = lambda: NEVER  # called between two waits; returns for how long. It may raise
         self.waiter: int | None = None  # the thread in which our code waits
         self.end: str | None = None  # why nothing is said or read any more
         self.is_forked = False  # whether this is a fork of the task
@@ -56,12 +55,15 @@ class Link:
         self._answers: dict[int, Sequence[Any]] = {}
         self._processes: list[Other] = []  # the supervisor and its parent, when it has said which they are
         try:
-            self._socket = _start(grace_s)
+            self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            with theirs:  # a supervisor ends when it hears nothing more
+                start_between(theirs.fileno(), grace_s)
         except OSError as error:  # no more processes or files
             raise GangError(
                 f"This node's supervisor process could not be started on host {socket.gethostname()}: {error}. Look at "
                 "the limits of processes, threads and open files there (ulimit -a)."
             ) from error
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", _STUCK_S, 0))
         _open.add(self)
 
     # --- sending; a signal handler may do so
@@ -127,27 +129,25 @@ class Link:
         finally:
             self.waiter = before
 
-    def wait(self, is_over: Callable[[], object], timeout_s: float, files: Sequence[int] = ()) -> bool:
-        """Handle what comes until `is_over`, for so long, or until the supervisor is gone; return whether it is over.
-
-        It also ends when one of the `files` can be read.
-        """
+    def wait(self, is_over: Callable[[], object], timeout_s: float) -> bool:
+        """Handle what comes until `is_over`, for so long, or until the supervisor is gone; return whether it is over."""
         deadline = time.monotonic() + timeout_s
         with self.ours():
             while True:
                 self.read()
-                pause_s, others = self.turn()
+                pause_s = self.turn()
                 if is_over():
                     return True
                 left_s = deadline - time.monotonic()
                 if left_s <= 0 or self.end is not None:
                     return False
                 news = poll()
-                for file in (self._socket.fileno(), *files, *others):
-                    news.register(file, POLLIN)
-                ready = news.poll(1000 * max(0.0, min(left_s, pause_s, _LOOK_S)))
-                if not {file for file, _ in ready}.isdisjoint(files):
-                    return bool(is_over())
+                news.register(self._socket, POLLIN)
+                news.poll(1000 * max(0.0, min(left_s, pause_s, _LOOK_S)))
+
+    def wake(self) -> None:
+        """Have a wait look again; any thread and any handler of a signal may call it."""
+        self.send("echo")
 
     def ask(self, name: str, *args: Any) -> int:
         """Have the supervisor do something; `pop_answer` gets the number that this returns."""
@@ -181,9 +181,8 @@ class Link:
 
     def settle(self, patience_s: float | None = None) -> None:
         """Wait until all lines so far are written, or for so long."""
-        number, more_s = self.ask("settle", patience_s), NEVER if patience_s is None else patience_s
-        self.wait(lambda: self.has_answer(number), more_s + _ANSWER_S)
-        self._answers.pop(number, None)
+        with suppress(GangError, OSError):  # it is gone, or silent
+            self.call("settle", patience_s, patience_s=_ANSWER_S + (NEVER if patience_s is None else patience_s))
 
     # --- the end
 
@@ -214,12 +213,3 @@ def forget_all() -> None:
     """Have a fork of the task forget all links."""
     for each in list(_open):
         each.forget()
-
-
-def _start(grace_s: float) -> socket.socket:
-    """Start a supervisor, which ends when it hears nothing more; return this end of the link."""
-    own, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    with theirs:
-        start_between(theirs.fileno(), grace_s)
-    own.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", _STUCK_S, 0))
-    return own

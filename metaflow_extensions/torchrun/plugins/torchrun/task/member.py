@@ -57,8 +57,7 @@ class Member:
         self.may_go_on = False  # whether the others may go on without this node, if it is told to end
         self.hold_s = 0.0  # how long a refused task delays its end, unless the connection ends before
         self.at_end: Callable[[], None] = lambda: None  # called when the node has left, before the link closes
-        # What else is done while our code waits; returns for how long to wait, and for which files.
-        self.meanwhile: Callable[[], tuple[float, Sequence[int]]] = lambda: (NEVER, ())
+        self.meanwhile: Callable[[], float] = lambda: NEVER  # done while our code waits; returns for how long to wait
         self.store_now: Callable[[], None] = lambda: None  # stores what is known of the gang
         self.job: Transfer | None = None  # what `meanwhile` has begun
         self.uploads = False  # whether a launch has something to store: that comes before all else
@@ -171,7 +170,7 @@ class Member:
         if is_now:
             self.raise_news()
         else:
-            self.link.send("echo")  # the wait ends
+            self.link.wake()
         return True
 
     def _keep(self, news: MustEnd | TimedOut) -> None:
@@ -183,7 +182,7 @@ class Member:
     def interrupt(self) -> None:
         """Raise KeyboardInterrupt where our code waits."""
         self.is_interrupted = True
-        self.link.send("echo")
+        self.link.wake()
 
     def raise_news(self) -> None:
         """Raise Ctrl-C, the gang's error, the order to end or the end of the time, once; not what a launch handles."""
@@ -207,7 +206,7 @@ class Member:
             news, self._time_is_up = self._time_is_up, None
             raise timed_out(self.node, self.host, news.text)
 
-    def _between_waits(self) -> tuple[float, Sequence[int]]:
+    def _between_waits(self) -> float:
         """Do what a wait leaves to do: raise news, also of the gangs around this one, and store what is due."""
         while self._events:
             self.emit(self._events.popleft())
@@ -386,7 +385,7 @@ class Member:
             return
         orders.end(self)  # first: a gang around this one hears of what comes from now on
         self._state = State.LEFT
-        self.meanwhile = lambda: (NEVER, ())
+        self.meanwhile = lambda: NEVER
         try:
             if before is not State.ENDING:  # otherwise *leave* was sent already
                 cause = None if error is None or self.gang_knows(error) else self.cause_of(error)
