@@ -73,7 +73,7 @@ def join(registry, **attributes):
 def become_control(registry, main_ip=HOST, here_only=True, **attributes):
     own = settings(**attributes)
     addresses = joining.control_addresses(main_ip, here_only)
-    return joining.join_as_control(registry, 2, addresses, own, lambda event: None, joining.rules_of(own))
+    return joining.join_as_control(registry, 2, addresses, own, lambda event: None)
 
 
 def test_a_control_node_that_has_ended_without_a_word_is_given_up(registry, policy):
@@ -185,8 +185,8 @@ def test_a_task_that_comes_when_the_gang_is_over_ends_well_at_once(registry, mon
 @pytest.mark.parametrize(("replaces", "has_come"), [(False, True), (True, False), (True, True)])
 def test_the_control_node_leaves_word_for_tasks_that_come_later(registry, replaces, has_come):
     own = settings()
-    rules = Rules(60.0, 1.0, replaces=replaces)
-    control = joining.join_as_control(registry, 2, [HOST], own, lambda event: None, rules)
+    rules = {"replaces": replaces}
+    control = joining.join_as_control(registry, 2, [HOST], own, lambda event: None, {}, rules)
     member = None
     if has_come:
         member, _ = joining.join_as_member(registry, 1, 2, own, lambda event: None)

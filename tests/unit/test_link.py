@@ -17,7 +17,6 @@ from unit_helpers import HANG_S, eventually, is_running
 from metaflow_extensions.torchrun.plugins.torchrun.channel.codec import PACKET_BYTES, Packets, packets
 from metaflow_extensions.torchrun.plugins.torchrun.channel.connection import new_token
 from metaflow_extensions.torchrun.plugins.torchrun.errors import GangError, LaunchFailed
-from metaflow_extensions.torchrun.plugins.torchrun.gang.policy import Rules
 from metaflow_extensions.torchrun.plugins.torchrun.machine.network import pick_port
 from metaflow_extensions.torchrun.plugins.torchrun.settings import DEFAULTS, parse_settings
 from metaflow_extensions.torchrun.plugins.torchrun.task import join as joining
@@ -37,7 +36,7 @@ def gang():
     made, token = [], new_token()
 
     def control(num_nodes=2):
-        made.append(joining.begin_gang(SETTINGS, ignore, Rules(60.0, 1.0), {}, num_nodes, token))
+        made.append(joining.begin_gang(SETTINGS, ignore, {}, {}, num_nodes, token))
         return made[-1]
 
     def member(node=1):

@@ -24,7 +24,7 @@ from .settings import DEFAULTS, parse_settings
 from .show.gang_part import GangPart
 from .task.cards import Cards
 from .task.gang_store import GangStore
-from .task.join import LOOPBACK, begin_gang, rules_of
+from .task.join import LOOPBACK, begin_gang
 from .task.member import Member
 from .task.report import end_with, print_errors_ourselves, report
 
@@ -51,7 +51,7 @@ class GangOfOne:
         settings = parse_settings(DEFAULTS, None)
         about: dict[str, Any] = {}
         machine = this_machine()
-        member = begin_gang(settings, partial(_log, about), rules_of(settings))
+        member = begin_gang(settings, partial(_log, about))
         store: GangStore | None = None
         error: BaseException | None = None
         try:

@@ -19,7 +19,7 @@ from ..errors import GangError, TorchrunError, TorchrunPreempted
 from ..events import Event, Subscriber
 from ..gang.limits import QUIET_S, REMIND_S
 from ..gang.messages import CONTROL, Farewell, Join
-from ..gang.policy import ConnectPolicy, Rules, growing_pauses
+from ..gang.policy import ConnectPolicy, growing_pauses
 from ..gang.view import Presence, Word
 from ..gang.wire import from_plain
 from ..launch.transfer import do_within
@@ -49,27 +49,23 @@ def control_addresses(main_ip: str, here_only: bool) -> list[str]:
 # --- alone, and as the control node ---------------------------------------------------------------
 
 
-def rules_of(settings: StepSettings) -> Rules:
-    """Return the rules of a gang."""
-    return Rules(
-        settings.all_nodes_started_timeout,
-        settings.grace_s,
-        secrets.token_hex(4),
-        spare_nodes=settings.spare_nodes,
-        min_nodes=settings.min_nodes,
-    )
-
-
 def begin_gang(
     settings: StepSettings,
     emit: Subscriber,
-    rules: Rules,
     more: Mapping[str, Any] = NOTHING,
+    rules: Mapping[str, Any] = NOTHING,
     num_nodes: int = 1,
     token: str = "",
 ) -> Member:
-    """Return the control node as a member. In a gang of one nothing listens, and nothing is published."""
-    given = {name: value for name, value in vars(rules).items() if name != "why_it_waits"}
+    """Return the control node as a member; `rules` are fields of `Rules`. In a gang of one nothing listens."""
+    given = {
+        "started_timeout_s": settings.all_nodes_started_timeout,
+        "grace_s": settings.grace_s,
+        "name": secrets.token_hex(4),
+        "spare_nodes": settings.spare_nodes,
+        "min_nodes": settings.min_nodes,
+        **rules,
+    }
     member = _begin(CONTROL, num_nodes, settings, emit, more, {"token": token, "rules": given})
     member.send(Join(CONTROL, member.host, place=place()))
     return member
@@ -90,8 +86,8 @@ def join_as_control(
     addresses: Sequence[str],
     settings: StepSettings,
     emit: Subscriber,
-    rules: Rules,
     more: Mapping[str, Any] = NOTHING,
+    rules: Mapping[str, Any] = NOTHING,
 ) -> Member:
     """Open the gang's channel, publish its addresses, and return the control node as a member.
 
@@ -103,8 +99,8 @@ def join_as_control(
     if not here_only:  # there the same task can be run again by hand
         refuse_second_run(registry, num_nodes, patience_s)
     record = AddressRecord(tuple(addresses), 0, new_token(), socket.gethostname())
-    member = begin_gang(settings, emit, rules, more, num_nodes, record.token)
-    member.at_end = lambda: _publish_end(member, registry, record, rules.replaces)
+    member = begin_gang(settings, emit, more, rules, num_nodes, record.token)
+    member.at_end = lambda: _publish_end(member, registry, record, bool(rules.get("replaces")))
     try:
         port = member.link.call("listen", settings.channel_port, LOOPBACK if here_only else "")
         record = replace(record, port=port)
@@ -188,9 +184,8 @@ class _Search:
         self._member, self._registry = member, registry
         self._who = f"Node {member.node} (host {member.host})"
         self._patience_s = settings.heartbeat_timeout_s + _ANSWER_S
-        self._timeout_s = settings.all_nodes_started_timeout
-        self._deadline = time.monotonic() + self._timeout_s
-        self._log_at = time.monotonic() + QUIET_S
+        self._timeout_s, now = settings.all_nodes_started_timeout, time.monotonic()
+        self._deadline, self._log_at = now + self._timeout_s, now + QUIET_S
         self._refused: AddressRecord | None = None  # for whose host all connections are refused, without a break
         self._since = 0.0
 

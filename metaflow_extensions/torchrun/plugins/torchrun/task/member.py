@@ -345,8 +345,10 @@ class Member:
         self._state = State.STORING
         orders.end(self)
 
-    def fail(self) -> None:
-        """Let nothing interrupt the report of the error that ends the step's code here."""
+    def fail(self, in_hurry: bool) -> None:
+        """Let nothing interrupt the report of the error that ends the step's code here, nor, `in_hurry`, its reader."""
+        if in_hurry:
+            self.link.send("hurry")
         if self._state not in _OVER:
             self._state = State.FAILING
 
@@ -367,9 +369,8 @@ class Member:
             if self.link.end is not None:
                 break
             patience_s = REMIND_S
-            self.note(
-                f"this node has finished; waiting until {names(remaining())} ended the step and stored the results"
-            )
+            ended = f"{names(remaining())} ended the step and stored the results"
+            self.note(f"this node has finished; waiting until {ended}")
         if self.broken is not None:
             raise self.broken
         self._begin_storing()

@@ -11,7 +11,6 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -41,7 +40,6 @@ from .join import (
     join_as_control,
     join_as_member,
     refuse_second_run,
-    rules_of,
 )
 from .local_nodes import LocalNodes
 from .member import Member
@@ -113,18 +111,18 @@ class TaskGang:
             self._member, main_addr = found
             self._member.may_go_on = settings.max_restarts > 0
             return found
-        rules = replace(rules_of(settings), replaces=self._replaces)
+        rules: dict[str, Any] = {"replaces": self._replaces}
         if self._limit is not None:
-            rules = replace(rules, deadline=self._limit.ends_at, longer=self._limit.text)
+            rules |= {"deadline": self._limit.ends_at, "longer": self._limit.text}
         if num_nodes > 1:
             addresses = control_addresses(parallel.main_ip, here_only)
-            member = join_as_control(registry, num_nodes, addresses, settings, self._emit, rules, more)
+            member = join_as_control(registry, num_nodes, addresses, settings, self._emit, more, rules)
             main_addr = addresses[0]
         else:
             if not here_only:  # there the same task can be run again by hand
                 refuse_second_run(registry, 1)
                 registry.publish(AddressRecord((), 0, "", socket.gethostname()))
-            member = begin_gang(settings, self._emit, rules, more)
+            member = begin_gang(settings, self._emit, more, rules)
         self._member, self._is_control, self._about["tasks"] = member, num_nodes > 1, tuple(tasks)
         self._cards = Cards(self._flow_datastore)
         self._store, self.part = GangStore(member, self._about, self._cards, registry), self._cards.part
@@ -166,16 +164,11 @@ class TaskGang:
             if member is not None and not member.in_task:
                 raise  # a child that the step has forked and that went on with the step's code
             signal.alarm(0)  # the step's @timeout is for its code
-            is_ordered = self._was_told_to_end(error)
-            if is_ordered:
+            if is_ordered := self._was_told_to_end(error):
                 hurry()
             if member is not None:
-                if is_ordered:
-                    member.link.send("hurry")
-                member.fail()
-            with convenience("our own report of the error"):
-                self._report(error)
-            self.leave(error)
+                member.fail(in_hurry=is_ordered)
+            self._report_and_leave(error)
             if self._local_nodes is not None:
                 states = dict(enumerate(self._store.states())) if self._store is not None else {}
                 wait_s = self._settings.grace_s + LOCAL_NODE_MARGIN_S
@@ -240,9 +233,12 @@ class TaskGang:
     def fail(self, error: BaseException) -> None:
         """Report an error after the step's code, and leave with it; nothing if the node has left."""
         if self._member is not None and self._member.is_storing:
-            with convenience("our own report of the error"):
-                self._report(error)
-            self.leave(error)
+            self._report_and_leave(error)
+
+    def _report_and_leave(self, error: BaseException) -> None:
+        with convenience("our own report of the error"):
+            self._report(error)
+        self.leave(error)
 
     def leave(self, error: BaseException | None) -> None:
         """Leave for good; nothing the second time, and in a fork of the task."""
@@ -283,23 +279,24 @@ class TaskGang:
         self.leave(error)
         return ""
 
-    def _stands_above(self, cause: Cause) -> bool:
-        """Return whether this log has all that the failed worker wrote. Lines of other nodes may be left out here."""
-        is_here = self._is_local or cause.node == current.parallel.node_index
-        return is_here and self._member is not None and self._member.shows_output
-
     def _report(self, error: BaseException) -> None:
         """Set the text to print for the error; a remote control node writes it to its log at once.
 
         Metaflow prints it only after storing all artifacts, which can be too late there.
         """
+        node, member, is_local = current.parallel.node_index, self._member, self._is_local
+        if member is None:
+            end_with(error, report(error, node, is_local, known=False, stands_above=lambda cause: False))
+            return
         # On Kubernetes the others' ends may soon take this task with them; an order to end leaves less time.
-        if self._member is not None and not self._was_told_to_end(error):
-            self._member.store_now()
-        node, member = current.parallel.node_index, self._member
-        known = member is not None and member.gang_knows(error)
-        text = report(error, node, self._is_local, known, self._stands_above)
-        if text is not None and self._is_control and member is not None and not self._is_local:
+        if not self._was_told_to_end(error):
+            member.store_now()
+
+        def stands_above(cause: Cause) -> bool:  # lines of other nodes may be left out here
+            return member.shows_output and (is_local or cause.node == node)
+
+        text = report(error, node, is_local, member.gang_knows(error), stands_above)
+        if text is not None and self._is_control and not is_local:
             member.say(Event("failed", node, text))
             member.link.settle(_UPLOAD_S)
             self._log.save(_UPLOAD_S)
