@@ -53,8 +53,9 @@ class LaunchCall:
         self._member, self._link = member, member.link
         self._store, self._complete = store, complete
         self._number = -1
-        self._to_store: Store | None = None  # until its upload begins
-        self._upload: Upload | None = None  # until all is stored
+        self._asked: Store | None = None  # what is to be stored of the workers' files, until it is
+        self._upload: Transfer | None = None  # of that, in a thread of its own
+        self._to_store: Mapping[str, ToStore] = {}  # its parts, by the kind of report on them
         self._stored = 0  # the generation of the last upload
         self._verdict: TorchrunError | None = None
         self._end: Mapping[str, Any] | None = None  # what the supervisor has told at the launch's end
@@ -119,8 +120,8 @@ class LaunchCall:
         return what, *rest
 
     def _has_more(self) -> bool:
-        is_stored = self._upload is not None and self._upload.transfer.over
-        return is_stored or self._member.is_leaving or (self._to_store is not None and not self._member.has_job)
+        has_upload = not self._member.has_job if self._upload is None else self._upload.over
+        return self._member.is_leaving or (self._asked is not None and has_upload)
 
     def _handle(self, what: str, *rest: Any) -> None:
         if what == "complete":
@@ -130,18 +131,23 @@ class LaunchCall:
             self._on_store(rest[0])
         elif self._end is not None:
             return
-        if self._upload is not None and self._upload.poll():
-            self._give_up_upload()
         if self._member.is_leaving:
             raise TorchrunError("The step's code has ended while another thread was still in current.torch.run.")
-        if self._to_store is not None and not self._member.has_job:  # one at a time
-            store, self._to_store = self._to_store, None
-            self._upload = _begin_upload(store, self.services, self._store, self.request.spec.ranks[0], self._member)
-            self._member.uploads = self._upload is not None
+        if self._asked is not None:
+            self._go_on_storing(self._asked)
         if self._link.end is not None:
             self._link.await_end(self.request.grace_s + _STOP_S)
             self._member.await_error(_LAST_NEWS_S)
             raise TorchrunError("This node's supervisor process has ended.")
+
+    def _place(self, group: Group | None) -> bool:
+        """Take the place that this node has in the last generation; return whether it had another one before."""
+        before = self.request.spec
+        if group is not None:
+            self.request = replace(self.request, spec=replace(before, group=group))
+        return self.request.spec != before
+
+    # --- what the workers have left
 
     def _on_store(self, wire: Any) -> None:
         self._give_up_upload()
@@ -151,20 +157,62 @@ class LaunchCall:
             is_moved = self._place(store.group)
             if is_moved or store.generation != self._stored:
                 self.services.begin(self.request.spec)  # they may have stored what another generation had left
-            self._stored, self._to_store, self._member.uploads = store.generation, store, True
-
-    def _place(self, group: Group | None) -> bool:
-        """Take the place that this node has in the last generation; return whether it had another one before."""
-        before = self.request.spec
-        if group is not None:
-            self.request = replace(self.request, spec=replace(before, group=group))
-        return self.request.spec != before
+            self._stored, self._asked, self._member.uploads = store.generation, store, True
 
     def _give_up_upload(self) -> None:
         if self._upload is not None:
-            self._upload.transfer.give_up()  # it sends and logs nothing more
-        self._upload = self._to_store = None
+            self._upload.give_up()  # it sends and logs nothing more
+        self._asked = self._upload = None
         self._member.uploads = False
+
+    def _go_on_storing(self, asked: Store) -> None:
+        """Begin to store, or report to the log and the gang that it is slow, or has ended."""
+        member, upload = self._member, self._upload
+        if upload is None and not member.has_job:  # one at a time
+            self._begin_to_store(asked)
+        elif upload is not None and upload.over:
+            self._tell_end(asked, upload)
+        elif upload is not None and (line := upload.line()) is not None:
+            member.note(line)
+            self._report(asked, "storing", {"what": upload.what()})
+
+    def _begin_to_store(self, asked: Store) -> None:
+        try:
+            self._to_store = self.services.to_store(asked.error, asked.within_s)
+            if self._to_store:
+                steps = itertools.chain.from_iterable(each.steps() for each in self._to_store.values())
+                self._upload = Transfer(self._store, "stores", steps, self._link.wake)
+                self._report(asked, "storing", {"what": self._upload.what()})
+                self._upload.start()
+                return
+        except Exception as error:  # no more threads; a value's file is gone
+            if asked.error is None:
+                raise
+            reason = str(error) if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
+            self._member.note(f"nothing is stored of the launch: {reason}")
+        self._give_up_upload()
+        self._member.send(Stored(asked.launch, asked.generation))
+
+    def _tell_end(self, asked: Store, upload: Transfer) -> None:
+        self._give_up_upload()
+        problem, member = upload.problem(), self._member
+        failures: tuple[Failure, ...] = ()
+        if problem is not None and asked.error is None:  # the launch fails without it
+            rank, first_rank = upload.step.rank, self.request.spec.ranks[0]
+            text = f"has ended well, but {upload.step.what} could not be stored in {upload.where} {problem}"
+            local_rank = None if rank is None else rank - first_rank
+            cause = Cause("store", member.node, member.host, rank, local_rank, exception=text)
+            failures = (Failure(cause),)
+            member.say(Event("worker_failed", member.node, f"{cause.who} {cause.what}; stopping all nodes"))
+        for name, each in self._to_store.items():
+            for line in () if failures else each.lines(problem, upload.seconds):
+                member.note(line)
+            if (told := each.told()) is not None:
+                self._report(asked, name, told)
+        member.send(Stored(asked.launch, asked.generation, failures))
+
+    def _report(self, asked: Store, kind: str, data: dict[str, Any]) -> None:
+        self._member.send(Report(kind, asked.launch, asked.generation, data))
 
     # --- the end
 
@@ -196,74 +244,3 @@ class LaunchCall:
         deadline = time.monotonic() + self.request.grace_s + _STOP_S
         while self._end is None and self._link.end is None and (left_s := deadline - time.monotonic()) > 0:
             self._next(bool, left_s)
-
-
-# --- what the workers have left ---------------------------------------------------------------------
-
-
-def _begin_upload(
-    about: Store, services: Services, store: ValueStore | None, first_rank: int, member: Member
-) -> Upload | None:
-    """Begin to store what *store* asks for; or report that there is nothing to store, and return None."""
-    try:
-        if to_store := services.to_store(about.error, about.within_s):
-            assert store is not None
-            return Upload(about, to_store, store, first_rank, member)
-    except Exception as error:  # no more threads; a value's file is gone
-        if about.error is None:
-            raise
-        reason = str(error) if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
-        member.note(f"nothing is stored of the launch: {reason}")
-    member.send(Stored(about.launch, about.generation))
-    return None
-
-
-class Upload:
-    """What *store* asks for, with what this node reports about it.
-
-    The upload has a thread of its own, in `Transfer`. Everything here belongs to the thread that calls `run`.
-    """
-
-    def __init__(
-        self, about: Store, to_store: Mapping[str, ToStore], store: ValueStore, first_rank: int, member: Member
-    ) -> None:
-        self._about, self._first_rank, self._member = about, first_rank, member
-        self._to_store = to_store  # by the kind of report, at least one
-        steps = itertools.chain.from_iterable(each.steps() for each in to_store.values())
-        self.transfer = Transfer(store, "stores", steps, member.link.wake)
-        self._report("storing", {"what": self.transfer.what()})
-        self.transfer.start()
-
-    def poll(self) -> bool:
-        """Report to the log and the gang: that it is slow, or has ended. Return whether it has ended."""
-        if self.transfer.over:
-            self._tell_end()
-            return True
-        if (line := self.transfer.line()) is not None:
-            self._member.note(line)
-            self._report("storing", {"what": self.transfer.what()})
-        return False
-
-    def _tell_end(self) -> None:
-        self.transfer.give_up()
-        problem, member = self.transfer.problem(), self._member
-        failures: tuple[Failure, ...] = ()
-        if problem is not None and self._about.error is None:  # the launch fails without it
-            cause = self._cause(problem)
-            failures = (Failure(cause),)
-            member.say(Event("worker_failed", member.node, f"{cause.who} {cause.what}; stopping all nodes"))
-        for name, each in self._to_store.items():
-            for line in () if failures else each.lines(problem, self.transfer.seconds):
-                member.note(line)
-            if (told := each.told()) is not None:
-                self._report(name, told)
-        member.send(Stored(self._about.launch, self._about.generation, failures))
-
-    def _report(self, kind: str, data: dict[str, Any]) -> None:
-        self._member.send(Report(kind, self._about.launch, self._about.generation, data))
-
-    def _cause(self, problem: str) -> Cause:
-        step, member = self.transfer.step, self._member
-        local_rank = None if step.rank is None else step.rank - self._first_rank
-        text = f"has ended well, but {step.what} could not be stored in {self.transfer.where} {problem}"
-        return Cause("store", member.node, member.host, step.rank, local_rank, exception=text)
