@@ -108,12 +108,7 @@ def _on_sigurg(number: int, frame: FrameType | None) -> None:
         each.raise_news()
 
 
-_HANDLERS = {
-    signal.SIGTERM: _on_order,
-    signal.SIGINT: _on_sigint,
-    signal.SIGALRM: _on_order,
-    signal.SIGURG: _on_sigurg,
-}
+_HANDLERS = {signal.SIGTERM: _on_order, signal.SIGINT: _on_sigint, signal.SIGALRM: _on_order, signal.SIGURG: _on_sigurg}
 
 
 def _before_fork() -> None:

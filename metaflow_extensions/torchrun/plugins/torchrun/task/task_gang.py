@@ -33,14 +33,7 @@ from ..show.gang_part import GangPart, pointing_at
 from ..tracebacks import words_of
 from .cards import Cards, make_none
 from .gang_store import GangStore
-from .join import (
-    LOOPBACK,
-    begin_gang,
-    control_addresses,
-    join_as_control,
-    join_as_member,
-    refuse_second_run,
-)
+from .join import LOOPBACK, begin_gang, control_addresses, join_as_control, join_as_member, refuse_second_run
 from .local_nodes import LocalNodes
 from .member import Member
 from .report import end_with, report
