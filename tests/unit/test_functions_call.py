@@ -2,11 +2,9 @@
 
 import functools
 import inspect
-import os
 import pickle
 import tempfile
 import threading
-from collections import OrderedDict
 from dataclasses import replace
 from pathlib import Path
 
@@ -29,7 +27,6 @@ from metaflow_extensions.torchrun.plugins.torchrun.launch.transfer import Transf
 from metaflow_extensions.torchrun.plugins.torchrun.outputs import Outputs
 from metaflow_extensions.torchrun.plugins.torchrun.task import function_call as call_module
 from metaflow_extensions.torchrun.plugins.torchrun.task.function_call import FUNCTION_WORKER, FunctionCall
-from metaflow_extensions.torchrun.plugins.torchrun.task.services import Services
 
 SPEC = LaunchSpec(FUNCTION_WORKER, ("folder",), False, nproc=2, num_nodes=2, node_index=1, python="python3")
 CAUSE = {"kind": "exception", "node": 1, "rank": 2, "local_rank": 0, "host": "host-1"}
@@ -91,15 +88,6 @@ def raised(error=None, text="ValueError: nan"):
 def test_what_a_call_can_not_mean_is_refused(wrong, why, make):
     with pytest.raises(TorchrunConfigError, match=why):
         make(**wrong)
-
-
-@pytest.mark.parametrize(
-    ("given", "expected"), [(OrderedDict(epochs=2), ([], {"epochs": 2})), (range(1), ([0], {})), (None, ([], {}))]
-)
-def test_any_mapping_and_any_sequence_will_do(given, expected, make):
-    with open(os.path.join(make(arguments=given).folder, "call.pkl"), "rb") as file:
-        assert pickle.load(file)["process_group"] is None
-        assert pickle.load(file) == (train, *expected)
 
 
 def more(*args, **kwargs):
@@ -177,16 +165,6 @@ def test_a_call_that_can_not_be_written_leaves_no_file(argument, folder, error, 
 def test_what_is_for_functions_is_refused_for_scripts_and_the_reverse(entrypoint, given, why):
     with pytest.raises(TorchrunConfigError, match=why):
         FunctionCall.of(settings_of_run(entrypoint=entrypoint, **given), None)
-
-
-def test_only_a_function_makes_a_call():
-    assert FunctionCall.of(settings_of_run(), None) is None
-    run = settings_of_run(entrypoint=train, gather=True)
-    with Services.of(run, 2, 0, None) as services:
-        assert services.told["may_train_alone"]
-        (folder,) = services.told["folders"]
-        assert os.path.isdir(folder)
-    assert not os.path.exists(folder)
 
 
 def spec_of(call, **given):

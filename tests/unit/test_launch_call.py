@@ -13,7 +13,6 @@ from metaflow_extensions.torchrun.plugins.torchrun.errors import (
     EntrypointError,
     GangError,
     LaunchFailed,
-    LaunchTimeout,
     TorchrunError,
     TorchrunPreempted,
 )
@@ -87,13 +86,6 @@ def test_text_for_the_steps_own_stream_is_written_before_it_is_answered(capfd):
     call.ends_well()
 
 
-def test_the_commands_may_have_made_what_was_missing():
-    call = Call()
-    call.says("complete")
-    assert call.expect("complete")[0]["spec"]["entrypoint"] == "sh"
-    call.ends_well()
-
-
 def test_what_is_still_missing_after_the_commands_ends_the_launch_with_its_cause():
     def complete():
         raise EntrypointError("The entrypoint 'x.py' does not exist.")
@@ -131,13 +123,6 @@ def test_what_interrupts_the_node_is_handed_on_and_comes_back_if_it_was_too_late
     assert call.expect("time_out") == ["too long"]
     error = call.ends_well(handled=0)
     assert isinstance(error, TorchrunPreempted), "raised in the step's own code, which runs again"
-
-
-@pytest.mark.parametrize("handled", [0, 1])
-def test_time_that_was_up_too_late_for_the_launch_is_up(handled):
-    call = Call()
-    call.member.order(TimedOut("too long"), is_now=False)
-    assert isinstance(call.ends_well(handled=handled), LaunchTimeout) is (handled == 0)
 
 
 @pytest.mark.parametrize("is_broken", [True, False])

@@ -119,17 +119,6 @@ def test_news_interrupts_the_steps_own_code(gang):
     orders.end(control)  # handlers are restored in the main thread alone
 
 
-def test_a_step_that_closes_all_descriptors_hears_so_and_nobody_waits(gang):
-    control = gang[0]()
-    os.close(control.link._socket.fileno())
-    begun = time.monotonic()
-    with pytest.raises(LaunchFailed, match="Bad file descriptor"):
-        control.begin_launch()
-    control.leave()
-    assert time.monotonic() - begun < 10
-    control.link._socket.detach()
-
-
 def test_a_fork_of_the_task_says_and_hears_nothing(gang):
     control = gang[0]()
     pid = os.fork()

@@ -100,12 +100,6 @@ def test_a_link_out_of_the_working_directory_is_followed_where_an_entry_names_it
         assert "out of the working directory" in find(str(root), [pattern]).left_out["far"]
 
 
-def test_the_working_directory_itself_may_be_reached_by_a_link(root, tmp_path):
-    write(root / "model" / "weights", "w")
-    (tmp_path / "linked").symlink_to(root)
-    assert names(tmp_path / "linked", "model", ".") == ["model/weights"]
-
-
 def test_metaflows_own_datastore_is_no_output(root):
     write(root / ".metaflow" / "Flow" / "data.json", "")
     write(root / "mine.json", "")

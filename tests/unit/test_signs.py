@@ -1,7 +1,6 @@
 """What tells that a task must end is seen once, when it comes."""
 
 import os
-import shutil
 import signal
 import subprocess
 import time
@@ -132,15 +131,6 @@ def test_sigterm_to_a_pods_shell_is_seen_by_its_other_processes(pod):
     out, _ = shell.communicate("")  # its commands go on to their end
     assert shell.returncode == 5
     assert int(out.split()[-1], 16) >> (signal.SIGTERM - 1) & 1  # what is started there has to undo it
-
-
-def test_a_pod_without_python_starts_as_it_did(pod, tmp_path):
-    for name in ("cat", "grep", "bash"):
-        (tmp_path / name).symlink_to(shutil.which(name))
-    shell = pod(POD_SCRIPT + "true", PATH=str(tmp_path))
-    assert shell.stdout.readline() == f"pid {shell.pid} shell none\n"
-    shell.communicate("")
-    assert shell.returncode == 5
 
 
 def test_a_task_heeds_sigterm_again():

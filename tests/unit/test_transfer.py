@@ -14,7 +14,6 @@ from limits import limit_s
 from unit_helpers import HANG_S, eventually
 
 from metaflow_extensions.torchrun.plugins.torchrun.compat.datastore import DatastoreValues
-from metaflow_extensions.torchrun.plugins.torchrun.gang.texts import size_text
 from metaflow_extensions.torchrun.plugins.torchrun.launch import transfer
 from metaflow_extensions.torchrun.plugins.torchrun.launch.transfer import Step, Transfer, TransferFailed
 
@@ -119,8 +118,3 @@ def test_what_the_s3_client_meets_is_known_while_it_tries_again():
         words = "a value (the datastore fails: SlowDown: Please reduce your request rate.)"
         eventually(lambda: upload.what() == words)
         server.shutdown()
-
-
-def test_sizes_are_for_people():
-    texts = {0: "0 bytes", 999: "999 bytes", 1500: "1.5 kB", 3e8: "300.0 MB", 2.1e9: "2.1 GB"}
-    assert {size: size_text(size) for size in texts} == texts
