@@ -103,14 +103,6 @@ def test_a_node_below_another_child_is_not_ours(start):
     os.killpg(parent.pid, signal.SIGKILL)
 
 
-def test_tasks_that_are_named_otherwise_are_not_taken_for_ended(start):
-    """As a later Metaflow may name them: then their gang goes on, and its own clocks look after them."""
-    other = ["flow.py", "step", "train", "--run", RUN, "--task", f"{CONTROL}/1"]
-    node = start(*other)
-    assert ends(LocalNodes(RUN, CONTROL, 2)).empty()
-    assert is_running(node.pid)
-
-
 def test_a_node_that_did_not_join_gets_sigterm_and_the_others_their_time(start, monkeypatch):
     monkeypatch.setattr(local_nodes, "_SLOW_LATECOMER_S", 0.3)
     saves = "import signal, sys; signal.signal(signal.SIGTERM, lambda *_: sys.exit(5)); " + SLEEP

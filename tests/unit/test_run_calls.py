@@ -8,7 +8,6 @@ import pytest
 from linted_flow import told_of
 from unit_helpers import write
 
-from metaflow_extensions.torchrun.plugins.torchrun.compat.graph import runs_unknown_code
 from metaflow_extensions.torchrun.plugins.torchrun.task import run_calls
 
 
@@ -112,13 +111,3 @@ def test_current_torch_in_a_step_without_torchrun_is_refused(body, decorator, to
 )
 def test_a_step_that_can_do_without_current_torch_is_passed_over(body, told):
     assert told(body, "import metaflow", decorator="@metaflow.parallel") is None
-
-
-def test_decorators_that_may_offer_current_torch_themselves_are_known():
-    def graph(module, wrappers=()):
-        decorator = type("Deco", (), {"__module__": module})()
-        return {"train": SimpleNamespace(decorators=[decorator], wrappers=list(wrappers))}
-
-    assert not runs_unknown_code(graph("metaflow.plugins.resources_decorator"), "train")
-    assert runs_unknown_code(graph("metaflow_extensions.ours.plugins.git"), "train")
-    assert runs_unknown_code(graph("metaflow.plugins.resources_decorator", ["a user's"]), "train")

@@ -260,7 +260,7 @@ class TorchrunDecorator(steps.ParallelDecorator):  # type: ignore[misc]  # Metaf
         forget = partial(steps.forget_tasks, flow)
         self._gang = TaskGang(settings, store, (run_id, step_name, task_id, retry_count), limit, forget)
         self._gang.watch_storing(task_datastore)
-        tell_after_errors(self._gang.leave_with)  # as of a metadata service that is down, of which no decorator hears
+        tell_after_errors(self._gang.leave)  # as of a metadata service that is down, of which no decorator hears
 
     def task_decorate(self, step_func: Callable[[], None], *args: Any) -> Callable[[], None]:
         """Join the gang before the step's code and leave it after, whatever happens in between."""

@@ -63,10 +63,6 @@ class LocalNodes:
                 self._tasks.setdefault(node, task)
         return self._tasks
 
-    def exit_codes(self, codes: Mapping[int, int | None]) -> dict[int, int | None]:
-        """Return node index -> exit code of all tasks, None for one that runs; `codes` are those of Metaflow's, by pid."""
-        return {node: codes.get(task.pid) for node, task in self.tasks().items()}
-
     @staticmethod
     def _has_ended_children() -> bool:
         """Return whether children have ended: a process that has ended shows no command line any more."""

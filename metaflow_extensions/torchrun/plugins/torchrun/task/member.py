@@ -241,8 +241,8 @@ class Member:
         """Raise if this process is a fork of the task: only the task itself is a node of the gang."""
         if not self.in_task:
             raise GangError(
-                "current.torch.run was called in a process that was forked from the task. Only the task itself can launch: "
-                "call it there, for example in the step's own code."
+                "current.torch.run was called in a process that was forked from the task. Call it in the task itself, for "
+                "example in the step's own code."
             )
 
     @property
@@ -369,8 +369,9 @@ class Member:
             if self.link.end is not None:
                 break
             patience_s = REMIND_S
-            ended = f"{names(remaining())} ended the step and stored the results"
-            self.note(f"this node has finished; waiting until {ended}")
+            self.note(
+                f"this node has finished; waiting until {names(remaining())} ended the step and stored the results"
+            )
         if self.broken is not None:
             raise self.broken
         self._begin_storing()

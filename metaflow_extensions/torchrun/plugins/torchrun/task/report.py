@@ -74,7 +74,7 @@ def _barred(text: str) -> str:
 _end: tuple[BaseException, str] | None = None
 _in_task = False
 # Functions that return further lines after an error, or nothing. Only the main thread sets and calls them.
-_afterwards: list[Callable[[BaseException], str]] = []
+_afterwards: list[Callable[[BaseException], str | None]] = []
 
 
 def end_with(error: BaseException, text: str | None) -> None:
@@ -90,7 +90,7 @@ def print_errors_ourselves(in_task: bool) -> None:
     print_errors_by(_print_error)
 
 
-def tell_after_errors(tell: Callable[[BaseException], str]) -> None:
+def tell_after_errors(tell: Callable[[BaseException], str | None]) -> None:
     """Call `tell` with each error that Metaflow has printed, and write the result to stderr."""
     _afterwards.append(tell)
 
@@ -99,7 +99,7 @@ def _print_error(original: Callable[..., None], error: Any, *more: Any, **option
     _show(original, error, *more, **options)
     for tell in _afterwards:
         with suppress(Exception):  # it asks servers, and rests on Metaflow's private names; the error itself is shown
-            write_text("stderr", tell(error))
+            write_text("stderr", tell(error) or "")
 
 
 def _show(original: Callable[..., None], error: Any, *more: Any, **options: Any) -> None:

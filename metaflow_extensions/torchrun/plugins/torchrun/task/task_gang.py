@@ -184,7 +184,9 @@ class TaskGang:
         """
         member, bad_since = self._member, None
         while member is not None:
-            codes = {} if self._local_nodes is None else self._local_nodes.exit_codes(exit_codes_of_tasks(error))
+            by_pid = exit_codes_of_tasks(error)
+            tasks = {} if self._local_nodes is None else self._local_nodes.tasks()
+            codes = {node: by_pid.get(task.pid) for node, task in tasks.items()}
             out = self._in_state(Presence.OUT)
             if codes and not any(code for node, code in codes.items() if node not in out):
                 bad_since = None
@@ -266,11 +268,6 @@ class TaskGang:
             # tasks, all finished, as are listed now (`BatchDecorator._wait_for_mapper_tasks`, 2.19). One would never be.
             self._forget(range(1, current.parallel.num_nodes))
         return result
-
-    def leave_with(self, error: BaseException) -> str:
-        """Leave with the error that ends the task, if no decorator was told of it; return what else is to be said."""
-        self.leave(error)
-        return ""
 
     def _report(self, error: BaseException) -> None:
         """Set the text to print for the error; a remote control node writes it to its log at once.
