@@ -25,7 +25,7 @@ def recorded_calls(monkeypatch, tmp_path):
     class Recorder:
         told: ClassVar = {}
 
-        def __init__(self, request, member, services, store, complete):
+        def __init__(self, request, member, services, complete):
             call.complete = complete
             self.request, self.services = request, services
             launches.append((request.spec, request.policy))

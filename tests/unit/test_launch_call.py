@@ -31,11 +31,11 @@ from metaflow_extensions.torchrun.plugins.torchrun.task.services import Services
 class Call:
     """One call in a thread, as the step's code may make it there."""
 
-    def __init__(self, complete=None, services=None, store=None):
+    def __init__(self, complete=None, services=None):
         self.link = FakeLink()
         self.member = member_of(self.link)
         request = Request(LaunchSpec("sh", (), False, 1, 2, 1, "python3"), "127.0.0.1", Machine(1), grace_s=0.1)
-        self.call = LaunchCall(request, self.member, services or Services(), store, complete or (lambda: request))
+        self.call = LaunchCall(request, self.member, services or Services(), complete or (lambda: request))
         self.came = queue.Queue()
         threading.Thread(target=self._run, daemon=True).start()
         self.request = self.expect("run")[1]
@@ -105,7 +105,7 @@ def test_each_generation_stores_its_own_outputs(generation, tmp_path, monkeypatc
     (tmp_path / "model.pt").write_text("weights")
     store = MemoryStore()
     run = settings_of_run(outputs=["*.pt"], outputs_from="all")
-    call = Call(services=Services.of(run, 2, 1, store), store=store)
+    call = Call(services=Services.of(run, 2, 1, store))
     for number, error in ((0, None), (generation, ERROR)):
         before = len(store.data)
         call.says("store", to_wire(Store(0, number, error, None if error is None else 60.0)))
@@ -220,7 +220,7 @@ def files():
 
 def storing(files, *about):
     """Return a call that stores what the workers have left, and waits for its datastore."""
-    call = Call(services=Services(outputs=files), store=files)
+    call = Call(services=Services(outputs=files, store=files))
     call.says("store", to_wire(Store(0, *about)))
     return call
 

@@ -187,7 +187,7 @@ class TorchrunExecutor:
             made = build_spec(run, nproc.value, node, services.function)
             return replace(request, spec=made, facts=node_facts(made, context.machine))
 
-        return self._launch(LaunchCall(request, context.member, services, context.store, complete))
+        return self._launch(LaunchCall(request, context.member, services, complete))
 
     def _warn(self, spec: LaunchSpec, run: RunSettings) -> None:
         """Log warnings about a launch on this machine."""

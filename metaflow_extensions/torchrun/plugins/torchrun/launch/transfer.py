@@ -18,7 +18,6 @@ _SLOWEST_BYTES_PER_S = 1e6
 REMIND_S = 30.0  # how often a node's log says what takes so long
 _TROUBLE_TEXT = 500
 _LOOK_S = 0.5
-_NAME = "torchrun-values"  # of the thread
 
 
 class ValueStore(Protocol):
@@ -90,7 +89,7 @@ class Transfer:
 
     def start(self) -> None:
         """Begin."""
-        threading.Thread(target=self._run, name=_NAME, daemon=True).start()
+        threading.Thread(target=self._run, name="torchrun-values", daemon=True).start()
 
     @property
     def seconds(self) -> float:
@@ -189,7 +188,7 @@ def _do_not_wait_for_pools() -> None:
     to 3.14). What was registered last is called first, so this comes before that.
     """
     threads = threading.enumerate()
-    if any(thread.name == _NAME for thread in threads):
+    if any(thread.name == "torchrun-values" for thread in threads):
         for thread in threads:
             if thread.daemon and thread.name.startswith("ThreadPoolExecutor"):
                 thread.join = lambda timeout=None: None  # type: ignore[method-assign]

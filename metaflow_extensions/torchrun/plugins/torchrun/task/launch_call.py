@@ -24,7 +24,7 @@ from ..gang.group import Group
 from ..gang.messages import Report, Store, Stored, from_wire
 from ..gang.view import as_dicts
 from ..gang.wire import Plain, from_plain, to_plain
-from ..launch.transfer import ToStore, Transfer, ValueStore
+from ..launch.transfer import ToStore, Transfer
 from ..logs import console
 from ..node.outcome import Outcome
 from ..node.request import Request, Task
@@ -40,19 +40,11 @@ _STOP_S = 45.0  # what a supervisor may take beyond the workers' grace to stop a
 class LaunchCall:
     """One call of `run`; `complete` makes the request anew after its commands, which may have made the entrypoint."""
 
-    def __init__(
-        self,
-        request: Request,
-        member: Member,
-        services: Services,
-        store: ValueStore | None,
-        complete: Callable[[], Request],
-    ) -> None:
+    def __init__(self, request: Request, member: Member, services: Services, complete: Callable[[], Request]) -> None:
         self.request, self.services = request, services
         self.told: Mapping[str, Plain] = {}  # what the launch has left for this node
         self._member, self._link = member, member.link
-        self._store, self._complete = store, complete
-        self._number = -1
+        self._complete, self._number = complete, -1
         self._asked: Store | None = None  # what is to be stored of the workers' files, until it is
         self._upload: Transfer | None = None  # of that, in a thread of its own
         self._to_store: Mapping[str, ToStore] = {}  # its parts, by the kind of report on them
@@ -181,7 +173,7 @@ class LaunchCall:
             self._to_store = self.services.to_store(asked.error, asked.within_s)
             if self._to_store:
                 steps = itertools.chain.from_iterable(each.steps() for each in self._to_store.values())
-                self._upload = Transfer(self._store, "stores", steps, self._link.wake)
+                self._upload = Transfer(self.services.store, "stores", steps, self._link.wake)
                 self._report(asked, "storing", {"what": self._upload.what()})
                 self._upload.start()
                 return

@@ -89,18 +89,13 @@ class LaunchOutputs:
 
 
 class FilesToStore(ToStore):
-    """Stores the files of `folder` that patterns name; those older than `since` were not written in the launch.
+    """Stores the files of `folder` that patterns name; those older than `since` (Unix time) are not of the launch.
 
     Until the transfer has ended, only its thread touches this object, except `kept`, which belongs to the caller.
     """
 
     def __init__(
-        self,
-        patterns: tuple[str, ...],
-        folder: str,
-        store: ValueStore,
-        since: float,  # in seconds since 1970
-        within_s: float | None = None,
+        self, patterns: tuple[str, ...], folder: str, store: ValueStore, since: float, within_s: float | None = None
     ) -> None:
         self.kept: Plain | None = None  # where the index is, with number and size of the files, once that is told
         self._patterns, self._folder, self._store = patterns, folder, store

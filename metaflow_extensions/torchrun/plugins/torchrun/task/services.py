@@ -29,9 +29,11 @@ from .member import Member
 class Services(ExitStack):
     """The services of one launch on this node; closes them at its end."""
 
-    def __init__(self, call: FunctionCall | None = None, outputs: LaunchOutputs | None = None) -> None:
+    def __init__(
+        self, call: FunctionCall | None = None, outputs: LaunchOutputs | None = None, store: ValueStore | None = None
+    ) -> None:
         super().__init__()
-        self._call, self._outputs = call, outputs
+        self._call, self._outputs, self.store = call, outputs, store
         self._all: dict[str, FunctionCall | LaunchOutputs] = {}
         if call is not None:
             self._all["functions"] = call
@@ -44,7 +46,7 @@ class Services(ExitStack):
         """Return the services that a call of `run` asks for; `store` is None outside of a flow."""
         outputs = LaunchOutputs.of(run, node, store)  # first: it holds nothing
         # A gang of one has its values itself.
-        return cls(FunctionCall.of(run, store if num_nodes > 1 else None), outputs)
+        return cls(FunctionCall.of(run, store if num_nodes > 1 else None), outputs, store)
 
     @property
     def told(self) -> dict[str, Any]:
