@@ -141,11 +141,9 @@ def join(task, registry, settings, starts):
     main_ip, here_only = task.main_ip or "", task.main_ip is None
     if main_ip == "own name":  # what Metaflow 2.19 takes for the control node's address on AWS Batch
         main_ip = socket.gethostbyname_ex(socket.gethostname())[-1][0]
-    rules = joining.rules_of(settings)
-    member = joining.join_as_control(
-        registry, task.num_nodes, main_ip, settings, show, here_only, rules, {"starts": starts}
-    )
-    return member, GangStore(member, {}, Cards(None), registry), joining.control_addresses(main_ip, here_only)[0]
+    addresses = joining.control_addresses(main_ip, here_only)
+    member = joining.join_as_control(registry, task.num_nodes, addresses, settings, show, {"starts": starts})
+    return member, GangStore(member, {}, Cards(None), registry), addresses[0]
 
 
 def await_leave(number, out):

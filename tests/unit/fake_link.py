@@ -44,13 +44,16 @@ class FakeLink:
         self._come.append(frame)
         os.kill(os.getpid(), signal.SIGURG)
 
-    def wait(self, is_over, timeout_s, files=()):
+    def wait(self, is_over, timeout_s):
         deadline = time.monotonic() + timeout_s
-        while not (self.read() or (self.turn() and is_over())):
+        while not (self.read() or (self.turn() is not None and is_over())):
             if self.end is not None or time.monotonic() > deadline:
                 return False
             time.sleep(0.002)
         return True
+
+    def wake(self):
+        self.send("echo")
 
     def ours(self):
         return nullcontext()

@@ -17,8 +17,7 @@ from metaflow_extensions.torchrun.plugins.torchrun.launch.call import Call
 from metaflow_extensions.torchrun.plugins.torchrun.node import agent_events
 from metaflow_extensions.torchrun.plugins.torchrun.node.launch import NodeLaunch, Tools
 from metaflow_extensions.torchrun.plugins.torchrun.node.seat import Seat
-from metaflow_extensions.torchrun.plugins.torchrun.task.results import result_of
-from metaflow_extensions.torchrun.plugins.torchrun.task.services import Services
+from metaflow_extensions.torchrun.plugins.torchrun.task.services import Services, result_of
 
 DEADLINE_S = limit_s(HANG_S)
 NOBODY = 2**22 + 1  # more than the kernel gives as a pid

@@ -25,7 +25,7 @@ def recorded_calls(monkeypatch, tmp_path):
     class Recorder:
         told: ClassVar = {}
 
-        def __init__(self, made, member, services, store, complete):
+        def __init__(self, made, member, services, complete):
             call.complete = complete
             self.call, self.services = made, services
             plans.append(made)

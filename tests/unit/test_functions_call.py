@@ -2,11 +2,9 @@
 
 import functools
 import inspect
-import os
 import pickle
 import tempfile
 import threading
-from collections import OrderedDict
 from dataclasses import replace
 from pathlib import Path
 
@@ -29,8 +27,7 @@ from metaflow_extensions.torchrun.plugins.torchrun.launch.make_call import make_
 from metaflow_extensions.torchrun.plugins.torchrun.launch.transfer import TransferFailed
 from metaflow_extensions.torchrun.plugins.torchrun.outputs import Outputs
 from metaflow_extensions.torchrun.plugins.torchrun.task import function_call as call_module
-from metaflow_extensions.torchrun.plugins.torchrun.task.function_call import FUNCTION_WORKER, FunctionCall, call_of
-from metaflow_extensions.torchrun.plugins.torchrun.task.services import Services
+from metaflow_extensions.torchrun.plugins.torchrun.task.function_call import FUNCTION_WORKER, FunctionCall
 
 CALL = Call(FUNCTION_WORKER, ("folder",), False, nproc=2, num_nodes=2, node_index=1, python="python3")
 CAUSE = {"kind": "exception", "node": 1, "rank": 2, "local_rank": 0, "host": "host-1"}
@@ -55,7 +52,8 @@ def make(monkeypatch, tmp_path):
     calls = []
 
     def make(function=train, arguments=None, process_group=None, gather=False, store=None, node=1):
-        call = FunctionCall(function, arguments, process_group, gather, store)
+        given = {"entrypoint_args": arguments, "process_group": process_group, "gather": gather}
+        call = FunctionCall(settings_of_run(entrypoint=function, **given), store)
         calls.append(call)
         call.begin(replace(CALL, node_index=node))
         return call
@@ -91,15 +89,6 @@ def raised(error=None, text="ValueError: nan"):
 def test_what_a_call_can_not_mean_is_refused(wrong, why, make):
     with pytest.raises(TorchrunConfigError, match=why):
         make(**wrong)
-
-
-@pytest.mark.parametrize(
-    ("given", "expected"), [(OrderedDict(epochs=2), ([], {"epochs": 2})), (range(1), ([0], {})), (None, ([], {}))]
-)
-def test_any_mapping_and_any_sequence_will_do(given, expected, make):
-    with open(os.path.join(make(arguments=given).folder, "call.pkl"), "rb") as file:
-        assert pickle.load(file)["process_group"] is None
-        assert pickle.load(file) == (train, *expected)
 
 
 def more(*args, **kwargs):
@@ -176,17 +165,7 @@ def test_a_call_that_can_not_be_written_leaves_no_file(argument, folder, error, 
 )
 def test_what_is_for_functions_is_refused_for_scripts_and_the_reverse(entrypoint, given, why):
     with pytest.raises(TorchrunConfigError, match=why):
-        call_of(settings_of_run(entrypoint=entrypoint, **given), None)
-
-
-def test_only_a_function_makes_a_call():
-    assert call_of(settings_of_run(), None) is None
-    run = settings_of_run(entrypoint=train, gather=True)
-    with Services.of(run, 2, 0, None) as services:
-        assert services.told["may_train_alone"]
-        (folder,) = services.told["folders"]
-        assert os.path.isdir(folder)
-    assert not os.path.exists(folder)
+        FunctionCall.of(settings_of_run(entrypoint=entrypoint, **given), None)
 
 
 def made_of(call, **given):
@@ -250,7 +229,7 @@ def test_a_task_that_has_come_in_the_place_of_another_loads_the_values_of_its_ra
 
 
 def test_values_that_can_not_be_loaded_say_where_they_should_be(make):
-    words = "rank 2's value could not be loaded from the s3 datastore s3://bucket after 0 s: KeyError"
+    words = "the value of rank 2 could not be loaded from the s3 datastore s3://bucket after 0 s: KeyError"
     with pytest.raises(TransferFailed, match=words):
         make(store=MemoryStore()).result({"2": "no such key"}, print)
 

@@ -72,6 +72,9 @@ def test_a_value_whose_file_was_removed_is_said(values, folder):
 KEEP = f"""{OURS}
 import os, resource, signal
 from pathlib import Path
+from ours.launch.arguments import Place
+from ours.launch.run_settings import resolve
+from ours.settings import parse_settings
 from ours.task.function_call import FunctionCall
 from ours.launch.call import Call
 from ours.result import TorchrunResult
@@ -80,7 +83,8 @@ from ours.worker.function_worker import path_of, store
 resource.setrlimit(resource.RLIMIT_NOFILE, (256, 256))
 kept, SPEC = [], Call("x", (), False, nproc=4, num_nodes=1, node_index=0, python="")
 for launch in range(int(sys.argv[1])):
-    call = FunctionCall(print, [launch], None, False, None)
+    run = {{"entrypoint": print, "entrypoint_args": [launch]}}
+    call = FunctionCall(resolve(run, parse_settings({{}}, "train"), Place(1, 0, "")), None)
     call.begin(SPEC)
     for rank in range(4):
         store([launch, rank], rank, path_of(call.folder, "returned-{{}}.pkl", rank))
@@ -109,31 +113,3 @@ def keep(folder, count, end):
 
 def test_many_results_can_be_kept_a_fork_reads_them_and_nothing_is_left_at_the_end(folder):
     assert keep(folder, 300, FORK) == (0, [], "")
-
-
-MEASURE = """
-import sys
-from metaflow_extensions.torchrun.plugins.torchrun.result import TorchrunResult
-from metaflow_extensions.torchrun.plugins.torchrun.task.function_values import ValuesOnDisk
-
-def peak_mb():  # of this program alone; ru_maxrss knows what the process was before
-    with open("/proc/self/status") as file:
-        return int(file.read().split("VmHWM:")[1].split()[0]) / 1024
-
-before, values = peak_mb(), ValuesOnDisk()
-values.add(sys.argv[1], 0)
-result = TorchrunResult(0, 1, 0, 1, 1, "", [], 0.0, {0: 0}, values)
-print(peak_mb() - before)
-assert len(result.rank(0)) == 64 << 20
-print(peak_mb() - before)
-"""
-
-
-def test_a_value_is_in_memory_once_and_only_when_it_is_looked_at(tmp_path):
-    path = tmp_path / "returned-0.pkl"
-    path.write_bytes(pickle.dumps(bytes(64 << 20)))
-    done = subprocess.run([sys.executable, "-c", MEASURE, path], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    held_mb, looked_at_mb = map(float, done.stdout.split())
-    assert held_mb < 7
-    assert looked_at_mb < 70

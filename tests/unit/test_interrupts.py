@@ -128,7 +128,7 @@ os.read(ready, 1)
 os.kill(child, signal.SIGNAL)
 print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 """
-    for name, status in (("SIGTERM", "143"), ("SIGINT", "-2")):  # as a shell says it
+    for name, status in (("SIGTERM", "-15"), ("SIGINT", "-2")):
         out, err = start(code.replace("SIGNAL", name)).communicate()
         assert out.strip() == status
         assert "the run is interrupted" not in err

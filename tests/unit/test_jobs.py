@@ -171,12 +171,6 @@ def test_the_error_that_a_control_node_has_left_before_its_gang_had_a_record_is_
     assert (stored.error, stored.reports[-1].error) == (error.message, "GangError")
 
 
-def test_a_job_of_which_nothing_is_there_did_not_start(job, datastore):
-    job.tell(failing(Pods(first="")))
-    stored = Registry(datastore, "7", "train", "3", 1).load_view()
-    assert "task did not start" in stored.error
-
-
 class Waiting:
     """A process whose main thread waits for a job, as ours does that looks after one."""
 
@@ -192,7 +186,7 @@ Waiting.__name__ = "Kubernetes"
 
 
 def test_what_keeps_a_pod_from_starting_is_said_once_it_stays_and_known_when_the_pod_is_gone(job, registry):
-    waiting, pending = Waiting(Pods()), job._pending
+    waiting, pending = Waiting(Pods()), job
     here, pulls = pod(0, "c-1"), pod(1, "w-1", waits="ErrImagePull")
     starts, no_place = pod(2, "w-2", waits="ContainerCreating"), pod(2, "w-2", unschedulable="0/1 nodes are available")
     assert waiting.look(pending, here, pulls, starts) == "", "it may come"
@@ -222,7 +216,3 @@ def test_of_a_job_that_was_not_made_nothing_is_said(job, registry):
     del jobs._client
     assert job.tell(failing(jobs)) == ""
     assert registry.load_view() == KNOWN
-
-
-def test_errors_without_a_job_are_not_looked_at(job):
-    assert job.tell(ValueError("no step")) == ""

@@ -71,7 +71,8 @@ def join(registry, **attributes):
 
 def become_control(registry, main_ip=HOST, here_only=True, **attributes):
     own = settings(**attributes)
-    return joining.join_as_control(registry, 2, main_ip, own, lambda event: None, here_only, joining.rules_of(own))
+    addresses = joining.control_addresses(main_ip, here_only)
+    return joining.join_as_control(registry, 2, addresses, own, lambda event: None)
 
 
 def test_a_control_node_that_has_ended_without_a_word_is_given_up(registry, policy):
@@ -80,7 +81,7 @@ def test_a_control_node_that_has_ended_without_a_word_is_given_up(registry, poli
     registry.publish(AddressRecord((HOST,), port, "secret"))
     error, said = join(registry)
     assert isinstance(error, GangError)
-    assert f"refuses connections at {HOST}, port {port}, " in str(error)
+    assert f"refuses connections at {HOST} on port {port}, " in str(error)
     assert "its task has ended unexpectedly" in str(error)
     assert said == []
 
@@ -183,8 +184,8 @@ def test_a_task_that_comes_when_the_gang_is_over_ends_well_at_once(registry, mon
 @pytest.mark.parametrize(("replaces", "has_come"), [(False, True), (True, False), (True, True)])
 def test_the_control_node_leaves_word_for_tasks_that_come_later(registry, replaces, has_come):
     own = settings()
-    rules = Rules(60.0, 1.0, replaces=replaces)
-    control = joining.join_as_control(registry, 2, HOST, own, lambda event: None, True, rules)
+    rules = {"replaces": replaces}
+    control = joining.join_as_control(registry, 2, [HOST], own, lambda event: None, {}, rules)
     member = None
     if has_come:
         member, _ = joining.join_as_member(registry, 1, 2, own, lambda event: None)

@@ -13,7 +13,6 @@ from metaflow_extensions.torchrun.plugins.torchrun.errors import (
     EntrypointError,
     GangError,
     LaunchFailed,
-    LaunchTimeout,
     TorchrunError,
     TorchrunPreempted,
 )
@@ -23,20 +22,18 @@ from metaflow_extensions.torchrun.plugins.torchrun.launch.call import Call as Ru
 from metaflow_extensions.torchrun.plugins.torchrun.launch.call import Outcome
 from metaflow_extensions.torchrun.plugins.torchrun.launch.transfer import PATIENCE_S, Step, TransferFailed
 from metaflow_extensions.torchrun.plugins.torchrun.node.endings import TimedOut
-from metaflow_extensions.torchrun.plugins.torchrun.task import launch_call
 from metaflow_extensions.torchrun.plugins.torchrun.task.launch_call import LaunchCall
-from metaflow_extensions.torchrun.plugins.torchrun.task.results import result_of
-from metaflow_extensions.torchrun.plugins.torchrun.task.services import Services
+from metaflow_extensions.torchrun.plugins.torchrun.task.services import Services, result_of
 
 
 class Call:
     """One call in a thread, as the step's code may make it there."""
 
-    def __init__(self, complete=None, services=None, store=None):
+    def __init__(self, complete=None, services=None):
         self.link = FakeLink()
         self.member = member_of(self.link)
         made = RunCall("sh", (), False, 1, 2, 1, "python3", grace_s=0.1)
-        self.call = LaunchCall(made, self.member, services or Services(), store, complete or (lambda: made))
+        self.call = LaunchCall(made, self.member, services or Services(), complete or (lambda: made))
         self.came = queue.Queue()
         threading.Thread(target=self._run, daemon=True).start()
         self.request = self.expect("run")[1]
@@ -87,13 +84,6 @@ def test_text_for_the_steps_own_stream_is_written_before_it_is_answered(capfd):
     call.ends_well()
 
 
-def test_the_commands_may_have_made_what_was_missing():
-    call = Call()
-    call.says("complete")
-    assert call.expect("complete")[0]["entrypoint"] == "sh"
-    call.ends_well()
-
-
 def test_what_is_still_missing_after_the_commands_ends_the_launch_with_its_cause():
     def complete():
         raise EntrypointError("The entrypoint 'x.py' does not exist.")
@@ -113,7 +103,7 @@ def test_each_generation_stores_its_own_outputs(generation, tmp_path, monkeypatc
     (tmp_path / "model.pt").write_text("weights")
     store = MemoryStore()
     run = settings_of_run(outputs=["*.pt"], outputs_from="all")
-    call = Call(services=Services.of(run, 2, 1, store), store=store)
+    call = Call(services=Services.of(run, 2, 1, store))
     for number, error in ((0, None), (generation, ERROR)):
         before = len(store.data)
         call.says("store", to_wire(Store(0, number, error, None if error is None else 60.0)))
@@ -133,13 +123,6 @@ def test_what_interrupts_the_node_is_handed_on_and_comes_back_if_it_was_too_late
     assert isinstance(error, TorchrunPreempted), "raised in the step's own code, which runs again"
 
 
-@pytest.mark.parametrize("handled", [0, 1])
-def test_time_that_was_up_too_late_for_the_launch_is_up(handled):
-    call = Call()
-    call.member.order(TimedOut("too long"), is_now=False)
-    assert isinstance(call.ends_well(handled=handled), LaunchTimeout) is (handled == 0)
-
-
 @pytest.mark.parametrize("is_broken", [True, False])
 def test_what_ends_it_without_a_verdict_is_raised(is_broken):
     call = Call()
@@ -148,18 +131,6 @@ def test_what_ends_it_without_a_verdict_is_raised(is_broken):
     told = call.ends(error=to_plain(GangError("the node itself")), events=[{"kind": "x"}], is_broken=is_broken)
     assert (told is call.member.broken) is is_broken
     assert str(told) == ("Node 0 is gone." if is_broken else "the node itself")
-
-
-@pytest.mark.parametrize("is_broken", [True, False])
-def test_a_supervisor_that_has_given_the_launch_up_says_no_error(is_broken, monkeypatch):
-    """It does so where the task was stopped, and the gang goes on without it."""
-    monkeypatch.setattr(launch_call, "_LAST_NEWS_S", 0.05)
-    call = Call()
-    if is_broken:
-        call.member.deliver(Abort(GangError("Node 1 was silent.")))
-    told = call.ends()
-    said = "This node's supervisor has ended the launch here: the gang goes on without this task."
-    assert str(told) == ("Node 1 was silent." if is_broken else said)
 
 
 def test_a_step_that_ends_before_it_ends_the_launch():
@@ -247,7 +218,7 @@ def files():
 
 def storing(files, *about):
     """Return a call that stores what the workers have left, and waits for its datastore."""
-    call = Call(services=Services(outputs=files), store=files)
+    call = Call(services=Services(outputs=files, store=files))
     call.says("store", to_wire(Store(0, *about)))
     return call
 

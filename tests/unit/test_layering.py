@@ -34,7 +34,6 @@ IMPORTED_WITH_METAFLOW = {
     "compat.renamed",
     "tracebacks",
     "errors",
-    "task.pod_shell",
     "task.signs",
     "machine.processes",
     "show.gang_card",

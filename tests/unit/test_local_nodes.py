@@ -85,7 +85,7 @@ def test_only_a_nodes_task_is_watched_and_stopped(start, monkeypatch):
     node, reason = told.get(timeout=limit_s(HANG_S))
     assert node == 2
     assert reason.startswith("its task was killed by SIGTERM")
-    nodes.stop(0.3, {1: Presence.GONE, 2: Presence.GONE}.get)
+    nodes.stop(0.3, {1: Presence.GONE, 2: Presence.GONE})
     assert told.get(timeout=limit_s(HANG_S))[0] == 1
     assert first.wait() == -signal.SIGKILL
     assert [is_running(other.pid) for other in others] == [False, False, True, True, True]
@@ -98,17 +98,9 @@ def test_a_node_below_another_child_is_not_ours(start):
     os.waitid(os.P_PID, ended.pid, os.WEXITED | os.WNOWAIT)  # and that nobody has reaped
     nodes = LocalNodes(RUN, CONTROL, 2)
     assert ends(nodes).get(timeout=limit_s(HANG_S)) == (1, "its task ended at once, before it joined")
-    nodes.stop(0.3, {1: Presence.ABSENT}.get)
+    nodes.stop(0.3, {1: Presence.ABSENT})
     assert parent.poll() is None
     os.killpg(parent.pid, signal.SIGKILL)
-
-
-def test_tasks_that_are_named_otherwise_are_not_taken_for_ended(start):
-    """As a later Metaflow may name them: then their gang goes on, and its own clocks look after them."""
-    other = ["flow.py", "step", "train", "--run", RUN, "--task", f"{CONTROL}/1"]
-    node = start(*other)
-    assert ends(LocalNodes(RUN, CONTROL, 2)).empty()
-    assert is_running(node.pid)
 
 
 def test_a_node_that_did_not_join_gets_sigterm_and_the_others_their_time(start, monkeypatch):
@@ -116,7 +108,7 @@ def test_a_node_that_did_not_join_gets_sigterm_and_the_others_their_time(start, 
     saves = "import signal, sys; signal.signal(signal.SIGTERM, lambda *_: sys.exit(5)); " + SLEEP
     late = start(*task(1), code=saves)
     ending = start(*task(2), code="import time; print(flush=True); time.sleep(0.5)")
-    LocalNodes(RUN, CONTROL, 3).stop(3600.0, {1: Presence.ABSENT, 2: Presence.HERE}.get)
+    LocalNodes(RUN, CONTROL, 3).stop(3600.0, {1: Presence.ABSENT, 2: Presence.HERE})
     assert (late.wait(), ending.wait()) == (5, 0)
 
 
@@ -124,5 +116,5 @@ def test_a_node_that_writes_its_last_lines_has_its_time_after_one_that_is_lost(s
     """The lost one may hold the turn until it is killed."""
     lost, writing = start(*task(1)), start(*task(2), code="import time; print(flush=True); time.sleep(1.5)")
     monkeypatch.setattr(local_nodes, "has_unread", lambda: is_running(writing.pid))
-    LocalNodes(RUN, CONTROL, 3).stop(0.5, {1: Presence.OUT, 2: Presence.GONE}.get)
+    LocalNodes(RUN, CONTROL, 3).stop(0.5, {1: Presence.OUT, 2: Presence.GONE})
     assert (lost.wait(), writing.wait()) == (-signal.SIGKILL, 0)

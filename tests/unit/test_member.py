@@ -27,7 +27,7 @@ from metaflow_extensions.torchrun.plugins.torchrun.gang.messages import (
     Leave,
     to_wire,
 )
-from metaflow_extensions.torchrun.plugins.torchrun.node.endings import NotNeeded, TimedOut
+from metaflow_extensions.torchrun.plugins.torchrun.node.endings import NotNeeded
 from metaflow_extensions.torchrun.plugins.torchrun.task import link as link_module
 from metaflow_extensions.torchrun.plugins.torchrun.task import member as member_module
 from metaflow_extensions.torchrun.plugins.torchrun.task import orders
@@ -96,12 +96,6 @@ def soon(do, *args):
     return timer
 
 
-def seconds_of(function, *args, **options):
-    begun = time.monotonic()
-    function(*args, **options)
-    return time.monotonic() - begun
-
-
 # --- leaving -------------------------------------------------------------------------------------
 
 
@@ -154,15 +148,6 @@ def test_what_ends_the_wait_for_the_others(news, join):
         member.await_others(list)
 
 
-def test_a_control_node_whose_step_has_swallowed_the_gangs_error_fails_at_its_end(join):
-    member, link = join(0)
-    with pytest.raises(LaunchFailed):
-        link.comes(*ABORT)
-    member.finish()
-    with pytest.raises(LaunchFailed, match="Rank 3 failed"):
-        member.await_others(list)
-
-
 def chained(cause=None, context=None):
     error = ValueError("wrapped")
     error.__cause__, error.__context__ = cause, context
@@ -196,26 +181,7 @@ def test_the_gang_is_told_of_all_but_its_own_verdict(error, told, join):
         assert told[2] in leave.cause.detail
 
 
-@pytest.mark.parametrize("why", [None, OSError("x")])
-def test_a_node_that_was_never_taken_in_waits_for_nothing(why):
-    member, link = attach()
-    link.answers = False
-    assert seconds_of(member.leave, why) < member_module._ACK_WAIT_S
-    assert link.is_closed
-
-
 # --- launches ------------------------------------------------------------------------------------
-
-
-def test_launches_are_numbered_and_hear_of_no_interruption_of_an_earlier_one(join):
-    member, link = join()
-    for number in range(3):
-        assert member.begin_launch() == number
-        member.order(TimedOut(f"too long {number}"), is_now=False)
-        assert len(link.interruptions) == number, "its supervisor does not know of this launch yet"
-        member.has_begun()
-        assert link.interruptions == [f"too long {each}" for each in range(number + 1)]
-        member.end_launch(None, handled=1)
 
 
 def test_in_a_broken_gang_no_launch_begins(join):
@@ -293,7 +259,6 @@ def is_told(what, kind, moment):
         if with_news_at(moment, steps[what], lambda: NEWS[kind](link)) < moment:
             return None
         if what == "begin_launch":
-            member.has_begun()
             # Of a broken gang the supervisor hears by itself, and the wait of the launch reads.
             return bool(link.interruptions or member.broken is not None or link._come)
         link.read()
@@ -360,7 +325,6 @@ def test_an_order_to_end_that_the_step_swallows_is_raised_again(call, join):
 def test_a_notice_reaches_the_launch_that_runs(join):
     member, link = join()
     member.begin_launch()
-    member.has_begun()
     link.says("must_end", "a spot notice says so")
     assert link.interruptions == ["a spot notice says so"]
     assert "was preempted: a spot notice says so" in str(member.terminated())
@@ -403,7 +367,6 @@ def test_the_news_of_a_gang_reaches_its_step_inside_of_a_gang_of_one_node(join):
     _, outer = join()
     inner, link = join(0, 1)
     inner.begin_launch()
-    inner.has_begun()
     with pytest.raises(LaunchFailed, match="Rank 3 failed"):
         outer.comes(*ABORT)
     assert link.interruptions == []  # nobody was preempted
@@ -456,16 +419,6 @@ def test_pools_of_the_steps_end_at_once_and_tell_nobody(where):
     said = json.loads(done.stdout)
     assert said["sent"] == []
     assert said["longest_s"] < 10
-
-
-def test_a_child_that_is_told_to_end_in_the_moment_of_the_fork_ends(join):
-    join()
-    pid = os.fork()
-    if pid == 0:
-        time.sleep(20)
-        os._exit(0)
-    os.kill(pid, signal.SIGTERM)
-    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGTERM
 
 
 def test_a_forked_child_has_the_former_handlers_and_the_task_has_ours(join):

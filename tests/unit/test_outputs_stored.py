@@ -18,9 +18,8 @@ from metaflow_extensions.torchrun.plugins.torchrun.gang.view import GangView
 from metaflow_extensions.torchrun.plugins.torchrun.outputs import Outputs
 from metaflow_extensions.torchrun.plugins.torchrun.registry import Registry
 from metaflow_extensions.torchrun.plugins.torchrun.show import commands
-from metaflow_extensions.torchrun.plugins.torchrun.show.outputs_command import outputs_of
-from metaflow_extensions.torchrun.plugins.torchrun.task import output_storing as storing
-from metaflow_extensions.torchrun.plugins.torchrun.task.output_storing import FilesToStore
+from metaflow_extensions.torchrun.plugins.torchrun.task import launch_outputs as storing
+from metaflow_extensions.torchrun.plugins.torchrun.task.launch_outputs import FilesToStore
 
 KIB = 1024
 
@@ -248,21 +247,6 @@ def test_a_list_that_leads_out_of_the_folder_is_refused(store, tmp_path):
 
 
 SOME, NOTHING = {"key": "k", "files": 2, "size": 10}, {"key": "k", "files": 0, "size": 0}
-
-
-@pytest.mark.parametrize(
-    ("by_launch", "last"),
-    [
-        ({0: SOME, 1: SOME}, 1),
-        ({0: SOME, 1: NOTHING}, 0),
-        ({9: SOME, 10: SOME, 11: NOTHING}, 10),
-        ({0: NOTHING, 1: NOTHING}, 1),
-    ],
-)
-def test_the_command_takes_the_last_launch_that_has_stored_a_file(by_launch, last):
-    kept = {launch: {0: {**row, "key": f"k{launch}"}} for launch, row in by_launch.items()}
-    for asked, found in ((None, last), (max(kept), max(kept))):
-        assert outputs_of(kept, asked, {}).as_data()["nodes"][0][0] == f"k{found}"
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ import pytest
 from metaflow.exception import MetaflowException
 
 from metaflow_extensions.torchrun.plugins.torchrun.errors import EntrypointError, LaunchFailed, TorchrunConfigError
-from metaflow_extensions.torchrun.plugins.torchrun.gang.cause import Cause, FailureText, failed
+from metaflow_extensions.torchrun.plugins.torchrun.gang.cause import Cause
 from metaflow_extensions.torchrun.plugins.torchrun.gang.failures import of_launch, teller
 from metaflow_extensions.torchrun.plugins.torchrun.gang.launch import Launch
 from metaflow_extensions.torchrun.plugins.torchrun.run_arguments import checked
@@ -111,15 +111,6 @@ def test_an_error_that_the_gang_does_not_know_is_told_where_it_is_and_metaflows_
     assert report(EntrypointError("no a*b.py"), 1, known=False) == "    @torchrun: entrypoint:\n    no a*b.py"
 
 
-def test_a_failure_of_a_steps_own_code_is_named_by_the_others_without_its_traceback():
-    cause = Cause("step", 1, "b", exception=TEXT, detail=TRACE)
-    pointer = report(failed(LaunchFailed, FailureText(cause, after="\nIt happened outside.")), 0)
-    for words in ("expected 2*3*4", "It happened outside.", "Node 1 shows the whole error."):
-        assert words in pointer
-    assert "above" not in pointer
-    assert "train.py" not in pointer
-
-
 def test_what_a_function_raised_is_shown_from_the_users_line_on_without_the_verdict_before_it():
     hand_on = code_in(module.__file__, "raise ValueError('a*b') from verdict", verdict=verdict())
     error = raised(call("/users/flow.py", call(module.__file__, hand_on)))
@@ -169,15 +160,6 @@ def test_a_failed_run_shows_its_caller_one_frame_of_ours():
     files = [frame.f_code.co_filename for frame, _ in traceback.walk_tb(error.__traceback__)]
     assert module.__file__ not in files
     assert error.__cause__.__traceback__ is None
-
-
-def test_an_interrupt_shows_no_frames_of_ours_after_the_users():
-    interrupted = KeyboardInterrupt()
-    ours = code_in(module.__file__, "raise error", error=interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        checked(lambda self: ours())(None)
-    files = [frame.f_code.co_filename for frame, _ in traceback.walk_tb(interrupted.__traceback__)]
-    assert module.__file__ not in files
 
 
 def test_an_error_in_our_own_code_keeps_its_frames():

@@ -1,7 +1,6 @@
 """What tells that a task must end is seen once, when it comes."""
 
 import os
-import shutil
 import signal
 import subprocess
 import time
@@ -15,8 +14,12 @@ from metaflow_extensions.torchrun.plugins.torchrun.machine import processes
 from metaflow_extensions.torchrun.plugins.torchrun.machine.pods import told_to_stop
 from metaflow_extensions.torchrun.plugins.torchrun.supervisor import signs as module
 from metaflow_extensions.torchrun.plugins.torchrun.supervisor.signs import Signs
-from metaflow_extensions.torchrun.plugins.torchrun.task.pod_shell import POD_SCRIPT, heed_sigterm_in_pod, pod_shell
-from metaflow_extensions.torchrun.plugins.torchrun.task.signs import STARTED_BY, name_as_starter, signs
+from metaflow_extensions.torchrun.plugins.torchrun.task.signs import (
+    POD_SCRIPT,
+    heed_sigterm_in_pod,
+    name_as_starter,
+    signs,
+)
 
 SPOT = "a spot notice says that its machine will be taken away (2026-11-21T10:00:00Z)"
 # As Metaflow's pods start (`Kubernetes._command` in kubernetes.py, 2.19), with commands that tell what became of them.
@@ -52,7 +55,7 @@ def task():
             made.append(subprocess.Popen(["sleep", "600"]))
             self.process, self.why, self.said = made[-1], [], []
             task = processes.Other(self.process.pid, processes.began(self.process.pid))
-            about = {**signs({}, 1.0, None, is_local=True), **about}
+            about = {**signs({}, 1.0, None, 1), **about}
             make = lambda: Signs(task, about, self.why.append, lambda: is_member, self.said.append)  # noqa: E731
             looking.append(InLoop(loop, make))
             self.close = looking[-1].close
@@ -104,14 +107,13 @@ def test_a_task_whose_control_task_is_gone_is_killed_if_it_does_not_end(is_membe
 
 def test_a_local_task_is_told_who_started_it_and_another_looks_for_notices():
     env = {}
-    name_as_starter(env, "run")
-    assert signs(env, 1.0, "file", is_local=False)["starters"] == {}
-    assert signs(env, 1.0, "file", is_local=False)["looks"]
-    assert signs(env, 1.0, None, is_local=True)["starters"] == {}, "the control task itself"
-    env = {STARTED_BY: f"run={os.getppid()} control={os.getpid()}"}
-    found = signs(env, 1.0, None, is_local=True)
-    assert found["starters"] == {"run": (os.getppid(), processes.began(os.getppid()))}
-    assert not found["looks"]
+    for role in ("run", "control"):
+        name_as_starter(env, role)
+    elsewhere, control, node = (signs(env, 1.0, "file", node) for node in (None, 0, 1))
+    assert (elsewhere["starters"], elsewhere["looks"], control["looks"]) == ({}, True, False)
+    own = os.getpid(), processes.began(os.getpid())
+    assert control["starters"] == {"run": own}, "and not the control task itself"
+    assert node["starters"] == {"run": own, "control": own}
 
 
 def test_sigterm_to_a_pods_shell_is_seen_by_its_other_processes(pod):
@@ -120,8 +122,8 @@ def test_sigterm_to_a_pods_shell_is_seen_by_its_other_processes(pod):
     shell = pod(script)
     assert shell.stdout.readline() == "own script\n"
     assert shell.stdout.readline() == f"pid {shell.pid} shell {shell.pid}\n"  # the same process, as kubelet knows it
-    environ = {"TORCHRUN_POD_SHELL": str(shell.pid)}
-    assert (pod_shell(environ), pod_shell({}), pod_shell({"TORCHRUN_POD_SHELL": "none"})) == (shell.pid, 0, 0)
+    environs = [{"TORCHRUN_POD_SHELL": str(shell.pid)}, {}, {"TORCHRUN_POD_SHELL": "none"}]
+    assert [signs(each, 1.0, None, None)["shell"] for each in environs] == [shell.pid, 0, 0]
     assert told_to_stop(shell.pid) is told_to_stop(0) is None
     shell.terminate()
     assert eventually(lambda: told_to_stop(shell.pid))
@@ -129,15 +131,6 @@ def test_sigterm_to_a_pods_shell_is_seen_by_its_other_processes(pod):
     out, _ = shell.communicate("")  # its commands go on to their end
     assert shell.returncode == 5
     assert int(out.split()[-1], 16) >> (signal.SIGTERM - 1) & 1  # what is started there has to undo it
-
-
-def test_a_pod_without_python_starts_as_it_did(pod, tmp_path):
-    for name in ("cat", "grep", "bash"):
-        (tmp_path / name).symlink_to(shutil.which(name))
-    shell = pod(POD_SCRIPT + "true", PATH=str(tmp_path))
-    assert shell.stdout.readline() == f"pid {shell.pid} shell none\n"
-    shell.communicate("")
-    assert shell.returncode == 5
 
 
 def test_a_task_heeds_sigterm_again():

@@ -53,13 +53,6 @@ def test_the_gang_hears_of_the_alarm_until_its_end(metaflows, heard):
     assert (len(heard), metaflows.alarms) == (1, 1)
 
 
-def test_an_alarm_of_somebody_else_is_left_alone(metaflows, request):
-    metaflows.name = "mine"
-    heard = request.getfixturevalue("heard")
-    signal.raise_signal(signal.SIGALRM)
-    assert (heard, metaflows.alarms) == ([], 1)
-
-
 @pytest.fixture
 def in_pod(monkeypatch):
     """Have this be a pod of this age, in seconds."""

@@ -147,14 +147,11 @@ def port(number):
     ("decorators", "master_port", "site_port", "name"),
     [
         ({**CATCH, **BATCH}, None, None, "train"),
-        ({**CATCH, **KUBERNETES}, None, None, "join"),  # it is no gang
         ({**KUBERNETES, "retry": {}}, None, None, "train"),
         (port(None), 29500, None, "train"),
         (port(29500), None, None, "train"),
         (port(29500), 29500, None, "train"),
-        (port("29500"), 29500, None, "train"),
         (port("8080"), 29500, "8080", "train"),  # METAFLOW_KUBERNETES_PORT; the step says nothing of it
-        (port(8080), 29500, "8080", "train"),
     ],
 )
 def test_ports_that_agree_and_catch_elsewhere_are_fine(decorators, master_port, site_port, name, monkeypatch):
@@ -170,7 +167,6 @@ def test_ports_that_agree_and_catch_elsewhere_are_fine(decorators, master_port, 
         ("train", 2, {}, "local"),
         ("nested", 1, BATCH, "local"),  # it waits for nobody
         ("train", None, BATCH, "local"),  # asked again when it is known
-        ("join", 3, BATCH, "local"),  # it is no gang
         ("nested", 2, {**BATCH, **CATCH, **KUBERNETES}, "spin"),  # it runs here, and alone
     ],
 )

@@ -44,7 +44,7 @@ def control_task(monkeypatch, datastore):
         parallel = Parallel("127.0.0.1", num_nodes, node_index, control_task_id)
         monkeypatch.setattr(type(current), "parallel", parallel, raising=False)
         monkeypatch.setenv("METAFLOW_RUNTIME_ENVIRONMENT", runtime)
-        made.append(task_gang.TaskGang(SETTINGS, datastore, "1", "train", "2", 0, **more))
+        made.append(task_gang.TaskGang(SETTINGS, datastore, ("1", "train", "2", 0), **more))
         return made[-1]
 
     yield control_task

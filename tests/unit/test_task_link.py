@@ -10,7 +10,7 @@ import pytest
 from limits import limit_s
 from unit_helpers import HANG_S
 
-from metaflow_extensions.torchrun.plugins.torchrun.machine.packets import Packets, packets
+from metaflow_extensions.torchrun.plugins.torchrun.machine.packets import Packets
 from metaflow_extensions.torchrun.plugins.torchrun.supervisor.task_link import TaskLink
 
 
@@ -60,21 +60,3 @@ def test_a_task_is_woken_until_it_has_read_what_is_urgent(task, woken):
     have(lambda link: link.send_now("must_end", "why"), read_after_two, within_s=0.5)
     assert Packets().add(heard[0]) == ["must_end", "why"]
     assert len(woken) <= before[0] + 1, "one more may have been on its way"
-
-
-def test_a_task_that_does_not_read_for_long_gets_all_in_order(task, woken):
-    own, have = task
-    many = [["text", number, "x" * 50_000] for number in range(100)]
-    found = []
-
-    def read_all():
-        own.setblocking(False)
-        try:
-            while (found.append(own.recv(70_000)) or True) and len(found) < 100:
-                pass
-        except BlockingIOError:
-            pass
-        return len(found) >= 100
-
-    assert have(lambda link: [link.send_now(*each) for each in many], read_all)
-    assert [found[number] for number in range(100)] == [packets(number, each)[0] for number, each in enumerate(many)]

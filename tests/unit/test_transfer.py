@@ -3,23 +3,16 @@
 import queue
 import subprocess
 import sys
-import threading
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from types import SimpleNamespace
 
-import boto3
 import pytest
-from botocore.config import Config
 from limits import limit_s
-from unit_helpers import HANG_S, eventually
+from unit_helpers import HANG_S
 
-from metaflow_extensions.torchrun.plugins.torchrun.compat.datastore import DatastoreValues
-from metaflow_extensions.torchrun.plugins.torchrun.gang.texts import size_text
 from metaflow_extensions.torchrun.plugins.torchrun.launch import transfer
 from metaflow_extensions.torchrun.plugins.torchrun.launch.transfer import Step, Transfer, TransferFailed
 
 DEADLINE_S = limit_s(HANG_S)
-KEY = {"region_name": "us-east-1", "aws_access_key_id": "id", "aws_secret_access_key": "key"}
 
 
 @pytest.fixture
@@ -90,37 +83,3 @@ job.give_up()
 def test_a_transfer_that_was_given_up_holds_up_no_exit(code):
     done = subprocess.run([sys.executable, "-c", code], timeout=DEADLINE_S, capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")
-
-
-class Busy(BaseHTTPRequestHandler):
-    """An S3 that answers as it does when it has too much to do."""
-
-    def do_PUT(self):
-        body = b"<Error><Code>SlowDown</Code><Message>Please reduce your request rate.</Message></Error>"
-        self.send_response(503)
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
-
-    def log_message(self, *args):
-        pass
-
-
-def test_what_the_s3_client_meets_is_known_while_it_tries_again():
-    store = DatastoreValues(SimpleNamespace(TYPE="s3", datastore_root="s3://bucket", flow_name="Flow"))
-    assert store.trouble() is None
-    with ThreadingHTTPServer(("127.0.0.1", 0), Busy) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        url = f"http://127.0.0.1:{server.server_address[1]}"
-        client = boto3.client("s3", endpoint_url=url, config=Config(retries={"mode": "adaptive"}), **KEY)
-        step = Step("a value", lambda: client.put_object(Bucket="b", Key="k", Body=b"v"), 100.0)
-        upload = Transfer(store, "stores", [step])
-        upload.start()
-        words = "a value (the datastore fails: SlowDown: Please reduce your request rate.)"
-        eventually(lambda: upload.what() == words)
-        server.shutdown()
-
-
-def test_sizes_are_for_people():
-    texts = {0: "0 bytes", 999: "999 bytes", 1500: "1.5 kB", 3e8: "300.0 MB", 2.1e9: "2.1 GB"}
-    assert {size: size_text(size) for size in texts} == texts

@@ -29,7 +29,8 @@ class Outcome:
 
 def launch(function, arguments=None, rank=3):
     """Call a function in a worker; return its `Outcome`."""
-    with closing(FunctionCall(function, arguments, None, False, None)) as call:
+    run = resolve({"entrypoint": function, "entrypoint_args": arguments}, parse_settings({}, "train"), Place(1, 0, ""))
+    with closing(FunctionCall(run, None)) as call:
         call.begin(Call("", (), False, nproc=1, num_nodes=rank + 1, node_index=rank, python=""))
         path = os.pathsep.join(filter(None, [WORKER_HOOKS, os.environ.get("PYTHONPATH")]))
         own = {"RANK": str(rank), "PYTHONPATH": path, "TORCHRUN_AGENT_PID": str(os.getpid())}
@@ -88,9 +89,12 @@ def main(program):
 import pickle  # noqa: E402
 
 from metaflow_extensions.torchrun.plugins.torchrun.errors import EntrypointError, LaunchFailed, WorkerFailed  # noqa: E402
+from metaflow_extensions.torchrun.plugins.torchrun.launch.arguments import Place  # noqa: E402
 from metaflow_extensions.torchrun.plugins.torchrun.launch.call import Call  # noqa: E402
 from metaflow_extensions.torchrun.plugins.torchrun.launch.command import WORKER_HOOKS  # noqa: E402
+from metaflow_extensions.torchrun.plugins.torchrun.launch.run_settings import resolve  # noqa: E402
 from metaflow_extensions.torchrun.plugins.torchrun.node.exits import read_record  # noqa: E402
+from metaflow_extensions.torchrun.plugins.torchrun.settings import parse_settings  # noqa: E402
 from metaflow_extensions.torchrun.plugins.torchrun.task.function_call import FUNCTION_WORKER, FunctionCall  # noqa: E402
 
 if os.environ.get("NO_METAFLOW_IN_WORKERS"):

@@ -19,8 +19,7 @@ from .compat import steps
 from .compat.graph import check_first, is_ours
 from .compat.renamed import check, harmless
 from .settings import DEFAULTS, StepSettings, check_spares, parse_settings, refuse_unknown
-from .task.pod_shell import POD_SCRIPT, heed_sigterm_in_pod
-from .task.signs import name_as_starter
+from .task.signs import POD_SCRIPT, heed_sigterm_in_pod, name_as_starter
 from .tracebacks import cut_frames_around
 
 if TYPE_CHECKING:
@@ -259,10 +258,9 @@ class TorchrunDecorator(steps.ParallelDecorator):  # type: ignore[misc]  # Metaf
         limit = time_limit(self._timeout_s or 0.0, began_at, self._settings.grace_s) if is_ours else None
         store, settings = self._flow_datastore, self._settings
         forget = partial(steps.forget_tasks, flow)
-        about = (run_id, step_name, task_id, retry_count)
-        self._gang = TaskGang(settings, store, *about, limit, forget)
+        self._gang = TaskGang(settings, store, (run_id, step_name, task_id, retry_count), limit, forget)
         self._gang.watch_storing(task_datastore)
-        tell_after_errors(self._gang.leave_with)  # as of a metadata service that is down, of which no decorator hears
+        tell_after_errors(self._gang.leave)  # as of a metadata service that is down, of which no decorator hears
 
     def task_decorate(self, step_func: Callable[[], None], *args: Any) -> Callable[[], None]:
         """Join the gang before the step's code and leave it after, whatever happens in between."""

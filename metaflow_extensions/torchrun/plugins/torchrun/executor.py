@@ -25,8 +25,7 @@ from .settings import StepSettings, checked_value
 from .show.gang_part import GangPart
 from .task.launch_call import LaunchCall
 from .task.member import Member
-from .task.results import result_of
-from .task.services import Services
+from .task.services import Services, result_of
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack  # in typing since Python 3.11
@@ -190,7 +189,7 @@ class TorchrunExecutor:
         self._warn(call, run)
         text = f"processes per node: {nproc.value} ({nproc.why})"
         context.member.say(Event("chosen", self.node_index, text, is_detail=True))
-        return self._launch(LaunchCall(call, context.member, services, context.store, complete))
+        return self._launch(LaunchCall(call, context.member, services, complete))
 
     def _warn(self, call: Call, run: RunSettings) -> None:
         """Log warnings about a launch on this machine."""

@@ -24,7 +24,7 @@ from .show.gang_part import GangPart
 from .task.cards import Cards
 from .task.console import hurry, to_log
 from .task.gang_store import GangStore
-from .task.join import LOOPBACK, join_alone, rules_of
+from .task.join import LOOPBACK, begin_gang
 from .task.member import Member
 from .task.report import end_with, print_errors_ourselves, report
 
@@ -51,7 +51,7 @@ class GangOfOne:
         settings = parse_settings(DEFAULTS, None)
         about: dict[str, Any] = {}
         machine = this_machine()
-        member = join_alone(settings, partial(_log, about), rules_of(settings))
+        member = begin_gang(settings, partial(_log, about))
         store: GangStore | None = None
         error: BaseException | None = None
         try:

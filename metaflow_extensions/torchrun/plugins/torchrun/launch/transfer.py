@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
+import concurrent.futures.thread  # noqa: F401 - it registers what `_do_not_wait_for_pools` must come before
 import itertools
-import os
 import threading
 import time
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -52,31 +51,33 @@ class Step:
     rank: int | None = None  # whose it is, if it is one rank's
 
 
-class ToStore(Protocol):
+class ToStore:
     """What is stored of a launch when all workers of the gang have ended."""
 
     def steps(self) -> Iterator[Step]:
         """Yield what is to be done; the transfer's thread asks for each step and does it, one after the other."""
+        raise NotImplementedError
 
     def told(self) -> dict[str, Any] | None:
         """Return the data for the gang at its end: what was stored by then."""
+        raise NotImplementedError
 
     def lines(self, problem: str | None, seconds: float) -> Iterable[str]:
         """Return the lines for this node's log at its end; `problem` is why not everything is stored."""
+        return ()
 
 
 class Transfer:
-    """Steps, one after the other, in a daemon thread.
+    """Steps, one after the other, in a daemon thread: only that waits for the store, and no exit waits for it.
 
-    Only that thread waits for the store. The thread that started it may give it up at any time. Then no further step is
-    done, and the thread does not delay the exit of the interpreter.
+    It writes `step`, `_step_begun_at` and `_error`, and sets `_ended` last; who has started it reads them. Each field has
+    one writer, so there is no lock.
     """
 
-    # The transfer's own thread writes `step`, `_step_begun_at` and `_error`, and sets `_ended` last. The thread that
-    # started it reads them, and writes `_given_up` and `_said_at`. Each field has one writer, so there is no lock.
-
-    def __init__(self, store: ValueStore | None, doing: str, steps: Iterable[Step]) -> None:
-        self._store = store  # None: nothing is said of it
+    def __init__(
+        self, store: ValueStore | None, doing: str, steps: Iterable[Step], wake: Callable[[], object] = bool
+    ) -> None:
+        self._store, self._wake = store, wake  # None: nothing is said of it; what is called at the end
         self.where = "" if store is None else store.where
         self._doing = doing  # as in "stores"
         self._steps = iter(steps)  # at least one; the others are made as they are needed
@@ -85,8 +86,6 @@ class Transfer:
         self._error: BaseException | None = None
         self._ended = threading.Event()
         self._given_up = False
-        self.file = os.eventfd(0, os.EFD_CLOEXEC)  # readable at its end
-        weakref.finalize(self, os.close, self.file).atexit = False  # its thread may need it longer than who waits
 
     def start(self) -> None:
         """Begin."""
@@ -103,14 +102,14 @@ class Transfer:
         return self._step_begun_at + self.step.patience_s - time.monotonic()
 
     @property
-    def over(self) -> bool:
-        """Whether it has succeeded, failed, or takes too long."""
-        return self._ended.is_set() or self.left_s < 0
-
-    @property
     def hangs(self) -> bool:
         """Whether its thread still runs."""
         return not self._ended.is_set()
+
+    @property
+    def over(self) -> bool:
+        """Whether it has succeeded, failed, or takes too long."""
+        return not self.hangs or self.left_s < 0
 
     def line(self) -> str | None:
         """Return a line for the log about the progress; None if the last one is less than `REMIND_S` old."""
@@ -122,29 +121,25 @@ class Transfer:
 
     def what(self) -> str:
         """Return what is being stored or loaded and, if the store fails at the moment, why."""
-        trouble = None if self._store is None else self._store.trouble()
-        return self.step.what + (f" (the datastore fails: {trouble[:_TROUBLE_TEXT]})" if trouble else "")
+        trouble = self._trouble()
+        return self.step.what + (f" (the datastore fails: {trouble})" if trouble else "")
+
+    def _trouble(self) -> str:
+        return ((self._store and self._store.trouble()) or "")[:_TROUBLE_TEXT]
 
     def problem(self) -> str | None:
         """Return why it failed, once it is over; None if it succeeded."""
         passed = f"after {time.monotonic() - self._step_begun_at:.0f} s"
         if self._error is not None:
             return f"{passed}: {type(self._error).__name__}: {self._error}"
-        if self._ended.is_set():
-            return None
-        trouble = (self._store and self._store.trouble()) or "it has not answered, or is too slow"
-        return f"{passed}: {trouble[:_TROUBLE_TEXT]}"
+        return f"{passed}: {self._trouble() or 'it has not answered, or is too slow'}" if self.hangs else None
 
     def give_up(self) -> None:
-        """Stop waiting for it."""
+        """Do no further step; the current one may go on."""
         self._given_up = True
-        if not self._ended.is_set():
-            # Private (Python 3.9 to 3.14). Without it, the exit waits for boto3's threads; RuntimeError: it exits already.
-            with suppress(AttributeError, RuntimeError):
-                threading._register_atexit(_do_not_wait_for_pools)  # type: ignore[attr-defined]
 
     def await_end(self, say: Callable[[str], object] = bool) -> None:
-        """Wait until it has ended, or takes too long; `say` now and then what takes so long."""
+        """Wait until it is over; `say` now and then what takes so long."""
         try:
             while not self._ended.wait(_LOOK_S) and not self.over:  # signal handlers run meanwhile
                 if (line := self.line()) is not None:
@@ -152,7 +147,7 @@ class Transfer:
         finally:
             self.give_up()
 
-    def wait(self, say: Callable[[str], None]) -> None:
+    def wait(self, say: Callable[[str], object] = bool) -> None:
         """Start it and wait for its end, or raise TransferFailed; `say` as in `await_end`."""
         self.start()
         self.await_end(say)
@@ -170,18 +165,37 @@ class Transfer:
             self._error = error
         finally:
             self._ended.set()
-            os.eventfd_write(self.file, 1)
+            self._wake()
+
+
+def job(do: Callable[[], object], patience_s: float, wake: Callable[[], object] = bool) -> Transfer:
+    """Begin one thing, of which nothing is said. Raises RuntimeError if there are no more threads."""
+    begun = Transfer(None, "does", [Step("a job", do, patience_s)], wake)
+    begun.start()
+    return begun
+
+
+def do_within(do: Callable[[], object], patience_s: float) -> None:
+    """Do one thing that may fail and may hang, as well as it goes, and wait for its end so long."""
+    with suppress(RuntimeError):
+        job(do, patience_s).await_end()
 
 
 def _do_not_wait_for_pools() -> None:
-    """Keep the interpreter, at its exit, from waiting for the pools of threads that boto3 uploads with.
+    """Where a job hangs, keep the exit from waiting for the pools of threads that boto3 uploads with.
 
     Threads that a daemon has started are daemons, but `concurrent.futures` joins all of its own at the exit (Python 3.9
     to 3.14). What was registered last is called first, so this comes before that.
     """
-    for thread in threading.enumerate():
-        if thread.daemon and thread.name.startswith("ThreadPoolExecutor"):
-            thread.join = lambda timeout=None: None  # type: ignore[method-assign]
+    threads = threading.enumerate()
+    if any(thread.name == "torchrun-values" for thread in threads):
+        for thread in threads:
+            if thread.daemon and thread.name.startswith("ThreadPoolExecutor"):
+                thread.join = lambda timeout=None: None  # type: ignore[method-assign]
+
+
+with suppress(AttributeError, RuntimeError):  # private (Python 3.9 to 3.14); RuntimeError: the interpreter exits
+    threading._register_atexit(_do_not_wait_for_pools)  # type: ignore[attr-defined]
 
 
 def patience_for(size: int) -> float:

@@ -27,7 +27,7 @@ def why_it_waits(node: int, environ: Mapping[str, str] = os.environ) -> str:
 
 
 def told_to_stop(shell: int) -> str | None:
-    """Return why this pod will stop if SIGTERM is pending for its `shell`, see `task/pod_shell`; else None."""
+    """Return why this pod will stop if SIGTERM is pending for its `shell`, see `task/signs`; else None."""
     if not any(has_signal(shell, pending, signal.SIGTERM) for pending in ("SigPnd", "ShdPnd")):
         return None
     return "its pod got SIGTERM (it is deleted, evicted or over its time limit, or its machine drained)"

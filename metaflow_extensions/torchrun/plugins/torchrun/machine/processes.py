@@ -68,11 +68,16 @@ def children(parent: int | None = None, of_main_thread: bool = False) -> list[in
     Those `of_main_thread` alone are cheap enough to look for again and again. A kernel without CONFIG_PROC_CHILDREN
     tells those of all threads.
     """
-    tasks = f"/proc/{parent or os.getpid()}/task"
-    threads = [str(parent or os.getpid())] if of_main_thread else _names(tasks)
-    if os.path.exists(f"/proc/self/task/{os.getpid()}/children"):
+    parent = _or_own(parent)
+    tasks = f"/proc/{parent}/task"
+    if os.path.exists(f"{tasks}/{parent}/children"):
+        threads = [str(parent)] if of_main_thread else _names(tasks)
         return [int(pid) for thread in threads for pid in read(f"{tasks}/{thread}/children").split()]
-    return [process.pid for process in _table() if process.parent == (parent or os.getpid())]
+    return [process.pid for process in _table() if process.parent == parent]
+
+
+def _or_own(pid: int | None) -> int:
+    return pid or os.getpid()
 
 
 def living_descendants(ancestor: int | None = None, without: Collection[int] = ()) -> list[int]:
@@ -83,7 +88,7 @@ def living_descendants(ancestor: int | None = None, without: Collection[int] = (
     below: dict[int, list[Process]] = {}
     for process in _table():
         below.setdefault(process.parent, []).append(process)
-    found, queue = [], [ancestor or os.getpid()]
+    found, queue = [], [_or_own(ancestor)]
     while queue:
         for process in below.get(queue.pop(), ()):
             if process.pid in without:

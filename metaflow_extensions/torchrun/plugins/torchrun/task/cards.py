@@ -11,7 +11,7 @@ from typing import Any
 from ..compat import cards
 from ..compat.renamed import convenience
 from ..gang.view import GangView
-from ..launch.transfer import Step, Transfer
+from ..launch.transfer import do_within
 from ..show.gang_card import page_of_gang, sections_of_gang
 from ..show.gang_part import GangPart
 
@@ -60,19 +60,15 @@ class Cards:
     def make_last(self, patience_s: float = _LAST_S) -> None:
         """Make the last cards of a failing task, which Metaflow does not make; wait at most `patience_s`."""
         if self._ours or self._with_parts:
-            with convenience(_LAST):
-                transfer = Transfer(None, "makes", [Step("the last card", self._make_last, patience_s)])
-                transfer.start()
-                transfer.await_end()
+            do_within(self._make_last, patience_s)
 
     def _make_last(self) -> None:
         # Like Metaflow's `CardDecorator.task_finished` for a task that ended well. The final cards of Metaflow's own types
         # need such a task, so a user's card is rendered once more as that of a running task.
         self._has_page = False  # a step that has caught the error may launch again
         with convenience(_LAST):
-            for card, first in [(each, "render") for each in self._ours] + [
-                (each, "render_runtime") for each in self._with_parts
-            ]:
+            made = {"render": self._ours, "render_runtime": self._with_parts}
+            for card, first in ((card, first) for first, found in made.items() for card in found):
                 for mode in (first, "refresh"):
                     cards.make(card, mode, is_final=True)
 

@@ -13,7 +13,7 @@ import pickle
 import socket
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
@@ -23,12 +23,12 @@ from typing import Any
 from ..errors import EntrypointError, LaunchFailed, TorchrunConfigError, TorchrunError, WorkerFailed
 from ..gang.cause import cause_of, failure_of, retold
 from ..gang.messages import CONTROL
-from ..gang.texts import size_text
+from ..gang.texts import names, size_text
 from ..gang.wire import Plain
 from ..launch.arguments import dict_or_list
 from ..launch.call import Call, FunctionSpec
 from ..launch.run_settings import RunSettings
-from ..launch.transfer import PATIENCE_S, Step, ToStore, Transfer, TransferFailed, ValueStore, patience_for
+from ..launch.transfer import PATIENCE_S, Step, ToStore, Transfer, ValueStore, do_within, patience_for
 from ..worker import function_worker
 from ..worker.function_worker import (
     CALL,
@@ -54,49 +54,47 @@ _LOADED_AT_ONCE = 64
 _RAISING = frozenset({"exception", "exit", "signal"})
 
 
-def call_of(run: RunSettings, store: ValueStore | None) -> FunctionCall | None:
-    """Return the call, where the entrypoint is a function; raises TorchrunConfigError for what does not go with it."""
-    if not callable(run.entrypoint):
+class FunctionCall:
+    """The function of a call of `run`, launched on all nodes; `store` carries values between them, None in a gang of one.
+
+    Raises TorchrunConfigError for what does not go with a function.
+    """
+
+    def __init__(self, run: RunSettings, store: ValueStore | None) -> None:
+        for name, is_set in (("module", run.module), ("no-python", "no-python" in run.options)):
+            if is_set:
+                raise TorchrunConfigError(
+                    f"{name} says how to run a script, but the entrypoint is a function; remove it."
+                )
+        if run.process_group is not None and run.process_group not in PROCESS_GROUPS:
+            raise TorchrunConfigError(
+                f"run(process_group={run.process_group!r}) must be one of {', '.join(PROCESS_GROUPS)}, or left out."
+            )
+        function = run.entrypoint
+        call = (function, *_as_call(run.entrypoint_args))
+        _check_call(*call)
+        inner = function.func if isinstance(function, partial) else function
+        name = str(getattr(inner, "__qualname__", type(inner).__qualname__))
+        # With gather, the control node gets the values of all ranks. A function that gathers is not expected to use a
+        # process group, so no warning says that its ranks train alone.
+        self._gather = self.may_train_alone = run.gather
+        self._store, self.stores = store, store is not None
+        self._node, self._ranks = CONTROL, range(0)
+        self._values: ValuesOnDisk | None = _written(call, inner, name, run.process_group)
+        self.folder, self.emptied = self._values.folder, self._values.of_workers
+        self.function = FunctionSpec(name, FUNCTION_WORKER, self.folder, _source_of(inner))
+
+    @classmethod
+    def of(cls, run: RunSettings, store: ValueStore | None) -> FunctionCall | None:
+        """Return the call, where the entrypoint is a function; raises TorchrunConfigError for what a script does itself."""
+        if callable(run.entrypoint):
+            return cls(run, store)
         if run.process_group or run.gather:
             said = f"process_group={run.process_group!r}" if run.process_group else f"gather={run.gather!r}"
             raise TorchrunConfigError(
                 f"run({said}) is for functions; a script makes its process group and stores its results itself."
             )
         return None
-    for name, is_set in (("module", run.module), ("no-python", "no-python" in run.options)):
-        if is_set:
-            raise TorchrunConfigError(f"{name} says how to run a script, but the entrypoint is a function; remove it.")
-    return FunctionCall(run.entrypoint, run.entrypoint_args, run.process_group, run.gather, store)
-
-
-class FunctionCall:
-    """One function launched on all nodes."""
-
-    def __init__(
-        self,
-        function: Callable[..., Any],
-        arguments: Any,
-        process_group: str | None,
-        gather: bool,
-        store: ValueStore | None,
-    ) -> None:
-        if process_group is not None and process_group not in PROCESS_GROUPS:
-            raise TorchrunConfigError(
-                f"run(process_group={process_group!r}) must be one of {', '.join(PROCESS_GROUPS)}, or left out."
-            )
-        call = (function, *_as_call(arguments))
-        _check_call(*call)
-        inner = function.func if isinstance(function, partial) else function
-        name = str(getattr(inner, "__qualname__", type(inner).__qualname__))
-        # With gather, the control node gets the values of all ranks. A function that gathers is not expected to use a
-        # process group, so no warning says that its ranks train alone.
-        self._gather = self.may_train_alone = gather
-        self._store = store  # carries values between nodes; None for a gang of one
-        self.stores = store is not None
-        self._node, self._ranks = CONTROL, range(0)
-        self._values: ValuesOnDisk | None = _written(call, inner, name, {"process_group": process_group})
-        self.folder, self.emptied = self._values.folder, self._values.of_workers
-        self.function = FunctionSpec(name, FUNCTION_WORKER, self.folder, _source_of(inner))
 
     def close(self) -> None:
         """Remove the files, but for those of values that a result has."""
@@ -143,15 +141,15 @@ class FunctionCall:
         ranks_of = defaultdict[str, list[int]](list)
         for rank, key in told.items():
             ranks_of[key].append(int(rank))
+        keys = list(ranks_of)
 
-        def load(keys: Sequence[str]) -> None:
-            for key, data in store.load(keys):
+        def load(start: int) -> None:
+            for key, data in store.load(keys[start : start + _LOADED_AT_ONCE]):
                 values.add(values.write(data), *ranks_of[key])
 
-        keys = list(ranks_of)
-        lists = [keys[start : start + _LOADED_AT_ONCE] for start in range(0, len(keys), _LOADED_AT_ONCE)]
-        what = f"the values of {len(told)} ranks" if len(told) > 1 else f"rank {next(iter(told))}'s value"
-        Transfer(store, "loads", [Step(what, partial(load, some), len(some) * PATIENCE_S) for some in lists]).wait(say)
+        starts = range(0, len(keys), _LOADED_AT_ONCE)
+        what, patience_s = f"the value of {names(map(int, told), 'rank')}", _LOADED_AT_ONCE * PATIENCE_S
+        Transfer(store, "loads", [Step(what, partial(load, start), patience_s) for start in starts]).wait(say)
 
     def original(self, error: LaunchFailed, told: Plain) -> BaseException:
         """Return what `run` raises: the worker's exception, `WorkerFailed` if it can't be had, or `error` itself."""
@@ -171,7 +169,11 @@ class FunctionCall:
             return retold(error, WorkerFailed, f"{report['text']}\n", because)
         place = f" at {cause.place}" if cause.place else ""
         also = f"; {cause.also} failed in the same way" if cause.also else ""
-        _add_note(exception, f"raised{place} by {failure.who}{also}")
+        # What `add_note` does (from Python 3.11 on), also where a class forbids to set attributes or hides them.
+        attributes = vars(BaseException)["__dict__"].__get__(exception)
+        with suppress(TypeError):  # its notes are something else
+            note = f"raised{place} by {failure.who}{also}"
+            attributes["__notes__"] = [*attributes.get("__notes__", []), note]
         return exception
 
     def _raised(self, rank: int, key: str | None) -> bytes | None:
@@ -180,13 +182,11 @@ class FunctionCall:
             return Path(self._path(RAISED, rank)).read_bytes()
         store, found = self._store, list[bytes]()
         if store is not None and key is not None:
-            step = Step("what a rank raised", lambda: found.extend(dict(store.load([key])).values()), RAISED_PATIENCE_S)
-            with suppress(TransferFailed):
-                Transfer(store, "loads", [step]).wait(lambda line: None)
+            do_within(lambda: found.extend(dict(store.load([key])).values()), RAISED_PATIENCE_S)
         return found[0] if found else None
 
 
-class _ToStore:
+class _ToStore(ToStore):
     """Files of ranks, for other nodes."""
 
     def __init__(self, store: ValueStore, paths: Mapping[int, str], ok: bool) -> None:
@@ -194,7 +194,6 @@ class _ToStore:
         self._keys: dict[str, str] = {}  # by rank; the transfer's thread adds to it
 
     def steps(self) -> Iterator[Step]:
-        """Yield one step for each rank."""
         for rank, path in self._paths.items():
             size = os.path.getsize(path)
             what = f"rank {rank}'s {'value' if self._ok else 'exception'} ({size_text(size)})"
@@ -207,11 +206,6 @@ class _ToStore:
     def told(self) -> Plain | None:
         """Return the keys of what was stored, by rank."""
         return dict(self._keys) or None
-
-    @staticmethod
-    def lines(problem: str | None, seconds: float) -> Iterable[str]:
-        """Return nothing: the gang has the keys."""
-        return ()
 
 
 def _as_call(arguments: Any) -> tuple[Sequence[Any], Mapping[str, Any]]:
@@ -242,15 +236,7 @@ def _source_of(inner: Any) -> str | None:
     return path if path is not None and os.path.isfile(path) else None
 
 
-def _search_path() -> list[str]:
-    """Return where this task looks for modules, so that workers find the same.
-
-    Not every entry is a file or folder: editable installations have markers there for their import hooks.
-    """
-    return [os.path.abspath(entry) if os.path.exists(entry or os.curdir) else entry for entry in sys.path]
-
-
-def _written(call: tuple[Any, ...], inner: Any, name: str, header: Mapping[str, Any]) -> ValuesOnDisk:
+def _written(call: tuple[Any, ...], inner: Any, name: str, process_group: str | None) -> ValuesOnDisk:
     """Return the folder of a call, with the call in it."""
     owner = getattr(inner, "__self__", None)
     is_flow = any(base.__module__ == "metaflow.flowspec" for base in type(owner).__mro__)
@@ -266,8 +252,10 @@ def _written(call: tuple[Any, ...], inner: Any, name: str, header: Mapping[str, 
             failed.callback(values.remove)
             os.mkdir(values.of_workers)
             with open(os.path.join(values.folder, CALL), "wb") as file:
-                about = {"path": _search_path(), "main": main_file(), "package": package, "cells": cells()}
-                pickle.dump({**header, **about}, file)
+                # Not every entry of the path is there: editable installations have markers for their import hooks.
+                path = [os.path.abspath(each) if os.path.exists(each or os.curdir) else each for each in sys.path]
+                header = {"path": path, "main": main_file(), "package": package, "cells": cells()}
+                pickle.dump({**header, "process_group": process_group}, file)
                 _dump(call, name, file)
         except OSError as error:
             raise LaunchFailed(
@@ -287,20 +275,20 @@ def _dump(call: tuple[Any, ...], name: str, file: Any) -> None:
         raise  # a failure of the disk, Ctrl-C, or news of the gang: not the function's fault
     except BaseException as error:  # also an exit, in a __reduce__
         what, problem = _what_fails(call, name), words_of(error)
-        if find_cloud_pickler() is None and main_file() is None:
+        if find_cloud_pickler() is not None:
+            raise EntrypointError(
+                f"{what} can't be pickled, with cloudpickle neither ({problem}). Pass data instead of open files, locks, "
+                "connections, or the flow itself (self)."
+            ) from error
+        if main_file() is None:
             raise EntrypointError(
                 f"{what} can't be pickled ({problem}). In a notebook that takes cloudpickle: pip install cloudpickle. "
                 "Without it, define the function in a module beside the notebook, and pass it data."
             ) from error
-        if find_cloud_pickler() is None:
-            raise EntrypointError(
-                f"{what} can't be pickled ({problem}). Define the function at the top level of the flow file or of a module "
-                "beside it and pass it data, or install cloudpickle in the step's environment: it can carry lambdas and "
-                "closures."
-            ) from error
         raise EntrypointError(
-            f"{what} can't be pickled, with cloudpickle neither ({problem}). Pass data instead of open files, locks, "
-            "connections, or the flow itself (self)."
+            f"{what} can't be pickled ({problem}). Define the function at the top level of the flow file or of a module "
+            "beside it and pass it data, or install cloudpickle in the step's environment: it can carry lambdas and "
+            "closures."
         ) from error
 
 
@@ -316,14 +304,6 @@ def _what_fails(call: tuple[Any, ...], name: str) -> str:
         except BaseException:
             return f"entrypoint_args[{key!r}] of {name}, a {type(value).__module__}.{type(value).__qualname__},"
     return name
-
-
-def _add_note(exception: BaseException, note: str) -> None:
-    """Do what `add_note` does (from Python 3.11 on), also where a class forbids to set attributes or hides them."""
-    attributes = vars(BaseException)["__dict__"].__get__(exception)
-    notes = attributes.get("__notes__", [])
-    if isinstance(notes, list):
-        attributes["__notes__"] = [*notes, note]
 
 
 def _unpickled(report: Mapping[str, Any]) -> tuple[BaseException | None, str]:

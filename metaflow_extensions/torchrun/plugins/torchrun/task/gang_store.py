@@ -8,7 +8,7 @@ Who may write the step's datastore may ask the gang; nobody else can.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import partial
 from typing import Any
@@ -16,9 +16,10 @@ from typing import Any
 from ..errors import GangError
 from ..gang.messages import CONTROL
 from ..gang.view import GangView, NodeView, Presence, Word, told_by_others
-from ..launch.transfer import Step, Transfer
+from ..launch.transfer import do_within, job
 from ..registry import Registry, Reply, Request
 from .cards import Cards
+from .link import NEVER
 from .member import Member
 
 _PATIENCE_S = 5.0  # for one writing, and for the last one
@@ -28,7 +29,6 @@ _NUMBERS_S = 15.0
 _LOOK_S = 2.0  # one request of an object store: 43 000 in a day cost two cents (S3, $0.0004 for 1 000)
 # A request of long ago is not answered: who asked does not wait any more. The clocks of two machines may differ so much.
 _TOO_OLD_S = 600.0
-_NEVER = float("inf")
 
 
 class GangStore:
@@ -43,15 +43,13 @@ class GangStore:
         self._states = [Presence.ABSENT] * member.num_nodes  # those of the nodes, as known last
         self._view: GangView | None = None
         self._counts = [0, 0]  # of what is known, and stored
-        self._job: Transfer | None = None
         self._asked: int | None = None  # a question about news
-        self._is_closed = False
         self._due_at = self._numbers_due_at = 0.0
-        self._look_at = 0.0 if registry is not None else _NEVER
+        self._look_at = 0.0 if registry is not None else NEVER
         self._request: Request | None = None  # the last one that was looked at
         self._answer: int | None = None  # the question for its answer
         cards.shown = self.present
-        member.meanwhile, member.store_now = self._poll, self.store_now
+        member.meanwhile, member.store_now = self._go_on, self.store_now
 
     # --- what is known ------------------------------------------------------------------------------
 
@@ -69,7 +67,7 @@ class GangStore:
 
     def present(self) -> GangView:
         """Return the same for this moment of a gang that runs."""
-        is_over = self._is_closed or self._member.link.end is not None
+        is_over = self._member.link.end is not None
         return self.view if is_over else self.view.at(time.monotonic() - self._began_at)
 
     def states(self) -> list[Presence]:
@@ -77,7 +75,7 @@ class GangStore:
         link = self._member.link
         with suppress(GangError, OSError):
             if link.last_words is not None or link.end is None:
-                known = link.last_words["states"] if link.last_words is not None else link.call("states")
+                known = link.call("states") if link.last_words is None else link.last_words["states"]
                 self._states = [Presence[name] for name in known["states"]]
         return self._states
 
@@ -87,51 +85,34 @@ class GangStore:
 
     # --- while our code waits ----------------------------------------------------------------------
 
-    def _poll(self) -> tuple[float, Sequence[int]]:
-        """Go on with what is due; return for how long, and for which files, the wait may last."""
-        found = self._go_on() if self._is_wanted else (_NEVER, ())
-        self._member.has_job = not self._is_idle
-        return found
-
     @property
     def _is_wanted(self) -> bool:
         return self._registry is not None or self._cards.are_wanted
 
-    @property
-    def _is_idle(self) -> bool:
-        return self._job is None or self._job.over
-
-    def _go_on(self) -> tuple[float, Sequence[int]]:
-        now = time.monotonic()
-        if self._job is not None:
-            if not self._job.over:
-                return self._job.left_s, (self._job.file,)
-            self._job.give_up()
-            if self._job.hangs:  # one at a time
-                return _NEVER, ()
-            self._job = None
-        if self._member.uploads:
-            return _NEVER, ()
-        link = self._member.link
+    def _go_on(self) -> float:
+        """Go on with what is due; return for how long the wait may last."""
+        now, member, link = time.monotonic(), self._member, self._member.link
+        if not self._is_wanted or (member.uploads and not member.has_job):
+            return NEVER
+        if member.job is not None and member.job.hangs:  # one at a time
+            return NEVER if member.job.over else member.job.left_s
         if self._asked is not None:
-            if link.has_answer(self._asked):
-                self._see_news(link.pop_answer(self._asked))
+            if not link.has_answer(self._asked):
+                return NEVER
+            self._see_news(link.pop_answer(self._asked))
         elif now >= self._due_at:
             self._asked = link.ask("news", self._counts, now >= self._numbers_due_at)
         elif now >= self._look_at or (self._answer is not None and link.has_answer(self._answer)):
             self._look_at = now + _LOOK_S
-            self._begin("an answer", self._serve)
-        if self._job is not None:
-            return self._job.left_s, (self._job.file,)
-        return max(0.0, min(self._due_at, self._look_at) - now) if self._asked is None else _NEVER, ()
+            self._begin(self._serve)
+        return max(0.0, min(self._due_at, self._look_at) - now)
 
     def _see_news(self, news: Mapping[str, Any]) -> None:
         now, self._asked = time.monotonic(), None
         if news["view"] is not None:
-            self._view = GangView.read(news["view"])
-            self._counts = news["counts"]
+            self._view, self._counts = GangView.read(news["view"]), news["counts"]
             self._numbers_due_at = now + _NUMBERS_S
-            self._begin("the gang's view", self._store)
+            self._begin(self._store)
         self._due_at = now + _EVERY_S
 
     def _store(self) -> None:
@@ -142,11 +123,9 @@ class GangStore:
         finally:
             self._cards.renew()
 
-    def _begin(self, what: str, do: Callable[[], object]) -> None:
-        with suppress(RuntimeError, OSError):  # no more threads or files: the next time
-            job = Transfer(None, "stores", [Step(what, do, _PATIENCE_S)])
-            job.start()
-            self._job = job
+    def _begin(self, do: Callable[[], object]) -> None:
+        with suppress(RuntimeError):  # no more threads: the next time
+            self._member.job = job(do, _PATIENCE_S, self._member.link.wake)
 
     def _serve(self) -> None:
         """Store the answer to a command, if it has come, and hand the gang what another one asks; in the job's thread."""
@@ -164,29 +143,29 @@ class GangStore:
 
     def store_now(self) -> None:
         """Store what is known now, within some seconds, or until this node must end."""
-        if not self._is_wanted:
-            return
+        if self._is_wanted:
+            self._settle()  # what was asked before may know less
+            self._due_at = self._numbers_due_at = 0.0
+            self._settle()
+
+    def _settle(self) -> None:
         member = self._member
-        # What was asked before may know less.
-        member.link.wait(lambda: member.must_end or (self._asked is None and self._is_idle), _PATIENCE_S)
-        self._due_at = self._numbers_due_at = 0.0
-        member.link.wait(
-            lambda: member.must_end or (self._asked is None and self._is_idle and self._due_at > 0.0), _PATIENCE_S
-        )
+
+        def is_over() -> bool:
+            return member.must_end or (self._asked is None and not member.has_job and self._due_at > 0.0)
+
+        member.link.wait(is_over, _PATIENCE_S)
 
     # --- the end -----------------------------------------------------------------------------------
 
     def close(self) -> None:
         """Store the gang's end, within some seconds; the link is closed by then."""
-        link = self._member.link
-        if link.is_forked or self._is_closed:
+        member, link = self._member, self._member.link
+        if link.is_forked:
             return
-        self._is_closed = True
         if link.last_words is not None:
             self._view = GangView.read(link.last_words["view"])
-        if self._job is not None:
-            self._job.await_end()
-        if self._registry is not None and (self._job is None or not self._job.hangs):
-            self._begin("the gang's view", partial(self._registry.save_view, self.view, _PATIENCE_S))
-            if self._job is not None:
-                self._job.await_end()
+        if member.job is not None:
+            member.job.await_end()
+        if self._registry is not None and (member.job is None or not member.job.hangs):
+            do_within(partial(self._registry.save_view, self.view, _PATIENCE_S), _PATIENCE_S)

@@ -49,42 +49,41 @@ def _handle(signals: Sequence[signal.Signals], pass_on: bool) -> None:
     """Have a signal raise KeyboardInterrupt, once: the clean-up that follows is not disturbed again."""
     if threading.current_thread() is not threading.main_thread():
         return
-    owner, is_interrupted = os.getpid(), False
+    is_interrupted = False
 
     def on_signal(number: int, frame: FrameType | None) -> None:
         nonlocal is_interrupted
-        if os.getpid() != owner:  # a forked child has inherited this handler, and ends as usual
-            if number == signal.SIGINT:
-                raise KeyboardInterrupt
-            os._exit(128 + number)
         if not is_interrupted:
             is_interrupted = True
             if pass_on:
-                _interrupt_children()
+                with suppress(OSError):  # without a process table
+                    _interrupt_children()
             name = signal.Signals(number).name
             with suppress(OSError):  # SIGHUP: the terminal is gone
                 os.write(2, f"[torchrun] {name}: the run is interrupted, as by Ctrl-C\n".encode())
             raise KeyboardInterrupt
 
-    for number in signals:
-        if signal.getsignal(number) in (signal.SIG_DFL, signal.default_int_handler):
-            signal.signal(number, on_signal)
+    defaults = (signal.SIG_DFL, signal.default_int_handler)
+    former = {number: signal.signal(number, on_signal) for number in signals if signal.getsignal(number) in defaults}
+
+    def restore() -> None:
+        for number, handler in former.items():
+            if signal.getsignal(number) is on_signal:
+                signal.signal(number, handler)
+
+    os.register_at_fork(after_in_child=restore)  # it ends as usual
 
 
 def _interrupt_children() -> None:
     """Signal the runtime's children, as a terminal does: those in our process group."""
     # Where SIGINT is ignored, as in the background of a script, the children ignore it, too.
     number = signal.SIGTERM if signal.getsignal(signal.SIGINT) == signal.SIG_IGN else signal.SIGINT
-    with suppress(OSError):  # without a process table
-        for pid in _children():
-            with suppress(OSError):  # it has just ended
-                if os.getpgid(pid) == os.getpgrp():
-                    os.kill(pid, number)
-
-
-def _children() -> list[int]:
-    """Return the pids of this process's children. Runs are submitted from macOS, too, which has no /proc."""
     if platform.system() == "Linux":
-        return processes.children()
-    listed = subprocess.run(["pgrep", "-P", str(os.getpid())], capture_output=True, check=False).stdout
-    return [int(pid) for pid in listed.split()]
+        children = processes.children()
+    else:  # runs are submitted from macOS, too, which has no /proc
+        listed = subprocess.run(["pgrep", "-P", str(os.getpid())], capture_output=True, check=False).stdout
+        children = [int(pid) for pid in listed.split()]
+    for pid in children:
+        with suppress(OSError):  # it has just ended
+            if os.getpgid(pid) == os.getpgrp():
+                os.kill(pid, number)

@@ -1,24 +1,38 @@
-"""Reports that the control node of a remote job is gone, and what Kubernetes says of its pods, where the job is looked after.
+"""Tells what Kubernetes says of the pods of a remote job, where the job is looked after: ``flow.py kubernetes step``.
 
-That process is ``flow.py kubernetes step`` or ``batch step``; `compat.jobs` finds the job. If it is not found, or the
-backend does not answer, nothing is reported, and nothing else changes.
+While a pod waits, that is what keeps it from starting: when the gang has given up, the pod is gone, and its reason with it.
+When the job has failed, that is how its control node has ended, also of a job of AWS Batch (``batch step``). `compat.jobs`
+finds the job. If it is not found, or the backend does not answer, nothing is said, and nothing else changes.
 """
 
 from __future__ import annotations
 
 import sys
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
-from ..compat.jobs import BatchJob, KubernetesJob, job_of
-from ..errors import GangError, TorchrunPreempted
+from ..compat.jobs import BatchJob, KubernetesJob, job_of, running_job
+from ..errors import GangError, TorchrunError, TorchrunPreempted
 from ..gang.messages import CONTROL
 from ..gang.view import Word
 from ..registry import Registry
-from .job_ends import PATIENCE_S, End, of_kubernetes
-from .pending_pods import PendingPods
+from .console import write
+
+_PATIENCE_S = 10.0  # for each request
+_EVERY_S, _MOST_S = 10.0, 120.0  # between two looks, at first and after minutes: a job waits at its begin, as a rule
+
+# What a container's end is called where the reason is the program's own, or a neighbour's end.
+_ORDINARY = ("Completed", "Error", None)
+_TIME_IS_UP = "DeadlineExceeded"  # Metaflow (2.19) makes @timeout this limit
+_WHOSE_TIME = " (the limit is the step's @timeout, and counts from the start of the pod or container)"
+_STARTING = ("ContainerCreating", "PodInitializing", None)
+# A pod's conditions whose reason matters, and when: no machine has room for it; it was ended for a reason of the cluster's.
+_CONDITIONS = {("PodScheduled", "False"), ("DisruptionTarget", "True")}
 
 
 class Job:
@@ -27,11 +41,37 @@ class Job:
     def __init__(self, flow_datastore: Any, step: str, arguments: Sequence[str] = sys.argv) -> None:
         self._flow_datastore, self._step = flow_datastore, step
         self._options = dict(pairwise(arguments))  # those of Metaflow's own making (`CLIArgs`, 2.19)
-        self._pending = PendingPods()
+        # The pods that can't start, also those that have vanished; replaced as a whole, since two threads use it.
+        self._waits: dict[str, End] = {}
+        self._said: set[str] = set()
+
+    # --- while it runs ------------------------------------------------------------------------------
 
     def watch(self) -> None:
-        """Print what keeps pods from starting, while they wait."""
-        self._pending.watch()
+        """Print what keeps pods from starting, until the process ends, in a daemon thread."""
+        threading.Thread(target=self._watch, name="torchrun-pods", daemon=True).start()
+
+    def _watch(self) -> None:
+        pause_s = _EVERY_S
+        while True:
+            time.sleep(pause_s)
+            with suppress(Exception):  # the API server may refuse, or Metaflow's names may have changed
+                write("stderr", self.look())
+            pause_s = min(_MOST_S, 1.2 * pause_s)
+
+    def look(self) -> str:
+        """Ask once; return the lines on pods that wait for the second time. Many wait for a moment."""
+        job = running_job()
+        if not isinstance(job, KubernetesJob):
+            return ""
+        now, before = _pending(job), self._waits
+        vanished = {name: end for name, end in before.items() if name not in now}
+        self._waits = {**vanished, **{name: end for name, end in now.items() if end is not None}}
+        stay = [name for name in self._waits if name in before and name not in vanished and name not in self._said]
+        self._said.update(stay)
+        return "".join(f"[torchrun] {self._waits[name].line()}\n" for name in stay)
+
+    # --- when it has failed -------------------------------------------------------------------------
 
     def tell(self, error: BaseException) -> str:
         """Return the lines that come after the error of a job that has failed.
@@ -42,47 +82,112 @@ class Job:
         job = job_of(error)
         if job is None:
             return ""
-        ends = list(of_kubernetes(job)) if isinstance(job, KubernetesJob) else []
+        ends = list(_ends_of_nodes(job)) if isinstance(job, KubernetesJob) else []
         known = {each.node for each in ends if each.text}
-        ends += [each for each in self._pending.ends if each.node not in known]
+        ends += [each for each in self._waits.values() if each.node not in known]
         options = self._options
         where = (options["--run-id"], self._step, options["--task-id"])
         registry = Registry(self._flow_datastore, *where, int(options["--retry-count"]))
-        recorded = registry.await_view(PATIENCE_S)
+        recorded = registry.await_view(_PATIENCE_S)
         is_known = recorded is not None and recorded.is_over
-        lines = [
-            each.line() for each in ends if each.text and not each.is_ordinary and (is_known or each.node != CONTROL)
-        ]
-        texts, kind = lines, TorchrunPreempted.__name__
+        told = [each for each in ends if each.text and not each.is_ordinary and (is_known or each.node != CONTROL)]
+        lines = [each.line() for each in told]
+        kind: type[TorchrunError] = TorchrunPreempted
         if not is_known:
-            gone, kind = _told_itself(registry) or _gone(ends, recorded is not None, isinstance(job, BatchJob))
-            texts = [*gone, *lines]
-        if texts:
-            word = Word("\n".join(texts), time.time(), int(options.get("--num-parallel", "1")), kind)
-            registry.save_word(word, "job", PATIENCE_S)
-        return "".join(f"[torchrun] {line}\n" for line in texts)
+            itself = registry.peek(_PATIENCE_S)  # it may have ended before its gang had a record
+            if itself is not None and itself.error is not None:
+                gone, kind = itself.error.message, type(itself.error)
+            else:
+                gone, kind = _gone(ends, recorded is not None, isinstance(job, BatchJob))
+            lines = [*gone.splitlines(), *lines]
+        if lines:
+            word = Word("\n".join(lines), time.time(), int(options.get("--num-parallel", "1")), kind.__name__)
+            registry.save_word(word, "job", _PATIENCE_S)
+        return "".join(f"[torchrun] {line}\n" for line in lines)
 
 
-def _told_itself(registry: Registry) -> tuple[list[str], str] | None:
-    """Return the error that the control node stored before its gang had a record, and its class."""
-    record = registry.peek(PATIENCE_S)
-    if record is None or record.error is None:
-        return None
-    return record.error.message.splitlines(), type(record.error).__name__
-
-
-def _gone(ends: Sequence[End], has_joined: bool, is_batch: bool) -> tuple[list[str], str]:
-    """Return lines on how the control node ended, which could not report it itself, and the class of the error."""
+def _gone(ends: Sequence[End], has_joined: bool, is_batch: bool) -> tuple[str, type[TorchrunError]]:
+    """Return how the control node ended, which could not report it itself, and the class of the error."""
     of_control = [each for each in ends if each.node == CONTROL]
     first = next((each for each in of_control if each.text), of_control[0] if of_control else None)
     who = f"The control node's {first.what if first else 'task'}"
     text = first.text.removesuffix(".") if first else ""
     if not has_joined and not (first.has_run if first else is_batch):
-        return [f"{who} did not start: {text or 'Kubernetes has nothing of it'}."], GangError.__name__
+        return f"{who} did not start: {text or 'Kubernetes has nothing of it'}.", GangError
     if not has_joined and (is_batch or (first and first.is_ordinary and text)):
-        said = f"{who} failed before it had joined its gang{f' ({text})' if text else ''}. Its log says why."
-        return [said], GangError.__name__
+        how = f" ({text})" if text else ""
+        return f"{who} failed before it had joined its gang{how}. Its log says why.", GangError
     if text:
-        return [f"{who} ended unexpectedly: {text}."], TorchrunPreempted.__name__
+        return f"{who} ended unexpectedly: {text}.", TorchrunPreempted
     why = "it was deleted, evicted or killed, or its memory ran out"
-    return [f"{who} ended unexpectedly: {why}.", TorchrunPreempted.remedy], TorchrunPreempted.__name__
+    return f"{who} ended unexpectedly: {why}.\n{TorchrunPreempted.remedy}", TorchrunPreempted
+
+
+# --- what Kubernetes says of a pod ------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class End:
+    """The end of one node's pod, as Kubernetes reports it."""
+
+    node: int
+    what: str  # "pod js-1-control-0-x"
+    text: str  # empty if it says nothing useful
+    is_ordinary: bool = False  # whether it is no more than an exit code
+    has_run: bool = True  # whether its program has begun
+
+    def line(self) -> str:
+        """Return it as a line of the log."""
+        return f"Kubernetes says of node {self.node}'s {self.what}: {self.text}"
+
+
+def _ends_of_nodes(job: KubernetesJob) -> Iterator[End]:
+    """Yield the report on each node, by the states of their pods."""
+    pods = _pods_of(job)
+    first, of_control = job.first_pod, [pod.metadata.name for pod in pods if _node_of(pod) == CONTROL]
+    if first and first not in of_control:
+        others = "".join(f", and pod {name} came in its place" for name in of_control)
+        yield End(CONTROL, f"pod {first}", f"it was deleted or evicted{others}" if others else "")
+    yield from map(_end_of_pod, sorted(pods, key=_node_of))
+
+
+def _pending(job: KubernetesJob) -> dict[str, End | None]:
+    """Return the pods of a job by name, each with what keeps it from starting; None if nothing does."""
+    ends = {pod.metadata.name: (_end_of_pod(pod), pod.status.phase) for pod in _pods_of(job)}
+    return {name: end if phase == "Pending" and not end.is_ordinary else None for name, (end, phase) in ends.items()}
+
+
+def _pods_of(job: KubernetesJob) -> list[Any]:
+    """Return the pods of a job that are there now."""
+    found = job.api.list_namespaced_pod(job.namespace, label_selector=job.selector, _request_timeout=_PATIENCE_S)
+    return list(found.items)
+
+
+def _node_of(pod: Any) -> int:
+    labels = pod.metadata.labels or {}
+    if labels.get("jobset.sigs.k8s.io/replicatedjob-name") != "worker":
+        return CONTROL
+    return 1 + int(labels["jobset.sigs.k8s.io/job-index"])
+
+
+def _end_of_pod(pod: Any) -> End:
+    states = [state for each in pod.status.container_statuses or () for state in (each.state, each.last_state)]
+    texts = list(dict.fromkeys(_ends_of(pod, states)))
+    codes = [f"exit code {state.terminated.exit_code}" for state in states[::2] if state.terminated]
+    has_run, name = pod.status.phase != "Pending", pod.metadata.name
+    return End(_node_of(pod), f"pod {name}", "; ".join(texts or codes[:1]), not texts, has_run)
+
+
+def _ends_of(pod: Any, states: list[Any]) -> Iterator[str]:
+    """Yield what ended a pod or keeps it from starting, as far as it is not its program's own doing."""
+    conditions = [each for each in pod.status.conditions or () if (each.type, each.status) in _CONDITIONS]
+    for each in (pod.status, *conditions):
+        if each.reason:
+            whose = _WHOSE_TIME if each.reason == _TIME_IS_UP else ""
+            yield (f"{each.reason}: {each.message}" if each.message else each.reason) + whose
+    for state in states:
+        if state.terminated and state.terminated.reason not in _ORDINARY:
+            yield f"{state.terminated.reason} (exit code {state.terminated.exit_code})"
+        if state.waiting and state.waiting.reason not in _STARTING:
+            more = f": {state.waiting.message}" if state.waiting.message else ""
+            yield f"it waits: {state.waiting.reason}{more}"

@@ -7,128 +7,127 @@ belongs to the thread that calls `run`.
 
 from __future__ import annotations
 
+import itertools
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
 from ..errors import TorchrunError
+from ..events import Event
+from ..gang.cause import Cause, Failure
 from ..gang.group import Group
-from ..gang.messages import Store, from_wire
+from ..gang.messages import Report, Store, Stored, from_wire
 from ..gang.view import as_dicts
 from ..gang.wire import Plain, from_plain, to_plain
 from ..launch.call import Call, Outcome
-from ..launch.transfer import ValueStore
+from ..launch.transfer import ToStore, Transfer
 from . import console
 from .member import Member
 from .services import Services
-from .upload import Upload, begin_upload
 
 _LOOK_S = 0.5  # between two looks at what no frame tells
 _LAST_NEWS_S = 0.5  # how long to wait for the gang's own error when the supervisor is gone
-_OWN_LINES_S = 1.0  # for what the task has written before, so that it stands before what the workers write
 _STOP_S = 45.0  # what a supervisor may take beyond the workers' grace to stop a launch that is given up
 
 
 class LaunchCall:
     """One call of `run`; `complete` makes the call anew after its commands, which may have made the entrypoint."""
 
-    def __init__(
-        self,
-        call: Call,
-        member: Member,
-        services: Services,
-        store: ValueStore | None,
-        complete: Callable[[], Call],
-    ) -> None:
+    def __init__(self, call: Call, member: Member, services: Services, complete: Callable[[], Call]) -> None:
         self.call, self.services = call, services
         self.told: Mapping[str, Plain] = {}  # what the launch has left for this node
         self._member, self._link = member, member.link
-        self._store, self._complete = store, complete
-        self._number = -1
-        self._to_store: Store | None = None  # until its upload begins
-        self._upload: Upload | None = None  # until all is stored
+        self._complete, self._number = complete, -1
+        self._asked: Store | None = None  # what is to be stored of the workers' files, until it is
+        self._upload: Transfer | None = None  # of that, in a thread of its own
+        self._to_store: Mapping[str, ToStore] = {}  # its parts, by the kind of report on them
         self._stored = 0  # the generation of the last upload
         self._verdict: TorchrunError | None = None
-        self._runs = False  # from *run* to *ended*
-        self._handled: int | None = 0  # how many interruptions the launch has handled; None: all, as far as is known
+        self._end: Mapping[str, Any] | None = None  # what the supervisor has told at the launch's end
 
     def run(self) -> Outcome:
         """Run the launch to its end on all nodes. Raises the gang's verdict, the same TorchrunError on every node."""
-        self._number = self._member.begin_launch(self.call.shows_failures)
+        member = self._member
+        self._prepare()
+        member.shows_output = self.call.shows_failures
+        self._number = member.begin_launch(to_plain(self.call))
         try:
-            self._begin()
-            while (outcome := self._next()) is None:
-                self._poll()
-            self._member.store_now()  # nothing is stored while the step's own code runs
+            while self._end is None:
+                self._handle(*self._next(self._has_more, _LOOK_S))
+            outcome = self._outcome(self._end)
+            member.store_now()  # nothing is stored while the step's own code runs
         except BaseException as error:
             try:
                 self._give_up(error)
-                self._member.store_now()
+                member.store_now()
             finally:
-                self._member.end_launch(self._verdict, failing=True, handled=self._handled)
+                member.end_launch(self._verdict, failing=True, handled=self._handled)
             raise
-        self._member.end_launch(None, handled=self._handled)
+        member.end_launch(None, handled=self._handled)
         return outcome
 
     def settle(self, patience_s: float | None = None) -> None:
         """Wait until all lines of the launch are written, or for so long."""
         self._link.settle(patience_s)
 
-    def _begin(self) -> None:
+    @property
+    def _handled(self) -> int | None:
+        """How many interruptions the launch has handled; None: all, as far as is known."""
+        return None if self._end is None else self._end["handled"]
+
+    def _prepare(self) -> None:
         self.services.begin(self.call)
         for stream in (sys.stdout, sys.stderr):
             with suppress(Exception):  # whatever the step's code has put there
                 stream.flush()
         writes = tuple(name for name, own in self._link.own_files.items() if console.is_elsewhere(name, own))
         self.call = replace(self.call, writes=writes)
-        self._runs, self._handled = True, None
-        self._link.send("run", self._number, to_plain(self.call))
-        self._member.has_begun()
 
-    def _next(self) -> Outcome | None:
-        """Wait for what the supervisor says, and handle it; return the outcome, if that is it."""
+    def _next(self, has_more: Callable[[], bool], wait_s: float) -> Sequence[Any]:
+        """Return the next frame, of which it may have done all; an empty one where there is more to do, or time to look."""
         frames = self._member.of_launch
-        files = () if self._upload is None else (self._upload.transfer.file,)
-
-        def has_news() -> bool:
-            return bool(frames) or self._member.is_leaving or (self._to_store is not None and not self._member.has_job)
-
-        self._link.wait(has_news, _LOOK_S, files)
-        outcome = None
-        while frames and outcome is None:
-            outcome = self._handle(*frames.popleft())
-        return outcome
-
-    def _poll(self) -> None:
-        if self._upload is not None and self._upload.poll():
-            self._give_up_upload()
-        if self._member.is_leaving:
-            raise TorchrunError("The step's code has ended while another thread was still in current.torch.run.")
-        if self._to_store is not None and not self._member.has_job:  # one at a time
-            store, self._to_store = self._to_store, None
-            self._upload = begin_upload(store, self.services, self._store, self.call.ranks[0], self._member)
-            self._member.uploads = self._upload is not None
-        if self._link.end is not None:
-            self._lose_supervisor()
-
-    def _handle(self, what: str, *rest: Any) -> Outcome | None:
+        self._link.wait(lambda: frames or has_more(), wait_s)
+        what, *rest = frames.popleft() if frames else ("",)
         if what == "text":
-            self._write(*rest)
-        elif what == "complete":
+            stream, text, count = rest
+            console.write(stream, text)
+            self._link.send("wrote", count)
+        elif what == "ended" and rest[0] == self._number:
+            self._end = rest[1]
+        return what, *rest
+
+    def _has_more(self) -> bool:
+        has_upload = not self._member.has_job if self._upload is None else self._upload.over
+        return self._member.is_leaving or (self._asked is not None and has_upload)
+
+    def _handle(self, what: str, *rest: Any) -> None:
+        if what == "complete":
             self.call = replace(self._complete(), writes=self.call.writes)
             self._link.send("complete", to_plain(self.call))
         elif what == "store":
             self._on_store(rest[0])
-        elif what == "ended" and rest[0] == self._number:
-            return self._ended(rest[1])
-        return None
+        elif self._end is not None:
+            return
+        if self._member.is_leaving:
+            raise TorchrunError("The step's code has ended while another thread was still in current.torch.run.")
+        if self._asked is not None:
+            self._go_on_storing(self._asked)
+        if self._link.end is not None:
+            self._link.await_end(self.call.grace_s + _STOP_S)
+            self._member.await_error(_LAST_NEWS_S)
+            raise TorchrunError("This node's supervisor process has ended.")
 
-    def _write(self, stream: str, text: str, count: int) -> None:
-        console.write(stream, text)
-        self._link.send("wrote", count)
+    def _place(self, group: Group | None) -> bool:
+        """Take the place that this node has in the last generation; return whether it had another one before."""
+        before = self.call
+        if group is not None:
+            self.call = replace(before, group=group)
+        return self.call != before
+
+    # --- what the workers have left
 
     def _on_store(self, wire: Any) -> None:
         self._give_up_upload()
@@ -138,27 +137,72 @@ class LaunchCall:
             is_moved = self._place(store.group)
             if is_moved or store.generation != self._stored:
                 self.services.begin(self.call)  # they may have stored what another generation had left
-            self._stored, self._to_store, self._member.uploads = store.generation, store, True
-
-    def _place(self, group: Group | None) -> bool:
-        """Take the place that this node has in the last generation; return whether it had another one before."""
-        before = self.call
-        if group is not None:
-            self.call = replace(before, group=group)
-        return self.call != before
+            self._stored, self._asked, self._member.uploads = store.generation, store, True
 
     def _give_up_upload(self) -> None:
         if self._upload is not None:
-            self._upload.transfer.give_up()  # it sends and logs nothing more
-        self._upload = self._to_store = None
+            self._upload.give_up()  # it sends and logs nothing more
+        self._asked = self._upload = None
         self._member.uploads = False
+
+    def _go_on_storing(self, asked: Store) -> None:
+        """Begin to store, or report to the log and the gang that it is slow, or has ended."""
+        member, upload = self._member, self._upload
+        if upload is None and not member.has_job:  # one at a time
+            self._begin_to_store(asked)
+        elif upload is not None and upload.over:
+            self._tell_end(asked, upload)
+        elif upload is not None and (line := upload.line()) is not None:
+            member.note(line)
+            self._report(asked, "storing", {"what": upload.what()})
+
+    def _begin_to_store(self, asked: Store) -> None:
+        try:
+            self._to_store = self.services.to_store(asked.error, asked.within_s)
+            if self._to_store:
+                steps = itertools.chain.from_iterable(each.steps() for each in self._to_store.values())
+                self._upload = Transfer(self.services.store, "stores", steps, self._link.wake)
+                self._report(asked, "storing", {"what": self._upload.what()})
+                self._upload.start()
+                return
+        except Exception as error:  # no more threads; a value's file is gone
+            if asked.error is None:
+                raise
+            reason = str(error) if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
+            self._member.note(f"nothing is stored of the launch: {reason}")
+        self._give_up_upload()
+        self._member.send(Stored(asked.launch, asked.generation))
+
+    def _tell_end(self, asked: Store, upload: Transfer) -> None:
+        self._give_up_upload()
+        problem, member = upload.problem(), self._member
+        failures: tuple[Failure, ...] = ()
+        if problem is not None and asked.error is None:  # the launch fails without it
+            rank, first_rank = upload.step.rank, self.call.ranks[0]
+            text = f"has ended well, but {upload.step.what} could not be stored in {upload.where} {problem}"
+            local_rank = None if rank is None else rank - first_rank
+            cause = Cause("store", member.node, member.host, rank, local_rank, exception=text)
+            failures = (Failure(cause),)
+            member.say(Event("worker_failed", member.node, f"{cause.who} {cause.what}; stopping all nodes"))
+        for name, each in self._to_store.items():
+            for line in () if failures else each.lines(problem, upload.seconds):
+                member.note(line)
+            if (told := each.told()) is not None:
+                self._report(asked, name, told)
+        member.send(Stored(asked.launch, asked.generation, failures))
+
+    def _report(self, asked: Store, kind: str, data: dict[str, Any]) -> None:
+        self._member.send(Report(kind, asked.launch, asked.generation, data))
 
     # --- the end
 
-    def _ended(self, told: Mapping[str, Any]) -> Outcome:
-        self._runs, self._handled = False, told["handled"]
+    def _outcome(self, told: Mapping[str, Any]) -> Outcome:
         if "outcome" not in told:
-            self._raise_error(told)
+            if told.get("is_broken") and self._member.broken is not None:
+                raise self._member.broken
+            error: TorchrunError = from_plain(TorchrunError, told["error"], "the error")
+            error.events = told.get("events", [])
+            raise error
         outcome: Outcome = from_plain(Outcome, told["outcome"], "the outcome")
         verdict = outcome.verdict
         if self._place(verdict.group):
@@ -171,35 +215,12 @@ class LaunchCall:
             raise verdict.error
         return outcome
 
-    def _raise_error(self, told: Mapping[str, Any]) -> None:
-        if told.get("is_broken") and self._member.broken is not None:
-            raise self._member.broken
-        if "error" not in told:  # this task was stopped for so long that the gang goes on without it
-            self._member.await_error(_LAST_NEWS_S)
-            raise TorchrunError("This node's supervisor has ended the launch here: the gang goes on without this task.")
-        error: TorchrunError = from_plain(TorchrunError, told["error"], "the error")
-        error.events = told.get("events", [])
-        raise error
-
-    def _lose_supervisor(self) -> None:
-        self._runs = False
-        self._link.await_end(self.call.grace_s + _STOP_S)
-        self._member.await_error(_LAST_NEWS_S)
-        raise TorchrunError("This node's supervisor process has ended.")
-
     def _give_up(self, error: BaseException) -> None:
         """Have the supervisor stop everything here, if it has not, and wait for that."""
         self._give_up_upload()
-        if not self._runs:
-            return
-        cause = None if self._member.gang_knows(error) else self._member.cause_of(error)
-        self._link.send("give_up", self._number, None if cause is None else to_plain(cause))
-        deadline, frames = time.monotonic() + self.call.grace_s + _STOP_S, self._member.of_launch
-        while self._runs and self._link.end is None and time.monotonic() < deadline:
-            self._link.wait(lambda: frames, deadline - time.monotonic())
-            while frames:
-                what, *rest = frames.popleft()
-                if what == "text":
-                    self._write(*rest)
-                elif what == "ended" and rest[0] == self._number:
-                    self._runs, self._handled = False, rest[1]["handled"]
+        if self._end is None:
+            cause = None if self._member.gang_knows(error) else self._member.cause_of(error)
+            self._link.send("give_up", self._number, None if cause is None else to_plain(cause))
+        deadline = time.monotonic() + self.call.grace_s + _STOP_S
+        while self._end is None and self._link.end is None and (left_s := deadline - time.monotonic()) > 0:
+            self._next(bool, left_s)

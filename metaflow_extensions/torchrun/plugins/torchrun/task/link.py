@@ -9,12 +9,13 @@ from __future__ import annotations
 import atexit
 import itertools
 import socket
+import struct
 import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from select import POLLIN, POLLOUT, poll
+from select import POLLIN, poll
 from typing import Any
 
 from ..errors import GangError, TorchrunError
@@ -27,10 +28,10 @@ from ..machine.processes import Other
 _ANSWER_S = 60.0  # a busy machine, or one whose disk has to read Python first
 _LEAVE_WAIT_S = 5.0  # of a control node after its own end, for the others' ends, so that it hears of late failures
 _END_S = 2.0
-_NEVER = float("inf")
+NEVER = float("inf")
 _LOOK_S = 0.5  # the longest wait: who shares the socket may have read what tells of an end
-_STUCK_LOOKS, _STUCK_LOOK_S = 300, 0.2  # a count, since a clock goes on while the whole machine is paused
-_OS_ERRORS = {each.__name__: each for each in (ConnectionError, ConnectionRefusedError, TimeoutError, socket.gaierror)}
+_STUCK_S = 60  # after which a supervisor takes nothing any more
+_TURN_S = 0.02
 _open: weakref.WeakSet[Link] = weakref.WeakSet()
 
 
@@ -44,8 +45,7 @@ class Link:
         # What stdout and stderr were when this began; the supervisor writes there.
         self.own_files = {name: file_of(fd) for name, fd in (("stdout", 1), ("stderr", 2))}
         self.handle: Callable[[Sequence[Any]], None] = lambda frame: None  # gets what is no answer
-        # Called between two waits; returns for how long to wait, and for which files, too. It may raise.
-        self.turn: Callable[[], tuple[float, Sequence[int]]] = lambda: (_LOOK_S, ())
+        self.turn: Callable[[], float] = lambda: NEVER  # called between two waits; returns for how long. It may raise
         self.waiter: int | None = None  # the thread in which our code waits
         self.end: str | None = None  # why nothing is said or read any more
         self.is_forked = False  # whether this is a fork of the task
@@ -55,34 +55,29 @@ class Link:
         self._answers: dict[int, Sequence[Any]] = {}
         self._processes: list[Other] = []  # the supervisor and its parent, when it has said which they are
         try:
-            self._socket = _start(grace_s)
+            self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            with theirs:  # a supervisor ends when it hears nothing more
+                start_between(theirs.fileno(), grace_s)
         except OSError as error:  # no more processes or files
             raise GangError(
                 f"This node's supervisor process could not be started on host {socket.gethostname()}: {error}. Look at "
                 "the limits of processes, threads and open files there (ulimit -a)."
             ) from error
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", _STUCK_S, 0))
         _open.add(self)
 
     # --- sending; a signal handler may do so
 
     def send(self, *frame: Any) -> None:
         """Send a frame; dropped if the supervisor is gone. It waits while that takes nothing."""
-        if self.end is None:
-            for packet in packets(next(self._numbers), frame):
-                self._send(packet)
-
-    def _send(self, packet: bytes) -> None:
-        for _ in range(_STUCK_LOOKS):
-            try:
-                self._socket.send(packet, socket.MSG_NOSIGNAL)
-                return
-            except BlockingIOError:
-                room = poll()
-                room.register(self._socket, POLLOUT)
-                room.poll(1000 * _STUCK_LOOK_S)
-            except OSError:  # who reads next sees why
-                return
-        self._lose(f"its supervisor process takes nothing for {_STUCK_LOOKS * _STUCK_LOOK_S:g} s")
+        for packet in packets(next(self._numbers), frame):
+            if self.end is None:
+                try:
+                    self._socket.send(packet, socket.MSG_NOSIGNAL)
+                except BlockingIOError:
+                    self._lose(f"its supervisor process takes nothing for {_STUCK_S} s")
+                except OSError:  # who reads next sees why
+                    return
 
     # --- reading
 
@@ -90,7 +85,7 @@ class Link:
         """Handle all that has come."""
         while self.end is None:
             try:
-                packet = self._socket.recv(MOST_BYTES)
+                packet = self._socket.recv(MOST_BYTES, socket.MSG_DONTWAIT)
             except BlockingIOError:
                 return
             except ConnectionResetError:  # told first where it has not read all that we said; what it said comes next
@@ -126,7 +121,7 @@ class Link:
         """Our code waits in here, and reads: handlers of signals set flags."""
         before, own = self.waiter, threading.get_ident()
         while before not in (None, own) and self.end is None:  # another thread is told to leave
-            time.sleep(_STUCK_LOOK_S / 10)
+            time.sleep(_TURN_S)
             before = self.waiter
         self.waiter = own
         try:
@@ -134,27 +129,25 @@ class Link:
         finally:
             self.waiter = before
 
-    def wait(self, is_over: Callable[[], object], timeout_s: float, files: Sequence[int] = ()) -> bool:
-        """Handle what comes until `is_over`, for so long, or until the supervisor is gone; return whether it is over.
-
-        It also ends when one of the `files` can be read.
-        """
+    def wait(self, is_over: Callable[[], object], timeout_s: float) -> bool:
+        """Handle what comes until `is_over`, for so long, or until the supervisor is gone; return whether it is over."""
         deadline = time.monotonic() + timeout_s
         with self.ours():
             while True:
                 self.read()
-                pause_s, others = self.turn()
+                pause_s = self.turn()
                 if is_over():
                     return True
                 left_s = deadline - time.monotonic()
                 if left_s <= 0 or self.end is not None:
                     return False
                 news = poll()
-                for file in (self._socket.fileno(), *files, *others):
-                    news.register(file, POLLIN)
-                ready = news.poll(1000 * max(0.0, min(left_s, pause_s, _LOOK_S)))
-                if not {file for file, _ in ready}.isdisjoint(files):
-                    return bool(is_over())
+                news.register(self._socket, POLLIN)
+                news.poll(1000 * max(0.0, min(left_s, pause_s, _LOOK_S)))
+
+    def wake(self) -> None:
+        """Have a wait look again; any thread and any handler of a signal may call it."""
+        self.send("echo")
 
     def ask(self, name: str, *args: Any) -> int:
         """Have the supervisor do something; `pop_answer` gets the number that this returns."""
@@ -172,7 +165,7 @@ class Link:
         if kind == "failed":
             raise from_plain(TorchrunError, rest[0], "the error")
         if kind == "os_error":
-            raise _OS_ERRORS.get(rest[0], OSError)(rest[1])
+            raise (ConnectionRefusedError if rest[0] == ConnectionRefusedError.__name__ else ConnectionError)(rest[1])
         return rest[0]
 
     def call(self, name: str, *args: Any, patience_s: float = _ANSWER_S) -> Any:
@@ -188,9 +181,8 @@ class Link:
 
     def settle(self, patience_s: float | None = None) -> None:
         """Wait until all lines so far are written, or for so long."""
-        number, more_s = self.ask("settle", patience_s), _NEVER if patience_s is None else patience_s
-        self.wait(lambda: self.has_answer(number), more_s + _ANSWER_S)
-        self._answers.pop(number, None)
+        with suppress(GangError, OSError):  # it is gone, or silent
+            self.call("settle", patience_s, patience_s=_ANSWER_S + (NEVER if patience_s is None else patience_s))
 
     # --- the end
 
@@ -209,7 +201,7 @@ class Link:
         with suppress(OSError):  # the step's code has closed all descriptors
             self._socket.close()
         if not self.await_end(_END_S):  # it still writes, and its reader may pause: the task's end waits for that
-            atexit.register(self.await_end, _NEVER)
+            atexit.register(self.await_end, NEVER)
 
     def forget(self) -> None:
         """Do nothing any more: this is a fork of the task."""
@@ -221,12 +213,3 @@ def forget_all() -> None:
     """Have a fork of the task forget all links."""
     for each in list(_open):
         each.forget()
-
-
-def _start(grace_s: float) -> socket.socket:
-    """Start a supervisor, which ends when it hears nothing more; return this end of the link."""
-    own, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    with theirs:
-        start_between(theirs.fileno(), grace_s)
-    own.setblocking(False)
-    return own

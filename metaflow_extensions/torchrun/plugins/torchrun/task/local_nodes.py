@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import signal
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 
 from ..gang.view import Presence
@@ -32,8 +32,9 @@ _POLL_S = 0.25
 # leaves an interrupted task (`_killall` in runtime.py, 2.19).
 _LATECOMER_S = 3.0
 _SLOW_LATECOMER_S = 10.0  # the same on a busy machine, where nobody has ordered this task to end
-_UNREAD_S = 600.0  # for what a node prints whose step goes on although the gang has failed
-_NEVER = float("inf")
+# How long who reads a node's lines is waited for: minutes where its step goes on although the gang has failed. In this
+# order: who waits for a lost node's turn has all its time when that node is gone.
+_UNREAD_S = {Presence.OUT: 0.0, Presence.ABSENT: 0.0, Presence.HERE: 600.0, Presence.GONE: float("inf")}
 
 
 class LocalNodes:
@@ -61,10 +62,6 @@ class LocalNodes:
                 self._tasks.setdefault(node, task)
         return self._tasks
 
-    def exit_codes(self, codes: Mapping[int, int | None]) -> dict[int, int | None]:
-        """Return node index -> exit code of all tasks, None for one that runs; `codes` are those of Metaflow's, by pid."""
-        return {node: codes.get(task.pid) for node, task in self.tasks().items()}
-
     @staticmethod
     def _has_ended_children() -> bool:
         """Return whether children have ended: a process that has ended shows no command line any more."""
@@ -77,7 +74,7 @@ class LocalNodes:
             return None
         return next((node for option, node in self._options.items() if option in options), None)
 
-    def stop(self, wait_s: float, state: Callable[[int], Presence | None], is_ordered: bool = False) -> None:
+    def stop(self, wait_s: float, states: Mapping[int, Presence], is_ordered: bool = False) -> None:
         """Wait until all tasks have ended; after `wait_s` seconds kill them.
 
         Where their output waits for its reader, the time does not count: not at all for a node that has left the gang and
@@ -85,18 +82,15 @@ class LocalNodes:
         gang, one that is just starting finds the word that the control node left and ends by itself; one that hangs gets
         SIGTERM after a moment. If this task was ordered to end (`is_ordered`), no reader is waited for.
         """
-        late = [task for node, task in self.tasks().items() if state(node) is Presence.ABSENT]
-        for task in _await_ends(late, min(wait_s, _LATECOMER_S if is_ordered else _SLOW_LATECOMER_S), 0.0):
-            send_signal(task.pid, signal.SIGTERM)
-        tasks = dict(self.tasks())
-        # In this order: who waits for a lost node's turn has all its time when that node is gone.
-        for states, unread_s in (
-            ((Presence.OUT, Presence.ABSENT, None), 0.0),
-            ((Presence.HERE,), _UNREAD_S),
-            ((Presence.GONE,), _NEVER),
+        of: dict[Presence, list[Process]] = {state: [] for state in _UNREAD_S}
+        for node, task in self.tasks().items():
+            of[states.get(node, Presence.HERE)].append(task)
+        for task in _await_ends(
+            of[Presence.ABSENT], min(wait_s, _LATECOMER_S if is_ordered else _SLOW_LATECOMER_S), 0.0
         ):
-            of_these = [task for node, task in tasks.items() if state(node) in states]
-            left = _await_ends(of_these, wait_s, 0.0 if is_ordered else unread_s)
+            send_signal(task.pid, signal.SIGTERM)
+        for state, unread_s in _UNREAD_S.items():
+            left = _await_ends(of[state], wait_s, 0.0 if is_ordered else unread_s)
             kill(task.pid for task in left)
 
 
@@ -105,10 +99,9 @@ def _await_ends(tasks: Sequence[Process], wait_s: float, unread_s: float) -> lis
 
     For `unread_s` seconds, that time begins anew while a reader has something to read.
     """
-    begin = time.monotonic()
-    deadline, unread_until = begin + wait_s, begin + unread_s
-    while (left := [task for task in tasks if is_alive(task.pid, task.began)]) and (now := time.monotonic()) < deadline:
-        if now < unread_until and has_unread():
-            deadline = now + wait_s
+    begin = deadline = time.monotonic()
+    while (left := [task for task in tasks if is_alive(task.pid, task.began)]) and time.monotonic() < deadline + wait_s:
+        if time.monotonic() < begin + unread_s and has_unread():
+            deadline = time.monotonic()
         time.sleep(_POLL_S)
     return left

@@ -21,29 +21,19 @@ from ..gang.limits import QUIET_S, REMIND_S
 from ..gang.messages import CONTROL, Abort, Answer, Farewell, Leave, Message, from_wire, to_wire
 from ..gang.texts import names
 from ..gang.view import as_dicts
-from ..node.endings import NotNeeded, TimedOut, lost_control, preempted, timed_out
+from ..launch.transfer import Transfer
+from ..node.endings import MustEnd, NotNeeded, TimedOut, lost_control, preempted, timed_out
 from ..tracebacks import user_traceback, words_of
 from . import orders
-from .link import Link
+from .link import NEVER, Link
 
 _ACK_WAIT_S = 5.0  # how long a leaving node waits for the control node's receipt
-_NEVER = float("inf")
-
-
-class ControlNode(enum.IntEnum):
-    """The state of the control node as this node knows it; it only moves down this list."""
-
-    UNKNOWN = 0  # this node is no member yet
-    HERE = 1
-    ACKNOWLEDGED = 2  # it has read that this node leaves
-    BYE = 3  # it has announced that it leaves
-    GONE = 4  # the connection has ended
 
 
 class State(enum.Enum):
     """Where the step's code is; this decides how news reaches it."""
 
-    STEP = "joins, or is in code of its own: news interrupts it"
+    STEP = "joins, begins a launch, or is in code of its own: news interrupts it"
     LAUNCH = "in a launch: news goes to the supervisor"
     TOLD = "in code of its own, and has the gang's error already: only an order to end interrupts it"
     WAITING = "ended on the control node, which waits for the others: news interrupts it"
@@ -54,7 +44,6 @@ class State(enum.Enum):
 
 
 _OVER = frozenset({State.FAILING, State.STORING, State.ENDING, State.LEFT})
-_SAYS = {"received": ControlNode.ACKNOWLEDGED, "bye": ControlNode.BYE}
 
 
 class Member:
@@ -68,28 +57,24 @@ class Member:
         self.may_go_on = False  # whether the others may go on without this node, if it is told to end
         self.hold_s = 0.0  # how long a refused task delays its end, unless the connection ends before
         self.at_end: Callable[[], None] = lambda: None  # called when the node has left, before the link closes
-        # What else is done while our code waits; returns for how long to wait, and for which files.
-        self.meanwhile: Callable[[], tuple[float, Sequence[int]]] = lambda: (_NEVER, ())
+        self.meanwhile: Callable[[], float] = lambda: NEVER  # done while our code waits; returns for how long to wait
         self.store_now: Callable[[], None] = lambda: None  # stores what is known of the gang
-        self.has_job = False  # whether a job for the datastore runs, see `meanwhile`
+        self.job: Transfer | None = None  # what `meanwhile` has begun
         self.uploads = False  # whether a launch has something to store: that comes before all else
         self.of_launch: deque[Sequence[Any]] = deque()  # frames that concern a launch, for who runs it
         self.broken: TorchrunError | None = None  # why the gang can't go on
         self._lost: TorchrunError | None = None  # the loss of the control node, which that node may not know of
         self._verdict: TorchrunError | None = None  # of the last launch
         self._state = State.STEP
-        self._control = ControlNode.UNKNOWN
-        self._are_alone = False  # whether all other nodes have left, on the control node
+        # What was heard of the control node: that this node is "here", what `Farewell` says, and that it is "gone".
+        self._heard: set[str] = set()
         self._launches = 0
         self._turn = threading.Lock()  # held by the thread that is in a launch
-        self._order: str | None = None  # why this node must end, if it must
+        self._order: MustEnd | None = None  # why this node must end, if it must
+        self._time_is_up: TimedOut | None = None  # outside of a launch
+        self._interruptions: list[MustEnd | TimedOut] = []  # of the launch, which its supervisor was told of
         self.is_interrupted = False  # by Ctrl-C
         self._is_raised = False  # whether that has been raised
-        # What interrupts the launch: orders to end, and ends of its time. `_untold` has what its supervisor does not know.
-        self._interruptions: list[str | TimedOut] = []
-        self._untold: deque[str | TimedOut] = deque()
-        self._is_begun = False  # whether the supervisor knows of the launch
-        self._time_is_up: TimedOut | None = None  # outside of a launch
         self._not_needed: NotNeeded | None = None  # what each call of `run` raises on a node that was dismissed
         self._events: deque[Event] = deque()  # which a signal handler must not emit
         link.handle, link.turn = self._handle, self._between_waits
@@ -104,6 +89,11 @@ class Member:
     def must_end(self) -> bool:
         """Whether this node was told to end."""
         return self._order is not None or self.is_interrupted
+
+    @property
+    def has_job(self) -> bool:
+        """Whether `meanwhile` uses the datastore, and is not late with it."""
+        return self.job is not None and not self.job.over
 
     @property
     def is_storing(self) -> bool:
@@ -125,7 +115,10 @@ class Member:
             kind, node, text, is_detail = rest
             self._events.append(Event(kind, node, text, is_detail, is_written=True))
         elif what == "lost":
-            self._lose_control(rest[0])
+            if "bye" not in self._heard:
+                self._lost = lost_control(rest[0])
+                self._break(self._lost)
+            self._heard.add("gone")
         elif what == "must_end":
             self._notice(rest[0])
         elif what == "hold":
@@ -133,28 +126,21 @@ class Member:
         elif what == "supervisor_lost":
             cause = Cause("agent_ended", self.node, self.host, exception=rest[0])
             self._break(failed(LaunchFailed, FailureText(cause)))
-            self._control = ControlNode.GONE
+            self._heard.add("gone")
         else:
             self.of_launch.append(frame)
 
     def deliver(self, message: Message) -> None:
         """Handle a message of the control node."""
         if isinstance(message, Answer) and message.error is None:
-            self._control = max(self._control, ControlNode.HERE)
+            self._heard.add("here")
         elif isinstance(message, Abort):
             message.error.events = message.error.events or as_dicts(message.events)
             self._break(message.error)
         elif isinstance(message, Farewell):
-            self._control = max(self._control, _SAYS.get(message.what, self._control))
-            self._are_alone |= message.what == "alone"
+            self._heard.add(message.what)
             if message.what == "replaced":
                 self._notice(message.why)
-
-    def _lose_control(self, reason: str) -> None:
-        if self._control is not ControlNode.BYE:
-            self._lost = lost_control(reason)
-            self._break(self._lost)
-        self._control = ControlNode.GONE
 
     def _break(self, error: TorchrunError) -> None:
         if self._state not in _OVER:
@@ -165,11 +151,11 @@ class Member:
         # As with a signal, the innermost launch stops in order, and what it raises reaches this node's step.
         member = orders.innermost(self)
         if member.broken is None and member._order is None:
-            member.order(why, is_now=False)
+            member.order(MustEnd(why), is_now=False)
 
     # --- what reaches the step's code -----------------------------------------------------------
 
-    def order(self, news: str | TimedOut, is_now: bool) -> bool:
+    def order(self, news: MustEnd | TimedOut, is_now: bool) -> bool:
         """End this node, since it must or its time is up; return False if that is no concern of the gang any more.
 
         A handler of a signal calls it. If `is_now`, it is raised here.
@@ -178,31 +164,25 @@ class Member:
             return self._state is State.FAILING  # it ends already
         if self._state is State.LAUNCH:
             self._interruptions.append(news)
-            self._untold.append(news)
-            self._tell_launch()
-        elif isinstance(news, TimedOut):
-            self._time_is_up = news
-        else:
-            self._order = self._order or news
+            self.link.send(*(("time_out", news.text) if isinstance(news, TimedOut) else ("interrupt", news.why)))
+        if self._state is not State.LAUNCH or isinstance(news, MustEnd):
+            self._keep(news)
         if is_now:
             self.raise_news()
         else:
-            self.link.send("echo")  # the wait ends
+            self.link.wake()
         return True
+
+    def _keep(self, news: MustEnd | TimedOut) -> None:
+        if isinstance(news, TimedOut):
+            self._time_is_up = news
+        else:
+            self._order = self._order or news
 
     def interrupt(self) -> None:
         """Raise KeyboardInterrupt where our code waits."""
         self.is_interrupted = True
-        self.link.send("echo")
-
-    def _tell_launch(self) -> None:
-        while self._is_begun and self._untold:
-            news = self._untold.popleft()
-            if isinstance(news, TimedOut):
-                self.link.send("time_out", news.text)
-            else:
-                self._order = self._order or news
-                self.link.send("interrupt", news)
+        self.link.wake()
 
     def raise_news(self) -> None:
         """Raise Ctrl-C, the gang's error, the order to end or the end of the time, once; not what a launch handles."""
@@ -226,7 +206,7 @@ class Member:
             news, self._time_is_up = self._time_is_up, None
             raise timed_out(self.node, self.host, news.text)
 
-    def _between_waits(self) -> tuple[float, Sequence[int]]:
+    def _between_waits(self) -> float:
         """Do what a wait leaves to do: raise news, also of the gangs around this one, and store what is due."""
         while self._events:
             self.emit(self._events.popleft())
@@ -238,7 +218,7 @@ class Member:
 
     def terminated(self) -> TorchrunPreempted:
         """Return the error for a task that was told to stop."""
-        return preempted(self.node, self.host, self._order or orders.SIGTERM_CAME, self.may_go_on)
+        return preempted(self.node, self.host, (self._order or orders.SIGTERM_CAME).why, self.may_go_on)
 
     # --- called by the step's code --------------------------------------------------------------
 
@@ -249,6 +229,10 @@ class Member:
         else:
             self.emit(event)
 
+    def note(self, text: str, is_detail: bool = False) -> None:
+        """Have a line written to this node's log."""
+        self.say(Event("note", self.node, text, is_detail))
+
     def send(self, message: Message) -> None:
         """Send a message to the control node."""
         self.link.send("send", to_wire(message))
@@ -257,8 +241,8 @@ class Member:
         """Raise if this process is a fork of the task: only the task itself is a node of the gang."""
         if not self.in_task:
             raise GangError(
-                "current.torch.run was called in a process that was forked from the task. Only the task itself can launch: "
-                "call it there, for example in the step's own code."
+                "current.torch.run was called in a process that was forked from the task. Call it in the task itself, for "
+                "example in the step's own code."
             )
 
     @property
@@ -271,29 +255,32 @@ class Member:
         self._not_needed = NotNeeded(f"launch {launch} has ended well without this node, so its step ends here")
         raise self._not_needed
 
-    def begin_launch(self, shows_output: bool = True) -> int:
-        """Begin a launch and return its number; raise TorchrunError if none can begin."""
+    def begin_launch(self, request: Any = None) -> int:
+        """Have the supervisor begin a launch, and return its number; raise TorchrunError if none can begin."""
         self.refuse_in_child()
+        number = self._launches
         if not self._turn.acquire(blocking=False):
             raise GangError(
-                f"current.torch.run was called on node {self.node} while launch {self._launches - 1} still ran there, in "
-                "another thread. A node takes part in one launch at a time: let the step's threads call it one after the "
-                "other, in the same order on every node."
+                f"current.torch.run was called on node {self.node} while launch {number - 1} still ran there, in another "
+                "thread. A node takes part in one launch at a time: let the step's threads call it one after the other, in "
+                "the same order on every node."
             )
         try:
             with self.link.ours():
                 self.link.read()
             if (error := self._obstacle()) is not None:
                 raise error
-            self._interruptions, self._untold, self._is_begun = [], deque(), False
-            self.shows_output, self._verdict = shows_output, None
+            self._interruptions, self._verdict = [], None
             self.of_launch.clear()
             self._launches += 1
-            self._state = State.LAUNCH  # last: from now on no handler raises
+            self.link.send("run", number, request)  # first, or it would hear of an interruption before
+            self._state = State.LAUNCH  # from now on no handler raises
         except BaseException:
+            if self._launches > number:
+                self.link.send("give_up", number, None)
             self._turn.release()
             raise
-        return self._launches - 1
+        return number
 
     def _obstacle(self) -> TorchrunError | NotNeeded | None:
         """Return why no launch can begin, or None."""
@@ -304,17 +291,12 @@ class Member:
             return self.broken
         if self._state is State.ENDING or (self._order is not None and self._state not in _OVER):
             return self.terminated()
-        if self._control >= ControlNode.BYE or self._state not in (State.STEP, State.TOLD):
+        if not self._heard.isdisjoint({"bye", "gone"}) or self._state not in (State.STEP, State.TOLD):
             return GangError(
                 "current.torch.run was called after the gang had ended: the control node's step has already finished. Every "
                 "node must call it the same number of times."
             )
         return None
-
-    def has_begun(self) -> None:
-        """Tell the supervisor, which knows of the launch by now, what has interrupted it."""
-        self._is_begun = True
-        self._tell_launch()
 
     def end_launch(self, verdict: TorchrunError | None, failing: bool = False, handled: int | None = None) -> None:
         """End the launch: the step's own code runs again. Raise news that came too late for the launch.
@@ -328,10 +310,7 @@ class Member:
                 told = verdict is not None or (failing and self.broken is not None)
                 self._state = State.TOLD if told else State.STEP  # first: what comes later is the step's
             for news in () if handled is None else self._interruptions[handled:]:
-                if isinstance(news, TimedOut):
-                    self._time_is_up = news
-                else:
-                    self._order = self._order or news
+                self._keep(news)
         finally:
             self._turn.release()
         if not failing or self._order is not None or self._time_is_up is not None:
@@ -354,21 +333,22 @@ class Member:
         self.raise_news()
         if self._state is State.ENDING:
             raise self.terminated()
-        if self._state not in (State.STEP, State.TOLD):
-            return
-        self.link.send("end_spares")
-        self.send(Leave("done"))
-        if self.node == CONTROL and self.num_nodes > 1:
-            self._state = State.WAITING
-        else:
-            self._begin_storing()
+        if self._state in (State.STEP, State.TOLD):
+            self.link.send("end_spares")
+            self.send(Leave("done"))
+            if self.node == CONTROL and self.num_nodes > 1:
+                self._state = State.WAITING
+            else:
+                self._begin_storing()
 
     def _begin_storing(self) -> None:
         self._state = State.STORING
         orders.end(self)
 
-    def fail(self) -> None:
-        """Let nothing interrupt the report of the error that ends the step's code here."""
+    def fail(self, in_hurry: bool) -> None:
+        """Let nothing interrupt the report of the error that ends the step's code here, nor, `in_hurry`, its reader."""
+        if in_hurry:
+            self.link.send("hurry")
         if self._state not in _OVER:
             self._state = State.FAILING
 
@@ -385,12 +365,13 @@ class Member:
         if self._state is not State.WAITING or not self.in_task:  # a gang of one has nobody to wait for
             return
         patience_s = QUIET_S
-        while not self.link.wait(lambda: self._are_alone or self.broken is not None, patience_s):
+        while not self.link.wait(lambda: "alone" in self._heard or self.broken is not None, patience_s):
             if self.link.end is not None:
                 break
             patience_s = REMIND_S
-            text = f"this node has finished; waiting until {names(remaining())} ended the step and stored the results"
-            self.say(Event("note", self.node, text))
+            self.note(
+                f"this node has finished; waiting until {names(remaining())} ended the step and stored the results"
+            )
         if self.broken is not None:
             raise self.broken
         self._begin_storing()
@@ -406,14 +387,14 @@ class Member:
             return
         orders.end(self)  # first: a gang around this one hears of what comes from now on
         self._state = State.LEFT
-        self.meanwhile = lambda: (_NEVER, ())
+        self.meanwhile = lambda: NEVER
         try:
             if before is not State.ENDING:  # otherwise *leave* was sent already
                 cause = None if error is None or self.gang_knows(error) else self.cause_of(error)
                 self.send(Leave("left" if error is None else "failed", cause))
-            self.link.wait(lambda: self._control is not ControlNode.HERE, _ACK_WAIT_S)
+            self.link.wait(lambda: "here" not in self._heard or self._heard & {"received", "bye", "gone"}, _ACK_WAIT_S)
             if error is not None and before is not State.ENDING:  # a preempted machine has no time for it
-                self.link.wait(lambda: self._control is ControlNode.GONE, hold_s)
+                self.link.wait(lambda: "gone" in self._heard, hold_s)
             self.at_end()
         finally:
             self.link.close()

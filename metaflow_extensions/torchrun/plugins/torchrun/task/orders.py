@@ -14,10 +14,10 @@ from contextlib import suppress
 from types import FrameType
 from typing import Any
 
-from ..node.endings import TimedOut
+from ..node.endings import MustEnd, TimedOut
 from .link import forget_all
 
-SIGTERM_CAME = "its Metaflow task got SIGTERM"
+SIGTERM_CAME = MustEnd("its Metaflow task got SIGTERM")
 # The members whose signals these are, the innermost last: a gang's step may use `TorchrunSingleNodeMultiGPU`.
 _members: list[Any] = []  # of `task.member.Member`, which imports this
 _former: dict[int, Any] = {}
@@ -26,10 +26,14 @@ _is_reading = False  # whether the handler of SIGURG reads: others leave the rai
 _alarm_text = ""  # how the end of the step's time is told
 
 
+def _is_main() -> bool:
+    return threading.current_thread() is threading.main_thread()
+
+
 def begin(member: Any, alarm: str | None = None) -> None:
     """Handle the signals for a member, the alarm where it is told as `alarm`; nothing outside of the main thread."""
     global _alarm_text
-    if threading.current_thread() is not threading.main_thread():
+    if not _is_main():
         return
     _members.append(member)
     _alarm_text = alarm or _alarm_text
@@ -42,7 +46,7 @@ def begin(member: Any, alarm: str | None = None) -> None:
 
 def end(member: Any) -> None:
     """Handle them no more for a member; the last one's end restores the former handlers."""
-    if threading.current_thread() is threading.main_thread() and member in _members:
+    if _is_main() and member in _members:
         if _members == [member]:
             _restore()
         _members.remove(member)
@@ -67,29 +71,31 @@ def innermost(member: Any) -> Any:
     return _members[-1] if member in _members else member
 
 
-def _waits() -> bool:
-    return any(each.link.waiter == threading.main_thread().ident for each in _members)
+# --- handlers -------------------------------------------------------------------------------------
 
 
-def _on_sigterm(number: int, frame: FrameType | None) -> None:
-    if not _members[-1].order(SIGTERM_CAME, is_now=not (_waits() or _is_reading)):
+def _is_left_to_others() -> bool:
+    """Return whether somebody waits, or reads, who raises what comes."""
+    return _is_reading or any(each.link.waiter == threading.main_thread().ident for each in _members)
+
+
+def _on_order(number: int, frame: FrameType | None) -> None:
+    news = SIGTERM_CAME if number == signal.SIGTERM else TimedOut(_alarm_text)
+    is_heard = _members[-1].order(news, is_now=not _is_left_to_others())
+    if not is_heard and number == signal.SIGTERM:
         _restore()
         signal.raise_signal(number)
 
 
-def _on_alarm(number: int, frame: FrameType | None) -> None:
-    _members[-1].order(TimedOut(_alarm_text), is_now=not (_waits() or _is_reading))
-
-
 def _on_sigint(number: int, frame: FrameType | None) -> None:
-    if not (_waits() or _is_reading) or _members[-1].is_interrupted:
+    if not _is_left_to_others() or _members[-1].is_interrupted:
         raise KeyboardInterrupt
     _members[-1].interrupt()
 
 
 def _on_sigurg(number: int, frame: FrameType | None) -> None:
     global _is_reading
-    if _waits() or _is_reading:
+    if _is_left_to_others():
         return  # who waits reads; the signal comes again until somebody has read
     _is_reading = True
     try:
@@ -102,12 +108,7 @@ def _on_sigurg(number: int, frame: FrameType | None) -> None:
         each.raise_news()
 
 
-_HANDLERS = {
-    signal.SIGTERM: _on_sigterm,
-    signal.SIGINT: _on_sigint,
-    signal.SIGALRM: _on_alarm,
-    signal.SIGURG: _on_sigurg,
-}
+_HANDLERS = {signal.SIGTERM: _on_order, signal.SIGINT: _on_sigint, signal.SIGALRM: _on_order, signal.SIGURG: _on_sigurg}
 
 
 def _before_fork() -> None:
@@ -124,7 +125,7 @@ def _after_fork() -> None:
 
 def _in_child() -> None:
     _members.clear()
-    if _former and threading.current_thread() is threading.main_thread():
+    if _former and _is_main():
         _restore()
     forget_all()
     _after_fork()

@@ -16,12 +16,19 @@ from typing import Any
 
 from ..compat.cli import MetaflowException, print_errors_by
 from ..errors import TorchrunError
-from ..gang.cause import ENDS, Cause, FailureText, cause_of, failure_of
+from ..gang.cause import ENDS, Cause, cause_of, failure_of
 from ..gang.failures import summary, teller
 from ..tracebacks import user_traceback
 from .console import write
 
 _INDENT = "    "  # as Metaflow has it
+_WRITTEN = (
+    "exception",
+    "exit",
+    "signal",
+    "oom",
+    "command",
+)  # causes whose details the failed worker itself has written
 
 
 def report(
@@ -39,37 +46,17 @@ def report(
     failure, cause = failure_of(verdict), cause_of(verdict)
     is_own = cause is not None and (cause.kind, cause.node) == ("lost", node)  # no other node hears that
     if shared and known and teller(cause) != node and not is_own:
-        return _pointer(verdict, failure)
+        # One line, which may be the last of the terminal. A hang and a timeout concern the launch as a whole.
+        told = "" if cause is None or cause.kind in ("hang", "timeout") else f" {summary(cause)}"
+        told = f"{told[:2].upper()}{told[2:]}{'.' if told and not told.endswith(ENDS) else ''}"
+        return f"{verdict.headline}.{told} Node {teller(cause)} shows the whole error."
     trace = "" if error is verdict else _barred(user_traceback(error, with_cause=False))
-    if failure is not None and _was_written(failure.cause) and stands_above(failure.cause):
+    if failure is not None and failure.cause.kind in _WRITTEN and stands_above(failure.cause):
         if not trace:
             return _headed(verdict, failure.without_detail())
         # The traceback already ends with the exception and its rank.
         return f"{trace}\n{failure.without_report()}"
     return f"{_headed(verdict, verdict.message)}\n{trace}".rstrip("\n")
-
-
-def _was_written(cause: Cause) -> bool:
-    """Return whether the failed worker itself has written all of the cause's detail."""
-    return cause.kind in ("exception", "exit", "signal", "oom", "command")
-
-
-def _pointer(verdict: TorchrunError, failure: FailureText | None) -> str:
-    """Return one line with the cause, which may be the last of the terminal, and the node that has the rest."""
-    cause = None if failure is None else failure.cause
-    place = f"Node {teller(cause)} shows the whole error."
-    if failure is not None and failure.cause.kind in ("step", "call", "interrupted"):
-        return _headed(verdict, f"{failure.without_detail()}\n{place}")
-    # A hang and a timeout concern the launch as a whole.
-    is_of_all = failure is None or failure.cause.kind in ("hang", "timeout")
-    told = "" if failure is None or is_of_all else summary(failure.cause)
-    # It tells who had ended before, where the cause is a lost connection.
-    early = failure.before.strip() if failure is not None and failure.cause.is_consequence else ""
-    early = "" if "\n" in early else early  # a function's traceback
-    said = "".join(
-        f"{text[0].upper()}{text[1:]}{'' if text.endswith(ENDS) else '.'} " for text in (early, told) if text
-    )
-    return f"{verdict.headline}. {said}{place}"
 
 
 def _headed(error: TorchrunError, message: str) -> str:
@@ -87,7 +74,7 @@ def _barred(text: str) -> str:
 _end: tuple[BaseException, str] | None = None
 _in_task = False
 # Functions that return further lines after an error, or nothing. Only the main thread sets and calls them.
-_afterwards: list[Callable[[BaseException], str]] = []
+_afterwards: list[Callable[[BaseException], str | None]] = []
 
 
 def end_with(error: BaseException, text: str | None) -> None:
@@ -103,7 +90,7 @@ def print_errors_ourselves(in_task: bool) -> None:
     print_errors_by(_print_error)
 
 
-def tell_after_errors(tell: Callable[[BaseException], str]) -> None:
+def tell_after_errors(tell: Callable[[BaseException], str | None]) -> None:
     """Call `tell` with each error that Metaflow has printed, and write the result to stderr."""
     _afterwards.append(tell)
 
@@ -112,7 +99,7 @@ def _print_error(original: Callable[..., None], error: Any, *more: Any, **option
     _show(original, error, *more, **options)
     for tell in _afterwards:
         with suppress(Exception):  # it asks servers, and rests on Metaflow's private names; the error itself is shown
-            write("stderr", tell(error))
+            write("stderr", tell(error) or "")
 
 
 def _show(original: Callable[..., None], error: Any, *more: Any, **options: Any) -> None:

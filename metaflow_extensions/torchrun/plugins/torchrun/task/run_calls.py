@@ -12,7 +12,7 @@ import tokenize
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from ..compat.graph import (
     LintWarn,
@@ -44,7 +44,7 @@ def check_arguments_of_run(graph: Any) -> None:
 def check_steps_without_torchrun(graph: Any) -> None:
     """Refuse a step without ``@torchrun`` that uses ``current.torch``; Metaflow would start it first, and not say why."""
     for step, path, first in sources_of_other_steps(graph):
-        if lines := Source.of_step(path, first).lines_with_torch:
+        if lines := _lines_with_torch(_nodes_of_step(path, first)):
             error = LintWarn(
                 f"Step *{step}* uses current.torch, but has no @torchrun. Add @torchrun to this step, and enter it with "
                 f"self.next(self.{step}, num_parallel=N). On one node, TorchrunSingleNodeMultiGPU().run does without both. "
@@ -61,7 +61,7 @@ def tell_missing_scripts(graph: Any) -> None:
     for step, path, first in sources_of_steps(graph):
         attributes = attributes_of_torchrun(graph, step)
         is_elsewhere = attributes.get("cwd") or attributes.get("before_run")
-        calls = [] if is_elsewhere else Source.of_step(path, first).calls_of_run
+        calls = [] if is_elsewhere else _calls_of_run(path, first)
         for name in dict.fromkeys(filter(None, map(_script_of, calls))):
             # What is in a folder that is not there either may be fetched with it.
             paths = [Path(folder, name) for folder in folders]
@@ -78,20 +78,19 @@ def tell_missing_scripts(graph: Any) -> None:
 def _script_of(call: ast.Call) -> str | None:
     """Return the script that a call of `run` names, below the folder in which it is searched; None in doubt."""
     names = {each.arg for each in call.keywords}
-    if None in names or names & _ELSEWHERE:
-        return None
     given = [*call.args[:1], *(each.value for each in call.keywords if each.arg == "entrypoint")]
     name = given[0].value if len(given) == 1 and isinstance(given[0], ast.Constant) else None
+    if not isinstance(name, str) or None in names or names & _ELSEWHERE:
+        return None
     # In a container there may be anything beside the folder of the flow.
-    is_below = isinstance(name, str) and not os.path.isabs(name) and ".." not in Path(name).parts
-    return str(name) if is_below else None
+    return None if os.path.isabs(name) or ".." in Path(name).parts else name
 
 
 def nproc_in_calls(graph: Any, step: str) -> int | None:
     """Return the number of processes per node that all calls of `run` in a step name in the source; None without one."""
     found: set[Any] = set()
     for name, path, first in sources_of_steps(graph):
-        for call in Source.of_step(path, first).calls_of_run if name == step else ():
+        for call in _calls_of_run(path, first) if name == step else ():
             named = [each.value for each in call.keywords if each.arg == "nproc_per_node"]
             found.add(named[0].value if named and isinstance(named[0], ast.Constant) else None)
     number = found.pop() if len(found) == 1 else None
@@ -100,45 +99,23 @@ def nproc_in_calls(graph: Any, step: str) -> int | None:
 
 def unknown_arguments(path: str | None, first: int | None) -> Iterator[tuple[str, int]]:
     """Yield unknown arguments in the function whose ``def`` is in line `first` of a file, each with its line."""
-    for call in Source.of_step(path, first).calls_of_run:
+    for call in _calls_of_run(path, first):
         yield from ((each.arg, each.lineno) for each in call.keywords if each.arg and each.arg not in KNOWN)
 
 
-class Source(NamedTuple):
-    """The source of a step; empty where it can't be read, or ``current`` may be another one than Metaflow's."""
-
-    nodes: list[ast.AST]
-
-    @classmethod
-    def of_step(cls, path: str | None, first: int | None) -> Source:
-        """Read the function whose ``def`` is in line `first` of a file."""
-        with suppress(OSError, SyntaxError, ValueError, RecursionError), tokenize.open(path or "") as file:
-            nodes = list(ast.walk(ast.parse(file.read())))
-            functions = [node for node in nodes if isinstance(node, ast.FunctionDef) and node.lineno == first]
-            return cls([inner for node in functions if _is_metaflows(nodes) for inner in ast.walk(node)])
-        return cls([])
-
-    @property
-    def calls_of_run(self) -> list[ast.Call]:
-        """The calls of ``current.torch.run``."""
-        return [node for node in self.nodes if isinstance(node, ast.Call) and _dotted(node.func) == "current.torch.run"]
-
-    @property
-    def lines_with_torch(self) -> list[int]:
-        """Where it surely uses ``current.torch``: it does not ask for "torch", nor catch the error, and not below ``if``."""
-        if any(isinstance(node, ast.Constant) and node.value == "torch" for node in self.nodes):
-            return []
-        unsure = (node for node in self.nodes if isinstance(node, ast.If | ast.IfExp) or _catches_all(node))
-        passed_over = {id(inner) for node in unsure for inner in ast.walk(node)}
-        uses = (node for node in self.nodes if isinstance(node, ast.Attribute) and id(node) not in passed_over)
-        return [node.lineno for node in uses if _dotted(node) == "current.torch"]
+# --- the source of a step ---------------------------------------------------------------------------
 
 
-def _catches_all(node: ast.AST) -> bool:
-    """Return whether a statement catches what Metaflow raises for a name that ``current`` does not have."""
-    kinds = [each.type for each in node.handlers] if isinstance(node, ast.Try) else []
-    names = {getattr(name, "id", None) for kind in kinds if kind is not None for name in ast.walk(kind)}
-    return None in kinds or not names.isdisjoint(_CATCH_ALL)
+def _nodes_of_step(path: str | None, first: int | None) -> list[ast.AST]:
+    """Return what stands in the function whose ``def`` is in line `first` of a file.
+
+    Nothing where that can't be read, or ``current`` may be another one than Metaflow's.
+    """
+    with suppress(OSError, SyntaxError, ValueError, RecursionError), tokenize.open(path or "") as file:
+        nodes = list(ast.walk(ast.parse(file.read())))
+        functions = [node for node in nodes if isinstance(node, ast.FunctionDef) and node.lineno == first]
+        return [inner for node in functions if _is_metaflows(nodes) for inner in ast.walk(node)]
+    return []
 
 
 def _is_metaflows(nodes: list[ast.AST]) -> bool:
@@ -154,6 +131,29 @@ def _is_metaflows(nodes: list[ast.AST]) -> bool:
     binders = [node for node in nodes if not isinstance(node, ast.alias | ast.keyword)]  # arguments, functions, ...
     others = (getattr(node, field, None) for node in binders for field in ("arg", "name", "rest"))
     return named == {(0, "metaflow", "current")} and "current" not in bound and "current" not in others
+
+
+def _calls_of_run(path: str | None, first: int | None) -> list[ast.Call]:
+    """Return the calls of ``current.torch.run`` in a step."""
+    calls = (node for node in _nodes_of_step(path, first) if isinstance(node, ast.Call))
+    return [call for call in calls if _dotted(call.func) == "current.torch.run"]
+
+
+def _lines_with_torch(nodes: list[ast.AST]) -> list[int]:
+    """Return where they surely use ``current.torch``: without asking for "torch", catching the error, or below ``if``."""
+    if any(isinstance(node, ast.Constant) and node.value == "torch" for node in nodes):
+        return []
+    unsure = (node for node in nodes if isinstance(node, ast.If | ast.IfExp) or _catches_all(node))
+    passed_over = {id(inner) for node in unsure for inner in ast.walk(node)}
+    uses = (node for node in nodes if isinstance(node, ast.Attribute) and id(node) not in passed_over)
+    return [node.lineno for node in uses if _dotted(node) == "current.torch"]
+
+
+def _catches_all(node: ast.AST) -> bool:
+    """Return whether a statement catches what Metaflow raises for a name that ``current`` does not have."""
+    kinds = [each.type for each in node.handlers] if isinstance(node, ast.Try) else []
+    names = {getattr(name, "id", None) for kind in kinds if kind is not None for name in ast.walk(kind)}
+    return None in kinds or not names.isdisjoint(_CATCH_ALL)
 
 
 def _dotted(node: ast.AST) -> str | None:

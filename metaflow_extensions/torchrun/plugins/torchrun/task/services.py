@@ -12,20 +12,27 @@ from contextlib import ExitStack
 from typing import Any
 
 from ..errors import LaunchFailed, TorchrunError
+from ..gang.cause import Cause, FailureText, failed
+from ..gang.group import Group
+from ..gang.view import as_dicts
 from ..gang.wire import Plain
-from ..launch.call import Call, FunctionSpec
+from ..launch.call import Call, FunctionSpec, Outcome
 from ..launch.run_settings import RunSettings
-from ..launch.transfer import ToStore, ValueStore
-from .function_call import FunctionCall, call_of
-from .launch_outputs import LaunchOutputs, outputs_of
+from ..launch.transfer import ToStore, TransferFailed, ValueStore
+from ..result import TorchrunResult
+from .function_call import FunctionCall
+from .launch_outputs import LaunchOutputs
+from .member import Member
 
 
 class Services(ExitStack):
     """The services of one launch on this node; closes them at its end."""
 
-    def __init__(self, call: FunctionCall | None = None, outputs: LaunchOutputs | None = None) -> None:
+    def __init__(
+        self, call: FunctionCall | None = None, outputs: LaunchOutputs | None = None, store: ValueStore | None = None
+    ) -> None:
         super().__init__()
-        self._call, self._outputs = call, outputs
+        self._call, self._outputs, self.store = call, outputs, store
         self._all: dict[str, FunctionCall | LaunchOutputs] = {}
         if call is not None:
             self._all["functions"] = call
@@ -36,20 +43,16 @@ class Services(ExitStack):
     @classmethod
     def of(cls, run: RunSettings, num_nodes: int, node: int, store: ValueStore | None) -> Services:
         """Return the services that a call of `run` asks for; `store` is None outside of a flow."""
-        outputs = outputs_of(run, node, store)  # first: it holds nothing
+        outputs = LaunchOutputs.of(run, node, store)  # first: it holds nothing
         # A gang of one has its values itself.
-        return cls(call_of(run, store if num_nodes > 1 else None), outputs)
+        return cls(FunctionCall.of(run, store if num_nodes > 1 else None), outputs, store)
 
     @property
     def told(self) -> dict[str, Any]:
-        """What the supervisor must know of them, as fields of `node.call.Call`."""
-        call = self._call
-        return {
-            "stores": any(service.stores for service in self._all.values()),
-            "may_train_alone": call is not None and call.may_train_alone,
-            "folders": () if call is None else (call.folder,),
-            "emptied": () if call is None else (call.emptied,),
-        }
+        """What the supervisor must know of them, as fields of `launch.call.Call`."""
+        call, stores = self._call, any(service.stores for service in self._all.values())
+        more = {} if call is None else {"folders": (call.folder,), "emptied": (call.emptied,)}
+        return {"stores": stores, "may_train_alone": call is not None and call.may_train_alone, **more}
 
     @property
     def function(self) -> FunctionSpec | None:
@@ -66,13 +69,6 @@ class Services(ExitStack):
         found = {name: service.to_store(error, within_s) for name, service in self._all.items()}
         return {name: each for name, each in found.items() if each is not None}
 
-    def result(self, told: Mapping[str, Plain], say: Callable[[str], None]) -> dict[str, Any]:
-        """Return fields of `TorchrunResult`; `told` is what the verdict tells. Raises TransferFailed."""
-        fields = _metrics(told.get("progress", {}))
-        for name, service in self._all.items():
-            fields |= service.result(told.get(name, {}), say)
-        return fields
-
     def failed(self, error: TorchrunError, told: Mapping[str, Plain]) -> None:
         """Add data to the error with which the launch has ended."""
         if self._outputs is not None:
@@ -82,14 +78,49 @@ class Services(ExitStack):
         """Return what `run` raises."""
         return error if self._call is None else self._call.original(error, told.get("functions", {}))
 
+    def result(self, told: Mapping[str, Plain], say: Callable[[str], None]) -> dict[str, Any]:
+        """Return fields of `TorchrunResult`; `told` is what the verdict tells. Raises TransferFailed."""
+        fields = _metrics(told.get("progress", {}))
+        for name, service in self._all.items():
+            fields |= service.result(told.get(name, {}), say)
+        return fields
+
+
+def result_of(outcome: Outcome, call: Call, member: Member, services: Services) -> TorchrunResult[Any]:
+    """Return the result on this node of a launch that has ended well. Raises LaunchFailed if a part can't be loaded."""
+    verdict = outcome.verdict
+    try:
+        fields = services.result(verdict.left, member.note)
+    except TransferFailed as error:
+        cause = Cause("store", member.node, member.host, exception=f"has no result: {error}")
+        after = f"\nThe workers of launch {verdict.launch} had ended well on all nodes."
+        told = failed(LaunchFailed, FailureText(cause, after=after))
+        told.events = as_dicts(verdict.events)
+        services.failed(told, verdict.left)
+        raise told from error
+    return TorchrunResult(
+        launch=verdict.launch,
+        num_nodes=call.num_nodes,
+        node_index=call.node_index,
+        nodes=(call.group or Group(call.num_nodes)).nodes,
+        nproc_per_node=call.nproc,
+        world_size=call.world_size,
+        command=outcome.command,
+        restarts=list(outcome.restarts),
+        duration_s=outcome.duration_s,
+        exit_codes=dict(sorted(outcome.exit_codes.items())),
+        events=tuple(as_dicts(verdict.events)),
+        has_values="values" in fields,
+        **fields,
+    )
+
 
 def _metrics(told: Plain) -> dict[str, Any]:
-    """Return rank 0's last values, and their curves."""
+    """Return rank 0's last values, and their curves; what is no number came as None, since JSON has no NaN."""
+
+    def number(value: float | None) -> float:
+        return math.nan if value is None else value
+
     last, history = told.get("last", {}), told.get("history", {})
-    curves = {key: [(step, _number(value)) for step, value in points] for key, points in history.items()}
-    return {"metrics": {key: _number(value) for key, value in last.items()}, "history": curves}
-
-
-def _number(value: float | None) -> float:
-    """Return a number that was reported; JSON has no NaN, so it came as None."""
-    return math.nan if value is None else value
+    curves = {key: [(step, number(value)) for step, value in points] for key, points in history.items()}
+    return {"metrics": {key: number(value) for key, value in last.items()}, "history": curves}

@@ -35,14 +35,12 @@ def time_limit(timeout_s: float, began_at: float, grace_s: float) -> TimeLimit:
     text = f"longer than the step's @timeout of {timeout_s:g} s allows"
     if is_local():
         return TimeLimit(began_at + timeout_s, text)
-    pod_began_at = min(began_at, time.monotonic() - age_s())  # its age may not be known
-    if pod_began_at + timeout_s < began_at:  # it would have been killed: this is not its age
-        pod_began_at = began_at
+    earlier_s = began_at - min(began_at, time.monotonic() - age_s())  # the pod's age may not be known
+    if earlier_s > timeout_s:  # it would have been killed: this is not its age
+        earlier_s = 0.0
     kept_s = min(Rules(grace_s=grace_s).stop_s, timeout_s / 4)
-    before = f"from the start of the pod or container, {began_at - pod_began_at:.0f} s before the gang's"
-    return TimeLimit(
-        pod_began_at + timeout_s - kept_s, f"{text} (it counts {before}; the last {kept_s:.0f} s are left for saving)"
-    )
+    text += f" (it counts from the start of the pod or container, {earlier_s:.0f} s before the gang's; "
+    return TimeLimit(began_at - earlier_s + timeout_s - kept_s, f"{text}the last {kept_s:.0f} s are left for saving)")
 
 
 @cache

@@ -21,9 +21,7 @@ class Submission:
     """The checks of one step, each made as soon as Metaflow has the facts for it; a step that is no gang has none."""
 
     def __init__(self, flow: Any, graph: Any, step: str, settings: StepSettings, metadata_type: str | None) -> None:
-        self._flow = flow
-        self._step = step
-        self._settings = settings
+        self._flow, self._step, self._settings = flow, step, settings
         self._metadata_type = metadata_type  # Metaflow's metadata provider, for example "local"
         entry = entry_of(graph, step)
         # `spin` heeds no @kubernetes, @batch or @catch, and its gang has one node (2.19).
@@ -69,21 +67,17 @@ class Submission:
             # Metaflow's KubernetesDecorator.step_init refuses it for a decorator named "parallel", and ours is not.
             raise TorchrunConfigError(
                 f"Step {self._step} has {_shown('catch', decorators, 'var')}, @torchrun and @kubernetes, but @catch does not "
-                "work with a gang on Kubernetes; Metaflow refuses it beside @parallel, too. When a pod dies, the whole gang "
-                "ends with it, and on a run @catch's fallback starts on the submitting machine, which lacks the gang's "
-                "MF_MASTER_ADDR: the run ends with an internal error, or that is what gets caught instead of the cause. "
-                "Remove @catch. To go on after a failed launch, write in the step: try: current.torch.run(...) except "
-                "TorchrunError as error: self.failure = str(error). All nodes raise the same error. Against pods that die, "
-                "use @retry."
+                "work with a gang on Kubernetes: when a pod dies, the whole gang ends with it, and @catch's fallback fails "
+                "on the submitting machine. Remove @catch. To go on after a failed launch, write in the step: try: "
+                "current.torch.run(...) except TorchrunError as error: self.failure = str(error). All nodes raise the same "
+                "error. Against pods that die, use @retry."
             )
         port = decorators["kubernetes"].get("port")
         # @kubernetes takes METAFLOW_KUBERNETES_PORT where no port is written.
         if None not in (port, master_port) and str(port) not in (str(KUBERNETES_PORT), str(master_port)):
             raise TorchrunConfigError(
-                f"Step {self._step}: @kubernetes(port={port}) and @torchrun(master_port={master_port}) disagree. Metaflow "
-                "opens port on the pods (containerPort) and names it in MF_MASTER_PORT, but the gang would meet on "
-                "master_port. Write the same number in both, or leave one of them out; master_port alone decides where the "
-                "gang meets."
+                f"Step {self._step}: @kubernetes(port={port}) and @torchrun(master_port={master_port}) disagree. Write the "
+                "same number in both, or leave one of them out; master_port alone decides where the gang meets."
             )
 
     def check_batch(self, num_nodes: int | None = None) -> None:
@@ -99,18 +93,16 @@ class Submission:
         where = f"Step {self._step}, a gang of {count} nodes with {_shown('batch', decorators, 'queue')},"
         if self._foreach:
             raise TorchrunConfigError(
-                f"{where} stands in the foreach of step {self._foreach[-1]} and can't finish there. On AWS Batch the control "
-                f"node waits until the step has exactly {count} finished tasks, but the foreach's other gangs have theirs in "
-                "it: the step would fail 600 s after its work is done. Train the items one after another in one gang (call "
-                f"current.torch.run for each of them in step {self._step}), or start a run for each, or use @kubernetes "
-                "instead of @batch."
+                f"{where} stands in the foreach of step {self._foreach[-1]} and can't finish there: the control node waits "
+                f"until the step has exactly {count} finished tasks, but the foreach's other gangs have theirs in it. Train "
+                f"the items one after another in one gang (call current.torch.run for each of them in step {self._step}), or "
+                "start a run for each, or use @kubernetes instead of @batch."
             )
         if self._metadata_type == "local":
             raise TorchrunConfigError(
-                f"{where} can't finish with --metadata=local. On AWS Batch the control node waits until the metadata shows "
-                "the other nodes' tasks as finished, but local metadata is a folder in each node's own container: the step "
-                "would fail 600 s after its work is done. Use a metadata service (--metadata=service with "
-                "METAFLOW_SERVICE_URL), or num_parallel=1, or @kubernetes instead of @batch."
+                f"{where} can't finish with --metadata=local: the control node waits until the metadata shows the other "
+                "nodes' tasks as finished, but local metadata is a folder in each container. Use a metadata service "
+                "(--metadata=service with METAFLOW_SERVICE_URL), or num_parallel=1, or @kubernetes instead of @batch."
             )
 
 
@@ -119,10 +111,10 @@ def _shown(name: str, decorators: Mapping[str, Any], attribute: str) -> str:
     return f"@{name}" if value is None else f"@{name}({attribute}={value!r})"
 
 
-def check_entered_with_num_parallel(graph: Any) -> None:
-    """Say how to enter a ``@torchrun`` step; Metaflow's own checks would speak of @parallel and not say how."""
+def check_source(graph: Any) -> None:
+    """Check what the source of a flow tells, for a run or a deployment."""
     plain = first_plain_step(graph)
-    if plain is not None:
+    if plain is not None:  # Metaflow's own checks would speak of @parallel, and not say how
         name, entered, *where = plain
         raise LintWarn(
             f"Step *{name}* has @torchrun but is not entered with num_parallel. In step *{entered}*, write "
@@ -130,11 +122,6 @@ def check_entered_with_num_parallel(graph: Any) -> None:
             "num_parallel, remove @torchrun and use TorchrunSingleNodeMultiGPU.",
             *where,
         )
-
-
-def check_source(graph: Any) -> None:
-    """Check what the source of a flow tells, for a run or a deployment."""
-    check_entered_with_num_parallel(graph)
     check_steps_without_torchrun(graph)
     check_arguments_of_run(graph)
     tell_missing_scripts(graph)

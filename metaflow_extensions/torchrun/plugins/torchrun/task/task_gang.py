@@ -10,8 +10,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -23,7 +22,6 @@ from ..compat.steps import control_task_of, exit_codes_of_tasks, is_local, is_of
 from ..errors import TorchrunPreempted
 from ..events import Event, label
 from ..gang.cause import Cause, cause_of
-from ..gang.policy import Rules
 from ..gang.view import Presence
 from ..gang.wire import Plain
 from ..node.endings import NotNeeded
@@ -34,15 +32,7 @@ from ..tracebacks import words_of
 from .cards import Cards, make_none
 from .console import hurry, to_log
 from .gang_store import GangStore
-from .join import (
-    LOOPBACK,
-    control_addresses,
-    join_alone,
-    join_as_control,
-    join_as_member,
-    refuse_second_run,
-    rules_of,
-)
+from .join import LOOPBACK, begin_gang, control_addresses, join_as_control, join_as_member, refuse_second_run
 from .local_nodes import LocalNodes
 from .member import Member
 from .report import end_with, report
@@ -66,21 +56,16 @@ class TaskGang:
     def __init__(
         self,
         settings: StepSettings,
-        flow_datastore: Any,
-        run_id: str,
-        step_name: str,
-        task_id: str,
-        attempt: int,
+        flow_datastore: Any,  # metaflow.datastore.FlowDataStore
+        task: tuple[str, str, str, int],  # run, step, task and attempt
         limit: TimeLimit | None = None,
         forget: Callable[[Sequence[int]], object] = len,
     ) -> None:
         self._forget = forget  # has Metaflow's join not wait for the tasks of some nodes
-        self._settings = settings
+        self._settings, self._flow_datastore, self._task = settings, flow_datastore, task
         self._limit = limit  # the step's @timeout, on a control node, where Metaflow does not enforce it
-        self._flow_datastore = flow_datastore  # metaflow.datastore.FlowDataStore
-        self._run_id, self._step_name, self._task_id, self._attempt = run_id, step_name, task_id, attempt
         self._is_local = is_local()
-        self._log = TaskLog(partial(save_log, flow_datastore, (run_id, step_name, task_id, attempt)))
+        self._log = TaskLog(partial(save_log, flow_datastore, task))
         self._member: Member | None = None
         self._is_control = False  # of several nodes
         self._store: GangStore | None = None  # on any control node
@@ -95,75 +80,62 @@ class TaskGang:
     def will_start_nodes(self, num_nodes: int) -> None:
         """Record that Metaflow starts the other nodes' tasks from this one, on a local run."""
         if self._is_local:
-            self._local_nodes = LocalNodes(self._run_id, self._task_id, num_nodes)
+            self._local_nodes = LocalNodes(self._task[0], self._task[2], num_nodes)
 
     def join(self, tasks: Sequence[str] = (), starts: Plain | None = None) -> tuple[Member, str]:
         """Join, and return this node as a member and the control node's address.
 
         `tasks` are those of all nodes, in order, each as run, step and task. `starts` is for `node.warm`.
         """
-        looks = signs(os.environ, self._settings.grace_s, current.get("spot_termination_notice"), self._is_local)
+        parallel, settings, here_only = current.parallel, self._settings, self._is_local
+        local_node = parallel.node_index if here_only else None
+        looks = signs(os.environ, settings.grace_s, current.get("spot_termination_notice"), local_node)
+        more = {"starts": starts, "signs": looks}
         # Meant for tasks alone, neither for spares nor for what the step's code starts.
         os.environ.pop(STARTED_BY, None)
-        self._about["tasks"] = tuple(tasks)
-        self._member, main_addr = self._join({"starts": starts, "signs": looks})
-        return self._member, main_addr
-
-    def _join(self, more: Mapping[str, Any]) -> tuple[Member, str]:
-        parallel, settings = current.parallel, self._settings
-        control_task_id = control_task_of(parallel) or self._task_id
-        emit = self._emit
-        registry = Registry(self._flow_datastore, self._run_id, self._step_name, control_task_id, self._attempt)
-        if parallel.num_nodes == 1:
-            if not self._is_local:  # there the same task can be run again by hand
+        num_nodes, main_addr = parallel.num_nodes, LOOPBACK
+        run_id, step_name, task_id, attempt = self._task
+        control = (run_id, step_name, control_task_of(parallel) or task_id)
+        registry = Registry(self._flow_datastore, *control, attempt)
+        if parallel.node_index > 0:
+            self.part = pointing_at("/".join(control))
+            make_none()  # the control node makes the gang's card
+            found = join_as_member(registry, parallel.node_index, num_nodes, settings, self._emit, more)
+            self._member, main_addr = found
+            self._member.may_go_on = settings.max_restarts > 0
+            return found
+        rules: dict[str, Any] = {"replaces": self._replaces}
+        if self._limit is not None:
+            rules |= {"deadline": self._limit.ends_at, "longer": self._limit.text}
+        if num_nodes > 1:
+            addresses = control_addresses(parallel.main_ip, here_only)
+            member = join_as_control(registry, num_nodes, addresses, settings, self._emit, more, rules)
+            main_addr = addresses[0]
+        else:
+            if not here_only:  # there the same task can be run again by hand
                 refuse_second_run(registry, 1)
                 registry.publish(AddressRecord((), 0, "", socket.gethostname()))
-            member = join_alone(settings, emit, self._rules(), more)
-            self._follow(registry, member)
-            return member, LOOPBACK
-        if parallel.node_index > 0:
-            return self._join_as_member(registry, f"{self._run_id}/{self._step_name}/{control_task_id}", more)
-        main_ip, here_only = parallel.main_ip, self._is_local
-        rules = self._rules()
-        member = join_as_control(registry, parallel.num_nodes, main_ip, settings, emit, here_only, rules, more)
-        self._is_control, self._member = True, member
-        self._follow(registry, member)
-        if self._local_nodes is not None:
+            member = begin_gang(settings, self._emit, more, rules)
+        self._member, self._is_control, self._about["tasks"] = member, num_nodes > 1, tuple(tasks)
+        self._cards = Cards(self._flow_datastore)
+        self._store, self.part = GangStore(member, self._about, self._cards, registry), self._cards.part
+        if self._local_nodes is not None and self._is_control:
             for node, reason in self._local_nodes.ended().items():
                 member.link.send("gone", node, reason)
-            tasks = self._local_nodes.tasks().items()
-            member.link.send("follow", [[node, task.pid, task.began] for node, task in tasks])
-        return member, control_addresses(main_ip, here_only)[0]
-
-    def _rules(self) -> Rules:
-        rules = replace(rules_of(self._settings), replaces=self._replaces)
-        return rules if self._limit is None else replace(rules, deadline=self._limit.ends_at, longer=self._limit.text)
+            followed = self._local_nodes.tasks().items()
+            member.link.send("follow", [[node, task.pid, task.began] for node, task in followed])
+        return member, main_addr
 
     @property
     def _replaces(self) -> bool:
         """Whether Kubernetes brings tasks again, and ends all pods with the control node's: see `compat.job_sets`."""
         return runs_on() == "kubernetes" and self._settings.replaces_nodes
 
-    def _join_as_member(self, registry: Registry, control: str, more: Mapping[str, Any]) -> tuple[Member, str]:
-        """Join, and leave the gang's card to the control node; `control` is its task, as run, step and task."""
-        node, num_nodes = current.parallel.node_index, current.parallel.num_nodes
-        self.part = pointing_at(control)
-        make_none()
-        member, main_addr = join_as_member(registry, node, num_nodes, self._settings, self._emit, more)
-        member.may_go_on = self._settings.max_restarts > 0
-        return member, main_addr
-
     def _emit(self, event: Event) -> None:
         if event.kind == "command":
             self._about["command"] = event.text.removeprefix("runs: ")
         show = to_log if self._is_local else self._log.take
         show(event, current.parallel.num_nodes)
-
-    def _follow(self, registry: Registry, member: Member) -> None:
-        """Store and show what happens to the gang, on the control node."""
-        self._cards = Cards(self._flow_datastore)
-        self._store = GangStore(member, self._about, self._cards, registry)
-        self.part = self._cards.part
 
     # --- around it and after it -----------------------------------------------------------------
 
@@ -173,42 +145,38 @@ class TaskGang:
             name_as_starter(os.environ, "control")
         try:
             self._run_step(step)
-            if self._member is not None and self._store is not None and self._is_control:
+            if self._member is not None and self._is_control:
                 # On AWS Batch the control node's end stops all nodes, and nothing else makes another node's failure
                 # the run's (Metaflow 2.19 waits there for the others' ends only).
-                there = (Presence.HERE, Presence.ABSENT)
-                self._member.await_others(partial(self._store.in_state, *there))
-                if out := self._out():
+                self._member.await_others(partial(self._in_state, Presence.HERE, Presence.ABSENT))
+                if out := self._in_state(Presence.OUT):
                     self._is_incomplete = True
                     self._forget(out)
         except BaseException as error:
-            if self._member is not None and not self._member.in_task:
+            member = self._member
+            if member is not None and not member.in_task:
                 raise  # a child that the step has forked and that went on with the step's code
             signal.alarm(0)  # the step's @timeout is for its code
             if is_ordered := self._was_told_to_end(error):
                 hurry()
-                if self._member is not None:
-                    self._member.link.send("hurry")
-            if self._member is not None:
-                self._member.fail()
-            with convenience("our own report of the error"):
-                self._report(error)
-            self.leave(error)
+            if member is not None:
+                member.fail(in_hurry=is_ordered)
+            self._report_and_leave(error)
             if self._local_nodes is not None:
-                known = None if self._store is None else self._store.states()
+                states = dict(enumerate(self._store.states())) if self._store is not None else {}
                 wait_s = self._settings.grace_s + LOCAL_NODE_MARGIN_S
                 # After an order to end, this task waits for no reader, and so the others can't.
-                self._local_nodes.stop(wait_s, lambda node: Presence.HERE if known is None else known[node], is_ordered)
+                self._local_nodes.stop(wait_s, states, is_ordered)
             raise
 
     def _run_step(self, step: Callable[[], None]) -> None:
         try:
             step()
         except Exception as error:
-            if not is_of_another_task(error) or not self._have_ended_well(partial(exit_codes_of_tasks, error)):
+            if not is_of_another_task(error) or not self._have_ended_well(error):
                 raise
 
-    def _have_ended_well(self, codes_by_pid: Callable[[], Mapping[int, int | None]]) -> bool:
+    def _have_ended_well(self, error: Exception) -> bool:
         """Wait for the tasks of the other nodes; return whether only nodes that the gang goes on without ended badly.
 
         On a local run Metaflow waits for them in order, and for no more after the first that ended badly (2.19). This is
@@ -216,8 +184,10 @@ class TaskGang:
         """
         member, bad_since = self._member, None
         while member is not None:
-            codes = {} if self._local_nodes is None else self._local_nodes.exit_codes(codes_by_pid())
-            out = self._out()
+            by_pid = exit_codes_of_tasks(error)
+            tasks = {} if self._local_nodes is None else self._local_nodes.tasks()
+            codes = {node: by_pid.get(task.pid) for node, task in tasks.items()}
+            out = self._in_state(Presence.OUT)
             if codes and not any(code for node, code in codes.items() if node not in out):
                 bad_since = None
                 if None not in codes.values():
@@ -229,9 +199,8 @@ class TaskGang:
             member.await_error(_OTHERS_LOOK_S)
         return False
 
-    def _out(self) -> list[int]:
-        """Return the nodes without which the gang goes on."""
-        return [] if self._store is None else self._store.in_state(Presence.OUT)
+    def _in_state(self, *states: Presence) -> list[int]:
+        return [] if self._store is None else self._store.in_state(*states)
 
     @staticmethod
     def _was_told_to_end(error: BaseException) -> bool:
@@ -252,16 +221,19 @@ class TaskGang:
                 raise
             is_own = isinstance(error, NotNeeded)
             text = f"{error}" if is_own else f"not needed any more; its step's code raised {words_of(error)}"
-            self._member.say(Event("note", self._member.node, text, is_detail=is_own and self._is_local))
+            self._member.note(text, is_detail=is_own and self._is_local)
         if self._member is not None:
             self._member.finish()
 
     def fail(self, error: BaseException) -> None:
         """Report an error after the step's code, and leave with it; nothing if the node has left."""
         if self._member is not None and self._member.is_storing:
-            with convenience("our own report of the error"):
-                self._report(error)
-            self.leave(error)
+            self._report_and_leave(error)
+
+    def _report_and_leave(self, error: BaseException) -> None:
+        with convenience("our own report of the error"):
+            self._report(error)
+        self.leave(error)
 
     def leave(self, error: BaseException | None) -> None:
         """Leave for good; nothing the second time, and in a fork of the task."""
@@ -297,28 +269,24 @@ class TaskGang:
             self._forget(range(1, current.parallel.num_nodes))
         return result
 
-    def leave_with(self, error: BaseException) -> str:
-        """Leave with the error that ends the task, if no decorator was told of it; return what else is to be said."""
-        self.leave(error)
-        return ""
-
-    def _stands_above(self, cause: Cause) -> bool:
-        """Return whether this log has all that the failed worker wrote. Lines of other nodes may be left out here."""
-        is_here = self._is_local or cause.node == current.parallel.node_index
-        return is_here and self._member is not None and self._member.shows_output
-
     def _report(self, error: BaseException) -> None:
         """Set the text to print for the error; a remote control node writes it to its log at once.
 
         Metaflow prints it only after storing all artifacts, which can be too late there.
         """
+        node, member, is_local = current.parallel.node_index, self._member, self._is_local
+        if member is None:
+            end_with(error, report(error, node, is_local, known=False, stands_above=lambda cause: False))
+            return
         # On Kubernetes the others' ends may soon take this task with them; an order to end leaves less time.
-        if self._member is not None and not self._was_told_to_end(error):
-            self._member.store_now()
-        node, member = current.parallel.node_index, self._member
-        known = member is not None and member.gang_knows(error)
-        text = report(error, node, self._is_local, known, self._stands_above)
-        if text is not None and self._is_control and member is not None and not self._is_local:
+        if not self._was_told_to_end(error):
+            member.store_now()
+
+        def stands_above(cause: Cause) -> bool:  # lines of other nodes may be left out here
+            return member.shows_output and (is_local or cause.node == node)
+
+        text = report(error, node, is_local, member.gang_knows(error), stands_above)
+        if text is not None and self._is_control and not is_local:
             member.say(Event("failed", node, text))
             member.link.settle(_UPLOAD_S)
             self._log.save(_UPLOAD_S)
