@@ -101,9 +101,9 @@ def test_where_the_ranks_were_is_told_and_whom_to_look_at_first():
 @pytest.mark.parametrize(
     ("answers", "said", "first"),
     [
-        ([{0: at(7)}], "Nodes 1, 2 have not answered: look there first.", []),
-        ([{0: at(7)}, {1: WAITS}], "Node 2 has not answered: look there first.", []),
-        ([{}, {1: without_stack("it is stopped")}], "Node 2 has not answered: look there first.", []),
+        ([{0: at(7)}], "No answer came from nodes 1, 2: look there first.", []),
+        ([{0: at(7)}, {1: WAITS}], "No answer came from node 2: look there first.", []),
+        ([{}, {1: without_stack("it is stopped")}], "No answer came from node 2: look there first.", []),
         ([{0: at(7)}, {1: WAITS}, {2: WAITS}], "Look at rank 0 first: the others seem to wait.", [0]),
     ],
 )

@@ -114,7 +114,7 @@ class AnyGang(RuleBasedStateMachine, GangOf):
             assert able & before <= nodes, "who took part does not stay"
             assert all(came < waits for came in nodes - before for waits in able - nodes), "not the first others come"
             self.last_go = go
-        assert [go.group.node_of(rank) for rank in range(go.group.size)] == sorted(nodes)
+        assert [go.group.rank_of(each) for each in sorted(nodes)] == [*range(go.group.size)]
         assert self.state.broken is None
         assert self.least <= go.group.size <= self.size
         assert go.restarts <= go.max_restarts

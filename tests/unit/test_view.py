@@ -33,7 +33,7 @@ def test_numbers_that_json_does_not_have_are_stored_as_null():
         ({}, "of another version of metaflow-torchrun: None"),
         ({"version": VERSION + 1, "num_nodes": 2}, f"of another version of metaflow-torchrun: {VERSION + 1}"),
         ({"version": VERSION, "num_nodes": "two"}, "the view of the gang.num_nodes is 'two'"),
-        ({"version": VERSION, "weather": "fine"}, "unknown fields: ['weather']"),
+        ({"version": VERSION, "weather": "fine"}, "lacks the fields of GangView, or has others"),
         ({"version": VERSION, "events": [None]}, "the view of the gang.events"),
     ],
 )
@@ -45,13 +45,13 @@ def test_what_is_of_another_version_or_damaged_is_refused(stored, why):
 # --- events -----------------------------------------------------------------------------------------
 
 
-def test_of_a_long_life_the_first_and_the_last_events_are_kept():
+def test_of_a_long_life_the_last_events_are_kept():
     view = GangView(1, nodes=[NodeView()])
     for number in range(1234):
         view.add("restart", f"event {number}")
-    kept = [f"event {number}" for number in (*range(100), *range(334, 1234))]
+    kept = [f"event {number}" for number in range(234, 1234)]
     assert ([each.text for each in view.events], view.left_out) == (kept, 234)
-    assert [text for _, _, text in timeline(view)] == [*kept[:100], "234 lines are left out here", *kept[100:]]
+    assert [text for _, _, text in timeline(view)] == ["234 lines are left out here", *kept]
 
 
 # --- bounds -----------------------------------------------------------------------------------------
@@ -82,7 +82,7 @@ def test_of_thousands_of_launches_the_places_of_the_last_outputs_are_kept():
     for launch in range(2600):
         for node in (0, 1):
             view.take_outputs(launch, node, {"key": "k"})
-    assert (list(view.outputs), view.launches_left_out) == ([*range(600, 2600)], 600)
+    assert list(view.outputs) == [*range(600, 2600)]
 
 
 # --- what others say ----------------------------------------------------------------------------------

@@ -97,11 +97,12 @@ class ControlChannel:
         self._step(self.gang.ask_stacks, asked)
 
     def report_gone(self, node: int, reason: str) -> None:
-        """Tell the gang that a node's task has ended; safe to call for one that left before."""
+        """Tell the gang that a node's task has ended; of a member, its own supervisor tells that."""
         self._loop.call_later(REPORT_GONE_S, self._report_gone, node, reason)
 
     def _report_gone(self, node: int, reason: str) -> None:
-        self._step(self.gang.lost, node, reason, node in self._members)
+        if node not in self._members:
+            self._step(self.gang.lost, node, reason)
 
     def stop_listening(self) -> None:
         """Accept no more connections; those that stand stay."""
@@ -238,4 +239,4 @@ class ControlChannel:
             del self._members[connection.node]
             if not self._is_closing:
                 closed = "its connection to the control node was closed: its supervisor process or its machine is gone"
-                self._step(self.gang.disconnected, connection.node, connection.why_closed or closed)
+                self._step(self.gang.lost, connection.node, connection.why_closed or closed)

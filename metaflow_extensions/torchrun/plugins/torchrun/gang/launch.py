@@ -41,7 +41,7 @@ class Launch:
     alike: dict[int, set[int]] = field(default_factory=dict)  # hash of the way in which ranks failed -> those ranks
     given_up: set[int] = field(default_factory=set)  # nodes whose own code has ended their call of `run`
     leaving: dict[int, Cause] = field(default_factory=dict)  # nodes that were told to end
-    lost: set[int] = field(default_factory=set)  # nodes of this generation without which the gang goes on, or waits
+    tasks: dict[int, str] = field(default_factory=dict)  # of this generation, by node
     restarts_for: Cause | None = None  # why the last restart follows
     repeats: tuple[object, int] = (None, 0)  # how the last generations have failed, and how many in a row did
     stores: dict[int, str] = field(default_factory=dict)  # while STORING: node -> what it still stores
@@ -50,12 +50,18 @@ class Launch:
     told: set[int] = field(default_factory=set)  # nodes that have its verdict
     verdict: TorchrunError | None = None  # the error at its end; None while it runs, or if it succeeded
 
-    def begin_generation(self, now: float, group: Group) -> None:
+    def begin_generation(self, now: float, group: Group, tasks: dict[int, str]) -> None:
         """Begin a generation: forget the ends and failures of the one before."""
-        self.went_at, self.group, self.running, self.starting = now, group, set(group.nodes), set(group.nodes)
+        self.went_at, self.group, self.tasks, self.running, self.starting = now, group, tasks, set(tasks), set(tasks)
         self.generation += 1
-        for each in (self.ended, self.stores, self.failures, self.alike, self.lost):
+        for each in (self.ended, self.stores, self.failures, self.alike):
             each.clear()
+
+    def forget(self, node: int) -> None:
+        """Forget a node that takes no further part."""
+        self.ready.pop(node, None)
+        self.leaving.pop(node, None)
+        self.given_up.discard(node)
 
     @property
     def nproc(self) -> int | None:
@@ -85,11 +91,11 @@ class Launch:
 
     def add_failures(self, failures: Iterable[Failure], now: float) -> None:
         """Keep the first failure and the first preemption only: thousands of texts would take hundreds of megabytes."""
-        failures = list(failures)
-        self.leaving.update({each.cause.node: each.cause for each in failures if each.cause.category == "preempted"})
-        self.failures += [Failure(each.cause, each.age_s - now) for each in failures]
         for each in failures:
+            self.failures.append(Failure(each.cause, each.age_s - now))
             self.alike.setdefault(hash(each.cause.way), set()).update(each.ranks)
+            if each.cause.category == "preempted":
+                self.leaving[each.cause.node] = each.cause
         preempted = first_failure(each for each in self.failures if each.cause.category == "preempted")
         kept = (first_failure(self.failures), preempted)
         self.failures = [each for each in dict.fromkeys(kept) if each is not None]
@@ -139,9 +145,9 @@ class Launch:
     def who_stores(self, now: float, besides: int | None = None) -> str:
         """Return in words which nodes store what, except node `besides`; empty if none does."""
         said = [f"node {node} stores {what}" for node, what in sorted(self.stores.items()) if node != besides]
-        more = f"; so do {len(said) - _NODES_SAID} other nodes" if len(said) > _NODES_SAID else ""
-        since = f" (for {now - self.stores_since:.0f} s so far)"
-        return "; ".join(said[:_NODES_SAID]) + more + since if said else ""
+        if said[_NODES_SAID:]:
+            said[_NODES_SAID:] = [f"so do {len(said) - _NODES_SAID} other nodes"]
+        return f"{'; '.join(said)} (for {now - self.stores_since:.0f} s so far)" if said else ""
 
     @property
     def alone(self) -> bool:
