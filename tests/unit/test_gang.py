@@ -427,7 +427,7 @@ STORIES = [  # what is given, what happens, who takes part in each generation, a
     (SPARE, "killed 1, stop 0 2, +44, +2", THEN, ""),
     (SPARE, "crash 2, stop 0, +44", [FIRST], ""),
     (SPARE, "crash 2, stop 0, +44, +2", THEN, ""),
-    (BOTH, "lost 1, stop 0 2, +302", THEN, "node 1 is not waited for any more"),
+    (BOTH, "lost 1, stop 0 2, +302", THEN, f"{LOST}{GO_ON}"),
     (BOTH, "lost 1, stop 0 2, come 1, ready 1, lost 2, stop 0 3", [*THEN, (0, 1, 3)], ""),
     (BOTH, "lost 1, stop 0 2, come 1, raises 1", THEN, "KeyError: 'x'; another task takes its place"),
     # A task that comes too late to take part leaves, and nobody waits for it.

@@ -56,9 +56,12 @@ def change_of_nodes(left: Collection[int], came: Collection[int], size: int) -> 
     """Return in words which nodes take part after a restart; empty if they are the same. One may have left and come again."""
     again, gone, new = (sorted(each) for each in ({*left} & {*came}, {*left} - {*came}, {*came} - {*left}))
     said = [f"{names(again)} {'is' if len(again) == 1 else 'are'} started again"] if again else []
-    said += [f"the launch goes on without {names(gone)}"] if gone else []
-    said += [f"with {names(new)} instead"] if new else []
-    return f"{', '.join(said)}, on {counted(size, 'node')}" if said else ""
+    if new:
+        takes = "a spare, takes the place" if len(new) == 1 else "spares, take the places"
+        said.append(f"{names(new)}, {takes} of {names(gone) if gone else 'those that were lost'}")
+    elif gone:
+        said.append(f"the launch goes on without {names(gone)}, on {counted(size, 'node')}")
+    return "; ".join(said)
 
 
 # --- a task that can't join -----------------------------------------------------------------------
@@ -132,13 +135,10 @@ def alone(cause: Cause, more: str) -> LaunchFailed:
     return failed(cls, FailureText(cause, after=f"\n{more}"))
 
 
-def too_early(cause: Cause, number: int, more: str = "") -> LaunchFailed:
-    """Return the error for a node that failed while others waited for it to call `run`; `more` stands at the end."""
-    return alone(cause, f"It happened before launch {number} began.{more}")
-
-
-def outside(cause: Cause, after_step: bool, more: str = "") -> LaunchFailed:
-    """Return the error for a node that failed while no launch ran; `more` stands at the end."""
+def outside(cause: Cause, launch: int | None, after_step: bool, more: str) -> LaunchFailed:
+    """Return the error for a node that failed while no launch ran, or before one began; `more` stands at the end."""
+    if launch is not None:
+        return alone(cause, f"It happened before launch {launch} began.{more}")
     place = "in the call of" if cause.kind == "call" else "outside of"
     when = "after the step's code, before its results were stored" if after_step else f"{place} current.torch.run"
     return alone(cause, f"It happened {when}; all nodes were stopped.{more}")

@@ -211,6 +211,7 @@ class Gang:
     def was_stopped(self, seconds: float) -> list[Outgoing]:
         """Give the nodes as much longer to report as this process was stopped, perhaps with all of them."""
         self.launch.until += seconds
+        self.hangs.forgive(seconds)
         return []
 
     def tick(self) -> list[Outgoing]:
@@ -280,9 +281,8 @@ class Gang:
         node = self.nodes[join.node] if 0 <= join.node < self.num_nodes else None
         is_member = node is not None and node.presence is Presence.HERE
         if node is None or (is_member and node.join.place == join.place):
-            return Answer(
-                failures.turned_away(join, "another task of this attempt is that node, or there is none.")
-            ), []
+            why = "another task of this attempt is that node, or there is none."
+            return Answer(failures.turned_away(join, why)), []
         if node.is_older(join):
             return Answer(failures.no_replacement(join, f"a newer task has taken its place (host {node.host}).")), []
         if join.task not in node.tasks:
@@ -361,16 +361,13 @@ class Gang:
         self._see_who_is_left()
 
     def _end_all(self, node: Node, cause: Cause) -> None:
-        number, why = self._number, self._why_not_without(cause)
-        if self.phase is not Phase.IDLE:
-            self._add_failures([Failure(cause)])
-            self.launch.stores.pop(node.index, None)
-            self._stop()
-            self._decide_if_over()
-        elif number is not None:
-            self._break(failures.too_early(cause, number, why))
-        else:
+        if self.phase is Phase.IDLE:
             self._break(self._error_outside(cause))
+            return
+        self._add_failures([Failure(cause)])
+        self.launch.stores.pop(node.index, None)
+        self._stop()
+        self._decide_if_over()
 
     def _forget(self, node: Node) -> None:
         """Forget what the task of a node has said that is gone."""
@@ -426,8 +423,7 @@ class Gang:
             return False
         self._leave_out(node, cause)
         if self.phase is not Phase.STORING or launch.failing_with is None:  # else nobody goes on
-            then = "another task takes its place" if node.presence is Presence.ABSENT else "the others go on without it"
-            self._send(Note(f"{failures.within(cause)}; {then}"), CONTROL)
+            self._say_left_out(node)
         self._begin()
         return True
 
@@ -436,13 +432,13 @@ class Gang:
         is_in_time = not node.is_new or self._now < node.awaited_until
         return self.rules.replaces and node.index != CONTROL and not self._is_over and is_in_time
 
-    def _leave_out(self, node: Node, cause: Cause) -> None:
+    def _leave_out(self, node: Node, cause: Cause, waits: bool = True) -> None:
         """Go on without a node that is gone or about to go, or wait for another task in its place."""
         node.cause = cause
         self._forget(node)
         self._done.discard(node.index)
         self.launch.forget(node.index)
-        if self._may_be_replaced(node):
+        if waits and self._may_be_replaced(node):
             if not node.is_new:
                 node.awaited_until = self._now + self.rules.started_timeout_s
             self._enter(node, Presence.ABSENT)
@@ -450,6 +446,11 @@ class Gang:
         else:
             self._enter(node, Presence.OUT)
             self._see("left_out", f"the others go on without it: it {headline(cause.what)}", node, "lost")
+
+    def _say_left_out(self, node: Node) -> None:
+        then = "another task takes its place" if node.presence is Presence.ABSENT else "the others go on without it"
+        if node.cause is not None:
+            self._send(Note(f"{failures.within(node.cause)}; {then}"), CONTROL)
 
     def _may_come(self, node: int) -> bool:
         return self._now <= self.nodes[node].awaited_until
@@ -483,14 +484,9 @@ class Gang:
 
     def _give_up_on(self, node: Node) -> None:
         """Wait no longer for a node's task."""
-        if node.cause is None:
-            text = f"it has not joined within {self.rules.started_timeout_s:g} s"
-            node.cause = Cause("lost", node.index, node.host, exception=text)
-            self._send(Note(f"{failures.within(node.cause)}; the others go on without it"), CONTROL)
-        else:
-            self._send(Note(f"node {node.index} is not waited for any more"), CONTROL)
-        self._enter(node, Presence.OUT)
-        self._see("left_out", "the others go on without it", node, "lost")
+        text = f"it has not joined within {self.rules.started_timeout_s:g} s"
+        self._leave_out(node, node.cause or Cause("lost", node.index, node.host, exception=text), waits=False)
+        self._say_left_out(node)
 
     def _why_not_without(self, cause: Cause | None) -> str:
         """Say why the gang does not go on without a lost node, where spares or fewer nodes are asked for."""
@@ -758,7 +754,9 @@ class Gang:
             self._begin()
         elif is_command or cause.node != node.index or not self._goes_on_without(node, cause):
             more = self._why_not_without(cause)
-            error = failures.commands_failed(cause) if is_command else failures.too_early(cause, report.launch, more)
+            error = failures.outside(cause, report.launch, False, more)
+            if is_command:
+                error = failures.commands_failed(cause)
             if self.phase is Phase.IDLE:
                 self._end_early(report.launch, error)
             else:  # nodes are in the launch before it still
@@ -1017,19 +1015,20 @@ class Gang:
 
     def _left(self, is_control: bool, error: TorchrunError | None) -> dict[str, Any]:
         """Return what the control node, or each other node, is told of what the launch has left."""
-        launch, cause = self.launch.number, cause_of(error)
-        of = sorted(self.view.outputs.get(launch, {}).items())
-        nodes = {
-            str(node): [each["key"], each["files"], each["size"]] for node, each in of if is_control or node == CONTROL
+        launch, cause = self.launch, cause_of(error)
+        outputs = {
+            str(node): [each["key"], each["files"], each["size"]]
+            for node, each in sorted(self.view.outputs.get(launch.number, {}).items())
+            if is_control or node == CONTROL
         }
-        rank = "" if cause is None else str(cause.rank)
-        values = {rank: self._values[rank]} if rank in self._values else {}
-        if error is None:
-            values = dict(self._values) if is_control else {}
+        values = self._values if launch.generation >= 0 else {}
+        if error is not None or not is_control:
+            failed_rank = "" if cause is None or error is None else str(cause.rank)
+            values = {rank: key for rank, key in values.items() if rank == failed_rank}
         found = {
-            "outputs": {"nodes": nodes} if nodes else {},
-            "functions": values if self.launch.generation >= 0 else {},
-            "progress": self.progress.verdict(launch, is_control),
+            "outputs": {"nodes": outputs} if outputs else {},
+            "functions": dict(values),
+            "progress": self.progress.verdict(launch.number, is_control),
         }
         return {name: told for name, told in found.items() if told}
 
@@ -1063,13 +1062,13 @@ class Gang:
 
     def _error_outside(self, cause: Cause) -> TorchrunError:
         """Return the error for a failure outside of launches: the last launch's own, if it was that failure."""
-        last = self.launch.verdict
+        number, last = self._number, self.launch.verdict
         known = cause_of(last)
         # Ctrl-C interrupts all nodes of a local run, one after the other.
         is_known = known is not None and (cause.is_same_event(known) or cause.kind == known.kind == "interrupted")
-        if last is not None and is_known:
+        if number is None and last is not None and is_known:
             return last
-        return failures.outside(cause, cause.node in self._done, self._why_not_without(cause))
+        return failures.outside(cause, number, cause.node in self._done, self._why_not_without(cause))
 
     def _break(self, error: TorchrunError) -> None:
         """Break the gang: no launch can begin any more. Send *abort* to every node.
@@ -1110,7 +1109,7 @@ class Gang:
             return
         elif (number := self._number) is not None:
             cause = self._timed_out(f"{text}, while launch {number} waited for {self._waits_for()}")
-            self._end_early(number, failures.too_early(cause, number))
+            self._end_early(number, self._error_outside(cause))
         elif not self._is_time_up and CONTROL not in self._done:
             self._break(self._error_outside(self._timed_out(text)))
         self._is_time_up = True  # outside of launches once only, as an alarm; a later launch ends at once

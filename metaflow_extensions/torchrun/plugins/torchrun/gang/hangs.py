@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..machine.frames import Found, look_first
-from .limits import PAUSED_S, START_S
+from .limits import START_S
 from .texts import names
 from .wire import from_plain, to_plain
 
@@ -66,7 +66,7 @@ class Hangs:
         if self.record is not None:
             self.record = {**self.record, "is_last": False}
         self._launch, self._timeout_s = launch, timeout_s
-        self._active_at = self._ticked_at = at_s
+        self._active_at = at_s
         self._has_begun = False  # whether a rank has shown a sign of life
         self._hangs = False
         self._expected = set(nodes)  # whose workers ran when the launch was found to hang
@@ -81,6 +81,10 @@ class Hangs:
         else:
             self._found[node] = from_plain(Diagnostics, data, "hangs")
 
+    def forgive(self, seconds: float) -> None:
+        """Let a time not count in which this process was stopped, perhaps with all others."""
+        self._active_at += seconds
+
     def ended(self, node: int, ok: bool) -> None:
         """Expect nothing of a node whose workers had ended, or that was no longer in the gang, before the hang."""
         if not self._hangs:
@@ -89,13 +93,9 @@ class Hangs:
 
     def tick(self, at_s: float) -> tuple[str, str] | None:
         """Return why the launch hangs, and what to change, if all ranks were silent for too long."""
-        limit_s, late_s = self._timeout_s, at_s - self._ticked_at
-        self._ticked_at = at_s
-        if late_s > PAUSED_S:  # this process was stopped, perhaps with all others
-            self._active_at = min(at_s, self._active_at + late_s)
-        if limit_s is None:
+        if self._timeout_s is None:
             return None
-        limit_s = limit_s if self._has_begun else max(limit_s, START_S)
+        limit_s = self._timeout_s if self._has_begun else max(self._timeout_s, START_S)
         if at_s - self._active_at <= limit_s:
             return None
         self._hangs = True
