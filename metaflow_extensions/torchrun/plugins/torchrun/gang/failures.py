@@ -47,9 +47,8 @@ def teller(cause: Cause | None) -> int:
 
 def reason(cause: Cause | None) -> str:
     """Return who failed and how in one line, for the logs; empty if the control node has logged it already."""
-    if cause is None or (cause.node == CONTROL and cause.kind not in _FOUND_BY_CONTROL):
-        return ""
-    return summary(cause)
+    is_logged = cause is None or (cause.node == CONTROL and cause.kind not in _FOUND_BY_CONTROL)
+    return "" if cause is None or is_logged else summary(cause)
 
 
 def change_of_nodes(left: Collection[int], came: Collection[int], size: int) -> str:
@@ -70,11 +69,6 @@ def change_of_nodes(left: Collection[int], came: Collection[int], size: int) -> 
 def turned_away(join: Join, why: str) -> GangError:
     """Return the error for a task that can't be its node."""
     return GangError(f"Node {join.node} (host {join.host}) was turned away by the control node: {why}")
-
-
-def too_soon(host: str) -> GangError:
-    """Return the error for a task that came in the place of another, which is on `host`, before that had ended."""
-    return GangError(f"the task before it, on host {host}, has not ended yet")
 
 
 def no_replacement(join: Join, why: str) -> TorchrunPreempted:

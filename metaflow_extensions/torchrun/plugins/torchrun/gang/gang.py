@@ -16,7 +16,7 @@ from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
-from ..errors import TorchrunError
+from ..errors import GangError, TorchrunError
 from . import failures
 from .agreement import contradiction, devices, without_devices
 from .cause import Cause, Failure, FailureText, cause_of, describe_exit, failed, failure_of
@@ -296,7 +296,7 @@ class Gang:
             self._send(Note(f"node {node.index} (host {node.host}) {why.removeprefix('it ')}"), CONTROL)
         out, self._out = self._out, []
         if self.rules.replaces and node.index != CONTROL:
-            return Answer(failures.too_soon(node.host), is_early=True), out
+            return Answer(GangError(f"the task before it, on host {node.host}, has not ended yet"), is_early=True), out
         why = f"the task that it is to replace {'still runs' if is_member else 'has ended'} (host {node.host})."
         return Answer(failures.no_replacement(join, why), self.rules.stop_s), out
 
@@ -422,8 +422,6 @@ class Gang:
         if self.phase in (Phase.IDLE, Phase.PAUSING) and not self._are_enough({node.index}):
             return False
         self._leave_out(node, cause)
-        if self.phase is not Phase.STORING or launch.failing_with is None:  # else nobody goes on
-            self._say_left_out(node)
         self._begin()
         return True
 
@@ -442,15 +440,13 @@ class Gang:
             if not node.is_new:
                 node.awaited_until = self._now + self.rules.started_timeout_s
             self._enter(node, Presence.ABSENT)
-            self._see("awaited", f"another task takes its place: it {headline(cause.what)}", node, "lost")
+            kind, then = "awaited", "another task takes its place"
         else:
             self._enter(node, Presence.OUT)
-            self._see("left_out", f"the others go on without it: it {headline(cause.what)}", node, "lost")
-
-    def _say_left_out(self, node: Node) -> None:
-        then = "another task takes its place" if node.presence is Presence.ABSENT else "the others go on without it"
-        if node.cause is not None:
-            self._send(Note(f"{failures.within(node.cause)}; {then}"), CONTROL)
+            kind, then = "left_out", "the others go on without it"
+        self._see(kind, f"{then}: it {headline(cause.what)}", node, "lost")
+        if self.launch.failing_with is None or self.phase is not Phase.STORING:  # else nobody goes on
+            self._send(Note(f"{failures.within(cause)}; {then}"), CONTROL)
 
     def _may_come(self, node: int) -> bool:
         return self._now <= self.nodes[node].awaited_until
@@ -486,7 +482,6 @@ class Gang:
         """Wait no longer for a node's task."""
         text = f"it has not joined within {self.rules.started_timeout_s:g} s"
         self._leave_out(node, node.cause or Cause("lost", node.index, node.host, exception=text), waits=False)
-        self._say_left_out(node)
 
     def _why_not_without(self, cause: Cause | None) -> str:
         """Say why the gang does not go on without a lost node, where spares or fewer nodes are asked for."""
@@ -885,7 +880,7 @@ class Gang:
         launch.moves += is_move
         self.phase, launch.restarts_for, launch.until = Phase.PAUSING, cause, self._now + pause_s
         launch.failures.clear()  # they are dealt with; what fails in the pause is another cause
-        self._leave_out_gone(cause)
+        self._leave_out_gone()
         waits_for = self._coming(self._able())
         self._remind_at = self._now + REMIND_S if waits_for else float("inf")
         if is_move:
@@ -908,17 +903,12 @@ class Gang:
         self._send(Verdict(number, error or failures.told_to_end(cause), group=self.launch.group), node.index)
         self._leave_out(node, cause)
 
-    def _leave_out_gone(self, known: Cause) -> None:
-        """Leave out all nodes that are gone, or about to go, and say why; the log has the cause that is `known`."""
-        leaving = sorted(self.launch.leaving.items())
-        for each, cause in leaving:
+    def _leave_out_gone(self) -> None:
+        """Leave out all nodes that are gone, or about to go."""
+        for each, cause in sorted(self.launch.leaving.items()):
             self._tell_to_end(self.nodes[each], cause)
-        gone = [(each, self.nodes[each].cause) for each in sorted(self._gone)]
-        for each, why in gone:
-            self._leave_out(node := self.nodes[each], why or Cause("lost", each, node.host, exception="it has left"))
-        for each, _ in (*leaving, *gone):
-            if (also := self.nodes[each].cause) is not None and each != known.node:
-                self._send(Note(failures.within(also)), CONTROL)
+        for node in [self.nodes[each] for each in sorted(self._gone)]:
+            self._leave_out(node, node.cause or Cause("lost", node.index, node.host, exception="it has left"))
 
     def _start_again(self) -> None:
         """Begin the next generation after the pause, in which more nodes may have been lost or have come."""

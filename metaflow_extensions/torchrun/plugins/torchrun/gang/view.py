@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
 
@@ -280,9 +281,8 @@ class Word:
 def told_by_others(view: GangView | None, words: Iterable[Word]) -> GangView | None:
     """Return the view with `words` added. The first is the gang's end if the control node has recorded none."""
     for word in words:
-        found = view or GangView(word.num_nodes, began=word.time, nodes=[NodeView() for _ in range(word.num_nodes)])
-        nodes = [replace(node, since=list(node.since)) for node in found.nodes]
-        view = replace(found, events=list(found.events), reports=list(found.reports), nodes=nodes)
+        missing = GangView(word.num_nodes, began=word.time, nodes=[NodeView() for _ in range(word.num_nodes)])
+        view = deepcopy(view or missing)
         headline = word.text.partition("\n")[0]
         if view.is_over:
             view.add("told", "; ".join(word.text.splitlines()))
@@ -290,7 +290,7 @@ def told_by_others(view: GangView | None, words: Iterable[Word]) -> GangView | N
         view.now_s = max(view.now_s, round(word.time - view.began, 3))
         cause = Cause("lost", 0, view.nodes[0].host, exception=headline).as_dict()
         # What became of the other nodes after that is not recorded.
-        view.enter("lost", [index for index, node in enumerate(nodes) if index == 0 or node.state not in _GONE])
+        view.enter("lost", [each for each, node in enumerate(view.nodes) if each == 0 or node.state not in _GONE])
         view.add("lost", f"lost: {headline}", node=0)
         view.turn("failed", headline)
         view.report(word.text, word.error, cause)
