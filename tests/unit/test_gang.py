@@ -307,19 +307,16 @@ def test_a_port_that_is_taken_after_it_was_chosen_is_replaced_and_counts_as_no_r
 
 @pytest.mark.parametrize("limit", [{"hang_timeout_s": 20.0, "timeout_s": 40.0, **ONCE}, {"deadline": 1100.0}])
 def test_who_stores_neither_hangs_nor_is_too_slow_but_for_the_step_and_is_named_every_30_s(limit):
-    gang = running(7, **limit)
-    gang.all_ended(*range(6), stores=True)
-    gang.ended(6)
-    for node in range(5):
-        gang.say(node, say.Report("storing", 0, 0, {"what": f"rank {node * 2}'s value"}))
-    others = "node 2 stores rank 4's value; node 3 stores rank 6's value; so do 2 other nodes (for 30 s so far)"
-    assert gang.play("+30.1").notes(0) == [f"node 1 stores rank 2's value; {others}"]
-    left = "node 5 stores what its workers have left"
-    assert gang.play("stored 0 1 2 3 4, +30.1").notes(0)[1:] == [f"{left} (for 60 s so far)"]
+    gang = running(4, **limit)
+    gang.all_ended(0, 1, 2, stores=True)
+    gang.ended(3)
+    waits, left = "launch 0 waits for nodes {} to store what its workers have left", "1, 2"
+    assert gang.play("+30.1").notes(0) == [waits.format("0, 1, 2")]
+    assert gang.play("stored 0, +30.1").notes(0)[1:] == [waits.format(left)]
     assert len(gang.play("+40.1").got(1, "Stop")) == ("deadline" in limit)
-    error = gang.play("stored 0 1 2 3 4 5").same_verdict()
+    error = gang.play("stored 0 1 2").same_verdict()
     assert type(error) is (errors.LaunchTimeout if "deadline" in limit else type(None))
-    assert "deadline" not in limit or f"{left} (for 100 s so far)" in str(error)
+    assert "deadline" not in limit or f"while {waits.format(left).replace('waits', 'waited')}" in str(error)
 
 
 @pytest.mark.parametrize(("deadline_s", "within_s"), [(500.0, 120.0), (70.0, 70.0), (3.0, 30.0)])

@@ -125,7 +125,6 @@ class Gang:
         self._calls: set[int] = set()  # nodes with a call
         self._done: set[int] = set()  # nodes whose step's code has ended well
         self._failed: set[int] = set()  # nodes whose last task has left with an error
-        self._early: tuple[int, TorchrunError] | None = None  # how the next launch fails, while one still runs
         self._group = Group(0)  # the last nodes that have taken part
         self._is_over = False  # whether the control node's step has ended, and no other node is left
         self._is_time_up = False  # whether the end of the step's @timeout was handled
@@ -223,9 +222,23 @@ class Gang:
         self._now = self._clock()
         self.view.now_s = self._now - self._began_at
         do(*args)
+        self._settle()
         out, self._out = self._out, []
         self.changes += bool(out)
         return out
+
+    def _settle(self) -> None:
+        """Do what follows from what is known now."""
+        before = None
+        while before != (now := (id(self.launch), self.phase)):
+            before = now
+            if self.phase is Phase.STORING and not self.launch.stores:
+                self._finish(self.launch.failing_with)
+            elif self.phase in (Phase.RUNNING, Phase.STOPPING) and not self.launch.running:
+                self._decide()
+            elif self.phase is Phase.IDLE:
+                self._begin()
+        self._see_who_is_left()
 
     def _tick(self) -> None:
         now, launch = self._now, self.launch
@@ -328,8 +341,6 @@ class Gang:
         if self._here <= self._done and not self._failed:
             self.view.ended_s = self.view.now_s
         self._has_no_workers(node.index)
-        self._begin()  # or say that the launch can't
-        self._see_who_is_left()
 
     def _on_left(self, node: Node, leave: Leave) -> None:
         has_failed = leave.how == "failed"
@@ -341,7 +352,6 @@ class Gang:
         if node.presence is Presence.HERE:
             self._failed |= {node.index} if has_failed else set()
             self._go_without(node, leave.cause)
-        self._see_who_is_left()
         if node.index == CONTROL:
             self._end_without_control(node)
             self._send(Farewell("bye"), *range(1, self.num_nodes))
@@ -355,19 +365,16 @@ class Gang:
             self.launch.running.discard(node.index)
         if cause is None:
             self._has_no_workers(node.index)
-            self._begin()
         elif not self._goes_on_without(node, cause):
             self._end_all(node, cause)
-        self._see_who_is_left()
 
     def _end_all(self, node: Node, cause: Cause) -> None:
         if self.phase is Phase.IDLE:
             self._break(self._error_outside(cause))
             return
         self._add_failures([Failure(cause)])
-        self.launch.stores.pop(node.index, None)
+        self.launch.stores.discard(node.index)
         self._stop()
-        self._decide_if_over()
 
     def _forget(self, node: Node) -> None:
         """Forget what the task of a node has said that is gone."""
@@ -402,10 +409,9 @@ class Gang:
             self._send(Farewell("alone"), CONTROL)
 
     def _has_no_workers(self, node: int) -> None:
-        """Handle that a node reports nothing more of its workers, or of what it stores."""
+        """Expect no more of a node's workers, nor that it stores anything."""
         self.launch.running.discard(node)
-        self.launch.stores.pop(node, None)
-        self._decide_if_over()
+        self.launch.stores.discard(node)
 
     def _goes_on_without(self, node: Node, cause: Cause) -> bool:
         """Leave a node out that has no workers now, if there are enough others; return whether that holds."""
@@ -422,7 +428,6 @@ class Gang:
         if self.phase in (Phase.IDLE, Phase.PAUSING) and not self._are_enough({node.index}):
             return False
         self._leave_out(node, cause)
-        self._begin()
         return True
 
     def _may_be_replaced(self, node: Node) -> bool:
@@ -453,9 +458,9 @@ class Gang:
 
     def _are_enough(self, besides: Collection[int] = ()) -> bool:
         """Return whether enough nodes are here, or may come, if some are gone."""
-        if CONTROL in besides:
-            return False
         gone = {*besides, *(self.launch.leaving if self.phase is not Phase.IDLE else ())}
+        if CONTROL in gone:
+            return False
         come = [node for node in self._absent if self._may_come(node) and node not in besides]
         come += [node for node in gone - self._absent if self._may_be_replaced(self.nodes[node])]
         return len(self._here - gone) + len(come) >= self._least
@@ -475,8 +480,6 @@ class Gang:
             return
         for each in overdue:
             self._give_up_on(self.nodes[each])
-        self._begin()
-        self._see_who_is_left()
 
     def _give_up_on(self, node: Node) -> None:
         """Wait no longer for a node's task."""
@@ -516,8 +519,6 @@ class Gang:
                 self._send_late_verdict(node, known)  # it was over before this node called it
             else:
                 self._take_call(node, call)
-        elif node.presence is Presence.OUT and node.cause is None and known is not None:
-            self._send_late_verdict(node, known)  # it was dismissed before it called `run`
         elif node.presence is not Presence.HERE:
             cause = node.cause or Cause("lost", node.index, node.host, exception="it is not needed any more")
             self._send(Verdict(call.launch, failures.told_to_end(cause)), node.index)
@@ -539,7 +540,6 @@ class Gang:
         self._calls.add(node.index)
         if self.phase is Phase.IDLE:
             node.is_new = node.is_new and call.prepares
-            self._begin()
         elif call.launch == self.launch.number and not call.prepares:
             self._take_late(node, call)
 
@@ -615,6 +615,12 @@ class Gang:
 
     def _end_early(self, number: int, error: TorchrunError) -> None:
         """End a launch that can't begin."""
+        if self.phase is not Phase.IDLE:  # nodes are in the launch before it still
+            self._verdicts[number] = verdict = Verdict(number, error)
+            for node in [self.nodes[each] for each in sorted(self._calls)]:
+                if self._launch_of(node) == number:
+                    self._send_verdict(node, verdict)
+            return
         self.launch, self._mark = Launch(number), self._next_mark
         self._finish(error)
 
@@ -698,8 +704,6 @@ class Gang:
             case "wrote":
                 self._see("output", "first output", node)
                 view.nodes[index].has_written = True
-            case "storing" if index in launch.stores:
-                launch.stores[index] = str(data.get("what"))
             case "progress":
                 if first := self.progress.take(index, report.launch, data, self._now):
                     self._see("progress", f"first report read: {first}", node, rank=0)
@@ -746,16 +750,12 @@ class Gang:
         is_late = self.phase is not Phase.IDLE and report.launch == self.launch.number
         if is_late or (is_command and node.index != CONTROL and len(self._here) > self._least):
             self._tell_to_end(node, cause)
-            self._begin()
         elif is_command or cause.node != node.index or not self._goes_on_without(node, cause):
             more = self._why_not_without(cause)
             error = failures.outside(cause, report.launch, False, more)
             if is_command:
                 error = failures.commands_failed(cause)
-            if self.phase is Phase.IDLE:
-                self._end_early(report.launch, error)
-            else:  # nodes are in the launch before it still
-                self._early = self._early or (report.launch, error)
+            self._end_early(report.launch, error)
 
     def _on_failed(self, node: Node, report: Failed) -> None:
         launch = self.launch
@@ -772,9 +772,8 @@ class Gang:
         self._add_failures(report.failures)
         if report.given_up:
             launch.given_up.add(node.index)
-            launch.stores.pop(node.index, None)
+            launch.stores.discard(node.index)
         self._stop()
-        self._decide_if_over()
 
     def _on_ended(self, node: Node, ended: Ended) -> None:
         launch, view = self.launch, self.view
@@ -795,14 +794,13 @@ class Gang:
         launch.running.discard(node.index)
         if not ended.ok:
             self._stop()
-        self._decide_if_over()
 
     def _on_stored(self, node: Node, stored: Stored) -> None:
-        if self._is_current(stored) and self.launch.stores.pop(node.index, None) is not None:
+        if self._is_current(stored) and node.index in self.launch.stores:
+            self.launch.stores.discard(node.index)
             self._add_failures(stored.failures)
             if stored.failures and self.launch.failing_with is None:
                 self._stop()
-            self._decide_if_over()
 
     # --- a generation's end -----------------------------------------------------------------------
 
@@ -823,14 +821,6 @@ class Gang:
         self.view.enter("stopping", launch.running & self._here)
         about = (launch.number, launch.generation, failures.reason(cause), failures.teller(cause))
         self._broadcast(Stop(*about, launch.policy.preemption_signal if saves else None, kind))
-        self._decide_if_over()  # without members, no report of an end will come
-
-    def _decide_if_over(self) -> None:
-        """Decide what follows, once all nodes have reported their end, or that all is stored."""
-        if self.phase is Phase.STORING and not self.launch.stores:
-            self._finish(self.launch.failing_with)
-        elif self.phase in (Phase.RUNNING, Phase.STOPPING) and not self.launch.running:
-            self._decide()
 
     def _decide(self) -> None:
         """All nodes have ended, or their time is up: success, restart or failure."""
@@ -857,8 +847,7 @@ class Gang:
         """Count nodes as lost whose workers may still run; return whether the gang can go on without them."""
         # That a node which was told to end does not report the end of its workers keeps no other node from going on.
         unknown = [node for node in silent if node not in self.launch.leaving]
-        asked = self.rules.spare_nodes or self.rules.min_nodes or self.rules.replaces
-        if not self._are_enough(self._gone | set(unknown)) or (unknown and not asked) or CONTROL in self.launch.leaving:
+        if not self._are_enough(self._gone | set(unknown)):
             return False
         for each in unknown:
             node, text = self.nodes[each], "it did not report in time that its workers had ended"
@@ -899,8 +888,8 @@ class Gang:
 
     def _tell_to_end(self, node: Node, cause: Cause, error: TorchrunError | None = None) -> None:
         """Leave a node out that is here, with a verdict of its own."""
-        number = self.launch.number if node.call is None else node.call.launch
-        self._send(Verdict(number, error or failures.told_to_end(cause), group=self.launch.group), node.index)
+        verdict = Verdict(self._launch_of(node), error or failures.told_to_end(cause), group=self.launch.group)
+        self._send_verdict(node, verdict)
         self._leave_out(node, cause)
 
     def _leave_out_gone(self) -> None:
@@ -945,7 +934,7 @@ class Gang:
         """Have the nodes store what there is; then the launch ends with `error`, or well."""
         launch, now = self.launch, self._now
         able = {node for node, ended in launch.ended.items() if ended.stores}
-        nodes = sorted((able & self._here) - launch.given_up)
+        nodes = (able & self._here) - launch.given_up
         known = cause_of(error)
         if not nodes or (known is not None and known.kind == "store"):  # or the datastore itself has failed
             self._finish(error)
@@ -953,7 +942,8 @@ class Gang:
         if error is not None:
             self._see_error(error)
         self.phase, self._remind_at = Phase.STORING, now + REMIND_S
-        launch.begin_storing(nodes, error, now, float("inf") if within_s is None else now + within_s + INDEX_S)
+        launch.stores, launch.failing_with = nodes, error
+        launch.until = float("inf") if within_s is None else now + within_s + INDEX_S
         events = () if error is None else self._events(of_all=False)
         self._broadcast(Store(launch.number, launch.generation, error, within_s, events, launch.group))
 
@@ -971,15 +961,13 @@ class Gang:
         view.place((), LATE_S)
         if error is None:
             view.error, view.cause = None, None
-            self._dismiss_others()
+            for each in sorted(self._absent):  # who comes in the place of one would lack what this launch has left
+                if not launch.takes_part(each) and self.nodes[each].cause is not None:
+                    self._give_up_on(self.nodes[each])
         self._tell_verdict(error)
         self._next_mark = self.view.count
         if error is not None and any(self.nodes[node].cause for node in self._gone):
             self._break(error)  # without all its nodes the gang can't launch again
-        early, self._early = self._early, None
-        if early is not None and self.broken is None:
-            self._end_early(*early)
-        self._begin()  # nodes may have called the next launch already
 
     def _tell_verdict(self, error: TorchrunError | None) -> None:
         """Send all nodes their verdict; nodes that get the same share one object. Keep it for those that call it later."""
@@ -989,19 +977,32 @@ class Gang:
         group = launch.group if launch.group.size else None
         made: dict[tuple[int, bool], Verdict] = {}
         for node in [self.nodes[each] for each in sorted(self._calls)]:
-            number, is_control = -1 if node.call is None else node.call.launch, node.index == CONTROL
+            about = number, is_control = self._launch_of(node), node.index == CONTROL
             if number > launch.number and not is_early:
                 continue
-            if (number, is_control) not in made:
+            if about not in made:
                 left, seen = self._left(is_control, error), of_all if is_control else of_gang
-                made[number, is_control] = Verdict(number, error, seen, left, error is None and launch.alone, group)
-            self._send(made[number, is_control], node.index)
+                made[about] = Verdict(number, error, seen, left, error is None and launch.alone, group)
             launch.told.add(node.index)
-            self._calls.discard(node.index)
-            node.call = None
+            self._send_verdict(node, made[about])
         left = self._left(True, error) if self.rules.replaces else {}
         for number in {launch.number, *(number for number, _ in made)}:
             self._verdicts[number] = Verdict(number, error, left=left, group=group)
+
+    def _launch_of(self, node: Node) -> int:
+        """Return the number of the launch that a node has called."""
+        return self.launch.number if node.call is None else node.call.launch
+
+    def _send_verdict(self, node: Node, verdict: Verdict) -> None:
+        """Send a node a verdict. If the launch has ended well without it, it leaves, and nobody waits for it."""
+        self._calls.discard(node.index)
+        node.call = None
+        self._send(verdict, node.index)
+        if verdict.is_without(node.index) and node.presence is Presence.HERE:
+            self._enter(node, Presence.OUT)
+            self._see("dismissed", "is not needed any more", node)
+            text = f"node {node.index} leaves: launch {verdict.launch} has ended well without it"
+            self._send(Note(text), CONTROL)
 
     def _left(self, is_control: bool, error: TorchrunError | None) -> dict[str, Any]:
         """Return what the control node, or each other node, is told of what the launch has left."""
@@ -1022,33 +1023,13 @@ class Gang:
         }
         return {name: told for name, told in found.items() if told}
 
-    def _dismiss_others(self) -> None:
-        """Let the nodes leave without which a launch has ended well, and wait for none of them."""
-        launch = self.launch
-        for node in [self.nodes[each] for each in sorted(self._absent)]:
-            if not launch.takes_part(node.index) and node.cause is not None:
-                self._give_up_on(node)
-        for each in sorted(self._here & self._calls):
-            if not launch.takes_part(each):
-                self._dismiss(self.nodes[each])
-
-    def _dismiss(self, node: Node) -> None:
-        self._enter(node, Presence.OUT)
-        self._see("dismissed", "is not needed any more", node)
-        text = f"node {node.index} leaves: launch {self.launch.number} has ended well without it"
-        self._send(Note(text), CONTROL)
-
     def _send_late_verdict(self, node: Node, verdict: Verdict) -> None:
         """Send the verdict of a launch to a node that called it too late, or that can't take part in it."""
         is_last = verdict.launch >= self.launch.number
         seen = self._events(of_all=node.index == CONTROL) if is_last else ()
-        self._send(replace(verdict, events=seen), node.index)
-        if verdict.is_without(node.index) and node.presence is Presence.HERE:
-            self._dismiss(node)
-            self._begin()
-            self._see_who_is_left()
-        elif is_last and self.phase is Phase.IDLE:
+        if is_last and self.phase is Phase.IDLE:
             node.is_new = False  # it is where the others are
+        self._send_verdict(node, replace(verdict, events=seen))
 
     def _error_outside(self, cause: Cause) -> TorchrunError:
         """Return the error for a failure outside of launches: the last launch's own, if it was that failure."""
@@ -1090,8 +1071,10 @@ class Gang:
         if not is_up:
             return
         if self.phase is Phase.RUNNING or (self.phase is Phase.STORING and launch.failing_with is None):
-            stores = launch.who_stores(self._now)
-            self._fail_with("timeout", f"{text}; {stores}" if stores else text)
+            waits_for = self._waits_for()
+            self._fail_with(
+                "timeout", f"{text}, while launch {launch.number} waited for {waits_for}" if waits_for else text
+            )
         elif self.phase is Phase.PAUSING:
             self._add_failures([Failure(self._timed_out(text))])
             self._fail(self._error_of_launch())
@@ -1111,33 +1094,32 @@ class Gang:
     def _remind(self) -> None:
         """Log what is waited for."""
         self._remind_at = self._now + REMIND_S
-        number, ready = self._number, sorted(self._calls - self._preparing())
-        launch, missing = self.launch.number if number is None else number, sorted(self._absent)
+        number, ready = self._number, self._calls - self._preparing()
+        if not (waits_for := self._waits_for()) or (number is not None and not ready):  # else nobody waits
+            return
+        missing = min(self._absent, default=None)
+        why = "" if missing is None else failures.to_see_why(missing, self.rules.why_it_waits(missing))
+        text = f"launch {self.launch.number if number is None else number} waits for {waits_for}{why and '.' + why}"
+        self._send(Note(text), CONTROL)  # even if it is late itself: the terminal shows its log
         if number is not None:
-            waits_for = self._waits_for() if ready else ""  # else nobody waits
-        else:
-            missing = self._coming(self._able()) if self.phase is Phase.PAUSING else []
-            waits_for = f"{names(missing)} to start" if missing else ""
-        if waits_for:
-            why = failures.to_see_why(missing[0], self.rules.why_it_waits(missing[0])) if missing else ""
-            text = f"launch {launch} waits for {waits_for}{why and '.' + why}"
-            self._send(Note(text), CONTROL)  # even if it is late itself: the terminal shows its log
-            if number is not None:
-                self._send(Note(text, is_detail=True), *(node for node in ready if node != CONTROL))
-        elif text := self.launch.who_stores(self._now, besides=CONTROL):  # the control node logs its own
-            self._send(Note(text), CONTROL)
+            self._send(Note(text, is_detail=True), *sorted(ready - {CONTROL}))
 
     def _preparing(self) -> set[int]:
         """Return the nodes whose commands of before_run run."""
         return {each for each in self._calls if (call := self.nodes[each].call) is not None and call.prepares}
 
     def _waits_for(self) -> str:
-        """Return in words which nodes are not ready, while others are."""
-        waits = {
-            "to start": filter(self._may_come, self._absent),
-            "to call current.torch.run": self._here - self._calls,
-            "to end before_run": self._preparing(),
-        }
+        """Return in words for which nodes the others wait, or all."""
+        if self.phase is Phase.PAUSING:
+            waits: dict[str, Iterable[int]] = {"to start": self._coming(self._able())}
+        elif self.phase is not Phase.IDLE:
+            waits = {"to store what its workers have left": self.launch.stores}
+        else:
+            waits = {
+                "to start": filter(self._may_come, self._absent),
+                "to call current.torch.run": self._here - self._calls,
+                "to end before_run": self._preparing(),
+            }
         found = {what: sorted(nodes) for what, nodes in waits.items()}
         return " and for ".join(f"{names(nodes)} {what}" for what, nodes in found.items() if nodes)
 

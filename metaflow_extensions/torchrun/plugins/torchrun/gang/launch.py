@@ -18,7 +18,6 @@ _PORT_TAKEN = re.compile("EADDRINUSE|address already in use", re.IGNORECASE)
 _MAX_MOVES = 3
 GONE = frozenset({"node_lost", "preempted"})
 """The classes of causes with which a node is gone, or about to go."""
-_NODES_SAID = 3
 
 
 @dataclass
@@ -44,8 +43,7 @@ class Launch:
     tasks: dict[int, str] = field(default_factory=dict)  # of this generation, by node
     restarts_for: Cause | None = None  # why the last restart follows
     repeats: tuple[object, int] = (None, 0)  # how the last generations have failed, and how many in a row did
-    stores: dict[int, str] = field(default_factory=dict)  # while STORING: node -> what it still stores
-    stores_since: float = 0.0
+    stores: set[int] = field(default_factory=set)  # while STORING: the nodes that still store something
     failing_with: TorchrunError | None = None  # while STORING: the error it will end with
     told: set[int] = field(default_factory=set)  # nodes that have its verdict
     verdict: TorchrunError | None = None  # the error at its end; None while it runs, or if it succeeded
@@ -134,20 +132,6 @@ class Launch:
             way = (cause.kind, kind, cause.place, None if kind else cause.exit_code)
         self.repeats = (way, self.repeats[1] + 1 if way is not None and way == self.repeats[0] else 1)
         return way is not None and self.repeats[1] >= ALIKE_ENDS
-
-    # --- what it stores at its end ----------------------------------------------------------------
-
-    def begin_storing(self, nodes: Iterable[int], error: TorchrunError | None, now: float, until: float) -> None:
-        """Wait until `nodes` have stored what there is; if the launch fails with `error`, until the time `until`."""
-        self.failing_with, self.until, self.stores_since = error, until, now
-        self.stores = dict.fromkeys(nodes, "what its workers have left")
-
-    def who_stores(self, now: float, besides: int | None = None) -> str:
-        """Return in words which nodes store what, except node `besides`; empty if none does."""
-        said = [f"node {node} stores {what}" for node, what in sorted(self.stores.items()) if node != besides]
-        if said[_NODES_SAID:]:
-            said[_NODES_SAID:] = [f"so do {len(said) - _NODES_SAID} other nodes"]
-        return f"{'; '.join(said)} (for {now - self.stores_since:.0f} s so far)" if said else ""
 
     @property
     def alone(self) -> bool:

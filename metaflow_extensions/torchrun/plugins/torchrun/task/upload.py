@@ -46,7 +46,6 @@ class Upload:
         self._to_store = to_store  # by the kind of report, at least one
         steps = itertools.chain.from_iterable(each.steps() for each in to_store.values())
         self.transfer = Transfer(store, "stores", steps)
-        self._report("storing", {"what": self.transfer.what()})
         self.transfer.start()
 
     def poll(self) -> bool:
@@ -56,7 +55,6 @@ class Upload:
             return True
         if (line := self.transfer.line()) is not None:
             self._note(line)
-            self._report("storing", {"what": self.transfer.what()})
         return False
 
     def _tell_end(self) -> None:
