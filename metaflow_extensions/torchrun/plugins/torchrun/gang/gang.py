@@ -45,7 +45,7 @@ from .messages import (
     Stored,
     Verdict,
 )
-from .policy import LaunchPolicy, Rules
+from .policy import Rules
 from .progress import Progress
 from .stacks import Stacks
 from .texts import counted, headline, names, size_text
@@ -83,7 +83,6 @@ class Node:
     is_new: bool = False  # whether its task has come in the place of another, and was not ready yet
     is_told: bool = False  # whether its task knows that another one has come
     cause: Cause | None = None  # why it is gone, or out
-    call: Ready | None = None  # its call of `run`, as long as that has no verdict
 
     @property
     def host(self) -> str:
@@ -122,7 +121,7 @@ class Gang:
         self._in = {each: set[int]() for each in Presence}
         self._absent, self._here, self._gone, self._out_of_it = self._in.values()
         self._absent.update(range(num_nodes))
-        self._calls: set[int] = set()  # nodes with a call
+        self._calls: dict[int, Ready] = {}  # the nodes' calls of `run`, as long as these have no verdict
         self._done: set[int] = set()  # nodes whose step's code has ended well
         self._failed: set[int] = set()  # nodes whose last task has left with an error
         self._group = Group(0)  # the last nodes that have taken part
@@ -147,6 +146,12 @@ class Gang:
         return self._here - {CONTROL}
 
     @property
+    def ready(self) -> set[int]:
+        """The nodes that take part in the last launch, or may."""
+        number = self.launch.number
+        return {node for node, call in self._calls.items() if call.launch == number and not call.prepares}
+
+    @property
     def due_at(self) -> float:
         """The time at which `tick` must be called, since the workers start again then; infinite if none is known."""
         is_known = self.phase is Phase.PAUSING and not self._coming(self._able())
@@ -166,10 +171,10 @@ class Gang:
         """The number of the launch that nodes have called and that has not begun; None without one."""
         if self.phase is not Phase.IDLE or not self._calls:
             return None
-        return min(call.launch for node in self._calls if (call := self.nodes[node].call) is not None)
+        return min(call.launch for call in self._calls.values())
 
     def _name(self, rank: int) -> str:
-        node = self.launch.group.nodes[rank // (self.launch.nproc or 1)]
+        node = self.launch.group.nodes[rank // (self.launch.control.nproc or 1)]
         return f"rank {rank} (node {node}, host {self.nodes[node].host})"
 
     def _enter(self, node: Node, presence: Presence) -> None:
@@ -378,8 +383,7 @@ class Gang:
 
     def _forget(self, node: Node) -> None:
         """Forget what the task of a node has said that is gone."""
-        node.call = None
-        self._calls.discard(node.index)
+        self._calls.pop(node.index, None)
         self.stacks.gone(node.index, "it is no longer in the gang")
         self.hangs.ended(node.index, ok=False)
 
@@ -526,7 +530,8 @@ class Gang:
     def _take_call(self, node: Node, call: Ready) -> None:
         if self.phase is Phase.IDLE and call.launch != self.view.launch:
             self._see_call(call)
-        had_commands = node.call is not None and node.call.prepares
+        before = self._calls.get(node.index)
+        had_commands = before is not None and before.prepares
         about: dict[str, Any] = {"launch": call.launch, "generation": None}
         if call.prepares:
             self._see("before_run", "before_run begins", node, "preparing", **about)
@@ -535,9 +540,8 @@ class Gang:
         if not self._calls:
             self._remind_at = self._now + QUIET_S
         # Equal messages share one object, since thousands of nodes send the same.
-        other = self.nodes[next(iter(self._calls), node.index)].call
-        node.call = other if other == call else call
-        self._calls.add(node.index)
+        other = next(iter(self._calls.values()), call)
+        self._calls[node.index] = other if other == call else call
         if self.phase is Phase.IDLE:
             node.is_new = node.is_new and call.prepares
         elif call.launch == self.launch.number and not call.prepares:
@@ -554,20 +558,18 @@ class Gang:
 
     def _take_late(self, node: Node, call: Ready) -> None:
         """Take a node in while the launch runs, as a spare; it alone hears if it can't take part, and shows all of it."""
-        error = contradiction({CONTROL: self.launch.ready[CONTROL], node.index: call})
+        error = contradiction({CONTROL: self.launch.control, node.index: call})
         if error is not None:
             cause = Cause("call", node.index, node.host, exception=headline(error.message))
             self._tell_to_end(node, cause, failed(type(error), FailureText(cause, instead=error.message)))
-            return
-        node.is_new = False
-        self.launch.ready[node.index] = call
-        if not self.launch.takes_part(node.index):
+        else:
+            node.is_new = False
             self._see("spare", "waits as a spare", node)
 
     def _able(self) -> list[int]:
         """Return the nodes that can take part in the next generation of the launch, in order."""
         launch = self.launch
-        return sorted((launch.ready.keys() & self._here) - launch.leaving.keys() - launch.given_up)
+        return sorted((self.ready & self._here) - launch.leaving.keys() - launch.given_up)
 
     def _coming(self, able: Collection[int]) -> list[int]:
         """Return the nodes that a generation waits for, if fewer than it has room for are `able` to take part."""
@@ -598,18 +600,16 @@ class Gang:
             first = next(node for node in self.nodes if node.cause is not None)
             assert first.cause is not None
             self._end_all(first, first.cause)
-        elif all((call := self.nodes[each].call) is not None and not call.prepares for each in group.nodes):
+        elif self._calls.keys() - self._preparing() >= set(group.nodes):
             self._begin_launch(number, group)
 
     def _begin_launch(self, number: int, group: Group) -> None:
-        calls = {each: call for each in sorted(self._calls) if (call := self.nodes[each].call) and not call.prepares}
-        error = contradiction({node: calls[node] for node in group.nodes})
+        error = contradiction({node: self._calls[node] for node in group.nodes})
         if error is not None:
             self._end_early(number, error)
             return
-        same = {node: call for node, call in calls.items() if call.launch == number}
-        self.launch, self._mark = Launch(number, calls[CONTROL].policy or LaunchPolicy(), same), self._next_mark
-        for each in sorted(same.keys() - set(group.nodes)):
+        self.launch, self._mark = Launch(number, self._calls[CONTROL]), self._next_mark
+        for each in sorted(self.ready - set(group.nodes)):
             self._see("spare", "waits as a spare", self.nodes[each])
         self._go(group)
 
@@ -617,16 +617,15 @@ class Gang:
         """End a launch that can't begin."""
         if self.phase is not Phase.IDLE:  # nodes are in the launch before it still
             self._verdicts[number] = verdict = Verdict(number, error)
-            for node in [self.nodes[each] for each in sorted(self._calls)]:
-                if self._launch_of(node) == number:
-                    self._send_verdict(node, verdict)
+            for each in [each for each, call in self._calls.items() if call.launch == number]:
+                self._send_verdict(self.nodes[each], verdict)
             return
         self.launch, self._mark = Launch(number), self._next_mark
         self._finish(error)
 
     def _go(self, group: Group) -> None:
         """Send *go*: all nodes of a group start a generation of workers."""
-        launch, control = self.launch, self.launch.ready[CONTROL]
+        launch, control = self.launch, self.launch.control
         port = self._pick_port(control.master_port)
         if port is None:
             self._finish(failures.port_taken(control.master_port, self.nodes[CONTROL].host))
@@ -637,7 +636,7 @@ class Gang:
         launch.begin_generation(self._now, group, tasks)
         self.phase, self._group = Phase.RUNNING, group
         self._see_go(came)
-        of_group = {node: launch.ready[node] for node in group.nodes}
+        of_group = {node: self._calls[node] for node in group.nodes}
         if launch.generation == 0 and (without := without_devices(of_group)):
             hides = f"warning: run(env=...) hides the accelerators on {names(without)}"
             self._send(Note(f"{hides}: the workers there compute on the CPU, the others do not"), CONTROL)
@@ -647,7 +646,7 @@ class Gang:
     def _see_go(self, came: list[int]) -> None:
         """Note that a generation begins."""
         launch, view, nodes = self.launch, self.view, self.launch.group.nodes
-        control = launch.ready[CONTROL]
+        control = launch.control
         view.launch, view.generation = launch.number, launch.generation
         view.nproc, view.facts = control.nproc, control.facts
         view.began_s = view.now_s if view.began_s is None else view.began_s
@@ -743,7 +742,7 @@ class Gang:
 
     def _on_failed_early(self, node: Node, report: Failed) -> None:
         """Handle a failure in a call of `run` before this node takes part in its launch."""
-        call, cause = node.call, report.failures[0].cause if report.failures else None
+        call, cause = self._calls.get(node.index), report.failures[0].cause if report.failures else None
         if cause is None or call is None or call.launch != report.launch:
             return
         is_command = call.prepares and not report.given_up
@@ -758,8 +757,9 @@ class Gang:
             self._end_early(report.launch, error)
 
     def _on_failed(self, node: Node, report: Failed) -> None:
-        launch = self.launch
-        if report.launch > launch.number or (report.launch == launch.number and node.index not in launch.ready):
+        launch, call = self.launch, self._calls.get(node.index)
+        is_ready = call is not None and (call.launch, not call.prepares) >= (launch.number, True)
+        if report.launch > launch.number or not (is_ready or node.index in launch.running):
             self._on_failed_early(node, report)
             return
         if not self._is_current(report):
@@ -888,7 +888,8 @@ class Gang:
 
     def _tell_to_end(self, node: Node, cause: Cause, error: TorchrunError | None = None) -> None:
         """Leave a node out that is here, with a verdict of its own."""
-        verdict = Verdict(self._launch_of(node), error or failures.told_to_end(cause), group=self.launch.group)
+        number = self._calls[node.index].launch if node.index in self._calls else self.launch.number
+        verdict = Verdict(number, error or failures.told_to_end(cause), group=self.launch.group)
         self._send_verdict(node, verdict)
         self._leave_out(node, cause)
 
@@ -957,7 +958,7 @@ class Gang:
         launch.stores.clear()
         self._see(*(("done", "the launch has ended well") if error is None else ("failed", "the launch has failed")))
         view.turn("done" if error is None else "failed", view.why if error is not None else "")
-        view.enter("step code", self._here & self._calls)
+        view.enter("step code", self._here & self._calls.keys())
         view.place((), LATE_S)
         if error is None:
             view.error, view.cause = None, None
@@ -977,7 +978,7 @@ class Gang:
         group = launch.group if launch.group.size else None
         made: dict[tuple[int, bool], Verdict] = {}
         for node in [self.nodes[each] for each in sorted(self._calls)]:
-            about = number, is_control = self._launch_of(node), node.index == CONTROL
+            about = number, is_control = self._calls[node.index].launch, node.index == CONTROL
             if number > launch.number and not is_early:
                 continue
             if about not in made:
@@ -989,14 +990,9 @@ class Gang:
         for number in {launch.number, *(number for number, _ in made)}:
             self._verdicts[number] = Verdict(number, error, left=left, group=group)
 
-    def _launch_of(self, node: Node) -> int:
-        """Return the number of the launch that a node has called."""
-        return self.launch.number if node.call is None else node.call.launch
-
     def _send_verdict(self, node: Node, verdict: Verdict) -> None:
         """Send a node a verdict. If the launch has ended well without it, it leaves, and nobody waits for it."""
-        self._calls.discard(node.index)
-        node.call = None
+        self._calls.pop(node.index, None)
         self._send(verdict, node.index)
         if verdict.is_without(node.index) and node.presence is Presence.HERE:
             self._enter(node, Presence.OUT)
@@ -1094,7 +1090,7 @@ class Gang:
     def _remind(self) -> None:
         """Log what is waited for."""
         self._remind_at = self._now + REMIND_S
-        number, ready = self._number, self._calls - self._preparing()
+        number, ready = self._number, self._calls.keys() - self._preparing()
         if not (waits_for := self._waits_for()) or (number is not None and not ready):  # else nobody waits
             return
         missing = min(self._absent, default=None)
@@ -1106,7 +1102,7 @@ class Gang:
 
     def _preparing(self) -> set[int]:
         """Return the nodes whose commands of before_run run."""
-        return {each for each in self._calls if (call := self.nodes[each].call) is not None and call.prepares}
+        return {node for node, call in self._calls.items() if call.prepares}
 
     def _waits_for(self) -> str:
         """Return in words for which nodes the others wait, or all."""
@@ -1117,7 +1113,7 @@ class Gang:
         else:
             waits = {
                 "to start": filter(self._may_come, self._absent),
-                "to call current.torch.run": self._here - self._calls,
+                "to call current.torch.run": self._here - self._calls.keys(),
                 "to end before_run": self._preparing(),
             }
         found = {what: sorted(nodes) for what, nodes in waits.items()}

@@ -10,12 +10,13 @@ from ..errors import TorchrunError
 from .cause import Cause, Failure, first_failure
 from .group import Group
 from .limits import ALIKE_ENDS, ALIKE_S, BACKOFF_LIMIT_S
-from .messages import CONTROL, Ended, Ready
+from .messages import Ended, Ready
 from .policy import LaunchPolicy
 
 # What an agent prints when its store can't listen (TCPStore, torch 2.13).
 _PORT_TAKEN = re.compile("EADDRINUSE|address already in use", re.IGNORECASE)
 _MAX_MOVES = 3
+_NO_LIMITS = LaunchPolicy()
 GONE = frozenset({"node_lost", "preempted"})
 """The classes of causes with which a node is gone, or about to go."""
 
@@ -25,8 +26,7 @@ class Launch:
     """One launch; all times are seconds of the gang's clock."""
 
     number: int
-    policy: LaunchPolicy = field(default_factory=LaunchPolicy)
-    ready: dict[int, Ready] = field(default_factory=dict)  # what the nodes have said that can take part, or wait
+    control: Ready = field(default_factory=lambda: Ready(-1, 0))  # the control node's call
     generation: int = -1  # none has begun
     group: Group = field(default_factory=lambda: Group(0))  # the nodes of this generation; before the first, none
     uncounted: int = 0  # restarts that `max_restarts` does not count: after a node was told to end
@@ -57,14 +57,13 @@ class Launch:
 
     def forget(self, node: int) -> None:
         """Forget a node that takes no further part."""
-        self.ready.pop(node, None)
         self.leaving.pop(node, None)
         self.given_up.discard(node)
 
     @property
-    def nproc(self) -> int | None:
-        """Processes on each node; None before the control node is ready."""
-        return self.ready[CONTROL].nproc if CONTROL in self.ready else None
+    def policy(self) -> LaunchPolicy:
+        """Limits and restarts."""
+        return self.control.policy or _NO_LIMITS
 
     @property
     def restarts(self) -> int:
@@ -122,7 +121,7 @@ class Launch:
         """Return whether another program took the chosen port before the agent did, and another may be chosen."""
         cause = self.cause
         taken = cause is not None and cause.kind == "agent" and _PORT_TAKEN.search(cause.detail) is not None
-        return taken and self.ready[CONTROL].master_port is None and self.moves < _MAX_MOVES
+        return taken and self.control.master_port is None and self.moves < _MAX_MOVES
 
     def repeat(self, now: float) -> bool:
         """Count how often in a row the user's code has failed in the same way soon after its start; return if too often."""
