@@ -43,11 +43,13 @@ def contradiction(ready: Mapping[int, Ready]) -> GangError | None:
 
 def devices(ready: Mapping[int, Ready]) -> str:
     """Return which accelerators the workers see, and on which nodes, for the log; empty if there are none."""
-    seen = _accelerators(ready)
-    texts = {what: _text(what) for what in seen}
-    if len(seen) == 1:
-        return "".join(f"{text} on each node" for what, text in texts.items() if what not in (None, "none"))
-    return ", ".join(f"{text} on {names(seen[what])}" for what, text in texts.items())
+    seen, said = _accelerators(ready), []
+    for what, nodes in seen.items():
+        count, _, kind = (what or "").partition(" ")
+        if kind:
+            text = counted(int(count), "accelerator" if kind == "unknown" else f"{kind} accelerator")
+            said.append(f"{text} on {names(nodes) if len(seen) > 1 else 'each node'}")
+    return ", ".join(said)
 
 
 def without_devices(ready: Mapping[int, Ready]) -> list[int]:
@@ -72,8 +74,3 @@ def _is_one_kind(ready: Mapping[int, Ready]) -> bool:
     """Return whether all workers see the same kind of accelerators, even if the nodes' own kinds differ."""
     seen = _accelerators(ready)
     return None not in seen and len({str(each).partition(" ")[2] for each in seen}) == 1
-
-
-def _text(seen: str | None) -> str:
-    count, _, kind = (seen or "").partition(" ")
-    return counted(int(count), "accelerator" if kind == "unknown" else f"{kind} accelerator") if kind else count

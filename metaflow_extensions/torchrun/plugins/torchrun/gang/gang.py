@@ -237,7 +237,10 @@ class Gang:
         before = None
         while before != (now := (id(self.launch), self.phase)):
             before = now
-            if self.phase is Phase.STORING and not self.launch.stores:
+            launch = self.launch
+            if launch.fails and launch.failing_with is None and self.phase not in (Phase.IDLE, Phase.STOPPING):
+                self._stop()
+            elif self.phase is Phase.STORING and not self.launch.stores:
                 self._finish(self.launch.failing_with)
             elif self.phase in (Phase.RUNNING, Phase.STOPPING) and not self.launch.running:
                 self._decide()
@@ -252,7 +255,7 @@ class Gang:
         if now >= self._remind_at:
             self._remind()
         self._look_at_limits()
-        if self.phase is Phase.PAUSING and now >= launch.until:
+        if self.phase is Phase.PAUSING and now >= launch.until and not launch.fails:
             self._start_again()
         elif self.phase is Phase.STOPPING and now > launch.until:
             self._decide()
@@ -358,6 +361,7 @@ class Gang:
             self._failed |= {node.index} if has_failed else set()
             self._go_without(node, leave.cause)
         if node.index == CONTROL:
+            self._settle()
             self._end_without_control(node)
             self._send(Farewell("bye"), *range(1, self.num_nodes))
 
@@ -379,7 +383,6 @@ class Gang:
             return
         self._add_failures([Failure(cause)])
         self.launch.stores.discard(node.index)
-        self._stop()
 
     def _forget(self, node: Node) -> None:
         """Forget what the task of a node has said that is gone."""
@@ -773,7 +776,7 @@ class Gang:
         if report.given_up:
             launch.given_up.add(node.index)
             launch.stores.discard(node.index)
-        self._stop()
+        launch.fails = True
 
     def _on_ended(self, node: Node, ended: Ended) -> None:
         launch, view = self.launch, self.view
@@ -792,15 +795,12 @@ class Gang:
         self.hangs.ended(node.index, ended.ok)
         launch.ended[node.index] = replace(ended, failures=())
         launch.running.discard(node.index)
-        if not ended.ok:
-            self._stop()
+        launch.fails |= not ended.ok
 
     def _on_stored(self, node: Node, stored: Stored) -> None:
         if self._is_current(stored) and node.index in self.launch.stores:
             self.launch.stores.discard(node.index)
             self._add_failures(stored.failures)
-            if stored.failures and self.launch.failing_with is None:
-                self._stop()
 
     # --- a generation's end -----------------------------------------------------------------------
 
@@ -809,7 +809,6 @@ class Gang:
         launch = self.launch
         if self.phase is Phase.PAUSING:  # nothing runs, and nothing can start any more
             self._fail(self._error_of_launch())
-        if self.phase not in (Phase.RUNNING, Phase.STORING) or launch.failing_with is not None:
             return
         self.phase, cause = Phase.STOPPING, launch.cause
         kind = "" if cause is None else cause.kind
@@ -826,7 +825,7 @@ class Gang:
         """All nodes have ended, or their time is up: success, restart or failure."""
         launch, cause = self.launch, self._cause()
         silent = sorted(launch.running)
-        if cause is None and not silent and all(ended.ok for ended in launch.ended.values()):
+        if not launch.fails and not silent:
             self._store(None)
         elif cause is not None and self._may_restart(cause) and self._go_on_without_silent(silent):
             self._restart(cause)
@@ -869,6 +868,7 @@ class Gang:
         launch.moves += is_move
         self.phase, launch.restarts_for, launch.until = Phase.PAUSING, cause, self._now + pause_s
         launch.failures.clear()  # they are dealt with; what fails in the pause is another cause
+        launch.fails = False
         self._leave_out_gone()
         waits_for = self._coming(self._able())
         self._remind_at = self._now + REMIND_S if waits_for else float("inf")
@@ -1073,7 +1073,6 @@ class Gang:
             )
         elif self.phase is Phase.PAUSING:
             self._add_failures([Failure(self._timed_out(text))])
-            self._fail(self._error_of_launch())
         elif self.phase is not Phase.IDLE or CONTROL not in self._here:  # it ends soon, or is about to join
             return
         elif (number := self._number) is not None:
@@ -1124,7 +1123,6 @@ class Gang:
         self._see(kind, f"{kind}: {text}", node)
         of = node or self.nodes[CONTROL]
         self._add_failures([Failure(Cause(kind, of.index, of.host, exception=text, advice=advice))])
-        self._stop()
 
     # --- what is seen -----------------------------------------------------------------------------
 

@@ -36,6 +36,7 @@ class Launch:
     running: set[int] = field(default_factory=set)  # nodes of this generation whose workers may run
     starting: set[int] = field(default_factory=set)  # those of them whose workers do not all run yet
     ended: dict[int, Ended] = field(default_factory=dict)  # without what failed, which is in `failures`
+    fails: bool = False  # whether this generation does, or what it has left can't be stored
     failures: list[Failure] = field(default_factory=list)  # ages as of the clock's zero, so that they compare
     alike: dict[int, set[int]] = field(default_factory=dict)  # hash of the way in which ranks failed -> those ranks
     given_up: set[int] = field(default_factory=set)  # nodes whose own code has ended their call of `run`
@@ -51,7 +52,7 @@ class Launch:
     def begin_generation(self, now: float, group: Group, tasks: dict[int, str]) -> None:
         """Begin a generation: forget the ends and failures of the one before."""
         self.went_at, self.group, self.tasks, self.running, self.starting = now, group, tasks, set(tasks), set(tasks)
-        self.generation += 1
+        self.generation, self.fails = self.generation + 1, False
         for each in (self.ended, self.stores, self.failures, self.alike):
             each.clear()
 
@@ -89,6 +90,7 @@ class Launch:
     def add_failures(self, failures: Iterable[Failure], now: float) -> None:
         """Keep the first failure and the first preemption only: thousands of texts would take hundreds of megabytes."""
         for each in failures:
+            self.fails = True
             self.failures.append(Failure(each.cause, each.age_s - now))
             self.alike.setdefault(hash(each.cause.way), set()).update(each.ranks)
             if each.cause.category == "preempted":
