@@ -179,16 +179,6 @@ def test_a_worker_that_does_not_answer_is_said_so_in_time(folder):
     }
 
 
-def test_workers_that_have_ended_are_said_so_and_none_is_no_error():
-    zombie = subprocess.Popen(["true"])
-    until(zombie.pid, "Z")
-    for _ in range(2):
-        assert where_of(collected({0: zombie.pid})) == {0: "no Python stack: the process has ended"}
-        zombie.wait()
-    found = collected({})
-    assert (found.ranks, found.text) == ({}, "")
-
-
 # --- the hook in the worker -------------------------------------------------------------------
 
 SHOW = """
@@ -221,19 +211,3 @@ def test_a_script_finds_everything_as_it_would_without_us(env, folder, tmp_path)
     assert set(after.pop("modules")) - set(before.pop("modules")) <= {"faulthandler", "atexit"}
     assert after == before
     assert (after["mark"] == "own") is ("own" in env.get("PYTHONPATH", ""))
-
-
-@pytest.mark.parametrize("body", ["raise ValueError('mine')", "raise SystemExit(3)", "x = ("])
-def test_errors_of_the_users_own_sitecustomize_are_as_they_would_be(body, folder, tmp_path):
-    write(tmp_path / "own" / "sitecustomize.py", body)
-    env = {"PYTHONPATH": str(tmp_path / "own")}
-    done = [run(["-c", "print('ran')"], each) for each in ({**os.environ, **env}, hooked(folder, env))]
-    plain, with_us = ((each.returncode, each.stdout, each.stderr.splitlines()[-1:]) for each in done)
-    assert plain == with_us
-
-
-@pytest.mark.parametrize(("place", "number"), [("none", "58"), ("", "no number"), ("", "9")])
-def test_a_worker_starts_whatever_becomes_of_the_hook(place, number, folder):
-    spoilt = {"TORCHRUN_STACKS_FOLDER": str(folder / place), "TORCHRUN_STACKS_SIGNAL": number}
-    done = run(["-c", "print('ran')"], {**hooked(folder), **spoilt})
-    assert (done.returncode, done.stdout, done.stderr) == (0, "ran\n", "")

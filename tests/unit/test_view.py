@@ -69,14 +69,6 @@ def test_all_that_grows_with_launches_is_bounded():
     assert len(json.dumps(view.stored())) < 300_000
 
 
-def test_a_report_is_kept_once_and_cut_where_it_is_too_long():
-    view = GangView(1)
-    for _ in "again", "when the gang breaks":
-        view.report("x" * 200_000, "LaunchFailed", None)
-    (report,) = view.reports
-    assert report.text == "x" * 131_072 + "\n… 68928 characters are left out here"
-
-
 def test_of_thousands_of_launches_the_places_of_the_last_outputs_are_kept():
     view = GangView(2)
     for launch in range(2600):
@@ -110,13 +102,6 @@ def test_an_end_that_the_control_node_has_recorded_stays_and_others_only_add_to_
     known = told_by_others(view, WORDS[:1])
     assert replace(known, events=view.events) == view
     assert [(each.kind, each.text) for each in known.events[len(view.events) :]] == [("told", "größe 🙂*; more")]
-
-
-def test_where_nothing_is_stored_the_words_of_others_are_all():
-    assert told_by_others(None, []) is None
-    known = told_by_others(None, [Word("gone", 1000.0, 3, "GangError")])
-    assert (known.num_nodes, known.began, known.error, known.reports[0].error) == (3, 1000.0, "gone", "GangError")
-    assert [node.state for node in known.nodes] == ["lost", "not joined yet", "not joined yet"]
 
 
 def test_a_report_that_can_not_be_read_costs_nothing_else_and_a_line_says_so_once():
