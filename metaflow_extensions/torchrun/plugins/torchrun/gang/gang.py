@@ -326,18 +326,18 @@ class Gang:
     def _on_lost(self, node: Node, why: str) -> None:
         if node.presence is Presence.HERE or (node.presence is Presence.ABSENT and not node.tasks):
             self._lose(node, why)
-        if node.presence is Presence.GONE:
-            self._has_no_workers(node.index)
+        self._has_no_workers(node.index)
 
-    def _lose(self, node: Node, why: str, is_ending: bool = False) -> None:
-        """Handle the loss of a task. `is_ending`: its supervisor may still have to end the workers."""
+    def _lose(self, node: Node, why: str) -> None:
         self._see("lost", f"lost: {why}", node, "lost")
-        self._go_without(node, Cause("lost", node.index, node.host, exception=why), is_ending)
+        self._go_without(node, Cause("lost", node.index, node.host, exception=why))
 
     def _on_leave(self, node: Node, leave: Leave) -> None:
         is_here = node.presence is Presence.HERE
-        if leave.how == "killed" and is_here:
-            self._lose(node, leave.text, is_ending=node.index != CONTROL)  # whose loss ends all
+        if leave.how == "killed" and is_here:  # its supervisor still ends the workers
+            self._lose(node, leave.text)
+            if node.index == CONTROL:  # whose loss ends all
+                self._has_no_workers(CONTROL)
         elif leave.how == "done" and is_here and node.index not in self._done:
             self._on_done(node)
         elif leave.how in ("left", "failed") and node.presence is not Presence.GONE:
@@ -360,21 +360,18 @@ class Gang:
         if node.presence is Presence.HERE:
             self._failed |= {node.index} if has_failed else set()
             self._go_without(node, leave.cause)
+            self._has_no_workers(node.index)
         if node.index == CONTROL:
             self._settle()
             self._end_without_control(node)
             self._send(Farewell("bye"), *range(1, self.num_nodes))
 
-    def _go_without(self, node: Node, cause: Cause | None, is_ending: bool = False) -> None:
+    def _go_without(self, node: Node, cause: Cause | None) -> None:
         """Go on without a node that is gone from now on, or stop everything; without a cause, it has ended well."""
         self._enter(node, Presence.GONE)
         self._forget(node)
         node.cause = cause
-        if not is_ending:
-            self.launch.running.discard(node.index)
-        if cause is None:
-            self._has_no_workers(node.index)
-        elif not self._goes_on_without(node, cause):
+        if cause is not None and not self._goes_on_without(node, cause):
             self._end_all(node, cause)
 
     def _end_all(self, node: Node, cause: Cause) -> None:
@@ -518,17 +515,14 @@ class Gang:
     # --- a launch's begin -------------------------------------------------------------------------
 
     def _on_ready(self, node: Node, call: Ready) -> None:
-        known = self._verdicts.get(call.launch)
-        if node.presence is Presence.HERE and node.index not in self._done:
-            if known is None and self.broken is not None:
-                known = Verdict(call.launch, self.broken)
-            if known is not None:
-                self._send_late_verdict(node, known)  # it was over before this node called it
-            else:
-                self._take_call(node, call)
-        elif node.presence is not Presence.HERE:
+        known = self._verdicts.get(call.launch) or (self.broken and Verdict(call.launch, self.broken))
+        if node.presence is not Presence.HERE:
             cause = node.cause or Cause("lost", node.index, node.host, exception="it is not needed any more")
             self._send(Verdict(call.launch, failures.told_to_end(cause)), node.index)
+        elif known and node.index not in self._done:
+            self._send_late_verdict(node, known)  # it was over before this node called it
+        elif node.index not in self._done:
+            self._take_call(node, call)
 
     def _take_call(self, node: Node, call: Ready) -> None:
         if self.phase is Phase.IDLE and call.launch != self.view.launch:
@@ -585,14 +579,13 @@ class Gang:
 
     def _begin(self) -> None:
         """Begin a launch when all nodes have called it that take part, or end it if it can't begin."""
-        ended = self._gone | self._done
         # The cheap checks come first: this runs for each of thousands of messages.
         if self.phase is not Phase.IDLE or self.broken is not None or not self._calls:
             return
+        ended = self._gone | self._done
         if not ended and (len(self._calls) < min(self._size, len(self._here)) or CONTROL not in self._here):
             return
-        number = self._number
-        assert number is not None
+        number = min(call.launch for call in self._calls.values())
         if ended:
             self._end_early(number, failures.step_has_ended(number, sorted(ended)))
             return
@@ -987,6 +980,7 @@ class Gang:
             launch.told.add(node.index)
             self._send_verdict(node, made[about])
         left = self._left(True, error) if self.rules.replaces else {}
+        left.pop("progress", None)  # which is long
         for number in {launch.number, *(number for number, _ in made)}:
             self._verdicts[number] = Verdict(number, error, left=left, group=group)
 
