@@ -143,11 +143,11 @@ class GangOf:
         """End a task whose supervisor says so, and still ends the workers."""
         self.say(node, say.Leave("killed", text="its task was killed by SIGKILL"))
 
-    def lost(self, node, why="its task was killed by SIGKILL", **more):
-        self.post(self.state.lost(node, why, **more))
+    def lost(self, node, why="its task was killed by SIGKILL"):
+        self.post(self.state.lost(node, why))
 
     def cut(self, node):
-        self.post(self.state.disconnected(node, "its connection was closed"))
+        self.lost(node, "its connection was closed")
 
     def got(self, node, kind):
         """Return a node's messages of a class, or of one with that name."""
@@ -205,8 +205,6 @@ WORDS = {
     "pin": lambda gang, node: gang.ready(node, master_port=1),
     "silence": lambda gang: gang.play("lives 1" + ", +3" * 11),  # for 30 s
     "frozen": lambda gang, seconds: gang.post(gang.state.was_stopped(seconds)),
-    # As the control node of a local run sees it, while the task's supervisor is there.
-    "vanish": lambda gang, node: gang.lost(node, is_connected=True),
 }
 
 

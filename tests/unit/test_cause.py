@@ -239,18 +239,6 @@ def test_what_to_change_where_a_script_refuses_the_word_true(code, bools, words)
     assert words in told if words else told == ""
 
 
-def test_ranks_failed_in_the_same_way_where_all_that_is_known_of_it_is_equal():
-    raised = Cause("exception", 0, "a", 1, 1, 1, "ValueError: no", place="train.py:7")
-    assert raised.way == replace(raised, node=1, host="b", rank=4, local_rank=0, exit_code=None, detail="x").way
-    ended = Cause("exit", 0, "a", 1, 1, 3, last_line="no data")
-    others = [replace(ended, exit_code=4), replace(ended, last_line="no disk"), replace(ended, kind="signal")]
-    others += [
-        replace(raised, place="train.py:8"),
-        replace(raised, exception="KeyError: 1"),
-    ]
-    assert len({each.way for each in (raised, ended, *others)}) == 2 + len(others)
-
-
 @pytest.mark.parametrize("line", ["bdb.BdbQuit", "EOFError: EOF when reading a line"])
 def test_a_script_that_asks_a_keyboard_is_told_that_there_is_none(line):
     cause = Cause("exit", 0, "a", 0, 0, 1, last_line=line)

@@ -79,23 +79,10 @@ def test_a_failure_travels_as_data_and_can_still_be_changed(failure):
     assert told.cause == error.cause
 
 
-def test_a_long_text_is_the_same_where_it_is_made_and_where_it_is_sent():
-    made = failed(LaunchFailed, replace(FAILURE, cause=replace(FAILURE.cause, detail="x\n" * 9999)))
-    sent = from_plain(Abort, json.loads(json.dumps(to_plain(Abort(made)))), "abort").error
-    assert sent.message == made.message
-
-
 def test_an_error_from_a_pickle_has_its_text_and_its_cause():
     error = pickle.loads(pickle.dumps(failed(LaunchFailed, FAILURE)))
     assert (error.message, error.cause) == (FAILURE.text, FAILURE.cause.as_dict())
     assert failure_of(error) == FailureText(FAILURE.cause, instead=FAILURE.text)
-
-
-@pytest.mark.parametrize(
-    "data", [{}, {"class": "SystemExit", "message": "x"}, {"class": None}, {"class": "__import__"}]
-)
-def test_an_unknown_class_on_the_wire_becomes_the_base_class(data):
-    assert type(from_plain(Abort, {"error": data}, "abort").error) is TorchrunError
 
 
 def test_the_tree_is_the_one_drawn():

@@ -180,15 +180,6 @@ def test_a_worker_that_does_not_answer_is_said_so_in_time(folder):
     }
 
 
-def test_workers_that_have_ended_are_said_so_and_none_is_no_error():
-    zombie = subprocess.Popen(["true"])
-    until(zombie.pid, "Z")
-    for _ in range(2):
-        assert where_of(collected({0: zombie.pid})) == {0: "no Python stack: the process has ended"}
-        zombie.wait()
-    assert collected({}) == {}
-
-
 # --- the hook in the worker -------------------------------------------------------------------
 
 SHOW = """

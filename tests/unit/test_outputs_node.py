@@ -61,5 +61,9 @@ def test_where_outputs_are_is_known_told_and_shown(store, failing):
     assert "launch 0  3 files, 3.0 MB: a, b, …" in lines
     stored = ["node 0: stored 2 files, 3.0 MB", "node 1: stored 1 file, 5 bytes"]
     assert [line.split(maxsplit=2)[2] for line in lines if ": stored " in line] == stored
-    assert story.ready(launch=1).view.wants_outputs, "a launch was to store some"
-    assert not Story().running().view.wants_outputs
+
+
+def test_what_a_generation_before_has_stored_is_forgotten(store):
+    """A node is lost while it stores; all starts again with a spare."""
+    story = storing(store, spare_nodes=1).lost(1).at(9)
+    assert (story.view.generation, story.view.outputs) == (1, {})

@@ -95,12 +95,8 @@ SAID = {
     ),
     "before_run has failed": (
         failing_before,
-        "before_run has failed on node 1; the launch ends when all nodes have called run.",
+        *(f"Failed after 5 s: node 1 (host gpu-1) failed: {COMMAND.format(2, 2)}.", "| no host"),
         f"5.0 0 node 1: {COMMAND.format(2, 2)}, 2.0 s",
-    ),
-    "before_run was the end": (
-        lambda: failing_before().at(9.0).ready(0),
-        *(f"Failed after 9 s: node 1 (host gpu-1) failed: {COMMAND.format(2, 2)}.", "| no host"),
     ),
     "contradicting": (
         lambda: Story().joined().ready(0).ready(1, torch="2.12.0"),

@@ -12,8 +12,6 @@ from unit_helpers import eventually, write
 from metaflow_extensions.torchrun.plugins.torchrun.elements.model import Chart, Facts, Sentence
 from metaflow_extensions.torchrun.plugins.torchrun.gang.messages import Ended, Report
 from metaflow_extensions.torchrun.plugins.torchrun.gang.progress import (
-    MAX_KEYS,
-    MAX_POINTS,
     Metrics,
     Pace,
     Point,
@@ -25,7 +23,6 @@ from metaflow_extensions.torchrun.plugins.torchrun.node.metric_lines import pars
 from metaflow_extensions.torchrun.plugins.torchrun.show.as_card import layout
 from metaflow_extensions.torchrun.plugins.torchrun.show.as_text import lines_of
 from metaflow_extensions.torchrun.plugins.torchrun.show.page import page_of
-from metaflow_extensions.torchrun.plugins.torchrun.task.services import Services
 
 
 class Kept(Progress):
@@ -54,11 +51,6 @@ def kept():
 
 
 # --- what is kept ---------------------------------------------------------------------------------
-
-
-def test_where_no_script_tells_anything_there_is_nothing(kept):
-    assert (kept.record, kept.tick(100.0), kept.ended(0, True), kept.verdict(0, True)) == (None, [], "", {})
-    assert Services().result({}, print) == {"metrics": {}, "history": {}}
 
 
 def test_rank_0s_points_become_series_with_last_values_and_the_time_left(kept):
@@ -107,29 +99,6 @@ def test_another_launch_has_its_own(kept):
     told = {"last": {"step": 5, "lr": 1.0}, "history": {"lr": [(5, 1.0)]}}
     assert [kept.verdict(launch, True) for launch in (0, 1)] == [{}, told]
     assert kept.verdict(1, False) == {**told, "history": {}}, "the curves are long, and one node is enough"
-
-
-def test_rank_0_is_followed_to_the_node_that_has_it(kept):
-    """Where node 0 is left out, another node has rank 0."""
-    kept.says((1, {"loss": 3.0}), pace=Pace(1, 2.0), total=10.0)
-    kept.ended(0, ok=False)
-    kept.begin(0)
-    kept.take(1, 0, to_plain(Metrics({0: Pace(2, 4.0)}, {"loss": (Point(2, 2.0),)}, 2)), 30.0)
-    kept.take(0, 0, to_plain(Metrics({3: Pace(9, 1.0)})), 30.0)  # it has other ranks now
-    assert (kept["step"], kept["left_s"], kept["last"]) == (2, 2.0, {"loss": 2.0})
-    kept.ended(1, ok=True)
-    assert kept["steps_per_s"] is None
-
-
-def test_all_that_can_be_kept_is_small_and_the_first_keys_stay(kept):
-    for step in range(3000):
-        kept.says((step, {f"a key with a long name {step // 100 + key}": 1 / (step + 3) for key in range(10)}))
-    names = [f"a key with a long name {number}" for number in range(MAX_KEYS)]
-    assert list(kept["last"]) == list(kept["series"]) == names
-    for _ in range(2):
-        kept.says(*((step, dict.fromkeys(names, 1 / 3)) for step in range(10 * MAX_POINTS)))
-    assert max(map(len, kept["series"].values())) <= MAX_POINTS
-    assert len(json.dumps(kept.record)) < 200_000
 
 
 # --- what the log says ----------------------------------------------------------------------------
@@ -229,26 +198,6 @@ def test_a_rank_slower_than_half_the_median_for_a_minute_is_named_once(parts, sa
 def test_where_all_ranks_say_their_own_seconds_these_count(paces, text):
     known = [Pace(5, *(each if isinstance(each, tuple) else (each and 1.0, each))) for each in paces]
     assert [line for _, line in judged((70, known))] == ([f"rank 2 (node 2, host h) {text}"] if text else [])
-
-
-def test_ranks_are_compared_every_5_s_while_their_node_tells_anything(kept):
-    def compared(at_s, nodes, speed=2.0):
-        for node in range(nodes):
-            kept.says(node=node, pace=Pace(5, speed), at_s=at_s)
-        kept.tick(at_s)
-        return kept["rates"]["ranks"], kept["rates"]["median"]
-
-    assert (compared(10.0, 4, 1.0), compared(14.9, 3)) == ((4, 1.0), (4, 1.0))
-    assert compared(30.0, 0) == (3, 2.0), "node 3 has told nothing for 20 s"
-    kept.ended(2, ok=True)
-    assert compared(34.0, 0)[0] == 3
-    assert compared(34.8, 0)[0] == 3
-    assert compared(35.0, 0) == (3, 2.0)
-
-
-def test_many_at_once_are_one_line():
-    slow = "rank 10 (node 10, host h) is slow: 0.4 steps/s, the median is 1 steps/s; so are ranks 11, 12, 13, 14"
-    assert judged((100, (*[1] * 10, *[0.4] * 5))) == [(65, slow)]
 
 
 # --- the page -------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from unit_helpers import Patient
 
-from metaflow_extensions.torchrun.plugins.torchrun.gang.progress import MAX_KEYS, Metrics, Pace, Point, Progress
+from metaflow_extensions.torchrun.plugins.torchrun.gang.progress import Metrics, Pace, Point, Progress
 from metaflow_extensions.torchrun.plugins.torchrun.gang.wire import from_plain, to_plain
 from metaflow_extensions.torchrun.plugins.torchrun.node.metric_lines import (
     FREED_BYTES,
@@ -115,14 +115,6 @@ def test_of_a_flood_each_line_comes_and_what_was_read_takes_no_place_on_the_disk
     assert file.read() == [7]
     file.path.write_bytes(b'{"step": 8}\n')  # begins anew
     assert file.read() == [8]
-
-
-def test_a_line_that_is_too_long_is_dropped_and_the_next_one_comes(file):
-    for _ in range(3):
-        file.append(b"x" * (MAX_BYTES - 10))
-        assert file.read() == []
-    file.append(b'the rest\n{"step": 1}\n')
-    assert file.read()[-1] == 1
 
 
 # --- a node -------------------------------------------------------------------------------------
@@ -245,17 +237,6 @@ def test_the_gang_hears_of_points_and_paces_at_once_and_then_every_5_s(node):
     assert node.exits.reported_at is not None
 
 
-def test_step_and_seconds_may_stand_on_lines_of_their_own(node):
-    for name in (0, 1):
-        node.write(name, {"step": 1}, {"seconds": 0.5}, {"total": 90}, *({f"loss {n}": 1.0} for n in range(100)))
-    (told,) = node.wait(5)
-    assert told.paces == {0: Pace(1, None, 0.5), 1: Pace(1, None, 0.5)}
-    assert list(told.points) == ["seconds", *(f"loss {number}" for number in range(MAX_KEYS - 1))]
-    node.write(1, *({"step": number} for number in range(2, 91)))
-    (told,) = node.wait(5)
-    assert told.paces[1] == Pace(90), "it has done all its steps, and has no speed any more"
-
-
 def test_the_example_of_the_documents_ends_at_the_whole(node, monkeypatch):
     (first, *_) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "metrics.md").read_text(), re.DOTALL)
     monkeypatch.setenv("TORCHRUN_METRICS", str(node.folder / "metrics" / "0.jsonl"))
@@ -291,14 +272,3 @@ def test_of_many_points_some_are_told_and_no_key_is_lost(node):
     assert MAX_POINTS // 4 < len(told.points["loss"]) <= MAX_POINTS
     assert told.points["loss"][-1] == Point(599, 599.0)
     assert told.points["accuracy"] == (Point(301, 0.5),)
-
-
-def test_the_first_line_that_tells_nothing_is_said_once(node):
-    node.write(1, "größe \x1b[31m" + "x" * 1000, "another")
-    node.wait(5)
-    node.write(0, "again")
-    node.wait(5)
-    (said,) = node.said
-    assert said.startswith("rank 1 wrote a line to its metrics")
-    assert "größe" in said or "\\xc3" in said
-    assert len(said) < 300

@@ -110,11 +110,11 @@ class AnyGang(RuleBasedStateMachine, GangOf):
         if go is not self.last_go:
             number = (go.launch, go.generation)
             assert self.last_go is None or number > (self.last_go.launch, self.last_go.generation), "another group"
-            before, able = {*self.last_go.group.nodes} if self.last_go else set(), here & self.state.launch.ready.keys()
+            before, able = {*self.last_go.group.nodes} if self.last_go else set(), here & self.state.ready
             assert able & before <= nodes, "who took part does not stay"
             assert all(came < waits for came in nodes - before for waits in able - nodes), "not the first others come"
             self.last_go = go
-        assert [go.group.node_of(rank) for rank in range(go.group.size)] == sorted(nodes)
+        assert [go.group.rank_of(each) for each in sorted(nodes)] == [*range(go.group.size)]
         assert self.state.broken is None
         assert self.least <= go.group.size <= self.size
         assert go.restarts <= go.max_restarts
@@ -201,7 +201,7 @@ class AnyGang(RuleBasedStateMachine, GangOf):
             assert self.state.phase is Phase.IDLE, "who is left would wait for a verdict for ever"
 
     def note(self, task, *found):
-        whose = task if task.node in self.state.launch.ready else None
+        whose = task if task.node in self.state.ready | self.state.launch.running else None
         known = self.failures.setdefault(self.state.launch.number, [])
         known.extend((self.now - age_s, cause, whose) for age_s, cause in found)
 

@@ -37,8 +37,3 @@ def test_what_is_done_again_takes_the_place_of_what_was_there_and_later():
     again = [*((step, 0.0) for step in range(5000)), *((step, 1.0) for step in range(2500, 6000))]
     kept = series(again).points
     assert [value for _, value in kept] == [float(step >= 2500) for step, _ in kept]
-
-
-def test_steps_that_leap_cost_no_room():
-    assert series([(0, 1.0), (2**53, 2.0)]).points == [(0, 1.0), (2**53, 2.0)]
-    assert series([(5 * 10**6, 1.0), (0, 2.0), (1, 3.0)]).points == [(0, 2.0), (1, 3.0)]

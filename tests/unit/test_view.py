@@ -33,7 +33,7 @@ def test_numbers_that_json_does_not_have_are_stored_as_null():
         ({}, "of another version of metaflow-torchrun: None"),
         ({"version": VERSION + 1, "num_nodes": 2}, f"of another version of metaflow-torchrun: {VERSION + 1}"),
         ({"version": VERSION, "num_nodes": "two"}, "the view of the gang.num_nodes is 'two'"),
-        ({"version": VERSION, "weather": "fine"}, "unknown fields: ['weather']"),
+        ({"version": VERSION, "weather": "fine"}, "lacks the fields of GangView, or has others"),
         ({"version": VERSION, "events": [None]}, "the view of the gang.events"),
     ],
 )
@@ -45,13 +45,13 @@ def test_what_is_of_another_version_or_damaged_is_refused(stored, why):
 # --- events -----------------------------------------------------------------------------------------
 
 
-def test_of_a_long_life_the_first_and_the_last_events_are_kept():
+def test_of_a_long_life_the_last_events_are_kept():
     view = GangView(1, nodes=[NodeView()])
     for number in range(1234):
         view.add("restart", f"event {number}")
-    kept = [f"event {number}" for number in (*range(100), *range(334, 1234))]
+    kept = [f"event {number}" for number in range(234, 1234)]
     assert ([each.text for each in view.events], view.left_out) == (kept, 234)
-    assert [text for _, _, text in timeline(view)] == [*kept[:100], "234 lines are left out here", *kept[100:]]
+    assert [text for _, _, text in timeline(view)] == ["234 lines are left out here", *kept]
 
 
 # --- bounds -----------------------------------------------------------------------------------------
@@ -69,20 +69,12 @@ def test_all_that_grows_with_launches_is_bounded():
     assert len(json.dumps(view.stored())) < 300_000
 
 
-def test_a_report_is_kept_once_and_cut_where_it_is_too_long():
-    view = GangView(1)
-    for _ in "again", "when the gang breaks":
-        view.report("x" * 200_000, "LaunchFailed", None)
-    (report,) = view.reports
-    assert report.text == "x" * 131_072 + "\n… 68928 characters are left out here"
-
-
 def test_of_thousands_of_launches_the_places_of_the_last_outputs_are_kept():
     view = GangView(2)
     for launch in range(2600):
         for node in (0, 1):
             view.take_outputs(launch, node, {"key": "k"})
-    assert (list(view.outputs), view.launches_left_out) == ([*range(600, 2600)], 600)
+    assert list(view.outputs) == [*range(600, 2600)]
 
 
 # --- what others say ----------------------------------------------------------------------------------
@@ -110,13 +102,6 @@ def test_an_end_that_the_control_node_has_recorded_stays_and_others_only_add_to_
     known = told_by_others(view, WORDS[:1])
     assert replace(known, events=view.events) == view
     assert [(each.kind, each.text) for each in known.events[len(view.events) :]] == [("told", "größe 🙂*; more")]
-
-
-def test_where_nothing_is_stored_the_words_of_others_are_all():
-    assert told_by_others(None, []) is None
-    known = told_by_others(None, [Word("gone", 1000.0, 3, "GangError")])
-    assert (known.num_nodes, known.began, known.error, known.reports[0].error) == (3, 1000.0, "gone", "GangError")
-    assert [node.state for node in known.nodes] == ["lost", "not joined yet", "not joined yet"]
 
 
 def test_a_report_that_can_not_be_read_costs_nothing_else_and_a_line_says_so_once():

@@ -31,10 +31,8 @@ _REMEDIES = {
 def contradiction(ready: Mapping[int, Ready]) -> GangError | None:
     """Return the error if the nodes' settings or software differ, with nodes and values; else None."""
     for key, name in _MUST_AGREE.items():
-        values: dict[Any, list[int]] = {}
-        for node, own in sorted(ready.items()):
-            values.setdefault(getattr(own, key, own.facts.get(key)), []).append(node)
-        if len(values) > 1 and not (key == "devices" and _is_one_kind(_accelerators(ready))):
+        values = _by_value({node: getattr(own, key, own.facts.get(key)) for node, own in ready.items()})
+        if len(values) > 1 and not (key == "devices" and _is_one_kind(ready)):
             listed = first_values([f"{names(nodes)}: {value}" for value, nodes in values.items()])
             return GangError(
                 f"The nodes differ in the {name} ({listed}). Every node must call current.torch.run in the same order "
@@ -45,34 +43,34 @@ def contradiction(ready: Mapping[int, Ready]) -> GangError | None:
 
 def devices(ready: Mapping[int, Ready]) -> str:
     """Return which accelerators the workers see, and on which nodes, for the log; empty if there are none."""
-    seen = _accelerators(ready)
-    if len(seen) == 1:
-        (what,) = map(_text, seen)
-        return f"{what} on each node" if what not in ("", "none") else ""
-    return ", ".join(f"{_text(what)} on {names(nodes)}" for what, nodes in seen.items())
+    seen, said = _accelerators(ready), []
+    for what, nodes in seen.items():
+        count, _, kind = (what or "").partition(" ")
+        if kind:
+            text = counted(int(count), "accelerator" if kind == "unknown" else f"{kind} accelerator")
+            said.append(f"{text} on {names(nodes) if len(seen) > 1 else 'each node'}")
+    return ", ".join(said)
 
 
 def without_devices(ready: Mapping[int, Ready]) -> list[int]:
     """Return which nodes have no accelerators for their workers, where others do."""
     seen = _accelerators(ready)
-    return seen["none"] if len(seen) > 1 and "none" in seen else []
+    return seen.get("none", []) if len(seen) > 1 else []
 
 
 def _accelerators(ready: Mapping[int, Ready]) -> dict[str | None, list[int]]:
     """Return the nodes by what their workers see: ``"8 nvidia"``, ``"none"``, or None if not reported."""
-    found: dict[str | None, list[int]] = {}
-    for node, own in sorted(ready.items()):
-        found.setdefault(own.facts.get("accelerators"), []).append(node)
-    return found
+    return _by_value({node: own.facts.get("accelerators") for node, own in ready.items()})
 
 
-def _is_one_kind(seen: Mapping[str | None, list[int]]) -> bool:
+def _by_value(found: Mapping[int, Any]) -> dict[Any, list[int]]:
+    values: dict[Any, list[int]] = {}
+    for node, value in sorted(found.items()):
+        values.setdefault(value, []).append(node)
+    return values
+
+
+def _is_one_kind(ready: Mapping[int, Ready]) -> bool:
     """Return whether all workers see the same kind of accelerators, even if the nodes' own kinds differ."""
+    seen = _accelerators(ready)
     return None not in seen and len({str(each).partition(" ")[2] for each in seen}) == 1
-
-
-def _text(seen: str | None) -> str:
-    if seen in (None, "none"):
-        return seen or ""
-    count, _, kind = str(seen).partition(" ")
-    return counted(int(count), "accelerator" if kind == "unknown" else f"{kind} accelerator")

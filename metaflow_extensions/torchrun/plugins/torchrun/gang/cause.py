@@ -84,6 +84,15 @@ CATEGORY_TEXTS = {
     "store": "the datastore failed",
 }
 """The classes of causes, each in words."""
+# How a node or a launch ended, for the kinds that are no worker's: what follows its name.
+_WHAT = {
+    **dict.fromkeys(("store", "unreachable"), "{}"),
+    **dict.fromkeys(("command", "agent", "agent_ended", "lost"), "failed: {}"),
+    **dict.fromkeys(("oom", "timeout", "step_timeout"), "ran {}"),
+    "terminated": "was preempted: {}",
+    "interrupted": "was interrupted, as by Ctrl-C",
+    "hang": "hangs: {}",
+}
 
 
 @dataclass(frozen=True)
@@ -161,18 +170,8 @@ class Cause:
     @property
     def what(self) -> str:
         """How it ended, in one line."""
-        if self.kind in ("store", "unreachable"):
-            return str(self.exception)
-        if self.kind in ("command", "agent", "agent_ended", "lost"):
-            return f"failed: {self.exception}"
-        if self.kind == "terminated":
-            return f"was preempted: {self.exception}"
-        if self.kind == "interrupted":
-            return "was interrupted, as by Ctrl-C"
-        if self.kind in ("oom", "timeout", "step_timeout"):
-            return f"ran {self.exception}"
-        if self.kind == "hang":
-            return f"hangs: {self.exception}"
+        if self.kind in _WHAT:
+            return _WHAT[self.kind].format(self.exception)
         if self.exception is not None and self.kind != "signal":
             return f"failed{self.place and f' at {self.place}'} with {self.exception}"
         end = describe_exit(self.exit_code) if self.exit_code is not None else "failed"
@@ -188,18 +187,20 @@ class Cause:
 
     def describe(self) -> str:
         """Return the full report: who, what, exit status, what to change, traceback or stderr."""
-        who = self.who
-        lines = [f"{who[0].upper()}{who[1:]} {self.what}" + ("" if self.what.endswith(ENDS) else ".")]
+        lines = [f"{self.who[0].upper()}{self.who[1:]} {self.what}" + ("" if self.what.endswith(ENDS) else ".")]
         is_said = self.exception is None or self.kind in ("command", "agent", "agent_ended", "signal", "oom")
         if self.exit_code is not None and not is_said:
             lines.append(f"It {describe_exit(self.exit_code)}.")
         lines += [self.remedy] if self.remedy else []
-        if self.detail:
-            if self.kind not in ("exception", "step", "call", "hang"):  # theirs is a traceback, or where the ranks were
-                lines.append(f"Last lines of its {'output' if self.kind == 'command' else 'stderr'}:")
-            # Metaflow's console strips leading spaces; behind the bar the indentation survives.
-            lines += [f"  | {line}" for line in self.detail.splitlines()]
-        return "\n".join(lines)
+        if self.detail and self.kind not in (
+            "exception",
+            "step",
+            "call",
+            "hang",
+        ):  # a traceback, or where the ranks were
+            lines.append(f"Last lines of its {'output' if self.kind == 'command' else 'stderr'}:")
+        # Metaflow's console strips leading spaces; behind the bar the indentation survives.
+        return "\n".join([*lines, *(f"  | {line}" for line in self.detail.splitlines())])
 
 
 @dataclass(frozen=True)

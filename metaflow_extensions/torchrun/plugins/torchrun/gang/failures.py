@@ -17,7 +17,6 @@ from .cause import CATEGORY_TEXTS, Cause, FailureText, failed
 from .launch import GONE, Launch
 from .limits import ALIKE_ENDS, ALIKE_S
 from .messages import CONTROL, Join
-from .policy import KEPT_VERDICTS
 from .texts import counted, duration, headline, names, shortened
 
 # Kinds of causes that no node reports as its failure.
@@ -47,21 +46,18 @@ def teller(cause: Cause | None) -> int:
 
 def reason(cause: Cause | None) -> str:
     """Return who failed and how in one line, for the logs; empty if the control node has logged it already."""
-    if cause is None or (cause.node == CONTROL and cause.kind not in _FOUND_BY_CONTROL):
-        return ""
-    return summary(cause)
+    is_logged = cause is None or (cause.node == CONTROL and cause.kind not in _FOUND_BY_CONTROL)
+    return "" if cause is None or is_logged else summary(cause)
 
 
 def change_of_nodes(left: Collection[int], came: Collection[int], size: int) -> str:
     """Return in words which nodes take part after a restart; empty if they are the same. One may have left and come again."""
     again, gone, new = (sorted(each) for each in ({*left} & {*came}, {*left} - {*came}, {*came} - {*left}))
     said = [f"{names(again)} {'is' if len(again) == 1 else 'are'} started again"] if again else []
-    spares = f"{names(new)}, {'a spare' if len(new) == 1 else 'spares'},"
-    if len(new) == len(gone) > 0:
-        said.append(f"{spares} {'takes the place' if len(new) == 1 else 'take the places'} of {names(gone)}")
-    elif new:
-        said.append(f"{spares} {'takes' if len(new) == 1 else 'take'} part")
-    if gone and len(new) != len(gone):
+    if new:
+        takes = "a spare, takes the place" if len(new) == 1 else "spares, take the places"
+        said.append(f"{names(new)}, {takes} of {names(gone) if gone else 'those that were lost'}")
+    elif gone:
         said.append(f"the launch goes on without {names(gone)}, on {counted(size, 'node')}")
     return "; ".join(said)
 
@@ -74,14 +70,10 @@ def turned_away(join: Join, why: str) -> GangError:
     return GangError(f"Node {join.node} (host {join.host}) was turned away by the control node: {why}")
 
 
-def too_soon(host: str) -> GangError:
-    """Return the error for a task that came in the place of another, which is on `host`, before that had ended."""
-    return GangError(f"the task before it, on host {host}, has not ended yet")
-
-
 def no_replacement(join: Join, why: str) -> TorchrunPreempted:
     """Return the error for a task that came in the place of another, where the gang can't use it."""
-    return TorchrunPreempted(f"{turned_away(join, why).message} {TorchrunPreempted.remedy}")
+    text = f"{turned_away(join, why).message} A gang takes no node twice. {TorchrunPreempted.remedy}"
+    return TorchrunPreempted(text)
 
 
 # --- a launch that can't begin, and failures outside of launches ----------------------------------
@@ -109,14 +101,6 @@ def step_has_ended(number: int, gone: Sequence[int]) -> GangError:
     )
 
 
-def forgotten(number: int) -> GangError:
-    """Return the error for a task that came late, and calls a launch whose end is not known any more."""
-    return GangError(
-        f"The end of launch {number} is not known any more: a task that comes late can make up for {KEPT_VERDICTS} "
-        "launches. Use fewer launches in one step."
-    )
-
-
 def port_taken(port: int | None, host: str) -> GangError:
     """Return the error for a pinned port that another program uses."""
     return GangError(
@@ -125,11 +109,9 @@ def port_taken(port: int | None, host: str) -> GangError:
     )
 
 
-def commands_failed(cause: Cause, then: str = "") -> LaunchFailed:
-    """Return the error for a node whose commands of before_run have failed; `then` says what follows, if others go on."""
-    return failed(
-        LaunchFailed, FailureText(cause, before=f"before_run failed{then or ', so no worker was started'}.\n")
-    )
+def commands_failed(cause: Cause) -> LaunchFailed:
+    """Return the error for a node whose commands of before_run have failed."""
+    return failed(LaunchFailed, FailureText(cause, before="before_run failed, so no worker was started.\n"))
 
 
 def alone(cause: Cause, more: str) -> LaunchFailed:
@@ -138,13 +120,10 @@ def alone(cause: Cause, more: str) -> LaunchFailed:
     return failed(cls, FailureText(cause, after=f"\n{more}"))
 
 
-def too_early(cause: Cause, number: int, more: str = "") -> LaunchFailed:
-    """Return the error for a node that failed while others waited for it to call `run`; `more` stands at the end."""
-    return alone(cause, f"It happened before launch {number} began.{more}")
-
-
-def outside(cause: Cause, after_step: bool, more: str = "") -> LaunchFailed:
-    """Return the error for a node that failed while no launch ran; `more` stands at the end."""
+def outside(cause: Cause, launch: int | None, after_step: bool, more: str) -> LaunchFailed:
+    """Return the error for a node that failed while no launch ran, or before one began; `more` stands at the end."""
+    if launch is not None:
+        return alone(cause, f"It happened before launch {launch} began.{more}")
     place = "in the call of" if cause.kind == "call" else "outside of"
     when = "after the step's code, before its results were stored" if after_step else f"{place} current.torch.run"
     return alone(cause, f"It happened {when}; all nodes were stopped.{more}")
@@ -156,14 +135,14 @@ def told_to_end(cause: Cause) -> LaunchFailed:
     return failed(cls, FailureText(cause, after=" The other nodes go on without it, if enough are left."))
 
 
-def unreached(host: str, node: int, address: str, port: int, why: str) -> tuple[str, int, str]:
-    """Return why a node can't reach torch's store on the control node's `host`, the node, and what to change."""
+def unreached(host: str, address: str, port: int, why: str) -> tuple[str, str]:
+    """Return why a node can't reach torch's store on the control node's `host`, and what to change."""
     where = f"torch's store on node {CONTROL} (host {host}): tried {address} on port {port}"
     advice = (
         f"Open TCP port {port} between the nodes (network policy, security group, firewall), or pin a port that is open by "
         "@torchrun(master_port=...)."
     )
-    return f"can't reach {where}: {why}", node, advice
+    return f"can't reach {where}: {why}", advice
 
 
 # --- a launch that fails --------------------------------------------------------------------------

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 
@@ -24,26 +24,13 @@ class Group:
     @property
     def nodes(self) -> tuple[int, ...]:
         """The indexes of the nodes, in the order of their group ranks."""
-        return tuple(self._nodes())
-
-    def _nodes(self) -> Iterator[int]:
-        node, left, without = 0, self.size, set(self.without)
-        while left:
-            if node not in without:
-                yield node
-                left -= 1
-            node += 1
+        without = set(self.without)
+        return tuple(node for node in range(self.size + len(without)) if node not in without)
 
     def rank_of(self, node: int) -> int | None:
         """Return a node's group rank; None if it takes no part."""
         rank = node - sum(each < node for each in self.without)
         return rank if node not in self.without and rank < self.size else None
-
-    def node_of(self, rank: int) -> int:
-        """Return the node with a group rank."""
-        for each in self.without:
-            rank += each <= rank
-        return rank
 
 
 def follow(group: Group, able: Sequence[int], size: int, least: int) -> Group | None:

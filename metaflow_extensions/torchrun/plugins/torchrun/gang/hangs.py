@@ -8,12 +8,12 @@ gang's page says that they wait.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from ..machine.frames import Found, look_first
-from .limits import PAUSED_S, START_S
+from .limits import START_S
 from .texts import names
 from .wire import from_plain, to_plain
 
@@ -66,7 +66,7 @@ class Hangs:
         if self.record is not None:
             self.record = {**self.record, "is_last": False}
         self._launch, self._timeout_s = launch, timeout_s
-        self._active_at = self._ticked_at = at_s
+        self._active_at = at_s
         self._has_begun = False  # whether a rank has shown a sign of life
         self._hangs = False
         self._expected = set(nodes)  # whose workers ran when the launch was found to hang
@@ -81,6 +81,10 @@ class Hangs:
         else:
             self._found[node] = from_plain(Diagnostics, data, "hangs")
 
+    def forgive(self, seconds: float) -> None:
+        """Let a time not count in which this process was stopped, perhaps with all others."""
+        self._active_at += seconds
+
     def ended(self, node: int, ok: bool) -> None:
         """Expect nothing of a node whose workers had ended, or that was no longer in the gang, before the hang."""
         if not self._hangs:
@@ -89,13 +93,9 @@ class Hangs:
 
     def tick(self, at_s: float) -> tuple[str, str] | None:
         """Return why the launch hangs, and what to change, if all ranks were silent for too long."""
-        limit_s, late_s = self._timeout_s, at_s - self._ticked_at
-        self._ticked_at = at_s
-        if late_s > PAUSED_S:  # this process was stopped, perhaps with all others
-            self._active_at = min(at_s, self._active_at + late_s)
-        if limit_s is None:
+        if self._timeout_s is None:
             return None
-        limit_s = limit_s if self._has_begun else max(limit_s, START_S)
+        limit_s = self._timeout_s if self._has_begun else max(self._timeout_s, START_S)
         if at_s - self._active_at <= limit_s:
             return None
         self._hangs = True
@@ -105,69 +105,51 @@ class Hangs:
         return f"{text} after the start", f"If they start so slowly, set hang_timeout_s above {limit_s:g}."
 
     def detail(self) -> str:
-        """Return the place of every rank in the hang; keep the stacks."""
+        """Return where the ranks were in the hang, and which to look at first; keep the stacks."""
         if not self._found:
             return ""
-        groups = alike(self._ranks)
-        self._keep(groups)
-        places = _places(groups)
-        more = len(places) - _MAX_LINES
-        left_out = [f"{more} more such lines are left out."] if more > 0 else []
-        return "\n".join([self._conclusion(groups), *places[:_MAX_LINES], *left_out])
-
-    @property
-    def _ranks(self) -> dict[int, Found]:
-        return {rank: found for node in self._found.values() for rank, found in node.ranks.items()}
-
-    @property
-    def _silent(self) -> list[int]:
-        """The nodes that have not answered."""
-        return sorted(self._expected - self._found.keys())
-
-    def _look_first(self, groups: list[Alike]) -> tuple[list[int], str]:
-        is_known = not self._silent and any(group.found.mark for group in groups)
-        return look_first(self._ranks) if is_known else ([], "")
-
-    def _conclusion(self, groups: list[Alike]) -> str:
-        """Return in one line where the ranks were, and which of them to look at first."""
-        said = [_where(groups) if groups else _NO_WORKERS]
-        if self._done:
-            ranks = f"The ranks of {names(sorted(self._done))} had ended well"
-            said.append(f"{ranks}: do all ranks make the same number of steps?")
-        first, why = self._look_first(groups)
-        if silent := self._silent:
-            verb = "has" if len(silent) == 1 else "have"
-            said.append(f"{names(silent).capitalize()} {verb} not answered: look there first.")
-        elif first:
-            said.append(f"Look at {names(first, 'rank')} first: {why}.")
-        return " ".join(said)
-
-    def _keep(self, groups: list[Alike]) -> None:
-        first, why = self._look_first(groups)
+        ranks = {rank: found for node in self._found.values() for rank, found in node.ranks.items()}
+        groups, silent = alike(ranks), sorted(self._expected - self._found.keys())
+        is_known = not silent and any(group.found.mark for group in groups)
+        first, why = look_first(ranks) if is_known else ([], "")
         share = _MAX_CHARS // max(1, len(groups))
         stacks = [{"ranks": list(each.ranks), **to_plain(each.found.bounded(share))} for each in groups[:_MAX_LINES]]
         self.record = {"launch": self._launch, "first": first, "why": why, "is_last": True, "stacks": stacks}
+        said = [_where(groups) if groups else _NO_WORKERS]
+        if self._done:
+            well = f"The ranks of {names(sorted(self._done))} had ended well"
+            said.append(f"{well}: do all ranks make the same number of steps?")
+        if silent:
+            said.append(f"No answer came from {names(silent)}: look there first.")
+        elif first:
+            said.append(f"Look at {names(first, 'rank')} first: {why}.")
+        places = [f"{names(numbers, 'Rank')}: {place}" for place, numbers in _by_place(groups, _line).items()]
+        more = [f"{len(places) - _MAX_LINES} more such lines are left out."] if len(places) > _MAX_LINES else []
+        return "\n".join([" ".join(said), *places[:_MAX_LINES], *more])
 
 
-def _where(groups: list[Alike]) -> str:
-    """Return one sentence with the ranks' places, grouped by place: "rank 3 in load at data.py:18"."""
+def _by_place(groups: Iterable[Alike], place_of: Callable[[Found], str]) -> dict[str, list[int]]:
+    """Return the ranks by their place."""
     at: dict[str, list[int]] = {}
     for group in groups:
-        match = _FRAME.fullmatch(group.found.where)
-        place = f"with {group.found.where}"
-        if match:
-            place = f"{match['inner'] or 'in ' + match['function']} at {match['at']}"
-        at.setdefault(place, []).extend(group.ranks)
-    most_first = sorted(at.items(), key=lambda each: -len(each[1]))
+        at.setdefault(place_of(group.found), []).extend(group.ranks)
+    return at
+
+
+def _line(found: Found) -> str:
+    """Return a place with its source line."""
+    return f"{found.where}: {found.line}" if found.line else found.where
+
+
+def _short(found: Found) -> str:
+    """Return a place within a sentence."""
+    match = _FRAME.fullmatch(found.where)
+    return f"{match['inner'] or 'in ' + match['function']} at {match['at']}" if match else f"with {found.where}"
+
+
+def _where(groups: Iterable[Alike]) -> str:
+    """Return one sentence with the ranks by place: "rank 3 in load at data.py:18"."""
+    most_first = sorted(_by_place(groups, _short).items(), key=lambda each: -len(each[1]))
     told = [f"{names(r, 'rank') if len(r) == 1 else f'{len(r)} ranks'} {text}" for text, r in most_first]
-    more = len(told) - _MAX_PLACES
-    return ", ".join([*told[:_MAX_PLACES], *([f"and {more} more places"] if more > 0 else [])]) + "."
-
-
-def _places(groups: list[Alike]) -> list[str]:
-    """Return a line for each place, with its source line."""
-    at: dict[str, list[int]] = {}
-    for group in groups:
-        line = f": {group.found.line}" if group.found.line else ""
-        at.setdefault(f"{group.found.where}{line}", []).extend(group.ranks)
-    return [f"{names(ranks, 'Rank')}: {place}" for place, ranks in at.items()]
+    more = [f"and {len(told) - _MAX_PLACES} more places"] if len(told) > _MAX_PLACES else []
+    return ", ".join([*told[:_MAX_PLACES], *more]) + "."

@@ -10,15 +10,15 @@ from ..errors import TorchrunError
 from .cause import Cause, Failure, first_failure
 from .group import Group
 from .limits import ALIKE_ENDS, ALIKE_S, BACKOFF_LIMIT_S
-from .messages import CONTROL, Ended, Ready
+from .messages import Ended, Ready
 from .policy import LaunchPolicy
 
 # What an agent prints when its store can't listen (TCPStore, torch 2.13).
 _PORT_TAKEN = re.compile("EADDRINUSE|address already in use", re.IGNORECASE)
 _MAX_MOVES = 3
+_NO_LIMITS = LaunchPolicy()
 GONE = frozenset({"node_lost", "preempted"})
 """The classes of causes with which a node is gone, or about to go."""
-_NODES_SAID = 3
 
 
 @dataclass
@@ -26,8 +26,7 @@ class Launch:
     """One launch; all times are seconds of the gang's clock."""
 
     number: int
-    policy: LaunchPolicy = field(default_factory=LaunchPolicy)
-    ready: dict[int, Ready] = field(default_factory=dict)  # what the nodes have said that can take part, or wait
+    control: Ready = field(default_factory=lambda: Ready(-1, 0))  # the control node's call
     generation: int = -1  # none has begun
     group: Group = field(default_factory=lambda: Group(0))  # the nodes of this generation; before the first, none
     uncounted: int = 0  # restarts that `max_restarts` does not count: after a node was told to end
@@ -37,30 +36,35 @@ class Launch:
     running: set[int] = field(default_factory=set)  # nodes of this generation whose workers may run
     starting: set[int] = field(default_factory=set)  # those of them whose workers do not all run yet
     ended: dict[int, Ended] = field(default_factory=dict)  # without what failed, which is in `failures`
+    fails: bool = False  # whether this generation does, or what it has left can't be stored
     failures: list[Failure] = field(default_factory=list)  # ages as of the clock's zero, so that they compare
     alike: dict[int, set[int]] = field(default_factory=dict)  # hash of the way in which ranks failed -> those ranks
     given_up: set[int] = field(default_factory=set)  # nodes whose own code has ended their call of `run`
     leaving: dict[int, Cause] = field(default_factory=dict)  # nodes that were told to end
-    lost: set[int] = field(default_factory=set)  # nodes of this generation without which the gang goes on, or waits
+    tasks: dict[int, str] = field(default_factory=dict)  # of this generation, by node
     restarts_for: Cause | None = None  # why the last restart follows
     repeats: tuple[object, int] = (None, 0)  # how the last generations have failed, and how many in a row did
-    stores: dict[int, str] = field(default_factory=dict)  # while STORING: node -> what it still stores
-    stores_since: float = 0.0
+    stores: set[int] = field(default_factory=set)  # while STORING: the nodes that still store something
     failing_with: TorchrunError | None = None  # while STORING: the error it will end with
     told: set[int] = field(default_factory=set)  # nodes that have its verdict
     verdict: TorchrunError | None = None  # the error at its end; None while it runs, or if it succeeded
 
-    def begin_generation(self, now: float, group: Group) -> None:
+    def begin_generation(self, now: float, group: Group, tasks: dict[int, str]) -> None:
         """Begin a generation: forget the ends and failures of the one before."""
-        self.went_at, self.group, self.running, self.starting = now, group, set(group.nodes), set(group.nodes)
-        self.generation += 1
-        for each in (self.ended, self.stores, self.failures, self.alike, self.lost):
+        self.went_at, self.group, self.tasks, self.running, self.starting = now, group, tasks, set(tasks), set(tasks)
+        self.generation, self.fails = self.generation + 1, False
+        for each in (self.ended, self.stores, self.failures, self.alike):
             each.clear()
 
+    def forget(self, node: int) -> None:
+        """Forget a node that takes no further part."""
+        self.leaving.pop(node, None)
+        self.given_up.discard(node)
+
     @property
-    def nproc(self) -> int | None:
-        """Processes on each node; None before the control node is ready."""
-        return self.ready[CONTROL].nproc if CONTROL in self.ready else None
+    def policy(self) -> LaunchPolicy:
+        """Limits and restarts."""
+        return self.control.policy or _NO_LIMITS
 
     @property
     def restarts(self) -> int:
@@ -85,11 +89,12 @@ class Launch:
 
     def add_failures(self, failures: Iterable[Failure], now: float) -> None:
         """Keep the first failure and the first preemption only: thousands of texts would take hundreds of megabytes."""
-        failures = list(failures)
-        self.leaving.update({each.cause.node: each.cause for each in failures if each.cause.category == "preempted"})
-        self.failures += [Failure(each.cause, each.age_s - now) for each in failures]
         for each in failures:
+            self.fails = True
+            self.failures.append(Failure(each.cause, each.age_s - now))
             self.alike.setdefault(hash(each.cause.way), set()).update(each.ranks)
+            if each.cause.category == "preempted":
+                self.leaving[each.cause.node] = each.cause
         preempted = first_failure(each for each in self.failures if each.cause.category == "preempted")
         kept = (first_failure(self.failures), preempted)
         self.failures = [each for each in dict.fromkeys(kept) if each is not None]
@@ -118,7 +123,7 @@ class Launch:
         """Return whether another program took the chosen port before the agent did, and another may be chosen."""
         cause = self.cause
         taken = cause is not None and cause.kind == "agent" and _PORT_TAKEN.search(cause.detail) is not None
-        return taken and self.ready[CONTROL].master_port is None and self.moves < _MAX_MOVES
+        return taken and self.control.master_port is None and self.moves < _MAX_MOVES
 
     def repeat(self, now: float) -> bool:
         """Count how often in a row the user's code has failed in the same way soon after its start; return if too often."""
@@ -128,20 +133,6 @@ class Launch:
             way = (cause.kind, kind, cause.place, None if kind else cause.exit_code)
         self.repeats = (way, self.repeats[1] + 1 if way is not None and way == self.repeats[0] else 1)
         return way is not None and self.repeats[1] >= ALIKE_ENDS
-
-    # --- what it stores at its end ----------------------------------------------------------------
-
-    def begin_storing(self, nodes: Iterable[int], error: TorchrunError | None, now: float, until: float) -> None:
-        """Wait until `nodes` have stored what there is; if the launch fails with `error`, until the time `until`."""
-        self.failing_with, self.until, self.stores_since = error, until, now
-        self.stores = dict.fromkeys(nodes, "what its workers have left")
-
-    def who_stores(self, now: float, besides: int | None = None) -> str:
-        """Return in words which nodes store what, except node `besides`; empty if none does."""
-        said = [f"node {node} stores {what}" for node, what in sorted(self.stores.items()) if node != besides]
-        more = f"; so do {len(said) - _NODES_SAID} other nodes" if len(said) > _NODES_SAID else ""
-        since = f" (for {now - self.stores_since:.0f} s so far)"
-        return "; ".join(said[:_NODES_SAID]) + more + since if said else ""
 
     @property
     def alone(self) -> bool:

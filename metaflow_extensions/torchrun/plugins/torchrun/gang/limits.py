@@ -21,8 +21,6 @@ DIAGNOSTICS_S = 15.0
 """How long the nodes may take to collect the stacks of their workers in a hang."""
 START_S = 600.0
 """How long workers may take until the first sign of life: to be started, and to import PyTorch."""
-PAUSED_S = 3.0
-"""Between two looks at the clock, which come every second: after a longer time this process was stopped meanwhile."""
 WORKERS_S, NODES_MARGIN_S = 4.0, 4.0
 """How long the workers of a node may take to say what they do, and what the node has besides."""
 FIRST_LINE_S, LINES_EVERY_S = 10.0, 60.0

@@ -67,7 +67,7 @@ class Report:
 
     # "command" (of before_run; it has ended or could not be started), "started" (all workers of this node run), "wrote"
     # (a worker has written something, the first of this generation), "unreached" (its agent gets no answer from torch's
-    # store), "storing", or what an observer or a service tells.
+    # store), or what an observer or a service tells.
     kind: str
     launch: int
     generation: int | None = None  # None: of whatever generation

@@ -10,9 +10,6 @@ from dataclasses import dataclass
 from ..parsing import DEFAULT_RESTART_ON
 from .limits import STOP_MARGIN_S
 
-KEPT_VERDICTS = 1000
-"""The ends of so many launches, the last ones, are known to a task that comes late."""
-
 
 @dataclass(frozen=True)
 class Rules:

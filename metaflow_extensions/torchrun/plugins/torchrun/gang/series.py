@@ -6,46 +6,30 @@ in pairs. So the series always covers all steps, with fewer points for each.
 
 from __future__ import annotations
 
-import math
-from array import array
-
 
 class Series:
-    """Points with growing x, in at most `most` parts, the first of which starts at the first x; at first each is 1 wide.
-
-    A value of None is a gap. Not safe for several threads.
-    """
+    """Points with growing steps, in at most `most` parts, which are 1 wide at first. A value of None is a gap."""
 
     def __init__(self, most: int) -> None:
         self._most, self._width = most, 1.0
-        # Arrays, since a script may report for days. NaN stands for None.
-        self._xs, self._values = array("d"), array("d")
+        self.points: list[tuple[int, float | None]] = []
 
-    def add(self, x: float, value: float | None) -> None:
-        """Add a point. It replaces the points at the same x and later: after a restart, steps are done again."""
-        while self._xs and self._xs[-1] >= x:
-            self._xs.pop()
-            self._values.pop()
-        self._put(x, math.nan if value is None else value)
-        while self._part(x) >= self._most:
+    def add(self, step: int, value: float | None) -> None:
+        """Add a point. It replaces the points at the same step and later: after a restart, steps are done again."""
+        while self.points and self.points[-1][0] >= step:
+            self.points.pop()
+        self._put(step, value)
+        while self._part(step) >= self._most:
             self._width *= 2
-            points = list(zip(self._xs, self._values, strict=True))
-            del self._xs[:], self._values[:]
+            points, self.points = self.points, []
             for point in points:
                 self._put(*point)
 
-    @property
-    def points(self) -> list[tuple[float, float | None]]:
-        """The kept points, in order."""
-        return [(x, None if math.isnan(value) else value) for x, value in zip(self._xs, self._values, strict=True)]
+    def _part(self, step: int) -> int:
+        return int((step - self.points[0][0]) / self._width)
 
-    def _part(self, x: float) -> int:
-        return int((x - self._xs[0]) / self._width) if self._xs else 0
-
-    def _put(self, x: float, value: float) -> None:
+    def _put(self, step: int, value: float | None) -> None:
         # The first point stays: the parts begin there.
-        if len(self._xs) > 1 and self._part(self._xs[-1]) == self._part(x):
-            self._xs[-1], self._values[-1] = x, value
-        else:
-            self._xs.append(x)
-            self._values.append(value)
+        if len(self.points) > 1 and self._part(self.points[-1][0]) == self._part(step):
+            self.points.pop()
+        self.points.append((step, value))

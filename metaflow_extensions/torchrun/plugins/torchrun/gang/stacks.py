@@ -43,58 +43,51 @@ class GangStacks:
         Ranks whose stacks are not known at both moments are in neither list. Stacks of another generation can't be
         compared.
         """
-        moved: list[int] = []
-        same: list[int] = []
-        if (self.launch, self.generation) == (before.launch, before.generation):
-            former = before.ranks
-            for rank, found in self.ranks.items():
-                if found.mark and rank in former and former[rank].mark:
-                    (same if found.mark == former[rank].mark else moved).append(rank)
-        return moved, same
+        if (self.launch, self.generation) != (before.launch, before.generation):
+            return [], []
+        former = {rank: found.mark for rank, found in before.ranks.items() if found.mark}
+        known = {rank: found.mark for rank, found in self.ranks.items() if found.mark and rank in former}
+        moved = [rank for rank, mark in known.items() if mark != former[rank]]
+        return moved, [rank for rank in known if rank not in moved]
 
 
 class Stacks:
     """One question at a time: the newest."""
 
     def __init__(self) -> None:
-        self.answer: dict[str, Any] | None = None  # the last one, until it is taken
-        self._id: Any = None  # of the open question; None without one
+        self._id: Any = None  # of the question
         self._due_at_s = 0.0
-        self._about: tuple[int, int] = 0, 0  # launch and generation
+        self._about: tuple[int, int] | None = None  # launch and generation; None: no worker runs
         self._open: set[int] = set()  # nodes that have not answered
         self._found: dict[int, NodeStacks] = {}
         self._missing: dict[int, str] = {}
 
     def ask(
         self, asked: Any, about: tuple[int, int], running: Collection[int], others: Collection[int], at_s: float
-    ) -> bool:
-        """Begin a question to the nodes whose workers run; return whether they are to be asked."""
-        self._id, self._about, self._due_at_s = asked, about, at_s + WORKERS_S + NODES_MARGIN_S
+    ) -> None:
+        """Begin a question to the nodes whose workers run."""
+        self._id, self._about, self._due_at_s = asked, about if running else None, at_s + WORKERS_S + NODES_MARGIN_S
         self._open, self._found = set(running), {}
-        self._missing = dict.fromkeys(sorted(others), "it has no workers")
-        if not running:
-            self.answer, self._id = {"id": asked, "found": to_plain(GangStacks())}, None
-        return bool(running)
+        self._missing = dict.fromkeys(others if running else (), "it has no workers")
 
     def take(self, node: int, data: Mapping[str, Any]) -> None:
-        """Keep what a node has answered."""
-        if self._id is not None and data["id"] == self._id:  # else it comes too late
+        """Keep what a node has answered, if it is not too late."""
+        if data["id"] == self._id and node in self._open:
             self._found[node] = from_plain(NodeStacks, data["found"], "stacks")
-            self._close(node)
+            self._open.discard(node)
 
     def gone(self, node: int, why: str) -> None:
         """Expect nothing more of a node."""
         if node in self._open:
             self._missing[node] = why
-            self._close(node)
+            self._open.discard(node)
 
-    def tick(self, at_s: float) -> None:
-        """Answer without the nodes that are late."""
-        for node in sorted(self._open) if self._id is not None and at_s >= self._due_at_s else ():
+    def answer(self, asked: Any, at_s: float) -> dict[str, Any] | None:
+        """Return the answer when all nodes have answered, or their time is up; else None."""
+        if asked != self._id or (self._open and at_s < self._due_at_s):
+            return None
+        for node in sorted(self._open):
             self.gone(node, "it has not answered in time")
-
-    def _close(self, node: int) -> None:
-        self._open.discard(node)
-        if self._id is not None and not self._open:
-            whole = GangStacks(*self._about, dict(sorted(self._found.items())), dict(sorted(self._missing.items())))
-            self.answer, self._id = {"id": self._id, "found": to_plain(whole)}, None
+        launch, generation = self._about or (None, None)
+        found, missing = dict(sorted(self._found.items())), dict(sorted(self._missing.items()))
+        return {"id": asked, "found": to_plain(GangStacks(launch, generation, found, missing))}

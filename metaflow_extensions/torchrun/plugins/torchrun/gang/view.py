@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
 
@@ -32,8 +33,8 @@ State = Literal[
 ]
 Outcome = Literal["waiting", "starting", "running", "stopping", "restarting", "done", "failed"]
 _GONE = frozenset({"not joined yet", "storing", "finished", "failed", "lost"})  # no launch changes these
-# How much is kept: the last ones, but of events also the first ones.
-_FIRST_EVENTS, _LAST_EVENTS, _SPANS, _PLACES, _REPORTS = 100, 900, 60, 200, 20
+# How much is kept of what grows: the last ones.
+_EVENTS, _SPANS, _PLACES, _REPORTS = 1000, 60, 200, 20
 _OUTPUTS = 4000  # for so many nodes, over all launches, the places of outputs are kept: some hundred kilobytes
 _REPORT_CHARS = 128 * 1024  # of each report: stacks of many ranks are long
 
@@ -130,14 +131,12 @@ class GangView:
     command: str | None = None  # of torchrun, on the control node
     nodes: list[NodeView] = field(default_factory=list)
     events: list[Happened] = field(default_factory=list)
-    left_out: int = 0  # so many events after the first ones
+    left_out: int = 0  # so many events before these
     reports: list[FailureReport] = field(default_factory=list)
     placed: list[Placed] = field(default_factory=list)
     progress: dict[str, Any] | None = None  # what rank 0 has reported; see `gang.progress`
     hangs: dict[str, Any] | None = None  # the stacks of the last hang; see `gang.hangs`
     outputs: dict[int, dict[int, Any]] = field(default_factory=dict)  # by launch and node, see `StoredOutputs`
-    wants_outputs: bool = False  # whether any launch was to store some
-    launches_left_out: int = 0  # whose outputs are not listed any more
     usage: dict[int, Any] = field(default_factory=dict)  # by node
 
     # --- what the machine changes -------------------------------------------------------------------
@@ -159,9 +158,13 @@ class GangView:
 
     def place(self, nodes: Sequence[int], late_s: float = 0.0) -> None:
         """Note where the ranks are from now on; what was to begin later does not."""
-        since = round(self.began + self.now_s + late_s, 3)
+        since = self._moment + late_s
         self.placed = [each for each in self.placed if each.since < since][1 - _PLACES :]
         self.placed.append(Placed(since, tuple(nodes), self.nproc or 1))
+
+    @property
+    def _moment(self) -> float:
+        return round(self.began + self.now_s, 3)
 
     def add(self, kind: str, text: str, node: int | None = None, rank: int | None = None, **more: Any) -> None:
         """Add an event. One of a node or a rank joins the same of others, if nothing has happened to the gang since."""
@@ -176,11 +179,10 @@ class GangView:
                 each.seconds = max(each.seconds or 0.0, more["seconds"]) if "seconds" in more else each.seconds
                 return
         nodes, ranks = ([] if each is None else [each] for each in (node, rank))
-        moment = round(self.began + self.now_s, 3)
         about = {"launch": self.launch, "generation": self.generation, "nodes": nodes, "ranks": ranks}
-        self.events.append(Happened(kind, now, moment, text, **{**about, **more}))
-        if len(self.events) > _FIRST_EVENTS + _LAST_EVENTS:
-            del self.events[_FIRST_EVENTS]
+        self.events.append(Happened(kind, now, self._moment, text, **{**about, **more}))
+        if len(self.events) > _EVENTS:
+            del self.events[0]
             self.left_out += 1
 
     @property
@@ -190,7 +192,7 @@ class GangView:
 
     def since(self, mark: int) -> list[Happened]:
         """Return the events from number `mark` on, as far as they are kept."""
-        return self.events[mark if mark <= _FIRST_EVENTS else max(_FIRST_EVENTS, mark - self.left_out) :]
+        return self.events[max(0, mark - self.left_out) :]
 
     def report(self, text: str, error: str | None, cause: Mapping[str, Any] | None) -> None:
         """Keep the whole report of a failure; one that is the same as the last is not kept twice."""
@@ -213,7 +215,6 @@ class GangView:
         self.outputs.setdefault(launch, {})[node] = kept
         while len(self.outputs) > 1 and sum(map(len, self.outputs.values())) > _OUTPUTS:
             del self.outputs[next(iter(self.outputs))]
-            self.launches_left_out += 1
 
     # --- what pages read ----------------------------------------------------------------------------
 
@@ -280,9 +281,8 @@ class Word:
 def told_by_others(view: GangView | None, words: Iterable[Word]) -> GangView | None:
     """Return the view with `words` added. The first is the gang's end if the control node has recorded none."""
     for word in words:
-        found = view or GangView(word.num_nodes, began=word.time, nodes=[NodeView() for _ in range(word.num_nodes)])
-        nodes = [replace(node, since=list(node.since)) for node in found.nodes]
-        view = replace(found, events=list(found.events), reports=list(found.reports), nodes=nodes)
+        missing = GangView(word.num_nodes, began=word.time, nodes=[NodeView() for _ in range(word.num_nodes)])
+        view = deepcopy(view or missing)
         headline = word.text.partition("\n")[0]
         if view.is_over:
             view.add("told", "; ".join(word.text.splitlines()))
@@ -290,7 +290,7 @@ def told_by_others(view: GangView | None, words: Iterable[Word]) -> GangView | N
         view.now_s = max(view.now_s, round(word.time - view.began, 3))
         cause = Cause("lost", 0, view.nodes[0].host, exception=headline).as_dict()
         # What became of the other nodes after that is not recorded.
-        view.enter("lost", [index for index, node in enumerate(nodes) if index == 0 or node.state not in _GONE])
+        view.enter("lost", [each for each, node in enumerate(view.nodes) if each == 0 or node.state not in _GONE])
         view.add("lost", f"lost: {headline}", node=0)
         view.turn("failed", headline)
         view.report(word.text, word.error, cause)

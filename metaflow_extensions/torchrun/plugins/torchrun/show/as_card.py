@@ -29,7 +29,7 @@ from ..elements.model import (
     Sentence,
     Table,
 )
-from ..gang.wire import finite
+from ..gang.wire import to_plain
 from .style import PARTS_STYLE
 
 Component: TypeAlias = dict[str, Any]
@@ -43,7 +43,7 @@ def layout(page: Page) -> Component:
 
 def sections(page: Page) -> list[Component]:
     """Return the sections. Each has an id, by which it replaces an older one."""
-    plain: list[Component] = finite([_section(section) for section in page.sections])
+    plain: list[Component] = to_plain([_section(section) for section in page.sections])
     return plain
 
 

@@ -134,5 +134,5 @@ def timeline(view: GangView) -> list[tuple[str, str, str]]:
         launch = "" if event.launch is None else f"{event.launch}{generation}"
         rows.append((first if first == last else f"{first}-{last}", launch, text))
     if view.left_out:
-        rows.insert(min(len(rows), 100), ("", "", f"{view.left_out} lines are left out here"))
+        rows.insert(0, ("", "", f"{view.left_out} lines are left out here"))
     return rows

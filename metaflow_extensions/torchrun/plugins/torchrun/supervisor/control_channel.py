@@ -90,12 +90,12 @@ class ControlChannel:
         self._step(self.gang.ask_stacks, asked)
 
     def report_gone(self, node: int, reason: str) -> None:
-        """Tell the gang that a node's task has ended; safe to call for one that left before."""
+        """Tell the gang that a node's task has ended; of a member, its own supervisor tells that."""
+        self._loop.call_later(_REPORT_GONE_S, self._report_gone, node, reason)
 
-        def report() -> None:
-            self._step(self.gang.lost, node, reason, node in self._members)
-
-        self._loop.call_later(_REPORT_GONE_S, report)
+    def _report_gone(self, node: int, reason: str) -> None:
+        if node not in self._members:
+            self._step(self.gang.lost, node, reason)
 
     def stop_listening(self) -> None:
         """Accept no more connections; those that stand stay."""
@@ -211,4 +211,4 @@ class ControlChannel:
         if connection.node is not None:
             del self._members[connection.node]
             if not self._is_closing:
-                self._step(self.gang.disconnected, connection.node, connection.why_closed or _CLOSED)
+                self._step(self.gang.lost, connection.node, connection.why_closed or _CLOSED)

@@ -158,8 +158,7 @@ class ControlSide(_Side):
         deadline = asyncio.get_running_loop().time() + _REQUEST_S
         while asyncio.get_running_loop().time() < deadline:
             await asyncio.sleep(_REQUEST_LOOK_S)
-            answer = self._gang.stacks.answer
-            if answer is not None and answer["id"] == asked:
+            if (answer := self._gang.answer(asked)) is not None:
                 return answer
         return None
 

@@ -154,7 +154,6 @@ class LaunchCall:
             self._tell_end(asked, upload)
         elif upload is not None and (line := upload.line()) is not None:
             member.note(line)
-            self._report(asked, "storing", {"what": upload.what()})
 
     def _begin_to_store(self, asked: Store) -> None:
         try:
@@ -162,7 +161,6 @@ class LaunchCall:
             if self._to_store:
                 steps = itertools.chain.from_iterable(each.steps() for each in self._to_store.values())
                 self._upload = Transfer(self.services.store, "stores", steps, self._link.wake)
-                self._report(asked, "storing", {"what": self._upload.what()})
                 self._upload.start()
                 return
         except Exception as error:  # no more threads; a value's file is gone
