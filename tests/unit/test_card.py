@@ -10,14 +10,14 @@ import pytest
 from gang_views import MARKUP, Story, hostile, place
 from unit_helpers import HOSTILE
 
-from metaflow_extensions.torchrun.plugins.torchrun.elements.charts import COLOURS
-from metaflow_extensions.torchrun.plugins.torchrun.elements.model import Sentence
 from metaflow_extensions.torchrun.plugins.torchrun.errors import TorchrunConfigError
 from metaflow_extensions.torchrun.plugins.torchrun.executor import TorchrunExecutor
 from metaflow_extensions.torchrun.plugins.torchrun.show import gang_part
-from metaflow_extensions.torchrun.plugins.torchrun.show.as_card import layout, one_line, sections
+from metaflow_extensions.torchrun.plugins.torchrun.show.as_card import layout
+from metaflow_extensions.torchrun.plugins.torchrun.show.charts import COLOURS
 from metaflow_extensions.torchrun.plugins.torchrun.show.gang_part import GangPart
 from metaflow_extensions.torchrun.plugins.torchrun.show.page import SECTION_NAMES, page_of
+from metaflow_extensions.torchrun.plugins.torchrun.show.parts import Sentence, one_line
 from metaflow_extensions.torchrun.plugins.torchrun.show.style import STYLE
 
 
@@ -93,12 +93,12 @@ def test_every_state_that_has_a_colour_has_a_class_with_it():
 
 def test_the_sections_that_replace_others_have_their_ids():
     first = layout(page_of(Story().view, place()))
-    later = sections(page_of(hostile().view, place()))
-    assert [each["id"] for each in first["contents"]] == [each["id"] for each in later]
+    later = layout(page_of(hostile().view, place()))
+    assert [each["id"] for each in first["contents"]] == [each["id"] for each in later["contents"]]
 
 
 def test_a_users_card_gets_the_parts_that_it_names_in_our_order_and_their_style(monkeypatch):
-    monkeypatch.setattr(gang_part, "_this_task", place)
+    monkeypatch.setattr(gang_part, "place_of_card", lambda pathspec: place())
     shown = GangPart(("timeline", "outcome"), a_gang)
     shown.component_id = "mine"
     found = shown.render()

@@ -12,7 +12,6 @@ import pytest
 from fake_node import ERROR, FakeNode
 from gang_views import Story, crash, place
 
-from metaflow_extensions.torchrun.plugins.torchrun.elements.model import Block, Cells
 from metaflow_extensions.torchrun.plugins.torchrun.gang.hangs import Diagnostics, Hangs, alike
 from metaflow_extensions.torchrun.plugins.torchrun.gang.messages import Report
 from metaflow_extensions.torchrun.plugins.torchrun.gang.policy import LaunchPolicy
@@ -20,6 +19,7 @@ from metaflow_extensions.torchrun.plugins.torchrun.gang.wire import to_plain
 from metaflow_extensions.torchrun.plugins.torchrun.machine.frames import Found, without_stack
 from metaflow_extensions.torchrun.plugins.torchrun.node.hang_observer import HangObserver
 from metaflow_extensions.torchrun.plugins.torchrun.show.page import page_of
+from metaflow_extensions.torchrun.plugins.torchrun.show.parts import Block, Cells
 
 
 def begun(num_nodes=2, timeout_s=30.0):

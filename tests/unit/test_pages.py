@@ -10,15 +10,14 @@ from itertools import pairwise
 import pytest
 from gang_views import BEGAN, Story, crash, hostile, place
 
-from metaflow_extensions.torchrun.plugins.torchrun.elements.charts import COLOURS
-from metaflow_extensions.torchrun.plugins.torchrun.elements.model import Cells, Chart, Sentence
-from metaflow_extensions.torchrun.plugins.torchrun.elements.terminal import table
 from metaflow_extensions.torchrun.plugins.torchrun.gang.cause import Cause
 from metaflow_extensions.torchrun.plugins.torchrun.gang.texts import duration
 from metaflow_extensions.torchrun.plugins.torchrun.gang.view import Word, told_by_others
 from metaflow_extensions.torchrun.plugins.torchrun.show.as_card import layout
-from metaflow_extensions.torchrun.plugins.torchrun.show.as_text import lines_of
+from metaflow_extensions.torchrun.plugins.torchrun.show.charts import COLOURS
 from metaflow_extensions.torchrun.plugins.torchrun.show.page import page_of
+from metaflow_extensions.torchrun.plugins.torchrun.show.parts import Cells, Chart, Sentence, lines_of
+from metaflow_extensions.torchrun.plugins.torchrun.show.terminal import table
 from metaflow_extensions.torchrun.plugins.torchrun.show.words import outcome_of
 
 TWICE = {"max_restarts": 2}
@@ -275,7 +274,7 @@ def test_a_card_has_bounded_lists_and_texts_and_a_terminal_all():
     former = [line for line in short if line.startswith("After ")]
     assert [line.split("with ")[1] for line in former] == [f"Error{number}." for number in (14, 13, 12, 11, 10)]
     nodes = lines_of(page_of(Story(100).running().lost(68).view, place(), is_short=True))
-    odd = nodes.index("Node 0, and nodes that need a look") + 2
+    odd = nodes.index("These are node 0, and nodes that need a look.") + 2
     assert ([line.split()[0] for line in nodes[odd : odd + 2]], nodes[odd + 2]) == (["0", "68"], "")
 
 

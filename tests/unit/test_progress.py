@@ -9,7 +9,6 @@ from fake_node import FakeNode
 from gang_views import Story, crash, place
 from unit_helpers import eventually, write
 
-from metaflow_extensions.torchrun.plugins.torchrun.elements.model import Chart, Facts, Sentence
 from metaflow_extensions.torchrun.plugins.torchrun.gang.messages import Ended, Report
 from metaflow_extensions.torchrun.plugins.torchrun.gang.progress import (
     MAX_KEYS,
@@ -24,8 +23,8 @@ from metaflow_extensions.torchrun.plugins.torchrun.node import progress_observer
 from metaflow_extensions.torchrun.plugins.torchrun.node.metric_lines import parse_line
 from metaflow_extensions.torchrun.plugins.torchrun.node.start import _variables
 from metaflow_extensions.torchrun.plugins.torchrun.show.as_card import layout
-from metaflow_extensions.torchrun.plugins.torchrun.show.as_text import lines_of
 from metaflow_extensions.torchrun.plugins.torchrun.show.page import page_of
+from metaflow_extensions.torchrun.plugins.torchrun.show.parts import Chart, Facts, Sentence, lines_of
 from metaflow_extensions.torchrun.plugins.torchrun.task.services import Services
 
 

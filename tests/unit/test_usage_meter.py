@@ -16,7 +16,7 @@ from metaflow_extensions.torchrun.plugins.torchrun.node import usage_observer as
 from metaflow_extensions.torchrun.plugins.torchrun.node.consumption import of_container, of_processes, traffic
 from metaflow_extensions.torchrun.plugins.torchrun.node.request import Request
 from metaflow_extensions.torchrun.plugins.torchrun.node.usage_observer import STEP_S, UsageObserver
-from metaflow_extensions.torchrun.plugins.torchrun.show.usage_part import COLUMNS
+from metaflow_extensions.torchrun.plugins.torchrun.show.reported import USAGE_COLUMNS
 
 # --- what the kernel says ---------------------------------------------------------------------------
 
@@ -162,7 +162,7 @@ def test_a_node_tells_what_its_processes_use_and_write(tmp_path, family):
     assert first["limits"]["memory_mib"] > 100
     assert first["values"]["output_bytes_s"] == 1000
     assert first["values"]["memory_mib"] > 0.1
-    assert set(first["values"]) <= {column.kind for column in COLUMNS}
+    assert set(first["values"]) <= USAGE_COLUMNS.keys()
     assert "received_kib_s" not in first["values"], "nodes of one machine share its network"
     before = of_processes(busy.pid)[0]
     eventually(lambda: of_processes(busy.pid)[0] > before)

@@ -11,7 +11,6 @@ from metaflow import current
 from .compat.cards import datastore_here
 from .compat.datastore import values_of_running_flow
 from .compat.renamed import check
-from .elements.model import Sentence
 from .errors import TorchrunError, TorchrunPreempted
 from .events import Event
 from .executor import Context, TorchrunExecutor
@@ -22,6 +21,7 @@ from .machine.accelerators import this_machine
 from .result import TorchrunResult
 from .settings import DEFAULTS, parse_settings
 from .show.gang_part import GangPart
+from .show.parts import Sentence
 from .task.cards import Cards
 from .task.gang_store import GangStore
 from .task.join import LOOPBACK, join_alone, rules_of

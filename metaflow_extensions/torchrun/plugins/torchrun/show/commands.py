@@ -21,14 +21,14 @@ from ..compat.graph import parallel_steps
 from ..compat.renamed import check
 from ..gang.texts import names
 from ..gang.view import GangView
-from .as_text import lines_of
-from .finding import WHICH, attempt_option, await_gang, checked, find, find_one, gang_argument, json_option, now
+from .finding import WHICH, attempt_option, await_gang, find, find_one, gang_argument, json_option
 from .follow import wait_for_end
 from .outputs_command import outputs
 from .page import Place, page_of
+from .parts import lines_of
 from .stacks_command import stacks
 from .stored_gangs import StoredGang, StoredGangs
-from .stored_logs import Line, Places, StoredLogs
+from .stored_logs import Line, StoredLogs
 
 
 class _Commands(click.Group):  # type: ignore[misc]  # Metaflow is not typed
@@ -96,15 +96,15 @@ def show(obj: Any, gang: str, follow: bool, attempt: int | None, as_json: bool) 
     sys.exit(0 if is_well else 1)
 
 
-def _pages(obj: Any, gang: str, attempt: int | None, as_json: bool) -> str:
-    stored, gangs_found = find(obj, gang)
-    found = [(each, checked(each, attempt)) for each in gangs_found]
+def _pages(obj: Any, named: str, attempt: int | None, as_json: bool) -> str:
+    stored, gangs = find(obj, named, attempt)
     if as_json:
-        gangs = [_as_data(each.place(which), now(stored, each, which)) for each, which in found]
-        shown_run = {"run": found[0][0].asked_run, "step": found[0][0].step, "gangs": gangs}
-        return json.dumps(shown_run, indent=2, allow_nan=False)
-    names_task = len(found) > 1 or gang.count("/") > 1
-    pages = [_page(obj, stored, each, which, names_task) for each, which in found]
+        run, clone = gangs[0].run, gangs[0].clone
+        data = [_as_data(gang, stored.view(gang)) for gang in gangs]
+        shown = {"run": clone[0] if clone else run, "step": gangs[0].step, "gangs": data}
+        return json.dumps(shown, indent=2, allow_nan=False)
+    names_task = len(gangs) > 1 or named.count("/") > 1
+    pages = [_page(obj, stored, replace(gang, typed="show", names_task=names_task)) for gang in gangs]
     return "\n\n".join("\n".join(page) for page in pages)
 
 
@@ -148,9 +148,9 @@ def logs(
     as_json: bool,
 ) -> None:
     """Show the logs of one gang."""
-    stored, found, which = find_one(obj, await_gang(obj, gang) if follow else gang, attempt)
-    _refuse_unknown(stored.view(found, which), rank, node)
-    kept = StoredLogs(stored, found, which)
+    stored, found = find_one(obj, await_gang(obj, gang) if follow else gang, attempt)
+    _refuse_unknown(stored.view(found), rank, node)
+    kept = StoredLogs(stored, found)
 
     def is_wanted(line: Line) -> bool:
         is_its = rank in (None, line.rank) and node in (None, line.node)
@@ -163,7 +163,7 @@ def logs(
             click.echo(json.dumps(asdict(line)) if as_json else f"{_clock(line)} {line.labelled}")
         return number > 0 or tail == 0
 
-    is_over = found.place(which).is_over
+    is_over = found.is_over
     with suppress(KeyboardInterrupt):
         so_far = filter(is_wanted, kept.lines(is_growing=follow))
         has_any = show_all(so_far if tail is None else deque(so_far, tail))
@@ -185,39 +185,23 @@ _NO_LINE_YET = (
 
 def _refuse_unknown(view: GangView | None, rank: int | None, node: int | None) -> None:
     """Raise for a rank or node that the gang does not have, as far as that is known."""
-    places, nodes = Places([] if view is None else view.placed), range(0 if view is None else len(view.nodes))
-    ranks = places.ranks
+    nodes = range(0 if view is None else len(view.nodes))
+    ranks = range(max((len(each.nodes) * each.nproc for each in view.placed), default=0) if view else 0)
     for kind, asked, known in (("rank", rank, ranks), ("node", node, nodes)):
         if asked is not None and known and asked not in known:
             raise CommandException(f"The gang has no {kind} {asked}. It has {names(known, kind)}.")
-    its = set() if rank is None else places.nodes_of(rank)
-    if its and node is not None and node not in its:
-        raise CommandException(f"Rank {rank} is on {names(sorted(its))}, not on node {node}.")
 
 
-def _page(obj: Any, stored: StoredGangs, gang: StoredGang, attempt: int, names_task: bool) -> list[str]:
-    place = replace(gang.place(attempt), program=stored.program, typed="show", names_task=names_task)
-    view = now(stored, gang, attempt)
-    if view is None:
-        return [
-            place.title,
-            *_why_nothing(obj, stored, gang),
-            "",
-            place.commands(GangView()),
-        ]
-    return lines_of(page_of(view, place))
-
-
-def _why_nothing(obj: Any, stored: StoredGangs, gang: StoredGang) -> list[str]:
-    """Return why nothing is recorded of a step; of one without ``@torchrun``, which steps of its run have it."""
-    known = parallel_steps(obj.graph)
-    if gang.step in known:
-        return [
-            "Nothing is recorded of this step: its control node has not joined yet, or another version of",
-            "metaflow-torchrun ran there.",
-        ]
-    begun = [f"{gang.run}/{name}" for name in stored.steps(gang.run) if name in known]
-    return [f"Step {gang.step} has no @torchrun. Steps of this run that have it: {', '.join(begun) or 'none so far'}."]
+def _page(obj: Any, stored: StoredGangs, place: StoredGang) -> list[str]:
+    if (view := stored.view(place)) is not None:
+        return lines_of(page_of(view, place))
+    with_gangs = parallel_steps(obj.graph)
+    begun = [f"{place.run}/{name}" for name in stored.steps(place.run) if name in with_gangs]
+    why = f"Step {place.step} has no @torchrun. Steps of this run that have it: {', '.join(begun) or 'none so far'}."
+    if place.step in with_gangs:
+        why = "Nothing is recorded of this step: its control node has not joined yet, or another version of "
+        why += "metaflow-torchrun ran there."
+    return [place.title, why, "", place.commands(GangView())]
 
 
 def _clock(line: Line) -> str:

@@ -12,7 +12,6 @@ from typing import Any
 from ..compat.cli import CommandException, click
 from ..compat.graph import parallel_steps
 from ..compat.stored import datastore_of_spin, latest_run
-from ..gang.view import GangView
 from .program import flow_program
 from .stored_gangs import StoredGang, StoredGangs
 
@@ -46,19 +45,19 @@ attempt_option = click.option("--attempt", type=int, default=None, help="Which a
 json_option = click.option("--json", "as_json", is_flag=True, default=False, help="Write JSON.")
 
 
-def find_one(obj: Any, named: str, attempt: int | None) -> tuple[StoredGangs, StoredGang, int]:
-    """Return the stored gangs, the named gang, and its attempt; raise an error with the choices if several match."""
-    stored, found = find(obj, named)
+def find_one(obj: Any, named: str, attempt: int | None) -> tuple[StoredGangs, StoredGang]:
+    """Return the stored gangs, and the named gang; raise an error with the choices if several match."""
+    stored, found = find(obj, named, attempt)
     if len(found) > 1:
         known = ", ".join(f"{each.run}/{each.step}/{each.control_task}" for each in found)
         raise CommandException(f"{named} has {len(found)} gangs, and each has a rank 0. Name one of them: {known}.")
-    return stored, found[0], checked(found[0], attempt)
+    return stored, found[0]
 
 
-def find(obj: Any, named: str) -> tuple[StoredGangs, list[StoredGang]]:
-    """Return the gangs named by ``RUN``, ``RUN/STEP`` or ``RUN/STEP/TASK``, or raise an error with the choices.
+def find(obj: Any, named: str, attempt: int | None = None) -> tuple[StoredGangs, list[StoredGang]]:
+    """Return an attempt, by default the last, of the gangs named by ``RUN``, ``RUN/STEP`` or ``RUN/STEP/TASK``.
 
-    `spin` stores what it runs in a place of its own, whatever the flow's datastore is.
+    Raises an error with the choices. `spin` stores what it runs in a place of its own, whatever the flow's datastore is.
     """
     name, stored = obj.flow.name, StoredGangs(obj.flow_datastore)
     if not named:
@@ -90,7 +89,7 @@ def find(obj: Any, named: str) -> tuple[StoredGangs, list[StoredGang]]:
         raise CommandException(
             f"Step {step} of run {run} has no task {task}. Its gangs have the control tasks {known}."
         )
-    return stored, found
+    return stored, [_of_attempt(gang, attempt) for gang in found]
 
 
 def await_gang(obj: Any, named: str) -> str:
@@ -124,17 +123,10 @@ def _only_gang(obj: Any, run: str, steps: list[str]) -> str:
     raise NotYet(f"No parallel step of run {run} has begun. It has: {', '.join(steps)}.")
 
 
-def checked(gang: StoredGang, attempt: int | None) -> int:
-    """Return the named attempt, by default the last."""
+def _of_attempt(gang: StoredGang, attempt: int | None) -> StoredGang:
     if attempt is None:
-        return gang.last_attempt
+        return gang
     if not 0 <= attempt <= gang.last_attempt:
         known = "only attempt 0" if gang.last_attempt == 0 else f"attempts 0 to {gang.last_attempt}"
         raise CommandException(f"{gang.run}/{gang.step}/{gang.control_task} has {known}, not {attempt}.")
-    return attempt
-
-
-def now(stored: StoredGangs, gang: StoredGang, attempt: int) -> GangView | None:
-    """Return the view of an attempt; if it may still run, for the present time."""
-    view = stored.view(gang, attempt)
-    return None if view is None else gang.place(attempt).now(view, time.time())
+    return gang.of_attempt(attempt)

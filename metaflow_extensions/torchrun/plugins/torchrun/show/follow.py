@@ -6,9 +6,9 @@ import time
 from typing import Any
 
 from ..compat.cli import click
-from ..elements.terminal import printable
 from ..gang.view import GangView
-from .finding import checked, find, now
+from .finding import find
+from .terminal import printable
 
 _PAUSE_S = 3.0
 
@@ -17,17 +17,16 @@ def wait_for_end(obj: Any, gang: str, attempt: int | None, says_to_stderr: bool)
     """Write a line for each change of a named gang's state until all have ended; return whether all have ended well."""
     said: dict[str, Any] = {}  # control task -> the state in its last line
     while True:
-        stored, gangs = find(obj, gang)
+        stored, gangs = find(obj, gang, attempt)
         ends = []
         for each in gangs:
-            which = checked(each, attempt)
-            place, view = each.place(which), now(stored, each, which)
-            if place.is_over or (view is not None and view.is_over):
-                ends.append(view is not None and place.outcome(view) == "done")
+            view = stored.view(each)
+            if each.is_over or (view is not None and view.is_over):
+                ends.append(view is not None and each.outcome(view) == "done")
             state = None if view is None else _state(view)
             if said.get(each.control_task, "nothing") != state:
                 said[each.control_task] = state
-                sentence = "Nothing is recorded yet." if view is None else place.sentence(view)
+                sentence = "Nothing is recorded yet." if view is None else each.sentence(view)
                 line = f"{time.strftime('%H:%M:%S')} {each.run}/{each.step}/{each.control_task}: {sentence}"
                 click.echo(printable(line), err=says_to_stderr)
         if len(ends) == len(gangs):

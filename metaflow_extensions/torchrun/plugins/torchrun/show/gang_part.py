@@ -9,12 +9,12 @@ from typing import Any
 from metaflow import current
 
 from ..compat import cards
-from ..elements.model import Sentence
 from ..errors import TorchrunConfigError
 from ..gang.view import GangView
 from .as_card import part, said
-from .page import SECTION_NAMES, Place, page_of
-from .program import program
+from .page import SECTION_NAMES, page_of
+from .parts import Sentence
+from .program import place_of_card
 
 
 class GangPart(cards.component_class()):  # type: ignore[misc]  # Metaflow is not typed
@@ -23,10 +23,9 @@ class GangPart(cards.component_class()):  # type: ignore[misc]  # Metaflow is no
     REALTIME_UPDATABLE = True
 
     def __init__(self, names: tuple[str, ...], shown: Callable[[], GangView | Sentence]) -> None:
-        unknown = [name for name in names if name not in SECTION_NAMES]
-        if unknown:
+        for name in set(names).difference(SECTION_NAMES):
             raise TorchrunConfigError(
-                f"current.torch.card knows no part {unknown[0]!r}. The parts are {', '.join(map(repr, SECTION_NAMES))}."
+                f"current.torch.card knows no part {name!r}. The parts are {', '.join(map(repr, SECTION_NAMES))}."
             )
         self._names = names
         self._shown = shown  # returns what to show, in any thread: the gang, or why not
@@ -40,8 +39,7 @@ class GangPart(cards.component_class()):  # type: ignore[misc]  # Metaflow is no
         shown = self._shown()
         if isinstance(shown, Sentence):
             return {**said(shown), "id": self.component_id}
-        page = page_of(shown, _this_task(), is_short=True)
-        return part(self.component_id, page, self._names)
+        return part(self.component_id, page_of(shown, place_of_card(current.pathspec), is_short=True), self._names)
 
 
 def pointing_at(control: str) -> Callable[[tuple[str, ...]], GangPart]:
@@ -50,8 +48,3 @@ def pointing_at(control: str) -> Callable[[tuple[str, ...]], GangPart]:
     here = f"node {parallel.node_index} (host {socket.gethostname()}) of a gang of {parallel.num_nodes} nodes"
     sentence = Sentence(f"This is {here}. The card of node 0's task shows the gang: {task}.")
     return lambda names: GangPart(names, lambda: sentence)
-
-
-def _this_task() -> Place:
-    flow, run, step, task = map(str, (current.flow_name, current.run_id, current.step_name, current.task_id))
-    return Place(flow, run, step, task, ui_url=cards.ui_url(), program=program())

@@ -10,10 +10,10 @@ from typing import Any
 
 from ..compat.cli import CommandException, click
 from ..compat.datastore import DatastoreValues
-from ..elements.terminal import printable, table
 from ..gang.texts import size_text
 from ..outputs import OutputFile, Outputs
 from .finding import WHICH, attempt_option, find_one, gang_argument
+from .terminal import printable, table
 
 
 class CommandFailed(CommandException):  # type: ignore[misc]  # Metaflow is not typed
@@ -38,8 +38,8 @@ class CommandFailed(CommandException):  # type: ignore[misc]  # Metaflow is not 
 @click.pass_obj
 def outputs(obj: Any, gang: str, to: str | None, launch: int | None, node: int | None, attempt: int | None) -> None:
     """List the files of a launch as lines of a table, or write them below a folder."""
-    gangs, found, which = find_one(obj, gang, attempt)
-    view = gangs.view(found, which)
+    gangs, found = find_one(obj, gang, attempt)
+    view = gangs.view(found)
     stored = outputs_of({} if view is None else view.outputs, launch, DatastoreValues(gangs.datastore).address)
     if node not in (None, *stored.nodes):
         known = ", ".join(map(str, stored.nodes))

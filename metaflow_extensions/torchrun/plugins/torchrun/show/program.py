@@ -1,9 +1,12 @@
-"""How a user calls the flow's commands."""
+"""How a user calls the flow's commands, and where its cards are."""
 
 from __future__ import annotations
 
 import shlex
 import sys
+
+from ..compat.cards import ui_url
+from .page import Place
 
 
 def flow_program() -> str:
@@ -14,6 +17,7 @@ def flow_program() -> str:
     return f"python {shlex.quote(sys.argv[0])}"
 
 
-def program() -> str:
-    """Return how our commands are called in a process of the flow."""
-    return f"{flow_program()} torchrun"
+def place_of_card(pathspec: str) -> Place:
+    """Return the place of a task whose card shows its gang."""
+    flow, run, step, task = pathspec.split("/")
+    return Place(flow, run, step, task, ui_url=ui_url(), program=f"{flow_program()} torchrun")

@@ -6,14 +6,12 @@ replacement pod overwrites the log of the first one (Metaflow 2.19).
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any
 
 from ..compat.cli import failed_task
-from ..elements.terminal import printable
-from .finding import now
-from .stored_gangs import StoredGang, StoredGangs
+from .stored_gangs import StoredGangs
+from .terminal import printable
 
 
 class RunEnd:
@@ -33,12 +31,8 @@ class RunEnd:
         lines: list[str] = []
         with suppress(Exception):  # the datastore can raise anything; the command is still shown
             for gang in stored.gangs(self._run_id, self._step):
-                if match["task"] in (None, gang.control_task):
-                    lines += self._known(stored, gang)
+                view = stored.view(gang) if match["task"] in (None, gang.control_task) else None
+                if view is not None and (self._is_remote or not view.is_over):  # else its error is above
+                    lines.append(printable(gang.sentence(view)))
         lines.append(f"To see what happened on all nodes: {stored.program} show {self._where}")
         return "".join(f"[torchrun] {line}\n" for line in lines)
-
-    def _known(self, stored: StoredGangs, gang: StoredGang) -> Iterator[str]:
-        view = now(stored, gang, gang.last_attempt)
-        if view is not None and (self._is_remote or not view.is_over):  # else its error is above
-            yield printable(gang.place(gang.last_attempt).sentence(view))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..elements.charts import COLOURS
+from .charts import COLOURS
 
 # For the parts of the page in any card; the card defines the variables (Metaflow 2.19). The last two rules mend Metaflow's
 # own style: a chart of the width of its container has no width on a phone, and an empty section shows a line.
