@@ -16,8 +16,7 @@ from pages import read
 from metaflow_extensions.torchrun.plugins import mfextinit_torchrun
 from metaflow_extensions.torchrun.plugins.torchrun.decorator import TorchrunDecorator
 from metaflow_extensions.torchrun.plugins.torchrun.executor import TorchrunExecutor
-from metaflow_extensions.torchrun.plugins.torchrun.run_arguments import RunOptions
-from metaflow_extensions.torchrun.plugins.torchrun.settings import ARGUMENTS, DEFAULTS, SETTINGS
+from metaflow_extensions.torchrun.plugins.torchrun.settings import ARGUMENTS, DEFAULTS, SETTINGS, RunOptions
 from metaflow_extensions.torchrun.plugins.torchrun.show.page import SECTION_NAMES
 from metaflow_extensions.torchrun.plugins.torchrun.single_node import TorchrunSingleNodeMultiGPU
 from metaflow_extensions.torchrun.plugins.torchrun_libs import exceptions
@@ -87,25 +86,17 @@ def wide(hint):
     return hint | None
 
 
-def test_the_docstring_of_run_describes_the_arguments_and_no_others():
-    kinds = parameters_in(TorchrunExecutor.run.__doc__)
-    assert kinds.keys() == ARGUMENTS.keys()
-    defaults = {name: default for name, default in ARGUMENTS.items() if f"default {default}" in kinds[name]}
-    assert defaults == {name: default for name, default in ARGUMENTS.items() if default is not None}
+def test_the_docstrings_describe_all_settings_and_no_others_with_their_defaults():
+    for doc, defaults in ((TorchrunExecutor.run.__doc__, ARGUMENTS), (TorchrunDecorator.__doc__, DEFAULTS)):
+        kinds = parameters_in(doc)
+        told = {name: kind.partition("default ")[2].replace('"', "'") for name, kind in kinds.items()}
+        assert told == {name: repr(default) for name, default in defaults.items()}
+
+
+def test_what_type_checkers_know_of_the_arguments_is_what_a_setting_says():
     types = {name: wide(hint) for name, hint in typing.get_type_hints(RunOptions).items()}
-    written = {name: given for name, given in types_in(kinds).items() if name in types}
-    assert written == {name: types[name] for name in written}
-
-
-def test_the_docstring_of_the_decorator_describes_the_attributes_and_no_others():
-    kinds = parameters_in(TorchrunDecorator.__doc__)
-    assert kinds.keys() == DEFAULTS.keys()
-    assert {name: kind.partition("default ")[2].replace('"', "'") for name, kind in kinds.items()} == {
-        name: repr(default) for name, default in DEFAULTS.items()
-    }
-    of_both = DEFAULTS.keys() & RunOptions.__annotations__.keys()
-    types, written = typing.get_type_hints(RunOptions), types_in(kinds)
-    assert {name: written[name] for name in of_both} == {name: wide(types[name]) for name in of_both}
+    written = types_in(parameters_in(TorchrunExecutor.run.__doc__))
+    assert {name: written[name] for name in types} == types
 
 
 def test_the_docstring_of_card_names_all_parts():

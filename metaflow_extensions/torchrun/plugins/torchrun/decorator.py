@@ -18,7 +18,7 @@ from metaflow import current
 from .compat import steps
 from .compat.graph import check_first, is_ours
 from .compat.renamed import check, harmless
-from .settings import DEFAULTS, StepSettings, check_spares, parse_settings, refuse_unknown
+from .settings import DEFAULTS, StepSettings, check_spares, parse_settings, refuse_unknown, with_parameters
 from .task.pod_shell import POD_SCRIPT, heed_sigterm_in_pod
 from .task.signs import name_as_starter
 from .tracebacks import cut_frames_around
@@ -39,63 +39,6 @@ class TorchrunDecorator(steps.ParallelDecorator):  # type: ignore[misc]  # Metaf
     it: when one worker fails, all nodes stop and raise the same error, which names it.
 
     An attribute is the default of its step. Where `run` has an argument of the same name, the argument overrides it.
-
-    Parameters
-    ----------
-    nproc_per_node : Union[int, str], optional, default None
-        Processes on each node, or ``"auto"``, ``"cpu"`` or ``"gpu"``. By default the GPUs that
-        ``@kubernetes``, ``@batch`` and ``@resources`` request, or those visible on this machine, or 1.
-    env : Mapping[str, Any], optional, default None
-        Environment variables for the workers and for `before_run`.
-    cwd : Union[Path, str], optional, default None
-        Working directory of the workers and of `before_run`. By default the task's own.
-    before_run : Sequence[Union[str, Sequence[Union[Path, str]]]], optional, default None
-        Commands that run once on each node before the workers of each launch start.
-    timeout_s : float, optional, default None
-        Seconds that a launch may take once all nodes are ready. None sets no limit.
-    all_nodes_started_timeout : float, default 600
-        Seconds to wait until all nodes have started.
-    master_port : Union[int, str], optional, default None
-        Port of the rendezvous on the control node. By default the kernel chooses a free one.
-    channel_port : Union[int, str], optional, default None
-        Port on the control node through which the nodes agree. By default the kernel chooses.
-    heartbeat_timeout_s : float, default 30
-        Seconds of silence after which a node counts as lost.
-    grace_s : float, default 30
-        Seconds that workers have between SIGTERM and SIGKILL.
-    max_restarts : int, default 0
-        How often all workers are started again on all nodes after one of them failed, in one launch.
-    restart_on : Union[str, Iterable[str]], optional, default None
-        Which classes of causes restart them: ``"user"``, an error of the script; ``"killed"``, a signal or
-        lack of memory; ``"timeout"``, a launch over its time; ``"hang"``; ``"start"``, an agent that could
-        not start; ``"network"``, nodes that can't reach each other; ``"node_lost"`` and ``"preempted"``, nodes
-        that are gone. By default all but ``"start"`` and ``"network"``.
-    spare_nodes : int, default 0
-        How many nodes, the last ones of ``num_parallel``, wait in the first launch until another node is lost. One that
-        took no part then leaves.
-    min_nodes : int, optional, default None
-        With how many nodes a launch goes on at least after the loss of others, when no other task takes their place. By
-        default with all that are no spares. Not on Argo Workflows.
-    preemption_signal : Union[int, str], default "SIGTERM"
-        What the workers get, once, when a node is told to stop or its machine is taken away. They have
-        ``grace_s`` seconds to save.
-    hang_timeout_s : float, optional, default None
-        Seconds without any output or exit of any rank after which a launch counts as hanging: the stacks
-        of all workers go to the logs and to files, and the launch fails. None, the default, does not watch: silence is
-        no proof of a hang (evaluation, compilation or data preparation can be silent for an hour), and a stop loses
-        work. torch itself ends a collective that hangs: NCCL after 10 minutes, gloo after 30, unless a script sets
-        another timeout.
-    logs : str, optional, default None
-        Whose lines the control node's log has, which is what the terminal shows: ``"all"``, those of all
-        nodes; ``"node"``, its own; ``"rank0"``, rank 0's alone and, when a rank fails, its last 100. Each
-        node's own log has its own in any case, except for ``"rank0"``. By default ``"all"`` up to 16
-        nodes, and ``"node"`` above.
-    warm : Union[str, bool], default "agent"
-        What becomes of spares, which are processes of each node that import torch while the step's own code runs
-        before `run`: ``"agent"``, torchrun alone, which no script can tell; ``"workers"``, the workers, too, so
-        that they begin with torch imported; False, nothing.
-    preload : Union[str, Sequence[str]], optional, default None
-        Further modules that spare workers import beforehand.
 
     MF Add To Current
     -----------------
@@ -324,6 +267,9 @@ class TorchrunDecorator(steps.ParallelDecorator):  # type: ignore[misc]  # Metaf
         with harmless():  # it only makes a launch faster
             return replace(settings, nproc_per_node=nproc_in_calls(self._graph, self._step_name))
         return settings
+
+
+TorchrunDecorator.__doc__ = with_parameters(TorchrunDecorator.__doc__, DEFAULTS)
 
 
 def _check_source(graph: Any) -> None:

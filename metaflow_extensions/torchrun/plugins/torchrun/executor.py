@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import importlib
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, TypeVar, overload
+from typing import Any
 
 from .errors import LaunchFailed, TorchrunConfigError, TorchrunPreempted
 from .events import Event
@@ -20,7 +20,7 @@ from .launch.transfer import ValueStore
 from .machine.accelerators import Machine, Nproc, choose_nproc
 from .node.request import Request
 from .result import TorchrunResult
-from .run_arguments import LEGACY, RunOptions, checked, spelled_out
+from .run_arguments import LEGACY, Runner
 from .settings import StepSettings, checked_value
 from .show.gang_part import GangPart
 from .task.launch_call import LaunchCall
@@ -28,10 +28,6 @@ from .task.member import Member
 from .task.results import result_of
 from .task.services import Services
 
-if TYPE_CHECKING:
-    from typing_extensions import Unpack  # in typing since Python 3.11
-
-T = TypeVar("T")
 _SETTLE_S = 3.0  # for the output of a failed launch, before its error is raised
 _LOG_DIR = (
     "warning: torchrun_args log-dir has no effect: each rank's lines are in the log of its node (unless logs='rank0' or "
@@ -54,7 +50,7 @@ class Context:
     part: Callable[[tuple[str, ...]], GangPart] | None = None  # returns the gang's parts for the step's own cards
 
 
-class TorchrunExecutor:
+class TorchrunExecutor(Runner):
     """Starts torchrun on every node of the gang and looks after it; offered as ``current.torch``."""
 
     def __init__(self, context: Context) -> None:
@@ -92,69 +88,20 @@ class TorchrunExecutor:
         """Whether this is the control node, which hosts rank 0."""
         return self.node_index == 0
 
-    def card(self, *parts: str) -> GangPart:
-        """Return parts of the gang's card as a component, for a card of the step's own.
-
-        It is renewed while `run` waits, also without ``current.card.refresh``, and shows the end of it afterwards. On
-        another node than the control node it names the control node's task.
-
-        Parameters
-        ----------
-        *parts : str
-            Which ones: ``"outcome"``, ``"hangs"``, ``"progress"``, ``"ranks"``, ``"timeline"``, ``"usage"``, ``"nodes"``,
-            ``"outputs"``, ``"launch"``. Default: all.
-
-        Returns
-        -------
-        GangPart
-            A component for ``current.card.append``.
-
-        Raises
-        ------
-        TorchrunConfigError
-            If there is no such part.
-        """
+    def _part(self, names: tuple[str, ...]) -> GangPart:
         assert self._context.part is not None
-        return self._context.part(parts)
+        return self._context.part(names)
 
-    @overload
-    def run(
-        self,
-        entrypoint: Callable[..., T],
-        entrypoint_args: Mapping[str, Any] | Sequence[Any] | None = None,
-        **options: Unpack[RunOptions],
-    ) -> TorchrunResult[T]: ...
-
-    @overload
-    def run(
-        self,
-        entrypoint: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | None = None,
-        entrypoint_args: Mapping[str, Any] | Sequence[Any] | None = None,
-        **options: Unpack[RunOptions],
-    ) -> TorchrunResult[None]: ...
-
-    @spelled_out  # describes the arguments, too
-    @checked
-    def run(
-        self,
-        entrypoint: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | Callable[..., Any] | None = None,
-        entrypoint_args: Mapping[str, Any] | Sequence[Any] | None = None,
-        **options: Any,
-    ) -> TorchrunResult[Any]:
-        """Run a script or a function under torchrun on all nodes and wait until all of them have ended.
-
-        Every node must call it, in the same order, with settings that agree. An argument that is also an attribute of
-        ``@torchrun`` overrides the attribute for this launch; without either, the stated default counts.
-        """
+    def launched(self, given: dict[str, Any]) -> TorchrunResult[Any]:
+        """Run a launch to its end."""
         self._context.member.refuse_in_child()  # before any lock: in a fork, another thread of the task may hold it for ever
-        ignored = ", ".join([name for name in LEGACY if options.pop(name, None)])
+        ignored = ", ".join([name for name in LEGACY if given.pop(name, None)])
         if ignored:
             self._note_once(f"warning: run({ignored}) has no effect; name files to store with run(outputs=...) instead")
         _require_working_directory()
         context = self._context
         spares = self._context.settings.spare_nodes
         node = Node(self.num_nodes, self.node_index, self.main_addr, flow_folder(), spares)
-        given = {**options, "entrypoint": entrypoint, "entrypoint_args": entrypoint_args}
         run = resolve(given, context.settings, node)
         with Services.of(run, node.num_nodes, node.node_index, context.store) as services:
             return self._run(run, node, services)

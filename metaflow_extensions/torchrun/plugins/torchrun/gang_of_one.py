@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -45,8 +44,8 @@ class GangOfOne:
     def _present(self) -> GangView | Sentence:
         return Sentence("No launch has begun yet.") if self._cards is None else self._cards.shown()
 
-    def run(self, **options: Any) -> TorchrunResult[Any]:
-        """Run a launch to its end; the arguments are those of `TorchrunExecutor.run`, all by name."""
+    def run(self, given: dict[str, Any]) -> TorchrunResult[Any]:
+        """Run a launch to its end; `given` has the arguments of `Runner.run` by name."""
         check()
         settings = parse_settings(DEFAULTS, None)
         about: dict[str, Any] = {}
@@ -57,9 +56,7 @@ class GangOfOne:
         try:
             store = self._follow(member, about)
             context = Context(member, LOOPBACK, machine, settings, store=values_of_running_flow())
-            executor = TorchrunExecutor(context)
-            run: Callable[..., TorchrunResult[Any]] = executor.run  # the caller knows which overload applies
-            return run(**options)
+            return TorchrunExecutor(context).launched(given)
         except BaseException as caught:
             error = caught
             if isinstance(caught, TorchrunPreempted | KeyboardInterrupt):
