@@ -100,24 +100,32 @@ class TorchrunDecorator(steps.ParallelDecorator):  # type: ignore[misc]  # Metaf
         if self._is_spun:  # its gang has one node
             self._settings = replace(self._settings, spare_nodes=0, min_nodes=None)
         self._submission = Submission(flow, graph, step_name, self._settings, metadata)
-        self._check("check_kubernetes")
-        self._check("check_loss")
+        self._check_backend()
         heed_signals_to_job()
         take_control_task(step_name, lambda task: place_of(task, {task})[1] == 0)
         if remote_job() == step_name:
             self._bring_pods_again()
             _tell_of_job(flow_datastore, step_name)
 
-    def _check(self, name: str, *args: Any) -> None:
-        """Run one of the checks of `Submission`, if there are any."""
+    def _check_backend(self, num_nodes: int | None = None, is_run: bool = False) -> None:
+        """Check what depends on other decorators, and on the number of nodes as far as it is known."""
         if self._submission is not None:
-            getattr(self._submission, name)(*args)
+            self._submission.check_kubernetes()
+            self._submission.check_loss(num_nodes)
+            if is_run:
+                self._submission.check_batch(num_nodes)
+
+    def _bring_pods_again(self) -> None:
+        """Have the job sets that this process makes bring pods again that a launch can go on with."""
+        from .compat.job_sets import bring_pods_again
+
+        if self._submission is not None and self._settings.replaces_nodes:
+            bring_pods_again(self._step_name)
 
     def package_init(self, flow: Any, step_name: str, environment: Any) -> None:
         """Check again; `argo-workflows create` adds ``@kubernetes`` after `step_init` (Metaflow 2.19)."""
         super().package_init(flow, step_name, environment)
-        self._check("check_kubernetes")
-        self._check("check_loss")
+        self._check_backend()
         self._bring_pods_again()
 
     def add_to_package(self) -> Iterable[tuple[str, str]]:
@@ -127,13 +135,6 @@ class TorchrunDecorator(steps.ParallelDecorator):  # type: ignore[misc]  # Metaf
         yield from super().add_to_package()
         name = os.path.join("metaflow_torchrun", "__init__.py")
         yield os.path.join(IMPORTABLE, name), name
-
-    def _bring_pods_again(self) -> None:
-        """Have the job sets that this process makes bring pods again that a launch can go on with."""
-        from .compat.job_sets import bring_pods_again
-
-        if self._submission is not None and self._settings.replaces_nodes:
-            bring_pods_again(self._step_name)
 
     def runtime_init(self, flow: Any, graph: Any, package: Any, run_id: str) -> None:
         """Check what only a run can do; deployments, tasks and commands such as ``show`` don't come here."""
@@ -148,7 +149,7 @@ class TorchrunDecorator(steps.ParallelDecorator):  # type: ignore[misc]  # Metaf
         is_remote = any(deco.name in ("kubernetes", "batch") for deco in self._siblings)
         if not is_remote:
             require_linux(f"Step {self._step_name} with @torchrun")
-        self._check("check_batch")
+        self._check_backend(is_run=True)
         is_only_gang = len(parallel_steps(graph)) == 1
         tell_after_errors(RunEnd(self._flow_datastore, run_id, self._step_name, is_only_gang, is_remote).tell)
 
@@ -158,9 +159,7 @@ class TorchrunDecorator(steps.ParallelDecorator):  # type: ignore[misc]  # Metaf
         """Check what depends on the number of nodes; called on the submitting machine, right before the start."""
         super().runtime_step_cli(cli_args, retry_count, max_user_code_retries, ubf_context)
         if ubf_context == steps.UBF_CONTROL:
-            num_nodes = steps.num_nodes_told(cli_args)
-            self._check("check_batch", num_nodes)
-            self._check("check_loss", num_nodes)
+            self._check_backend(steps.num_nodes_told(cli_args), is_run=True)
         if any(deco.name == "kubernetes" for deco in self._siblings):
             steps.start_one_node_as_pod(cli_args)
             steps.run_first_in_pod(cli_args, POD_SCRIPT)
@@ -252,7 +251,6 @@ class TorchrunDecorator(steps.ParallelDecorator):  # type: ignore[misc]  # Metaf
             self._settings,
             requested=None if here else self._requested,
             store=DatastoreValues(self._flow_datastore),
-            has_spares=starts is not None,
             part=self._gang.part,
         )
         steps.offer("torch", TorchrunExecutor(context))

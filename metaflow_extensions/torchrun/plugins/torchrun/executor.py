@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import importlib
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from .errors import LaunchFailed, TorchrunConfigError, TorchrunPreempted
+from .errors import LaunchFailed, TorchrunPreempted
 from .events import Event
 from .gang.policy import LaunchPolicy
 from .launch.commands import beside_flow, flow_folder, foreign_python
@@ -46,7 +46,6 @@ class Context:
     settings: StepSettings
     requested: Nproc | None = None  # what the resources of a remote task amount to
     store: ValueStore | None = None  # for values and outputs; None outside of a flow
-    has_spares: bool = False  # whether this node has spares
     part: Callable[[tuple[str, ...]], GangPart] | None = None  # returns the gang's parts for the step's own cards
 
 
@@ -98,10 +97,8 @@ class TorchrunExecutor(Runner):
         ignored = ", ".join([name for name in LEGACY if given.pop(name, None)])
         if ignored:
             self._note_once(f"warning: run({ignored}) has no effect; name files to store with run(outputs=...) instead")
-        _require_working_directory()
         context = self._context
-        spares = self._context.settings.spare_nodes
-        node = Node(self.num_nodes, self.node_index, self.main_addr, flow_folder(), spares)
+        node = Node(self.num_nodes, self.node_index, self.main_addr, flow_folder(), context.settings.spare_nodes)
         run = resolve(given, context.settings, node)
         with Services.of(run, node.num_nodes, node.node_index, context.store) as services:
             return self._run(run, node, services)
@@ -117,13 +114,21 @@ class TorchrunExecutor(Runner):
             spec=spec,
             main_addr=self.main_addr,
             machine=context.machine,
-            policy=_policy(run),
+            policy=LaunchPolicy(
+                timeout_s=run.timeout_s,
+                max_restarts=run.max_restarts,
+                restart_on=run.restart_on,
+                preemption_signal=run.preemption_signal,
+                hang_timeout_s=run.hang_timeout_s,
+                stores_outputs=run.outputs is not None,
+            ),
             facts={} if commands else node_facts(spec, context.machine),
             grace_s=settings.grace_s,
             logs=settings.logs_of(self.num_nodes),
             nproc_why=nproc.why,
             warm=run.warm,
-            commands=_found(commands, spec.cwd),
+            # Their programs may lie beside the flow's file.
+            commands=tuple((beside_flow(words[0], spec.cwd, flow_folder()), *words[1:]) for words in commands),
             **services.told,
         )
 
@@ -141,8 +146,6 @@ class TorchrunExecutor(Runner):
         """Log warnings about a launch on this machine."""
         machine = self._context.machine
         warnings = [shm_warning(shm_bytes(), spec.nproc, machine.accelerators, os.environ)]
-        if run.warm == "workers" and self._context.has_spares and "no-python" in dict(spec.options):
-            warnings += ["warm='workers': torchrun starts warm, but the workers start cold: they run a command"]
         if "log-dir" in run.options:
             warnings += [_LOG_DIR]
         if self.is_control:
@@ -166,37 +169,7 @@ class TorchrunExecutor(Runner):
                 raise
             raise original from error
 
-    def _note(self, text: str) -> None:
-        self._context.member.say(Event("note", self.node_index, text))
-
     def _note_once(self, warning: str) -> None:
         if warning not in _warned:
             _warned.add(warning)
-            self._note(warning)
-
-
-def _policy(run: RunSettings) -> LaunchPolicy:
-    return LaunchPolicy(
-        timeout_s=run.timeout_s,
-        max_restarts=run.max_restarts,
-        restart_on=run.restart_on,
-        preemption_signal=run.preemption_signal,
-        hang_timeout_s=run.hang_timeout_s,
-        stores_outputs=run.outputs is not None,
-    )
-
-
-def _require_working_directory() -> None:
-    """Raise TorchrunConfigError if the folder in which the step's code is has been removed."""
-    try:
-        os.getcwd()
-    except FileNotFoundError as error:
-        raise TorchrunConfigError(
-            "The working directory of the step's code was removed, so no worker can start there. Change to a folder that "
-            "exists (os.chdir) before current.torch.run."
-        ) from error
-
-
-def _found(commands: Sequence[tuple[str, ...]], cwd: str | None) -> tuple[tuple[str, ...], ...]:
-    """Return commands with their programs, which may lie beside the flow's file."""
-    return tuple((beside_flow(words[0], cwd, flow_folder()), *words[1:]) for words in commands)
+            self._context.member.say(Event("note", self.node_index, warning))

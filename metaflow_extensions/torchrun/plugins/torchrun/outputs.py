@@ -10,7 +10,7 @@ import contextlib
 import json
 import os
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO
@@ -44,8 +44,7 @@ class OutputFile:
     modified: float
     older: bool = field(default=False, repr=False)
     _mode: int = field(default=0o644, repr=False)
-    _parts: tuple[tuple[str, int, int], ...] = field(default=(), repr=False)  # key in the datastore, begin there, size
-    _content: object = field(default=(), repr=False)  # the same for files that are the same
+    _parts: tuple[str, ...] = field(default=(), repr=False)  # keys in the datastore: the same for the same content
 
 
 class Outputs:
@@ -77,7 +76,7 @@ class Outputs:
         several = len(self._nodes) > 1
         return {
             f"node {node}: {name}" if several else name: why
-            for node, content in sorted(self._load_lists().items())
+            for node, content in self._load_lists().items()
             for name, why in content["left_out"].items()
         }
 
@@ -85,14 +84,20 @@ class Outputs:
         return sum(files for _, files, _ in self._nodes.values())
 
     def __iter__(self) -> Iterator[OutputFile]:
-        found = [_file(node, row) for node, content in sorted(self._load_lists().items()) for row in content["files"]]
+        found = [
+            OutputFile(
+                **{name: row[name] for name in ("name", "size", "modified", "older")},
+                node=node,
+                _mode=row["mode"],
+                _parts=tuple(key for key, *_ in row["parts"]),
+            )
+            for node, content in self._load_lists().items()
+            for row in content["files"]
+        ]
         return iter(sorted(found, key=lambda file: (file.name, file.node)))
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Outputs) and (self._datastore, self._nodes) == (
-            other._datastore,
-            other._nodes,
-        )
+        return isinstance(other, Outputs) and self.as_data() == other.as_data()
 
     def __repr__(self) -> str:
         of = f" of {names(self.nodes)}" if self._nodes else ""
@@ -130,7 +135,7 @@ class Outputs:
         file = self._one(str(name), node)
         copy = tempfile.TemporaryFile(prefix="torchrun-output-")  # noqa: SIM115 - whoever has asked closes it
         try:
-            copy.writelines(_contents(file, self._load))
+            copy.writelines(map(self._load, file._parts))
             copy.seek(0)
         except BaseException:
             copy.close()
@@ -166,13 +171,13 @@ class Outputs:
         folder = Path(to)
         folder.mkdir(parents=True, exist_ok=True)
         for file in wanted.values():
-            _write(file, _contents(file, self._load), folder)
+            _write(file, map(self._load, file._parts), folder)
         return folder
 
     def _without_clashes(self, files: list[OutputFile]) -> dict[str, OutputFile]:
         """Return files by name; raise LookupError for those that one folder can't have."""
         wanted: dict[str, OutputFile] = {}
-        differ = [file.name for file in files if wanted.setdefault(file.name, file)._content != file._content]
+        differ = [file.name for file in files if wanted.setdefault(file.name, file)._parts != file._parts]
         folders = {str(above) for name in wanted for above in PurePosixPath(name).parents}
         for clashing, what in (
             (differ, "other content under the same name"),
@@ -186,13 +191,13 @@ class Outputs:
         return wanted
 
     def _one(self, name: str, node: int | None) -> OutputFile:
-        all_files = list(self)
-        found = [file for file in all_files if file.name == name and node in (None, file.node)]
+        files = [file for file in self if node in (None, file.node)]
+        found = [file for file in files if file.name == name]
         if not found:
-            known = first_values(sorted({repr(file.name) for file in all_files if node in (None, file.node)}))
+            known = first_values(sorted({repr(file.name) for file in files}))
             where = "" if node is None else f" of node {node}"
             raise FileNotFoundError(f"There is no output{where} {name!r}; there are {known or 'none'}.")
-        if any(file._content != found[0]._content for file in found):
+        if any(file._parts != found[0]._parts for file in found):
             said = ", ".join(str(file.node) for file in found)
             raise LookupError(
                 f"Nodes {said} have stored {name!r}, and they differ. Say which: open({name!r}, node=...)."
@@ -203,7 +208,7 @@ class Outputs:
 
     def _load_lists(self) -> dict[int, dict[str, Any]]:
         if self._lists is None:
-            self._lists = {node: json.loads(self._load(key)) for node, (key, _, _) in self._nodes.items()}
+            self._lists = {node: json.loads(self._load(self._nodes[node][0])) for node in self.nodes}
         return self._lists
 
     def _load(self, key: str) -> bytes:
@@ -212,11 +217,10 @@ class Outputs:
         for store in values_at(self._datastore) if self._opened is None else [self._opened]:
             try:
                 ((_, data),) = store.load([key])
-            except Exception as error:  # a missing object is a different error in each store (Metaflow 2.19)
-                first = first or error
-            else:
                 self._opened = store
                 return bytes(data)
+            except Exception as error:  # a missing object is a different error in each store (Metaflow 2.19)
+                first = first or error
         where = "the {type} datastore {root}".format_map(self._datastore)
         problem = f"{type(first).__name__}: {first}"
         raise TorchrunError(f"Outputs could not be read from {where} ({problem}). Are they still there?") from first
@@ -229,22 +233,7 @@ class Outputs:
         return type(self), tuple(self.as_data().values())
 
 
-def _file(node: int, row: Mapping[str, Any]) -> OutputFile:
-    parts = tuple((key, begin, size) for key, begin, size in row["parts"])
-    # Version 1 of the index has a digest, since small files shared parts; its first form does not know what is older.
-    content, older = row.get("digest", parts), row.get("older", False)
-    return OutputFile(row["name"], row["size"], node, row["modified"], older, row["mode"], parts, content)
-
-
-def _contents(file: OutputFile, load: Callable[[str], bytes]) -> Iterator[memoryview]:
-    for key, begin, size in file._parts:
-        data = memoryview(load(key))[begin : begin + size]
-        if len(data) != size:
-            raise TorchrunError(f"The datastore has less under {key} than was stored there.")
-        yield data
-
-
-def _write(file: OutputFile, contents: Iterator[memoryview], folder: Path) -> None:
+def _write(file: OutputFile, contents: Iterable[bytes], folder: Path) -> None:
     """Write a file beside its place, and move it there when it is whole."""
     name = PurePosixPath(file.name)
     if name.is_absolute() or ".." in name.parts:

@@ -7,7 +7,7 @@ what must be written again (`RunOptions` for type checkers, docs/reference.md) i
 from __future__ import annotations
 
 import inspect
-import signal
+import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
@@ -17,7 +17,6 @@ from typing import Any, Literal, TypedDict
 from . import parsing
 from .errors import TorchrunConfigError
 
-_REFUSED = object()
 # The groups of settings; docs/reference.md has a table of the arguments of each, in this order.
 WHAT, PROCESSES, ENVIRONMENT = "what to run", "processes", "environment"
 FAILURES, RESULTS, EXPERT = "failures", "results", "expert"
@@ -30,14 +29,13 @@ class Setting:
 
     of: str  # "run", "step" or "both"
     group: str  # one of `GROUPS`
-    kind: str  # its type, as numpydoc has it
     # Checks and converts the given value; its second argument names the value in errors. None: its user checks it.
     check: Callable[[Any, str], Any] | None = None
-    default: Any = None  # of the attribute; of an argument that is no attribute, its own
-    none: Any = None  # what the attribute means that is given as None
+    default: Any = None  # of the attribute, also if it is given as None; of an argument that is no attribute, its own
+    none: Any = None  # what the attribute means whose default is None
     # Replaces `check` for the attribute: the machine that submits a flow may lack what a node has.
     check_attribute: Callable[[Any, str], Any] | None = None
-    page: str = "reference"  # the page of docs/ that explains it
+    kind: str = ""  # the type of what may be given; by default as in `RunOptions`, else that of the field
     help: str = ""
     name: str = ""
 
@@ -55,127 +53,114 @@ _run, _step, _both = (partial(_setting, of) for of in ("run", "step", "both"))
 class StepSettings:
     """The attributes of one step's ``@torchrun``, and the defaults of what only a call of `run` gives."""
 
-    entrypoint: Any = _run(
-        WHAT, "Union[str, os.PathLike[str], Sequence[Union[str, os.PathLike[str]]], Callable[..., Any]]"
-    )(
+    entrypoint: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | Callable[..., Any] | None = _run(WHAT)(
         """A script: a relative path is searched in `cwd` (or the working directory), then beside the flow file.
         With `module`, the name of a module. Or a command as a list, such as ``["python", "-O", "x.py"]``: every
         rank runs it, as with torchrun's ``--no-python``; its program is searched in the workers' PATH or, if it is
         a path, like a script. Or a function that every rank calls: one of the flow file or of a module, a method, a
         `functools.partial`; with cloudpickle installed also a lambda or a closure."""
     )
-    entrypoint_args: Any = _run(WHAT, "Union[Mapping[str, Any], Sequence[Any]]")(
+    entrypoint_args: Mapping[str, Any] | Sequence[Any] | None = _run(WHAT)(
         """Arguments of the script or command. In a dict, None or ``""`` makes a bare flag, True and False become
         ``true`` and ``false``, lists and dicts become JSON, all else its `str`. A value that begins with a dash
         shares one word with its option (``--lr=-1``). A list is passed unchanged. For a function: a dict of keyword
         arguments or a list of positional ones, which must be picklable."""
     )
-    module: bool = _run(WHAT, "bool", parsing.parse_flag, False)("Run `entrypoint` as ``python -m``.")
-    process_group: Any = _run(WHAT, 'Literal["gloo", "nccl", "auto"]', page="functions")(
+    module: bool = _run(WHAT, parsing.parse_flag, False)("Run `entrypoint` as ``python -m``.")
+    process_group: Any = _run(WHAT)(
         """For a function: make this process group before the call, and destroy it after. The rank's own device is
         set. ``"auto"`` is nccl where each rank has a CUDA device, else gloo. By default none is made."""
     )
-    nproc_per_node: int | str | None = _both(PROCESSES, "Union[int, str]", parsing.parse_nproc)(
+    nproc_per_node: int | str | None = _both(PROCESSES, parsing.parse_nproc)(
         """Processes on each node, or ``"auto"``, ``"cpu"`` or ``"gpu"``. By default the GPUs that ``@kubernetes``,
         ``@batch`` and ``@resources`` request, or those visible on this machine, or 1."""
     )
-    warm: str = _both(PROCESSES, "Union[str, bool]", parsing.parse_warm, "agent", "agent", page="warm")(
+    warm: str = _both(PROCESSES, parsing.parse_warm, "agent", kind="str | bool")(
         """What becomes of spares, which are processes of each node that import torch while the step's own code runs
         before `run`: ``"agent"``, torchrun alone, which no script can tell; ``"workers"``, the workers, too, so
         that they begin with torch imported; False, nothing."""
     )
-    preload: tuple[str, ...] = _step(
-        PROCESSES, "Union[str, Sequence[str]]", parsing.parse_modules, None, (), page="warm"
-    )("Further modules that spare workers import beforehand.")
-    env: Mapping[str, str] | None = _both(ENVIRONMENT, "Mapping[str, Any]", parsing.parse_env)(
+    preload: tuple[str, ...] = _step(PROCESSES, parsing.parse_modules, none=(), kind="str | Sequence[str] | None")(
+        "Further modules that spare workers import beforehand."
+    )
+    env: Mapping[str, str] | None = _both(ENVIRONMENT, parsing.parse_env)(
         """Environment variables for the workers and for `before_run`. That of a call replaces the attribute as a
         whole."""
     )
-    cwd: str | None = _both(ENVIRONMENT, "Union[Path, str]", parsing.parse_folder, check_attribute=parsing.parse_path)(
+    cwd: str | None = _both(ENVIRONMENT, parsing.parse_folder, check_attribute=parsing.parse_path)(
         "Working directory of the workers and of `before_run`. By default the task's own."
     )
-    before_run: tuple[tuple[str, ...], ...] | None = _both(
-        ENVIRONMENT, "Sequence[Union[str, Sequence[Union[Path, str]]]]", parsing.parse_commands, page="before-run"
-    )(
+    before_run: tuple[tuple[str, ...], ...] | None = _both(ENVIRONMENT, parsing.parse_commands)(
         """Commands that run one after another, once on each node, before the workers of each launch start. A list
         is run unchanged, a string by ``sh -ec``. If one fails on any node, nothing is launched. Restarts do not
         repeat them."""
     )
-    timeout_s: float | None = _both(FAILURES, "float", parsing.parse_seconds)(
+    timeout_s: float | None = _both(FAILURES, parsing.parse_seconds)(
         """Seconds that a launch may take once all nodes are ready; each restart counts anew. None sets no limit.
         The step's ``@timeout`` always limits all launches together."""
     )
-    max_restarts: int = _both(FAILURES, "int", parsing.parse_whole, 0, 0, page="restarts")(
+    max_restarts: int = _both(FAILURES, parsing.parse_whole, 0)(
         "How often all workers are started again on all nodes after one of them failed, in one launch."
     )
-    restart_on: frozenset[str] = _both(
-        FAILURES,
-        "Union[str, Iterable[str]]",
-        parsing.parse_restart_on,
-        None,
-        parsing.DEFAULT_RESTART_ON,
-        page="restarts",
-    )(
+    restart_on: frozenset[str] = _both(FAILURES, parsing.parse_restart_on, none=parsing.DEFAULT_RESTART_ON)(
         """Which classes of causes restart them: ``"user"``, an error of the script; ``"killed"``, a signal or lack
         of memory; ``"timeout"``, a launch over its time; ``"hang"``; ``"start"``, an agent that could not start;
         ``"network"``, nodes that can't reach each other; ``"node_lost"`` and ``"preempted"``, nodes that are gone.
         By default all but ``"start"`` and ``"network"``."""
     )
-    spare_nodes: int = _step(FAILURES, "int", parsing.parse_whole, 0, 0, page="lost-nodes")(
+    spare_nodes: int = _step(FAILURES, parsing.parse_whole, 0)(
         """How many nodes, the last ones of ``num_parallel``, wait in the first launch until another node is lost.
         One that took no part then leaves."""
     )
-    min_nodes: int | None = _step(FAILURES, "int", partial(parsing.parse_whole, least=1), page="lost-nodes")(
+    min_nodes: int | None = _step(FAILURES, partial(parsing.parse_whole, least=1))(
         """With how many nodes a launch goes on at least after the loss of others, when no other task takes their
         place. By default with all that are no spares. Not on Argo Workflows."""
     )
-    hang_timeout_s: float | None = _both(FAILURES, "float", parsing.parse_seconds, page="hangs")(
+    hang_timeout_s: float | None = _both(FAILURES, parsing.parse_seconds)(
         """Seconds without any output or exit of any rank after which a launch counts as hanging: the stacks of all
         workers go to the logs and to files, and the launch fails. None, the default, does not watch: silence is no
         proof of a hang (evaluation, compilation or data preparation can be silent for an hour), and a stop loses
         work. torch itself ends a collective that hangs: NCCL after 10 minutes, gloo after 30, unless a script sets
         another timeout."""
     )
-    preemption_signal: int = _both(
-        FAILURES, "Union[int, str]", parsing.parse_signal, "SIGTERM", int(signal.SIGTERM), page="preemption"
-    )(
+    preemption_signal: int = _both(FAILURES, parsing.parse_signal, "SIGTERM")(
         """What the workers get, once, when a node is told to stop or its machine is taken away. They have
         ``grace_s`` seconds to save."""
     )
     # Attributes alone: the gang counts with them between launches, too.
-    grace_s: float = _step(FAILURES, "float", partial(parsing.parse_seconds, zero=True), 30, _REFUSED)(
+    grace_s: float = _step(FAILURES, partial(parsing.parse_seconds, zero=True), 30)(
         "Seconds that workers have between SIGTERM and SIGKILL."
     )
-    all_nodes_started_timeout: float = _step(FAILURES, "float", parsing.parse_seconds, 600, _REFUSED)(
+    all_nodes_started_timeout: float = _step(FAILURES, parsing.parse_seconds, 600)(
         "Seconds to wait until all nodes have started."
     )
-    heartbeat_timeout_s: float = _step(FAILURES, "float", parsing.parse_seconds, 30, _REFUSED)(
+    heartbeat_timeout_s: float = _step(FAILURES, parsing.parse_seconds, 30)(
         "Seconds of silence after which a node counts as lost."
     )
-    gather: bool = _run(RESULTS, "bool", parsing.parse_flag, False, page="functions")(
+    gather: bool = _run(RESULTS, parsing.parse_flag, False)(
         """For a function: send the values of all ranks to the control node's result, through Metaflow's datastore."""
     )
-    outputs: Any = _run(RESULTS, "Union[Path, str, Sequence[Union[Path, str]]]", parsing.parse_outputs, page="outputs")(
+    outputs: Any = _run(RESULTS, parsing.parse_outputs)(
         """Files, folders and patterns (``*``, ``**``) relative to `cwd`, as in ``["model/", "*.json"]``. They are
         stored in Metaflow's datastore when all workers have ended; the result's `outputs` has them. After a
         failure, existing files are stored, and the error's `outputs` has them. By default none."""
     )
-    outputs_from: str | None = _run(RESULTS, 'Literal["control", "all"]', parsing.parse_outputs_from, page="outputs")(
+    outputs_from: str | None = _run(RESULTS, parsing.parse_outputs_from)(
         "Whose outputs are stored: the control node's or every node's. By default the control node's."
     )
-    logs: str | None = _step(RESULTS, "str", parsing.parse_logs)(
+    logs: str | None = _step(RESULTS, parsing.parse_logs)(
         """Whose lines the control node's log has, which is what the terminal shows: ``"all"``, those of all nodes;
         ``"node"``, its own; ``"rank0"``, rank 0's alone and, when a rank fails, its last 100. Each node's own log
         has its own in any case, except for ``"rank0"``. By default ``"all"`` up to 16 nodes, and ``"node"`` above."""
     )
-    torchrun_args: Any = _run(EXPERT, "Union[Mapping[str, Any], Sequence[Any]]")(
+    torchrun_args: Any = _run(EXPERT)(
         """Further options of torchrun, as in ``{"monitor_interval": 1}`` or ``["--monitor-interval=1"]``. Those
         that are arguments here, too, come before the attributes."""
     )
-    master_port: int | None = _both(EXPERT, "Union[int, str]", parsing.parse_port)(
+    master_port: int | None = _both(EXPERT, parsing.parse_port)(
         "Port of torch's rendezvous on the control node. By default the kernel chooses a free one."
     )
-    channel_port: int | None = _step(EXPERT, "Union[int, str]", parsing.parse_port)(
+    channel_port: int | None = _step(EXPERT, parsing.parse_port, kind="int | str | None")(
         "Port on the control node through which the nodes agree. By default the kernel chooses."
     )
 
@@ -190,10 +175,6 @@ class StepSettings:
 
 
 _ALL_UP_TO_NODES = 16
-SETTINGS = {each.name: replace(each.metadata[""], name=each.name) for each in fields(StepSettings)}
-# The attributes, and the arguments, with their defaults. An argument that is an attribute as well has none of its own.
-DEFAULTS = {each.name: each.default for each in SETTINGS.values() if each.of != "run"}
-ARGUMENTS = {each.name: each.default if each.of == "run" else None for each in SETTINGS.values() if each.of != "step"}
 
 
 class RunOptions(TypedDict, total=False):
@@ -218,6 +199,18 @@ class RunOptions(TypedDict, total=False):
     master_port: int | str | None
 
 
+_TYPES = {each.name: str(each.type) for each in fields(StepSettings)} | {
+    name: hint.__forward_arg__ for name, hint in RunOptions.__annotations__.items()
+}
+SETTINGS: dict[str, Setting] = {
+    each.name: replace(each.metadata[""], name=each.name, kind=each.metadata[""].kind or _TYPES[each.name])
+    for each in fields(StepSettings)
+}
+# The attributes, and the arguments, with their defaults. An argument that is an attribute as well has none of its own.
+DEFAULTS = {each.name: each.default for each in SETTINGS.values() if each.of != "run"}
+ARGUMENTS = {each.name: each.default if each.of == "run" else None for each in SETTINGS.values() if each.of != "step"}
+
+
 def with_parameters(doc: str | None, defaults: Mapping[str, Any]) -> str | None:
     """Return a docstring with the section "Parameters" before its first other section, as numpydoc has it."""
     if doc is None:  # as it is with `python -OO`
@@ -225,7 +218,8 @@ def with_parameters(doc: str | None, defaults: Mapping[str, Any]) -> str | None:
     lines = ["Parameters", "----------"]
     for name, default in defaults.items():
         setting, optional = SETTINGS[name], ", optional" if default is None else ""
-        lines.append(f"{name} : {setting.kind}{optional}, default {default!r}".replace("'", '"'))
+        kind = setting.kind.removesuffix(" | None")
+        lines.append(f"{name} : {kind}{optional}, default {default!r}".replace("'", '"'))
         lines += [f"    {line}" for line in inspect.cleandoc(setting.help).splitlines()]
     text, rule, sections = inspect.cleandoc(doc).partition("\n---")
     before, _, first = text.rpartition("\n")
@@ -245,10 +239,11 @@ def parse_settings(attributes: Mapping[str, Any], step: str | None) -> StepSetti
         return f"run({key})" if step is None else f"Step {step}: @torchrun({key}=...)"
 
     def parsed(key: str) -> Any:
-        given, setting = attributes.get(key, DEFAULTS[key]), SETTINGS[key]
+        given, setting = attributes.get(key), SETTINGS[key]
         # `--with torchrun:key=value` sends strings.
         given = None if isinstance(given, str) and given.strip().lower() in ("", "none") else given
-        if given is None and setting.none is not _REFUSED:
+        given = setting.default if given is None else given
+        if given is None:
             return setting.none
         return (setting.check_attribute or partial(checked_value, key))(given, name(key))
 
