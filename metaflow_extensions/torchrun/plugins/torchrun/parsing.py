@@ -200,21 +200,12 @@ def parse_env(value: Any, setting: str) -> dict[str, str]:
     if not isinstance(value, Mapping):
         raise TorchrunConfigError(f"{setting} must be a dict of variables, but is a {type(value).__name__}.")
     for name, text in value.items():
-        if not isinstance(name, str) or not name or "=" in name or text is None or not _is_encodable(f"{name}{text}"):
+        if not isinstance(name, str) or not name or "=" in name or text is None:
             raise TorchrunConfigError(
-                f"{setting}: {name!r} can't be an environment variable: a name is a text without '=', a value is "
-                "not None, and neither may have a NUL character or half of a surrogate pair."
+                f"{setting}: {name!r} can't be an environment variable: a name is a text without '=', a value is not None."
             )
         check_word(f"{name}={text}", f"{setting}: {name}")
     return {name: str(text) for name, text in value.items()}
-
-
-def _is_encodable(text: str) -> bool:
-    """Return whether a text can be a variable or an argument of a process."""
-    try:
-        return b"\0" not in os.fsencode(text)
-    except UnicodeEncodeError:
-        return False
 
 
 # In bytes. Linux ends it with a NUL (MAX_ARG_STRLEN in <linux/binfmts.h>: 32 pages); else execve fails with E2BIG.
@@ -223,8 +214,11 @@ _MAX_WORD = 32 * os.sysconf("SC_PAGE_SIZE") - 1
 
 def check_word(word: str, name: str) -> str:
     """Return a word that a process can be given, as an argument or as `NAME=value`; raise an error with `name` for others."""
-    why = "has a NUL character, which no process can be given"
-    if (size := len(word.encode(errors="replace"))) > _MAX_WORD:
+    try:
+        size, why = len(os.fsencode(word)), "has a NUL character, which no process can be given"
+    except UnicodeEncodeError:
+        size, why, word = 0, "has half of a surrogate pair, which no process can be given", "\0"
+    if size > _MAX_WORD:
         why = f"has {size} bytes, but Linux gives a process at most {_MAX_WORD} in one argument or variable"
     elif "\0" not in word:
         return word

@@ -26,9 +26,8 @@ F = TypeVar("F", bound=Callable[..., Any])
 # Arguments of metaflow-torchrun 0.2, in its order. They are accepted and have no effect.
 LEGACY = ("push_results_dir_to_cloud", "local_output_dir", "cloud_output_dir")
 KNOWN = frozenset({*ARGUMENTS, *LEGACY})
-
-
-_BY_POSITION = 2  # so many arguments need no name
+_BY_POSITION = ("entrypoint", "entrypoint_args")  # these need no name
+_AS_IN_0_2 = ("torchrun_args", *_BY_POSITION, "nproc_per_node", *LEGACY)
 
 
 def instead_of(name: str) -> str:
@@ -37,58 +36,51 @@ def instead_of(name: str) -> str:
     return f"{hint} It has {', '.join(ARGUMENTS)}."
 
 
-def checked(run: F) -> F:
-    """Refuse unknown arguments of `run`, and also accept positional arguments in the order of metaflow-torchrun 0.2.
+def _named(args: Sequence[Any], options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return all arguments by name. In metaflow-torchrun 0.2, torchrun_args came first.
 
-    There torchrun_args came first. A list alone is a command; a list before an entrypoint is torchrun_args.
+    A list alone is a command; a list before an entrypoint is torchrun_args.
     """
-    names = ("torchrun_args", "entrypoint", "entrypoint_args", "nproc_per_node", *LEGACY)
+    for name in options.keys() - KNOWN:
+        raise TorchrunConfigError(f"run() has no argument {name}.{instead_of(name)}")
+    second = args[1] if len(args) > 1 else options.get("entrypoint")
+    names_entrypoint = isinstance(second, str | os.PathLike) or callable(second)
+    is_old = args and (isinstance(args[0], Mapping) or (isinstance(args[0], list | tuple | None) and names_entrypoint))
+    names = _AS_IN_0_2 if is_old else _BY_POSITION
+    if len(args) > len(names):
+        raise TorchrunConfigError(
+            "run() takes two positional arguments, the entrypoint and its arguments. "
+            f"Name the others, as in nproc_per_node={args[2]!r}."
+        )
+    return dict(**dict(zip(names, args, strict=False)), **options)
 
-    def called(self: Any, *args: Any, **options: Any) -> Any:
-        for name in options.keys() - KNOWN:
-            raise TorchrunConfigError(f"run() has no argument {name}.{instead_of(name)}")
-        if args and _is_torchrun_args(args, options) and len(args) <= len(names):
-            return run(self, **dict(zip(names, args, strict=False)), **options)
-        if len(args) > _BY_POSITION:
-            raise TorchrunConfigError(
-                "run() takes two positional arguments, the entrypoint and its arguments. "
-                f"Name the others, as in nproc_per_node={args[_BY_POSITION]!r}."
-            )
-        return run(self, *args, **options)
+
+def spelled_out(run: F) -> F:
+    """Give `run` its signature and docstring, and check how it is called; its errors have no frames of ours."""
 
     @functools.wraps(run)
-    def either(self: Any, *args: Any, **options: Any) -> Any:
+    def called(self: Any, *args: Any, **options: Any) -> Any:
         try:
-            return called(self, *args, **options)
+            return run(self, **_named(args, options))
         except BaseException as error:
             from .tracebacks import cut_frames_around
 
             cut_frames_around(error)
             raise
 
-    return cast("F", either)
-
-
-def spelled_out(run: F) -> F:
-    """Replace ``**options`` in the signature of `run` by the arguments, and describe all of them in its docstring."""
     types = get_type_hints(RunOptions)
     # Metaflow's generator of stubs (2.19) takes "all" for the function, but shows a text that it can't evaluate as it is.
     types["outputs_from"] = "typing.Literal['control', 'all'] | None"
     signature = inspect.signature(run)
-    options = [
-        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=ARGUMENTS[name], annotation=types[name])
-        for name in [*ARGUMENTS][_BY_POSITION:]
-    ]
     own = [each for each in signature.parameters.values() if each.kind is not inspect.Parameter.VAR_KEYWORD]
-    run.__signature__ = signature.replace(parameters=[*own, *options])  # type: ignore[attr-defined]
-    run.__doc__ = with_parameters(run.__doc__, ARGUMENTS)
-    return run
-
-
-def _is_torchrun_args(args: Sequence[Any], options: Mapping[str, Any]) -> bool:
-    entrypoint = args[1] if len(args) > 1 else options.get("entrypoint")
-    names_entrypoint = isinstance(entrypoint, str | os.PathLike) or callable(entrypoint)
-    return isinstance(args[0], Mapping) or (isinstance(args[0], list | tuple | None) and names_entrypoint)
+    options = [
+        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=types[name])
+        for name, default in ARGUMENTS.items()
+        if name not in _BY_POSITION
+    ]
+    called.__signature__ = signature.replace(parameters=[*own, *options])  # type: ignore[attr-defined]
+    called.__doc__ = with_parameters(run.__doc__, ARGUMENTS)
+    return cast("F", called)
 
 
 class Runner:
@@ -111,7 +103,6 @@ class Runner:
     ) -> TorchrunResult[None]: ...
 
     @spelled_out  # describes the arguments, too
-    @checked
     def run(
         self,
         entrypoint: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | Callable[..., Any] | None = None,

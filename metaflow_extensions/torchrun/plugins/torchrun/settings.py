@@ -17,18 +17,12 @@ from typing import Any, Literal, TypedDict
 from . import parsing
 from .errors import TorchrunConfigError
 
-# The groups of settings; docs/reference.md has a table of the arguments of each, in this order.
-WHAT, PROCESSES, ENVIRONMENT = "what to run", "processes", "environment"
-FAILURES, RESULTS, EXPERT = "failures", "results", "expert"
-GROUPS = (WHAT, PROCESSES, ENVIRONMENT, FAILURES, RESULTS, EXPERT)
-
 
 @dataclass(frozen=True)
 class Setting:
     """An argument of `run`, an attribute of ``@torchrun``, or both."""
 
     of: str  # "run", "step" or "both"
-    group: str  # one of `GROUPS`
     # Checks and converts the given value; its second argument names the value in errors. None: its user checks it.
     check: Callable[[Any, str], Any] | None = None
     default: Any = None  # of the attribute, also if it is given as None; of an argument that is no attribute, its own
@@ -53,114 +47,114 @@ _run, _step, _both = (partial(_setting, of) for of in ("run", "step", "both"))
 class StepSettings:
     """The attributes of one step's ``@torchrun``, and the defaults of what only a call of `run` gives."""
 
-    entrypoint: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | Callable[..., Any] | None = _run(WHAT)(
+    entrypoint: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | Callable[..., Any] | None = _run()(
         """A script: a relative path is searched in `cwd` (or the working directory), then beside the flow file.
         With `module`, the name of a module. Or a command as a list, such as ``["python", "-O", "x.py"]``: every
         rank runs it, as with torchrun's ``--no-python``; its program is searched in the workers' PATH or, if it is
         a path, like a script. Or a function that every rank calls: one of the flow file or of a module, a method, a
         `functools.partial`; with cloudpickle installed also a lambda or a closure."""
     )
-    entrypoint_args: Mapping[str, Any] | Sequence[Any] | None = _run(WHAT)(
+    entrypoint_args: Mapping[str, Any] | Sequence[Any] | None = _run()(
         """Arguments of the script or command. In a dict, None or ``""`` makes a bare flag, True and False become
         ``true`` and ``false``, lists and dicts become JSON, all else its `str`. A value that begins with a dash
         shares one word with its option (``--lr=-1``). A list is passed unchanged. For a function: a dict of keyword
         arguments or a list of positional ones, which must be picklable."""
     )
-    module: bool = _run(WHAT, parsing.parse_flag, False)("Run `entrypoint` as ``python -m``.")
-    process_group: Any = _run(WHAT)(
+    module: bool = _run(parsing.parse_flag, False)("Run `entrypoint` as ``python -m``.")
+    process_group: Any = _run()(
         """For a function: make this process group before the call, and destroy it after. The rank's own device is
         set. ``"auto"`` is nccl where each rank has a CUDA device, else gloo. By default none is made."""
     )
-    nproc_per_node: int | str | None = _both(PROCESSES, parsing.parse_nproc)(
+    nproc_per_node: int | str | None = _both(parsing.parse_nproc)(
         """Processes on each node, or ``"auto"``, ``"cpu"`` or ``"gpu"``. By default the GPUs that ``@kubernetes``,
         ``@batch`` and ``@resources`` request, or those visible on this machine, or 1."""
     )
-    warm: str = _both(PROCESSES, parsing.parse_warm, "agent", kind="str | bool")(
+    warm: str = _both(parsing.parse_warm, "agent", kind="str | bool")(
         """What becomes of spares, which are processes of each node that import torch while the step's own code runs
         before `run`: ``"agent"``, torchrun alone, which no script can tell; ``"workers"``, the workers, too, so
         that they begin with torch imported; False, nothing."""
     )
-    preload: tuple[str, ...] = _step(PROCESSES, parsing.parse_modules, none=(), kind="str | Sequence[str] | None")(
+    preload: tuple[str, ...] = _step(parsing.parse_modules, none=(), kind="str | Sequence[str] | None")(
         "Further modules that spare workers import beforehand."
     )
-    env: Mapping[str, str] | None = _both(ENVIRONMENT, parsing.parse_env)(
+    env: Mapping[str, str] | None = _both(parsing.parse_env)(
         """Environment variables for the workers and for `before_run`. That of a call replaces the attribute as a
         whole."""
     )
-    cwd: str | None = _both(ENVIRONMENT, parsing.parse_folder, check_attribute=parsing.parse_path)(
+    cwd: str | None = _both(parsing.parse_folder, check_attribute=parsing.parse_path)(
         "Working directory of the workers and of `before_run`. By default the task's own."
     )
-    before_run: tuple[tuple[str, ...], ...] | None = _both(ENVIRONMENT, parsing.parse_commands)(
+    before_run: tuple[tuple[str, ...], ...] | None = _both(parsing.parse_commands)(
         """Commands that run one after another, once on each node, before the workers of each launch start. A list
         is run unchanged, a string by ``sh -ec``. If one fails on any node, nothing is launched. Restarts do not
         repeat them."""
     )
-    timeout_s: float | None = _both(FAILURES, parsing.parse_seconds)(
+    timeout_s: float | None = _both(parsing.parse_seconds)(
         """Seconds that a launch may take once all nodes are ready; each restart counts anew. None sets no limit.
         The step's ``@timeout`` always limits all launches together."""
     )
-    max_restarts: int = _both(FAILURES, parsing.parse_whole, 0)(
+    max_restarts: int = _both(parsing.parse_whole, 0)(
         "How often all workers are started again on all nodes after one of them failed, in one launch."
     )
-    restart_on: frozenset[str] = _both(FAILURES, parsing.parse_restart_on, none=parsing.DEFAULT_RESTART_ON)(
+    restart_on: frozenset[str] = _both(parsing.parse_restart_on, none=parsing.DEFAULT_RESTART_ON)(
         """Which classes of causes restart them: ``"user"``, an error of the script; ``"killed"``, a signal or lack
         of memory; ``"timeout"``, a launch over its time; ``"hang"``; ``"start"``, an agent that could not start;
         ``"network"``, nodes that can't reach each other; ``"node_lost"`` and ``"preempted"``, nodes that are gone.
         By default all but ``"start"`` and ``"network"``."""
     )
-    spare_nodes: int = _step(FAILURES, parsing.parse_whole, 0)(
+    spare_nodes: int = _step(parsing.parse_whole, 0)(
         """How many nodes, the last ones of ``num_parallel``, wait in the first launch until another node is lost.
         One that took no part then leaves."""
     )
-    min_nodes: int | None = _step(FAILURES, partial(parsing.parse_whole, least=1))(
+    min_nodes: int | None = _step(partial(parsing.parse_whole, least=1))(
         """With how many nodes a launch goes on at least after the loss of others, when no other task takes their
         place. By default with all that are no spares. Not on Argo Workflows."""
     )
-    hang_timeout_s: float | None = _both(FAILURES, parsing.parse_seconds)(
+    hang_timeout_s: float | None = _both(parsing.parse_seconds)(
         """Seconds without any output or exit of any rank after which a launch counts as hanging: the stacks of all
         workers go to the logs and to files, and the launch fails. None, the default, does not watch: silence is no
         proof of a hang (evaluation, compilation or data preparation can be silent for an hour), and a stop loses
         work. torch itself ends a collective that hangs: NCCL after 10 minutes, gloo after 30, unless a script sets
         another timeout."""
     )
-    preemption_signal: int = _both(FAILURES, parsing.parse_signal, "SIGTERM")(
+    preemption_signal: int = _both(parsing.parse_signal, "SIGTERM")(
         """What the workers get, once, when a node is told to stop or its machine is taken away. They have
         ``grace_s`` seconds to save."""
     )
     # Attributes alone: the gang counts with them between launches, too.
-    grace_s: float = _step(FAILURES, partial(parsing.parse_seconds, zero=True), 30)(
+    grace_s: float = _step(partial(parsing.parse_seconds, zero=True), 30)(
         "Seconds that workers have between SIGTERM and SIGKILL."
     )
-    all_nodes_started_timeout: float = _step(FAILURES, parsing.parse_seconds, 600)(
+    all_nodes_started_timeout: float = _step(parsing.parse_seconds, 600)(
         "Seconds to wait until all nodes have started."
     )
-    heartbeat_timeout_s: float = _step(FAILURES, parsing.parse_seconds, 30)(
+    heartbeat_timeout_s: float = _step(parsing.parse_seconds, 30)(
         "Seconds of silence after which a node counts as lost."
     )
-    gather: bool = _run(RESULTS, parsing.parse_flag, False)(
+    gather: bool = _run(parsing.parse_flag, False)(
         """For a function: send the values of all ranks to the control node's result, through Metaflow's datastore."""
     )
-    outputs: Any = _run(RESULTS, parsing.parse_outputs)(
+    outputs: Any = _run(parsing.parse_outputs)(
         """Files, folders and patterns (``*``, ``**``) relative to `cwd`, as in ``["model/", "*.json"]``. They are
         stored in Metaflow's datastore when all workers have ended; the result's `outputs` has them. After a
         failure, existing files are stored, and the error's `outputs` has them. By default none."""
     )
-    outputs_from: str | None = _run(RESULTS, parsing.parse_outputs_from)(
+    outputs_from: str | None = _run(parsing.parse_outputs_from)(
         "Whose outputs are stored: the control node's or every node's. By default the control node's."
     )
-    logs: str | None = _step(RESULTS, parsing.parse_logs)(
+    logs: str | None = _step(parsing.parse_logs)(
         """Whose lines the control node's log has, which is what the terminal shows: ``"all"``, those of all nodes;
         ``"node"``, its own; ``"rank0"``, rank 0's alone and, when a rank fails, its last 100. Each node's own log
         has its own in any case, except for ``"rank0"``. By default ``"all"`` up to 16 nodes, and ``"node"`` above."""
     )
-    torchrun_args: Any = _run(EXPERT)(
+    torchrun_args: Any = _run()(
         """Further options of torchrun, as in ``{"monitor_interval": 1}`` or ``["--monitor-interval=1"]``. Those
         that are arguments here, too, come before the attributes."""
     )
-    master_port: int | None = _both(EXPERT, parsing.parse_port)(
+    master_port: int | None = _both(parsing.parse_port)(
         "Port of torch's rendezvous on the control node. By default the kernel chooses a free one."
     )
-    channel_port: int | None = _step(EXPERT, parsing.parse_port, kind="int | str | None")(
+    channel_port: int | None = _step(parsing.parse_port, kind="int | str | None")(
         "Port on the control node through which the nodes agree. By default the kernel chooses."
     )
 
