@@ -7,16 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 Kind = Literal[
-    "chosen",
-    "command",
-    "facts",
-    "ended",
-    "worker_failed",
-    "stopping",
-    "failed",
-    "left_behind",
-    "restart",
-    "note",
+    "chosen", "command", "facts", "ended", "worker_failed", "stopping", "failed", "left_behind", "restart", "note"
 ]
 
 

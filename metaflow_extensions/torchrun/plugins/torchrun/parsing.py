@@ -20,11 +20,6 @@ from .errors import TorchrunConfigError
 # The classes of causes (see `cause.Cause.category`) that a new generation on the same nodes may mend.
 RETRY_CLASSES = ("user", "killed", "timeout", "hang", "start", "network", "node_lost", "preempted")
 DEFAULT_RESTART_ON = frozenset({"user", "killed", "timeout", "hang", "node_lost", "preempted"})
-_NEVER_RETRIED = {
-    "before_run": "a command that failed may have left its work half done, on some nodes only; use Metaflow's @retry",
-    "interrupted": "whoever interrupts a run wants its end",
-    "store": "the function has ended well, and running it again does not repair the datastore; use Metaflow's @retry",
-}
 
 
 def did_you_mean(name: str, known: Sequence[str]) -> str:
@@ -131,13 +126,12 @@ def parse_modules(value: Any, setting: str) -> tuple[str, ...]:
 def parse_restart_on(value: Any, setting: str) -> frozenset[str]:
     """Return the classes of causes that restart the gang, out of `RETRY_CLASSES`."""
     names = frozenset(_names_in(value, setting, f"it must be a list out of {', '.join(RETRY_CLASSES)}"))
-    for name in sorted(names - set(RETRY_CLASSES)):
-        why = _NEVER_RETRIED.get(name, "there is no such class of causes")
-        raise TorchrunConfigError(f"{setting} has {name!r}, but {why}. Choose out of {', '.join(RETRY_CLASSES)}.")
+    for name in sorted(names.difference(RETRY_CLASSES)):
+        raise TorchrunConfigError(
+            f"{setting} has {name!r}, after which workers are never started again. Choose out of "
+            f"{', '.join(RETRY_CLASSES)}; Metaflow's @retry starts a new gang after all others."
+        )
     return names
-
-
-_RESERVED = 9  # `machine.stacks` and `launch.command` take two of them, Valgrind the last
 
 
 def parse_signal(value: Any, setting: str) -> int:
@@ -148,11 +142,6 @@ def parse_signal(value: Any, setting: str) -> int:
     number = parse_int(text) if text.isdecimal() else named if isinstance(named, signal.Signals) else None
     if isinstance(value, bool) or number not in signal.valid_signals():
         raise _refused(value, setting, "it must be a signal, such as 'SIGUSR1'")
-    if hasattr(signal, "SIGRTMAX") and number > signal.SIGRTMAX - _RESERVED:
-        raise TorchrunConfigError(
-            f"{setting} is {value!r}, but this extension and debuggers use the last {_RESERVED} real-time signals. "
-            "Choose another one, such as 'SIGUSR1'."
-        )
     if number in (signal.SIGKILL, signal.SIGSTOP):
         raise TorchrunConfigError(f"{setting} is {value!r}, which no process can heed to save its work.")
     return int(number)
