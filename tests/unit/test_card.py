@@ -13,11 +13,10 @@ from unit_helpers import HOSTILE
 from metaflow_extensions.torchrun.plugins.torchrun.errors import TorchrunConfigError
 from metaflow_extensions.torchrun.plugins.torchrun.executor import TorchrunExecutor
 from metaflow_extensions.torchrun.plugins.torchrun.show import gang_part
-from metaflow_extensions.torchrun.plugins.torchrun.show.as_card import layout
 from metaflow_extensions.torchrun.plugins.torchrun.show.charts import COLOURS
 from metaflow_extensions.torchrun.plugins.torchrun.show.gang_part import GangPart
 from metaflow_extensions.torchrun.plugins.torchrun.show.page import SECTION_NAMES, page_of
-from metaflow_extensions.torchrun.plugins.torchrun.show.parts import Sentence, one_line
+from metaflow_extensions.torchrun.plugins.torchrun.show.parts import layout, one_line
 from metaflow_extensions.torchrun.plugins.torchrun.show.style import STYLE
 
 
@@ -121,9 +120,9 @@ def test_every_part_is_told_where_people_look():
 
 
 def test_a_part_that_shows_nothing_says_why():
-    part = GangPart(("outcome",), lambda: "no view")
+    part = GangPart(("outcome",), lambda: None)
     assert "Render failed of component named `GangPart`" in part.render()["data"]
-    (nothing,) = html_of(GangPart((), lambda: Sentence("No launch has begun yet.")).render())
+    (nothing,) = html_of(GangPart((), lambda: "No launch has begun yet.").render())
     assert nothing.text == "No launch has begun yet."
 
 

@@ -13,10 +13,9 @@ from gang_views import BEGAN, Story, crash, hostile, place
 from metaflow_extensions.torchrun.plugins.torchrun.gang.cause import Cause
 from metaflow_extensions.torchrun.plugins.torchrun.gang.texts import duration
 from metaflow_extensions.torchrun.plugins.torchrun.gang.view import Word, told_by_others
-from metaflow_extensions.torchrun.plugins.torchrun.show.as_card import layout
 from metaflow_extensions.torchrun.plugins.torchrun.show.charts import COLOURS
 from metaflow_extensions.torchrun.plugins.torchrun.show.page import page_of
-from metaflow_extensions.torchrun.plugins.torchrun.show.parts import Cells, Chart, Sentence, lines_of
+from metaflow_extensions.torchrun.plugins.torchrun.show.parts import Cells, Chart, Sentence, layout, lines_of
 from metaflow_extensions.torchrun.plugins.torchrun.show.terminal import table
 from metaflow_extensions.torchrun.plugins.torchrun.show.words import outcome_of
 

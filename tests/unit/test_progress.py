@@ -22,9 +22,8 @@ from metaflow_extensions.torchrun.plugins.torchrun.gang.wire import from_plain, 
 from metaflow_extensions.torchrun.plugins.torchrun.node import progress_observer as watch
 from metaflow_extensions.torchrun.plugins.torchrun.node.metric_lines import parse_line
 from metaflow_extensions.torchrun.plugins.torchrun.node.start import _variables
-from metaflow_extensions.torchrun.plugins.torchrun.show.as_card import layout
 from metaflow_extensions.torchrun.plugins.torchrun.show.page import page_of
-from metaflow_extensions.torchrun.plugins.torchrun.show.parts import Chart, Facts, Sentence, lines_of
+from metaflow_extensions.torchrun.plugins.torchrun.show.parts import Chart, Facts, Sentence, layout, lines_of
 from metaflow_extensions.torchrun.plugins.torchrun.task.services import Services
 
 

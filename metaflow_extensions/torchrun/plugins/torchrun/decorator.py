@@ -140,7 +140,7 @@ class TorchrunDecorator(steps.ParallelDecorator):  # type: ignore[misc]  # Metaf
         """Check what only a run can do; deployments, tasks and commands such as ``show`` don't come here."""
         from .compat.graph import parallel_steps
         from .machine.system import require_linux
-        from .show.run_end import RunEnd
+        from .show.run_end import last_lines
         from .task.interrupts import heed_signals_to_run
         from .task.report import tell_after_errors
 
@@ -151,7 +151,8 @@ class TorchrunDecorator(steps.ParallelDecorator):  # type: ignore[misc]  # Metaf
             require_linux(f"Step {self._step_name} with @torchrun")
         self._check_backend(is_run=True)
         is_only_gang = len(parallel_steps(graph)) == 1
-        tell_after_errors(RunEnd(self._flow_datastore, run_id, self._step_name, is_only_gang, is_remote).tell)
+        about = (self._flow_datastore, str(run_id), self._step_name, is_only_gang, is_remote)
+        tell_after_errors(partial(last_lines, *about))
 
     def runtime_step_cli(
         self, cli_args: Any, retry_count: int, max_user_code_retries: int, ubf_context: str | None

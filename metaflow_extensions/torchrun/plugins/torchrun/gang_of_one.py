@@ -20,7 +20,6 @@ from .machine.accelerators import this_machine
 from .result import TorchrunResult
 from .settings import DEFAULTS, parse_settings
 from .show.gang_part import GangPart
-from .show.parts import Sentence
 from .task.cards import Cards
 from .task.gang_store import GangStore
 from .task.join import LOOPBACK, join_alone, rules_of
@@ -41,8 +40,8 @@ class GangOfOne:
         self._has_parts = True
         return GangPart(parts, self._present)
 
-    def _present(self) -> GangView | Sentence:
-        return Sentence("No launch has begun yet.") if self._cards is None else self._cards.shown()
+    def _present(self) -> GangView | str:
+        return "No launch has begun yet." if self._cards is None else self._cards.shown()
 
     def run(self, given: dict[str, Any]) -> TorchrunResult[Any]:
         """Run a launch to its end; `given` has the arguments of `Runner.run` by name."""

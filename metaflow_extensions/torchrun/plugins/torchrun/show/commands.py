@@ -9,6 +9,7 @@ import io
 import json
 import os
 import sys
+import time
 from collections import deque
 from collections.abc import Iterable
 from contextlib import suppress
@@ -21,25 +22,20 @@ from ..compat.graph import parallel_steps
 from ..compat.renamed import check
 from ..gang.texts import names
 from ..gang.view import GangView
-from .finding import WHICH, attempt_option, await_gang, find, find_one, gang_argument, json_option
-from .follow import wait_for_end
+from .finding import WHICH, attempt_option, await_gang, command, find, find_one, gang_argument, json_option
 from .outputs_command import outputs
 from .page import Place, page_of
 from .parts import lines_of
 from .stacks_command import stacks
 from .stored_gangs import StoredGang, StoredGangs
 from .stored_logs import Line, StoredLogs
+from .terminal import printable
+
+_PAUSE_S = 3.0
 
 
 class _Commands(click.Group):  # type: ignore[misc]  # Metaflow is not typed
     """Turns errors of damaged records into messages."""
-
-    def format_commands(self, ctx: Any, formatter: Any) -> None:
-        """Write the first sentence of each command's help; click's own (7.1, in Metaflow 2.19) cuts it to one line."""
-        with formatter.section("Commands"):
-            formatter.write_dl(
-                [(name, self.get_command(ctx, name).get_short_help_str(limit=1000)) for name in self.list_commands(ctx)]
-            )
 
     def invoke(self, ctx: Any) -> Any:
         """Run a command."""
@@ -70,9 +66,7 @@ def torchrun() -> None:
     """Hold our commands."""
 
 
-@torchrun.command(
-    help="Show what came of a step: why it failed, its nodes and ranks, and what happened when.", epilog=WHICH
-)
+@command("Show what came of a step: why it failed, its nodes and ranks, and what happened when.")
 @gang_argument
 @click.option(
     "--follow",
@@ -89,11 +83,37 @@ def show(obj: Any, gang: str, follow: bool, attempt: int | None, as_json: bool) 
     if follow:
         try:
             gang = await_gang(obj, gang)
-            is_well = wait_for_end(obj, gang, attempt, says_to_stderr=as_json)
+            is_well = _wait_for_end(obj, gang, attempt, says_to_stderr=as_json)
         except KeyboardInterrupt:
             return
     click.echo(_pages(obj, gang, attempt, as_json))
     sys.exit(0 if is_well else 1)
+
+
+def _wait_for_end(obj: Any, gang: str, attempt: int | None, says_to_stderr: bool) -> bool:
+    """Write a line for each change of a named gang's state until all have ended; return whether all have ended well."""
+    said: dict[str, Any] = {}  # control task -> the state in its last line
+    while True:
+        stored, gangs = find(obj, gang, attempt)
+        ends = []
+        for each in gangs:
+            view = stored.view(each)
+            if each.is_over or (view is not None and view.is_over):
+                ends.append(view is not None and each.outcome(view) == "done")
+            state = None if view is None else _said_of(view)
+            if said.get(each.control_task, "nothing") != state:
+                said[each.control_task] = state
+                sentence = "Nothing is recorded yet." if view is None else each.sentence(view)
+                line = f"{time.strftime('%H:%M:%S')} {each.run}/{each.step}/{each.control_task}: {sentence}"
+                click.echo(printable(line), err=says_to_stderr)
+        if len(ends) == len(gangs):
+            return all(ends)
+        time.sleep(_PAUSE_S)
+
+
+def _said_of(view: GangView) -> Any:
+    """Return the parts of a view that cause a new line when they change: not the time in its sentence."""
+    return view.outcome, view.launch, len(view.restarts_s), view.began_s is not None
 
 
 def _pages(obj: Any, named: str, attempt: int | None, as_json: bool) -> str:
@@ -123,7 +143,7 @@ def _as_data(place: Place, view: GangView | None) -> dict[str, Any]:
     }
 
 
-@torchrun.command(help="Show the stored logs of all nodes of a step, merged by time.", epilog=WHICH)
+@command("Show the stored logs of all nodes of a step, merged by time.")
 @gang_argument
 @click.option("--rank", type=int, default=None, help="Only what this rank has written.")
 @click.option("--node", type=int, default=None, help="Only what this node and its ranks have written.")
@@ -156,22 +176,22 @@ def logs(
         is_its = rank in (None, line.rank) and node in (None, line.node)
         return is_its or line.text.startswith(_TRUNCATED)  # its lines may be among those that are missing
 
-    def show_all(lines: Iterable[Line]) -> bool:
-        """Print lines; return whether there were any, as far as they were asked for."""
-        number = 0
-        for number, line in enumerate(lines, 1):  # noqa: B007 - counted
+    def printed(lines: Iterable[Line]) -> bool:
+        """Print the lines; return whether there were any."""
+        has_any = False
+        for line in lines:
             click.echo(json.dumps(asdict(line)) if as_json else f"{_clock(line)} {line.labelled}")
-        return number > 0 or tail == 0
+            has_any = True
+        return has_any
 
-    is_over = found.is_over
     with suppress(KeyboardInterrupt):
         so_far = filter(is_wanted, kept.lines(is_growing=follow))
-        has_any = show_all(so_far if tail is None else deque(so_far, tail))
-        if not has_any and not is_over:
+        has_any = printed(so_far if tail is None else deque(so_far, tail)) or tail == 0
+        if not has_any and not found.is_over:
             click.echo(_NO_LINE_YET, err=True)
         if follow:
-            has_any, is_over = show_all(filter(is_wanted, kept.follow())) or has_any, True
-        if not has_any and is_over:
+            has_any = printed(filter(is_wanted, kept.follow())) or has_any
+        if not has_any and (follow or found.is_over):
             who = f"Rank {rank}" if rank is not None else f"Node {node}" if node is not None else "The gang"
             click.echo(f"{who} has printed nothing that is stored.", err=True)
 
@@ -213,5 +233,5 @@ def _clock(line: Line) -> str:
     return moment.strftime("%H:%M:%S.%f")[:-3]
 
 
-torchrun.add_command(outputs)
-torchrun.add_command(stacks)
+for each in (show, logs, outputs, stacks):
+    torchrun.add_command(each)

@@ -40,18 +40,17 @@ class GangCard(cards.MetaflowCard):  # type: ignore[misc]  # Metaflow is not typ
 
 def page_of_gang(pathspec: str, view: GangView | None, is_final: bool) -> str:
     """Return the page of a task; None: nothing is recorded of a gang."""
-    from .as_card import said
-    from .parts import Sentence
+    from .parts import Section, Sentence, said
     from .program import flow_program
     from .style import STYLE
 
     if view is None:
-        shown: dict[str, Any] = {"type": "page", "title": "Gang", "contents": [said(Sentence(_NOTHING))]}
+        shown: dict[str, Any] = {"type": "page", "title": "Gang", "contents": [said(_NOTHING)]}
     else:
         shown = _layout(pathspec, view)
         if not is_final:
             text = f"card view shows the gang as it was at this moment. To watch it, run: {flow_program()} card server"
-            shown["contents"][0]["contents"] += said(Sentence(text, "note"))["contents"]
+            shown["contents"][0]["contents"] += Section("none", "", [Sentence(text, "note")]).component()["contents"]
     return cards.page(pathspec, shown, STYLE, is_final)
 
 
@@ -61,8 +60,8 @@ def sections_of_gang(pathspec: str, view: GangView) -> dict[str, Any]:
 
 
 def _layout(pathspec: str, view: GangView) -> dict[str, Any]:
-    from .as_card import layout
     from .page import page_of
+    from .parts import layout
     from .program import place_of_card
 
     return layout(page_of(view, place_of_card(pathspec), is_short=True))

@@ -11,10 +11,10 @@ from metaflow import current
 from ..compat import cards
 from ..errors import TorchrunConfigError
 from ..gang.view import GangView
-from .as_card import part, said
 from .page import SECTION_NAMES, page_of
-from .parts import Sentence
+from .parts import said
 from .program import place_of_card
+from .style import PARTS_STYLE
 
 
 class GangPart(cards.component_class()):  # type: ignore[misc]  # Metaflow is not typed
@@ -22,7 +22,7 @@ class GangPart(cards.component_class()):  # type: ignore[misc]  # Metaflow is no
 
     REALTIME_UPDATABLE = True
 
-    def __init__(self, names: tuple[str, ...], shown: Callable[[], GangView | Sentence]) -> None:
+    def __init__(self, names: tuple[str, ...], shown: Callable[[], GangView | str]) -> None:
         for name in set(names).difference(SECTION_NAMES):
             raise TorchrunConfigError(
                 f"current.torch.card knows no part {name!r}. The parts are {', '.join(map(repr, SECTION_NAMES))}."
@@ -37,14 +37,17 @@ class GangPart(cards.component_class()):  # type: ignore[misc]  # Metaflow is no
     def render(self) -> dict[str, Any]:
         """Return the component as plain data, like Metaflow's own components."""
         shown = self._shown()
-        if isinstance(shown, Sentence):
+        if isinstance(shown, str):
             return {**said(shown), "id": self.component_id}
-        return part(self.component_id, page_of(shown, place_of_card(current.pathspec), is_short=True), self._names)
+        sections = page_of(shown, place_of_card(current.pathspec), is_short=True).sections
+        chosen = [each.component() for each in sections if not self._names or each.name in self._names]
+        style = {"type": "markdown", "source": f"<style>{PARTS_STYLE}</style>"}
+        return {"type": "section", "id": self.component_id, "contents": [style, *chosen]}
 
 
 def pointing_at(control: str) -> Callable[[tuple[str, ...]], GangPart]:
     """Return what makes parts for a user's own card on another node: they name `control`, as run, step and task."""
     parallel, task = current.parallel, f"{current.flow_name}/{control}"
     here = f"node {parallel.node_index} (host {socket.gethostname()}) of a gang of {parallel.num_nodes} nodes"
-    sentence = Sentence(f"This is {here}. The card of node 0's task shows the gang: {task}.")
+    sentence = f"This is {here}. The card of node 0's task shows the gang: {task}."
     return lambda names: GangPart(names, lambda: sentence)

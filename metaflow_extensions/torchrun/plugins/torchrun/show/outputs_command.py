@@ -8,23 +8,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ..compat.cli import CommandException, click
+from ..compat.cli import click
 from ..compat.datastore import DatastoreValues
 from ..gang.texts import size_text
 from ..outputs import OutputFile, Outputs
-from .finding import WHICH, attempt_option, find_one, gang_argument
+from .finding import CommandFailed, attempt_option, command, find_one, gang_argument
 from .terminal import printable, table
 
 
-class CommandFailed(CommandException):  # type: ignore[misc]  # Metaflow is not typed
-    """The command is correct, and can't be done."""
-
-    headline = "Command failed"
-
-
-@click.command(
-    help="List the files that run(outputs=...) has stored, also when it has failed, or download them.", epilog=WHICH
-)
+@command("List the files that run(outputs=...) has stored, also when it has failed, or download them.")
 @gang_argument
 @click.option("--to", type=str, default=None, help="Write the files below this folder.")
 @click.option(

@@ -1,19 +1,23 @@
 """The parts of a gang's page; each writes itself as lines for a terminal and as HTML for a card. Pure.
 
 Metaflow has no component for HTML, but its Markdown lets a block of HTML through. Each block is one line, since a blank
-line would end it; so line breaks of texts are entities.
+line would end it; so line breaks of texts are entities. Each section has an id. While a page is shown, Metaflow replaces
+components by id, but adds none (2.19). So a section without parts is on the page, too, but hidden.
 """
 
 from __future__ import annotations
 
 import html
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from itertools import groupby
+from typing import Any, Literal, TypeAlias
 
+from ..gang.wire import finite
 from .terminal import printable, printable_line, table
 
+Component: TypeAlias = dict[str, Any]  # of Metaflow's cards, as plain data
 _CONTROL = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f]")
 
 
@@ -203,6 +207,14 @@ class Section:
     title: str
     parts: Sequence[Part]
 
+    def component(self) -> Component:
+        """Return it as a component of a card. By its id, it replaces an older one."""
+        title = {"title": self.title} if self.title and self.parts else {}
+        plain: Component = finite(
+            {"type": "section", "id": f"gang-{self.name}", **title, "contents": [*_components(self)]}
+        )
+        return plain
+
 
 @dataclass(frozen=True)
 class Page:
@@ -219,3 +231,43 @@ def lines_of(page: Page) -> list[str]:
         if body := [line for part in section.parts for line in part.lines()]:
             lines += [*([""] if lines else []), *([section.title] if section.title else []), *body]
     return lines
+
+
+def layout(page: Page) -> Component:
+    """Return the page as a component of a card."""
+    return {"type": "page", "title": page.title, "contents": [section.component() for section in page.sections]}
+
+
+def said(text: str) -> Component:
+    """Return a section with one sentence, for a task without a gang to show."""
+    return Section("none", "", [Sentence(text)]).component()
+
+
+def _components(section: Section) -> Iterator[Component]:
+    """Return a section's contents: adjacent parts of HTML become one component, and adjacent charts a grid."""
+    for kind, group in groupby(section.parts, _kind):
+        parts: list[Any] = list(group)
+        if kind == "chart":
+            charts = [{"type": "vegaChart", "spec": part.spec, "options": {"actions": False}} for part in parts]
+            yield from charts if len(charts) == 1 else [{"type": "section", "columns": 2, "contents": charts}]
+        elif kind == "table":
+            for part in parts:
+                rows = [[_in_table(cell) for cell in row] for row in part.rows]
+                yield {"type": "table", "columns": list(part.header), "data": rows, "vertical": False}
+        else:
+            source = "".join(part.html() for part in parts)
+            yield {"type": "markdown", "source": f'<div class="tr tr-{section.name}">{source}</div>'}
+
+
+def _kind(part: Part) -> str:
+    """Return the kind of a part, for grouping. A folded part is separate, so that it stays open when others change."""
+    if isinstance(part, Chart | Table):
+        return type(part).__name__.lower()
+    return "folded" if isinstance(part, Block) and part.is_folded else "html"
+
+
+def _in_table(cell: str | Link) -> Any:
+    """Return a cell. Metaflow shows a string verbatim."""
+    if isinstance(cell, Link):
+        return {"type": "markdown", "source": f"[{cell.text}]({cell.url})"} if cell.url else cell.text
+    return cell or "–"

@@ -14,25 +14,20 @@ from .stored_gangs import StoredGangs
 from .terminal import printable
 
 
-class RunEnd:
-    """The last lines about the gangs of one step, in the process of ``flow.py run``."""
-
-    def __init__(self, flow_datastore: Any, run_id: str, step: str, is_only_gang: bool, is_remote: bool) -> None:
-        self._flow_datastore = flow_datastore  # metaflow.datastore.FlowDataStore
-        self._run_id, self._step, self._is_remote = str(run_id), step, is_remote
-        self._where = self._run_id if is_only_gang else f"{self._run_id}/{step}"
-
-    def tell(self, error: BaseException) -> str:
-        """Return the lines that follow Metaflow's error, if that is about this step."""
-        match = failed_task(error)
-        if match is None or match["step"] != self._step:
-            return ""
-        stored = StoredGangs(self._flow_datastore)
-        lines: list[str] = []
-        with suppress(Exception):  # the datastore can raise anything; the command is still shown
-            for gang in stored.gangs(self._run_id, self._step):
-                view = stored.view(gang) if match["task"] in (None, gang.control_task) else None
-                if view is not None and (self._is_remote or not view.is_over):  # else its error is above
-                    lines.append(printable(gang.sentence(view)))
-        lines.append(f"To see what happened on all nodes: {stored.program} show {self._where}")
-        return "".join(f"[torchrun] {line}\n" for line in lines)
+def last_lines(
+    flow_datastore: Any, run_id: str, step: str, is_only_gang: bool, is_remote: bool, error: BaseException
+) -> str:
+    """Return the lines that follow Metaflow's error, if that is about the gangs of this step."""
+    match = failed_task(error)
+    if match is None or match["step"] != step:
+        return ""
+    stored = StoredGangs(flow_datastore)  # metaflow.datastore.FlowDataStore
+    lines: list[str] = []
+    with suppress(Exception):  # the datastore can raise anything; the command is still shown
+        for gang in stored.gangs(run_id, step):
+            view = stored.view(gang) if match["task"] in (None, gang.control_task) else None
+            if view is not None and (is_remote or not view.is_over):  # else its error is above
+                lines.append(printable(gang.sentence(view)))
+    where = run_id if is_only_gang else f"{run_id}/{step}"
+    lines.append(f"To see what happened on all nodes: {stored.program} show {where}")
+    return "".join(f"[torchrun] {line}\n" for line in lines)

@@ -14,12 +14,12 @@ from contextlib import suppress
 from typing import Any
 
 from ..channel.registry import Reply, Request
-from ..compat.cli import CommandException, click
+from ..compat.cli import click
 from ..gang.stacks import GangStacks
 from ..gang.texts import counted, duration, names
 from ..gang.wire import from_plain, to_plain
 from ..machine.frames import Found, look_first
-from .finding import WHICH, attempt_option, find_one, gang_argument
+from .finding import CommandFailed, attempt_option, command, find_one, gang_argument
 from .stored_gangs import StoredGang, StoredGangs
 from .terminal import printable
 
@@ -28,12 +28,6 @@ _WATCH_S = 5.0
 _PATIENCE_S = 75.0
 _LOOK_S, _LOOK_ON_DISK_S = 2.0, 0.2
 _SEE_END_S = 10.0  # between checks whether the gang has ended; each costs several requests
-
-
-class NoAnswer(CommandException):  # type: ignore[misc]  # Metaflow is not typed
-    """No answer has come, though the command is correct."""
-
-    headline = "No answer"
 
 
 class AskedGang:
@@ -76,16 +70,14 @@ class AskedGang:
                 if self._is_over():
                     return None
                 looked = time.monotonic()
-        raise NoAnswer(
+        raise CommandFailed(
             f"{self.where} has not answered within {_PATIENCE_S:g} s. Its control node answers while current.torch.run "
             "waits: it may be in code of its own, wait for a machine, or have been killed, or have a clock that is 10 "
             f"minutes from this one's. To see what is known of it: {self.show}."
         )
 
 
-@click.command(
-    help="Ask all ranks of a running step what they do now, and print their stacks. Nothing is stopped.", epilog=WHICH
-)
+@command("Ask all ranks of a running step what they do now, and print their stacks. Nothing is stopped.")
 @gang_argument
 @click.option("--rank", type=int, default=None, help="This rank's whole stack, with the frames of libraries.")
 @click.option("--watch", is_flag=True, default=False, help="Ask every few seconds, until the gang ends.")
@@ -98,7 +90,7 @@ def stacks(obj: Any, gang: str, rank: int | None, watch: bool, as_json: bool, at
     before = asked.last()
     answer = asked.ask()
     if answer is None:
-        raise NoAnswer(f"{asked.where} has ended, so none of its workers runs. To see how it ended: {asked.show}.")
+        raise CommandFailed(f"{asked.where} has ended, so none of its workers runs. To see how it ended: {asked.show}.")
     with suppress(KeyboardInterrupt):  # this is how a watch ends
         while answer is not None:
             for line in _lines(answer, before, rank, watch, as_json):
@@ -120,7 +112,7 @@ def _lines(answer: Reply, before: Reply | None, rank: int | None, watch: bool, a
     if rank not in (None, *found.ranks) and found.launch is not None:
         text = f"Rank {rank} has not answered. Ranks that have: {', '.join(map(str, found.ranks)) or 'none'}."
         if not watch:
-            raise NoAnswer(text)
+            raise CommandFailed(text)
         yield text
     elif as_json:
         plain: dict[str, Any] = to_plain(found)
