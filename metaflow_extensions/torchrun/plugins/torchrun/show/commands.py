@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import io
 import json
-import os
 import sys
 import time
 from collections import deque
@@ -22,7 +21,7 @@ from ..compat.graph import parallel_steps
 from ..compat.renamed import check
 from ..gang.texts import names
 from ..gang.view import GangView
-from .finding import WHICH, attempt_option, await_gang, command, find, find_one, gang_argument, json_option
+from .finding import PAUSE_S, WHICH, attempt_option, await_gang, command, find, find_one, gang_argument, json_option
 from .outputs_command import outputs
 from .page import Place, page_of
 from .parts import lines_of
@@ -31,16 +30,12 @@ from .stored_gangs import StoredGang, StoredGangs
 from .stored_logs import Line, StoredLogs
 from .terminal import printable
 
-_PAUSE_S = 3.0
-
 
 class _Commands(click.Group):  # type: ignore[misc]  # Metaflow is not typed
     """Turns errors of damaged records into messages."""
 
     def invoke(self, ctx: Any) -> Any:
         """Run a command."""
-        if sys.stdout is None:  # closed by the caller (`>&-`); click of Metaflow 2.19 writes to it all the same
-            sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115 - until the process ends
         if isinstance(sys.stdout, io.TextIOWrapper):
             # Characters that the terminal can't show, such as an emoji in the C locale, are printed as escapes.
             sys.stdout.reconfigure(errors="backslashreplace")
@@ -100,20 +95,16 @@ def _wait_for_end(obj: Any, gang: str, attempt: int | None, says_to_stderr: bool
             view = stored.view(each)
             if each.is_over or (view is not None and view.is_over):
                 ends.append(view is not None and each.outcome(view) == "done")
-            state = None if view is None else _said_of(view)
+            # What causes a new line when it changes: not the time in the sentence.
+            state = view and (view.outcome, view.launch, len(view.restarts_s), view.began_s is not None)
             if said.get(each.control_task, "nothing") != state:
                 said[each.control_task] = state
                 sentence = "Nothing is recorded yet." if view is None else each.sentence(view)
-                line = f"{time.strftime('%H:%M:%S')} {each.run}/{each.step}/{each.control_task}: {sentence}"
+                line = f"{time.strftime('%H:%M:%S')} {each.where}: {sentence}"
                 click.echo(printable(line), err=says_to_stderr)
         if len(ends) == len(gangs):
             return all(ends)
-        time.sleep(_PAUSE_S)
-
-
-def _said_of(view: GangView) -> Any:
-    """Return the parts of a view that cause a new line when they change: not the time in its sentence."""
-    return view.outcome, view.launch, len(view.restarts_s), view.began_s is not None
+        time.sleep(PAUSE_S)
 
 
 def _pages(obj: Any, named: str, attempt: int | None, as_json: bool) -> str:
@@ -168,9 +159,6 @@ def logs(
     as_json: bool,
 ) -> None:
     """Show the logs of one gang."""
-    stored, found = find_one(obj, await_gang(obj, gang) if follow else gang, attempt)
-    _refuse_unknown(stored.view(found), rank, node)
-    kept = StoredLogs(stored, found)
 
     def is_wanted(line: Line) -> bool:
         is_its = rank in (None, line.rank) and node in (None, line.node)
@@ -185,6 +173,9 @@ def logs(
         return has_any
 
     with suppress(KeyboardInterrupt):
+        stored, found = find_one(obj, await_gang(obj, gang) if follow else gang, attempt)
+        _refuse_unknown(stored.view(found), rank, node)
+        kept = StoredLogs(stored, found)
         so_far = filter(is_wanted, kept.lines(is_growing=follow))
         has_any = printed(so_far if tail is None else deque(so_far, tail)) or tail == 0
         if not has_any and not found.is_over:
@@ -226,10 +217,9 @@ def _page(obj: Any, stored: StoredGangs, place: StoredGang) -> list[str]:
 
 def _clock(line: Line) -> str:
     """Return the time of a log line as local time of day."""
-    try:
-        moment = datetime.fromisoformat(line.time).replace(tzinfo=timezone.utc).astimezone()
-    except ValueError:  # a line without a time
+    if not line.time:
         return " " * 12
+    moment = datetime.fromisoformat(line.time).replace(tzinfo=timezone.utc).astimezone()
     return moment.strftime("%H:%M:%S.%f")[:-3]
 
 

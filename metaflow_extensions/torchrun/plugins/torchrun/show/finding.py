@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from typing import Any
 
@@ -19,7 +18,7 @@ WHICH = (
     "RUN is the number of a run; default: the latest run that was started in this folder. Name the STEP if several steps "
     "of the run have @torchrun, and the TASK to choose one of a foreach."
 )
-_PAUSE_S = 3.0
+PAUSE_S = 3.0  # between two looks of who follows a gang
 
 
 class CommandFailed(CommandException):  # type: ignore[misc]  # Metaflow is not typed
@@ -60,7 +59,7 @@ def find_one(obj: Any, named: str, attempt: int | None) -> tuple[StoredGangs, St
     """Return the stored gangs, and the named gang; raise an error with the choices if several match."""
     stored, found = find(obj, named, attempt)
     if len(found) > 1:
-        known = ", ".join(f"{each.run}/{each.step}/{each.control_task}" for each in found)
+        known = ", ".join(each.where for each in found)
         raise CommandException(f"{named} has {len(found)} gangs, and each has a rank 0. Name one of them: {known}.")
     return stored, found[0]
 
@@ -106,22 +105,19 @@ def find(obj: Any, named: str, attempt: int | None = None) -> tuple[StoredGangs,
 def await_gang(obj: Any, named: str) -> str:
     """Wait until the named gang has begun, or one of the latest run; say once what is waited for. Return its name.
 
-    Raises what `find` raises of a gang that can't come any more. Ctrl-C ends the program.
+    Raises what `find` raises of a gang that can't come any more.
     """
     is_told = False
-    try:
-        while True:
-            named = named or latest_run(obj.flow.name) or ""
-            try:
-                find(obj, named)
-                return named
-            except NotYet as error:
-                if not is_told:
-                    click.echo(f"[torchrun] {error} Waiting for it; Ctrl-C ends this.", err=True)
-                is_told = True
-            time.sleep(_PAUSE_S)
-    except KeyboardInterrupt:
-        sys.exit(0)
+    while True:
+        named = named or latest_run(obj.flow.name) or ""
+        try:
+            find(obj, named)
+            return named
+        except NotYet as error:
+            if not is_told:
+                click.echo(f"[torchrun] {error} Waiting for it; Ctrl-C ends this.", err=True)
+            is_told = True
+        time.sleep(PAUSE_S)
 
 
 def _only_gang(obj: Any, run: str, steps: list[str]) -> str:
@@ -139,5 +135,5 @@ def _of_attempt(gang: StoredGang, attempt: int | None) -> StoredGang:
         return gang
     if not 0 <= attempt <= gang.last_attempt:
         known = "only attempt 0" if gang.last_attempt == 0 else f"attempts 0 to {gang.last_attempt}"
-        raise CommandException(f"{gang.run}/{gang.step}/{gang.control_task} has {known}, not {attempt}.")
+        raise CommandException(f"{gang.where} has {known}, not {attempt}.")
     return gang.of_attempt(attempt)

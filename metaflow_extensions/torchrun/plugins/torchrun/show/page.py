@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from ..gang.cause import signal_name
@@ -51,6 +51,11 @@ class Place:
     def is_over(self) -> bool:
         """Whether the control node's task has ended."""
         return self.is_done or self.attempt < self.last_attempt
+
+    @property
+    def where(self) -> str:
+        """Name the gang as our commands do."""
+        return f"{self.run}/{self.step}/{self.control_task}"
 
     @property
     def title(self) -> str:
@@ -172,12 +177,8 @@ def _ranks(shown: _Shown) -> list[Part]:
     parts: list[Part] = [Keys(_tally(ranks))]
     if shown.place.outcome(view) == "ended":
         parts.append(Sentence("These are the last known states."))
-    # Which ranks to look at first, in a hang that was the end.
-    hangs = view.hangs or {}
-    is_last = bool(hangs) and hangs["is_last"] and view.outcome == "failed" and view.launch == hangs["launch"]
-    odd = dict.fromkeys(hangs["first"], "look here first") if is_last else {}
     if len(ranks) <= _MAX_CELLS:
-        return [*parts, Cells([_rank_cell(view, rank, odd.get(rank.rank, "")) for rank in ranks])]
+        return [*parts, Cells([_rank_cell(view, rank) for rank in ranks])]
     by_node: dict[int, list[Rank]] = {}
     for rank in ranks:
         by_node.setdefault(rank.node, []).append(rank)
@@ -187,18 +188,18 @@ def _ranks(shown: _Shown) -> list[Part]:
             parts.append(Sentence(f"{state}: {names((rank.rank for rank in bad), 'rank')} on {nodes}"))
     cells = []
     for node, its in by_node.items():
-        tally, mark = _tally(its), ", ".join(f"rank {each.rank} {odd[each.rank]}" for each in its if each.rank in odd)
-        cells.append(Cell(f"node {node}", next(iter(tally)), ", ".join(tally.values()), view.nodes[node].host, mark))
+        tally = _tally(its)
+        cells.append(Cell(f"node {node}", next(iter(tally)), ", ".join(tally.values()), view.nodes[node].host))
     return [*parts, Cells(cells, is_small=len(by_node) > _MAX_CELLS)]
 
 
-def _rank_cell(view: GangView, rank: Rank, mark: str) -> Cell:
+def _rank_cell(view: GangView, rank: Rank) -> Cell:
     code, node = rank.exit_code, view.nodes[rank.node]
     end = "" if not code else f", exit code {code}" if code >= 0 else f", {signal_name(-code)}"
     if rank.state == "running" and not node.has_written:
         end = ", no output yet"
     place = f"node {rank.node}, {node.host or 'no host yet'}"
-    return Cell(f"rank {rank.rank}", rank.state, rank.state + end, place, mark)
+    return Cell(f"rank {rank.rank}", rank.state, rank.state + end, place)
 
 
 def _nodes(shown: _Shown) -> list[Part]:
@@ -219,19 +220,15 @@ def _node_row(shown: _Shown, index: int) -> tuple[str | Link, ...]:
     view, node, place = shown.view, shown.view.nodes[index], shown.place
     ranks = view.ranks_of(index)
     numbers = f"{ranks[0]}-{ranks[-1]}" if len(ranks) > 1 else shortened(ranks)
-    ends = exit_codes([node.exit_codes.get(rank) for rank in ranks]) if node.exit_codes else ""
+    codes = [node.exit_codes.get(rank) for rank in ranks if node.exit_codes]
+    words = ["unknown" if code is None else str(code) if code >= 0 else signal_name(-code) for code in codes]
+    ends = " ".join(words)
+    if len(words) > _CODES:
+        ends = ", ".join(f"{count} x {word}" for word, count in Counter(words).most_common())
     pathspec = f"{place.run}/{place.step}/{place.tasks[index]}" if index in place.tasks else node.task
     url = f"{place.ui_url.rstrip('/')}/{place.flow}/{pathspec}" if place.ui_url else None
     task = "-" if pathspec is None else Link(pathspec.split("/")[-1], url)
     return (str(index), node.host, task, numbers, node.state, ends)
-
-
-def exit_codes(codes: Sequence[int | None]) -> str:
-    """Return how the ranks of a node ended, in the order of ranks, or of many how many ended in which way."""
-    words = ["unknown" if code is None else str(code) if code >= 0 else signal_name(-code) for code in codes]
-    if len(words) <= _CODES:
-        return " ".join(words)
-    return ", ".join(f"{count} x {word}" for word, count in Counter(words).most_common())
 
 
 # --- what happened when -----------------------------------------------------------------------------

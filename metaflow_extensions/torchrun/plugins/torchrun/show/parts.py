@@ -131,22 +131,19 @@ class Keys(Part):
 
 @dataclass(frozen=True)
 class Cell:
-    """One rank or node among many."""
+    """One rank or node among many; its state is a key of `charts.COLOURS`."""
 
     title: str
-    state: str  # a key of `charts.COLOURS`
-    word: str = ""
-    place: str = ""
-    mark: str = ""  # what is odd about it
+    state: str
+    word: str
+    place: str
 
     def html(self, is_small: bool) -> str:
         """Return it as an item of a list; of a small one only the number is shown."""
-        title, word, place, mark = map(one_line, (self.title, self.word, self.place, self.mark))
-        odd = f'<span class="tr-mark">{mark}</span>' if mark else ""
-        whole = f'<b>{title}</b><span class="tr-state">{word}</span>{odd}<small>{place}</small>'
-        about = f"{title}, {place}: {word}" + (f", {mark}" if mark else "")
-        shown = title.split()[-1] if is_small else whole
-        return f'<li class="tr-cell {css_class(self.state)}{" tr-odd" * bool(mark)}" title="{about}">{shown}</li>'
+        title, word, place = map(one_line, (self.title, self.word, self.place))
+        whole = f'<b>{title}</b><span class="tr-state">{word}</span><small>{place}</small>'
+        about, shown = f"{title}, {place}: {word}", title.split()[-1] if is_small else whole
+        return f'<li class="tr-cell {css_class(self.state)}" title="{about}">{shown}</li>'
 
 
 @dataclass(frozen=True)

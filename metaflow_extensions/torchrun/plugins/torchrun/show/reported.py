@@ -77,7 +77,9 @@ def hangs(view: GangView) -> list[Part]:
         for each in view.hangs["stacks"]
         if each["text"]
     ]
-    return [Sentence(_HANG.format(view.hangs["launch"])), *blocks]
+    said, first = _HANG.format(view.hangs["launch"]), view.hangs["first"]
+    said += f" Look at {names(first, 'rank')} first: {view.hangs['why']}." if first else ""
+    return [Sentence(said), *blocks]
 
 
 def outputs(view: GangView) -> list[Part]:

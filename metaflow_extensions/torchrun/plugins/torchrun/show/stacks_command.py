@@ -30,51 +30,41 @@ _LOOK_S, _LOOK_ON_DISK_S = 2.0, 0.2
 _SEE_END_S = 10.0  # between checks whether the gang has ended; each costs several requests
 
 
-class AskedGang:
-    """One attempt of a gang, which is asked for its stacks."""
+def _is_over(stored: StoredGangs, gang: StoredGang) -> bool:
+    """Return whether the attempt has ended, as far as the datastore shows."""
+    gang = stored.again(gang)
+    view = stored.view(gang)
+    return gang.is_over or (view is not None and view.is_over)
 
-    def __init__(self, stored: StoredGangs, gang: StoredGang) -> None:
-        self.where = f"{gang.run}/{gang.step}/{gang.control_task}"
-        self.show = f"{stored.program} show {self.where}"
-        self._stored, self._gang, self._registry = stored, gang, stored.registry(gang)
 
-    def last(self) -> Reply | None:
-        """Return the last answer, perhaps to another command."""
-        return self._registry.load_answer()
-
-    def _is_over(self) -> bool:
-        """Return whether the attempt has ended, as far as the datastore shows."""
-        gang = self._stored.again(self._gang)
-        view = self._stored.view(gang)
-        return gang.is_over or (view is not None and view.is_over)
-
-    def ask(self) -> Reply | None:
-        """Store a request, and return the first answer to it or to a later request of somebody else; None: it is over."""
-        if self._is_over():
-            return None
-        before = self.last()
-        try:
-            who = getpass.getuser()
-        except (KeyError, OSError):  # the user has no name, as in many containers
-            who = "somebody"
-        made = f"{time.strftime('%Y%m%dT%H%M%SZ', time.gmtime())}-{who}-{uuid.uuid4().hex[:8]}"
-        self._registry.save_request(Request(made, time.time(), "stacks"))
-        look_s = _LOOK_S if self._stored.storage.kind != "local" else _LOOK_ON_DISK_S
-        began = looked = time.monotonic()
-        while time.monotonic() - began < _PATIENCE_S:
-            time.sleep(look_s)
-            answer = self.last()
-            if answer is not None and (before is None or answer.request.id != before.request.id):
-                return answer
-            if time.monotonic() - looked > _SEE_END_S:
-                if self._is_over():
-                    return None
-                looked = time.monotonic()
-        raise CommandFailed(
-            f"{self.where} has not answered within {_PATIENCE_S:g} s. Its control node answers while current.torch.run "
-            "waits: it may be in code of its own, wait for a machine, or have been killed, or have a clock that is 10 "
-            f"minutes from this one's. To see what is known of it: {self.show}."
-        )
+def _ask(stored: StoredGangs, gang: StoredGang) -> Reply | None:
+    """Store a request, and return the first answer to it or to a later request of somebody else; None: it is over."""
+    if _is_over(stored, gang):
+        return None
+    registry = stored.registry(gang)
+    before = registry.load_answer()
+    try:
+        who = getpass.getuser()
+    except (KeyError, OSError):  # the user has no name, as in many containers
+        who = "somebody"
+    made = f"{time.strftime('%Y%m%dT%H%M%SZ', time.gmtime())}-{who}-{uuid.uuid4().hex[:8]}"
+    registry.save_request(Request(made, time.time(), "stacks"))
+    look_s = _LOOK_S if stored.storage.kind != "local" else _LOOK_ON_DISK_S
+    began = looked = time.monotonic()
+    while time.monotonic() - began < _PATIENCE_S:
+        time.sleep(look_s)
+        answer = registry.load_answer()
+        if answer is not None and (before is None or answer.request.id != before.request.id):
+            return answer
+        if time.monotonic() - looked > _SEE_END_S:
+            if _is_over(stored, gang):
+                return None
+            looked = time.monotonic()
+    raise CommandFailed(
+        f"{gang.where} has not answered within {_PATIENCE_S:g} s. Its control node answers while current.torch.run "
+        "waits: it may be in code of its own, wait for a machine, or have been killed, or have a clock that is 10 "
+        f"minutes from this one's. To see what is known of it: {stored.program} show {gang.where}."
+    )
 
 
 @command("Ask all ranks of a running step what they do now, and print their stacks. Nothing is stopped.")
@@ -86,11 +76,12 @@ class AskedGang:
 @click.pass_obj
 def stacks(obj: Any, gang: str, rank: int | None, watch: bool, as_json: bool, attempt: int | None) -> None:
     """Ask, and print the answer; with ``watch`` again and again, until the gang ends."""
-    asked = AskedGang(*find_one(obj, gang, attempt))
-    before = asked.last()
-    answer = asked.ask()
+    stored, found = find_one(obj, gang, attempt)
+    before = stored.registry(found).load_answer()  # perhaps to another command
+    answer = _ask(stored, found)
     if answer is None:
-        raise CommandFailed(f"{asked.where} has ended, so none of its workers runs. To see how it ended: {asked.show}.")
+        show = f"{stored.program} show {found.where}"
+        raise CommandFailed(f"{found.where} has ended, so none of its workers runs. To see how it ended: {show}.")
     with suppress(KeyboardInterrupt):  # this is how a watch ends
         while answer is not None:
             for line in _lines(answer, before, rank, watch, as_json):
@@ -98,8 +89,8 @@ def stacks(obj: Any, gang: str, rank: int | None, watch: bool, as_json: bool, at
             if not watch:
                 return
             time.sleep(_WATCH_S)
-            before, answer = answer, asked.ask()
-        click.echo(f"{asked.where} has ended.")
+            before, answer = answer, _ask(stored, found)
+        click.echo(f"{found.where} has ended.")
 
 
 def _lines(answer: Reply, before: Reply | None, rank: int | None, watch: bool, as_json: bool) -> Iterator[str]:

@@ -167,16 +167,13 @@ class StoredLogs:
 
 def _whole_lines(path: Path, offset: int, is_growing: bool) -> Iterator[bytes]:
     """Return lines from `offset` on; an unfinished last line only if the file has stopped growing."""
-    rest = b""
-    while piece := _piece(path, offset):
+    rest, piece = b"", b"\n"
+    while piece:
+        with path.open("rb") as file:  # there may be more logs than files that may be open
+            file.seek(offset)
+            piece = file.read(_PIECE)
         offset += len(piece)
         *lines, rest = (rest + piece).split(b"\n")
         yield from (line + b"\n" for line in lines)
     if rest and not is_growing:
         yield rest
-
-
-def _piece(path: Path, offset: int) -> bytes:
-    with path.open("rb") as file:
-        file.seek(offset)
-        return file.read(_PIECE)
