@@ -15,8 +15,7 @@ from metaflow_extensions.torchrun.plugins.torchrun.gang.texts import duration
 from metaflow_extensions.torchrun.plugins.torchrun.gang.view import Word, told_by_others
 from metaflow_extensions.torchrun.plugins.torchrun.show.charts import COLOURS
 from metaflow_extensions.torchrun.plugins.torchrun.show.page import page_of
-from metaflow_extensions.torchrun.plugins.torchrun.show.parts import Cells, Chart, Sentence, layout, lines_of
-from metaflow_extensions.torchrun.plugins.torchrun.show.terminal import table
+from metaflow_extensions.torchrun.plugins.torchrun.show.parts import Cells, Chart, Sentence, layout, lines_of, table
 from metaflow_extensions.torchrun.plugins.torchrun.show.words import outcome_of
 
 TWICE = {"max_restarts": 2}

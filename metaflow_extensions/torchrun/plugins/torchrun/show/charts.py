@@ -55,11 +55,9 @@ def chart_of_times(view: GangView) -> Chart:
     ]
     colours = {state: colour for state, colour in COLOURS.items() if any(row["state"] == state for row in rows)}
     step = max(_MIN_STEP, min(_FULL_STEP, _HEIGHT // max(1, count)))
-    scales = {
-        "node": {"domain": list(range(count)), "padding": 0},
-        "time": {"domain": [0, round(max(end_s, 1.0) / unit_s, 3)], "nice": False},
-        "state": {"domain": list(colours), "range": list(colours.values())},
-    }
+    nodes = {"domain": [*range(count)], "padding": 0}
+    times = {"domain": [0, round(max(end_s, 1.0) / unit_s, 3)], "nice": False}
+    states = {"domain": list(colours), "range": list(colours.values())}
     node_axis = {"title": "node", "labelOverlap": True, "ticks": False, "domain": False}
     time_axis = {"title": f"{unit} since the start", "tickCount": 6}
     legend = {"orient": "top", "title": None, "columns": 4}
@@ -68,10 +66,10 @@ def chart_of_times(view: GangView) -> Chart:
         "data": {"values": rows},
         "mark": {"type": "bar", "height": {"band": 0.8 if step > 8 else 1.0}},
         "encoding": {
-            "y": {"field": "node", "type": "ordinal", "scale": scales["node"], "axis": node_axis},
-            "x": {"field": "from", "type": "quantitative", "axis": time_axis, "scale": scales["time"]},
+            "y": {"field": "node", "type": "ordinal", "scale": nodes, "axis": node_axis},
+            "x": {"field": "from", "type": "quantitative", "axis": time_axis, "scale": times},
             "x2": {"field": "to"},
-            "color": {"field": "state", "type": "nominal", "scale": scales["state"], "legend": legend},
+            "color": {"field": "state", "type": "nominal", "scale": states, "legend": legend},
             "tooltip": [{"field": name} for name in ("node", "host", "state", "from", "to")],
         },
     }

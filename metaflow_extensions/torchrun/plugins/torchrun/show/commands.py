@@ -24,11 +24,10 @@ from ..gang.view import GangView
 from .finding import PAUSE_S, WHICH, attempt_option, await_gang, command, find, find_one, gang_argument, json_option
 from .outputs_command import outputs
 from .page import Place, page_of
-from .parts import lines_of
+from .parts import lines_of, printable
 from .stacks_command import stacks
 from .stored_gangs import StoredGang, StoredGangs
 from .stored_logs import Line, StoredLogs
-from .terminal import printable
 
 
 class _Commands(click.Group):  # type: ignore[misc]  # Metaflow is not typed
@@ -122,12 +121,8 @@ def _pages(obj: Any, named: str, attempt: int | None, as_json: bool) -> str:
 def _as_data(place: Place, view: GangView | None) -> dict[str, Any]:
     """Return what ``--json`` has of a gang: where it is, its view, and what that comes to; ``docs/events.md`` lists it."""
     return {
-        "run": place.run,
-        "clone": None if place.clone is None else {"run": place.clone[0], "control_task": place.clone[1]},
-        "control_task": place.control_task,
-        "tasks": {str(node): task for node, task in place.tasks.items()},
-        "attempt": place.attempt,
-        "last_attempt": place.last_attempt,
+        **{name: getattr(place, name) for name in ("run", "control_task", "tasks", "attempt", "last_attempt")},
+        "clone": place.clone and dict(zip(("run", "control_task"), place.clone, strict=True)),
         **({} if view is None else view.stored()),
         "outcome": None if view is None else place.outcome(view),
         "sentence": None if view is None else place.sentence(view),

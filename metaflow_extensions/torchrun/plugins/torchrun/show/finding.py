@@ -11,8 +11,7 @@ from typing import Any
 from ..compat.cli import CommandException, click
 from ..compat.graph import parallel_steps
 from ..compat.stored import datastore_of_spin, latest_run
-from .program import flow_program
-from .stored_gangs import StoredGang, StoredGangs
+from .stored_gangs import StoredGang, StoredGangs, flow_program
 
 WHICH = (
     "RUN is the number of a run; default: the latest run that was started in this folder. Name the STEP if several steps "
@@ -93,7 +92,8 @@ def find(obj: Any, named: str, attempt: int | None = None) -> tuple[StoredGangs,
     if not gangs:
         text = f"Run {run} has no tasks of step {step}. It has begun: {', '.join(steps)}."
         raise (NotYet if step in parallel_steps(obj.graph) else CommandException)(text)
-    found = [gang for gang in gangs if task is None or gang.is_named(task)]
+    # A task may be that of any node, or the control task of the clone that was asked for.
+    found = [gang for gang in gangs if task in (None, *gang.tasks.values(), *(gang.clone or ())[1:])]
     if not found:
         known = ", ".join(gang.control_task for gang in gangs)
         raise CommandException(

@@ -41,7 +41,7 @@ class GangCard(cards.MetaflowCard):  # type: ignore[misc]  # Metaflow is not typ
 def page_of_gang(pathspec: str, view: GangView | None, is_final: bool) -> str:
     """Return the page of a task; None: nothing is recorded of a gang."""
     from .parts import Section, Sentence, said
-    from .program import flow_program
+    from .stored_gangs import flow_program
     from .style import STYLE
 
     if view is None:
@@ -60,8 +60,8 @@ def sections_of_gang(pathspec: str, view: GangView) -> dict[str, Any]:
 
 
 def _layout(pathspec: str, view: GangView) -> dict[str, Any]:
+    from .gang_part import place_of_card
     from .page import page_of
     from .parts import layout
-    from .program import place_of_card
 
     return layout(page_of(view, place_of_card(pathspec), is_short=True))

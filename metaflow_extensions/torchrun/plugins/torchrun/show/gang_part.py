@@ -11,9 +11,9 @@ from metaflow import current
 from ..compat import cards
 from ..errors import TorchrunConfigError
 from ..gang.view import GangView
-from .page import SECTION_NAMES, page_of
+from .page import SECTION_NAMES, Place, page_of
 from .parts import said
-from .program import place_of_card
+from .stored_gangs import flow_program
 from .style import PARTS_STYLE
 
 
@@ -51,3 +51,9 @@ def pointing_at(control: str) -> Callable[[tuple[str, ...]], GangPart]:
     here = f"node {parallel.node_index} (host {socket.gethostname()}) of a gang of {parallel.num_nodes} nodes"
     sentence = f"This is {here}. The card of node 0's task shows the gang: {task}."
     return lambda names: GangPart(names, lambda: sentence)
+
+
+def place_of_card(pathspec: str) -> Place:
+    """Return the place of a task whose card shows its gang."""
+    flow, run, step, task = pathspec.split("/")
+    return Place(flow, run, step, task, ui_url=cards.ui_url(), program=f"{flow_program()} torchrun")

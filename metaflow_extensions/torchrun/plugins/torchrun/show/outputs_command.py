@@ -11,9 +11,9 @@ from typing import Any
 from ..compat.cli import click
 from ..compat.datastore import DatastoreValues
 from ..gang.texts import size_text
-from ..outputs import OutputFile, Outputs
+from ..outputs import Outputs
 from .finding import CommandFailed, attempt_option, command, find_one, gang_argument
-from .terminal import printable, table
+from .parts import printable, table
 
 
 @command("List the files that run(outputs=...) has stored, also when it has failed, or download them.")
@@ -40,17 +40,16 @@ def outputs(obj: Any, gang: str, to: str | None, launch: int | None, node: int |
         if to is not None:
             click.echo(f"The files are in {printable(str(stored.download(to, node)))}.")
             return
-        rows = [_row(file) for file in stored if node in (None, file.node)]
+        rows = [
+            (str(file.node), size_text(file.size), printable(file.name) + "  (older than the launch)" * file.older)
+            for file in stored
+            if node in (None, file.node)
+        ]
         left_out = stored.left_out
     except (LookupError, OSError) as error:
         raise CommandFailed(str(error)) from error
     lines = table(("node", "size", "name"), rows, right=("node", "size")) if rows else ["No file is stored."]
     click.echo("\n".join([*lines, *(f"Left out: {printable(name)} {why}" for name, why in left_out.items())]))
-
-
-def _row(file: OutputFile) -> list[str]:
-    older = "  (older than the launch)" if file.older else ""
-    return [str(file.node), size_text(file.size), printable(file.name) + older]
 
 
 def outputs_of(launches: Mapping[int, Mapping[int, Any]], launch: int | None, datastore: Mapping[str, str]) -> Outputs:

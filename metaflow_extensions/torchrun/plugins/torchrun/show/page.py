@@ -133,7 +133,11 @@ def _outcome(shown: _Shown) -> list[Part]:
     if is_failure and before and before[-1].error is not None:
         parts += _failure(shown, before.pop(), said)
     most = _MAX_REPORTS if shown.is_short else len(before)
-    parts += [_former(shown, each) for each in before[::-1][:most]]
+    for report in before[::-1][:most]:  # failures that were not the end of it
+        what, _, text = report.text.partition("\n")
+        after = "All workers were started again after this." if report.error is None else f"run raised {report.error}."
+        contents = [Sentence(after), *shown.code(text)]
+        parts.append(Block(f"After {duration(report.at_s)}: {what}", contents, is_folded=True))
     if len(before) > most:
         parts.append(Sentence(f"{len(before) - most} earlier failures are not shown here."))
     return parts
@@ -150,13 +154,6 @@ def _failure(shown: _Shown, report: FailureReport, said: str) -> list[Part]:
     return blocks
 
 
-def _former(shown: _Shown, report: FailureReport) -> Block:
-    """Return a failure that was not the end of it."""
-    what, _, text = report.text.partition("\n")
-    after = "All workers were started again after this." if report.error is None else f"run raised {report.error}."
-    return Block(f"After {duration(report.at_s)}: {what}", [Sentence(after), *shown.code(text)], is_folded=True)
-
-
 # --- ranks and nodes --------------------------------------------------------------------------------
 
 
@@ -169,10 +166,8 @@ def _tally(ranks: Iterable[Rank]) -> dict[RankState, str]:
 def _ranks(shown: _Shown) -> list[Part]:
     view, ranks = shown.view, shown.ranks
     if not ranks:
-        cells = [
-            Cell(f"node {each}", "waiting", node.state, node.host or "no host yet")
-            for each, node in enumerate(view.nodes)
-        ]
+        hosts = [node.host or "no host yet" for node in view.nodes]
+        cells = [Cell(f"node {i}", "waiting", node.state, hosts[i]) for i, node in enumerate(view.nodes)]
         return [Sentence("No launch has begun, so there are no ranks."), Cells(cells)]
     parts: list[Part] = [Keys(_tally(ranks))]
     if shown.place.outcome(view) == "ended":

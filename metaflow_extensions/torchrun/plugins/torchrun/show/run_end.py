@@ -10,8 +10,8 @@ from contextlib import suppress
 from typing import Any
 
 from ..compat.cli import failed_task
+from .parts import printable
 from .stored_gangs import StoredGangs
-from .terminal import printable
 
 
 def last_lines(

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import getpass
 import json
 import time
 import uuid
@@ -20,8 +19,8 @@ from ..gang.texts import counted, duration, names
 from ..gang.wire import from_plain, to_plain
 from ..machine.frames import Found, look_first
 from .finding import CommandFailed, attempt_option, command, find_one, gang_argument
+from .parts import printable
 from .stored_gangs import StoredGang, StoredGangs
-from .terminal import printable
 
 _WATCH_S = 5.0
 # The control node looks for requests every 5 s in an object store (`task/gang_store`), and needs some seconds to answer.
@@ -43,12 +42,7 @@ def _ask(stored: StoredGangs, gang: StoredGang) -> Reply | None:
         return None
     registry = stored.registry(gang)
     before = registry.load_answer()
-    try:
-        who = getpass.getuser()
-    except (KeyError, OSError):  # the user has no name, as in many containers
-        who = "somebody"
-    made = f"{time.strftime('%Y%m%dT%H%M%SZ', time.gmtime())}-{who}-{uuid.uuid4().hex[:8]}"
-    registry.save_request(Request(made, time.time(), "stacks"))
+    registry.save_request(Request(uuid.uuid4().hex, time.time(), "stacks"))
     look_s = _LOOK_S if stored.storage.kind != "local" else _LOOK_ON_DISK_S
     began = looked = time.monotonic()
     while time.monotonic() - began < _PATIENCE_S:

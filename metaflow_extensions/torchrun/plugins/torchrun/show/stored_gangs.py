@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import math
 import re
+import shlex
+import sys
 import time
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -16,7 +18,6 @@ from ..channel.registry import Registry
 from ..compat.stored import Storage
 from ..gang.view import GangView
 from .page import Place
-from .program import flow_program
 
 # How Metaflow derives the names of other nodes' tasks from the control task's, and the node of number 0 there:
 # `_local_multinode_control_task_step_func`, `KubernetesDecorator.task_pre_step`, `BatchJob.execute`, and
@@ -29,14 +30,22 @@ _NAMES = (
 )
 # Files of a task's end: the task writes the first (`TaskDataStore.METADATA_DONE_SUFFIX`), the process that has started it
 # writes the second (`Worker.terminate`). A file's name starts with its attempt.
-_DONE, _RUNTIME = "DONE.lock", "runtime"
-_ENDED = (_DONE, _RUNTIME)
+_DONE = "DONE.lock"
+_ENDED = (_DONE, "runtime")
 # A task cloned by `resume` (`clone_task_helper`, 2.19) has files of its end, but none of its start. It has the origin's
 # artifacts (`TaskDataStore.METADATA_DATA_SUFFIX`), and no logs or records. An artifact of the control task lists the tasks
 # of all nodes, each as run, step and task.
 _BEGUN = "task_begin"
 _OF_CLONE = {"data.json", _DONE}
 _ATTEMPT = re.compile(r"(\d+)\.(.+)")
+
+
+def flow_program() -> str:
+    """Return how the flow is called, with its file as it was typed: the folder may be another.
+
+    Metaflow (2.19) gives a task the same name; in a container the file lies in the current folder.
+    """
+    return f"python {shlex.quote(sys.argv[0])}"
 
 
 def place_of(task: str, tasks: set[str]) -> tuple[str, int]:
@@ -56,10 +65,6 @@ class StoredGang(Place):
     """One attempt of a gang, with the files of its step's tasks; of a clone by `resume` it is the origin."""
 
     files: dict[str, dict[int, set[str]]] = field(default_factory=dict)  # their names, by task and attempt
-
-    def is_named(self, task: str) -> bool:
-        """Return whether a task is one of this gang's, or the control task of its clone."""
-        return task in self.tasks.values() or (self.clone is not None and task == self.clone[1])
 
     def has(self, task: str, name: str) -> bool:
         """Return whether a task has a file of this attempt."""
