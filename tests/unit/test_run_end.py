@@ -12,7 +12,7 @@ from metaflow.plugins.datastores.local_storage import LocalStorage
 from metaflow.runtime import TaskFailed
 
 from metaflow_extensions.torchrun.plugins.torchrun.channel.registry import Registry
-from metaflow_extensions.torchrun.plugins.torchrun.show.run_end import last_lines
+from metaflow_extensions.torchrun.plugins.torchrun.show.stored_gangs import last_lines
 from metaflow_extensions.torchrun.plugins.torchrun.task import report
 
 RUNNING = Story().running()

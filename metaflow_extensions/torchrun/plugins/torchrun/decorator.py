@@ -75,7 +75,7 @@ class TorchrunDecorator(steps.ParallelDecorator):  # type: ignore[misc]  # Metaf
         from .machine.accelerators import requested_accelerators
         from .show.stored_gangs import place_of
         from .task.interrupts import heed_signals_to_job, remote_job
-        from .task.report import print_errors_ourselves
+        from .task.report import print_errors_ourselves, tell_after_errors
         from .task.submit_checks import Submission
 
         check()  # again, since Metaflow's command line is there by now
@@ -104,8 +104,12 @@ class TorchrunDecorator(steps.ParallelDecorator):  # type: ignore[misc]  # Metaf
         heed_signals_to_job()
         take_control_task(step_name, lambda task: place_of(task, {task})[1] == 0)
         if remote_job() == step_name:
+            from .task.jobs import Job
+
             self._bring_pods_again()
-            _tell_of_job(flow_datastore, step_name)
+            job = Job(flow_datastore, step_name)
+            job.watch()  # logs what the backend says of pods that can't start, and of its end
+            tell_after_errors(job.tell)
 
     def _check_backend(self, num_nodes: int | None = None, is_run: bool = False) -> None:
         """Check what depends on other decorators, and on the number of nodes as far as it is known."""
@@ -140,7 +144,7 @@ class TorchrunDecorator(steps.ParallelDecorator):  # type: ignore[misc]  # Metaf
         """Check what only a run can do; deployments, tasks and commands such as ``show`` don't come here."""
         from .compat.graph import parallel_steps
         from .machine.system import require_linux
-        from .show.run_end import last_lines
+        from .show.stored_gangs import last_lines
         from .task.interrupts import heed_signals_to_run
         from .task.report import tell_after_errors
 
@@ -280,16 +284,6 @@ def _check_source(graph: Any) -> None:
 
 
 check_first(_check_source)
-
-
-def _tell_of_job(flow_datastore: Any, step_name: str) -> None:
-    """In the process that looks after a remote job: log what the backend says of pods that can't start, and of its end."""
-    from .task.jobs import Job
-    from .task.report import tell_after_errors
-
-    job = Job(flow_datastore, step_name)
-    job.watch()
-    tell_after_errors(job.tell)
 
 
 def _make_gang_of_one(flow: Any) -> None:

@@ -10,8 +10,9 @@ import contextlib
 import json
 import os
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO
 
@@ -57,7 +58,6 @@ class Outputs:
     def __init__(self, datastore: Mapping[str, str], nodes: Mapping[int, tuple[str, int, int]]) -> None:
         self._datastore = dict(datastore)  # type, root and flow
         self._nodes = dict(nodes)  # node -> key of its list, number of files, bytes
-        self._lists: dict[int, dict[str, Any]] | None = None  # by node, loaded at the first access
         self._opened: DatastoreValues | None = None
 
     @property
@@ -76,7 +76,7 @@ class Outputs:
         several = len(self._nodes) > 1
         return {
             f"node {node}: {name}" if several else name: why
-            for node, content in self._load_lists().items()
+            for node, content in self._lists.items()
             for name, why in content["left_out"].items()
         }
 
@@ -91,7 +91,7 @@ class Outputs:
                 _mode=row["mode"],
                 _parts=tuple(key for key, *_ in row["parts"]),
             )
-            for node, content in self._load_lists().items()
+            for node, content in self._lists.items()
             for row in content["files"]
         ]
         return iter(sorted(found, key=lambda file: (file.name, file.node)))
@@ -134,12 +134,8 @@ class Outputs:
         """
         file = self._one(str(name), node)
         copy = tempfile.TemporaryFile(prefix="torchrun-output-")  # noqa: SIM115 - whoever has asked closes it
-        try:
-            copy.writelines(map(self._load, file._parts))
-            copy.seek(0)
-        except BaseException:
-            copy.close()
-            raise
+        copy.writelines(map(self._load, file._parts))
+        copy.seek(0)
         return copy
 
     def download(self, to: str | os.PathLike[str], node: int | None = None) -> Path:
@@ -171,7 +167,7 @@ class Outputs:
         folder = Path(to)
         folder.mkdir(parents=True, exist_ok=True)
         for file in wanted.values():
-            _write(file, map(self._load, file._parts), folder)
+            self._write(file, folder)
         return folder
 
     def _without_clashes(self, files: list[OutputFile]) -> dict[str, OutputFile]:
@@ -204,12 +200,30 @@ class Outputs:
             )
         return found[0]
 
+    def _write(self, file: OutputFile, folder: Path) -> None:
+        """Write a file beside its place, and move it there when it is whole."""
+        name = PurePosixPath(file.name)
+        if name.is_absolute() or ".." in name.parts:
+            raise TorchrunError(f"The list of outputs names {file.name!r}, which leads out of the folder.")
+        place = folder / name
+        place.parent.mkdir(parents=True, exist_ok=True)
+        fd, beside = tempfile.mkstemp(prefix=".torchrun-output-", dir=place.parent)
+        try:
+            with open(fd, "wb") as target:
+                target.writelines(map(self._load, file._parts))
+            os.chmod(beside, file._mode)
+            os.utime(beside, (file.modified, file.modified))
+            os.replace(beside, place)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                os.unlink(beside)
+            raise
+
     # --- the datastore ----------------------------------------------------------------------------
 
-    def _load_lists(self) -> dict[int, dict[str, Any]]:
-        if self._lists is None:
-            self._lists = {node: json.loads(self._load(self._nodes[node][0])) for node in self.nodes}
-        return self._lists
+    @cached_property
+    def _lists(self) -> dict[int, dict[str, Any]]:
+        return {node: json.loads(self._load(self._nodes[node][0])) for node in self.nodes}
 
     def _load(self, key: str) -> bytes:
         """Return the data of a key, from the datastore where it was stored, or else from this machine's own datastore."""
@@ -231,23 +245,3 @@ class Outputs:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), tuple(self.as_data().values())
-
-
-def _write(file: OutputFile, contents: Iterable[bytes], folder: Path) -> None:
-    """Write a file beside its place, and move it there when it is whole."""
-    name = PurePosixPath(file.name)
-    if name.is_absolute() or ".." in name.parts:
-        raise TorchrunError(f"The list of outputs names {file.name!r}, which leads out of the folder.")
-    place = folder / name
-    place.parent.mkdir(parents=True, exist_ok=True)
-    fd, beside = tempfile.mkstemp(prefix=".torchrun-output-", dir=place.parent)
-    try:
-        with open(fd, "wb") as target:
-            target.writelines(contents)
-        os.chmod(beside, file._mode)
-        os.utime(beside, (file.modified, file.modified))
-        os.replace(beside, place)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            os.unlink(beside)
-        raise

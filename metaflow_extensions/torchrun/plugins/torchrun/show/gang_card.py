@@ -40,7 +40,7 @@ class GangCard(cards.MetaflowCard):  # type: ignore[misc]  # Metaflow is not typ
 
 def page_of_gang(pathspec: str, view: GangView | None, is_final: bool) -> str:
     """Return the page of a task; None: nothing is recorded of a gang."""
-    from .parts import Section, Sentence, said
+    from .parts import said
     from .stored_gangs import flow_program
     from .style import STYLE
 
@@ -50,7 +50,7 @@ def page_of_gang(pathspec: str, view: GangView | None, is_final: bool) -> str:
         shown = _layout(pathspec, view)
         if not is_final:
             text = f"card view shows the gang as it was at this moment. To watch it, run: {flow_program()} card server"
-            shown["contents"][0]["contents"] += Section("none", "", [Sentence(text, "note")]).component()["contents"]
+            shown["contents"][0]["contents"] += said(text, "note")["contents"]
     return cards.page(pathspec, shown, STYLE, is_final)
 
 

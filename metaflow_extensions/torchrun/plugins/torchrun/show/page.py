@@ -26,7 +26,6 @@ _ORDER: tuple[RankState, ...] = (
     "failed", "lost", "stopping", "restarting", "starting", "waiting", "running", "stopped", "done",
 )  # fmt: skip
 _FACTS = {"torch": "PyTorch", "cuda": "CUDA", "nccl": "NCCL", "python": "Python", "devices": "devices"}
-_OF_DEVICES = ("cuda", "nccl", "devices")
 
 
 @dataclass(frozen=True)
@@ -91,6 +90,10 @@ class Place:
         return f"{unknown} The last that is known, of {_moment(view.began + view.now_s)}: {sentence(view)}"
 
 
+def _moment(seconds: float) -> str:
+    return time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(seconds))
+
+
 @dataclass(frozen=True)
 class _Shown:
     """The data from which sections are made."""
@@ -112,10 +115,6 @@ def page_of(view: GangView, place: Place, is_short: bool = False) -> Page:
     """Return the page of a gang; one that `is_short` leaves out what is more than a card should hold."""
     shown = _Shown(view, place, is_short, ranks_of(view))
     return Page(place.title, [Section(name, title, make(shown)) for name, (title, make) in _SECTIONS.items()])
-
-
-def _moment(seconds: float) -> str:
-    return time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(seconds))
 
 
 # --- the outcome ------------------------------------------------------------------------------------
@@ -241,7 +240,7 @@ def _launch(shown: _Shown) -> list[Part]:
     view = shown.view
     # Without an accelerator it does not matter for which PyTorch was built.
     function, has_devices = view.facts.get("function", ""), view.facts.get("devices") != "none"
-    facts = {name: text for name, text in view.facts.items() if has_devices or name not in _OF_DEVICES}
+    facts = {name: text for name, text in view.facts.items() if has_devices or name in ("torch", "python")}
     whole = "so far" if view.trained_s is None else "with start" if view.launch == 0 else "the whole step"
     left = "" if view.restarts_left is None else f" ({view.restarts_left} left in launch {view.launch})"
     rows = [
@@ -279,4 +278,3 @@ _SECTIONS: dict[str, tuple[str, Callable[[_Shown], list[Part]]]] = {
     "launch": ("Launch", _launch),
 }
 SECTION_NAMES = tuple(_SECTIONS)
-"""The names of all sections, in their order on the page."""

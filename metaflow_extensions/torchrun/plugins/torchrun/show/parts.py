@@ -268,9 +268,9 @@ def layout(page: Page) -> Component:
     return {"type": "page", "title": page.title, "contents": [section.component() for section in page.sections]}
 
 
-def said(text: str) -> Component:
+def said(text: str, kind: Literal["", "note"] = "") -> Component:
     """Return a section with one sentence, for a task without a gang to show."""
-    return Section("none", "", [Sentence(text)]).component()
+    return Section("none", "", [Sentence(text, kind)]).component()
 
 
 def _components(section: Section) -> Iterator[Component]:

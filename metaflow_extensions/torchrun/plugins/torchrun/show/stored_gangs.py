@@ -11,13 +11,16 @@ import re
 import shlex
 import sys
 import time
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ..channel.registry import Registry
+from ..compat.cli import failed_task
 from ..compat.stored import Storage
 from ..gang.view import GangView
 from .page import Place
+from .parts import printable
 
 # How Metaflow derives the names of other nodes' tasks from the control task's, and the node of number 0 there:
 # `_local_multinode_control_task_step_func`, `KubernetesDecorator.task_pre_step`, `BatchJob.execute`, and
@@ -147,3 +150,26 @@ class StoredGangs:
     def path(self, gang: StoredGang, task: str, name: str) -> str:
         """Return the path of a task's file."""
         return self.storage.path(gang.run, gang.step, task, f"{gang.attempt}.{name}")
+
+
+def last_lines(
+    flow_datastore: Any, run_id: str, step: str, is_only_gang: bool, is_remote: bool, error: BaseException
+) -> str:
+    """Return what ``flow.py run`` writes last, if its error is about the gangs of this step: their end, and a command.
+
+    The control node logs its own end, unless it is killed. The terminal may lack the end of a remote log: on Kubernetes a
+    replacement pod overwrites the log of the first one (Metaflow 2.19).
+    """
+    match = failed_task(error)
+    if match is None or match["step"] != step:
+        return ""
+    stored = StoredGangs(flow_datastore)
+    lines: list[str] = []
+    with suppress(Exception):  # the datastore can raise anything; the command is still shown
+        for gang in stored.gangs(run_id, step):
+            view = stored.view(gang) if match["task"] in (None, gang.control_task) else None
+            if view is not None and (is_remote or not view.is_over):  # else its error is above
+                lines.append(printable(gang.sentence(view)))
+    where = run_id if is_only_gang else f"{run_id}/{step}"
+    lines.append(f"To see what happened on all nodes: {stored.program} show {where}")
+    return "".join(f"[torchrun] {line}\n" for line in lines)

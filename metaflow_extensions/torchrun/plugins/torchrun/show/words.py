@@ -9,8 +9,7 @@ from ..gang.texts import counted, duration, names
 from ..gang.view import GangView, Outcome, State
 
 RankState = Literal["waiting", "starting", "running", "stopping", "restarting", "done", "failed", "stopped", "lost"]
-# The exit codes of a worker that the gang has stopped: SIGTERM, or SIGKILL if it did not end.
-_STOPPED_BY = (-15, -9)
+_STOPPED_BY = (-15, -9)  # exit codes of a worker that the gang has stopped: SIGTERM, or SIGKILL if it did not end
 # Of a node whose ranks have not ended, these states are theirs, too.
 _OF_RANKS = {"not joined yet": "waiting", "preparing": "waiting"} | {
     state: state for state in ("waiting", "starting", "running", "stopping", "restarting", "lost")
