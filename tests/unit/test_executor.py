@@ -54,12 +54,6 @@ def test_a_list_alone_or_before_arguments_is_a_command(positional, launch_of):
     assert spec.options == (("no-python", None),)
 
 
-@pytest.mark.parametrize("warm", ["agent", "workers", "off"])
-def test_the_supervisor_is_told_what_starts_warm(warm, launch_of):
-    launch_of({"warm": warm})
-    assert launch_of.plans[-1].warm == warm
-
-
 # --- names that `run` does not have -------------------------------------------------------------------
 
 

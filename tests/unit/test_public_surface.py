@@ -74,6 +74,7 @@ def test_the_docstrings_describe_all_settings_and_no_others_with_their_defaults(
 def test_the_docstring_of_card_names_all_parts():
     named = re.search(r"Which ones: (.*)\. Default", " ".join(TorchrunExecutor.card.__doc__.split()))[1]
     assert re.findall(r'"(\w+)"', named) == list(SECTION_NAMES)
+    assert [name for name in SECTION_NAMES if f'`"{name}"`' not in read("docs/card.md")] == []
 
 
 PAGES = {

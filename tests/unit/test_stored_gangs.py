@@ -213,16 +213,17 @@ def show_logs(obj, capsys, **options):
 @pytest.mark.parametrize(
     ("options", "texts"),
     [
-        ({}, ["[rank 0] a", "[rank 1] b", "[rank 0] c", "[rank 1] d"]),
-        ({"tail": 3}, ["[rank 1] b", "[rank 0] c", "[rank 1] d"]),
-        ({"tail": 1, "rank": 0}, ["[rank 0] c"]),
-        ({"tail": 1, "follow": True}, ["[rank 1] d", "[rank 1] e"]),
+        ({}, ["[rank 0] a", "[rank 1] b", "[rank 0] c", "[rank 1] d", commands._TRUNCATED]),
+        ({"tail": 3}, ["[rank 0] c", "[rank 1] d", commands._TRUNCATED]),
+        ({"tail": 1, "rank": 0}, [commands._TRUNCATED]),
+        ({"rank": 1}, ["[rank 1] b", "[rank 1] d", commands._TRUNCATED]),
+        ({"tail": 1, "follow": True}, [commands._TRUNCATED, "[rank 1] e"]),
         ({"tail": 0, "follow": True}, ["[rank 1] e"]),
     ],
 )
 def test_the_last_lines_are_those_of_all_that_is_chosen(stored, obj, root, monkeypatch, capsys, options, texts):
     begin(root, "train", "4")
-    lines = [(1, "[rank 0] a"), (2, "[rank 1] b"), (3, "[rank 0] c"), (4, "[rank 1] d")]
+    lines = [(1, "[rank 0] a"), (2, "[rank 1] b"), (3, "[rank 0] c"), (4, "[rank 1] d"), (4, commands._TRUNCATED)]
     write(root, "train/4/0.task_stdout.log", logged(*lines))
 
     def ends(kept):
@@ -233,8 +234,10 @@ def test_the_last_lines_are_those_of_all_that_is_chosen(stored, obj, root, monke
     assert show_logs(obj, capsys, **options) == (texts, [])
 
 
-@pytest.mark.parametrize("options", [{"rank": 3}, {"node": 1}, {}])
-@pytest.mark.parametrize("when", ["while it runs", "followed to its end", "after its end"])
+@pytest.mark.parametrize(
+    ("options", "when"),
+    [({"rank": 3}, "while it runs"), ({"node": 1}, "followed to its end"), ({}, "after its end")],
+)
 def test_who_has_printed_nothing_is_named_when_that_is_sure(stored, obj, root, monkeypatch, capsys, options, when):
     begin(root, "train", "4")
     if when == "after its end":
@@ -244,13 +247,6 @@ def test_who_has_printed_nothing_is_named_when_that_is_sure(stored, obj, root, m
     not_yet, nothing = commands._NO_LINE_YET, f"{who} has printed nothing that is stored."
     said = {"while it runs": [not_yet], "followed to its end": [not_yet, nothing], "after its end": [nothing]}[when]
     assert show_logs(obj, capsys, follow=when == "followed to its end", **options) == ([], said)
-
-
-def test_that_metaflow_has_cut_a_log_is_told_whoever_is_asked_for(stored, obj, root, capsys):
-    begin(root, "train", "4")
-    lines = ((1, "[rank 0] a"), (2, "[rank 1] b"), (3, commands._TRUNCATED))
-    write(root, "train/4/0.task_stdout.log", logged(*lines))
-    assert show_logs(obj, capsys, rank=1)[0] == ["[rank 1] b", commands._TRUNCATED]
 
 
 @pytest.mark.parametrize(

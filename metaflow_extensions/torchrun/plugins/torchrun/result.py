@@ -57,7 +57,7 @@ class TorchrunResult(Generic[_T]):
         Global rank -> pickled value that a function has returned; empty for a script. `rank`, `local_rank` and
         iteration unpickle them. In the task that made them they lie on disk, in a stored result in a dict.
     nodes : tuple of int
-        The nodes that took part in the last generation, in the order of their ranks; empty in a result of an older version.
+        The nodes that took part in the last generation, in the order of their ranks.
     gathered : bool
         Whether `values` are those of all nodes, which ``gather=True`` brings to the control node alone.
     events : tuple of dict
@@ -83,7 +83,6 @@ class TorchrunResult(Generic[_T]):
     duration_s: float
     exit_codes: dict[int, int]
     values: Mapping[int, bytes] = field(default_factory=dict)
-    # With defaults, because results were stored that know nothing of them.
     gathered: bool = False
     events: tuple[dict[str, Any], ...] = ()
     metrics: dict[str, float] = field(default_factory=dict)
@@ -168,8 +167,7 @@ class TorchrunResult(Generic[_T]):
             from .outputs import Outputs
 
             outputs = Outputs(**outputs)
-        # Results of an older version have no such attributes.
-        vars(self).update({"metrics": {}, "nodes": (), "history": {}, **state, "outputs": outputs})
+        vars(self).update({**state, "outputs": outputs})
 
     def _ranks(self) -> range:
         return range(self.world_size) if self.gathered else self._own_ranks()
