@@ -2,13 +2,11 @@
 
 import inspect
 import re
-from pathlib import Path
 
 import metaflow
 import pytest
 from pages import read
 
-from metaflow_extensions.torchrun.plugins import mfextinit_torchrun
 from metaflow_extensions.torchrun.plugins.torchrun.decorator import TorchrunDecorator
 from metaflow_extensions.torchrun.plugins.torchrun.executor import TorchrunExecutor
 from metaflow_extensions.torchrun.plugins.torchrun.settings import ARGUMENTS, DEFAULTS, SETTINGS, RunOptions
@@ -21,10 +19,6 @@ from metaflow_extensions.torchrun.toplevel import toplevel
 @pytest.mark.parametrize("name", toplevel.__all__)
 def test_a_name_comes_from_metaflow(name):
     assert getattr(metaflow, name) is getattr(toplevel, name)
-
-
-def test_torchrun_is_a_step_decorator_of_metaflow_and_the_only_one():
-    assert [name for name, _ in mfextinit_torchrun.STEP_DECORATORS_DESC] == [TorchrunDecorator.name] == ["torchrun"]
 
 
 def test_run_takes_two_arguments_by_position_and_all_that_type_checkers_know_by_name():
@@ -93,7 +87,3 @@ PAGES = {
 def test_a_setting_is_told_of_in_its_page(setting):
     page = next((page for page, its in PAGES.items() if setting in its), "reference")
     assert re.search(rf"\b{setting}\b", read(f"docs/{page}.md"))
-
-
-def test_the_package_says_that_it_is_typed():
-    assert (Path(toplevel.__file__).parents[1] / "py.typed").exists()

@@ -40,9 +40,7 @@ def test_every_attribute_may_be_text(attribute, text, value):
     assert getattr(parse_settings({**DEFAULTS, attribute: text}, "train"), attribute) == value
 
 
-def test_every_attribute_is_tried_as_text_above():
-    (mark,) = test_every_attribute_may_be_text.pytestmark
-    assert {row[0] for row in mark.args[1]} == set(DEFAULTS)
+assert {row[0] for row in test_every_attribute_may_be_text.pytestmark[0].args[1]} == set(DEFAULTS)
 
 
 def test_none_is_the_default_and_may_be_text():

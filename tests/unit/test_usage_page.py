@@ -25,20 +25,15 @@ def test_the_last_and_the_highest_values_are_kept_and_shown():
     assert section(story)[0].rows == ()
     for cpus in (2.0, 4.5, 1.2345):
         told(story, 1, cpus=cpus, memory_mib=cpus * 1024)
-    told(story, 0, cpus=1.5)
-    table, said = section(story)
-    assert table.header == ("node", "CPU, cores", "memory, GiB")
-    assert table.rows == (
-        ("0", "1.5, highest 1.5 of 96", ""),
-        ("1", "1.23, highest 4.5 of 96", "1.23, highest 4.5 of 1024"),
-    )
-    assert "the node's container" in said
-    told(story, 0, "processes", **dict.fromkeys(OTHERS, 96.0 * 1024), gpu_percent=95.0)
+    told(story, 0, "processes", **dict.fromkeys(OTHERS, 96.0 * 1024), cpus=1.5, gpu_percent=95.0)
     table, said = section(story)
     titles = ("GPUs, %", "GPU memory, GiB", "received, MiB/s", "sent, MiB/s", "output, KiB/s")
-    assert table.header[3:] == titles
-    assert table.rows[0][3:] == ("95, highest 95", "96, highest 96 of 640", *["96, highest 96"] * 3)
-    assert "those of the machine" in said
+    assert table.header == ("node", "CPU, cores", "memory, GiB", *titles)
+    assert table.rows == [
+        ("0", "1.5, highest 1.5 of 96", "", "95, highest 95", "96, highest 96 of 640", *["96, highest 96"] * 3),
+        ("1", "1.23, highest 4.5 of 96", "1.23, highest 4.5 of 1024", *[""] * 5),
+    ]
+    assert all(part in said for part in ("the node's container", "those of the machine"))
 
 
 def test_of_many_nodes_those_that_use_the_most_memory_are_shown():
