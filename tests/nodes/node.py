@@ -223,7 +223,7 @@ def main(task):
         registry = NotedRegistry(flow_datastore, "1", "train", task.gang, 0)
         member, store, main_addr = join(task, registry, settings, starts)
         notes.save(join_s=time.monotonic() - begun, main_addr=main_addr)
-        executor = TorchrunExecutor(Context(member, main_addr, machine, settings, has_spares=starts is not None))
+        executor = TorchrunExecutor(Context(member, main_addr, machine, settings))
         run_own_code(task)
         run_all(executor, task, notes)
         member.finish()

@@ -41,15 +41,13 @@ def recorded_calls(monkeypatch, tmp_path):
     monkeypatch.setattr(executor, "shm_warning", lambda *_: None)
     monkeypatch.setattr(executor, "_warned", set())
 
-    def call(attributes=None, positional=("train.py",), has_spares=False, **arguments):
+    def call(attributes=None, positional=("train.py",), **arguments):
         said = []
         link = FakeLink()
         link.send = lambda what, *event: said.append(Event(*event)) if what == "show" else None
         member = member_of(link, 0)
         settings = parse_settings(attributes or {}, "train")
-        context = Context(
-            member, "127.0.0.1", Machine(8), settings, Nproc(4, "@kubernetes requests gpu=4"), has_spares=has_spares
-        )
+        context = Context(member, "127.0.0.1", Machine(8), settings, Nproc(4, "@kubernetes requests gpu=4"))
         TorchrunExecutor(context).run(*positional, **arguments)
         return plans[-1], [event.text for event in said]
 

@@ -1,33 +1,21 @@
 """The gang's page, as data: what stands on it, and that no text of a worker's can become markup."""
 
-import base64
 import json
-import re
 from html.parser import HTMLParser
-from pathlib import Path
 
 import pytest
 from gang_views import MARKUP, Story, hostile, place
 from unit_helpers import HOSTILE
 
-from metaflow_extensions.torchrun.plugins.torchrun.elements.charts import COLOURS
-from metaflow_extensions.torchrun.plugins.torchrun.elements.model import Sentence
 from metaflow_extensions.torchrun.plugins.torchrun.errors import TorchrunConfigError
-from metaflow_extensions.torchrun.plugins.torchrun.executor import TorchrunExecutor
 from metaflow_extensions.torchrun.plugins.torchrun.show import gang_part
-from metaflow_extensions.torchrun.plugins.torchrun.show.as_card import layout, one_line, sections
 from metaflow_extensions.torchrun.plugins.torchrun.show.gang_part import GangPart
-from metaflow_extensions.torchrun.plugins.torchrun.show.page import SECTION_NAMES, page_of
-from metaflow_extensions.torchrun.plugins.torchrun.show.style import STYLE
+from metaflow_extensions.torchrun.plugins.torchrun.show.page import page_of
+from metaflow_extensions.torchrun.plugins.torchrun.show.parts import layout, one_line
 
 
 def a_gang():
     return Story().running().view
-
-
-def content_of(page):
-    """Return what a page is made of, as text."""
-    return base64.b64decode(re.search(r'__MF_DATA__\["[^"]*"\] = "([A-Za-z0-9+/=]*)"', page)[1]).decode()
 
 
 class Reader(HTMLParser):
@@ -87,18 +75,14 @@ def test_no_name_or_traceback_becomes_markup():
     assert all(isinstance(cell, str) for cell in cells), "Metaflow shows a string in a table as text"
 
 
-def test_every_state_that_has_a_colour_has_a_class_with_it():
-    assert all(f".tr-{state.replace(' ', '-')} " in STYLE for state in COLOURS)
-
-
 def test_the_sections_that_replace_others_have_their_ids():
     first = layout(page_of(Story().view, place()))
-    later = sections(page_of(hostile().view, place()))
-    assert [each["id"] for each in first["contents"]] == [each["id"] for each in later]
+    later = layout(page_of(hostile().view, place()))
+    assert [each["id"] for each in first["contents"]] == [each["id"] for each in later["contents"]]
 
 
 def test_a_users_card_gets_the_parts_that_it_names_in_our_order_and_their_style(monkeypatch):
-    monkeypatch.setattr(gang_part, "_this_task", place)
+    monkeypatch.setattr(gang_part, "place_of_card", lambda pathspec: place())
     shown = GangPart(("timeline", "outcome"), a_gang)
     shown.component_id = "mine"
     found = shown.render()
@@ -113,17 +97,10 @@ def test_a_users_card_gets_the_parts_that_it_names_in_our_order_and_their_style(
     assert everything == layout(page_of(a_gang(), place()))["contents"]
 
 
-def test_every_part_is_told_where_people_look():
-    page = (Path(__file__).parents[2] / "docs" / "card.md").read_text(encoding="utf-8")
-    for name in SECTION_NAMES:
-        assert f'`"{name}"`' in page
-        assert f'``"{name}"``' in TorchrunExecutor.card.__doc__
-
-
 def test_a_part_that_shows_nothing_says_why():
-    part = GangPart(("outcome",), lambda: "no view")
+    part = GangPart(("outcome",), lambda: None)
     assert "Render failed of component named `GangPart`" in part.render()["data"]
-    (nothing,) = html_of(GangPart((), lambda: Sentence("No launch has begun yet.")).render())
+    (nothing,) = html_of(GangPart((), lambda: "No launch has begun yet.").render())
     assert nothing.text == "No launch has begun yet."
 
 

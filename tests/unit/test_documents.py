@@ -27,7 +27,7 @@ from pages import NAMES, REPOSITORY, blocks_of, read
 from metaflow_extensions.torchrun.plugins.torchrun.executor import TorchrunExecutor
 from metaflow_extensions.torchrun.plugins.torchrun.gang.cause import Cause
 from metaflow_extensions.torchrun.plugins.torchrun.parsing import RETRY_CLASSES
-from metaflow_extensions.torchrun.plugins.torchrun.settings import DEFAULTS, GROUPS, SETTINGS
+from metaflow_extensions.torchrun.plugins.torchrun.settings import DEFAULTS, SETTINGS
 
 PACKAGE = Path(inspect.getfile(TorchrunExecutor)).parent
 
@@ -247,18 +247,11 @@ def rows_of(text: str) -> list[list[str]]:
     return [[cell.strip() for cell in row.split("|")[1:-1]] for row in re.findall(r"^\| `.*\|$", text, re.MULTILINE)]
 
 
-def test_the_reference_has_a_table_of_the_arguments_of_each_group():
+def test_the_reference_has_a_table_of_the_attributes_and_tables_of_the_arguments():
     attributes, arguments = read("docs/reference.md").split("## `@torchrun`")[1].split("## `current.torch.run`\n")
     assert {row[0].strip("`") for row in rows_of(attributes)} == {s.name for s in SETTINGS.values() if s.of == "step"}
-    parts = dict(re.findall(r"^### (.*)\n([^#]*)", arguments, re.MULTILINE))
-    assert [heading.lower() for heading in parts if heading != "Calls"] == list(GROUPS)
-    for heading, part in parts.items():
-        expected = [s for s in SETTINGS.values() if s.group == heading.lower() and s.of != "step"]
-        rows = {row[0].strip("`"): row for row in rows_of(part)}
-        assert list(rows) == [setting.name for setting in expected]
-        assert {name: row[3] for name, row in rows.items()} == {
-            setting.name: "yes" if setting.of == "both" else "no" for setting in expected
-        }
+    told = [(row[0].strip("`"), row[3]) for row in rows_of(arguments.partition("## The result")[0])]
+    assert told == [(s.name, "yes" if s.of == "both" else "no") for s in SETTINGS.values() if s.of != "step"]
     defaults = {row[0].strip("`"): row[2].strip("`") for row in [*rows_of(attributes), *rows_of(arguments)]}
     fixed = {s.name: s.default for s in SETTINGS.values() if s.default is not None}
     shown = {name: f'"{value}"' if isinstance(value, str) else str(value) for name, value in fixed.items()}

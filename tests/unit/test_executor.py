@@ -54,31 +54,6 @@ def test_a_list_alone_or_before_arguments_is_a_command(positional, launch_of):
     assert call.options == {"no-python": None}
 
 
-def test_a_command_has_no_spare_workers_and_a_line_says_so(launch_of):
-    command = (["sh", "x"],)
-    for positional, warm, has_spares in (
-        (command, "workers", True),
-        (command, "agent", True),
-        (command, "workers", False),
-    ):
-        said = launch_of(positional=positional, warm=warm, has_spares=has_spares)[1]
-        assert any("the workers start cold" in line for line in said) is (warm == "workers" and has_spares)
-
-
-@pytest.mark.parametrize("warm", ["agent", "workers", "off"])
-def test_the_supervisor_is_told_what_starts_warm(warm, launch_of):
-    launch_of({"warm": warm})
-    assert launch_of.plans[-1].warm == warm
-
-
-def test_a_working_directory_that_was_removed_is_said(launch_of, tmp_path, monkeypatch):
-    (tmp_path / "gone").mkdir()
-    monkeypatch.chdir(tmp_path / "gone")
-    (tmp_path / "gone").rmdir()
-    with pytest.raises(TorchrunConfigError, match=r"was removed.*os\.chdir"):
-        launch_of()
-
-
 # --- names that `run` does not have -------------------------------------------------------------------
 
 

@@ -97,34 +97,12 @@ def test_copies_are_shown_where_a_nodes_own_log_may_lack_lines(has_log, is_lost,
 def test_a_line_belongs_to_the_node_that_had_its_rank_at_that_time():
     """Node 2, a spare, takes node 1's place at 100 s; for some seconds lines of both may come."""
     places = Places([Placed(5.0, (0, 1), 2), Placed(100.0, (0, 2), 2)])
-    assert [places.node_at(2, second(at, "")[0]) for at in (1, 50, 99, 100, 500)] == [1, 1, 1, 2, 2]
+    assert [places.nodes_at(2, second(at, "")[0])[-1] for at in (1, 50, 99, 100, 500)] == [1, 1, 1, 2, 2]
     shown = [is_shown(places, at, "[rank 2] x", nodes=(0, 2)) for at in (50, 101, 101 + LATE_S)]
     assert shown == [True, True, False], "node 1 has no log of its own"
-    assert places.nodes_of(2) == {1, 2}
-    assert (places.nodes_of(1), places.nodes_of(4)) == ({0}, set())
-
-
-def test_all_places_of_the_last_seconds_count():
-    """Launches of other sizes follow each other; the line may be of the one between."""
-    places = Places([Placed(0.0, (0, 1), 1), Placed(100.0, (0, 1), 4), Placed(105.0, (0, 1), 1)])
-    shown = [is_shown(places, at, "[rank 1] x") for at in (50, 105.2, 110.2, 116)]
-    assert shown == [False, True, True, False]
 
 
 def test_what_other_code_prints_after_a_launch_is_no_copy():
     places = Places(Story().launched().at(20).ended().view.placed)  # from 2 s on
     shown = [is_shown(places, BEGAN + at_s, "[rank 2] x", nodes=(0, 1)) for at_s in (10, 21, 20.1 + LATE_S)]
     assert shown == [False, False, True]
-
-
-def test_lines_of_a_lost_node_are_shown_though_its_ranks_are_elsewhere_now():
-    story = Story(3, spare_nodes=1).running(policy={"max_restarts": 1}).lost(1).ended(0, codes=(-15, -15)).at(9)
-    lost = [("01", "[rank 2] before"), ("02", "[rank 3] ValueError")]
-    sources = [Source("4", 0, "stdout", [("00", "[rank 0] x")]), Source("5", 1, "stderr", lost)]
-    last = Source("6", 2, "stdout", [("09", "[rank 2] after")])
-    found = lines_of(*sources, last, places=Places(story.view.placed))
-    assert [(line.node, line.text) for line in found] == [
-        (0, "[rank 0] x"),
-        *((1, text) for _, text in lost),
-        (2, "[rank 2] after"),
-    ]

@@ -1,6 +1,7 @@
 """One call of `run` becomes a launch, or an error that names what contradicts what."""
 
 import os
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -55,7 +56,8 @@ def refusal(*args, **arguments):
         ),
         ({"torchrun_args": {"local_ranks_filter": "first"}}, ["local-ranks-filter is 'first'"]),
         *(({"cwd": wrong}, ["cwd", "path of a folder"]) for wrong in (3, b"/", ["/"])),
-        *(({"env": wrong}, ["can't be"]) for wrong in ({"": 1}, {"A\0": 1}, {3: 1}, {"N": None})),
+        *(({"env": wrong}, ["can't be"]) for wrong in ({"": 1}, {3: 1}, {"N": None})),
+        ({"env": {"A\0": 1}}, ["NUL"]),
         ({"env": {"A": "1", "NOTES": "x" * 131_066}}, ["env): NOTES has 131072 bytes", "one argument or variable"]),
         ({"env": ["A=1"]}, ["env", "must be a dict"]),
         ({"cwd": "/no such folder"}, ["'/no such folder'", "is not a folder"]),
@@ -90,7 +92,7 @@ def test_what_can_not_be_is_refused_with_the_reason(arguments, words, script):
 @pytest.mark.parametrize("env", [{"A=B": "secret"}, {"N": "secret\0"}, {"N": "secret\ud800"}])
 def test_an_error_does_not_show_what_may_be_a_secret(env, script):
     told = refusal(script, env=env)
-    assert f"{next(iter(env))!r} can't be an environment variable" in told
+    assert re.search(r"'A=B' can't be an environment variable|env\): N has (a NUL|half of a surrogate)", told)
     assert "secret" not in told
 
 

@@ -6,8 +6,8 @@ from unit_helpers import MemoryStore, settings_of_run
 
 from metaflow_extensions.torchrun.plugins.torchrun.errors import TorchrunConfigError
 from metaflow_extensions.torchrun.plugins.torchrun.gang.messages import Verdict
-from metaflow_extensions.torchrun.plugins.torchrun.show.as_text import lines_of
 from metaflow_extensions.torchrun.plugins.torchrun.show.page import page_of
+from metaflow_extensions.torchrun.plugins.torchrun.show.parts import lines_of
 from metaflow_extensions.torchrun.plugins.torchrun.task.services import Services
 
 

@@ -112,23 +112,6 @@ def test_files_come_back_as_they_were(root, store, small, tmp_path):
     assert max(store.saved[:-1]) == 64 * KIB, "no more of a file is in memory"
 
 
-def test_the_index_of_earlier_versions_is_read_too(store, tmp_path):
-    """There small files shared a part."""
-    part, end = store.save(b"first, second"), store.save(b"!")
-    rows = [("a", 5, "x", [[part, 0, 5]]), ("deep/b", 7, "y", [[part, 7, 6], [end, 0, 1]])]
-    fields = {"modified": 1e9, "mode": 0o640}
-    files = [
-        {"name": name, "size": size, "digest": digest, "parts": parts, **fields} for name, size, digest, parts in rows
-    ]
-    index = {"version": 1, "node": 0, "files": files, "left_out": {"gone": "is no file"}}
-    other = {**index, "files": [{**files[0], "parts": [[store.save(b"first"), 0, 5]]}]}
-    keys = [store.save(json.dumps(each).encode()) for each in (index, other)]
-    found = Outputs(store.address, {0: (keys[0], 2, 12), 1: (keys[1], 1, 5)})
-    assert (read(found, "a"), read(found, "deep/b")) == (b"first", b"second!"), "the digest says that both are the same"
-    assert found.left_out["node 0: gone"] == "is no file"
-    assert content(found.download(tmp_path / "there")) == {"a": b"first", "deep/b": b"second!"}
-
-
 # --- several nodes --------------------------------------------------------------------------------
 
 
@@ -237,8 +220,8 @@ def test_what_is_gone_from_the_datastore_is_said(root, store):
 
 
 def test_a_list_that_leads_out_of_the_folder_is_refused(store, tmp_path):
-    row = {"name": "../x", "size": 0, "modified": 0.0, "mode": 0o644, "digest": "", "parts": []}
-    key = store.save(json.dumps({"version": 1, "node": 0, "files": [row], "left_out": {}}).encode())
+    row = {"name": "../x", "size": 0, "modified": 0.0, "mode": 0o644, "older": False, "parts": []}
+    key = store.save(json.dumps({"version": 2, "files": [row], "left_out": {}}).encode())
     with pytest.raises(TorchrunError, match="leads out of the folder"):
         Outputs(store.address, {0: (key, 1, 0)}).download(tmp_path / "there")
 

@@ -9,7 +9,6 @@ from fake_node import FakeNode
 from gang_views import Story, crash, place
 from unit_helpers import eventually, write
 
-from metaflow_extensions.torchrun.plugins.torchrun.elements.model import Chart, Facts, Sentence
 from metaflow_extensions.torchrun.plugins.torchrun.gang.messages import Ended, Report
 from metaflow_extensions.torchrun.plugins.torchrun.gang.progress import (
     Metrics,
@@ -20,9 +19,8 @@ from metaflow_extensions.torchrun.plugins.torchrun.gang.progress import (
 from metaflow_extensions.torchrun.plugins.torchrun.gang.wire import from_plain, to_plain
 from metaflow_extensions.torchrun.plugins.torchrun.node import progress_observer as watch
 from metaflow_extensions.torchrun.plugins.torchrun.node.metric_lines import parse_line
-from metaflow_extensions.torchrun.plugins.torchrun.show.as_card import layout
-from metaflow_extensions.torchrun.plugins.torchrun.show.as_text import lines_of
 from metaflow_extensions.torchrun.plugins.torchrun.show.page import page_of
+from metaflow_extensions.torchrun.plugins.torchrun.show.parts import Chart, Facts, Sentence, layout, lines_of
 
 
 class Kept(Progress):

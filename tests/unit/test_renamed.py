@@ -91,7 +91,7 @@ def test_a_function_that_takes_other_arguments_is_named(place, word, monkeypatch
 
 
 USES = {
-    "a launch on a single node": lambda: GangOfOne().run(entrypoint="train.py"),
+    "a launch on a single node": lambda: GangOfOne().run({"entrypoint": "train.py"}),
     "a command": lambda: cli.main(["torchrun", "show"], standalone_mode=False),
 }
 

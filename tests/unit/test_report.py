@@ -10,7 +10,7 @@ from metaflow_extensions.torchrun.plugins.torchrun.errors import EntrypointError
 from metaflow_extensions.torchrun.plugins.torchrun.gang.cause import Cause
 from metaflow_extensions.torchrun.plugins.torchrun.gang.failures import of_launch, teller
 from metaflow_extensions.torchrun.plugins.torchrun.gang.launch import Launch
-from metaflow_extensions.torchrun.plugins.torchrun.run_arguments import checked
+from metaflow_extensions.torchrun.plugins.torchrun.run_arguments import spelled_out
 from metaflow_extensions.torchrun.plugins.torchrun.task import report as module
 from metaflow_extensions.torchrun.plugins.torchrun.task.report import end_with, print_errors_ourselves
 from metaflow_extensions.torchrun.plugins.torchrun.tracebacks import cut_frames_around, user_traceback
@@ -154,12 +154,21 @@ def test_a_failed_run_shows_its_caller_one_frame_of_ours():
             raise ValueError("of a rank") from error
 
     ours = code_in(module.__file__, "launch(None)", launch=launch)
-    run = checked(lambda self: ours())
+    run = spelled_out(lambda self: ours())
     error = raised(lambda: run(None))
     assert [frame.f_code.co_name for frame, _ in traceback.walk_tb(error.__traceback__)][:1] == ["<lambda>"]
     files = [frame.f_code.co_filename for frame, _ in traceback.walk_tb(error.__traceback__)]
     assert module.__file__ not in files
     assert error.__cause__.__traceback__ is None
+
+
+def test_an_interrupt_shows_no_frames_of_ours_after_the_users():
+    interrupted = KeyboardInterrupt()
+    ours = code_in(module.__file__, "raise error", error=interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        spelled_out(lambda self: ours())(None)
+    files = [frame.f_code.co_filename for frame, _ in traceback.walk_tb(interrupted.__traceback__)]
+    assert module.__file__ not in files
 
 
 def test_an_error_in_our_own_code_keeps_its_frames():

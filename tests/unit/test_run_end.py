@@ -12,7 +12,7 @@ from metaflow.plugins.datastores.local_storage import LocalStorage
 from metaflow.runtime import TaskFailed
 
 from metaflow_extensions.torchrun.plugins.torchrun.registry import Registry
-from metaflow_extensions.torchrun.plugins.torchrun.show.run_end import RunEnd
+from metaflow_extensions.torchrun.plugins.torchrun.show.stored_gangs import last_lines
 from metaflow_extensions.torchrun.plugins.torchrun.task import report
 
 RUNNING = Story().running()
@@ -37,7 +37,7 @@ def begun(datastore, story=None, runtime=None, task="3"):
 
 def told(datastore, step="train", task="3", is_only_gang=True, is_remote=False):
     error = TaskFailed(SimpleNamespace(step=step, task_id=task))
-    return RunEnd(datastore, 7, "train", is_only_gang, is_remote).tell(error).splitlines()
+    return last_lines(datastore, "7", "train", is_only_gang, is_remote, error).splitlines()
 
 
 SHOW = "[torchrun] To see what happened on all nodes: python '/a folder/my flow.py' torchrun show 7"
@@ -49,7 +49,7 @@ def test_the_command_that_shows_the_gang_is_the_last_line(datastore):
     assert told(datastore, is_only_gang=False) == [f"{SHOW}/train"]
     assert told(datastore, step="join") == []
     assert told(datastore, step="train2") == []
-    assert RunEnd(datastore, 7, "train", True, False).tell(MetaflowException("Step *train* failed")) == ""
+    assert last_lines(datastore, "7", "train", True, False, MetaflowException("Step *train* failed")) == ""
 
 
 def test_a_control_node_that_was_killed_is_said_so(datastore):

@@ -38,7 +38,7 @@ def launches(monkeypatch, task):
         def __init__(self, context):
             launches.contexts.append(context)
 
-        def run(self, *_, **__):
+        def launched(self, given):
             launches.do(launches.contexts[-1].member)
 
     monkeypatch.setattr(gang_of_one, "TorchrunExecutor", Executor)
@@ -81,15 +81,10 @@ def test_the_card_shows_the_launch_and_how_it_failed_but_within_a_gang_it_is_the
     assert task.commands == []
 
 
-@pytest.mark.parametrize(
-    "wrong", [{"warm": "yes"}, {"nproc_per_node": "größe"}, {"max_restarts": -1}, {"timeout_s": 0}]
-)
-def test_a_wrong_argument_is_named_as_one_of_run(wrong, task):
+def test_a_wrong_argument_is_named_as_one_of_run(task):
     """A single node has no step of ours, and no attributes of one."""
-    with pytest.raises(TorchrunConfigError) as caught:
-        TorchrunSingleNodeMultiGPU().run(["true"], **{"warm": False, **wrong})
-    ((name, value),) = wrong.items()
-    assert caught.value.message.startswith(f"run({name}) is {value!r}, but ")
+    with pytest.raises(TorchrunConfigError, match=r"^run\(max_restarts\) is -1, but "):
+        TorchrunSingleNodeMultiGPU().run(["true"], warm=False, max_restarts=-1)
 
 
 def test_it_needs_linux(monkeypatch):

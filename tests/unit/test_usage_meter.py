@@ -21,7 +21,6 @@ from metaflow_extensions.torchrun.plugins.torchrun.node.usage_observer import (
     of_processes,
     sum_of_gpus,
 )
-from metaflow_extensions.torchrun.plugins.torchrun.show.usage_part import COLUMNS
 
 # --- what the kernel says ---------------------------------------------------------------------------
 
@@ -142,7 +141,7 @@ def test_a_node_tells_what_its_processes_use(family):
     assert (first["of"], first["limits"]["cpus"]) == ("processes", 4)
     assert first["limits"]["memory_mib"] > 100
     assert first["values"]["memory_mib"] > 0.1
-    assert set(first["values"]) <= {column.kind for column in COLUMNS}
+    assert set(first["values"]) <= USAGE_COLUMNS.keys()
     before = of_processes(busy.pid)[0]
     eventually(lambda: of_processes(busy.pid)[0] > before)
     assert node.after(STEP_S - 0.1) is None

@@ -2,8 +2,8 @@
 
 from gang_views import Story, place
 
-from metaflow_extensions.torchrun.plugins.torchrun.elements.model import Sentence, Table
 from metaflow_extensions.torchrun.plugins.torchrun.show.page import page_of
+from metaflow_extensions.torchrun.plugins.torchrun.show.parts import Sentence, Table
 
 LIMITS = {"cpus": 96.0, "memory_mib": 2.0**20, "gpus": 8.0, "gpu_memory_mib": 640 * 1024.0}
 

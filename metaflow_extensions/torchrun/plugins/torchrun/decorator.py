@@ -18,7 +18,7 @@ from metaflow import current
 from .compat import steps
 from .compat.graph import check_first, is_ours
 from .compat.renamed import check, harmless
-from .settings import DEFAULTS, StepSettings, check_spares, parse_settings, refuse_unknown
+from .settings import DEFAULTS, StepSettings, check_spares, parse_settings, refuse_unknown, with_parameters
 from .task.signs import POD_SCRIPT, heed_sigterm_in_pod, name_as_starter
 from .tracebacks import cut_frames_around
 
@@ -38,63 +38,6 @@ class TorchrunDecorator(steps.ParallelDecorator):  # type: ignore[misc]  # Metaf
     it: when one worker fails, all nodes stop and raise the same error, which names it.
 
     An attribute is the default of its step. Where `run` has an argument of the same name, the argument overrides it.
-
-    Parameters
-    ----------
-    nproc_per_node : Union[int, str], optional, default None
-        Processes on each node, or ``"auto"``, ``"cpu"`` or ``"gpu"``. By default the GPUs that
-        ``@kubernetes``, ``@batch`` and ``@resources`` request, or those visible on this machine, or 1.
-    env : Mapping[str, Any], optional, default None
-        Environment variables for the workers and for `before_run`.
-    cwd : Union[Path, str], optional, default None
-        Working directory of the workers and of `before_run`. By default the task's own.
-    before_run : Sequence[Union[str, Sequence[Union[Path, str]]]], optional, default None
-        Commands that run once on each node before the workers of each launch start.
-    timeout_s : float, optional, default None
-        Seconds that a launch may take once all nodes are ready. None sets no limit.
-    all_nodes_started_timeout : float, default 600
-        Seconds to wait until all nodes have started.
-    master_port : Union[int, str], optional, default None
-        Port of the rendezvous on the control node. By default the kernel chooses a free one.
-    channel_port : Union[int, str], optional, default None
-        Port on the control node through which the nodes agree. By default the kernel chooses.
-    heartbeat_timeout_s : float, default 30
-        Seconds of silence after which a node counts as lost.
-    grace_s : float, default 30
-        Seconds that workers have between SIGTERM and SIGKILL.
-    max_restarts : int, default 0
-        How often all workers are started again on all nodes after one of them failed, in one launch.
-    restart_on : Union[str, Iterable[str]], optional, default None
-        Which classes of causes restart them: ``"user"``, an error of the script; ``"killed"``, a signal or
-        lack of memory; ``"timeout"``, a launch over its time; ``"hang"``; ``"start"``, an agent that could
-        not start; ``"network"``, nodes that can't reach each other; ``"node_lost"`` and ``"preempted"``, nodes
-        that are gone. By default all but ``"start"`` and ``"network"``.
-    spare_nodes : int, default 0
-        How many nodes, the last ones of ``num_parallel``, wait in the first launch until another node is lost. One that
-        took no part then leaves.
-    min_nodes : int, optional, default None
-        With how many nodes a launch goes on at least after the loss of others, when no other task takes their place. By
-        default with all that are no spares. Not on Argo Workflows.
-    preemption_signal : Union[int, str], default "SIGTERM"
-        What the workers get, once, when a node is told to stop or its machine is taken away. They have
-        ``grace_s`` seconds to save.
-    hang_timeout_s : float, optional, default None
-        Seconds without any output or exit of any rank after which a launch counts as hanging: the stacks
-        of all workers go to the logs and to files, and the launch fails. None, the default, does not watch: silence is
-        no proof of a hang (evaluation, compilation or data preparation can be silent for an hour), and a stop loses
-        work. torch itself ends a collective that hangs: NCCL after 10 minutes, gloo after 30, unless a script sets
-        another timeout.
-    logs : str, optional, default None
-        Whose lines the control node's log has, which is what the terminal shows: ``"all"``, those of all
-        nodes; ``"node"``, its own; ``"rank0"``, rank 0's alone and, when a rank fails, its last 100. Each
-        node's own log has its own in any case, except for ``"rank0"``. By default ``"all"`` up to 16
-        nodes, and ``"node"`` above.
-    warm : Union[str, bool], default "agent"
-        What becomes of spares, which are processes of each node that import torch while the step's own code runs
-        before `run`: ``"agent"``, torchrun alone, which no script can tell; ``"workers"``, the workers, too, so
-        that they begin with torch imported; False, nothing.
-    preload : Union[str, Sequence[str]], optional, default None
-        Further modules that spare workers import beforehand.
 
     MF Add To Current
     -----------------
@@ -131,7 +74,7 @@ class TorchrunDecorator(steps.ParallelDecorator):  # type: ignore[misc]  # Metaf
         from .machine.accelerators import requested_accelerators
         from .show.stored_gangs import place_of
         from .task.interrupts import heed_signals_to_job, remote_job
-        from .task.report import print_errors_ourselves
+        from .task.report import print_errors_ourselves, tell_after_errors
         from .task.submit_checks import Submission
 
         check()  # again, since Metaflow's command line is there by now
@@ -156,24 +99,36 @@ class TorchrunDecorator(steps.ParallelDecorator):  # type: ignore[misc]  # Metaf
         if self._is_spun:  # its gang has one node
             self._settings = replace(self._settings, spare_nodes=0, min_nodes=None)
         self._submission = Submission(flow, graph, step_name, self._settings, metadata)
-        self._check("check_kubernetes")
-        self._check("check_loss")
+        self._check_backend()
         heed_signals_to_job()
         take_control_task(step_name, lambda task: place_of(task, {task})[1] == 0)
         if remote_job() == step_name:
-            self._bring_pods_again()
-            _tell_of_job(flow_datastore, step_name)
+            from .task.jobs import Job
 
-    def _check(self, name: str, *args: Any) -> None:
-        """Run one of the checks of `Submission`, if there are any."""
+            self._bring_pods_again()
+            job = Job(flow_datastore, step_name)
+            job.watch()  # logs what the backend says of pods that can't start, and of its end
+            tell_after_errors(job.tell)
+
+    def _check_backend(self, num_nodes: int | None = None, is_run: bool = False) -> None:
+        """Check what depends on other decorators, and on the number of nodes as far as it is known."""
         if self._submission is not None:
-            getattr(self._submission, name)(*args)
+            self._submission.check_kubernetes()
+            self._submission.check_loss(num_nodes)
+            if is_run:
+                self._submission.check_batch(num_nodes)
+
+    def _bring_pods_again(self) -> None:
+        """Have the job sets that this process makes bring pods again that a launch can go on with."""
+        from .compat.job_sets import bring_pods_again
+
+        if self._submission is not None and self._settings.replaces_nodes:
+            bring_pods_again(self._step_name)
 
     def package_init(self, flow: Any, step_name: str, environment: Any) -> None:
         """Check again; `argo-workflows create` adds ``@kubernetes`` after `step_init` (Metaflow 2.19)."""
         super().package_init(flow, step_name, environment)
-        self._check("check_kubernetes")
-        self._check("check_loss")
+        self._check_backend()
         self._bring_pods_again()
 
     def add_to_package(self) -> Iterable[tuple[str, str]]:
@@ -184,18 +139,11 @@ class TorchrunDecorator(steps.ParallelDecorator):  # type: ignore[misc]  # Metaf
         name = os.path.join("metaflow_torchrun", "__init__.py")
         yield os.path.join(IMPORTABLE, name), name
 
-    def _bring_pods_again(self) -> None:
-        """Have the job sets that this process makes bring pods again that a launch can go on with."""
-        from .compat.job_sets import bring_pods_again
-
-        if self._submission is not None and self._settings.replaces_nodes:
-            bring_pods_again(self._step_name)
-
     def runtime_init(self, flow: Any, graph: Any, package: Any, run_id: str) -> None:
         """Check what only a run can do; deployments, tasks and commands such as ``show`` don't come here."""
         from .compat.graph import parallel_steps
         from .machine.system import require_linux
-        from .show.run_end import RunEnd
+        from .show.stored_gangs import last_lines
         from .task.interrupts import heed_signals_to_run
         from .task.report import tell_after_errors
 
@@ -204,9 +152,10 @@ class TorchrunDecorator(steps.ParallelDecorator):  # type: ignore[misc]  # Metaf
         is_remote = any(deco.name in ("kubernetes", "batch") for deco in self._siblings)
         if not is_remote:
             require_linux(f"Step {self._step_name} with @torchrun")
-        self._check("check_batch")
+        self._check_backend(is_run=True)
         is_only_gang = len(parallel_steps(graph)) == 1
-        tell_after_errors(RunEnd(self._flow_datastore, run_id, self._step_name, is_only_gang, is_remote).tell)
+        about = (self._flow_datastore, str(run_id), self._step_name, is_only_gang, is_remote)
+        tell_after_errors(partial(last_lines, *about))
 
     def runtime_step_cli(
         self, cli_args: Any, retry_count: int, max_user_code_retries: int, ubf_context: str | None
@@ -214,9 +163,7 @@ class TorchrunDecorator(steps.ParallelDecorator):  # type: ignore[misc]  # Metaf
         """Check what depends on the number of nodes; called on the submitting machine, right before the start."""
         super().runtime_step_cli(cli_args, retry_count, max_user_code_retries, ubf_context)
         if ubf_context == steps.UBF_CONTROL:
-            num_nodes = steps.num_nodes_told(cli_args)
-            self._check("check_batch", num_nodes)
-            self._check("check_loss", num_nodes)
+            self._check_backend(steps.num_nodes_told(cli_args), is_run=True)
         if any(deco.name == "kubernetes" for deco in self._siblings):
             steps.start_one_node_as_pod(cli_args)
             steps.run_first_in_pod(cli_args, POD_SCRIPT)
@@ -307,7 +254,6 @@ class TorchrunDecorator(steps.ParallelDecorator):  # type: ignore[misc]  # Metaf
             self._settings,
             requested=None if here else self._requested,
             store=DatastoreValues(self._flow_datastore),
-            has_spares=starts is not None,
             part=self._gang.part,
         )
         steps.offer("torch", TorchrunExecutor(context))
@@ -324,6 +270,9 @@ class TorchrunDecorator(steps.ParallelDecorator):  # type: ignore[misc]  # Metaf
         return settings
 
 
+TorchrunDecorator.__doc__ = with_parameters(TorchrunDecorator.__doc__, DEFAULTS)
+
+
 def _check_source(graph: Any) -> None:
     """Check the source of a flow; called before Metaflow checks it, which is before `step_init`."""
     if is_ours(graph):
@@ -333,16 +282,6 @@ def _check_source(graph: Any) -> None:
 
 
 check_first(_check_source)
-
-
-def _tell_of_job(flow_datastore: Any, step_name: str) -> None:
-    """In the process that looks after a remote job: log what the backend says of pods that can't start, and of its end."""
-    from .task.jobs import Job
-    from .task.report import tell_after_errors
-
-    job = Job(flow_datastore, step_name)
-    job.watch()
-    tell_after_errors(job.tell)
 
 
 def _make_gang_of_one(flow: Any) -> None:

@@ -11,16 +11,7 @@ DEBUG = "METAFLOW_TORCHRUN_DEBUG"
 """Environment variable: ``1`` has the details written, too."""
 
 Kind = Literal[
-    "chosen",
-    "command",
-    "facts",
-    "ended",
-    "worker_failed",
-    "stopping",
-    "failed",
-    "left_behind",
-    "restart",
-    "note",
+    "chosen", "command", "facts", "ended", "worker_failed", "stopping", "failed", "left_behind", "restart", "note"
 ]
 
 

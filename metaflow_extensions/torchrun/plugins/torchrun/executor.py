@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import importlib
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeVar, overload
+from typing import Any
 
-from .errors import LaunchFailed, TorchrunConfigError, TorchrunPreempted
+from .errors import LaunchFailed, TorchrunPreempted
 from .events import Event
 from .gang.policy import LaunchPolicy
 from .launch.arguments import Place
@@ -20,17 +20,13 @@ from .launch.run_settings import RunSettings, resolve
 from .launch.transfer import ValueStore
 from .machine.accelerators import Machine, Nproc, choose_nproc
 from .result import TorchrunResult
-from .run_arguments import LEGACY, RunOptions, checked, spelled_out
+from .run_arguments import LEGACY, Runner
 from .settings import StepSettings, checked_value
 from .show.gang_part import GangPart
 from .task.launch_call import LaunchCall
 from .task.member import Member
 from .task.services import Services, result_of
 
-if TYPE_CHECKING:
-    from typing_extensions import Unpack  # in typing since Python 3.11
-
-T = TypeVar("T")
 _SETTLE_S = 3.0  # for the output of a failed launch, before its error is raised
 _LOG_DIR = (
     "warning: torchrun_args log-dir has no effect: each rank's lines are in the log of its node (unless logs='rank0' or "
@@ -49,11 +45,10 @@ class Context:
     settings: StepSettings
     requested: Nproc | None = None  # what the resources of a remote task amount to
     store: ValueStore | None = None  # for values and outputs; None outside of a flow
-    has_spares: bool = False  # whether this node has spares
     part: Callable[[tuple[str, ...]], GangPart] | None = None  # returns the gang's parts for the step's own cards
 
 
-class TorchrunExecutor:
+class TorchrunExecutor(Runner):
     """Starts torchrun on every node of the gang and looks after it; offered as ``current.torch``."""
 
     def __init__(self, context: Context) -> None:
@@ -91,75 +86,25 @@ class TorchrunExecutor:
         """Whether this is the control node, which hosts rank 0."""
         return self.node_index == 0
 
-    def card(self, *parts: str) -> GangPart:
-        """Return parts of the gang's card as a component, for a card of the step's own.
-
-        It is renewed while `run` waits, also without ``current.card.refresh``, and shows the end of it afterwards. On
-        another node than the control node it names the control node's task.
-
-        Parameters
-        ----------
-        *parts : str
-            Which ones: ``"outcome"``, ``"hangs"``, ``"progress"``, ``"ranks"``, ``"timeline"``, ``"usage"``, ``"nodes"``,
-            ``"outputs"``, ``"launch"``. Default: all.
-
-        Returns
-        -------
-        GangPart
-            A component for ``current.card.append``.
-
-        Raises
-        ------
-        TorchrunConfigError
-            If there is no such part.
-        """
+    def _part(self, names: tuple[str, ...]) -> GangPart:
         assert self._context.part is not None
-        return self._context.part(parts)
+        return self._context.part(names)
 
-    @overload
-    def run(
-        self,
-        entrypoint: Callable[..., T],
-        entrypoint_args: Mapping[str, Any] | Sequence[Any] | None = None,
-        **options: Unpack[RunOptions],
-    ) -> TorchrunResult[T]: ...
-
-    @overload
-    def run(
-        self,
-        entrypoint: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | None = None,
-        entrypoint_args: Mapping[str, Any] | Sequence[Any] | None = None,
-        **options: Unpack[RunOptions],
-    ) -> TorchrunResult[None]: ...
-
-    @spelled_out  # describes the arguments, too
-    @checked
-    def run(
-        self,
-        entrypoint: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | Callable[..., Any] | None = None,
-        entrypoint_args: Mapping[str, Any] | Sequence[Any] | None = None,
-        **options: Any,
-    ) -> TorchrunResult[Any]:
-        """Run a script or a function under torchrun on all nodes and wait until all of them have ended.
-
-        Every node must call it, in the same order, with settings that agree. An argument that is also an attribute of
-        ``@torchrun`` overrides the attribute for this launch; without either, the stated default counts.
-        """
+    def launched(self, given: dict[str, Any]) -> TorchrunResult[Any]:
+        """Run a launch to its end."""
         self._context.member.refuse_in_child()  # before any lock: in a fork, another thread of the task may hold it for ever
-        ignored = ", ".join([name for name in LEGACY if options.pop(name, None)])
+        ignored = ", ".join([name for name in LEGACY if given.pop(name, None)])
         if ignored:
             self._note_once(f"warning: run({ignored}) has no effect; name files to store with run(outputs=...) instead")
-        _require_working_directory()
         context = self._context
-        spares = self._context.settings.spare_nodes
-        place = Place(self.num_nodes, self.node_index, self.main_addr, flow_folder(), spares)
-        given = {**options, "entrypoint": entrypoint, "entrypoint_args": entrypoint_args}
+        place = Place(self.num_nodes, self.node_index, self.main_addr, flow_folder(), context.settings.spare_nodes)
         run = resolve(given, context.settings, place)
         with Services.of(run, place.num_nodes, place.node_index, context.store) as services:
             return self._run(run, place, services)
 
     def _run(self, run: RunSettings, place: Place, services: Services) -> TorchrunResult[Any]:
         context, settings = self._context, self._context.settings
+        cwd = run.cwd or os.getcwd()
         nproc = choose_nproc(*run.nproc_per_node, context.requested, context.machine)
 
         def make(may_come: bool = False) -> Call:
@@ -171,10 +116,18 @@ class TorchrunExecutor:
                 nproc=nproc.value,
                 nproc_why=nproc.why,
                 machine=context.machine,
-                policy=_policy(run),
+                policy=LaunchPolicy(
+                    timeout_s=run.timeout_s,
+                    max_restarts=run.max_restarts,
+                    restart_on=run.restart_on,
+                    preemption_signal=run.preemption_signal,
+                    hang_timeout_s=run.hang_timeout_s,
+                    stores_outputs=run.outputs is not None,
+                ),
                 grace_s=settings.grace_s,
                 logs=settings.logs_of(self.num_nodes),
-                before_run=_found(run.before_run, run.cwd),
+                # Their programs may lie beside the flow's file.
+                before_run=tuple((beside_flow(words[0], cwd, flow_folder()), *words[1:]) for words in run.before_run),
                 **services.told,
             )
 
@@ -194,8 +147,6 @@ class TorchrunExecutor:
     def _warn(self, call: Call, run: RunSettings) -> None:
         """Log warnings about a launch on this machine."""
         warnings = [shm_warning(shm_bytes(), call.nproc, call.machine.accelerators, os.environ)]
-        if run.warm == "workers" and self._context.has_spares and not call.is_python:
-            warnings += ["warm='workers': torchrun starts warm, but the workers start cold: they run a command"]
         if "log-dir" in run.options:
             warnings += [_LOG_DIR]
         if self.is_control:
@@ -223,30 +174,3 @@ class TorchrunExecutor:
         if warning not in _warned:
             _warned.add(warning)
             self._context.member.say(Event("note", self.node_index, warning))
-
-
-def _policy(run: RunSettings) -> LaunchPolicy:
-    return LaunchPolicy(
-        timeout_s=run.timeout_s,
-        max_restarts=run.max_restarts,
-        restart_on=run.restart_on,
-        preemption_signal=run.preemption_signal,
-        hang_timeout_s=run.hang_timeout_s,
-        stores_outputs=run.outputs is not None,
-    )
-
-
-def _require_working_directory() -> None:
-    """Raise TorchrunConfigError if the folder in which the step's code is has been removed."""
-    try:
-        os.getcwd()
-    except FileNotFoundError as error:
-        raise TorchrunConfigError(
-            "The working directory of the step's code was removed, so no worker can start there. Change to a folder that "
-            "exists (os.chdir) before current.torch.run."
-        ) from error
-
-
-def _found(commands: Sequence[tuple[str, ...]], cwd: str | None) -> tuple[tuple[str, ...], ...]:
-    """Return commands with their programs, which may lie beside the flow's file."""
-    return tuple((beside_flow(words[0], cwd or os.getcwd(), flow_folder()), *words[1:]) for words in commands)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -11,7 +10,6 @@ from metaflow import current
 from .compat.cards import datastore_here
 from .compat.datastore import values_of_running_flow
 from .compat.renamed import check
-from .elements.model import Sentence
 from .errors import TorchrunError, TorchrunPreempted
 from .events import Event
 from .executor import Context, TorchrunExecutor
@@ -25,7 +23,6 @@ from .task.cards import Cards
 from .task.console import hurry, to_log
 from .task.gang_store import GangStore
 from .task.join import LOOPBACK, begin_gang
-from .task.member import Member
 from .task.report import end_with, print_errors_ourselves, report
 
 
@@ -42,24 +39,25 @@ class GangOfOne:
         self._has_parts = True
         return GangPart(parts, self._present)
 
-    def _present(self) -> GangView | Sentence:
-        return Sentence("No launch has begun yet.") if self._cards is None else self._cards.shown()
+    def _present(self) -> GangView | str:
+        return "No launch has begun yet." if self._cards is None else self._cards.shown()
 
-    def run(self, **options: Any) -> TorchrunResult[Any]:
-        """Run a launch to its end; the arguments are those of `TorchrunExecutor.run`, all by name."""
+    def run(self, given: dict[str, Any]) -> TorchrunResult[Any]:
+        """Run a launch to its end; `given` has the arguments of `Runner.run` by name."""
         check()
-        settings = parse_settings(DEFAULTS, None)
+        settings, machine = parse_settings(DEFAULTS, None), this_machine()
         about: dict[str, Any] = {}
-        machine = this_machine()
         member = begin_gang(settings, partial(_log, about))
         store: GangStore | None = None
         error: BaseException | None = None
         try:
-            store = self._follow(member, about)
+            # Of a launch within a gang, the task's cards show it only where the step asks for it.
+            is_alone = current.get("torch") is None
+            self._cards = self._cards or Cards(self._flow_datastore, with_ours=is_alone)
+            self._cards.has_parts = self._has_parts and is_alone
+            store = GangStore(member, about, self._cards, registry=None)
             context = Context(member, LOOPBACK, machine, settings, store=values_of_running_flow())
-            executor = TorchrunExecutor(context)
-            run: Callable[..., TorchrunResult[Any]] = executor.run  # the caller knows which overload applies
-            return run(**options)
+            return TorchrunExecutor(context).launched(given)
         except BaseException as caught:
             error = caught
             if isinstance(caught, TorchrunPreempted | KeyboardInterrupt):
@@ -68,10 +66,8 @@ class GangOfOne:
             if isinstance(caught, TorchrunError) and member.gang_knows(caught) and current.get("is_parallel"):
                 rename_node(caught, current.parallel.node_index)
             print_errors_ourselves(in_task=True)
-            end_with(
-                caught,
-                report(caught, member.node, shared=True, known=False, stands_above=lambda _: member.shows_output),
-            )
+            said = report(caught, member.node, shared=True, known=False, stands_above=lambda _: member.shows_output)
+            end_with(caught, said)
             raise
         finally:
             member.leave(error)
@@ -79,13 +75,6 @@ class GangOfOne:
                 store.close()
             if error is not None and self._cards is not None:
                 self._cards.make_last()
-
-    def _follow(self, member: Member, about: dict[str, Any]) -> GangStore:
-        """Show the launch on the task's cards; of a launch within a gang only where the step asks for it."""
-        if self._cards is None:
-            self._cards = Cards(self._flow_datastore, with_ours=current.get("torch") is None)
-        self._cards.has_parts = self._has_parts and current.get("torch") is None
-        return GangStore(member, about, self._cards, registry=None)
 
 
 def _log(about: dict[str, Any], event: Event) -> None:

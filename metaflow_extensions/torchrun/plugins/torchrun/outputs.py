@@ -10,8 +10,9 @@ import contextlib
 import json
 import os
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO
 
@@ -44,8 +45,7 @@ class OutputFile:
     modified: float
     older: bool = field(default=False, repr=False)
     _mode: int = field(default=0o644, repr=False)
-    _parts: tuple[tuple[str, int, int], ...] = field(default=(), repr=False)  # key in the datastore, begin there, size
-    _content: object = field(default=(), repr=False)  # the same for files that are the same
+    _parts: tuple[str, ...] = field(default=(), repr=False)  # keys in the datastore: the same for the same content
 
 
 class Outputs:
@@ -58,7 +58,6 @@ class Outputs:
     def __init__(self, datastore: Mapping[str, str], nodes: Mapping[int, tuple[str, int, int]]) -> None:
         self._datastore = dict(datastore)  # type, root and flow
         self._nodes = dict(nodes)  # node -> key of its list, number of files, bytes
-        self._lists: dict[int, dict[str, Any]] | None = None  # by node, loaded at the first access
         self._opened: DatastoreValues | None = None
 
     @property
@@ -77,7 +76,7 @@ class Outputs:
         several = len(self._nodes) > 1
         return {
             f"node {node}: {name}" if several else name: why
-            for node, content in sorted(self._load_lists().items())
+            for node, content in self._lists.items()
             for name, why in content["left_out"].items()
         }
 
@@ -85,14 +84,20 @@ class Outputs:
         return sum(files for _, files, _ in self._nodes.values())
 
     def __iter__(self) -> Iterator[OutputFile]:
-        found = [_file(node, row) for node, content in sorted(self._load_lists().items()) for row in content["files"]]
+        found = [
+            OutputFile(
+                **{name: row[name] for name in ("name", "size", "modified", "older")},
+                node=node,
+                _mode=row["mode"],
+                _parts=tuple(key for key, *_ in row["parts"]),
+            )
+            for node, content in self._lists.items()
+            for row in content["files"]
+        ]
         return iter(sorted(found, key=lambda file: (file.name, file.node)))
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Outputs) and (self._datastore, self._nodes) == (
-            other._datastore,
-            other._nodes,
-        )
+        return isinstance(other, Outputs) and self.as_data() == other.as_data()
 
     def __repr__(self) -> str:
         of = f" of {names(self.nodes)}" if self._nodes else ""
@@ -129,12 +134,8 @@ class Outputs:
         """
         file = self._one(str(name), node)
         copy = tempfile.TemporaryFile(prefix="torchrun-output-")  # noqa: SIM115 - whoever has asked closes it
-        try:
-            copy.writelines(_contents(file, self._load))
-            copy.seek(0)
-        except BaseException:
-            copy.close()
-            raise
+        copy.writelines(map(self._load, file._parts))
+        copy.seek(0)
         return copy
 
     def download(self, to: str | os.PathLike[str], node: int | None = None) -> Path:
@@ -166,13 +167,13 @@ class Outputs:
         folder = Path(to)
         folder.mkdir(parents=True, exist_ok=True)
         for file in wanted.values():
-            _write(file, _contents(file, self._load), folder)
+            self._write(file, folder)
         return folder
 
     def _without_clashes(self, files: list[OutputFile]) -> dict[str, OutputFile]:
         """Return files by name; raise LookupError for those that one folder can't have."""
         wanted: dict[str, OutputFile] = {}
-        differ = [file.name for file in files if wanted.setdefault(file.name, file)._content != file._content]
+        differ = [file.name for file in files if wanted.setdefault(file.name, file)._parts != file._parts]
         folders = {str(above) for name in wanted for above in PurePosixPath(name).parents}
         for clashing, what in (
             (differ, "other content under the same name"),
@@ -186,25 +187,43 @@ class Outputs:
         return wanted
 
     def _one(self, name: str, node: int | None) -> OutputFile:
-        all_files = list(self)
-        found = [file for file in all_files if file.name == name and node in (None, file.node)]
+        files = [file for file in self if node in (None, file.node)]
+        found = [file for file in files if file.name == name]
         if not found:
-            known = first_values(sorted({repr(file.name) for file in all_files if node in (None, file.node)}))
+            known = first_values(sorted({repr(file.name) for file in files}))
             where = "" if node is None else f" of node {node}"
             raise FileNotFoundError(f"There is no output{where} {name!r}; there are {known or 'none'}.")
-        if any(file._content != found[0]._content for file in found):
+        if any(file._parts != found[0]._parts for file in found):
             said = ", ".join(str(file.node) for file in found)
             raise LookupError(
                 f"Nodes {said} have stored {name!r}, and they differ. Say which: open({name!r}, node=...)."
             )
         return found[0]
 
+    def _write(self, file: OutputFile, folder: Path) -> None:
+        """Write a file beside its place, and move it there when it is whole."""
+        name = PurePosixPath(file.name)
+        if name.is_absolute() or ".." in name.parts:
+            raise TorchrunError(f"The list of outputs names {file.name!r}, which leads out of the folder.")
+        place = folder / name
+        place.parent.mkdir(parents=True, exist_ok=True)
+        fd, beside = tempfile.mkstemp(prefix=".torchrun-output-", dir=place.parent)
+        try:
+            with open(fd, "wb") as target:
+                target.writelines(map(self._load, file._parts))
+            os.chmod(beside, file._mode)
+            os.utime(beside, (file.modified, file.modified))
+            os.replace(beside, place)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                os.unlink(beside)
+            raise
+
     # --- the datastore ----------------------------------------------------------------------------
 
-    def _load_lists(self) -> dict[int, dict[str, Any]]:
-        if self._lists is None:
-            self._lists = {node: json.loads(self._load(key)) for node, (key, _, _) in self._nodes.items()}
-        return self._lists
+    @cached_property
+    def _lists(self) -> dict[int, dict[str, Any]]:
+        return {node: json.loads(self._load(self._nodes[node][0])) for node in self.nodes}
 
     def _load(self, key: str) -> bytes:
         """Return the data of a key, from the datastore where it was stored, or else from this machine's own datastore."""
@@ -212,11 +231,10 @@ class Outputs:
         for store in values_at(self._datastore) if self._opened is None else [self._opened]:
             try:
                 ((_, data),) = store.load([key])
-            except Exception as error:  # a missing object is a different error in each store (Metaflow 2.19)
-                first = first or error
-            else:
                 self._opened = store
                 return bytes(data)
+            except Exception as error:  # a missing object is a different error in each store (Metaflow 2.19)
+                first = first or error
         where = "the {type} datastore {root}".format_map(self._datastore)
         problem = f"{type(first).__name__}: {first}"
         raise TorchrunError(f"Outputs could not be read from {where} ({problem}). Are they still there?") from first
@@ -227,38 +245,3 @@ class Outputs:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), tuple(self.as_data().values())
-
-
-def _file(node: int, row: Mapping[str, Any]) -> OutputFile:
-    parts = tuple((key, begin, size) for key, begin, size in row["parts"])
-    # Version 1 of the index has a digest, since small files shared parts; its first form does not know what is older.
-    content, older = row.get("digest", parts), row.get("older", False)
-    return OutputFile(row["name"], row["size"], node, row["modified"], older, row["mode"], parts, content)
-
-
-def _contents(file: OutputFile, load: Callable[[str], bytes]) -> Iterator[memoryview]:
-    for key, begin, size in file._parts:
-        data = memoryview(load(key))[begin : begin + size]
-        if len(data) != size:
-            raise TorchrunError(f"The datastore has less under {key} than was stored there.")
-        yield data
-
-
-def _write(file: OutputFile, contents: Iterator[memoryview], folder: Path) -> None:
-    """Write a file beside its place, and move it there when it is whole."""
-    name = PurePosixPath(file.name)
-    if name.is_absolute() or ".." in name.parts:
-        raise TorchrunError(f"The list of outputs names {file.name!r}, which leads out of the folder.")
-    place = folder / name
-    place.parent.mkdir(parents=True, exist_ok=True)
-    fd, beside = tempfile.mkstemp(prefix=".torchrun-output-", dir=place.parent)
-    try:
-        with open(fd, "wb") as target:
-            target.writelines(contents)
-        os.chmod(beside, file._mode)
-        os.utime(beside, (file.modified, file.modified))
-        os.replace(beside, place)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            os.unlink(beside)
-        raise

@@ -12,22 +12,14 @@ import os
 import re
 import signal
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from .errors import TorchrunConfigError
 
-NPROC_WORDS = ("auto", "cpu", "gpu")
-LOGS = ("all", "node", "rank0")
-WARM = ("agent", "workers", "off")
-OUTPUTS_FROM = ("control", "all")
 # The classes of causes (see `cause.Cause.category`) that a new generation on the same nodes may mend.
 RETRY_CLASSES = ("user", "killed", "timeout", "hang", "start", "network", "node_lost", "preempted")
 DEFAULT_RESTART_ON = frozenset({"user", "killed", "timeout", "hang", "node_lost", "preempted"})
-_NEVER_RETRIED = {
-    "before_run": "a command that failed may have left its work half done, on some nodes only; use Metaflow's @retry",
-    "interrupted": "whoever interrupts a run wants its end",
-    "store": "the function has ended well, and running it again does not repair the datastore; use Metaflow's @retry",
-}
 
 
 def did_you_mean(name: str, known: Sequence[str]) -> str:
@@ -38,59 +30,44 @@ def did_you_mean(name: str, known: Sequence[str]) -> str:
     return f" Did you mean {near[0]}?" if near else ""
 
 
+def _refused(value: Any, setting: str, why: str) -> TorchrunConfigError:
+    return TorchrunConfigError(f"{setting} is {value!r}, but {why}.")
+
+
+# --- numbers and words --------------------------------------------------------------------------------
+
+
 def parse_int(value: Any) -> int | None:
     """Return `value` as an int if it is a whole number or the text of one, else None."""
-    if isinstance(value, bool):
-        return None
-    if isinstance(value, int):
-        return value
     if isinstance(value, float) and value.is_integer():
         return int(value)
     if isinstance(value, str) and re.fullmatch(r"\s*[+-]?\d{1,18}\s*", value):
         return int(value)
-    return None
+    return value if isinstance(value, int) and not isinstance(value, bool) else None
+
+
+def parse_whole(value: Any, setting: str, least: int = 0, most: float = math.inf, or_else: str = "") -> int:
+    """Return a whole number between two others."""
+    number = parse_int(value)
+    if number is None or not least <= number <= most:
+        limits = f"of at least {least}" if most == math.inf else f"from {least} to {most}"
+        raise _refused(value, setting, f"it must be a whole number {limits}{or_else}")
+    return number
+
+
+def parse_port(value: Any, setting: str) -> int | None:
+    """Return a port as an int; ``""`` leaves the choice to the kernel."""
+    return None if value == "" else parse_whole(value, setting, 1, 65535)
 
 
 _MOST_PROCESSES = 1024  # per node; a typing error above, since each takes over 100 MB
 
 
 def parse_nproc(value: Any, setting: str) -> int | str:
-    """Return a number of processes per node as an int or one of `NPROC_WORDS`."""
-    if isinstance(value, str) and value.strip().lower() in NPROC_WORDS:
-        return value.strip().lower()
-    number = parse_int(value)
-    if number is None or not 1 <= number <= _MOST_PROCESSES:
-        raise TorchrunConfigError(
-            f"{setting} is {value!r}, but it must be a whole number from 1 to {_MOST_PROCESSES} or one of "
-            f"{', '.join(map(repr, NPROC_WORDS))}."
-        )
-    return number
-
-
-def parse_port(value: Any, setting: str) -> int | None:
-    """Return a port as an int; ``""`` leaves the choice to the kernel."""
-    if value == "":
-        return None
-    number = parse_int(value)
-    if number is None or not 1 <= number <= 65535:
-        raise TorchrunConfigError(f"{setting} is {value!r}, but a port is a whole number from 1 to 65535.")
-    return number
-
-
-def parse_restarts(value: Any, setting: str) -> int:
-    """Return a number of restarts as an int."""
-    number = parse_int(value)
-    if number is None or number < 0:
-        raise TorchrunConfigError(f"{setting} is {value!r}, but it must be a whole number of at least 0.")
-    return number
-
-
-def parse_least(value: Any, setting: str) -> int:
-    """Return a number of nodes of at least 1 as an int."""
-    number = parse_int(value)
-    if number is None or number < 1:
-        raise TorchrunConfigError(f"{setting} is {value!r}, but it must be a whole number of at least 1.")
-    return number
+    """Return a number of processes per node as an int, or a word."""
+    if (word := str(value).strip().lower()) in ("auto", "cpu", "gpu"):
+        return word
+    return parse_whole(value, setting, 1, _MOST_PROCESSES, " or one of 'auto', 'cpu', 'gpu'")
 
 
 def parse_seconds(value: Any, setting: str, zero: bool = False) -> float:
@@ -100,41 +77,85 @@ def parse_seconds(value: Any, setting: str, zero: bool = False) -> float:
     except (TypeError, ValueError, OverflowError):
         number = math.nan
     if not math.isfinite(number) or number < 0 or (number == 0 and not zero):
-        if zero:
-            raise TorchrunConfigError(f"{setting} is {value!r}, but it must be a number of seconds of at least 0.")
-        raise TorchrunConfigError(f"{setting} is {value!r}, but it must be a number of seconds above 0.")
+        raise _refused(value, setting, f"it must be a number of seconds {'of at least' if zero else 'above'} 0")
     return number
-
-
-def parse_seconds_or_0(value: Any, setting: str) -> float:
-    """Return a time in seconds that may be 0."""
-    return parse_seconds(value, setting, zero=True)
 
 
 def parse_flag(value: Any, setting: str) -> bool:
     """Return True or False."""
     if value is not True and value is not False:
-        raise TorchrunConfigError(f"{setting} is {value!r}, but it must be True or False.")
+        raise _refused(value, setting, "it must be True or False")
     return bool(value)
 
 
-def parse_logs(value: Any, setting: str) -> str:
-    """Return whose lines the log of the control node shows, one of `LOGS`."""
+def parse_word(value: Any, setting: str, words: Sequence[str]) -> str:
+    """Return one of some words."""
     word = str(value).strip().lower()
-    if word not in LOGS:
-        raise TorchrunConfigError(f"{setting} is {value!r}, but it must be one of {', '.join(map(repr, LOGS))}.")
+    if word not in words:
+        raise _refused(value, setting, f"it must be one of {', '.join(map(repr, words))}")
     return word
+
+
+parse_logs = partial(parse_word, words=("all", "node", "rank0"))
+parse_outputs_from = partial(parse_word, words=("control", "all"))
+
+
+def parse_warm(value: Any, setting: str) -> str:
+    """Return which processes start warm: ``"agent"``, ``"workers"`` or ``"off"``, which False means."""
+    is_off = str(value).strip().lower() in ("false", "0")
+    return "off" if is_off else parse_word(value, setting, ("agent", "workers", "off"))
+
+
+def _names_in(value: Any, setting: str, why: str) -> list[str]:
+    """Return names from a list, or from a text with commas between; an error says why something else is refused."""
+    words = value.split(",") if isinstance(value, str) else value
+    if not isinstance(words, (list, tuple, set, frozenset)) or not all(isinstance(word, str) for word in words):
+        raise _refused(value, setting, why)
+    return [word.strip() for word in words if word.strip()]
+
+
+def parse_modules(value: Any, setting: str) -> tuple[str, ...]:
+    """Return names of modules."""
+    names = _names_in(value, setting, "it must be a list of names of modules")
+    for name in names:
+        if not all(part.isidentifier() for part in name.split(".")):
+            raise TorchrunConfigError(f"{setting} has {name!r}, which can't be the name of a module.")
+    return tuple(names)
+
+
+def parse_restart_on(value: Any, setting: str) -> frozenset[str]:
+    """Return the classes of causes that restart the gang, out of `RETRY_CLASSES`."""
+    names = frozenset(_names_in(value, setting, f"it must be a list out of {', '.join(RETRY_CLASSES)}"))
+    for name in sorted(names.difference(RETRY_CLASSES)):
+        raise TorchrunConfigError(
+            f"{setting} has {name!r}, after which workers are never started again. Choose out of "
+            f"{', '.join(RETRY_CLASSES)}; Metaflow's @retry starts a new gang after all others."
+        )
+    return names
+
+
+def parse_signal(value: Any, setting: str) -> int:
+    """Return the number of a signal that a process can handle, given by name (``"SIGUSR1"``, ``"usr1"``) or number."""
+    text = str(value).strip().upper()
+    named = getattr(signal, text if text.startswith("SIG") else f"SIG{text}", None)
+    # The module `signal` also has constants that are no signals, such as SIG_IGN and SIG_BLOCK.
+    number = parse_int(text) if text.isdecimal() else named if isinstance(named, signal.Signals) else None
+    if isinstance(value, bool) or number not in signal.valid_signals():
+        raise _refused(value, setting, "it must be a signal, such as 'SIGUSR1'")
+    if number in (signal.SIGKILL, signal.SIGSTOP):
+        raise TorchrunConfigError(f"{setting} is {value!r}, which no process can heed to save its work.")
+    return int(number)
+
+
+# --- files and variables ------------------------------------------------------------------------------
 
 
 def parse_outputs(value: Any, setting: str) -> tuple[str, ...]:
     """Return patterns of files and folders, each relative to a folder and without a slash at its end."""
     given = [value] if isinstance(value, str | os.PathLike) else value
-    if not isinstance(given, (list, tuple, set, frozenset)) or not all(
-        isinstance(one, str | os.PathLike) for one in given
-    ):
-        raise TorchrunConfigError(
-            f"{setting} is {value!r}, but it must be a list of files, folders and patterns, as in ['model/', '*.json']."
-        )
+    is_list = isinstance(given, (list, tuple, set, frozenset))
+    if not is_list or not all(isinstance(one, str | os.PathLike) for one in given):
+        raise _refused(value, setting, "it must be a list of files, folders and patterns, as in ['model/', '*.json']")
     names = [os.fsdecode(one) for one in given]
     if not names:
         raise TorchrunConfigError(f"{setting} names nothing. Name files or folders, or leave it out.")
@@ -162,27 +183,15 @@ def _no_output(name: str) -> str | None:
     return None
 
 
-def parse_outputs_from(value: Any, setting: str) -> str:
-    """Return whose outputs are stored, one of `OUTPUTS_FROM`."""
-    if value not in OUTPUTS_FROM:
-        raise TorchrunConfigError(
-            f"{setting} is {value!r}, but it must be one of {', '.join(map(repr, OUTPUTS_FROM))}."
-        )
-    return str(value)
-
-
 def parse_env(value: Any, setting: str) -> dict[str, str]:
-    """Return variables of an environment; a text is a JSON object."""
+    """Return variables of an environment; a text is a JSON object. No error has a value, which may be a secret."""
     value = _from_json(value)
     if not isinstance(value, Mapping):
-        # Not the value: it may hold a secret.
         raise TorchrunConfigError(f"{setting} must be a dict of variables, but is a {type(value).__name__}.")
     for name, text in value.items():
-        if not isinstance(name, str) or not name or "=" in name or text is None or not _is_encodable(f"{name}{text}"):
-            # Its value may be a secret.
+        if not isinstance(name, str) or not name or "=" in name or text is None:
             raise TorchrunConfigError(
-                f"{setting}: {name!r} can't be an environment variable: a name is a text without '=', a value is "
-                "not None, and neither may have a NUL character or half of a surrogate pair."
+                f"{setting}: {name!r} can't be an environment variable: a name is a text without '=', a value is not None."
             )
         check_word(f"{name}={text}", f"{setting}: {name}")
     return {name: str(text) for name, text in value.items()}
@@ -194,36 +203,33 @@ _MAX_WORD = 32 * os.sysconf("SC_PAGE_SIZE") - 1
 
 def check_word(word: str, name: str) -> str:
     """Return a word that a process can be given, as an argument or as `NAME=value`; raise an error with `name` for others."""
-    why = "has a NUL character, which no process can be given"
-    if (size := len(word.encode(errors="replace"))) > _MAX_WORD:
+    try:
+        size, why = len(os.fsencode(word)), "has a NUL character, which no process can be given"
+    except UnicodeEncodeError:
+        size, why, word = 0, "has half of a surrogate pair, which no process can be given", "\0"
+    if size > _MAX_WORD:
         why = f"has {size} bytes, but Linux gives a process at most {_MAX_WORD} in one argument or variable"
     elif "\0" not in word:
         return word
     raise TorchrunConfigError(f"{name} {why}. Write it to a file, and give the path of that file.")
 
 
-def _is_encodable(text: str) -> bool:
-    """Return whether a text can be a variable or an argument of a process."""
-    try:
-        return b"\0" not in os.fsencode(text)
-    except UnicodeEncodeError:
-        return False
+def parse_path(value: Any, setting: str) -> str:
+    """Return the path of a folder, which need not exist on this machine."""
+    if not isinstance(value, str | os.PathLike) or "\0" in os.fsdecode(value):
+        raise _refused(value, setting, "it must be the path of a folder")
+    return os.fsdecode(value)
 
 
 def parse_folder(value: Any, setting: str) -> str:
     """Return the absolute path of a folder that exists on this node."""
     folder = os.path.abspath(parse_path(value, setting))
     if not os.path.isdir(folder):
-        raise TorchrunConfigError(f"{setting} is {value!r}, but {folder} is not a folder on this node.")
+        raise _refused(value, setting, f"{folder} is not a folder on this node")
     return folder
 
 
-def parse_path(value: Any, setting: str) -> str:
-    """Return the path of a folder, which need not exist on this machine."""
-    if not isinstance(value, str | os.PathLike) or "\0" in os.fsdecode(value):
-        raise TorchrunConfigError(f"{setting} is {value!r}, but it must be the path of a folder.")
-    return os.fsdecode(value)
-
+# --- commands -----------------------------------------------------------------------------------------
 
 _COMMANDS_EXAMPLE = "[['pip', 'install', '-r', 'requirements.txt'], 'make data']"
 SHELL = ("sh", "-ec")
@@ -233,9 +239,7 @@ SHELL = ("sh", "-ec")
 def parse_argv(value: Any, setting: str) -> tuple[str, ...]:
     """Return a command as argv words; raises TorchrunConfigError for words that no process can get."""
     if not isinstance(value, list | tuple) or not all(isinstance(word, str | os.PathLike) for word in value):
-        raise TorchrunConfigError(
-            f"{setting} is {value!r}, but a command is a list of texts and paths, such as ['python', '-O', 'x.py']."
-        )
+        raise _refused(value, setting, "a command is a list of texts and paths, such as ['python', '-O', 'x.py']")
     words = tuple(os.fsdecode(word) for word in value)
     if not words or not words[0]:
         raise TorchrunConfigError(f"{setting} is {value!r}, which names no program.")
@@ -254,9 +258,7 @@ def parse_commands(value: Any, setting: str) -> tuple[tuple[str, ...], ...]:
     """
     given = _from_json(value)
     if not isinstance(given, list | tuple):
-        raise TorchrunConfigError(
-            f"{setting} is {value!r}, but it must be a list of commands, such as {_COMMANDS_EXAMPLE}."
-        )
+        raise _refused(value, setting, f"it must be a list of commands, such as {_COMMANDS_EXAMPLE}")
     return tuple(_parse_command(each, f"{setting}, command {number}") for number, each in enumerate(given, 1))
 
 
@@ -279,58 +281,3 @@ def _from_json(value: Any) -> Any:
         return json.loads(value) if isinstance(value, str) else value
     except ValueError:
         return value
-
-
-def parse_warm(value: Any, setting: str) -> str:
-    """Return which processes start warm, one of `WARM`; False means ``"off"``."""
-    word = str(value).strip().lower()
-    if word in ("false", "0"):
-        return "off"
-    if word not in WARM:
-        raise TorchrunConfigError(f"{setting} is {value!r}, but it must be 'agent', 'workers' or False.")
-    return word
-
-
-def parse_modules(value: Any, setting: str) -> tuple[str, ...]:
-    """Return names of modules as a tuple; in a string with commas between."""
-    words = value.split(",") if isinstance(value, str) else value
-    if not isinstance(words, (list, tuple)) or not all(isinstance(word, str) for word in words):
-        raise TorchrunConfigError(f"{setting} is {value!r}, but it must be a list of names of modules.")
-    names = tuple(word.strip() for word in words if word.strip())
-    for name in names:
-        if not all(part.isidentifier() for part in name.split(".")):
-            raise TorchrunConfigError(f"{setting} has {name!r}, which can't be the name of a module.")
-    return names
-
-
-def parse_restart_on(value: Any, setting: str) -> frozenset[str]:
-    """Return the classes of causes that restart the gang, out of `RETRY_CLASSES`; in a string with commas between."""
-    words = value.split(",") if isinstance(value, str) else value
-    if not isinstance(words, (list, tuple, set, frozenset)) or not all(isinstance(word, str) for word in words):
-        raise TorchrunConfigError(f"{setting} is {value!r}, but it must be a list out of {', '.join(RETRY_CLASSES)}.")
-    names = frozenset(word.strip() for word in words if word.strip())
-    for name in sorted(names - set(RETRY_CLASSES)):
-        why = _NEVER_RETRIED.get(name, "there is no such class of causes")
-        raise TorchrunConfigError(f"{setting} has {name!r}, but {why}. Choose out of {', '.join(RETRY_CLASSES)}.")
-    return names
-
-
-_RESERVED = 9  # `machine.stacks` and `launch.command` take two of them, Valgrind the last
-
-
-def parse_signal(value: Any, setting: str) -> int:
-    """Return the number of a signal that a process can handle, given by name (``"SIGUSR1"``, ``"usr1"``) or number."""
-    text = str(value).strip().upper()
-    named = getattr(signal, text if text.startswith("SIG") else f"SIG{text}", None)
-    # The module `signal` also has constants that are no signals, such as SIG_IGN and SIG_BLOCK.
-    number = parse_int(text) if text.isdecimal() else named if isinstance(named, signal.Signals) else None
-    if isinstance(value, bool) or number not in signal.valid_signals():
-        raise TorchrunConfigError(f"{setting} is {value!r}, but it must be a signal, such as 'SIGUSR1'.")
-    if hasattr(signal, "SIGRTMAX") and number > signal.SIGRTMAX - _RESERVED:
-        raise TorchrunConfigError(
-            f"{setting} is {value!r}, but this extension and debuggers use the last {_RESERVED} real-time signals. "
-            "Choose another one, such as 'SIGUSR1'."
-        )
-    if number in (signal.SIGKILL, signal.SIGSTOP):
-        raise TorchrunConfigError(f"{setting} is {value!r}, which no process can heed to save its work.")
-    return int(number)

@@ -51,7 +51,7 @@ class AddressRecord:
 class Request:
     """What a command asks of a gang that runs. It is stored beside its view, where the control node looks for it."""
 
-    id: str  # when it was made (UTC), by whom, and something random
+    id: str  # something random
     time: float  # when it was made, in seconds since 1970, by the clock of the machine that asks
     kind: str  # "stacks"; there is no other
 

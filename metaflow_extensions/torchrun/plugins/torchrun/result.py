@@ -57,7 +57,7 @@ class TorchrunResult(Generic[_T]):
         Global rank -> pickled value that a function has returned; empty for a script. `rank`, `local_rank` and
         iteration unpickle them. In the task that made them they lie on disk, in a stored result in a dict.
     nodes : tuple of int
-        The nodes that took part in the last generation, in the order of their ranks; empty in a result of an older version.
+        The nodes that took part in the last generation, in the order of their ranks.
     gathered : bool
         Whether `values` are those of all nodes, which ``gather=True`` brings to the control node alone.
     events : tuple of dict
@@ -83,7 +83,6 @@ class TorchrunResult(Generic[_T]):
     duration_s: float
     exit_codes: dict[int, int]
     values: Mapping[int, bytes] = field(default_factory=dict)
-    # With defaults, because results were stored that know nothing of them.
     gathered: bool = False
     events: tuple[dict[str, Any], ...] = ()
     metrics: dict[str, float] = field(default_factory=dict)
@@ -144,17 +143,15 @@ class TorchrunResult(Generic[_T]):
 
     def __len__(self) -> int:
         """Return how many values iteration gives; 0 for a script."""
-        if self._is_of_another_task and not self.values:
-            raise LookupError(self._why_lost)
+        if self._lost and not self.values:
+            raise LookupError(self._lost)
         return len(self._ranks()) if self.values else 0
 
     @property
-    def _is_of_another_task(self) -> bool:
-        """Whether the task that ran this node's workers of a function was lost, and another has taken its place."""
-        return self.has_values and bool(self.nodes) and not self.exit_codes
-
-    @property
-    def _why_lost(self) -> str:
+    def _lost(self) -> str:
+        """What became of the values if the task that ran this node's workers was lost, and another took its place."""
+        if self.exit_codes or not self.nodes or not self.has_values:
+            return ""
         return (
             f"The task of node {self.node_index} that took part in launch {self.launch} was lost, and what a function had "
             "returned there with it. With run(..., gather=True) the values are stored when the launch has ended."
@@ -170,13 +167,10 @@ class TorchrunResult(Generic[_T]):
             from .outputs import Outputs
 
             outputs = Outputs(**outputs)
-        # Results of an older version have no such attributes.
-        vars(self).update({"metrics": {}, "nodes": (), "history": {}, **state, "outputs": outputs})
+        vars(self).update({**state, "outputs": outputs})
 
     def _ranks(self) -> range:
-        if self.gathered:
-            return range(self.world_size)
-        return self._own_ranks()
+        return range(self.world_size) if self.gathered else self._own_ranks()
 
     def _own_ranks(self) -> range:
         """The global ranks of this node: a node without ranks gets no result."""
@@ -186,8 +180,8 @@ class TorchrunResult(Generic[_T]):
     def _why_not(self, rank: int) -> str:
         if not 0 <= rank < self.world_size:
             return f"There is no rank {rank}; the launch had 0 to {self.world_size - 1}."
-        if self._is_of_another_task and rank in self._own_ranks():
-            return self._why_lost
+        if self._lost and rank in self._own_ranks():
+            return self._lost
         if rank in self.exit_codes or self.gathered or not self.values:
             return f"Rank {rank} returned no value: a script has none, nor has a function that ends by sys.exit()."
         have = ", ".join(map(str, self.values))

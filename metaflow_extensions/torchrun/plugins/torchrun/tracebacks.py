@@ -29,20 +29,16 @@ def user_traceback(error: BaseException, with_cause: bool = True) -> str:
     be read, only type and text are returned.
     """
     try:
-        return _user_traceback(error, with_cause)
+        report = TracebackException.from_exception(error)
+        if not with_cause:
+            report.__cause__, report.__suppress_context__ = None, True
+        part: TracebackException | None = report
+        while part is not None:
+            _cut(part.stack, _is_handed_on(error))
+            part = part.__cause__ or part.__context__
+        return "".join(report.format()).rstrip("\n")
     except Exception:
         return words_of(error)
-
-
-def _user_traceback(error: BaseException, with_cause: bool) -> str:
-    report = TracebackException.from_exception(error)
-    if not with_cause:
-        report.__cause__, report.__suppress_context__ = None, True
-    part: TracebackException | None = report
-    while part is not None:
-        _cut(part.stack, _is_handed_on(error))
-        part = part.__cause__ or part.__context__
-    return "".join(report.format()).rstrip("\n")
 
 
 def cut_frames_around(error: BaseException) -> None:

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import io
 import json
-import os
 import sys
+import time
 from collections import deque
 from collections.abc import Iterable
 from contextlib import suppress
@@ -21,30 +21,20 @@ from ..compat.graph import parallel_steps
 from ..compat.renamed import check
 from ..gang.texts import names
 from ..gang.view import GangView
-from .as_text import lines_of
-from .finding import WHICH, attempt_option, await_gang, checked, find, find_one, gang_argument, json_option, now
-from .follow import wait_for_end
+from .finding import PAUSE_S, WHICH, attempt_option, await_gang, command, find, find_one, gang_argument, json_option
 from .outputs_command import outputs
 from .page import Place, page_of
+from .parts import lines_of, printable
 from .stacks_command import stacks
 from .stored_gangs import StoredGang, StoredGangs
-from .stored_logs import Line, Places, StoredLogs
+from .stored_logs import Line, StoredLogs
 
 
 class _Commands(click.Group):  # type: ignore[misc]  # Metaflow is not typed
     """Turns errors of damaged records into messages."""
 
-    def format_commands(self, ctx: Any, formatter: Any) -> None:
-        """Write the first sentence of each command's help; click's own (7.1, in Metaflow 2.19) cuts it to one line."""
-        with formatter.section("Commands"):
-            formatter.write_dl(
-                [(name, self.get_command(ctx, name).get_short_help_str(limit=1000)) for name in self.list_commands(ctx)]
-            )
-
     def invoke(self, ctx: Any) -> Any:
         """Run a command."""
-        if sys.stdout is None:  # closed by the caller (`>&-`); click of Metaflow 2.19 writes to it all the same
-            sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115 - until the process ends
         if isinstance(sys.stdout, io.TextIOWrapper):
             # Characters that the terminal can't show, such as an emoji in the C locale, are printed as escapes.
             sys.stdout.reconfigure(errors="backslashreplace")
@@ -70,9 +60,7 @@ def torchrun() -> None:
     """Hold our commands."""
 
 
-@torchrun.command(
-    help="Show what came of a step: why it failed, its nodes and ranks, and what happened when.", epilog=WHICH
-)
+@command("Show what came of a step: why it failed, its nodes and ranks, and what happened when.")
 @gang_argument
 @click.option(
     "--follow",
@@ -89,41 +77,59 @@ def show(obj: Any, gang: str, follow: bool, attempt: int | None, as_json: bool) 
     if follow:
         try:
             gang = await_gang(obj, gang)
-            is_well = wait_for_end(obj, gang, attempt, says_to_stderr=as_json)
+            is_well = _wait_for_end(obj, gang, attempt, says_to_stderr=as_json)
         except KeyboardInterrupt:
             return
     click.echo(_pages(obj, gang, attempt, as_json))
     sys.exit(0 if is_well else 1)
 
 
-def _pages(obj: Any, gang: str, attempt: int | None, as_json: bool) -> str:
-    stored, gangs_found = find(obj, gang)
-    found = [(each, checked(each, attempt)) for each in gangs_found]
+def _wait_for_end(obj: Any, gang: str, attempt: int | None, says_to_stderr: bool) -> bool:
+    """Write a line for each change of a named gang's state until all have ended; return whether all have ended well."""
+    said: dict[str, Any] = {}  # control task -> the state in its last line
+    while True:
+        stored, gangs = find(obj, gang, attempt)
+        ends = []
+        for each in gangs:
+            view = stored.view(each)
+            if each.is_over or (view is not None and view.is_over):
+                ends.append(view is not None and each.outcome(view) == "done")
+            # What causes a new line when it changes: not the time in the sentence.
+            state = view and (view.outcome, view.launch, len(view.restarts_s), view.began_s is not None)
+            if said.get(each.control_task, "nothing") != state:
+                said[each.control_task] = state
+                sentence = "Nothing is recorded yet." if view is None else each.sentence(view)
+                line = f"{time.strftime('%H:%M:%S')} {each.where}: {sentence}"
+                click.echo(printable(line), err=says_to_stderr)
+        if len(ends) == len(gangs):
+            return all(ends)
+        time.sleep(PAUSE_S)
+
+
+def _pages(obj: Any, named: str, attempt: int | None, as_json: bool) -> str:
+    stored, gangs = find(obj, named, attempt)
     if as_json:
-        gangs = [_as_data(each.place(which), now(stored, each, which)) for each, which in found]
-        shown_run = {"run": found[0][0].asked_run, "step": found[0][0].step, "gangs": gangs}
-        return json.dumps(shown_run, indent=2, allow_nan=False)
-    names_task = len(found) > 1 or gang.count("/") > 1
-    pages = [_page(obj, stored, each, which, names_task) for each, which in found]
+        run, clone = gangs[0].run, gangs[0].clone
+        data = [_as_data(gang, stored.view(gang)) for gang in gangs]
+        shown = {"run": clone[0] if clone else run, "step": gangs[0].step, "gangs": data}
+        return json.dumps(shown, indent=2, allow_nan=False)
+    names_task = len(gangs) > 1 or named.count("/") > 1
+    pages = [_page(obj, stored, replace(gang, typed="show", names_task=names_task)) for gang in gangs]
     return "\n\n".join("\n".join(page) for page in pages)
 
 
 def _as_data(place: Place, view: GangView | None) -> dict[str, Any]:
     """Return what ``--json`` has of a gang: where it is, its view, and what that comes to; ``docs/events.md`` lists it."""
     return {
-        "run": place.run,
-        "clone": None if place.clone is None else {"run": place.clone[0], "control_task": place.clone[1]},
-        "control_task": place.control_task,
-        "tasks": {str(node): task for node, task in place.tasks.items()},
-        "attempt": place.attempt,
-        "last_attempt": place.last_attempt,
+        **{name: getattr(place, name) for name in ("run", "control_task", "tasks", "attempt", "last_attempt")},
+        "clone": place.clone and dict(zip(("run", "control_task"), place.clone, strict=True)),
         **({} if view is None else view.stored()),
         "outcome": None if view is None else place.outcome(view),
         "sentence": None if view is None else place.sentence(view),
     }
 
 
-@torchrun.command(help="Show the stored logs of all nodes of a step, merged by time.", epilog=WHICH)
+@command("Show the stored logs of all nodes of a step, merged by time.")
 @gang_argument
 @click.option("--rank", type=int, default=None, help="Only what this rank has written.")
 @click.option("--node", type=int, default=None, help="Only what this node and its ranks have written.")
@@ -148,30 +154,30 @@ def logs(
     as_json: bool,
 ) -> None:
     """Show the logs of one gang."""
-    stored, found, which = find_one(obj, await_gang(obj, gang) if follow else gang, attempt)
-    _refuse_unknown(stored.view(found, which), rank, node)
-    kept = StoredLogs(stored, found, which)
 
     def is_wanted(line: Line) -> bool:
         is_its = rank in (None, line.rank) and node in (None, line.node)
         return is_its or line.text.startswith(_TRUNCATED)  # its lines may be among those that are missing
 
-    def show_all(lines: Iterable[Line]) -> bool:
-        """Print lines; return whether there were any, as far as they were asked for."""
-        number = 0
-        for number, line in enumerate(lines, 1):  # noqa: B007 - counted
+    def printed(lines: Iterable[Line]) -> bool:
+        """Print the lines; return whether there were any."""
+        has_any = False
+        for line in lines:
             click.echo(json.dumps(asdict(line)) if as_json else f"{_clock(line)} {line.labelled}")
-        return number > 0 or tail == 0
+            has_any = True
+        return has_any
 
-    is_over = found.place(which).is_over
     with suppress(KeyboardInterrupt):
+        stored, found = find_one(obj, await_gang(obj, gang) if follow else gang, attempt)
+        _refuse_unknown(stored.view(found), rank, node)
+        kept = StoredLogs(stored, found)
         so_far = filter(is_wanted, kept.lines(is_growing=follow))
-        has_any = show_all(so_far if tail is None else deque(so_far, tail))
-        if not has_any and not is_over:
+        has_any = printed(so_far if tail is None else deque(so_far, tail)) or tail == 0
+        if not has_any and not found.is_over:
             click.echo(_NO_LINE_YET, err=True)
         if follow:
-            has_any, is_over = show_all(filter(is_wanted, kept.follow())) or has_any, True
-        if not has_any and is_over:
+            has_any = printed(filter(is_wanted, kept.follow())) or has_any
+        if not has_any and (follow or found.is_over):
             who = f"Rank {rank}" if rank is not None else f"Node {node}" if node is not None else "The gang"
             click.echo(f"{who} has printed nothing that is stored.", err=True)
 
@@ -185,49 +191,32 @@ _NO_LINE_YET = (
 
 def _refuse_unknown(view: GangView | None, rank: int | None, node: int | None) -> None:
     """Raise for a rank or node that the gang does not have, as far as that is known."""
-    places, nodes = Places([] if view is None else view.placed), range(0 if view is None else len(view.nodes))
-    ranks = places.ranks
+    nodes = range(0 if view is None else len(view.nodes))
+    ranks = range(max((len(each.nodes) * each.nproc for each in view.placed), default=0) if view else 0)
     for kind, asked, known in (("rank", rank, ranks), ("node", node, nodes)):
         if asked is not None and known and asked not in known:
             raise CommandException(f"The gang has no {kind} {asked}. It has {names(known, kind)}.")
-    its = set() if rank is None else places.nodes_of(rank)
-    if its and node is not None and node not in its:
-        raise CommandException(f"Rank {rank} is on {names(sorted(its))}, not on node {node}.")
 
 
-def _page(obj: Any, stored: StoredGangs, gang: StoredGang, attempt: int, names_task: bool) -> list[str]:
-    place = replace(gang.place(attempt), program=stored.program, typed="show", names_task=names_task)
-    view = now(stored, gang, attempt)
-    if view is None:
-        return [
-            place.title,
-            *_why_nothing(obj, stored, gang),
-            "",
-            place.commands(GangView()),
-        ]
-    return lines_of(page_of(view, place))
-
-
-def _why_nothing(obj: Any, stored: StoredGangs, gang: StoredGang) -> list[str]:
-    """Return why nothing is recorded of a step; of one without ``@torchrun``, which steps of its run have it."""
-    known = parallel_steps(obj.graph)
-    if gang.step in known:
-        return [
-            "Nothing is recorded of this step: its control node has not joined yet, or another version of",
-            "metaflow-torchrun ran there.",
-        ]
-    begun = [f"{gang.run}/{name}" for name in stored.steps(gang.run) if name in known]
-    return [f"Step {gang.step} has no @torchrun. Steps of this run that have it: {', '.join(begun) or 'none so far'}."]
+def _page(obj: Any, stored: StoredGangs, place: StoredGang) -> list[str]:
+    if (view := stored.view(place)) is not None:
+        return lines_of(page_of(view, place))
+    with_gangs = parallel_steps(obj.graph)
+    begun = [f"{place.run}/{name}" for name in stored.steps(place.run) if name in with_gangs]
+    why = f"Step {place.step} has no @torchrun. Steps of this run that have it: {', '.join(begun) or 'none so far'}."
+    if place.step in with_gangs:
+        why = "Nothing is recorded of this step: its control node has not joined yet, or another version of "
+        why += "metaflow-torchrun ran there."
+    return [place.title, why, "", place.commands(GangView())]
 
 
 def _clock(line: Line) -> str:
     """Return the time of a log line as local time of day."""
-    try:
-        moment = datetime.fromisoformat(line.time).replace(tzinfo=timezone.utc).astimezone()
-    except ValueError:  # a line without a time
+    if not line.time:
         return " " * 12
+    moment = datetime.fromisoformat(line.time).replace(tzinfo=timezone.utc).astimezone()
     return moment.strftime("%H:%M:%S.%f")[:-3]
 
 
-torchrun.add_command(outputs)
-torchrun.add_command(stacks)
+for each in (show, logs, outputs, stacks):
+    torchrun.add_command(each)

@@ -5,22 +5,25 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from typing import Any
 
 from ..compat.cli import CommandException, click
 from ..compat.graph import parallel_steps
 from ..compat.stored import datastore_of_spin, latest_run
-from ..gang.view import GangView
-from .program import flow_program
-from .stored_gangs import StoredGang, StoredGangs
+from .stored_gangs import StoredGang, StoredGangs, flow_program
 
 WHICH = (
     "RUN is the number of a run; default: the latest run that was started in this folder. Name the STEP if several steps "
     "of the run have @torchrun, and the TASK to choose one of a foreach."
 )
-_PAUSE_S = 3.0
+PAUSE_S = 3.0  # between two looks of who follows a gang
+
+
+class CommandFailed(CommandException):  # type: ignore[misc]  # Metaflow is not typed
+    """The command is correct, and can't be done."""
+
+    headline = "Command failed"
 
 
 class NotYet(CommandException):  # type: ignore[misc]  # Metaflow is not typed
@@ -41,24 +44,29 @@ def or_latest(ctx: Any, _: Any, named: str) -> str:
     return run or ""
 
 
+def command(text: str) -> Any:
+    """Return a decorator that makes a command; click (7.1, in Metaflow 2.19) would cut its help in the list of all."""
+    return click.command(help=text, short_help=text, epilog=WHICH)
+
+
 gang_argument = click.argument("gang", metavar="[RUN[/STEP[/TASK]]]", default="", callback=or_latest)
 attempt_option = click.option("--attempt", type=int, default=None, help="Which attempt; the latest by default.")
 json_option = click.option("--json", "as_json", is_flag=True, default=False, help="Write JSON.")
 
 
-def find_one(obj: Any, named: str, attempt: int | None) -> tuple[StoredGangs, StoredGang, int]:
-    """Return the stored gangs, the named gang, and its attempt; raise an error with the choices if several match."""
-    stored, found = find(obj, named)
+def find_one(obj: Any, named: str, attempt: int | None) -> tuple[StoredGangs, StoredGang]:
+    """Return the stored gangs, and the named gang; raise an error with the choices if several match."""
+    stored, found = find(obj, named, attempt)
     if len(found) > 1:
-        known = ", ".join(f"{each.run}/{each.step}/{each.control_task}" for each in found)
+        known = ", ".join(each.where for each in found)
         raise CommandException(f"{named} has {len(found)} gangs, and each has a rank 0. Name one of them: {known}.")
-    return stored, found[0], checked(found[0], attempt)
+    return stored, found[0]
 
 
-def find(obj: Any, named: str) -> tuple[StoredGangs, list[StoredGang]]:
-    """Return the gangs named by ``RUN``, ``RUN/STEP`` or ``RUN/STEP/TASK``, or raise an error with the choices.
+def find(obj: Any, named: str, attempt: int | None = None) -> tuple[StoredGangs, list[StoredGang]]:
+    """Return an attempt, by default the last, of the gangs named by ``RUN``, ``RUN/STEP`` or ``RUN/STEP/TASK``.
 
-    `spin` stores what it runs in a place of its own, whatever the flow's datastore is.
+    Raises an error with the choices. `spin` stores what it runs in a place of its own, whatever the flow's datastore is.
     """
     name, stored = obj.flow.name, StoredGangs(obj.flow_datastore)
     if not named:
@@ -84,34 +92,32 @@ def find(obj: Any, named: str) -> tuple[StoredGangs, list[StoredGang]]:
     if not gangs:
         text = f"Run {run} has no tasks of step {step}. It has begun: {', '.join(steps)}."
         raise (NotYet if step in parallel_steps(obj.graph) else CommandException)(text)
-    found = [gang for gang in gangs if task is None or gang.is_named(task)]
+    # A task may be that of any node, or the control task of the clone that was asked for.
+    found = [gang for gang in gangs if task in (None, *gang.tasks.values(), *(gang.clone or ())[1:])]
     if not found:
         known = ", ".join(gang.control_task for gang in gangs)
         raise CommandException(
             f"Step {step} of run {run} has no task {task}. Its gangs have the control tasks {known}."
         )
-    return stored, found
+    return stored, [_of_attempt(gang, attempt) for gang in found]
 
 
 def await_gang(obj: Any, named: str) -> str:
     """Wait until the named gang has begun, or one of the latest run; say once what is waited for. Return its name.
 
-    Raises what `find` raises of a gang that can't come any more. Ctrl-C ends the program.
+    Raises what `find` raises of a gang that can't come any more.
     """
     is_told = False
-    try:
-        while True:
-            named = named or latest_run(obj.flow.name) or ""
-            try:
-                find(obj, named)
-                return named
-            except NotYet as error:
-                if not is_told:
-                    click.echo(f"[torchrun] {error} Waiting for it; Ctrl-C ends this.", err=True)
-                is_told = True
-            time.sleep(_PAUSE_S)
-    except KeyboardInterrupt:
-        sys.exit(0)
+    while True:
+        named = named or latest_run(obj.flow.name) or ""
+        try:
+            find(obj, named)
+            return named
+        except NotYet as error:
+            if not is_told:
+                click.echo(f"[torchrun] {error} Waiting for it; Ctrl-C ends this.", err=True)
+            is_told = True
+        time.sleep(PAUSE_S)
 
 
 def _only_gang(obj: Any, run: str, steps: list[str]) -> str:
@@ -124,17 +130,10 @@ def _only_gang(obj: Any, run: str, steps: list[str]) -> str:
     raise NotYet(f"No parallel step of run {run} has begun. It has: {', '.join(steps)}.")
 
 
-def checked(gang: StoredGang, attempt: int | None) -> int:
-    """Return the named attempt, by default the last."""
+def _of_attempt(gang: StoredGang, attempt: int | None) -> StoredGang:
     if attempt is None:
-        return gang.last_attempt
+        return gang
     if not 0 <= attempt <= gang.last_attempt:
         known = "only attempt 0" if gang.last_attempt == 0 else f"attempts 0 to {gang.last_attempt}"
-        raise CommandException(f"{gang.run}/{gang.step}/{gang.control_task} has {known}, not {attempt}.")
-    return attempt
-
-
-def now(stored: StoredGangs, gang: StoredGang, attempt: int) -> GangView | None:
-    """Return the view of an attempt; if it may still run, for the present time."""
-    view = stored.view(gang, attempt)
-    return None if view is None else gang.place(attempt).now(view, time.time())
+        raise CommandException(f"{gang.where} has {known}, not {attempt}.")
+    return gang.of_attempt(attempt)

@@ -13,6 +13,11 @@ from ..compat import cards
 if TYPE_CHECKING:
     from ..gang.view import GangView
 
+_NOTHING = (
+    "There are no records of a gang with this task. Its step has no @torchrun, or another task is the control node, "
+    "or resume has cloned it from the run that has them, or the run is older than such records."
+)
+
 
 class GangCard(cards.MetaflowCard):  # type: ignore[misc]  # Metaflow is not typed
     """Shows the gang on the control node's task, live and afterwards. Tasks of other nodes make no such card."""
@@ -22,24 +27,31 @@ class GangCard(cards.MetaflowCard):  # type: ignore[misc]  # Metaflow is not typ
     RELOAD_POLICY = cards.RELOAD_POLICY
 
     def render(self, task: Any) -> str:
-        """Return the page from the stored records of a task."""
-        view = _stored(task.metadata_dict, *task.pathspec.split("/"))
+        """Return the page from the stored records of a task, or that there are none."""
+        from ..compat.stored import datastore_of_card, last_attempt
+        from ..registry import Registry
+
+        flow, run, step, name = task.pathspec.split("/")
+        datastore = datastore_of_card(flow, task.metadata_dict)
+        attempt = datastore and last_attempt(datastore, (run, step, name))
+        view = None if attempt is None else Registry(datastore, run, step, name, attempt).load_view()
         return page_of_gang(task.pathspec, view, True)
 
 
 def page_of_gang(pathspec: str, view: GangView | None, is_final: bool) -> str:
     """Return the page of a task; None: nothing is recorded of a gang."""
-    from ..elements.model import Sentence
-    from .as_card import said
-    from .program import program
+    from .parts import said
+    from .stored_gangs import flow_program
     from .style import STYLE
 
-    page = _layout(pathspec, view)
-    if not is_final and page["contents"][0]["id"] == "gang-outcome":
-        server = f"{program().rpartition(' ')[0]} card server"
-        text = f"card view shows the gang as it was at this moment. To watch it, run: {server}"
-        page["contents"][0]["contents"] += said(Sentence(text, "note"))["contents"]
-    return cards.page(pathspec, page, STYLE, is_final)
+    if view is None:
+        shown: dict[str, Any] = {"type": "page", "title": "Gang", "contents": [said(_NOTHING)]}
+    else:
+        shown = _layout(pathspec, view)
+        if not is_final:
+            text = f"card view shows the gang as it was at this moment. To watch it, run: {flow_program()} card server"
+            shown["contents"][0]["contents"] += said(text, "note")["contents"]
+    return cards.page(pathspec, shown, STYLE, is_final)
 
 
 def sections_of_gang(pathspec: str, view: GangView) -> dict[str, Any]:
@@ -47,28 +59,9 @@ def sections_of_gang(pathspec: str, view: GangView) -> dict[str, Any]:
     return {section["id"]: section for section in _layout(pathspec, view)["contents"]}
 
 
-def _layout(pathspec: str, view: GangView | None) -> dict[str, Any]:
-    from ..elements.model import Sentence
-    from .as_card import layout, said
-    from .page import Place, page_of
-    from .program import program
+def _layout(pathspec: str, view: GangView) -> dict[str, Any]:
+    from .gang_part import place_of_card
+    from .page import page_of
+    from .parts import layout
 
-    if view is not None:
-        flow, run, step, task = pathspec.split("/")
-        place = Place(flow, run, step, task, ui_url=cards.ui_url(), program=program())
-        return layout(page_of(view, place, is_short=True))
-    none = (
-        "There are no records of a gang with this task. Its step has no @torchrun, or another task is the control node, "
-        "or resume has cloned it from the run that has them, or the run is older than such records."
-    )
-    return {"type": "page", "title": "Gang", "contents": [said(Sentence(none))]}
-
-
-def _stored(facts: dict[str, str], flow: str, run: str, step: str, task: str) -> GangView | None:
-    """Return the stored records of a task; None without any, as for another node's task or an old run."""
-    from ..compat.stored import datastore_of_card, last_attempt
-    from ..registry import Registry
-
-    datastore = datastore_of_card(flow, facts)
-    attempt = datastore and last_attempt(datastore, (run, step, task))
-    return None if attempt is None else Registry(datastore, run, step, task, attempt).load_view()
+    return layout(page_of(view, place_of_card(pathspec), is_short=True))

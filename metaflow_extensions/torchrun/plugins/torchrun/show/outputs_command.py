@@ -8,23 +8,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ..compat.cli import CommandException, click
+from ..compat.cli import click
 from ..compat.datastore import DatastoreValues
-from ..elements.terminal import printable, table
 from ..gang.texts import size_text
-from ..outputs import OutputFile, Outputs
-from .finding import WHICH, attempt_option, find_one, gang_argument
+from ..outputs import Outputs
+from .finding import CommandFailed, attempt_option, command, find_one, gang_argument
+from .parts import printable, table
 
 
-class CommandFailed(CommandException):  # type: ignore[misc]  # Metaflow is not typed
-    """The command is correct, and can't be done."""
-
-    headline = "Command failed"
-
-
-@click.command(
-    help="List the files that run(outputs=...) has stored, also when it has failed, or download them.", epilog=WHICH
-)
+@command("List the files that run(outputs=...) has stored, also when it has failed, or download them.")
 @gang_argument
 @click.option("--to", type=str, default=None, help="Write the files below this folder.")
 @click.option(
@@ -38,8 +30,8 @@ class CommandFailed(CommandException):  # type: ignore[misc]  # Metaflow is not 
 @click.pass_obj
 def outputs(obj: Any, gang: str, to: str | None, launch: int | None, node: int | None, attempt: int | None) -> None:
     """List the files of a launch as lines of a table, or write them below a folder."""
-    gangs, found, which = find_one(obj, gang, attempt)
-    view = gangs.view(found, which)
+    gangs, found = find_one(obj, gang, attempt)
+    view = gangs.view(found)
     stored = outputs_of({} if view is None else view.outputs, launch, DatastoreValues(gangs.datastore).address)
     if node not in (None, *stored.nodes):
         known = ", ".join(map(str, stored.nodes))
@@ -48,17 +40,16 @@ def outputs(obj: Any, gang: str, to: str | None, launch: int | None, node: int |
         if to is not None:
             click.echo(f"The files are in {printable(str(stored.download(to, node)))}.")
             return
-        rows = [_row(file) for file in stored if node in (None, file.node)]
+        rows = [
+            (str(file.node), size_text(file.size), printable(file.name) + "  (older than the launch)" * file.older)
+            for file in stored
+            if node in (None, file.node)
+        ]
         left_out = stored.left_out
     except (LookupError, OSError) as error:
         raise CommandFailed(str(error)) from error
     lines = table(("node", "size", "name"), rows, right=("node", "size")) if rows else ["No file is stored."]
     click.echo("\n".join([*lines, *(f"Left out: {printable(name)} {why}" for name, why in left_out.items())]))
-
-
-def _row(file: OutputFile) -> list[str]:
-    older = "  (older than the launch)" if file.older else ""
-    return [str(file.node), size_text(file.size), printable(file.name) + older]
 
 
 def outputs_of(launches: Mapping[int, Mapping[int, Any]], launch: int | None, datastore: Mapping[str, str]) -> Outputs:

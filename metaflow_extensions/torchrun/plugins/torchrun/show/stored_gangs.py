@@ -8,14 +8,19 @@ from __future__ import annotations
 
 import math
 import re
-from dataclasses import dataclass, replace
+import shlex
+import sys
+import time
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+from ..compat.cli import failed_task
 from ..compat.stored import Storage
 from ..gang.view import GangView
 from ..registry import Registry
 from .page import Place
-from .program import flow_program
+from .parts import printable
 
 # How Metaflow derives the names of other nodes' tasks from the control task's, and the node of number 0 there:
 # `_local_multinode_control_task_step_func`, `KubernetesDecorator.task_pre_step`, `BatchJob.execute`, and
@@ -28,14 +33,22 @@ _NAMES = (
 )
 # Files of a task's end: the task writes the first (`TaskDataStore.METADATA_DONE_SUFFIX`), the process that has started it
 # writes the second (`Worker.terminate`). A file's name starts with its attempt.
-_DONE, _RUNTIME = "DONE.lock", "runtime"
-_ENDED = (_DONE, _RUNTIME)
+_DONE = "DONE.lock"
+_ENDED = (_DONE, "runtime")
 # A task cloned by `resume` (`clone_task_helper`, 2.19) has files of its end, but none of its start. It has the origin's
 # artifacts (`TaskDataStore.METADATA_DATA_SUFFIX`), and no logs or records. An artifact of the control task lists the tasks
 # of all nodes, each as run, step and task.
 _BEGUN = "task_begin"
 _OF_CLONE = {"data.json", _DONE}
 _ATTEMPT = re.compile(r"(\d+)\.(.+)")
+
+
+def flow_program() -> str:
+    """Return how the flow is called, with its file as it was typed: the folder may be another.
+
+    Metaflow (2.19) gives a task the same name; in a container the file lies in the current folder.
+    """
+    return f"python {shlex.quote(sys.argv[0])}"
 
 
 def place_of(task: str, tasks: set[str]) -> tuple[str, int]:
@@ -51,40 +64,19 @@ def place_of(task: str, tasks: set[str]) -> tuple[str, int]:
 
 
 @dataclass(frozen=True)
-class StoredGang:
-    """One gang of a step: its tasks, and the names of their files, by attempt."""
+class StoredGang(Place):
+    """One attempt of a gang, with the files of its step's tasks; of a clone by `resume` it is the origin."""
 
-    flow: str
-    run: str
-    step: str
-    control_task: str
-    tasks: dict[int, str]  # by node
-    files: dict[str, dict[int, set[str]]]  # of all tasks of the step, by task and attempt
-    clone: tuple[str, str] | None = None  # run and control task of the requested clone; this gang is its origin
+    files: dict[str, dict[int, set[str]]] = field(default_factory=dict)  # their names, by task and attempt
 
-    def is_named(self, task: str) -> bool:
-        """Return whether a task is one of this gang's, or the control task of its clone."""
-        return task in self.tasks.values() or (self.clone is not None and task == self.clone[1])
+    def has(self, task: str, name: str) -> bool:
+        """Return whether a task has a file of this attempt."""
+        return name in self.files[task].get(self.attempt, ())
 
-    @property
-    def asked_run(self) -> str:
-        """The requested run, which may be a clone of this gang's run."""
-        return self.run if self.clone is None else self.clone[0]
-
-    @property
-    def last_attempt(self) -> int:
-        """The highest attempt with a file of any task."""
-        return max((attempt for task in self.tasks.values() for attempt in self.files[task]), default=0)
-
-    def has(self, task: str, attempt: int, name: str) -> bool:
-        """Return whether a task has a file."""
-        return name in self.files.get(task, {}).get(attempt, set())
-
-    def place(self, attempt: int) -> Place:
-        """Return the place of an attempt, with Metaflow's facts about it."""
-        is_done = any(self.has(self.control_task, attempt, name) for name in _ENDED)
-        names = (self.flow, self.run, self.step, self.control_task, self.tasks)
-        return Place(*names, attempt, self.last_attempt, is_done, self.clone)
+    def of_attempt(self, attempt: int) -> StoredGang:
+        """Return another attempt of the gang."""
+        files = self.files.get(self.control_task, {}).get(attempt, set())
+        return replace(self, attempt=attempt, is_done=not files.isdisjoint(_ENDED))
 
 
 class StoredGangs:
@@ -93,42 +85,37 @@ class StoredGangs:
     def __init__(self, flow_datastore: Any) -> None:
         self.datastore = flow_datastore  # metaflow.datastore.FlowDataStore
         self.storage = Storage(flow_datastore)
-
-    @property
-    def program(self) -> str:
-        """The command line of this flow's commands for this datastore."""
         option = "" if self.storage.is_default else f"--datastore {self.storage.kind} "
-        return f"{flow_program()} {option}torchrun"
+        # The command line of this flow's commands for this datastore.
+        self.program = f"{flow_program()} {option}torchrun"
 
     def steps(self, run: str) -> list[str]:
         """Return the steps of a run that have begun."""
         return sorted(name for name, _ in self.storage.names([self.storage.path(run)]))
 
     def gangs(self, run: str, step: str) -> list[StoredGang]:
-        """Return the gangs of a step, several in a foreach; instead of clones by `resume` their origins."""
-        found = self._gangs(run, step)
-        clones = {gang.control_task: tasks for gang in found if (tasks := self._origin(gang))}
-        # The clones of the other nodes keep their tasks' names, with the name of a control task that this run lacks.
-        cloned = {pathspec.split("/")[-1] for tasks in clones.values() for pathspec in tasks}
-        return [
-            self._origin_of(gang, clones[gang.control_task]) if gang.control_task in clones else gang
-            for gang in found
-            if gang.control_task in clones or 0 in gang.tasks or not cloned.issuperset(gang.tasks.values())
-        ]
+        """Return the last attempts of a step's gangs, several in a foreach; instead of clones by `resume` their origins."""
+        found = [(gang, self._origin(gang)) for gang in self._gangs(run, step)]
+        has_clones = any(origin for _, origin in found)
+        # The clones of other nodes keep their tasks' names, with the name of a control task that this run lacks.
+        return [origin or gang for gang, origin in found if 0 in gang.tasks or not has_clones]
 
-    def _origin(self, gang: StoredGang) -> list[str]:
-        """Return the original tasks of a cloned gang, each as run, step and task; empty if the gang is no clone."""
+    def again(self, gang: StoredGang) -> StoredGang:
+        """Return a gang's attempt with the files that it has now."""
+        found = [each for each in self.gangs(gang.run, gang.step) if each.control_task == gang.control_task]
+        return found[0].of_attempt(gang.attempt) if found else gang
+
+    def _origin(self, gang: StoredGang) -> StoredGang | None:
+        """Return the origin of a cloned gang; None if the gang is no clone, or if nothing is left of the origin."""
         files = gang.files.get(gang.control_task, {}).get(0, set())
         if not files >= _OF_CLONE or _BEGUN in files:
-            return []
-        tasks = self.storage.tasks_of((gang.run, gang.step, gang.control_task))
-        return [] if not tasks or tasks[0].split("/")[0] == gang.run else tasks
-
-    def _origin_of(self, clone: StoredGang, tasks: list[str]) -> StoredGang:
-        """Return the origin of a cloned gang, or the clone itself if nothing is left of the origin."""
-        run, step, control_task = tasks[0].split("/")
-        found = [gang for gang in self._gangs(run, step) if gang.control_task == control_task]
-        return replace(found[0], clone=(clone.run, clone.control_task)) if found else clone
+            return None
+        for task in self.storage.tasks_of((gang.run, gang.step, gang.control_task))[:1]:
+            run, step, control_task = task.split("/")
+            for origin in self._gangs(run, step) if run != gang.run else ():
+                if origin.control_task == control_task:
+                    return replace(origin, clone=(gang.run, gang.control_task))
+        return None
 
     def _gangs(self, run: str, step: str) -> list[StoredGang]:
         """Return the gangs of a step in one run, clones included."""
@@ -143,20 +130,46 @@ class StoredGangs:
         for task in tasks:
             control, node = place_of(task, tasks)
             found.setdefault(control, {})[node] = task
-        flow = self.datastore.flow_name
-        return [
-            StoredGang(flow, run, step, control, dict(sorted(found[control].items())), files)
-            for control in sorted(found, key=lambda task: (int(task), "") if task.isdecimal() else (math.inf, task))
-        ]
+        gangs = []
+        for control in sorted(found, key=lambda task: (int(task), "") if task.isdecimal() else (math.inf, task)):
+            own = dict(sorted(found[control].items()))
+            last = max((attempt for task in own.values() for attempt in files[task]), default=0)
+            place = self.datastore.flow_name, run, step, control, own
+            gangs.append(StoredGang(*place, last_attempt=last, program=self.program, files=files).of_attempt(last))
+        return gangs
 
-    def registry(self, gang: StoredGang, attempt: int) -> Registry:
+    def registry(self, gang: StoredGang) -> Registry:
         """Return what is stored of an attempt."""
-        return Registry(self.datastore, gang.run, gang.step, gang.control_task, attempt)
+        return Registry(self.datastore, gang.run, gang.step, gang.control_task, gang.attempt)
 
-    def view(self, gang: StoredGang, attempt: int) -> GangView | None:
-        """Return the view that the control node has stored of an attempt, or None."""
-        return self.registry(gang, attempt).load_view()
+    def view(self, gang: StoredGang) -> GangView | None:
+        """Return the view that the control node has stored of an attempt, or None; of one that may run as of now."""
+        view = self.registry(gang).load_view()
+        return view if view is None or gang.is_over or not view.began else view.at(time.time() - view.began)
 
-    def path(self, gang: StoredGang, task: str, attempt: int, name: str) -> str:
+    def path(self, gang: StoredGang, task: str, name: str) -> str:
         """Return the path of a task's file."""
-        return self.storage.path(gang.run, gang.step, task, f"{attempt}.{name}")
+        return self.storage.path(gang.run, gang.step, task, f"{gang.attempt}.{name}")
+
+
+def last_lines(
+    flow_datastore: Any, run_id: str, step: str, is_only_gang: bool, is_remote: bool, error: BaseException
+) -> str:
+    """Return what ``flow.py run`` writes last, if its error is about the gangs of this step: their end, and a command.
+
+    The control node logs its own end, unless it is killed. The terminal may lack the end of a remote log: on Kubernetes a
+    replacement pod overwrites the log of the first one (Metaflow 2.19).
+    """
+    match = failed_task(error)
+    if match is None or match["step"] != step:
+        return ""
+    stored = StoredGangs(flow_datastore)
+    lines: list[str] = []
+    with suppress(Exception):  # the datastore can raise anything; the command is still shown
+        for gang in stored.gangs(run_id, step):
+            view = stored.view(gang) if match["task"] in (None, gang.control_task) else None
+            if view is not None and (is_remote or not view.is_over):  # else its error is above
+                lines.append(printable(gang.sentence(view)))
+    where = run_id if is_only_gang else f"{run_id}/{step}"
+    lines.append(f"To see what happened on all nodes: {stored.program} show {where}")
+    return "".join(f"[torchrun] {line}\n" for line in lines)

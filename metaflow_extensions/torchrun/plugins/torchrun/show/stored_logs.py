@@ -11,7 +11,7 @@ import math
 import re
 import time
 from bisect import bisect_right
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
@@ -54,25 +54,15 @@ class Places:
         self._begins = [_stamp(each.since) for each in placed]
         self._late = [_stamp(each.since + LATE_S) for each in placed]
 
-    def node_at(self, rank: int, stamp: str) -> int | None:
-        """Return the node that had a rank at a time (UTC, ISO 8601); None if that is unknown."""
-        return self._placed[max(0, bisect_right(self._begins, stamp) - 1)].node_of(rank) if self._placed else None
+    def nodes_at(self, rank: int, stamp: str) -> list[int | None]:
+        """Return the nodes from which a line of a rank can be that was captured at a time, the likeliest last.
 
-    def nodes_at(self, rank: int, stamp: str) -> set[int | None]:
-        """Return the nodes from which a line of a rank can be that was captured at a time; None stands for unknown."""
+        None stands for unknown.
+        """
         if not self._placed:
-            return {None}
+            return [None]
         first, last = (max(0, bisect_right(times, stamp) - 1) for times in (self._late, self._begins))
-        return {each.node_of(rank) for each in self._placed[first : last + 1]}
-
-    @property
-    def ranks(self) -> range:
-        """The ranks that there have been."""
-        return range(max((len(each.nodes) * each.nproc for each in self._placed), default=0))
-
-    def nodes_of(self, rank: int) -> set[int]:
-        """Return all nodes that have had a rank."""
-        return {node for each in self._placed if (node := each.node_of(rank)) is not None}
+        return [each.node_of(rank) for each in self._placed[first : last + 1]]
 
 
 def _stamp(seconds: float) -> str:
@@ -90,7 +80,7 @@ class Source:
     lines: Iterable[tuple[str, str]]  # time and text, in the order of writing
 
 
-def merged(sources: Sequence[Source], places: Places, lost: Collection[int] = ()) -> Iterator[Line]:
+def merged(sources: Sequence[Source], places: Places, lost: Iterable[int] = ()) -> Iterator[Line]:
     """Return all lines by time; those of one source stay in order, even if its clock was set back.
 
     On a local run the control task's log has the lines of all nodes. On a remote run with ``logs="all"`` it has copies of
@@ -100,13 +90,12 @@ def merged(sources: Sequence[Source], places: Places, lost: Collection[int] = ()
     nodes = {source.node for source in sources}
     # Without other logs, lines of the control task's that have no label may be of any node.
     unlabelled = None if nodes == {CONTROL} else CONTROL
-    complete = nodes - {CONTROL, *lost}
-    return heapq.merge(
-        *(_lines(each, complete, places, each.node or unlabelled) for each in sources), key=lambda line: line.time
-    )
+    complete: set[int | None] = {node for node in nodes if node not in (CONTROL, *lost)}
+    lines = [_lines(each, complete, places, each.node or unlabelled) for each in sources]
+    return heapq.merge(*lines, key=lambda line: line.time)
 
 
-def _lines(source: Source, complete: Collection[int], places: Places, own: int | None) -> Iterator[Line]:
+def _lines(source: Source, complete: set[int | None], places: Places, own: int | None) -> Iterator[Line]:
     latest = ""
     for stamp, text in source.lines:
         latest = max(latest, stamp)
@@ -115,18 +104,16 @@ def _lines(source: Source, complete: Collection[int], places: Places, own: int |
         if label is None or source.node != CONTROL:  # no other log has lines of other nodes
             yield Line(latest, source.task, source.stream, own, rank, text)
             continue
-        node = int(label[2] or label[3] or CONTROL) if rank is None else places.node_at(rank, latest)
-        its = {node} if rank is None else places.nodes_at(rank, latest)
-        node = own if node is None else node
-        if not its.issubset(complete):
-            yield Line(latest, source.task, source.stream, node, rank, text)
+        its = [int(label[2] or label[3] or CONTROL)] if rank is None else places.nodes_at(rank, latest)
+        if not complete.issuperset(its):
+            yield Line(latest, source.task, source.stream, own if its[-1] is None else its[-1], rank, text)
 
 
 class StoredLogs:
     """The logs of one attempt of a gang."""
 
-    def __init__(self, stored: StoredGangs, gang: StoredGang, attempt: int) -> None:
-        self._stored, self._gang, self._attempt = stored, gang, attempt
+    def __init__(self, stored: StoredGangs, gang: StoredGang) -> None:
+        self._stored, self._gang = stored, gang
         self._read: dict[str, int] = {}  # file -> number of bytes that have been read
 
     def lines(self, is_growing: bool = False) -> Iterator[Line]:
@@ -134,7 +121,7 @@ class StoredLogs:
         files = self._files()
         with self._stored.storage.load(list(files)) as loaded:
             here = {path: Path(local) for path, local, _ in loaded if local is not None}
-            view = self._stored.view(self._gang, self._attempt) or GangView()
+            view = self._stored.view(self._gang) or GangView()
             lost = {index for index, node in enumerate(view.nodes) if node.was_lost}
             sources = [Source(*files[path], self._new(path, local, is_growing)) for path, local in here.items()]
             yield from merged(sources, Places(view.placed), lost)
@@ -146,28 +133,25 @@ class StoredLogs:
         ends_at = math.inf
         while True:
             began = clock()
-            gangs = self._stored.gangs(self._gang.run, self._gang.step)
-            self._gang = next((each for each in gangs if each.control_task == self._gang.control_task), self._gang)
-            place = self._gang.place(self._attempt)
-            is_last = began >= ends_at
-            is_new = False
+            self._gang = self._stored.again(self._gang)
+            is_over, is_last, is_new = self._gang.is_over, began >= ends_at, False
             for line in self.lines(is_growing=not is_last):
                 is_new = True
                 yield line
             if is_last:
                 return
-            if place.is_over:
-                ends_at = clock() + _LAST_S if is_new or ends_at == math.inf else ends_at
+            if is_over and (is_new or ends_at == math.inf):
+                ends_at = clock() + _LAST_S
             sleep(max(_PAUSE_S, _SHARE * (clock() - began)))
 
     def _files(self) -> dict[str, tuple[str, int, str]]:
         """Return the logs that exist, each with its task, node and stream."""
         return {
-            self._stored.path(self._gang, task, self._attempt, name): (task, node, stream)
+            self._stored.path(self._gang, task, name): (task, node, stream)
             for node, task in self._gang.tasks.items()
             for stream in ("stdout", "stderr")
             for source in LOG_SOURCES
-            if self._gang.has(task, self._attempt, name := f"{source}_{stream}.log")
+            if self._gang.has(task, name := f"{source}_{stream}.log")
         }
 
     def _new(self, path: str, local: Path, is_growing: bool) -> Iterator[tuple[str, str]]:
@@ -183,16 +167,13 @@ class StoredLogs:
 
 def _whole_lines(path: Path, offset: int, is_growing: bool) -> Iterator[bytes]:
     """Return lines from `offset` on; an unfinished last line only if the file has stopped growing."""
-    rest = b""
-    while piece := _piece(path, offset):
+    rest, piece = b"", b"\n"
+    while piece:
+        with path.open("rb") as file:  # there may be more logs than files that may be open
+            file.seek(offset)
+            piece = file.read(_PIECE)
         offset += len(piece)
         *lines, rest = (rest + piece).split(b"\n")
         yield from (line + b"\n" for line in lines)
     if rest and not is_growing:
         yield rest
-
-
-def _piece(path: Path, offset: int) -> bytes:
-    with path.open("rb") as file:
-        file.seek(offset)
-        return file.read(_PIECE)

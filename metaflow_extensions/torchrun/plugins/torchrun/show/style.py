@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..elements.charts import COLOURS
+from .charts import COLOURS
 
 # For the parts of the page in any card; the card defines the variables (Metaflow 2.19). The last two rules mend Metaflow's
 # own style: a chart of the width of its container has no width on a phone, and an empty section shows a line.
@@ -11,7 +11,6 @@ _PARTS = """
 .tr p { margin: 0 0 .5rem; }
 .tr-verdict { border-left: 6px solid var(--tr-c); background: var(--lt-lt-grey); padding: .6rem 1rem;
   border-radius: 6px; margin-bottom: .5rem; }
-.tr-mark { --tr-c: #f59e0b; }
 .tr .tr-headline { font-size: 1rem; font-weight: 600; color: var(--dk-grey); margin: 0 0 .8rem !important; }
 .tr .tr-note { color: var(--dk-grey); font-size: .85rem; }
 .tr-sentence { font-size: 1.15rem; font-weight: 500; }
@@ -35,10 +34,6 @@ _PARTS = """
 .tr-key { display: inline-block; margin: 0 1.2rem .6rem 0; }
 .tr-key::before { content: ""; display: inline-block; width: .7rem; height: .7rem; border-radius: 2px;
   background: var(--tr-c); margin-right: .45rem; }
-.tr-mark { display: block; font-weight: 600; }
-.tr-mark::before { content: ""; display: inline-block; width: .55rem; height: .55rem; border-radius: 50%;
-  background: var(--tr-c); margin-right: .4rem; }
-.tr-odd { outline: 2px solid #f59e0b; outline-offset: 1px; }
 .tr-facts { display: grid; gap: .5rem 1.5rem; margin: .5rem 0;
   grid-template-columns: repeat(auto-fill, minmax(min(100%, 9rem), 1fr)); }
 .tr-facts dt { color: var(--dk-grey); font-size: .85rem; }

@@ -3,23 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from ..gang.texts import counted, duration, names
 from ..gang.view import GangView, Outcome, State
 
 RankState = Literal["waiting", "starting", "running", "stopping", "restarting", "done", "failed", "stopped", "lost"]
-# The exit codes of a worker that the gang has stopped: SIGTERM, or SIGKILL if it did not end.
-_STOPPED_BY = (-15, -9)
-_OF_RANKS: dict[State, RankState] = {
-    "not joined yet": "waiting",
-    "waiting": "waiting",
-    "preparing": "waiting",
-    "starting": "starting",
-    "running": "running",
-    "stopping": "stopping",
-    "restarting": "restarting",
-    "lost": "lost",
+_STOPPED_BY = (-15, -9)  # exit codes of a worker that the gang has stopped: SIGTERM, or SIGKILL if it did not end
+# Of a node whose ranks have not ended, these states are theirs, too.
+_OF_RANKS = {"not joined yet": "waiting", "preparing": "waiting"} | {
+    state: state for state in ("waiting", "starting", "running", "stopping", "restarting", "lost")
 }
 
 
@@ -35,21 +28,21 @@ class Rank:
 
 def ranks_of(view: GangView) -> list[Rank]:
     """Return all ranks in order; none before the first launch."""
-    nproc, nodes = view.nproc or 0, view.taking_part
-    ranks = [(nodes[rank // nproc], rank) for rank in range(len(nodes) * nproc)]
-    return [Rank(rank, node, _state(view, node, rank), view.nodes[node].exit_codes.get(rank)) for node, rank in ranks]
+    return [
+        Rank(rank, node, _state(view, node, rank), view.nodes[node].exit_codes.get(rank))
+        for node in view.taking_part
+        for rank in view.ranks_of(node)
+    ]
 
 
-def _state(view: GangView, node: int, rank: int) -> RankState:
+def _state(view: GangView, node: int, rank: int) -> Any:
     code = view.nodes[node].exit_codes.get(rank)
     is_cause = view.cause is not None and view.outcome == "failed" and view.cause.get("rank") == rank
     if is_cause and code != 0:
         return "failed"
     if code is None:
         return _OF_RANKS.get(view.nodes[node].state, "waiting" if view.began_s is None else "stopped")
-    if code == 0:
-        return "done"
-    return "stopped" if code in _STOPPED_BY else "failed"
+    return "done" if code == 0 else "stopped" if code in _STOPPED_BY else "failed"
 
 
 def outcome_of(view: GangView) -> Outcome:
@@ -60,9 +53,11 @@ def outcome_of(view: GangView) -> Outcome:
 
 def sentence(view: GangView) -> str:
     """Return the outcome in one sentence."""
+    count = len(view.taking_part)
+    ranks = "The workers" if view.nproc is None else counted(view.nproc * count, "rank")
+    workers, is_one = f"{ranks} on {counted(count, 'node')}", ranks == "1 rank"
     after = f", after {counted(view.restarts, 'restart')}" if view.restarts else ""
-    workers, took, outcome = _workers(view), _took(view), outcome_of(view)
-    is_one = view.nproc is not None and view.nproc * len(view.taking_part) == 1
+    took, outcome = _took(view), outcome_of(view)
     match view.outcome:
         case "waiting" if outcome == "done":
             return "The step has ended well; it has launched nothing."
@@ -92,23 +87,15 @@ def _took(view: GangView) -> str:
     return f"{trained}, with start {duration(view.seconds)}" if is_last else trained
 
 
-def _workers(view: GangView) -> str:
-    count = len(view.taking_part)
-    ranks = "The workers" if view.nproc is None else counted(view.nproc * count, "rank")
-    return f"{ranks} on {counted(count, 'node')}"
-
-
 def _waiting(view: GangView) -> str:
     def which(*states: State) -> list[int]:
         return [index for index, node in enumerate(view.nodes) if node.state in states]
 
-    count, missing = len(view.nodes), which("not joined yet")
-    called = which("waiting", "preparing")
+    count, missing, called, late = len(view.nodes), which("not joined yet"), which("waiting"), which("step code")
     if prepare := which("preparing"):
         return f"The commands of before_run run on {names(prepare)}."
     if missing:
         return f"{count - len(missing)} of {count} nodes have joined; not joined yet: {names(missing)}."
-    late = which("step code")
     if called and late:
         return f"{len(called)} of {count} nodes have called run; still in the step's code: {names(late)}."
     return f"{counted(count, 'node')} joined; the step's code runs."
