@@ -1,16 +1,11 @@
 """The cards that a task makes of its gang, in Metaflow's store of cards."""
 
 import json
-import subprocess
-import sys
-import threading
 
 import pytest
 from fake_cards import cards_of_task
 from gang_views import Story, crash
-from limits import limit_s
-from metaflow.plugins.cards.card_creator import CardProcessManager
-from unit_helpers import HANG_S, eventually
+from unit_helpers import eventually
 
 from metaflow_extensions.torchrun.plugins.torchrun.task.cards import Cards, make_none
 
@@ -87,18 +82,3 @@ def test_a_users_card_with_parts_is_renewed_too_and_made_a_last_time_and_what_is
     assert [(each["--mode"], each["wait"]) for each in task.commands] == told
     with open(task.commands[-1]["--data-file"], encoding="utf-8") as file:
         assert json.load(file)["user"] == {"mine": 1}
-
-
-def test_a_users_card_is_renewed_when_the_process_of_its_last_renewal_has_ended(made):
-    """While that runs, Metaflow drops a refresh (2.19), and the card would not show the end of `run`."""
-    task, cards = made("default")
-    task.cards[0].append(cards.part(("outcome",)))
-    process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
-    CardProcessManager._register_card_process(task.cards[0]._card_creator_args["card_uuid"], process)
-    renewing = threading.Thread(target=cards.renew)
-    renewing.start()
-    renewing.join(0.2)
-    assert task.commands == []
-    process.communicate(b"\n")
-    renewing.join(limit_s(HANG_S))
-    assert [each["--mode"] for each in task.commands] == ["render_runtime"]

@@ -22,7 +22,7 @@ from metaflow.exception import MetaflowException
 
 from metaflow_extensions.torchrun.plugins import torchrun as extension
 from metaflow_extensions.torchrun.plugins.torchrun.compat import renamed
-from metaflow_extensions.torchrun.plugins.torchrun.compat.steps import SameInterpreter
+from metaflow_extensions.torchrun.plugins.torchrun.compat.steps import with_this_interpreter
 from metaflow_extensions.torchrun.plugins.torchrun.decorator import TorchrunDecorator
 from metaflow_extensions.torchrun.plugins.torchrun.errors import TorchrunError
 from metaflow_extensions.torchrun.plugins.torchrun.gang_of_one import GangOfOne
@@ -145,11 +145,12 @@ def test_without_metaflows_copies_of_packages_there_are_no_commands(monkeypatch)
 def test_an_environment_is_asked_whatever_metaflow_asks():
     asked = []
     real = SimpleNamespace(executable=lambda *args, **options: asked.append((args, options)) or "python", colour="red")
-    same = SameInterpreter(SimpleNamespace(base_env=real))
+    same = with_this_interpreter(SimpleNamespace(base_env=real))
     assert same.executable("train", default=None, kind="new") == sys.executable
     assert asked == [(("train",), {"default": None, "kind": "new"})]
     assert same.colour == "red"
     assert getattr(same, "base_env", same) is same, "else the base environment would be asked itself"
+    assert real.executable("train") == "python"
 
 
 def test_metaflows_printing_may_take_more_than_the_error(monkeypatch):

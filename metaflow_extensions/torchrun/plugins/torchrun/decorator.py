@@ -150,7 +150,7 @@ class TorchrunDecorator(steps.ParallelDecorator):  # type: ignore[misc]  # Metaf
         self._requested: Nproc | None = requested_accelerators([(d.name, d.attributes) for d in decos])
         self._timeout_s = steps.timeout_of(decos)
         self._siblings = decos
-        self.environment = steps.SameInterpreter(environment)
+        self.environment = steps.with_this_interpreter(environment)
         steps.leave_nodes_to_us(decos)
         metadata = metadata_type(flow_datastore)
         self._is_spun = metadata == "spin"
@@ -187,7 +187,7 @@ class TorchrunDecorator(steps.ParallelDecorator):  # type: ignore[misc]  # Metaf
 
     def _bring_pods_again(self) -> None:
         """Have the job sets that this process makes bring pods again that a launch can go on with."""
-        from .compat.job_sets import bring_pods_again
+        from .compat.jobs import bring_pods_again
 
         if self._submission is not None and self._settings.replaces_nodes:
             bring_pods_again(self._step_name)
@@ -219,8 +219,7 @@ class TorchrunDecorator(steps.ParallelDecorator):  # type: ignore[misc]  # Metaf
             self._check("check_batch", num_nodes)
             self._check("check_loss", num_nodes)
         if any(deco.name == "kubernetes" for deco in self._siblings):
-            steps.start_one_node_as_pod(cli_args)
-            steps.run_first_in_pod(cli_args, POD_SCRIPT)
+            steps.change_pod(cli_args, POD_SCRIPT)
         name_as_starter(steps.environment_of(cli_args), "run")
 
     def task_pre_step(self, *args: Any) -> None:

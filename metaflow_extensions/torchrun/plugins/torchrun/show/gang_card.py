@@ -67,7 +67,7 @@ def _layout(pathspec: str, view: GangView | None) -> dict[str, Any]:
 def _stored(facts: dict[str, str], flow: str, run: str, step: str, task: str) -> GangView | None:
     """Return the stored records of a task; None without any, as for another node's task or an old run."""
     from ..channel.registry import Registry
-    from ..compat.stored import datastore_of_card, last_attempt
+    from ..compat.datastore import datastore_of_card, last_attempt
 
     datastore = datastore_of_card(flow, facts)
     attempt = datastore and last_attempt(datastore, (run, step, task))

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ..channel.registry import Registry
-from ..compat.stored import Storage
+from ..compat.datastore import Storage
 from ..gang.view import GangView
 from .page import Place
 from .program import flow_program

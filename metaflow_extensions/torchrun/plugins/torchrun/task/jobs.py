@@ -1,7 +1,7 @@
 """Reports that the control node of a remote job is gone, and what Kubernetes says of its pods, where the job is looked after.
 
-That process is ``flow.py kubernetes step`` or ``batch step``; `compat.jobs` finds the job. If it is not found, or the
-backend does not answer, nothing is reported, and nothing else changes.
+That process is ``flow.py kubernetes step``; `compat.jobs` finds the job. If it is not found, or Kubernetes does not
+answer, nothing is reported, and nothing else changes.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from itertools import pairwise
 from typing import Any
 
 from ..channel.registry import Registry
-from ..compat.jobs import BatchJob, KubernetesJob, job_of
+from ..compat.jobs import job_of
 from ..errors import GangError, TorchrunPreempted
 from ..gang.messages import CONTROL
 from ..gang.view import Word
@@ -42,7 +42,7 @@ class Job:
         job = job_of(error)
         if job is None:
             return ""
-        ends = list(of_kubernetes(job)) if isinstance(job, KubernetesJob) else []
+        ends = list(of_kubernetes(job))
         known = {each.node for each in ends if each.text}
         ends += [each for each in self._pending.ends if each.node not in known]
         options = self._options
@@ -55,7 +55,7 @@ class Job:
         ]
         texts, kind = lines, TorchrunPreempted.__name__
         if not is_known:
-            gone, kind = _told_itself(registry) or _gone(ends, recorded is not None, isinstance(job, BatchJob))
+            gone, kind = _told_itself(registry) or _gone(ends, recorded is not None)
             texts = [*gone, *lines]
         if texts:
             word = Word("\n".join(texts), time.time(), int(options.get("--num-parallel", "1")), kind)
@@ -71,17 +71,16 @@ def _told_itself(registry: Registry) -> tuple[list[str], str] | None:
     return record.error.message.splitlines(), type(record.error).__name__
 
 
-def _gone(ends: Sequence[End], has_joined: bool, is_batch: bool) -> tuple[list[str], str]:
+def _gone(ends: Sequence[End], has_joined: bool) -> tuple[list[str], str]:
     """Return lines on how the control node ended, which could not report it itself, and the class of the error."""
     of_control = [each for each in ends if each.node == CONTROL]
     first = next((each for each in of_control if each.text), of_control[0] if of_control else None)
     who = f"The control node's {first.what if first else 'task'}"
     text = first.text.removesuffix(".") if first else ""
-    if not has_joined and not (first.has_run if first else is_batch):
+    if not has_joined and not (first and first.has_run):
         return [f"{who} did not start: {text or 'Kubernetes has nothing of it'}."], GangError.__name__
-    if not has_joined and (is_batch or (first and first.is_ordinary and text)):
-        said = f"{who} failed before it had joined its gang{f' ({text})' if text else ''}. Its log says why."
-        return [said], GangError.__name__
+    if not has_joined and first and first.is_ordinary and text:
+        return [f"{who} failed before it had joined its gang ({text}). Its log says why."], GangError.__name__
     if text:
         return [f"{who} ended unexpectedly: {text}."], TorchrunPreempted.__name__
     why = "it was deleted, evicted or killed, or its memory ran out"

@@ -9,7 +9,7 @@ import threading
 import time
 from contextlib import suppress
 
-from ..compat.jobs import KubernetesJob, running_job
+from ..compat.jobs import running_job
 from ..logs.console import write_text
 from .job_ends import End, pending
 
@@ -44,7 +44,7 @@ class PendingPods:
     def look(self) -> str:
         """Ask once; return the lines on pods that wait for the second time. Many wait for a moment."""
         job = running_job()
-        if not isinstance(job, KubernetesJob):
+        if job is None:
             return ""
         now, before = pending(job), self._waits
         vanished = {name: end for name, end in before.items() if name not in now}

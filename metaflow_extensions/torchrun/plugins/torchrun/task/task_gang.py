@@ -20,7 +20,7 @@ from metaflow import current
 from ..channel.registry import AddressRecord, Registry
 from ..compat.datastore import save_log, watch_storing
 from ..compat.renamed import convenience
-from ..compat.steps import control_task_of, exit_codes_of_tasks, is_local, is_of_another_task, runs_on
+from ..compat.steps import control_task_of, is_local, runs_on, tasks_of_local_nodes
 from ..errors import TorchrunPreempted
 from ..events import Event, label
 from ..gang.cause import Cause, cause_of
@@ -141,7 +141,7 @@ class TaskGang:
 
     @property
     def _replaces(self) -> bool:
-        """Whether Kubernetes brings tasks again, and ends all pods with the control node's: see `compat.job_sets`."""
+        """Whether Kubernetes brings tasks again, and ends all pods with the control node's: see `compat.jobs`."""
         return runs_on() == "kubernetes" and self._settings.replaces_nodes
 
     def _join_as_member(self, registry: Registry, control: str, more: Mapping[str, Any]) -> tuple[Member, str]:
@@ -205,18 +205,20 @@ class TaskGang:
         try:
             step()
         except Exception as error:
-            if not is_of_another_task(error) or not self._have_ended_well(partial(exit_codes_of_tasks, error)):
+            tasks = tasks_of_local_nodes(error)
+            if tasks is None or not self._have_ended_well(tasks):
                 raise
 
-    def _have_ended_well(self, codes_by_pid: Callable[[], Mapping[int, int | None]]) -> bool:
+    def _have_ended_well(self, tasks: Sequence[Any]) -> bool:
         """Wait for the tasks of the other nodes; return whether only nodes that the gang goes on without ended badly.
 
-        On a local run Metaflow waits for them in order, and for no more after the first that ended badly (2.19). This is
-        called while its error is handled, which holds the processes.
+        On a local run Metaflow waits for them in order, and for no more after the first that ended badly (2.19). `tasks`
+        are its processes.
         """
         member, bad_since = self._member, None
         while member is not None:
-            codes = {} if self._local_nodes is None else self._local_nodes.exit_codes(codes_by_pid())
+            by_pid = {each.pid: each.poll() for each in tasks}
+            codes = {} if self._local_nodes is None else self._local_nodes.exit_codes(by_pid)
             out = self._out()
             if codes and not any(code for node, code in codes.items() if node not in out):
                 bad_since = None

@@ -144,27 +144,14 @@ def keep_flows_from_running() -> None:
 
 def rename(module: ModuleType) -> None:
     """Set `__module__` of all functions and classes of `module` to ``__main__``, as it is in the task and in later steps."""
-    stack, seen = list(vars(module).values()), set()
+    stack = list(vars(module).values())
     while stack:
         thing = stack.pop()
-        if id(thing) in seen or own_module(thing) != _MAIN:
-            continue
-        seen.add(id(thing))
-        with suppress(AttributeError, TypeError):
-            thing.__module__ = "__main__"
-        if isinstance(thing, type):
-            stack += [getattr(member, "__func__", member) for member in vars(thing).values()]
-
-
-def own_module(thing: Any) -> str | None:
-    """Return the module that a function, a class or a wrapper of one says it is of; objects say their class's."""
-    if isinstance(thing, (type, FunctionType)):
-        return thing.__module__
-    try:
-        module: str | None = vars(thing).get("__module__")
-    except Exception:  # no __dict__, or a proxy of something that is not there
-        return None
-    return module
+        with suppress(Exception):  # no __dict__, a proxy of something that is not there, an attribute that is read only
+            # Objects have it of their class; functions and what wraps one have their own.
+            if (thing.__module__ if isinstance(thing, FunctionType) else vars(thing)["__module__"]) == _MAIN:
+                thing.__module__ = "__main__"
+                stack += [getattr(each, "__func__", each) for each in vars(thing).values() if isinstance(thing, type)]
 
 
 def begin_process_group(process_group: str | None) -> None:

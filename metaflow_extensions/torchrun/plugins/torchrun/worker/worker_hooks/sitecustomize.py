@@ -49,8 +49,6 @@ def _name_its_metrics() -> None:
 
 def _record_the_end() -> None:
     # Not torchelastic's own error file: it is left to the user's @record, and torchrun prints what it holds once more.
-    if _own_file(_RECORD) is None and not _is_spare:
-        return
     import _thread
     import atexit
 
@@ -192,8 +190,6 @@ def _tell_of_training_alone() -> None:
     Then this rank has exchanged none with the others, which is rarely meant. If anything about this can't be found out,
     no file is written.
     """
-    if _own_file(_ALONE) is None and not _is_spare:
-        return
     import atexit
 
     getpid = os.getpid
@@ -202,9 +198,8 @@ def _tell_of_training_alone() -> None:
     def look() -> None:
         try:
             path = _own_file(_ALONE)
-            if path is None or os.environ.get("WORLD_SIZE") == "1" or getpid() != own:
-                return
-            if _has_trained() and not _has_exchanged():
+            is_one_of_many = os.environ.get("WORLD_SIZE") != "1" and getpid() == own
+            if path and is_one_of_many and _has_trained() and not _has_exchanged():
                 open(path, "w").close()
         except BaseException:  # noqa: S110 - another torch, a full disk
             pass
@@ -251,14 +246,10 @@ def _accelerate_is_alone() -> bool:
 # --- what lets it be asked for its stack --------------------------------------------------------
 
 
-# Far above the numbers that a program's own files get: the kernel gives the lowest free one, and a script may expect it.
-# A program that closes all files, as a daemon does, and opens others does not meet this number soon either.
-_HIGH = 200
-
-
 def _let_be_asked() -> None:
     """Write the Python stack of the main thread at a signal, even in a hang; `machine.stacks` sends it and reads that."""
-    import faulthandler  # built into the interpreter
+    import faulthandler  # both are built into the interpreter, or cost nothing
+    import fcntl
 
     number = int(os.environ["TORCHRUN_STACKS_SIGNAL"])
     # It must be open beforehand: the handler runs outside of the interpreter, which may be stuck. Without a name it
@@ -266,24 +257,17 @@ def _let_be_asked() -> None:
     path = os.path.join(os.environ["TORCHRUN_STACKS_FOLDER"], "torchrun-stacks-" + str(os.getpid()))
     file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC, 0o600)
     os.unlink(path)
+    try:
+        # Far above the numbers that a program's own files get: the kernel gives the lowest free one, and a script may
+        # expect it. A program that closes all files and opens others does not meet this number soon either.
+        file, low = fcntl.fcntl(file, fcntl.F_DUPFD_CLOEXEC, 200), file
+        os.close(low)
+    except OSError:  # over the limit of open files
+        pass
     # The stack of the thread that gets the signal, which is the main one. All threads would be a risk: the handler reads
     # frames that their threads change meanwhile, and about one time in 3 000 that ends the process (CPython issue
     # 116008, seen with 3.11).
-    faulthandler.register(number, file=_moved(file), all_threads=False, chain=False)
-
-
-def _moved(file: int) -> int:
-    """Return the file under its high number, or as it is where that number is taken or over the limit."""
-    try:
-        os.fstat(_HIGH)
-    except OSError:  # nobody has it
-        try:
-            os.dup2(file, _HIGH, inheritable=False)
-        except OSError:  # over the limit of open files
-            return file
-        os.close(file)
-        return _HIGH
-    return file
+    faulthandler.register(number, file=file, all_threads=False, chain=False)
 
 
 # --- beginning --------------------------------------------------------------------------------
@@ -291,23 +275,10 @@ def _moved(file: int) -> int:
 
 _folder: "str | None" = None
 _kind = os.environ.pop(_SPARE, None)  # of this process, while it is a spare: "agent" or "worker"
-_is_spare = _kind == "worker"
 
 
-def _begin_worker() -> None:
-    _find_folder()
-    _arrange(_name_its_metrics, _record_the_end, _tell_of_training_alone, _let_be_asked)
-
-
-def _begin_spare() -> None:
-    """Do the part that must precede all imports of a spare; `worker/spare.py` finds this module again."""
-    sys.modules["torchrun_worker_hooks"] = sys.modules[__name__]
-    if _is_spare:
-        _arrange(_record_the_end, _tell_of_training_alone)
-
-
-def _begin_program() -> None:
-    """Do the rest, when a spare has got the environment of its worker."""
+def begin_program() -> None:
+    """Do what needs the environment of a worker; `worker/spare.py` calls this when it has got that."""
     if _is_worker():
         _find_folder()
         _arrange(_name_its_metrics, _let_be_asked)
@@ -329,8 +300,10 @@ def _step_aside() -> None:
     __import__("sitecustomize")
 
 
+if _kind == "worker" or _is_worker():
+    _arrange(_record_the_end, _tell_of_training_alone)  # before all imports, so that their exit handlers run first
 if _kind:
-    _begin_spare()
-elif _is_worker():
-    _begin_worker()
+    sys.modules["torchrun_worker_hooks"] = sys.modules[__name__]  # where `worker/spare.py` finds it again
+else:
+    begin_program()
 _step_aside()
