@@ -135,7 +135,6 @@ class TorchrunDecorator(steps.ParallelDecorator):  # type: ignore[misc]  # Metaf
         from .task.report import print_errors_ourselves
         from .task.submit_checks import Submission
 
-        check()  # again, since Metaflow's command line is there by now
         print_errors_ourselves(in_task=False)
         super().step_init(flow, graph, step_name, decos, environment, flow_datastore, logger)
         self._flow_datastore, self._step_name, self._graph = flow_datastore, step_name, graph
@@ -220,7 +219,7 @@ class TorchrunDecorator(steps.ParallelDecorator):  # type: ignore[misc]  # Metaf
             self._check("check_loss", num_nodes)
         if any(deco.name == "kubernetes" for deco in self._siblings):
             steps.change_pod(cli_args, POD_SCRIPT)
-        name_as_starter(steps.environment_of(cli_args), "run")
+        name_as_starter(cli_args.env, "run")
 
     def task_pre_step(self, *args: Any) -> None:
         """Record which gang this is."""

@@ -21,6 +21,7 @@ from .renamed import convenience, known
 
 _COMPONENTS = "metaflow.plugins.cards.card_modules.components"
 MetaflowCard: Any = known("metaflow.plugins.cards.card_modules.card:MetaflowCard", object)
+UI_URL: str | None = known("metaflow.metaflow_config:UI_URL")  # of Metaflow's user interface
 RELOAD_POLICY = getattr(MetaflowCard, "RELOAD_POLICY_ONCHANGE", "onchange")
 Make: TypeAlias = "Callable[[CardFile, bool, bool], object]"
 """Makes a card of our type; gets whether only what is in it is to be renewed, and whether it is the last time."""
@@ -169,10 +170,3 @@ def page(pathspec: str, layout: Any, style: str, is_final: bool) -> str:
         },
     )
     return rendered
-
-
-def ui_url() -> str | None:
-    """Return the URL of Metaflow's user interface, if there is one."""
-    from metaflow.metaflow_config import UI_URL
-
-    return UI_URL or None

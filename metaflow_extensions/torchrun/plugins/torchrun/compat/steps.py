@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Collection, MutableMapping, Sequence
+from collections.abc import Collection, Sequence
 from copy import copy
 from traceback import walk_tb
 from typing import Any
@@ -91,12 +91,6 @@ def change_pod(cli_args: Any, script: str) -> None:
         del cli_args.command_options["num-parallel"]
 
 
-def environment_of(cli_args: Any) -> MutableMapping[str, str]:
-    """Return the variables of the task's start, for changes."""
-    env: MutableMapping[str, str] = cli_args.env
-    return env
-
-
 # --- in a task ----------------------------------------------------------------------------------------
 
 
@@ -147,12 +141,6 @@ def tasks_of_local_nodes(error: BaseException) -> list[Any] | None:
     if last is None or last.f_code.co_name != "_local_multinode_control_task_step_func":
         return None
     return list(last.f_locals.get("subprocesses", []))
-
-
-def control_task_of(parallel: Any) -> str | None:
-    """Return the control task from `current.parallel`; None on the control node itself."""
-    task: str | None = parallel.control_task_id
-    return task
 
 
 def offer(name: str, thing: Any) -> None:

@@ -55,7 +55,7 @@ def _layout(pathspec: str, view: GangView | None) -> dict[str, Any]:
 
     if view is not None:
         flow, run, step, task = pathspec.split("/")
-        place = Place(flow, run, step, task, ui_url=cards.ui_url(), program=program())
+        place = Place(flow, run, step, task, ui_url=cards.UI_URL, program=program())
         return layout(page_of(view, place, is_short=True))
     none = (
         "There are no records of a gang with this task. Its step has no @torchrun, or another task is the control node, "

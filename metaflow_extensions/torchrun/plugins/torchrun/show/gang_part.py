@@ -54,4 +54,4 @@ def pointing_at(control: str) -> Callable[[tuple[str, ...]], GangPart]:
 
 def _this_task() -> Place:
     flow, run, step, task = map(str, (current.flow_name, current.run_id, current.step_name, current.task_id))
-    return Place(flow, run, step, task, ui_url=cards.ui_url(), program=program())
+    return Place(flow, run, step, task, ui_url=cards.UI_URL, program=program())

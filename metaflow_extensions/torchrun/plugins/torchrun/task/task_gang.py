@@ -20,7 +20,7 @@ from metaflow import current
 from ..channel.registry import AddressRecord, Registry
 from ..compat.datastore import save_log, watch_storing
 from ..compat.renamed import convenience
-from ..compat.steps import control_task_of, is_local, runs_on, tasks_of_local_nodes
+from ..compat.steps import is_local, runs_on, tasks_of_local_nodes
 from ..errors import TorchrunPreempted
 from ..events import Event, label
 from ..gang.cause import Cause, cause_of
@@ -111,7 +111,7 @@ class TaskGang:
 
     def _join(self, more: Mapping[str, Any]) -> tuple[Member, str]:
         parallel, settings = current.parallel, self._settings
-        control_task_id = control_task_of(parallel) or self._task_id
+        control_task_id = parallel.control_task_id or self._task_id  # None on the control node itself
         emit = self._emit
         registry = Registry(self._flow_datastore, self._run_id, self._step_name, control_task_id, self._attempt)
         if parallel.num_nodes == 1:
