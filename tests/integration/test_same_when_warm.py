@@ -1,8 +1,7 @@
 """Whatever `warm` is, a program sees the same and ends the same.
 
 The programs are in ``flows/observed``: they note what they can see of themselves. They run cold and warm in launches
-of one step, and what they have seen is compared key by key. How they end is compared with plain ``python -u`` in
-``unit/test_warm_programs.py``.
+of one step, and what they have seen and how they have ended is compared.
 """
 
 from __future__ import annotations

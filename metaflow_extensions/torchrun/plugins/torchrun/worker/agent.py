@@ -17,9 +17,7 @@ from typing import Any
 
 SUPERVISOR = os.getppid()
 STORE_S, _LOOK_S, _MAX_LOOK_S = 1.0, 0.005, 0.05
-# For so long is a store tried of which nothing comes back: four tries, in each of which the kernel sends a lost SYN three
-# times, at once, and after 1 and 3 s.
-SILENCE_S, _TRY_S = 20.0, 5.0
+SILENCE_S = 20.0  # so long is a store tried of which nothing comes back; the kernel sends a lost SYN again, five times
 
 
 def halt(number: int, _: object) -> None:
@@ -137,21 +135,17 @@ def await_store(arguments: list[str]) -> str:
     host, _, port = options.get("rdzv-endpoint", "").rpartition(":")
     if options.get("node-rank", "0") == "0":
         return ""
-    try:
-        found = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)
-    except (OSError, ValueError):  # a name that nobody knows, or that is none: torch tells of it
-        return ""
-    places = [(str(place[0]), int(port)) for *_, place in found]
     began, pause_s, limit_s, why = time.monotonic(), _LOOK_S, SILENCE_S, ""
-    while time.monotonic() < began + limit_s:
-        for place in places:
-            try:
-                socket.create_connection(place, _TRY_S / len(places)).close()
-                return ""
-            except ConnectionRefusedError:
-                limit_s = STORE_S
-            except OSError as error:
-                why = error.strerror or str(error)
+    while (left_s := began + limit_s - time.monotonic()) > 0.0:
+        try:
+            socket.create_connection((host.strip("[]"), int(port)), left_s).close()
+            return ""
+        except ConnectionRefusedError:
+            limit_s = STORE_S
+        except (socket.gaierror, ValueError):  # a name that nobody knows, or that is none: torch tells of it
+            return ""
+        except OSError as error:
+            why = error.strerror or str(error)
         time.sleep(pause_s)
         pause_s = min(pause_s * 1.5, _MAX_LOOK_S)
     return why if limit_s > STORE_S else ""

@@ -248,8 +248,7 @@ def _accelerate_is_alone() -> bool:
 
 def _let_be_asked() -> None:
     """Write the Python stack of the main thread at a signal, even in a hang; `machine.stacks` sends it and reads that."""
-    import faulthandler  # both are built into the interpreter, or cost nothing
-    import fcntl
+    import faulthandler  # built into the interpreter
 
     number = int(os.environ["TORCHRUN_STACKS_SIGNAL"])
     # It must be open beforehand: the handler runs outside of the interpreter, which may be stuck. Without a name it
@@ -257,13 +256,14 @@ def _let_be_asked() -> None:
     path = os.path.join(os.environ["TORCHRUN_STACKS_FOLDER"], "torchrun-stacks-" + str(os.getpid()))
     file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC, 0o600)
     os.unlink(path)
-    try:
-        # Far above the numbers that a program's own files get: the kernel gives the lowest free one, and a script may
-        # expect it. A program that closes all files and opens others does not meet this number soon either.
-        file, low = fcntl.fcntl(file, fcntl.F_DUPFD_CLOEXEC, 200), file
-        os.close(low)
-    except OSError:  # over the limit of open files
-        pass
+    # Far above the numbers that a program's own files get: the kernel gives the lowest free one, and a script may expect
+    # it. A program that closes all files and opens others does not meet this number soon either.
+    if not os.path.exists("/proc/self/fd/200"):
+        try:
+            low, file = file, os.dup2(file, 200, inheritable=False)
+            os.close(low)
+        except OSError:  # over the limit of open files
+            pass
     # The stack of the thread that gets the signal, which is the main one. All threads would be a risk: the handler reads
     # frames that their threads change meanwhile, and about one time in 3 000 that ends the process (CPython issue
     # 116008, seen with 3.11).
