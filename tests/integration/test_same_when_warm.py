@@ -7,7 +7,10 @@ of one step, and what they have seen and how they have ended is compared.
 from __future__ import annotations
 
 import json
+import os
 import re
+import subprocess
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -191,3 +194,26 @@ def test_ranks_that_train_without_a_process_group_are_told_of_and_no_others(seei
     wanted = [("alone", "workers", "init_process_group()")]
     wanted += [("function", variant, "process_group='auto')") for variant in (COLD, "workers")]
     assert told == [(str(seeing.of(name, variant).number), remedy) for name, variant, remedy in wanted]
+
+
+LOOKED_UP = """
+import importlib, os
+class Noting(dict):
+    names = set()
+    def __getitem__(self, name):
+        self.names.add(os.fsdecode(name))
+        return super().__getitem__(name)
+    __contains__ = lambda self, name: bool(self.names.add(os.fsdecode(name)) or name in self.keys())
+from metaflow_extensions.torchrun.plugins.torchrun.worker.spare_process import READ_AT_START
+os.environ._data = Noting(os.environ._data)
+importlib.import_module("torch.distributed.run")
+print(*[name for name in sorted(Noting.names - set(os.environ)) if not name.startswith(READ_AT_START)])
+"""
+
+
+def test_each_variable_that_torch_looks_up_when_it_is_imported_counts() -> None:
+    """Also those of another torch: then this list is to be made longer."""
+    command = [sys.executable, "-c", LOOKED_UP]
+    env = {"PATH": os.environ["PATH"]}
+    done = subprocess.run(command, env=env, capture_output=True, text=True, check=True)
+    assert done.stdout.split() == []

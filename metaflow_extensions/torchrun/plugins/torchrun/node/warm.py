@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from ..compat.renamed import harmless
 from ..gang.wire import Plain
 from ..machine.processes import HELPERS, living_descendants, send_signal
-from ..worker.spare_process import Spare, StartCold, in_words
+from ..worker.spare_process import READ_AT_START, Spare, StartCold, in_words
 from .agent import Options
 from .agent_events import Refused
 
@@ -22,7 +22,9 @@ class WarmNode:
     """Holds the waiting spare of this node, if any."""
 
     def __init__(self, preload: Sequence[str], env: Mapping[str, str], workers: int) -> None:
-        self._of_workers = {"modules": ["torch.distributed", *preload]}
+        # The modules of a user may read any variable.
+        self._of_workers = {"modules": ["torch.distributed", *preload], "allows_new": not preload}
+        self._first = env  # of the step's first launch, as the next three are of the last one
         self._env, self._cwd, self._workers = env, os.getcwd(), workers
         self._waiting: Spare | None = None
 
@@ -38,7 +40,11 @@ class WarmNode:
 
     def start(self, command: list[str], workers: int, env: Mapping[str, str], options: Options) -> Spare | Refused:
         """Request an agent, and so many workers that were spares; or return why there is none."""
-        self._env, self._cwd, self._workers = env, options.cwd or os.getcwd(), workers or self._workers
+        # A spare needs no variable that a program may bring: the next call of `run` may give it another value.
+        needs_new = () if self._of_workers["allows_new"] else env.keys()
+        needed = {name for name in env if name in {*self._first, *needs_new} or name.startswith(READ_AT_START)}
+        self._env = {name: env[name] for name in needed}
+        self._cwd, self._workers = options.cwd or os.getcwd(), workers or self._workers
         refused: list[Exception] = []
         with harmless(refused.append):  # after any failure here the agent starts cold
             if self._waiting is None:

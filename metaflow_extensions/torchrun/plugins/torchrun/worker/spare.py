@@ -27,7 +27,7 @@ if __name__ == "__main__":
     sys.modules[__package__] = types.ModuleType(__package__)
     sys.modules[__package__].__path__ = [os.path.dirname(os.path.abspath(__file__))]
 
-from .spare_process import ACCEPTED, ANSWER_S, Spare, StartCold, in_words
+from .spare_process import ACCEPTED, ANSWER_S, READ_AT_START, Spare, StartCold, in_words
 
 AGENT_PID = "TORCHRUN_AGENT_PID"
 # torchrun starts its workers with this module's `Popen` (torch 2.3 to 2.13: `SubprocessHandler._popen`).
@@ -64,7 +64,7 @@ def main() -> list[Any]:
         if env.get(AGENT_PID) == "":  # the first Python of a launch is its agent; see `worker_hooks`
             env[AGENT_PID] = str(os.getpid())
         _check_packages(found)
-        _take_variables(begun_with, env, request["cwd"])
+        _take_variables(begun_with, env, request["cwd"], READ_AT_START if options.get("allows_new", True) else "")
         sys.path[sys.path.index(_PROGRAM_FOLDER)] = _folder_of(argv)
         run = _program(argv)
         _take_over(argv, stdout, stderr)
@@ -91,10 +91,16 @@ def _check_packages(found: Mapping[str, set[str]]) -> None:
             raise StartCold(f"{os.path.join(entry, min(new))} came or went since torch was imported")
 
 
-def _take_variables(begun_with: Mapping[str, str], env: Mapping[str, str], cwd: str) -> None:
-    """Set the program's variables, or raise `StartCold` if others than those of the launch, or the folder, differ."""
+def _take_variables(
+    begun_with: Mapping[str, str], env: Mapping[str, str], cwd: str, read: str | tuple[str, ...]
+) -> None:
+    """Set the program's variables, or raise `StartCold` if the folder differs, or one that an import can have read.
+
+    New ones are no reason, but for those that begin as in `read`: a program may bring its own.
+    """
     changed = {name for name in {*env, *begun_with} if env.get(name) != begun_with.get(name)}
-    if names := sorted(name for name in changed if not name.startswith(_OF_LAUNCH)):
+    others = (name for name in changed if name in begun_with or name.startswith(read))
+    if names := sorted(name for name in others if not name.startswith(_OF_LAUNCH)):
         raise StartCold(f"{', '.join(names)} had another value when torch was imported")
     if not os.path.samefile(cwd, os.curdir):
         raise StartCold(f"the working directory was {os.getcwd()} when torch was imported")
