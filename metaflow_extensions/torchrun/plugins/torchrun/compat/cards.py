@@ -40,12 +40,9 @@ def with_component(kind: type) -> list[Any]:
     """Return the task's cards that have a component of a class and can be renewed while the task runs."""
     collector = current.get("card")
     managers = [] if collector is None else list(collector._card_component_store.values())
-    return [card for card in managers if card._card_creator_args["runtime_card"] and _has(card, kind)]
-
-
-def _has(card: Any, kind: type) -> bool:
+    cards = [card for card in managers if card._card_creator_args["runtime_card"]]
     # The step's code may add components meanwhile, so iterate over a copy: `list` makes it in one go.
-    return any(isinstance(component, kind) for component in list(card.components.values()))
+    return [card for card in cards if any(isinstance(each, kind) for each in list(card.components.values()))]
 
 
 def renew_users(card: Any) -> None:
