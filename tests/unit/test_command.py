@@ -1,15 +1,12 @@
 """The argv and the environment of an agent."""
 
-import os
-import shutil
 import string
-import subprocess
 from dataclasses import replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from unit_helpers import HOSTILE, write
+from unit_helpers import HOSTILE
 
 from metaflow_extensions.torchrun.plugins.torchrun.gang.messages import Go
 from metaflow_extensions.torchrun.plugins.torchrun.launch.command import (
@@ -23,14 +20,12 @@ from metaflow_extensions.torchrun.plugins.torchrun.launch.command import (
 )
 from metaflow_extensions.torchrun.plugins.torchrun.launch.spec import LaunchSpec
 
-ENV = shutil.which("env", path=os.defpath)
 GO = Go(launch=0, generation=0, port=29512, gang="gang", restarts=0, max_restarts=0)
-OF_RANK = {"OWN": "/my logs/${local_rank}"}
 SPEC = LaunchSpec("/flow/train.py", (), False, nproc=2, num_nodes=3, node_index=1, python="/usr/bin/python3")
 
 
 def command_of(go=GO, main_addr="10.0.0.7", **changes):
-    return agent_command(replace(SPEC, **changes), go, main_addr, "/my logs", "/my pipes", of_rank=OF_RANK)
+    return agent_command(replace(SPEC, **changes), go, main_addr, "/my logs", "/my pipes")
 
 
 def options_of(**changes):
@@ -58,22 +53,9 @@ def test_torchruns_template_gives_back_every_argument(args):
     assert program_of(args=tuple(args)) == ["/flow/train.py", *args]
 
 
-@pytest.mark.parametrize(("env", "words"), [((), ["OWN=/my logs/7"]), ((("OWN", "mine"),), [])])
-def test_a_program_that_is_no_python_gets_variables_of_its_own_by_its_command(env, words):
-    """No hook of ours runs there; the user's own value stays."""
-    asked = {"options": (("no-python", None),), "entrypoint": "./run $me", "args": tuple(HOSTILE), "env": env}
-    assert program_of(**asked) == [ENV, *words, "./run $me", *HOSTILE]
-
-
-@pytest.mark.parametrize("path", ["/nowhere", "", "."])
-@pytest.mark.parametrize("name", ["run me", "a=b"])
-def test_workers_start_whatever_their_path_is(path, name, tmp_path):
-    """The user's PATH is for the user's programs: it need not have `env` and `sh`."""
-    program = write(tmp_path / name, "#!/bin/sh\necho $OWN $PATH\n")
-    program.chmod(0o755)
-    words = program_of(options=(("no-python", None),), entrypoint=f"./{name}")
-    said = subprocess.run(words, cwd=tmp_path, env={"PATH": path}, capture_output=True, text=True, check=True).stdout
-    assert said.split() == ["/my", "logs/7", *filter(None, [path])]
+def test_a_program_that_is_no_python_sees_the_same():
+    asked = {"options": (("no-python", None),), "entrypoint": "./run $me", "args": tuple(HOSTILE)}
+    assert program_of(**asked) == ["./run $me", *HOSTILE]
 
 
 def test_torchrun_gets_the_gangs_facts():

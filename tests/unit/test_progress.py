@@ -22,7 +22,6 @@ from metaflow_extensions.torchrun.plugins.torchrun.gang.progress import (
 from metaflow_extensions.torchrun.plugins.torchrun.gang.wire import from_plain, to_plain
 from metaflow_extensions.torchrun.plugins.torchrun.node import progress_observer as watch
 from metaflow_extensions.torchrun.plugins.torchrun.node.metric_lines import parse_line
-from metaflow_extensions.torchrun.plugins.torchrun.node.start import _variables
 from metaflow_extensions.torchrun.plugins.torchrun.show.as_card import layout
 from metaflow_extensions.torchrun.plugins.torchrun.show.as_text import lines_of
 from metaflow_extensions.torchrun.plugins.torchrun.show.page import page_of
@@ -329,13 +328,6 @@ def test_what_an_earlier_launch_has_reported_is_not_taken_for_the_running_ones()
 
 
 # --- a node -----------------------------------------------------------------------------------------
-
-
-def test_a_worker_and_a_program_that_is_no_python_find_the_file_of_their_rank():
-    of_node, of_rank = _variables("/a $HOME")
-    assert of_node["TORCHRUN_METRICS_FOLDER"] == "/a $HOME/metrics"
-    # torchrun makes one $ of two, and puts the rank in.
-    assert of_rank == {"TORCHRUN_METRICS": "/a $$HOME/metrics/${local_rank}.jsonl"}
 
 
 def test_what_workers_tell_is_told_while_they_run_and_at_their_end_before_that(tmp_path, monkeypatch):

@@ -208,28 +208,6 @@ def test_only_a_child_of_the_launchs_first_python_is_a_worker(folder, tmp_path):
         assert getattr(read_record(str(folder)), "exception", None) == record
 
 
-# --- what it finds in its environment ---------------------------------------------------------------
-
-
-TELLS = "import os; print(os.environ.get('TORCHRUN_METRICS'), flush=True)"
-IN_A_CHILD = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {TELLS!r}])"
-SETS_THE_FOLDER = "import os; os.environ.update(LOCAL_RANK='3', TORCHRUN_METRICS_FOLDER='/metrics')"
-METRICS = {"TORCHRUN_METRICS_FOLDER": "/it's größe", "LOCAL_RANK": "3"}
-
-
-@pytest.mark.parametrize(
-    ("body", "env", "told"),
-    [
-        (f"{TELLS}\n{IN_A_CHILD}", METRICS, ["/it's größe/3.jsonl"] * 2),
-        (f"{TELLS}\n{IN_A_CHILD}", {**METRICS, "TORCHRUN_METRICS": "mine"}, ["mine"] * 2),
-        (f"{SETS_THE_FOLDER}\n{IN_A_CHILD}", {}, ["None"]),
-    ],
-    ids=["named by us", "named by the user", "no worker"],
-)
-def test_a_worker_and_what_it_starts_have_the_file_of_their_rank(body, env, told, work):
-    assert work(body, **env)[0].stdout.splitlines() == told
-
-
 # --- whether it has trained by itself ---------------------------------------------------------------
 
 # What the hook asks torch, with torch's answers: gradients are numbered, and of a process group the backend stays.

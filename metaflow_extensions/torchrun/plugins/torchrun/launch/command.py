@@ -7,7 +7,6 @@ import signal
 from collections.abc import Mapping, Sequence
 
 from ..gang.messages import Go
-from .commands import system_program
 from .options import STATIC_BACKEND, bracketed
 from .spec import LaunchSpec
 
@@ -36,16 +35,11 @@ _FOREIGN_NAMES = frozenset(
 )
 
 
-def agent_command(
-    spec: LaunchSpec, go: Go, main_addr: str, log_dir: str, pipes: str, of_rank: Mapping[str, str] | None = None
-) -> list[str]:
+def agent_command(spec: LaunchSpec, go: Go, main_addr: str, log_dir: str, pipes: str) -> list[str]:
     """Return the argv of this node's agent: torchrun, with a static rendezvous.
 
     `log_dir` is where torchrun makes a folder for each worker, `pipes` where the workers find those for their output.
-    `of_rank` are variables of each rank, with ``${local_rank}`` in them, for programs that are no Python: no hook of
-    ours runs there.
     """
-    own = [f"{name}={value}" for name, value in (of_rank or {}).items() if name not in dict(spec.env)]
     given = dict(spec.options)
     options = {
         "nproc-per-node": str(spec.nproc),
@@ -60,7 +54,7 @@ def agent_command(
         "max-restarts": "0",  # the gang restarts its generations as a whole; torchrun would restart one node alone
     }
     words = [f"--{name}" if value is None else f"--{name}={value}" for name, value in options.items()]
-    return [spec.python, AGENT, pipes, str(HALT_SIGNAL), *words, *_worker_words(spec, own)]
+    return [spec.python, AGENT, pipes, str(HALT_SIGNAL), *words, *_worker_words(spec)]
 
 
 def shown_command(command: Sequence[str]) -> list[str]:
@@ -68,15 +62,9 @@ def shown_command(command: Sequence[str]) -> list[str]:
     return [command[0], "-m", "torch.distributed.run", *command[4:]] if command[1:2] == [AGENT] else list(command)
 
 
-def _worker_words(spec: LaunchSpec, own: Sequence[str]) -> list[str]:
-    """Return the last words of the argv: what torchrun starts as a worker.
-
-    For a program that is no Python, ``env`` sets the rank's `own` variables, and becomes the program.
-    """
-    options = dict(spec.options)
+def _worker_words(spec: LaunchSpec) -> list[str]:
+    """Return the last words of the argv: what torchrun starts as a worker."""
     # "--" keeps torchrun's argparse from taking a script's "--d" for an ambiguous option of its own.
-    if "no-python" in options:
-        return ["--", system_program("env"), *own, *_program([spec.entrypoint, *spec.args])]
     return [*(["--module"] if spec.module else []), "--", *_escaped([spec.entrypoint, *spec.args])]
 
 
@@ -87,12 +75,6 @@ def restart_variables(go: Go) -> dict[str, str]:
     """
     # Of the nodes' limits the control node's counts, which is in `go`.
     return {_RESTARTS: f"{go.restarts}/{go.max_restarts}"} if go.max_restarts > 0 else {}
-
-
-def _program(words: Sequence[str]) -> list[str]:
-    """Return a program and its arguments as they stand after ``env``, which takes ``a=b`` for a variable."""
-    by_shell = [system_program("sh"), "-c", 'exec "$0" "$@"'] if "=" in words[0] else []
-    return _escaped([*by_shell, *words])
 
 
 def _escaped(words: Sequence[str]) -> list[str]:

@@ -22,8 +22,7 @@ _READS_EVERY_S = 1.0
 TELLS_EVERY_S = 5.0
 MAX_POINTS = 100  # of a key in one message
 _SHOWN_CHARS = 100
-# A worker appends lines of JSON to the file in METRICS. torchrun gives all workers of a node the same environment, so a
-# hook in each worker sets METRICS from FOLDER.
+# A worker appends lines of JSON to the file in METRICS, which the agent sets for each from FOLDER.
 METRICS = "TORCHRUN_METRICS"
 FOLDER = "TORCHRUN_METRICS_FOLDER"
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack, suppress
 from functools import partial
 
@@ -45,9 +45,9 @@ def prepare(
         failed.callback(shutil.rmtree, folder, ignore_errors=True)
         pipes = os.path.join(folder, "pipes")
         os.mkdir(pipes)
-        of_node, of_rank = _variables(folder)
-        command = agent_command(request.spec, go, request.main_addr, folder, pipes, of_rank=of_rank)
-        env = _environment(request, go, seat.link.own_address, of_node, {*of_node, *of_rank})
+        command = agent_command(request.spec, go, request.main_addr, folder, pipes)
+        own = {**hook_environment(), FOLDER: os.path.dirname(metrics_file(folder, 0))}
+        env = _environment(request, go, seat.link.own_address, own)
         logs = _reader(request, pipes, write)
         failed.callback(logs.finish)
         inbox = seat.inbox  # this launch's; a later launch has another
@@ -64,12 +64,6 @@ def prepare(
         generation = Generation(request, seat, go, folder, command, agent, logs)
         failed.pop_all()
     return generation
-
-
-def _variables(folder: str) -> tuple[dict[str, str], dict[str, str]]:
-    """Return what our hooks in the workers need: the same for all, and what torchrun fills in for each rank."""
-    of_rank = metrics_file(folder.replace("$", "$$"), "${local_rank}")
-    return {**hook_environment(), FOLDER: os.path.dirname(metrics_file(folder, 0))}, {METRICS: of_rank}
 
 
 def _reader(request: Request, pipes: str, write: Write) -> LogReader:
@@ -100,13 +94,11 @@ def _with_room() -> str:
     return usual
 
 
-def _environment(
-    request: Request, go: Go, own_address: str | None, of_node: Mapping[str, str], ours: Collection[str]
-) -> dict[str, str]:
+def _environment(request: Request, go: Go, own_address: str | None, own: Mapping[str, str]) -> dict[str, str]:
     # Values that the task itself has inherited under our names belong to another worker.
-    inherited = {name: value for name, value in request.environ.items() if name not in ours}
+    inherited = {name: value for name, value in request.environ.items() if name not in {*own, METRICS}}
     base = environment_of_commands(request, own_address, inherited)
-    return {**of_node, **with_hooks(base, request.spec.module_folder), **restart_variables(go)}
+    return {**own, **with_hooks(base, request.spec.module_folder), **restart_variables(go)}
 
 
 def environment_of_commands(request: Request, own_address: str | None, inherited: Mapping[str, str]) -> dict[str, str]:

@@ -38,13 +38,13 @@ def halt(number: int, _: object) -> None:
                 raise
 
 
-def change_workers(folder: str, restarts: str) -> None:
-    """Have torchrun give each worker the pipes of its local rank for stdout and stderr, and the gang's restarts.
+def change_workers(folder: str, restarts: str, metrics: str) -> None:
+    """Have torchrun give each worker the pipes of its local rank for stdout and stderr, and its variables.
 
     `LogsSpecs` and `LogsDest` are torch's public interface for this (torch 2.3 to 2.14), but to name another class on
     the command line needs an installed entry point, and Metaflow ships our code into pods without those. `reify` also
     sets variables of the workers. `restarts` is "1/3" for restart 1 of at most 3; torchrun itself counts those of
-    this one agent, which are always 0.
+    this one agent, which are always 0. A worker appends what it reports to its file in `metrics`.
     """
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, LogsDest
 
@@ -55,6 +55,8 @@ def change_workers(folder: str, restarts: str) -> None:
         for local_rank, env in envs.items():
             found.stdouts[local_rank] = os.path.join(folder, f"{local_rank}.stdout")
             found.stderrs[local_rank] = os.path.join(folder, f"{local_rank}.stderr")
+            if "TORCHRUN_METRICS" not in os.environ:  # what the user has set stays
+                env["TORCHRUN_METRICS"] = os.path.join(metrics, f"{local_rank}.jsonl")
             if restarts:
                 env["TORCHELASTIC_RESTART_COUNT"], env["TORCHELASTIC_MAX_RESTARTS"] = restarts.split("/")
         return found
@@ -162,7 +164,7 @@ if __name__ == "__main__":
     if sys.path[0] == own:  # not with PYTHONSAFEPATH
         del sys.path[0]
     pipes = sys.argv.pop(1)
-    change_workers(pipes, os.environ.pop("TORCHRUN_RESTARTS", ""))
+    change_workers(pipes, os.environ.pop("TORCHRUN_RESTARTS", ""), os.environ.pop("TORCHRUN_METRICS_FOLDER", ""))
     news = News(os.path.join(pipes, "agent.workers"))
     news.follow()
     from torch.distributed.run import main

@@ -1,6 +1,6 @@
 """Records the exception that ends a worker, and lets a worker be asked for its stack.
 
-It also names the file for the worker's metrics, and records at the worker's end whether it has trained by itself.
+It also records at the worker's end whether it has trained by itself.
 
 Python imports the first module of this name on its path before it runs a script; `launch.command` puts this folder
 first. Every Python process of a launch loads it, so it imports nothing that costs anything. It acts only in a worker,
@@ -34,16 +34,6 @@ def _is_worker() -> bool:
     return agent == str(os.getppid())
 
 
-# --- what it finds in its environment ---------------------------------------------------------
-
-
-def _name_its_metrics() -> None:
-    """Name the file of this rank, for itself and for all that it starts; `node.progress_observer` reads it."""
-    folder, rank = os.environ.get("TORCHRUN_METRICS_FOLDER"), os.environ.get("LOCAL_RANK")
-    if folder and rank:  # what the user has set stays
-        os.environ.setdefault("TORCHRUN_METRICS", os.path.join(folder, rank + ".jsonl"))
-
-
 # --- what ended it ----------------------------------------------------------------------------
 
 
@@ -62,7 +52,7 @@ def _record_the_end() -> None:
             if error is not None and _nobody_catches(error):
                 trace = _from_users_line(error, trace)
                 own = (getpid(), get_ident()) == here
-                path = _own_file(_RECORD)
+                path = _folder and os.path.join(_folder, _RECORD)
                 # KeyboardInterrupt is how Python dies of SIGINT, unless its hook has compiled anything (3.10 to 3.13).
                 if own and path and type(error) is not KeyboardInterrupt and not os.path.exists(path):
                     _record(path, error, trace)
@@ -78,18 +68,6 @@ def _record_the_end() -> None:
     # first runs last.
     sys.excepthook = sys.__excepthook__ = excepthook
     atexit.register(lambda: look(getattr(sys, "last_value", None), getattr(sys, "last_traceback", None)))
-
-
-def _own_file(name: str) -> "str | None":
-    """Return the path of a file in this worker's own folder; None without one."""
-    return os.path.join(_folder, name) if _folder else None
-
-
-def _find_folder() -> None:
-    """Remember this worker's own folder, where torchrun has its logs."""
-    global _folder
-    error_file = os.environ.get("TORCHELASTIC_ERROR_FILE")
-    _folder = os.path.dirname(os.path.abspath(error_file)) if error_file else None
 
 
 def _in_one_piece(show: "Callable[[], None]") -> None:
@@ -197,7 +175,7 @@ def _tell_of_training_alone() -> None:
 
     def look() -> None:
         try:
-            path = _own_file(_ALONE)
+            path = _folder and os.path.join(_folder, _ALONE)
             is_one_of_many = os.environ.get("WORLD_SIZE") != "1" and getpid() == own
             if path and is_one_of_many and _has_trained() and not _has_exchanged():
                 open(path, "w").close()
@@ -273,15 +251,16 @@ def _let_be_asked() -> None:
 # --- beginning --------------------------------------------------------------------------------
 
 
-_folder: "str | None" = None
+_folder = ""  # this worker's own, where torchrun has its logs
 _kind = os.environ.pop(_SPARE, None)  # of this process, while it is a spare: "agent" or "worker"
 
 
 def begin_program() -> None:
     """Do what needs the environment of a worker; `worker/spare.py` calls this when it has got that."""
+    global _folder
     if _is_worker():
-        _find_folder()
-        _arrange(_name_its_metrics, _let_be_asked)
+        _folder = os.path.dirname(os.environ.get("TORCHELASTIC_ERROR_FILE", ""))
+        _arrange(_let_be_asked)
 
 
 def _arrange(*what: "Callable[[], None]") -> None:
