@@ -94,7 +94,7 @@ class Warm:
         write(root / "torch" / "distributed" / "elastic" / "multiprocessing" / "__init__.py", LOGS)
         write(root / "torch" / "distributed" / "run.py", in_agent + AGENT.replace("HANDLER", POPEN_OF_WORKERS))
         self.script = str(write(root / "scripts" / "worker.py", WORKER))
-        self.env = {**os.environ, "PYTHONPATH": f"{WORKER_HOOKS}:{root}", "TORCHRUN_AGENT_PID": ""}
+        self.env = {**os.environ, "PYTHONPATH": f"{WORKER_HOOKS}:{root}"}
         os.mkfifo(root / "agent.workers")
         self.supervised = Supervised(before)
         code = "global node; node = WarmNode(preload, env, workers); node.prepare()"

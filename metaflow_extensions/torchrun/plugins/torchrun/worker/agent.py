@@ -163,6 +163,7 @@ if __name__ == "__main__":
     own = os.path.dirname(os.path.abspath(__file__))
     if sys.path[0] == own:  # not with PYTHONSAFEPATH
         del sys.path[0]
+    os.environ["TORCHRUN_AGENT_PID"] = str(os.getpid())  # by which its children know that they are workers
     pipes = sys.argv.pop(1)
     change_workers(pipes, os.environ.pop("TORCHRUN_RESTARTS", ""), os.environ.pop("TORCHRUN_METRICS_FOLDER", ""))
     news = News(os.path.join(pipes, "agent.workers"))

@@ -29,7 +29,6 @@ if __name__ == "__main__":
 
 from .spare_process import ACCEPTED, ANSWER_S, READ_AT_START, Spare, StartCold, in_words
 
-AGENT_PID = "TORCHRUN_AGENT_PID"
 # torchrun starts its workers with this module's `Popen` (torch 2.3 to 2.13: `SubprocessHandler._popen`).
 POPEN_OF_WORKERS = "torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_handler"
 # ``worker_hooks/sitecustomize.py`` is in `sys.modules` under this name.
@@ -60,11 +59,11 @@ def main() -> list[Any]:
         workers.begin(options.get("workers", 0), options.get("of_workers", {}))  # now: they would slow down the imports
         data, (stdout, stderr), _, _ = socket.recv_fds(client, 1 << 20, 2)  # fails when the parent has closed its end
         request = json.loads(data)
-        argv, env = request["argv"], request["env"]
-        if env.get(AGENT_PID) == "":  # the first Python of a launch is its agent; see `worker_hooks`
-            env[AGENT_PID] = str(os.getpid())
+        argv = request["argv"]
         _check_packages(found)
-        _take_variables(begun_with, env, request["cwd"], READ_AT_START if options.get("allows_new", True) else "")
+        _take_variables(
+            begun_with, request["env"], request["cwd"], READ_AT_START if options.get("allows_new", True) else ""
+        )
         sys.path[sys.path.index(_PROGRAM_FOLDER)] = _folder_of(argv)
         run = _program(argv)
         _take_over(argv, stdout, stderr)
@@ -173,7 +172,7 @@ class SpareWorkers:
 
     def begin(self, count: int, options: Mapping[str, Any]) -> None:
         """Start so many spares."""
-        env = {**os.environ, AGENT_PID: str(os.getpid())}
+        env = {**os.environ, "TORCHRUN_AGENT_PID": str(os.getpid())}
         self._spares = [Spare("worker", options, env) for _ in range(count)]
 
     def keep(self, count: int) -> None:

@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from types import TracebackType
 
-_AGENT = "TORCHRUN_AGENT_PID"
 _SPARE = "TORCHRUN_SPARE"
 _RECORD = "exception.json"
 _ALONE = "trained-alone"
@@ -28,10 +27,7 @@ _MAX_TRACEBACK_CHARS = 32 * 1024
 
 
 def _is_worker() -> bool:
-    agent = os.environ.get(_AGENT)
-    if agent == "":  # the first Python of a launch is its agent
-        os.environ[_AGENT] = str(os.getpid())
-    return agent == str(os.getppid())
+    return os.environ.get("TORCHRUN_AGENT_PID") == str(os.getppid())
 
 
 # --- what ended it ----------------------------------------------------------------------------
