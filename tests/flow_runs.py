@@ -28,7 +28,7 @@ RENAMING = Path(__file__).parent / "renamed"  # on PYTHONPATH, it renames what R
 RENAMED_TOGETHER = """
 MetaflowException MetaflowCard ParallelDecorator StepDecorator RELOAD_POLICY_ONCHANGE
 _card_component_store _card_creator_args _card_creator _latest_user_data _card_proc _last_layout_change _render_seq
-_last_render _get_card_process CardProcessManager UserComponent with_default_component_id render_safely UI_URL
+_last_render _run_cards_subprocess UserComponent with_default_component_id render_safely UI_URL
 KUBERNETES_PORT KUBERNETES_SANDBOX_INIT_SCRIPT UBF_CONTROL UNPACK_KEY TimeoutException TASK_LOG_SOURCE LOG_SOURCES
 LINE_PARSER Parallel LintWarn _checks get_latest_run_id
 CommandException print_metaflow_exception print_unknown_exception default_storage_impl DEFAULT_DATASTORE

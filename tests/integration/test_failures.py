@@ -341,9 +341,8 @@ def test_a_step_without_num_parallel_is_told_how_to_enter_it(run_flow):
     assert "Task is starting" not in flow.text
 
 
-@pytest.mark.parametrize("made", ["plain", "parallel", "by a mutator"])
-def test_current_torch_in_a_step_without_torchrun_is_refused_before_the_run(made, run_flow):
-    flow = run_flow(flow="undecorated.py", expect=1, env={"MADE": made})
+def test_current_torch_in_a_step_without_torchrun_is_refused_before_the_run(run_flow):
+    flow = run_flow(flow="undecorated.py", expect=1)
     assert "undecorated.py on line" in flow.text
     assert "Step train uses current.torch, but has no @torchrun. Add @torchrun to this step" in flow.text
     assert "Traceback" not in flow.text

@@ -18,12 +18,18 @@ STAND_IN = Path(__file__).parents[1] / "stand_in"
 OPTIONS = ["--nnodes=1", "--node-rank=0", "--nproc-per-node=2", "--rdzv-endpoint=127.0.0.1:1", "--rdzv-id=some"]
 
 
-@pytest.mark.parametrize(("restarts", "seen"), [("2/3", "2 3"), ("", "0 0")])
-def test_it_tells_of_its_workers_and_whatever_they_start_knows_the_restarts_of_the_gang(restarts, seen, tmp_path):
+@pytest.mark.parametrize(
+    ("env", "seen"),
+    [
+        ({"TORCHRUN_RESTARTS": "2/3"}, "2 3 /it's größe $HOME/{}.jsonl"),
+        ({"TORCHRUN_METRICS": "mine"}, "0 0 mine"),
+    ],
+)
+def test_it_tells_of_its_workers_and_whatever_they_start_has_their_variables(env, seen, tmp_path):
     """Also a wrapper that does not become the script's Python, as a profiler in PYTHON_EXEC."""
-    shows = "sh -c 'echo $TORCHELASTIC_RESTART_COUNT $TORCHELASTIC_MAX_RESTARTS $TORCHRUN_RESTARTS'"
+    shows = "sh -c 'echo $TORCHELASTIC_RESTART_COUNT $TORCHELASTIC_MAX_RESTARTS $TORCHRUN_RESTARTS$TORCHRUN_METRICS'"
     words = [f"--log-dir={tmp_path}", *OPTIONS, "--no-python", "--", "sh", "-c", shows]
-    env = {**os.environ, "PYTHONPATH": str(STAND_IN), "TORCHRUN_RESTARTS": restarts}
+    env = {**os.environ, "PYTHONPATH": str(STAND_IN), "TORCHRUN_METRICS_FOLDER": "/it's größe $HOME", **env}
     os.mkfifo(path := tmp_path / "agent.workers")
     news = os.open(path, os.O_RDWR)  # as its supervisor
     subprocess.run([sys.executable, AGENT, str(tmp_path), str(HALT_SIGNAL), *words], env=env, check=True, timeout=60)
@@ -32,7 +38,9 @@ def test_it_tells_of_its_workers_and_whatever_they_start_knows_the_restarts_of_t
     started = {words[1] for words in told if words[0] == "started"}
     assert {words[1] for words in told if words[0] == "ended" and words[2] == "0"} == started
     assert sorted(words[2:] for words in told if words[0] == "started") == [["0", "0"], ["1", "1"]]
-    assert [(tmp_path / f"{rank}.stdout").read_text() for rank in (0, 1)] == [f"{seen}\n"] * 2
+    assert [(tmp_path / f"{rank}.stdout").read_text() for rank in (0, 1)] == [
+        f"{seen.format(rank)}\n" for rank in (0, 1)
+    ]
 
 
 # torchrun is told to halt at the very moment in which it has reaped a worker.

@@ -103,7 +103,7 @@ def environment_of(inherited, interface=None, **env):
 
 THREADS = {"OMP_NUM_THREADS": "6", "PYTHONUNBUFFERED": "1"}
 DEFAULTS = {**THREADS, "GLOO_SOCKET_IFNAME": "eth0", "NCCL_SOCKET_IFNAME": "eth0"}
-HOOK = {"PYTHONPATH": f"{WORKER_HOOKS}:{IMPORTABLE}", "TORCHRUN_AGENT_PID": ""}
+HOOK = {"PYTHONPATH": f"{WORKER_HOOKS}:{IMPORTABLE}"}
 
 
 def test_variables_of_an_outer_torchrun_are_dropped_and_those_that_look_alike_kept():

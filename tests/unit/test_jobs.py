@@ -1,15 +1,17 @@
-"""What the process that looks after a remote job tells of its end; the backends answer as theirs do."""
+"""What the process that looks after a job on Kubernetes tells of its end, and the job sets that it makes."""
 
+import json
 from types import SimpleNamespace
 
 import pytest
 from gang_views import Story
 from metaflow.datastore import FlowDataStore
-from metaflow.plugins.aws.batch import batch
 from metaflow.plugins.datastores.local_storage import LocalStorage
 from metaflow.plugins.kubernetes import kubernetes
+from metaflow.plugins.kubernetes.kubernetes_jobsets import JobSetSpec, KubernetesArgoJobSet, KubernetesJobSet
 from test_registry import KNOWN
 
+from metaflow_extensions.torchrun.plugins.torchrun.compat import jobs
 from metaflow_extensions.torchrun.plugins.torchrun.errors import GangError
 from metaflow_extensions.torchrun.plugins.torchrun.registry import AddressRecord, Registry
 from metaflow_extensions.torchrun.plugins.torchrun.task.jobs import Job
@@ -86,12 +88,12 @@ class Pods:
         return self
 
 
-def failing(jobs, cls=kubernetes.Kubernetes, name="_job"):
+def failing(found):
     """Return the error of Metaflow's object that waits for the job, with another one in its way (`_sync_metadata`)."""
 
-    class Metaflows(cls):
+    class Metaflows(kubernetes.Kubernetes):
         def __init__(self):
-            setattr(self, name, jobs)
+            self._job = found
 
         def wait(self):
             try:
@@ -99,7 +101,7 @@ def failing(jobs, cls=kubernetes.Kubernetes, name="_job"):
             finally:
                 raise KeyError("no completed attempts")
 
-    Metaflows.__name__ = cls.__name__
+    Metaflows.__name__ = "Kubernetes"
     with pytest.raises(KeyError) as info:
         Metaflows().wait()
     return info.value
@@ -200,19 +202,59 @@ def test_what_keeps_a_pod_from_starting_is_said_once_it_stays_and_known_when_the
     assert job.tell(failing(Pods(first=""))) == said, "that of node 2 has come"
 
 
-def test_of_a_batch_job_it_is_said_that_the_control_node_is_gone(job, registry):
-    said = job.tell(failing(object(), batch.Batch, "job"))
-    assert "ended unexpectedly: it was deleted, evicted or killed" in said
-    assert said.splitlines()[0].endswith(registry.load_view().error.splitlines()[0])
-
-
 def test_the_end_of_a_pods_time_names_the_steps_timeout(job):
     late = pod(0, "c-1", KILLED, reason="DeadlineExceeded", message="Pod was active for too long")
     assert "too long (the limit is the step's @timeout" in job.tell(failing(Pods(late)))
 
 
 def test_of_a_job_that_was_not_made_nothing_is_said(job, registry):
-    jobs = Pods()
-    del jobs._client
-    assert job.tell(failing(jobs)) == ""
+    pods = Pods()
+    del pods._client
+    assert job.tell(failing(pods)) == ""
     assert registry.load_view() == KNOWN
+
+
+def test_errors_without_a_job_are_not_looked_at(job):
+    assert job.tell(ValueError("no step")) == ""
+
+
+# --- the job sets that a process makes ----------------------------------------------------------------
+
+
+@pytest.fixture
+def dumped(monkeypatch):
+    """Have Metaflow's method return no more than what becomes the backoffLimit; the whole of it needs Kubernetes' client."""
+    monkeypatch.setattr(jobs, "_steps", set())
+    monkeypatch.setattr(JobSetSpec, "dump", lambda spec: spec._kwargs["retries"])
+    monkeypatch.setattr(KubernetesJobSet, "dump", lambda job_set: {"spec": {"successPolicy": None}})
+    monkeypatch.setattr(KubernetesArgoJobSet, "dump", lambda job_set: "spec:\n  successPolicy: null\n")
+
+
+def limits(step):
+    """Return the backoffLimit of the control node's Job, and of the others'."""
+    return tuple(JobSetSpec(None, name=name, step_name=step, retries=0).dump() for name in ("control", "worker"))
+
+
+@pytest.mark.usefixtures("dumped")
+def test_the_pods_of_a_step_come_again_but_the_control_nodes_does_not():
+    assert limits("train-it") == (0, 0)
+    jobs.bring_pods_again("train_it")
+    jobs.bring_pods_again("other")
+    assert limits("train-it") == limits("train_it") == limits("other") == (0, 30)
+    assert limits("plain") == (0, 0)
+
+
+def policy(cls, step):
+    """Return the success policy of a job set."""
+    job_set = cls.__new__(cls)
+    job_set._worker_spec = JobSetSpec(None, name="worker", step_name=step)
+    dumped = job_set.dump()
+    return dumped["spec"]["successPolicy"] if cls is KubernetesJobSet else json.loads(dumped.split(": ", 1)[1])
+
+
+@pytest.mark.usefixtures("dumped")
+@pytest.mark.parametrize("cls", [KubernetesJobSet, KubernetesArgoJobSet])
+def test_the_job_set_of_such_a_step_ends_with_its_control_node(cls):
+    jobs.bring_pods_again("train_it")
+    assert policy(cls, "train-it") == {"operator": "Any", "targetReplicatedJobs": ["control"]}
+    assert policy(cls, "plain") is None

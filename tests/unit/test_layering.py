@@ -177,7 +177,7 @@ def test_a_supervisor_starts_without_metaflow_and_without_site_packages():
 
 def test_scripts_import_only_what_lies_beside_them():
     of_scripts = {module for module in MODULES if place_of(module) == SCRIPTS}
-    assert {name for module in of_scripts for name in IMPORTS[module][0]} == {"worker.before", "worker.spare_process"}
+    assert {name for module in of_scripts for name in IMPORTS[module][0]} == {"worker.spare_process"}
 
 
 def test_a_workers_script_takes_no_module_of_ours_for_one_of_pythons():

@@ -68,14 +68,6 @@ def test_of_a_tensor_the_item_is_taken(lines):
     assert (line.step, line.values) == (7, {"loss": 0.5})
 
 
-def test_below_a_worker_that_is_no_python_the_file_is_found_by_the_local_rank(monkeypatch, tmp_path):
-    monkeypatch.delenv("TORCHRUN_METRICS", raising=False)
-    monkeypatch.setenv("TORCHRUN_METRICS_FOLDER", str(tmp_path))
-    monkeypatch.setenv("LOCAL_RANK", "3")
-    report(step=3)
-    assert (tmp_path / "3.jsonl").read_text() == '{"step": 3}\n'
-
-
 def test_outside_of_a_launch_nothing_happens(monkeypatch, tmp_path):
     monkeypatch.delenv("TORCHRUN_METRICS", raising=False)
     monkeypatch.chdir(tmp_path)

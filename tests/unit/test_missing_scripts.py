@@ -23,7 +23,6 @@ def told(tmp_path, monkeypatch, capsys):
     ("body", "name", "near"),
     [
         ("current.torch.run('trian.py')", "trian.py", "train.py"),
-        ("current.torch.run(entrypoint='evalute.py', nproc_per_node=2)", "evalute.py", "evaluate.py"),
         ("if self.x:\n    self.x = current.torch.run('trian.py', {'lr': 1 or 2})", "trian.py", "train.py"),
         ("current.torch.run('nothing_like_it.py')", "nothing_like_it.py", ""),
         ("current.torch.run('trian.py')\ncurrent.torch.run('trian.py', {'n': 2})", "trian.py", "train.py"),

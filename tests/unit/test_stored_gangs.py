@@ -11,7 +11,7 @@ from metaflow.exception import CommandException
 from metaflow.plugins.datastores.local_storage import LocalStorage
 from metaflow.plugins.datastores.spin_storage import SpinStorage
 
-from metaflow_extensions.torchrun.plugins.torchrun.compat import stored as stored_files
+from metaflow_extensions.torchrun.plugins.torchrun.compat import datastore as stored_files
 from metaflow_extensions.torchrun.plugins.torchrun.show import commands, finding
 from metaflow_extensions.torchrun.plugins.torchrun.show.stored_gangs import StoredGangs, place_of
 from metaflow_extensions.torchrun.plugins.torchrun.show.stored_logs import _PIECE, StoredLogs

@@ -21,6 +21,7 @@ from metaflow_extensions.torchrun.plugins.torchrun.node.usage_observer import (
     of_processes,
     sum_of_gpus,
 )
+from metaflow_extensions.torchrun.plugins.torchrun.show.reported import USAGE_COLUMNS
 
 # --- what the kernel says ---------------------------------------------------------------------------
 

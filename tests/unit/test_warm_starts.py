@@ -12,7 +12,6 @@ from warm_nodes import Warm
 from metaflow_extensions.torchrun.plugins.torchrun.launch.command import AGENT
 from metaflow_extensions.torchrun.plugins.torchrun.machine.processes import living_descendants
 from metaflow_extensions.torchrun.plugins.torchrun.node.agent_events import End, Refused, WorkerStarted
-from metaflow_extensions.torchrun.plugins.torchrun.worker.before import Before
 
 
 @pytest.fixture
@@ -37,7 +36,7 @@ def test_agents_become_of_spares_and_each_has_what_it_was_asked_with(warm, tmp_p
     one.spares()
     agent = one.start()
     first = agent.end()
-    env = {"SOME": "vÄlue", "LONG": "x" * 100_000}  # more than a pipe keeps
+    env = {"NCCL_SOME": "vÄlue", "NCCL_LONG": "x" * 100_000}  # more than a pipe keeps
     second = one.start("fail", env=env).end()
     assert [(each["refused"], each["imported"], each["status"]) for each in (first, second)] == [
         (None, True, 0),
@@ -46,7 +45,7 @@ def test_agents_become_of_spares_and_each_has_what_it_was_asked_with(warm, tmp_p
     assert first["parent"] == one.supervised.pid
     assert first["main"] == AGENT
     assert second["env"].items() >= env.items()
-    assert not {"SOME", "TORCHRUN_SPARE"} & set(first["env"])
+    assert not {"NCCL_SOME", "TORCHRUN_SPARE"} & set(first["env"])
     assert first["env"]["TORCHRUN_AGENT_PID"] == str(first["pid"])
     assert first["argv"][0] == AGENT
     assert first["argv"][1:3] == [str(agent.out), ""]
@@ -207,32 +206,6 @@ def test_imports_that_fail_mean_a_cold_start(warm, code, reason):
     assert (begun["refused"], begun["status"], begun["imported"]) == (reason, 0, False)
 
 
-PRELOAD = """
-import os, sys
-sys.path.insert(0, os.path.join(os.path.dirname(__file__), "lib"))
-os.environ["SET_BY_IMPORT"] = os.environ["OMP_NUM_THREADS"] = "7"
-os.environ.pop("TAKEN_AWAY", None)
-"""
-SEES = """
-import imported_early, os, sys, only_in_lib
-print([os.environ.get(name) for name in ("SET_BY_IMPORT", "OMP_NUM_THREADS", "TAKEN_AWAY")])
-print(only_in_lib.__file__, __file__, sys.path)
-"""
-
-
-def test_what_imports_have_set_is_what_the_program_finds_cold(warm, tmp_path, monkeypatch):
-    monkeypatch.setenv("TAKEN_AWAY", "here before")
-    monkeypatch.setenv("OMP_NUM_THREADS", "2")
-    write(tmp_path / "lib" / "only_in_lib.py", "")
-    write(tmp_path / "scripts" / "sees.py", SEES)
-    one = warm(workers=1, early=PRELOAD)
-    one.spares()
-    agent = one.start(workers=2, script=[f"{tmp_path}/lib/../scripts/sees.py"])  # the second worker is a cold one
-    assert agent.end()["status"] == 0, agent.written(0, "err")
-    assert agent.written(0, "out") == agent.written(1, "out")
-    assert b"lib/../scripts/sees.py" in agent.written(0, "out")  # it is told as it was asked for
-
-
 def test_commands_mean_a_cold_start_and_the_next_is_warm(warm):
     one = warm()
     one.do("node.close()")  # as after the commands of before_run
@@ -282,11 +255,3 @@ def test_no_spare_stays_when_the_supervisor_is_killed_while_it_imports(tmp_path)
     spare = one.pid
     one.supervised.kill()
     eventually(lambda: not is_running(spare) and one.supervised.has_ended, "the end of all")
-
-
-def test_a_variable_that_a_pth_file_names_counts(tmp_path, monkeypatch):
-    """Python runs its code when it starts, as that of a tracer."""
-    write(tmp_path / "trace.pth", "import os; os.environ.get('A_TRACE')\n")
-    monkeypatch.syspath_prepend(tmp_path)
-    before = Before(allows_new=True)
-    assert (before.counts("A_TRACE"), before.counts("A_TRACER")) == (True, False)

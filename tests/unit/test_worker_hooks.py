@@ -70,25 +70,15 @@ HANDLED = "try:\n    open('/none')\nexcept OSError as error:\n    {}\n"
 NO_CAUSE = {
     "a good end": "",
     "a code": "import sys; sys.exit(3)",
-    "words": "raise SystemExit('bad --lr')",
     "a code within a handler": HANDLED.format("raise SystemExit(3)"),
     "a log entry": "import logging, sys\n" + HANDLED.format("logging.exception('lost')") + "sys.exit(3)",
     "a hook called by hand": "import sys\n" + HANDLED.format("sys.excepthook(*sys.exc_info())") + "sys.exit(3)",
-    "the first hook called by hand": "import sys\n" + HANDLED.format("sys.__excepthook__(*sys.exc_info())"),
     "an exception in __del__": "class A:\n    def __del__(self): raise OSError('ignored')\na = A()",
     "an exception in a thread": "import threading as t\nx = t.Thread(target=lambda: 1 / 0); x.start(); x.join()\nexit(3)",
-    "a bare thread": "import _thread, time\n_thread.start_new_thread(lambda: 1 / 0, ()); time.sleep(0.2); exit(3)",
-    "an exception at exit": "import atexit; atexit.register(lambda: 1 / 0)",
     "a test runner's": "import sys\ndef run():\n    " + HANDLED.format("sys.last_value = error").replace("\n", "\n    ")
     + "    sys.last_traceback = sys.last_value.__traceback__\nrun(); sys.exit(3)",
-    "a console's": "import code, sys\ncode.InteractiveInterpreter().runsource('1 / 0')\nsys.exit(3)",
     "a fork's": "import os\nif os.fork() == 0:\n    raise ValueError\nos.wait(); exit(3)",
-    "a forked process's": "import multiprocessing as m\np = m.get_context('fork').Process(target=lambda: 1 / 0)\n"
-    "p.start(); p.join(); exit(3)",
-    "a spawned process's": "import multiprocessing as m\ndef f(): 1 / 0\n"
-    "if __name__ == '__main__':\n    p = m.get_context('spawn').Process(target=f); p.start(); p.join(); exit(3)",
     "a subprocess's": "import subprocess, sys\nsubprocess.run([sys.executable, '-c', '1 / 0']); exit(3)",
-    "a warning": "import warnings; warnings.warn('Traceback (most recent call last):'); exit(3)",
     "a quick exit": "import os, traceback\n" + HANDLED.format("traceback.print_exc()") + "os._exit(3)",
     "a signal": "import os; os.kill(os.getpid(), 9)",
     "an interrupt": "import os, signal; signal.signal(2, signal.default_int_handler); os.kill(os.getpid(), 2)",
@@ -118,8 +108,6 @@ HOOKS = {
     "one that calls the first": "def hook(*a):\n    sys.__excepthook__(*a)\n    os._exit(7)\nsys.excepthook = hook",
     "one that calls none": "sys.excepthook = lambda *a: print('mine', file=sys.stderr)",
     "one that fails": "sys.excepthook = lambda *a: 1 / 0",
-    "none": "del sys.excepthook",
-    "one that is no function": "sys.excepthook = None",
     "torch's": "import io\nold = sys.excepthook\ndef hook(*a):\n    err, sys.stderr = sys.stderr, io.StringIO()\n"
     "    try: old(*a)\n    finally: text, sys.stderr = sys.stderr.getvalue(), err\n"
     "    sys.stderr.write('[rank0]: ' + text)\nsys.excepthook = hook",
@@ -140,17 +128,11 @@ ODD = {
     "raise MemoryError": "MemoryError",
     "def f(": "SyntaxError: ",
     "if 1:\nx = 1": "IndentationError: expected an indented block",
-    "class E(Exception): pass\nE.__module__ = None\nraise E('odd')": "<unknown>.E: odd",
     "class E(Exception):\n    def __str__(self): raise KeyError(1)\nraise E": "E: <exception str() failed>",
-    "class E(Exception):\n    def __str__(self): raise SystemExit(9)\nraise E": "E: <exception str() failed>",
-    "class E(Exception):\n    def __bool__(self): raise KeyError\n    def __setattr__(self, *a): raise KeyError\n"
-    "try: raise E(1)\nexcept E as e: raise E(2) from e": "E: 2",
     "raise ValueError('größe 模型 🙂 \\x00 \\x1b[1m')": "ValueError: größe 模型 🙂 \x00 \x1b[1m",
     "raise ValueError('\\udcff \\ud800')": "ValueError: \\udcff \\ud800",
     "import os, shutil\nos.chdir('/')\nraise ValueError('elsewhere')": "ValueError: elsewhere",
     "import sys\nsys.stderr = None\nraise ValueError('mute')": "ValueError: mute",
-    "import os, signal\nsignal.signal(15, lambda *_: exit(9))\nclass E(Exception):\n"
-    "    def __str__(self): os.kill(os.getpid(), 15)\nraise E": "E: <exception str() failed>",
     "try:\n    1 / 0\nexcept ZeroDivisionError as e:\n    raise ValueError('größe') from e": "ValueError: größe",
     "try: some = ExceptionGroup  # which came with Python 3.11\nexcept NameError: some = Exception\n"
     "raise some('some', [ValueError('a'), KeyError('b')])": "Exception",
@@ -161,7 +143,7 @@ ODD = {
 def test_an_odd_exception_is_recorded_and_shown_as_without_us(body, work):
     done, record = work(body)
     assert record.exception.startswith(ODD[body])
-    assert record.traceback == done.stderr.rstrip() or "mute" in body or "__bool__" in body
+    assert record.traceback == done.stderr.rstrip() or "mute" in body
     plain = subprocess.run(done.args, env={**os.environ, "PYTHONPATH": ""}, capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (plain.returncode, plain.stderr)
 
@@ -177,8 +159,6 @@ def test_a_message_of_any_size_leaves_room_for_the_traceback(work, folder):
 RECORD = "os.path.dirname(os.environ['TORCHELASTIC_ERROR_FILE'])"
 SPOILT = {
     "no folder": f"os.rmdir({RECORD})",
-    "a folder to be read only": f"os.chmod({RECORD}, 0)",
-    "a folder of the name": f"os.mkdir({RECORD} + '/exception.json.part')",
     "a full disk": "import resource as r; r.setrlimit(r.RLIMIT_FSIZE, (0, r.RLIM_INFINITY))",
 }
 
@@ -188,9 +168,7 @@ def test_an_end_of_which_no_record_can_be_written_is_shown_whole(spoil, work, fo
     body = f"import os\n{SPOILT[spoil]}\nraise RuntimeError('the end')"
     done, _ = work(body)
     os.makedirs(folder, exist_ok=True)
-    folder.chmod(0o700)
-    is_recorded = read_record(str(folder)) is not None
-    assert not is_recorded or spoil == "a folder to be read only"  # root may write there
+    assert read_record(str(folder)) is None
     assert (done.returncode, done.stderr.startswith("Traceback")) == (1, True)
     assert done.stderr.endswith("\nRuntimeError: the end\n")
 
@@ -213,43 +191,21 @@ def test_a_worker_is_one_however_python_was_started_unless_our_hook_is_not_loade
         assert record.traceback.splitlines()[1].startswith(f'  File "{tmp_path / "train.py"}", line ')
 
 
-def test_only_a_child_of_the_launchs_first_python_is_a_worker(folder, tmp_path):
+def test_only_a_child_of_the_agent_is_a_worker(folder, tmp_path):
     """As it is with torchrun: an agent starts workers, which start others."""
     agent = (
         "import os, subprocess, sys\n"
-        "assert os.environ['TORCHRUN_AGENT_PID'] == str(os.getpid())\n"
+        "os.environ['TORCHRUN_AGENT_PID'] = str(os.getpid())\n"
         f"env = {{**os.environ, 'TORCHELASTIC_ERROR_FILE': {str(folder / 'error.json')!r}}}\n"
         "sys.exit(subprocess.run([sys.executable, *sys.argv[1:]], env=env).returncode)\n"
     )
     script = write(tmp_path / "agent.py", agent)
-    env = {**os.environ, "PYTHONPATH": WORKER_HOOKS, "TORCHRUN_AGENT_PID": ""}
+    env = {**os.environ, "PYTHONPATH": WORKER_HOOKS}
     nested = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {RAISES!r}]); sys.exit(3)"
     for code, record in ((nested, None), (RAISES, "ValueError: the end")):
         done = subprocess.run([sys.executable, str(script), "-c", code], env=env, capture_output=True)
         assert done.stderr.splitlines()[-1] == b"ValueError: the end"
         assert getattr(read_record(str(folder)), "exception", None) == record
-
-
-# --- what it finds in its environment ---------------------------------------------------------------
-
-
-TELLS = "import os; print(os.environ.get('TORCHRUN_METRICS'), flush=True)"
-IN_A_CHILD = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {TELLS!r}])"
-SETS_THE_FOLDER = "import os; os.environ.update(LOCAL_RANK='3', TORCHRUN_METRICS_FOLDER='/metrics')"
-METRICS = {"TORCHRUN_METRICS_FOLDER": "/it's größe", "LOCAL_RANK": "3"}
-
-
-@pytest.mark.parametrize(
-    ("body", "env", "told"),
-    [
-        (f"{TELLS}\n{IN_A_CHILD}", METRICS, ["/it's größe/3.jsonl"] * 2),
-        (f"{TELLS}\n{IN_A_CHILD}", {**METRICS, "TORCHRUN_METRICS": "mine"}, ["mine"] * 2),
-        (f"{SETS_THE_FOLDER}\n{IN_A_CHILD}", {}, ["None"]),
-    ],
-    ids=["named by us", "named by the user", "no worker"],
-)
-def test_a_worker_and_what_it_starts_have_the_file_of_their_rank(body, env, told, work):
-    assert work(body, **env)[0].stdout.splitlines() == told
 
 
 # --- whether it has trained by itself ---------------------------------------------------------------
@@ -296,13 +252,8 @@ TRAINING = {
     "a torch without groups": (TRAINS + "import torch.distributed as d; d.is_available = lambda: False", True),
     **{
         f"a torch without {name}": (f"import torch.distributed as d; del d.{name}\n" + TRAINS, False)
-        for name in ("c10d._backend", "c10d._default_pg_init_method", "is_initialized", "is_available")
+        for name in ("c10d._backend", "c10d._default_pg_init_method")
     },
-    "a torch that keeps its group elsewhere": (
-        "import sys, torch.distributed; del sys.modules['torch.distributed.distributed_c10d']\n" + TRAINS, False
-    ),
-    "a torch that sets one of its names no more": (GROUP + "dist.c10d._backend = None\n" + TRAINS, False),
-    "a torch that sets neither": (GROUP + "dist.c10d._backend = dist.c10d._default_pg_init_method = None\n" + TRAINS, False),
     "another Accelerate": (ACCELERATE.format(1) + GROUP + TRAINS + "del state.PartialState._shared_state", False),
 }  # fmt: skip
 

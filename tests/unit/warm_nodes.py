@@ -38,13 +38,10 @@ def main():
         env = {**os.environ, "RANK": str(rank + 4), "LOCAL_RANK": str(rank)}
         env["TORCHELASTIC_ERROR_FILE"] = os.path.join(folder, "error.json")
         with open(f"{out}.{rank}.out", "w") as stdout, open(f"{out}.{rank}.err", "w") as stderr:
-            words = json.loads(script[0])[rank] if what == "each" else script
-            workers.append(popen([sys.executable, "-u", *words], env, stdout, stderr))
+            workers.append(popen([sys.executable, "-u", *script], env, stdout, stderr))
     while what == "wait":
         time.sleep(60)
     codes = [worker.wait() for worker in workers]
-    with open(out + ".codes", "w") as file:
-        json.dump(codes, file)
     sys.exit(5 if what == "fail" or any(codes) else 0)
 
 if __name__ == "__main__":
@@ -97,7 +94,7 @@ class Warm:
         write(root / "torch" / "distributed" / "elastic" / "multiprocessing" / "__init__.py", LOGS)
         write(root / "torch" / "distributed" / "run.py", in_agent + AGENT.replace("HANDLER", POPEN_OF_WORKERS))
         self.script = str(write(root / "scripts" / "worker.py", WORKER))
-        self.env = {**os.environ, "PYTHONPATH": f"{WORKER_HOOKS}:{root}", "TORCHRUN_AGENT_PID": ""}
+        self.env = {**os.environ, "PYTHONPATH": f"{WORKER_HOOKS}:{root}"}
         os.mkfifo(root / "agent.workers")
         self.supervised = Supervised(before)
         code = "global node; node = WarmNode(preload, env, workers); node.prepare()"

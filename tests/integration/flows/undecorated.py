@@ -1,33 +1,13 @@
-"""A flow without @torchrun that uses current.torch; a mutator would add @torchrun to a step that is not there."""
+"""A flow without @torchrun that uses current.torch."""
 
-import os
-
-from metaflow import FlowMutator, FlowSpec, current, parallel, step
+from metaflow import FlowSpec, current, step
 
 
-class GangByName(FlowMutator):
-    """Makes one step a gang."""
-
-    def mutate(self, mutable_flow):
-        for name, mutable_step in mutable_flow.steps:
-            if name == "trian":
-                mutable_step.add_decorator("torchrun")
-
-
-def same(decorated):
-    return decorated
-
-
-MADE = os.environ["MADE"]
-
-
-@(GangByName if MADE == "by a mutator" else same)
 class UndecoratedFlow(FlowSpec):
     @step
     def start(self):
         self.next(self.train, num_parallel=2)
 
-    @(same if MADE == "plain" else parallel)
     @step
     def train(self):
         gang = current.torch

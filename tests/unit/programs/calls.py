@@ -100,31 +100,6 @@ class Stop(BaseException):
     """As of libraries that don't want to be caught by ``except Exception``."""
 
 
-class Mute(Exception):
-    def __str__(self):
-        raise SystemExit(7)
-
-    __repr__ = __str__
-
-
-class Hidden(Exception):
-    __notes__ = 3
-
-    @property
-    def __dict__(self):
-        raise ValueError("hidden")
-
-
-class ExitsThere(Exception):
-    def __reduce__(self):
-        sys.exit(7)
-
-
-class ExitsHere(Exception):
-    def __reduce__(self):
-        return sys.exit, (7,)
-
-
 # Objects, not definitions: an import must leave them as they are, whatever they forbid.
 ORIGIN, TOOLS, SLOTTED, EMPTY_PAIR = Point(0), Tools(7), Slotted(1), Pair(None, None)
 CONFIG = {"of the worker": "RANK" in os.environ}
@@ -331,8 +306,6 @@ def case_an_exception_that_cannot_travel_comes_in_words():
     for kind, arguments, words, why in (
         (Unloadable, ["this", "that"], "Unloadable: this and that", "can't be unpickled (TypeError: "),
         (Undumpable, [], "Undumpable: holds a lock", "can't be pickled (TypeError: cannot pickle"),
-        (ExitsThere, [5], "ExitsThere: 5", "can't be pickled (SystemExit: 7)"),
-        (ExitsHere, [5], "ExitsHere: 5", "can't be unpickled (SystemExit: 7)"),
     ):
         error = launch(fail, [kind, *arguments]).error
         assert type(error) is task.WorkerFailed, error
@@ -340,21 +313,14 @@ def case_an_exception_that_cannot_travel_comes_in_words():
         assert error.cause["rank"] == 3
 
 
-def case_one_that_is_no_plain_exception_or_hides_what_it_has_comes_as_what_it_is():
-    for kind in (asyncio.CancelledError, Stop, Mute, Hidden, Frozen):
+def case_one_that_is_no_plain_exception_comes_as_what_it_is():
+    for kind in (asyncio.CancelledError, Stop, Frozen):
         outcome = launch(fail, [kind, 5])
         error = outcome.error
         assert (type(error), error.args) == (kind, (5,)), (kind, outcome.done.stderr)
         assert BaseException.__getattribute__(error, "__notes__") == [NOTE], kind
         assert outcome.done.returncode == 1
         assert kind.__name__ in outcome.record.exception, outcome.record
-
-
-def case_a_value_or_an_argument_that_exits_when_it_is_pickled_can_not_be_pickled():
-    outcome = launch(ExitsThere)
-    assert outcome.done.returncode == 1
-    assert "Rank 3 returned a __main__.ExitsThere, which can't be pickled: SystemExit: 7" in str(outcome.error)
-    assert "can't be pickled, with cloudpickle neither (SystemExit: 7)" in refusal_of(give, [ExitsThere()])
 
 
 def case_a_local_exception_comes_by_cloudpickle():

@@ -77,7 +77,6 @@ class TorchrunDecorator(steps.ParallelDecorator):  # type: ignore[misc]  # Metaf
         from .task.report import print_errors_ourselves, tell_after_errors
         from .task.submit_checks import Submission
 
-        check()  # again, since Metaflow's command line is there by now
         print_errors_ourselves(in_task=False)
         super().step_init(flow, graph, step_name, decos, environment, flow_datastore, logger)
         self._flow_datastore, self._step_name, self._graph = flow_datastore, step_name, graph
@@ -92,7 +91,7 @@ class TorchrunDecorator(steps.ParallelDecorator):  # type: ignore[misc]  # Metaf
         self._requested: Nproc | None = requested_accelerators([(d.name, d.attributes) for d in decos])
         self._timeout_s = steps.timeout_of(decos)
         self._siblings = decos
-        self.environment = steps.SameInterpreter(environment)
+        self.environment = steps.with_this_interpreter(environment)
         steps.leave_nodes_to_us(decos)
         metadata = metadata_type(flow_datastore)
         self._is_spun = metadata == "spin"
@@ -120,7 +119,7 @@ class TorchrunDecorator(steps.ParallelDecorator):  # type: ignore[misc]  # Metaf
 
     def _bring_pods_again(self) -> None:
         """Have the job sets that this process makes bring pods again that a launch can go on with."""
-        from .compat.job_sets import bring_pods_again
+        from .compat.jobs import bring_pods_again
 
         if self._submission is not None and self._settings.replaces_nodes:
             bring_pods_again(self._step_name)
@@ -165,9 +164,8 @@ class TorchrunDecorator(steps.ParallelDecorator):  # type: ignore[misc]  # Metaf
         if ubf_context == steps.UBF_CONTROL:
             self._check_backend(steps.num_nodes_told(cli_args), is_run=True)
         if any(deco.name == "kubernetes" for deco in self._siblings):
-            steps.start_one_node_as_pod(cli_args)
-            steps.run_first_in_pod(cli_args, POD_SCRIPT)
-        name_as_starter(steps.environment_of(cli_args), "run")
+            steps.change_pod(cli_args, POD_SCRIPT)
+        name_as_starter(cli_args.env, "run")
 
     def task_pre_step(self, *args: Any) -> None:
         """Record which gang this is."""

@@ -7,8 +7,7 @@ from typing import Any
 
 from metaflow import current
 
-from .compat.cards import datastore_here
-from .compat.datastore import values_of_running_flow
+from .compat.datastore import datastore_here, values_of_running_flow
 from .compat.renamed import check
 from .errors import TorchrunError, TorchrunPreempted
 from .events import Event

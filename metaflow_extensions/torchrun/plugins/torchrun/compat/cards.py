@@ -7,28 +7,24 @@ from __future__ import annotations
 
 import base64
 import json
-import os
-import subprocess
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from copy import copy
 from functools import partial
-from itertools import pairwise
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, TypeAlias
 
 from metaflow import current
 
 from .renamed import convenience, known
 
-_PROCESS_S = 30.0  # then Metaflow's next one kills it
 _COMPONENTS = "metaflow.plugins.cards.card_modules.components"
 MetaflowCard: Any = known("metaflow.plugins.cards.card_modules.card:MetaflowCard", object)
+UI_URL: str | None = known("metaflow.metaflow_config:UI_URL")  # of Metaflow's user interface
 RELOAD_POLICY = getattr(MetaflowCard, "RELOAD_POLICY_ONCHANGE", "onchange")
-Make = Callable[[Mapping[str, str], bool], object]
-"""Makes a card of our type; gets the command's options, and whether it is the last time."""
+Make: TypeAlias = "Callable[[CardFile, bool, bool], object]"
+"""Makes a card of our type; gets whether only what is in it is to be renewed, and whether it is the last time."""
 
 
 # --- the cards of a task; each is a `CardComponentManager` ------------------------------------------
@@ -44,33 +40,16 @@ def with_component(kind: type) -> list[Any]:
     """Return the task's cards that have a component of a class and can be renewed while the task runs."""
     collector = current.get("card")
     managers = [] if collector is None else list(collector._card_component_store.values())
-    return [card for card in managers if card._card_creator_args["runtime_card"] and _has(card, kind)]
-
-
-def _has(card: Any, kind: type) -> bool:
+    cards = [card for card in managers if card._card_creator_args["runtime_card"]]
     # The step's code may add components meanwhile, so iterate over a copy: `list` makes it in one go.
-    return any(isinstance(component, kind) for component in list(card.components.values()))
+    return [card for card in cards if any(isinstance(each, kind) for each in list(card.components.values()))]
 
 
 def renew_users(card: Any) -> None:
     """Renew a card of the user's own; its data, and the time before which Metaflow drops a refresh of the user's, stay."""
-    from metaflow.plugins.cards.card_creator import CardProcessManager
-
-    process, _ = CardProcessManager._get_card_process(card._card_creator_args["card_uuid"])
-    with suppress(subprocess.TimeoutExpired):
-        if process is not None:  # while it runs, Metaflow drops a refresh
-            process.wait(_PROCESS_S)
     before = card._last_refresh
-    card.refresh(card._latest_user_data)
+    card.refresh(card._latest_user_data)  # Metaflow drops it while the process of the last one runs
     card._last_refresh = before
-
-
-def datastore_here() -> Any:
-    """Return the datastore of the task's flow, with its metadata; None in a thread that is not the task's first."""
-    from metaflow._vendor import click
-
-    command = click.get_current_context(silent=True)
-    return getattr(command and command.obj, "flow_datastore", None)
 
 
 def make(card: Any, mode: str, is_final: bool) -> None:
@@ -78,65 +57,69 @@ def make(card: Any, mode: str, is_final: bool) -> None:
     card._card_creator.create(**card._card_creator_args, mode=mode, final=is_final)
 
 
-def make_here(cards: Sequence[Any], make_ours: Make) -> None:
+def make_here(cards: Sequence[Any], flow_datastore: Any, make_ours: Make) -> None:
     """Have cards of our type made by `make_ours`, in this process; Metaflow makes the others.
 
     One `CardCreator` serves all cards of a task.
     """
     for creator in {id(card._card_creator): card._card_creator for card in cards}.values():
-        creator._run_command = partial(_run_command, creator._run_command, make_ours)
+        creator._run_cards_subprocess = partial(_make, creator._run_cards_subprocess, flow_datastore, make_ours)
 
 
-def _run_command(
-    run: Callable[..., tuple[bytes, bool]], make_ours: Make, command: Sequence[str], *args: Any, **options: Any
-) -> tuple[bytes, bool]:
-    given = dict(reversed(list(pairwise(command))))  # the first counts: an id may be "create"
-    if given.get("--type") != "torchrun":
-        return run(command, *args, **options)
+def _make(
+    start: Callable[..., None], flow_datastore: Any, make_ours: Make, uuid: str, name: str | None, mode: str, task: str,
+    attributes: Mapping[str, Any], *args: Any, **options: Any,
+) -> None:  # fmt: skip
+    if attributes["type"] != "torchrun":
+        start(uuid, name, mode, task, attributes, *args, **options)
+        return
     with convenience("the gang's card"):
-        make_ours(given, options.get("wait", True))
-    for name in ("--data-file", "--component-file"):
-        if name in given:
-            with suppress(OSError):
-                os.remove(given[name])
-    return b"", False
+        facts = options["metadata_dict"] if options.get("save_metadata") else None  # from 2.19, and once
+        make_ours(CardFile(flow_datastore, uuid, name, task, facts), mode == "refresh", options["final"])
 
 
 class CardFile:
-    """One card of our type in Metaflow's store of cards, as the command that makes it names it.
+    """One card of our type in Metaflow's store of cards.
 
-    This does what the command does (``card_cli.py:create``, 2.19.39), which would start a process for the page and another
-    one for its data, each of which imports everything.
+    This does what Metaflow's command does (``card_cli.py:create``, 2.19.39), which would start a process for the page and
+    another one for its data, each of which imports everything.
     """
 
-    def __init__(self, flow_datastore: Any, given: Mapping[str, str]) -> None:
+    def __init__(self, flow_datastore: Any, uuid: str, name: str | None, task: str, facts: Any) -> None:
+        self._flow_datastore = flow_datastore  # metaflow.datastore.FlowDataStore
+        self._task, self.uuid, self._options = task, uuid, {"card_id": name}
+        self.facts = facts  # what is to be registered of it
+
+    @property
+    def pathspec(self) -> str:
+        """The card's task."""
+        return f"{self._flow_datastore.flow_name}/{self._task}"
+
+    @property
+    def _store(self) -> Any:
         from metaflow.plugins.cards.card_datastore import CardDatastore
 
-        self._flow_datastore = flow_datastore  # metaflow.datastore.FlowDataStore
-        storage = copy(flow_datastore._storage_impl)
+        storage = copy(self._flow_datastore._storage_impl)
         storage.datastore_root = CardDatastore.get_storage_root(storage.TYPE) or storage.datastore_root
-        self._where = given["create"]
-        self.pathspec = f"{flow_datastore.flow_name}/{self._where}"
-        store = SimpleNamespace(_storage_impl=storage, flow_name=flow_datastore.flow_name)
-        self._store = CardDatastore(store, self.pathspec)
-        self._uuid, self._options = given["--card-uuid"], {"card_id": given.get("--id")}
+        store = SimpleNamespace(_storage_impl=storage, flow_name=self._flow_datastore.flow_name)
+        return CardDatastore(store, self.pathspec)
 
     def save(self, page: str, token: str) -> None:
         """Store the page; browsers load it anew when `token` is another one."""
         html = page.replace(MetaflowCard.RELOAD_POLICY_TOKEN, token)
-        self._store.save_card(self._uuid, "torchrun", html, **self._options)
+        self._store.save_card(self.uuid, "torchrun", html, **self._options)
 
     def save_data(self, sections: Mapping[str, Any], token: str) -> None:
         """Store what a page that browsers show is renewed with."""
         fresh = {"reload_token": token, "data": sections, "created_on": time.time()}
-        self._store.save_data(self._uuid, "torchrun", fresh, **self._options)
+        self._store.save_data(self.uuid, "torchrun", fresh, **self._options)
 
-    def register(self, facts: str) -> None:
-        """Register the card with the task's metadata; `facts` is JSON."""
+    def register(self, facts: Any) -> None:
+        """Register the card with the task's metadata."""
         from metaflow.plugins.cards.metadata import _save_metadata
 
-        attempt = current.retry_count
-        _save_metadata(self._flow_datastore.metadata, *self._where.split("/"), attempt, self._uuid, json.loads(facts))
+        metadata, attempt = self._flow_datastore.metadata, current.retry_count
+        _save_metadata(metadata, *self._task.split("/"), attempt, self.uuid, facts)
 
 
 def take_control_task(step: str, is_control: Callable[[str], bool]) -> None:
@@ -184,10 +167,3 @@ def page(pathspec: str, layout: Any, style: str, is_final: bool) -> str:
         },
     )
     return rendered
-
-
-def ui_url() -> str | None:
-    """Return the URL of Metaflow's user interface, if there is one."""
-    from metaflow.metaflow_config import UI_URL
-
-    return UI_URL or None

@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any
 
 from ..errors import TorchrunError
-from .renamed import known
+from .renamed import convenience, known
 
 # Metaflow loads our commands for every flow, also for one without a step of ours. That must not fail.
 click: Any = known("metaflow._vendor.click:")  # without it the extension registers no commands
@@ -26,10 +26,11 @@ def print_errors_by(show: Callable[..., None]) -> None:
     `show` gets Metaflow's own function and then that function's arguments.
     """
     cli = sys.modules.get("metaflow.cli")
-    for name in () if cli is None else ("print_metaflow_exception", "print_unknown_exception"):
-        printer = getattr(cli, name)
-        if not isinstance(printer, partial):
-            setattr(cli, name, partial(show, printer))
+    with convenience("our own print of errors"):
+        for name in () if cli is None else ("print_metaflow_exception", "print_unknown_exception"):
+            printer = getattr(cli, name)
+            if not isinstance(printer, partial):
+                setattr(cli, name, partial(show, printer))
 
 
 def failed_task(error: BaseException) -> re.Match[str] | None:

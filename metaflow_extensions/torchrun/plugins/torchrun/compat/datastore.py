@@ -1,6 +1,7 @@
-"""Private names of Metaflow's datastore, for storing a task's data: ``metaflow/datastore``, read in 2.13 and 2.19.39.
+"""Private names of Metaflow's datastore: a flow's values, a task's records, files and logs.
 
-`DatastoreValues` stores values by their content, `metadata_of` stores data of one attempt of a task.
+Read in ``metaflow/datastore``, ``mflog`` and ``plugins/datastores`` of 2.13 and 2.19.39. Metaflow loads our commands, and
+so this module, for every flow.
 """
 
 from __future__ import annotations
@@ -9,10 +10,29 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
-from types import FrameType
+from traceback import walk_stack
 from typing import Any
 
-from .renamed import convenience
+from .renamed import convenience, known
+
+LOG_SOURCES = known("metaflow.mflog:LOG_SOURCES")
+LINE_PARSER = known("metaflow.mflog.mflog:LINE_PARSER")
+DEFAULT_DATASTORE = known("metaflow.metaflow_config:DEFAULT_DATASTORE")
+_SPIN = "spin"  # the kind of the datastore of what `spin` runs (from 2.19)
+
+
+def open_datastore(kind: str | None, flow_name: str, root: str | None = None) -> Any:
+    """Return a flow's datastore of a kind, in `root` or where this machine has its own; None if there is none."""
+    from metaflow.datastore import FlowDataStore
+    from metaflow.plugins import DATASTORES
+
+    storage = next((each for each in DATASTORES if kind == each.TYPE), None)
+    if storage is not None and root is None:
+        root = storage.get_datastore_root_from_config(lambda *_, **__: None, create_on_absent=False)
+    return FlowDataStore(flow_name, storage_impl=storage, ds_root=root) if root else None
+
+
+# --- values, by their content -------------------------------------------------------------------------
 
 
 class DatastoreValues:
@@ -37,20 +57,29 @@ class DatastoreValues:
     def trouble(self) -> str | None:
         """Return the error of the S3 client's last try, if the client is trying again.
 
-        It tries for over an hour without a message: botocore in its own threads (``Endpoint._send_request``,
-        1.44), and Metaflow around it (``S3._one_boto_op``). The error is a local variable of the functions
-        that wait, so their frames are searched.
+        It tries for over an hour without a message: botocore in its own threads (``Endpoint._send_request``, 1.44), and
+        Metaflow around it (``S3._one_boto_op``). The error is a local variable of the functions that wait, so their
+        frames are searched.
         """
         for innermost in sys._current_frames().values():
-            frame: FrameType | None = innermost
-            while frame is not None:
+            for frame, _ in walk_stack(innermost):
                 name, known = frame.f_code.co_name, frame.f_locals
                 if name == "_one_boto_op" and known.get("error"):
                     return str(known["error"])
                 if name == "_send_request" and known.get("attempts", 0) > 1:
-                    return _answer(known.get("success_response"), known.get("exception"))
-                frame = frame.f_back
+                    if (error := known.get("exception")) is not None:
+                        return f"{type(error).__name__}: {error}"
+                    with suppress(TypeError, IndexError, KeyError):
+                        return "{Code}: {Message}".format_map(known["success_response"][1]["Error"])
         return None
+
+
+def datastore_here() -> Any:
+    """Return the flow's datastore of this process's command; None in a thread that is not the task's first."""
+    from metaflow._vendor import click
+
+    command = click.get_current_context(silent=True)
+    return getattr(command and command.obj, "flow_datastore", None)
 
 
 def values_of_running_flow() -> DatastoreValues | None:
@@ -66,15 +95,14 @@ def values_of_running_flow() -> DatastoreValues | None:
 
 def values_at(address: Mapping[str, str]) -> Iterator[DatastoreValues]:
     """Yield stores to load values from: the address itself, then this machine's own datastore of that type."""
-    from metaflow.datastore import FlowDataStore
-    from metaflow.plugins import DATASTORES
-
     kind, root, flow = (address[name] for name in ("type", "root", "flow"))
-    storage = next(each for each in DATASTORES if kind == each.TYPE)
-    yield DatastoreValues(FlowDataStore(flow, storage_impl=storage, ds_root=root))
-    here = storage.get_datastore_root_from_config(lambda *_: None, create_on_absent=False)
-    if here not in (None, root):  # this machine has the folder at another path
-        yield DatastoreValues(FlowDataStore(flow, storage_impl=storage, ds_root=here))
+    yield DatastoreValues(open_datastore(kind, flow, root))
+    here = open_datastore(kind, flow)
+    if here is not None and here.datastore_root != root:  # this machine has the folder at another path
+        yield DatastoreValues(here)
+
+
+# --- what a task stores -------------------------------------------------------------------------------
 
 
 def metadata_of(
@@ -115,10 +143,77 @@ def save_log(flow_datastore: Any, task: tuple[str, str, str, int], data: Mapping
         store.save_logs(TASK_LOG_SOURCE, data)
 
 
-def _answer(response: Any, exception: Any) -> str | None:
-    """Return the error in a response of botocore."""
-    if exception is not None:
-        return f"{type(exception).__name__}: {exception}"
-    with suppress(TypeError, IndexError, KeyError):
-        return "{Code}: {Message}".format_map(response[1]["Error"])
-    return None
+# --- what commands and cards read ---------------------------------------------------------------------
+
+
+class Storage:
+    """The files of a flow's datastore."""
+
+    def __init__(self, flow_datastore: Any) -> None:
+        self._datastore = flow_datastore  # metaflow.datastore.FlowDataStore
+        self._storage = flow_datastore._storage_impl
+        self.kind = str(self._storage.TYPE)  # as in ``--datastore``
+        self.is_default = self.kind in (DEFAULT_DATASTORE, _SPIN)  # where our commands look without ``--datastore``
+        self.place = f"{self.kind}: {flow_datastore.datastore_root}"  # for messages
+
+    def path(self, *parts: str) -> str:
+        """Return the path of a file or folder of the flow."""
+        path: str = self._storage.path_join(self._datastore.flow_name, *parts)
+        return path
+
+    def split(self, path: str) -> list[str]:
+        """Return the parts of a path."""
+        return list(self._storage.path_split(path))
+
+    def names(self, folders: list[str]) -> Iterator[tuple[str, str]]:
+        """Yield name and path of everything in some folders."""
+        for found in self._storage.list_content(folders) if folders else ():
+            path = found.path.rstrip("/")
+            yield self.split(path)[-1], path
+
+    def load(self, paths: list[str]) -> Any:
+        """Return a context that yields tuples: a path, the local file with its content (None: missing), and more."""
+        return self._storage.load_bytes(paths)
+
+    def tasks_of(self, task: tuple[str, str, str]) -> list[str]:
+        """Return the tasks of all nodes, each as run, step and task, from a control task (run, step, task)."""
+        stored = self._datastore.get_task_datastore(*task, attempt=0)
+        return list(stored.get("_control_mapper_tasks") or ())
+
+
+def latest_run(flow_name: str) -> str | None:
+    """Return the run that was started last in this folder; `resume` does not count (``metaflow.util``, 2.19)."""
+    from metaflow.util import get_latest_run_id
+
+    run_id: str | None = get_latest_run_id(lambda *_, **__: None, flow_name)
+    return run_id
+
+
+def datastore_of_spin(flow_name: str) -> Any:
+    """Return the datastore of what `spin` runs (.metaflow_spin in this folder or above); None if there is none."""
+    return open_datastore(_SPIN, flow_name)
+
+
+def datastore_of_card(flow_name: str, facts: Mapping[str, str]) -> Any:
+    """Return the flow's datastore that the metadata of a card's task names, else that of the card's command; or None.
+
+    A killed pod leaves no local metadata, because a pod stores it at its end.
+    """
+    from metaflow.datastore import FlowDataStore
+
+    if (found := open_datastore(facts.get("ds-type"), flow_name, facts.get("ds-root"))) is not None:
+        return found
+    of_command = datastore_here()
+    # A new object: the root of the command's own is now that of the cards (`card` in ``card_cli.py``).
+    return of_command and FlowDataStore(flow_name, storage_impl=type(of_command._storage_impl))
+
+
+def last_attempt(flow_datastore: Any, task: tuple[str, str, str]) -> int | None:
+    """Return the last attempt of a task (run, step, task); None if none has begun."""
+    from metaflow.datastore.exceptions import DataException
+
+    try:
+        attempt: int = flow_datastore.get_task_datastore(*task, allow_not_done=True).attempt
+    except DataException:
+        return None
+    return attempt

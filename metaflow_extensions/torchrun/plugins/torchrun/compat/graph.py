@@ -9,7 +9,7 @@ import linecache
 import sys
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import suppress
-from typing import Any, NamedTuple
+from typing import Any
 
 from .renamed import check, harmless, known
 
@@ -17,24 +17,15 @@ from .renamed import check, harmless, known
 _KNOWN_DECORATORS = ("metaflow.", "metaflow_extensions.torchrun.", "metaflow_extensions.obcheckpoint.")
 
 LintWarn: Any = known("metaflow.lint:LintWarn")
-StepDecorator: Any = known("metaflow.decorators:StepDecorator", object)
 
 
-class Entry(NamedTuple):
-    """How a step is entered."""
-
-    is_parallel: bool = False  # whether with `num_parallel`
-    num_nodes: int | None = None  # None if it is no literal: only the run knows it
-    foreach: tuple[str, ...] = ()  # the steps whose foreach contains it
-
-
-def entry_of(graph: Any, step: str) -> Entry:
-    """Return how a step is entered."""
+def entry_of(graph: Any, step: str) -> tuple[bool, int | None, list[str]]:
+    """Return whether a step is entered with `num_parallel`, the number if it is a literal, and the foreach steps around."""
     callers = [node for node in graph if step in (node.out_funcs or ()) and node.parallel_foreach]
     num_nodes = next((node.num_parallel for node in callers if isinstance(node.num_parallel, int)), None)
     around = [graph[parent] for parent in graph[step].split_parents]
     foreach = [node.name for node in around if node.type == "foreach" and not node.parallel_foreach]
-    return Entry(bool(callers), num_nodes, tuple(foreach))
+    return bool(callers), num_nodes, foreach
 
 
 def decorators_of(flow: Any, step: str) -> dict[str, dict[str, Any]]:
@@ -82,33 +73,6 @@ def is_ours(graph: Any) -> bool:
     return False
 
 
-def refuse_without_torchrun(graph: Any, step: str, error: Exception) -> None:
-    """Raise `error` of a step without ``@torchrun``; where a mutator may still add that, later, unless one does.
-
-    These commands call `mutate` after the checks (2.19), where it can make a gang only of a step that has ``@parallel``.
-    """
-    from metaflow._vendor import click
-
-    command = click.get_current_context(silent=True)
-    if command is None or command.info_name not in ("run", "resume", "spin") or not graph[step].parallel_step:
-        raise error
-    graph[step].decorators.append(_Refusal(error))
-
-
-class _Refusal(StepDecorator):  # type: ignore[misc]  # Metaflow is not typed
-    """Raises an error of a step to which no mutator has added ``@torchrun``."""
-
-    name = "torchrun_missing"
-
-    def __init__(self, error: Exception) -> None:
-        super().__init__(statically_defined=True)  # else its name is in the commands of tasks, as after `--with`
-        self._error = error
-
-    def step_init(self, flow: Any, graph: Any, step: str, decos: Sequence[Any], *_: Any) -> None:
-        if not any(deco.name == "torchrun" for deco in decos):
-            raise self._error
-
-
 def first_plain_step(graph: Any) -> tuple[Any, ...] | None:
     """Return the first ``@torchrun`` step that is no gang: its name, the step before it, line and file.
 
@@ -127,30 +91,27 @@ def first_plain_step(graph: Any) -> tuple[Any, ...] | None:
     return None
 
 
-def sources_of_steps(graph: Any) -> Iterator[tuple[str, str, int]]:
-    """Yield the name of each ``@torchrun`` step, its file, and the line of its ``def``."""
+def sources_of_steps(graph: Any, with_torchrun: bool = True) -> Iterator[tuple[str, str, int]]:
+    """Yield the name of each ``@torchrun`` step, its file, and the line of its ``def``; or the same of the other steps.
+
+    Of these, some may have ``current.torch`` nevertheless: a mutator can still make a gang of one with ``@parallel``
+    (2.19), and the decorators of users (from 2.16) and of other extensions may do anything.
+    """
     for node in graph:
-        if any(deco.name == "torchrun" for deco in node.decorators):
+        is_ours = any(deco.name == "torchrun" for deco in node.decorators)
+        if is_ours if with_torchrun else not is_ours and _is_plain(node):
             yield node.name, node.source_file, node.func_lineno
 
 
-def sources_of_other_steps(graph: Any) -> Iterator[tuple[str, str, int]]:
-    """Yield the same of the other steps, but for those whose decorators may run anything."""
-    for node in graph:
-        if not any(deco.name == "torchrun" for deco in node.decorators) and not runs_unknown_code(graph, node.name):
-            yield node.name, node.source_file, node.func_lineno
+def _is_plain(node: Any) -> bool:
+    modules = [type(deco).__module__ for deco in node.decorators]
+    may_change = node.parallel_step or getattr(node, "wrappers", None)
+    return not may_change and all(name.startswith(_KNOWN_DECORATORS) for name in modules)
 
 
 def attributes_of_torchrun(graph: Any, step: str) -> dict[str, Any]:
     """Return the attributes of a step's ``@torchrun``."""
     return next((deco.attributes for deco in graph[step].decorators if deco.name == "torchrun"), {})
-
-
-def runs_unknown_code(graph: Any, step: str) -> bool:
-    """Return whether a step has decorators that may run anything, as those of users (from 2.16) and of other extensions."""
-    node = graph[step]
-    modules = [type(deco).__module__ for deco in node.decorators]
-    return bool(getattr(node, "wrappers", None)) or not all(name.startswith(_KNOWN_DECORATORS) for name in modules)
 
 
 def ignored_by_with(name: str) -> list[str]:

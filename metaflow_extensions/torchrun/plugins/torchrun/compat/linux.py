@@ -5,19 +5,6 @@ Nothing here raises: without ctypes (a Python built without libffi) or the funct
 
 from __future__ import annotations
 
-from typing import Any
-
-_call: Any = None  # remains None on other systems than Linux
-_allocate: Any = None
-try:
-    import ctypes
-
-    _libc = ctypes.CDLL(None)
-    _call = _libc.prctl
-    _allocate = getattr(_libc, "fallocate", None)  # without it, prctl must still be there
-except (ImportError, OSError, AttributeError, TypeError):
-    pass
-
 _PR_SET_CHILD_SUBREAPER = 36  # <linux/prctl.h>
 _PUNCH_HOLE_KEEP_SIZE = 3  # <linux/falloc.h>
 
@@ -27,11 +14,7 @@ def adopt_orphans() -> bool:
 
     Without it, detached processes that have lost their parent are never ended.
     """
-    return _prctl(_PR_SET_CHILD_SUBREAPER, 1)
-
-
-def _prctl(option: int, value: int) -> bool:
-    return _call is not None and bool(_call(option, ctypes.c_ulong(value), 0, 0, 0) == 0)
+    return _call("prctl", _PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
 def free_begin(file: int, size: int) -> bool:
@@ -39,6 +22,13 @@ def free_begin(file: int, size: int) -> bool:
 
     Size and offsets of the file stay, so who writes it notices nothing.
     """
-    if _allocate is None:
+    return _call("fallocate", file, _PUNCH_HOLE_KEEP_SIZE, 0, size)
+
+
+def _call(name: str, first: int, *numbers: int) -> bool:
+    try:
+        import ctypes
+
+        return bool(getattr(ctypes.CDLL(None), name)(first, *map(ctypes.c_long, numbers)) == 0)
+    except (ImportError, OSError, AttributeError, TypeError):
         return False
-    return bool(_allocate(file, _PUNCH_HOLE_KEEP_SIZE, ctypes.c_long(0), ctypes.c_long(size)) == 0)

@@ -22,7 +22,6 @@ _WORK = "2.13 to 2.19"  # the versions whose sources were read
 # that are given by name. What only some of these versions have is not listed.
 NAMES = {
     "metaflow._vendor.click": "get_current_context",
-    "metaflow.cli": "print_metaflow_exception print_unknown_exception",
     "metaflow.datastore": "FlowDataStore(storage_impl,ds_root)",
     "metaflow.datastore:FlowDataStore": "TYPE _storage_impl datastore_root default_storage_impl flow_name load_data metadata "
     "save_data(len_hint) get_task_datastore(attempt,data_metadata,mode,allow_not_done)",
@@ -47,8 +46,7 @@ NAMES = {
     "metaflow.mflog.mflog": "LINE_PARSER",
     "metaflow.plugins": "DATASTORES",
     "metaflow.plugins.cards.card_cli": "resolve_task_from_pathspec",
-    "metaflow.plugins.cards.card_creator:CardCreator": "_run_command create(decorator_attributes,mode,final)",
-    "metaflow.plugins.cards.card_creator:CardProcessManager": "_get_card_process(carduuid)",
+    "metaflow.plugins.cards.card_creator:CardCreator": "_run_cards_subprocess(final) create(decorator_attributes,mode,final)",
     "metaflow.plugins.cards.card_datastore": "CardDatastore(flow_datastore,pathspec)",
     "metaflow.plugins.cards.card_datastore:CardDatastore": "get_storage_root save_card(card_id) save_data(card_id)",
     "metaflow.plugins.cards.card_modules.basic": "CSS_PATH JS_PATH RENDER_TEMPLATE_PATH read_file",
@@ -88,16 +86,10 @@ def known(name: str, instead: Any = None) -> Any:
         return instead
 
 
+@cache
 def check() -> None:
     """Raise `TorchrunError` if Metaflow lacks any of the names."""
-    # Metaflow imports its command line after the flow's class, and looks for the flow's configs then (2.19). An earlier
-    # import, by us, would make a command line without them. So its names are checked only once it is there.
-    _check("metaflow.cli" in sys.modules)
-
-
-@cache
-def _check(has_cli: bool) -> None:
-    missing = next(_missing(has_cli), None)
+    missing = next(_missing(), None)
     if missing is not None:
         version = getattr(sys.modules.get("metaflow"), "__version__", "of unknown version")
         raise TorchrunError(
@@ -106,10 +98,8 @@ def _check(has_cli: bool) -> None:
         )
 
 
-def _missing(has_cli: bool) -> Iterator[str]:
+def _missing() -> Iterator[str]:
     for place, words in NAMES.items():
-        if place == "metaflow.cli" and not has_cli:
-            continue
         try:
             owner = resolve_name(place if ":" in place else f"{place}:")
         except (ImportError, AttributeError):
@@ -117,20 +107,17 @@ def _missing(has_cli: bool) -> Iterator[str]:
             continue
         for word in words.split():
             name, _, parameters = word.removesuffix(")").partition("(")
-            if not (_takes(getattr(owner, name, None), parameters.split(",")) if parameters else _has(owner, name)):
+            takes = signature(getattr(owner, name)).parameters if parameters and hasattr(owner, name) else parameters
+            if not (_has(owner, name) and all(each in takes for each in parameters.split(","))):
                 yield f"{place}.{word}"
-
-
-def _takes(function: Any, parameters: list[str]) -> bool:
-    return function is not None and set(parameters) <= signature(function).parameters.keys()
 
 
 def _has(owner: Any, name: str) -> bool:
     """Return whether a module or class has a name, or a method of the class mentions it."""
-    if hasattr(owner, name) or not isinstance(owner, type):
-        return hasattr(owner, name)
-    methods = (unwrap(each) for base in owner.__mro__ for each in vars(base).values() if callable(each))
-    return any(name in _mentioned(each.__code__) for each in methods if hasattr(each, "__code__"))
+    bases = owner.__mro__ if isinstance(owner, type) else ()
+    methods = (unwrap(each) for base in bases for each in vars(base).values() if callable(each))
+    codes = (each.__code__ for each in methods if hasattr(each, "__code__"))
+    return hasattr(owner, name) or any(name in _mentioned(code) for code in codes)
 
 
 def _mentioned(code: CodeType) -> Iterator[str]:

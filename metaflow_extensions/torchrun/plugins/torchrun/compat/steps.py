@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Collection, MutableMapping, Sequence
-from types import FrameType
+from collections.abc import Collection, Sequence
+from copy import copy
+from traceback import walk_tb
 from typing import Any
 
 from metaflow import current
@@ -57,24 +58,18 @@ def seconds_of_alarm(handler: Any) -> Any:
     return owner.secs if owner is not None and getattr(owner, "name", None) == "timeout" else None
 
 
-class SameInterpreter:
-    """A Metaflow environment that starts local tasks with this process's interpreter."""
+def with_this_interpreter(environment: Any) -> Any:
+    """Return a Metaflow environment that starts local tasks with this process's interpreter."""
+    same = copy(getattr(environment, "base_env", environment))  # the base is what Metaflow uses for these tasks
+    executable = same.executable
 
-    def __init__(self, environment: Any) -> None:
-        # The runtime also uses the base environment for every task.
-        self._environment = getattr(environment, "base_env", environment)
-
-    def executable(self, *args: Any, **options: Any) -> Any:
-        """Return the interpreter for a step; the arguments are those of Metaflow's own method."""
-        # The real environment decides first, since @conda and @pypi have their own interpreters.
-        asked = self._environment.executable(*args, **options)
+    def this_one(*args: Any, **options: Any) -> Any:
+        # The environment decides first: it may have an interpreter of its own.
+        asked = executable(*args, **options)
         return sys.executable if asked in ("python", "python3") else asked
 
-    def __getattr__(self, name: str) -> Any:
-        # Other names are the environment's own. There is no `base_env`, so Metaflow uses this object.
-        if name in ("_environment", "base_env"):
-            raise AttributeError(name)
-        return getattr(self._environment, name)
+    same.executable = this_one
+    return same
 
 
 # --- the command that starts a task (`CLIArgs`) -------------------------------------------------------
@@ -86,21 +81,14 @@ def num_nodes_told(cli_args: Any) -> int | None:
     return count
 
 
-def start_one_node_as_pod(cli_args: Any) -> None:
-    """Start a gang of one node on Kubernetes as an ordinary pod, since Metaflow makes no job set of one pod."""
+def change_pod(cli_args: Any, script: str) -> None:
+    """Make a pod's shell run `script` first, and then the user's own script; start a gang of one as an ordinary pod.
+
+    Metaflow makes no job set of one pod.
+    """
+    cli_args.env[_POD_SCRIPT] = script + (_OWN_SCRIPT or "true")
     if cli_args.command_options.get("num-parallel") == "1":
         del cli_args.command_options["num-parallel"]
-
-
-def run_first_in_pod(cli_args: Any, script: str) -> None:
-    """Make the pod's shell run `script` first, and then the user's own script."""
-    cli_args.env[_POD_SCRIPT] = script + (_OWN_SCRIPT or "true")
-
-
-def environment_of(cli_args: Any) -> MutableMapping[str, str]:
-    """Return the variables of the task's start, for changes."""
-    env: MutableMapping[str, str] = cli_args.env
-    return env
 
 
 # --- in a task ----------------------------------------------------------------------------------------
@@ -143,36 +131,16 @@ def forget_tasks(flow: Any, nodes: Collection[int]) -> None:
     flow._control_mapper_tasks = [task for node, task in tasks if node not in nodes]
 
 
-def is_of_another_task(error: BaseException) -> bool:
-    """Return whether Metaflow has raised `error` on a local run's control node because another node's task has failed.
+def tasks_of_local_nodes(error: BaseException) -> list[Any] | None:
+    """Return the processes of the other nodes' tasks if Metaflow raised `error` because one has failed; else None.
 
-    Then it comes from the end of ``_local_multinode_control_task_step_func`` (parallel_decorator.py, 2.19).
+    On a local run it waits for them at the end of ``_local_multinode_control_task_step_func`` (parallel_decorator.py,
+    2.19), whose frame holds them.
     """
-    return _frame_of_local_nodes(error) is not None
-
-
-def exit_codes_of_tasks(error: BaseException) -> dict[int, int | None]:
-    """Return pid -> exit code of the tasks that Metaflow has started on a local run, None while one runs.
-
-    `error` is of another task. Its frame holds their processes, and Metaflow has waited for some (``subprocesses``, 2.19).
-    """
-    frame = _frame_of_local_nodes(error)
-    started = [] if frame is None else frame.f_locals.get("subprocesses", [])
-    return {each.pid: each.poll() for each in started}
-
-
-def _frame_of_local_nodes(error: BaseException) -> FrameType | None:
-    last = error.__traceback__
-    while last is not None and last.tb_next is not None:
-        last = last.tb_next
-    is_it = last is not None and last.tb_frame.f_code.co_name == "_local_multinode_control_task_step_func"
-    return last.tb_frame if last is not None and is_it else None
-
-
-def control_task_of(parallel: Any) -> str | None:
-    """Return the control task from `current.parallel`; None on the control node itself."""
-    task: str | None = parallel.control_task_id
-    return task
+    *_, last = [None, *(frame for frame, _ in walk_tb(error.__traceback__))]
+    if last is None or last.f_code.co_name != "_local_multinode_control_task_step_func":
+        return None
+    return list(last.f_locals.get("subprocesses", []))
 
 
 def offer(name: str, thing: Any) -> None:

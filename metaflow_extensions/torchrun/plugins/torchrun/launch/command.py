@@ -18,8 +18,6 @@ HALT_SIGNAL = int(getattr(signal, "SIGRTMAX", 64)) - 5  # macOS has none, and ma
 WORKER_HOOKS = os.path.join(SCRIPTS, "worker_hooks")
 # This one comes last on their path, so that all that they start can import what it holds: `metaflow_torchrun`.
 IMPORTABLE = os.path.join(SCRIPTS, "importable")
-# The agent is the first Python of a launch and puts its pid there, so that its children know that they are workers.
-AGENT_VARIABLE = "TORCHRUN_AGENT_PID"
 # "1/3": restart 1 of at most 3. The agent takes it, and sets the variables of torchelastic in each worker.
 _RESTARTS = "TORCHRUN_RESTARTS"
 
@@ -30,7 +28,7 @@ _FOREIGN_NAMES = frozenset(
     {
         *("RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "ROLE_NAME", "MASTER_ADDR", "MASTER_PORT"),
         *("WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE", "ROLE_WORLD_SIZE"),
-        *(_RESTARTS, "TORCHRUN_METRICS"),
+        *(_RESTARTS, "TORCHRUN_METRICS", "TORCHRUN_AGENT_PID"),
     }
 )
 
@@ -80,8 +78,6 @@ def with_hooks(env: Mapping[str, str], module_folder: str | None) -> dict[str, s
     """Return an environment with what our hooks in the agent and its workers need."""
     env = dict(env)
     hooks, importable = (WORKER_HOOKS, IMPORTABLE) if os.pathsep not in SCRIPTS else (None, None)
-    if hooks:
-        env[AGENT_VARIABLE] = ""
     # An empty entry would mean the working directory, so there must be none of ours.
     if path := [*filter(None, (hooks, module_folder, env.get("PYTHONPATH"), importable))]:
         env["PYTHONPATH"] = os.pathsep.join(path)

@@ -21,7 +21,7 @@ _READS_EVERY_S = 1.0
 TELLS_EVERY_S = 5.0
 MAX_POINTS = 100  # of a key in one message
 _SHOWN_CHARS = 100
-# A worker appends lines of JSON to the file of its local rank in this folder; a hook in Python workers names that file.
+# A worker appends lines of JSON to the file of its local rank here, which the agent names to it.
 FOLDER = "TORCHRUN_METRICS_FOLDER"
 
 

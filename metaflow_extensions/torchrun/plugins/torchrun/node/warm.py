@@ -13,8 +13,7 @@ from collections.abc import Mapping, Sequence
 from ..compat.renamed import harmless
 from ..gang.wire import Plain
 from ..machine.processes import HELPERS, living_descendants, send_signal
-from ..worker.before import READ_AT_START
-from ..worker.spare_process import Spare, StartCold, in_words
+from ..worker.spare_process import READ_AT_START, Spare, StartCold, in_words
 from .agent import Options
 from .agent_events import Refused
 
@@ -23,9 +22,10 @@ class WarmNode:
     """Holds the waiting spare of this node, if any."""
 
     def __init__(self, preload: Sequence[str], env: Mapping[str, str], workers: int) -> None:
-        self._of_workers = {"modules": ["torch.distributed", *preload], "preload": list(preload)}
-        self._first = dict(env)  # of the step's first launch, as the next three are of the last one
-        self._env, self._cwd, self._workers = self._first, os.getcwd(), workers
+        # The modules of a user may read any variable.
+        self._of_workers = {"modules": ["torch.distributed", *preload], "allows_new": not preload}
+        self._first = env  # of the step's first launch, as the next three are of the last one
+        self._env, self._cwd, self._workers = env, os.getcwd(), workers
         self._waiting: Spare | None = None
 
     def prepare(self) -> None:
@@ -41,20 +41,16 @@ class WarmNode:
     def start(self, command: list[str], workers: int, env: Mapping[str, str], options: Options) -> Spare | Refused:
         """Request an agent, and so many workers that were spares; or return why there is none."""
         # A spare needs no variable that a program may bring: the next call of `run` may give it another value.
-        needs_all = bool(self._of_workers["preload"])
-        needed = {name for name in env if needs_all or name in self._first or name.startswith(READ_AT_START)}
+        needs_new = () if self._of_workers["allows_new"] else env.keys()
+        needed = {name for name in env if name in {*self._first, *needs_new} or name.startswith(READ_AT_START)}
         self._env = {name: env[name] for name in needed}
         self._cwd, self._workers = options.cwd or os.getcwd(), workers or self._workers
         refused: list[Exception] = []
         with harmless(refused.append):  # after any failure here the agent starts cold
             if self._waiting is None:
                 raise StartCold("no spare waits: it could not be started, or before_run ended it")
-            request = {
-                "argv": [command[0], "-u", *command[1:]],
-                "env": dict(env),
-                "cwd": self._cwd,
-                "workers": workers,
-            }
+            argv = [command[0], "-u", *command[1:]]
+            request = {"argv": argv, "env": dict(env), "cwd": self._cwd, "workers": workers}
             with open(options.stdout, "ab") as out, open(options.stderr, "ab") as err:
                 self._waiting.ask(request, out.fileno(), err.fileno())
             spare, self._waiting = self._waiting, None

@@ -9,8 +9,8 @@ import time
 from typing import Any
 
 from ..compat.cli import CommandException, click
+from ..compat.datastore import datastore_of_spin, latest_run
 from ..compat.graph import parallel_steps
-from ..compat.stored import datastore_of_spin, latest_run
 from .stored_gangs import StoredGang, StoredGangs, flow_program
 
 WHICH = (

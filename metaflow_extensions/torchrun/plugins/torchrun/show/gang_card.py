@@ -28,7 +28,7 @@ class GangCard(cards.MetaflowCard):  # type: ignore[misc]  # Metaflow is not typ
 
     def render(self, task: Any) -> str:
         """Return the page from the stored records of a task, or that there are none."""
-        from ..compat.stored import datastore_of_card, last_attempt
+        from ..compat.datastore import datastore_of_card, last_attempt
         from ..registry import Registry
 
         flow, run, step, name = task.pathspec.split("/")

@@ -56,4 +56,4 @@ def pointing_at(control: str) -> Callable[[tuple[str, ...]], GangPart]:
 def place_of_card(pathspec: str) -> Place:
     """Return the place of a task whose card shows its gang."""
     flow, run, step, task = pathspec.split("/")
-    return Place(flow, run, step, task, ui_url=cards.ui_url(), program=f"{flow_program()} torchrun")
+    return Place(flow, run, step, task, ui_url=cards.UI_URL, program=f"{flow_program()} torchrun")

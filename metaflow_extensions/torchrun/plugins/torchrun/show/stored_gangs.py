@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ..compat.cli import failed_task
-from ..compat.stored import Storage
+from ..compat.datastore import Storage
 from ..gang.view import GangView
 from ..registry import Registry
 from .page import Place

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
 
-from ..compat.stored import LINE_PARSER, LOG_SOURCES
+from ..compat.datastore import LINE_PARSER, LOG_SOURCES
 from ..gang.limits import LATE_S
 from ..gang.messages import CONTROL
 from ..gang.view import GangView, Placed

@@ -5,7 +5,7 @@ Without such a card, this does nothing.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 from ..compat import cards
@@ -28,9 +28,9 @@ class Cards:
         self._flow_datastore = flow_datastore
         self._ours = cards.of_type("torchrun") if with_ours and flow_datastore is not None else []
         self._has_page = False
-        self._facts: dict[str, str] = {}  # by the card's uuid, what is still to be registered
+        self._facts: dict[str, Any] = {}  # by the card's uuid, what is still to be registered
         self.has_parts = False  # whether the step's code has requested parts
-        cards.make_here(self._ours, self._make)
+        cards.make_here(self._ours, flow_datastore, self._make)
 
     def part(self, names: tuple[str, ...]) -> GangPart:
         """Return parts of the gang's page for a card of the user's own; called by the step's code."""
@@ -72,20 +72,20 @@ class Cards:
                 for mode in (first, "refresh"):
                     cards.make(card, mode, is_final=True)
 
-    def _make(self, given: Mapping[str, str], is_last: bool) -> None:
-        """Make a card of our type, in the place of Metaflow's command with these options."""
-        if "--save-metadata" in given:  # once
-            self._facts[given["--card-uuid"]] = given["--save-metadata"]
-        file, token = cards.CardFile(self._flow_datastore, given), _ENDED if is_last else _RUNS
-        if given["--mode"] == "refresh":
+    def _make(self, file: cards.CardFile, is_refresh: bool, is_last: bool) -> None:
+        """Make a card of our type, in the place of Metaflow's process."""
+        if file.facts is not None:  # once
+            self._facts[file.uuid] = file.facts
+        token = _ENDED if is_last else _RUNS
+        if is_refresh:
             file.save_data(sections_of_gang(file.pathspec, self.shown()), token)
             return
         file.save(page_of_gang(file.pathspec, self.shown(), is_last), token)
-        if facts := self._facts.get(given["--card-uuid"]):
+        if facts := self._facts.get(file.uuid):
             file.register(facts)
-            del self._facts[given["--card-uuid"]]
+            del self._facts[file.uuid]
 
 
 def make_none() -> None:
     """Have this task make no card of our type; Metaflow makes its other cards."""
-    cards.make_here(cards.of_type("torchrun"), lambda given, is_last: None)
+    cards.make_here(cards.of_type("torchrun"), None, lambda *_: None)

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
-from ..compat.jobs import BatchJob, KubernetesJob, job_of, running_job
+from ..compat.jobs import KubernetesJob, job_of, running_job
 from ..errors import GangError, TorchrunError, TorchrunPreempted
 from ..gang.messages import CONTROL
 from ..gang.view import Word
@@ -62,7 +62,7 @@ class Job:
     def look(self) -> str:
         """Ask once; return the lines on pods that wait for the second time. Many wait for a moment."""
         job = running_job()
-        if not isinstance(job, KubernetesJob):
+        if job is None:
             return ""
         now, before = _pending(job), self._waits
         vanished = {name: end for name, end in before.items() if name not in now}
@@ -82,7 +82,7 @@ class Job:
         job = job_of(error)
         if job is None:
             return ""
-        ends = list(_ends_of_nodes(job)) if isinstance(job, KubernetesJob) else []
+        ends = list(_ends_of_nodes(job))
         known = {each.node for each in ends if each.text}
         ends += [each for each in self._waits.values() if each.node not in known]
         options = self._options
@@ -98,7 +98,7 @@ class Job:
             if itself is not None and itself.error is not None:
                 gone, kind = itself.error.message, type(itself.error)
             else:
-                gone, kind = _gone(ends, recorded is not None, isinstance(job, BatchJob))
+                gone, kind = _gone(ends, recorded is not None)
             lines = [*gone.splitlines(), *lines]
         if lines:
             word = Word("\n".join(lines), time.time(), int(options.get("--num-parallel", "1")), kind.__name__)
@@ -106,17 +106,16 @@ class Job:
         return "".join(f"[torchrun] {line}\n" for line in lines)
 
 
-def _gone(ends: Sequence[End], has_joined: bool, is_batch: bool) -> tuple[str, type[TorchrunError]]:
+def _gone(ends: Sequence[End], has_joined: bool) -> tuple[str, type[TorchrunError]]:
     """Return how the control node ended, which could not report it itself, and the class of the error."""
     of_control = [each for each in ends if each.node == CONTROL]
     first = next((each for each in of_control if each.text), of_control[0] if of_control else None)
     who = f"The control node's {first.what if first else 'task'}"
     text = first.text.removesuffix(".") if first else ""
-    if not has_joined and not (first.has_run if first else is_batch):
+    if not has_joined and not (first and first.has_run):
         return f"{who} did not start: {text or 'Kubernetes has nothing of it'}.", GangError
-    if not has_joined and (is_batch or (first and first.is_ordinary and text)):
-        how = f" ({text})" if text else ""
-        return f"{who} failed before it had joined its gang{how}. Its log says why.", GangError
+    if not has_joined and first and first.is_ordinary and text:
+        return f"{who} failed before it had joined its gang ({text}). Its log says why.", GangError
     if text:
         return f"{who} ended unexpectedly: {text}.", TorchrunPreempted
     why = "it was deleted, evicted or killed, or its memory ran out"

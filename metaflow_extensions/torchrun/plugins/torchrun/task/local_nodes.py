@@ -2,8 +2,8 @@
 
 On a local run Metaflow's control task starts them as its children (``_local_multinode_control_task_step_func`` in
 ``metaflow.plugins.parallel_decorator``, 2.19). They get the first ``python`` on the PATH. It does not look at
-them while its own step runs, and it does not stop them when that fails. `compat.steps.SameInterpreter` corrects the
-first, this module the others.
+them while its own step runs, and it does not stop them when that fails. `compat.steps.with_this_interpreter` corrects
+the first, this module the others.
 A child is recognised as a node's task by its command line, not by its environment: processes that make cards may have
 a node's environment. Pid and start time together identify it, since the kernel reuses pids.
 """

@@ -17,8 +17,6 @@ from typing import Any
 from ..compat.graph import (
     LintWarn,
     attributes_of_torchrun,
-    refuse_without_torchrun,
-    sources_of_other_steps,
     sources_of_steps,
 )
 from ..launch.commands import flow_folder
@@ -43,16 +41,15 @@ def check_arguments_of_run(graph: Any) -> None:
 
 def check_steps_without_torchrun(graph: Any) -> None:
     """Refuse a step without ``@torchrun`` that uses ``current.torch``; Metaflow would start it first, and not say why."""
-    for step, path, first in sources_of_other_steps(graph):
+    for step, path, first in sources_of_steps(graph, with_torchrun=False):
         if lines := _lines_with_torch(_nodes_of_step(path, first)):
-            error = LintWarn(
+            raise LintWarn(
                 f"Step *{step}* uses current.torch, but has no @torchrun. Add @torchrun to this step, and enter it with "
                 f"self.next(self.{step}, num_parallel=N). On one node, TorchrunSingleNodeMultiGPU().run does without both. "
                 'If the step also runs without it, write: if "torch" in current: ...',
                 min(lines),
                 path,
             )
-            refuse_without_torchrun(graph, step, error)
 
 
 def tell_missing_scripts(graph: Any) -> None:

@@ -23,10 +23,9 @@ class Submission:
     def __init__(self, flow: Any, graph: Any, step: str, settings: StepSettings, metadata_type: str | None) -> None:
         self._flow, self._step, self._settings = flow, step, settings
         self._metadata_type = metadata_type  # Metaflow's metadata provider, for example "local"
-        entry = entry_of(graph, step)
+        is_parallel, self._num_nodes, self._foreach = entry_of(graph, step)
         # `spin` heeds no @kubernetes, @batch or @catch, and its gang has one node (2.19).
-        self._is_gang = entry.is_parallel and metadata_type != "spin"
-        self._num_nodes, self._foreach = entry.num_nodes, entry.foreach
+        self._is_gang = is_parallel and metadata_type != "spin"
 
     def check_loss(self, num_nodes: int | None = None) -> None:
         """Raise `TorchrunConfigError` for spare nodes or fewer nodes where that can't work.

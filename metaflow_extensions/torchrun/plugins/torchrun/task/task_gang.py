@@ -18,7 +18,7 @@ from metaflow import current
 
 from ..compat.datastore import save_log, watch_storing
 from ..compat.renamed import convenience
-from ..compat.steps import control_task_of, exit_codes_of_tasks, is_local, is_of_another_task, runs_on
+from ..compat.steps import is_local, runs_on, tasks_of_local_nodes
 from ..errors import TorchrunPreempted
 from ..events import Event, label
 from ..gang.cause import Cause, cause_of
@@ -95,7 +95,7 @@ class TaskGang:
         os.environ.pop(STARTED_BY, None)
         num_nodes, main_addr = parallel.num_nodes, LOOPBACK
         run_id, step_name, task_id, attempt = self._task
-        control = (run_id, step_name, control_task_of(parallel) or task_id)
+        control = (run_id, step_name, parallel.control_task_id or task_id)
         registry = Registry(self._flow_datastore, *control, attempt)
         if parallel.node_index > 0:
             self.part = pointing_at("/".join(control))
@@ -128,7 +128,7 @@ class TaskGang:
 
     @property
     def _replaces(self) -> bool:
-        """Whether Kubernetes brings tasks again, and ends all pods with the control node's: see `compat.job_sets`."""
+        """Whether Kubernetes brings tasks again, and ends all pods with the control node's: see `compat.jobs`."""
         return runs_on() == "kubernetes" and self._settings.replaces_nodes
 
     def _emit(self, event: Event) -> None:
@@ -173,20 +173,21 @@ class TaskGang:
         try:
             step()
         except Exception as error:
-            if not is_of_another_task(error) or not self._have_ended_well(error):
+            tasks = tasks_of_local_nodes(error)
+            if tasks is None or not self._have_ended_well(tasks):
                 raise
 
-    def _have_ended_well(self, error: Exception) -> bool:
+    def _have_ended_well(self, tasks: Sequence[Any]) -> bool:
         """Wait for the tasks of the other nodes; return whether only nodes that the gang goes on without ended badly.
 
-        On a local run Metaflow waits for them in order, and for no more after the first that ended badly (2.19). This is
-        called while its error is handled, which holds the processes.
+        On a local run Metaflow waits for them in order, and for no more after the first that ended badly (2.19). `tasks`
+        are its processes.
         """
         member, bad_since = self._member, None
         while member is not None:
-            by_pid = exit_codes_of_tasks(error)
-            tasks = {} if self._local_nodes is None else self._local_nodes.tasks()
-            codes = {node: by_pid.get(task.pid) for node, task in tasks.items()}
+            by_pid = {each.pid: each.poll() for each in tasks}
+            nodes = {} if self._local_nodes is None else self._local_nodes.tasks()
+            codes = {node: by_pid.get(task.pid) for node, task in nodes.items()}
             out = self._in_state(Presence.OUT)
             if codes and not any(code for node, code in codes.items() if node not in out):
                 bad_since = None

@@ -17,9 +17,7 @@ from typing import Any
 
 SUPERVISOR = os.getppid()
 STORE_S, _LOOK_S, _MAX_LOOK_S = 1.0, 0.005, 0.05
-# For so long is a store tried of which nothing comes back: four tries, in each of which the kernel sends a lost SYN three
-# times, at once, and after 1 and 3 s.
-SILENCE_S, _TRY_S = 20.0, 5.0
+SILENCE_S = 20.0  # so long is a store tried of which nothing comes back; the kernel sends a lost SYN again, five times
 
 
 def halt(number: int, _: object) -> None:
@@ -40,13 +38,13 @@ def halt(number: int, _: object) -> None:
                 raise
 
 
-def change_workers(folder: str, restarts: str) -> None:
-    """Have torchrun give each worker the pipes of its local rank for stdout and stderr, and the gang's restarts.
+def change_workers(folder: str, restarts: str, metrics: str) -> None:
+    """Have torchrun give each worker the pipes of its local rank for stdout and stderr, and its variables.
 
     `LogsSpecs` and `LogsDest` are torch's public interface for this (torch 2.3 to 2.14), but to name another class on
     the command line needs an installed entry point, and Metaflow ships our code into pods without those. `reify` also
     sets variables of the workers. `restarts` is "1/3" for restart 1 of at most 3; torchrun itself counts those of
-    this one agent, which are always 0.
+    this one agent, which are always 0. A worker appends what it reports to its file in `metrics`.
     """
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, LogsDest
 
@@ -57,6 +55,8 @@ def change_workers(folder: str, restarts: str) -> None:
         for local_rank, env in envs.items():
             found.stdouts[local_rank] = os.path.join(folder, f"{local_rank}.stdout")
             found.stderrs[local_rank] = os.path.join(folder, f"{local_rank}.stderr")
+            if "TORCHRUN_METRICS" not in os.environ:  # what the user has set stays
+                env["TORCHRUN_METRICS"] = os.path.join(metrics, f"{local_rank}.jsonl")
             if restarts:
                 env["TORCHELASTIC_RESTART_COUNT"], env["TORCHELASTIC_MAX_RESTARTS"] = restarts.split("/")
         return found
@@ -137,21 +137,17 @@ def await_store(arguments: list[str]) -> str:
     host, _, port = options.get("rdzv-endpoint", "").rpartition(":")
     if options.get("node-rank", "0") == "0":
         return ""
-    try:
-        found = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)
-    except (OSError, ValueError):  # a name that nobody knows, or that is none: torch tells of it
-        return ""
-    places = [(str(place[0]), int(port)) for *_, place in found]
     began, pause_s, limit_s, why = time.monotonic(), _LOOK_S, SILENCE_S, ""
-    while time.monotonic() < began + limit_s:
-        for place in places:
-            try:
-                socket.create_connection(place, _TRY_S / len(places)).close()
-                return ""
-            except ConnectionRefusedError:
-                limit_s = STORE_S
-            except OSError as error:
-                why = error.strerror or str(error)
+    while (left_s := began + limit_s - time.monotonic()) > 0.0:
+        try:
+            socket.create_connection((host.strip("[]"), int(port)), left_s).close()
+            return ""
+        except ConnectionRefusedError:
+            limit_s = STORE_S
+        except (socket.gaierror, ValueError):  # a name that nobody knows, or that is none: torch tells of it
+            return ""
+        except OSError as error:
+            why = error.strerror or str(error)
         time.sleep(pause_s)
         pause_s = min(pause_s * 1.5, _MAX_LOOK_S)
     return why if limit_s > STORE_S else ""
@@ -167,8 +163,9 @@ if __name__ == "__main__":
     own = os.path.dirname(os.path.abspath(__file__))
     if sys.path[0] == own:  # not with PYTHONSAFEPATH
         del sys.path[0]
+    os.environ["TORCHRUN_AGENT_PID"] = str(os.getpid())  # by which its children know that they are workers
     pipes = sys.argv.pop(1)
-    change_workers(pipes, os.environ.pop("TORCHRUN_RESTARTS", ""))
+    change_workers(pipes, os.environ.pop("TORCHRUN_RESTARTS", ""), os.environ.pop("TORCHRUN_METRICS_FOLDER", ""))
     news = News(os.path.join(pipes, "agent.workers"))
     news.follow()
     from torch.distributed.run import main

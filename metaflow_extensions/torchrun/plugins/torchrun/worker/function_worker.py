@@ -144,27 +144,14 @@ def keep_flows_from_running() -> None:
 
 def rename(module: ModuleType) -> None:
     """Set `__module__` of all functions and classes of `module` to ``__main__``, as it is in the task and in later steps."""
-    stack, seen = list(vars(module).values()), set()
+    stack = list(vars(module).values())
     while stack:
         thing = stack.pop()
-        if id(thing) in seen or own_module(thing) != _MAIN:
-            continue
-        seen.add(id(thing))
-        with suppress(AttributeError, TypeError):
-            thing.__module__ = "__main__"
-        if isinstance(thing, type):
-            stack += [getattr(member, "__func__", member) for member in vars(thing).values()]
-
-
-def own_module(thing: Any) -> str | None:
-    """Return the module that a function, a class or a wrapper of one says it is of; objects say their class's."""
-    if isinstance(thing, (type, FunctionType)):
-        return thing.__module__
-    try:
-        module: str | None = vars(thing).get("__module__")
-    except Exception:  # no __dict__, or a proxy of something that is not there
-        return None
-    return module
+        with suppress(Exception):  # no __dict__, a proxy of something that is not there, an attribute that is read only
+            # Objects have it of their class; functions and what wraps one have their own.
+            if (thing.__module__ if isinstance(thing, FunctionType) else vars(thing)["__module__"]) == _MAIN:
+                thing.__module__ = "__main__"
+                stack += [getattr(each, "__func__", each) for each in vars(thing).values() if isinstance(thing, type)]
 
 
 def begin_process_group(process_group: str | None) -> None:
@@ -307,9 +294,9 @@ def store(value: Any, rank: int, path: str) -> None:
         with whole(path) as file:
             dump(value, file, on_cpu)
             file.write(f"\n{kind}".encode())
-    except (OSError, KeyboardInterrupt):
-        raise  # as in dump
-    except BaseException as error:  # also an exit, in a __reduce__ of its class
+    except OSError:
+        raise  # the disk's fault
+    except Exception as error:
         hint = "" if find_cloud_pickler() else " (cloudpickle, which can carry more, is not installed)"
         text = f"Rank {rank} returned a {kind}, which can't be pickled: {words_of(error)}{hint}"
         raise CantReturn(text) from error
@@ -324,16 +311,13 @@ def report_of(error: BaseException) -> dict[str, Any]:
     try:
         dump(error, file, on_cpu)
         return {"exception": file.getvalue(), "text": text}
-    except BaseException as problem:  # as above
+    except Exception as problem:
         return {"exception": None, "text": text, "why": f"it can't be pickled ({words_of(problem)})"}
 
 
 def words_of(error: BaseException) -> str:
-    """Return type and text of an exception, whatever its class does when it is asked for them."""
-    try:
-        return "".join(traceback.format_exception_only(type(error), error)).strip()
-    except BaseException:
-        return type(error).__name__
+    """Return type and text of an exception."""
+    return "".join(traceback.format_exception_only(type(error), error)).strip()
 
 
 @contextmanager

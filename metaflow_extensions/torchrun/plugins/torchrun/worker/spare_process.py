@@ -23,6 +23,13 @@ from typing import Any
 KIND = "TORCHRUN_SPARE"
 ACCEPTED = b"accepted"
 ANSWER_S = 60.0  # a cold start would need most of it for the same imports
+# What Python and torch read at their start (2.13, CPU build), and what GPUs add to that, by the beginnings of names.
+READ_AT_START = (
+    *("PY", "LD_", "GLIBC_", "MALLOC_", "LC_", "LANG", "TZ", "HOME", "TMP", "TEMP", "XDG_", "USE_", "COV", "LOGLEVEL"),
+    *("TORCH", "FX_", "COMPILE_", "C10_", "ATEN_", "KINETO_", "GLOG_", "NPY_", "NUM", "GFORTRAN_", "INTEL_", "ACC_"),
+    *("OMP_", "GOMP_", "KMP_", "MKL", "OPEN", "GOTO_", "BLIS_", "DNNL_", "ONEDNN_", "I_MPI_", "MPI_", "OMPI_", "SSL_"),
+    *("CU", "NVIDIA_", "HIP_", "ROCR_", "HSA_", "XLA_", "NEURON_", "HABANA_"),
+)
 _PROGRAM = os.path.join(os.path.dirname(os.path.abspath(__file__)), "spare.py")
 
 

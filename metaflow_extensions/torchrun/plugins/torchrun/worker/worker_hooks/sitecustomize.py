@@ -1,6 +1,6 @@
 """Records the exception that ends a worker, and lets a worker be asked for its stack.
 
-It also names the file for the worker's metrics, and records at the worker's end whether it has trained by itself.
+It also records at the worker's end whether it has trained by itself.
 
 Python imports the first module of this name on its path before it runs a script; `launch.command` puts this folder
 first. Every Python process of a launch loads it, so it imports nothing that costs anything. It acts only in a worker,
@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from types import TracebackType
 
-_AGENT = "TORCHRUN_AGENT_PID"
 _SPARE = "TORCHRUN_SPARE"
 _RECORD = "exception.json"
 _ALONE = "trained-alone"
@@ -28,20 +27,7 @@ _MAX_TRACEBACK_CHARS = 32 * 1024
 
 
 def _is_worker() -> bool:
-    agent = os.environ.get(_AGENT)
-    if agent == "":  # the first Python of a launch is its agent
-        os.environ[_AGENT] = str(os.getpid())
-    return agent == str(os.getppid())
-
-
-# --- what it finds in its environment ---------------------------------------------------------
-
-
-def _name_its_metrics() -> None:
-    """Name the file of this rank, for itself and for all that it starts; `node.progress_observer` reads it."""
-    folder, rank = os.environ.get("TORCHRUN_METRICS_FOLDER"), os.environ.get("LOCAL_RANK")
-    if folder and rank:  # what the user has set stays
-        os.environ.setdefault("TORCHRUN_METRICS", os.path.join(folder, rank + ".jsonl"))
+    return os.environ.get("TORCHRUN_AGENT_PID") == str(os.getppid())
 
 
 # --- what ended it ----------------------------------------------------------------------------
@@ -49,8 +35,6 @@ def _name_its_metrics() -> None:
 
 def _record_the_end() -> None:
     # Not torchelastic's own error file: it is left to the user's @record, and torchrun prints what it holds once more.
-    if _own_file(_RECORD) is None and not _is_spare:
-        return
     import _thread
     import atexit
 
@@ -64,7 +48,7 @@ def _record_the_end() -> None:
             if error is not None and _nobody_catches(error):
                 trace = _from_users_line(error, trace)
                 own = (getpid(), get_ident()) == here
-                path = _own_file(_RECORD)
+                path = _folder and os.path.join(_folder, _RECORD)
                 # KeyboardInterrupt is how Python dies of SIGINT, unless its hook has compiled anything (3.10 to 3.13).
                 if own and path and type(error) is not KeyboardInterrupt and not os.path.exists(path):
                     _record(path, error, trace)
@@ -80,18 +64,6 @@ def _record_the_end() -> None:
     # first runs last.
     sys.excepthook = sys.__excepthook__ = excepthook
     atexit.register(lambda: look(getattr(sys, "last_value", None), getattr(sys, "last_traceback", None)))
-
-
-def _own_file(name: str) -> "str | None":
-    """Return the path of a file in this worker's own folder; None without one."""
-    return os.path.join(_folder, name) if _folder else None
-
-
-def _find_folder() -> None:
-    """Remember this worker's own folder, where torchrun has its logs."""
-    global _folder
-    error_file = os.environ.get("TORCHELASTIC_ERROR_FILE")
-    _folder = os.path.dirname(os.path.abspath(error_file)) if error_file else None
 
 
 def _in_one_piece(show: "Callable[[], None]") -> None:
@@ -192,8 +164,6 @@ def _tell_of_training_alone() -> None:
     Then this rank has exchanged none with the others, which is rarely meant. If anything about this can't be found out,
     no file is written.
     """
-    if _own_file(_ALONE) is None and not _is_spare:
-        return
     import atexit
 
     getpid = os.getpid
@@ -201,10 +171,9 @@ def _tell_of_training_alone() -> None:
 
     def look() -> None:
         try:
-            path = _own_file(_ALONE)
-            if path is None or os.environ.get("WORLD_SIZE") == "1" or getpid() != own:
-                return
-            if _has_trained() and not _has_exchanged():
+            path = _folder and os.path.join(_folder, _ALONE)
+            is_one_of_many = os.environ.get("WORLD_SIZE") != "1" and getpid() == own
+            if path and is_one_of_many and _has_trained() and not _has_exchanged():
                 open(path, "w").close()
         except BaseException:  # noqa: S110 - another torch, a full disk
             pass
@@ -251,11 +220,6 @@ def _accelerate_is_alone() -> bool:
 # --- what lets it be asked for its stack --------------------------------------------------------
 
 
-# Far above the numbers that a program's own files get: the kernel gives the lowest free one, and a script may expect it.
-# A program that closes all files, as a daemon does, and opens others does not meet this number soon either.
-_HIGH = 200
-
-
 def _let_be_asked() -> None:
     """Write the Python stack of the main thread at a signal, even in a hang; `machine.stacks` sends it and reads that."""
     import faulthandler  # built into the interpreter
@@ -266,51 +230,33 @@ def _let_be_asked() -> None:
     path = os.path.join(os.environ["TORCHRUN_STACKS_FOLDER"], "torchrun-stacks-" + str(os.getpid()))
     file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC, 0o600)
     os.unlink(path)
+    # Far above the numbers that a program's own files get: the kernel gives the lowest free one, and a script may expect
+    # it. A program that closes all files and opens others does not meet this number soon either.
+    if not os.path.exists("/proc/self/fd/200"):
+        try:
+            low, file = file, os.dup2(file, 200, inheritable=False)
+            os.close(low)
+        except OSError:  # over the limit of open files
+            pass
     # The stack of the thread that gets the signal, which is the main one. All threads would be a risk: the handler reads
     # frames that their threads change meanwhile, and about one time in 3 000 that ends the process (CPython issue
     # 116008, seen with 3.11).
-    faulthandler.register(number, file=_moved(file), all_threads=False, chain=False)
-
-
-def _moved(file: int) -> int:
-    """Return the file under its high number, or as it is where that number is taken or over the limit."""
-    try:
-        os.fstat(_HIGH)
-    except OSError:  # nobody has it
-        try:
-            os.dup2(file, _HIGH, inheritable=False)
-        except OSError:  # over the limit of open files
-            return file
-        os.close(file)
-        return _HIGH
-    return file
+    faulthandler.register(number, file=file, all_threads=False, chain=False)
 
 
 # --- beginning --------------------------------------------------------------------------------
 
 
-_folder: "str | None" = None
+_folder = ""  # this worker's own, where torchrun has its logs
 _kind = os.environ.pop(_SPARE, None)  # of this process, while it is a spare: "agent" or "worker"
-_is_spare = _kind == "worker"
 
 
-def _begin_worker() -> None:
-    _find_folder()
-    _arrange(_name_its_metrics, _record_the_end, _tell_of_training_alone, _let_be_asked)
-
-
-def _begin_spare() -> None:
-    """Do the part that must precede all imports of a spare; `worker/spare.py` finds this module again."""
-    sys.modules["torchrun_worker_hooks"] = sys.modules[__name__]
-    if _is_spare:
-        _arrange(_record_the_end, _tell_of_training_alone)
-
-
-def _begin_program() -> None:
-    """Do the rest, when a spare has got the environment of its worker."""
+def begin_program() -> None:
+    """Do what needs the environment of a worker; `worker/spare.py` calls this when it has got that."""
+    global _folder
     if _is_worker():
-        _find_folder()
-        _arrange(_name_its_metrics, _let_be_asked)
+        _folder = os.path.dirname(os.environ.get("TORCHELASTIC_ERROR_FILE", ""))
+        _arrange(_let_be_asked)
 
 
 def _arrange(*what: "Callable[[], None]") -> None:
@@ -329,8 +275,10 @@ def _step_aside() -> None:
     __import__("sitecustomize")
 
 
+if _kind == "worker" or _is_worker():
+    _arrange(_record_the_end, _tell_of_training_alone)  # before all imports, so that their exit handlers run first
 if _kind:
-    _begin_spare()
-elif _is_worker():
-    _begin_worker()
+    sys.modules["torchrun_worker_hooks"] = sys.modules[__name__]  # where `worker/spare.py` finds it again
+else:
+    begin_program()
 _step_aside()

@@ -47,10 +47,7 @@ def report(
     >>> report(step=3, total=100, loss=0.2)
     >>> report(3, 100, **{"val/loss": 0.3})
     """
-    env = os.environ
-    path = env.get("TORCHRUN_METRICS")
-    if not path and (folder := env.get("TORCHRUN_METRICS_FOLDER")):  # started by a worker that is no Python
-        path = os.path.join(folder, f"{env.get('LOCAL_RANK', '0')}.jsonl")
+    path = os.environ.get("TORCHRUN_METRICS")
     if not path:
         return
     problems: list[str] = []
