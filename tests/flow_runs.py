@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from textwrap import indent
 from typing import Any
 
 import psutil
@@ -152,6 +153,34 @@ def supervisor(flow: FlowRun, task: int) -> psutil.Process:
                 beside.append(process)
     (found,) = [each for each in beside if each.parent() in beside]
     return found
+
+
+def write_flow(
+    folder: Path, train: str, step: str = "@torchrun", size: int = 2, head: str = "", more: str = ""
+) -> None:
+    """Write ``flow.py``, whose step `train`, decorated with `step`, runs some lines; `more` are further steps."""
+    shutil.copy(FLOWS / "around.py", folder)
+    lines = indent(train.strip(), " " * 8)
+    text = f"""{head}
+from around import Around
+from metaflow import card, current, step, torchrun
+
+
+class Gang(Around):
+    size = {size}
+
+    {step}
+    @step
+    def train(self):
+{lines}
+        self.next(self.join)
+
+{indent(more, " " * 4)}
+
+if __name__ == "__main__":
+    Gang()
+"""
+    (folder / "flow.py").write_text(text, encoding="utf-8")
 
 
 StartFlow = Callable[..., FlowRun]

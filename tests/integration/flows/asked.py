@@ -3,12 +3,13 @@
 import json
 import os
 
-from metaflow import FlowSpec, current, step, torchrun
+from around import Around
+from metaflow import current, step, torchrun
 
 OUT = os.environ["GANG_OUT"]
 
 
-class AskedFlow(FlowSpec):
+class AskedFlow(Around):
     @step
     def start(self):
         with open(f"{OUT}/run", "w") as file:
@@ -21,14 +22,6 @@ class AskedFlow(FlowSpec):
         for number in range(2):
             current.torch.run("asked_worker.py", {"number": number}, nproc_per_node=2)
         self.next(self.join)
-
-    @step
-    def join(self, inputs):
-        self.next(self.end)
-
-    @step
-    def end(self):
-        pass
 
 
 if __name__ == "__main__":

@@ -7,11 +7,12 @@ import os
 import time
 from pathlib import Path
 
-from metaflow import FlowSpec, current, step, torchrun
+from around import Around
+from metaflow import current, step, torchrun
 from notes import note
 
 
-class BegunLateFlow(FlowSpec):
+class BegunLateFlow(Around):
     @step
     def start(self):
         note("run", current.run_id)
@@ -30,14 +31,6 @@ class BegunLateFlow(FlowSpec):
     def train(self):
         current.torch.run("works.py")
         self.next(self.join)
-
-    @step
-    def join(self, inputs):
-        self.next(self.end)
-
-    @step
-    def end(self):
-        pass
 
 
 if __name__ == "__main__":

@@ -1,14 +1,11 @@
 """A gang whose failure is caught by Metaflow."""
 
-from metaflow import FlowSpec, catch, current, step, torchrun
+from around import Around
+from metaflow import catch, current, step, torchrun
 from notes import note
 
 
-class CaughtFlow(FlowSpec):
-    @step
-    def start(self):
-        self.next(self.train, num_parallel=2)
-
+class CaughtFlow(Around):
     @catch(var="failure")
     @torchrun
     @step

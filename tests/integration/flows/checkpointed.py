@@ -4,7 +4,8 @@ import os
 import tempfile
 from pathlib import Path
 
-from metaflow import Checkpoint, FlowSpec, checkpoint, current, retry, step, torchrun
+from around import Around
+from metaflow import Checkpoint, checkpoint, current, retry, step, torchrun
 from notes import note
 
 
@@ -36,11 +37,7 @@ def follow_recipe():
         return [before, recipe.load_last(second), Path(second, "mine").read_text()]
 
 
-class CheckpointedFlow(FlowSpec):
-    @step
-    def start(self):
-        self.next(self.train, num_parallel=2)
-
+class CheckpointedFlow(Around):
     @retry(times=2, minutes_between_retries=0)
     @checkpoint(load_policy="none", show_card=False)
     @torchrun(max_restarts=1, restart_on="user", grace_s=20)
@@ -53,14 +50,6 @@ class CheckpointedFlow(FlowSpec):
             count = len(current.checkpoint.list())
             note("seen", {"by functions": list(seen), "task": current.pathspec, "by the task": count})
         self.next(self.join)
-
-    @step
-    def join(self, inputs):
-        self.next(self.end)
-
-    @step
-    def end(self):
-        pass
 
 
 if __name__ == "__main__":

@@ -6,7 +6,8 @@ import sys
 import time
 from dataclasses import dataclass
 
-from metaflow import FlowSpec, TorchrunError, current, step, torchrun
+from around import Around
+from metaflow import TorchrunError, current, step, torchrun
 from notes import note
 
 
@@ -62,11 +63,7 @@ def fail_on(rank):
     time.sleep(300)
 
 
-class FunctionsFlow(FlowSpec):
-    @step
-    def start(self):
-        self.next(self.train, num_parallel=2)
-
+class FunctionsFlow(Around):
     @torchrun(nproc_per_node=2)
     @step
     def train(self):

@@ -2,7 +2,8 @@
 
 import os
 
-from metaflow import FlowMutator, FlowSpec, current, parallel, step
+from around import Around
+from metaflow import FlowMutator, current, parallel, step
 
 
 class GangByName(FlowMutator):
@@ -22,25 +23,13 @@ MADE = os.environ["MADE"]
 
 
 @(GangByName if MADE == "by a mutator" else same)
-class UndecoratedFlow(FlowSpec):
-    @step
-    def start(self):
-        self.next(self.train, num_parallel=2)
-
+class UndecoratedFlow(Around):
     @(same if MADE == "plain" else parallel)
     @step
     def train(self):
         gang = current.torch
         gang.run("worker.py")
         self.next(self.join)
-
-    @step
-    def join(self, inputs):
-        self.next(self.end)
-
-    @step
-    def end(self):
-        pass
 
 
 if __name__ == "__main__":

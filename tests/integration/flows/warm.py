@@ -8,7 +8,8 @@ import os
 import signal
 import sys
 
-from metaflow import FlowSpec, TorchrunError, current, step, torchrun
+from around import Around
+from metaflow import TorchrunError, current, step, torchrun
 from notes import note
 from spares import await_spares
 
@@ -49,12 +50,10 @@ def launched(run, number):
     return {rank: event["exit_code"] for event in ends if event["generation"] == 0 for rank in event["ranks"]}
 
 
-class WarmFlow(FlowSpec):
-    """Keeps what came of each launch, in the order of their numbers."""
+class WarmFlow(Around):
+    size = 1
 
-    @step
-    def start(self):
-        self.next(self.train, num_parallel=1)
+    """Keeps what came of each launch, in the order of their numbers."""
 
     @torchrun(nproc_per_node=NPROC, warm="workers", preload=["numpy.random"])
     @step
@@ -72,14 +71,6 @@ class WarmFlow(FlowSpec):
                 ended.append({"name": launch["name"], "variant": warm, "exit_codes": codes})
         note("launches", ended)
         self.next(self.join)
-
-    @step
-    def join(self, inputs):
-        self.next(self.end)
-
-    @step
-    def end(self):
-        pass
 
 
 if __name__ == "__main__":
