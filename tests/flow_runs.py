@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -15,6 +16,7 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from textwrap import indent
 from typing import Any
 
 import psutil
@@ -86,6 +88,15 @@ class Running:
     def text(self) -> str:
         return "\n".join(line.text for line in self.lines)
 
+    def await_text(self, pattern: str, after: int = 0, timeout_s: float = 120) -> re.Match[str]:
+        """Wait until something that was written after so many characters matches."""
+        deadline = time.monotonic() + limit_s(timeout_s)
+        while (found := re.compile(pattern).search(self.text, after)) is None:
+            assert self.process.poll() is None, self.text
+            assert time.monotonic() < deadline, self.text
+            time.sleep(0.05)
+        return found
+
     def wait(self, timeout_s: float = 120) -> int:
         """Wait for its end, so long on a quiet machine."""
         code = self.process.wait(limit_s(timeout_s))
@@ -98,8 +109,21 @@ class FlowRun(Running):
     """A flow on this machine."""
 
     def __init__(self, command: list[str], folder: Path, env: dict[str, str], home: Path) -> None:
-        self.out, self.home = Path(env["GANG_OUT"]), home
+        self.out, self.home, self._command, self._folder = Path(env["GANG_OUT"]), home, command, folder
         super().__init__(command, folder, env)
+
+    @property
+    def run_id(self) -> str:
+        (found,) = set(re.findall(r"\(run-id (\d+)\)", self.text))
+        return found
+
+    def ask(self, *words: str, expect: int = 0, **env: str) -> str:
+        """Return what ``torchrun WORDS`` says of this flow, and what it complains of if that is expected."""
+        command = [*self._command[:3], "torchrun", *words]
+        env = {**self.env, **env}
+        asked = subprocess.run(command, cwd=self._folder, env=env, capture_output=True, text=True, timeout=limit_s(120))
+        assert asked.returncode == expect, asked.stdout + asked.stderr
+        return asked.stdout + (asked.stderr if expect else "")
 
     def note(self, name: str) -> Any:
         return json.loads((self.out / name).read_text())
@@ -152,6 +176,34 @@ def supervisor(flow: FlowRun, task: int) -> psutil.Process:
                 beside.append(process)
     (found,) = [each for each in beside if each.parent() in beside]
     return found
+
+
+def write_flow(
+    folder: Path, train: str, step: str = "@torchrun", size: int = 2, head: str = "", more: str = ""
+) -> None:
+    """Write ``flow.py``, whose step `train`, decorated with `step`, runs some lines; `more` are further steps."""
+    shutil.copy(FLOWS / "around.py", folder)
+    lines = indent(train.strip(), " " * 8)
+    text = f"""{head}
+from around import Around
+from metaflow import card, current, step, torchrun
+
+
+class Gang(Around):
+    size = {size}
+
+    {step}
+    @step
+    def train(self):
+{lines}
+        self.next(self.join)
+
+{indent(more, " " * 4)}
+
+if __name__ == "__main__":
+    Gang()
+"""
+    (folder / "flow.py").write_text(text, encoding="utf-8")
 
 
 StartFlow = Callable[..., FlowRun]

@@ -52,6 +52,23 @@ def command_line(pid: int, most: int | None = 160) -> str:
     return "gone"
 
 
+# A reader that does not read for a while, of a pipe that is full soon.
+_PAUSING = """
+import fcntl, os, sys, time
+fcntl.fcntl(0, fcntl.F_SETPIPE_SZ, 4096)
+while not os.path.exists(sys.argv[1]):
+    time.sleep(0.01)
+while data := os.read(0, 1 << 20):
+    os.write(1, data)
+"""
+
+
+def read_from(path: Path) -> list[str]:
+    """Return what stands before a node's command so that nobody reads what it writes until there is such a file."""
+    piped = 'reader=$1 until=$2; shift 2; exec "$@" > >(exec python3 -c "$reader" "$until") 2>&1'
+    return ["bash", "-c", piped, "bash", _PAUSING, str(path)]
+
+
 @dataclass
 class Outcome:
     """What a fault came to."""
@@ -105,7 +122,6 @@ class Gang:
         wrap: Mapping[int, list[str]] = _NONE,
         agent_env: Mapping[str, str] = _NONE,
         own_code: Mapping[int, str] = _NONE,
-        fails_late: Collection[int] = (),
         options_of: Mapping[int, Mapping[str, Any]] = _NONE,
         main_ip: str = "10.77.0.1",
         etc_hosts: str = ETC_HOSTS,
@@ -116,12 +132,11 @@ class Gang:
         """Start the nodes that are not `absent`.
 
         `late` says how many seconds after its begin a node joins; `step` what the step's own code does before it joins
-        (see ``node.py``), `own_code` what it does before the launches (a node without launches waits), and who
-        `fails_late` does so after all; `gang` is the control task's id; `wrap` is what stands before a node's command;
-        `stand_in` has a stand-in for torchrun start the workers, where torchrun has no part in what is tested;
-        `main_ip` is the address of a control node with a host of its own, as Metaflow says it, ``own name`` what its
-        name resolves to there; `etc_hosts` is for all hosts; `options` are those of ``run``, and `options_of` those of
-        one node alone.
+        (see ``node.py``), `own_code` what it does before the launches (a node without launches waits); `gang` is the
+        control task's id; `wrap` is what stands before a node's command; `stand_in` has a stand-in for torchrun start
+        the workers, where torchrun has no part in what is tested; `main_ip` is the address of a control node with a
+        host of its own, as Metaflow says it, ``own name`` what its name resolves to there; `etc_hosts` is for all
+        hosts; `options` are those of ``run``, and `options_of` those of one node alone.
         """
         self.out.mkdir(exist_ok=True)
         self.temporary.mkdir()
@@ -149,7 +164,6 @@ class Gang:
                 "step": step.get(node),
                 "launches": count,
                 "own_code": own_code.get(node, "" if count else "wait"),
-                "fails_late": node in fails_late,
             }
             if node not in absent:
                 self.start_node(node)

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pages
 import pytest
-from flow_runs import Running
+from flow_runs import Running, write_flow
 from pages import REPOSITORY
 
 END_S = 240  # on a machine that does much else
@@ -46,37 +46,6 @@ for epoch in range(begin, 4):
 print(f"END {begin} {sorted(os.listdir())}")
 del parallel
 dist.destroy_process_group()
-"""
-# Each node has a disk of its own.
-OWN_DISKS = """
-import os
-
-from metaflow import FlowSpec, current, step, torchrun
-
-
-class OwnDisks(FlowSpec):
-    @step
-    def start(self):
-        self.next(self.train, num_parallel=2)
-
-    @torchrun(max_restarts=1)
-    @step
-    def train(self):
-        os.mkdir(f"disk-{current.parallel.node_index}")
-        current.torch.run("recipe.py", cwd=f"disk-{current.parallel.node_index}")
-        self.next(self.join)
-
-    @step
-    def join(self, inputs):
-        self.next(self.end)
-
-    @step
-    def end(self):
-        pass
-
-
-if __name__ == "__main__":
-    OwnDisks()
 """
 
 
@@ -140,18 +109,6 @@ def test_one_gpu_and_many_train_alike(tmp_path):
 
 
 @pytest.mark.long
-def test_the_scripts_of_the_examples_run_without_metaflow():
-    command = "torchrun --standalone --nproc-per-node=2 hello/train.py"
-    page = (REPOSITORY / "examples" / "README.md").read_text(encoding="utf-8")
-    assert command in page
-    torchrun = [sys.executable, "-m", "torch.distributed.run", *command.split()[1:]]
-    env = {**os.environ, "PYTHONDONTWRITEBYTECODE": "1"}
-    ran = subprocess.run(torchrun, cwd=REPOSITORY / "examples", env=env, capture_output=True, text=True, check=False)
-    assert ran.returncode == 0, ran.stderr
-    assert "hello from rank 1 of 2" in ran.stdout
-
-
-@pytest.mark.long
 def test_the_steps_and_lines_of_the_pages_run(start_flow, tmp_path):
     (tmp_path / "flow.py").write_text(pages.flow_of_pages())
     (tmp_path / "train.py").write_text(ANY_SCRIPT)
@@ -202,29 +159,8 @@ def test_the_first_five_minutes(start_flow, tmp_path):
 
 
 REPORTS = """
-from metaflow import FlowSpec, card, current, step, torchrun
-
-
-class Reports(FlowSpec):
-    @step
-    def start(self):
-        self.next(self.train, num_parallel=2)
-
-    @torchrun
-    @step
-    def train(self):
-        self.result = current.torch.run("train.py", nproc_per_node=2, warm="workers")
-        print("METRICS", current.parallel.node_index, self.result.metrics, len(self.result.history))
-        self.next(self.join)
-
-{join}
-    @step
-    def end(self):
-        pass
-
-
-if __name__ == "__main__":
-    Reports()
+self.result = current.torch.run("train.py", nproc_per_node=2, warm="workers")
+print("METRICS", current.parallel.node_index, self.result.metrics, len(self.result.history))
 """
 
 
@@ -235,7 +171,7 @@ def test_what_a_script_reports_reaches_the_result_and_a_later_step_draws_it(star
         for first in ("from metaflow_torchrun", "@card")
     )
     (tmp_path / "train.py").write_text(script)
-    (tmp_path / "flow.py").write_text(REPORTS.format(join=pages.indented(join)))
+    write_flow(tmp_path, REPORTS, more=join)
     run = start_flow(flow="flow.py", folder=tmp_path, stand_in=True)
     assert run.wait(170) == 0, run.text
     last = "{'step': 999, 'total': 1000, 'loss': 0.001}"
@@ -248,7 +184,10 @@ def test_what_a_script_reports_reaches_the_result_and_a_later_step_draws_it(star
 def test_with_the_recipe_all_ranks_go_on_from_one_epoch_though_each_node_has_its_own_disk(start_flow, tmp_path):
     script = next(block for block in pages.blocks_of("docs/recipes/checkpoints.md") if "def save(" in block.text)
     (tmp_path / "recipe.py").write_text(script.text + USES_IT)
-    (tmp_path / "flow.py").write_text(OWN_DISKS)
+    own_disk = (
+        'folder = f"disk-{current.parallel.node_index}"\nos.mkdir(folder)\ncurrent.torch.run("recipe.py", cwd=folder)'
+    )
+    write_flow(tmp_path, own_disk, "@torchrun(max_restarts=1)", head="import os")
     run = start_flow(flow="flow.py", folder=tmp_path)
     assert run.wait(170) == 0, run.text
     begun = re.findall(r"\[rank (\d)\] BEGIN restart (\d) epoch (\d) state (\d) weights (\S+)", run.text)
@@ -260,3 +199,33 @@ def test_with_the_recipe_all_ranks_go_on_from_one_epoch_though_each_node_has_its
     )
     ends = sorted(re.findall(r"\[rank (\d)\] END 2 (.*)", run.text))
     assert ends == [("0", "['model.pt']"), ("1", "[]")]
+
+
+# Each time it goes on one step, until two have failed; the second of them by the last restart of its attempt.
+CHECKPOINTED = """
+
+def work():
+    if os.environ["RANK"] == "0":
+        with tempfile.TemporaryDirectory() as folder:
+            done = load_last(folder)
+            print("WENT ON AFTER", done, sorted(os.listdir(folder)), flush=True)
+            Path(folder, f"step {done + 1}").touch()
+            save(done + 1, folder)
+        assert done == 2, "as told"
+"""
+
+
+@pytest.mark.long
+def test_with_metaflows_checkpoints_a_restart_and_a_retry_go_on_after_the_last(start_flow, tmp_path):
+    """examples/checkpoint has more: see tests/frameworks/test_checkpoints.py."""
+    (recipe,) = [block.text for block in pages.blocks_of("docs/checkpoints.md") if "Checkpoint()" in block.text]
+    head = (
+        f"import os, tempfile\nfrom pathlib import Path\nfrom metaflow import checkpoint, retry\n{recipe}{CHECKPOINTED}"
+    )
+    decorators = '@retry(times=1, minutes_between_retries=0)\n    @checkpoint(load_policy="none", show_card=False)'
+    decorators += '\n    @torchrun(max_restarts=1, restart_on="user")'
+    write_flow(tmp_path, "current.torch.run(work)", decorators, head=head)
+    flow = start_flow(flow="flow.py", folder=tmp_path, stand_in=True)
+    assert flow.wait() == 0, flow.text
+    told = re.findall(r"WENT ON AFTER (.*)", flow.text)
+    assert told == ["0 []", "1 ['step 1']", "2 ['step 1', 'step 2']"]

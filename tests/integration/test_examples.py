@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import re
 import shlex
 import shutil
 import socket
 import subprocess
 import sys
-import time
-from collections.abc import Mapping
 from pathlib import Path
 
-import psutil
 import pytest
 
 # They train, and import PyTorch up to eighteen times: on a machine that does much else, the longest takes minutes.
@@ -21,7 +17,6 @@ END_S = 400
 pytestmark = pytest.mark.timeout(2 * END_S)
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
-NONE: Mapping[str, str] = {}
 
 
 def commands(example: str) -> list[str]:
@@ -39,39 +34,47 @@ def outputs(example: str) -> list[str]:
 
 
 @pytest.fixture
-def begin_example(start_flow, tmp_path):
-    """Return a function that starts one command of a README in a copy of its folder.
+def example(start_flow, tmp_path):
+    """Return a function that runs one command of a README to its end, in a copy of its folder.
 
-    What stands after the command is added to it, to spend less time on it: fewer processes or steps. Then follow changes
-    of the flow that the README asks for.
+    What stands after the command is added to it, to spend less time on it: fewer processes or steps.
     """
 
-    def begin(name: str, command: str, added: str = "", changes: Mapping[str, str] = NONE):
+    def run(name: str, command: str, added: str = "", expect: int = 0):
         assert command in commands(name), f"the README of {name} does not say so"
         folder = tmp_path / name
         program, flow, verb, *arguments = shlex.split(command)
         if not folder.exists():
             shutil.copytree(EXAMPLES / name, folder)
-        for before, after in changes.items():
-            source = (folder / flow).read_text()
-            assert before in source
-            (folder / flow).write_text(source.replace(before, after))
         assert (program, verb) == ("python", "run")
-        return start_flow(*arguments, *added.split(), flow=flow, folder=folder)
-
-    return begin
-
-
-@pytest.fixture
-def example(begin_example):
-    """Return a function that runs one command of a README to its end."""
-
-    def run(*words: str, expect: int = 0):
-        started = begin_example(*words)
+        started = start_flow(*arguments, *added.split(), flow=flow, folder=folder)
         assert started.wait(END_S) == expect, started.text
         return started
 
     return run
+
+
+LINK = r"\[rank 0\] node {} \(host \S+\) to node {} \(host \S+\): [\d.]+ GB/s over gloo"
+SAYS = {  # command and options to spend less time on it, and what is printed
+    "check-links": (
+        "python flow.py run", "--nproc 1",
+        [
+            r"\[rank 0\] all-reduce over 2 ranks: [\d.]+ ms, [\d.]+ GB/s \(bus [\d.]+ GB/s\)",
+            LINK.format(0, 1), LINK.format(1, 0), r"\[rank 1\] it trains", "reach each other, and have trained",
+        ],
+    ),
+    "tensor-pass": ("python flow.py run", "--nproc 1", ["2 ranks.*ok"]),
+    "single-node": ("python flow.py run", "", ["2 ranks.*ok"]),
+    # With more than one process, and without Metaflow: test_documents.py.
+    "one-gpu": (
+        "python flow.py run --nodes 1 --nproc 1", "--epochs 1",
+        [r"\[rank 0\] epoch 0: loss 0\.\d{4}", "stored: <Outputs: 1 file"],
+    ),
+    "from-shell": (
+        "python flow.py run", "--nproc 1",
+        [r"y = 3\.00 x \+ -1\.00, loss 0\.0000", "2 ranks over gloo have the same weights: ok"],
+    ),
+}  # fmt: skip
 
 
 @pytest.mark.long  # but for `make test-matrix`: the README's own example says it for one
@@ -81,43 +84,11 @@ def test_hello(example):
 
 
 @pytest.mark.long
-def test_check_links(example):
-    flow = example("check-links", "python flow.py run", "--nproc 1")
-    reduced = r"all-reduce over 2 ranks: [\d.]+ ms, [\d.]+ GB/s \(bus [\d.]+ GB/s\)"
-    links = [
-        rf"node {one} \(host \S+\) to node {other} \(host \S+\): [\d.]+ GB/s over gloo" for one, other in ("01", "10")
-    ]
-    for line in (reduced, *links):
-        assert len(re.findall(rf"\[rank 0\] {line}", flow.text)) == 1, flow.text
-    assert sorted(re.findall(r"\[rank (\d)\] it trains", flow.text)) == ["0", "1"], "after the check"
-    assert "all nodes reach each other, and have trained" in flow.text
-
-
-@pytest.mark.long
-def test_tensor_pass(example):
-    flow = example("tensor-pass", "python flow.py run", "--nproc 1")
-    assert re.search(r"2 ranks.*ok", flow.text), flow.text
-
-
-@pytest.mark.long
-def test_single_node(example):
-    flow = example("single-node", "python flow.py run")
-    assert re.search(r"2 ranks.*ok", flow.text), flow.text
-
-
-@pytest.mark.long
-def test_one_gpu_with_one_process_stores_the_model(example):
-    """With more, and without Metaflow: test_documents.py."""
-    flow = example("one-gpu", "python flow.py run --nodes 1 --nproc 1", "--epochs 1")
-    assert re.search(r"\[rank 0\] epoch 0: loss 0\.\d{4}", flow.text), flow.text
-    assert "stored: <Outputs: 1 file" in flow.text
-
-
-@pytest.mark.long
-def test_from_shell(example):
-    flow = example("from-shell", "python flow.py run", "--nproc 1")
-    assert re.search(r"y = 3\.00 x \+ -1\.00, loss 0\.0000", flow.text), flow.text
-    assert "2 ranks over gloo have the same weights: ok" in flow.text
+@pytest.mark.parametrize("name", SAYS)
+def test_it_says_what_its_readme_says(name, example):
+    command, added, patterns = SAYS[name]
+    flow = example(name, command, added)
+    assert [each for each in patterns if not re.search(each, flow.text)] == [], flow.text
 
 
 @pytest.mark.long
@@ -149,53 +120,6 @@ def test_torch_ddp_goes_on_where_its_snapshot_ends(example):
     assert "4 epochs are done already" in second.text
     assert epoch.findall(second.text) == ["4", "5"]
     assert "2 ranks over gloo ended with the same weights: ok" in second.text
-
-
-def await_line(flow, pattern: str) -> re.Match[str]:
-    deadline = time.monotonic() + END_S
-    while (found := re.search(pattern, flow.text)) is None:
-        assert flow.process.poll() is None, flow.text
-        assert time.monotonic() < deadline, flow.text
-        time.sleep(0.05)
-    return found
-
-
-def task_of_node(flow, node: int) -> psutil.Process:
-    words = [(process, process.cmdline()) for process in flow.processes()]
-    (task,) = [process for process, line in words if "step" in line and f"2_node_{node}" in line]
-    return task
-
-
-def losses_of_three_ranks(folder: Path, epochs: int) -> list[float]:
-    """Return the losses of an undisturbed training under torchrun."""
-    words = f"--standalone --nproc-per-node=3 train.py --epochs {epochs} --output-dir {folder}"
-    command = [sys.executable, "-m", "torch.distributed.run", *words.split()]
-    subprocess.run(command, cwd=EXAMPLES / "torch-ddp", check=True, capture_output=True)
-    return [each["loss"] for each in json.loads((folder / "metrics.json").read_text())["history"]]
-
-
-@pytest.mark.long
-def test_torch_ddp_goes_on_where_it_was_when_a_spare_takes_the_place_of_a_node(begin_example, tmp_path):
-    decorator = "@torchrun(max_restarts=1, spare_nodes=1)"
-    assert f"`{decorator}` in `flow.py`" in (EXAMPLES / "torch-ddp" / "README.md").read_text()
-    command = "python flow.py run --nodes 4 --epochs 60 --snapshot-dir lost --restarts 1"
-    flow = begin_example("torch-ddp", command, "--nproc 1", {"@torchrun\n": f"{decorator}\n"})
-    await_line(flow, r"\[rank 0\] epoch 3:")
-    seen = [process.environ() for process in flow.processes()]
-    # Who came last is the spare.
-    (lost,) = {int(env["MF_PARALLEL_NODE_INDEX"]) for env in seen if env.get("RANK") == "1"}
-    task_of_node(flow, lost).kill()
-    assert flow.wait(END_S) == 0, flow.text
-    said = rf"restart 1 of 1: .* SIGKILL(.*\n)*.* node \d, a spare, takes the place of node {lost}"
-    assert re.search(said, flow.text), flow.text
-    done = int(re.search(r"(\d+) epochs are done already", flow.text)[1])
-    assert 4 <= done < 60
-    # The epoch in which the node was lost may have been told before its snapshot was there.
-    told = [int(epoch) for epoch in re.findall(r"\[rank 0\] epoch (\d+): training", flow.text)]
-    assert told in ([*range(60)], [*range(done + 1), *range(done, 60)])
-    losses = [float(loss) for loss in re.findall(r"epoch \d+: loss (\d\.\d+), held-out", flow.text)]
-    assert losses == pytest.approx(losses_of_three_ranks(tmp_path, 60), abs=2e-3)
-    assert "3 ranks over gloo ended with the same weights: ok" in flow.text
 
 
 @pytest.mark.long
@@ -238,18 +162,20 @@ def failing_node(example, tmp_path):
 
     def run(*words, shown: int, **options):
         flow = example(*words, **options)
-        page = outputs("failing-node")[shown].replace("\\\n", "")  # a line that is too long for a page
-        for line in page.splitlines():
+        for line in outputs("failing-node")[shown].replace("\\\n", "").splitlines():  # a line too long for a page
             # How Python marks a place differs between its versions.
-            if line.removeprefix("[rank 3] [rank3]:").strip("|~^ "):
-                pattern = re.escape(line).replace(re.escape("(host vm)"), r"\(host \S+\)")
-                pattern = pattern.replace(re.escape("/home/me/examples"), re.escape(str(tmp_path)))
-                pattern = pattern.replace(re.escape("trained 6 s"), r"trained \d+ s")
+            if not line.removeprefix("[rank 3] [rank3]:").strip("|~^ "):
+                continue
+            pattern = re.escape(line)
+            for before, after in [
+                ("(host vm)", r"\(host \S+\)"),
+                ("/home/me/examples", re.escape(str(tmp_path))),
+                ("trained 6 s", r"trained \d+ s"),
                 # On a busy machine torchrun may take the exit code first, and tell it in its report.
-                pattern = pattern.replace(
-                    "a\\ worker\\ exited\\ with\\ code\\ 1", r"(a worker exited with code 1|rank 3 failed)"
-                )
-                assert re.search(pattern + "$", flow.text, re.MULTILINE), f"not printed: {line}\n{flow.text}"
+                ("a worker exited with code 1", "(a worker exited with code 1|rank 3 failed)"),
+            ]:
+                pattern = pattern.replace(re.escape(before), after)
+            assert re.search(pattern + "$", flow.text, re.MULTILINE), f"not printed: {line}\n{flow.text}"
         return flow
 
     return run
@@ -263,17 +189,9 @@ def test_failing_node_names_the_rank(failing_node):
 
 
 @pytest.mark.long
-def test_failing_node_that_is_killed(failing_node):
+def test_failing_node_in_other_ways(failing_node, example):
     failing_node("failing-node", "python flow.py run --how kill", expect=1, shown=1)
-
-
-@pytest.mark.long
-def test_failing_node_that_exits(failing_node):
     flow = failing_node("failing-node", "python flow.py run --how exit --fail-rank 0", "--nproc 1", expect=1, shown=2)
     assert len(re.findall(r"Rank 0 on node 0 \(host \S+\) exited with", flow.text)) == 2
-
-
-@pytest.mark.long
-def test_failing_node_that_does_not_fail(example):
     flow = example("failing-node", "python flow.py run --how none", "--nproc 1 --fail-rank 1")
     assert outputs("failing-node")[3].replace("4 ranks", "2 ranks").strip() in flow.text

@@ -3,108 +3,102 @@
 from __future__ import annotations
 
 import re
+import signal
+from dataclasses import dataclass
 
+import psutil
 import pytest
+from flow_runs import supervisor
+
+
+@dataclass(frozen=True)
+class Case:
+    """What becomes of some of four nodes, of which one may be a spare."""
+
+    spares: int = 1
+    ranks: tuple[int, ...] = (1,)  # whose nodes are lost
+    number: signal.Signals = signal.SIGKILL
+    with_supervisor: bool = False
+    do: str = "*:hold,*:wait"
+    stand_in: bool = True
+
 
 CASES = {
-    # spares, the ranks whose nodes are killed, what their tasks raise
-    "a spare": (1, "1:KILL", []),
-    "told to end": (1, "2:TERM", ["TorchrunPreempted"]),
-    "fewer": (0, "1:KILL,2:KILL", []),
+    "a spare": Case(do="*:hold,*:add-up,*:wait", stand_in=False),
+    "a spare while rank 1 saves": Case(do="*:hold,1:ignore-sigterm,*:wait"),  # it lives until its grace is over
+    "a spare for a task and its supervisor": Case(with_supervisor=True),
+    "told to end": Case(ranks=(2,), number=signal.SIGTERM),
+    "fewer": Case(spares=0, ranks=(1, 2)),
 }
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_the_others_go_on(run_flow, name):
-    """Four nodes come; which of them is the spare is as it happens."""
-    spares, kills, raised = CASES[name]
-    with_torch = name == "a spare"
-    env = {"SPARES": str(spares), "WITH_TORCH": "1" if with_torch else ""}
-    flow = run_flow("--kills", kills, flow="lost_node.py", env=env, stand_in=not with_torch)
-    nodes = flow.note("joined")  # those of the last generation
-    for of_result, world_size, restarts in flow.note("results"):
-        assert (of_result, world_size) == (nodes, len(nodes))
-        # On a busy machine, of two nodes that are killed the second may be lost a restart later.
-        left, came = ({node for restart in restarts for node in restart[what]} for what in ("left", "came"))
-        assert (len(left), len(came)) == (kills.count(":"), spares)
-        assert sorted([*nodes, *left]) == [0, 1, 2, 3]
-        assert came < set(nodes)
-    last = max(int(path.name.split("-")[1]) for path in flow.out.glob("rank-*"))
-    for rank in range(len(nodes)):
-        assert flow.note(f"rank-{last}-{rank}") == [len(nodes), len(nodes), rank, len(nodes)]
-    errors = [(path.name, flow.note(path.name)["class"]) for path in flow.out.glob("error-*")]
-    assert errors == [(f"error-{node}", error) for node, error in zip(sorted(left), raised, strict=False)]
-    flow.await_gone()
-
-
-@pytest.mark.parametrize(("kills", "late"), [("9:KILL", "1"), ("1:KILL", "2"), ("2:KILL", "1")])
-def test_a_node_that_ends_badly_after_its_step_fails_the_run(kills, late, run_flow):
-    words = ("--kills", kills, "--late", late)
-    flow = run_flow(*words, flow="lost_node.py", env={"SPARES": "0"}, expect=1, stand_in=True)
-    assert "Subprocess failed, return code" in flow.text
-    assert not (flow.out / "joined").exists()
-    flow.await_gone()
-
-
-STORES = """
-import os
-
-from metaflow import FlowSpec, current, step, torchrun
-
-
-def rank(x):
-    open("made.txt", "w").write("by rank " + os.environ["RANK"])
-    return {"weights": x * int(os.environ["RANK"])}
-
-
-class Stores(FlowSpec):
-    @step
-    def start(self):
-        self.next(self.train, num_parallel=4)
-
-    @torchrun(max_restarts=1, spare_nodes=2)
-    @step
-    def train(self):
-        node = current.parallel.node_index
-        try:
-            self.result = current.torch.run(rank, [7], gather=True, outputs="made.txt", outputs_from="all")
-        except Exception as error:
-            raise RuntimeError("no except Exception sees that a node is not needed") from error
-        except BaseException:  # two nodes are not needed
-            try:
-                os.mkdir("swallowed")  # by one of them: the next call raises it again
-            except FileExistsError:
-                self.result.rank(0)  # an error of its own
-        finally:
-            print("NODE", node, "is out of run")
-        self.weights = current.torch.run(rank, [3]).local_rank(0)["weights"]
-        self.next(self.join)
-
-    @step
-    def join(self, inputs):
-        control, other = (node.result for node in inputs)
-        found = [value["weights"] for value in control], len(list(control.outputs)), control.nodes
-        print("FOUND", *found, [node.weights for node in inputs])
-        self.next(self.end)
-
-    @step
-    def end(self):
-        pass
-
-
-if __name__ == "__main__":
-    Stores()
-"""
-
-
-def test_nodes_that_are_not_needed_leave_when_the_first_launch_has_ended_well(start_flow, tmp_path):
-    (tmp_path / "flow.py").write_text(STORES)
-    flow = start_flow(flow="flow.py", folder=tmp_path, stand_in=True)
+def test_the_others_go_on(start_flow, name):
+    """Which of the nodes is the spare is as it happens."""
+    case = CASES[name]
+    attrs = {"max_restarts": 3, "spare_nodes": case.spares, "min_nodes": 2, "grace_s": 5}
+    flow = start_flow("--nodes", "4", attrs=attrs, do=case.do, stand_in=case.stand_in)
+    began = flow.await_notes("worker-launch0-0-*", 4 - case.spares)
+    node_of = {int(each["env"]["RANK"]): int(each["env"]["MF_PARALLEL_NODE_INDEX"]) for each in began}
+    lost = sorted(node_of[rank] for rank in case.ranks)
+    came = sorted({*range(4)} - {*node_of.values()})
+    joined = sorted({*range(4)} - {*lost})
+    for node in lost:
+        task = psutil.Process(flow.note(f"task-{node}")["pid"])
+        for process in [*([supervisor(flow, task.pid)] if case.with_supervisor else []), task]:
+            process.send_signal(case.number)
+    flow.await_notes("worker-launch0-[1-9]-*", len(joined))
+    for generation in (1, 2):  # on a busy machine, of two nodes the second may be lost a restart later
+        (flow.out / f"go-launch0-{generation}").touch()
     assert flow.wait() == 0, flow.text
-    (took_part,) = re.findall(r"FOUND \[0, 7\] 2 \(0, ([1-3])\) \[0, 3\]", flow.text)
-    leaving = [node for node in range(1, 4) if node != int(took_part)]
+    flow.await_gone()
+    tasks = flow.note("end")["tasks"]
+    assert [task["node"] for task in tasks] == joined
+    for result in (task["results"][0] for task in tasks):
+        assert (result["nodes"], result["world_size"]) == (joined, len(joined))
+        for what, expected in (("left", lost), ("came", came)):
+            assert sorted(node for restart in result["restarts"] for node in restart[what]) == expected
+    last = len(tasks[0]["results"][0]["restarts"])
+    workers = [each["env"] for each in flow.notes(f"worker-launch0-{last}-*")]
+    names = ("RANK", "GROUP_RANK", "WORLD_SIZE", "GROUP_WORLD_SIZE")
+    size = str(len(joined))
+    assert [[env[name] for name in names] for env in workers] == [
+        [str(rank), str(rank), size, size] for rank in range(len(joined))
+    ]
+    if not case.stand_in:
+        assert flow.notes(f"added-launch0-{last}-*") == [len(joined)] * len(joined)
+    assert not flow.notes("twice-*"), "no rank lives twice"
+    raised = ["TorchrunPreempted"] if case.number == signal.SIGTERM else []
+    assert [error["class"] for error in flow.errors()] == raised
+    if case.spares:
+        assert f"node {came[0]}, a spare, takes the place of node {lost[0]}" in flow.text
+    else:
+        assert re.search(r"the launch goes on without nodes? .*on 2 nodes", flow.text), flow.text
+
+
+@pytest.mark.parametrize("lost", [None, 1])
+def test_a_node_that_ends_badly_after_its_step_fails_the_run(lost, start_flow):
+    attrs = {"max_restarts": 1, "min_nodes": 2}
+    flow = start_flow("--nodes", "3", hook="after:2:exit", attrs=attrs, do="*:wait", stand_in=True)
+    flow.await_notes("worker-launch0-0-*", 3)
+    if lost is not None:
+        psutil.Process(flow.note(f"task-{lost}")["pid"]).kill()
+        flow.await_notes("worker-launch0-1-*", 2)
+    for generation in (0, 1):
+        (flow.out / f"go-launch0-{generation}").touch()
+    assert flow.wait() == 1
+    assert "Subprocess failed, return code" in flow.text
+    assert not (flow.out / "end").exists()
+    flow.await_gone()
+
+
+def test_nodes_that_are_not_needed_leave_when_the_first_launch_has_ended_well(run_flow):
+    attrs = {"max_restarts": 1, "spare_nodes": 2}
+    flow = run_flow("--nodes", "4", attrs=attrs, runs_=[{"entrypoint": "worker.py"}] * 2, stand_in=True)
+    tasks = flow.note("end")["tasks"]
+    took_part = [task["node"] for task in tasks]
+    assert (len(took_part), took_part[0]) == (2, 0)
+    assert [result["nodes"] for task in tasks for result in task["results"]] == [took_part] * 4
+    leaving = sorted({*range(4)} - {*took_part})
     said = "node {} leaves: launch 0 has ended well without it"
     assert [flow.text.count(said.format(node)) for node in leaving] == [1, 1], flow.text
-    assert all(f"NODE {node} is out of run" in flow.text for node in range(4))
-    (failed,) = re.findall(r"node (\d)\] not needed any more; its step's code raised AttributeError: ", flow.text)
-    assert int(failed) in leaving

@@ -24,40 +24,9 @@ for task in Step(pathspec):
         "attempt": getattr(data, "attempt", None),
         "results": [vars(result) for result in getattr(data, "results", [])],
     }
-flow, run, step = pathspec.split("/")
-control = min(tasks, key=len)  # the other nodes' ids are the control task's and "_node_" with a number
-control_task = Task(pathspec + "/" + control)
-storage = next(d for d in DATASTORES if d.TYPE == tasks[control]["store"])
-store = FlowDataStore(flow, storage_impl=storage, ds_root=control_task.metadata_dict["ds-root"])
-records = []
-for attempt in range(3):
-    try:
-        records.append(to_plain(Registry(store, run, step, control, attempt).look_up(0)))
-    except GangStartTimeout:
-        records.append(None)
-print("TOLD " + json.dumps({"tasks": tasks, "records": records}))
+print("TOLD " + json.dumps(tasks))
 """
 
-# argv: the datastore's name and a run id that nobody else has.
-USE_REGISTRY = """
-import json, sys
-from dataclasses import replace
-from metaflow.datastore import FlowDataStore
-from metaflow.plugins import DATASTORES
-from metaflow_extensions.torchrun.plugins.torchrun.registry import AddressRecord, Registry
-from metaflow_extensions.torchrun.plugins.torchrun.gang.wire import to_plain
-from metaflow_extensions.torchrun.plugins.torchrun.errors import GangError
-
-storage = next(d for d in DATASTORES if d.TYPE == sys.argv[1])
-store = FlowDataStore("TorchrunRegistry", storage_impl=storage, ds_root=storage.get_datastore_root_from_config(print))
-registry = Registry(store, sys.argv[2], "train", "3", 0)
-first = AddressRecord(("10.0.0.7", "fd00::7"), 40123, "s\\u00e9cret")
-found = []
-for record in (first, replace(first, closed=True, error=GangError("gone"))):
-    registry.publish(record)
-    found.append(to_plain(registry.look_up(0)))
-print("TOLD " + json.dumps(found))
-"""
 
 # argv: flow/run, and a folder for the files.
 READ_OUTPUTS = """

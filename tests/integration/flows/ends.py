@@ -5,7 +5,8 @@ import signal
 import threading
 
 import metaflow
-from metaflow import FlowSpec, current, step, torchrun
+from around import Around
+from metaflow import current, step, torchrun
 
 HOOK, _, NODE = os.environ.get("GANG_HOOK", "").partition(":")
 
@@ -30,11 +31,7 @@ if HOOK == "decorator":
             raise ValueError("the results look wrong")
 
 
-class EndsFlow(FlowSpec):
-    @step
-    def start(self):
-        self.next(self.train, num_parallel=2)
-
+class EndsFlow(Around):
     @after_step
     @torchrun
     @step
@@ -43,14 +40,6 @@ class EndsFlow(FlowSpec):
         if current.parallel.node_index == int(NODE):
             self.bad = {"artifact": threading.Lock(), "killed": Deadly()}.get(HOOK)
         self.next(self.join)
-
-    @step
-    def join(self, inputs):
-        self.next(self.end)
-
-    @step
-    def end(self):
-        pass
 
 
 if __name__ == "__main__":

@@ -3,7 +3,8 @@
 import os
 import sys
 
-from metaflow import FlowSpec, GangError, current, retry, step, torchrun
+from around import Around
+from metaflow import GangError, current, retry, step, torchrun
 
 
 def attempt_of(attempt):
@@ -16,11 +17,7 @@ def check(attempt):
         raise KeyError("only in the first attempt")
 
 
-class RetriedFlow(FlowSpec):
-    @step
-    def start(self):
-        self.next(self.train, num_parallel=2)
-
+class RetriedFlow(Around):
     @retry(times=1, minutes_between_retries=0)
     @torchrun
     @step

@@ -6,6 +6,7 @@ the launches raise, with ``raise-last`` all but what the last one raises. ``GANG
 ``GANG_CARD``: the step has the gang's card; with ``own`` a card of its own with parts of it, too.
 """
 
+import atexit
 import json
 import math
 import os
@@ -40,6 +41,8 @@ def hook(moment: str) -> None:
         raise ValueError(f"step code failed {moment} run")
     if wanted[2] == "sleep":
         time.sleep(60)
+    if wanted[2] == "exit":  # after the node has left the gang
+        atexit.register(os._exit, 3)
     if wanted[2] == "kill" and current.retry_count == 0:
         os.kill(os.getpid(), signal.SIGKILL)
 

@@ -1,6 +1,7 @@
 """Written as for metaflow-torchrun 0.2."""
 
-from metaflow import FlowSpec, current, step, torchrun
+from around import Around
+from metaflow import current, step, torchrun
 
 from metaflow_extensions.torchrun.plugins.torchrun_libs.exceptions import TorchrunException
 
@@ -10,11 +11,7 @@ OPTIONS = {"max_restarts": 0, "nproc_per_node": "2", "rdzv_id": "mine", "tee": "
 ARGS = {"epochs": 3, "flag": None, "name": "a b"}
 
 
-class LegacyFlow(FlowSpec):
-    @step
-    def start(self):
-        self.next(self.train, num_parallel=2)
-
+class LegacyFlow(Around):
     @torchrun(all_nodes_started_timeout=60, nproc_per_node=2)
     @step
     def train(self):
@@ -30,14 +27,6 @@ class LegacyFlow(FlowSpec):
         except TorchrunException as error:
             print("caught:", error)
         self.next(self.join)
-
-    @step
-    def join(self, inputs):
-        self.next(self.end)
-
-    @step
-    def end(self):
-        pass
 
 
 if __name__ == "__main__":

@@ -6,7 +6,8 @@ import os
 import signal
 import sys
 
-from metaflow import FlowSpec, current, step, torchrun
+from around import Around
+from metaflow import current, step, torchrun
 from notes import note
 
 SEES = """
@@ -26,11 +27,7 @@ def has_child() -> bool:
     return False
 
 
-class OwnCodeFlow(FlowSpec):
-    @step
-    def start(self):
-        self.next(self.train, num_parallel=2)
-
+class OwnCodeFlow(Around):
     @torchrun(warm=os.environ.get("WARM", "agent"))
     @step
     def train(self):
@@ -57,14 +54,6 @@ class OwnCodeFlow(FlowSpec):
                 os.dup2(terminal, 1)
         current.torch.run(PRINTS, env={"WHERE": "the terminal"})
         self.next(self.join)
-
-    @step
-    def join(self, inputs):
-        self.next(self.end)
-
-    @step
-    def end(self):
-        pass
 
 
 if __name__ == "__main__":

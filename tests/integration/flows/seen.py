@@ -1,10 +1,11 @@
 """Gangs to look at: in a foreach one that succeeds and one that is tried again, and then one that fails."""
 
-from metaflow import FlowSpec, current, retry, step, torchrun
+from around import Around
+from metaflow import current, retry, step, torchrun
 from notes import note
 
 
-class SeenFlow(FlowSpec):
+class SeenFlow(Around):
     @step
     def start(self):
         note("run", current.run_id)
@@ -47,10 +48,6 @@ class SeenFlow(FlowSpec):
     @step
     def last(self, inputs):
         self.next(self.end)
-
-    @step
-    def end(self):
-        pass
 
 
 if __name__ == "__main__":

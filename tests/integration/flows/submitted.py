@@ -3,7 +3,8 @@
 import json
 import os
 
-from metaflow import FlowSpec, batch, catch, kubernetes, step, torchrun
+from around import Around
+from metaflow import batch, catch, kubernetes, step, torchrun
 
 OFFERED = {"batch": batch, "catch": catch, "kubernetes": kubernetes, "torchrun": torchrun}
 WANTED = json.loads(os.environ["GANG_DECORATORS"])
@@ -16,23 +17,11 @@ def decorated(step_func):
     return step_func
 
 
-class SubmittedFlow(FlowSpec):
-    @step
-    def start(self):
-        self.next(self.train, num_parallel=2)
-
+class SubmittedFlow(Around):
     @decorated
     @step
     def train(self):
         self.next(self.join)
-
-    @step
-    def join(self, inputs):
-        self.next(self.end)
-
-    @step
-    def end(self):
-        pass
 
 
 if __name__ == "__main__":

@@ -112,6 +112,14 @@ def act(action: str) -> None:
     if action == "wait":
         while not os.path.exists(os.path.join(OUT, f"go-{LAUNCH}")):
             time.sleep(0.02)
+    if action == "add-up":
+        import torch
+        import torch.distributed as dist
+
+        dist.init_process_group("gloo")
+        dist.all_reduce(total := torch.tensor([1]))
+        note(f"added-{LAUNCH}-{RANK}", total.item())
+        dist.destroy_process_group()
     if action == "ignore-sigterm":
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
     if action == "stubborn":

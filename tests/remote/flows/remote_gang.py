@@ -5,14 +5,13 @@ Only the gang's step runs remotely; the others are local and quick.
 
 import json
 import os
-import resource
 import threading
 import time
 from pathlib import Path
 
 import plan
 from backend import where
-from metaflow import FlowSpec, card, current, resources, retry, step, timeout, torchrun
+from metaflow import FlowSpec, card, current, retry, step, timeout, torchrun
 
 # A pod of a gang that is not the control node, before Metaflow knows.
 if plan.LATE_S and os.environ.get("MF_WORKER_REPLICA_INDEX") is not None:
@@ -44,11 +43,6 @@ def hook(moment: str) -> None:
         threading.Timer(6, Path(current.spot_termination_notice).write_text, ["2026-11-21T10:00:00Z"]).start()
 
 
-def peak_mb() -> float:
-    """Return the most memory that this process has had."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-
-
 class Unstorable:
     """Can't be pickled, so that storing the step's results fails."""
 
@@ -74,7 +68,6 @@ class RemoteGang(FlowSpec):
 
     @(retry(times=1, minutes_between_retries=0) if plan.RETRY else same)
     @where
-    @(resources(**plan.RESOURCES) if plan.RESOURCES else same)
     @(card(type="torchrun") if plan.CARD else same)
     @(timeout(seconds=plan.TIMEOUT_S) if plan.TIMEOUT_S else same)
     @torchrun(**plan.TORCHRUN)
@@ -83,9 +76,7 @@ class RemoteGang(FlowSpec):
         self.node, self.attempt = current.parallel.node_index, current.retry_count
         hook("before")
         env = {"ATTEMPT": self.attempt, "WORKER_DO": plan.DO}
-        before_mb = peak_mb()
         self.results = [current.torch.run(entrypoint="worker.py", env=env, **plan.RUN)]
-        self.peak_mb = [before_mb, peak_mb()]
         hook("after")
         if f"unstorable:{self.node}" == plan.HOOK:
             self.bad = Unstorable()
@@ -95,7 +86,7 @@ class RemoteGang(FlowSpec):
 
     @step
     def join(self, inputs):
-        kept = [{"node": i.node, "attempt": i.attempt, "peak_mb": i.peak_mb, "results": i.results} for i in inputs]
+        kept = [{"node": i.node, "attempt": i.attempt, "results": i.results} for i in inputs]
         print("GATHERED " + json.dumps(kept, default=vars))
         self.next(self.end)
 
