@@ -404,8 +404,9 @@ class Gang:
         """
         if CONTROL not in self._done or CONTROL not in self._here:
             return
-        for node in [self.nodes[each] for each in sorted(self._failed & self._gone)[:1]]:
-            error = self.launch.verdict if node.cause is None else self._error_outside(node.cause)
+        if self.broken is None and (first := min(self._failed & self._gone, default=None)) is not None:
+            cause = self.nodes[first].cause
+            error = self.launch.verdict if cause is None else self._error_outside(cause)
             if error is not None:
                 self._break(error)
         if len(self._here) == 1 and not any(map(self._may_come, self._absent)) and not self._is_over:

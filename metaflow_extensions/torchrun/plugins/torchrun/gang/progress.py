@@ -45,11 +45,6 @@ class Metrics:
     step: int | None = None  # rank 0's last
     total: float | None = None  # rank 0's number of steps
 
-    @property
-    def has_rank_0(self) -> bool:
-        """Whether rank 0 is on this node, and has reported anything."""
-        return 0 in self.paces or bool(self.points) or self.step is not None
-
 
 class Progress:
     """The progress of the last launch whose scripts have reported any; `name_of` takes a rank."""
@@ -89,8 +84,9 @@ class Progress:
         if launch != self._launch:
             self._forget(launch)
         self._paces[node] = at_s, metrics.paces
-        is_first = metrics.has_rank_0 and self._node is None
-        if metrics.has_rank_0:
+        has_rank_0 = 0 in metrics.paces or bool(metrics.points) or metrics.step is not None
+        is_first = has_rank_0 and self._node is None
+        if has_rank_0:
             self._node = node
         if node == self._node:
             self._take_of_rank_0(metrics, at_s)
@@ -172,13 +168,9 @@ class Progress:
             "steps_per_s": self._steps_per_s,
             "left_s": left_s,
             "last": dict(self._last),
-            "series": self._history,
+            "series": {key: list(each.points) for key, each in self._series.items()},
             "rates": self._rates,
         }
-
-    @property
-    def _history(self) -> dict[str, list[tuple[int, float | None]]]:
-        return {key: [(int(x), value) for x, value in each.points] for key, each in self._series.items()}
 
     def verdict(self, launch: int, is_control: bool) -> dict[str, Any]:
         """Return what rank 0 has reported last in a launch, for the control node with all points that are kept."""
@@ -186,7 +178,8 @@ class Progress:
             return {}
         total = int(self._total) if self._total is not None and self._total.is_integer() else self._total
         place = {key: value for key, value in (("step", self._step), ("total", total)) if value is not None}
-        return {"last": {**place, **self._last}, "history": self._history if is_control else {}}
+        history = {key: list(each.points) for key, each in self._series.items()} if is_control else {}
+        return {"last": {**place, **self._last}, "history": history}
 
 
 def _speeds(paces: Mapping[int, Pace]) -> tuple[str, dict[int, float]]:
