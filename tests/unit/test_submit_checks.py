@@ -107,26 +107,21 @@ def test_which_commands_deploy_on_argo(words, is_on_argo):
     assert graph.is_on_argo([], ["flow.py", *words.split()]) is is_on_argo
 
 
-def test_more_spares_or_a_higher_least_number_than_there_are_nodes_is_refused():
-    submission({}, spare_nodes=1, min_nodes=2, max_restarts=1).check_loss(3)
-    said = refusal(submission({}, spare_nodes=3, max_restarts=1).check_loss, 3)
-    assert "spare_nodes=3) leaves no node to train, since num_parallel is 3" in said
-    said = refusal(submission({}, spare_nodes=1, min_nodes=3, max_restarts=1).check_loss, 3)
-    assert "min_nodes=3) is more than the 2 nodes that train" in said
-
-
-@pytest.mark.parametrize("given", ["spare_nodes=1", "min_nodes=2"])
-def test_spares_or_fewer_nodes_without_restarts_are_refused(given):
-    name, _, number = given.partition("=")
-    said = refusal(submission({}, **{name: number}).check_loss, 3)
-    assert f"@torchrun({given}) needs max_restarts" in said
-
-
-@pytest.mark.parametrize("given", ["spare_nodes=1", "min_nodes=2"])
-def test_spares_or_fewer_nodes_that_no_loss_would_use_are_refused(given):
-    name, _, number = given.partition("=")
-    said = refusal(submission({}, **{name: number}, max_restarts=1, restart_on="user").check_loss, 3)
-    assert f"@torchrun({given}) is of no use, since restart_on has neither" in said
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"spare_nodes": 3, "max_restarts": 1}, "spare_nodes=3) leaves no node to train, since num_parallel is 3"),
+        ({"spare_nodes": 1, "min_nodes": 3, "max_restarts": 1}, "min_nodes=3) is more than the 2 nodes that train"),
+        ({"spare_nodes": 1}, "@torchrun(spare_nodes=1) needs max_restarts"),
+        ({"min_nodes": 2}, "@torchrun(min_nodes=2) needs max_restarts"),
+        (
+            {"min_nodes": 2, "max_restarts": 1, "restart_on": "user"},
+            "@torchrun(min_nodes=2) is of no use, since restart_on has neither",
+        ),
+    ],
+)
+def test_spares_and_fewer_nodes_that_can_not_be_used_are_refused(given, words):
+    assert words in refusal(submission({}, **given).check_loss, 3)
 
 
 @pytest.mark.parametrize("category", ["node_lost", "preempted"])
