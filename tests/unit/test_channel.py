@@ -14,7 +14,6 @@ import time
 from contextlib import ExitStack, contextmanager
 from typing import NamedTuple
 
-import psutil
 import pytest
 from limits import limit_s
 from loops import InLoop, Loop
@@ -54,25 +53,18 @@ class Inbox:
     """A node's messages, readable with a deadline."""
 
     def __init__(self):
-        self._queue, self.seen = queue.SimpleQueue(), []
+        self._queue = queue.SimpleQueue()
 
     def __call__(self, message):
         self._queue.put(message)
 
     def expect(self, kind, within_s=None):
-        """Return the next message of a kind; the kinds of others on the way are kept in `seen`."""
+        """Return the next message of a kind."""
         deadline = time.monotonic() + (within_s or limit_s(HANG_S))
         while True:
             message = self._queue.get(timeout=max(0.01, deadline - time.monotonic()))
-            self.seen.append(type(message))
             if isinstance(message, kind):
                 return message
-
-    def farewell(self, what):
-        """Return the next farewell, which must be this one."""
-        farewell = self.expect(sent.Farewell)
-        assert farewell.what == what
-        return farewell
 
     def error(self):
         """Return the text of the error that ends the gang."""
@@ -82,64 +74,51 @@ class Inbox:
 class Control:
     """The control node's side of a test."""
 
-    def __init__(self, num_nodes=2, heartbeat_s=20.0, started_timeout_s=60.0, host=HOST, **rules):
+    def __init__(self):
         self.inbox, self.token = Inbox(), secrets.token_hex()
-        gang = Gang(num_nodes, lambda pinned: pinned or pick_port(), Rules(started_timeout_s, 1.0, **rules))
+        self.gang = Gang(2, lambda pinned: pinned or pick_port(), Rules(60.0, 1.0))
         self.loop = Loop()
-        self.lines = []
-        on_lines = lambda *told: self.lines.append(told)  # noqa: E731
-        make = lambda: ControlChannel(gang, self.inbox, self.token, heartbeat_s, on_lines)  # noqa: E731
-        self.channel = InLoop(self.loop, make)
+        self.channel = InLoop(self.loop, lambda: ControlChannel(self.gang, self.inbox, self.token, 20.0))
         self.loop.on_error = self.channel.itself.fail
-        self.port, self.send = self.channel.listen(None, host), self.channel.send
-        self.send(sent.Join(node=0, host="host-0"))
+        self.port = self.channel.listen(None, HOST)
+        self.channel.send(sent.Join(node=0, host="host-0"))
         self.inbox.expect(sent.Answer)
-        self._is_open = True
 
-    @property
-    def members(self):
-        return self.channel.gang.members
-
-    def close(self, wait_s=0.0):
-        if self._is_open:
-            self._is_open = False
-            self.channel.close(wait_s)
-            self.loop.stop()
+    def close(self):
+        self.channel.close(0.0)
+        self.loop.stop()
 
 
 class Member(InLoop):
     """A member's side of a test; it is not connected yet."""
 
-    def __init__(self, node=1, heartbeat_s=20.0, policy=None, place="here"):
-        self.inbox, self._is_open = Inbox(), True
+    def __init__(self, heartbeat_s=20.0, policy=None):
+        self.inbox = Inbox()
         on_loss = lambda reason: self.inbox(ControlLost(reason))  # noqa: E731
-        make = lambda: MemberChannel(node, self.inbox, on_loss, heartbeat_s, policy, place=place)  # noqa: E731
-        super().__init__(Loop(), make)
+        super().__init__(Loop(), lambda: MemberChannel(1, self.inbox, on_loss, heartbeat_s, policy))
         self.in_loop.on_error = self.itself.fail
 
-    def join(self, control, addresses=(HOST,)):
-        self.address = self.connect(addresses, control.port, control.token, 10.0)
+    def join(self, control):
+        self.connect([HOST], control.port, control.token, 10.0)
         self.inbox.expect(sent.Answer)
         return self
 
     def leave_well(self, control):
         """Leave, when nobody has taken it for lost."""
         self.send(sent.Leave("left"))
-        self.inbox.farewell("received")
-        assert control.channel.gang.broken is None
+        assert self.inbox.expect(sent.Farewell).what == "received"
+        assert control.gang.broken is None
 
     def close(self):
-        if self._is_open:
-            self._is_open = False
-            self.in_loop.call(self.itself.close)
-            self.in_loop.stop()
+        self.in_loop.call(self.itself.close)
+        self.in_loop.stop()
 
 
 class Opened(ExitStack):
     """Closes all that a test opens, whatever happens; last opened, first closed."""
 
-    def control(self, *args, **options):
-        control = Control(*args, **options)
+    def control(self):
+        control = Control()
         self.callback(control.close)
         return control
 
@@ -148,10 +127,10 @@ class Opened(ExitStack):
         self.callback(member.close)
         return member
 
-    def pair(self, **options):
+    def pair(self):
         """Return a control node and its member."""
-        control = self.control(**options)
-        return control, self.member(**options).join(control)
+        control = self.control()
+        return control, self.member().join(control)
 
     def silent(self, address=HOST, port=0):
         """Have the kernel accept connections for a process that says nothing; return the port."""
@@ -213,14 +192,6 @@ def shake_hands(sock, token):
     assert receive(sock, 32) == mac(token, b"control", nonce)
 
 
-def shake_hands_as_control(sock, token):
-    nonce = b"c" * 32
-    sock.sendall(MAGIC + nonce)
-    said = receive(sock, 64)
-    assert said[32:] == mac(token, b"member", nonce)
-    sock.sendall(mac(token, b"control", said[:32]))
-
-
 @contextmanager
 def raw_member(control):
     """Do by hand what a member does, up to its join."""
@@ -228,11 +199,6 @@ def raw_member(control):
         shake_hands(sock, control.token)
         sock.sendall(encode(sent.Join(node=1, host="host-1", task="a task")))
         yield sock
-
-
-def connections_to(port):
-    """Return the states of this process's connections to a port."""
-    return [c.status for c in psutil.Process().net_connections("tcp") if c.raddr and c.raddr.port == port]
 
 
 def is_closed(sock):
@@ -345,10 +311,10 @@ def test_a_member_whose_first_connection_was_lost_unseen_gets_in_by_another(open
         with raw_member(control) as again:
             assert isinstance(receive_message(again), sent.Answer)
             assert is_closed(first)
-            assert control.members == {1}
+            assert control.gang.members == {1}
             again.sendall(encode(sent.Leave("left")))
             assert receive_message(again) == sent.Farewell("received")
-    assert control.channel.gang.broken is None
+    assert control.gang.broken is None
 
 
 # --- silence and death ----------------------------------------------------------------------------
@@ -360,7 +326,8 @@ def test_a_control_node_that_falls_silent_is_lost(welcome, opened):
     token, member, done = secrets.token_hex(), opened.member(heartbeat_s=silence_s), threading.Event()
 
     def answer(sock):
-        shake_hands_as_control(sock, token)
+        sock.sendall(MAGIC + b"c" * 32)
+        sock.sendall(mac(token, b"control", receive(sock, 64)[:32]))
         if welcome:
             sock.sendall(encode(sent.Answer()))
         done.wait(limit_s(HANG_S))
@@ -386,7 +353,7 @@ def test_what_is_raised_in_the_control_nodes_loop_breaks_the_gang_with_its_text(
     def broken(node, message):
         raise KeyError("launch")
 
-    monkeypatch.setattr(control.channel.gang, "handle", broken)
+    monkeypatch.setattr(control.gang, "handle", broken)
     member.send(READY)
     for inbox in (control.inbox, member.inbox):
         text = inbox.error()

@@ -90,14 +90,6 @@ def test_what_comes_at_once_is_taken_as_byte_by_byte(chunks):
         assert together == [line for byte in data for line in shown(single, bytes([byte]))]
 
 
-@given(NASTY, CUTS)
-def test_of_every_line_the_last_state_is_shown(data, places):
-    whole = data.decode("utf-8", errors="replace").split("\n")
-    last = [re.split("\r+", line.strip("\r"))[-1] for line in whole]
-    lines = iter(lines_of(*cut(data, places)))
-    assert all(line in lines for line in (last if last[-1] else last[:-1]))  # in this order
-
-
 @example(b"\ra\xf0\x9f\x99\x82", [2, 3])
 @example(b"\x80\r\xff", [])  # two states that are shown alike
 @given(NASTY, CUTS)

@@ -1,7 +1,6 @@
 """The log of a remote task is uploaded when there is bad news, and never gets in the way."""
 
 import threading
-import time
 from functools import partial
 
 import pytest
@@ -21,10 +20,8 @@ def no_pause(monkeypatch):
 class Store:
     """A task datastore that keeps what it is given, when the test lets it go on."""
 
-    def __init__(self, open_now=True):
+    def __init__(self):
         self.begun, self.saved, self.go_on = [], [], threading.Event()
-        if open_now:
-            self.go_on.set()
 
     def get_task_datastore(self, *task, attempt, mode):
         return self
@@ -32,46 +29,36 @@ class Store:
     def save_logs(self, source, data):
         self.begun.append(data)
         assert self.go_on.wait(10)
-        self.saved.append((source, data))
+        self.saved.append(data["stdout"])
 
 
-def log_of(tmp_path, store, **files):
-    env = {}
-    for stream, text in files.items():
-        path = tmp_path / stream
-        path.write_text(text)
-        env[f"MFLOG_{stream.upper()}"] = str(path)
-    return TaskLog(partial(save_log, store, ("1", "train", "2", 0)), env)
+@pytest.fixture
+def log(tmp_path):
+    """Return a log whose file has a first line, and its store."""
+    store, path = Store(), tmp_path / "stdout"
+    path.write_text("first")
+    upload = partial(save_log, store, ("1", "train", "2", 0))
+    yield TaskLog(upload, {"MFLOG_STDOUT": str(path)}), store, path
+    store.go_on.set()
 
 
-def test_only_bad_news_is_urgent(tmp_path, capfd):
-    store = Store()
-    log = log_of(tmp_path, store, stdout="x")
+def test_only_bad_news_is_urgent(log, capfd):
+    log, store, _ = log
     before = threading.active_count()
     log.take(Event("note", 0, "all well"), 2)
     assert threading.active_count() == before
     log.take(Event("failed", 0, "Rank 3 failed"), 2)
-    assert eventually(lambda: store.saved)
+    assert eventually(lambda: store.begun)
     assert capfd.readouterr().err == "[torchrun node 0] all well\n[torchrun node 0] Rank 3 failed\n"
 
 
-def test_a_store_that_fails_or_hangs_is_not_waited_for(tmp_path):
-    log_of(tmp_path, None, stdout="x").save(wait_s=5)
-    store = Store(open_now=False)
-    begin = time.monotonic()
-    log_of(tmp_path, store, stdout="x").save(wait_s=0.01)
-    assert time.monotonic() - begin < 2
-    store.go_on.set()
-
-
-def test_the_newest_state_comes_last(tmp_path):
+def test_a_store_that_hangs_is_not_waited_for_and_the_newest_state_comes_last(log):
     """One upload waits for the one before, or an older state of the log could overwrite a newer."""
-    store = Store(open_now=False)
-    log = log_of(tmp_path, store, stdout="first")
+    log, store, path = log
     log.save()
     assert eventually(lambda: store.begun)
-    (tmp_path / "stdout").write_text("second")
+    path.write_text("second")
     log.save(wait_s=0.1)
     assert store.begun == [{"stdout": b"first"}]
     store.go_on.set()
-    assert eventually(lambda: [data["stdout"] for _, data in store.saved] == [b"first", b"second"])
+    assert eventually(lambda: store.saved == [b"first", b"second"])
