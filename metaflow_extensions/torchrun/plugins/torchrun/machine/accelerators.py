@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..errors import TorchrunConfigError
-from ..parsing import parse_int
 from .cgroup import own_texts
 from .processes import read
 
@@ -116,16 +115,11 @@ def _from_extended_resources(extended: Any, compute: str) -> Nproc | None:
 
 
 def _count(value: Any, decorator: str, key: str) -> int:
-    if value is None or value == "":
-        return 0
-    number = parse_int(value)
-    if number is None and isinstance(value, str):
-        # Metaflow merges counts as floats and writes them back as text: "2.0".
-        with suppress(ValueError):
-            number = parse_int(float(value))
-    if number is None or number < 0:
-        raise TorchrunConfigError(f"@{decorator}({key}={value!r}): the number of accelerators must be a whole number.")
-    return number
+    with suppress(TypeError, ValueError):
+        number = float(value or 0)  # Metaflow merges counts as floats and writes them back as text: "2.0"
+        if number.is_integer() and number >= 0:
+            return int(number)
+    raise TorchrunConfigError(f"@{decorator}({key}={value!r}): the number of accelerators must be a whole number.")
 
 
 def this_machine(nodes_here: int = 1, node_here: int = 0) -> Machine:

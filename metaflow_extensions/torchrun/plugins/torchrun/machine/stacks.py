@@ -24,7 +24,7 @@ from .frames import Found, Line, read, sources, without_stack
 _SIGNAL = int(getattr(signal, "SIGRTMAX", 64)) - 8  # macOS has none, and commands import this there
 _FILE = "torchrun-stacks"  # the beginning of the file's name, also in `worker_hooks`
 _SETTLED_S = 0.3  # a file that has not grown for so long is complete
-_LINES_S = 2.0  # for source lines: their disk may be the very one that makes a launch hang
+_LINES_S = 2.0  # for source lines, besides: their disk may be the very one that makes a launch hang
 _LINE_CHARS = 160
 _DISK = Aside("torchrun-lines")
 
@@ -44,8 +44,7 @@ class Question:
         """Ask; `workers` has a pid for each global rank."""
         self._deadline = time.monotonic() + within_s
         self._workers = {rank: _Worker(pid) for rank, pid in sorted(workers.items())}
-        self._lines: Future[dict[Line, str]] | None = None
-        self._lines_until = 0.0  # 0 before all have answered
+        self._lines: Future[dict[Line, str]] | None = None  # None before all have answered
 
     def poll(self) -> dict[int, Found] | None:
         """Return the answers by rank when all workers have answered or the time is up; None before."""
@@ -54,14 +53,13 @@ class Question:
         stacks = {rank: answer for rank, answer in answers.items() if answer is not None}
         if len(stacks) < len(answers):
             return None
-        if self._lines_until == 0.0:
-            self._lines_until = time.monotonic() + _LINES_S
+        if self._lines is None:
             wanted = {line for each in stacks.values() if isinstance(each, str) for line in sources(each)}
             self._lines = _DISK.begin(source_lines, wanted)
         lines: dict[Line, str] = {}
         if self._lines is not None and self._lines.done():
             lines = self._lines.result()
-        elif self._lines is not None and time.monotonic() < self._lines_until:
+        elif time.monotonic() < self._deadline + _LINES_S:
             return None
         return {rank: read(each, lines) if isinstance(each, str) else each for rank, each in stacks.items()}
 

@@ -113,7 +113,7 @@ class Exits:
             return None
         code, is_signal = end.status, end.status < 0
         who = (self._call.node_index, self._host, end.rank, end.local_rank)
-        stdout = _last_shown(self._tail(end.local_rank, "stdout"))
+        stdout = last_lines(_as_shown(self._tail(end.local_rank, "stdout").rstrip()), _STDOUT_LINES)
         if (record := self._records.get(end.local_rank)) is not None:
             if end.stopped and record.at > told:
                 return None
@@ -201,13 +201,9 @@ def without_labels(text: str) -> str:
     return _RANK_PREFIX.sub("", _as_shown(text))
 
 
-def last_lines(text: str) -> str:
+def last_lines(text: str, most: int = _TAIL_LINES) -> str:
     """Return the end of a text, as long as a message shows it."""
-    return "\n".join(text.split("\n")[-_TAIL_LINES:])
-
-
-def _last_shown(text: str) -> str:
-    return "\n".join(_as_shown(text.rstrip()).split("\n")[-_STDOUT_LINES:])
+    return "\n".join(text.split("\n")[-most:])
 
 
 def _as_shown(text: str) -> str:
