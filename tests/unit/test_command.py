@@ -19,6 +19,7 @@ from metaflow_extensions.torchrun.plugins.torchrun.launch.command import (
     shown_command,
     with_hooks,
 )
+from metaflow_extensions.torchrun.plugins.torchrun.machine.accelerators import Machine
 
 GO = Go(launch=0, generation=0, port=29512, gang="gang", restarts=0, max_restarts=0)
 CALL = Call(
@@ -98,7 +99,7 @@ def test_what_the_user_says_is_passed_on(changes, words):
 
 
 def environment_of(inherited, interface=None, **env):
-    return with_hooks(command_environment(env, inherited, 6, interface), None)
+    return with_hooks(command_environment(Machine(6), 1, env, inherited, interface), None)
 
 
 THREADS = {"OMP_NUM_THREADS": "6", "PYTHONUNBUFFERED": "1"}

@@ -12,6 +12,7 @@ from metaflow_torchrun import report
 from unit_helpers import worker_environment, write
 
 from metaflow_extensions.torchrun.plugins.torchrun.launch.command import IMPORTABLE, command_environment, with_hooks
+from metaflow_extensions.torchrun.plugins.torchrun.machine.accelerators import Machine
 from metaflow_extensions.torchrun.plugins.torchrun.node.metric_lines import LineReader
 
 
@@ -123,7 +124,7 @@ def test_workers_and_what_they_start_can_import_it_without_an_installation(how, 
     import_it = "import metaflow_torchrun, sys; print(metaflow_torchrun.__file__); assert 'metaflow' not in sys.modules"
     script = write(tmp_path / "train.py", import_it)
     words = [sys.executable, "-S", str(script)]
-    env = with_hooks(command_environment({}, {"PATH": os.environ["PATH"]}, 1, None), None)
+    env = with_hooks(command_environment(Machine(1), 1, {}, {"PATH": os.environ["PATH"]}), None)
     if how == "child of a worker":
         words = [sys.executable, "-S", "-c", f"import subprocess; subprocess.run({words!r}, check=True)"]
     elif how == "worker":

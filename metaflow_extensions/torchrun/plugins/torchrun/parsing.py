@@ -236,6 +236,11 @@ SHELL = ("sh", "-ec")
 """The words before a line that a shell runs."""
 
 
+def is_by_shell(words: Sequence[str]) -> bool:
+    """Return whether a command is a line for the shell."""
+    return len(words) == 3 and tuple(words[:2]) == SHELL
+
+
 def parse_argv(value: Any, setting: str) -> tuple[str, ...]:
     """Return a command as argv words; raises TorchrunConfigError for words that no process can get."""
     if not isinstance(value, list | tuple) or not all(isinstance(word, str | os.PathLike) for word in value):

@@ -13,6 +13,7 @@ from typing import Any
 from ..errors import TorchrunConfigError
 from ..gang.group import Group
 from ..parsing import check_word
+from .command import STATIC_BACKEND, bracketed
 
 # torchrun's options, from `torch/distributed/run.py` of torch 2.13. Options that a newer torch adds
 # are passed on as they come; the table is needed for flags, short names and missing values.
@@ -129,7 +130,6 @@ def _list_pairs(given: list[Any]) -> Iterator[tuple[str, str | None]]:
 
 # --- what the gang makes of them ------------------------------------------------------------------
 
-STATIC_BACKEND = "static"
 # Options of torchrun (2.13) that would break what a launch promises, and why.
 _REFUSED = {
     "help": "torchrun would print its help and start no worker. See docs/reference.md for what it can do here.",
@@ -203,8 +203,3 @@ def _refuse_what_the_gang_decides(options: dict[str, str | None], place: Place) 
         if name in options and (value := options.pop(name)) not in values:
             said = name if value is None else f"{name}={value}"
             raise TorchrunConfigError(f"torchrun_args {said} contradicts {truth}; remove it.")
-
-
-def bracketed(addr: str) -> str:
-    """Return an address as it stands before a port: IPv6 in brackets."""
-    return f"[{addr}]" if ":" in addr and not addr.startswith("[") else addr

@@ -7,7 +7,7 @@ import signal
 from collections.abc import Mapping, Sequence
 
 from ..gang.messages import Go
-from .arguments import STATIC_BACKEND, bracketed
+from ..machine.accelerators import Machine, omp_threads
 from .call import Call
 
 SCRIPTS = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "worker")
@@ -20,6 +20,8 @@ WORKER_HOOKS = os.path.join(SCRIPTS, "worker_hooks")
 IMPORTABLE = os.path.join(SCRIPTS, "importable")
 # "1/3": restart 1 of at most 3. The agent takes it, and sets the variables of torchelastic in each worker.
 _RESTARTS = "TORCHRUN_RESTARTS"
+
+STATIC_BACKEND = "static"
 
 # Our torchrun would take the settings of an outer one for its defaults (argparse actions of torch's `env` in
 # run.py, 2.13), and a script may read them before torchrun sets its own.
@@ -60,6 +62,11 @@ def agent_command(call: Call, go: Go, log_dir: str, pipes: str) -> list[str]:
     return [call.python, AGENT, pipes, str(HALT_SIGNAL), *words, "--", *program]
 
 
+def bracketed(addr: str) -> str:
+    """Return an address as it stands before a port: IPv6 in brackets."""
+    return f"[{addr}]" if ":" in addr and not addr.startswith("[") else addr
+
+
 def shown_command(command: Sequence[str]) -> list[str]:
     """Return the argv of an agent as a user would type it."""
     return [command[0], "-m", "torch.distributed.run", *command[4:]] if command[1:2] == [AGENT] else list(command)
@@ -85,17 +92,16 @@ def with_hooks(env: Mapping[str, str], module_folder: str | None) -> dict[str, s
 
 
 def command_environment(
-    given: Mapping[str, str], inherited: Mapping[str, str], omp_threads: int, interface: str | None
+    machine: Machine, nproc: int, given: Mapping[str, str], inherited: Mapping[str, str], interface: str | None = None
 ) -> dict[str, str]:
     """Return the environment of a command: that of a worker, but without our hooks and without a rank."""
-    env = dict(inherited)
-    for name in inherited:
-        if name in _FOREIGN_NAMES or name.startswith(_FOREIGN_PREFIXES):
-            del env[name]
-    env.setdefault("OMP_NUM_THREADS", str(omp_threads))
+    env = {name: value for name, value in inherited.items() if not name.startswith(_FOREIGN_PREFIXES)}
+    env = {name: value for name, value in env.items() if name not in _FOREIGN_NAMES}
+    env.setdefault("OMP_NUM_THREADS", str(omp_threads(machine, nproc)))
     env.setdefault("PYTHONUNBUFFERED", "1")
     if interface:
         env.setdefault("GLOO_SOCKET_IFNAME", interface)
         env.setdefault("NCCL_SOCKET_IFNAME", interface)
-    env.update(given)  # the user's values win, except that our hooks stay first on the path
-    return env
+    if machine.nodes_here > 1 and machine.accelerators:  # nodes of one machine use no device twice
+        env["CUDA_VISIBLE_DEVICES"] = ",".join(machine.own_accelerators)
+    return {**env, **given}  # the user's values win, except that our hooks stay first on the path

@@ -9,26 +9,13 @@ import sys
 from collections.abc import Mapping, Sequence
 
 from ..errors import EntrypointError
-from ..parsing import SHELL
-
-
-def is_by_shell(words: Sequence[str]) -> bool:
-    """Return whether a command is a line for the shell."""
-    return len(words) == 3 and tuple(words[:2]) == SHELL
+from ..parsing import is_by_shell
 
 
 def flow_folder() -> str | None:
     """Return the folder of the flow file, which is the program that Metaflow runs."""
     main = getattr(sys.modules.get("__main__"), "__file__", None)
     return os.path.dirname(os.path.abspath(main)) if main else None
-
-
-def system_program(name: str) -> str:
-    """Return the path of a program that every system has.
-
-    The user's variables are for the user's programs: a PATH among them need not lead to what we start these with.
-    """
-    return next(filter(None, (shutil.which(name, path=path) for path in (os.defpath, os.environ.get("PATH")))), name)
 
 
 def find_program(name: str, cwd: str, flow_dir: str | None, env: Mapping[str, str]) -> str:

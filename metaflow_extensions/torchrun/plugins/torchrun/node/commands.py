@@ -18,7 +18,7 @@ from ..events import Event, label
 from ..gang.cause import Cause, describe_exit
 from ..gang.messages import Report
 from ..launch.call import Call
-from ..launch.commands import is_by_shell, system_program
+from ..parsing import is_by_shell
 from .agent import AgentProcess, Options
 from .agent_end import MachineFaults
 from .agent_events import AgentNews, End
@@ -98,7 +98,7 @@ class Commands:
         call, words = self._call, self._call.before_run[at]
         self._write(at, "stdout", f"$ {shown(words)}")
         # The shell is found here, because the user's PATH for the commands may lack it.
-        program = system_program(words[0]) if is_by_shell(words) else words[0]
+        program = _system_program(words[0]) if is_by_shell(words) else words[0]
         both = pipe_path(self._folder, at, "stdout")  # one pipe for both streams keeps their order
         options, inbox = Options(both, both, grace_s=call.grace_s, cwd=call.cwd), self._inbox
         agent = self._new_agent(
@@ -148,6 +148,14 @@ class Commands:
         """Write a line of ours among a command's output."""
         with open(pipe_path(self._folder, at, stream), "ab", buffering=0) as pipe:
             pipe.write(f"{line}\n".encode(errors="backslashreplace"))
+
+
+def _system_program(name: str) -> str:
+    """Return the path of a program that every system has.
+
+    The user's variables are for the user's programs: a PATH among them need not lead to what we start these with.
+    """
+    return next(filter(None, (shutil.which(name, path=path) for path in (os.defpath, os.environ.get("PATH")))), name)
 
 
 def _last_lines(text: str) -> str:

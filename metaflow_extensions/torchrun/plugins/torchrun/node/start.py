@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from functools import partial
 
@@ -13,7 +13,6 @@ from ..events import label
 from ..gang.messages import Go
 from ..launch.call import Call
 from ..launch.command import HALT_SIGNAL, agent_command, command_environment, restart_variables, with_hooks
-from ..machine.accelerators import Machine, omp_threads
 from ..machine.network import interface_of
 from ..machine.stacks import hook_environment
 from .agent import AgentProcess, Options
@@ -96,18 +95,9 @@ def _with_room() -> str:
 
 def environment_of_commands(call: Call, own_address: str | None) -> dict[str, str]:
     """Return the environment of before_run, which is what workers have, too."""
-    machine, given = call.machine, call.env
     # A gang of one has no connection; it is reached by its loopback address.
     interface = interface_of(own_address or call.main_addr)
-    threads = omp_threads(machine, call.nproc)
-    return {**command_environment(given, call.environ, threads, interface), **share_of_machine(machine, given)}
-
-
-def share_of_machine(machine: Machine, given: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables that keep the nodes of one machine from using the same devices."""
-    if machine.nodes_here == 1 or not machine.accelerators or "CUDA_VISIBLE_DEVICES" in given:
-        return {}
-    return {"CUDA_VISIBLE_DEVICES": ",".join(machine.own_accelerators)}
+    return command_environment(call.machine, call.nproc, call.env, call.environ, interface)
 
 
 def _options(call: Call, pipes: str) -> Options:

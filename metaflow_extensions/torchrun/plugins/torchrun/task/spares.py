@@ -9,8 +9,7 @@ from ..compat.renamed import harmless
 from ..errors import TorchrunConfigError
 from ..gang.wire import Plain
 from ..launch.command import command_environment, with_hooks
-from ..machine.accelerators import Machine, Nproc, choose_nproc, omp_threads
-from ..node.start import share_of_machine
+from ..machine.accelerators import Machine, Nproc, choose_nproc
 from ..settings import StepSettings
 
 
@@ -26,7 +25,7 @@ def starts_of(settings: StepSettings, machine: Machine, requested: Nproc | None)
         nproc = 1
         with suppress(TorchrunConfigError):  # `run` raises it
             nproc = choose_nproc(settings.nproc_per_node, "nproc_per_node", requested, machine).value
-        env = with_hooks(command_environment({}, os.environ, omp_threads(machine, nproc), None), None)
+        env = with_hooks(command_environment(machine, nproc, {}, os.environ), None)
         workers = nproc if settings.warm == "workers" else 0
-        return {"preload": settings.preload, "env": {**env, **share_of_machine(machine, {})}, "workers": workers}
+        return {"preload": settings.preload, "env": env, "workers": workers}
     return None
