@@ -85,7 +85,7 @@ setup(
     keywords=["metaflow", "pytorch", "torchrun", "distributed training", "kubernetes", "aws batch"],
     project_urls={"Metaflow": "https://metaflow.org"},
     packages=[*find_namespace_packages(include=["metaflow_extensions", "metaflow_extensions.*"]), "metaflow_torchrun"],
-    # Tasks get it from there, see `launch.command`. The wheel has it a second time, for scripts that run elsewhere.
+    # Tasks get it from there, see `supervisor.command`. The wheel has it a second time, for scripts that run elsewhere.
     package_dir={"metaflow_torchrun": f"{PLUGIN}/worker/importable/metaflow_torchrun"},
     package_data={"metaflow_extensions.torchrun": ["py.typed"], "metaflow_torchrun": ["py.typed"]},
     python_requires=">=3.10",

@@ -29,8 +29,8 @@ from metaflow_extensions.torchrun.plugins.torchrun.gang import messages, policy
 from metaflow_extensions.torchrun.plugins.torchrun.gang.cause import Cause, Failure
 from metaflow_extensions.torchrun.plugins.torchrun.gang.gang import Gang
 from metaflow_extensions.torchrun.plugins.torchrun.machine.network import pick_port
-from metaflow_extensions.torchrun.plugins.torchrun.node.usage_observer import SAMPLES_PER_S, STEP_S
 from metaflow_extensions.torchrun.plugins.torchrun.supervisor import control_channel, member_channel
+from metaflow_extensions.torchrun.plugins.torchrun.supervisor.usage_observer import SAMPLES_PER_S, STEP_S
 
 HOST = "127.0.0.1"
 HEARTBEAT_S = 30.0  # its default

@@ -69,9 +69,9 @@ def read(folder: str, *arguments: str) -> int:
     """Read the pipes as a task does until torchrun has ended; note when the first lines came."""
     import metaflow  # noqa: F401 - it imports our modules, so it must come before them
 
-    from metaflow_extensions.torchrun.plugins.torchrun.launch.command import AGENT, HALT_SIGNAL
-    from metaflow_extensions.torchrun.plugins.torchrun.node.pipes import LogReader, pipe_path
+    from metaflow_extensions.torchrun.plugins.torchrun.supervisor.command import AGENT, HALT_SIGNAL
     from metaflow_extensions.torchrun.plugins.torchrun.supervisor.output import Output
+    from metaflow_extensions.torchrun.plugins.torchrun.supervisor.pipes import LogReader, pipe_path
 
     began: list[float] = []
 

@@ -13,10 +13,10 @@ from unit_helpers import HANG_S
 from metaflow_extensions.torchrun.plugins.torchrun.errors import LaunchFailed
 from metaflow_extensions.torchrun.plugins.torchrun.gang import messages
 from metaflow_extensions.torchrun.plugins.torchrun.gang.cause import Cause
-from metaflow_extensions.torchrun.plugins.torchrun.launch.call import Call
-from metaflow_extensions.torchrun.plugins.torchrun.node import agent_events
-from metaflow_extensions.torchrun.plugins.torchrun.node.launch import NodeLaunch, Tools
-from metaflow_extensions.torchrun.plugins.torchrun.node.seat import Seat
+from metaflow_extensions.torchrun.plugins.torchrun.supervisor import agent_events
+from metaflow_extensions.torchrun.plugins.torchrun.supervisor.call import Call
+from metaflow_extensions.torchrun.plugins.torchrun.supervisor.launch import NodeLaunch, Tools
+from metaflow_extensions.torchrun.plugins.torchrun.supervisor.seat import Seat
 from metaflow_extensions.torchrun.plugins.torchrun.task.services import Services, result_of
 
 DEADLINE_S = limit_s(HANG_S)

@@ -8,9 +8,9 @@ from metaflow_extensions.torchrun.plugins.torchrun import executor
 from metaflow_extensions.torchrun.plugins.torchrun.events import Event
 from metaflow_extensions.torchrun.plugins.torchrun.executor import Context, TorchrunExecutor
 from metaflow_extensions.torchrun.plugins.torchrun.gang.messages import Verdict
-from metaflow_extensions.torchrun.plugins.torchrun.launch.call import Outcome
 from metaflow_extensions.torchrun.plugins.torchrun.machine.accelerators import Machine, Nproc
 from metaflow_extensions.torchrun.plugins.torchrun.settings import parse_settings
+from metaflow_extensions.torchrun.plugins.torchrun.supervisor.call import Outcome
 
 
 def recorded_calls(monkeypatch, tmp_path):

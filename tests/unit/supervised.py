@@ -10,15 +10,15 @@ import threading
 from limits import limit_s
 from unit_helpers import HANG_S, OURS, eventually, is_running
 
-from metaflow_extensions.torchrun.plugins.torchrun.node import agent_events
+from metaflow_extensions.torchrun.plugins.torchrun.supervisor import agent_events
 
 GRACE_S = 0.3
 PROGRAM = f"""{OURS}
 import asyncio, inspect, json, os, resource, signal, types
 from ours.compat import linux
-from ours.node.warm import WarmNode
+from ours.supervisor.warm import WarmNode
 from ours.machine import processes
-from ours.node.agent import AgentProcess, Options
+from ours.supervisor.agent import AgentProcess, Options
 from ours.supervisor import between
 agents = {{}}
 

@@ -11,8 +11,8 @@ import pytest
 from limits import limit_s
 from unit_helpers import eventually, write
 
-from metaflow_extensions.torchrun.plugins.torchrun.launch.command import AGENT, HALT_SIGNAL
 from metaflow_extensions.torchrun.plugins.torchrun.machine.processes import has_signal
+from metaflow_extensions.torchrun.plugins.torchrun.supervisor.command import AGENT, HALT_SIGNAL
 
 STAND_IN = Path(__file__).parents[1] / "stand_in"
 OPTIONS = ["--nnodes=1", "--node-rank=0", "--nproc-per-node=2", "--rdzv-endpoint=127.0.0.1:1", "--rdzv-id=some"]

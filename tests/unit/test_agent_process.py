@@ -12,13 +12,13 @@ from limits import limit_s
 from supervised import Supervised
 from unit_helpers import HANG_S, eventually, is_running, write
 
-from metaflow_extensions.torchrun.plugins.torchrun.launch.command import AGENT as AGENT_PROGRAM
-from metaflow_extensions.torchrun.plugins.torchrun.launch.command import HALT_SIGNAL
-from metaflow_extensions.torchrun.plugins.torchrun.node.agent_events import (
+from metaflow_extensions.torchrun.plugins.torchrun.supervisor.agent_events import (
     End,
     WorkerEnded,
     WorkerStarted,
 )
+from metaflow_extensions.torchrun.plugins.torchrun.supervisor.command import AGENT as AGENT_PROGRAM
+from metaflow_extensions.torchrun.plugins.torchrun.supervisor.command import HALT_SIGNAL
 
 PYTHON = [sys.executable, "-I", "-S"]
 STAND_IN = Path(__file__).parents[1] / "stand_in"

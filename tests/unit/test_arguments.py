@@ -9,7 +9,7 @@ import pytest
 from unit_helpers import HOSTILE
 
 from metaflow_extensions.torchrun.plugins.torchrun.errors import TorchrunConfigError
-from metaflow_extensions.torchrun.plugins.torchrun.launch.arguments import entrypoint_arguments, torchrun_options
+from metaflow_extensions.torchrun.plugins.torchrun.task.arguments import entrypoint_arguments, torchrun_options
 
 # --- entrypoint_args ---------------------------------------------------------------------------
 

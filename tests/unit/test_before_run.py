@@ -13,8 +13,8 @@ from unit_helpers import eventually, is_running
 from metaflow_extensions.torchrun.plugins.torchrun.errors import TorchrunPreempted
 from metaflow_extensions.torchrun.plugins.torchrun.gang.messages import Ended, Failed, Ready
 from metaflow_extensions.torchrun.plugins.torchrun.machine import processes
-from metaflow_extensions.torchrun.plugins.torchrun.node.agent import AgentProcess
-from metaflow_extensions.torchrun.plugins.torchrun.node.endings import MustEnd
+from metaflow_extensions.torchrun.plugins.torchrun.supervisor.agent import AgentProcess
+from metaflow_extensions.torchrun.plugins.torchrun.supervisor.endings import MustEnd
 
 # A child that ignores SIGTERM and is in a session of its own, beside a command that ignores it, too.
 STUBBORN = """

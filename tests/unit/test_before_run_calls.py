@@ -9,8 +9,8 @@ from unit_helpers import HOSTILE, settings_of_run, write
 
 from metaflow_extensions.torchrun.plugins.torchrun import gang_of_one
 from metaflow_extensions.torchrun.plugins.torchrun.errors import EntrypointError, LaunchFailed, TorchrunConfigError
-from metaflow_extensions.torchrun.plugins.torchrun.node.commands import shown
 from metaflow_extensions.torchrun.plugins.torchrun.single_node import TorchrunSingleNodeMultiGPU
+from metaflow_extensions.torchrun.plugins.torchrun.supervisor.commands import shown
 
 
 def commands(given):

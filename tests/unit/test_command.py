@@ -9,8 +9,9 @@ from hypothesis import strategies as st
 from unit_helpers import HOSTILE
 
 from metaflow_extensions.torchrun.plugins.torchrun.gang.messages import Go
-from metaflow_extensions.torchrun.plugins.torchrun.launch.call import Call
-from metaflow_extensions.torchrun.plugins.torchrun.launch.command import (
+from metaflow_extensions.torchrun.plugins.torchrun.machine.accelerators import Machine
+from metaflow_extensions.torchrun.plugins.torchrun.supervisor.call import Call
+from metaflow_extensions.torchrun.plugins.torchrun.supervisor.command import (
     AGENT,
     IMPORTABLE,
     WORKER_HOOKS,
@@ -19,7 +20,6 @@ from metaflow_extensions.torchrun.plugins.torchrun.launch.command import (
     shown_command,
     with_hooks,
 )
-from metaflow_extensions.torchrun.plugins.torchrun.machine.accelerators import Machine
 
 GO = Go(launch=0, generation=0, port=29512, gang="gang", restarts=0, max_restarts=0)
 CALL = Call(

@@ -8,12 +8,12 @@ import pytest
 from unit_helpers import write
 
 from metaflow_extensions.torchrun.plugins.torchrun.errors import EntrypointError
-from metaflow_extensions.torchrun.plugins.torchrun.launch.commands import (
+from metaflow_extensions.torchrun.plugins.torchrun.parsing import parse_argv
+from metaflow_extensions.torchrun.plugins.torchrun.task.commands import (
     find_program,
     foreign_python,
     source_of,
 )
-from metaflow_extensions.torchrun.plugins.torchrun.parsing import parse_argv
 
 
 @pytest.fixture

@@ -10,9 +10,9 @@ import pytest
 from unit_helpers import Patient, write
 
 from metaflow_extensions.torchrun.plugins.torchrun.gang.cause import Cause, FailureText
-from metaflow_extensions.torchrun.plugins.torchrun.launch.call import Call
-from metaflow_extensions.torchrun.plugins.torchrun.node.agent_events import WorkerEnded
-from metaflow_extensions.torchrun.plugins.torchrun.node.exits import (
+from metaflow_extensions.torchrun.plugins.torchrun.supervisor.agent_events import WorkerEnded
+from metaflow_extensions.torchrun.plugins.torchrun.supervisor.call import Call
+from metaflow_extensions.torchrun.plugins.torchrun.supervisor.exits import (
     Exits,
     Record,
     read_record,

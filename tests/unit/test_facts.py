@@ -9,8 +9,9 @@ from gang_of import FACTS
 from unit_helpers import write
 
 from metaflow_extensions.torchrun.plugins.torchrun.errors import TorchNotFoundError
-from metaflow_extensions.torchrun.plugins.torchrun.launch.call import Call, FunctionSpec
-from metaflow_extensions.torchrun.plugins.torchrun.launch.facts import (
+from metaflow_extensions.torchrun.plugins.torchrun.machine.accelerators import Machine
+from metaflow_extensions.torchrun.plugins.torchrun.supervisor.call import Call, FunctionSpec
+from metaflow_extensions.torchrun.plugins.torchrun.task.facts import (
     contents_digest,
     device_kind,
     shm_bytes,
@@ -18,7 +19,6 @@ from metaflow_extensions.torchrun.plugins.torchrun.launch.facts import (
     too_few_warning,
     with_facts,
 )
-from metaflow_extensions.torchrun.plugins.torchrun.machine.accelerators import Machine
 
 CALL = Call("train.py", (), False, 2, 2, 0, sys.executable)
 NO_PYTHON = {"no-python": None}

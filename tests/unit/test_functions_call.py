@@ -20,14 +20,14 @@ from metaflow_extensions.torchrun.plugins.torchrun.errors import (
     TorchrunPreempted,
     WorkerFailed,
 )
-from metaflow_extensions.torchrun.plugins.torchrun.launch.arguments import Place
-from metaflow_extensions.torchrun.plugins.torchrun.launch.call import Call
-from metaflow_extensions.torchrun.plugins.torchrun.launch.facts import contents_digest
-from metaflow_extensions.torchrun.plugins.torchrun.launch.make_call import make_call
-from metaflow_extensions.torchrun.plugins.torchrun.launch.transfer import TransferFailed
 from metaflow_extensions.torchrun.plugins.torchrun.outputs import Outputs
+from metaflow_extensions.torchrun.plugins.torchrun.supervisor.call import Call
 from metaflow_extensions.torchrun.plugins.torchrun.task import function_call as call_module
+from metaflow_extensions.torchrun.plugins.torchrun.task.arguments import Place
+from metaflow_extensions.torchrun.plugins.torchrun.task.facts import contents_digest
 from metaflow_extensions.torchrun.plugins.torchrun.task.function_call import FUNCTION_WORKER, FunctionCall
+from metaflow_extensions.torchrun.plugins.torchrun.task.make_call import make_call
+from metaflow_extensions.torchrun.plugins.torchrun.task.transfer import TransferFailed
 
 CALL = Call(FUNCTION_WORKER, ("folder",), False, nproc=2, num_nodes=2, node_index=1, python="python3")
 CAUSE = {"kind": "exception", "node": 1, "rank": 2, "local_rank": 0, "host": "host-1"}

@@ -72,11 +72,11 @@ def test_a_value_whose_file_was_removed_is_said(values, folder):
 KEEP = f"""{OURS}
 import os, resource, signal
 from pathlib import Path
-from ours.launch.arguments import Place
-from ours.launch.run_settings import resolve
+from ours.task.arguments import Place
+from ours.task.run_settings import resolve
 from ours.settings import parse_settings
 from ours.task.function_call import FunctionCall
-from ours.launch.call import Call
+from ours.supervisor.call import Call
 from ours.result import TorchrunResult
 from ours.worker.function_worker import path_of, store
 

@@ -17,9 +17,9 @@ from metaflow_extensions.torchrun.plugins.torchrun.gang.messages import Report
 from metaflow_extensions.torchrun.plugins.torchrun.gang.policy import LaunchPolicy
 from metaflow_extensions.torchrun.plugins.torchrun.gang.wire import to_plain
 from metaflow_extensions.torchrun.plugins.torchrun.machine.frames import Found, without_stack
-from metaflow_extensions.torchrun.plugins.torchrun.node.hang_observer import HangObserver
 from metaflow_extensions.torchrun.plugins.torchrun.show.page import page_of
 from metaflow_extensions.torchrun.plugins.torchrun.show.parts import Block
+from metaflow_extensions.torchrun.plugins.torchrun.supervisor.hang_observer import HangObserver
 
 
 def begun(num_nodes=2, timeout_s=30.0):

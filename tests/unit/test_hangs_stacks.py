@@ -13,7 +13,7 @@ from limits import limit_s
 from unit_helpers import eventually, is_running, worker_environment, write
 
 from metaflow_extensions.torchrun.plugins.torchrun.machine import processes, stacks
-from metaflow_extensions.torchrun.plugins.torchrun.node.hang_observer import text_of
+from metaflow_extensions.torchrun.plugins.torchrun.supervisor.hang_observer import text_of
 
 HANG = "print('ready', flush=True); import time; time.sleep(1000)"
 

@@ -18,12 +18,12 @@ from metaflow_extensions.torchrun.plugins.torchrun.errors import (
 )
 from metaflow_extensions.torchrun.plugins.torchrun.gang.messages import Abort, Store, Stored, Verdict, to_wire
 from metaflow_extensions.torchrun.plugins.torchrun.gang.wire import to_plain
-from metaflow_extensions.torchrun.plugins.torchrun.launch.call import Call as RunCall
-from metaflow_extensions.torchrun.plugins.torchrun.launch.call import Outcome
-from metaflow_extensions.torchrun.plugins.torchrun.launch.transfer import PATIENCE_S, Step, TransferFailed
-from metaflow_extensions.torchrun.plugins.torchrun.node.endings import TimedOut
+from metaflow_extensions.torchrun.plugins.torchrun.supervisor.call import Call as RunCall
+from metaflow_extensions.torchrun.plugins.torchrun.supervisor.call import Outcome
+from metaflow_extensions.torchrun.plugins.torchrun.supervisor.endings import TimedOut
 from metaflow_extensions.torchrun.plugins.torchrun.task.launch_call import LaunchCall
 from metaflow_extensions.torchrun.plugins.torchrun.task.services import Services, result_of
+from metaflow_extensions.torchrun.plugins.torchrun.task.transfer import PATIENCE_S, Step, TransferFailed
 
 
 class Call:

@@ -10,11 +10,11 @@ from unit_helpers import eventually
 
 from metaflow_extensions.torchrun.plugins.torchrun.gang.messages import Ready, Restart
 from metaflow_extensions.torchrun.plugins.torchrun.gang.wire import from_plain, to_plain
-from metaflow_extensions.torchrun.plugins.torchrun.launch.call import Call
 from metaflow_extensions.torchrun.plugins.torchrun.machine.accelerators import Machine
-from metaflow_extensions.torchrun.plugins.torchrun.node.endings import MustEnd
-from metaflow_extensions.torchrun.plugins.torchrun.node.seat import Seat
+from metaflow_extensions.torchrun.plugins.torchrun.supervisor.call import Call
+from metaflow_extensions.torchrun.plugins.torchrun.supervisor.endings import MustEnd
 from metaflow_extensions.torchrun.plugins.torchrun.supervisor.launches import Launches
+from metaflow_extensions.torchrun.plugins.torchrun.supervisor.seat import Seat
 
 TASK = {"environ": {"PATH": "/bin", "G": "größe \udcff"}, "cwd": "/", "tmp": "/tmp", "writes": ("stderr",)}
 

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from metaflow_extensions.torchrun.plugins.torchrun.node import lines as module
-from metaflow_extensions.torchrun.plugins.torchrun.node.lines import RENEWED_S, LineSplitter
+from metaflow_extensions.torchrun.plugins.torchrun.supervisor import lines as module
+from metaflow_extensions.torchrun.plugins.torchrun.supervisor.lines import RENEWED_S, LineSplitter
 
 
 class Clock:

@@ -8,8 +8,8 @@ import pytest
 from loops import InLoop, Loop
 from unit_helpers import eventually
 
-from metaflow_extensions.torchrun.plugins.torchrun.node import pipes
-from metaflow_extensions.torchrun.plugins.torchrun.node.pipes import AGENT, LogReader, pipe_path
+from metaflow_extensions.torchrun.plugins.torchrun.supervisor import pipes
+from metaflow_extensions.torchrun.plugins.torchrun.supervisor.pipes import AGENT, LogReader, pipe_path
 
 RANKS = {rank: (f"[rank {rank}] ", False) for rank in (0, 1, 3)}
 

@@ -27,7 +27,7 @@ from metaflow_extensions.torchrun.plugins.torchrun.gang.messages import (
     Leave,
     to_wire,
 )
-from metaflow_extensions.torchrun.plugins.torchrun.node.endings import NotNeeded
+from metaflow_extensions.torchrun.plugins.torchrun.supervisor.endings import NotNeeded
 from metaflow_extensions.torchrun.plugins.torchrun.task import link as link_module
 from metaflow_extensions.torchrun.plugins.torchrun.task import member as member_module
 from metaflow_extensions.torchrun.plugins.torchrun.task import orders

@@ -8,8 +8,8 @@ from unit_helpers import write
 
 from metaflow_extensions.torchrun.plugins.torchrun.gang.cause import Cause
 from metaflow_extensions.torchrun.plugins.torchrun.machine.cgroup import describe_oom, memory_limit_bytes, oom_kills
-from metaflow_extensions.torchrun.plugins.torchrun.node import agent_end
-from metaflow_extensions.torchrun.plugins.torchrun.node.agent_end import MachineFaults
+from metaflow_extensions.torchrun.plugins.torchrun.supervisor import agent_end
+from metaflow_extensions.torchrun.plugins.torchrun.supervisor.agent_end import MachineFaults
 
 V2 = "sys/fs/cgroup"
 

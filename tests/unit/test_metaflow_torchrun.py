@@ -11,9 +11,9 @@ import pytest
 from metaflow_torchrun import report
 from unit_helpers import worker_environment, write
 
-from metaflow_extensions.torchrun.plugins.torchrun.launch.command import IMPORTABLE, command_environment, with_hooks
 from metaflow_extensions.torchrun.plugins.torchrun.machine.accelerators import Machine
-from metaflow_extensions.torchrun.plugins.torchrun.node.metric_lines import LineReader
+from metaflow_extensions.torchrun.plugins.torchrun.supervisor.command import IMPORTABLE, command_environment, with_hooks
+from metaflow_extensions.torchrun.plugins.torchrun.supervisor.metric_lines import LineReader
 
 
 @pytest.fixture

@@ -29,7 +29,7 @@ from metaflow_extensions.torchrun.plugins.torchrun.gang.messages import (
 )
 from metaflow_extensions.torchrun.plugins.torchrun.gang.policy import LaunchPolicy
 from metaflow_extensions.torchrun.plugins.torchrun.gang.view import Happened
-from metaflow_extensions.torchrun.plugins.torchrun.node.agent_events import (
+from metaflow_extensions.torchrun.plugins.torchrun.supervisor.agent_events import (
     AgentEnded,
     End,
     Refused,
@@ -37,7 +37,7 @@ from metaflow_extensions.torchrun.plugins.torchrun.node.agent_events import (
     WorkerEnded,
     WorkerStarted,
 )
-from metaflow_extensions.torchrun.plugins.torchrun.node.endings import Broken, GivenUp, MustEnd, TimedOut
+from metaflow_extensions.torchrun.plugins.torchrun.supervisor.endings import Broken, GivenUp, MustEnd, TimedOut
 
 STOP, CLOSE = ("stop", 30.0), ("close", 0.0)
 

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from metaflow_extensions.torchrun.plugins.torchrun.gang.messages import Report
-from metaflow_extensions.torchrun.plugins.torchrun.node.observers import Observers
+from metaflow_extensions.torchrun.plugins.torchrun.supervisor.observers import Observers
 
 
 @pytest.mark.parametrize("fails", ["make", "poll", "ask"])

@@ -17,10 +17,10 @@ from metaflow_extensions.torchrun.plugins.torchrun.gang.progress import (
     Progress,
 )
 from metaflow_extensions.torchrun.plugins.torchrun.gang.wire import from_plain, to_plain
-from metaflow_extensions.torchrun.plugins.torchrun.node import progress_observer as watch
-from metaflow_extensions.torchrun.plugins.torchrun.node.metric_lines import parse_line
 from metaflow_extensions.torchrun.plugins.torchrun.show.page import page_of
 from metaflow_extensions.torchrun.plugins.torchrun.show.parts import Chart, Facts, Sentence, layout, lines_of
+from metaflow_extensions.torchrun.plugins.torchrun.supervisor import progress_observer as watch
+from metaflow_extensions.torchrun.plugins.torchrun.supervisor.metric_lines import parse_line
 
 
 class Kept(Progress):

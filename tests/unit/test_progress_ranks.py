@@ -14,15 +14,15 @@ from unit_helpers import Patient
 
 from metaflow_extensions.torchrun.plugins.torchrun.gang.progress import Metrics, Pace, Point, Progress
 from metaflow_extensions.torchrun.plugins.torchrun.gang.wire import from_plain, to_plain
-from metaflow_extensions.torchrun.plugins.torchrun.node.metric_lines import (
+from metaflow_extensions.torchrun.plugins.torchrun.supervisor.metric_lines import (
     FREED_BYTES,
     MAX_BYTES,
     Line,
     LineReader,
     parse_line,
 )
-from metaflow_extensions.torchrun.plugins.torchrun.node.paces import RankPace
-from metaflow_extensions.torchrun.plugins.torchrun.node.progress_observer import MAX_POINTS, ProgressObserver
+from metaflow_extensions.torchrun.plugins.torchrun.supervisor.paces import RankPace
+from metaflow_extensions.torchrun.plugins.torchrun.supervisor.progress_observer import MAX_POINTS, ProgressObserver
 
 # --- a line and its file --------------------------------------------------------------------------
 

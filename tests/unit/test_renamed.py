@@ -175,7 +175,7 @@ OTHERS |= {"_backend", "_default_pg_init_method", "_get_sequence_nr", "_shared_s
 OTHERS |= {"_popen"}
 FOLDER = Path(extension.__file__).parent
 TREES = {path.relative_to(FOLDER): ast.parse(path.read_text(encoding="utf-8")) for path in FOLDER.rglob("*.py")}
-SCRIPTS = ("worker", "task/function_call.py", "launch/transfer.py")
+SCRIPTS = ("worker", "task/function_call.py", "task/transfer.py")
 PROMISED = {"_asdict", "_replace", "_exit", "current", "MetaflowException"}
 
 

@@ -6,9 +6,9 @@ import signal
 import pytest
 
 from metaflow_extensions.torchrun.plugins.torchrun.errors import TorchrunConfigError
-from metaflow_extensions.torchrun.plugins.torchrun.launch.arguments import Place
-from metaflow_extensions.torchrun.plugins.torchrun.launch.run_settings import RunSettings, resolve
 from metaflow_extensions.torchrun.plugins.torchrun.settings import ARGUMENTS, parse_settings
+from metaflow_extensions.torchrun.plugins.torchrun.task.arguments import Place
+from metaflow_extensions.torchrun.plugins.torchrun.task.run_settings import RunSettings, resolve
 
 NODE = Place(2, 1, "10.0.0.7")
 

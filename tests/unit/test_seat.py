@@ -1,7 +1,7 @@
 """A node's seat in its gang: which launch hears what."""
 
-from metaflow_extensions.torchrun.plugins.torchrun.node.endings import GivenUp, MustEnd
-from metaflow_extensions.torchrun.plugins.torchrun.node.seat import Seat
+from metaflow_extensions.torchrun.plugins.torchrun.supervisor.endings import GivenUp, MustEnd
+from metaflow_extensions.torchrun.plugins.torchrun.supervisor.seat import Seat
 
 
 def heard(seat):

@@ -9,8 +9,8 @@ import pytest
 from limits import limit_s
 from unit_helpers import HANG_S
 
-from metaflow_extensions.torchrun.plugins.torchrun.launch import transfer
-from metaflow_extensions.torchrun.plugins.torchrun.launch.transfer import Step, Transfer, TransferFailed
+from metaflow_extensions.torchrun.plugins.torchrun.task import transfer
+from metaflow_extensions.torchrun.plugins.torchrun.task.transfer import Step, Transfer, TransferFailed
 
 DEADLINE_S = limit_s(HANG_S)
 
@@ -50,7 +50,7 @@ def test_who_waits_too_long_hears_for_what_and_why(going):
 ABANDONED = """
 from concurrent.futures import ThreadPoolExecutor
 import threading, time
-from metaflow_extensions.torchrun.plugins.torchrun.launch.transfer import Step, Transfer
+from metaflow_extensions.torchrun.plugins.torchrun.task.transfer import Step, Transfer
 
 class Store:
     where = "the s3 datastore"
@@ -72,7 +72,7 @@ upload.give_up()
 ENDS_DURING_EXIT = """
 import atexit, time
 atexit.register(time.sleep, 0.5)  # what is registered later is called before
-from metaflow_extensions.torchrun.plugins.torchrun.launch.transfer import Step, Transfer
+from metaflow_extensions.torchrun.plugins.torchrun.task.transfer import Step, Transfer
 job = Transfer(None, "stores", [Step("a value", lambda: time.sleep(0.2), 1000.0)])
 job.start()
 job.give_up()

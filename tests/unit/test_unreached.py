@@ -16,8 +16,8 @@ from limits import limit_s
 from unit_helpers import eventually
 
 from metaflow_extensions.torchrun.plugins.torchrun.gang.messages import Stop, Verdict
-from metaflow_extensions.torchrun.plugins.torchrun.launch.command import AGENT, HALT_SIGNAL
 from metaflow_extensions.torchrun.plugins.torchrun.machine.processes import has_signal
+from metaflow_extensions.torchrun.plugins.torchrun.supervisor.command import AGENT, HALT_SIGNAL
 from metaflow_extensions.torchrun.plugins.torchrun.worker import agent
 
 STAND_IN = Path(__file__).parents[1] / "stand_in"

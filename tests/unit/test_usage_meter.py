@@ -10,18 +10,18 @@ import psutil
 import pytest
 from unit_helpers import eventually, write
 
-from metaflow_extensions.torchrun.plugins.torchrun.launch.call import Call
 from metaflow_extensions.torchrun.plugins.torchrun.machine.accelerators import Machine
 from metaflow_extensions.torchrun.plugins.torchrun.machine.cgroup import container_folder
-from metaflow_extensions.torchrun.plugins.torchrun.node import usage_observer as watch
-from metaflow_extensions.torchrun.plugins.torchrun.node.usage_observer import (
+from metaflow_extensions.torchrun.plugins.torchrun.show.reported import USAGE_COLUMNS
+from metaflow_extensions.torchrun.plugins.torchrun.supervisor import usage_observer as watch
+from metaflow_extensions.torchrun.plugins.torchrun.supervisor.call import Call
+from metaflow_extensions.torchrun.plugins.torchrun.supervisor.usage_observer import (
     STEP_S,
     UsageObserver,
     of_container,
     of_processes,
     sum_of_gpus,
 )
-from metaflow_extensions.torchrun.plugins.torchrun.show.reported import USAGE_COLUMNS
 
 # --- what the kernel says ---------------------------------------------------------------------------
 

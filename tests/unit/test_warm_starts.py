@@ -9,9 +9,9 @@ import pytest
 from unit_helpers import eventually, is_running, write
 from warm_nodes import Warm
 
-from metaflow_extensions.torchrun.plugins.torchrun.launch.command import AGENT
 from metaflow_extensions.torchrun.plugins.torchrun.machine.processes import living_descendants
-from metaflow_extensions.torchrun.plugins.torchrun.node.agent_events import End, Refused, WorkerStarted
+from metaflow_extensions.torchrun.plugins.torchrun.supervisor.agent_events import End, Refused, WorkerStarted
+from metaflow_extensions.torchrun.plugins.torchrun.supervisor.command import AGENT
 
 
 @pytest.fixture

@@ -9,8 +9,8 @@ import time
 import pytest
 from unit_helpers import worker_environment, write
 
-from metaflow_extensions.torchrun.plugins.torchrun.launch.command import WORKER_HOOKS
-from metaflow_extensions.torchrun.plugins.torchrun.node.exits import read_record
+from metaflow_extensions.torchrun.plugins.torchrun.supervisor.command import WORKER_HOOKS
+from metaflow_extensions.torchrun.plugins.torchrun.supervisor.exits import read_record
 
 RAISES = "raise ValueError('the end')"
 

@@ -10,11 +10,11 @@ import psutil
 from limits import limit_s
 
 from metaflow_extensions.torchrun.plugins import torchrun as package
-from metaflow_extensions.torchrun.plugins.torchrun.launch.arguments import Place
-from metaflow_extensions.torchrun.plugins.torchrun.launch.command import WORKER_HOOKS
-from metaflow_extensions.torchrun.plugins.torchrun.launch.run_settings import RunSettings, resolve
 from metaflow_extensions.torchrun.plugins.torchrun.machine.aside import Aside
 from metaflow_extensions.torchrun.plugins.torchrun.settings import parse_settings
+from metaflow_extensions.torchrun.plugins.torchrun.supervisor.command import WORKER_HOOKS
+from metaflow_extensions.torchrun.plugins.torchrun.task.arguments import Place
+from metaflow_extensions.torchrun.plugins.torchrun.task.run_settings import RunSettings, resolve
 
 # Whoever waits for longer waits for what never comes.
 HANG_S = 60.0

@@ -9,10 +9,10 @@ from limits import limit_s
 from supervised import Supervised
 from unit_helpers import HANG_S, eventually, is_running, write
 
-from metaflow_extensions.torchrun.plugins.torchrun.launch import command as launch_command
-from metaflow_extensions.torchrun.plugins.torchrun.launch.command import WORKER_HOOKS
 from metaflow_extensions.torchrun.plugins.torchrun.machine.processes import living_descendants
-from metaflow_extensions.torchrun.plugins.torchrun.node.agent_events import End, Refused
+from metaflow_extensions.torchrun.plugins.torchrun.supervisor import command as launch_command
+from metaflow_extensions.torchrun.plugins.torchrun.supervisor.agent_events import End, Refused
+from metaflow_extensions.torchrun.plugins.torchrun.supervisor.command import WORKER_HOOKS
 from metaflow_extensions.torchrun.plugins.torchrun.worker.spare import POPEN_OF_WORKERS
 
 # What stands for torchrun: it tells what it sees, starts workers, and waits where it is to.

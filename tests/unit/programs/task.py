@@ -89,13 +89,13 @@ def main(program):
 import pickle  # noqa: E402
 
 from metaflow_extensions.torchrun.plugins.torchrun.errors import EntrypointError, LaunchFailed, WorkerFailed  # noqa: E402
-from metaflow_extensions.torchrun.plugins.torchrun.launch.arguments import Place  # noqa: E402
-from metaflow_extensions.torchrun.plugins.torchrun.launch.call import Call  # noqa: E402
-from metaflow_extensions.torchrun.plugins.torchrun.launch.command import WORKER_HOOKS  # noqa: E402
-from metaflow_extensions.torchrun.plugins.torchrun.launch.run_settings import resolve  # noqa: E402
-from metaflow_extensions.torchrun.plugins.torchrun.node.exits import read_record  # noqa: E402
 from metaflow_extensions.torchrun.plugins.torchrun.settings import parse_settings  # noqa: E402
+from metaflow_extensions.torchrun.plugins.torchrun.supervisor.call import Call  # noqa: E402
+from metaflow_extensions.torchrun.plugins.torchrun.supervisor.command import WORKER_HOOKS  # noqa: E402
+from metaflow_extensions.torchrun.plugins.torchrun.supervisor.exits import read_record  # noqa: E402
+from metaflow_extensions.torchrun.plugins.torchrun.task.arguments import Place  # noqa: E402
 from metaflow_extensions.torchrun.plugins.torchrun.task.function_call import FUNCTION_WORKER, FunctionCall  # noqa: E402
+from metaflow_extensions.torchrun.plugins.torchrun.task.run_settings import resolve  # noqa: E402
 
 if os.environ.get("NO_METAFLOW_IN_WORKERS"):
     sys.path.insert(0, os.path.join(FOLDER, "absent"))

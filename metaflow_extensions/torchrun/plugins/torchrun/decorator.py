@@ -132,7 +132,7 @@ class TorchrunDecorator(steps.ParallelDecorator):  # type: ignore[misc]  # Metaf
 
     def add_to_package(self) -> Iterable[tuple[str, str]]:
         """Ship `metaflow_torchrun`, which the flow's own file may import: its folder is on the path of workers only."""
-        from .launch.command import IMPORTABLE
+        from .supervisor.command import IMPORTABLE
 
         yield from super().add_to_package()
         name = os.path.join("metaflow_torchrun", "__init__.py")

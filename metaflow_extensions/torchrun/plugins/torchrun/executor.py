@@ -11,21 +11,21 @@ from typing import Any
 from .errors import LaunchFailed, TorchrunPreempted
 from .events import Event
 from .gang.policy import LaunchPolicy
-from .launch.arguments import Place
-from .launch.call import Call
-from .launch.commands import beside_flow, flow_folder, foreign_python
-from .launch.facts import shm_bytes, shm_warning, too_few_warning, with_facts
-from .launch.make_call import make_call
-from .launch.run_settings import RunSettings, resolve
-from .launch.transfer import ValueStore
 from .machine.accelerators import Machine, Nproc, choose_nproc
 from .result import TorchrunResult
 from .run_arguments import LEGACY, Runner
 from .settings import StepSettings, checked_value
 from .show.gang_part import GangPart
+from .supervisor.call import Call
+from .task.arguments import Place
+from .task.commands import beside_flow, flow_folder, foreign_python
+from .task.facts import shm_bytes, shm_warning, too_few_warning, with_facts
 from .task.launch_call import LaunchCall
+from .task.make_call import make_call
 from .task.member import Member
+from .task.run_settings import RunSettings, resolve
 from .task.services import Services, result_of
+from .task.transfer import ValueStore
 
 _SETTLE_S = 3.0  # for the output of a failed launch, before its error is raised
 _LOG_DIR = (

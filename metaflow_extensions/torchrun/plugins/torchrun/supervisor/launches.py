@@ -13,12 +13,12 @@ from ..errors import TorchrunError
 from ..gang.cause import Cause
 from ..gang.messages import Store, to_wire
 from ..gang.wire import from_plain, to_plain
-from ..launch.call import Call
-from ..node.endings import GivenUp
-from ..node.launch import NodeLaunch, Tools
-from ..node.seat import Seat
-from ..node.warm import WarmNode
+from .call import Call
+from .endings import GivenUp
+from .launch import NodeLaunch, Tools
 from .output import Output, Send
+from .seat import Seat
+from .warm import WarmNode
 
 
 class Launches:

@@ -29,14 +29,14 @@ from ..machine import processes
 from ..machine.cgroup import describe_oom, oom_kills
 from ..machine.looks import WATCH_S, until_look
 from ..machine.open_files import file_of
-from ..node.endings import MustEnd, TimedOut
-from ..node.warm import begin_spares
+from .endings import MustEnd, TimedOut
 from .ends import Held, end_of
 from .launches import Launches
 from .output import Output
 from .sides import ControlSide, MemberSide
 from .signs import Signs
 from .task_link import TaskLink
+from .warm import begin_spares
 
 _LAST_LINES_S = 0.5  # for what the workers have written before the task's end
 _DYING_S = 5.0  # a task that is killed closes its files first, and then frees its memory

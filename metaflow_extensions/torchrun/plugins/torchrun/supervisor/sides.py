@@ -15,12 +15,12 @@ from ..machine.looks import until_look
 from ..machine.network import pick_port
 from ..machine.pods import why_it_waits
 from ..machine.processes import Other, send_signal
-from ..node.seat import Seat
 from .control_channel import ControlChannel
 from .ends import Held, end_of
 from .member_channel import MemberChannel
 from .output import Output, Send
 from .relay import LineSender, Relay
+from .seat import Seat
 
 # Nodes answer within a shorter time (`gang.limits`).
 _REQUEST_S, _REQUEST_LOOK_S = 40.0, 0.1

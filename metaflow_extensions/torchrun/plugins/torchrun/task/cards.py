@@ -11,9 +11,9 @@ from typing import Any
 from ..compat import cards
 from ..compat.renamed import convenience
 from ..gang.view import GangView
-from ..launch.transfer import do_within
 from ..show.gang_card import page_of_gang, sections_of_gang
 from ..show.gang_part import GangPart
+from .transfer import do_within
 
 _LAST_S = 60.0  # for the last cards of a failed task: Metaflow's take some seconds, and more on a busy machine
 _LIVE, _LAST = "what the gang's card shows while the step runs", "the last card of a step that has failed"

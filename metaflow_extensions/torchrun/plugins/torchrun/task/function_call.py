@@ -25,10 +25,7 @@ from ..gang.cause import cause_of, failure_of, retold
 from ..gang.messages import CONTROL
 from ..gang.texts import names, size_text
 from ..gang.wire import Plain
-from ..launch.arguments import dict_or_list
-from ..launch.call import Call, FunctionSpec
-from ..launch.run_settings import RunSettings
-from ..launch.transfer import PATIENCE_S, Step, ToStore, Transfer, ValueStore, do_within, patience_for
+from ..supervisor.call import Call, FunctionSpec
 from ..worker import function_worker
 from ..worker.function_worker import (
     CALL,
@@ -41,7 +38,10 @@ from ..worker.function_worker import (
     path_of,
     words_of,
 )
+from .arguments import dict_or_list
 from .function_values import ValuesOnDisk
+from .run_settings import RunSettings
+from .transfer import PATIENCE_S, Step, ToStore, Transfer, ValueStore, do_within, patience_for
 
 # What torchrun runs where the entrypoint is a function.
 FUNCTION_WORKER = os.path.abspath(function_worker.__file__)

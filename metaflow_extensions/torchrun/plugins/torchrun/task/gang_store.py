@@ -16,11 +16,11 @@ from typing import Any
 from ..errors import GangError
 from ..gang.messages import CONTROL
 from ..gang.view import GangView, NodeView, Presence, Word, told_by_others
-from ..launch.transfer import do_within, job
 from ..registry import Registry, Reply, Request
 from .cards import Cards
 from .link import NEVER
 from .member import Member
+from .transfer import do_within, job
 
 _PATIENCE_S = 5.0  # for one writing, and for the last one
 _EVERY_S = 5.0  # between two writings

@@ -20,13 +20,13 @@ from ..gang.messages import CONTROL, Farewell, Join
 from ..gang.policy import ConnectPolicy, growing_pauses
 from ..gang.view import Presence, Word
 from ..gang.wire import from_plain
-from ..launch.transfer import do_within
 from ..machine.network import addresses_for_others, place
 from ..registry import STORE_PATIENCE_S, AddressRecord, Registry
 from ..settings import StepSettings
 from .link import Link
 from .member import Member
 from .step_timeout import alarm_text
+from .transfer import do_within
 
 LOOPBACK = "127.0.0.1"
 _POLICY = ConnectPolicy()

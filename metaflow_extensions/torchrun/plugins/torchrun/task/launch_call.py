@@ -22,11 +22,11 @@ from ..gang.group import Group
 from ..gang.messages import Report, Store, Stored, from_wire
 from ..gang.view import as_dicts
 from ..gang.wire import Plain, from_plain, to_plain
-from ..launch.call import Call, Outcome
-from ..launch.transfer import ToStore, Transfer
+from ..supervisor.call import Call, Outcome
 from . import console
 from .member import Member
 from .services import Services
+from .transfer import ToStore, Transfer
 
 _LOOK_S = 0.5  # between two looks at what no frame tells
 _LAST_NEWS_S = 0.5  # how long to wait for the gang's own error when the supervisor is gone

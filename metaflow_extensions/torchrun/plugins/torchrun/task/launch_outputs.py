@@ -19,10 +19,10 @@ from ..errors import TorchrunConfigError, TorchrunError
 from ..gang.messages import CONTROL
 from ..gang.texts import counted, size_text
 from ..gang.wire import Plain
-from ..launch.call import Call
-from ..launch.run_settings import RunSettings
-from ..launch.transfer import PATIENCE_S, Step, ToStore, ValueStore, patience_for
 from ..outputs import Outputs
+from ..supervisor.call import Call
+from .run_settings import RunSettings
+from .transfer import PATIENCE_S, Step, ToStore, ValueStore, patience_for
 
 # Two are in memory at the same time: one that is stored, and the next one that is read. From 8 MiB on, boto3 (1.44)
 # would send each in parts, with copies of them in ten threads.

@@ -21,11 +21,11 @@ from ..gang.limits import QUIET_S, REMIND_S
 from ..gang.messages import CONTROL, Abort, Answer, Farewell, Leave, Message, from_wire, to_wire
 from ..gang.texts import names
 from ..gang.view import as_dicts
-from ..launch.transfer import Transfer
-from ..node.endings import MustEnd, NotNeeded, TimedOut, lost_control, preempted, timed_out
+from ..supervisor.endings import MustEnd, NotNeeded, TimedOut, lost_control, preempted, timed_out
 from ..tracebacks import user_traceback, words_of
 from . import orders
 from .link import NEVER, Link
+from .transfer import Transfer
 
 _ACK_WAIT_S = 5.0  # how long a leaving node waits for the control node's receipt
 

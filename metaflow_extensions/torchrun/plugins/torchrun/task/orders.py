@@ -14,7 +14,7 @@ from contextlib import suppress
 from types import FrameType
 from typing import Any
 
-from ..node.endings import MustEnd, TimedOut
+from ..supervisor.endings import MustEnd, TimedOut
 from .link import forget_all
 
 SIGTERM_CAME = MustEnd("its Metaflow task got SIGTERM")

@@ -19,9 +19,9 @@ from ..compat.graph import (
     attributes_of_torchrun,
     sources_of_steps,
 )
-from ..launch.commands import flow_folder
 from ..parsing import did_you_mean
 from ..run_arguments import KNOWN, instead_of
+from .commands import flow_folder
 
 _CATCH_ALL = frozenset({"AttributeError", "Exception", "BaseException"})
 # Arguments of `run` with which the script is searched elsewhere, made before, or no script.

@@ -16,13 +16,13 @@ from ..gang.cause import Cause, FailureText, failed
 from ..gang.group import Group
 from ..gang.view import as_dicts
 from ..gang.wire import Plain
-from ..launch.call import Call, FunctionSpec, Outcome
-from ..launch.run_settings import RunSettings
-from ..launch.transfer import ToStore, TransferFailed, ValueStore
 from ..result import TorchrunResult
+from ..supervisor.call import Call, FunctionSpec, Outcome
 from .function_call import FunctionCall
 from .launch_outputs import LaunchOutputs
 from .member import Member
+from .run_settings import RunSettings
+from .transfer import ToStore, TransferFailed, ValueStore
 
 
 class Services(ExitStack):
@@ -49,7 +49,7 @@ class Services(ExitStack):
 
     @property
     def told(self) -> dict[str, Any]:
-        """What the supervisor must know of them, as fields of `launch.call.Call`."""
+        """What the supervisor must know of them, as fields of `supervisor.call.Call`."""
         call, stores = self._call, any(service.stores for service in self._all.values())
         more = {} if call is None else {"folders": (call.folder,), "emptied": (call.emptied,)}
         return {"stores": stores, "may_train_alone": call is not None and call.may_train_alone, **more}

@@ -8,13 +8,13 @@ from contextlib import suppress
 from ..compat.renamed import harmless
 from ..errors import TorchrunConfigError
 from ..gang.wire import Plain
-from ..launch.command import command_environment, with_hooks
 from ..machine.accelerators import Machine, Nproc, choose_nproc
 from ..settings import StepSettings
+from ..supervisor.command import command_environment, with_hooks
 
 
 def starts_of(settings: StepSettings, machine: Machine, requested: Nproc | None) -> Plain | None:
-    """Return what the spare of a step's first launch is, for `node.warm`; None if `warm` is off, or if this has failed.
+    """Return what the spare of a step's first launch is, for `supervisor.warm`; None if `warm` is off, or if this has failed.
 
     The spare gets the launch's environment, as far as it is known before `run` is called. `requested` is what the
     resources of a task amount to.

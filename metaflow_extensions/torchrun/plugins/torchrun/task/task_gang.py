@@ -24,10 +24,10 @@ from ..events import Event, label
 from ..gang.cause import Cause, cause_of
 from ..gang.view import Presence
 from ..gang.wire import Plain
-from ..node.endings import NotNeeded
 from ..registry import AddressRecord, Registry
 from ..settings import StepSettings
 from ..show.gang_part import GangPart, pointing_at
+from ..supervisor.endings import NotNeeded
 from ..tracebacks import words_of
 from .cards import Cards, make_none
 from .console import hurry, to_log
@@ -85,7 +85,7 @@ class TaskGang:
     def join(self, tasks: Sequence[str] = (), starts: Plain | None = None) -> tuple[Member, str]:
         """Join, and return this node as a member and the control node's address.
 
-        `tasks` are those of all nodes, in order, each as run, step and task. `starts` is for `node.warm`.
+        `tasks` are those of all nodes, in order, each as run, step and task. `starts` is for `supervisor.warm`.
         """
         parallel, settings, here_only = current.parallel, self._settings, self._is_local
         local_node = parallel.node_index if here_only else None

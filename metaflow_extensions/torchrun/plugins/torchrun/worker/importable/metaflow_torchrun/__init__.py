@@ -1,6 +1,6 @@
 """``from metaflow_torchrun import report``: tells how far a training has come.
 
-All workers of a launch can import this on every backend: `launch.command` puts this folder on their path, and Metaflow
+All workers of a launch can import this on every backend: `supervisor.command` puts this folder on their path, and Metaflow
 ships it for the flow's own file (`decorator.add_to_package`). Elsewhere it comes with the installed package. It needs the
 standard library only, and a worker imports it together with nothing else of this extension.
 """

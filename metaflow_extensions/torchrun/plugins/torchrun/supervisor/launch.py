@@ -32,11 +32,11 @@ from ..gang.messages import (
 )
 from ..gang.texts import headline, names
 from ..gang.view import as_dicts
-from ..launch.call import Call, Outcome
 from ..machine.aside import Aside
 from .agent import AgentProcess
 from .agent_end import AGENT_NAME
 from .agent_events import AgentNews
+from .call import Call, Outcome
 from .commands import Commands
 from .endings import Broken, GivenUp, MustEnd, TimedOut, preempted, timed_out
 from .generation import Generation

@@ -17,11 +17,11 @@ from typing import Any, TypeAlias
 from ..events import Event, label
 from ..gang.cause import Cause, describe_exit
 from ..gang.messages import Report
-from ..launch.call import Call
 from ..parsing import is_by_shell
 from .agent import AgentProcess, Options
 from .agent_end import MachineFaults
 from .agent_events import AgentNews, End
+from .call import Call
 from .headlines import left_behind
 from .pipes import LogReader, Write, pipe_path
 from .seat import Seat

@@ -9,8 +9,8 @@ from ..events import Event
 from ..gang.cause import failure_of
 from ..gang.messages import Go
 from ..gang.texts import counted, duration, headline
-from ..launch.call import Call
-from ..launch.command import bracketed
+from .call import Call
+from .command import bracketed
 
 _FIRST_LAUNCH = "\nthe first output can take half a minute, since each process imports PyTorch first"
 

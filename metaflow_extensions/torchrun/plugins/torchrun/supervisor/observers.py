@@ -15,8 +15,8 @@ from ..compat.renamed import harmless
 from ..events import Event
 from ..gang.messages import Go, Report
 from ..gang.wire import Plain
-from ..launch.call import Call
 from .agent import AgentProcess
+from .call import Call
 from .exits import Exits
 from .pipes import LogReader
 from .seat import Seat

@@ -19,9 +19,9 @@ from typing import Any
 
 from ..gang.cause import Cause, remedy_of_exit
 from ..gang.texts import headline
-from ..launch.call import Call
 from ..machine.aside import STUCK_S, Aside
 from .agent_events import WorkerEnded
+from .call import Call
 from .pipes import Tail
 
 _TAIL_LINES, _STDOUT_LINES = 30, 10

@@ -7,9 +7,9 @@ import signal
 from dataclasses import replace
 
 from ..gang.cause import Cause, describe_exit, signal_name
-from ..launch.call import Call
 from ..machine.cgroup import describe_oom, oom_kills
 from .agent_events import End
+from .call import Call
 from .exits import last_lines, without_labels
 from .pipes import AGENT, Tail
 

@@ -19,7 +19,7 @@ from dataclasses import replace
 
 from ..errors import TorchNotFoundError
 from ..gang.texts import counted
-from .call import Call
+from ..supervisor.call import Call
 
 _NONE = "none"
 _UNKNOWN = "unknown"

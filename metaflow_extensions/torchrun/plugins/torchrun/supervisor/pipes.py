@@ -154,7 +154,7 @@ class LogReader:
         with ExitStack() as files:  # closed here if one of them can't be opened
             # One file that is ready when any pipe is: a node may have hundreds.
             self._any = files.enter_context(select.epoll())
-            os.mkfifo(pipe_path(folder, AGENT, "workers"), 0o600)  # for `node.agent`
+            os.mkfifo(pipe_path(folder, AGENT, "workers"), 0o600)  # for `supervisor.agent`
             shown: list[tuple[int | str, tuple[str, bool]]] = [(AGENT, (agent_label, False)), *workers.items()]
             for process, (label, is_hidden) in shown:
                 show = self._show_agent if process == AGENT else write

@@ -11,12 +11,12 @@ from functools import partial
 
 from ..events import label
 from ..gang.messages import Go
-from ..launch.call import Call
-from ..launch.command import HALT_SIGNAL, agent_command, command_environment, restart_variables, with_hooks
 from ..machine.network import interface_of
 from ..machine.stacks import hook_environment
 from .agent import AgentProcess, Options
 from .agent_events import AgentNews
+from .call import Call
+from .command import HALT_SIGNAL, agent_command, command_environment, restart_variables, with_hooks
 from .generation import Generation
 from .pipes import AGENT, LogReader, Write, pipe_path
 from .progress_observer import FOLDER, metrics_folder

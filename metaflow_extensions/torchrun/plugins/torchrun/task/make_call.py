@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..errors import EntrypointError, TorchrunConfigError
+from ..supervisor.call import Call, FunctionSpec
 from .arguments import Place, entrypoint_arguments
-from .call import Call, FunctionSpec
 from .commands import beside_flow, find_program, source_of
 from .run_settings import RunSettings
 

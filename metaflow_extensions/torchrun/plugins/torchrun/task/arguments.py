@@ -13,7 +13,7 @@ from typing import Any
 from ..errors import TorchrunConfigError
 from ..gang.group import Group
 from ..parsing import check_word
-from .command import STATIC_BACKEND, bracketed
+from ..supervisor.command import STATIC_BACKEND, bracketed
 
 # torchrun's options, from `torch/distributed/run.py` of torch 2.13. Options that a newer torch adds
 # are passed on as they come; the table is needed for flags, short names and missing values.

@@ -12,12 +12,12 @@ from ..events import Event
 from ..gang.cause import Failure, describe_exit, first_failure
 from ..gang.hangs import KIND
 from ..gang.messages import Ask, Ended, Go, Message, Report, Stop
-from ..launch.call import Call
-from ..launch.command import shown_command
 from ..machine.aside import STUCK_S
 from .agent import AgentProcess
 from .agent_end import AGENT_NAME, MachineFaults, agent_failure
 from .agent_events import AgentEnded, AgentEvent, End, Refused, Unreached, WorkerEnded, WorkerStarted
+from .call import Call
+from .command import shown_command
 from .exits import Exits
 from .hang_observer import HangObserver, StacksObserver
 from .headlines import left_behind
