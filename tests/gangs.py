@@ -105,7 +105,6 @@ class Gang:
         wrap: Mapping[int, list[str]] = _NONE,
         agent_env: Mapping[str, str] = _NONE,
         own_code: Mapping[int, str] = _NONE,
-        fails_late: Collection[int] = (),
         options_of: Mapping[int, Mapping[str, Any]] = _NONE,
         main_ip: str = "10.77.0.1",
         etc_hosts: str = ETC_HOSTS,
@@ -116,12 +115,11 @@ class Gang:
         """Start the nodes that are not `absent`.
 
         `late` says how many seconds after its begin a node joins; `step` what the step's own code does before it joins
-        (see ``node.py``), `own_code` what it does before the launches (a node without launches waits), and who
-        `fails_late` does so after all; `gang` is the control task's id; `wrap` is what stands before a node's command;
-        `stand_in` has a stand-in for torchrun start the workers, where torchrun has no part in what is tested;
-        `main_ip` is the address of a control node with a host of its own, as Metaflow says it, ``own name`` what its
-        name resolves to there; `etc_hosts` is for all hosts; `options` are those of ``run``, and `options_of` those of
-        one node alone.
+        (see ``node.py``), `own_code` what it does before the launches (a node without launches waits); `gang` is the
+        control task's id; `wrap` is what stands before a node's command; `stand_in` has a stand-in for torchrun start
+        the workers, where torchrun has no part in what is tested; `main_ip` is the address of a control node with a
+        host of its own, as Metaflow says it, ``own name`` what its name resolves to there; `etc_hosts` is for all
+        hosts; `options` are those of ``run``, and `options_of` those of one node alone.
         """
         self.out.mkdir(exist_ok=True)
         self.temporary.mkdir()
@@ -149,7 +147,6 @@ class Gang:
                 "step": step.get(node),
                 "launches": count,
                 "own_code": own_code.get(node, "" if count else "wait"),
-                "fails_late": node in fails_late,
             }
             if node not in absent:
                 self.start_node(node)

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import asdict
 from pathlib import Path
 
 import pytest
-from chaos_table import Recorder, Row
+from chaos_table import Recorder
 
-_ROW = "row of the chaos table"  # a test's rows travel in its report, since pytest-xdist runs it in another process
+_RECORDER = pytest.StashKey[Recorder]()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -23,35 +21,15 @@ def pytest_itemcollected(item: pytest.Item) -> None:
         item.add_marker(pytest.mark.chaos)
 
 
-_reports: list[pytest.TestReport] = []
-
-
-def pytest_runtest_logreport(report: pytest.TestReport) -> None:
-    if report.when == "teardown":
-        _reports.append(report)
-
-
-def _all_rows() -> Recorder:
-    """Return what all tests have measured, in the order of files and lines."""
-    ordered = sorted(_reports, key=lambda report: report.location)
-    rows = [value for report in ordered for name, value in report.user_properties if name == _ROW]
-    return Recorder([Row(**row) for row in rows])
+@pytest.fixture(scope="session")
+def recorder(pytestconfig: pytest.Config) -> Recorder:
+    """Return what takes the rows of the table, in the order of the tests: one process runs them."""
+    return pytestconfig.stash.setdefault(_RECORDER, Recorder())
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
-    recorder = _all_rows()
-    if recorder.rows:
-        lines = recorder.lines()
-        terminalreporter.section("chaos")
-        for line in lines:
-            terminalreporter.write_line(line)
-        if path := config.getoption("--chaos-table"):
-            Path(path).write_text("\n".join(lines) + "\n")
-
-
-@pytest.fixture
-def recorder(request: pytest.FixtureRequest) -> Iterator[Recorder]:
-    """Return what takes this test's rows of the table."""
-    recorder = Recorder()
-    yield recorder
-    request.node.user_properties += [(_ROW, asdict(row)) for row in recorder.rows]
+    lines = config.stash.get(_RECORDER, Recorder()).lines()
+    terminalreporter.section("chaos")
+    terminalreporter.write("\n".join([*lines, ""]))
+    if path := config.getoption("--chaos-table"):
+        Path(path).write_text("\n".join(lines) + "\n")

@@ -19,8 +19,8 @@ DATASTORE_S = 2  # a slow datastore takes so long for a call
 
 
 def test_a_node_that_starts_late(gang, recorder):
-    gang.start(do="*:talk-for 1", late={1: LATE_S}, settings={"heartbeat_timeout_s": HEARTBEAT_S})
-    gang.await_launch(0)
+    gang.start(late={1: LATE_S}, settings={"heartbeat_timeout_s": HEARTBEAT_S})
+    gang.await_workers()
     recorder.lasted("a node starts later than a node may be silent", gang.end_well())
     control, member = (gang.note(f"node-{node}.json") for node in range(2))
     assert control["launches"][0]["seconds"] > LATE_S - 1  # it waited inside of run()

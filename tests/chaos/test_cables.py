@@ -1,26 +1,19 @@
-"""Gangs whose network is cut, loses and delays; each node runs on a host of its own, see tests/hosts.py."""
+"""Gangs whose network is cut; each node runs on a host of its own, see tests/hosts.py."""
 
 from __future__ import annotations
 
 import math
-import os
 import re
-import subprocess
-import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from pathlib import Path
+from collections.abc import Callable
 
 import pytest
 from gangs import END_S, Gang
-from hosts import Host, Switch, cannot
+from hosts import Host, Switch
 from limits import limit_s
 
 HEARTBEAT_S = math.ceil(limit_s(2))
 CUT_S = 1.5  # no longer: after a cut, TCP sends again after pauses as long as the cut was
-DELAY_S, LOSS = 0.2, 0.05
-BAD_HEARTBEAT_S = math.ceil(limit_s(10))
 
 
 @pytest.fixture
@@ -114,44 +107,3 @@ def replace_node_1(gang: Gang) -> None:
     (gang.out / "node-1.json").unlink()
     gang.start_node(1)  # the next spare
     assert gang.await_note("node-1.json")["join_s"] > 0
-
-
-@contextmanager
-def bad_cable(one: Host, other: Host) -> Iterator[None]:
-    if not os.path.exists("/dev/net/tun"):
-        cannot("a cable that delays and loses frames needs TAP devices (/dev/net/tun)")
-    words = [str(DELAY_S), str(LOSS), "eth0", one.space, other.space]
-    wire = subprocess.Popen(
-        [sys.executable, str(Path(__file__).parent / "wire.py"), *words], stdout=subprocess.PIPE, text=True
-    )
-    try:
-        assert wire.stdout is not None
-        assert wire.stdout.readline() == "open\n"
-        for number, host in enumerate((one, other), start=1):
-            host.ip("link", "set", "eth0", "up")
-            host.add_address(f"10.77.0.{number}/24", "eth0")
-        yield
-    finally:
-        wire.kill()
-        wire.communicate()
-
-
-def test_loss_and_delay(make_gang, hosts, recorder):
-    """Every frame takes 200 ms, one in twenty vanishes: the gang starts, works and ends; a failure is told in time."""
-    with bad_cable(*hosts[:2]):
-        gang: Gang = make_gang(hosts[:2])
-        gang.start(2, settings={"heartbeat_timeout_s": BAD_HEARTBEAT_S}, launches=2)
-        gang.await_workers()
-        gang.let_go()
-        gang.await_launch(0)
-        assert [gang.launch(node).get("restarts") for node in range(2)] == [[], []]
-        (gang.out / "finish").unlink()
-        gang.begin_launch(1)
-        gang.await_workers("launch1-0")
-        gang.tell(1, "exit 3", "launch1-0")
-        outcome = gang.await_end(gang.struck_at(1, "launch1-0"), [0, 1])
-        # What is lost is sent again after longer and longer pauses; no bound for dead processes holds here.
-        recorder.silent(
-            "a worker fails while 5 % of all packets are lost and all take 200 ms", outcome, BAD_HEARTBEAT_S
-        )
-    assert "Rank 1 on node 1 (host host-b) exited with code 3" in outcome.error["text"]

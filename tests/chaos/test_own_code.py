@@ -25,16 +25,6 @@ def test_a_control_node_that_calls_run_less_often(gang, recorder):
     assert "the step's code has already ended on node 0. Every node must call" in outcome.error["text"]
 
 
-def test_a_failure_after_the_steps_code(gang, recorder):
-    gang.start(launches=0, fails_late=[1])
-    gang.await_steps()
-    gang.end_steps()
-    gang.await_that(lambda: gang.error(1), "the failure")
-    outcome = gang.await_end(gang.note("node-1.json")["failed_at"], [0])
-    recorder.died("a task fails after its step's code", outcome)
-    assert f"Node 1 (host {HOST}) failed with ValueError: the results can't be stored" in outcome.error["text"]
-
-
 def test_a_task_whose_child_lives_on(gang, recorder):
     """The control node's step sleeps meanwhile, has used a pool, and has set SIGTERM back to its default."""
     gang.start(launches=0, own_code=dict.fromkeys(range(2), "use processes"))

@@ -6,18 +6,11 @@ import os
 import re
 import shutil
 import subprocess
-import time
-from collections.abc import Callable
-from pathlib import Path
 
-import pytest
 from gangs import GRACE_S, Gang
 from hosts import cannot
 
 LINE_BYTES = 10_000_000
-MIB = 1024 * 1024
-LINE_OF_WORKER = 54  # bytes
-STILL_S = 3.0  # who has written nothing for so long waits; or is slow, and has written less
 DISK_BYTES = 100 * 4096
 RANKS, MESSAGE_CHARACTERS = 6, 20_000
 # A reader that does not read for a while, of a pipe that is full soon.
@@ -34,28 +27,16 @@ PIPED = 'reader=$1 until=$2; shift 2; exec "$@" > >(exec python3 -c "$reader" "$
 SMALL_DISK = 'mount -t tmpfs -o "$1" none "$2" && shift 2 && exec "$@"'
 
 
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Callable[[str], list[str]]:
-    """Return a function that makes what must stand before a command, to mount a disk that is too small for it."""
+def test_a_disk_that_is_too_small_for_the_output(gang, recorder, tmp_path):
+    """Where temporary files go there is hardly any room. Output does not go there."""
     if os.geteuid() != 0 or not shutil.which("unshare"):
         cannot("mounting a small disk for one process needs root and unshare (util-linux)")
-    (tmp_path / "disk").mkdir()
-
-    def wrapper(options: str) -> list[str]:
-        words = ["unshare", "--mount", "--propagation", "private", "sh", "-c", SMALL_DISK, "sh"]
-        wrapper = [*words, options, str(tmp_path / "disk")]
-        tried = subprocess.run([*wrapper, "true"], capture_output=True, text=True, check=False)
-        if tried.returncode != 0:
-            cannot(f"this machine does not let us mount a small disk: {tried.stderr.strip()}")
-        return wrapper
-
-    return wrapper
-
-
-def test_a_disk_that_is_too_small_for_the_output(gang, small_disk, recorder, tmp_path):
-    """Where temporary files go there is hardly any room. Output does not go there."""
-    disk = [*small_disk(f"size={DISK_BYTES}"), "env", f"TMPDIR={tmp_path / 'disk'}"]
-    gang.start(do="1:fill-disk", wrap={1: disk})
+    (disk := tmp_path / "disk").mkdir()
+    words = ["unshare", "--mount", "--propagation", "private", "sh", "-c", SMALL_DISK, "sh", f"size={DISK_BYTES}"]
+    tried = subprocess.run([*words, disk, "true"], capture_output=True, text=True, check=False)
+    if tried.returncode != 0:
+        cannot(f"this machine does not let us mount a small disk: {tried.stderr.strip()}")
+    gang.start(do="1:fill-disk", wrap={1: [*words, str(disk), "env", f"TMPDIR={disk}"]})
     gang.await_workers()
     recorder.lasted("workers write ten times as much as the disk for temporary files takes", gang.end_well())
     shown = [line for line in gang.log(1).splitlines() if line.startswith("[rank 1] x")]
@@ -70,14 +51,6 @@ def test_reports_that_are_too_long_for_a_message(gang, recorder):
     assert "RuntimeError: 🙂🙂🙂" in outcome.error["text"]
 
 
-def test_a_disk_that_is_full_from_the_start(gang, small_disk, recorder, tmp_path):
-    """Not even a folder can be made where temporary files go, so they go elsewhere."""
-    disk = [*small_disk("nr_inodes=1"), "env", f"TMPDIR={tmp_path / 'disk'}"]
-    gang.start(wrap={1: disk})
-    gang.await_workers()
-    recorder.lasted("the disk for temporary files is full from the start", gang.end_well())
-
-
 def test_a_reader_of_the_log_that_pauses_and_a_step_that_ignores_the_ends_of_its_children(gang, recorder):
     """Both are to go on as if nothing had been."""
     read = gang.out / "read"
@@ -89,28 +62,6 @@ def test_a_reader_of_the_log_that_pauses_and_a_step_that_ignores_the_ends_of_its
     outcome = gang.end_well()
     recorder.lasted("who reads a node's output pauses while it is written, without blocking", outcome)
     recorder.lasted("the step's own code ignores SIGCHLD", outcome)
-
-
-def test_a_rank_waits_when_8_mib_wait_for_a_reader_and_others_go_on(gang, recorder):
-    read = gang.out / "read"
-    gang.start(do="1:talk-fast", wrap={1: ["bash", "-c", PIPED, "bash", PAUSING, str(read)]}, stand_in=True)
-    gang.await_workers()
-    counts = [gang.lines_of(rank) for rank in range(2)]
-    begun_at = time.monotonic()
-
-    def waits() -> bool:
-        nonlocal begun_at
-        if gang.lines_of(1) != counts[1]:
-            counts[1], begun_at = gang.lines_of(1), time.monotonic()
-        return time.monotonic() > begun_at + STILL_S
-
-    gang.await_that(waits, "the wait of rank 1")
-    written = counts[1] * LINE_OF_WORKER
-    assert 6 * MIB < written < 12 * MIB, "with labels 8 MiB, and what pipes hold"
-    gang.await_that(lambda: gang.lines_of(0) > counts[0] + 100, "lines of rank 0")
-    read.touch()
-    gang.await_that(lambda: gang.lines_of(1) > counts[1], "rank 1's going on")
-    recorder.lasted("nobody reads what a rank writes, until it waits", gang.end_well())
 
 
 def test_a_worker_that_ignores_sigterm(gang, recorder):

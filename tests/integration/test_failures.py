@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import shutil
@@ -14,7 +13,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from flow_runs import FLOWS
+from flow_runs import FLOWS, write_flow
 from limits import limit_s
 
 from metaflow_extensions.torchrun.plugins.torchrun.gang.cause import remedy
@@ -73,27 +72,10 @@ def test_a_failing_worker_is_named_on_every_node(failing, name):
     assert ("FileNotFoundError" in error["message"]) is (name != "raise"), "as the end of stderr"
     assert "with FileNotFoundError" not in error["message"]
     assert "interrupted" not in error["message"]
-    died = (failing.out / f"worker-launch{number}-0-{rank}").stat().st_mtime  # what it does last before it fails
-    assert max(e["at"] for e in failing.notes(f"error-*.{number}")) - died < STOP_S
-
-
-@pytest.mark.xdist_group("failing")
-def test_what_happened_is_in_the_errors_and_stays_in_the_datastore(failing):
-    of_the_gang = ["go", "stopping", "cause", "failed"]
-    both = [note["events"] for note in failing.notes("error-*.2")]
-    assert of_the_gang in both  # a member's: of this launch, and not of those before
-    assert any("exited" in events for events in both), "the control node's has each rank's end"
-    (path,) = failing.home.rglob("*.torchrun_view.json")
-    events = json.loads(path.read_text())["events"]
-    assert (events[-1]["kind"], sorted(events[-1]["nodes"])) == ("left", [0, 1])
-    causes = [(event["launch"], event["ranks"]) for event in events if event["kind"] == "cause"]
-    assert causes == [(number, [rank]) for number, (rank, _, _) in enumerate(FAILURES.values())]
-
-
-@pytest.mark.xdist_group("failing")
-def test_last_words_without_a_newline_are_shown_once(failing):
     printed = [line.text.split("[rank 1] ")[1] for line in failing.lines if "[rank 1] " in line.text]
     assert printed.count("last words without newline") == 1
+    died = (failing.out / f"worker-launch{number}-0-{rank}").stat().st_mtime  # what it does last before it fails
+    assert max(e["at"] for e in failing.notes(f"error-*.{number}")) - died < STOP_S
 
 
 @pytest.mark.xdist_group("failing")
@@ -308,17 +290,23 @@ def test_the_origin_is_named_although_others_fail_faster(run_flow):
 # --- what is wrong from the start ---------------------------------------------------------------
 
 
-def test_wrong_attributes_are_refused_before_any_task(run_flow):
+PORT = {"attrs": {"master_port": 99999}}
+REFUSED = {  # the flow's options, `nproc_per_node` on the command line, and what is said
+    "a value": (PORT, 1, ("torchrun:nproc_per_node=1 is ignored", "master_port")),
+    "a value on the command line": ({"flow": "plain.py"}, 0, ("Step train: @torchrun(nproc_per_node=...) is 0",)),
+    "no num_parallel": ({"flow": "not_parallel.py"}, None, ("num_parallel=2)", "TorchrunSingleNodeMultiGPU")),
+    "no decorator": ({"flow": "plain.py"}, None, ("plain.py on line", "has no @torchrun. Add @torchrun to this step")),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_wrong_attributes_are_refused_before_any_task(name, run_flow):
     """Which values are wrong is a matter of tests/unit/test_settings.py."""
-    flow = run_flow("--with", "torchrun:nproc_per_node=1", expect=1, attrs={"master_port": 99999})
-    assert "torchrun:nproc_per_node=1 is ignored" in flow.text
-    assert re.search(r"[Ss]tep train: @torchrun.*master_port", flow.text), flow.text
-    assert "Task is starting" not in flow.text
-
-
-def test_wrong_attributes_from_the_command_line_are_refused(run_flow):
-    flow = run_flow("--with", "torchrun:nproc_per_node=0", flow="plain.py", expect=1)
-    assert "Step train: @torchrun(nproc_per_node=...) is 0" in flow.text
+    options, nproc, words = REFUSED[name]
+    given = () if nproc is None else ("--with", f"torchrun:nproc_per_node={nproc}")
+    flow = run_flow(*given, expect=1, **options)
+    assert [word for word in words if word not in flow.text] == []
+    assert "Traceback" not in flow.text
     assert "Task is starting" not in flow.text
 
 
@@ -326,28 +314,11 @@ def test_wrong_attributes_from_the_command_line_are_refused(run_flow):
     ("call", "near"), [('"worker.py", nproc=2', "nproc_per_node"), ('"wroker.py"', "worker.py")], ids=["name", "script"]
 )
 def test_a_typing_mistake_is_said_before_any_task(call, near, start_flow, tmp_path):
-    written = (FLOWS / "plain.py").read_text().replace('entrypoint="worker.py"', call).replace("@parallel", "@torchrun")
-    (tmp_path / "mistaken.py").write_text(written.replace("import FlowSpec", "import torchrun, FlowSpec"))
     shutil.copy(FLOWS / "worker.py", tmp_path)
-    flow = start_flow(flow="mistaken.py", folder=tmp_path, stand_in=True)
+    write_flow(tmp_path, f"current.torch.run({call})")
+    flow = start_flow(flow="flow.py", folder=tmp_path, stand_in=True)
     assert flow.wait() == 1
     assert f"Did you mean {near}?" in flow.text.partition("Task is starting")[0], flow.text
-
-
-def test_a_step_without_num_parallel_is_told_how_to_enter_it(run_flow):
-    flow = run_flow(flow="not_parallel.py", expect=1)
-    assert "self.next(self.train, num_parallel=2)" in flow.text
-    assert "TorchrunSingleNodeMultiGPU" in flow.text
-    assert "Task is starting" not in flow.text
-
-
-@pytest.mark.parametrize("made", ["plain", "parallel", "by a mutator"])
-def test_current_torch_in_a_step_without_torchrun_is_refused_before_the_run(made, run_flow):
-    flow = run_flow(flow="undecorated.py", expect=1, env={"MADE": made})
-    assert "undecorated.py on line" in flow.text
-    assert "Step train uses current.torch, but has no @torchrun. Add @torchrun to this step" in flow.text
-    assert "Traceback" not in flow.text
-    assert "Workflow starting" not in flow.text
 
 
 def test_wrong_calls_have_errors_of_their_own(run_flow):
@@ -414,13 +385,13 @@ def test_what_a_pytorch_for_cpus_lacks_has_a_remedy():
 # --- when nodes do not end alike ------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("node", [0, 1])
 @pytest.mark.parametrize(
-    ("hook", "said"),
+    ("hook", "node", "said"),
     [
-        ("decorator", "failed with ValueError: the results look wrong"),
-        ("artifact", 'failed with UnpicklableArtifactException: Cannot pickle dump artifact named "bad"'),
-        ("killed", ""),
+        ("decorator", 1, "failed with ValueError: the results look wrong"),
+        ("artifact", 0, 'failed with UnpicklableArtifactException: Cannot pickle dump artifact named "bad"'),
+        ("killed", 0, ""),
+        ("killed", 1, ""),
     ],
 )
 def test_a_failure_after_the_steps_code_is_the_cause_on_the_control_node_and_afterwards(run_flow, hook, said, node):

@@ -108,6 +108,8 @@ def test_a_rank_waits_while_nobody_reads_what_it_writes(gang):
     gang.await_that(lambda: (gang.out / "flooded-launch0-0-1").exists() and flooded(gang) >= 8, "8 MiB")
     gang.await_age(time.monotonic(), 2)  # who does not wait would have written all by then
     assert flooded(gang) < MOST_MIB
+    lines = gang.lines_of(0)
+    gang.await_that(lambda: gang.lines_of(0) > lines + 100, "lines of rank 0")
     read.touch()
     gang.await_workers()
     gang.end_well()

@@ -20,9 +20,6 @@ LAST_WORDS = 10
 DEADLINE_S = 1200.0
 
 
-talk_s, line_s = DEADLINE_S, LINE_S
-
-
 def note(name, what):
     path = os.path.join(OUT, name)
     with open(path + ".part", "w") as file:
@@ -95,16 +92,6 @@ def shout(size):
     raise RuntimeError("🙂" * size)
 
 
-def talk_for(seconds):
-    global talk_s
-    talk_s = seconds
-
-
-def talk_fast():
-    global line_s
-    line_s = 0.0
-
-
 def exit_with_a_record_that_hangs():
     """Fail; who opens the record of an exception waits for ever, since nobody writes it."""
     os.mkfifo(os.path.join(os.path.dirname(os.environ["TORCHELASTIC_ERROR_FILE"]), "exception.json"))
@@ -114,11 +101,8 @@ def exit_with_a_record_that_hangs():
 ACTIONS = {
     "rest": lambda: time.sleep(DEADLINE_S),
     "hang-record": exit_with_a_record_that_hangs,
-    "talk-for": lambda seconds: talk_for(float(seconds)),
-    "talk-fast": talk_fast,
     "exit": lambda code="3": strike(lambda: os._exit(int(code))),
     "end": lambda: sys.exit(0),
-    "kill": lambda: strike(lambda: os.kill(os.getpid(), signal.SIGKILL)),
     "ignore-sigterm": lambda: signal.signal(signal.SIGTERM, signal.SIG_IGN),
     "fail-late": lambda delay_s: fail_late_when_told(float(delay_s)),
     "detach": detach,
@@ -176,7 +160,7 @@ class Ledger:
 def talk(told):
     """Write lines until told otherwise."""
     order, finish = os.path.join(OUT, f"do-{NAME}"), os.path.join(OUT, "finish")
-    ledger, deadline = Ledger(), time.monotonic() + talk_s
+    ledger, deadline = Ledger(), time.monotonic() + DEADLINE_S
     while not os.path.exists(finish) and time.monotonic() < deadline:
         ledger.write_line()
         if os.path.exists(order):
@@ -184,7 +168,7 @@ def talk(told):
                 text = file.read()
             os.remove(order)
             act(text)
-        time.sleep(line_s)
+        time.sleep(LINE_S)
         if told.now:
             break
     for _ in range(LAST_WORDS):

@@ -18,7 +18,6 @@ class Metrics:
     pid: int
     losses: list
     weights: bytes = b""
-    task: tuple = ()
 
 
 class BadBatch(ValueError):
@@ -38,12 +37,7 @@ def train(epochs, settings):
     # The last rank's value is larger than any frame of the gang's channel.
     weights = bytes([rank]) * (2 << 20) if rank == settings["large"] else b""
     losses = [1 / (e + 1) for e in range(epochs)]
-    return Metrics(rank, int(os.environ["GROUP_RANK"]), os.getpid(), losses, weights, told_by_current())
-
-
-def told_by_current():
-    """Return what tells one task from another; it is the same in the task and in its workers."""
-    return (current.pathspec, current.retry_count, current.is_parallel, current.parallel, current.tempdir)
+    return Metrics(rank, int(os.environ["GROUP_RANK"]), os.getpid(), losses, weights)
 
 
 def add_up(pids):
@@ -71,7 +65,6 @@ class FunctionsFlow(Around):
         self.node = current.parallel.node_index
         arguments = {"epochs": 3, "settings": {"large": 3}}
         self.trained = torch.run(train, arguments, gather=True, max_restarts=1)
-        self.told = told_by_current()
         pids = [metrics.pid for metrics in self.trained]
         self.added = torch.run(add_up, [pids], nproc_per_node=1, process_group="auto")
         self.failure = self.fail(torch)
@@ -102,7 +95,6 @@ class FunctionsFlow(Around):
         except LookupError as error:
             missing = str(error)
         self.end_note = {
-            "tasks": [[one.task, tasks[one.node].told] for one in metrics],
             "trained": [[one.rank, one.node, one.losses, len(one.weights), one.weights[:1].hex()] for one in metrics],
             "same": same,
             "iterated": [[one.rank for one in task.trained] for task in tasks],
