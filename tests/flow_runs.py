@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -99,8 +100,21 @@ class FlowRun(Running):
     """A flow on this machine."""
 
     def __init__(self, command: list[str], folder: Path, env: dict[str, str], home: Path) -> None:
-        self.out, self.home = Path(env["GANG_OUT"]), home
+        self.out, self.home, self._command, self._folder = Path(env["GANG_OUT"]), home, command, folder
         super().__init__(command, folder, env)
+
+    @property
+    def run_id(self) -> str:
+        (found,) = set(re.findall(r"\(run-id (\d+)\)", self.text))
+        return found
+
+    def ask(self, *words: str, expect: int = 0, **env: str) -> str:
+        """Return what ``torchrun WORDS`` says of this flow, and what it complains of if that is expected."""
+        command = [*self._command[:3], "torchrun", *words]
+        env = {**self.env, **env}
+        asked = subprocess.run(command, cwd=self._folder, env=env, capture_output=True, text=True, timeout=limit_s(120))
+        assert asked.returncode == expect, asked.stdout + asked.stderr
+        return asked.stdout + (asked.stderr if expect else "")
 
     def note(self, name: str) -> Any:
         return json.loads((self.out / name).read_text())

@@ -12,8 +12,6 @@ import sys
 import time
 from pathlib import Path
 
-import pytest
-
 FLOWS = Path(__file__).parent / "flows"
 # A child that ignores SIGTERM and is in a session of its own, beside a command that ignores it, too.
 STUBBORN = """
@@ -27,18 +25,11 @@ while :; do sleep 1; done
 # --- gangs without Metaflow -------------------------------------------------------------------------
 
 
-def places(gang):
-    """Return the options that give each node a folder of its own, in which its commands need not wait for the others'."""
-    gang.out.mkdir()
-    for node in range(3):
-        (gang.out / f"place-{node}").mkdir()
-    return {node: {"cwd": str(gang.out / f"place-{node}")} for node in range(3)}
-
-
 def test_a_command_that_fails_on_one_node_stops_all_and_every_node_says_which(gang):
-    own = places(gang)
-    for node in (0, 2):
-        own[node]["before_run"] = [["true"], STUBBORN, "touch never"]
+    own = {}  # each node has a folder of its own, in which its commands need not wait for the others'
+    for node in range(3):
+        (place := gang.out / f"place-{node}").mkdir(parents=True)
+        own[node] = {"cwd": str(place), "before_run": [["true"], STUBBORN, "touch never"]}
     own[1]["before_run"] = ["while [ ! -e go ]; do sleep 0.02; done; echo E: no package; exit 3"]
     gang.start(3, settings={"warm": False}, options_of=own)
     for node in (0, 2):
@@ -120,95 +111,37 @@ if os.environ["RANK"] == "3" and not os.path.exists("failed"):
 """
 
 
-@pytest.fixture(scope="module")
-def ran(start_shared_flow, tmp_path_factory):
-    """Run a flow whose first launch makes its own entrypoint, fails once, and is a command."""
-    place = tmp_path_factory.mktemp("a place")
-    launches = [
-        {
-            "entrypoint": [sys.executable, "-O", "made.py"],
-            "entrypoint_args": {"lr": 0.1},
-            "cwd": str(place),
-            "env": {"NAME": "löss", "TOKEN": "very-secret"},
-            "before_run": [
-                [sys.executable, "-c", f"open('made.py', 'w').write({MADE!r})"],
-                "echo $NAME >> count; printf 'made\\r'; printf 'no end'; env | grep ^NAME >&2",
-            ],
-            "max_restarts": 1,
-        },
-        {"entrypoint": "worker.py", "before_run": []},
-    ]
-    flow = start_shared_flow(runs_=launches, attrs={"nproc_per_node": 2}, stand_in=True)
-    flow.wait(160)
-    return flow, place
-
-
-@pytest.mark.xdist_group("before_run")
-class TestFlow:
-    def test_the_commands_run_once_on_each_node_and_not_again_at_a_restart(self, ran):
-        flow, place = ran
-        assert flow.process.returncode == 0, flow.text
-        assert (place / "count").read_text() == "löss\n" * 2
-        control = flow.note("end")["tasks"][0]
-        assert [result["launch"] for result in control["results"]] == [0, 1]
-        assert len(control["results"][0]["restarts"]) == 1
-
-    def test_the_workers_run_the_command_in_the_folder_and_with_the_variables_of_the_commands(self, ran):
-        flow, place = ran
-        for rank in range(4):
-            assert f"[rank {rank}] {rank} False löss {place}" in flow.text
-
-    def test_their_lines_are_labelled_and_whole(self, ran):
-        flow, _ = ran
-        for node in (0, 1):
-            label = f"[node {node} before_run 2/2] "
-            shown = [line.text.partition(label)[2] for line in flow.lines if label in line.text]
-            assert shown[0].startswith("$ echo $NAME >> count;")
-            (end,) = [line for line in shown if re.fullmatch(r"ended well after [\d.]+ s", line)]
-            shown.remove(end)  # it is on stderr, so it may stand anywhere in a terminal
-            assert shown[1:] == ["no endNAME=löss"] or shown[1:] == ["made", "no endNAME=löss"]
-        assert "very-secret" not in flow.text
-
-    def test_all_commands_end_before_any_worker_begins(self, ran):
-        flow, _ = ran
-        events = flow.note("end")["tasks"][0]["results"][0]["events"]
-        kinds = [event["kind"] for event in events]
-        assert kinds.index("before_run") < kinds.index("command") < kinds.index("ready") < kinds.index("go")
-        ended = [event for event in events if event["kind"] == "command"]
-        assert sorted(node for event in ended for node in event["nodes"]) == [0, 0, 1, 1]
-        assert {event["exit_code"] for event in ended} == {0}
-        assert all(event["seconds"] > 0 for event in ended)
-        assert "command" not in kinds[kinds.index("go") :]
-
-    def test_show_tells_them(self, ran):
-        flow, _ = ran
-        command = [sys.executable, "gang.py", "--no-pylint", "torchrun", "show"]
-        shown = subprocess.run(
-            command, cwd=flow.out.parent / "flow folder", env=flow.env, capture_output=True, text=True
-        )
-        assert re.search(
-            r"0 +nodes 0, 1: before_run 2/2 \(echo \$NAME .*\) exited with code 0, [\d.-]+ s", shown.stdout
-        )
-        assert "nodes 0, 1: before_run begins" in shown.stdout
-
-
-def test_a_retry_runs_them_again(run_flow, tmp_path):
-    command = f"cd '{tmp_path}'; echo x >> count; test -e tried || {{ touch tried; echo not yet; exit 4; }}"
-    flow = run_flow(
-        "--max-workers", "2", hook="retry", runs_=[{"entrypoint": "worker.py", "before_run": [command]}], stand_in=True
-    )
-    errors = flow.errors()
-    assert {error["cause"]["category"] for error in errors} == {"before_run"}
-    assert {error["cause"]["exit_code"] for error in errors} == {4}
-    assert len({error["message"] for error in errors}) == 1
-    assert "command" in {kind for error in errors for kind in error["events"]}
-    assert {task["attempt"] for task in flow.note("end")["tasks"]} == {1}
-    assert 3 <= len((tmp_path / "count").read_text().splitlines()) <= 4  # who waited for the folder did not begin
-
-
-def test_the_steps_timeout_bounds_a_command_that_hangs(run_flow):
-    flow = run_flow(
-        expect=1, hook="timeout", runs_=[{"entrypoint": "worker.py", "before_run": ["sleep 300"]}], stand_in=True
-    )
-    assert {error["class"] for error in flow.errors()} == {"LaunchTimeout"}
-    flow.await_gone()
+def test_commands_run_once_on_each_node_before_any_worker_and_not_again_at_a_restart(run_flow, tmp_path):
+    """The first launch makes its own entrypoint, fails once, and is a command."""
+    (place := tmp_path / "a place").mkdir()
+    made = {
+        "entrypoint": [sys.executable, "-O", "made.py"],
+        "cwd": str(place),
+        "env": {"NAME": "löss", "TOKEN": "very-secret"},
+        "before_run": [
+            [sys.executable, "-c", f"open('made.py', 'w').write({MADE!r})"],
+            "echo $NAME >> count; printf 'made\\r'; printf 'no end'; env | grep ^NAME >&2",
+        ],
+        "max_restarts": 1,
+    }
+    flow = run_flow(runs_=[made, {"entrypoint": "worker.py"}], attrs={"nproc_per_node": 2}, stand_in=True)
+    assert (place / "count").read_text() == "löss\n" * 2
+    result, second = flow.note("end")["tasks"][0]["results"]
+    assert (len(result["restarts"]), second["launch"]) == (1, 1)
+    for rank in range(4):
+        assert f"[rank {rank}] {rank} False löss {place}" in flow.text
+    for node in (0, 1):
+        label = f"[node {node} before_run 2/2] "
+        shown = [line.text.partition(label)[2] for line in flow.lines if label in line.text]
+        assert shown[0].startswith("$ echo $NAME >> count;")
+        (end,) = [line for line in shown if re.fullmatch(r"ended well after [\d.]+ s", line)]
+        shown.remove(end)  # it is on stderr, so it may stand anywhere in a terminal
+        assert shown[1:] == ["no endNAME=löss"] or shown[1:] == ["made", "no endNAME=löss"]
+    assert "very-secret" not in flow.text
+    kinds = [event["kind"] for event in result["events"]]
+    assert kinds.index("before_run") < kinds.index("command") < kinds.index("ready") < kinds.index("go")
+    assert "command" not in kinds[kinds.index("go") :]
+    ended = [event for event in result["events"] if event["kind"] == "command"]
+    assert sorted(node for event in ended for node in event["nodes"]) == [0, 0, 1, 1]
+    shown = flow.ask("show")
+    assert re.search(r"0 +nodes 0, 1: before_run 2/2 \(echo \$NAME .*\) exited with code 0, [\d.-]+ s", shown)

@@ -80,8 +80,7 @@ def test_a_failing_worker_is_named_on_every_node(failing, name):
 
 @pytest.mark.xdist_group("failing")
 def test_resume_runs_a_fresh_gang(failing, start_shared_flow):
-    run_id = re.search(r"run-id (\d+)", failing.text)[1]
-    flow = start_shared_flow("--origin-run-id", run_id, command="resume")
+    flow = start_shared_flow("--origin-run-id", failing.run_id, command="resume")
     assert flow.wait() == 0, flow.text
     assert len(flow.note("end")["tasks"]) == 2
 
@@ -180,9 +179,8 @@ def test_sigkill_of_a_task_stops_everything(start_flow):
     (error,) = flow.errors()
     assert "Node 1" in error["message"]
     assert "its task was killed by SIGKILL" in error["message"] or "its task ended unexpectedly" in error["message"]
-    run_id = re.search(r"run-id (\d+)", flow.text)[1]
     last = [line.text for line in flow.lines if line.stream == "stderr"][-1]
-    assert last == f"[torchrun] To see what happened on all nodes: python gang.py torchrun show {run_id}"
+    assert last == f"[torchrun] To see what happened on all nodes: python gang.py torchrun show {flow.run_id}"
 
 
 def test_sigterm_of_a_task_lets_the_workers_save(start_flow):
@@ -213,9 +211,9 @@ def test_interrupting_run_leaves_nothing(start_flow, how):
     assert "Workflow interrupted" in flow.text
     flow.await_gone()
     # What Metaflow kills after 5 s, on a busy machine, records nothing; what is recorded blames nobody's code.
-    shown = torchrun(flow, "show", re.search(r"run-id (\d+)", flow.text)[1], program="gang.py")
-    assert "an error in your code" not in shown.stdout
-    assert "KeyboardInterrupt" not in shown.stdout
+    shown = flow.ask("show", flow.run_id)
+    assert "an error in your code" not in shown
+    assert "KeyboardInterrupt" not in shown
 
 
 @pytest.mark.parametrize("hook", ["timeout", "before:1:sleep:timeout"])
@@ -399,20 +397,11 @@ def test_a_failure_after_the_steps_code_is_the_cause_on_the_control_node_and_aft
     assert said.partition(": ")[2] in flow.text
     assert "Subprocess failed" not in flow.text
     flow.await_gone()
-    run = re.search(r"torchrun show (\S+)", flow.text)[1]
-    shown, followed = (torchrun(flow, "show", run, *more) for more in ([], ["--follow"]))
-    assert followed.returncode == 1, followed.stdout
+    shown = flow.ask("show", flow.run_id)
+    flow.ask("show", flow.run_id, "--follow", expect=1)
     if hook == "killed" and node == 0:  # nobody is left to record it
         said = "The task of the control node (node 0) has ended, but has not recorded how."
         assert said in flow.text
-        assert said in shown.stdout
-    else:
-        assert said in shown.stdout
-        assert "Failed (trained" in shown.stdout
-        assert hook == "killed" or "before its results were stored" in shown.stdout  # its last words may be unsent
-
-
-def torchrun(flow, *words, program="ends.py"):
-    argv = [sys.executable, program, "--no-pylint", "torchrun", *words]
-    folder = next(flow.out.parent.glob("flow folder"))
-    return subprocess.run(argv, cwd=folder, env=flow.env, capture_output=True, text=True, timeout=60)
+    assert said in shown
+    if hook != "killed":  # whose last words may be unsent
+        assert "before its results were stored" in shown

@@ -8,11 +8,10 @@ import socket
 import subprocess
 import sys
 import time
-from types import SimpleNamespace
 
-import metaflow
 import psutil
 import pytest
+from flow_runs import write_flow
 from limits import limit_s
 from pages import blocks_of
 
@@ -54,28 +53,6 @@ def test_shards_are_disjoint_and_whole():
     assert shards == [["a", "c", "e"], ["b", "d"]]
 
 
-def test_the_download_moves_files_out_of_the_clients_temporary_folder(tmp_path, monkeypatch):
-    class Client:
-        def __init__(self, s3root):
-            assert s3root == "s3://bucket/train"
-
-        def __enter__(self):
-            return self
-
-        def __exit__(self, *what):
-            pass
-
-        def get_all(self):
-            (tmp_path / "temporary").write_text("content")
-            return [SimpleNamespace(key="some/0.bin", path=str(tmp_path / "temporary"))]
-
-    monkeypatch.setattr(metaflow, "S3", Client)
-    around: dict = {}
-    exec(code_of("docs/data.md", "s3.get_all()"), around)
-    around["download"]("s3://bucket/train", str(tmp_path / "here"))
-    assert (tmp_path / "here" / "some" / "0.bin").read_text() == "content"
-
-
 @pytest.mark.long
 def test_local_rank_0_loads_and_the_others_wait(tmp_path):
     script = BARRIER + code_of("docs/data.md", "dist.barrier()") + "dist.destroy_process_group()\n"
@@ -84,53 +61,19 @@ def test_local_rank_0_loads_and_the_others_wait(tmp_path):
     assert ran.stdout.count("loads into /tmp/train") == 1
 
 
-STOPS = "import os\nanswer = 41 + int(os.environ['WORLD_SIZE'])\nbreakpoint()\nprint('goes on')\n"
-
-
 @pytest.mark.long
-def test_a_breakpoint_works_in_one_process_of_torchrun(tmp_path):
-    ran = run_script(tmp_path, STOPS, "--nproc-per-node=1", "train.py", given="p answer\nc\n")
-    assert ran.returncode == 0, ran.stderr
+@pytest.mark.parametrize(
+    ("script", "options", "given"),
+    [
+        ("answer = 42\nbreakpoint()\nprint('goes on')\n", [], "p answer\nc\n"),
+        ("answer = 42\nraise ValueError('goes on')\n", ["-m", "pdb", "-c", "continue"], "p answer\nq\nq\n"),
+    ],
+    ids=["a breakpoint", "an exception"],
+)
+def test_pdb_works_in_one_process_of_torchrun(script, options, given, tmp_path):
+    ran = run_script(tmp_path, script, "--nproc-per-node=1", *options, "train.py", given=given)
     assert "(Pdb) 42" in ran.stdout
-    assert "goes on" in ran.stdout
-
-
-@pytest.mark.long
-def test_pdb_stops_at_an_exception(tmp_path):
-    script = "answer = 42\nraise ValueError('no number')\n"
-    options = ["--nproc-per-node=1", "-m", "pdb", "-c", "continue", "train.py"]
-    ran = run_script(tmp_path, script, *options, given="p answer\nq\nq\n")
-    assert "ValueError: no number" in ran.stdout + ran.stderr
-    assert "(Pdb) 42" in ran.stdout
-
-
-FLOW = """
-from metaflow import FlowSpec, current, step, torchrun
-
-
-class DebugFlow(FlowSpec):
-    @step
-    def start(self):
-        self.next(self.train, num_parallel=1)
-
-    @torchrun(nproc_per_node=1)
-    @step
-    def train(self):
-        CALL
-        self.next(self.join)
-
-    @step
-    def join(self, inputs):
-        self.next(self.end)
-
-    @step
-    def end(self):
-        pass
-
-
-if __name__ == "__main__":
-    DebugFlow()
-"""
+    assert "goes on" in ran.stdout + ran.stderr
 
 
 @pytest.fixture
@@ -139,17 +82,10 @@ def debug_flow(start_flow, tmp_path):
 
     def start(script: str):
         (tmp_path / "train.py").write_text(script)
-        (tmp_path / "flow.py").write_text(FLOW.replace("CALL", code_of("docs/debugging.md", 'DEBUG_RANK":').strip()))
+        write_flow(tmp_path, code_of("docs/debugging.md", 'DEBUG_RANK":'), "@torchrun(nproc_per_node=1)", size=1)
         return start_flow(flow="flow.py", folder=tmp_path)
 
     return start
-
-
-@pytest.mark.long
-def test_a_breakpoint_in_a_worker_ends_it(debug_flow):
-    flow = debug_flow(STOPS)
-    assert flow.wait() == 1
-    assert "bdb.BdbQuit" in flow.text
 
 
 def await_text(flow, words: str) -> None:
@@ -176,20 +112,15 @@ def greet(port: int) -> dict:
 
 
 @pytest.mark.long
-def test_debugpy_answers_an_editor_in_a_worker(debug_flow, unused_port, tmp_path):
+def test_debugpy_answers_an_editor_in_a_worker(debug_flow, tmp_path):
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        unused_port = listener.getsockname()[1]
     flow = debug_flow(code_of("docs/debugging.md", "debugpy.listen").replace("5678", str(unused_port)))
     await_text(flow, f"debugpy waits on port {unused_port}")
     assert greet(unused_port)["success"]
     worker_of(flow, tmp_path).kill()
     assert flow.wait() == 1
     flow.await_gone()
-
-
-@pytest.fixture
-def unused_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return listener.getsockname()[1]
 
 
 WAITS = """

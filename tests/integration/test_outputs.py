@@ -36,7 +36,7 @@ def flow(start_shared_flow):
 
 @pytest.fixture
 def run(flow):
-    return re.search(r"run-id (\d+)", flow.text)[1]
+    return flow.run_id
 
 
 def of_node(node, kind="good"):
@@ -92,13 +92,7 @@ def test_the_client_reads_them_without_the_flow(flow, run, tmp_path):
 
 
 def test_the_command_line_lists_and_fetches_them_of_a_launch_that_has_failed_too(flow, run, tmp_path):
-    def ask(*words, expect=0):
-        argv = [sys.executable, "outputs.py", "--no-pylint", "torchrun", *words]
-        folder = next(flow.out.parent.glob("flow folder"))
-        done = subprocess.run(argv, cwd=folder, env=flow.env, capture_output=True, text=True)
-        assert done.returncode == expect, done.stdout + done.stderr
-        return done.stdout + done.stderr
-
+    ask = flow.ask
     shown = ask("show", f"{run}/train")
     assert f"python outputs.py torchrun outputs {run}/train" in shown
     assert "nodes 0, 1: stored 3 files, 3.0 MB" in shown
@@ -120,13 +114,7 @@ def test_a_resumed_run_shows_the_gang_its_logs_and_its_outputs_of_the_run_it_was
 ):
     resumed = start_shared_flow("end", "--origin-run-id", run, command="resume", flow="outputs.py", stand_in=True)
     assert resumed.wait() == 0, resumed.text
-    clone = re.search(r"run-id (\d+)", resumed.text)[1]
-
-    def ask(*words):
-        argv = [sys.executable, "outputs.py", "--no-pylint", "torchrun", *words]
-        folder = next(flow.out.parent.glob("flow folder"))
-        return subprocess.run(argv, env=flow.env, cwd=folder, capture_output=True, text=True, check=True).stdout
-
+    clone, ask = resumed.run_id, flow.ask
     shown = ask("show", clone)
     named = rf"OutputsFlow, run {run}, step train, task \d+, which run {clone} has cloned as task \d+, as of .*\n"
     assert re.match(named, shown), shown

@@ -11,7 +11,6 @@ import tarfile
 import zipfile
 from collections.abc import Iterator
 from email.message import Message
-from importlib.metadata import requires
 from pathlib import Path
 
 import pytest
@@ -49,19 +48,14 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return copy
 
 
-def build(project: Path, to: Path) -> Path:
-    """Build both as `make dist` does: the source distribution, and out of it the wheel."""
-    command = [sys.executable, "-m", "build", "--no-isolation", "--outdir", to, project]
+@pytest.fixture(scope="module")
+def built(project: Path) -> Path:
+    """Build both as `make dist` does, the source distribution and out of it the wheel; return their folder."""
+    command = [sys.executable, "-m", "build", "--no-isolation", "--outdir", project.parent / "dist", project]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "is deprecated" not in done.stdout + done.stderr
-    return to
-
-
-@pytest.fixture(scope="module")
-def built(project: Path) -> Path:
-    """Return a folder with both."""
-    return build(project, project.parent / "dist")
+    return project.parent / "dist"
 
 
 def test_the_source_distribution_has_all_that_belongs_to_the_project(built):
@@ -110,20 +104,10 @@ def test_an_index_is_told_what_it_is_and_what_it_needs(metadata):
     assert required(metadata) == ["metaflow>=2.13"]
     assert required(metadata, "kubernetes") == ["kubernetes", "python-dateutil<3"]
     assert required(metadata, "functions") == ["cloudpickle"]
-
-
-def test_the_bound_of_an_extra_is_one_that_metaflow_brings_anyway():
-    bounds = [entry for entry in requires("botocore") if entry.startswith("python-dateutil")]
-    assert all("<3" in bound for bound in bounds), "KUBERNETES in setup.py needs no bound any more"
-    assert bounds
-
-
-@pytest.mark.parametrize(("extra", "datastore"), [("aws", "s3"), ("azure", "azure"), ("gcp", "gs")])
-def test_an_extra_has_what_metaflow_installs_in_a_task(metadata, extra, datastore):
-    command = MetaflowEnvironment(None)._get_install_dependencies_cmd(datastore)
-    installed = set(command.partition("--disable-pip-version-check ")[2].partition(";")[0].split())
-    assert {"requests"} < installed, "Metaflow itself requires it"
-    assert set(required(metadata, extra)) == installed - {"requests"}
+    for extra, datastore in [("aws", "s3"), ("azure", "azure"), ("gcp", "gs")]:
+        command = MetaflowEnvironment(None)._get_install_dependencies_cmd(datastore)
+        installed = set(command.partition("--disable-pip-version-check ")[2].partition(";")[0].split())
+        assert set(required(metadata, extra)) == installed - {"requests"}, "what it installs in a task"
 
 
 def test_the_page_for_an_index_has_no_links_to_files(metadata):

@@ -5,9 +5,8 @@ import json
 import os
 import re
 import signal
-import subprocess
-import sys
 import time
+from functools import partial
 
 import psutil
 import pytest
@@ -18,8 +17,10 @@ pytestmark = [pytest.mark.long, pytest.mark.xdist_group("asked")]
 
 @pytest.fixture(scope="module")
 def asked(start_shared_flow):
-    flow = start_shared_flow(flow="asked.py")
-    flow.await_notes("run", 1)
+    """A gang whose second launch is not asked."""
+    runs = [{"entrypoint": "asked_worker.py", "entrypoint_args": [number]} for number in range(2)]
+    flow = start_shared_flow(runs_=runs, attrs={"nproc_per_node": 2})
+    flow.await_notes("task-0", 1)
     yield flow
     if flow.process.poll() is None:
         (flow.out / "enough").touch()
@@ -27,26 +28,8 @@ def asked(start_shared_flow):
 
 
 @pytest.fixture(scope="module")
-def command(asked):
-    folder = next(asked.out.parent.glob("flow folder"))
-
-    def start(*words, **options):
-        argv = [sys.executable, "asked.py", "--no-pylint", "torchrun", *words]
-        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-        return subprocess.Popen(argv, cwd=folder, env=asked.env, **pipes, **options)
-
-    return start
-
-
-@pytest.fixture(scope="module")
-def ask(command):
-    def done(*words, expect=0):
-        process = command("stacks", *words)
-        out, err = process.communicate()
-        assert process.returncode == expect, out + err
-        return out if expect == 0 else err
-
-    return done
+def ask(asked):
+    return partial(asked.ask, "stacks")
 
 
 def until(done, what, deadline_s=90):
@@ -95,19 +78,13 @@ def test_3_a_rank_that_is_stopped_is_told_as_that_and_harms_nobody(asked, ask):
     assert "rank 3: asked_worker.py" in text
 
 
-def test_4_asked_over_and_over_it_computes_the_same_and_the_end_is_followed(asked, ask, command):
+def test_4_asked_over_and_over_it_computes_the_same_and_the_end_is_followed(asked, ask):
     for _ in range(3):
         ask()
-    following = command("show", "--follow")
-    try:
-        (asked.out / "enough").touch()
-        assert asked.wait() == 0, asked.text
-        out, err = following.communicate()
-    finally:
-        following.kill()
+    (asked.out / "enough").touch()
+    assert "have ended well" in asked.ask("show", "--follow")
+    assert asked.wait() == 0, asked.text
     assert asked.note("loss-0") == asked.note("loss-1"), "launch 1 was asked nothing"
-    assert following.returncode == 0, out + err
-    assert "have ended well" in out
 
 
 def test_5_a_gang_that_is_over_says_so_at_once(asked, ask):
@@ -120,12 +97,9 @@ def test_6_a_gang_that_stops_answers_without_the_node_that_is_lost(start_flow):
     tasks = {note["pid"] for note in flow.notes("task-1")}
     os.kill(tasks.pop(), signal.SIGKILL)
     until(lambda: "stopping all nodes" in flow.text, "the stop")
-    argv = [sys.executable, "gang.py", "--no-pylint", "torchrun", "stacks"]
-    folder = next(flow.out.parent.glob("flow folder"))
-    asked = subprocess.run(argv, cwd=folder, env=flow.env, capture_output=True, text=True, check=False)
-    assert asked.returncode == 0, asked.stderr
-    assert "node 1 has no answer: it is no longer in the gang" in asked.stdout
-    assert re.search(r"rank 0: \S+\.py:\d+ in ", asked.stdout), asked.stdout
+    text = flow.ask("stacks")
+    assert "node 1 has no answer: it is no longer in the gang" in text
+    assert re.search(r"rank 0: \S+\.py:\d+ in ", text), text
     for note in flow.notes("worker-*"):
         with contextlib.suppress(ProcessLookupError):
             os.kill(note["pid"], signal.SIGKILL)

@@ -107,34 +107,37 @@ def _kubernetes_client(folder: Path) -> Path:
 
 
 CATCH_WORDS = ["Step train has @catch(var='failure'), @torchrun and @kubernetes", "except TorchrunError", "@retry"]
+BY_KUBERNETES = {"decorators": CAUGHT, "words": CATCH_WORDS}
+METADATA_WORDS = [
+    "Step train, a gang of 2 nodes with @batch(queue='q'), can't finish with --metadata=local",
+    "--metadata=service",
+]
+PORTS = {"torchrun": {"master_port": 29500}}
+DISAGREE = "Step train: @kubernetes(port=8080) and @torchrun(master_port=29500) disagree"
+BATCH = ("--with", "batch:queue=q")
+REFUSED = {
+    "@catch, in the source": ((), {**BY_KUBERNETES, "decorators": {**CAUGHT, "kubernetes": {}}}),
+    "@catch, by --with": (("--with", "kubernetes"), BY_KUBERNETES),
+    "@catch, resumed": (("--with", "kubernetes"), {**BY_KUBERNETES, "command": "resume"}),
+    "@catch, by the environment": ((), {**BY_KUBERNETES, "env": {"METAFLOW_DEFAULT_DECOSPECS": "kubernetes"}}),
+    # Metaflow adds @kubernetes to all steps there, after everything else was initialized.
+    "@catch, on Argo": (("create", "--only-json"), {**BY_KUBERNETES, "command": "argo-workflows"}),
+    "two ports": (("--with", "kubernetes:port=8080"), {"decorators": PORTS, "words": [DISAGREE]}),
+    "local metadata on Batch": (BATCH, {"words": METADATA_WORDS}),
+    "a foreach on Batch": (
+        BATCH,
+        {
+            "flow": "foreach.py",
+            "words": [f"{METADATA_WORDS[0].partition(', can')[0]}, stands in the foreach of step start"],
+        },
+    ),
+}
 
 
-def test_catch_on_kubernetes_by_decorators_in_the_source(refused):
-    refused(decorators={**CAUGHT, "kubernetes": {}}, words=CATCH_WORDS)
-
-
-@pytest.mark.parametrize("command", ["run", "resume"])
-def test_catch_on_kubernetes_by_with(refused, command):
-    refused("--with", "kubernetes", command=command, decorators=CAUGHT, words=CATCH_WORDS)
-
-
-@pytest.mark.parametrize("variable", ["METAFLOW_DECOSPECS", "METAFLOW_DEFAULT_DECOSPECS"])
-def test_catch_on_kubernetes_by_the_environment(refused, variable):
-    refused(decorators=CAUGHT, env={variable: "kubernetes"}, words=CATCH_WORDS)
-
-
-def test_catch_when_deploying_to_argo_workflows(refused):
-    """Metaflow adds @kubernetes to all steps there, after everything else was initialized."""
-    refused("create", "--only-json", command="argo-workflows", decorators=CAUGHT, words=CATCH_WORDS)
-
-
-def test_two_ports_that_disagree(refused):
-    refused(
-        "--with",
-        "kubernetes:port=8080",
-        decorators={"torchrun": {"master_port": 29500}},
-        words=["Step train: @kubernetes(port=8080) and @torchrun(master_port=29500) disagree"],
-    )
+@pytest.mark.parametrize("name", REFUSED)
+def test_it_is_refused(name, refused):
+    words, options = REFUSED[name]
+    refused(*words, **options)
 
 
 # What Python on macOS lacks (its documentation, 3.11), and what it says of its system.
@@ -194,21 +197,3 @@ def test_from_macos_all_that_is_for_clusters_goes_on(refused, run_flow, macos, c
     names = subprocess.check_output(["tar", "-tzf", package], text=True).splitlines()
     for name in ("metaflow_torchrun/__init__.py", "plugins/torchrun/supervisor/process.py"):
         assert any(each.endswith(name) for each in names), names
-
-
-def test_local_metadata_on_batch(refused):
-    words = [
-        "Step train, a gang of 2 nodes with @batch(queue='q'), can't finish with --metadata=local",
-        "--metadata=service",
-    ]
-    refused("--with", "batch:queue=q", words=words)
-    refused(decorators={**GANG, "batch": {"queue": "q"}}, words=words)
-
-
-def test_foreach_of_gangs_on_batch(refused):
-    refused(
-        "--with",
-        "batch:queue=q",
-        flow="foreach.py",
-        words=["Step train, a gang of 2 nodes with @batch(queue='q'), stands in the foreach of step start"],
-    )

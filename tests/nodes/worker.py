@@ -92,15 +92,8 @@ def shout(size):
     raise RuntimeError("🙂" * size)
 
 
-def exit_with_a_record_that_hangs():
-    """Fail; who opens the record of an exception waits for ever, since nobody writes it."""
-    os.mkfifo(os.path.join(os.path.dirname(os.environ["TORCHELASTIC_ERROR_FILE"]), "exception.json"))
-    strike(lambda: os._exit(3))
-
-
 ACTIONS = {
     "rest": lambda: time.sleep(DEADLINE_S),
-    "hang-record": exit_with_a_record_that_hangs,
     "exit": lambda code="3": strike(lambda: os._exit(int(code))),
     "end": lambda: sys.exit(0),
     "ignore-sigterm": lambda: signal.signal(signal.SIGTERM, signal.SIG_IGN),

@@ -6,10 +6,9 @@ Each has its ``name``, the arguments of ``current.torch.run``, and the `warm` of
 import json
 import os
 import signal
-import sys
 
 from around import Around
-from metaflow import TorchrunError, current, step, torchrun
+from metaflow import current, step, torchrun
 from notes import note
 from spares import await_spares
 
@@ -38,22 +37,10 @@ def change_this_process():
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
 
 
-def launched(run, number):
-    """Return what came of one launch; the exit codes are those of its first generation."""
-    for stream in (sys.stdout, sys.stderr):
-        print("-- launch", number, file=stream, flush=True)
-    try:
-        result = current.torch.run(**run)
-    except TorchrunError as error:
-        result = error
-    ends = [event for event in result.events if event["kind"] == "exited" and event["launch"] == number]
-    return {rank: event["exit_code"] for event in ends if event["generation"] == 0 for rank in event["ranks"]}
-
-
 class WarmFlow(Around):
     size = 1
 
-    """Keeps what came of each launch, in the order of their numbers."""
+    """Keeps the name and variant of each launch, in the order of their numbers."""
 
     @torchrun(nproc_per_node=NPROC, warm="workers", preload=["numpy.random"])
     @step
@@ -67,8 +54,8 @@ class WarmFlow(Around):
                 note("spares", 1 + NPROC if warm else 0)  # for these a script waits that is to fail once
                 run = {**launch["run"], "warm": warm}
                 run["entrypoint"] = see if launch["name"] == "function" else launch["run"]["entrypoint"]
-                codes = launched(run, len(ended))
-                ended.append({"name": launch["name"], "variant": warm, "exit_codes": codes})
+                current.torch.run(**run)
+                ended.append([launch["name"], warm])
         note("launches", ended)
         self.next(self.join)
 
