@@ -38,26 +38,6 @@ for attempt in range(3):
 print("TOLD " + json.dumps({"tasks": tasks, "records": records}))
 """
 
-# argv: the datastore's name and a run id that nobody else has.
-USE_REGISTRY = """
-import json, sys
-from dataclasses import replace
-from metaflow.datastore import FlowDataStore
-from metaflow.plugins import DATASTORES
-from metaflow_extensions.torchrun.plugins.torchrun.channel.registry import AddressRecord, Registry
-from metaflow_extensions.torchrun.plugins.torchrun.gang.wire import to_plain
-from metaflow_extensions.torchrun.plugins.torchrun.errors import GangError
-
-storage = next(d for d in DATASTORES if d.TYPE == sys.argv[1])
-store = FlowDataStore("TorchrunRegistry", storage_impl=storage, ds_root=storage.get_datastore_root_from_config(print))
-registry = Registry(store, sys.argv[2], "train", "3", 0)
-first = AddressRecord(("10.0.0.7", "fd00::7"), 40123, "s\\u00e9cret")
-found = []
-for record in (first, replace(first, closed=True, error=GangError("gone"))):
-    registry.publish(record)
-    found.append(to_plain(registry.look_up(0)))
-print("TOLD " + json.dumps(found))
-"""
 
 # argv: flow/run, and a folder for the files.
 READ_OUTPUTS = """

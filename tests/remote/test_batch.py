@@ -5,11 +5,9 @@ There a node's end ends nothing, except node 0's, which ends all.
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 from backends import Queue
-from remote_flows import check_gang, check_said
+from remote_flows import check_said
 
 pytestmark = pytest.mark.batch
 
@@ -17,27 +15,6 @@ pytestmark = pytest.mark.batch
 @pytest.fixture
 def queue() -> Queue:
     return Queue()
-
-
-@pytest.mark.parametrize(
-    ("attributes", "resources", "neuron_devices", "nproc"),
-    [({"gpu": 8}, None, 0, 8), ({}, {"gpu": 2}, 0, 2), ({"trainium": 1}, None, 1, 2), ({"gpu": 0}, None, 0, 1)],
-    ids=["plain", "merged", "other", "none"],
-)
-def test_processes_per_node_are_the_requested_accelerators(
-    run_remote, queue, attributes, resources, neuron_devices, nproc
-):
-    """That they are the GPUs which Metaflow requests is tested in tests/unit/test_accelerators.py."""
-    flow = run_remote(NODES=1, RUN={}, RESOURCES=resources, **queue.on(**attributes))
-    assert [len(neuron_devices_of(job)) for job in queue.jobs(flow)] == [neuron_devices]
-    check_gang(flow, 1, nproc=nproc)
-
-
-def neuron_devices_of(job: dict[str, Any]) -> list[str]:
-    """Return the paths of the Neuron devices that a job maps into its first node."""
-    container = job["nodeProperties"]["nodeRangeProperties"][0]["container"]
-    devices = (container.get("linuxParameters") or {}).get("devices") or []
-    return [device["hostPath"] for device in devices if "neuron" in device["hostPath"]]
 
 
 @pytest.mark.parametrize(

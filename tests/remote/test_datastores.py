@@ -12,14 +12,13 @@ import shutil
 import threading
 import time
 import urllib.request
-import uuid
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from datastores_helpers import READ_OUTPUTS, TELL, USE_REGISTRY
+from datastores_helpers import READ_OUTPUTS, TELL
 from flow_runs import FLOWS, FlowRun
 from limits import limit_s
 from remote_flows import ask
@@ -98,21 +97,6 @@ def test_a_gang_fails_is_tried_again_and_leaves_results_and_logs(run_on: RunFlow
     assert not first["closed"]
     assert not second["closed"]
     assert third is None
-
-
-@pytest.mark.parametrize("store", STORES)
-def test_the_control_nodes_last_word_replaces_its_address_record(tmp_path: Path, store: str) -> None:
-    env = {
-        **os.environ,
-        "METAFLOW_DATASTORE_SYSROOT_LOCAL": str(tmp_path / "home"),
-        "METAFLOW_HOME": str(tmp_path / "config"),
-        "METAFLOW_USER": "tester",
-    }
-    published, closed = ask(USE_REGISTRY, store, uuid.uuid4().hex, folder=tmp_path, env=env)
-    first = {"addresses": ["10.0.0.7", "fd00::7"], "port": 40123, "token": "sécret"}
-    first |= {"closed": False, "error": None, "is_over": False}
-    assert published == first
-    assert closed == {**first, "closed": True, "error": {"class": "GangError", "message": "gone", "cause": None}}
 
 
 @pytest.mark.parametrize("store", STORES)

@@ -5,7 +5,6 @@ Only the gang's step runs remotely; the others are local and quick.
 
 import json
 import os
-import resource
 import threading
 import time
 from pathlib import Path
@@ -44,11 +43,6 @@ def hook(moment: str) -> None:
         threading.Timer(6, Path(current.spot_termination_notice).write_text, ["2026-11-21T10:00:00Z"]).start()
 
 
-def peak_mb() -> float:
-    """Return the most memory that this process has had."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-
-
 class Unstorable:
     """Can't be pickled, so that storing the step's results fails."""
 
@@ -83,9 +77,7 @@ class RemoteGang(FlowSpec):
         self.node, self.attempt = current.parallel.node_index, current.retry_count
         hook("before")
         env = {"ATTEMPT": self.attempt, "WORKER_DO": plan.DO}
-        before_mb = peak_mb()
         self.results = [current.torch.run(entrypoint="worker.py", env=env, **plan.RUN)]
-        self.peak_mb = [before_mb, peak_mb()]
         hook("after")
         if f"unstorable:{self.node}" == plan.HOOK:
             self.bad = Unstorable()
@@ -95,7 +87,7 @@ class RemoteGang(FlowSpec):
 
     @step
     def join(self, inputs):
-        kept = [{"node": i.node, "attempt": i.attempt, "peak_mb": i.peak_mb, "results": i.results} for i in inputs]
+        kept = [{"node": i.node, "attempt": i.attempt, "results": i.results} for i in inputs]
         print("GATHERED " + json.dumps(kept, default=vars))
         self.next(self.end)
 

@@ -6,21 +6,6 @@ import sys
 import time
 
 RANK = os.environ["RANK"]
-LENGTHS = (20, 100, 70, 1000, 40, 3000, 200, 12, 9000, 60, 150)  # of lines, in turns
-
-
-def write_lines(megabytes: float) -> None:
-    """Write numbered lines of mixed lengths, each eighth to stderr, as fast as it can, with a pause in the middle."""
-    left, number, seconds, pauses = int(megabytes * 1e6), 0, 0.0, [1.5]
-    while left > 0:
-        line = f"line {number:06d} ".ljust(LENGTHS[number % len(LENGTHS)] - 1, "x") + "\n"
-        begin = time.monotonic()
-        (sys.stderr if number % 8 == 7 else sys.stdout).write(line)
-        seconds += time.monotonic() - begin
-        left, number = left - len(line), number + 1
-        if pauses and left < megabytes * 5e5:
-            time.sleep(pauses.pop())
-    print(f"wrote {number} lines in {seconds:.2f} s", flush=True)
 
 
 def eat_memory() -> None:
@@ -44,8 +29,6 @@ def act(action: str) -> None:
     if action == "save":  # takes its time, as a checkpoint does, and ends well
         signal.signal(signal.SIGTERM, lambda *_: (time.sleep(3), os._exit(0)))
         time.sleep(300)
-    if action.startswith("write-"):
-        write_lines(float(action.removeprefix("write-")))
     if action == "talk":
         for number in range(6000):
             print(f"word {number}", flush=True)
