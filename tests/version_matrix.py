@@ -11,8 +11,6 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 from xml.etree import ElementTree
@@ -50,19 +48,6 @@ ROWS = (
 TOOLS = ("pytest>=8", "pytest-timeout", "pytest-xdist", "psutil", "numpy")
 
 
-@dataclass
-class Outcome:
-    """What has become of a row."""
-
-    row: Row
-    metaflow: str = "-"
-    torch: str = "-"
-    install_s: float = 0.0
-    passed: int = 0
-    tests_s: float = 0.0
-    fault: str = ""
-
-
 def main() -> int:
     """Run the rows that are asked for; return the exit status."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -74,33 +59,34 @@ def main() -> int:
     rows = [row for row in ROWS if not options.only or any(part in row.name for part in options.only)]
     if not rows:
         parser.error(f"no row has {options.only} in its name: {', '.join(row.name for row in ROWS)}")
-    outcomes = []
+    lines = ["| Python | PyTorch | Metaflow | installed in | tests | took | |", "| --- " * 7 + "|"]
     for row in rows:
         print(f"== {row.name}", flush=True)
-        outcomes.append(run_row(row, options.wheel.absolute(), options.folder.absolute(), options.keep))
-        print(table([outcomes[-1]]), flush=True)
-    print(table(outcomes))
-    failed = sum(bool(outcome.fault) for outcome in outcomes)
-    print(f"{len(outcomes) - failed} passed, {failed} failed")
-    return 1 if failed else 0
+        lines.append(
+            f"| {' | '.join(run_row(row, options.wheel.absolute(), options.folder.absolute(), options.keep))} |"
+        )
+        print(lines[-1], flush=True)
+    print("\n".join(lines))
+    return 0 if all(line.endswith("| passed |") for line in lines[2:]) else 1
 
 
-def run_row(row: Row, wheel: Path, folder: Path, keep: bool) -> Outcome:
-    """Make the environment of a row, run the tests in it, and remove it."""
-    outcome, place = Outcome(row), folder / row.name.replace("/", "-")
-    begin = time.monotonic()
+def run_row(row: Row, wheel: Path, folder: Path, keep: bool) -> list[str]:
+    """Make the environment of a row, run the tests in it, and remove it; return the cells of its line."""
+    place, begin = folder / row.name.replace("/", "-"), time.monotonic()
     try:
         python = make_environment(row, place)
         run_pip(python, "install", f"metaflow-torchrun[functions] @ {wheel.as_uri()}")
-        outcome.install_s = time.monotonic() - begin
-        outcome.metaflow, outcome.torch = versions(python)
-        run_tests(outcome, python, place)
+        install_s = time.monotonic() - begin
+        asked = "import importlib.metadata as m; print(m.version('torch'), m.version('metaflow'))"
+        said = subprocess.run([python, "-I", "-c", asked], check=True, capture_output=True, text=True).stdout
+        passed, fault = run_tests(python, place)
+        tests_s = time.monotonic() - begin - install_s
+        return [row.python, *said.split(), f"{install_s:.0f} s", str(passed), f"{tests_s:.0f} s", fault or "passed"]
     except CannotInstall as error:
-        outcome.fault = str(error)
+        return [row.python, row.torch, row.metaflow, "-", "-", "-", str(error)]
     finally:
         if not keep:
             shutil.rmtree(place, ignore_errors=True)
-    return outcome
 
 
 class CannotInstall(Exception):
@@ -139,50 +125,38 @@ def run_pip(python: Path, *words: str) -> None:
         raise CannotInstall(f"pip {words[0]} ended with {done.returncode}")
 
 
-def versions(python: Path) -> tuple[str, str]:
-    """Return the versions of Metaflow and PyTorch that an environment has."""
-    asked = "import importlib.metadata as m; print(m.version('metaflow'), m.version('torch'))"
-    said = subprocess.run([python, "-I", "-c", asked], check=True, capture_output=True, text=True)
-    metaflow, torch = said.stdout.split()
-    return metaflow, torch
-
-
-def run_tests(outcome: Outcome, python: Path, place: Path) -> None:
-    """Run the marked tests where the only code of ours is what is installed."""
-    tree = place / "project"
+def run_tests(python: Path, place: Path) -> tuple[int, str]:
+    """Run the marked tests where the only code of ours is what is installed; return how many passed, and what failed."""
+    tree, report = place / "project", place / "report.xml"
     shutil.rmtree(tree, ignore_errors=True)
     for name in ("tests", "examples"):
         shutil.copytree(REPOSITORY / name, tree / name, ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copy(REPOSITORY / "pyproject.toml", tree)
     # Others would import what only an environment for all tests has.
     marked = [file for file in sorted(tree.glob("tests/integration/test_*.py")) if MARKER in file.read_text()]
-    report, begin = place / "report.xml", time.monotonic()
-    tests = [python, "-m", "pytest", "-n", "2", "--dist", "loadgroup", "-m", "matrix", f"--junitxml={report}"]
-    done = subprocess.run([*tests, *marked], cwd=tree, env=environment(), check=False)
-    outcome.tests_s = time.monotonic() - begin
+    command = [
+        python,
+        "-m",
+        "pytest",
+        "-n",
+        "2",
+        "--dist",
+        "loadgroup",
+        "-m",
+        "matrix",
+        f"--junitxml={report}",
+        *marked,
+    ]
+    # Without what would lead to another installation.
+    env = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "VIRTUAL_ENV"))}
+    done = subprocess.run(command, cwd=tree, env=env, check=False)
     counts = ElementTree.parse(report).getroot().find("testsuite") if report.exists() else None
     names = ("tests", "failures", "errors", "skipped")
     tests, *others = [0] * 4 if counts is None else [int(counts.get(name, 0)) for name in names]
-    outcome.passed = tests - sum(others)
-    if done.returncode or not tests or outcome.passed != tests:
-        told = ", ".join(f"{number} {name}" for name, number in zip(names[1:], others, strict=True) if number)
-        outcome.fault = f"pytest ended with {done.returncode}" + (f": {told}" if told else "")
-
-
-def environment() -> dict[str, str]:
-    """Return this process's environment without what would lead to another installation."""
-    return {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "VIRTUAL_ENV"))}
-
-
-def table(outcomes: Sequence[Outcome]) -> str:
-    """Return a table in Markdown."""
-    lines = ["| Python | PyTorch | Metaflow | installed in | tests | took | |", "| --- " * 7 + "|"]
-    for outcome in outcomes:
-        words = (outcome.row.python, outcome.torch, outcome.metaflow, f"{outcome.install_s:.0f} s", outcome.passed)
-        lines.append(
-            "| " + " | ".join(map(str, (*words, f"{outcome.tests_s:.0f} s", outcome.fault or "passed"))) + " |"
-        )
-    return "\n".join(lines)
+    if not done.returncode and tests and not any(others):
+        return tests, ""
+    told = ", ".join(f"{number} {name}" for name, number in zip(names[1:], others, strict=True) if number)
+    return tests - sum(others), f"pytest ended with {done.returncode}: {told}"
 
 
 if __name__ == "__main__":

@@ -26,6 +26,7 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[2]
 LIMIT_S = 900.0
+SHARE = 0.9  # of the mutants must be caught
 PASSED, FAILED = 0, 1  # pytest's exit codes; all others say that it could not run the tests
 
 
@@ -125,14 +126,14 @@ def run_tests(copy: Path, python: Path, tests: list[str], *options: str) -> tupl
         return code, output.read()
 
 
-def judge(mutant: Mutant, verbose: bool) -> str:
+def judge(mutant: Mutant) -> str:
     """Return what became of a mutant: "caught by" a test, "survived", or why nobody knows."""
     with project() as (copy, python):
         applied = subprocess.run(["git", "apply", "-C1", mutant.patch], cwd=copy, capture_output=True, text=True)
         if applied.returncode != 0:
             return f"patch does not apply: {applied.stderr.strip()}"
         code, output = run_tests(copy, python, mutant.tests, "-x")
-        if verbose or code not in (PASSED, FAILED):
+        if code not in (PASSED, FAILED):
             print(output)
     if code == FAILED:
         caught_by = re.findall(r"^(?:FAILED|ERROR) (\S+)", output, re.MULTILINE)
@@ -144,9 +145,7 @@ def main() -> int:
     """Judge all mutants, or those that are named; return 1 if too few are caught, or one could not be judged."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("mutants", nargs="*", help="names, or their beginnings; default: all")
-    parser.add_argument("--share", type=float, default=0.9, help="how many of them must be caught; default: 0.9")
     parser.add_argument("--unchecked", action="store_true", help="do not first run the tests without a mutant")
-    parser.add_argument("--verbose", action="store_true", help="show pytest's output")
     given = parser.parse_args()
     every = [Mutant.of(patch) for patch in sorted(Path(__file__).parent.glob("*.patch"))]
     chosen = [each for each in every if not given.mutants or each.name.startswith(tuple(given.mutants))]
@@ -164,12 +163,12 @@ def main() -> int:
     results: list[str] = []
     for mutant in chosen:
         began = time.monotonic()
-        results.append(judge(mutant, given.verbose) if mutant.tests else "survived")
+        results.append(judge(mutant) if mutant.tests else "survived")
         print(f"{mutant.name}: {results[-1]}, {time.monotonic() - began:.0f} s", flush=True)
     caught = sum(each.startswith("caught") for each in results)
     print(f"{caught} of {len(chosen)} mutants are caught")
     is_known = caught + results.count("survived") == len(chosen)
-    return 0 if is_known and caught >= given.share * len(chosen) else 1
+    return 0 if is_known and caught >= SHARE * len(chosen) else 1
 
 
 if __name__ == "__main__":
