@@ -1,13 +1,10 @@
-"""The scripts of frameworks, unchanged: on 2 nodes x 2 processes by the example's flow, and by torchrun alone."""
+"""The scripts of frameworks, unchanged, on 2 nodes x 2 processes by the example's flow."""
 
 from __future__ import annotations
 
 import ast
-import os
 import re
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -18,27 +15,20 @@ END_S = 300
 pytestmark = pytest.mark.timeout(2 * END_S)
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "frameworks"
-TOGETHER = "{ranks} of {ranks} ranks train together"
+TOGETHER = "4 of 4 ranks train together"
 LIKE_ONE = r"loss \d\.\d+ -> 0\.\d+, the losses are as those of one model"
 # What a script says when its ranks have worked together.
 SAYS = {
     "trainer": f"Trainer: {TOGETHER}",
     "accelerate": f"Accelerate: {TOGETHER}",
     "lightning": rf"Lightning: {TOGETHER}, loss \d\.\d+ -> 0\.0",
-    "fsdp2": r"FSDP2: {ranks} ranks, step 20, loss 0\.\d+",
+    "fsdp2": r"FSDP2: 4 ranks, step 20, loss 0\.\d+",
     "tensor-parallel": f"tensor parallel: {LIKE_ONE}",
     "pipelining": f"pipelining: {LIKE_ONE}",
     "deepspeed": rf"DeepSpeed: {TOGETHER}, each with the optimizer's state of \d+ of 321 weights",
 }
-SCRIPTS = {
-    "trainer": ["hf_trainer.py"],
-    "accelerate": ["hf_accelerate.py"],
-    "lightning": ["lightning_ddp.py"],
-    "fsdp2": ["fsdp2_checkpoint.py", "--folder", "checkpoints"],
-    "tensor-parallel": ["tensor_parallel.py"],
-    "pipelining": ["pipelining.py"],
-    "deepspeed": ["deepspeed_zero1.py"],
-}
+
+
 # No hub, and no network: what is not made is an error.
 OFFLINE = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}
 NO_GPU = {"CUDA_VISIBLE_DEVICES": ""}  # with one, both frameworks would use it
@@ -48,10 +38,6 @@ ALONE = "has trained by itself"
 # threads once there was a `DistributedDataParallel` (torch 2.13, pytorch/pytorch#179291). It hits one run in hundreds,
 # under torchrun alone, too, and no script can do anything about it. So such a run is done once more.
 ABORTED_AT_EXIT = "terminate called without an active exception"
-
-
-def said(framework: str, ranks: int) -> str:
-    return SAYS[framework].replace("{ranks}", str(ranks))
 
 
 @pytest.fixture
@@ -79,30 +65,11 @@ def train(start_flow, folder):
 @pytest.mark.parametrize("framework", SAYS)
 def test_a_script_runs_on_two_nodes_as_it_is(train, framework):
     text = train(framework)
-    assert re.search(rf"\[rank \d\] {said(framework, 4)}", text), text
+    assert re.search(rf"\[rank \d\] {SAYS[framework]}", text), text
     assert ALONE not in text
     if framework == "fsdp2":
         assert "4 ranks have saved step 20, 2 ranks go on; the loss is the same" in text
         assert "FSDP2: 2 ranks, step 40, loss 0." in text
-
-
-@pytest.mark.parametrize("framework", SAYS)
-def test_it_runs_by_torchrun_alone(folder, framework):
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    for _ in range(2):
-        ran = subprocess.run(
-            [*torchrun, *SCRIPTS[framework]],
-            cwd=folder,
-            env={**os.environ, **OFFLINE, "OMP_NUM_THREADS": "1"},
-            capture_output=True,
-            text=True,
-            timeout=END_S,
-            check=False,
-        )
-        if ran.returncode == 0 or ABORTED_AT_EXIT not in ran.stderr:
-            break
-    assert ran.returncode == 0, ran.stderr
-    assert re.search(said(framework, 2), ran.stdout), ran.stdout
 
 
 # Where a script gets what docs/metrics.md has for its framework.
@@ -138,10 +105,3 @@ def test_without_a_gpu_each_rank_trains_by_itself_unless_it_is_told_otherwise_an
     assert "1 of 4 ranks train together" in text
     (line,) = [line for line in text.splitlines() if ALONE in line]
     assert "[torchrun node 0] warning: in launch 0 each of the 4 ranks" in line
-
-
-@pytest.mark.parametrize("framework", FORGOTTEN)
-def test_a_variable_does_for_both_where_the_script_can_t_be_changed(train, framework):
-    text = train(framework, f"--args={FORGOTTEN[framework]}", **NO_GPU, ACCELERATE_USE_CPU="true")
-    assert re.search(rf"\[rank \d\] {said(framework, 4)}", text), text
-    assert ALONE not in text

@@ -13,43 +13,6 @@ import time
 from pathlib import Path
 
 FLOWS = Path(__file__).parent / "flows"
-# A child that ignores SIGTERM and is in a session of its own, beside a command that ignores it, too.
-STUBBORN = """
-trap '' TERM
-setsid sh -c "trap '' TERM; while :; do sleep 1; done" &
-touch running
-while :; do sleep 1; done
-"""
-
-
-# --- gangs without Metaflow -------------------------------------------------------------------------
-
-
-def test_a_command_that_fails_on_one_node_stops_all_and_every_node_says_which(gang):
-    own = {}  # each node has a folder of its own, in which its commands need not wait for the others'
-    for node in range(3):
-        (place := gang.out / f"place-{node}").mkdir(parents=True)
-        own[node] = {"cwd": str(place), "before_run": [["true"], STUBBORN, "touch never"]}
-    own[1]["before_run"] = ["while [ ! -e go ]; do sleep 0.02; done; echo E: no package; exit 3"]
-    gang.start(3, settings={"warm": False}, options_of=own)
-    for node in (0, 2):
-        gang.await_that((gang.out / f"place-{node}" / "running").exists, f"node {node}'s command")
-    failed_at = time.monotonic()
-    (gang.out / "place-1" / "go").touch()
-    outcome = gang.await_end(failed_at, range(3))
-    assert outcome.left == []
-    error = outcome.error  # the same on all nodes
-    assert error["class"] == "LaunchFailed"
-    assert error["text"].startswith("before_run failed, so no worker was started.\nNode 1 (host ")
-    assert "failed: before_run 1/1 (while [ ! -e go ]; do" in error["text"]
-    assert "exited with code 3." in error["text"]
-    assert "  | E: no package" in error["text"]
-    assert (error["cause"]["kind"], error["cause"]["category"], error["cause"]["node"]) == ("command", "before_run", 1)
-    assert not list(gang.out.glob("place-*/never"))
-    assert not list(gang.out.glob("worker-*"))
-    assert "[node 1 before_run 1/1] E: no package" in gang.log(1)
-    assert "[node 0 before_run 1/3] ended well" in gang.log(0)
-    assert "before_run 1/1" in gang.log(0)  # its control node says why
 
 
 def test_a_command_is_run_as_torchrun_itself_would(make_gang, tmp_path):
@@ -99,8 +62,6 @@ def test_a_command_is_run_as_torchrun_itself_would(make_gang, tmp_path):
             each["path"] = [entry for entry in each["path"] if not entry.endswith(("worker_hooks", "importable"))]
         assert own == theirs
 
-
-# --- flows ------------------------------------------------------------------------------------------
 
 MADE = """
 import os, sys

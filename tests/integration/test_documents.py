@@ -109,18 +109,6 @@ def test_one_gpu_and_many_train_alike(tmp_path):
 
 
 @pytest.mark.long
-def test_the_scripts_of_the_examples_run_without_metaflow():
-    command = "torchrun --standalone --nproc-per-node=2 hello/train.py"
-    page = (REPOSITORY / "examples" / "README.md").read_text(encoding="utf-8")
-    assert command in page
-    torchrun = [sys.executable, "-m", "torch.distributed.run", *command.split()[1:]]
-    env = {**os.environ, "PYTHONDONTWRITEBYTECODE": "1"}
-    ran = subprocess.run(torchrun, cwd=REPOSITORY / "examples", env=env, capture_output=True, text=True, check=False)
-    assert ran.returncode == 0, ran.stderr
-    assert "hello from rank 1 of 2" in ran.stdout
-
-
-@pytest.mark.long
 def test_the_steps_and_lines_of_the_pages_run(start_flow, tmp_path):
     (tmp_path / "flow.py").write_text(pages.flow_of_pages())
     (tmp_path / "train.py").write_text(ANY_SCRIPT)

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import re
 import shlex
 import shutil
 import socket
 import subprocess
 import sys
-import time
-from collections.abc import Mapping
 from pathlib import Path
 
-import psutil
 import pytest
 
 # They train, and import PyTorch up to eighteen times: on a machine that does much else, the longest takes minutes.
@@ -21,7 +17,6 @@ END_S = 400
 pytestmark = pytest.mark.timeout(2 * END_S)
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
-NONE: Mapping[str, str] = {}
 
 
 def commands(example: str) -> list[str]:
@@ -39,35 +34,20 @@ def outputs(example: str) -> list[str]:
 
 
 @pytest.fixture
-def begin_example(start_flow, tmp_path):
-    """Return a function that starts one command of a README in a copy of its folder.
+def example(start_flow, tmp_path):
+    """Return a function that runs one command of a README to its end, in a copy of its folder.
 
-    What stands after the command is added to it, to spend less time on it: fewer processes or steps. Then follow changes
-    of the flow that the README asks for.
+    What stands after the command is added to it, to spend less time on it: fewer processes or steps.
     """
 
-    def begin(name: str, command: str, added: str = "", changes: Mapping[str, str] = NONE):
+    def run(name: str, command: str, added: str = "", expect: int = 0):
         assert command in commands(name), f"the README of {name} does not say so"
         folder = tmp_path / name
         program, flow, verb, *arguments = shlex.split(command)
         if not folder.exists():
             shutil.copytree(EXAMPLES / name, folder)
-        for before, after in changes.items():
-            source = (folder / flow).read_text()
-            assert before in source
-            (folder / flow).write_text(source.replace(before, after))
         assert (program, verb) == ("python", "run")
-        return start_flow(*arguments, *added.split(), flow=flow, folder=folder)
-
-    return begin
-
-
-@pytest.fixture
-def example(begin_example):
-    """Return a function that runs one command of a README to its end."""
-
-    def run(*words: str, expect: int = 0):
-        started = begin_example(*words)
+        started = start_flow(*arguments, *added.split(), flow=flow, folder=folder)
         assert started.wait(END_S) == expect, started.text
         return started
 
@@ -140,53 +120,6 @@ def test_torch_ddp_goes_on_where_its_snapshot_ends(example):
     assert "4 epochs are done already" in second.text
     assert epoch.findall(second.text) == ["4", "5"]
     assert "2 ranks over gloo ended with the same weights: ok" in second.text
-
-
-def await_line(flow, pattern: str) -> re.Match[str]:
-    deadline = time.monotonic() + END_S
-    while (found := re.search(pattern, flow.text)) is None:
-        assert flow.process.poll() is None, flow.text
-        assert time.monotonic() < deadline, flow.text
-        time.sleep(0.05)
-    return found
-
-
-def task_of_node(flow, node: int) -> psutil.Process:
-    words = [(process, process.cmdline()) for process in flow.processes()]
-    (task,) = [process for process, line in words if "step" in line and f"2_node_{node}" in line]
-    return task
-
-
-def losses_of_three_ranks(folder: Path, epochs: int) -> list[float]:
-    """Return the losses of an undisturbed training under torchrun."""
-    words = f"--standalone --nproc-per-node=3 train.py --epochs {epochs} --output-dir {folder}"
-    command = [sys.executable, "-m", "torch.distributed.run", *words.split()]
-    subprocess.run(command, cwd=EXAMPLES / "torch-ddp", check=True, capture_output=True)
-    return [each["loss"] for each in json.loads((folder / "metrics.json").read_text())["history"]]
-
-
-@pytest.mark.long
-def test_torch_ddp_goes_on_where_it_was_when_a_spare_takes_the_place_of_a_node(begin_example, tmp_path):
-    decorator = "@torchrun(max_restarts=1, spare_nodes=1)"
-    assert f"`{decorator}` in `flow.py`" in (EXAMPLES / "torch-ddp" / "README.md").read_text()
-    command = "python flow.py run --nodes 4 --epochs 60 --snapshot-dir lost --restarts 1"
-    flow = begin_example("torch-ddp", command, "--nproc 1", {"@torchrun\n": f"{decorator}\n"})
-    await_line(flow, r"\[rank 0\] epoch 3:")
-    seen = [process.environ() for process in flow.processes()]
-    # Who came last is the spare.
-    (lost,) = {int(env["MF_PARALLEL_NODE_INDEX"]) for env in seen if env.get("RANK") == "1"}
-    task_of_node(flow, lost).kill()
-    assert flow.wait(END_S) == 0, flow.text
-    said = rf"restart 1 of 1: .* SIGKILL(.*\n)*.* node \d, a spare, takes the place of node {lost}"
-    assert re.search(said, flow.text), flow.text
-    done = int(re.search(r"(\d+) epochs are done already", flow.text)[1])
-    assert 4 <= done < 60
-    # The epoch in which the node was lost may have been told before its snapshot was there.
-    told = [int(epoch) for epoch in re.findall(r"\[rank 0\] epoch (\d+): training", flow.text)]
-    assert told in ([*range(60)], [*range(done + 1), *range(done, 60)])
-    losses = [float(loss) for loss in re.findall(r"epoch \d+: loss (\d\.\d+), held-out", flow.text)]
-    assert losses == pytest.approx(losses_of_three_ranks(tmp_path, 60), abs=2e-3)
-    assert "3 ranks over gloo ended with the same weights: ok" in flow.text
 
 
 @pytest.mark.long

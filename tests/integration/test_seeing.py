@@ -112,7 +112,8 @@ def test_what_can_not_be_shown_is_said_with_what_can(ask, run):
 def test_who_follows_a_gang_that_has_not_begun_waits_for_it(start_flow):
     waiting, interrupted = (start_flow("show", "--follow", command="torchrun") for _ in range(2))
     for each in (waiting, interrupted):
-        await_text(each, "No run of GangFlow was started here. Waiting for it; Ctrl-C ends this.")
+        await_text(each, "No run of GangFlow was started here.")
+        await_text(each, "Waiting for it; Ctrl-C ends this.")
     interrupted.process.send_signal(signal.SIGINT)
     assert interrupted.wait() == 0, interrupted.text
     assert interrupted.lines[-1].text.endswith("Ctrl-C ends this."), interrupted.text

@@ -11,9 +11,11 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 from flow_runs import STAND_IN
@@ -57,47 +59,29 @@ print(json.dumps([[type(r).__module__, type(r).__name__, r.node_index, r.world_s
 
 
 @dataclass(frozen=True)
-class Laptop:
-    """An environment with Metaflow and this project, installed in one of the three ways."""
+class Place:
+    """A laptop or a pod: its Python, its environment variables, and a pod's folder."""
 
-    python: Path
+    python: str
     env: dict[str, str]
-
-
-@dataclass(frozen=True)
-class Pod:
-    """A code package, unpacked as a pod unpacks it, and the environment variables that a pod then has."""
-
     folder: Path
-    env: dict[str, str]
 
-    @property
-    def python(self) -> str:
-        found = shutil.which("python", path=self.env["PATH"])
-        assert found is not None
-        return found
+    def run(self, *words: object, cwd: Path | None = None) -> str:
+        return output_of(self.python, *words, env=self.env, cwd=cwd or self.folder)
+
+
+def output_of(*command: object, env: dict[str, str], cwd: Path | None = None) -> str:
+    """Return what a command says, on both streams."""
+    words = [str(word) for word in command]
+    pipes: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    done = subprocess.run(words, env=env, cwd=cwd, text=True, check=False, **pipes)
+    assert done.returncode == 0, f"{command} ended with {done.returncode}:\n{done.stdout}"
+    return done.stdout
 
 
 def plain_environment(path: str) -> dict[str, str]:
     """Return an environment in which nothing leads to the one these tests run in."""
     return {"PATH": f"{path}:/usr/bin:/bin", "METAFLOW_USER": "tester", "PYTHONNOUSERSITE": "1", "LC_ALL": "C.UTF-8"}
-
-
-def run_command(*command: object, env: dict[str, str], cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
-    done = subprocess.run(
-        [str(word) for word in command],
-        env=env,
-        cwd=cwd,
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, f"{command} ended with {done.returncode}:\n{done.stdout}\n{done.stderr}"
-    return done
-
-
-def output_of(*command: object, env: dict[str, str], cwd: Path | None = None) -> str:
-    return run_command(*command, env=env, cwd=cwd).stdout
 
 
 def link_distributions(names: tuple[str, ...], folder: Path) -> set[str]:
@@ -121,27 +105,15 @@ def link_distributions(names: tuple[str, ...], folder: Path) -> set[str]:
         wanted = [requirement for requirement in distribution.requires or [] if "extra ==" not in requirement]
         for requirement in wanted:
             match = re.match(r"[A-Za-z0-9._-]+", requirement)
-            if match and _is_installed(match[0]):  # others are for another Python or system
-                waiting.append(match[0])
+            with suppress(importlib.metadata.PackageNotFoundError):  # it is for another Python or system
+                waiting += [importlib.metadata.distribution(match[0]).name] if match else []
     return modules
-
-
-def _is_installed(name: str) -> bool:
-    try:
-        importlib.metadata.distribution(name)
-    except importlib.metadata.PackageNotFoundError:
-        return False
-    return True
 
 
 def make_venv(python: str, folder: Path) -> Path:
     """Make a virtual environment without any package; return its site-packages."""
     output_of(python, "-m", "venv", "--without-pip", folder, env=plain_environment(os.path.dirname(python)))
     return next(folder.glob("lib/python3.*/site-packages"))
-
-
-def test_at_least_the_python_of_these_tests_is_found():
-    assert sys.version_info.minor in interpreters()
 
 
 @pytest.fixture(scope="module")
@@ -158,17 +130,12 @@ def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture(scope="module", params=KINDS)
-def kind(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
-
-
 @pytest.fixture(scope="module")
-def laptops(tmp_path_factory: pytest.TempPathFactory, repository: Path) -> Callable[[str], Laptop]:
+def laptops(tmp_path_factory: pytest.TempPathFactory, repository: Path) -> Callable[[str], Place]:
     """Return a function that installs the project in one of the three ways."""
 
     @cache
-    def install(kind: str) -> Laptop:
+    def install(kind: str) -> Place:
         folder = tmp_path_factory.mktemp("laptop")
         packages = make_venv(interpreters()[sys.version_info.minor], folder / "venv")
         link_distributions(LAPTOP_PACKAGES, folder / "packages")
@@ -185,13 +152,13 @@ def laptops(tmp_path_factory: pytest.TempPathFactory, repository: Path) -> Calla
         output_of(*pip, *offline, *how[kind], env=env, cwd=folder)
         if kind == "pip install --target":
             env["PYTHONPATH"] = str(folder / "target")
-        return Laptop(python, env)
+        return Place(str(python), env, folder)
 
     return install
 
 
 @pytest.fixture(scope="module")
-def pods(tmp_path_factory: pytest.TempPathFactory, laptops: Callable[[str], Laptop]) -> Callable[[str, int], Pod]:
+def pods(tmp_path_factory: pytest.TempPathFactory, laptops: Callable[[str], Place]) -> Callable[[str, int], Place]:
     """Return a function that packs a flow on a laptop and unpacks it in a pod with another Python."""
 
     @cache
@@ -210,11 +177,11 @@ def pods(tmp_path_factory: pytest.TempPathFactory, laptops: Callable[[str], Lapt
         shutil.copytree(FLOWS, folder)
         file = folder.parent / "job"
         save = ("gang.py", "--no-pylint", "package", "save", file)
-        said = run_command(laptop.python, *save, env=laptop.env, cwd=folder).stderr
+        said = laptop.run(*save, cwd=folder)
         return file, said[said.index('{"version"') :].strip()
 
     @cache
-    def start(kind: str, minor: int) -> Pod:
+    def start(kind: str, minor: int) -> Place:
         file, metadata = package(kind)
         folder = tmp_path_factory.mktemp("pod")
         env = {**plain_environment(str(image(minor) / "bin")), "HOME": str(folder)}
@@ -222,7 +189,8 @@ def pods(tmp_path_factory: pytest.TempPathFactory, laptops: Callable[[str], Lapt
         after = output_of("bash", "-c", " && ".join(commands), env=env, cwd=folder)
         variables = dict(entry.split("=", 1) for entry in after.split("\0") if "=" in entry)
         names = ("PATH", "PYTHONPATH", "METAFLOW_EXTRACTED_ROOT", "PYTHONNOUSERSITE", "LC_ALL", "HOME", "METAFLOW_USER")
-        return Pod(folder / "metaflow", {name: variables[name] for name in names})
+        python = shutil.which("python", path=variables["PATH"])
+        return Place(str(python), {name: variables[name] for name in names}, folder / "metaflow")
 
     return start
 
@@ -248,12 +216,11 @@ def test_python_starts_in_the_clone_after_the_readmes_installation(laptops, repo
     readme = (repository / "README.md").read_text(encoding="utf-8")
     commands = readme.partition("## Install")[2].partition("```bash\n")[2].partition("\n```")[0].splitlines()
     assert commands[-1] == "pip install --editable '.[examples]'", "the extra has packages; the rest is as without it"
-    laptop = laptops("pip install -e")
-    assert "torchrun" in output_of(
-        laptop.python, "-c", "from metaflow import torchrun; print(torchrun)", env=laptop.env, cwd=repository
-    )
+    said = laptops("pip install -e").run("-c", "from metaflow import torchrun; print(torchrun)", cwd=repository)
+    assert "torchrun" in said
 
 
+@pytest.mark.parametrize("kind", KINDS)
 def test_the_code_package_has_all_of_ours_and_nothing_else_of_the_project(kind, pods):
     folder = pods(kind, sys.version_info.minor).folder
     code = folder / ".mf_code"
@@ -264,13 +231,14 @@ def test_the_code_package_has_all_of_ours_and_nothing_else_of_the_project(kind, 
     assert own == {str(path.relative_to(FLOWS)) for path in FLOWS.rglob("*.py")}
 
 
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_pod_with_pythons_own_library_and_requests_imports_all_of_ours(kind, pods, tmp_path):
     pod = pods(kind, sys.version_info.minor)
     # Workers import their sitecustomize when they start; it hands on to the next one, which is not in this image.
     files = sorted(n for n in shipped_files() if n.endswith(".py") and not n.endswith("/sitecustomize.py"))
     modules = [name.removesuffix(".py").removesuffix("/__init__").replace("/", ".") for name in files]
-    output_of(pod.python, "-c", "from metaflow_torchrun import report", env=pod.env, cwd=pod.folder)
-    said = json.loads(output_of(pod.python, "-c", IMPORT_ALL, *modules, env=pod.env, cwd=pod.folder))
+    pod.run("-c", "from metaflow_torchrun import report")
+    said = json.loads(pod.run("-c", IMPORT_ALL, *modules))
     code = pod.folder / ".mf_code"
     assert said["files"] == [str(code / name) for name in files]
     assert said["metaflow"] == str(code / "metaflow" / "__init__.py")
@@ -300,8 +268,8 @@ def test_a_gang_runs_from_the_package_and_every_python_reads_its_results(kind_, 
     assert all(task["results"][0]["command"].startswith(f"{pod.python} -m ") for task in tasks)
     for reader in sorted(set(MINORS) & set(interpreters())) if kind_ == "pip install" else ():
         other = pods("pip install", reader)
-        env = {**other.env, "METAFLOW_DATASTORE_SYSROOT_LOCAL": str(flow.home)}
-        read = json.loads(output_of(other.python, "-c", READ_RESULTS, env=env, cwd=other.folder))
+        other.env["METAFLOW_DATASTORE_SYSROOT_LOCAL"] = str(flow.home)
+        read = json.loads(other.run("-c", READ_RESULTS))
         assert read == [[RESULT, "TorchrunResult", node, 4, {str(2 * node + i): 0 for i in (0, 1)}] for node in (0, 1)]
 
 

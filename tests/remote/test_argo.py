@@ -1,8 +1,7 @@
-"""A gang in a workflow that Metaflow's deployer creates and triggers, run on a Kubernetes cluster with JobSets.
+"""A gang in a workflow that Metaflow makes for Argo Workflows, run on a Kubernetes cluster with JobSets.
 
-Argo Workflows itself is not needed: the tests tell the cluster of its kinds of resources, and `Workflow` stands in for
-its controller. It fills in the templates, creates what they describe, waits, takes the outputs over, retries, and says
-what has become of it. Rights on definitions of resources are needed, and on the nodes' labels, to hold a pod back.
+Argo Workflows itself is not needed: `Workflow` stands in for its controller. It fills in the templates, creates what
+they describe, waits, takes the outputs over, and retries. Rights on the nodes' labels are needed, to hold a pod back.
 """
 
 from __future__ import annotations
@@ -26,18 +25,15 @@ from typing import Any
 import pytest
 import yaml
 from kubernetes import client, config
-from metaflow import Deployer
 from metaflow.datastore import FlowDataStore
 from metaflow.mflog import TASK_LOG_SOURCE
 from metaflow.plugins import DATASTORES
 
-# Those that let the cluster know Argo's kinds of resources have to be in one process.
-pytestmark = [pytest.mark.kubernetes, pytest.mark.xdist_group("argo")]
+pytestmark = pytest.mark.kubernetes
 
 FLOWS = Path(__file__).parent / "flows"
 LATE_S = 6.0  # how long the workers run before the control pod may start
 LIMIT_S = 180.0  # for any one pod or JobSet
-ARGO = {"group": "argoproj.io", "version": "v1alpha1"}
 JOBSETS = {"group": "jobset.x-k8s.io", "version": "v1alpha2", "plural": "jobsets"}
 ROLE = "jobset.sigs.k8s.io/replicatedjob-name"
 # Argo takes output parameters from files of an ended container; here it prints them as its last words.
@@ -100,38 +96,28 @@ class Gang:
 class Workflow:
     """Runs a workflow template as Argo's controller does, as far as Metaflow's templates need it."""
 
-    def __init__(self, name: str, namespace: str) -> None:
+    def __init__(self, template: dict[str, Any], nodes: int) -> None:
         config.load_kube_config()
         self.core, self.custom = client.CoreV1Api(), client.CustomObjectsApi()
-        self.name, self.namespace, self.run_id = name, namespace, f"argo-{name}"
-        submitted = self._submitted("workflows", name)
-        self.spec = self._submitted("workflowtemplates", submitted["spec"]["workflowTemplateRef"]["name"])["spec"]
+        self.name, self.namespace = (
+            f"{template['metadata']['name']}-{uuid.uuid4().hex[:5]}",
+            template["metadata"]["namespace"],
+        )
+        self.run_id, self.spec = f"argo-{self.name}", template["spec"]
         self.templates = {entry["name"]: entry for entry in self.spec["templates"]}
         self.names: dict[str, Any] = {
             "workflow.name": self.name,
             "workflow.creationTimestamp": datetime.now(timezone.utc).isoformat(),
+            **{f"workflow.parameters.{each['name']}": each["value"] for each in self.spec["arguments"]["parameters"]},
+            "workflow.parameters.nodes": str(nodes),
         }
-        for parameter in (*self.spec["arguments"]["parameters"], *submitted["spec"]["arguments"]["parameters"]):
-            self.names[f"workflow.parameters.{parameter['name']}"] = parameter["value"]
         self.gate = f"torchrun-test/{uuid.uuid4().hex[:6]}"
         self.pods: list[str] = []
         self.gangs: list[Gang] = []
 
     def run(self) -> dict[str, str]:
         """Run everything; return the outputs of all tasks by their names."""
-        self._say("Running")
-        outputs = self._run_dag(self.templates[self.spec["entrypoint"]], {})
-        self._say("Succeeded")
-        return outputs
-
-    def _submitted(self, plural: str, name: str) -> dict[str, Any]:
-        found = self.custom.get_namespaced_custom_object(namespace=self.namespace, plural=plural, name=name, **ARGO)
-        return dict(found)
-
-    def _say(self, phase: str) -> None:
-        body = {"status": {"phase": phase}}
-        where = {"namespace": self.namespace, "plural": "workflows", "name": self.name}
-        self.custom.patch_namespaced_custom_object(body=body, **where, **ARGO)
+        return self._run_dag(self.templates[self.spec["entrypoint"]], {})
 
     def _run_template(self, name: str, arguments: dict[str, str]) -> dict[str, str]:
         template = self.templates[name]
@@ -308,17 +294,11 @@ def _unless_gone(delete: Any, *arguments: Any, **options: Any) -> None:
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a folder with the flow and its script."""
-    made = tmp_path_factory.mktemp("argo")
-    for name in ("remote_argo.py", "worker.py"):
-        shutil.copy(FLOWS / name, made)
-    return made
-
-
-@pytest.fixture(scope="module")
-def template(folder: Path) -> dict[str, Any]:
+def template(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """Return the workflow template of the flow."""
+    folder = tmp_path_factory.mktemp("argo")
+    for name in ("remote_argo.py", "worker.py"):
+        shutil.copy(FLOWS / name, folder)
     made = subprocess.run(
         [sys.executable, "remote_argo.py", "--no-pylint", "argo-workflows", "create", "--only-json"],
         cwd=folder,
@@ -327,70 +307,13 @@ def template(folder: Path) -> dict[str, Any]:
         timeout=120,
     )
     assert made.returncode == 0, made.stdout + made.stderr
-    read: dict[str, Any] = json.loads(made.stdout)
+    read: dict[str, Any] = json.loads(made.stdout.replace("__PLACEHOLDER_PRODUCTION_TOKEN__", "torchrun-test"))
     return read
 
 
-@pytest.fixture(scope="module")
-def argo() -> Iterator[client.CustomObjectsApi]:
-    """Let the cluster know Argo's kinds of resources, as its installation does, with nothing that acts on them."""
-    config.load_kube_config()
-    definitions, resources = client.ApiextensionsV1Api(), client.CustomObjectsApi()
-    kinds = {"workflows": "Workflow", "workflowtemplates": "WorkflowTemplate"}
-    if _is_known(resources, "workflows"):
-        pytest.skip("this cluster has Argo Workflows, whose controller would run the workflow, too")
-    for plural, kind in kinds.items():
-        definitions.create_custom_resource_definition(_definition(plural, kind), _preload_content=False)
-    deadline = time.monotonic() + LIMIT_S
-    while not all(_is_known(resources, plural) for plural in kinds):
-        assert time.monotonic() < deadline, f"the API server does not take {list(kinds)}"
-        time.sleep(0.3)
-    yield resources
-    for plural in kinds:
-        definitions.delete_custom_resource_definition(f"{plural}.{ARGO['group']}", _preload_content=False)
-
-
-def _definition(plural: str, kind: str) -> dict[str, Any]:
-    """Return the definition of one of Argo's kinds, with fields of any names."""
-    schema = {"openAPIV3Schema": {"type": "object", "x-kubernetes-preserve-unknown-fields": True}}
-    versions = [{"name": ARGO["version"], "served": True, "storage": True, "schema": schema}]
-    names = {"kind": kind, "plural": plural, "singular": kind.lower()}
-    return {
-        "apiVersion": "apiextensions.k8s.io/v1",
-        "kind": "CustomResourceDefinition",
-        "metadata": {"name": f"{plural}.{ARGO['group']}"},
-        "spec": {"group": ARGO["group"], "scope": "Namespaced", "names": names, "versions": versions},
-    }
-
-
-def _is_known(resources: client.CustomObjectsApi, plural: str) -> bool:
-    try:
-        resources.list_cluster_custom_object(plural=plural, **ARGO)
-    except client.ApiException as error:
-        if error.status == 404:
-            return False
-        raise
-    return True
-
-
-@pytest.fixture(scope="module")
-def deployed(folder: Path, argo: client.CustomObjectsApi) -> Iterator[Any]:
-    """Return the flow as Metaflow's deployer has deployed it; it is deleted in the end."""
-    deployer = Deployer(str(folder / "remote_argo.py"), pylint=False, cwd=str(folder))
-    found = deployer.argo_workflows().create()
-    yield found
-    assert found.delete()
-
-
 @pytest.fixture
-def triggered(deployed: Any) -> Any:
-    """Return the run that the deployed flow was asked for: nobody has begun it yet."""
-    return deployed.trigger(nodes=3)
-
-
-@pytest.fixture
-def workflow(triggered: Any, template: dict[str, Any]) -> Iterator[Workflow]:
-    running = Workflow(triggered.pathspec.split("/argo-")[1], template["metadata"]["namespace"])
+def workflow(template: dict[str, Any]) -> Iterator[Workflow]:
+    running = Workflow(template, nodes=3)
     yield running
     running.remove()
 
@@ -418,10 +341,8 @@ def test_the_job_set_in_the_workflow_carries_what_a_pod_needs(template):
     assert train["retryStrategy"] == retry
 
 
-def test_a_triggered_workflow_runs_with_a_late_control_pod_and_a_retry_by_argo(triggered, workflow):
-    assert triggered.status is None
+def test_a_workflow_runs_with_a_late_control_pod_and_a_retry_by_argo(workflow):
     outputs = workflow.run()
-    assert (triggered.status, triggered.is_running) == ("Succeeded", False)
     assert [gang.state for gang in workflow.gangs] == ["Failed", "Completed"]
     first, second = workflow.gangs
     assert first.name != second.name

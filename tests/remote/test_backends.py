@@ -43,15 +43,6 @@ def test_nodes_that_start_20_s_apart_meet_and_wait_for_each_others_ends(run_remo
     backend.await_gone(flow)
 
 
-def test_a_function_and_its_values(run_remote, backend):
-    flow = run_remote(flow="remote_function.py", name="RemoteFunction", **backend.on())
-    check_said(flow, "VALUES 0/0/0 1/0/1 2/1/2 3/1/3")
-    for node in (0, 1):
-        said = "LaunchFailed raised at remote_function.py:26 by rank 3 on node 1 (host "
-        check_said(flow, f"CAUGHT on node {node}: 'rank 3 misses a key' {said}")
-    backend.await_gone(flow)
-
-
 def test_workers_become_of_spares_and_again_after_a_restart(run_remote, backend):
     """An agent and two workers of each node; all of them wait for the next ones before one is killed."""
     settings = {"warm": "workers", "max_restarts": 1, "nproc_per_node": 2}
@@ -63,9 +54,13 @@ def test_workers_become_of_spares_and_again_after_a_restart(run_remote, backend)
     backend.await_gone(flow)
 
 
-def test_commands_before_the_workers_and_what_the_workers_leave(run_remote, backend):
+def test_functions_commands_before_the_workers_and_what_the_workers_leave(run_remote, backend):
     flow = run_remote(flow="remote_outputs.py", name="RemoteOutputs", **backend.on())
     told = json.loads(next(line.text for line in flow.lines if "SEEN " in line.text).split("SEEN ", 1)[1])
+    assert told["values"] == [[0, 1], [1, 2]], "together more than the gang's channel would carry"
+    for what, cls, note in told["caught"]:
+        assert (what, cls) == ("'rank 1 misses a key'", "LaunchFailed")
+        assert re.match(r"raised at remote_outputs.py:\d+ by rank 1 on node 1 \(host ", note)
     assert len(set(told["hosts"])) == 3, "the step that reads the outputs has a container of its own"
     assert told["shards"] == [True, True]
     assert told["by commands"] == [["by a list", f"by a string on node {node}"] for node in (0, 1)]
@@ -82,7 +77,7 @@ def test_commands_before_the_workers_and_what_the_workers_leave(run_remote, back
 
     seen = Seen(flow)
     assert "python remote_outputs.py torchrun outputs " in seen.show()
-    listed = seen.outputs("--launch", "0", "--node", "1")
+    listed = seen.outputs("--launch", "2", "--node", "1")
     assert [line.split() for line in listed.splitlines()[1:]] == [
         ["1", "52", "bytes", "good-1.json"],
         ["1", "3.0", "MB", "good/shards/1.bin"],

@@ -9,7 +9,6 @@ import json
 import os
 import re
 import shutil
-import threading
 import time
 import urllib.request
 from collections import Counter
@@ -204,30 +203,6 @@ def test_requests_that_fail_delay_a_gang(run_on: RunFlow, faults: Faults, match:
     faults.set(fail=3, match=match)
     flow = run_on("s3", timeout_s=150)
     assert faults.count("failed") == 3
-    check_done(flow)
-
-
-@pytest.mark.s3_faulty
-@IN_TURN
-def test_an_s3_that_is_away_for_a_while_delays_a_gang(run_on: RunFlow, faults: Faults) -> None:
-    """It is away from when the gang first asks for the record."""
-    faults.set(refuse=True, match=RECORD)
-    away_s, stop = 4.0, threading.Event()
-
-    def come_back() -> None:
-        while not faults.count("refused") and not stop.wait(0.1):
-            pass
-        stop.wait(away_s)
-        faults.set(refuse=False)
-
-    returning = threading.Thread(target=come_back)
-    returning.start()
-    try:
-        flow = run_on("s3", timeout_s=150)
-    finally:
-        stop.set()
-        returning.join()
-    assert faults.count("refused") > 1
     check_done(flow)
 
 

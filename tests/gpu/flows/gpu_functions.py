@@ -2,7 +2,8 @@
 
 import sys
 
-from metaflow import FlowSpec, current, step, torchrun
+from around import Around
+from metaflow import current, step, torchrun
 from notes import note
 
 
@@ -16,10 +17,8 @@ def reduced():
     return {"total": total, "layer": layer, "backend": dist.get_backend(), "device": str(total.device)}
 
 
-class GpuFlow(FlowSpec):
-    @step
-    def start(self):
-        self.next(self.train, num_parallel=1)
+class GpuFlow(Around):
+    size = 1
 
     @torchrun
     @step
@@ -38,14 +37,6 @@ class GpuFlow(FlowSpec):
         ]
         note("values", {"seen": seen, "torch before": before})
         self.next(self.join)
-
-    @step
-    def join(self, inputs):
-        self.next(self.end)
-
-    @step
-    def end(self):
-        pass
 
 
 if __name__ == "__main__":

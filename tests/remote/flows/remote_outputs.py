@@ -1,8 +1,10 @@
-"""Commands before the workers, and files that the workers leave: of launches that end well, and of some that fail."""
+"""Functions, commands before the workers, and files that the workers leave: of launches that end well or fail."""
 
 import json
+import os
 import socket
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 from backend import where
@@ -21,6 +23,23 @@ def run(kind, **more):
     return current.torch.run("leaves_files.py", [kind], **kept, **more)
 
 
+@dataclass
+class Seen:
+    rank: int
+    folder: str
+    weights: bytes
+
+
+def look(weights):
+    rank = int(os.environ["RANK"])
+    return Seen(rank, os.path.dirname(os.path.abspath(__file__)), weights * (rank + 1))
+
+
+def fail(rank):
+    if os.environ["RANK"] == str(rank):
+        raise KeyError(f"rank {rank} misses a key")
+
+
 def contents(outputs):
     return {f"{file.node} {file.name}": outputs.open(file.name, file.node).read()[:3].decode() for file in outputs}
 
@@ -35,6 +54,12 @@ class RemoteOutputs(FlowSpec):
     @step
     def train(self):
         self.node, self.host = current.parallel.node_index, socket.gethostname()
+        self.folder = os.path.dirname(os.path.abspath(__file__))
+        self.values = current.torch.run(look, {"weights": b"w" * (1 << 20)}, gather=True)
+        try:
+            current.torch.run(fail, [1])
+        except KeyError as error:
+            self.caught = [str(error), type(error.__cause__).__name__, *error.__notes__]
         self.result = run("good", before_run=FIRST)
         try:
             run("failing")
@@ -50,9 +75,14 @@ class RemoteOutputs(FlowSpec):
     @step
     def join(self, inputs):
         control, member = sorted(inputs, key=lambda task: task.node)
+        values = [control.values.rank(rank) for rank in (0, 1)]
+        assert all(isinstance(one, Seen) for one in values)
+        assert {one.folder for one in values} == {control.folder}, "another flow file than the task's"
         self.outputs = control.result.outputs
         folder = self.outputs.download("there")
         self.seen = {
+            "values": [[one.rank, len(one.weights) >> 20] for one in values],
+            "caught": [task.caught for task in (control, member)],
             "shards": [
                 (folder / "good" / "shards" / f"{rank}.bin").read_bytes() == b"%d" % rank * 3_000_000 for rank in (0, 1)
             ],
