@@ -15,13 +15,13 @@ PLAIN = "torchrun --standalone --nproc-per-node=2 train.py --checkpoints kept --
 FEWER = ("--nproc", "1")
 
 
-def train_plainly(folder: Path, steps: int = 20) -> Path:
+def train_plainly(folder: Path) -> Path:
     """Train under plain torchrun, in two goes, the second of which begins where the first has ended; return the weights."""
     shutil.copytree(EXAMPLE, folder)
     program, *words = shlex.split(PLAIN)
     assert program == "torchrun"
     command = [sys.executable, "-m", "torch.distributed.run", *words]
-    for until in (10, steps):
+    for until in (10, 20):
         words = [*command, "--steps", str(until)]
         done = subprocess.run(words, cwd=folder, capture_output=True, text=True)
         assert done.returncode == 0, done.stdout + done.stderr
@@ -29,6 +29,6 @@ def train_plainly(folder: Path, steps: int = 20) -> Path:
     return folder / "weights.pt"
 
 
-def end_line(weights: Path, steps: int = 20) -> str:
+def end_line(weights: Path) -> str:
     """Return what the flow's last step prints of these weights."""
-    return f"weights after {steps} steps: {hashlib.sha256(weights.read_bytes()).hexdigest()[:12]}"
+    return f"weights after 20 steps: {hashlib.sha256(weights.read_bytes()).hexdigest()[:12]}"

@@ -50,24 +50,18 @@ def connect_to(port: int) -> socket.socket:
     return socket.create_connection(("127.0.0.1", port), timeout=limit_s(60))
 
 
-def speak(port: int, *words: bytes) -> socket.socket:
-    """Connect, wait for the greeting, say something, and stay."""
-    connection = connect_to(port)
-    with contextlib.suppress(OSError):
-        connection.recv(GREETING_BYTES)
-        for word in words:
-            connection.sendall(word)
-    return connection
-
-
-def is_hung_up(connection: socket.socket) -> bool:
-    """Tell whether the control node has closed a connection, by now or soon, without a word."""
-    try:
-        return connection.recv(1) == b""
-    except ConnectionError:
-        return True
-    except TimeoutError:
-        return False
+def is_hung_up_on(port: int, *words: bytes) -> bool:
+    """Connect, wait for the greeting, say something; tell whether the control node then closes it without a word."""
+    with connect_to(port) as connection:
+        try:
+            connection.recv(GREETING_BYTES)
+            for word in words:
+                connection.sendall(word)
+            return connection.recv(1) == b""
+        except ConnectionError:
+            return True
+        except TimeoutError:
+            return False
 
 
 LIES = {
@@ -83,9 +77,9 @@ def test_unauthenticated_connections(gang, recorder, enough_files):
     gang.start(settings={"heartbeat_timeout_s": HEARTBEAT_S}, late={1: 0.5})
     port = channel_port(gang)
     with contextlib.ExitStack() as stack:
-        assert all(is_hung_up(stack.enter_context(speak(port, *lie))) for lie in LIES.values())
+        assert all(is_hung_up_on(port, *lie) for lie in LIES.values())
         gang.await_workers()
-        assert all(is_hung_up(stack.enter_context(speak(port, *lie))) for lie in LIES.values())
+        assert all(is_hung_up_on(port, *lie) for lie in LIES.values())
         begun_at = time.monotonic()
         for _ in range(MANY):
             stack.enter_context(connect_to(port))

@@ -52,13 +52,12 @@ class Cards:
 
     def path(self, flow, kind="torchrun", node=0):
         """Return the path of a node's card on the server; wait for it."""
-        run_id = re.search(r"\(run-id (\d+)\)", flow.text)[1]
         deadline = time.monotonic() + limit_s(30)
         while True:
-            for path in flow.home.parent.rglob(f"runs/{run_id}/steps/train/tasks/*/cards/{kind}-*.html"):
+            for path in flow.home.parent.rglob(f"runs/{flow.run_id}/steps/train/tasks/*/cards/{kind}-*.html"):
                 task, name = path.parts[-3], path.stem.removeprefix(f"{kind}-")
                 if int(task.partition("_node_")[2] or 0) == node:
-                    return f"GangFlow/{run_id}/train/{task}/{name}"
+                    return f"GangFlow/{flow.run_id}/train/{task}/{name}"
             assert time.monotonic() < deadline, flow.text
             time.sleep(0.2)
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import psutil
 import pytest
-from flow_runs import supervisor, write_flow
+from flow_runs import supervisor
 
 
 @dataclass(frozen=True)
@@ -92,46 +92,12 @@ def test_a_node_that_ends_badly_after_its_step_fails_the_run(lost, start_flow):
     flow.await_gone()
 
 
-RANK = """
-import os
-
-def rank(x):
-    open("made.txt", "w").write("by rank " + os.environ["RANK"])
-    return {"weights": x * int(os.environ["RANK"])}
-"""
-TRAIN = """
-node = current.parallel.node_index
-try:
-    self.result = current.torch.run(rank, [7], gather=True, outputs="made.txt", outputs_from="all")
-except Exception as error:
-    raise RuntimeError("no except Exception sees that a node is not needed") from error
-except BaseException:  # two nodes are not needed
-    try:
-        os.mkdir("swallowed")  # by one of them: the next call raises it again
-    except FileExistsError:
-        self.result.rank(0)  # an error of its own
-finally:
-    print("NODE", node, "is out of run")
-self.weights = current.torch.run(rank, [3]).local_rank(0)["weights"]
-"""
-JOIN = """
-@step
-def join(self, inputs):
-    control, other = (node.result for node in inputs)
-    found = [value["weights"] for value in control], len(list(control.outputs)), control.nodes
-    print("FOUND", *found, [node.weights for node in inputs])
-    self.next(self.end)
-"""
-
-
-def test_nodes_that_are_not_needed_leave_when_the_first_launch_has_ended_well(start_flow, tmp_path):
-    write_flow(tmp_path, TRAIN, "@torchrun(max_restarts=1, spare_nodes=2)", size=4, head=RANK, more=JOIN)
-    flow = start_flow(flow="flow.py", folder=tmp_path, stand_in=True)
-    assert flow.wait() == 0, flow.text
-    (took_part,) = re.findall(r"FOUND \[0, 7\] 2 \(0, ([1-3])\) \[0, 3\]", flow.text)
-    leaving = [node for node in range(1, 4) if node != int(took_part)]
-    said = "nodes {}, {} leave: launch 0 has ended well without them".format(*leaving)
-    assert flow.text.count(said) == 1, flow.text
-    assert all(f"NODE {node} is out of run" in flow.text for node in range(4))
-    (failed,) = re.findall(r"node (\d)\] not needed any more; its step's code raised AttributeError: ", flow.text)
-    assert int(failed) in leaving
+def test_nodes_that_are_not_needed_leave_when_the_first_launch_has_ended_well(run_flow):
+    attrs = {"max_restarts": 1, "spare_nodes": 2}
+    flow = run_flow("--nodes", "4", attrs=attrs, runs_=[{"entrypoint": "worker.py"}] * 2, stand_in=True)
+    tasks = flow.note("end")["tasks"]
+    took_part = [task["node"] for task in tasks]
+    assert (len(took_part), took_part[0]) == (2, 0)
+    assert [result["nodes"] for task in tasks for result in task["results"]] == [took_part] * 4
+    leaving = sorted({*range(4)} - {*took_part})
+    assert flow.text.count("nodes {}, {} leave: launch 0 has ended well without them".format(*leaving)) == 1, flow.text

@@ -37,10 +37,9 @@ def test_what_metaflow_gives_a_step_gets_to_its_workers(features):
 
 
 def test_mutators_make_gangs_and_branches_have_them_side_by_side(features):
-    """A FlowMutator has a StepMutator do it in `pre_mutate`; in `mutate` the step has to be @parallel already."""
-    assert features.note("end")[1:] == [[2], [1]]
+    """A FlowMutator has a StepMutator do it."""
+    assert features.note("end")[1:] == [[2]]
     assert sorted(seen_by_workers(features, "mutated")) == [0, 1]
-    assert sorted(seen_by_workers(features, "mutated_late")) == [0]
 
 
 def test_spin_runs_a_step_of_two_nodes_as_a_gang_of_one(features, start_shared_flow):
@@ -65,11 +64,4 @@ def test_a_config_with_an_attribute_that_does_not_exist_is_refused(run_flow):
     config = '{"attributes": {"max_restart": 1}, "gangs": ["mutated"]}'
     flow = run_flow(flow="features.py", expect=1, before=("--config-value", "config", config))
     assert "Did you mean max_restarts?" in flow.text
-    assert "Task is starting" not in flow.text
-
-
-def test_mutate_can_not_make_a_gang_of_a_plain_step(run_flow):
-    """Metaflow calls it after it has checked the graph."""
-    flow = run_flow(flow="features.py", expect=1, env={"NOT_PARALLEL": "1"})
-    assert "Step mutated_late uses current.torch, but has no @torchrun. Add @torchrun to this step" in flow.text
     assert "Task is starting" not in flow.text

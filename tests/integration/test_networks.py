@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from typing import Any
@@ -168,33 +166,3 @@ def test_a_closed_port_of_torchs_store_is_named_with_the_node_that_cannot_reach_
     assert "max_restarts" not in text
     assert "restart 1 of 2" not in gang.log(0), "it would not help"
     assert "torchrun starts cold" not in gang.log(1)
-
-
-# Before and while clients use the store, others connect and say nothing.
-BESIDE_OTHERS = """
-import socket, sys, threading
-from datetime import timedelta
-from torch.distributed import TCPStore
-about = {"world_size": 2, "timeout": timedelta(seconds=60), "wait_for_workers": False, "use_libuv": sys.argv[1] == "libuv"}
-server = TCPStore("127.0.0.1", 0, is_master=True, **about)
-def connect():
-    for _ in range(50):
-        socket.create_connection(("127.0.0.1", server.port)).close()
-connect()
-client, got = TCPStore("127.0.0.1", server.port, is_master=False, **about), []
-waits = threading.Thread(target=lambda: got.append(client.get("later")))
-waits.start()
-connect()
-server.set("later", "now")
-waits.join()
-assert got == [b"now"], got
-"""
-
-
-@pytest.mark.matrix
-@pytest.mark.parametrize("backend", ["libuv", "sockets"])
-def test_torchs_store_takes_no_notice_of_connections_that_say_nothing(backend):
-    words = [sys.executable, "-c", BESIDE_OTHERS, backend]
-    done = subprocess.run(words, capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stdout) == (0, "")
-    assert "not connected" not in done.stderr, "a line for each that is reset, in the user's log"

@@ -28,40 +28,29 @@ def test_workers_have_what_the_step_has_changed_and_write_where_it_prints(warm, 
             assert f"[rank {node}] error in {where} of {node}" in flow.text
 
 
-# A launch that lasts until another one has ended well, then one in a fork, each of one object.
 LAUNCHES = """
-import os, pathlib, sys, threading, time
+import os, sys, threading
 from metaflow import TorchrunSingleNodeMultiGPU
 
 here = TorchrunSingleNodeMultiGPU()
 
-def launch(who, command):
-    try:
-        print(who, "ended well:", here.run(command, nproc_per_node=1).exit_codes, flush=True)
-    except Exception as error:
-        print(who, "failed:", type(error).__name__, error, flush=True)
+def launch(who):
+    print(who, "ended well:", here.run(["true"], nproc_per_node=1).exit_codes, flush=True)
 
-long = threading.Thread(target=launch, args=("the first", ["sh", "-c", "> begun; until [ -e over ]; do sleep 0.05; done"]))
-long.start()
-while not pathlib.Path("begun").exists():
-    time.sleep(0.01)
-launch("the second", ["true"])
-pathlib.Path("over").touch()
-long.join()
+thread = threading.Thread(target=launch, args=["a thread"])
+thread.start()
+thread.join()
 if not (child := os.fork()):
-    launch("the fork", ["true"])
+    launch("a fork")
     sys.exit()
 os.waitpid(child, 0)
-launch("the parent", ["true"])
+launch("its parent")
 """
 
 
-def test_threads_may_launch_with_one_object_at_the_same_time_and_so_may_a_fork(tmp_path):
+def test_a_thread_may_launch_and_so_may_a_fork(tmp_path):
     env = {**os.environ, "METAFLOW_USER": "tester", "PYTHONPATH": str(STAND_IN)}
     command = [sys.executable, "-c", LAUNCHES]
-    done = subprocess.run(
-        command, cwd=tmp_path, env=env, stdout=subprocess.PIPE, text=True, timeout=limit_s(60.0), check=True
-    )
-    assert done.stdout.splitlines() == [
-        f"{who} ended well: {{0: 0}}" for who in ("the second", "the first", "the fork", "the parent")
-    ]
+    done = subprocess.run(command, cwd=tmp_path, env=env, stdout=subprocess.PIPE, text=True, timeout=limit_s(60.0))
+    wanted = [f"{who} ended well: {{0: 0}}" for who in ("a thread", "a fork", "its parent")]
+    assert (done.returncode, done.stdout.splitlines()) == (0, wanted)

@@ -29,7 +29,7 @@ pytestmark = pytest.mark.xdist_group("shipping")
 FLOWS = Path(__file__).parent / "flows"
 REPOSITORY = Path(__file__).parents[2]
 SOURCES = REPOSITORY / "metaflow_extensions"
-KINDS = ("pip install", "pip install -e", "pip install --target")
+KINDS = ("pip install", "pip install -e")
 # What Metaflow installs in a pod by itself, whatever the datastore (`_get_install_dependencies_cmd` in
 # metaflow/metaflow_environment.py, 2.19), and needs to be imported.
 POD_PACKAGES = ("requests",)
@@ -132,7 +132,7 @@ def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def laptops(tmp_path_factory: pytest.TempPathFactory, repository: Path) -> Callable[[str], Place]:
-    """Return a function that installs the project in one of the three ways."""
+    """Return a function that installs the project in one of the two ways."""
 
     @cache
     def install(kind: str) -> Place:
@@ -144,14 +144,7 @@ def laptops(tmp_path_factory: pytest.TempPathFactory, repository: Path) -> Calla
         env = {**plain_environment(str(python.parent)), "HOME": str(folder)}
         pip = [sys.executable, "-m", "pip", "--python", python, "install", "--quiet", "--disable-pip-version-check"]
         offline = ["--no-index", "--no-deps", "--no-build-isolation"]
-        how = {
-            "pip install": [repository],
-            "pip install -e": ["-e", repository],
-            "pip install --target": ["--target", folder / "target", repository],
-        }
-        output_of(*pip, *offline, *how[kind], env=env, cwd=folder)
-        if kind == "pip install --target":
-            env["PYTHONPATH"] = str(folder / "target")
+        output_of(*pip, *offline, *kind.split()[2:], repository, env=env, cwd=folder)
         return Place(str(python), env, folder)
 
     return install

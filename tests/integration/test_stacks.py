@@ -8,7 +8,6 @@ import signal
 import time
 from functools import partial
 
-import psutil
 import pytest
 from limits import limit_s
 
@@ -62,23 +61,7 @@ def test_2_the_rank_that_holds_all_up_is_named_and_does_not_move(asked, ask):
     assert "Rank 9 has not answered" in ask("--rank", "9", expect=1)
 
 
-def test_3_a_rank_that_is_stopped_is_told_as_that_and_harms_nobody(asked, ask):
-    pid = next(
-        process.pid
-        for process in asked.processes()
-        if process.environ().get("RANK") == "2" and "asked_worker.py" in " ".join(process.cmdline())
-    )
-    os.kill(pid, signal.SIGSTOP)
-    try:
-        until(lambda: psutil.Process(pid).status() == psutil.STATUS_STOPPED, "its stop")
-        text = ask()
-    finally:
-        os.kill(pid, signal.SIGCONT)
-    assert "rank 2: no Python stack: it is stopped (state T" in text, text
-    assert "rank 3: asked_worker.py" in text
-
-
-def test_4_asked_over_and_over_it_computes_the_same_and_the_end_is_followed(asked, ask):
+def test_3_asked_over_and_over_it_computes_the_same_and_the_end_is_followed(asked, ask):
     for _ in range(3):
         ask()
     (asked.out / "enough").touch()
@@ -87,11 +70,11 @@ def test_4_asked_over_and_over_it_computes_the_same_and_the_end_is_followed(aske
     assert asked.note("loss-0") == asked.note("loss-1"), "launch 1 was asked nothing"
 
 
-def test_5_a_gang_that_is_over_says_so_at_once(asked, ask):
+def test_4_a_gang_that_is_over_says_so_at_once(asked, ask):
     assert "has ended, so none of its workers runs" in ask(expect=1)
 
 
-def test_6_a_gang_that_stops_answers_without_the_node_that_is_lost(start_flow):
+def test_5_a_gang_that_stops_answers_without_the_node_that_is_lost(start_flow):
     flow = start_flow(attrs={"grace_s": 60}, do="*:stubborn")  # its workers ignore SIGTERM
     flow.await_notes("worker-*", 2)
     tasks = {note["pid"] for note in flow.notes("task-1")}

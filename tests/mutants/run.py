@@ -145,21 +145,19 @@ def main() -> int:
     """Judge all mutants, or those that are named; return 1 if too few are caught, or one could not be judged."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("mutants", nargs="*", help="names, or their beginnings; default: all")
-    parser.add_argument("--unchecked", action="store_true", help="do not first run the tests without a mutant")
     given = parser.parse_args()
     every = [Mutant.of(patch) for patch in sorted(Path(__file__).parent.glob("*.patch"))]
     chosen = [each for each in every if not given.mutants or each.name.startswith(tuple(given.mutants))]
     if not chosen:
         parser.error(f"no mutant has such a name; there are {', '.join(each.name for each in every)}")
-    if not given.unchecked:
-        tests = sorted({test for each in chosen for test in each.tests})
-        print(f"{len(tests)} tests without a mutant", flush=True)
-        with project() as (copy, python):
-            for folder in sorted({test.split("/")[1] for test in tests}):  # two folders may have a file of one name
-                code, output = run_tests(copy, python, [each for each in tests if each.split("/")[1] == folder])
-                if code != PASSED:
-                    print(output)
-                    return 1
+    tests = sorted({test for each in chosen for test in each.tests})
+    print(f"{len(tests)} tests without a mutant", flush=True)
+    with project() as (copy, python):
+        for folder in sorted({test.split("/")[1] for test in tests}):  # two folders may have a file of one name
+            code, output = run_tests(copy, python, [each for each in tests if each.split("/")[1] == folder])
+            if code != PASSED:
+                print(output)
+                return 1
     results: list[str] = []
     for mutant in chosen:
         began = time.monotonic()

@@ -15,8 +15,6 @@ from flow_runs import Line, Running
 from limits import limit_s
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
-# Pods of several gangs share a machine here. With a thread for each core in each rank they would wait for each other.
-ONE_THREAD = ("--with", 'environment:vars={"OMP_NUM_THREADS": "1"}')
 # Reads what Metaflow has kept of a run; not in this process, since its client keeps settings in globals.
 _TELL = """
 import json, sys

@@ -1,7 +1,7 @@
 """A gang in a workflow that Metaflow makes for Argo Workflows, run on a Kubernetes cluster with JobSets.
 
 Argo Workflows itself is not needed: `Workflow` stands in for its controller. It fills in the templates, creates what
-they describe, waits, takes the outputs over, and retries. Rights on the nodes' labels are needed, to hold a pod back.
+they describe, waits, takes the outputs over, and retries.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import sys
 import time
 import uuid
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
 from types import SimpleNamespace
@@ -32,7 +32,6 @@ from metaflow.plugins import DATASTORES
 pytestmark = pytest.mark.kubernetes
 
 FLOWS = Path(__file__).parent / "flows"
-LATE_S = 6.0  # how long the workers run before the control pod may start
 LIMIT_S = 180.0  # for any one pod or JobSet
 JOBSETS = {"group": "jobset.x-k8s.io", "version": "v1alpha2", "plural": "jobsets"}
 ROLE = "jobset.sigs.k8s.io/replicatedjob-name"
@@ -90,7 +89,6 @@ class Gang:
     name: str
     entropy: str
     state: str = ""
-    started_at: dict[str, datetime] = field(default_factory=dict)  # role -> start of its container
 
 
 class Workflow:
@@ -111,7 +109,6 @@ class Workflow:
             **{f"workflow.parameters.{each['name']}": each["value"] for each in self.spec["arguments"]["parameters"]},
             "workflow.parameters.nodes": str(nodes),
         }
-        self.gate = f"torchrun-test/{uuid.uuid4().hex[:6]}"
         self.pods: list[str] = []
         self.gangs: list[Gang] = []
 
@@ -182,16 +179,11 @@ class Workflow:
         resource = fill(template["resource"], names)
         assert resource["action"] == "create"
         manifest = yaml.safe_load(resource["manifest"])
-        if last:
-            self._hold_back_control(manifest)
         gang = Gang(manifest["metadata"]["name"], manifest["metadata"]["labels"]["task_id_entropy"])
         self.gangs.append(gang)
         self.custom.create_namespaced_custom_object(namespace=self.namespace, body=manifest, **JOBSETS)
-        if last:
-            self._let_control_go_after_workers(gang)
         ended = self._await(gang.name, lambda: self._ended(gang))
         gang.state = ended["status"]["terminalState"]
-        gang.started_at = self._starts(gang)
         if resource["successCondition"] != f"status.terminalState == {gang.state}":
             assert not last, f"{gang.name}: {gang.state}\n{self._logs(gang)}"
             return None
@@ -203,24 +195,6 @@ class Workflow:
     def _ended(self, gang: Gang) -> dict[str, Any] | None:
         found = self.custom.get_namespaced_custom_object(namespace=self.namespace, name=gang.name, **JOBSETS)
         return found if (found.get("status") or {}).get("terminalState") else None
-
-    def _hold_back_control(self, manifest: dict[str, Any]) -> None:
-        """Let the control pod wait, without an address, for a node with a label that none has yet."""
-        control = next(job for job in manifest["spec"]["replicatedJobs"] if job["name"] == "control")
-        pod = control["template"]["spec"]["template"]["spec"]
-        pod["nodeSelector"] = {**(pod.get("nodeSelector") or {}), self.gate: "open"}
-
-    def _let_control_go_after_workers(self, gang: Gang) -> None:
-        self._await(f"the workers of {gang.name}", lambda: "worker" in self._starts(gang))
-        started = self._starts(gang)["worker"]
-        remaining = LATE_S - (datetime.now(timezone.utc) - started).total_seconds()
-        time.sleep(max(0.0, remaining))
-        assert "control" not in self._starts(gang)
-        self._label_nodes("open")
-
-    def _label_nodes(self, value: str | None) -> None:
-        for node in self.core.list_node().items:
-            self.core.patch_node(node.metadata.name, {"metadata": {"labels": {self.gate: value}}})
 
     def pods_of(self, gang: Gang) -> dict[str, Any]:
         """Return the pods of the control node and of the first worker that are still known, by role."""
@@ -241,15 +215,6 @@ class Workflow:
     def _logs(self, gang: Gang) -> str:
         return "\n".join(f"{role}:\n{self.log_of(gang, role)}" for role in ("control", "worker"))
 
-    def _starts(self, gang: Gang) -> dict[str, datetime]:
-        starts = {}
-        for role, pod in self.pods_of(gang).items():
-            state = pod.status.container_statuses[0].state if pod.status.container_statuses else None
-            begun = state and (state.running or state.terminated)
-            if begun:
-                starts[role] = begun.started_at
-        return starts
-
     def _await(self, what: str, look: Any) -> Any:
         deadline = time.monotonic() + LIMIT_S
         while True:
@@ -266,7 +231,6 @@ class Workflow:
 
     def remove(self) -> None:
         """Take everything back."""
-        self._label_nodes(None)
         for gang in self.gangs:
             _unless_gone(
                 self.custom.delete_namespaced_custom_object,
@@ -341,14 +305,11 @@ def test_the_job_set_in_the_workflow_carries_what_a_pod_needs(template):
     assert train["retryStrategy"] == retry
 
 
-def test_a_workflow_runs_with_a_late_control_pod_and_a_retry_by_argo(workflow):
+def test_a_workflow_runs_with_a_retry_by_argo(workflow):
     outputs = workflow.run()
     assert [gang.state for gang in workflow.gangs] == ["Failed", "Completed"]
     first, second = workflow.gangs
     assert first.name != second.name
-    late = (second.started_at["control"] - second.started_at["worker"]).total_seconds()
-    assert late >= LATE_S - 1  # Kubernetes tells whole seconds
-
     store = _datastore()
     joined = store.get_task_datastore(workflow.run_id, "join", workflow.names["tasks.join.outputs.parameters.task-id"])
     (other,) = [node for node, _, took_part in joined["seen"] if took_part and node]  # of the two that may be the spare

@@ -158,11 +158,9 @@ def test_a_node_whose_processes_are_all_killed_is_named_at_once_and_afterwards(r
         gang = check_failed(seen, cause="Node 1 (host ", states=["failed", "lost"])
         assert gang["reports"][-1]["cause"]["kind"] == "lost"
         assert [node["exit_codes"] for node in gang["nodes"]] == [{"0": -15, "1": -15}, {}]
-        for rank in (0, 2):
-            words = seen.words(rank)
-            once = words if rank == 0 else sorted(set(words))  # the last lines of a lost node may stand twice
-            assert once == list(range(len(once)))
-            assert len(once) > 10
+        words = seen.words(0)
+        assert words == list(range(len(words)))
+        assert len(words) > 10
         # The pod has a second or two to make its last card, which is too little on a busy machine.
         (page,) = seen.cards(create=True)
         assert "its connection to the control node was closed" in page
@@ -204,14 +202,6 @@ def test_retry_brings_a_new_gang_and_both_are_seen_afterwards(run_remote, backen
         seen = Seen(flow)
         first = check_failed(seen, "--attempt", "0", cause="Rank 3 on node 1 (host ", states=["failed", "failed"])
         assert (first["last_attempt"], first["nodes"][1]["exit_codes"]["3"]) == (1, -9)
-        # Rank 3 of the first attempt may kill itself before rank 2 has written anything.
-        for attempt, surely in (("0", {3}), ("1", {2, 3})):
-            texts = [line["text"] for line in seen.lines("--node", "1", "--attempt", attempt)]
-            found = [text for text in texts if text.endswith("runs")]
-            lines = set(found)
-            assert len(found) == len(lines)
-            assert {f"[rank {rank}] rank {rank} of 4 runs" for rank in surely} <= lines
-            assert lines <= {f"[rank {rank}] rank {rank} of 4 runs" for rank in (2, 3)}
         second = seen.data()
         assert (second["attempt"], second["outcome"], second["reports"]) == (1, "done", [])
         assert "4 ranks on 2 nodes have ended well: trained " in seen.show()

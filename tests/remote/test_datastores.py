@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import shutil
 import time
 import urllib.request
@@ -57,12 +56,6 @@ def run_on(run_flow: RunFlow, tmp_path: Path) -> RunFlow:
     return run
 
 
-def run_id(flow: FlowRun) -> str:
-    found = re.search(r"run-id (\d+)", flow.text)
-    assert found is not None, flow.text
-    return found[1]
-
-
 # --- every store --------------------------------------------------------------------------------
 
 
@@ -80,7 +73,7 @@ def test_a_gang_fails_is_tried_again_and_leaves_results_and_logs(run_on: RunFlow
     assert [(task["node"], task["attempt"]) for task in joined] == [(0, 1), (1, 1)]
     assert [task["results"][0]["exit_codes"] for task in joined] == [{"0": 0, "1": 0}, {"2": 0, "3": 0}]
 
-    told = ask(TELL, f"GangFlow/{run_id(flow)}/train", folder=tmp_path, env=flow.env)
+    told = ask(TELL, f"GangFlow/{flow.run_id}/train", folder=tmp_path, env=flow.env)
     tasks = sorted(told["tasks"].values(), key=lambda task: task["node"])
     assert {task["store"] for task in tasks} == {store}
     assert [(task["node"], task["attempt"], task["successful"]) for task in tasks] == [(0, 1, True), (1, 1, True)]
@@ -104,7 +97,7 @@ def test_outputs_are_read_by_later_steps_and_by_the_client(run_on: RunFlow, tmp_
     end = flow.note("end")
     assert len(end["of all"][0]) == len(end["failed"][0]) == 6
     assert end["failed"][1]["1 failing 模型/shards/1.bin"] == "111111111"
-    told = ask(READ_OUTPUTS, f"OutputsFlow/{run_id(flow)}", str(tmp_path / "there"), folder=tmp_path, env=flow.env)
+    told = ask(READ_OUTPUTS, f"OutputsFlow/{flow.run_id}", str(tmp_path / "there"), folder=tmp_path, env=flow.env)
     assert (told["alone"], told["part"]) == (["alone-0.json"], "111")
     large = {f"good 模型/shards/{node}.bin": 3_000_000 for node in (0, 1)}
     small = {"good 模型/config *.json": 2, "good-0.json": 11, "good-1.json": 11}
@@ -149,7 +142,7 @@ def faults(backend_is_set: None) -> Iterator[Faults]:
 def requests(flow: FlowRun) -> list[tuple[str, str, str]]:
     """Return method, path and status of the requests for the train step's own objects."""
     lines = [line.split() for line in Path(os.environ["RIG_S3_REQUESTS"]).read_text().splitlines()]
-    inside = f"/{run_id(flow)}/train/"
+    inside = f"/{flow.run_id}/train/"
     return [(method, path.split(inside)[1], status) for method, path, status in lines if inside in path]
 
 

@@ -75,12 +75,6 @@ def programs() -> list[tuple[tuple[str, ...], list[str]]]:
     return [(program, sorted(options)) for program, options in sorted(found.items())]
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_lines_have_less_than_100_columns(name):
-    wide = [number for number, line in enumerate(read(name).splitlines(), 1) if len(line) >= 100]
-    assert not wide, f"{name}: lines {wide}"
-
-
 def test_the_diff_and_the_flow_of_the_page_are_those_of_the_example():
     example = REPOSITORY / "examples" / "one-gpu"
     before, after = [(example / name).read_text().splitlines(keepends=True) for name in ("before.py", "after.py")]
@@ -96,11 +90,16 @@ def anchors_of(text: str) -> set[str]:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_links_to_files_and_headings_of_ours_lead_somewhere(name):
+def test_a_page_is_narrow_its_links_lead_somewhere_and_its_python_compiles(name):
+    wide = [number for number, line in enumerate(read(name).splitlines(), 1) if len(line) >= 100]
+    assert not wide, f"{name}: lines {wide} have 100 columns or more"
     for target, anchor in re.findall(r"\]\((?!http)([^)#]*)#?([^)]*)\)", read(name)):
         path = REPOSITORY / name if not target else (REPOSITORY / name).parent / target
         assert path.exists(), f"{name} links to {target}"
         assert not anchor or anchor in anchors_of(path.read_text(encoding="utf-8")), f"{name}: {target}#{anchor}"
+    for block in blocks_of(name):
+        if block.language == "python":
+            compile(block.text, name, "exec", ast.PyCF_ONLY_AST)
 
 
 def test_each_command_is_of_a_kind_that_is_checked_here():
@@ -163,24 +162,12 @@ def test_the_extras_that_pages_install_exist():
     assert wanted <= set(metadata("metaflow-torchrun").get_all("Provides-Extra"))
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_python_in_pages_compiles(name):
-    for block in blocks_of(name):
-        if block.language == "python":
-            compile(block.text, name, "exec", ast.PyCF_ONLY_AST)
-
-
 PYTHON = sorted({pages.key(block) for block in pages.python_of_pages()})
 IN_ONE_FLOW = {pages.key(block) for block in pages.run_in_one_flow()}
 
 
-@pytest.mark.parametrize("block", PYTHON)
-def test_python_of_a_page_is_run_by_a_test_or_marked(block):
-    assert block in IN_ONE_FLOW or block in pages.RUN_ELSEWHERE, "see RUN_ELSEWHERE in tests/pages.py"
-
-
-def test_the_table_of_python_that_is_run_elsewhere_is_of_today():
-    assert set(PYTHON) >= set(pages.RUN_ELSEWHERE)
+def test_python_of_pages_is_run_by_a_test_or_marked():
+    assert {*PYTHON} - IN_ONE_FLOW == pages.RUN_ELSEWHERE, "see RUN_ELSEWHERE in tests/pages.py"
 
 
 def script_of(name: str, first_line: str) -> str:

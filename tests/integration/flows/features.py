@@ -12,7 +12,6 @@ from metaflow import (
     card,
     current,
     environment,
-    parallel,
     project,
     retry,
     secrets,
@@ -42,18 +41,10 @@ class GangsByName(FlowMutator):
                 mutable_step.add_decorator(AsGang)
 
 
-class LateGang(StepMutator):
-    """Makes a step a gang after Metaflow has checked the graph."""
-
-    def mutate(self, mutable_step):
-        mutable_step.add_decorator("torchrun", deco_kwargs={"nproc_per_node": 1})
-
-
 def same(decorator):
     return decorator
 
 
-checked = same if "NOT_PARALLEL" in os.environ else parallel
 shown = card(type="torchrun") if "GANG_CARD" in os.environ else same
 
 
@@ -67,14 +58,14 @@ def place(name):
 @GangsByName
 @project(name="gangs")
 class FeaturesFlow(FlowSpec):
-    """Three gangs in branches: the first has the features, the others have @torchrun from mutators."""
+    """Gangs in branches: the first has the features, the other has @torchrun from mutators."""
 
     config = Config("config", default_value={"attributes": {"nproc_per_node": 2}, "gangs": ["mutated"]})
     text = IncludeFile("text", default="included.txt")
 
     @step
     def start(self):
-        self.next(self.first, self.second, self.third)
+        self.next(self.first, self.second)
 
     @step
     def first(self):
@@ -83,10 +74,6 @@ class FeaturesFlow(FlowSpec):
     @step
     def second(self):
         self.next(self.mutated, num_parallel=1)
-
-    @step
-    def third(self):
-        self.next(self.mutated_late, num_parallel=1)
 
     @shown
     @retry(times=1)
@@ -105,13 +92,6 @@ class FeaturesFlow(FlowSpec):
         self.said = current.torch.run("worker.py", env=place("mutated")).world_size
         self.next(self.join_second)
 
-    @LateGang
-    @checked
-    @step
-    def mutated_late(self):
-        self.said = current.torch.run("worker.py", env=place("mutated_late")).world_size
-        self.next(self.join_third)
-
     @step
     def join_first(self, inputs):
         self.said = [task.said for task in inputs]
@@ -123,13 +103,8 @@ class FeaturesFlow(FlowSpec):
         self.next(self.join)
 
     @step
-    def join_third(self, inputs):
-        self.said = [task.said for task in inputs]
-        self.next(self.join)
-
-    @step
     def join(self, inputs):
-        self.said = [inputs.join_first.said, inputs.join_second.said, inputs.join_third.said]
+        self.said = [inputs.join_first.said, inputs.join_second.said]
         self.next(self.end)
 
     @step

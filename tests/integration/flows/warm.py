@@ -18,12 +18,10 @@ ODD = {"A_TEXT": 'it\'s "quoted" \udcff\nand löng', "EMPTY": ""}
 
 
 def see():
-    """See all that a function can see, and train as one that nobody has made a process group for."""
+    """See all that a function can see."""
     from observed import seen
-    from observed.alone import train
 
     seen.note(same=seen.everything(), random=seen.drawn())
-    train()
 
 
 def change_this_process():

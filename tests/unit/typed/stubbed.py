@@ -12,44 +12,24 @@ def train(epochs: int) -> float:
 
 
 class Flow(FlowSpec):
-    @torchrun
+    @torchrun(nproc_per_node="gpu", restart_on={"user", "hang"}, preemption_signal=10, hang_timeout_s=7.5)
     @step
     def start(self) -> None:
         reveal_type(current.torch)  # is TorchrunExecutor
         reveal_type(current.torch.run("train.py", {"epochs": 3}, timeout_s=60))  # is TorchrunResult
-        reveal_type(current.torch.run(train, [3], nproc_per_node="gpu", process_group="auto"))  # is TorchrunResult
-        reveal_type(current.torch.run(train, outputs=["x"], outputs_from="all"))  # is TorchrunResult
+        reveal_type(current.torch.run(train, [3], process_group="auto", outputs=["x"]))  # is TorchrunResult
         reveal_type(current.torch.world_size)  # is int
         reveal_type(TorchrunSingleNodeMultiGPU().run("train.py", {"epochs": 3}))  # is TorchrunResult
-
-    @torchrun(nproc_per_node="gpu", all_nodes_started_timeout=60, restart_on={"user", "hang"}, preemption_signal=10)
-    @step
-    def middle(self) -> None:
         current.torch.run(3)  # wrong
-        current.torch.run("train.py", timeout_s="long")  # wrong
         current.torch.run(train, process_group="mpi")  # wrong
         current.torch.run(train, gathr=True)  # wrong
-        current.torch.run(train, outputs="x", outputs_from="nodes")  # wrong
         current.torch.launch()  # wrong
-
-    @torchrun(nproc_per_node=2, restart_on="user,hang", preemption_signal="SIGUSR1", hang_timeout_s=7.5)
-    @step
-    def more(self) -> None:
-        reveal_type(len(current.torch.run(train)))  # is int
-
-    @torchrun
-    @step
-    def without_types(self):
-        current.torch.run("train.py", timeout_s="long")  # wrong
 
     @torchrun(nproc=2)  # wrong
     @step
-    def end(self) -> None: ...
+    def untyped(self):
+        current.torch.run("train.py", timeout_s="long")  # wrong
 
     @torchrun(grace_s="long")  # wrong
     @step
-    def other(self) -> None: ...
-
-    @torchrun(restart_on=3)  # wrong
-    @step
-    def another(self) -> None: ...
+    def end(self) -> None: ...
