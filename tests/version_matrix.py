@@ -54,7 +54,6 @@ def main() -> int:
     parser.add_argument("--wheel", type=Path, required=True, help="what is tested, as `make dist` builds it")
     parser.add_argument("--folder", type=Path, default=REPOSITORY / ".matrix", help="where environments are made")
     parser.add_argument("--only", nargs="+", default=[], help="rows by a part of their name, such as 3.12 or /2.8.0/")
-    parser.add_argument("--keep", action="store_true", help="leave the environments, 5 GB each, for the next time")
     options = parser.parse_args()
     rows = [row for row in ROWS if not options.only or any(part in row.name for part in options.only)]
     if not rows:
@@ -62,15 +61,13 @@ def main() -> int:
     lines = ["| Python | PyTorch | Metaflow | installed in | tests | took | |", "| --- " * 7 + "|"]
     for row in rows:
         print(f"== {row.name}", flush=True)
-        lines.append(
-            f"| {' | '.join(run_row(row, options.wheel.absolute(), options.folder.absolute(), options.keep))} |"
-        )
+        lines.append(f"| {' | '.join(run_row(row, options.wheel.absolute(), options.folder.absolute()))} |")
         print(lines[-1], flush=True)
     print("\n".join(lines))
     return 0 if all(line.endswith("| passed |") for line in lines[2:]) else 1
 
 
-def run_row(row: Row, wheel: Path, folder: Path, keep: bool) -> list[str]:
+def run_row(row: Row, wheel: Path, folder: Path) -> list[str]:
     """Make the environment of a row, run the tests in it, and remove it; return the cells of its line."""
     place, begin = folder / row.name.replace("/", "-"), time.monotonic()
     try:
@@ -85,8 +82,7 @@ def run_row(row: Row, wheel: Path, folder: Path, keep: bool) -> list[str]:
     except CannotInstall as error:
         return [row.python, row.torch, row.metaflow, "-", "-", "-", str(error)]
     finally:
-        if not keep:
-            shutil.rmtree(place, ignore_errors=True)
+        shutil.rmtree(place, ignore_errors=True)
 
 
 class CannotInstall(Exception):
@@ -94,28 +90,23 @@ class CannotInstall(Exception):
 
 
 def make_environment(row: Row, place: Path) -> Path:
-    """Install a row's versions, unless they are there from the last time; return their interpreter.
+    """Install a row's versions; return their interpreter.
 
     Raises
     ------
     CannotInstall
         If there is no such Python, or pip has failed.
     """
-    python, installed = place / "venv" / "bin" / "python", place / "installed"
+    python = place / "venv" / "bin" / "python"
     metaflow = "metaflow" if row.metaflow == NEWEST else f"metaflow=={row.metaflow}"
-    wanted = [f"torch=={row.torch}", metaflow, *TOOLS]
-    if installed.exists() and installed.read_text() == repr(wanted):
-        run_pip(python, "uninstall", "--yes", "metaflow-torchrun")
-        return python
     base = interpreters().get(int(row.python.split(".")[1]))
     if base is None:
         raise CannotInstall(f"no Python {row.python} was found: put it on the PATH, or name it in PYTHONS")
     shutil.rmtree(place, ignore_errors=True)
     subprocess.run([base, "-m", "venv", place / "venv"], check=True)
-    run_pip(python, "install", "--no-compile", "--no-cache-dir", *wanted)
+    run_pip(python, "install", "--no-compile", "--no-cache-dir", f"torch=={row.torch}", metaflow, *TOOLS)
     # The first import compiles thousands of modules. No test is to wait for that.
     subprocess.run([python, "-I", "-c", "import torch.distributed.run, metaflow"], cwd=place, check=False)
-    installed.write_text(repr(wanted))
     return python
 
 

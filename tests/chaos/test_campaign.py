@@ -10,7 +10,6 @@ import random
 import signal
 import time
 from collections import Counter
-from typing import Any
 
 import psutil
 import pytest
@@ -36,14 +35,11 @@ class Campaign:
     def await_step(self) -> None:
         """Wait until the workers have made a step after the last loss."""
         deadline = time.monotonic() + limit_s(STEP_S)
-        while (made := self._last_made()) <= self.made:
+        while not (made := [n for path in self._flow.out.glob("made-*[0-9]") if (n := int(path.name[5:])) > self.made]):
             assert self._flow.process.poll() is None, self._flow.text
             assert time.monotonic() < deadline, self._flow.text
             time.sleep(0.02)
-        self.made = made
-
-    def _last_made(self) -> int:
-        return max((int(path.name.partition("-")[2]) for path in self._flow.out.glob("made-*[0-9]")), default=-1)
+        self.made = max(made)
 
     def strike(self, most: int) -> None:
         """Lose a node, or two of them, at a random time."""
@@ -51,13 +47,11 @@ class Campaign:
         nodes = [node for node in self._flow.notes(f"on-{self.made}-*") if node != 0]
         victims = self._random.sample(nodes, min(most, 2 if self._random.random() < TWO else 1))
         for node in victims:
-            self._lose(psutil.Process(self._flow.note(f"task-{node}")["pid"]))
+            task = psutil.Process(self._flow.note(f"task-{node}")["pid"])
+            with_supervisor = self._random.random() < WITH_SUPERVISOR
+            for process in [*([supervisor(self._flow, task.pid)] if with_supervisor else []), task]:
+                process.send_signal(signal.SIGKILL)
             self.lost[node] += 1
-
-    def _lose(self, task: psutil.Process) -> None:
-        with_supervisor = self._random.random() < WITH_SUPERVISOR
-        for process in [*([supervisor(self._flow, task.pid)] if with_supervisor else []), task]:
-            process.send_signal(signal.SIGKILL)
 
 
 @pytest.fixture
@@ -72,20 +66,17 @@ def train(start_flow):
     return start
 
 
-def check_result(result: dict[str, Any], lost: Counter[int]) -> None:
-    restarts = result["restarts"]
-    assert [each["generation"] for each in restarts] == [*range(1, len(restarts) + 1)]
-    assert Counter(node for event in result["events"] if event["kind"] == "lost" for node in event["nodes"]) == lost
-    assert all(each["left"] and each["came"] for each in restarts)
-    assert Counter(node for each in restarts for node in each["left"]) <= lost
-
-
 def check_training(flow: FlowRun, campaign: Campaign, nodes: int) -> None:
     tasks = flow.note("end")["tasks"]
     result = tasks[0]["results"][0]
+    restarts = result["restarts"]
     assert [task["node"] for task in tasks] == result["nodes"], "the join gets no node that was left as a spare"
     assert len(tasks) == nodes
-    check_result(result, campaign.lost)
+    assert [each["generation"] for each in restarts] == [*range(1, len(restarts) + 1)]
+    lost = Counter(node for event in result["events"] if event["kind"] == "lost" for node in event["nodes"])
+    assert lost == campaign.lost
+    assert all(each["left"] and each["came"] for each in restarts)
+    assert Counter(node for each in restarts for node in each["left"]) <= lost
     assert not flow.notes("twice-*")
     steps = [flow.note(f"made-{each}") for each in range(campaign.made + 1) if (flow.out / f"made-{each}").exists()]
     assert steps == sorted(set(steps))  # each generation goes on after what the one before has made

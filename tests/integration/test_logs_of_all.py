@@ -1,4 +1,4 @@
-"""One log has the lines of all nodes: complete in moderation, counted where not; or rank 0's alone."""
+"""One log has the lines of all nodes: complete in moderation, counted where not."""
 
 from __future__ import annotations
 
@@ -68,16 +68,3 @@ def test_the_last_lines_of_a_node_that_fails_stand_before_the_end(gang):
     assert log.index("[rank 1] told to fail\n") < end
     assert max(match.end() for match in _LINE.finditer(log)) < end
     assert "left out" not in log
-
-
-def test_where_rank_0_alone_is_shown_the_error_says_how_another_rank_failed(gang):
-    gang.start(2, nproc=2, do="300 1000 3", entrypoint="writer.py", settings={"logs": "rank0"}, stand_in=True)
-    await_end(gang)
-    assert (of_rank_0 := numbers(gang.log(0), 0)) == list(range(len(of_rank_0)))  # none, if it had not begun
-    for node in (0, 1):
-        shown = [numbers(gang.log(node), rank) for rank in (1, 2, 3)]
-        assert shown[:2] == [[], []]
-        # Its last 100 lines, of both streams.
-        assert shown[2] == (list(range(300 - len(shown[2]), 300)) if node == 1 else [])
-        assert (85 < len(shown[2]) < 100) is (node == 1)
-        assert "| told to fail" in gang.log(node)

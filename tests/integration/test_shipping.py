@@ -205,14 +205,6 @@ def shipped_files() -> set[str]:
     }
 
 
-def test_python_starts_in_the_clone_after_the_readmes_installation(laptops, repository):
-    readme = (repository / "README.md").read_text(encoding="utf-8")
-    commands = readme.partition("## Install")[2].partition("```bash\n")[2].partition("\n```")[0].splitlines()
-    assert commands[-1] == "pip install --editable '.[examples]'", "the extra has packages; the rest is as without it"
-    said = laptops("pip install -e").run("-c", "from metaflow import torchrun; print(torchrun)", cwd=repository)
-    assert "torchrun" in said
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_code_package_has_all_of_ours_and_nothing_else_of_the_project(kind, pods):
     folder = pods(kind, sys.version_info.minor).folder

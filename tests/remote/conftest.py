@@ -40,7 +40,6 @@ PLAN: dict[str, Any] = {
     "RETRY": False,
     "KUBERNETES": None,
     "BATCH": None,
-    "RESOURCES": None,
     "TORCHRUN": {},
     "CARD": False,
     "TIMEOUT_S": None,
@@ -74,19 +73,16 @@ def start_remote(tmp_path: Path) -> Iterator[StartRemote]:
         flow: str = "remote_gang.py",
         name: str = "RemoteGang",
         source: Path = FLOWS,
-        command: str = "run",
-        folder: Path | None = None,
         metadata: str | None = None,
         **plan: Any,
     ) -> RemoteFlow:
         # Metaflow packs the folder of the flow for the pods, so each flow has one of its own.
-        place = folder or tmp_path / f"flow-{len(runs)}"
-        if folder is None:
-            shutil.copytree(source, place)
-            shutil.copy(HERE.parent / "spares.py", place)
+        place = tmp_path / f"flow-{len(runs)}"
+        shutil.copytree(source, place)
+        shutil.copy(HERE.parent / "spares.py", place)
         wanted = {**PLAN, **plan}
         assert not set(wanted) - set(PLAN)
-        if source is FLOWS and folder is None:
+        if source is FLOWS:
             (place / "plan.py").write_text("".join(f"{key} = {value!r}\n" for key, value in wanted.items()))
         env = {
             "METAFLOW_DATASTORE_SYSROOT_LOCAL": str(tmp_path / "home"),
@@ -96,7 +92,7 @@ def start_remote(tmp_path: Path) -> Iterator[StartRemote]:
             **({} if metadata is None else {"METAFLOW_DEFAULT_METADATA": metadata}),
         }
         options = ("--run-id-file", str(place / "run-id"))
-        run = RemoteFlow([sys.executable, flow, "--no-pylint", command, *options, *arguments], place, env, name)
+        run = RemoteFlow([sys.executable, flow, "--no-pylint", "run", *options, *arguments], place, env, name)
         runs.append(run)
         return run
 

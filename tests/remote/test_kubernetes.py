@@ -13,30 +13,12 @@ from limits import limit_s
 from remote_flows import check_gang, check_said
 from seen_afterwards import Seen, check_failed
 
-GPU = "nvidia.com/gpu"
 pytestmark = pytest.mark.kubernetes
 
 
 @pytest.fixture
 def cluster() -> Cluster:
     return Cluster()
-
-
-# --- what runs ------------------------------------------------------------------------------------
-
-
-# --- processes per node ---------------------------------------------------------------------------
-
-
-@pytest.fixture
-def gpus(cluster) -> Iterator[None]:
-    """Have a node that offers 8 GPUs: a real one, or one that only says so (no worker here uses any)."""
-    nodes = cluster.core.list_node().items
-    if any(int(node.status.capacity.get(GPU, "0")) >= 8 for node in nodes):
-        yield
-        return
-    with offered(cluster, GPU, 8):
-        yield
 
 
 @contextmanager
@@ -64,18 +46,6 @@ def offered(cluster, resource, count) -> Iterator[Callable[[int], None]]:
         yield offer
     finally:
         patch({"op": "remove"}, None)
-
-
-@pytest.mark.xdist_group("gpus")
-@pytest.mark.parametrize(
-    ("attributes", "resources", "nproc"),
-    [({}, {"gpu": 2}, 2), ({"extended_resources": {GPU: "8"}}, None, 8)],
-    ids=["merged", "other"],
-)
-def test_processes_per_node_are_the_requested_gpus(run_remote, cluster, gpus, attributes, resources, nproc):
-    """That they are those which Metaflow requests is tested in tests/unit/test_accelerators.py."""
-    plan = cluster.on(cpu=0.25, memory=1024, **attributes)
-    check_gang(run_remote(NODES=1, RUN={}, RESOURCES=resources, **plan), 1, nproc=nproc)
 
 
 # --- what fails -----------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -64,18 +65,14 @@ def test_on_batch_fewer_nodes_go_on(run_remote):
 # --- Kubernetes -----------------------------------------------------------------------------------
 
 
-def delete(cluster: Cluster, pod: Any) -> None:
-    cluster.core.delete_namespaced_pod(pod.metadata.name, cluster.namespace, grace_period_seconds=30)
+def delete(cluster: Cluster, pod: Any, grace_s: int = 30) -> None:
+    cluster.core.delete_namespaced_pod(pod.metadata.name, cluster.namespace, grace_period_seconds=grace_s)
 
 
 def evict(cluster: Cluster, pod: Any) -> None:
     about = client.V1ObjectMeta(name=pod.metadata.name, namespace=cluster.namespace)
     eviction = {"apiVersion": "policy/v1beta1", "kind": "Eviction", "metadata": about}
     cluster.core.create_namespaced_pod_eviction(pod.metadata.name, cluster.namespace, eviction)
-
-
-def vanish(cluster: Cluster, pod: Any) -> None:
-    cluster.core.delete_namespaced_pod(pod.metadata.name, cluster.namespace, grace_period_seconds=0)
 
 
 def start_three(start_remote: Any, cluster: Cluster, **plan: Any) -> tuple[Any, Any]:
@@ -88,7 +85,7 @@ def start_three(start_remote: Any, cluster: Cluster, **plan: Any) -> tuple[Any, 
 
 
 @pytest.mark.kubernetes
-@pytest.mark.parametrize("lose", [delete, evict, vanish])
+@pytest.mark.parametrize("lose", [delete, evict, partial(delete, grace_s=0)], ids=["deleted", "evicted", "vanished"])
 def test_the_pod_comes_again_and_the_launch_goes_on(start_remote, lose: Callable[[Cluster, Any], None]):
     cluster = Cluster()
     flow, pod = start_three(start_remote, cluster, TORCHRUN={"max_restarts": 1}, **cluster.on())
@@ -109,8 +106,7 @@ def test_the_pod_that_has_run_out_of_memory_comes_again(run_remote):
         NODES=2, DO="1:oom-once,*:talk-once", RUN=ONE, TORCHRUN={"max_restarts": 1}, **cluster.on(**cluster.small)
     )
     check_said(flow, "restart 1 of 1: ")
-    check_gathered = {task["node"] for task in flow.gathered()}
-    assert check_gathered == {0, 1}
+    assert {task["node"] for task in flow.gathered()} == {0, 1}
     cluster.await_gone(flow)
 
 

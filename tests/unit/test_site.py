@@ -1,9 +1,7 @@
 """The site that is made of the pages can be built without a warning, and its diagrams and docstrings are of today."""
 
 import runpy
-from types import SimpleNamespace
 
-import pytest
 from pages import NAMES, REPOSITORY, built_site, read
 
 
@@ -22,25 +20,3 @@ def test_the_diagrams_are_those_that_the_script_draws():
 def test_the_page_of_docstrings_is_the_one_that_the_script_writes():
     written = runpy.run_path(str(REPOSITORY / "website" / "api.py"))["page"]()
     assert read("docs/api.md") == written, "run: python website/api.py"
-
-
-@pytest.mark.parametrize(
-    ("docstring", "shown"),
-    [
-        (
-            "Do it.\n\n    Parameters\n    ----------\n    size : int\n        Bytes.",
-            "Do it.\n\n**Parameters**\n\n- `size` (`int`): Bytes.\n",
-        ),
-        (
-            "Do it.\n\n    Raises\n    ------\n    OSError\n        If not.",
-            "Do it.\n\n**Raises**\n\n- `OSError`: If not.\n",
-        ),
-        (
-            "As here.\n\n    ::\n\n        a\n          b\n\n    MF Add To Current\n    -----------------\n    x",
-            "As here.\n\n```text\na\n  b\n```\n",
-        ),
-    ],
-)
-def test_a_docstring_becomes_markdown(docstring, shown):
-    described = runpy.run_path(str(REPOSITORY / "website" / "api.py"))["described"]
-    assert described(SimpleNamespace(__doc__=docstring)) == shown

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import plan
 from backend import where
-from metaflow import FlowSpec, card, current, resources, retry, step, timeout, torchrun
+from metaflow import FlowSpec, card, current, retry, step, timeout, torchrun
 
 # A pod of a gang that is not the control node, before Metaflow knows.
 if plan.LATE_S and os.environ.get("MF_WORKER_REPLICA_INDEX") is not None:
@@ -68,7 +68,6 @@ class RemoteGang(FlowSpec):
 
     @(retry(times=1, minutes_between_retries=0) if plan.RETRY else same)
     @where
-    @(resources(**plan.RESOURCES) if plan.RESOURCES else same)
     @(card(type="torchrun") if plan.CARD else same)
     @(timeout(seconds=plan.TIMEOUT_S) if plan.TIMEOUT_S else same)
     @torchrun(**plan.TORCHRUN)
