@@ -52,6 +52,23 @@ def command_line(pid: int, most: int | None = 160) -> str:
     return "gone"
 
 
+# A reader that does not read for a while, of a pipe that is full soon.
+_PAUSING = """
+import fcntl, os, sys, time
+fcntl.fcntl(0, fcntl.F_SETPIPE_SZ, 4096)
+while not os.path.exists(sys.argv[1]):
+    time.sleep(0.01)
+while data := os.read(0, 1 << 20):
+    os.write(1, data)
+"""
+
+
+def read_from(path: Path) -> list[str]:
+    """Return what stands before a node's command so that nobody reads what it writes until there is such a file."""
+    piped = 'reader=$1 until=$2; shift 2; exec "$@" > >(exec python3 -c "$reader" "$until") 2>&1'
+    return ["bash", "-c", piped, "bash", _PAUSING, str(path)]
+
+
 @dataclass
 class Outcome:
     """What a fault came to."""

@@ -7,22 +7,14 @@ import re
 import shutil
 import subprocess
 
-from gangs import GRACE_S, Gang
+from gangs import GRACE_S, Gang, read_from
 from hosts import cannot
 
 LINE_BYTES = 10_000_000
 DISK_BYTES = 100 * 4096
 RANKS, MESSAGE_CHARACTERS = 6, 20_000
-# A reader that does not read for a while, of a pipe that is full soon.
-PAUSING = """
-import fcntl, os, sys, time
-fcntl.fcntl(0, fcntl.F_SETPIPE_SZ, 4096)
-while not os.path.exists(sys.argv[1]):
-    time.sleep(0.01)
-while data := os.read(0, 1000):
-    os.write(1, data)
-"""
-PIPED = 'reader=$1 until=$2; shift 2; exec "$@" > >(exec python3 -c "$reader" "$until") 2>&1'
+
+
 # A file system of its own, that only this process and what it starts can see.
 SMALL_DISK = 'mount -t tmpfs -o "$1" none "$2" && shift 2 && exec "$@"'
 
@@ -54,8 +46,7 @@ def test_reports_that_are_too_long_for_a_message(gang, recorder):
 def test_a_reader_of_the_log_that_pauses_and_a_step_that_ignores_the_ends_of_its_children(gang, recorder):
     """Both are to go on as if nothing had been."""
     read = gang.out / "read"
-    piped = ["bash", "-c", PIPED, "bash", PAUSING, str(read)]
-    gang.start(step={0: "ignore-sigchld", 1: "do-not-block"}, wrap={1: piped})
+    gang.start(step={0: "ignore-sigchld", 1: "do-not-block"}, wrap={1: read_from(read)})
     gang.await_workers(lines=250)  # three times as much as the pipe holds
     assert len(gang.log(1)) == 0
     read.touch()

@@ -7,6 +7,7 @@ import time
 
 import psutil
 import pytest
+from gangs import read_from
 from limits import limit_s
 
 MIB = 1024 * 1024
@@ -90,21 +91,12 @@ def test_a_flood_does_not_grow_the_task(start_flow):
     assert (peak - base) / MIB < 20
 
 
-# A reader that does not read for a while.
-PAUSING = """
-import os, sys, time
-while not os.path.exists(sys.argv[1]):
-    time.sleep(0.01)
-while data := os.read(0, 1 << 20):
-    os.write(1, data)
-"""
-PIPED = 'reader=$1 until=$2; shift 2; exec "$@" > >(exec python3 -c "$reader" "$until") 2>&1'
 FLOOD_MIB, MOST_MIB = 64, 20  # of which 8 wait for the reader, and some are in pipes and buffers
 
 
 def test_a_rank_waits_while_nobody_reads_what_it_writes(gang):
     read = gang.out / "read"
-    gang.start(do=f"1:flood {FLOOD_MIB}", wrap={1: ["bash", "-c", PIPED, "bash", PAUSING, str(read)]}, stand_in=True)
+    gang.start(do=f"1:flood {FLOOD_MIB}", wrap={1: read_from(read)}, stand_in=True)
     gang.await_that(lambda: (gang.out / "flooded-launch0-0-1").exists() and flooded(gang) >= 8, "8 MiB")
     gang.await_age(time.monotonic(), 2)  # who does not wait would have written all by then
     assert flooded(gang) < MOST_MIB

@@ -55,23 +55,6 @@ def test_later_steps_read_the_outputs(flow):
     assert end["failed"] == [{**of_node(0, "failing"), **of_node(1, "failing")}, of_node(1, "failing")]
 
 
-def test_the_log_says_what_was_stored_and_what_was_not_found(flow):
-    nodes = [line.text for line in flow.lines if "stored outputs: 3 files, 3.0 MB, in " in line.text]
-    assert [sum(f"[torchrun node {node}]" in line for line in nodes) for node in (0, 1)] == [3, 2]
-    assert (
-        len(re.findall(r"warning: 'nothing\*' of run\(outputs=\.\.\.\) matches nothing in .*/node [01]", flow.text))
-        == 2
-    )
-    texts = [line.text for line in flow.lines]
-    # Metaflow reads each task's lines by themselves: the order is certain among the lines of one task alone.
-    stored = [max(n for n, text in enumerate(texts) if f"[torchrun node {node}] stored" in text) for node in (0, 1)]
-    cause = next(number for number, text in enumerate(texts) if "ValueError: after saving" in text)
-    rank = int(re.search(r"\[rank (\d)\]", texts[cause])[1])
-    assert cause < stored[rank], "what has failed is told before anything is stored"
-    failed = next(number for number, text in enumerate(texts) if "[torchrun node 0] launch 3 has failed" in text)
-    assert stored[0] < failed
-
-
 def test_the_client_reads_them_without_the_flow(flow, run, tmp_path):
     command = [sys.executable, "-c", READ, f"OutputsFlow/{run}", str(tmp_path / "there")]
     done = subprocess.run(command, env=flow.env, cwd=tmp_path, capture_output=True, text=True)

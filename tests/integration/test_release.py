@@ -9,7 +9,6 @@ import subprocess
 import sys
 import tarfile
 import zipfile
-from collections.abc import Iterator
 from email.message import Message
 from pathlib import Path
 
@@ -69,11 +68,10 @@ def test_the_source_distribution_has_all_that_belongs_to_the_project(built):
 
 
 @pytest.fixture(scope="module")
-def wheel(built: Path) -> Iterator[zipfile.ZipFile]:
+def wheel(built: Path) -> zipfile.ZipFile:
     """Return the wheel, which was built out of the source distribution."""
     (file,) = built.glob("*.whl")
-    with zipfile.ZipFile(file) as archive:
-        yield archive
+    return zipfile.ZipFile(file)
 
 
 @pytest.fixture(scope="module")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import importlib.metadata
 import json
 import os
@@ -256,13 +255,3 @@ def test_a_gang_runs_from_the_package_and_every_python_reads_its_results(kind_, 
         other.env["METAFLOW_DATASTORE_SYSROOT_LOCAL"] = str(flow.home)
         read = json.loads(other.run("-c", READ_RESULTS))
         assert read == [[RESULT, "TorchrunResult", node, 4, {str(2 * node + i): 0 for i in (0, 1)}] for node in (0, 1)]
-
-
-def test_all_sources_are_written_for_the_oldest_python():
-    """What no interpreter of that version has to tell: the syntax."""
-    oldest = re.search(r'python_requires=">=3\.(\d+)"', (REPOSITORY / "setup.py").read_text())
-    assert oldest is not None
-    assert int(oldest[1]) == MINORS[0]
-    for name in shipped_files():
-        if name.endswith(".py"):
-            ast.parse((REPOSITORY / name).read_text(encoding="utf-8"), filename=name, feature_version=(3, MINORS[0]))

@@ -74,7 +74,7 @@ def test_a_gang_fails_is_tried_again_and_leaves_results_and_logs(run_on: RunFlow
     assert [task["results"][0]["exit_codes"] for task in joined] == [{"0": 0, "1": 0}, {"2": 0, "3": 0}]
 
     told = ask(TELL, f"GangFlow/{flow.run_id}/train", folder=tmp_path, env=flow.env)
-    tasks = sorted(told["tasks"].values(), key=lambda task: task["node"])
+    tasks = sorted(told.values(), key=lambda task: task["node"])
     assert {task["store"] for task in tasks} == {store}
     assert [(task["node"], task["attempt"], task["successful"]) for task in tasks] == [(0, 1, True), (1, 1, True)]
     assert [task["results"] for task in tasks] == [task["results"] for task in joined]
@@ -83,12 +83,6 @@ def test_a_gang_fails_is_tried_again_and_leaves_results_and_logs(run_on: RunFlow
         assert f"[rank {rank}] größe {rank}" in tasks[0]["out"]
     assert "only the first time" in tasks[0]["first_err"]
     assert "only the first time" not in tasks[0]["out"]
-
-    first, second, third = told["records"]
-    assert first["token"] != second["token"]
-    assert not first["closed"]
-    assert not second["closed"]
-    assert third is None
 
 
 @pytest.mark.parametrize("store", STORES)
