@@ -88,6 +88,15 @@ class Running:
     def text(self) -> str:
         return "\n".join(line.text for line in self.lines)
 
+    def await_text(self, pattern: str, after: int = 0, timeout_s: float = 120) -> re.Match[str]:
+        """Wait until something that was written after so many characters matches."""
+        deadline = time.monotonic() + limit_s(timeout_s)
+        while (found := re.compile(pattern).search(self.text, after)) is None:
+            assert self.process.poll() is None, self.text
+            assert time.monotonic() < deadline, self.text
+            time.sleep(0.05)
+        return found
+
     def wait(self, timeout_s: float = 120) -> int:
         """Wait for its end, so long on a quiet machine."""
         code = self.process.wait(limit_s(timeout_s))

@@ -8,7 +8,6 @@ import shlex
 import shutil
 import subprocess
 import sys
-import time
 from contextlib import suppress
 from pathlib import Path
 
@@ -55,16 +54,6 @@ def check_end(flow, weights: Path) -> None:
     assert end_line(weights) in flow.text, flow.text
 
 
-def await_match(flow, pattern: str, after: int = 0) -> re.Match[str]:
-    """Wait until something written after so many characters matches."""
-    deadline = time.monotonic() + END_S
-    while (found := re.compile(pattern).search(flow.text, after)) is None:
-        assert flow.process.poll() is None, flow.text
-        assert time.monotonic() < deadline, flow.text
-        time.sleep(0.05)
-    return found
-
-
 def task_of_node_1(flow) -> psutil.Process:
     (found,) = [
         process
@@ -102,13 +91,13 @@ def test_a_rank_that_dies_is_followed_by_others_that_go_on(restarts, run_example
 
 def test_a_lost_node_and_one_that_is_taken_back(run_example, plain):
     flow = run_example("python flow.py run --pause 0.5", *FEWER)
-    await_match(flow, "step 6: loss")
+    flow.await_text("step 6: loss")
     lose_node_1(flow)
-    went_on = await_match(flow, r"goes on after step (\d+)")
+    went_on = flow.await_text(r"goes on after step (\d+)")
     first = int(went_on[1])
     assert first >= 4
     assert first % 4 == 0
-    await_match(flow, f"step {first + 3}: loss", went_on.end())
+    flow.await_text(f"step {first + 3}: loss", went_on.end())
     task_of_node_1(flow).terminate()
     check_end(flow, plain)
     assert "code 0 in time: 0, 1" in flow.text

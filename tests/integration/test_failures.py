@@ -260,9 +260,13 @@ def test_retry_sees_nothing_of_the_attempts_before(run_flow):
     assert flow.note("end")["tasks"][0]["results"][0]["launch"] == 0
 
 
-def test_catch_lets_the_flow_go_on(run_flow):
-    flow = run_flow(flow="caught.py", do="1:raise", stand_in=True)
-    assert "Rank 1 on node 1" in flow.note("end")["exception"]
+def test_catch_lets_the_flow_go_on(run_flow, tmp_path):
+    shutil.copy(FLOWS / "worker.py", tmp_path)
+    join = "@step\ndef join(self, inputs):\n    print('CAUGHT', inputs[0].failure.exception)\n    self.next(self.end)\n"
+    decorators = '@catch(var="failure")\n    @torchrun'
+    write_flow(tmp_path, 'current.torch.run("worker.py")', decorators, head="from metaflow import catch", more=join)
+    flow = run_flow(flow="flow.py", folder=tmp_path, do="1:raise", stand_in=True)
+    assert re.search(r"CAUGHT .*Rank 1 on node 1", flow.text)
     flow.await_gone()
 
 

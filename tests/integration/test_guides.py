@@ -6,12 +6,10 @@ import os
 import socket
 import subprocess
 import sys
-import time
 
 import psutil
 import pytest
 from flow_runs import write_flow
-from limits import limit_s
 from pages import blocks_of
 
 BARRIER = """
@@ -87,20 +85,12 @@ def debug_flow(start_flow, tmp_path):
     return start
 
 
-def await_text(flow, words: str) -> None:
-    deadline = time.monotonic() + limit_s(60)
-    while words not in flow.text:
-        assert flow.process.poll() is None, flow.text
-        assert time.monotonic() < deadline, flow.text
-        time.sleep(0.05)
-
-
 @pytest.mark.long
 def test_debugpy_answers_an_editor_in_a_worker(debug_flow, tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as listener:
         unused_port = listener.getsockname()[1]
     flow = debug_flow(code_of("docs/debugging.md", "debugpy.listen").replace("5678", str(unused_port)))
-    await_text(flow, f"debugpy waits on port {unused_port}")
+    flow.await_text(f"debugpy waits on port {unused_port}")
     with socket.create_connection(("127.0.0.1", unused_port), 30) as editor:
         assert editor.recv(15) == b"Content-Length:", "the debug adapter protocol"
     worker_of(flow, tmp_path).kill()
@@ -125,7 +115,7 @@ load_batch()
 @pytest.mark.long
 def test_py_spy_shows_where_a_worker_is(debug_flow, tmp_path):
     flow = debug_flow(WAITS)
-    await_text(flow, "[rank 0] waits")
+    flow.await_text(r"\[rank 0\] waits")
     worker = worker_of(flow, tmp_path)
     py_spy = os.path.join(os.path.dirname(sys.executable), "py-spy")
     dumped = subprocess.run([py_spy, "dump", "--pid", str(worker.pid)], capture_output=True, text=True)

@@ -5,10 +5,8 @@ from __future__ import annotations
 import json
 import re
 import signal
-import time
 
 import pytest
-from limits import limit_s
 
 pytestmark = pytest.mark.xdist_group("seen")
 
@@ -112,8 +110,8 @@ def test_what_can_not_be_shown_is_said_with_what_can(ask, run):
 def test_who_follows_a_gang_that_has_not_begun_waits_for_it(start_flow):
     waiting, interrupted = (start_flow("show", "--follow", command="torchrun") for _ in range(2))
     for each in (waiting, interrupted):
-        await_text(each, "No run of GangFlow was started here.")
-        await_text(each, "Waiting for it; Ctrl-C ends this.")
+        each.await_text("No run of GangFlow was started here.")
+        each.await_text("Waiting for it; Ctrl-C ends this.")
     interrupted.process.send_signal(signal.SIGINT)
     assert interrupted.wait() == 0, interrupted.text
     assert interrupted.lines[-1].text.endswith("Ctrl-C ends this."), interrupted.text
@@ -122,11 +120,3 @@ def test_who_follows_a_gang_that_has_not_begun_waits_for_it(start_flow):
     assert waiting.wait() == 0, waiting.text
     assert waiting.text.count("Waiting for it") == 1, waiting.text
     assert "ended well" in waiting.text
-
-
-def await_text(running, text):
-    deadline = time.monotonic() + limit_s(60)
-    while text not in running.text:
-        assert running.process.poll() is None, running.text
-        assert time.monotonic() < deadline, running.text
-        time.sleep(0.05)

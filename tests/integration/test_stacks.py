@@ -1,10 +1,7 @@
 """`torchrun stacks` and `torchrun show --follow`, on a gang that computes, and whose rank 3 then waits for data."""
 
-import contextlib
 import json
-import os
 import re
-import signal
 import time
 from functools import partial
 
@@ -72,19 +69,3 @@ def test_3_asked_over_and_over_it_computes_the_same_and_the_end_is_followed(aske
 
 def test_4_a_gang_that_is_over_says_so_at_once(asked, ask):
     assert "has ended, so none of its workers runs" in ask(expect=1)
-
-
-def test_5_a_gang_that_stops_answers_without_the_node_that_is_lost(start_flow):
-    flow = start_flow(attrs={"grace_s": 60}, do="*:stubborn")  # its workers ignore SIGTERM
-    flow.await_notes("worker-*", 2)
-    tasks = {note["pid"] for note in flow.notes("task-1")}
-    os.kill(tasks.pop(), signal.SIGKILL)
-    until(lambda: "stopping all nodes" in flow.text, "the stop")
-    text = flow.ask("stacks")
-    assert "node 1 has no answer: it is no longer in the gang" in text
-    assert re.search(r"rank 0: \S+\.py:\d+ in ", text), text
-    for note in flow.notes("worker-*"):
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(note["pid"], signal.SIGKILL)
-    assert flow.wait() == 1
-    assert "Node 1 (host" in flow.text
