@@ -190,7 +190,9 @@ from metaflow import card, current, step, torchrun
 
 
 class Gang(Around):
-    size = {size}
+    @step
+    def start(self):
+        self.next(self.train, num_parallel={size})
 
     {step}
     @step

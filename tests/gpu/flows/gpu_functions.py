@@ -18,7 +18,9 @@ def reduced():
 
 
 class GpuFlow(Around):
-    size = 1
+    @step
+    def start(self):
+        self.next(self.train, num_parallel=1)
 
     @torchrun
     @step

@@ -4,11 +4,9 @@ from metaflow import FlowSpec, step
 
 
 class Around(FlowSpec):
-    size = 2
-
     @step
     def start(self):
-        self.next(self.train, num_parallel=self.size)
+        self.next(self.train, num_parallel=2)
 
     @step
     def join(self, inputs):

@@ -36,7 +36,9 @@ def change_this_process():
 
 
 class WarmFlow(Around):
-    size = 1
+    @step
+    def start(self):
+        self.next(self.train, num_parallel=1)
 
     """Keeps the name and variant of each launch, in the order of their numbers."""
 
