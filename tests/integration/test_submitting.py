@@ -76,8 +76,6 @@ METADATA_WORDS = [
     "Step train, a gang of 2 nodes with @batch(queue='q'), can't finish with --metadata=local",
     "--metadata=service",
 ]
-PORTS = {"torchrun": {"master_port": 29500}}
-DISAGREE = "Step train: @kubernetes(port=8080) and @torchrun(master_port=29500) disagree"
 BATCH = ("--with", "batch:queue=q")
 REFUSED = {
     "@catch, in the source": ((), {**BY_KUBERNETES, "decorators": {**CAUGHT, "kubernetes": {}}}),
@@ -86,7 +84,6 @@ REFUSED = {
     "@catch, by the environment": ((), {**BY_KUBERNETES, "env": {"METAFLOW_DEFAULT_DECOSPECS": "kubernetes"}}),
     # Metaflow adds @kubernetes to all steps there, after everything else was initialized.
     "@catch, on Argo": (("create", "--only-json"), {**BY_KUBERNETES, "command": "argo-workflows"}),
-    "two ports": (("--with", "kubernetes:port=8080"), {"decorators": PORTS, "words": [DISAGREE]}),
     "local metadata on Batch": (BATCH, {"words": METADATA_WORDS}),
     "a foreach on Batch": (
         BATCH,

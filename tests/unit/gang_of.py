@@ -9,7 +9,7 @@ from metaflow_extensions.torchrun.plugins.torchrun.gang.gang import Gang
 from metaflow_extensions.torchrun.plugins.torchrun.gang.policy import LaunchPolicy, Rules
 
 GRACE_S, STOP_S = 30.0, 45.0  # of the workers, and of a node
-FACTS = {"torch": "2.13.0", "cuda": "12.4", "nccl": "2.21.5", "python": "3.11", "devices": "none", "contents": "f00"}
+FACTS = {"torch": "2.13.0", "python": "3.11", "devices": "none", "contents": "f00"}
 FIELDS = {"nproc": 2, "digest": "abc", "master_port": None}
 POLICY = {each.name for each in fields(LaunchPolicy)}
 OF_THE_GANG = {each.name for each in fields(Rules)} | {"taken", "join"}

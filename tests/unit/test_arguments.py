@@ -107,6 +107,7 @@ A_FLAG = [
         # A flag does not swallow the next option, even one that only a newer torch has.
         (["--no-python", "--max-restarts=3"], {"no-python": None, "max-restarts": "3"}),
         (["--brand-new", "--max-restarts=3"], {"brand-new": None, "max-restarts": "3"}),
+        (["brand_new", 3, "--another"], {"brand-new": "3", "another": None}),
         (["-m", "-r=3", "-t=1"], {"module": None, "redirects": "3", "tee": "1"}),
         (["--rdzv-conf=a=1,b=2"], {"rdzv-conf": "a=1,b=2"}),
         # As argparse completes them; of two options that begin so, neither is meant.
@@ -127,12 +128,16 @@ def test_options_are_read_from_dicts_and_lists(given, options):
         ),
         (["-t=1", "tee", "2"], "sets tee twice"),
         *((other, "torchrun_args is a") for other in ("--max-restarts=3", 3, b"x")),
-        (["--role"], "option role has no value"),
-        (["", "3"], "empty word"),
-        *((nameless, "an option without a name") for nameless in (["--", "x"], ["--=x"], {"": "x"}, {"--": None})),
+        *(
+            (nameless, "an option without a name")
+            for nameless in (["", "3"], [None, "3"], ["--", "x"], ["--=x"], {"": "x"}, {"--": None})
+        ),
         (["--module=train"], "module is a flag without a value, but got 'train'"),
         ({"standalone": "yes"}, "flag without a value"),
-        *((bare, "needs a value") for bare in (["max-restarts", ""], {"max_restarts": None}, {"log-dir": ""})),
+        *(
+            (bare, "needs a value")
+            for bare in (["max-restarts", ""], ["--role"], {"max_restarts": None}, {"log-dir": ""})
+        ),
     ],
 )
 def test_what_can_not_be_meant_is_refused_with_the_reason(wrong, why):

@@ -78,7 +78,7 @@ def test_the_launch_has_its_commands_and_none_of_the_facts_that_they_may_change(
     call, said = launch_of(
         before_run=["pip install x", ["./get.sh", "./x"]], env={"PATH": str(tmp_path)}, cwd=str(tmp_path)
     )
-    assert (call.before_run, call.facts) == ((("sh", "-ec", "pip install x"), ("./get.sh", "./x")), {})
+    assert (call.before_run, call.facts) == ((("sh", "-ec", "pip install x"), (str(tmp_path / "get.sh"), "./x")), {})
     assert any(line.startswith(f"pip is {tmp_path}/pip, but this step runs under") for line in said)
 
 

@@ -72,8 +72,7 @@ def test_a_value_whose_file_was_removed_is_said(values, folder):
 KEEP = f"""{OURS}
 import os, resource, signal
 from pathlib import Path
-from ours.task.arguments import Position
-from ours.task.run_settings import resolve
+from ours.task.arguments import Position, resolve
 from ours.settings import parse_settings
 from ours.task.function_call import FunctionCall
 from ours.supervisor.call import Call

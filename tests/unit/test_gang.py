@@ -130,8 +130,12 @@ def test_a_second_task_in_another_pod_means_that_the_first_is_being_replaced_and
     )
 
 
-DIFFERS = {"torch": "torch version", "cuda": "CUDA version that torch was built for", "nccl": "NCCL version"}
-DIFFERS |= {"python": "Python version", "contents": "contents of the entrypoint", "nproc": "processes per node"}
+DIFFERS = {
+    "torch": "torch version",
+    "python": "Python version",
+    "contents": "contents of the entrypoint",
+    "nproc": "processes per node",
+}
 DIFFERS |= {"digest": "entrypoint and torchrun options", "launch": "launch number", "devices": "kind of accelerators"}
 
 

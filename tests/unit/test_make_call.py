@@ -11,9 +11,8 @@ from unit_helpers import write
 from metaflow_extensions.torchrun.plugins.torchrun.errors import EntrypointError, TorchrunConfigError
 from metaflow_extensions.torchrun.plugins.torchrun.settings import parse_settings
 from metaflow_extensions.torchrun.plugins.torchrun.supervisor.call import Call, FunctionSpec
-from metaflow_extensions.torchrun.plugins.torchrun.task.arguments import Position
+from metaflow_extensions.torchrun.plugins.torchrun.task.arguments import Position, resolve
 from metaflow_extensions.torchrun.plugins.torchrun.task.make_call import make_call
-from metaflow_extensions.torchrun.plugins.torchrun.task.run_settings import resolve
 
 PLACE = Position(num_nodes=2, node_index=1, main_addr="10.0.0.7")
 SETTINGS = parse_settings({"master_port": 29400, "max_restarts": 5, "all_nodes_started_timeout": 90}, "train")
@@ -51,10 +50,12 @@ def refusal(*args, **arguments):
         ),
         ({"torchrun_args": ["--standalone"]}, ["standalone contradicts num_parallel=2"]),
         *(
-            ({"torchrun_args": {"nnodes": size, **more}}, [f"nnodes={size} asks", "all nodes", "max_restarts"])
+            (
+                {"torchrun_args": {"nnodes": size, **more}},
+                [f"nnodes={size} contradicts num_parallel=2. All", "max_restarts"],
+            )
             for size, more in (("1:2", {}), ("1:2", {"rdzv_backend": "c10d"}), (":2", {}), ("2:", {}))
         ),
-        ({"torchrun_args": {"local_ranks_filter": "first"}}, ["local-ranks-filter is 'first'"]),
         *(({"cwd": wrong}, ["cwd", "path of a folder"]) for wrong in (3, b"/", ["/"])),
         *(({"env": wrong}, ["can't be"]) for wrong in ({"": 1}, {3: 1}, {"N": None})),
         ({"env": {"A\0": 1}}, ["NUL"]),
@@ -77,11 +78,6 @@ def refusal(*args, **arguments):
         ({"torchrun_args": {"virtual_local_rank": None}}, ["virtual-local-rank can't be used", "LOCAL_RANK"]),
         *(({"torchrun_args": given}, ["help can't be used"]) for given in ({"help": None}, ["--help"], ["-h"])),
         ({"torchrun_args": {"run_p": None}}, ["run-path can't be used"]),
-        ({"env": {"PET_RUN_PATH": "1"}}, ["env sets PET_RUN_PATH", "Write run-path in torchrun_args"]),
-        *(
-            ({"torchrun_args": {"local_ranks_filter": given}}, ["local ranks of a node are 0 to"])
-            for given in ("-1", "0,64")
-        ),
     ],
 )
 def test_what_can_not_be_is_refused_with_the_reason(arguments, words, script):
@@ -92,7 +88,9 @@ def test_what_can_not_be_is_refused_with_the_reason(arguments, words, script):
 @pytest.mark.parametrize("env", [{"A=B": "secret"}, {"N": "secret\0"}, {"N": "secret\ud800"}])
 def test_an_error_does_not_show_what_may_be_a_secret(env, script):
     told = refusal(script, env=env)
-    assert re.search(r"'A=B' can't be an environment variable|env\): N has (a NUL|half of a surrogate)", told)
+    assert re.search(
+        r"'A=B' can't be an environment variable|env\): N has a NUL character or half of a surrogate", told
+    )
     assert "secret" not in told
 
 
@@ -113,14 +111,6 @@ def test_what_the_gang_does_anyway_may_be_said(agreeing, num_nodes, script):
     assert build(script, place=place, torchrun_args=agreeing).options == {}
 
 
-@pytest.mark.parametrize(("own", "said"), [("10.0.0.7", "10.0.0.7"), ("fd00::7", "fd00::7"), ("fd00::7", "[fd00::7]")])
-def test_the_control_nodes_address_may_be_repeated_with_a_port(own, said, script):
-    place = replace(PLACE, main_addr=own)
-    assert build(script, place=place, torchrun_args={"master_addr": said}).options == {}
-    call = build(script, place=place, torchrun_args={"rdzv_endpoint": f"{said}:3339"})
-    assert (call.options, call.master_port) == ({}, 3339)
-
-
 # --- settings and options ------------------------------------------------------------------------
 
 
@@ -132,9 +122,9 @@ def test_port_and_restarts_are_not_torchruns(script):
 
 def test_what_concerns_the_workers_is_kept_as_data(script, tmp_path):
     env = {"N": 1, "HOSTILE": "$HOME 'x'\n"}
-    asked = {"torchrun_args": {"local_ranks_filter": "0,1"}, "env": env, "cwd": str(tmp_path)}
+    asked = {"env": env, "cwd": str(tmp_path)}
     call = build(script, {"amp": True, "lr": 1}, **asked)
-    assert (call.shown_local_ranks, call.options, call.bools) == ({0, 1}, {}, (("amp", True),))
+    assert (call.options, call.bools) == ({}, (("amp", True),))
     assert (call.env, call.cwd) == ({"N": "1", "HOSTILE": "$HOME 'x'\n"}, str(tmp_path))
 
 
@@ -210,6 +200,54 @@ def test_a_command_is_run_as_with_no_python_and_its_arguments_follow_it(tmp_path
     assert not build(str(tmp_path / "x.py")).command
 
 
+def program(path):
+    return str(write(path, "#!/bin/sh\n").chmod(0o755) or path)
+
+
+def test_a_bare_name_is_looked_for_in_the_path_that_the_workers_have(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    program(tmp_path / "bin" / "mytool")
+    assert build(["mytool"], env={"PATH": str(tmp_path / "bin")}).entrypoint == "mytool"
+    program(tmp_path / "mytool")
+    told = refusal(["mytool"], env={"PATH": "/nowhere"})
+    assert "PATH of this node (/nowhere)" in told
+    assert "write './mytool'" in told
+
+
+def test_a_path_is_looked_for_in_the_working_directory_and_then_beside_the_flow(tmp_path, monkeypatch):
+    cwd, flow = tmp_path / "cwd", tmp_path / "flow"
+    cwd.mkdir()
+    monkeypatch.chdir(cwd)
+    place = replace(PLACE, flow_dir=str(flow))
+    told = refusal(["./run me.sh"], place=place)
+    assert f"looked for {cwd / 'run me.sh'} and {flow / 'run me.sh'}" in told
+    beside = program(flow / "run me.sh")
+    assert build(["./run me.sh"], place=place).entrypoint == beside
+    assert build([beside], place=place).entrypoint == beside
+    write(cwd / "run me.sh", "")
+    assert "chmod" in refusal(["./run me.sh"], place=place)
+    program(cwd / "run me.sh")
+    assert build(["./run me.sh"], place=place).entrypoint == str(cwd / "run me.sh")
+    assert "is a folder" in refusal(["..//"])
+
+
+@pytest.mark.parametrize(
+    ("words", "source"),
+    [
+        (["sh", "-O", "x.py"], "x.py"),
+        (["sh", "-m", "x"], None),
+        (["./run.sh", "x.py"], "run.sh"),
+        (["sh", "--config", "config.yaml", "x.py"], "config.yaml"),
+    ],
+)
+def test_the_file_that_must_be_the_same_on_all_nodes(words, source, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("x.py", "config.yaml"):
+        write(tmp_path / name, "")
+    program(tmp_path / "run.sh")
+    assert build(words).source == (source and str(tmp_path / source))
+
+
 def test_nodes_must_agree_on_the_words_of_a_command_but_not_on_its_arguments_or_where_files_lie():
     def digest(*words, args=()):
         return replace(CALL, entrypoint=words[0], command=words, args=args).digest()
@@ -220,7 +258,11 @@ def test_nodes_must_agree_on_the_words_of_a_command_but_not_on_its_arguments_or_
 
 def test_what_runs_before_may_still_make_the_entrypoint(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    for given, found in (("train.py", str(tmp_path / "train.py")), (["./run.sh"], "./run.sh"), (["mytool"], "mytool")):
+    for given, found in (
+        ("train.py", str(tmp_path / "train.py")),
+        (["./run.sh"], str(tmp_path / "run.sh")),
+        (["mytool"], "mytool"),
+    ):
         run = resolve({"entrypoint": given}, SETTINGS, PLACE)
         assert make_call(run, PLACE, may_come=True, nproc=2).entrypoint == found
     with pytest.raises(EntrypointError):

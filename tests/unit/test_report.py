@@ -10,7 +10,7 @@ from metaflow_extensions.torchrun.plugins.torchrun.errors import EntrypointError
 from metaflow_extensions.torchrun.plugins.torchrun.gang.cause import Cause
 from metaflow_extensions.torchrun.plugins.torchrun.gang.failures import of_launch, teller
 from metaflow_extensions.torchrun.plugins.torchrun.gang.launch import Launch
-from metaflow_extensions.torchrun.plugins.torchrun.run_arguments import spelled_out
+from metaflow_extensions.torchrun.plugins.torchrun.run_arguments import Runner
 from metaflow_extensions.torchrun.plugins.torchrun.task import report as module
 from metaflow_extensions.torchrun.plugins.torchrun.task.report import end_with, print_errors_ourselves
 from metaflow_extensions.torchrun.plugins.torchrun.tracebacks import cut_frames_around, user_traceback
@@ -18,6 +18,11 @@ from metaflow_extensions.torchrun.plugins.torchrun.tracebacks import cut_frames_
 TEXT = "ValueError: expected 2*3*4 values 🙂\n  *second* line"
 TRACE = f"Traceback (most recent call last):\n  File 'train.py', line 1\n{TEXT}"
 RAISED = Cause("exception", 1, "b", 3, 1, 1, TEXT, TRACE)
+
+
+def runner(launched):
+    """Return an object whose `run` calls this."""
+    return type("Ours", (Runner,), {"launched": lambda self, given: launched()})()
 
 
 def verdict(cause=RAISED):
@@ -154,8 +159,7 @@ def test_a_failed_run_shows_its_caller_one_frame_of_ours():
             raise ValueError("of a rank") from error
 
     ours = code_in(module.__file__, "launch(None)", launch=launch)
-    run = spelled_out(lambda self: ours())
-    error = raised(lambda: run(None))
+    error = raised(lambda: runner(ours).run())
     assert [frame.f_code.co_name for frame, _ in traceback.walk_tb(error.__traceback__)][:1] == ["<lambda>"]
     files = [frame.f_code.co_filename for frame, _ in traceback.walk_tb(error.__traceback__)]
     assert module.__file__ not in files
@@ -166,7 +170,7 @@ def test_an_interrupt_shows_no_frames_of_ours_after_the_users():
     interrupted = KeyboardInterrupt()
     ours = code_in(module.__file__, "raise error", error=interrupted)
     with pytest.raises(KeyboardInterrupt):
-        spelled_out(lambda self: ours())(None)
+        runner(ours).run()
     files = [frame.f_code.co_filename for frame, _ in traceback.walk_tb(interrupted.__traceback__)]
     assert module.__file__ not in files
 

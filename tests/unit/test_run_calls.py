@@ -46,8 +46,6 @@ def test_a_misspelt_argument_is_found(body, before, name, told):
         ("current.torch.run('x.py', env=dict(gathr=1))", ""),
         ("current = self.mine\ncurrent.torch.run('x.py', gathr=1)", ""),
         ("for current in self.mine:\n    current.torch.run('x.py', gathr=1)", ""),
-        ("try:\n    pass\nexcept ValueError as current:\n    current.torch.run(gathr=1)", ""),
-        ("current.torch.run(gathr=1)", "def current(): ..."),
         ("current.torch.run(gathr=1)", "from mine import current"),
         ("pass", "def train():\n    current.torch.run(gathr=1)"),
     ],
@@ -60,7 +58,7 @@ def test_what_may_mean_something_else_is_passed_over(body, before, told, monkeyp
 
 def test_a_source_that_can_not_be_read_is_passed_over(tmp_path):
     for path in (None, str(tmp_path), str(tmp_path / "none"), str(write(tmp_path / "no.py", "def ("))):
-        assert list(run_calls.unknown_arguments(path, 1)) == []
+        assert run_calls._calls_of_run(path, 1) == []
 
 
 @pytest.mark.parametrize(
@@ -88,7 +86,6 @@ def test_the_number_of_processes_is_known_where_all_calls_name_the_same(body, nu
         "current.torch.run('x.py')",
         "t = current.torch\nt.run('x.py')",
         "def again():\n    current.torch.card()\nagain()",
-        "try:\n    current.torch.run('x.py')\nexcept (OSError, KeyError):\n    pass",
     ],
 )
 def test_current_torch_in_a_step_without_torchrun_is_refused(body, told):
@@ -104,7 +101,6 @@ def test_current_torch_in_a_step_without_torchrun_is_refused(body, told):
         "if self.x:\n    print(current.torch.num_nodes)",
         "hasattr(current, 'torch') and current.torch.run('x.py')",
         "try:\n    current.torch.run('x.py')\nexcept AttributeError:\n    pass",
-        "try:\n    current.torch.run('x.py')\nexcept (OSError, Exception) as error:\n    pass",
         "try:\n    current.torch.run('x.py')\nexcept:\n    pass",
         "self.current.torch.run('x.py')",
     ],

@@ -1,14 +1,12 @@
 """Whose value of a setting counts: that of the call, of ``torchrun_args``, or the attribute."""
 
-import dataclasses
 import signal
 
 import pytest
 
 from metaflow_extensions.torchrun.plugins.torchrun.errors import TorchrunConfigError
 from metaflow_extensions.torchrun.plugins.torchrun.settings import ARGUMENTS, parse_settings
-from metaflow_extensions.torchrun.plugins.torchrun.task.arguments import Position
-from metaflow_extensions.torchrun.plugins.torchrun.task.run_settings import RunSettings, resolve
+from metaflow_extensions.torchrun.plugins.torchrun.task.arguments import Position, resolve
 
 NODE = Position(2, 1, "10.0.0.7")
 
@@ -31,8 +29,7 @@ SETTINGS = {
 
 def value_of(setting, step=None, **arguments):
     """Return a setting of a call of `run` in a step with these attributes."""
-    found = getattr(resolve({"entrypoint": "x.py", **arguments}, parse_settings(step or {}, "train"), NODE), setting)
-    return found.value if setting == "nproc_per_node" else found
+    return getattr(resolve({"entrypoint": "x.py", **arguments}, parse_settings(step or {}, "train"), NODE), setting)
 
 
 @pytest.mark.parametrize("setting", SETTINGS)
@@ -75,6 +72,8 @@ def test_the_module_flag_of_torchrun_is_the_argument():
     assert value_of("options", torchrun_args=["-m", "--role=trainer"]) == {"role": "trainer"}
 
 
-def test_every_argument_of_run_is_a_setting_of_it():
-    fields = {field.name for field in dataclasses.fields(RunSettings)}
-    assert fields == {*ARGUMENTS} - {"torchrun_args"} | {"command", "options"}
+def test_what_no_call_changes_is_as_in_the_step():
+    step = parse_settings({"grace_s": 5, "spare_nodes": 1, "nproc_per_node": 3}, "train")
+    run = resolve({"entrypoint": "x.py"}, step, NODE)
+    assert (run.grace_s, run.spare_nodes, run.nproc_from) == (5.0, 1, "@torchrun(nproc_per_node)")
+    assert resolve({"nproc_per_node": 2}, step, NODE).nproc_from == "run(nproc_per_node)"

@@ -9,7 +9,6 @@ from metaflow_extensions.torchrun.plugins.torchrun.compat import graph
 from metaflow_extensions.torchrun.plugins.torchrun.decorator import TorchrunDecorator
 from metaflow_extensions.torchrun.plugins.torchrun.errors import TorchrunConfigError
 from metaflow_extensions.torchrun.plugins.torchrun.settings import parse_settings
-from metaflow_extensions.torchrun.plugins.torchrun.task import submit_checks
 from metaflow_extensions.torchrun.plugins.torchrun.task.submit_checks import Submission
 
 CATCH = {"catch": {"var": "failure"}}
@@ -58,11 +57,11 @@ class Flow(FlowSpec):
         pass
 
 
-def submission(decorators, master_port=None, metadata_type="local", name="train", **attributes):
+def submission(decorators, metadata_type="local", name="train", **attributes):
     """Return the checks of a step of the flow above as if it had these decorators."""
     written = [SimpleNamespace(name=name, attributes=attributes) for name, attributes in decorators.items()]
     flow = SimpleNamespace(**{name: SimpleNamespace(decorators=written)})
-    settings = parse_settings({"master_port": master_port, **attributes}, name)
+    settings = parse_settings(attributes, name)
     return Submission(flow, Flow._graph, name, settings, metadata_type)
 
 
@@ -74,7 +73,7 @@ def refusal(check, *arguments):
 
 @pytest.mark.parametrize("where", [{}, KUBERNETES, BATCH])
 def test_spare_and_fewer_nodes_are_possible_on_all_runs(where):
-    submission(where, spare_nodes=1, min_nodes=2, max_restarts=1, restart_on="node_lost").check_loss(4)
+    submission(where, spare_nodes=1, min_nodes=2, max_restarts=1, restart_on="node_lost").check(4)
 
 
 @pytest.mark.parametrize("deployed", ["by the command", "in its task"])
@@ -85,10 +84,10 @@ def test_fewer_nodes_are_refused_on_argo(monkeypatch, deployed):
         on_argo = KUBERNETES
         graph.sys.argv[1:] = ["argo-workflows", "create"]
     given = {"spare_nodes": 1, "max_restarts": 1}
-    submission(on_argo, **given).check_loss(4)
-    submission(on_argo, **given, min_nodes=3).check_loss(4)
+    submission(on_argo, **given).check(4)
+    submission(on_argo, **given, min_nodes=3).check(4)
     for count in (4, None):
-        said = refusal(submission(on_argo, **given, min_nodes=2).check_loss, count)
+        said = refusal(submission(on_argo, **given, min_nodes=2).check, count)
         assert "@torchrun(min_nodes=2) does not work on Argo Workflows: its join needs the results of all nodes" in said
 
 
@@ -121,37 +120,22 @@ def test_which_commands_deploy_on_argo(words, is_on_argo):
     ],
 )
 def test_spares_and_fewer_nodes_that_can_not_be_used_are_refused(given, words):
-    assert words in refusal(submission({}, **given).check_loss, 3)
+    assert words in refusal(submission({}, **given).check, 3)
 
 
 @pytest.mark.parametrize("category", ["node_lost", "preempted"])
 def test_restarts_for_lost_nodes_need_other_nodes_on_batch(category):
     for where in ({}, KUBERNETES):
-        submission(where, restart_on=["user", category]).check_loss()
-    said = refusal(submission(BATCH, restart_on=["user", category]).check_loss)
+        submission(where, restart_on=["user", category]).check()
+    said = refusal(submission(BATCH, restart_on=["user", category]).check)
     assert f"@torchrun(restart_on=['{category}']) needs spare_nodes or min_nodes on @batch" in said
     assert f"or remove {category} from restart_on" in said
-    submission(BATCH, max_restarts=1).check_loss()
+    submission(BATCH, max_restarts=1).check()
 
 
-def port(number):
-    return {"kubernetes": {"port": number}}
-
-
-@pytest.mark.parametrize(
-    ("decorators", "master_port", "site_port", "name"),
-    [
-        ({**CATCH, **BATCH}, None, None, "train"),
-        ({**KUBERNETES, "retry": {}}, None, None, "train"),
-        (port(None), 29500, None, "train"),
-        (port(29500), None, None, "train"),
-        (port(29500), 29500, None, "train"),
-        (port("8080"), 29500, "8080", "train"),  # METAFLOW_KUBERNETES_PORT; the step says nothing of it
-    ],
-)
-def test_ports_that_agree_and_catch_elsewhere_are_fine(decorators, master_port, site_port, name, monkeypatch):
-    monkeypatch.setattr(submit_checks, "KUBERNETES_PORT", site_port)
-    submission(decorators, master_port, name=name).check_kubernetes()
+@pytest.mark.parametrize("decorators", [{**CATCH, **BATCH}, {**KUBERNETES, "retry": {}}])
+def test_catch_is_fine_elsewhere_and_retry_everywhere(decorators):
+    submission(decorators).check()
 
 
 @pytest.mark.parametrize(
@@ -167,8 +151,7 @@ def test_ports_that_agree_and_catch_elsewhere_are_fine(decorators, master_port, 
 )
 def test_what_sees_its_end_is_fine(name, num_nodes, decorators, metadata_type):
     checks = submission(decorators, metadata_type=metadata_type, name=name)
-    checks.check_batch(num_nodes)
-    checks.check_kubernetes()
+    checks.check(num_nodes, is_run=True)
 
 
 @pytest.fixture
@@ -189,7 +172,7 @@ def start(decorator, num_nodes):
 
 
 def test_the_number_of_nodes_is_checked_when_the_run_tells_it(decorator):
-    decorator._submission.check_batch()
+    decorator._submission.check(is_run=True)
     start(decorator, 1)
     assert "gang of 3 nodes" in refusal(start, decorator, 3)
 

@@ -112,10 +112,7 @@ class TorchrunDecorator(steps.ParallelDecorator):  # type: ignore[misc]  # Metaf
     def _check_backend(self, num_nodes: int | None = None, is_run: bool = False) -> None:
         """Check what depends on other decorators, and on the number of nodes as far as it is known."""
         if self._submission is not None:
-            self._submission.check_kubernetes()
-            self._submission.check_loss(num_nodes)
-            if is_run:
-                self._submission.check_batch(num_nodes)
+            self._submission.check(num_nodes, is_run)
 
     def _bring_pods_again(self) -> None:
         """Have the job sets that this process makes bring pods again that a launch can go on with."""
@@ -173,6 +170,8 @@ class TorchrunDecorator(steps.ParallelDecorator):  # type: ignore[misc]  # Metaf
 
         require_linux("@torchrun")
         from .errors import TorchrunConfigError
+        from .events import Event
+        from .task.console import to_log
         from .task.report import print_errors_ourselves, tell_after_errors
         from .task.step_timeout import time_limit
         from .task.task_gang import TaskGang
@@ -186,7 +185,8 @@ class TorchrunDecorator(steps.ParallelDecorator):  # type: ignore[misc]  # Metaf
                 f"Step {step_name}: num_parallel {error}. Give self.next a whole number of nodes, at least 1."
             ) from None
         if self._is_spun:
-            _make_gang_of_one(flow)
+            steps.make_gang_of_one(flow)
+            to_log(Event("note", 0, f"spin runs this step on one node; in its run it had {num_nodes}"), num_nodes=1)
             # The inputs, whose names Metaflow tells other nodes, have none here (2.19).
             args = (*args[:10], [], *args[11:])
         super().task_pre_step(*args)
@@ -234,6 +234,7 @@ class TorchrunDecorator(steps.ParallelDecorator):  # type: ignore[misc]  # Metaf
         from .gang.messages import CONTROL
         from .machine.accelerators import this_machine
         from .machine.open_files import raise_limit
+        from .task.run_calls import nproc_in_calls
         from .task.spares import starts_of
 
         super().setup_distributed_env(flow)
@@ -243,7 +244,12 @@ class TorchrunDecorator(steps.ParallelDecorator):  # type: ignore[misc]  # Metaf
         machine = this_machine(parallel.num_nodes, parallel.node_index) if here else this_machine()
         if parallel.node_index == CONTROL:
             raise_limit(parallel.num_nodes - 1)  # before a process starts whose workers would have another one
-        starts = starts_of(self._settings_of_spares(), machine, None if here else self._requested)
+        settings = self._settings
+        if settings.warm != "off" and settings.nproc_per_node is None:
+            # As the step's first launch will have it, as far as the source of the step tells.
+            with harmless():  # it only makes a launch faster
+                settings = replace(settings, nproc_per_node=nproc_in_calls(self._graph, self._step_name))
+        starts = starts_of(settings, machine, None if here else self._requested)
         member, main_addr = self._gang.join(steps.tasks_of(flow), starts)
         context = Context(
             member,
@@ -256,17 +262,6 @@ class TorchrunDecorator(steps.ParallelDecorator):  # type: ignore[misc]  # Metaf
         )
         steps.offer("torch", TorchrunExecutor(context))
 
-    def _settings_of_spares(self) -> StepSettings:
-        """Return the settings as the step's first launch will have them, as far as the source of the step tells."""
-        from .task.run_calls import nproc_in_calls
-
-        settings = self._settings
-        if settings.warm == "off" or settings.nproc_per_node is not None:
-            return settings
-        with harmless():  # it only makes a launch faster
-            return replace(settings, nproc_per_node=nproc_in_calls(self._graph, self._step_name))
-        return settings
-
 
 TorchrunDecorator.__doc__ = with_parameters(TorchrunDecorator.__doc__, DEFAULTS)
 
@@ -274,19 +269,9 @@ TorchrunDecorator.__doc__ = with_parameters(TorchrunDecorator.__doc__, DEFAULTS)
 def _check_source(graph: Any) -> None:
     """Check the source of a flow; called before Metaflow checks it, which is before `step_init`."""
     if is_ours(graph):
-        from .task.submit_checks import check_source
+        from .task.run_calls import check_source
 
         check_source(graph)
 
 
 check_first(_check_source)
-
-
-def _make_gang_of_one(flow: Any) -> None:
-    """Make the task that `spin` starts the whole gang; it starts one task, with the number of nodes of the run."""
-    from .events import Event
-    from .task.console import to_log
-
-    before = steps.num_parallel(flow)
-    steps.make_gang_of_one(flow)
-    to_log(Event("note", 0, f"spin runs this step on one node; in its run it had {before}"), num_nodes=1)

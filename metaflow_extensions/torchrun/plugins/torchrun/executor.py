@@ -6,32 +6,28 @@ import importlib
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
+from .compat.steps import flow_folder
 from .errors import LaunchFailed, TorchrunPreempted
 from .events import Event
-from .gang.policy import LaunchPolicy
 from .machine.accelerators import Machine, Nproc, choose_nproc
+from .parsing import parse_folder
 from .result import TorchrunResult
 from .run_arguments import LEGACY, Runner
-from .settings import StepSettings, checked_value
+from .settings import StepSettings
 from .show.gang_part import GangPart
 from .supervisor.call import Call
-from .task.arguments import Position
-from .task.commands import beside_flow, flow_folder, foreign_python
-from .task.facts import shm_bytes, shm_warning, too_few_warning, with_facts
+from .task.arguments import Position, RunSettings, resolve
+from .task.facts import foreign_python, shm_warning, too_few_warning, with_facts
 from .task.launch_call import LaunchCall
-from .task.make_call import make_call
+from .task.make_call import WITHOUT_EFFECT, make_call
 from .task.member import Member
-from .task.run_settings import RunSettings, resolve
 from .task.services import Services, result_of
 from .task.transfer import ValueStore
 
 _SETTLE_S = 3.0  # for the output of a failed launch, before its error is raised
-_LOG_DIR = (
-    "warning: torchrun_args log-dir has no effect: each rank's lines are in the log of its node (unless logs='rank0' or "
-    "local-ranks-filter hides them), and `python flow.py torchrun logs --rank N` shows them"
-)
 _warned: set[str] = set()  # lines that this task logs only once
 
 
@@ -97,45 +93,22 @@ class TorchrunExecutor(Runner):
         if ignored:
             self._note_once(f"warning: run({ignored}) has no effect; name files to store with run(outputs=...) instead")
         context = self._context
-        place = Position(self.num_nodes, self.node_index, self.main_addr, flow_folder(), context.settings.spare_nodes)
+        place = Position(self.num_nodes, self.node_index, self.main_addr, flow_folder())
         run = resolve(given, context.settings, place)
         with Services.of(run, place.num_nodes, place.node_index, context.store) as services:
             return self._run(run, place, services)
 
     def _run(self, run: RunSettings, place: Position, services: Services) -> TorchrunResult[Any]:
-        context, settings = self._context, self._context.settings
-        cwd = run.cwd or os.getcwd()
-        nproc = choose_nproc(*run.nproc_per_node, context.requested, context.machine)
-
-        def make(may_come: bool = False) -> Call:
-            return make_call(
-                run,
-                place,
-                services.function,
-                may_come=may_come,
-                nproc=nproc.value,
-                nproc_why=nproc.why,
-                machine=context.machine,
-                policy=LaunchPolicy(
-                    timeout_s=run.timeout_s,
-                    max_restarts=run.max_restarts,
-                    restart_on=run.restart_on,
-                    preemption_signal=run.preemption_signal,
-                    hang_timeout_s=run.hang_timeout_s,
-                    stores_outputs=run.outputs is not None,
-                ),
-                grace_s=settings.grace_s,
-                logs=settings.logs_of(self.num_nodes),
-                # Their programs may lie beside the flow's file.
-                before_run=tuple((beside_flow(words[0], cwd, flow_folder()), *words[1:]) for words in run.before_run),
-                **services.told,
-            )
+        context = self._context
+        nproc = choose_nproc(run.nproc_per_node, run.nproc_from, context.requested, context.machine)
+        about: dict[str, Any] = {"nproc": nproc.value, "nproc_why": nproc.why, "machine": context.machine}
+        make = partial(make_call, run, place, services.function, **about, **services.told)
 
         def complete() -> Call:
             """Make the call when the commands have ended, which may have made or removed something."""
             importlib.invalidate_caches()
             if run.cwd is not None:
-                checked_value("cwd", run.cwd, "After before_run, cwd")
+                parse_folder(run.cwd, "After before_run, cwd")
             return with_facts(make())
 
         call = make(may_come=True) if run.before_run else with_facts(make())
@@ -146,12 +119,13 @@ class TorchrunExecutor(Runner):
 
     def _warn(self, call: Call, run: RunSettings) -> None:
         """Log warnings about a launch on this machine."""
-        warnings = [shm_warning(shm_bytes(), call.nproc, call.machine.accelerators, os.environ)]
-        if "log-dir" in run.options:
-            warnings += [_LOG_DIR]
+        warnings = [shm_warning(call.nproc, call.machine.accelerators, os.environ)]
+        for name in filter(run.options.__contains__, WITHOUT_EFFECT):
+            where = "is in the log of its node, and `python flow.py torchrun logs --rank N` shows it"
+            warnings.append(f"warning: torchrun_args {name} has no effect: what a rank writes {where}")
         if self.is_control:
             warnings += [too_few_warning(call)]
-            warnings += [foreign_python(words, call.env) for words in (run.command, *run.before_run)]
+            warnings += [foreign_python(words, call.env) for words in (run.command, *(run.before_run or ()))]
         for warning in filter(None, warnings):
             self._note_once(warning)
 

@@ -16,7 +16,7 @@ from .gang.cause import rename_node
 from .gang.view import GangView
 from .machine.accelerators import this_machine
 from .result import TorchrunResult
-from .settings import DEFAULTS, parse_settings
+from .settings import parse_settings
 from .show.gang_part import GangPart
 from .task.cards import Cards
 from .task.console import hurry, to_log
@@ -44,7 +44,7 @@ class GangOfOne:
     def run(self, given: dict[str, Any]) -> TorchrunResult[Any]:
         """Run a launch to its end; `given` has the arguments of `Runner.run` by name."""
         check()
-        settings, machine = parse_settings(DEFAULTS, None), this_machine()
+        settings, machine = parse_settings({}, ""), this_machine()
         about: dict[str, Any] = {}
         member = begin_gang(settings, partial(_log, about))
         store: GangStore | None = None

@@ -60,14 +60,12 @@ def parse_port(value: Any, setting: str) -> int | None:
     return None if value == "" else parse_whole(value, setting, 1, 65535)
 
 
-_MOST_PROCESSES = 1024  # per node; a typing error above, since each takes over 100 MB
-
-
 def parse_nproc(value: Any, setting: str) -> int | str:
     """Return a number of processes per node as an int, or a word."""
     if (word := str(value).strip().lower()) in ("auto", "cpu", "gpu"):
         return word
-    return parse_whole(value, setting, 1, _MOST_PROCESSES, " or one of 'auto', 'cpu', 'gpu'")
+    # Above, it is a typing error: each takes over 100 MB.
+    return parse_whole(value, setting, 1, 1024, " or one of 'auto', 'cpu', 'gpu'")
 
 
 def parse_seconds(value: Any, setting: str, zero: bool = False) -> float:
@@ -106,17 +104,17 @@ def parse_warm(value: Any, setting: str) -> str:
     return "off" if is_off else parse_word(value, setting, ("agent", "workers", "off"))
 
 
-def _names_in(value: Any, setting: str, why: str) -> list[str]:
-    """Return names from a list, or from a text with commas between; an error says why something else is refused."""
+def _names_in(value: Any, setting: str, what: str) -> list[str]:
+    """Return names from a list, or from a text with commas between."""
     words = value.split(",") if isinstance(value, str) else value
     if not isinstance(words, (list, tuple, set, frozenset)) or not all(isinstance(word, str) for word in words):
-        raise _refused(value, setting, why)
+        raise _refused(value, setting, f"it must be a list {what}")
     return [word.strip() for word in words if word.strip()]
 
 
 def parse_modules(value: Any, setting: str) -> tuple[str, ...]:
     """Return names of modules."""
-    names = _names_in(value, setting, "it must be a list of names of modules")
+    names = _names_in(value, setting, "of names of modules")
     for name in names:
         if not all(part.isidentifier() for part in name.split(".")):
             raise TorchrunConfigError(f"{setting} has {name!r}, which can't be the name of a module.")
@@ -125,13 +123,14 @@ def parse_modules(value: Any, setting: str) -> tuple[str, ...]:
 
 def parse_restart_on(value: Any, setting: str) -> frozenset[str]:
     """Return the classes of causes that restart the gang, out of `RETRY_CLASSES`."""
-    names = frozenset(_names_in(value, setting, f"it must be a list out of {', '.join(RETRY_CLASSES)}"))
-    for name in sorted(names.difference(RETRY_CLASSES)):
+    known = ", ".join(RETRY_CLASSES)
+    names = _names_in(value, setting, f"out of {known}")
+    for name in sorted(set(names).difference(RETRY_CLASSES)):
         raise TorchrunConfigError(
-            f"{setting} has {name!r}, after which workers are never started again. Choose out of "
-            f"{', '.join(RETRY_CLASSES)}; Metaflow's @retry starts a new gang after all others."
+            f"{setting} has {name!r}, after which workers are never started again. Choose out of {known}; Metaflow's @retry "
+            "starts a new gang after all others."
         )
-    return names
+    return frozenset(names)
 
 
 def parse_signal(value: Any, setting: str) -> int:
@@ -156,31 +155,23 @@ def parse_outputs(value: Any, setting: str) -> tuple[str, ...]:
     is_list = isinstance(given, (list, tuple, set, frozenset))
     if not is_list or not all(isinstance(one, str | os.PathLike) for one in given):
         raise _refused(value, setting, "it must be a list of files, folders and patterns, as in ['model/', '*.json']")
-    names = [os.fsdecode(one) for one in given]
-    if not names:
+    if not given:
         raise TorchrunConfigError(f"{setting} names nothing. Name files or folders, or leave it out.")
+    names = [os.fsdecode(one) for one in given]
     for name in names:
-        why = _no_output(name)
-        if why is not None:
-            raise TorchrunConfigError(
-                f"{setting} has {name!r}, but {why}. Name what lies below the workers' working directory (cwd=...), "
-                "relative to it."
-            )
+        parts, why = name.split("/"), ""
+        if not name.strip() or "\0" in name:
+            why = "no file is called so"
+        elif os.path.isabs(name):
+            why = "it is an absolute path"
+        elif ".." in parts:
+            why = "'..' leads out of the working directory"
+        elif any("**" in part and part != "**" for part in parts):
+            why = "'**' stands for any folders, and must be a part of the path alone, as in 'logs/**/*.json'"
+        if why:
+            below = "Name what lies below the workers' working directory (cwd=...), relative to it"
+            raise TorchrunConfigError(f"{setting} has {name!r}, but {why}. {below}.")
     return tuple(dict.fromkeys(os.path.normpath(name) for name in names))
-
-
-def _no_output(name: str) -> str | None:
-    """Return why a pattern can't name outputs; None if it can."""
-    parts = name.split("/")
-    if not name.strip() or "\0" in name:
-        return "no file is called so"
-    if os.path.isabs(name):
-        return "it is an absolute path"
-    if ".." in parts:
-        return "'..' leads out of the working directory"
-    if any("**" in part and part != "**" for part in parts):
-        return "'**' stands for any folders, and must be a part of the path alone, as in 'logs/**/*.json'"
-    return None
 
 
 def parse_env(value: Any, setting: str) -> dict[str, str]:
@@ -204,13 +195,14 @@ _MAX_WORD = 32 * os.sysconf("SC_PAGE_SIZE") - 1
 def check_word(word: str, name: str) -> str:
     """Return a word that a process can be given, as an argument or as `NAME=value`; raise an error with `name` for others."""
     try:
-        size, why = len(os.fsencode(word)), "has a NUL character, which no process can be given"
+        data = os.fsencode(word)
     except UnicodeEncodeError:
-        size, why, word = 0, "has half of a surrogate pair, which no process can be given", "\0"
-    if size > _MAX_WORD:
-        why = f"has {size} bytes, but Linux gives a process at most {_MAX_WORD} in one argument or variable"
-    elif "\0" not in word:
+        data = b"\0"
+    if b"\0" not in data and len(data) <= _MAX_WORD:
         return word
+    why = "has a NUL character or half of a surrogate pair, which no process can be given"
+    if b"\0" not in data:
+        why = f"has {len(data)} bytes, but Linux gives a process at most {_MAX_WORD} in one argument or variable"
     raise TorchrunConfigError(f"{name} {why}. Write it to a file, and give the path of that file.")
 
 
@@ -231,7 +223,6 @@ def parse_folder(value: Any, setting: str) -> str:
 
 # --- commands -----------------------------------------------------------------------------------------
 
-_COMMANDS_EXAMPLE = "[['pip', 'install', '-r', 'requirements.txt'], 'make data']"
 SHELL = ("sh", "-ec")
 """The words before a line that a shell runs."""
 
@@ -261,23 +252,18 @@ def parse_commands(value: Any, setting: str) -> tuple[tuple[str, ...], ...]:
 
     A text in the place of the list is read as JSON.
     """
-    given = _from_json(value)
+    given, example = _from_json(value), "[['pip', 'install', '-r', 'requirements.txt'], 'make data']"
     if not isinstance(given, list | tuple):
-        raise _refused(value, setting, f"it must be a list of commands, such as {_COMMANDS_EXAMPLE}")
-    return tuple(_parse_command(each, f"{setting}, command {number}") for number, each in enumerate(given, 1))
-
-
-def _parse_command(value: Any, setting: str) -> tuple[str, ...]:
-    if not isinstance(value, str):
-        return parse_argv(value, setting)
-    if not value.strip():
-        raise TorchrunConfigError(f"{setting} is empty.")
-    if value.lstrip().startswith("-"):
-        raise TorchrunConfigError(
-            f"{setting} is {value!r}, which is no command. The words of one command are a list of their own: "
-            f"{_COMMANDS_EXAMPLE}."
-        )
-    return parse_argv([*SHELL, value], setting)
+        raise _refused(value, setting, f"it must be a list of commands, such as {example}")
+    commands = []
+    for number, each in enumerate(given, 1):
+        name = f"{setting}, command {number}"
+        if isinstance(each, str) and not each.strip():
+            raise TorchrunConfigError(f"{name} is empty.")
+        if isinstance(each, str) and each.lstrip().startswith("-"):
+            raise _refused(each, name, f"the words of one command are a list of their own: {example}")
+        commands.append(parse_argv([*SHELL, each] if isinstance(each, str) else each, name))
+    return tuple(commands)
 
 
 def _from_json(value: Any) -> Any:

@@ -5,16 +5,15 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
 import os
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar, cast, get_type_hints, overload
+from typing import TYPE_CHECKING, Any, TypeVar, get_type_hints, overload
 
 from .errors import TorchrunConfigError
 from .parsing import did_you_mean
 from .result import TorchrunResult
-from .settings import ARGUMENTS, DEFAULTS, RunOptions, with_parameters
+from .settings import ARGUMENTS, DEFAULTS, SETTINGS, RunOptions, with_parameters
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack  # in typing since Python 3.11
@@ -22,7 +21,6 @@ if TYPE_CHECKING:
     from .show.gang_part import GangPart
 
 T = TypeVar("T")
-F = TypeVar("F", bound=Callable[..., Any])
 # Arguments of metaflow-torchrun 0.2, in its order. They are accepted and have no effect.
 LEGACY = ("push_results_dir_to_cloud", "local_output_dir", "cloud_output_dir")
 KNOWN = frozenset({*ARGUMENTS, *LEGACY})
@@ -55,34 +53,6 @@ def _named(args: Sequence[Any], options: Mapping[str, Any]) -> dict[str, Any]:
     return dict(**dict(zip(names, args, strict=False)), **options)
 
 
-def spelled_out(run: F) -> F:
-    """Give `run` its signature and docstring, and check how it is called; its errors have no frames of ours."""
-
-    @functools.wraps(run)
-    def called(self: Any, *args: Any, **options: Any) -> Any:
-        try:
-            return run(self, **_named(args, options))
-        except BaseException as error:
-            from .tracebacks import cut_frames_around
-
-            cut_frames_around(error)
-            raise
-
-    types = get_type_hints(RunOptions)
-    # Metaflow's generator of stubs (2.19) takes "all" for the function, but shows a text that it can't evaluate as it is.
-    types["outputs_from"] = "typing.Literal['control', 'all'] | None"
-    signature = inspect.signature(run)
-    own = [each for each in signature.parameters.values() if each.kind is not inspect.Parameter.VAR_KEYWORD]
-    options = [
-        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=types[name])
-        for name, default in ARGUMENTS.items()
-        if name not in _BY_POSITION
-    ]
-    called.__signature__ = signature.replace(parameters=[*own, *options])  # type: ignore[attr-defined]
-    called.__doc__ = with_parameters(run.__doc__, ARGUMENTS)
-    return cast("F", called)
-
-
 class Runner:
     """What starts launches: ``current.torch`` and `TorchrunSingleNodeMultiGPU`."""
 
@@ -102,13 +72,7 @@ class Runner:
         **options: Unpack[RunOptions],
     ) -> TorchrunResult[None]: ...
 
-    @spelled_out  # describes the arguments, too
-    def run(
-        self,
-        entrypoint: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | Callable[..., Any] | None = None,
-        entrypoint_args: Mapping[str, Any] | Sequence[Any] | None = None,
-        **options: Any,
-    ) -> TorchrunResult[Any]:
+    def run(self, *args: Any, **options: Any) -> TorchrunResult[Any]:
         """Run a script or a function under torchrun on all nodes and wait until all of them have ended.
 
         Every node must call it, in the same order, with settings that agree. An argument that is also an attribute of
@@ -138,7 +102,13 @@ class Runner:
         GangError
             If the nodes could not agree or not all of them came.
         """
-        return self.launched({**options, "entrypoint": entrypoint, "entrypoint_args": entrypoint_args})
+        try:
+            return self.launched(_named(args, options))
+        except BaseException as error:
+            from .tracebacks import cut_frames_around
+
+            cut_frames_around(error)
+            raise
 
     def card(self, *parts: str) -> GangPart:
         """Return parts of the gang's card as a component, for a card of the step's own.
@@ -170,3 +140,20 @@ class Runner:
 
     def _part(self, names: tuple[str, ...]) -> GangPart:
         raise NotImplementedError
+
+
+def _signature() -> inspect.Signature:
+    """Return the signature of `run` as its users see it, and Metaflow's generator of stubs."""
+    types = get_type_hints(RunOptions)
+    # The generator (2.19) takes "all" for the function, but shows a text that it can't evaluate as it is.
+    types["outputs_from"] = "typing.Literal['control', 'all'] | None"
+    parameters = [inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD)]
+    for name, default in ARGUMENTS.items():
+        kind = inspect.Parameter.POSITIONAL_OR_KEYWORD if name in _BY_POSITION else inspect.Parameter.KEYWORD_ONLY
+        kind_of_value = types.get(name, SETTINGS[name].kind)
+        parameters.append(inspect.Parameter(name, kind, default=default, annotation=kind_of_value))
+    return inspect.signature(Runner.run).replace(parameters=parameters)
+
+
+Runner.run.__signature__ = _signature()  # type: ignore[attr-defined]
+Runner.run.__doc__ = with_parameters(Runner.run.__doc__, ARGUMENTS)

@@ -23,12 +23,10 @@ class Setting:
     """An argument of `run`, an attribute of ``@torchrun``, or both."""
 
     of: str  # "run", "step" or "both"
-    # Checks and converts the given value; its second argument names the value in errors. None: its user checks it.
-    check: Callable[[Any, str], Any] | None = None
+    # Checks and converts the given value; its second argument names the value in errors. Of some, their user checks it.
+    check: Callable[[Any, str], Any] = lambda value, name: value
     default: Any = None  # of the attribute, also if it is given as None; of an argument that is no attribute, its own
     none: Any = None  # what the attribute means whose default is None
-    # Replaces `check` for the attribute: the machine that submits a flow may lack what a node has.
-    check_attribute: Callable[[Any, str], Any] | None = None
     kind: str = ""  # the type of what may be given; by default as in `RunOptions`, else that of the field
     help: str = ""
     name: str = ""
@@ -81,7 +79,7 @@ class StepSettings:
         """Environment variables for the workers and for `before_run`. That of a call replaces the attribute as a
         whole."""
     )
-    cwd: str | None = _both(parsing.parse_folder, check_attribute=parsing.parse_path)(
+    cwd: str | None = _both(parsing.parse_path)(
         "Working directory of the workers and of `before_run`. By default the task's own."
     )
     before_run: tuple[tuple[str, ...], ...] | None = _both(parsing.parse_commands)(
@@ -220,32 +218,20 @@ def with_parameters(doc: str | None, defaults: Mapping[str, Any]) -> str | None:
     return "\n".join([before, *lines, "", f"{first}{rule}{sections}"])
 
 
-def checked_value(name: str, value: Any, source: str) -> Any:
-    """Return the checked value of a setting, or raise TorchrunConfigError, which calls the value `source`."""
-    check = SETTINGS[name].check
-    return value if check is None else check(value, source)
-
-
-def parse_settings(attributes: Mapping[str, Any], step: str | None) -> StepSettings:
-    """Return the checked attributes, or raise TorchrunConfigError. `step` is None where a call of `run` gives them."""
-
-    def name(key: str) -> str:
-        return f"run({key})" if step is None else f"Step {step}: @torchrun({key}=...)"
-
-    def parsed(key: str) -> Any:
-        given, setting = attributes.get(key), SETTINGS[key]
+def parse_settings(attributes: Mapping[str, Any], step: str) -> StepSettings:
+    """Return the checked attributes of a step, or raise TorchrunConfigError."""
+    values = {}
+    for name in DEFAULTS:
+        given, setting = attributes.get(name), SETTINGS[name]
         # `--with torchrun:key=value` sends strings.
         given = None if isinstance(given, str) and given.strip().lower() in ("", "none") else given
         given = setting.default if given is None else given
-        if given is None:
-            return setting.none
-        return (setting.check_attribute or partial(checked_value, key))(given, name(key))
-
-    settings = StepSettings(**{key: parsed(key) for key in DEFAULTS})
+        values[name] = setting.none if given is None else setting.check(given, f"Step {step}: @torchrun({name}=...)")
+    settings = StepSettings(**values)
     if settings.master_port is not None and settings.master_port == settings.channel_port:
         raise TorchrunConfigError(
-            f"{name('master_port')} and channel_port are both {settings.master_port}; the rendezvous and the channel each "
-            "need a port of their own."
+            f"Step {step}: @torchrun(master_port=...) and channel_port are both {settings.master_port}; the rendezvous and "
+            "the channel each need a port of their own."
         )
     return settings
 
@@ -253,27 +239,25 @@ def parse_settings(attributes: Mapping[str, Any], step: str | None) -> StepSetti
 def check_spares(settings: StepSettings, num_nodes: int, step: str) -> None:
     """Raise TorchrunConfigError for spare or fewer nodes that a gang of so many nodes can't have, or can't use."""
     spares, least = settings.spare_nodes, settings.min_nodes
-    given = f"spare_nodes={spares}" if spares or least is None else f"min_nodes={least}"
-    is_used, why = spares > 0 or least is not None, ""
-    if is_used and not settings.max_restarts:
-        why = "needs max_restarts: after the loss of a node all workers start again. Add max_restarts=3, or another number"
-    elif is_used and not settings.replaces_nodes:
-        why = "is of no use, since restart_on has neither 'node_lost' nor 'preempted'. Add one of them, or remove "
-        why += given.partition("=")[0]
-    elif num_nodes < 1:
+    left, given = num_nodes - spares, f"spare_nodes={spares}" if spares else f"min_nodes={least}"
+    if num_nodes < 1:
         raise TorchrunConfigError(f"Step {step}: num_parallel is {num_nodes}. A gang has at least one node: raise it.")
-    elif spares >= num_nodes:
+    if not spares and least is None:
+        return
+    if not settings.max_restarts:
+        why = "needs max_restarts: after the loss of a node all workers start again. Add max_restarts=3, or another number"
+    elif not settings.replaces_nodes:
+        why = "is of no use, since restart_on has neither 'node_lost' nor 'preempted'. Add one of them, or remove it"
+    elif left < 1:
         why = (
             f"leaves no node to train, since num_parallel is {num_nodes}. Raise num_parallel: it counts the spares, too"
         )
-    elif least is not None and least > num_nodes - spares:
-        given = f"min_nodes={least}"
-        why = (
-            f"is more than the {num_nodes - spares} nodes that train (num_parallel={num_nodes}, spare_nodes={spares}). "
-        )
-        why += "Lower min_nodes, or raise num_parallel"
-    if why:
-        raise TorchrunConfigError(f"Step {step}: @torchrun({given}) {why}.")
+    elif least is not None and least > left:
+        given, nodes = f"min_nodes={least}", f"num_parallel={num_nodes}, spare_nodes={spares}"
+        why = f"is more than the {left} nodes that train ({nodes}). Lower min_nodes, or raise num_parallel"
+    else:
+        return
+    raise TorchrunConfigError(f"Step {step}: @torchrun({given}) {why}.")
 
 
 def refuse_unknown(names: Sequence[str], step: str) -> None:

@@ -38,7 +38,7 @@ NAMES = {
     "split_parents type",
     "metaflow.lint": "LintWarn linter",
     "metaflow.lint:FlowLinter": "_checks check ensure_static_graph",
-    "metaflow.metaflow_config": "DEFAULT_DATASTORE KUBERNETES_PORT KUBERNETES_SANDBOX_INIT_SCRIPT UI_URL",
+    "metaflow.metaflow_config": "DEFAULT_DATASTORE KUBERNETES_SANDBOX_INIT_SCRIPT UI_URL",
     "metaflow.metaflow_current": "Parallel",
     "metaflow.metaflow_current:Current": "_update_env",
     "metaflow.metaflow_current:Parallel": "control_task_id",

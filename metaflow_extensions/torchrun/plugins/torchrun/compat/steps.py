@@ -21,7 +21,6 @@ from .renamed import known
 ParallelDecorator: Any = known("metaflow.plugins.parallel_decorator:ParallelDecorator", object)
 UBF_CONTROL = known("metaflow.unbounded_foreach:UBF_CONTROL")
 UNPACK_KEY = known("metaflow.user_configs.config_parameters:UNPACK_KEY")
-KUBERNETES_PORT = known("metaflow.metaflow_config:KUBERNETES_PORT")
 # The user's script that a pod's shell runs first.
 _OWN_SCRIPT = known("metaflow.metaflow_config:KUBERNETES_SANDBOX_INIT_SCRIPT") or ""
 _POD_SCRIPT = "METAFLOW_KUBERNETES_SANDBOX_INIT_SCRIPT"
@@ -35,6 +34,12 @@ def runs_on() -> str:
 def is_local() -> bool:
     """Return whether all tasks run on this machine, as ``metaflow.plugins.parallel_decorator`` does."""
     return runs_on() == "local"
+
+
+def flow_folder() -> str | None:
+    """Return the folder of the flow file, which is the program that Metaflow runs."""
+    main = getattr(sys.modules.get("__main__"), "__file__", None)
+    return os.path.dirname(os.path.abspath(main)) if main else None
 
 
 # --- decorators beside ours, on the submitting machine ------------------------------------------------

@@ -15,8 +15,6 @@ _MUST_AGREE = {
     "devices": "kind of accelerators",
     "nproc": "processes per node",
     "torch": "torch version",
-    "cuda": "CUDA version that torch was built for",
-    "nccl": "NCCL version",
     "python": "Python version",
     "digest": "entrypoint and torchrun options",
     "contents": "contents of the entrypoint",

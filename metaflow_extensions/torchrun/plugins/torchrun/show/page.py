@@ -25,7 +25,7 @@ _CODES = 4  # so many exit codes of a node are shown one by one
 _ORDER: tuple[RankState, ...] = (
     "failed", "lost", "stopping", "restarting", "starting", "waiting", "running", "stopped", "done",
 )  # fmt: skip
-_FACTS = {"torch": "PyTorch", "cuda": "CUDA", "nccl": "NCCL", "python": "Python", "devices": "devices"}
+_FACTS = {"torch": "PyTorch", "python": "Python", "devices": "devices"}
 
 
 @dataclass(frozen=True)
@@ -238,9 +238,8 @@ def _timeline(shown: _Shown) -> list[Part]:
 
 def _launch(shown: _Shown) -> list[Part]:
     view = shown.view
-    # Without an accelerator it does not matter for which PyTorch was built.
-    function, has_devices = view.facts.get("function", ""), view.facts.get("devices") != "none"
-    facts = {name: text for name, text in view.facts.items() if has_devices or name in ("torch", "python")}
+    function = view.facts.get("function", "")
+    facts = {name: text for name, text in view.facts.items() if text != "none"}
     whole = "so far" if view.trained_s is None else "with start" if view.launch == 0 else "the whole step"
     left = "" if view.restarts_left is None else f" ({view.restarts_left} left in launch {view.launch})"
     rows = [

@@ -37,7 +37,6 @@ class Call:
     node_index: int
     python: str
     options: dict[str, str | None] = field(default_factory=dict)  # torchrun's further ones; None marks a flag
-    shown_local_ranks: frozenset[int] | None = None  # whose output is shown; None shows all
     master_port: int | None = None  # None: the control node chooses
     env: dict[str, str] = field(default_factory=dict)  # what the user sets for this launch
     function: FunctionSpec | None = None  # what the entrypoint calls, where that is ours
@@ -124,8 +123,6 @@ class Call:
 
     def hides(self, local_rank: int) -> bool:
         """Return whether a worker's lines are not shown, unless it fails."""
-        if self.shown_local_ranks is not None and local_rank not in self.shown_local_ranks:
-            return True
         return self.logs == "rank0" and (self.group_rank, local_rank) != (0, 0)
 
 

@@ -1,6 +1,7 @@
-"""The two argument lists of one `run` call: ``entrypoint_args`` becomes argv words, ``torchrun_args`` a dict. Pure.
+"""The arguments of one call of `run`: merged with the step's attributes, and refused where they contradict each other.
 
-Options of torchrun that contradict the gang or break a launch are refused.
+What comes after `resolve` asks none of the three sources for a setting: neither the call, nor its ``torchrun_args``, nor
+the attributes. Of files it looks for `cwd` alone.
 """
 
 from __future__ import annotations
@@ -11,9 +12,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..errors import TorchrunConfigError
-from ..gang.group import Group
-from ..parsing import check_word
-from ..supervisor.command import STATIC_BACKEND, bracketed
+from ..parsing import check_word, parse_argv, parse_folder
+from ..settings import ARGUMENTS, SETTINGS, StepSettings
+from ..supervisor.command import STATIC_BACKEND
 
 # torchrun's options, from `torch/distributed/run.py` of torch 2.13. Options that a newer torch adds
 # are passed on as they come; the table is needed for flags, short names and missing values.
@@ -26,8 +27,151 @@ _VALUED = frozenset(
     }
 )
 _FLAGS = frozenset({"standalone", "module", "no-python", "run-path", "virtual-local-rank", "help"})
-OPTIONS = _VALUED | _FLAGS
 _SHORT = {"h": "help", "m": "module", "r": "redirects", "t": "tee"}
+# Settings that torchrun has as options, too, and options of which it gets the gang's own value, or none.
+_SETTINGS = ("nproc_per_node", "max_restarts", "master_port")
+_DECIDED = frozenset({"nproc-per-node", "max-restarts", "master-port", "module", "redirects", "tee"})
+# Options that would break what a launch promises, and why.
+_REFUSED = {
+    "help": "torchrun would print its help and start no worker. See docs/reference.md for what it can do here.",
+    "run-path": "torchrun would fork its workers from a process with threads; without it the script runs the same.",
+    "virtual-local-rank": "all ranks of a node would have LOCAL_RANK 0, by which their output and their ends are told "
+    "apart; set CUDA_VISIBLE_DEVICES in the script instead.",
+}
+
+
+@dataclass(frozen=True)
+class Position:
+    """Where a node stands in its gang, and where the flow lies."""
+
+    num_nodes: int
+    node_index: int
+    main_addr: str
+    flow_dir: str | None = None  # the folder of the flow file, if there is one
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunSettings(StepSettings):
+    """The settings of one call of `run` on one node, merged and checked; those of the step that no call changes stay."""
+
+    command: tuple[str, ...]  # the words, where the entrypoint is a command
+    nproc_from: str  # where `nproc_per_node` was written
+    options: Mapping[str, str | None]  # torchrun's further ones, with hyphens; None marks a flag
+
+
+def resolve(arguments: Mapping[str, Any], settings: StepSettings, place: Position) -> RunSettings:
+    """Merge and check the arguments of `run`, by name; raises TorchrunConfigError.
+
+    The value of the call counts, else that of ``torchrun_args``, else the attribute, else the default.
+    """
+    options = torchrun_options(arguments.get("torchrun_args"))
+    _check_options(options, place, settings.spare_nodes)
+    chosen = {name: _choose(name, arguments, options, settings) for name in ARGUMENTS if name != "torchrun_args"}
+    values = {name: value for name, (value, _) in chosen.items()}
+    module, command = values["module"] or "module" in options, tuple[str, ...]()
+    if isinstance(values["entrypoint"], list | tuple):
+        command = parse_argv(values["entrypoint"], "the entrypoint")
+        if module:
+            raise TorchrunConfigError(
+                f"module says how Python runs a script, but the entrypoint {list(command)} is a command; remove it."
+            )
+    values |= {"module": module, "command": command, "nproc_from": chosen["nproc_per_node"][1]}
+    values |= {"env": values["env"] or {}, "before_run": values["before_run"] or ()}
+    values["options"] = {name: value for name, value in options.items() if name not in _DECIDED}
+    return RunSettings(**vars(settings) | values)
+
+
+def _choose(
+    name: str, arguments: Mapping[str, Any], options: Mapping[str, str | None], settings: StepSettings
+) -> tuple[Any, str]:
+    """Return the value of a setting that counts, None if it is not set, and where it was written."""
+    given, option = {f"run({name})": arguments.get(name)}, name.replace("_", "-")
+    if name in _SETTINGS:
+        given[f"torchrun_args {option}"] = options.get(option)
+    parsed = [(SETTINGS[name].check(value, source), source) for source, value in given.items() if value is not None]
+    found = [each for each in parsed if each[0] is not None]
+    if len(found) > 1 and found[0][0] != found[1][0]:
+        raise TorchrunConfigError(
+            f"run({name}={found[0][0]!r}) and torchrun_args {option}={found[1][0]!r} disagree; keep one of them."
+        )
+    value, source = found[0] if found else (getattr(settings, name), f"@torchrun({name})")
+    if name == "cwd" and value is not None:  # of the attribute, the submitting machine need not have it
+        value = parse_folder(value, source)
+    return value, source
+
+
+# --- torchrun_args --------------------------------------------------------------------------------
+
+
+def torchrun_options(given: Mapping[str, Any] | Sequence[Any] | None) -> dict[str, str | None]:
+    """Return ``torchrun_args`` as a dict: hyphen spelling to value, None for a flag."""
+    forms = "it must be a dict ({'max_restarts': 3}) or a list (['--max-restarts=3'])"
+    given = dict_or_list(given, "torchrun_args", forms)
+    options: dict[str, str | None] = {}
+    for key, said in given.items() if isinstance(given, Mapping) else _pairs(given):
+        name = _option_name(key)
+        if not name:
+            raise TorchrunConfigError(f"torchrun_args {given!r} has an option without a name.")
+        if name in _FLAGS and said is False:
+            continue
+        value = None if _is_absent(said) or (name in _FLAGS and said is True) else str(said)
+        if name in options and options[name] != value:
+            raise TorchrunConfigError(f"torchrun_args sets {name} twice: {options[name]!r} and {value!r}.")
+        if value is not None and name in _FLAGS:
+            raise TorchrunConfigError(f"torchrun_args {name} is a flag without a value, but got {value!r}.")
+        if value is None and name in _VALUED:
+            raise TorchrunConfigError(f"torchrun_args {name} needs a value, but has none.")
+        options[name] = value
+    return options
+
+
+def _pairs(words: list[Any]) -> Iterator[tuple[Any, Any]]:
+    """Yield the options in a list, each with its value: ["--max-restarts=3"] and ["max-restarts", "3"] mean the same."""
+    while words:
+        word, equals, value = str(words.pop(0) or "").partition("=")
+        name = _option_name(word)
+        if equals:
+            yield word, value
+        elif name in _FLAGS:
+            if words and _is_absent(words[0]):  # metaflow-torchrun 0.2 alternates option and value
+                words.pop(0)
+            yield word, None
+        elif words and (name in _VALUED or not str(words[0]).startswith("--")):
+            yield word, words.pop(0)
+        else:
+            yield word, None  # perhaps a flag that only a newer torch knows
+
+
+def _option_name(word: Any) -> str:
+    """Return the full name of an option: torchrun (argparse) also takes a beginning that only one option has."""
+    name = str(word).lstrip("-").replace("_", "-")
+    begin_so = [each for each in _VALUED | _FLAGS if name and each.startswith(name)]
+    return _SHORT.get(name, begin_so[0] if len(begin_so) == 1 else name)
+
+
+def _check_options(options: dict[str, str | None], place: Position, spare_nodes: int) -> None:
+    """Drop options that say what the gang does anyway; refuse those that contradict it, or that would break a launch."""
+    for name, why in _REFUSED.items():
+        if name in options:
+            raise TorchrunConfigError(f"torchrun_args {name} can't be used: {why}")
+    size, address = place.num_nodes - spare_nodes, "the control node's address, which every node finds by itself"
+    nodes = f"num_parallel={place.num_nodes}" + (f" with spare_nodes={spare_nodes}" if spare_nodes else "")
+    nodes += ". All these nodes take part, and max_restarts starts all workers again after a failure"
+    for name, values, truth in (
+        ("nnodes", (str(size), f"{size}:{size}"), nodes),
+        ("node-rank", (str(place.node_index),), f"current.parallel.node_index={place.node_index}"),
+        # With a fixed number of nodes c10d does the same: it waits for all of them.
+        ("rdzv-backend", (STATIC_BACKEND, "c10d"), "the gang's own rendezvous (static)"),
+        ("master-addr", (place.main_addr,), address),
+        ("rdzv-endpoint", (place.main_addr,), address),
+        ("standalone", (None,) if size == 1 else (), f"num_parallel={size}"),
+    ):
+        if name in options and (value := options.pop(name)) not in values:
+            said = name if value is None else f"{name}={value}"
+            raise TorchrunConfigError(f"torchrun_args {said} contradicts {truth}; remove it.")
+
+
+# --- entrypoint_args ------------------------------------------------------------------------------
 
 
 def entrypoint_arguments(given: Mapping[str, Any] | Sequence[Any] | None) -> tuple[str, ...]:
@@ -41,13 +185,11 @@ def entrypoint_arguments(given: Mapping[str, Any] | Sequence[Any] | None) -> tup
 
 
 def dict_or_list(given: Any, name: str, forms: str) -> Mapping[str, Any] | list[Any]:
-    """Return `given` as a mapping or a list, None as an empty one; what is neither is refused, with its `forms`."""
-    if given is None:
-        return []
+    """Return `given` as a mapping or a new list, None as an empty one; what is neither is refused, with its `forms`."""
     if isinstance(given, Mapping):
         return given
-    if isinstance(given, Sequence) and not isinstance(given, (str, bytes)):
-        return list(given)
+    if given is None or (isinstance(given, Sequence) and not isinstance(given, (str, bytes))):
+        return list(given or ())
     raise TorchrunConfigError(f"{name} is a {type(given).__name__}, but {forms}.")
 
 
@@ -68,138 +210,3 @@ def _option_words(key: str, value: Any) -> list[str]:
 
 def _is_absent(value: Any) -> bool:
     return value is None or (isinstance(value, str) and value == "")
-
-
-def torchrun_options(given: Mapping[str, Any] | Sequence[Any] | None) -> dict[str, str | None]:
-    """Return ``torchrun_args`` as a dict: hyphen spelling to value, None for a flag."""
-    forms = "it must be a dict ({'max_restarts': 3}) or a list (['--max-restarts=3'])"
-    given = dict_or_list(given, "torchrun_args", forms)
-    pairs = _mapping_pairs(given) if isinstance(given, Mapping) else _list_pairs(given)
-    options: dict[str, str | None] = {}
-    for name, value in pairs:
-        if not name:
-            raise TorchrunConfigError(f"torchrun_args {given!r} has an option without a name.")
-        if name in options and options[name] != value:
-            raise TorchrunConfigError(f"torchrun_args sets {name} twice: {options[name]!r} and {value!r}.")
-        if value is not None and name in _FLAGS:
-            raise TorchrunConfigError(f"torchrun_args {name} is a flag without a value, but got {value!r}.")
-        if value is None and name in _VALUED:
-            raise TorchrunConfigError(f"torchrun_args {name} needs a value, but has none.")
-        options[name] = value
-    return options
-
-
-def _option_name(word: Any) -> str:
-    """Return the full name of an option: torchrun (argparse) also takes a beginning that only one option has."""
-    name = str(word).lstrip("-").replace("_", "-")
-    begin_so = [each for each in OPTIONS if name and each.startswith(name)]
-    return _SHORT.get(name, begin_so[0] if len(begin_so) == 1 else name)
-
-
-def _mapping_pairs(given: Mapping[str, Any]) -> Iterator[tuple[str, str | None]]:
-    for key, value in given.items():
-        name = _option_name(key)
-        if name not in _FLAGS:
-            yield name, None if _is_absent(value) else str(value)
-        elif value is not False:
-            yield name, None if value in (None, "", True) else str(value)
-
-
-def _list_pairs(given: list[Any]) -> Iterator[tuple[str, str | None]]:
-    # ["--max-restarts=3"] and ["max-restarts", "3"] mean the same.
-    words = [None if word is None else str(word) for word in given]
-    while words:
-        word = words.pop(0)
-        if not word:
-            raise TorchrunConfigError(f"torchrun_args {given!r} has an empty word where an option is expected.")
-        name, equals, value = word.partition("=")
-        name = _option_name(name)
-        if equals:
-            yield name, value
-        elif name in _FLAGS:
-            if words and words[0] in ("", None):  # metaflow-torchrun 0.2 alternates option and value
-                words.pop(0)
-            yield name, None
-        elif name not in _VALUED and words and str(words[0] or "").startswith("--"):
-            yield name, None  # a flag that only a newer torch knows
-        elif words:
-            yield name, words.pop(0) or None
-        else:
-            raise TorchrunConfigError(f"torchrun_args {given!r}: option {name} has no value.")
-
-
-# --- what the gang makes of them ------------------------------------------------------------------
-
-# Options of torchrun (2.13) that would break what a launch promises, and why.
-_REFUSED = {
-    "help": "torchrun would print its help and start no worker. See docs/reference.md for what it can do here.",
-    "run-path": "torchrun would fork its workers from a process with threads; without it the script runs the same.",
-    "virtual-local-rank": "all ranks of a node would have LOCAL_RANK 0, by which their output and their ends are told "
-    "apart; set CUDA_VISIBLE_DEVICES in the script instead.",
-}
-
-
-@dataclass(frozen=True)
-class Position:
-    """What the arguments of `run` are checked with: where this node stands in its gang."""
-
-    num_nodes: int
-    node_index: int
-    main_addr: str
-    flow_dir: str | None = None  # the folder of the flow file, if there is one
-    spare_nodes: int = 0  # of all nodes, so many wait
-
-    @property
-    def group(self) -> Group:
-        """The nodes that take part, unless some are lost before."""
-        return Group(self.num_nodes - self.spare_nodes)
-
-
-def options_of(given: Mapping[str, Any] | Sequence[Any] | None, place: Position) -> dict[str, str | None]:
-    """Return ``torchrun_args`` as `torchrun_options` does, without what the gang does anyway; refuse what has no use."""
-    options = torchrun_options(given)
-    _refuse_what_has_no_use(options)
-    _refuse_what_the_gang_decides(options, place)
-    return options
-
-
-def refuse_variables(env: Mapping[str, str]) -> None:
-    """Refuse variables from which torchrun (2.13, argparse_util.py) takes its options."""
-    for name in OPTIONS:
-        if (variable := f"PET_{name.upper().replace('-', '_')}") in env:
-            raise TorchrunConfigError(f"env sets {variable}, an option of torchrun. Write {name} in torchrun_args.")
-
-
-def _refuse_what_has_no_use(options: Mapping[str, str | None]) -> None:
-    for name, why in _REFUSED.items():
-        if name in options:
-            raise TorchrunConfigError(f"torchrun_args {name} can't be used: {why}")
-    fewest, colon, most = (options.get("nnodes") or "").partition(":")
-    if colon and fewest != most:
-        raise TorchrunConfigError(
-            f"torchrun_args nnodes={fewest}:{most} asks for a gang of changing size, but all nodes take part in a launch: "
-            "remove nnodes, and set max_restarts to have all workers start again after a failure."
-        )
-
-
-def _refuse_what_the_gang_decides(options: dict[str, str | None], place: Position) -> None:
-    """Drop options that say what the gang does anyway; refuse those that contradict it."""
-    size, address = place.group.size, "the control node's address, which every node finds by itself"
-    addresses = (place.main_addr, bracketed(place.main_addr))
-    host, colon, port = (options.get("rdzv-endpoint") or "").rpartition(":")
-    if colon and host in addresses:  # it says what the gang does, and pins the port
-        options.pop("rdzv-endpoint")
-        options.setdefault("master-port", port)
-    spares = f" with spare_nodes={place.spare_nodes}" if place.spare_nodes else ""
-    for name, values, truth in (
-        ("nnodes", (str(size), f"{size}:{size}"), f"num_parallel={place.num_nodes}{spares}"),
-        ("node-rank", (str(place.node_index),), f"current.parallel.node_index={place.node_index}"),
-        # With a fixed number of nodes c10d does the same: it waits for all of them.
-        ("rdzv-backend", (STATIC_BACKEND, "c10d"), "the gang's own rendezvous (static)"),
-        ("master-addr", addresses, address),
-        ("rdzv-endpoint", addresses, address),
-        ("standalone", (None,) if size == 1 else (), f"num_parallel={size}"),
-    ):
-        if name in options and (value := options.pop(name)) not in values:
-            said = name if value is None else f"{name}={value}"
-            raise TorchrunConfigError(f"torchrun_args {said} contradicts {truth}; remove it.")

@@ -1,4 +1,4 @@
-"""Collects the facts that a node reports before a launch; the gang compares them between nodes.
+"""Collects the facts that a node reports before a launch, which the gang compares, and warns of what it finds there.
 
 Nothing here imports torch: the task stays small, and a node where torch can't be imported still reports.
 """
@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import glob
 import hashlib
-import importlib.metadata
 import importlib.util
 import os
 import platform
 import re
+import shutil
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -19,6 +19,7 @@ from dataclasses import replace
 
 from ..errors import TorchNotFoundError
 from ..gang.texts import counted
+from ..parsing import is_by_shell
 from ..supervisor.call import Call
 
 _NONE = "none"
@@ -36,15 +37,10 @@ _DIGESTED_BYTES = 16 * 1024 * 1024  # a word of a command can name a file of any
 
 def with_facts(call: Call) -> Call:
     """Return a call with the facts for this node's *ready*; raises TorchNotFoundError without PyTorch."""
-    folder = _torch_folder()
-    built_with = _read_version_file(os.path.join(folder, "version.py"))
     machine = call.machine
     seen = machine.seen_by(call.env)
-    cuda = f"ROCm {built_with['hip']}" if "hip" in built_with else built_with.get("cuda")
     facts = {
-        "torch": _version_of("torch") or built_with.get("__version__") or _UNKNOWN,
-        "cuda": cuda or _NONE,
-        "nccl": _nccl_version(cuda) or _NONE,
+        "torch": _torch_version(),
         "python": ".".join(platform.python_version_tuple()[:2]),
         # Not their number, which may differ. What `run` itself hides from its workers, it hides on purpose.
         "devices": device_kind(machine.seen_by({})),
@@ -55,36 +51,19 @@ def with_facts(call: Call) -> Call:
     return replace(call, facts=facts)
 
 
-def _torch_folder() -> str:
-    """Return where PyTorch is installed, or raise."""
+def _torch_version() -> str:
+    """Return the version out of torch's ``version.py``: with the build for CUDA or ROCm, as in ``2.13.0+cu130``."""
     found = importlib.util.find_spec("torch")
     if found is None:
         raise TorchNotFoundError(
             f"PyTorch is not installed for {sys.executable}, which runs this step. Install it there (pip install torch), "
             "or give the step an environment that has it: @pypi(packages={'torch': '...'}), @conda, or an image."
         )
-    return next(iter(found.submodule_search_locations or ()), "")
-
-
-def _read_version_file(path: str) -> dict[str, str]:
-    """Return the texts that torch's ``version.py`` assigns (torch 2.13: ``cuda: Optional[str] = '12.8'``)."""
-    with suppress(OSError, ValueError), open(path, encoding="utf-8") as file:
-        return dict(re.findall(r"""^(\w+)\s*(?::[^=\n]*)?=\s*['"]([^'"\n]*)['"]""", file.read(), re.MULTILINE))
-    return {}
-
-
-def _nccl_version(cuda: str | None) -> str | None:
-    # The version of the package that torch's wheels for CUDA depend on. Other builds link NCCL or ship RCCL (ROCm):
-    # there torch's version says which it is.
-    major = (cuda or "").partition(".")[0]
-    return _version_of(f"nvidia-nccl-cu{major}") if major.isdigit() else None
-
-
-def _version_of(package: str) -> str | None:
-    # Some images have installations without metadata.
-    with suppress(importlib.metadata.PackageNotFoundError):
-        return importlib.metadata.version(package)
-    return None
+    for folder in found.submodule_search_locations or ():
+        with suppress(OSError, ValueError), open(os.path.join(folder, "version.py"), encoding="utf-8") as file:
+            if version := re.search(r"""^__version__\s*(?::[^=\n]*)?=\s*['"]([^'"\n]*)""", file.read(), re.MULTILINE):
+                return version[1]
+    return _UNKNOWN
 
 
 def device_kind(accelerators: Sequence[str], root: str = "/") -> str:
@@ -95,6 +74,20 @@ def device_kind(accelerators: Sequence[str], root: str = "/") -> str:
         return "nvidia"
     # Unknown: an environment variable names devices that have no such files.
     return "amd" if os.path.exists(os.path.join(root, "dev/kfd")) else _UNKNOWN
+
+
+def contents_digest(call: Call) -> str:
+    """Return a digest of the script's bytes; a module or a program has no file to read."""
+    if call.source is None and (call.module or not call.is_python):
+        return _NONE
+    try:
+        with open(call.source or call.entrypoint, "rb") as file:
+            return hashlib.sha256(file.read(_DIGESTED_BYTES)).hexdigest()[:_DIGEST_CHARS]
+    except OSError:  # its interpreter reports that
+        return _UNKNOWN
+
+
+# --- warnings -------------------------------------------------------------------------------------
 
 
 def too_few_warning(call: Call) -> str | None:
@@ -110,37 +103,36 @@ def too_few_warning(call: Call) -> str | None:
     )
 
 
-def shm_bytes(path: str = "/dev/shm") -> int | None:  # noqa: S108 - it is looked at, nothing is written there
-    """Return the size of the shared memory's file system, or None where there is none."""
-    with suppress(OSError):
-        status = os.statvfs(path)
-        return status.f_blocks * status.f_frsize
-    return None
-
-
 def shm_warning(
-    size_bytes: int | None, nproc: int, accelerators: Sequence[str], environ: Mapping[str, str]
+    nproc: int,
+    accelerators: Sequence[str],
+    environ: Mapping[str, str],
+    path: str = "/dev/shm",  # noqa: S108 - it is looked at, nothing is written there
 ) -> str | None:
     """Return a warning for a ``/dev/shm`` that is too small, or None; `environ` is the task's environment."""
+    mib = _ENOUGH_SHM_MIB
+    with suppress(OSError):
+        status = os.statvfs(path)
+        mib = status.f_blocks * status.f_frsize // _MIB
     # One process alone, without an accelerator, shares nothing.
-    if size_bytes is None or size_bytes >= _ENOUGH_SHM_MIB * _MIB or (nproc < 2 and not accelerators):
+    if mib >= _ENOUGH_SHM_MIB or (nproc < 2 and not accelerators):
         return None
     decorator = _SHM_DECORATORS.get(environ.get("METAFLOW_RUNTIME_ENVIRONMENT", "local"))
     remedy = "Enlarge it (mount -o remount,size=1G /dev/shm; for a container, docker run --shm-size=1g)"
     if decorator:
         remedy = f"Write @{decorator}(shared_memory={_ENOUGH_SHM_MIB}) (MiB, part of the step's memory)"
     return (
-        f"warning: /dev/shm has {size_bytes // _MIB} MiB. NCCL and the workers of a DataLoader exchange data there, and a "
-        f"full one kills workers with SIGBUS. {remedy}."
+        f"warning: /dev/shm has {mib} MiB. NCCL and the workers of a DataLoader exchange data there, and a full one kills "
+        f"workers with SIGBUS. {remedy}."
     )
 
 
-def contents_digest(call: Call) -> str:
-    """Return a digest of the script's bytes; a module or a program has no file to read."""
-    if call.source is None and (call.module or not call.is_python):
-        return _NONE
-    try:
-        with open(call.source or call.entrypoint, "rb") as file:
-            return hashlib.sha256(file.read(_DIGESTED_BYTES)).hexdigest()[:_DIGEST_CHARS]
-    except OSError:  # its interpreter reports that
-        return _UNKNOWN
+def foreign_python(words: Sequence[str], env: Mapping[str, str]) -> str | None:
+    """Return a warning if a command's ``python`` or ``pip`` belongs to another installation than the step's, else None."""
+    text = words[2] if is_by_shell(words) else "".join(words[:1])
+    name = next(iter(text.split()), "")
+    found = re.fullmatch(r"(python|pip)[0-9.]*", name) and shutil.which(name, path={**os.environ, **env}.get("PATH"))
+    if not found or os.path.realpath(os.path.dirname(found)) == os.path.realpath(os.path.dirname(sys.executable)):
+        return None
+    own = "[sys.executable, '-m', 'pip', ...]" if name.startswith("pip") else "[sys.executable, ...]"
+    return f"{name} is {found}, but this step runs under {sys.executable}; to use that one, write {own}"

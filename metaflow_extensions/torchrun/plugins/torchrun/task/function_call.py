@@ -38,9 +38,8 @@ from ..worker.function_worker import (
     path_of,
     words_of,
 )
-from .arguments import dict_or_list
+from .arguments import RunSettings, dict_or_list
 from .function_values import ValuesOnDisk
-from .run_settings import RunSettings
 from .transfer import PATIENCE_S, Step, ToStore, Transfer, ValueStore, do_within, patience_for
 
 # What torchrun runs where the entrypoint is a function.
@@ -70,7 +69,7 @@ class FunctionCall:
             raise TorchrunConfigError(
                 f"run(process_group={run.process_group!r}) must be one of {', '.join(PROCESS_GROUPS)}, or left out."
             )
-        function = run.entrypoint
+        function: Any = run.entrypoint
         call = (function, *_as_call(run.entrypoint_args))
         _check_call(*call)
         inner = function.func if isinstance(function, partial) else function

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import os
+import shutil
 import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ..errors import EntrypointError, TorchrunConfigError
+from ..errors import EntrypointError
+from ..gang.group import Group
+from ..gang.policy import LaunchPolicy
 from ..supervisor.call import Call, FunctionSpec
-from .arguments import Position, entrypoint_arguments
-from .commands import beside_flow, find_program, source_of
-from .run_settings import RunSettings
+from .arguments import Position, RunSettings, entrypoint_arguments
+
+# Options of torchrun about the output of its workers, which goes another way here.
+WITHOUT_EFFECT = ("log-dir", "local-ranks-filter")
 
 
 def make_call(
@@ -21,43 +25,52 @@ def make_call(
 
     `function` is what the workers call if the entrypoint is one. `may_come`: what runs before may still make the entrypoint.
     """
-    options, cwd = dict(run.options), run.cwd or os.getcwd()
-    options.pop("log-dir", None)  # has no effect
-    local_ranks = _local_ranks(options.pop("local-ranks-filter", None), fields["nproc"])
+    options = {name: value for name, value in run.options.items() if name not in WITHOUT_EFFECT}
+    cwd = run.cwd or os.getcwd()
+    folders = [cwd, *filter(None, [place.flow_dir])]
+    program: dict[str, Any]
     if function is not None:
-        program: dict[str, Any] = {"entrypoint": function.script, "args": (function.folder,)}
+        program = {"entrypoint": function.script, "args": (function.folder,)}
         program |= {"source": function.source, "function": function}
     elif run.command:
-        program = _command(run, cwd, place.flow_dir, may_come)
+        name, *rest = run.command
+        found = _find_program(name, folders, run.env, may_come)
+        files = [os.path.join(cwd, word) for word in ([found] if os.sep in found else rest)]
+        program = {"entrypoint": found, "command": run.command, **_arguments(run, rest)}
+        # What must be the same on all nodes: a program given by its path, or the first word that is a file.
+        program["source"] = next(filter(os.path.isfile, files), None)
         options["no-python"] = None
     else:
-        is_path, folders = not run.module and "no-python" not in options, (cwd, place.flow_dir)
-        found = _find_entrypoint(run.entrypoint, is_path, folders, may_come)
-        program = {"entrypoint": found, **_arguments(run)}
-        program["module_folder"] = _folder_of_module(found, *folders) if run.module else None
+        name = _name_of(run.entrypoint)
+        is_path = not run.module and "no-python" not in options
+        program = {"entrypoint": _find(name, folders, "entrypoint", may_come) if is_path else name, **_arguments(run)}
+        program["module_folder"] = _folder_of_module(name, folders) if run.module else None
     return Call(
         **program,
         module=run.module,
         num_nodes=place.num_nodes,
         node_index=place.node_index,
         main_addr=place.main_addr,
-        group=place.group,
+        group=Group(place.num_nodes - run.spare_nodes),
         python=sys.executable,
         master_port=run.master_port,
-        shown_local_ranks=local_ranks,
-        env=dict(run.env),
+        env=dict(run.env or {}),
         cwd=cwd,
         options=options,
         warm=run.warm,
+        policy=LaunchPolicy(
+            timeout_s=run.timeout_s,
+            max_restarts=run.max_restarts,
+            restart_on=run.restart_on,
+            preemption_signal=run.preemption_signal,
+            hang_timeout_s=run.hang_timeout_s,
+            stores_outputs=run.outputs is not None,
+        ),
+        grace_s=run.grace_s,
+        logs=run.logs_of(place.num_nodes),
+        before_run=tuple((_find_program(words[0], folders, {}, True), *words[1:]) for words in run.before_run or ()),
         **fields,
     )
-
-
-def _command(run: RunSettings, cwd: str, flow_dir: str | None, may_come: bool) -> dict[str, Any]:
-    name, *rest = run.command
-    program = beside_flow(name, cwd, flow_dir) if may_come else find_program(name, cwd, flow_dir, run.env)
-    source = source_of(program, run.command, cwd)
-    return {"entrypoint": program, "source": source, "command": run.command, **_arguments(run, rest)}
 
 
 def _arguments(run: RunSettings, first: Sequence[str] = ()) -> dict[str, Any]:
@@ -67,8 +80,7 @@ def _arguments(run: RunSettings, first: Sequence[str] = ()) -> dict[str, Any]:
     return {"args": (*first, *entrypoint_arguments(more)), "bools": bools}
 
 
-def _find_entrypoint(entrypoint: Any, is_path: bool, folders: Sequence[str | None], may_come: bool) -> str:
-    """Return the path of a script, or the name of what torchrun finds itself: a module or, with no-python, a program."""
+def _name_of(entrypoint: Any) -> str:
     if entrypoint is None or entrypoint == "":
         raise EntrypointError("run() got no entrypoint. Name the script to run: run(entrypoint='train.py').")
     if not isinstance(entrypoint, (str, os.PathLike)):
@@ -76,48 +88,50 @@ def _find_entrypoint(entrypoint: Any, is_path: bool, folders: Sequence[str | Non
             "run(entrypoint=...) must be the path of a script, a function, or a command as a list, but is a "
             f"{type(entrypoint).__name__}."
         )
-    name = os.fsdecode(entrypoint)
-    if not is_path:
-        return name
-    candidates = [os.path.abspath(os.path.join(folder, name)) for folder in folders if folder]
-    found = next(filter(os.path.isfile, candidates), candidates[0] if may_come else None)
-    if found is not None:
-        return found
-    if (there := next(filter(os.path.exists, candidates), None)) is not None:
-        what = "a folder" if os.path.isdir(there) else "no regular file"
+    return os.fsdecode(entrypoint)
+
+
+def _find(name: str, folders: Sequence[str], what: str, may_come: bool) -> str:
+    """Return the path of a file that the user names, out of the working directory or else beside the flow file."""
+    candidates = [os.path.abspath(os.path.join(folder, name)) for folder in folders]
+    found = next(filter(os.path.exists, candidates), None)
+    if may_come:
+        return found or candidates[0]
+    if found is None:
         raise EntrypointError(
-            f"The entrypoint {there!r} is {what}. Name a script; a package with a __main__ module is run by "
-            "run('package', module=True)."
+            f"The {what} {name!r} does not exist; looked for {' and '.join(dict.fromkeys(candidates))}. Check the spelling; "
+            "for a remote task, check that the file lies beside the flow, so that Metaflow packages it (see "
+            "--package-suffixes)."
         )
-    looked = " and ".join(dict.fromkeys(candidates))
-    raise EntrypointError(
-        f"The entrypoint {name!r} does not exist; looked for {looked}. Check the spelling; for a remote task, check that "
-        "the file lies beside the flow, so that Metaflow packages it (see --package-suffixes)."
-    )
+    if not os.path.isfile(found):
+        raise EntrypointError(
+            f"The {what} {found!r} is {'a folder' if os.path.isdir(found) else 'no regular file'}. Name a file; a package "
+            "with a __main__ module is run by run('package', module=True)."
+        )
+    return found
 
 
-def _folder_of_module(name: str, cwd: str, flow_dir: str | None) -> str | None:
+def _find_program(name: str, folders: Sequence[str], env: Mapping[str, str] | None, may_come: bool) -> str:
+    """Return a command's program for its argv: a path is found as a script is, a bare name in the PATH of `env`."""
+    if os.sep in name:
+        found = _find(name, folders, "program", may_come)
+        if not may_come and not os.access(found, os.X_OK):
+            raise EntrypointError(
+                f"The program {found} may not be executed. Make it executable (chmod +x), or name what runs it, as in "
+                f"['sh', {name!r}]."
+            )
+        return found
+    path = {**os.environ, **(env or {})}.get("PATH", os.defpath)
+    if not may_come and shutil.which(name, path=path) is None:
+        is_here = os.path.isfile(os.path.join(folders[0], name))
+        hint = f" To run the file of that name, write './{name}'." if is_here else ""
+        raise EntrypointError(f"There is no program {name!r} in the PATH of this node ({path}).{hint}")
+    return name
+
+
+def _folder_of_module(name: str, folders: Sequence[str]) -> str | None:
     """Return the flow's folder if a module lies there and not in the working directory, as a script may."""
     path = name.replace(".", os.sep)
     files = (f"{path}.py", os.path.join(path, "__main__.py"))
-    for folder in filter(None, (cwd, flow_dir)):
-        if any(os.path.isfile(os.path.join(folder, file)) for file in files):
-            return None if folder == cwd else os.path.abspath(folder)
-    return None
-
-
-def _local_ranks(value: str | None, nproc: int) -> frozenset[int] | None:
-    if value is None:
-        return None
-    try:
-        ranks = frozenset(map(int, value.split(",")))
-    except ValueError as error:
-        raise TorchrunConfigError(
-            f"torchrun_args local-ranks-filter is {value!r}, but it must be local ranks with commas between, as in '0,1'."
-        ) from error
-    if strange := sorted(ranks - set(range(nproc))):
-        raise TorchrunConfigError(
-            f"torchrun_args local-ranks-filter has {', '.join(map(str, strange))}, but the local ranks of a node are "
-            f"0 to {nproc - 1}."
-        )
-    return ranks
+    found = next((folder for folder in folders if any(os.path.isfile(os.path.join(folder, f)) for f in files)), None)
+    return None if found == folders[0] else found

@@ -18,10 +18,10 @@ from ..gang.view import as_dicts
 from ..gang.wire import Plain
 from ..result import TorchrunResult
 from ..supervisor.call import Call, FunctionSpec, Outcome
+from .arguments import RunSettings
 from .function_call import FunctionCall
 from .launch_outputs import LaunchOutputs
 from .member import Member
-from .run_settings import RunSettings
 from .transfer import ToStore, TransferFailed, ValueStore
 
 
