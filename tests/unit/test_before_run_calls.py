@@ -7,10 +7,10 @@ import pytest
 from recorded_calls import recorded_calls
 from unit_helpers import HOSTILE, settings_of_run, write
 
-from metaflow_extensions.torchrun.plugins.torchrun import gang_of_one
 from metaflow_extensions.torchrun.plugins.torchrun.errors import EntrypointError, LaunchFailed, TorchrunConfigError
 from metaflow_extensions.torchrun.plugins.torchrun.single_node import TorchrunSingleNodeMultiGPU
 from metaflow_extensions.torchrun.plugins.torchrun.supervisor.commands import shown
+from metaflow_extensions.torchrun.plugins.torchrun.task import report
 
 
 def commands(given):
@@ -101,7 +101,7 @@ def test_a_working_directory_that_it_removes_is_named(launch_of, tmp_path):
 
 
 def test_a_single_node_runs_it_too(tmp_path, monkeypatch, capfd):
-    monkeypatch.setattr(gang_of_one, "print_errors_ourselves", lambda **_: None)
+    monkeypatch.setattr(report, "print_errors_ourselves", lambda **_: None)
     monkeypatch.chdir(tmp_path)
     with pytest.raises(
         LaunchFailed, match=r"\nNode 0 \(host \S+\) failed: before_run 2/2 \(false\) exited with code 1"

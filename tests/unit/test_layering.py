@@ -19,7 +19,7 @@ SCRIPTS = "worker"
 # This imports torch, in functions that workers call. The task imports it, too, so that both sides pickle alike.
 CALLED_BY_WORKERS = ("worker.function_worker", "worker.agent")
 # Besides `compat`, these may import Metaflow, and what it promises: `current` and the base of its exceptions.
-KNOW_METAFLOW = {"decorator", "gang_of_one", "errors", "tracebacks", "show.gang_part", "task.task_gang"}
+KNOW_METAFLOW = {"decorator", "single_node", "errors", "tracebacks", "show.gang_part", "task.task_gang"}
 # `metaflow` imports these whenever it is imported, whether or not a flow has a step of ours; all others wait for one.
 IMPORTED_WITH_METAFLOW = {
     "decorator",

@@ -195,7 +195,6 @@ def test_a_command_is_run_as_with_no_python_and_its_arguments_follow_it(tmp_path
     call = build(["sh", Path("x.py"), "-O"], {"lr": 0.1})
     assert (call.entrypoint, call.args) == ("sh", ("x.py", "-O", "--lr", "0.1"))
     assert (call.options, call.command) == ({"no-python": None}, ("sh", "x.py", "-O"))
-    assert call.source == str(tmp_path / "x.py")
     assert build(("sh",), ["a"], torchrun_args={"no_python": True}).options == call.options
     assert not build(str(tmp_path / "x.py")).command
 
@@ -229,23 +228,6 @@ def test_a_path_is_looked_for_in_the_working_directory_and_then_beside_the_flow(
     program(cwd / "run me.sh")
     assert build(["./run me.sh"], place=place).entrypoint == str(cwd / "run me.sh")
     assert "is a folder" in refusal(["..//"])
-
-
-@pytest.mark.parametrize(
-    ("words", "source"),
-    [
-        (["sh", "-O", "x.py"], "x.py"),
-        (["sh", "-m", "x"], None),
-        (["./run.sh", "x.py"], "run.sh"),
-        (["sh", "--config", "config.yaml", "x.py"], "config.yaml"),
-    ],
-)
-def test_the_file_that_must_be_the_same_on_all_nodes(words, source, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    for name in ("x.py", "config.yaml"):
-        write(tmp_path / name, "")
-    program(tmp_path / "run.sh")
-    assert build(words).source == (source and str(tmp_path / source))
 
 
 def test_nodes_must_agree_on_the_words_of_a_command_but_not_on_its_arguments_or_where_files_lie():

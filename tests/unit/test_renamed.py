@@ -25,8 +25,8 @@ from metaflow_extensions.torchrun.plugins.torchrun.compat import renamed
 from metaflow_extensions.torchrun.plugins.torchrun.compat.steps import with_this_interpreter
 from metaflow_extensions.torchrun.plugins.torchrun.decorator import TorchrunDecorator
 from metaflow_extensions.torchrun.plugins.torchrun.errors import TorchrunError
-from metaflow_extensions.torchrun.plugins.torchrun.gang_of_one import GangOfOne
 from metaflow_extensions.torchrun.plugins.torchrun.show.commands import cli
+from metaflow_extensions.torchrun.plugins.torchrun.single_node import TorchrunSingleNodeMultiGPU
 from metaflow_extensions.torchrun.plugins.torchrun.task import report as node_report
 
 
@@ -91,7 +91,7 @@ def test_a_function_that_takes_other_arguments_is_named(place, word, monkeypatch
 
 
 USES = {
-    "a launch on a single node": lambda: GangOfOne().run({"entrypoint": "train.py"}),
+    "a launch on a single node": lambda: TorchrunSingleNodeMultiGPU().run("train.py"),
     "a command": lambda: cli.main(["torchrun", "show"], standalone_mode=False),
 }
 

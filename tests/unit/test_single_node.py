@@ -12,16 +12,17 @@ from metaflow.datastore import FlowDataStore
 from metaflow.plugins.datastores.local_storage import LocalStorage
 from unit_helpers import HANG_S
 
-from metaflow_extensions.torchrun.plugins.torchrun import gang_of_one
+from metaflow_extensions.torchrun.plugins.torchrun import executor
 from metaflow_extensions.torchrun.plugins.torchrun.errors import TorchrunConfigError
 from metaflow_extensions.torchrun.plugins.torchrun.events import Event
 from metaflow_extensions.torchrun.plugins.torchrun.single_node import TorchrunSingleNodeMultiGPU
+from metaflow_extensions.torchrun.plugins.torchrun.task import report
 
 
 @pytest.fixture
 def task(monkeypatch, tmp_path):
     """Have this process be a task with the gang's card, and return what Metaflow has of the card."""
-    monkeypatch.setattr(gang_of_one, "print_errors_ourselves", lambda **_: None)
+    monkeypatch.setattr(report, "print_errors_ourselves", lambda **_: None)
     monkeypatch.setattr(FlowDataStore, "default_storage_impl", LocalStorage)
     monkeypatch.setattr(LocalStorage, "datastore_root", str(tmp_path / "flows"))
     task = cards_of_task(monkeypatch, tmp_path, "torchrun")
@@ -41,7 +42,7 @@ def launches(monkeypatch, task):
         def launched(self, given):
             launches.do(launches.contexts[-1].member)
 
-    monkeypatch.setattr(gang_of_one, "TorchrunExecutor", Executor)
+    monkeypatch.setattr(executor, "TorchrunExecutor", Executor)
     return launches
 
 

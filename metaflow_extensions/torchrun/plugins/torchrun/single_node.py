@@ -1,17 +1,24 @@
 """`TorchrunSingleNodeMultiGPU`, the sibling of ``current.torch`` for steps of a single node.
 
-Metaflow imports this module whenever it is imported itself, so all that does the work is imported when an object is made.
+Metaflow imports this module whenever it is imported itself, so each method imports what only it needs.
 """
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any
+
+from metaflow import current
 
 from .result import TorchrunResult
 from .run_arguments import Runner
 
 if TYPE_CHECKING:
+    from .events import Event
+    from .gang.view import GangView
     from .show.gang_part import GangPart
+    from .task.cards import Cards
+    from .task.gang_store import GangStore
 
 # Metaflow's generator of stubs looks at what modules have imported, and at what they name here (2.19). This one is the
 # type of `current.torch`.
@@ -21,23 +28,87 @@ _addl_stubgen_modules = [f"{__package__}.executor"]
 class TorchrunSingleNodeMultiGPU(Runner):
     """Runs torchrun on this machine alone, in a step without ``num_parallel``.
 
-    It is the same machinery as ``current.torch``, with a gang of one node. Its card shows the last launch of this object.
+    It is the same machinery as ``current.torch``, with a gang of one node for each launch; several threads may launch at
+    once. Its card shows the last launch of this object.
     """
 
     def __init__(self) -> None:
+        from .compat.datastore import datastore_here
         from .machine.system import require_linux
 
-        require_linux("TorchrunSingleNodeMultiGPU")
-        from .gang_of_one import GangOfOne
-
-        self._gang = GangOfOne()
+        require_linux(type(self).__name__)
+        self._flow_datastore = datastore_here()
+        self._cards: Cards | None = None  # of the task
+        self._has_parts = False  # whether the step has asked for any
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}()"
 
     def launched(self, given: dict[str, Any]) -> TorchrunResult[Any]:
         """Run a launch in a gang of one node."""
-        return self._gang.run(given)
+        from .compat.datastore import values_of_running_flow
+        from .compat.renamed import check
+        from .executor import Context, TorchrunExecutor
+        from .machine.accelerators import this_machine
+        from .settings import parse_settings
+        from .task.cards import Cards
+        from .task.gang_store import GangStore
+        from .task.join import LOOPBACK, begin_gang
+
+        check()
+        settings, machine = parse_settings({}, ""), this_machine()
+        about: dict[str, Any] = {}
+        member = begin_gang(settings, partial(_log, about))
+        store: GangStore | None = None
+        error: BaseException | None = None
+        try:
+            # Of a launch within a gang, the task's cards show it only where the step asks for it.
+            is_alone = current.get("torch") is None
+            self._cards = self._cards or Cards(self._flow_datastore, with_ours=is_alone)
+            self._cards.has_parts = self._has_parts and is_alone
+            store = GangStore(member, about, self._cards, registry=None)
+            context = Context(member, LOOPBACK, machine, settings, store=values_of_running_flow())
+            return TorchrunExecutor(context).launched(given)
+        except BaseException as caught:
+            error = caught
+            _tell(caught, member)
+            raise
+        finally:
+            member.leave(error)
+            if store is not None:
+                store.close()
+            if error is not None and self._cards is not None:
+                self._cards.make_last()
 
     def _part(self, names: tuple[str, ...]) -> GangPart:
-        return self._gang.card(names)
+        from .show.gang_part import GangPart
+
+        self._has_parts = True
+        return GangPart(names, self._present)
+
+    def _present(self) -> GangView | str:
+        return "No launch has begun yet." if self._cards is None else self._cards.shown()
+
+
+def _tell(error: BaseException, member: Any) -> None:
+    """Print an error that ends a launch, as a gang's task does."""
+    from .errors import TorchrunError, TorchrunPreempted
+    from .gang.cause import rename_node
+    from .task.console import hurry
+    from .task.report import end_with, print_errors_ourselves, report
+
+    if isinstance(error, TorchrunPreempted | KeyboardInterrupt):
+        hurry()
+        member.link.send("hurry")
+    if isinstance(error, TorchrunError) and member.gang_knows(error) and current.get("is_parallel"):
+        rename_node(error, current.parallel.node_index)
+    print_errors_ourselves(in_task=True)
+    end_with(error, report(error, member.node, shared=True, known=False, stands_above=lambda _: member.shows_output))
+
+
+def _log(about: dict[str, Any], event: Event) -> None:
+    from .task.console import to_log
+
+    if event.kind == "command":
+        about["command"] = event.text.removeprefix("runs: ")
+    to_log(event, num_nodes=1)

@@ -35,10 +35,7 @@ def make_call(
     elif run.command:
         name, *rest = run.command
         found = _find_program(name, folders, run.env, may_come)
-        files = [os.path.join(cwd, word) for word in ([found] if os.sep in found else rest)]
         program = {"entrypoint": found, "command": run.command, **_arguments(run, rest)}
-        # What must be the same on all nodes: a program given by its path, or the first word that is a file.
-        program["source"] = next(filter(os.path.isfile, files), None)
         options["no-python"] = None
     else:
         name = _name_of(run.entrypoint)
