@@ -55,7 +55,6 @@ class TorchrunDecorator(steps.ParallelDecorator):  # type: ignore[misc]  # Metaf
     defaults = DEFAULTS
     IS_PARALLEL = True
     _gang: TaskGang | None = None  # in a task
-    _submission: Submission | None = None  # `spin --skip-decorators` makes a package without step_init (Metaflow 2.19)
 
     def __init__(self, attributes: dict[str, Any] | None = None, *args: Any, **kwargs: Any) -> None:
         check()
@@ -97,35 +96,24 @@ class TorchrunDecorator(steps.ParallelDecorator):  # type: ignore[misc]  # Metaf
         self._is_spun = metadata == "spin"
         if self._is_spun:  # its gang has one node
             self._settings = replace(self._settings, spare_nodes=0, min_nodes=None)
-        self._submission = Submission(flow, graph, step_name, self._settings, metadata)
-        self._check_backend()
+        self._submission: Submission = Submission(flow, graph, step_name, self._settings, metadata)
+        self._submission.check()
         heed_signals_to_job()
         take_control_task(step_name, lambda task: place_of(task, {task})[1] == 0)
         if remote_job() == step_name:
             from .task.jobs import Job
 
-            self._bring_pods_again()
+            self._submission.bring_pods_again()
             job = Job(flow_datastore, step_name)
             job.watch()  # logs what the backend says of pods that can't start, and of its end
             tell_after_errors(job.tell)
 
-    def _check_backend(self, num_nodes: int | None = None, is_run: bool = False) -> None:
-        """Check what depends on other decorators, and on the number of nodes as far as it is known."""
-        if self._submission is not None:
-            self._submission.check(num_nodes, is_run)
-
-    def _bring_pods_again(self) -> None:
-        """Have the job sets that this process makes bring pods again that a launch can go on with."""
-        from .compat.jobs import bring_pods_again
-
-        if self._submission is not None and self._settings.replaces_nodes:
-            bring_pods_again(self._step_name)
-
     def package_init(self, flow: Any, step_name: str, environment: Any) -> None:
         """Check again; `argo-workflows create` adds ``@kubernetes`` after `step_init` (Metaflow 2.19)."""
         super().package_init(flow, step_name, environment)
-        self._check_backend()
-        self._bring_pods_again()
+        if hasattr(self, "_submission"):  # `spin --skip-decorators` makes a package without `step_init`
+            self._submission.check()
+            self._submission.bring_pods_again()
 
     def add_to_package(self) -> Iterable[tuple[str, str]]:
         """Ship `metaflow_torchrun`, which the flow's own file may import: its folder is on the path of workers only."""
@@ -148,7 +136,7 @@ class TorchrunDecorator(steps.ParallelDecorator):  # type: ignore[misc]  # Metaf
         is_remote = any(deco.name in ("kubernetes", "batch") for deco in self._siblings)
         if not is_remote:
             require_linux(f"Step {self._step_name} with @torchrun")
-        self._check_backend(is_run=True)
+        self._submission.check(is_run=True)
         is_only_gang = len(parallel_steps(graph)) == 1
         about = (self._flow_datastore, str(run_id), self._step_name, is_only_gang, is_remote)
         tell_after_errors(partial(last_lines, *about))
@@ -159,7 +147,7 @@ class TorchrunDecorator(steps.ParallelDecorator):  # type: ignore[misc]  # Metaf
         """Check what depends on the number of nodes; called on the submitting machine, right before the start."""
         super().runtime_step_cli(cli_args, retry_count, max_user_code_retries, ubf_context)
         if ubf_context == steps.UBF_CONTROL:
-            self._check_backend(steps.num_nodes_told(cli_args), is_run=True)
+            self._submission.check(steps.num_nodes_told(cli_args), is_run=True)
         if any(deco.name == "kubernetes" for deco in self._siblings):
             steps.change_pod(cli_args, POD_SCRIPT)
         name_as_starter(cli_args.env, "run")

@@ -191,11 +191,11 @@ class RunOptions(TypedDict, total=False):
     master_port: int | str | None
 
 
-_TYPES = {each.name: str(each.type) for each in fields(StepSettings)} | {
-    name: hint.__forward_arg__ for name, hint in RunOptions.__annotations__.items()
-}
+_TYPES = {name: hint.__forward_arg__ for name, hint in RunOptions.__annotations__.items()}
 SETTINGS: dict[str, Setting] = {
-    each.name: replace(each.metadata[""], name=each.name, kind=each.metadata[""].kind or _TYPES[each.name])
+    each.name: replace(
+        each.metadata[""], name=each.name, kind=each.metadata[""].kind or _TYPES.get(each.name, str(each.type))
+    )
     for each in fields(StepSettings)
 }
 # The attributes, and the arguments, with their defaults. An argument that is an attribute as well has none of its own.

@@ -83,12 +83,12 @@ def _script_of(call: ast.Call) -> str | None:
 
 def nproc_in_calls(graph: Any, step: str) -> int | None:
     """Return the number of processes per node that all calls of `run` in a step name in the source; None without one."""
-    found: set[Any] = set()
-    for name, path, first in sources_of_steps(graph):
-        for call in _calls_of_run(path, first) if name == step else ():
-            named = [each.value for each in call.keywords if each.arg == "nproc_per_node"]
-            found.add(named[0].value if named and isinstance(named[0], ast.Constant) else None)
-    number = found.pop() if len(found) == 1 else None
+    sources = [(path, first) for name, path, first in sources_of_steps(graph) if name == step]
+    numbers = set()
+    for call in (call for source in sources for call in _calls_of_run(*source)):
+        named = (each.value for each in call.keywords if each.arg == "nproc_per_node")
+        numbers.add(next((value.value for value in named if isinstance(value, ast.Constant)), None))
+    number = numbers.pop() if len(numbers) == 1 else None
     return number if type(number) is int else None
 
 

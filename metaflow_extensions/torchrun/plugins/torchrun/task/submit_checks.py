@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..compat.graph import decorators_of, entry_of, is_on_argo
+from ..compat.jobs import bring_pods_again
 from ..errors import TorchrunConfigError
 from ..gang.launch import GONE
 from ..parsing import DEFAULT_RESTART_ON
@@ -47,6 +48,11 @@ class Submission:
             )
         if why is not None:
             raise TorchrunConfigError(f"Step {self._step}{why}")
+
+    def bring_pods_again(self) -> None:
+        """Have the job sets that this process makes bring pods again that a launch can go on with."""
+        if self._settings.replaces_nodes:
+            bring_pods_again(self._step)
 
     def _why_no_loss(self, decorators: Mapping[str, Any], count: int | None) -> str | None:
         """Return why spare or fewer nodes can't work here."""
