@@ -11,9 +11,9 @@ from limits import limit_s
 
 from metaflow_extensions.torchrun.plugins import torchrun as package
 from metaflow_extensions.torchrun.plugins.torchrun.machine.aside import Aside
-from metaflow_extensions.torchrun.plugins.torchrun.settings import parse_settings
+from metaflow_extensions.torchrun.plugins.torchrun.settings import RunSettings, parse_settings
 from metaflow_extensions.torchrun.plugins.torchrun.supervisor.command import WORKER_HOOKS
-from metaflow_extensions.torchrun.plugins.torchrun.task.arguments import Position, RunSettings, resolve
+from metaflow_extensions.torchrun.plugins.torchrun.task.arguments import Position, resolve
 
 # Whoever waits for longer waits for what never comes.
 HANG_S = 60.0

@@ -16,10 +16,10 @@ from .machine.accelerators import Machine, Nproc, choose_nproc
 from .parsing import parse_folder
 from .result import TorchrunResult
 from .run_arguments import LEGACY, Runner
-from .settings import StepSettings
+from .settings import RunSettings, StepSettings
 from .show.gang_part import GangPart
 from .supervisor.call import Call
-from .task.arguments import Position, RunSettings, resolve
+from .task.arguments import Position, resolve
 from .task.facts import foreign_python, shm_warning, too_few_warning, with_facts
 from .task.launch_call import LaunchCall
 from .task.make_call import WITHOUT_EFFECT, make_call

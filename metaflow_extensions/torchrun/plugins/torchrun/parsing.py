@@ -104,17 +104,17 @@ def parse_warm(value: Any, setting: str) -> str:
     return "off" if is_off else parse_word(value, setting, ("agent", "workers", "off"))
 
 
-def _names_in(value: Any, setting: str, what: str) -> list[str]:
-    """Return names from a list, or from a text with commas between."""
+def _names_in(value: Any, setting: str, why: str) -> list[str]:
+    """Return names from a list, or from a text with commas between; `why` is said of something else."""
     words = value.split(",") if isinstance(value, str) else value
     if not isinstance(words, (list, tuple, set, frozenset)) or not all(isinstance(word, str) for word in words):
-        raise _refused(value, setting, f"it must be a list {what}")
+        raise _refused(value, setting, why)
     return [word.strip() for word in words if word.strip()]
 
 
 def parse_modules(value: Any, setting: str) -> tuple[str, ...]:
     """Return names of modules."""
-    names = _names_in(value, setting, "of names of modules")
+    names = _names_in(value, setting, "it must be a list of names of modules")
     for name in names:
         if not all(part.isidentifier() for part in name.split(".")):
             raise TorchrunConfigError(f"{setting} has {name!r}, which can't be the name of a module.")
@@ -124,7 +124,7 @@ def parse_modules(value: Any, setting: str) -> tuple[str, ...]:
 def parse_restart_on(value: Any, setting: str) -> frozenset[str]:
     """Return the classes of causes that restart the gang, out of `RETRY_CLASSES`."""
     known = ", ".join(RETRY_CLASSES)
-    names = _names_in(value, setting, f"out of {known}")
+    names = _names_in(value, setting, f"it must be a list out of {known}")
     for name in sorted(set(names).difference(RETRY_CLASSES)):
         raise TorchrunConfigError(
             f"{setting} has {name!r}, after which workers are never started again. Choose out of {known}; Metaflow's @retry "

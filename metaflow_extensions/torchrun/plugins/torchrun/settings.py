@@ -169,6 +169,15 @@ class StepSettings:
 _ALL_UP_TO_NODES = 16
 
 
+@dataclass(frozen=True, kw_only=True)
+class RunSettings(StepSettings):
+    """The settings of one call of `run` on one node, merged and checked; those of the step that no call changes stay."""
+
+    command: tuple[str, ...]  # the words, where the entrypoint is a command
+    nproc_from: str  # where `nproc_per_node` was written
+    options: Mapping[str, str | None]  # torchrun's further ones, with hyphens; None marks a flag
+
+
 class RunOptions(TypedDict, total=False):
     """The arguments of `run` that are given by name, for type checkers."""
 

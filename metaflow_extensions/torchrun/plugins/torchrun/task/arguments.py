@@ -13,7 +13,7 @@ from typing import Any
 
 from ..errors import TorchrunConfigError
 from ..parsing import check_word, parse_argv, parse_folder
-from ..settings import ARGUMENTS, SETTINGS, StepSettings
+from ..settings import ARGUMENTS, SETTINGS, RunSettings, StepSettings
 from ..supervisor.command import STATIC_BACKEND
 
 # torchrun's options, from `torch/distributed/run.py` of torch 2.13. Options that a newer torch adds
@@ -48,15 +48,6 @@ class Position:
     node_index: int
     main_addr: str
     flow_dir: str | None = None  # the folder of the flow file, if there is one
-
-
-@dataclass(frozen=True, kw_only=True)
-class RunSettings(StepSettings):
-    """The settings of one call of `run` on one node, merged and checked; those of the step that no call changes stay."""
-
-    command: tuple[str, ...]  # the words, where the entrypoint is a command
-    nproc_from: str  # where `nproc_per_node` was written
-    options: Mapping[str, str | None]  # torchrun's further ones, with hyphens; None marks a flag
 
 
 def resolve(arguments: Mapping[str, Any], settings: StepSettings, place: Position) -> RunSettings:

@@ -25,6 +25,7 @@ from ..gang.cause import cause_of, failure_of, retold
 from ..gang.messages import CONTROL
 from ..gang.texts import names, size_text
 from ..gang.wire import Plain
+from ..settings import RunSettings
 from ..supervisor.call import Call, FunctionSpec
 from ..worker import function_worker
 from ..worker.function_worker import (
@@ -38,7 +39,7 @@ from ..worker.function_worker import (
     path_of,
     words_of,
 )
-from .arguments import RunSettings, dict_or_list
+from .arguments import dict_or_list
 from .function_values import ValuesOnDisk
 from .transfer import PATIENCE_S, Step, ToStore, Transfer, ValueStore, do_within, patience_for
 

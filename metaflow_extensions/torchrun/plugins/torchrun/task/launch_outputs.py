@@ -20,8 +20,8 @@ from ..gang.messages import CONTROL
 from ..gang.texts import counted, size_text
 from ..gang.wire import Plain
 from ..outputs import Outputs
+from ..settings import RunSettings
 from ..supervisor.call import Call
-from .arguments import RunSettings
 from .transfer import PATIENCE_S, Step, ToStore, ValueStore, patience_for
 
 # Two are in memory at the same time: one that is stored, and the next one that is read. From 8 MiB on, boto3 (1.44)

@@ -11,8 +11,9 @@ from typing import Any
 from ..errors import EntrypointError
 from ..gang.group import Group
 from ..gang.policy import LaunchPolicy
+from ..settings import RunSettings
 from ..supervisor.call import Call, FunctionSpec
-from .arguments import Position, RunSettings, entrypoint_arguments
+from .arguments import Position, entrypoint_arguments
 
 # Options of torchrun about the output of its workers, which goes another way here.
 WITHOUT_EFFECT = ("log-dir", "local-ranks-filter")

@@ -17,8 +17,8 @@ from ..gang.group import Group
 from ..gang.view import as_dicts
 from ..gang.wire import Plain
 from ..result import TorchrunResult
+from ..settings import RunSettings
 from ..supervisor.call import Call, FunctionSpec, Outcome
-from .arguments import RunSettings
 from .function_call import FunctionCall
 from .launch_outputs import LaunchOutputs
 from .member import Member
