@@ -52,7 +52,7 @@ def refusal(*args, **arguments):
         *(
             (
                 {"torchrun_args": {"nnodes": size, **more}},
-                [f"nnodes={size} contradicts num_parallel=2. All", "max_restarts"],
+                [f"nnodes={size} contradicts num_parallel=2 (all nodes", "max_restarts"],
             )
             for size, more in (("1:2", {}), ("1:2", {"rdzv_backend": "c10d"}), (":2", {}), ("2:", {}))
         ),

@@ -147,7 +147,7 @@ def _check_options(options: dict[str, str | None], place: Position, spare_nodes:
             raise TorchrunConfigError(f"torchrun_args {name} can't be used: {why}")
     size, address = place.num_nodes - spare_nodes, "the control node's address, which every node finds by itself"
     nodes = f"num_parallel={place.num_nodes}" + (f" with spare_nodes={spare_nodes}" if spare_nodes else "")
-    nodes += ". All these nodes take part, and max_restarts starts all workers again after a failure"
+    nodes += " (all nodes take part, and max_restarts starts all workers again after a failure)"
     for name, values, truth in (
         ("nnodes", (str(size), f"{size}:{size}"), nodes),
         ("node-rank", (str(place.node_index),), f"current.parallel.node_index={place.node_index}"),
