@@ -3,6 +3,7 @@
 import queue
 import sys
 import threading
+from functools import partial
 
 import pytest
 from fake_link import FakeLink, member_of
@@ -23,7 +24,7 @@ from metaflow_extensions.torchrun.plugins.torchrun.supervisor.call import Outcom
 from metaflow_extensions.torchrun.plugins.torchrun.supervisor.endings import TimedOut
 from metaflow_extensions.torchrun.plugins.torchrun.task.launch_call import LaunchCall
 from metaflow_extensions.torchrun.plugins.torchrun.task.services import Services, result_of
-from metaflow_extensions.torchrun.plugins.torchrun.task.transfer import PATIENCE_S, Step, TransferFailed
+from metaflow_extensions.torchrun.plugins.torchrun.task.transfer import PATIENCE_S, Step, ToStore, TransferFailed
 
 
 class Call:
@@ -172,40 +173,21 @@ class Files:
     def __init__(self):
         self.words, self.saving, self.keys = queue.Queue(), threading.Semaphore(0), {}
 
-    def trouble(self):
-        return None
-
     def to_store(self, error, within_s):
-        return Left(self)
+        steps = [Step(f"rank {rank}'s value", partial(self.save, rank), PATIENCE_S, rank) for rank in (2, 3)]
+        return ToStore(iter(steps), self.keys)
+
+    def save(self, rank):
+        self.saving.release()
+        if self.words.get(timeout=HANG_S) == "fail":
+            raise RuntimeError("SlowDown")
+        self.keys[str(rank)] = f"key {rank}"
 
     def result(self, told, say):
         raise TransferFailed("rank 2's value could not be loaded")
 
     def failed(self, error, told):
         error.outputs = told
-
-
-class Left:
-    """What is left of both."""
-
-    def __init__(self, files):
-        self.files = files
-
-    def steps(self):
-        for rank in (2, 3):
-            yield Step(f"rank {rank}'s value", lambda rank=rank: self.save(rank), PATIENCE_S, rank)
-
-    def save(self, rank):
-        self.files.saving.release()
-        if self.files.words.get(timeout=HANG_S) == "fail":
-            raise RuntimeError("SlowDown")
-        self.files.keys[str(rank)] = f"key {rank}"
-
-    def told(self):
-        return dict(self.files.keys) or None
-
-    def lines(self, problem, seconds):
-        return ()
 
 
 @pytest.fixture

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from .compat.datastore import DatastoreValues
 from .errors import LaunchFailed, TorchrunPreempted
 from .events import Event
 from .gang.policy import LaunchPolicy
@@ -25,7 +26,6 @@ from .task.make_call import make_call
 from .task.member import Member
 from .task.run_settings import RunSettings, resolve
 from .task.services import Services, result_of
-from .task.transfer import ValueStore
 
 _SETTLE_S = 3.0  # for the output of a failed launch, before its error is raised
 _LOG_DIR = (
@@ -44,7 +44,7 @@ class Context:
     machine: Machine
     settings: StepSettings
     requested: Nproc | None = None  # what the resources of a remote task amount to
-    store: ValueStore | None = None  # for values and outputs; None outside of a flow
+    store: DatastoreValues | None = None  # for values and outputs; None outside of a flow
     part: Callable[[tuple[str, ...]], GangPart] | None = None  # returns the gang's parts for the step's own cards
 
 

@@ -159,8 +159,9 @@ class LaunchCall:
         try:
             self._to_store = self.services.to_store(asked.error, asked.within_s)
             if self._to_store:
-                steps = itertools.chain.from_iterable(each.steps() for each in self._to_store.values())
-                self._upload = Transfer(self.services.store, "stores", steps, self._link.wake)
+                steps = itertools.chain.from_iterable(each.steps for each in self._to_store.values())
+                where = "" if self.services.store is None else self.services.store.where
+                self._upload = Transfer(where, "stores", steps, self._link.wake)
                 self._upload.start()
                 return
         except Exception as error:  # no more threads; a value's file is gone
@@ -185,12 +186,10 @@ class LaunchCall:
         for name, each in self._to_store.items():
             for line in () if failures else each.lines(problem, upload.seconds):
                 member.note(line)
-            if (told := each.told()) is not None:
-                self._report(asked, name, told)
+            if each.stored:
+                member.send(Report(name, asked.launch, asked.generation, dict(each.stored)))
+                each.is_told = True
         member.send(Stored(asked.launch, asked.generation, failures))
-
-    def _report(self, asked: Store, kind: str, data: dict[str, Any]) -> None:
-        self._member.send(Report(kind, asked.launch, asked.generation, data))
 
     # --- the end
 

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from typing import Any
 
+from ..compat.datastore import DatastoreValues
 from ..errors import LaunchFailed, TorchrunError
 from ..gang.cause import Cause, FailureText, failed
 from ..gang.group import Group
@@ -22,14 +23,17 @@ from .function_call import FunctionCall
 from .launch_outputs import LaunchOutputs
 from .member import Member
 from .run_settings import RunSettings
-from .transfer import ToStore, TransferFailed, ValueStore
+from .transfer import ToStore, TransferFailed
 
 
 class Services(ExitStack):
     """The services of one launch on this node; closes them at its end."""
 
     def __init__(
-        self, call: FunctionCall | None = None, outputs: LaunchOutputs | None = None, store: ValueStore | None = None
+        self,
+        call: FunctionCall | None = None,
+        outputs: LaunchOutputs | None = None,
+        store: DatastoreValues | None = None,
     ) -> None:
         super().__init__()
         self._call, self._outputs, self.store = call, outputs, store
@@ -41,7 +45,7 @@ class Services(ExitStack):
             self._all["outputs"] = outputs
 
     @classmethod
-    def of(cls, run: RunSettings, num_nodes: int, node: int, store: ValueStore | None) -> Services:
+    def of(cls, run: RunSettings, num_nodes: int, node: int, store: DatastoreValues | None) -> Services:
         """Return the services that a call of `run` asks for; `store` is None outside of a flow."""
         outputs = LaunchOutputs.of(run, node, store)  # first: it holds nothing
         # A gang of one has its values itself.
