@@ -253,9 +253,9 @@ def _dump(call: tuple[Any, ...], name: str, file: Any) -> None:
     except (OSError, KeyboardInterrupt, TorchrunError):
         raise  # a failure of the disk, Ctrl-C, or news of the gang: not the function's fault
     except BaseException as error:  # also an exit, in a __reduce__
-        what, problem, also = _what_fails(call, name), words_of(error), ""
+        what, problem, fails = _what_fails(call, name), words_of(error), "can't be pickled"
         if find_cloud_pickler() is not None:
-            also = ", with cloudpickle neither"
+            fails = "can't be pickled, with cloudpickle neither"
             remedy = "Pass data instead of open files, locks, connections, or the flow itself (self)."
         elif main_file() is None:
             remedy = (
@@ -267,7 +267,7 @@ def _dump(call: tuple[Any, ...], name: str, file: Any) -> None:
                 "Define the function at the top level of the flow file or of a module beside it and pass it data, or "
                 "install cloudpickle in the step's environment: it can carry lambdas and closures."
             )
-        raise EntrypointError(f"{what} can't be pickled{also} ({problem}). {remedy}") from error
+        raise EntrypointError(f"{what} {fails} ({problem}). {remedy}") from error
 
 
 def _what_fails(call: tuple[Any, ...], name: str) -> str:
