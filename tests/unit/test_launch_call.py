@@ -174,7 +174,7 @@ class Files:
         self.words, self.saving, self.keys = queue.Queue(), threading.Semaphore(0), {}
 
     def to_store(self, error, within_s):
-        steps = [Step(f"rank {rank}'s value", partial(self.save, rank), PATIENCE_S, rank) for rank in (2, 3)]
+        steps = [Step(f"rank {rank}'s value", partial(self.save, rank), PATIENCE_S) for rank in (2, 3)]
         return ToStore(iter(steps), self.keys)
 
     def save(self, rank):
@@ -241,18 +241,11 @@ def test_what_can_not_be_stored_is_a_failure_of_a_launch_that_had_ended_well(fil
     files.words.put("fail")
     call = storing(files, 0)
     cause = stored_of(call)[1].failures[0].cause
-    assert (cause.kind, cause.rank) == ("store", 2)
+    assert (cause.kind, cause.rank) == ("store", None)
     assert cause.what.startswith(
         "has ended well, but rank 2's value could not be stored in the s3 datastore s3://bucket"
     )
     call.ends_well(ERROR)
-
-
-def test_what_can_not_even_be_prepared_for_the_store_does_not_hide_why_the_launch_has_failed(files):
-    files.to_store = lambda *_: 1 / 0
-    call = storing(files, 0, ERROR, 60.0)
-    assert stored_of(call)[1].failures == ()
-    assert str(call.ends_well(ERROR)) == str(ERROR)
 
 
 def test_a_result_that_can_not_be_loaded_is_a_failure_of_a_launch_that_had_ended_well(files):

@@ -117,15 +117,10 @@ class FunctionCall:
             keys[str(rank)] = store.save(Path(paths[rank]).read_bytes())
 
         sizes = {rank: os.path.getsize(path) for rank, path in paths.items() if os.path.exists(path)}
-        steps = [
-            Step(
-                f"rank {rank}'s {kind} ({size_text(size)})",
-                partial(save, rank),
-                patience_for(size) if error is None else RAISED_PATIENCE_S,
-                rank,
-            )
-            for rank, size in sizes.items()
-        ]
+        steps = []
+        for rank, size in sizes.items():
+            patience_s = patience_for(size) if error is None else RAISED_PATIENCE_S
+            steps.append(Step(f"rank {rank}'s {kind} ({size_text(size)})", partial(save, rank), patience_s))
         return ToStore(iter(steps), keys) if steps else None
 
     def _path(self, name: str, rank: int) -> str:

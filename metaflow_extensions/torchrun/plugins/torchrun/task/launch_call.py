@@ -156,31 +156,22 @@ class LaunchCall:
             member.note(line)
 
     def _begin_to_store(self, asked: Store) -> None:
-        try:
-            self._to_store = self.services.to_store(asked.error, asked.within_s)
-            if self._to_store:
-                steps = itertools.chain.from_iterable(each.steps for each in self._to_store.values())
-                where = "" if self.services.store is None else self.services.store.where
-                self._upload = Transfer(where, "stores", steps, self._link.wake)
-                self._upload.start()
-                return
-        except Exception as error:  # no more threads; a value's file is gone
-            if asked.error is None:
-                raise
-            reason = str(error) if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
-            self._member.note(f"nothing is stored of the launch: {reason}")
-        self._give_up_upload()
-        self._member.send(Stored(asked.launch, asked.generation))
+        self._to_store = self.services.to_store(asked.error, asked.within_s)
+        if self._to_store:
+            steps = itertools.chain.from_iterable(each.steps for each in self._to_store.values())
+            self._upload = Transfer(self.services.where, "stores", steps, self._link.wake)
+            self._upload.start()
+        else:
+            self._give_up_upload()
+            self._member.send(Stored(asked.launch, asked.generation))
 
     def _tell_end(self, asked: Store, upload: Transfer) -> None:
         self._give_up_upload()
         problem, member = upload.problem(), self._member
         failures: tuple[Failure, ...] = ()
         if problem is not None and asked.error is None:  # the launch fails without it
-            rank, first_rank = upload.step.rank, self.call.ranks[0]
             text = f"has ended well, but {upload.step.what} could not be stored in {upload.where} {problem}"
-            local_rank = None if rank is None else rank - first_rank
-            cause = Cause("store", member.node, member.host, rank, local_rank, exception=text)
+            cause = Cause("store", member.node, member.host, exception=text)
             failures = (Failure(cause),)
             member.say(Event("worker_failed", member.node, f"{cause.who} {cause.what}; stopping all nodes"))
         for name, each in self._to_store.items():

@@ -36,13 +36,11 @@ class Services(ExitStack):
         store: DatastoreValues | None = None,
     ) -> None:
         super().__init__()
-        self._call, self._outputs, self.store = call, outputs, store
-        self._all: dict[str, FunctionCall | LaunchOutputs] = {}
+        self._call, self._outputs = call, outputs
+        self.where = "" if store is None else store.where  # the datastore's name and place
+        self._all = {name: each for name, each in {"functions": call, "outputs": outputs}.items() if each is not None}
         if call is not None:
-            self._all["functions"] = call
             self.callback(call.close)
-        if outputs is not None:
-            self._all["outputs"] = outputs
 
     @classmethod
     def of(cls, run: RunSettings, num_nodes: int, node: int, store: DatastoreValues | None) -> Services:

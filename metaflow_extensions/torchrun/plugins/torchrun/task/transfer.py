@@ -30,7 +30,6 @@ class Step:
     what: str
     do: Callable[[], object]  # stores or loads it; the return value is ignored
     patience_s: float
-    rank: int | None = None  # whose it is, if it is one rank's
 
 
 class ToStore:
