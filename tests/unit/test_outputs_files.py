@@ -48,7 +48,7 @@ def test_names_may_be_of_anything(root):
 def test_a_pattern_that_fits_nothing_is_said(root):
     write(root / "a.json", "")
     listing = find(str(root), ["a.json", "b.json", "*.pt"])
-    assert (list(listing.names), listing.unmatched) == (["a.json"], ["b.json", "*.pt"])
+    assert (list(listing.names), listing.left_out) == (["a.json"], dict.fromkeys(["b.json", "*.pt"], "matches nothing"))
 
 
 def test_links_to_files_are_followed_and_those_to_folders_where_an_entry_names_them(root, tmp_path, monkeypatch):

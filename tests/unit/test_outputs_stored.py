@@ -160,9 +160,8 @@ def test_what_can_not_be_read_is_left_out_and_said(root, store):
     entry = entry_of(upload)
     assert Outputs(store.address, {0: entry}).left_out == {"gone": "can't be read: No such file or directory"}
     assert entry[1] == 1
-    assert next(upload.lines(None, 0.0)).endswith(
-        "left out of the outputs: 'gone' can't be read: No such file or directory"
-    )
+    said = next(upload.lines(None, 0.0))
+    assert said == f"warning: left out of the outputs in {root}: 'gone' can't be read: No such file or directory"
 
 
 def test_a_file_that_changes_while_it_is_read_is_stored_as_far_as_it_is_there(root, store, small):

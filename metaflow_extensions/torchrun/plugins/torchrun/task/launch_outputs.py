@@ -18,7 +18,7 @@ from typing import Any
 from ..compat.datastore import DatastoreValues
 from ..errors import TorchrunConfigError, TorchrunError
 from ..gang.messages import CONTROL
-from ..gang.texts import counted, size_text
+from ..gang.texts import counted, first_values, size_text
 from ..gang.wire import Plain
 from ..outputs import Outputs
 from ..supervisor.call import Call
@@ -29,7 +29,6 @@ from .transfer import PATIENCE_S, Step, ToStore, patience_for
 # would send each in parts, with copies of them in ten threads.
 PART_BYTES = 8_000_000
 _NAMED, _NAME_CHARS = 5, 200  # so many names, each so long, go to the gang's page
-_SAID = 10  # so many names stand in a line
 
 
 class LaunchOutputs:
@@ -115,15 +114,13 @@ class FilesToStore(ToStore):
         if problem is not None:
             yield f"its outputs could not be stored in {self._store.where} {problem}"
             return
-        if self._has_failed and not self._rows and not self._listing.left_out:
+        if self._has_failed and not self._rows:
             return  # a launch that fails early has nothing, and its cause comes next
-        for pattern in self._listing.unmatched[:_SAID]:
-            yield f"warning: {pattern!r} of run(outputs=...) matches nothing in {self._folder}"
         if self._listing.left_out:
             left_out = [f"{name!r} {why}" for name, why in sorted(self._listing.left_out.items())]
-            yield f"warning: left out of the outputs: {_first(left_out, '; ')}"
+            yield f"warning: left out of the outputs in {self._folder}: {first_values(left_out)}"
         if self._old:
-            yield f"warning: older than this launch: {_first([repr(name) for name in self._old])}"
+            yield f"warning: older than this launch: {first_values([repr(name) for name in self._old])}"
         yield f"stored outputs: {counted(len(self._rows), 'file')}, {size_text(self._size)}, in {seconds:.1f} s"
 
     @property
@@ -173,11 +170,6 @@ class FilesToStore(ToStore):
         self.stored = {"key": key, "files": len(self._rows), "size": self._size, "names": names}
 
 
-def _first(said: list[str], between: str = ", ") -> str:
-    more = f"{between}and {len(said) - _SAID} more" if len(said) > _SAID else ""
-    return between.join(said[:_SAID]) + more
-
-
 # --- what the patterns name -------------------------------------------------------------------------
 
 
@@ -188,8 +180,7 @@ class Listing:
     root: str
     apart: str | None = None
     names: dict[str, None] = field(default_factory=dict)  # in the order of the patterns, each once
-    left_out: dict[str, str] = field(default_factory=dict)  # name -> why, as in "is no file"
-    unmatched: list[str] = field(default_factory=list)  # patterns that match nothing
+    left_out: dict[str, str] = field(default_factory=dict)  # name or pattern -> why, as in "is no file"
 
     def add(self, name: str, follow: bool) -> None:
         """Add a file, or a folder with all that is in it; `follow` a link to a folder, which may hold more than is meant."""
@@ -218,7 +209,7 @@ def find(root: str, patterns: Sequence[str], apart: str | None = None) -> Listin
         is_name = os.path.lexists(os.path.join(root, pattern))
         found = [pattern] if is_name else sorted(os.path.relpath(each, root) for each in Path(root).glob(pattern))
         if not found:
-            listing.unmatched.append(pattern)
+            listing.left_out[pattern] = "matches nothing"
         for name in found:
             listing.add(name, follow=is_name)
     return listing
