@@ -22,8 +22,7 @@ from metaflow_extensions.torchrun.plugins.torchrun.gang.wire import to_plain
 from metaflow_extensions.torchrun.plugins.torchrun.supervisor.call import Call as RunCall
 from metaflow_extensions.torchrun.plugins.torchrun.supervisor.call import Outcome
 from metaflow_extensions.torchrun.plugins.torchrun.supervisor.endings import TimedOut
-from metaflow_extensions.torchrun.plugins.torchrun.task.launch_call import LaunchCall
-from metaflow_extensions.torchrun.plugins.torchrun.task.services import Services, result_of
+from metaflow_extensions.torchrun.plugins.torchrun.task.launch_call import LaunchCall, Services
 from metaflow_extensions.torchrun.plugins.torchrun.task.transfer import PATIENCE_S, Step, ToStore, TransferFailed
 
 
@@ -252,5 +251,5 @@ def test_a_result_that_can_not_be_loaded_is_a_failure_of_a_launch_that_had_ended
     call = Call(services=Services(outputs=files))
     outcome = call.ends_well(left={"outputs": {"2": "key"}})
     with pytest.raises(LaunchFailed, match="had ended well on all nodes") as caught:
-        result_of(outcome, call.call.call, call.member, call.call.services)
+        call.call.result(outcome)
     assert (caught.value.cause["category"], caught.value.outputs) == ("store", {"2": "key"})
