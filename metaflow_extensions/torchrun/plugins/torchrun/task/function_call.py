@@ -47,7 +47,6 @@ from .transfer import PATIENCE_S, Step, ToStore, Transfer, do_within, patience_f
 
 # What torchrun runs where the entrypoint is a function.
 FUNCTION_WORKER = os.path.abspath(function_worker.__file__)
-PROCESS_GROUPS = ("gloo", "nccl", "auto")  # what the workers make before the call; None makes none
 # How long storing or loading a raised exception may take. Without it there is still its text, so the limit is short.
 RAISED_PATIENCE_S = 10.0
 # The causes with which a worker that has raised may end: also an exit code or a signal, if something disturbs its exit.
@@ -66,10 +65,6 @@ class FunctionCall:
                 raise TorchrunConfigError(
                     f"{name} says how to run a script, but the entrypoint is a function; remove it."
                 )
-        if run.process_group is not None and run.process_group not in PROCESS_GROUPS:
-            raise TorchrunConfigError(
-                f"run(process_group={run.process_group!r}) must be one of {', '.join(PROCESS_GROUPS)}, or left out."
-            )
         function = run.entrypoint
         call = (function, *_as_call(run.entrypoint_args))
         _check_call(*call)

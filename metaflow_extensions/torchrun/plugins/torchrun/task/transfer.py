@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import concurrent.futures.thread  # noqa: F401 - it registers what `_do_not_wait_for_pools` must come before
 import itertools
 import threading
 import time
@@ -146,23 +145,6 @@ def do_within(do: Callable[[], object], patience_s: float) -> None:
     """Do one thing that may fail and may hang, as well as it goes, and wait for its end so long."""
     with suppress(RuntimeError):
         job(do, patience_s).await_end()
-
-
-def _do_not_wait_for_pools() -> None:
-    """Where a job hangs, keep the exit from waiting for the pools of threads that boto3 uploads with.
-
-    Threads that a daemon has started are daemons, but `concurrent.futures` joins all of its own at the exit (Python 3.9
-    to 3.14). What was registered last is called first, so this comes before that.
-    """
-    threads = threading.enumerate()
-    if any(thread.name == "torchrun-values" for thread in threads):
-        for thread in threads:
-            if thread.daemon and thread.name.startswith("ThreadPoolExecutor"):
-                thread.join = lambda timeout=None: None  # type: ignore[method-assign]
-
-
-with suppress(AttributeError, RuntimeError):  # private (Python 3.9 to 3.14); RuntimeError: the interpreter exits
-    threading._register_atexit(_do_not_wait_for_pools)  # type: ignore[attr-defined]
 
 
 def patience_for(size: int) -> float:
