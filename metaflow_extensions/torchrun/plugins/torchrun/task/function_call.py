@@ -106,16 +106,16 @@ class FunctionCall:
         cause = cause_of(error)
         ranks = [rank for rank in self._ranks if error is None or (cause is not None and rank == cause.rank)]
         kind, name = ("value", RETURNED) if error is None else ("exception", RAISED)
-        store, paths, keys = self._store, {rank: self._path(name, rank) for rank in ranks}, dict[str, Any]()
+        store, keys, steps = self._store, dict[str, Any](), list[Step]()
 
-        def save(rank: int) -> None:
-            keys[str(rank)] = store.save(Path(paths[rank]).read_bytes())
+        def save(rank: int, path: str) -> None:
+            keys[str(rank)] = store.save(Path(path).read_bytes())
 
-        sizes = {rank: os.path.getsize(path) for rank, path in paths.items() if os.path.exists(path)}
-        steps = []
-        for rank, size in sizes.items():
-            patience_s = patience_for(size) if error is None else RAISED_PATIENCE_S
-            steps.append(Step(f"rank {rank}'s {kind} ({size_text(size)})", partial(save, rank), patience_s))
+        for rank, path in ((rank, self._path(name, rank)) for rank in ranks):
+            if os.path.exists(path):
+                size = os.path.getsize(path)
+                patience_s = patience_for(size) if error is None else RAISED_PATIENCE_S
+                steps.append(Step(f"rank {rank}'s {kind} ({size_text(size)})", partial(save, rank, path), patience_s))
         return ToStore(iter(steps), keys) if steps else None
 
     def _path(self, name: str, rank: int) -> str:
