@@ -5,7 +5,6 @@ import signal
 import tempfile
 from pathlib import Path
 
-from fake_link import FakeLink, member_of
 from limits import limit_s
 from loops import InLoop, Loop
 from unit_helpers import HANG_S
@@ -17,7 +16,6 @@ from metaflow_extensions.torchrun.plugins.torchrun.supervisor import agent_event
 from metaflow_extensions.torchrun.plugins.torchrun.supervisor.call import Call
 from metaflow_extensions.torchrun.plugins.torchrun.supervisor.launch import NodeLaunch, Tools
 from metaflow_extensions.torchrun.plugins.torchrun.supervisor.seat import Seat
-from metaflow_extensions.torchrun.plugins.torchrun.task.services import Services, result_of
 
 DEADLINE_S = limit_s(HANG_S)
 NOBODY = 2**22 + 1  # more than the kernel gives as a pid
@@ -50,7 +48,7 @@ class FakeNode:
     of `Call` that matter to the test.
     """
 
-    def __init__(self, folder, number=0, services=None, spares=None, write=None, **fields):
+    def __init__(self, folder, number=0, spares=None, write=None, **fields):
         tempfile.tempdir = str(folder)  # until the test's end, see `nothing_leaks`
         self.number = number
         self.said, self.output, self.events = [], [], []
@@ -59,10 +57,8 @@ class FakeNode:
         self.own_address = None
         self.loop = Loop()
         self.seat = InLoop(self.loop, lambda: Seat(number, 2, self._hear, self))
-        self.member = member_of(FakeLink(), number, 2, self._hear)  # the task's half, which makes the result
-        self.services = services or Services()
         own = {"nproc": 2, "num_nodes": 2, "node_index": number, "python": "python3"}
-        self.call = Call("/flow/train.py", (), False, **{**own, **self.services.told, **fields})
+        self.call = Call("/flow/train.py", (), False, **{**own, **fields})
         self.spares, self.write = spares, write or self._write
         self.new_agent = self._new_agent
 
@@ -90,15 +86,13 @@ class FakeNode:
         self.loop.call(begin)
 
     async def _run(self):
-        self.services.begin(self.call)
         tools = Tools(self.write, self._complete, self.stored.append, self.spares, self.new_agent)
         launch = NodeLaunch(self.call, self.seat.itself, 0, tools)
         try:
             outcome = await launch.run()
             if outcome.verdict.error is not None:
-                self.services.failed(outcome.verdict.error, outcome.verdict.left)
                 raise outcome.verdict.error
-            self._came.put(result_of(outcome, self.call, self.member, self.services))
+            self._came.put(outcome)
         except BaseException as error:
             self._came.put(error)
 

@@ -78,7 +78,7 @@ def become_control(registry, main_ip=HOST, here_only=True, **attributes):
 def test_a_control_node_that_has_ended_without_a_word_is_given_up(registry, policy):
     policy(refused_here_s=0.3)
     port = pick_port()
-    registry.publish(AddressRecord((HOST,), port, "secret"))
+    registry.save(AddressRecord((HOST,), port, "secret"))
     error, said = join(registry)
     assert isinstance(error, GangError)
     assert f"refuses connections at {HOST} on port {port}, " in str(error)
@@ -88,7 +88,7 @@ def test_a_control_node_that_has_ended_without_a_word_is_given_up(registry, poli
 
 def begun(registry, **more):
     """Have a former control node's record and view in the datastore."""
-    registry.publish(AddressRecord((HOST,), pick_port(), "secret", "gpu-0 🙂*"))
+    registry.save(AddressRecord((HOST,), pick_port(), "secret", "gpu-0 🙂*"))
     nodes = [NodeView(f"gpu-{node}", state="running") for node in (0, 1)]
     view = GangView(2, began=1000.0, now_s=2.0, nodes=nodes, outputs={0: {1: {"key": "k", "files": 3}}}, **more)
     view.add("joined", "joined", 0)
@@ -123,10 +123,10 @@ def test_a_control_node_that_can_not_listen_tells_those_who_would_wait_for_it(re
     assert str(here.value) in str(error)
 
 
-@pytest.mark.parametrize("method", ["publish", "look_up"])
+@pytest.mark.parametrize("method", ["save", "look_up"])
 def test_an_order_to_end_is_heard_though_a_stores_client_takes_it_for_an_error(method, registry, control, monkeypatch):
     """botocore does (`httpsession.py`), and tries again."""
-    registry.publish(control()[0])
+    registry.save(control()[0])
     do, came = getattr(registry, method), []
 
     def interrupted(*args):
@@ -137,8 +137,8 @@ def test_an_order_to_end_is_heard_though_a_stores_client_takes_it_for_an_error(m
         return do(*args)
 
     monkeypatch.setattr(registry, method, interrupted)
-    begin = become_control if method == "publish" else partial(joining.join_as_member, node=1, num_nodes=2)
-    more = {} if method == "publish" else {"settings": settings(), "emit": print}
+    begin = become_control if method == "save" else partial(joining.join_as_member, node=1, num_nodes=2)
+    more = {} if method == "save" else {"settings": settings(), "emit": print}
     with pytest.raises(TorchrunPreempted, match="SIGTERM"):
         begin(registry, **more)
 
@@ -153,7 +153,7 @@ def test_a_member_that_comes_after_the_control_nodes_end_can_not_launch(registry
 
 
 def test_a_task_that_comes_when_the_gang_is_over_ends_well_at_once(registry, monkeypatch):
-    registry.publish(AddressRecord((HOST,), 1, "token", closed=True, is_over=True))
+    registry.save(AddressRecord((HOST,), 1, "token", closed=True, is_over=True))
     said, codes = [], []
 
     def end(code):
@@ -180,5 +180,5 @@ def test_the_control_node_leaves_word_for_tasks_that_come_later(registry, replac
         assert eventually(lambda: control.link.call("states")["states"][1] == "GONE")
     control.finish()
     control.leave()
-    record = registry.peek(1.0)
+    record = registry.load(AddressRecord, 1.0)
     assert (record.closed, record.is_over) == (replaces or not has_come, replaces and has_come)

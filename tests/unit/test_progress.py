@@ -21,6 +21,7 @@ from metaflow_extensions.torchrun.plugins.torchrun.show.page import page_of
 from metaflow_extensions.torchrun.plugins.torchrun.show.parts import Chart, Facts, Sentence, layout, lines_of
 from metaflow_extensions.torchrun.plugins.torchrun.supervisor import progress_observer as watch
 from metaflow_extensions.torchrun.plugins.torchrun.supervisor.metric_lines import parse_line
+from metaflow_extensions.torchrun.plugins.torchrun.task.launch_call import Services
 
 
 class Kept(Progress):
@@ -303,8 +304,12 @@ def test_what_workers_tell_is_told_while_they_run_and_at_their_end_before_that(t
     node.all_end_well(agent)
     assert heard().points == {"loss": (Point(7, None),)}
     assert node.expect(Ended).ok
+    assert node.verdict().verdict.error is None
+
+
+def test_what_is_no_number_comes_back_as_nan():
     told = {"last": {"loss": None, "step": 7}, "history": {"loss": [[1, 3.0], [7, None]]}}
-    result = node.verdict(left={"progress": told})
-    assert (math.isnan(result.metrics.pop("loss")), result.metrics) == (True, {"step": 7})
-    (first, (step, value)) = result.history["loss"]
+    found = Services().result({"progress": told}, print)
+    assert (math.isnan(found["metrics"].pop("loss")), found["metrics"]) == (True, {"step": 7})
+    (first, (step, value)) = found["history"]["loss"]
     assert (first, step, math.isnan(value)) == ((1, 3.0), 7, True)
