@@ -4,6 +4,7 @@ import queue
 import signal
 import tempfile
 from pathlib import Path
+from types import SimpleNamespace
 
 from fake_link import FakeLink, member_of
 from limits import limit_s
@@ -13,10 +14,10 @@ from unit_helpers import HANG_S
 from metaflow_extensions.torchrun.plugins.torchrun.errors import LaunchFailed
 from metaflow_extensions.torchrun.plugins.torchrun.gang import messages
 from metaflow_extensions.torchrun.plugins.torchrun.gang.cause import Cause
-from metaflow_extensions.torchrun.plugins.torchrun.supervisor import agent_events
+from metaflow_extensions.torchrun.plugins.torchrun.supervisor import agent as agent_events
 from metaflow_extensions.torchrun.plugins.torchrun.supervisor.call import Call
-from metaflow_extensions.torchrun.plugins.torchrun.supervisor.launch import NodeLaunch, Tools
-from metaflow_extensions.torchrun.plugins.torchrun.supervisor.seat import Seat
+from metaflow_extensions.torchrun.plugins.torchrun.supervisor.launch import NodeLaunch
+from metaflow_extensions.torchrun.plugins.torchrun.supervisor.side import Side
 from metaflow_extensions.torchrun.plugins.torchrun.task.services import Services, result_of
 
 DEADLINE_S = limit_s(HANG_S)
@@ -56,19 +57,16 @@ class FakeNode:
         self.said, self.output, self.events = [], [], []
         self.stored = []  # what the task was asked to store; None: to give that up
         self._sent, self._agents, self._came = queue.Queue(), queue.Queue(), queue.Queue()
-        self.own_address = None
         self.loop = Loop()
-        self.seat = InLoop(self.loop, lambda: Seat(number, 2, self._hear, self))
+        log = SimpleNamespace(show=self._hear)
+        self.side = InLoop(self.loop, lambda: Side(number, 2, self._be_asked, log))
+        self.side.itself.send = self._sent.put
         self.member = member_of(FakeLink(), number, 2, self._hear)  # the task's half, which makes the result
         self.services = services or Services()
         own = {"nproc": 2, "num_nodes": 2, "node_index": number, "python": "python3"}
         self.call = Call("/flow/train.py", (), False, **{**own, **self.services.told, **fields})
         self.spares, self.write = spares, write or self._write
         self.new_agent = self._new_agent
-
-    # The node is its seat's link to the control node, too.
-    def send(self, message):
-        self._sent.put(message)
 
     def _hear(self, event):
         self.events.append(event)
@@ -91,8 +89,7 @@ class FakeNode:
 
     async def _run(self):
         self.services.begin(self.call)
-        tools = Tools(self.write, self._complete, self.stored.append, self.spares, self.new_agent)
-        launch = NodeLaunch(self.call, self.seat.itself, 0, tools)
+        launch = NodeLaunch(self.call, self.side.itself, 0, self.write, self.spares, self.new_agent)
         try:
             outcome = await launch.run()
             if outcome.verdict.error is not None:
@@ -103,8 +100,11 @@ class FakeNode:
             self._came.put(error)
 
     # What the task does for the launch.
-    def _complete(self):
-        self.seat.itself.inbox.put_nowait(self.call)
+    def _be_asked(self, what, *rest):
+        if what == "complete":
+            self.side.itself.inbox.put_nowait(self.call)
+        elif what == "store":
+            self.stored.extend(rest)
 
     # --- what the test does ----------------------------------------------------------------------
 
@@ -126,7 +126,7 @@ class FakeNode:
 
     def say_go(self, generation=0, **more):
         more = {"port": 29500, "gang": "gang", "restarts": generation, "max_restarts": 3, **more}
-        self.seat.deliver(messages.Go(0, generation, **more))
+        self.side.deliver(messages.Go(0, generation, **more))
 
     def running(self):
         """Launch and start two workers; return their agent."""
@@ -138,16 +138,16 @@ class FakeNode:
         return agent
 
     def stop(self, generation=0, **more):
-        self.seat.deliver(messages.Stop(0, generation, **more))
+        self.side.deliver(messages.Stop(0, generation, **more))
 
     def verdict(self, error=None, **more):
         """Have the control node decide; return what `run` returns or raises."""
-        self.seat.deliver(messages.Verdict(0, error, **more))
+        self.side.deliver(messages.Verdict(0, error, **more))
         return self.outcome()
 
     def interrupt(self, news):
         """Put something into the launch's inbox, as another thread or a signal handler does."""
-        self.loop.post(lambda: self.seat.itself.inbox.put_nowait(news))
+        self.loop.post(lambda: self.side.itself.inbox.put_nowait(news))
 
     def ends_well(self, agent, **verdict):
         """Have everything end well; return the node's *ended*, and what `run` returns."""

@@ -10,7 +10,7 @@ import threading
 from limits import limit_s
 from unit_helpers import HANG_S, OURS, eventually, is_running
 
-from metaflow_extensions.torchrun.plugins.torchrun.supervisor import agent_events
+from metaflow_extensions.torchrun.plugins.torchrun.supervisor import agent as agent_events
 
 GRACE_S = 0.3
 PROGRAM = f"""{OURS}

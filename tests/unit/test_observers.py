@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from metaflow_extensions.torchrun.plugins.torchrun.gang.messages import Report
-from metaflow_extensions.torchrun.plugins.torchrun.supervisor.observers import Observers
+from metaflow_extensions.torchrun.plugins.torchrun.supervisor.generation import Observers
 
 
 @pytest.mark.parametrize("fails", ["make", "poll", "ask"])
@@ -20,15 +20,16 @@ def test_an_observer_that_raises_is_left_out_and_a_line_says_so_once(fails):
             do("ask")
             return data
 
-        def make(here):
+        def make(workers):
             do("make")
             return SimpleNamespace(poll=lambda: do("poll"), ask=answer)
 
         return make
 
     said = []
-    here = SimpleNamespace(say=said.append, go=SimpleNamespace(launch=3, generation=4))
-    observers = Observers(here, {"ill": maker(fails), "well": maker("")})
+    side = SimpleNamespace(say=lambda kind, text, is_detail: said.append(text))
+    workers = SimpleNamespace(side=side, go=SimpleNamespace(launch=3, generation=4))
+    observers = Observers(workers, {"ill": maker(fails), "well": maker("")})
     for _ in range(3):
         assert observers.poll() == []
         told = [asyncio.run(observers.ask(kind, lambda observer: observer.ask({}))) for kind in ("ill", "well")]

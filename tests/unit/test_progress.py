@@ -20,7 +20,7 @@ from metaflow_extensions.torchrun.plugins.torchrun.gang.wire import from_plain, 
 from metaflow_extensions.torchrun.plugins.torchrun.show.page import page_of
 from metaflow_extensions.torchrun.plugins.torchrun.show.parts import Chart, Facts, Sentence, layout, lines_of
 from metaflow_extensions.torchrun.plugins.torchrun.supervisor import progress_observer as watch
-from metaflow_extensions.torchrun.plugins.torchrun.supervisor.metric_lines import parse_line
+from metaflow_extensions.torchrun.plugins.torchrun.supervisor.progress_observer import parse_line
 
 
 class Kept(Progress):

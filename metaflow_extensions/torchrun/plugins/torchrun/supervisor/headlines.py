@@ -5,12 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ..errors import TorchrunError
-from ..events import Event
 from ..gang.cause import failure_of
 from ..gang.messages import Go
 from ..gang.texts import counted, duration, headline
 from .call import Call
-from .command import bracketed
 
 _FIRST_LAUNCH = "\nthe first output can take half a minute, since each process imports PyTorch first"
 
@@ -20,16 +18,11 @@ _NO_FAILURE = frozenset({"preempted", "interrupted", "timeout", "store"})
 
 def start_line(call: Call, go: Go) -> str:
     """Return which ranks a launch starts, and where."""
-    where = f" on {counted(call.group_size, 'node')}, {_processes(call.nproc)} on each" if call.group_size > 1 else ""
+    processes = f"{call.nproc} process{'' if call.nproc == 1 else 'es'}"
+    where = f" on {counted(call.group_size, 'node')}, {processes} on each" if call.group_size > 1 else ""
     devices = f"; {go.devices}" if go.devices else ""
     first = _FIRST_LAUNCH if go.launch == 0 else ""
     return f"launch {go.launch} starts {_ranks(call)}{where}{devices}{first}"
-
-
-def details_line(call: Call, go: Go) -> str:
-    """Return what explains the start line."""
-    why = f" ({call.nproc_why})" if call.nproc_why else ""
-    return f"processes per node: {call.nproc}{why}; rendezvous at {bracketed(call.main_addr)}:{go.port}"
 
 
 def end_line(launch: int, call: Call, seconds: float, restarts: int, error: TorchrunError | None) -> str:
@@ -60,15 +53,10 @@ def alone_line(launch: int, call: Call) -> str:
     )
 
 
-def left_behind(node: int, left: Sequence[str], who: str) -> list[Event]:
+def left_behind_line(left: Sequence[str], who: str) -> str:
     """Return what is logged of processes that workers or commands had left running."""
-    text = f"stopped processes that the {who} had left running: {', '.join(left)}"
-    return [Event("left_behind", node, text)] if left else []
+    return f"stopped processes that the {who} had left running: {', '.join(left)}"
 
 
 def _ranks(call: Call) -> str:
     return "rank 0" if call.world_size == 1 else f"ranks 0-{call.world_size - 1}"
-
-
-def _processes(count: int) -> str:
-    return "1 process" if count == 1 else f"{count} processes"

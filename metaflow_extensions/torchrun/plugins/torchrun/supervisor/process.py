@@ -16,27 +16,26 @@ import sys
 import time
 import traceback
 from contextlib import suppress
-from functools import partial
 from typing import Any
 
 from ..compat import linux
 from ..errors import TorchrunError
 from ..events import Event
-from ..gang.cause import describe_exit
 from ..gang.messages import CONTROL, Abort, Farewell, Leave, from_wire
 from ..gang.wire import to_plain
 from ..machine import processes
-from ..machine.cgroup import describe_oom, oom_kills
 from ..machine.looks import WATCH_S, until_look
 from ..machine.open_files import file_of
+from .control_side import ControlSide
 from .endings import MustEnd, TimedOut
 from .ends import Held, end_of
 from .launches import Launches
+from .member_side import MemberSide
 from .output import Output
-from .sides import ControlSide, MemberSide
 from .signs import Signs
 from .task_link import TaskLink
 from .warm import begin_spares
+from .workers import MachineFaults
 
 _LAST_LINES_S = 0.5  # for what the workers have written before the task's end
 _DYING_S = 5.0  # a task that is killed closes its files first, and then frees its memory
@@ -80,9 +79,9 @@ class Supervisor:
         self._is_released = False  # the task lets go
         self._why: str | None = None  # why the task can't be served any more, although it may live
         self._calls = Held()
-        # How many processes the kernel had killed for lack of memory a moment ago, and when that was looked up.
-        self._oom_kills = [oom_kills()] * 2
-        self._oom_at = 0.0
+        # Since one to two seconds ago: of a worker that was killed long ago the task's end does not come.
+        self._faults = [MachineFaults()] * 2
+        self._faults_at = 0.0
 
     async def run(self, parent: int) -> None:
         """Do all that the task asks, until its end."""
@@ -118,8 +117,8 @@ class Supervisor:
         if self._launches is None or not self._launches.runs:
             for _ in processes.reap(processes.HELPERS):
                 pass
-        if not self._is_over.is_set():
-            self._count_oom_kills()
+        if not self._is_over.is_set() and (now := time.monotonic()) > self._faults_at + 1.0:
+            self._faults, self._faults_at = [self._faults[1], MachineFaults()], now
 
     def _has_ended(self) -> bool:
         return self._task.has_ended
@@ -172,7 +171,7 @@ class Supervisor:
         elif what in _OF_LAUNCHES and self._launches is not None:
             getattr(self._launches, what)(*rest)
         elif what in _INTERRUPTIONS:
-            self._side.seat.put(_INTERRUPTIONS[what](*rest))
+            self._side.put(_INTERRUPTIONS[what](*rest))
         else:
             getattr(self._side, what)(*rest)
 
@@ -181,11 +180,10 @@ class Supervisor:
         more = about.pop("more")
         side = (ControlSide if "rules" in about else MemberSide)(self._tell_task, self._output, **about)
         warm = begin_spares(more.get("starts"))
-        self._launches = Launches(self._link.send, side.seat, self._output, side.lines, warm)
+        self._launches = Launches(side, self._output, warm)
         self._side = side
         if signs := more.get("signs"):
-            say = lambda text: self._output.show(Event("note", side.seat.node, text))  # noqa: E731
-            self._signs = Signs(self._task, signs, partial(self._tell_task, "must_end"), lambda: side.is_member, say)
+            self._signs = Signs(self._task, signs, side)
 
     def _tell_task(self, what: str, *rest: Any) -> None:
         """Tell the task something of its gang; at once if the step's own code must hear of it."""
@@ -219,7 +217,7 @@ class Supervisor:
     def _release(self) -> None:
         """End what the task has begun, and this process."""
         if self._launches is not None:
-            self._launches.let_go()
+            self._launches.abort()
         self._is_released = True
         self._end_service()
 
@@ -242,7 +240,7 @@ class Supervisor:
         await self._output.settle(_LAST_LINES_S)
         for stream in (1, 2):  # who reads the task's output waits for the end of that
             os.dup2(os.open(os.devnull, os.O_WRONLY), stream)
-        if self._side.seat.node == CONTROL:
+        if self._side.node == CONTROL:
             await self._side.end()
             await self._end_launches()
         else:  # its connection lasts until its workers have ended: their ranks may be another node's then
@@ -259,18 +257,7 @@ class Supervisor:
             return "its task has closed the connection to its supervisor process"
         task = processes.find(self._task.pid)
         status = task.status if task is not None and task.began == self._task.began else None
-        if status in (None, -signal.SIGKILL) and self._is_out_of_memory():
-            return f"its task ran {describe_oom()}"
-        if status is None:  # somebody has reaped it already, as a container's shell does
+        # None: somebody has reaped it already, as a container's shell does.
+        if status is None and not self._faults[0].is_out_of_memory(-signal.SIGKILL):
             return "its task ended unexpectedly, as by SIGKILL; its exit code could not be read any more"
-        return f"its task {describe_exit(status)}"
-
-    def _count_oom_kills(self) -> None:
-        """Look every second: of a worker that was killed long ago the task's end does not come."""
-        if (now := time.monotonic()) > self._oom_at + 1.0:
-            self._oom_at = now
-            self._oom_kills = [self._oom_kills[1], oom_kills()]
-
-    def _is_out_of_memory(self) -> bool:
-        before, now = self._oom_kills[0], oom_kills()
-        return before is not None and now is not None and now > before
+        return f"its task {self._faults[0].how_ended(-signal.SIGKILL if status is None else status)}"

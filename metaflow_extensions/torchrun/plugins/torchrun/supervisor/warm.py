@@ -14,8 +14,7 @@ from ..compat.renamed import harmless
 from ..gang.wire import Plain
 from ..machine.processes import HELPERS, living_descendants, send_signal
 from ..worker.spare_process import READ_AT_START, Spare, StartCold, in_words
-from .agent import Options
-from .agent_events import Refused
+from .agent import Options, Refused
 
 
 class WarmNode:
