@@ -28,7 +28,7 @@ ERROR = LaunchFailed("Rank 1 failed.", Cause("exit", 0, "host", 1, 1, 3).as_dict
 class FakeAgent:
     """An agent that only notes what it is told, and says what the test has it say."""
 
-    def __init__(self, loop, command, env, options, on_event, warm=None):
+    def __init__(self, loop, on_event, command, env, options, warm=None):
         self.command, self.env, self.options = command, env, options
         self.say = lambda event: loop.call(on_event, event)
         self.orders = []

@@ -29,7 +29,7 @@ def start(number, command, env, options, warm=None):
     def tell(event):
         say(number=number, event=type(event).__name__, values=list(event))
     from_spare = None if warm is None else (lambda env, options: node.start(command, warm, env, options))
-    agents[number] = AgentProcess(command, env, Options(**{{"halt_signal": signal.SIGSTOP, **options}}), tell, from_spare)
+    agents[number] = AgentProcess(tell, command, env, Options(**{{"halt_signal": signal.SIGSTOP, **options}}), from_spare)
     agents[number].start()
 
 async def answer(id, code, values):

@@ -63,12 +63,27 @@ def test_a_launch_that_the_task_leaves_at_once_ends(node):
     assert ended(node) == ("ended", 3, {"handled": 0})
 
 
+def test_a_launch_that_waits_for_the_end_of_another_has_its_own_news(node):
+    """As after a double Ctrl-C, which the step's code has caught: the first launch is still being stopped."""
+
+    def run_leave_and_run():
+        node.launches.itself.run(0, told(call_of()))
+        node.launches.itself.give_up(0, None)
+        node.launches.itself.run(1, told(call_of()))
+        node.side.itself.inbox.put_nowait(MustEnd("its machine goes"))
+
+    node.loop.call(run_leave_and_run)
+    assert eventually(lambda: len(node.told) >= 2 and node.told[-1][1] == 1)
+    ends = [(number, more["handled"]) for what, number, more in node.told if what == "ended"]
+    assert ends == [(0, 0), (1, 1)]
+
+
 def test_the_task_hears_how_many_interruptions_its_launch_has_handled(node):
     """The first ends the launch. The second came too late for it: the task itself handles that."""
 
     def interrupt_twice():
         for _ in range(2):
-            node.side.itself.put(MustEnd("its machine goes"))
+            node.side.itself.inbox.put_nowait(MustEnd("its machine goes"))
 
     node.launches.run(0, told(call_of()))
     assert eventually(lambda: node.sent)

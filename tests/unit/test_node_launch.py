@@ -217,7 +217,7 @@ def test_a_verdict_while_workers_run_ends_them_here(node):
 
 def test_an_agent_that_can_not_be_started_is_the_end_of_the_generation(tmp_path):
     node = FakeNode(tmp_path, stores=True)
-    node.new_agent = None  # calling it raises
+    node.new_agent = lambda on_event: None  # calling it with more raises
     node.launch()
     node.say_go()
     ended = node.expect(Ended)

@@ -87,6 +87,11 @@ class End(NamedTuple):
 AgentEvent: TypeAlias = Refused | Unreached | WorkerStarted | WorkerEnded | AgentEnded | End
 
 
+def left_behind_line(left: Sequence[str], who: str) -> str:
+    """Return what is logged of processes that workers or commands had left running."""
+    return f"stopped processes that the {who} had left running: {', '.join(left)}"
+
+
 # --- the agent
 
 
@@ -119,10 +124,10 @@ class AgentProcess:
 
     def __init__(
         self,
+        on_event: Callable[[AgentEvent], None],
         command: Sequence[str],
         env: Mapping[str, str],
         options: Options,
-        on_event: Callable[[AgentEvent], None],
         warm: Warm | None = None,
     ) -> None:
         self._command = list(command)

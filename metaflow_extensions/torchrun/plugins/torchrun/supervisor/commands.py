@@ -18,15 +18,13 @@ from ..events import label
 from ..gang.cause import Cause, describe_exit
 from ..gang.messages import Report
 from ..parsing import is_by_shell
-from .agent import AgentProcess, End, Options
+from .agent import AgentProcess, End, Options, left_behind_line
 from .call import Call
 from .command import environment_of_commands, make_folder
-from .headlines import left_behind_line
 from .pipes import LogReader, Write, pipe_path
 from .side import Side
-from .workers import MachineFaults
+from .workers import MachineFaults, as_shown, last_lines
 
-_TAIL_LINES = 30
 _SHOWN_CHARS = 200
 NextNews: TypeAlias = Callable[[], Awaitable[Any]]
 """Waits for what comes next to the launch; raises what ends it."""
@@ -94,11 +92,11 @@ class Commands:
     def _begin(self, at: int) -> None:
         call, words = self._call, self._call.before_run[at]
         self._write(at, "stdout", f"$ {shown(words)}")
-        # The shell is found here, because the user's PATH for the commands may lack it.
-        program = _system_program(words[0]) if is_by_shell(words) else words[0]
+        # Their PATH is the user's, and may lack the shell.
+        program = "/bin/sh" if is_by_shell(words) else words[0]
         both = pipe_path(self._folder, at, "stdout")  # one pipe for both streams keeps their order
         options = Options(both, both, grace_s=call.grace_s, cwd=call.cwd)
-        agent = self._new_agent([program, *words[1:]], self._env, options, self._side.inbox.put_nowait)
+        agent = self._new_agent([program, *words[1:]], self._env, options)
         agent.start()
         self._agent = agent
 
@@ -136,24 +134,10 @@ class Commands:
         self._side.send(Report("command", self._launch, data=data))
         if status == 0:
             return None
-        lines = _last_lines(self._logs.tail(at, "stdout"))
+        lines = last_lines(as_shown(self._logs.tail(at, "stdout").rstrip("\n")))
         return Cause("command", node, self._side.host, None, None, status, f"{name} {how}", lines)
 
     def _write(self, at: int, stream: str, line: str) -> None:
         """Write a line of ours among a command's output."""
         with open(pipe_path(self._folder, at, stream), "ab", buffering=0) as pipe:
             pipe.write(f"{line}\n".encode(errors="backslashreplace"))
-
-
-def _system_program(name: str) -> str:
-    """Return the path of a program that every system has.
-
-    The user's variables are for the user's programs: a PATH among them need not lead to what we start these with.
-    """
-    return next(filter(None, (shutil.which(name, path=path) for path in (os.defpath, os.environ.get("PATH")))), name)
-
-
-def _last_lines(text: str) -> str:
-    """Return the last lines of a command's output; a progress bar (with CR) is reduced to its last state."""
-    lines = [line.removesuffix("\r").rpartition("\r")[2] for line in text.rstrip("\n").split("\n")]
-    return "\n".join(lines[-_TAIL_LINES:])

@@ -31,6 +31,7 @@ from .agent import (
     Unreached,
     WorkerEnded,
     WorkerStarted,
+    left_behind_line,
 )
 from .call import Call
 from .command import (
@@ -43,7 +44,6 @@ from .command import (
     with_hooks,
 )
 from .hang_observer import HangObserver, StacksObserver
-from .headlines import left_behind_line
 from .pipes import AGENT, LogReader, Write, pipe_path
 from .progress_observer import FOLDER, ProgressObserver, metrics_folder
 from .side import Side
@@ -117,7 +117,7 @@ class Generation:
         warm: WarmNode | None = None,
         new_agent: Callable[..., AgentProcess] = AgentProcess,
     ) -> None:
-        """Make all that it needs, or raise if it can't start. What its agent tells goes to the inbox of `side`."""
+        """Make all that it needs, or raise if it can't start. What its agent tells comes to `see`."""
         self._call, self._go, self._side, self._warm = call, go, side, warm
         self.are_over = False  # no process is left
         self._faults = MachineFaults()
@@ -148,7 +148,7 @@ class Generation:
             begin = None
             if warm is not None:
                 begin = partial(warm.start, command, call.nproc if call.has_warm_workers else 0)
-            self._agent = new_agent(command, env, options, side.inbox.put_nowait, begin)
+            self._agent = new_agent(command, env, options, begin)
             self._workers = Workers(call, go, side, folder, self._logs, self._agent)
             self._observers = Observers(self._workers, _OBSERVERS)
             failed.pop_all()
@@ -156,7 +156,7 @@ class Generation:
     # --- its life -------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Start the agent. All further news arrives in the inbox, for `see`."""
+        """Start the agent. All further news comes to `see`."""
         self._logs.start()
         self._agent.start()
 

@@ -1,35 +1,40 @@
 """One launch on one node, from the call of `run` to its outcome: read `NodeLaunch.run` from top to bottom.
 
-All that it waits for comes in one queue, the inbox of its side: what the gang says, what the agent does, what interrupts
+All that it waits for comes in one queue, its inbox: what the gang says, what the agent does, what interrupts
 this node. Each wait is `_next`, which raises what ends the launch here. What runs then is stopped and reaped on the way out.
 """
 
 from __future__ import annotations
 
+import asyncio
 import shlex
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any, NoReturn
 
 from ..errors import LaunchFailed, TorchrunError, TorchrunPreempted
-from ..gang.cause import Cause, Failure, FailureText, cause_of
+from ..gang.cause import Cause, Failure, FailureText, cause_of, failure_of
 from ..gang.failures import change_of_nodes
 from ..gang.messages import CONTROL, Ask, Ended, Failed, Go, Ready, Restart, Stop, Store, Verdict, to_wire
-from ..gang.texts import headline, names
+from ..gang.texts import counted, duration, headline, names
 from ..gang.view import as_dicts
 from ..machine.aside import Aside
+from ..machine.looks import until_look
 from .agent import AgentProcess
 from .call import Call, Outcome
 from .command import bracketed
 from .commands import Commands
 from .endings import Broken, GivenUp, MustEnd, TimedOut, preempted, timed_out
 from .generation import AGENT_NAME, Generation
-from .headlines import alone_line, end_line, start_line
 from .pipes import Write
 from .side import Side
 from .warm import WarmNode
 
+_FIRST_LAUNCH = "\nthe first output can take half a minute, since each process imports PyTorch first"
+# The classes of causes with which nothing has failed where they arise.
+_NO_FAILURE = frozenset({"preempted", "interrupted", "timeout", "store"})
 _START_S = 120.0  # for the disk of TMPDIR: a server of files may start again meanwhile
 
 
@@ -53,7 +58,10 @@ class NodeLaunch:
         warm: WarmNode | None = None,
         new_agent: Callable[..., AgentProcess] = AgentProcess,  # another one is for tests
     ) -> None:
-        self._call, self._side, self._launch, self._write, self._new_agent = call, side, launch, write, new_agent
+        self._call, self._side, self._launch, self._write = call, side, launch, write
+        # Its own from the moment that the task asks for it: another launch may come while it ends.
+        self._inbox = side.inbox = asyncio.Queue[Any]()
+        self._new_agent = partial(new_agent, self._inbox.put_nowait)
         self._warm = None if call.warm == "off" else warm
         self._node = side.node
         self._went_at: float | None = None  # when the first generation began
@@ -67,7 +75,6 @@ class NodeLaunch:
 
     async def run(self) -> Outcome:
         """Run the launch to its end on all nodes, and return that; raise what ends it here without a verdict."""
-        self._side.begin_launch()
         try:
             if self._side.broken is not None:
                 raise self._side.broken
@@ -116,7 +123,10 @@ class NodeLaunch:
 
         An order to end, and the end of the step's time, leave it to the gang where workers run.
         """
-        news = await self._side.next()
+        try:
+            news = await asyncio.wait_for(self._inbox.get(), until_look())
+        except asyncio.TimeoutError:
+            return None
         if isinstance(news, Go | Ask | Stop | Restart | Store | Verdict) and news.launch != self._launch:
             return None  # late news of a launch that the step's code gave up
         match news:
@@ -267,3 +277,47 @@ class NodeLaunch:
 
 def _reason(error: Exception) -> str:
     return str(error) if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
+
+
+# --- the lines with which it begins and ends ------------------------------------------------------
+
+
+def start_line(call: Call, go: Go) -> str:
+    """Return which ranks a launch starts, and where."""
+    processes = f"{call.nproc} process{'' if call.nproc == 1 else 'es'}"
+    where = f" on {counted(call.group_size, 'node')}, {processes} on each" if call.group_size > 1 else ""
+    devices = f"; {go.devices}" if go.devices else ""
+    first = _FIRST_LAUNCH if go.launch == 0 else ""
+    return f"launch {go.launch} starts {_ranks(call)}{where}{devices}{first}"
+
+
+def end_line(launch: int, call: Call, seconds: float, restarts: int, error: TorchrunError | None) -> str:
+    """Return how a launch has ended; `seconds` are those from *go* to its end."""
+    trained = f"trained {duration(seconds)}" + (f", {counted(restarts, 'restart')}" if restarts else "")
+    failure = None if error is None else failure_of(error)
+    if failure is not None and failure.cause.kind not in ("hang", "timeout"):
+        is_told = failure.cause.category in _NO_FAILURE
+        how = headline(failure.cause.what) if is_told else "failed first"
+        return f"launch {launch} has failed ({trained}): {failure.who} {how}"
+    return f"launch {launch} {'has ended well' if error is None else 'has failed'}: {_ranks(call)}, {trained}"
+
+
+def alone_line(launch: int, call: Call) -> str:
+    """Return the warning for a launch whose ranks have trained without a process group, and what to change.
+
+    A process group alone would change nothing but this warning.
+    """
+    group = (
+        "after torch.distributed.init_process_group()" if call.function is None else "with run(process_group='auto')"
+    )
+    return (
+        f"warning: in launch {launch} each of the {call.world_size} ranks has trained by itself: gradients were "
+        "computed, but no process group was made for them, so each has a model of its own. That is fine if you mean it. "
+        f"If not: {group}, wrap the model in DistributedDataParallel (or FSDP), and give its DataLoader a "
+        "DistributedSampler. Without GPUs, Hugging Face's Trainer needs TrainingArguments(use_cpu=True), and Accelerate "
+        "needs Accelerator(cpu=True)"
+    )
+
+
+def _ranks(call: Call) -> str:
+    return "rank 0" if call.world_size == 1 else f"ranks 0-{call.world_size - 1}"

@@ -43,8 +43,8 @@ class Launches:
         self._output.begin(found.writes)
         self._number = number
         self._call = found
-        self._side.expect_launch()
-        self._launch = asyncio.get_running_loop().create_task(self._run(number, found, self._launch))
+        launch = NodeLaunch(found, self._side, number, self._writer(found), self._warm)
+        self._launch = asyncio.get_running_loop().create_task(self._run(launch, number, self._launch))
 
     def complete(self, call: dict[str, Any]) -> None:
         """Go on with the call that is complete after the commands."""
@@ -57,7 +57,7 @@ class Launches:
         if number != self._number:
             self._side.tell_task("ended", number, {"handled": 0})
             return
-        self._side.put(GivenUp(None if cause is None else from_plain(Cause, cause, "the cause")))
+        self._side.inbox.put_nowait(GivenUp(None if cause is None else from_plain(Cause, cause, "the cause")))
 
     def end_spares(self) -> None:
         """End the spares: no launch comes any more, or commands have changed what spares have imported."""
@@ -66,7 +66,7 @@ class Launches:
 
     def abort(self) -> None:
         """End the launch, if one runs: its task or its gang is gone."""
-        self._side.put(GivenUp(None))
+        self._side.inbox.put_nowait(GivenUp(None))
 
     async def close(self) -> None:
         """Wait for the end of a launch that was aborted."""
@@ -81,11 +81,10 @@ class Launches:
 
     # --- one launch
 
-    async def _run(self, number: int, call: Call, before: asyncio.Task[None] | None) -> None:
+    async def _run(self, launch: NodeLaunch, number: int, before: asyncio.Task[None] | None) -> None:
         if before is not None:  # the task may have left its launch by a second Ctrl-C, while that was being stopped
             await before
         told: dict[str, Any] = {}
-        launch = NodeLaunch(call, self._side, number, self._writer(call), self._warm)
         try:
             told = {"outcome": to_plain(await launch.run())}
         except GivenUp:

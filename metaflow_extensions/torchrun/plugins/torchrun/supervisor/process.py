@@ -171,7 +171,7 @@ class Supervisor:
         elif what in _OF_LAUNCHES and self._launches is not None:
             getattr(self._launches, what)(*rest)
         elif what in _INTERRUPTIONS:
-            self._side.put(_INTERRUPTIONS[what](*rest))
+            self._side.inbox.put_nowait(_INTERRUPTIONS[what](*rest))
         else:
             getattr(self._side, what)(*rest)
 

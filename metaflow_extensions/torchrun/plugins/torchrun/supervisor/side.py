@@ -1,20 +1,19 @@
 """A node's side of its gang, in its supervisor: what the gang says of a launch, and what interrupts one.
 
-The task has the other half, `member`. Everything here runs in the supervisor's loop. What happens is put into `inbox`,
-which the launch reads. `control_side` and `member_side` have the connections.
+The task has the other half, `member`. Everything here runs in the supervisor's loop. What happens is put into `inbox`, which
+the launch reads; each launch has its own, since those before it may still be ending. `control_side` and `member_side` have
+the connections.
 """
 
 from __future__ import annotations
 
 import asyncio
 import socket
-from collections import deque
 from typing import Any
 
 from ..errors import TorchrunError
 from ..events import Event, Kind
 from ..gang.messages import Abort, Ask, Farewell, Go, Message, Note, Restart, Stop, Store, Verdict, to_wire
-from ..machine.looks import until_look
 from .endings import Broken, lost_control
 from .output import Output, Send
 
@@ -27,8 +26,7 @@ class Side:
     def __init__(self, node: int, num_nodes: int, tell_task: Send, output: Output) -> None:
         self.node, self.num_nodes = node, num_nodes
         self.host = socket.gethostname()
-        self.inbox: asyncio.Queue[Any] = asyncio.Queue()  # of the current launch; each launch has its own
-        self._next: deque[asyncio.Queue[Any]] = deque()  # of launches that are about to begin, in order
+        self.inbox: asyncio.Queue[Any] = asyncio.Queue()  # of the launch that the task has asked for last
         self.broken: TorchrunError | None = None  # why the gang can't go on
         self._says_bye = False  # the control node has announced that it leaves
         self.tell_task, self._output = tell_task, output
@@ -44,27 +42,6 @@ class Side:
         """Write lines to this node's log, or to its details, and tell the task of them."""
         self._output.show(Event(kind, self.node, text, is_detail))
 
-    # --- its launches
-
-    def expect_launch(self) -> None:
-        """Keep what comes from now on for one more launch; those before it may still be ending, or never begin."""
-        self._next.append(asyncio.Queue())
-
-    def begin_launch(self) -> None:
-        """Begin a launch, with a new `inbox`."""
-        self.inbox = self._next.popleft() if self._next else asyncio.Queue()
-
-    def put(self, news: Any) -> None:
-        """Put news into the inbox of the launch that the task has asked for last."""
-        (self._next[-1] if self._next else self.inbox).put_nowait(news)
-
-    async def next(self) -> Any:
-        """Return what comes next, or None when it is time to look at what no news tells."""
-        try:
-            return await asyncio.wait_for(self.inbox.get(), until_look())
-        except asyncio.TimeoutError:
-            return None
-
     # --- what the control node says
 
     def deliver(self, message: Message) -> None:
@@ -72,7 +49,7 @@ class Side:
         if isinstance(message, Note):
             self.say("note", message.text, message.is_detail)
         elif isinstance(message, Go | Ask | Stop | Restart | Store | Verdict):
-            self.put(message)
+            self.inbox.put_nowait(message)
         else:
             if isinstance(message, Abort):
                 self._break(message.error)
@@ -83,10 +60,10 @@ class Side:
         """Handle the loss of the control node. If it has said that it leaves, that concerns only a launch that still runs."""
         self.tell_task("lost", reason)
         if self._says_bye:
-            self.put(Broken(lost_control(reason)))
+            self.inbox.put_nowait(Broken(lost_control(reason)))
         else:
             self._break(lost_control(reason))
 
     def _break(self, error: TorchrunError) -> None:
         self.broken = self.broken or error
-        self.put(Broken(self.broken))
+        self.inbox.put_nowait(Broken(self.broken))

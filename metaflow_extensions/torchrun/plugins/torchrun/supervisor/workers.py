@@ -117,7 +117,7 @@ class Workers:
             return None
         code, is_signal = end.status, end.status < 0
         who = (self.call.node_index, self.side.host, end.rank, end.local_rank)
-        stdout = last_lines(_as_shown(self.logs.tail(end.local_rank, "stdout").rstrip()), _STDOUT_LINES)
+        stdout = last_lines(as_shown(self.logs.tail(end.local_rank, "stdout").rstrip()), _STDOUT_LINES)
         if (record := self._records.get(end.local_rank)) is not None:
             if end.stopped and record.at > told:
                 return None
@@ -224,7 +224,7 @@ _RANK_PREFIX = re.compile(r"^\[rank\d+\]: ?", re.MULTILINE)
 
 def without_labels(text: str) -> str:
     """Return a text without torch's prefixes, as a terminal shows it."""
-    return _RANK_PREFIX.sub("", _as_shown(text))
+    return _RANK_PREFIX.sub("", as_shown(text))
 
 
 def last_lines(text: str, most: int = _TAIL_LINES) -> str:
@@ -232,7 +232,7 @@ def last_lines(text: str, most: int = _TAIL_LINES) -> str:
     return "\n".join(text.split("\n")[-most:])
 
 
-def _as_shown(text: str) -> str:
+def as_shown(text: str) -> str:
     """Return a text as a terminal shows it: of a progress bar, which writes over itself, the last state."""
     lines = text.removesuffix("\n").split("\n")
     return "\n".join(line.rstrip("\r").rpartition("\r")[2] for line in lines)
