@@ -296,7 +296,6 @@ def test_what_workers_tell_is_told_while_they_run_and_at_their_end_before_that(t
     told = heard()
     assert told.points == {"loss": (Point(1, 3.0),)}
     assert {rank: pace.step for rank, pace in told.paces.items()} == {0: 1, 1: 2}
-    eventually(lambda: [text for text in node.texts("note") if "nonsense" in text])
     monkeypatch.setattr(watch, "TELLS_EVERY_S", 1000.0)
     eventually(node.all_taken)
     write(folder / "0.jsonl", '{"step": 1, "loss": 3}\nnonsense\n{"step": 7, "loss": NaN}\n')

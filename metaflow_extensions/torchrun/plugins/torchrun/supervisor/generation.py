@@ -7,8 +7,8 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -43,7 +43,8 @@ from .command import (
     shown_command,
     with_hooks,
 )
-from .hang_observer import HangObserver, StacksObserver
+from .ends import Held
+from .hang_observer import HangObserver, answer, examine
 from .pipes import AGENT, LogReader, Write, pipe_path
 from .progress_observer import FOLDER, ProgressObserver, metrics_folder
 from .side import Side
@@ -56,53 +57,13 @@ AGENT_NAME = "torchrun agent"
 # `_terminate_process_handler` in torch/distributed/elastic/multiprocessing/api.py, torch 2.13.
 _GOT_SIGNAL = re.compile(r"SignalException: Process \d+ got signal: (\d+)")
 _NEVER = float("inf")
-_OBSERVERS = {  # by the kind of their reports
+# By the kind of their reports. An observer has a `poll`, called at least twice a second, that returns the data to send now,
+# so mostly None. It shares the supervisor's loop, so it may not wait for long. It decides nothing.
+_OBSERVERS: dict[str, Callable[[Workers], Any]] = {
     "progress": ProgressObserver,
     "hangs": HangObserver,
-    "stacks": StacksObserver,
     "usage": UsageObserver,
 }
-
-
-class Observers:
-    """What a node observes of its workers, by the kind of report that each observer sends.
-
-    An observer has a `poll`, called at least twice a second, that returns the data to send now, so mostly None. It shares
-    the supervisor's loop, so it may not wait for long. It decides nothing, and one that raises ends no launch: a line in
-    the log's details says so once, and it is left out of this generation.
-    """
-
-    def __init__(self, workers: Workers, makers: Mapping[str, Callable[[Workers], Any]]) -> None:
-        self._workers = workers
-        self._observers: dict[str, Any] = {}
-        for kind, make in makers.items():
-            with harmless(partial(self._leave_out, kind)):
-                self._observers[kind] = make(workers)
-
-    def poll(self) -> list[Report]:
-        """Return what they report now."""
-        found = list[Report]()
-        for kind, observer in list(self._observers.items()):
-            with harmless(partial(self._leave_out, kind)):
-                found += self._reports(kind, observer.poll())
-        return found
-
-    async def ask(self, kind: str, question: Callable[[Any], Awaitable[Plain | None]]) -> list[Report]:
-        """Ask one of them; return its report."""
-        found = list[Report]()
-        if kind in self._observers:
-            with harmless(partial(self._leave_out, kind)):
-                found += self._reports(kind, await question(self._observers[kind]))
-        return found
-
-    def _reports(self, kind: str, data: Plain | None) -> list[Report]:
-        go = self._workers.go
-        return [] if data is None else [Report(kind, go.launch, go.generation, data)]
-
-    def _leave_out(self, kind: str, error: Exception) -> None:
-        text = f"this node reports nothing more of its {kind}: {type(error).__name__}: {error}"
-        self._workers.side.say("note", text, is_detail=True)
-        self._observers.pop(kind, None)
 
 
 class Generation:
@@ -126,6 +87,7 @@ class Generation:
         self._stopped_at = _NEVER
         self._left: Sequence[str] = ()  # what the agent had left running when it ended by itself
         self._said: set[str] = set()  # which reports were sent that are sent once
+        self._answers = Held()  # to commands that ask what the workers do
         self._is_closed = False
         for emptied in call.emptied:  # of what workers of a former generation have left
             shutil.rmtree(emptied, ignore_errors=True)
@@ -150,7 +112,10 @@ class Generation:
                 begin = partial(warm.start, command, call.nproc if call.has_warm_workers else 0)
             self._agent = new_agent(command, env, options, begin)
             self._workers = Workers(call, go, side, folder, self._logs, self._agent)
-            self._observers = Observers(self._workers, _OBSERVERS)
+            self._observers = dict[str, Any]()
+            for kind, make in _OBSERVERS.items():
+                with self._guarded(kind):
+                    self._observers[kind] = make(self._workers)
             failed.pop_all()
 
     # --- its life -------------------------------------------------------------------------------
@@ -168,15 +133,19 @@ class Generation:
         elif isinstance(news, Stop):
             await self._obey(news)
         elif isinstance(news, Ask) and news.generation == self._go.generation:
-            self._send(*await self._observers.ask(news.kind, lambda observer: observer.ask(news.data)))
+            self._answers.begin(self._tell("stacks", answer(self._workers, news.data["id"])))
         self._tell_of_disk()
-        told = self._observers.poll()
+        found = list[tuple[str, Plain | None]]()
+        for kind, observer in list(self._observers.items()):
+            with self._guarded(kind):
+                found.append((kind, observer.poll()))
         if not self._is_stopping or failed:
             self._report_signs()
-        self._send(*told)
+        for each in found:
+            self._report(*each)
         if failed:
             self._side.say("worker_failed", f"{failed}; stopping all nodes")
-            self._send(Failed(self._go.launch, self._go.generation, self._failures()))
+            self._side.send(Failed(self._go.launch, self._go.generation, self._failures()))
             self._stop()
 
     async def _obey(self, stop: Stop) -> None:
@@ -185,7 +154,7 @@ class Generation:
         if self._side.node == CONTROL and stop.because and not is_told:
             self._side.say("stopping", f"{stop.because}; stopping all nodes")
         if stop.kind == KIND and not self._is_stopping:
-            self._send(*await self._observers.ask("hangs", HangObserver.examine))
+            await self._tell("hangs", examine(self._workers))
         self._stop(stop.signal)
 
     def _stop(self, first_signal: int | None = None) -> None:
@@ -211,6 +180,7 @@ class Generation:
         if self._is_closed:
             return
         self._is_closed = True
+        self._answers.cancel()
         self._logs.let_end()
         try:
             await self._agent.close(grace_s)
@@ -224,13 +194,10 @@ class Generation:
 
     async def finish(self) -> Ended:
         """Read the last output of workers that have ended, tell the gang of it, and return how they did."""
-        trained_alone, told = await asyncio.gather(
-            self._workers.trained_alone(), self._observers.ask("progress", ProgressObserver.ended)
-        )
+        trained_alone, _ = await asyncio.gather(self._workers.trained_alone(), self._tell_last_progress())
         self._tell_of_disk()
         await self.close()
         call, ok = self._call, self._ended_well
-        self._send(*told)
         if self._left:
             self._side.say("left_behind", left_behind_line(self._left, "workers"))
         if not self._is_stopping:
@@ -249,9 +216,27 @@ class Generation:
 
     # --- what is told of it ---------------------------------------------------------------------
 
-    def _send(self, *messages: Report | Failed) -> None:
-        for each in messages:
-            self._side.send(each)
+    def _report(self, kind: str, data: Plain | None) -> None:
+        if data is not None:
+            self._side.send(Report(kind, self._go.launch, self._go.generation, data))
+
+    async def _tell(self, kind: str, found: Awaitable[Plain | None]) -> None:
+        with self._guarded(kind):
+            self._report(kind, await found)
+
+    async def _tell_last_progress(self) -> None:
+        if (progress := self._observers.get("progress")) is not None:
+            await self._tell("progress", progress.ended())
+
+    def _guarded(self, kind: str) -> AbstractContextManager[None]:
+        """Leave an observer that raises out of this generation, with a line in the log's details; it ends no launch."""
+
+        def leave_out(error: Exception) -> None:
+            text = f"this node reports nothing more of its {kind}: {type(error).__name__}: {error}"
+            self._side.say("note", text, is_detail=True)
+            self._observers.pop(kind, None)
+
+        return harmless(leave_out)
 
     def _report_signs(self) -> None:
         """Report to the gang, once each, that all workers of this node run, or have run, and that some have written."""
@@ -260,7 +245,7 @@ class Generation:
         for kind in [kind for kind, is_seen in (("started", run), ("wrote", has_written)) if is_seen]:
             if kind not in self._said:
                 self._said.add(kind)
-                self._send(Report(kind, self._go.launch, self._go.generation))
+                self._report(kind, {})
                 if kind == "started" and self._warm is not None and self._go.restarts < self._go.max_restarts:
                     self._warm.prepare()
 
@@ -278,7 +263,7 @@ class Generation:
                 self._side.say("note", f"torchrun starts cold: {event.reason}")
             case Unreached():
                 about = {"address": self._call.main_addr, "port": self._go.port, "why": event.why}
-                self._send(Report("unreached", self._go.launch, self._go.generation, about))
+                self._report("unreached", about)
             case WorkerStarted():
                 self._workers.pids[event.rank] = event.pid
             case WorkerEnded():

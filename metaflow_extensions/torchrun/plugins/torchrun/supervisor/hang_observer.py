@@ -30,7 +30,7 @@ _NODE_CHARS, _GANG_CHARS = 200_000, 16_000_000
 
 
 class HangObserver:
-    """Reports signs of life of this node's workers, and in a hang their places in the code."""
+    """Reports signs of life of this node's workers."""
 
     def __init__(self, workers: Workers) -> None:
         self._workers = workers
@@ -63,37 +63,27 @@ class HangObserver:
         self._looked_at = now
         return is_connected_to(self._workers.go.port, self._workers.running().values())
 
-    async def examine(self) -> Plain:
-        """Log the stacks of all workers; return them."""
-        workers = self._workers
-        question = Question(workers.running(), _WORKERS_S)
-        while (found := question.poll()) is None:
-            await asyncio.sleep(_POLL_S)
-        if found:
-            workers.side.say("note", f"what the workers were doing:\n{text_of(found)}")
-        plain: Plain = to_plain(Diagnostics(_to_send(workers, found)))
-        return plain
+
+async def examine(workers: Workers) -> Plain:
+    """Log the stacks of all workers; return them."""
+    found = await _stacks(workers, _WORKERS_S)
+    if found:
+        workers.side.say("note", f"what the workers were doing:\n{text_of(found)}")
+    plain: Plain = to_plain(Diagnostics(_to_send(workers, found)))
+    return plain
 
 
-class StacksObserver:
-    """Asks the workers of this node while the launch goes on. A new question takes the place of an open one."""
+async def answer(workers: Workers, asked: str) -> Plain:
+    """Return what the workers do now, for the command that has `asked`."""
+    found = await _stacks(workers, WORKERS_S)
+    return {"id": asked, "found": to_plain(NodeStacks(workers.side.host, _to_send(workers, found)))}
 
-    def __init__(self, workers: Workers) -> None:
-        self._workers = workers
-        self._id = ""
-        self._question: Question | None = None
 
-    async def ask(self, data: Plain) -> None:
-        """Begin to ask the workers; `poll` returns the answer."""
-        self._id, self._question = data["id"], Question(self._workers.running(), WORKERS_S)
-
-    def poll(self) -> Plain | None:
-        """Return the answer, when it is there."""
-        found = None if self._question is None else self._question.poll()
-        if found is None:
-            return None
-        self._question = None
-        return {"id": self._id, "found": to_plain(NodeStacks(self._workers.side.host, _to_send(self._workers, found)))}
+async def _stacks(workers: Workers, limit_s: float) -> Mapping[int, Found]:
+    question = Question(workers.running(), limit_s)
+    while (found := question.poll()) is None:
+        await asyncio.sleep(_POLL_S)
+    return found
 
 
 def _to_send(workers: Workers, found: Mapping[int, Found]) -> dict[int, Found]:

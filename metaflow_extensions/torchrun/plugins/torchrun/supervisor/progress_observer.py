@@ -27,7 +27,6 @@ from .workers import Workers
 _READS_EVERY_S = 1.0
 TELLS_EVERY_S = 5.0
 MAX_POINTS = 100  # of a key in one message
-_SHOWN_CHARS = 100
 # A worker appends lines of JSON to the file of its local rank here, which the agent names to it.
 FOLDER = "TORCHRUN_METRICS_FOLDER"
 MAX_BYTES = 1024 * 1024  # that are read at once; with more, lines come later
@@ -41,7 +40,7 @@ _STILL_S, _STILL_STEPS = 60.0, 3
 _LAST_SECONDS = 20
 
 
-_Lines: TypeAlias = "list[tuple[int, float, Line | bytes]]"
+_Lines: TypeAlias = "list[tuple[int, float, Line]]"
 """Ranks, when their lines were read, and the lines."""
 
 
@@ -56,7 +55,7 @@ class ProgressObserver:
             for local_rank, rank in enumerate(workers.call.ranks)
         }
         self._reading: Future[_Lines] | None = None
-        self._said: set[str] = set()  # warnings; each is given once
+        self._has_warned = False  # that points are lost
         self._paces = {rank: RankPace() for rank in workers.call.ranks}
         # Of rank 0, if it is on this node: its last step, its total, and the new values.
         self._step: int | None = None
@@ -93,34 +92,29 @@ class ProgressObserver:
 
     def _take(self, found: _Lines) -> None:
         for rank, at, line in found:
-            if isinstance(line, bytes):
-                text = line[:_SHOWN_CHARS].decode("utf-8", "backslashreplace")
-                what = "wrote a line to its metrics that holds no number by name; it is ignored"
-                self._warn("refused", f"rank {rank} {what}: {text!r}", is_detail=True)
-                continue
             self._paces[rank].see(line, at)
             self._workers.reported_at = at
             if rank == 0:
                 self._keep(line)
 
-    def _warn(self, what: str, text: str, is_detail: bool = False) -> None:
-        if what not in self._said:
-            self._said.add(what)
-            self._workers.side.say("note", text, is_detail)
-
     def _keep(self, line: Line) -> None:
         loses = "warning: rank 0 has reported"  # points of its curve
         if line.step is None and self._step is None and line.values:
-            self._warn("loses", f"{loses} values without a step: only the last ones are kept")
+            self._warn(f"{loses} values without a step: only the last ones are kept")
         if line.step is not None and self._step is not None and line.step < self._step:
             repeats = "of repeated steps only the last values are kept, so count the steps over all epochs"
-            self._warn("loses", f"{loses} step {line.step} after step {self._step}: {repeats}")
+            self._warn(f"{loses} step {line.step} after step {self._step}: {repeats}")
         self._step = self._step if line.step is None else line.step
         self._total = line.total or self._total
         values = line.values if line.seconds is None else {**line.values, "seconds": line.seconds}
         for key, value in values.items():
             if key in self._new or len(self._new) < MAX_KEYS:
                 self._new.setdefault(key, Series(MAX_POINTS)).add(self._step or 0, value)
+
+    def _warn(self, text: str) -> None:
+        if not self._has_warned:
+            self._has_warned = True
+            self._workers.side.say("note", text)
 
     def _message(self, now: float) -> Plain | None:
         self._told_at = now
@@ -197,8 +191,8 @@ class LineReader:
         self._read = self._freed = 0  # bytes of the file
         self._rest = b""  # the start of an unfinished line
 
-    def new_lines(self) -> list[Line | bytes]:
-        """Return the new complete lines, as they are where they hold no numbers."""
+    def new_lines(self) -> list[Line]:
+        """Return the new complete lines that hold numbers."""
         try:
             data = self._new_bytes()
         except OSError:  # there is no such file
@@ -206,7 +200,7 @@ class LineReader:
         *texts, self._rest = (self._rest + data).split(b"\n")
         if len(self._rest) > MAX_BYTES:
             self._rest = b""  # the rest of this line will not parse, and is ignored
-        return [parse_line(text) or text for text in filter(bytes.strip, texts)]
+        return [line for line in map(parse_line, texts) if line is not None]
 
     def _new_bytes(self) -> bytes:
         size = os.stat(self._path).st_size
