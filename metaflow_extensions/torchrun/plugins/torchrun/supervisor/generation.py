@@ -75,8 +75,8 @@ class Generation:
         go: Go,
         side: Side,
         write: Write,
-        warm: WarmNode | None = None,
-        new_agent: Callable[..., AgentProcess] = AgentProcess,
+        warm: WarmNode | None,
+        new_agent: Callable[..., AgentProcess],
     ) -> None:
         """Make all that it needs, or raise if it can't start. What its agent tells comes to `see`."""
         self._call, self._go, self._side, self._warm = call, go, side, warm
