@@ -64,12 +64,12 @@ def faulty_storage(fault):
 
 # Makes the control node's supervisor choose a port first that somebody else takes before its agent does.
 SQUATTED = """
-from torchrun.supervisor import sides
-choose, chosen = sides.pick_port, []
+from torchrun.supervisor import control_side
+choose, chosen = control_side.pick_port, []
 def pick_port(pinned):
     chosen.append(choose(pinned) if chosen else {squatted})
     return chosen[-1]
-sides.pick_port = pick_port
+control_side.pick_port = pick_port
 """
 
 

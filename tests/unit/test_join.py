@@ -4,6 +4,7 @@ import signal
 import socket
 from contextlib import suppress
 from functools import partial
+from unittest.mock import Mock
 
 import pytest
 from loops import InLoop, Loop
@@ -11,14 +12,14 @@ from test_registry import FlowDatastore, registry_of
 from unit_helpers import eventually
 
 from metaflow_extensions.torchrun.plugins.torchrun.errors import GangError, TorchrunPreempted
-from metaflow_extensions.torchrun.plugins.torchrun.gang.gang import Gang, Presence
-from metaflow_extensions.torchrun.plugins.torchrun.gang.messages import Join
-from metaflow_extensions.torchrun.plugins.torchrun.gang.policy import ConnectPolicy, Rules
+from metaflow_extensions.torchrun.plugins.torchrun.gang.gang import Presence
+from metaflow_extensions.torchrun.plugins.torchrun.gang.messages import Join, from_wire
+from metaflow_extensions.torchrun.plugins.torchrun.gang.policy import ConnectPolicy
 from metaflow_extensions.torchrun.plugins.torchrun.gang.view import GangView, NodeView
 from metaflow_extensions.torchrun.plugins.torchrun.machine.network import pick_port, place
 from metaflow_extensions.torchrun.plugins.torchrun.registry import AddressRecord
 from metaflow_extensions.torchrun.plugins.torchrun.settings import DEFAULTS, parse_settings
-from metaflow_extensions.torchrun.plugins.torchrun.supervisor.control_channel import ControlChannel
+from metaflow_extensions.torchrun.plugins.torchrun.supervisor.control_side import ControlSide
 from metaflow_extensions.torchrun.plugins.torchrun.task import join as joining
 
 HOST = "127.0.0.1"
@@ -42,17 +43,18 @@ def control():
 
     def start():
         token, inbox = "a token", []
-        gang = Gang(2, lambda pinned: pinned, Rules(60.0, 1.0))
-        channel = InLoop(Loop(), lambda: ControlChannel(gang, inbox.append, token, 20.0))
-        open_[channel] = channel
-        port = channel.listen(None, HOST)
-        channel.send(Join(node=0, host="host-0", place=place()))
-        assert eventually(lambda: channel.gang.nodes[0].presence is Presence.HERE)
-        return AddressRecord((HOST,), port, token), inbox, lambda: open_.pop(channel).close(0.0)
+        hear = lambda what, message: inbox.append(from_wire(message))  # noqa: E731
+        rules = {"started_timeout_s": 60.0, "grace_s": 1.0}
+        side = InLoop(Loop(), lambda: ControlSide(hear, Mock(), 2, 20.0, token, rules))
+        open_[side] = side
+        port = side.listen(None, HOST)
+        side.send(Join(node=0, host="host-0", place=place()))
+        assert eventually(lambda: side.gang.nodes[0].presence is Presence.HERE)
+        return AddressRecord((HOST,), port, token), inbox, lambda: open_.pop(side).close(0.0)
 
     yield start
-    for channel in open_:
-        channel.close(0.0)
+    for side in open_:
+        side.close(0.0)
 
 
 def settings(**attributes):

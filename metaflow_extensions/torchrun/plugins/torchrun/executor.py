@@ -113,7 +113,6 @@ class TorchrunExecutor(Runner):
                 services.function,
                 may_come=may_come,
                 nproc=nproc.value,
-                nproc_why=nproc.why,
                 machine=context.machine,
                 policy=LaunchPolicy(
                     timeout_s=run.timeout_s,

@@ -52,7 +52,6 @@ class Call:
     facts: dict[str, Any] = field(default_factory=dict)  # what else must be equal on all nodes, as the torch version
     grace_s: float = 30.0  # that workers have between SIGTERM and SIGKILL
     logs: str = "node"  # which lines are shown where: one of `parsing.LOGS`
-    nproc_why: str = ""  # why there are so many processes on each node
     warm: str = "off"  # what starts warm: one of `parsing.WARM`
     before_run: tuple[tuple[str, ...], ...] = ()
     # What the workers have from the task, as it is when the step's code calls `run`.

@@ -139,7 +139,7 @@ class GangStore:
         if request is not None and (self._request is None or request.id != self._request.id):
             self._request = request
             if time.time() - request.time < _TOO_OLD_S:
-                self._answer = link.ask("request", request.id, request.kind)
+                self._answer = link.ask("request", request.id)
 
     def store_now(self) -> None:
         """Store what is known now, within some seconds, or until this node must end."""
