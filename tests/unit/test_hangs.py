@@ -203,8 +203,10 @@ class Life:
         self.now, self.last_sign_at, self.logs = 1000.0, None, SimpleNamespace(is_held_up=False)
         monkeypatch.setattr(time, "monotonic", lambda: self.now)
         self.go, self.call = SimpleNamespace(port=port), SimpleNamespace(policy=LaunchPolicy(hang_timeout_s=30.0))
-        self.exits = SimpleNamespace(running=lambda: {0: os.getpid()})
         self.observer = HangObserver(self)
+
+    def running(self):
+        return {0: os.getpid()}
 
 
 def test_a_worker_that_joins_a_process_group_shows_a_sign_of_life(monkeypatch):

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from .compat.datastore import DatastoreValues
 from .compat.steps import flow_folder
 from .errors import LaunchFailed, TorchrunPreempted
 from .events import Event
@@ -21,11 +22,9 @@ from .show.gang_part import GangPart
 from .supervisor.call import Call
 from .task.arguments import Position, resolve
 from .task.facts import foreign_python, shm_warning, too_few_warning, with_facts
-from .task.launch_call import LaunchCall
+from .task.launch_call import LaunchCall, Services
 from .task.make_call import WITHOUT_EFFECT, make_call
 from .task.member import Member
-from .task.services import Services, result_of
-from .task.transfer import ValueStore
 
 _SETTLE_S = 3.0  # for the output of a failed launch, before its error is raised
 _warned: set[str] = set()  # lines that this task logs only once
@@ -40,7 +39,7 @@ class Context:
     machine: Machine
     settings: StepSettings
     requested: Nproc | None = None  # what the resources of a remote task amount to
-    store: ValueStore | None = None  # for values and outputs; None outside of a flow
+    store: DatastoreValues | None = None  # for values and outputs; None outside of a flow
     part: Callable[[tuple[str, ...]], GangPart] | None = None  # returns the gang's parts for the step's own cards
 
 
@@ -101,7 +100,7 @@ class TorchrunExecutor(Runner):
     def _run(self, run: RunSettings, place: Position, services: Services) -> TorchrunResult[Any]:
         context = self._context
         nproc = choose_nproc(run.nproc_per_node, run.nproc_from, context.requested, context.machine)
-        about: dict[str, Any] = {"nproc": nproc.value, "nproc_why": nproc.why, "machine": context.machine}
+        about: dict[str, Any] = {"nproc": nproc.value, "machine": context.machine}
         make = partial(make_call, run, place, services.function, **about, **services.told)
 
         def complete() -> Call:
@@ -135,11 +134,11 @@ class TorchrunExecutor(Runner):
             call.settle()  # what the step's code prints next stands behind
             if outcome.verdict.is_without(self.node_index):
                 self._context.member.dismiss(outcome.verdict.launch)
-            return result_of(outcome, call.call, self._context.member, call.services)
+            return call.result(outcome)
         except LaunchFailed as error:
             if not isinstance(error, TorchrunPreempted) or (error.cause or {}).get("node") != self.node_index:
                 call.settle(_SETTLE_S)  # the gang waits for this node, and a node that is frozen may be in the way
-            original = call.services.original(error, call.told)
+            original = call.original(error)
             if original is error:
                 raise
             raise original from error

@@ -15,7 +15,7 @@ from ..gang.wire import Plain, to_plain
 from ..machine.frames import Found, without_stack
 from ..machine.network import is_connected_to
 from ..machine.stacks import Question
-from .observers import Here
+from .workers import Workers
 
 # The workers' part of `DIAGNOSTICS_S`; their source lines are read after it.
 _WORKERS_S = DIAGNOSTICS_S - 4.0
@@ -30,11 +30,11 @@ _NODE_CHARS, _GANG_CHARS = 200_000, 16_000_000
 
 
 class HangObserver:
-    """Reports signs of life of this node's workers, and in a hang their places in the code."""
+    """Reports signs of life of this node's workers."""
 
-    def __init__(self, here: Here) -> None:
-        self._here = here
-        timeout_s = here.call.policy.hang_timeout_s  # without one, only a reader that is waited for is told
+    def __init__(self, workers: Workers) -> None:
+        self._workers = workers
+        timeout_s = workers.call.policy.hang_timeout_s  # without one, only a reader that is waited for is told
         self._pause_s = None if timeout_s is None else timeout_s * _ACTIVE_PART
         self._sign_at = self._told_at = float("-inf")
         self._looked_at = time.monotonic()
@@ -42,13 +42,13 @@ class HangObserver:
 
     def poll(self) -> Plain | None:
         """Return whether the workers wait for their reader, if that has changed, or how long ago a worker was active."""
-        now, waits = time.monotonic(), self._here.logs.is_held_up
+        now, waits = time.monotonic(), self._workers.logs.is_held_up
         if waits is not self._waits and (self._waits or now >= self._told_at + _TELL_S):
             self._told_at, self._waits = now, waits
             return {"waits": waits}
         if self._pause_s is None:
             return None
-        at = self._here.last_sign_at
+        at = self._workers.last_sign_at
         if at is None and self._joins(now):
             at = now
         if at is None or at <= self._sign_at + self._pause_s:
@@ -61,45 +61,35 @@ class HangObserver:
         if self._sign_at > float("-inf") or now < self._looked_at + _LOOK_S:
             return False
         self._looked_at = now
-        return is_connected_to(self._here.go.port, self._here.exits.running().values())
-
-    async def examine(self) -> Plain:
-        """Log the stacks of all workers; return them."""
-        here = self._here
-        question = Question(here.exits.running(), _WORKERS_S)
-        while (found := question.poll()) is None:
-            await asyncio.sleep(_POLL_S)
-        if found:
-            here.say(f"what the workers were doing:\n{text_of(found)}", is_detail=False)
-        plain: Plain = to_plain(Diagnostics(_to_send(here, found)))
-        return plain
+        return is_connected_to(self._workers.go.port, self._workers.running().values())
 
 
-class StacksObserver:
-    """Asks the workers of this node while the launch goes on. A new question takes the place of an open one."""
-
-    def __init__(self, here: Here) -> None:
-        self._here = here
-        self._id = ""
-        self._question: Question | None = None
-
-    async def ask(self, data: Plain) -> None:
-        """Begin to ask the workers; `poll` returns the answer."""
-        self._id, self._question = data["id"], Question(self._here.exits.running(), WORKERS_S)
-
-    def poll(self) -> Plain | None:
-        """Return the answer, when it is there."""
-        found = None if self._question is None else self._question.poll()
-        if found is None:
-            return None
-        self._question = None
-        return {"id": self._id, "found": to_plain(NodeStacks(self._here.seat.host, _to_send(self._here, found)))}
+async def examine(workers: Workers) -> Plain:
+    """Log the stacks of all workers; return them."""
+    found = await _stacks(workers, _WORKERS_S)
+    if found:
+        workers.side.say("note", f"what the workers were doing:\n{text_of(found)}")
+    plain: Plain = to_plain(Diagnostics(_to_send(workers, found)))
+    return plain
 
 
-def _to_send(here: Here, found: Mapping[int, Found]) -> dict[int, Found]:
+async def answer(workers: Workers, asked: str) -> Plain:
+    """Return what the workers do now, for the command that has `asked`."""
+    found = await _stacks(workers, WORKERS_S)
+    return {"id": asked, "found": to_plain(NodeStacks(workers.side.host, _to_send(workers, found)))}
+
+
+async def _stacks(workers: Workers, limit_s: float) -> Mapping[int, Found]:
+    question = Question(workers.running(), limit_s)
+    while (found := question.poll()) is None:
+        await asyncio.sleep(_POLL_S)
+    return found
+
+
+def _to_send(workers: Workers, found: Mapping[int, Found]) -> dict[int, Found]:
     """Return the stacks, bounded, and that the other workers have ended."""
-    share = min(_NODE_CHARS // max(1, len(found)), _GANG_CHARS // here.call.world_size)
-    ended = dict.fromkeys(here.exits.codes, without_stack("the process has ended"))
+    share = min(_NODE_CHARS // max(1, len(found)), _GANG_CHARS // workers.call.world_size)
+    ended = dict.fromkeys(workers.codes, without_stack("the process has ended"))
     return {**{rank: each.bounded(share) for rank, each in found.items()}, **ended}
 
 
