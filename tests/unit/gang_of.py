@@ -203,7 +203,7 @@ WORDS = {
     "store_badly": lambda gang, node: gang.stored(node, fails=[crash(node, NOT_STORED, "store")]),
     "differ": lambda gang, node: gang.ready(node, nproc=7),
     "pin": lambda gang, node: gang.ready(node, master_port=1),
-    "silence": lambda gang: gang.play("lives 1" + ", +3" * 11),  # for 30 s
+    "silence": lambda gang: gang.play("lives 1" + ", +3" * 15),  # for 30 s, and no node answers
     "frozen": lambda gang, seconds: gang.post(gang.state.was_stopped(seconds)),
 }
 

@@ -303,10 +303,10 @@ def test_the_control_node_says_why_it_stops_and_how_a_launch_that_went_has_ended
 
 NEWS = [
     *(Go(0, generation, 29500, "gang", generation, 3) for generation in (0, 1)),
-    *(Stop(0, 0), Stop(0, 0, "rank 3 failed", 1, signal.SIGUSR1, "exit"), Restart(0, 1, 1, 2, 1.0, CAUSE)),
-    *(Ask(0, 0, "stacks", {"id": 1}), Store(0, 0), Store(0, 0, ERROR, 3.0), Verdict(0), Verdict(0, ERROR)),
+    *(Stop(0, 0), Stop(0, 0, "rank 3 failed", 1, signal.SIGUSR1), Restart(0, 1, 1, 2, 1.0, CAUSE)),
+    *(Ask(0, 0, 1), Store(0, 0), Store(0, 0, ERROR, 3.0), Verdict(0), Verdict(0, ERROR)),
     *(Broken(ERROR), MUST_END, TIME_IS_UP, GivenUp(None), GivenUp(CAUSE)),
-    *(Go(1, 0, 1, "gang", 0, 0), Ask(1, 0, "a", {}), Stop(1, 0), Restart(1, 1, 1, 2, 1.0, CAUSE), Store(1, 0)),
+    *(Go(1, 0, 1, "gang", 0, 0), Ask(1, 0, "a"), Stop(1, 0), Restart(1, 1, 1, 2, 1.0, CAUSE), Store(1, 0)),
     Verdict(1),
 ]
 OF_AGENT = [

@@ -35,7 +35,7 @@ SAMPLES = [
     Stored(0, 0, (Failure(CAUSE),)),
     Report("usage", 0, 1, {"größe": [1, 2.5, None, {"a": True}]}),
     Verdict(0, left={"progress": {"loss": 1.0, "lr": None}}, alone=True),
-    Stop(0, 0, "why", 1, 15, "hang"),
+    Stop(0, 0, "why", 1, 15),
     Go(0, 1, 29500, "gang", 1, 2),
     Answer(),
     Farewell("replaced", "another task of this node has started"),

@@ -21,9 +21,9 @@ from . import failures
 from .agreement import contradiction, devices, without_devices
 from .cause import Cause, Failure, FailureText, cause_of, describe_exit, failed, failure_of
 from .group import Group, follow
-from .hangs import KIND, Hangs
+from .hangs import KIND, Hangs, conclude
 from .launch import GONE, Launch
-from .limits import DIAGNOSTICS_S, INDEX_S, LATE_S, QUIET_S, REMIND_S, SAVE_S
+from .limits import INDEX_S, LATE_S, QUIET_S, REMIND_S, SAVE_S
 from .messages import (
     CONTROL,
     Abort,
@@ -47,9 +47,10 @@ from .messages import (
 )
 from .policy import Rules
 from .progress import Progress
-from .stacks import Stacks
+from .stacks import NO_WORKERS, Stacks
 from .texts import counted, headline, names, size_text
 from .view import GangView, Happened, NodeView, Presence, State
+from .wire import to_plain
 
 Outgoing: TypeAlias = tuple[int, Message]
 """A node's index and a message for it."""
@@ -199,7 +200,8 @@ class Gang:
 
     def answer(self, asked: Any) -> dict[str, Any] | None:
         """Return the stacks that were `asked` for, as soon as they are known."""
-        return self.stacks.answer(asked, self._clock())
+        found = self.stacks.answer(asked, self._clock())
+        return None if found is None else {"id": asked, "found": to_plain(found)}
 
     def lost(self, node: int, why: str) -> list[Outgoing]:
         """Handle the end of a node's connection, or of a task that had not joined yet.
@@ -385,7 +387,6 @@ class Gang:
         """Forget what the task of a node has said that is gone."""
         self._calls.pop(node.index, None)
         self.stacks.gone(node.index, "it is no longer in the gang")
-        self.hangs.ended(node.index, ok=False)
 
     def _end_without_control(self, control: Node) -> None:
         """Tell the nodes how it ends, if the control node leaves with an error: it can't tell them later."""
@@ -660,8 +661,9 @@ class Gang:
         view.place(nodes)
         view.outputs.pop(launch.number, None)  # those of a generation before
         self.progress.begin(launch.number)
-        self.hangs.begin(launch.number, launch.policy.hang_timeout_s, nodes, self._now)
-        view.hangs = self.hangs.record  # it is not the last failure any more
+        self.hangs.begin(launch.policy.hang_timeout_s, self._now)
+        self.stacks = Stacks()
+        view.hangs = view.hangs and {**view.hangs, "is_last": False}  # it is not the last failure any more
         self._values = {}
 
     # --- what the nodes report --------------------------------------------------------------------
@@ -708,7 +710,7 @@ class Gang:
                 reader = "its output waits for its reader, such as a stopped terminal, and its ranks wait, too"
                 self._see("told", reader if data["waits"] else "its output is read again", node)
             case "hangs":
-                self.hangs.take(index, data, self._now)
+                self.hangs.take(data["age_s"], self._now)
             case "stacks":
                 self.stacks.take(index, data)
             case "usage":
@@ -727,15 +729,22 @@ class Gang:
         others = set(range(self.num_nodes)) - launch.running
         self.stacks.ask(asked, about, launch.running, others, self._now)
         if launch.running:
-            self._broadcast(Ask(*about, "stacks", {"id": asked}))
+            self._broadcast(Ask(*about, asked))
 
     def _look_at_workers(self) -> None:
         """Look at what the ranks do, once a second."""
         for line in self.progress.tick(self._now):
             self._send(Note(line), CONTROL)
             self.view.progress = self.progress.record
-        if (found := self.hangs.tick(self._now)) is not None:
-            self._fail_with(KIND, *found)
+        hang = self.hangs.tick(self._now)
+        if hang is None:
+            self.stacks = Stacks() if self.stacks.asked == KIND else self.stacks
+        elif self.stacks.asked != KIND:
+            self._ask_stacks(KIND)
+        elif (found := self.stacks.answer(KIND, self._now)) is not None:
+            well = [node for node, ended in self.launch.ended.items() if ended.ok]
+            detail, self.view.hangs = conclude(found, well)
+            self._fail_with(KIND, *hang, detail=detail)
 
     def _on_failed_early(self, node: Node, report: Failed) -> None:
         """Handle a failure in a call of `run` before this node takes part in its launch."""
@@ -785,8 +794,7 @@ class Gang:
         if line := self.progress.ended(node.index, ended.ok):
             self._send(Note(line), CONTROL)  # before the verdict, with which the log of the launch ends
         view.progress = self.progress.record
-        self.stacks.gone(node.index, "it has no workers")
-        self.hangs.ended(node.index, ended.ok)
+        self.stacks.gone(node.index, NO_WORKERS)
         launch.ended[node.index] = replace(ended, failures=())
         launch.running.discard(node.index)
         launch.fails |= not ended.ok
@@ -805,19 +813,18 @@ class Gang:
             self._fail(self._error_of_launch())
             return
         self.phase, cause = Phase.STOPPING, launch.cause
-        kind = "" if cause is None else cause.kind
-        launch.until = self._now + self.rules.stop_s + (DIAGNOSTICS_S if kind == KIND else 0.0)
+        launch.until = self._now + self.rules.stop_s
         # A preempted node has time for its workers to save.
         saves = cause is not None and cause.category == "preempted"
         self._see("stopping", "all nodes are told to stop")
         self.view.turn("stopping", "" if cause is None else failures.summary(cause))
         self.view.enter("stopping", launch.running & self._here)
         about = (launch.number, launch.generation, failures.reason(cause), failures.teller(cause))
-        self._broadcast(Stop(*about, launch.policy.preemption_signal if saves else None, kind))
+        self._broadcast(Stop(*about, launch.policy.preemption_signal if saves else None))
 
     def _decide(self) -> None:
         """All nodes have ended, or their time is up: success, restart or failure."""
-        launch, cause = self.launch, self._cause()
+        launch, cause = self.launch, self.launch.cause
         silent = sorted(launch.running)
         if not launch.fails and not silent:
             self._store(None)
@@ -909,7 +916,7 @@ class Gang:
 
     def _error_of_launch(self, silent: Collection[int] = ()) -> TorchrunError:
         """Return what every node raises after a failed launch; `silent` nodes did not report their end."""
-        launch, cause, more = self.launch, self._cause(), ""
+        launch, cause, more = self.launch, self.launch.cause, ""
         if silent:
             more = f"\n{names(silent).capitalize()} did not report in time that the workers there had ended."
         if self.phase is Phase.PAUSING and launch.restarts_for is not None:
@@ -1113,11 +1120,11 @@ class Gang:
         found = {what: sorted(nodes) for what, nodes in waits.items()}
         return " and for ".join(f"{names(nodes)} {what}" for what, nodes in found.items() if nodes)
 
-    def _fail_with(self, kind: str, text: str, advice: str = "", node: Node | None = None) -> None:
+    def _fail_with(self, kind: str, text: str, advice: str = "", node: Node | None = None, detail: str = "") -> None:
         """Stop the launch for a reason that no node has reported as its failure, such as a time limit."""
         self._see(kind, f"{kind}: {text}", node)
         of = node or self.nodes[CONTROL]
-        self._add_failures([Failure(Cause(kind, of.index, of.host, exception=text, advice=advice))])
+        self._add_failures([Failure(Cause(kind, of.index, of.host, exception=text, advice=advice, detail=detail))])
 
     # --- what is seen -----------------------------------------------------------------------------
 
@@ -1131,14 +1138,6 @@ class Gang:
         """Return what has happened since the end of the launch before; or only what concerns all."""
         events = self.view.since(self._mark)
         return tuple(each for each in events if of_all or not each.nodes or each.kind in _OF_THE_GANG)
-
-    def _cause(self) -> Cause | None:
-        """Return the first failure; of a hang with where the ranks were."""
-        cause = self.launch.cause
-        if cause is not None and cause.kind == KIND and (detail := self.hangs.detail()):
-            self.view.hangs = self.hangs.record
-            return replace(cause, detail=detail)
-        return cause
 
     def _see_cause(self, cause: Cause, before: str = "") -> None:
         self.view.why = headline(before.replace("\n", " ") + failures.summary(cause))

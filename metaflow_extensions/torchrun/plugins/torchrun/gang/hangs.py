@@ -8,14 +8,15 @@ gang's page says that they wait.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from ..machine.frames import Found, look_first
 from .limits import START_S
+from .stacks import NO_WORKERS, GangStacks
 from .texts import names
-from .wire import from_plain, to_plain
+from .wire import to_plain
 
 KIND = "hang"  # of the cause
 _SIGNS = "wrote anything, reported a step, joined a process group or exited"
@@ -25,13 +26,6 @@ _NO_WORKERS = (
     "No worker was running on any node that has answered; torchrun was starting them, or waiting for their ends."
 )
 _FRAME = re.compile(r"(?P<at>.+?:(?:\d+|\?+)) in (?P<function>[^()]+?)(?: \((?P<inner>in .+)\))?")
-
-
-@dataclass(frozen=True)
-class Diagnostics:
-    """What one node's workers were doing when the launch hung."""
-
-    ranks: dict[int, Found]  # by global rank; of equal stacks, only the first is whole
 
 
 @dataclass(frozen=True)
@@ -55,41 +49,23 @@ def alike(ranks: Mapping[int, Found]) -> list[Alike]:
 
 
 class Hangs:
-    """Finds out that all ranks of a launch are silent for too long, and where they were."""
+    """Finds out that all ranks of a launch are silent for too long."""
 
     def __init__(self) -> None:
-        self.record: dict[str, Any] | None = None  # of the last hang
-        self.begin(0, None, (), 0.0)
+        self.begin(None, 0.0)
 
-    def begin(self, launch: int, timeout_s: float | None, nodes: Iterable[int], at_s: float) -> None:
+    def begin(self, timeout_s: float | None, at_s: float) -> None:
         """Start the clock, if the launch has a limit."""
-        if self.record is not None:
-            self.record = {**self.record, "is_last": False}
-        self._launch, self._timeout_s = launch, timeout_s
-        self._active_at = at_s
+        self._timeout_s, self._active_at = timeout_s, at_s
         self._has_begun = False  # whether a rank has shown a sign of life
-        self._hangs = False
-        self._expected = set(nodes)  # whose workers ran when the launch was found to hang
-        self._done: set[int] = set()  # nodes whose ranks had ended well before
-        self._found: dict[int, Diagnostics] = {}  # by node
 
-    def take(self, node: int, data: Mapping[str, Any], at_s: float) -> None:
-        """Keep when a worker was last active, or where the workers of a hang were."""
-        if "age_s" in data:
-            self._active_at = max(self._active_at, at_s - data["age_s"])
-            self._has_begun = True
-        else:
-            self._found[node] = from_plain(Diagnostics, data, "hangs")
+    def take(self, age_s: float, at_s: float) -> None:
+        """Keep when a worker was last active."""
+        self._active_at, self._has_begun = max(self._active_at, at_s - age_s), True
 
     def forgive(self, seconds: float) -> None:
         """Let a time not count in which this process was stopped, perhaps with all others."""
         self._active_at += seconds
-
-    def ended(self, node: int, ok: bool) -> None:
-        """Expect nothing of a node whose workers had ended, or that was no longer in the gang, before the hang."""
-        if not self._hangs:
-            self._expected.discard(node)
-            self._done |= {node} if ok and self._has_begun else set()
 
     def tick(self, at_s: float) -> tuple[str, str] | None:
         """Return why the launch hangs, and what to change, if all ranks were silent for too long."""
@@ -98,34 +74,34 @@ class Hangs:
         limit_s = self._timeout_s if self._has_begun else max(self._timeout_s, START_S)
         if at_s - self._active_at <= limit_s:
             return None
-        self._hangs = True
         text = f"no rank {_SIGNS} for {limit_s:g} s"
         if self._has_begun:
             return text, "If they were only slow, raise hang_timeout_s."
         return f"{text} after the start", f"If they start so slowly, set hang_timeout_s above {limit_s:g}."
 
-    def detail(self) -> str:
-        """Return where the ranks were in the hang, and which to look at first; keep the stacks."""
-        if not self._found:
-            return ""
-        ranks = {rank: found for node in self._found.values() for rank, found in node.ranks.items()}
-        groups, silent = alike(ranks), sorted(self._expected - self._found.keys())
-        is_known = not silent and any(group.found.mark for group in groups)
-        first, why = look_first(ranks) if is_known else ([], "")
-        share = _MAX_CHARS // max(1, len(groups))
-        stacks = [{"ranks": list(each.ranks), **to_plain(each.found.bounded(share))} for each in groups[:_MAX_LINES]]
-        self.record = {"launch": self._launch, "first": first, "why": why, "is_last": True, "stacks": stacks}
-        said = [_where(groups) if groups else _NO_WORKERS]
-        if self._done:
-            well = f"The ranks of {names(sorted(self._done))} had ended well"
-            said.append(f"{well}: do all ranks make the same number of steps?")
-        if silent:
-            said.append(f"No answer came from {names(silent)}: look there first.")
-        elif first:
-            said.append(f"Look at {names(first, 'rank')} first: {why}.")
-        places = [f"{names(numbers, 'Rank')}: {place}" for place, numbers in _by_place(groups, _line).items()]
-        more = [f"{len(places) - _MAX_LINES} more such lines are left out."] if len(places) > _MAX_LINES else []
-        return "\n".join([" ".join(said), *places[:_MAX_LINES], *more])
+
+def conclude(stacks: GangStacks, well: Collection[int]) -> tuple[str, dict[str, Any]]:
+    """Return where the ranks are in a hang and which to look at first, and the same with all stacks for the view.
+
+    The ranks of the nodes in `well` have ended well.
+    """
+    ranks, silent = stacks.ranks, sorted(node for node, why in stacks.missing.items() if why != NO_WORKERS)
+    groups = alike(ranks)
+    is_known = not silent and any(group.found.mark for group in groups)
+    first, why = look_first(ranks) if is_known else ([], "")
+    share = _MAX_CHARS // max(1, len(groups))
+    kept = [{"ranks": list(each.ranks), **to_plain(each.found.bounded(share))} for each in groups[:_MAX_LINES]]
+    record = {"launch": stacks.launch, "first": first, "why": why, "is_last": True, "stacks": kept}
+    said = [_where(groups) if groups else _NO_WORKERS]
+    if well:
+        said.append(f"The ranks of {names(sorted(well))} had ended well: do all ranks make the same number of steps?")
+    if silent:
+        said.append(f"No answer came from {names(silent)}: look there first.")
+    elif first:
+        said.append(f"Look at {names(first, 'rank')} first: {why}.")
+    places = [f"{names(numbers, 'Rank')}: {place}" for place, numbers in _by_place(groups, _line).items()]
+    more = [f"{len(places) - _MAX_LINES} more such lines are left out."] if len(places) > _MAX_LINES else []
+    return "\n".join([" ".join(said), *places[:_MAX_LINES], *more]), record
 
 
 def _by_place(groups: Iterable[Alike], place_of: Callable[[Found], str]) -> dict[str, list[int]]:

@@ -197,17 +197,15 @@ class Stop:
     teller: int = CONTROL  # the node whose log says more
     # What the workers get first, so that they can save; None: SIGTERM for the whole tree at once.
     signal: int | None = None
-    kind: str = ""  # of the cause: of some, the workers are looked at once more before they are stopped
 
 
 @dataclass(frozen=True)
 class Ask:
-    """The gang wants to know something of this node's workers; a `Report` answers, and nobody waits for it."""
+    """The gang wants to know what this node's workers do; a `Report` answers, and nobody waits for it."""
 
     launch: int
     generation: int
-    kind: str  # as of the `Report` that answers
-    data: dict[str, Any] = field(default_factory=dict)  # plain data
+    asked: Any  # the question, for the answer
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""What every rank does now: ``python flow.py torchrun stacks`` asks, and nothing is stopped. Pure.
+"""What every rank does now: ``python flow.py torchrun stacks`` asks, and the machine itself where a launch hangs. Pure.
 
 The command stores a request beside the gang's view. The control node's task finds it and hands it to the machine, which
 asks all nodes. When all have answered, or their time is up, the answer is stored.
@@ -12,7 +12,9 @@ from typing import Any
 
 from ..machine.frames import Found
 from .limits import NODES_MARGIN_S, WORKERS_S
-from .wire import from_plain, to_plain
+from .wire import from_plain
+
+NO_WORKERS = "it has no workers"
 
 
 @dataclass(frozen=True)
@@ -55,7 +57,7 @@ class Stacks:
     """One question at a time: the newest."""
 
     def __init__(self) -> None:
-        self._id: Any = None  # of the question
+        self.asked: Any = None  # the question
         self._due_at_s = 0.0
         self._about: tuple[int, int] | None = None  # launch and generation; None: no worker runs
         self._open: set[int] = set()  # nodes that have not answered
@@ -66,13 +68,13 @@ class Stacks:
         self, asked: Any, about: tuple[int, int], running: Collection[int], others: Collection[int], at_s: float
     ) -> None:
         """Begin a question to the nodes whose workers run."""
-        self._id, self._about, self._due_at_s = asked, about if running else None, at_s + WORKERS_S + NODES_MARGIN_S
+        self.asked, self._about, self._due_at_s = asked, about if running else None, at_s + WORKERS_S + NODES_MARGIN_S
         self._open, self._found = set(running), {}
-        self._missing = dict.fromkeys(others if running else (), "it has no workers")
+        self._missing = dict.fromkeys(others if running else (), NO_WORKERS)
 
     def take(self, node: int, data: Mapping[str, Any]) -> None:
         """Keep what a node has answered, if it is not too late."""
-        if data["id"] == self._id and node in self._open:
+        if data["id"] == self.asked and node in self._open:
             self._found[node] = from_plain(NodeStacks, data["found"], "stacks")
             self._open.discard(node)
 
@@ -82,12 +84,12 @@ class Stacks:
             self._missing[node] = why
             self._open.discard(node)
 
-    def answer(self, asked: Any, at_s: float) -> dict[str, Any] | None:
+    def answer(self, asked: Any, at_s: float) -> GangStacks | None:
         """Return the answer when all nodes have answered, or their time is up; else None."""
-        if asked != self._id or (self._open and at_s < self._due_at_s):
+        if asked != self.asked or (self._open and at_s < self._due_at_s):
             return None
         for node in sorted(self._open):
             self.gone(node, "it has not answered in time")
         launch, generation = self._about or (None, None)
         found, missing = dict(sorted(self._found.items())), dict(sorted(self._missing.items()))
-        return {"id": asked, "found": to_plain(GangStacks(launch, generation, found, missing))}
+        return GangStacks(launch, generation, found, missing)

@@ -10,8 +10,7 @@ from dataclasses import replace
 
 from ..events import Event
 from ..gang.cause import Failure, describe_exit, first_failure
-from ..gang.hangs import KIND
-from ..gang.messages import Ask, Ended, Go, Message, Report, Stop
+from ..gang.messages import Ask, Ended, Go, Message, Report
 from ..machine.aside import STUCK_S
 from .agent import AgentProcess
 from .agent_end import AGENT_NAME, MachineFaults, agent_failure
@@ -73,13 +72,6 @@ class Generation:
         self._logs.start()
         self._agent.start()
 
-    async def obey(self, stop: Stop) -> list[Report]:
-        """Examine the workers, and stop them, unless that has begun; return what is to be told of them."""
-        hangs = stop.kind == KIND and not self.is_stopping
-        told = await self._observers.ask("hangs", HangObserver.examine) if hangs else []
-        self.stop(stop.signal)
-        return told
-
     def stop(self, first_signal: int | None = None) -> None:
         """Stop all processes, unless that has begun. The workers alone get `first_signal` before, so that they can save."""
         if not self.is_stopping:
@@ -87,8 +79,8 @@ class Generation:
             self._agent.stop(self._call.grace_s, first_signal)
 
     async def ask(self, ask: Ask) -> None:
-        """Begin to find out what the gang asks of the workers; `poll` tells it later."""
-        await self._observers.ask(ask.kind, lambda observer: observer.ask(ask.data))
+        """Begin to find out what the workers do; `poll` tells it later."""
+        await self._observers.ask("stacks", lambda observer: observer.ask(ask.asked))
 
     def _begin_stop(self, at: float) -> None:
         self._stopped_at = at

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import Mapping
 from textwrap import indent
+from typing import Any
 
-from ..gang.hangs import Diagnostics, alike
-from ..gang.limits import DIAGNOSTICS_S, WORKERS_S
+from ..gang.hangs import KIND, alike
+from ..gang.limits import WORKERS_S
 from ..gang.stacks import NodeStacks
 from ..gang.texts import names
 from ..gang.wire import Plain, to_plain
@@ -17,20 +17,17 @@ from ..machine.network import is_connected_to
 from ..machine.stacks import Question
 from .observers import Here
 
-# The workers' part of `DIAGNOSTICS_S`; their source lines are read after it.
-_WORKERS_S = DIAGNOSTICS_S - 4.0
 # A node reports output to the control node at most once in this fraction of hang_timeout_s.
 _ACTIVE_PART = 0.1
 _LOOK_S = 2.0  # between two looks whether a worker has begun to join a process group
 # From the last news of a reader until a wait is told: where many nodes share it, each waits now and then.
 _TELL_S = 60.0
-_POLL_S = 0.05
 # Of the stacks in one message of a node, in which JSON may double a text, and in the answer of the whole gang, one file.
 _NODE_CHARS, _GANG_CHARS = 200_000, 16_000_000
 
 
 class HangObserver:
-    """Reports signs of life of this node's workers, and in a hang their places in the code."""
+    """Reports signs of life of this node's workers."""
 
     def __init__(self, here: Here) -> None:
         self._here = here
@@ -63,29 +60,18 @@ class HangObserver:
         self._looked_at = now
         return is_connected_to(self._here.go.port, self._here.exits.running().values())
 
-    async def examine(self) -> Plain:
-        """Log the stacks of all workers; return them."""
-        here = self._here
-        question = Question(here.exits.running(), _WORKERS_S)
-        while (found := question.poll()) is None:
-            await asyncio.sleep(_POLL_S)
-        if found:
-            here.say(f"what the workers were doing:\n{text_of(found)}", is_detail=False)
-        plain: Plain = to_plain(Diagnostics(_to_send(here, found)))
-        return plain
-
 
 class StacksObserver:
     """Asks the workers of this node while the launch goes on. A new question takes the place of an open one."""
 
     def __init__(self, here: Here) -> None:
         self._here = here
-        self._id = ""
+        self._asked: Any = None
         self._question: Question | None = None
 
-    async def ask(self, data: Plain) -> None:
+    async def ask(self, asked: Any) -> None:
         """Begin to ask the workers; `poll` returns the answer."""
-        self._id, self._question = data["id"], Question(self._here.exits.running(), WORKERS_S)
+        self._asked, self._question = asked, Question(self._here.exits.running(), WORKERS_S)
 
     def poll(self) -> Plain | None:
         """Return the answer, when it is there."""
@@ -93,7 +79,9 @@ class StacksObserver:
         if found is None:
             return None
         self._question = None
-        return {"id": self._id, "found": to_plain(NodeStacks(self._here.seat.host, _to_send(self._here, found)))}
+        if found and self._asked == KIND:
+            self._here.say(f"what the workers were doing:\n{text_of(found)}", is_detail=False)
+        return {"id": self._asked, "found": to_plain(NodeStacks(self._here.seat.host, _to_send(self._here, found)))}
 
 
 def _to_send(here: Here, found: Mapping[int, Found]) -> dict[int, Found]:

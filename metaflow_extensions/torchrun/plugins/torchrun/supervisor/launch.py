@@ -316,7 +316,7 @@ class NodeLaunch:
             is_told = news.teller != CONTROL and self._call.shares_machine
             if self._node == CONTROL and news.because and not is_told:
                 self._say("stopping", f"{news.because}; stopping all nodes")
-            self._send(*await workers.obey(news))
+            workers.stop(news.signal)
         elif isinstance(news, Ask) and news.generation == workers.number:
             await workers.ask(news)
         told = workers.poll()
