@@ -5,7 +5,7 @@ import queue
 import signal
 import time
 from contextlib import suppress
-from dataclasses import asdict, replace
+from dataclasses import replace
 
 import pytest
 from fake_node import DEADLINE_S, ERROR, NOBODY, FakeNode
@@ -28,7 +28,6 @@ from metaflow_extensions.torchrun.plugins.torchrun.gang.messages import (
     Verdict,
 )
 from metaflow_extensions.torchrun.plugins.torchrun.gang.policy import LaunchPolicy
-from metaflow_extensions.torchrun.plugins.torchrun.gang.view import Happened
 from metaflow_extensions.torchrun.plugins.torchrun.supervisor.agent_events import (
     AgentEnded,
     End,
@@ -239,12 +238,11 @@ def test_what_is_stored_is_given_up_before_a_restart_at_a_stop_and_at_an_error(n
 
 
 def test_the_error_that_store_has_announced_is_raised_when_the_gang_breaks(node):
-    error, event = LaunchFailed("Rank 3 failed."), Happened("exited", 1.0, 2.0, "exited with code 1")
+    error = LaunchFailed("Rank 3 failed.")
     node.launch()
-    node.seat.deliver(Store(0, 0, error, 3.0, (event,)))
+    node.seat.deliver(Store(0, 0, error, 3.0))
     node.interrupt(Broken(ERROR))
     assert node.outcome() is error
-    assert error.events == [asdict(event)]
 
 
 def test_what_is_said_of_another_launch_changes_nothing(node):

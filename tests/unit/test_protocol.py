@@ -27,7 +27,6 @@ CAUSE = Cause("exception", 2, "hőst", 5, 1, 1, "ValueError: größe\n🙂", "Tr
 POLICY = LaunchPolicy(5.0, 2, frozenset({"user", "hang"}), 10, hang_timeout_s=30.0)
 SAMPLES = [
     Ready(0, 2, "abc", {"torch": "2.13.0"}, 29500, POLICY),
-    Ready(0, 2, prepares=True),
     Report("command", 0, None, {"text": "before_run 1/2 (größe)", "exit_code": None, "seconds": 0.25}),
     Report("started", 1, 2),
     Ended(0, False, 1, (Failure(CAUSE, 0.5), Failure(CAUSE)), {0: 0, 1: 0}, stores=True),

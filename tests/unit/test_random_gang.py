@@ -169,7 +169,9 @@ class AnyGang(RuleBasedStateMachine, GangOf):
         task = self.tasks[node]
         match message:
             case say.Ready():
-                task.stage, task.prepares = "in", message.prepares
+                task.stage, task.prepares = "in", False
+            case say.Report(kind="before_run"):
+                task.stage, task.prepares = "in", True
             case say.Failed():
                 task.prepares = False
             case say.Ended():
@@ -214,6 +216,9 @@ class AnyGang(RuleBasedStateMachine, GangOf):
         self.old += [self.tasks[node]] if node in self.tasks else []
         self.tasks[node] = task
         self.say(node, join)
+
+    def prepare(self, node):
+        GangOf.prepare(self, node, self.tasks[node].launch)
 
     def ready(self, node, **said):
         GangOf.ready(self, node, self.tasks[node].launch, **self.policy, **said)

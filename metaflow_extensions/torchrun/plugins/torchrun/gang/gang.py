@@ -57,8 +57,6 @@ Outgoing: TypeAlias = tuple[int, Message]
 
 
 _ERROR_CHARS = 8 * 1024  # of an error's message in the view; its report has more
-# What every node gets to know of; the other events are about one node, and report no problem.
-_OF_THE_GANG = frozenset({"lost", "preempted", "unreachable", "left_out", "awaited", "taken_in"})
 _NUMBERS = frozenset({"progress", "hangs", "stacks", "usage"})  # reports that come all the time
 
 
@@ -150,7 +148,7 @@ class Gang:
     def ready(self) -> set[int]:
         """The nodes that take part in the last launch, or may."""
         number = self.launch.number
-        return {node for node, call in self._calls.items() if call.launch == number and not call.prepares}
+        return {node for node, call in self._calls.items() if call.launch == number}
 
     @property
     def due_at(self) -> float:
@@ -517,40 +515,43 @@ class Gang:
     # --- a launch's begin -------------------------------------------------------------------------
 
     def _on_ready(self, node: Node, call: Ready) -> None:
-        known = self._verdicts.get(call.launch) or (self.broken and Verdict(call.launch, self.broken))
-        if node.presence is not Presence.HERE:
-            cause = node.cause or Cause("lost", node.index, node.host, exception="it is not needed any more")
-            self._send(Verdict(call.launch, failures.told_to_end(cause)), node.index)
-        elif known and node.index not in self._done:
-            self._send_late_verdict(node, known)  # it was over before this node called it
-        elif node.index not in self._done:
+        if self._may_call(node, call.launch):
             self._take_call(node, call)
 
+    def _may_call(self, node: Node, number: int) -> bool:
+        """Return whether a node can call a launch; where it can't any more, it gets the verdict."""
+        known = self._verdicts.get(number) or (self.broken and Verdict(number, self.broken))
+        if node.presence is not Presence.HERE:
+            cause = node.cause or Cause("lost", node.index, node.host, exception="it is not needed any more")
+            self._send(Verdict(number, failures.told_to_end(cause)), node.index)
+        elif known and node.index not in self._done:
+            self._send_late_verdict(node, known)  # it was over before this node called it
+        return node.presence is Presence.HERE and not known and node.index not in self._done
+
     def _take_call(self, node: Node, call: Ready) -> None:
-        if self.phase is Phase.IDLE and call.launch != self.view.launch:
-            self._see_call(call)
-        before = self._calls.get(node.index)
-        had_commands = before is not None and before.prepares
-        about: dict[str, Any] = {"launch": call.launch, "generation": None}
-        if call.prepares:
-            self._see("before_run", "before_run begins", node, "preparing", **about)
-        else:
-            self._see("ready", "before_run has ended well" if had_commands else "called run", node, "waiting", **about)
+        self._see_call(call.launch, call.nproc)
+        text = "before_run has ended well" if self._prepares(node) else "called run"
+        self._see("ready", text, node, "waiting", launch=call.launch, generation=None)
         if not self._calls:
             self._remind_at = self._now + QUIET_S
         # Equal messages share one object, since thousands of nodes send the same.
         other = next(iter(self._calls.values()), call)
         self._calls[node.index] = other if other == call else call
         if self.phase is Phase.IDLE:
-            node.is_new = node.is_new and call.prepares
-        elif call.launch == self.launch.number and not call.prepares:
+            node.is_new = False
+        elif call.launch == self.launch.number:
             self._take_late(node, call)
 
-    def _see_call(self, call: Ready) -> None:
-        """Note that a launch is called for the first time."""
+    def _see_call(self, number: int, nproc: int | None) -> None:
+        """Note that a node has called a launch, perhaps as the first one."""
         view = self.view
+        if self.phase is not Phase.IDLE:
+            return
+        view.nproc = nproc or view.nproc
+        if view.launch is not None and number <= view.launch:
+            return
         view.turn("waiting")
-        view.launch, view.generation, view.began_s, view.restarts, view.nproc = call.launch, None, None, 0, call.nproc
+        view.launch, view.generation, view.began_s, view.restarts = number, None, None, 0
         view.error = view.cause = view.restarts_left = None  # those of the launch before
         for each, node in enumerate(view.nodes):
             node.takes_part, node.exit_codes = each not in self._out_of_it, {}
@@ -598,7 +599,7 @@ class Gang:
             first = next(node for node in self.nodes if node.cause is not None)
             assert first.cause is not None
             self._end_all(first, first.cause)
-        elif self._calls.keys() - self._preparing() >= set(group.nodes):
+        elif self._calls.keys() >= set(group.nodes):
             self._begin_launch(number, group)
 
     def _begin_launch(self, number: int, group: Group) -> None:
@@ -675,7 +676,7 @@ class Gang:
 
     def _on_report(self, node: Node, report: Report) -> None:
         """Keep what a node tells; what can't be read must not end a launch, and a line says so once."""
-        if report.kind != "command" and (self.phase is Phase.IDLE or not self._is_current(report)):
+        if report.kind not in ("before_run", "command") and (self.phase is Phase.IDLE or not self._is_current(report)):
             return
         try:
             self._take(node, report)
@@ -689,6 +690,9 @@ class Gang:
         launch, data, view, index = self.launch, report.data, self.view, node.index
         self.numbers += 1
         match report.kind:
+            case "before_run" if self._may_call(node, report.launch):
+                self._see_call(report.launch, None)
+                self._see(report.kind, "before_run begins", node, "preparing", launch=report.launch, generation=None)
             case "command":
                 about: dict[str, Any] = {"launch": report.launch, "generation": None, "seconds": data.get("seconds")}
                 self._see("command", str(data.get("text")), node, exit_code=data.get("exit_code"), **about)
@@ -749,9 +753,10 @@ class Gang:
     def _on_failed_early(self, node: Node, report: Failed) -> None:
         """Handle a failure in a call of `run` before this node takes part in its launch."""
         call, cause = self._calls.get(node.index), report.failures[0].cause if report.failures else None
-        if cause is None or call is None or call.launch != report.launch:
+        is_early = self._prepares(node) if call is None else call.launch == report.launch
+        if cause is None or not is_early or report.launch in self._verdicts or node.presence is not Presence.HERE:
             return
-        is_command = call.prepares and not report.given_up
+        is_command = call is None and not report.given_up
         is_late = self.phase is not Phase.IDLE and report.launch == self.launch.number
         if is_late or (is_command and node.index != CONTROL and len(self._here) > self._least):
             self._tell_to_end(node, cause)
@@ -764,7 +769,7 @@ class Gang:
 
     def _on_failed(self, node: Node, report: Failed) -> None:
         launch, call = self.launch, self._calls.get(node.index)
-        is_ready = call is not None and (call.launch, not call.prepares) >= (launch.number, True)
+        is_ready = call is not None and call.launch >= launch.number
         if report.launch > launch.number or not (is_ready or node.index in launch.running):
             self._on_failed_early(node, report)
             return
@@ -946,8 +951,7 @@ class Gang:
         self.phase, self._remind_at = Phase.STORING, now + REMIND_S
         launch.stores, launch.failing_with = nodes, error
         launch.until = float("inf") if within_s is None else now + within_s + INDEX_S
-        events = () if error is None else self._events(of_all=False)
-        self._broadcast(Store(launch.number, launch.generation, error, within_s, events, launch.group))
+        self._broadcast(Store(launch.number, launch.generation, error, within_s, launch.group))
 
     def _finish(self, error: TorchrunError | None) -> None:
         """End the launch with its verdict; None: all has gone well."""
@@ -973,17 +977,18 @@ class Gang:
 
     def _tell_verdict(self, error: TorchrunError | None) -> None:
         """Send all nodes their verdict; nodes that get the same share one object. Keep it for those that call it later."""
-        launch, of_all, of_gang = self.launch, self._events(), self._events(of_all=False)
+        launch, events = self.launch, self._events()
         # Where the nodes' numbers contradict each other, each of these launches has ended.
         is_early = launch.generation < 0
         group = launch.group if launch.group.size else None
         made: dict[tuple[int, bool], Verdict] = {}
-        for node in [self.nodes[each] for each in sorted(self._calls)]:
-            about = number, is_control = self._calls[node.index].launch, node.index == CONTROL
+        for node in [self.nodes[each] for each in sorted({*self._calls, *self._preparing()})]:
+            call, is_control = self._calls.get(node.index), node.index == CONTROL
+            about = number, _ = launch.number if call is None else call.launch, is_control
             if number > launch.number and not is_early:
                 continue
             if about not in made:
-                left, seen = self._left(is_control, error), of_all if is_control else of_gang
+                left, seen = self._left(is_control, error), events if is_control else ()
                 made[about] = Verdict(number, error, seen, left, error is None and launch.alone, group)
             launch.told.add(node.index)
             self._send_verdict(node, made[about])
@@ -1024,7 +1029,7 @@ class Gang:
     def _send_late_verdict(self, node: Node, verdict: Verdict) -> None:
         """Send the verdict of a launch to a node that called it too late, or that can't take part in it."""
         is_last = verdict.launch >= self.launch.number
-        seen = self._events(of_all=node.index == CONTROL) if is_last else ()
+        seen = self._events() if is_last and node.index == CONTROL else ()
         if is_last and self.phase is Phase.IDLE:
             node.is_new = False  # it is where the others are
         self._send_verdict(node, replace(verdict, events=seen))
@@ -1054,7 +1059,7 @@ class Gang:
         self._see_error(error)
         self.view.turn("failed", self.view.why)
         others = sorted(self._here - self._done - {CONTROL})
-        self._send(Abort(error, self._events(of_all=False)), *others)
+        self._send(Abort(error), *others)
         if CONTROL in self._here:  # when done, it waits for the others
             self._send(Abort(error, self._events()), CONTROL)
 
@@ -1091,19 +1096,22 @@ class Gang:
     def _remind(self) -> None:
         """Log what is waited for."""
         self._remind_at = self._now + REMIND_S
-        number, ready = self._number, self._calls.keys() - self._preparing()
-        if not (waits_for := self._waits_for()) or (number is not None and not ready):  # else nobody waits
+        number = self._number
+        if not (waits_for := self._waits_for()):
             return
         missing = min(self._absent, default=None)
         why = "" if missing is None else failures.to_see_why(missing, self.rules.why_it_waits(missing))
         text = f"launch {self.launch.number if number is None else number} waits for {waits_for}{why and '.' + why}"
         self._send(Note(text), CONTROL)  # even if it is late itself: the terminal shows its log
         if number is not None:
-            self._send(Note(text, is_detail=True), *sorted(ready - {CONTROL}))
+            self._send(Note(text, is_detail=True), *sorted(self._calls.keys() - {CONTROL}))
 
     def _preparing(self) -> set[int]:
         """Return the nodes whose commands of before_run run."""
-        return {node for node, call in self._calls.items() if call.prepares}
+        return {node for node in self._here if self._prepares(self.nodes[node])}
+
+    def _prepares(self, node: Node) -> bool:
+        return self.view.nodes[node.index].state == "preparing"
 
     def _waits_for(self) -> str:
         """Return in words for which nodes the others wait, or all."""
@@ -1114,7 +1122,7 @@ class Gang:
         else:
             waits = {
                 "to start": filter(self._may_come, self._absent),
-                "to call current.torch.run": self._here - self._calls.keys(),
+                "to call current.torch.run": self._here - self._calls.keys() - self._preparing(),
                 "to end before_run": self._preparing(),
             }
         found = {what: sorted(nodes) for what, nodes in waits.items()}
@@ -1134,10 +1142,9 @@ class Gang:
         if node is not None and state is not None:
             self.view.enter(state, [node.index])
 
-    def _events(self, of_all: bool = True) -> tuple[Happened, ...]:
-        """Return what has happened since the end of the launch before; or only what concerns all."""
-        events = self.view.since(self._mark)
-        return tuple(each for each in events if of_all or not each.nodes or each.kind in _OF_THE_GANG)
+    def _events(self) -> tuple[Happened, ...]:
+        """Return what has happened since the end of the launch before."""
+        return tuple(self.view.since(self._mark))
 
     def _see_cause(self, cause: Cause, before: str = "") -> None:
         self.view.why = headline(before.replace("\n", " ") + failures.summary(cause))

@@ -8,8 +8,6 @@ Node 0 is the control node and a node of its own gang: its own messages take the
     Join                                ──>
                                         <──  Answer
     Ready: the step has called `run`    ──>
-    (before that, `Ready(prepares=True)`
-    while commands of before_run run)
                                         <──  Go, when all nodes are ready and agree
     Report, Lines, Failed               ──>
                                         <──  Ask, when more is to be known
@@ -65,9 +63,9 @@ class Join:
 class Report:
     """What only adds to what is known of a node; nobody waits for it."""
 
-    # "command" (of before_run; it has ended or could not be started), "started" (all workers of this node run), "wrote"
-    # (a worker has written something, the first of this generation), "unreached" (its agent gets no answer from torch's
-    # store), or what an observer or a service tells.
+    # "before_run" (its commands begin), "command" (one has ended or could not be started), "started" (all workers of this
+    # node run), "wrote" (a worker has written something, the first of this generation), "unreached" (its agent gets no
+    # answer from torch's store), or what an observer or a service tells.
     kind: str
     launch: int
     generation: int | None = None  # None: of whatever generation
@@ -85,14 +83,13 @@ class Ready:
     facts: dict[str, str] = field(default_factory=dict)
     master_port: int | None = None  # the rendezvous' port if it is pinned; the control node's counts
     policy: LaunchPolicy | None = None  # limits and restarts; only the control node sends it
-    prepares: bool = False  # whether its commands (before_run) run first; another *ready* or a *failed* follows
 
 
 @dataclass(frozen=True)
 class Failed:
     """A worker or the agent of this node has failed; `Ended` follows when all its workers are gone.
 
-    Before `Ready`, a command of before_run has failed; then `Verdict` answers when all nodes have called `run`.
+    Before `Ready`, a command of before_run has failed; then `Verdict` answers.
     """
 
     launch: int
@@ -232,7 +229,6 @@ class Store:
     generation: int
     error: TorchrunError | None = None  # what the verdict will be
     within_s: float | None = None  # how long it may take after a failure
-    events: tuple[Happened, ...] = ()  # as in `Verdict`
     group: Group | None = None  # of that generation, as in `Go`
 
 
@@ -242,8 +238,7 @@ class Verdict:
 
     launch: int
     error: TorchrunError | None = None  # what every node raises; None: it has ended well
-    # What has happened since the launch before: all for the control node, for others what concerns the gang.
-    events: tuple[Happened, ...] = ()
+    events: tuple[Happened, ...] = ()  # to the control node: what has happened since the launch before
     left: dict[str, dict[str, Any]] = field(default_factory=dict)  # the values, outputs and metrics that it has left
     alone: bool = False  # whether the launch has ended well and, on all nodes, as `Ended.alone` says
     group: Group | None = None  # of the last generation; None: there was none

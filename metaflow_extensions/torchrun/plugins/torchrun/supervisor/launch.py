@@ -31,7 +31,6 @@ from ..gang.messages import (
     Verdict,
 )
 from ..gang.texts import headline, names
-from ..gang.view import as_dicts
 from ..machine.aside import Aside
 from .agent import AgentProcess
 from .agent_end import AGENT_NAME
@@ -172,7 +171,6 @@ class NodeLaunch:
                 self._on_restart(news)
             case Store() if news.error is not None:
                 self._failing_with = news.error
-                news.error.events = as_dicts(news.events)
         return news
 
     def _outcome(self, verdict: Verdict) -> Outcome:
@@ -219,7 +217,7 @@ class NodeLaunch:
 
     async def _run_commands(self) -> None:
         """Run the commands of before_run, and have the task complete the call; after a failure the gang decides."""
-        self._send(Ready(self._launch, self._call.nproc, prepares=True))
+        self._send(Report("before_run", self._launch))
         try:
             about = self._call, self._seat, self._launch, self._tools.write, self._tools.new_agent
             commands = await Aside().within(_START_S, Commands, *about)
