@@ -16,6 +16,7 @@ from metaflow_extensions.torchrun.plugins.torchrun.gang.messages import (
     Ready,
     Report,
     Stop,
+    Store,
     Stored,
     Verdict,
     from_wire,
@@ -88,4 +89,4 @@ def test_a_causes_texts_are_cut_on_their_way_and_what_json_has_no_word_for_is_no
     long = Cause("exception", 1, "h", 0, 0, 1, "ValueError: " + "x" * 100_000, "y" * 100_000 + "THE END")
     (arrived,) = travelled(Ended(0, False, failures=(Failure(long),))).failures
     assert arrived.cause == long.bounded() != long
-    assert to_wire(Answer(LaunchHung("no rank wrote"), float("nan")))["hold_s"] is None
+    assert to_wire(Store(0, 0, within_s=float("nan")))["within_s"] is None

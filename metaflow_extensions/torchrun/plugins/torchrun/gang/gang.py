@@ -18,10 +18,8 @@ from typing import Any, TypeAlias
 
 from ..errors import GangError, TorchrunError
 from . import failures
-from .agreement import contradiction, devices, without_devices
 from .cause import Cause, Failure, FailureText, cause_of, describe_exit, failed, failure_of
 from .group import Group, follow
-from .hangs import KIND, Hangs, conclude
 from .launch import GONE, Launch
 from .limits import INDEX_S, LATE_S, QUIET_S, REMIND_S, SAVE_S
 from .messages import (
@@ -47,7 +45,7 @@ from .messages import (
 )
 from .policy import Rules
 from .progress import Progress
-from .stacks import NO_WORKERS, Stacks
+from .stacks import HANG, NO_WORKERS, Hangs, Stacks, conclude
 from .texts import counted, headline, names, size_text
 from .view import GangView, Happened, NodeView, Presence, State
 from .wire import to_plain
@@ -296,30 +294,26 @@ class Gang:
         """Return the answer to a task that can't be its node now, and the messages for the nodes.
 
         Kubernetes starts a second task at once where a pod is deleted or drained, while the first still has its grace.
-        The first is told, so that all can save. The second joins when the first has ended, if the gang can use it. Else
-        it waits for the end of all, because its own would have all pods killed.
+        The first is told, so that all can save. The second tries again, until it can take that place or the gang has
+        ended: its own end would have all pods killed.
         """
         node = self.nodes[join.node] if 0 <= join.node < self.num_nodes else None
-        is_member = node is not None and node.presence is Presence.HERE
-        if node is None or (is_member and node.join.place == join.place):
-            why = "another task of this attempt is that node, or there is none."
+        if node is None or node.is_older(join):
+            why = "there is no such node" if node is None else f"a newer task has taken its place (host {node.host})"
             return Answer(failures.turned_away(join, why)), []
-        if node.is_older(join):
-            return Answer(failures.no_replacement(join, f"a newer task has taken its place (host {node.host}).")), []
+        if self.broken is not None:
+            return Answer(self.broken), []
+        is_other = node.presence is Presence.HERE and node.join.place != join.place
         if join.task not in node.tasks:
             node.tasks.append(join.task)
-        if self.broken is not None and self.rules.replaces:
-            return Answer(self.broken), []
-        if is_member and not node.is_told and self.broken is None and self.phase in (Phase.IDLE, Phase.RUNNING):
+        if is_other and not node.is_told and self.phase in (Phase.IDLE, Phase.RUNNING):
             node.is_told = True
             why = "it is being replaced: another task of this node has started, as when its pod is deleted or drained"
             self._send(Farewell("replaced", why), node.index)
             self._send(Note(f"node {node.index} (host {node.host}) {why.removeprefix('it ')}"), CONTROL)
         out, self._out = self._out, []
-        if self.rules.replaces and node.index != CONTROL:
-            return Answer(GangError(f"the task before it, on host {node.host}, has not ended yet"), is_early=True), out
-        why = f"the task that it is to replace {'still runs' if is_member else 'has ended'} (host {node.host})."
-        return Answer(failures.no_replacement(join, why), self.rules.stop_s), out
+        text = f"another task, on host {node.host}, is or was node {node.index}, and can't be replaced yet"
+        return Answer(GangError(text), is_early=True), out
 
     # --- nodes that are gone ----------------------------------------------------------------------
 
@@ -558,7 +552,7 @@ class Gang:
 
     def _take_late(self, node: Node, call: Ready) -> None:
         """Take a node in while the launch runs, as a spare; it alone hears if it can't take part, and shows all of it."""
-        error = contradiction({CONTROL: self.launch.control, node.index: call})
+        error = failures.contradiction({CONTROL: self.launch.control, node.index: call})
         if error is not None:
             cause = Cause("call", node.index, node.host, exception=headline(error.message))
             self._tell_to_end(node, cause, failed(type(error), FailureText(cause, instead=error.message)))
@@ -603,7 +597,7 @@ class Gang:
             self._begin_launch(number, group)
 
     def _begin_launch(self, number: int, group: Group) -> None:
-        error = contradiction({node: self._calls[node] for node in group.nodes})
+        error = failures.contradiction({node: self._calls[node] for node in group.nodes})
         if error is not None:
             self._end_early(number, error)
             return
@@ -636,11 +630,8 @@ class Gang:
         self.phase, self._group = Phase.RUNNING, group
         self._see_go(came)
         of_group = {node: self._calls[node] for node in group.nodes}
-        if launch.generation == 0 and (without := without_devices(of_group)):
-            hides = f"warning: run(env=...) hides the accelerators on {names(without)}"
-            self._send(Note(f"{hides}: the workers there compute on the CPU, the others do not"), CONTROL)
         about = (launch.number, launch.generation, port, self.rules.name, launch.restarts, launch.limit)
-        self._broadcast(Go(*about, devices(of_group), group, tuple(left), tuple(came)))
+        self._broadcast(Go(*about, failures.devices(of_group), group, tuple(left), tuple(came)))
 
     def _see_go(self, came: list[int]) -> None:
         """Note that a generation begins."""
@@ -742,13 +733,13 @@ class Gang:
             self.view.progress = self.progress.record
         hang = self.hangs.tick(self._now)
         if hang is None:
-            self.stacks = Stacks() if self.stacks.asked == KIND else self.stacks
-        elif self.stacks.asked != KIND:
-            self._ask_stacks(KIND)
-        elif (found := self.stacks.answer(KIND, self._now)) is not None:
+            self.stacks = Stacks() if self.stacks.asked == HANG else self.stacks
+        elif self.stacks.asked != HANG:
+            self._ask_stacks(HANG)
+        elif (found := self.stacks.answer(HANG, self._now)) is not None:
             well = [node for node, ended in self.launch.ended.items() if ended.ok]
             detail, self.view.hangs = conclude(found, well)
-            self._fail_with(KIND, *hang, detail=detail)
+            self._fail_with(HANG, *hang, detail=detail)
 
     def _on_failed_early(self, node: Node, report: Failed) -> None:
         """Handle a failure in a call of `run` before this node takes part in its launch."""
@@ -870,8 +861,7 @@ class Gang:
         # Without the node that has failed, or with another port, there is nothing to wait for.
         pause_s = 0.0 if is_move or cause.category in GONE else round(launch.pause_s(self._now), 1)
         number = launch.restarts + 1
-        launch.uncounted += cause.category == "preempted"
-        launch.moves += is_move
+        launch.uncounted += is_move or cause.category == "preempted"
         self.phase, launch.restarts_for, launch.until = Phase.PAUSING, cause, self._now + pause_s
         launch.failures.clear()  # they are dealt with; what fails in the pause is another cause
         launch.fails = False

@@ -163,8 +163,7 @@ class Answer:
     """The answer to *join*: without an error, the node is a member of the gang now."""
 
     error: TorchrunError | None = None
-    hold_s: float = 0.0  # with an error: the node shall put off its end by up to so many seconds
-    is_early: bool = False  # the node shall try again: the task before it has not ended
+    is_early: bool = False  # the node shall try again: it can't take the place of the task before it yet
 
 
 @dataclass(frozen=True)

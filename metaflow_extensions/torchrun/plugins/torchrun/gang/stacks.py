@@ -2,19 +2,31 @@
 
 The command stores a request beside the gang's view. The control node's task finds it and hands it to the machine, which
 asks all nodes. When all have answered, or their time is up, the answer is stored.
+
+The clock of ``hang_timeout_s`` begins with the first sign of life of any rank. Before it, workers import, which takes
+minutes on a busy machine; that time has a limit of its own. Ranks that wait for who reads their output do not hang; the
+gang's page says that they wait.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+import re
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..machine.frames import Found
-from .limits import NODES_MARGIN_S, WORKERS_S
-from .wire import from_plain
+from ..machine.frames import Found, look_first
+from .limits import NODES_MARGIN_S, START_S, WORKERS_S
+from .texts import names
+from .wire import from_plain, to_plain
 
 NO_WORKERS = "it has no workers"
+HANG = "hang"  # of the cause
+_SIGNS = "wrote anything, reported a step, joined a process group or exited"
+_MAX_LINES, _MAX_PLACES = 64, 4
+_MAX_CHARS = 100_000  # of the stacks in the view, which is stored again and again
+_NOBODY = "No worker was running on any node that has answered; torchrun was starting them, or waiting for their ends."
+_FRAME = re.compile(r"(?P<at>.+?:(?:\d+|\?+)) in (?P<function>[^()]+?)(?: \((?P<inner>in .+)\))?")
 
 
 @dataclass(frozen=True)
@@ -93,3 +105,109 @@ class Stacks:
         launch, generation = self._about or (None, None)
         found, missing = dict(sorted(self._found.items())), dict(sorted(self._missing.items()))
         return GangStacks(launch, generation, found, missing)
+
+
+# --- hangs ----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Alike:
+    """Ranks whose stacks are equal."""
+
+    ranks: tuple[int, ...]
+    found: Found
+
+
+def alike(ranks: Mapping[int, Found]) -> list[Alike]:
+    """Return each different stack once, that of most ranks first. Without a stack, equal reasons are a group."""
+    by_mark: dict[str, list[int]] = {}
+    for rank, found in sorted(ranks.items()):
+        by_mark.setdefault(found.mark or found.where, []).append(rank)
+    # The same stack may come from several nodes, and only the first of each sends its text.
+    return [
+        Alike(tuple(each), max((ranks[rank] for rank in each), key=lambda found: len(found.text)))
+        for each in sorted(by_mark.values(), key=lambda each: -len(each))
+    ]
+
+
+class Hangs:
+    """Finds out that all ranks of a launch are silent for too long."""
+
+    def __init__(self) -> None:
+        self.begin(None, 0.0)
+
+    def begin(self, timeout_s: float | None, at_s: float) -> None:
+        """Start the clock, if the launch has a limit."""
+        self._timeout_s, self._active_at = timeout_s, at_s
+        self._has_begun = False  # whether a rank has shown a sign of life
+
+    def take(self, age_s: float, at_s: float) -> None:
+        """Keep when a worker was last active."""
+        self._active_at, self._has_begun = max(self._active_at, at_s - age_s), True
+
+    def forgive(self, seconds: float) -> None:
+        """Let a time not count in which this process was stopped, perhaps with all others."""
+        self._active_at += seconds
+
+    def tick(self, at_s: float) -> tuple[str, str] | None:
+        """Return why the launch hangs, and what to change, if all ranks were silent for too long."""
+        if self._timeout_s is None:
+            return None
+        limit_s = self._timeout_s if self._has_begun else max(self._timeout_s, START_S)
+        if at_s - self._active_at <= limit_s:
+            return None
+        text = f"no rank {_SIGNS} for {limit_s:g} s"
+        if self._has_begun:
+            return text, "If they were only slow, raise hang_timeout_s."
+        return f"{text} after the start", f"If they start so slowly, set hang_timeout_s above {limit_s:g}."
+
+
+def conclude(stacks: GangStacks, well: Collection[int]) -> tuple[str, dict[str, Any]]:
+    """Return where the ranks are in a hang and which to look at first, and the same with all stacks for the view.
+
+    The ranks of the nodes in `well` have ended well.
+    """
+    ranks, silent = stacks.ranks, sorted(node for node, why in stacks.missing.items() if why != NO_WORKERS)
+    groups = alike(ranks)
+    is_known = not silent and any(group.found.mark for group in groups)
+    first, why = look_first(ranks) if is_known else ([], "")
+    share = _MAX_CHARS // max(1, len(groups))
+    kept = [{"ranks": list(each.ranks), **to_plain(each.found.bounded(share))} for each in groups[:_MAX_LINES]]
+    record = {"launch": stacks.launch, "first": first, "why": why, "is_last": True, "stacks": kept}
+    said = [_where(groups) if groups else _NOBODY]
+    if well:
+        said.append(f"The ranks of {names(sorted(well))} had ended well: do all ranks make the same number of steps?")
+    if silent:
+        said.append(f"No answer came from {names(silent)}: look there first.")
+    elif first:
+        said.append(f"Look at {names(first, 'rank')} first: {why}.")
+    places = [f"{names(numbers, 'Rank')}: {place}" for place, numbers in _by_place(groups, _line).items()]
+    more = [f"{len(places) - _MAX_LINES} more such lines are left out."] if len(places) > _MAX_LINES else []
+    return "\n".join([" ".join(said), *places[:_MAX_LINES], *more]), record
+
+
+def _by_place(groups: Iterable[Alike], place_of: Callable[[Found], str]) -> dict[str, list[int]]:
+    """Return the ranks by their place."""
+    at: dict[str, list[int]] = {}
+    for group in groups:
+        at.setdefault(place_of(group.found), []).extend(group.ranks)
+    return at
+
+
+def _line(found: Found) -> str:
+    """Return a place with its source line."""
+    return f"{found.where}: {found.line}" if found.line else found.where
+
+
+def _short(found: Found) -> str:
+    """Return a place within a sentence."""
+    match = _FRAME.fullmatch(found.where)
+    return f"{match['inner'] or 'in ' + match['function']} at {match['at']}" if match else f"with {found.where}"
+
+
+def _where(groups: Iterable[Alike]) -> str:
+    """Return one sentence with the ranks by place: "rank 3 in load at data.py:18"."""
+    most_first = sorted(_by_place(groups, _short).items(), key=lambda each: -len(each[1]))
+    told = [f"{names(r, 'rank') if len(r) == 1 else f'{len(r)} ranks'} {text}" for text, r in most_first]
+    more = [f"and {len(told) - _MAX_PLACES} more places"] if len(told) > _MAX_PLACES else []
+    return ", ".join([*told[:_MAX_PLACES], *more]) + "."

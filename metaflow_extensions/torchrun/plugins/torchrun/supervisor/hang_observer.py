@@ -7,9 +7,8 @@ from collections.abc import Mapping
 from textwrap import indent
 from typing import Any
 
-from ..gang.hangs import KIND, alike
 from ..gang.limits import WORKERS_S
-from ..gang.stacks import NodeStacks
+from ..gang.stacks import HANG, NodeStacks, alike
 from ..gang.texts import names
 from ..gang.wire import Plain, to_plain
 from ..machine.frames import Found, without_stack
@@ -79,7 +78,7 @@ class StacksObserver:
         if found is None:
             return None
         self._question = None
-        if found and self._asked == KIND:
+        if found and self._asked == HANG:
             self._here.say(f"what the workers were doing:\n{text_of(found)}", is_detail=False)
         return {"id": self._asked, "found": to_plain(NodeStacks(self._here.seat.host, _to_send(self._here, found)))}
 

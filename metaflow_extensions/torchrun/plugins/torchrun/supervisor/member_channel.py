@@ -1,6 +1,6 @@
 """A member's end of the gang's connections.
 
-Everything here runs in the supervisor's loop, which also calls `deliver` and `on_loss`. `hold_s` and `own_address` are
+Everything here runs in the supervisor's loop, which also calls `deliver` and `on_loss`. `own_address` is
 set before `connect` ends, and not after.
 """
 
@@ -29,8 +29,6 @@ class MemberChannel:
         policy: ConnectPolicy | None = None,
         place: str = "",  # see `Join`
     ) -> None:
-        # How long a refused task delays its end, unless the connection ends before.
-        self.hold_s = 0.0
         self.own_address: str | None = None  # between it and the control node
         self._deliver = deliver
         self._on_loss = on_loss  # called once, with the reason, when the control node is lost
@@ -156,7 +154,7 @@ class MemberChannel:
                 connection.abort()
                 return
             elif message.error is not None:
-                self.hold_s, self._is_over = message.hold_s, not message.hold_s
+                self._is_over = True
                 self._answer.set_exception(message.error)
             else:
                 self.own_address = connection.address("sockname")

@@ -9,8 +9,7 @@ from concurrent.futures import Future
 from contextlib import suppress
 from typing import TypeAlias
 
-from ..gang.progress import MAX_KEYS, Metrics, Point
-from ..gang.series import Series
+from ..gang.progress import MAX_KEYS, Metrics, Point, Series
 from ..gang.wire import Plain, to_plain
 from ..machine.aside import STUCK_S
 from .metric_lines import Line, LineReader

@@ -80,12 +80,9 @@ class MemberSide(_Side):
 
     async def connect(self, addresses: list[str], port: int, token: str, timeout_s: float) -> str:
         """Become a member; return the address that worked."""
-        try:
-            address = await self._channel.connect(addresses, port, token, timeout_s)
-            self.is_member = True
-            return address
-        finally:
-            self._tell_task("hold", self._channel.hold_s)
+        address = await self._channel.connect(addresses, port, token, timeout_s)
+        self.is_member = True
+        return address
 
     async def close(self, wait_s: float) -> None:
         """End the connection."""
