@@ -10,8 +10,7 @@ gang's page says that they wait.
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,10 +22,9 @@ from .wire import from_plain, to_plain
 NO_WORKERS = "it has no workers"
 HANG = "hang"  # of the cause
 _SIGNS = "wrote anything, reported a step, joined a process group or exited"
-_MAX_LINES, _MAX_PLACES = 64, 4
+_MAX_LINES = 64
 _MAX_CHARS = 100_000  # of the stacks in the view, which is stored again and again
 _NOBODY = "No worker was running on any node that has answered; torchrun was starting them, or waiting for their ends."
-_FRAME = re.compile(r"(?P<at>.+?:(?:\d+|\?+)) in (?P<function>[^()]+?)(?: \((?P<inner>in .+)\))?")
 
 
 @dataclass(frozen=True)
@@ -174,40 +172,21 @@ def conclude(stacks: GangStacks, well: Collection[int]) -> tuple[str, dict[str, 
     share = _MAX_CHARS // max(1, len(groups))
     kept = [{"ranks": list(each.ranks), **to_plain(each.found.bounded(share))} for each in groups[:_MAX_LINES]]
     record = {"launch": stacks.launch, "first": first, "why": why, "is_last": True, "stacks": kept}
-    said = [_where(groups) if groups else _NOBODY]
+    said = [] if groups else [_NOBODY]
     if well:
         said.append(f"The ranks of {names(sorted(well))} had ended well: do all ranks make the same number of steps?")
     if silent:
         said.append(f"No answer came from {names(silent)}: look there first.")
     elif first:
         said.append(f"Look at {names(first, 'rank')} first: {why}.")
-    places = [f"{names(numbers, 'Rank')}: {place}" for place, numbers in _by_place(groups, _line).items()]
-    more = [f"{len(places) - _MAX_LINES} more such lines are left out."] if len(places) > _MAX_LINES else []
-    return "\n".join([" ".join(said), *places[:_MAX_LINES], *more]), record
-
-
-def _by_place(groups: Iterable[Alike], place_of: Callable[[Found], str]) -> dict[str, list[int]]:
-    """Return the ranks by their place."""
     at: dict[str, list[int]] = {}
-    for group in groups:
-        at.setdefault(place_of(group.found), []).extend(group.ranks)
-    return at
+    for each in groups:
+        at.setdefault(_line(each.found), []).extend(each.ranks)
+    places = [f"{names(numbers, 'Rank')}: {place}" for place, numbers in at.items()]
+    more = [f"{len(places) - _MAX_LINES} more such lines are left out."] if len(places) > _MAX_LINES else []
+    return "\n".join([*filter(None, [" ".join(said)]), *places[:_MAX_LINES], *more]), record
 
 
 def _line(found: Found) -> str:
     """Return a place with its source line."""
     return f"{found.where}: {found.line}" if found.line else found.where
-
-
-def _short(found: Found) -> str:
-    """Return a place within a sentence."""
-    match = _FRAME.fullmatch(found.where)
-    return f"{match['inner'] or 'in ' + match['function']} at {match['at']}" if match else f"with {found.where}"
-
-
-def _where(groups: Iterable[Alike]) -> str:
-    """Return one sentence with the ranks by place: "rank 3 in load at data.py:18"."""
-    most_first = sorted(_by_place(groups, _short).items(), key=lambda each: -len(each[1]))
-    told = [f"{names(r, 'rank') if len(r) == 1 else f'{len(r)} ranks'} {text}" for text, r in most_first]
-    more = [f"and {len(told) - _MAX_PLACES} more places"] if len(told) > _MAX_PLACES else []
-    return ", ".join([*told[:_MAX_PLACES], *more]) + "."
