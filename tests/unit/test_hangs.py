@@ -10,6 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 from fake_node import ERROR, FakeNode
+from gang_of import running
 from gang_views import Story, place
 
 from metaflow_extensions.torchrun.plugins.torchrun.gang.messages import Report
@@ -18,7 +19,6 @@ from metaflow_extensions.torchrun.plugins.torchrun.gang.stacks import (
     HANG,
     NO_WORKERS,
     GangStacks,
-    Hangs,
     NodeStacks,
     conclude,
 )
@@ -28,46 +28,36 @@ from metaflow_extensions.torchrun.plugins.torchrun.show.page import page_of
 from metaflow_extensions.torchrun.plugins.torchrun.show.parts import Block
 from metaflow_extensions.torchrun.plugins.torchrun.supervisor.hang_observer import HangObserver
 
-
-def begun(timeout_s=30.0):
-    """Return what looks for hangs in a launch that began at 100 s."""
-    kept = Hangs()
-    kept.begin(timeout_s, 100.0)
-    return kept
-
-
-def silent_at(kept, begin, end):
-    """Return the second at which a launch was found to hang, looking each second, and why."""
-    return next(((at_s, *found) for at_s in range(begin, end) if (found := kept.tick(float(at_s)))), None)
-
-
 # --- the decision -----------------------------------------------------------------------------------
 
 
+def silence(gang):
+    """Return after how many seconds the ranks are asked where they are, and what all nodes raise then."""
+    seconds = next((each for each in range(1, 2000) if gang.pass_time(1.0) or gang.got(0, "Ask")), None)
+    return seconds, seconds and str(gang.play("+11, stop").same_verdict())
+
+
 def test_silence_of_all_ranks_is_a_hang():
-    kept = begun()
-    kept.take(1.0, 120.0)
-    kept.take(9.0, 121.0)  # older than what node 1 has told
-    text = "no rank wrote anything, reported a step, joined a process group or exited for 30 s"
-    assert silent_at(kept, 101, 200) == (150, text, "If they were only slow, raise hang_timeout_s.")
-    assert silent_at(begun(timeout_s=None), 101, 2000) is None, "nobody asks for it"
+    gang = running(2, hang_timeout_s=30.0).play("lives 1, +5")
+    gang.say(0, Report("hangs", 0, 0, {"age_s": 9.0}))  # older than what node 1 has told
+    seconds, said = silence(gang)
+    text = "no rank wrote anything, reported a step, joined a process group or exited for 30 s."
+    assert (seconds, f"{text} If they were only slow, raise hang_timeout_s." in said) == (26, True)
+    assert silence(running(2, hang_timeout_s=None)) == (None, None), "nobody asks for it"
 
 
 @pytest.mark.parametrize(("timeout_s", "limit_s"), [(30.0, 600), (1000.0, 1000)])
 def test_the_time_before_the_first_sign_of_life_has_a_limit_of_its_own(timeout_s, limit_s):
-    kept = begun(timeout_s=timeout_s)
-    kept.take(1.0, 101.0)
-    kept.begin(timeout_s, 150.0)  # workers start again, and import again
-    at_s, text, advice = silent_at(kept, 150, 2000)
-    assert (at_s, text.partition(" for ")[2]) == (151 + limit_s, f"{limit_s} s after the start")
-    assert advice == f"If they start so slowly, set hang_timeout_s above {limit_s}."
+    gang = running(2, hang_timeout_s=timeout_s, max_restarts=1).play("lives 1, crash 1, stop 0, +1")
+    seconds, said = silence(gang)  # workers have started again, and import again
+    advice = f"If they start so slowly, set hang_timeout_s above {limit_s}."
+    assert (seconds, f"exited for {limit_s} s after the start. {advice}" in said) == (limit_s + 1, True)
 
 
 def test_time_in_which_the_control_node_itself_was_stopped_is_no_silence():
-    kept = begun()
-    kept.take(0.0, 100.5)
-    kept.forgive(799.0)
-    assert kept.tick(101.0) is kept.tick(900.0) is kept.tick(902.0) is None
+    gang = running(2, hang_timeout_s=30.0).play("lives 1, +20, frozen 700")
+    gang.now += 700.0
+    assert silence(gang)[0] == 11
 
 
 # --- the conclusion -----------------------------------------------------------------------------------

@@ -45,7 +45,7 @@ from .messages import (
 )
 from .policy import Rules
 from .progress import Progress
-from .stacks import HANG, NO_WORKERS, Hangs, Stacks, conclude
+from .stacks import HANG, NO_WORKERS, Stacks, conclude, hang
 from .texts import counted, headline, names, size_text
 from .view import GangView, Happened, NodeView, Presence, State
 from .wire import to_plain
@@ -105,7 +105,7 @@ class Gang:
         self.num_nodes, self.rules = num_nodes, rules or Rules()
         self.view = GangView(num_nodes, began=time.time(), nodes=[NodeView() for _ in range(num_nodes)])
         self.changes = self.numbers = 0  # of the view, and of numbers in it that change all the time
-        self.progress, self.hangs, self.stacks = Progress(self._name), Hangs(), Stacks()
+        self.progress, self.stacks = Progress(self._name), Stacks()
         self._values: dict[str, Any] = {}  # by rank: under which keys returned values and exceptions are stored
         self._has_warned = False  # of a report that could not be read
         self.phase, self.launch = Phase.IDLE, Launch(-1)
@@ -213,7 +213,7 @@ class Gang:
     def was_stopped(self, seconds: float) -> list[Outgoing]:
         """Give the nodes as much longer to report as this process was stopped, perhaps with all of them."""
         self.launch.until += seconds
-        self.hangs.forgive(seconds)
+        self.launch.active_at += seconds
         return []
 
     def tick(self) -> list[Outgoing]:
@@ -653,7 +653,6 @@ class Gang:
         view.place(nodes)
         view.outputs.pop(launch.number, None)  # those of a generation before
         self.progress.begin(launch.number)
-        self.hangs.begin(launch.policy.hang_timeout_s, self._now)
         self.stacks = Stacks()
         view.hangs = view.hangs and {**view.hangs, "is_last": False}  # it is not the last failure any more
         self._values = {}
@@ -705,7 +704,7 @@ class Gang:
                 reader = "its output waits for its reader, such as a stopped terminal, and its ranks wait, too"
                 self._see("told", reader if data["waits"] else "its output is read again", node)
             case "hangs":
-                self.hangs.take(data["age_s"], self._now)
+                launch.active_at, launch.has_begun = max(launch.active_at, self._now - data["age_s"]), True
             case "stacks":
                 self.stacks.take(index, data)
             case "usage":
@@ -731,15 +730,16 @@ class Gang:
         for line in self.progress.tick(self._now):
             self._send(Note(line), CONTROL)
             self.view.progress = self.progress.record
-        hang = self.hangs.tick(self._now)
-        if hang is None:
+        launch = self.launch
+        found = hang(self._now - launch.active_at, launch.policy.hang_timeout_s, launch.has_begun)
+        if found is None:
             self.stacks = Stacks() if self.stacks.asked == HANG else self.stacks
         elif self.stacks.asked != HANG:
             self._ask_stacks(HANG)
-        elif (found := self.stacks.answer(HANG, self._now)) is not None:
-            well = [node for node, ended in self.launch.ended.items() if ended.ok]
-            detail, self.view.hangs = conclude(found, well)
-            self._fail_with(HANG, *hang, detail=detail)
+        elif (answer := self.stacks.answer(HANG, self._now)) is not None:
+            well = [node for node, ended in launch.ended.items() if ended.ok]
+            detail, self.view.hangs = conclude(answer, well)
+            self._fail_with(HANG, *found, detail=detail)
 
     def _on_failed_early(self, node: Node, report: Failed) -> None:
         """Handle a failure in a call of `run` before this node takes part in its launch."""

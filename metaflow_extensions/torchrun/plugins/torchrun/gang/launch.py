@@ -31,6 +31,8 @@ class Launch:
     group: Group = field(default_factory=lambda: Group(0))  # the nodes of this generation; before the first, none
     uncounted: int = 0  # restarts that `max_restarts` does not count: a node was told to end, or a port was taken
     went_at: float = 0.0
+    active_at: float = 0.0  # when a rank has shown its last sign of life, or else when they were started
+    has_begun: bool = False  # whether any rank has shown one
     until: float = float("inf")  # when the present phase must be over, in PAUSING, STOPPING and after a failure STORING
     running: set[int] = field(default_factory=set)  # nodes of this generation whose workers may run
     starting: set[int] = field(default_factory=set)  # those of them whose workers do not all run yet
@@ -51,7 +53,7 @@ class Launch:
     def begin_generation(self, now: float, group: Group, tasks: dict[int, str]) -> None:
         """Begin a generation: forget the ends and failures of the one before."""
         self.went_at, self.group, self.tasks, self.running, self.starting = now, group, tasks, set(tasks), set(tasks)
-        self.generation, self.fails = self.generation + 1, False
+        self.generation, self.fails, self.active_at, self.has_begun = self.generation + 1, False, now, False
         for each in (self.ended, self.stores, self.failures, self.alike):
             each.clear()
 

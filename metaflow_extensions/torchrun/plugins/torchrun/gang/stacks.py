@@ -128,36 +128,20 @@ def alike(ranks: Mapping[int, Found]) -> list[Alike]:
     ]
 
 
-class Hangs:
-    """Finds out that all ranks of a launch are silent for too long."""
+def hang(silent_s: float, timeout_s: float | None, has_begun: bool) -> tuple[str, str] | None:
+    """Return why a launch hangs, and what to change, if all ranks were silent for too long.
 
-    def __init__(self) -> None:
-        self.begin(None, 0.0)
-
-    def begin(self, timeout_s: float | None, at_s: float) -> None:
-        """Start the clock, if the launch has a limit."""
-        self._timeout_s, self._active_at = timeout_s, at_s
-        self._has_begun = False  # whether a rank has shown a sign of life
-
-    def take(self, age_s: float, at_s: float) -> None:
-        """Keep when a worker was last active."""
-        self._active_at, self._has_begun = max(self._active_at, at_s - age_s), True
-
-    def forgive(self, seconds: float) -> None:
-        """Let a time not count in which this process was stopped, perhaps with all others."""
-        self._active_at += seconds
-
-    def tick(self, at_s: float) -> tuple[str, str] | None:
-        """Return why the launch hangs, and what to change, if all ranks were silent for too long."""
-        if self._timeout_s is None:
-            return None
-        limit_s = self._timeout_s if self._has_begun else max(self._timeout_s, START_S)
-        if at_s - self._active_at <= limit_s:
-            return None
-        text = f"no rank {_SIGNS} for {limit_s:g} s"
-        if self._has_begun:
-            return text, "If they were only slow, raise hang_timeout_s."
-        return f"{text} after the start", f"If they start so slowly, set hang_timeout_s above {limit_s:g}."
+    `has_begun` tells whether any rank has shown a sign of life; before it, the time counts from the start.
+    """
+    if timeout_s is None:
+        return None
+    limit_s = timeout_s if has_begun else max(timeout_s, START_S)
+    if silent_s <= limit_s:
+        return None
+    text = f"no rank {_SIGNS} for {limit_s:g} s"
+    if has_begun:
+        return text, "If they were only slow, raise hang_timeout_s."
+    return f"{text} after the start", f"If they start so slowly, set hang_timeout_s above {limit_s:g}."
 
 
 def conclude(stacks: GangStacks, well: Collection[int]) -> tuple[str, dict[str, Any]]:
