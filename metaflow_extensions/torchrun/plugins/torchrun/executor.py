@@ -122,7 +122,6 @@ class TorchrunExecutor(Runner):
                     restart_on=run.restart_on,
                     preemption_signal=run.preemption_signal,
                     hang_timeout_s=run.hang_timeout_s,
-                    stores_outputs=run.outputs is not None,
                 ),
                 grace_s=settings.grace_s,
                 logs=settings.logs_of(self.num_nodes),

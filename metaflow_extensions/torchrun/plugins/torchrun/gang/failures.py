@@ -163,24 +163,14 @@ def port_taken(port: int | None, host: str) -> GangError:
     )
 
 
-def commands_failed(cause: Cause) -> LaunchFailed:
-    """Return the error for a node whose commands of before_run have failed."""
-    return failed(LaunchFailed, FailureText(cause, before="before_run failed, so no worker was started.\n"))
-
-
-def alone(cause: Cause, more: str) -> LaunchFailed:
-    """Return the error for a node's failure that did not end a launch of all nodes; `more` goes on after the report."""
-    cls = {"preempted": TorchrunPreempted, "timeout": LaunchTimeout}.get(cause.category, LaunchFailed)
-    return failed(cls, FailureText(cause, after=f"\n{more}"))
-
-
 def outside(cause: Cause, launch: int | None, after_step: bool, more: str) -> LaunchFailed:
     """Return the error for a node that failed while no launch ran, or before one began; `more` stands at the end."""
-    if launch is not None:
-        return alone(cause, f"It happened before launch {launch} began.{more}")
-    place = "in the call of" if cause.kind == "call" else "outside of"
-    when = "after the step's code, before its results were stored" if after_step else f"{place} current.torch.run"
-    return alone(cause, f"It happened {when}; all nodes were stopped.{more}")
+    cls = {"preempted": TorchrunPreempted, "timeout": LaunchTimeout}.get(cause.category, LaunchFailed)
+    before = "before_run failed, so no worker was started.\n" if cause.kind == "command" else ""
+    when = "after the step's code, before its results were stored" if after_step else "outside of current.torch.run"
+    when = "in the call of current.torch.run" if cause.kind == "call" else when
+    when = f"{when}; all nodes were stopped" if launch is None else f"before launch {launch} began"
+    return failed(cls, FailureText(cause, before=before, after=f"\nIt happened {when}.{more}"))
 
 
 def told_to_end(cause: Cause) -> LaunchFailed:

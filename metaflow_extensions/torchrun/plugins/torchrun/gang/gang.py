@@ -753,10 +753,7 @@ class Gang:
             self._tell_to_end(node, cause)
         elif is_command or cause.node != node.index or not self._goes_on_without(node, cause):
             more = self._why_not_without(cause)
-            error = failures.outside(cause, report.launch, False, more)
-            if is_command:
-                error = failures.commands_failed(cause)
-            self._end_early(report.launch, error)
+            self._end_early(report.launch, failures.outside(cause, report.launch, False, more))
 
     def _on_failed(self, node: Node, report: Failed) -> None:
         launch, call = self.launch, self._calls.get(node.index)
