@@ -13,7 +13,7 @@ from fake_node import ERROR, FakeNode
 from gang_of import running
 from gang_views import Story, place
 
-from metaflow_extensions.torchrun.plugins.torchrun.gang.messages import Report
+from metaflow_extensions.torchrun.plugins.torchrun.gang.messages import Ask, Report
 from metaflow_extensions.torchrun.plugins.torchrun.gang.policy import LaunchPolicy
 from metaflow_extensions.torchrun.plugins.torchrun.gang.stacks import (
     HANG,
@@ -216,4 +216,14 @@ def test_a_step_that_a_worker_tells_is_a_sign_of_life(tmp_path):
     news = [node.next_message() for _ in range(3)]
     (found,) = [each for each in news if isinstance(each, Report) and each.kind == "hangs"]
     assert list(found.data) == ["age_s"]
+    node.verdict(ERROR)
+
+
+def test_a_node_that_is_asked_in_a_hang_shows_in_its_log_what_it_answers(tmp_path):
+    node = node_with(tmp_path, 1000.0)
+    node.running()
+    node.seat.deliver(Ask(0, 0, HANG))
+    answer = node.report("stacks")
+    assert (answer["id"], sorted(answer["found"]["ranks"])) == (HANG, ["0", "1"])
+    assert [text for text in node.texts("note") if text.startswith("what the workers were doing:\n--- ranks 0, 1: ")]
     node.verdict(ERROR)
