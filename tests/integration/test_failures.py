@@ -290,7 +290,6 @@ REFUSED = {  # the flow's options, `nproc_per_node` on the command line, and wha
     "a value": (PORT, 1, ("torchrun:nproc_per_node=1 is ignored", "master_port")),
     "a value on the command line": ({"flow": "plain.py"}, 0, ("Step train: @torchrun(nproc_per_node=...) is 0",)),
     "no num_parallel": ({"flow": "not_parallel.py"}, None, ("num_parallel=2)", "TorchrunSingleNodeMultiGPU")),
-    "no decorator": ({"flow": "plain.py"}, None, ("plain.py on line", "has no @torchrun. Add @torchrun to this step")),
 }
 
 

@@ -4,11 +4,6 @@
 TELL = """
 import json, sys
 from metaflow import Step, Task, namespace
-from metaflow.datastore import FlowDataStore
-from metaflow.plugins import DATASTORES
-from metaflow_extensions.torchrun.plugins.torchrun.registry import Registry
-from metaflow_extensions.torchrun.plugins.torchrun.gang.wire import to_plain
-from metaflow_extensions.torchrun.plugins.torchrun.errors import GangStartTimeout
 
 pathspec = sys.argv[1]
 namespace(None)

@@ -23,7 +23,7 @@ from metaflow_extensions.torchrun.plugins.torchrun.errors import (
 from metaflow_extensions.torchrun.plugins.torchrun.outputs import Outputs
 from metaflow_extensions.torchrun.plugins.torchrun.supervisor.call import Call
 from metaflow_extensions.torchrun.plugins.torchrun.task import function_call as call_module
-from metaflow_extensions.torchrun.plugins.torchrun.task.arguments import Place
+from metaflow_extensions.torchrun.plugins.torchrun.task.arguments import Position
 from metaflow_extensions.torchrun.plugins.torchrun.task.facts import contents_digest
 from metaflow_extensions.torchrun.plugins.torchrun.task.function_call import FUNCTION_WORKER, FunctionCall
 from metaflow_extensions.torchrun.plugins.torchrun.task.make_call import make_call
@@ -171,7 +171,7 @@ def test_what_is_for_functions_is_refused_for_scripts_and_the_reverse(entrypoint
 def made_of(call, **given):
     """Return the launch of a function whose own arguments no script could be given."""
     run = settings_of_run(**given, entrypoint=train, entrypoint_args={"net": object()})
-    return make_call(run, Place(2, 1, "10.0.0.7"), call.function, nproc=2)
+    return make_call(run, Position(2, 1, "10.0.0.7"), call.function, nproc=2)
 
 
 # --- what the nodes compare -------------------------------------------------------------------------

@@ -72,7 +72,7 @@ def test_a_value_whose_file_was_removed_is_said(values, folder):
 KEEP = f"""{OURS}
 import os, resource, signal
 from pathlib import Path
-from ours.task.arguments import Place
+from ours.task.arguments import Position
 from ours.task.run_settings import resolve
 from ours.settings import parse_settings
 from ours.task.function_call import FunctionCall
@@ -84,7 +84,7 @@ resource.setrlimit(resource.RLIMIT_NOFILE, (256, 256))
 kept, SPEC = [], Call("x", (), False, nproc=4, num_nodes=1, node_index=0, python="")
 for launch in range(int(sys.argv[1])):
     run = {{"entrypoint": print, "entrypoint_args": [launch]}}
-    call = FunctionCall(resolve(run, parse_settings({{}}, "train"), Place(1, 0, "")), None)
+    call = FunctionCall(resolve(run, parse_settings({{}}, "train"), Position(1, 0, "")), None)
     call.begin(SPEC)
     for rank in range(4):
         store([launch, rank], rank, path_of(call.folder, "returned-{{}}.pkl", rank))

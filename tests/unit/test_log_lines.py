@@ -7,7 +7,7 @@ from gang_views import BEGAN, Story
 
 from metaflow_extensions.torchrun.plugins.torchrun.gang.limits import LATE_S
 from metaflow_extensions.torchrun.plugins.torchrun.gang.view import Placed
-from metaflow_extensions.torchrun.plugins.torchrun.show.stored_logs import Line, Places, Source, merged
+from metaflow_extensions.torchrun.plugins.torchrun.show.stored_logs import LogLine, Places, Source, merged
 
 # Two ranks on each of two nodes since 1970.
 PLACES = Places([Placed(0.0, (0, 1), 2)])
@@ -26,10 +26,10 @@ def test_lines_of_several_tasks_come_by_time():
     second = Source("4-worker-0", 1, "stderr", [("02", "[rank 2] c"), ("03", "step 🙂")])
     found = lines_of(first, second)
     assert found == [
-        Line("01", "4", "stdout", 0, 0, "[rank 0] a"),
-        Line("02", "4-worker-0", "stderr", 1, 2, "[rank 2] c"),
-        Line("03", "4-worker-0", "stderr", 1, None, "step 🙂"),
-        Line("04", "4", "stdout", 0, 1, "[rank 1] b"),
+        LogLine("01", "4", "stdout", 0, 0, "[rank 0] a"),
+        LogLine("02", "4-worker-0", "stderr", 1, 2, "[rank 2] c"),
+        LogLine("03", "4-worker-0", "stderr", 1, None, "step 🙂"),
+        LogLine("04", "4", "stdout", 0, 1, "[rank 1] b"),
     ]
     assert [line.labelled for line in found[1:3]] == ["[rank 2] c", "[node 1] step 🙂"]
 
@@ -54,7 +54,7 @@ def test_lines_of_one_task_stay_in_order_when_its_clock_goes_back():
     ],
 )
 def test_on_a_local_run_labels_tell_the_node_of_what_stands_in_one_log(text, node, rank):
-    assert lines_of(Source("4", 0, "stdout", [("01", text)])) == [Line("01", "4", "stdout", node, rank, text)]
+    assert lines_of(Source("4", 0, "stdout", [("01", text)])) == [LogLine("01", "4", "stdout", node, rank, text)]
 
 
 def test_copies_of_the_lines_of_a_node_that_has_a_log_of_its_own_are_left_out():

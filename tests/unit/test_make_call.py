@@ -11,11 +11,11 @@ from unit_helpers import write
 from metaflow_extensions.torchrun.plugins.torchrun.errors import EntrypointError, TorchrunConfigError
 from metaflow_extensions.torchrun.plugins.torchrun.settings import parse_settings
 from metaflow_extensions.torchrun.plugins.torchrun.supervisor.call import Call, FunctionSpec
-from metaflow_extensions.torchrun.plugins.torchrun.task.arguments import Place
+from metaflow_extensions.torchrun.plugins.torchrun.task.arguments import Position
 from metaflow_extensions.torchrun.plugins.torchrun.task.make_call import make_call
 from metaflow_extensions.torchrun.plugins.torchrun.task.run_settings import resolve
 
-PLACE = Place(num_nodes=2, node_index=1, main_addr="10.0.0.7")
+PLACE = Position(num_nodes=2, node_index=1, main_addr="10.0.0.7")
 SETTINGS = parse_settings({"master_port": 29400, "max_restarts": 5, "all_nodes_started_timeout": 90}, "train")
 CALL = Call("/flow/train.py", (), False, nproc=2, num_nodes=3, node_index=1, python="/usr/bin/python3")
 

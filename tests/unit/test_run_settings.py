@@ -7,10 +7,10 @@ import pytest
 
 from metaflow_extensions.torchrun.plugins.torchrun.errors import TorchrunConfigError
 from metaflow_extensions.torchrun.plugins.torchrun.settings import ARGUMENTS, parse_settings
-from metaflow_extensions.torchrun.plugins.torchrun.task.arguments import Place
+from metaflow_extensions.torchrun.plugins.torchrun.task.arguments import Position
 from metaflow_extensions.torchrun.plugins.torchrun.task.run_settings import RunSettings, resolve
 
-NODE = Place(2, 1, "10.0.0.7")
+NODE = Position(2, 1, "10.0.0.7")
 
 # Setting -> values of the call, of torchrun_args (None where torchrun has no such option) and of the attribute, and
 # what is made of them.

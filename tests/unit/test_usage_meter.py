@@ -202,7 +202,7 @@ def smi(tmp_path, monkeypatch):
 
 def test_a_node_tells_what_its_gpus_do_now_and_then(smi):
     asked = smi(f"cat <<'EOF'\n{TWO}EOF")
-    node = Node(Machine(4, ("0", "1", "2")), env=(("CUDA_VISIBLE_DEVICES", "1,GPU-a"),))
+    node = Node(Machine(4, ("0", "1", "2")), env={"CUDA_VISIBLE_DEVICES": "1,GPU-a"})
     used = eventually(lambda: (used := node.after(STEP_S)) and "gpu_percent" in used["values"] and used)
     assert (used["values"]["gpu_percent"], used["values"]["gpu_memory_mib"]) == (50.0, 400.0)
     assert (used["limits"]["gpus"], used["limits"]["gpu_memory_mib"]) == (2, 600.0)

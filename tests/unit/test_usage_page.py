@@ -27,10 +27,10 @@ def test_the_last_and_the_highest_values_are_kept_and_shown():
     told(story, 0, cpus=1.5)
     table, said = section(story)
     assert table.header == ("node", "CPU, cores", "memory, GiB")
-    assert table.rows == (
+    assert table.rows == [
         ("0", "1.5, highest 1.5 of 96", ""),
         ("1", "1.23, highest 4.5 of 96", "1.23, highest 4.5 of 1024"),
-    )
+    ]
     assert "the node's container" in said
     told(story, 0, "processes", gpu_memory_mib=96.0 * 1024, gpu_percent=95.0)
     table, said = section(story)

@@ -13,7 +13,7 @@ from metaflow_extensions.torchrun.plugins import torchrun as package
 from metaflow_extensions.torchrun.plugins.torchrun.machine.aside import Aside
 from metaflow_extensions.torchrun.plugins.torchrun.settings import parse_settings
 from metaflow_extensions.torchrun.plugins.torchrun.supervisor.command import WORKER_HOOKS
-from metaflow_extensions.torchrun.plugins.torchrun.task.arguments import Place
+from metaflow_extensions.torchrun.plugins.torchrun.task.arguments import Position
 from metaflow_extensions.torchrun.plugins.torchrun.task.run_settings import RunSettings, resolve
 
 # Whoever waits for longer waits for what never comes.
@@ -127,4 +127,4 @@ class MemoryStore:
 
 def settings_of_run(**arguments) -> RunSettings:
     """Return what a call of `run` with these arguments asks for in a step without attributes."""
-    return resolve({"entrypoint": "x.py", **arguments}, parse_settings({}, "train"), Place(2, 0, "10.0.0.7"))
+    return resolve({"entrypoint": "x.py", **arguments}, parse_settings({}, "train"), Position(2, 0, "10.0.0.7"))

@@ -29,7 +29,9 @@ class Outcome:
 
 def launch(function, arguments=None, rank=3):
     """Call a function in a worker; return its `Outcome`."""
-    run = resolve({"entrypoint": function, "entrypoint_args": arguments}, parse_settings({}, "train"), Place(1, 0, ""))
+    run = resolve(
+        {"entrypoint": function, "entrypoint_args": arguments}, parse_settings({}, "train"), Position(1, 0, "")
+    )
     with closing(FunctionCall(run, None)) as call:
         call.begin(Call("", (), False, nproc=1, num_nodes=rank + 1, node_index=rank, python=""))
         path = os.pathsep.join(filter(None, [WORKER_HOOKS, os.environ.get("PYTHONPATH")]))
@@ -93,7 +95,7 @@ from metaflow_extensions.torchrun.plugins.torchrun.settings import parse_setting
 from metaflow_extensions.torchrun.plugins.torchrun.supervisor.call import Call  # noqa: E402
 from metaflow_extensions.torchrun.plugins.torchrun.supervisor.command import WORKER_HOOKS  # noqa: E402
 from metaflow_extensions.torchrun.plugins.torchrun.supervisor.exits import read_record  # noqa: E402
-from metaflow_extensions.torchrun.plugins.torchrun.task.arguments import Place  # noqa: E402
+from metaflow_extensions.torchrun.plugins.torchrun.task.arguments import Position  # noqa: E402
 from metaflow_extensions.torchrun.plugins.torchrun.task.function_call import FUNCTION_WORKER, FunctionCall  # noqa: E402
 from metaflow_extensions.torchrun.plugins.torchrun.task.run_settings import resolve  # noqa: E402
 

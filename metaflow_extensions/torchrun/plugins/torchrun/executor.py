@@ -17,7 +17,7 @@ from .run_arguments import LEGACY, Runner
 from .settings import StepSettings, checked_value
 from .show.gang_part import GangPart
 from .supervisor.call import Call
-from .task.arguments import Place
+from .task.arguments import Position
 from .task.commands import beside_flow, flow_folder, foreign_python
 from .task.facts import shm_bytes, shm_warning, too_few_warning, with_facts
 from .task.launch_call import LaunchCall
@@ -97,12 +97,12 @@ class TorchrunExecutor(Runner):
         if ignored:
             self._note_once(f"warning: run({ignored}) has no effect; name files to store with run(outputs=...) instead")
         context = self._context
-        place = Place(self.num_nodes, self.node_index, self.main_addr, flow_folder(), context.settings.spare_nodes)
+        place = Position(self.num_nodes, self.node_index, self.main_addr, flow_folder(), context.settings.spare_nodes)
         run = resolve(given, context.settings, place)
         with Services.of(run, place.num_nodes, place.node_index, context.store) as services:
             return self._run(run, place, services)
 
-    def _run(self, run: RunSettings, place: Place, services: Services) -> TorchrunResult[Any]:
+    def _run(self, run: RunSettings, place: Position, services: Services) -> TorchrunResult[Any]:
         context, settings = self._context, self._context.settings
         cwd = run.cwd or os.getcwd()
         nproc = choose_nproc(*run.nproc_per_node, context.requested, context.machine)

@@ -27,7 +27,7 @@ from .page import Place, page_of
 from .parts import lines_of, printable
 from .stacks_command import stacks
 from .stored_gangs import StoredGang, StoredGangs
-from .stored_logs import Line, StoredLogs
+from .stored_logs import LogLine, StoredLogs
 
 
 class _Commands(click.Group):  # type: ignore[misc]  # Metaflow is not typed
@@ -155,11 +155,11 @@ def logs(
 ) -> None:
     """Show the logs of one gang."""
 
-    def is_wanted(line: Line) -> bool:
+    def is_wanted(line: LogLine) -> bool:
         is_its = rank in (None, line.rank) and node in (None, line.node)
         return is_its or line.text.startswith(_TRUNCATED)  # its lines may be among those that are missing
 
-    def printed(lines: Iterable[Line]) -> bool:
+    def printed(lines: Iterable[LogLine]) -> bool:
         """Print the lines; return whether there were any."""
         has_any = False
         for line in lines:
@@ -210,7 +210,7 @@ def _page(obj: Any, stored: StoredGangs, place: StoredGang) -> list[str]:
     return [place.title, why, "", place.commands(GangView())]
 
 
-def _clock(line: Line) -> str:
+def _clock(line: LogLine) -> str:
     """Return the time of a log line as local time of day."""
     if not line.time:
         return " " * 12

@@ -32,16 +32,12 @@ class NotYet(CommandException):  # type: ignore[misc]  # Metaflow is not typed
 
 def or_latest(ctx: Any, _: Any, named: str) -> str:
     """Return the gang that a command line names, else the latest run; say which. click calls it once per command."""
-    if named:
+    if named or not (run := latest_run(ctx.obj.flow.name)):
         return named
-    run = latest_run(ctx.obj.flow.name)
-    if run:
-        # Metaflow (2.19) numbers a run when all is checked, so a refused one leaves the run before as the latest. It does
-        # not note those of `resume`.
-        click.echo(
-            f"[torchrun] Run {run}, the last that `run` started here. One of `resume` needs its number.", err=True
-        )
-    return run or ""
+    # Metaflow (2.19) numbers a run when all is checked, so a refused one leaves the run before as the latest. It does not
+    # note those of `resume`.
+    click.echo(f"[torchrun] Run {run}, the last that `run` started here. One of `resume` needs its number.", err=True)
+    return run
 
 
 def command(text: str) -> Any:

@@ -12,7 +12,7 @@ from ..gang.texts import duration, names, shortened
 from ..gang.view import FailureReport, GangView
 from . import reported
 from .charts import chart_of_times
-from .parts import Block, Cell, Cells, Code, Facts, Keys, Link, Page, Part, Section, Sentence, Table
+from .parts import Block, Cell, Cells, Code, Facts, Keys, Page, Part, Section, Sentence, Table, WebLink
 from .words import Rank, RankState, outcome_of, ranks_of, sentence, timeline
 
 # More ranks become a cell for each node, and more nodes one without words of its own.
@@ -210,7 +210,7 @@ def _nodes(shown: _Shown) -> list[Part]:
     return [*parts, Table(header, rows, right=("node",)), Sentence(what, "note")]
 
 
-def _node_row(shown: _Shown, index: int) -> tuple[str | Link, ...]:
+def _node_row(shown: _Shown, index: int) -> tuple[str | WebLink, ...]:
     view, node, place = shown.view, shown.view.nodes[index], shown.place
     ranks = view.ranks_of(index)
     numbers = f"{ranks[0]}-{ranks[-1]}" if len(ranks) > 1 else shortened(ranks)
@@ -221,7 +221,7 @@ def _node_row(shown: _Shown, index: int) -> tuple[str | Link, ...]:
         ends = ", ".join(f"{count} x {word}" for word, count in Counter(words).most_common())
     pathspec = f"{place.run}/{place.step}/{place.tasks[index]}" if index in place.tasks else node.task
     url = f"{place.ui_url.rstrip('/')}/{place.flow}/{pathspec}" if place.ui_url else None
-    task = "-" if pathspec is None else Link(pathspec.split("/")[-1], url)
+    task = "-" if pathspec is None else WebLink(pathspec.split("/")[-1], url)
     return (str(index), node.host, task, numbers, node.state, ends)
 
 

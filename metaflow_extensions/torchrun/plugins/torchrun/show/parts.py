@@ -66,7 +66,7 @@ def css_class(colour: str) -> str:
 
 
 @dataclass(frozen=True)
-class Link:
+class WebLink:
     """A text that is a link in a card, if `url` is known."""
 
     text: str
@@ -124,11 +124,11 @@ class Table(Part):
     """Rows of cells; on a terminal, columns named in `right` are aligned to the right."""
 
     header: tuple[str, ...]
-    rows: Sequence[tuple[str | Link, ...]]
+    rows: Sequence[tuple[str | WebLink, ...]]
     right: tuple[str, ...] = ()
 
     def lines(self) -> list[str]:
-        rows = [[cell.text if isinstance(cell, Link) else cell for cell in row] for row in self.rows]
+        rows = [[cell.text if isinstance(cell, WebLink) else cell for cell in row] for row in self.rows]
         return table(self.header, rows, self.right)
 
 
@@ -296,8 +296,8 @@ def _kind(part: Part) -> str:
     return "folded" if isinstance(part, Block) and part.is_folded else "html"
 
 
-def _in_table(cell: str | Link) -> Any:
+def _in_table(cell: str | WebLink) -> Any:
     """Return a cell. Metaflow shows a string verbatim."""
-    if isinstance(cell, Link):
+    if isinstance(cell, WebLink):
         return {"type": "markdown", "source": f"[{cell.text}]({cell.url})"} if cell.url else cell.text
     return cell or "–"

@@ -33,9 +33,6 @@ USAGE_COLUMNS = {
     "memory_mib": ("memory, GiB", 1024),
     "gpu_percent": ("GPUs, %", 1),
     "gpu_memory_mib": ("GPU memory, GiB", 1024),
-    "received_kib_s": ("received, MiB/s", 1024),
-    "sent_kib_s": ("sent, MiB/s", 1024),
-    "output_bytes_s": ("output, KiB/s", 1024),
 }
 
 

@@ -30,7 +30,7 @@ _LAST_S = 5.0  # an attempt's logs are complete when nothing new has come for th
 
 
 @dataclass(frozen=True)
-class Line:
+class LogLine:
     """One line of a log."""
 
     time: str  # UTC, in the format of ISO 8601, by the clock of the machine that captured it
@@ -80,7 +80,7 @@ class Source:
     lines: Iterable[tuple[str, str]]  # time and text, in the order of writing
 
 
-def merged(sources: Sequence[Source], places: Places, lost: Iterable[int] = ()) -> Iterator[Line]:
+def merged(sources: Sequence[Source], places: Places, lost: Iterable[int] = ()) -> Iterator[LogLine]:
     """Return all lines by time; those of one source stay in order, even if its clock was set back.
 
     On a local run the control task's log has the lines of all nodes. On a remote run with ``logs="all"`` it has copies of
@@ -95,18 +95,18 @@ def merged(sources: Sequence[Source], places: Places, lost: Iterable[int] = ()) 
     return heapq.merge(*lines, key=lambda line: line.time)
 
 
-def _lines(source: Source, complete: set[int | None], places: Places, own: int | None) -> Iterator[Line]:
+def _lines(source: Source, complete: set[int | None], places: Places, own: int | None) -> Iterator[LogLine]:
     latest = ""
     for stamp, text in source.lines:
         latest = max(latest, stamp)
         label = _LABEL.match(text)
         rank = int(label[1]) if label and label[1] else None
         if label is None or source.node != CONTROL:  # no other log has lines of other nodes
-            yield Line(latest, source.task, source.stream, own, rank, text)
+            yield LogLine(latest, source.task, source.stream, own, rank, text)
             continue
         its = [int(label[2] or label[3] or CONTROL)] if rank is None else places.nodes_at(rank, latest)
         if not complete.issuperset(its):
-            yield Line(latest, source.task, source.stream, own if its[-1] is None else its[-1], rank, text)
+            yield LogLine(latest, source.task, source.stream, own if its[-1] is None else its[-1], rank, text)
 
 
 class StoredLogs:
@@ -116,7 +116,7 @@ class StoredLogs:
         self._stored, self._gang = stored, gang
         self._read: dict[str, int] = {}  # file -> number of bytes that have been read
 
-    def lines(self, is_growing: bool = False) -> Iterator[Line]:
+    def lines(self, is_growing: bool = False) -> Iterator[LogLine]:
         """Return the lines since the last call, by time; only complete lines if the logs are growing."""
         files = self._files()
         with self._stored.storage.load(list(files)) as loaded:
@@ -128,7 +128,7 @@ class StoredLogs:
 
     def follow(
         self, clock: Callable[[], float] = time.monotonic, sleep: Callable[[float], None] = time.sleep
-    ) -> Iterator[Line]:
+    ) -> Iterator[LogLine]:
         """Return all lines and then the new ones, until the attempt has ended or the next one has started."""
         ends_at = math.inf
         while True:

@@ -140,7 +140,7 @@ _REFUSED = {
 
 
 @dataclass(frozen=True)
-class Place:
+class Position:
     """What the arguments of `run` are checked with: where this node stands in its gang."""
 
     num_nodes: int
@@ -155,7 +155,7 @@ class Place:
         return Group(self.num_nodes - self.spare_nodes)
 
 
-def options_of(given: Mapping[str, Any] | Sequence[Any] | None, place: Place) -> dict[str, str | None]:
+def options_of(given: Mapping[str, Any] | Sequence[Any] | None, place: Position) -> dict[str, str | None]:
     """Return ``torchrun_args`` as `torchrun_options` does, without what the gang does anyway; refuse what has no use."""
     options = torchrun_options(given)
     _refuse_what_has_no_use(options)
@@ -182,7 +182,7 @@ def _refuse_what_has_no_use(options: Mapping[str, str | None]) -> None:
         )
 
 
-def _refuse_what_the_gang_decides(options: dict[str, str | None], place: Place) -> None:
+def _refuse_what_the_gang_decides(options: dict[str, str | None], place: Position) -> None:
     """Drop options that say what the gang does anyway; refuse those that contradict it."""
     size, address = place.group.size, "the control node's address, which every node finds by itself"
     addresses = (place.main_addr, bracketed(place.main_addr))

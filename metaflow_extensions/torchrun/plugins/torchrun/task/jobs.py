@@ -42,7 +42,7 @@ class Job:
         self._flow_datastore, self._step = flow_datastore, step
         self._options = dict(pairwise(arguments))  # those of Metaflow's own making (`CLIArgs`, 2.19)
         # The pods that can't start, also those that have vanished; replaced as a whole, since two threads use it.
-        self._waits: dict[str, End] = {}
+        self._waits: dict[str, PodEnd] = {}
         self._said: set[str] = set()
 
     # --- while it runs ------------------------------------------------------------------------------
@@ -106,7 +106,7 @@ class Job:
         return "".join(f"[torchrun] {line}\n" for line in lines)
 
 
-def _gone(ends: Sequence[End], has_joined: bool) -> tuple[str, type[TorchrunError]]:
+def _gone(ends: Sequence[PodEnd], has_joined: bool) -> tuple[str, type[TorchrunError]]:
     """Return how the control node ended, which could not report it itself, and the class of the error."""
     of_control = [each for each in ends if each.node == CONTROL]
     first = next((each for each in of_control if each.text), of_control[0] if of_control else None)
@@ -126,7 +126,7 @@ def _gone(ends: Sequence[End], has_joined: bool) -> tuple[str, type[TorchrunErro
 
 
 @dataclass(frozen=True)
-class End:
+class PodEnd:
     """The end of one node's pod, as Kubernetes reports it."""
 
     node: int
@@ -140,17 +140,17 @@ class End:
         return f"Kubernetes says of node {self.node}'s {self.what}: {self.text}"
 
 
-def _ends_of_nodes(job: KubernetesJob) -> Iterator[End]:
+def _ends_of_nodes(job: KubernetesJob) -> Iterator[PodEnd]:
     """Yield the report on each node, by the states of their pods."""
     pods = _pods_of(job)
     first, of_control = job.first_pod, [pod.metadata.name for pod in pods if _node_of(pod) == CONTROL]
     if first and first not in of_control:
         others = "".join(f", and pod {name} came in its place" for name in of_control)
-        yield End(CONTROL, f"pod {first}", f"it was deleted or evicted{others}" if others else "")
+        yield PodEnd(CONTROL, f"pod {first}", f"it was deleted or evicted{others}" if others else "")
     yield from map(_end_of_pod, sorted(pods, key=_node_of))
 
 
-def _pending(job: KubernetesJob) -> dict[str, End | None]:
+def _pending(job: KubernetesJob) -> dict[str, PodEnd | None]:
     """Return the pods of a job by name, each with what keeps it from starting; None if nothing does."""
     ends = {pod.metadata.name: (_end_of_pod(pod), pod.status.phase) for pod in _pods_of(job)}
     return {name: end if phase == "Pending" and not end.is_ordinary else None for name, (end, phase) in ends.items()}
@@ -169,12 +169,12 @@ def _node_of(pod: Any) -> int:
     return 1 + int(labels["jobset.sigs.k8s.io/job-index"])
 
 
-def _end_of_pod(pod: Any) -> End:
+def _end_of_pod(pod: Any) -> PodEnd:
     states = [state for each in pod.status.container_statuses or () for state in (each.state, each.last_state)]
     texts = list(dict.fromkeys(_ends_of(pod, states)))
     codes = [f"exit code {state.terminated.exit_code}" for state in states[::2] if state.terminated]
     has_run, name = pod.status.phase != "Pending", pod.metadata.name
-    return End(_node_of(pod), f"pod {name}", "; ".join(texts or codes[:1]), not texts, has_run)
+    return PodEnd(_node_of(pod), f"pod {name}", "; ".join(texts or codes[:1]), not texts, has_run)
 
 
 def _ends_of(pod: Any, states: list[Any]) -> Iterator[str]:

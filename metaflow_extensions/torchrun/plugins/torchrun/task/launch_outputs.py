@@ -102,7 +102,7 @@ class FilesToStore(ToStore):
         self._since = since
         self._has_failed = within_s is not None
         self._deadline = float("inf") if within_s is None else time.monotonic() + within_s
-        self._listing = Listing()
+        self._listing = Listing(folder)
         self._changed: list[str] = []  # names of files that changed while they were read
         self._rows: list[dict[str, Any]] = []  # one for each stored file
         self._stored: Plain | None = None  # at the very end
@@ -195,51 +195,51 @@ def _first(said: list[str], between: str = ", ") -> str:
 
 @dataclass
 class Listing:
-    """What the patterns name; all names are relative to the folder that was searched."""
+    """What the patterns name; all names are relative to the folder `root`. What lies in the folder `apart` is passed over."""
 
+    root: str
+    apart: str | None = None
     names: dict[str, None] = field(default_factory=dict)  # in the order of the patterns, each once
     left_out: dict[str, str] = field(default_factory=dict)  # name -> why, as in "is no file"
     unmatched: list[str] = field(default_factory=list)  # patterns that match nothing
 
+    def add(self, name: str, above: tuple[str, ...], inside: tuple[str, ...]) -> None:
+        """Add a file, or a folder with all that is in it, with the folders `above` it; it must lie in one of `inside`.
 
-def find(root: str, patterns: Sequence[str], apart: str | None = None) -> Listing:
-    """Search the folder `root`; what lies in the folder `apart` is passed over.
-
-    A link is followed if its target lies in `root` and is no folder that the link lies in.
-    """
-    listing, own = Listing(), os.path.realpath(root)
-    passed_over = None if apart is None else os.path.realpath(apart)
-
-    def add(name: str, above: tuple[str, ...], inside: tuple[str, ...]) -> None:
-        """Add a file, or a folder with all that is in it; `above` are the folders on the way to it."""
-        real = os.path.realpath(os.path.join(root, name))
-        if passed_over is not None and _lies_in(real, passed_over):
+        A link is followed if it leads there, and to no folder that it lies in.
+        """
+        real = os.path.realpath(os.path.join(self.root, name))
+        if self.apart is not None and _lies_in(real, os.path.realpath(self.apart)):
             return
         if not any(_lies_in(real, folder) for folder in inside):
             why = f"leads to {real}, out of the working directory"
         elif any(_lies_in(folder, real) for folder in above):
             why = "is a link to a folder that it lies in"
         elif os.path.isfile(real):
-            listing.names[name] = None
+            self.names[name] = None
             return
         elif os.path.isdir(real):
             try:
                 for each in sorted(os.listdir(real)):
-                    add(os.path.join(name, each), (*above, real), inside)
+                    self.add(os.path.join(name, each), (*above, real), inside)
                 return
             except OSError as error:
                 why = _cant_be_read(error)
         else:
             why = "is no file" if os.path.exists(real) else "is a link to nothing, or gone"
-        listing.left_out[name or os.curdir] = why
+        self.left_out[name or os.curdir] = why
 
+
+def find(root: str, patterns: Sequence[str], apart: str | None = None) -> Listing:
+    """Search the folder `root`."""
+    listing, own = Listing(root, apart), os.path.realpath(root)
     for pattern in patterns:
         path = os.path.join(root, pattern)
         if is_named := os.path.lexists(path):
             found = [pattern]  # exactly this name, whatever it would mean as a pattern
         else:
             try:
-                found = sorted(os.path.relpath(path, root) for path in Path(root).glob(pattern))
+                found = sorted(os.path.relpath(each, root) for each in Path(root).glob(pattern))
             except OSError as error:
                 listing.left_out[pattern] = _cant_be_read(error)
                 continue
@@ -248,7 +248,7 @@ def find(root: str, patterns: Sequence[str], apart: str | None = None) -> Listin
         # What an entry names may lie elsewhere: the user has said so.
         inside = (own, os.path.realpath(path)) if is_named else (own,)
         for name in ("" if each == os.curdir else each for each in found):
-            add(name, (os.path.realpath(os.path.join(root, os.path.dirname(name))),) if name else (), inside)
+            listing.add(name, (os.path.realpath(os.path.join(root, os.path.dirname(name))),) if name else (), inside)
     return listing
 
 
@@ -257,5 +257,4 @@ def _lies_in(real: str, folder: str) -> bool:
 
 
 def _cant_be_read(error: OSError) -> str:
-    """Return why a file is left out that could not be read."""
     return f"can't be read: {error.strerror or error}"

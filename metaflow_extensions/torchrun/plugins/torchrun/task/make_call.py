@@ -9,13 +9,13 @@ from typing import Any
 
 from ..errors import EntrypointError, TorchrunConfigError
 from ..supervisor.call import Call, FunctionSpec
-from .arguments import Place, entrypoint_arguments
+from .arguments import Position, entrypoint_arguments
 from .commands import beside_flow, find_program, source_of
 from .run_settings import RunSettings
 
 
 def make_call(
-    run: RunSettings, place: Place, function: FunctionSpec | None = None, may_come: bool = False, **fields: Any
+    run: RunSettings, place: Position, function: FunctionSpec | None = None, may_come: bool = False, **fields: Any
 ) -> Call:
     """Find what `run` names on this node; `fields` are further ones of `Call`.
 

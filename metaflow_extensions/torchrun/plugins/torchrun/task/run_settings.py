@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from ..errors import TorchrunConfigError
 from ..parsing import parse_argv
 from ..settings import ARGUMENTS, SETTINGS, StepSettings, checked_value
-from .arguments import Place, options_of, refuse_variables
+from .arguments import Position, options_of, refuse_variables
 
 # Settings that torchrun has as options, too.
 _OPTIONS = ("nproc_per_node", "max_restarts", "master_port")
@@ -53,7 +53,7 @@ class RunSettings:
     options: Mapping[str, str | None]  # torchrun's further ones, with hyphens; None marks a flag
 
 
-def resolve(arguments: Mapping[str, Any], settings: StepSettings, place: Place) -> RunSettings:
+def resolve(arguments: Mapping[str, Any], settings: StepSettings, place: Position) -> RunSettings:
     """Merge and check the arguments of `run`, by name; raises TorchrunConfigError.
 
     The value of the call counts, else that of ``torchrun_args``, else the attribute, else the default.

@@ -20,6 +20,7 @@ import types
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from importlib.machinery import BuiltinImporter, SourceFileLoader, all_suffixes
+from pathlib import Path
 from typing import Any
 
 if __name__ == "__main__":
@@ -53,6 +54,9 @@ def main() -> list[Any]:
     sys.path[0] = _PROGRAM_FOLDER
     client, workers = socket.socket(fileno=options["client"]), SpareWorkers()
     begun_with, found = dict(os.environ), {entry: _importable(entry) for entry in sys.path[1:]}
+    # Python runs the code in ``.pth`` files when it starts: tracers begin there, if a variable says so.
+    files = (Path(entry, name) for entry, names in found.items() for name in names if name.endswith(".pth"))
+    at_start = "".join(file.read_text("utf-8", "replace") for file in files)
     try:
         for name in options["modules"]:
             importlib.import_module(name)
@@ -61,9 +65,8 @@ def main() -> list[Any]:
         request = json.loads(data)
         argv = request["argv"]
         _check_packages(found)
-        _take_variables(
-            begun_with, request["env"], request["cwd"], READ_AT_START if options.get("allows_new", True) else ""
-        )
+        read = READ_AT_START if options.get("allows_new", True) else ""
+        _take_variables(begun_with, request["env"], request["cwd"], read, at_start)
         sys.path[sys.path.index(_PROGRAM_FOLDER)] = _folder_of(argv)
         run = _program(argv)
         _take_over(argv, stdout, stderr)
@@ -91,14 +94,14 @@ def _check_packages(found: Mapping[str, set[str]]) -> None:
 
 
 def _take_variables(
-    begun_with: Mapping[str, str], env: Mapping[str, str], cwd: str, read: str | tuple[str, ...]
+    begun_with: Mapping[str, str], env: Mapping[str, str], cwd: str, read: str | tuple[str, ...], at_start: str
 ) -> None:
     """Set the program's variables, or raise `StartCold` if the folder differs, or one that an import can have read.
 
-    New ones are no reason, but for those that begin as in `read`: a program may bring its own.
+    New ones are no reason, but for those that begin as in `read`, or stand in `at_start`: a program may bring its own.
     """
     changed = {name for name in {*env, *begun_with} if env.get(name) != begun_with.get(name)}
-    others = (name for name in changed if name in begun_with or name.startswith(read))
+    others = (name for name in changed if name in begun_with or name.startswith(read) or name in at_start)
     if names := sorted(name for name in others if not name.startswith(_OF_LAUNCH)):
         raise StartCold(f"{', '.join(names)} had another value when torch was imported")
     if not os.path.samefile(cwd, os.curdir):
