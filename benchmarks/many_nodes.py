@@ -1,6 +1,6 @@
 """Run one control node and thousands of members over real sockets, and tell how long they wait and what it costs.
 
-Every member is the real `MemberChannel`; those of one process share a thread. See README.md.
+Every member is the real `MemberSide`; those of one process share a thread. See README.md.
 """
 
 from __future__ import annotations
@@ -27,12 +27,11 @@ from report import Report, parser
 
 from metaflow_extensions.torchrun.plugins.torchrun.gang import messages, policy
 from metaflow_extensions.torchrun.plugins.torchrun.gang.cause import Cause, Failure
-from metaflow_extensions.torchrun.plugins.torchrun.gang.gang import Gang
-from metaflow_extensions.torchrun.plugins.torchrun.machine.network import pick_port
-from metaflow_extensions.torchrun.plugins.torchrun.supervisor import control_channel, member_channel
+from metaflow_extensions.torchrun.plugins.torchrun.supervisor import control_side, member_side
 from metaflow_extensions.torchrun.plugins.torchrun.supervisor.usage_observer import SAMPLES_PER_S, STEP_S
 
 HOST = "127.0.0.1"
+NO_OUTPUT: Any = None  # nobody writes lines here
 HEARTBEAT_S = 30.0  # its default
 WAIT_S = 300.0
 RANKS = 8
@@ -83,6 +82,14 @@ def loop_thread() -> asyncio.AbstractEventLoop:
 # --- a process of members ---------------------------------------------------------------------------
 
 
+class Channel(member_side.MemberSide):
+    """A member's connection, whose messages come to the member."""
+
+    def __init__(self, member: Member) -> None:
+        super().__init__(lambda *told: None, NO_OUTPUT, member.node, 2, HEARTBEAT_S, {}, "")
+        self.deliver, self.lose_control = member.deliver, member.lose_control  # type: ignore[method-assign]
+
+
 class Member:
     """One member: joins, is ready, tells what it uses, fails when told to stop, and notes when it heard what."""
 
@@ -90,7 +97,7 @@ class Member:
         self.node, self.step_s = node, step_s
         self.heard: dict[str, float] = {}
         self.error: str | None = None
-        self.channel = member_channel.MemberChannel(node, self.deliver, self.lose_control, HEARTBEAT_S)
+        self.channel = Channel(self)
 
     def deliver(self, message: messages.Message) -> None:
         """Take a message."""
@@ -224,12 +231,13 @@ class Control:
 
     def __init__(self, count: int) -> None:
         self._inbox: queue.SimpleQueue[messages.Message] = queue.SimpleQueue()
-        gang = Gang(count + 1, lambda pinned: pinned or pick_port(), policy.Rules(WAIT_S))
         self.token = secrets.token_hex()
         self._loop = loop_thread()
 
         async def listen() -> int:
-            self.channel = control_channel.ControlChannel(gang, self._inbox.put, self.token, HEARTBEAT_S)
+            about = count + 1, HEARTBEAT_S, self.token, {"started_timeout_s": WAIT_S}
+            self.channel = control_side.ControlSide(lambda *told: None, NO_OUTPUT, *about)
+            self.channel.deliver = self._inbox.put  # type: ignore[method-assign]
             return await self.channel.listen(None, HOST)
 
         self.port = asyncio.run_coroutine_threadsafe(listen(), self._loop).result()

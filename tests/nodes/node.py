@@ -25,7 +25,7 @@ from metaflow_extensions.torchrun.plugins.torchrun.gang.view import Presence
 from metaflow_extensions.torchrun.plugins.torchrun.gang.wire import to_plain
 from metaflow_extensions.torchrun.plugins.torchrun.machine import detached
 from metaflow_extensions.torchrun.plugins.torchrun.machine.accelerators import this_machine
-from metaflow_extensions.torchrun.plugins.torchrun.registry import Registry
+from metaflow_extensions.torchrun.plugins.torchrun.registry import AddressRecord, Registry
 from metaflow_extensions.torchrun.plugins.torchrun.settings import parse_settings
 from metaflow_extensions.torchrun.plugins.torchrun.task import join as joining
 from metaflow_extensions.torchrun.plugins.torchrun.task.cards import Cards
@@ -64,12 +64,12 @@ def faulty_storage(fault):
 
 # Makes the control node's supervisor choose a port first that somebody else takes before its agent does.
 SQUATTED = """
-from torchrun.supervisor import sides
-choose, chosen = sides.pick_port, []
+from torchrun.supervisor import control_side
+choose, chosen = control_side.pick_port, []
 def pick_port(pinned):
     chosen.append(choose(pinned) if chosen else {squatted})
     return chosen[-1]
-sides.pick_port = pick_port
+control_side.pick_port = pick_port
 """
 
 
@@ -124,10 +124,11 @@ class Notes:
 class NotedRegistry(Registry):
     """Keeps what is published where the test can read it, too."""
 
-    def publish(self, record, *more):
-        with open("address.json", "w") as file:
-            json.dump(to_plain(record), file)
-        super().publish(record, *more)
+    def save(self, record, *more):
+        if isinstance(record, AddressRecord):
+            with open("address.json", "w") as file:
+                json.dump(to_plain(record), file)
+        super().save(record, *more)
 
 
 def join(task, registry, settings, starts):

@@ -4,8 +4,8 @@ import queue
 import signal
 import tempfile
 from pathlib import Path
+from types import SimpleNamespace
 
-from fake_link import FakeLink, member_of
 from limits import limit_s
 from loops import InLoop, Loop
 from unit_helpers import HANG_S
@@ -13,11 +13,10 @@ from unit_helpers import HANG_S
 from metaflow_extensions.torchrun.plugins.torchrun.errors import LaunchFailed
 from metaflow_extensions.torchrun.plugins.torchrun.gang import messages
 from metaflow_extensions.torchrun.plugins.torchrun.gang.cause import Cause
-from metaflow_extensions.torchrun.plugins.torchrun.supervisor import agent_events
+from metaflow_extensions.torchrun.plugins.torchrun.supervisor import agent as agent_events
 from metaflow_extensions.torchrun.plugins.torchrun.supervisor.call import Call
-from metaflow_extensions.torchrun.plugins.torchrun.supervisor.launch import NodeLaunch, Tools
-from metaflow_extensions.torchrun.plugins.torchrun.supervisor.seat import Seat
-from metaflow_extensions.torchrun.plugins.torchrun.task.services import Services, result_of
+from metaflow_extensions.torchrun.plugins.torchrun.supervisor.launch import NodeLaunch
+from metaflow_extensions.torchrun.plugins.torchrun.supervisor.side import Side
 
 DEADLINE_S = limit_s(HANG_S)
 NOBODY = 2**22 + 1  # more than the kernel gives as a pid
@@ -27,7 +26,7 @@ ERROR = LaunchFailed("Rank 1 failed.", Cause("exit", 0, "host", 1, 1, 3).as_dict
 class FakeAgent:
     """An agent that only notes what it is told, and says what the test has it say."""
 
-    def __init__(self, loop, command, env, options, on_event, warm=None):
+    def __init__(self, loop, on_event, command, env, options, warm=None):
         self.command, self.env, self.options = command, env, options
         self.say = lambda event: loop.call(on_event, event)
         self.orders = []
@@ -50,25 +49,20 @@ class FakeNode:
     of `Call` that matter to the test.
     """
 
-    def __init__(self, folder, number=0, services=None, spares=None, write=None, **fields):
+    def __init__(self, folder, number=0, spares=None, write=None, **fields):
         tempfile.tempdir = str(folder)  # until the test's end, see `nothing_leaks`
         self.number = number
         self.said, self.output, self.events = [], [], []
         self.stored = []  # what the task was asked to store; None: to give that up
         self._sent, self._agents, self._came = queue.Queue(), queue.Queue(), queue.Queue()
-        self.own_address = None
         self.loop = Loop()
-        self.seat = InLoop(self.loop, lambda: Seat(number, 2, self._hear, self))
-        self.member = member_of(FakeLink(), number, 2, self._hear)  # the task's half, which makes the result
-        self.services = services or Services()
+        log = SimpleNamespace(show=self._hear)
+        self.side = InLoop(self.loop, lambda: Side(number, 2, self._be_asked, log))
+        self.side.itself.send = self._sent.put
         own = {"nproc": 2, "num_nodes": 2, "node_index": number, "python": "python3"}
-        self.call = Call("/flow/train.py", (), False, **{**own, **self.services.told, **fields})
+        self.call = Call("/flow/train.py", (), False, **{**own, **fields})
         self.spares, self.write = spares, write or self._write
         self.new_agent = self._new_agent
-
-    # The node is its seat's link to the control node, too.
-    def send(self, message):
-        self._sent.put(message)
 
     def _hear(self, event):
         self.events.append(event)
@@ -90,21 +84,21 @@ class FakeNode:
         self.loop.call(begin)
 
     async def _run(self):
-        self.services.begin(self.call)
-        tools = Tools(self.write, self._complete, self.stored.append, self.spares, self.new_agent)
-        launch = NodeLaunch(self.call, self.seat.itself, 0, tools)
+        launch = NodeLaunch(self.call, self.side.itself, 0, self.write, self.spares, self.new_agent)
         try:
             outcome = await launch.run()
             if outcome.verdict.error is not None:
-                self.services.failed(outcome.verdict.error, outcome.verdict.left)
                 raise outcome.verdict.error
-            self._came.put(result_of(outcome, self.call, self.member, self.services))
+            self._came.put(outcome)
         except BaseException as error:
             self._came.put(error)
 
     # What the task does for the launch.
-    def _complete(self):
-        self.seat.itself.inbox.put_nowait(self.call)
+    def _be_asked(self, what, *rest):
+        if what == "complete":
+            self.side.itself.inbox.put_nowait(self.call)
+        elif what == "store":
+            self.stored.extend(rest)
 
     # --- what the test does ----------------------------------------------------------------------
 
@@ -126,7 +120,7 @@ class FakeNode:
 
     def say_go(self, generation=0, **more):
         more = {"port": 29500, "gang": "gang", "restarts": generation, "max_restarts": 3, **more}
-        self.seat.deliver(messages.Go(0, generation, **more))
+        self.side.deliver(messages.Go(0, generation, **more))
 
     def running(self):
         """Launch and start two workers; return their agent."""
@@ -138,16 +132,16 @@ class FakeNode:
         return agent
 
     def stop(self, generation=0, **more):
-        self.seat.deliver(messages.Stop(0, generation, **more))
+        self.side.deliver(messages.Stop(0, generation, **more))
 
     def verdict(self, error=None, **more):
         """Have the control node decide; return what `run` returns or raises."""
-        self.seat.deliver(messages.Verdict(0, error, **more))
+        self.side.deliver(messages.Verdict(0, error, **more))
         return self.outcome()
 
     def interrupt(self, news):
         """Put something into the launch's inbox, as another thread or a signal handler does."""
-        self.loop.post(lambda: self.seat.itself.inbox.put_nowait(news))
+        self.loop.post(lambda: self.side.itself.inbox.put_nowait(news))
 
     def ends_well(self, agent, **verdict):
         """Have everything end well; return the node's *ended*, and what `run` returns."""

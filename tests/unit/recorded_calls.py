@@ -1,7 +1,5 @@
 """Calls of `current.torch.run` whose launches are only written down."""
 
-from typing import ClassVar
-
 from fake_link import FakeLink, member_of
 
 from metaflow_extensions.torchrun.plugins.torchrun import executor
@@ -23,17 +21,17 @@ def recorded_calls(monkeypatch, tmp_path):
     plans = []
 
     class Recorder:
-        told: ClassVar = {}
-
         def __init__(self, made, member, services, complete):
             call.complete = complete
-            self.call, self.services = made, services
             plans.append(made)
 
         def run(self):
             return Outcome(Verdict(0), "", {}, (), 1.5)
 
         def settle(self, patience_s=None):
+            pass
+
+        def result(self, outcome):
             pass
 
     monkeypatch.setattr(executor, "LaunchCall", Recorder)

@@ -10,7 +10,7 @@ import threading
 from limits import limit_s
 from unit_helpers import HANG_S, OURS, eventually, is_running
 
-from metaflow_extensions.torchrun.plugins.torchrun.supervisor import agent_events
+from metaflow_extensions.torchrun.plugins.torchrun.supervisor import agent as agent_events
 
 GRACE_S = 0.3
 PROGRAM = f"""{OURS}
@@ -29,7 +29,7 @@ def start(number, command, env, options, warm=None):
     def tell(event):
         say(number=number, event=type(event).__name__, values=list(event))
     from_spare = None if warm is None else (lambda env, options: node.start(command, warm, env, options))
-    agents[number] = AgentProcess(command, env, Options(**{{"halt_signal": signal.SIGSTOP, **options}}), tell, from_spare)
+    agents[number] = AgentProcess(tell, command, env, Options(**{{"halt_signal": signal.SIGSTOP, **options}}), from_spare)
     agents[number].start()
 
 async def answer(id, code, values):

@@ -12,7 +12,7 @@ from limits import limit_s
 from supervised import Supervised
 from unit_helpers import HANG_S, eventually, is_running, write
 
-from metaflow_extensions.torchrun.plugins.torchrun.supervisor.agent_events import (
+from metaflow_extensions.torchrun.plugins.torchrun.supervisor.agent import (
     End,
     WorkerEnded,
     WorkerStarted,

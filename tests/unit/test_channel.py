@@ -13,6 +13,7 @@ import threading
 import time
 from contextlib import ExitStack, contextmanager
 from typing import NamedTuple
+from unittest.mock import Mock
 
 import pytest
 from limits import limit_s
@@ -20,17 +21,16 @@ from loops import InLoop, Loop
 from unit_helpers import HANG_S
 
 from metaflow_extensions.torchrun.plugins.torchrun.gang import messages as sent
-from metaflow_extensions.torchrun.plugins.torchrun.gang.gang import Gang
-from metaflow_extensions.torchrun.plugins.torchrun.gang.policy import ConnectPolicy, Rules
 from metaflow_extensions.torchrun.plugins.torchrun.machine.network import pick_port
 from metaflow_extensions.torchrun.plugins.torchrun.supervisor.connection import LENGTH, decode, encode
-from metaflow_extensions.torchrun.plugins.torchrun.supervisor.control_channel import ControlChannel
-from metaflow_extensions.torchrun.plugins.torchrun.supervisor.member_channel import MemberChannel
+from metaflow_extensions.torchrun.plugins.torchrun.supervisor.control_side import ControlSide
+from metaflow_extensions.torchrun.plugins.torchrun.supervisor.member_side import MemberSide
 
 HOST = "127.0.0.1"
 READY = sent.Ready(0, 1, "abc", {"torch": "2.13.0", "python": "3.11.7"})
 MAGIC = b"mf-torchrun/1\0\0\0"
-QUICK = ConnectPolicy(attempt_s=0.5)
+QUICK = {"attempt_s": 0.5}
+RULES = {"started_timeout_s": 60.0, "grace_s": 1.0}
 
 
 class Loaded:
@@ -44,19 +44,20 @@ PICKLED = pickle.dumps(Loaded())
 
 
 class ControlLost(NamedTuple):
-    """What a member's channel says when it has lost the control node."""
+    """What a member's task hears when the control node is lost."""
 
     reason: str
 
 
 class Inbox:
-    """A node's messages, readable with a deadline."""
+    """What a node's task hears, readable with a deadline."""
 
     def __init__(self):
         self._queue = queue.SimpleQueue()
 
-    def __call__(self, message):
-        self._queue.put(message)
+    def __call__(self, what, *rest):
+        if what in ("deliver", "lost"):
+            self._queue.put(ControlLost(*rest) if what == "lost" else sent.from_wire(*rest))
 
     def expect(self, kind, within_s=None):
         """Return the next message of a kind."""
@@ -76,16 +77,15 @@ class Control:
 
     def __init__(self):
         self.inbox, self.token = Inbox(), secrets.token_hex()
-        self.gang = Gang(2, lambda pinned: pinned or pick_port(), Rules(60.0, 1.0))
         self.loop = Loop()
-        self.channel = InLoop(self.loop, lambda: ControlChannel(self.gang, self.inbox, self.token, 20.0))
-        self.loop.on_error = self.channel.itself.fail
-        self.port = self.channel.listen(None, HOST)
-        self.channel.send(sent.Join(node=0, host="host-0"))
+        self.side = InLoop(self.loop, lambda: ControlSide(self.inbox, Mock(), 2, 20.0, self.token, RULES))
+        self.loop.on_error, self.gang = self.side.itself.fail, self.side.gang
+        self.port = self.side.listen(None, HOST)
+        self.side.send(sent.Join(node=0, host="host-0"))
         self.inbox.expect(sent.Answer)
 
     def close(self):
-        self.channel.close(0.0)
+        self.side.close(0.0)
         self.loop.stop()
 
 
@@ -94,8 +94,7 @@ class Member(InLoop):
 
     def __init__(self, heartbeat_s=20.0, policy=None):
         self.inbox = Inbox()
-        on_loss = lambda reason: self.inbox(ControlLost(reason))  # noqa: E731
-        super().__init__(Loop(), lambda: MemberChannel(1, self.inbox, on_loss, heartbeat_s, policy))
+        super().__init__(Loop(), lambda: MemberSide(self.inbox, Mock(), 1, 2, heartbeat_s, policy or {}, ""))
         self.in_loop.on_error = self.itself.fail
 
     def join(self, control):

@@ -180,8 +180,10 @@ class Life:
         self.now, self.last_sign_at, self.logs = 1000.0, None, SimpleNamespace(is_held_up=False)
         monkeypatch.setattr(time, "monotonic", lambda: self.now)
         self.go, self.call = SimpleNamespace(port=port), SimpleNamespace(policy=LaunchPolicy(hang_timeout_s=30.0))
-        self.exits = SimpleNamespace(running=lambda: {0: os.getpid()})
         self.observer = HangObserver(self)
+
+    def running(self):
+        return {0: os.getpid()}
 
 
 def test_a_worker_that_joins_a_process_group_shows_a_sign_of_life(monkeypatch):
@@ -222,7 +224,7 @@ def test_a_step_that_a_worker_tells_is_a_sign_of_life(tmp_path):
 def test_a_node_that_is_asked_in_a_hang_shows_in_its_log_what_it_answers(tmp_path):
     node = node_with(tmp_path, 1000.0)
     node.running()
-    node.seat.deliver(Ask(0, 0, HANG))
+    node.side.deliver(Ask(0, 0, HANG))
     answer = node.report("stacks")
     assert (answer["id"], sorted(answer["found"]["ranks"])) == (HANG, ["0", "1"])
     assert [text for text in node.texts("note") if text.startswith("what the workers were doing:\n--- ranks 0, 1: ")]

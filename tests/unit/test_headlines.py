@@ -6,7 +6,7 @@ from metaflow_extensions.torchrun.plugins.torchrun.errors import LaunchFailed, L
 from metaflow_extensions.torchrun.plugins.torchrun.gang.cause import Cause, FailureText, failed
 from metaflow_extensions.torchrun.plugins.torchrun.gang.messages import Go
 from metaflow_extensions.torchrun.plugins.torchrun.supervisor.call import Call
-from metaflow_extensions.torchrun.plugins.torchrun.supervisor.headlines import end_line
+from metaflow_extensions.torchrun.plugins.torchrun.supervisor.launch import end_line
 
 GO = Go(2, 0, 29500, "gang", 0, 0)
 

@@ -167,7 +167,7 @@ def test_what_the_cluster_knows_of_a_control_node_that_is_gone(datastore, pods, 
 def test_the_error_that_a_control_node_has_left_before_its_gang_had_a_record_is_told(job, datastore):
     registry = Registry(datastore, "7", "train", "3", 1)
     error = GangError("The control node can't listen on channel port 4 🙂.")
-    registry.publish(AddressRecord((), 0, "", closed=True, error=error))
+    registry.save(AddressRecord((), 0, "", closed=True, error=error))
     assert job.tell(failing(Pods(pod(0, "c-1", ERROR)))) == f"[torchrun] {error.message}\n"
     stored = registry.load_view()
     assert (stored.error, stored.reports[-1].error) == (error.message, "GangError")

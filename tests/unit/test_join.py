@@ -4,6 +4,7 @@ import signal
 import socket
 from contextlib import suppress
 from functools import partial
+from unittest.mock import Mock
 
 import pytest
 from loops import InLoop, Loop
@@ -11,14 +12,14 @@ from test_registry import FlowDatastore, registry_of
 from unit_helpers import eventually
 
 from metaflow_extensions.torchrun.plugins.torchrun.errors import GangError, TorchrunPreempted
-from metaflow_extensions.torchrun.plugins.torchrun.gang.gang import Gang, Presence
-from metaflow_extensions.torchrun.plugins.torchrun.gang.messages import Join
-from metaflow_extensions.torchrun.plugins.torchrun.gang.policy import ConnectPolicy, Rules
+from metaflow_extensions.torchrun.plugins.torchrun.gang.gang import Presence
+from metaflow_extensions.torchrun.plugins.torchrun.gang.messages import Join, from_wire
+from metaflow_extensions.torchrun.plugins.torchrun.gang.policy import ConnectPolicy
 from metaflow_extensions.torchrun.plugins.torchrun.gang.view import GangView, NodeView
 from metaflow_extensions.torchrun.plugins.torchrun.machine.network import pick_port, place
 from metaflow_extensions.torchrun.plugins.torchrun.registry import AddressRecord
 from metaflow_extensions.torchrun.plugins.torchrun.settings import DEFAULTS, parse_settings
-from metaflow_extensions.torchrun.plugins.torchrun.supervisor.control_channel import ControlChannel
+from metaflow_extensions.torchrun.plugins.torchrun.supervisor.control_side import ControlSide
 from metaflow_extensions.torchrun.plugins.torchrun.task import join as joining
 
 HOST = "127.0.0.1"
@@ -42,17 +43,18 @@ def control():
 
     def start():
         token, inbox = "a token", []
-        gang = Gang(2, lambda pinned: pinned, Rules(60.0, 1.0))
-        channel = InLoop(Loop(), lambda: ControlChannel(gang, inbox.append, token, 20.0))
-        open_[channel] = channel
-        port = channel.listen(None, HOST)
-        channel.send(Join(node=0, host="host-0", place=place()))
-        assert eventually(lambda: channel.gang.nodes[0].presence is Presence.HERE)
-        return AddressRecord((HOST,), port, token), inbox, lambda: open_.pop(channel).close(0.0)
+        hear = lambda what, message: inbox.append(from_wire(message))  # noqa: E731
+        rules = {"started_timeout_s": 60.0, "grace_s": 1.0}
+        side = InLoop(Loop(), lambda: ControlSide(hear, Mock(), 2, 20.0, token, rules))
+        open_[side] = side
+        port = side.listen(None, HOST)
+        side.send(Join(node=0, host="host-0", place=place()))
+        assert eventually(lambda: side.gang.nodes[0].presence is Presence.HERE)
+        return AddressRecord((HOST,), port, token), inbox, lambda: open_.pop(side).close(0.0)
 
     yield start
-    for channel in open_:
-        channel.close(0.0)
+    for side in open_:
+        side.close(0.0)
 
 
 def settings(**attributes):
@@ -78,7 +80,7 @@ def become_control(registry, main_ip=HOST, here_only=True, **attributes):
 def test_a_control_node_that_has_ended_without_a_word_is_given_up(registry, policy):
     policy(refused_here_s=0.3)
     port = pick_port()
-    registry.publish(AddressRecord((HOST,), port, "secret"))
+    registry.save(AddressRecord((HOST,), port, "secret"))
     error, said = join(registry)
     assert isinstance(error, GangError)
     assert f"refuses connections at {HOST} on port {port}, " in str(error)
@@ -88,7 +90,7 @@ def test_a_control_node_that_has_ended_without_a_word_is_given_up(registry, poli
 
 def begun(registry, **more):
     """Have a former control node's record and view in the datastore."""
-    registry.publish(AddressRecord((HOST,), pick_port(), "secret", "gpu-0 🙂*"))
+    registry.save(AddressRecord((HOST,), pick_port(), "secret", "gpu-0 🙂*"))
     nodes = [NodeView(f"gpu-{node}", state="running") for node in (0, 1)]
     view = GangView(2, began=1000.0, now_s=2.0, nodes=nodes, outputs={0: {1: {"key": "k", "files": 3}}}, **more)
     view.add("joined", "joined", 0)
@@ -123,10 +125,10 @@ def test_a_control_node_that_can_not_listen_tells_those_who_would_wait_for_it(re
     assert str(here.value) in str(error)
 
 
-@pytest.mark.parametrize("method", ["publish", "look_up"])
+@pytest.mark.parametrize("method", ["save", "look_up"])
 def test_an_order_to_end_is_heard_though_a_stores_client_takes_it_for_an_error(method, registry, control, monkeypatch):
     """botocore does (`httpsession.py`), and tries again."""
-    registry.publish(control()[0])
+    registry.save(control()[0])
     do, came = getattr(registry, method), []
 
     def interrupted(*args):
@@ -137,8 +139,8 @@ def test_an_order_to_end_is_heard_though_a_stores_client_takes_it_for_an_error(m
         return do(*args)
 
     monkeypatch.setattr(registry, method, interrupted)
-    begin = become_control if method == "publish" else partial(joining.join_as_member, node=1, num_nodes=2)
-    more = {} if method == "publish" else {"settings": settings(), "emit": print}
+    begin = become_control if method == "save" else partial(joining.join_as_member, node=1, num_nodes=2)
+    more = {} if method == "save" else {"settings": settings(), "emit": print}
     with pytest.raises(TorchrunPreempted, match="SIGTERM"):
         begin(registry, **more)
 
@@ -153,7 +155,7 @@ def test_a_member_that_comes_after_the_control_nodes_end_can_not_launch(registry
 
 
 def test_a_task_that_comes_when_the_gang_is_over_ends_well_at_once(registry, monkeypatch):
-    registry.publish(AddressRecord((HOST,), 1, "token", closed=True, is_over=True))
+    registry.save(AddressRecord((HOST,), 1, "token", closed=True, is_over=True))
     said, codes = [], []
 
     def end(code):
@@ -180,5 +182,5 @@ def test_the_control_node_leaves_word_for_tasks_that_come_later(registry, replac
         assert eventually(lambda: control.link.call("states")["states"][1] == "GONE")
     control.finish()
     control.leave()
-    record = registry.peek(1.0)
+    record = registry.load(AddressRecord, 1.0)
     assert (record.closed, record.is_over) == (replaces or not has_come, replaces and has_come)

@@ -3,6 +3,7 @@
 import queue
 import sys
 import threading
+from functools import partial
 
 import pytest
 from fake_link import FakeLink, member_of
@@ -21,9 +22,8 @@ from metaflow_extensions.torchrun.plugins.torchrun.gang.wire import to_plain
 from metaflow_extensions.torchrun.plugins.torchrun.supervisor.call import Call as RunCall
 from metaflow_extensions.torchrun.plugins.torchrun.supervisor.call import Outcome
 from metaflow_extensions.torchrun.plugins.torchrun.supervisor.endings import TimedOut
-from metaflow_extensions.torchrun.plugins.torchrun.task.launch_call import LaunchCall
-from metaflow_extensions.torchrun.plugins.torchrun.task.services import Services, result_of
-from metaflow_extensions.torchrun.plugins.torchrun.task.transfer import PATIENCE_S, Step, TransferFailed
+from metaflow_extensions.torchrun.plugins.torchrun.task.launch_call import LaunchCall, Services
+from metaflow_extensions.torchrun.plugins.torchrun.task.transfer import PATIENCE_S, Step, ToStore, TransferFailed
 
 
 class Call:
@@ -172,40 +172,21 @@ class Files:
     def __init__(self):
         self.words, self.saving, self.keys = queue.Queue(), threading.Semaphore(0), {}
 
-    def trouble(self):
-        return None
-
     def to_store(self, error, within_s):
-        return Left(self)
+        steps = [Step(f"rank {rank}'s value", partial(self.save, rank), PATIENCE_S) for rank in (2, 3)]
+        return ToStore(iter(steps), self.keys)
+
+    def save(self, rank):
+        self.saving.release()
+        if self.words.get(timeout=HANG_S) == "fail":
+            raise RuntimeError("SlowDown")
+        self.keys[str(rank)] = f"key {rank}"
 
     def result(self, told, say):
         raise TransferFailed("rank 2's value could not be loaded")
 
     def failed(self, error, told):
         error.outputs = told
-
-
-class Left:
-    """What is left of both."""
-
-    def __init__(self, files):
-        self.files = files
-
-    def steps(self):
-        for rank in (2, 3):
-            yield Step(f"rank {rank}'s value", lambda rank=rank: self.save(rank), PATIENCE_S, rank)
-
-    def save(self, rank):
-        self.files.saving.release()
-        if self.files.words.get(timeout=HANG_S) == "fail":
-            raise RuntimeError("SlowDown")
-        self.files.keys[str(rank)] = f"key {rank}"
-
-    def told(self):
-        return dict(self.files.keys) or None
-
-    def lines(self, problem, seconds):
-        return ()
 
 
 @pytest.fixture
@@ -259,23 +240,16 @@ def test_what_can_not_be_stored_is_a_failure_of_a_launch_that_had_ended_well(fil
     files.words.put("fail")
     call = storing(files, 0)
     cause = stored_of(call)[1].failures[0].cause
-    assert (cause.kind, cause.rank) == ("store", 2)
+    assert (cause.kind, cause.rank) == ("store", None)
     assert cause.what.startswith(
         "has ended well, but rank 2's value could not be stored in the s3 datastore s3://bucket"
     )
     call.ends_well(ERROR)
 
 
-def test_what_can_not_even_be_prepared_for_the_store_does_not_hide_why_the_launch_has_failed(files):
-    files.to_store = lambda *_: 1 / 0
-    call = storing(files, 0, ERROR, 60.0)
-    assert stored_of(call)[1].failures == ()
-    assert str(call.ends_well(ERROR)) == str(ERROR)
-
-
 def test_a_result_that_can_not_be_loaded_is_a_failure_of_a_launch_that_had_ended_well(files):
     call = Call(services=Services(outputs=files))
     outcome = call.ends_well(left={"outputs": {"2": "key"}})
     with pytest.raises(LaunchFailed, match="had ended well on all nodes") as caught:
-        result_of(outcome, call.call.call, call.member, call.call.services)
+        call.call.result(outcome)
     assert (caught.value.cause["category"], caught.value.outputs) == ("store", {"2": "key"})

@@ -14,7 +14,7 @@ from metaflow_extensions.torchrun.plugins.torchrun.machine.accelerators import M
 from metaflow_extensions.torchrun.plugins.torchrun.supervisor.call import Call
 from metaflow_extensions.torchrun.plugins.torchrun.supervisor.endings import MustEnd
 from metaflow_extensions.torchrun.plugins.torchrun.supervisor.launches import Launches
-from metaflow_extensions.torchrun.plugins.torchrun.supervisor.seat import Seat
+from metaflow_extensions.torchrun.plugins.torchrun.supervisor.side import Side
 
 TASK = {"environ": {"PATH": "/bin", "G": "größe \udcff"}, "cwd": "/", "tmp": "/tmp", "writes": ("stderr",)}
 
@@ -39,15 +39,11 @@ def test_a_call_is_the_same_on_the_other_side():
 def node():
     """Return a control node's launches, with what they say to the task and to the gang."""
     frames, sent = [], []
-
-    gang = SimpleNamespace(own_address=None, send=sent.append)
-    loop = Loop()
-    seat = InLoop(loop, lambda: Seat(0, 1, lambda event: None, gang))
-    warm, output = Mock(), Mock()
-    tell = lambda *frame: frames.append(frame)  # noqa: E731
-    make = lambda: Launches(tell, seat.itself, output, Mock(), warm)  # noqa: E731
-    launches = InLoop(loop, make)
-    yield SimpleNamespace(launches=launches, seat=seat, told=frames, sent=sent, warm=warm, output=output, loop=loop)
+    loop, warm, output = Loop(), Mock(), Mock()
+    side = InLoop(loop, lambda: Side(0, 1, lambda *frame: frames.append(frame), output))
+    side.itself.send = sent.append
+    launches = InLoop(loop, lambda: Launches(side.itself, output, warm))
+    yield SimpleNamespace(launches=launches, side=side, told=frames, sent=sent, warm=warm, output=output, loop=loop)
     loop.stop()
 
 
@@ -67,12 +63,27 @@ def test_a_launch_that_the_task_leaves_at_once_ends(node):
     assert ended(node) == ("ended", 3, {"handled": 0})
 
 
+def test_a_launch_that_waits_for_the_end_of_another_has_its_own_news(node):
+    """As after a double Ctrl-C, which the step's code has caught: the first launch is still being stopped."""
+
+    def run_leave_and_run():
+        node.launches.itself.run(0, told(call_of()))
+        node.launches.itself.give_up(0, None)
+        node.launches.itself.run(1, told(call_of()))
+        node.side.itself.inbox.put_nowait(MustEnd("its machine goes"))
+
+    node.loop.call(run_leave_and_run)
+    assert eventually(lambda: len(node.told) >= 2 and node.told[-1][1] == 1)
+    ends = [(number, more["handled"]) for what, number, more in node.told if what == "ended"]
+    assert ends == [(0, 0), (1, 1)]
+
+
 def test_the_task_hears_how_many_interruptions_its_launch_has_handled(node):
     """The first ends the launch. The second came too late for it: the task itself handles that."""
 
     def interrupt_twice():
         for _ in range(2):
-            node.seat.itself.put(MustEnd("its machine goes"))
+            node.side.itself.inbox.put_nowait(MustEnd("its machine goes"))
 
     node.launches.run(0, told(call_of()))
     assert eventually(lambda: node.sent)
@@ -95,14 +106,14 @@ def test_nothing_becomes_of_a_spare_that_has_imported_before_the_commands(warm, 
 
 def test_a_bug_of_ours_is_told_as_one(node):
     node.launches.run(0, told(call_of()))
-    node.loop.post(lambda: node.seat.itself.inbox.put_nowait(Restart(0, 1, 1, 1, 1.0, None)))
+    node.loop.post(lambda: node.side.itself.inbox.put_nowait(Restart(0, 1, 1, 1, 1.0, None)))
     assert "bug in metaflow-torchrun" in ended(node)[2]["error"]["message"]
 
 
 @pytest.mark.parametrize(("logs", "nodes_here", "is_sent"), [("all", 1, True), ("all", 2, False), ("node", 1, False)])
 def test_lines_are_sent_where_the_control_node_shows_them_and_has_another_terminal(logs, nodes_here, is_sent):
     sent, output = [], Mock()
-    launches = Launches(print, Mock(), output, lambda *lines: sent.append(lines), None)
+    launches = Launches(SimpleNamespace(lines=lambda *lines: sent.append(lines)), output, None)
     write = launches._writer(call_of(logs=logs, machine=Machine(4, nodes_here=nodes_here)))
     write("stdout", "größe\n".encode())
     write("stdout", b"")

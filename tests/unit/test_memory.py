@@ -8,8 +8,8 @@ from unit_helpers import write
 
 from metaflow_extensions.torchrun.plugins.torchrun.gang.cause import Cause
 from metaflow_extensions.torchrun.plugins.torchrun.machine.cgroup import describe_oom, memory_limit_bytes, oom_kills
-from metaflow_extensions.torchrun.plugins.torchrun.supervisor import agent_end
-from metaflow_extensions.torchrun.plugins.torchrun.supervisor.agent_end import MachineFaults
+from metaflow_extensions.torchrun.plugins.torchrun.supervisor import workers
+from metaflow_extensions.torchrun.plugins.torchrun.supervisor.workers import MachineFaults
 
 V2 = "sys/fs/cgroup"
 
@@ -83,7 +83,7 @@ KILLED = Cause("signal", 0, "host", 1, 1, -signal.SIGKILL, None, "the last lines
 )
 def test_a_worker_killed_for_lack_of_memory_is_called_so(before, now, exit_code, is_oom, monkeypatch):
     counts = iter([before, now, now])
-    monkeypatch.setattr(agent_end, "oom_kills", lambda: next(counts))
+    monkeypatch.setattr(workers, "oom_kills", lambda: next(counts))
     faults = MachineFaults()
     assert (faults.explained(replace(KILLED, exit_code=exit_code)).kind == "oom") is is_oom
     assert faults.how_ended(exit_code).startswith("ran out of memory") is is_oom

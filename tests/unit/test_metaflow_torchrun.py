@@ -13,7 +13,7 @@ from unit_helpers import worker_environment, write
 
 from metaflow_extensions.torchrun.plugins.torchrun.machine.accelerators import Machine
 from metaflow_extensions.torchrun.plugins.torchrun.supervisor.command import IMPORTABLE, command_environment, with_hooks
-from metaflow_extensions.torchrun.plugins.torchrun.supervisor.metric_lines import LineReader
+from metaflow_extensions.torchrun.plugins.torchrun.supervisor.progress_observer import LineReader
 
 
 @pytest.fixture

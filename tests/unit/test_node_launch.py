@@ -28,7 +28,7 @@ from metaflow_extensions.torchrun.plugins.torchrun.gang.messages import (
     Verdict,
 )
 from metaflow_extensions.torchrun.plugins.torchrun.gang.policy import LaunchPolicy
-from metaflow_extensions.torchrun.plugins.torchrun.supervisor.agent_events import (
+from metaflow_extensions.torchrun.plugins.torchrun.supervisor.agent import (
     AgentEnded,
     End,
     Refused,
@@ -216,7 +216,7 @@ def test_a_verdict_while_workers_run_ends_them_here(node):
 
 def test_an_agent_that_can_not_be_started_is_the_end_of_the_generation(tmp_path):
     node = FakeNode(tmp_path, stores=True)
-    node.new_agent = None  # calling it raises
+    node.new_agent = lambda on_event: None  # calling it with more raises
     node.launch()
     node.say_go()
     ended = node.expect(Ended)
@@ -226,12 +226,12 @@ def test_an_agent_that_can_not_be_started_is_the_end_of_the_generation(tmp_path)
 
 def test_what_is_stored_is_given_up_before_a_restart_at_a_stop_and_at_an_error(node):
     agent = node.running()
-    node.seat.deliver(Store(0, 0, ERROR))
+    node.side.deliver(Store(0, 0, ERROR))
     node.all_end_well(agent)
     node.expect(Ended)
     assert node.stored == [], "workers still ran"
     for news, stored in ((Store(0, 0), 1), (Stop(0, 0), 2), (Store(0, 0), 3), (Verdict(0, ERROR), 4)):
-        node.seat.deliver(news)
+        node.side.deliver(news)
         eventually(lambda stored=stored: len(node.stored) == stored)
     assert [each is None for each in node.stored] == [False, True, False, True]
     assert node.outcome() is ERROR
@@ -240,7 +240,7 @@ def test_what_is_stored_is_given_up_before_a_restart_at_a_stop_and_at_an_error(n
 def test_the_error_that_store_has_announced_is_raised_when_the_gang_breaks(node):
     error = LaunchFailed("Rank 3 failed.")
     node.launch()
-    node.seat.deliver(Store(0, 0, error, 3.0))
+    node.side.deliver(Store(0, 0, error, 3.0))
     node.interrupt(Broken(ERROR))
     assert node.outcome() is error
 
@@ -248,7 +248,7 @@ def test_the_error_that_store_has_announced_is_raised_when_the_gang_breaks(node)
 def test_what_is_said_of_another_launch_changes_nothing(node):
     node.launch()
     for late in [each for each in NEWS if getattr(each, "launch", 0) == 1]:
-        node.seat.deliver(late)
+        node.side.deliver(late)
     assert node.verdict(ERROR) is ERROR
     assert (words_of(node), node.stored, node.said, node._agents.empty()) == ([], [], [], True)
 
@@ -259,8 +259,8 @@ def test_a_restart_says_what_it_waits_for_and_then_which_nodes_take_part(node):
     node.ends_first = node.running()
     node.all_end_well(node.ends_first)
     node.expect(Ended)
-    node.seat.deliver(Restart(0, 1, 1, 2, 1.0, raised))
-    node.seat.deliver(Restart(0, 2, 1, 1, 0.0, lost, (1, 3)))
+    node.side.deliver(Restart(0, 1, 1, 2, 1.0, raised))
+    node.side.deliver(Restart(0, 2, 1, 1, 0.0, lost, (1, 3)))
     agent = node.go(1, left=(1,), came=(2,))
     node.all_end_well(agent)
     result = node.ends_well(agent)[1]

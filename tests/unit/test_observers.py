@@ -1,36 +1,30 @@
 """What a node observes while a generation runs: one observer that fails harms nobody."""
 
-import asyncio
 from types import SimpleNamespace
 
 import pytest
+from fake_node import FakeNode
 
-from metaflow_extensions.torchrun.plugins.torchrun.gang.messages import Report
-from metaflow_extensions.torchrun.plugins.torchrun.supervisor.observers import Observers
+from metaflow_extensions.torchrun.plugins.torchrun.supervisor import generation
 
 
-@pytest.mark.parametrize("fails", ["make", "poll", "ask"])
-def test_an_observer_that_raises_is_left_out_and_a_line_says_so_once(fails):
+@pytest.mark.parametrize("fails", ["make", "poll"])
+def test_an_observer_that_raises_is_left_out_and_a_line_says_so_once(fails, tmp_path, monkeypatch):
     def maker(fails):
-        def do(name):
+        def do(name, found=None):
             if name == fails:
                 raise OSError("gone")
+            return found
 
-        async def answer(data):
-            do("ask")
-            return data
+        return lambda workers: do("make", SimpleNamespace(poll=lambda: do("poll", {"is": "well"})))
 
-        def make(here):
-            do("make")
-            return SimpleNamespace(poll=lambda: do("poll"), ask=answer)
-
-        return make
-
-    said = []
-    here = SimpleNamespace(say=said.append, go=SimpleNamespace(launch=3, generation=4))
-    observers = Observers(here, {"ill": maker(fails), "well": maker("")})
+    monkeypatch.setattr(generation, "_OBSERVERS", {"ill": maker(fails), "well": maker("")})
+    node = FakeNode(tmp_path)
+    node.launch()
+    node.go()
     for _ in range(3):
-        assert observers.poll() == []
-        told = [asyncio.run(observers.ask(kind, lambda observer: observer.ask({}))) for kind in ("ill", "well")]
-        assert told == [[], [Report("well", 3, 4, {})]]
-    assert [line.endswith("its ill: OSError: gone") for line in said] == [True]
+        assert node.report("well") == {"is": "well"}
+    assert [text for text in node.texts("note") if "ill" in text] == [
+        "this node reports nothing more of its ill: OSError: gone"
+    ]
+    node.verdict()

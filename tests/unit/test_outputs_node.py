@@ -8,7 +8,7 @@ from metaflow_extensions.torchrun.plugins.torchrun.errors import TorchrunConfigE
 from metaflow_extensions.torchrun.plugins.torchrun.gang.messages import Verdict
 from metaflow_extensions.torchrun.plugins.torchrun.show.page import page_of
 from metaflow_extensions.torchrun.plugins.torchrun.show.parts import lines_of
-from metaflow_extensions.torchrun.plugins.torchrun.task.services import Services
+from metaflow_extensions.torchrun.plugins.torchrun.task.launch_call import Services
 
 
 @pytest.fixture

@@ -20,7 +20,8 @@ from metaflow_extensions.torchrun.plugins.torchrun.gang.wire import from_plain, 
 from metaflow_extensions.torchrun.plugins.torchrun.show.page import page_of
 from metaflow_extensions.torchrun.plugins.torchrun.show.parts import Chart, Facts, Sentence, layout, lines_of
 from metaflow_extensions.torchrun.plugins.torchrun.supervisor import progress_observer as watch
-from metaflow_extensions.torchrun.plugins.torchrun.supervisor.metric_lines import parse_line
+from metaflow_extensions.torchrun.plugins.torchrun.supervisor.progress_observer import parse_line
+from metaflow_extensions.torchrun.plugins.torchrun.task.launch_call import Services
 
 
 class Kept(Progress):
@@ -296,15 +297,18 @@ def test_what_workers_tell_is_told_while_they_run_and_at_their_end_before_that(t
     told = heard()
     assert told.points == {"loss": (Point(1, 3.0),)}
     assert {rank: pace.step for rank, pace in told.paces.items()} == {0: 1, 1: 2}
-    eventually(lambda: [text for text in node.texts("note") if "nonsense" in text])
     monkeypatch.setattr(watch, "TELLS_EVERY_S", 1000.0)
     eventually(node.all_taken)
     write(folder / "0.jsonl", '{"step": 1, "loss": 3}\nnonsense\n{"step": 7, "loss": NaN}\n')
     node.all_end_well(agent)
     assert heard().points == {"loss": (Point(7, None),)}
     assert node.expect(Ended).ok
+    assert node.verdict().verdict.error is None
+
+
+def test_what_is_no_number_comes_back_as_nan():
     told = {"last": {"loss": None, "step": 7}, "history": {"loss": [[1, 3.0], [7, None]]}}
-    result = node.verdict(left={"progress": told})
-    assert (math.isnan(result.metrics.pop("loss")), result.metrics) == (True, {"step": 7})
-    (first, (step, value)) = result.history["loss"]
+    found = Services().result({"progress": told}, print)
+    assert (math.isnan(found["metrics"].pop("loss")), found["metrics"]) == (True, {"step": 7})
+    (first, (step, value)) = found["history"]["loss"]
     assert (first, step, math.isnan(value)) == ((1, 3.0), 7, True)

@@ -14,15 +14,16 @@ from unit_helpers import Patient
 
 from metaflow_extensions.torchrun.plugins.torchrun.gang.progress import Metrics, Pace, Point, Progress
 from metaflow_extensions.torchrun.plugins.torchrun.gang.wire import from_plain, to_plain
-from metaflow_extensions.torchrun.plugins.torchrun.supervisor.metric_lines import (
+from metaflow_extensions.torchrun.plugins.torchrun.supervisor.progress_observer import (
     FREED_BYTES,
     MAX_BYTES,
+    MAX_POINTS,
     Line,
     LineReader,
+    ProgressObserver,
+    RankPace,
     parse_line,
 )
-from metaflow_extensions.torchrun.plugins.torchrun.supervisor.paces import RankPace
-from metaflow_extensions.torchrun.plugins.torchrun.supervisor.progress_observer import MAX_POINTS, ProgressObserver
 
 # --- a line and its file --------------------------------------------------------------------------
 
@@ -76,8 +77,8 @@ class Growing:
             file.write(b"".join(texts))
 
     def read(self):
-        """Return the steps that are new, and lines without numbers."""
-        return [line if isinstance(line, bytes) else line.step for line in self._reader.new_lines()]
+        """Return the steps that are new."""
+        return [line.step for line in self._reader.new_lines()]
 
 
 @pytest.fixture
@@ -90,7 +91,7 @@ def test_lines_come_once_and_whole(file):
     file.append(b'{"step": 1}\n{"st')
     assert [file.read(), file.read()] == [[1], []]
     file.append(b'ep": 2}\n\nbad\n{"loss": 3}\n')
-    assert file.read() == [2, b"bad", None]
+    assert file.read() == [2, None]
 
 
 def test_a_file_that_begins_anew_is_read_from_its_begin(file):
@@ -128,12 +129,10 @@ class Node:
     def __init__(self, folder, first_rank=0):
         self.now, self.codes, self.folder = 100.0, {}, folder
         self.call = SimpleNamespace(ranks=range(first_rank, first_rank + 2))
-        self.exits = SimpleNamespace(files=Patient(), codes=self.codes, reported_at=None)
-        self.said, self.shown = [], []
+        self.files, self.reported_at = Patient(), None
+        self.shown = []
+        self.side = SimpleNamespace(say=lambda kind, text: self.shown.append(text))
         self.observer = ProgressObserver(self, lambda: self.now)
-
-    def say(self, text, is_detail=True):
-        (self.said if is_detail else self.shown).append(text)
 
     def write(self, name, *lines):
         with open(self.folder / "metrics" / f"{name}.jsonl", "a") as file:
@@ -234,7 +233,7 @@ def test_the_gang_hears_of_points_and_paces_at_once_and_then_every_5_s(node):
     (told,) = node.wait(5)
     assert (told.points, told.total) == ({}, 50.0)
     assert told.paces[0].steps_per_s < 0.25, "it has stood still for 5 s more"
-    assert node.exits.reported_at is not None
+    assert node.reported_at is not None
 
 
 def test_the_example_of_the_documents_ends_at_the_whole(node, monkeypatch):
@@ -250,7 +249,7 @@ def test_the_example_of_the_documents_ends_at_the_whole(node, monkeypatch):
 
 def test_what_was_written_last_is_told_at_the_end(node):
     assert node.wait(20) == []
-    assert node.exits.reported_at is None, "nothing was written"
+    assert node.reported_at is None, "nothing was written"
     for name in (0, 1):
         node.write(name, {"step": 1, "loss": 3.0})
     node.codes[1] = 0

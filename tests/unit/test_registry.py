@@ -57,16 +57,16 @@ def registry_of(flow, run="7", step="train", task="3", attempt=0):
 
 
 def test_what_is_published_is_found_and_an_error_with_its_class_text_and_cause(flow):
-    registry_of(flow).publish(RECORD)
+    registry_of(flow).save(RECORD)
     assert registry_of(flow).look_up(0.0) == RECORD
-    registry_of(flow).publish(replace(RECORD, closed=True, error=LaunchFailed("größe", {"kind": "exit", "node": 2})))
+    registry_of(flow).save(replace(RECORD, closed=True, error=LaunchFailed("größe", {"kind": "exit", "node": 2})))
     error = registry_of(flow).look_up(0.0).error
     assert (type(error), error.message, error.cause) == (LaunchFailed, "größe", {"kind": "exit", "node": 2})
 
 
 @pytest.mark.parametrize("other", [{"run": "8"}, {"step": "eval"}, {"task": "4"}, {"attempt": 1}])
 def test_other_gangs_and_attempts_are_never_seen(other, flow):
-    registry_of(flow, **other).publish(RECORD)
+    registry_of(flow, **other).save(RECORD)
     with pytest.raises(GangStartTimeout):
         registry_of(flow).look_up(0.0)
 
@@ -77,7 +77,7 @@ def test_a_reader_waits_with_growing_pauses_and_reads_once_it_is_there(flow):
     def sleep(seconds):
         pauses.append(seconds)
         if len(pauses) == 8:
-            registry_of(flow).publish(RECORD)
+            registry_of(flow).save(RECORD)
 
     assert registry_of(flow).look_up(1000.0, sleep=sleep) == RECORD
     assert pauses[:4] == sorted(pauses[:4])
@@ -89,7 +89,7 @@ def test_a_reader_waits_with_growing_pauses_and_reads_once_it_is_there(flow):
 @pytest.mark.parametrize("so_far", ["", '{"addresses": ["10.0.', '{"addresses": ["h\u00f6'.encode()[:-1]])
 def test_a_record_that_is_half_written_is_read_again(flow, so_far):
     flow.stored["7", "train", "3", 0, "torchrun_gang.json"] = so_far
-    assert registry_of(flow).look_up(1000.0, sleep=lambda _: registry_of(flow).publish(RECORD)) == RECORD
+    assert registry_of(flow).look_up(1000.0, sleep=lambda _: registry_of(flow).save(RECORD)) == RECORD
     assert flow.questions == 2 + 1
 
 
@@ -115,7 +115,7 @@ class Failing(FlowDatastore):
 
 def test_a_datastore_that_fails_for_a_while_is_asked_again():
     flow = Failing(2, OSError("503 Slow Down"))
-    registry_of(flow).publish(RECORD)
+    registry_of(flow).save(RECORD)
     flow.left = 1
     assert registry_of(flow).look_up(1000.0) == RECORD
     assert flow.left == 0
@@ -123,7 +123,7 @@ def test_a_datastore_that_fails_for_a_while_is_asked_again():
 
 def test_a_datastore_that_is_gone_is_named_as_the_reason():
     flow = Failing(10**9, PermissionError("AccessDenied"))
-    for request in (lambda: registry_of(flow).publish(RECORD, 0.1), lambda: registry_of(flow).look_up(0.1)):
+    for request in (lambda: registry_of(flow).save(RECORD, 0.1), lambda: registry_of(flow).look_up(0.1)):
         with pytest.raises(GangError, match=r"7/train/3, attempt 0: PermissionError: AccessDenied.*may read and write"):
             request()
 
@@ -162,9 +162,9 @@ def test_where_the_control_node_has_stored_nothing_what_others_tell_is_all(flow)
 
 def test_one_request_and_one_answer_are_there_at_a_time(flow):
     registry = registry_of(flow)
-    assert (registry.load_request(), registry.load_answer()) == (None, None)
+    assert (registry.load(Request), registry.load(Reply)) == (None, None)
     for each in ("first", "second"):
         request = Request(each, 1.0, "stacks")
-        registry.save_request(request)
-        registry.save_answer(Reply(request, 2.0, {"of": each}))
-    assert (registry.load_request(), registry.load_answer()) == (request, Reply(request, 2.0, {"of": "second"}))
+        registry.save(request)
+        registry.save(Reply(request, 2.0, {"of": each}))
+    assert (registry.load(Request), registry.load(Reply)) == (request, Reply(request, 2.0, {"of": "second"}))

@@ -18,9 +18,10 @@ from metaflow_extensions.torchrun.plugins.torchrun.gang.messages import Ended, J
 from metaflow_extensions.torchrun.plugins.torchrun.machine.streams import unread_bytes
 from metaflow_extensions.torchrun.plugins.torchrun.supervisor import output, relay
 from metaflow_extensions.torchrun.plugins.torchrun.supervisor.connection import LENGTH, decode, encode
+from metaflow_extensions.torchrun.plugins.torchrun.supervisor.control_side import ControlSide
+from metaflow_extensions.torchrun.plugins.torchrun.supervisor.member_side import MemberSide
 from metaflow_extensions.torchrun.plugins.torchrun.supervisor.output import Output
 from metaflow_extensions.torchrun.plugins.torchrun.supervisor.relay import LineSender, Relay
-from metaflow_extensions.torchrun.plugins.torchrun.supervisor.sides import ControlSide, MemberSide
 
 HOST = "127.0.0.1"
 LINE = re.compile(r"\[rank (\d)\] (\d+) x*")
@@ -55,7 +56,7 @@ def test_every_line_is_sent_whole_and_in_order_or_is_counted_where_it_is_missing
     channel, written = Channel(), []
 
     async def send():
-        sender = LineSender(channel, 2)
+        sender = LineSender(channel.send, lambda: channel.has_room, 2)
         for each in texts:
             if each is None:
                 sender.send_all()
@@ -80,7 +81,7 @@ def test_a_line_that_is_too_long_is_left_out_alone():
     channel = Channel()
 
     async def send():
-        sender = LineSender(channel, 2)
+        sender = LineSender(channel.send, lambda: channel.has_room, 2)
         for text in ("short\n", "x" * 200_000 + "\n", "\x00" * 100_000 + "\n", "after\n"):
             sender.add("stdout", text)
         sender.send_all()
@@ -97,7 +98,7 @@ def test_lines_wait_while_the_network_takes_nothing_and_then_go_together(monkeyp
     channel = Channel()
 
     async def send():
-        sender, channel.has_room = LineSender(channel, 2), False
+        sender, channel.has_room = LineSender(channel.send, lambda: channel.has_room, 2), False
         for text in ("one\n", "two\n"):
             sender.add("stderr", text)
             await asyncio.sleep(0.1)
@@ -115,7 +116,7 @@ def test_a_large_gang_does_not_flood_its_control_node():
 
     async def send():
         for nodes in (2, 16, 200, 1000, 4000):
-            sender = LineSender(channel, nodes)
+            sender = LineSender(channel.send, lambda: channel.has_room, nodes)
             sender.add("stdout", ("x" * 99 + "\n") * 10_000)
             sender.send_all()
             pauses[nodes], sizes[nodes] = sender.pause_s, len(channel.sent[-1].texts[0][1])

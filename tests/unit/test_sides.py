@@ -13,8 +13,8 @@ from metaflow_extensions.torchrun.plugins.torchrun.gang.cause import Cause
 from metaflow_extensions.torchrun.plugins.torchrun.gang.messages import Ended, Join, Leave, Ready
 from metaflow_extensions.torchrun.plugins.torchrun.gang.policy import LaunchPolicy
 from metaflow_extensions.torchrun.plugins.torchrun.machine.processes import began
+from metaflow_extensions.torchrun.plugins.torchrun.supervisor.control_side import ControlSide
 from metaflow_extensions.torchrun.plugins.torchrun.supervisor.output import Output
-from metaflow_extensions.torchrun.plugins.torchrun.supervisor.sides import ControlSide
 
 GRACE_S = 1.5
 RULES = {"started_timeout_s": 60.0, "grace_s": GRACE_S, "min_nodes": 1}
@@ -34,11 +34,11 @@ def test_a_node_without_which_the_gang_goes_on_has_its_grace_and_ends_in_the_end
 
     async def seconds():
         side = ControlSide(lambda *told: None, Output(lambda *told: None), 2, 30.0, "token", RULES)
-        gang = side._gang
+        gang = side.gang
 
         def say(*messages):
             for node, message in messages:
-                side._channel._step(gang.handle, node, message)
+                side._step(gang.handle, node, message)
 
         side.follow([[1, task.pid, began(task.pid)]])
         say((0, Join(0, "host-0")), (1, Join(1, "host-1", task=str(task.pid))))
@@ -46,7 +46,7 @@ def test_a_node_without_which_the_gang_goes_on_has_its_grace_and_ends_in_the_end
         say(*((node, Ended(0, True, 0)) for node in (0, 1)))
         begin = time.monotonic()
         if end == "is lost":
-            side._channel._step(gang.lost, 1, "silent")
+            side._step(gang.lost, 1, "silent")
         else:
             say((1, Leave("failed", Cause("terminated", 1, "host-1"))))
         assert side.states()["states"] == ["HERE", "OUT"]

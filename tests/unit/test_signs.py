@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import time
+from types import SimpleNamespace
 
 import pytest
 from limits import limit_s
@@ -56,7 +57,12 @@ def task():
             self.process, self.why, self.said = made[-1], [], []
             task = processes.Other(self.process.pid, processes.began(self.process.pid))
             about = {**signs({}, 1.0, None, 1), **about}
-            make = lambda: Signs(task, about, self.why.append, lambda: is_member, self.said.append)  # noqa: E731
+            side = SimpleNamespace(
+                tell_task=lambda what, why: self.why.append(why),
+                say=lambda kind, text: self.said.append(text),
+                is_member=is_member,
+            )
+            make = lambda: Signs(task, about, side)  # noqa: E731
             looking.append(InLoop(loop, make))
             self.close = looking[-1].close
 

@@ -15,7 +15,7 @@ from metaflow_extensions.torchrun.plugins.torchrun.gang.messages import Ask
 from metaflow_extensions.torchrun.plugins.torchrun.gang.stacks import GangStacks, NodeStacks
 from metaflow_extensions.torchrun.plugins.torchrun.gang.wire import from_plain, to_plain
 from metaflow_extensions.torchrun.plugins.torchrun.machine.frames import Found
-from metaflow_extensions.torchrun.plugins.torchrun.registry import Registry, Reply
+from metaflow_extensions.torchrun.plugins.torchrun.registry import Registry, Reply, Request
 from metaflow_extensions.torchrun.plugins.torchrun.show import commands, stacks_command
 
 
@@ -99,12 +99,12 @@ def run(tmp_path, monkeypatch):
 
         def sleep(seconds):
             clock[0] += seconds
-            request = registry.load_request()
+            request = registry.load(Request)
             if ends and not given:
                 write(tmp_path / "Flow" / "1" / "train" / "2" / "0.DONE.lock", "")
             elif given and request is not None and request.id not in seen:
                 seen.add(request.id)
-                registry.save_answer(Reply(request, clock[0], {"found": to_plain(given.pop(0))}))
+                registry.save(Reply(request, clock[0], {"found": to_plain(given.pop(0))}))
 
         fake = SimpleNamespace(**{**vars(time), "sleep": sleep, "monotonic": lambda: clock[0]})
         monkeypatch.setattr(stacks_command, "time", fake)

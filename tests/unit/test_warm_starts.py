@@ -10,7 +10,7 @@ from unit_helpers import eventually, is_running, write
 from warm_nodes import Warm
 
 from metaflow_extensions.torchrun.plugins.torchrun.machine.processes import living_descendants
-from metaflow_extensions.torchrun.plugins.torchrun.supervisor.agent_events import End, Refused, WorkerStarted
+from metaflow_extensions.torchrun.plugins.torchrun.supervisor.agent import End, Refused, WorkerStarted
 from metaflow_extensions.torchrun.plugins.torchrun.supervisor.command import AGENT
 
 

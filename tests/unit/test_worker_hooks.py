@@ -10,7 +10,7 @@ import pytest
 from unit_helpers import worker_environment, write
 
 from metaflow_extensions.torchrun.plugins.torchrun.supervisor.command import WORKER_HOOKS
-from metaflow_extensions.torchrun.plugins.torchrun.supervisor.exits import read_record
+from metaflow_extensions.torchrun.plugins.torchrun.supervisor.workers import read_record
 
 RAISES = "raise ValueError('the end')"
 

@@ -121,9 +121,6 @@ class MemoryStore:
         for key in reversed(keys):
             yield key, self.data[key]
 
-    def trouble(self):
-        return None
-
 
 def settings_of_run(**arguments) -> RunSettings:
     """Return what a call of `run` with these arguments asks for in a step without attributes."""

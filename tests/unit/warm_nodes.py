@@ -11,7 +11,7 @@ from unit_helpers import HANG_S, eventually, is_running, write
 
 from metaflow_extensions.torchrun.plugins.torchrun.machine.processes import living_descendants
 from metaflow_extensions.torchrun.plugins.torchrun.supervisor import command as launch_command
-from metaflow_extensions.torchrun.plugins.torchrun.supervisor.agent_events import End, Refused
+from metaflow_extensions.torchrun.plugins.torchrun.supervisor.agent import End, Refused
 from metaflow_extensions.torchrun.plugins.torchrun.supervisor.command import WORKER_HOOKS
 from metaflow_extensions.torchrun.plugins.torchrun.worker.spare import POPEN_OF_WORKERS
 

@@ -94,7 +94,7 @@ from metaflow_extensions.torchrun.plugins.torchrun.errors import EntrypointError
 from metaflow_extensions.torchrun.plugins.torchrun.settings import parse_settings  # noqa: E402
 from metaflow_extensions.torchrun.plugins.torchrun.supervisor.call import Call  # noqa: E402
 from metaflow_extensions.torchrun.plugins.torchrun.supervisor.command import WORKER_HOOKS  # noqa: E402
-from metaflow_extensions.torchrun.plugins.torchrun.supervisor.exits import read_record  # noqa: E402
+from metaflow_extensions.torchrun.plugins.torchrun.supervisor.workers import read_record  # noqa: E402
 from metaflow_extensions.torchrun.plugins.torchrun.task.arguments import Position  # noqa: E402
 from metaflow_extensions.torchrun.plugins.torchrun.task.function_call import FUNCTION_WORKER, FunctionCall  # noqa: E402
 from metaflow_extensions.torchrun.plugins.torchrun.task.run_settings import resolve  # noqa: E402

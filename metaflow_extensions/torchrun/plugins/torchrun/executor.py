@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from .compat.datastore import DatastoreValues
 from .errors import LaunchFailed, TorchrunPreempted
 from .events import Event
 from .gang.policy import LaunchPolicy
@@ -20,12 +21,10 @@ from .supervisor.call import Call
 from .task.arguments import Position
 from .task.commands import beside_flow, flow_folder, foreign_python
 from .task.facts import shm_bytes, shm_warning, too_few_warning, with_facts
-from .task.launch_call import LaunchCall
+from .task.launch_call import LaunchCall, Services
 from .task.make_call import make_call
 from .task.member import Member
 from .task.run_settings import RunSettings, resolve
-from .task.services import Services, result_of
-from .task.transfer import ValueStore
 
 _SETTLE_S = 3.0  # for the output of a failed launch, before its error is raised
 _LOG_DIR = (
@@ -44,7 +43,7 @@ class Context:
     machine: Machine
     settings: StepSettings
     requested: Nproc | None = None  # what the resources of a remote task amount to
-    store: ValueStore | None = None  # for values and outputs; None outside of a flow
+    store: DatastoreValues | None = None  # for values and outputs; None outside of a flow
     part: Callable[[tuple[str, ...]], GangPart] | None = None  # returns the gang's parts for the step's own cards
 
 
@@ -114,7 +113,6 @@ class TorchrunExecutor(Runner):
                 services.function,
                 may_come=may_come,
                 nproc=nproc.value,
-                nproc_why=nproc.why,
                 machine=context.machine,
                 policy=LaunchPolicy(
                     timeout_s=run.timeout_s,
@@ -160,11 +158,11 @@ class TorchrunExecutor(Runner):
             call.settle()  # what the step's code prints next stands behind
             if outcome.verdict.is_without(self.node_index):
                 self._context.member.dismiss(outcome.verdict.launch)
-            return result_of(outcome, call.call, self._context.member, call.services)
+            return call.result(outcome)
         except LaunchFailed as error:
             if not isinstance(error, TorchrunPreempted) or (error.cause or {}).get("node") != self.node_index:
                 call.settle(_SETTLE_S)  # the gang waits for this node, and a node that is frozen may be in the way
-            original = call.services.original(error, call.told)
+            original = call.original(error)
             if original is error:
                 raise
             raise original from error

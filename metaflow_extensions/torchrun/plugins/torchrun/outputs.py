@@ -13,7 +13,7 @@ import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any, BinaryIO
 
 from .compat.datastore import DatastoreValues, values_at
@@ -35,15 +35,12 @@ class OutputFile:
         The node that has stored it.
     modified : float
         When its content was written, in seconds since 1970.
-    older : bool
-        Whether it was there before the launch began, so that it may be of an earlier one.
     """
 
     name: str
     size: int
     node: int
     modified: float
-    older: bool = field(default=False, repr=False)
     _mode: int = field(default=0o644, repr=False)
     _parts: tuple[str, ...] = field(default=(), repr=False)  # keys in the datastore: the same for the same content
 
@@ -58,7 +55,6 @@ class Outputs:
     def __init__(self, datastore: Mapping[str, str], nodes: Mapping[int, tuple[str, int, int]]) -> None:
         self._datastore = dict(datastore)  # type, root and flow
         self._nodes = dict(nodes)  # node -> key of its list, number of files, bytes
-        self._opened: DatastoreValues | None = None
 
     @property
     def nodes(self) -> list[int]:
@@ -85,12 +81,7 @@ class Outputs:
 
     def __iter__(self) -> Iterator[OutputFile]:
         found = [
-            OutputFile(
-                **{name: row[name] for name in ("name", "size", "modified", "older")},
-                node=node,
-                _mode=row["mode"],
-                _parts=tuple(key for key, *_ in row["parts"]),
-            )
+            OutputFile(row["name"], row["size"], node, row["modified"], row["mode"], tuple(row["parts"]))
             for node, content in self._lists.items()
             for row in content["files"]
         ]
@@ -132,7 +123,11 @@ class Outputs:
         TorchrunError
             If the datastore does not have it any more.
         """
-        file = self._one(str(name), node)
+        file = self._files(node, str(name)).get(str(name))
+        if file is None:
+            known = first_values(sorted({repr(each.name) for each in self if node in (None, each.node)}))
+            where = "" if node is None else f" of node {node}"
+            raise FileNotFoundError(f"There is no output{where} {name!r}; there are {known or 'none'}.")
         copy = tempfile.TemporaryFile(prefix="torchrun-output-")  # noqa: SIM115 - whoever has asked closes it
         copy.writelines(map(self._load, file._parts))
         copy.seek(0)
@@ -158,54 +153,31 @@ class Outputs:
         Raises
         ------
         LookupError
-            If files of several nodes have the same name and differ, or one's file is a folder of another; then nothing
-            is written.
+            If files of several nodes have the same name and differ; then nothing is written.
         TorchrunError
             If the datastore does not have them any more.
         """
-        wanted = self._without_clashes([file for file in self if node in (None, file.node)])
-        folder = Path(to)
+        wanted, folder = self._files(node), Path(to)
         folder.mkdir(parents=True, exist_ok=True)
-        for file in wanted.values():
-            self._write(file, folder)
+        for name, file in wanted.items():
+            self._write(file, folder / name)
         return folder
 
-    def _without_clashes(self, files: list[OutputFile]) -> dict[str, OutputFile]:
-        """Return files by name; raise LookupError for those that one folder can't have."""
-        wanted: dict[str, OutputFile] = {}
-        differ = [file.name for file in files if wanted.setdefault(file.name, file)._parts != file._parts]
-        folders = {str(above) for name in wanted for above in PurePosixPath(name).parents}
-        for clashing, what in (
-            (differ, "other content under the same name"),
-            (sorted(folders.intersection(wanted)), "files under names that are folders of other nodes"),
-        ):
-            if clashing:
-                raise LookupError(
-                    f"Several nodes have stored {what}: {first_values([repr(name) for name in dict.fromkeys(clashing)])}. "
-                    "Download the files of each node into a folder of its own: download(folder, node=...)."
-                )
-        return wanted
-
-    def _one(self, name: str, node: int | None) -> OutputFile:
-        files = [file for file in self if node in (None, file.node)]
-        found = [file for file in files if file.name == name]
-        if not found:
-            known = first_values(sorted({repr(file.name) for file in files}))
-            where = "" if node is None else f" of node {node}"
-            raise FileNotFoundError(f"There is no output{where} {name!r}; there are {known or 'none'}.")
-        if any(file._parts != found[0]._parts for file in found):
-            said = ", ".join(str(file.node) for file in found)
+    def _files(self, node: int | None, name: str | None = None) -> dict[str, OutputFile]:
+        """Return the files of a node or of all, by name; raise LookupError for those that differ between nodes."""
+        found: dict[str, OutputFile] = {}
+        files = [file for file in self if node in (None, file.node) and name in (None, file.name)]
+        differ = [repr(file.name) for file in files if found.setdefault(file.name, file)._parts != file._parts]
+        if differ:
             raise LookupError(
-                f"Nodes {said} have stored {name!r}, and they differ. Say which: open({name!r}, node=...)."
+                f"{names(self.nodes).capitalize()} have stored other content under the same name: "
+                f"{first_values(list(dict.fromkeys(differ)))}. Say whose you want, as in open(name, node=...), and download "
+                "the files of each node into a folder of its own: download(folder, node=...)."
             )
-        return found[0]
+        return found
 
-    def _write(self, file: OutputFile, folder: Path) -> None:
+    def _write(self, file: OutputFile, place: Path) -> None:
         """Write a file beside its place, and move it there when it is whole."""
-        name = PurePosixPath(file.name)
-        if name.is_absolute() or ".." in name.parts:
-            raise TorchrunError(f"The list of outputs names {file.name!r}, which leads out of the folder.")
-        place = folder / name
         place.parent.mkdir(parents=True, exist_ok=True)
         fd, beside = tempfile.mkstemp(prefix=".torchrun-output-", dir=place.parent)
         try:
@@ -225,13 +197,16 @@ class Outputs:
     def _lists(self) -> dict[int, dict[str, Any]]:
         return {node: json.loads(self._load(self._nodes[node][0])) for node in self.nodes}
 
+    @cached_property
+    def _stores(self) -> list[DatastoreValues]:
+        return list(values_at(self._datastore))
+
     def _load(self, key: str) -> bytes:
         """Return the data of a key, from the datastore where it was stored, or else from this machine's own datastore."""
         first: Exception | None = None
-        for store in values_at(self._datastore) if self._opened is None else [self._opened]:
+        for store in self._stores:
             try:
                 ((_, data),) = store.load([key])
-                self._opened = store
                 return bytes(data)
             except Exception as error:  # a missing object is a different error in each store (Metaflow 2.19)
                 first = first or error

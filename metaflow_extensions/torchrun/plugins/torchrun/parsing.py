@@ -97,6 +97,7 @@ def parse_word(value: Any, setting: str, words: Sequence[str]) -> str:
 
 
 parse_logs = partial(parse_word, words=("all", "node", "rank0"))
+parse_process_group = partial(parse_word, words=("gloo", "nccl", "auto"))
 parse_outputs_from = partial(parse_word, words=("control", "all"))
 
 

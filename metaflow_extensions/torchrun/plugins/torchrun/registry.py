@@ -19,9 +19,6 @@ from .gang.policy import growing_pauses
 from .gang.view import GangView, Word, told_by_others
 from .gang.wire import from_plain, to_plain
 
-_RECORD = "torchrun_gang.json"
-_VIEW = "torchrun_view.json"
-_REQUEST, _ANSWER = "torchrun_request.json", "torchrun_answer.json"
 # Who may report that the control node is gone: the task that replaces it, or the process that looks after the job.
 # Each writes a file of its own, so that neither must read before it writes. The first file found counts.
 _WORDS = {"replacement": "torchrun_replaced.json", "job": "torchrun_job.json"}
@@ -65,10 +62,14 @@ class Reply:
     data: dict[str, Any] = field(default_factory=dict)
 
 
+_NAMES = {AddressRecord: "torchrun_gang.json", Request: "torchrun_request.json", Reply: "torchrun_answer.json"}
+_VIEW = "torchrun_view.json"
+
+
 class Registry:
     """The stored records of one attempt of one gang, in the run's `FlowDataStore`.
 
-    Methods with `patience_s` raise GangError if the datastore fails for that long. The others raise what it raises.
+    Methods raise GangError if the datastore fails for `patience_s` seconds.
     """
 
     def __init__(self, flow_datastore: Any, run_id: str, step_name: str, control_task_id: str, attempt: int) -> None:
@@ -78,19 +79,23 @@ class Registry:
             flow_datastore, run_id, step_name, control_task_id, attempt
         )
 
-    def publish(self, record: AddressRecord, patience_s: float = STORE_PATIENCE_S) -> None:
-        """Write the record."""
-        self._request(lambda: self._save_metadata({_RECORD: to_plain(record)}), patience_s)
+    # There is one request and one answer at a time, so that they stay bounded: the next takes the place of the last.
 
-    def peek(self, patience_s: float) -> AddressRecord | None:
-        """Return the record if there is one."""
-        return self._request(lambda: self._read(_RECORD, AddressRecord), patience_s)
+    def save(self, record: AddressRecord | Request | Reply, patience_s: float = STORE_PATIENCE_S) -> None:
+        """Write a record, in the place of the last one of its kind."""
+        self._save(_NAMES[type(record)], to_plain(record), patience_s)
+
+    def load(self, kind: type[T], patience_s: float = 0.0) -> T | None:
+        """Return the record of a kind if there is one."""
+        name = _NAMES[kind]
+        found = self._request(lambda: self._load(name)[name], patience_s)
+        return None if found is None else from_plain(kind, found, name)
 
     def look_up(self, timeout_s: float, sleep: Callable[[float], None] = time.sleep) -> AddressRecord:
         """Return the record; wait `timeout_s` seconds for it at most."""
         deadline = time.monotonic() + timeout_s
         for pause_s in growing_pauses(_FIRST_PAUSE_S):
-            record = self.peek(min(STORE_PATIENCE_S, deadline - time.monotonic()))
+            record = self.load(AddressRecord, min(STORE_PATIENCE_S, deadline - time.monotonic()))
             if record is not None:
                 return record
             if time.monotonic() + pause_s > deadline:
@@ -104,43 +109,20 @@ class Registry:
 
     def save_view(self, view: GangView, patience_s: float) -> None:
         """Write what is known of the gang."""
-        stored = view.stored()
-        self._request(lambda: self._save_metadata({_VIEW: stored}), patience_s)
+        self._save(_VIEW, view.stored(), patience_s)
 
-    def load_view(self) -> GangView | None:
+    def load_view(self, patience_s: float = 0.0) -> GangView | None:
         """Return what `save_view` wrote last, or None, with what others told of the control node's end.
 
         Raises ValueError where another version has stored it.
         """
-        found = self._load(_VIEW, *_WORDS.values())
+        found = self._request(lambda: self._load(_VIEW, *_WORDS.values()), patience_s)
         words = [from_plain(Word, found[name], "the word") for name in _WORDS.values() if found[name] is not None]
         return told_by_others(None if found[_VIEW] is None else GangView.read(found[_VIEW]), words)
 
-    def await_view(self, patience_s: float) -> GangView | None:
-        """Do the same as `load_view`, with patience."""
-        return self._request(self.load_view, patience_s)
-
     def save_word(self, word: Word, who: Literal["replacement", "job"], patience_s: float) -> None:
         """Write that the control node is gone."""
-        self._request(lambda: self._save_metadata({_WORDS[who]: to_plain(word)}), patience_s)
-
-    # There is one request and one answer at a time, so that they stay bounded: the next takes the place of the last.
-
-    def save_request(self, request: Request) -> None:
-        """Ask the gang."""
-        self._save_metadata({_REQUEST: to_plain(request)})
-
-    def load_request(self) -> Request | None:
-        """Return what is asked of the gang, or was the last time."""
-        return self._read(_REQUEST, Request)
-
-    def save_answer(self, answer: Reply) -> None:
-        """Reply what was asked."""
-        self._save_metadata({_ANSWER: to_plain(answer)})
-
-    def load_answer(self) -> Reply | None:
-        """Return the last answer."""
-        return self._read(_ANSWER, Reply)
+        self._save(_WORDS[who], to_plain(word), patience_s)
 
     # --- the datastore --------------------------------------------------------------------------
 
@@ -161,9 +143,8 @@ class Registry:
             time.sleep(pause_s)
         raise AssertionError("the pauses never end")
 
-    def _read(self, name: str, cls: type[T]) -> T | None:
-        found = self._load(name)[name]
-        return None if found is None else from_plain(cls, found, name)
+    def _save(self, name: str, data: dict[str, Any], patience_s: float) -> None:
+        self._request(lambda: self._save_metadata({name: data}), patience_s)
 
     def _load(self, *names: str) -> dict[str, Any]:
         """Return what is stored under each name, or None; no need to check for it first."""

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import io
 import pickle
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
@@ -53,9 +52,9 @@ class TorchrunResult(Generic[_T]):
         Seconds from *go* to the last node's end, by this node's clock.
     exit_codes : dict of int to int
         Global rank -> exit code of this node's workers.
-    values : mapping of int to bytes
+    values : dict of int to bytes
         Global rank -> pickled value that a function has returned; empty for a script. `rank`, `local_rank` and
-        iteration unpickle them. In the task that made them they lie on disk, in a stored result in a dict.
+        iteration unpickle them.
     nodes : tuple of int
         The nodes that took part in the last generation, in the order of their ranks.
     gathered : bool
@@ -82,7 +81,7 @@ class TorchrunResult(Generic[_T]):
     restarts: list[dict[str, Any]]
     duration_s: float
     exit_codes: dict[int, int]
-    values: Mapping[int, bytes] = field(default_factory=dict)
+    values: dict[int, bytes] = field(default_factory=dict)
     gathered: bool = False
     events: tuple[dict[str, Any], ...] = ()
     metrics: dict[str, float] = field(default_factory=dict)
@@ -113,19 +112,17 @@ class TorchrunResult(Generic[_T]):
         """
         if rank not in self.values:
             raise LookupError(self._why_not(rank))
-        in_files = getattr(self.values, "open", None)  # of the task that made them: then no copy is read into memory
-        with io.BytesIO(self.values[rank]) if in_files is None else in_files(rank) as file:
-            try:
-                value: _T = pickle.load(file)  # noqa: S301 - what the user's own workers have left
-            except (OSError, MemoryError, MetaflowException):
-                raise  # not the value's fault: a disk, or news of the gang
-            except Exception as error:
-                kind = self.values[rank].rpartition(b"\n")[2].decode(errors="replace")  # see `function_worker.store`
-                raise TorchrunError(
-                    f"Rank {rank} returned a {kind}, which can't be loaded here ({type(error).__name__}: {error}). "
-                    "Return plain data instead: state_dict() of a model, of a DistributedDataParallel that of its module; "
-                    "of an exception its text. Modules that the value needs must be installed here, too."
-                ) from error
+        try:
+            value: _T = pickle.loads(self.values[rank])  # noqa: S301 - what the user's own workers have left
+        except (OSError, MemoryError, MetaflowException):
+            raise  # not the value's fault: a disk, or news of the gang
+        except Exception as error:
+            kind = self.values[rank].rpartition(b"\n")[2].decode(errors="replace")  # see `function_worker.store`
+            raise TorchrunError(
+                f"Rank {rank} returned a {kind}, which can't be loaded here ({type(error).__name__}: {error}). "
+                "Return plain data instead: state_dict() of a model, of a DistributedDataParallel that of its module; "
+                "of an exception its text. Modules that the value needs must be installed here, too."
+            ) from error
         return value
 
     def local_rank(self, local_rank: int) -> _T:
@@ -194,4 +191,4 @@ class TorchrunResult(Generic[_T]):
         expression = f"{_REVIVED}({__name__!r}, __import__('importlib.util').util.find_spec)"
         # As plain data: where this extension is not installed, its other classes are not, either.
         outputs = None if self.outputs is None else self.outputs.as_data()
-        return eval, (expression,), {**vars(self), "values": dict(self.values), "outputs": outputs}
+        return eval, (expression,), {**vars(self), "outputs": outputs}

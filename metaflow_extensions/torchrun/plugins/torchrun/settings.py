@@ -61,7 +61,7 @@ class StepSettings:
         arguments or a list of positional ones, which must be picklable."""
     )
     module: bool = _run(parsing.parse_flag, False)("Run `entrypoint` as ``python -m``.")
-    process_group: Any = _run()(
+    process_group: Any = _run(parsing.parse_process_group)(
         """For a function: make this process group before the call, and destroy it after. The rank's own device is
         set. ``"auto"`` is nccl where each rank has a CUDA device, else gloo. By default none is made."""
     )

@@ -6,11 +6,8 @@ so this module, for every flow.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from functools import partial
-from traceback import walk_stack
 from typing import Any
 
 from .renamed import convenience, known
@@ -53,25 +50,6 @@ class DatastoreValues:
     def load(self, keys: Sequence[str]) -> Iterator[tuple[str, bytes]]:
         """Yield each of `keys` with the data under it; takes many, because some stores load many at once."""
         yield from self._store.load_data(list(keys))
-
-    def trouble(self) -> str | None:
-        """Return the error of the S3 client's last try, if the client is trying again.
-
-        It tries for over an hour without a message: botocore in its own threads (``Endpoint._send_request``, 1.44), and
-        Metaflow around it (``S3._one_boto_op``). The error is a local variable of the functions that wait, so their
-        frames are searched.
-        """
-        for innermost in sys._current_frames().values():
-            for frame, _ in walk_stack(innermost):
-                name, known = frame.f_code.co_name, frame.f_locals
-                if name == "_one_boto_op" and known.get("error"):
-                    return str(known["error"])
-                if name == "_send_request" and known.get("attempts", 0) > 1:
-                    if (error := known.get("exception")) is not None:
-                        return f"{type(error).__name__}: {error}"
-                    with suppress(TypeError, IndexError, KeyError):
-                        return "{Code}: {Message}".format_map(known["success_response"][1]["Error"])
-        return None
 
 
 def datastore_here() -> Any:

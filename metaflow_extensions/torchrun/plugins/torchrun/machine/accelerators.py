@@ -58,7 +58,7 @@ class Machine:
         The step's code may have changed the task's own since this was made.
         """
         if self.nodes_here > 1 and self.accelerators and "CUDA_VISIBLE_DEVICES" not in variables:
-            return self.own_accelerators  # `supervisor.start` sets it so
+            return self.own_accelerators  # `supervisor.command` sets it so
         env = {**environ, **variables}
         return visible_accelerators(env) if any(name in env for name in _NAME_DEVICES) else self.accelerators
 

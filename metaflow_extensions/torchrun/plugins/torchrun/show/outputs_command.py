@@ -41,9 +41,7 @@ def outputs(obj: Any, gang: str, to: str | None, launch: int | None, node: int |
             click.echo(f"The files are in {printable(str(stored.download(to, node)))}.")
             return
         rows = [
-            (str(file.node), size_text(file.size), printable(file.name) + "  (older than the launch)" * file.older)
-            for file in stored
-            if node in (None, file.node)
+            (str(file.node), size_text(file.size), printable(file.name)) for file in stored if node in (None, file.node)
         ]
         left_out = stored.left_out
     except (LookupError, OSError) as error:

@@ -41,13 +41,13 @@ def _ask(stored: StoredGangs, gang: StoredGang) -> Reply | None:
     if _is_over(stored, gang):
         return None
     registry = stored.registry(gang)
-    before = registry.load_answer()
-    registry.save_request(Request(uuid.uuid4().hex, time.time(), "stacks"))
+    before = registry.load(Reply)
+    registry.save(Request(uuid.uuid4().hex, time.time(), "stacks"))
     look_s = _LOOK_S if stored.storage.kind != "local" else _LOOK_ON_DISK_S
     began = looked = time.monotonic()
     while time.monotonic() - began < _PATIENCE_S:
         time.sleep(look_s)
-        answer = registry.load_answer()
+        answer = registry.load(Reply)
         if answer is not None and (before is None or answer.request.id != before.request.id):
             return answer
         if time.monotonic() - looked > _SEE_END_S:
@@ -71,7 +71,7 @@ def _ask(stored: StoredGangs, gang: StoredGang) -> Reply | None:
 def stacks(obj: Any, gang: str, rank: int | None, watch: bool, as_json: bool, attempt: int | None) -> None:
     """Ask, and print the answer; with ``watch`` again and again, until the gang ends."""
     stored, found = find_one(obj, gang, attempt)
-    before = stored.registry(found).load_answer()  # perhaps to another command
+    before = stored.registry(found).load(Reply)  # perhaps to another command
     answer = _ask(stored, found)
     if answer is None:
         show = f"{stored.program} show {found.where}"

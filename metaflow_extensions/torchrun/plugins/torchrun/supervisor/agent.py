@@ -22,12 +22,77 @@ from ..machine import processes
 from ..machine.looks import WATCH_S, until_look
 from ..machine.processes import HELPERS, send_signal
 from ..worker.spare_process import Spare, StartCold
-from .agent_events import AgentEnded, AgentEvent, End, Refused, Unreached, WorkerEnded, WorkerStarted
 
 _KILL_WAIT_S = 10.0  # after SIGKILL only a process in uninterruptible sleep stays
 _HALT_S = 1.0  # Python heeds a signal within milliseconds, but not while it waits in torch's C++ code
 _HALT_LOOK_S, _LOOK_S, _KILL_LOOK_S = 0.005, 0.05, 0.01  # between two looks while something ends
 _STRAGGLER_GRACE_S = 2.0  # for what the agent left behind when it ended by itself
+
+
+# --- what happens. Times are seconds of this machine's monotonic clock; an exit code is negative for a signal.
+
+
+class Refused(NamedTuple):
+    """A spare could not become this agent, which starts cold instead; no process of it exists yet."""
+
+    reason: str
+
+
+class WorkerStarted(NamedTuple):
+    """A worker runs."""
+
+    rank: int
+    local_rank: int
+    pid: int
+
+
+class WorkerEnded(NamedTuple):
+    """A worker has ended."""
+
+    rank: int
+    local_rank: int
+    pid: int
+    status: int
+    stopped: bool  # whether it may have ended because it was told to stop
+    at: float
+    stopped_at: float | None = None  # when torchrun was about to stop it; None if it was not
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether this end shows that it has failed by itself."""
+        return self.status != 0 and not self.stopped
+
+
+class Unreached(NamedTuple):
+    """The agent gets no answer from torch's store on the control node; it tries on, as torch does."""
+
+    why: str
+
+
+class AgentEnded(NamedTuple):
+    """The agent has ended by itself; what it has left running is stopped now."""
+
+    status: int
+    at: float
+
+
+class End(NamedTuple):
+    """The last event: nothing is left of the agent and its workers."""
+
+    status: int | None  # the agent's exit code
+    error: str | None = None  # why it has none
+    left: Sequence[str] = ()  # what the agent had left running when it ended by itself
+
+
+AgentEvent: TypeAlias = Refused | Unreached | WorkerStarted | WorkerEnded | AgentEnded | End
+
+
+def left_behind_line(left: Sequence[str], who: str) -> str:
+    """Return what is logged of processes that workers or commands had left running."""
+    return f"stopped processes that the {who} had left running: {', '.join(left)}"
+
+
+# --- the agent
 
 
 class Options(NamedTuple):
@@ -59,10 +124,10 @@ class AgentProcess:
 
     def __init__(
         self,
+        on_event: Callable[[AgentEvent], None],
         command: Sequence[str],
         env: Mapping[str, str],
         options: Options,
-        on_event: Callable[[AgentEvent], None],
         warm: Warm | None = None,
     ) -> None:
         self._command = list(command)

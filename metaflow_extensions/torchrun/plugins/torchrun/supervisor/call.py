@@ -52,7 +52,6 @@ class Call:
     facts: dict[str, Any] = field(default_factory=dict)  # what else must be equal on all nodes, as the torch version
     grace_s: float = 30.0  # that workers have between SIGTERM and SIGKILL
     logs: str = "node"  # which lines are shown where: one of `parsing.LOGS`
-    nproc_why: str = ""  # why there are so many processes on each node
     warm: str = "off"  # what starts warm: one of `parsing.WARM`
     before_run: tuple[tuple[str, ...], ...] = ()
     # What the workers have from the task, as it is when the step's code calls `run`.
@@ -60,7 +59,7 @@ class Call:
     cwd: str = field(default_factory=os.getcwd)  # absolute
     tmp: str = field(default_factory=lambda: os.path.abspath(tempfile.gettempdir()))
     writes: tuple[str, ...] = ()  # the streams that only the task itself can write to: see `logs.console.is_elsewhere`
-    # Of the services that this call asks for; see `task.services.Services`.
+    # Of the services that this call asks for; see `task.launch_call.Services`.
     stores: bool = False
     may_train_alone: bool = False
     folders: tuple[str, ...] = ()

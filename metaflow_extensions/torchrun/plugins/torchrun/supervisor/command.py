@@ -1,13 +1,16 @@
-"""Builds the argv and the environment of a launch's agent. Pure."""
+"""Builds the argv, the environment and the folder of a launch's agent, and of the commands before."""
 
 from __future__ import annotations
 
 import os
 import signal
+import tempfile
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 
 from ..gang.messages import Go
 from ..machine.accelerators import Machine, omp_threads
+from ..machine.network import interface_of
 from .call import Call
 
 SCRIPTS = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "worker")
@@ -20,6 +23,8 @@ WORKER_HOOKS = os.path.join(SCRIPTS, "worker_hooks")
 IMPORTABLE = os.path.join(SCRIPTS, "importable")
 # "1/3": restart 1 of at most 3. The agent takes it, and sets the variables of torchelastic in each worker.
 _RESTARTS = "TORCHRUN_RESTARTS"
+# For the small files of a launch: records of exceptions, metrics, the pipes themselves.
+_ROOM_BYTES = 1024 * 1024
 
 STATIC_BACKEND = "static"
 
@@ -105,3 +110,28 @@ def command_environment(
     if machine.nodes_here > 1 and machine.accelerators:  # nodes of one machine use no device twice
         env["CUDA_VISIBLE_DEVICES"] = ",".join(machine.own_accelerators)
     return {**env, **given}  # the user's values win, except that our hooks stay first on the path
+
+
+def make_folder(call: Call, what: str) -> str:
+    """Make a folder for the files of a generation, or of the commands before."""
+    name = f"torchrun-node{call.node_index}-{what}-"
+    # Made absolute: without a temporary folder mkdtemp uses the working directory, and the agent may have another one.
+    return os.path.abspath(tempfile.mkdtemp(prefix=name, dir=_with_room()))
+
+
+def _with_room() -> str:
+    """Return the folder for temporary files, or where the system has another one if that disk is full."""
+    usual = tempfile.gettempdir()
+    for folder in (usual, "/dev/shm"):  # noqa: S108 - mkdtemp makes a folder that nobody else may enter
+        with suppress(OSError):
+            status = os.statvfs(folder)
+            if status.f_bavail * status.f_frsize >= _ROOM_BYTES and os.access(folder, os.W_OK):
+                return folder
+    return usual
+
+
+def environment_of_commands(call: Call, own_address: str | None) -> dict[str, str]:
+    """Return the environment of before_run, which is what workers have, too."""
+    # A gang of one has no connection; it is reached by its loopback address.
+    interface = interface_of(own_address or call.main_addr)
+    return command_environment(call.machine, call.nproc, call.env, call.environ, interface)

@@ -14,22 +14,18 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, TypeAlias
 
-from ..events import Event, label
+from ..events import label
 from ..gang.cause import Cause, describe_exit
 from ..gang.messages import Report
 from ..parsing import is_by_shell
-from .agent import AgentProcess, Options
-from .agent_end import MachineFaults
-from .agent_events import AgentNews, End
+from .agent import AgentProcess, End, Options, left_behind_line
 from .call import Call
-from .headlines import left_behind
+from .command import environment_of_commands, make_folder
 from .pipes import LogReader, Write, pipe_path
-from .seat import Seat
-from .start import environment_of_commands, make_folder
+from .side import Side
+from .workers import MachineFaults, as_shown, last_lines
 
-_TAIL_LINES = 30
 _SHOWN_CHARS = 200
-NUMBER = -1  # in the place of a generation's, in their news
 NextNews: TypeAlias = Callable[[], Awaitable[Any]]
 """Waits for what comes next to the launch; raises what ends it."""
 
@@ -45,20 +41,19 @@ class Commands:
     """The commands of one launch on this node."""
 
     def __init__(
-        self, call: Call, seat: Seat, launch: int, write: Write, new_agent: Callable[..., AgentProcess]
+        self, call: Call, side: Side, launch: int, write: Write, new_agent: Callable[..., AgentProcess]
     ) -> None:
-        self._call, self._seat, self._launch, self._new_agent = call, seat, launch, new_agent
-        self._inbox = seat.inbox  # this launch's; a later launch has another
+        self._call, self._side, self._launch, self._new_agent = call, side, launch, new_agent
         self._agent: AgentProcess | None = None
         self._faults = MachineFaults()
-        self._env = environment_of_commands(call, seat.link.own_address)
+        self._env = environment_of_commands(call, side.own_address)
         self._folder = make_folder(call, f"launch{launch}-before_run")
-        node, count = seat.node, len(call.before_run)
-        of_node, is_hidden = "" if seat.num_nodes == 1 else f"node {node} ", call.logs == "rank0" and node != 0
+        node, count = side.node, len(call.before_run)
+        of_node, is_hidden = "" if side.num_nodes == 1 else f"node {node} ", call.logs == "rank0" and node != 0
         self._logs = LogReader(
             self._folder,
             {each: (f"[{of_node}before_run {each + 1}/{count}] ", is_hidden) for each in range(count)},
-            label(node, seat.num_nodes),
+            label(node, side.num_nodes),
             write,
         )
         self._turn = os.open(call.cwd, os.O_RDONLY | os.O_CLOEXEC)
@@ -68,7 +63,7 @@ class Commands:
         self._logs.start()
         if not self._has_turn():
             text = f"waiting: the commands of another node run in the same folder, {os.path.realpath(self._call.cwd)}"
-            self._seat.emit(Event("note", self._seat.node, text))
+            self._side.say("note", text)
         while not self._has_turn():
             await next_news()
         for at in range(len(self._call.before_run)):
@@ -97,13 +92,11 @@ class Commands:
     def _begin(self, at: int) -> None:
         call, words = self._call, self._call.before_run[at]
         self._write(at, "stdout", f"$ {shown(words)}")
-        # The shell is found here, because the user's PATH for the commands may lack it.
-        program = _system_program(words[0]) if is_by_shell(words) else words[0]
+        # Their PATH is the user's, and may lack the shell.
+        program = "/bin/sh" if is_by_shell(words) else words[0]
         both = pipe_path(self._folder, at, "stdout")  # one pipe for both streams keeps their order
-        options, inbox = Options(both, both, grace_s=call.grace_s, cwd=call.cwd), self._inbox
-        agent = self._new_agent(
-            [program, *words[1:]], self._env, options, lambda event: inbox.put_nowait(AgentNews(NUMBER, event))
-        )
+        options = Options(both, both, grace_s=call.grace_s, cwd=call.cwd)
+        agent = self._new_agent([program, *words[1:]], self._env, options)
         agent.start()
         self._agent = agent
 
@@ -111,10 +104,10 @@ class Commands:
         """Wait for the end of the running command, and of all that it has started; return its exit code."""
         while True:
             news = await next_news()
-            if isinstance(news, AgentNews) and news.generation == NUMBER and isinstance(news.event, End):
-                for each in left_behind(self._seat.node, news.event.left, "commands"):
-                    self._seat.emit(each)
-                return news.event.status or 0
+            if isinstance(news, End):
+                if news.left:
+                    self._side.say("left_behind", left_behind_line(news.left, "commands"))
+                return news.status or 0
 
     async def close(self, grace_s: float) -> None:
         """Stop what still runs, and show the last output."""
@@ -133,32 +126,18 @@ class Commands:
         if status == 0:
             self._write(at, "stderr", f"ended well after {seconds:.1f} s")
             self._logs.read_now(at)
-        commands, node = self._call.before_run, self._seat.node
+        commands, node = self._call.before_run, self._side.node
         name = f"before_run {at + 1}/{len(commands)} ({shown(commands[at])})"
         # The error has the hints on signals.
         short = how if status is None else describe_exit(status).partition(":")[0]
         data = {"text": f"{name} {short}", "exit_code": status, "seconds": round(seconds, 3)}
-        self._seat.link.send(Report("command", self._launch, data=data))
+        self._side.send(Report("command", self._launch, data=data))
         if status == 0:
             return None
-        lines = _last_lines(self._logs.tail(at, "stdout"))
-        return Cause("command", node, self._seat.host, None, None, status, f"{name} {how}", lines)
+        lines = last_lines(as_shown(self._logs.tail(at, "stdout").rstrip("\n")))
+        return Cause("command", node, self._side.host, None, None, status, f"{name} {how}", lines)
 
     def _write(self, at: int, stream: str, line: str) -> None:
         """Write a line of ours among a command's output."""
         with open(pipe_path(self._folder, at, stream), "ab", buffering=0) as pipe:
             pipe.write(f"{line}\n".encode(errors="backslashreplace"))
-
-
-def _system_program(name: str) -> str:
-    """Return the path of a program that every system has.
-
-    The user's variables are for the user's programs: a PATH among them need not lead to what we start these with.
-    """
-    return next(filter(None, (shutil.which(name, path=path) for path in (os.defpath, os.environ.get("PATH")))), name)
-
-
-def _last_lines(text: str) -> str:
-    """Return the last lines of a command's output; a progress bar (with CR) is reduced to its last state."""
-    lines = [line.removesuffix("\r").rpartition("\r")[2] for line in text.rstrip("\n").split("\n")]
-    return "\n".join(lines[-_TAIL_LINES:])

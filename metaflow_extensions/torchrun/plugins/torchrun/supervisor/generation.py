@@ -3,92 +3,169 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import re
 import shutil
 import time
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
+from functools import partial
+from typing import Any
 
-from ..events import Event
-from ..gang.cause import Failure, describe_exit, first_failure
-from ..gang.messages import Ask, Ended, Go, Message, Report
+from ..compat.renamed import harmless
+from ..events import label
+from ..gang.cause import Cause, Failure, describe_exit, first_failure, signal_name
+from ..gang.messages import CONTROL, Ask, Ended, Failed, Go, Report, Stop
+from ..gang.wire import Plain
 from ..machine.aside import STUCK_S
-from .agent import AgentProcess
-from .agent_end import AGENT_NAME, MachineFaults, agent_failure
-from .agent_events import AgentEnded, AgentEvent, End, Refused, Unreached, WorkerEnded, WorkerStarted
+from ..machine.stacks import hook_environment
+from .agent import (
+    AgentEnded,
+    AgentEvent,
+    AgentProcess,
+    End,
+    Options,
+    Refused,
+    Unreached,
+    WorkerEnded,
+    WorkerStarted,
+    left_behind_line,
+)
 from .call import Call
-from .command import shown_command
-from .exits import Exits
-from .hang_observer import HangObserver, StacksObserver
-from .headlines import left_behind
-from .observers import Here, Observers
-from .pipes import LogReader
-from .progress_observer import ProgressObserver
-from .seat import Seat
+from .command import (
+    HALT_SIGNAL,
+    agent_command,
+    environment_of_commands,
+    make_folder,
+    restart_variables,
+    shown_command,
+    with_hooks,
+)
+from .ends import Held
+from .hang_observer import HangObserver, answer
+from .pipes import AGENT, LogReader, Write, pipe_path
+from .progress_observer import FOLDER, ProgressObserver, metrics_folder
+from .side import Side
 from .usage_observer import UsageObserver
+from .warm import WarmNode
+from .workers import MachineFaults, Workers, last_lines, without_labels
 
+AGENT_NAME = "torchrun agent"
+"""What messages call torchrun's own process."""
+# `_terminate_process_handler` in torch/distributed/elastic/multiprocessing/api.py, torch 2.13.
+_GOT_SIGNAL = re.compile(r"SignalException: Process \d+ got signal: (\d+)")
 _NEVER = float("inf")
-_OBSERVERS = {  # by the kind of their reports
+# By the kind of their reports. An observer has a `poll`, called at least twice a second, that returns the data to send now,
+# so mostly None. It shares the supervisor's loop, so it may not wait for long. It decides nothing.
+_OBSERVERS: dict[str, Callable[[Workers], Any]] = {
     "progress": ProgressObserver,
     "hangs": HangObserver,
-    "stacks": StacksObserver,
     "usage": UsageObserver,
 }
 
 
 class Generation:
-    """The workers between one *go* and their end, on this node."""
+    """The workers between one *go* and their end, on this node; with `warm` they may start warm."""
 
     def __init__(
         self,
         call: Call,
-        seat: Seat,
         go: Go,
-        folder: str,
-        command: list[str],
-        agent: AgentProcess,
-        logs: LogReader,
+        side: Side,
+        write: Write,
+        warm: WarmNode | None,
+        new_agent: Callable[..., AgentProcess],
     ) -> None:
-        self._go, self._seat = go, seat
-        self.number = go.generation
-        self.command = shown_command(command)  # the agent's argv, as a user would type it
+        """Make all that it needs, or raise if it can't start. What its agent tells comes to `see`."""
+        self._call, self._go, self._side, self._warm = call, go, side, warm
         self.are_over = False  # no process is left
-        self._exits = Exits(folder, call, seat.host, logs.tail)
-        self._call = call
-        self._folder = folder  # torchrun's --log-dir
-        self._agent, self._logs = agent, logs
         self._faults = MachineFaults()
         self._end: End | None = None  # of the agent, as soon as its exit code is known
         self._failed_at: float | None = None  # the agent itself
         self._stopped_at = _NEVER
         self._left: Sequence[str] = ()  # what the agent had left running when it ended by itself
+        self._said: set[str] = set()  # which reports were sent that are sent once
+        self._answers = Held()  # to commands that ask what the workers do
         self._is_closed = False
-        self._here = Here(call, go, seat, folder, agent, logs, self._exits)
-        self._observers = Observers(self._here, _OBSERVERS)
+        for emptied in call.emptied:  # of what workers of a former generation have left
+            shutil.rmtree(emptied, ignore_errors=True)
+            os.makedirs(emptied)
+        with ExitStack() as failed:
+            folder = make_folder(call, f"launch{go.launch}-{go.generation}")
+            failed.callback(shutil.rmtree, folder, ignore_errors=True)
+            pipes = os.path.join(folder, "pipes")
+            os.mkdir(pipes)
+            command = agent_command(call, go, folder, pipes)
+            self.command = shown_command(command)  # as a user would type it
+            env = with_hooks(environment_of_commands(call, side.own_address), call.module_folder)
+            env |= {**restart_variables(go), **hook_environment(), FOLDER: metrics_folder(folder)}
+            shown = {rank: (f"[rank {call.global_rank(rank)}] ", call.hides(rank)) for rank in range(call.nproc)}
+            of_node = label(call.node_index, call.num_nodes)
+            self._logs = LogReader(pipes, shown, of_node, write, holds_report=True)
+            failed.callback(self._logs.finish)
+            news, stdout, stderr = (pipe_path(pipes, AGENT, name) for name in ("workers", "stdout", "stderr"))
+            options = Options(stdout, stderr, call.grace_s, HALT_SIGNAL, call.cwd, news)
+            begin = None
+            if warm is not None:
+                begin = partial(warm.start, command, call.nproc if call.has_warm_workers else 0)
+            self._agent = new_agent(command, env, options, begin)
+            self._workers = Workers(call, go, side, folder, self._logs, self._agent)
+            self._observers = dict[str, Any]()
+            for kind, make in _OBSERVERS.items():
+                with self._guarded(kind):
+                    self._observers[kind] = make(self._workers)
+            failed.pop_all()
 
     # --- its life -------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Start the agent. All further news arrives as events."""
+        """Start the agent. All further news comes to `see`."""
         self._logs.start()
         self._agent.start()
 
-    def stop(self, first_signal: int | None = None) -> None:
+    def see(self, news: Any) -> None:
+        """Handle what has come for the workers, and tell the gang what is seen of them, also while they are stopped."""
+        failed = None
+        if isinstance(news, AgentEvent):
+            failed = self._handle(news)
+        elif isinstance(news, Stop):
+            self._obey(news)
+        elif isinstance(news, Ask) and news.generation == self._go.generation:
+            self._answers.begin(self._tell("stacks", answer(self._workers, news.asked)))
+        self._tell_of_disk()
+        found = list[tuple[str, Plain | None]]()
+        for kind, observer in list(self._observers.items()):
+            with self._guarded(kind):
+                found.append((kind, observer.poll()))
+        if not self._is_stopping or failed:
+            self._report_signs()
+        for each in found:
+            self._report(*each)
+        if failed:
+            self._side.say("worker_failed", f"{failed}; stopping all nodes")
+            self._side.send(Failed(self._go.launch, self._go.generation, self._failures()))
+            self._stop()
+
+    def _obey(self, stop: Stop) -> None:
+        # Another node may have logged the reason in this terminal.
+        is_told = stop.teller != CONTROL and self._call.shares_machine
+        if self._side.node == CONTROL and stop.because and not is_told:
+            self._side.say("stopping", f"{stop.because}; stopping all nodes")
+        self._stop(stop.signal)
+
+    def _stop(self, first_signal: int | None = None) -> None:
         """Stop all processes, unless that has begun. The workers alone get `first_signal` before, so that they can save."""
-        if not self.is_stopping:
+        if not self._is_stopping:
             self._begin_stop(time.monotonic())
             self._agent.stop(self._call.grace_s, first_signal)
-
-    async def ask(self, ask: Ask) -> None:
-        """Begin to find out what the workers do; `poll` tells it later."""
-        await self._observers.ask("stacks", lambda observer: observer.ask(ask.asked))
 
     def _begin_stop(self, at: float) -> None:
         self._stopped_at = at
         self._logs.let_end()
 
     @property
-    def is_stopping(self) -> bool:
-        """Whether all processes are to end."""
+    def _is_stopping(self) -> bool:
         return self._stopped_at < _NEVER
 
     @property
@@ -97,79 +174,95 @@ class Generation:
 
     async def close(self, grace_s: float = 0.0) -> None:
         """Stop what still runs, read the last output, and remove the files; safe to call more than once."""
-        try:
-            await self._close(grace_s)
-        finally:
-            shutil.rmtree(self._folder, ignore_errors=True)
-
-    async def _close(self, grace_s: float = 0.0) -> None:
         if self._is_closed:
             return
         self._is_closed = True
+        self._answers.cancel()
         self._logs.let_end()
         try:
             await self._agent.close(grace_s)
         finally:
-            for end in self._exits.failed():  # also those of which torchrun alone has said so
+            for end in self._workers.failed():  # also those of which torchrun alone has said so
                 self._logs.read_now(end.local_rank, failed=True)
-            known = any(self._exits.causes(self._stopped_at))
+            known = any(self._workers.causes(self._stopped_at))
             # torchrun prints a box that names our script. After a good end, or beside a known cause, it would only mislead.
             self._logs.finish(explained=self._ended_well or known)
+            shutil.rmtree(self._workers.folder, ignore_errors=True)
 
-    async def finish(self) -> tuple[list[Message | Event], Ended]:
-        """Read the last output of workers that have ended; return what is told of that, and how they did."""
-        trained_alone, told = await asyncio.gather(
-            self._exits.trained_alone(), self._observers.ask("progress", ProgressObserver.ended)
-        )
+    async def finish(self) -> Ended:
+        """Read the last output of workers that have ended, tell the gang of it, and return how they did."""
+        trained_alone, _ = await asyncio.gather(self._workers.trained_alone(), self._tell_last_progress())
         self._tell_of_disk()
-        await self._close()
+        await self.close()
         call, ok = self._call, self._ended_well
-        ended = Ended(
+        if self._left:
+            self._side.say("left_behind", left_behind_line(self._left, "workers"))
+        if not self._is_stopping:
+            self._report_signs()
+        return Ended(
             self._go.launch,
             ok,
-            self.number,
-            self.failures(),
-            self._exits.codes,
+            self._go.generation,
+            self._failures(),
+            self._workers.codes,
             call.stores,
             # Unless the call means that, as by gathering values.
             ok and not call.may_train_alone and call.world_size > 1 and trained_alone,
-            () if ok else self._exits.early,
+            () if ok else self._workers.early,
         )
-        return [*told, *left_behind(self._seat.node, self._left, "workers")], ended
 
-    @property
-    def are_running(self) -> bool:
-        """Whether all workers of this node run, or have run."""
-        signs = (self.active_at, self._exits.reported_at)
-        return len(self._exits.pids) >= self._call.nproc or any(at is not None for at in signs)
+    # --- what is told of it ---------------------------------------------------------------------
 
-    @property
-    def active_at(self) -> float | None:
-        """When its workers were last found to have written."""
-        return self._logs.last_output_at
+    def _report(self, kind: str, data: Plain | None) -> None:
+        if data is not None:
+            self._side.send(Report(kind, self._go.launch, self._go.generation, data))
+
+    async def _tell(self, kind: str, found: Awaitable[Plain | None]) -> None:
+        with self._guarded(kind):
+            self._report(kind, await found)
+
+    async def _tell_last_progress(self) -> None:
+        if (progress := self._observers.get("progress")) is not None:
+            await self._tell("progress", progress.ended())
+
+    def _guarded(self, kind: str) -> AbstractContextManager[None]:
+        """Leave an observer that raises out of this generation, with a line in the log's details; it ends no launch."""
+
+        def leave_out(error: Exception) -> None:
+            text = f"this node reports nothing more of its {kind}: {type(error).__name__}: {error}"
+            self._side.say("note", text, is_detail=True)
+            self._observers.pop(kind, None)
+
+        return harmless(leave_out)
+
+    def _report_signs(self) -> None:
+        """Report to the gang, once each, that all workers of this node run, or have run, and that some have written."""
+        has_written = self._logs.last_output_at is not None
+        run = len(self._workers.pids) >= self._call.nproc or has_written or self._workers.reported_at is not None
+        for kind in [kind for kind, is_seen in (("started", run), ("wrote", has_written)) if is_seen]:
+            if kind not in self._said:
+                self._said.add(kind)
+                self._report(kind, {})
+                if kind == "started" and self._warm is not None and self._go.restarts < self._go.max_restarts:
+                    self._warm.prepare()
+
+    def _tell_of_disk(self) -> None:
+        if self._workers.files.is_stuck():
+            text = f"the disk of {self._workers.folder} has not answered for {STUCK_S:g} s; until it does, there are no new"
+            self._side.say("note", f"{text} metrics, and of a failure only the exit code is known")
 
     # --- what its agent tells -------------------------------------------------------------------
 
-    def poll(self) -> list[Report]:
-        """Return what is observed now, also while the workers are stopped, and perhaps save."""
-        self._tell_of_disk()
-        return self._observers.poll()
-
-    def _tell_of_disk(self) -> None:
-        if self._exits.files.is_stuck():
-            text = f"the disk of {self._folder} has not answered for {STUCK_S:g} s; until it does, there are no new metrics"
-            self._here.say(f"{text}, and of a failure only the exit code is known", is_detail=False)
-
-    def handle(self, event: AgentEvent) -> str | None:
+    def _handle(self, event: AgentEvent) -> str | None:
         """Handle an event; return the failure that it reports, for the log, or None."""
         match event:
             case Refused():
-                self._here.say(f"torchrun starts cold: {event.reason}", is_detail=False)
+                self._side.say("note", f"torchrun starts cold: {event.reason}")
             case Unreached():
                 about = {"address": self._call.main_addr, "port": self._go.port, "why": event.why}
-                self._seat.link.send(Report("unreached", self._go.launch, self.number, about))
+                self._report("unreached", about)
             case WorkerStarted():
-                self._exits.pids[event.rank] = event.pid
+                self._workers.pids[event.rank] = event.pid
             case WorkerEnded():
                 return self._on_worker_ended(event)
             case AgentEnded():
@@ -180,9 +273,9 @@ class Generation:
         return None
 
     def _on_worker_ended(self, event: WorkerEnded) -> str | None:
-        failed = self._exits.record(event)
+        failed = self._workers.record(event)
         self._logs.read_now(event.local_rank, failed)  # its last lines stand before the line of its end
-        if failed and not self.is_stopping:
+        if failed and not self._is_stopping:
             # Which rank failed first is decided when all nodes have told, so this names none.
             return f"a worker {self._faults.how_ended(event.status)}"
         return None
@@ -190,35 +283,50 @@ class Generation:
     def _on_agent_ended(self, event: AgentEnded) -> str | None:
         """Handle an agent that ended by itself: well, by its own failure, or by a worker's that it saw first."""
         self._end = End(event.status)
-        if self.is_stopping or (event.status == 0 and self._has_started()):
+        if self._is_stopping or (event.status == 0 and self._has_started()):
             return None
         self._failed_at = event.at
         self._begin_stop(event.at)
-        failed = next(iter(self._exits.failed()), None)
+        failed = next(iter(self._workers.failed()), None)
         if failed is not None:
             return f"a worker {self._faults.how_ended(failed.status)}"
         return f"the {AGENT_NAME} {describe_exit(event.status)}"
 
     def _has_started(self) -> bool:
         """Return whether the agent has started anything: with some arguments torchrun only prints, and ends well."""
-        return bool(self._exits.pids or self._exits.codes) or self._logs.written_bytes() > 0
+        return bool(self._workers.pids or self._workers.codes) or self._logs.written_bytes() > 0
 
     def _on_end(self, event: End) -> None:
         self._left = event.left
         if self._end is None:  # it was stopped
             self._end = event
-            if event.status != 0 and not self.is_stopping:
+            if event.status != 0 and not self._is_stopping:
                 self._failed_at = time.monotonic()
 
-    def failures(self) -> tuple[Failure, ...]:
+    def _failures(self) -> tuple[Failure, ...]:
         """Return this node's first failure; the agent's own counts only if no worker is known to have failed."""
-        dated = [(at, self._faults.explained(cause)) for at, cause in self._exits.causes(self._stopped_at)]
+        dated = [(at, self._faults.explained(cause)) for at, cause in self._workers.causes(self._stopped_at)]
         if not dated and self._failed_at is not None:
-            about = self._call, self._seat.host, self._logs.tail, self._end or End(None), self._faults
-            dated = [(self._failed_at, agent_failure(*about, has_workers=bool(self._exits.pids)))]
+            dated = [(self._failed_at, self._why_agent_failed())]
         now = time.monotonic()
         first = first_failure(Failure(cause, now - at) for at, cause in dated)
         if first is None:
             return ()
         alike = (cause.rank for _, cause in dated if cause.way == first.cause.way)
         return (replace(first, ranks=tuple(rank for rank in alike if rank is not None)),)
+
+    def _why_agent_failed(self) -> Cause:
+        end = self._end or End(None)
+        code, text = end.status, without_labels(self._logs.tail(AGENT, "stderr"))
+        if (got := _GOT_SIGNAL.search(text)) is not None:
+            how = f"got {signal_name(int(got[1]))} from outside of the gang, and gave up"
+        elif end.error is not None:
+            how = end.error
+        elif code == 0:
+            how = "exited with code 0 and has started no worker"
+        else:
+            how = "vanished" if code is None else self._faults.how_ended(code)
+        # An agent with workers did start: it was killed, or lost its own connections.
+        kind = "agent_ended" if self._workers.pids else "agent"
+        who = kind, self._side.node, self._side.host, None, None, code
+        return Cause(*who, f"its {AGENT_NAME} {how}", last_lines(text))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Mapping
 from textwrap import indent
@@ -14,13 +15,14 @@ from ..gang.wire import Plain, to_plain
 from ..machine.frames import Found, without_stack
 from ..machine.network import is_connected_to
 from ..machine.stacks import Question
-from .observers import Here
+from .workers import Workers
 
 # A node reports output to the control node at most once in this fraction of hang_timeout_s.
 _ACTIVE_PART = 0.1
 _LOOK_S = 2.0  # between two looks whether a worker has begun to join a process group
 # From the last news of a reader until a wait is told: where many nodes share it, each waits now and then.
 _TELL_S = 60.0
+_POLL_S = 0.05
 # Of the stacks in one message of a node, in which JSON may double a text, and in the answer of the whole gang, one file.
 _NODE_CHARS, _GANG_CHARS = 200_000, 16_000_000
 
@@ -28,9 +30,9 @@ _NODE_CHARS, _GANG_CHARS = 200_000, 16_000_000
 class HangObserver:
     """Reports signs of life of this node's workers."""
 
-    def __init__(self, here: Here) -> None:
-        self._here = here
-        timeout_s = here.call.policy.hang_timeout_s  # without one, only a reader that is waited for is told
+    def __init__(self, workers: Workers) -> None:
+        self._workers = workers
+        timeout_s = workers.call.policy.hang_timeout_s  # without one, only a reader that is waited for is told
         self._pause_s = None if timeout_s is None else timeout_s * _ACTIVE_PART
         self._sign_at = self._told_at = float("-inf")
         self._looked_at = time.monotonic()
@@ -38,13 +40,13 @@ class HangObserver:
 
     def poll(self) -> Plain | None:
         """Return whether the workers wait for their reader, if that has changed, or how long ago a worker was active."""
-        now, waits = time.monotonic(), self._here.logs.is_held_up
+        now, waits = time.monotonic(), self._workers.logs.is_held_up
         if waits is not self._waits and (self._waits or now >= self._told_at + _TELL_S):
             self._told_at, self._waits = now, waits
             return {"waits": waits}
         if self._pause_s is None:
             return None
-        at = self._here.last_sign_at
+        at = self._workers.last_sign_at
         if at is None and self._joins(now):
             at = now
         if at is None or at <= self._sign_at + self._pause_s:
@@ -57,36 +59,23 @@ class HangObserver:
         if self._sign_at > float("-inf") or now < self._looked_at + _LOOK_S:
             return False
         self._looked_at = now
-        return is_connected_to(self._here.go.port, self._here.exits.running().values())
+        return is_connected_to(self._workers.go.port, self._workers.running().values())
 
 
-class StacksObserver:
-    """Asks the workers of this node while the launch goes on. A new question takes the place of an open one."""
-
-    def __init__(self, here: Here) -> None:
-        self._here = here
-        self._asked: Any = None
-        self._question: Question | None = None
-
-    async def ask(self, asked: Any) -> None:
-        """Begin to ask the workers; `poll` returns the answer."""
-        self._asked, self._question = asked, Question(self._here.exits.running(), WORKERS_S)
-
-    def poll(self) -> Plain | None:
-        """Return the answer, when it is there."""
-        found = None if self._question is None else self._question.poll()
-        if found is None:
-            return None
-        self._question = None
-        if found and self._asked == HANG:
-            self._here.say(f"what the workers were doing:\n{text_of(found)}", is_detail=False)
-        return {"id": self._asked, "found": to_plain(NodeStacks(self._here.seat.host, _to_send(self._here, found)))}
+async def answer(workers: Workers, asked: Any) -> Plain:
+    """Return what the workers do now, for the question that was `asked`; in a hang the log has it, too."""
+    question = Question(workers.running(), WORKERS_S)
+    while (found := question.poll()) is None:
+        await asyncio.sleep(_POLL_S)
+    if found and asked == HANG:
+        workers.side.say("note", f"what the workers were doing:\n{text_of(found)}")
+    return {"id": asked, "found": to_plain(NodeStacks(workers.side.host, _to_send(workers, found)))}
 
 
-def _to_send(here: Here, found: Mapping[int, Found]) -> dict[int, Found]:
+def _to_send(workers: Workers, found: Mapping[int, Found]) -> dict[int, Found]:
     """Return the stacks, bounded, and that the other workers have ended."""
-    share = min(_NODE_CHARS // max(1, len(found)), _GANG_CHARS // here.call.world_size)
-    ended = dict.fromkeys(here.exits.codes, without_stack("the process has ended"))
+    share = min(_NODE_CHARS // max(1, len(found)), _GANG_CHARS // workers.call.world_size)
+    ended = dict.fromkeys(workers.codes, without_stack("the process has ended"))
     return {**{rank: each.bounded(share) for rank, each in found.items()}, **ended}
 
 

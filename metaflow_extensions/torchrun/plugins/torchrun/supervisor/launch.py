@@ -1,62 +1,40 @@
 """One launch on one node, from the call of `run` to its outcome: read `NodeLaunch.run` from top to bottom.
 
-All that it waits for comes in one queue, the seat's inbox: what the gang says, what the agent does, what interrupts this
-node. Each wait is `_next`, which raises what ends the launch here. What runs then is stopped and reaped on the way out.
+All that it waits for comes in one queue, its inbox: what the gang says, what the agent does, what interrupts
+this node. Each wait is `_next`, which raises what ends the launch here. What runs then is stopped and reaped on the way out.
 """
 
 from __future__ import annotations
 
+import asyncio
 import shlex
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
+from functools import partial
+from typing import Any, NoReturn
 
 from ..errors import LaunchFailed, TorchrunError, TorchrunPreempted
-from ..events import Event, Kind
-from ..gang.cause import Cause, Failure, FailureText, cause_of
+from ..gang.cause import Cause, Failure, FailureText, cause_of, failure_of
 from ..gang.failures import change_of_nodes
-from ..gang.messages import (
-    CONTROL,
-    Ask,
-    Ended,
-    Failed,
-    Go,
-    Message,
-    Ready,
-    Report,
-    Restart,
-    Stop,
-    Store,
-    Verdict,
-)
-from ..gang.texts import headline, names
+from ..gang.messages import CONTROL, Ask, Ended, Failed, Go, Ready, Report, Restart, Stop, Store, Verdict, to_wire
+from ..gang.texts import counted, duration, headline, names
 from ..machine.aside import Aside
+from ..machine.looks import until_look
 from .agent import AgentProcess
-from .agent_end import AGENT_NAME
-from .agent_events import AgentNews
 from .call import Call, Outcome
+from .command import bracketed
 from .commands import Commands
 from .endings import Broken, GivenUp, MustEnd, TimedOut, preempted, timed_out
-from .generation import Generation
-from .headlines import alone_line, details_line, end_line, start_line
+from .generation import AGENT_NAME, Generation
 from .pipes import Write
-from .seat import Seat
-from .start import prepare
+from .side import Side
 from .warm import WarmNode
 
+_FIRST_LAUNCH = "\nthe first output can take half a minute, since each process imports PyTorch first"
+# The classes of causes with which nothing has failed where they arise.
+_NO_FAILURE = frozenset({"preempted", "interrupted", "timeout", "store"})
 _START_S = 120.0  # for the disk of TMPDIR: a server of files may start again meanwhile
-
-
-@dataclass(frozen=True)
-class Tools:
-    """What the launches of one node are run with."""
-
-    write: Write  # writes the workers' output
-    complete: Callable[[], None]  # asks the task for the call after its commands; it comes as a `Call`
-    store: Callable[[Store | None], None]  # has the task store what the workers have left, or give that up
-    warm: WarmNode | None = None
-    new_agent: Callable[..., AgentProcess] = AgentProcess  # another one is for tests
 
 
 class _Over(Exception):
@@ -68,27 +46,37 @@ class _Over(Exception):
 
 
 class NodeLaunch:
-    """One launch on one node."""
+    """One launch on one node; `write` writes the workers' output."""
 
-    def __init__(self, call: Call, seat: Seat, launch: int, tools: Tools) -> None:
-        self._call, self._seat, self._launch, self._tools = call, seat, launch, tools
-        self._node = seat.node
+    def __init__(
+        self,
+        call: Call,
+        side: Side,
+        launch: int,
+        write: Write,
+        warm: WarmNode | None = None,
+        new_agent: Callable[..., AgentProcess] = AgentProcess,  # another one is for tests
+    ) -> None:
+        self._call, self._side, self._launch, self._write = call, side, launch, write
+        # Its own from the moment that the task asks for it: another launch may come while it ends.
+        self._inbox = side.inbox = asyncio.Queue[Any]()
+        self._new_agent = partial(new_agent, self._inbox.put_nowait)
+        self._warm = None if call.warm == "off" else warm
+        self._node = side.node
         self._went_at: float | None = None  # when the first generation began
         self._restarts: list[dict[str, Any]] = []
-        self._go = Go(launch, -1, 0, "", 0, 0)  # of the last generation here, as are the next three
+        self._go = Go(launch, -1, 0, "", 0, 0)  # of the last generation here, as are the next two
         self._command = ""
         self._exit_codes: dict[int, int] = {}
-        self._said: set[str] = set()  # which reports were sent
         self._is_preempted = self._stores = False
         self._failing_with: TorchrunError | None = None  # the error that *store* has announced for the verdict
         self.interruptions = 0  # how many it has handled
 
     async def run(self) -> Outcome:
         """Run the launch to its end on all nodes, and return that; raise what ends it here without a verdict."""
-        self._seat.begin_launch()
         try:
-            if self._seat.broken is not None:
-                raise self._seat.broken
+            if self._side.broken is not None:
+                raise self._side.broken
             if self._call.before_run:
                 await self._run_commands()
             self._send_ready()
@@ -98,7 +86,7 @@ class NodeLaunch:
                     await self._run_generation(news)
                 elif isinstance(news, Store) and self._go.generation >= 0:
                     self._stores = True
-                    self._tools.store(news)
+                    self._side.tell_task("store", to_wire(news))
                 elif isinstance(news, Stop):
                     self._give_up_storing()
         except _Over as over:
@@ -106,43 +94,26 @@ class NodeLaunch:
             return over.outcome
         except BaseException as error:
             if not isinstance(error, TorchrunError | GivenUp):  # a bug of ours
-                self._report(Cause("call", self._node, self._seat.host, exception=str(error)), given_up=True)
+                self._report(Cause("call", self._node, self._side.host, exception=str(error)), given_up=True)
             self._end(error)
             # Without a generation: other nodes may be in one that this node has not got *go* for.
-            self._send(Ended(self._launch, ok=False))
+            self._side.send(Ended(self._launch, ok=False))
             raise
 
     def _end(self, error: BaseException | None) -> None:
         if error is not None:
             self._give_up_storing()
-        if error is None or (isinstance(error, LaunchFailed) and not isinstance(error, TorchrunPreempted)):
-            self._prepare_warm()  # the step may go on
+        may_go_on = error is None or (isinstance(error, LaunchFailed) and not isinstance(error, TorchrunPreempted))
+        if may_go_on and self._warm is not None:
+            self._warm.prepare()  # for the step's next launch
 
     def _give_up_storing(self) -> None:
         if self._stores:
             self._stores = False
-            self._tools.store(None)
-
-    def _prepare_warm(self) -> None:
-        """Prepare a spare for the next agent of this step: of a restart, or of the next launch."""
-        if self._tools.warm is not None and self._call.warm != "off":
-            self._tools.warm.prepare()
-
-    # --- what is said -----------------------------------------------------------------------------
-
-    def _send(self, *told: Message | Event) -> None:
-        """Send messages to the control node; an event is written to the log."""
-        for each in told:
-            if isinstance(each, Event):
-                self._seat.emit(each)
-            else:
-                self._seat.link.send(each)
-
-    def _say(self, kind: Kind, text: str, is_detail: bool = False) -> None:
-        self._send(Event(kind, self._node, text, is_detail))
+            self._side.tell_task("store", None)
 
     def _report(self, cause: Cause, given_up: bool = False) -> None:
-        self._send(Failed(self._launch, failures=(Failure(cause),), given_up=given_up))
+        self._side.send(Failed(self._launch, failures=(Failure(cause),), given_up=given_up))
 
     # --- the wait ---------------------------------------------------------------------------------
 
@@ -151,7 +122,10 @@ class NodeLaunch:
 
         An order to end, and the end of the step's time, leave it to the gang where workers run.
         """
-        news = await self._seat.next()
+        try:
+            news = await asyncio.wait_for(self._inbox.get(), until_look())
+        except asyncio.TimeoutError:
+            return None
         if isinstance(news, Go | Ask | Stop | Restart | Store | Verdict) and news.launch != self._launch:
             return None  # late news of a launch that the step's code gave up
         match news:
@@ -176,24 +150,24 @@ class NodeLaunch:
     def _outcome(self, verdict: Verdict) -> Outcome:
         seconds = 0.0 if self._went_at is None else time.monotonic() - self._went_at
         if self._node == CONTROL and self._went_at is not None:
-            self._say("ended", end_line(self._launch, self._call, seconds, self._go.restarts, verdict.error))
+            self._side.say("ended", end_line(self._launch, self._call, seconds, self._go.restarts, verdict.error))
             if verdict.alone:
-                self._say("note", alone_line(self._launch, self._call))
+                self._side.say("note", alone_line(self._launch, self._call))
         return Outcome(verdict, self._command, self._exit_codes, tuple(self._restarts), seconds)
 
     def _interrupt(self, news: MustEnd | TimedOut, with_workers: bool) -> None:
         if isinstance(news, TimedOut):
-            error: TorchrunError = timed_out(self._node, self._seat.host, news.text)
+            error: TorchrunError = timed_out(self._node, self._side.host, news.text)
             is_last = not with_workers
         else:
             may_go_on = self._node != CONTROL and self._call.policy.max_restarts > 0
-            error = preempted(self._node, self._seat.host, news.why, may_go_on)
+            error = preempted(self._node, self._side.host, news.why, may_go_on)
             is_last = self._is_preempted or not with_workers  # a second order means: end at once
             self._is_preempted = True
         cause = cause_of(error)
         assert cause is not None
         if not is_last and isinstance(news, MustEnd):
-            self._say("stopping", f"{cause.what}; stopping all nodes")
+            self._side.say("stopping", f"{cause.what}; stopping all nodes")
         self._report(cause, given_up=is_last)
         if is_last:
             raise error
@@ -211,44 +185,42 @@ class NodeLaunch:
 
     def _say_of_restart(self, text: str) -> None:
         if self._node == CONTROL or not self._call.shares_machine:  # else the control node says it in this terminal
-            self._say("restart", text)
+            self._side.say("restart", text)
 
     # --- until it is ready ------------------------------------------------------------------------
 
     async def _run_commands(self) -> None:
         """Run the commands of before_run, and have the task complete the call; after a failure the gang decides."""
-        self._send(Report("before_run", self._launch))
+        self._side.send(Report("before_run", self._launch))
         try:
-            about = self._call, self._seat, self._launch, self._tools.write, self._tools.new_agent
+            about = self._call, self._side, self._launch, self._write, self._new_agent
             commands = await Aside().within(_START_S, Commands, *about)
         except Exception as error:
-            self._commands_failed(f"before_run could not be started: {_reason(error)}")
-            while True:
-                await self._next()
+            await self._commands_failed(self._no_agent(f"before_run could not be started: {_reason(error)}"))
         try:
             failure = await commands.run(self._next)
             if failure is not None:
-                self._commands_failed(f"{failure.exception}", failure)
-                while True:
-                    await self._next()
+                await self._commands_failed(failure)
         finally:
             await commands.close(self._call.grace_s)
-        self._tools.complete()
+        self._side.tell_task("complete")
         while not isinstance(news := await self._next(), Call):
             pass
         self._call = news
 
-    def _commands_failed(self, text: str, cause: Cause | None = None) -> None:
-        self._say("worker_failed", f"{text}; no worker starts on any node")
-        self._send(Failed(self._launch, failures=(Failure(cause or self._no_agent(text)),)))
+    async def _commands_failed(self, cause: Cause) -> NoReturn:
+        self._side.say("worker_failed", f"{cause.exception}; no worker starts on any node")
+        self._report(cause)
+        while True:
+            await self._next()
 
     def _no_agent(self, text: str) -> Cause:
-        return Cause("agent", self._node, self._seat.host, exception=text)
+        return Cause("agent", self._node, self._side.host, exception=text)
 
     def _send_ready(self) -> None:
         call = self._call
         policy = call.policy if self._node == CONTROL else None
-        self._send(Ready(self._launch, call.nproc, call.digest(), call.facts, call.master_port, policy))
+        self._side.send(Ready(self._launch, call.nproc, call.digest(), call.facts, call.master_port, policy))
 
     # --- a generation -----------------------------------------------------------------------------
 
@@ -264,10 +236,10 @@ class NodeLaunch:
         self._command, self._exit_codes = "", {}
         if self._call.group_rank is None:  # this node waits
             return
-        self._go, self._said = go, set()
+        self._go = go
         try:
-            about = self._call, go, self._seat, self._tools.write, self._tools.warm, self._tools.new_agent
-            workers = await Aside().within(_START_S, prepare, *about)
+            about = self._call, go, self._side, self._write, self._warm, self._new_agent
+            workers = await Aside().within(_START_S, Generation, *about)
         except Exception as error:  # a full disk, a zero byte in a variable
             self._agent_failed(error)
             return
@@ -277,64 +249,73 @@ class NodeLaunch:
             await workers.close(self._call.grace_s)
 
     async def _run_workers(self, workers: Generation) -> None:
-        go = self._go
+        go, call = self._go, self._call
         self._command = shlex.join(workers.command)
         if self._node == CONTROL and go.generation == 0:
-            self._say("facts", start_line(self._call, go))
-            self._say("chosen", details_line(self._call, go), is_detail=True)
-        self._say("command", f"runs: {self._command}", is_detail=True)
+            self._side.say("facts", start_line(call, go))
+            self._side.say("chosen", f"rendezvous at {bracketed(call.main_addr)}:{go.port}", is_detail=True)
+        self._side.say("command", f"runs: {self._command}", is_detail=True)
         try:
             workers.start()
         except Exception as error:  # no more processes
             self._agent_failed(error)
             return
         while not workers.are_over:
-            await self._see(workers, await self._next(with_workers=True))
-        is_stopping = workers.is_stopping
-        told, ended = await workers.finish()
-        self._send(*told)
-        if not is_stopping:
-            self._report_signs(workers)
+            workers.see(await self._next(with_workers=True))
+        ended = await workers.finish()
         self._exit_codes = ended.exit_codes
-        self._send(ended)
+        self._side.send(ended)
 
     def _agent_failed(self, error: Exception) -> None:
         text = f"its {AGENT_NAME} could not be started: {_reason(error)}"
-        self._say("worker_failed", f"{text}; stopping all nodes")
+        self._side.say("worker_failed", f"{text}; stopping all nodes")
         failures = (Failure(self._no_agent(text)),)
-        self._send(Ended(self._launch, False, self._go.generation, failures, stores=self._call.stores))
-
-    async def _see(self, workers: Generation, news: Any) -> None:
-        """Handle what has come for the workers, and what is seen of them."""
-        failed = None
-        if isinstance(news, AgentNews) and news.generation == workers.number:
-            failed = workers.handle(news.event)
-        elif isinstance(news, Stop):
-            # Another node may have logged the reason in this terminal.
-            is_told = news.teller != CONTROL and self._call.shares_machine
-            if self._node == CONTROL and news.because and not is_told:
-                self._say("stopping", f"{news.because}; stopping all nodes")
-            workers.stop(news.signal)
-        elif isinstance(news, Ask) and news.generation == workers.number:
-            await workers.ask(news)
-        told = workers.poll()
-        if not workers.is_stopping or failed:
-            self._report_signs(workers)
-        self._send(*told)
-        if failed:
-            self._say("worker_failed", f"{failed}; stopping all nodes")
-            self._send(Failed(self._launch, workers.number, workers.failures()))
-            workers.stop()
-
-    def _report_signs(self, workers: Generation) -> None:
-        """Report to the gang, once each, that all workers of this node run, and that some have written."""
-        signs = {"started": workers.are_running, "wrote": workers.active_at is not None}
-        for kind in [kind for kind, is_seen in signs.items() if is_seen and kind not in self._said]:
-            self._said.add(kind)
-            self._send(Report(kind, self._launch, self._go.generation))
-            if kind == "started" and self._go.restarts < self._go.max_restarts:
-                self._prepare_warm()
+        self._side.send(Ended(self._launch, False, self._go.generation, failures, stores=self._call.stores))
 
 
 def _reason(error: Exception) -> str:
     return str(error) if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
+
+
+# --- the lines with which it begins and ends ------------------------------------------------------
+
+
+def start_line(call: Call, go: Go) -> str:
+    """Return which ranks a launch starts, and where."""
+    processes = f"{call.nproc} process{'' if call.nproc == 1 else 'es'}"
+    where = f" on {counted(call.group_size, 'node')}, {processes} on each" if call.group_size > 1 else ""
+    devices = f"; {go.devices}" if go.devices else ""
+    first = _FIRST_LAUNCH if go.launch == 0 else ""
+    return f"launch {go.launch} starts {_ranks(call)}{where}{devices}{first}"
+
+
+def end_line(launch: int, call: Call, seconds: float, restarts: int, error: TorchrunError | None) -> str:
+    """Return how a launch has ended; `seconds` are those from *go* to its end."""
+    trained = f"trained {duration(seconds)}" + (f", {counted(restarts, 'restart')}" if restarts else "")
+    failure = None if error is None else failure_of(error)
+    if failure is not None and failure.cause.kind not in ("hang", "timeout"):
+        is_told = failure.cause.category in _NO_FAILURE
+        how = headline(failure.cause.what) if is_told else "failed first"
+        return f"launch {launch} has failed ({trained}): {failure.who} {how}"
+    return f"launch {launch} {'has ended well' if error is None else 'has failed'}: {_ranks(call)}, {trained}"
+
+
+def alone_line(launch: int, call: Call) -> str:
+    """Return the warning for a launch whose ranks have trained without a process group, and what to change.
+
+    A process group alone would change nothing but this warning.
+    """
+    group = (
+        "after torch.distributed.init_process_group()" if call.function is None else "with run(process_group='auto')"
+    )
+    return (
+        f"warning: in launch {launch} each of the {call.world_size} ranks has trained by itself: gradients were "
+        "computed, but no process group was made for them, so each has a model of its own. That is fine if you mean it. "
+        f"If not: {group}, wrap the model in DistributedDataParallel (or FSDP), and give its DataLoader a "
+        "DistributedSampler. Without GPUs, Hugging Face's Trainer needs TrainingArguments(use_cpu=True), and Accelerate "
+        "needs Accelerator(cpu=True)"
+    )
+
+
+def _ranks(call: Call) -> str:
+    return "rank 0" if call.world_size == 1 else f"ranks 0-{call.world_size - 1}"

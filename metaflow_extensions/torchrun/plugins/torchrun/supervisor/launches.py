@@ -11,30 +11,20 @@ from typing import Any
 
 from ..errors import TorchrunError
 from ..gang.cause import Cause
-from ..gang.messages import Store, to_wire
 from ..gang.wire import from_plain, to_plain
 from .call import Call
 from .endings import GivenUp
-from .launch import NodeLaunch, Tools
-from .output import Output, Send
-from .seat import Seat
+from .launch import NodeLaunch
+from .output import Output
+from .side import Side
 from .warm import WarmNode
 
 
 class Launches:
-    """The launches of one node, one at a time; `tell_task` sends a frame to the task."""
+    """The launches of one node, one at a time."""
 
-    def __init__(
-        self,
-        tell_task: Send,
-        seat: Seat,
-        output: Output,
-        send_lines: Callable[[str, str], None],
-        warm: WarmNode | None,
-    ) -> None:
-        self._tell_task = tell_task
-        self._seat, self._output, self._send_lines = seat, output, send_lines
-        self._warm = warm
+    def __init__(self, side: Side, output: Output, warm: WarmNode | None) -> None:
+        self._side, self._output, self._warm = side, output, warm
         self._call: Call | None = None  # of the last launch
         self._launch: asyncio.Task[None] | None = None  # the last one
         self._number = -1  # of the last launch that the task has asked for
@@ -53,21 +43,21 @@ class Launches:
         self._output.begin(found.writes)
         self._number = number
         self._call = found
-        self._seat.expect_launch()
-        self._launch = asyncio.get_running_loop().create_task(self._run(number, found, self._launch))
+        launch = NodeLaunch(found, self._side, number, self._writer(found), self._warm)
+        self._launch = asyncio.get_running_loop().create_task(self._run(launch, number, self._launch))
 
     def complete(self, call: dict[str, Any]) -> None:
         """Go on with the call that is complete after the commands."""
         self.end_spares()
         self._call = from_plain(Call, call, "the call")
-        self._seat.inbox.put_nowait(self._call)
+        self._side.inbox.put_nowait(self._call)
 
     def give_up(self, number: int, cause: dict[str, Any] | None) -> None:
         """End the launch: the task has left it. It may have done so before it has said *run*."""
         if number != self._number:
-            self._tell_task("ended", number, {"handled": 0})
+            self._side.tell_task("ended", number, {"handled": 0})
             return
-        self._seat.put(GivenUp(None if cause is None else from_plain(Cause, cause, "the cause")))
+        self._side.inbox.put_nowait(GivenUp(None if cause is None else from_plain(Cause, cause, "the cause")))
 
     def end_spares(self) -> None:
         """End the spares: no launch comes any more, or commands have changed what spares have imported."""
@@ -75,13 +65,8 @@ class Launches:
             self._warm.close()
 
     def abort(self) -> None:
-        """End the launch, if one runs: the task is gone."""
-        self._seat.put(GivenUp(None))
-
-    def let_go(self) -> None:
-        """End the launch, if one runs: its gang is over, and the task hears no more of it."""
-        self.abort()
-        self._tell_task = lambda *frame: None
+        """End the launch, if one runs: its task or its gang is gone."""
+        self._side.inbox.put_nowait(GivenUp(None))
 
     async def close(self) -> None:
         """Wait for the end of a launch that was aborted."""
@@ -96,24 +81,22 @@ class Launches:
 
     # --- one launch
 
-    async def _run(self, number: int, call: Call, before: asyncio.Task[None] | None) -> None:
+    async def _run(self, launch: NodeLaunch, number: int, before: asyncio.Task[None] | None) -> None:
         if before is not None:  # the task may have left its launch by a second Ctrl-C, while that was being stopped
             await before
         told: dict[str, Any] = {}
-        tools = Tools(self._writer(call), self._ask_to_complete, self._ask_to_store, self._warm)
-        launch = NodeLaunch(call, self._seat, number, tools)
         try:
             told = {"outcome": to_plain(await launch.run())}
         except GivenUp:
             pass
         except TorchrunError as error:
-            told = {"error": to_plain(error), "events": error.events, "is_broken": error is self._seat.broken}
+            told = {"error": to_plain(error), "events": error.events, "is_broken": error is self._side.broken}
         except BaseException as error:
             text = "".join(traceback.format_exception(error)).rstrip()
             told = {"error": to_plain(TorchrunError(f"The launch failed by a bug in metaflow-torchrun:\n{text}"))}
         if number == self._number:  # the task may have left this launch, and begun the next one
             self._output.begin(())  # nobody reads what the task would have to write
-        self._tell_task("ended", number, {**told, "handled": launch.interruptions})  # later ones are the task's
+        self._side.tell_task("ended", number, {**told, "handled": launch.interruptions})  # later ones are the task's
 
     def _writer(self, call: Call) -> Callable[[str, bytes], bool]:
         # Nodes that share a machine share a terminal: there the control node's lines and these stand side by side.
@@ -121,13 +104,7 @@ class Launches:
 
         def write(stream: str, lines: bytes) -> bool:
             if lines and sends:
-                self._send_lines(stream, lines.decode())
+                self._side.lines(stream, lines.decode())
             return self._output.write(stream, lines)
 
         return write
-
-    def _ask_to_complete(self) -> None:
-        self._tell_task("complete")
-
-    def _ask_to_store(self, store: Store | None) -> None:
-        self._tell_task("store", None if store is None else to_wire(store))

@@ -16,27 +16,26 @@ import sys
 import time
 import traceback
 from contextlib import suppress
-from functools import partial
 from typing import Any
 
 from ..compat import linux
 from ..errors import TorchrunError
 from ..events import Event
-from ..gang.cause import describe_exit
 from ..gang.messages import CONTROL, Abort, Farewell, Leave, from_wire
 from ..gang.wire import to_plain
 from ..machine import processes
-from ..machine.cgroup import describe_oom, oom_kills
 from ..machine.looks import WATCH_S, until_look
 from ..machine.open_files import file_of
+from .control_side import ControlSide
 from .endings import MustEnd, TimedOut
 from .ends import Held, end_of
 from .launches import Launches
+from .member_side import MemberSide
 from .output import Output
-from .sides import ControlSide, MemberSide
 from .signs import Signs
 from .task_link import TaskLink
 from .warm import begin_spares
+from .workers import MachineFaults
 
 _LAST_LINES_S = 0.5  # for what the workers have written before the task's end
 _DYING_S = 5.0  # a task that is killed closes its files first, and then frees its memory
@@ -71,32 +70,34 @@ class Supervisor:
 
     def __init__(self, task: processes.Other, own: socket.socket) -> None:
         self._task = task
-        self._link = TaskLink(own, task.pid, self._handle_or_fail, self._end_service)
-        self._signs: Signs | None = None
-        self._side: ControlSide | MemberSide | None = None
-        self._output = Output(self._link.send)
-        self._launches: Launches | None = None  # there with the side
         self._is_over = asyncio.Event()  # the task lets go, is gone, or can't be served any more
         self._is_released = False  # the task lets go
         self._why: str | None = None  # why the task can't be served any more, although it may live
+        self._link = TaskLink(own, task.pid, self._handle, self._is_over.set)
+        self._output = Output(self._link.send)
+        self._side: ControlSide | MemberSide | None = None  # from *begin* on, as are the next two
+        self._launches: Launches | None = None
+        self._signs: Signs | None = None
         self._calls = Held()
-        # How many processes the kernel had killed for lack of memory a moment ago, and when that was looked up.
-        self._oom_kills = [oom_kills()] * 2
-        self._oom_at = 0.0
+        # Since one to two seconds ago: of a worker that was killed long ago the task's end does not come.
+        self._faults = [MachineFaults()] * 2
+        self._faults_at = 0.0
 
     async def run(self, parent: int) -> None:
         """Do all that the task asks, until its end."""
-        loop = asyncio.get_running_loop()
-        loop.set_exception_handler(self._on_bug)
+        asyncio.get_running_loop().set_exception_handler(self._on_bug)
         self._link.open()
         self._link.send("supervisor", *((pid, processes.began(pid)) for pid in (os.getpid(), parent)))
         self._calls.begin(self._follow_task())
         self._look()
         await self._is_over.wait()
-        await self._link.flush(self._has_ended)
+        await self._link.flush(lambda: self._task.has_ended)
         if self._is_released:
-            await self._end_launches()
-            await self._finish_output()
+            if self._launches is not None:
+                await self._launches.close()
+            # All lines are written, as long as the task waits; or, in a hurry, until their reader takes nothing.
+            while not (await self._output.settle(WATCH_S) or self._task.has_ended or self._output.has_given_up):
+                pass
             return
         if self._why is None:
             with suppress(asyncio.TimeoutError):
@@ -107,9 +108,6 @@ class Supervisor:
 
     async def _follow_task(self) -> None:
         await end_of(self._task)
-        self._end_service()
-
-    def _end_service(self) -> None:
         self._is_over.set()
 
     def _look(self) -> None:
@@ -118,50 +116,44 @@ class Supervisor:
         if self._launches is None or not self._launches.runs:
             for _ in processes.reap(processes.HELPERS):
                 pass
-        if not self._is_over.is_set():
-            self._count_oom_kills()
+        if not self._is_over.is_set() and (now := time.monotonic()) > self._faults_at + 1.0:
+            self._faults, self._faults_at = [self._faults[1], MachineFaults()], now
 
-    def _has_ended(self) -> bool:
-        return self._task.has_ended
-
-    def _give_up(self, why: str) -> None:
-        """Serve this task no more; it hears so."""
-        if self._why is None:
-            self._why = why
-            self._link.send_now("gone", why)
-            self._end_service()
+    # --- bugs of ours
 
     def _on_bug(self, loop: asyncio.AbstractEventLoop, about: dict[str, Any]) -> None:
         """Handle an exception that nobody else has handled."""
-        if "socket" in about:  # no free file for a new connection: asyncio tries again
-            return
         error = about.get("exception")
-        if error is not None and self._side is not None:
-            self._side.fail(error)
-        elif error is not None:
-            self._fail(error)
+        if error is None or "socket" in about:  # no free file for a new connection: asyncio tries again
+            return
+        (self._fail if self._side is None else self._side.fail)(error)
 
     def _fail(self, error: BaseException) -> None:
-        text = "".join(traceback.format_exception(error)).rstrip()
-        self._give_up(f"its supervisor process has failed, which is a bug in metaflow-torchrun:\n{text}")
+        """Serve this task no more; it hears so."""
+        if self._why is None:
+            text = "".join(traceback.format_exception(error)).rstrip()
+            self._why = f"its supervisor process has failed, which is a bug in metaflow-torchrun:\n{text}"
+            self._link.send_now("gone", self._why)
+            self._is_over.set()
 
-    def _handle_or_fail(self, frame: list[Any]) -> None:
+    # --- what the task asks
+
+    def _handle(self, frame: list[Any]) -> None:
         try:
-            self._handle(frame)
+            self._do(*frame)
         except Exception as error:
             self._fail(error)
 
-    def _handle(self, frame: list[Any]) -> None:
-        what, *rest = frame
+    def _do(self, what: str, *rest: Any) -> None:
         if what == "begin":
-            self._begin(rest[0])
+            self._begin(*rest)
         elif what == "echo":
             self._link.send_now("echo")  # the wait may have ended meanwhile
         elif what == "hurry":  # the task was told to end: nobody waits for a reader that takes nothing
             self._output.is_hurried = True
         elif what == "call":
-            self._call(*rest)
-        elif self._side is None:
+            self._calls.begin(self._answer(*rest))
+        elif self._side is None or self._launches is None:
             pass  # a thread of the task has said it before the gang begins
         elif what == "send":
             self._side.send(from_wire(rest[0]))
@@ -169,38 +161,29 @@ class Supervisor:
             self._output.show(Event(*rest))
         elif what == "wrote":
             self._output.wrote(*rest)
-        elif what in _OF_LAUNCHES and self._launches is not None:
-            getattr(self._launches, what)(*rest)
         elif what in _INTERRUPTIONS:
-            self._side.seat.put(_INTERRUPTIONS[what](*rest))
+            self._side.inbox.put_nowait(_INTERRUPTIONS[what](*rest))
         else:
-            getattr(self._side, what)(*rest)
+            getattr(self._launches if what in _OF_LAUNCHES else self._side, what)(*rest)
 
     def _begin(self, about: dict[str, Any]) -> None:
         self._output.num_nodes = about["num_nodes"]
         more = about.pop("more")
-        side = (ControlSide if "rules" in about else MemberSide)(self._tell_task, self._output, **about)
-        warm = begin_spares(more.get("starts"))
-        self._launches = Launches(self._link.send, side.seat, self._output, side.lines, warm)
-        self._side = side
+        self._side = (ControlSide if "rules" in about else MemberSide)(self._tell_task, self._output, **about)
+        self._launches = Launches(self._side, self._output, begin_spares(more.get("starts")))
         if signs := more.get("signs"):
-            say = lambda text: self._output.show(Event("note", side.seat.node, text))  # noqa: E731
-            self._signs = Signs(self._task, signs, partial(self._tell_task, "must_end"), lambda: side.is_member, say)
+            self._signs = Signs(self._task, signs, self._side)
 
     def _tell_task(self, what: str, *rest: Any) -> None:
         """Tell the task something of its gang; at once if the step's own code must hear of it."""
         is_urgent = what in _URGENT or (what == "deliver" and rest[0]["type"] in _URGENT_MESSAGES)
         (self._link.send_now if is_urgent else self._link.send)(what, *rest)
 
-    def _call(self, number: int, name: str, args: list[Any]) -> None:
+    async def _answer(self, number: int, name: str, args: list[Any]) -> None:
         """Answer a question, at once or as soon as the answer is known."""
-        answers = self if name == "settle" or self._side is None else self._side
-        self._calls.begin(self._answer(number, name, args, answers))
-
-    async def _answer(self, number: int, name: str, args: list[Any], answers: object) -> None:
         link = self._link
         try:
-            found = getattr(answers, name)(*args)
+            found = getattr(self if name == "settle" or self._side is None else self._side, name)(*args)
             link.send("answer", number, await found if inspect.isawaitable(found) else found)
         except TorchrunError as error:
             link.send("failed", number, to_plain(error))
@@ -208,28 +191,21 @@ class Supervisor:
             link.send("os_error", number, type(error).__name__, str(error))
         except BaseException as error:  # a bug of ours: the task must not wait for ever
             link.send("os_error", number, "OSError", f"{type(error).__name__}: {error}")
-        if name == "close":
-            self._release()
-
-    async def _finish_output(self) -> None:
-        """Wait until all lines are written, as long as the task does; or, in a hurry, until their reader takes nothing."""
-        while not await self._output.settle(WATCH_S) and not self._has_ended() and not self._output.has_given_up:
-            pass
-
-    def _release(self) -> None:
-        """End what the task has begun, and this process."""
-        if self._launches is not None:
-            self._launches.let_go()
-        self._is_released = True
-        self._end_service()
+        if name == "close":  # the task lets go
+            if self._launches is not None:
+                self._launches.abort()
+            self._is_released = True
+            self._is_over.set()
 
     @staticmethod
     async def close(wait_s: float) -> None:
-        """Do nothing: the gang is over already."""
+        """Do nothing: the gang was not begun."""
 
     async def settle(self, patience_s: float | None) -> bool:
         """Wait until all lines so far are written, or for so long."""
         return await self._output.settle(patience_s)
+
+    # --- the task's end
 
     async def _tell_end(self, how: str) -> None:
         """Tell the gang how the task has ended, and let the gang come to its end."""
@@ -242,35 +218,20 @@ class Supervisor:
         await self._output.settle(_LAST_LINES_S)
         for stream in (1, 2):  # who reads the task's output waits for the end of that
             os.dup2(os.open(os.devnull, os.O_WRONLY), stream)
-        if self._side.seat.node == CONTROL:
+        if self._side.node == CONTROL:
             await self._side.end()
-            await self._end_launches()
+            await self._launches.close()
         else:  # its connection lasts until its workers have ended: their ranks may be another node's then
-            await self._end_launches()
+            await self._launches.close()
             await self._side.end()
         self._launches.remove_folders()
 
-    async def _end_launches(self) -> None:
-        if self._launches is not None:
-            await self._launches.close()
-
     def _how_it_ended(self) -> str:
-        if not self._has_ended():
+        if not self._task.has_ended:
             return "its task has closed the connection to its supervisor process"
         task = processes.find(self._task.pid)
         status = task.status if task is not None and task.began == self._task.began else None
-        if status in (None, -signal.SIGKILL) and self._is_out_of_memory():
-            return f"its task ran {describe_oom()}"
-        if status is None:  # somebody has reaped it already, as a container's shell does
+        # None: somebody has reaped it already, as a container's shell does.
+        if status is None and not self._faults[0].is_out_of_memory(-signal.SIGKILL):
             return "its task ended unexpectedly, as by SIGKILL; its exit code could not be read any more"
-        return f"its task {describe_exit(status)}"
-
-    def _count_oom_kills(self) -> None:
-        """Look every second: of a worker that was killed long ago the task's end does not come."""
-        if (now := time.monotonic()) > self._oom_at + 1.0:
-            self._oom_at = now
-            self._oom_kills = [self._oom_kills[1], oom_kills()]
-
-    def _is_out_of_memory(self) -> bool:
-        before, now = self._oom_kills[0], oom_kills()
-        return before is not None and now is not None and now > before
+        return f"its task {self._faults[0].how_ended(-signal.SIGKILL if status is None else status)}"

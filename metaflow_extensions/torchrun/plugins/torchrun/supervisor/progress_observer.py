@@ -1,46 +1,61 @@
-"""Reads the progress of this node's ranks, without a thread of its own. No worker waits for it."""
+"""Reads the progress of this node's ranks from growing files of JSON lines, and computes their speed.
+
+No worker waits for it. What was read is given back to the disk, which a training of weeks would fill.
+"""
 
 from __future__ import annotations
 
+import json
+import math
 import os
 import time
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
+from dataclasses import dataclass, field
+from statistics import fmean
 from typing import TypeAlias
 
-from ..gang.progress import MAX_KEYS, Metrics, Point, Series
+from ..compat.linux import free_begin
+from ..gang.progress import MAX_KEYS, Metrics, Pace, Point, Series
 from ..gang.wire import Plain, to_plain
 from ..machine.aside import STUCK_S
-from .metric_lines import Line, LineReader
-from .observers import Here
-from .paces import RankPace
+from .workers import Workers
 
 _READS_EVERY_S = 1.0
 TELLS_EVERY_S = 5.0
 MAX_POINTS = 100  # of a key in one message
-_SHOWN_CHARS = 100
 # A worker appends lines of JSON to the file of its local rank here, which the agent names to it.
 FOLDER = "TORCHRUN_METRICS_FOLDER"
+MAX_BYTES = 1024 * 1024  # that are read at once; with more, lines come later
+FREED_BYTES = 1024 * 1024  # so many at once are given back
+_MAX_KEY_CHARS = 80
+# Steps a second are measured over this time, or over the last step if that took longer.
+_WINDOW_S = 20.0
+# A rank has no speed if it has reported no step for this long and for this many times the duration of its last step: it
+# may wait for others. Lower limits would also exclude ranks that are slow.
+_STILL_S, _STILL_STEPS = 60.0, 3
+_LAST_SECONDS = 20
 
 
-_Lines: TypeAlias = list[tuple[int, float, Line | bytes]]
+_Lines: TypeAlias = "list[tuple[int, float, Line]]"
 """Ranks, when their lines were read, and the lines."""
 
 
 class ProgressObserver:
     """Reads the workers' files."""
 
-    def __init__(self, here: Here, clock: Callable[[], float] = time.monotonic) -> None:
-        self._here, self._clock = here, clock
-        folder = metrics_folder(here.folder)
+    def __init__(self, workers: Workers, clock: Callable[[], float] = time.monotonic) -> None:
+        self._workers, self._clock = workers, clock
+        folder = metrics_folder(workers.folder)
         self._readers = {
             rank: LineReader(os.path.join(folder, f"{local_rank}.jsonl"))
-            for local_rank, rank in enumerate(here.call.ranks)
+            for local_rank, rank in enumerate(workers.call.ranks)
         }
         self._reading: Future[_Lines] | None = None
-        self._said: set[str] = set()  # warnings; each is given once
-        self._paces = {rank: RankPace() for rank in here.call.ranks}
+        self._has_warned = False  # that points are lost
+        self._paces = {rank: RankPace() for rank in workers.call.ranks}
         # Of rank 0, if it is on this node: its last step, its total, and the new values.
         self._step: int | None = None
         self._total: float | None = None
@@ -55,7 +70,7 @@ class ProgressObserver:
         now = self._clock()
         if now >= self._read_at + _READS_EVERY_S:
             # It is read beside; if the disk holds that up, a later poll takes what has come.
-            self._reading = self._reading or self._here.exits.files.begin(self._new_lines)
+            self._reading = self._reading or self._workers.files.begin(self._new_lines)
             if self._reading is not None and self._reading.done():
                 found, self._reading, self._read_at = self._reading.result(), None, now
                 self._take(found)
@@ -65,7 +80,7 @@ class ProgressObserver:
     async def ended(self) -> Plain | None:
         """Return a report on the last lines of the workers, if their disk answers."""
         with suppress(TimeoutError):
-            last = await self._here.exits.files.within(STUCK_S, self._new_lines)
+            last = await self._workers.files.within(STUCK_S, self._new_lines)
             if self._reading is not None:  # it came before
                 self._take(self._reading.result())
             self._take(last)
@@ -76,28 +91,18 @@ class ProgressObserver:
 
     def _take(self, found: _Lines) -> None:
         for rank, at, line in found:
-            if isinstance(line, bytes):
-                text = line[:_SHOWN_CHARS].decode("utf-8", "backslashreplace")
-                what = "wrote a line to its metrics that holds no number by name; it is ignored"
-                self._warn("refused", f"rank {rank} {what}: {text!r}", is_detail=True)
-                continue
             self._paces[rank].see(line, at)
-            self._here.exits.reported_at = at
+            self._workers.reported_at = at
             if rank == 0:
                 self._keep(line)
-
-    def _warn(self, what: str, text: str, is_detail: bool = False) -> None:
-        if what not in self._said:
-            self._said.add(what)
-            self._here.say(text, is_detail)
 
     def _keep(self, line: Line) -> None:
         loses = "warning: rank 0 has reported"  # points of its curve
         if line.step is None and self._step is None and line.values:
-            self._warn("loses", f"{loses} values without a step: only the last ones are kept")
+            self._warn(f"{loses} values without a step: only the last ones are kept")
         if line.step is not None and self._step is not None and line.step < self._step:
             repeats = "of repeated steps only the last values are kept, so count the steps over all epochs"
-            self._warn("loses", f"{loses} step {line.step} after step {self._step}: {repeats}")
+            self._warn(f"{loses} step {line.step} after step {self._step}: {repeats}")
         self._step = self._step if line.step is None else line.step
         self._total = line.total or self._total
         values = line.values if line.seconds is None else {**line.values, "seconds": line.seconds}
@@ -105,9 +110,14 @@ class ProgressObserver:
             if key in self._new or len(self._new) < MAX_KEYS:
                 self._new.setdefault(key, Series(MAX_POINTS)).add(self._step or 0, value)
 
+    def _warn(self, text: str) -> None:
+        if not self._has_warned:
+            self._has_warned = True
+            self._workers.side.say("note", text)
+
     def _message(self, now: float) -> Plain | None:
         self._told_at = now
-        running = self._paces.keys() - self._here.exits.codes
+        running = self._paces.keys() - self._workers.codes
         paces = {rank: pace for rank in sorted(running) if (pace := self._paces[rank].pace(now)) is not None}
         points = {
             key: tuple(Point(int(step), value) for step, value in series.points) for key, series in self._new.items()
@@ -124,3 +134,134 @@ class ProgressObserver:
 def metrics_folder(folder: str) -> str:
     """Return where workers write their metrics, in the folder of a generation."""
     return os.path.join(folder, "metrics")
+
+
+# --- a line and its file --------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Line:
+    """The step and the numbers of one line."""
+
+    step: int | None = None
+    total: float | None = None  # the number of steps of the script
+    seconds: float | None = None  # duration of the step without waiting for other ranks
+    values: dict[str, float | None] = field(default_factory=dict)  # None: a number that is not finite
+
+
+def parse_line(text: bytes) -> Line | None:
+    """Return the numbers of a line; None unless it is a JSON object with a number."""
+    try:
+        data = json.loads(text)
+    except (ValueError, RecursionError):  # ValueError also if it is not UTF-8, or an int has too many digits
+        return None
+    if not isinstance(data, dict):
+        return None
+    numbers = {key: _finite(value) for key, value in data.items() if type(value) in (int, float)}
+    if not numbers:
+        return None
+    step, total, seconds = (numbers.pop(key, None) for key in ("step", "total", "seconds"))
+    return Line(
+        None if step is None else int(step),
+        total if total is not None and total >= 1 else None,
+        seconds if seconds is not None and seconds > 0 else None,
+        {_name(key): value for key, value in numbers.items()},
+    )
+
+
+def _name(key: str) -> str:
+    """Return a name that fits into one line."""
+    return "".join(char if char.isprintable() else " " for char in key[:_MAX_KEY_CHARS])
+
+
+def _finite(value: float) -> float | None:
+    try:
+        number = float(value)
+    except OverflowError:  # an int of hundreds of digits
+        return None
+    return number if math.isfinite(number) else None
+
+
+class LineReader:
+    """Returns the new lines of one file to which a worker appends. The file may be missing or truncated."""
+
+    def __init__(self, path: str) -> None:
+        self._path = path
+        self._read = self._freed = 0  # bytes of the file
+        self._rest = b""  # the start of an unfinished line
+
+    def new_lines(self) -> list[Line]:
+        """Return the new complete lines that hold numbers."""
+        try:
+            data = self._new_bytes()
+        except OSError:  # there is no such file
+            return []
+        *texts, self._rest = (self._rest + data).split(b"\n")
+        if len(self._rest) > MAX_BYTES:
+            self._rest = b""  # the rest of this line will not parse, and is ignored
+        return [line for line in map(parse_line, texts) if line is not None]
+
+    def _new_bytes(self) -> bytes:
+        size = os.stat(self._path).st_size
+        if size < self._read:
+            self._read, self._freed, self._rest = 0, 0, b""
+        if size == self._read:
+            return b""
+        with open(self._path, "r+b") as file:
+            file.seek(self._read)
+            data = file.read(MAX_BYTES)
+            self._read += len(data)
+            if self._read - self._freed >= FREED_BYTES:
+                self._freed = self._read
+                free_begin(file.fileno(), self._read)  # where the file system can't, the file stays as it is
+        return data
+
+
+# --- how fast a rank is ---------------------------------------------------------------------------
+
+
+class RankPace:
+    """The speed of one rank, from its steps and the times at which they were read."""
+
+    def __init__(self) -> None:
+        self._steps: deque[tuple[float, int]] = deque()
+        self._seconds: deque[float] = deque(maxlen=_LAST_SECONDS)
+        self._total: float | None = None
+
+    def see(self, line: Line, now: float) -> None:
+        """Add a line that was read now."""
+        self._total = line.total or self._total
+        if line.seconds is not None:
+            self._seconds.append(line.seconds)
+        if line.step is None or (self._steps and line.step == self._steps[-1][1]):
+            return
+        if self._steps and (line.step < self._steps[-1][1] or self._stands_still(now)):
+            self._steps.clear()
+        if self._steps and self._steps[-1][0] == now:  # of lines that were read together only the last counts
+            self._steps.pop()
+        self._steps.append((now, line.step))
+        while len(self._steps) > 2 and self._steps[1][0] <= now - _WINDOW_S:
+            self._steps.popleft()
+
+    def pace(self, now: float) -> Pace | None:
+        """Return the rank's pace; None before its first step."""
+        if not self._steps:
+            return None
+        step = self._steps[-1][1]
+        # After its last step a rank has no speed. Steps may count from 0.
+        if self._total is not None and step + 1 >= self._total:
+            return Pace(step)
+        return Pace(step, self._steps_per_s(now), fmean(self._seconds) if self._seconds else None)
+
+    def _stands_still(self, now: float) -> bool:
+        if len(self._steps) < 2:
+            return False
+        (before, _), (came, _) = self._steps[-2], self._steps[-1]
+        return now - came > max(_STILL_S, _STILL_STEPS * (came - before))
+
+    def _steps_per_s(self, now: float) -> float | None:
+        if len(self._steps) < 2 or self._stands_still(now):
+            return None
+        (began, first), (came, last) = self._steps[0], self._steps[-1]
+        # The next step is not done yet, which limits the speed.
+        return min((last - first) / (came - began), (last - first + 1) / max(now - began, 1e-3))

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter, deque
+from collections.abc import Callable
 
 from ..gang.messages import Lines
-from .member_channel import MemberChannel
 from .output import BEHIND_BYTES, Output
 
 # What a member keeps is one message. In JSON a character takes up to six bytes, so it is within the limit of a frame.
@@ -26,8 +26,8 @@ _MOST_BYTES = BEHIND_BYTES // 2
 class LineSender:
     """Keeps the latest lines of a member, and sends them when its connection has room."""
 
-    def __init__(self, channel: MemberChannel, num_nodes: int) -> None:
-        self._channel = channel
+    def __init__(self, send: Callable[[Lines], None], has_room: Callable[[], bool], num_nodes: int) -> None:
+        self._send, self._has_room = send, has_room
         self._most_chars = min(_MOST_CHARS, _ALL_CHARS // num_nodes)
         self.pause_s = max(_PAUSE_S, num_nodes / _MESSAGES_PER_S)  # between two messages
         self._waiting: deque[tuple[str, str]] = deque()  # streams and whole lines
@@ -51,7 +51,7 @@ class LineSender:
     def send_all(self) -> None:
         """Send what waits, whether or not there is room: what is sent next may end the launch."""
         if self._waiting or self._left_out:
-            self._channel.send(Lines(tuple(self._waiting), self._left_out))
+            self._send(Lines(tuple(self._waiting), self._left_out))
             self._waiting.clear()
             self._chars = self._left_out = 0
 
@@ -60,7 +60,7 @@ class LineSender:
         asyncio.get_running_loop().call_later(self.pause_s, self._send_or_wait)
 
     def _send_or_wait(self) -> None:
-        if self._channel.has_room:
+        if self._has_room():
             self._is_due = False
             self.send_all()
         else:

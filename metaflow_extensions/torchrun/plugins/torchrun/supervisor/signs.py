@@ -4,31 +4,30 @@ from __future__ import annotations
 
 import asyncio
 import signal
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from ..machine.pods import told_to_stop
 from ..machine.processes import Other
+from .control_side import ControlSide
 from .ends import Held, end_of
+from .member_side import MemberSide
 
 _LOOK_S = 0.25  # Metaflow's pods have two seconds between SIGTERM and SIGKILL, unless the deletion sets more
 _ORPHAN_S = 1.5  # for a task whose run is gone to end by itself; its output has no reader any more
 
 
 class Signs:
-    """Looks for them for one task, `about` as `task/signs` tells it; `must_end` gets why the task must end."""
+    """Looks for them for one task, `about` as `task/signs` tells it; the task hears why it must end."""
 
     def __init__(
         self,
         task: Other,
         about: Mapping[str, Any],
-        must_end: Callable[[str], None],
-        is_member: Callable[[], bool],
-        say: Callable[[str], None],
+        side: ControlSide | MemberSide,
     ) -> None:
-        self._task, self._about = task, about
-        self._must_end, self._is_member, self._say = must_end, is_member, say
+        self._task, self._about, self._side = task, about, side
         starters = {"run": self._run_is_gone, "control": self._control_task_is_gone}
         self._looking = Held()
         for role, each in about["starters"].items():
@@ -43,15 +42,17 @@ class Signs:
     async def _run_is_gone(self, pid: int, began: str) -> None:
         """Wait for the end of the run's process: then nothing waits for this task any more, or reads its output."""
         await end_of(Other(pid, began))
-        self._must_end(f"the process of the run (pid {pid}) is gone; start it again with `resume`")
+        self._side.tell_task("must_end", f"the process of the run (pid {pid}) is gone; start it again with `resume`")
         await self._kill_after(_ORPHAN_S)
 
     async def _control_task_is_gone(self, pid: int, began: str) -> None:
         await end_of(Other(pid, began))
-        if self._is_member():  # its channel tells it; what its workers still write is read
+        if self._side.is_member:  # its channel tells it; what its workers still write is read
             await self._kill_after(self._about["patience_s"])
         else:
-            self._say(f"the control task (pid {pid}), which has started this one, is gone; this one ends, too")
+            self._side.say(
+                "note", f"the control task (pid {pid}), which has started this one, is gone; this one ends, too"
+            )
             await self._kill_after(0.0)
 
     async def _kill_after(self, seconds: float) -> None:
@@ -63,7 +64,7 @@ class Signs:
         while why is None:
             await asyncio.sleep(_LOOK_S)
             why = told_to_stop(self._about["shell"]) or (_spot_notice(file) if file else None)
-        self._must_end(why)
+        self._side.tell_task("must_end", why)
 
 
 def _spot_notice(path: str) -> str | None:

@@ -18,7 +18,7 @@ from ..gang.wire import Plain
 from ..machine.aside import Aside
 from ..machine.cgroup import container_folder, memory_limit_bytes
 from ..machine.processes import HELPERS, children, read
-from .observers import Here
+from .workers import Workers
 
 _FIRST_S = 1.0  # so that a card shows something soon
 # How often a node of a small gang measures, and of a large one at most: each sample wakes the control node.
@@ -35,9 +35,9 @@ _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 class UsageObserver:
     """Measures the node while the agent runs, the root of all processes of a launch."""
 
-    def __init__(self, here: Here, clock: Callable[[], float] = time.monotonic) -> None:
-        call = here.call
-        self._here, self._clock = here, clock
+    def __init__(self, workers: Workers, clock: Callable[[], float] = time.monotonic) -> None:
+        call = workers.call
+        self._workers, self._clock = workers, clock
         self._container = None if call.shares_machine else container_folder()
         self._limits: dict[str, float] = {"cpus": call.machine.cpus}
         if (memory := memory_limit_bytes()) is not None:
@@ -49,7 +49,7 @@ class UsageObserver:
 
     def poll(self) -> Plain | None:
         """Return the usage since the last sample, if the next one is due."""
-        now, pid = self._clock(), self._here.agent.pid
+        now, pid = self._clock(), self._workers.agent.pid
         if pid is None or now < self._due_at:
             return None
         cpu_s, memory_bytes = of_processes(pid) if self._container is None else of_container(self._container)

@@ -14,8 +14,7 @@ from ..compat.renamed import harmless
 from ..gang.wire import Plain
 from ..machine.processes import HELPERS, living_descendants, send_signal
 from ..worker.spare_process import READ_AT_START, Spare, StartCold, in_words
-from .agent import Options
-from .agent_events import Refused
+from .agent import Options, Refused
 
 
 class WarmNode:
@@ -45,8 +44,7 @@ class WarmNode:
         needed = {name for name in env if name in {*self._first, *needs_new} or name.startswith(READ_AT_START)}
         self._env = {name: env[name] for name in needed}
         self._cwd, self._workers = options.cwd or os.getcwd(), workers or self._workers
-        refused: list[Exception] = []
-        with harmless(refused.append):  # after any failure here the agent starts cold
+        try:
             if self._waiting is None:
                 raise StartCold("no spare waits: it could not be started, or before_run ended it")
             argv = [command[0], "-u", *command[1:]]
@@ -56,8 +54,9 @@ class WarmNode:
             spare, self._waiting = self._waiting, None
             HELPERS.discard(spare.process.pid)
             return spare
-        self.close()
-        return Refused(in_words(refused[0]))
+        except Exception as error:  # whatever it is, the agent starts cold
+            self.close()
+            return Refused(in_words(error))
 
     def close(self) -> None:
         """End the spare without waiting for its end; safe to call more than once."""

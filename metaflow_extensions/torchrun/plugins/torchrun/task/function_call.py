@@ -10,16 +10,18 @@ from __future__ import annotations
 import inspect
 import os
 import pickle
+import shutil
 import socket
 import sys
-from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
 from types import FunctionType, MethodType
 from typing import Any
 
+from ..compat.datastore import DatastoreValues
 from ..errors import EntrypointError, LaunchFailed, TorchrunConfigError, TorchrunError, WorkerFailed
 from ..gang.cause import cause_of, failure_of, retold
 from ..gang.messages import CONTROL
@@ -31,6 +33,7 @@ from ..worker.function_worker import (
     CALL,
     RAISED,
     RETURNED,
+    VALUES,
     cells,
     dump,
     find_cloud_pickler,
@@ -39,17 +42,13 @@ from ..worker.function_worker import (
     words_of,
 )
 from .arguments import dict_or_list
-from .function_values import ValuesOnDisk
 from .run_settings import RunSettings
-from .transfer import PATIENCE_S, Step, ToStore, Transfer, ValueStore, do_within, patience_for
+from .transfer import PATIENCE_S, Step, ToStore, Transfer, do_within, patience_for
 
 # What torchrun runs where the entrypoint is a function.
 FUNCTION_WORKER = os.path.abspath(function_worker.__file__)
-PROCESS_GROUPS = ("gloo", "nccl", "auto")  # what the workers make before the call; None makes none
 # How long storing or loading a raised exception may take. Without it there is still its text, so the limit is short.
 RAISED_PATIENCE_S = 10.0
-# How many values a store may load at once. All at once would need twice the disk space.
-_LOADED_AT_ONCE = 64
 # The causes with which a worker that has raised may end: also an exit code or a signal, if something disturbs its exit.
 _RAISING = frozenset({"exception", "exit", "signal"})
 
@@ -60,16 +59,12 @@ class FunctionCall:
     Raises TorchrunConfigError for what does not go with a function.
     """
 
-    def __init__(self, run: RunSettings, store: ValueStore | None) -> None:
+    def __init__(self, run: RunSettings, store: DatastoreValues | None) -> None:
         for name, is_set in (("module", run.module), ("no-python", "no-python" in run.options)):
             if is_set:
                 raise TorchrunConfigError(
                     f"{name} says how to run a script, but the entrypoint is a function; remove it."
                 )
-        if run.process_group is not None and run.process_group not in PROCESS_GROUPS:
-            raise TorchrunConfigError(
-                f"run(process_group={run.process_group!r}) must be one of {', '.join(PROCESS_GROUPS)}, or left out."
-            )
         function = run.entrypoint
         call = (function, *_as_call(run.entrypoint_args))
         _check_call(*call)
@@ -80,12 +75,12 @@ class FunctionCall:
         self._gather = self.may_train_alone = run.gather
         self._store, self.stores = store, store is not None
         self._node, self._ranks = CONTROL, range(0)
-        self._values: ValuesOnDisk | None = _written(call, inner, name, run.process_group)
-        self.folder, self.emptied = self._values.folder, self._values.of_workers
+        self.folder = _written(call, inner, name, run.process_group)
+        self.emptied = os.path.join(self.folder, VALUES)
         self.function = FunctionSpec(name, FUNCTION_WORKER, self.folder, _source_of(inner))
 
     @classmethod
-    def of(cls, run: RunSettings, store: ValueStore | None) -> FunctionCall | None:
+    def of(cls, run: RunSettings, store: DatastoreValues | None) -> FunctionCall | None:
         """Return the call, where the entrypoint is a function; raises TorchrunConfigError for what a script does itself."""
         if callable(run.entrypoint):
             return cls(run, store)
@@ -97,9 +92,8 @@ class FunctionCall:
         return None
 
     def close(self) -> None:
-        """Remove the files, but for those of values that a result has."""
-        if self._values is not None:
-            self._values.remove()
+        """Remove the files."""
+        shutil.rmtree(self.folder, ignore_errors=True)
 
     def begin(self, call: Call) -> None:
         """Note which ranks are this node's."""
@@ -111,45 +105,35 @@ class FunctionCall:
             return None
         cause = cause_of(error)
         ranks = [rank for rank in self._ranks if error is None or (cause is not None and rank == cause.rank)]
-        paths = {rank: self._path(RETURNED if error is None else RAISED, rank) for rank in ranks}
-        there = {rank: path for rank, path in paths.items() if os.path.exists(path)}
-        return _ToStore(self._store, there, error is None) if there else None
+        kind, name = ("value", RETURNED) if error is None else ("exception", RAISED)
+        store, keys, steps = self._store, dict[str, Any](), list[Step]()
+
+        def save(rank: int, path: str) -> None:
+            keys[str(rank)] = store.save(Path(path).read_bytes())
+
+        for rank, path in ((rank, self._path(name, rank)) for rank in ranks):
+            if os.path.exists(path):
+                size = os.path.getsize(path)
+                patience_s = patience_for(size) if error is None else RAISED_PATIENCE_S
+                steps.append(Step(f"rank {rank}'s {kind} ({size_text(size)})", partial(save, rank, path), patience_s))
+        return ToStore(iter(steps), keys) if steps else None
 
     def _path(self, name: str, rank: int) -> str:
-        return path_of(str(self.folder), name, rank)
+        return path_of(self.folder, name, rank)
 
     # --- at the end -------------------------------------------------------------------------------
 
     def result(self, told: Plain, say: Callable[[str], None]) -> Mapping[str, Any]:
-        """Return the values of this node's ranks and of those stored for it. From now on the result owns the folder."""
-        values = self._values
-        assert values is not None
+        """Return the values of this node's ranks and of those stored for it."""
+        values = {}
         for rank in self._ranks:
-            values.add(self._path(RETURNED, rank), rank)
+            with suppress(FileNotFoundError):  # it has ended by sys.exit()
+                values[rank] = Path(self._path(RETURNED, rank)).read_bytes()
         if self._node != CONTROL:  # for a task that has come in the place of another, as in `outputs`
             told = {rank: key for rank, key in told.items() if int(rank) in self._ranks}
         if told and self._store is not None:
-            self._load(self._store, values, told, say)
-        with suppress(OSError):
-            os.unlink(os.path.join(values.folder, CALL))
-        self._values = None
-        return {"values": values, "gathered": self._gather and self._node == CONTROL}
-
-    def _load(
-        self, store: ValueStore, values: ValuesOnDisk, told: Mapping[str, str], say: Callable[[str], None]
-    ) -> None:
-        ranks_of = defaultdict[str, list[int]](list)
-        for rank, key in told.items():
-            ranks_of[key].append(int(rank))
-        keys = list(ranks_of)
-
-        def load(start: int) -> None:
-            for key, data in store.load(keys[start : start + _LOADED_AT_ONCE]):
-                values.add(values.write(data), *ranks_of[key])
-
-        starts = range(0, len(keys), _LOADED_AT_ONCE)
-        what, patience_s = f"the value of {names(map(int, told), 'rank')}", _LOADED_AT_ONCE * PATIENCE_S
-        Transfer(store, "loads", [Step(what, partial(load, start), patience_s) for start in starts]).wait(say)
+            values |= _loaded(self._store, {int(rank): key for rank, key in told.items()}, say)
+        return {"values": dict(sorted(values.items())), "gathered": self._gather and self._node == CONTROL}
 
     def original(self, error: LaunchFailed, told: Plain) -> BaseException:
         """Return what `run` raises: the worker's exception, `WorkerFailed` if it can't be had, or `error` itself."""
@@ -169,11 +153,9 @@ class FunctionCall:
             return retold(error, WorkerFailed, f"{report['text']}\n", because)
         place = f" at {cause.place}" if cause.place else ""
         also = f"; {cause.also} failed in the same way" if cause.also else ""
-        # What `add_note` does (from Python 3.11 on), also where a class forbids to set attributes or hides them.
-        attributes = vars(BaseException)["__dict__"].__get__(exception)
-        with suppress(TypeError):  # its notes are something else
-            note = f"raised{place} by {failure.who}{also}"
-            attributes["__notes__"] = [*attributes.get("__notes__", []), note]
+        with suppress(Exception):  # whatever its class does about attributes
+            notes = getattr(exception, "__notes__", [])  # as `add_note` does (from Python 3.11)
+            BaseException.__setattr__(exception, "__notes__", [*notes, f"raised{place} by {failure.who}{also}"])
         return exception
 
     def _raised(self, rank: int, key: str | None) -> bytes | None:
@@ -186,26 +168,13 @@ class FunctionCall:
         return found[0] if found else None
 
 
-class _ToStore(ToStore):
-    """Files of ranks, for other nodes."""
-
-    def __init__(self, store: ValueStore, paths: Mapping[int, str], ok: bool) -> None:
-        self._store, self._paths, self._ok = store, paths, ok
-        self._keys: dict[str, str] = {}  # by rank; the transfer's thread adds to it
-
-    def steps(self) -> Iterator[Step]:
-        for rank, path in self._paths.items():
-            size = os.path.getsize(path)
-            what = f"rank {rank}'s {'value' if self._ok else 'exception'} ({size_text(size)})"
-            patience_s = patience_for(size) if self._ok else RAISED_PATIENCE_S
-            yield Step(what, partial(self._save, rank), patience_s, rank)
-
-    def _save(self, rank: int) -> None:
-        self._keys[str(rank)] = self._store.save(Path(self._paths[rank]).read_bytes())
-
-    def told(self) -> Plain | None:
-        """Return the keys of what was stored, by rank."""
-        return dict(self._keys) or None
+def _loaded(store: DatastoreValues, keys: Mapping[int, str], say: Callable[[str], None]) -> dict[int, bytes]:
+    """Return what is stored under the keys of ranks, each loaded once."""
+    found, wanted = dict[str, bytes](), list(dict.fromkeys(keys.values()))
+    what = f"the value of {names(keys, 'rank')}"
+    step = Step(what, lambda: found.update(store.load(wanted)), len(wanted) * PATIENCE_S)
+    Transfer(store.where, "loads", [step]).wait(say)
+    return {rank: found[key] for rank, key in keys.items()}
 
 
 def _as_call(arguments: Any) -> tuple[Sequence[Any], Mapping[str, Any]]:
@@ -236,7 +205,7 @@ def _source_of(inner: Any) -> str | None:
     return path if path is not None and os.path.isfile(path) else None
 
 
-def _written(call: tuple[Any, ...], inner: Any, name: str, process_group: str | None) -> ValuesOnDisk:
+def _written(call: tuple[Any, ...], inner: Any, name: str, process_group: str | None) -> str:
     """Return the folder of a call, with the call in it."""
     owner = getattr(inner, "__self__", None)
     is_flow = any(base.__module__ == "metaflow.flowspec" for base in type(owner).__mro__)
@@ -248,10 +217,10 @@ def _written(call: tuple[Any, ...], inner: Any, name: str, process_group: str | 
     package = getattr(sys.modules.get("__main__"), "__package__", None)
     with ExitStack() as failed:
         try:
-            values = ValuesOnDisk()
-            failed.callback(values.remove)
-            os.mkdir(values.of_workers)
-            with open(os.path.join(values.folder, CALL), "wb") as file:
+            folder = os.path.abspath(tempfile.mkdtemp(prefix="torchrun-call-"))
+            failed.callback(shutil.rmtree, folder, ignore_errors=True)
+            os.mkdir(os.path.join(folder, VALUES))
+            with open(os.path.join(folder, CALL), "wb") as file:
                 # Not every entry of the path is there: editable installations have markers for their import hooks.
                 path = [os.path.abspath(each) if os.path.exists(each or os.curdir) else each for each in sys.path]
                 header = {"path": path, "main": main_file(), "package": package, "cells": cells()}
@@ -264,7 +233,7 @@ def _written(call: tuple[Any, ...], inner: Any, name: str, process_group: str | 
                 "it is."
             ) from error
         failed.pop_all()
-    return values
+    return folder
 
 
 def _dump(call: tuple[Any, ...], name: str, file: Any) -> None:
@@ -274,22 +243,21 @@ def _dump(call: tuple[Any, ...], name: str, file: Any) -> None:
     except (OSError, KeyboardInterrupt, TorchrunError):
         raise  # a failure of the disk, Ctrl-C, or news of the gang: not the function's fault
     except BaseException as error:  # also an exit, in a __reduce__
-        what, problem = _what_fails(call, name), words_of(error)
+        what, problem, fails = _what_fails(call, name), words_of(error), "can't be pickled"
         if find_cloud_pickler() is not None:
-            raise EntrypointError(
-                f"{what} can't be pickled, with cloudpickle neither ({problem}). Pass data instead of open files, locks, "
-                "connections, or the flow itself (self)."
-            ) from error
-        if main_file() is None:
-            raise EntrypointError(
-                f"{what} can't be pickled ({problem}). In a notebook that takes cloudpickle: pip install cloudpickle. "
-                "Without it, define the function in a module beside the notebook, and pass it data."
-            ) from error
-        raise EntrypointError(
-            f"{what} can't be pickled ({problem}). Define the function at the top level of the flow file or of a module "
-            "beside it and pass it data, or install cloudpickle in the step's environment: it can carry lambdas and "
-            "closures."
-        ) from error
+            fails = "can't be pickled, with cloudpickle neither"
+            remedy = "Pass data instead of open files, locks, connections, or the flow itself (self)."
+        elif main_file() is None:
+            remedy = (
+                "In a notebook that takes cloudpickle: pip install cloudpickle. Without it, define the function in a "
+                "module beside the notebook, and pass it data."
+            )
+        else:
+            remedy = (
+                "Define the function at the top level of the flow file or of a module beside it and pass it data, or "
+                "install cloudpickle in the step's environment: it can carry lambdas and closures."
+            )
+        raise EntrypointError(f"{what} {fails} ({problem}). {remedy}") from error
 
 
 def _what_fails(call: tuple[Any, ...], name: str) -> str:

@@ -134,12 +134,12 @@ class GangStore:
         if self._answer is not None and link.has_answer(self._answer):
             number, self._answer = self._answer, None
             if (data := link.pop_answer(number)) is not None and self._request is not None:
-                registry.save_answer(Reply(self._request, time.time(), data))
-        request = registry.load_request()
+                registry.save(Reply(self._request, time.time(), data), _PATIENCE_S)
+        request = registry.load(Request)
         if request is not None and (self._request is None or request.id != self._request.id):
             self._request = request
             if time.time() - request.time < _TOO_OLD_S:
-                self._answer = link.ask("request", request.id, request.kind)
+                self._answer = link.ask("request", request.id)
 
     def store_now(self) -> None:
         """Store what is known now, within some seconds, or until this node must end."""

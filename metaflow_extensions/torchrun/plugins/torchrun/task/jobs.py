@@ -20,7 +20,7 @@ from ..compat.jobs import KubernetesJob, job_of, running_job
 from ..errors import GangError, TorchrunError, TorchrunPreempted
 from ..gang.messages import CONTROL
 from ..gang.view import Word
-from ..registry import Registry
+from ..registry import AddressRecord, Registry
 from .console import write
 
 _PATIENCE_S = 10.0  # for each request
@@ -88,13 +88,13 @@ class Job:
         options = self._options
         where = (options["--run-id"], self._step, options["--task-id"])
         registry = Registry(self._flow_datastore, *where, int(options["--retry-count"]))
-        recorded = registry.await_view(_PATIENCE_S)
+        recorded = registry.load_view(_PATIENCE_S)
         is_known = recorded is not None and recorded.is_over
         told = [each for each in ends if each.text and not each.is_ordinary and (is_known or each.node != CONTROL)]
         lines = [each.line() for each in told]
         kind: type[TorchrunError] = TorchrunPreempted
         if not is_known:
-            itself = registry.peek(_PATIENCE_S)  # it may have ended before its gang had a record
+            itself = registry.load(AddressRecord, _PATIENCE_S)  # it may have ended before its gang had a record
             if itself is not None and itself.error is not None:
                 gone, kind = itself.error.message, type(itself.error)
             else:

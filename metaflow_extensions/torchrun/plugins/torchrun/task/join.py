@@ -104,7 +104,7 @@ def join_as_control(
         port = member.link.call("listen", settings.channel_port, LOOPBACK if here_only else "")
         record = replace(record, port=port)
         with member.link.ours():  # as in `_Search.connect`
-            registry.publish(record, patience_s)
+            registry.save(record, patience_s)
         member.raise_news()
     except BaseException as error:
         member.leave(error)
@@ -118,7 +118,7 @@ def refuse_second_run(registry: Registry, num_nodes: int, patience_s: float = ST
     The step's code would run twice in one attempt, and overwrite what is recorded and stored of the first run.
     """
     # If the datastore fails here, it can't be known whether there was one. Publishing would fail, too.
-    former = registry.peek(patience_s)
+    former = registry.load(AddressRecord, patience_s)
     if former is None:
         return
     error = TorchrunPreempted(
@@ -128,7 +128,7 @@ def refuse_second_run(registry: Registry, num_nodes: int, patience_s: float = ST
     )
     with suppress(GangError):  # the error itself is in this task's log
         registry.save_word(Word(error.message, time.time(), num_nodes), "replacement", _LAST_RECORD_S)
-        registry.publish(replace(former, closed=True, error=former.error or error), _LAST_RECORD_S)
+        registry.save(replace(former, closed=True, error=former.error or error), _LAST_RECORD_S)
     raise error
 
 
@@ -142,7 +142,7 @@ def _publish_end(member: Member, registry: Registry, record: AddressRecord, may_
         error = member.broken if found is None else from_plain(TorchrunError, found, "the error")
         last = replace(record, closed=True, error=error, is_over=not error and not absent)
         # Without this record they wait until their time is up.
-        do_within(partial(registry.publish, last, _LAST_RECORD_S), _LAST_RECORD_S)
+        do_within(partial(registry.save, last, _LAST_RECORD_S), _LAST_RECORD_S)
 
 
 # --- as another member ----------------------------------------------------------------------------

@@ -8,29 +8,100 @@ belongs to the thread that calls `run`.
 from __future__ import annotations
 
 import itertools
+import math
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from typing import Any
 
-from ..errors import TorchrunError
+from ..compat.datastore import DatastoreValues
+from ..errors import LaunchFailed, TorchrunError
 from ..events import Event
-from ..gang.cause import Cause, Failure
+from ..gang.cause import Cause, Failure, FailureText, failed
 from ..gang.group import Group
 from ..gang.messages import Report, Store, Stored, from_wire
 from ..gang.view import as_dicts
 from ..gang.wire import Plain, from_plain, to_plain
-from ..supervisor.call import Call, Outcome
+from ..result import TorchrunResult
+from ..supervisor.call import Call, FunctionSpec, Outcome
 from . import console
+from .function_call import FunctionCall
+from .launch_outputs import LaunchOutputs
 from .member import Member
-from .services import Services
-from .transfer import ToStore, Transfer
+from .run_settings import RunSettings
+from .transfer import ToStore, Transfer, TransferFailed
 
 _LOOK_S = 0.5  # between two looks at what no frame tells
 _LAST_NEWS_S = 0.5  # how long to wait for the gang's own error when the supervisor is gone
 _STOP_S = 45.0  # what a supervisor may take beyond the workers' grace to stop a launch that is given up
+
+
+class Services(ExitStack):
+    """What a launch does besides, since the user asked for it: it carries a function's values, and stores outputs.
+
+    The thread that calls `run` calls everything here, except for the steps of a `ToStore`: the upload's thread runs those.
+    An error ends the launch. The supervisor gets `told`. What is not needed any more is removed at the end.
+    """
+
+    def __init__(
+        self,
+        call: FunctionCall | None = None,
+        outputs: LaunchOutputs | None = None,
+        store: DatastoreValues | None = None,
+    ) -> None:
+        super().__init__()
+        self._call, self._outputs = call, outputs
+        self.where = "" if store is None else store.where  # the datastore's name and place
+        self._all = {name: each for name, each in {"functions": call, "outputs": outputs}.items() if each is not None}
+        if call is not None:
+            self.callback(call.close)
+
+    @classmethod
+    def of(cls, run: RunSettings, num_nodes: int, node: int, store: DatastoreValues | None) -> Services:
+        """Return the services that a call of `run` asks for; `store` is None outside of a flow."""
+        outputs = LaunchOutputs.of(run, node, store)  # first: it holds nothing
+        # A gang of one has its values itself.
+        return cls(FunctionCall.of(run, store if num_nodes > 1 else None), outputs, store)
+
+    @property
+    def told(self) -> dict[str, Any]:
+        """What the supervisor must know of them, as fields of `supervisor.call.Call`."""
+        call, stores = self._call, any(service.stores for service in self._all.values())
+        more = {} if call is None else {"folders": (call.folder,), "emptied": (call.emptied,)}
+        return {"stores": stores, "may_train_alone": call is not None and call.may_train_alone, **more}
+
+    @property
+    def function(self) -> FunctionSpec | None:
+        """What the workers call instead of a script."""
+        return None if self._call is None else self._call.function
+
+    def begin(self, call: Call) -> None:
+        """Begin a generation: forget what another one has stored."""
+        for service in self._all.values():
+            service.begin(call)
+
+    def to_store(self, error: TorchrunError | None, within_s: float | None) -> dict[str, ToStore]:
+        """Return what is to be stored of a launch that ends well, or with `error`: then as much as fits into the time."""
+        found = {name: service.to_store(error, within_s) for name, service in self._all.items()}
+        return {name: each for name, each in found.items() if each is not None}
+
+    def failed(self, error: TorchrunError, told: Mapping[str, Plain]) -> None:
+        """Add data to the error with which the launch has ended."""
+        if self._outputs is not None:
+            self._outputs.failed(error, told.get("outputs", {}))
+
+    def original(self, error: LaunchFailed, told: Mapping[str, Plain]) -> BaseException:
+        """Return what `run` raises."""
+        return error if self._call is None else self._call.original(error, told.get("functions", {}))
+
+    def result(self, told: Mapping[str, Plain], say: Callable[[str], None]) -> dict[str, Any]:
+        """Return fields of `TorchrunResult`; `told` is what the verdict tells. Raises TransferFailed."""
+        fields = _metrics(told.get("progress", {}))
+        for name, service in self._all.items():
+            fields |= service.result(told.get(name, {}), say)
+        return fields
 
 
 class LaunchCall:
@@ -127,6 +198,38 @@ class LaunchCall:
             self.call = replace(before, group=group)
         return self.call != before
 
+    def result(self, outcome: Outcome) -> TorchrunResult[Any]:
+        """Return the result on this node of a launch that has ended well. Raises LaunchFailed if a part can't be loaded."""
+        verdict, call, member = outcome.verdict, self.call, self._member
+        try:
+            fields = self.services.result(verdict.left, member.note)
+        except TransferFailed as error:
+            cause = Cause("store", member.node, member.host, exception=f"has no result: {error}")
+            after = f"\nThe workers of launch {verdict.launch} had ended well on all nodes."
+            told = failed(LaunchFailed, FailureText(cause, after=after))
+            told.events = as_dicts(verdict.events)
+            self.services.failed(told, verdict.left)
+            raise told from error
+        return TorchrunResult(
+            launch=verdict.launch,
+            num_nodes=call.num_nodes,
+            node_index=call.node_index,
+            nodes=(call.group or Group(call.num_nodes)).nodes,
+            nproc_per_node=call.nproc,
+            world_size=call.world_size,
+            command=outcome.command,
+            restarts=list(outcome.restarts),
+            duration_s=outcome.duration_s,
+            exit_codes=dict(sorted(outcome.exit_codes.items())),
+            events=tuple(as_dicts(verdict.events)),
+            has_values="values" in fields,
+            **fields,
+        )
+
+    def original(self, error: LaunchFailed) -> BaseException:
+        """Return what `run` raises for the gang's verdict: what the function raised, or the verdict itself."""
+        return self.services.original(error, self.told)
+
     # --- what the workers have left
 
     def _on_store(self, wire: Any) -> None:
@@ -156,41 +259,31 @@ class LaunchCall:
             member.note(line)
 
     def _begin_to_store(self, asked: Store) -> None:
-        try:
-            self._to_store = self.services.to_store(asked.error, asked.within_s)
-            if self._to_store:
-                steps = itertools.chain.from_iterable(each.steps() for each in self._to_store.values())
-                self._upload = Transfer(self.services.store, "stores", steps, self._link.wake)
-                self._upload.start()
-                return
-        except Exception as error:  # no more threads; a value's file is gone
-            if asked.error is None:
-                raise
-            reason = str(error) if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
-            self._member.note(f"nothing is stored of the launch: {reason}")
-        self._give_up_upload()
-        self._member.send(Stored(asked.launch, asked.generation))
+        self._to_store = self.services.to_store(asked.error, asked.within_s)
+        if self._to_store:
+            steps = itertools.chain.from_iterable(each.steps for each in self._to_store.values())
+            self._upload = Transfer(self.services.where, "stores", steps, self._link.wake)
+            self._upload.start()
+        else:
+            self._give_up_upload()
+            self._member.send(Stored(asked.launch, asked.generation))
 
     def _tell_end(self, asked: Store, upload: Transfer) -> None:
         self._give_up_upload()
         problem, member = upload.problem(), self._member
         failures: tuple[Failure, ...] = ()
         if problem is not None and asked.error is None:  # the launch fails without it
-            rank, first_rank = upload.step.rank, self.call.ranks[0]
             text = f"has ended well, but {upload.step.what} could not be stored in {upload.where} {problem}"
-            local_rank = None if rank is None else rank - first_rank
-            cause = Cause("store", member.node, member.host, rank, local_rank, exception=text)
+            cause = Cause("store", member.node, member.host, exception=text)
             failures = (Failure(cause),)
             member.say(Event("worker_failed", member.node, f"{cause.who} {cause.what}; stopping all nodes"))
         for name, each in self._to_store.items():
             for line in () if failures else each.lines(problem, upload.seconds):
                 member.note(line)
-            if (told := each.told()) is not None:
-                self._report(asked, name, told)
+            if each.stored:
+                member.send(Report(name, asked.launch, asked.generation, dict(each.stored)))
+                each.is_told = True
         member.send(Stored(asked.launch, asked.generation, failures))
-
-    def _report(self, asked: Store, kind: str, data: dict[str, Any]) -> None:
-        self._member.send(Report(kind, asked.launch, asked.generation, data))
 
     # --- the end
 
@@ -222,3 +315,14 @@ class LaunchCall:
         deadline = time.monotonic() + self.call.grace_s + _STOP_S
         while self._end is None and self._link.end is None and (left_s := deadline - time.monotonic()) > 0:
             self._next(bool, left_s)
+
+
+def _metrics(told: Plain) -> dict[str, Any]:
+    """Return rank 0's last values, and their curves; what is no number came as None, since JSON has no NaN."""
+
+    def number(value: float | None) -> float:
+        return math.nan if value is None else value
+
+    last, history = told.get("last", {}), told.get("history", {})
+    curves = {key: [(step, number(value)) for step, value in points] for key, points in history.items()}
+    return {"metrics": {key: number(value) for key, value in last.items()}, "history": curves}

@@ -35,7 +35,7 @@ class RunSettings:
     command: tuple[str, ...]  # the words, where the entrypoint is a command
     entrypoint_args: Any  # not checked: a script gets words, a function its own arguments
     module: bool
-    process_group: Any  # not checked
+    process_group: str | None
     nproc_per_node: Choice  # a number, "auto", "cpu", "gpu" or None
     warm: str
     env: Mapping[str, str]

@@ -114,7 +114,7 @@ class TaskGang:
         else:
             if not here_only:  # there the same task can be run again by hand
                 refuse_second_run(registry, 1)
-                registry.publish(AddressRecord((), 0, "", socket.gethostname()))
+                registry.save(AddressRecord((), 0, "", socket.gethostname()))
             member = begin_gang(settings, self._emit, more, rules)
         self._member, self._is_control, self._about["tasks"] = member, num_nodes > 1, tuple(tasks)
         self._cards = Cards(self._flow_datastore)

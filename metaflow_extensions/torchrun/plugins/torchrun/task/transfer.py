@@ -2,39 +2,20 @@
 
 from __future__ import annotations
 
-import concurrent.futures.thread  # noqa: F401 - it registers what `_do_not_wait_for_pools` must come before
 import itertools
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 # How long one thing may take: a quarter of an hour, in which a store's service can restart, and the time that its size
 # needs at a rate that every network has. Metaflow's own S3 client would go on for over an hour (2.19).
 PATIENCE_S = 900.0
 _SLOWEST_BYTES_PER_S = 1e6
 REMIND_S = 30.0  # how often a node's log says what takes so long
-_TROUBLE_TEXT = 500
 _LOOK_S = 0.5
-
-
-class ValueStore(Protocol):
-    """A store for data that other nodes and later tasks can load by key."""
-
-    where: str  # its name and place, for messages
-    folder: str | None  # where it is on this machine; None: elsewhere
-    address: Mapping[str, str]  # for later tasks and other machines
-
-    def save(self, data: bytes) -> str:
-        """Store `data` and return its key."""
-
-    def load(self, keys: Sequence[str]) -> Any:
-        """Yield each of `keys` with what was stored under it, in any order."""
-
-    def trouble(self) -> str | None:
-        """Return why the last try of the running call has failed; None if nothing is known."""
 
 
 class TransferFailed(Exception):
@@ -48,19 +29,15 @@ class Step:
     what: str
     do: Callable[[], object]  # stores or loads it; the return value is ignored
     patience_s: float
-    rank: int | None = None  # whose it is, if it is one rank's
 
 
 class ToStore:
     """What is stored of a launch when all workers of the gang have ended."""
 
-    def steps(self) -> Iterator[Step]:
-        """Yield what is to be done; the transfer's thread asks for each step and does it, one after the other."""
-        raise NotImplementedError
-
-    def told(self) -> dict[str, Any] | None:
-        """Return the data for the gang at its end: what was stored by then."""
-        raise NotImplementedError
+    def __init__(self, steps: Iterator[Step], stored: dict[str, Any]) -> None:
+        self.steps = steps  # the transfer's thread asks for each and does it, one after the other
+        self.stored = stored  # what the gang is told at the end; that thread fills it
+        self.is_told = False
 
     def lines(self, problem: str | None, seconds: float) -> Iterable[str]:
         """Return the lines for this node's log at its end; `problem` is why not everything is stored."""
@@ -74,11 +51,8 @@ class Transfer:
     one writer, so there is no lock.
     """
 
-    def __init__(
-        self, store: ValueStore | None, doing: str, steps: Iterable[Step], wake: Callable[[], object] = bool
-    ) -> None:
-        self._store, self._wake = store, wake  # None: nothing is said of it; what is called at the end
-        self.where = "" if store is None else store.where
+    def __init__(self, where: str, doing: str, steps: Iterable[Step], wake: Callable[[], object] = bool) -> None:
+        self.where, self._wake = where, wake  # the datastore's name and place; what is called at the end
         self._doing = doing  # as in "stores"
         self._steps = iter(steps)  # at least one; the others are made as they are needed
         self.step = next(self._steps)  # the current or last step
@@ -117,22 +91,14 @@ class Transfer:
         if now - self._said_at < REMIND_S:
             return None
         self._said_at = now
-        return f"{self._doing} {self.what()}, for {now - self._begun_at:.0f} s so far"
-
-    def what(self) -> str:
-        """Return what is being stored or loaded and, if the store fails at the moment, why."""
-        trouble = self._trouble()
-        return self.step.what + (f" (the datastore fails: {trouble})" if trouble else "")
-
-    def _trouble(self) -> str:
-        return ((self._store and self._store.trouble()) or "")[:_TROUBLE_TEXT]
+        return f"{self._doing} {self.step.what}, for {now - self._begun_at:.0f} s so far"
 
     def problem(self) -> str | None:
         """Return why it failed, once it is over; None if it succeeded."""
         passed = f"after {time.monotonic() - self._step_begun_at:.0f} s"
         if self._error is not None:
             return f"{passed}: {type(self._error).__name__}: {self._error}"
-        return f"{passed}: {self._trouble() or 'it has not answered, or is too slow'}" if self.hangs else None
+        return f"{passed}: it has not answered, or is too slow" if self.hangs else None
 
     def give_up(self) -> None:
         """Do no further step; the current one may go on."""
@@ -170,7 +136,7 @@ class Transfer:
 
 def job(do: Callable[[], object], patience_s: float, wake: Callable[[], object] = bool) -> Transfer:
     """Begin one thing, of which nothing is said. Raises RuntimeError if there are no more threads."""
-    begun = Transfer(None, "does", [Step("a job", do, patience_s)], wake)
+    begun = Transfer("", "does", [Step("a job", do, patience_s)], wake)
     begun.start()
     return begun
 
@@ -179,23 +145,6 @@ def do_within(do: Callable[[], object], patience_s: float) -> None:
     """Do one thing that may fail and may hang, as well as it goes, and wait for its end so long."""
     with suppress(RuntimeError):
         job(do, patience_s).await_end()
-
-
-def _do_not_wait_for_pools() -> None:
-    """Where a job hangs, keep the exit from waiting for the pools of threads that boto3 uploads with.
-
-    Threads that a daemon has started are daemons, but `concurrent.futures` joins all of its own at the exit (Python 3.9
-    to 3.14). What was registered last is called first, so this comes before that.
-    """
-    threads = threading.enumerate()
-    if any(thread.name == "torchrun-values" for thread in threads):
-        for thread in threads:
-            if thread.daemon and thread.name.startswith("ThreadPoolExecutor"):
-                thread.join = lambda timeout=None: None  # type: ignore[method-assign]
-
-
-with suppress(AttributeError, RuntimeError):  # private (Python 3.9 to 3.14); RuntimeError: the interpreter exits
-    threading._register_atexit(_do_not_wait_for_pools)  # type: ignore[attr-defined]
 
 
 def patience_for(size: int) -> float:

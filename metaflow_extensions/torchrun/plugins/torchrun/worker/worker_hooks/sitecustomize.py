@@ -5,7 +5,7 @@ It also records at the worker's end whether it has trained by itself.
 Python imports the first module of this name on its path before it runs a script; `supervisor.command` puts this folder
 first. Every Python process of a launch loads it, so it imports nothing that costs anything. It acts only in a worker,
 which is a child of the agent. What a worker starts has inherited the variables, but is no worker.
-`supervisor.exits` reads ``exception.json`` and ``trained-alone``.
+`supervisor.workers` reads ``exception.json`` and ``trained-alone``.
 """
 
 import os

@@ -1,4 +1,4 @@
-"""The control node's end of the gang's connections.
+"""The control node's side: it holds the gang and its end of the gang's connections.
 
 Everything here runs in the supervisor's loop: that is why `Gang` needs no lock, and why each node's messages are handled
 one after the other. The control node's own messages take the same way as the members', without a socket. An exception in
@@ -8,19 +8,27 @@ the loop breaks the gang with its text: otherwise no node would report it.
 from __future__ import annotations
 
 import asyncio
-import socket
+import signal
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from ..errors import GangError
 from ..gang.gang import Gang, Outgoing
 from ..gang.messages import CONTROL, Abort, Beat, Join, Lines, Message
+from ..gang.policy import Rules
+from ..gang.wire import Plain, to_plain
 from ..machine.looks import until_look
-from ..machine.network import listening_socket
+from ..machine.network import listening_socket, pick_port
 from ..machine.open_files import room_for_connections
+from ..machine.pods import why_it_waits
+from ..machine.processes import Other, send_signal
 from .connection import BEATS, Connection, Reading, close_all, encode
+from .ends import Held, end_of
+from .output import Output, Send
+from .relay import Relay
+from .side import Side
 
 _TICK_S = 1.0  # the longest time between two ticks
 _CLOSE_LOOK_S = 0.025
@@ -31,50 +39,57 @@ _BACKLOG = 65535  # connections that wait in the kernel; its own limit counts (n
 _AT_ONCE = 64  # so many are accepted before others have their turn
 # Delay before a node whose task has ended is reported: its own last message says more, and should come first.
 _REPORT_GONE_S = 0.2
+# Nodes answer within a shorter time (`gang.limits`).
+_REQUEST_S, _REQUEST_LOOK_S = 40.0, 0.1
 _CLOSED = "its connection to the control node was closed: its supervisor process or its machine is gone"
 
 
-class ControlChannel:
-    """The control node's end: holds the gang and, with more than one node, listens for members."""
+class ControlSide(Side):
+    """The control node: it holds the gang and, with more than one node, listens for members."""
+
+    is_member = True
 
     def __init__(
         self,
-        gang: Gang,
-        deliver: Callable[[Message], None],
+        tell_task: Send,
+        output: Output,
+        num_nodes: int,
+        timeout_s: float,
         token: str,
-        heartbeat_timeout_s: float,
-        on_lines: Callable[[int, Lines], None] = lambda node, lines: None,
+        rules: Mapping[str, Any],
     ) -> None:
-        self.gang = gang
-        self.own_address: str | None = None  # this host's, as the first connection shows it
-        self._deliver = deliver  # gets the messages for the control node itself
+        super().__init__(CONTROL, num_nodes, tell_task, output)
         self._token = token
-        self._timeout_s = heartbeat_timeout_s  # a member silent for so long is lost
-        self._on_lines = on_lines  # gets a node's index and its lines
+        self._timeout_s = timeout_s  # a member silent for so long is lost
+        self._rules = Rules(**rules, why_it_waits=why_it_waits)
+        self.gang = Gang(num_nodes, pick_port, self._rules)
+        self._relay = Relay(output)
+        self._followed = Held()
+        self._others: dict[int, Other] = {}  # on a local run, the tasks of the other nodes
+        self._killed_at: dict[int, float] = {}  # when those are killed without which the gang goes on
         self._server: asyncio.Server | None = None  # listens for members
         self._places = 0  # for connections
         self._connections: set[Connection] = set()
         self._members: dict[int, Connection] = {}  # each has its `node`
-        self._has_failed = False
-        self._is_closing = False
+        self._has_failed = self._is_closing = False
         self._loop = asyncio.get_running_loop()
         self._timer: asyncio.TimerHandle | None = None  # of the next tick
         self._loop.call_soon(self._tick)
 
-    # --- what the supervisor asks -----------------------------------------------------------------
+    # --- what its task and its launches ask ---------------------------------------------------------
 
     async def listen(self, port: int | None, host: str = "") -> int:
         """Open the channel and return its port; raise GangError if that can't be.
 
         None for `port` lets the kernel choose. An empty `host` means all interfaces.
         """
-        self._places = room_for_connections(self.gang.num_nodes - 1, _MAX_UNAUTHENTICATED)
+        self._places = room_for_connections(self.num_nodes - 1, _MAX_UNAUTHENTICATED)
         try:
             listener = listening_socket(port or 0, host, _BACKLOG)
         except OSError as error:
             raise GangError(
-                f"The control node (host {socket.gethostname()}) can't listen on channel port {port}: {error}. Choose "
-                "another with @torchrun(channel_port=...), or leave it out: the kernel then chooses a free one."
+                f"The control node (host {self.host}) can't listen on channel port {port}: {error}. Choose another "
+                "with @torchrun(channel_port=...), or leave it out: the kernel then chooses a free one."
             ) from error
         accept = lambda: Connection(self._dialogue, self._ended, self._timeout_s)  # noqa: E731
         self._server = await self._loop.create_server(accept, sock=listener, backlog=_AT_ONCE)
@@ -85,11 +100,7 @@ class ControlChannel:
         """Hand a message of the control node itself to the gang, soon: what it answers may concern who calls."""
         self._loop.call_soon(self._step, self.gang.handle, CONTROL, message)
 
-    def ask_stacks(self, asked: str) -> None:
-        """Have the gang find out what every rank does now."""
-        self._step(self.gang.ask_stacks, asked)
-
-    def report_gone(self, node: int, reason: str) -> None:
+    def gone(self, node: int, reason: str) -> None:
         """Tell the gang that a node's task has ended; of a member, its own supervisor tells that."""
         self._loop.call_later(_REPORT_GONE_S, self._report_gone, node, reason)
 
@@ -97,21 +108,64 @@ class ControlChannel:
         if node not in self._members:
             self._step(self.gang.lost, node, reason)
 
-    def stop_listening(self) -> None:
-        """Accept no more connections; those that stand stay."""
-        if self._server is not None:
-            self._server.close()
+    def follow(self, tasks: list[tuple[int, int, str]]) -> None:
+        """Tell the gang when the tasks of other nodes end, each a node's index, its pid, and when it began."""
+        for node, pid, began in tasks:
+            task = self._others[node] = Other(pid, began)
+            self._followed.begin(self._follow(node, task))
 
-    async def close(self, wait_s: float) -> None:
-        """Wait until the members have left, `wait_s` seconds at most, and close."""
+    async def _follow(self, node: int, task: Other) -> None:
+        self.gone(node, f"its task {await end_of(task)}")
+
+    async def request(self, asked: str) -> Plain | None:
+        """Find out what every rank does now; return the answer, or None if none comes in time."""
+        self._step(self.gang.ask_stacks, asked)
+        deadline = self._loop.time() + _REQUEST_S
+        while self._loop.time() < deadline:
+            await asyncio.sleep(_REQUEST_LOOK_S)
+            if (answer := self.gang.answer(asked)) is not None:
+                return answer
+        return None
+
+    def news(self, known: list[int], with_numbers: bool) -> dict[str, Any]:
+        """Return how much has changed, and the view, where that is more than what is known.
+
+        Of numbers there is always more: they count only `with_numbers`.
+        """
+        counts = [self.gang.changes, self.gang.numbers]
+        has_more = counts[0] != known[0] or (with_numbers and counts != known)
+        return {"counts": counts, "view": self.gang.view.stored() if has_more else None}
+
+    def states(self) -> dict[str, Any]:
+        """Return where the nodes' tasks are, and why the gang can't go on."""
+        broken = self.gang.broken
+        return {
+            "states": [node.presence.name for node in self.gang.nodes],
+            "broken": None if broken is None else to_plain(broken),
+        }
+
+    async def close(self, wait_s: float) -> dict[str, Any]:
+        """Wait until the members have left, `wait_s` seconds at most, and close; return what is known at the end."""
         deadline = time.monotonic() + wait_s
         while self.gang.members and time.monotonic() < deadline:
             await asyncio.sleep(_CLOSE_LOOK_S)
         self._is_closing = True
         if self._timer is not None:
             self._timer.cancel()
-        self.stop_listening()
+        self._stop_listening()
         await close_all(self._connections.copy())
+        self._relay.say_all_left_out()
+        return {"states": self.states(), "view": self.gang.view.stored()}
+
+    async def end(self) -> None:
+        """Hold the gang until all nodes know its end; the next attempt may want the port."""
+        self._stop_listening()
+        await self.close(self._rules.stop_s)
+
+    def _stop_listening(self) -> None:
+        """Accept no more connections; those that stand stay."""
+        if self._server is not None:
+            self._server.close()
 
     # --- the gang -------------------------------------------------------------------------------
 
@@ -125,6 +179,7 @@ class ControlChannel:
         tick_s = min(_TICK_S, self._timeout_s / BEATS / 3)  # the tick also sends heartbeats
         self._timer = self._loop.call_later(until_look(tick_s), self._tick)
         self._step(self.gang.tick)
+        self._end_lost()
         patience_s = _HANDSHAKE_S if len(self._connections) < self._places else _HANDSHAKE_WHEN_FULL_S
         too_old = time.monotonic() - patience_s
         for connection in self._connections:
@@ -132,6 +187,20 @@ class ControlChannel:
                 connection.beat()
             elif connection.opened_at < too_old:
                 connection.abort("it has not proven that it is a member")
+
+    def _end_lost(self) -> None:
+        """End the local tasks of nodes without which the gang goes on.
+
+        The step of such a task may go on. Metaflow waits for its end, and so does another task.
+        """
+        now = self._loop.time()
+        for node in self.gang.without & self._others.keys():
+            task = self._others[node]
+            if now >= self._killed_at.setdefault(node, now + self._rules.grace_s):
+                if task.has_ended:
+                    del self._others[node], self._killed_at[node]
+                else:
+                    send_signal(task.pid, signal.SIGKILL)
 
     def _step(self, step: Callable[..., Sequence[Outgoing]], *args: Any) -> None:
         """Let the gang handle one event and send its messages; an exception breaks the gang, with its traceback."""
@@ -148,7 +217,7 @@ class ControlChannel:
         frame = b""
         for node, message in outgoing:
             if node == CONTROL:
-                self._deliver(message)
+                self.deliver(message)
             elif node in self._members:
                 if message is not encoded:  # the same message for all is made into bytes once
                     encoded, frame = message, encode(message)
@@ -161,7 +230,7 @@ class ControlChannel:
         self._has_failed = True
         trace = "".join(traceback.format_exception(error)).rstrip()
         told = GangError(
-            f"The gang's channel failed on the control node (host {socket.gethostname()}). This is a bug in "
+            f"The gang's channel failed on the control node (host {self.host}). This is a bug in "
             f"metaflow-torchrun; please report it.\n{trace}"
         )
         try:
@@ -169,7 +238,7 @@ class ControlChannel:
         except Exception:  # even this failed: close all connections, so that the members notice
             for connection in self._members.values():
                 connection.abort("the channel failed")
-            self._deliver(Abort(told))
+            self.deliver(Abort(told))
 
     # --- connections ----------------------------------------------------------------------------
 
@@ -200,7 +269,7 @@ class ControlChannel:
 
     def _handle(self, node: int, message: Message) -> None:
         if isinstance(message, Lines):
-            self._on_lines(node, message)
+            self._relay.add(node, message)
         elif not isinstance(message, Beat):
             self._step(self.gang.handle, node, message)
 

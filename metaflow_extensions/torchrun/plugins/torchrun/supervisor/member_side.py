@@ -1,7 +1,6 @@
-"""A member's end of the gang's connections.
+"""A member's side: its end of the connection to the control node.
 
-Everything here runs in the supervisor's loop, which also calls `deliver` and `on_loss`. `own_address` is
-set before `connect` ends, and not after.
+Everything here runs in the supervisor's loop. `own_address` is set before `connect` ends, and not after.
 """
 
 from __future__ import annotations
@@ -9,62 +8,75 @@ from __future__ import annotations
 import asyncio
 import secrets
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
+from typing import Any
 
-from ..gang.messages import Answer, Beat, Join, Message
+from ..gang.messages import Answer, Beat, Ended, Join, Leave, Message
 from ..gang.policy import ConnectPolicy
 from .connection import BEAT, Connection, Reading, close_all, encode
+from .output import Output, Send
+from .relay import LineSender
+from .side import Side
 
 
-class MemberChannel:
-    """A member's end of its connection to the control node."""
+class MemberSide(Side):
+    """A node other than the control node."""
 
     def __init__(
         self,
+        tell_task: Send,
+        output: Output,
         node: int,
-        deliver: Callable[[Message], None],
-        on_loss: Callable[[str], None],
-        heartbeat_timeout_s: float,
-        policy: ConnectPolicy | None = None,
-        place: str = "",  # see `Join`
+        num_nodes: int,
+        timeout_s: float,
+        policy: Mapping[str, Any],
+        place: str,  # see `Join`
     ) -> None:
-        self.own_address: str | None = None  # between it and the control node
-        self._deliver = deliver
-        self._on_loss = on_loss  # called once, with the reason, when the control node is lost
-        self._timeout_s = heartbeat_timeout_s  # a control node silent for so long is lost
-        self._policy = policy or ConnectPolicy()
-        self._join = Join(node, socket.gethostname(), secrets.token_hex(8), place)
+        super().__init__(node, num_nodes, tell_task, output)
+        self.is_member = False  # whether this node has joined
+        self._timeout_s = timeout_s  # a control node silent for so long is lost
+        self._policy = ConnectPolicy(**policy)
+        self._join = Join(node, self.host, secrets.token_hex(8), place)
         self._connection: Connection | None = None  # the first that has passed the handshake
+        self._lines = LineSender(
+            self._write, lambda: self._connection is not None and self._connection.has_room, num_nodes
+        )
         self._is_over = False
         self._loop = asyncio.get_running_loop()
         self._answer: asyncio.Future[None] = self._loop.create_future()  # to *join*
 
-    # --- what the supervisor asks -----------------------------------------------------------------
+    # --- what its task and its launches ask ---------------------------------------------------------
 
     def send(self, message: Message) -> None:
         """Send a message to the control node."""
+        if isinstance(message, Ended | Leave):
+            self._lines.send_all()  # so that they stand in the log before what comes next
+        self._write(message)
+
+    def _write(self, message: Message) -> None:
         try:
             if self._connection is not None:
                 self._connection.write(encode(message))
         except ValueError as error:  # it is too long, however much it is shortened
             self.fail(error)
 
-    @property
-    def has_room(self) -> bool:
-        """Whether the network has taken all that was sent."""
-        return self._connection is not None and self._connection.has_room
+    def lines(self, stream: str, text: str) -> None:
+        """Send lines of this node's workers."""
+        self._lines.add(stream, text)
 
-    async def close(self) -> None:
-        """Close the connection."""
+    async def close(self, wait_s: float = 0.0) -> None:
+        """Send what is still to be sent, and close the connection; there is nobody to wait for."""
         self._is_over = True
         if self._connection is not None:
             await close_all([self._connection])
 
+    end = close
+
     def fail(self, error: BaseException) -> None:
         """Report an exception in the loop to the step, and abort the connection so that the control node sees the loss."""
         what = f"{type(error).__name__}: {error}"
-        self._lose_control(f"this node's own channel failed, which is a bug in metaflow-torchrun: {what}")
+        self._lose(f"this node's own channel failed, which is a bug in metaflow-torchrun: {what}")
         if self._connection is not None:
             self._connection.abort()
 
@@ -85,6 +97,7 @@ class MemberChannel:
             connection.abort()
             text = f"the control node was reached, but gave no answer within {self._timeout_s:g} s"
             raise TimeoutError(f"{text} (heartbeat_timeout_s); see its log") from None
+        self.is_member = True
         return connection.address("peername")
 
     async def _first_to_prove(self, addresses: Sequence[str], port: int, token: str, limit_s: float) -> Connection:
@@ -159,7 +172,7 @@ class MemberChannel:
             else:
                 self.own_address = connection.address("sockname")
                 self._answer.set_result(None)
-        self._deliver(message)
+        self.deliver(message)
 
     def _watch(self, connection: Connection) -> None:
         """Check in a timer whether the control node is silent; call it once, it repeats itself."""
@@ -175,14 +188,14 @@ class MemberChannel:
         if not self._answer.done():
             self._answer.set_exception(ConnectionError("the connection ended before the control node answered"))
         else:
-            self._lose_control(
+            self._lose(
                 connection.why_closed or "its connection was closed: its supervisor process or its machine is gone"
             )
 
-    def _lose_control(self, reason: str) -> None:
+    def _lose(self, reason: str) -> None:
         if not self._is_over:
             self._is_over = True
-            self._on_loss(reason)
+            self.lose_control(reason)
 
 
 def _summary(errors: Sequence[OSError]) -> OSError:

@@ -5,16 +5,17 @@ import signal
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 
 import pytest
 from unit_helpers import Patient, write
 
 from metaflow_extensions.torchrun.plugins.torchrun.gang.cause import Cause, FailureText
-from metaflow_extensions.torchrun.plugins.torchrun.supervisor.agent_events import WorkerEnded
+from metaflow_extensions.torchrun.plugins.torchrun.supervisor.agent import WorkerEnded
 from metaflow_extensions.torchrun.plugins.torchrun.supervisor.call import Call
-from metaflow_extensions.torchrun.plugins.torchrun.supervisor.exits import (
-    Exits,
+from metaflow_extensions.torchrun.plugins.torchrun.supervisor.workers import (
     Record,
+    Workers,
     read_record,
 )
 
@@ -39,7 +40,8 @@ class Node:
         self.origin = time.monotonic() - 60
         call = Call("train.py", (), False, nproc=3, num_nodes=2, node_index=1, python="python3", **fields)
         self.written = {}  # (local rank or agent, stream) -> text
-        self.exits = Exits(str(folder), call, "host-1", lambda *which: self.written.get(which, ""))
+        logs = SimpleNamespace(tail=lambda *which: self.written.get(which, ""))
+        self.exits = Workers(call, None, SimpleNamespace(host="host-1"), str(folder), logs, None)
         self.exits.files = Patient()
         self.stopped_at = float("inf")
 

@@ -12,17 +12,21 @@ import glob
 import json
 import os
 import re
+import signal
 import time
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ..gang.cause import Cause, remedy_of_exit
+from ..gang.cause import Cause, describe_exit, remedy_of_exit
+from ..gang.messages import Go
 from ..gang.texts import headline
 from ..machine.aside import STUCK_S, Aside
-from .agent_events import WorkerEnded
+from ..machine.cgroup import describe_oom, oom_kills
+from .agent import AgentProcess, WorkerEnded
 from .call import Call
-from .pipes import Tail
+from .pipes import LogReader
+from .side import Side
 
 _TAIL_LINES, _STDOUT_LINES = 30, 10
 # Of the exception itself; one in an ExceptionGroup has its own after more blanks.
@@ -30,19 +34,24 @@ _TRACEBACK = re.compile(r"^(?:  \+ Exception Group )?Traceback \(most recent cal
 _OF_LIBRARIES = re.compile(r"/(site|dist)-packages/|/lib(64)?/python3\.|/metaflow_extensions/torchrun/")
 
 
-class Exits:
-    """The workers of one generation on this node, and their ends; `folder` is torchrun's --log-dir."""
+class Workers:
+    """The workers of one generation on this node, and their ends, as the generation and its observers see them."""
 
-    def __init__(self, folder: str, call: Call, host: str, tail: Tail) -> None:
-        self._folder = folder
+    def __init__(self, call: Call, go: Go, side: Side, folder: str, logs: LogReader, agent: AgentProcess) -> None:
+        self.call, self.go, self.side = call, go, side
+        self.folder = folder  # torchrun's --log-dir
         self.files = Aside()  # does what the disk of `folder` may hold up
-        self._tail = tail
-        self._call = call
-        self._host = host
+        self.logs, self.agent = logs, agent
         self.pids: dict[int, int] = {}  # global rank -> pid, of all that have started
         self.reported_at: float | None = None  # when a worker last wrote metrics
         self._ends: dict[int, WorkerEnded] = {}  # local rank -> its end
         self._records: dict[int, Record | None] = {}  # local rank -> what it has left, once that is read
+
+    @property
+    def last_sign_at(self) -> float | None:
+        """When a worker was last found to have written, reported or ended."""
+        signs = (self.logs.last_output_at, self.reported_at, *(end.at for end in self._ends.values()))
+        return max((at for at in signs if at is not None), default=None)
 
     @property
     def codes(self) -> dict[int, int]:
@@ -53,11 +62,6 @@ class Exits:
     def early(self) -> tuple[int, ...]:
         """The ranks that have ended with code 0, and had not been told to stop."""
         return tuple(end.rank for end in self._ends.values() if end.status == 0 and not end.stopped)
-
-    @property
-    def ended_at(self) -> float | None:
-        """When the last one ended."""
-        return max((end.at for end in self._ends.values()), default=None)
 
     def running(self) -> dict[int, int]:
         """Return global rank -> pid of the workers that run."""
@@ -80,8 +84,8 @@ class Exits:
         """Read the records; return whether every worker recorded that it computed gradients without a process group."""
         for local_rank, end in list(self._ends.items()):
             if end.status != 0 and local_rank not in self._records:
-                self._records[local_rank] = read_record(worker_folder(self._folder, local_rank))
-        folders = (worker_folder(self._folder, local_rank) for local_rank in range(self._call.nproc))
+                self._records[local_rank] = read_record(worker_folder(self.folder, local_rank))
+        folders = (worker_folder(self.folder, local_rank) for local_rank in range(self.call.nproc))
         return all(os.path.exists(os.path.join(folder, "trained-alone")) for folder in folders)
 
     # --- why ------------------------------------------------------------------------------------
@@ -112,8 +116,8 @@ class Exits:
         if end.status == 0:
             return None
         code, is_signal = end.status, end.status < 0
-        who = (self._call.node_index, self._host, end.rank, end.local_rank)
-        stdout = last_lines(_as_shown(self._tail(end.local_rank, "stdout").rstrip()), _STDOUT_LINES)
+        who = (self.call.node_index, self.side.host, end.rank, end.local_rank)
+        stdout = last_lines(as_shown(self.logs.tail(end.local_rank, "stdout").rstrip()), _STDOUT_LINES)
         if (record := self._records.get(end.local_rank)) is not None:
             if end.stopped and record.at > told:
                 return None
@@ -122,8 +126,8 @@ class Exits:
             return record.at, replace(cause, place=_place(record.traceback))
         if end.stopped:
             return None  # it obeyed the signal
-        stderr = without_labels(self._tail(end.local_rank, "stderr"))
-        advice, lines = remedy_of_exit(code, self._call.bools, stderr), last_lines(stderr)
+        stderr = without_labels(self.logs.tail(end.local_rank, "stderr"))
+        advice, lines = remedy_of_exit(code, self.call.bools, stderr), last_lines(stderr)
         if is_signal:
             return end.at, Cause("signal", *who, code, None, lines, advice, stdout)
         last = lines.rstrip().rpartition("\n")[2]
@@ -148,6 +152,28 @@ def worker_folder(log_dir: str, local_rank: int) -> str:
     ``torch/distributed/elastic/multiprocessing/api.py``, torch 2.13).
     """
     return next(glob.iglob(f"{glob.escape(log_dir)}/*/attempt_0/{local_rank}"), f"{log_dir}/none")
+
+
+class MachineFaults:
+    """What this machine has done to the workers of one generation since this object was made."""
+
+    def __init__(self) -> None:
+        self._oom_kills_before = oom_kills()
+
+    def explained(self, cause: Cause) -> Cause:
+        """Return `cause`, explained by the machine's state."""
+        if cause.kind == "signal" and self.is_out_of_memory(cause.exit_code):
+            cause = replace(cause, kind="oom", exception=describe_oom())
+        return cause
+
+    def how_ended(self, exit_code: int) -> str:
+        """Say how a process ended."""
+        return f"ran {describe_oom()}" if self.is_out_of_memory(exit_code) else describe_exit(exit_code)
+
+    def is_out_of_memory(self, exit_code: int | None) -> bool:
+        """Tell whether it was the kernel's out-of-memory killer: its counter has moved since *go*."""
+        before, now = self._oom_kills_before, oom_kills()
+        return exit_code == -signal.SIGKILL and before is not None and now is not None and now > before
 
 
 # --- what a worker leaves -----------------------------------------------------------------------
@@ -198,7 +224,7 @@ _RANK_PREFIX = re.compile(r"^\[rank\d+\]: ?", re.MULTILINE)
 
 def without_labels(text: str) -> str:
     """Return a text without torch's prefixes, as a terminal shows it."""
-    return _RANK_PREFIX.sub("", _as_shown(text))
+    return _RANK_PREFIX.sub("", as_shown(text))
 
 
 def last_lines(text: str, most: int = _TAIL_LINES) -> str:
@@ -206,7 +232,7 @@ def last_lines(text: str, most: int = _TAIL_LINES) -> str:
     return "\n".join(text.split("\n")[-most:])
 
 
-def _as_shown(text: str) -> str:
+def as_shown(text: str) -> str:
     """Return a text as a terminal shows it: of a progress bar, which writes over itself, the last state."""
     lines = text.removesuffix("\n").split("\n")
     return "\n".join(line.rstrip("\r").rpartition("\r")[2] for line in lines)
