@@ -72,10 +72,13 @@ class Story:
     def joined(self, *nodes, task="the first"):
         return self._all(nodes, lambda node: messages.Join(node, self.host.format(node), task, task))
 
-    def ready(self, *nodes, launch=0, prepares=False, policy=None, **facts):
+    def ready(self, *nodes, launch=0, policy=None, **facts):
         self.number, policy, facts = launch, LaunchPolicy(**policy or {}), {**FACTS, **facts}
-        about = {"launch": launch, "nproc": self.nproc, "facts": facts, "prepares": prepares}
+        about = {"launch": launch, "nproc": self.nproc, "facts": facts}
         return self._all(nodes, lambda node: messages.Ready(policy=None if node else policy, **about))
+
+    def prepare(self, *nodes):
+        return self._all(nodes, lambda node: messages.Report("before_run", 0))
 
     def launched(self, **more):
         """Let all join and call `run`, and the workers start; it takes 2 s."""

@@ -89,7 +89,7 @@ def test_a_gang_runs_twice_with_hostile_arguments_and_paths(run_flow):
     nodes = {event["kind"]: sorted(event["nodes"]) for event in events}
     assert {"ready": [0, 1], "go": [], "exited": [0, 1], "done": []}.items() <= nodes.items()
     assert [sorted(event["ranks"]) for event in events if event["kind"] == "exited"] == [[0, 1, 2, 3]]
-    assert [event["kind"] for event in tasks[1]["results"][1]["events"]] == ["go", "done"]
+    assert tasks[1]["results"][1]["events"] == [], "they are the control node's"
     assert tasks[0]["results"][0]["duration_s"] > 0
     assert set(end["kinds"]) == {"TorchrunResult"}
     # The Metaflow task must stay small: torch lives in the agent and the workers.

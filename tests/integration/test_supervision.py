@@ -25,7 +25,7 @@ def test_a_hang_is_shown_by_the_stacks_of_all_workers_and_restarted(run_flow, tm
     assert {(error["class"], error["cause"]["category"]) for error in errors} == {("LaunchHung", "hang")}
     said = errors[0]["message"]
     assert "joined a process group or exited for 20 s. If they" in said
-    assert "rank 1 in load_batch at hanging.py:14. Look at rank 1 first: the others seem to wait" in said
+    assert "Look at rank 1 first: the others seem to wait" in said
     for rank, place in (
         (0, "in train_step (in all_reduce): dist.all_reduce(torch.ones(1))"),
         (1, "in load_batch: time"),

@@ -84,12 +84,17 @@ class GangOf:
         self.post(outgoing)
         return answer
 
-    def ready(self, node, launch=0, prepares=False, hang_timeout_s=float("inf"), **said):
+    def ready(self, node, launch=0, hang_timeout_s=float("inf"), **said):
         policy = {name: said.pop(name) for name in POLICY & said.keys()}
         policy = LaunchPolicy(**{"hang_timeout_s": hang_timeout_s, **policy})
         own = {**FIELDS, **{name: said.pop(name) for name in FIELDS.keys() & said.keys()}}
         self.calls[node], policy = launch, None if node else policy
-        self.say(node, say.Ready(launch, facts={**FACTS, **said}, policy=policy, prepares=prepares, **own))
+        self.say(node, say.Ready(launch, facts={**FACTS, **said}, policy=policy, **own))
+
+    def prepare(self, node, launch=0):
+        """Have the commands of before_run begin."""
+        self.calls[node] = launch
+        self.say(node, say.Report("before_run", launch))
 
     def all_ready(self, launch=0, **said):
         for node in range(self.num_nodes):
@@ -190,7 +195,7 @@ class GangOf:
 
 
 WORDS = {
-    "prepare": lambda gang, *nodes: [gang.ready(node, prepares=True) for node in nodes],
+    "prepare": lambda gang, *nodes: [gang.prepare(node) for node in nodes],
     "commands_fail": lambda gang, *nodes: [gang.failed(node, of_node("command", node, NO_DATA)) for node in nodes],
     "crash": lambda gang, *nodes: [gang.ended(node, crash(node)) for node in nodes],
     "told": lambda gang, node: gang.failed(node, preemption(node)),  # to end, while its workers run
@@ -203,7 +208,7 @@ WORDS = {
     "store_badly": lambda gang, node: gang.stored(node, fails=[crash(node, NOT_STORED, "store")]),
     "differ": lambda gang, node: gang.ready(node, nproc=7),
     "pin": lambda gang, node: gang.ready(node, master_port=1),
-    "silence": lambda gang: gang.play("lives 1" + ", +3" * 11),  # for 30 s
+    "silence": lambda gang: gang.play("lives 1" + ", +3" * 15),  # for 30 s, and no node answers
     "frozen": lambda gang, seconds: gang.post(gang.state.was_stopped(seconds)),
 }
 

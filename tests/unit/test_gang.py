@@ -5,7 +5,7 @@ import sys
 from dataclasses import replace
 
 import pytest
-from gang_of import FACTS, FIELDS, STOP_S, GangOf, crash, preemption, running
+from gang_of import FACTS, FIELDS, GangOf, crash, preemption, running
 
 from metaflow_extensions.torchrun.plugins.torchrun import errors
 from metaflow_extensions.torchrun.plugins.torchrun.gang import gang as machine
@@ -63,7 +63,7 @@ def test_the_life_of_a_gang_is_recorded_all_of_it_for_the_control_node():
     assert said == ["joined", "before_run", "ready", *launch, "go", "done", "finished", "left"]
     (to_control,), (to_member,) = gang.got(0, "Verdict"), gang.got(1, "Verdict")
     assert [each.kind for each in to_control.events if each.kind != "stopped"] == said[:-2]
-    assert [each.kind for each in to_member.events] == ["go", "stopping", "cause", "restart", "go", "done"]
+    assert to_member.events == ()
     (cause,), (command,), (report,) = gang.recorded("cause"), gang.recorded("command"), view.reports
     assert (command.nodes, command.text, command.exit_code, command.seconds) == ([1], *told.values())
     assert (cause.ranks, cause.exit_code, cause.generation) == ([2], 1, 0)
@@ -116,15 +116,13 @@ def newcomer(node=1, task="b", place="pod-b"):
 def test_a_second_task_in_another_pod_means_that_the_first_is_being_replaced_and_a_stranger_harms_nobody(first):
     gang, is_news = running(2).play(first), first == "+0"  # else the gang ends already
     for task in ("b", "c"):  # however many come
-        answer = gang.turn_away(newcomer(1, task))
-        assert (type(answer.error), answer.hold_s) == (errors.TorchrunPreempted, STOP_S), "the others may still save"
-        assert f"{'has ended' if first == 'lost 1' else 'still runs'} (host host-1)" in str(answer.error)
+        assert gang.turn_away(newcomer(1, task)).is_early, "the others may still save"
     assert [note.partition(" is being")[0] for note in gang.notes(0)] == [NODE_1] * is_news
     assert gang.farewells(1) == ["replaced"] * is_news
     for stranger in (newcomer(0, "c", "pod of 0"), newcomer(7)):
         answer, out = gang.state.turn_away(stranger)
-        assert (gang.state.may_join(stranger), answer.hold_s, out) == (False, 0.0, [])
-        assert "another task of this attempt is that node, or there is none" in str(answer.error)
+        assert (gang.state.may_join(stranger), answer.is_early, out) == (False, stranger.node == 0, [])
+    assert "turned away by the control node: there is no such node" in str(answer.error)
     assert gang.state.may_join(say.Join(0, "host-0", "task of 0", "pod of 0")), (
         "who has not heard the answer asks again"
     )
@@ -164,7 +162,7 @@ def test_a_failure_stops_all_once_and_every_node_gets_the_first_as_its_verdict()
         (first,), (second,) = gang.got(1, kind), gang.got(2, kind)
         assert first is second
     (stop,) = running(hang_timeout_s=30.0).play("silence").got(1, "Stop")
-    assert (stop.kind, stop.because[:31], stop.teller) == ("hang", "the launch hangs: no rank wrote", 0)
+    assert (stop.because[:31], stop.teller) == ("the launch hangs: no rank wrote", 0)
     gang = running(2)  # where a lost connection is all that is known, who had ended before stands first
     gang.ended(1, crash(text="RuntimeError: gloo: Connection closed by peer"))
     gang.stop(0, exit_codes={0: 0, 1: -15}, early=(0,))
@@ -184,7 +182,7 @@ ERRORS = [  # what is given, what happens up to the moment when all nodes hear o
     ({}, "crash 1, stop 0, frozen 600, +600, +44, +2", "LaunchFailed", "loss is nan"),  # with the control node, and all nodes
     ({}, "crash 1, stop 0, +44, +2", "LaunchFailed", SILENT),
     ({}, "stop 1, stop 0, +44, +2", "LaunchFailed", f"Launch 0 failed.{SILENT}"),
-    ({**ONCE, "hang_timeout_s": 30.0}, "silence, stop 0 1, +59, +2", "LaunchHung", SILENT),
+    ({**ONCE, "hang_timeout_s": 30.0}, "silence, stop 0 1, +44, +2", "LaunchHung", SILENT),
     ({"hang_timeout_s": 30.0}, "silence, stop 0 1, stop 2", "LaunchHung", "Launch 0 was stopped: no rank wrote"),
     (ONCE, "crash 1, stop 0 2, lost 2", "LaunchFailed", "were about to start again after an earlier failure: Rank 2 on"),
     ({"timeout_s": 60.0}, "+59, +2, stop 0 1, stop 2", "LaunchTimeout", f"was stopped: it ran longer than 60 s. {TIMES}"),
@@ -302,7 +300,7 @@ def test_a_port_that_is_taken_after_it_was_chosen_is_replaced_and_counts_as_no_r
     for _ in tries[:taken]:
         gang.fail(replace(crash(0, kind="agent"), detail="... EADDRINUSE ..."))
     gang.all_ended()
-    goes = [(go.port, go.generation, go.restarts) for go in gang.got(1, "Go")]
+    goes = [(go.port, go.generation, go.max_restarts - go.restarts) for go in gang.got(1, "Go")]
     assert goes == [(port, generation, 0) for generation, port in enumerate(tries)]
     another = "another program took the port of the rendezvous; all workers start again with another port"
     assert (gang.notes(1), gang.got(1, "Restart")) == ([another] * (len(tries) - 1), [])
@@ -331,7 +329,7 @@ def test_a_launch_that_fails_ends_when_what_it_has_left_is_stored_or_the_time_is
     gang.stop(0, 2, stores=in_time)
     (store,) = gang.got(0, "Store")
     assert store is gang.got(2, "Store")[0], "each knows why, even if the control node is lost now"
-    assert (store.within_s, [event.kind for event in store.events]) == (within_s, ["go", "stopping", "cause"])
+    assert store.within_s == within_s
     assert gang.play(f"+{within_s + 14.0}").is_undecided()  # and the index of what was stored
     assert gang.play("stored 0 1 2" if in_time else "+2").same_verdict() is store.error
     assert (store.error.cause["rank"], len(gang.recorded("cause"))) == (2, 1)
@@ -460,10 +458,9 @@ def test_a_task_that_comes_before_the_one_in_its_place_has_ended_tries_again_or_
     for join in (older, newer, older):
         assert not gang.state.may_join(join)
         answer = gang.turn_away(join)
-        assert (answer.is_early, answer.hold_s) == (True, 0.0)
-        assert "the task before it, on host host-1, has not ended yet" in str(answer.error)
+        assert answer.is_early
+        assert "another task, on host host-1, is or was node 1" in str(answer.error)
     assert gang.farewells(1) == ["replaced"] * (state != "told 1")
-    assert not gang.turn_away(newcomer(0)).is_early, "the control node has no other task"
     assert gang.play("stop 1, lost 1, stop 0 2").state.may_join(older)
     gang.say(1, newer)
     assert "a newer task has taken its place" in str(gang.turn_away(older).error)

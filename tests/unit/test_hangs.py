@@ -10,57 +10,54 @@ from types import SimpleNamespace
 
 import pytest
 from fake_node import ERROR, FakeNode
+from gang_of import running
 from gang_views import Story, place
 
-from metaflow_extensions.torchrun.plugins.torchrun.gang.hangs import Diagnostics, Hangs
-from metaflow_extensions.torchrun.plugins.torchrun.gang.messages import Report
+from metaflow_extensions.torchrun.plugins.torchrun.gang.messages import Ask, Report
 from metaflow_extensions.torchrun.plugins.torchrun.gang.policy import LaunchPolicy
+from metaflow_extensions.torchrun.plugins.torchrun.gang.stacks import (
+    HANG,
+    NO_WORKERS,
+    GangStacks,
+    NodeStacks,
+    conclude,
+)
 from metaflow_extensions.torchrun.plugins.torchrun.gang.wire import to_plain
 from metaflow_extensions.torchrun.plugins.torchrun.machine.frames import Found, without_stack
 from metaflow_extensions.torchrun.plugins.torchrun.show.page import page_of
 from metaflow_extensions.torchrun.plugins.torchrun.show.parts import Block
 from metaflow_extensions.torchrun.plugins.torchrun.supervisor.hang_observer import HangObserver
 
-
-def begun(num_nodes=2, timeout_s=30.0):
-    """Return what looks for hangs in a launch that began at 100 s."""
-    kept = Hangs()
-    kept.begin(0, timeout_s, range(num_nodes), 100.0)
-    return kept
-
-
-def silent_at(kept, begin, end):
-    """Return the second at which a launch was found to hang, looking each second, and why."""
-    return next(((at_s, *found) for at_s in range(begin, end) if (found := kept.tick(float(at_s)))), None)
-
-
 # --- the decision -----------------------------------------------------------------------------------
 
 
+def silence(gang):
+    """Return after how many seconds the ranks are asked where they are, and what all nodes raise then."""
+    seconds = next((each for each in range(1, 2000) if gang.pass_time(1.0) or gang.got(0, "Ask")), None)
+    return seconds, seconds and str(gang.play("+11, stop").same_verdict())
+
+
 def test_silence_of_all_ranks_is_a_hang():
-    kept = begun()
-    kept.take(1, {"age_s": 1.0}, 120.0)
-    kept.take(0, {"age_s": 9.0}, 121.0)  # older than what node 1 has told
-    text = "no rank wrote anything, reported a step, joined a process group or exited for 30 s"
-    assert silent_at(kept, 101, 200) == (150, text, "If they were only slow, raise hang_timeout_s.")
-    assert silent_at(begun(timeout_s=None), 101, 2000) is None, "nobody asks for it"
+    gang = running(2, hang_timeout_s=30.0).play("lives 1, +5")
+    gang.say(0, Report("hangs", 0, 0, {"age_s": 9.0}))  # older than what node 1 has told
+    seconds, said = silence(gang)
+    text = "no rank wrote anything, reported a step, joined a process group or exited for 30 s."
+    assert (seconds, f"{text} If they were only slow, raise hang_timeout_s." in said) == (26, True)
+    assert silence(running(2, hang_timeout_s=None)) == (None, None), "nobody asks for it"
 
 
 @pytest.mark.parametrize(("timeout_s", "limit_s"), [(30.0, 600), (1000.0, 1000)])
 def test_the_time_before_the_first_sign_of_life_has_a_limit_of_its_own(timeout_s, limit_s):
-    kept = begun(timeout_s=timeout_s)
-    kept.take(0, {"age_s": 1.0}, 101.0)
-    kept.begin(0, timeout_s, (0, 1), 150.0)  # workers start again, and import again
-    at_s, text, advice = silent_at(kept, 150, 2000)
-    assert (at_s, text.partition(" for ")[2]) == (151 + limit_s, f"{limit_s} s after the start")
-    assert advice == f"If they start so slowly, set hang_timeout_s above {limit_s}."
+    gang = running(2, hang_timeout_s=timeout_s, max_restarts=1).play("lives 1, crash 1, stop 0, +1")
+    seconds, said = silence(gang)  # workers have started again, and import again
+    advice = f"If they start so slowly, set hang_timeout_s above {limit_s}."
+    assert (seconds, f"exited for {limit_s} s after the start. {advice}" in said) == (limit_s + 1, True)
 
 
 def test_time_in_which_the_control_node_itself_was_stopped_is_no_silence():
-    kept = begun()
-    kept.take(0, {"age_s": 0.0}, 100.5)
-    kept.forgive(799.0)
-    assert kept.tick(101.0) is kept.tick(900.0) is kept.tick(902.0) is None
+    gang = running(2, hang_timeout_s=30.0).play("lives 1, +20, frozen 700")
+    gang.now += 700.0
+    assert silence(gang)[0] == 11
 
 
 # --- the conclusion -----------------------------------------------------------------------------------
@@ -76,31 +73,21 @@ SAME = replace(WAITS, text="", line="", short="")  # as the second of its node i
 FOUND = {0: WAITS, 1: SAME}, {2: WAITS, 3: at(33, "load")}
 
 
-def diagnosed(ranks):
-    return to_plain(Diagnostics(ranks))
-
-
-def hung(*nodes):
-    """Return what has heard of nodes, each with its ranks."""
-    kept = begun(len(nodes))
-    for node, ranks in reversed([*enumerate(nodes)]):
-        kept.take(node, diagnosed(ranks), 101.0)
-    return kept
+def answers(*nodes, missing=()):
+    """Return what nodes have answered, each with its ranks."""
+    return GangStacks(0, 0, {node: NodeStacks("", ranks) for node, ranks in enumerate(nodes)}, dict(missing))
 
 
 def test_where_the_ranks_were_is_told_and_whom_to_look_at_first():
-    kept = hung(*FOUND)
-    assert kept.detail().splitlines() == [
-        "3 ranks in main at train.py:41, rank 3 in load at train.py:33. Look at rank 3 first: the others seem to wait.",
+    assert conclude(answers(*FOUND), ())[0].splitlines() == [
+        "Look at rank 3 first: the others seem to wait.",
         "Ranks 0, 1, 2: train.py:41 in main: main()",
         "Rank 3: train.py:33 in load: load()",
     ]
-    kept.begin(1, None, (0, 1), 200.0)
-    assert kept.detail() == ""
 
 
 @pytest.mark.parametrize(
-    ("answers", "said", "first"),
+    ("nodes", "said", "first"),
     [
         ([{0: at(7)}], "No answer came from nodes 1, 2: look there first.", []),
         ([{0: at(7)}, {1: WAITS}], "No answer came from node 2: look there first.", []),
@@ -108,42 +95,22 @@ def test_where_the_ranks_were_is_told_and_whom_to_look_at_first():
         ([{0: at(7)}, {1: WAITS}, {2: WAITS}], "Look at rank 0 first: the others seem to wait.", [0]),
     ],
 )
-def test_a_node_that_has_not_answered_is_where_to_look(answers, said, first):
-    kept = begun(5, 3.0)
-    kept.take(0, {"age_s": 0.0}, 100.5)
-    kept.ended(3, ok=True)
-    kept.ended(4, ok=False)
-    assert silent_at(kept, 101, 110)[0] == 104
-    for node, ranks in enumerate(answers):
-        kept.take(node, diagnosed(ranks), 105.0)
-    kept.ended(2, ok=False)  # it was stopped, perhaps without a word
-    assert kept.detail().splitlines()[0].endswith(said)
-    assert kept.record["first"] == first
-
-
-def test_the_ranks_that_had_ended_on_another_node_are_named():
-    kept = begun(timeout_s=3.0)
-    kept.take(0, {"age_s": 0.0}, 100.5)
-    kept.ended(1, ok=True)
-    assert silent_at(kept, 101, 110)[0] == 104
-    kept.ended(0, ok=True)  # what ends now is a consequence
-    kept.take(0, diagnosed(FOUND[0]), 105.0)
-    said = "The ranks of node 1 had ended well: do all ranks make the same number of steps?"
-    assert kept.detail().splitlines()[0].endswith(said)
-    kept.begin(0, 3.0, (0, 1), 110.0)
-    kept.take(0, diagnosed(FOUND[0]), 115.0)
-    assert "ended well" not in kept.detail()
+def test_a_node_that_has_not_answered_is_where_to_look(nodes, said, first):
+    missing = dict.fromkeys(range(len(nodes), 3), "it has not answered in time") | {3: NO_WORKERS}
+    detail, record = conclude(answers(*nodes, missing=missing), ())
+    assert detail.splitlines()[0].endswith(said)
+    assert record["first"] == first
 
 
 def test_where_thousands_of_ranks_hang_is_told_by_place():
     places = [at(9 if node == 17 else 12, text="x" * 500_000) for node in range(300)]
-    kept = hung(*({node * 2: place, node * 2 + 1: place} for node, place in enumerate(places)))
-    assert kept.detail().startswith(
-        "598 ranks in step at train.py:12, 2 ranks in step at train.py:9. "
+    nodes = ({node * 2: place, node * 2 + 1: place} for node, place in enumerate(places))
+    detail, record = conclude(answers(*nodes), ())
+    assert detail.startswith(
         "Look at ranks 34, 35 first: most ranks are at another place.\n"
         "Ranks 0-33, 36-599: train.py:12 in step: step()\nRanks 34, 35: train.py:9 in step: step()"
     )
-    assert len(json.dumps(kept.record)) < 150_000, "it is stored again and again"
+    assert len(json.dumps(record)) < 150_000, "it is stored again and again"
 
 
 # --- the page -----------------------------------------------------------------------------------------
@@ -155,8 +122,18 @@ def hanging(**policy):
     story = Story().running().ended().ready(launch=1, policy=policy).report("started").report("hangs", age_s=0.0)
     story.at(story.now + 31)
     for node, ranks in enumerate(FOUND):
-        story.report("hangs", node, **diagnosed(ranks))
-    return story.ended(codes=(-9, -9))
+        story.report("stacks", node, id=HANG, found=to_plain(NodeStacks("", ranks)))
+    return story.at(story.now + 1).ended(codes=(-9, -9))
+
+
+def test_ranks_that_had_ended_well_are_named_and_a_rank_that_goes_on_meanwhile_is_no_hang():
+    story = Story().running(policy={"hang_timeout_s": 30.0}).report("hangs", age_s=0.0).ended(1)
+    story.at(story.now + 31).report("hangs", 0, age_s=0.0).at(story.now + 30)
+    assert story.view.outcome == "running", "its answer was not waited for"
+    story.at(story.now + 1).report("stacks", 0, id=HANG, found=to_plain(NodeStacks("", FOUND[0]))).at(story.now + 1)
+    cause = story.ended(0, ok=False).gang.launch.verdict.cause
+    said = "The ranks of node 1 had ended well: do all ranks make the same number of steps?"
+    assert cause["detail"].splitlines()[0].endswith(said)
 
 
 def section(story):
@@ -241,4 +218,14 @@ def test_a_step_that_a_worker_tells_is_a_sign_of_life(tmp_path):
     news = [node.next_message() for _ in range(3)]
     (found,) = [each for each in news if isinstance(each, Report) and each.kind == "hangs"]
     assert list(found.data) == ["age_s"]
+    node.verdict(ERROR)
+
+
+def test_a_node_that_is_asked_in_a_hang_shows_in_its_log_what_it_answers(tmp_path):
+    node = node_with(tmp_path, 1000.0)
+    node.running()
+    node.side.deliver(Ask(0, 0, HANG))
+    answer = node.report("stacks")
+    assert (answer["id"], sorted(answer["found"]["ranks"])) == (HANG, ["0", "1"])
+    assert [text for text in node.texts("note") if text.startswith("what the workers were doing:\n--- ranks 0, 1: ")]
     node.verdict(ERROR)

@@ -97,7 +97,7 @@ def test_nothing_becomes_of_a_spare_that_has_imported_before_the_commands(warm, 
     assert eventually(lambda: ("complete",) in node.told, within_s=30)
     node.launches.complete(told(call_of(warm=warm, before_run=(("true",),), facts={"torch": "new"})))
     assert eventually(lambda: isinstance(node.sent[-1], Ready))
-    assert node.sent[0].prepares
+    assert node.sent[0].kind == "before_run"
     assert node.sent[-1].facts == {"torch": "new"}
     assert node.warm.close.call_count == 1
     node.launches.abort()

@@ -5,7 +5,7 @@ import queue
 import signal
 import time
 from contextlib import suppress
-from dataclasses import asdict, replace
+from dataclasses import replace
 
 import pytest
 from fake_node import DEADLINE_S, ERROR, NOBODY, FakeNode
@@ -28,7 +28,6 @@ from metaflow_extensions.torchrun.plugins.torchrun.gang.messages import (
     Verdict,
 )
 from metaflow_extensions.torchrun.plugins.torchrun.gang.policy import LaunchPolicy
-from metaflow_extensions.torchrun.plugins.torchrun.gang.view import Happened
 from metaflow_extensions.torchrun.plugins.torchrun.supervisor.agent import (
     AgentEnded,
     End,
@@ -239,12 +238,11 @@ def test_what_is_stored_is_given_up_before_a_restart_at_a_stop_and_at_an_error(n
 
 
 def test_the_error_that_store_has_announced_is_raised_when_the_gang_breaks(node):
-    error, event = LaunchFailed("Rank 3 failed."), Happened("exited", 1.0, 2.0, "exited with code 1")
+    error = LaunchFailed("Rank 3 failed.")
     node.launch()
-    node.side.deliver(Store(0, 0, error, 3.0, (event,)))
+    node.side.deliver(Store(0, 0, error, 3.0))
     node.interrupt(Broken(ERROR))
     assert node.outcome() is error
-    assert error.events == [asdict(event)]
 
 
 def test_what_is_said_of_another_launch_changes_nothing(node):
@@ -303,10 +301,10 @@ def test_the_control_node_says_why_it_stops_and_how_a_launch_that_went_has_ended
 
 NEWS = [
     *(Go(0, generation, 29500, "gang", generation, 3) for generation in (0, 1)),
-    *(Stop(0, 0), Stop(0, 0, "rank 3 failed", 1, signal.SIGUSR1, "exit"), Restart(0, 1, 1, 2, 1.0, CAUSE)),
-    *(Ask(0, 0, "stacks", {"id": 1}), Store(0, 0), Store(0, 0, ERROR, 3.0), Verdict(0), Verdict(0, ERROR)),
+    *(Stop(0, 0), Stop(0, 0, "rank 3 failed", 1, signal.SIGUSR1), Restart(0, 1, 1, 2, 1.0, CAUSE)),
+    *(Ask(0, 0, 1), Store(0, 0), Store(0, 0, ERROR, 3.0), Verdict(0), Verdict(0, ERROR)),
     *(Broken(ERROR), MUST_END, TIME_IS_UP, GivenUp(None), GivenUp(CAUSE)),
-    *(Go(1, 0, 1, "gang", 0, 0), Ask(1, 0, "a", {}), Stop(1, 0), Restart(1, 1, 1, 2, 1.0, CAUSE), Store(1, 0)),
+    *(Go(1, 0, 1, "gang", 0, 0), Ask(1, 0, "a"), Stop(1, 0), Restart(1, 1, 1, 2, 1.0, CAUSE), Store(1, 0)),
     Verdict(1),
 ]
 OF_AGENT = [

@@ -42,7 +42,7 @@ ROWS[1] = {"key": "k1", "files": 1, "size": 5, "names": []}
 
 def storing(store, failing=(), **rules):
     """Return a gang whose nodes have told where their files are; node 0 has stored all that it has."""
-    story = Story(2 + len(rules), **rules).running(policy={"stores_outputs": True, "max_restarts": len(rules)})
+    story = Story(2 + len(rules), **rules).running(policy={"max_restarts": len(rules)})
     story = story.failed(*failing) if failing else story
     story.ended(codes=(-15, -15) if failing else (0, 0), stores=True)
     for node, row in ROWS.items():

@@ -56,7 +56,7 @@ GOLDEN = {
 
 def failing_before():
     """Commands of before_run fail on one node, before the other one has called `run`."""
-    story = Story().joined().at(2.0).ready(1, prepares=True).at(3.0)
+    story = Story().joined().at(2.0).prepare(1).at(3.0)
     story.report("command", 1, text=COMMAND.format(1, 0), exit_code=0, seconds=1.0).at(5.0)
     story.report("command", 1, text=COMMAND.format(2, 2), exit_code=2, seconds=2.0)
     return story.failed(Cause("command", 1, "gpu-1", exit_code=2, exception=COMMAND.format(2, 2), detail="no host"))
@@ -75,7 +75,7 @@ SAID = {
         *("4 waiting", "0 gpu-0 4 0-1 waiting"),
     ),
     "before_run": (
-        lambda: Story().joined().at(2.0).ready(prepares=True).at(5.0).ready(0),
+        lambda: Story().joined().at(2.0).prepare().at(5.0).ready(0),
         *("The commands of before_run run on node 1.", "4 waiting", "1 gpu-1 4_node_1 2-3 preparing"),
         *("2.0 0 nodes 0, 1: before_run begins", "5.0 0 node 0: before_run has ended well"),
     ),

@@ -16,6 +16,7 @@ from metaflow_extensions.torchrun.plugins.torchrun.gang.messages import (
     Ready,
     Report,
     Stop,
+    Store,
     Stored,
     Verdict,
     from_wire,
@@ -27,7 +28,6 @@ CAUSE = Cause("exception", 2, "hőst", 5, 1, 1, "ValueError: größe\n🙂", "Tr
 POLICY = LaunchPolicy(5.0, 2, frozenset({"user", "hang"}), 10, hang_timeout_s=30.0)
 SAMPLES = [
     Ready(0, 2, "abc", {"torch": "2.13.0"}, 29500, POLICY),
-    Ready(0, 2, prepares=True),
     Report("command", 0, None, {"text": "before_run 1/2 (größe)", "exit_code": None, "seconds": 0.25}),
     Report("started", 1, 2),
     Ended(0, False, 1, (Failure(CAUSE, 0.5), Failure(CAUSE)), {0: 0, 1: 0}, stores=True),
@@ -35,7 +35,7 @@ SAMPLES = [
     Stored(0, 0, (Failure(CAUSE),)),
     Report("usage", 0, 1, {"größe": [1, 2.5, None, {"a": True}]}),
     Verdict(0, left={"progress": {"loss": 1.0, "lr": None}}, alone=True),
-    Stop(0, 0, "why", 1, 15, "hang"),
+    Stop(0, 0, "why", 1, 15),
     Go(0, 1, 29500, "gang", 1, 2),
     Answer(),
     Farewell("replaced", "another task of this node has started"),
@@ -89,4 +89,4 @@ def test_a_causes_texts_are_cut_on_their_way_and_what_json_has_no_word_for_is_no
     long = Cause("exception", 1, "h", 0, 0, 1, "ValueError: " + "x" * 100_000, "y" * 100_000 + "THE END")
     (arrived,) = travelled(Ended(0, False, failures=(Failure(long),))).failures
     assert arrived.cause == long.bounded() != long
-    assert to_wire(Answer(LaunchHung("no rank wrote"), float("nan")))["hold_s"] is None
+    assert to_wire(Store(0, 0, within_s=float("nan")))["within_s"] is None

@@ -14,14 +14,14 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_sta
 from metaflow_extensions.torchrun.plugins.torchrun.gang import messages as say
 from metaflow_extensions.torchrun.plugins.torchrun.gang.cause import cause_of
 from metaflow_extensions.torchrun.plugins.torchrun.gang.gang import Phase
-from metaflow_extensions.torchrun.plugins.torchrun.gang.limits import BACKOFF_LIMIT_S, DIAGNOSTICS_S, INDEX_S, SAVE_S
+from metaflow_extensions.torchrun.plugins.torchrun.gang.limits import BACKOFF_LIMIT_S, INDEX_S, SAVE_S
 from metaflow_extensions.torchrun.plugins.torchrun.gang.view import Presence
 
 EXAMPLES = int(os.environ.get("EXAMPLES", "300"))
 IN_GANG = (Presence.HERE, Presence.GONE)
 FOREVER, START_S, LAUNCH_S = float("inf"), 50.0, 40.0
 # How long a launch may take whose nodes are silent, with two restarts, and of what it stores.
-LAUNCH_ENDS_S = 3 * (LAUNCH_S + STOP_S + DIAGNOSTICS_S + max(START_S, BACKOFF_LIMIT_S)) + SAVE_S + INDEX_S
+LAUNCH_ENDS_S = 3 * (LAUNCH_S + STOP_S + max(START_S, BACKOFF_LIMIT_S)) + SAVE_S + INDEX_S
 PEER = "RuntimeError: gloo: Connection closed by peer"  # it follows from another failure
 # What has happened before: from the first event on, few examples would come far. With None nobody has come.
 STORIES = [None, "", "killed 1", "killed 1, all_ended 0", "all_ended, give_up 0", "all_ended, give_up 0, raises 0"]
@@ -169,7 +169,9 @@ class AnyGang(RuleBasedStateMachine, GangOf):
         task = self.tasks[node]
         match message:
             case say.Ready():
-                task.stage, task.prepares = "in", message.prepares
+                task.stage, task.prepares = "in", False
+            case say.Report(kind="before_run"):
+                task.stage, task.prepares = "in", True
             case say.Failed():
                 task.prepares = False
             case say.Ended():
@@ -214,6 +216,9 @@ class AnyGang(RuleBasedStateMachine, GangOf):
         self.old += [self.tasks[node]] if node in self.tasks else []
         self.tasks[node] = task
         self.say(node, join)
+
+    def prepare(self, node):
+        GangOf.prepare(self, node, self.tasks[node].launch)
 
     def ready(self, node, **said):
         GangOf.ready(self, node, self.tasks[node].launch, **self.policy, **said)

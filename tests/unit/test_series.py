@@ -4,7 +4,7 @@ from itertools import pairwise
 
 import pytest
 
-from metaflow_extensions.torchrun.plugins.torchrun.gang.series import Series
+from metaflow_extensions.torchrun.plugins.torchrun.gang.progress import Series
 
 
 def series(points, most=200):

@@ -45,7 +45,7 @@ def answer_of(story):
 
 def test_all_nodes_are_asked_and_the_answer_is_whole_when_all_have_answered():
     story = ask(Story(3).running())
-    assert story.sent == [(node, Ask(0, 0, "stacks", {"id": "a"})) for node in range(3)]
+    assert story.sent == [(node, Ask(0, 0, "a")) for node in range(3)]
     say(story, 2, 0)
     assert answer_of(story) is None
     say(story, 1)

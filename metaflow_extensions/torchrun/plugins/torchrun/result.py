@@ -60,8 +60,8 @@ class TorchrunResult(Generic[_T]):
     gathered : bool
         Whether `values` are those of all nodes, which ``gather=True`` brings to the control node alone.
     events : tuple of dict
-        What has happened to the gang since the launch before, in order: on the control node all, on others what
-        concerns the whole gang. ``docs/events.md`` lists the fields.
+        What has happened to the gang since the launch before, in order, on the control node; empty on the
+        others. ``docs/events.md`` lists the fields.
     metrics : dict of str to float
         What rank 0 has reported last, by name, with ``"step"`` and ``"total"``. See ``docs/metrics.md``.
     history : dict of str to list of (int, float)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 from ..errors import (
     GangError,
@@ -16,8 +17,8 @@ from ..errors import (
 from .cause import CATEGORY_TEXTS, Cause, FailureText, failed
 from .launch import GONE, Launch
 from .limits import ALIKE_ENDS, ALIKE_S
-from .messages import CONTROL, Join
-from .texts import counted, duration, headline, names, shortened
+from .messages import CONTROL, Join, Ready
+from .texts import counted, duration, first_values, headline, names, shortened
 
 # Kinds of causes that no node reports as its failure.
 _FOUND_BY_CONTROL = ("timeout", "hang", "unreachable")
@@ -62,18 +63,69 @@ def change_of_nodes(left: Collection[int], came: Collection[int], size: int) -> 
     return "; ".join(said)
 
 
+# --- nodes that don't agree ----------------------------------------------------------------------
+
+# What must be the same on every node, and its name for the error: fields of *ready*, or among its facts.
+_MUST_AGREE = {
+    "launch": "launch number",
+    "devices": "kind of accelerators",
+    "nproc": "processes per node",
+    "torch": "torch version",
+    "python": "Python version",
+    "digest": "entrypoint and torchrun options",
+    "contents": "contents of the entrypoint",
+}
+# What to change, for those where the error would not say it.
+_REMEDIES = {
+    "devices": " Without accelerators a node would compute on its CPU and hold up the others: look at what it was given, and "
+    "at CUDA_VISIBLE_DEVICES there. run(env={'CUDA_VISIBLE_DEVICES': ''}) on every node lets all compute on CPUs."
+}
+
+
+def contradiction(ready: Mapping[int, Ready]) -> GangError | None:
+    """Return the error if the nodes' settings or software differ, with nodes and values; else None."""
+    for key, name in _MUST_AGREE.items():
+        values = _by_value({node: getattr(own, key, own.facts.get(key)) for node, own in ready.items()})
+        if key == "devices":  # what the workers see of them, where that is known
+            values = _by_value({node: _kind(own) for node, own in ready.items()})
+        if len(values) > 1:
+            listed = first_values([f"{names(nodes)}: {value}" for value, nodes in values.items()])
+            return GangError(
+                f"The nodes differ in the {name} ({listed}). Every node must call current.torch.run in the same order "
+                "with the same settings, on the same software and kind of devices." + _REMEDIES.get(key, "")
+            )
+    return None
+
+
+def devices(ready: Mapping[int, Ready]) -> str:
+    """Return which accelerators the workers see, and on which nodes, for the log; empty if there are none."""
+    said, seen = [], _by_value({node: own.facts.get("accelerators") for node, own in ready.items()})
+    for what, nodes in seen.items():
+        count, _, kind = (what or "").partition(" ")  # "8 nvidia", or "none"
+        if kind:
+            text = counted(int(count), "accelerator" if kind == "unknown" else f"{kind} accelerator")
+            said.append(f"{text} on {names(nodes) if len(seen) > 1 else 'each node'}")
+    return ", ".join(said)
+
+
+def _by_value(found: Mapping[int, Any]) -> dict[Any, list[int]]:
+    values: dict[Any, list[int]] = {}
+    for node, value in sorted(found.items()):
+        values.setdefault(value, []).append(node)
+    return values
+
+
+def _kind(ready: Ready) -> str:
+    return str(ready.facts.get("accelerators", ready.facts.get("devices"))).rpartition(" ")[2]
+
+
 # --- a task that can't join -----------------------------------------------------------------------
 
 
-def turned_away(join: Join, why: str) -> GangError:
+def turned_away(join: Join, why: str) -> TorchrunPreempted:
     """Return the error for a task that can't be its node."""
-    return GangError(f"Node {join.node} (host {join.host}) was turned away by the control node: {why}")
-
-
-def no_replacement(join: Join, why: str) -> TorchrunPreempted:
-    """Return the error for a task that came in the place of another, where the gang can't use it."""
-    text = f"{turned_away(join, why).message} A gang takes no node twice. {TorchrunPreempted.remedy}"
-    return TorchrunPreempted(text)
+    text = f"Node {join.node} (host {join.host}) was turned away by the control node: {why}."
+    return TorchrunPreempted(f"{text} {TorchrunPreempted.remedy}")
 
 
 # --- a launch that can't begin, and failures outside of launches ----------------------------------
@@ -109,24 +161,14 @@ def port_taken(port: int | None, host: str) -> GangError:
     )
 
 
-def commands_failed(cause: Cause) -> LaunchFailed:
-    """Return the error for a node whose commands of before_run have failed."""
-    return failed(LaunchFailed, FailureText(cause, before="before_run failed, so no worker was started.\n"))
-
-
-def alone(cause: Cause, more: str) -> LaunchFailed:
-    """Return the error for a node's failure that did not end a launch of all nodes; `more` goes on after the report."""
-    cls = {"preempted": TorchrunPreempted, "timeout": LaunchTimeout}.get(cause.category, LaunchFailed)
-    return failed(cls, FailureText(cause, after=f"\n{more}"))
-
-
 def outside(cause: Cause, launch: int | None, after_step: bool, more: str) -> LaunchFailed:
     """Return the error for a node that failed while no launch ran, or before one began; `more` stands at the end."""
-    if launch is not None:
-        return alone(cause, f"It happened before launch {launch} began.{more}")
-    place = "in the call of" if cause.kind == "call" else "outside of"
-    when = "after the step's code, before its results were stored" if after_step else f"{place} current.torch.run"
-    return alone(cause, f"It happened {when}; all nodes were stopped.{more}")
+    cls = {"preempted": TorchrunPreempted, "timeout": LaunchTimeout}.get(cause.category, LaunchFailed)
+    before = "before_run failed, so no worker was started.\n" if cause.kind == "command" else ""
+    when = "after the step's code, before its results were stored" if after_step else "outside of current.torch.run"
+    when = "in the call of current.torch.run" if cause.kind == "call" else when
+    when = f"{when}; all nodes were stopped" if launch is None else f"before launch {launch} began"
+    return failed(cls, FailureText(cause, before=before, after=f"\nIt happened {when}.{more}"))
 
 
 def told_to_end(cause: Cause) -> LaunchFailed:

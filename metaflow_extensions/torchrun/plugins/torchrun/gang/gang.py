@@ -18,12 +18,10 @@ from typing import Any, TypeAlias
 
 from ..errors import GangError, TorchrunError
 from . import failures
-from .agreement import contradiction, devices, without_devices
 from .cause import Cause, Failure, FailureText, cause_of, describe_exit, failed, failure_of
 from .group import Group, follow
-from .hangs import KIND, Hangs
 from .launch import GONE, Launch
-from .limits import DIAGNOSTICS_S, INDEX_S, LATE_S, QUIET_S, REMIND_S, SAVE_S
+from .limits import INDEX_S, LATE_S, QUIET_S, REMIND_S, SAVE_S
 from .messages import (
     CONTROL,
     Abort,
@@ -47,17 +45,16 @@ from .messages import (
 )
 from .policy import Rules
 from .progress import Progress
-from .stacks import Stacks
+from .stacks import HANG, NO_WORKERS, Stacks, conclude, hang
 from .texts import counted, headline, names, size_text
 from .view import GangView, Happened, NodeView, Presence, State
+from .wire import to_plain
 
 Outgoing: TypeAlias = tuple[int, Message]
 """A node's index and a message for it."""
 
 
 _ERROR_CHARS = 8 * 1024  # of an error's message in the view; its report has more
-# What every node gets to know of; the other events are about one node, and report no problem.
-_OF_THE_GANG = frozenset({"lost", "preempted", "unreachable", "left_out", "awaited", "taken_in"})
 _NUMBERS = frozenset({"progress", "hangs", "stacks", "usage"})  # reports that come all the time
 
 
@@ -108,7 +105,7 @@ class Gang:
         self.num_nodes, self.rules = num_nodes, rules or Rules()
         self.view = GangView(num_nodes, began=time.time(), nodes=[NodeView() for _ in range(num_nodes)])
         self.changes = self.numbers = 0  # of the view, and of numbers in it that change all the time
-        self.progress, self.hangs, self.stacks = Progress(self._name), Hangs(), Stacks()
+        self.progress, self.stacks = Progress(self._name), Stacks()
         self._values: dict[str, Any] = {}  # by rank: under which keys returned values and exceptions are stored
         self._has_warned = False  # of a report that could not be read
         self.phase, self.launch = Phase.IDLE, Launch(-1)
@@ -149,7 +146,7 @@ class Gang:
     def ready(self) -> set[int]:
         """The nodes that take part in the last launch, or may."""
         number = self.launch.number
-        return {node for node, call in self._calls.items() if call.launch == number and not call.prepares}
+        return {node for node, call in self._calls.items() if call.launch == number}
 
     @property
     def due_at(self) -> float:
@@ -199,7 +196,8 @@ class Gang:
 
     def answer(self, asked: Any) -> dict[str, Any] | None:
         """Return the stacks that were `asked` for, as soon as they are known."""
-        return self.stacks.answer(asked, self._clock())
+        found = self.stacks.answer(asked, self._clock())
+        return None if found is None else {"id": asked, "found": to_plain(found)}
 
     def lost(self, node: int, why: str) -> list[Outgoing]:
         """Handle the end of a node's connection, or of a task that had not joined yet.
@@ -215,7 +213,7 @@ class Gang:
     def was_stopped(self, seconds: float) -> list[Outgoing]:
         """Give the nodes as much longer to report as this process was stopped, perhaps with all of them."""
         self.launch.until += seconds
-        self.hangs.forgive(seconds)
+        self.launch.active_at += seconds
         return []
 
     def tick(self) -> list[Outgoing]:
@@ -296,30 +294,26 @@ class Gang:
         """Return the answer to a task that can't be its node now, and the messages for the nodes.
 
         Kubernetes starts a second task at once where a pod is deleted or drained, while the first still has its grace.
-        The first is told, so that all can save. The second joins when the first has ended, if the gang can use it. Else
-        it waits for the end of all, because its own would have all pods killed.
+        The first is told, so that all can save. The second tries again, until it can take that place or the gang has
+        ended: its own end would have all pods killed.
         """
         node = self.nodes[join.node] if 0 <= join.node < self.num_nodes else None
-        is_member = node is not None and node.presence is Presence.HERE
-        if node is None or (is_member and node.join.place == join.place):
-            why = "another task of this attempt is that node, or there is none."
+        if node is None or node.is_older(join):
+            why = "there is no such node" if node is None else f"a newer task has taken its place (host {node.host})"
             return Answer(failures.turned_away(join, why)), []
-        if node.is_older(join):
-            return Answer(failures.no_replacement(join, f"a newer task has taken its place (host {node.host}).")), []
+        if self.broken is not None:
+            return Answer(self.broken), []
+        is_other = node.presence is Presence.HERE and node.join.place != join.place
         if join.task not in node.tasks:
             node.tasks.append(join.task)
-        if self.broken is not None and self.rules.replaces:
-            return Answer(self.broken), []
-        if is_member and not node.is_told and self.broken is None and self.phase in (Phase.IDLE, Phase.RUNNING):
+        if is_other and not node.is_told and self.phase in (Phase.IDLE, Phase.RUNNING):
             node.is_told = True
             why = "it is being replaced: another task of this node has started, as when its pod is deleted or drained"
             self._send(Farewell("replaced", why), node.index)
             self._send(Note(f"node {node.index} (host {node.host}) {why.removeprefix('it ')}"), CONTROL)
         out, self._out = self._out, []
-        if self.rules.replaces and node.index != CONTROL:
-            return Answer(GangError(f"the task before it, on host {node.host}, has not ended yet"), is_early=True), out
-        why = f"the task that it is to replace {'still runs' if is_member else 'has ended'} (host {node.host})."
-        return Answer(failures.no_replacement(join, why), self.rules.stop_s), out
+        text = f"another task, on host {node.host}, is or was node {node.index}, and can't be replaced yet"
+        return Answer(GangError(text), is_early=True), out
 
     # --- nodes that are gone ----------------------------------------------------------------------
 
@@ -385,7 +379,6 @@ class Gang:
         """Forget what the task of a node has said that is gone."""
         self._calls.pop(node.index, None)
         self.stacks.gone(node.index, "it is no longer in the gang")
-        self.hangs.ended(node.index, ok=False)
 
     def _end_without_control(self, control: Node) -> None:
         """Tell the nodes how it ends, if the control node leaves with an error: it can't tell them later."""
@@ -516,47 +509,50 @@ class Gang:
     # --- a launch's begin -------------------------------------------------------------------------
 
     def _on_ready(self, node: Node, call: Ready) -> None:
-        known = self._verdicts.get(call.launch) or (self.broken and Verdict(call.launch, self.broken))
-        if node.presence is not Presence.HERE:
-            cause = node.cause or Cause("lost", node.index, node.host, exception="it is not needed any more")
-            self._send(Verdict(call.launch, failures.told_to_end(cause)), node.index)
-        elif known and node.index not in self._done:
-            self._send_late_verdict(node, known)  # it was over before this node called it
-        elif node.index not in self._done:
+        if self._may_call(node, call.launch):
             self._take_call(node, call)
 
+    def _may_call(self, node: Node, number: int) -> bool:
+        """Return whether a node can call a launch; where it can't any more, it gets the verdict."""
+        known = self._verdicts.get(number) or (self.broken and Verdict(number, self.broken))
+        if node.presence is not Presence.HERE:
+            cause = node.cause or Cause("lost", node.index, node.host, exception="it is not needed any more")
+            self._send(Verdict(number, failures.told_to_end(cause)), node.index)
+        elif known and node.index not in self._done:
+            self._send_late_verdict(node, known)  # it was over before this node called it
+        return node.presence is Presence.HERE and not known and node.index not in self._done
+
     def _take_call(self, node: Node, call: Ready) -> None:
-        if self.phase is Phase.IDLE and call.launch != self.view.launch:
-            self._see_call(call)
-        before = self._calls.get(node.index)
-        had_commands = before is not None and before.prepares
-        about: dict[str, Any] = {"launch": call.launch, "generation": None}
-        if call.prepares:
-            self._see("before_run", "before_run begins", node, "preparing", **about)
-        else:
-            self._see("ready", "before_run has ended well" if had_commands else "called run", node, "waiting", **about)
+        self._see_call(call.launch, call.nproc)
+        text = "before_run has ended well" if self._prepares(node) else "called run"
+        self._see("ready", text, node, "waiting", launch=call.launch, generation=None)
         if not self._calls:
             self._remind_at = self._now + QUIET_S
         # Equal messages share one object, since thousands of nodes send the same.
         other = next(iter(self._calls.values()), call)
         self._calls[node.index] = other if other == call else call
         if self.phase is Phase.IDLE:
-            node.is_new = node.is_new and call.prepares
-        elif call.launch == self.launch.number and not call.prepares:
+            node.is_new = False
+        elif call.launch == self.launch.number:
             self._take_late(node, call)
 
-    def _see_call(self, call: Ready) -> None:
-        """Note that a launch is called for the first time."""
+    def _see_call(self, number: int, nproc: int | None) -> None:
+        """Note that a node has called a launch, perhaps as the first one."""
         view = self.view
+        if self.phase is not Phase.IDLE:
+            return
+        view.nproc = nproc or view.nproc
+        if view.launch is not None and number <= view.launch:
+            return
         view.turn("waiting")
-        view.launch, view.generation, view.began_s, view.restarts, view.nproc = call.launch, None, None, 0, call.nproc
+        view.launch, view.generation, view.began_s, view.restarts = number, None, None, 0
         view.error = view.cause = view.restarts_left = None  # those of the launch before
         for each, node in enumerate(view.nodes):
             node.takes_part, node.exit_codes = each not in self._out_of_it, {}
 
     def _take_late(self, node: Node, call: Ready) -> None:
         """Take a node in while the launch runs, as a spare; it alone hears if it can't take part, and shows all of it."""
-        error = contradiction({CONTROL: self.launch.control, node.index: call})
+        error = failures.contradiction({CONTROL: self.launch.control, node.index: call})
         if error is not None:
             cause = Cause("call", node.index, node.host, exception=headline(error.message))
             self._tell_to_end(node, cause, failed(type(error), FailureText(cause, instead=error.message)))
@@ -597,11 +593,11 @@ class Gang:
             first = next(node for node in self.nodes if node.cause is not None)
             assert first.cause is not None
             self._end_all(first, first.cause)
-        elif self._calls.keys() - self._preparing() >= set(group.nodes):
+        elif self._calls.keys() >= set(group.nodes):
             self._begin_launch(number, group)
 
     def _begin_launch(self, number: int, group: Group) -> None:
-        error = contradiction({node: self._calls[node] for node in group.nodes})
+        error = failures.contradiction({node: self._calls[node] for node in group.nodes})
         if error is not None:
             self._end_early(number, error)
             return
@@ -634,11 +630,8 @@ class Gang:
         self.phase, self._group = Phase.RUNNING, group
         self._see_go(came)
         of_group = {node: self._calls[node] for node in group.nodes}
-        if launch.generation == 0 and (without := without_devices(of_group)):
-            hides = f"warning: run(env=...) hides the accelerators on {names(without)}"
-            self._send(Note(f"{hides}: the workers there compute on the CPU, the others do not"), CONTROL)
         about = (launch.number, launch.generation, port, self.rules.name, launch.restarts, launch.limit)
-        self._broadcast(Go(*about, devices(of_group), group, tuple(left), tuple(came)))
+        self._broadcast(Go(*about, failures.devices(of_group), group, tuple(left), tuple(came)))
 
     def _see_go(self, came: list[int]) -> None:
         """Note that a generation begins."""
@@ -660,8 +653,8 @@ class Gang:
         view.place(nodes)
         view.outputs.pop(launch.number, None)  # those of a generation before
         self.progress.begin(launch.number)
-        self.hangs.begin(launch.number, launch.policy.hang_timeout_s, nodes, self._now)
-        view.hangs = self.hangs.record  # it is not the last failure any more
+        self.stacks = Stacks()
+        view.hangs = view.hangs and {**view.hangs, "is_last": False}  # it is not the last failure any more
         self._values = {}
 
     # --- what the nodes report --------------------------------------------------------------------
@@ -673,7 +666,7 @@ class Gang:
 
     def _on_report(self, node: Node, report: Report) -> None:
         """Keep what a node tells; what can't be read must not end a launch, and a line says so once."""
-        if report.kind != "command" and (self.phase is Phase.IDLE or not self._is_current(report)):
+        if report.kind not in ("before_run", "command") and (self.phase is Phase.IDLE or not self._is_current(report)):
             return
         try:
             self._take(node, report)
@@ -687,6 +680,9 @@ class Gang:
         launch, data, view, index = self.launch, report.data, self.view, node.index
         self.numbers += 1
         match report.kind:
+            case "before_run" if self._may_call(node, report.launch):
+                self._see_call(report.launch, None)
+                self._see(report.kind, "before_run begins", node, "preparing", launch=report.launch, generation=None)
             case "command":
                 about: dict[str, Any] = {"launch": report.launch, "generation": None, "seconds": data.get("seconds")}
                 self._see("command", str(data.get("text")), node, exit_code=data.get("exit_code"), **about)
@@ -708,7 +704,7 @@ class Gang:
                 reader = "its output waits for its reader, such as a stopped terminal, and its ranks wait, too"
                 self._see("told", reader if data["waits"] else "its output is read again", node)
             case "hangs":
-                self.hangs.take(index, data, self._now)
+                launch.active_at, launch.has_begun = max(launch.active_at, self._now - data["age_s"]), True
             case "stacks":
                 self.stacks.take(index, data)
             case "usage":
@@ -727,35 +723,41 @@ class Gang:
         others = set(range(self.num_nodes)) - launch.running
         self.stacks.ask(asked, about, launch.running, others, self._now)
         if launch.running:
-            self._broadcast(Ask(*about, "stacks", {"id": asked}))
+            self._broadcast(Ask(*about, asked))
 
     def _look_at_workers(self) -> None:
         """Look at what the ranks do, once a second."""
         for line in self.progress.tick(self._now):
             self._send(Note(line), CONTROL)
             self.view.progress = self.progress.record
-        if (found := self.hangs.tick(self._now)) is not None:
-            self._fail_with(KIND, *found)
+        launch = self.launch
+        found = hang(self._now - launch.active_at, launch.policy.hang_timeout_s, launch.has_begun)
+        if found is None:
+            self.stacks = Stacks() if self.stacks.asked == HANG else self.stacks
+        elif self.stacks.asked != HANG:
+            self._ask_stacks(HANG)
+        elif (answer := self.stacks.answer(HANG, self._now)) is not None:
+            well = [node for node, ended in launch.ended.items() if ended.ok]
+            detail, self.view.hangs = conclude(answer, well)
+            self._fail_with(HANG, *found, detail=detail)
 
     def _on_failed_early(self, node: Node, report: Failed) -> None:
         """Handle a failure in a call of `run` before this node takes part in its launch."""
         call, cause = self._calls.get(node.index), report.failures[0].cause if report.failures else None
-        if cause is None or call is None or call.launch != report.launch:
+        is_early = self._prepares(node) if call is None else call.launch == report.launch
+        if cause is None or not is_early or report.launch in self._verdicts or node.presence is not Presence.HERE:
             return
-        is_command = call.prepares and not report.given_up
+        is_command = call is None and not report.given_up
         is_late = self.phase is not Phase.IDLE and report.launch == self.launch.number
         if is_late or (is_command and node.index != CONTROL and len(self._here) > self._least):
             self._tell_to_end(node, cause)
         elif is_command or cause.node != node.index or not self._goes_on_without(node, cause):
             more = self._why_not_without(cause)
-            error = failures.outside(cause, report.launch, False, more)
-            if is_command:
-                error = failures.commands_failed(cause)
-            self._end_early(report.launch, error)
+            self._end_early(report.launch, failures.outside(cause, report.launch, False, more))
 
     def _on_failed(self, node: Node, report: Failed) -> None:
         launch, call = self.launch, self._calls.get(node.index)
-        is_ready = call is not None and (call.launch, not call.prepares) >= (launch.number, True)
+        is_ready = call is not None and call.launch >= launch.number
         if report.launch > launch.number or not (is_ready or node.index in launch.running):
             self._on_failed_early(node, report)
             return
@@ -785,8 +787,7 @@ class Gang:
         if line := self.progress.ended(node.index, ended.ok):
             self._send(Note(line), CONTROL)  # before the verdict, with which the log of the launch ends
         view.progress = self.progress.record
-        self.stacks.gone(node.index, "it has no workers")
-        self.hangs.ended(node.index, ended.ok)
+        self.stacks.gone(node.index, NO_WORKERS)
         launch.ended[node.index] = replace(ended, failures=())
         launch.running.discard(node.index)
         launch.fails |= not ended.ok
@@ -805,19 +806,18 @@ class Gang:
             self._fail(self._error_of_launch())
             return
         self.phase, cause = Phase.STOPPING, launch.cause
-        kind = "" if cause is None else cause.kind
-        launch.until = self._now + self.rules.stop_s + (DIAGNOSTICS_S if kind == KIND else 0.0)
+        launch.until = self._now + self.rules.stop_s
         # A preempted node has time for its workers to save.
         saves = cause is not None and cause.category == "preempted"
         self._see("stopping", "all nodes are told to stop")
         self.view.turn("stopping", "" if cause is None else failures.summary(cause))
         self.view.enter("stopping", launch.running & self._here)
         about = (launch.number, launch.generation, failures.reason(cause), failures.teller(cause))
-        self._broadcast(Stop(*about, launch.policy.preemption_signal if saves else None, kind))
+        self._broadcast(Stop(*about, launch.policy.preemption_signal if saves else None))
 
     def _decide(self) -> None:
         """All nodes have ended, or their time is up: success, restart or failure."""
-        launch, cause = self.launch, self._cause()
+        launch, cause = self.launch, self.launch.cause
         silent = sorted(launch.running)
         if not launch.fails and not silent:
             self._store(None)
@@ -858,8 +858,7 @@ class Gang:
         # Without the node that has failed, or with another port, there is nothing to wait for.
         pause_s = 0.0 if is_move or cause.category in GONE else round(launch.pause_s(self._now), 1)
         number = launch.restarts + 1
-        launch.uncounted += cause.category == "preempted"
-        launch.moves += is_move
+        launch.uncounted += is_move or cause.category == "preempted"
         self.phase, launch.restarts_for, launch.until = Phase.PAUSING, cause, self._now + pause_s
         launch.failures.clear()  # they are dealt with; what fails in the pause is another cause
         launch.fails = False
@@ -909,7 +908,7 @@ class Gang:
 
     def _error_of_launch(self, silent: Collection[int] = ()) -> TorchrunError:
         """Return what every node raises after a failed launch; `silent` nodes did not report their end."""
-        launch, cause, more = self.launch, self._cause(), ""
+        launch, cause, more = self.launch, self.launch.cause, ""
         if silent:
             more = f"\n{names(silent).capitalize()} did not report in time that the workers there had ended."
         if self.phase is Phase.PAUSING and launch.restarts_for is not None:
@@ -939,8 +938,7 @@ class Gang:
         self.phase, self._remind_at = Phase.STORING, now + REMIND_S
         launch.stores, launch.failing_with = nodes, error
         launch.until = float("inf") if within_s is None else now + within_s + INDEX_S
-        events = () if error is None else self._events(of_all=False)
-        self._broadcast(Store(launch.number, launch.generation, error, within_s, events, launch.group))
+        self._broadcast(Store(launch.number, launch.generation, error, within_s, launch.group))
 
     def _finish(self, error: TorchrunError | None) -> None:
         """End the launch with its verdict; None: all has gone well."""
@@ -966,17 +964,18 @@ class Gang:
 
     def _tell_verdict(self, error: TorchrunError | None) -> None:
         """Send all nodes their verdict; nodes that get the same share one object. Keep it for those that call it later."""
-        launch, of_all, of_gang = self.launch, self._events(), self._events(of_all=False)
+        launch, events = self.launch, self._events()
         # Where the nodes' numbers contradict each other, each of these launches has ended.
         is_early = launch.generation < 0
         group = launch.group if launch.group.size else None
         made: dict[tuple[int, bool], Verdict] = {}
-        for node in [self.nodes[each] for each in sorted(self._calls)]:
-            about = number, is_control = self._calls[node.index].launch, node.index == CONTROL
+        for node in [self.nodes[each] for each in sorted({*self._calls, *self._preparing()})]:
+            call, is_control = self._calls.get(node.index), node.index == CONTROL
+            about = number, _ = launch.number if call is None else call.launch, is_control
             if number > launch.number and not is_early:
                 continue
             if about not in made:
-                left, seen = self._left(is_control, error), of_all if is_control else of_gang
+                left, seen = self._left(is_control, error), events if is_control else ()
                 made[about] = Verdict(number, error, seen, left, error is None and launch.alone, group)
             launch.told.add(node.index)
             self._send_verdict(node, made[about])
@@ -1017,7 +1016,7 @@ class Gang:
     def _send_late_verdict(self, node: Node, verdict: Verdict) -> None:
         """Send the verdict of a launch to a node that called it too late, or that can't take part in it."""
         is_last = verdict.launch >= self.launch.number
-        seen = self._events(of_all=node.index == CONTROL) if is_last else ()
+        seen = self._events() if is_last and node.index == CONTROL else ()
         if is_last and self.phase is Phase.IDLE:
             node.is_new = False  # it is where the others are
         self._send_verdict(node, replace(verdict, events=seen))
@@ -1047,7 +1046,7 @@ class Gang:
         self._see_error(error)
         self.view.turn("failed", self.view.why)
         others = sorted(self._here - self._done - {CONTROL})
-        self._send(Abort(error, self._events(of_all=False)), *others)
+        self._send(Abort(error), *others)
         if CONTROL in self._here:  # when done, it waits for the others
             self._send(Abort(error, self._events()), CONTROL)
 
@@ -1084,19 +1083,22 @@ class Gang:
     def _remind(self) -> None:
         """Log what is waited for."""
         self._remind_at = self._now + REMIND_S
-        number, ready = self._number, self._calls.keys() - self._preparing()
-        if not (waits_for := self._waits_for()) or (number is not None and not ready):  # else nobody waits
+        number = self._number
+        if not (waits_for := self._waits_for()):
             return
         missing = min(self._absent, default=None)
         why = "" if missing is None else failures.to_see_why(missing, self.rules.why_it_waits(missing))
         text = f"launch {self.launch.number if number is None else number} waits for {waits_for}{why and '.' + why}"
         self._send(Note(text), CONTROL)  # even if it is late itself: the terminal shows its log
         if number is not None:
-            self._send(Note(text, is_detail=True), *sorted(ready - {CONTROL}))
+            self._send(Note(text, is_detail=True), *sorted(self._calls.keys() - {CONTROL}))
 
     def _preparing(self) -> set[int]:
         """Return the nodes whose commands of before_run run."""
-        return {node for node, call in self._calls.items() if call.prepares}
+        return {node for node in self._here if self._prepares(self.nodes[node])}
+
+    def _prepares(self, node: Node) -> bool:
+        return self.view.nodes[node.index].state == "preparing"
 
     def _waits_for(self) -> str:
         """Return in words for which nodes the others wait, or all."""
@@ -1107,17 +1109,17 @@ class Gang:
         else:
             waits = {
                 "to start": filter(self._may_come, self._absent),
-                "to call current.torch.run": self._here - self._calls.keys(),
+                "to call current.torch.run": self._here - self._calls.keys() - self._preparing(),
                 "to end before_run": self._preparing(),
             }
         found = {what: sorted(nodes) for what, nodes in waits.items()}
         return " and for ".join(f"{names(nodes)} {what}" for what, nodes in found.items() if nodes)
 
-    def _fail_with(self, kind: str, text: str, advice: str = "", node: Node | None = None) -> None:
+    def _fail_with(self, kind: str, text: str, advice: str = "", node: Node | None = None, detail: str = "") -> None:
         """Stop the launch for a reason that no node has reported as its failure, such as a time limit."""
         self._see(kind, f"{kind}: {text}", node)
         of = node or self.nodes[CONTROL]
-        self._add_failures([Failure(Cause(kind, of.index, of.host, exception=text, advice=advice))])
+        self._add_failures([Failure(Cause(kind, of.index, of.host, exception=text, advice=advice, detail=detail))])
 
     # --- what is seen -----------------------------------------------------------------------------
 
@@ -1127,18 +1129,9 @@ class Gang:
         if node is not None and state is not None:
             self.view.enter(state, [node.index])
 
-    def _events(self, of_all: bool = True) -> tuple[Happened, ...]:
-        """Return what has happened since the end of the launch before; or only what concerns all."""
-        events = self.view.since(self._mark)
-        return tuple(each for each in events if of_all or not each.nodes or each.kind in _OF_THE_GANG)
-
-    def _cause(self) -> Cause | None:
-        """Return the first failure; of a hang with where the ranks were."""
-        cause = self.launch.cause
-        if cause is not None and cause.kind == KIND and (detail := self.hangs.detail()):
-            self.view.hangs = self.hangs.record
-            return replace(cause, detail=detail)
-        return cause
+    def _events(self) -> tuple[Happened, ...]:
+        """Return what has happened since the end of the launch before."""
+        return tuple(self.view.since(self._mark))
 
     def _see_cause(self, cause: Cause, before: str = "") -> None:
         self.view.why = headline(before.replace("\n", " ") + failures.summary(cause))

@@ -29,9 +29,10 @@ class Launch:
     control: Ready = field(default_factory=lambda: Ready(-1, 0))  # the control node's call
     generation: int = -1  # none has begun
     group: Group = field(default_factory=lambda: Group(0))  # the nodes of this generation; before the first, none
-    uncounted: int = 0  # restarts that `max_restarts` does not count: after a node was told to end
-    moves: int = 0  # generations that began because the rendezvous' port was taken
+    uncounted: int = 0  # restarts that `max_restarts` does not count: a node was told to end, or a port was taken
     went_at: float = 0.0
+    active_at: float = 0.0  # when a rank has shown its last sign of life, or else when they were started
+    has_begun: bool = False  # whether any rank has shown one
     until: float = float("inf")  # when the present phase must be over, in PAUSING, STOPPING and after a failure STORING
     running: set[int] = field(default_factory=set)  # nodes of this generation whose workers may run
     starting: set[int] = field(default_factory=set)  # those of them whose workers do not all run yet
@@ -52,7 +53,7 @@ class Launch:
     def begin_generation(self, now: float, group: Group, tasks: dict[int, str]) -> None:
         """Begin a generation: forget the ends and failures of the one before."""
         self.went_at, self.group, self.tasks, self.running, self.starting = now, group, tasks, set(tasks), set(tasks)
-        self.generation, self.fails = self.generation + 1, False
+        self.generation, self.fails, self.active_at, self.has_begun = self.generation + 1, False, now, False
         for each in (self.ended, self.stores, self.failures, self.alike):
             each.clear()
 
@@ -68,8 +69,8 @@ class Launch:
 
     @property
     def restarts(self) -> int:
-        """How many generations have begun after a failure; moves to another port are none."""
-        return max(0, self.generation - self.moves)
+        """How many generations have begun after a failure."""
+        return max(0, self.generation)
 
     @property
     def counted(self) -> int:
@@ -123,7 +124,7 @@ class Launch:
         """Return whether another program took the chosen port before the agent did, and another may be chosen."""
         cause = self.cause
         taken = cause is not None and cause.kind == "agent" and _PORT_TAKEN.search(cause.detail) is not None
-        return taken and self.control.master_port is None and self.moves < _MAX_MOVES
+        return taken and self.control.master_port is None and self.uncounted < _MAX_MOVES
 
     def repeat(self, now: float) -> bool:
         """Count how often in a row the user's code has failed in the same way soon after its start; return if too often."""

@@ -17,11 +17,9 @@ LATE_S = 10.0
 """So long after its launch or generation has ended, a line may still be captured."""
 
 # --- what the ranks do
-DIAGNOSTICS_S = 15.0
-"""How long the nodes may take to collect the stacks of their workers in a hang."""
 START_S = 600.0
 """How long workers may take until the first sign of life: to be started, and to import PyTorch."""
-WORKERS_S, NODES_MARGIN_S = 4.0, 4.0
+WORKERS_S, NODES_MARGIN_S = 6.0, 4.0
 """How long the workers of a node may take to say what they do, and what the node has besides."""
 FIRST_LINE_S, LINES_EVERY_S = 10.0, 60.0
 """When the log tells of progress: after the first report, when the speed is known, and then at most so often."""

@@ -8,8 +8,6 @@ Node 0 is the control node and a node of its own gang: its own messages take the
     Join                                ──>
                                         <──  Answer
     Ready: the step has called `run`    ──>
-    (before that, `Ready(prepares=True)`
-    while commands of before_run run)
                                         <──  Go, when all nodes are ready and agree
     Report, Lines, Failed               ──>
                                         <──  Ask, when more is to be known
@@ -65,9 +63,9 @@ class Join:
 class Report:
     """What only adds to what is known of a node; nobody waits for it."""
 
-    # "command" (of before_run; it has ended or could not be started), "started" (all workers of this node run), "wrote"
-    # (a worker has written something, the first of this generation), "unreached" (its agent gets no answer from torch's
-    # store), or what an observer or a service tells.
+    # "before_run" (its commands begin), "command" (one has ended or could not be started), "started" (all workers of this
+    # node run), "wrote" (a worker has written something, the first of this generation), "unreached" (its agent gets no
+    # answer from torch's store), or what an observer or a service tells.
     kind: str
     launch: int
     generation: int | None = None  # None: of whatever generation
@@ -85,14 +83,13 @@ class Ready:
     facts: dict[str, str] = field(default_factory=dict)
     master_port: int | None = None  # the rendezvous' port if it is pinned; the control node's counts
     policy: LaunchPolicy | None = None  # limits and restarts; only the control node sends it
-    prepares: bool = False  # whether its commands (before_run) run first; another *ready* or a *failed* follows
 
 
 @dataclass(frozen=True)
 class Failed:
     """A worker or the agent of this node has failed; `Ended` follows when all its workers are gone.
 
-    Before `Ready`, a command of before_run has failed; then `Verdict` answers when all nodes have called `run`.
+    Before `Ready`, a command of before_run has failed; then `Verdict` answers.
     """
 
     launch: int
@@ -166,8 +163,7 @@ class Answer:
     """The answer to *join*: without an error, the node is a member of the gang now."""
 
     error: TorchrunError | None = None
-    hold_s: float = 0.0  # with an error: the node shall put off its end by up to so many seconds
-    is_early: bool = False  # the node shall try again: the task before it has not ended
+    is_early: bool = False  # the node shall try again: it can't take the place of the task before it yet
 
 
 @dataclass(frozen=True)
@@ -197,17 +193,15 @@ class Stop:
     teller: int = CONTROL  # the node whose log says more
     # What the workers get first, so that they can save; None: SIGTERM for the whole tree at once.
     signal: int | None = None
-    kind: str = ""  # of the cause: of some, the workers are looked at once more before they are stopped
 
 
 @dataclass(frozen=True)
 class Ask:
-    """The gang wants to know something of this node's workers; a `Report` answers, and nobody waits for it."""
+    """The gang wants to know what this node's workers do; a `Report` answers, and nobody waits for it."""
 
     launch: int
     generation: int
-    kind: str  # as of the `Report` that answers
-    data: dict[str, Any] = field(default_factory=dict)  # plain data
+    asked: Any  # the question, for the answer
 
 
 @dataclass(frozen=True)
@@ -234,7 +228,6 @@ class Store:
     generation: int
     error: TorchrunError | None = None  # what the verdict will be
     within_s: float | None = None  # how long it may take after a failure
-    events: tuple[Happened, ...] = ()  # as in `Verdict`
     group: Group | None = None  # of that generation, as in `Go`
 
 
@@ -244,8 +237,7 @@ class Verdict:
 
     launch: int
     error: TorchrunError | None = None  # what every node raises; None: it has ended well
-    # What has happened since the launch before: all for the control node, for others what concerns the gang.
-    events: tuple[Happened, ...] = ()
+    events: tuple[Happened, ...] = ()  # to the control node: what has happened since the launch before
     left: dict[str, dict[str, Any]] = field(default_factory=dict)  # the values, outputs and metrics that it has left
     alone: bool = False  # whether the launch has ended well and, on all nodes, as `Ended.alone` says
     group: Group | None = None  # of the last generation; None: there was none

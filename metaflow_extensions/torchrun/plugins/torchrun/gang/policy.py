@@ -44,7 +44,6 @@ class LaunchPolicy:
     restart_on: frozenset[str] = DEFAULT_RESTART_ON  # the classes of causes that restart it
     preemption_signal: int = signal.SIGTERM  # what workers get when a node is preempted
     hang_timeout_s: float | None = None  # how long all ranks may be silent
-    stores_outputs: bool = False
 
 
 @dataclass(frozen=True)

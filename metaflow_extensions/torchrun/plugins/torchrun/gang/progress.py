@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from .limits import FIRST_LINE_S, LINES_EVERY_S, LOOKS_EVERY_S, SLOW_S, STALE_S
-from .series import Series
 from .texts import duration, names
 from .wire import from_plain
 
@@ -17,6 +16,37 @@ MAX_KEYS, MAX_POINTS = 20, 200
 """How many keys of rank 0 are kept, the first ones, and how many points of each."""
 _VALUES = 4  # in one line of the log
 _SLOW, _FEWEST = 0.5, 3  # a share of the median; of fewer ranks, none is the normal one
+
+
+class Series:
+    """Points with growing steps, in at most `most` parts, which are 1 wide at first. A value of None is a gap.
+
+    Each part keeps its last point. Too many parts are merged in pairs, so the series always covers all steps.
+    """
+
+    def __init__(self, most: int) -> None:
+        self._most, self._width = most, 1.0
+        self.points: list[tuple[int, float | None]] = []
+
+    def add(self, step: int, value: float | None) -> None:
+        """Add a point. It replaces the points at the same step and later: after a restart, steps are done again."""
+        while self.points and self.points[-1][0] >= step:
+            self.points.pop()
+        self._put(step, value)
+        while self._part(step) >= self._most:
+            self._width *= 2
+            points, self.points = self.points, []
+            for point in points:
+                self._put(*point)
+
+    def _part(self, step: int) -> int:
+        return int((step - self.points[0][0]) / self._width)
+
+    def _put(self, step: int, value: float | None) -> None:
+        # The first point stays: the parts begin there.
+        if len(self.points) > 1 and self._part(self.points[-1][0]) == self._part(step):
+            self.points.pop()
+        self.points.append((step, value))
 
 
 @dataclass(frozen=True)

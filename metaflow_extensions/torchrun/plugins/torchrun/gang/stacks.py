@@ -1,7 +1,11 @@
-"""What every rank does now: ``python flow.py torchrun stacks`` asks, and nothing is stopped. Pure.
+"""What every rank does now: ``python flow.py torchrun stacks`` asks, and the machine itself where a launch hangs. Pure.
 
 The command stores a request beside the gang's view. The control node's task finds it and hands it to the machine, which
 asks all nodes. When all have answered, or their time is up, the answer is stored.
+
+The clock of ``hang_timeout_s`` begins with the first sign of life of any rank. Before it, workers import, which takes
+minutes on a busy machine; that time has a limit of its own. Ranks that wait for who reads their output do not hang; the
+gang's page says that they wait.
 """
 
 from __future__ import annotations
@@ -10,9 +14,17 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..machine.frames import Found
-from .limits import NODES_MARGIN_S, WORKERS_S
+from ..machine.frames import Found, look_first
+from .limits import NODES_MARGIN_S, START_S, WORKERS_S
+from .texts import names
 from .wire import from_plain, to_plain
+
+NO_WORKERS = "it has no workers"
+HANG = "hang"  # of the cause
+_SIGNS = "wrote anything, reported a step, joined a process group or exited"
+_MAX_LINES = 64
+_MAX_CHARS = 100_000  # of the stacks in the view, which is stored again and again
+_NOBODY = "No worker was running on any node that has answered; torchrun was starting them, or waiting for their ends."
 
 
 @dataclass(frozen=True)
@@ -55,7 +67,7 @@ class Stacks:
     """One question at a time: the newest."""
 
     def __init__(self) -> None:
-        self._id: Any = None  # of the question
+        self.asked: Any = None  # the question
         self._due_at_s = 0.0
         self._about: tuple[int, int] | None = None  # launch and generation; None: no worker runs
         self._open: set[int] = set()  # nodes that have not answered
@@ -66,13 +78,13 @@ class Stacks:
         self, asked: Any, about: tuple[int, int], running: Collection[int], others: Collection[int], at_s: float
     ) -> None:
         """Begin a question to the nodes whose workers run."""
-        self._id, self._about, self._due_at_s = asked, about if running else None, at_s + WORKERS_S + NODES_MARGIN_S
+        self.asked, self._about, self._due_at_s = asked, about if running else None, at_s + WORKERS_S + NODES_MARGIN_S
         self._open, self._found = set(running), {}
-        self._missing = dict.fromkeys(others if running else (), "it has no workers")
+        self._missing = dict.fromkeys(others if running else (), NO_WORKERS)
 
     def take(self, node: int, data: Mapping[str, Any]) -> None:
         """Keep what a node has answered, if it is not too late."""
-        if data["id"] == self._id and node in self._open:
+        if data["id"] == self.asked and node in self._open:
             self._found[node] = from_plain(NodeStacks, data["found"], "stacks")
             self._open.discard(node)
 
@@ -82,12 +94,83 @@ class Stacks:
             self._missing[node] = why
             self._open.discard(node)
 
-    def answer(self, asked: Any, at_s: float) -> dict[str, Any] | None:
+    def answer(self, asked: Any, at_s: float) -> GangStacks | None:
         """Return the answer when all nodes have answered, or their time is up; else None."""
-        if asked != self._id or (self._open and at_s < self._due_at_s):
+        if asked != self.asked or (self._open and at_s < self._due_at_s):
             return None
         for node in sorted(self._open):
             self.gone(node, "it has not answered in time")
         launch, generation = self._about or (None, None)
         found, missing = dict(sorted(self._found.items())), dict(sorted(self._missing.items()))
-        return {"id": asked, "found": to_plain(GangStacks(launch, generation, found, missing))}
+        return GangStacks(launch, generation, found, missing)
+
+
+# --- hangs ----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Alike:
+    """Ranks whose stacks are equal."""
+
+    ranks: tuple[int, ...]
+    found: Found
+
+
+def alike(ranks: Mapping[int, Found]) -> list[Alike]:
+    """Return each different stack once, that of most ranks first. Without a stack, equal reasons are a group."""
+    by_mark: dict[str, list[int]] = {}
+    for rank, found in sorted(ranks.items()):
+        by_mark.setdefault(found.mark or found.where, []).append(rank)
+    # The same stack may come from several nodes, and only the first of each sends its text.
+    return [
+        Alike(tuple(each), max((ranks[rank] for rank in each), key=lambda found: len(found.text)))
+        for each in sorted(by_mark.values(), key=lambda each: -len(each))
+    ]
+
+
+def hang(silent_s: float, timeout_s: float | None, has_begun: bool) -> tuple[str, str] | None:
+    """Return why a launch hangs, and what to change, if all ranks were silent for too long.
+
+    `has_begun` tells whether any rank has shown a sign of life; before it, the time counts from the start.
+    """
+    if timeout_s is None:
+        return None
+    limit_s = timeout_s if has_begun else max(timeout_s, START_S)
+    if silent_s <= limit_s:
+        return None
+    text = f"no rank {_SIGNS} for {limit_s:g} s"
+    if has_begun:
+        return text, "If they were only slow, raise hang_timeout_s."
+    return f"{text} after the start", f"If they start so slowly, set hang_timeout_s above {limit_s:g}."
+
+
+def conclude(stacks: GangStacks, well: Collection[int]) -> tuple[str, dict[str, Any]]:
+    """Return where the ranks are in a hang and which to look at first, and the same with all stacks for the view.
+
+    The ranks of the nodes in `well` have ended well.
+    """
+    ranks, silent = stacks.ranks, sorted(node for node, why in stacks.missing.items() if why != NO_WORKERS)
+    groups = alike(ranks)
+    is_known = not silent and any(group.found.mark for group in groups)
+    first, why = look_first(ranks) if is_known else ([], "")
+    share = _MAX_CHARS // max(1, len(groups))
+    kept = [{"ranks": list(each.ranks), **to_plain(each.found.bounded(share))} for each in groups[:_MAX_LINES]]
+    record = {"launch": stacks.launch, "first": first, "why": why, "is_last": True, "stacks": kept}
+    said = [] if groups else [_NOBODY]
+    if well:
+        said.append(f"The ranks of {names(sorted(well))} had ended well: do all ranks make the same number of steps?")
+    if silent:
+        said.append(f"No answer came from {names(silent)}: look there first.")
+    elif first:
+        said.append(f"Look at {names(first, 'rank')} first: {why}.")
+    at: dict[str, list[int]] = {}
+    for each in groups:
+        at.setdefault(_line(each.found), []).extend(each.ranks)
+    places = [f"{names(numbers, 'Rank')}: {place}" for place, numbers in at.items()]
+    more = [f"{len(places) - _MAX_LINES} more such lines are left out."] if len(places) > _MAX_LINES else []
+    return "\n".join([*filter(None, [" ".join(said)]), *places[:_MAX_LINES], *more]), record
+
+
+def _line(found: Found) -> str:
+    """Return a place with its source line."""
+    return f"{found.where}: {found.line}" if found.line else found.where

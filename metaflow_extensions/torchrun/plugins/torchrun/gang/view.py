@@ -135,7 +135,7 @@ class GangView:
     reports: list[FailureReport] = field(default_factory=list)
     placed: list[Placed] = field(default_factory=list)
     progress: dict[str, Any] | None = None  # what rank 0 has reported; see `gang.progress`
-    hangs: dict[str, Any] | None = None  # the stacks of the last hang; see `gang.hangs`
+    hangs: dict[str, Any] | None = None  # the stacks of the last hang; see `gang.stacks`
     outputs: dict[int, dict[int, Any]] = field(default_factory=dict)  # by launch and node, see `StoredOutputs`
     usage: dict[int, Any] = field(default_factory=dict)  # by node
 

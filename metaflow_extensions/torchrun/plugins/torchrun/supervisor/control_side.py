@@ -256,8 +256,6 @@ class ControlSide(Side):
             refused, outgoing = self.gang.turn_away(join)
             connection.write(encode(refused))
             self._step(lambda: outgoing)
-            while refused.hold_s > 0:  # it stays connected, and is not listened to
-                yield None
             return
         before = self._members.get(join.node)
         if before is not None:  # this node has lost its connection, and joins again: the old one ends without a loss

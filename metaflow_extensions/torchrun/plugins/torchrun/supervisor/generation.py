@@ -16,7 +16,6 @@ from typing import Any
 from ..compat.renamed import harmless
 from ..events import label
 from ..gang.cause import Cause, Failure, describe_exit, first_failure, signal_name
-from ..gang.hangs import KIND
 from ..gang.messages import CONTROL, Ask, Ended, Failed, Go, Report, Stop
 from ..gang.wire import Plain
 from ..machine.aside import STUCK_S
@@ -44,7 +43,7 @@ from .command import (
     with_hooks,
 )
 from .ends import Held
-from .hang_observer import HangObserver, answer, examine
+from .hang_observer import HangObserver, answer
 from .pipes import AGENT, LogReader, Write, pipe_path
 from .progress_observer import FOLDER, ProgressObserver, metrics_folder
 from .side import Side
@@ -125,15 +124,15 @@ class Generation:
         self._logs.start()
         self._agent.start()
 
-    async def see(self, news: Any) -> None:
+    def see(self, news: Any) -> None:
         """Handle what has come for the workers, and tell the gang what is seen of them, also while they are stopped."""
         failed = None
         if isinstance(news, AgentEvent):
             failed = self._handle(news)
         elif isinstance(news, Stop):
-            await self._obey(news)
+            self._obey(news)
         elif isinstance(news, Ask) and news.generation == self._go.generation:
-            self._answers.begin(self._tell("stacks", answer(self._workers, news.data["id"])))
+            self._answers.begin(self._tell("stacks", answer(self._workers, news.asked)))
         self._tell_of_disk()
         found = list[tuple[str, Plain | None]]()
         for kind, observer in list(self._observers.items()):
@@ -148,13 +147,11 @@ class Generation:
             self._side.send(Failed(self._go.launch, self._go.generation, self._failures()))
             self._stop()
 
-    async def _obey(self, stop: Stop) -> None:
+    def _obey(self, stop: Stop) -> None:
         # Another node may have logged the reason in this terminal.
         is_told = stop.teller != CONTROL and self._call.shares_machine
         if self._side.node == CONTROL and stop.because and not is_told:
             self._side.say("stopping", f"{stop.because}; stopping all nodes")
-        if stop.kind == KIND and not self._is_stopping:
-            await self._tell("hangs", examine(self._workers))
         self._stop(stop.signal)
 
     def _stop(self, first_signal: int | None = None) -> None:

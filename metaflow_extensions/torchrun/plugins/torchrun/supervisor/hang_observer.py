@@ -6,10 +6,10 @@ import asyncio
 import time
 from collections.abc import Mapping
 from textwrap import indent
+from typing import Any
 
-from ..gang.hangs import Diagnostics, alike
-from ..gang.limits import DIAGNOSTICS_S, WORKERS_S
-from ..gang.stacks import NodeStacks
+from ..gang.limits import WORKERS_S
+from ..gang.stacks import HANG, NodeStacks, alike
 from ..gang.texts import names
 from ..gang.wire import Plain, to_plain
 from ..machine.frames import Found, without_stack
@@ -17,8 +17,6 @@ from ..machine.network import is_connected_to
 from ..machine.stacks import Question
 from .workers import Workers
 
-# The workers' part of `DIAGNOSTICS_S`; their source lines are read after it.
-_WORKERS_S = DIAGNOSTICS_S - 4.0
 # A node reports output to the control node at most once in this fraction of hang_timeout_s.
 _ACTIVE_PART = 0.1
 _LOOK_S = 2.0  # between two looks whether a worker has begun to join a process group
@@ -64,26 +62,14 @@ class HangObserver:
         return is_connected_to(self._workers.go.port, self._workers.running().values())
 
 
-async def examine(workers: Workers) -> Plain:
-    """Log the stacks of all workers; return them."""
-    found = await _stacks(workers, _WORKERS_S)
-    if found:
-        workers.side.say("note", f"what the workers were doing:\n{text_of(found)}")
-    plain: Plain = to_plain(Diagnostics(_to_send(workers, found)))
-    return plain
-
-
-async def answer(workers: Workers, asked: str) -> Plain:
-    """Return what the workers do now, for the command that has `asked`."""
-    found = await _stacks(workers, WORKERS_S)
-    return {"id": asked, "found": to_plain(NodeStacks(workers.side.host, _to_send(workers, found)))}
-
-
-async def _stacks(workers: Workers, limit_s: float) -> Mapping[int, Found]:
-    question = Question(workers.running(), limit_s)
+async def answer(workers: Workers, asked: Any) -> Plain:
+    """Return what the workers do now, for the question that was `asked`; in a hang the log has it, too."""
+    question = Question(workers.running(), WORKERS_S)
     while (found := question.poll()) is None:
         await asyncio.sleep(_POLL_S)
-    return found
+    if found and asked == HANG:
+        workers.side.say("note", f"what the workers were doing:\n{text_of(found)}")
+    return {"id": asked, "found": to_plain(NodeStacks(workers.side.host, _to_send(workers, found)))}
 
 
 def _to_send(workers: Workers, found: Mapping[int, Found]) -> dict[int, Found]:

@@ -17,9 +17,8 @@ from typing import Any, NoReturn
 from ..errors import LaunchFailed, TorchrunError, TorchrunPreempted
 from ..gang.cause import Cause, Failure, FailureText, cause_of, failure_of
 from ..gang.failures import change_of_nodes
-from ..gang.messages import CONTROL, Ask, Ended, Failed, Go, Ready, Restart, Stop, Store, Verdict, to_wire
+from ..gang.messages import CONTROL, Ask, Ended, Failed, Go, Ready, Report, Restart, Stop, Store, Verdict, to_wire
 from ..gang.texts import counted, duration, headline, names
-from ..gang.view import as_dicts
 from ..machine.aside import Aside
 from ..machine.looks import until_look
 from .agent import AgentProcess
@@ -146,7 +145,6 @@ class NodeLaunch:
                 self._on_restart(news)
             case Store() if news.error is not None:
                 self._failing_with = news.error
-                news.error.events = as_dicts(news.events)
         return news
 
     def _outcome(self, verdict: Verdict) -> Outcome:
@@ -193,7 +191,7 @@ class NodeLaunch:
 
     async def _run_commands(self) -> None:
         """Run the commands of before_run, and have the task complete the call; after a failure the gang decides."""
-        self._side.send(Ready(self._launch, self._call.nproc, prepares=True))
+        self._side.send(Report("before_run", self._launch))
         try:
             about = self._call, self._side, self._launch, self._write, self._new_agent
             commands = await Aside().within(_START_S, Commands, *about)
@@ -263,7 +261,7 @@ class NodeLaunch:
             self._agent_failed(error)
             return
         while not workers.are_over:
-            await workers.see(await self._next(with_workers=True))
+            workers.see(await self._next(with_workers=True))
         ended = await workers.finish()
         self._exit_codes = ended.exit_codes
         self._side.send(ended)

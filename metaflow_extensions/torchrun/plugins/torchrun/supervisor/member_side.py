@@ -35,7 +35,6 @@ class MemberSide(Side):
     ) -> None:
         super().__init__(node, num_nodes, tell_task, output)
         self.is_member = False  # whether this node has joined
-        self._hold_s = 0.0  # how long a refused task delays its end, unless the connection ends before
         self._timeout_s = timeout_s  # a control node silent for so long is lost
         self._policy = ConnectPolicy(**policy)
         self._join = Join(node, self.host, secrets.token_hex(8), place)
@@ -168,8 +167,7 @@ class MemberSide(Side):
                 connection.abort()
                 return
             elif message.error is not None:
-                self._is_over = not message.hold_s
-                self.tell_task("hold", message.hold_s)
+                self._is_over = True
                 self._answer.set_exception(message.error)
             else:
                 self.own_address = connection.address("sockname")

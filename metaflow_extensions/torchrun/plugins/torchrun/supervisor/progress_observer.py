@@ -18,8 +18,7 @@ from statistics import fmean
 from typing import TypeAlias
 
 from ..compat.linux import free_begin
-from ..gang.progress import MAX_KEYS, Metrics, Pace, Point
-from ..gang.series import Series
+from ..gang.progress import MAX_KEYS, Metrics, Pace, Point, Series
 from ..gang.wire import Plain, to_plain
 from ..machine.aside import STUCK_S
 from .workers import Workers

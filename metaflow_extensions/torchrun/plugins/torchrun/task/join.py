@@ -14,7 +14,7 @@ from functools import partial
 from typing import Any
 
 from ..errors import GangError, TorchrunError, TorchrunPreempted
-from ..events import Event, Subscriber
+from ..events import Subscriber
 from ..gang.limits import QUIET_S, REMIND_S
 from ..gang.messages import CONTROL, Farewell, Join
 from ..gang.policy import ConnectPolicy, growing_pauses
@@ -161,10 +161,7 @@ def join_as_member(
     try:
         return member, _Search(member, registry, settings).connect()
     except BaseException as error:
-        if member.hold_s:  # it has come to replace another node
-            text = f"{error} It waits until the gang has ended, {member.hold_s:g} s at most."
-            member.say(Event("failed", node, text))
-        member.leave(error, hold_s=member.hold_s)
+        member.leave(error)
         raise
 
 

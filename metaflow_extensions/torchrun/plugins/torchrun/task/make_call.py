@@ -62,7 +62,6 @@ def make_call(
             restart_on=run.restart_on,
             preemption_signal=run.preemption_signal,
             hang_timeout_s=run.hang_timeout_s,
-            stores_outputs=run.outputs is not None,
         ),
         grace_s=run.grace_s,
         logs=run.logs_of(place.num_nodes),

@@ -55,7 +55,6 @@ class Member:
         self.host = socket.gethostname()
         self.shows_output = True  # whether the last launch shows everything that a failing worker writes
         self.may_go_on = False  # whether the others may go on without this node, if it is told to end
-        self.hold_s = 0.0  # how long a refused task delays its end, unless the connection ends before
         self.at_end: Callable[[], None] = lambda: None  # called when the node has left, before the link closes
         self.meanwhile: Callable[[], float] = lambda: NEVER  # done while our code waits; returns for how long to wait
         self.store_now: Callable[[], None] = lambda: None  # stores what is known of the gang
@@ -121,8 +120,6 @@ class Member:
             self._heard.add("gone")
         elif what == "must_end":
             self._notice(rest[0])
-        elif what == "hold":
-            self.hold_s = rest[0]
         elif what == "supervisor_lost":
             cause = Cause("agent_ended", self.node, self.host, exception=rest[0])
             self._break(failed(LaunchFailed, FailureText(cause)))
