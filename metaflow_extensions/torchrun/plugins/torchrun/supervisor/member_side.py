@@ -115,6 +115,8 @@ class MemberSide(Side):
         for each in attempts:
             each.cancel()
         if self._connection is None:
+            if self._answer.done():  # it was told at once to try again
+                await self._answer
             raise _summary(errors)
         return self._connection
 
