@@ -108,4 +108,4 @@ def test_a_single_node_runs_it_too(tmp_path, monkeypatch, capfd):
     ):
         TorchrunSingleNodeMultiGPU().run(entrypoint=["sh", "x.sh"], before_run=["echo one > made", ["false"]])
     assert (tmp_path / "made").read_text() == "one\n"
-    assert "[before_run 1/2] ended well after " in capfd.readouterr().err
+    assert "[before_run 1/2] ended well after " in capfd.readouterr().out

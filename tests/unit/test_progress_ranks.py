@@ -132,7 +132,11 @@ class Node:
         self.files, self.reported_at = Patient(), None
         self.shown = []
         self.side = SimpleNamespace(say=lambda kind, text: self.shown.append(text))
-        self.observer = ProgressObserver(self, lambda: self.now)
+        self.observer = ProgressObserver(self, self._clock)
+
+    def _clock(self):
+        self.now += 1e-9  # no two looks at a clock are the same
+        return self.now
 
     def write(self, name, *lines):
         with open(self.folder / "metrics" / f"{name}.jsonl", "a") as file:
@@ -155,6 +159,12 @@ class Node:
 @pytest.fixture
 def node(tmp_path):
     return Node(tmp_path)
+
+
+def test_steps_that_were_read_together_tell_no_speed(node):
+    node.write(0, *({"step": number} for number in range(1, 111)))
+    (told,) = node.wait(1)
+    assert told.paces == {0: Pace(110)}
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,7 @@
 r"""``@torchrun``: the tasks of a ``@parallel`` step as the nodes of one PyTorch job.
 
 ``docs/architecture.md`` says which room holds what, and which may import from which;
-``tests/unit/test_layering.py`` checks it. Start reading at ``gang/protocol.py``. Inside a task nothing but
+``tests/unit/test_layering.py`` checks it. Start reading at ``gang/messages.py``. Inside a task nothing but
 the standard library and Metaflow is needed.
 """
 

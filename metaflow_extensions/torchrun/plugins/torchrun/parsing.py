@@ -101,8 +101,8 @@ parse_outputs_from = partial(parse_word, words=("control", "all"))
 
 def parse_warm(value: Any, setting: str) -> str:
     """Return which processes start warm: ``"agent"``, ``"workers"`` or ``"off"``, which False means."""
-    is_off = str(value).strip().lower() in ("false", "0")
-    return "off" if is_off else parse_word(value, setting, ("agent", "workers", "off"))
+    is_off = str(value).strip().lower() in ("false", "0", "off")
+    return "off" if is_off else parse_word(value, setting, ("agent", "workers", "False"))
 
 
 def _names_in(value: Any, setting: str, why: str) -> list[str]:

@@ -50,7 +50,10 @@ def _named(args: Sequence[Any], options: Mapping[str, Any]) -> dict[str, Any]:
             "run() takes two positional arguments, the entrypoint and its arguments. "
             f"Name the others, as in nproc_per_node={args[2]!r}."
         )
-    return dict(**dict(zip(names, args, strict=False)), **options)
+    named = dict(zip(names, args, strict=False))
+    if twice := sorted(named.keys() & options.keys()):
+        raise TypeError(f"run() got two values for {twice[0]}: one by its place, and one by its name.")
+    return {**named, **options}
 
 
 class Runner:

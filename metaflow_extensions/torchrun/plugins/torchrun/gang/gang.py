@@ -950,7 +950,7 @@ class Gang:
         launch.stores.clear()
         self._see(*(("done", "the launch has ended well") if error is None else ("failed", "the launch has failed")))
         view.turn("done" if error is None else "failed", view.why if error is not None else "")
-        view.enter("step code", self._here & self._calls.keys())
+        called = self._here & {*self._calls, *self._preparing()}
         view.place((), LATE_S)
         if error is None:
             view.error, view.cause = None, None
@@ -958,6 +958,7 @@ class Gang:
                 if not launch.takes_part(each) and self.nodes[each].cause is not None:
                     self._give_up_on(self.nodes[each])
         self._tell_verdict(error)
+        view.enter("step code", called)
         self._next_mark = self.view.count
         if error is not None and any(self.nodes[node].cause for node in self._gone):
             self._break(error)  # without all its nodes the gang can't launch again

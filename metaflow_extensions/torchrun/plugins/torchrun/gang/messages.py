@@ -25,7 +25,7 @@ At any time the control node may send `Note` (a line for the log), `Abort` (the 
 Both sides send `Beat`, so that silence means loss.
 
 A message is a frozen dataclass. `to_wire` makes plain data of it, `from_wire` makes it again and refuses what
-does not fit; `frames` makes bytes of the data. A launch and a generation in a message say what it is about,
+does not fit; `supervisor.connection` makes bytes of the data. A launch and a generation in a message say what it is about,
 so that a message that arrives late is recognised.
 """
 
@@ -34,7 +34,7 @@ from __future__ import annotations
 import typing
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 from ..errors import TorchrunError
 from .cause import Cause, Failure
@@ -279,17 +279,6 @@ Message: TypeAlias = (
     | Answer | Go | Ask | Stop | Restart | Store | Verdict | Abort | Note | Farewell
 )  # fmt: skip
 _CLASSES: dict[str, type[Any]] = {cls.__name__.lower(): cls for cls in typing.get_args(Message)}
-
-
-class Link(Protocol):
-    """What a node's supervisor needs of the channel."""
-
-    @property
-    def own_address(self) -> str | None:
-        """This host's address between it and the other nodes; None where that is not known."""
-
-    def send(self, message: Message) -> None:
-        """Send a message to the control node; returns at once."""
 
 
 # --- to the wire and back -------------------------------------------------------------------------

@@ -57,7 +57,7 @@ class Call:
     environ: dict[str, str] = field(default_factory=lambda: dict(os.environ))
     cwd: str = field(default_factory=os.getcwd)  # absolute
     tmp: str = field(default_factory=lambda: os.path.abspath(tempfile.gettempdir()))
-    writes: tuple[str, ...] = ()  # the streams that only the task itself can write to: see `logs.console.is_elsewhere`
+    writes: tuple[str, ...] = ()  # the streams that only the task itself can write to: see `task.console.is_elsewhere`
     # Of the services that this call asks for; see `task.launch_call.Services`.
     stores: bool = False
     may_train_alone: bool = False

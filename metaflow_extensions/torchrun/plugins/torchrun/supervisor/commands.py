@@ -10,15 +10,17 @@ import fcntl
 import os
 import shlex
 import shutil
+import signal
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
 from typing import Any, TypeAlias
 
 from ..events import label
 from ..gang.cause import Cause, describe_exit
 from ..gang.messages import Report
 from ..parsing import is_by_shell
-from .agent import AgentProcess, End, Options, left_behind_line
+from .agent import AgentEnded, AgentProcess, End, Options, left_behind_line
 from .call import Call
 from .command import environment_of_commands, make_folder
 from .pipes import LogReader, Write, pipe_path
@@ -56,7 +58,9 @@ class Commands:
             label(node, side.num_nodes),
             write,
         )
-        self._turn = os.open(call.cwd, os.O_RDONLY | os.O_CLOEXEC)
+        self._turn: int | None = None  # none where the folder can't be read
+        with suppress(OSError):
+            self._turn = os.open(call.cwd, os.O_RDONLY | os.O_CLOEXEC)
 
     async def run(self, next_news: NextNews) -> Cause | None:
         """Run them one after the other, when this node has its turn; return the failure of the first one that fails."""
@@ -82,7 +86,8 @@ class Commands:
     def _has_turn(self) -> bool:
         """Take the lock of their folder, which is the turn there."""
         try:
-            fcntl.flock(self._turn, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if self._turn is not None:
+                fcntl.flock(self._turn, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             return False
         except OSError:  # some file systems, such as some NFS, have no such locks
@@ -91,7 +96,7 @@ class Commands:
 
     def _begin(self, at: int) -> None:
         call, words = self._call, self._call.before_run[at]
-        self._write(at, "stdout", f"$ {shown(words)}")
+        self._write(at, f"$ {shown(words)}")
         # Their PATH is the user's, and may lack the shell.
         program = "/bin/sh" if is_by_shell(words) else words[0]
         both = pipe_path(self._folder, at, "stdout")  # one pipe for both streams keeps their order
@@ -101,13 +106,15 @@ class Commands:
         self._agent = agent
 
     async def _end(self, next_news: NextNews) -> int:
-        """Wait for the end of the running command, and of all that it has started; return its exit code."""
+        """Wait for the end of the running command; return its exit code. A good end is that of all that it has started."""
         while True:
             news = await next_news()
+            if isinstance(news, AgentEnded) and news.status != 0:
+                return news.status
             if isinstance(news, End):
                 if news.left:
                     self._side.say("left_behind", left_behind_line(news.left, "commands"))
-                return news.status or 0
+                return -signal.SIGKILL if news.status is None else news.status
 
     async def close(self, grace_s: float) -> None:
         """Stop what still runs, and show the last output."""
@@ -117,14 +124,15 @@ class Commands:
                 await self._agent.close(grace_s)
         finally:
             self._logs.finish(explained=True)
-            os.close(self._turn)
+            if self._turn is not None:
+                os.close(self._turn)
             shutil.rmtree(self._folder, ignore_errors=True)
 
     def _ended(self, at: int, status: int | None, how: str, seconds: float) -> Cause | None:
         """Tell the gang of a command that has ended, and return its failure; `status` None: it could not be started."""
         self._logs.read_now(at)
         if status == 0:
-            self._write(at, "stderr", f"ended well after {seconds:.1f} s")
+            self._write(at, f"ended well after {seconds:.1f} s")
             self._logs.read_now(at)
         commands, node = self._call.before_run, self._side.node
         name = f"before_run {at + 1}/{len(commands)} ({shown(commands[at])})"
@@ -137,7 +145,7 @@ class Commands:
         lines = last_lines(as_shown(self._logs.tail(at, "stdout").rstrip("\n")))
         return Cause("command", node, self._side.host, None, None, status, f"{name} {how}", lines)
 
-    def _write(self, at: int, stream: str, line: str) -> None:
+    def _write(self, at: int, line: str) -> None:
         """Write a line of ours among a command's output."""
-        with open(pipe_path(self._folder, at, stream), "ab", buffering=0) as pipe:
+        with open(pipe_path(self._folder, at, "stdout"), "ab", buffering=0) as pipe:
             pipe.write(f"{line}\n".encode(errors="backslashreplace"))

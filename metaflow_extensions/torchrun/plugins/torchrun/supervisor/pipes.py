@@ -49,8 +49,6 @@ Write = Callable[[str, bytes], bool]
 False: so much waits to be written that the source of the lines should wait, too.
 """
 Show = Callable[[str, bytes], object]
-Tail = Callable[[int | str, str], str]
-"""Returns the end of what a process, a local rank or `AGENT`, has written to a stream."""
 
 
 def pipe_path(folder: str, process: int | str, stream: str) -> str:

@@ -87,7 +87,8 @@ class ProgressObserver:
         return self._message(self._clock())
 
     def _new_lines(self) -> _Lines:
-        return [(rank, self._clock(), line) for rank, reader in self._readers.items() for line in reader.new_lines()]
+        now = self._clock()  # of all that are read together: between them no time has gone by
+        return [(rank, now, line) for rank, reader in self._readers.items() for line in reader.new_lines()]
 
     def _take(self, found: _Lines) -> None:
         for rank, at, line in found:

@@ -12,6 +12,7 @@ import time
 from contextlib import suppress
 from typing import TextIO
 
+from ..errors import TorchrunError
 from ..events import Event, event_text
 from ..machine.open_files import file_of
 from ..machine.streams import await_room, write_lines
@@ -19,6 +20,7 @@ from ..machine.streams import await_room, write_lines
 _STUCK_S = 3.0  # for a reader that takes nothing, when this process was told to end
 _LOOK_S = 0.5
 _patience_s = float("inf")  # for a reader that takes nothing
+_lost: set[str] = set()  # streams of which was said that they can't be written to
 
 
 def to_log(event: Event, num_nodes: int) -> None:
@@ -32,7 +34,7 @@ def write(stream: str, text: str) -> None:
     target: TextIO | None = getattr(sys, stream)
     if not text or target is None:
         return
-    with suppress(OSError, ValueError):
+    try:
         with suppress(BlockingIOError):  # Python keeps what it could not write, for the next flush
             target.flush()
         fd = _descriptor(target)
@@ -42,6 +44,14 @@ def write(stream: str, text: str) -> None:
             encoding = getattr(target, "encoding", None) or "utf-8"
             target.write(text.encode(encoding, errors="backslashreplace").decode(encoding))
             target.flush()
+    except TorchrunError:  # an order to end
+        raise
+    except Exception as error:  # whatever the step's code has put there, as an object that has `write` alone
+        if stream not in _lost:
+            _lost.add(stream)
+            said = f"[torchrun] {stream} can't be written to ({error}): what we write there is lost\n"
+            with suppress(OSError):
+                write_lines(2, said.encode(errors="backslashreplace"), _await_room)
 
 
 def hurry() -> None:

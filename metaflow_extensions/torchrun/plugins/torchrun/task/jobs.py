@@ -1,8 +1,8 @@
 """Tells what Kubernetes says of the pods of a remote job, where the job is looked after: ``flow.py kubernetes step``.
 
 While a pod waits, that is what keeps it from starting: when the gang has given up, the pod is gone, and its reason with it.
-When the job has failed, that is how its control node has ended, also of a job of AWS Batch (``batch step``). `compat.jobs`
-finds the job. If it is not found, or the backend does not answer, nothing is said, and nothing else changes.
+When the job has failed, that is how its control node has ended. `compat.jobs` finds the job. If it is not found, or
+Kubernetes does not answer, nothing is said, and nothing else changes.
 """
 
 from __future__ import annotations

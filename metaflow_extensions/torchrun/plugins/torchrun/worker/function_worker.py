@@ -322,7 +322,11 @@ def words_of(error: BaseException) -> str:
 
 @contextmanager
 def whole(path: str) -> Iterator[Any]:
-    """Open a file for writing that appears under its name only when it is complete."""
+    """Open a file for writing that appears under its name only when it is complete.
+
+    The function may have emptied the folder for temporary files, as some do to free disk.
+    """
+    os.makedirs(os.path.dirname(path), mode=0o700, exist_ok=True)
     with open(path + ".part", "wb") as file:
         yield file
     os.replace(path + ".part", path)

@@ -14,6 +14,7 @@ import atexit
 import importlib
 import json
 import os
+import select
 import socket
 import sys
 import types
@@ -60,7 +61,10 @@ def main() -> list[Any]:
     try:
         for name in options["modules"]:
             importlib.import_module(name)
-        workers.begin(options.get("workers", 0), options.get("of_workers", {}))  # now: they would slow down the imports
+        if not select.select([client], [], [], 0)[0]:  # else a launch waits already: workers start cold as soon
+            workers.begin(
+                options.get("workers", 0), options.get("of_workers", {})
+            )  # now: they would slow down the imports
         data, (stdout, stderr), _, _ = socket.recv_fds(client, 1 << 20, 2)  # fails when the parent has closed its end
         request = json.loads(data)
         argv = request["argv"]
