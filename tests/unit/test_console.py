@@ -130,6 +130,18 @@ def test_a_stream_of_the_steps_own_gets_the_text_even_if_it_has_a_file(tmp_path,
     assert "".join(got) == "größe\ntwo\n"
 
 
+def test_a_stream_of_the_steps_own_that_raises_is_said_once_and_ends_nothing(monkeypatch, capfd):
+    monkeypatch.setattr(console, "_lost", set())
+    monkeypatch.setattr(sys, "stdout", SimpleNamespace(write=print))  # it has no `flush`
+    console.write("stdout", "one\n")
+    console.write("stdout", "two\n")
+    said = capfd.readouterr().err
+    assert said.startswith(
+        "[torchrun] stdout can't be written to ('types.SimpleNamespace' object has no attribute 'flush')"
+    )
+    assert said.count("\n") == 1
+
+
 def test_a_stdout_that_is_not_unicode_still_shows_every_line(monkeypatch):
     narrow = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
     monkeypatch.setattr(sys, "stdout", narrow)

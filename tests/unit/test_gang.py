@@ -503,6 +503,12 @@ def test_a_node_that_can_not_take_part_hears_that_alone_where_more_are_here_than
     assert gang.same_verdict(0, 1, 2).cause["node"] == 0, "not so the control node"
 
 
+def test_a_node_whose_commands_have_failed_is_waited_for_as_any_other():
+    gang = GangOf(join=True).play("prepare 0 1 2, commands_fail 0")
+    assert {node.state for node in gang.state.view.nodes} == {"step code"}
+    assert gang.play("ready 0 1, ready 1 1, ready 2 1").groups() == [(0, 1, 2)]
+
+
 def lines_of_the_machine(num_nodes):
     """Return how many lines of `gang.py` run in the life of a gang, for each of its nodes."""
     count, nodes, before = 0, range(num_nodes), sys.gettrace()
