@@ -162,6 +162,9 @@ QUOTA_OF_1 = "100000 100000\n"
         ("0::/user.slice/my job\n", {"user.slice/my job/cpu.max": QUOTA_OF_1}, 1),
         ("0::/a/b\n", {"a/b/cpu.max": "max 100000\n", "a/cpu.max": QUOTA_OF_4, "cpu.max": QUOTA_OF_1}, 1),
         ("0::/a\n", {"a/cpu.max": QUOTA_OF_4, "ab/cpu.max": QUOTA_OF_1, "a/b/cpu.max": QUOTA_OF_1}, 4),
+        # Version 1 of cgroups.
+        ("4:cpu,cpuacct:/b\n0::/a\n", {"cpu/b/cpu.cfs_quota_us": "100000\n", "cpu/b/cpu.cfs_period_us": "100000\n"}, 1),
+        (None, {"cpu/cpu.cfs_quota_us": "-1\n", "cpu/cpu.cfs_period_us": "100000\n"}, 8),
         # A container's own cgroup is mounted, the path is the host's.
         ("0::/docker/5f3a\n", {"cpu.max": QUOTA_OF_1}, 1),
         ("0::/../outside\n", {"../outside/cpu.max": QUOTA_OF_1, "cpu.max": QUOTA_OF_4}, 4),

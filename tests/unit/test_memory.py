@@ -1,4 +1,4 @@
-"""What the cgroup tells, in the words of its version 2."""
+"""What the cgroup tells, in the words of both its versions."""
 
 import signal
 from dataclasses import replace
@@ -11,7 +11,7 @@ from metaflow_extensions.torchrun.plugins.torchrun.machine.cgroup import describ
 from metaflow_extensions.torchrun.plugins.torchrun.supervisor import workers
 from metaflow_extensions.torchrun.plugins.torchrun.supervisor.workers import MachineFaults
 
-V2 = "sys/fs/cgroup"
+V1, V2 = "sys/fs/cgroup/memory", "sys/fs/cgroup"
 
 
 def machine(root, files):
@@ -20,7 +20,7 @@ def machine(root, files):
     return str(root)
 
 
-OWN = {"proc/self/cgroup": "0::/a/b\n"}
+OWN = {"proc/self/cgroup": "4:memory:/a/b\n0::/a/b\n"}
 
 
 @pytest.mark.parametrize(
@@ -28,6 +28,8 @@ OWN = {"proc/self/cgroup": "0::/a/b\n"}
     [
         ({}, None),
         ({f"{V2}/memory.events": "low 0\nhigh 0\nmax 31\noom 4\noom_kill 3\noom_group_kill 1\n"}, 3),
+        ({f"{V1}/memory.oom_control": "oom_kill_disable 0\nunder_oom 0\noom_kill 2\n"}, 2),
+        ({**OWN, f"{V1}/a/b/memory.oom_control": "oom_kill 2\n", f"{V1}/a/memory.oom_control": "oom_kill 7\n"}, 2),
         ({**OWN, f"{V2}/a/b/memory.events": "oom_kill 2\n", f"{V2}/a/memory.events": "oom_kill 7\n"}, 2),
         ({**OWN, f"{V2}/a/memory.events": "oom_kill 7\n"}, 7),  # the process's own does not count
     ],
@@ -42,6 +44,8 @@ def test_kills_are_counted_where_the_process_lies(tmp_path, files, kills):
         ({}, "memory is used up"),
         ({f"{V2}/memory.max": "max\n"}, "memory is used up"),
         ({f"{V2}/memory.max": f"{3 * 2**29}\n"}, "memory limit of 1.5 GiB was reached"),
+        ({f"{V1}/memory.limit_in_bytes": "268435456\n"}, "memory limit of 256 MiB was reached"),
+        ({f"{V1}/memory.limit_in_bytes": "9223372036854771712\n"}, "memory is used up"),
     ],
 )
 def test_the_text_names_the_limit_and_the_remedy(tmp_path, files, said):

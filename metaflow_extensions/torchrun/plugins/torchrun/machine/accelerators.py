@@ -10,13 +10,13 @@ import glob
 import itertools
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 from ..errors import TorchrunConfigError
-from .cgroup import own_texts
+from .cgroup import own_folders
 from .processes import read
 
 # AWS: "Each Trainium/Inferentia2 chip has two NeuronCores"; one worker drives one core.
@@ -146,11 +146,20 @@ def usable_cpus(root: str = "/") -> int:
         cpus = float(len(os.sched_getaffinity(0)))
     except AttributeError:  # in some of conda's Pythons
         cpus = float(os.cpu_count() or 1)
-    for text in own_texts("cpu.max", root):
-        with suppress(ValueError):  # without a limit it says "max"
+    quotas = (quota for folder in own_folders("cpu", root) for quota in _quotas(folder))
+    return max(1, int(min([cpus, *quotas])))
+
+
+def _quotas(folder: str) -> Iterator[float]:
+    """Yield the CPU quota of a cgroup, as version 2 writes it and as version 1 does, if there is one."""
+    version_2, *version_1 = (
+        read(os.path.join(folder, f"cpu.{name}")) for name in ("max", "cfs_quota_us", "cfs_period_us")
+    )
+    for text in (version_2, " ".join(version_1)):
+        with suppress(ValueError, ZeroDivisionError):  # without a limit it says "max" or "-1"
             quota, period = map(int, text.split())
-            cpus = min(cpus, quota / period)
-    return max(1, int(cpus))
+            if quota > 0:
+                yield quota / period
 
 
 def omp_threads(machine: Machine, nproc: int) -> int:

@@ -5,24 +5,32 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import PurePosixPath
 
 from .processes import read
 
 _MOUNT = "sys/fs/cgroup"
+# Version 2 of cgroups, then version 1.
+_KILLS = ("memory.events", "memory.oom_control")
+_LIMITS = ("memory.max", "memory.limit_in_bytes")
+_NO_LIMIT = 2**60  # version 1 writes a number near 2**63 for "none"
 
 
-def own_texts(file: str, root: str = "/") -> Iterator[str]:
-    """Yield what a file says in this process's cgroup and in all that it lies in, its own first; of version 2 of cgroups.
+def own_folders(controller: str, root: str = "/") -> Iterator[str]:
+    """Yield the folders of this process's cgroup and of all that it lies in, its own first.
+    `controller` is one of version 1 of cgroups, such as ``"cpu"``; version 2 has one tree for all, which comes first.
 
     A limit of any of them binds: systemd's ``CPUQuota=`` and a batch system's limits are set below the
     root. Inside a container the path in ``/proc/self/cgroup`` can be the host's, while the container's own
     cgroup is what is mounted; then only the last folder exists.
     """
-    path = _own_path(root)
-    while path:
-        yield read(os.path.join(root, _MOUNT, path, file))
-        path = os.path.dirname(path)
-    yield read(os.path.join(root, _MOUNT, file))
+    for mount, path in _hierarchies(controller, root):
+        own = PurePosixPath(path.strip("/"))
+        if ".." in own.parts:  # outside of this cgroup namespace: not to be seen from here
+            own = PurePosixPath()
+        for part in (own, *own.parents):
+            yield os.path.join(mount, part)
 
 
 def container_folder(root: str = "/") -> str | None:
@@ -30,30 +38,41 @@ def container_folder(root: str = "/") -> str | None:
 
     A container sees its own cgroup as the root of all. The machine's own root lacks ``memory.current``.
     """
-    mount, path = os.path.join(root, _MOUNT), _own_path(root)
-    is_among_others = path != "" and os.path.isdir(os.path.join(mount, path))
+    ((mount, path),) = _hierarchies("", root)
+    is_among_others = ".." not in path and path != "/" and os.path.isdir(os.path.join(mount, path.strip("/")))
     return mount if os.path.exists(os.path.join(mount, "memory.current")) and not is_among_others else None
 
 
-def _own_path(root: str) -> str:
-    found = re.search(r"^0::/(.*)$", read(os.path.join(root, "proc/self/cgroup")), re.MULTILINE)
-    return "" if found is None or ".." in found[1] else found[1]  # else it is outside of this cgroup namespace
+def _hierarchies(controller: str, root: str) -> Iterator[tuple[str, str]]:
+    """Yield where a hierarchy is mounted, and the path of this process in it: of version 2, then of the controller."""
+    paths = {"": "/", controller: "/"}
+    for line in read(os.path.join(root, "proc/self/cgroup")).splitlines():
+        with suppress(ValueError):
+            _, names, path = line.split(":", 2)  # as in "4:cpu,cpuacct:/user.slice"; version 2 has no names
+            paths.update({name: path for name in names.split(",") if name in paths})
+    for name, path in paths.items():
+        yield os.path.join(root, _MOUNT, name).rstrip("/"), path
 
 
 def oom_kills(root: str = "/") -> int | None:
     """Return how many processes of this cgroup the kernel has killed for lack of memory; None where nothing counts.
 
-    The counter is ``oom_kill`` of ``memory.events`` (Linux, ``Documentation/admin-guide/cgroup-v2.rst``).
+    The counter is ``oom_kill`` of ``memory.events`` or ``memory.oom_control`` (Linux,
+    ``Documentation/admin-guide/cgroup-v2.rst`` and ``cgroup-v1/memory.rst``).
     """
-    # The first that counts: a process counts where it lies, and in all groups above.
-    found = (re.search(r"^oom_kill (\d+)$", text, re.MULTILINE) for text in own_texts("memory.events", root))
-    return next((int(count[1]) for count in found if count), None)
+    # The first that counts: a process counts where it lies and, in version 2 only, in all groups above.
+    for text in _texts(_KILLS, root):
+        found = re.search(r"^oom_kill (\d+)$", text, re.MULTILINE)
+        if found:
+            return int(found[1])
+    return None
 
 
 def describe_oom(root: str = "/") -> str:
     """Say that the kernel's out-of-memory killer ended a process, and what to change."""
-    limit, room = min(_limits(root), default=None), "this node's memory is used up"
-    if limit is not None:
+    limit = _cgroup_limit(root)
+    room = "this node's memory is used up"
+    if limit < _NO_LIMIT:
         size = f"{limit / 2**30:.4g} GiB" if limit >= 2**30 else f"{limit / 2**20:.4g} MiB"
         room = f"the node's memory limit of {size} was reached"
     return (
@@ -65,9 +84,17 @@ def describe_oom(root: str = "/") -> str:
 def memory_limit_bytes(root: str = "/") -> int | None:
     """Return how much memory this node may use: the machine's, or less where a cgroup says so; None if nothing says."""
     found = re.search(r"^MemTotal:\s+(\d+) kB", read(os.path.join(root, "proc/meminfo")), re.MULTILINE)
-    return min([*_limits(root), *([] if found is None else [int(found[1]) * 1024])], default=None)
+    limit = min(_cgroup_limit(root), _NO_LIMIT if found is None else int(found[1]) * 1024)
+    return limit if limit < _NO_LIMIT else None
 
 
-def _limits(root: str) -> list[int]:
-    """Return the limits of all cgroups around this process."""
-    return [int(text) for text in own_texts("memory.max", root) if text.strip().isdigit()]  # without one it says "max"
+def _cgroup_limit(root: str) -> int:
+    """Return the least limit of all cgroups around this process; `_NO_LIMIT` or more where there is none."""
+    return min((int(text) for text in _texts(_LIMITS, root) if text.strip().isdigit()), default=_NO_LIMIT)
+
+
+def _texts(names: tuple[str, ...], root: str) -> Iterator[str]:
+    """Yield what the files of these names say, this process's own cgroup first."""
+    for folder in own_folders("memory", root):
+        for name in names:
+            yield read(os.path.join(folder, name))
