@@ -21,7 +21,7 @@ _SECOND_AFTER_S = 5.0  # of the step after its first launch
 TARGETS = {COLD: 1.05, WARM_AGENT: 0.75, WARM_WORKERS: 0.05}
 _LATER = 0.10  # of a second launch and of a restart, with warm workers
 FIRST, SECOND, RESTART = "first launch", "second launch", "restart"
-# Of a launch that restarts once: `gang/state` waits so long before the first restart.
+# Of a launch that restarts once: `gang/launch` waits so long before the first restart.
 PAUSE_S = 1.0
 Times = dict[str, float]
 

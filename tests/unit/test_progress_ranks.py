@@ -18,10 +18,10 @@ from metaflow_extensions.torchrun.plugins.torchrun.supervisor.progress_observer 
     FREED_BYTES,
     MAX_BYTES,
     MAX_POINTS,
-    Line,
     LineReader,
     ProgressObserver,
     RankPace,
+    Reported,
     parse_line,
 )
 
@@ -33,11 +33,11 @@ WHOLE = b'{"step": 10, "total": 100, "seconds": 0.5, "loss": 1.25, "epoch": 1, "
 @pytest.mark.parametrize(
     ("text", "line"),
     [
-        (WHOLE, Line(10, 100.0, 0.5, {"loss": 1.25, "epoch": 1.0})),
-        (b'{"loss": 2}\r', Line(values={"loss": 2.0})),
-        (b'{"lo\\nss%s": 1}' % (b"k" * 500), Line(values={"lo ss" + "k" * 75: 1.0})),
-        (b'{"step": 3, "seconds": 0, "total": -1}', Line(3)),
-        (b'{"step": 3, "loss": NaN, "x": 1e999}', Line(3, values={"loss": None, "x": None})),
+        (WHOLE, Reported(10, 100.0, 0.5, {"loss": 1.25, "epoch": 1.0})),
+        (b'{"loss": 2}\r', Reported(values={"loss": 2.0})),
+        (b'{"lo\\nss%s": 1}' % (b"k" * 500), Reported(values={"lo ss" + "k" * 75: 1.0})),
+        (b'{"step": 3, "seconds": 0, "total": -1}', Reported(3)),
+        (b'{"step": 3, "loss": NaN, "x": 1e999}', Reported(3, values={"loss": None, "x": None})),
         (b'{"step": 10, "lo', None),
         (b'{"nested": {"loss": 1}, "list": [1], "name": "a"}', None),
         (b'{"step": ' + b"1" * 10_000 + b"}", None),
@@ -189,7 +189,7 @@ def seen(*steps):
     """Return a rank of which these steps were seen, as (second, step)."""
     rank = RankPace()
     for at, step in steps:
-        rank.see(Line(step), at)
+        rank.see(Reported(step), at)
     return rank
 
 

@@ -164,7 +164,7 @@ def test_one_request_and_one_answer_are_there_at_a_time(flow):
     registry = registry_of(flow)
     assert (registry.load(Request), registry.load(Reply)) == (None, None)
     for each in ("first", "second"):
-        request = Request(each, 1.0, "stacks")
+        request = Request(each, 1.0)
         registry.save(request)
         registry.save(Reply(request, 2.0, {"of": each}))
     assert (registry.load(Request), registry.load(Reply)) == (request, Reply(request, 2.0, {"of": "second"}))

@@ -46,11 +46,10 @@ class AddressRecord:
 
 @dataclass(frozen=True)
 class Request:
-    """What a command asks of a gang that runs. It is stored beside its view, where the control node looks for it."""
+    """A question to a gang that runs: what every rank does now. It is stored beside its view, where the gang looks for it."""
 
     id: str  # something random
     time: float  # when it was made, in seconds since 1970, by the clock of the machine that asks
-    kind: str  # "stacks"; there is no other
 
 
 @dataclass(frozen=True)

@@ -42,7 +42,7 @@ def _ask(stored: StoredGangs, gang: StoredGang) -> Reply | None:
         return None
     registry = stored.registry(gang)
     before = registry.load(Reply)
-    registry.save(Request(uuid.uuid4().hex, time.time(), "stacks"))
+    registry.save(Request(uuid.uuid4().hex, time.time()))
     look_s = _LOOK_S if stored.storage.kind != "local" else _LOOK_ON_DISK_S
     began = looked = time.monotonic()
     while time.monotonic() - began < _PATIENCE_S:

@@ -48,7 +48,7 @@ class Launches:
 
     def complete(self, call: dict[str, Any]) -> None:
         """Go on with the call that is complete after the commands."""
-        self.end_spares()
+        self.end_spares("before_run may have changed what its spare had imported")
         self._call = from_plain(Call, call, "the call")
         self._side.inbox.put_nowait(self._call)
 
@@ -59,10 +59,10 @@ class Launches:
             return
         self._side.inbox.put_nowait(GivenUp(None if cause is None else from_plain(Cause, cause, "the cause")))
 
-    def end_spares(self) -> None:
-        """End the spares: no launch comes any more, or commands have changed what spares have imported."""
+    def end_spares(self, why: str = "no launch comes any more") -> None:
+        """End the spares."""
         if self._warm is not None:
-            self._warm.close()
+            self._warm.close(why)
 
     def abort(self) -> None:
         """End the launch, if one runs: its task or its gang is gone."""

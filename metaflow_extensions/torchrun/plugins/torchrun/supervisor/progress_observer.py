@@ -39,7 +39,7 @@ _STILL_S, _STILL_STEPS = 60.0, 3
 _LAST_SECONDS = 20
 
 
-_Lines: TypeAlias = "list[tuple[int, float, Line]]"
+_Lines: TypeAlias = "list[tuple[int, float, Reported]]"
 """Ranks, when their lines were read, and the lines."""
 
 
@@ -97,7 +97,7 @@ class ProgressObserver:
             if rank == 0:
                 self._keep(line)
 
-    def _keep(self, line: Line) -> None:
+    def _keep(self, line: Reported) -> None:
         loses = "warning: rank 0 has reported"  # points of its curve
         if line.step is None and self._step is None and line.values:
             self._warn(f"{loses} values without a step: only the last ones are kept")
@@ -141,7 +141,7 @@ def metrics_folder(folder: str) -> str:
 
 
 @dataclass(frozen=True)
-class Line:
+class Reported:
     """The step and the numbers of one line."""
 
     step: int | None = None
@@ -150,7 +150,7 @@ class Line:
     values: dict[str, float | None] = field(default_factory=dict)  # None: a number that is not finite
 
 
-def parse_line(text: bytes) -> Line | None:
+def parse_line(text: bytes) -> Reported | None:
     """Return the numbers of a line; None unless it is a JSON object with a number."""
     try:
         data = json.loads(text)
@@ -162,7 +162,7 @@ def parse_line(text: bytes) -> Line | None:
     if not numbers:
         return None
     step, total, seconds = (numbers.pop(key, None) for key in ("step", "total", "seconds"))
-    return Line(
+    return Reported(
         None if step is None else int(step),
         total if total is not None and total >= 1 else None,
         seconds if seconds is not None and seconds > 0 else None,
@@ -191,7 +191,7 @@ class LineReader:
         self._read = self._freed = 0  # bytes of the file
         self._rest = b""  # the start of an unfinished line
 
-    def new_lines(self) -> list[Line]:
+    def new_lines(self) -> list[Reported]:
         """Return the new complete lines that hold numbers."""
         try:
             data = self._new_bytes()
@@ -229,7 +229,7 @@ class RankPace:
         self._seconds: deque[float] = deque(maxlen=_LAST_SECONDS)
         self._total: float | None = None
 
-    def see(self, line: Line, now: float) -> None:
+    def see(self, line: Reported, now: float) -> None:
         """Add a line that was read now."""
         self._total = line.total or self._total
         if line.seconds is not None:

@@ -26,6 +26,7 @@ class WarmNode:
         self._first = env  # of the step's first launch, as the next three are of the last one
         self._env, self._cwd, self._workers = env, os.getcwd(), workers
         self._waiting: Spare | None = None
+        self._why_none = ""  # why none waits
 
     def prepare(self) -> None:
         """Start a spare like the last one, unless one waits. A failure is reported when a launch requests the spare."""
@@ -46,7 +47,7 @@ class WarmNode:
         self._cwd, self._workers = options.cwd or os.getcwd(), workers or self._workers
         try:
             if self._waiting is None:
-                raise StartCold("no spare waits: it could not be started, or before_run ended it")
+                raise StartCold(self._why_none)
             argv = [command[0], "-u", *command[1:]]
             request = {"argv": argv, "env": dict(env), "cwd": self._cwd, "workers": workers}
             with open(options.stdout, "ab") as out, open(options.stderr, "ab") as err:
@@ -58,8 +59,9 @@ class WarmNode:
             self.close()
             return Refused(in_words(error))
 
-    def close(self) -> None:
-        """End the spare without waiting for its end; safe to call more than once."""
+    def close(self, why: str = "its spare could not be started") -> None:
+        """End the spare without waiting for its end; safe to call more than once. `why` is said to who requests one."""
+        self._why_none = why
         if self._waiting is not None:
             spare, self._waiting = self._waiting, None
             for pid in living_descendants(spare.process.pid):  # its workers, which may still import
