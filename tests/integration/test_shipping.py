@@ -252,6 +252,6 @@ def test_a_gang_runs_from_the_package_and_every_python_reads_its_results(kind_, 
     assert all(task["results"][0]["command"].startswith(f"{pod.python} -m ") for task in tasks)
     for reader in sorted(set(MINORS) & set(interpreters())) if kind_ == "pip install" else ():
         other = pods("pip install", reader)
-        other.env["METAFLOW_DATASTORE_SYSROOT_LOCAL"] = str(flow.home)
-        read = json.loads(other.run("-c", READ_RESULTS))
+        env = {**other.env, "METAFLOW_DATASTORE_SYSROOT_LOCAL": str(flow.home)}
+        read = json.loads(output_of(other.python, "-c", READ_RESULTS, env=env, cwd=other.folder))
         assert read == [[RESULT, "TorchrunResult", node, 4, {str(2 * node + i): 0 for i in (0, 1)}] for node in (0, 1)]
