@@ -1,4 +1,4 @@
-"""The scripts of docs/tracking.md with the real packages, offline: of two ranks, one run comes."""
+"""The scripts of docs/frameworks.md with the real packages, offline: of two ranks, one run comes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ COMMAND = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--npr
 
 
 def run_on_two_ranks(folder: Path, words: str, **env: str) -> None:
-    (script,) = [block.text for block in blocks_of("docs/tracking.md") if words in block.text]
+    (script,) = [block.text for block in blocks_of("docs/frameworks.md") if words in block.text]
     (folder / "train.py").write_text(script)
     full = {**os.environ, "OMP_NUM_THREADS": "1", "HOME": str(folder), "METAFLOW_RUN_ID": "1234", **env}
     ran = subprocess.run(COMMAND, cwd=folder, env=full, capture_output=True, text=True, timeout=240)

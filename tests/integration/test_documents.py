@@ -182,7 +182,7 @@ def test_what_a_script_reports_reaches_the_result_and_a_later_step_draws_it(star
 
 
 def test_with_the_recipe_all_ranks_go_on_from_one_epoch_though_each_node_has_its_own_disk(start_flow, tmp_path):
-    script = next(block for block in pages.blocks_of("docs/recipes/checkpoints.md") if "def save(" in block.text)
+    script = next(block for block in pages.blocks_of("docs/checkpoints.md") if "def save(" in block.text)
     (tmp_path / "recipe.py").write_text(script.text + USES_IT)
     own_disk = (
         'folder = f"disk-{current.parallel.node_index}"\nos.mkdir(folder)\ncurrent.torch.run("recipe.py", cwd=folder)'

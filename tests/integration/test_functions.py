@@ -161,7 +161,7 @@ def test_functions_from_a_notebook(tmp_path, monkeypatch):
     monkeypatch.setenv("METAFLOW_DATASTORE_SYSROOT_LOCAL", str(tmp_path / "home"))
     monkeypatch.setenv("METAFLOW_HOME", str(tmp_path / "config"))
     monkeypatch.setenv("IPYTHONDIR", str(tmp_path / "ipython"))
-    of_page = [each.text for each in blocks_of("docs/recipes/notebooks.md") if "NBRunner" in each.text]
+    of_page = [each.text for each in blocks_of("docs/functions.md") if "NBRunner" in each.text]
     cells = [nbformat.v4.new_code_cell(cell) for cell in [*CELLS, *of_page]]
     notebook = nbformat.v4.new_notebook(cells=cells)
     client = nbclient.NotebookClient(notebook, kernel_name="python3", resources={"metadata": {"path": folder}})

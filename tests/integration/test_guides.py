@@ -35,7 +35,7 @@ def run_script(folder, text: str, *options: str, given: str = "") -> subprocess.
 
 
 def test_the_flow_with_a_small_file_gives_it_to_every_rank(start_flow, tmp_path):
-    (tmp_path / "flow.py").write_text(code_of("docs/data.md", "IncludeFile(").replace("/tmp/", f"{tmp_path}/"))
+    (tmp_path / "flow.py").write_text(code_of("docs/from-one-gpu.md", "IncludeFile(").replace("/tmp/", f"{tmp_path}/"))
     (tmp_path / "labels.txt").write_text("cat dog")
     (tmp_path / "train.py").write_text("import sys\nprint('has', open(sys.argv[2]).read())")
     flow = start_flow(flow="flow.py", folder=tmp_path, stand_in=True)
@@ -45,14 +45,14 @@ def test_the_flow_with_a_small_file_gives_it_to_every_rank(start_flow, tmp_path)
 
 def test_shards_are_disjoint_and_whole():
     around: dict = {}
-    exec(code_of("docs/data.md", "def own_files"), around)
+    exec(code_of("docs/from-one-gpu.md", "def own_files"), around)
     shards = [around["own_files"]("dbeac", rank, 2) for rank in range(2)]
     assert shards == [["a", "c", "e"], ["b", "d"]]
 
 
 @pytest.mark.long
 def test_local_rank_0_loads_and_the_others_wait(tmp_path):
-    script = BARRIER + code_of("docs/data.md", "dist.barrier()") + "dist.destroy_process_group()\n"
+    script = BARRIER + code_of("docs/from-one-gpu.md", "dist.barrier()") + "dist.destroy_process_group()\n"
     ran = run_script(tmp_path, script, "--nproc-per-node=2", "train.py")
     assert ran.returncode == 0, ran.stderr
     assert ran.stdout.count("loads into /tmp/train") == 1
@@ -79,7 +79,7 @@ def debug_flow(start_flow, tmp_path):
 
     def start(script: str):
         (tmp_path / "train.py").write_text(script)
-        write_flow(tmp_path, code_of("docs/debugging.md", 'DEBUG_RANK":'), "@torchrun(nproc_per_node=1)", size=1)
+        write_flow(tmp_path, code_of("docs/hangs.md", 'DEBUG_RANK":'), "@torchrun(nproc_per_node=1)", size=1)
         return start_flow(flow="flow.py", folder=tmp_path)
 
     return start
@@ -89,7 +89,7 @@ def debug_flow(start_flow, tmp_path):
 def test_debugpy_answers_an_editor_in_a_worker(debug_flow, tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as listener:
         unused_port = listener.getsockname()[1]
-    flow = debug_flow(code_of("docs/debugging.md", "debugpy.listen").replace("5678", str(unused_port)))
+    flow = debug_flow(code_of("docs/hangs.md", "debugpy.listen").replace("5678", str(unused_port)))
     flow.await_text(f"debugpy waits on port {unused_port}")
     with socket.create_connection(("127.0.0.1", unused_port), 30) as editor:
         assert editor.recv(15) == b"Content-Length:", "the debug adapter protocol"
