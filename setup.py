@@ -55,10 +55,8 @@ TEST = [
     "nbclient",
     "mypy",
 ]
-# What docs/frameworks.md shows. sqlalchemy, alembic: MLflow's database file, which its small package leaves out.
-TRACKING = ["wandb", "mlflow-skinny", "sqlalchemy", "alembic", "tensorboard"]
-# What the scripts in examples/frameworks train with.
-FRAMEWORKS = [*EXAMPLES, *TRACKING, "transformers", "accelerate", "lightning", "deepspeed"]
+# What the scripts in examples/frameworks train with; wandb: docs/frameworks.md shows it.
+FRAMEWORKS = [*EXAMPLES, "wandb", "transformers", "accelerate", "lightning", "deepspeed"]
 # The clients of the backends that tests/remote talk to; it has no secrets.
 REMOTE = [*KUBERNETES, "boto3", "azure-identity", "azure-storage-blob", "google-cloud-storage", "google-auth"]
 # The site of the pages; newer than mkdocs 1 is another program.

@@ -104,7 +104,9 @@ def test_from_shell_without_mpi_says_what_to_do(example):
 @pytest.mark.long
 def test_complete_goes_on_from_its_checkpoint_after_a_failure(example):
     flow = example("complete", "python flow.py run --fail-after 2", "--nproc 1 --epochs 4")
-    assert re.search(r"restart 1 of 2: .* because rank 1 on node 1 .* failed at train.py:\d+ with RuntimeError", flow.text)
+    assert re.search(
+        r"restart 1 of 2: .* because rank 1 on node 1 .* failed at train.py:\d+ with RuntimeError", flow.text
+    )
     assert "goes on after epoch 2" in flow.text
     assert re.findall(r"\[rank 0\] epoch (\d+): loss 0", flow.text) == ["0", "1", "2", "3"]
     assert re.search(r"accuracy 9\d\.\d%, restarts 1\n", flow.text), flow.text

@@ -1,4 +1,4 @@
-"""The code of the guides: data on every node, debugging."""
+"""The code of docs/hangs.md about debugging."""
 
 from __future__ import annotations
 
@@ -12,12 +12,6 @@ import pytest
 from flow_runs import write_flow
 from pages import blocks_of
 
-BARRIER = """
-import torch.distributed as dist
-dist.init_process_group("gloo")
-def load_data(folder):
-    print("loads into", folder, flush=True)
-"""
 ALONE = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
 
 
@@ -32,30 +26,6 @@ def run_script(folder, text: str, *options: str, given: str = "") -> subprocess.
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
     command = [*ALONE, *options]
     return subprocess.run(command, cwd=folder, env=env, input=given, capture_output=True, text=True)
-
-
-def test_the_flow_with_a_small_file_gives_it_to_every_rank(start_flow, tmp_path):
-    (tmp_path / "flow.py").write_text(code_of("docs/from-one-gpu.md", "IncludeFile(").replace("/tmp/", f"{tmp_path}/"))
-    (tmp_path / "labels.txt").write_text("cat dog")
-    (tmp_path / "train.py").write_text("import sys\nprint('has', open(sys.argv[2]).read())")
-    flow = start_flow(flow="flow.py", folder=tmp_path, stand_in=True)
-    assert flow.wait() == 0, flow.text
-    assert [f"[rank {rank}] has cat dog" in flow.text for rank in range(4)] == [True] * 4
-
-
-def test_shards_are_disjoint_and_whole():
-    around: dict = {}
-    exec(code_of("docs/from-one-gpu.md", "def own_files"), around)
-    shards = [around["own_files"]("dbeac", rank, 2) for rank in range(2)]
-    assert shards == [["a", "c", "e"], ["b", "d"]]
-
-
-@pytest.mark.long
-def test_local_rank_0_loads_and_the_others_wait(tmp_path):
-    script = BARRIER + code_of("docs/from-one-gpu.md", "dist.barrier()") + "dist.destroy_process_group()\n"
-    ran = run_script(tmp_path, script, "--nproc-per-node=2", "train.py")
-    assert ran.returncode == 0, ran.stderr
-    assert ran.stdout.count("loads into /tmp/train") == 1
 
 
 @pytest.mark.long
