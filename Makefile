@@ -38,11 +38,11 @@ help:
 	@echo "make test-long        the tests of flows that take long, as examples that train"
 	@echo "make test-frameworks  checkpoints, Hugging Face, Lightning, DeepSpeed and others"
 	@echo "make test-remote      the tests on Kubernetes, Batch and object stores; see CONTRIBUTING.md"
-	@echo "make test-matrix      some tests with many versions of Python, PyTorch and Metaflow; see docs/versions.md"
+	@echo "make test-matrix      some tests with many versions of Python, PyTorch and Metaflow; see tests/WHERE.md"
 	@echo "make test-gpu         the tests on GPUs, with NCCL; elsewhere it says that there is none"
 	@echo "make unit             the tests that take seconds"
 	@echo "make integration      the tests that run flows"
-	@echo "make chaos            hurt gangs of real processes, and show what it came to; see docs/chaos.md"
+	@echo "make chaos            hurt gangs of real processes, and show what it came to; see tests/chaos/README.md"
 	@echo "make mutants          break one promise after the other in a copy, and show which tests see it"
 	@echo "make bench            all benchmarks, an hour on a machine that does nothing else; see docs/performance.md"
 	@echo "make lint             ruff, mypy"
@@ -74,7 +74,6 @@ MKDOCS = NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs
 
 docs: venv
 	$(BIN)/python website/diagrams.py
-	$(BIN)/python website/api.py
 	$(MKDOCS) build --strict
 
 docs-serve: venv

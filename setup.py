@@ -30,11 +30,11 @@ BACKENDS = {
 FUNCTIONS = ["cloudpickle"]
 # torch is the user's choice of version and build, so it is no requirement of the package itself.
 # The oldest with which the tests of `make test-matrix` have passed: they and the examples meet over gloo, on CPUs, and
-# before 2.8 gloo may hang at the end of a process group. NCCL, on GPUs, has no part in that: docs/versions.md.
+# before 2.8 gloo may hang at the end of a process group. NCCL, on GPUs, has no part in that: tests/WHERE.md.
 EXAMPLES = ["torch>=2.8", "numpy"]
 # build, setuptools: a test builds this package and installs it in the ways that users do, without an index.
 # ipykernel, nbclient: functions from a notebook.
-# debugpy: ipykernel brings it; an editor attaches to a worker by it. py-spy: docs/debugging.md shows it.
+# debugpy: ipykernel brings it; an editor attaches to a worker by it. py-spy: docs/hangs.md shows it.
 # mypy: a test reads what it makes of a sample.
 # metaflow-checkpoint: a gang goes on from the checkpoints that it keeps.
 TEST = [
@@ -55,10 +55,8 @@ TEST = [
     "nbclient",
     "mypy",
 ]
-# What docs/tracking.md shows. sqlalchemy, alembic: MLflow's database file, which its small package leaves out.
-TRACKING = ["wandb", "mlflow-skinny", "sqlalchemy", "alembic", "tensorboard"]
-# What the scripts in examples/frameworks train with.
-FRAMEWORKS = [*EXAMPLES, *TRACKING, "transformers", "accelerate", "lightning", "deepspeed"]
+# What the scripts in examples/frameworks train with; wandb: docs/frameworks.md shows it.
+FRAMEWORKS = [*EXAMPLES, "wandb", "transformers", "accelerate", "lightning", "deepspeed"]
 # The clients of the backends that tests/remote talk to; it has no secrets.
 REMOTE = [*KUBERNETES, "boto3", "azure-identity", "azure-storage-blob", "google-cloud-storage", "google-auth"]
 # The site of the pages; newer than mkdocs 1 is another program.

@@ -1,6 +1,6 @@
-"""How long a training step of two examples takes: under `current.torch.run`, and under torchrun with its defaults.
+"""How long a training step of an example takes: under `current.torch.run`, and under torchrun with its defaults.
 
-The scripts are the examples' own. The median of a rank's steps counts, and of the ranks the slowest one. The shapes
+The script is the example's own. The median of a rank's steps counts, and of the ranks the slowest one. The shapes
 are those in which the number of threads differs: torchrun gives one worker of a node all cores, whatever else the
 machine runs, and each of several workers one core. `run` gives each worker its share of the cores.
 """
@@ -20,7 +20,6 @@ WORKER = HERE / "training_worker.py"
 EXAMPLES = HERE.parent / "examples"
 # With enough steps that the median is steady, and few enough for some seconds.
 TRAININGS = {
-    "torch-ddp": [str(EXAMPLES / "torch-ddp" / "train.py"), "--epochs", "8"],
     "min-gpt": [str(EXAMPLES / "min-gpt" / "train.py"), "--steps", "60", "--sample-length", "1"],
 }
 TORCHRUN = "torchrun"
@@ -38,7 +37,7 @@ def measure(folder: Path, way: str, shape: Shape, words: list[str]) -> tuple[flo
 
 
 def compare(report: Report, shape: Shape, device: str, rounds: int, heats: list[str]) -> None:
-    """Measure both examples in one shape."""
+    """Measure the example in one shape."""
     for example, words in TRAININGS.items():
         where = f"{example}, {shape}, {device}"
         run = partial(measure, shape=shape, words=words)

@@ -1,6 +1,6 @@
 """Runs some tests with many versions of Python, PyTorch and Metaflow, each in a fresh environment with our wheel.
 
-``make test-matrix`` calls it. docs/versions.md has what it said, and a test compares the rows.
+``make test-matrix`` calls it. tests/WHERE.md has what it said.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Row(NamedTuple):
 
 
 # As few as there are versions of PyTorch, so that every version stands here once. The tests meet over gloo, which before
-# 2.8.0 may deadlock where a process group ends: docs/versions.md says what was tried.
+# 2.8.0 may deadlock where a process group ends: tests/WHERE.md says what was tried.
 ROWS = (
     Row("3.12", "2.8.0", "2.13"),
     Row("3.13", "2.9.1", NEWEST),

@@ -32,6 +32,8 @@ class Train(FlowSpec):
     @step
     def train(self):
         args = {"lr": self.lr}
+        # process_group connects the ranks: gloo over CPUs; "auto" takes NCCL with GPUs.
+        # result has the metrics and what each rank has returned.
         self.result = current.torch.run(train, args, nproc_per_node=2, process_group="gloo")
         self.next(self.join)
 

@@ -1,4 +1,4 @@
-"""Hurts gangs of real processes and prints what it came to; see docs/chaos.md."""
+"""Hurts gangs of real processes and prints what it came to; see tests/chaos/README.md."""
 
 from __future__ import annotations
 

@@ -71,7 +71,7 @@ def test_the_commands_of_the_readme_run_its_example(tmp_path):
     """All but the installation and the server for cards; the README shows the first part of the file."""
     shutil.copytree(REPOSITORY / "examples" / "first", folder := tmp_path / "examples" / "first")
     blocks = pages.blocks_of("README.md")
-    flow = next(block.text for block in blocks if block.language == "python")
+    flow = next(block.text for block in blocks if block.kind == "flow")
     assert (folder / "flow.py").read_text().startswith(flow)
     run, look = (block.text for block in blocks if "python flow.py" in block.text and block.language == "bash")
     (loss,) = re.findall(r"\] loss (\d+\.\d+)\n", pasted(run, tmp_path))
@@ -162,16 +162,26 @@ REPORTS = """
 self.result = current.torch.run("train.py", nproc_per_node=2, warm="workers")
 print("METRICS", current.parallel.node_index, self.result.metrics, len(self.result.history))
 """
+DRAWS = """
+@card
+@step
+def join(self, inputs):
+    from metaflow.cards import VegaChart
+
+    curve = inputs[0].result.history["loss"]
+    rows = [{"step": step, "loss": loss} for step, loss in curve]
+    axes = {"x": ("step", "quantitative"), "y": ("loss", "quantitative")}
+    axes = {axis: {"field": name, "type": kind} for axis, (name, kind) in axes.items()}
+    current.card.append(VegaChart({"data": {"values": rows}, "mark": "line", "encoding": axes}))
+    self.next(self.end)
+"""
 
 
 def test_what_a_script_reports_reaches_the_result_and_a_later_step_draws_it(start_flow, tmp_path):
-    """The first script of docs/metrics.md, as a worker that was a spare, and the join of that page."""
-    script, join = (
-        next(block.text for block in pages.blocks_of("docs/metrics.md") if block.text.startswith(first))
-        for first in ("from metaflow_torchrun", "@card")
-    )
+    """The first script of docs/metrics.md, as a worker that was a spare."""
+    script = next(b.text for b in pages.blocks_of("docs/metrics.md") if b.text.startswith("from metaflow_torchrun"))
     (tmp_path / "train.py").write_text(script)
-    write_flow(tmp_path, REPORTS, more=join)
+    write_flow(tmp_path, REPORTS, more=DRAWS)
     run = start_flow(flow="flow.py", folder=tmp_path, stand_in=True)
     assert run.wait(170) == 0, run.text
     last = "{'step': 999, 'total': 1000, 'loss': 0.001}"
@@ -182,7 +192,7 @@ def test_what_a_script_reports_reaches_the_result_and_a_later_step_draws_it(star
 
 
 def test_with_the_recipe_all_ranks_go_on_from_one_epoch_though_each_node_has_its_own_disk(start_flow, tmp_path):
-    script = next(block for block in pages.blocks_of("docs/recipes/checkpoints.md") if "def save(" in block.text)
+    script = next(block for block in pages.blocks_of("docs/checkpoints.md") if "def save(" in block.text)
     (tmp_path / "recipe.py").write_text(script.text + USES_IT)
     own_disk = (
         'folder = f"disk-{current.parallel.node_index}"\nos.mkdir(folder)\ncurrent.torch.run("recipe.py", cwd=folder)'

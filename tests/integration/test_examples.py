@@ -63,7 +63,6 @@ SAYS = {  # command and options to spend less time on it, and what is printed
             LINK.format(0, 1), LINK.format(1, 0), r"\[rank 1\] it trains", "reach each other, and have trained",
         ],
     ),
-    "tensor-pass": ("python flow.py run", "--nproc 1", ["2 ranks.*ok"]),
     "single-node": ("python flow.py run", "", ["2 ranks.*ok"]),
     # With more than one process, and without Metaflow: test_documents.py.
     "one-gpu": (
@@ -103,23 +102,15 @@ def test_from_shell_without_mpi_says_what_to_do(example):
 
 
 @pytest.mark.long
-def test_torch_ddp_goes_on_where_its_snapshot_ends(example):
-    """After a restart, and in a later run."""
-    epoch = re.compile(r"\[rank 0\] epoch (\d+):")
-    first = example(
-        "torch-ddp",
-        "python flow.py run --epochs 6 --snapshot-dir restarted --restarts 2 --fail-after 3",
-        "--nproc 1 --epochs 4",
+def test_complete_goes_on_from_its_checkpoint_after_a_failure(example):
+    flow = example("complete", "python flow.py run --fail-after 2", "--nproc 1 --epochs 4")
+    assert re.search(
+        r"restart 1 of 2: .* because rank 1 on node 1 .* failed at train.py:\d+ with RuntimeError", flow.text
     )
-    assert re.search(r"restart 1 of 2: .* because rank 1 on node 1", first.text)
-    assert "3 epochs are done already" in first.text
-    assert epoch.findall(first.text) == ["0", "1", "2", "3"]
-    second = example(
-        "torch-ddp", "python flow.py run --epochs 6 --snapshot-dir snapshots", "--nproc 1 --snapshot-dir restarted"
-    )
-    assert "4 epochs are done already" in second.text
-    assert epoch.findall(second.text) == ["4", "5"]
-    assert "2 ranks over gloo ended with the same weights: ok" in second.text
+    assert "goes on after epoch 2" in flow.text
+    assert re.findall(r"\[rank 0\] epoch (\d+): loss 0", flow.text) == ["0", "1", "2", "3"]
+    assert re.search(r"accuracy 9\d\.\d%, restarts 1\n", flow.text), flow.text
+    assert "stored: <Outputs: 1 file" in flow.text
 
 
 @pytest.mark.long

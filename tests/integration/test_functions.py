@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 from flow_runs import FLOWS
-from pages import blocks_of
 
 
 @pytest.mark.matrix
@@ -105,6 +104,40 @@ except CellError as error:
     print("caught:", error.args)
     print("verdict:", str(error.__cause__))
 """,
+    """
+from metaflow import FlowSpec, NBRunner, current, step, torchrun
+
+
+def rank_of_world():
+    import os
+
+    return f"rank {os.environ['RANK']} of {os.environ['WORLD_SIZE']}"
+
+
+class CellFlow(FlowSpec):
+    @step
+    def start(self):
+        self.next(self.train, num_parallel=2)
+
+    @torchrun
+    @step
+    def train(self):
+        self.ranks = list(current.torch.run(rank_of_world, gather=True))
+        self.next(self.join)
+
+    @step
+    def join(self, inputs):
+        self.ranks = inputs[0].ranks
+        self.next(self.end)
+
+    @step
+    def end(self):
+        pass
+
+
+run = NBRunner(CellFlow).nbrun()
+print(run.data.ranks)
+""",
 ]
 
 
@@ -161,8 +194,7 @@ def test_functions_from_a_notebook(tmp_path, monkeypatch):
     monkeypatch.setenv("METAFLOW_DATASTORE_SYSROOT_LOCAL", str(tmp_path / "home"))
     monkeypatch.setenv("METAFLOW_HOME", str(tmp_path / "config"))
     monkeypatch.setenv("IPYTHONDIR", str(tmp_path / "ipython"))
-    of_page = [each.text for each in blocks_of("docs/recipes/notebooks.md") if "NBRunner" in each.text]
-    cells = [nbformat.v4.new_code_cell(cell) for cell in [*CELLS, *of_page]]
+    cells = [nbformat.v4.new_code_cell(cell) for cell in CELLS]
     notebook = nbformat.v4.new_notebook(cells=cells)
     client = nbclient.NotebookClient(notebook, kernel_name="python3", resources={"metadata": {"path": folder}})
     client.execute()

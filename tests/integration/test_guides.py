@@ -1,4 +1,4 @@
-"""The code of the guides: data on every node, debugging."""
+"""The code of docs/hangs.md about debugging."""
 
 from __future__ import annotations
 
@@ -12,12 +12,6 @@ import pytest
 from flow_runs import write_flow
 from pages import blocks_of
 
-BARRIER = """
-import torch.distributed as dist
-dist.init_process_group("gloo")
-def load_data(folder):
-    print("loads into", folder, flush=True)
-"""
 ALONE = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
 
 
@@ -32,30 +26,6 @@ def run_script(folder, text: str, *options: str, given: str = "") -> subprocess.
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
     command = [*ALONE, *options]
     return subprocess.run(command, cwd=folder, env=env, input=given, capture_output=True, text=True)
-
-
-def test_the_flow_with_a_small_file_gives_it_to_every_rank(start_flow, tmp_path):
-    (tmp_path / "flow.py").write_text(code_of("docs/data.md", "IncludeFile(").replace("/tmp/", f"{tmp_path}/"))
-    (tmp_path / "labels.txt").write_text("cat dog")
-    (tmp_path / "train.py").write_text("import sys\nprint('has', open(sys.argv[2]).read())")
-    flow = start_flow(flow="flow.py", folder=tmp_path, stand_in=True)
-    assert flow.wait() == 0, flow.text
-    assert [f"[rank {rank}] has cat dog" in flow.text for rank in range(4)] == [True] * 4
-
-
-def test_shards_are_disjoint_and_whole():
-    around: dict = {}
-    exec(code_of("docs/data.md", "def own_files"), around)
-    shards = [around["own_files"]("dbeac", rank, 2) for rank in range(2)]
-    assert shards == [["a", "c", "e"], ["b", "d"]]
-
-
-@pytest.mark.long
-def test_local_rank_0_loads_and_the_others_wait(tmp_path):
-    script = BARRIER + code_of("docs/data.md", "dist.barrier()") + "dist.destroy_process_group()\n"
-    ran = run_script(tmp_path, script, "--nproc-per-node=2", "train.py")
-    assert ran.returncode == 0, ran.stderr
-    assert ran.stdout.count("loads into /tmp/train") == 1
 
 
 @pytest.mark.long
@@ -79,7 +49,7 @@ def debug_flow(start_flow, tmp_path):
 
     def start(script: str):
         (tmp_path / "train.py").write_text(script)
-        write_flow(tmp_path, code_of("docs/debugging.md", 'DEBUG_RANK":'), "@torchrun(nproc_per_node=1)", size=1)
+        write_flow(tmp_path, code_of("docs/hangs.md", 'DEBUG_RANK":'), "@torchrun(nproc_per_node=1)", size=1)
         return start_flow(flow="flow.py", folder=tmp_path)
 
     return start
@@ -89,7 +59,7 @@ def debug_flow(start_flow, tmp_path):
 def test_debugpy_answers_an_editor_in_a_worker(debug_flow, tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as listener:
         unused_port = listener.getsockname()[1]
-    flow = debug_flow(code_of("docs/debugging.md", "debugpy.listen").replace("5678", str(unused_port)))
+    flow = debug_flow(code_of("docs/hangs.md", "debugpy.listen").replace("5678", str(unused_port)))
     flow.await_text(f"debugpy waits on port {unused_port}")
     with socket.create_connection(("127.0.0.1", unused_port), 30) as editor:
         assert editor.recv(15) == b"Content-Length:", "the debug adapter protocol"

@@ -25,7 +25,7 @@ import pytest
 from pages import NAMES, REPOSITORY, blocks_of, read
 
 from metaflow_extensions.torchrun.plugins.torchrun.executor import TorchrunExecutor
-from metaflow_extensions.torchrun.plugins.torchrun.gang.cause import Cause
+from metaflow_extensions.torchrun.plugins.torchrun.gang.cause import _CATEGORIES, Cause
 from metaflow_extensions.torchrun.plugins.torchrun.parsing import RETRY_CLASSES
 from metaflow_extensions.torchrun.plugins.torchrun.settings import DEFAULTS, SETTINGS
 
@@ -78,10 +78,10 @@ def programs() -> list[tuple[tuple[str, ...], list[str]]]:
 def test_the_diff_and_the_flow_of_the_page_are_those_of_the_example():
     example = REPOSITORY / "examples" / "one-gpu"
     before, after = [(example / name).read_text().splitlines(keepends=True) for name in ("before.py", "after.py")]
-    wanted = "".join(difflib.unified_diff(before, after, "before.py", "after.py", n=len(before)))
-    shown = {block.language: block.text for block in blocks_of("docs/from-one-gpu.md")}
-    assert shown["diff"] == wanted
-    assert shown["python"] == (example / "flow.py").read_text()
+    wanted = "".join(difflib.unified_diff(before, after, "before.py", "after.py", n=2))
+    shown = [block.text for block in blocks_of("docs/from-one-gpu.md")]
+    assert wanted in shown
+    assert (example / "flow.py").read_text() in shown
 
 
 def anchors_of(text: str) -> set[str]:
@@ -199,7 +199,7 @@ def test_the_recipe_for_spot_instances_saves():
     try:
         with pytest.raises(SystemExit) as ended:
             exec(
-                script_of("docs/recipes/spot.md", "import signal"),
+                script_of("docs/failures.md", "import signal"),
                 {**around, "save": lambda *what: saved.append(what), "model": "model", "optimizer": "optimizer"},
             )
     finally:
@@ -235,11 +235,13 @@ def rows_of(text: str) -> list[list[str]]:
 
 
 def test_the_reference_has_a_table_of_the_attributes_and_tables_of_the_arguments():
-    attributes, arguments = read("docs/reference.md").split("## `@torchrun`")[1].split("## `current.torch.run`\n")
-    assert {row[0].strip("`") for row in rows_of(attributes)} == {s.name for s in SETTINGS.values() if s.of == "step"}
-    told = [(row[0].strip("`"), row[3]) for row in rows_of(arguments.partition("## The result")[0])]
-    assert told == [(s.name, "yes" if s.of == "both" else "no") for s in SETTINGS.values() if s.of != "step"]
-    defaults = {row[0].strip("`"): row[2].strip("`") for row in [*rows_of(attributes), *rows_of(arguments)]}
+    page = read("docs/reference.md").partition("## The result")[0]
+    heads = ("## `@torchrun`\n", "### What to run, and its results\n", "### Processes and environment\n")
+    ends = [page.index(head) for head in heads] + [len(page)]
+    for of, begin, end in zip(("step", "run", "both"), ends, ends[1:], strict=False):
+        told = {row[0].strip("`") for row in rows_of(page[begin:end])}
+        assert told == {setting.name for setting in SETTINGS.values() if setting.of == of}
+    defaults = {row[0].strip("`"): row[2].strip("`") for row in rows_of(page)}
     fixed = {s.name: s.default for s in SETTINGS.values() if s.default is not None}
     shown = {name: f'"{value}"' if isinstance(value, str) else str(value) for name, value in fixed.items()}
     assert {name: defaults[name] for name in fixed} == shown
@@ -249,14 +251,14 @@ def test_the_page_of_errors_names_every_class():
     named = vars(metaflow).items()
     errors = {name for name, value in named if inspect.isclass(value) and issubclass(value, metaflow.TorchrunError)}
     assert len(errors) > 5
-    assert errors == set(re.findall(r"^(?:[│├└─ ]*)(\w+) {2,}", read("docs/errors.md"), re.MULTILINE))
+    assert errors == set(re.findall(r"^(?:[│├└─ ]*)(\w+) {2,}", read("docs/failures.md"), re.MULTILINE))
 
 
 def test_the_page_of_errors_names_every_part_and_class_of_a_cause():
-    page = read("docs/errors.md")
+    page = read("docs/failures.md")
     cause = Cause("exit", 0, "host").as_dict()
     assert [name for name in cause if f"`{name}`" not in page] == []
-    assert [name for name in RETRY_CLASSES if f"| `{name}` |" not in page] == []
+    assert [name for name in {*RETRY_CLASSES, *_CATEGORIES} if f"`{name}`" not in page] == []
 
 
 def test_the_table_of_threads_in_architecture_names_each_where_it_is_started():

@@ -68,17 +68,15 @@ def test_the_docstrings_describe_all_settings_and_no_others_with_their_defaults(
 def test_the_docstring_of_card_names_all_parts():
     named = re.search(r"Which ones: (.*)\. Default", " ".join(TorchrunExecutor.card.__doc__.split()))[1]
     assert re.findall(r'"(\w+)"', named) == list(SECTION_NAMES)
-    assert [name for name in SECTION_NAMES if f'`"{name}"`' not in read("docs/card.md")] == []
+    assert [name for name in SECTION_NAMES if f'`"{name}"`' not in read("docs/seeing.md")] == []
 
 
 PAGES = {
     "functions": ["process_group", "gather"],
-    "warm": ["warm", "preload"],
+    "performance": ["warm", "preload"],
     "before-run": ["before_run"],
-    "restarts": ["max_restarts", "restart_on"],
-    "lost-nodes": ["spare_nodes", "min_nodes"],
+    "failures": ["max_restarts", "restart_on", "spare_nodes", "min_nodes", "preemption_signal"],
     "hangs": ["hang_timeout_s"],
-    "preemption": ["preemption_signal"],
     "outputs": ["outputs", "outputs_from"],
 }
 

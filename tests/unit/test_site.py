@@ -1,4 +1,4 @@
-"""The site that is made of the pages can be built without a warning, and its diagrams and docstrings are of today."""
+"""The site that is made of the pages can be built without a warning, and its diagrams are of today."""
 
 import runpy
 
@@ -15,8 +15,3 @@ def test_the_diagrams_are_those_that_the_script_draws():
         kept = (drawn["FOLDER"] / f"{name}.svg").read_text(encoding="utf-8")
         assert kept == draw().svg(), "run: python website/diagrams.py"
         assert any(f"({name}.svg)" in text or f"/{name}.svg)" in text for text in map(read, NAMES)), name
-
-
-def test_the_page_of_docstrings_is_the_one_that_the_script_writes():
-    written = runpy.run_path(str(REPOSITORY / "website" / "api.py"))["page"]()
-    assert read("docs/api.md") == written, "run: python website/api.py"

@@ -52,7 +52,7 @@ def test_mypy_sees_types_and_mistakes():
 
 
 def test_mypy_sees_them_through_metaflows_stubs(python_with_stubs, tmp_path):
-    # As docs/editors.md says: without the first option mypy looks into no step without types.
+    # As docs/install.md says: without the first option mypy looks into no step without types.
     own = ["--check-untyped-defs", "--config-file=", "--cache-dir", tmp_path / "cache"]
     own += ["--python-executable", python_with_stubs]
     assert check("stubbed.py", *own) == (5, 7)

@@ -61,7 +61,7 @@ class TorchrunResult(Generic[_T]):
         Whether `values` are those of all nodes, which ``gather=True`` brings to the control node alone.
     events : tuple of dict
         What has happened to the gang since the launch before, in order, on the control node; empty on the
-        others. ``docs/events.md`` lists the fields.
+        others. ``docs/seeing.md`` lists the fields.
     metrics : dict of str to float
         What rank 0 has reported last, by name, with ``"step"`` and ``"total"``. See ``docs/metrics.md``.
     history : dict of str to list of (int, float)

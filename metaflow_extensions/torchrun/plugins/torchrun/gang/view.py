@@ -1,6 +1,6 @@
 """What is known of one attempt of a gang, as data: what ``show``, the card, ``--json`` and ``logs`` are made from.
 
-The machine changes it where it changes its own state. It is stored as it is; ``docs/events.md`` lists the fields. Times are
+The machine changes it where it changes its own state. It is stored as it is; ``docs/seeing.md`` lists the fields. Times are
 seconds since the gang's begin, by the control node's clock.
 """
 

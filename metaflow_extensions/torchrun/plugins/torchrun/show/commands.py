@@ -119,7 +119,7 @@ def _pages(obj: Any, named: str, attempt: int | None, as_json: bool) -> str:
 
 
 def _as_data(place: Place, view: GangView | None) -> dict[str, Any]:
-    """Return what ``--json`` has of a gang: where it is, its view, and what that comes to; ``docs/events.md`` lists it."""
+    """Return what ``--json`` has of a gang: where it is, its view, and what that comes to; ``docs/seeing.md`` lists it."""
     return {
         **{name: getattr(place, name) for name in ("run", "control_task", "tasks", "attempt", "last_attempt")},
         "clone": place.clone and dict(zip(("run", "control_task"), place.clone, strict=True)),
