@@ -1,5 +1,6 @@
 """What hanging workers were doing is found out: real processes, asked by the signal."""
 
+import asyncio
 import json
 import os
 import signal
@@ -47,10 +48,7 @@ def until(pid, state):
 
 
 def collected(workers, within_s=60.0):
-    question = stacks.Question(workers, within_s)
-    while (found := question.poll()) is None:
-        time.sleep(0.02)
-    return found
+    return asyncio.run(stacks.ask(workers, within_s))
 
 
 def where_of(found):

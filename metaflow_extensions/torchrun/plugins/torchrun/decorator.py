@@ -126,7 +126,7 @@ class TorchrunDecorator(steps.ParallelDecorator):  # type: ignore[misc]  # Metaf
     def runtime_init(self, flow: Any, graph: Any, package: Any, run_id: str) -> None:
         """Check what only a run can do; deployments, tasks and commands such as ``show`` don't come here."""
         from .compat.graph import parallel_steps
-        from .machine.system import require_linux
+        from .compat.linux import require_linux
         from .show.stored_gangs import last_lines
         from .task.interrupts import heed_signals_to_run
         from .task.report import tell_after_errors
@@ -154,7 +154,7 @@ class TorchrunDecorator(steps.ParallelDecorator):  # type: ignore[misc]  # Metaf
 
     def task_pre_step(self, *args: Any) -> None:
         """Record which gang this is."""
-        from .machine.system import require_linux
+        from .compat.linux import require_linux
 
         require_linux("@torchrun")
         from .errors import TorchrunConfigError

@@ -34,7 +34,7 @@ class TorchrunSingleNodeMultiGPU(Runner):
 
     def __init__(self) -> None:
         from .compat.datastore import datastore_here
-        from .machine.system import require_linux
+        from .compat.linux import require_linux
 
         require_linux(type(self).__name__)
         self._flow_datastore = datastore_here()

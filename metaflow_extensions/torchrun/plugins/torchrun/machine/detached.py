@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Mapping
 
 from . import processes
 
@@ -22,29 +21,16 @@ package.__path__ = [sys.argv.pop(1)]
 from torchrun.supervisor.between import main
 os._exit(main())
 """
-_HOME = "PYTHONHOME"
-# Without -I the working folder and PYTHONPATH stand first. Python's own library is the last three entries, since -S adds
-# none after it.
-_OWN_PATH = "import sys\nsys.path[:] = sys.path[-3:]"
-
-
-def isolated(python: str, env: Mapping[str, str]) -> list[str]:
-    """Return Python with the options that keep it from what users have installed, and from their ``PYTHON*`` variables.
-
-    A Python that needs PYTHONHOME to find its library does not start with -I, which ignores all of them. Then the program
-    has to leave out what PYTHONPATH adds to its path. Without site-packages (-S) it starts fast.
-    """
-    return [python, "-s" if env.get(_HOME) else "-I", "-S"]
 
 
 def start_between(stdin: int, grace_s: float) -> None:
     """Start the process between this task and its supervisor, whose link to the task is `stdin`. Raises OSError.
 
-    Its `main` forks, and returns an error's number in the process that has started it.
+    Its `main` forks, and returns an error's number in the process that has started it. What users have installed, and
+    their ``PYTHON*`` variables, do not reach it (-I); without site-packages (-S) it starts fast.
     """
-    task, env = os.getpid(), os.environ
-    source = (_OWN_PATH if env.get(_HOME) else "") + OURS
-    argv = [*isolated(sys.executable, env), "-c", source, _PACKAGE, str(task), processes.began(task), str(grace_s)]
+    task = os.getpid()
+    argv = [sys.executable, "-I", "-S", "-c", OURS, _PACKAGE, str(task), processes.began(task), str(grace_s)]
     code = subprocess.run(argv, stdin=stdin, start_new_session=True, check=False).returncode
     if code:
         why = os.strerror(code) if code > 1 else f"{sys.executable} has ended with exit code {code}"

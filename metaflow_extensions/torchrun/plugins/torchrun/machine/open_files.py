@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import resource
 import socket
-import sys
 from contextlib import suppress
 
 from ..errors import GangError
@@ -25,21 +24,19 @@ def file_of(fd: int) -> tuple[int, int] | None:
 def raise_limit(needed: int) -> None:
     """Raise the soft limit of open files if it is too low for so many connections, at most to the hard one.
 
-    The limit is that of the supervisor alone. For a small gang it stays as it is. Can be repeated.
+    For a small gang it stays as it is. Can be repeated.
     """
-    soft, hard = _limits()
-    taken = len(os.listdir("/dev/fd")) + _OWN
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    taken = _open_now() + _OWN
     if soft < taken + needed + _FEW_OTHERS:
-        new = min(hard, taken + needed + _MANY_OTHERS)
         with suppress(ValueError, OSError):  # the kernel refuses; then fewer files can be open
-            resource.setrlimit(resource.RLIMIT_NOFILE, (new, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+            resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, taken + needed + _MANY_OTHERS), hard))
 
 
 def room_for_connections(needed: int, more: int) -> int:
     """Return how many connections there is room for: the needed, for which GangError is raised, and up to `more`."""
     raise_limit(needed)
-    soft, hard = _limits()
-    used = len(os.listdir("/dev/fd"))
+    (soft, hard), used = resource.getrlimit(resource.RLIMIT_NOFILE), _open_now()
     places = min(soft - used - _OWN, needed + more)
     if places < needed:
         raise GangError(
@@ -50,8 +47,5 @@ def room_for_connections(needed: int, more: int) -> int:
     return places
 
 
-def _limits() -> tuple[int, int]:
-    """Return the soft and the hard limit."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    endless = resource.RLIM_INFINITY
-    return sys.maxsize if soft == endless else soft, sys.maxsize if hard == endless else hard
+def _open_now() -> int:
+    return len(os.listdir("/dev/fd"))

@@ -1,18 +1,19 @@
 """What the workers of one node are doing: the Python stacks of their main threads.
 
 Our hook in each worker (`worker_hooks`) has Python's `faulthandler` write the stack at a signal. That works while the
-worker waits in C code, without any package, and without the right to trace it. A `Question` sends the signal.
+worker waits in C code, without any package, and without the right to trace it.
 """
 
 from __future__ import annotations
 
+import asyncio
 import linecache
 import os
 import signal
 import tempfile
 import time
 from collections.abc import Iterable, Mapping
-from concurrent.futures import Future
+from contextlib import suppress
 
 from . import processes
 from .aside import Aside
@@ -23,6 +24,7 @@ from .frames import Found, Line, read, sources, without_stack
 # takes SIGRTMAX, so this one is far from both. Counted from the top since C libraries differ in SIGRTMIN.
 _SIGNAL = int(getattr(signal, "SIGRTMAX", 64)) - 8  # macOS has none, and commands import this there
 _FILE = "torchrun-stacks"  # the beginning of the file's name, also in `worker_hooks`
+_POLL_S = 0.05
 _SETTLED_S = 0.3  # a file that has not grown for so long is complete
 _LINES_S = 2.0  # for source lines, besides: their disk may be the very one that makes a launch hang
 _LINE_CHARS = 160
@@ -34,34 +36,26 @@ def hook_environment() -> dict[str, str]:
     return {"TORCHRUN_STACKS_FOLDER": tempfile.gettempdir(), "TORCHRUN_STACKS_SIGNAL": str(_SIGNAL)}
 
 
-class Question:
-    """Asks all workers of a node at once what they do. Never raises for what a worker does or is.
+async def ask(workers: Mapping[int, int], within_s: float) -> dict[int, Found]:
+    """Ask all workers of a node at once what they do; `workers` has a pid for each global rank.
 
-    A worker without our hook is never signalled: the signal would kill it.
+    Returns when all have answered or the time is up. Never raises for what a worker does or is. A worker without our hook
+    is never signalled: the signal would kill it.
     """
-
-    def __init__(self, workers: Mapping[int, int], within_s: float) -> None:
-        """Ask; `workers` has a pid for each global rank."""
-        self._deadline = time.monotonic() + within_s
-        self._workers = {rank: _Worker(pid) for rank, pid in sorted(workers.items())}
-        self._lines: Future[dict[Line, str]] | None = None  # None before all have answered
-
-    def poll(self) -> dict[int, Found] | None:
-        """Return the answers by rank when all workers have answered or the time is up; None before."""
-        is_late = time.monotonic() >= self._deadline
-        answers = {rank: worker.answer(is_late) for rank, worker in self._workers.items()}
-        stacks = {rank: answer for rank, answer in answers.items() if answer is not None}
-        if len(stacks) < len(answers):
-            return None
-        if self._lines is None:
-            wanted = {line for each in stacks.values() if isinstance(each, str) for line in sources(each)}
-            self._lines = _DISK.begin(source_lines, wanted)
-        lines: dict[Line, str] = {}
-        if self._lines is not None and self._lines.done():
-            lines = self._lines.result()
-        elif time.monotonic() < self._deadline + _LINES_S:
-            return None
-        return {rank: read(each, lines) if isinstance(each, str) else each for rank, each in stacks.items()}
+    deadline = time.monotonic() + within_s
+    asked = {rank: _Worker(pid) for rank, pid in sorted(workers.items())}
+    found: dict[int, str | Found | None] = dict.fromkeys(asked)
+    while None in found.values():
+        await asyncio.sleep(_POLL_S)
+        is_late = time.monotonic() >= deadline
+        found = {rank: worker.answer(is_late) for rank, worker in asked.items()}
+    stacks = {rank: each for rank, each in found.items() if isinstance(each, str)}
+    wanted, lines = {line for each in stacks.values() for line in sources(each)}, dict[Line, str]()
+    with suppress(TimeoutError):
+        lines = await _DISK.within(_LINES_S, source_lines, wanted)
+    return {
+        rank: read(each, lines) if isinstance(each, str) else each for rank, each in found.items() if each is not None
+    }
 
 
 class _Worker:

@@ -30,11 +30,11 @@ def main() -> int:
     grace_s = float(sys.argv.pop())
     linux.adopt_orphans()
     have_default_signals()
-    own, supervisor = os.getpid(), os.fork()
+    supervisor = os.fork()
     if supervisor == 0:
         from .process import main as supervise
 
-        return supervise(own)
+        return supervise()
     _close_files()
     os.waitpid(supervisor, 0)
     for pid in living_descendants():
