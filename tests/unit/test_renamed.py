@@ -19,6 +19,7 @@ from flow_runs import RENAMED_TOGETHER, RENAMING
 from metaflow import cli as metaflow_cli
 from metaflow import flowspec, metaflow_config_funcs
 from metaflow.exception import MetaflowException
+from metaflow.metaflow_environment import MetaflowEnvironment
 
 from metaflow_extensions.torchrun.plugins import torchrun as extension
 from metaflow_extensions.torchrun.plugins.torchrun.compat import renamed
@@ -142,14 +143,10 @@ def test_without_metaflows_copies_of_packages_there_are_no_commands(monkeypatch)
 # --- what stands in for Metaflow's own ------------------------------------------------------------
 
 
-def test_an_environment_is_asked_whatever_metaflow_asks():
-    asked = []
-    real = SimpleNamespace(executable=lambda *args, **options: asked.append((args, options)) or "python", colour="red")
-    same = with_this_interpreter(SimpleNamespace(base_env=real))
-    assert same.executable("train", default=None, kind="new") == sys.executable
-    assert asked == [(("train",), {"default": None, "kind": "new"})]
-    assert same.colour == "red"
-    assert getattr(same, "base_env", same) is same, "else the base environment would be asked itself"
+def test_a_local_task_has_this_interpreter_unless_its_environment_has_one():
+    real, own = MetaflowEnvironment(None), SimpleNamespace(executable=lambda step, default=None: "its own")
+    assert with_this_interpreter(SimpleNamespace(base_env=real)).executable("train") == sys.executable
+    assert with_this_interpreter(own).executable("train") == "its own"
     assert real.executable("train") == "python"
 
 

@@ -66,12 +66,10 @@ def make_here(cards: Sequence[Any], flow_datastore: Any, make_ours: Make) -> Non
         creator._run_cards_subprocess = partial(_make, creator._run_cards_subprocess, flow_datastore, make_ours)
 
 
-def _make(
-    start: Callable[..., None], flow_datastore: Any, make_ours: Make, uuid: str, name: str | None, mode: str, task: str,
-    attributes: Mapping[str, Any], *args: Any, **options: Any,
-) -> None:  # fmt: skip
+def _make(start: Callable[..., None], flow_datastore: Any, make_ours: Make, *args: Any, **options: Any) -> None:
+    uuid, name, mode, task, attributes, *_ = args
     if attributes["type"] != "torchrun":
-        start(uuid, name, mode, task, attributes, *args, **options)
+        start(*args, **options)
         return
     with convenience("the gang's card"):
         facts = options["metadata_dict"] if options.get("save_metadata") else None  # from 2.19, and once

@@ -15,7 +15,7 @@ from .renamed import convenience, known
 LOG_SOURCES = known("metaflow.mflog:LOG_SOURCES")
 LINE_PARSER = known("metaflow.mflog.mflog:LINE_PARSER")
 DEFAULT_DATASTORE = known("metaflow.metaflow_config:DEFAULT_DATASTORE")
-_SPIN = "spin"  # the kind of the datastore of what `spin` runs (from 2.19)
+SPIN = "spin"  # the kind of the datastore of what `spin` runs: .metaflow_spin in this folder or above (from 2.19)
 
 
 def open_datastore(kind: str | None, flow_name: str, root: str | None = None) -> Any:
@@ -131,7 +131,7 @@ class Storage:
         self._datastore = flow_datastore  # metaflow.datastore.FlowDataStore
         self._storage = flow_datastore._storage_impl
         self.kind = str(self._storage.TYPE)  # as in ``--datastore``
-        self.is_default = self.kind in (DEFAULT_DATASTORE, _SPIN)  # where our commands look without ``--datastore``
+        self.is_default = self.kind in (DEFAULT_DATASTORE, SPIN)  # where our commands look without ``--datastore``
         self.place = f"{self.kind}: {flow_datastore.datastore_root}"  # for messages
 
     def path(self, *parts: str) -> str:
@@ -165,11 +165,6 @@ def latest_run(flow_name: str) -> str | None:
 
     run_id: str | None = get_latest_run_id(lambda *_, **__: None, flow_name)
     return run_id
-
-
-def datastore_of_spin(flow_name: str) -> Any:
-    """Return the datastore of what `spin` runs (.metaflow_spin in this folder or above); None if there is none."""
-    return open_datastore(_SPIN, flow_name)
 
 
 def datastore_of_card(flow_name: str, facts: Mapping[str, str]) -> Any:

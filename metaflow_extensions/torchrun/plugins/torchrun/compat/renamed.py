@@ -6,11 +6,12 @@ gang or looks at one begins with `check`, before anything is scheduled. So the c
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import cache
-from inspect import signature, unwrap
+from inspect import isfunction, signature, unwrap
 from pkgutil import resolve_name
 from types import CodeType
 from typing import Any
@@ -42,6 +43,7 @@ NAMES = {
     "metaflow.metaflow_current": "Parallel",
     "metaflow.metaflow_current:Current": "_update_env",
     "metaflow.metaflow_current:Parallel": "control_task_id",
+    "metaflow.metaflow_environment:MetaflowEnvironment": "executable(default)",
     "metaflow.mflog": "LOG_SOURCES TASK_LOG_SOURCE",
     "metaflow.mflog.mflog": "LINE_PARSER",
     "metaflow.plugins": "DATASTORES",
@@ -106,26 +108,19 @@ def _missing() -> Iterator[str]:
             yield place
             continue
         for word in words.split():
-            name, _, parameters = word.removesuffix(")").partition("(")
-            takes = signature(getattr(owner, name)).parameters if parameters and hasattr(owner, name) else parameters
-            if not (_has(owner, name) and all(each in takes for each in parameters.split(","))):
+            name, *parameters = re.split("[(,]", word.removesuffix(")"))
+            takes = signature(getattr(owner, name, lambda: None)).parameters if parameters else {}
+            if not (_has(owner, name) and takes.keys() >= set(parameters)):
                 yield f"{place}.{word}"
 
 
 def _has(owner: Any, name: str) -> bool:
     """Return whether a module or class has a name, or a method of the class mentions it."""
-    bases = owner.__mro__ if isinstance(owner, type) else ()
-    methods = (unwrap(each) for base in bases for each in vars(base).values() if callable(each))
-    codes = (each.__code__ for each in methods if hasattr(each, "__code__"))
-    return hasattr(owner, name) or any(name in _mentioned(code) for code in codes)
-
-
-def _mentioned(code: CodeType) -> Iterator[str]:
-    """Yield the names in a function's code, and in that of functions inside it."""
-    yield from code.co_names
-    for inner in code.co_consts:
-        if isinstance(inner, CodeType):
-            yield from _mentioned(inner)
+    methods = (unwrap(each) for base in getattr(owner, "__mro__", ()) for each in vars(base).values() if callable(each))
+    codes = [each.__code__ for each in methods if isfunction(each)]
+    for code in codes:  # it grows meanwhile, by the functions inside
+        codes += [inner for inner in code.co_consts if isinstance(inner, CodeType)]
+    return hasattr(owner, name) or any(name in code.co_names for code in codes)
 
 
 # --- failures that must harm nobody ----------------------------------------------------------------
