@@ -166,6 +166,7 @@ LISTED |= {re.split("[.:]", place)[-1] for place in renamed.NAMES}
 # Looked for in frames of the stack; Python's own; and artifacts that are read where there are any.
 OTHERS = {"_one_boto_op", "_send_request", "_jobset", "_current_frames", "_register_atexit", "_run_module_as_main"}
 OTHERS |= {"_task_ok", "_exception"}
+OTHERS |= {"_save_metadata"}  # of a card; Metaflow 2.19 has it, and is the first that asks for it
 # ``test_worker_hooks.py`` takes these of torch and Accelerate away.
 OTHERS |= {"_backend", "_default_pg_init_method", "_get_sequence_nr", "_shared_state"}
 # Of torch's `SubprocessHandler`; a torch without it fails each launch at its start, and `make test-matrix` shows that.
