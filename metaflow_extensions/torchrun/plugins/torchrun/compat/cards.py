@@ -11,6 +11,7 @@ import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from copy import copy
+from dataclasses import dataclass
 from functools import partial
 from types import SimpleNamespace
 from typing import Any, TypeAlias
@@ -76,6 +77,7 @@ def _make(start: Callable[..., None], flow_datastore: Any, make_ours: Make, *arg
         make_ours(CardFile(flow_datastore, uuid, name, task, facts), mode == "refresh", options["final"])
 
 
+@dataclass
 class CardFile:
     """One card of our type in Metaflow's store of cards.
 
@@ -83,10 +85,11 @@ class CardFile:
     another one for its data, each of which imports everything.
     """
 
-    def __init__(self, flow_datastore: Any, uuid: str, name: str | None, task: str, facts: Any) -> None:
-        self._flow_datastore = flow_datastore  # metaflow.datastore.FlowDataStore
-        self._task, self.uuid, self._options = task, uuid, {"card_id": name}
-        self.facts = facts  # what is to be registered of it
+    _flow_datastore: Any  # metaflow.datastore.FlowDataStore
+    uuid: str
+    _name: str | None
+    _task: str  # run, step and task
+    facts: Any  # what is to be registered of it
 
     @property
     def pathspec(self) -> str:
@@ -105,12 +108,12 @@ class CardFile:
     def save(self, page: str, token: str) -> None:
         """Store the page; browsers load it anew when `token` is another one."""
         html = page.replace(MetaflowCard.RELOAD_POLICY_TOKEN, token)
-        self._store.save_card(self.uuid, "torchrun", html, **self._options)
+        self._store.save_card(self.uuid, "torchrun", html, card_id=self._name)
 
     def save_data(self, sections: Mapping[str, Any], token: str) -> None:
         """Store what a page that browsers show is renewed with."""
         fresh = {"reload_token": token, "data": sections, "created_on": time.time()}
-        self._store.save_data(self.uuid, "torchrun", fresh, **self._options)
+        self._store.save_data(self.uuid, "torchrun", fresh, card_id=self._name)
 
     def register(self, facts: Any) -> None:
         """Register the card with the task's metadata."""

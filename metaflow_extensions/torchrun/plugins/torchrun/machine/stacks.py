@@ -39,70 +39,42 @@ def hook_environment() -> dict[str, str]:
 async def ask(workers: Mapping[int, int], within_s: float) -> dict[int, Found]:
     """Ask all workers of a node at once what they do; `workers` has a pid for each global rank.
 
-    Returns when all have answered or the time is up. Never raises for what a worker does or is. A worker without our hook
-    is never signalled: the signal would kill it.
+    Returns when all have answered or the time is up. Never raises for what a worker does or is.
     """
     deadline = time.monotonic() + within_s
-    asked = {rank: _Worker(pid) for rank, pid in sorted(workers.items())}
-    found: dict[int, str | Found | None] = dict.fromkeys(asked)
-    while None in found.values():
-        await asyncio.sleep(_POLL_S)
-        is_late = time.monotonic() >= deadline
-        found = {rank: worker.answer(is_late) for rank, worker in asked.items()}
-    stacks = {rank: each for rank, each in found.items() if isinstance(each, str)}
-    wanted, lines = {line for each in stacks.values() for line in sources(each)}, dict[Line, str]()
+    found = await asyncio.gather(*(_stack_of(pid, deadline) for pid in workers.values()))
+    wanted, lines = {line for each in found if isinstance(each, str) for line in sources(each)}, dict[Line, str]()
     with suppress(TimeoutError):
         lines = await _DISK.within(_LINES_S, source_lines, wanted)
-    return {
-        rank: read(each, lines) if isinstance(each, str) else each for rank, each in found.items() if each is not None
-    }
+    answers = [read(each, lines) if isinstance(each, str) else each for each in found]
+    return dict(sorted(zip(workers, answers, strict=True)))
 
 
-class _Worker:
-    """A worker that is asked."""
-
-    def __init__(self, pid: int) -> None:
-        self._pid = pid
-        self._answer: str | Found | None = None
-        self._size, self._since = 0, time.monotonic()
-        try:
-            if (process := processes.find(pid)) is None or not process.is_alive:
-                raise ProcessLookupError
-            # Its file has no name any more. That it is open says that our hook ran in this program: exec closes it.
-            ours = (path for path, target in processes.open_files(pid) if f"/{_FILE}-{pid} " in target)
-            file = next(ours, None)
-            if file is None or not processes.has_signal(pid, "SigCgt", _SIGNAL):
-                self._answer = without_stack(
-                    "it has no handler of ours (no Python, started with -I, -E or -S, or it has reset the signal)"
-                )
-            else:
-                self._path = file
-                os.truncate(file, 0)  # else it would grow with each question; the worker appends
-                os.kill(pid, _SIGNAL)
-        except (FileNotFoundError, ProcessLookupError):
-            self._answer = without_stack("the process has ended")
-        except OSError as error:
-            self._answer = without_stack(str(error))
-
-    def answer(self, is_late: bool) -> str | Found | None:
-        """Return its stack, or why there is none; None while it may still write."""
-        if self._answer is None:
-            try:
-                if not (self._has_settled() or is_late):
-                    return None
-                with open(self._path, encoding="utf-8", errors="replace") as file:
-                    self._answer = file.read().strip() or without_stack(
-                        f"it did not answer in time; it is in state {processes.status(self._pid)['State']}"
-                    )
-            except (OSError, KeyError):
-                self._answer = without_stack("the process has ended")
-        return self._answer
-
-    def _has_settled(self) -> bool:
-        now, size = time.monotonic(), os.stat(self._path).st_size
-        if size != self._size:
-            self._size, self._since = size, now
-        return size > 0 and now - self._since >= _SETTLED_S
+async def _stack_of(pid: int, deadline: float) -> str | Found:
+    """Return the stack of a worker, or why there is none. One without our hook gets no signal, which would kill it."""
+    try:
+        if (process := processes.find(pid)) is None or not process.is_alive:
+            raise ProcessLookupError
+        # Its file has no name any more. That it is open says that our hook ran in this program: exec closes it.
+        ours = [path for path, target in processes.open_files(pid) if f"/{_FILE}-{pid} " in target]
+        if not ours or not processes.has_signal(pid, "SigCgt", _SIGNAL):
+            return without_stack(
+                "it has no handler of ours (no Python, started with -I, -E or -S, or it has reset the signal)"
+            )
+        os.truncate(ours[0], 0)  # else it would grow with each question; the worker appends
+        os.kill(pid, _SIGNAL)
+        size, since = 0, time.monotonic()
+        while (now := time.monotonic()) < deadline and (size == 0 or now < since + _SETTLED_S):
+            await asyncio.sleep(_POLL_S)
+            if (grown := os.stat(ours[0]).st_size) != size:
+                size, since = grown, time.monotonic()
+        with open(ours[0], encoding="utf-8", errors="replace") as file:
+            late = f"it did not answer in time; it is in state {processes.status(pid)['State']}"
+            return file.read().strip() or without_stack(late)
+    except (FileNotFoundError, ProcessLookupError, KeyError):
+        return without_stack("the process has ended")
+    except OSError as error:
+        return without_stack(str(error))
 
 
 def source_lines(wanted: Iterable[Line]) -> dict[Line, str]:
