@@ -69,7 +69,6 @@ def test_a_function_has_no_frames_of_ours():
         (f"{TORCH}/nn/parallel/distributed.py", True),
         (f"{TORCH}/autograd/graph.py", True),
         (f"{TORCH}/cuda/__init__.py", True),
-        (f"{TORCH}/nn/modules/linear.py", False),
         (f"{TORCH}/distributions/normal.py", False),
         (f"{TORCH}/distributed/checkpoint/filesystem.py", False),
         ("/my/torch/distributed/x.py", False),
@@ -134,15 +133,12 @@ GONE = without_stack("it is stopped")
     ("ranks", "first", "why"),
     [
         ([WAITS, WAITS, BUSY], [2], "the others seem to wait"),
-        ([BUSY, WAITS], [0], "the others seem to wait"),
         ([WAITS, GONE, BUSY, WAITS], [1, 2], "the others seem to wait"),
         ([BUSY, BUSY, WAITS], [], ""),  # they may wait in C++
         ([WAITS, WAITS, ALSO], [2], "most ranks are at another place"),  # another collective
         ([BUSY, OTHER, BUSY], [1], "most ranks are at another place"),
         ([WAITS, ALSO], [], ""),
-        ([BUSY, OTHER], [], ""),
         ([WAITS] * 4, [], ""),
-        ([BUSY], [], ""),
         ([], [], ""),
     ],
 )

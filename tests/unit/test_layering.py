@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from metaflow_extensions.torchrun.plugins import torchrun as package
-from metaflow_extensions.torchrun.plugins.torchrun.machine import detached
+from metaflow_extensions.torchrun.plugins.torchrun.supervisor import between
 
 FOLDER = Path(package.__file__).parent
 PICTURE = Path(__file__).parents[2] / "docs" / "architecture.md"
@@ -131,8 +131,8 @@ def test_metaflow_itself_imports_few_of_our_modules():
 
 @pytest.mark.parametrize("program", ["between", "process"])
 def test_a_supervisor_and_its_parent_start_without_metaflow_and_without_site_packages(program):
-    """See ``machine/detached.py``: each node has both; what belongs to Metaflow is missing there, and nothing asks for it."""
-    code = "import os, sys\n" + detached.OURS.replace("os._exit(main())", "print(*sys.modules)")
+    """Each node has both; what belongs to Metaflow is missing there, and nothing asks for it."""
+    code = "import os, sys\n" + between.OURS.replace("os._exit(main())", "print(*sys.modules)")
     code = code.replace("supervisor.between", f"supervisor.{program}")
     command = [sys.executable, "-I", "-S", "-c", code, str(FOLDER)]
     loaded = set(subprocess.run(command, capture_output=True, text=True, check=True).stdout.split())

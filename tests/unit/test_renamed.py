@@ -1,7 +1,6 @@
 """A private name of Metaflow's is gone: who uses ``@torchrun`` gets one error with its name, and nobody else notices."""
 
 import ast
-import importlib
 import importlib.util
 import os
 import re
@@ -73,13 +72,9 @@ def test_each_name_that_is_missing_is_named_before_anything_is_scheduled(place, 
     )
 
 
-@pytest.mark.parametrize("place", renamed.NAMES)
-def test_each_module_or_class_that_is_missing_is_named(place, monkeypatch):
-    module, _, name = place.partition(":")
-    if name:
-        hide(monkeypatch, importlib.import_module(module), name)
-    else:
-        monkeypatch.setitem(sys.modules, module, None)
+@pytest.mark.parametrize("module", [place for place in renamed.NAMES if ":" not in place])
+def test_each_module_that_is_missing_is_named(module, monkeypatch):
+    monkeypatch.setitem(sys.modules, module, None)
     with pytest.raises(TorchrunError, match=r"^@torchrun needs metaflow\S+, which this Metaflow \("):
         TorchrunDecorator()
 
