@@ -13,11 +13,10 @@ import signal
 import tempfile
 import time
 from collections.abc import Iterable, Mapping
-from contextlib import suppress
 
 from . import processes
 from .aside import Aside
-from .frames import Found, Line, read, sources, without_stack
+from .frames import Found, SourceLine, read, without_stack
 
 # A real-time signal: SIGUSR1 and SIGUSR2 belong to scripts, schedulers and torch itself (FatalSignalHandler in
 # c10/util/signal_handler.h, torch 2.13). Who needs any real-time signal counts up from SIGRTMIN, and Valgrind
@@ -43,11 +42,16 @@ async def ask(workers: Mapping[int, int], within_s: float) -> dict[int, Found]:
     """
     deadline = time.monotonic() + within_s
     found = await asyncio.gather(*(_stack_of(pid, deadline) for pid in workers.values()))
-    wanted, lines = {line for each in found if isinstance(each, str) for line in sources(each)}, dict[Line, str]()
-    with suppress(TimeoutError):
-        lines = await _DISK.within(_LINES_S, source_lines, wanted)
-    answers = [read(each, lines) if isinstance(each, str) else each for each in found]
+    try:
+        linecache.clearcache()  # a script may have changed since
+        answers = await _DISK.within(_LINES_S, _read_all, found, source_line)
+    except TimeoutError:
+        answers = _read_all(found)
     return dict(sorted(zip(workers, answers, strict=True)))
+
+
+def _read_all(found: Iterable[str | Found], *line_of: SourceLine) -> list[Found]:
+    return [read(each, *line_of) if isinstance(each, str) else each for each in found]
 
 
 async def _stack_of(pid: int, deadline: float) -> str | Found:
@@ -77,13 +81,8 @@ async def _stack_of(pid: int, deadline: float) -> str | Found:
         return without_stack(str(error))
 
 
-def source_lines(wanted: Iterable[Line]) -> dict[Line, str]:
-    """Return these lines of source files, cut to what people read; one that can't be read is not there."""
-    linecache.clearcache()  # a script may have changed since
-    found = {}
-    for line in wanted:
-        text = linecache.getline(line.path, line.number).strip()
-        text = "".join(char if char.isprintable() else " " for char in text)
-        if text:
-            found[line] = text if len(text) <= _LINE_CHARS else f"{text[:_LINE_CHARS]}…"
-    return found
+def source_line(path: str, number: int) -> str:
+    """Return a line of a source file, cut to what people read; "" where it can't be read."""
+    text = linecache.getline(path, number).strip()
+    text = "".join(char if char.isprintable() else " " for char in text)
+    return text if len(text) <= _LINE_CHARS else f"{text[:_LINE_CHARS]}…"
