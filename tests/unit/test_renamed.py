@@ -156,32 +156,26 @@ def test_metaflows_printing_may_take_more_than_the_error(monkeypatch):
 
 # --- the list is whole ----------------------------------------------------------------------------
 
-LISTED = {word.partition("(")[0] for _, word in ALL}
-LISTED |= {re.split("[.:]", place)[-1] for place in renamed.NAMES}
-# Looked for in frames of the stack; Python's own; and artifacts that are read where there are any.
-OTHERS = {"_one_boto_op", "_send_request", "_jobset", "_current_frames", "_register_atexit", "_run_module_as_main"}
-OTHERS |= {"_task_ok", "_exception"}
-OTHERS |= {"_save_metadata"}  # of a card; Metaflow 2.19 has it, and is the first that asks for it
-# ``test_worker_hooks.py`` takes these of torch and Accelerate away.
-OTHERS |= {"_backend", "_default_pg_init_method", "_get_sequence_nr", "_shared_state"}
-# Of torch's `SubprocessHandler`; a torch without it fails each launch at its start, and `make test-matrix` shows that.
-OTHERS |= {"_popen"}
+LISTED = {word.partition("(")[0] for _, word in ALL} | {re.split("[.:]", place)[-1] for place in renamed.NAMES}
+OTHERS = {
+    # Looked for in frames of the stack; Python's own; and artifacts that are read where there are any.
+    *("_one_boto_op", "_send_request", "_jobset", "_current_frames", "_register_atexit", "_run_module_as_main"),
+    *("_task_ok", "_exception"),
+    "_save_metadata",  # of a card; Metaflow 2.19 has it, and is the first that asks for it
+    # ``test_worker_hooks.py`` takes these of torch and Accelerate away.
+    *("_backend", "_default_pg_init_method", "_get_sequence_nr", "_shared_state"),
+    "_popen",  # of torch's `SubprocessHandler`; without it each launch fails at its start, as `make test-matrix` shows
+}
 FOLDER = Path(extension.__file__).parent
 TREES = {path.relative_to(FOLDER): ast.parse(path.read_text(encoding="utf-8")) for path in FOLDER.rglob("*.py")}
 SCRIPTS = ("worker", "task/function_call.py", "task/transfer.py")
-PROMISED = {"_asdict", "_replace", "_exit", "current", "MetaflowException"}
-
-
-def names_that_are_ours():
-    for node in (node for tree in TREES.values() for node in ast.walk(tree)):
-        match node:
-            case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) | ast.ClassDef(name=name):
-                yield name
-            case ast.Name(id=name, ctx=ast.Store()) | ast.Attribute(ast.Name("self"), name, ast.Store()):
-                yield name
-
-
-OURS = {*names_that_are_ours()} | PROMISED
+OURS = {"_asdict", "_replace", "_exit", "current", "MetaflowException"}  # or promised
+for node in (node for tree in TREES.values() for node in ast.walk(tree)):
+    match node:
+        case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) | ast.ClassDef(name=name):
+            OURS.add(name)
+        case ast.Name(id=name, ctx=ast.Store()) | ast.Attribute(ast.Name("self"), name, ast.Store()):
+            OURS.add(name)
 
 
 def private_names(tree):
@@ -199,7 +193,7 @@ def private_names(tree):
 
 @pytest.mark.parametrize("path", sorted(TREES), ids=str)
 def test_a_private_name_stands_in_compat_and_in_the_list(path):
-    used = {name for name in private_names(TREES[path]) if name not in OURS}
+    used = {*private_names(TREES[path])} - OURS
     if path.parts[0] != "compat" and not str(path).startswith(SCRIPTS):
         assert not used, "they belong into compat/"
-    assert used - {"_open", "_first_to_open"} <= LISTED | OTHERS
+    assert used <= LISTED | OTHERS
