@@ -1,25 +1,12 @@
-"""What only Linux has: prctl(2) and fallocate(2), of which Python does not offer what is needed here.
+"""prctl(2) and fallocate(2) of Linux, of which Python does not offer what is needed here.
 
-Without ctypes (a Python built without libffi) or the function, a call does nothing and returns False.
+Nothing here raises: without ctypes (a Python built without libffi) or the function, a call does nothing and returns False.
 """
 
 from __future__ import annotations
 
 _PR_SET_CHILD_SUBREAPER = 36  # <linux/prctl.h>
 _PUNCH_HOLE_KEEP_SIZE = 3  # <linux/falloc.h>
-
-
-def require_linux(what: str) -> None:
-    """Raise `TorchrunConfigError` on another system; `what` can't run there. Submitting to a cluster works from macOS."""
-    import platform
-
-    from ..errors import TorchrunConfigError
-
-    if (system := platform.system()) != "Linux":
-        raise TorchrunConfigError(
-            f"{what} needs Linux, but this machine has {system}: run the step on a cluster (--with kubernetes, "
-            "--with batch), or run the flow in a Linux container."
-        )
 
 
 def adopt_orphans() -> bool:
@@ -45,3 +32,16 @@ def _call(name: str, first: int, *numbers: int) -> bool:
         return bool(getattr(ctypes.CDLL(None), name)(first, *map(ctypes.c_long, numbers)) == 0)
     except (ImportError, OSError, AttributeError, TypeError):
         return False
+
+
+def require_linux(what: str) -> None:
+    """Raise `TorchrunConfigError` on another system; `what` can't run there. Submitting to a cluster works from macOS."""
+    import platform
+
+    from ..errors import TorchrunConfigError
+
+    if (system := platform.system()) != "Linux":
+        raise TorchrunConfigError(
+            f"{what} needs Linux, but this machine has {system}: run the step on a cluster (--with kubernetes, "
+            "--with batch), or run the flow in a Linux container."
+        )
