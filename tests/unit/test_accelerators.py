@@ -12,7 +12,6 @@ from metaflow_extensions.torchrun.plugins.torchrun.machine.accelerators import (
     Machine,
     Nproc,
     choose_nproc,
-    omp_threads,
     requested_accelerators,
     this_machine,
     usable_cpus,
@@ -105,11 +104,6 @@ def test_two_nodes_never_share_an_accelerator_and_shares_are_even(monkeypatch):
     assert Machine(1, ("0",), 2).own_accelerators == ()
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5")
     assert this_machine(2, 1).own_accelerators == ("5",)
-
-
-@pytest.mark.parametrize(("cpus", "nproc", "nodes", "threads"), [(8, 2, 1, 4), (8, 3, 2, 1), (1, 1, 9, 1)])
-def test_threads_are_shared_by_all_processes_of_the_machine(cpus, nproc, nodes, threads):
-    assert omp_threads(Machine(cpus, nodes_here=nodes), nproc) == threads
 
 
 # --- looking at the machine ----------------------------------------------------------------------

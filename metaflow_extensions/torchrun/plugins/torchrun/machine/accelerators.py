@@ -155,8 +155,3 @@ def _quotas(folder: str) -> Iterator[float]:
             quota, period = map(int, text.split())
             if quota > 0:
                 yield quota / period
-
-
-def omp_threads(machine: Machine, nproc: int) -> int:
-    """Return how many threads each worker gets."""
-    return max(1, machine.cpus // (nproc * machine.nodes_here))

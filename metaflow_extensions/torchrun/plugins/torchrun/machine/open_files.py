@@ -21,23 +21,19 @@ def file_of(fd: int) -> tuple[int, int] | None:
     return None
 
 
-def raise_limit(needed: int) -> None:
-    """Raise the soft limit of open files if it is too low for so many connections, at most to the hard one.
+def room_for_connections(needed: int, more: int) -> int:
+    """Return how many connections there is room for: the needed, for which GangError is raised, and up to `more`.
 
-    For a small gang it stays as it is. Can be repeated.
+    The soft limit of open files is raised if it is too low for them, at most to the hard one. For a small gang it stays.
     """
+    used = len(os.listdir("/dev/fd"))
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    taken = _open_now() + _OWN
+    taken = used + _OWN
     if soft < taken + needed + _FEW_OTHERS:
         with suppress(ValueError, OSError):  # the kernel refuses; then fewer files can be open
             resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, taken + needed + _MANY_OTHERS), hard))
-
-
-def room_for_connections(needed: int, more: int) -> int:
-    """Return how many connections there is room for: the needed, for which GangError is raised, and up to `more`."""
-    raise_limit(needed)
-    (soft, hard), used = resource.getrlimit(resource.RLIMIT_NOFILE), _open_now()
-    places = min(soft - used - _OWN, needed + more)
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    places = min(soft - taken, needed + more)
     if places < needed:
         raise GangError(
             f"The control node (host {socket.gethostname()}) needs {needed} connections, one for each other node, but "
@@ -45,7 +41,3 @@ def room_for_connections(needed: int, more: int) -> int:
             f"and {_OWN} kept for its own. Raise it where the task's container or service is set up."
         )
     return places
-
-
-def _open_now() -> int:
-    return len(os.listdir("/dev/fd"))

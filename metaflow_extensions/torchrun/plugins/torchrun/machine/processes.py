@@ -117,11 +117,6 @@ def command_line(pid: int) -> list[str]:
     return []
 
 
-def describe(pid: int) -> str:
-    """Return a process's number and the beginning of its command line."""
-    return f"{pid} ({' '.join(command_line(pid))[:200]})"
-
-
 def status(pid: int) -> dict[str, str]:
     """Return ``/proc/PID/status``, which can be read even when the kernel holds the process; {} if there is none."""
     lines = (line.partition(":") for line in read(f"/proc/{pid}/status").splitlines())

@@ -200,7 +200,7 @@ class AgentProcess:
                 status = self._agent.returncode
                 self._read_news()
                 self._on_event(AgentEnded(status, time.monotonic()))
-                left = [processes.describe(pid) for pid in self._tree()]
+                left = [f"{pid} ({' '.join(processes.command_line(pid))[:200]})" for pid in self._tree()]
                 grace_s = _STRAGGLER_GRACE_S if status == 0 else self._options.grace_s
                 self._deadline = time.monotonic() + grace_s
             await self._stop()
