@@ -50,6 +50,6 @@ def test_what_is_killed_is_gone_with_all_below_it():
     script = "import subprocess; subprocess.Popen(['sleep', '600'], start_new_session=True).wait()"
     child = subprocess.Popen([*PYTHON, "-c", script])
     (grandchild,) = eventually(lambda: processes.living_descendants(child.pid))
-    processes.kill(child.pid)
+    processes.kill([child.pid])
     assert child.wait() == -signal.SIGKILL
     eventually(lambda: not is_running(grandchild), "the grandchild's end")

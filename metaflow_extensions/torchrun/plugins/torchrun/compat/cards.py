@@ -20,7 +20,6 @@ from metaflow import current
 
 from .renamed import convenience, known
 
-_COMPONENTS = "metaflow.plugins.cards.card_modules.components"
 MetaflowCard: Any = known("metaflow.plugins.cards.card_modules.card:MetaflowCard", object)
 UI_URL: str | None = known("metaflow.metaflow_config:UI_URL")  # of Metaflow's user interface
 RELOAD_POLICY = getattr(MetaflowCard, "RELOAD_POLICY_ONCHANGE", "onchange")
@@ -140,7 +139,7 @@ def take_control_task(step: str, is_control: Callable[[str], bool]) -> None:
 
 def component_class() -> Any:
     """Return the base class for third-party components; without it, Metaflow warns that it can't show ours."""
-    return known(f"{_COMPONENTS}:UserComponent", object)
+    return known("metaflow.plugins.cards.card_modules.components:UserComponent", object)
 
 
 def as_component(render: Any) -> Any:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from typing import NamedTuple
 
@@ -181,7 +181,8 @@ def send_signal(pid: int, number: int) -> None:
         os.kill(pid, number)
 
 
-def kill(root: int) -> None:
-    """Kill a process and what descends from it."""
-    for pid in [*living_descendants(root), root]:
-        send_signal(pid, signal.SIGKILL)
+def kill(roots: Iterable[int]) -> None:
+    """Kill processes and what descends from them."""
+    for root in roots:
+        for pid in [*living_descendants(root), root]:
+            send_signal(pid, signal.SIGKILL)

@@ -82,8 +82,8 @@ class LocalNodes:
         ):
             task.send_signal(signal.SIGTERM)
         for state, unread_s in _UNREAD_S.items():
-            for task in _await_ends(of[state], wait_s, 0.0 if is_ordered else unread_s):
-                kill(task.pid)
+            left = _await_ends(of[state], wait_s, 0.0 if is_ordered else unread_s)
+            kill(task.pid for task in left)
 
 
 def _await_ends(tasks: Sequence[Other], wait_s: float, unread_s: float) -> list[Other]:
