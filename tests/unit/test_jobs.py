@@ -1,9 +1,9 @@
 """What the process that looks after a job on Kubernetes tells of its end, and the job sets that it makes."""
 
-import json
 from types import SimpleNamespace
 
 import pytest
+import yaml
 from gang_views import Story
 from metaflow.datastore import FlowDataStore
 from metaflow.plugins.datastores.local_storage import LocalStorage
@@ -222,39 +222,35 @@ def test_errors_without_a_job_are_not_looked_at(job):
 
 
 @pytest.fixture
-def dumped(monkeypatch):
-    """Have Metaflow's method return no more than what becomes the backoffLimit; the whole of it needs Kubernetes' client."""
+def dump(monkeypatch):
+    """Return what dumps a job set of a step; Metaflow's methods, which need Kubernetes' client, return little of it."""
+
+    def spec(job_set):
+        control, worker = (each._kwargs["retries"] for each in (job_set.control, job_set.worker))
+        return {"limits": [control, worker], "successPolicy": None}
+
     monkeypatch.setattr(jobs, "_steps", set())
-    monkeypatch.setattr(JobSetSpec, "dump", lambda spec: spec._kwargs["retries"])
-    monkeypatch.setattr(KubernetesJobSet, "dump", lambda job_set: {"spec": {"successPolicy": None}})
-    monkeypatch.setattr(KubernetesArgoJobSet, "dump", lambda job_set: "spec:\n  successPolicy: null\n")
+    monkeypatch.setattr(KubernetesJobSet, "dump", lambda job_set: {"spec": spec(job_set)})
+    monkeypatch.setattr(KubernetesArgoJobSet, "dump", lambda job_set: yaml.dump({"spec": spec(job_set)}))
+
+    def dump(cls, step):
+        job_set = cls.__new__(cls)
+        job_set._control_spec, job_set._worker_spec = (
+            JobSetSpec(None, name=name, step_name=step, retries=0) for name in ("control", "worker")
+        )
+        dumped = job_set.dump()
+        found = yaml.safe_load(dumped) if isinstance(dumped, str) else dumped
+        return found["spec"]
+
+    return dump
 
 
-def limits(step):
-    """Return the backoffLimit of the control node's Job, and of the others'."""
-    return tuple(JobSetSpec(None, name=name, step_name=step, retries=0).dump() for name in ("control", "worker"))
-
-
-@pytest.mark.usefixtures("dumped")
-def test_the_pods_of_a_step_come_again_but_the_control_nodes_does_not():
-    assert limits("train-it") == (0, 0)
+@pytest.mark.parametrize("cls", [KubernetesJobSet, KubernetesArgoJobSet])
+def test_the_pods_of_a_step_come_again_but_the_control_nodes_ends_all(dump, cls):
+    plain = {"limits": [0, 0], "successPolicy": None}
+    ours = {"limits": [0, 30], "successPolicy": {"operator": "Any", "targetReplicatedJobs": ["control"]}}
+    assert dump(cls, "train-it") == plain
     jobs.bring_pods_again("train_it")
     jobs.bring_pods_again("other")
-    assert limits("train-it") == limits("train_it") == limits("other") == (0, 30)
-    assert limits("plain") == (0, 0)
-
-
-def policy(cls, step):
-    """Return the success policy of a job set."""
-    job_set = cls.__new__(cls)
-    job_set._worker_spec = JobSetSpec(None, name="worker", step_name=step)
-    dumped = job_set.dump()
-    return dumped["spec"]["successPolicy"] if cls is KubernetesJobSet else json.loads(dumped.split(": ", 1)[1])
-
-
-@pytest.mark.usefixtures("dumped")
-@pytest.mark.parametrize("cls", [KubernetesJobSet, KubernetesArgoJobSet])
-def test_the_job_set_of_such_a_step_ends_with_its_control_node(cls):
-    jobs.bring_pods_again("train_it")
-    assert policy(cls, "train-it") == {"operator": "Any", "targetReplicatedJobs": ["control"]}
-    assert policy(cls, "plain") is None
+    assert dump(cls, "train-it") == dump(cls, "train_it") == dump(cls, "other") == ours
+    assert dump(cls, "plain") == plain

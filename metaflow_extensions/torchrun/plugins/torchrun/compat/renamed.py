@@ -62,7 +62,7 @@ NAMES = {
     "_last_refresh _latest_user_data components refresh",
     "metaflow.plugins.kubernetes.kubernetes:Kubernetes": "_job",
     "metaflow.plugins.kubernetes.kubernetes_job:RunningJob": "_client _name _namespace _pod_name",
-    "metaflow.plugins.kubernetes.kubernetes_jobsets:JobSetSpec": "_kwargs dump name",
+    "metaflow.plugins.kubernetes.kubernetes_jobsets:JobSetSpec": "_kwargs",
     "metaflow.plugins.kubernetes.kubernetes_jobsets:KubernetesJobSet": "dump worker",
     "metaflow.plugins.kubernetes.kubernetes_jobsets:KubernetesArgoJobSet": "dump worker",
     "metaflow.plugins.kubernetes.kubernetes_jobsets:RunningJobSet": "_client _name _namespace _pod_name",
