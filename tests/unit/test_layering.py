@@ -141,13 +141,10 @@ def test_a_supervisor_and_its_parent_start_without_metaflow_and_without_site_pac
     assert program == "process" or not {"asyncio", "socket", "subprocess"} & loaded, "the parent imports little"
 
 
-def test_scripts_import_only_what_lies_beside_them():
+def test_scripts_import_only_what_lies_beside_them_and_take_none_of_that_for_a_module_of_pythons():
+    """Their folder stands first on their ``sys.path`` while they import what they need themselves."""
     of_scripts = {module for module in MODULES if place_of(module) == SCRIPTS}
     assert {name for module in of_scripts for name in IMPORTS[module][0]} == {"worker.spare_process"}
-
-
-def test_a_workers_script_takes_no_module_of_ours_for_one_of_pythons():
-    """Its folder stands first on its ``sys.path`` while it imports what it needs itself."""
     assert not {path.stem for path in (FOLDER / SCRIPTS).glob("*.py")} & set(sys.stdlib_module_names)
 
 

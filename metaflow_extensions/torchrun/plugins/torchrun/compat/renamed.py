@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import cache
 from inspect import isfunction, signature, unwrap
 from pkgutil import resolve_name
@@ -144,8 +144,7 @@ def harmless(tell: Callable[[Exception], None] = lambda error: None) -> Iterator
         tell(error)
 
 
-@contextmanager
-def convenience(what: str) -> Iterator[None]:
+def convenience(what: str) -> AbstractContextManager[None]:
     """Leave `what` out if it fails, and print one line about it, once in a process.
 
     The failure neither ends a flow nor hides the error that ends it; see `harmless`.
@@ -158,5 +157,4 @@ def convenience(what: str) -> Iterator[None]:
                 sys.stderr.write(f"[torchrun] Left out: {what} ({type(error).__name__}: {error}).\n")
                 sys.stderr.flush()
 
-    with harmless(tell):
-        yield
+    return harmless(tell)
