@@ -23,10 +23,10 @@ from metaflow.plugins.datastores.local_storage import LocalStorage
 from metaflow_extensions.torchrun.plugins.torchrun.executor import Context, TorchrunExecutor
 from metaflow_extensions.torchrun.plugins.torchrun.gang.view import Presence
 from metaflow_extensions.torchrun.plugins.torchrun.gang.wire import to_plain
-from metaflow_extensions.torchrun.plugins.torchrun.machine import detached
 from metaflow_extensions.torchrun.plugins.torchrun.machine.accelerators import this_machine
 from metaflow_extensions.torchrun.plugins.torchrun.registry import AddressRecord, Registry
 from metaflow_extensions.torchrun.plugins.torchrun.settings import parse_settings
+from metaflow_extensions.torchrun.plugins.torchrun.supervisor import between
 from metaflow_extensions.torchrun.plugins.torchrun.task import join as joining
 from metaflow_extensions.torchrun.plugins.torchrun.task.cards import Cards
 from metaflow_extensions.torchrun.plugins.torchrun.task.console import to_log
@@ -74,8 +74,8 @@ control_side.pick_port = pick_port
 
 
 def take_port_first(squatted):
-    before, _, after = detached.OURS.partition("from torchrun")
-    detached.OURS = before + SQUATTED.format(squatted=squatted) + "from torchrun" + after
+    before, _, after = between.OURS.partition("from torchrun")
+    between.OURS = before + SQUATTED.format(squatted=squatted) + "from torchrun" + after
 
 
 def fork_when_told(node, out):

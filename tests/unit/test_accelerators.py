@@ -12,7 +12,6 @@ from metaflow_extensions.torchrun.plugins.torchrun.machine.accelerators import (
     Machine,
     Nproc,
     choose_nproc,
-    omp_threads,
     requested_accelerators,
     this_machine,
     usable_cpus,
@@ -35,7 +34,6 @@ REQUESTED = Nproc(4, "@kubernetes requests gpu=4")
         (None, REQUESTED, GPUS, 4, "@kubernetes requests gpu=4"),
         (None, None, GPUS, 8, "8 visible accelerators"),
         (None, None, BARE, 1, "no setting and no accelerator: one process"),
-        ("auto", REQUESTED, GPUS, 4, "run='auto': @kubernetes requests gpu=4"),
         ("auto", None, BARE, 8, "8 usable CPUs"),
         ("cpu", REQUESTED, GPUS, 16, "16 usable CPUs"),
         ("cpu", None, Machine(7, nodes_here=2), 3, "shared by 2 nodes"),
@@ -67,11 +65,9 @@ def test_gpu_without_a_gpu_says_whose_fault_it_is_and_how_to_get_one(machine, wo
     [
         ([("kubernetes", {"gpu": "2.0"})], 2),
         ([("batch", {"trainium": 16})], 32),
-        ([("batch", {"trainium": 1, "gpu": 0})], 2),
         ([("kubernetes", {"extended_resources": {"amd.com/gpu": "4"}})], 4),
         ([("kubernetes", {"extended_resources": {"nvidia.com/mig-1g.5gb": 3}})], 3),
         ([("kubernetes", {"extended_resources": {"aws.amazon.com/neuron": 2}})], 4),
-        ([("kubernetes", {"extended_resources": {"aws.amazon.com/neuroncore": 2}})], 2),
         ([("kubernetes", {"extended_resources": {"vpc.amazonaws.com/efa": 4, "amd.com/gpu": 1}})], 1),
         ([], None),
         ([("resources", {"gpu": 4})], None),
@@ -102,33 +98,21 @@ def test_a_count_that_is_no_whole_number_is_refused(wrong):
 # --- sharing a machine ---------------------------------------------------------------------------
 
 
-def test_two_nodes_never_share_an_accelerator_and_shares_are_even():
+def test_two_nodes_never_share_an_accelerator_and_shares_are_even(monkeypatch):
     shares = [Machine(1, EIGHT_GPUS, 3, node).own_accelerators for node in range(3)]
     assert shares == [("0", "1"), ("2", "3"), ("4", "5")]
     assert Machine(1, ("0",), 2).own_accelerators == ()
-
-
-@pytest.mark.parametrize(("cpus", "nproc", "nodes", "threads"), [(8, 2, 1, 4), (8, 3, 2, 1), (1, 1, 9, 1)])
-def test_threads_are_shared_by_all_processes_of_the_machine(cpus, nproc, nodes, threads):
-    assert omp_threads(Machine(cpus, nodes_here=nodes), nproc) == threads
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5")
+    assert this_machine(2, 1).own_accelerators == ("5",)
 
 
 # --- looking at the machine ----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("variable", ["CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES"])
-@pytest.mark.parametrize(
-    ("text", "seen"),
-    [
-        ("-1", ()),
-        ("0, 1 ", ("0", "1")),
-        ("GPU-5f3a,MIG-1b2c", ("GPU-5f3a", "MIG-1b2c")),
-        ("0,-1,2", ("0",)),
-    ],
-)
+@pytest.mark.parametrize(("text", "seen"), [("-1", ()), (" 1, GPU-5f3a,-1,2", ("1", "GPU-5f3a"))])
 def test_the_variable_wins_and_ends_at_the_first_invalid_entry(variable, text, seen, tmp_path):
     write(tmp_path / "dev/nvidia0", "")
-    write(tmp_path / "dev/nvidia1", "")
     assert visible_accelerators({variable: text}, str(tmp_path)) == seen
 
 
@@ -160,7 +144,6 @@ QUOTA_OF_1 = "100000 100000\n"
         (None, {"cpu.max": QUOTA_OF_1}, 1),
         # As systemd has it for CPUQuota=.
         ("0::/user.slice/my job\n", {"user.slice/my job/cpu.max": QUOTA_OF_1}, 1),
-        ("0::/a/b\n", {"a/b/cpu.max": "max 100000\n", "a/cpu.max": QUOTA_OF_4, "cpu.max": QUOTA_OF_1}, 1),
         ("0::/a\n", {"a/cpu.max": QUOTA_OF_4, "ab/cpu.max": QUOTA_OF_1, "a/b/cpu.max": QUOTA_OF_1}, 4),
         # Version 1 of cgroups.
         ("4:cpu,cpuacct:/b\n0::/a\n", {"cpu/b/cpu.cfs_quota_us": "100000\n", "cpu/b/cpu.cfs_period_us": "100000\n"}, 1),
@@ -177,9 +160,3 @@ def test_a_quota_of_any_cgroup_around_the_process_binds(own, files, cpus, tmp_pa
     for name, text in files.items():
         write(tmp_path / "sys/fs/cgroup" / name, text)
     assert usable_cpus(str(tmp_path)) == cpus
-
-
-def test_this_machine_is_looked_at_without_torch(monkeypatch):
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5")
-    machine = this_machine(2, 1)
-    assert (machine.own_accelerators, machine.cpus >= 1) == (("5",), True)

@@ -1,5 +1,6 @@
 """What hanging workers were doing is found out: real processes, asked by the signal."""
 
+import asyncio
 import json
 import os
 import signal
@@ -47,14 +48,7 @@ def until(pid, state):
 
 
 def collected(workers, within_s=60.0):
-    question = stacks.Question(workers, within_s)
-    while (found := question.poll()) is None:
-        time.sleep(0.02)
-    return found
-
-
-def where_of(found):
-    return {rank: each.where for rank, each in found.items()}
+    return asyncio.run(stacks.ask(workers, within_s))
 
 
 def folder_in(path):
@@ -76,6 +70,7 @@ NO_HANDLER = (
 )
 # Without our file it is somebody else's; calling it could do anything.
 OWN_HANDLER = f"import signal, sys; signal.signal({stacks._SIGNAL}, lambda *_: sys.exit(1)); "
+BECOMES_ANOTHER = f"import os, sys; os.execv(sys.executable, ['python', '-I', '-c', {OWN_HANDLER + HANG!r}])"
 
 
 def script(body, before=""):
@@ -84,6 +79,7 @@ def script(body, before=""):
     return f"{text}print('ready', flush=True)\ntrain()\n"
 
 
+OF_TRAINER = "import trainer\nprint('ready', flush=True)\ntrainer.{}()\n"
 # What a worker runs, a script or an argv, and what is told of it.
 HERE = "train.py:4 in train"
 WORKERS = {
@@ -92,25 +88,11 @@ WORKERS = {
     "waits for its fork": (script("os.fork() or time.sleep(1000); os.wait()"), HERE),
     "is in the standard library": (script("queue.Queue().get()"), f"{HERE} (in wait)"),
     # The shape that a hang in all_reduce has, made of files in a place like torch's.
-    "is in torch": (
-        "import trainer\nprint('ready', flush=True)\ntrainer.loop()\n",
-        "trainer.py:3 in loop (in all_reduce)",
-    ),
-    "is in torch's forward": (
-        "import trainer\nprint('ready', flush=True)\ntrainer.forward()\n",
-        "trainer.py:5 in forward",
-    ),
+    "is in torch": (OF_TRAINER.format("loop"), "trainer.py:3 in loop (in all_reduce)"),
+    "is in torch's forward": (OF_TRAINER.format("forward"), "trainer.py:5 in forward"),
     "is no Python": (NO_PYTHON, NO_HANDLER),
     # Our hook ran, but of the program that it ran in, nothing is left.
-    "became no Python": ([sys.executable, "-c", f"import os; os.execvp('sh', {NO_PYTHON})"], NO_HANDLER),
-    "became another Python": (
-        [
-            sys.executable,
-            "-c",
-            f"import os, sys; os.execv(sys.executable, ['python', '-I', '-c', {OWN_HANDLER + HANG!r}])",
-        ],
-        NO_HANDLER,
-    ),
+    "became another Python": ([sys.executable, "-c", BECOMES_ANOTHER], NO_HANDLER),
     "has its own handler": ([sys.executable, "-I", "-c", OWN_HANDLER + HANG], NO_HANDLER),
 }
 
@@ -136,18 +118,16 @@ def hanging(tmp_path_factory):
 
 def test_hanging_workers_tell_where_and_live_on(hanging):
     folder, pids = hanging
-    where = where_of(collected(pids))
-    assert dict(zip(WORKERS, where.values(), strict=True)) == {name: told for name, (_, told) in WORKERS.items()}
+    where = [each.where for each in collected(pids).values()]
+    assert dict(zip(WORKERS, where, strict=True)) == {name: told for name, (_, told) in WORKERS.items()}
     assert all(map(is_running, pids.values()))
     assert not list(folder.iterdir()), "no file is left, whatever becomes of the workers"
 
 
 def test_the_log_has_equal_stacks_once_and_frames_with_their_source_lines(hanging):
     _, pids = hanging
-    names = list(WORKERS)
-    chosen = {
-        names.index(name): pids[names.index(name)] for name in ("is in torch", "is no Python", "has its own handler")
-    }
+    names = ("is in torch", "is no Python", "has its own handler")
+    chosen = {rank: pids[rank] for name in names for rank in [list(WORKERS).index(name)]}
     torch, *others = chosen
     assert text_of(collected(chosen)).splitlines() == [
         f"--- ranks {others[0]}, {others[1]}: {NO_HANDLER}",
@@ -172,12 +152,9 @@ def test_a_worker_that_does_not_answer_is_said_so_in_time(folder):
         began = time.monotonic()
         found = collected(pids, within_s=limit_s(1.0))
         assert time.monotonic() - began >= limit_s(1.0)
-    why = "no Python stack: it"
-    assert where_of(found) == {
-        0: f"{why} did not answer in time; it is in state S (sleeping)",
-        1: f"{why} did not answer in time; it is in state T (stopped)",
-        2: "<string>:1 in <module>",
-    }
+    late = "no Python stack: it did not answer in time; it is in state"
+    told = [found[rank].where for rank in range(3)]
+    assert told == [f"{late} S (sleeping)", f"{late} T (stopped)", "<string>:1 in <module>"]
 
 
 # --- the hook in the worker -------------------------------------------------------------------

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from metaflow_extensions.torchrun.plugins import torchrun as package
-from metaflow_extensions.torchrun.plugins.torchrun.machine import detached
+from metaflow_extensions.torchrun.plugins.torchrun.supervisor import between
 
 FOLDER = Path(package.__file__).parent
 PICTURE = Path(__file__).parents[2] / "docs" / "architecture.md"
@@ -40,14 +40,9 @@ IMPORTED_WITH_METAFLOW = {
 }
 
 
-def layers_in_the_docs():
-    """Return the layers of the picture from top to bottom, each with its rooms and single modules."""
-    picture = re.search(r"<!-- layers -->\n```\n(.*?)```", PICTURE.read_text(encoding="utf-8"), re.DOTALL)[1]
-    names = [line.split("  ")[0] for line in picture.splitlines() if line and not line.startswith(" ")]
-    return [[name.strip().rstrip("/") for name in line.split(",")] for line in names]
-
-
-LAYERS = layers_in_the_docs()
+_SHOWN = re.search(r"<!-- layers -->\n```\n(.*?)```", PICTURE.read_text(encoding="utf-8"), re.DOTALL)[1]
+# From top to bottom, each with its rooms and single modules.
+LAYERS = [[name.strip().rstrip("/") for name in line.split("  ")[0].split(",")] for line in _SHOWN.splitlines()]
 ROOMS = sorted(path.parent.name for path in FOLDER.glob("*/__init__.py"))
 MODULES = sorted(
     ".".join(path.relative_to(FOLDER).with_suffix("").parts)
@@ -60,15 +55,9 @@ def source_of(module):
     return (FOLDER / module.replace(".", "/")).with_suffix(".py").read_text(encoding="utf-8")
 
 
-def imports_in(source, module, for_types=False):
-    """Return our own modules and the foreign top-level packages that a module imports, anywhere in it.
-
-    What stands there for type checkers alone counts if `for_types`.
-    """
+def imports_in(source, module):
+    """Return our own modules and the foreign top-level packages that a module imports, anywhere in it."""
     tree = ast.parse(source)
-    for node in [node for node in ast.walk(tree) if isinstance(node, ast.If)]:
-        if isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING" and not for_types:
-            node.body = [ast.Pass()]
     here = module.split(".")[:-1]
     ours, foreign = set(), set()
     for node in ast.walk(tree):
@@ -88,13 +77,9 @@ def imports_in(source, module, for_types=False):
 
 
 IMPORTS = {module: imports_in(source_of(module), module) for module in MODULES}
-# An error has outputs for type checkers alone.
-BESIDES_TYPES = {"errors": {"outputs"}}
-# Of our own modules, with what stands there for type checkers alone.
-TYPED_IMPORTS = {
-    module: imports_in(source_of(module), module, for_types=True)[0] - BESIDES_TYPES.get(module, set())
-    for module in MODULES
-}
+# For type checkers alone: an error has outputs, and the arguments of `run` a type that old Pythons lack.
+IMPORTS["errors"][0].discard("outputs")
+IMPORTS["run_arguments"][1].discard("typing_extensions")
 
 
 def place_of(module):
@@ -112,7 +97,7 @@ def test_every_room_and_module_has_one_place_in_the_picture():
 
 @pytest.mark.parametrize("module", MODULES)
 def test_a_module_imports_only_from_its_own_room_and_from_lower_layers(module):
-    ours = TYPED_IMPORTS[module]
+    ours, _ = IMPORTS[module]
     assert ours <= set(MODULES), f"{module} imports {sorted(ours - set(MODULES))}, which are no modules of ours"
     others = {other for other in ours if place_of(other) != place_of(module)}
     above = sorted(other for other in others if layer_of(other) <= layer_of(module))
@@ -120,7 +105,7 @@ def test_a_module_imports_only_from_its_own_room_and_from_lower_layers(module):
 
 
 def test_no_modules_import_each_other_in_a_circle():
-    left = TYPED_IMPORTS
+    left = {module: ours for module, (ours, _) in IMPORTS.items()}
     while leaves := {module for module, ours in left.items() if not ours & left.keys()}:
         left = {module: ours for module, ours in left.items() if module not in leaves}
     assert not left, f"in a circle, or above one: {sorted(left)}"
@@ -146,37 +131,23 @@ def test_metaflow_itself_imports_few_of_our_modules():
 
 @pytest.mark.parametrize("program", ["between", "process"])
 def test_a_supervisor_and_its_parent_start_without_metaflow_and_without_site_packages(program):
-    """See ``machine/detached.py``: each node has both; what belongs to Metaflow is missing there, and nothing asks for it."""
-    code = "import os, sys\n" + detached.OURS.replace("os._exit(main())", "print(*sys.modules)")
-    command = [
-        sys.executable,
-        "-I",
-        "-S",
-        "-c",
-        code.replace("supervisor.between", f"supervisor.{program}"),
-        str(FOLDER),
-    ]
+    """Each node has both; what belongs to Metaflow is missing there, and nothing asks for it."""
+    code = "import os, sys\n" + between.OURS.replace("os._exit(main())", "print(*sys.modules)")
+    code = code.replace("supervisor.between", f"supervisor.{program}")
+    command = [sys.executable, "-I", "-S", "-c", code, str(FOLDER)]
     loaded = set(subprocess.run(command, capture_output=True, text=True, check=True).stdout.split())
     foreign = {name.partition(".")[0] for name in loaded} - {"torchrun", "__mp_main__"}
     assert foreign <= {*sys.stdlib_module_names, "__main__", "sitecustomize"}
     assert program == "process" or not {"asyncio", "socket", "subprocess"} & loaded, "the parent imports little"
 
 
-def test_scripts_import_only_what_lies_beside_them():
+def test_scripts_import_only_what_lies_beside_them_and_take_none_of_that_for_a_module_of_pythons():
+    """Their folder stands first on their ``sys.path`` while they import what they need themselves."""
     of_scripts = {module for module in MODULES if place_of(module) == SCRIPTS}
     assert {name for module in of_scripts for name in IMPORTS[module][0]} == {"worker.spare_process"}
-
-
-def test_a_workers_script_takes_no_module_of_ours_for_one_of_pythons():
-    """Its folder stands first on its ``sys.path`` while it imports what it needs itself."""
     assert not {path.stem for path in (FOLDER / SCRIPTS).glob("*.py")} & set(sys.stdlib_module_names)
 
 
-def test_a_room_itself_holds_no_code():
+def test_a_room_itself_holds_no_code_and_the_namespace_of_metaflows_extensions_is_nobodys():
     assert all(not (FOLDER / room / "__init__.py").read_text(encoding="utf-8") for room in ROOMS)
-
-
-def test_the_namespace_of_metaflows_extensions_is_nobodys_own():
-    namespace = FOLDER.parents[2]
-    assert namespace.name == "metaflow_extensions"
-    assert not (namespace / "__init__.py").exists()
+    assert not (FOLDER.parents[2] / "__init__.py").exists()

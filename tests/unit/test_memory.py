@@ -38,39 +38,30 @@ def test_kills_are_counted_where_the_process_lies(tmp_path, files, kills):
     assert oom_kills(machine(tmp_path, files)) == kills
 
 
-@pytest.mark.parametrize(
-    ("files", "said"),
-    [
-        ({}, "memory is used up"),
-        ({f"{V2}/memory.max": "max\n"}, "memory is used up"),
-        ({f"{V2}/memory.max": f"{3 * 2**29}\n"}, "memory limit of 1.5 GiB was reached"),
-        ({f"{V1}/memory.limit_in_bytes": "268435456\n"}, "memory limit of 256 MiB was reached"),
-        ({f"{V1}/memory.limit_in_bytes": "9223372036854771712\n"}, "memory is used up"),
-    ],
-)
-def test_the_text_names_the_limit_and_the_remedy(tmp_path, files, said):
-    text = describe_oom(machine(tmp_path, files))
-    assert said in text
-    assert "memory of @resources, @kubernetes or @batch" in text
+def of_tree(own, above):
+    return {**OWN, f"{V2}/a/b/memory.max": f"{own}\n", f"{V2}/a/memory.max": f"{above}\n"}
 
 
-@pytest.mark.parametrize("limits", [(2**31, 2**30), (2**30, 2**31), ("max", 2**30), (2**30, "max")])
-def test_the_smallest_limit_of_all_cgroups_around_the_process_counts(tmp_path, limits):
-    files = {f"{V2}/a/b/memory.max": f"{limits[0]}\n", f"{V2}/a/memory.max": f"{limits[1]}\n"}
-    assert "limit of 1 GiB" in describe_oom(machine(tmp_path, {**OWN, **files}))
+MACHINES = {"proc/meminfo": "MemTotal:  4194304 kB\nMemFree: 1 kB\n"}
 
 
 @pytest.mark.parametrize(
-    ("files", "limit"),
+    ("files", "limit", "said"),
     [
-        ({}, None),
-        ({"proc/meminfo": "MemTotal:  1000 kB\nMemFree: 1 kB\n"}, 1024000),
-        ({"proc/meminfo": "MemTotal:  1000 kB\n", f"{V2}/memory.max": "max\n"}, 1024000),
-        ({"proc/meminfo": "MemTotal:  1000 kB\n", f"{V2}/memory.max": "4096\n"}, 4096),
+        ({}, None, "memory is used up"),
+        (MACHINES, 2**32, "memory is used up"),
+        ({**MACHINES, f"{V2}/memory.max": "max\n"}, 2**32, "memory is used up"),
+        ({f"{V1}/memory.limit_in_bytes": "268435456\n"}, 2**28, "memory limit of 256 MiB was reached"),
+        ({f"{V1}/memory.limit_in_bytes": "9223372036854771712\n"}, None, "memory is used up"),
+        ({**MACHINES, **of_tree(3 * 2**30, 3 * 2**29)}, 3 * 2**29, "memory limit of 1.5 GiB was reached"),
+        (of_tree(2**30, "max"), 2**30, "memory limit of 1 GiB was reached"),
     ],
 )
-def test_the_memory_has_the_limit_that_binds(tmp_path, files, limit):
-    assert memory_limit_bytes(machine(tmp_path, files)) == limit
+def test_the_smallest_limit_of_all_cgroups_around_the_process_counts(tmp_path, files, limit, said):
+    here = machine(tmp_path, files)
+    assert memory_limit_bytes(here) == limit
+    assert said in describe_oom(here)
+    assert "memory of @resources, @kubernetes or @batch" in describe_oom(here)
 
 
 KILLED = Cause("signal", 0, "host", 1, 1, -signal.SIGKILL, None, "the last lines")

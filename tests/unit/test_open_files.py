@@ -1,7 +1,5 @@
 """Room for the connections of a gang, and the limit of open files."""
 
-import resource
-
 import pytest
 
 from metaflow_extensions.torchrun.plugins.torchrun.errors import GangError
@@ -23,12 +21,10 @@ def test_a_small_gang_leaves_the_limit_as_it_is(limits):
     assert limits == [1024, 4096]
 
 
-@pytest.mark.parametrize("hard", [10_000, resource.RLIM_INFINITY])
-def test_the_limit_is_raised_where_a_large_gang_needs_it(hard, limits):
-    limits[1] = hard
+def test_the_limit_is_raised_where_a_large_gang_needs_it(limits):
     assert room_for_connections(900, 2048) == 2948
     assert 2948 < limits[0] < 4000
-    assert limits[1] == hard
+    assert limits[1] == 4096
 
 
 def test_the_members_come_first_when_there_is_no_room_for_all_others(limits):

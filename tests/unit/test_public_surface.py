@@ -9,7 +9,7 @@ from pages import read
 
 from metaflow_extensions.torchrun.plugins.torchrun.decorator import TorchrunDecorator
 from metaflow_extensions.torchrun.plugins.torchrun.executor import TorchrunExecutor
-from metaflow_extensions.torchrun.plugins.torchrun.settings import ARGUMENTS, DEFAULTS, SETTINGS, RunOptions
+from metaflow_extensions.torchrun.plugins.torchrun.settings import ARGUMENTS, DEFAULTS, RunOptions
 from metaflow_extensions.torchrun.plugins.torchrun.show.page import SECTION_NAMES
 from metaflow_extensions.torchrun.plugins.torchrun.single_node import TorchrunSingleNodeMultiGPU
 from metaflow_extensions.torchrun.plugins.torchrun_libs import exceptions
@@ -69,19 +69,3 @@ def test_the_docstring_of_card_names_all_parts():
     named = re.search(r"Which ones: (.*)\. Default", " ".join(TorchrunExecutor.card.__doc__.split()))[1]
     assert re.findall(r'"(\w+)"', named) == list(SECTION_NAMES)
     assert [name for name in SECTION_NAMES if f'`"{name}"`' not in read("docs/seeing.md")] == []
-
-
-PAGES = {
-    "functions": ["process_group", "gather"],
-    "performance": ["warm", "preload"],
-    "before-run": ["before_run"],
-    "failures": ["max_restarts", "restart_on", "spare_nodes", "min_nodes", "preemption_signal"],
-    "hangs": ["hang_timeout_s"],
-    "outputs": ["outputs", "outputs_from"],
-}
-
-
-@pytest.mark.parametrize("setting", SETTINGS)
-def test_a_setting_is_told_of_in_its_page(setting):
-    page = next((page for page, its in PAGES.items() if setting in its), "reference")
-    assert re.search(rf"\b{setting}\b", read(f"docs/{page}.md"))

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from metaflow_extensions.torchrun.plugins.torchrun.machine import container
+from metaflow_extensions.torchrun.plugins.torchrun.machine import pods
 from metaflow_extensions.torchrun.plugins.torchrun.task import orders, step_timeout
 from metaflow_extensions.torchrun.plugins.torchrun.task.step_timeout import alarm_text, time_limit
 
@@ -96,8 +96,8 @@ def test_the_alarm_of_another_node_comes_before_its_pod_ends_however_often_it_is
 
 
 def test_a_pod_is_as_old_as_its_first_process_or_as_what_was_made_with_it(tmp_path):
-    here = container.age_s(first_process=os.getpid())
+    here = pods.age_s(first_process=os.getpid())
     assert 0 < here < 3600
-    assert container.age_s(first_process=os.getppid()) >= here
-    assert container.age_s(str(tmp_path), 2**22 + 1) == 0, "a file of the image's says nothing"
-    assert container.age_s("/proc", 2**22 + 1) > 0
+    assert pods.age_s(first_process=os.getppid()) >= here
+    assert pods.age_s(str(tmp_path), 2**22 + 1) == 0, "a file of the image's says nothing"
+    assert pods.age_s("/proc", 2**22 + 1) > 0

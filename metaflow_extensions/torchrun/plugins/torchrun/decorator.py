@@ -126,7 +126,7 @@ class TorchrunDecorator(steps.ParallelDecorator):  # type: ignore[misc]  # Metaf
     def runtime_init(self, flow: Any, graph: Any, package: Any, run_id: str) -> None:
         """Check what only a run can do; deployments, tasks and commands such as ``show`` don't come here."""
         from .compat.graph import parallel_steps
-        from .machine.system import require_linux
+        from .compat.linux import require_linux
         from .show.stored_gangs import last_lines
         from .task.interrupts import heed_signals_to_run
         from .task.report import tell_after_errors
@@ -154,7 +154,7 @@ class TorchrunDecorator(steps.ParallelDecorator):  # type: ignore[misc]  # Metaf
 
     def task_pre_step(self, *args: Any) -> None:
         """Record which gang this is."""
-        from .machine.system import require_linux
+        from .compat.linux import require_linux
 
         require_linux("@torchrun")
         from .errors import TorchrunConfigError
@@ -219,9 +219,7 @@ class TorchrunDecorator(steps.ParallelDecorator):  # type: ignore[misc]  # Metaf
         """Join the gang and offer ``current.torch``; called right before the step's code."""
         from .compat.datastore import DatastoreValues
         from .executor import Context, TorchrunExecutor
-        from .gang.messages import CONTROL
         from .machine.accelerators import this_machine
-        from .machine.open_files import raise_limit
         from .task.run_calls import nproc_in_calls
         from .task.spares import starts_of
 
@@ -230,8 +228,6 @@ class TorchrunDecorator(steps.ParallelDecorator):  # type: ignore[misc]  # Metaf
         check_spares(self._settings, current.parallel.num_nodes, self._step_name)
         parallel, here = current.parallel, steps.is_local()
         machine = this_machine(parallel.num_nodes, parallel.node_index) if here else this_machine()
-        if parallel.node_index == CONTROL:
-            raise_limit(parallel.num_nodes - 1)  # before a process starts whose workers would have another one
         settings = self._settings
         if settings.warm != "off" and settings.nproc_per_node is None:
             # As the step's first launch will have it, as far as the source of the step tells.

@@ -34,7 +34,7 @@ class TorchrunSingleNodeMultiGPU(Runner):
 
     def __init__(self) -> None:
         from .compat.datastore import datastore_here
-        from .machine.system import require_linux
+        from .compat.linux import require_linux
 
         require_linux(type(self).__name__)
         self._flow_datastore = datastore_here()
@@ -46,7 +46,7 @@ class TorchrunSingleNodeMultiGPU(Runner):
 
     def launched(self, given: dict[str, Any]) -> TorchrunResult[Any]:
         """Run a launch in a gang of one node."""
-        from .compat.datastore import values_of_running_flow
+        from .compat.datastore import DatastoreValues
         from .compat.renamed import check
         from .executor import Context, TorchrunExecutor
         from .machine.accelerators import this_machine
@@ -67,7 +67,8 @@ class TorchrunSingleNodeMultiGPU(Runner):
             self._cards = self._cards or Cards(self._flow_datastore, with_ours=is_alone)
             self._cards.has_parts = self._has_parts and is_alone
             store = GangStore(member, about, self._cards, registry=None)
-            context = Context(member, LOOPBACK, machine, settings, store=values_of_running_flow())
+            values = self._flow_datastore and DatastoreValues(self._flow_datastore)
+            context = Context(member, LOOPBACK, machine, settings, store=values)
             return TorchrunExecutor(context).launched(given)
         except BaseException as caught:
             error = caught

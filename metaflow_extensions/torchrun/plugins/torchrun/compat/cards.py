@@ -11,6 +11,7 @@ import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from copy import copy
+from dataclasses import dataclass
 from functools import partial
 from types import SimpleNamespace
 from typing import Any, TypeAlias
@@ -19,7 +20,6 @@ from metaflow import current
 
 from .renamed import convenience, known
 
-_COMPONENTS = "metaflow.plugins.cards.card_modules.components"
 MetaflowCard: Any = known("metaflow.plugins.cards.card_modules.card:MetaflowCard", object)
 UI_URL: str | None = known("metaflow.metaflow_config:UI_URL")  # of Metaflow's user interface
 RELOAD_POLICY = getattr(MetaflowCard, "RELOAD_POLICY_ONCHANGE", "onchange")
@@ -66,18 +66,17 @@ def make_here(cards: Sequence[Any], flow_datastore: Any, make_ours: Make) -> Non
         creator._run_cards_subprocess = partial(_make, creator._run_cards_subprocess, flow_datastore, make_ours)
 
 
-def _make(
-    start: Callable[..., None], flow_datastore: Any, make_ours: Make, uuid: str, name: str | None, mode: str, task: str,
-    attributes: Mapping[str, Any], *args: Any, **options: Any,
-) -> None:  # fmt: skip
+def _make(start: Callable[..., None], flow_datastore: Any, make_ours: Make, *args: Any, **options: Any) -> None:
+    uuid, name, mode, task, attributes, *_ = args
     if attributes["type"] != "torchrun":
-        start(uuid, name, mode, task, attributes, *args, **options)
+        start(*args, **options)
         return
     with convenience("the gang's card"):
         facts = options["metadata_dict"] if options.get("save_metadata") else None  # from 2.19, and once
         make_ours(CardFile(flow_datastore, uuid, name, task, facts), mode == "refresh", options["final"])
 
 
+@dataclass
 class CardFile:
     """One card of our type in Metaflow's store of cards.
 
@@ -85,10 +84,11 @@ class CardFile:
     another one for its data, each of which imports everything.
     """
 
-    def __init__(self, flow_datastore: Any, uuid: str, name: str | None, task: str, facts: Any) -> None:
-        self._flow_datastore = flow_datastore  # metaflow.datastore.FlowDataStore
-        self._task, self.uuid, self._options = task, uuid, {"card_id": name}
-        self.facts = facts  # what is to be registered of it
+    _flow_datastore: Any  # metaflow.datastore.FlowDataStore
+    uuid: str
+    _name: str | None
+    _task: str  # run, step and task
+    facts: Any  # what is to be registered of it
 
     @property
     def pathspec(self) -> str:
@@ -107,12 +107,12 @@ class CardFile:
     def save(self, page: str, token: str) -> None:
         """Store the page; browsers load it anew when `token` is another one."""
         html = page.replace(MetaflowCard.RELOAD_POLICY_TOKEN, token)
-        self._store.save_card(self.uuid, "torchrun", html, **self._options)
+        self._store.save_card(self.uuid, "torchrun", html, card_id=self._name)
 
     def save_data(self, sections: Mapping[str, Any], token: str) -> None:
         """Store what a page that browsers show is renewed with."""
         fresh = {"reload_token": token, "data": sections, "created_on": time.time()}
-        self._store.save_data(self.uuid, "torchrun", fresh, **self._options)
+        self._store.save_data(self.uuid, "torchrun", fresh, card_id=self._name)
 
     def register(self, facts: Any) -> None:
         """Register the card with the task's metadata."""
@@ -139,7 +139,7 @@ def take_control_task(step: str, is_control: Callable[[str], bool]) -> None:
 
 def component_class() -> Any:
     """Return the base class for third-party components; without it, Metaflow warns that it can't show ours."""
-    return known(f"{_COMPONENTS}:UserComponent", object)
+    return known("metaflow.plugins.cards.card_modules.components:UserComponent", object)
 
 
 def as_component(render: Any) -> Any:

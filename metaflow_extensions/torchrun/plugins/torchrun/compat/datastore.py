@@ -15,7 +15,7 @@ from .renamed import convenience, known
 LOG_SOURCES = known("metaflow.mflog:LOG_SOURCES")
 LINE_PARSER = known("metaflow.mflog.mflog:LINE_PARSER")
 DEFAULT_DATASTORE = known("metaflow.metaflow_config:DEFAULT_DATASTORE")
-_SPIN = "spin"  # the kind of the datastore of what `spin` runs (from 2.19)
+SPIN = "spin"  # the kind of the datastore of what `spin` runs: .metaflow_spin in this folder or above (from 2.19)
 
 
 def open_datastore(kind: str | None, flow_name: str, root: str | None = None) -> Any:
@@ -53,22 +53,11 @@ class DatastoreValues:
 
 
 def datastore_here() -> Any:
-    """Return the flow's datastore of this process's command; None in a thread that is not the task's first."""
+    """Return the flow's datastore of this process's command; None where no flow runs, and in other threads of a task."""
     from metaflow._vendor import click
 
     command = click.get_current_context(silent=True)
     return getattr(command and command.obj, "flow_datastore", None)
-
-
-def values_of_running_flow() -> DatastoreValues | None:
-    """Return the store of values of the running flow; None if no flow runs, as in a notebook's cell."""
-    # Imported here: `metaflow develop stubs` (2.19) would else end with this module's `current`, and lack current.torch.
-    from metaflow import current
-    from metaflow.datastore import FlowDataStore
-
-    # Metaflow's command line has set it for the process (``cli.start``).
-    is_known = FlowDataStore.default_storage_impl is not None and current.get("task_id") is not None
-    return DatastoreValues(FlowDataStore(current.flow_name)) if is_known else None
 
 
 def values_at(address: Mapping[str, str]) -> Iterator[DatastoreValues]:
@@ -131,7 +120,7 @@ class Storage:
         self._datastore = flow_datastore  # metaflow.datastore.FlowDataStore
         self._storage = flow_datastore._storage_impl
         self.kind = str(self._storage.TYPE)  # as in ``--datastore``
-        self.is_default = self.kind in (DEFAULT_DATASTORE, _SPIN)  # where our commands look without ``--datastore``
+        self.is_default = self.kind in (DEFAULT_DATASTORE, SPIN)  # where our commands look without ``--datastore``
         self.place = f"{self.kind}: {flow_datastore.datastore_root}"  # for messages
 
     def path(self, *parts: str) -> str:
@@ -165,11 +154,6 @@ def latest_run(flow_name: str) -> str | None:
 
     run_id: str | None = get_latest_run_id(lambda *_, **__: None, flow_name)
     return run_id
-
-
-def datastore_of_spin(flow_name: str) -> Any:
-    """Return the datastore of what `spin` runs (.metaflow_spin in this folder or above); None if there is none."""
-    return open_datastore(_SPIN, flow_name)
 
 
 def datastore_of_card(flow_name: str, facts: Mapping[str, str]) -> Any:

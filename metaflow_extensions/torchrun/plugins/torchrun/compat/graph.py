@@ -28,9 +28,9 @@ def entry_of(graph: Any, step: str) -> tuple[bool, int | None, list[str]]:
     return bool(callers), num_nodes, foreach
 
 
-def decorators_of(flow: Any, step: str) -> dict[str, dict[str, Any]]:
-    """Return the attributes of a step's present decorators, by name; some decorators are added late."""
-    return {deco.name: deco.attributes for deco in getattr(flow, step).decorators}
+def decorators_of(step: Any) -> dict[str, dict[str, Any]]:
+    """Return the attributes of the present decorators of a step or its node, by name; some decorators are added late."""
+    return {deco.name: deco.attributes for deco in step.decorators}
 
 
 def is_on_argo(decorators: Collection[str], arguments: Sequence[str] | None = None) -> bool:
@@ -107,11 +107,6 @@ def _is_plain(node: Any) -> bool:
     modules = [type(deco).__module__ for deco in node.decorators]
     may_change = node.parallel_step or getattr(node, "wrappers", None)
     return not may_change and all(name.startswith(_KNOWN_DECORATORS) for name in modules)
-
-
-def attributes_of_torchrun(graph: Any, step: str) -> dict[str, Any]:
-    """Return the attributes of a step's ``@torchrun``."""
-    return next((deco.attributes for deco in graph[step].decorators if deco.name == "torchrun"), {})
 
 
 def ignored_by_with(name: str) -> list[str]:

@@ -69,7 +69,6 @@ def _frames_of(error: BaseException | None) -> Iterator[FrameType]:
 # that dies before our code runs there comes again even when all others have ended. The pauses grow from 10 s to 6 minutes:
 # three hours together. https://kubernetes.io/docs/concepts/workloads/controllers/job/
 _TIMES = 30
-_MODULE = "metaflow.plugins.kubernetes.kubernetes_jobsets"
 # https://jobset.sigs.k8s.io/docs/concepts/#success-policies
 _DONE_WITH_CONTROL = {"operator": "Any", "targetReplicatedJobs": ["control"]}
 _steps: set[str] = set()  # as job sets name them; filled by the main thread before any job set is made
@@ -77,34 +76,24 @@ _steps: set[str] = set()  # as job sets name them; filled by the main thread bef
 
 def bring_pods_again(step: str) -> None:
     """Have the job sets of a step bring their pods again."""
-    jobs, job_set, of_argo = (
-        known(f"{_MODULE}:{name}") for name in ("JobSetSpec", "KubernetesJobSet", "KubernetesArgoJobSet")
-    )
     if not _steps:
-        jobs.dump = _with_limit(jobs.dump)
-        job_set.dump, of_argo.dump = _done_with_control(job_set.dump), _done_with_control(of_argo.dump)
+        for name in ("KubernetesJobSet", "KubernetesArgoJobSet"):
+            job_set = known(f"metaflow.plugins.kubernetes.kubernetes_jobsets:{name}")
+            job_set.dump = _with_pods_again(job_set.dump)
     _steps.update((step, step.replace("_", "-")))  # Argo's is sanitized
 
 
-def _with_limit(dump: Any) -> Any:
+def _with_pods_again(dump: Any) -> Any:
     @wraps(dump)
-    def dump_with_limit(spec: Any) -> Any:
-        if spec.name == "worker" and spec._kwargs.get("step_name") in _steps:  # all nodes but the control node
-            spec._kwargs["retries"] = _TIMES
-        return dump(spec)
-
-    return dump_with_limit
-
-
-def _done_with_control(dump: Any) -> Any:
-    @wraps(dump)
-    def dump_with_policy(job_set: Any) -> Any:
+    def dump_with_pods_again(job_set: Any) -> Any:
+        spec = job_set.worker._kwargs  # of all nodes but the control node
+        if spec.get("step_name") not in _steps:
+            return dump(job_set)
+        spec["retries"] = _TIMES
         dumped = dump(job_set)
-        if job_set.worker._kwargs.get("step_name") not in _steps:
-            return dumped
         if isinstance(dumped, str):  # Argo's is YAML already, of which JSON is a part
             return dumped.replace("successPolicy: null", f"successPolicy: {json.dumps(_DONE_WITH_CONTROL)}")
         dumped["spec"]["successPolicy"] = _DONE_WITH_CONTROL
         return dumped
 
-    return dump_with_policy
+    return dump_with_pods_again

@@ -32,3 +32,16 @@ def _call(name: str, first: int, *numbers: int) -> bool:
         return bool(getattr(ctypes.CDLL(None), name)(first, *map(ctypes.c_long, numbers)) == 0)
     except (ImportError, OSError, AttributeError, TypeError):
         return False
+
+
+def require_linux(what: str) -> None:
+    """Raise `TorchrunConfigError` on another system; `what` can't run there. Submitting to a cluster works from macOS."""
+    import platform
+
+    from ..errors import TorchrunConfigError
+
+    if (system := platform.system()) != "Linux":
+        raise TorchrunConfigError(
+            f"{what} needs Linux, but this machine has {system}: run the step on a cluster (--with kubernetes, "
+            "--with batch), or run the flow in a Linux container."
+        )

@@ -6,11 +6,12 @@ gang or looks at one begins with `check`, before anything is scheduled. So the c
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import cache
-from inspect import signature, unwrap
+from inspect import isfunction, signature, unwrap
 from pkgutil import resolve_name
 from types import CodeType
 from typing import Any
@@ -23,7 +24,7 @@ _WORK = "2.13 to 2.19"  # the versions whose sources were read
 NAMES = {
     "metaflow._vendor.click": "get_current_context",
     "metaflow.datastore": "FlowDataStore(storage_impl,ds_root)",
-    "metaflow.datastore:FlowDataStore": "TYPE _storage_impl datastore_root default_storage_impl flow_name load_data metadata "
+    "metaflow.datastore:FlowDataStore": "TYPE _storage_impl datastore_root flow_name load_data metadata "
     "save_data(len_hint) get_task_datastore(attempt,data_metadata,mode,allow_not_done)",
     "metaflow.datastore.datastore_storage:DataStoreStorage": "TYPE list_content load_bytes path_join path_split "
     "get_datastore_root_from_config(create_on_absent)",
@@ -42,6 +43,7 @@ NAMES = {
     "metaflow.metaflow_current": "Parallel",
     "metaflow.metaflow_current:Current": "_update_env",
     "metaflow.metaflow_current:Parallel": "control_task_id",
+    "metaflow.metaflow_environment:MetaflowEnvironment": "executable(default)",
     "metaflow.mflog": "LOG_SOURCES TASK_LOG_SOURCE",
     "metaflow.mflog.mflog": "LINE_PARSER",
     "metaflow.plugins": "DATASTORES",
@@ -58,10 +60,9 @@ NAMES = {
     "metaflow.plugins.cards.component_serializer:CardComponentCollector": "_card_component_store get",
     "metaflow.plugins.cards.component_serializer:CardComponentManager": "_card_creator _card_creator_args "
     "_last_refresh _latest_user_data components refresh",
-    "metaflow.plugins.cards.metadata": "_save_metadata",
     "metaflow.plugins.kubernetes.kubernetes:Kubernetes": "_job",
     "metaflow.plugins.kubernetes.kubernetes_job:RunningJob": "_client _name _namespace _pod_name",
-    "metaflow.plugins.kubernetes.kubernetes_jobsets:JobSetSpec": "_kwargs dump name",
+    "metaflow.plugins.kubernetes.kubernetes_jobsets:JobSetSpec": "_kwargs",
     "metaflow.plugins.kubernetes.kubernetes_jobsets:KubernetesJobSet": "dump worker",
     "metaflow.plugins.kubernetes.kubernetes_jobsets:KubernetesArgoJobSet": "dump worker",
     "metaflow.plugins.kubernetes.kubernetes_jobsets:RunningJobSet": "_client _name _namespace _pod_name",
@@ -106,26 +107,19 @@ def _missing() -> Iterator[str]:
             yield place
             continue
         for word in words.split():
-            name, _, parameters = word.removesuffix(")").partition("(")
-            takes = signature(getattr(owner, name)).parameters if parameters and hasattr(owner, name) else parameters
-            if not (_has(owner, name) and all(each in takes for each in parameters.split(","))):
+            name, *parameters = re.split("[(,]", word.removesuffix(")"))
+            takes = signature(getattr(owner, name, lambda: None)).parameters if parameters else {}
+            if not (_has(owner, name) and takes.keys() >= set(parameters)):
                 yield f"{place}.{word}"
 
 
 def _has(owner: Any, name: str) -> bool:
     """Return whether a module or class has a name, or a method of the class mentions it."""
-    bases = owner.__mro__ if isinstance(owner, type) else ()
-    methods = (unwrap(each) for base in bases for each in vars(base).values() if callable(each))
-    codes = (each.__code__ for each in methods if hasattr(each, "__code__"))
-    return hasattr(owner, name) or any(name in _mentioned(code) for code in codes)
-
-
-def _mentioned(code: CodeType) -> Iterator[str]:
-    """Yield the names in a function's code, and in that of functions inside it."""
-    yield from code.co_names
-    for inner in code.co_consts:
-        if isinstance(inner, CodeType):
-            yield from _mentioned(inner)
+    methods = (unwrap(each) for base in getattr(owner, "__mro__", ()) for each in vars(base).values() if callable(each))
+    codes = [each.__code__ for each in methods if isfunction(each)]
+    for code in codes:  # it grows meanwhile, by the functions inside
+        codes += [inner for inner in code.co_consts if isinstance(inner, CodeType)]
+    return hasattr(owner, name) or any(name in code.co_names for code in codes)
 
 
 # --- failures that must harm nobody ----------------------------------------------------------------
@@ -150,8 +144,7 @@ def harmless(tell: Callable[[Exception], None] = lambda error: None) -> Iterator
         tell(error)
 
 
-@contextmanager
-def convenience(what: str) -> Iterator[None]:
+def convenience(what: str) -> AbstractContextManager[None]:
     """Leave `what` out if it fails, and print one line about it, once in a process.
 
     The failure neither ends a flow nor hides the error that ends it; see `harmless`.
@@ -164,5 +157,4 @@ def convenience(what: str) -> Iterator[None]:
                 sys.stderr.write(f"[torchrun] Left out: {what} ({type(error).__name__}: {error}).\n")
                 sys.stderr.flush()
 
-    with harmless(tell):
-        yield
+    return harmless(tell)

@@ -10,6 +10,7 @@ import os
 import sys
 from collections.abc import Collection, Sequence
 from copy import copy
+from functools import partial
 from traceback import walk_tb
 from typing import Any
 
@@ -66,14 +67,7 @@ def seconds_of_alarm(handler: Any) -> Any:
 def with_this_interpreter(environment: Any) -> Any:
     """Return a Metaflow environment that starts local tasks with this process's interpreter."""
     same = copy(getattr(environment, "base_env", environment))  # the base is what Metaflow uses for these tasks
-    executable = same.executable
-
-    def this_one(*args: Any, **options: Any) -> Any:
-        # The environment decides first: it may have an interpreter of its own.
-        asked = executable(*args, **options)
-        return sys.executable if asked in ("python", "python3") else asked
-
-    same.executable = this_one
+    same.executable = partial(same.executable, default=sys.executable)  # it may have an interpreter of its own
     return same
 
 

@@ -102,14 +102,9 @@ def requested_accelerators(decorators: Iterable[tuple[str, Mapping[str, Any]]]) 
         if count:
             each = f" of {cores} cores" if cores > 1 else ""
             return Nproc(count * cores, f"@{compute} requests {key}={count}{each}")
-    return _from_extended_resources(attributes.get("extended_resources"), compute)
-
-
-def _from_extended_resources(extended: Any, compute: str) -> Nproc | None:
-    for key, value in extended.items() if isinstance(extended, Mapping) else ():
+    for key, value in (attributes.get("extended_resources") or {}).items():
         cores = 1 if _GPU_RESOURCE.match(key) else _NEURON_RESOURCE.get(key, 0)
-        count = _count(value, compute, f"extended_resources[{key!r}]") if cores else 0
-        if count:
+        if cores and (count := _count(value, compute, f"extended_resources[{key!r}]")):
             return Nproc(count * cores, f"@{compute} requests {key}={count}")
     return None
 
@@ -156,12 +151,7 @@ def _quotas(folder: str) -> Iterator[float]:
         read(os.path.join(folder, f"cpu.{name}")) for name in ("max", "cfs_quota_us", "cfs_period_us")
     )
     for text in (version_2, " ".join(version_1)):
-        with suppress(ValueError, ZeroDivisionError):  # without a limit it says "max" or "-1"
+        with suppress(ValueError):  # without a limit it says "max" or "-1"
             quota, period = map(int, text.split())
             if quota > 0:
                 yield quota / period
-
-
-def omp_threads(machine: Machine, nproc: int) -> int:
-    """Return how many threads each worker gets."""
-    return max(1, machine.cpus // (nproc * machine.nodes_here))

@@ -61,11 +61,8 @@ def oom_kills(root: str = "/") -> int | None:
     ``Documentation/admin-guide/cgroup-v2.rst`` and ``cgroup-v1/memory.rst``).
     """
     # The first that counts: a process counts where it lies and, in version 2 only, in all groups above.
-    for text in _texts(_KILLS, root):
-        found = re.search(r"^oom_kill (\d+)$", text, re.MULTILINE)
-        if found:
-            return int(found[1])
-    return None
+    counts = (re.search(r"^oom_kill (\d+)$", text, re.MULTILINE) for text in _texts(_KILLS, root))
+    return next((int(found[1]) for found in counts if found), None)
 
 
 def describe_oom(root: str = "/") -> str:

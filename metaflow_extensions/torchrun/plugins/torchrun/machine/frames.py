@@ -6,10 +6,10 @@ import hashlib
 import os
 import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from itertools import groupby
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 _FRAME = re.compile(r'^  File "(?P<path>.*)", line (?P<line>\d+|\?+) in (?P<function>.*)$', re.MULTILINE)
 # torch, the standard library and this package. Not all installed packages: a trainer's loop may be one.
@@ -28,11 +28,8 @@ _CUT = re.compile(r"^  \.\.\.$", re.MULTILINE)  # faulthandler's end of a stack 
 _FIRST, _LAST = 20, 5  # so many of the user's own frames are shown
 
 
-class Line(NamedTuple):
-    """A line of a source file."""
-
-    path: str
-    number: int
+SourceLine: TypeAlias = Callable[[str, int], str]
+"""Returns a line of a source file, given path and number; "" where it is not known."""
 
 
 @dataclass(frozen=True)
@@ -64,13 +61,9 @@ class _Frame(NamedTuple):
     def where(self) -> str:
         return f"{os.path.basename(self.path)}:{self.line} in {self.function}"
 
-    @property
-    def source(self) -> Line | None:
+    def source(self, line_of: SourceLine) -> str:
         is_file = self.path.startswith("/")  # else nobody knows in which folder
-        return Line(self.path, int(self.line)) if self.is_own and is_file and self.line.isdecimal() else None
-
-    def line_in(self, lines: Mapping[Line, str]) -> str:
-        return "" if self.source is None else lines.get(self.source, "")
+        return line_of(self.path, int(self.line)) if self.is_own and is_file and self.line.isdecimal() else ""
 
 
 def unescaped(text: str) -> str:
@@ -88,17 +81,9 @@ def without_stack(problem: str) -> Found:
     return Found(f"no Python stack: {problem}", "", "")
 
 
-def sources(stack: str) -> list[Line]:
-    """Return the source lines that `read` would show."""
-    return [source for frame in _frames(stack) if (source := frame.source) is not None]
-
-
-def read(stack: str, lines: Mapping[Line, str]) -> Found:
-    """Return where a thread was: the innermost frame of the user's, and the innermost function of all.
-
-    `lines` has the source lines that are known.
-    """
-    frames = _frames(stack)
+def read(stack: str, line_of: SourceLine = lambda path, number: "") -> Found:
+    """Return where a thread was: the innermost frame of the user's, and the innermost function of all."""
+    frames = [_Frame(*map(unescaped, match.group("path", "line", "function"))) for match in _FRAME.finditer(stack)]
     if not frames:
         return Found("no Python frame", "", stack)
     mark = hashlib.sha256(repr(frames).encode()).hexdigest()[:16]
@@ -106,28 +91,24 @@ def read(stack: str, lines: Mapping[Line, str]) -> Found:
     inner = frames[0].function
     # A module's `forward` that calls torch's says nothing more.
     where = own.where if inner == own.function else f"{own.where} (in {inner})"
-    line = own.line_in(lines)
-    short = _short(frames, lines) + ("\n(no more frames are known: Python writes 100)" if _CUT.search(stack) else "")
+    line = own.source(line_of)
+    short = _short(frames, line_of) + ("\n(no more frames are known: Python writes 100)" if _CUT.search(stack) else "")
     # A wait for an asynchronous operation is in C++, below the user's own line.
     waits = bool(_WAITING.search(frames[0].path)) or (frames[0] is own and ".wait(" in line)
     return Found(where, mark, stack, line, short, waits)
-
-
-def _frames(stack: str) -> list[_Frame]:
-    return [_Frame(*map(unescaped, match.group("path", "line", "function"))) for match in _FRAME.finditer(stack)]
 
 
 def _begin(text: str, limit: int) -> str:
     return text if len(text) <= limit else f"{text[:limit]}\n[… {len(text) - limit} characters left out]"
 
 
-def _short(frames: list[_Frame], lines: Mapping[Line, str]) -> str:
+def _short(frames: list[_Frame], line_of: SourceLine) -> str:
     """Return the user's own frames, the innermost first, and how many others are between them."""
     told: list[str] = []
     for is_own, some in groupby(frames, lambda frame: frame.is_own):
         group = list(some)
         if is_own:
-            told += [f"{each.where}: {source}" if (source := each.line_in(lines)) else each.where for each in group]
+            told += [f"{each.where}: {source}" if (source := each.source(line_of)) else each.where for each in group]
         else:
             count = f"{len(group)} frame{'s' if len(group) > 1 else ''} of libraries"
             told.append(f"({count}, innermost {group[0].where})")

@@ -56,13 +56,6 @@ def pick_port(pinned: int | None = None) -> int | None:
         raise
 
 
-def plain_address(address: str) -> str:
-    """Return an address as the other side writes it: an IPv4 address that an IPv6 socket shows is IPv4 again."""
-    ip = ipaddress.ip_address(address.split("%")[0])
-    mapped = ip.ipv4_mapped if isinstance(ip, ipaddress.IPv6Address) else None
-    return address if mapped is None else str(mapped)
-
-
 def interface_of(address: str) -> str | None:
     """Return the name of the interface that owns the local `address`, or None if unknown."""
     ip = ipaddress.ip_address(address.split("%")[0])

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import resource
 import socket
-import sys
 from contextlib import suppress
 
 from ..errors import GangError
@@ -22,25 +21,19 @@ def file_of(fd: int) -> tuple[int, int] | None:
     return None
 
 
-def raise_limit(needed: int) -> None:
-    """Raise the soft limit of open files if it is too low for so many connections, at most to the hard one.
-
-    The limit is that of the supervisor alone. For a small gang it stays as it is. Can be repeated.
-    """
-    soft, hard = _limits()
-    taken = len(os.listdir("/dev/fd")) + _OWN
-    if soft < taken + needed + _FEW_OTHERS:
-        new = min(hard, taken + needed + _MANY_OTHERS)
-        with suppress(ValueError, OSError):  # the kernel refuses; then fewer files can be open
-            resource.setrlimit(resource.RLIMIT_NOFILE, (new, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
-
-
 def room_for_connections(needed: int, more: int) -> int:
-    """Return how many connections there is room for: the needed, for which GangError is raised, and up to `more`."""
-    raise_limit(needed)
-    soft, hard = _limits()
+    """Return how many connections there is room for: the needed, for which GangError is raised, and up to `more`.
+
+    The soft limit of open files is raised if it is too low for them, at most to the hard one. For a small gang it stays.
+    """
     used = len(os.listdir("/dev/fd"))
-    places = min(soft - used - _OWN, needed + more)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    taken = used + _OWN
+    if soft < taken + needed + _FEW_OTHERS:
+        with suppress(ValueError, OSError):  # the kernel refuses; then fewer files can be open
+            resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, taken + needed + _MANY_OTHERS), hard))
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    places = min(soft - taken, needed + more)
     if places < needed:
         raise GangError(
             f"The control node (host {socket.gethostname()}) needs {needed} connections, one for each other node, but "
@@ -48,10 +41,3 @@ def room_for_connections(needed: int, more: int) -> int:
             f"and {_OWN} kept for its own. Raise it where the task's container or service is set up."
         )
     return places
-
-
-def _limits() -> tuple[int, int]:
-    """Return the soft and the hard limit."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    endless = resource.RLIM_INFINITY
-    return sys.maxsize if soft == endless else soft, sys.maxsize if hard == endless else hard

@@ -1,4 +1,4 @@
-"""Pods: why one is pending, and whether this one is told to stop.
+"""Pods: why one is pending, how old this one is, and whether it is told to stop.
 
 While a pod is pending, the log shows the kubectl command that explains why. The reason stands in the pod's events. A task
 may lack the rights to read those; the person who reads its log may have them.
@@ -8,9 +8,14 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from collections.abc import Mapping
+from contextlib import suppress
 
-from .processes import has_signal
+from .processes import find, has_signal
+
+# containerd, CRI-O and Docker write this file anew for each pod, before its image is pulled, and mount it.
+_MADE_WITH_IT = "/etc/hostname"
 
 
 def why_it_waits(node: int, environ: Mapping[str, str] = os.environ) -> str:
@@ -31,3 +36,15 @@ def told_to_stop(shell: int) -> str | None:
     if not any(has_signal(shell, pending, signal.SIGTERM) for pending in ("SigPnd", "ShdPnd")):
         return None
     return "its pod got SIGTERM (it is deleted, evicted or over its time limit, or its machine drained)"
+
+
+def age_s(made_with_it: str = _MADE_WITH_IT, first_process: int = 1) -> float:
+    """Return the age of this pod or container in seconds; 0 where the system does not say."""
+    ages = [0.0]
+    if (first := find(first_process)) is not None:
+        ticks = int(first.began) / os.sysconf("SC_CLK_TCK")
+        ages.append(time.clock_gettime(time.CLOCK_BOOTTIME) - ticks)
+    with suppress(OSError):
+        if os.path.ismount(made_with_it):  # else it is the image's
+            ages.append(time.time() - os.stat(made_with_it).st_mtime)
+    return max(ages)

@@ -8,13 +8,11 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Collection, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from typing import NamedTuple
 
-_POLL_S = 0.05
-_END_POLL_S = 0.01  # a task waits for its supervisor's end
-_KILL_WAIT_S = 10.0  # after SIGKILL only a process in uninterruptible sleep stays
+_POLL_S = 0.01  # a task waits for its supervisor's end
 HELPERS: set[int] = set()
 """Children of this process that belong to no launch: spares, and nvidia-smi. Who starts one reaps it."""
 
@@ -56,12 +54,6 @@ def began(pid: int) -> str:
     return "" if process is None else process.began
 
 
-def is_alive(pid: int, since: str) -> bool:
-    """Return whether the process with this pid and start time lives."""
-    process = find(pid)
-    return process is not None and process.is_alive and process.began == since
-
-
 def children(parent: int | None = None, of_main_thread: bool = False) -> list[int]:
     """Return the pids of a process's children, dead ones too; by default, of this process's.
 
@@ -80,29 +72,26 @@ def _or_own(pid: int | None) -> int:
     return pid or os.getpid()
 
 
-def living_descendants(ancestor: int | None = None, without: Collection[int] = ()) -> list[int]:
+def living_descendants(ancestor: int | None = None) -> list[int]:
     """Return the pids of all living processes that descend from one, by default this, through dead ones, too.
 
-    The processes `without`, and what descends from them, are left out.
+    The `HELPERS`, and what descends from them, are left out.
     """
     below: dict[int, list[Process]] = {}
     for process in _table():
-        below.setdefault(process.parent, []).append(process)
+        if process.pid not in HELPERS:
+            below.setdefault(process.parent, []).append(process)
     found, queue = [], [_or_own(ancestor)]
-    while queue:
-        for process in below.get(queue.pop(), ()):
-            if process.pid in without:
-                continue
-            queue.append(process.pid)
-            if process.is_alive:
-                found.append(process.pid)
+    for parent in queue:  # it grows meanwhile
+        queue += [process.pid for process in below.get(parent, ())]
+        found += [process.pid for process in below.get(parent, ()) if process.is_alive]
     return found
 
 
-def reap(without: Collection[int] = ()) -> Iterator[tuple[int, int]]:
-    """Reap this process's children that have ended, but for those `without`; yield their pids and exit codes."""
+def reap() -> Iterator[tuple[int, int]]:
+    """Reap this process's children that have ended, but for the `HELPERS`; yield their pids and exit codes."""
     for pid in children():
-        if pid not in without:
+        if pid not in HELPERS:
             with suppress(ChildProcessError):
                 ended, status = os.waitpid(pid, os.WNOHANG)
                 if ended:
@@ -126,11 +115,6 @@ def command_line(pid: int) -> list[str]:
     with suppress(OSError), open(f"/proc/{pid}/cmdline", "rb") as file:
         return [os.fsdecode(word) for word in file.read().split(b"\0")[:-1]]
     return []
-
-
-def describe(pid: int) -> str:
-    """Return a process's number and the beginning of its command line."""
-    return f"{pid} ({' '.join(command_line(pid))[:200]})"
 
 
 def status(pid: int) -> dict[str, str]:
@@ -175,25 +159,14 @@ class Other:
     @property
     def has_ended(self) -> bool:
         """Whether it has ended; also true for dead processes that are not reaped."""
-        return not is_alive(self.pid, self.began)
-
-    @contextmanager
-    def end(self) -> Iterator[int | None]:
-        """Open a file that becomes readable at its end; None where there is none, or it has ended."""
-        handle = None
-        with suppress(ProcessLookupError):
-            handle = open_pidfd(self.pid)
-        try:
-            yield None if self.has_ended else handle  # after its end the number may be another's
-        finally:
-            if handle is not None:
-                os.close(handle)
+        now = find(self.pid)
+        return now is None or not now.is_alive or now.began != self.began
 
     def wait(self, timeout_s: float) -> bool:
         """Wait for its end, or so long; return whether it has ended."""
         deadline = time.monotonic() + timeout_s
         while not self.has_ended and time.monotonic() < deadline:
-            time.sleep(_END_POLL_S)
+            time.sleep(_POLL_S)
         return self.has_ended
 
     def send_signal(self, number: int) -> None:
@@ -209,13 +182,7 @@ def send_signal(pid: int, number: int) -> None:
 
 
 def kill(roots: Iterable[int]) -> None:
-    """Kill `roots` and what descends from them, and wait until they are gone."""
-    deadline = time.monotonic() + _KILL_WAIT_S
-    tree = {pid: began(pid) for pid in roots}
-    while tree and time.monotonic() < deadline:
-        # When a process ends, its children get another parent. So every process found is remembered.
-        tree.update({pid: began(pid) for root in tree for pid in living_descendants(root)})
-        for pid in tree:
+    """Kill processes and what descends from them."""
+    for root in roots:
+        for pid in [*living_descendants(root), root]:
             send_signal(pid, signal.SIGKILL)
-        time.sleep(_POLL_S)
-        tree = {pid: since for pid, since in tree.items() if is_alive(pid, since)}

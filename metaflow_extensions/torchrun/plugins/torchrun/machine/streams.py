@@ -19,7 +19,7 @@ import sys
 import termios
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 
 _READER_PATIENCE_S = 0.05  # for a reader that takes nothing, before the last line of a text
 _LOOK_S = 0.001  # the longest pause between two looks at a reader
@@ -58,19 +58,15 @@ def await_room(fd: int, timeout_s: float | None = None) -> bool:
 @contextmanager
 def turn(fd: int) -> Iterator[None]:
     """Wait until no other supervisor writes to this pipe, as long as it takes, and keep others waiting meanwhile."""
-    if not is_pipe(fd):
+    with ExitStack() as held:
+        if is_pipe(fd):
+            held.callback(time.sleep, _OTHERS_S)
+            with suppress(OSError):  # a pipe without reader: the write tells
+                # A lock belongs to the open file, which the nodes share: so this opens the pipe once more.
+                own = os.open(f"/proc/self/fd/{fd}", os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+                held.callback(os.close, own)
+                fcntl.flock(own, fcntl.LOCK_EX)
         yield
-        return
-    own = None  # a lock belongs to the open file, which the nodes share: so this opens the pipe once more
-    try:
-        with suppress(OSError):  # a pipe without reader: the write tells
-            own = os.open(f"/proc/self/fd/{fd}", os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-            fcntl.flock(own, fcntl.LOCK_EX)
-        yield
-    finally:
-        if own is not None:
-            os.close(own)
-    time.sleep(_OTHERS_S)
 
 
 def write_lines(fd: int, lines: bytes, wait: Callable[[int], object] = await_room, more_follows: bool = False) -> None:

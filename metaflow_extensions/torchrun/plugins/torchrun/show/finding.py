@@ -9,7 +9,7 @@ import time
 from typing import Any
 
 from ..compat.cli import CommandException, click
-from ..compat.datastore import datastore_of_spin, latest_run
+from ..compat.datastore import SPIN, latest_run, open_datastore
 from ..compat.graph import parallel_steps
 from .stored_gangs import StoredGang, StoredGangs, flow_program
 
@@ -74,7 +74,7 @@ def find(obj: Any, named: str, attempt: int | None = None) -> tuple[StoredGangs,
         raise CommandException(f"{named!r} is no gang: write RUN, RUN/STEP or RUN/STEP/TASK, for example 1234/train.")
     run, named_step, task = parts[0], *([*parts[1:], None, None][:2])
     steps = stored.steps(run)
-    if not steps and (of_spin := datastore_of_spin(name)) is not None and (spun := StoredGangs(of_spin)).steps(run):
+    if not steps and (of_spin := open_datastore(SPIN, name)) is not None and (spun := StoredGangs(of_spin)).steps(run):
         stored, steps = spun, spun.steps(run)
     if not steps and len(parts) == 1 and run in parallel_steps(obj.graph):
         raise CommandException(f"{run} is a step. Name its run, too: {stored.program} show RUN/{run}.")

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 from ..machine import processes
 from ..machine.looks import WATCH_S, until_look
-from ..machine.processes import HELPERS, send_signal
+from ..machine.processes import send_signal
 from ..worker.spare_process import Spare, StartCold
 
 _KILL_WAIT_S = 10.0  # after SIGKILL only a process in uninterruptible sleep stays
@@ -200,7 +200,7 @@ class AgentProcess:
                 status = self._agent.returncode
                 self._read_news()
                 self._on_event(AgentEnded(status, time.monotonic()))
-                left = [processes.describe(pid) for pid in self._tree()]
+                left = [f"{pid} ({' '.join(processes.command_line(pid))[:200]})" for pid in self._tree()]
                 grace_s = _STRAGGLER_GRACE_S if status == 0 else self._options.grace_s
                 self._deadline = time.monotonic() + grace_s
             await self._stop()
@@ -375,7 +375,7 @@ class AgentProcess:
     def _look(self) -> None:
         """Handle what the agent tells, and reap it and what was re-parented to this process."""
         self._read_news()
-        for pid, status in processes.reap(HELPERS):
+        for pid, status in processes.reap():
             if pid == self._agent.pid:
                 self._agent.returncode = status
             else:
@@ -390,7 +390,7 @@ class AgentProcess:
 
     def _tree(self) -> list[int]:
         """Return the pids of the agent and all that it has started, however that detached itself."""
-        return processes.living_descendants(without=HELPERS)
+        return processes.living_descendants()
 
     def _living_workers(self) -> list[int]:
         return [pid for pid in self._tree() if pid in self._workers and not self._workers[pid].has_ended]

@@ -18,7 +18,6 @@ from collections.abc import Callable, Collection, Generator
 from typing import Any, TypeVar
 
 from ..gang.messages import Beat, Message, from_wire, to_wire
-from ..machine.network import plain_address
 from ..machine.packets import dump, load
 
 LENGTH = struct.Struct(">I")
@@ -154,7 +153,8 @@ class Connection(asyncio.Protocol):
     def address(self, whose: str) -> str:
         """Return the IP address of this side (``"sockname"``) or of the other (``"peername"``)."""
         assert self._transport is not None
-        return plain_address(self._transport.get_extra_info(whose)[0])
+        address: str = self._transport.get_extra_info(whose)[0]
+        return address.removeprefix("::ffff:")  # so an IPv6 socket shows an IPv4 address
 
     # --- the handshake --------------------------------------------------------------------------
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Coroutine
 from contextlib import suppress
 from typing import Any
@@ -38,17 +39,19 @@ class Held:
 
 async def end_of(process: processes.Other) -> str:
     """Wait for the end of a process; return how it ended, in words."""
-    loop, told = asyncio.get_running_loop(), asyncio.Event()
-    with process.end() as pidfd:
+    loop, told, pidfd = asyncio.get_running_loop(), asyncio.Event(), None
+    with suppress(ProcessLookupError):
+        pidfd = processes.open_pidfd(process.pid)
+    if pidfd is not None:
+        loop.add_reader(pidfd, told.set)
+    try:
+        while not process.has_ended:
+            with suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(told.wait(), _LOOK_S if pidfd is None else _LOOK_FOR_SURE_S)
+    finally:
         if pidfd is not None:
-            loop.add_reader(pidfd, told.set)
-        try:
-            while not process.has_ended:
-                with suppress(asyncio.TimeoutError):
-                    await asyncio.wait_for(told.wait(), _LOOK_S if pidfd is None else _LOOK_FOR_SURE_S)
-        finally:
-            if pidfd is not None:
-                loop.remove_reader(pidfd)
+            loop.remove_reader(pidfd)
+            os.close(pidfd)
     now = processes.find(process.pid)
     if now is None or now.began != process.began or now.status is None:  # somebody has waited for it already
         return "ended"

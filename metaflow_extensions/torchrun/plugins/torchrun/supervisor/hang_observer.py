@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import Mapping
 from textwrap import indent
@@ -14,7 +13,7 @@ from ..gang.texts import names
 from ..gang.wire import Plain, to_plain
 from ..machine.frames import Found, without_stack
 from ..machine.network import is_connected_to
-from ..machine.stacks import Question
+from ..machine.stacks import ask
 from .workers import Workers
 
 # A node reports output to the control node at most once in this fraction of hang_timeout_s.
@@ -22,7 +21,6 @@ _ACTIVE_PART = 0.1
 _LOOK_S = 2.0  # between two looks whether a worker has begun to join a process group
 # From the last news of a reader until a wait is told: where many nodes share it, each waits now and then.
 _TELL_S = 60.0
-_POLL_S = 0.05
 # Of the stacks in one message of a node, in which JSON may double a text, and in the answer of the whole gang, one file.
 _NODE_CHARS, _GANG_CHARS = 200_000, 16_000_000
 
@@ -64,9 +62,7 @@ class HangObserver:
 
 async def answer(workers: Workers, asked: Any) -> Plain:
     """Return what the workers do now, for the question that was `asked`; in a hang the log has it, too."""
-    question = Question(workers.running(), WORKERS_S)
-    while (found := question.poll()) is None:
-        await asyncio.sleep(_POLL_S)
+    found = await ask(workers.running(), WORKERS_S)
     if found and asked == HANG:
         workers.side.say("note", f"what the workers were doing:\n{text_of(found)}")
     return {"id": asked, "found": to_plain(NodeStacks(workers.side.host, _to_send(workers, found)))}

@@ -45,8 +45,8 @@ _URGENT = frozenset({"lost", "must_end"})  # the step's own code hears of it
 _URGENT_MESSAGES = frozenset({Abort.__name__.lower(), Farewell.__name__.lower()})
 
 
-def main(parent: int) -> int:
-    """Serve one task, until it lets go or is gone; `parent` is the process between."""
+def main() -> int:
+    """Serve one task, until it lets go or is gone."""
     pid, began = sys.argv[1:]
     _have_streams()
     linux.adopt_orphans()
@@ -54,7 +54,7 @@ def main(parent: int) -> int:
     loop = asyncio.SelectorEventLoop()
     asyncio.set_event_loop(loop)
     # The loop is never closed: that would wait for threads in which names are looked up. The process ends anyway.
-    loop.run_until_complete(Supervisor(task, link).run(parent))
+    loop.run_until_complete(Supervisor(task, link).run())
     return 0
 
 
@@ -83,11 +83,11 @@ class Supervisor:
         self._faults = [MachineFaults()] * 2
         self._faults_at = 0.0
 
-    async def run(self, parent: int) -> None:
+    async def run(self) -> None:
         """Do all that the task asks, until its end."""
         asyncio.get_running_loop().set_exception_handler(self._on_bug)
         self._link.open()
-        self._link.send("supervisor", *((pid, processes.began(pid)) for pid in (os.getpid(), parent)))
+        self._link.send("supervisor", *((pid, processes.began(pid)) for pid in (os.getpid(), os.getppid())))
         self._calls.begin(self._follow_task())
         self._look()
         await self._is_over.wait()
@@ -114,7 +114,7 @@ class Supervisor:
         """Look at what no event tells; it repeats itself."""
         asyncio.get_running_loop().call_later(until_look(), self._look)
         if self._launches is None or not self._launches.runs:
-            for _ in processes.reap(processes.HELPERS):
+            for _ in processes.reap():
                 pass
         if not self._is_over.is_set() and (now := time.monotonic()) > self._faults_at + 1.0:
             self._faults, self._faults_at = [self._faults[1], MachineFaults()], now

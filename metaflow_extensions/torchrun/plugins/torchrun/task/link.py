@@ -20,10 +20,10 @@ from typing import Any
 
 from ..errors import GangError, TorchrunError
 from ..gang.wire import from_plain
-from ..machine.detached import start_between
 from ..machine.open_files import file_of
 from ..machine.packets import MOST_BYTES, Packets, packets
 from ..machine.processes import Other
+from ..supervisor.between import start_between
 
 _ANSWER_S = 60.0  # a busy machine, or one whose disk has to read Python first
 _LEAVE_WAIT_S = 5.0  # of a control node after its own end, for the others' ends, so that it hears of late failures

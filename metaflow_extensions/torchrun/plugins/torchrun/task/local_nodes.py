@@ -16,15 +16,7 @@ from collections.abc import Mapping, Sequence
 from itertools import pairwise
 
 from ..gang.view import Presence
-from ..machine.processes import (
-    Process,
-    children,
-    command_line,
-    find,
-    is_alive,
-    kill,
-    send_signal,
-)
+from ..machine.processes import Other, children, command_line, find, kill
 from ..machine.streams import has_unread
 
 _POLL_S = 0.25
@@ -43,7 +35,7 @@ class LocalNodes:
     def __init__(self, run_id: str, control_task_id: str, num_nodes: int) -> None:
         self._run = ("--run-id", run_id)
         self._options = {("--task-id", f"{control_task_id}_node_{node}"): node for node in range(1, num_nodes)}
-        self._tasks: dict[int, Process] = {}
+        self._tasks: dict[int, Other] = {}
 
     def ended(self) -> dict[int, str]:
         """Return the nodes whose tasks have ended at once, each with the reason."""
@@ -54,12 +46,12 @@ class LocalNodes:
             return {}  # a Metaflow with other command lines than 2.19's: the heartbeats remain
         return dict.fromkeys(set(self._options.values()) - set(running), "its task ended at once, before it joined")
 
-    def tasks(self) -> dict[int, Process]:
+    def tasks(self) -> dict[int, Other]:
         """Return node index -> task of all that have been seen, ended ones included."""
         for pid in children() if len(self._tasks) < len(self._options) else ():
             task, node = find(pid), self._node_of(pid)
             if task is not None and node is not None:
-                self._tasks.setdefault(node, task)
+                self._tasks.setdefault(node, Other(pid, task.began))
         return self._tasks
 
     @staticmethod
@@ -82,25 +74,25 @@ class LocalNodes:
         gang, one that is just starting finds the word that the control node left and ends by itself; one that hangs gets
         SIGTERM after a moment. If this task was ordered to end (`is_ordered`), no reader is waited for.
         """
-        of: dict[Presence, list[Process]] = {state: [] for state in _UNREAD_S}
+        of: dict[Presence, list[Other]] = {state: [] for state in _UNREAD_S}
         for node, task in self.tasks().items():
             of[states.get(node, Presence.HERE)].append(task)
         for task in _await_ends(
             of[Presence.ABSENT], min(wait_s, _LATECOMER_S if is_ordered else _SLOW_LATECOMER_S), 0.0
         ):
-            send_signal(task.pid, signal.SIGTERM)
+            task.send_signal(signal.SIGTERM)
         for state, unread_s in _UNREAD_S.items():
             left = _await_ends(of[state], wait_s, 0.0 if is_ordered else unread_s)
             kill(task.pid for task in left)
 
 
-def _await_ends(tasks: Sequence[Process], wait_s: float, unread_s: float) -> list[Process]:
+def _await_ends(tasks: Sequence[Other], wait_s: float, unread_s: float) -> list[Other]:
     """Wait until `tasks` have ended; return those that run after `wait_s` seconds.
 
     For `unread_s` seconds, that time begins anew while a reader has something to read.
     """
     begin = deadline = time.monotonic()
-    while (left := [task for task in tasks if is_alive(task.pid, task.began)]) and time.monotonic() < deadline + wait_s:
+    while (left := [task for task in tasks if not task.has_ended]) and time.monotonic() < deadline + wait_s:
         if time.monotonic() < begin + unread_s and has_unread():
             deadline = time.monotonic()
         time.sleep(_POLL_S)

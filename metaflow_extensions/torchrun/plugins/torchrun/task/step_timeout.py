@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 from ..compat.steps import is_local, seconds_of_alarm
 from ..gang.policy import Rules
-from ..machine.container import age_s
+from ..machine.pods import age_s
 
 _LEAST_S = 0.01  # an alarm in 0 s is none
 

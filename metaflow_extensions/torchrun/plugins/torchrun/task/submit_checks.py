@@ -33,7 +33,7 @@ class Submission:
         """
         if not self._is_gang:
             return
-        decorators, count = decorators_of(self._flow, self._step), num_nodes or self._num_nodes
+        decorators, count = decorators_of(getattr(self._flow, self._step)), num_nodes or self._num_nodes
         why = self._why_no_loss(decorators, count)
         if is_run and "batch" in decorators:
             why = why or self._why_not_on_batch(decorators, count or 1)
