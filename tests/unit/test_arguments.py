@@ -110,38 +110,16 @@ A_FLAG = [
         (["brand_new", 3, "--another"], {"brand-new": "3", "another": None}),
         (["-m", "-r=3", "-t=1"], {"module": None, "redirects": "3", "tee": "1"}),
         (["--rdzv-conf=a=1,b=2"], {"rdzv-conf": "a=1,b=2"}),
-        # As argparse completes them; of two options that begin so, neither is meant.
-        ({"hel": None, "--max_rest": 3}, {"help": None, "max-restarts": "3"}),
-        ({"master": "x"}, {"master": "x"}),
+        (["--role=3", "-t=1", "tee", "2", "--role=4"], {"role": "4", "tee": "2"}),  # the last counts, as for torchrun
     ],
 )
 def test_options_are_read_from_dicts_and_lists(given, options):
     assert torchrun_options(given) == options
 
 
-@pytest.mark.parametrize(
-    ("wrong", "why"),
-    [
-        *(
-            (twice, r"twice: '\d' and '\d'")
-            for twice in (["--role=3", "--role=4"], {"max_restarts": 3, "max-restarts": 4})
-        ),
-        (["-t=1", "tee", "2"], "sets tee twice"),
-        *((other, "torchrun_args is a") for other in ("--max-restarts=3", 3, b"x")),
-        *(
-            (nameless, "an option without a name")
-            for nameless in (["", "3"], [None, "3"], ["--", "x"], ["--=x"], {"": "x"}, {"--": None})
-        ),
-        (["--module=train"], "module is a flag without a value, but got 'train'"),
-        ({"standalone": "yes"}, "flag without a value"),
-        *(
-            (bare, "needs a value")
-            for bare in (["max-restarts", ""], ["--role"], {"max_restarts": None}, {"log-dir": ""})
-        ),
-    ],
-)
-def test_what_can_not_be_meant_is_refused_with_the_reason(wrong, why):
-    with pytest.raises(TorchrunConfigError, match=why):
+@pytest.mark.parametrize("wrong", ["--max-restarts=3", 3, b"x"])
+def test_what_is_neither_dict_nor_list_is_refused(wrong):
+    with pytest.raises(TorchrunConfigError, match="torchrun_args is a"):
         torchrun_options(wrong)
 
 

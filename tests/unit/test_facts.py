@@ -172,7 +172,7 @@ def test_too_little_shared_memory_is_told_with_what_to_write(size, nproc, accele
 
     monkeypatch.setattr("os.statvfs", statvfs)
     environ = {} if place is None else {"METAFLOW_RUNTIME_ENVIRONMENT": place}
-    warning = shm_warning(nproc, accelerators, environ)
+    warning = shm_warning(replace(CALL, nproc=nproc, machine=Machine(4, accelerators), environ=environ))
     assert (warning is None) is (remedy is None)
     assert not warning or warning.startswith(f"warning: /dev/shm has {size // MIB} MiB. ")
     assert not warning or remedy in warning

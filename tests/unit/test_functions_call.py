@@ -5,6 +5,7 @@ import inspect
 import pickle
 import tempfile
 import threading
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -22,7 +23,6 @@ from metaflow_extensions.torchrun.plugins.torchrun.errors import (
 )
 from metaflow_extensions.torchrun.plugins.torchrun.outputs import Outputs
 from metaflow_extensions.torchrun.plugins.torchrun.supervisor.call import Call
-from metaflow_extensions.torchrun.plugins.torchrun.task import function_call as call_module
 from metaflow_extensions.torchrun.plugins.torchrun.task.arguments import Position
 from metaflow_extensions.torchrun.plugins.torchrun.task.facts import contents_digest
 from metaflow_extensions.torchrun.plugins.torchrun.task.function_call import FUNCTION_WORKER, FunctionCall
@@ -123,27 +123,17 @@ signed.__signature__ = inspect.Signature([inspect.Parameter("lr", inspect.Parame
     ],
 )
 def test_arguments_that_a_plain_function_can_not_take_are_refused_before_any_worker(function, arguments, why, make):
-    call = (function, *call_module._as_call(arguments))
-    if why is None:
-        call_module._check_call(*call)
-    else:
-        with pytest.raises(TorchrunConfigError, match=why):
-            make(function, arguments=arguments)
-
-
-class Full:
-    def __reduce__(self):
-        raise OSError(28, "No space left on device")
+    with nullcontext() if why is None else pytest.raises(TorchrunConfigError, match=why):
+        make(function, arguments=arguments)
 
 
 @pytest.mark.parametrize(
     ("argument", "folder", "error", "why"),
     [
         (threading.Lock(), "", EntrypointError, "can't be pickled"),
-        (Full(), "", LaunchFailed, "No space left"),  # no fault of the function
         (1, "none", LaunchFailed, r"No such file or directory.*TMPDIR"),
     ],
-    ids=["a lock", "a full disk", "no folder"],
+    ids=["a lock", "no folder"],
 )
 def test_a_call_that_can_not_be_written_leaves_no_file(argument, folder, error, why, make, tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / folder))

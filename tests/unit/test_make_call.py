@@ -77,7 +77,6 @@ def refusal(*args, **arguments):
         ({"torchrun_args": ["--run-path"]}, ["run-path can't be used", "fork"]),
         ({"torchrun_args": {"virtual_local_rank": None}}, ["virtual-local-rank can't be used", "LOCAL_RANK"]),
         *(({"torchrun_args": given}, ["help can't be used"]) for given in ({"help": None}, ["--help"], ["-h"])),
-        ({"torchrun_args": {"run_p": None}}, ["run-path can't be used"]),
     ],
 )
 def test_what_can_not_be_is_refused_with_the_reason(arguments, words, script):

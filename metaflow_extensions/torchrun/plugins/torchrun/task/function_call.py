@@ -14,8 +14,8 @@ import shutil
 import socket
 import sys
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from types import FunctionType, MethodType
@@ -65,10 +65,12 @@ class FunctionCall:
                 raise TorchrunConfigError(
                     f"{name} says how to run a script, but the entrypoint is a function; remove it."
                 )
+        forms = "for a function it must be a dict (keyword arguments) or a list (positional ones)"
+        given = dict_or_list(run.entrypoint_args, "entrypoint_args", forms)
         function: Any = run.entrypoint
-        call = (function, *_as_call(run.entrypoint_args))
-        _check_call(*call)
+        call = (function, [], dict(given)) if isinstance(given, Mapping) else (function, given, {})
         inner = function.func if isinstance(function, partial) else function
+        _check_call(inner, *call)
         name = str(getattr(inner, "__qualname__", type(inner).__qualname__))
         # With gather, the control node gets the values of all ranks. A function that gathers is not expected to use a
         # process group, so no warning says that its ranks train alone.
@@ -104,22 +106,22 @@ class FunctionCall:
         if self._store is None or (error is None and (self._node == CONTROL or not self._gather)):
             return None
         cause = cause_of(error)
-        ranks = [rank for rank in self._ranks if error is None or (cause is not None and rank == cause.rank)]
         kind, name = ("value", RETURNED) if error is None else ("exception", RAISED)
         store, keys, steps = self._store, dict[str, Any](), list[Step]()
 
-        def save(rank: int, path: str) -> None:
-            keys[str(rank)] = store.save(Path(path).read_bytes())
+        def save(rank: int, path: Path) -> None:
+            keys[str(rank)] = store.save(path.read_bytes())
 
-        for rank, path in ((rank, self._path(name, rank)) for rank in ranks):
-            if os.path.exists(path):
-                size = os.path.getsize(path)
+        for rank in self._ranks:
+            path, is_wanted = self._path(name, rank), error is None or (cause is not None and rank == cause.rank)
+            if is_wanted and path.exists():
+                size = path.stat().st_size
                 patience_s = patience_for(size) if error is None else RAISED_PATIENCE_S
                 steps.append(Step(f"rank {rank}'s {kind} ({size_text(size)})", partial(save, rank, path), patience_s))
         return ToStore(iter(steps), keys) if steps else None
 
-    def _path(self, name: str, rank: int) -> str:
-        return path_of(self.folder, name, rank)
+    def _path(self, name: str, rank: int) -> Path:
+        return Path(path_of(self.folder, name, rank))
 
     # --- at the end -------------------------------------------------------------------------------
 
@@ -128,11 +130,15 @@ class FunctionCall:
         values = {}
         for rank in self._ranks:
             with suppress(FileNotFoundError):  # it has ended by sys.exit()
-                values[rank] = Path(self._path(RETURNED, rank)).read_bytes()
+                values[rank] = self._path(RETURNED, rank).read_bytes()
         if self._node != CONTROL:  # for a task that has come in the place of another, as in `outputs`
             told = {rank: key for rank, key in told.items() if int(rank) in self._ranks}
-        if told and self._store is not None:
-            values |= _loaded(self._store, {int(rank): key for rank, key in told.items()}, say)
+        if (store := self._store) is not None and told:
+            found, keys = dict[str, bytes](), list(dict.fromkeys(told.values()))
+            what = f"the value of {names(map(int, told), 'rank')}"
+            step = Step(what, lambda: found.update(store.load(keys)), len(keys) * PATIENCE_S)
+            Transfer(store.where, "loads", [step]).wait(say)
+            values |= {int(rank): found[key] for rank, key in told.items()}
         return {"values": dict(sorted(values.items())), "gathered": self._gather and self._node == CONTROL}
 
     def original(self, error: LaunchFailed, told: Plain) -> BaseException:
@@ -161,41 +167,24 @@ class FunctionCall:
     def _raised(self, rank: int, key: str | None) -> bytes | None:
         """Return what a rank raised, from this node's disk or from the store; None if there is nothing, or it takes long."""
         with suppress(OSError):
-            return Path(self._path(RAISED, rank)).read_bytes()
+            return self._path(RAISED, rank).read_bytes()
         store, found = self._store, list[bytes]()
         if store is not None and key is not None:
             do_within(lambda: found.extend(dict(store.load([key])).values()), RAISED_PATIENCE_S)
         return found[0] if found else None
 
 
-def _loaded(store: DatastoreValues, keys: Mapping[int, str], say: Callable[[str], None]) -> dict[int, bytes]:
-    """Return what is stored under the keys of ranks, each loaded once."""
-    found, wanted = dict[str, bytes](), list(dict.fromkeys(keys.values()))
-    what = f"the value of {names(keys, 'rank')}"
-    step = Step(what, lambda: found.update(store.load(wanted)), len(wanted) * PATIENCE_S)
-    Transfer(store.where, "loads", [step]).wait(say)
-    return {rank: found[key] for rank, key in keys.items()}
-
-
-def _as_call(arguments: Any) -> tuple[Sequence[Any], Mapping[str, Any]]:
-    forms = "for a function it must be a dict (keyword arguments) or a list (positional ones)"
-    given = dict_or_list(arguments, "entrypoint_args", forms)
-    return ([], dict(given)) if isinstance(given, Mapping) else (given, {})
-
-
-def _check_call(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+def _check_call(inner: Any, function: Any, args: Any, kwargs: Any) -> None:
     """Refuse arguments that a function or method can't take, before any worker starts; a class shows it when it is called."""
-    plain = function.func if isinstance(function, partial) else function
     # A decorator may add arguments to those of what it wraps, whose `__signature__` it may have copied.
-    if not isinstance(plain, FunctionType | MethodType) or hasattr(plain, "__signature__"):
-        return
-    try:
-        inspect.signature(function, follow_wrapped=False).bind(*args, **kwargs)
-    except (TypeError, ValueError) as error:  # ValueError: a partial has arguments that the function can't take
-        takes = ", ".join(inspect.signature(plain, follow_wrapped=False).parameters) or "none"
-        raise TorchrunConfigError(
-            f"The function {plain.__qualname__} can't take these entrypoint_args: {error}. Its arguments: {takes}."
-        ) from None
+    if isinstance(inner, FunctionType | MethodType) and not hasattr(inner, "__signature__"):
+        try:
+            inspect.signature(function, follow_wrapped=False).bind(*args, **kwargs)
+        except (TypeError, ValueError) as error:  # ValueError: a partial has arguments that the function can't take
+            takes = ", ".join(inspect.signature(inner, follow_wrapped=False).parameters) or "none"
+            raise TorchrunConfigError(
+                f"The function {inner.__qualname__} can't take these entrypoint_args: {error}. Its arguments: {takes}."
+            ) from None
 
 
 def _source_of(inner: Any) -> str | None:
@@ -215,34 +204,34 @@ def _written(call: tuple[Any, ...], inner: Any, name: str, process_group: str | 
             "the top level of the flow file, or a @staticmethod, and pass what it needs of self as arguments."
         )
     package = getattr(sys.modules.get("__main__"), "__package__", None)
-    with ExitStack() as failed:
-        try:
-            folder = os.path.abspath(tempfile.mkdtemp(prefix="torchrun-call-"))
-            failed.callback(shutil.rmtree, folder, ignore_errors=True)
-            os.mkdir(os.path.join(folder, VALUES))
-            with open(os.path.join(folder, CALL), "wb") as file:
-                # Not every entry of the path is there: editable installations have markers for their import hooks.
-                path = [os.path.abspath(each) if os.path.exists(each or os.curdir) else each for each in sys.path]
-                header = {"path": path, "main": main_file(), "package": package, "cells": cells()}
-                pickle.dump({**header, "process_group": process_group}, file)
-                _dump(call, name, file)
-        except OSError as error:
-            raise LaunchFailed(
-                f"{name} and its arguments could not be written on host {socket.gethostname()}: {error}. They go to "
-                "the folder for temporary files, which must exist, be writable and have room for them; TMPDIR says where "
-                "it is."
-            ) from error
-        failed.pop_all()
-    return folder
+    # Not every entry of the path is there: editable installations have markers for their import hooks.
+    path = [os.path.abspath(each) if os.path.exists(each or os.curdir) else each for each in sys.path]
+    header = {"path": path, "main": main_file(), "package": package, "cells": cells(), "process_group": process_group}
+    folder = ""
+    try:
+        folder = os.path.abspath(tempfile.mkdtemp(prefix="torchrun-call-"))
+        os.mkdir(os.path.join(folder, VALUES))
+        with open(os.path.join(folder, CALL), "wb") as file:
+            pickle.dump(header, file)
+            _dump(call, name, file)
+        return folder
+    except BaseException as error:
+        shutil.rmtree(folder, ignore_errors=True)
+        if not isinstance(error, OSError):
+            raise
+        raise LaunchFailed(
+            f"{name} and its arguments could not be written on host {socket.gethostname()}: {error}. They go to the "
+            "folder for temporary files, which must exist, be writable and have room for them; TMPDIR says where it is."
+        ) from error
 
 
 def _dump(call: tuple[Any, ...], name: str, file: Any) -> None:
     """Pickle the call, by reference where that goes: a worker then imports what the task has imported."""
     try:
         dump(call, file)
-    except (OSError, KeyboardInterrupt, TorchrunError):
-        raise  # a failure of the disk, Ctrl-C, or news of the gang: not the function's fault
-    except BaseException as error:  # also an exit, in a __reduce__
+    except (OSError, TorchrunError):
+        raise  # a failure of the disk, or news of the gang: not the function's fault
+    except Exception as error:
         what, problem, fails = _what_fails(call, name), words_of(error), "can't be pickled"
         if find_cloud_pickler() is not None:
             fails = "can't be pickled, with cloudpickle neither"
@@ -267,9 +256,9 @@ def _what_fails(call: tuple[Any, ...], name: str) -> str:
         try:
             with open(os.devnull, "wb") as nowhere:
                 dump(value, nowhere)
-        except (OSError, KeyboardInterrupt, TorchrunError):
+        except TorchrunError:
             raise  # as above
-        except BaseException:
+        except Exception:
             return f"entrypoint_args[{key!r}] of {name}, a {type(value).__module__}.{type(value).__qualname__},"
     return name
 
@@ -280,9 +269,7 @@ def _unpickled(report: Mapping[str, Any]) -> tuple[BaseException | None, str]:
         return None, report.get("why", "")
     try:
         exception = pickle.loads(report["exception"])  # noqa: S301 - as above
-    except KeyboardInterrupt:
-        raise  # the user has pressed Ctrl-C
-    except BaseException as problem:  # also an exit, in what its __reduce__ asks for
+    except Exception as problem:
         return None, (
             f"the exception can't be unpickled ({words_of(problem)}). What its __init__ takes must go to "
             "super().__init__(), too, or into a __reduce__; and its class must be importable in the task"
