@@ -22,13 +22,8 @@ from ..tracebacks import user_traceback
 from .console import write
 
 _INDENT = "    "  # as Metaflow has it
-_WRITTEN = (
-    "exception",
-    "exit",
-    "signal",
-    "oom",
-    "command",
-)  # causes whose details the failed worker itself has written
+# Causes whose details the failed worker itself has written.
+_WRITTEN = ("exception", "exit", "signal", "oom", "command")
 
 
 def report(
