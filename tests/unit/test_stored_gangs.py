@@ -196,12 +196,6 @@ def test_what_spin_has_run_is_found_where_it_is_stored(obj, spun, root, named, m
     assert other.control_task == "4"
 
 
-def test_a_run_that_is_nowhere_is_named_in_the_hint_also_if_nobody_named_it(obj, spun, root):
-    begin(root, "train", "4")
-    with pytest.raises(CommandException, match=r"has no run 300 of Flow. .* --datastore NAME torchrun show 300\.$"):
-        find(obj, "")
-
-
 def show_logs(obj, capsys, **options):
     """Return the lines that the command prints, without their times, and those on stderr."""
     given = {"rank": None, "node": None, "tail": None, "follow": False, "attempt": None, "as_json": False, **options}
