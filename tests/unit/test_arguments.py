@@ -108,9 +108,15 @@ def test_options_are_read_from_dicts_and_lists(given, options):
     assert torchrun_options(given) == options
 
 
-@pytest.mark.parametrize("wrong", ["--max-restarts=3", 3, b"x"])
-def test_what_is_neither_dict_nor_list_is_refused(wrong):
-    with pytest.raises(TorchrunConfigError, match="torchrun_args is a"):
+@pytest.mark.parametrize(
+    ("wrong", "why"),
+    [
+        *((other, "torchrun_args is a") for other in ("--max-restarts=3", 3, b"x")),
+        *((nameless, "an option without a name") for nameless in (["", "3"], ["--=x"], {"--": None})),
+    ],
+)
+def test_what_can_not_be_meant_is_refused_with_the_reason(wrong, why):
+    with pytest.raises(TorchrunConfigError, match=why):
         torchrun_options(wrong)
 
 

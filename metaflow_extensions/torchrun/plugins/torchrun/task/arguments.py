@@ -91,8 +91,10 @@ def torchrun_options(given: Mapping[str, Any] | Sequence[Any] | None) -> dict[st
     forms = "it must be a dict ({'max_restarts': 3}) or a list (['--max-restarts=3'])"
     given = dict_or_list(given, "torchrun_args", forms)
     options: dict[str, str | None] = {}
-    for key, said in given.items() if isinstance(given, Mapping) else _pairs(given):
+    for key, said in given.items() if isinstance(given, Mapping) else _pairs(list(given)):
         name = _option_name(key)
+        if not name:
+            raise TorchrunConfigError(f"torchrun_args {given!r} has an option without a name.")
         if name not in _FLAGS or said is not False:
             options[name] = None if _is_absent(said) or (name in _FLAGS and said is True) else str(said)
     return options
