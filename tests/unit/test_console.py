@@ -10,8 +10,6 @@ import time
 from types import SimpleNamespace
 
 import pytest
-from metaflow.procpoll import make_poll
-from metaflow.runtime import Worker
 from unit_helpers import OURS
 
 from metaflow_extensions.torchrun.plugins.torchrun.events import DEBUG, Event
@@ -66,21 +64,6 @@ def read_lines(fd, count, size=1_000_000):
 
 
 # --- what a supervisor writes ---------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("texts", [[1], [1, 1, 1], [2], [50, 1, 199], [1000], [5000, 3]])
-def test_metaflow_shows_every_line_without_another_write(texts, start, pipe):
-    """Its runtime takes many lines out of the pipe at once, and shows one each time that there is something in it."""
-    start(f"[('x' * 65 + '\\n') * count for count in {texts}]", pipe[1])
-    shown = []
-    file = os.fdopen(pipe[0], "rb", 8192)  # as Worker._launch has it (2.19)
-    worker = SimpleNamespace(_logs={pipe[0]: (file, None)}, emit_log=lambda line, _: shown.append(line))
-    poll = make_poll()
-    poll.add(pipe[0])
-    while len(shown) < sum(texts):
-        events = list(poll.poll(5000))
-        assert events, f"{sum(texts) - len(shown)} lines were taken and not shown"
-        Worker.read_logline(worker, pipe[0])
 
 
 def test_long_lines_of_several_nodes_do_not_mix(start, pipe):

@@ -148,7 +148,6 @@ def test_a_module_or_executable_is_not_looked_for_as_a_file(module, options):
 @pytest.mark.parametrize(
     ("file", "of_cwd", "found"),
     [
-        ("pkg/train.py", None, True),
         ("pkg/train/__main__.py", None, True),
         ("pkg/train.py", "pkg/train.py", False),  # Python looks there first
         ("pkg/other.py", None, False),  # perhaps it is installed

@@ -22,10 +22,7 @@ from metaflow_extensions.torchrun.plugins.torchrun.parsing import (
 READ = [
     (parse_nproc, [("8", 8), (" 8 ", 8), (2.0, 2), (" CPU", "cpu"), ("Gpu", "gpu")]),
     (parse_port, [("", None), ("1", 1), (65535, 65535), (" 80 ", 80)]),
-    (parse_whole, [(0, 0), ("3", 3)]),
-    (parse_seconds, [(3, 3.0), ("2.5", 2.5)]),
-    (partial(parse_seconds, zero=True), [("0", 0.0)]),
-    (parse_restart_on, [("", set()), ("user, killed", {"user", "killed"}), (["start", "hang"], {"start", "hang"})]),
+    (parse_restart_on, [("", set()), (["start", "hang"], {"start", "hang"})]),
     (
         parse_outputs,
         [
@@ -35,7 +32,6 @@ READ = [
             (("."), (".",)),
         ],
     ),
-    (parse_outputs_from, [("all", "all"), ("control", "control")]),
     (parse_signal, [("SIGUSR1", signal.SIGUSR1), (" usr2 ", signal.SIGUSR2)]),
     (parse_signal, [(term, signal.SIGTERM) for term in (signal.SIGTERM, int(signal.SIGTERM), "15")]),
 ]

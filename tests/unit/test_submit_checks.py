@@ -71,11 +71,6 @@ def refusal(check, *arguments):
     return error.value.message
 
 
-@pytest.mark.parametrize("where", [{}, KUBERNETES, BATCH])
-def test_spare_and_fewer_nodes_are_possible_on_all_runs(where):
-    submission(where, spare_nodes=1, min_nodes=2, max_restarts=1, restart_on="node_lost").check(4)
-
-
 @pytest.mark.parametrize("deployed", ["by the command", "in its task"])
 def test_fewer_nodes_are_refused_on_argo(monkeypatch, deployed):
     monkeypatch.setattr(graph.sys, "argv", ["flow.py", "run"])
@@ -131,11 +126,6 @@ def test_restarts_for_lost_nodes_need_other_nodes_on_batch(category):
     assert f"@torchrun(restart_on=['{category}']) needs spare_nodes or min_nodes on @batch" in said
     assert f"or remove {category} from restart_on" in said
     submission(BATCH, max_restarts=1).check()
-
-
-@pytest.mark.parametrize("decorators", [{**CATCH, **BATCH}, {**KUBERNETES, "retry": {}}])
-def test_catch_is_fine_elsewhere_and_retry_everywhere(decorators):
-    submission(decorators).check()
 
 
 @pytest.mark.parametrize(
