@@ -67,8 +67,8 @@ def test_a_failure_travels_as_data_and_can_still_be_changed(failure):
     rename_node(error, 5)
     assert (error.cause["node"], cause_of(error).rank) == (5, 3)
     assert ("node 5 (host a)" in error.message) is (failure.instead is None)
-    told = retold(error, WorkerFailed, "It began.\n", "\nIt ended.")
-    assert str(told) == f"It began.\n{error.message}\nIt ended."
+    told = retold(error, WorkerFailed, "\nIt ended.")
+    assert str(told) == f"{error.message}\nIt ended."
     assert told.cause == error.cause
 
 

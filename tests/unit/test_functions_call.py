@@ -71,10 +71,6 @@ def leave(call, name, thing):
     return path.read_bytes()
 
 
-def raised(error=None, text="ValueError: nan"):
-    return {"exception": None if error is None else pickle.dumps(error), "text": text}
-
-
 # --- what is refused --------------------------------------------------------------------------------
 
 
@@ -210,7 +206,7 @@ def knowing(error):
 @pytest.mark.parametrize("stored", [{"2": "0"}, {}, {"2": "no such key"}, {"3": "0"}])
 def test_the_exception_of_another_nodes_rank_comes_through_the_store(stored, make):
     store = MemoryStore()
-    store.save(pickle.dumps(raised(KeyError("lr"))))
+    store.save(pickle.dumps(KeyError("lr")))
     verdict = knowing(LaunchFailed("the gang's words", CAUSE))
     error = make(store=store).original(verdict, stored)
     if stored == {"2": "0"}:
@@ -236,7 +232,7 @@ def test_the_exception_of_the_cause_replaces_the_verdict_and_nothing_else_does(v
     call = make()
     if verdict.cause and verdict.cause["kind"] != "exception":
         assert call.original(verdict, {}) is verdict
-    leave(call, "raised-2.pkl", raised(KeyError("lr")))
+    leave(call, "raised-2.pkl", KeyError("lr"))
     error = call.original(verdict, {})
     if raises:
         also = "; ranks 0, 1 failed in the same way" if "also" in verdict.cause else ""
@@ -245,12 +241,19 @@ def test_the_exception_of_the_cause_replaces_the_verdict_and_nothing_else_does(v
         assert error is verdict
 
 
-@pytest.mark.parametrize("data", [None, b"no pickle", pickle.dumps("no exception"), b"cno_such_module\nX\n."])
-def test_what_can_not_be_unpickled_comes_in_words(data, make):
+@pytest.mark.parametrize(
+    ("data", "why"),
+    [
+        (pickle.dumps("Custom: 42 can't be pickled."), "Custom: 42 can't be pickled."),
+        (b"no pickle", "The exception itself can't be unpickled here (_pickle.UnpicklingError: "),
+        (b"cno_such_module\nX\n.", "The exception itself can't be unpickled here (ModuleNotFoundError: "),
+        (pickle.dumps(3), "Its __reduce__ makes no exception."),
+    ],
+)
+def test_what_can_not_be_unpickled_comes_in_words(data, why, make):
     call = make()
-    leave(call, "raised-2.pkl", {"exception": data, "text": "Custom: 42"})
+    Path(call.folder, "values", "raised-2.pkl").write_bytes(data)
     verdict = knowing(LaunchFailed("the gang's words", CAUSE))
     error = call.original(verdict, {})
     assert (type(error), error.cause, error.events) == (WorkerFailed, CAUSE, verdict.events)
-    assert error.message.startswith("Custom: 42\nthe gang's words")
-    assert ("can't be raised here, because" in error.message) is (data is not None)
+    assert error.message.startswith(f"the gang's words\n{why}")

@@ -263,12 +263,12 @@ def cause_of(error: TorchrunError | None) -> Cause | None:
     return None if failure is None else failure.cause
 
 
-def retold(error: TorchrunError, cls: type[E], before: str = "", after: str = "") -> E:
-    """Return the same error as another class, with more text around it; its cause, events and outputs stay."""
+def retold(error: TorchrunError, cls: type[E], after: str = "") -> E:
+    """Return the same error as another class, with more text after it; its cause, events and outputs stay."""
     if (failure := error._failure) is None:
-        told = cls(f"{before}{error.message}{after}", error.cause)
+        told = cls(f"{error.message}{after}", error.cause)
     else:
-        told = failed(cls, replace(failure, before=f"{before}{failure.before}", after=f"{failure.after}{after}"))
+        told = failed(cls, replace(failure, after=f"{failure.after}{after}"))
     told.events, told.outputs = error.events, error.outputs
     return told
 

@@ -152,11 +152,9 @@ class FunctionCall:
         data = self._raised(cause.rank, told.get(str(cause.rank)))
         if data is None:
             return retold(error, WorkerFailed) if cause.kind == "exception" else error
-        report = pickle.loads(data)  # noqa: S301 - our own workers', through the run's datastore
-        exception, why = _unpickled(report)
-        if exception is None:
-            because = f"\nThe exception itself can't be raised here, because {why}." if why else ""
-            return retold(error, WorkerFailed, f"{report['text']}\n", because)
+        exception = _unpickled(data)
+        if isinstance(exception, str):
+            return retold(error, WorkerFailed, f"\n{exception}")
         place = f" at {cause.place}" if cause.place else ""
         also = f"; {cause.also} failed in the same way" if cause.also else ""
         with suppress(Exception):  # whatever its class does about attributes
@@ -263,15 +261,13 @@ def _what_fails(call: tuple[Any, ...], name: str) -> str:
     return name
 
 
-def _unpickled(report: Mapping[str, Any]) -> tuple[BaseException | None, str]:
-    """Return the exception of a worker's report, or None and the reason why it can't be unpickled."""
-    if report["exception"] is None:
-        return None, report.get("why", "")
+def _unpickled(data: bytes) -> BaseException | str:
+    """Return a worker's exception, or a sentence why it can't be had."""
     try:
-        exception = pickle.loads(report["exception"])  # noqa: S301 - as above
+        found = pickle.loads(data)  # noqa: S301 - our own workers', through the run's datastore
     except Exception as problem:
-        return None, (
-            f"the exception can't be unpickled ({words_of(problem)}). What its __init__ takes must go to "
-            "super().__init__(), too, or into a __reduce__; and its class must be importable in the task"
+        return (
+            f"The exception itself can't be unpickled here ({words_of(problem)}). What its __init__ takes must go to "
+            "super().__init__(), too, or into a __reduce__; and its class must be importable in the task."
         )
-    return (exception, "") if isinstance(exception, BaseException) else (None, "its __reduce__ makes no exception")
+    return found if isinstance(found, BaseException | str) else "Its __reduce__ makes no exception."

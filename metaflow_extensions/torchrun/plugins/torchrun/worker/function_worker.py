@@ -58,7 +58,7 @@ def main() -> None:
         raise  # an exit code, or a signal
     except BaseException as error:
         with suppress(OSError), whole(path_of(folder, RAISED, rank)) as file:
-            pickle.dump(report_of(error), file)
+            file.write(report_of(error))
         raise
 
 
@@ -284,17 +284,14 @@ def store(value: Any, rank: int, path: str) -> None:
         raise CantReturn(text) from error
 
 
-def report_of(error: BaseException) -> dict[str, Any]:
-    """Return an exception for the task: pickled, if that is possible, and as text."""
-    if isinstance(error, CantReturn):
-        return {"exception": None, "text": str(error)}
-    text = words_of(error)
+def report_of(error: BaseException) -> bytes:
+    """Return an exception pickled for the task or, pickled as well, a sentence why it can't be."""
     file = io.BytesIO()
     try:
-        dump(error, file, on_cpu)
-        return {"exception": file.getvalue(), "text": text}
+        dump(str(error) if isinstance(error, CantReturn) else error, file, on_cpu)
     except Exception as problem:
-        return {"exception": None, "text": text, "why": f"it can't be pickled ({words_of(problem)})"}
+        file = io.BytesIO(pickle.dumps(f"{words_of(error)} can't be pickled ({words_of(problem)})."))
+    return file.getvalue()
 
 
 def words_of(error: BaseException) -> str:
