@@ -29,24 +29,12 @@ from ..gang.texts import names, size_text
 from ..gang.wire import Plain
 from ..settings import RunSettings
 from ..supervisor.call import Call, FunctionSpec
-from ..worker import function_worker
-from ..worker.function_worker import (
-    CALL,
-    RAISED,
-    RETURNED,
-    VALUES,
-    cells,
-    dump,
-    find_cloud_pickler,
-    main_file,
-    path_of,
-    words_of,
-)
+from ..worker import function_worker as worker
 from .arguments import dict_or_list
 from .transfer import PATIENCE_S, Step, ToStore, Transfer, do_within, patience_for
 
 # What torchrun runs where the entrypoint is a function.
-FUNCTION_WORKER = os.path.abspath(function_worker.__file__)
+FUNCTION_WORKER = os.path.abspath(worker.__file__)
 # How long storing or loading a raised exception may take. Without it there is still its text, so the limit is short.
 RAISED_PATIENCE_S = 10.0
 # The causes with which a worker that has raised may end: also an exit code or a signal, if something disturbs its exit.
@@ -78,7 +66,7 @@ class FunctionCall:
         self._store, self.stores = store, store is not None
         self._node, self._ranks = CONTROL, range(0)
         self.folder = _written(call, inner, name, run.process_group)
-        self.emptied = os.path.join(self.folder, VALUES)
+        self.emptied = os.path.join(self.folder, worker.VALUES)
         self.function = FunctionSpec(name, FUNCTION_WORKER, self.folder, _source_of(inner))
 
     @classmethod
@@ -106,7 +94,7 @@ class FunctionCall:
         if self._store is None or (error is None and (self._node == CONTROL or not self._gather)):
             return None
         cause = cause_of(error)
-        kind, name = ("value", RETURNED) if error is None else ("exception", RAISED)
+        kind, name = ("value", worker.RETURNED) if error is None else ("exception", worker.RAISED)
         store, keys, steps = self._store, dict[str, Any](), list[Step]()
 
         def save(rank: int, path: Path) -> None:
@@ -121,7 +109,7 @@ class FunctionCall:
         return ToStore(iter(steps), keys) if steps else None
 
     def _path(self, name: str, rank: int) -> Path:
-        return Path(path_of(self.folder, name, rank))
+        return Path(worker.path_of(self.folder, name, rank))
 
     # --- at the end -------------------------------------------------------------------------------
 
@@ -130,7 +118,7 @@ class FunctionCall:
         values = {}
         for rank in self._ranks:
             with suppress(FileNotFoundError):  # it has ended by sys.exit()
-                values[rank] = self._path(RETURNED, rank).read_bytes()
+                values[rank] = self._path(worker.RETURNED, rank).read_bytes()
         if self._node != CONTROL:  # for a task that has come in the place of another, as in `outputs`
             told = {rank: key for rank, key in told.items() if int(rank) in self._ranks}
         if (store := self._store) is not None and told:
@@ -165,7 +153,7 @@ class FunctionCall:
     def _raised(self, rank: int, key: str | None) -> bytes | None:
         """Return what a rank raised, from this node's disk or from the store; None if there is nothing, or it takes long."""
         with suppress(OSError):
-            return self._path(RAISED, rank).read_bytes()
+            return self._path(worker.RAISED, rank).read_bytes()
         store, found = self._store, list[bytes]()
         if store is not None and key is not None:
             do_within(lambda: found.extend(dict(store.load([key])).values()), RAISED_PATIENCE_S)
@@ -204,13 +192,13 @@ def _written(call: tuple[Any, ...], inner: Any, name: str, process_group: str | 
     package = getattr(sys.modules.get("__main__"), "__package__", None)
     # Not every entry of the path is there: editable installations have markers for their import hooks.
     path = [os.path.abspath(each) if os.path.exists(each or os.curdir) else each for each in sys.path]
-    header = {"path": path, "main": main_file(), "package": package, "cells": cells(), "process_group": process_group}
+    header = {"path": path, "main": worker.main_file(), "package": package, "cells": worker.cells()}
     folder = ""
     try:
         folder = os.path.abspath(tempfile.mkdtemp(prefix="torchrun-call-"))
-        os.mkdir(os.path.join(folder, VALUES))
-        with open(os.path.join(folder, CALL), "wb") as file:
-            pickle.dump(header, file)
+        os.mkdir(os.path.join(folder, worker.VALUES))
+        with open(os.path.join(folder, worker.CALL), "wb") as file:
+            pickle.dump({**header, "process_group": process_group}, file)
             _dump(call, name, file)
         return folder
     except BaseException as error:
@@ -226,24 +214,18 @@ def _written(call: tuple[Any, ...], inner: Any, name: str, process_group: str | 
 def _dump(call: tuple[Any, ...], name: str, file: Any) -> None:
     """Pickle the call, by reference where that goes: a worker then imports what the task has imported."""
     try:
-        dump(call, file)
+        worker.dump(call, file)
     except (OSError, TorchrunError):
         raise  # a failure of the disk, or news of the gang: not the function's fault
     except Exception as error:
-        what, problem, fails = _what_fails(call, name), words_of(error), "can't be pickled"
-        if find_cloud_pickler() is not None:
+        what, problem, fails = _what_fails(call, name), worker.words_of(error), "can't be pickled"
+        remedy = (
+            "Define the function at the top level of the flow file or of a module beside it (from a notebook: of a module) "
+            "and pass it data, or install cloudpickle in the step's environment: it can carry lambdas, closures and cells."
+        )
+        if worker.find_cloud_pickler() is not None:
             fails = "can't be pickled, with cloudpickle neither"
             remedy = "Pass data instead of open files, locks, connections, or the flow itself (self)."
-        elif main_file() is None:
-            remedy = (
-                "In a notebook that takes cloudpickle: pip install cloudpickle. Without it, define the function in a "
-                "module beside the notebook, and pass it data."
-            )
-        else:
-            remedy = (
-                "Define the function at the top level of the flow file or of a module beside it and pass it data, or "
-                "install cloudpickle in the step's environment: it can carry lambdas and closures."
-            )
         raise EntrypointError(f"{what} {fails} ({problem}). {remedy}") from error
 
 
@@ -253,7 +235,7 @@ def _what_fails(call: tuple[Any, ...], name: str) -> str:
     for key, value in (*enumerate(args), *kwargs.items()):
         try:
             with open(os.devnull, "wb") as nowhere:
-                dump(value, nowhere)
+                worker.dump(value, nowhere)
         except TorchrunError:
             raise  # as above
         except Exception:
@@ -267,7 +249,7 @@ def _unpickled(data: bytes) -> BaseException | str:
         found = pickle.loads(data)  # noqa: S301 - our own workers', through the run's datastore
     except Exception as problem:
         return (
-            f"The exception itself can't be unpickled here ({words_of(problem)}). What its __init__ takes must go to "
+            f"The exception itself can't be unpickled here ({worker.words_of(problem)}). What its __init__ takes must go to "
             "super().__init__(), too, or into a __reduce__; and its class must be importable in the task."
         )
     return found if isinstance(found, BaseException | str) else "Its __reduce__ makes no exception."

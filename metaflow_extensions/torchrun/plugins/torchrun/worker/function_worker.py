@@ -18,8 +18,8 @@ import os
 import pickle
 import sys
 import traceback
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
@@ -57,7 +57,7 @@ def main() -> None:
     except (SystemExit, KeyboardInterrupt):
         raise  # an exit code, or a signal
     except BaseException as error:
-        with suppress(OSError), whole(path_of(folder, RAISED, rank)) as file:
+        with suppress(OSError), opened(path_of(folder, RAISED, rank)) as file:
             file.write(report_of(error))
         raise
 
@@ -273,12 +273,13 @@ def store(value: Any, rank: int, path: str) -> None:
     """Pickle a value into a file, or raise CantReturn. Its type stands behind the pickle, for who can't load that."""
     kind = f"{type(value).__module__}.{type(value).__qualname__}"
     try:
-        with whole(path) as file:
+        with opened(path) as file:
             dump(value, file, on_cpu)
             file.write(f"\n{kind}".encode())
     except OSError:
         raise  # the disk's fault
     except Exception as error:
+        os.remove(path)
         hint = "" if find_cloud_pickler() else " (cloudpickle, which can carry more, is not installed)"
         text = f"Rank {rank} returned a {kind}, which can't be pickled: {words_of(error)}{hint}"
         raise CantReturn(text) from error
@@ -299,16 +300,10 @@ def words_of(error: BaseException) -> str:
     return "".join(traceback.format_exception_only(type(error), error)).strip()
 
 
-@contextmanager
-def whole(path: str) -> Iterator[Any]:
-    """Open a file for writing that appears under its name only when it is complete.
-
-    The function may have emptied the folder for temporary files, as some do to free disk.
-    """
+def opened(path: str) -> Any:
+    """Open a file for writing; the function may have emptied the folder for temporary files, as some do to free disk."""
     os.makedirs(os.path.dirname(path), mode=0o700, exist_ok=True)
-    with open(path + ".part", "wb") as file:
-        yield file
-    os.replace(path + ".part", path)
+    return open(path, "wb")
 
 
 if __name__ == "__main__":
