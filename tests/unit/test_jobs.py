@@ -207,13 +207,6 @@ def test_the_end_of_a_pods_time_names_the_steps_timeout(job):
     assert "too long (the limit is the step's @timeout" in job.tell(failing(Pods(late)))
 
 
-def test_of_a_job_that_was_not_made_nothing_is_said(job, registry):
-    pods = Pods()
-    del pods._client
-    assert job.tell(failing(pods)) == ""
-    assert registry.load_view() == KNOWN
-
-
 def test_errors_without_a_job_are_not_looked_at(job):
     assert job.tell(ValueError("no step")) == ""
 
@@ -230,31 +223,22 @@ def dumped(monkeypatch):
     monkeypatch.setattr(KubernetesArgoJobSet, "dump", lambda job_set: "spec:\n  successPolicy: null\n")
 
 
-def limits(step):
-    """Return the backoffLimit of the control node's Job, and of the others'."""
-    return tuple(JobSetSpec(None, name=name, step_name=step, retries=0).dump() for name in ("control", "worker"))
-
-
-@pytest.mark.usefixtures("dumped")
-def test_the_pods_of_a_step_come_again_but_the_control_nodes_does_not():
-    assert limits("train-it") == (0, 0)
-    jobs.bring_pods_again("train_it")
-    jobs.bring_pods_again("other")
-    assert limits("train-it") == limits("train_it") == limits("other") == (0, 30)
-    assert limits("plain") == (0, 0)
-
-
-def policy(cls, step):
-    """Return the success policy of a job set."""
-    job_set = cls.__new__(cls)
-    job_set._worker_spec = JobSetSpec(None, name="worker", step_name=step)
-    dumped = job_set.dump()
-    return dumped["spec"]["successPolicy"] if cls is KubernetesJobSet else json.loads(dumped.split(": ", 1)[1])
+def job_set(cls, step):
+    """Return the backoffLimits of the control node's Job and of the others', and the success policy of the job set."""
+    made = cls.__new__(cls)
+    specs = [JobSetSpec(None, name=name, step_name=step, retries=0) for name in ("control", "worker")]
+    made._worker_spec = specs[1]
+    dumped = made.dump()
+    policy = dumped["spec"]["successPolicy"] if cls is KubernetesJobSet else json.loads(dumped.split(": ", 1)[1])
+    return *(spec.dump() for spec in specs), policy
 
 
 @pytest.mark.usefixtures("dumped")
 @pytest.mark.parametrize("cls", [KubernetesJobSet, KubernetesArgoJobSet])
-def test_the_job_set_of_such_a_step_ends_with_its_control_node(cls):
+def test_the_pods_of_a_step_come_again_but_the_control_nodes_does_not_and_ends_the_job_set(cls):
+    assert job_set(cls, "train-it") == (0, 0, None)
     jobs.bring_pods_again("train_it")
-    assert policy(cls, "train-it") == {"operator": "Any", "targetReplicatedJobs": ["control"]}
-    assert policy(cls, "plain") is None
+    jobs.bring_pods_again("other")
+    ours = (0, 30, {"operator": "Any", "targetReplicatedJobs": ["control"]})
+    assert [job_set(cls, step) for step in ("train-it", "train_it", "other")] == [ours] * 3
+    assert job_set(cls, "plain") == (0, 0, None)

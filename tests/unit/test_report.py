@@ -80,7 +80,6 @@ LONG = Cause("exception", 1, "b", 3, 1, 1, TEXT, f"{TRACE}\n" * 1000)
 @pytest.mark.parametrize(
     ("cause", "where", "is_whole"),
     [
-        pytest.param(RAISED, {"node": 1}, False, id="is above"),
         pytest.param(LONG, {"node": 1}, False, id="is above, and long"),
         pytest.param(RAISED, {"node": 1, "live": False}, True, id="written unseen"),
         pytest.param(RAISED, {"node": 0, "shared": False, "live": False}, True, id="another node's log"),
