@@ -89,12 +89,10 @@ def test_fewer_nodes_are_refused_on_argo(monkeypatch, deployed):
 @pytest.mark.parametrize(
     ("words", "is_on_argo"),
     [
-        ("--no-pylint argo-workflows create", True),
         ("--with=kubernetes argo-workflows --name x create --max-workers 3", True),
         ("--environment pypi argo-workflows create", True),
         ("--tag argo-workflows run", False),
         ("run --tag argo-workflows", False),
-        ("argo-workflows trigger", False),
     ],
 )
 def test_which_commands_deploy_on_argo(words, is_on_argo):
