@@ -10,16 +10,8 @@ from unit_helpers import HOSTILE
 
 from metaflow_extensions.torchrun.plugins.torchrun.gang.messages import Go
 from metaflow_extensions.torchrun.plugins.torchrun.machine.accelerators import Machine
+from metaflow_extensions.torchrun.plugins.torchrun.supervisor import command
 from metaflow_extensions.torchrun.plugins.torchrun.supervisor.call import Call
-from metaflow_extensions.torchrun.plugins.torchrun.supervisor.command import (
-    AGENT,
-    IMPORTABLE,
-    WORKER_HOOKS,
-    agent_command,
-    command_environment,
-    shown_command,
-    with_hooks,
-)
 
 GO = Go(launch=0, generation=0, port=29512, gang="gang", restarts=0, max_restarts=0)
 CALL = Call(
@@ -28,7 +20,7 @@ CALL = Call(
 
 
 def command_of(go=GO, **changes):
-    return agent_command(replace(CALL, **changes), go, "/my logs", "/my pipes")
+    return command.agent_command(replace(CALL, **changes), go, "/my logs", "/my pipes")
 
 
 def options_of(**changes):
@@ -58,8 +50,8 @@ def test_torchruns_template_gives_back_every_argument(args):
 
 
 def test_torchrun_gets_the_gangs_facts():
-    assert command_of()[:3] == ["/usr/bin/python3", AGENT, "/my pipes"]
-    assert shown_command(command_of())[1:4] == ["-m", "torch.distributed.run", "--nproc-per-node=2"]
+    assert command_of()[:3] == ["/usr/bin/python3", command.AGENT, "/my pipes"]
+    assert command.shown_command(command_of())[1:4] == ["-m", "torch.distributed.run", "--nproc-per-node=2"]
     assert sorted(options_of()) == [
         "--log-dir=/my logs",
         "--max-restarts=0",
@@ -92,12 +84,12 @@ def test_what_the_user_says_is_passed_on(changes, words):
 
 
 def environment_of(inherited, interface=None, **env):
-    return with_hooks(command_environment(Machine(6), 1, env, inherited, interface), None)
+    return command.with_hooks(command.command_environment(Machine(6), 1, env, inherited, interface), None)
 
 
 THREADS = {"OMP_NUM_THREADS": "6", "PYTHONUNBUFFERED": "1"}
 DEFAULTS = {**THREADS, "GLOO_SOCKET_IFNAME": "eth0", "NCCL_SOCKET_IFNAME": "eth0"}
-HOOK = {"PYTHONPATH": f"{WORKER_HOOKS}:{IMPORTABLE}"}
+HOOK = {"PYTHONPATH": f"{command.WORKER_HOOKS}:{command.IMPORTABLE}"}
 
 
 def test_variables_of_an_outer_torchrun_are_dropped_and_those_that_look_alike_kept():
@@ -124,5 +116,5 @@ def test_defaults_fill_what_is_not_set():
 
 def test_our_hooks_are_first_on_the_path_and_what_it_may_import_is_last_and_no_working_directory_is():
     path = environment_of({"PYTHONPATH": "/task"}, PYTHONPATH="/mine:/too")["PYTHONPATH"]
-    assert path == f"{WORKER_HOOKS}:/mine:/too:{IMPORTABLE}"
-    assert environment_of({"PYTHONPATH": ""})["PYTHONPATH"] == f"{WORKER_HOOKS}:{IMPORTABLE}"
+    assert path == f"{command.WORKER_HOOKS}:/mine:/too:{command.IMPORTABLE}"
+    assert environment_of({"PYTHONPATH": ""})["PYTHONPATH"] == f"{command.WORKER_HOOKS}:{command.IMPORTABLE}"
