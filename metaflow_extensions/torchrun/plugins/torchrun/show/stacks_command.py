@@ -18,7 +18,7 @@ from ..gang.texts import counted, duration, names
 from ..gang.wire import from_plain, to_plain
 from ..machine.frames import Found, look_first
 from ..registry import Reply, Request
-from .finding import CommandFailed, attempt_option, command, find_one, gang_argument
+from .finding import CommandFailed, command, find_one
 from .parts import printable
 from .stored_gangs import StoredGang, StoredGangs
 
@@ -53,12 +53,9 @@ def _ask(stored: StoredGangs, gang: StoredGang) -> Reply | None:
 
 
 @command("Ask all ranks of a running step what they do now, and print their stacks. Nothing is stopped.")
-@gang_argument
 @click.option("--rank", type=int, default=None, help="This rank's whole stack, with the frames of libraries.")
 @click.option("--watch", is_flag=True, default=False, help="Ask every few seconds, until the gang ends.")
 @click.option("--json", "as_json", is_flag=True, default=False, help="Write JSON, one line for each answer.")
-@attempt_option
-@click.pass_obj
 def stacks(obj: Any, gang: str, rank: int | None, watch: bool, as_json: bool, attempt: int | None) -> None:
     """Ask, and print the answer; with ``watch`` again and again, until the gang ends."""
     stored, found = find_one(obj, gang, attempt)
