@@ -10,16 +10,8 @@ from unit_helpers import HOSTILE
 
 from metaflow_extensions.torchrun.plugins.torchrun.gang.messages import Go
 from metaflow_extensions.torchrun.plugins.torchrun.machine.accelerators import Machine
+from metaflow_extensions.torchrun.plugins.torchrun.supervisor import command
 from metaflow_extensions.torchrun.plugins.torchrun.supervisor.call import Call
-from metaflow_extensions.torchrun.plugins.torchrun.supervisor.command import (
-    AGENT,
-    IMPORTABLE,
-    WORKER_HOOKS,
-    agent_command,
-    command_environment,
-    shown_command,
-    with_hooks,
-)
 
 GO = Go(launch=0, generation=0, port=29512, gang="gang", restarts=0, max_restarts=0)
 CALL = Call(
@@ -28,7 +20,7 @@ CALL = Call(
 
 
 def command_of(go=GO, **changes):
-    return agent_command(replace(CALL, **changes), go, "/my logs", "/my pipes")
+    return command.agent_command(replace(CALL, **changes), go, "/my logs", "/my pipes")
 
 
 def options_of(**changes):
@@ -47,8 +39,9 @@ def program_of(**changes):
 
 
 def test_the_script_stands_behind_two_dashes_and_sees_what_was_given():
-    assert program_of(args=tuple(HOSTILE)) == ["/flow/train.py", *HOSTILE]
-    assert program_of(entrypoint="/my $HOME/${local_rank}.py") == ["/my $HOME/${local_rank}.py"]
+    asked = {"entrypoint": "/my $HOME/${local_rank}.py", "args": tuple(HOSTILE)}
+    for options in ({}, {"no-python": None}):
+        assert program_of(**asked, options=options) == [asked["entrypoint"], *HOSTILE]
 
 
 @given(st.lists(st.text(alphabet=st.sampled_from("$${}local_rank -x'\"\\é")), max_size=5))
@@ -56,14 +49,9 @@ def test_torchruns_template_gives_back_every_argument(args):
     assert program_of(args=tuple(args)) == ["/flow/train.py", *args]
 
 
-def test_a_program_that_is_no_python_is_run_as_it_is():
-    asked = {"options": {"no-python": None}, "entrypoint": "./run $me", "args": tuple(HOSTILE)}
-    assert program_of(**asked) == ["./run $me", *HOSTILE]
-
-
 def test_torchrun_gets_the_gangs_facts():
-    assert command_of()[:3] == ["/usr/bin/python3", AGENT, "/my pipes"]
-    assert shown_command(command_of())[1:4] == ["-m", "torch.distributed.run", "--nproc-per-node=2"]
+    assert command_of()[:3] == ["/usr/bin/python3", command.AGENT, "/my pipes"]
+    assert command.shown_command(command_of())[1:4] == ["-m", "torch.distributed.run", "--nproc-per-node=2"]
     assert sorted(options_of()) == [
         "--log-dir=/my logs",
         "--max-restarts=0",
@@ -83,10 +71,7 @@ def test_torchrun_gets_the_gangs_facts():
         ({"main_addr": "fd00::7"}, ["--rdzv-endpoint=[fd00::7]:29512"]),
         ({"options": {"rdzv-id": "mine"}}, ["--rdzv-id=mine"]),
         ({"options": {"rdzv-id": ""}}, ["--rdzv-id=launch0-0-gang"]),
-        (
-            {"options": {"brand-new": "a b", "brand-new-flag": None}},
-            ["--brand-new=a b", "--brand-new-flag"],
-        ),
+        ({"options": {"brand-new": "a b", "new-flag": None}}, ["--brand-new=a b", "--new-flag"]),
     ],
 )
 def test_what_the_user_says_is_passed_on(changes, words):
@@ -99,12 +84,12 @@ def test_what_the_user_says_is_passed_on(changes, words):
 
 
 def environment_of(inherited, interface=None, **env):
-    return with_hooks(command_environment(Machine(6), 1, env, inherited, interface), None)
+    return command.with_hooks(command.command_environment(Machine(6), 1, env, inherited, interface), None)
 
 
 THREADS = {"OMP_NUM_THREADS": "6", "PYTHONUNBUFFERED": "1"}
 DEFAULTS = {**THREADS, "GLOO_SOCKET_IFNAME": "eth0", "NCCL_SOCKET_IFNAME": "eth0"}
-HOOK = {"PYTHONPATH": f"{WORKER_HOOKS}:{IMPORTABLE}"}
+HOOK = {"PYTHONPATH": f"{command.WORKER_HOOKS}:{command.IMPORTABLE}"}
 
 
 def test_variables_of_an_outer_torchrun_are_dropped_and_those_that_look_alike_kept():
@@ -131,5 +116,5 @@ def test_defaults_fill_what_is_not_set():
 
 def test_our_hooks_are_first_on_the_path_and_what_it_may_import_is_last_and_no_working_directory_is():
     path = environment_of({"PYTHONPATH": "/task"}, PYTHONPATH="/mine:/too")["PYTHONPATH"]
-    assert path == f"{WORKER_HOOKS}:/mine:/too:{IMPORTABLE}"
-    assert environment_of({"PYTHONPATH": ""})["PYTHONPATH"] == f"{WORKER_HOOKS}:{IMPORTABLE}"
+    assert path == f"{command.WORKER_HOOKS}:/mine:/too:{command.IMPORTABLE}"
+    assert environment_of({"PYTHONPATH": ""})["PYTHONPATH"] == f"{command.WORKER_HOOKS}:{command.IMPORTABLE}"

@@ -10,8 +10,6 @@ import time
 from types import SimpleNamespace
 
 import pytest
-from metaflow.procpoll import make_poll
-from metaflow.runtime import Worker
 from unit_helpers import OURS
 
 from metaflow_extensions.torchrun.plugins.torchrun.events import DEBUG, Event
@@ -68,36 +66,11 @@ def read_lines(fd, count, size=1_000_000):
 # --- what a supervisor writes ---------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("texts", [[1], [1, 1, 1], [2], [50, 1, 199], [1000], [5000, 3]])
-def test_metaflow_shows_every_line_without_another_write(texts, start, pipe):
-    """Its runtime takes many lines out of the pipe at once, and shows one each time that there is something in it."""
-    start(f"[('x' * 65 + '\\n') * count for count in {texts}]", pipe[1])
-    shown = []
-    file = os.fdopen(pipe[0], "rb", 8192)  # as Worker._launch has it (2.19)
-    worker = SimpleNamespace(_logs={pipe[0]: (file, None)}, emit_log=lambda line, _: shown.append(line))
-    poll = make_poll()
-    poll.add(pipe[0])
-    while len(shown) < sum(texts):
-        events = list(poll.poll(5000))
-        assert events, f"{sum(texts) - len(shown)} lines were taken and not shown"
-        Worker.read_logline(worker, pipe[0])
-
-
 def test_long_lines_of_several_nodes_do_not_mix(start, pipe):
     for mark in "abc":
         start(f"['{mark}' * 20_000 + '\\n'] * 300", pipe[1])
     lines = sorted(read_lines(pipe[0], 900).split())
     assert lines == [mark * 20_000 for mark in "abc" for _ in range(300)]
-
-
-def test_a_node_that_is_killed_in_its_turn_holds_up_no_other(start, pipe):
-    killed = start("['a' * 79 + '\\n'] * 100_000", pipe[1])
-    os.read(pipe[0], 1000)  # the pipe is full, and the node in its turn
-    killed.kill()
-    start("['b\\n']", pipe[1])
-    read = b""
-    while not read.endswith(b"\nb\n"):
-        read += os.read(pipe[0], 1_000_000)
 
 
 @pytest.mark.parametrize("open_ends", [os.pipe, pty.openpty])
@@ -130,16 +103,11 @@ def test_a_stream_of_the_steps_own_gets_the_text_even_if_it_has_a_file(tmp_path,
     assert "".join(got) == "größe\ntwo\n"
 
 
-def test_a_stream_of_the_steps_own_that_raises_is_said_once_and_ends_nothing(monkeypatch, capfd):
-    monkeypatch.setattr(console, "_lost", set())
-    monkeypatch.setattr(sys, "stdout", SimpleNamespace(write=print))  # it has no `flush`
+def test_a_stream_that_takes_nothing_ends_nothing(monkeypatch):
+    closed = io.StringIO()
+    closed.close()
+    monkeypatch.setattr(sys, "stdout", closed)
     console.write("stdout", "one\n")
-    console.write("stdout", "two\n")
-    said = capfd.readouterr().err
-    assert said.startswith(
-        "[torchrun] stdout can't be written to ('types.SimpleNamespace' object has no attribute 'flush')"
-    )
-    assert said.count("\n") == 1
 
 
 def test_a_stdout_that_is_not_unicode_still_shows_every_line(monkeypatch):
@@ -161,13 +129,9 @@ def test_a_task_that_was_told_to_end_does_not_wait_for_a_reader_that_takes_nothi
     assert time.monotonic() - began < 10
 
 
-@pytest.mark.parametrize(("debug", "shown"), [(None, False), ("", False), ("0", False), ("1", True)])
+@pytest.mark.parametrize(("debug", "shown"), [("", ""), ("0", ""), ("1", "[torchrun node 1] runs: torchrun\n")])
 def test_details_are_written_where_they_are_wanted(debug, shown, monkeypatch, capfd):
-    monkeypatch.delenv(DEBUG, raising=False)
-    if debug is not None:
-        monkeypatch.setenv(DEBUG, debug)
+    monkeypatch.setenv(DEBUG, debug)
     console.to_log(Event("command", 1, "runs: torchrun", is_detail=True), 2)
-    console.to_log(Event("note", 1, "news"), 2)
     console.to_log(Event("note", 0, "news of a single node"), 1)
-    detail = "[torchrun node 1] runs: torchrun\n" if shown else ""
-    assert capfd.readouterr().err == f"{detail}[torchrun node 1] news\n[torchrun] news of a single node\n"
+    assert capfd.readouterr().err == f"{shown}[torchrun] news of a single node\n"

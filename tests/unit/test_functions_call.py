@@ -5,6 +5,7 @@ import inspect
 import pickle
 import tempfile
 import threading
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -22,7 +23,6 @@ from metaflow_extensions.torchrun.plugins.torchrun.errors import (
 )
 from metaflow_extensions.torchrun.plugins.torchrun.outputs import Outputs
 from metaflow_extensions.torchrun.plugins.torchrun.supervisor.call import Call
-from metaflow_extensions.torchrun.plugins.torchrun.task import function_call as call_module
 from metaflow_extensions.torchrun.plugins.torchrun.task.arguments import Position
 from metaflow_extensions.torchrun.plugins.torchrun.task.facts import contents_digest
 from metaflow_extensions.torchrun.plugins.torchrun.task.function_call import FUNCTION_WORKER, FunctionCall
@@ -71,23 +71,7 @@ def leave(call, name, thing):
     return path.read_bytes()
 
 
-def raised(error=None, text="ValueError: nan"):
-    return {"exception": None if error is None else pickle.dumps(error), "text": text}
-
-
 # --- what is refused --------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("wrong", "why"),
-    [
-        *(({"arguments": wrong}, r"dict \(keyword arguments\) or a list") for wrong in ("--epochs 3", b"x", 3, {1, 2})),
-        *(({"process_group": wrong}, "must be one of 'gloo', 'nccl', 'auto'") for wrong in ("mpi", "cuda", True, "")),
-    ],
-)
-def test_what_a_call_can_not_mean_is_refused(wrong, why, make):
-    with pytest.raises(TorchrunConfigError, match=why):
-        make(**wrong)
 
 
 def more(*args, **kwargs):
@@ -111,6 +95,7 @@ signed.__signature__ = inspect.Signature([inspect.Parameter("lr", inspect.Parame
     [
         (train, {"epoch": 1}, r"train can't take these .* argument 'epoch'. Its arguments: epochs\."),
         (train, [1, 2], "too many positional arguments"),
+        (train, "--epochs 3", r"dict \(keyword arguments\) or a list"),
         (functools.partial(train, 1), [2], "too many positional arguments"),
         (wrapper, {}, "missing a required argument: 'lr'"),
         (lambda: 1, [1], "Its arguments: none"),
@@ -123,27 +108,17 @@ signed.__signature__ = inspect.Signature([inspect.Parameter("lr", inspect.Parame
     ],
 )
 def test_arguments_that_a_plain_function_can_not_take_are_refused_before_any_worker(function, arguments, why, make):
-    call = (function, *call_module._as_call(arguments))
-    if why is None:
-        call_module._check_call(*call)
-    else:
-        with pytest.raises(TorchrunConfigError, match=why):
-            make(function, arguments=arguments)
-
-
-class Full:
-    def __reduce__(self):
-        raise OSError(28, "No space left on device")
+    with nullcontext() if why is None else pytest.raises(TorchrunConfigError, match=why):
+        make(function, arguments=arguments)
 
 
 @pytest.mark.parametrize(
     ("argument", "folder", "error", "why"),
     [
         (threading.Lock(), "", EntrypointError, "can't be pickled"),
-        (Full(), "", LaunchFailed, "No space left"),  # no fault of the function
         (1, "none", LaunchFailed, r"No such file or directory.*TMPDIR"),
     ],
-    ids=["a lock", "a full disk", "no folder"],
+    ids=["a lock", "no folder"],
 )
 def test_a_call_that_can_not_be_written_leaves_no_file(argument, folder, error, why, make, tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / folder))
@@ -176,24 +151,11 @@ def made_of(call, **given):
 # --- what the nodes compare -------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("function", "name"),
-    [
-        (train, "train"),
-        (Trainer().fit, "Trainer.fit"),
-        (Trainer(), "Trainer"),
-        (functools.partial(train, 3), "train"),
-        (functools.partial(functools.partial(Trainer().fit)), "Trainer.fit"),
-    ],
-)
-def test_name_and_file_of_a_function(function, name, make):
-    made = made_of(make(function))
-    assert (made.function.name, made.source, made.bools) == (name, __file__, ())
-    assert (made.entrypoint, made.args) == (FUNCTION_WORKER, (made.function.folder,))
-
-
 def test_functions_are_told_apart_by_name_and_source_and_not_by_their_folders(make, tmp_path):
-    one, again, other = (made_of(make(function)) for function in (train, train, Trainer().fit))
+    functions = (train, functools.partial(train, 3), functools.partial(functools.partial(Trainer().fit)), Trainer())
+    one, again, other, called = (made_of(make(function)) for function in functions)
+    assert (one.function.name, other.function.name, called.function.name) == ("train", "Trainer.fit", "Trainer")
+    assert (one.entrypoint, one.args, one.source, one.bools) == (FUNCTION_WORKER, (one.function.folder,), __file__, ())
     assert one.digest() == replace(again, entrypoint="/elsewhere/worker.py").digest() != other.digest()
     sources = [str(write(tmp_path / name / "flow.py", name)) for name in ("a", "b")]
     assert len({contents_digest(replace(one, source=source)) for source in sources}) == 2
@@ -244,7 +206,7 @@ def knowing(error):
 @pytest.mark.parametrize("stored", [{"2": "0"}, {}, {"2": "no such key"}, {"3": "0"}])
 def test_the_exception_of_another_nodes_rank_comes_through_the_store(stored, make):
     store = MemoryStore()
-    store.save(pickle.dumps(raised(KeyError("lr"))))
+    store.save(pickle.dumps(KeyError("lr")))
     verdict = knowing(LaunchFailed("the gang's words", CAUSE))
     error = make(store=store).original(verdict, stored)
     if stored == {"2": "0"}:
@@ -257,6 +219,7 @@ def test_the_exception_of_another_nodes_rank_comes_through_the_store(stored, mak
 # How the gang has seen the end of the worker, and whether that may have been the exception that it has left.
 SEEN = [
     *((LaunchFailed("the gang's words", {**CAUSE, "kind": kind}), True) for kind in ("exception", "exit", "signal")),
+    (LaunchFailed("the gang's words", {**CAUSE, "also": "ranks 0, 1"}), True),
     (LaunchFailed("out of memory", {**CAUSE, "kind": "oom"}), False),
     (LaunchFailed("the node vanished", {**CAUSE, "kind": "lost", "rank": None}), False),
     (LaunchFailed("nobody knows"), False),
@@ -269,27 +232,28 @@ def test_the_exception_of_the_cause_replaces_the_verdict_and_nothing_else_does(v
     call = make()
     if verdict.cause and verdict.cause["kind"] != "exception":
         assert call.original(verdict, {}) is verdict
-    leave(call, "raised-2.pkl", raised(KeyError("lr")))
+    leave(call, "raised-2.pkl", KeyError("lr"))
     error = call.original(verdict, {})
     if raises:
-        assert (type(error), error.__notes__) == (KeyError, ["raised by rank 2 on node 1 (host host-1)"])
+        also = "; ranks 0, 1 failed in the same way" if "also" in verdict.cause else ""
+        assert (type(error), error.__notes__) == (KeyError, [f"raised by rank 2 on node 1 (host host-1){also}"])
     else:
         assert error is verdict
 
 
-def test_the_exception_names_the_other_ranks_that_raised_the_same(make):
+@pytest.mark.parametrize(
+    ("data", "why"),
+    [
+        (pickle.dumps("Custom: 42 can't be pickled."), "Custom: 42 can't be pickled."),
+        (b"no pickle", "The exception itself can't be unpickled here (_pickle.UnpicklingError: "),
+        (b"cno_such_module\nX\n.", "The exception itself can't be unpickled here (ModuleNotFoundError: "),
+        (pickle.dumps(3), "Its __reduce__ makes no exception."),
+    ],
+)
+def test_what_can_not_be_unpickled_comes_in_words(data, why, make):
     call = make()
-    leave(call, "raised-2.pkl", raised(KeyError("lr")))
-    error = call.original(LaunchFailed("the gang's words", {**CAUSE, "also": "ranks 0, 1"}), {})
-    assert error.__notes__ == ["raised by rank 2 on node 1 (host host-1); ranks 0, 1 failed in the same way"]
-
-
-@pytest.mark.parametrize("data", [None, b"no pickle", pickle.dumps("no exception"), b"cno_such_module\nX\n."])
-def test_what_can_not_be_unpickled_comes_in_words(data, make):
-    call = make()
-    leave(call, "raised-2.pkl", {"exception": data, "text": "Custom: 42"})
+    Path(call.folder, "values", "raised-2.pkl").write_bytes(data)
     verdict = knowing(LaunchFailed("the gang's words", CAUSE))
     error = call.original(verdict, {})
     assert (type(error), error.cause, error.events) == (WorkerFailed, CAUSE, verdict.events)
-    assert error.message.startswith("Custom: 42\nthe gang's words")
-    assert ("can't be raised here, because" in error.message) is (data is not None)
+    assert error.message.startswith(f"the gang's words\n{why}")

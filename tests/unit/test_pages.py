@@ -222,13 +222,6 @@ def test_what_metaflow_knows_stands_in_the_title_links_and_commands():
 # --- texts ------------------------------------------------------------------------------------------
 
 
-def test_a_page_without_accelerators_names_none():
-    for devices, named in (("none", []), ("H100", ["devices"])):
-        story = Story().running(devices=devices)
-        words = [line.split()[0] for line in lines_of(page_of(story.view, place())) if line]
-        assert [word for word in ("PyTorch", "devices") if word in words] == ["PyTorch", *named]
-
-
 def test_a_page_names_a_function_and_not_the_script_of_ours_that_calls_it():
     lines = lines_of(page_of(Story().running(function="Trainer.fit").view, place()))
     assert [line.split() for line in lines if "Trainer.fit" in line] == [["function", "Trainer.fit"]]

@@ -6,28 +6,15 @@ from pathlib import Path
 
 import pytest
 
+from metaflow_extensions.torchrun.plugins.torchrun import parsing
 from metaflow_extensions.torchrun.plugins.torchrun.errors import TorchrunConfigError
-from metaflow_extensions.torchrun.plugins.torchrun.parsing import (
-    parse_flag,
-    parse_nproc,
-    parse_outputs,
-    parse_outputs_from,
-    parse_port,
-    parse_restart_on,
-    parse_seconds,
-    parse_signal,
-    parse_whole,
-)
 
 READ = [
-    (parse_nproc, [("8", 8), (" 8 ", 8), (2.0, 2), (" CPU", "cpu"), ("Gpu", "gpu")]),
-    (parse_port, [("", None), ("1", 1), (65535, 65535), (" 80 ", 80)]),
-    (parse_whole, [(0, 0), ("3", 3)]),
-    (parse_seconds, [(3, 3.0), ("2.5", 2.5)]),
-    (partial(parse_seconds, zero=True), [("0", 0.0)]),
-    (parse_restart_on, [("", set()), ("user, killed", {"user", "killed"}), (["start", "hang"], {"start", "hang"})]),
+    (parsing.parse_nproc, [("8", 8), (" 8 ", 8), (2.0, 2), (" CPU", "cpu"), ("Gpu", "gpu")]),
+    (parsing.parse_port, [("", None), ("1", 1), (65535, 65535), (" 80 ", 80)]),
+    (parsing.parse_restart_on, [("", set()), (["start", "hang"], {"start", "hang"})]),
     (
-        parse_outputs,
+        parsing.parse_outputs,
         [
             ("model/", ("model",)),
             (Path("a") / "b", ("a/b",)),
@@ -35,28 +22,33 @@ READ = [
             (("."), (".",)),
         ],
     ),
-    (parse_outputs_from, [("all", "all"), ("control", "control")]),
-    (parse_signal, [("SIGUSR1", signal.SIGUSR1), (" usr2 ", signal.SIGUSR2)]),
-    (parse_signal, [(term, signal.SIGTERM) for term in (signal.SIGTERM, int(signal.SIGTERM), "15")]),
+    (parsing.parse_signal, [("SIGUSR1", signal.SIGUSR1), (" usr2 ", signal.SIGUSR2)]),
+    (parsing.parse_signal, [(term, signal.SIGTERM) for term in (signal.SIGTERM, int(signal.SIGTERM), "15")]),
 ]
 REFUSED = [
-    (parse_nproc, "'auto', 'cpu', 'gpu'", [0, -1, "0", "many", "", 1.5, True, False, [1], "gpus", "1e3", "9" * 5000]),
-    (parse_port, "a whole number from 1 to 65535", [0, -1, 65536, "many", 1.5, True, "29500 29501", [29500]]),
-    (parse_whole, "at least 0", [-1, "-1", "many", 1.5, True]),
-    (parse_seconds, "a number of seconds above 0", [None, 0, -1, "x", "nan", float("inf"), True, [], 10**400]),
-    (partial(parse_seconds, zero=True), "a number of seconds of at least 0", [-0.1, -1, "nan", None]),
-    (parse_restart_on, "never started again. .*Metaflow's @retry", ["often", "user,store", "before_run"]),
-    (parse_restart_on, "a list", [3, ["user", 3]]),
-    (parse_outputs, "a list of files", [3, {"a": "b"}, [3], [["a"]], ["a", None], b"a", True]),
-    (parse_outputs, "nothing. Name files", [[], ()]),
-    (parse_outputs, "no file is called so", ["", " ", ["a", ""], "a\0b"]),
-    (parse_outputs, "an absolute path", ["/etc", ["a", "/"]]),
-    (parse_outputs, "out of the working directory", ["..", "a/../b", "a/.."]),
-    (parse_outputs, "a part of the path alone", ["**.json", "a/x**"]),
-    (parse_outputs_from, "'control', 'all'", ["", "every", 0, True, ["all"]]),
-    (parse_signal, "a signal", ["SIGNOPE", "0", 999, True, -15, "SIG_IGN", "BLOCK", "_BLOCK"]),
-    (parse_flag, "True or False", ["yes", "no", 1, 0, None]),
-    (parse_signal, "heed", ["KILL", "STOP"]),
+    (
+        parsing.parse_nproc,
+        "'auto', 'cpu', 'gpu'",
+        [0, -1, "0", "many", "", 1.5, True, False, [1], "gpus", "1e3", "9" * 5000],
+    ),
+    (parsing.parse_port, "a whole number from 1 to 65535", [0, -1, 65536, "many", 1.5, True, "29500 29501", [29500]]),
+    (parsing.parse_whole, "at least 0", [-1, "-1", "many", 1.5, True]),
+    (parsing.parse_seconds, "a number of seconds above 0", [None, 0, -1, "x", "nan", float("inf"), True, [], 10**400]),
+    (partial(parsing.parse_seconds, zero=True), "a number of seconds of at least 0", [-0.1, -1, "nan", None]),
+    (parsing.parse_restart_on, "never started again. .*Metaflow's @retry", ["often", "user,store", "before_run"]),
+    (parsing.parse_restart_on, "a list", [3, ["user", 3]]),
+    (parsing.parse_outputs, "a list of files", [3, {"a": "b"}, [3], [["a"]], ["a", None], b"a", True]),
+    (parsing.parse_outputs, "nothing. Name files", [[], ()]),
+    (
+        parsing.parse_outputs,
+        "no file below the workers' working directory",
+        ["", ["a", " "], "a\0b", "/etc", "..", "a/../b"],
+    ),
+    (parsing.parse_outputs, "as a part of its own", ["**.json", "a/x**"]),
+    (parsing.parse_outputs_from, "'control', 'all'", ["", "every", 0, True, ["all"]]),
+    (parsing.parse_signal, "a signal", ["SIGNOPE", "0", 999, True, -15, "SIG_IGN", "BLOCK", "_BLOCK"]),
+    (parsing.parse_flag, "True or False", ["yes", "no", 1, 0, None]),
+    (parsing.parse_signal, "heed", ["KILL", "STOP"]),
 ]
 
 

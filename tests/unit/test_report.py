@@ -8,7 +8,7 @@ from metaflow.exception import MetaflowException
 
 from metaflow_extensions.torchrun.plugins.torchrun.errors import EntrypointError, LaunchFailed, TorchrunConfigError
 from metaflow_extensions.torchrun.plugins.torchrun.gang.cause import Cause
-from metaflow_extensions.torchrun.plugins.torchrun.gang.failures import of_launch, teller
+from metaflow_extensions.torchrun.plugins.torchrun.gang.failures import of_launch
 from metaflow_extensions.torchrun.plugins.torchrun.gang.launch import Launch
 from metaflow_extensions.torchrun.plugins.torchrun.run_arguments import Runner
 from metaflow_extensions.torchrun.plugins.torchrun.task import report as module
@@ -80,7 +80,6 @@ LONG = Cause("exception", 1, "b", 3, 1, 1, TEXT, f"{TRACE}\n" * 1000)
 @pytest.mark.parametrize(
     ("cause", "where", "is_whole"),
     [
-        pytest.param(RAISED, {"node": 1}, False, id="is above"),
         pytest.param(LONG, {"node": 1}, False, id="is above, and long"),
         pytest.param(RAISED, {"node": 1, "live": False}, True, id="written unseen"),
         pytest.param(RAISED, {"node": 0, "shared": False, "live": False}, True, id="another node's log"),
@@ -109,6 +108,8 @@ def test_the_control_node_tells_what_no_other_can(kind, who):
 def test_a_node_that_hears_that_it_counts_as_lost_tells_it_itself():
     error = verdict(Cause("lost", 1, "b", exception="nothing arrived from it"))
     assert "nothing arrived from it" in report(error, 1)
+    killed = verdict(Cause("lost", 0, "host", exception="its task was killed by SIGKILL"))
+    assert "Launch 0 was stopped" in report(killed, 1), "the control node's own task can't print any more"
 
 
 def test_an_error_that_the_gang_does_not_know_is_told_where_it_is_and_metaflows_own_are_left_to_it():
@@ -166,15 +167,6 @@ def test_a_failed_run_shows_its_caller_one_frame_of_ours():
     assert error.__cause__.__traceback__ is None
 
 
-def test_an_interrupt_shows_no_frames_of_ours_after_the_users():
-    interrupted = KeyboardInterrupt()
-    ours = code_in(module.__file__, "raise error", error=interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        runner(ours).run()
-    files = [frame.f_code.co_filename for frame, _ in traceback.walk_tb(interrupted.__traceback__)]
-    assert module.__file__ not in files
-
-
 def test_an_error_in_our_own_code_keeps_its_frames():
     error = raised(call("/users/flow.py", code_in(module.__file__, "raise LookupError")))
     assert module.__file__ in user_traceback(error)
@@ -207,13 +199,3 @@ def test_in_a_task_any_error_is_shown_as_it_is_and_its_report_where_there_is_one
     assert shown.count("expected 2*3*4") == 2  # of another error, whole
     printing.print_metaflow_exception(MetaflowException("Step *train* is wrong"))
     assert "  | " not in capfd.readouterr().err  # Metaflow's own
-
-
-# --- exceptions that don't like to be looked at -------------------------------------------------------
-
-
-def test_of_a_lost_control_node_another_node_tells():
-    """Its own task has printed nothing, and can't any more."""
-    assert teller(Cause("lost", 0, "host", exception="its task was killed by SIGKILL")) == 1
-    assert teller(Cause("lost", 1, "host", exception="its task was killed by SIGKILL")) == 0
-    assert teller(Cause("exit", 1, "host", 2, 0, 3)) == 1

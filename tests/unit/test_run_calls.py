@@ -26,7 +26,6 @@ def told(tmp_path, monkeypatch):
         ("current.torch.run('x.py', timeout=3)", "", "timeout"),
         ("current.torch.run(\n  'x.py',\n  gather=True,\n  gathr=True,\n)", "", "gathr"),
         ("if self.x:\n    self.result = current.torch.run('x.py', **self.more, gathr=True)", "", "gathr"),
-        ("def again():\n    return current.torch.run('x.py', gathr=1)\nagain()", "", "gathr"),
         ("self.run = current.torch.run('x.py', größe=1)", "", "größe"),
     ],
 )
@@ -43,7 +42,6 @@ def test_a_misspelt_argument_is_found(body, before, name, told):
         ("current.torch.run('x.py', gather=True, local_output_dir='x')", ""),
         ("current.torch.run('x.py', **{'gathr': 1})", ""),
         ("torch.run('x.py', gathr=1)", "import torch"),
-        ("current.torch.run('x.py', env=dict(gathr=1))", ""),
         ("current = self.mine\ncurrent.torch.run('x.py', gathr=1)", ""),
         ("for current in self.mine:\n    current.torch.run('x.py', gathr=1)", ""),
         ("current.torch.run(gathr=1)", "from mine import current"),
@@ -84,7 +82,6 @@ def test_the_number_of_processes_is_known_where_all_calls_name_the_same(body, nu
     "body",
     [
         "current.torch.run('x.py')",
-        "t = current.torch\nt.run('x.py')",
         "def again():\n    current.torch.card()\nagain()",
     ],
 )

@@ -5,7 +5,7 @@ import signal
 import pytest
 
 from metaflow_extensions.torchrun.plugins.torchrun.errors import TorchrunConfigError
-from metaflow_extensions.torchrun.plugins.torchrun.settings import ARGUMENTS, parse_settings
+from metaflow_extensions.torchrun.plugins.torchrun.settings import parse_settings
 from metaflow_extensions.torchrun.plugins.torchrun.task.arguments import Position, resolve
 
 NODE = Position(2, 1, "10.0.0.7")
@@ -52,24 +52,9 @@ def test_a_wrong_value_of_a_call_is_named(setting):
         value_of(setting, **{setting: "x"})
 
 
-def test_of_several_wrong_values_every_node_names_the_same_the_first_of_the_table():
-    wrong = {name: "x" for name in SETTINGS if name != "warm"} | {"module": 3, "gather": 3, "outputs_from": 3}
-    for name in ARGUMENTS:
-        if name in wrong:
-            with pytest.raises(TorchrunConfigError, match=rf"^run\({name}\)"):
-                value_of("module", **wrong)
-            del wrong[name]
-    assert not wrong
-
-
 def test_a_folder_of_the_step_is_looked_for_on_the_node():
     with pytest.raises(TorchrunConfigError, match=r"@torchrun\(cwd\).*not a folder on this node"):
         value_of("cwd", {"cwd": "not here"})
-
-
-def test_the_module_flag_of_torchrun_is_the_argument():
-    assert value_of("module", torchrun_args=["-m"]) is True
-    assert value_of("options", torchrun_args=["-m", "--role=trainer"]) == {"role": "trainer"}
 
 
 def test_what_no_call_changes_is_as_in_the_step():

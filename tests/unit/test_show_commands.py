@@ -19,8 +19,4 @@ def test_the_help_cuts_no_sentence(columns):
     for name in ("show", "logs", "stacks", "outputs"):
         first = help_of(name).split("TASK]]] ")[1].split(". ")[0]
         assert f"{name} {first}." in text
-
-
-@pytest.mark.parametrize("words", [(), ("show",), ("logs",), ("stacks",), ("outputs",)])
-def test_the_help_says_what_a_run_is(words):
-    assert "RUN is the number of a run; default: the latest run that was started in this folder." in help_of(*words)
+        assert "RUN is the number of a run; default: the latest run that was started in this folder." in help_of(name)

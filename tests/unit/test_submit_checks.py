@@ -71,11 +71,6 @@ def refusal(check, *arguments):
     return error.value.message
 
 
-@pytest.mark.parametrize("where", [{}, KUBERNETES, BATCH])
-def test_spare_and_fewer_nodes_are_possible_on_all_runs(where):
-    submission(where, spare_nodes=1, min_nodes=2, max_restarts=1, restart_on="node_lost").check(4)
-
-
 @pytest.mark.parametrize("deployed", ["by the command", "in its task"])
 def test_fewer_nodes_are_refused_on_argo(monkeypatch, deployed):
     monkeypatch.setattr(graph.sys, "argv", ["flow.py", "run"])
@@ -94,12 +89,10 @@ def test_fewer_nodes_are_refused_on_argo(monkeypatch, deployed):
 @pytest.mark.parametrize(
     ("words", "is_on_argo"),
     [
-        ("--no-pylint argo-workflows create", True),
         ("--with=kubernetes argo-workflows --name x create --max-workers 3", True),
         ("--environment pypi argo-workflows create", True),
         ("--tag argo-workflows run", False),
         ("run --tag argo-workflows", False),
-        ("argo-workflows trigger", False),
     ],
 )
 def test_which_commands_deploy_on_argo(words, is_on_argo):
@@ -131,11 +124,6 @@ def test_restarts_for_lost_nodes_need_other_nodes_on_batch(category):
     assert f"@torchrun(restart_on=['{category}']) needs spare_nodes or min_nodes on @batch" in said
     assert f"or remove {category} from restart_on" in said
     submission(BATCH, max_restarts=1).check()
-
-
-@pytest.mark.parametrize("decorators", [{**CATCH, **BATCH}, {**KUBERNETES, "retry": {}}])
-def test_catch_is_fine_elsewhere_and_retry_everywhere(decorators):
-    submission(decorators).check()
 
 
 @pytest.mark.parametrize(

@@ -304,7 +304,7 @@ def case_annotations_are_what_they_are_in_the_task():
 
 def case_an_exception_that_cannot_travel_comes_in_words():
     for kind, arguments, words, why in (
-        (Unloadable, ["this", "that"], "Unloadable: this and that", "can't be unpickled (TypeError: "),
+        (Unloadable, ["this", "that"], "", "can't be unpickled here (TypeError: "),
         (Undumpable, [], "Undumpable: holds a lock", "can't be pickled (TypeError: cannot pickle"),
     ):
         error = launch(fail, [kind, *arguments]).error

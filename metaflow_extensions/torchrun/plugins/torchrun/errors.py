@@ -62,27 +62,13 @@ class TorchrunError(MetaflowException):  # type: ignore[misc]  # Metaflow is not
     outputs: Outputs | None
 
     def __init__(self, message: str = "", cause: dict[str, Any] | None = None) -> None:
-        # The failure as data (`gang/cause.FailureText`), from which `message` and `cause` are made. None if no node has
-        # failed, or after pickling.
-        self._failure: Any = None
-        self._cause = cause
         super().__init__(message)
+        self.message, self.cause = message, cause
+        # The failure as data (`gang/cause.FailureText`), of which `failed` has made both. None if no node has failed, or
+        # after pickling.
+        self._failure: Any = None
         self.events = []
         self.outputs = None
-
-    @property
-    def message(self) -> str:
-        """What happened, where, why, and what to change."""
-        return self._message if self._failure is None else str(self._failure.text)
-
-    @message.setter
-    def message(self, text: str) -> None:
-        self._message, self._cause, self._failure = text, self.cause, None
-
-    @property
-    def cause(self) -> dict[str, Any] | None:
-        """The first failure of the gang, as plain data; None without one."""
-        return self._cause if self._failure is None else dict(self._failure.cause.as_dict())
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.message!r})"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -118,7 +117,7 @@ class TorchrunExecutor(Runner):
 
     def _warn(self, call: Call, run: RunSettings) -> None:
         """Log warnings about a launch on this machine."""
-        warnings = [shm_warning(call.nproc, call.machine.accelerators, os.environ)]
+        warnings = [shm_warning(call)]
         for name in filter(run.options.__contains__, WITHOUT_EFFECT):
             where = "is in the log of its node, and `python flow.py torchrun logs --rank N` shows it"
             warnings.append(f"warning: torchrun_args {name} has no effect: what a rank writes {where}")

@@ -161,17 +161,12 @@ def parse_outputs(value: Any, setting: str) -> tuple[str, ...]:
     names = [os.fsdecode(one) for one in given]
     for name in names:
         parts, why = name.split("/"), ""
-        if not name.strip() or "\0" in name:
-            why = "no file is called so"
-        elif os.path.isabs(name):
-            why = "it is an absolute path"
-        elif ".." in parts:
-            why = "'..' leads out of the working directory"
+        if not name.strip() or "\0" in name or os.path.isabs(name) or ".." in parts:
+            why = "names no file below the workers' working directory (cwd=...). Give its path relative to that"
         elif any("**" in part and part != "**" for part in parts):
-            why = "'**' stands for any folders, and must be a part of the path alone, as in 'logs/**/*.json'"
+            why = "must have '**', which stands for any folders, as a part of its own, as in 'logs/**/*.json'"
         if why:
-            below = "Name what lies below the workers' working directory (cwd=...), relative to it"
-            raise TorchrunConfigError(f"{setting} has {name!r}, but {why}. {below}.")
+            raise TorchrunConfigError(f"{setting} has {name!r}, which {why}.")
     return tuple(dict.fromkeys(os.path.normpath(name) for name in names))
 
 

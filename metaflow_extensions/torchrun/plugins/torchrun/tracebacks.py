@@ -18,27 +18,23 @@ def words_of(error: BaseException) -> str:
     """Return type and text of an exception; its class may fail when it is asked for a text."""
     try:
         return f"{type(error).__name__}: {error}".removesuffix(": ")
-    except BaseException as problem:
+    except Exception as problem:
         return f"{type(error).__name__} (its __str__ raises {type(problem).__name__})"
 
 
 def user_traceback(error: BaseException, with_cause: bool = True) -> str:
     """Return an exception's traceback from the first line of the user's code on.
 
-    An error without such a line is a bug of ours or of Metaflow's, so all its frames are kept. If the traceback can't
-    be read, only type and text are returned.
+    An error without such a line is a bug of ours or of Metaflow's, so all its frames are kept.
     """
-    try:
-        report = TracebackException.from_exception(error)
-        if not with_cause:
-            report.__cause__, report.__suppress_context__ = None, True
-        part: TracebackException | None = report
-        while part is not None:
-            _cut(part.stack, _is_handed_on(error))
-            part = part.__cause__ or part.__context__
-        return "".join(report.format()).rstrip("\n")
-    except Exception:
-        return words_of(error)
+    report = TracebackException.from_exception(error)
+    if not with_cause:
+        report.__cause__, report.__suppress_context__ = None, True
+    part: TracebackException | None = report
+    while part is not None:
+        _cut(part.stack, _is_handed_on(error))
+        part = part.__cause__ or part.__context__
+    return "".join(report.format()).rstrip("\n")
 
 
 def cut_frames_around(error: BaseException) -> None:

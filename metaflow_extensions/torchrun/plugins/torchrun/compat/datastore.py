@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from .renamed import convenience, known
@@ -100,14 +101,14 @@ def watch_storing(task_datastore: Any, around: Callable[..., Any]) -> None:
         setattr(task_datastore, name, partial(around, name == "done", getattr(task_datastore, name)))
 
 
-def save_log(flow_datastore: Any, task: tuple[str, str, str, int], data: Mapping[str, Any]) -> None:
-    """Upload the log of a task (run, step, task, attempt): for each stream its bytes, or, if it is large, a path."""
+def save_log(flow_datastore: Any, task: tuple[str, str, str, int], files: Mapping[str, Path]) -> None:
+    """Upload the log of a task (run, step, task, attempt): the file of each stream."""
     from metaflow.mflog import TASK_LOG_SOURCE
 
     with convenience("the early upload of this task's log"):
         *where, attempt = task
         store = flow_datastore.get_task_datastore(*where, attempt=attempt, mode="w")
-        store.save_logs(TASK_LOG_SOURCE, data)
+        store.save_logs(TASK_LOG_SOURCE, dict(files))
 
 
 # --- what commands and cards read ---------------------------------------------------------------------

@@ -243,8 +243,9 @@ E = TypeVar("E", bound=TorchrunError)
 
 def failed(cls: type[E], failure: FailureText) -> E:
     """Return the error for a failure; its texts have a bounded size, here and on all nodes that it is sent to."""
-    error = cls()
-    error._failure = replace(failure, cause=failure.cause.bounded())
+    failure = replace(failure, cause=failure.cause.bounded())
+    error = cls(failure.text, failure.cause.as_dict())
+    error._failure = failure
     return error
 
 
@@ -262,12 +263,12 @@ def cause_of(error: TorchrunError | None) -> Cause | None:
     return None if failure is None else failure.cause
 
 
-def retold(error: TorchrunError, cls: type[E], before: str = "", after: str = "") -> E:
-    """Return the same error as another class, with more text around it; its cause, events and outputs stay."""
+def retold(error: TorchrunError, cls: type[E], after: str = "") -> E:
+    """Return the same error as another class, with more text after it; its cause, events and outputs stay."""
     if (failure := error._failure) is None:
-        told = cls(f"{before}{error.message}{after}", error.cause)
+        told = cls(f"{error.message}{after}", error.cause)
     else:
-        told = failed(cls, replace(failure, before=f"{before}{failure.before}", after=f"{failure.after}{after}"))
+        told = failed(cls, replace(failure, after=f"{failure.after}{after}"))
     told.events, told.outputs = error.events, error.outputs
     return told
 
@@ -275,7 +276,8 @@ def retold(error: TorchrunError, cls: type[E], before: str = "", after: str = ""
 def rename_node(error: TorchrunError, node: int) -> None:
     """Change the node in an error of a gang of one that runs on a node of another gang."""
     if (failure := failure_of(error)) is not None:
-        error._failure = replace(failure, cause=replace(failure.cause, node=node))
+        renamed = failed(type(error), replace(failure, cause=replace(failure.cause, node=node)))
+        error.message, error.cause, error._failure = renamed.message, renamed.cause, renamed._failure
 
 
 def describe_exit(code: int) -> str:

@@ -21,7 +21,7 @@ from ..compat.graph import parallel_steps
 from ..compat.renamed import check
 from ..gang.texts import names
 from ..gang.view import GangView
-from .finding import PAUSE_S, WHICH, attempt_option, await_gang, command, find, find_one, gang_argument, json_option
+from .finding import PAUSE_S, WHICH, await_gang, command, find, find_one, json_option
 from .outputs_command import outputs
 from .page import Place, page_of
 from .parts import lines_of, printable
@@ -61,16 +61,13 @@ def torchrun() -> None:
 
 
 @command("Show what came of a step: why it failed, its nodes and ranks, and what happened when.")
-@gang_argument
 @click.option(
     "--follow",
     is_flag=True,
     default=False,
     help="Wait for it, and tell each change until the attempt has ended; exit with 1 if it failed.",
 )
-@attempt_option
 @json_option
-@click.pass_obj
 def show(obj: Any, gang: str, follow: bool, attempt: int | None, as_json: bool) -> None:
     """Show the gangs of a step."""
     is_well = True
@@ -130,7 +127,6 @@ def _as_data(place: Place, view: GangView | None) -> dict[str, Any]:
 
 
 @command("Show the stored logs of all nodes of a step, merged by time.")
-@gang_argument
 @click.option("--rank", type=int, default=None, help="Only what this rank has written.")
 @click.option("--node", type=int, default=None, help="Only what this node and its ranks have written.")
 @click.option(
@@ -140,9 +136,7 @@ def _as_data(place: Place, view: GangView | None) -> dict[str, Any]:
     help="Only the last lines, so many of all nodes and ranks together (with --rank or --node: of that one).",
 )
 @click.option("--follow", is_flag=True, default=False, help="Wait for it, and go on until the attempt has ended.")
-@attempt_option
 @json_option
-@click.pass_obj
 def logs(
     obj: Any,
     gang: str,

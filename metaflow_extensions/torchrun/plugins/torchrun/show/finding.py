@@ -41,12 +41,16 @@ def or_latest(ctx: Any, _: Any, named: str) -> str:
 
 
 def command(text: str) -> Any:
-    """Return a decorator that makes a command; click (7.1, in Metaflow 2.19) would cut its help in the list of all."""
-    return click.command(help=text, short_help=text, epilog=WHICH)
+    """Return a decorator that makes a command about an attempt of a gang.
+
+    click (7.1, in Metaflow 2.19) would cut its help in the list of all.
+    """
+    gang = click.argument("gang", metavar="[RUN[/STEP[/TASK]]]", default="", callback=or_latest)
+    attempt = click.option("--attempt", type=int, default=None, help="Which attempt; the latest by default.")
+    made = click.command(help=text, short_help=text, epilog=WHICH)
+    return lambda function: made(gang(attempt(click.pass_obj(function))))
 
 
-gang_argument = click.argument("gang", metavar="[RUN[/STEP[/TASK]]]", default="", callback=or_latest)
-attempt_option = click.option("--attempt", type=int, default=None, help="Which attempt; the latest by default.")
 json_option = click.option("--json", "as_json", is_flag=True, default=False, help="Write JSON.")
 
 

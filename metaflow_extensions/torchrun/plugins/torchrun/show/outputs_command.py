@@ -12,12 +12,11 @@ from ..compat.cli import click
 from ..compat.datastore import DatastoreValues
 from ..gang.texts import size_text
 from ..outputs import Outputs
-from .finding import CommandFailed, attempt_option, command, find_one, gang_argument
+from .finding import CommandFailed, command, find_one
 from .parts import printable, table
 
 
 @command("List the files that run(outputs=...) has stored, also when it has failed, or download them.")
-@gang_argument
 @click.option("--to", type=str, default=None, help="Write the files below this folder.")
 @click.option(
     "--launch",
@@ -26,8 +25,6 @@ from .parts import printable, table
     help="The number of the call of run, from 0; by default the last that has stored a file.",
 )
 @click.option("--node", type=int, default=None, help="Only the files of this node.")
-@attempt_option
-@click.pass_obj
 def outputs(obj: Any, gang: str, to: str | None, launch: int | None, node: int | None, attempt: int | None) -> None:
     """List the files of a launch as lines of a table, or write them below a folder."""
     gangs, found = find_one(obj, gang, attempt)

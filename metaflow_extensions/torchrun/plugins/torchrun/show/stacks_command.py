@@ -18,7 +18,7 @@ from ..gang.texts import counted, duration, names
 from ..gang.wire import from_plain, to_plain
 from ..machine.frames import Found, look_first
 from ..registry import Reply, Request
-from .finding import CommandFailed, attempt_option, command, find_one, gang_argument
+from .finding import CommandFailed, command, find_one
 from .parts import printable
 from .stored_gangs import StoredGang, StoredGangs
 
@@ -29,31 +29,22 @@ _LOOK_S, _LOOK_ON_DISK_S = 2.0, 0.2
 _SEE_END_S = 10.0  # between checks whether the gang has ended; each costs several requests
 
 
-def _is_over(stored: StoredGangs, gang: StoredGang) -> bool:
-    """Return whether the attempt has ended, as far as the datastore shows."""
-    gang = stored.again(gang)
-    view = stored.view(gang)
-    return gang.is_over or (view is not None and view.is_over)
-
-
 def _ask(stored: StoredGangs, gang: StoredGang) -> Reply | None:
     """Store a request, and return the first answer to it or to a later request of somebody else; None: it is over."""
-    if _is_over(stored, gang):
-        return None
     registry = stored.registry(gang)
     before = registry.load(Reply)
     registry.save(Request(uuid.uuid4().hex, time.time()))
     look_s = _LOOK_S if stored.storage.kind != "local" else _LOOK_ON_DISK_S
-    began = looked = time.monotonic()
-    while time.monotonic() - began < _PATIENCE_S:
+    began = sees_end_at = time.monotonic()
+    while (now := time.monotonic()) - began < _PATIENCE_S:
+        if now >= sees_end_at:
+            gang, sees_end_at = stored.again(gang), now + _SEE_END_S
+            if gang.is_over or ((view := stored.view(gang)) is not None and view.is_over):
+                return None
         time.sleep(look_s)
         answer = registry.load(Reply)
         if answer is not None and (before is None or answer.request.id != before.request.id):
             return answer
-        if time.monotonic() - looked > _SEE_END_S:
-            if _is_over(stored, gang):
-                return None
-            looked = time.monotonic()
     raise CommandFailed(
         f"{gang.where} has not answered within {_PATIENCE_S:g} s. Its control node answers while current.torch.run "
         "waits: it may be in code of its own, wait for a machine, or have been killed, or have a clock that is 10 "
@@ -62,12 +53,9 @@ def _ask(stored: StoredGangs, gang: StoredGang) -> Reply | None:
 
 
 @command("Ask all ranks of a running step what they do now, and print their stacks. Nothing is stopped.")
-@gang_argument
 @click.option("--rank", type=int, default=None, help="This rank's whole stack, with the frames of libraries.")
 @click.option("--watch", is_flag=True, default=False, help="Ask every few seconds, until the gang ends.")
 @click.option("--json", "as_json", is_flag=True, default=False, help="Write JSON, one line for each answer.")
-@attempt_option
-@click.pass_obj
 def stacks(obj: Any, gang: str, rank: int | None, watch: bool, as_json: bool, attempt: int | None) -> None:
     """Ask, and print the answer; with ``watch`` again and again, until the gang ends."""
     stored, found = find_one(obj, gang, attempt)
@@ -89,11 +77,9 @@ def stacks(obj: Any, gang: str, rank: int | None, watch: bool, as_json: bool, at
 
 def _lines(answer: Reply, before: Reply | None, rank: int | None, watch: bool, as_json: bool) -> Iterator[str]:
     """Return what is shown of an answer: where all ranks are, who has moved, and, unless it is watched, the stacks."""
-    found, moved, same = _read(answer), list[int](), list[int]()
+    found = _read(answer)
     since_s = 0.0 if before is None else answer.time - before.time
-    if before is not None:
-        with suppress(ValueError):  # of an older version
-            moved, same = found.has_moved(_read(before))
+    moved, same = ([], []) if before is None else found.has_moved(_read(before))
     if rank not in (None, *found.ranks) and found.launch is not None:
         text = f"Rank {rank} has not answered. Ranks that have: {', '.join(map(str, found.ranks)) or 'none'}."
         if not watch:

@@ -16,16 +16,8 @@ from ..parsing import check_word, parse_argv, parse_folder
 from ..settings import ARGUMENTS, SETTINGS, RunSettings, StepSettings
 from ..supervisor.command import STATIC_BACKEND
 
-# torchrun's options, from `torch/distributed/run.py` of torch 2.13. Options that a newer torch adds
-# are passed on as they come; the table is needed for flags, short names and missing values.
-_VALUED = frozenset(
-    {
-        *("nnodes", "nproc-per-node", "rdzv-backend", "rdzv-endpoint", "rdzv-id", "rdzv-conf", "max-restarts"),
-        *("monitor-interval", "start-method", "event-log-handler", "role", "log-dir", "redirects", "tee"),
-        *("local-ranks-filter", "duplicate-stdout-filters", "duplicate-stderr-filters", "node-rank", "master-addr"),
-        *("master-port", "local-addr", "logs-specs", "numa-binding", "signals-to-handle", "shutdown-timeout"),
-    }
-)
+# torchrun's options without a value, and those with a short name, from `torch/distributed/run.py` of torch 2.13. All
+# others are passed on as they come; torchrun itself refuses what it does not know.
 _FLAGS = frozenset({"standalone", "module", "no-python", "run-path", "virtual-local-rank", "help"})
 _SHORT = {"h": "help", "m": "module", "r": "redirects", "t": "tee"}
 # Settings that torchrun has as options, too, and options of which it gets the gang's own value, or none.
@@ -103,41 +95,28 @@ def torchrun_options(given: Mapping[str, Any] | Sequence[Any] | None) -> dict[st
         name = _option_name(key)
         if not name:
             raise TorchrunConfigError(f"torchrun_args {given!r} has an option without a name.")
-        if name in _FLAGS and said is False:
-            continue
-        value = None if _is_absent(said) or (name in _FLAGS and said is True) else str(said)
-        if name in options and options[name] != value:
-            raise TorchrunConfigError(f"torchrun_args sets {name} twice: {options[name]!r} and {value!r}.")
-        if value is not None and name in _FLAGS:
-            raise TorchrunConfigError(f"torchrun_args {name} is a flag without a value, but got {value!r}.")
-        if value is None and name in _VALUED:
-            raise TorchrunConfigError(f"torchrun_args {name} needs a value, but has none.")
-        options[name] = value
+        if name not in _FLAGS or said is not False:
+            options[name] = None if _is_absent(said) or (name in _FLAGS and said is True) else str(said)
     return options
 
 
-def _pairs(words: list[Any]) -> Iterator[tuple[Any, Any]]:
+def _pairs(words: list[Any]) -> Iterator[tuple[str, Any]]:
     """Yield the options in a list, each with its value: ["--max-restarts=3"] and ["max-restarts", "3"] mean the same."""
     while words:
         word, equals, value = str(words.pop(0) or "").partition("=")
-        name = _option_name(word)
         if equals:
             yield word, value
-        elif name in _FLAGS:
+        elif _option_name(word) in _FLAGS:
             if words and _is_absent(words[0]):  # metaflow-torchrun 0.2 alternates option and value
                 words.pop(0)
             yield word, None
-        elif words and (name in _VALUED or not str(words[0]).startswith("--")):
-            yield word, words.pop(0)
-        else:
-            yield word, None  # perhaps a flag that only a newer torch knows
+        else:  # without a value, perhaps a flag that only a newer torch knows
+            yield word, words.pop(0) if words and not str(words[0]).startswith("--") else None
 
 
 def _option_name(word: Any) -> str:
-    """Return the full name of an option: torchrun (argparse) also takes a beginning that only one option has."""
     name = str(word).lstrip("-").replace("_", "-")
-    begin_so = [each for each in _VALUED | _FLAGS if name and each.startswith(name)]
-    return _SHORT.get(name, begin_so[0] if len(begin_so) == 1 else name)
+    return _SHORT.get(name, name)
 
 
 def _check_options(options: dict[str, str | None], place: Position, spare_nodes: int) -> None:

@@ -20,7 +20,6 @@ from ..machine.streams import await_room, write_lines
 _STUCK_S = 3.0  # for a reader that takes nothing, when this process was told to end
 _LOOK_S = 0.5
 _patience_s = float("inf")  # for a reader that takes nothing
-_lost: set[str] = set()  # streams of which was said that they can't be written to
 
 
 def to_log(event: Event, num_nodes: int) -> None:
@@ -30,28 +29,23 @@ def to_log(event: Event, num_nodes: int) -> None:
 
 
 def write(stream: str, text: str) -> None:
-    """Write whole lines to `sys.stdout` or `sys.stderr`, after what other code has printed; dropped if it is closed."""
+    """Write whole lines to `sys.stdout` or `sys.stderr`, after what other code has printed; dropped if that can't be."""
     target: TextIO | None = getattr(sys, stream)
     if not text or target is None:
         return
     try:
-        with suppress(BlockingIOError):  # Python keeps what it could not write, for the next flush
-            target.flush()
         fd = _descriptor(target)
-        if fd is not None:
-            write_lines(fd, text.encode(errors="backslashreplace"), _await_room)
-        else:
+        if fd is None:
             encoding = getattr(target, "encoding", None) or "utf-8"
             target.write(text.encode(encoding, errors="backslashreplace").decode(encoding))
+        with suppress(BlockingIOError):  # Python keeps what it could not write, for the next flush
             target.flush()
+        if fd is not None:
+            write_lines(fd, text.encode(errors="backslashreplace"), _await_room)
     except TorchrunError:  # an order to end
         raise
-    except Exception as error:  # whatever the step's code has put there, as an object that has `write` alone
-        if stream not in _lost:
-            _lost.add(stream)
-            said = f"[torchrun] {stream} can't be written to ({error}): what we write there is lost\n"
-            with suppress(OSError):
-                write_lines(2, said.encode(errors="backslashreplace"), _await_room)
+    except Exception:  # noqa: S110 - it is closed, nobody reads it, or it is an object of the step's code
+        pass
 
 
 def hurry() -> None:

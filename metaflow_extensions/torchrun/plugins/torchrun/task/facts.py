@@ -103,23 +103,17 @@ def too_few_warning(call: Call) -> str | None:
     )
 
 
-def shm_warning(
-    nproc: int,
-    accelerators: Sequence[str],
-    environ: Mapping[str, str],
-    path: str = "/dev/shm",  # noqa: S108 - it is looked at, nothing is written there
-) -> str | None:
-    """Return a warning for a ``/dev/shm`` that is too small, or None; `environ` is the task's environment."""
+def shm_warning(call: Call) -> str | None:
+    """Return a warning for a ``/dev/shm`` that is too small, or None."""
     mib = _ENOUGH_SHM_MIB
     with suppress(OSError):
-        status = os.statvfs(path)
+        status = os.statvfs("/dev/shm")  # noqa: S108 - nothing is written there
         mib = status.f_blocks * status.f_frsize // _MIB
     # One process alone, without an accelerator, shares nothing.
-    if mib >= _ENOUGH_SHM_MIB or (nproc < 2 and not accelerators):
+    if mib >= _ENOUGH_SHM_MIB or (call.nproc < 2 and not call.machine.accelerators):
         return None
-    decorator = _SHM_DECORATORS.get(environ.get("METAFLOW_RUNTIME_ENVIRONMENT", "local"))
     remedy = "Enlarge it (mount -o remount,size=1G /dev/shm; for a container, docker run --shm-size=1g)"
-    if decorator:
+    if decorator := _SHM_DECORATORS.get(call.environ.get("METAFLOW_RUNTIME_ENVIRONMENT", "local")):
         remedy = f"Write @{decorator}(shared_memory={_ENOUGH_SHM_MIB}) (MiB, part of the step's memory)"
     return (
         f"warning: /dev/shm has {mib} MiB. NCCL and the workers of a DataLoader exchange data there, and a full one kills "

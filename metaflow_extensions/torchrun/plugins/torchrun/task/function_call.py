@@ -14,8 +14,8 @@ import shutil
 import socket
 import sys
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from types import FunctionType, MethodType
@@ -29,24 +29,12 @@ from ..gang.texts import names, size_text
 from ..gang.wire import Plain
 from ..settings import RunSettings
 from ..supervisor.call import Call, FunctionSpec
-from ..worker import function_worker
-from ..worker.function_worker import (
-    CALL,
-    RAISED,
-    RETURNED,
-    VALUES,
-    cells,
-    dump,
-    find_cloud_pickler,
-    main_file,
-    path_of,
-    words_of,
-)
+from ..worker import function_worker as worker
 from .arguments import dict_or_list
 from .transfer import PATIENCE_S, Step, ToStore, Transfer, do_within, patience_for
 
 # What torchrun runs where the entrypoint is a function.
-FUNCTION_WORKER = os.path.abspath(function_worker.__file__)
+FUNCTION_WORKER = os.path.abspath(worker.__file__)
 # How long storing or loading a raised exception may take. Without it there is still its text, so the limit is short.
 RAISED_PATIENCE_S = 10.0
 # The causes with which a worker that has raised may end: also an exit code or a signal, if something disturbs its exit.
@@ -65,10 +53,12 @@ class FunctionCall:
                 raise TorchrunConfigError(
                     f"{name} says how to run a script, but the entrypoint is a function; remove it."
                 )
+        forms = "for a function it must be a dict (keyword arguments) or a list (positional ones)"
+        given = dict_or_list(run.entrypoint_args, "entrypoint_args", forms)
         function: Any = run.entrypoint
-        call = (function, *_as_call(run.entrypoint_args))
-        _check_call(*call)
+        call = (function, [], dict(given)) if isinstance(given, Mapping) else (function, given, {})
         inner = function.func if isinstance(function, partial) else function
+        _check_call(inner, *call)
         name = str(getattr(inner, "__qualname__", type(inner).__qualname__))
         # With gather, the control node gets the values of all ranks. A function that gathers is not expected to use a
         # process group, so no warning says that its ranks train alone.
@@ -76,7 +66,7 @@ class FunctionCall:
         self._store, self.stores = store, store is not None
         self._node, self._ranks = CONTROL, range(0)
         self.folder = _written(call, inner, name, run.process_group)
-        self.emptied = os.path.join(self.folder, VALUES)
+        self.emptied = os.path.join(self.folder, worker.VALUES)
         self.function = FunctionSpec(name, FUNCTION_WORKER, self.folder, _source_of(inner))
 
     @classmethod
@@ -104,22 +94,22 @@ class FunctionCall:
         if self._store is None or (error is None and (self._node == CONTROL or not self._gather)):
             return None
         cause = cause_of(error)
-        ranks = [rank for rank in self._ranks if error is None or (cause is not None and rank == cause.rank)]
-        kind, name = ("value", RETURNED) if error is None else ("exception", RAISED)
+        kind, name = ("value", worker.RETURNED) if error is None else ("exception", worker.RAISED)
         store, keys, steps = self._store, dict[str, Any](), list[Step]()
 
-        def save(rank: int, path: str) -> None:
-            keys[str(rank)] = store.save(Path(path).read_bytes())
+        def save(rank: int, path: Path) -> None:
+            keys[str(rank)] = store.save(path.read_bytes())
 
-        for rank, path in ((rank, self._path(name, rank)) for rank in ranks):
-            if os.path.exists(path):
-                size = os.path.getsize(path)
+        for rank in self._ranks:
+            path, is_wanted = self._path(name, rank), error is None or (cause is not None and rank == cause.rank)
+            if is_wanted and path.exists():
+                size = path.stat().st_size
                 patience_s = patience_for(size) if error is None else RAISED_PATIENCE_S
                 steps.append(Step(f"rank {rank}'s {kind} ({size_text(size)})", partial(save, rank, path), patience_s))
         return ToStore(iter(steps), keys) if steps else None
 
-    def _path(self, name: str, rank: int) -> str:
-        return path_of(self.folder, name, rank)
+    def _path(self, name: str, rank: int) -> Path:
+        return Path(worker.path_of(self.folder, name, rank))
 
     # --- at the end -------------------------------------------------------------------------------
 
@@ -128,11 +118,15 @@ class FunctionCall:
         values = {}
         for rank in self._ranks:
             with suppress(FileNotFoundError):  # it has ended by sys.exit()
-                values[rank] = Path(self._path(RETURNED, rank)).read_bytes()
+                values[rank] = self._path(worker.RETURNED, rank).read_bytes()
         if self._node != CONTROL:  # for a task that has come in the place of another, as in `outputs`
             told = {rank: key for rank, key in told.items() if int(rank) in self._ranks}
-        if told and self._store is not None:
-            values |= _loaded(self._store, {int(rank): key for rank, key in told.items()}, say)
+        if (store := self._store) is not None and told:
+            found, keys = dict[str, bytes](), list(dict.fromkeys(told.values()))
+            what = f"the value of {names(map(int, told), 'rank')}"
+            step = Step(what, lambda: found.update(store.load(keys)), len(keys) * PATIENCE_S)
+            Transfer(store.where, "loads", [step]).wait(say)
+            values |= {int(rank): found[key] for rank, key in told.items()}
         return {"values": dict(sorted(values.items())), "gathered": self._gather and self._node == CONTROL}
 
     def original(self, error: LaunchFailed, told: Plain) -> BaseException:
@@ -146,11 +140,9 @@ class FunctionCall:
         data = self._raised(cause.rank, told.get(str(cause.rank)))
         if data is None:
             return retold(error, WorkerFailed) if cause.kind == "exception" else error
-        report = pickle.loads(data)  # noqa: S301 - our own workers', through the run's datastore
-        exception, why = _unpickled(report)
-        if exception is None:
-            because = f"\nThe exception itself can't be raised here, because {why}." if why else ""
-            return retold(error, WorkerFailed, f"{report['text']}\n", because)
+        exception = _unpickled(data)
+        if isinstance(exception, str):
+            return retold(error, WorkerFailed, f"\n{exception}")
         place = f" at {cause.place}" if cause.place else ""
         also = f"; {cause.also} failed in the same way" if cause.also else ""
         with suppress(Exception):  # whatever its class does about attributes
@@ -161,41 +153,24 @@ class FunctionCall:
     def _raised(self, rank: int, key: str | None) -> bytes | None:
         """Return what a rank raised, from this node's disk or from the store; None if there is nothing, or it takes long."""
         with suppress(OSError):
-            return Path(self._path(RAISED, rank)).read_bytes()
+            return self._path(worker.RAISED, rank).read_bytes()
         store, found = self._store, list[bytes]()
         if store is not None and key is not None:
             do_within(lambda: found.extend(dict(store.load([key])).values()), RAISED_PATIENCE_S)
         return found[0] if found else None
 
 
-def _loaded(store: DatastoreValues, keys: Mapping[int, str], say: Callable[[str], None]) -> dict[int, bytes]:
-    """Return what is stored under the keys of ranks, each loaded once."""
-    found, wanted = dict[str, bytes](), list(dict.fromkeys(keys.values()))
-    what = f"the value of {names(keys, 'rank')}"
-    step = Step(what, lambda: found.update(store.load(wanted)), len(wanted) * PATIENCE_S)
-    Transfer(store.where, "loads", [step]).wait(say)
-    return {rank: found[key] for rank, key in keys.items()}
-
-
-def _as_call(arguments: Any) -> tuple[Sequence[Any], Mapping[str, Any]]:
-    forms = "for a function it must be a dict (keyword arguments) or a list (positional ones)"
-    given = dict_or_list(arguments, "entrypoint_args", forms)
-    return ([], dict(given)) if isinstance(given, Mapping) else (given, {})
-
-
-def _check_call(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+def _check_call(inner: Any, function: Any, args: Any, kwargs: Any) -> None:
     """Refuse arguments that a function or method can't take, before any worker starts; a class shows it when it is called."""
-    plain = function.func if isinstance(function, partial) else function
     # A decorator may add arguments to those of what it wraps, whose `__signature__` it may have copied.
-    if not isinstance(plain, FunctionType | MethodType) or hasattr(plain, "__signature__"):
-        return
-    try:
-        inspect.signature(function, follow_wrapped=False).bind(*args, **kwargs)
-    except (TypeError, ValueError) as error:  # ValueError: a partial has arguments that the function can't take
-        takes = ", ".join(inspect.signature(plain, follow_wrapped=False).parameters) or "none"
-        raise TorchrunConfigError(
-            f"The function {plain.__qualname__} can't take these entrypoint_args: {error}. Its arguments: {takes}."
-        ) from None
+    if isinstance(inner, FunctionType | MethodType) and not hasattr(inner, "__signature__"):
+        try:
+            inspect.signature(function, follow_wrapped=False).bind(*args, **kwargs)
+        except (TypeError, ValueError) as error:  # ValueError: a partial has arguments that the function can't take
+            takes = ", ".join(inspect.signature(inner, follow_wrapped=False).parameters) or "none"
+            raise TorchrunConfigError(
+                f"The function {inner.__qualname__} can't take these entrypoint_args: {error}. Its arguments: {takes}."
+            ) from None
 
 
 def _source_of(inner: Any) -> str | None:
@@ -215,48 +190,42 @@ def _written(call: tuple[Any, ...], inner: Any, name: str, process_group: str | 
             "the top level of the flow file, or a @staticmethod, and pass what it needs of self as arguments."
         )
     package = getattr(sys.modules.get("__main__"), "__package__", None)
-    with ExitStack() as failed:
-        try:
-            folder = os.path.abspath(tempfile.mkdtemp(prefix="torchrun-call-"))
-            failed.callback(shutil.rmtree, folder, ignore_errors=True)
-            os.mkdir(os.path.join(folder, VALUES))
-            with open(os.path.join(folder, CALL), "wb") as file:
-                # Not every entry of the path is there: editable installations have markers for their import hooks.
-                path = [os.path.abspath(each) if os.path.exists(each or os.curdir) else each for each in sys.path]
-                header = {"path": path, "main": main_file(), "package": package, "cells": cells()}
-                pickle.dump({**header, "process_group": process_group}, file)
-                _dump(call, name, file)
-        except OSError as error:
-            raise LaunchFailed(
-                f"{name} and its arguments could not be written on host {socket.gethostname()}: {error}. They go to "
-                "the folder for temporary files, which must exist, be writable and have room for them; TMPDIR says where "
-                "it is."
-            ) from error
-        failed.pop_all()
-    return folder
+    # Not every entry of the path is there: editable installations have markers for their import hooks.
+    path = [os.path.abspath(each) if os.path.exists(each or os.curdir) else each for each in sys.path]
+    header = {"path": path, "main": worker.main_file(), "package": package, "cells": worker.cells()}
+    folder = ""
+    try:
+        folder = os.path.abspath(tempfile.mkdtemp(prefix="torchrun-call-"))
+        os.mkdir(os.path.join(folder, worker.VALUES))
+        with open(os.path.join(folder, worker.CALL), "wb") as file:
+            pickle.dump({**header, "process_group": process_group}, file)
+            _dump(call, name, file)
+        return folder
+    except BaseException as error:
+        shutil.rmtree(folder, ignore_errors=True)
+        if not isinstance(error, OSError):
+            raise
+        raise LaunchFailed(
+            f"{name} and its arguments could not be written on host {socket.gethostname()}: {error}. They go to the "
+            "folder for temporary files, which must exist, be writable and have room for them; TMPDIR says where it is."
+        ) from error
 
 
 def _dump(call: tuple[Any, ...], name: str, file: Any) -> None:
     """Pickle the call, by reference where that goes: a worker then imports what the task has imported."""
     try:
-        dump(call, file)
-    except (OSError, KeyboardInterrupt, TorchrunError):
-        raise  # a failure of the disk, Ctrl-C, or news of the gang: not the function's fault
-    except BaseException as error:  # also an exit, in a __reduce__
-        what, problem, fails = _what_fails(call, name), words_of(error), "can't be pickled"
-        if find_cloud_pickler() is not None:
+        worker.dump(call, file)
+    except (OSError, TorchrunError):
+        raise  # a failure of the disk, or news of the gang: not the function's fault
+    except Exception as error:
+        what, problem, fails = _what_fails(call, name), worker.words_of(error), "can't be pickled"
+        remedy = (
+            "Define the function at the top level of the flow file or of a module beside it (from a notebook: of a module) "
+            "and pass it data, or install cloudpickle in the step's environment: it can carry lambdas, closures and cells."
+        )
+        if worker.find_cloud_pickler() is not None:
             fails = "can't be pickled, with cloudpickle neither"
             remedy = "Pass data instead of open files, locks, connections, or the flow itself (self)."
-        elif main_file() is None:
-            remedy = (
-                "In a notebook that takes cloudpickle: pip install cloudpickle. Without it, define the function in a "
-                "module beside the notebook, and pass it data."
-            )
-        else:
-            remedy = (
-                "Define the function at the top level of the flow file or of a module beside it and pass it data, or "
-                "install cloudpickle in the step's environment: it can carry lambdas and closures."
-            )
         raise EntrypointError(f"{what} {fails} ({problem}). {remedy}") from error
 
 
@@ -266,25 +235,21 @@ def _what_fails(call: tuple[Any, ...], name: str) -> str:
     for key, value in (*enumerate(args), *kwargs.items()):
         try:
             with open(os.devnull, "wb") as nowhere:
-                dump(value, nowhere)
-        except (OSError, KeyboardInterrupt, TorchrunError):
+                worker.dump(value, nowhere)
+        except TorchrunError:
             raise  # as above
-        except BaseException:
+        except Exception:
             return f"entrypoint_args[{key!r}] of {name}, a {type(value).__module__}.{type(value).__qualname__},"
     return name
 
 
-def _unpickled(report: Mapping[str, Any]) -> tuple[BaseException | None, str]:
-    """Return the exception of a worker's report, or None and the reason why it can't be unpickled."""
-    if report["exception"] is None:
-        return None, report.get("why", "")
+def _unpickled(data: bytes) -> BaseException | str:
+    """Return a worker's exception, or a sentence why it can't be had."""
     try:
-        exception = pickle.loads(report["exception"])  # noqa: S301 - as above
-    except KeyboardInterrupt:
-        raise  # the user has pressed Ctrl-C
-    except BaseException as problem:  # also an exit, in what its __reduce__ asks for
-        return None, (
-            f"the exception can't be unpickled ({words_of(problem)}). What its __init__ takes must go to "
-            "super().__init__(), too, or into a __reduce__; and its class must be importable in the task"
+        found = pickle.loads(data)  # noqa: S301 - our own workers', through the run's datastore
+    except Exception as problem:
+        return (
+            f"The exception itself can't be unpickled here ({worker.words_of(problem)}). What its __init__ takes must go to "
+            "super().__init__(), too, or into a __reduce__; and its class must be importable in the task."
         )
-    return (exception, "") if isinstance(exception, BaseException) else (None, "its __reduce__ makes no exception")
+    return found if isinstance(found, BaseException | str) else "Its __reduce__ makes no exception."

@@ -64,12 +64,13 @@ class Job:
         job = running_job()
         if job is None:
             return ""
-        now, before = _pending(job), self._waits
-        vanished = {name: end for name, end in before.items() if name not in now}
-        self._waits = {**vanished, **{name: end for name, end in now.items() if end is not None}}
-        stay = [name for name in self._waits if name in before and name not in vanished and name not in self._said]
+        here = {pod.metadata.name: pod for pod in _pods_of(job)}
+        ends = {name: _end_of_pod(pod) for name, pod in here.items() if pod.status.phase == "Pending"}
+        waits = {name: end for name, end in ends.items() if not end.is_ordinary}
+        stay = [name for name in waits if name in self._waits and name not in self._said]
         self._said.update(stay)
-        return "".join(f"[torchrun] {self._waits[name].line()}\n" for name in stay)
+        self._waits = {name: end for name, end in self._waits.items() if name not in here} | waits
+        return "".join(f"[torchrun] {waits[name].line()}\n" for name in stay)
 
     # --- when it has failed -------------------------------------------------------------------------
 
@@ -82,44 +83,36 @@ class Job:
         job = job_of(error)
         if job is None:
             return ""
-        ends = list(_ends_of_nodes(job))
-        known = {each.node for each in ends if each.text}
-        ends += [each for each in self._waits.values() if each.node not in known]
+        ends = _ends_of_nodes(job)
+        ends += [each for each in self._waits.values() if not any(end.text and end.node == each.node for end in ends)]
         options = self._options
         where = (options["--run-id"], self._step, options["--task-id"])
         registry = Registry(self._flow_datastore, *where, int(options["--retry-count"]))
         recorded = registry.load_view(_PATIENCE_S)
         is_known = recorded is not None and recorded.is_over
         told = [each for each in ends if each.text and not each.is_ordinary and (is_known or each.node != CONTROL)]
-        lines = [each.line() for each in told]
-        kind: type[TorchrunError] = TorchrunPreempted
+        lines, kind = [each.line() for each in told], TorchrunPreempted.__name__
         if not is_known:
             itself = registry.load(AddressRecord, _PATIENCE_S)  # it may have ended before its gang had a record
-            if itself is not None and itself.error is not None:
-                gone, kind = itself.error.message, type(itself.error)
-            else:
-                gone, kind = _gone(ends, recorded is not None)
-            lines = [*gone.splitlines(), *lines]
+            gone = (itself and itself.error) or _gone(ends, recorded is not None)
+            lines, kind = [*gone.message.splitlines(), *lines], type(gone).__name__
         if lines:
-            word = Word("\n".join(lines), time.time(), int(options.get("--num-parallel", "1")), kind.__name__)
+            word = Word("\n".join(lines), time.time(), int(options.get("--num-parallel", "1")), kind)
             registry.save_word(word, "job", _PATIENCE_S)
         return "".join(f"[torchrun] {line}\n" for line in lines)
 
 
-def _gone(ends: Sequence[PodEnd], has_joined: bool) -> tuple[str, type[TorchrunError]]:
-    """Return how the control node ended, which could not report it itself, and the class of the error."""
-    of_control = [each for each in ends if each.node == CONTROL]
-    first = next((each for each in of_control if each.text), of_control[0] if of_control else None)
-    who = f"The control node's {first.what if first else 'task'}"
-    text = first.text.removesuffix(".") if first else ""
-    if not has_joined and not (first and first.has_run):
-        return f"{who} did not start: {text or 'Kubernetes has nothing of it'}.", GangError
-    if not has_joined and first and first.is_ordinary and text:
-        return f"{who} failed before it had joined its gang ({text}). Its log says why.", GangError
-    if text:
-        return f"{who} ended unexpectedly: {text}.", TorchrunPreempted
-    why = "it was deleted, evicted or killed, or its memory ran out"
-    return f"{who} ended unexpectedly: {why}.\n{TorchrunPreempted.remedy}", TorchrunPreempted
+def _gone(ends: Sequence[PodEnd], has_joined: bool) -> TorchrunError:
+    """Return how the control node ended, which could not report it itself."""
+    of_control = [each for each in ends if each.node == CONTROL] or [PodEnd(CONTROL, "task", "", has_run=False)]
+    first = next((each for each in of_control if each.text), of_control[0])
+    who, text = f"The control node's {first.what}", first.text.removesuffix(".")
+    if not has_joined and not first.has_run:
+        return GangError(f"{who} did not start: {text or 'Kubernetes has nothing of it'}.")
+    if not has_joined and first.is_ordinary and text:
+        return GangError(f"{who} failed before it had joined its gang ({text}). Its log says why.")
+    why = text or "it was deleted, evicted or killed, or its memory ran out"
+    return TorchrunPreempted(f"{who} ended unexpectedly: {why}." + ("" if text else f"\n{TorchrunPreempted.remedy}"))
 
 
 # --- what Kubernetes says of a pod ------------------------------------------------------------------
@@ -140,20 +133,15 @@ class PodEnd:
         return f"Kubernetes says of node {self.node}'s {self.what}: {self.text}"
 
 
-def _ends_of_nodes(job: KubernetesJob) -> Iterator[PodEnd]:
-    """Yield the report on each node, by the states of their pods."""
-    pods = _pods_of(job)
+def _ends_of_nodes(job: KubernetesJob) -> list[PodEnd]:
+    """Return the report on each node, by the states of their pods."""
+    pods = sorted(_pods_of(job), key=_node_of)
     first, of_control = job.first_pod, [pod.metadata.name for pod in pods if _node_of(pod) == CONTROL]
+    gone = []
     if first and first not in of_control:
         others = "".join(f", and pod {name} came in its place" for name in of_control)
-        yield PodEnd(CONTROL, f"pod {first}", f"it was deleted or evicted{others}" if others else "")
-    yield from map(_end_of_pod, sorted(pods, key=_node_of))
-
-
-def _pending(job: KubernetesJob) -> dict[str, PodEnd | None]:
-    """Return the pods of a job by name, each with what keeps it from starting; None if nothing does."""
-    ends = {pod.metadata.name: (_end_of_pod(pod), pod.status.phase) for pod in _pods_of(job)}
-    return {name: end if phase == "Pending" and not end.is_ordinary else None for name, (end, phase) in ends.items()}
+        gone = [PodEnd(CONTROL, f"pod {first}", f"it was deleted or evicted{others}" if others else "")]
+    return [*gone, *map(_end_of_pod, pods)]
 
 
 def _pods_of(job: KubernetesJob) -> list[Any]:

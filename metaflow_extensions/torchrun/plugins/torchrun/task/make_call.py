@@ -6,6 +6,7 @@ import os
 import shutil
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import fields
 from typing import Any
 
 from ..errors import EntrypointError
@@ -20,7 +21,7 @@ WITHOUT_EFFECT = ("log-dir", "local-ranks-filter")
 
 
 def make_call(
-    run: RunSettings, place: Position, function: FunctionSpec | None = None, may_come: bool = False, **fields: Any
+    run: RunSettings, place: Position, function: FunctionSpec | None = None, may_come: bool = False, **more: Any
 ) -> Call:
     """Find what `run` names on this node; `fields` are further ones of `Call`.
 
@@ -56,17 +57,11 @@ def make_call(
         cwd=cwd,
         options=options,
         warm=run.warm,
-        policy=LaunchPolicy(
-            timeout_s=run.timeout_s,
-            max_restarts=run.max_restarts,
-            restart_on=run.restart_on,
-            preemption_signal=run.preemption_signal,
-            hang_timeout_s=run.hang_timeout_s,
-        ),
+        policy=LaunchPolicy(**{each.name: getattr(run, each.name) for each in fields(LaunchPolicy)}),
         grace_s=run.grace_s,
         logs=run.logs_of(place.num_nodes),
         before_run=tuple((_find_program(words[0], folders, {}, True), *words[1:]) for words in run.before_run or ()),
-        **fields,
+        **more,
     )
 
 

@@ -22,13 +22,8 @@ from ..tracebacks import user_traceback
 from .console import write
 
 _INDENT = "    "  # as Metaflow has it
-_WRITTEN = (
-    "exception",
-    "exit",
-    "signal",
-    "oom",
-    "command",
-)  # causes whose details the failed worker itself has written
+# Causes whose details the failed worker itself has written.
+_WRITTEN = ("exception", "exit", "signal", "oom", "command")
 
 
 def report(
@@ -96,13 +91,6 @@ def tell_after_errors(tell: Callable[[BaseException], str | None]) -> None:
 
 
 def _print_error(original: Callable[..., None], error: Any, *more: Any, **options: Any) -> None:
-    _show(original, error, *more, **options)
-    for tell in _afterwards:
-        with suppress(Exception):  # it asks servers, and rests on Metaflow's private names; the error itself is shown
-            write("stderr", tell(error) or "")
-
-
-def _show(original: Callable[..., None], error: Any, *more: Any, **options: Any) -> None:
     if _end is not None and _end[0] is error:
         write("stderr", f"{_end[1]}\n")
     elif isinstance(error, TorchrunError):
@@ -111,3 +99,6 @@ def _show(original: Callable[..., None], error: Any, *more: Any, **options: Any)
         write("stderr", f"{_barred(user_traceback(error))}\n")
     else:
         original(error, *more, **options)
+    for tell in _afterwards:
+        with suppress(Exception):  # it asks servers, and rests on Metaflow's private names; the error itself is shown
+            write("stderr", tell(error) or "")

@@ -13,7 +13,6 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 from ..events import Event
 from .console import to_log
@@ -22,15 +21,14 @@ from .console import to_log
 _FILES = {"stdout": "MFLOG_STDOUT", "stderr": "MFLOG_STDERR"}
 # From our write through Metaflow's `tee` process to the file.
 _TEE_S = 0.3
-_SMALL_BYTES = 1024 * 1024  # larger logs are read by the datastore itself, as Metaflow's `save_logs` has it
 _URGENT = frozenset({"worker_failed", "stopping", "failed"})
 
 
 class TaskLog:
     """The log of this task, as Metaflow's datastore has it."""
 
-    def __init__(self, upload: Callable[[dict[str, Any]], None], environ: Mapping[str, str] = os.environ) -> None:
-        self._upload = upload  # stores what it is given, by stream: bytes, or a path
+    def __init__(self, upload: Callable[[dict[str, Path]], None], environ: Mapping[str, str] = os.environ) -> None:
+        self._upload = upload  # stores the files that it is given, by stream
         self._files = {stream: Path(environ[name]) for stream, name in _FILES.items() if environ.get(name)}
         self._uploading = threading.Lock()  # or an older state of the log could come last
 
@@ -53,6 +51,4 @@ class TaskLog:
     def _save(self) -> None:
         time.sleep(_TEE_S)
         with self._uploading, suppress(OSError):
-            existing = {stream: path for stream, path in self._files.items() if path.exists()}
-            data = {stream: p.read_bytes() if p.stat().st_size < _SMALL_BYTES else p for stream, p in existing.items()}
-            self._upload(data)
+            self._upload({stream: path for stream, path in self._files.items() if path.exists()})

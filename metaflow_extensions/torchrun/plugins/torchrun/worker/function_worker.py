@@ -18,8 +18,8 @@ import os
 import pickle
 import sys
 import traceback
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
@@ -39,8 +39,8 @@ class FlowStarts(BaseException):
 
 
 def main() -> None:
-    """Make the call, and write what it returned or raised into a file for the task; a fork that comes back writes none."""
-    folder, rank, own = sys.argv[1], int(os.environ["RANK"]), os.getpid()
+    """Make the call, and write what it returned or raised into a file for the task."""
+    folder, rank = sys.argv[1], int(os.environ["RANK"])
     try:
         with open(os.path.join(folder, CALL), "rb") as file:
             header = pickle.load(file)  # noqa: S301 - written by this worker's own task
@@ -51,17 +51,14 @@ def main() -> None:
         # No context managers around the call: contextlib sets attributes of an exception, and some forbid that.
         begin_process_group(header["process_group"])
         value = function(*args, **kwargs)
-        if os.getpid() != own:
-            return
         store(value, rank, path_of(folder, RETURNED, rank))
         del function, args, kwargs, value  # see end_process_group
         end_process_group(header["process_group"])
     except (SystemExit, KeyboardInterrupt):
         raise  # an exit code, or a signal
     except BaseException as error:
-        if os.getpid() == own:
-            with suppress(OSError), whole(path_of(folder, RAISED, rank)) as file:
-                pickle.dump(report_of(error), file)
+        with suppress(OSError), opened(path_of(folder, RAISED, rank)) as file:
+            file.write(report_of(error))
         raise
 
 
@@ -78,17 +75,17 @@ class CallUnpickler(pickle.Unpickler):
 
     def __init__(self, file: Any, header: dict[str, Any]) -> None:
         super().__init__(file)
-        self._main, self._package, self._is_cut = header["main"], header["package"], False
+        self._main, self._package = header["main"], header["package"]
 
     def find_class(self, module: str, name: str) -> Any:
         """Return what `name` of `module` means."""
         if module == "__main__" and self._main is not None:
             main, self._main = self._main, None
-            self._is_cut = not import_main(main, self._package)
+            import_main(main, self._package)
         try:
             return super().find_class(module, name)
         except AttributeError as error:
-            if module != "__main__" or not self._is_cut:
+            if module != "__main__":
                 raise
             raise AttributeError(
                 f"{error}. Each rank imports the file only up to where it runs its flow or launches. Define {name} before "
@@ -96,11 +93,8 @@ class CallUnpickler(pickle.Unpickler):
             ) from None
 
 
-def import_main(path: str, package: str | None = None) -> bool:
-    """Import the program of the task as this process's ``__main__``, up to where it would run its flow or launch.
-
-    Return whether it came to the end.
-    """
+def import_main(path: str, package: str | None = None) -> None:
+    """Import the program of the task as this process's ``__main__``, up to where it would run its flow or launch."""
     module = ModuleType(_MAIN)
     module.__file__, module.__package__ = path, package
     sys.modules[_MAIN] = sys.modules["__main__"] = module
@@ -109,37 +103,27 @@ def import_main(path: str, package: str | None = None) -> bool:
     with open(path, "rb") as file:
         # Without the future imports of this file here, or the flow's annotations would become texts.
         code = compile(file.read(), path, "exec", dont_inherit=True)
-    keep_flows_from_running()
-    is_whole = False
+    with suppress(ImportError, AttributeError):  # a worker may have another Metaflow than its task
+        metaflow = importlib.import_module("metaflow")
+        end_import_at(metaflow.FlowSpec, "__init__")
+        end_import_at(metaflow.TorchrunSingleNodeMultiGPU, "run")
     with suppress(FlowStarts):
         exec(code, vars(module))  # noqa: S102 - what running the file would do
-        is_whole = True
     rename(module)
     # What is defined from now on says where it comes from as everything else.
     module.__name__ = "__main__"
-    return is_whole
 
 
-def keep_flows_from_running() -> None:
-    """End a file that runs its flow, or launches, without ``if __name__ == "__main__"`` where it does, as in the task."""
-    try:
-        metaflow = importlib.import_module("metaflow")
-        flow_class, single = metaflow.FlowSpec, metaflow.TorchrunSingleNodeMultiGPU
-    except (ImportError, AttributeError):  # a worker may have another Metaflow than its task
-        return
-    original, run = flow_class.__init__, single.run
+def end_import_at(cls: Any, name: str) -> None:
+    """End the import of a file where it runs its flow, or launches, without ``if __name__ == "__main__"``."""
+    method = getattr(cls, name)
 
-    def begin(self: Any, use_cli: bool = True) -> None:
-        if use_cli:
+    def guarded(self: Any, *args: Any, **options: Any) -> Any:
+        if sys.modules["__main__"].__name__ == _MAIN:  # later a function may launch, too
             raise FlowStarts
-        original(self, use_cli=False)
+        return method(self, *args, **options)
 
-    def launch(self: Any, *args: Any, **options: Any) -> Any:
-        if sys.modules["__main__"].__name__ == _MAIN:  # it is being imported; later a function may launch, too
-            raise FlowStarts
-        return run(self, *args, **options)
-
-    flow_class.__init__, single.run = begin, launch
+    setattr(cls, name, guarded)
 
 
 def rename(module: ModuleType) -> None:
@@ -188,20 +172,20 @@ Reducer = Callable[[Any], Any]  # says how to pickle an object, as pickle.Pickle
 
 def dump(thing: Any, file: Any, reduced: Reducer = lambda thing: NotImplemented) -> None:
     """Pickle `thing`; what the standard library can't carry, cloudpickle may, where it is installed."""
-    (find_cloud_pickler() or _Pickler)(file, reduced).dump(thing)
+    pickler = (find_cloud_pickler() or _Pickler)(file, protocol=pickle.HIGHEST_PROTOCOL)
+    pickler.reduced = reduced
+    pickler.dump(thing)
 
 
 class _Pickler(pickle.Pickler):
     """Names functions and classes; refuses those of a program that has no file to import them from."""
 
-    def __init__(self, file: Any, reduced: Reducer) -> None:
-        super().__init__(file, protocol=pickle.HIGHEST_PROTOCOL)
-        self._reduced = reduced
+    reduced: Reducer
 
     def reducer_override(self, thing: Any) -> Any:
         if isinstance(thing, (type, FunctionType)) and thing.__module__ == "__main__" and main_file() is None:
             raise pickle.PicklingError(f"{thing.__qualname__} is of this program, which has no file to import it from")
-        return self._reduced(thing)
+        return self.reduced(thing)
 
 
 def find_cloud_pickler() -> Any:
@@ -215,9 +199,7 @@ def find_cloud_pickler() -> Any:
         return None
 
     class CloudPickler(cloudpickle.Pickler):  # type: ignore[misc, name-defined]
-        def __init__(self, file: Any, reduced: Reducer) -> None:
-            super().__init__(file, protocol=pickle.HIGHEST_PROTOCOL)
-            self._reduced = reduced
+        reduced: Reducer
 
         def reducer_override(self, thing: Any) -> Any:
             if is_of_main_file(thing):
@@ -226,7 +208,7 @@ def find_cloud_pickler() -> Any:
                 make, args = self.dispatch_table[CodeType](thing)
                 # cloudpickle 3.1 puts this in the file's place, and older ones leave the file as it is.
                 return make, tuple(cell if arg in (_NO_FILE, thing.co_filename) else arg for arg in args)
-            result = self._reduced(thing)
+            result = self.reduced(thing)
             return super().reducer_override(thing) if result is NotImplemented else result
 
     return CloudPickler
@@ -291,28 +273,26 @@ def store(value: Any, rank: int, path: str) -> None:
     """Pickle a value into a file, or raise CantReturn. Its type stands behind the pickle, for who can't load that."""
     kind = f"{type(value).__module__}.{type(value).__qualname__}"
     try:
-        with whole(path) as file:
+        with opened(path) as file:
             dump(value, file, on_cpu)
             file.write(f"\n{kind}".encode())
     except OSError:
         raise  # the disk's fault
     except Exception as error:
+        os.remove(path)
         hint = "" if find_cloud_pickler() else " (cloudpickle, which can carry more, is not installed)"
         text = f"Rank {rank} returned a {kind}, which can't be pickled: {words_of(error)}{hint}"
         raise CantReturn(text) from error
 
 
-def report_of(error: BaseException) -> dict[str, Any]:
-    """Return an exception for the task: pickled, if that is possible, and as text."""
-    if isinstance(error, CantReturn):
-        return {"exception": None, "text": str(error)}
-    text = words_of(error)
+def report_of(error: BaseException) -> bytes:
+    """Return an exception pickled for the task or, pickled as well, a sentence why it can't be."""
     file = io.BytesIO()
     try:
-        dump(error, file, on_cpu)
-        return {"exception": file.getvalue(), "text": text}
+        dump(str(error) if isinstance(error, CantReturn) else error, file, on_cpu)
     except Exception as problem:
-        return {"exception": None, "text": text, "why": f"it can't be pickled ({words_of(problem)})"}
+        file = io.BytesIO(pickle.dumps(f"{words_of(error)} can't be pickled ({words_of(problem)})."))
+    return file.getvalue()
 
 
 def words_of(error: BaseException) -> str:
@@ -320,16 +300,10 @@ def words_of(error: BaseException) -> str:
     return "".join(traceback.format_exception_only(type(error), error)).strip()
 
 
-@contextmanager
-def whole(path: str) -> Iterator[Any]:
-    """Open a file for writing that appears under its name only when it is complete.
-
-    The function may have emptied the folder for temporary files, as some do to free disk.
-    """
+def opened(path: str) -> Any:
+    """Open a file for writing; the function may have emptied the folder for temporary files, as some do to free disk."""
     os.makedirs(os.path.dirname(path), mode=0o700, exist_ok=True)
-    with open(path + ".part", "wb") as file:
-        yield file
-    os.replace(path + ".part", path)
+    return open(path, "wb")
 
 
 if __name__ == "__main__":
