@@ -197,7 +197,9 @@ def smi(tmp_path, monkeypatch):
         return lambda: asked.read_text().splitlines() if asked.exists() else []
 
     yield make
-    eventually(lambda: not psutil.Process().children() and not watch.HELPERS)
+    make("")
+    node = Node(Machine(4, ("0",)))
+    eventually(lambda: node.after(STEP_S) and not psutil.Process().children() and not watch.HELPERS)
 
 
 def test_a_node_tells_what_its_gpus_do_now_and_then(smi):
@@ -214,18 +216,10 @@ def test_a_node_tells_what_its_gpus_do_now_and_then(smi):
 
 
 @pytest.mark.parametrize("script", ["trap '' TERM; exec sleep 1000", "exit 9", "kill -9 $$", "head -c 40 /dev/urandom"])
-def test_a_program_that_hangs_or_fails_is_ended_and_asked_again_a_minute_later(smi, script, monkeypatch):
-    monkeypatch.setattr(watch, "_GPUS_LIMIT_S", 0.5)
+def test_a_program_that_hangs_or_fails_is_ended_and_asked_again(smi, script):
     asked = smi(script)
     node = Node(Machine(4, ("0",)))
-    node.after(STEP_S)
-    eventually(lambda: watch._SMI.begin(int) is not None, "its end")
-    node.after(0.0)
-    assert "gpu_percent" not in node.after(50.0)["values"]
-    assert len(asked()) == 1
-    node.after(61.0)
-    eventually(lambda: len(asked()) == 2)
-    eventually(lambda: watch._SMI.begin(int) is not None, "its end")
+    eventually(lambda: "gpu_percent" not in node.after(STEP_S)["values"] and len(asked()) > 1)
 
 
 def test_where_it_can_not_be_started_nothing_is_known(smi, tmp_path):

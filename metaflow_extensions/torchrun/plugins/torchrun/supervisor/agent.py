@@ -26,6 +26,7 @@ from ..worker.spare_process import Spare, StartCold
 _KILL_WAIT_S = 10.0  # after SIGKILL only a process in uninterruptible sleep stays
 _HALT_S = 1.0  # Python heeds a signal within milliseconds, but not while it waits in torch's C++ code
 _HALT_LOOK_S, _LOOK_S, _KILL_LOOK_S = 0.005, 0.05, 0.01  # between two looks while something ends
+_ANSWER_LOOK_S = 0.005  # at a spare, which mostly answers within some milliseconds
 _STRAGGLER_GRACE_S = 2.0  # for what the agent left behind when it ended by itself
 
 
@@ -158,7 +159,6 @@ class AgentProcess:
         asked = None if self._warm is None else self._warm(self._env, self._options)
         if isinstance(asked, Spare):
             self._spare, self._agent = asked, asked.process
-            self._loop.add_reader(asked.fileno(), self._woken.set)
         else:
             if asked is not None:
                 self._on_event(asked)
@@ -213,7 +213,7 @@ class AgentProcess:
     async def _until_it_ends(self) -> str | None:
         """Wait until the agent has ended, or is to be stopped. Return why it could not be started."""
         try:
-            await self._until(self._has_answered, WATCH_S)
+            await self._until(self._has_answered, _ANSWER_LOOK_S)
         except (StartCold, OSError) as refused:
             self._end_spare()
             self._on_event(Refused(f"{refused}"))
@@ -228,11 +228,9 @@ class AgentProcess:
     def _has_answered(self) -> bool:
         """Return whether no answer of a spare is awaited any more; raise StartCold if it can't become the agent."""
         if self._spare is not None and self._deadline == math.inf:
-            fd = self._spare.fileno()
             if not self._spare.poll():
                 return False
             self._spare = None
-            self._loop.remove_reader(fd)
             self._observe(self._agent.pid)
         return True
 
@@ -309,7 +307,6 @@ class AgentProcess:
 
     def _end_spare(self) -> None:
         assert self._spare is not None
-        self._loop.remove_reader(self._spare.fileno())
         self._spare.kill()
         self._spare = None
 

@@ -32,7 +32,6 @@ _GATHER_S = 0.02  # after a look that found little, so that many short lines cos
 _BURST_S = 0.01  # of reading, before others have their turn
 _HELD_UP_S = 0.05  # between two looks at a writer that is behind
 _END_BYTES = 8 * 1024 * 1024  # of each pipe, read from a generation that stops although the writer is behind
-_PAUSED_S = 5.0  # with a writer that is behind all that time, the workers are said to wait
 _TAIL_BYTES = 64 * 1024
 _LAST_LINES = 100  # of each stream of a hidden rank, shown if it fails
 # How torchrun begins to report its own failure or a worker's (torch 2.13), and how much of it is held back. The last is
@@ -145,7 +144,6 @@ class LogReader:
         self._holds_report = holds_report
         self._held: list[bytes] = []
         self._timers: dict[str, asyncio.TimerHandle] = {}  # from `start` on
-        self._held_up_since: float | None = None
         self._is_closed = False
         self._pipes: dict[int | str, dict[str, Pipe]] = {}  # by process and stream
         self._by_fd: dict[int, Pipe] = {}
@@ -178,22 +176,9 @@ class LogReader:
     @property
     def last_output_at(self) -> float | None:
         """When workers were last found to have written, in monotonic seconds; now while they wait for the reader."""
-        if self._waiting_s() is not None:
+        if not self._is_closed and self._is_behind() and any(pipe.unread_bytes for pipe in self._of_workers):
             return time.monotonic()
         return max((pipe.read_at for pipe in self._of_workers if pipe.read_bytes), default=None)
-
-    @property
-    def is_held_up(self) -> bool:
-        """Whether the workers have to wait, since nobody reads what they have written."""
-        waiting_s = self._waiting_s()
-        return waiting_s is not None and waiting_s >= _PAUSED_S
-
-    def _waiting_s(self) -> float | None:
-        """Return for how long workers wait for the writer; None if it is not behind, or they have written nothing."""
-        since = self._held_up_since
-        if since is None or self._is_closed or not any(pipe.unread_bytes for pipe in self._of_workers):
-            return None
-        return time.monotonic() - since
 
     def tail(self, process: int | str, stream: str) -> str:
         """Return the end of what a process has written by now; `process` is a local rank or `AGENT`."""
@@ -273,9 +258,7 @@ class LogReader:
 
     def _is_behind(self) -> bool:
         """Return whether the writer is too far behind to read the workers' output."""
-        is_behind = not self._write("stdout", b"")
-        self._held_up_since = (self._held_up_since or time.monotonic()) if is_behind else None
-        return is_behind
+        return not self._write("stdout", b"")
 
     def _show_agent(self, stream: str, lines: bytes) -> None:
         """Show what the agent writes, but hold back its report of a failure."""
