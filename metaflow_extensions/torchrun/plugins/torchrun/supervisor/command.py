@@ -6,7 +6,6 @@ import os
 import signal
 import tempfile
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 
 from ..gang.messages import Go
 from ..machine.accelerators import Machine, omp_threads
@@ -23,8 +22,6 @@ WORKER_HOOKS = os.path.join(SCRIPTS, "worker_hooks")
 IMPORTABLE = os.path.join(SCRIPTS, "importable")
 # "1/3": restart 1 of at most 3. The agent takes it, and sets the variables of torchelastic in each worker.
 _RESTARTS = "TORCHRUN_RESTARTS"
-# For the small files of a launch: records of exceptions, metrics, the pipes themselves.
-_ROOM_BYTES = 1024 * 1024
 
 STATIC_BACKEND = "static"
 
@@ -116,18 +113,7 @@ def make_folder(call: Call, what: str) -> str:
     """Make a folder for the files of a generation, or of the commands before."""
     name = f"torchrun-node{call.node_index}-{what}-"
     # Made absolute: without a temporary folder mkdtemp uses the working directory, and the agent may have another one.
-    return os.path.abspath(tempfile.mkdtemp(prefix=name, dir=_with_room()))
-
-
-def _with_room() -> str:
-    """Return the folder for temporary files, or where the system has another one if that disk is full."""
-    usual = tempfile.gettempdir()
-    for folder in (usual, "/dev/shm"):  # noqa: S108 - mkdtemp makes a folder that nobody else may enter
-        with suppress(OSError):
-            status = os.statvfs(folder)
-            if status.f_bavail * status.f_frsize >= _ROOM_BYTES and os.access(folder, os.W_OK):
-                return folder
-    return usual
+    return os.path.abspath(tempfile.mkdtemp(prefix=name))
 
 
 def environment_of_commands(call: Call, own_address: str | None) -> dict[str, str]:

@@ -2,7 +2,7 @@
 
 First both sides prove, by HMAC-SHA256 over the other's nonce, that they know the gang's token. Nothing else is read of a
 connection before that. Then frames follow: four bytes of length, big endian, and a message as JSON. Their length has a
-limit. A longer message is shortened: a part of a failure report is better than none.
+limit, far above what messages have: the texts of causes, lines and stacks are bounded where they arise.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ import struct
 import time
 from collections.abc import Callable, Collection
 from contextlib import suppress
-from typing import Any
 
 from ..gang.messages import Beat, Message, from_wire, to_wire
 from ..machine.network import plain_address
@@ -24,8 +23,6 @@ from ..machine.packets import dump, load
 
 LENGTH = struct.Struct(">I")
 MAX_FRAME_BYTES = 1024 * 1024
-# The limits tried in this order on a message that is too long: characters of one text, entries of one list.
-_SHORTER = ((8192, 300), (1024, 40), (128, 2))
 _MAGIC = b"mf-torchrun/1\0\0\0"
 _NONCE_BYTES = 32
 _MAC_BYTES = hashlib.sha256().digest_size
@@ -190,13 +187,9 @@ async def close_all(connections: Collection[Connection]) -> None:
 
 
 def encode(message: Message) -> bytes:
-    """Return the frame of `message`, shortened if it has to be; raise ValueError if it is too long even so."""
+    """Return the frame of `message`; raise ValueError if it is too long."""
     wire = to_wire(message)
     data = dump(wire)
-    for characters, entries in _SHORTER:
-        if len(data) <= MAX_FRAME_BYTES:
-            break
-        data = dump(_shortened(wire, characters, entries))
     if len(data) > MAX_FRAME_BYTES:
         raise ValueError(f"a {wire['type']!r} message of {len(data)} bytes is over the limit of {MAX_FRAME_BYTES}")
     return LENGTH.pack(len(data)) + data
@@ -208,20 +201,6 @@ def decode(data: bytes) -> Message:
     if not isinstance(value, dict):
         raise ValueError("a frame must hold a JSON object")
     return from_wire(value)
-
-
-def _shortened(value: Any, characters: int, entries: int) -> Any:
-    """Return a value whose long texts and long lists of objects have lost their middle."""
-    if isinstance(value, str) and len(value) > characters:
-        left_out = f"\n[{len(value) - characters} characters left out]\n"
-        return value[: characters // 2] + left_out + value[-(characters // 2) :]
-    if isinstance(value, list):
-        if len(value) > entries and isinstance(value[0], dict):
-            value = [*value[: entries // 2], *value[-(entries // 2) :]]
-        return [_shortened(item, characters, entries) for item in value]
-    if isinstance(value, dict):
-        return {key: _shortened(item, characters, entries) for key, item in value.items()}
-    return value
 
 
 BEAT = encode(Beat())

@@ -58,7 +58,7 @@ class MemberSide(Side):
         try:
             if self._connection is not None:
                 self._connection.write(encode(message))
-        except ValueError as error:  # it is too long, however much it is shortened
+        except ValueError as error:  # it is too long
             self.fail(error)
 
     def lines(self, stream: str, text: str) -> None:
