@@ -294,7 +294,7 @@ class Generation:
 
     def _has_started(self) -> bool:
         """Return whether the agent has started anything: with some arguments torchrun only prints, and ends well."""
-        return bool(self._workers.pids or self._workers.codes) or self._logs.written_bytes() > 0
+        return bool(self._workers.pids or self._workers.codes) or self._logs.last_output_at is not None
 
     def _on_end(self, event: End) -> None:
         self._left = event.left

@@ -29,7 +29,6 @@ _CHUNK_BYTES = 64 * 1024
 # much (``/proc/sys/fs/pipe-user-pages-soft``) a pipe has 64 KiB or less; that costs speed alone.
 _PIPE_BYTES = 256 * 1024
 _GATHER_S = 0.02  # after a look that found little, so that many short lines cost one look
-_BURST_S = 0.01  # of reading, before others have their turn
 _HELD_UP_S = 0.05  # between two looks at a writer that is behind
 _END_BYTES = 8 * 1024 * 1024  # of each pipe, read from a generation that stops although the writer is behind
 _TAIL_BYTES = 64 * 1024
@@ -76,11 +75,6 @@ class Pipe:
         self._tail = bytearray()
 
     @property
-    def unread_bytes(self) -> int:
-        """How much waits in it."""
-        return unread_bytes(self.fd)
-
-    @property
     def tail(self) -> bytes:
         """The last 64 KiB that were read."""
         return bytes(self._tail[-_TAIL_BYTES:])
@@ -102,7 +96,7 @@ class Pipe:
 
     def drain(self) -> None:
         """Show what is there by now; what is written meanwhile may wait."""
-        left = self.unread_bytes
+        left = unread_bytes(self.fd)
         while left > 0 and (found := self.pump()):
             left -= found
 
@@ -169,14 +163,10 @@ class LogReader:
 
     # --- what it knows
 
-    def written_bytes(self) -> int:
-        """Return how much of the workers was read; hidden ranks count."""
-        return sum(pipe.read_bytes for pipe in self._of_workers)
-
     @property
     def last_output_at(self) -> float | None:
         """When workers were last found to have written, in monotonic seconds; now while they wait for the reader."""
-        if not self._is_closed and self._is_behind() and any(pipe.unread_bytes for pipe in self._of_workers):
+        if not self._is_closed and self._is_behind() and any(unread_bytes(pipe.fd) for pipe in self._of_workers):
             return time.monotonic()
         return max((pipe.read_at for pipe in self._of_workers if pipe.read_bytes), default=None)
 
@@ -227,27 +217,17 @@ class LogReader:
         self._loop.add_reader(self._any.fileno(), self._read)
 
     def _read(self) -> None:
-        """Read a chunk of each pipe that has something, and look again after a while."""
-        self._loop.remove_reader(self._any.fileno())
-        pause_s = _HELD_UP_S
-        try:
-            if self._is_behind():
-                ending = (pipe for pipe in self._of_workers if pipe.read_bytes < pipe.ends_at)
-                for pipe in (*self._pipes[AGENT].values(), *ending):
-                    pipe.pump()
-            else:
-                pause_s = 0.0 if self._read_burst() else _GATHER_S
-        finally:
+        """Read a chunk of each pipe that has something; after little, look again after a while."""
+        if self._is_behind():
+            ending = (pipe for pipe in self._of_workers if pipe.read_bytes < pipe.ends_at)
+            for pipe in (*self._pipes[AGENT].values(), *ending):
+                pipe.pump()
+            most, pause_s = 0, _HELD_UP_S
+        else:
+            most, pause_s = max((self._by_fd[fd].pump() for fd, _ in self._any.poll(0)), default=0), _GATHER_S
+        if most < _CHUNK_BYTES:
+            self._loop.remove_reader(self._any.fileno())
             self._timers["listen"] = self._loop.call_later(pause_s, self._listen)
-
-    def _read_burst(self) -> bool:
-        """Read what is there, for a moment; return whether that is much, so that more comes at once."""
-        until, read = time.monotonic() + _BURST_S, 0
-        while True:
-            most = max((self._by_fd[fd].pump() for fd, _ in self._any.poll(0)), default=0)
-            read += most
-            if most < _CHUNK_BYTES or time.monotonic() > until or self._is_behind():
-                return read >= _CHUNK_BYTES
 
     def _look_at_all(self) -> None:
         """Look at those too who are quiet, since an unfinished line is shown after a while; it repeats itself."""
