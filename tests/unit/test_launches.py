@@ -31,7 +31,7 @@ def told(plain):
 
 
 def test_a_call_is_the_same_on_the_other_side():
-    call = call_of(before_run=(("true",),), folders=("/a",), facts={"torch": "2.13"})
+    call = call_of(before_run=(("true",),), facts={"torch": "2.13"})
     assert from_plain(Call, told(call), "the call") == call
 
 

@@ -123,7 +123,8 @@ class Warm:
             "options": options,
             "warm": count if self.workers else 0,
         }
-        self.do(f"start({self.count}, command, env, options, warm); node.prepare()", **told)
+        self.do(f"start({self.count}, command, env, options, warm)", **told)
+        self.do("node.prepare()")  # it has asked the first one by now
         return Agent(self.supervised, self.count, out)
 
     def spares(self):

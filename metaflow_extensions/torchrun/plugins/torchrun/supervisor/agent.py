@@ -136,7 +136,8 @@ class AgentProcess:
         self._options = options
         self._on_event = on_event
         self._warm = warm
-        self._agent: subprocess.Popen[bytes]  # from the start on
+        self._agent: subprocess.Popen[bytes]  # from its start on
+        self.pid: int | None = None
         self._spare: Spare | None = None  # was asked to become the agent, and has not answered
         self._workers: dict[int, _Worker] = {}  # by pid
         self._loop: asyncio.AbstractEventLoop
@@ -151,28 +152,12 @@ class AgentProcess:
     # --- what others ask ---------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Start the agent. Raises what keeps it from starting; all further news arrives as events."""
+        """Start the agent; all that happens arrives as events."""
         self._loop = asyncio.get_running_loop()
         if self._options.news is not None:
             self._news = os.open(self._options.news, os.O_RDWR | os.O_NONBLOCK)
             self._wake_by(self._news, self._woken.set)
-        asked = None if self._warm is None else self._warm(self._env, self._options)
-        if isinstance(asked, Spare):
-            self._spare, self._agent = asked, asked.process
-        else:
-            if asked is not None:
-                self._on_event(asked)
-            try:
-                self._start_cold()
-            except BaseException:
-                self._let_go()
-                raise
         self._life = self._loop.create_task(self._live())
-
-    @property
-    def pid(self) -> int | None:
-        """The agent's pid; None before the start."""
-        return None if self._life is None else self._agent.pid
 
     def stop(self, grace_s: float, first_signal: int | None = None) -> None:
         """Stop the whole tree: SIGTERM, `grace_s` seconds, SIGKILL. Returns at once; the first call counts.
@@ -195,7 +180,12 @@ class AgentProcess:
     async def _live(self) -> None:
         error, left = None, list[str]()
         try:
-            error = await self._until_it_ends()
+            try:
+                await self._begin()
+            except Exception as problem:  # no such program, no more processes, a zero byte in a variable
+                error = f"could not be started: {problem}"
+                return
+            await self._until(lambda: self._deadline < math.inf or self._agent.returncode is not None, WATCH_S)
             if self._deadline == math.inf:  # it has ended by itself
                 status = self._agent.returncode
                 self._read_news()
@@ -210,20 +200,20 @@ class AgentProcess:
             self._is_over.set()
             self._on_event(End(None if error else self._agent.returncode, error, left))
 
-    async def _until_it_ends(self) -> str | None:
-        """Wait until the agent has ended, or is to be stopped. Return why it could not be started."""
-        try:
-            await self._until(self._has_answered, _ANSWER_LOOK_S)
-        except (StartCold, OSError) as refused:
-            self._end_spare()
-            self._on_event(Refused(f"{refused}"))
+    async def _begin(self) -> None:
+        """Have a spare become the agent, or start it cold."""
+        asked = None if self._warm is None else self._warm(self._env, self._options)
+        if isinstance(asked, Spare):
+            self._spare, self._agent, self.pid = asked, asked.process, asked.process.pid
             try:
-                self._start_cold()
-            except Exception as error:  # no more processes, a zero byte in a variable
-                self._deadline = time.monotonic()
-                return f"could not be started: {error}"
-        await self._until(lambda: self._deadline < math.inf or self._agent.returncode is not None, WATCH_S)
-        return None
+                await self._until(self._has_answered, _ANSWER_LOOK_S)
+                return
+            except (StartCold, OSError) as refused:
+                self._end_spare()
+                asked = Refused(f"{refused}")
+        if asked is not None:
+            self._on_event(asked)
+        self._start_cold()
 
     def _has_answered(self) -> bool:
         """Return whether no answer of a spare is awaited any more; raise StartCold if it can't become the agent."""
@@ -269,7 +259,7 @@ class AgentProcess:
         # Workers first: dead while their agent is halted, they come to us with their exit codes. A command is not
         # halted, and would go on to its next step.
         has_turn = self._is_command or len(living) == 1 or time.monotonic() > since + _KILL_WAIT_S / 2
-        _signal_all([pid for pid in living if pid != self._agent.pid or has_turn], signal.SIGKILL)
+        _signal_all([pid for pid in living if pid != self.pid or has_turn], signal.SIGKILL)
         # Checked before reaping: a process that ends in between would else be left with its exit code unread.
         is_over = self._agent.returncode is not None and not self._tree()
         self._look()
@@ -303,7 +293,8 @@ class AgentProcess:
                 env=self._env,
                 start_new_session=True,
             )
-        self._observe(self._agent.pid)
+        self.pid = self._agent.pid
+        self._observe(self.pid)
 
     def _end_spare(self) -> None:
         assert self._spare is not None
@@ -373,7 +364,7 @@ class AgentProcess:
         """Handle what the agent tells, and reap it and what was re-parented to this process."""
         self._read_news()
         for pid, status in processes.reap(HELPERS):
-            if pid == self._agent.pid:
+            if pid == self.pid:
                 self._agent.returncode = status
             else:
                 self._report_exit(pid, status)
@@ -398,7 +389,7 @@ class AgentProcess:
 
     def _to_end(self) -> list[int]:
         """Return the pids of what gets SIGTERM: all below the agent, or a command with all below it."""
-        return [pid for pid in self._tree() if self._is_command or pid != self._agent.pid]
+        return [pid for pid in self._tree() if self._is_command or pid != self.pid]
 
 
 def _signal_all(pids: Iterable[int], number: int) -> None:

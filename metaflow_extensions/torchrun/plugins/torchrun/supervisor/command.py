@@ -20,8 +20,9 @@ HALT_SIGNAL = int(getattr(signal, "SIGRTMAX", 64)) - 5  # macOS has none, and ma
 WORKER_HOOKS = os.path.join(SCRIPTS, "worker_hooks")
 # This one comes last on their path, so that all that they start can import what it holds: `metaflow_torchrun`.
 IMPORTABLE = os.path.join(SCRIPTS, "importable")
-# "1/3": restart 1 of at most 3. The agent takes it, and sets the variables of torchelastic in each worker.
-_RESTARTS = "TORCHRUN_RESTARTS"
+# "1/3": restart 1 of at most 3. The agent takes it, and sets the variables of torchelastic in each worker: it runs one
+# generation only, so torchrun (2.13) would set TORCHELASTIC_RESTART_COUNT and _MAX_RESTARTS to 0.
+RESTARTS = "TORCHRUN_RESTARTS"
 
 STATIC_BACKEND = "static"
 
@@ -32,7 +33,7 @@ _FOREIGN_NAMES = frozenset(
     {
         *("RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "ROLE_NAME", "MASTER_ADDR", "MASTER_PORT"),
         *("WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE", "ROLE_WORLD_SIZE"),
-        *(_RESTARTS, "TORCHRUN_METRICS", "TORCHRUN_AGENT_PID"),
+        *(RESTARTS, "TORCHRUN_METRICS", "TORCHRUN_AGENT_PID"),
     }
 )
 
@@ -72,15 +73,6 @@ def bracketed(addr: str) -> str:
 def shown_command(command: Sequence[str]) -> list[str]:
     """Return the argv of an agent as a user would type it."""
     return [command[0], "-m", "torch.distributed.run", *command[4:]] if command[1:2] == [AGENT] else list(command)
-
-
-def restart_variables(go: Go) -> dict[str, str]:
-    """Return the variable with the gang's restarts for the agent, since torchrun's own values are wrong here.
-
-    Each agent runs one generation only, so torchrun (2.13) sets TORCHELASTIC_RESTART_COUNT and _MAX_RESTARTS to 0.
-    """
-    # Of the nodes' limits the control node's counts, which is in `go`.
-    return {_RESTARTS: f"{go.restarts}/{go.max_restarts}"} if go.max_restarts > 0 else {}
 
 
 def with_hooks(env: Mapping[str, str], module_folder: str | None) -> dict[str, str]:

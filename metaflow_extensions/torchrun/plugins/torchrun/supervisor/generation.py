@@ -35,10 +35,10 @@ from .agent import (
 from .call import Call
 from .command import (
     HALT_SIGNAL,
+    RESTARTS,
     agent_command,
     environment_of_commands,
     make_folder,
-    restart_variables,
     shown_command,
     with_hooks,
 )
@@ -99,7 +99,9 @@ class Generation:
             command = agent_command(call, go, folder, pipes)
             self.command = shown_command(command)  # as a user would type it
             env = with_hooks(environment_of_commands(call, side.own_address), call.module_folder)
-            env |= {**restart_variables(go), **hook_environment(), FOLDER: metrics_folder(folder)}
+            env |= {**hook_environment(), FOLDER: metrics_folder(folder)}
+            if go.max_restarts > 0:  # the control node's limit
+                env[RESTARTS] = f"{go.restarts}/{go.max_restarts}"
             shown = {rank: (f"[rank {call.global_rank(rank)}] ", call.hides(rank)) for rank in range(call.nproc)}
             of_node = label(call.node_index, call.num_nodes)
             self._logs = LogReader(pipes, shown, of_node, write, holds_report=True)
@@ -270,6 +272,7 @@ class Generation:
             case End():
                 self._on_end(event)
                 self.are_over = True
+                return f"its {AGENT_NAME} {event.error}" if event.error else None
         return None
 
     def _on_worker_ended(self, event: WorkerEnded) -> str | None:

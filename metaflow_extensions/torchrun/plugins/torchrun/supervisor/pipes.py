@@ -33,13 +33,11 @@ _HELD_UP_S = 0.05  # between two looks at a writer that is behind
 _END_BYTES = 8 * 1024 * 1024  # of each pipe, read from a generation that stops although the writer is behind
 _TAIL_BYTES = 64 * 1024
 _LAST_LINES = 100  # of each stream of a hidden rank, shown if it fails
-# How torchrun begins to report its own failure or a worker's (torch 2.13), and how much of it is held back. The last is
-# of a node that waits in the exit barrier while the store's host, which has passed it, ends: 22 lines of C++ frames,
-# then "Error waiting on exit barrier".
+# How torchrun begins to report its own failure or a worker's (torch 2.13). The last is of a node that waits in the exit
+# barrier while the store's host, which has passed it, ends: 22 lines of C++ frames, then "Error waiting on exit barrier".
 _AGENT_REPORT = re.compile(
     rb"E\d{4} |Traceback \(most recent call last\):|\[W\d{4} .*TCPStore\.cpp:\d+\] \[c10d\] recvValue"
 )
-_HELD_LINES = 1000
 
 Write = Callable[[str, bytes], bool]
 """Takes a stream's name (``"stdout"`` or ``"stderr"``) and whole lines of UTF-8, or nothing; returns at once.
@@ -248,7 +246,6 @@ class LogReader:
             self._write(stream, lines)
 
     def _hold(self, line: bytes) -> bool:
-        is_held = bool(self._held or _AGENT_REPORT.match(line.partition(b"] ")[2])) and len(self._held) < _HELD_LINES
-        if is_held:
+        if is_held := bool(self._held or _AGENT_REPORT.match(line.partition(b"] ")[2])):
             self._held.append(line)
         return is_held
