@@ -15,7 +15,6 @@ import subprocess
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias
 
 from ..machine import processes
@@ -112,14 +111,6 @@ Warm: TypeAlias = Callable[[Mapping[str, str], Options], "Spare | Refused"]
 """A way to start an agent faster than cold: returns a spare that was asked for the agent, or why there is none."""
 
 
-@dataclass
-class _Worker:
-    rank: int
-    local_rank: int
-    has_ended: bool = False  # its end was told
-    stopped_at: float | None = None  # when torchrun was about to stop it, in monotonic seconds
-
-
 class AgentProcess:
     """The agent of one generation; it belongs to the loop. `on_event` gets what happens; the last event is always `End`."""
 
@@ -139,7 +130,9 @@ class AgentProcess:
         self._agent: subprocess.Popen[bytes]  # from its start on
         self.pid: int | None = None
         self._spare: Spare | None = None  # was asked to become the agent, and has not answered
-        self._workers: dict[int, _Worker] = {}  # by pid
+        self._workers: dict[int, WorkerStarted] = {}  # by pid, as are the next two
+        self._ended: set[int] = set()  # whose end was told
+        self._stopped_at: dict[int, float] = {}  # when torchrun was about to stop them, in monotonic seconds
         self._loop: asyncio.AbstractEventLoop
         self._life: asyncio.Task[None] | None = None  # None before the start
         self._files: set[int] = set()  # what wakes us: pidfds, and the pipe of news
@@ -341,24 +334,23 @@ class AgentProcess:
         pid = int(word)
         if what == "started":
             rank, local_rank = map(int, more)
-            self._workers[pid] = _Worker(rank, local_rank)
-            self._on_event(WorkerStarted(rank, local_rank, pid))
+            self._workers[pid] = WorkerStarted(rank, local_rank, pid)
+            self._on_event(self._workers[pid])
             self._observe(pid)
         elif what == "ended":
             self._report_exit(pid, int(more[0]))
         elif what == "unreached":
             self._on_event(Unreached(" ".join(more)))
-        elif pid in self._workers:
-            self._workers[pid].stopped_at = self._workers[pid].stopped_at or float(more[0])
+        else:
+            self._stopped_at.setdefault(pid, float(more[0]))
 
     def _report_exit(self, pid: int, status: int) -> None:
         """Report a worker's end, once."""
-        worker = self._workers.get(pid)
-        if worker is not None and not worker.has_ended:
-            worker.has_ended = True
-            stopped = self._deadline < math.inf or worker.stopped_at is not None
-            who = worker.rank, worker.local_rank, pid
-            self._on_event(WorkerEnded(*who, status, stopped, time.monotonic(), worker.stopped_at))
+        if pid in self._workers.keys() - self._ended:
+            self._ended.add(pid)
+            stopped_at = self._stopped_at.get(pid)
+            stopped = self._deadline < math.inf or stopped_at is not None
+            self._on_event(WorkerEnded(*self._workers[pid], status, stopped, time.monotonic(), stopped_at))
 
     def _look(self) -> None:
         """Handle what the agent tells, and reap it and what was re-parented to this process."""
@@ -381,7 +373,7 @@ class AgentProcess:
         return processes.living_descendants(without=HELPERS)
 
     def _living_workers(self) -> list[int]:
-        return [pid for pid in self._tree() if pid in self._workers and not self._workers[pid].has_ended]
+        return [pid for pid in self._tree() if pid in self._workers.keys() - self._ended]
 
     @property
     def _is_command(self) -> bool:

@@ -170,8 +170,6 @@ class LogReader:
 
     def tail(self, process: int | str, stream: str) -> str:
         """Return the end of what a process has written by now; `process` is a local rank or `AGENT`."""
-        if process not in self._pipes:
-            return ""
         pipe = self._pipes[process][stream]
         if not self._is_closed:
             pipe.drain()
