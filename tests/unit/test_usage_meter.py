@@ -149,17 +149,6 @@ def test_a_node_tells_what_its_processes_use(family):
     assert node.after(0.2)["values"]["cpus"] > 0
 
 
-@pytest.mark.parametrize(("machine", "of"), [(Machine(4), "container"), (SHARED, "processes")])
-def test_a_container_counts_for_the_node_unless_nodes_share_it(monkeypatch, machine, of):
-    monkeypatch.setattr(watch, "container_folder", lambda: "/a container")
-    monkeypatch.setattr(watch, "of_container", lambda folder: (node.now * 3, 5 * 2**20))
-    node = SimpleNamespace(now=100.0)
-    node = Node(machine)
-    used = node.after(2.0)
-    assert used["of"] == of
-    assert ((used["values"]["cpus"], used["values"]["memory_mib"]) == (3.0, 5.0)) is (of == "container")
-
-
 # --- GPUs: a program of the test's own stands for nvidia-smi ------------------------------------------
 
 TWO = "40, 100, 200\n60, 300, 400\n"

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from ..gang.messages import Go
 from ..machine.accelerators import Machine, omp_threads
 from ..machine.network import interface_of
+from ..machine.stacks import hook_environment
 from .call import Call
 
 SCRIPTS = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "worker")
@@ -22,7 +23,7 @@ WORKER_HOOKS = os.path.join(SCRIPTS, "worker_hooks")
 IMPORTABLE = os.path.join(SCRIPTS, "importable")
 # "1/3": restart 1 of at most 3. The agent takes it, and sets the variables of torchelastic in each worker: it runs one
 # generation only, so torchrun (2.13) would set TORCHELASTIC_RESTART_COUNT and _MAX_RESTARTS to 0.
-RESTARTS = "TORCHRUN_RESTARTS"
+_RESTARTS = "TORCHRUN_RESTARTS"
 
 STATIC_BACKEND = "static"
 
@@ -33,7 +34,7 @@ _FOREIGN_NAMES = frozenset(
     {
         *("RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "ROLE_NAME", "MASTER_ADDR", "MASTER_PORT"),
         *("WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE", "ROLE_WORLD_SIZE"),
-        *(RESTARTS, "TORCHRUN_METRICS", "TORCHRUN_AGENT_PID"),
+        *(_RESTARTS, "TORCHRUN_METRICS", "TORCHRUN_AGENT_PID"),
     }
 )
 
@@ -83,6 +84,14 @@ def with_hooks(env: Mapping[str, str], module_folder: str | None) -> dict[str, s
     if path := [*filter(None, (hooks, module_folder, env.get("PYTHONPATH"), importable))]:
         env["PYTHONPATH"] = os.pathsep.join(path)
     return env
+
+
+def agent_environment(call: Call, go: Go, own_address: str | None) -> dict[str, str]:
+    """Return the environment of this node's agent: that of commands, with our hooks and the gang's restarts."""
+    env = with_hooks(environment_of_commands(call, own_address), call.module_folder)
+    # Of the nodes' limits the control node's counts, which is in `go`.
+    restarts = {_RESTARTS: f"{go.restarts}/{go.max_restarts}"} if go.max_restarts > 0 else {}
+    return {**env, **restarts, **hook_environment()}
 
 
 def command_environment(

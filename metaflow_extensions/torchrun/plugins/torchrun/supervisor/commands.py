@@ -28,8 +28,7 @@ from .side import Side
 from .workers import MachineFaults, as_shown, last_lines
 
 _SHOWN_CHARS = 200
-NextNews: TypeAlias = Callable[[], Awaitable[Any]]
-"""Waits for what comes next to the launch; raises what ends it."""
+NextNews: TypeAlias = Callable[[], Awaitable[Any]]  # waits for what comes next to the launch; raises what ends it
 
 
 def shown(words: Sequence[str]) -> str:
