@@ -123,14 +123,11 @@ class Generation:
         elif isinstance(news, Ask) and news.generation == self._go.generation:
             self._answers.begin(self._tell("stacks", answer(self._workers, news.asked)))
         self._tell_of_disk()
-        found = list[tuple[str, Plain | None]]()
-        for kind, observer in list(self._observers.items()):
-            with self._guarded(kind):
-                found.append((kind, observer.poll()))
         if not self._is_stopping or failed:
             self._report_signs()
-        for each in found:
-            self._report(*each)
+        for kind, observer in list(self._observers.items()):
+            with self._guarded(kind):
+                self._report(kind, observer.poll())
         if failed:
             self._side.say("worker_failed", f"{failed}; stopping all nodes")
             self._side.send(Failed(self._go.launch, self._go.generation, self._failures()))
@@ -227,7 +224,7 @@ class Generation:
     def _report_signs(self) -> None:
         """Report to the gang, once each, that all workers of this node run, or have run, and that some have written."""
         has_written = self._logs.last_output_at is not None
-        run = len(self._workers.pids) >= self._call.nproc or has_written or self._workers.reported_at is not None
+        run = len(self._workers.pids) >= self._call.nproc or has_written
         for kind in [kind for kind, is_seen in (("started", run), ("wrote", has_written)) if is_seen]:
             if kind not in self._said:
                 self._said.add(kind)
