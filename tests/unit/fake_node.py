@@ -167,9 +167,6 @@ class FakeNode:
         agent.say(agent_events.AgentEnded(0, 0.0))
         agent.say(agent_events.End(0))
 
-    def agent_stderr(self, agent, text):
-        Path(agent.options.stderr).write_text(text)
-
     def worker_writes(self, agent, stream, text, local_rank=1):
         """Have a worker write; return its folder."""
         if text:

@@ -109,10 +109,6 @@ def noted(root, *names):
     return [int(path.read_text()) for path in paths]
 
 
-def await_the_end_of(pids):
-    eventually(lambda: not [pid for pid in pids if is_running(pid)], "the end of all processes")
-
-
 class Tree:
     """One agent of a process that stands for the supervisor."""
 
@@ -323,15 +319,3 @@ def test_a_worker_that_saves_still_has_the_store_in_its_agent(storing):
     one.stop(20.0, signal.SIGUSR1)
     assert one.ended() == {0: 0}
     assert (one.root / "saved").read_text() == "stored"
-
-
-def test_an_agent_that_is_halted_ends_its_workers_when_both_supervisor_and_its_parent_are_killed(storing):
-    """The kernel tells it."""
-    one = storing("signal.signal(signal.SIGUSR1, lambda *_: note('asked')); ready(); forever()")
-    (worker,) = one.await_workers()
-    agent = one.agent_pid()
-    one.stop(60.0, signal.SIGUSR1)
-    eventually((one.root / "asked").exists, "the signal")
-    os.kill(one.supervised.between, signal.SIGKILL)
-    one.supervised.kill()
-    await_the_end_of([worker, agent])

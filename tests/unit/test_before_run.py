@@ -10,11 +10,9 @@ import pytest
 from fake_node import ERROR, FakeNode
 from unit_helpers import eventually, is_running
 
-from metaflow_extensions.torchrun.plugins.torchrun.errors import TorchrunPreempted
-from metaflow_extensions.torchrun.plugins.torchrun.gang.messages import Ended, Failed, Ready
+from metaflow_extensions.torchrun.plugins.torchrun.gang.messages import Failed, Ready
 from metaflow_extensions.torchrun.plugins.torchrun.machine import processes
 from metaflow_extensions.torchrun.plugins.torchrun.supervisor.agent import AgentProcess
-from metaflow_extensions.torchrun.plugins.torchrun.supervisor.endings import MustEnd
 
 # A child that ignores SIGTERM and is in a session of its own, beside a command that ignores it, too.
 STUBBORN = """
@@ -66,11 +64,6 @@ def ended_well(node):
     is_well = isinstance(messages(node)[-1], Ready)
     node.verdict(ERROR)
     return is_well
-
-
-def failure_of(node):
-    (failure,) = messages(node)[-1].failures
-    return failure.cause
 
 
 def pids(cwd):
@@ -153,34 +146,11 @@ def test_when_another_node_fails_a_command_ends_with_all_that_it_has_started(nod
     assert not node.texts("worker_failed")
 
 
-def test_a_preempted_node_stops_its_commands_and_tells_the_gang(node_with, tmp_path):
-    node = node_with(STUBBORN, grace_s=0.3)
-    node.prepare()
-    running = pids(tmp_path / "cwd")
-    node.interrupt(MustEnd("its machine goes"))
-    assert isinstance(node.outcome(), TorchrunPreempted)
-    assert not any(map(is_running, running))
-    failed = messages(node)[-1]
-    assert (failed.given_up, failed.failures[0].cause.kind) == (True, "terminated")
-    assert isinstance(node.next_message(), Ended)
-
-
 def test_what_a_command_leaves_running_ends_with_it(node_with, tmp_path):
     node = node_with("sleep 300 & echo $! > child", "! kill -0 $(cat child)", grace_s=0.3)
     assert ended_well(node)
     (left,) = node.texts("left_behind")
     assert "the commands had left running: " in left
-
-
-def test_without_room_for_their_files_none_is_started(node_with, tmp_path, monkeypatch):
-    def no_room(*args, **kwargs):
-        raise OSError(28, "No space left on device")
-
-    node = node_with("true")
-    monkeypatch.setattr(tempfile, "mkdtemp", no_room)
-    node.prepare()
-    assert failure_of(node).exception == "before_run could not be started: [Errno 28] No space left on device"
-    assert node.verdict(ERROR) is ERROR
 
 
 @pytest.mark.parametrize(("number", "logs", "is_shown"), [(0, "rank0", True), (1, "rank0", False), (1, "all", True)])

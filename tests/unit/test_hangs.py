@@ -157,15 +157,6 @@ def test_a_page_shows_each_stack_once_and_where_to_look_first():
     assert Story().running().view.hangs is None
 
 
-def test_a_gang_that_waits_for_the_reader_of_its_output_says_so():
-    story = Story().running().report("hangs", 1, waits=True).at(9).report("hangs", 1, waits=False)
-    waits = "its output waits for its reader, such as a stopped terminal, and its ranks wait, too"
-    assert [(each.nodes, each.text) for each in story.view.events[-2:]] == [
-        ([1], waits),
-        ([1], "its output is read again"),
-    ]
-
-
 # --- on a node --------------------------------------------------------------------------------------
 
 
@@ -177,7 +168,7 @@ class Life:
     """What a node knows of its workers: one that has written nothing."""
 
     def __init__(self, monkeypatch, port):
-        self.now, self.last_sign_at, self.logs = 1000.0, None, SimpleNamespace(is_held_up=False)
+        self.now, self.last_sign_at = 1000.0, None
         monkeypatch.setattr(time, "monotonic", lambda: self.now)
         self.go, self.call = SimpleNamespace(port=port), SimpleNamespace(policy=LaunchPolicy(hang_timeout_s=30.0))
         self.observer = HangObserver(self)
@@ -200,15 +191,6 @@ def test_a_worker_that_joins_a_process_group_shows_a_sign_of_life(monkeypatch):
             assert life.observer.poll() is None, "only once: a connection that stays is no news"
             life.last_sign_at = life.now
             assert life.observer.poll() == {"age_s": 0.0}
-
-
-def test_a_wait_for_the_reader_is_told_now_and_then_and_its_end_at_once(monkeypatch):
-    life, told = Life(monkeypatch, 1), []
-    for second in range(130):  # as one of many nodes on a slow terminal
-        life.now += 1.0
-        life.logs.is_held_up = second % 10 < 5
-        told += [(second, each["waits"]) for each in [life.observer.poll()] if each is not None]
-    assert told == [(0, True), (5, False), (70, True), (75, False)]
 
 
 def test_a_step_that_a_worker_tells_is_a_sign_of_life(tmp_path):

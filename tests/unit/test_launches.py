@@ -31,7 +31,7 @@ def told(plain):
 
 
 def test_a_call_is_the_same_on_the_other_side():
-    call = call_of(before_run=(("true",),), folders=("/a",), facts={"torch": "2.13"})
+    call = call_of(before_run=(("true",),), facts={"torch": "2.13"})
     assert from_plain(Call, told(call), "the call") == call
 
 
@@ -108,14 +108,3 @@ def test_a_bug_of_ours_is_told_as_one(node):
     node.launches.run(0, told(call_of()))
     node.loop.post(lambda: node.side.itself.inbox.put_nowait(Restart(0, 1, 1, 1, 1.0, None)))
     assert "bug in metaflow-torchrun" in ended(node)[2]["error"]["message"]
-
-
-@pytest.mark.parametrize(("logs", "nodes_here", "is_sent"), [("all", 1, True), ("all", 2, False), ("node", 1, False)])
-def test_lines_are_sent_where_the_control_node_shows_them_and_has_another_terminal(logs, nodes_here, is_sent):
-    sent, output = [], Mock()
-    launches = Launches(SimpleNamespace(lines=lambda *lines: sent.append(lines)), output, None)
-    write = launches._writer(call_of(logs=logs, machine=Machine(4, nodes_here=nodes_here)))
-    write("stdout", "größe\n".encode())
-    write("stdout", b"")
-    assert sent == ([("stdout", "größe\n")] if is_sent else [])
-    assert output.write.call_count == 2

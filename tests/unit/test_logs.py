@@ -67,7 +67,6 @@ def test_the_end_of_a_long_output_is_kept_for_the_cause(read, tmp_path):
     tail = reader.tail(0, "stdout")
     assert len(tail) == 64 * 1024
     assert tail.endswith("029998\n029999\n")
-    assert reader.tail(7, "stdout") == ""
 
 
 def test_a_hidden_rank_is_a_sign_of_life_and_shows_its_last_lines_if_it_fails(read, tmp_path):
@@ -86,7 +85,6 @@ def test_a_hidden_rank_is_a_sign_of_life_and_shows_its_last_lines_if_it_fails(re
     reader.read_now(0, failed=True)
     assert screen.lines("stdout", "[rank 0] ") == [f"line {number}" for number in range(400, 500)]
     assert screen.lines("stderr", "[rank 0] ") == ["Traceback", "Error"]
-    assert reader.written_bytes() > 500
 
 
 def test_an_unfinished_line_of_a_process_that_has_ended_stands_before_what_comes_next(read, tmp_path):

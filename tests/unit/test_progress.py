@@ -281,8 +281,7 @@ def test_what_an_earlier_launch_has_reported_is_not_taken_for_the_running_ones()
 def test_what_workers_tell_is_told_while_they_run_and_at_their_end_before_that(tmp_path, monkeypatch):
     node = FakeNode(tmp_path)
     monkeypatch.setattr(watch, "TELLS_EVERY_S", 0.0)
-    node.launch()
-    agent = node.go()
+    agent = node.running()
     folder = node.agent_folder(agent) / "metrics"
     assert agent.env["TORCHRUN_METRICS_FOLDER"] == str(folder)
 
@@ -293,7 +292,6 @@ def test_what_workers_tell_is_told_while_they_run_and_at_their_end_before_that(t
 
     write(folder / "0.jsonl", '{"step": 1, "loss": 3}\nnonsense\n')
     write(folder / "1.jsonl", '{"step": 2, "loss": 9}\n')
-    node.report("started")  # so they run
     told = heard()
     assert told.points == {"loss": (Point(1, 3.0),)}
     assert {rank: pace.step for rank, pace in told.paces.items()} == {0: 1, 1: 2}

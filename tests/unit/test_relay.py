@@ -21,7 +21,7 @@ from metaflow_extensions.torchrun.plugins.torchrun.supervisor.connection import 
 from metaflow_extensions.torchrun.plugins.torchrun.supervisor.control_side import ControlSide
 from metaflow_extensions.torchrun.plugins.torchrun.supervisor.member_side import MemberSide
 from metaflow_extensions.torchrun.plugins.torchrun.supervisor.output import Output
-from metaflow_extensions.torchrun.plugins.torchrun.supervisor.relay import LineSender, Relay
+from metaflow_extensions.torchrun.plugins.torchrun.supervisor.relay import LineSender
 
 HOST = "127.0.0.1"
 LINE = re.compile(r"\[rank (\d)\] (\d+) x*")
@@ -91,24 +91,6 @@ def test_a_line_that_is_too_long_is_left_out_alone():
     asyncio.run(send())
     kept = ("stdout", "\x00" * 100_000 + "\n"), ("stdout", "after\n")
     assert channel.sent == [Lines(kept, 2), Lines((), 1)]
-
-
-def test_lines_wait_while_the_network_takes_nothing_and_then_go_together(monkeypatch):
-    monkeypatch.setattr(relay, "_PAUSE_S", 0.01)
-    channel = Channel()
-
-    async def send():
-        sender, channel.has_room = LineSender(channel.send, lambda: channel.has_room, 2), False
-        for text in ("one\n", "two\n"):
-            sender.add("stderr", text)
-            await asyncio.sleep(0.1)
-        assert channel.sent == []
-        channel.has_room = True  # and nothing more comes
-        while not channel.sent:
-            await asyncio.sleep(0.01)
-
-    asyncio.run(asyncio.wait_for(send(), limit_s(30)))
-    assert channel.sent == [Lines((("stderr", "one\n"), ("stderr", "two\n")))]
 
 
 def test_a_large_gang_does_not_flood_its_control_node():
@@ -237,20 +219,3 @@ def test_a_flood_that_nobody_reads_holds_up_no_worker_and_no_heartbeat(log, monk
     assert missing > count / 2
     assert len(log.text) < 6 * 1024**2, "so much was kept, at most"
     assert gang.is_whole()
-
-
-def test_what_finds_no_place_until_the_end_is_told_at_the_end(log, monkeypatch):
-    monkeypatch.setattr(relay, "_MOST_BYTES", 150_000)
-    loop, output = Loop(), Output(lambda *frame: None)
-    others = InLoop(loop, lambda: Relay(output))
-    text = f"[rank 1] {'x' * 90}\n"
-    others.add(1, Lines((("stdout", text * 2000),)))  # more than a pipe holds, and nobody reads
-    for node in (1, 2):
-        others.add(node, Lines((("stdout", text), ("stderr", text)), 5))
-    others.say_all_left_out()
-    lines = log.lines(loop, output)
-    assert [GAP.match(line).groups() for line in lines[2000:]] == [("1", "7"), ("2", "7")]
-    others.say_all_left_out()
-    others.add(1, Lines((("stdout", "after\n"),)))
-    assert log.lines(loop, output) == [*lines, "after"], "they are told once"
-    loop.stop()

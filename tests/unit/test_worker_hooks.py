@@ -156,23 +156,6 @@ def test_a_message_of_any_size_leaves_room_for_the_traceback(work, folder):
     assert "in train" in record.traceback
 
 
-RECORD = "os.path.dirname(os.environ['TORCHELASTIC_ERROR_FILE'])"
-SPOILT = {
-    "no folder": f"os.rmdir({RECORD})",
-    "a full disk": "import resource as r; r.setrlimit(r.RLIMIT_FSIZE, (0, r.RLIM_INFINITY))",
-}
-
-
-@pytest.mark.parametrize("spoil", SPOILT)
-def test_an_end_of_which_no_record_can_be_written_is_shown_whole(spoil, work, folder):
-    body = f"import os\n{SPOILT[spoil]}\nraise RuntimeError('the end')"
-    done, _ = work(body)
-    os.makedirs(folder, exist_ok=True)
-    assert read_record(str(folder)) is None
-    assert (done.returncode, done.stderr.startswith("Traceback")) == (1, True)
-    assert done.stderr.endswith("\nRuntimeError: the end\n")
-
-
 AGAIN = "import os, sys\nif len(sys.argv) == 1: os.execv(sys.executable, [sys.executable, *sys.argv, 'x'])\n"
 
 

@@ -23,11 +23,6 @@ PLAIN = ["Traceback (most recent call last):", '  File "train.py", line 3, in <m
 TERMINATED = -signal.SIGTERM
 
 
-def elastic_error(message):
-    extra = {"py_callstack": "Traceback: here\n", "timestamp": "1763702515"}
-    return json.dumps({"message": {"message": message, "extraInfo": extra}})
-
-
 def own_record(at, exception="RuntimeError: recorded", trace="Traceback: ours\n"):
     return json.dumps({"exception": exception, "traceback": trace, "at": at})
 
@@ -45,15 +40,13 @@ class Node:
         self.exits.files = Patient()
         self.stopped_at = float("inf")
 
-    def leaves(self, local_rank=0, stderr=None, error=None, record=None, stdout=None):
+    def leaves(self, local_rank=0, stderr=None, record=None, stdout=None):
         """Write what a worker leaves; return its folder."""
         folder = self.folder / "run_x" / "attempt_0" / str(local_rank)
         for stream, text in (("stdout", stdout), ("stderr", stderr)):
             self.written[local_rank, stream] = text or ""
-        files = {"error.json": error, "exception.json": record}
-        for name, text in files.items():
-            if text is not None:
-                write(folder / name, text)
+        if record is not None:
+            write(folder / "exception.json", record)
         return str(folder)
 
     def raised(self, local_rank, exception, at):
@@ -102,24 +95,14 @@ def test_a_script_that_refuses_true_for_a_flag_has_the_remedy_beside_its_own_wor
 # --- what a worker leaves --------------------------------------------------------------------------
 
 
-def test_torchelastics_error_file_is_read(node):
-    before = time.monotonic()
-    record = read_record(node.leaves(error=elastic_error("ValueError: größe \ud800")))
-    assert (record.exception, record.traceback) == ("ValueError: größe \\ud800", "Traceback: here")
-    assert before - 0.1 < record.at <= time.monotonic(), "when it was written"
-    record = read_record(node.leaves(error='{"message": "gone"}'))
-    assert (record.exception, record.traceback) == ("gone", "gone")
-
-
-def test_what_ended_the_worker_counts_more_than_what_was_recorded_before(node):
-    """What no log could take is escaped."""
-    both = node.leaves(error=elastic_error("ValueError: before"), record=own_record(7.5, "E: \udcff", "🙂 \ud800"))
-    assert read_record(both) == Record("E: \\udcff", "🙂 \\ud800", 7.5)
+def test_what_no_log_could_take_is_escaped(node):
+    left = node.leaves(record=own_record(7.5, "E: \udcff", "🙂 \ud800"))
+    assert read_record(left) == Record("E: \\udcff", "🙂 \\ud800", 7.5)
 
 
 @pytest.mark.parametrize("text", ["", '{"message": {"mess', "[]", '{"exception": "E", "at": 1}'])
 def test_a_broken_record_counts_as_none(text, node):
-    assert read_record(node.leaves(record=text, error=text)) is None
+    assert read_record(node.leaves(record=text)) is None
 
 
 @pytest.mark.parametrize("code", [1, -11])

@@ -67,12 +67,8 @@ def popen(args, env, stdout, stderr):
 """
 WORKER = """
 import json, os, sys
-seen = {"argv": sys.argv, "orig_argv": sys.orig_argv, "path": sys.path[0], "name": __name__, "file": __file__,
-        "imported": "torch.distributed" in sys.modules, "early": "imported_early" in sys.modules,
-        "rank": os.environ.get("RANK"), "agent": os.environ.get("TORCHRUN_AGENT_PID"),
-        "spare": "TORCHRUN_SPARE" in os.environ,
-        "parent": os.getppid(), "seen": os.environ.get("TORCHRUN_SEEN"),
-        "files": os.listdir("/proc/self/fd"), "mp": "torchrun_worker_hooks" in sys.modules}
+seen = {"imported": "torch.distributed" in sys.modules, "early": "imported_early" in sys.modules,
+        "rank": os.environ.get("RANK"), "spare": "TORCHRUN_SPARE" in os.environ}
 print(json.dumps(seen), flush=True)
 print("to stderr", file=sys.stderr)
 """
@@ -123,7 +119,8 @@ class Warm:
             "options": options,
             "warm": count if self.workers else 0,
         }
-        self.do(f"start({self.count}, command, env, options, warm); node.prepare()", **told)
+        self.do(f"start({self.count}, command, env, options, warm)", **told)
+        self.do("node.prepare()")  # it has asked the first one by now
         return Agent(self.supervised, self.count, out)
 
     def spares(self):

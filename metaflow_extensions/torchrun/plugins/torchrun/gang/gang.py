@@ -700,9 +700,6 @@ class Gang:
                 if first := self.progress.take(index, report.launch, data, self._now):
                     self._see("progress", f"first report read: {first}", node, rank=0)
                 view.progress = self.progress.record
-            case "hangs" if "waits" in data:
-                reader = "its output waits for its reader, such as a stopped terminal, and its ranks wait, too"
-                self._see("told", reader if data["waits"] else "its output is read again", node)
             case "hangs":
                 launch.active_at, launch.has_begun = max(launch.active_at, self._now - data["age_s"]), True
             case "stacks":

@@ -18,8 +18,8 @@ _MOMENT_S = 0.2  # more than an answer takes; only a job that hangs costs its ca
 class Aside:
     """Does one job at a time, in a daemon thread. Who calls it goes on without the job while another one hangs."""
 
-    def __init__(self, name: str = "torchrun-files", moment_s: float = _MOMENT_S) -> None:
-        self._name, self._moment_s = name, moment_s
+    def __init__(self, name: str = "torchrun-files") -> None:
+        self._name = name
         self._job, self._stuck_at = Future[Any](), 0.0
         self._job.set_result(None)
 
@@ -40,7 +40,7 @@ class Aside:
         except RuntimeError:
             return None
         self._job, self._stuck_at = job, time.monotonic() + STUCK_S
-        wait([job], self._moment_s)
+        wait([job], _MOMENT_S)
         return job
 
     async def within(self, limit_s: float, work: Callable[..., T], *args: Any) -> T:

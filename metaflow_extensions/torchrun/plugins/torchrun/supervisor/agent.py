@@ -15,7 +15,6 @@ import subprocess
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias
 
 from ..machine import processes
@@ -26,6 +25,7 @@ from ..worker.spare_process import Spare, StartCold
 _KILL_WAIT_S = 10.0  # after SIGKILL only a process in uninterruptible sleep stays
 _HALT_S = 1.0  # Python heeds a signal within milliseconds, but not while it waits in torch's C++ code
 _HALT_LOOK_S, _LOOK_S, _KILL_LOOK_S = 0.005, 0.05, 0.01  # between two looks while something ends
+_ANSWER_LOOK_S = 0.005  # at a spare, which mostly answers within some milliseconds
 _STRAGGLER_GRACE_S = 2.0  # for what the agent left behind when it ended by itself
 
 
@@ -111,14 +111,6 @@ Warm: TypeAlias = Callable[[Mapping[str, str], Options], "Spare | Refused"]
 """A way to start an agent faster than cold: returns a spare that was asked for the agent, or why there is none."""
 
 
-@dataclass
-class _Worker:
-    rank: int
-    local_rank: int
-    has_ended: bool = False  # its end was told
-    stopped_at: float | None = None  # when torchrun was about to stop it, in monotonic seconds
-
-
 class AgentProcess:
     """The agent of one generation; it belongs to the loop. `on_event` gets what happens; the last event is always `End`."""
 
@@ -135,9 +127,12 @@ class AgentProcess:
         self._options = options
         self._on_event = on_event
         self._warm = warm
-        self._agent: subprocess.Popen[bytes]  # from the start on
+        self._agent: subprocess.Popen[bytes]  # from its start on
+        self.pid: int | None = None
         self._spare: Spare | None = None  # was asked to become the agent, and has not answered
-        self._workers: dict[int, _Worker] = {}  # by pid
+        self._workers: dict[int, WorkerStarted] = {}  # by pid, as are the next two
+        self._ended: set[int] = set()  # whose end was told
+        self._stopped_at: dict[int, float] = {}  # when torchrun was about to stop them, in monotonic seconds
         self._loop: asyncio.AbstractEventLoop
         self._life: asyncio.Task[None] | None = None  # None before the start
         self._files: set[int] = set()  # what wakes us: pidfds, and the pipe of news
@@ -150,29 +145,12 @@ class AgentProcess:
     # --- what others ask ---------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Start the agent. Raises what keeps it from starting; all further news arrives as events."""
+        """Start the agent; all that happens arrives as events."""
         self._loop = asyncio.get_running_loop()
         if self._options.news is not None:
             self._news = os.open(self._options.news, os.O_RDWR | os.O_NONBLOCK)
             self._wake_by(self._news, self._woken.set)
-        asked = None if self._warm is None else self._warm(self._env, self._options)
-        if isinstance(asked, Spare):
-            self._spare, self._agent = asked, asked.process
-            self._loop.add_reader(asked.fileno(), self._woken.set)
-        else:
-            if asked is not None:
-                self._on_event(asked)
-            try:
-                self._start_cold()
-            except BaseException:
-                self._let_go()
-                raise
         self._life = self._loop.create_task(self._live())
-
-    @property
-    def pid(self) -> int | None:
-        """The agent's pid; None before the start."""
-        return None if self._life is None else self._agent.pid
 
     def stop(self, grace_s: float, first_signal: int | None = None) -> None:
         """Stop the whole tree: SIGTERM, `grace_s` seconds, SIGKILL. Returns at once; the first call counts.
@@ -195,7 +173,12 @@ class AgentProcess:
     async def _live(self) -> None:
         error, left = None, list[str]()
         try:
-            error = await self._until_it_ends()
+            try:
+                await self._begin()
+            except Exception as problem:  # no such program, no more processes, a zero byte in a variable
+                error = f"could not be started: {problem}"
+                return
+            await self._until(lambda: self._deadline < math.inf or self._agent.returncode is not None, WATCH_S)
             if self._deadline == math.inf:  # it has ended by itself
                 status = self._agent.returncode
                 self._read_news()
@@ -210,29 +193,27 @@ class AgentProcess:
             self._is_over.set()
             self._on_event(End(None if error else self._agent.returncode, error, left))
 
-    async def _until_it_ends(self) -> str | None:
-        """Wait until the agent has ended, or is to be stopped. Return why it could not be started."""
-        try:
-            await self._until(self._has_answered, WATCH_S)
-        except (StartCold, OSError) as refused:
-            self._end_spare()
-            self._on_event(Refused(f"{refused}"))
+    async def _begin(self) -> None:
+        """Have a spare become the agent, or start it cold."""
+        asked = None if self._warm is None else self._warm(self._env, self._options)
+        if isinstance(asked, Spare):
+            self._spare, self._agent, self.pid = asked, asked.process, asked.process.pid
             try:
-                self._start_cold()
-            except Exception as error:  # no more processes, a zero byte in a variable
-                self._deadline = time.monotonic()
-                return f"could not be started: {error}"
-        await self._until(lambda: self._deadline < math.inf or self._agent.returncode is not None, WATCH_S)
-        return None
+                await self._until(self._has_answered, _ANSWER_LOOK_S)
+                return
+            except (StartCold, OSError) as refused:
+                self._end_spare()
+                asked = Refused(f"{refused}")
+        if asked is not None:
+            self._on_event(asked)
+        self._start_cold()
 
     def _has_answered(self) -> bool:
         """Return whether no answer of a spare is awaited any more; raise StartCold if it can't become the agent."""
         if self._spare is not None and self._deadline == math.inf:
-            fd = self._spare.fileno()
             if not self._spare.poll():
                 return False
             self._spare = None
-            self._loop.remove_reader(fd)
             self._observe(self._agent.pid)
         return True
 
@@ -271,7 +252,7 @@ class AgentProcess:
         # Workers first: dead while their agent is halted, they come to us with their exit codes. A command is not
         # halted, and would go on to its next step.
         has_turn = self._is_command or len(living) == 1 or time.monotonic() > since + _KILL_WAIT_S / 2
-        _signal_all([pid for pid in living if pid != self._agent.pid or has_turn], signal.SIGKILL)
+        _signal_all([pid for pid in living if pid != self.pid or has_turn], signal.SIGKILL)
         # Checked before reaping: a process that ends in between would else be left with its exit code unread.
         is_over = self._agent.returncode is not None and not self._tree()
         self._look()
@@ -305,11 +286,11 @@ class AgentProcess:
                 env=self._env,
                 start_new_session=True,
             )
-        self._observe(self._agent.pid)
+        self.pid = self._agent.pid
+        self._observe(self.pid)
 
     def _end_spare(self) -> None:
         assert self._spare is not None
-        self._loop.remove_reader(self._spare.fileno())
         self._spare.kill()
         self._spare = None
 
@@ -353,30 +334,29 @@ class AgentProcess:
         pid = int(word)
         if what == "started":
             rank, local_rank = map(int, more)
-            self._workers[pid] = _Worker(rank, local_rank)
-            self._on_event(WorkerStarted(rank, local_rank, pid))
+            self._workers[pid] = WorkerStarted(rank, local_rank, pid)
+            self._on_event(self._workers[pid])
             self._observe(pid)
         elif what == "ended":
             self._report_exit(pid, int(more[0]))
         elif what == "unreached":
             self._on_event(Unreached(" ".join(more)))
-        elif pid in self._workers:
-            self._workers[pid].stopped_at = self._workers[pid].stopped_at or float(more[0])
+        else:
+            self._stopped_at.setdefault(pid, float(more[0]))
 
     def _report_exit(self, pid: int, status: int) -> None:
         """Report a worker's end, once."""
-        worker = self._workers.get(pid)
-        if worker is not None and not worker.has_ended:
-            worker.has_ended = True
-            stopped = self._deadline < math.inf or worker.stopped_at is not None
-            who = worker.rank, worker.local_rank, pid
-            self._on_event(WorkerEnded(*who, status, stopped, time.monotonic(), worker.stopped_at))
+        if pid in self._workers.keys() - self._ended:
+            self._ended.add(pid)
+            stopped_at = self._stopped_at.get(pid)
+            stopped = self._deadline < math.inf or stopped_at is not None
+            self._on_event(WorkerEnded(*self._workers[pid], status, stopped, time.monotonic(), stopped_at))
 
     def _look(self) -> None:
         """Handle what the agent tells, and reap it and what was re-parented to this process."""
         self._read_news()
         for pid, status in processes.reap():
-            if pid == self._agent.pid:
+            if pid == self.pid:
                 self._agent.returncode = status
             else:
                 self._report_exit(pid, status)
@@ -393,7 +373,7 @@ class AgentProcess:
         return processes.living_descendants()
 
     def _living_workers(self) -> list[int]:
-        return [pid for pid in self._tree() if pid in self._workers and not self._workers[pid].has_ended]
+        return [pid for pid in self._tree() if pid in self._workers.keys() - self._ended]
 
     @property
     def _is_command(self) -> bool:
@@ -401,7 +381,7 @@ class AgentProcess:
 
     def _to_end(self) -> list[int]:
         """Return the pids of what gets SIGTERM: all below the agent, or a command with all below it."""
-        return [pid for pid in self._tree() if self._is_command or pid != self._agent.pid]
+        return [pid for pid in self._tree() if self._is_command or pid != self.pid]
 
 
 def _signal_all(pids: Iterable[int], number: int) -> None:

@@ -61,7 +61,6 @@ class Call:
     # Of the services that this call asks for; see `task.launch_call.Services`.
     stores: bool = False
     may_train_alone: bool = False
-    folders: tuple[str, ...] = ()
     emptied: tuple[str, ...] = ()
 
     # --- its ranks

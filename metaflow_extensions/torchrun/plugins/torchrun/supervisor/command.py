@@ -6,11 +6,11 @@ import os
 import signal
 import tempfile
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 
 from ..gang.messages import Go
 from ..machine.accelerators import Machine
 from ..machine.network import interface_of
+from ..machine.stacks import hook_environment
 from .call import Call
 
 SCRIPTS = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "worker")
@@ -21,10 +21,9 @@ HALT_SIGNAL = int(getattr(signal, "SIGRTMAX", 64)) - 5  # macOS has none, and ma
 WORKER_HOOKS = os.path.join(SCRIPTS, "worker_hooks")
 # This one comes last on their path, so that all that they start can import what it holds: `metaflow_torchrun`.
 IMPORTABLE = os.path.join(SCRIPTS, "importable")
-# "1/3": restart 1 of at most 3. The agent takes it, and sets the variables of torchelastic in each worker.
+# "1/3": restart 1 of at most 3. The agent takes it, and sets the variables of torchelastic in each worker: it runs one
+# generation only, so torchrun (2.13) would set TORCHELASTIC_RESTART_COUNT and _MAX_RESTARTS to 0.
 _RESTARTS = "TORCHRUN_RESTARTS"
-# For the small files of a launch: records of exceptions, metrics, the pipes themselves.
-_ROOM_BYTES = 1024 * 1024
 
 STATIC_BACKEND = "static"
 
@@ -77,15 +76,6 @@ def shown_command(command: Sequence[str]) -> list[str]:
     return [command[0], "-m", "torch.distributed.run", *command[4:]] if command[1:2] == [AGENT] else list(command)
 
 
-def restart_variables(go: Go) -> dict[str, str]:
-    """Return the variable with the gang's restarts for the agent, since torchrun's own values are wrong here.
-
-    Each agent runs one generation only, so torchrun (2.13) sets TORCHELASTIC_RESTART_COUNT and _MAX_RESTARTS to 0.
-    """
-    # Of the nodes' limits the control node's counts, which is in `go`.
-    return {_RESTARTS: f"{go.restarts}/{go.max_restarts}"} if go.max_restarts > 0 else {}
-
-
 def with_hooks(env: Mapping[str, str], module_folder: str | None) -> dict[str, str]:
     """Return an environment with what our hooks in the agent and its workers need."""
     env = dict(env)
@@ -94,6 +84,14 @@ def with_hooks(env: Mapping[str, str], module_folder: str | None) -> dict[str, s
     if path := [*filter(None, (hooks, module_folder, env.get("PYTHONPATH"), importable))]:
         env["PYTHONPATH"] = os.pathsep.join(path)
     return env
+
+
+def agent_environment(call: Call, go: Go, own_address: str | None) -> dict[str, str]:
+    """Return the environment of this node's agent: that of commands, with our hooks and the gang's restarts."""
+    env = with_hooks(environment_of_commands(call, own_address), call.module_folder)
+    # Of the nodes' limits the control node's counts, which is in `go`.
+    restarts = {_RESTARTS: f"{go.restarts}/{go.max_restarts}"} if go.max_restarts > 0 else {}
+    return {**env, **restarts, **hook_environment()}
 
 
 def command_environment(
@@ -116,18 +114,7 @@ def make_folder(call: Call, what: str) -> str:
     """Make a folder for the files of a generation, or of the commands before."""
     name = f"torchrun-node{call.node_index}-{what}-"
     # Made absolute: without a temporary folder mkdtemp uses the working directory, and the agent may have another one.
-    return os.path.abspath(tempfile.mkdtemp(prefix=name, dir=_with_room()))
-
-
-def _with_room() -> str:
-    """Return the folder for temporary files, or where the system has another one if that disk is full."""
-    usual = tempfile.gettempdir()
-    for folder in (usual, "/dev/shm"):  # noqa: S108 - mkdtemp makes a folder that nobody else may enter
-        with suppress(OSError):
-            status = os.statvfs(folder)
-            if status.f_bavail * status.f_frsize >= _ROOM_BYTES and os.access(folder, os.W_OK):
-                return folder
-    return usual
+    return os.path.abspath(tempfile.mkdtemp(prefix=name))
 
 
 def environment_of_commands(call: Call, own_address: str | None) -> dict[str, str]:

@@ -28,8 +28,7 @@ from .side import Side
 from .workers import MachineFaults, as_shown, last_lines
 
 _SHOWN_CHARS = 200
-NextNews: TypeAlias = Callable[[], Awaitable[Any]]
-"""Waits for what comes next to the launch; raises what ends it."""
+NextNews: TypeAlias = Callable[[], Awaitable[Any]]  # waits for what comes next to the launch; raises what ends it
 
 
 def shown(words: Sequence[str]) -> str:
@@ -72,12 +71,9 @@ class Commands:
             await next_news()
         for at in range(len(self._call.before_run)):
             began_at = time.monotonic()
-            try:
-                self._begin(at)
-                status = await self._end(next_news)
-                how = self._faults.how_ended(status)
-            except (OSError, ValueError) as error:
-                status, how = None, f"could not be started: {error}"
+            self._begin(at)
+            status, error = await self._end(next_news)
+            how = error or self._faults.how_ended(-signal.SIGKILL if status is None else status)
             cause = self._ended(at, status, how, time.monotonic() - began_at)
             if cause is not None:
                 return cause
@@ -105,16 +101,19 @@ class Commands:
         agent.start()
         self._agent = agent
 
-    async def _end(self, next_news: NextNews) -> int:
-        """Wait for the end of the running command; return its exit code. A good end is that of all that it has started."""
+    async def _end(self, next_news: NextNews) -> tuple[int | None, str | None]:
+        """Wait for the end of the running command; return its exit code, and why it could not be started.
+
+        A good end is that of all that it has started.
+        """
         while True:
             news = await next_news()
             if isinstance(news, AgentEnded) and news.status != 0:
-                return news.status
+                return news.status, None
             if isinstance(news, End):
                 if news.left:
                     self._side.say("left_behind", left_behind_line(news.left, "commands"))
-                return -signal.SIGKILL if news.status is None else news.status
+                return news.status, news.error
 
     async def close(self, grace_s: float) -> None:
         """Stop what still runs, and show the last output."""

@@ -2,7 +2,7 @@
 
 First both sides prove, by HMAC-SHA256 over the other's nonce, that they know the gang's token. Nothing else is read of a
 connection before that. Then frames follow: four bytes of length, big endian, and a message as JSON. Their length has a
-limit. A longer message is shortened: a part of a failure report is better than none.
+limit, far above what messages have: the texts of causes, lines and stacks are bounded where they arise.
 """
 
 from __future__ import annotations
@@ -14,16 +14,14 @@ import random
 import secrets
 import struct
 import time
-from collections.abc import Callable, Collection, Generator
-from typing import Any, TypeVar
+from collections.abc import Callable, Collection
+from contextlib import suppress
 
 from ..gang.messages import Beat, Message, from_wire, to_wire
 from ..machine.packets import dump, load
 
 LENGTH = struct.Struct(">I")
 MAX_FRAME_BYTES = 1024 * 1024
-# The limits tried in this order on a message that is too long: characters of one text, entries of one list.
-_SHORTER = ((8192, 300), (1024, 40), (128, 2))
 _MAGIC = b"mf-torchrun/1\0\0\0"
 _NONCE_BYTES = 32
 _MAC_BYTES = hashlib.sha256().digest_size
@@ -32,72 +30,41 @@ BEATS = 5
 _FLUSH_S = 1.0
 _NEVER = float("inf")
 
-T = TypeVar("T")
-Reading = Generator["int | None", Any, T]
-"""Reads from a connection: yields how many bytes it needs next, or None for a message, is sent that, and returns a `T`."""
-
 
 class Connection(asyncio.Protocol):
-    """One connection. The coroutine `dialogue` reads from it until it ends."""
+    """One connection; one coroutine reads from it."""
 
     def __init__(
-        self,
-        dialogue: Callable[[Connection], Reading[None]],
-        on_end: Callable[[Connection], None],
-        heartbeat_timeout_s: float,
+        self, heartbeat_timeout_s: float, on_begin: Callable[[Connection], None] = lambda connection: None
     ) -> None:
-        self._dialogue = dialogue(self)  # its return closes the connection, a ValueError aborts it
-        self._on_end = on_end  # called once
         self._timeout_s = heartbeat_timeout_s
-        self._buffer = bytearray()
-        self._needed: int | None = 0
+        self._on_begin = on_begin
+        self._come = asyncio.StreamReader()
         self._transport: asyncio.Transport | None = None
         self._heard_at = self._checked_at = self.opened_at = time.monotonic()
         self._beat_at = _NEVER  # when the next heartbeat is due
         self.node: int | None = None  # on the control node: the member at the other end, once it has joined
-        self.why_closed: str | None = None  # why this side has aborted it, if it has
-        self.has_ended = False
+        self.why_aborted: str | None = None  # by this side
+        self.has_ended = asyncio.Event()
 
     # --- called by asyncio ----------------------------------------------------------------------
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Begin the dialogue."""
+        """Begin."""
         assert isinstance(transport, asyncio.Transport)
         self._transport = transport
-        self._needed = next(self._dialogue)
+        self._come.set_transport(transport)
+        self._on_begin(self)
 
     def data_received(self, data: bytes) -> None:
-        """Pass what is complete to the dialogue."""
+        """Keep what has come for who reads."""
         self._heard_at = time.monotonic()
-        self._buffer += data
-        try:
-            while not self.is_closing() and (piece := self._take()) is not None:
-                self._needed = self._dialogue.send(piece)
-        except StopIteration:
-            self.close()
-        except ValueError as error:
-            self.abort(f"its connection was closed, because a message on it could not be read: {error}")
-
-    def _take(self) -> bytes | Message | None:
-        """Return what the dialogue needs; None while that is incomplete."""
-        begin, count = 0, self._needed
-        if count is None:
-            if len(self._buffer) < LENGTH.size:
-                return None
-            begin = LENGTH.size
-            (count,) = LENGTH.unpack_from(self._buffer)
-            if count > MAX_FRAME_BYTES:
-                raise ValueError(f"a frame of {count} bytes is over the limit of {MAX_FRAME_BYTES}")
-        if len(self._buffer) < begin + count:
-            return None
-        piece = bytes(self._buffer[begin : begin + count])
-        del self._buffer[: begin + count]
-        return decode(piece) if begin else piece
+        self._come.feed_data(data)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Report the end of the connection, once."""
-        self.has_ended = True
-        self._on_end(self)
+        """Note the end of the connection."""
+        self._come.feed_eof()
+        self.has_ended.set()
 
     # --- called by the channels -----------------------------------------------------------------
 
@@ -109,6 +76,27 @@ class Connection(asyncio.Protocol):
     def has_room(self) -> bool:
         """Whether the network has taken all that was sent."""
         return self._transport is not None and not self._transport.get_write_buffer_size()
+
+    async def receive(self) -> Message:
+        """Return the next message; raise EOFError at the end, which comes at once if this side has aborted it.
+
+        A heartbeat is no message; a member answers it.
+        """
+        try:
+            while isinstance(message := decode(await self._read_frame()), Beat):
+                if self._beat_at == _NEVER:
+                    self.write(BEAT)
+        except ValueError as error:
+            self.abort(f"its connection was closed, because a message on it could not be read: {error}")
+        if self.why_aborted is not None:
+            raise EOFError
+        return message
+
+    async def _read_frame(self) -> bytes:
+        (count,) = LENGTH.unpack(await self._come.readexactly(LENGTH.size))
+        if count > MAX_FRAME_BYTES:
+            raise ValueError(f"a frame of {count} bytes is over the limit of {MAX_FRAME_BYTES}")
+        return await self._come.readexactly(count)
 
     def write(self, data: bytes) -> None:
         """Send bytes, unless the connection is ending."""
@@ -123,7 +111,7 @@ class Connection(asyncio.Protocol):
     def abort(self, why: str = "") -> None:
         """End at once."""
         if self._transport is not None:
-            self.why_closed = self.why_closed or why
+            self.why_aborted = self.why_aborted or why
             self._transport.abort()
 
     @property
@@ -158,11 +146,11 @@ class Connection(asyncio.Protocol):
 
     # --- the handshake --------------------------------------------------------------------------
 
-    def shake_hands_as_control(self, token: str) -> Reading[bool]:
+    async def shake_hands_as_control(self, token: str) -> bool:
         """Return whether the other side knows the token, and prove that we do."""
         nonce = secrets.token_bytes(_NONCE_BYTES)
         self.write(_MAGIC + nonce)
-        answer = yield _NONCE_BYTES + _MAC_BYTES
+        answer = await self._come.readexactly(_NONCE_BYTES + _MAC_BYTES)
         theirs, proof = answer[:_NONCE_BYTES], answer[_NONCE_BYTES:]
         if not hmac.compare_digest(proof, _mac(token, b"member", nonce)):
             return False
@@ -171,15 +159,14 @@ class Connection(asyncio.Protocol):
         self._beat_at = time.monotonic() + random.random() * self._timeout_s / BEATS  # noqa: S311 - no secret
         return True
 
-    def shake_hands_as_member(self, token: str) -> Reading[bool]:
+    async def shake_hands_as_member(self, token: str) -> bool:
         """Prove that we know the token, and return whether the other side does."""
-        greeting = yield len(_MAGIC) + _NONCE_BYTES
+        greeting = await self._come.readexactly(len(_MAGIC) + _NONCE_BYTES)
         if not greeting.startswith(_MAGIC):
             return False  # another service answers there
         nonce = secrets.token_bytes(_NONCE_BYTES)
         self.write(nonce + _mac(token, b"member", greeting[len(_MAGIC) :]))
-        proof = yield _MAC_BYTES
-        return hmac.compare_digest(proof, _mac(token, b"control", nonce))
+        return hmac.compare_digest(await self._come.readexactly(_MAC_BYTES), _mac(token, b"control", nonce))
 
 
 def _mac(token: str, role: bytes, nonce: bytes) -> bytes:
@@ -190,9 +177,8 @@ async def close_all(connections: Collection[Connection]) -> None:
     """Send what is still to be sent, for a moment, and end the connections."""
     for connection in connections:
         connection.close()
-    deadline = time.monotonic() + _FLUSH_S
-    while not all(connection.has_ended for connection in connections) and time.monotonic() < deadline:
-        await asyncio.sleep(_FLUSH_S / 100)
+    with suppress(asyncio.TimeoutError):
+        await asyncio.wait_for(asyncio.gather(*(connection.has_ended.wait() for connection in connections)), _FLUSH_S)
     for connection in connections:
         connection.abort("the gang is over")
 
@@ -201,13 +187,9 @@ async def close_all(connections: Collection[Connection]) -> None:
 
 
 def encode(message: Message) -> bytes:
-    """Return the frame of `message`, shortened if it has to be; raise ValueError if it is too long even so."""
+    """Return the frame of `message`; raise ValueError if it is too long."""
     wire = to_wire(message)
     data = dump(wire)
-    for characters, entries in _SHORTER:
-        if len(data) <= MAX_FRAME_BYTES:
-            break
-        data = dump(_shortened(wire, characters, entries))
     if len(data) > MAX_FRAME_BYTES:
         raise ValueError(f"a {wire['type']!r} message of {len(data)} bytes is over the limit of {MAX_FRAME_BYTES}")
     return LENGTH.pack(len(data)) + data
@@ -219,20 +201,6 @@ def decode(data: bytes) -> Message:
     if not isinstance(value, dict):
         raise ValueError("a frame must hold a JSON object")
     return from_wire(value)
-
-
-def _shortened(value: Any, characters: int, entries: int) -> Any:
-    """Return a value whose long texts and long lists of objects have lost their middle."""
-    if isinstance(value, str) and len(value) > characters:
-        left_out = f"\n[{len(value) - characters} characters left out]\n"
-        return value[: characters // 2] + left_out + value[-(characters // 2) :]
-    if isinstance(value, list):
-        if len(value) > entries and isinstance(value[0], dict):
-            value = [*value[: entries // 2], *value[-(entries // 2) :]]
-        return [_shortened(item, characters, entries) for item in value]
-    if isinstance(value, dict):
-        return {key: _shortened(item, characters, entries) for key, item in value.items()}
-    return value
 
 
 BEAT = encode(Beat())

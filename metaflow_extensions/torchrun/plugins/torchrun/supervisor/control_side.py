@@ -12,11 +12,13 @@ import signal
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from functools import partial
 from typing import Any
 
 from ..errors import GangError
 from ..gang.gang import Gang, Outgoing
-from ..gang.messages import CONTROL, Abort, Beat, Join, Lines, Message
+from ..gang.messages import CONTROL, Abort, Join, Lines, Message
 from ..gang.policy import Rules
 from ..gang.wire import Plain, to_plain
 from ..machine.looks import until_look
@@ -24,7 +26,7 @@ from ..machine.network import listening_socket, pick_port
 from ..machine.open_files import room_for_connections
 from ..machine.pods import why_it_waits
 from ..machine.processes import Other, send_signal
-from .connection import BEATS, Connection, Reading, close_all, encode
+from .connection import BEATS, Connection, close_all, encode
 from .ends import Held, end_of
 from .output import Output, Send
 from .relay import Relay
@@ -64,7 +66,7 @@ class ControlSide(Side):
         self._rules = Rules(**rules, why_it_waits=why_it_waits)
         self.gang = Gang(num_nodes, pick_port, self._rules)
         self._relay = Relay(output)
-        self._followed = Held()
+        self._work = Held()  # follows tasks, and serves connections
         self._others: dict[int, Other] = {}  # on a local run, the tasks of the other nodes
         self._killed_at: dict[int, float] = {}  # when those are killed without which the gang goes on
         self._server: asyncio.Server | None = None  # listens for members
@@ -91,7 +93,7 @@ class ControlSide(Side):
                 f"The control node (host {self.host}) can't listen on channel port {port}: {error}. Choose another "
                 "with @torchrun(channel_port=...), or leave it out: the kernel then chooses a free one."
             ) from error
-        accept = lambda: Connection(self._dialogue, self._ended, self._timeout_s)  # noqa: E731
+        accept = partial(Connection, self._timeout_s, self._accept)
         self._server = await self._loop.create_server(accept, sock=listener, backlog=_AT_ONCE)
         listener.listen(_BACKLOG)
         return int(listener.getsockname()[1])
@@ -112,7 +114,7 @@ class ControlSide(Side):
         """Tell the gang when the tasks of other nodes end, each a node's index, its pid, and when it began."""
         for node, pid, began in tasks:
             task = self._others[node] = Other(pid, began)
-            self._followed.begin(self._follow(node, task))
+            self._work.begin(self._follow(node, task))
 
     async def _follow(self, node: int, task: Other) -> None:
         self.gone(node, f"its task {await end_of(task)}")
@@ -242,14 +244,27 @@ class ControlSide(Side):
 
     # --- connections ----------------------------------------------------------------------------
 
-    def _dialogue(self, connection: Connection) -> Reading[None]:
-        """Handle the messages of a connection after it has proven that it knows the token."""
+    def _accept(self, connection: Connection) -> None:
         self._connections.add(connection)
         if len(self._connections) > self._places:  # it may try again when others have not proven themselves in time
             connection.abort()
-        if not (yield from connection.shake_hands_as_control(self._token)):
-            return
-        join = yield None
+        self._work.begin(self._serve(connection))
+
+    async def _serve(self, connection: Connection) -> None:
+        with suppress(EOFError):
+            if await connection.shake_hands_as_control(self._token):
+                await self._serve_member(connection)
+        connection.close()
+        await connection.has_ended.wait()
+        self._connections.discard(connection)
+        if connection.node is not None:
+            del self._members[connection.node]
+            if not self._is_closing:
+                self._step(self.gang.lost, connection.node, connection.why_aborted or _CLOSED)
+
+    async def _serve_member(self, connection: Connection) -> None:
+        """Handle what a member says, or whoever knows the token."""
+        join = await connection.receive()
         if not isinstance(join, Join):
             return
         if not self.gang.may_join(join):
@@ -265,17 +280,10 @@ class ControlSide(Side):
         self.own_address = self.own_address or connection.address("sockname")
         self._step(self.gang.handle, join.node, join)
         while True:  # no message gets a name here: it would stay in memory until the next one
-            self._handle(join.node, (yield None))
+            self._handle(join.node, await connection.receive())
 
     def _handle(self, node: int, message: Message) -> None:
         if isinstance(message, Lines):
             self._relay.add(node, message)
-        elif not isinstance(message, Beat):
+        else:
             self._step(self.gang.handle, node, message)
-
-    def _ended(self, connection: Connection) -> None:
-        self._connections.discard(connection)
-        if connection.node is not None:
-            del self._members[connection.node]
-            if not self._is_closing:
-                self._step(self.gang.lost, connection.node, connection.why_closed or _CLOSED)

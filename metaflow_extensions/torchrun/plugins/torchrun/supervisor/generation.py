@@ -19,7 +19,6 @@ from ..gang.cause import Cause, Failure, describe_exit, first_failure, signal_na
 from ..gang.messages import CONTROL, Ask, Ended, Failed, Go, Report, Stop
 from ..gang.wire import Plain
 from ..machine.aside import STUCK_S
-from ..machine.stacks import hook_environment
 from .agent import (
     AgentEnded,
     AgentEvent,
@@ -33,15 +32,7 @@ from .agent import (
     left_behind_line,
 )
 from .call import Call
-from .command import (
-    HALT_SIGNAL,
-    agent_command,
-    environment_of_commands,
-    make_folder,
-    restart_variables,
-    shown_command,
-    with_hooks,
-)
+from .command import HALT_SIGNAL, agent_command, agent_environment, make_folder, shown_command
 from .ends import Held
 from .hang_observer import HangObserver, answer
 from .pipes import AGENT, LogReader, Write, pipe_path
@@ -98,11 +89,9 @@ class Generation:
             os.mkdir(pipes)
             command = agent_command(call, go, folder, pipes)
             self.command = shown_command(command)  # as a user would type it
-            env = with_hooks(environment_of_commands(call, side.own_address), call.module_folder)
-            env |= {**restart_variables(go), **hook_environment(), FOLDER: metrics_folder(folder)}
+            env = {**agent_environment(call, go, side.own_address), FOLDER: metrics_folder(folder)}
             shown = {rank: (f"[rank {call.global_rank(rank)}] ", call.hides(rank)) for rank in range(call.nproc)}
-            of_node = label(call.node_index, call.num_nodes)
-            self._logs = LogReader(pipes, shown, of_node, write, holds_report=True)
+            self._logs = LogReader(pipes, shown, label(call.node_index, call.num_nodes), write, holds_report=True)
             failed.callback(self._logs.finish)
             news, stdout, stderr = (pipe_path(pipes, AGENT, name) for name in ("workers", "stdout", "stderr"))
             options = Options(stdout, stderr, call.grace_s, HALT_SIGNAL, call.cwd, news)
@@ -134,14 +123,11 @@ class Generation:
         elif isinstance(news, Ask) and news.generation == self._go.generation:
             self._answers.begin(self._tell("stacks", answer(self._workers, news.asked)))
         self._tell_of_disk()
-        found = list[tuple[str, Plain | None]]()
-        for kind, observer in list(self._observers.items()):
-            with self._guarded(kind):
-                found.append((kind, observer.poll()))
         if not self._is_stopping or failed:
             self._report_signs()
-        for each in found:
-            self._report(*each)
+        for kind, observer in list(self._observers.items()):
+            with self._guarded(kind):
+                self._report(kind, observer.poll())
         if failed:
             self._side.say("worker_failed", f"{failed}; stopping all nodes")
             self._side.send(Failed(self._go.launch, self._go.generation, self._failures()))
@@ -238,7 +224,7 @@ class Generation:
     def _report_signs(self) -> None:
         """Report to the gang, once each, that all workers of this node run, or have run, and that some have written."""
         has_written = self._logs.last_output_at is not None
-        run = len(self._workers.pids) >= self._call.nproc or has_written or self._workers.reported_at is not None
+        run = len(self._workers.pids) >= self._call.nproc or has_written
         for kind in [kind for kind, is_seen in (("started", run), ("wrote", has_written)) if is_seen]:
             if kind not in self._said:
                 self._said.add(kind)
@@ -270,6 +256,7 @@ class Generation:
             case End():
                 self._on_end(event)
                 self.are_over = True
+                return f"its {AGENT_NAME} {event.error}" if event.error else None
         return None
 
     def _on_worker_ended(self, event: WorkerEnded) -> str | None:
@@ -283,7 +270,9 @@ class Generation:
     def _on_agent_ended(self, event: AgentEnded) -> str | None:
         """Handle an agent that ended by itself: well, by its own failure, or by a worker's that it saw first."""
         self._end = End(event.status)
-        if self._is_stopping or (event.status == 0 and self._has_started()):
+        # With some arguments torchrun only prints, and ends well.
+        has_started = self._workers.pids or self._workers.codes or self._logs.last_output_at is not None
+        if self._is_stopping or (event.status == 0 and has_started):
             return None
         self._failed_at = event.at
         self._begin_stop(event.at)
@@ -291,10 +280,6 @@ class Generation:
         if failed is not None:
             return f"a worker {self._faults.how_ended(failed.status)}"
         return f"the {AGENT_NAME} {describe_exit(event.status)}"
-
-    def _has_started(self) -> bool:
-        """Return whether the agent has started anything: with some arguments torchrun only prints, and ends well."""
-        return bool(self._workers.pids or self._workers.codes) or self._logs.written_bytes() > 0
 
     def _on_end(self, event: End) -> None:
         self._left = event.left

@@ -19,8 +19,6 @@ from .workers import Workers
 # A node reports output to the control node at most once in this fraction of hang_timeout_s.
 _ACTIVE_PART = 0.1
 _LOOK_S = 2.0  # between two looks whether a worker has begun to join a process group
-# From the last news of a reader until a wait is told: where many nodes share it, each waits now and then.
-_TELL_S = 60.0
 # Of the stacks in one message of a node, in which JSON may double a text, and in the answer of the whole gang, one file.
 _NODE_CHARS, _GANG_CHARS = 200_000, 16_000_000
 
@@ -30,21 +28,16 @@ class HangObserver:
 
     def __init__(self, workers: Workers) -> None:
         self._workers = workers
-        timeout_s = workers.call.policy.hang_timeout_s  # without one, only a reader that is waited for is told
+        timeout_s = workers.call.policy.hang_timeout_s
         self._pause_s = None if timeout_s is None else timeout_s * _ACTIVE_PART
-        self._sign_at = self._told_at = float("-inf")
+        self._sign_at = float("-inf")
         self._looked_at = time.monotonic()
-        self._waits = False  # for the reader of the workers' output
 
     def poll(self) -> Plain | None:
-        """Return whether the workers wait for their reader, if that has changed, or how long ago a worker was active."""
-        now, waits = time.monotonic(), self._workers.logs.is_held_up
-        if waits is not self._waits and (self._waits or now >= self._told_at + _TELL_S):
-            self._told_at, self._waits = now, waits
-            return {"waits": waits}
+        """Return how long ago a worker was active, if that has changed and there is a limit for it."""
         if self._pause_s is None:
             return None
-        at = self._workers.last_sign_at
+        now, at = time.monotonic(), self._workers.last_sign_at
         if at is None and self._joins(now):
             at = now
         if at is None or at <= self._sign_at + self._pause_s:

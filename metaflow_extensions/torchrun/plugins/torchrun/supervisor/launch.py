@@ -255,11 +255,7 @@ class NodeLaunch:
             self._side.say("facts", start_line(call, go))
             self._side.say("chosen", f"rendezvous at {bracketed(call.main_addr)}:{go.port}", is_detail=True)
         self._side.say("command", f"runs: {self._command}", is_detail=True)
-        try:
-            workers.start()
-        except Exception as error:  # no more processes
-            self._agent_failed(error)
-            return
+        workers.start()
         while not workers.are_over:
             workers.see(await self._next(with_workers=True))
         ended = await workers.finish()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import shutil
 import tempfile
 import traceback
 from collections.abc import Callable
@@ -25,7 +24,6 @@ class Launches:
 
     def __init__(self, side: Side, output: Output, warm: WarmNode | None) -> None:
         self._side, self._output, self._warm = side, output, warm
-        self._call: Call | None = None  # of the last launch
         self._launch: asyncio.Task[None] | None = None  # the last one
         self._number = -1  # of the last launch that the task has asked for
 
@@ -42,15 +40,13 @@ class Launches:
         tempfile.tempdir = found.tmp
         self._output.begin(found.writes)
         self._number = number
-        self._call = found
         launch = NodeLaunch(found, self._side, number, self._writer(found), self._warm)
         self._launch = asyncio.get_running_loop().create_task(self._run(launch, number, self._launch))
 
     def complete(self, call: dict[str, Any]) -> None:
         """Go on with the call that is complete after the commands."""
         self.end_spares("before_run may have changed what its spare had imported")
-        self._call = from_plain(Call, call, "the call")
-        self._side.inbox.put_nowait(self._call)
+        self._side.inbox.put_nowait(from_plain(Call, call, "the call"))
 
     def give_up(self, number: int, cause: dict[str, Any] | None) -> None:
         """End the launch: the task has left it. It may have done so before it has said *run*."""
@@ -73,11 +69,6 @@ class Launches:
         if self._launch is not None:
             await self._launch
         self.end_spares()
-
-    def remove_folders(self) -> None:
-        """Remove the folders of a task that is gone."""
-        for folder in () if self._call is None else self._call.folders:
-            shutil.rmtree(folder, ignore_errors=True)
 
     # --- one launch
 

@@ -27,9 +27,7 @@ class LineSplitter:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._rest = b""  # the last state of a line that has not ended
-        self._is_returned = (
-            False  # a return follows that state; the next byte says whether it belongs to the line's end
-        )
+        self._is_returned = False  # a return follows that state; the next byte says whether it is of the line's end
         self._is_renewed = False  # that line has had a return
         self._rest_at = 0.0  # when `_rest` last changed
         self._shown: bytes | None = None  # the state of that line that was shown last

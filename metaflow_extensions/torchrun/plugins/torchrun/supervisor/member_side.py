@@ -9,12 +9,13 @@ import asyncio
 import secrets
 import socket
 from collections.abc import Mapping, Sequence
-from functools import partial
+from contextlib import suppress
 from typing import Any
 
-from ..gang.messages import Answer, Beat, Ended, Join, Leave, Message
+from ..gang.messages import Answer, Ended, Join, Leave, Message
 from ..gang.policy import ConnectPolicy
-from .connection import BEAT, Connection, Reading, close_all, encode
+from .connection import Connection, close_all, encode
+from .ends import Held
 from .output import Output, Send
 from .relay import LineSender
 from .side import Side
@@ -43,8 +44,7 @@ class MemberSide(Side):
             self._write, lambda: self._connection is not None and self._connection.has_room, num_nodes
         )
         self._is_over = False
-        self._loop = asyncio.get_running_loop()
-        self._answer: asyncio.Future[None] = self._loop.create_future()  # to *join*
+        self._loop, self._reading = asyncio.get_running_loop(), Held()
 
     # --- what its task and its launches ask ---------------------------------------------------------
 
@@ -58,7 +58,7 @@ class MemberSide(Side):
         try:
             if self._connection is not None:
                 self._connection.write(encode(message))
-        except ValueError as error:  # it is too long, however much it is shortened
+        except ValueError as error:  # it is too long
             self.fail(error)
 
     def lines(self, stream: str, text: str) -> None:
@@ -88,15 +88,28 @@ class MemberSide(Side):
         Raises OSError if none works or it is too early, a ConnectionRefusedError if nobody listens at any; then it can
         be called again. Raises TorchrunError if the control node turns this node away.
         """
-        self._connection, self._answer = None, self._loop.create_future()
+        self._connection = None
         connection = await self._first_to_prove(addresses, port, token, min(timeout_s, self._policy.attempt_s))
-        try:  # The control node ends the connection of a node that shall try again.
-            await asyncio.wait_for(self._answer, self._timeout_s)
+        connection.write(encode(self._join))
+        try:
+            answer = await asyncio.wait_for(connection.receive(), self._timeout_s)
         except asyncio.TimeoutError:
-            self._connection = None
             connection.abort()
             text = f"the control node was reached, but gave no answer within {self._timeout_s:g} s"
             raise TimeoutError(f"{text} (heartbeat_timeout_s); see its log") from None
+        except EOFError:
+            raise ConnectionError("the connection ended before the control node answered") from None
+        error = answer.error if isinstance(answer, Answer) else None  # of any other the step hears
+        if isinstance(answer, Answer) and answer.is_early:
+            connection.abort()
+            raise ConnectionError("" if error is None else error.message)
+        self.own_address = connection.address("sockname")
+        self.deliver(answer)
+        self._is_over = error is not None
+        self._reading.begin(self._read(connection))
+        self._watch(connection)
+        if error is not None:
+            raise error
         self.is_member = True
         return connection.address("peername")
 
@@ -115,22 +128,23 @@ class MemberSide(Side):
         for each in attempts:
             each.cancel()
         if self._connection is None:
-            if self._answer.done():  # it was told at once to try again
-                await self._answer
             raise _summary(errors)
         return self._connection
 
     async def _attempt(self, address: str, port: int, token: str, limit_s: float, begin_in_s: float) -> OSError | None:
         """Connect, and have both sides prove that they know the token; return why that has failed."""
         await asyncio.sleep(begin_in_s)
-        is_proven: asyncio.Future[bool] = self._loop.create_future()
-        dialogue = partial(self._dialogue, token=token, is_proven=is_proven)
-        connection = Connection(dialogue, partial(self._ended, is_proven=is_proven), self._timeout_s)
+        connection = Connection(self._timeout_s)
+        unknown = ConnectionError("the process that answers there does not know this gang's token")
         try:
             await asyncio.wait_for(self._loop.create_connection(lambda: connection, address, port), limit_s)
-            if await asyncio.wait_for(is_proven, limit_s):
-                return None
-            return ConnectionError("the process that answers there does not know this gang's token")
+            if not await asyncio.wait_for(connection.shake_hands_as_member(token), limit_s):
+                return unknown
+            # Only one may join: the control node would take the end of another one for this member's end.
+            self._connection = self._connection or connection
+            return None
+        except EOFError:
+            return unknown
         except asyncio.TimeoutError:  # no OSError before Python 3.11
             return TimeoutError(f"no answer within {limit_s:.2g} s")
         except ValueError as error:  # it can't be a name
@@ -141,58 +155,19 @@ class MemberSide(Side):
             if connection is not self._connection:
                 connection.abort()
 
-    def _dialogue(self, connection: Connection, token: str, is_proven: asyncio.Future[bool]) -> Reading[None]:
-        works = yield from connection.shake_hands_as_member(token)
-        # Only one may join: the control node would take the end of another one for this member's end.
-        if not works or is_proven.done() or self._connection is not None:
-            return
-        self._connection = connection
-        is_proven.set_result(True)
-        connection.write(encode(self._join))
-        while True:
-            message = yield None
-            if isinstance(message, Beat):
-                connection.write(BEAT)
-            else:
-                self._handle(connection, message)
-
     # --- as a member ----------------------------------------------------------------------------
 
-    def _handle(self, connection: Connection, message: Message) -> None:
-        if not self._answer.done():
-            self._watch(connection)
-            if not isinstance(message, Answer):
-                self._answer.set_result(None)  # the step hears it
-            elif message.is_early:
-                self._connection = None
-                self._answer.set_exception(ConnectionError("" if message.error is None else message.error.message))
-                connection.abort()
-                return
-            elif message.error is not None:
-                self._is_over = True
-                self._answer.set_exception(message.error)
-            else:
-                self.own_address = connection.address("sockname")
-                self._answer.set_result(None)
-        self.deliver(message)
+    async def _read(self, connection: Connection) -> None:
+        with suppress(EOFError):
+            while True:
+                self.deliver(await connection.receive())
+        self._lose(connection.why_aborted or "its connection was closed: its supervisor process or its machine is gone")
 
     def _watch(self, connection: Connection) -> None:
         """Check in a timer whether the control node is silent; call it once, it repeats itself."""
         again_at = connection.beat()
         if not connection.is_closing():
             self._loop.call_at(again_at, self._watch, connection)  # the loop's clock is the monotonic one
-
-    def _ended(self, connection: Connection, is_proven: asyncio.Future[bool]) -> None:
-        if not is_proven.done():
-            is_proven.set_result(False)
-        if connection is not self._connection:
-            return
-        if not self._answer.done():
-            self._answer.set_exception(ConnectionError("the connection ended before the control node answered"))
-        else:
-            self._lose(
-                connection.why_closed or "its connection was closed: its supervisor process or its machine is gone"
-            )
 
     def _lose(self, reason: str) -> None:
         if not self._is_over:

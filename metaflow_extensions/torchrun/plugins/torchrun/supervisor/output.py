@@ -15,8 +15,8 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Iterable
-from contextlib import suppress
 from itertools import groupby
+from operator import itemgetter
 from typing import TypeAlias
 
 from ..events import Event, event_text
@@ -26,12 +26,11 @@ BEHIND_BYTES = 8 * 1024 * 1024
 """With so much unwritten, workers are kept waiting."""
 _TURN_BYTES = 64 * 1024  # written in one turn; a longer line is written whole
 _STUCK_S = 3.0  # for a reader that takes nothing, when the task was told to end
-_LOOK_S = 0.5
+_LOOK_S = 0.01
 _FDS = {"stdout": 1, "stderr": 2}
 
 Send: TypeAlias = Callable[..., None]
 """Sends a frame with these values to the task."""
-_Item: TypeAlias = "tuple[str, bytes] | Callable[[], object]"  # whole lines of a stream, or what is done in its turn
 
 
 class Output:
@@ -43,7 +42,7 @@ class Output:
         self._sent_bytes = self._told_bytes = 0  # to the task, and written there
         self.num_nodes = 0  # of the gang
         self.is_hurried = False  # whether the task was told to end: nobody waits for a reader that takes nothing
-        self._items: queue.SimpleQueue[_Item] = queue.SimpleQueue()
+        self._items: queue.SimpleQueue[tuple[str, bytes]] = queue.SimpleQueue()  # streams and whole lines
         self._put_bytes = 0  # only the loop changes this
         # Of the thread:
         self._written_bytes = 0
@@ -66,22 +65,17 @@ class Output:
             self._tell_task("text", stream, lines.decode(errors="replace"), len(lines))
         elif lines:
             self.write_here(stream, lines)
-        return max(self._sent_bytes - self._told_bytes, self._put_bytes - self._written_bytes) < BEHIND_BYTES
+        return max(self._sent_bytes - self._told_bytes, self.unwritten_bytes) < BEHIND_BYTES
+
+    @property
+    def unwritten_bytes(self) -> int:
+        """What waits to be written by this process."""
+        return self._put_bytes - self._written_bytes
 
     def write_here(self, stream: str, lines: bytes) -> None:
         """Have whole lines written by this process."""
         self._put_bytes += len(lines)
         self._items.put((stream, lines))
-
-    def when_written(self, call: Callable[[], object]) -> None:
-        """Have a function called in the loop, when this process has written all before."""
-        loop = asyncio.get_running_loop()
-
-        def tell() -> None:
-            with suppress(RuntimeError):  # the loop has ended
-                loop.call_soon_threadsafe(call)
-
-        self._items.put(tell)
 
     def wrote(self, count: int) -> None:
         """Note that the task has written so many bytes."""
@@ -100,25 +94,19 @@ class Output:
 
     async def settle(self, patience_s: float | None = None) -> bool:
         """Wait until all lines so far are written, for so long, or until `has_given_up`; return whether they are."""
-        loop, written = asyncio.get_running_loop(), asyncio.Event()
-        self.when_written(written.set)
-        deadline = loop.time() + (float("inf") if patience_s is None else patience_s)
-        while not written.is_set() and not self.has_given_up and (left_s := deadline - loop.time()) > 0:
-            with suppress(asyncio.TimeoutError):
-                await asyncio.wait_for(written.wait(), min(_LOOK_S, left_s))
-        return written.is_set()
+        end = self._put_bytes
+        deadline = time.monotonic() + (float("inf") if patience_s is None else patience_s)
+        while self._written_bytes < end and not self.has_given_up and time.monotonic() < deadline:
+            await asyncio.sleep(_LOOK_S)
+        return self._written_bytes >= end
 
     # --- the thread -----------------------------------------------------------------------------
 
     def _run(self) -> None:
         while True:
             items = [self._items.get(), *(self._items.get_nowait() for _ in range(self._items.qsize()))]
-            for stream, group in groupby(items, lambda item: item[0] if isinstance(item, tuple) else None):
-                if stream is None:
-                    for call in group:
-                        call()  # type: ignore[operator]
-                else:
-                    self._write_all(stream, b"".join(item[1] for item in group))  # type: ignore[index]
+            for stream, group in groupby(items, itemgetter(0)):
+                self._write_all(stream, b"".join(lines for _, lines in group))
 
     def _write_all(self, stream: str, lines: bytes) -> None:
         """Write whole lines in turns: at most `_TURN_BYTES`, or one longer line."""

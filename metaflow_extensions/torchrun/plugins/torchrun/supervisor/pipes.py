@@ -29,19 +29,15 @@ _CHUNK_BYTES = 64 * 1024
 # much (``/proc/sys/fs/pipe-user-pages-soft``) a pipe has 64 KiB or less; that costs speed alone.
 _PIPE_BYTES = 256 * 1024
 _GATHER_S = 0.02  # after a look that found little, so that many short lines cost one look
-_BURST_S = 0.01  # of reading, before others have their turn
 _HELD_UP_S = 0.05  # between two looks at a writer that is behind
 _END_BYTES = 8 * 1024 * 1024  # of each pipe, read from a generation that stops although the writer is behind
-_PAUSED_S = 5.0  # with a writer that is behind all that time, the workers are said to wait
 _TAIL_BYTES = 64 * 1024
 _LAST_LINES = 100  # of each stream of a hidden rank, shown if it fails
-# How torchrun begins to report its own failure or a worker's (torch 2.13), and how much of it is held back. The last is
-# of a node that waits in the exit barrier while the store's host, which has passed it, ends: 22 lines of C++ frames,
-# then "Error waiting on exit barrier".
+# How torchrun begins to report its own failure or a worker's (torch 2.13). The last is of a node that waits in the exit
+# barrier while the store's host, which has passed it, ends: 22 lines of C++ frames, then "Error waiting on exit barrier".
 _AGENT_REPORT = re.compile(
     rb"E\d{4} |Traceback \(most recent call last\):|\[W\d{4} .*TCPStore\.cpp:\d+\] \[c10d\] recvValue"
 )
-_HELD_LINES = 1000
 
 Write = Callable[[str, bytes], bool]
 """Takes a stream's name (``"stdout"`` or ``"stderr"``) and whole lines of UTF-8, or nothing; returns at once.
@@ -77,11 +73,6 @@ class Pipe:
         self._tail = bytearray()
 
     @property
-    def unread_bytes(self) -> int:
-        """How much waits in it."""
-        return unread_bytes(self.fd)
-
-    @property
     def tail(self) -> bytes:
         """The last 64 KiB that were read."""
         return bytes(self._tail[-_TAIL_BYTES:])
@@ -103,7 +94,7 @@ class Pipe:
 
     def drain(self) -> None:
         """Show what is there by now; what is written meanwhile may wait."""
-        left = self.unread_bytes
+        left = unread_bytes(self.fd)
         while left > 0 and (found := self.pump()):
             left -= found
 
@@ -145,7 +136,6 @@ class LogReader:
         self._holds_report = holds_report
         self._held: list[bytes] = []
         self._timers: dict[str, asyncio.TimerHandle] = {}  # from `start` on
-        self._held_up_since: float | None = None
         self._is_closed = False
         self._pipes: dict[int | str, dict[str, Pipe]] = {}  # by process and stream
         self._by_fd: dict[int, Pipe] = {}
@@ -171,34 +161,15 @@ class LogReader:
 
     # --- what it knows
 
-    def written_bytes(self) -> int:
-        """Return how much of the workers was read; hidden ranks count."""
-        return sum(pipe.read_bytes for pipe in self._of_workers)
-
     @property
     def last_output_at(self) -> float | None:
         """When workers were last found to have written, in monotonic seconds; now while they wait for the reader."""
-        if self._waiting_s() is not None:
+        if not self._is_closed and self._is_behind() and any(unread_bytes(pipe.fd) for pipe in self._of_workers):
             return time.monotonic()
         return max((pipe.read_at for pipe in self._of_workers if pipe.read_bytes), default=None)
 
-    @property
-    def is_held_up(self) -> bool:
-        """Whether the workers have to wait, since nobody reads what they have written."""
-        waiting_s = self._waiting_s()
-        return waiting_s is not None and waiting_s >= _PAUSED_S
-
-    def _waiting_s(self) -> float | None:
-        """Return for how long workers wait for the writer; None if it is not behind, or they have written nothing."""
-        since = self._held_up_since
-        if since is None or self._is_closed or not any(pipe.unread_bytes for pipe in self._of_workers):
-            return None
-        return time.monotonic() - since
-
     def tail(self, process: int | str, stream: str) -> str:
         """Return the end of what a process has written by now; `process` is a local rank or `AGENT`."""
-        if process not in self._pipes:
-            return ""
         pipe = self._pipes[process][stream]
         if not self._is_closed:
             pipe.drain()
@@ -242,27 +213,17 @@ class LogReader:
         self._loop.add_reader(self._any.fileno(), self._read)
 
     def _read(self) -> None:
-        """Read a chunk of each pipe that has something, and look again after a while."""
-        self._loop.remove_reader(self._any.fileno())
-        pause_s = _HELD_UP_S
-        try:
-            if self._is_behind():
-                ending = (pipe for pipe in self._of_workers if pipe.read_bytes < pipe.ends_at)
-                for pipe in (*self._pipes[AGENT].values(), *ending):
-                    pipe.pump()
-            else:
-                pause_s = 0.0 if self._read_burst() else _GATHER_S
-        finally:
+        """Read a chunk of each pipe that has something; after little, look again after a while."""
+        if self._is_behind():
+            ending = (pipe for pipe in self._of_workers if pipe.read_bytes < pipe.ends_at)
+            for pipe in (*self._pipes[AGENT].values(), *ending):
+                pipe.pump()
+            most, pause_s = 0, _HELD_UP_S
+        else:
+            most, pause_s = max((self._by_fd[fd].pump() for fd, _ in self._any.poll(0)), default=0), _GATHER_S
+        if most < _CHUNK_BYTES:
+            self._loop.remove_reader(self._any.fileno())
             self._timers["listen"] = self._loop.call_later(pause_s, self._listen)
-
-    def _read_burst(self) -> bool:
-        """Read what is there, for a moment; return whether that is much, so that more comes at once."""
-        until, read = time.monotonic() + _BURST_S, 0
-        while True:
-            most = max((self._by_fd[fd].pump() for fd, _ in self._any.poll(0)), default=0)
-            read += most
-            if most < _CHUNK_BYTES or time.monotonic() > until or self._is_behind():
-                return read >= _CHUNK_BYTES
 
     def _look_at_all(self) -> None:
         """Look at those too who are quiet, since an unfinished line is shown after a while; it repeats itself."""
@@ -273,9 +234,7 @@ class LogReader:
 
     def _is_behind(self) -> bool:
         """Return whether the writer is too far behind to read the workers' output."""
-        is_behind = not self._write("stdout", b"")
-        self._held_up_since = (self._held_up_since or time.monotonic()) if is_behind else None
-        return is_behind
+        return not self._write("stdout", b"")
 
     def _show_agent(self, stream: str, lines: bytes) -> None:
         """Show what the agent writes, but hold back its report of a failure."""
@@ -285,7 +244,6 @@ class LogReader:
             self._write(stream, lines)
 
     def _hold(self, line: bytes) -> bool:
-        is_held = bool(self._held or _AGENT_REPORT.match(line.partition(b"] ")[2])) and len(self._held) < _HELD_LINES
-        if is_held:
+        if is_held := bool(self._held or _AGENT_REPORT.match(line.partition(b"] ")[2])):
             self._held.append(line)
         return is_held

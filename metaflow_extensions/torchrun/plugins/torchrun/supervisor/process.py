@@ -25,7 +25,6 @@ from ..gang.messages import CONTROL, Abort, Farewell, Leave, from_wire
 from ..gang.wire import to_plain
 from ..machine import processes
 from ..machine.looks import WATCH_S, until_look
-from ..machine.open_files import file_of
 from .control_side import ControlSide
 from .endings import MustEnd, TimedOut
 from .ends import Held, end_of
@@ -48,7 +47,6 @@ _URGENT_MESSAGES = frozenset({Abort.__name__.lower(), Farewell.__name__.lower()}
 def main() -> int:
     """Serve one task, until it lets go or is gone."""
     pid, began = sys.argv[1:]
-    _have_streams()
     linux.adopt_orphans()
     task, link = processes.Other(int(pid), began), socket.socket(fileno=os.dup(0))
     loop = asyncio.SelectorEventLoop()
@@ -56,13 +54,6 @@ def main() -> int:
     # The loop is never closed: that would wait for threads in which names are looked up. The process ends anyway.
     loop.run_until_complete(Supervisor(task, link).run())
     return 0
-
-
-def _have_streams() -> None:
-    """Share the task's stdout and stderr; where one is closed there, the next file that is opened would get its number."""
-    for stream in (1, 2):
-        if file_of(stream) is None:
-            os.dup2(os.open(os.devnull, os.O_WRONLY), stream)
 
 
 class Supervisor:
@@ -183,7 +174,8 @@ class Supervisor:
         """Answer a question, at once or as soon as the answer is known."""
         link = self._link
         try:
-            found = getattr(self if name == "settle" or self._side is None else self._side, name)(*args)
+            asked = self._output if name == "settle" else self._side
+            found = None if asked is None else getattr(asked, name)(*args)  # None: the gang was not begun
             link.send("answer", number, await found if inspect.isawaitable(found) else found)
         except TorchrunError as error:
             link.send("failed", number, to_plain(error))
@@ -196,14 +188,6 @@ class Supervisor:
                 self._launches.abort()
             self._is_released = True
             self._is_over.set()
-
-    @staticmethod
-    async def close(wait_s: float) -> None:
-        """Do nothing: the gang was not begun."""
-
-    async def settle(self, patience_s: float | None) -> bool:
-        """Wait until all lines so far are written, or for so long."""
-        return await self._output.settle(patience_s)
 
     # --- the task's end
 
@@ -224,7 +208,6 @@ class Supervisor:
         else:  # its connection lasts until its workers have ended: their ranks may be another node's then
             await self._launches.close()
             await self._side.end()
-        self._launches.remove_folders()
 
     def _how_it_ended(self) -> str:
         if not self._task.has_ended:

@@ -1,6 +1,6 @@
 """Reads the progress of this node's ranks from growing files of JSON lines, and computes their speed.
 
-No worker waits for it. What was read is given back to the disk, which a training of weeks would fill.
+No worker waits for it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from dataclasses import dataclass, field
 from statistics import fmean
 from typing import TypeAlias
 
-from ..compat.linux import free_begin
 from ..gang.progress import MAX_KEYS, Metrics, Pace, Point, Series
 from ..gang.wire import Plain, to_plain
 from ..machine.aside import STUCK_S
@@ -29,7 +28,6 @@ MAX_POINTS = 100  # of a key in one message
 # A worker appends lines of JSON to the file of its local rank here, which the agent names to it.
 FOLDER = "TORCHRUN_METRICS_FOLDER"
 MAX_BYTES = 1024 * 1024  # that are read at once; with more, lines come later
-FREED_BYTES = 1024 * 1024  # so many at once are given back
 _MAX_KEY_CHARS = 80
 # Steps a second are measured over this time, or over the last step if that took longer.
 _WINDOW_S = 20.0
@@ -188,7 +186,7 @@ class LineReader:
 
     def __init__(self, path: str) -> None:
         self._path = path
-        self._read = self._freed = 0  # bytes of the file
+        self._read = 0  # bytes of the file
         self._rest = b""  # the start of an unfinished line
 
     def new_lines(self) -> list[Reported]:
@@ -205,16 +203,13 @@ class LineReader:
     def _new_bytes(self) -> bytes:
         size = os.stat(self._path).st_size
         if size < self._read:
-            self._read, self._freed, self._rest = 0, 0, b""
+            self._read, self._rest = 0, b""
         if size == self._read:
             return b""
-        with open(self._path, "r+b") as file:
+        with open(self._path, "rb") as file:
             file.seek(self._read)
             data = file.read(MAX_BYTES)
-            self._read += len(data)
-            if self._read - self._freed >= FREED_BYTES:
-                self._freed = self._read
-                free_begin(file.fileno(), self._read)  # where the file system can't, the file stays as it is
+        self._read += len(data)
         return data
 
 

@@ -19,7 +19,7 @@ _MOST_CHARS, _ALL_CHARS = 128 * 1024, 32 * 1024**2
 # A member sends one message in this time; all members together send as many in a second. With 4000 nodes a line takes
 # 10 s then, as `gang.limits.LATE_S` has it.
 _PAUSE_S, _MESSAGES_PER_S = 0.5, 400
-# So much may wait for who reads the control node's log. Its own workers wait behind twice as much.
+# While more waits for who reads the control node's log, lines are left out. Its own workers wait behind twice as much.
 _MOST_BYTES = BEHIND_BYTES // 2
 
 
@@ -72,18 +72,17 @@ class Relay:
 
     def __init__(self, output: Output) -> None:
         self._output = output
-        self._unwritten = 0  # bytes
         self._left_out: Counter[int] = Counter()  # lines of each node, since it was said last
 
     def add(self, node: int, lines: Lines) -> None:
         """Write lines of a node, or leave them out; returns at once."""
         self._left_out[node] += lines.left_out
-        if self._unwritten > _MOST_BYTES:
+        if self._output.unwritten_bytes > _MOST_BYTES:
             self._left_out[node] += sum(text.count("\n") for _, text in lines.texts)
             return
         self._say_left_out(node)
         for stream, text in lines.texts:
-            self._write(stream, text)
+            self._output.write_here(stream, text.encode(errors="backslashreplace"))
 
     def say_all_left_out(self) -> None:
         """Say how many lines of each node are missing at the end."""
@@ -95,15 +94,5 @@ class Relay:
             what = "1 line is" if count == 1 else f"{count} lines are"
             # Of a pod that was killed Metaflow has not stored the last lines; a replacement's log overwrites all (2.19).
             where = "`python flow.py torchrun logs` has them, unless the node's pod was killed or replaced."
-            self._write(
-                "stdout", f"[torchrun node {node}] {what} left out here, since too much came at once. {where}\n"
-            )
-
-    def _write(self, stream: str, text: str) -> None:
-        data = text.encode(errors="backslashreplace")
-        self._unwritten += len(data)
-        self._output.write_here(stream, data)
-        self._output.when_written(lambda: self._note_written(len(data)))
-
-    def _note_written(self, count: int) -> None:
-        self._unwritten -= count
+            line = f"[torchrun node {node}] {what} left out here, since too much came at once. {where}\n"
+            self._output.write_here("stdout", line.encode())

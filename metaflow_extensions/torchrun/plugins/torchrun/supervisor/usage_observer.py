@@ -12,10 +12,9 @@ import shutil
 import subprocess
 import time
 from collections.abc import Callable
-from concurrent.futures import Future
+from contextlib import suppress
 
 from ..gang.wire import Plain
-from ..machine.aside import Aside
 from ..machine.cgroup import container_folder, memory_limit_bytes
 from ..machine.processes import HELPERS, children, read
 from .workers import Workers
@@ -23,11 +22,9 @@ from .workers import Workers
 _FIRST_S = 1.0  # so that a card shows something soon
 # How often a node of a small gang measures, and of a large one at most: each sample wakes the control node.
 STEP_S, SAMPLES_PER_S = 5.0, 10
-_GPUS_EVERY_S = 15.0  # each run of nvidia-smi takes a part of a second of CPU
-_GPUS_AFTER_FAILURE_S = 60.0
-_GPUS_LIMIT_S = 20.0  # it takes seconds if the driver is loaded for each run, and hangs on a broken device
+# Each run of nvidia-smi takes a part of a second of CPU, and seconds if the driver is loaded for it.
+_GPUS_EVERY_S = 20.0
 _MIB = 2**20
-_SMI = Aside("torchrun-gpus", moment_s=0.0)
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
@@ -110,40 +107,41 @@ _GPU_LIMITS = {"gpus": "gpu_count", "gpu_memory_mib": "gpu_total_mib"}
 class _Gpus:
     """What ``nvidia-smi`` says of the GPUs that workers see; it comes with the driver. Nothing waits for it."""
 
+    _smi: subprocess.Popen[bytes] | None = None  # of the supervisor: the next generation may find one that hangs
+
     def __init__(self, seen: tuple[str, ...]) -> None:
-        self._seen = seen
         self._program = shutil.which("nvidia-smi") if seen else None
-        self._job: Future[dict[str, float]] | None = None
+        asked = [f"--id={','.join(seen)}", f"--query-gpu={','.join(_GPU_VALUES.values())}"]
+        self._argv = ["nvidia-smi", *asked, "--format=csv,noheader,nounits"]
         self._due_at = float("-inf")
 
     def poll(self, now: float) -> dict[str, float]:
         """Return what it has said since the last call, and start it again if that is due."""
-        found, job = dict[str, float](), self._job
-        if job is not None and job.done():
-            self._job, found = None, job.result() if job.exception() is None else {}
-            self._due_at = self._due_at if found else now + _GPUS_AFTER_FAILURE_S
-        if self._program is not None and self._job is None and now >= self._due_at:
-            self._job, self._due_at = _SMI.begin(self._ask, self._program), now + _GPUS_EVERY_S
+        found, smi = dict[str, float](), _Gpus._smi
+        if smi is not None and smi.poll() is not None and smi.stdout is not None:
+            with smi.stdout as said:
+                found = sum_of_gpus(os.read(said.fileno(), 65536).decode(errors="replace"))
+            HELPERS.discard(smi.pid)
+            _Gpus._smi = None
+        if self._program is not None and now >= self._due_at:
+            self._due_at = now + _GPUS_EVERY_S
+            if _Gpus._smi is not None:  # it hangs
+                _Gpus._smi.kill()
+            else:
+                self._ask(self._program)
         return found
 
-    def _ask(self, program: str) -> dict[str, float]:
-        asked = [f"--id={','.join(self._seen)}", f"--query-gpu={','.join(_GPU_VALUES.values())}"]
-        smi = subprocess.Popen(
-            [program, *asked, "--format=csv,noheader,nounits"],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            start_new_session=True,  # Ctrl-C in the terminal must not end it
-        )
-        HELPERS.add(smi.pid)  # a launch that ends neither waits for it nor tells of it
-        try:
-            with smi:
-                try:
-                    return sum_of_gpus(smi.communicate(timeout=_GPUS_LIMIT_S)[0].decode(errors="replace"))
-                finally:
-                    smi.kill()
-        finally:
-            HELPERS.discard(smi.pid)
+    def _ask(self, program: str) -> None:
+        with suppress(OSError):
+            smi = _Gpus._smi = subprocess.Popen(
+                self._argv,
+                executable=program,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                start_new_session=True,  # Ctrl-C in the terminal must not end it
+            )
+            HELPERS.add(smi.pid)  # a launch that ends neither waits for it nor tells of it
 
 
 def sum_of_gpus(text: str) -> dict[str, float]:

@@ -2,8 +2,8 @@
 
 `agent` sees a worker die and reads its exit code, or has it from torchrun.
 
-A worker records the exception that ended it (`worker_hooks`; scripts with ``@record`` write torchelastic's error file).
-The end of its stderr is shown as it is; no cause is derived from it.
+A worker records the exception that ended it (`worker_hooks`). The end of its stderr is shown as it is; no cause is
+derived from it.
 """
 
 from __future__ import annotations
@@ -13,10 +13,8 @@ import json
 import os
 import re
 import signal
-import time
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import Any
 
 from ..gang.cause import Cause, describe_exit, remedy_of_exit
 from ..gang.messages import Go
@@ -190,26 +188,11 @@ class Record:
 
 def read_record(folder: str) -> Record | None:
     """Return what the worker with this folder recorded of its end; None if it recorded nothing, or not all of it."""
-    for name, read in (("exception.json", _own_record), ("error.json", _record_of_elastic)):
-        with suppress(OSError, ValueError, AttributeError, TypeError, KeyError):
-            path = os.path.join(folder, name)
-            with open(path, encoding="utf-8", errors="replace") as file:
-                exception, traceback, at = read(json.load(file), path)
-            return Record(_printable(exception).rstrip(), _printable(traceback).rstrip(), at)
+    with suppress(OSError, ValueError, TypeError, KeyError):
+        with open(os.path.join(folder, "exception.json"), encoding="utf-8", errors="replace") as file:
+            data = json.load(file)
+        return Record(_printable(data["exception"]).rstrip(), _printable(data["traceback"]).rstrip(), float(data["at"]))
     return None
-
-
-def _own_record(data: Any, path: str) -> tuple[str, str, float]:
-    return data["exception"], data["traceback"], float(data["at"])
-
-
-def _record_of_elastic(data: Any, path: str) -> tuple[str, str, float]:
-    """Return what ``@record`` left, see ``torch/distributed/elastic/multiprocessing/errors/error_handler.py`` (2.13)."""
-    at = time.monotonic() - max(0.0, time.time() - os.path.getmtime(path))
-    message = data["message"]
-    if isinstance(message, str):
-        return message, message, at
-    return str(message["message"]), str(message.get("extraInfo", {}).get("py_callstack", "")), at
 
 
 def _printable(text: str) -> str:

@@ -69,7 +69,7 @@ class Services(ExitStack):
     def told(self) -> dict[str, Any]:
         """What the supervisor must know of them, as fields of `supervisor.call.Call`."""
         call, stores = self._call, any(service.stores for service in self._all.values())
-        more = {} if call is None else {"folders": (call.folder,), "emptied": (call.emptied,)}
+        more = {} if call is None else {"emptied": (call.emptied,)}
         return {"stores": stores, "may_train_alone": call is not None and call.may_train_alone, **more}
 
     @property

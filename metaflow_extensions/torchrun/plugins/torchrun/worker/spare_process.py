@@ -69,10 +69,6 @@ class Spare:
         with suppress(ConnectionError):  # it has ended; `poll` tells why
             socket.send_fds(self._server, [json.dumps(request).encode()], [stdout, stderr])
 
-    def fileno(self) -> int:
-        """Return the file that is ready when it has answered."""
-        return self._server.fileno()
-
     def poll(self, wait_s: float = 0.0) -> bool:
         """Wait for the answer, or so long; return whether the spare has become the program. Raises if it can't."""
         ready = select.poll()  # not `select`, which takes no number above 1023
