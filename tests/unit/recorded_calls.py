@@ -21,15 +21,12 @@ def recorded_calls(monkeypatch, tmp_path):
     plans = []
 
     class Recorder:
-        def __init__(self, made, member, services, complete):
+        def __init__(self, made, member, complete, *_):
             call.complete = complete
             plans.append(made)
 
         def run(self):
             return Outcome(Verdict(0), "", {}, (), 1.5)
-
-        def settle(self, patience_s=None):
-            pass
 
         def result(self, outcome):
             pass

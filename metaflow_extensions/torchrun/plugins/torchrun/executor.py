@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import os
 from collections.abc import Callable
+from contextlib import closing, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -22,7 +23,9 @@ from .show.gang_part import GangPart
 from .supervisor.call import Call
 from .task.arguments import Position, resolve
 from .task.facts import foreign_python, shm_warning, too_few_warning, with_facts
-from .task.launch_call import LaunchCall, Services
+from .task.function_call import FunctionCall
+from .task.launch_call import LaunchCall
+from .task.launch_outputs import LaunchOutputs
 from .task.make_call import WITHOUT_EFFECT, make_call
 from .task.member import Member
 
@@ -94,14 +97,23 @@ class TorchrunExecutor(Runner):
         context = self._context
         place = Position(self.num_nodes, self.node_index, self.main_addr, flow_folder())
         run = resolve(given, context.settings, place)
-        with Services.of(run, place.num_nodes, place.node_index, context.store) as services:
-            return self._run(run, place, services)
+        outputs = LaunchOutputs.of(run, self.node_index, context.store)  # first: it holds nothing
+        # A gang of one has its values itself.
+        function = FunctionCall.of(run, context.store if self.num_nodes > 1 else None)
+        with nullcontext() if function is None else closing(function):
+            return self._run(run, place, function, outputs)
 
-    def _run(self, run: RunSettings, place: Position, services: Services) -> TorchrunResult[Any]:
+    def _run(
+        self, run: RunSettings, place: Position, function: FunctionCall | None, outputs: LaunchOutputs | None
+    ) -> TorchrunResult[Any]:
         context = self._context
         nproc = choose_nproc(run.nproc_per_node, run.nproc_from, context.requested, context.machine)
         about: dict[str, Any] = {"nproc": nproc.value, "machine": context.machine}
-        make = partial(make_call, run, place, services.function, **about, **services.told)
+        about["stores"] = any(each is not None and each.stores for each in (function, outputs))
+        if function is not None:
+            about |= {"function": function.function, "may_train_alone": function.may_train_alone}
+            about |= {"folders": (function.folder,), "emptied": (function.emptied,)}
+        make = partial(make_call, run, place, **about)
 
         def complete() -> Call:
             """Make the call when the commands have ended, which may have made or removed something."""
@@ -114,7 +126,8 @@ class TorchrunExecutor(Runner):
         self._warn(call, run)
         text = f"processes per node: {nproc.value} ({nproc.why})"
         context.member.say(Event("chosen", self.node_index, text, is_detail=True))
-        return self._launch(LaunchCall(call, context.member, services, complete))
+        where = "" if context.store is None else context.store.where
+        return self._launch(LaunchCall(call, context.member, complete, function, outputs, where))
 
     def _warn(self, call: Call, run: RunSettings) -> None:
         """Log warnings about a launch on this machine."""
@@ -129,15 +142,18 @@ class TorchrunExecutor(Runner):
             self._note_once(warning)
 
     def _launch(self, call: LaunchCall) -> TorchrunResult[Any]:
+        member = self._context.member
         try:
             outcome = call.run()
-            call.settle()  # what the step's code prints next stands behind
+            member.link.settle()  # what the step's code prints next stands behind
             if outcome.verdict.is_without(self.node_index):
-                self._context.member.dismiss(outcome.verdict.launch)
+                member.dismiss(outcome.verdict.launch)
             return call.result(outcome)
         except LaunchFailed as error:
             if not isinstance(error, TorchrunPreempted) or (error.cause or {}).get("node") != self.node_index:
-                call.settle(_SETTLE_S)  # the gang waits for this node, and a node that is frozen may be in the way
+                member.link.settle(
+                    _SETTLE_S
+                )  # the gang waits for this node, and a node that is frozen may be in the way
             original = call.original(error)
             if original is error:
                 raise

@@ -12,11 +12,10 @@ import math
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
-from ..compat.datastore import DatastoreValues
 from ..errors import LaunchFailed, TorchrunError
 from ..events import Event
 from ..gang.cause import Cause, Failure, FailureText, failed
@@ -25,8 +24,7 @@ from ..gang.messages import Report, Store, Stored, from_wire
 from ..gang.view import as_dicts
 from ..gang.wire import Plain, from_plain, to_plain
 from ..result import TorchrunResult
-from ..settings import RunSettings
-from ..supervisor.call import Call, FunctionSpec, Outcome
+from ..supervisor.call import Call, Outcome
 from . import console
 from .function_call import FunctionCall
 from .launch_outputs import LaunchOutputs
@@ -38,82 +36,29 @@ _LAST_NEWS_S = 0.5  # how long to wait for the gang's own error when the supervi
 _STOP_S = 45.0  # what a supervisor may take beyond the workers' grace to stop a launch that is given up
 
 
-class Services(ExitStack):
-    """What a launch does besides, since the user asked for it: it carries a function's values, and stores outputs.
+class LaunchCall:
+    """One call of `run`, perhaps of a function, which perhaps stores outputs; `where` is the datastore's name and place.
 
-    The thread that calls `run` calls everything here, except for the steps of a `ToStore`: the upload's thread runs those.
-    An error ends the launch. The supervisor gets `told`. What is not needed any more is removed at the end.
+    `complete` makes the call anew after its commands, which may have made the entrypoint. An error of `function` or
+    `outputs` ends the launch.
     """
 
     def __init__(
         self,
-        call: FunctionCall | None = None,
+        call: Call,
+        member: Member,
+        complete: Callable[[], Call],
+        function: FunctionCall | None = None,
         outputs: LaunchOutputs | None = None,
-        store: DatastoreValues | None = None,
+        where: str = "",
     ) -> None:
-        super().__init__()
-        self._call, self._outputs = call, outputs
-        self.where = "" if store is None else store.where  # the datastore's name and place
-        self._all = {name: each for name, each in {"functions": call, "outputs": outputs}.items() if each is not None}
-        if call is not None:
-            self.callback(call.close)
-
-    @classmethod
-    def of(cls, run: RunSettings, num_nodes: int, node: int, store: DatastoreValues | None) -> Services:
-        """Return the services that a call of `run` asks for; `store` is None outside of a flow."""
-        outputs = LaunchOutputs.of(run, node, store)  # first: it holds nothing
-        # A gang of one has its values itself.
-        return cls(FunctionCall.of(run, store if num_nodes > 1 else None), outputs, store)
-
-    @property
-    def told(self) -> dict[str, Any]:
-        """What the supervisor must know of them, as fields of `supervisor.call.Call`."""
-        call, stores = self._call, any(service.stores for service in self._all.values())
-        more = {} if call is None else {"folders": (call.folder,), "emptied": (call.emptied,)}
-        return {"stores": stores, "may_train_alone": call is not None and call.may_train_alone, **more}
-
-    @property
-    def function(self) -> FunctionSpec | None:
-        """What the workers call instead of a script."""
-        return None if self._call is None else self._call.function
-
-    def begin(self, call: Call) -> None:
-        """Begin a generation: forget what another one has stored."""
-        for service in self._all.values():
-            service.begin(call)
-
-    def to_store(self, error: TorchrunError | None, within_s: float | None) -> dict[str, ToStore]:
-        """Return what is to be stored of a launch that ends well, or with `error`: then as much as fits into the time."""
-        found = {name: service.to_store(error, within_s) for name, service in self._all.items()}
-        return {name: each for name, each in found.items() if each is not None}
-
-    def failed(self, error: TorchrunError, told: Mapping[str, Plain]) -> None:
-        """Add data to the error with which the launch has ended."""
-        if self._outputs is not None:
-            self._outputs.failed(error, told.get("outputs", {}))
-
-    def original(self, error: LaunchFailed, told: Mapping[str, Plain]) -> BaseException:
-        """Return what `run` raises."""
-        return error if self._call is None else self._call.original(error, told.get("functions", {}))
-
-    def result(self, told: Mapping[str, Plain], say: Callable[[str], None]) -> dict[str, Any]:
-        """Return fields of `TorchrunResult`; `told` is what the verdict tells. Raises TransferFailed."""
-        fields = _metrics(told.get("progress", {}))
-        for name, service in self._all.items():
-            fields |= service.result(told.get(name, {}), say)
-        return fields
-
-
-class LaunchCall:
-    """One call of `run`; `complete` makes the call anew after its commands, which may have made the entrypoint."""
-
-    def __init__(self, call: Call, member: Member, services: Services, complete: Callable[[], Call]) -> None:
-        self.call, self.services = call, services
-        self.told: Mapping[str, Plain] = {}  # what the launch has left for this node
+        self.call, self._function, self._outputs, self._where = call, function, outputs, where
+        both = {"functions": function, "outputs": outputs}
+        self._services = {kind: each for kind, each in both.items() if each is not None}  # by the kind of their reports
+        self._told: Mapping[str, Plain] = {}  # what the launch has left for this node
         self._member, self._link = member, member.link
         self._complete, self._number = complete, -1
-        self._asked: Store | None = None  # what is to be stored of the workers' files, until it is
-        self._upload: Transfer | None = None  # of that, in a thread of its own
+        self._upload: Transfer | None = None  # of what the workers have left, in a thread of its own
         self._to_store: Mapping[str, ToStore] = {}  # its parts, by the kind of report on them
         self._stored = 0  # the generation of the last upload
         self._verdict: TorchrunError | None = None
@@ -140,22 +85,23 @@ class LaunchCall:
         member.end_launch(None, handled=self._handled)
         return outcome
 
-    def settle(self, patience_s: float | None = None) -> None:
-        """Wait until all lines of the launch are written, or for so long."""
-        self._link.settle(patience_s)
-
     @property
     def _handled(self) -> int | None:
         """How many interruptions the launch has handled; None: all, as far as is known."""
         return None if self._end is None else self._end["handled"]
 
     def _prepare(self) -> None:
-        self.services.begin(self.call)
+        self._begin_services()
         for stream in (sys.stdout, sys.stderr):
             with suppress(Exception):  # whatever the step's code has put there
                 stream.flush()
         writes = tuple(name for name, own in self._link.own_files.items() if console.is_elsewhere(name, own))
         self.call = replace(self.call, writes=writes)
+
+    def _begin_services(self) -> None:
+        """Have them begin a generation: they forget what another one has stored."""
+        for service in self._services.values():
+            service.begin(self.call)
 
     def _next(self, has_more: Callable[[], bool], wait_s: float) -> Sequence[Any]:
         """Return the next frame, of which it may have done all; an empty one where there is more to do, or time to look."""
@@ -171,8 +117,8 @@ class LaunchCall:
         return what, *rest
 
     def _has_more(self) -> bool:
-        has_upload = not self._member.has_job if self._upload is None else self._upload.over
-        return self._member.is_leaving or (self._asked is not None and has_upload)
+        may_go_on = not self._member.has_job if self._upload is None else self._upload.over
+        return self._member.is_leaving or (self._member.to_store is not None and may_go_on)
 
     def _handle(self, what: str, *rest: Any) -> None:
         if what == "complete":
@@ -184,8 +130,8 @@ class LaunchCall:
             return
         if self._member.is_leaving:
             raise TorchrunError("The step's code has ended while another thread was still in current.torch.run.")
-        if self._asked is not None:
-            self._go_on_storing(self._asked)
+        if self._member.to_store is not None:
+            self._go_on_storing(self._member.to_store)
         if self._link.end is not None:
             self._link.await_end(self.call.grace_s + _STOP_S)
             self._member.await_error(_LAST_NEWS_S)
@@ -201,14 +147,16 @@ class LaunchCall:
     def result(self, outcome: Outcome) -> TorchrunResult[Any]:
         """Return the result on this node of a launch that has ended well. Raises LaunchFailed if a part can't be loaded."""
         verdict, call, member = outcome.verdict, self.call, self._member
+        fields = _metrics(verdict.left.get("progress", {}))
         try:
-            fields = self.services.result(verdict.left, member.note)
+            for kind, service in self._services.items():
+                fields |= service.result(verdict.left.get(kind, {}), member.note)
         except TransferFailed as error:
             cause = Cause("store", member.node, member.host, exception=f"has no result: {error}")
             after = f"\nThe workers of launch {verdict.launch} had ended well on all nodes."
             told = failed(LaunchFailed, FailureText(cause, after=after))
             told.events = as_dicts(verdict.events)
-            self.services.failed(told, verdict.left)
+            self._add_outputs(told, verdict.left)
             raise told from error
         return TorchrunResult(
             launch=verdict.launch,
@@ -228,7 +176,11 @@ class LaunchCall:
 
     def original(self, error: LaunchFailed) -> BaseException:
         """Return what `run` raises for the gang's verdict: what the function raised, or the verdict itself."""
-        return self.services.original(error, self.told)
+        return error if self._function is None else self._function.original(error, self._told.get("functions", {}))
+
+    def _add_outputs(self, error: TorchrunError, told: Mapping[str, Plain]) -> None:
+        if self._outputs is not None:
+            self._outputs.failed(error, told.get("outputs", {}))
 
     # --- what the workers have left
 
@@ -239,14 +191,13 @@ class LaunchCall:
             assert isinstance(store, Store)
             is_moved = self._place(store.group)
             if is_moved or store.generation != self._stored:
-                self.services.begin(self.call)  # they may have stored what another generation had left
-            self._stored, self._asked, self._member.uploads = store.generation, store, True
+                self._begin_services()  # they may have stored what another generation had left
+            self._stored, self._member.to_store = store.generation, store
 
     def _give_up_upload(self) -> None:
         if self._upload is not None:
             self._upload.give_up()  # it sends and logs nothing more
-        self._asked = self._upload = None
-        self._member.uploads = False
+        self._upload = self._member.to_store = None
 
     def _go_on_storing(self, asked: Store) -> None:
         """Begin to store, or report to the log and the gang that it is slow, or has ended."""
@@ -259,11 +210,11 @@ class LaunchCall:
             member.note(line)
 
     def _begin_to_store(self, asked: Store) -> None:
-        self._to_store = self.services.to_store(asked.error, asked.within_s)
+        found = {kind: each.to_store(asked.error, asked.within_s) for kind, each in self._services.items()}
+        self._to_store = {kind: each for kind, each in found.items() if each is not None}
         if self._to_store:
             steps = itertools.chain.from_iterable(each.steps for each in self._to_store.values())
-            self._upload = Transfer(self.services.where, "stores", steps, self._link.wake)
-            self._upload.start()
+            self._upload = Transfer(self._where, "stores", steps, self._link.wake)
         else:
             self._give_up_upload()
             self._member.send(Stored(asked.launch, asked.generation))
@@ -273,7 +224,7 @@ class LaunchCall:
         problem, member = upload.problem(), self._member
         failures: tuple[Failure, ...] = ()
         if problem is not None and asked.error is None:  # the launch fails without it
-            text = f"has ended well, but {upload.step.what} could not be stored in {upload.where} {problem}"
+            text = f"has ended well, but {upload.step.what} could not be stored in {self._where} {problem}"
             cause = Cause("store", member.node, member.host, exception=text)
             failures = (Failure(cause),)
             member.say(Event("worker_failed", member.node, f"{cause.who} {cause.what}; stopping all nodes"))
@@ -297,12 +248,12 @@ class LaunchCall:
         outcome: Outcome = from_plain(Outcome, told["outcome"], "the outcome")
         verdict = outcome.verdict
         if self._place(verdict.group):
-            self.services.begin(self.call)
-        self.told = verdict.left
+            self._begin_services()
+        self._told = verdict.left
         if verdict.error is not None:
             self._verdict = verdict.error
             verdict.error.events = as_dicts(verdict.events)
-            self.services.failed(verdict.error, self.told)
+            self._add_outputs(verdict.error, self._told)
             raise verdict.error
         return outcome
 

@@ -18,7 +18,7 @@ from ..errors import GangError, LaunchFailed, TorchrunError, TorchrunPreempted, 
 from ..events import Event, Subscriber
 from ..gang.cause import Cause, FailureText, cause_of, failed
 from ..gang.limits import QUIET_S, REMIND_S
-from ..gang.messages import CONTROL, Abort, Answer, Farewell, Leave, Message, from_wire, to_wire
+from ..gang.messages import CONTROL, Abort, Answer, Farewell, Leave, Message, Store, from_wire, to_wire
 from ..gang.texts import names
 from ..gang.view import as_dicts
 from ..supervisor.endings import MustEnd, NotNeeded, TimedOut, lost_control, preempted, timed_out
@@ -59,7 +59,7 @@ class Member:
         self.meanwhile: Callable[[], float] = lambda: NEVER  # done while our code waits; returns for how long to wait
         self.store_now: Callable[[], None] = lambda: None  # stores what is known of the gang
         self.job: Transfer | None = None  # what `meanwhile` has begun
-        self.uploads = False  # whether a launch has something to store: that comes before all else
+        self.to_store: Store | None = None  # what a launch has to store: that comes before all else
         self.of_launch: deque[Sequence[Any]] = deque()  # frames that concern a launch, for who runs it
         self.broken: TorchrunError | None = None  # why the gang can't go on
         self._lost: TorchrunError | None = None  # the loss of the control node, which that node may not know of
@@ -69,9 +69,8 @@ class Member:
         self._heard: set[str] = set()
         self._launches = 0
         self._turn = threading.Lock()  # held by the thread that is in a launch
-        self._order: MustEnd | None = None  # why this node must end, if it must
-        self._time_is_up: TimedOut | None = None  # outside of a launch
-        self._interruptions: list[MustEnd | TimedOut] = []  # of the launch, which its supervisor was told of
+        # What has told this node to end, and was not raised yet; in a launch its supervisor hears of each, and handles it.
+        self._orders: list[MustEnd | TimedOut] = []
         self.is_interrupted = False  # by Ctrl-C
         self._is_raised = False  # whether that has been raised
         self._not_needed: NotNeeded | None = None  # what each call of `run` raises on a node that was dismissed
@@ -83,6 +82,11 @@ class Member:
     def in_task(self) -> bool:
         """Whether this is the task's own process, not a fork of it."""
         return not self.link.is_forked
+
+    @property
+    def _order(self) -> MustEnd | None:
+        """Why this node must end, if it must."""
+        return next((each for each in self._orders if isinstance(each, MustEnd)), None)
 
     @property
     def must_end(self) -> bool:
@@ -159,22 +163,14 @@ class Member:
         """
         if self._state in _OVER or not self.in_task:
             return self._state is State.FAILING  # it ends already
+        self._orders.append(news)
         if self._state is State.LAUNCH:
-            self._interruptions.append(news)
             self.link.send(*(("time_out", news.text) if isinstance(news, TimedOut) else ("interrupt", news.why)))
-        if self._state is not State.LAUNCH or isinstance(news, MustEnd):
-            self._keep(news)
         if is_now:
             self.raise_news()
         else:
             self.link.wake()
         return True
-
-    def _keep(self, news: MustEnd | TimedOut) -> None:
-        if isinstance(news, TimedOut):
-            self._time_is_up = news
-        else:
-            self._order = self._order or news
 
     def interrupt(self) -> None:
         """Raise KeyboardInterrupt where our code waits."""
@@ -190,7 +186,7 @@ class Member:
         if self._state is State.LAUNCH or self._state in _OVER or not self.in_task:
             return
         if self.broken is not None and self._state is not State.TOLD:
-            self._order = None
+            self._orders.clear()
             self._state = State.TOLD
             raise self.broken
         if self._order is not None:
@@ -199,8 +195,7 @@ class Member:
             self.send(Leave("failed", self.cause_of(error)))
             orders.end(self)
             raise error
-        if self._time_is_up is not None:
-            news, self._time_is_up = self._time_is_up, None
+        if self._orders and isinstance(news := self._orders.pop(), TimedOut):
             raise timed_out(self.node, self.host, news.text)
 
     def _between_waits(self) -> float:
@@ -265,9 +260,8 @@ class Member:
         try:
             with self.link.ours():
                 self.link.read()
-            if (error := self._obstacle()) is not None:
-                raise error
-            self._interruptions, self._verdict = [], None
+            self._check_that_one_may_begin()
+            self._verdict = None
             self.of_launch.clear()
             self._launches += 1
             self.link.send("run", number, request)  # first, or it would hear of an interruption before
@@ -279,21 +273,19 @@ class Member:
             raise
         return number
 
-    def _obstacle(self) -> TorchrunError | NotNeeded | None:
-        """Return why no launch can begin, or None."""
+    def _check_that_one_may_begin(self) -> None:
         if self._not_needed is not None:
-            return self._not_needed
+            raise self._not_needed
+        self.raise_news()
         if self.broken is not None:
-            self._state = State.TOLD if self._state is State.STEP else self._state
-            return self.broken
-        if self._state is State.ENDING or (self._order is not None and self._state not in _OVER):
-            return self.terminated()
+            raise self.broken
+        if self._state is State.ENDING:
+            raise self.terminated()
         if not self._heard.isdisjoint({"bye", "gone"}) or self._state not in (State.STEP, State.TOLD):
-            return GangError(
+            raise GangError(
                 "current.torch.run was called after the gang had ended: the control node's step has already finished. Every "
                 "node must call it the same number of times."
             )
-        return None
 
     def end_launch(self, verdict: TorchrunError | None, failing: bool = False, handled: int | None = None) -> None:
         """End the launch: the step's own code runs again. Raise news that came too late for the launch.
@@ -301,16 +293,15 @@ class Member:
         `verdict` is what the gang has decided. If `failing`, the launch raises it, or another error. `handled` is how many
         interruptions the launch has handled; None: all.
         """
-        self._verdict, self._order = verdict, None
+        self._verdict = verdict
+        del self._orders[:handled]
         try:
             if self._state is State.LAUNCH:
                 told = verdict is not None or (failing and self.broken is not None)
-                self._state = State.TOLD if told else State.STEP  # first: what comes later is the step's
-            for news in () if handled is None else self._interruptions[handled:]:
-                self._keep(news)
+                self._state = State.TOLD if told else State.STEP  # what comes later is the step's
         finally:
             self._turn.release()
-        if not failing or self._order is not None or self._time_is_up is not None:
+        if not failing or self._orders:
             self.raise_news()
 
     def finish(self) -> None:
