@@ -20,7 +20,7 @@ class FakeLink:
         self.sent, self.messages = queue.Queue(), queue.Queue()
         self.own_files = {"stdout": None, "stderr": None}
         self.end = self.waiter = self.last_words = self.handle = self.turn = None
-        self.is_forked = self.is_closed = self.stays = False
+        self.is_closed = False
         self.awaited = []  # for how long its end was awaited
         self._come = deque()
 

@@ -1,5 +1,6 @@
 """How nodes find each other, whatever has become of the control node. Real sockets; the datastore is a dict."""
 
+import re
 import signal
 import socket
 from contextlib import suppress
@@ -11,7 +12,7 @@ from loops import InLoop, Loop
 from test_registry import FlowDatastore, registry_of
 from unit_helpers import eventually
 
-from metaflow_extensions.torchrun.plugins.torchrun.errors import GangError, TorchrunPreempted
+from metaflow_extensions.torchrun.plugins.torchrun.errors import GangError, GangStartTimeout, TorchrunPreempted
 from metaflow_extensions.torchrun.plugins.torchrun.gang.gang import Presence
 from metaflow_extensions.torchrun.plugins.torchrun.gang.messages import Join, from_wire
 from metaflow_extensions.torchrun.plugins.torchrun.gang.policy import ConnectPolicy
@@ -88,6 +89,13 @@ def test_a_control_node_that_has_ended_without_a_word_is_given_up(registry, poli
     assert said == []
 
 
+def test_a_control_node_that_never_comes_is_named_with_the_setting(registry):
+    words = "Waited 0.1 s, but node 0 .*7/train/3, attempt 0.*all_nodes_started_timeout"
+    error, _ = join(registry, all_nodes_started_timeout=0.1)
+    assert isinstance(error, GangStartTimeout)
+    assert re.search(words, str(error))
+
+
 def begun(registry, **more):
     """Have a former control node's record and view in the datastore."""
     registry.save(AddressRecord((HOST,), pick_port(), "secret", "gpu-0 🙂*"))
@@ -125,7 +133,7 @@ def test_a_control_node_that_can_not_listen_tells_those_who_would_wait_for_it(re
     assert str(here.value) in str(error)
 
 
-@pytest.mark.parametrize("method", ["save", "look_up"])
+@pytest.mark.parametrize("method", ["save", "load"])
 def test_an_order_to_end_is_heard_though_a_stores_client_takes_it_for_an_error(method, registry, control, monkeypatch):
     """botocore does (`httpsession.py`), and tries again."""
     registry.save(control()[0])

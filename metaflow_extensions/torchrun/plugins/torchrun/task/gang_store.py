@@ -161,7 +161,7 @@ class GangStore:
     def close(self) -> None:
         """Store the gang's end, within some seconds; the link is closed by then."""
         member, link = self._member, self._member.link
-        if link.is_forked:
+        if member.is_forked:
             return
         if link.last_words is not None:
             self._view = GangView.read(link.last_words["view"])

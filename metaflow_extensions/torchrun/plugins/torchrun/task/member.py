@@ -71,17 +71,13 @@ class Member:
         self._turn = threading.Lock()  # held by the thread that is in a launch
         # What has told this node to end, and was not raised yet; in a launch its supervisor hears of each, and handles it.
         self._orders: list[MustEnd | TimedOut] = []
+        self.is_forked = False  # whether this is a fork of the task: only the task itself is a node of the gang
         self.is_interrupted = False  # by Ctrl-C
         self._is_raised = False  # whether that has been raised
         self._not_needed: NotNeeded | None = None  # what each call of `run` raises on a node that was dismissed
         self._events: deque[Event] = deque()  # which a signal handler must not emit
         link.handle, link.turn = self._handle, self._between_waits
         orders.begin(self, alarm)
-
-    @property
-    def in_task(self) -> bool:
-        """Whether this is the task's own process, not a fork of it."""
-        return not self.link.is_forked
 
     @property
     def _order(self) -> MustEnd | None:
@@ -101,7 +97,7 @@ class Member:
     @property
     def is_storing(self) -> bool:
         """Whether the step's code has ended well here and its results are being stored."""
-        return self.in_task and self._state is State.STORING
+        return self._state is State.STORING
 
     @property
     def is_leaving(self) -> bool:
@@ -128,6 +124,8 @@ class Member:
             cause = Cause("agent_ended", self.node, self.host, exception=rest[0])
             self._break(failed(LaunchFailed, FailureText(cause)))
             self._heard.add("gone")
+        elif what == "forked":  # this is a fork of the task, which has left
+            self.is_forked, self._state = True, State.LEFT
         else:
             self.of_launch.append(frame)
 
@@ -161,7 +159,7 @@ class Member:
 
         A handler of a signal calls it. If `is_now`, it is raised here.
         """
-        if self._state in _OVER or not self.in_task:
+        if self._state in _OVER:
             return self._state is State.FAILING  # it ends already
         self._orders.append(news)
         if self._state is State.LAUNCH:
@@ -183,7 +181,7 @@ class Member:
         if self.is_interrupted and not self._is_raised and not self.is_leaving:
             self._is_raised = True
             raise KeyboardInterrupt
-        if self._state is State.LAUNCH or self._state in _OVER or not self.in_task:
+        if self._state is State.LAUNCH or self._state in _OVER:
             return
         if self.broken is not None and self._state is not State.TOLD:
             self._orders.clear()
@@ -230,8 +228,8 @@ class Member:
         self.link.send("send", to_wire(message))
 
     def refuse_in_child(self) -> None:
-        """Raise if this process is a fork of the task: only the task itself is a node of the gang."""
-        if not self.in_task:
+        """Raise if this process is a fork of the task."""
+        if self.is_forked:
             raise GangError(
                 "current.torch.run was called in a process that was forked from the task. Call it in the task itself, for "
                 "example in the step's own code."
@@ -240,7 +238,7 @@ class Member:
     @property
     def is_dismissed(self) -> bool:
         """Whether this node has left since a launch has ended well without it."""
-        return self.in_task and self._not_needed is not None
+        return self._not_needed is not None and not self.is_forked
 
     def dismiss(self, launch: int) -> NoReturn:
         """End the step's code here: the launch has ended well without this node, which the gang counts no more."""
@@ -309,8 +307,6 @@ class Member:
 
         Raises the order to end, if the step's code has swallowed it: the gang has failed for it.
         """
-        if not self.in_task:
-            return
         if self._state is State.LAUNCH:
             raise GangError(
                 f"The step's code has ended on node {self.node} while launch {self._launches - 1} still ran there in "
@@ -342,7 +338,7 @@ class Member:
 
     def await_error(self, patience_s: float) -> None:
         """Raise the error that breaks the gang, if one comes in time."""
-        if self.in_task and self.link.wait(lambda: self.broken is not None, patience_s) and self.broken is not None:
+        if self.link.wait(lambda: self.broken is not None, patience_s) and self.broken is not None:
             raise self.broken
 
     def await_others(self, remaining: Callable[[], list[int]]) -> None:
@@ -350,7 +346,7 @@ class Member:
 
         From then on this node's results are being stored, as on a member after `finish`.
         """
-        if self._state is not State.WAITING or not self.in_task:  # a gang of one has nobody to wait for
+        if self._state is not State.WAITING:  # a gang of one has nobody to wait for
             return
         patience_s = QUIET_S
         while not self.link.wait(lambda: "alone" in self._heard or self.broken is not None, patience_s):
@@ -371,7 +367,7 @@ class Member:
         error it waits `hold_s` seconds at most for the channel's end: then the control node's log holds the cause.
         """
         before = self._state
-        if before is State.LEFT or not self.in_task:
+        if before is State.LEFT:
             return
         orders.end(self)  # first: a gang around this one hears of what comes from now on
         self._state = State.LEFT

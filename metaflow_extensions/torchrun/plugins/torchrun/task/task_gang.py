@@ -154,7 +154,7 @@ class TaskGang:
                     self._forget(out)
         except BaseException as error:
             member = self._member
-            if member is not None and not member.in_task:
+            if member is not None and member.is_forked:
                 raise  # a child that the step has forked and that went on with the step's code
             signal.alarm(0)  # the step's @timeout is for its code
             if is_ordered := self._was_told_to_end(error):
@@ -239,7 +239,7 @@ class TaskGang:
     def leave(self, error: BaseException | None) -> None:
         """Leave for good; nothing the second time, and in a fork of the task."""
         member, self._member = self._member, None
-        if member is None or not member.in_task:
+        if member is None or member.is_forked:
             return
         if self._replaces and not self._is_control:  # else the last lines could be missing
             self._log.save(_UPLOAD_S)
