@@ -20,7 +20,7 @@ from types import SimpleNamespace
 from metaflow.datastore import FlowDataStore
 from metaflow.plugins.datastores.local_storage import LocalStorage
 
-from metaflow_extensions.torchrun.plugins.torchrun.executor import Context, TorchrunExecutor
+from metaflow_extensions.torchrun.plugins.torchrun.executor import TorchrunExecutor
 from metaflow_extensions.torchrun.plugins.torchrun.gang.view import Presence
 from metaflow_extensions.torchrun.plugins.torchrun.gang.wire import to_plain
 from metaflow_extensions.torchrun.plugins.torchrun.machine import detached
@@ -224,7 +224,7 @@ def main(task):
         registry = NotedRegistry(flow_datastore, "1", "train", task.gang, 0)
         member, store, main_addr = join(task, registry, settings, starts)
         notes.save(join_s=time.monotonic() - begun, main_addr=main_addr)
-        executor = TorchrunExecutor(Context(member, main_addr, machine, settings))
+        executor = TorchrunExecutor(member, main_addr, machine, settings)
         run_own_code(task)
         run_all(executor, task, notes)
         member.finish()

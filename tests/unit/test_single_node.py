@@ -32,15 +32,15 @@ def task(monkeypatch, tmp_path):
 
 @pytest.fixture
 def launches(monkeypatch, task):
-    """Have launches only written down, as `contexts`; each does what `do` says with its member."""
-    launches = SimpleNamespace(contexts=[], do=lambda member: None)
+    """Have each launch do what `do` says with its member."""
+    launches = SimpleNamespace(do=lambda member: None)
 
     class Executor:
-        def __init__(self, context):
-            launches.contexts.append(context)
+        def __init__(self, member, *_, **__):
+            self.member = member
 
         def launched(self, given):
-            launches.do(launches.contexts[-1].member)
+            launches.do(self.member)
 
     monkeypatch.setattr(executor, "TorchrunExecutor", Executor)
     return launches

@@ -218,7 +218,7 @@ class TorchrunDecorator(steps.ParallelDecorator):  # type: ignore[misc]  # Metaf
     def setup_distributed_env(self, flow: Any) -> None:
         """Join the gang and offer ``current.torch``; called right before the step's code."""
         from .compat.datastore import DatastoreValues
-        from .executor import Context, TorchrunExecutor
+        from .executor import TorchrunExecutor
         from .gang.messages import CONTROL
         from .machine.accelerators import this_machine
         from .machine.open_files import raise_limit
@@ -239,16 +239,9 @@ class TorchrunDecorator(steps.ParallelDecorator):  # type: ignore[misc]  # Metaf
                 settings = replace(settings, nproc_per_node=nproc_in_calls(self._graph, self._step_name))
         starts = starts_of(settings, machine, None if here else self._requested)
         member, main_addr = self._gang.join(steps.tasks_of(flow), starts)
-        context = Context(
-            member,
-            main_addr,
-            machine,
-            self._settings,
-            requested=None if here else self._requested,
-            store=DatastoreValues(self._flow_datastore),
-            part=self._gang.part,
-        )
-        steps.offer("torch", TorchrunExecutor(context))
+        requested, store = None if here else self._requested, DatastoreValues(self._flow_datastore)
+        about = (member, main_addr, machine, self._settings, requested, store, self._gang.part)
+        steps.offer("torch", TorchrunExecutor(*about))
 
 
 TorchrunDecorator.__doc__ = with_parameters(TorchrunDecorator.__doc__, DEFAULTS)

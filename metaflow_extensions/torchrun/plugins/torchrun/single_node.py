@@ -48,7 +48,7 @@ class TorchrunSingleNodeMultiGPU(Runner):
         """Run a launch in a gang of one node."""
         from .compat.datastore import values_of_running_flow
         from .compat.renamed import check
-        from .executor import Context, TorchrunExecutor
+        from .executor import TorchrunExecutor
         from .machine.accelerators import this_machine
         from .settings import parse_settings
         from .task.cards import Cards
@@ -67,8 +67,8 @@ class TorchrunSingleNodeMultiGPU(Runner):
             self._cards = self._cards or Cards(self._flow_datastore, with_ours=is_alone)
             self._cards.has_parts = self._has_parts and is_alone
             store = GangStore(member, about, self._cards, registry=None)
-            context = Context(member, LOOPBACK, machine, settings, store=values_of_running_flow())
-            return TorchrunExecutor(context).launched(given)
+            values = values_of_running_flow()
+            return TorchrunExecutor(member, LOOPBACK, machine, settings, store=values).launched(given)
         except BaseException as caught:
             error = caught
             _tell(caught, member)
@@ -76,9 +76,7 @@ class TorchrunSingleNodeMultiGPU(Runner):
         finally:
             member.leave(error)
             if store is not None:
-                store.close()
-            if error is not None and self._cards is not None:
-                self._cards.make_last()
+                store.close(error)
 
     def _part(self, names: tuple[str, ...]) -> GangPart:
         from .show.gang_part import GangPart

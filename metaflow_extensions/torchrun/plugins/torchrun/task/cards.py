@@ -15,7 +15,6 @@ from ..show.gang_card import page_of_gang, sections_of_gang
 from ..show.gang_part import GangPart
 from .transfer import do_within
 
-_LAST_S = 60.0  # for the last cards of a failed task: Metaflow's take some seconds, and more on a busy machine
 _LIVE, _LAST = "what the gang's card shows while the step runs", "the last card of a step that has failed"
 _RUNS, _ENDED = "runtime", "final"  # what a browser that shows a page compares
 
@@ -57,7 +56,7 @@ class Cards:
     def _with_parts(self) -> list[Any]:
         return cards.with_component(GangPart) if self.has_parts else []
 
-    def make_last(self, patience_s: float = _LAST_S) -> None:
+    def make_last(self, patience_s: float) -> None:
         """Make the last cards of a failing task, which Metaflow does not make; wait at most `patience_s`."""
         if self._ours or self._with_parts:
             do_within(self._make_last, patience_s)

@@ -13,7 +13,7 @@ from contextlib import suppress
 from functools import partial
 from typing import Any
 
-from ..errors import GangError
+from ..errors import GangError, TorchrunPreempted
 from ..gang.messages import CONTROL
 from ..gang.view import GangView, NodeView, Presence, Word, told_by_others
 from ..registry import Registry, Reply, Request
@@ -27,6 +27,9 @@ _EVERY_S = 5.0  # between two writings
 # Numbers (such as the nodes' usage) change all the time, and with many nodes they are a megabyte.
 _NUMBERS_S = 15.0
 _LOOK_S = 2.0  # one request of an object store: 43 000 in a day cost two cents (S3, $0.0004 for 1 000)
+# For the last cards of a failed task: Metaflow's take some seconds, and more on a busy machine. If the task is preempted, its
+# machine is about to go.
+_LAST_CARD_S, _PREEMPTED_CARD_S = 60.0, 2.0
 # A request of long ago is not answered: who asked does not wait any more. The clocks of two machines may differ so much.
 _TOO_OLD_S = 600.0
 
@@ -158,8 +161,11 @@ class GangStore:
 
     # --- the end -----------------------------------------------------------------------------------
 
-    def close(self) -> None:
-        """Store the gang's end, within some seconds; the link is closed by then."""
+    def close(self, error: BaseException | None = None) -> None:
+        """Store the gang's end, within some seconds, and make the last cards of a task that has failed.
+
+        The link is closed by then.
+        """
         member, link = self._member, self._member.link
         if member.is_forked:
             return
@@ -169,3 +175,5 @@ class GangStore:
             member.job.await_end()
         if self._registry is not None and (member.job is None or not member.job.hangs):
             do_within(partial(self._registry.save_view, self.view, _PATIENCE_S), _PATIENCE_S)
+        if error is not None:
+            self._cards.make_last(_PREEMPTED_CARD_S if isinstance(error, TorchrunPreempted) else _LAST_CARD_S)

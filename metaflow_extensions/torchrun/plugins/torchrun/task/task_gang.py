@@ -46,8 +46,6 @@ _HOLD_S = 10.0
 _UPLOAD_S = 5.0
 # How long the control node of a local run waits for the gang's word on a node whose end Metaflow has seen first.
 _OTHERS_WORD_S, _OTHERS_LOOK_S = 5.0, 0.25
-# How long a preempted task waits for its card: its machine is about to go.
-_PREEMPTED_CARD_S = 2.0
 
 
 class TaskGang:
@@ -69,7 +67,6 @@ class TaskGang:
         self._member: Member | None = None
         self._is_control = False  # of several nodes
         self._store: GangStore | None = None  # on any control node
-        self._cards: Cards | None = None  # on any control node
         self.part: Callable[[tuple[str, ...]], GangPart] | None = None  # see `Context.part`
         self._about: dict[str, Any] = {}  # the nodes' tasks, and the command of torchrun
         self._is_incomplete = False  # whether the gang has ended well without some nodes
@@ -117,8 +114,8 @@ class TaskGang:
                 registry.save(AddressRecord((), 0, "", socket.gethostname()))
             member = begin_gang(settings, self._emit, more, rules)
         self._member, self._is_control, self._about["tasks"] = member, num_nodes > 1, tuple(tasks)
-        self._cards = Cards(self._flow_datastore)
-        self._store, self.part = GangStore(member, self._about, self._cards, registry), self._cards.part
+        cards = Cards(self._flow_datastore)
+        self._store, self.part = GangStore(member, self._about, cards, registry), cards.part
         if self._local_nodes is not None and self._is_control:
             for node, reason in self._local_nodes.ended().items():
                 member.link.send("gone", node, reason)
@@ -245,9 +242,7 @@ class TaskGang:
             self._log.save(_UPLOAD_S)
         member.leave(error, hold_s=0.0 if self._is_local or self._is_control else _HOLD_S)
         if self._store is not None:
-            self._store.close()
-        if self._cards is not None and error is not None:
-            self._cards.make_last(*([_PREEMPTED_CARD_S] if isinstance(error, TorchrunPreempted) else []))
+            self._store.close(error)
 
     def watch_storing(self, task_datastore: Any) -> None:
         """Leave when all is stored, or report that it can't be: Metaflow calls no decorator after that (task.py, 2.19).
