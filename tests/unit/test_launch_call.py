@@ -62,15 +62,6 @@ class Call:
         return self.ends(outcome=to_plain(outcome), **told)
 
 
-def test_a_good_end_is_returned_and_those_of_other_launches_are_not_meant():
-    call = Call()
-    assert call.request["writes"] == ["stdout", "stderr"]
-    call.says("ended", 7, {"handled": 0})
-    outcome = call.ends_well()
-    assert (outcome.exit_codes, outcome.command) == ({1: 0}, "torchrun x")
-    assert call.member.begin_launch() == 1
-
-
 def test_what_is_no_number_comes_back_as_nan():
     call = Call()
     told = {"last": {"loss": None, "step": 7}, "history": {"loss": [[1, 3.0], [7, None]]}}
@@ -78,21 +69,6 @@ def test_what_is_no_number_comes_back_as_nan():
     assert (math.isnan(found.metrics.pop("loss")), found.metrics) == (True, {"step": 7})
     (first, (step, value)) = found.history["loss"]
     assert (first, step, math.isnan(value)) == ((1, 3.0), 7, True)
-
-
-def test_the_verdict_is_raised_and_known_to_the_gang():
-    call = Call()
-    error = call.ends_well(ERROR)
-    assert (type(error), str(error)) == (LaunchFailed, str(ERROR))
-    assert call.member.gang_knows(error)
-
-
-def test_text_for_the_steps_own_stream_is_written_before_it_is_answered(capfd):
-    call = Call()
-    call.says("text", "stdout", "größe\n", 8)
-    assert call.expect("wrote") == [8]
-    assert capfd.readouterr().out == "größe\n"
-    call.ends_well()
 
 
 def test_what_is_still_missing_after_the_commands_ends_the_launch_with_its_cause():
@@ -150,15 +126,6 @@ def test_a_step_that_ends_before_it_ends_the_launch():
     call.expect("give_up")
     error = call.ends()
     assert (type(error), "another thread" in str(error)) == (TorchrunError, True)
-
-
-def test_a_supervisor_that_is_gone_ends_it_when_its_parent_has_stopped_all():
-    call = Call()
-    call.link.end = "its supervisor process (pid 7) ended unexpectedly, as by SIGKILL"
-    call.link.says("supervisor_lost", call.link.end)
-    error = call.came.get(timeout=HANG_S)
-    assert "supervisor process (pid 7)" in str(error)
-    assert call.link.awaited
 
 
 def test_a_launch_that_is_given_up_is_awaited_a_bounded_time(monkeypatch):
@@ -225,7 +192,7 @@ def test_an_upload_is_given_up_when_all_start_again(files):
     call = storing(files, 0)
     assert files.saving.acquire(timeout=HANG_S)
     call.says("store", None)
-    eventually(lambda: call.member.to_store is None)
+    eventually(lambda: not call.member.uploads)
     for _ in range(2):
         files.words.put("go on")
     eventually(lambda: "torchrun-values" not in {thread.name for thread in threading.enumerate()})

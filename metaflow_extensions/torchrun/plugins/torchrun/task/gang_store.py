@@ -95,7 +95,7 @@ class GangStore:
     def _go_on(self) -> float:
         """Go on with what is due; return for how long the wait may last."""
         now, member, link = time.monotonic(), self._member, self._member.link
-        if not self._is_wanted or (member.to_store is not None and not member.has_job):
+        if not self._is_wanted or (member.uploads and not member.has_job):
             return NEVER
         if member.job is not None and member.job.hangs:  # one at a time
             return NEVER if member.job.over else member.job.left_s

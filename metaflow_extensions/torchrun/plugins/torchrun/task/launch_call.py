@@ -58,9 +58,7 @@ class LaunchCall:
         self._told: Mapping[str, Plain] = {}  # what the launch has left for this node
         self._member, self._link = member, member.link
         self._complete, self._number = complete, -1
-        self._upload: Transfer | None = None  # of what the workers have left, in a thread of its own
-        self._to_store: Mapping[str, ToStore] = {}  # its parts, by the kind of report on them
-        self._stored = 0  # the generation of the last upload
+        self._stored = 0  # the generation whose files were stored last
         self._verdict: TorchrunError | None = None
         self._end: Mapping[str, Any] | None = None  # what the supervisor has told at the launch's end
 
@@ -72,7 +70,7 @@ class LaunchCall:
         self._number = member.begin_launch(to_plain(self.call))
         try:
             while self._end is None:
-                self._handle(*self._next(self._has_more, _LOOK_S))
+                self._do(*self._next())
             outcome = self._outcome(self._end)
             member.store_now()  # nothing is stored while the step's own code runs
         except BaseException as error:
@@ -103,39 +101,43 @@ class LaunchCall:
         for service in self._services.values():
             service.begin(self.call)
 
-    def _next(self, has_more: Callable[[], bool], wait_s: float) -> Sequence[Any]:
-        """Return the next frame, of which it may have done all; an empty one where there is more to do, or time to look."""
-        frames = self._member.of_launch
-        self._link.wait(lambda: frames or has_more(), wait_s)
-        what, *rest = frames.popleft() if frames else ("",)
+    def _next(self, is_enough: Callable[[], bool] = lambda: False) -> Sequence[Any]:
+        """Return the next frame; an empty one when it is enough, or time to look. Raises TorchrunError if none can come."""
+        member, frames = self._member, self._member.of_launch
+        self._link.wait(lambda: frames or is_enough() or member.is_leaving, _LOOK_S)
+        if frames:
+            frame = frames.popleft()
+            self._take(*frame)
+            return frame
+        if member.is_leaving:
+            raise TorchrunError("The step's code has ended while another thread was still in current.torch.run.")
+        if self._link.end is not None:
+            self._link.await_end(self.call.grace_s + _STOP_S)
+            member.await_error(_LAST_NEWS_S)
+            raise TorchrunError("This node's supervisor process has ended.")
+        return ("",)
+
+    def _take(self, what: str, *rest: Any) -> None:
+        """Do what a frame asks for that may come at any time."""
         if what == "text":
             stream, text, count = rest
             console.write(stream, text)
             self._link.send("wrote", count)
         elif what == "ended" and rest[0] == self._number:
             self._end = rest[1]
-        return what, *rest
 
-    def _has_more(self) -> bool:
-        may_go_on = not self._member.has_job if self._upload is None else self._upload.over
-        return self._member.is_leaving or (self._member.to_store is not None and may_go_on)
-
-    def _handle(self, what: str, *rest: Any) -> None:
+    def _do(self, what: str, *rest: Any) -> None:
         if what == "complete":
             self.call = replace(self._complete(), writes=self.call.writes)
             self._link.send("complete", to_plain(self.call))
-        elif what == "store":
-            self._on_store(rest[0])
-        elif self._end is not None:
-            return
-        if self._member.is_leaving:
-            raise TorchrunError("The step's code has ended while another thread was still in current.torch.run.")
-        if self._member.to_store is not None:
-            self._go_on_storing(self._member.to_store)
-        if self._link.end is not None:
-            self._link.await_end(self.call.grace_s + _STOP_S)
-            self._member.await_error(_LAST_NEWS_S)
-            raise TorchrunError("This node's supervisor process has ended.")
+        elif what == "store" and rest[0] is not None:  # None: what this has begun is no longer wanted
+            store = from_wire(rest[0])
+            assert isinstance(store, Store)
+            self._member.uploads = True
+            try:
+                self._store(store)
+            finally:
+                self._member.uploads = False
 
     def _place(self, group: Group | None) -> bool:
         """Take the place that this node has in the last generation; return whether it had another one before."""
@@ -184,57 +186,55 @@ class LaunchCall:
 
     # --- what the workers have left
 
-    def _on_store(self, wire: Any) -> None:
-        self._give_up_upload()
-        if wire is not None:
-            store = from_wire(wire)
-            assert isinstance(store, Store)
-            is_moved = self._place(store.group)
-            if is_moved or store.generation != self._stored:
-                self._begin_services()  # they may have stored what another generation had left
-            self._stored, self._member.to_store = store.generation, store
+    def _store(self, asked: Store) -> None:
+        """Store what the gang asks for, and tell it; give up when another frame comes."""
+        is_moved = self._place(asked.group)
+        if is_moved or asked.generation != self._stored:
+            self._begin_services()  # they may have stored what another generation had left
+        self._stored, member = asked.generation, self._member
+        if not self._await(lambda: not member.has_job):  # one at a time
+            return
+        all_parts = {kind: each.to_store(asked.error, asked.within_s) for kind, each in self._services.items()}
+        parts = {kind: each for kind, each in all_parts.items() if each is not None}
+        failures: tuple[Failure, ...] = ()
+        if parts:
+            steps = itertools.chain.from_iterable(each.steps for each in parts.values())
+            upload = Transfer(self._where, "stores", steps, self._link.wake)
+            try:
+                if not self._await(lambda: upload.over, upload):
+                    return
+            finally:
+                upload.give_up()  # it sends and logs nothing more
+            failures = self._tell_end(asked, upload, parts)
+        member.send(Stored(asked.launch, asked.generation, failures))
 
-    def _give_up_upload(self) -> None:
-        if self._upload is not None:
-            self._upload.give_up()  # it sends and logs nothing more
-        self._upload = self._member.to_store = None
+    def _await(self, is_over: Callable[[], bool], upload: Transfer | None = None) -> bool:
+        """Wait, and report to the log if the upload is slow; return False if the gang goes on without it."""
+        while not is_over():
+            frame = self._next(is_over)
+            if frame[0] in ("store", "complete") or self._end is not None:
+                self._member.of_launch.appendleft(frame)
+                return False
+            if upload is not None and (line := upload.line()) is not None:
+                self._member.note(line)
+        return True
 
-    def _go_on_storing(self, asked: Store) -> None:
-        """Begin to store, or report to the log and the gang that it is slow, or has ended."""
-        member, upload = self._member, self._upload
-        if upload is None and not member.has_job:  # one at a time
-            self._begin_to_store(asked)
-        elif upload is not None and upload.over:
-            self._tell_end(asked, upload)
-        elif upload is not None and (line := upload.line()) is not None:
-            member.note(line)
-
-    def _begin_to_store(self, asked: Store) -> None:
-        found = {kind: each.to_store(asked.error, asked.within_s) for kind, each in self._services.items()}
-        self._to_store = {kind: each for kind, each in found.items() if each is not None}
-        if self._to_store:
-            steps = itertools.chain.from_iterable(each.steps for each in self._to_store.values())
-            self._upload = Transfer(self._where, "stores", steps, self._link.wake)
-        else:
-            self._give_up_upload()
-            self._member.send(Stored(asked.launch, asked.generation))
-
-    def _tell_end(self, asked: Store, upload: Transfer) -> None:
-        self._give_up_upload()
+    def _tell_end(self, asked: Store, upload: Transfer, parts: Mapping[str, ToStore]) -> tuple[Failure, ...]:
+        """Tell the log and the gang how it has ended; return why the launch fails without it."""
         problem, member = upload.problem(), self._member
         failures: tuple[Failure, ...] = ()
-        if problem is not None and asked.error is None:  # the launch fails without it
+        if problem is not None and asked.error is None:
             text = f"has ended well, but {upload.step.what} could not be stored in {self._where} {problem}"
             cause = Cause("store", member.node, member.host, exception=text)
             failures = (Failure(cause),)
             member.say(Event("worker_failed", member.node, f"{cause.who} {cause.what}; stopping all nodes"))
-        for name, each in self._to_store.items():
+        for kind, each in parts.items():
             for line in () if failures else each.lines(problem, upload.seconds):
                 member.note(line)
             if each.stored:
-                member.send(Report(name, asked.launch, asked.generation, dict(each.stored)))
+                member.send(Report(kind, asked.launch, asked.generation, dict(each.stored)))
                 each.is_told = True
-        member.send(Stored(asked.launch, asked.generation, failures))
+        return failures
 
     # --- the end
 
@@ -259,13 +259,13 @@ class LaunchCall:
 
     def _give_up(self, error: BaseException) -> None:
         """Have the supervisor stop everything here, if it has not, and wait for that."""
-        self._give_up_upload()
         if self._end is None:
             cause = None if self._member.gang_knows(error) else self._member.cause_of(error)
             self._link.send("give_up", self._number, None if cause is None else to_plain(cause))
-        deadline = time.monotonic() + self.call.grace_s + _STOP_S
+        frames, deadline = self._member.of_launch, time.monotonic() + self.call.grace_s + _STOP_S
         while self._end is None and self._link.end is None and (left_s := deadline - time.monotonic()) > 0:
-            self._next(bool, left_s)
+            if self._link.wait(lambda: frames, left_s):
+                self._take(*frames.popleft())
 
 
 def _metrics(told: Plain) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from ..errors import GangError, LaunchFailed, TorchrunError, TorchrunPreempted, 
 from ..events import Event, Subscriber
 from ..gang.cause import Cause, FailureText, cause_of, failed
 from ..gang.limits import QUIET_S, REMIND_S
-from ..gang.messages import CONTROL, Abort, Answer, Farewell, Leave, Message, Store, from_wire, to_wire
+from ..gang.messages import CONTROL, Abort, Answer, Farewell, Leave, Message, from_wire, to_wire
 from ..gang.texts import names
 from ..gang.view import as_dicts
 from ..supervisor.endings import MustEnd, NotNeeded, TimedOut, lost_control, preempted, timed_out
@@ -59,7 +59,7 @@ class Member:
         self.meanwhile: Callable[[], float] = lambda: NEVER  # done while our code waits; returns for how long to wait
         self.store_now: Callable[[], None] = lambda: None  # stores what is known of the gang
         self.job: Transfer | None = None  # what `meanwhile` has begun
-        self.to_store: Store | None = None  # what a launch has to store: that comes before all else
+        self.uploads = False  # whether a launch has something to store: that comes before all else
         self.of_launch: deque[Sequence[Any]] = deque()  # frames that concern a launch, for who runs it
         self.broken: TorchrunError | None = None  # why the gang can't go on
         self._lost: TorchrunError | None = None  # the loss of the control node, which that node may not know of
