@@ -1,18 +1,16 @@
 """The address record; a dict that keeps attempts apart plays Metaflow's datastore."""
 
 import json
-from dataclasses import replace
 
 import pytest
 from gang_views import BEGAN, Story
 
 from metaflow_extensions.torchrun.plugins.torchrun.errors import (
     GangError,
-    LaunchFailed,
     TorchrunPreempted,
 )
 from metaflow_extensions.torchrun.plugins.torchrun.gang.view import Word
-from metaflow_extensions.torchrun.plugins.torchrun.registry import AddressRecord, Registry, Reply, Request
+from metaflow_extensions.torchrun.plugins.torchrun.registry import AddressRecord, Registry
 
 RECORD = AddressRecord(("10.0.0.7", "fd00::7"), 40123, "secret")
 
@@ -53,14 +51,6 @@ def flow():
 
 def registry_of(flow, run="7", step="train", task="3", attempt=0):
     return Registry(flow, run, step, task, attempt)
-
-
-def test_what_is_published_is_found_and_an_error_with_its_class_text_and_cause(flow):
-    registry_of(flow).save(RECORD)
-    assert registry_of(flow).load(AddressRecord) == RECORD
-    registry_of(flow).save(replace(RECORD, closed=True, error=LaunchFailed("größe", {"kind": "exit", "node": 2})))
-    error = registry_of(flow).load(AddressRecord).error
-    assert (type(error), error.message, error.cause) == (LaunchFailed, "größe", {"kind": "exit", "node": 2})
 
 
 @pytest.mark.parametrize("other", [{"run": "8"}, {"step": "eval"}, {"task": "4"}, {"attempt": 1}])
@@ -134,13 +124,3 @@ def test_where_the_control_node_has_stored_nothing_what_others_tell_is_all(flow)
     assert (found.num_nodes, found.error) == (3, "gone")
     flow.stored["7", "train", "3", 0, "torchrun_view.json"] = '{"version": 2, "eve'  # half written
     assert registry_of(flow).load_view() == found
-
-
-def test_one_request_and_one_answer_are_there_at_a_time(flow):
-    registry = registry_of(flow)
-    assert (registry.load(Request), registry.load(Reply)) == (None, None)
-    for each in ("first", "second"):
-        request = Request(each, 1.0)
-        registry.save(request)
-        registry.save(Reply(request, 2.0, {"of": each}))
-    assert (registry.load(Request), registry.load(Reply)) == (request, Reply(request, 2.0, {"of": "second"}))
