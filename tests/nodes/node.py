@@ -139,12 +139,11 @@ def join(task, registry, settings, starts):
             registry, task.node, task.num_nodes, settings, show, {"starts": starts}
         )
         return member, None, main_addr
-    main_ip, here_only = task.main_ip or "", task.main_ip is None
+    main_ip = task.main_ip
     if main_ip == "own name":  # what Metaflow 2.19 takes for the control node's address on AWS Batch
         main_ip = socket.gethostbyname_ex(socket.gethostname())[-1][0]
-    addresses = joining.control_addresses(main_ip, here_only)
-    member = joining.join_as_control(registry, task.num_nodes, addresses, settings, show, {"starts": starts})
-    return member, GangStore(member, {}, Cards(None), registry), addresses[0]
+    member, address = joining.join_as_control(registry, task.num_nodes, main_ip, settings, show, {"starts": starts})
+    return member, GangStore(member, (), Cards(None), registry), address
 
 
 def await_leave(number, out):

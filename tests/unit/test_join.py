@@ -71,10 +71,8 @@ def join(registry, **attributes):
     return raised, [event.text for event in events]
 
 
-def become_control(registry, main_ip=HOST, here_only=True, **attributes):
-    own = settings(**attributes)
-    addresses = joining.control_addresses(main_ip, here_only)
-    return joining.join_as_control(registry, 2, addresses, own, lambda event: None)
+def become_control(registry, main_ip=None):
+    return joining.join_as_control(registry, 2, main_ip, settings(), lambda event: None)[0]
 
 
 def test_a_control_node_that_has_ended_without_a_word_is_given_up(registry, policy):
@@ -108,7 +106,7 @@ def begun(registry, **more):
 def test_a_control_node_does_not_take_the_place_of_another_and_keeps_what_that_has_recorded(registry):
     before = begun(registry)
     with pytest.raises(TorchrunPreempted) as here:
-        become_control(registry, here_only=False)
+        become_control(registry, HOST)
     assert str(here.value).startswith("The control node's pod (or container) was deleted or replaced: this task ")
     assert "(host gpu-0 🙂*). It does not run the step's code" in str(here.value)
     assert "@retry" in str(here.value)
@@ -122,7 +120,7 @@ def test_a_control_node_does_not_take_the_place_of_another_and_keeps_what_that_h
     assert str(error) == str(here.value), "a node that is replaced, too, need not look for the first control node"
     assert said == []
     with pytest.raises(TorchrunPreempted):
-        become_control(registry, here_only=False)
+        become_control(registry, HOST)
 
 
 @pytest.mark.parametrize("method", ["save", "load"])
@@ -173,7 +171,7 @@ def test_a_task_that_comes_when_the_gang_is_over_ends_well_at_once(registry, mon
 def test_the_control_node_leaves_word_for_tasks_that_come_later(registry, replaces, has_come):
     own = settings()
     rules = {"replaces": replaces}
-    control = joining.join_as_control(registry, 2, [HOST], own, lambda event: None, {}, rules)
+    control, _ = joining.join_as_control(registry, 2, None, own, lambda event: None, {}, rules)
     member = None
     if has_come:
         member, _ = joining.join_as_member(registry, 1, 2, own, lambda event: None)

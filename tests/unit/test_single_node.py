@@ -14,7 +14,6 @@ from unit_helpers import HANG_S
 
 from metaflow_extensions.torchrun.plugins.torchrun import executor
 from metaflow_extensions.torchrun.plugins.torchrun.errors import TorchrunConfigError
-from metaflow_extensions.torchrun.plugins.torchrun.events import Event
 from metaflow_extensions.torchrun.plugins.torchrun.single_node import TorchrunSingleNodeMultiGPU
 from metaflow_extensions.torchrun.plugins.torchrun.task import report
 
@@ -54,7 +53,7 @@ def test_a_part_shows_the_launch_of_its_runner(launches):
         return json.dumps(part.render())
 
     def run(member):
-        member.emit(Event("command", 0, "runs: torchrun train.py"))
+        member.link.handle(["event", "command", 0, "runs: torchrun train.py", False])
         assert member.link.wait(lambda: "1 node joined" in shown(), limit_s(HANG_S))
         during.append(shown())
 

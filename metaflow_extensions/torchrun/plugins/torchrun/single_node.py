@@ -14,7 +14,6 @@ from .result import TorchrunResult
 from .run_arguments import Runner
 
 if TYPE_CHECKING:
-    from .events import Event
     from .gang.view import GangView
     from .show.gang_part import GangPart
     from .task.cards import Cards
@@ -52,13 +51,13 @@ class TorchrunSingleNodeMultiGPU(Runner):
         from .machine.accelerators import this_machine
         from .settings import parse_settings
         from .task.cards import Cards
+        from .task.console import to_log
         from .task.gang_store import GangStore
         from .task.join import LOOPBACK, begin_gang
 
         check()
         settings, machine = parse_settings({}, ""), this_machine()
-        about: dict[str, Any] = {}
-        member = begin_gang(settings, partial(_log, about))
+        member = begin_gang(settings, partial(to_log, num_nodes=1))
         store: GangStore | None = None
         error: BaseException | None = None
         try:
@@ -66,7 +65,7 @@ class TorchrunSingleNodeMultiGPU(Runner):
             is_alone = current.get("torch") is None
             self._cards = self._cards or Cards(self._flow_datastore, with_ours=is_alone)
             self._cards.has_parts = self._has_parts and is_alone
-            store = GangStore(member, about, self._cards, registry=None)
+            store = GangStore(member, (), self._cards, registry=None)
             values = values_of_running_flow()
             return TorchrunExecutor(member, LOOPBACK, machine, settings, store=values).launched(given)
         except BaseException as caught:
@@ -102,11 +101,3 @@ def _tell(error: BaseException, member: Any) -> None:
         rename_node(error, current.parallel.node_index)
     print_errors_ourselves(in_task=True)
     end_with(error, report(error, member.node, shared=True, known=False, stands_above=lambda _: member.shows_output))
-
-
-def _log(about: dict[str, Any], event: Event) -> None:
-    from .task.console import to_log
-
-    if event.kind == "command":
-        about["command"] = event.text.removeprefix("runs: ")
-    to_log(event, num_nodes=1)

@@ -8,7 +8,7 @@ Who may write the step's datastore may ask the gang; nobody else can.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Any
@@ -37,11 +37,11 @@ _TOO_OLD_S = 600.0
 class GangStore:
     """What is known of one gang, on its control node; without a `registry` only cards show it.
 
-    `about` has the nodes' tasks, and the command of torchrun when that becomes known.
+    `tasks` are those of all nodes, in order, each as run, step and task.
     """
 
-    def __init__(self, member: Member, about: dict[str, Any], cards: Cards, registry: Registry | None) -> None:
-        self._member, self._about, self._cards, self._registry = member, about, cards, registry
+    def __init__(self, member: Member, tasks: Sequence[str], cards: Cards, registry: Registry | None) -> None:
+        self._member, self._tasks, self._cards, self._registry = member, tasks, cards, registry
         self._began_at = time.monotonic()
         self._states = [Presence.ABSENT] * member.num_nodes  # those of the nodes, as known last
         self._view: GangView | None = None
@@ -61,9 +61,9 @@ class GangStore:
         """All that was known last; if the supervisor is gone, it tells that, too."""
         num_nodes, link = self._member.num_nodes, self._member.link
         found = self._view or GangView(num_nodes, began=time.time(), nodes=[NodeView() for _ in range(num_nodes)])
-        for node, task in zip(found.nodes, self._about.get("tasks", ()), strict=False):
+        for node, task in zip(found.nodes, self._tasks, strict=False):
             node.task = task
-        found.command = self._about.get("command")
+        found.command = self._member.command
         if link.end is not None and link.last_words is None:
             found = told_by_others(found, [Word(str(link.gone()), time.time(), num_nodes)]) or found
         return found

@@ -7,7 +7,7 @@ import secrets
 import socket
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, replace
 from functools import partial
@@ -36,14 +36,6 @@ _PUBLISH_PART = 0.8
 _FIRST_PAUSE_S = 0.2  # if all nodes start at once, the control node's record is there after one pause
 _ANSWER_S = 60.0  # for a control node that does not answer, beyond the time limits of the channel
 NOTHING: Mapping[str, Any] = {}
-
-
-def control_addresses(main_ip: str, here_only: bool) -> list[str]:
-    """Return the control node's addresses in the order in which to try them; there is at least one.
-
-    `main_ip` is its address or name as Metaflow knows it. With `here_only` all nodes run on this machine.
-    """
-    return [LOOPBACK] if here_only else addresses_for_others(main_ip)
 
 
 # --- alone, and as the control node ---------------------------------------------------------------
@@ -83,34 +75,39 @@ def _begin(
 def join_as_control(
     registry: Registry,
     num_nodes: int,
-    addresses: Sequence[str],
+    main_ip: str | None,
     settings: StepSettings,
     emit: Subscriber,
     more: Mapping[str, Any] = NOTHING,
     rules: Mapping[str, Any] = NOTHING,
-) -> Member:
-    """Open the gang's channel, publish its addresses, and return the control node as a member.
+) -> tuple[Member, str]:
+    """Open the gang's channel, publish its addresses, and return the control node as a member, and its address.
 
-    Where all nodes run on this machine, the channel accepts connections only from it.
+    `main_ip` is its address or name as Metaflow knows it; None if all nodes run on this machine: then the channel accepts
+    connections only from it.
     """
-    here_only = addresses[0] == LOOPBACK
     # Less than the gang's own limit: otherwise the error would blame nodes that could not find the address.
     patience_s = min(STORE_PATIENCE_S, _PUBLISH_PART * settings.all_nodes_started_timeout)
-    if not here_only:  # there the same task can be run again by hand
+    if main_ip is not None:  # there the same task can be run again by hand
         refuse_second_run(registry, num_nodes, patience_s)
+    is_alone = num_nodes == 1
+    addresses = [LOOPBACK] if main_ip is None or is_alone else addresses_for_others(main_ip)
     record = AddressRecord(tuple(addresses), 0, secrets.token_hex(32), socket.gethostname())
     member = begin_gang(settings, emit, more, rules, num_nodes, record.token)
-    member.at_end = lambda: _publish_end(member, registry, record, bool(rules.get("replaces")))
+    if not is_alone:
+        member.at_end = lambda: _publish_end(member, registry, record, bool(rules.get("replaces")))
     try:
-        port = member.link.call("listen", settings.channel_port, LOOPBACK if here_only else "")
-        record = replace(record, port=port)
-        with member.link.ours():  # as below
-            registry.save(record, patience_s)
+        if not is_alone:
+            port = member.link.call("listen", settings.channel_port, LOOPBACK if main_ip is None else "")
+            record = replace(record, port=port)
+        if main_ip is not None or not is_alone:
+            with member.link.ours():  # as below
+                registry.save(record, patience_s)
         member.raise_news()
     except BaseException as error:
         member.leave(error)
         raise
-    return member
+    return member, addresses[0]
 
 
 def refuse_second_run(registry: Registry, num_nodes: int, patience_s: float = STORE_PATIENCE_S) -> None:

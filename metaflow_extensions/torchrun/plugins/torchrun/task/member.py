@@ -53,6 +53,7 @@ class Member:
         self.node, self.num_nodes, self.link = node, num_nodes, link
         self.emit = emit  # gets events that are written, or can't be by the supervisor; `say` is for all others
         self.host = socket.gethostname()
+        self.command: str | None = None  # of torchrun, when that becomes known
         self.shows_output = True  # whether the last launch shows everything that a failing worker writes
         self.may_go_on = False  # whether the others may go on without this node, if it is told to end
         self.at_end: Callable[[], None] = lambda: None  # called when the node has left, before the link closes
@@ -112,6 +113,8 @@ class Member:
             self.deliver(from_wire(rest[0]))
         elif what == "event":
             kind, node, text, is_detail = rest
+            if kind == "command":
+                self.command = text.removeprefix("runs: ")
             self._events.append(Event(kind, node, text, is_detail, is_written=True))
         elif what == "lost":
             if "bye" not in self._heard:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -24,7 +23,7 @@ from ..events import Event, label
 from ..gang.cause import Cause, cause_of
 from ..gang.view import Presence
 from ..gang.wire import Plain
-from ..registry import AddressRecord, Registry
+from ..registry import Registry
 from ..settings import StepSettings
 from ..show.gang_part import GangPart, pointing_at
 from ..supervisor.endings import NotNeeded
@@ -32,7 +31,7 @@ from ..tracebacks import words_of
 from .cards import Cards, make_none
 from .console import hurry, to_log
 from .gang_store import GangStore
-from .join import LOOPBACK, begin_gang, control_addresses, join_as_control, join_as_member, refuse_second_run
+from .join import join_as_control, join_as_member
 from .local_nodes import LocalNodes
 from .member import Member
 from .report import end_with, report
@@ -68,7 +67,6 @@ class TaskGang:
         self._is_control = False  # of several nodes
         self._store: GangStore | None = None  # on any control node
         self.part: Callable[[tuple[str, ...]], GangPart] | None = None  # see `Context.part`
-        self._about: dict[str, Any] = {}  # the nodes' tasks, and the command of torchrun
         self._is_incomplete = False  # whether the gang has ended well without some nodes
         self._local_nodes: LocalNodes | None = None  # on the control node of a local run
 
@@ -90,7 +88,7 @@ class TaskGang:
         more = {"starts": starts, "signs": looks}
         # Meant for tasks alone, neither for spares nor for what the step's code starts.
         os.environ.pop(STARTED_BY, None)
-        num_nodes, main_addr = parallel.num_nodes, LOOPBACK
+        num_nodes = parallel.num_nodes
         run_id, step_name, task_id, attempt = self._task
         control = (run_id, step_name, parallel.control_task_id or task_id)
         registry = Registry(self._flow_datastore, *control, attempt)
@@ -104,18 +102,11 @@ class TaskGang:
         rules: dict[str, Any] = {"replaces": self._replaces}
         if self._limit is not None:
             rules |= {"deadline": self._limit.ends_at, "longer": self._limit.text}
-        if num_nodes > 1:
-            addresses = control_addresses(parallel.main_ip, here_only)
-            member = join_as_control(registry, num_nodes, addresses, settings, self._emit, more, rules)
-            main_addr = addresses[0]
-        else:
-            if not here_only:  # there the same task can be run again by hand
-                refuse_second_run(registry, 1)
-                registry.save(AddressRecord((), 0, "", socket.gethostname()))
-            member = begin_gang(settings, self._emit, more, rules)
-        self._member, self._is_control, self._about["tasks"] = member, num_nodes > 1, tuple(tasks)
+        main_ip = None if here_only else parallel.main_ip
+        member, main_addr = join_as_control(registry, num_nodes, main_ip, settings, self._emit, more, rules)
+        self._member, self._is_control = member, num_nodes > 1
         cards = Cards(self._flow_datastore)
-        self._store, self.part = GangStore(member, self._about, cards, registry), cards.part
+        self._store, self.part = GangStore(member, tasks, cards, registry), cards.part
         if self._local_nodes is not None and self._is_control:
             for node, reason in self._local_nodes.ended().items():
                 member.link.send("gone", node, reason)
@@ -129,8 +120,6 @@ class TaskGang:
         return runs_on() == "kubernetes" and self._settings.replaces_nodes
 
     def _emit(self, event: Event) -> None:
-        if event.kind == "command":
-            self._about["command"] = event.text.removeprefix("runs: ")
         show = to_log if self._is_local else self._log.take
         show(event, current.parallel.num_nodes)
 
