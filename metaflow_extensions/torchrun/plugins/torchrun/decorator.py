@@ -197,15 +197,15 @@ class TorchrunDecorator(steps.ParallelDecorator):  # type: ignore[misc]  # Metaf
 
     def task_decorate(self, step_func: Callable[[], None], *args: Any) -> Callable[[], None]:
         """Join the gang before the step's code and leave it after, whatever happens in between."""
-        flow, _, retry_count, max_user_code_retries, ubf_context = args
+        _, _, retry_count, max_user_code_retries, ubf_context = args
         gang = self._gang
         if gang is None or retry_count > max_user_code_retries:
             return step_func  # @catch's fallback runs instead of the step's code, on no gang
 
         # On a local run Metaflow waits in `inner` for the other nodes' tasks: they have to know before that it has ended.
         inner = super().task_decorate(partial(gang.run_code, step_func), *args)
-        if ubf_context == steps.UBF_CONTROL:
-            gang.will_start_nodes(steps.num_parallel(flow))
+        if ubf_context == steps.UBF_CONTROL and steps.is_local():
+            name_as_starter(os.environ, "control")
         return lambda: gang.run(inner)
 
     def task_exception(self, exception: BaseException, *args: Any) -> Any:

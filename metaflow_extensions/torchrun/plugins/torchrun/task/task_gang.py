@@ -17,25 +17,26 @@ from metaflow import current
 
 from ..compat.datastore import save_log, watch_storing
 from ..compat.renamed import convenience
-from ..compat.steps import is_local, runs_on, tasks_of_local_nodes
+from ..compat.steps import is_local, is_of_local_nodes, runs_on, tasks_of_local_nodes
 from ..errors import TorchrunPreempted
 from ..events import Event, label
 from ..gang.cause import Cause, cause_of
 from ..gang.view import Presence
 from ..gang.wire import Plain
+from ..machine.processes import began
 from ..registry import Registry
 from ..settings import StepSettings
 from ..show.gang_part import GangPart, pointing_at
 from ..supervisor.endings import NotNeeded
 from ..tracebacks import words_of
+from . import local_nodes
 from .cards import Cards, make_none
 from .console import hurry, to_log
 from .gang_store import GangStore
 from .join import join_as_control, join_as_member
-from .local_nodes import LocalNodes
 from .member import Member
 from .report import end_with, report
-from .signs import LOCAL_NODE_MARGIN_S, STARTED_BY, name_as_starter, signs
+from .signs import LOCAL_NODE_MARGIN_S, STARTED_BY, signs
 from .step_timeout import TimeLimit
 from .task_log import TaskLog
 
@@ -68,14 +69,8 @@ class TaskGang:
         self._store: GangStore | None = None  # on any control node
         self.part: Callable[[tuple[str, ...]], GangPart] | None = None  # see `Context.part`
         self._is_incomplete = False  # whether the gang has ended well without some nodes
-        self._local_nodes: LocalNodes | None = None  # on the control node of a local run
 
     # --- before the step's code -----------------------------------------------------------------
-
-    def will_start_nodes(self, num_nodes: int) -> None:
-        """Record that Metaflow starts the other nodes' tasks from this one, on a local run."""
-        if self._is_local:
-            self._local_nodes = LocalNodes(self._task[0], self._task[2], num_nodes)
 
     def join(self, tasks: Sequence[str] = (), starts: Plain | None = None) -> tuple[Member, str]:
         """Join, and return this node as a member and the control node's address.
@@ -107,11 +102,8 @@ class TaskGang:
         self._member, self._is_control = member, num_nodes > 1
         cards = Cards(self._flow_datastore)
         self._store, self.part = GangStore(member, tasks, cards, registry), cards.part
-        if self._local_nodes is not None and self._is_control:
-            for node, reason in self._local_nodes.ended().items():
-                member.link.send("gone", node, reason)
-            followed = self._local_nodes.tasks().items()
-            member.link.send("follow", [[node, task.pid, task.began] for node, task in followed])
+        nodes = enumerate(tasks_of_local_nodes(), 1)
+        member.link.send("follow", [[node, task.pid, began(task.pid)] for node, task in nodes])
         return member, main_addr
 
     @property
@@ -127,8 +119,6 @@ class TaskGang:
 
     def run(self, step: Callable[[], None]) -> None:
         """Run the step, which joins; leave if it fails. On the control node, wait until all others have left."""
-        if self._local_nodes is not None:
-            name_as_starter(os.environ, "control")
         try:
             self._run_step(step)
             if self._member is not None and self._is_control:
@@ -148,32 +138,27 @@ class TaskGang:
             if member is not None:
                 member.fail(in_hurry=is_ordered)
             self._report_and_leave(error)
-            if self._local_nodes is not None:
+            if tasks := tasks_of_local_nodes(error):
                 states = dict(enumerate(self._store.states())) if self._store is not None else {}
-                wait_s = self._settings.grace_s + LOCAL_NODE_MARGIN_S
                 # After an order to end, this task waits for no reader, and so the others can't.
-                self._local_nodes.stop(wait_s, states, is_ordered)
+                local_nodes.stop(tasks, self._settings.grace_s + LOCAL_NODE_MARGIN_S, states, is_ordered)
             raise
 
     def _run_step(self, step: Callable[[], None]) -> None:
         try:
             step()
         except Exception as error:
-            tasks = tasks_of_local_nodes(error)
-            if tasks is None or not self._have_ended_well(tasks):
+            if not is_of_local_nodes(error) or not self._have_ended_well(tasks_of_local_nodes(error)):
                 raise
 
     def _have_ended_well(self, tasks: Sequence[Any]) -> bool:
         """Wait for the tasks of the other nodes; return whether only nodes that the gang goes on without ended badly.
 
-        On a local run Metaflow waits for them in order, and for no more after the first that ended badly (2.19). `tasks`
-        are its processes.
+        On a local run Metaflow waits for them in order, and for no more after the first that ended badly (2.19).
         """
         member, bad_since = self._member, None
         while member is not None:
-            by_pid = {each.pid: each.poll() for each in tasks}
-            nodes = {} if self._local_nodes is None else self._local_nodes.tasks()
-            codes = {node: by_pid.get(task.pid) for node, task in nodes.items()}
+            codes = {node: task.poll() for node, task in enumerate(tasks, 1)}
             out = self._in_state(Presence.OUT)
             if codes and not any(code for node, code in codes.items() if node not in out):
                 bad_since = None
