@@ -136,6 +136,14 @@ def forget_tasks(flow: Any, nodes: Collection[int]) -> None:
     flow._control_mapper_tasks = [task for node, task in tasks if node not in nodes]
 
 
+def forgive_local_nodes(nodes: Collection[int]) -> None:
+    """Wait for the ends of the tasks of some nodes, after which Metaflow takes them to have ended well."""
+    for node, task in enumerate(tasks_of_local_nodes(), 1):
+        if node in nodes:
+            task.wait()
+            task.returncode = 0
+
+
 def tasks_of_local_nodes(error: BaseException | None = None) -> list[Any]:
     """Return the processes of the other nodes' tasks, in order, if Metaflow has started them from this one.
 
@@ -147,12 +155,6 @@ def tasks_of_local_nodes(error: BaseException | None = None) -> list[Any]:
         if frame.f_code.co_name == "_local_multinode_control_task_step_func":
             tasks = list(frame.f_locals.get("subprocesses", ()))
     return tasks
-
-
-def is_of_local_nodes(error: BaseException) -> bool:
-    """Return whether Metaflow has raised `error` because another node's task has failed: at the end of that function."""
-    *_, last = [None, *(frame for frame, _ in walk_tb(error.__traceback__))]
-    return last is not None and last.f_code.co_name == "_local_multinode_control_task_step_func"
 
 
 def offer(name: str, thing: Any) -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import signal
 import sys
-import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -17,7 +16,7 @@ from metaflow import current
 
 from ..compat.datastore import save_log, watch_storing
 from ..compat.renamed import convenience
-from ..compat.steps import is_local, is_of_local_nodes, runs_on, tasks_of_local_nodes
+from ..compat.steps import forgive_local_nodes, is_local, runs_on, tasks_of_local_nodes
 from ..errors import TorchrunPreempted
 from ..events import Event, label
 from ..gang.cause import Cause, cause_of
@@ -44,8 +43,6 @@ from .task_log import TaskLog
 # take to upload it: on Kubernetes the first pod that ends takes all with it.
 _HOLD_S = 10.0
 _UPLOAD_S = 5.0
-# How long the control node of a local run waits for the gang's word on a node whose end Metaflow has seen first.
-_OTHERS_WORD_S, _OTHERS_LOOK_S = 5.0, 0.25
 
 
 class TaskGang:
@@ -118,16 +115,9 @@ class TaskGang:
     # --- around it and after it -----------------------------------------------------------------
 
     def run(self, step: Callable[[], None]) -> None:
-        """Run the step, which joins; leave if it fails. On the control node, wait until all others have left."""
+        """Run the step, which joins; leave if it fails."""
         try:
-            self._run_step(step)
-            if self._member is not None and self._is_control:
-                # On AWS Batch the control node's end stops all nodes, and nothing else makes another node's failure
-                # the run's (Metaflow 2.19 waits there for the others' ends only).
-                self._member.await_others(partial(self._in_state, Presence.HERE, Presence.ABSENT))
-                if out := self._in_state(Presence.OUT):
-                    self._is_incomplete = True
-                    self._forget(out)
+            step()
         except BaseException as error:
             member = self._member
             if member is not None and member.is_forked:
@@ -144,33 +134,6 @@ class TaskGang:
                 local_nodes.stop(tasks, self._settings.grace_s + LOCAL_NODE_MARGIN_S, states, is_ordered)
             raise
 
-    def _run_step(self, step: Callable[[], None]) -> None:
-        try:
-            step()
-        except Exception as error:
-            if not is_of_local_nodes(error) or not self._have_ended_well(tasks_of_local_nodes(error)):
-                raise
-
-    def _have_ended_well(self, tasks: Sequence[Any]) -> bool:
-        """Wait for the tasks of the other nodes; return whether only nodes that the gang goes on without ended badly.
-
-        On a local run Metaflow waits for them in order, and for no more after the first that ended badly (2.19).
-        """
-        member, bad_since = self._member, None
-        while member is not None:
-            codes = {node: task.poll() for node, task in enumerate(tasks, 1)}
-            out = self._in_state(Presence.OUT)
-            if codes and not any(code for node, code in codes.items() if node not in out):
-                bad_since = None
-                if None not in codes.values():
-                    return True
-            elif bad_since is None:
-                bad_since = time.monotonic()
-            elif time.monotonic() - bad_since > _OTHERS_WORD_S:
-                return False
-            member.await_error(_OTHERS_LOOK_S)
-        return False
-
     def _in_state(self, *states: Presence) -> list[int]:
         return [] if self._store is None else self._store.in_state(*states)
 
@@ -182,7 +145,7 @@ class TaskGang:
         return is_own or isinstance(error, KeyboardInterrupt)
 
     def run_code(self, step: Callable[[], None]) -> None:
-        """Run the step's own code, and report that it has ended well.
+        """Run the step's own code, and report that it has ended well. On the control node, wait until all others have left.
 
         Where this node was dismissed meanwhile, each exception is such an end: its results are nobody's.
         """
@@ -196,6 +159,17 @@ class TaskGang:
             self._member.note(text, is_detail=is_own and self._is_local)
         if self._member is not None:
             self._member.finish()
+            if self._is_control:
+                self._await_others(self._member)
+
+    def _await_others(self, member: Member) -> None:
+        # On AWS Batch the control node's end stops all nodes, and nothing else makes another node's failure the run's
+        # (Metaflow 2.19 waits there for the others' ends only). On a local run Metaflow waits next, for one after the other.
+        member.await_others(partial(self._in_state, Presence.HERE, Presence.ABSENT))
+        if out := self._in_state(Presence.OUT):
+            self._is_incomplete = True
+            self._forget(out)
+            forgive_local_nodes(out)  # those that do not end are killed by our supervisor
 
     def fail(self, error: BaseException) -> None:
         """Report an error after the step's code, and leave with it; nothing if the node has left."""
