@@ -46,11 +46,14 @@ class FakeLink:
 
     def wait(self, is_over, timeout_s):
         deadline = time.monotonic() + timeout_s
-        while not (self.read() or (self.turn() is not None and is_over())):
+        while True:
+            self.read()
+            self.turn()
+            if is_over():
+                return True
             if self.end is not None or time.monotonic() > deadline:
                 return False
             time.sleep(0.002)
-        return True
 
     def wake(self):
         self.send("echo")

@@ -92,23 +92,19 @@ class GangStore:
     def _is_wanted(self) -> bool:
         return self._registry is not None or self._cards.are_wanted
 
-    def _go_on(self) -> float:
-        """Go on with what is due; return for how long the wait may last."""
+    def _go_on(self) -> None:
+        """Go on with what is due."""
         now, member, link = time.monotonic(), self._member, self._member.link
-        if not self._is_wanted or (member.uploads and not member.has_job):
-            return NEVER
-        if member.job is not None and member.job.hangs:  # one at a time
-            return NEVER if member.job.over else member.job.left_s
+        if not self._is_wanted or member.uploads or (member.job is not None and member.job.hangs):  # one at a time
+            return
         if self._asked is not None:
-            if not link.has_answer(self._asked):
-                return NEVER
-            self._see_news(link.pop_answer(self._asked))
+            if link.has_answer(self._asked):
+                self._see_news(link.pop_answer(self._asked))
         elif now >= self._due_at:
             self._asked = link.ask("news", self._counts, now >= self._numbers_due_at)
         elif now >= self._look_at or (self._answer is not None and link.has_answer(self._answer)):
             self._look_at = now + _LOOK_S
             self._begin(self._serve)
-        return max(0.0, min(self._due_at, self._look_at) - now)
 
     def _see_news(self, news: Mapping[str, Any]) -> None:
         now, self._asked = time.monotonic(), None

@@ -43,7 +43,7 @@ class Link:
         # What stdout and stderr were when this began; the supervisor writes there.
         self.own_files = {name: file_of(fd) for name, fd in (("stdout", 1), ("stderr", 2))}
         self.handle: Callable[[Sequence[Any]], None] = lambda frame: None  # gets what is no answer
-        self.turn: Callable[[], float] = lambda: NEVER  # called between two waits; returns for how long. It may raise
+        self.turn: Callable[[], None] = lambda: None  # called now and then while our code waits; it may raise
         self.waiter: int | None = None  # the thread in which our code waits
         self.end: str | None = None  # why nothing is said or read any more
         self.last_words: Any = None  # what the supervisor has said at its end
@@ -129,7 +129,7 @@ class Link:
         with self.ours():
             while True:
                 self.read()
-                pause_s = self.turn()
+                self.turn()
                 if is_over():
                     return True
                 left_s = deadline - time.monotonic()
@@ -137,7 +137,7 @@ class Link:
                     return False
                 news = poll()
                 news.register(self._socket, POLLIN)
-                news.poll(1000 * max(0.0, min(left_s, pause_s, _LOOK_S)))
+                news.poll(1000 * max(0.0, min(left_s, _LOOK_S)))
 
     def wake(self) -> None:
         """Have a wait look again; any thread and any handler of a signal may call it."""

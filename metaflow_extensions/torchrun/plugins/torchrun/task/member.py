@@ -24,7 +24,7 @@ from ..gang.view import as_dicts
 from ..supervisor.endings import MustEnd, NotNeeded, TimedOut, lost_control, preempted, timed_out
 from ..tracebacks import user_traceback, words_of
 from . import orders
-from .link import NEVER, Link
+from .link import Link
 from .transfer import Transfer
 
 _ACK_WAIT_S = 5.0  # how long a leaving node waits for the control node's receipt
@@ -57,7 +57,7 @@ class Member:
         self.shows_output = True  # whether the last launch shows everything that a failing worker writes
         self.may_go_on = False  # whether the others may go on without this node, if it is told to end
         self.at_end: Callable[[], None] = lambda: None  # called when the node has left, before the link closes
-        self.meanwhile: Callable[[], float] = lambda: NEVER  # done while our code waits; returns for how long to wait
+        self.meanwhile: Callable[[], None] = lambda: None  # called now and then while our code waits
         self.store_now: Callable[[], None] = lambda: None  # stores what is known of the gang
         self.job: Transfer | None = None  # what `meanwhile` has begun
         self.uploads = False  # whether a launch has something to store: that comes before all else
@@ -199,7 +199,7 @@ class Member:
         if self._orders and isinstance(news := self._orders.pop(), TimedOut):
             raise timed_out(self.node, self.host, news.text)
 
-    def _between_waits(self) -> float:
+    def _between_waits(self) -> None:
         """Do what a wait leaves to do: raise news, also of the gangs around this one, and store what is due."""
         while self._events:
             self.emit(self._events.popleft())
@@ -207,7 +207,7 @@ class Member:
         for each in orders.around(self):
             each.link.read()
             each.raise_news()
-        return self.meanwhile()
+        self.meanwhile()
 
     def terminated(self) -> TorchrunPreempted:
         """Return the error for a task that was told to stop."""
@@ -374,7 +374,7 @@ class Member:
             return
         orders.end(self)  # first: a gang around this one hears of what comes from now on
         self._state = State.LEFT
-        self.meanwhile = lambda: NEVER
+        self.meanwhile = lambda: None
         try:
             if before is not State.ENDING:  # otherwise *leave* was sent already
                 cause = None if error is None or self.gang_knows(error) else self.cause_of(error)

@@ -68,11 +68,6 @@ class Transfer:
         return time.monotonic() - self._begun_at
 
     @property
-    def left_s(self) -> float:
-        """Seconds until it takes too long."""
-        return self._step_begun_at + self.step.patience_s - time.monotonic()
-
-    @property
     def hangs(self) -> bool:
         """Whether its thread still runs."""
         return not self._ended.is_set()
@@ -80,7 +75,7 @@ class Transfer:
     @property
     def over(self) -> bool:
         """Whether it has succeeded, failed, or takes too long."""
-        return not self.hangs or self.left_s < 0
+        return not self.hangs or time.monotonic() > self._step_begun_at + self.step.patience_s
 
     def line(self) -> str | None:
         """Return a line for the log about the progress; None if the last one is less than `REMIND_S` old."""
