@@ -97,19 +97,6 @@ def soon(do, *args):
 # --- leaving -------------------------------------------------------------------------------------
 
 
-def test_a_member_stays_one_until_its_results_are_stored(join):
-    member, link = join()
-    member.finish()
-    assert (link.said, link.is_closed) == ([DONE], False)
-    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
-    with pytest.raises(GangError, match="after the gang had ended"):
-        member.begin_launch()
-    link.says(*ABORT)  # too late for this node's code, which has ended
-    member.leave()
-    member.leave(ValueError("late"))
-    assert (link.said[1:], link.is_closed) == ([Leave("left")], True)
-
-
 def chained(cause=None, context=None):
     error = ValueError("wrapped")
     error.__cause__, error.__context__ = cause, context

@@ -95,11 +95,6 @@ def test_what_may_mean_something_else_is_passed_over(body, before, told, monkeyp
     assert told(body, before) is None
 
 
-def test_a_source_that_can_not_be_read_is_passed_over(tmp_path):
-    for path in (None, str(tmp_path), str(tmp_path / "none"), str(write(tmp_path / "no.py", "def ("))):
-        assert run_calls._calls_of_run(path, 1) == []
-
-
 @pytest.mark.parametrize(
     ("body", "number"),
     [

@@ -38,7 +38,6 @@ class TorchrunSingleNodeMultiGPU(Runner):
         require_linux(type(self).__name__)
         self._flow_datastore = datastore_here()
         self._cards: Cards | None = None  # of the task
-        self._has_parts = False  # whether the step has asked for any
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}()"
@@ -61,10 +60,8 @@ class TorchrunSingleNodeMultiGPU(Runner):
         store: GangStore | None = None
         error: BaseException | None = None
         try:
-            # Of a launch within a gang, the task's cards show it only where the step asks for it.
-            is_alone = current.get("torch") is None
-            self._cards = self._cards or Cards(self._flow_datastore, with_ours=is_alone)
-            self._cards.has_parts = self._has_parts and is_alone
+            # The cards of a gang's step show that gang.
+            self._cards = self._cards or Cards(self._flow_datastore, are_anothers=current.get("torch") is not None)
             store = GangStore(member, (), self._cards, registry=None)
             values = values_of_running_flow()
             return TorchrunExecutor(member, LOOPBACK, machine, settings, store=values).launched(given)
@@ -80,7 +77,6 @@ class TorchrunSingleNodeMultiGPU(Runner):
     def _part(self, names: tuple[str, ...]) -> GangPart:
         from .show.gang_part import GangPart
 
-        self._has_parts = True
         return GangPart(names, self._present)
 
     def _present(self) -> GangView | str:

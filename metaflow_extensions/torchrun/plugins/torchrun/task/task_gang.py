@@ -64,7 +64,7 @@ class TaskGang:
         self._member: Member | None = None
         self._is_control = False  # of several nodes
         self._store: GangStore | None = None  # on any control node
-        self.part: Callable[[tuple[str, ...]], GangPart] | None = None  # see `Context.part`
+        self.part: Callable[[tuple[str, ...]], GangPart] | None = None  # see `TorchrunExecutor`
         self._is_incomplete = False  # whether the gang has ended well without some nodes
 
     # --- before the step's code -----------------------------------------------------------------
