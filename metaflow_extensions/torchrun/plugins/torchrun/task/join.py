@@ -194,7 +194,7 @@ class _Search:
             if record is None:
                 if is_last:
                     raise self._missing()
-                self._log(f"waits for node {CONTROL} (the control node) to start")
+                self._log("waits for node 0 (the control node) to start")
             elif record.error is not None:
                 raise record.error
             elif record.is_over:
@@ -215,7 +215,7 @@ class _Search:
 
     def _missing(self) -> GangStartTimeout:
         return GangStartTimeout(
-            f"Waited {self._timeout_s:g} s, but node {CONTROL} (the control node) did not arrive: it wrote no address for "
+            f"Waited {self._timeout_s:g} s, but node 0 (the control node) did not arrive: it wrote no address for "
             f"{self._registry.where}. Look at the control task's log. @torchrun(all_nodes_started_timeout=...) changes how "
             "long to wait."
         )
@@ -241,7 +241,7 @@ class _Search:
         if self._refused is None or self._refused[0] != record:
             self._refused = record, time.monotonic()
         limit_s = _POLICY.refused_here_s if record.addresses == (LOOPBACK,) else _POLICY.refused_s
-        text = f"node {CONTROL} (the control node) refuses connections at {where}"
+        text = f"node 0 (the control node) refuses connections at {where}"
         if time.monotonic() - self._refused[1] >= limit_s:
             raise GangError(
                 f"{self._who} gave up: {text}, for {limit_s:g} s. That port was open once, so its task has ended "
