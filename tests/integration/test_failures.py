@@ -245,8 +245,7 @@ def test_a_local_node_that_dies_before_joining_is_noticed_at_once(start_flow):
     assert flow.wait(40) == 1
     (error,) = flow.errors()
     assert "Node 1" in error["message"]
-    # On a busy machine it is gone before anybody looks for it.
-    assert re.search("exited with code 7|its task ended at once, before it joined", error["message"])
+    assert "exited with code 7" in error["message"]
     assert error["at"] - flow.note("failed")["at"] < STOP_S
 
 

@@ -20,7 +20,7 @@ from types import SimpleNamespace
 from metaflow.datastore import FlowDataStore
 from metaflow.plugins.datastores.local_storage import LocalStorage
 
-from metaflow_extensions.torchrun.plugins.torchrun.executor import Context, TorchrunExecutor
+from metaflow_extensions.torchrun.plugins.torchrun.executor import TorchrunExecutor
 from metaflow_extensions.torchrun.plugins.torchrun.gang.view import Presence
 from metaflow_extensions.torchrun.plugins.torchrun.gang.wire import to_plain
 from metaflow_extensions.torchrun.plugins.torchrun.machine.accelerators import this_machine
@@ -139,12 +139,11 @@ def join(task, registry, settings, starts):
             registry, task.node, task.num_nodes, settings, show, {"starts": starts}
         )
         return member, None, main_addr
-    main_ip, here_only = task.main_ip or "", task.main_ip is None
+    main_ip = task.main_ip
     if main_ip == "own name":  # what Metaflow 2.19 takes for the control node's address on AWS Batch
         main_ip = socket.gethostbyname_ex(socket.gethostname())[-1][0]
-    addresses = joining.control_addresses(main_ip, here_only)
-    member = joining.join_as_control(registry, task.num_nodes, addresses, settings, show, {"starts": starts})
-    return member, GangStore(member, {}, Cards(None), registry), addresses[0]
+    member, address = joining.join_as_control(registry, task.num_nodes, main_ip, settings, show, {"starts": starts})
+    return member, GangStore(member, (), Cards(None), registry), address
 
 
 def await_leave(number, out):
@@ -224,7 +223,7 @@ def main(task):
         registry = NotedRegistry(flow_datastore, "1", "train", task.gang, 0)
         member, store, main_addr = join(task, registry, settings, starts)
         notes.save(join_s=time.monotonic() - begun, main_addr=main_addr)
-        executor = TorchrunExecutor(Context(member, main_addr, machine, settings))
+        executor = TorchrunExecutor(member, main_addr, machine, settings)
         run_own_code(task)
         run_all(executor, task, notes)
         member.finish()

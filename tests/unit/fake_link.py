@@ -20,7 +20,7 @@ class FakeLink:
         self.sent, self.messages = queue.Queue(), queue.Queue()
         self.own_files = {"stdout": None, "stderr": None}
         self.end = self.waiter = self.last_words = self.handle = self.turn = None
-        self.is_forked = self.is_closed = self.stays = False
+        self.is_closed = False
         self.awaited = []  # for how long its end was awaited
         self._come = deque()
 
@@ -46,11 +46,14 @@ class FakeLink:
 
     def wait(self, is_over, timeout_s):
         deadline = time.monotonic() + timeout_s
-        while not (self.read() or (self.turn() is not None and is_over())):
+        while True:
+            self.read()
+            self.turn()
+            if is_over():
+                return True
             if self.end is not None or time.monotonic() > deadline:
                 return False
             time.sleep(0.002)
-        return True
 
     def wake(self):
         self.send("echo")

@@ -4,7 +4,7 @@ from fake_link import FakeLink, member_of
 
 from metaflow_extensions.torchrun.plugins.torchrun import executor
 from metaflow_extensions.torchrun.plugins.torchrun.events import Event
-from metaflow_extensions.torchrun.plugins.torchrun.executor import Context, TorchrunExecutor
+from metaflow_extensions.torchrun.plugins.torchrun.executor import TorchrunExecutor
 from metaflow_extensions.torchrun.plugins.torchrun.gang.messages import Verdict
 from metaflow_extensions.torchrun.plugins.torchrun.machine.accelerators import Machine, Nproc
 from metaflow_extensions.torchrun.plugins.torchrun.settings import parse_settings
@@ -21,15 +21,12 @@ def recorded_calls(monkeypatch, tmp_path):
     plans = []
 
     class Recorder:
-        def __init__(self, made, member, services, complete):
+        def __init__(self, made, member, complete, *_):
             call.complete = complete
             plans.append(made)
 
         def run(self):
             return Outcome(Verdict(0), "", {}, (), 1.5)
-
-        def settle(self, patience_s=None):
-            pass
 
         def result(self, outcome):
             pass
@@ -45,8 +42,8 @@ def recorded_calls(monkeypatch, tmp_path):
         link.send = lambda what, *event: said.append(Event(*event)) if what == "show" else None
         member = member_of(link, 0)
         settings = parse_settings(attributes or {}, "train")
-        context = Context(member, "127.0.0.1", Machine(8), settings, Nproc(4, "@kubernetes requests gpu=4"))
-        TorchrunExecutor(context).run(*positional, **arguments)
+        nproc = Nproc(4, "@kubernetes requests gpu=4")
+        TorchrunExecutor(member, "127.0.0.1", Machine(8), settings, nproc).run(*positional, **arguments)
         return plans[-1], [event.text for event in said]
 
     call.plans = plans

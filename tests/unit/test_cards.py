@@ -5,7 +5,7 @@ import json
 import pytest
 from fake_cards import cards_of_task
 from gang_views import Story, crash
-from unit_helpers import eventually
+from unit_helpers import HANG_S, eventually
 
 from metaflow_extensions.torchrun.plugins.torchrun.task.cards import Cards, make_none
 
@@ -45,7 +45,7 @@ def test_a_card_is_made_while_its_step_runs_and_for_the_last_time_when_that_fail
     cards.renew()
     assert task.stored()["torchrun.html"] == first["torchrun.html"], "a browser renews it with the data"
     assert "of rank 3" in task.stored()["torchrun.json"]
-    cards.make_last()
+    cards.make_last(HANG_S)
     assert tokens(task.stored()) == ("final", "final")
     cards.renew()  # the step of a `TorchrunSingleNodeMultiGPU` has caught the error, and launches again
     assert tokens(task.stored()) == ("runtime", "runtime")
@@ -77,7 +77,7 @@ def test_a_users_card_with_parts_is_renewed_too_and_made_a_last_time_and_what_is
     cards.renew()
     task.cards[0].refresh({"mine": 1})  # Metaflow drops what comes too soon after another one, but not this
     cards.renew()
-    cards.make_last()
+    cards.make_last(HANG_S)
     told = [("render_runtime", False), ("refresh", False), ("render_runtime", True), ("refresh", True)]
     assert [(each["--mode"], each["wait"]) for each in task.commands] == told
     with open(task.commands[-1]["--data-file"], encoding="utf-8") as file:

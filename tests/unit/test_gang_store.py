@@ -67,7 +67,7 @@ def gang():
     link, cards = Link(), Cards()
     registry = registry_of(FlowDatastore())
     member = member_of(link, node=0)
-    store = GangStore(member, {"command": "torchrun x", "tasks": ["7/train/3"]}, cards, registry)
+    store = GangStore(member, ["7/train/3"], cards, registry)
     yield SimpleNamespace(link=link, cards=cards, registry=registry, member=member, store=store)
     member.leave()
 

@@ -1,7 +1,7 @@
 """How nodes find each other, whatever has become of the control node. Real sockets; the datastore is a dict."""
 
+import re
 import signal
-import socket
 from contextlib import suppress
 from functools import partial
 from unittest.mock import Mock
@@ -11,7 +11,7 @@ from loops import InLoop, Loop
 from test_registry import FlowDatastore, registry_of
 from unit_helpers import eventually
 
-from metaflow_extensions.torchrun.plugins.torchrun.errors import GangError, TorchrunPreempted
+from metaflow_extensions.torchrun.plugins.torchrun.errors import GangError, GangStartTimeout, TorchrunPreempted
 from metaflow_extensions.torchrun.plugins.torchrun.gang.gang import Presence
 from metaflow_extensions.torchrun.plugins.torchrun.gang.messages import Join, from_wire
 from metaflow_extensions.torchrun.plugins.torchrun.gang.policy import ConnectPolicy
@@ -71,10 +71,8 @@ def join(registry, **attributes):
     return raised, [event.text for event in events]
 
 
-def become_control(registry, main_ip=HOST, here_only=True, **attributes):
-    own = settings(**attributes)
-    addresses = joining.control_addresses(main_ip, here_only)
-    return joining.join_as_control(registry, 2, addresses, own, lambda event: None)
+def become_control(registry, main_ip=None):
+    return joining.join_as_control(registry, 2, main_ip, settings(), lambda event: None)[0]
 
 
 def test_a_control_node_that_has_ended_without_a_word_is_given_up(registry, policy):
@@ -86,6 +84,13 @@ def test_a_control_node_that_has_ended_without_a_word_is_given_up(registry, poli
     assert f"refuses connections at {HOST} on port {port}, " in str(error)
     assert "its task has ended unexpectedly" in str(error)
     assert said == []
+
+
+def test_a_control_node_that_never_comes_is_named_with_the_setting(registry):
+    words = "Waited 0.1 s, but node 0 .*7/train/3, attempt 0.*all_nodes_started_timeout"
+    error, _ = join(registry, all_nodes_started_timeout=0.1)
+    assert isinstance(error, GangStartTimeout)
+    assert re.search(words, str(error))
 
 
 def begun(registry, **more):
@@ -101,7 +106,7 @@ def begun(registry, **more):
 def test_a_control_node_does_not_take_the_place_of_another_and_keeps_what_that_has_recorded(registry):
     before = begun(registry)
     with pytest.raises(TorchrunPreempted) as here:
-        become_control(registry, here_only=False)
+        become_control(registry, HOST)
     assert str(here.value).startswith("The control node's pod (or container) was deleted or replaced: this task ")
     assert "(host gpu-0 🙂*). It does not run the step's code" in str(here.value)
     assert "@retry" in str(here.value)
@@ -115,17 +120,10 @@ def test_a_control_node_does_not_take_the_place_of_another_and_keeps_what_that_h
     assert str(error) == str(here.value), "a node that is replaced, too, need not look for the first control node"
     assert said == []
     with pytest.raises(TorchrunPreempted):
-        become_control(registry, here_only=False)
+        become_control(registry, HOST)
 
 
-def test_a_control_node_that_can_not_listen_tells_those_who_would_wait_for_it(registry):
-    with socket.create_server((HOST, 0)) as taken, pytest.raises(GangError, match="channel_port") as here:
-        become_control(registry, channel_port=taken.getsockname()[1])
-    error, _ = join(registry)
-    assert str(here.value) in str(error)
-
-
-@pytest.mark.parametrize("method", ["save", "look_up"])
+@pytest.mark.parametrize("method", ["save", "load"])
 def test_an_order_to_end_is_heard_though_a_stores_client_takes_it_for_an_error(method, registry, control, monkeypatch):
     """botocore does (`httpsession.py`), and tries again."""
     registry.save(control()[0])
@@ -173,7 +171,7 @@ def test_a_task_that_comes_when_the_gang_is_over_ends_well_at_once(registry, mon
 def test_the_control_node_leaves_word_for_tasks_that_come_later(registry, replaces, has_come):
     own = settings()
     rules = {"replaces": replaces}
-    control = joining.join_as_control(registry, 2, [HOST], own, lambda event: None, {}, rules)
+    control, _ = joining.join_as_control(registry, 2, None, own, lambda event: None, {}, rules)
     member = None
     if has_come:
         member, _ = joining.join_as_member(registry, 1, 2, own, lambda event: None)

@@ -1,5 +1,6 @@
 """A call of `run` in its task: what it does for the launch that its supervisor runs, and how it ends."""
 
+import math
 import queue
 import sys
 import threading
@@ -22,18 +23,19 @@ from metaflow_extensions.torchrun.plugins.torchrun.gang.wire import to_plain
 from metaflow_extensions.torchrun.plugins.torchrun.supervisor.call import Call as RunCall
 from metaflow_extensions.torchrun.plugins.torchrun.supervisor.call import Outcome
 from metaflow_extensions.torchrun.plugins.torchrun.supervisor.endings import TimedOut
-from metaflow_extensions.torchrun.plugins.torchrun.task.launch_call import LaunchCall, Services
+from metaflow_extensions.torchrun.plugins.torchrun.task.launch_call import LaunchCall
+from metaflow_extensions.torchrun.plugins.torchrun.task.launch_outputs import LaunchOutputs
 from metaflow_extensions.torchrun.plugins.torchrun.task.transfer import PATIENCE_S, Step, ToStore, TransferFailed
 
 
 class Call:
     """One call in a thread, as the step's code may make it there."""
 
-    def __init__(self, complete=None, services=None):
+    def __init__(self, complete=None, **more):
         self.link = FakeLink()
         self.member = member_of(self.link)
         made = RunCall("sh", (), False, 1, 2, 1, "python3", grace_s=0.1)
-        self.call = LaunchCall(made, self.member, services or Services(), complete or (lambda: made))
+        self.call = LaunchCall(made, self.member, complete or (lambda: made), **more)
         self.came = queue.Queue()
         threading.Thread(target=self._run, daemon=True).start()
         self.request = self.expect("run")[1]
@@ -60,28 +62,13 @@ class Call:
         return self.ends(outcome=to_plain(outcome), **told)
 
 
-def test_a_good_end_is_returned_and_those_of_other_launches_are_not_meant():
+def test_what_is_no_number_comes_back_as_nan():
     call = Call()
-    assert call.request["writes"] == ["stdout", "stderr"]
-    call.says("ended", 7, {"handled": 0})
-    outcome = call.ends_well()
-    assert (outcome.exit_codes, outcome.command) == ({1: 0}, "torchrun x")
-    assert call.member.begin_launch() == 1
-
-
-def test_the_verdict_is_raised_and_known_to_the_gang():
-    call = Call()
-    error = call.ends_well(ERROR)
-    assert (type(error), str(error)) == (LaunchFailed, str(ERROR))
-    assert call.member.gang_knows(error)
-
-
-def test_text_for_the_steps_own_stream_is_written_before_it_is_answered(capfd):
-    call = Call()
-    call.says("text", "stdout", "größe\n", 8)
-    assert call.expect("wrote") == [8]
-    assert capfd.readouterr().out == "größe\n"
-    call.ends_well()
+    told = {"last": {"loss": None, "step": 7}, "history": {"loss": [[1, 3.0], [7, None]]}}
+    found = call.call.result(call.ends_well(left={"progress": told}))
+    assert (math.isnan(found.metrics.pop("loss")), found.metrics) == (True, {"step": 7})
+    (first, (step, value)) = found.history["loss"]
+    assert (first, step, math.isnan(value)) == ((1, 3.0), 7, True)
 
 
 def test_what_is_still_missing_after_the_commands_ends_the_launch_with_its_cause():
@@ -103,7 +90,7 @@ def test_each_generation_stores_its_own_outputs(generation, tmp_path, monkeypatc
     (tmp_path / "model.pt").write_text("weights")
     store = MemoryStore()
     run = settings_of_run(outputs=["*.pt"], outputs_from="all")
-    call = Call(services=Services.of(run, 2, 1, store))
+    call = Call(outputs=LaunchOutputs.of(run, 1, store))
     for number, error in ((0, None), (generation, ERROR)):
         before = len(store.data)
         call.says("store", to_wire(Store(0, number, error, None if error is None else 60.0)))
@@ -141,15 +128,6 @@ def test_a_step_that_ends_before_it_ends_the_launch():
     assert (type(error), "another thread" in str(error)) == (TorchrunError, True)
 
 
-def test_a_supervisor_that_is_gone_ends_it_when_its_parent_has_stopped_all():
-    call = Call()
-    call.link.end = "its supervisor process (pid 7) ended unexpectedly, as by SIGKILL"
-    call.link.says("supervisor_lost", call.link.end)
-    error = call.came.get(timeout=HANG_S)
-    assert "supervisor process (pid 7)" in str(error)
-    assert call.link.awaited
-
-
 def test_a_launch_that_is_given_up_is_awaited_a_bounded_time(monkeypatch):
     monkeypatch.setattr(sys.modules[LaunchCall.__module__], "_STOP_S", 0.2)
     call = Call()
@@ -163,8 +141,6 @@ def test_a_launch_that_is_given_up_is_awaited_a_bounded_time(monkeypatch):
 
 class Files:
     """Stores something of ranks 2 and 3; its datastore waits for the test's words, and the word "fail" is an error."""
-
-    folder, stores, where = None, True, "the s3 datastore s3://bucket"
 
     def begin(self, spec):
         pass
@@ -199,7 +175,7 @@ def files():
 
 def storing(files, *about):
     """Return a call that stores what the workers have left, and waits for its datastore."""
-    call = Call(services=Services(outputs=files, store=files))
+    call = Call(outputs=files, where="the s3 datastore s3://bucket")
     call.says("store", to_wire(Store(0, *about)))
     return call
 
@@ -248,7 +224,7 @@ def test_what_can_not_be_stored_is_a_failure_of_a_launch_that_had_ended_well(fil
 
 
 def test_a_result_that_can_not_be_loaded_is_a_failure_of_a_launch_that_had_ended_well(files):
-    call = Call(services=Services(outputs=files))
+    call = Call(outputs=files)
     outcome = call.ends_well(left={"outputs": {"2": "key"}})
     with pytest.raises(LaunchFailed, match="had ended well on all nodes") as caught:
         call.call.result(outcome)

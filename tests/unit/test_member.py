@@ -19,7 +19,6 @@ from metaflow_extensions.torchrun.plugins.torchrun.errors import (
     LaunchFailed,
     TorchrunPreempted,
 )
-from metaflow_extensions.torchrun.plugins.torchrun.gang.cause import Cause
 from metaflow_extensions.torchrun.plugins.torchrun.gang.messages import (
     Abort,
     Answer,
@@ -27,7 +26,6 @@ from metaflow_extensions.torchrun.plugins.torchrun.gang.messages import (
     Leave,
     to_wire,
 )
-from metaflow_extensions.torchrun.plugins.torchrun.supervisor.endings import NotNeeded
 from metaflow_extensions.torchrun.plugins.torchrun.task import link as link_module
 from metaflow_extensions.torchrun.plugins.torchrun.task import member as member_module
 from metaflow_extensions.torchrun.plugins.torchrun.task import orders
@@ -99,55 +97,6 @@ def soon(do, *args):
 # --- leaving -------------------------------------------------------------------------------------
 
 
-def test_a_member_stays_one_until_its_results_are_stored(join):
-    member, link = join()
-    member.finish()
-    assert (link.said, link.is_closed) == ([DONE], False)
-    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
-    with pytest.raises(GangError, match="after the gang had ended"):
-        member.begin_launch()
-    link.says(*ABORT)  # too late for this node's code, which has ended
-    member.leave()
-    member.leave(ValueError("late"))
-    assert (link.said[1:], link.is_closed) == ([Leave("left")], True)
-
-
-def test_the_control_node_waits_until_it_is_alone(join):
-    member, link = join(0)
-    member.finish()
-    timer = soon(link.deliver, Farewell("alone"))
-    member.await_others(list)
-    timer.join()
-    assert member.is_storing
-
-
-def test_a_node_that_was_dismissed_launches_no_more(join):
-    member, _ = join()
-    with pytest.raises(NotNeeded):
-        member.dismiss(0)
-    with pytest.raises(NotNeeded, match="launch 0 has ended well without this node"):
-        member.begin_launch()
-
-
-@pytest.mark.parametrize("news", ["one fails", "the last one", "SIGTERM", "Ctrl-C"])
-def test_what_ends_the_wait_for_the_others(news, join):
-    member, link = join(0)
-    member.finish()
-    if news in ("one fails", "the last one"):
-        for frame in (ABORT, *([("deliver", to_wire(Farewell("alone")))] if news == "the last one" else [])):
-            link.says(*frame)
-    link.waiter = threading.main_thread().ident  # as the real one has it while it waits
-    if news == "SIGTERM":
-        signal.raise_signal(signal.SIGTERM)
-    if news == "Ctrl-C":
-        signal.raise_signal(signal.SIGINT)
-        with pytest.raises(KeyboardInterrupt):
-            signal.raise_signal(signal.SIGINT)  # the second one does not wait for the wait
-    expected = {"SIGTERM": TorchrunPreempted, "Ctrl-C": KeyboardInterrupt}.get(news, LaunchFailed)
-    with pytest.raises(expected):
-        member.await_others(list)
-
-
 def chained(cause=None, context=None):
     error = ValueError("wrapped")
     error.__cause__, error.__context__ = cause, context
@@ -182,17 +131,6 @@ def test_the_gang_is_told_of_all_but_its_own_verdict(error, told, join):
 
 
 # --- launches ------------------------------------------------------------------------------------
-
-
-def test_in_a_broken_gang_no_launch_begins(join):
-    member, link = join()
-    member.begin_launch()
-    link.says(*ABORT)  # the supervisor hears so, too, and ends the launch
-    link.deliver(Abort(LaunchFailed("another")))  # only the first bad news counts
-    assert str(member.broken) == str(CRASH)
-    member.end_launch(member.broken, failing=True, handled=0)
-    with pytest.raises(LaunchFailed, match="Rank 3 failed"):
-        member.begin_launch()
 
 
 def test_a_control_node_that_vanishes_breaks_the_gang_and_is_told_why_this_node_leaves(join):
@@ -295,20 +233,6 @@ def test_news_at_any_moment_is_never_lost(what, kind):
 # --- SIGTERM and notices --------------------------------------------------------------------------
 
 
-def test_sigterm_outside_of_a_launch_tells_the_gang_at_once_and_ends_the_step(join):
-    member, link = join()
-    with pytest.raises(TorchrunPreempted, match="got SIGTERM") as caught:
-        signal.raise_signal(signal.SIGTERM)
-    assert caught.value.cause["kind"] == "terminated"
-    told = [Leave("failed", Cause.from_dict(caught.value.cause))]
-    assert (link.said, link.is_closed) == (told, False)
-    # The step's code has the error and may take its time; a second SIGTERM would end it, as by default.
-    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
-    link.says(*ABORT)
-    member.leave(caught.value, hold_s=20)
-    assert (link.said, link.is_closed) == (told, True)
-
-
 @pytest.mark.parametrize("call", [Member.begin_launch, Member.finish])
 def test_an_order_to_end_that_the_step_swallows_is_raised_again(call, join):
     member, link = join()
@@ -320,38 +244,6 @@ def test_an_order_to_end_that_the_step_swallows_is_raised_again(call, join):
         call(member)
     member.leave(caught.value)
     assert len(link.leaves()) == 1
-
-
-def test_a_notice_reaches_the_launch_that_runs(join):
-    member, link = join()
-    member.begin_launch()
-    link.says("must_end", "a spot notice says so")
-    assert link.interruptions == ["a spot notice says so"]
-    assert "was preempted: a spot notice says so" in str(member.terminated())
-    assert "With Metaflow's @retry a new gang starts" in str(member.terminated())
-    member.may_go_on = True
-    assert str(member.terminated()).endswith("The other nodes go on without it if they can.")
-    link.deliver(Farewell("replaced", "another task has come"))  # as true, but the second order would end it at once
-    assert len(link.interruptions) == 1
-    member.end_launch(None, failing=True)
-    with pytest.raises(TorchrunPreempted, match="was preempted: its machine goes"):
-        link.comes("deliver", to_wire(Farewell("replaced", "its machine goes")))
-
-
-@pytest.mark.parametrize("way", [None, signal.SIG_DFL, signal.SIG_IGN])
-def test_bad_news_interrupts_a_blocking_call_whatever_the_step_does_with_sigterm(way, join):
-    member, link = join()
-    if way is not None:
-        signal.signal(signal.SIGTERM, way)
-    try:
-        timer = soon(link.comes, *ABORT)
-        with pytest.raises(LaunchFailed, match="Rank 3 failed"):
-            blocked()
-        timer.join()
-        member.raise_news()  # once
-    finally:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        member.leave()
 
 
 def test_bad_news_after_a_failed_launch_does_not_interrupt_its_handling(join):

@@ -20,7 +20,7 @@ def root(tmp_path):
 
 
 def names(root, *patterns, **more):
-    return list(find(str(root), patterns, **more).names)
+    return find(str(root), patterns, **more)[0]
 
 
 def test_files_folders_and_patterns_are_found_once_and_in_order(root):
@@ -47,8 +47,8 @@ def test_names_may_be_of_anything(root):
 
 def test_a_pattern_that_fits_nothing_is_said(root):
     write(root / "a.json", "")
-    listing = find(str(root), ["a.json", "b.json", "*.pt"])
-    assert (list(listing.names), listing.left_out) == (["a.json"], dict.fromkeys(["b.json", "*.pt"], "matches nothing"))
+    found = find(str(root), ["a.json", "b.json", "*.pt"])
+    assert found == (["a.json"], dict.fromkeys(["b.json", "*.pt"], "matches nothing"))
 
 
 def test_links_to_files_are_followed_and_those_to_folders_where_an_entry_names_them(root, tmp_path, monkeypatch):
@@ -69,16 +69,16 @@ def test_links_to_files_are_followed_and_those_to_folders_where_an_entry_names_t
     with socket.socket(socket.AF_UNIX) as server:
         server.bind("socket")
         by_name, by_pattern = find(str(root), ["model"]), find(str(root), ["model/*"])
-    for listing in (by_name, by_pattern):
-        assert list(listing.names) == ["model/file", "model/step 5/weights"]
-        assert {name.removeprefix("model/"): why.partition(";")[0] for name, why in listing.left_out.items()} == {
+    for found, left_out in (by_name, by_pattern):
+        assert found == ["model/file", "model/step 5/weights"]
+        assert {name.removeprefix("model/"): why.partition(";")[0] for name, why in left_out.items()} == {
             **dict.fromkeys(["pipe", "socket"], "is no file"),
             **dict.fromkeys(["nothing", "loop"], "is a link to nothing, or gone"),
             "latest": f"is a link to the folder {model / 'step 5'}",
             "up": f"is a link to the folder {root}",
             "far": f"is a link to the folder {outside.parent}",
         }
-    assert list(find(str(root), ["model/latest", "model/far"]).names) == ["model/latest/weights", "model/far/weights"]
+    assert names(root, "model/latest", "model/far") == ["model/latest/weights", "model/far/weights"]
 
 
 def test_metaflows_own_datastore_is_no_output(root):

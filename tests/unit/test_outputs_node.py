@@ -8,16 +8,12 @@ from metaflow_extensions.torchrun.plugins.torchrun.errors import TorchrunConfigE
 from metaflow_extensions.torchrun.plugins.torchrun.gang.messages import Verdict
 from metaflow_extensions.torchrun.plugins.torchrun.show.page import page_of
 from metaflow_extensions.torchrun.plugins.torchrun.show.parts import lines_of
-from metaflow_extensions.torchrun.plugins.torchrun.task.launch_call import Services
+from metaflow_extensions.torchrun.plugins.torchrun.task.launch_outputs import LaunchOutputs
 
 
 @pytest.fixture
 def store():
     return MemoryStore()
-
-
-def services_of(store, number=0, **arguments):
-    return Services.of(settings_of_run(**arguments), 2, number, store)
 
 
 @pytest.mark.parametrize(
@@ -30,8 +26,9 @@ def services_of(store, number=0, **arguments):
     ],
 )
 def test_what_can_not_be_asked_for_is_refused(given, why, store):
+    store = None if given.pop("store", store) is None else store
     with pytest.raises(TorchrunConfigError, match=why):
-        services_of(**{"store": store, **given})
+        LaunchOutputs.of(settings_of_run(**given), 0, store)
 
 
 # --- on the control node --------------------------------------------------------------------------

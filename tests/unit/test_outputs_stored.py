@@ -3,20 +3,15 @@
 import itertools
 import os
 import time
-from types import SimpleNamespace
 
 import pytest
-from metaflow._vendor.click.testing import CliRunner
 from metaflow.datastore import FlowDataStore
 from metaflow.plugins.datastores.local_storage import LocalStorage
 from unit_helpers import write
 
 from metaflow_extensions.torchrun.plugins.torchrun.compat.datastore import DatastoreValues
 from metaflow_extensions.torchrun.plugins.torchrun.errors import TorchrunError
-from metaflow_extensions.torchrun.plugins.torchrun.gang.view import GangView
 from metaflow_extensions.torchrun.plugins.torchrun.outputs import Outputs
-from metaflow_extensions.torchrun.plugins.torchrun.registry import Registry
-from metaflow_extensions.torchrun.plugins.torchrun.show import commands
 from metaflow_extensions.torchrun.plugins.torchrun.task import launch_outputs as storing
 from metaflow_extensions.torchrun.plugins.torchrun.task.launch_outputs import FilesToStore
 
@@ -209,38 +204,6 @@ def test_what_is_gone_from_the_datastore_is_said(root, store):
 
 
 SOME, NOTHING = {"key": "k", "files": 2, "size": 10}, {"key": "k", "files": 0, "size": 0}
-
-
-@pytest.fixture
-def command(root, store, tmp_path, monkeypatch):
-    """Return a function that runs the command for a gang, whose launch 2 has stored a file on node 0, or nothing."""
-    monkeypatch.setattr(LocalStorage, "datastore_root", str(tmp_path / "store"))
-    datastore = FlowDataStore("SomeFlow", storage_impl=LocalStorage, ds_root=str(tmp_path / "store"))
-    datastore.get_task_datastore("1", "train", "2", attempt=0, mode="w").init_task()
-    write(root / "a b", "x" * 2000)
-    key, files, size = stored(root, store, ".")
-
-    def command(*options, has_stored=True):
-        view = GangView(2, outputs={2: {0: {"key": key, "files": files, "size": size}}} if has_stored else {})
-        Registry(datastore, "1", "train", "2", 0).save_view(view, 1.0)
-        obj = SimpleNamespace(flow=SimpleNamespace(name="SomeFlow"), graph=[], flow_datastore=datastore)
-        told = CliRunner().invoke(commands.torchrun, ["outputs", "1/train", *options], obj=obj)
-        return told.output.splitlines() if told.exception is None else str(told.exception)
-
-    return command
-
-
-@pytest.mark.parametrize(
-    ("options", "has_stored", "error"),
-    [
-        ([], False, "No launch of this gang has stored outputs."),
-        (["--launch", "0"], False, "No launch of this gang has stored outputs."),
-        (["--launch", "1"], True, "Launch 1 has stored no outputs. Launches that have: 2."),
-        (["--node", "7"], True, "Node 7 has stored no outputs. Nodes that have: 0."),
-    ],
-)
-def test_the_command_names_what_there_is(options, has_stored, error, command):
-    assert command(*options, has_stored=has_stored).startswith(error)
 
 
 @pytest.mark.parametrize("has_failed", [True, False])

@@ -1,7 +1,6 @@
 """How far a launch is: what the gang keeps, which ranks it calls slow, what the log and the page say, and a node's part."""
 
 import json
-import math
 import sys
 
 import pytest
@@ -21,7 +20,6 @@ from metaflow_extensions.torchrun.plugins.torchrun.show.page import page_of
 from metaflow_extensions.torchrun.plugins.torchrun.show.parts import Chart, Facts, Sentence, layout, lines_of
 from metaflow_extensions.torchrun.plugins.torchrun.supervisor import progress_observer as watch
 from metaflow_extensions.torchrun.plugins.torchrun.supervisor.progress_observer import parse_line
-from metaflow_extensions.torchrun.plugins.torchrun.task.launch_call import Services
 
 
 class Kept(Progress):
@@ -302,11 +300,3 @@ def test_what_workers_tell_is_told_while_they_run_and_at_their_end_before_that(t
     assert heard().points == {"loss": (Point(7, None),)}
     assert node.expect(Ended).ok
     assert node.verdict().verdict.error is None
-
-
-def test_what_is_no_number_comes_back_as_nan():
-    told = {"last": {"loss": None, "step": 7}, "history": {"loss": [[1, 3.0], [7, None]]}}
-    found = Services().result({"progress": told}, print)
-    assert (math.isnan(found["metrics"].pop("loss")), found["metrics"]) == (True, {"step": 7})
-    (first, (step, value)) = found["history"]["loss"]
-    assert (first, step, math.isnan(value)) == ((1, 3.0), 7, True)

@@ -1,22 +1,61 @@
-"""Arguments that `run` does not have, in the source of a step: found, or passed over where there is a doubt."""
+"""Arguments that `run` does not have and scripts that are not there, in a step's source: found, or passed over in doubt."""
 
+import importlib.util
 import sys
 from functools import partial
 from types import SimpleNamespace
 
 import pytest
-from linted_flow import told_of
+from metaflow import lint
 from unit_helpers import write
 
 from metaflow_extensions.torchrun.plugins.torchrun.compat.graph import sources_of_steps
 from metaflow_extensions.torchrun.plugins.torchrun.task import run_calls
+
+FLOW = """
+from metaflow import FlowSpec, current, step, torchrun
+{before}
+
+class LintedFlow(FlowSpec):
+    @step
+    def start(self):
+        self.next(self.train, num_parallel=2)
+
+    {decorator}
+    @step
+    def train(self):
+        {body}
+        self.next(self.join)
+
+    @step
+    def join(self, inputs):
+        self.next(self.end)
+
+    @step
+    def end(self):
+        pass
+"""
+
+
+def told_of(path, body, before="", decorator="@torchrun"):
+    """Return what the lint says of a flow in this file, and the line that it says it of; None if it says nothing."""
+    text = FLOW.format(body=body.replace("\n", "\n" + " " * 8), before=before, decorator=decorator)
+    spec = importlib.util.spec_from_file_location("linted_flow_of_a_test", write(path, text))
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    try:
+        lint.linter.run_checks(module.LintedFlow._graph)
+    except lint.LintWarn as warning:
+        return warning.message, text.splitlines()[warning.line_no - 1].strip()
+    return None
 
 
 @pytest.fixture
 def told(tmp_path, monkeypatch):
     """Return a function that has Metaflow's lint look at a flow; it returns what that says and the line it says it of."""
     monkeypatch.chdir(tmp_path)
-    write(tmp_path / "x.py", "")
+    for name in ("x.py", "y.py", "train.py", "scripts/train.py", "notes.txt"):
+        write(tmp_path / name, "")
     return partial(told_of, tmp_path / "größe of * 🙂.py", decorator="@torchrun(nproc_per_node=2)\n")
 
 
@@ -52,11 +91,6 @@ def test_what_may_mean_something_else_is_passed_over(body, before, told, monkeyp
     for name in ("torch", "mine"):
         monkeypatch.setitem(sys.modules, name, SimpleNamespace(current=None, __all__=[]))
     assert told(body, before) is None
-
-
-def test_a_source_that_can_not_be_read_is_passed_over(tmp_path):
-    for path in (None, str(tmp_path), str(tmp_path / "none"), str(write(tmp_path / "no.py", "def ("))):
-        assert run_calls._calls_of_run(path, 1) == []
 
 
 @pytest.mark.parametrize(
@@ -116,3 +150,46 @@ def test_decorators_that_may_offer_current_torch_themselves_are_known():
     assert others("metaflow_extensions.ours.plugins.git") == []
     assert others("metaflow.plugins.resources_decorator", ["a user's"]) == []
     assert others("metaflow.plugins.parallel_decorator", is_parallel=True) == [], "a mutator may make a gang of it"
+
+
+# --- scripts that are not there -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("body", "name", "near"),
+    [
+        ("current.torch.run('trian.py')", "trian.py", "train.py"),
+        ("if self.x:\n    self.x = current.torch.run('trian.py', {'lr': 1 or 2})", "trian.py", "train.py"),
+        ("current.torch.run('nothing_like_it.py')", "nothing_like_it.py", ""),
+        ("current.torch.run('trian.py')\ncurrent.torch.run('trian.py', {'n': 2})", "trian.py", "train.py"),
+    ],
+)
+def test_a_missing_script_is_told_once_with_the_folder_and_a_similar_name(body, name, near, told, tmp_path, capsys):
+    assert told(body) is None, "nothing is refused"
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(
+        f"[torchrun] Step train calls current.torch.run({name!r}), but there is no such file in {tmp_path} "
+    )
+    assert line.endswith("If the flow does not write it before, the step will fail.")
+    assert (f" Did you mean {near}? " in line) if near else ("Did you mean" not in line)
+
+
+@pytest.mark.parametrize(
+    ("body", "more"),
+    [
+        ("current.torch.run('train.py')", {}),
+        ("current.torch.run('trian', module=True)", {}),
+        ("current.torch.run('trian.py', cwd='/elsewhere')", {}),
+        ("current.torch.run('trian.py', before_run=['make trian'])", {}),
+        ("current.torch.run('trian.py', torchrun_args=['--no-python'])", {}),
+        ("current.torch.run('trian.py', **self.more)", {}),
+        ("current.torch.run(train)", {"before": "def train(): ..."}),
+        ("current.torch.run(self.script)", {}),
+        ("current.torch.run('/opt/trian.py')", {}),
+        ("current.torch.run('trian.py')", {"decorator": "@torchrun(cwd='/elsewhere')"}),
+        ("current.torch.run('trian.py')", {"decorator": "@torchrun(before_run=['make trian'])"}),
+    ],
+)
+def test_what_may_be_elsewhere_when_the_step_runs_is_passed_over(body, more, told, capsys):
+    assert told(body, **more) is None
+    assert capsys.readouterr().err == ""

@@ -14,7 +14,6 @@ from unit_helpers import HANG_S
 
 from metaflow_extensions.torchrun.plugins.torchrun import executor
 from metaflow_extensions.torchrun.plugins.torchrun.errors import TorchrunConfigError
-from metaflow_extensions.torchrun.plugins.torchrun.events import Event
 from metaflow_extensions.torchrun.plugins.torchrun.single_node import TorchrunSingleNodeMultiGPU
 from metaflow_extensions.torchrun.plugins.torchrun.task import report
 
@@ -32,15 +31,15 @@ def task(monkeypatch, tmp_path):
 
 @pytest.fixture
 def launches(monkeypatch, task):
-    """Have launches only written down, as `contexts`; each does what `do` says with its member."""
-    launches = SimpleNamespace(contexts=[], do=lambda member: None)
+    """Have each launch do what `do` says with its member."""
+    launches = SimpleNamespace(do=lambda member: None)
 
     class Executor:
-        def __init__(self, context):
-            launches.contexts.append(context)
+        def __init__(self, member, *_, **__):
+            self.member = member
 
         def launched(self, given):
-            launches.do(launches.contexts[-1].member)
+            launches.do(self.member)
 
     monkeypatch.setattr(executor, "TorchrunExecutor", Executor)
     return launches
@@ -54,7 +53,7 @@ def test_a_part_shows_the_launch_of_its_runner(launches):
         return json.dumps(part.render())
 
     def run(member):
-        member.emit(Event("command", 0, "runs: torchrun train.py"))
+        member.link.handle(["event", "command", 0, "runs: torchrun train.py", False])
         assert member.link.wait(lambda: "1 node joined" in shown(), limit_s(HANG_S))
         during.append(shown())
 

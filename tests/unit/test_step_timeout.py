@@ -3,12 +3,11 @@
 import os
 import signal
 import time
-from types import SimpleNamespace
 
 import pytest
 
 from metaflow_extensions.torchrun.plugins.torchrun.machine import pods
-from metaflow_extensions.torchrun.plugins.torchrun.task import orders, step_timeout
+from metaflow_extensions.torchrun.plugins.torchrun.task import step_timeout
 from metaflow_extensions.torchrun.plugins.torchrun.task.step_timeout import alarm_text, time_limit
 
 
@@ -33,24 +32,6 @@ def metaflows():
     before = signal.signal(signal.SIGALRM, decorator.handle)
     yield decorator
     signal.signal(signal.SIGALRM, before)
-
-
-@pytest.fixture
-def heard():
-    """Handle signals for a member, and return what it hears."""
-    heard = []
-    member = SimpleNamespace(link=SimpleNamespace(waiter=None), order=lambda news, is_now: heard.append(news.text))
-    orders.begin(member, alarm_text(30.0))
-    yield heard
-    orders.end(member)
-
-
-def test_the_gang_hears_of_the_alarm_until_its_end(metaflows, heard):
-    signal.raise_signal(signal.SIGALRM)
-    assert "longer than the step's @timeout of 90 s" in "".join(heard)
-    orders.end(*orders._members)
-    signal.raise_signal(signal.SIGALRM)
-    assert (len(heard), metaflows.alarms) == (1, 1)
 
 
 @pytest.fixture

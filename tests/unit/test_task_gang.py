@@ -3,7 +3,6 @@
 import os
 import signal
 import sys
-import threading
 from types import SimpleNamespace
 
 import pytest
@@ -15,8 +14,6 @@ from metaflow.metaflow_current import Parallel
 from metaflow.plugins.datastores.local_storage import LocalStorage
 from unit_helpers import HANG_S
 
-from metaflow_extensions.torchrun.plugins.torchrun.errors import LaunchFailed
-from metaflow_extensions.torchrun.plugins.torchrun.gang.messages import Abort
 from metaflow_extensions.torchrun.plugins.torchrun.registry import Registry
 from metaflow_extensions.torchrun.plugins.torchrun.settings import DEFAULTS, parse_settings
 from metaflow_extensions.torchrun.plugins.torchrun.task import task_gang
@@ -74,23 +71,6 @@ def test_a_task_stays_in_its_gang_until_its_results_are_stored_and_what_has_happ
     stored = registry.load_view()
     assert (stored.num_nodes, stored.nproc, stored.is_over) == (1, None, True)
     assert [(event.kind, event.nodes) for event in stored.events] == [("joined", [0]), ("finished", [0]), ("left", [0])]
-
-
-@pytest.mark.parametrize("is_of_metaflow", [True, False])
-def test_where_metaflow_sees_first_that_another_nodes_task_has_failed_the_gangs_word_counts(is_of_metaflow, gang):
-    def _local_multinode_control_task_step_func():
-        raise ValueError("Subprocess failed, return code -9")
-
-    def step():
-        member, _ = gang.join()
-        error = LaunchFailed("node 1 failed")
-        threading.Timer(0.3, lambda: member.deliver(Abort(error))).start()
-        if is_of_metaflow:
-            _local_multinode_control_task_step_func()
-        raise ValueError("of the step's own")
-
-    with pytest.raises(LaunchFailed if is_of_metaflow else ValueError, match="node 1" if is_of_metaflow else "own"):
-        gang.run(step)
 
 
 STORING = ("persist", "save_metadata", "done")

@@ -50,7 +50,6 @@ import atexit, time
 atexit.register(time.sleep, 0.5)  # what is registered later is called before
 from metaflow_extensions.torchrun.plugins.torchrun.task.transfer import Step, Transfer
 job = Transfer("the s3 datastore", "stores", [Step("a value", lambda: time.sleep(0.2), 1000.0)])
-job.start()
 job.give_up()
 """
 

@@ -197,15 +197,15 @@ class TorchrunDecorator(steps.ParallelDecorator):  # type: ignore[misc]  # Metaf
 
     def task_decorate(self, step_func: Callable[[], None], *args: Any) -> Callable[[], None]:
         """Join the gang before the step's code and leave it after, whatever happens in between."""
-        flow, _, retry_count, max_user_code_retries, ubf_context = args
+        _, _, retry_count, max_user_code_retries, ubf_context = args
         gang = self._gang
         if gang is None or retry_count > max_user_code_retries:
             return step_func  # @catch's fallback runs instead of the step's code, on no gang
 
         # On a local run Metaflow waits in `inner` for the other nodes' tasks: they have to know before that it has ended.
         inner = super().task_decorate(partial(gang.run_code, step_func), *args)
-        if ubf_context == steps.UBF_CONTROL:
-            gang.will_start_nodes(steps.num_parallel(flow))
+        if ubf_context == steps.UBF_CONTROL and steps.is_local():
+            name_as_starter(os.environ, "control")
         return lambda: gang.run(inner)
 
     def task_exception(self, exception: BaseException, *args: Any) -> Any:
@@ -218,7 +218,7 @@ class TorchrunDecorator(steps.ParallelDecorator):  # type: ignore[misc]  # Metaf
     def setup_distributed_env(self, flow: Any) -> None:
         """Join the gang and offer ``current.torch``; called right before the step's code."""
         from .compat.datastore import DatastoreValues
-        from .executor import Context, TorchrunExecutor
+        from .executor import TorchrunExecutor
         from .machine.accelerators import this_machine
         from .task.run_calls import nproc_in_calls
         from .task.spares import starts_of
@@ -235,16 +235,9 @@ class TorchrunDecorator(steps.ParallelDecorator):  # type: ignore[misc]  # Metaf
                 settings = replace(settings, nproc_per_node=nproc_in_calls(self._graph, self._step_name))
         starts = starts_of(settings, machine, None if here else self._requested)
         member, main_addr = self._gang.join(steps.tasks_of(flow), starts)
-        context = Context(
-            member,
-            main_addr,
-            machine,
-            self._settings,
-            requested=None if here else self._requested,
-            store=DatastoreValues(self._flow_datastore),
-            part=self._gang.part,
-        )
-        steps.offer("torch", TorchrunExecutor(context))
+        requested, store = None if here else self._requested, DatastoreValues(self._flow_datastore)
+        about = (member, main_addr, machine, self._settings, requested, store, self._gang.part)
+        steps.offer("torch", TorchrunExecutor(*about))
 
 
 TorchrunDecorator.__doc__ = with_parameters(TorchrunDecorator.__doc__, DEFAULTS)

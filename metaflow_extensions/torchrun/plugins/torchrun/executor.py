@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
-from dataclasses import dataclass
+from contextlib import closing, nullcontext
 from functools import partial
 from typing import Any
 
@@ -21,7 +21,9 @@ from .show.gang_part import GangPart
 from .supervisor.call import Call
 from .task.arguments import Position, resolve
 from .task.facts import foreign_python, shm_warning, too_few_warning, with_facts
-from .task.launch_call import LaunchCall, Services
+from .task.function_call import FunctionCall
+from .task.launch_call import LaunchCall
+from .task.launch_outputs import LaunchOutputs
 from .task.make_call import WITHOUT_EFFECT, make_call
 from .task.member import Member
 
@@ -29,51 +31,47 @@ _SETTLE_S = 3.0  # for the output of a failed launch, before its error is raised
 _warned: set[str] = set()  # lines that this task logs only once
 
 
-@dataclass(frozen=True)
-class Context:
-    """The facts and settings of a node when its step's code begins."""
-
-    member: Member
-    main_addr: str
-    machine: Machine
-    settings: StepSettings
-    requested: Nproc | None = None  # what the resources of a remote task amount to
-    store: DatastoreValues | None = None  # for values and outputs; None outside of a flow
-    part: Callable[[tuple[str, ...]], GangPart] | None = None  # returns the gang's parts for the step's own cards
-
-
 class TorchrunExecutor(Runner):
     """Starts torchrun on every node of the gang and looks after it; offered as ``current.torch``."""
 
-    def __init__(self, context: Context) -> None:
-        self._context = context
+    def __init__(
+        self,
+        member: Member,
+        main_addr: str,
+        machine: Machine,
+        settings: StepSettings,
+        requested: Nproc | None = None,  # what the resources of a remote task amount to
+        store: DatastoreValues | None = None,  # for values and outputs; None outside of a flow
+        part: Callable[[tuple[str, ...]], GangPart] | None = None,  # returns the gang's parts for the step's own cards
+    ) -> None:
+        self._member, self._main_addr, self._machine, self._settings = member, main_addr, machine, settings
+        self._requested, self._store, self._own_part = requested, store, part
 
     @property
     def num_nodes(self) -> int:
         """Nodes of the gang."""
-        return self._context.member.num_nodes
+        return self._member.num_nodes
 
     @property
     def node_index(self) -> int:
         """This node, from 0; the same as ``current.parallel.node_index``."""
-        return self._context.member.node
+        return self._member.node
 
     @property
     def nproc_per_node(self) -> int:
         """Processes per node, unless a call of `run` says otherwise."""
-        context = self._context
-        setting = context.settings.nproc_per_node
-        return choose_nproc(setting, "@torchrun(nproc_per_node)", context.requested, context.machine).value
+        setting = self._settings.nproc_per_node
+        return choose_nproc(setting, "@torchrun(nproc_per_node)", self._requested, self._machine).value
 
     @property
     def world_size(self) -> int:
         """Processes over all nodes but the spares, unless a call of `run` says otherwise or nodes are lost."""
-        return (self.num_nodes - self._context.settings.spare_nodes) * self.nproc_per_node
+        return (self.num_nodes - self._settings.spare_nodes) * self.nproc_per_node
 
     @property
     def main_addr(self) -> str:
         """Address of the control node as this node reaches it."""
-        return self._context.main_addr
+        return self._main_addr
 
     @property
     def is_control(self) -> bool:
@@ -81,26 +79,33 @@ class TorchrunExecutor(Runner):
         return self.node_index == 0
 
     def _part(self, names: tuple[str, ...]) -> GangPart:
-        assert self._context.part is not None
-        return self._context.part(names)
+        assert self._own_part is not None
+        return self._own_part(names)
 
     def launched(self, given: dict[str, Any]) -> TorchrunResult[Any]:
         """Run a launch to its end."""
-        self._context.member.refuse_in_child()  # before any lock: in a fork, another thread of the task may hold it for ever
+        self._member.refuse_in_child()  # before any lock: in a fork, another thread of the task may hold it for ever
         ignored = ", ".join([name for name in LEGACY if given.pop(name, None)])
         if ignored:
             self._note_once(f"warning: run({ignored}) has no effect; name files to store with run(outputs=...) instead")
-        context = self._context
         place = Position(self.num_nodes, self.node_index, self.main_addr, flow_folder())
-        run = resolve(given, context.settings, place)
-        with Services.of(run, place.num_nodes, place.node_index, context.store) as services:
-            return self._run(run, place, services)
+        run = resolve(given, self._settings, place)
+        outputs = LaunchOutputs.of(run, self.node_index, self._store)  # first: it holds nothing
+        # A gang of one has its values itself.
+        function = FunctionCall.of(run, self._store if self.num_nodes > 1 else None)
+        with nullcontext() if function is None else closing(function):
+            return self._run(run, place, function, outputs)
 
-    def _run(self, run: RunSettings, place: Position, services: Services) -> TorchrunResult[Any]:
-        context = self._context
-        nproc = choose_nproc(run.nproc_per_node, run.nproc_from, context.requested, context.machine)
-        about: dict[str, Any] = {"nproc": nproc.value, "machine": context.machine}
-        make = partial(make_call, run, place, services.function, **about, **services.told)
+    def _run(
+        self, run: RunSettings, place: Position, function: FunctionCall | None, outputs: LaunchOutputs | None
+    ) -> TorchrunResult[Any]:
+        nproc = choose_nproc(run.nproc_per_node, run.nproc_from, self._requested, self._machine)
+        about: dict[str, Any] = {"nproc": nproc.value, "machine": self._machine}
+        about["stores"] = any(each is not None and each.stores for each in (function, outputs))
+        if function is not None:
+            about |= {"function": function.function, "may_train_alone": function.may_train_alone}
+            about["emptied"] = (function.emptied,)
+        make = partial(make_call, run, place, **about)
 
         def complete() -> Call:
             """Make the call when the commands have ended, which may have made or removed something."""
@@ -112,8 +117,9 @@ class TorchrunExecutor(Runner):
         call = make(may_come=True) if run.before_run else with_facts(make())
         self._warn(call, run)
         text = f"processes per node: {nproc.value} ({nproc.why})"
-        context.member.say(Event("chosen", self.node_index, text, is_detail=True))
-        return self._launch(LaunchCall(call, context.member, services, complete))
+        self._member.say(Event("chosen", self.node_index, text, is_detail=True))
+        where = "" if self._store is None else self._store.where
+        return self._launch(LaunchCall(call, self._member, complete, function, outputs, where))
 
     def _warn(self, call: Call, run: RunSettings) -> None:
         """Log warnings about a launch on this machine."""
@@ -130,13 +136,15 @@ class TorchrunExecutor(Runner):
     def _launch(self, call: LaunchCall) -> TorchrunResult[Any]:
         try:
             outcome = call.run()
-            call.settle()  # what the step's code prints next stands behind
+            self._member.link.settle()  # what the step's code prints next stands behind
             if outcome.verdict.is_without(self.node_index):
-                self._context.member.dismiss(outcome.verdict.launch)
+                self._member.dismiss(outcome.verdict.launch)
             return call.result(outcome)
         except LaunchFailed as error:
             if not isinstance(error, TorchrunPreempted) or (error.cause or {}).get("node") != self.node_index:
-                call.settle(_SETTLE_S)  # the gang waits for this node, and a node that is frozen may be in the way
+                self._member.link.settle(
+                    _SETTLE_S
+                )  # the gang waits for this node, and a node that is frozen may be in the way
             original = call.original(error)
             if original is error:
                 raise
@@ -145,4 +153,4 @@ class TorchrunExecutor(Runner):
     def _note_once(self, warning: str) -> None:
         if warning not in _warned:
             _warned.add(warning)
-            self._context.member.say(Event("note", self.node_index, warning))
+            self._member.say(Event("note", self.node_index, warning))

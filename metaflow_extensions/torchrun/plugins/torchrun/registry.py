@@ -14,7 +14,7 @@ from typing import Any, Literal, TypeVar
 
 from .compat.datastore import metadata_of
 from .compat.renamed import TimeoutException
-from .errors import GangError, GangStartTimeout, TorchrunError
+from .errors import GangError, TorchrunError
 from .gang.policy import growing_pauses
 from .gang.view import GangView, Word, told_by_others
 from .gang.wire import from_plain, to_plain
@@ -22,8 +22,6 @@ from .gang.wire import from_plain, to_plain
 # Who may report that the control node is gone: the task that replaces it, or the process that looks after the job.
 # Each writes a file of its own, so that neither must read before it writes. The first file found counts.
 _WORDS = {"replacement": "torchrun_replaced.json", "job": "torchrun_job.json"}
-# Pause of a member that finds no record. If all nodes start at once, the record is there after one pause.
-_FIRST_PAUSE_S = 0.2
 # How long a datastore may fail without an interruption. It has patience of its own besides (S3: 7 tries).
 STORE_PATIENCE_S = 30.0
 
@@ -72,7 +70,7 @@ class Registry:
     """
 
     def __init__(self, flow_datastore: Any, run_id: str, step_name: str, control_task_id: str, attempt: int) -> None:
-        self._where = f"{run_id}/{step_name}/{control_task_id}, attempt {attempt}"
+        self.where = f"{run_id}/{step_name}/{control_task_id}, attempt {attempt}"
         # Looked up once, here: a missing private name fails now. What fails later is the datastore, and is tried again.
         self._load_metadata, self._save_metadata = metadata_of(
             flow_datastore, run_id, step_name, control_task_id, attempt
@@ -89,22 +87,6 @@ class Registry:
         name = _NAMES[kind]
         found = self._request(lambda: self._load(name)[name], patience_s)
         return None if found is None else from_plain(kind, found, name)
-
-    def look_up(self, timeout_s: float, sleep: Callable[[float], None] = time.sleep) -> AddressRecord:
-        """Return the record; wait `timeout_s` seconds for it at most."""
-        deadline = time.monotonic() + timeout_s
-        for pause_s in growing_pauses(_FIRST_PAUSE_S):
-            record = self.load(AddressRecord, min(STORE_PATIENCE_S, deadline - time.monotonic()))
-            if record is not None:
-                return record
-            if time.monotonic() + pause_s > deadline:
-                break
-            sleep(pause_s)
-        raise GangStartTimeout(
-            f"Waited {round(timeout_s, 1):g} s, but node 0 (the control node) did not arrive: it "
-            f"wrote no address for {self._where}. Look at the control task's log. "
-            "@torchrun(all_nodes_started_timeout=...) changes how long to wait."
-        )
 
     def save_view(self, view: GangView, patience_s: float) -> None:
         """Write what is known of the gang."""
@@ -136,7 +118,7 @@ class Registry:
             except Exception as error:
                 if time.monotonic() + pause_s > give_up_at:
                     raise GangError(
-                        f"The nodes find each other through Metaflow's datastore, but it failed for {self._where}: "
+                        f"The nodes find each other through Metaflow's datastore, but it failed for {self.where}: "
                         f"{type(error).__name__}: {error}. Check that it is up and that this task may read and write there."
                     ) from error
             time.sleep(pause_s)

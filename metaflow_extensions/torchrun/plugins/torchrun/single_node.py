@@ -14,7 +14,6 @@ from .result import TorchrunResult
 from .run_arguments import Runner
 
 if TYPE_CHECKING:
-    from .events import Event
     from .gang.view import GangView
     from .show.gang_part import GangPart
     from .task.cards import Cards
@@ -39,7 +38,6 @@ class TorchrunSingleNodeMultiGPU(Runner):
         require_linux(type(self).__name__)
         self._flow_datastore = datastore_here()
         self._cards: Cards | None = None  # of the task
-        self._has_parts = False  # whether the step has asked for any
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}()"
@@ -48,28 +46,25 @@ class TorchrunSingleNodeMultiGPU(Runner):
         """Run a launch in a gang of one node."""
         from .compat.datastore import DatastoreValues
         from .compat.renamed import check
-        from .executor import Context, TorchrunExecutor
+        from .executor import TorchrunExecutor
         from .machine.accelerators import this_machine
         from .settings import parse_settings
         from .task.cards import Cards
+        from .task.console import to_log
         from .task.gang_store import GangStore
         from .task.join import LOOPBACK, begin_gang
 
         check()
         settings, machine = parse_settings({}, ""), this_machine()
-        about: dict[str, Any] = {}
-        member = begin_gang(settings, partial(_log, about))
+        member = begin_gang(settings, partial(to_log, num_nodes=1))
         store: GangStore | None = None
         error: BaseException | None = None
         try:
-            # Of a launch within a gang, the task's cards show it only where the step asks for it.
-            is_alone = current.get("torch") is None
-            self._cards = self._cards or Cards(self._flow_datastore, with_ours=is_alone)
-            self._cards.has_parts = self._has_parts and is_alone
-            store = GangStore(member, about, self._cards, registry=None)
+            # The cards of a gang's step show that gang.
+            self._cards = self._cards or Cards(self._flow_datastore, are_anothers=current.get("torch") is not None)
+            store = GangStore(member, (), self._cards, registry=None)
             values = self._flow_datastore and DatastoreValues(self._flow_datastore)
-            context = Context(member, LOOPBACK, machine, settings, store=values)
-            return TorchrunExecutor(context).launched(given)
+            return TorchrunExecutor(member, LOOPBACK, machine, settings, store=values).launched(given)
         except BaseException as caught:
             error = caught
             _tell(caught, member)
@@ -77,14 +72,11 @@ class TorchrunSingleNodeMultiGPU(Runner):
         finally:
             member.leave(error)
             if store is not None:
-                store.close()
-            if error is not None and self._cards is not None:
-                self._cards.make_last()
+                store.close(error)
 
     def _part(self, names: tuple[str, ...]) -> GangPart:
         from .show.gang_part import GangPart
 
-        self._has_parts = True
         return GangPart(names, self._present)
 
     def _present(self) -> GangView | str:
@@ -105,11 +97,3 @@ def _tell(error: BaseException, member: Any) -> None:
         rename_node(error, current.parallel.node_index)
     print_errors_ourselves(in_task=True)
     end_with(error, report(error, member.node, shared=True, known=False, stands_above=lambda _: member.shows_output))
-
-
-def _log(about: dict[str, Any], event: Event) -> None:
-    from .task.console import to_log
-
-    if event.kind == "command":
-        about["command"] = event.text.removeprefix("runs: ")
-    to_log(event, num_nodes=1)

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Collection, Sequence
 from copy import copy
 from functools import partial
-from traceback import walk_tb
+from traceback import walk_stack, walk_tb
 from typing import Any
 
 from metaflow import current
@@ -130,16 +130,25 @@ def forget_tasks(flow: Any, nodes: Collection[int]) -> None:
     flow._control_mapper_tasks = [task for node, task in tasks if node not in nodes]
 
 
-def tasks_of_local_nodes(error: BaseException) -> list[Any] | None:
-    """Return the processes of the other nodes' tasks if Metaflow raised `error` because one has failed; else None.
+def forgive_local_nodes(nodes: Collection[int]) -> None:
+    """Wait for the ends of the tasks of some nodes, after which Metaflow takes them to have ended well."""
+    for node, task in enumerate(tasks_of_local_nodes(), 1):
+        if node in nodes:
+            task.wait()
+            task.returncode = 0
 
-    On a local run it waits for them at the end of ``_local_multinode_control_task_step_func`` (parallel_decorator.py,
-    2.19), whose frame holds them.
+
+def tasks_of_local_nodes(error: BaseException | None = None) -> list[Any]:
+    """Return the processes of the other nodes' tasks, in order, if Metaflow has started them from this one.
+
+    On a local run ``_local_multinode_control_task_step_func`` (parallel_decorator.py, 2.13 and 2.19) starts them, runs the
+    step, and waits for them. Its frame holds them: it is on the stack, or on that of `error`, which has ended the step.
     """
-    *_, last = [None, *(frame for frame, _ in walk_tb(error.__traceback__))]
-    if last is None or last.f_code.co_name != "_local_multinode_control_task_step_func":
-        return None
-    return list(last.f_locals.get("subprocesses", []))
+    tasks: list[Any] = []
+    for frame, _ in walk_stack(None) if error is None else walk_tb(error.__traceback__):
+        if frame.f_code.co_name == "_local_multinode_control_task_step_func":
+            tasks = list(frame.f_locals.get("subprocesses", ()))
+    return tasks
 
 
 def offer(name: str, thing: Any) -> None:

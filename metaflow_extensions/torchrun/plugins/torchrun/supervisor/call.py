@@ -58,7 +58,7 @@ class Call:
     cwd: str = field(default_factory=os.getcwd)  # absolute
     tmp: str = field(default_factory=lambda: os.path.abspath(tempfile.gettempdir()))
     writes: tuple[str, ...] = ()  # the streams that only the task itself can write to: see `task.console.is_elsewhere`
-    # Of the services that this call asks for; see `task.launch_call.Services`.
+    # Of a function and of outputs: see `executor`.
     stores: bool = False
     may_train_alone: bool = False
     emptied: tuple[str, ...] = ()

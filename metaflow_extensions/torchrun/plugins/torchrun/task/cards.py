@@ -15,26 +15,27 @@ from ..show.gang_card import page_of_gang, sections_of_gang
 from ..show.gang_part import GangPart
 from .transfer import do_within
 
-_LAST_S = 60.0  # for the last cards of a failed task: Metaflow's take some seconds, and more on a busy machine
 _LIVE, _LAST = "what the gang's card shows while the step runs", "the last card of a step that has failed"
 _RUNS, _ENDED = "runtime", "final"  # what a browser that shows a page compares
 
 
 class Cards:
-    """The cards of one task. `shown` returns what they show, and is set by who knows; one thread at a time renews them."""
+    """The cards of one task, unless they show another gang, around this one; one thread at a time renews them.
 
-    def __init__(self, flow_datastore: Any, with_ours: bool = True) -> None:
+    `shown` returns what they show, and is set by who knows.
+    """
+
+    def __init__(self, flow_datastore: Any, are_anothers: bool = False) -> None:
         self.shown: Callable[[], GangView] = GangView
         self._flow_datastore = flow_datastore
-        self._ours = cards.of_type("torchrun") if with_ours and flow_datastore is not None else []
+        self._are_anothers = are_anothers
+        self._ours = [] if are_anothers or flow_datastore is None else cards.of_type("torchrun")
         self._has_page = False
         self._facts: dict[str, Any] = {}  # by the card's uuid, what is still to be registered
-        self.has_parts = False  # whether the step's code has requested parts
         cards.make_here(self._ours, flow_datastore, self._make)
 
     def part(self, names: tuple[str, ...]) -> GangPart:
         """Return parts of the gang's page for a card of the user's own; called by the step's code."""
-        self.has_parts = True
         return GangPart(names, lambda: self.shown())
 
     def renew(self) -> None:
@@ -51,13 +52,13 @@ class Cards:
     @property
     def are_wanted(self) -> bool:
         """Whether there may be any."""
-        return bool(self._ours) or self.has_parts
+        return bool(self._ours or self._with_parts)
 
     @property
     def _with_parts(self) -> list[Any]:
-        return cards.with_component(GangPart) if self.has_parts else []
+        return [] if self._are_anothers else cards.with_component(GangPart)
 
-    def make_last(self, patience_s: float = _LAST_S) -> None:
+    def make_last(self, patience_s: float) -> None:
         """Make the last cards of a failing task, which Metaflow does not make; wait at most `patience_s`."""
         if self._ours or self._with_parts:
             do_within(self._make_last, patience_s)

@@ -8,12 +8,12 @@ Who may write the step's datastore may ask the gang; nobody else can.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Any
 
-from ..errors import GangError
+from ..errors import GangError, TorchrunPreempted
 from ..gang.messages import CONTROL
 from ..gang.view import GangView, NodeView, Presence, Word, told_by_others
 from ..registry import Registry, Reply, Request
@@ -27,6 +27,9 @@ _EVERY_S = 5.0  # between two writings
 # Numbers (such as the nodes' usage) change all the time, and with many nodes they are a megabyte.
 _NUMBERS_S = 15.0
 _LOOK_S = 2.0  # one request of an object store: 43 000 in a day cost two cents (S3, $0.0004 for 1 000)
+# For the last cards of a failed task: Metaflow's take some seconds, and more on a busy machine. If the task is preempted, its
+# machine is about to go.
+_LAST_CARD_S, _PREEMPTED_CARD_S = 60.0, 2.0
 # A request of long ago is not answered: who asked does not wait any more. The clocks of two machines may differ so much.
 _TOO_OLD_S = 600.0
 
@@ -34,11 +37,11 @@ _TOO_OLD_S = 600.0
 class GangStore:
     """What is known of one gang, on its control node; without a `registry` only cards show it.
 
-    `about` has the nodes' tasks, and the command of torchrun when that becomes known.
+    `tasks` are those of all nodes, in order, each as run, step and task.
     """
 
-    def __init__(self, member: Member, about: dict[str, Any], cards: Cards, registry: Registry | None) -> None:
-        self._member, self._about, self._cards, self._registry = member, about, cards, registry
+    def __init__(self, member: Member, tasks: Sequence[str], cards: Cards, registry: Registry | None) -> None:
+        self._member, self._tasks, self._cards, self._registry = member, tasks, cards, registry
         self._began_at = time.monotonic()
         self._states = [Presence.ABSENT] * member.num_nodes  # those of the nodes, as known last
         self._view: GangView | None = None
@@ -58,9 +61,9 @@ class GangStore:
         """All that was known last; if the supervisor is gone, it tells that, too."""
         num_nodes, link = self._member.num_nodes, self._member.link
         found = self._view or GangView(num_nodes, began=time.time(), nodes=[NodeView() for _ in range(num_nodes)])
-        for node, task in zip(found.nodes, self._about.get("tasks", ()), strict=False):
+        for node, task in zip(found.nodes, self._tasks, strict=False):
             node.task = task
-        found.command = self._about.get("command")
+        found.command = self._member.command
         if link.end is not None and link.last_words is None:
             found = told_by_others(found, [Word(str(link.gone()), time.time(), num_nodes)]) or found
         return found
@@ -89,23 +92,19 @@ class GangStore:
     def _is_wanted(self) -> bool:
         return self._registry is not None or self._cards.are_wanted
 
-    def _go_on(self) -> float:
-        """Go on with what is due; return for how long the wait may last."""
+    def _go_on(self) -> None:
+        """Go on with what is due."""
         now, member, link = time.monotonic(), self._member, self._member.link
-        if not self._is_wanted or (member.uploads and not member.has_job):
-            return NEVER
-        if member.job is not None and member.job.hangs:  # one at a time
-            return NEVER if member.job.over else member.job.left_s
+        if not self._is_wanted or member.uploads or (member.job is not None and member.job.hangs):  # one at a time
+            return
         if self._asked is not None:
-            if not link.has_answer(self._asked):
-                return NEVER
-            self._see_news(link.pop_answer(self._asked))
+            if link.has_answer(self._asked):
+                self._see_news(link.pop_answer(self._asked))
         elif now >= self._due_at:
             self._asked = link.ask("news", self._counts, now >= self._numbers_due_at)
         elif now >= self._look_at or (self._answer is not None and link.has_answer(self._answer)):
             self._look_at = now + _LOOK_S
             self._begin(self._serve)
-        return max(0.0, min(self._due_at, self._look_at) - now)
 
     def _see_news(self, news: Mapping[str, Any]) -> None:
         now, self._asked = time.monotonic(), None
@@ -158,10 +157,13 @@ class GangStore:
 
     # --- the end -----------------------------------------------------------------------------------
 
-    def close(self) -> None:
-        """Store the gang's end, within some seconds; the link is closed by then."""
+    def close(self, error: BaseException | None = None) -> None:
+        """Store the gang's end, within some seconds, and make the last cards of a task that has failed.
+
+        The link is closed by then.
+        """
         member, link = self._member, self._member.link
-        if link.is_forked:
+        if member.is_forked:
             return
         if link.last_words is not None:
             self._view = GangView.read(link.last_words["view"])
@@ -169,3 +171,5 @@ class GangStore:
             member.job.await_end()
         if self._registry is not None and (member.job is None or not member.job.hangs):
             do_within(partial(self._registry.save_view, self.view, _PATIENCE_S), _PATIENCE_S)
+        if error is not None:
+            self._cards.make_last(_PREEMPTED_CARD_S if isinstance(error, TorchrunPreempted) else _LAST_CARD_S)

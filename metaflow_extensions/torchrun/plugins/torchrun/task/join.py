@@ -7,13 +7,13 @@ import secrets
 import socket
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
 
-from ..errors import GangError, TorchrunError, TorchrunPreempted
+from ..errors import GangError, GangStartTimeout, TorchrunError, TorchrunPreempted
 from ..events import Subscriber
 from ..gang.limits import QUIET_S, REMIND_S
 from ..gang.messages import CONTROL, Farewell, Join
@@ -33,16 +33,9 @@ _POLICY = ConnectPolicy()
 _LAST_RECORD_S = 5.0  # how long the control node tries to publish how it ended
 # The part of all_nodes_started_timeout that the control node may take to publish where it is.
 _PUBLISH_PART = 0.8
+_FIRST_PAUSE_S = 0.2  # if all nodes start at once, the control node's record is there after one pause
 _ANSWER_S = 60.0  # for a control node that does not answer, beyond the time limits of the channel
 NOTHING: Mapping[str, Any] = {}
-
-
-def control_addresses(main_ip: str, here_only: bool) -> list[str]:
-    """Return the control node's addresses in the order in which to try them; there is at least one.
-
-    `main_ip` is its address or name as Metaflow knows it. With `here_only` all nodes run on this machine.
-    """
-    return [LOOPBACK] if here_only else addresses_for_others(main_ip)
 
 
 # --- alone, and as the control node ---------------------------------------------------------------
@@ -82,34 +75,39 @@ def _begin(
 def join_as_control(
     registry: Registry,
     num_nodes: int,
-    addresses: Sequence[str],
+    main_ip: str | None,
     settings: StepSettings,
     emit: Subscriber,
     more: Mapping[str, Any] = NOTHING,
     rules: Mapping[str, Any] = NOTHING,
-) -> Member:
-    """Open the gang's channel, publish its addresses, and return the control node as a member.
+) -> tuple[Member, str]:
+    """Open the gang's channel, publish its addresses, and return the control node as a member, and its address.
 
-    Where all nodes run on this machine, the channel accepts connections only from it.
+    `main_ip` is its address or name as Metaflow knows it; None if all nodes run on this machine: then the channel accepts
+    connections only from it.
     """
-    here_only = addresses[0] == LOOPBACK
     # Less than the gang's own limit: otherwise the error would blame nodes that could not find the address.
     patience_s = min(STORE_PATIENCE_S, _PUBLISH_PART * settings.all_nodes_started_timeout)
-    if not here_only:  # there the same task can be run again by hand
+    if main_ip is not None:  # there the same task can be run again by hand
         refuse_second_run(registry, num_nodes, patience_s)
+    is_alone = num_nodes == 1
+    addresses = [LOOPBACK] if main_ip is None or is_alone else addresses_for_others(main_ip)
     record = AddressRecord(tuple(addresses), 0, secrets.token_hex(32), socket.gethostname())
     member = begin_gang(settings, emit, more, rules, num_nodes, record.token)
-    member.at_end = lambda: _publish_end(member, registry, record, bool(rules.get("replaces")))
+    if not is_alone:
+        member.at_end = lambda: _publish_end(member, registry, record, bool(rules.get("replaces")))
     try:
-        port = member.link.call("listen", settings.channel_port, LOOPBACK if here_only else "")
-        record = replace(record, port=port)
-        with member.link.ours():  # as in `_Search.connect`
-            registry.save(record, patience_s)
+        if not is_alone:
+            port = member.link.call("listen", settings.channel_port, LOOPBACK if main_ip is None else "")
+            record = replace(record, port=port)
+        if main_ip is not None or not is_alone:
+            with member.link.ours():  # as below
+                registry.save(record, patience_s)
         member.raise_news()
     except BaseException as error:
         member.leave(error)
         raise
-    return member
+    return member, addresses[0]
 
 
 def refuse_second_run(registry: Registry, num_nodes: int, patience_s: float = STORE_PATIENCE_S) -> None:
@@ -182,67 +180,69 @@ class _Search:
         self._patience_s = settings.heartbeat_timeout_s + _ANSWER_S
         self._timeout_s, now = settings.all_nodes_started_timeout, time.monotonic()
         self._deadline, self._log_at = now + self._timeout_s, now + QUIET_S
-        self._refused: AddressRecord | None = None  # for whose host all connections are refused, without a break
-        self._since = 0.0
+        self._refused: tuple[AddressRecord, float] | None = None  # whose host refuses all connections, and since when
 
     def connect(self) -> str:
         """Become a member; return the address that worked."""
-        for pause_s in growing_pauses():
+        for pause_s in growing_pauses(_FIRST_PAUSE_S):
+            left_s = max(1.0, self._deadline - time.monotonic())
             with self._member.link.ours():  # a signal that raised in a store's client would be swallowed there
-                record = self._registry.look_up(
-                    self._left_s, self._wait
-                )  # each time: a new control node may write another
+                # Each time: a new control node may write another.
+                record = self._registry.load(AddressRecord, min(STORE_PATIENCE_S, left_s))
             self._member.raise_news()
-            if record.error is not None:
+            is_last = time.monotonic() + pause_s > self._deadline
+            if record is None:
+                if is_last:
+                    raise self._missing()
+                self._log("waits for node 0 (the control node) to start")
+            elif record.error is not None:
                 raise record.error
-            if record.is_over:
+            elif record.is_over:
                 self._member.note("the gang has ended well without this task; it has nothing to do")
                 sys.stdout.flush()
                 os._exit(0)  # Metaflow would store results otherwise, also over those that the node has stored before
-            if record.closed:  # the control node's step launched nothing and has ended well
+            elif record.closed:  # the control node's step launched nothing and has ended well
                 self._member.deliver(Farewell("bye"))
                 return record.addresses[0]
-            where = f"{', '.join(record.addresses)} on port {record.port}"
-            try:
-                left_s = self._left_s
+            else:
                 address = [list(record.addresses), record.port, record.token, left_s]
-                return str(self._member.link.call("connect", *address, patience_s=left_s + self._patience_s))
-            except OSError as error:
-                self._check_refused(error, record, where)
-                self._log(f"can't join yet: {error}")
-                if time.monotonic() + pause_s > self._deadline:
-                    raise GangError(
-                        f"{self._who} can't reach the control node: tried {where} for {self._timeout_s:g} s; the last try "
-                        f"failed: {error}. Check that network policies and security groups let the nodes connect to each "
-                        "other; @torchrun(channel_port=...) pins the port."
-                    ) from error
+                try:
+                    return str(self._member.link.call("connect", *address, patience_s=left_s + self._patience_s))
+                except OSError as error:
+                    self._see_failure(error, record, is_last)
             self._member.link.wait(bool, pause_s)
         raise AssertionError("the pauses never end")
 
-    @property
-    def _left_s(self) -> float:
-        return max(1.0, self._deadline - time.monotonic())
-
-    def _wait(self, seconds: float) -> None:
-        """Wait for the control node's address record."""
-        self._member.link.wait(bool, seconds)
-        self._log(f"waits for node {CONTROL} (the control node) to start")
+    def _missing(self) -> GangStartTimeout:
+        return GangStartTimeout(
+            f"Waited {self._timeout_s:g} s, but node 0 (the control node) did not arrive: it wrote no address for "
+            f"{self._registry.where}. Look at the control task's log. @torchrun(all_nodes_started_timeout=...) changes how "
+            "long to wait."
+        )
 
     def _log(self, text: str) -> None:
         if time.monotonic() >= self._log_at:
             self._log_at = time.monotonic() + REMIND_S
             self._member.note(text)
 
-    def _check_refused(self, error: OSError, record: AddressRecord, where: str) -> None:
-        """Raise when a host has refused connections for too long."""
+    def _see_failure(self, error: OSError, record: AddressRecord, is_last: bool) -> None:
+        """Raise when the time is up, or when a host has refused connections for too long."""
+        where = f"{', '.join(record.addresses)} on port {record.port}"
+        if is_last:
+            raise GangError(
+                f"{self._who} can't reach the control node: tried {where} for {self._timeout_s:g} s; the last try failed: "
+                f"{error}. Check that network policies and security groups let the nodes connect to each other; "
+                "@torchrun(channel_port=...) pins the port."
+            ) from error
         if not isinstance(error, ConnectionRefusedError):
             self._refused = None
+            self._log(f"can't join yet: {error}")
             return
-        if record != self._refused:
-            self._refused, self._since = record, time.monotonic()
+        if self._refused is None or self._refused[0] != record:
+            self._refused = record, time.monotonic()
         limit_s = _POLICY.refused_here_s if record.addresses == (LOOPBACK,) else _POLICY.refused_s
         text = f"node 0 (the control node) refuses connections at {where}"
-        if time.monotonic() - self._since >= limit_s:
+        if time.monotonic() - self._refused[1] >= limit_s:
             raise GangError(
                 f"{self._who} gave up: {text}, for {limit_s:g} s. That port was open once, so its task has ended "
                 "unexpectedly. Look at its log, and at the events of its pod or job."

@@ -12,11 +12,10 @@ import math
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
-from ..compat.datastore import DatastoreValues
 from ..errors import LaunchFailed, TorchrunError
 from ..events import Event
 from ..gang.cause import Cause, Failure, FailureText, failed
@@ -25,8 +24,7 @@ from ..gang.messages import Report, Store, Stored, from_wire
 from ..gang.view import as_dicts
 from ..gang.wire import Plain, from_plain, to_plain
 from ..result import TorchrunResult
-from ..settings import RunSettings
-from ..supervisor.call import Call, FunctionSpec, Outcome
+from ..supervisor.call import Call, Outcome
 from . import console
 from .function_call import FunctionCall
 from .launch_outputs import LaunchOutputs
@@ -38,84 +36,29 @@ _LAST_NEWS_S = 0.5  # how long to wait for the gang's own error when the supervi
 _STOP_S = 45.0  # what a supervisor may take beyond the workers' grace to stop a launch that is given up
 
 
-class Services(ExitStack):
-    """What a launch does besides, since the user asked for it: it carries a function's values, and stores outputs.
+class LaunchCall:
+    """One call of `run`, perhaps of a function, which perhaps stores outputs; `where` is the datastore's name and place.
 
-    The thread that calls `run` calls everything here, except for the steps of a `ToStore`: the upload's thread runs those.
-    An error ends the launch. The supervisor gets `told`. What is not needed any more is removed at the end.
+    `complete` makes the call anew after its commands, which may have made the entrypoint. An error of `function` or
+    `outputs` ends the launch.
     """
 
     def __init__(
         self,
-        call: FunctionCall | None = None,
+        call: Call,
+        member: Member,
+        complete: Callable[[], Call],
+        function: FunctionCall | None = None,
         outputs: LaunchOutputs | None = None,
-        store: DatastoreValues | None = None,
+        where: str = "",
     ) -> None:
-        super().__init__()
-        self._call, self._outputs = call, outputs
-        self.where = "" if store is None else store.where  # the datastore's name and place
-        self._all = {name: each for name, each in {"functions": call, "outputs": outputs}.items() if each is not None}
-        if call is not None:
-            self.callback(call.close)
-
-    @classmethod
-    def of(cls, run: RunSettings, num_nodes: int, node: int, store: DatastoreValues | None) -> Services:
-        """Return the services that a call of `run` asks for; `store` is None outside of a flow."""
-        outputs = LaunchOutputs.of(run, node, store)  # first: it holds nothing
-        # A gang of one has its values itself.
-        return cls(FunctionCall.of(run, store if num_nodes > 1 else None), outputs, store)
-
-    @property
-    def told(self) -> dict[str, Any]:
-        """What the supervisor must know of them, as fields of `supervisor.call.Call`."""
-        call, stores = self._call, any(service.stores for service in self._all.values())
-        more = {} if call is None else {"emptied": (call.emptied,)}
-        return {"stores": stores, "may_train_alone": call is not None and call.may_train_alone, **more}
-
-    @property
-    def function(self) -> FunctionSpec | None:
-        """What the workers call instead of a script."""
-        return None if self._call is None else self._call.function
-
-    def begin(self, call: Call) -> None:
-        """Begin a generation: forget what another one has stored."""
-        for service in self._all.values():
-            service.begin(call)
-
-    def to_store(self, error: TorchrunError | None, within_s: float | None) -> dict[str, ToStore]:
-        """Return what is to be stored of a launch that ends well, or with `error`: then as much as fits into the time."""
-        found = {name: service.to_store(error, within_s) for name, service in self._all.items()}
-        return {name: each for name, each in found.items() if each is not None}
-
-    def failed(self, error: TorchrunError, told: Mapping[str, Plain]) -> None:
-        """Add data to the error with which the launch has ended."""
-        if self._outputs is not None:
-            self._outputs.failed(error, told.get("outputs", {}))
-
-    def original(self, error: LaunchFailed, told: Mapping[str, Plain]) -> BaseException:
-        """Return what `run` raises."""
-        return error if self._call is None else self._call.original(error, told.get("functions", {}))
-
-    def result(self, told: Mapping[str, Plain], say: Callable[[str], None]) -> dict[str, Any]:
-        """Return fields of `TorchrunResult`; `told` is what the verdict tells. Raises TransferFailed."""
-        fields = _metrics(told.get("progress", {}))
-        for name, service in self._all.items():
-            fields |= service.result(told.get(name, {}), say)
-        return fields
-
-
-class LaunchCall:
-    """One call of `run`; `complete` makes the call anew after its commands, which may have made the entrypoint."""
-
-    def __init__(self, call: Call, member: Member, services: Services, complete: Callable[[], Call]) -> None:
-        self.call, self.services = call, services
-        self.told: Mapping[str, Plain] = {}  # what the launch has left for this node
+        self.call, self._function, self._outputs, self._where = call, function, outputs, where
+        both = {"functions": function, "outputs": outputs}
+        self._services = {kind: each for kind, each in both.items() if each is not None}  # by the kind of their reports
+        self._told: Mapping[str, Plain] = {}  # what the launch has left for this node
         self._member, self._link = member, member.link
         self._complete, self._number = complete, -1
-        self._asked: Store | None = None  # what is to be stored of the workers' files, until it is
-        self._upload: Transfer | None = None  # of that, in a thread of its own
-        self._to_store: Mapping[str, ToStore] = {}  # its parts, by the kind of report on them
-        self._stored = 0  # the generation of the last upload
+        self._stored = 0  # the generation whose files were stored last
         self._verdict: TorchrunError | None = None
         self._end: Mapping[str, Any] | None = None  # what the supervisor has told at the launch's end
 
@@ -127,7 +70,7 @@ class LaunchCall:
         self._number = member.begin_launch(to_plain(self.call))
         try:
             while self._end is None:
-                self._handle(*self._next(self._has_more, _LOOK_S))
+                self._do(*self._next())
             outcome = self._outcome(self._end)
             member.store_now()  # nothing is stored while the step's own code runs
         except BaseException as error:
@@ -140,56 +83,61 @@ class LaunchCall:
         member.end_launch(None, handled=self._handled)
         return outcome
 
-    def settle(self, patience_s: float | None = None) -> None:
-        """Wait until all lines of the launch are written, or for so long."""
-        self._link.settle(patience_s)
-
     @property
     def _handled(self) -> int | None:
         """How many interruptions the launch has handled; None: all, as far as is known."""
         return None if self._end is None else self._end["handled"]
 
     def _prepare(self) -> None:
-        self.services.begin(self.call)
+        self._begin_services()
         for stream in (sys.stdout, sys.stderr):
             with suppress(Exception):  # whatever the step's code has put there
                 stream.flush()
         writes = tuple(name for name, own in self._link.own_files.items() if console.is_elsewhere(name, own))
         self.call = replace(self.call, writes=writes)
 
-    def _next(self, has_more: Callable[[], bool], wait_s: float) -> Sequence[Any]:
-        """Return the next frame, of which it may have done all; an empty one where there is more to do, or time to look."""
-        frames = self._member.of_launch
-        self._link.wait(lambda: frames or has_more(), wait_s)
-        what, *rest = frames.popleft() if frames else ("",)
+    def _begin_services(self) -> None:
+        """Have them begin a generation: they forget what another one has stored."""
+        for service in self._services.values():
+            service.begin(self.call)
+
+    def _next(self, is_enough: Callable[[], bool] = lambda: False) -> Sequence[Any]:
+        """Return the next frame; an empty one when it is enough, or time to look. Raises TorchrunError if none can come."""
+        member, frames = self._member, self._member.of_launch
+        self._link.wait(lambda: frames or is_enough() or member.is_leaving, _LOOK_S)
+        if frames:
+            frame = frames.popleft()
+            self._take(*frame)
+            return frame
+        if member.is_leaving:
+            raise TorchrunError("The step's code has ended while another thread was still in current.torch.run.")
+        if self._link.end is not None:
+            self._link.await_end(self.call.grace_s + _STOP_S)
+            member.await_error(_LAST_NEWS_S)
+            raise TorchrunError("This node's supervisor process has ended.")
+        return ("",)
+
+    def _take(self, what: str, *rest: Any) -> None:
+        """Do what a frame asks for that may come at any time."""
         if what == "text":
             stream, text, count = rest
             console.write(stream, text)
             self._link.send("wrote", count)
         elif what == "ended" and rest[0] == self._number:
             self._end = rest[1]
-        return what, *rest
 
-    def _has_more(self) -> bool:
-        has_upload = not self._member.has_job if self._upload is None else self._upload.over
-        return self._member.is_leaving or (self._asked is not None and has_upload)
-
-    def _handle(self, what: str, *rest: Any) -> None:
+    def _do(self, what: str, *rest: Any) -> None:
         if what == "complete":
             self.call = replace(self._complete(), writes=self.call.writes)
             self._link.send("complete", to_plain(self.call))
-        elif what == "store":
-            self._on_store(rest[0])
-        elif self._end is not None:
-            return
-        if self._member.is_leaving:
-            raise TorchrunError("The step's code has ended while another thread was still in current.torch.run.")
-        if self._asked is not None:
-            self._go_on_storing(self._asked)
-        if self._link.end is not None:
-            self._link.await_end(self.call.grace_s + _STOP_S)
-            self._member.await_error(_LAST_NEWS_S)
-            raise TorchrunError("This node's supervisor process has ended.")
+        elif what == "store" and rest[0] is not None:  # None: what this has begun is no longer wanted
+            store = from_wire(rest[0])
+            assert isinstance(store, Store)
+            self._member.uploads = True
+            try:
+                self._store(store)
+            finally:
+                self._member.uploads = False
 
     def _place(self, group: Group | None) -> bool:
         """Take the place that this node has in the last generation; return whether it had another one before."""
@@ -201,14 +149,16 @@ class LaunchCall:
     def result(self, outcome: Outcome) -> TorchrunResult[Any]:
         """Return the result on this node of a launch that has ended well. Raises LaunchFailed if a part can't be loaded."""
         verdict, call, member = outcome.verdict, self.call, self._member
+        fields = _metrics(verdict.left.get("progress", {}))
         try:
-            fields = self.services.result(verdict.left, member.note)
+            for kind, service in self._services.items():
+                fields |= service.result(verdict.left.get(kind, {}), member.note)
         except TransferFailed as error:
             cause = Cause("store", member.node, member.host, exception=f"has no result: {error}")
             after = f"\nThe workers of launch {verdict.launch} had ended well on all nodes."
             told = failed(LaunchFailed, FailureText(cause, after=after))
             told.events = as_dicts(verdict.events)
-            self.services.failed(told, verdict.left)
+            self._add_outputs(told, verdict.left)
             raise told from error
         return TorchrunResult(
             launch=verdict.launch,
@@ -228,62 +178,63 @@ class LaunchCall:
 
     def original(self, error: LaunchFailed) -> BaseException:
         """Return what `run` raises for the gang's verdict: what the function raised, or the verdict itself."""
-        return self.services.original(error, self.told)
+        return error if self._function is None else self._function.original(error, self._told.get("functions", {}))
+
+    def _add_outputs(self, error: TorchrunError, told: Mapping[str, Plain]) -> None:
+        if self._outputs is not None:
+            self._outputs.failed(error, told.get("outputs", {}))
 
     # --- what the workers have left
 
-    def _on_store(self, wire: Any) -> None:
-        self._give_up_upload()
-        if wire is not None:
-            store = from_wire(wire)
-            assert isinstance(store, Store)
-            is_moved = self._place(store.group)
-            if is_moved or store.generation != self._stored:
-                self.services.begin(self.call)  # they may have stored what another generation had left
-            self._stored, self._asked, self._member.uploads = store.generation, store, True
+    def _store(self, asked: Store) -> None:
+        """Store what the gang asks for, and tell it; give up when another frame comes."""
+        is_moved = self._place(asked.group)
+        if is_moved or asked.generation != self._stored:
+            self._begin_services()  # they may have stored what another generation had left
+        self._stored, member = asked.generation, self._member
+        if not self._await(lambda: not member.has_job):  # one at a time
+            return
+        all_parts = {kind: each.to_store(asked.error, asked.within_s) for kind, each in self._services.items()}
+        parts = {kind: each for kind, each in all_parts.items() if each is not None}
+        failures: tuple[Failure, ...] = ()
+        if parts:
+            steps = itertools.chain.from_iterable(each.steps for each in parts.values())
+            upload = Transfer(self._where, "stores", steps, self._link.wake)
+            try:
+                if not self._await(lambda: upload.over, upload):
+                    return
+            finally:
+                upload.give_up()  # it sends and logs nothing more
+            failures = self._tell_end(asked, upload, parts)
+        member.send(Stored(asked.launch, asked.generation, failures))
 
-    def _give_up_upload(self) -> None:
-        if self._upload is not None:
-            self._upload.give_up()  # it sends and logs nothing more
-        self._asked = self._upload = None
-        self._member.uploads = False
+    def _await(self, is_over: Callable[[], bool], upload: Transfer | None = None) -> bool:
+        """Wait, and report to the log if the upload is slow; return False if the gang goes on without it."""
+        while not is_over():
+            frame = self._next(is_over)
+            if frame[0] in ("store", "complete") or self._end is not None:
+                self._member.of_launch.appendleft(frame)
+                return False
+            if upload is not None and (line := upload.line()) is not None:
+                self._member.note(line)
+        return True
 
-    def _go_on_storing(self, asked: Store) -> None:
-        """Begin to store, or report to the log and the gang that it is slow, or has ended."""
-        member, upload = self._member, self._upload
-        if upload is None and not member.has_job:  # one at a time
-            self._begin_to_store(asked)
-        elif upload is not None and upload.over:
-            self._tell_end(asked, upload)
-        elif upload is not None and (line := upload.line()) is not None:
-            member.note(line)
-
-    def _begin_to_store(self, asked: Store) -> None:
-        self._to_store = self.services.to_store(asked.error, asked.within_s)
-        if self._to_store:
-            steps = itertools.chain.from_iterable(each.steps for each in self._to_store.values())
-            self._upload = Transfer(self.services.where, "stores", steps, self._link.wake)
-            self._upload.start()
-        else:
-            self._give_up_upload()
-            self._member.send(Stored(asked.launch, asked.generation))
-
-    def _tell_end(self, asked: Store, upload: Transfer) -> None:
-        self._give_up_upload()
+    def _tell_end(self, asked: Store, upload: Transfer, parts: Mapping[str, ToStore]) -> tuple[Failure, ...]:
+        """Tell the log and the gang how it has ended; return why the launch fails without it."""
         problem, member = upload.problem(), self._member
         failures: tuple[Failure, ...] = ()
-        if problem is not None and asked.error is None:  # the launch fails without it
-            text = f"has ended well, but {upload.step.what} could not be stored in {upload.where} {problem}"
+        if problem is not None and asked.error is None:
+            text = f"has ended well, but {upload.step.what} could not be stored in {self._where} {problem}"
             cause = Cause("store", member.node, member.host, exception=text)
             failures = (Failure(cause),)
             member.say(Event("worker_failed", member.node, f"{cause.who} {cause.what}; stopping all nodes"))
-        for name, each in self._to_store.items():
+        for kind, each in parts.items():
             for line in () if failures else each.lines(problem, upload.seconds):
                 member.note(line)
             if each.stored:
-                member.send(Report(name, asked.launch, asked.generation, dict(each.stored)))
+                member.send(Report(kind, asked.launch, asked.generation, dict(each.stored)))
                 each.is_told = True
-        member.send(Stored(asked.launch, asked.generation, failures))
+        return failures
 
     # --- the end
 
@@ -297,24 +248,24 @@ class LaunchCall:
         outcome: Outcome = from_plain(Outcome, told["outcome"], "the outcome")
         verdict = outcome.verdict
         if self._place(verdict.group):
-            self.services.begin(self.call)
-        self.told = verdict.left
+            self._begin_services()
+        self._told = verdict.left
         if verdict.error is not None:
             self._verdict = verdict.error
             verdict.error.events = as_dicts(verdict.events)
-            self.services.failed(verdict.error, self.told)
+            self._add_outputs(verdict.error, self._told)
             raise verdict.error
         return outcome
 
     def _give_up(self, error: BaseException) -> None:
         """Have the supervisor stop everything here, if it has not, and wait for that."""
-        self._give_up_upload()
         if self._end is None:
             cause = None if self._member.gang_knows(error) else self._member.cause_of(error)
             self._link.send("give_up", self._number, None if cause is None else to_plain(cause))
-        deadline = time.monotonic() + self.call.grace_s + _STOP_S
+        frames, deadline = self._member.of_launch, time.monotonic() + self.call.grace_s + _STOP_S
         while self._end is None and self._link.end is None and (left_s := deadline - time.monotonic()) > 0:
-            self._next(bool, left_s)
+            if self._link.wait(lambda: frames, left_s):
+                self._take(*frames.popleft())
 
 
 def _metrics(told: Plain) -> dict[str, Any]:

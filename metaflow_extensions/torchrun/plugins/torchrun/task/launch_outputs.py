@@ -10,7 +10,6 @@ import os
 import stat
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -57,13 +56,9 @@ class LaunchOutputs:
         """Forget what another generation has stored; note where the workers run."""
         self._files, self._folder = None, call.cwd
 
-    @property
-    def _is_stored(self) -> bool:
-        return self._files is not None and self._files.is_told
-
     def to_store(self, error: TorchrunError | None, within_s: float | None) -> ToStore | None:
         """Return the files, unless they are stored."""
-        if not self.stores or self._is_stored:
+        if not self.stores or (self._files is not None and self._files.is_told):
             return None
         self._files = FilesToStore(self._patterns, self._folder, self._store, self._since, within_s)
         return self._files
@@ -82,7 +77,7 @@ class LaunchOutputs:
         if self._of_all and self._node != CONTROL:
             # A task that has come in the place of another has stored none; it is told those of that one.
             of = {node: each for node, each in of.items() if node == self._node}
-            if self._files is not None and self._is_stored:
+            if self._files is not None and self._files.is_told:
                 of = {self._node: tuple(self._files.stored[name] for name in ("key", "files", "size"))}
         return Outputs(self._store.address, of)
 
@@ -105,8 +100,8 @@ class FilesToStore(ToStore):
         self._patterns, self._folder, self._store, self._since = patterns, folder, store, since
         self._has_failed = within_s is not None
         self._deadline = float("inf") if within_s is None else time.monotonic() + within_s
-        self._listing = Listing(folder)
         self._rows: list[dict[str, Any]] = []  # one for each stored file
+        self._left_out: dict[str, str] = {}  # name or pattern -> why
         self._old: list[str] = []  # names of those that are older than the launch
 
     def lines(self, problem: str | None, seconds: float) -> Iterator[str]:
@@ -116,8 +111,8 @@ class FilesToStore(ToStore):
             return
         if self._has_failed and not self._rows:
             return  # a launch that fails early has nothing, and its cause comes next
-        if self._listing.left_out:
-            left_out = [f"{name!r} {why}" for name, why in sorted(self._listing.left_out.items())]
+        if self._left_out:
+            left_out = [f"{name!r} {why}" for name, why in sorted(self._left_out.items())]
             yield f"warning: left out of the outputs in {self._folder}: {first_values(left_out)}"
         if self._old:
             yield f"warning: older than this launch: {first_values([repr(name) for name in self._old])}"
@@ -130,41 +125,44 @@ class FilesToStore(ToStore):
     # --- the steps --------------------------------------------------------------------------------
 
     def _all_steps(self) -> Iterator[Step]:
-        yield Step("its outputs", self._find, PATIENCE_S)
-        for name in self._listing.names:
-            yield from self._steps_of(name)
+        names: list[str] = []
+
+        def search() -> None:
+            found, self._left_out = find(self._folder, self._patterns, self._store.folder)
+            names.extend(found)
+
+        yield Step("its outputs", search, PATIENCE_S)
+        for name in names:
+            yield from self._steps_of(name, len(names))
         yield Step("the index of its outputs", self._save_index, PATIENCE_S)
 
-    def _find(self) -> None:
-        self._listing = find(self._folder, self._patterns, self._store.folder)
-
-    def _steps_of(self, name: str) -> Iterator[Step]:
-        """Read a file, as long as it is when it is opened, and yield a step for each part."""
+    def _steps_of(self, name: str, count: int) -> Iterator[Step]:
+        """Read a file of so many, as long as it is when it is opened, and yield a step for each part."""
         parts: list[str] = []
+
+        def save(data: bytes) -> None:
+            parts.append(self._store.save(data))
+
         try:
             with open(os.path.join(self._folder, name), "rb", buffering=0) as file:
                 status, done = os.fstat(file.fileno()), 0
                 while data := file.read(min(PART_BYTES, status.st_size - done)):
                     if time.monotonic() > self._deadline:
-                        self._listing.left_out[name] = "could not be stored in time"
+                        self._left_out[name] = "could not be stored in time"
                         return
                     done += len(data)
-                    so_far = f"{len(self._rows)} of {counted(len(self._listing.names), 'file')} so far"
-                    what = f"its outputs ({so_far}, now {size_text(done)} of {name!r})"
-                    yield Step(what, partial(self._save, data, parts), patience_for(len(data)))
+                    now = f"{len(self._rows)} of {counted(count, 'file')} so far, now {size_text(done)} of {name!r}"
+                    yield Step(f"its outputs ({now})", partial(save, data), patience_for(len(data)))
         except OSError as error:
-            self._listing.left_out[name] = _cant_be_read(error)
+            self._left_out[name] = _cant_be_read(error)
             return
         if status.st_ctime < self._since:
             self._old.append(name)
         mode = stat.S_IMODE(status.st_mode)
         self._rows.append({"name": name, "size": done, "modified": status.st_mtime, "mode": mode, "parts": parts})
 
-    def _save(self, data: bytes, parts: list[str]) -> None:
-        parts.append(self._store.save(data))
-
     def _save_index(self) -> None:
-        index = {"files": self._rows, "left_out": dict(sorted(self._listing.left_out.items()))}
+        index = {"files": self._rows, "left_out": dict(sorted(self._left_out.items()))}
         key = self._store.save(json.dumps(index).encode())  # in ASCII, so that names may be of any bytes
         names = tuple(row["name"][:_NAME_CHARS] for row in self._rows[:_NAMED])
         self.stored = {"key": key, "files": len(self._rows), "size": self._size, "names": names}
@@ -173,46 +171,41 @@ class FilesToStore(ToStore):
 # --- what the patterns name -------------------------------------------------------------------------
 
 
-@dataclass
-class Listing:
-    """What patterns name, relative to the folder `root`. What lies in the folder `apart` is passed over."""
+def find(root: str, patterns: Sequence[str], apart: str | None = None) -> tuple[list[str], dict[str, str]]:
+    """Return the files of the folder `root` that patterns name, in their order, each once; and why others are left out.
 
-    root: str
-    apart: str | None = None
-    names: dict[str, None] = field(default_factory=dict)  # in the order of the patterns, each once
-    left_out: dict[str, str] = field(default_factory=dict)  # name or pattern -> why, as in "is no file"
+    Names are relative to `root`. What lies in the folder `apart` is passed over.
+    """
+    names: dict[str, None] = {}
+    left_out: dict[str, str] = {}  # name or pattern -> why, as in "is no file"
 
-    def add(self, name: str, follow: bool) -> None:
+    def add(name: str, follow: bool) -> None:
         """Add a file, or a folder with all that is in it; `follow` a link to a folder, which may hold more than is meant."""
-        path = os.path.join(self.root, name)
-        if self.apart is not None and Path(os.path.realpath(path)).is_relative_to(os.path.realpath(self.apart)):
+        path = os.path.join(root, name)
+        if apart is not None and Path(os.path.realpath(path)).is_relative_to(os.path.realpath(apart)):
             return
         if os.path.isfile(path):
-            self.names[name] = None
+            names[name] = None
         elif not os.path.isdir(path):
-            self.left_out[name] = "is no file" if os.path.exists(path) else "is a link to nothing, or gone"
+            left_out[name] = "is no file" if os.path.exists(path) else "is a link to nothing, or gone"
         elif os.path.islink(path) and not follow:
-            self.left_out[name] = f"is a link to the folder {os.path.realpath(path)}; name it to store what is there"
+            left_out[name] = f"is a link to the folder {os.path.realpath(path)}; name it to store what is there"
         else:
             try:
                 for each in sorted(os.listdir(path)):
-                    self.add(each if name == os.curdir else os.path.join(name, each), follow=False)
+                    add(each if name == os.curdir else os.path.join(name, each), follow=False)
             except OSError as error:
-                self.left_out[name] = _cant_be_read(error)
+                left_out[name] = _cant_be_read(error)
 
-
-def find(root: str, patterns: Sequence[str], apart: str | None = None) -> Listing:
-    """Search the folder `root`."""
-    listing = Listing(root, apart)
     for pattern in patterns:
         # Exactly this name, where it is there, whatever it would mean as a pattern.
         is_name = os.path.lexists(os.path.join(root, pattern))
         found = [pattern] if is_name else sorted(os.path.relpath(each, root) for each in Path(root).glob(pattern))
         if not found:
-            listing.left_out[pattern] = "matches nothing"
+            left_out[pattern] = "matches nothing"
         for name in found:
-            listing.add(name, follow=is_name)
-    return listing
+            add(name, follow=is_name)
+    return list(names), left_out
 
 
 def _cant_be_read(error: OSError) -> str:

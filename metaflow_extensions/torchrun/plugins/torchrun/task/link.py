@@ -9,7 +9,6 @@ from __future__ import annotations
 import atexit
 import itertools
 import socket
-import struct
 import threading
 import time
 import weakref
@@ -30,7 +29,6 @@ _LEAVE_WAIT_S = 5.0  # of a control node after its own end, for the others' ends
 _END_S = 2.0
 NEVER = float("inf")
 _LOOK_S = 0.5  # the longest wait: who shares the socket may have read what tells of an end
-_STUCK_S = 60  # after which a supervisor takes nothing any more
 _TURN_S = 0.02
 _open: weakref.WeakSet[Link] = weakref.WeakSet()
 
@@ -45,10 +43,9 @@ class Link:
         # What stdout and stderr were when this began; the supervisor writes there.
         self.own_files = {name: file_of(fd) for name, fd in (("stdout", 1), ("stderr", 2))}
         self.handle: Callable[[Sequence[Any]], None] = lambda frame: None  # gets what is no answer
-        self.turn: Callable[[], float] = lambda: NEVER  # called between two waits; returns for how long. It may raise
+        self.turn: Callable[[], None] = lambda: None  # called now and then while our code waits; it may raise
         self.waiter: int | None = None  # the thread in which our code waits
         self.end: str | None = None  # why nothing is said or read any more
-        self.is_forked = False  # whether this is a fork of the task
         self.last_words: Any = None  # what the supervisor has said at its end
         self._numbers, self._calls = itertools.count(), itertools.count()
         self._packets = Packets()
@@ -63,7 +60,6 @@ class Link:
                 f"This node's supervisor process could not be started on host {socket.gethostname()}: {error}. Look at "
                 "the limits of processes, threads and open files there (ulimit -a)."
             ) from error
-        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", _STUCK_S, 0))
         _open.add(self)
 
     # --- sending; a signal handler may do so
@@ -74,8 +70,6 @@ class Link:
             if self.end is None:
                 try:
                     self._socket.send(packet, socket.MSG_NOSIGNAL)
-                except BlockingIOError:
-                    self._lose(f"its supervisor process takes nothing for {_STUCK_S} s")
                 except OSError:  # who reads next sees why
                     return
 
@@ -135,7 +129,7 @@ class Link:
         with self.ours():
             while True:
                 self.read()
-                pause_s = self.turn()
+                self.turn()
                 if is_over():
                     return True
                 left_s = deadline - time.monotonic()
@@ -143,7 +137,7 @@ class Link:
                     return False
                 news = poll()
                 news.register(self._socket, POLLIN)
-                news.poll(1000 * max(0.0, min(left_s, pause_s, _LOOK_S)))
+                news.poll(1000 * max(0.0, min(left_s, _LOOK_S)))
 
     def wake(self) -> None:
         """Have a wait look again; any thread and any handler of a signal may call it."""
@@ -191,12 +185,10 @@ class Link:
         return all(each.wait(patience_s) for each in self._processes)
 
     def close(self) -> None:
-        """End the gang that was begun, and the supervisor; nothing in a fork of the task."""
+        """End the gang that was begun, and the supervisor."""
         if self.end is None:
             with suppress(GangError, OSError):
                 self.last_words = self.call("close", _LEAVE_WAIT_S) or self.last_words
-        if self.is_forked:
-            return
         self.end = self.end or "its gang has ended"
         with suppress(OSError):  # the step's code has closed all descriptors
             self._socket.close()
@@ -205,8 +197,9 @@ class Link:
 
     def forget(self) -> None:
         """Do nothing any more: this is a fork of the task."""
-        self.is_forked, self.end = True, "this process was forked from the task"
+        self.end = "this process was forked from the task"
         self._socket.close()
+        self.handle(["forked"])
 
 
 def forget_all() -> None:

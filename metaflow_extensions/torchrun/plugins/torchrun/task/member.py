@@ -24,7 +24,7 @@ from ..gang.view import as_dicts
 from ..supervisor.endings import MustEnd, NotNeeded, TimedOut, lost_control, preempted, timed_out
 from ..tracebacks import user_traceback, words_of
 from . import orders
-from .link import NEVER, Link
+from .link import Link
 from .transfer import Transfer
 
 _ACK_WAIT_S = 5.0  # how long a leaving node waits for the control node's receipt
@@ -53,10 +53,11 @@ class Member:
         self.node, self.num_nodes, self.link = node, num_nodes, link
         self.emit = emit  # gets events that are written, or can't be by the supervisor; `say` is for all others
         self.host = socket.gethostname()
+        self.command: str | None = None  # of torchrun, when that becomes known
         self.shows_output = True  # whether the last launch shows everything that a failing worker writes
         self.may_go_on = False  # whether the others may go on without this node, if it is told to end
         self.at_end: Callable[[], None] = lambda: None  # called when the node has left, before the link closes
-        self.meanwhile: Callable[[], float] = lambda: NEVER  # done while our code waits; returns for how long to wait
+        self.meanwhile: Callable[[], None] = lambda: None  # called now and then while our code waits
         self.store_now: Callable[[], None] = lambda: None  # stores what is known of the gang
         self.job: Transfer | None = None  # what `meanwhile` has begun
         self.uploads = False  # whether a launch has something to store: that comes before all else
@@ -69,9 +70,9 @@ class Member:
         self._heard: set[str] = set()
         self._launches = 0
         self._turn = threading.Lock()  # held by the thread that is in a launch
-        self._order: MustEnd | None = None  # why this node must end, if it must
-        self._time_is_up: TimedOut | None = None  # outside of a launch
-        self._interruptions: list[MustEnd | TimedOut] = []  # of the launch, which its supervisor was told of
+        # What has told this node to end, and was not raised yet; in a launch its supervisor hears of each, and handles it.
+        self._orders: list[MustEnd | TimedOut] = []
+        self.is_forked = False  # whether this is a fork of the task: only the task itself is a node of the gang
         self.is_interrupted = False  # by Ctrl-C
         self._is_raised = False  # whether that has been raised
         self._not_needed: NotNeeded | None = None  # what each call of `run` raises on a node that was dismissed
@@ -80,9 +81,9 @@ class Member:
         orders.begin(self, alarm)
 
     @property
-    def in_task(self) -> bool:
-        """Whether this is the task's own process, not a fork of it."""
-        return not self.link.is_forked
+    def _order(self) -> MustEnd | None:
+        """Why this node must end, if it must."""
+        return next((each for each in self._orders if isinstance(each, MustEnd)), None)
 
     @property
     def must_end(self) -> bool:
@@ -97,7 +98,7 @@ class Member:
     @property
     def is_storing(self) -> bool:
         """Whether the step's code has ended well here and its results are being stored."""
-        return self.in_task and self._state is State.STORING
+        return self._state is State.STORING
 
     @property
     def is_leaving(self) -> bool:
@@ -112,6 +113,8 @@ class Member:
             self.deliver(from_wire(rest[0]))
         elif what == "event":
             kind, node, text, is_detail = rest
+            if kind == "command":
+                self.command = text.removeprefix("runs: ")
             self._events.append(Event(kind, node, text, is_detail, is_written=True))
         elif what == "lost":
             if "bye" not in self._heard:
@@ -124,6 +127,8 @@ class Member:
             cause = Cause("agent_ended", self.node, self.host, exception=rest[0])
             self._break(failed(LaunchFailed, FailureText(cause)))
             self._heard.add("gone")
+        elif what == "forked":  # this is a fork of the task, which has left
+            self.is_forked, self._state = True, State.LEFT
         else:
             self.of_launch.append(frame)
 
@@ -157,24 +162,16 @@ class Member:
 
         A handler of a signal calls it. If `is_now`, it is raised here.
         """
-        if self._state in _OVER or not self.in_task:
+        if self._state in _OVER:
             return self._state is State.FAILING  # it ends already
+        self._orders.append(news)
         if self._state is State.LAUNCH:
-            self._interruptions.append(news)
             self.link.send(*(("time_out", news.text) if isinstance(news, TimedOut) else ("interrupt", news.why)))
-        if self._state is not State.LAUNCH or isinstance(news, MustEnd):
-            self._keep(news)
         if is_now:
             self.raise_news()
         else:
             self.link.wake()
         return True
-
-    def _keep(self, news: MustEnd | TimedOut) -> None:
-        if isinstance(news, TimedOut):
-            self._time_is_up = news
-        else:
-            self._order = self._order or news
 
     def interrupt(self) -> None:
         """Raise KeyboardInterrupt where our code waits."""
@@ -187,10 +184,10 @@ class Member:
         if self.is_interrupted and not self._is_raised and not self.is_leaving:
             self._is_raised = True
             raise KeyboardInterrupt
-        if self._state is State.LAUNCH or self._state in _OVER or not self.in_task:
+        if self._state is State.LAUNCH or self._state in _OVER:
             return
         if self.broken is not None and self._state is not State.TOLD:
-            self._order = None
+            self._orders.clear()
             self._state = State.TOLD
             raise self.broken
         if self._order is not None:
@@ -199,11 +196,10 @@ class Member:
             self.send(Leave("failed", self.cause_of(error)))
             orders.end(self)
             raise error
-        if self._time_is_up is not None:
-            news, self._time_is_up = self._time_is_up, None
+        if self._orders and isinstance(news := self._orders.pop(), TimedOut):
             raise timed_out(self.node, self.host, news.text)
 
-    def _between_waits(self) -> float:
+    def _between_waits(self) -> None:
         """Do what a wait leaves to do: raise news, also of the gangs around this one, and store what is due."""
         while self._events:
             self.emit(self._events.popleft())
@@ -211,7 +207,7 @@ class Member:
         for each in orders.around(self):
             each.link.read()
             each.raise_news()
-        return self.meanwhile()
+        self.meanwhile()
 
     def terminated(self) -> TorchrunPreempted:
         """Return the error for a task that was told to stop."""
@@ -235,8 +231,8 @@ class Member:
         self.link.send("send", to_wire(message))
 
     def refuse_in_child(self) -> None:
-        """Raise if this process is a fork of the task: only the task itself is a node of the gang."""
-        if not self.in_task:
+        """Raise if this process is a fork of the task."""
+        if self.is_forked:
             raise GangError(
                 "current.torch.run was called in a process that was forked from the task. Call it in the task itself, for "
                 "example in the step's own code."
@@ -245,7 +241,7 @@ class Member:
     @property
     def is_dismissed(self) -> bool:
         """Whether this node has left since a launch has ended well without it."""
-        return self.in_task and self._not_needed is not None
+        return self._not_needed is not None and not self.is_forked
 
     def dismiss(self, launch: int) -> NoReturn:
         """End the step's code here: the launch has ended well without this node, which the gang counts no more."""
@@ -265,9 +261,8 @@ class Member:
         try:
             with self.link.ours():
                 self.link.read()
-            if (error := self._obstacle()) is not None:
-                raise error
-            self._interruptions, self._verdict = [], None
+            self._check_that_one_may_begin()
+            self._verdict = None
             self.of_launch.clear()
             self._launches += 1
             self.link.send("run", number, request)  # first, or it would hear of an interruption before
@@ -279,21 +274,19 @@ class Member:
             raise
         return number
 
-    def _obstacle(self) -> TorchrunError | NotNeeded | None:
-        """Return why no launch can begin, or None."""
+    def _check_that_one_may_begin(self) -> None:
         if self._not_needed is not None:
-            return self._not_needed
+            raise self._not_needed
+        self.raise_news()
         if self.broken is not None:
-            self._state = State.TOLD if self._state is State.STEP else self._state
-            return self.broken
-        if self._state is State.ENDING or (self._order is not None and self._state not in _OVER):
-            return self.terminated()
+            raise self.broken
+        if self._state is State.ENDING:
+            raise self.terminated()
         if not self._heard.isdisjoint({"bye", "gone"}) or self._state not in (State.STEP, State.TOLD):
-            return GangError(
+            raise GangError(
                 "current.torch.run was called after the gang had ended: the control node's step has already finished. Every "
                 "node must call it the same number of times."
             )
-        return None
 
     def end_launch(self, verdict: TorchrunError | None, failing: bool = False, handled: int | None = None) -> None:
         """End the launch: the step's own code runs again. Raise news that came too late for the launch.
@@ -301,16 +294,15 @@ class Member:
         `verdict` is what the gang has decided. If `failing`, the launch raises it, or another error. `handled` is how many
         interruptions the launch has handled; None: all.
         """
-        self._verdict, self._order = verdict, None
+        self._verdict = verdict
+        del self._orders[:handled]
         try:
             if self._state is State.LAUNCH:
                 told = verdict is not None or (failing and self.broken is not None)
-                self._state = State.TOLD if told else State.STEP  # first: what comes later is the step's
-            for news in () if handled is None else self._interruptions[handled:]:
-                self._keep(news)
+                self._state = State.TOLD if told else State.STEP  # what comes later is the step's
         finally:
             self._turn.release()
-        if not failing or self._order is not None or self._time_is_up is not None:
+        if not failing or self._orders:
             self.raise_news()
 
     def finish(self) -> None:
@@ -318,8 +310,6 @@ class Member:
 
         Raises the order to end, if the step's code has swallowed it: the gang has failed for it.
         """
-        if not self.in_task:
-            return
         if self._state is State.LAUNCH:
             raise GangError(
                 f"The step's code has ended on node {self.node} while launch {self._launches - 1} still ran there in "
@@ -351,7 +341,7 @@ class Member:
 
     def await_error(self, patience_s: float) -> None:
         """Raise the error that breaks the gang, if one comes in time."""
-        if self.in_task and self.link.wait(lambda: self.broken is not None, patience_s) and self.broken is not None:
+        if self.link.wait(lambda: self.broken is not None, patience_s) and self.broken is not None:
             raise self.broken
 
     def await_others(self, remaining: Callable[[], list[int]]) -> None:
@@ -359,7 +349,7 @@ class Member:
 
         From then on this node's results are being stored, as on a member after `finish`.
         """
-        if self._state is not State.WAITING or not self.in_task:  # a gang of one has nobody to wait for
+        if self._state is not State.WAITING:  # a gang of one has nobody to wait for
             return
         patience_s = QUIET_S
         while not self.link.wait(lambda: "alone" in self._heard or self.broken is not None, patience_s):
@@ -380,11 +370,11 @@ class Member:
         error it waits `hold_s` seconds at most for the channel's end: then the control node's log holds the cause.
         """
         before = self._state
-        if before is State.LEFT or not self.in_task:
+        if before is State.LEFT:
             return
         orders.end(self)  # first: a gang around this one hears of what comes from now on
         self._state = State.LEFT
-        self.meanwhile = lambda: NEVER
+        self.meanwhile = lambda: None
         try:
             if before is not State.ENDING:  # otherwise *leave* was sent already
                 cause = None if error is None or self.gang_knows(error) else self.cause_of(error)

@@ -7,9 +7,7 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import sys
-import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -18,25 +16,26 @@ from metaflow import current
 
 from ..compat.datastore import save_log, watch_storing
 from ..compat.renamed import convenience
-from ..compat.steps import is_local, runs_on, tasks_of_local_nodes
+from ..compat.steps import forgive_local_nodes, is_local, runs_on, tasks_of_local_nodes
 from ..errors import TorchrunPreempted
 from ..events import Event, label
 from ..gang.cause import Cause, cause_of
 from ..gang.view import Presence
 from ..gang.wire import Plain
-from ..registry import AddressRecord, Registry
+from ..machine.processes import began
+from ..registry import Registry
 from ..settings import StepSettings
 from ..show.gang_part import GangPart, pointing_at
 from ..supervisor.endings import NotNeeded
 from ..tracebacks import words_of
+from . import local_nodes
 from .cards import Cards, make_none
 from .console import hurry, to_log
 from .gang_store import GangStore
-from .join import LOOPBACK, begin_gang, control_addresses, join_as_control, join_as_member, refuse_second_run
-from .local_nodes import LocalNodes
+from .join import join_as_control, join_as_member
 from .member import Member
 from .report import end_with, report
-from .signs import LOCAL_NODE_MARGIN_S, STARTED_BY, name_as_starter, signs
+from .signs import LOCAL_NODE_MARGIN_S, STARTED_BY, signs
 from .step_timeout import TimeLimit
 from .task_log import TaskLog
 
@@ -44,10 +43,6 @@ from .task_log import TaskLog
 # take to upload it: on Kubernetes the first pod that ends takes all with it.
 _HOLD_S = 10.0
 _UPLOAD_S = 5.0
-# How long the control node of a local run waits for the gang's word on a node whose end Metaflow has seen first.
-_OTHERS_WORD_S, _OTHERS_LOOK_S = 5.0, 0.25
-# How long a preempted task waits for its card: its machine is about to go.
-_PREEMPTED_CARD_S = 2.0
 
 
 class TaskGang:
@@ -69,18 +64,10 @@ class TaskGang:
         self._member: Member | None = None
         self._is_control = False  # of several nodes
         self._store: GangStore | None = None  # on any control node
-        self._cards: Cards | None = None  # on any control node
-        self.part: Callable[[tuple[str, ...]], GangPart] | None = None  # see `Context.part`
-        self._about: dict[str, Any] = {}  # the nodes' tasks, and the command of torchrun
+        self.part: Callable[[tuple[str, ...]], GangPart] | None = None  # see `TorchrunExecutor`
         self._is_incomplete = False  # whether the gang has ended well without some nodes
-        self._local_nodes: LocalNodes | None = None  # on the control node of a local run
 
     # --- before the step's code -----------------------------------------------------------------
-
-    def will_start_nodes(self, num_nodes: int) -> None:
-        """Record that Metaflow starts the other nodes' tasks from this one, on a local run."""
-        if self._is_local:
-            self._local_nodes = LocalNodes(self._task[0], self._task[2], num_nodes)
 
     def join(self, tasks: Sequence[str] = (), starts: Plain | None = None) -> tuple[Member, str]:
         """Join, and return this node as a member and the control node's address.
@@ -93,7 +80,7 @@ class TaskGang:
         more = {"starts": starts, "signs": looks}
         # Meant for tasks alone, neither for spares nor for what the step's code starts.
         os.environ.pop(STARTED_BY, None)
-        num_nodes, main_addr = parallel.num_nodes, LOOPBACK
+        num_nodes = parallel.num_nodes
         run_id, step_name, task_id, attempt = self._task
         control = (run_id, step_name, parallel.control_task_id or task_id)
         registry = Registry(self._flow_datastore, *control, attempt)
@@ -107,23 +94,13 @@ class TaskGang:
         rules: dict[str, Any] = {"replaces": self._replaces}
         if self._limit is not None:
             rules |= {"deadline": self._limit.ends_at, "longer": self._limit.text}
-        if num_nodes > 1:
-            addresses = control_addresses(parallel.main_ip, here_only)
-            member = join_as_control(registry, num_nodes, addresses, settings, self._emit, more, rules)
-            main_addr = addresses[0]
-        else:
-            if not here_only:  # there the same task can be run again by hand
-                refuse_second_run(registry, 1)
-                registry.save(AddressRecord((), 0, "", socket.gethostname()))
-            member = begin_gang(settings, self._emit, more, rules)
-        self._member, self._is_control, self._about["tasks"] = member, num_nodes > 1, tuple(tasks)
-        self._cards = Cards(self._flow_datastore)
-        self._store, self.part = GangStore(member, self._about, self._cards, registry), self._cards.part
-        if self._local_nodes is not None and self._is_control:
-            for node, reason in self._local_nodes.ended().items():
-                member.link.send("gone", node, reason)
-            followed = self._local_nodes.tasks().items()
-            member.link.send("follow", [[node, task.pid, task.began] for node, task in followed])
+        main_ip = None if here_only else parallel.main_ip
+        member, main_addr = join_as_control(registry, num_nodes, main_ip, settings, self._emit, more, rules)
+        self._member, self._is_control = member, num_nodes > 1
+        cards = Cards(self._flow_datastore)
+        self._store, self.part = GangStore(member, tasks, cards, registry), cards.part
+        nodes = enumerate(tasks_of_local_nodes(), 1)
+        member.link.send("follow", [[node, task.pid, began(task.pid)] for node, task in nodes])
         return member, main_addr
 
     @property
@@ -132,29 +109,18 @@ class TaskGang:
         return runs_on() == "kubernetes" and self._settings.replaces_nodes
 
     def _emit(self, event: Event) -> None:
-        if event.kind == "command":
-            self._about["command"] = event.text.removeprefix("runs: ")
         show = to_log if self._is_local else self._log.take
         show(event, current.parallel.num_nodes)
 
     # --- around it and after it -----------------------------------------------------------------
 
     def run(self, step: Callable[[], None]) -> None:
-        """Run the step, which joins; leave if it fails. On the control node, wait until all others have left."""
-        if self._local_nodes is not None:
-            name_as_starter(os.environ, "control")
+        """Run the step, which joins; leave if it fails."""
         try:
-            self._run_step(step)
-            if self._member is not None and self._is_control:
-                # On AWS Batch the control node's end stops all nodes, and nothing else makes another node's failure
-                # the run's (Metaflow 2.19 waits there for the others' ends only).
-                self._member.await_others(partial(self._in_state, Presence.HERE, Presence.ABSENT))
-                if out := self._in_state(Presence.OUT):
-                    self._is_incomplete = True
-                    self._forget(out)
+            step()
         except BaseException as error:
             member = self._member
-            if member is not None and not member.in_task:
+            if member is not None and member.is_forked:
                 raise  # a child that the step has forked and that went on with the step's code
             signal.alarm(0)  # the step's @timeout is for its code
             if is_ordered := self._was_told_to_end(error):
@@ -162,43 +128,11 @@ class TaskGang:
             if member is not None:
                 member.fail(in_hurry=is_ordered)
             self._report_and_leave(error)
-            if self._local_nodes is not None:
+            if tasks := tasks_of_local_nodes(error):
                 states = dict(enumerate(self._store.states())) if self._store is not None else {}
-                wait_s = self._settings.grace_s + LOCAL_NODE_MARGIN_S
                 # After an order to end, this task waits for no reader, and so the others can't.
-                self._local_nodes.stop(wait_s, states, is_ordered)
+                local_nodes.stop(tasks, self._settings.grace_s + LOCAL_NODE_MARGIN_S, states, is_ordered)
             raise
-
-    def _run_step(self, step: Callable[[], None]) -> None:
-        try:
-            step()
-        except Exception as error:
-            tasks = tasks_of_local_nodes(error)
-            if tasks is None or not self._have_ended_well(tasks):
-                raise
-
-    def _have_ended_well(self, tasks: Sequence[Any]) -> bool:
-        """Wait for the tasks of the other nodes; return whether only nodes that the gang goes on without ended badly.
-
-        On a local run Metaflow waits for them in order, and for no more after the first that ended badly (2.19). `tasks`
-        are its processes.
-        """
-        member, bad_since = self._member, None
-        while member is not None:
-            by_pid = {each.pid: each.poll() for each in tasks}
-            nodes = {} if self._local_nodes is None else self._local_nodes.tasks()
-            codes = {node: by_pid.get(task.pid) for node, task in nodes.items()}
-            out = self._in_state(Presence.OUT)
-            if codes and not any(code for node, code in codes.items() if node not in out):
-                bad_since = None
-                if None not in codes.values():
-                    return True
-            elif bad_since is None:
-                bad_since = time.monotonic()
-            elif time.monotonic() - bad_since > _OTHERS_WORD_S:
-                return False
-            member.await_error(_OTHERS_LOOK_S)
-        return False
 
     def _in_state(self, *states: Presence) -> list[int]:
         return [] if self._store is None else self._store.in_state(*states)
@@ -211,7 +145,7 @@ class TaskGang:
         return is_own or isinstance(error, KeyboardInterrupt)
 
     def run_code(self, step: Callable[[], None]) -> None:
-        """Run the step's own code, and report that it has ended well.
+        """Run the step's own code, and report that it has ended well. On the control node, wait until all others have left.
 
         Where this node was dismissed meanwhile, each exception is such an end: its results are nobody's.
         """
@@ -225,6 +159,17 @@ class TaskGang:
             self._member.note(text, is_detail=is_own and self._is_local)
         if self._member is not None:
             self._member.finish()
+            if self._is_control:
+                self._await_others(self._member)
+
+    def _await_others(self, member: Member) -> None:
+        # On AWS Batch the control node's end stops all nodes, and nothing else makes another node's failure the run's
+        # (Metaflow 2.19 waits there for the others' ends only). On a local run Metaflow waits next, for one after the other.
+        member.await_others(partial(self._in_state, Presence.HERE, Presence.ABSENT))
+        if out := self._in_state(Presence.OUT):
+            self._is_incomplete = True
+            self._forget(out)
+            forgive_local_nodes(out)  # those that do not end are killed by our supervisor
 
     def fail(self, error: BaseException) -> None:
         """Report an error after the step's code, and leave with it; nothing if the node has left."""
@@ -239,15 +184,13 @@ class TaskGang:
     def leave(self, error: BaseException | None) -> None:
         """Leave for good; nothing the second time, and in a fork of the task."""
         member, self._member = self._member, None
-        if member is None or not member.in_task:
+        if member is None or member.is_forked:
             return
         if self._replaces and not self._is_control:  # else the last lines could be missing
             self._log.save(_UPLOAD_S)
         member.leave(error, hold_s=0.0 if self._is_local or self._is_control else _HOLD_S)
         if self._store is not None:
-            self._store.close()
-        if self._cards is not None and error is not None:
-            self._cards.make_last(*([_PREEMPTED_CARD_S] if isinstance(error, TorchrunPreempted) else []))
+            self._store.close(error)
 
     def watch_storing(self, task_datastore: Any) -> None:
         """Leave when all is stored, or report that it can't be: Metaflow calls no decorator after that (task.py, 2.19).

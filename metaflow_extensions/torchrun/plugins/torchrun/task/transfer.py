@@ -45,35 +45,27 @@ class ToStore:
 
 
 class Transfer:
-    """Steps, one after the other, in a daemon thread: only that waits for the store, and no exit waits for it.
+    """Steps, one after the other, in a daemon thread that begins at once: only that waits for the store, and no exit for it.
 
-    It writes `step`, `_step_begun_at` and `_error`, and sets `_ended` last; who has started it reads them. Each field has
-    one writer, so there is no lock.
+    It writes `step`, `_step_begun_at` and `_error`, and sets `_ended` last; who has made it reads them. Each field has
+    one writer, so there is no lock. Raises RuntimeError if there are no more threads.
     """
 
     def __init__(self, where: str, doing: str, steps: Iterable[Step], wake: Callable[[], object] = bool) -> None:
-        self.where, self._wake = where, wake  # the datastore's name and place; what is called at the end
-        self._doing = doing  # as in "stores"
+        self._where, self._doing = where, doing  # the datastore's name and place; "stores" or "loads"
+        self._wake = wake  # called at the end
         self._steps = iter(steps)  # at least one; the others are made as they are needed
         self.step = next(self._steps)  # the current or last step
         self._begun_at = self._step_begun_at = self._said_at = time.monotonic()
         self._error: BaseException | None = None
         self._ended = threading.Event()
         self._given_up = False
-
-    def start(self) -> None:
-        """Begin."""
         threading.Thread(target=self._run, name="torchrun-values", daemon=True).start()
 
     @property
     def seconds(self) -> float:
         """Seconds since it was made."""
         return time.monotonic() - self._begun_at
-
-    @property
-    def left_s(self) -> float:
-        """Seconds until it takes too long."""
-        return self._step_begun_at + self.step.patience_s - time.monotonic()
 
     @property
     def hangs(self) -> bool:
@@ -83,7 +75,7 @@ class Transfer:
     @property
     def over(self) -> bool:
         """Whether it has succeeded, failed, or takes too long."""
-        return not self.hangs or self.left_s < 0
+        return not self.hangs or time.monotonic() > self._step_begun_at + self.step.patience_s
 
     def line(self) -> str | None:
         """Return a line for the log about the progress; None if the last one is less than `REMIND_S` old."""
@@ -114,11 +106,10 @@ class Transfer:
             self.give_up()
 
     def wait(self, say: Callable[[str], object] = bool) -> None:
-        """Start it and wait for its end, or raise TransferFailed; `say` as in `await_end`."""
-        self.start()
+        """Wait for its end, or raise TransferFailed; `say` as in `await_end`."""
         self.await_end(say)
         if (problem := self.problem()) is not None:
-            raise TransferFailed(f"{self.step.what} could not be loaded from {self.where} {problem}") from self._error
+            raise TransferFailed(f"{self.step.what} could not be loaded from {self._where} {problem}") from self._error
 
     def _run(self) -> None:
         try:
@@ -135,10 +126,8 @@ class Transfer:
 
 
 def job(do: Callable[[], object], patience_s: float, wake: Callable[[], object] = bool) -> Transfer:
-    """Begin one thing, of which nothing is said. Raises RuntimeError if there are no more threads."""
-    begun = Transfer("", "does", [Step("a job", do, patience_s)], wake)
-    begun.start()
-    return begun
+    """Begin one thing, of which nothing is said."""
+    return Transfer("", "does", [Step("a job", do, patience_s)], wake)
 
 
 def do_within(do: Callable[[], object], patience_s: float) -> None:
