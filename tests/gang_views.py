@@ -136,7 +136,7 @@ class Story:
             for key, value in values.items():
                 by_key.setdefault(key, []).append(Point(step, value))
         step = points[-1][0] if points else None
-        metrics = Metrics({rank: Pace(step or 0, speed) for rank, speed in paces.items()}, by_key, step, total)
+        metrics = Metrics({rank: Pace(speed) for rank, speed in paces.items()}, by_key, step, total)
         about = self._about if launch is None else {"launch": launch}
         return self.say(node, messages.Report("progress", **about, data=to_plain(metrics)))
 

@@ -91,6 +91,10 @@ class Node:
         known = self.tasks
         return join.task in known and known.index(join.task) <= known.index(self.join.task)
 
+    def lost(self, why: str) -> Cause:
+        """Return why it is gone; if that is not known yet, it is lost, and `why`."""
+        return self.cause or Cause("lost", self.index, self.host, exception=why)
+
 
 class Gang:
     """The gang's state machine. Only the control node's supervisor has one."""
@@ -119,15 +123,17 @@ class Gang:
         self._absent, self._here, self._gone, self._out_of_it = self._in.values()
         self._absent.update(range(num_nodes))
         self._calls: dict[int, Ready] = {}  # the nodes' calls of `run`, as long as these have no verdict
+        self._preparing: dict[
+            int, int
+        ] = {}  # nodes whose commands of before_run run -> the launch that they have called
         self._done: set[int] = set()  # nodes whose step's code has ended well
         self._failed: set[int] = set()  # nodes whose last task has left with an error
-        self._group = Group(0)  # the last nodes that have taken part
         self._is_over = False  # whether the control node's step has ended, and no other node is left
         self._is_time_up = False  # whether the end of the step's @timeout was handled
         self._remind_at = float("inf")  # when to log next what is waited for
         # How many events there were at the end of the launch before, and of the last one.
         self._mark = self._next_mark = 0
-        self._verdicts: dict[int, Verdict] = {}  # by launch, of all: a node may call it late
+        self._verdicts: dict[int, Verdict] = {}  # by launch, of all: another task may come and call them late
         self._out: list[Outgoing] = []
 
     # --- what is known ----------------------------------------------------------------------------
@@ -165,10 +171,10 @@ class Gang:
 
     @property
     def _number(self) -> int | None:
-        """The number of the launch that nodes have called and that has not begun; None without one."""
-        if self.phase is not Phase.IDLE or not self._calls:
-            return None
-        return min(call.launch for call in self._calls.values())
+        """The number of the launch that runs, or that nodes have called; None without one."""
+        if self.phase is not Phase.IDLE:
+            return self.launch.number
+        return min((call.launch for call in self._calls.values()), default=None)
 
     def _name(self, rank: int) -> str:
         node = self.launch.group.nodes[rank // (self.launch.control.nproc or 1)]
@@ -324,7 +330,7 @@ class Gang:
 
     def _lose(self, node: Node, why: str) -> None:
         self._see("lost", f"lost: {why}", node, "lost")
-        self._go_without(node, Cause("lost", node.index, node.host, exception=why))
+        self._go_without(node, node.lost(why))
 
     def _on_leave(self, node: Node, leave: Leave) -> None:
         is_here = node.presence is Presence.HERE
@@ -378,6 +384,7 @@ class Gang:
     def _forget(self, node: Node) -> None:
         """Forget what the task of a node has said that is gone."""
         self._calls.pop(node.index, None)
+        self._preparing.pop(node.index, None)
         self.stacks.gone(node.index, "it is no longer in the gang")
 
     def _end_without_control(self, control: Node) -> None:
@@ -481,8 +488,7 @@ class Gang:
 
     def _give_up_on(self, node: Node) -> None:
         """Wait no longer for a node's task."""
-        text = f"it has not joined within {self.rules.started_timeout_s:g} s"
-        self._leave_out(node, node.cause or Cause("lost", node.index, node.host, exception=text), waits=False)
+        self._leave_out(node, node.lost(f"it has not joined within {self.rules.started_timeout_s:g} s"), waits=False)
 
     def _why_not_without(self, cause: Cause | None) -> str:
         """Say why the gang does not go on without a lost node, where spares or fewer nodes are asked for."""
@@ -516,15 +522,17 @@ class Gang:
         """Return whether a node can call a launch; where it can't any more, it gets the verdict."""
         known = self._verdicts.get(number) or (self.broken and Verdict(number, self.broken))
         if node.presence is not Presence.HERE:
-            cause = node.cause or Cause("lost", node.index, node.host, exception="it is not needed any more")
-            self._send(Verdict(number, failures.told_to_end(cause)), node.index)
-        elif known and node.index not in self._done:
-            self._send_late_verdict(node, known)  # it was over before this node called it
+            self._send(Verdict(number, failures.told_to_end(node.lost("it is not needed any more"))), node.index)
+        elif known and node.index not in self._done:  # it was over before this node called it
+            if number >= self.launch.number and self.phase is Phase.IDLE:
+                node.is_new = False  # it is where the others are
+            self._send_verdict(node, replace(known, events=self._events() if node.index == CONTROL else ()))
         return node.presence is Presence.HERE and not known and node.index not in self._done
 
     def _take_call(self, node: Node, call: Ready) -> None:
         self._see_call(call.launch, call.nproc)
-        text = "before_run has ended well" if self._prepares(node) else "called run"
+        was_preparing = self._preparing.pop(node.index, None) is not None
+        text = "before_run has ended well" if was_preparing else "called run"
         self._see("ready", text, node, "waiting", launch=call.launch, generation=None)
         if not self._calls:
             self._remind_at = self._now + QUIET_S
@@ -586,7 +594,7 @@ class Gang:
         if ended:
             self._end_early(number, failures.step_has_ended(number, sorted(ended)))
             return
-        group = follow(self._group, sorted(self._here), self._size, self._least)
+        group = follow(self.launch.group, sorted(self._here), self._size, self._least)
         if (group is None or group.size < self._size) and any(map(self._may_come, self._absent)):
             return
         if group is None:
@@ -601,20 +609,19 @@ class Gang:
         if error is not None:
             self._end_early(number, error)
             return
-        self.launch, self._mark = Launch(number, self._calls[CONTROL]), self._next_mark
+        self.launch, self._mark = Launch(number, self._calls[CONTROL], group=self.launch.group), self._next_mark
         for each in sorted(self.ready - set(group.nodes)):
             self._see("spare", "waits as a spare", self.nodes[each])
         self._go(group)
 
     def _end_early(self, number: int, error: TorchrunError) -> None:
         """End a launch that can't begin."""
-        if self.phase is not Phase.IDLE:  # nodes are in the launch before it still
-            self._verdicts[number] = verdict = Verdict(number, error)
-            for each in [each for each, call in self._calls.items() if call.launch == number]:
-                self._send_verdict(self.nodes[each], verdict)
-            return
-        self.launch, self._mark = Launch(number), self._next_mark
-        self._finish(error)
+        launch = Launch(number, group=self.launch.group)
+        if self.phase is Phase.IDLE:
+            self.launch, self._mark = launch, self._next_mark
+            self._finish(error)
+        else:  # nodes are in the launch before it still
+            self._tell_verdict(launch, error)
 
     def _go(self, group: Group) -> None:
         """Send *go*: all nodes of a group start a generation of workers."""
@@ -627,7 +634,7 @@ class Gang:
         left = sorted(node for node, task in launch.tasks.items() if tasks.get(node) != task)
         came = sorted(node for node, task in tasks.items() if launch.tasks and launch.tasks.get(node) != task)
         launch.begin_generation(self._now, group, tasks)
-        self.phase, self._group = Phase.RUNNING, group
+        self.phase = Phase.RUNNING
         self._see_go(came)
         of_group = {node: self._calls[node] for node in group.nodes}
         about = (launch.number, launch.generation, port, self.rules.name, launch.restarts, launch.limit)
@@ -682,6 +689,7 @@ class Gang:
         match report.kind:
             case "before_run" if self._may_call(node, report.launch):
                 self._see_call(report.launch, None)
+                self._preparing[index] = report.launch
                 self._see(report.kind, "before_run begins", node, "preparing", launch=report.launch, generation=None)
             case "command":
                 about: dict[str, Any] = {"launch": report.launch, "generation": None, "seconds": data.get("seconds")}
@@ -729,7 +737,6 @@ class Gang:
         """Look at what the ranks do, once a second."""
         for line in self.progress.tick(self._now):
             self._send(Note(line), CONTROL)
-            self.view.progress = self.progress.record
         launch = self.launch
         found = hang(self._now - launch.active_at, launch.policy.hang_timeout_s, launch.has_begun)
         if found is None:
@@ -744,7 +751,7 @@ class Gang:
     def _on_failed_early(self, node: Node, report: Failed) -> None:
         """Handle a failure in a call of `run` before this node takes part in its launch."""
         call, cause = self._calls.get(node.index), report.failures[0].cause if report.failures else None
-        is_early = self._prepares(node) if call is None else call.launch == report.launch
+        is_early = report.launch == (self._preparing.get(node.index) if call is None else call.launch)
         if cause is None or not is_early or report.launch in self._verdicts or node.presence is not Presence.HERE:
             return
         is_command = call is None and not report.given_up
@@ -786,7 +793,6 @@ class Gang:
             view.enter("stopped", [node.index])
         if line := self.progress.ended(node.index, ended.ok):
             self._send(Note(line), CONTROL)  # before the verdict, with which the log of the launch ends
-        view.progress = self.progress.record
         self.stacks.gone(node.index, NO_WORKERS)
         launch.ended[node.index] = replace(ended, failures=())
         launch.running.discard(node.index)
@@ -845,7 +851,7 @@ class Gang:
         for each in unknown:
             node, text = self.nodes[each], "it did not report in time that its workers had ended"
             self._see("lost", f"lost: {text}", node)
-            self._tell_to_end(node, Cause("lost", each, node.host, exception=text))
+            self._tell_to_end(node, node.lost(text))
         self.launch.running.clear()
         return True
 
@@ -891,7 +897,7 @@ class Gang:
         for each, cause in sorted(self.launch.leaving.items()):
             self._tell_to_end(self.nodes[each], cause)
         for node in [self.nodes[each] for each in sorted(self._gone)]:
-            self._leave_out(node, node.cause or Cause("lost", node.index, node.host, exception="it has left"))
+            self._leave_out(node, node.lost("it has left"))
 
     def _start_again(self) -> None:
         """Begin the next generation after the pause, in which more nodes may have been lost or have come."""
@@ -950,63 +956,55 @@ class Gang:
         launch.stores.clear()
         self._see(*(("done", "the launch has ended well") if error is None else ("failed", "the launch has failed")))
         view.turn("done" if error is None else "failed", view.why if error is not None else "")
-        called = self._here & {*self._calls, *self._preparing()}
         view.place((), LATE_S)
         if error is None:
             view.error, view.cause = None, None
             for each in sorted(self._absent):  # who comes in the place of one would lack what this launch has left
                 if not launch.takes_part(each) and self.nodes[each].cause is not None:
                     self._give_up_on(self.nodes[each])
-        self._tell_verdict(error)
-        view.enter("step code", called)
+        self._tell_verdict(launch, error)
         self._next_mark = self.view.count
         if error is not None and any(self.nodes[node].cause for node in self._gone):
             self._break(error)  # without all its nodes the gang can't launch again
 
-    def _tell_verdict(self, error: TorchrunError | None) -> None:
-        """Send all nodes their verdict; nodes that get the same share one object. Keep it for those that call it later."""
-        launch, events = self.launch, self._events()
-        # Where the nodes' numbers contradict each other, each of these launches has ended.
-        is_early = launch.generation < 0
-        group = launch.group if launch.group.size else None
-        made: dict[tuple[int, bool], Verdict] = {}
-        for node in [self.nodes[each] for each in sorted({*self._calls, *self._preparing()})]:
-            call, is_control = self._calls.get(node.index), node.index == CONTROL
-            about = number, _ = launch.number if call is None else call.launch, is_control
-            if number > launch.number and not is_early:
-                continue
-            if about not in made:
-                left, seen = self._left(is_control, error), events if is_control else ()
-                made[about] = Verdict(number, error, seen, left, error is None and launch.alone, group)
-            launch.told.add(node.index)
-            self._send_verdict(node, made[about])
-        left = self._left(True, error) if self.rules.replaces else {}
-        left.pop("progress", None)  # which is long
-        for number in {launch.number, *(number for number, _ in made)}:
-            self._verdicts[number] = Verdict(number, error, left=left, group=group)
+    def _tell_verdict(self, launch: Launch, error: TorchrunError | None) -> None:
+        """Send all nodes their verdict; members get one object. Keep it for those that call the launch later."""
+        number, group = launch.number, launch.group if launch.generation >= 0 else None
+        alone = error is None and launch.alone
+        of_control = Verdict(number, error, self._events(), self._left(launch, error, True), alone, group)
+        of_others = Verdict(number, error, (), self._left(launch, error, False), alone, group)
+        called = {node for node, call in self._calls.items() if call.launch == number}
+        called |= {node for node, its in self._preparing.items() if its == number}
+        for each in sorted(called):
+            launch.told.add(each)
+            self._send_verdict(self.nodes[each], of_control if each == CONTROL else of_others)
+        left = {name: each for name, each in of_control.left.items() if self.rules.replaces and name != "progress"}
+        self._verdicts[number] = replace(of_others, left=left)  # progress is long
 
     def _send_verdict(self, node: Node, verdict: Verdict) -> None:
         """Send a node a verdict. If the launch has ended well without it, it leaves, and nobody waits for it."""
         self._calls.pop(node.index, None)
+        self._preparing.pop(node.index, None)
         self._send(verdict, node.index)
+        if node.presence is Presence.HERE:
+            self.view.enter("step code", [node.index])
         if verdict.is_without(node.index) and node.presence is Presence.HERE:
             self._enter(node, Presence.OUT)
             self._see("dismissed", "is not needed any more", node)
             text = f"node {node.index} leaves: launch {verdict.launch} has ended well without it"
             self._send(Note(text), CONTROL)
 
-    def _left(self, is_control: bool, error: TorchrunError | None) -> dict[str, Any]:
+    def _left(self, launch: Launch, error: TorchrunError | None, is_control: bool) -> dict[str, Any]:
         """Return what the control node, or each other node, is told of what the launch has left."""
-        launch, cause = self.launch, cause_of(error)
+        cause = cause_of(error)
         outputs = {
             str(node): [each["key"], each["files"], each["size"]]
             for node, each in sorted(self.view.outputs.get(launch.number, {}).items())
             if is_control or node == CONTROL
         }
         values = self._values if launch.generation >= 0 else {}
-        if error is not None or not is_control:
-            failed_rank = "" if cause is None or error is None else str(cause.rank)
-            values = {rank: key for rank, key in values.items() if rank == failed_rank}
+        if error is not None or not is_control:  # of a failure that of the failed rank, which all raise
+            values = {rank: key for rank, key in values.items() if cause is not None and rank == str(cause.rank)}
         found = {
             "outputs": {"nodes": outputs} if outputs else {},
             "functions": dict(values),
@@ -1014,17 +1012,9 @@ class Gang:
         }
         return {name: told for name, told in found.items() if told}
 
-    def _send_late_verdict(self, node: Node, verdict: Verdict) -> None:
-        """Send the verdict of a launch to a node that called it too late, or that can't take part in it."""
-        is_last = verdict.launch >= self.launch.number
-        seen = self._events() if is_last and node.index == CONTROL else ()
-        if is_last and self.phase is Phase.IDLE:
-            node.is_new = False  # it is where the others are
-        self._send_verdict(node, replace(verdict, events=seen))
-
     def _error_outside(self, cause: Cause) -> TorchrunError:
         """Return the error for a failure outside of launches: the last launch's own, if it was that failure."""
-        number, last = self._number, self.launch.verdict
+        number, last = self._number if self.phase is Phase.IDLE else None, self.launch.verdict
         known = cause_of(last)
         # Ctrl-C interrupts all nodes of a local run, one after the other.
         is_known = known is not None and (cause.is_same_event(known) or cause.kind == known.kind == "interrupted")
@@ -1041,7 +1031,7 @@ class Gang:
         if self.broken is not None:
             return
         number, self.broken = self._number, error
-        if number is not None:
+        if number is not None and self.phase is Phase.IDLE:
             self._end_early(number, error)
         self._see("broken", "nothing can be launched any more")
         self._see_error(error)
@@ -1054,52 +1044,36 @@ class Gang:
     # --- time limits ------------------------------------------------------------------------------
 
     def _look_at_limits(self) -> None:
-        """Stop what exceeds the launch's ``timeout_s``, or end all waits that exceed the step's ``@timeout``."""
-        launch, limit_s, text = self.launch, self.launch.policy.timeout_s, self.rules.longer
-        is_up = self._now > self.rules.deadline
-        if self.phase is Phase.RUNNING and limit_s is not None and self._now - launch.went_at > limit_s and not is_up:
+        """Stop a launch that exceeds its ``timeout_s``, and all that exceeds the step's ``@timeout``."""
+        launch, limit_s = self.launch, self.launch.policy.timeout_s
+        if self._now > self.rules.deadline:
+            self._time_is_up()
+        elif self.phase is Phase.RUNNING and limit_s is not None and self._now - launch.went_at > limit_s:
             self._fail_with("timeout", f"longer than {limit_s:g} s")
-        if not is_up:
-            return
-        if self.phase is Phase.RUNNING or (self.phase is Phase.STORING and launch.failing_with is None):
-            waits_for = self._waits_for()
-            self._fail_with(
-                "timeout", f"{text}, while launch {launch.number} waited for {waits_for}" if waits_for else text
-            )
-        elif self.phase is Phase.PAUSING:
-            self._add_failures([Failure(self._timed_out(text))])
-        elif self.phase is not Phase.IDLE or CONTROL not in self._here:  # it ends soon, or is about to join
-            return
-        elif (number := self._number) is not None:
-            cause = self._timed_out(f"{text}, while launch {number} waited for {self._waits_for()}")
-            self._end_early(number, self._error_outside(cause))
-        elif not self._is_time_up and CONTROL not in self._done:
-            self._break(self._error_outside(self._timed_out(text)))
-        self._is_time_up = True  # outside of launches once only, as an alarm; a later launch ends at once
 
-    def _timed_out(self, text: str) -> Cause:
-        self._see("timeout", f"timeout: it ran {text}")
-        return Cause("step_timeout", CONTROL, self.nodes[CONTROL].host, exception=text)
+    def _time_is_up(self) -> None:
+        launch, text, waits_for = self._number, self.rules.longer, self._waits_for()
+        text += f", while launch {launch} waited for {waits_for}" if waits_for and launch is not None else ""
+        if self.phase is not Phase.IDLE:
+            if self.phase is not Phase.STOPPING and self.launch.failing_with is None:  # else it ends soon
+                self._fail_with("timeout", text)
+        elif CONTROL in self._here - self._done and not (launch is None and self._is_time_up):
+            self._see("timeout", f"timeout: {text}")
+            error = self._error_outside(Cause("step_timeout", CONTROL, self.nodes[CONTROL].host, exception=text))
+            self._break(error) if launch is None else self._end_early(launch, error)
+        self._is_time_up |= CONTROL in self._here  # outside of launches once only, as an alarm
 
     def _remind(self) -> None:
         """Log what is waited for."""
         self._remind_at = self._now + REMIND_S
-        number = self._number
         if not (waits_for := self._waits_for()):
             return
         missing = min(self._absent, default=None)
         why = "" if missing is None else failures.to_see_why(missing, self.rules.why_it_waits(missing))
-        text = f"launch {self.launch.number if number is None else number} waits for {waits_for}{why and '.' + why}"
+        text = f"launch {self._number} waits for {waits_for}{why and '.' + why}"
         self._send(Note(text), CONTROL)  # even if it is late itself: the terminal shows its log
-        if number is not None:
+        if self.phase is Phase.IDLE:
             self._send(Note(text, is_detail=True), *sorted(self._calls.keys() - {CONTROL}))
-
-    def _preparing(self) -> set[int]:
-        """Return the nodes whose commands of before_run run."""
-        return {node for node in self._here if self._prepares(self.nodes[node])}
-
-    def _prepares(self, node: Node) -> bool:
-        return self.view.nodes[node.index].state == "preparing"
 
     def _waits_for(self) -> str:
         """Return in words for which nodes the others wait, or all."""
@@ -1110,8 +1084,8 @@ class Gang:
         else:
             waits = {
                 "to start": filter(self._may_come, self._absent),
-                "to call current.torch.run": self._here - self._calls.keys() - self._preparing(),
-                "to end before_run": self._preparing(),
+                "to call current.torch.run": self._here - self._calls.keys() - self._preparing.keys(),
+                "to end before_run": self._preparing,
             }
         found = {what: sorted(nodes) for what, nodes in waits.items()}
         return " and for ".join(f"{names(nodes)} {what}" for what, nodes in found.items() if nodes)

@@ -248,11 +248,10 @@ class RankPace:
         """Return the rank's pace; None before its first step."""
         if not self._steps:
             return None
-        step = self._steps[-1][1]
         # After its last step a rank has no speed. Steps may count from 0.
-        if self._total is not None and step + 1 >= self._total:
-            return Pace(step)
-        return Pace(step, self._steps_per_s(now), fmean(self._seconds) if self._seconds else None)
+        if self._total is not None and self._steps[-1][1] + 1 >= self._total:
+            return Pace()
+        return Pace(self._steps_per_s(now), fmean(self._seconds) if self._seconds else None)
 
     def _stands_still(self, now: float) -> bool:
         if len(self._steps) < 2:
