@@ -202,7 +202,7 @@ class Gang:
 
     def answer(self, asked: Any) -> dict[str, Any] | None:
         """Return the stacks that were `asked` for, as soon as they are known."""
-        found = self.stacks.answer(asked, self._clock())
+        found = self.stacks.answer(asked, self._clock(), self.num_nodes)
         return None if found is None else {"id": asked, "found": to_plain(found)}
 
     def lost(self, node: int, why: str) -> list[Outgoing]:
@@ -385,7 +385,7 @@ class Gang:
         """Forget what the task of a node has said that is gone."""
         self._calls.pop(node.index, None)
         self._preparing.pop(node.index, None)
-        self.stacks.gone(node.index, "it is no longer in the gang")
+        self.stacks.keep(node.index, "it is no longer in the gang")
 
     def _end_without_control(self, control: Node) -> None:
         """Tell the nodes how it ends, if the control node leaves with an error: it can't tell them later."""
@@ -728,8 +728,7 @@ class Gang:
     def _ask_stacks(self, asked: Any) -> None:
         launch = self.launch
         about = (launch.number, launch.generation)
-        others = set(range(self.num_nodes)) - launch.running
-        self.stacks.ask(asked, about, launch.running, others, self._now)
+        self.stacks = Stacks(asked, about, launch.running, self._now)
         if launch.running:
             self._broadcast(Ask(*about, asked))
 
@@ -743,7 +742,7 @@ class Gang:
             self.stacks = Stacks() if self.stacks.asked == HANG else self.stacks
         elif self.stacks.asked != HANG:
             self._ask_stacks(HANG)
-        elif (answer := self.stacks.answer(HANG, self._now)) is not None:
+        elif (answer := self.stacks.answer(HANG, self._now, self.num_nodes)) is not None:
             well = [node for node, ended in launch.ended.items() if ended.ok]
             detail, self.view.hangs = conclude(answer, well)
             self._fail_with(HANG, *found, detail=detail)
@@ -793,7 +792,7 @@ class Gang:
             view.enter("stopped", [node.index])
         if line := self.progress.ended(node.index, ended.ok):
             self._send(Note(line), CONTROL)  # before the verdict, with which the log of the launch ends
-        self.stacks.gone(node.index, NO_WORKERS)
+        self.stacks.keep(node.index, NO_WORKERS)
         launch.ended[node.index] = replace(ended, failures=())
         launch.running.discard(node.index)
         launch.fails |= not ended.ok

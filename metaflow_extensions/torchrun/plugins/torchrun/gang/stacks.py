@@ -64,45 +64,38 @@ class GangStacks:
 
 
 class Stacks:
-    """One question at a time: the newest."""
+    """What was `asked` of the nodes whose workers run, and their answers; without a question, nothing.
 
-    def __init__(self) -> None:
-        self.asked: Any = None  # the question
-        self._due_at_s = 0.0
-        self._about: tuple[int, int] | None = None  # launch and generation; None: no worker runs
-        self._open: set[int] = set()  # nodes that have not answered
-        self._found: dict[int, NodeStacks] = {}
-        self._missing: dict[int, str] = {}
+    `about` is a launch and its generation.
+    """
 
-    def ask(
-        self, asked: Any, about: tuple[int, int], running: Collection[int], others: Collection[int], at_s: float
+    def __init__(
+        self, asked: Any = None, about: tuple[int, int] = (-1, -1), running: Collection[int] = (), at_s: float = 0.0
     ) -> None:
-        """Begin a question to the nodes whose workers run."""
-        self.asked, self._about, self._due_at_s = asked, about if running else None, at_s + WORKERS_S + NODES_MARGIN_S
-        self._open, self._found = set(running), {}
-        self._missing = dict.fromkeys(others if running else (), NO_WORKERS)
+        self.asked, self._about, self._due_at_s = asked, about, at_s + WORKERS_S + NODES_MARGIN_S
+        self._found: dict[int, NodeStacks | str] = dict.fromkeys(running, "it has not answered in time")
+        self._open = set(running)  # those that have not answered
 
     def take(self, node: int, data: Mapping[str, Any]) -> None:
-        """Keep what a node has answered, if it is not too late."""
-        if data["id"] == self.asked and node in self._open:
-            self._found[node] = from_plain(NodeStacks, data["found"], "stacks")
-            self._open.discard(node)
+        """Keep what a node has answered."""
+        if data["id"] == self.asked:
+            self.keep(node, from_plain(NodeStacks, data["found"], "stacks"))
 
-    def gone(self, node: int, why: str) -> None:
-        """Expect nothing more of a node."""
+    def keep(self, node: int, found: NodeStacks | str) -> None:
+        """Keep a node's answer, or why there is none; what comes first counts."""
         if node in self._open:
-            self._missing[node] = why
+            self._found[node] = found
             self._open.discard(node)
 
-    def answer(self, asked: Any, at_s: float) -> GangStacks | None:
+    def answer(self, asked: Any, at_s: float, num_nodes: int) -> GangStacks | None:
         """Return the answer when all nodes have answered, or their time is up; else None."""
         if asked != self.asked or (self._open and at_s < self._due_at_s):
             return None
-        for node in sorted(self._open):
-            self.gone(node, "it has not answered in time")
-        launch, generation = self._about or (None, None)
-        found, missing = dict(sorted(self._found.items())), dict(sorted(self._missing.items()))
-        return GangStacks(launch, generation, found, missing)
+        if not self._found:
+            return GangStacks()
+        found = {node: self._found.get(node, NO_WORKERS) for node in range(num_nodes)}
+        answered = {node: each for node, each in found.items() if isinstance(each, NodeStacks)}
+        return GangStacks(*self._about, answered, {node: each for node, each in found.items() if isinstance(each, str)})
 
 
 # --- hangs ----------------------------------------------------------------------------------------
