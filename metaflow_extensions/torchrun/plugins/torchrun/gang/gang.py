@@ -598,21 +598,16 @@ class Gang:
         if (group is None or group.size < self._size) and any(map(self._may_come, self._absent)):
             return
         if group is None:
-            first = next(node for node in self.nodes if node.cause is not None)
-            assert first.cause is not None
-            self._end_all(first, first.cause)
-        elif self._calls.keys() >= set(group.nodes):
-            self._begin_launch(number, group)
-
-    def _begin_launch(self, number: int, group: Group) -> None:
-        error = failures.contradiction({node: self._calls[node] for node in group.nodes})
-        if error is not None:
-            self._end_early(number, error)
+            self._end_all(*next((node, node.cause) for node in self.nodes if node.cause is not None))
+        elif not self._calls.keys() >= set(group.nodes):
             return
-        self.launch, self._mark = Launch(number, self._calls[CONTROL], group=self.launch.group), self._next_mark
-        for each in sorted(self.ready - set(group.nodes)):
-            self._see("spare", "waits as a spare", self.nodes[each])
-        self._go(group)
+        elif (error := failures.contradiction({node: self._calls[node] for node in group.nodes})) is not None:
+            self._end_early(number, error)
+        else:
+            self.launch, self._mark = Launch(number, self._calls[CONTROL], group=self.launch.group), self._next_mark
+            for each in sorted(self.ready - set(group.nodes)):
+                self._see("spare", "waits as a spare", self.nodes[each])
+            self._go(group)
 
     def _end_early(self, number: int, error: TorchrunError) -> None:
         """End a launch that can't begin."""
@@ -750,8 +745,8 @@ class Gang:
     def _on_failed_early(self, node: Node, report: Failed) -> None:
         """Handle a failure in a call of `run` before this node takes part in its launch."""
         call, cause = self._calls.get(node.index), report.failures[0].cause if report.failures else None
-        is_early = report.launch == (self._preparing.get(node.index) if call is None else call.launch)
-        if cause is None or not is_early or report.launch in self._verdicts or node.presence is not Presence.HERE:
+        called = self._preparing.get(node.index) if call is None else call.launch
+        if cause is None or called != report.launch:
             return
         is_command = call is None and not report.given_up
         is_late = self.phase is not Phase.IDLE and report.launch == self.launch.number
