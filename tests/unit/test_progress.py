@@ -13,7 +13,6 @@ from metaflow_extensions.torchrun.plugins.torchrun.gang.messages import Ended, R
 from metaflow_extensions.torchrun.plugins.torchrun.gang.progress import (
     Metrics,
     Pace,
-    Point,
     Progress,
 )
 from metaflow_extensions.torchrun.plugins.torchrun.gang.wire import from_plain, to_plain
@@ -35,7 +34,7 @@ class Kept(Progress):
         by_key = {}
         for step, values in points:
             for key, value in values.items():
-                by_key.setdefault(key, []).append(Point(step, value))
+                by_key.setdefault(key, []).append((step, value))
         step = points[-1][0] if points else step
         metrics = Metrics({node: pace} if pace else {}, by_key, None if node else step, total)
         return self.take(node, launch, to_plain(metrics), at_s)
@@ -295,13 +294,13 @@ def test_what_workers_tell_is_told_while_they_run_and_at_their_end_before_that(t
     write(folder / "1.jsonl", '{"step": 2, "loss": 9}\n')
     node.report("started")  # so they run
     told = heard()
-    assert told.points == {"loss": (Point(1, 3.0),)}
+    assert told.points == {"loss": [(1, 3.0)]}
     assert told.paces == {0: Pace(), 1: Pace()}
     monkeypatch.setattr(watch, "TELLS_EVERY_S", 1000.0)
     eventually(node.all_taken)
     write(folder / "0.jsonl", '{"step": 1, "loss": 3}\nnonsense\n{"step": 7, "loss": NaN}\n')
     node.all_end_well(agent)
-    assert heard().points == {"loss": (Point(7, None),)}
+    assert heard().points == {"loss": [(7, None)]}
     assert node.expect(Ended).ok
     assert node.verdict().verdict.error is None
 

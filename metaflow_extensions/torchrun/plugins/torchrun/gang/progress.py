@@ -6,7 +6,7 @@ import math
 import statistics
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeAlias
 
 from .limits import FIRST_LINE_S, LINES_EVERY_S, LOOKS_EVERY_S, SLOW_S, STALE_S
 from .texts import duration, names
@@ -15,6 +15,8 @@ from .wire import from_plain
 MAX_KEYS, MAX_POINTS = 20, 200
 """How many keys of rank 0 are kept, the first ones, and how many points of each."""
 _VALUES = 4  # in one line of the log
+Point: TypeAlias = tuple[int, float | None]
+"""A step and a value; None: it is no number, or not finite."""
 _SLOW, _FEWEST = 0.5, 3  # a share of the median; of fewer ranks, none is the normal one
 
 
@@ -26,7 +28,7 @@ class Series:
 
     def __init__(self, most: int) -> None:
         self._most, self._width = most, 1.0
-        self.points: list[tuple[int, float | None]] = []
+        self.points: list[Point] = []
 
     def add(self, step: int, value: float | None) -> None:
         """Add a point. It replaces the points at the same step and later: after a restart, steps are done again."""
@@ -50,14 +52,6 @@ class Series:
 
 
 @dataclass(frozen=True)
-class Point:
-    """A value of rank 0."""
-
-    step: int
-    value: float | None  # None: a number that is not finite
-
-
-@dataclass(frozen=True)
 class Pace:
     """The speed of one rank."""
 
@@ -70,7 +64,7 @@ class Metrics:
     """The progress of one node's scripts. It is sent every 5 s if they report any, and at the end."""
 
     paces: dict[int, Pace] = field(default_factory=dict)  # by global rank; only ranks that still run
-    points: dict[str, tuple[Point, ...]] = field(default_factory=dict)  # new values of rank 0, by key
+    points: dict[str, list[Point]] = field(default_factory=dict)  # new values of rank 0, by key
     step: int | None = None  # rank 0's last
     total: float | None = None  # rank 0's number of steps
 
@@ -122,9 +116,9 @@ class Progress:
         told["step"] = told["step"] if metrics.step is None else metrics.step
         told["total"] = told["total"] if metrics.total is None else metrics.total
         for key, points in metrics.points.items():
-            for point in points if key in self._series or len(self._series) < MAX_KEYS else ():
-                self._series.setdefault(key, Series(MAX_POINTS)).add(point.step, point.value)
-                told["last"][key] = point.value
+            for step, value in points if key in self._series or len(self._series) < MAX_KEYS else ():
+                self._series.setdefault(key, Series(MAX_POINTS)).add(step, value)
+                told["last"][key] = value
         told["series"] = {key: list(each.points) for key, each in self._series.items()}
         self._see_speed(metrics.paces.get(0, Pace()).steps_per_s)
 

@@ -101,22 +101,14 @@ class Stacks:
 # --- hangs ----------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Alike:
-    """Ranks whose stacks are equal."""
-
-    ranks: tuple[int, ...]
-    found: Found
-
-
-def alike(ranks: Mapping[int, Found]) -> list[Alike]:
-    """Return each different stack once, that of most ranks first. Without a stack, equal reasons are a group."""
+def alike(ranks: Mapping[int, Found]) -> list[tuple[list[int], Found]]:
+    """Return each different stack once, with its ranks, that of most first. Without a stack, equal reasons are a group."""
     by_mark: dict[str, list[int]] = {}
     for rank, found in sorted(ranks.items()):
         by_mark.setdefault(found.mark or found.where, []).append(rank)
     # The same stack may come from several nodes, and only the first of each sends its text.
     return [
-        Alike(tuple(each), max((ranks[rank] for rank in each), key=lambda found: len(found.text)))
+        (each, max((ranks[rank] for rank in each), key=lambda found: len(found.text)))
         for each in sorted(by_mark.values(), key=lambda each: -len(each))
     ]
 
@@ -144,10 +136,10 @@ def conclude(stacks: GangStacks, well: Collection[int]) -> tuple[str, dict[str, 
     """
     ranks, silent = stacks.ranks, sorted(node for node, why in stacks.missing.items() if why != NO_WORKERS)
     groups = alike(ranks)
-    is_known = not silent and any(group.found.mark for group in groups)
+    is_known = not silent and any(found.mark for _, found in groups)
     first, why = look_first(ranks) if is_known else ([], "")
     share = _MAX_CHARS // max(1, len(groups))
-    kept = [{"ranks": list(each.ranks), **to_plain(each.found.bounded(share))} for each in groups[:_MAX_LINES]]
+    kept = [{"ranks": its, **to_plain(found.bounded(share))} for its, found in groups[:_MAX_LINES]]
     record = {"launch": stacks.launch, "first": first, "why": why, "is_last": True, "stacks": kept}
     said = [] if groups else [_NOBODY]
     if well:
@@ -157,13 +149,8 @@ def conclude(stacks: GangStacks, well: Collection[int]) -> tuple[str, dict[str, 
     elif first:
         said.append(f"Look at {names(first, 'rank')} first: {why}.")
     at: dict[str, list[int]] = {}
-    for each in groups:
-        at.setdefault(_line(each.found), []).extend(each.ranks)
+    for its, found in groups:
+        at.setdefault(f"{found.where}: {found.line}" if found.line else found.where, []).extend(its)
     places = [f"{names(numbers, 'Rank')}: {place}" for place, numbers in at.items()]
     more = [f"{len(places) - _MAX_LINES} more such lines are left out."] if len(places) > _MAX_LINES else []
     return "\n".join([*filter(None, [" ".join(said)]), *places[:_MAX_LINES], *more]), record
-
-
-def _line(found: Found) -> str:
-    """Return a place with its source line."""
-    return f"{found.where}: {found.line}" if found.line else found.where

@@ -18,7 +18,7 @@ from statistics import fmean
 from typing import TypeAlias
 
 from ..compat.linux import free_begin
-from ..gang.progress import MAX_KEYS, Metrics, Pace, Point, Series
+from ..gang.progress import MAX_KEYS, Metrics, Pace, Series
 from ..gang.wire import Plain, to_plain
 from ..machine.aside import STUCK_S
 from .workers import Workers
@@ -120,9 +120,7 @@ class ProgressObserver:
         self._told_at = now
         running = self._paces.keys() - self._workers.codes
         paces = {rank: pace for rank in sorted(running) if (pace := self._paces[rank].pace(now)) is not None}
-        points = {
-            key: tuple(Point(int(step), value) for step, value in series.points) for key, series in self._new.items()
-        }
+        points = {key: series.points for key, series in self._new.items()}
         self._new = {}
         place = self._step, self._total
         if not paces and not points and place == (self._told or (None, None)):
