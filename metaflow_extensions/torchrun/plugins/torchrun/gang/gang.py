@@ -456,7 +456,7 @@ class Gang:
             kind, then = "left_out", "the others go on without it"
         self._see(kind, f"{then}: it {headline(cause.what)}", node, "lost")
         if self.launch.failing_with is None or self.phase is not Phase.STORING:  # else nobody goes on
-            self._send(Note(f"{failures.within(cause)}; {then}"), CONTROL)
+            self._send(Note(f"{FailureText(cause).who} {headline(cause.what)}; {then}"), CONTROL)
 
     def _may_come(self, node: int) -> bool:
         return self._now <= self.nodes[node].awaited_until
