@@ -5,7 +5,6 @@ import os
 import socket
 import time
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -169,10 +168,6 @@ def test_a_gang_that_waits_for_the_reader_of_its_output_says_so():
 # --- on a node --------------------------------------------------------------------------------------
 
 
-def node_with(tmp_path, timeout_s):
-    return FakeNode(tmp_path, policy=LaunchPolicy(hang_timeout_s=timeout_s))
-
-
 class Life:
     """What a node knows of its workers: one that has written nothing."""
 
@@ -211,18 +206,8 @@ def test_a_wait_for_the_reader_is_told_now_and_then_and_its_end_at_once(monkeypa
     assert told == [(0, True), (5, False), (70, True), (75, False)]
 
 
-def test_a_step_that_a_worker_tells_is_a_sign_of_life(tmp_path):
-    node = node_with(tmp_path, 1000.0)
-    agent = node.running()
-    Path(agent.env["TORCHRUN_METRICS_FOLDER"], "0.jsonl").write_text('{"step": 1}\n')
-    news = [node.next_message() for _ in range(3)]
-    (found,) = [each for each in news if isinstance(each, Report) and each.kind == "hangs"]
-    assert list(found.data) == ["age_s"]
-    node.verdict(ERROR)
-
-
 def test_a_node_that_is_asked_in_a_hang_shows_in_its_log_what_it_answers(tmp_path):
-    node = node_with(tmp_path, 1000.0)
+    node = FakeNode(tmp_path, policy=LaunchPolicy(hang_timeout_s=1000.0))
     node.running()
     node.side.deliver(Ask(0, 0, HANG))
     answer = node.report("stacks")
