@@ -1,8 +1,8 @@
 """The gang's machine on the control node: joining, launches with their restarts, leaving.
 
 `Gang` is pure: messages and the clock go in, messages come out. It starts no thread, opens no socket and never sleeps, so
-a test can try every order of messages. One object decides, so every node gets the same decision. A table says what is
-done with each message in which `Phase`.
+a test can try every order of messages. One object decides, so every node gets the same decision. Each message has a
+method, and `Gang._settle` says what follows from all that is known then, in which `Phase`.
 
 Who takes part in a generation is one rule: who took part stays; the first others that are here fill up to the size. Are
 there fewer, those are waited for that may come; then it goes on with at least `min_nodes`, or fails.
@@ -189,7 +189,7 @@ class Gang:
 
     def handle(self, node: int, message: Message) -> list[Outgoing]:
         """Handle a node's message and return the messages to send; what comes too late is ignored."""
-        handler = _HANDLERS.get((self.phase, type(message)))
+        handler = _HANDLERS.get(type(message))
         if handler is None or not 0 <= node < self.num_nodes:
             return []
         if not (isinstance(message, Report) and message.kind in _NUMBERS):
@@ -339,16 +339,13 @@ class Gang:
             if node.index == CONTROL:  # whose loss ends all
                 self._has_no_workers(CONTROL)
         elif leave.how == "done" and is_here and node.index not in self._done:
-            self._on_done(node)
+            self._done.add(node.index)
+            self._see("finished", "the step has ended well", node, "storing")
+            if self._here <= self._done and not self._failed:
+                self.view.ended_s = self.view.now_s
+            self._has_no_workers(node.index)
         elif leave.how in ("left", "failed") and node.presence is not Presence.GONE:
             self._on_left(node, leave)
-
-    def _on_done(self, node: Node) -> None:
-        self._done.add(node.index)
-        self._see("finished", "the step has ended well", node, "storing")
-        if self._here <= self._done and not self._failed:
-            self.view.ended_s = self.view.now_s
-        self._has_no_workers(node.index)
 
     def _on_left(self, node: Node, leave: Leave) -> None:
         has_failed = leave.how == "failed"
@@ -514,10 +511,6 @@ class Gang:
 
     # --- a launch's begin -------------------------------------------------------------------------
 
-    def _on_ready(self, node: Node, call: Ready) -> None:
-        if self._may_call(node, call.launch):
-            self._take_call(node, call)
-
     def _may_call(self, node: Node, number: int) -> bool:
         """Return whether a node can call a launch; where it can't any more, it gets the verdict."""
         known = self._verdicts.get(number) or (self.broken and Verdict(number, self.broken))
@@ -529,7 +522,9 @@ class Gang:
             self._send_verdict(node, replace(known, events=self._events() if node.index == CONTROL else ()))
         return node.presence is Presence.HERE and not known and node.index not in self._done
 
-    def _take_call(self, node: Node, call: Ready) -> None:
+    def _on_ready(self, node: Node, call: Ready) -> None:
+        if not self._may_call(node, call.launch):
+            return
         self._see_call(call.launch, call.nproc)
         was_preparing = self._preparing.pop(node.index, None) is not None
         text = "before_run has ended well" if was_preparing else "called run"
@@ -758,8 +753,8 @@ class Gang:
 
     def _on_failed(self, node: Node, report: Failed) -> None:
         launch, call = self.launch, self._calls.get(node.index)
-        is_ready = call is not None and call.launch >= launch.number
-        if report.launch > launch.number or not (is_ready or node.index in launch.running):
+        is_in = self.phase is not Phase.IDLE and report.launch <= launch.number
+        if not is_in or not (node.index in launch.running or (call is not None and call.launch >= launch.number)):
             self._on_failed_early(node, report)
             return
         if not self._is_current(report):
@@ -803,7 +798,7 @@ class Gang:
         """Stop all nodes, because one of them fails."""
         launch = self.launch
         if self.phase is Phase.PAUSING:  # nothing runs, and nothing can start any more
-            self._fail(self._error_of_launch())
+            self._store(self._error_of_launch())
             return
         self.phase, cause = Phase.STOPPING, launch.cause
         launch.until = self._now + self.rules.stop_s
@@ -824,7 +819,7 @@ class Gang:
         elif cause is not None and self._may_restart(cause) and self._go_on_without_silent(silent):
             self._restart(cause)
         else:
-            self._fail(self._error_of_launch(silent))
+            self._store(self._error_of_launch(silent))
 
     def _may_restart(self, cause: Cause) -> bool:
         launch, policy = self.launch, self.launch.policy
@@ -900,7 +895,7 @@ class Gang:
             return  # `tick` gives up on them when their time is up
         group = follow(self.launch.group, able, self._size, self._least) if CONTROL in able else None
         if group is None:
-            self._fail(self._error_of_launch())
+            self._store(self._error_of_launch())
         else:
             self._go(group)
 
@@ -918,15 +913,11 @@ class Gang:
             cause = cause or launch.restarts_for
         return failures.of_launch(launch, cause, more + self._why_not_without(cause))
 
-    def _fail(self, error: TorchrunError) -> None:
-        """End the launch with an error, after the nodes have stored what there is."""
-        # After the step's @timeout the workers may use the grace to end, and storing what they left as long again.
-        left_s = max(self.rules.deadline - self._now, self.rules.grace_s)
-        self._store(error, min(SAVE_S, left_s))
-
-    def _store(self, error: TorchrunError | None, within_s: float | None = None) -> None:
+    def _store(self, error: TorchrunError | None) -> None:
         """Have the nodes store what there is; then the launch ends with `error`, or well."""
-        launch, now = self.launch, self._now
+        launch, now, rules = self.launch, self._now, self.rules
+        # After the step's @timeout the workers may use the grace to end, and storing what they left as long again.
+        within_s = None if error is None else min(SAVE_S, max(rules.deadline - now, rules.grace_s))
         able = {node for node, ended in launch.ended.items() if ended.stores}
         nodes = (able & self._here) - launch.given_up
         known = cause_of(error)
@@ -1134,19 +1125,12 @@ class Gang:
         self._out += [(node, message) for node in nodes]
 
 
-_Handler: TypeAlias = Callable[[Gang, Node, Any], None]
-_IN_ALL: dict[type, _Handler] = {
+_HANDLERS: dict[type, Callable[[Gang, Node, Any], None]] = {
     Join: Gang._on_join,
     Leave: Gang._on_leave,
     Ready: Gang._on_ready,
     Report: Gang._on_report,
+    Failed: Gang._on_failed,
+    Ended: Gang._on_ended,
+    Stored: Gang._on_stored,
 }
-_HANDLERS: dict[tuple[Phase, type], _Handler] = {
-    **{(phase, message): handler for phase in Phase for message, handler in _IN_ALL.items()},
-    **{(phase, Failed): Gang._on_failed for phase in Phase if phase is not Phase.IDLE},
-    (Phase.IDLE, Failed): Gang._on_failed_early,
-    (Phase.RUNNING, Ended): Gang._on_ended,
-    (Phase.STOPPING, Ended): Gang._on_ended,
-    (Phase.STORING, Stored): Gang._on_stored,
-}
-"""What is done with each message in each phase; where there is nothing, it is late."""
