@@ -492,15 +492,15 @@ class Gang:
         launch, rules, is_idle = self.launch, self.rules, self.phase is Phase.IDLE
         if cause is None or cause.category not in GONE or not (rules.spare_nodes or rules.min_nodes or rules.replaces):
             return ""
-        able, most = len(self._here - {cause.node} - launch.leaving.keys()), launch.policy.max_restarts
+        able = len(self._here - {cause.node} - launch.leaving.keys())
         if cause.node == CONTROL:
             why = f"node {CONTROL} is the control node."
         elif not is_idle and cause.category not in launch.policy.restart_on:
             why = f"restart_on does not have {cause.category!r}."
         elif not is_idle and (ended := sorted(launch.given_up - launch.leaving.keys())):
             why = f"the call of run has ended on {names(ended)}, too."
-        elif not is_idle and self.phase is not Phase.PAUSING and launch.counted >= most:
-            why = f"max_restarts={most} allows no more restarts."
+        elif not is_idle and self.phase is not Phase.PAUSING and launch.restarts >= launch.limit:
+            why = f"max_restarts={launch.policy.max_restarts} allows no more restarts."
         elif able < self._least:
             left = f"{counted(able, 'node')} {'is' if able == 1 else 'are'} left"
             why = f"{left}, and it needs {self._least} (spare_nodes, min_nodes)."
@@ -827,7 +827,7 @@ class Gang:
         has_given_up = bool(launch.given_up - launch.leaving.keys())
         over = cause.kind == "step_timeout" or self._now >= self.rules.deadline  # by one node's clock
         # A node that was told to end does not use up a restart; but there must be some at all.
-        is_left = launch.counted < policy.max_restarts or (cause.category == "preempted" and policy.max_restarts > 0)
+        is_left = launch.restarts < launch.limit or (cause.category == "preempted" and policy.max_restarts > 0)
         may = (is_left and cause.category in policy.restart_on) or launch.has_lost_its_port()
         return may and not has_given_up and not over and not launch.repeat(self._now)
 
@@ -857,7 +857,10 @@ class Gang:
         self.phase, launch.restarts_for, launch.until = Phase.PAUSING, cause, self._now + pause_s
         launch.failures.clear()  # they are dealt with; what fails in the pause is another cause
         launch.fails = False
-        self._leave_out_gone()
+        for each, why in sorted(launch.leaving.items()):  # they are about to go
+            self._tell_to_end(self.nodes[each], why)
+        for node in [self.nodes[each] for each in sorted(self._gone)]:
+            self._leave_out(node, node.lost("it has left"))
         waits_for = self._coming(self._able())
         self._remind_at = self._now + REMIND_S if waits_for else float("inf")
         if is_move:
@@ -880,13 +883,6 @@ class Gang:
         verdict = Verdict(number, error or failures.told_to_end(cause), group=self.launch.group)
         self._send_verdict(node, verdict)
         self._leave_out(node, cause)
-
-    def _leave_out_gone(self) -> None:
-        """Leave out all nodes that are gone, or about to go."""
-        for each, cause in sorted(self.launch.leaving.items()):
-            self._tell_to_end(self.nodes[each], cause)
-        for node in [self.nodes[each] for each in sorted(self._gone)]:
-            self._leave_out(node, node.lost("it has left"))
 
     def _start_again(self) -> None:
         """Begin the next generation after the pause, in which more nodes may have been lost or have come."""

@@ -73,11 +73,6 @@ class Launch:
         return max(0, self.generation)
 
     @property
-    def counted(self) -> int:
-        """How many restarts `max_restarts` counts."""
-        return self.restarts - self.uncounted
-
-    @property
     def limit(self) -> int:
         """How many restarts there may be, with those that do not count."""
         return self.policy.max_restarts + self.uncounted
@@ -117,7 +112,7 @@ class Launch:
         The seconds in which the workers were stopped count, so that a restart waits no longer than it has to.
         """
         first = first_failure(self.failures)
-        whole_s = min(2.0 ** min(self.counted, 10), BACKOFF_LIMIT_S)
+        whole_s = min(2.0 ** min(self.restarts - self.uncounted, 10), BACKOFF_LIMIT_S)
         return whole_s if first is None else min(max(whole_s - (first.age_s + now), 0.0), whole_s)
 
     def has_lost_its_port(self) -> bool:
