@@ -120,8 +120,8 @@ def test_a_second_task_in_another_pod_means_that_the_first_is_being_replaced_and
     assert [note.partition(" is being")[0] for note in gang.notes(0)] == [NODE_1] * is_news
     assert gang.farewells(1) == ["replaced"] * is_news
     for stranger in (newcomer(0, "c", "pod of 0"), newcomer(7)):
-        answer, out = gang.state.turn_away(stranger)
-        assert (gang.state.may_join(stranger), answer.is_early, out) == (False, stranger.node == 0, [])
+        answer = gang.state.turn_away(stranger)
+        assert (gang.state.may_join(stranger), answer.is_early, gang.state.tick()) == (False, stranger.node == 0, [])
     assert "turned away by the control node: there is no such node" in str(answer.error)
     assert gang.state.may_join(say.Join(0, "host-0", "task of 0", "pod of 0")), (
         "who has not heard the answer asks again"

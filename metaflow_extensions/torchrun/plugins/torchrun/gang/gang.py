@@ -123,9 +123,7 @@ class Gang:
         self._absent, self._here, self._gone, self._out_of_it = self._in.values()
         self._absent.update(range(num_nodes))
         self._calls: dict[int, Ready] = {}  # the nodes' calls of `run`, as long as these have no verdict
-        self._preparing: dict[
-            int, int
-        ] = {}  # nodes whose commands of before_run run -> the launch that they have called
+        self._preparing: dict[int, int] = {}  # nodes whose commands of before_run run -> the launch
         self._done: set[int] = set()  # nodes whose step's code has ended well
         self._failed: set[int] = set()  # nodes whose last task has left with an error
         self._is_over = False  # whether the control node's step has ended, and no other node is left
@@ -296,19 +294,19 @@ class Gang:
         if self.broken is not None:
             self._send(Abort(self.broken), node.index)
 
-    def turn_away(self, join: Join) -> tuple[Answer, list[Outgoing]]:
-        """Return the answer to a task that can't be its node now, and the messages for the nodes.
+    def turn_away(self, join: Join) -> Answer:
+        """Return the answer to a task that can't be its node now.
 
         Kubernetes starts a second task at once where a pod is deleted or drained, while the first still has its grace.
-        The first is told, so that all can save. The second tries again, until it can take that place or the gang has
+        The first is told soon, so that all can save. The second tries again, until it can take that place or the gang has
         ended: its own end would have all pods killed.
         """
         node = self.nodes[join.node] if 0 <= join.node < self.num_nodes else None
         if node is None or node.is_older(join):
             why = "there is no such node" if node is None else f"a newer task has taken its place (host {node.host})"
-            return Answer(failures.turned_away(join, why)), []
+            return Answer(failures.turned_away(join, why))
         if self.broken is not None:
-            return Answer(self.broken), []
+            return Answer(self.broken)
         is_other = node.presence is Presence.HERE and node.join.place != join.place
         if join.task not in node.tasks:
             node.tasks.append(join.task)
@@ -317,9 +315,8 @@ class Gang:
             why = "it is being replaced: another task of this node has started, as when its pod is deleted or drained"
             self._send(Farewell("replaced", why), node.index)
             self._send(Note(f"node {node.index} (host {node.host}) {why.removeprefix('it ')}"), CONTROL)
-        out, self._out = self._out, []
         text = f"another task, on host {node.host}, is or was node {node.index}, and can't be replaced yet"
-        return Answer(GangError(text), is_early=True), out
+        return Answer(GangError(text), is_early=True)
 
     # --- nodes that are gone ----------------------------------------------------------------------
 
@@ -360,7 +357,11 @@ class Gang:
             self._has_no_workers(node.index)
         if node.index == CONTROL:
             self._settle()
-            self._end_without_control(node)
+            launch = self.launch
+            if has_failed and self.phase is not Phase.IDLE:  # it can't tell the nodes later how it ends
+                self._finish(launch.failing_with or self._error_of_launch())
+            if has_failed and node.cause is None and launch.verdict is not None and not self._here <= launch.told:
+                self._break(launch.verdict)
             self._send(Farewell("bye"), *range(1, self.num_nodes))
 
     def _go_without(self, node: Node, cause: Cause | None) -> None:
@@ -368,30 +369,19 @@ class Gang:
         self._enter(node, Presence.GONE)
         self._forget(node)
         node.cause = cause
-        if cause is not None and not self._goes_on_without(node, cause):
-            self._end_all(node, cause)
-
-    def _end_all(self, node: Node, cause: Cause) -> None:
+        if cause is None or self._goes_on_without(node, cause):
+            return
         if self.phase is Phase.IDLE:
             self._break(self._error_outside(cause))
-            return
-        self._add_failures([Failure(cause)])
-        self.launch.stores.discard(node.index)
+        else:
+            self._add_failures([Failure(cause)])
+            self.launch.stores.discard(node.index)
 
     def _forget(self, node: Node) -> None:
         """Forget what the task of a node has said that is gone."""
         self._calls.pop(node.index, None)
         self._preparing.pop(node.index, None)
         self.stacks.keep(node.index, "it is no longer in the gang")
-
-    def _end_without_control(self, control: Node) -> None:
-        """Tell the nodes how it ends, if the control node leaves with an error: it can't tell them later."""
-        if CONTROL not in self._failed:
-            return
-        if self.phase is not Phase.IDLE:
-            self._finish(self.launch.failing_with or self._error_of_launch())
-        if control.cause is None and self.launch.verdict is not None and not self._here <= self.launch.told:
-            self._break(self.launch.verdict)
 
     def _see_who_is_left(self) -> None:
         """Send a control node whose step has ended the failure of a member, or that no member is left.
@@ -423,14 +413,14 @@ class Gang:
         )
         # A task that has come in the place of another, and fails before it is ready, is no loss for the others.
         is_loss = cause.category in GONE or node.is_new
-        if self.broken is not None or node.index == CONTROL or is_needed or not is_loss:
-            return False
-        if self.phase is Phase.PAUSING and cause.category in GONE - launch.policy.restart_on:
-            return False
-        if self.phase in (Phase.IDLE, Phase.PAUSING) and not self._are_enough({node.index}):
-            return False
-        self._leave_out(node, cause)
-        return True
+        may_go = is_loss and not is_needed and self.broken is None and node.index != CONTROL
+        if self.phase is Phase.PAUSING:
+            may_go = may_go and cause.category not in GONE - launch.policy.restart_on
+        if self.phase in (Phase.IDLE, Phase.PAUSING):
+            may_go = may_go and self._are_enough({node.index})
+        if may_go:
+            self._leave_out(node, cause)
+        return may_go
 
     def _may_be_replaced(self, node: Node) -> bool:
         """Return whether another task may come in the place of a node that is gone, or about to go."""
@@ -470,18 +460,14 @@ class Gang:
     def _give_up_overdue(self) -> None:
         """Go on without the nodes that have not come in time, or break the gang."""
         overdue = sorted(node for node in self._absent if not self._may_come(node))
-        if not overdue:
-            return
-        first = self.nodes[overdue[0]]
-        if self.phase is Phase.IDLE and not self._are_enough(overdue):
-            if first.cause is not None:
-                self._end_all(first, first.cause)
-            else:
-                waited_s, command = self.rules.started_timeout_s, self.rules.why_it_waits(first.index)
-                self._break(failures.missing(overdue, self.num_nodes, waited_s, command))
-            return
-        for each in overdue:
-            self._give_up_on(self.nodes[each])
+        if overdue and self.phase is Phase.IDLE and not self._are_enough(overdue):
+            first = self.nodes[overdue[0]]
+            waited_s, command = self.rules.started_timeout_s, self.rules.why_it_waits(first.index)
+            never = failures.missing(overdue, self.num_nodes, waited_s, command)
+            self._break(never if first.cause is None else self._error_outside(first.cause))
+        else:
+            for each in overdue:
+                self._give_up_on(self.nodes[each])
 
     def _give_up_on(self, node: Node) -> None:
         """Wait no longer for a node's task."""
@@ -593,7 +579,7 @@ class Gang:
         if (group is None or group.size < self._size) and any(map(self._may_come, self._absent)):
             return
         if group is None:
-            self._end_all(*next((node, node.cause) for node in self.nodes if node.cause is not None))
+            self._break(self._error_outside(next(node.cause for node in self.nodes if node.cause is not None)))
         elif not self._calls.keys() >= set(group.nodes):
             return
         elif (error := failures.contradiction({node: self._calls[node] for node in group.nodes})) is not None:
