@@ -745,11 +745,10 @@ class Gang:
             return
         if not self._is_current(report):
             return
-        cause = report.failures[0].cause if report.failures else None
-        is_told = cause is not None and cause.category == "preempted" and cause.node == node.index
-        leaves = report.given_up and is_told and node.index not in launch.given_up  # it says so once
-        if leaves and cause is not None and self._goes_on_without(node, cause):
-            return
+        if report.given_up and node.index not in launch.given_up:  # it says so once
+            told = [each.cause for each in report.failures if each.cause.category == "preempted"]
+            if told and told[0].node == node.index and self._goes_on_without(node, told[0]):
+                return
         self._add_failures(report.failures)
         if report.given_up:
             launch.given_up.add(node.index)
@@ -866,8 +865,7 @@ class Gang:
     def _tell_to_end(self, node: Node, cause: Cause, error: TorchrunError | None = None) -> None:
         """Leave a node out that is here, with a verdict of its own."""
         number = self._calls[node.index].launch if node.index in self._calls else self.launch.number
-        verdict = Verdict(number, error or failures.told_to_end(cause), group=self.launch.group)
-        self._send_verdict(node, verdict)
+        self._send_verdict(node, Verdict(number, error or failures.told_to_end(cause)))
         self._leave_out(node, cause)
 
     def _start_again(self) -> None:
