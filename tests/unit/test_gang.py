@@ -331,20 +331,10 @@ def test_a_launch_that_fails_ends_when_what_it_has_left_is_stored_or_the_time_is
     assert store is gang.got(2, "Store")[0], "each knows why, even if the control node is lost now"
     assert store.within_s == within_s
     assert gang.play(f"+{within_s + 14.0}").is_undecided()  # and the index of what was stored
+    gang.say(0, say.Report("outputs", 0, 0, {"key": "k", "files": 1, "size": 2}))
     assert gang.play("stored 0 1 2" if in_time else "+2").same_verdict() is store.error
+    assert gang.got(0, "Verdict")[0].left == {"outputs": {"nodes": {"0": ["k", 1, 2]}}}
     assert (store.error.cause["rank"], len(gang.recorded("cause"))) == (2, 1)
-
-
-def test_a_failure_in_the_pause_before_a_restart_is_the_cause_and_what_is_left_is_stored_and_known():
-    gang = running(2, max_restarts=1).play("+5, crash 1")
-    gang.stop(0, stores=True)
-    gang.lost(1)
-    stored = {"key": "k", "files": 1, "size": 2}
-    gang.say(0, say.Report("outputs", 0, 0, stored))
-    error = gang.play("stored 0").verdict(0)
-    told = {"outputs": {"nodes": {"0": ["k", 1, 2]}}}
-    assert gang.got(0, "Verdict")[0].left == told, "the verdict comes after it"
-    assert (error.cause["kind"], "after 1 restart" in str(error)) == ("lost", False), "there was none"
 
 
 @pytest.mark.parametrize("node", [0, 1])

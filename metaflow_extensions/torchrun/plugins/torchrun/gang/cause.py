@@ -302,8 +302,7 @@ class Failure:
 
 def first_failure(failures: Iterable[Failure]) -> Failure | None:
     """Return the failure that the others follow from, or None without any: a consequence may be reported before it."""
-    ordered = sorted(failures, key=lambda failure: -failure.age_s)
-    return next((each for each in ordered if not each.cause.is_consequence), ordered[0] if ordered else None)
+    return min(failures, key=lambda each: (each.cause.is_consequence, -each.age_s), default=None)
 
 
 # --- what to change -----------------------------------------------------------------------------

@@ -74,8 +74,8 @@ class Node:
 
     index: int
     awaited_until: float  # until when a task of it is waited for
+    join: Join  # of its last task
     presence: Presence = Presence.ABSENT
-    join: Join = field(default_factory=lambda: Join(CONTROL))  # of its last task
     tasks: list[str] = field(default_factory=list)  # all that have come, in order
     is_new: bool = False  # whether its task has come in the place of another, and was not ready yet
     is_told: bool = False  # whether its task knows that another one has come
@@ -117,7 +117,7 @@ class Gang:
         self._pick_port, self._clock = pick_port, clock
         self._began_at = self._now = clock()
         until = self._now + self.rules.started_timeout_s
-        self.nodes = [Node(each, until, join=Join(each)) for each in range(num_nodes)]
+        self.nodes = [Node(each, until, Join(each)) for each in range(num_nodes)]
         # Kept up to date: to look at thousands of nodes at each message would be slow.
         self._in = {each: set[int]() for each in Presence}
         self._absent, self._here, self._gone, self._out_of_it = self._in.values()
@@ -840,8 +840,7 @@ class Gang:
         number = launch.restarts + 1
         launch.uncounted += is_move or cause.category == "preempted"
         self.phase, launch.restarts_for, launch.until = Phase.PAUSING, cause, self._now + pause_s
-        launch.failures.clear()  # they are dealt with; what fails in the pause is another cause
-        launch.fails = False
+        launch.forget_failures()
         for each, why in sorted(launch.leaving.items()):  # they are about to go
             self._tell_to_end(self.nodes[each], why)
         for node in [self.nodes[each] for each in sorted(self._gone)]:
