@@ -77,14 +77,6 @@ def answers(*nodes, missing=()):
     return GangStacks(0, 0, {node: NodeStacks("", ranks) for node, ranks in enumerate(nodes)}, dict(missing))
 
 
-def test_where_the_ranks_were_is_told_and_whom_to_look_at_first():
-    assert conclude(answers(*FOUND), ())[0].splitlines() == [
-        "Look at rank 3 first: the others seem to wait.",
-        "Ranks 0, 1, 2: train.py:41 in main: main()",
-        "Rank 3: train.py:33 in load: load()",
-    ]
-
-
 @pytest.mark.parametrize(
     ("nodes", "said", "first"),
     [

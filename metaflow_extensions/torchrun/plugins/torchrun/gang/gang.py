@@ -1018,7 +1018,9 @@ class Gang:
     def _time_is_up(self) -> None:
         launch, text, waits_for = self._number, self.rules.longer, self._waits_for()
         text += f", while launch {launch} waited for {waits_for}" if waits_for and launch is not None else ""
-        ends_soon = self.phase is Phase.STOPPING or (self.phase is Phase.STORING and self.launch.failing_with is not None)
+        ends_soon = self.phase is Phase.STOPPING or (
+            self.phase is Phase.STORING and self.launch.failing_with is not None
+        )
         if ends_soon or CONTROL not in self._here:
             return
         if self.phase is not Phase.IDLE:
