@@ -1018,17 +1018,14 @@ class Gang:
     def _time_is_up(self) -> None:
         launch, text, waits_for = self._number, self.rules.longer, self._waits_for()
         text += f", while launch {launch} waited for {waits_for}" if waits_for and launch is not None else ""
-        ends_soon = self.phase is Phase.STOPPING or (
-            self.phase is Phase.STORING and self.launch.failing_with is not None
-        )
-        if ends_soon or CONTROL not in self._here:
-            return
-        if self.phase is not Phase.IDLE:
-            self._fail_with("timeout", text)
-        elif CONTROL not in self._done and not (launch is None and self._is_time_up):
+        if self.phase is Phase.STOPPING or CONTROL not in self._here:
+            return  # it ends soon, or is about to join
+        if self.phase is Phase.IDLE and CONTROL not in self._done and not (launch is None and self._is_time_up):
             self._see("timeout", f"timeout: {text}")
             error = self._error_outside(Cause("step_timeout", CONTROL, self.nodes[CONTROL].host, exception=text))
             self._break(error) if launch is None else self._end_early(launch, error)
+        elif self.phase is not Phase.IDLE and self.launch.failing_with is None:
+            self._fail_with("timeout", text)
         self._is_time_up = True  # outside of launches once only, as an alarm
 
     def _remind(self) -> None:
