@@ -486,7 +486,7 @@ def test_a_node_lost_between_launches_is_waited_for_and_its_new_task_gets_the_ve
 )
 def test_a_node_that_can_not_take_part_hears_that_alone_where_more_are_here_than_needed(story, said):
     gang = GangOf(**LATE).play(f"join 0 2 3, ready 0, ready 3, {story}, raises_verdict 1, all_ended 0 2 3")
-    error = gang.verdict(1)
+    error = gang.verdict(1, 0)
     assert (str(error).startswith(said), error.cause["node"]) == (True, 1), "no other node shows it"
     assert (gang.groups(), gang.same_verdict(0, 2, 3), gang.state.broken) == ([(0, 2, 3)], None, None)
     gang = GangOf(**LATE).play("join 0 1 2 3, prepare 0, commands_fail 0, ready 1, ready 2, ready 3")

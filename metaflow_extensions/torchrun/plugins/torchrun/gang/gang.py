@@ -863,7 +863,8 @@ class Gang:
 
     def _tell_to_end(self, node: Node, cause: Cause, error: TorchrunError | None = None) -> None:
         """Leave a node out that is here, with a verdict of its own."""
-        number = self._calls[node.index].launch if node.index in self._calls else self.launch.number
+        call = self._calls.get(node.index)
+        number = self._preparing.get(node.index, self.launch.number) if call is None else call.launch
         self._send_verdict(node, Verdict(number, error or failures.told_to_end(cause)))
         self._leave_out(node, cause)
 
