@@ -665,6 +665,7 @@ class Gang:
         match report.kind:
             case "before_run" if self._may_call(node, report.launch):
                 self._see_call(report.launch, None)
+                self._calls.pop(index, None)  # of a launch that it has given up
                 self._preparing[index] = report.launch
                 self._see(report.kind, "before_run begins", node, "preparing", launch=report.launch, generation=None)
             case "command":
