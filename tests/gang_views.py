@@ -7,7 +7,7 @@ from metaflow_extensions.torchrun.plugins.torchrun.gang import messages
 from metaflow_extensions.torchrun.plugins.torchrun.gang.cause import Cause, Failure
 from metaflow_extensions.torchrun.plugins.torchrun.gang.gang import Gang
 from metaflow_extensions.torchrun.plugins.torchrun.gang.policy import LaunchPolicy, Rules
-from metaflow_extensions.torchrun.plugins.torchrun.gang.progress import Metrics, Pace, Point
+from metaflow_extensions.torchrun.plugins.torchrun.gang.progress import Metrics, Pace
 from metaflow_extensions.torchrun.plugins.torchrun.gang.view import GangView
 from metaflow_extensions.torchrun.plugins.torchrun.gang.wire import to_plain
 from metaflow_extensions.torchrun.plugins.torchrun.show.page import Place
@@ -134,9 +134,9 @@ class Story:
         by_key = {}
         for step, values in points:
             for key, value in values.items():
-                by_key.setdefault(key, []).append(Point(step, value))
+                by_key.setdefault(key, []).append((step, value))
         step = points[-1][0] if points else None
-        metrics = Metrics({rank: Pace(step or 0, speed) for rank, speed in paces.items()}, by_key, step, total)
+        metrics = Metrics({rank: Pace(speed) for rank, speed in paces.items()}, by_key, step, total)
         about = self._about if launch is None else {"launch": launch}
         return self.say(node, messages.Report("progress", **about, data=to_plain(metrics)))
 

@@ -80,8 +80,8 @@ class GangOf:
         self.say(node, join)
 
     def turn_away(self, join):
-        answer, outgoing = self.state.turn_away(join)
-        self.post(outgoing)
+        answer = self.state.turn_away(join)
+        self.post(self.state.tick())
         return answer
 
     def ready(self, node, launch=0, hang_timeout_s=float("inf"), **said):

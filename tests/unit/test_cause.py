@@ -22,11 +22,7 @@ from metaflow_extensions.torchrun.plugins.torchrun.task.report import report
     ("code", "said"),
     [
         (1, "exited with code 1"),
-        (0, "exited with code 0"),
         (-9, "was killed by SIGKILL: often the out-of-memory killer"),
-        (-7, "was killed by SIGBUS: often a full /dev/shm"),
-        (-15, "was killed by SIGTERM: "),
-        (-10, "was killed by SIGUSR1"),
         (-99, "was killed by signal 99"),
     ],
 )

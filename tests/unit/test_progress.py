@@ -1,24 +1,19 @@
-"""How far a launch is: what the gang keeps, which ranks it calls slow, what the log and the page say, and a node's part."""
+"""How far a launch is: what the gang keeps, which ranks it calls slow, and what the log and the page say."""
 
 import json
 import sys
 
 import pytest
-from fake_node import FakeNode
 from gang_views import Story, crash, place
-from unit_helpers import eventually, write
 
-from metaflow_extensions.torchrun.plugins.torchrun.gang.messages import Ended, Report
 from metaflow_extensions.torchrun.plugins.torchrun.gang.progress import (
     Metrics,
     Pace,
-    Point,
     Progress,
 )
-from metaflow_extensions.torchrun.plugins.torchrun.gang.wire import from_plain, to_plain
+from metaflow_extensions.torchrun.plugins.torchrun.gang.wire import to_plain
 from metaflow_extensions.torchrun.plugins.torchrun.show.page import page_of
 from metaflow_extensions.torchrun.plugins.torchrun.show.parts import Chart, Facts, Sentence, layout, lines_of
-from metaflow_extensions.torchrun.plugins.torchrun.supervisor import progress_observer as watch
 from metaflow_extensions.torchrun.plugins.torchrun.supervisor.progress_observer import parse_line
 
 
@@ -28,13 +23,13 @@ class Kept(Progress):
     def __init__(self):
         super().__init__(lambda rank: f"rank {rank} (node {rank}, host h)")
 
-    def says(self, *points, node=0, pace=None, total=None, at_s=1.0, launch=0):
+    def says(self, *points, node=0, pace=None, step=None, total=None, at_s=1.0, launch=0):
         """Take points as (step, values) and the pace of the node's rank."""
         by_key = {}
         for step, values in points:
             for key, value in values.items():
-                by_key.setdefault(key, []).append(Point(step, value))
-        step = points[-1][0] if points else pace and pace.step
+                by_key.setdefault(key, []).append((step, value))
+        step = points[-1][0] if points else step
         metrics = Metrics({node: pace} if pace else {}, by_key, None if node else step, total)
         return self.take(node, launch, to_plain(metrics), at_s)
 
@@ -51,8 +46,8 @@ def kept():
 
 
 def test_rank_0s_points_become_series_with_last_values_and_the_time_left(kept):
-    kept.says((10, {"loss": 3.0, "lr": 0.1}), (20, {"loss": None}), pace=Pace(20, 2.0), total=100.0)
-    kept.says(node=1, pace=Pace(19, 1.0))
+    kept.says((10, {"loss": 3.0, "lr": 0.1}), (20, {"loss": None}), pace=Pace(2.0), total=100.0)
+    kept.says(node=1, pace=Pace(1.0))
     kept.tick(5.0)
     rates = {"by": "steps_per_s", "ranks": 2, "median": 1.5, "slowest": {"rank": 1, "speed": 1.0}}
     own = {"launch": 0, "step": 20, "done": 20, "total": 100.0, "steps_per_s": 2.0, "left_s": 40.0, "rates": rates}
@@ -65,14 +60,14 @@ def test_rank_0s_points_become_series_with_last_values_and_the_time_left(kept):
     [(119, True, 120), (119, False, 119), (119, None, 119), (120, True, 120), (60, True, 60)],
 )
 def test_where_steps_count_from_0_the_last_is_one_before_the_whole(kept, step, ended_well, done):
-    kept.says(pace=Pace(step, 2.0), total=120.0)
+    kept.says(pace=Pace(2.0), step=step, total=120.0)
     if ended_well is not None:
         kept.ended(0, ended_well)
     assert kept["done"] == done
 
 
 def test_after_a_restart_the_series_goes_on_and_the_end_and_the_speed_before_it_do_not_count(kept):
-    kept.says((1, {"loss": 3.0}), (2, {"loss": 2.0}), pace=Pace(9, 4.0), total=3.0)
+    kept.says((1, {"loss": 3.0}), (2, {"loss": 2.0}), pace=Pace(4.0), total=3.0)
     kept.tick(5.0)
     kept.ended(0, ok=True)  # another node's workers failed
     assert kept["done"] == 3
@@ -81,7 +76,7 @@ def test_after_a_restart_the_series_goes_on_and_the_end_and_the_speed_before_it_
     kept.says((2, {"loss": 2.5}), at_s=30.0)
     assert kept["series"] == {"loss": [(1, 3.0), (2, 2.5)]}
     assert (kept["step"], kept["total"], kept["left_s"]) == (2, 3.0, None), "its speed is not known yet"
-    kept.says(pace=Pace(2, 2.0), at_s=35.0)
+    kept.says(pace=Pace(2.0), step=2, at_s=35.0)
     assert kept["left_s"] == 0.5
     kept.ended(0, ok=True)
     kept.begin(1)
@@ -89,7 +84,7 @@ def test_after_a_restart_the_series_goes_on_and_the_end_and_the_speed_before_it_
 
 
 def test_another_launch_has_its_own(kept):
-    kept.says((1, {"loss": 3.0}), pace=Pace(1, 2.0), total=10.0)
+    kept.says((1, {"loss": 3.0}), pace=Pace(2.0), total=10.0)
     kept.tick(5.0)
     kept.says((5, {"lr": 1.0}), launch=1)
     assert (kept["launch"], kept["total"], kept["series"], kept["rates"]) == (1, None, {"lr": [(5, 1.0)]}, None)
@@ -102,10 +97,10 @@ def test_another_launch_has_its_own(kept):
 
 
 def test_the_log_has_a_line_soon_after_the_first_report_and_then_one_a_minute(kept):
-    assert kept.says(node=1, pace=Pace(0), at_s=0) == "", "of rank 0 nothing is known"
+    assert kept.says(node=1, pace=Pace(), at_s=0) == "", "of rank 0 nothing is known"
     firsts, said = [], []
     for now in range(0, 200, 5):
-        firsts.append(kept.says((now, {"loss": 1 / (now + 1)}), pace=Pace(now, 1.0), total=200.0, at_s=now))
+        firsts.append(kept.says((now, {"loss": 1 / (now + 1)}), pace=Pace(1.0), total=200.0, at_s=now))
         said += [(now, line) for line in kept.tick(now)]
     assert firsts == ["step 0 of 200 (0 %), 1 steps/s, 3 min 20 s left, loss 1", *[""] * 39]
     assert said == [
@@ -115,7 +110,7 @@ def test_the_log_has_a_line_soon_after_the_first_report_and_then_one_a_minute(ke
         (190, "step 190 of 200 (95 %), 1 steps/s, 10 s left, loss 0.005236"),
     ]
     for now in range(200, 500, 5):  # rank 0 stands still, and another rank of its node goes on
-        kept.take(0, 0, to_plain(Metrics({1: Pace(now)}, {}, 195, 200.0)), now)
+        kept.take(0, 0, to_plain(Metrics({1: Pace()}, {}, 195, 200.0)), now)
         said += kept.tick(now)
     assert said[4:] == ["step 195 of 200 (97 %), loss 0.005102"]
     kept.begin(1)
@@ -155,7 +150,7 @@ def judged(*parts):
     """Return what was said, with its second; parts are seconds and paces by rank."""
     kept, now, said = Kept(), 0, []
     for seconds, paces in parts:
-        known = {rank: each if isinstance(each, Pace) else Pace(5, each) for rank, each in enumerate(paces)}
+        known = {rank: each if isinstance(each, Pace) else Pace(each) for rank, each in enumerate(paces)}
         for _ in range(seconds // 5):
             now += 5
             kept.take(0, 0, to_plain(Metrics(known)), now)
@@ -193,7 +188,7 @@ def test_a_rank_slower_than_half_the_median_for_a_minute_is_named_once(parts, sa
     ],
 )
 def test_where_all_ranks_say_their_own_seconds_these_count(paces, text):
-    known = [Pace(5, *(each if isinstance(each, tuple) else (each and 1.0, each))) for each in paces]
+    known = [Pace(*(each if isinstance(each, tuple) else (each and 1.0, each))) for each in paces]
     assert [line for _, line in judged((70, known))] == ([f"rank 2 (node 2, host h) {text}"] if text else [])
 
 
@@ -271,32 +266,3 @@ def test_what_an_earlier_launch_has_reported_is_not_taken_for_the_running_ones()
     said, facts, _ = shown(told_by().ended().ready(launch=1))
     assert said == ["Launch 1 has reported nothing so far. This is what launch 0 reported."]
     assert facts["rank 0"] == "step 30 of 60 (50 %)"
-
-
-# --- a node -----------------------------------------------------------------------------------------
-
-
-def test_what_workers_tell_is_told_while_they_run_and_at_their_end_before_that(tmp_path, monkeypatch):
-    node = FakeNode(tmp_path)
-    monkeypatch.setattr(watch, "TELLS_EVERY_S", 0.0)
-    agent = node.running()
-    folder = node.agent_folder(agent) / "metrics"
-    assert agent.env["TORCHRUN_METRICS_FOLDER"] == str(folder)
-
-    def heard():
-        message = node.expect(Report)
-        assert (message.launch, message.generation, message.kind) == (0, 0, "progress")
-        return from_plain(Metrics, message.data, "progress")
-
-    write(folder / "0.jsonl", '{"step": 1, "loss": 3}\nnonsense\n')
-    write(folder / "1.jsonl", '{"step": 2, "loss": 9}\n')
-    told = heard()
-    assert told.points == {"loss": (Point(1, 3.0),)}
-    assert {rank: pace.step for rank, pace in told.paces.items()} == {0: 1, 1: 2}
-    monkeypatch.setattr(watch, "TELLS_EVERY_S", 1000.0)
-    eventually(node.all_taken)
-    write(folder / "0.jsonl", '{"step": 1, "loss": 3}\nnonsense\n{"step": 7, "loss": NaN}\n')
-    node.all_end_well(agent)
-    assert heard().points == {"loss": (Point(7, None),)}
-    assert node.expect(Ended).ok
-    assert node.verdict().verdict.error is None

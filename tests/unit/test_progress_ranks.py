@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from unit_helpers import Patient
 
-from metaflow_extensions.torchrun.plugins.torchrun.gang.progress import Metrics, Pace, Point, Progress
+from metaflow_extensions.torchrun.plugins.torchrun.gang.progress import Metrics, Pace, Progress
 from metaflow_extensions.torchrun.plugins.torchrun.gang.wire import from_plain, to_plain
 from metaflow_extensions.torchrun.plugins.torchrun.supervisor.progress_observer import (
     MAX_POINTS,
@@ -155,7 +155,7 @@ def node(tmp_path):
 def test_steps_that_were_read_together_tell_no_speed(node):
     node.write(0, *({"step": number} for number in range(1, 111)))
     (told,) = node.wait(1)
-    assert told.paces == {0: Pace(110)}
+    assert told.paces == {0: Pace()}
 
 
 @pytest.mark.parametrize(
@@ -197,7 +197,6 @@ def seen(*steps):
 )
 def test_steps_a_second_are_of_the_last_part_of_a_minute(steps, now, speed):
     assert seen(*steps).pace(now).steps_per_s == (speed if speed is None else pytest.approx(speed))
-    assert seen(*steps).pace(now).step == steps[-1][1]
 
 
 STEPS = [(float(at), at) for at in range(41)]  # one a second
@@ -223,14 +222,14 @@ def test_the_gang_hears_of_points_and_paces_at_once_and_then_every_5_s(node):
     assert node.wait(3) == []
     node.write(0, {"step": 1, "loss": 3.0, "total": 50})
     node.write(1, {"step": 1})
-    assert node.wait(1) == [Metrics({0: Pace(1), 1: Pace(1)}, {"loss": (Point(1, 3.0),)}, 1, 50.0)]
+    assert node.wait(1) == [Metrics({0: Pace(), 1: Pace()}, {"loss": [(1, 3.0)]}, 1, 50.0)]
     assert node.wait(3) == []
     node.write(0, {"step": 2, "loss": 2.0, "seconds": 0.5}, {"accuracy": 0.5})
     assert node.wait(1) == []
     (told,) = node.wait(1)
     assert (told.step, told.total) == (2, 50.0)
-    assert told.points == {"loss": (Point(2, 2.0),), "seconds": (Point(2, 0.5),), "accuracy": (Point(2, 0.5),)}
-    assert told.paces == {0: Pace(2, pytest.approx(0.25), 0.5), 1: Pace(1)}
+    assert told.points == {"loss": [(2, 2.0)], "seconds": [(2, 0.5)], "accuracy": [(2, 0.5)]}
+    assert told.paces == {0: Pace(pytest.approx(0.25), 0.5), 1: Pace()}
     (told,) = node.wait(5)
     assert (told.points, told.total) == ({}, 50.0)
     assert told.paces[0].steps_per_s < 0.25, "it has stood still for 5 s more"
@@ -257,7 +256,7 @@ def test_what_was_written_last_is_told_at_the_end(node):
     (told,) = node.wait(5)
     assert list(told.paces) == [0], "a rank that has ended is not compared"
     node.write(0, {"step": 2, "loss": 1.0})
-    assert node.end() == Metrics(points={"loss": (Point(2, 1.0),)}, step=2)
+    assert node.end() == Metrics(points={"loss": [(2, 1.0)]}, step=2)
     assert node.end() is None
 
 
@@ -270,5 +269,5 @@ def test_of_many_points_some_are_told_and_no_key_is_lost(node):
             told = node.wait(1)
     (told,) = [*told, *node.wait(5)]
     assert MAX_POINTS // 4 < len(told.points["loss"]) <= MAX_POINTS
-    assert told.points["loss"][-1] == Point(599, 599.0)
-    assert told.points["accuracy"] == (Point(301, 0.5),)
+    assert told.points["loss"][-1] == (599, 599.0)
+    assert told.points["accuracy"] == [(301, 0.5)]

@@ -7,12 +7,9 @@ import pytest
 from metaflow_extensions.torchrun.plugins.torchrun.errors import LaunchHung
 from metaflow_extensions.torchrun.plugins.torchrun.gang.cause import Cause, Failure
 from metaflow_extensions.torchrun.plugins.torchrun.gang.messages import (
-    Abort,
-    Answer,
     Ended,
     Farewell,
     Go,
-    Leave,
     Ready,
     Report,
     Stop,
@@ -31,15 +28,11 @@ SAMPLES = [
     Report("command", 0, None, {"text": "before_run 1/2 (größe)", "exit_code": None, "seconds": 0.25}),
     Report("started", 1, 2),
     Ended(0, False, 1, (Failure(CAUSE, 0.5), Failure(CAUSE)), {0: 0, 1: 0}, stores=True),
-    Ended(0, True, 0, alone=True),
     Stored(0, 0, (Failure(CAUSE),)),
-    Report("usage", 0, 1, {"größe": [1, 2.5, None, {"a": True}]}),
     Verdict(0, left={"progress": {"loss": 1.0, "lr": None}}, alone=True),
     Stop(0, 0, "why", 1, 15),
     Go(0, 1, 29500, "gang", 1, 2),
-    Answer(),
     Farewell("replaced", "another task of this node has started"),
-    Leave("killed", text="its task was killed by SIGKILL"),
 ]
 
 
@@ -52,11 +45,9 @@ def test_a_message_arrives_as_it_was_sent(message):
     assert travelled(message) == message
 
 
-@pytest.mark.parametrize("cls", [Abort, Answer, Verdict])
-def test_an_error_arrives_with_class_text_and_cause(cls):
+def test_an_error_arrives_with_class_text_and_cause():
     error = LaunchHung("no rank wrote", CAUSE.as_dict())
-    sent = Verdict(3, error) if cls is Verdict else cls(error)
-    got = travelled(sent).error
+    got = travelled(Verdict(3, error)).error
     assert (type(got), str(got), got.cause) == (LaunchHung, str(error), error.cause)
 
 
@@ -65,19 +56,14 @@ def test_an_error_arrives_with_class_text_and_cause(cls):
     [
         ({}, "no message of type 'None'"),
         ({"type": "dance"}, "no message of type 'dance'"),
-        ({"type": ["go"]}, "no message of type"),
         ({"type": "stored", "launch": 0}, "stored is .* lacks the fields of Stored, or has others"),
         ({"type": "beat", "colour": "red"}, "beat is .*'colour'.* or has others"),
         ({"type": "join", "node": "1"}, "join.node is '1', which does not fit"),
         ({"type": "join", "node": True}, "join.node is 'True'"),
-        ({"type": "note", "text": None}, "note.text is 'None'"),
         ({"type": "leave", "how": "asleep"}, "leave.how is 'asleep', which does not fit"),
-        ({"type": "leave", "how": "left", "cause": "none"}, "leave.cause is 'none'"),
         ({"type": "leave", "how": "left", "cause": {"kind": "lost"}}, "leave.cause is .* lacks the fields of Cause"),
         ({"type": "ended", "launch": 0, "ok": True, "exit_codes": {"x": 1}}, "ended.exit_codes"),
-        ({"type": "failed", "launch": 0, "failures": {}}, "failed.failures is '{}', which does not fit"),
         ({"type": "failed", "launch": 0, "failures": [{"cause": None}]}, "failed.failures.cause is 'None'"),
-        ({"type": "store", "launch": 0, "generation": 0, "within_s": "1"}, "store.within_s is '1', which"),
     ],
 )
 def test_what_is_no_message_is_refused_by_name(data, said):

@@ -1,7 +1,4 @@
-"""Whatever nodes say, and whatever is lost, late or doubled: what must hold of a gang. ``EXAMPLES=10000`` tries more.
-
-`test_phases` has the real node, with news in any order.
-"""
+"""Whatever nodes say, and whatever is lost, late or doubled: what must hold of a gang. ``EXAMPLES=10000`` tries more."""
 
 import os
 from dataclasses import replace

@@ -84,6 +84,7 @@ CATEGORY_TEXTS = {
     "store": "the datastore failed",
 }
 """The classes of causes, each in words."""
+_TELLING = frozenset({"exception", "step", "call", "hang"})  # their details are a traceback, or where the ranks were
 # How a node or a launch ended, for the kinds that are no worker's: what follows its name.
 _WHAT = {
     **dict.fromkeys(("store", "unreachable"), "{}"),
@@ -192,12 +193,7 @@ class Cause:
         if self.exit_code is not None and not is_said:
             lines.append(f"It {describe_exit(self.exit_code)}.")
         lines += [self.remedy] if self.remedy else []
-        if self.detail and self.kind not in (
-            "exception",
-            "step",
-            "call",
-            "hang",
-        ):  # a traceback, or where the ranks were
+        if self.detail and self.kind not in _TELLING:
             lines.append(f"Last lines of its {'output' if self.kind == 'command' else 'stderr'}:")
         # Metaflow's console strips leading spaces; behind the bar the indentation survives.
         return "\n".join([*lines, *(f"  | {line}" for line in self.detail.splitlines())])
@@ -308,8 +304,7 @@ class Failure:
 
 def first_failure(failures: Iterable[Failure]) -> Failure | None:
     """Return the failure that the others follow from, or None without any: a consequence may be reported before it."""
-    ordered = sorted(failures, key=lambda failure: -failure.age_s)
-    return next((each for each in ordered if not each.cause.is_consequence), ordered[0] if ordered else None)
+    return min(failures, key=lambda each: (each.cause.is_consequence, -each.age_s), default=None)
 
 
 # --- what to change -----------------------------------------------------------------------------

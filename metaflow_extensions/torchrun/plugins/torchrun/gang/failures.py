@@ -32,12 +32,6 @@ def summary(cause: Cause) -> str:
     return headline(f"{cause.who} {cause.what}")
 
 
-def within(cause: Cause) -> str:
-    """Return who failed and how in one line, for the middle of a sentence."""
-    text = summary(cause)
-    return text[:1].lower() + text[1:]
-
-
 def teller(cause: Cause | None) -> int:
     """Return the node whose log has the full report: the failed one, unless it is lost or the control node found out."""
     if cause is not None and (cause.kind, cause.node) == ("lost", CONTROL):
@@ -85,9 +79,8 @@ _REMEDIES = {
 def contradiction(ready: Mapping[int, Ready]) -> GangError | None:
     """Return the error if the nodes' settings or software differ, with nodes and values; else None."""
     for key, name in _MUST_AGREE.items():
-        values = _by_value({node: getattr(own, key, own.facts.get(key)) for node, own in ready.items()})
-        if key == "devices":  # what the workers see of them, where that is known
-            values = _by_value({node: _kind(own) for node, own in ready.items()})
+        find = _kind if key == "devices" else lambda own, key=key: getattr(own, key, own.facts.get(key))
+        values = _by_value({node: find(own) for node, own in ready.items()})
         if len(values) > 1:
             listed = first_values([f"{names(nodes)}: {value}" for value, nodes in values.items()])
             return GangError(
@@ -116,6 +109,7 @@ def _by_value(found: Mapping[int, Any]) -> dict[Any, list[int]]:
 
 
 def _kind(ready: Ready) -> str:
+    """Return which kind of devices the workers see, where that is known, or else those of the node."""
     return str(ready.facts.get("accelerators", ready.facts.get("devices"))).rpartition(" ")[2]
 
 

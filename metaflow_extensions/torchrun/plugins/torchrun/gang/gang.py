@@ -1,8 +1,8 @@
 """The gang's machine on the control node: joining, launches with their restarts, leaving.
 
 `Gang` is pure: messages and the clock go in, messages come out. It starts no thread, opens no socket and never sleeps, so
-a test can try every order of messages. One object decides, so every node gets the same decision. A table says what is
-done with each message in which `Phase`.
+a test can try every order of messages. One object decides, so every node gets the same decision. Each message has a
+method, and `Gang._settle` says what follows from all that is known then, in which `Phase`.
 
 Who takes part in a generation is one rule: who took part stays; the first others that are here fill up to the size. Are
 there fewer, those are waited for that may come; then it goes on with at least `min_nodes`, or fails.
@@ -74,8 +74,8 @@ class Node:
 
     index: int
     awaited_until: float  # until when a task of it is waited for
+    join: Join  # of its last task
     presence: Presence = Presence.ABSENT
-    join: Join = field(default_factory=lambda: Join(CONTROL))  # of its last task
     tasks: list[str] = field(default_factory=list)  # all that have come, in order
     is_new: bool = False  # whether its task has come in the place of another, and was not ready yet
     is_told: bool = False  # whether its task knows that another one has come
@@ -90,6 +90,10 @@ class Node:
         """Return whether a task came before its last member, or was that."""
         known = self.tasks
         return join.task in known and known.index(join.task) <= known.index(self.join.task)
+
+    def lost(self, why: str) -> Cause:
+        """Return why it is gone; if that is not known yet, it is lost, and `why`."""
+        return self.cause or Cause("lost", self.index, self.host, exception=why)
 
 
 class Gang:
@@ -113,21 +117,21 @@ class Gang:
         self._pick_port, self._clock = pick_port, clock
         self._began_at = self._now = clock()
         until = self._now + self.rules.started_timeout_s
-        self.nodes = [Node(each, until, join=Join(each)) for each in range(num_nodes)]
+        self.nodes = [Node(each, until, Join(each)) for each in range(num_nodes)]
         # Kept up to date: to look at thousands of nodes at each message would be slow.
         self._in = {each: set[int]() for each in Presence}
         self._absent, self._here, self._gone, self._out_of_it = self._in.values()
         self._absent.update(range(num_nodes))
         self._calls: dict[int, Ready] = {}  # the nodes' calls of `run`, as long as these have no verdict
+        self._preparing: dict[int, int] = {}  # nodes whose commands of before_run run -> the launch
         self._done: set[int] = set()  # nodes whose step's code has ended well
         self._failed: set[int] = set()  # nodes whose last task has left with an error
-        self._group = Group(0)  # the last nodes that have taken part
         self._is_over = False  # whether the control node's step has ended, and no other node is left
         self._is_time_up = False  # whether the end of the step's @timeout was handled
         self._remind_at = float("inf")  # when to log next what is waited for
         # How many events there were at the end of the launch before, and of the last one.
         self._mark = self._next_mark = 0
-        self._verdicts: dict[int, Verdict] = {}  # by launch, of all: a node may call it late
+        self._verdicts: dict[int, Verdict] = {}  # by launch, of all: another task may come and call them late
         self._out: list[Outgoing] = []
 
     # --- what is known ----------------------------------------------------------------------------
@@ -165,10 +169,10 @@ class Gang:
 
     @property
     def _number(self) -> int | None:
-        """The number of the launch that nodes have called and that has not begun; None without one."""
-        if self.phase is not Phase.IDLE or not self._calls:
-            return None
-        return min(call.launch for call in self._calls.values())
+        """The number of the launch that runs, or that nodes have called; None without one."""
+        if self.phase is not Phase.IDLE:
+            return self.launch.number
+        return min((call.launch for call in self._calls.values()), default=None)
 
     def _name(self, rank: int) -> str:
         node = self.launch.group.nodes[rank // (self.launch.control.nproc or 1)]
@@ -183,7 +187,7 @@ class Gang:
 
     def handle(self, node: int, message: Message) -> list[Outgoing]:
         """Handle a node's message and return the messages to send; what comes too late is ignored."""
-        handler = _HANDLERS.get((self.phase, type(message)))
+        handler = _HANDLERS.get(type(message))
         if handler is None or not 0 <= node < self.num_nodes:
             return []
         if not (isinstance(message, Report) and message.kind in _NUMBERS):
@@ -196,7 +200,7 @@ class Gang:
 
     def answer(self, asked: Any) -> dict[str, Any] | None:
         """Return the stacks that were `asked` for, as soon as they are known."""
-        found = self.stacks.answer(asked, self._clock())
+        found = self.stacks.answer(asked, self._clock(), self.num_nodes)
         return None if found is None else {"id": asked, "found": to_plain(found)}
 
     def lost(self, node: int, why: str) -> list[Outgoing]:
@@ -290,19 +294,19 @@ class Gang:
         if self.broken is not None:
             self._send(Abort(self.broken), node.index)
 
-    def turn_away(self, join: Join) -> tuple[Answer, list[Outgoing]]:
-        """Return the answer to a task that can't be its node now, and the messages for the nodes.
+    def turn_away(self, join: Join) -> Answer:
+        """Return the answer to a task that can't be its node now.
 
         Kubernetes starts a second task at once where a pod is deleted or drained, while the first still has its grace.
-        The first is told, so that all can save. The second tries again, until it can take that place or the gang has
+        The first is told soon, so that all can save. The second tries again, until it can take that place or the gang has
         ended: its own end would have all pods killed.
         """
         node = self.nodes[join.node] if 0 <= join.node < self.num_nodes else None
         if node is None or node.is_older(join):
             why = "there is no such node" if node is None else f"a newer task has taken its place (host {node.host})"
-            return Answer(failures.turned_away(join, why)), []
+            return Answer(failures.turned_away(join, why))
         if self.broken is not None:
-            return Answer(self.broken), []
+            return Answer(self.broken)
         is_other = node.presence is Presence.HERE and node.join.place != join.place
         if join.task not in node.tasks:
             node.tasks.append(join.task)
@@ -311,9 +315,8 @@ class Gang:
             why = "it is being replaced: another task of this node has started, as when its pod is deleted or drained"
             self._send(Farewell("replaced", why), node.index)
             self._send(Note(f"node {node.index} (host {node.host}) {why.removeprefix('it ')}"), CONTROL)
-        out, self._out = self._out, []
         text = f"another task, on host {node.host}, is or was node {node.index}, and can't be replaced yet"
-        return Answer(GangError(text), is_early=True), out
+        return Answer(GangError(text), is_early=True)
 
     # --- nodes that are gone ----------------------------------------------------------------------
 
@@ -324,7 +327,7 @@ class Gang:
 
     def _lose(self, node: Node, why: str) -> None:
         self._see("lost", f"lost: {why}", node, "lost")
-        self._go_without(node, Cause("lost", node.index, node.host, exception=why))
+        self._go_without(node, node.lost(why))
 
     def _on_leave(self, node: Node, leave: Leave) -> None:
         is_here = node.presence is Presence.HERE
@@ -333,16 +336,13 @@ class Gang:
             if node.index == CONTROL:  # whose loss ends all
                 self._has_no_workers(CONTROL)
         elif leave.how == "done" and is_here and node.index not in self._done:
-            self._on_done(node)
+            self._done.add(node.index)
+            self._see("finished", "the step has ended well", node, "storing")
+            if self._here <= self._done and not self._failed:
+                self.view.ended_s = self.view.now_s
+            self._has_no_workers(node.index)
         elif leave.how in ("left", "failed") and node.presence is not Presence.GONE:
             self._on_left(node, leave)
-
-    def _on_done(self, node: Node) -> None:
-        self._done.add(node.index)
-        self._see("finished", "the step has ended well", node, "storing")
-        if self._here <= self._done and not self._failed:
-            self.view.ended_s = self.view.now_s
-        self._has_no_workers(node.index)
 
     def _on_left(self, node: Node, leave: Leave) -> None:
         has_failed = leave.how == "failed"
@@ -357,7 +357,11 @@ class Gang:
             self._has_no_workers(node.index)
         if node.index == CONTROL:
             self._settle()
-            self._end_without_control(node)
+            launch = self.launch
+            if has_failed and self.phase is not Phase.IDLE:  # it can't tell the nodes later how it ends
+                self._finish(launch.failing_with or self._error_of_launch())
+            if has_failed and node.cause is None and launch.verdict is not None and not self._here <= launch.told:
+                self._break(launch.verdict)
             self._send(Farewell("bye"), *range(1, self.num_nodes))
 
     def _go_without(self, node: Node, cause: Cause | None) -> None:
@@ -365,29 +369,19 @@ class Gang:
         self._enter(node, Presence.GONE)
         self._forget(node)
         node.cause = cause
-        if cause is not None and not self._goes_on_without(node, cause):
-            self._end_all(node, cause)
-
-    def _end_all(self, node: Node, cause: Cause) -> None:
+        if cause is None or self._goes_on_without(node, cause):
+            return
         if self.phase is Phase.IDLE:
             self._break(self._error_outside(cause))
-            return
-        self._add_failures([Failure(cause)])
-        self.launch.stores.discard(node.index)
+        else:
+            self._add_failures([Failure(cause)])
+            self.launch.stores.discard(node.index)
 
     def _forget(self, node: Node) -> None:
         """Forget what the task of a node has said that is gone."""
         self._calls.pop(node.index, None)
-        self.stacks.gone(node.index, "it is no longer in the gang")
-
-    def _end_without_control(self, control: Node) -> None:
-        """Tell the nodes how it ends, if the control node leaves with an error: it can't tell them later."""
-        if CONTROL not in self._failed:
-            return
-        if self.phase is not Phase.IDLE:
-            self._finish(self.launch.failing_with or self._error_of_launch())
-        if control.cause is None and self.launch.verdict is not None and not self._here <= self.launch.told:
-            self._break(self.launch.verdict)
+        self._preparing.pop(node.index, None)
+        self.stacks.keep(node.index, "it is no longer in the gang")
 
     def _see_who_is_left(self) -> None:
         """Send a control node whose step has ended the failure of a member, or that no member is left.
@@ -419,14 +413,14 @@ class Gang:
         )
         # A task that has come in the place of another, and fails before it is ready, is no loss for the others.
         is_loss = cause.category in GONE or node.is_new
-        if self.broken is not None or node.index == CONTROL or is_needed or not is_loss:
-            return False
-        if self.phase is Phase.PAUSING and cause.category in GONE - launch.policy.restart_on:
-            return False
-        if self.phase in (Phase.IDLE, Phase.PAUSING) and not self._are_enough({node.index}):
-            return False
-        self._leave_out(node, cause)
-        return True
+        may_go = is_loss and not is_needed and self.broken is None and node.index != CONTROL
+        if self.phase is Phase.PAUSING:
+            may_go = may_go and cause.category not in GONE - launch.policy.restart_on
+        if self.phase in (Phase.IDLE, Phase.PAUSING):
+            may_go = may_go and self._are_enough({node.index})
+        if may_go:
+            self._leave_out(node, cause)
+        return may_go
 
     def _may_be_replaced(self, node: Node) -> bool:
         """Return whether another task may come in the place of a node that is gone, or about to go."""
@@ -449,7 +443,7 @@ class Gang:
             kind, then = "left_out", "the others go on without it"
         self._see(kind, f"{then}: it {headline(cause.what)}", node, "lost")
         if self.launch.failing_with is None or self.phase is not Phase.STORING:  # else nobody goes on
-            self._send(Note(f"{failures.within(cause)}; {then}"), CONTROL)
+            self._send(Note(f"{FailureText(cause).who} {headline(cause.what)}; {then}"), CONTROL)
 
     def _may_come(self, node: int) -> bool:
         return self._now <= self.nodes[node].awaited_until
@@ -466,38 +460,33 @@ class Gang:
     def _give_up_overdue(self) -> None:
         """Go on without the nodes that have not come in time, or break the gang."""
         overdue = sorted(node for node in self._absent if not self._may_come(node))
-        if not overdue:
-            return
-        first = self.nodes[overdue[0]]
-        if self.phase is Phase.IDLE and not self._are_enough(overdue):
-            if first.cause is not None:
-                self._end_all(first, first.cause)
-            else:
-                waited_s, command = self.rules.started_timeout_s, self.rules.why_it_waits(first.index)
-                self._break(failures.missing(overdue, self.num_nodes, waited_s, command))
-            return
-        for each in overdue:
-            self._give_up_on(self.nodes[each])
+        if overdue and self.phase is Phase.IDLE and not self._are_enough(overdue):
+            first = self.nodes[overdue[0]]
+            waited_s, command = self.rules.started_timeout_s, self.rules.why_it_waits(first.index)
+            never = failures.missing(overdue, self.num_nodes, waited_s, command)
+            self._break(never if first.cause is None else self._error_outside(first.cause))
+        else:
+            for each in overdue:
+                self._give_up_on(self.nodes[each])
 
     def _give_up_on(self, node: Node) -> None:
         """Wait no longer for a node's task."""
-        text = f"it has not joined within {self.rules.started_timeout_s:g} s"
-        self._leave_out(node, node.cause or Cause("lost", node.index, node.host, exception=text), waits=False)
+        self._leave_out(node, node.lost(f"it has not joined within {self.rules.started_timeout_s:g} s"), waits=False)
 
     def _why_not_without(self, cause: Cause | None) -> str:
         """Say why the gang does not go on without a lost node, where spares or fewer nodes are asked for."""
         launch, rules, is_idle = self.launch, self.rules, self.phase is Phase.IDLE
         if cause is None or cause.category not in GONE or not (rules.spare_nodes or rules.min_nodes or rules.replaces):
             return ""
-        able, most = len(self._here - {cause.node} - launch.leaving.keys()), launch.policy.max_restarts
+        able = len(self._here - {cause.node} - launch.leaving.keys())
         if cause.node == CONTROL:
             why = f"node {CONTROL} is the control node."
         elif not is_idle and cause.category not in launch.policy.restart_on:
             why = f"restart_on does not have {cause.category!r}."
         elif not is_idle and (ended := sorted(launch.given_up - launch.leaving.keys())):
             why = f"the call of run has ended on {names(ended)}, too."
-        elif not is_idle and self.phase is not Phase.PAUSING and launch.counted >= most:
-            why = f"max_restarts={most} allows no more restarts."
+        elif not is_idle and self.phase is not Phase.PAUSING and launch.restarts >= launch.limit:
+            why = f"max_restarts={launch.policy.max_restarts} allows no more restarts."
         elif able < self._least:
             left = f"{counted(able, 'node')} {'is' if able == 1 else 'are'} left"
             why = f"{left}, and it needs {self._least} (spare_nodes, min_nodes)."
@@ -508,23 +497,23 @@ class Gang:
 
     # --- a launch's begin -------------------------------------------------------------------------
 
-    def _on_ready(self, node: Node, call: Ready) -> None:
-        if self._may_call(node, call.launch):
-            self._take_call(node, call)
-
     def _may_call(self, node: Node, number: int) -> bool:
         """Return whether a node can call a launch; where it can't any more, it gets the verdict."""
         known = self._verdicts.get(number) or (self.broken and Verdict(number, self.broken))
         if node.presence is not Presence.HERE:
-            cause = node.cause or Cause("lost", node.index, node.host, exception="it is not needed any more")
-            self._send(Verdict(number, failures.told_to_end(cause)), node.index)
-        elif known and node.index not in self._done:
-            self._send_late_verdict(node, known)  # it was over before this node called it
+            self._send(Verdict(number, failures.told_to_end(node.lost("it is not needed any more"))), node.index)
+        elif known and node.index not in self._done:  # it was over before this node called it
+            if number >= self.launch.number and self.phase is Phase.IDLE:
+                node.is_new = False  # it is where the others are
+            self._send_verdict(node, replace(known, events=self._events() if node.index == CONTROL else ()))
         return node.presence is Presence.HERE and not known and node.index not in self._done
 
-    def _take_call(self, node: Node, call: Ready) -> None:
+    def _on_ready(self, node: Node, call: Ready) -> None:
+        if not self._may_call(node, call.launch):
+            return
         self._see_call(call.launch, call.nproc)
-        text = "before_run has ended well" if self._prepares(node) else "called run"
+        was_preparing = self._preparing.pop(node.index, None) is not None
+        text = "before_run has ended well" if was_preparing else "called run"
         self._see("ready", text, node, "waiting", launch=call.launch, generation=None)
         if not self._calls:
             self._remind_at = self._now + QUIET_S
@@ -586,35 +575,29 @@ class Gang:
         if ended:
             self._end_early(number, failures.step_has_ended(number, sorted(ended)))
             return
-        group = follow(self._group, sorted(self._here), self._size, self._least)
+        group = follow(self.launch.group, sorted(self._here), self._size, self._least)
         if (group is None or group.size < self._size) and any(map(self._may_come, self._absent)):
             return
         if group is None:
-            first = next(node for node in self.nodes if node.cause is not None)
-            assert first.cause is not None
-            self._end_all(first, first.cause)
-        elif self._calls.keys() >= set(group.nodes):
-            self._begin_launch(number, group)
-
-    def _begin_launch(self, number: int, group: Group) -> None:
-        error = failures.contradiction({node: self._calls[node] for node in group.nodes})
-        if error is not None:
-            self._end_early(number, error)
+            self._break(self._error_outside(next(node.cause for node in self.nodes if node.cause is not None)))
+        elif not self._calls.keys() >= set(group.nodes):
             return
-        self.launch, self._mark = Launch(number, self._calls[CONTROL]), self._next_mark
-        for each in sorted(self.ready - set(group.nodes)):
-            self._see("spare", "waits as a spare", self.nodes[each])
-        self._go(group)
+        elif (error := failures.contradiction({node: self._calls[node] for node in group.nodes})) is not None:
+            self._end_early(number, error)
+        else:
+            self.launch, self._mark = Launch(number, self._calls[CONTROL], group=self.launch.group), self._next_mark
+            for each in sorted(self.ready - set(group.nodes)):
+                self._see("spare", "waits as a spare", self.nodes[each])
+            self._go(group)
 
     def _end_early(self, number: int, error: TorchrunError) -> None:
         """End a launch that can't begin."""
-        if self.phase is not Phase.IDLE:  # nodes are in the launch before it still
-            self._verdicts[number] = verdict = Verdict(number, error)
-            for each in [each for each, call in self._calls.items() if call.launch == number]:
-                self._send_verdict(self.nodes[each], verdict)
-            return
-        self.launch, self._mark = Launch(number), self._next_mark
-        self._finish(error)
+        launch = Launch(number, group=self.launch.group)
+        if self.phase is Phase.IDLE:
+            self.launch, self._mark = launch, self._next_mark
+            self._finish(error)
+        else:  # nodes are in the launch before it still
+            self._tell_verdict(launch, error)
 
     def _go(self, group: Group) -> None:
         """Send *go*: all nodes of a group start a generation of workers."""
@@ -627,7 +610,7 @@ class Gang:
         left = sorted(node for node, task in launch.tasks.items() if tasks.get(node) != task)
         came = sorted(node for node, task in tasks.items() if launch.tasks and launch.tasks.get(node) != task)
         launch.begin_generation(self._now, group, tasks)
-        self.phase, self._group = Phase.RUNNING, group
+        self.phase = Phase.RUNNING
         self._see_go(came)
         of_group = {node: self._calls[node] for node in group.nodes}
         about = (launch.number, launch.generation, port, self.rules.name, launch.restarts, launch.limit)
@@ -682,6 +665,8 @@ class Gang:
         match report.kind:
             case "before_run" if self._may_call(node, report.launch):
                 self._see_call(report.launch, None)
+                self._calls.pop(index, None)  # of a launch that it has given up
+                self._preparing[index] = report.launch
                 self._see(report.kind, "before_run begins", node, "preparing", launch=report.launch, generation=None)
             case "command":
                 about: dict[str, Any] = {"launch": report.launch, "generation": None, "seconds": data.get("seconds")}
@@ -717,8 +702,7 @@ class Gang:
     def _ask_stacks(self, asked: Any) -> None:
         launch = self.launch
         about = (launch.number, launch.generation)
-        others = set(range(self.num_nodes)) - launch.running
-        self.stacks.ask(asked, about, launch.running, others, self._now)
+        self.stacks = Stacks(asked, about, launch.running, self._now)
         if launch.running:
             self._broadcast(Ask(*about, asked))
 
@@ -726,14 +710,13 @@ class Gang:
         """Look at what the ranks do, once a second."""
         for line in self.progress.tick(self._now):
             self._send(Note(line), CONTROL)
-            self.view.progress = self.progress.record
         launch = self.launch
         found = hang(self._now - launch.active_at, launch.policy.hang_timeout_s, launch.has_begun)
         if found is None:
             self.stacks = Stacks() if self.stacks.asked == HANG else self.stacks
         elif self.stacks.asked != HANG:
             self._ask_stacks(HANG)
-        elif (answer := self.stacks.answer(HANG, self._now)) is not None:
+        elif (answer := self.stacks.answer(HANG, self._now, self.num_nodes)) is not None:
             well = [node for node, ended in launch.ended.items() if ended.ok]
             detail, self.view.hangs = conclude(answer, well)
             self._fail_with(HANG, *found, detail=detail)
@@ -741,8 +724,8 @@ class Gang:
     def _on_failed_early(self, node: Node, report: Failed) -> None:
         """Handle a failure in a call of `run` before this node takes part in its launch."""
         call, cause = self._calls.get(node.index), report.failures[0].cause if report.failures else None
-        is_early = self._prepares(node) if call is None else call.launch == report.launch
-        if cause is None or not is_early or report.launch in self._verdicts or node.presence is not Presence.HERE:
+        called = self._preparing.get(node.index) if call is None else call.launch
+        if cause is None or called != report.launch:
             return
         is_command = call is None and not report.given_up
         is_late = self.phase is not Phase.IDLE and report.launch == self.launch.number
@@ -754,17 +737,16 @@ class Gang:
 
     def _on_failed(self, node: Node, report: Failed) -> None:
         launch, call = self.launch, self._calls.get(node.index)
-        is_ready = call is not None and call.launch >= launch.number
-        if report.launch > launch.number or not (is_ready or node.index in launch.running):
+        is_in = self.phase is not Phase.IDLE and report.launch <= launch.number
+        if not is_in or not (node.index in launch.running or (call is not None and call.launch >= launch.number)):
             self._on_failed_early(node, report)
             return
         if not self._is_current(report):
             return
-        cause = report.failures[0].cause if report.failures else None
-        is_told = cause is not None and cause.category == "preempted" and cause.node == node.index
-        leaves = report.given_up and is_told and node.index not in launch.given_up  # it says so once
-        if leaves and cause is not None and self._goes_on_without(node, cause):
-            return
+        if report.given_up and node.index not in launch.given_up:  # it says so once
+            told = [each.cause for each in report.failures if each.cause.category == "preempted"]
+            if told and told[0].node == node.index and self._goes_on_without(node, told[0]):
+                return
         self._add_failures(report.failures)
         if report.given_up:
             launch.given_up.add(node.index)
@@ -783,8 +765,7 @@ class Gang:
             view.enter("stopped", [node.index])
         if line := self.progress.ended(node.index, ended.ok):
             self._send(Note(line), CONTROL)  # before the verdict, with which the log of the launch ends
-        view.progress = self.progress.record
-        self.stacks.gone(node.index, NO_WORKERS)
+        self.stacks.keep(node.index, NO_WORKERS)
         launch.ended[node.index] = replace(ended, failures=())
         launch.running.discard(node.index)
         launch.fails |= not ended.ok
@@ -800,7 +781,7 @@ class Gang:
         """Stop all nodes, because one of them fails."""
         launch = self.launch
         if self.phase is Phase.PAUSING:  # nothing runs, and nothing can start any more
-            self._fail(self._error_of_launch())
+            self._store(self._error_of_launch())
             return
         self.phase, cause = Phase.STOPPING, launch.cause
         launch.until = self._now + self.rules.stop_s
@@ -821,7 +802,7 @@ class Gang:
         elif cause is not None and self._may_restart(cause) and self._go_on_without_silent(silent):
             self._restart(cause)
         else:
-            self._fail(self._error_of_launch(silent))
+            self._store(self._error_of_launch(silent))
 
     def _may_restart(self, cause: Cause) -> bool:
         launch, policy = self.launch, self.launch.policy
@@ -829,7 +810,7 @@ class Gang:
         has_given_up = bool(launch.given_up - launch.leaving.keys())
         over = cause.kind == "step_timeout" or self._now >= self.rules.deadline  # by one node's clock
         # A node that was told to end does not use up a restart; but there must be some at all.
-        is_left = launch.counted < policy.max_restarts or (cause.category == "preempted" and policy.max_restarts > 0)
+        is_left = launch.restarts < launch.limit or (cause.category == "preempted" and policy.max_restarts > 0)
         may = (is_left and cause.category in policy.restart_on) or launch.has_lost_its_port()
         return may and not has_given_up and not over and not launch.repeat(self._now)
 
@@ -842,7 +823,7 @@ class Gang:
         for each in unknown:
             node, text = self.nodes[each], "it did not report in time that its workers had ended"
             self._see("lost", f"lost: {text}", node)
-            self._tell_to_end(node, Cause("lost", each, node.host, exception=text))
+            self._tell_to_end(node, node.lost(text))
         self.launch.running.clear()
         return True
 
@@ -857,9 +838,11 @@ class Gang:
         number = launch.restarts + 1
         launch.uncounted += is_move or cause.category == "preempted"
         self.phase, launch.restarts_for, launch.until = Phase.PAUSING, cause, self._now + pause_s
-        launch.failures.clear()  # they are dealt with; what fails in the pause is another cause
-        launch.fails = False
-        self._leave_out_gone()
+        launch.forget_failures()
+        for each, why in sorted(launch.leaving.items()):  # they are about to go
+            self._tell_to_end(self.nodes[each], why)
+        for node in [self.nodes[each] for each in sorted(self._gone)]:
+            self._leave_out(node, node.lost("it has left"))
         waits_for = self._coming(self._able())
         self._remind_at = self._now + REMIND_S if waits_for else float("inf")
         if is_move:
@@ -878,17 +861,10 @@ class Gang:
 
     def _tell_to_end(self, node: Node, cause: Cause, error: TorchrunError | None = None) -> None:
         """Leave a node out that is here, with a verdict of its own."""
-        number = self._calls[node.index].launch if node.index in self._calls else self.launch.number
-        verdict = Verdict(number, error or failures.told_to_end(cause), group=self.launch.group)
-        self._send_verdict(node, verdict)
+        call = self._calls.get(node.index)
+        number = self._preparing.get(node.index, self.launch.number) if call is None else call.launch
+        self._send_verdict(node, Verdict(number, error or failures.told_to_end(cause)))
         self._leave_out(node, cause)
-
-    def _leave_out_gone(self) -> None:
-        """Leave out all nodes that are gone, or about to go."""
-        for each, cause in sorted(self.launch.leaving.items()):
-            self._tell_to_end(self.nodes[each], cause)
-        for node in [self.nodes[each] for each in sorted(self._gone)]:
-            self._leave_out(node, node.cause or Cause("lost", node.index, node.host, exception="it has left"))
 
     def _start_again(self) -> None:
         """Begin the next generation after the pause, in which more nodes may have been lost or have come."""
@@ -897,7 +873,7 @@ class Gang:
             return  # `tick` gives up on them when their time is up
         group = follow(self.launch.group, able, self._size, self._least) if CONTROL in able else None
         if group is None:
-            self._fail(self._error_of_launch())
+            self._store(self._error_of_launch())
         else:
             self._go(group)
 
@@ -915,15 +891,11 @@ class Gang:
             cause = cause or launch.restarts_for
         return failures.of_launch(launch, cause, more + self._why_not_without(cause))
 
-    def _fail(self, error: TorchrunError) -> None:
-        """End the launch with an error, after the nodes have stored what there is."""
-        # After the step's @timeout the workers may use the grace to end, and storing what they left as long again.
-        left_s = max(self.rules.deadline - self._now, self.rules.grace_s)
-        self._store(error, min(SAVE_S, left_s))
-
-    def _store(self, error: TorchrunError | None, within_s: float | None = None) -> None:
+    def _store(self, error: TorchrunError | None) -> None:
         """Have the nodes store what there is; then the launch ends with `error`, or well."""
-        launch, now = self.launch, self._now
+        launch, now, rules = self.launch, self._now, self.rules
+        # After the step's @timeout the workers may use the grace to end, and storing what they left as long again.
+        within_s = None if error is None else min(SAVE_S, max(rules.deadline - now, rules.grace_s))
         able = {node for node, ended in launch.ended.items() if ended.stores}
         nodes = (able & self._here) - launch.given_up
         known = cause_of(error)
@@ -947,63 +919,55 @@ class Gang:
         launch.stores.clear()
         self._see(*(("done", "the launch has ended well") if error is None else ("failed", "the launch has failed")))
         view.turn("done" if error is None else "failed", view.why if error is not None else "")
-        called = self._here & {*self._calls, *self._preparing()}
         view.place((), LATE_S)
         if error is None:
             view.error, view.cause = None, None
             for each in sorted(self._absent):  # who comes in the place of one would lack what this launch has left
                 if not launch.takes_part(each) and self.nodes[each].cause is not None:
                     self._give_up_on(self.nodes[each])
-        self._tell_verdict(error)
-        view.enter("step code", called)
+        self._tell_verdict(launch, error)
         self._next_mark = self.view.count
         if error is not None and any(self.nodes[node].cause for node in self._gone):
             self._break(error)  # without all its nodes the gang can't launch again
 
-    def _tell_verdict(self, error: TorchrunError | None) -> None:
-        """Send all nodes their verdict; nodes that get the same share one object. Keep it for those that call it later."""
-        launch, events = self.launch, self._events()
-        # Where the nodes' numbers contradict each other, each of these launches has ended.
-        is_early = launch.generation < 0
-        group = launch.group if launch.group.size else None
-        made: dict[tuple[int, bool], Verdict] = {}
-        for node in [self.nodes[each] for each in sorted({*self._calls, *self._preparing()})]:
-            call, is_control = self._calls.get(node.index), node.index == CONTROL
-            about = number, _ = launch.number if call is None else call.launch, is_control
-            if number > launch.number and not is_early:
-                continue
-            if about not in made:
-                left, seen = self._left(is_control, error), events if is_control else ()
-                made[about] = Verdict(number, error, seen, left, error is None and launch.alone, group)
-            launch.told.add(node.index)
-            self._send_verdict(node, made[about])
-        left = self._left(True, error) if self.rules.replaces else {}
-        left.pop("progress", None)  # which is long
-        for number in {launch.number, *(number for number, _ in made)}:
-            self._verdicts[number] = Verdict(number, error, left=left, group=group)
+    def _tell_verdict(self, launch: Launch, error: TorchrunError | None) -> None:
+        """Send all nodes their verdict; members get one object. Keep it for those that call the launch later."""
+        number, group = launch.number, launch.group if launch.generation >= 0 else None
+        alone = error is None and launch.alone
+        of_control = Verdict(number, error, self._events(), self._left(launch, error, True), alone, group)
+        of_others = Verdict(number, error, (), self._left(launch, error, False), alone, group)
+        called = {node for node, call in self._calls.items() if call.launch == number}
+        called |= {node for node, its in self._preparing.items() if its == number}
+        for each in sorted(called):
+            launch.told.add(each)
+            self._send_verdict(self.nodes[each], of_control if each == CONTROL else of_others)
+        left = {name: each for name, each in of_control.left.items() if self.rules.replaces and name != "progress"}
+        self._verdicts[number] = replace(of_others, left=left)  # progress is long
 
     def _send_verdict(self, node: Node, verdict: Verdict) -> None:
         """Send a node a verdict. If the launch has ended well without it, it leaves, and nobody waits for it."""
         self._calls.pop(node.index, None)
+        self._preparing.pop(node.index, None)
         self._send(verdict, node.index)
+        if node.presence is Presence.HERE:
+            self.view.enter("step code", [node.index])
         if verdict.is_without(node.index) and node.presence is Presence.HERE:
             self._enter(node, Presence.OUT)
             self._see("dismissed", "is not needed any more", node)
             text = f"node {node.index} leaves: launch {verdict.launch} has ended well without it"
             self._send(Note(text), CONTROL)
 
-    def _left(self, is_control: bool, error: TorchrunError | None) -> dict[str, Any]:
+    def _left(self, launch: Launch, error: TorchrunError | None, is_control: bool) -> dict[str, Any]:
         """Return what the control node, or each other node, is told of what the launch has left."""
-        launch, cause = self.launch, cause_of(error)
+        cause = cause_of(error)
         outputs = {
             str(node): [each["key"], each["files"], each["size"]]
             for node, each in sorted(self.view.outputs.get(launch.number, {}).items())
             if is_control or node == CONTROL
         }
         values = self._values if launch.generation >= 0 else {}
-        if error is not None or not is_control:
-            failed_rank = "" if cause is None or error is None else str(cause.rank)
-            values = {rank: key for rank, key in values.items() if rank == failed_rank}
+        if error is not None or not is_control:  # of a failure that of the failed rank, which all raise
+            values = {rank: key for rank, key in values.items() if cause is not None and rank == str(cause.rank)}
         found = {
             "outputs": {"nodes": outputs} if outputs else {},
             "functions": dict(values),
@@ -1011,17 +975,9 @@ class Gang:
         }
         return {name: told for name, told in found.items() if told}
 
-    def _send_late_verdict(self, node: Node, verdict: Verdict) -> None:
-        """Send the verdict of a launch to a node that called it too late, or that can't take part in it."""
-        is_last = verdict.launch >= self.launch.number
-        seen = self._events() if is_last and node.index == CONTROL else ()
-        if is_last and self.phase is Phase.IDLE:
-            node.is_new = False  # it is where the others are
-        self._send_verdict(node, replace(verdict, events=seen))
-
     def _error_outside(self, cause: Cause) -> TorchrunError:
         """Return the error for a failure outside of launches: the last launch's own, if it was that failure."""
-        number, last = self._number, self.launch.verdict
+        number, last = self._number if self.phase is Phase.IDLE else None, self.launch.verdict
         known = cause_of(last)
         # Ctrl-C interrupts all nodes of a local run, one after the other.
         is_known = known is not None and (cause.is_same_event(known) or cause.kind == known.kind == "interrupted")
@@ -1038,7 +994,7 @@ class Gang:
         if self.broken is not None:
             return
         number, self.broken = self._number, error
-        if number is not None:
+        if number is not None and self.phase is Phase.IDLE:
             self._end_early(number, error)
         self._see("broken", "nothing can be launched any more")
         self._see_error(error)
@@ -1051,52 +1007,37 @@ class Gang:
     # --- time limits ------------------------------------------------------------------------------
 
     def _look_at_limits(self) -> None:
-        """Stop what exceeds the launch's ``timeout_s``, or end all waits that exceed the step's ``@timeout``."""
-        launch, limit_s, text = self.launch, self.launch.policy.timeout_s, self.rules.longer
-        is_up = self._now > self.rules.deadline
-        if self.phase is Phase.RUNNING and limit_s is not None and self._now - launch.went_at > limit_s and not is_up:
+        """Stop a launch that exceeds its ``timeout_s``, and all that exceeds the step's ``@timeout``."""
+        launch, limit_s = self.launch, self.launch.policy.timeout_s
+        if self._now > self.rules.deadline:
+            self._time_is_up()
+        elif self.phase is Phase.RUNNING and limit_s is not None and self._now - launch.went_at > limit_s:
             self._fail_with("timeout", f"longer than {limit_s:g} s")
-        if not is_up:
-            return
-        if self.phase is Phase.RUNNING or (self.phase is Phase.STORING and launch.failing_with is None):
-            waits_for = self._waits_for()
-            self._fail_with(
-                "timeout", f"{text}, while launch {launch.number} waited for {waits_for}" if waits_for else text
-            )
-        elif self.phase is Phase.PAUSING:
-            self._add_failures([Failure(self._timed_out(text))])
-        elif self.phase is not Phase.IDLE or CONTROL not in self._here:  # it ends soon, or is about to join
-            return
-        elif (number := self._number) is not None:
-            cause = self._timed_out(f"{text}, while launch {number} waited for {self._waits_for()}")
-            self._end_early(number, self._error_outside(cause))
-        elif not self._is_time_up and CONTROL not in self._done:
-            self._break(self._error_outside(self._timed_out(text)))
-        self._is_time_up = True  # outside of launches once only, as an alarm; a later launch ends at once
 
-    def _timed_out(self, text: str) -> Cause:
-        self._see("timeout", f"timeout: it ran {text}")
-        return Cause("step_timeout", CONTROL, self.nodes[CONTROL].host, exception=text)
+    def _time_is_up(self) -> None:
+        launch, text, waits_for = self._number, self.rules.longer, self._waits_for()
+        text += f", while launch {launch} waited for {waits_for}" if waits_for and launch is not None else ""
+        if self.phase is Phase.STOPPING or CONTROL not in self._here:
+            return  # it ends soon, or is about to join
+        if self.phase is Phase.IDLE and CONTROL not in self._done and not (launch is None and self._is_time_up):
+            self._see("timeout", f"timeout: {text}")
+            error = self._error_outside(Cause("step_timeout", CONTROL, self.nodes[CONTROL].host, exception=text))
+            self._break(error) if launch is None else self._end_early(launch, error)
+        elif self.phase is not Phase.IDLE and self.launch.failing_with is None:
+            self._fail_with("timeout", text)
+        self._is_time_up = True  # outside of launches once only, as an alarm
 
     def _remind(self) -> None:
         """Log what is waited for."""
         self._remind_at = self._now + REMIND_S
-        number = self._number
         if not (waits_for := self._waits_for()):
             return
         missing = min(self._absent, default=None)
         why = "" if missing is None else failures.to_see_why(missing, self.rules.why_it_waits(missing))
-        text = f"launch {self.launch.number if number is None else number} waits for {waits_for}{why and '.' + why}"
+        text = f"launch {self._number} waits for {waits_for}{why and '.' + why}"
         self._send(Note(text), CONTROL)  # even if it is late itself: the terminal shows its log
-        if number is not None:
+        if self.phase is Phase.IDLE:
             self._send(Note(text, is_detail=True), *sorted(self._calls.keys() - {CONTROL}))
-
-    def _preparing(self) -> set[int]:
-        """Return the nodes whose commands of before_run run."""
-        return {node for node in self._here if self._prepares(self.nodes[node])}
-
-    def _prepares(self, node: Node) -> bool:
-        return self.view.nodes[node.index].state == "preparing"
 
     def _waits_for(self) -> str:
         """Return in words for which nodes the others wait, or all."""
@@ -1107,8 +1048,8 @@ class Gang:
         else:
             waits = {
                 "to start": filter(self._may_come, self._absent),
-                "to call current.torch.run": self._here - self._calls.keys() - self._preparing(),
-                "to end before_run": self._preparing(),
+                "to call current.torch.run": self._here - self._calls.keys() - self._preparing.keys(),
+                "to end before_run": self._preparing,
             }
         found = {what: sorted(nodes) for what, nodes in waits.items()}
         return " and for ".join(f"{names(nodes)} {what}" for what, nodes in found.items() if nodes)
@@ -1163,19 +1104,12 @@ class Gang:
         self._out += [(node, message) for node in nodes]
 
 
-_Handler: TypeAlias = Callable[[Gang, Node, Any], None]
-_IN_ALL: dict[type, _Handler] = {
+_HANDLERS: dict[type, Callable[[Gang, Node, Any], None]] = {
     Join: Gang._on_join,
     Leave: Gang._on_leave,
     Ready: Gang._on_ready,
     Report: Gang._on_report,
+    Failed: Gang._on_failed,
+    Ended: Gang._on_ended,
+    Stored: Gang._on_stored,
 }
-_HANDLERS: dict[tuple[Phase, type], _Handler] = {
-    **{(phase, message): handler for phase in Phase for message, handler in _IN_ALL.items()},
-    **{(phase, Failed): Gang._on_failed for phase in Phase if phase is not Phase.IDLE},
-    (Phase.IDLE, Failed): Gang._on_failed_early,
-    (Phase.RUNNING, Ended): Gang._on_ended,
-    (Phase.STOPPING, Ended): Gang._on_ended,
-    (Phase.STORING, Stored): Gang._on_stored,
-}
-"""What is done with each message in each phase; where there is nothing, it is late."""

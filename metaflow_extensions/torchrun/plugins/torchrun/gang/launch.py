@@ -38,7 +38,8 @@ class Launch:
     starting: set[int] = field(default_factory=set)  # those of them whose workers do not all run yet
     ended: dict[int, Ended] = field(default_factory=dict)  # without what failed, which is in `failures`
     fails: bool = False  # whether this generation does, or what it has left can't be stored
-    failures: list[Failure] = field(default_factory=list)  # ages as of the clock's zero, so that they compare
+    first: Failure | None = None  # the first failure of this generation; its age is as of the clock's zero
+    preempted: Cause | None = None  # why a node will not come back, even if that was not the first failure
     alike: dict[int, set[int]] = field(default_factory=dict)  # hash of the way in which ranks failed -> those ranks
     given_up: set[int] = field(default_factory=set)  # nodes whose own code has ended their call of `run`
     leaving: dict[int, Cause] = field(default_factory=dict)  # nodes that were told to end
@@ -53,8 +54,9 @@ class Launch:
     def begin_generation(self, now: float, group: Group, tasks: dict[int, str]) -> None:
         """Begin a generation: forget the ends and failures of the one before."""
         self.went_at, self.group, self.tasks, self.running, self.starting = now, group, tasks, set(tasks), set(tasks)
-        self.generation, self.fails, self.active_at, self.has_begun = self.generation + 1, False, now, False
-        for each in (self.ended, self.stores, self.failures, self.alike):
+        self.generation, self.active_at, self.has_begun = self.generation + 1, now, False
+        self.forget_failures()
+        for each in (self.ended, self.stores, self.alike):
             each.clear()
 
     def forget(self, node: int) -> None:
@@ -73,11 +75,6 @@ class Launch:
         return max(0, self.generation)
 
     @property
-    def counted(self) -> int:
-        """How many restarts `max_restarts` counts."""
-        return self.restarts - self.uncounted
-
-    @property
     def limit(self) -> int:
         """How many restarts there may be, with those that do not count."""
         return self.policy.max_restarts + self.uncounted
@@ -91,34 +88,29 @@ class Launch:
     def add_failures(self, failures: Iterable[Failure], now: float) -> None:
         """Keep the first failure and the first preemption only: thousands of texts would take hundreds of megabytes."""
         for each in failures:
-            self.fails = True
-            self.failures.append(Failure(each.cause, each.age_s - now))
+            self.fails, dated = True, Failure(each.cause, each.age_s - now)
+            self.first = dated if self.first is None else first_failure((self.first, dated))
             self.alike.setdefault(hash(each.cause.way), set()).update(each.ranks)
             if each.cause.category == "preempted":
                 self.leaving[each.cause.node] = each.cause
-        preempted = first_failure(each for each in self.failures if each.cause.category == "preempted")
-        kept = (first_failure(self.failures), preempted)
-        self.failures = [each for each in dict.fromkeys(kept) if each is not None]
+                self.preempted = self.preempted or each.cause
+
+    def forget_failures(self) -> None:
+        """Forget those that are dealt with: what fails from now on is another cause."""
+        self.fails, self.first, self.preempted = False, None, None
 
     @property
     def cause(self) -> Cause | None:
         """The first failure of this generation, or None."""
-        first = first_failure(self.failures)
-        return None if first is None else first.cause
-
-    @property
-    def preempted(self) -> Cause | None:
-        """A preemption of a node in this generation, even if it was not the first failure: that node will not come back."""
-        return next((each.cause for each in self.failures if each.cause.category == "preempted"), None)
+        return None if self.first is None else self.first.cause
 
     def pause_s(self, now: float) -> float:
         """Return how long to wait before a restart: longer each time, from the failure on.
 
         The seconds in which the workers were stopped count, so that a restart waits no longer than it has to.
         """
-        first = first_failure(self.failures)
-        whole_s = min(2.0 ** min(self.counted, 10), BACKOFF_LIMIT_S)
-        return whole_s if first is None else min(max(whole_s - (first.age_s + now), 0.0), whole_s)
+        whole_s = min(2.0 ** min(self.restarts - self.uncounted, 10), BACKOFF_LIMIT_S)
+        return whole_s if self.first is None else min(max(whole_s - (self.first.age_s + now), 0.0), whole_s)
 
     def has_lost_its_port(self) -> bool:
         """Return whether another program took the chosen port before the agent did, and another may be chosen."""

@@ -6,7 +6,7 @@ import math
 import statistics
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeAlias
 
 from .limits import FIRST_LINE_S, LINES_EVERY_S, LOOKS_EVERY_S, SLOW_S, STALE_S
 from .texts import duration, names
@@ -15,6 +15,8 @@ from .wire import from_plain
 MAX_KEYS, MAX_POINTS = 20, 200
 """How many keys of rank 0 are kept, the first ones, and how many points of each."""
 _VALUES = 4  # in one line of the log
+Point: TypeAlias = tuple[int, float | None]
+"""A step and a value; None: it is no number, or not finite."""
 _SLOW, _FEWEST = 0.5, 3  # a share of the median; of fewer ranks, none is the normal one
 
 
@@ -26,7 +28,7 @@ class Series:
 
     def __init__(self, most: int) -> None:
         self._most, self._width = most, 1.0
-        self.points: list[tuple[int, float | None]] = []
+        self.points: list[Point] = []
 
     def add(self, step: int, value: float | None) -> None:
         """Add a point. It replaces the points at the same step and later: after a restart, steps are done again."""
@@ -50,18 +52,9 @@ class Series:
 
 
 @dataclass(frozen=True)
-class Point:
-    """A value of rank 0."""
-
-    step: int
-    value: float | None  # None: a number that is not finite
-
-
-@dataclass(frozen=True)
 class Pace:
     """The speed of one rank."""
 
-    step: int  # the last one that it has reported
     steps_per_s: float | None = None  # over the last seconds; None if not known yet
     seconds: float | None = None  # duration of a step without waiting for others, if the script reports it
 
@@ -71,7 +64,7 @@ class Metrics:
     """The progress of one node's scripts. It is sent every 5 s if they report any, and at the end."""
 
     paces: dict[int, Pace] = field(default_factory=dict)  # by global rank; only ranks that still run
-    points: dict[str, tuple[Point, ...]] = field(default_factory=dict)  # new values of rank 0, by key
+    points: dict[str, list[Point]] = field(default_factory=dict)  # new values of rank 0, by key
     step: int | None = None  # rank 0's last
     total: float | None = None  # rank 0's number of steps
 
@@ -81,67 +74,70 @@ class Progress:
 
     def __init__(self, name_of: Callable[[int], str]) -> None:
         self._name_of = name_of
+        self.record: dict[str, Any] = {"launch": None}  # what is known, as plain data; without a launch, nothing
+        self._series: dict[str, Series] = {}
         self._paces: dict[int, tuple[float, Mapping[int, Pace]]] = {}  # node -> time of its report, and its ranks
+        self._node: int | None = None  # that has rank 0
+        self._has_news = False
+        self._said = ""  # the step in the last line of the log
         self._looked_at = self._says_at = 0.0
         self._slow: dict[int, float] = {}  # slow rank -> since when
         self._named: set[int] = set()  # the slow ranks that a line has named
-        self._forget(None)
-
-    def _forget(self, launch: int | None) -> None:
-        self._launch = launch
-        self._node: int | None = None  # that has rank 0
-        self._step: int | None = None
-        self._total: float | None = None
-        self._steps_per_s: float | None = None
-        self._has_ended_well = self._has_news = False
-        self._said = ""  # the step in the last line of the log
-        self._series: dict[str, Series] = {}
-        self._last: dict[str, float | None] = {}
-        self._rates: dict[str, Any] | None = None
 
     def begin(self, launch: int) -> None:
         """Forget the ranks' speeds, who is slow, and what is not said yet: workers start."""
-        self._paces, self._slow, self._named = {}, {}, set()
-        self._has_news, self._steps_per_s = False, None
-        if launch != self._launch:
-            self._node = None  # what ends from now on is not its launch
+        self._paces, self._slow, self._named, self._has_news = {}, {}, set(), False
+        if launch == self.record["launch"]:
+            self.record["rates"] = None
+            self._see_speed(None)
         else:
-            self._has_ended_well, self._rates = False, None
+            self._node = None  # what ends from now on is not its launch
 
     def take(self, node: int, launch: int, data: Mapping[str, Any], at_s: float) -> str:
         """Keep a node's report on its ranks; return rank 0's first one of a launch in words, else nothing."""
         metrics: Metrics = from_plain(Metrics, data, "progress")
-        if launch != self._launch:
-            self._forget(launch)
+        if launch != self.record["launch"]:
+            nothing = dict.fromkeys(("step", "done", "total", "steps_per_s", "left_s", "rates"))
+            self.record = {"launch": launch, **nothing, "last": {}, "series": {}}
+            self._series, self._node, self._has_news, self._said = {}, None, False, ""
         self._paces[node] = at_s, metrics.paces
         has_rank_0 = 0 in metrics.paces or bool(metrics.points) or metrics.step is not None
         is_first = has_rank_0 and self._node is None
-        if has_rank_0:
+        if has_rank_0 or node == self._node:
             self._node = node
-        if node == self._node:
-            self._take_of_rank_0(metrics, at_s)
+            self._take_of_rank_0(metrics)
         if is_first:
             self._says_at = at_s + FIRST_LINE_S
-        return said(self.record or {}) if is_first else ""
+        return said(self.record) if is_first else ""
 
-    def _take_of_rank_0(self, metrics: Metrics, at_s: float) -> None:
-        pace = metrics.paces.get(0)
-        self._steps_per_s = None if pace is None else pace.steps_per_s
-        self._has_news |= bool(metrics.points) or metrics.step not in (None, self._step)
-        self._step = self._step if metrics.step is None else metrics.step
-        self._total = self._total if metrics.total is None else metrics.total
+    def _take_of_rank_0(self, metrics: Metrics) -> None:
+        told = self.record
+        self._has_news |= bool(metrics.points) or metrics.step not in (None, told["step"])
+        told["step"] = told["step"] if metrics.step is None else metrics.step
+        told["total"] = told["total"] if metrics.total is None else metrics.total
         for key, points in metrics.points.items():
-            for point in points if key in self._series or len(self._series) < MAX_KEYS else ():
-                self._series.setdefault(key, Series(MAX_POINTS)).add(point.step, point.value)
-                self._last[key] = point.value
+            for step, value in points if key in self._series or len(self._series) < MAX_KEYS else ():
+                self._series.setdefault(key, Series(MAX_POINTS)).add(step, value)
+                told["last"][key] = value
+        told["series"] = {key: list(each.points) for key, each in self._series.items()}
+        self._see_speed(metrics.paces.get(0, Pace()).steps_per_s)
+
+    def _see_speed(self, steps_per_s: float | None, has_ended_well: bool = False) -> None:
+        """Note rank 0's speed, and what follows from it and the step."""
+        told, step, total = self.record, self.record["step"], self.record["total"]
+        is_known = None not in (step, total)
+        told["steps_per_s"] = steps_per_s
+        told["left_s"] = max(0.0, total - step) / steps_per_s if is_known and steps_per_s else None
+        # If steps count from 0, the last one is `total` - 1.
+        told["done"] = step + 1 if has_ended_well and is_known and step + 1 == total else step
 
     def ended(self, node: int, ok: bool) -> str:
         """Stop comparing a node's ranks; return the last line of a log that has told of the progress, else nothing."""
         self._paces.pop(node, None)
-        if self._node is None or node != self._node:
+        if node != self._node:
             return ""
-        self._steps_per_s, self._has_ended_well = None, ok
-        return self._line() if self._said not in ("", step(self.record or {})) else ""
+        self._see_speed(None, ok)
+        return self._line() if self._said not in ("", step(self.record)) else ""
 
     def tick(self, at_s: float) -> list[str]:
         """Return the lines for the log: once a minute how far rank 0 is, and which ranks have become slow."""
@@ -155,22 +151,26 @@ class Progress:
         return lines
 
     def _line(self) -> str:
-        progress = self.record or {}
-        self._has_news, self._said = False, step(progress)
-        return said(progress)
+        self._has_news, self._said = False, step(self.record)
+        return said(self.record)
 
     def _compare(self, at_s: float) -> list[str]:
         """Note the median of the ranks' speeds, and the slowest; return a line on ranks that are slow for a minute."""
         fresh = [paces for told_at, paces in self._paces.values() if at_s - told_at < STALE_S]
-        by, speeds = _speeds({rank: pace for paces in fresh for rank, pace in paces.items()})
+        paces = {rank: pace for each in fresh for rank, pace in each.items() if pace != Pace()}
+        # As if no rank ever waited for others, if all tell how long their own work takes.
+        by = "seconds" if all(pace.seconds for pace in paces.values()) else "steps_per_s"
+        speeds = {rank: 1 / pace.seconds for rank, pace in paces.items() if pace.seconds}
+        if by != "seconds":
+            speeds = {rank: pace.steps_per_s for rank, pace in paces.items() if pace.steps_per_s is not None}
         if not speeds:
             return []
         median, slowest = statistics.median(speeds.values()), min(speeds, key=lambda rank: speeds[rank])
-        slow = [rank for rank, speed in speeds.items() if len(speeds) >= _FEWEST and speed < median * _SLOW]
-        self._slow = {rank: self._slow.get(rank, at_s) for rank in slow}
         worst = {"rank": slowest, "speed": speeds[slowest]}
-        self._rates = {"by": by, "ranks": len(speeds), "median": median, "slowest": worst}
-        new = sorted(rank for rank in slow if at_s - self._slow[rank] >= SLOW_S and rank not in self._named)
+        self.record["rates"] = {"by": by, "ranks": len(speeds), "median": median, "slowest": worst}
+        slow = sorted(rank for rank, speed in speeds.items() if len(speeds) >= _FEWEST and speed < median * _SLOW)
+        self._slow = {rank: self._slow.get(rank, at_s) for rank in slow}
+        new = [rank for rank, since in self._slow.items() if at_s - since >= SLOW_S and rank not in self._named]
         self._named |= {*new}
         if not new:
             return []
@@ -178,47 +178,14 @@ class Progress:
         speed = f"{speed_text(speeds[new[0]], by)}, the median is {speed_text(median, by)}"
         return [f"{self._name_of(new[0])} is slow: {speed}{more}"]
 
-    # --- what is kept -----------------------------------------------------------------------------
-
-    @property
-    def record(self) -> dict[str, Any] | None:
-        """The progress as plain data; None if no script has reported any."""
-        if self._launch is None:
-            return None
-        step, total, left_s = self._step, self._total, None
-        if total is not None and step is not None and self._steps_per_s:
-            left_s = max(0.0, total - step) / self._steps_per_s
-        # If steps count from 0, the last one is `total` - 1.
-        is_last = self._has_ended_well and step is not None and step + 1 == total
-        return {
-            "launch": self._launch,
-            "step": step,
-            "done": step + 1 if is_last and step is not None else step,
-            "total": total,
-            "steps_per_s": self._steps_per_s,
-            "left_s": left_s,
-            "last": dict(self._last),
-            "series": {key: list(each.points) for key, each in self._series.items()},
-            "rates": self._rates,
-        }
-
     def verdict(self, launch: int, is_control: bool) -> dict[str, Any]:
         """Return what rank 0 has reported last in a launch, for the control node with all points that are kept."""
-        if self._launch != launch:
+        if launch != self.record["launch"]:
             return {}
-        total = int(self._total) if self._total is not None and self._total.is_integer() else self._total
-        place = {key: value for key, value in (("step", self._step), ("total", total)) if value is not None}
-        history = {key: list(each.points) for key, each in self._series.items()} if is_control else {}
-        return {"last": {**place, **self._last}, "history": history}
-
-
-def _speeds(paces: Mapping[int, Pace]) -> tuple[str, dict[int, float]]:
-    """Return what is compared, and the ranks' speeds in steps a second: from their `seconds` if all report these."""
-    known = [pace for pace in paces.values() if pace.seconds or pace.steps_per_s is not None]
-    seconds = {rank: 1 / pace.seconds for rank, pace in paces.items() if pace.seconds}  # as if the rank never waited
-    if seconds and len(seconds) == len(known):
-        return "seconds", seconds
-    return "steps_per_s", {rank: pace.steps_per_s for rank, pace in paces.items() if pace.steps_per_s is not None}
+        step, total = self.record["step"], self.record["total"]
+        total = int(total) if total is not None and total.is_integer() else total
+        place = {key: value for key, value in (("step", step), ("total", total)) if value is not None}
+        return {"last": {**place, **self.record["last"]}, "history": self.record["series"] if is_control else {}}
 
 
 # --- in words ---------------------------------------------------------------------------------------

@@ -64,66 +64,51 @@ class GangStacks:
 
 
 class Stacks:
-    """One question at a time: the newest."""
+    """What was `asked` of the nodes whose workers run, and their answers; without a question, nothing.
 
-    def __init__(self) -> None:
-        self.asked: Any = None  # the question
-        self._due_at_s = 0.0
-        self._about: tuple[int, int] | None = None  # launch and generation; None: no worker runs
-        self._open: set[int] = set()  # nodes that have not answered
-        self._found: dict[int, NodeStacks] = {}
-        self._missing: dict[int, str] = {}
+    `about` is a launch and its generation.
+    """
 
-    def ask(
-        self, asked: Any, about: tuple[int, int], running: Collection[int], others: Collection[int], at_s: float
+    def __init__(
+        self, asked: Any = None, about: tuple[int, int] = (-1, -1), running: Collection[int] = (), at_s: float = 0.0
     ) -> None:
-        """Begin a question to the nodes whose workers run."""
-        self.asked, self._about, self._due_at_s = asked, about if running else None, at_s + WORKERS_S + NODES_MARGIN_S
-        self._open, self._found = set(running), {}
-        self._missing = dict.fromkeys(others if running else (), NO_WORKERS)
+        self.asked, self._about, self._due_at_s = asked, about, at_s + WORKERS_S + NODES_MARGIN_S
+        self._found: dict[int, NodeStacks | str] = dict.fromkeys(running, "it has not answered in time")
+        self._open = set(running)  # those that have not answered
 
     def take(self, node: int, data: Mapping[str, Any]) -> None:
-        """Keep what a node has answered, if it is not too late."""
-        if data["id"] == self.asked and node in self._open:
-            self._found[node] = from_plain(NodeStacks, data["found"], "stacks")
-            self._open.discard(node)
+        """Keep what a node has answered."""
+        if data["id"] == self.asked:
+            self.keep(node, from_plain(NodeStacks, data["found"], "stacks"))
 
-    def gone(self, node: int, why: str) -> None:
-        """Expect nothing more of a node."""
+    def keep(self, node: int, found: NodeStacks | str) -> None:
+        """Keep a node's answer, or why there is none; what comes first counts."""
         if node in self._open:
-            self._missing[node] = why
+            self._found[node] = found
             self._open.discard(node)
 
-    def answer(self, asked: Any, at_s: float) -> GangStacks | None:
+    def answer(self, asked: Any, at_s: float, num_nodes: int) -> GangStacks | None:
         """Return the answer when all nodes have answered, or their time is up; else None."""
         if asked != self.asked or (self._open and at_s < self._due_at_s):
             return None
-        for node in sorted(self._open):
-            self.gone(node, "it has not answered in time")
-        launch, generation = self._about or (None, None)
-        found, missing = dict(sorted(self._found.items())), dict(sorted(self._missing.items()))
-        return GangStacks(launch, generation, found, missing)
+        if not self._found:
+            return GangStacks()
+        found = {node: self._found.get(node, NO_WORKERS) for node in range(num_nodes)}
+        answered = {node: each for node, each in found.items() if isinstance(each, NodeStacks)}
+        return GangStacks(*self._about, answered, {node: each for node, each in found.items() if isinstance(each, str)})
 
 
 # --- hangs ----------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Alike:
-    """Ranks whose stacks are equal."""
-
-    ranks: tuple[int, ...]
-    found: Found
-
-
-def alike(ranks: Mapping[int, Found]) -> list[Alike]:
-    """Return each different stack once, that of most ranks first. Without a stack, equal reasons are a group."""
+def alike(ranks: Mapping[int, Found]) -> list[tuple[list[int], Found]]:
+    """Return each different stack once, with its ranks, that of most first. Without a stack, equal reasons are a group."""
     by_mark: dict[str, list[int]] = {}
     for rank, found in sorted(ranks.items()):
         by_mark.setdefault(found.mark or found.where, []).append(rank)
     # The same stack may come from several nodes, and only the first of each sends its text.
     return [
-        Alike(tuple(each), max((ranks[rank] for rank in each), key=lambda found: len(found.text)))
+        (each, max((ranks[rank] for rank in each), key=lambda found: len(found.text)))
         for each in sorted(by_mark.values(), key=lambda each: -len(each))
     ]
 
@@ -151,10 +136,10 @@ def conclude(stacks: GangStacks, well: Collection[int]) -> tuple[str, dict[str, 
     """
     ranks, silent = stacks.ranks, sorted(node for node, why in stacks.missing.items() if why != NO_WORKERS)
     groups = alike(ranks)
-    is_known = not silent and any(group.found.mark for group in groups)
+    is_known = not silent and any(found.mark for _, found in groups)
     first, why = look_first(ranks) if is_known else ([], "")
     share = _MAX_CHARS // max(1, len(groups))
-    kept = [{"ranks": list(each.ranks), **to_plain(each.found.bounded(share))} for each in groups[:_MAX_LINES]]
+    kept = [{"ranks": its, **to_plain(found.bounded(share))} for its, found in groups[:_MAX_LINES]]
     record = {"launch": stacks.launch, "first": first, "why": why, "is_last": True, "stacks": kept}
     said = [] if groups else [_NOBODY]
     if well:
@@ -164,13 +149,8 @@ def conclude(stacks: GangStacks, well: Collection[int]) -> tuple[str, dict[str, 
     elif first:
         said.append(f"Look at {names(first, 'rank')} first: {why}.")
     at: dict[str, list[int]] = {}
-    for each in groups:
-        at.setdefault(_line(each.found), []).extend(each.ranks)
+    for its, found in groups:
+        at.setdefault(f"{found.where}: {found.line}" if found.line else found.where, []).extend(its)
     places = [f"{names(numbers, 'Rank')}: {place}" for place, numbers in at.items()]
     more = [f"{len(places) - _MAX_LINES} more such lines are left out."] if len(places) > _MAX_LINES else []
     return "\n".join([*filter(None, [" ".join(said)]), *places[:_MAX_LINES], *more]), record
-
-
-def _line(found: Found) -> str:
-    """Return a place with its source line."""
-    return f"{found.where}: {found.line}" if found.line else found.where

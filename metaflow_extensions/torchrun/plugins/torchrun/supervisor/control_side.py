@@ -268,9 +268,7 @@ class ControlSide(Side):
         if not isinstance(join, Join):
             return
         if not self.gang.may_join(join):
-            refused, outgoing = self.gang.turn_away(join)
-            connection.write(encode(refused))
-            self._step(lambda: outgoing)
+            connection.write(encode(self.gang.turn_away(join)))
             return
         before = self._members.get(join.node)
         if before is not None:  # this node has lost its connection, and joins again: the old one ends without a loss

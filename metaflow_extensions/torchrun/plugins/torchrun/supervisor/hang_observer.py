@@ -71,6 +71,5 @@ def _to_send(workers: Workers, found: Mapping[int, Found]) -> dict[int, Found]:
 def text_of(found: Mapping[int, Found]) -> str:
     """Return the user's own frames for the log, equal stacks once."""
     return "\n".join(
-        f"--- {names(each.ranks, 'rank')}: {each.found.where}\n{indent(each.found.short, '  ')}"
-        for each in alike(found)
+        f"--- {names(ranks, 'rank')}: {each.where}\n{indent(each.short, '  ')}" for ranks, each in alike(found)
     )

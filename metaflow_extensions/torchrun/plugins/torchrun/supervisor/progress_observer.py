@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from statistics import fmean
 from typing import TypeAlias
 
-from ..gang.progress import MAX_KEYS, Metrics, Pace, Point, Series
+from ..gang.progress import MAX_KEYS, Metrics, Pace, Series
 from ..gang.wire import Plain, to_plain
 from ..machine.aside import STUCK_S
 from .workers import Workers
@@ -118,9 +118,7 @@ class ProgressObserver:
         self._told_at = now
         running = self._paces.keys() - self._workers.codes
         paces = {rank: pace for rank in sorted(running) if (pace := self._paces[rank].pace(now)) is not None}
-        points = {
-            key: tuple(Point(int(step), value) for step, value in series.points) for key, series in self._new.items()
-        }
+        points = {key: series.points for key, series in self._new.items()}
         self._new = {}
         place = self._step, self._total
         if not paces and not points and place == (self._told or (None, None)):
@@ -243,11 +241,10 @@ class RankPace:
         """Return the rank's pace; None before its first step."""
         if not self._steps:
             return None
-        step = self._steps[-1][1]
         # After its last step a rank has no speed. Steps may count from 0.
-        if self._total is not None and step + 1 >= self._total:
-            return Pace(step)
-        return Pace(step, self._steps_per_s(now), fmean(self._seconds) if self._seconds else None)
+        if self._total is not None and self._steps[-1][1] + 1 >= self._total:
+            return Pace()
+        return Pace(self._steps_per_s(now), fmean(self._seconds) if self._seconds else None)
 
     def _stands_still(self, now: float) -> bool:
         if len(self._steps) < 2:
