@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 from flow_runs import TESTED_BY
-from limits import limit_s
+from limits import eventually, limit_s
 
 PROGRAMS = ("chromium", "chromium-browser", "google-chrome")
 MISSING = "Chromium is not installed (apt-get install chromium), so NOBODY HAS LOOKED at the card in a browser"
@@ -113,12 +113,9 @@ class Chromium:
         # The first frame runs what listens for a new size; what that has changed is drawn with the second.
         self.value_of("new Promise(drawn => requestAnimationFrame(() => requestAnimationFrame(drawn)))")
 
-    def wait_for(self, expression: str, deadline_s: float = 30.0) -> None:
+    def wait_for(self, expression: str) -> None:
         """Wait until an expression is true on the page."""
-        deadline = time.monotonic() + limit_s(deadline_s)
-        while not self.value_of(f"Boolean({expression})"):
-            assert time.monotonic() < deadline, f"never true: {expression}\n{self.text}"
-            time.sleep(0.05)
+        eventually(lambda: self.value_of(f"Boolean({expression})"), lambda: f"{expression}\n{self.text}", limit_s(30.0))
 
     def value_of(self, expression: str) -> Any:
         """Return the value of an expression on the page."""

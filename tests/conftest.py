@@ -15,7 +15,7 @@ import pytest
 from limits import limit_s, measure
 
 _UNIT = Path(__file__).parent / "unit"
-pytest_plugins = ["chromium", "flow_runs", "gangs", "golden", "hosts"]
+pytest_plugins = ["hosts", "gangs", "flow_runs", "chromium", "golden"]
 
 # How long what a test stopped has to be gone; a thread that was told to end needs a moment.
 _SETTLE_S = 10.0

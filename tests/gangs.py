@@ -19,7 +19,7 @@ from typing import Any
 import psutil
 import pytest
 from hosts import Host
-from limits import limit_s
+from limits import eventually, limit_s
 
 NODE = Path(__file__).parent / "nodes" / "node.py"
 STAND_IN = Path(__file__).parent / "stand_in"
@@ -34,9 +34,9 @@ _LINE_BYTES = len("line launch0-0-0 000001 of a log that nobody may lose\n")
 ETC_HOSTS = "127.0.0.1 localhost\n::1 localhost\n"
 
 
-def marked(mark: str) -> set[int]:
-    """Return the pids of all living processes with this mark in their environment, however they detached themselves."""
-    wanted = f"{MARK}={mark}".encode()
+def marked(name: str, value: str) -> set[int]:
+    """Return the pids of all living processes with this variable, however they detached themselves."""
+    wanted = f"{name}={value}".encode()
     found = set()
     for name in filter(str.isdigit, os.listdir("/proc")):
         with suppress(OSError):
@@ -225,13 +225,13 @@ class Gang:
         self.await_that(lambda: time.monotonic() > moment + seconds, f"{seconds} s")
 
     def await_that(self, condition: Callable[[], Any], what: str) -> None:
-        within_s = limit_s(START_S)
-        deadline = time.monotonic() + within_s
-        while not condition():
-            over = all(process.poll() is not None for process in self.processes.values())
-            assert not over or condition(), f"all nodes have ended without {what}\n{self.told}"
-            assert time.monotonic() < deadline, f"waited {within_s:g} s for {what}\n{self.told}"
-            time.sleep(0.01)
+        def holds() -> bool:
+            is_over = all(process.poll() is not None for process in self.processes.values())
+            does = bool(condition())
+            assert does or not is_over, f"all nodes have ended without {what}\n{self.told}"
+            return does
+
+        eventually(holds, lambda: f"{what}\n{self.told}", limit_s(START_S))
 
     def await_workers(self, run_id: str = "launch0-0", lines: int = 3, num_nodes: int | None = None) -> None:
         """Wait until every worker of a generation, by default on all nodes, has written a few lines."""
@@ -276,7 +276,7 @@ class Gang:
 
     def living(self) -> set[int]:
         """Return the pids of the nodes and of all that came of them; while a node calls exec, its mark can't be read."""
-        return marked(self.mark) | {each.pid for each in self.processes.values() if each.poll() is None}
+        return marked(MARK, self.mark) | {each.pid for each in self.processes.values() if each.poll() is None}
 
     @staticmethod
     def _count(ledger: Path) -> int:

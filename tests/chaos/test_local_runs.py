@@ -8,7 +8,7 @@ import signal
 import time
 
 from gangs import END_S, Outcome
-from limits import limit_s
+from limits import eventually, limit_s
 
 GRACE_S = 2
 
@@ -36,9 +36,7 @@ def test_the_process_of_the_run_is_killed(start_flow, recorder):
     tasks = {note["pid"] for note in flow.notes("task-*")}
     os.kill(flow.process.pid, signal.SIGKILL)
     begin = time.monotonic()
-    while tasks & {process.pid for process in flow.processes()}:
-        assert time.monotonic() - begin < limit_s(END_S)
-        time.sleep(0.05)
+    eventually(lambda: not tasks & {process.pid for process in flow.processes()}, within_s=limit_s(END_S))
     flow.process.wait()
     flow.await_gone()
     seconds = time.monotonic() - begin

@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 from flow_runs import FLOWS, write_flow
-from limits import limit_s
+from limits import eventually, limit_s
 
 from metaflow_extensions.torchrun.plugins.torchrun.gang.cause import remedy
 
@@ -108,10 +108,7 @@ def one_node(start_shared_flow):
         supervisor = psutil.Process(victim).parent().parent()
         supervisor.suspend()
         (flow.out / f"go-launch{number}-0").touch()
-        deadline = time.monotonic() + limit_s(20)
-        while psutil.pid_exists(victim):
-            assert time.monotonic() < deadline
-            time.sleep(0.02)
+        eventually(lambda pid=victim: not psutil.pid_exists(pid), "torchrun has taken its exit code")
         supervisor.resume()
         if name == "ended-well":
             os.kill(workers["1"], signal.SIGTERM)
