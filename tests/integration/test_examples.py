@@ -8,7 +8,6 @@ import shutil
 import socket
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 from pages import REPOSITORY, blocks_of
@@ -108,7 +107,9 @@ def test_min_gpt_learns_and_writes_again_later(example, tmp_path):
     assert losses[1] < losses[0] - 1.0
     assert re.search(r"\| \S.{40}", flow.text.split("What it writes now:")[1]), flow.text
 
-    (command,) = re.findall(r"^python generate\.py .*--length 300.*$", "\n".join(texts("min-gpt", "bash")), re.MULTILINE)
+    (command,) = re.findall(
+        r"^python generate\.py .*--length 300.*$", "\n".join(texts("min-gpt", "bash")), re.MULTILINE
+    )
     words = [sys.executable, *shlex.split(command)[1:]]
     written = subprocess.run(words, cwd=tmp_path / "min-gpt", env=flow.env, capture_output=True, text=True)
     assert written.returncode == 0, written.stderr
@@ -119,7 +120,9 @@ def test_min_gpt_learns_and_writes_again_later(example, tmp_path):
 def test_torchrunx_parity(example):
     flow = example("torchrunx-parity")
     (page,) = texts("torchrunx-parity")
-    missing = [line for line in page.splitlines() if line.replace("host vm", f"host {socket.gethostname()}") not in flow.text]
+    missing = [
+        line for line in page.splitlines() if line.replace("host vm", f"host {socket.gethostname()}") not in flow.text
+    ]
     assert missing == [], flow.text
 
 
