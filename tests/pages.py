@@ -51,45 +51,45 @@ def blocks_of(name: str) -> list[Block]:
     return [Block(name, match[2], match[3], text[: match.start()]) for match in found]
 
 
-# Python that does not stand in `flow_of_pages`, since a test of its own runs it or what it shows: page and first line.
-RUN_ELSEWHERE = {
-    ("README.md", "from metaflow import FlowSpec, Parameter, card, current, step, torchrun"),
-    ("docs/before-run.md", "import sys"),
-    ("docs/before-run.md", "from metaflow import current"),
-    ("docs/checkpoints.md", "@retry(times=2)"),
-    ("docs/checkpoints.md", "from metaflow import Checkpoint"),
-    ("docs/data.md", "from metaflow import FlowSpec, IncludeFile, current, step, torchrun"),
-    ("docs/data.md", "def own_files(files, rank, world_size):"),
-    ("docs/data.md", "import os"),
-    ("docs/debugging.md", "from metaflow import Run"),
-    ("docs/debugging.md", "import os"),
-    ("docs/frameworks.md", "import os"),
-    (
-        "docs/from-one-gpu.md",
-        '"""Runs after.py on two nodes with two processes each; the model is stored with the run."""',
-    ),
-    ("docs/functions.md", "def train(epochs, lr):"),
-    (
-        "docs/kubernetes.md",
-        "from metaflow import FlowSpec, batch, current, kubernetes, retry, step, torchrun",
-    ),
-    ("docs/metrics.md", "@card"),
-    ("docs/metrics.md", "from lightning.pytorch import Callback"),
-    ("docs/metrics.md", "from transformers import TrainerCallback"),
-    ("docs/metrics.md", "import time"),
-    ("docs/metrics.md", "try:"),
-    ("docs/outputs.md", "from metaflow import Run"),
-    ("docs/recipes/checkpoints.md", "import os"),
-    ("docs/recipes/notebooks.md", "from metaflow import FlowSpec, NBRunner, current, step, torchrun"),
-    ("docs/recipes/notebooks.md", "from metaflow import Runner"),
-    ("docs/recipes/spot.md", "import signal"),
-    ("docs/start.md", '@card(type="torchrun")'),
-    ("docs/start.md", "from metaflow import Flow"),
-    ("docs/start.md", "import argparse"),
-    ("docs/tracking.md", "import os"),
-    ("docs/tracking.md", 'current.torch.run("train.py", env={"WANDB_MODE": "offline"}, outputs=["wandb/"])'),
-    ("docs/tracking.md", 'result = current.torch.run("train.py", outputs=["runs/"])'),
+# Python that does not stand in `flow_of_pages`, since a test of its own runs it or what it shows: page -> first lines.
+_RUN_ELSEWHERE = {
+    "README.md": ["from metaflow import FlowSpec, Parameter, card, current, step, torchrun"],
+    "docs/before-run.md": ["from metaflow import current", "import sys"],
+    "docs/checkpoints.md": ["@retry(times=2)", "from metaflow import Checkpoint"],
+    "docs/data.md": [
+        "def own_files(files, rank, world_size):",
+        "from metaflow import FlowSpec, IncludeFile, current, step, torchrun",
+        "import os",
+    ],
+    "docs/debugging.md": ["from metaflow import Run", "import os"],
+    "docs/frameworks.md": ["import os"],
+    "docs/from-one-gpu.md": [
+        '"""Runs after.py on two nodes with two processes each; the model is stored with the run."""'
+    ],
+    "docs/functions.md": ["def train(epochs, lr):"],
+    "docs/kubernetes.md": ["from metaflow import FlowSpec, batch, current, kubernetes, retry, step, torchrun"],
+    "docs/metrics.md": [
+        "@card",
+        "from lightning.pytorch import Callback",
+        "from transformers import TrainerCallback",
+        "import time",
+        "try:",
+    ],
+    "docs/outputs.md": ["from metaflow import Run"],
+    "docs/recipes/checkpoints.md": ["import os"],
+    "docs/recipes/notebooks.md": [
+        "from metaflow import FlowSpec, NBRunner, current, step, torchrun",
+        "from metaflow import Runner",
+    ],
+    "docs/recipes/spot.md": ["import signal"],
+    "docs/start.md": ['@card(type="torchrun")', "from metaflow import Flow", "import argparse"],
+    "docs/tracking.md": [
+        'current.torch.run("train.py", env={"WANDB_MODE": "offline"}, outputs=["wandb/"])',
+        "import os",
+        'result = current.torch.run("train.py", outputs=["runs/"])',
+    ],
 }
+RUN_ELSEWHERE = {(page, line) for page, lines in _RUN_ELSEWHERE.items() for line in lines}
 
 
 def python_of_pages() -> list[Block]:
