@@ -13,7 +13,6 @@ import re
 import shutil
 import subprocess
 import sys
-import time
 import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -25,6 +24,7 @@ from typing import Any
 import pytest
 import yaml
 from kubernetes import client, config
+from limits import eventually
 from metaflow.datastore import FlowDataStore
 from metaflow.mflog import TASK_LOG_SOURCE
 from metaflow.plugins import DATASTORES
@@ -34,7 +34,6 @@ pytestmark = pytest.mark.kubernetes
 FLOWS = Path(__file__).parent / "flows"
 LIMIT_S = 180.0  # for any one pod or JobSet
 JOBSETS = {"group": "jobset.x-k8s.io", "version": "v1alpha2", "plural": "jobsets"}
-ROLE = "jobset.sigs.k8s.io/replicatedjob-name"
 # Argo takes output parameters from files of an ended container; here it prints them as its last words.
 TELL_OUTPUTS = '"$@"; c=$?; for f in /mnt/out/*; do echo "OUTPUT $(basename $f)=$(cat $f)"; done; exit $c'
 
@@ -162,7 +161,7 @@ class Workflow:
             self.namespace, {"metadata": {"name": name, **filled["metadata"]}, "spec": spec}
         )
         self.pods.append(name)
-        phase = self._await(name, lambda: self._phase(name))
+        phase = eventually(lambda: self._phase(name), self._shown, LIMIT_S)
         log = self.core.read_namespaced_pod_log(name, self.namespace)
         if phase != "Succeeded":
             assert not last, f"{name}: {phase}\n{log}"
@@ -182,10 +181,11 @@ class Workflow:
         gang = Gang(manifest["metadata"]["name"], manifest["metadata"]["labels"]["task_id_entropy"])
         self.gangs.append(gang)
         self.custom.create_namespaced_custom_object(namespace=self.namespace, body=manifest, **JOBSETS)
-        ended = self._await(gang.name, lambda: self._ended(gang))
+        ended = eventually(lambda: self._ended(gang), self._shown, LIMIT_S)
+        assert ended
         gang.state = ended["status"]["terminalState"]
         if resource["successCondition"] != f"status.terminalState == {gang.state}":
-            assert not last, f"{gang.name}: {gang.state}\n{self._logs(gang)}"
+            assert not last, f"{gang.name}: {gang.state}\n{self.logs(gang)}"
             return None
         labels = ended["metadata"]["labels"]
         wanted = (template.get("outputs") or {}).get("parameters") or []
@@ -196,33 +196,11 @@ class Workflow:
         found = self.custom.get_namespaced_custom_object(namespace=self.namespace, name=gang.name, **JOBSETS)
         return found if (found.get("status") or {}).get("terminalState") else None
 
-    def pods_of(self, gang: Gang) -> dict[str, Any]:
-        """Return the pods of the control node and of the first worker that are still known, by role."""
-        found = self.core.list_namespaced_pod(
-            self.namespace, label_selector=f"jobset.sigs.k8s.io/jobset-name={gang.name}"
-        )
-        pods = sorted(found.items, key=lambda pod: pod.metadata.name, reverse=True)
-        return {pod.metadata.labels[ROLE]: pod for pod in pods}
-
-    def log_of(self, gang: Gang, role: str) -> str:
-        """Return what a pod of a gang has written, if it is still known."""
-        pod = self.pods_of(gang).get(role)
-        if pod is None:
-            return ""
-        text: str = self.core.read_namespaced_pod_log(pod.metadata.name, self.namespace)
-        return text
-
-    def _logs(self, gang: Gang) -> str:
-        return "\n".join(f"{role}:\n{self.log_of(gang, role)}" for role in ("control", "worker"))
-
-    def _await(self, what: str, look: Any) -> Any:
-        deadline = time.monotonic() + LIMIT_S
-        while True:
-            found = look()
-            if found:
-                return found
-            assert time.monotonic() < deadline, f"waited {LIMIT_S:g} s for {what}\n{self._shown()}"
-            time.sleep(0.3)
+    def logs(self, gang: Gang) -> str:
+        """Return what the pods of a gang have written that are still known."""
+        of_gang = f"jobset.sigs.k8s.io/jobset-name={gang.name}"
+        pods = self.core.list_namespaced_pod(self.namespace, label_selector=of_gang).items
+        return "\n".join(self.core.read_namespaced_pod_log(pod.metadata.name, self.namespace) for pod in pods)
 
     def _shown(self) -> str:
         pods = self.core.list_namespaced_pod(self.namespace).items
@@ -282,29 +260,6 @@ def workflow(template: dict[str, Any]) -> Iterator[Workflow]:
     running.remove()
 
 
-def test_the_job_set_in_the_workflow_carries_what_a_pod_needs(template):
-    """Argo sets no start order, so the nodes' names, numbers and attempt must all come in the manifest."""
-    train = next(entry for entry in template["spec"]["templates"] if entry["name"] == "train")
-    inputs = {entry["name"]: f"<{entry['name']}>" for entry in train["inputs"]["parameters"]} | {"workerCount": "1"}
-    known = {"workflow.name": "w", **{f"inputs.parameters.{key}": value for key, value in inputs.items()}}
-    manifest = yaml.safe_load(fill(train["resource"]["manifest"], known))
-    assert manifest["kind"] == "JobSet"
-    assert manifest["spec"]["startupPolicy"] is None
-    jobs = {job["name"]: job for job in manifest["spec"]["replicatedJobs"]}
-    assert {name: job["replicas"] for name, job in jobs.items()} == {"control": 1, "worker": 1}
-    for role, context in (("control", "ubf_control"), ("worker", "ubf_task")):
-        container = jobs[role]["template"]["spec"]["template"]["spec"]["containers"][0]
-        env = {entry["name"]: entry.get("value") for entry in container["env"]}
-        assert env["MF_MASTER_ADDR"].startswith("<jobset-name>-control-0-0.<jobset-name>.")
-        assert env["MF_WORLD_SIZE"] == "<num-parallel>"
-        assert env["MF_PARALLEL_CONTROL_TASK_ID"] == "control-<task-id-entropy>-0"
-        assert (env["UBF_CONTEXT"], env["TASK_ID_PREFIX"]) == (context, role)
-        assert "step train" in container["command"][-1]
-        assert "--retry-count <retryCount> " in container["command"][-1]
-    retry = {"limit": 1, "retryPolicy": "Always", "backoff": {"duration": "0m"}}
-    assert train["retryStrategy"] == retry
-
-
 def test_a_workflow_runs_with_a_retry_by_argo(workflow):
     outputs = workflow.run()
     assert [gang.state for gang in workflow.gangs] == ["Failed", "Completed"]
@@ -322,7 +277,7 @@ def test_a_workflow_runs_with_a_retry_by_argo(workflow):
         assert (stored["node"], stored["attempt"], stored["control_task_id"]) == (node, 1, tasks[0])
         assert stored["result"].world_size == 4
         assert stored["result"].exit_codes == ({2: 0, 3: 0} if node else {0: 0, 1: 0})
-    said = workflow.log_of(second, "control")
+    said = workflow.logs(second)
     for rank in range(4):
         assert f"[rank {rank}] rank {rank} of 4 runs" in said
 

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import signal
-import time
 
 import pytest
 from backends import Cluster, Queue
-from limits import limit_s
 from remote_flows import EXAMPLES, check_gang, check_said
 from seen_afterwards import Seen, check_failed
 
@@ -56,7 +53,7 @@ def test_workers_become_of_spares_and_again_after_a_restart(run_remote, backend)
 
 def test_functions_commands_before_the_workers_and_what_the_workers_leave(run_remote, backend):
     flow = run_remote(flow="remote_outputs.py", name="RemoteOutputs", **backend.on())
-    told = json.loads(next(line.text for line in flow.lines if "SEEN " in line.text).split("SEEN ", 1)[1])
+    told = flow.told("SEEN")
     assert told["values"] == [[0, 1], [1, 2]], "together more than the gang's channel would carry"
     for what, cls, note in told["caught"]:
         assert (what, cls) == ("'rank 1 misses a key'", "LaunchFailed")
@@ -97,31 +94,16 @@ def test_every_rank_of_a_gang_that_runs_is_asked_for_its_stacks_from_elsewhere(s
     flow = start_remote(DO="*:talk", **backend.on())
     flow.await_line("[rank 3] word ")
     seen = Seen(flow)
-    began = time.monotonic()
-    first = seen.stacks()
-    took_s = time.monotonic() - began
-    assert took_s < limit_s(60), "the control node looks every 2 s, and all here may be busy"
-    ranks = {rank: each for node in first["nodes"].values() for rank, each in node["ranks"].items()}
+    ranks = {rank: each for node in seen.stacks()["nodes"].values() for rank, each in node["ranks"].items()}
     assert sorted(ranks) == ["0", "1", "2", "3"]
     assert all("worker.py" in each["where"] for each in ranks.values()), ranks
-    began = time.monotonic()
     assert seen.stacks()["since_s"] > 0
-    assert time.monotonic() - began < took_s + limit_s(20)
     os.killpg(flow.process.pid, signal.SIGINT)
     flow.wait()
     backend.await_gone(flow)
 
 
 # --- what fails -----------------------------------------------------------------------------------
-
-
-def test_a_failing_worker_fails_the_run_and_is_named(run_remote, backend):
-    flow = run_remote(expect=1, DO="0:raise,*:sleep", **backend.on())
-    check_said(flow, "Rank 0 on node 0", "ValueError: bad loss on rank 0")
-    backend.await_gone(flow)
-    # On AWS Batch, where a node's end does not end the others, each has the time to store its own log.
-    for task in flow.tasks() if isinstance(backend, Queue) else ():
-        assert "Rank 0 on node 0" in task["err"], task
 
 
 def test_out_of_memory_is_said(run_remote, backend):
