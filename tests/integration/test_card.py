@@ -1,19 +1,14 @@
-"""The gang's card, as Metaflow makes, stores and serves it, and as a browser shows it.
-
-Set CARD_IMAGES to a folder for pictures of all that the browser has shown.
-"""
+"""The gang's card, as Metaflow makes, stores and serves it, and as a browser shows it."""
 
 from __future__ import annotations
 
 import json
-import os
 import random
 import re
 import socket
 import sys
 import urllib.request
 from contextlib import contextmanager, suppress
-from pathlib import Path
 
 import pytest
 from flow_runs import content_of
@@ -127,13 +122,12 @@ def await_data(ask, path, words="", count=1):
     return eventually(found, f"{words} on {path}")
 
 
-def look(browser, url, name):
-    """Open a page; yield when it is shown on a phone and on a screen, in light and dark, and save pictures.
+def look(browser, url):
+    """Open a page; yield when it is shown on a phone and on a screen, in light and dark.
 
     The page is loaded once, by a phone, and then shown in the other ways. To look at another page costs about three
     seconds if its run is one of `ended`, and ten more for a run of its own: add what it shall show to one of those.
     """
-    images = os.environ.get("CARD_IMAGES")
     browser.show_as(*VIEWS[0])
     browser.open(url, READY)
     for width, dark in VIEWS:
@@ -147,8 +141,6 @@ def look(browser, url, name):
         is_dark = [sum(map(int, re.findall(r"\d+", colour)[:3])) < 380 for colour in (back, front)]
         assert is_dark == [dark, not dark], (back, front)
         yield width
-        if images:
-            browser.screenshot(Path(images) / f"card-{name}-{'dark' if dark else 'light'}-{width}.png")
 
 
 def test_a_browser_shows_a_running_gang_and_it_moves(cards, live, chromium):
@@ -159,7 +151,7 @@ def test_a_browser_shows_a_running_gang_and_it_moves(cards, live, chromium):
     html = ask(f"card/{path}")
     assert (data["reload_token"], 'METAFLOW_RELOAD_TOKEN = "runtime"' in html) == ("runtime", True)
     assert set(data["data"]) <= set(re.findall(r'"id": "([\w-]+)"', content_of(html)))
-    for _ in look(chromium, ask.at + path, "running"):
+    for _ in look(chromium, ask.at + path):
         chromium.value_of(f"window.metaflow_card_update({json.dumps(await_data(ask, path)['data'])})")
         chromium.wait_for("document.querySelectorAll('.tr-cell.tr-running').length === 4")
         # The page was made before anything was measured.
@@ -244,7 +236,7 @@ def test_a_card_can_be_made_again_from_what_is_stored(cards, ended):
 )
 def test_a_browser_shows_a_gang_that_has_ended(cards, ended, chromium, name, words):
     flows, ask = ended
-    for _ in look(chromium, ask.at + cards.path(flows[name]), name):
+    for _ in look(chromium, ask.at + cards.path(flows[name])):
         text = chromium.text
         assert [word for word in words if word not in text] == []
         assert "torch.distributed.run" in text
@@ -300,7 +292,7 @@ def many_nodes(num_nodes=256, nproc=8):
 
 def test_a_browser_shows_a_gang_of_256_nodes(chromium, tmp_path):
     url, _ = page_of(many_nodes(), tmp_path)
-    for _ in look(chromium, url, "256-nodes"):
+    for _ in look(chromium, url):
         text = chromium.text
         for words in ("Rank 1234 on node 154", "2047 stopped", "failed: rank 1234 on node 154", HOSTILE_HOST):
             assert words in text

@@ -67,7 +67,7 @@ REFUSED = {
     "@catch, resumed": (("--with", "kubernetes"), {**BY_KUBERNETES, "command": "resume"}),
     # Metaflow adds @kubernetes to all steps there, after everything else was initialized.
     "@catch, on Argo": (("create", "--only-json"), {**BY_KUBERNETES, "command": "argo-workflows"}),
-    "a foreach on Batch": (BATCH, {"flow": "foreach.py", "words": ["queue='q'), stands in the foreach of step start"]}),
+    "a foreach on Batch": (BATCH, {"flow": "seen.py", "words": ["queue='q'), stands in the foreach of step start"]}),
 }
 
 
