@@ -48,7 +48,16 @@ def test_a_command_is_run_as_torchrun_itself_would(make_gang, tmp_path):
         assert own["argv"] == [program, *hostile]
         assert own["optimize"] == 1
         for each in (theirs, own):
-            for name in ["SEEN", "TMPDIR", "_", "SHLVL", "WORKER_DO", "TORCH_NCCL_ASYNC_ERROR_HANDLING", "OLDPWD", "PWD"]:
+            for name in [
+                "SEEN",
+                "TMPDIR",
+                "_",
+                "SHLVL",
+                "WORKER_DO",
+                "TORCH_NCCL_ASYNC_ERROR_HANDLING",
+                "OLDPWD",
+                "PWD",
+            ]:
                 each["env"].pop(name, None)
             each["path"] = [entry for entry in each["path"] if not entry.endswith(("worker_hooks", "importable"))]
         assert own == theirs

@@ -4,7 +4,16 @@ import json
 import os
 import sys
 
-OWN = ["RUN_ID", "PORT", "TORCHELASTIC_ERROR_FILE", "TORCHRUN_", "PYTHONPATH", "NODE_TEST_MARK", "CHAOS_", "METAFLOW_USER"]
+OWN = [
+    "RUN_ID",
+    "PORT",
+    "TORCHELASTIC_ERROR_FILE",
+    "TORCHRUN_",
+    "PYTHONPATH",
+    "NODE_TEST_MARK",
+    "CHAOS_",
+    "METAFLOW_USER",
+]
 
 seen = {
     "argv": sys.argv,
