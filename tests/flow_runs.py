@@ -195,7 +195,8 @@ def write_flow(
     folder: Path, train: str, step: str = "@torchrun", size: int = 2, head: str = "", more: str = ""
 ) -> None:
     """Write ``flow.py``, whose step `train`, decorated with `step`, runs some lines; `more` are further steps."""
-    shutil.copy(FLOWS / "around.py", folder)
+    for name in ("around.py", "notes.py", "worker.py"):
+        shutil.copy(FLOWS / name, folder)
     lines = indent(train.strip(), " " * 8)
     text = f"""{head}
 from around import Around

@@ -31,7 +31,7 @@ def test_a_run_is_stopped_and_continued_at_its_terminal(start_flow, recorder):
 
 
 def test_the_process_of_the_run_is_killed(start_flow, recorder):
-    flow = start_flow(attrs={"grace_s": GRACE_S}, do="*:stubborn")
+    flow = start_flow(attrs={"grace_s": GRACE_S}, do="*:ignore-sigterm,*:sleep")
     flow.await_notes("worker-*", 2)
     tasks = {note["pid"] for note in flow.notes("task-*")}
     os.kill(flow.process.pid, signal.SIGKILL)

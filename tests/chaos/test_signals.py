@@ -97,15 +97,6 @@ def test_sigkill_of_all_that_is_ours(gang, recorder):
     assert f"{NODE_1} failed: its connection to the control node was closed" in outcome.error["text"]
 
 
-@pytest.mark.parametrize("victim", ["task", "control task"])
-def test_a_task_that_is_stopped_while_its_workers_train_harms_nobody(victim, gang, recorder):
-    pid = start(gang, victim, heartbeat_timeout_s=HEARTBEAT_S)
-    struck_at = gang.send(pid, signal.SIGSTOP)
-    gang.await_age(struck_at, 2.5 * HEARTBEAT_S)
-    os.kill(pid, signal.SIGCONT)
-    recorder.lasted(f"SIGSTOP of {NAMES[victim]} for more than twice the heartbeat timeout", gang.end_well())
-
-
 def test_everything_is_stopped_for_longer_than_the_heartbeat_timeout(gang, recorder):
     """As by Ctrl-Z, `docker pause`, a freezer or a live migration: nobody was silent for anybody who was awake."""
     gang.start(3, settings={"heartbeat_timeout_s": HEARTBEAT_S})

@@ -58,15 +58,6 @@ def test_hosts_without_any_ipv4_address_train(gang, two_hosts):
     assert "--rdzv-endpoint=[fd00:77::1]:" in gang.launch(1)["command"]
 
 
-@needs_ipv6
-def test_ipv6_is_taken_where_only_it_connects_hosts_of_both_families(gang, two_hosts):
-    connect(*two_hosts, "eth0", ("10.77.0.1/32", "10.78.0.2/32"), ("fd00:77::1/64", "fd00:77::2/64"))
-    gang.start(main_ip="10.77.0.1")  # gloo would take the interface's IPv4 address
-    _, member = finish(gang)
-    assert member["main_addr"] == "fd00:77::1"
-    assert [seen["MASTER_ADDR"] for seen in workers(gang)] == ["10.77.0.1", "fd00:77::1"]
-
-
 # --- a host that does not know its own address -----------------------------------------------------
 
 

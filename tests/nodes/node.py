@@ -204,7 +204,7 @@ def main(task):
     begun = time.monotonic()
     try:
         flow_datastore = FlowDataStore("ChaosFlow", storage_impl=storage, ds_root=folder)
-        registry = Registry(flow_datastore, "1", "train", task.gang, 0)
+        registry = Registry(flow_datastore, "1", "train", "1", 0)
         member, store, main_addr = join(task, registry, settings, starts)
         notes.save(join_s=time.monotonic() - begun, main_addr=main_addr)
         executor = TorchrunExecutor(Context(member, main_addr, machine, settings))
