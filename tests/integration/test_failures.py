@@ -382,7 +382,7 @@ def test_what_a_pytorch_for_cpus_lacks_has_a_remedy():
     ],
 )
 def test_a_failure_after_the_steps_code_is_the_cause_on_the_control_node_and_afterwards(run_flow, hook, said, node):
-    flow = run_flow(flow="ends.py", hook=f"{hook}:{node}", expect=1, stand_in=True)
+    flow = run_flow(hook=f"after:{node}:{hook}", expect=1, stand_in=True)
     assert said.partition(": ")[2] in flow.text
     assert "Subprocess failed" not in flow.text
     flow.await_gone()

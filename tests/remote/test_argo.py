@@ -15,6 +15,7 @@ import subprocess
 import sys
 import uuid
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
@@ -207,31 +208,20 @@ class Workflow:
         return "\n".join(f"{pod.metadata.name}: {pod.status.phase}, {pod.status.conditions}" for pod in mine)
 
     def remove(self) -> None:
-        """Take everything back."""
+        """Take everything back that is not gone."""
         for gang in self.gangs:
-            _unless_gone(
-                self.custom.delete_namespaced_custom_object,
-                namespace=self.namespace,
-                name=gang.name,
-                propagation_policy="Foreground",
-                **JOBSETS,
-            )
+            about = {**JOBSETS, "namespace": self.namespace, "name": gang.name, "propagation_policy": "Foreground"}
+            with suppress(client.ApiException):
+                self.custom.delete_namespaced_custom_object(**about)
         for name in self.pods:
-            _unless_gone(self.core.delete_namespaced_pod, name, self.namespace, grace_period_seconds=0)
+            with suppress(client.ApiException):
+                self.core.delete_namespaced_pod(name, self.namespace, grace_period_seconds=0)
 
 
 def _needed(task: dict[str, Any]) -> list[str]:
     depends = task.get("depends") or ""
     assert re.fullmatch(r"(\S+\.Succeeded( && )?)*", depends), f"depends: {depends!r} is not imitated"
     return [word.removesuffix(".Succeeded") for word in depends.split(" && ") if word]
-
-
-def _unless_gone(delete: Any, *arguments: Any, **options: Any) -> None:
-    try:
-        delete(*arguments, **options)
-    except client.ApiException as error:
-        if error.status != 404:
-            raise
 
 
 @pytest.fixture(scope="module")

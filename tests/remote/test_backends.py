@@ -8,6 +8,7 @@ import signal
 
 import pytest
 from backends import Cluster, Queue
+from flow_runs import FLOWS
 from remote_flows import EXAMPLES, check_gang, check_said
 from seen_afterwards import Seen, check_failed
 
@@ -51,32 +52,29 @@ def test_workers_become_of_spares_and_again_after_a_restart(run_remote, backend)
     backend.await_gone(flow)
 
 
-def test_functions_commands_before_the_workers_and_what_the_workers_leave(run_remote, backend):
-    flow = run_remote(flow="remote_outputs.py", name="RemoteOutputs", **backend.on())
-    told = flow.told("SEEN")
-    assert told["values"] == [[0, 1], [1, 2]], "together more than the gang's channel would carry"
-    for what, cls, note in told["caught"]:
-        assert (what, cls) == ("'rank 1 misses a key'", "LaunchFailed")
-        assert re.match(r"raised at remote_outputs.py:\d+ by rank 1 on node 1 \(host ", note)
-    assert len(set(told["hosts"])) == 3, "the step that reads the outputs has a container of its own"
-    assert told["shards"] == [True, True]
-    assert told["by commands"] == [["by a list", f"by a string on node {node}"] for node in (0, 1)]
-    assert told["kept"] == [{**left("good", 0), **left("good", 1)}, left("good", 1)]
-    assert told["kept of failed"] == [{**left("failing", 0), **left("failing", 1)}, left("failing", 1)]
-
-    seen = Seen(flow)
-    assert "python remote_outputs.py torchrun outputs " in seen.show()
-    listed = seen.outputs("--launch", "2", "--node", "1")
-    assert [line.split() for line in listed.splitlines()[1:]] == [
-        ["1", "52", "bytes", "good-1.json"],
-        ["1", "3.0", "MB", "good/shards/1.bin"],
-    ]
+def test_functions_give_their_values_back_and_raise_their_own_exceptions(run_remote, backend):
+    flow = run_remote("--with", backend.name, flow="functions.py", name="FunctionsFlow", source=FLOWS)
+    told = flow.told("NOTE end")
+    assert [value[:2] for value in told["trained"]] == [[0, 0], [1, 0], [2, 1], [3, 1]]
+    assert told["trained"][3][3] == 2 << 20, "more than the gang's channel would carry"
+    assert told["restarts"] == [1, 1]
+    for failure in told["failures"]:
+        assert (failure["class"], failure["is"], failure["batch"], failure["cause"][1]) == ("BadBatch", True, 17, 1)
     backend.await_gone(flow)
 
 
-def left(kind, rank):
-    """Return what the flow says of the files that a rank has left, which is alone on its node."""
-    return {f"{rank} {kind}/shards/{rank}.bin": str(rank) * 3, f"{rank} {kind}-{rank}.json": '{"c'}
+def test_what_the_workers_leave_is_read_by_later_steps_and_on_the_command_line(run_remote, backend):
+    flow = run_remote("--with", backend.name, flow="outputs.py", name="OutputsFlow", source=FLOWS)
+    end = flow.told("NOTE end")
+    assert len(end["of all"][0]) == len(end["failed"][0]) == 6
+    assert end["failed"][1]["1 failing 模型/shards/1.bin"] == "111111111"
+    seen = Seen(flow)
+    assert "python outputs.py torchrun outputs " in seen.show()
+    listed = seen.outputs("--launch", "0", "--node", "1").splitlines()[1:]
+    assert [line.split(maxsplit=3)[3] for line in listed] == [
+        "good 模型/config *.json", "good 模型/shards/1.bin", "good-1.json",
+    ]  # fmt: skip
+    backend.await_gone(flow)
 
 
 # --- what is seen while it runs -------------------------------------------------------------------
