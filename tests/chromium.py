@@ -6,6 +6,7 @@ import base64
 import json
 import os
 import shutil
+import signal
 import subprocess
 import time
 from collections.abc import Iterator
@@ -58,12 +59,8 @@ class Chromium:
         """End the browser and all its processes."""
         os.close(self._to)
         os.close(self._from)
-        try:
-            self._process.wait(10)
-        finally:
-            with_group = self._process.pid
-            subprocess.run(["kill", "-9", "--", f"-{with_group}"], capture_output=True, check=False)
-            self._process.wait(10)
+        os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait(10)
 
     @contextmanager
     def fresh_page(self) -> Iterator[None]:

@@ -184,6 +184,34 @@ def supervisor(flow: FlowRun, task: int) -> psutil.Process:
     return found
 
 
+# argv: flow/run of `flows/outputs.py`, and a folder for the files.
+READ_OUTPUTS = """
+import json, sys
+from pathlib import Path
+from metaflow import Run, namespace
+namespace(None)
+data = Run(sys.argv[1]).data
+outputs = data.results[0].outputs
+folder = outputs.download(sys.argv[2])
+print("TOLD " + json.dumps({
+    "alone": [data.alone.outputs.nodes, [file.name for file in data.alone.outputs]],
+    "shown": repr(outputs),
+    "part": outputs.open("good \\u6a21\\u578b/shards/1.bin").read(3).decode(),
+    "sizes": {str(path.relative_to(folder)): path.stat().st_size for path in folder.rglob("*") if path.is_file()},
+}))
+"""
+
+
+def ask(script: str, *arguments: str, folder: Path, env: dict[str, str]) -> Any:
+    """Run a script that prints TOLD and JSON, in a process of its own; return what it tells."""
+    told = subprocess.run(
+        [sys.executable, "-c", script, *arguments], cwd=folder, env=env, capture_output=True, text=True, timeout=120
+    )
+    found = [line.removeprefix("TOLD ") for line in told.stdout.splitlines() if line.startswith("TOLD ")]
+    assert found, told.stdout + told.stderr
+    return json.loads(found[0])
+
+
 def content_of(page: str) -> str:
     """Return what Metaflow's page of a card shows, as JSON: it stands there in base64."""
     found = re.search(r'__MF_DATA__\["[^"]*"\] = "([A-Za-z0-9+/=]*)"', page)

@@ -7,11 +7,10 @@ import os
 import re
 import signal
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
-from flow_runs import Running
+from flow_runs import Running, ask
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 # Reads what Metaflow has kept of a run; not in this process, since its client keeps settings in globals.
@@ -25,16 +24,6 @@ for task in Step(sys.argv[1]):
     tasks.append({"id": task.id, "successful": task.successful, "out": task.stdout, "err": task.stderr, "facts": facts})
 print("TOLD " + json.dumps(tasks))
 """
-
-
-def ask(script: str, *arguments: str, folder: Path, env: dict[str, str]) -> Any:
-    """Run a script that prints TOLD and JSON, in a process of its own; return what it tells."""
-    told = subprocess.run(
-        [sys.executable, "-c", script, *arguments], cwd=folder, env=env, capture_output=True, text=True, timeout=120
-    )
-    found = [line.removeprefix("TOLD ") for line in told.stdout.splitlines() if line.startswith("TOLD ")]
-    assert found, told.stdout + told.stderr
-    return json.loads(found[0])
 
 
 class RemoteFlow(Running):

@@ -18,10 +18,9 @@ from typing import Any
 import metaflow
 import pytest
 from checkpoint_example import EXAMPLE, FEWER, end_line, train_plainly
-from flow_runs import FLOWS, FlowRun
+from flow_runs import FLOWS, READ_OUTPUTS, FlowRun, ask
 from limits import limit_s
 from pages import blocks_of
-from remote_flows import ask
 
 # The faults of one test would hit another one's requests to S3.
 IN_TURN = pytest.mark.xdist_group("s3")
@@ -62,22 +61,6 @@ for task in Step(pathspec):
     }
 print("TOLD " + json.dumps(tasks))
 """
-# argv: flow/run, and a folder for the files.
-READ_OUTPUTS = """
-import json, sys
-from pathlib import Path
-from metaflow import Run, namespace
-namespace(None)
-data = Run(sys.argv[1]).data
-outputs = data.results[0].outputs
-folder = outputs.download(sys.argv[2])
-print("TOLD " + json.dumps({
-    "alone": [file.name for file in data.alone.outputs],
-    "part": outputs.open("good \\u6a21\\u578b/shards/1.bin").read(3).decode(),
-    "sizes": {str(path.relative_to(folder)): path.stat().st_size for path in folder.rglob("*") if path.is_file()},
-}))
-"""
-
 RunFlow = Callable[..., FlowRun]
 
 
@@ -131,7 +114,7 @@ def test_outputs_are_read_by_later_steps_and_by_the_client(run_on: RunFlow, tmp_
     assert len(end["of all"][0]) == len(end["failed"][0]) == 6
     assert end["failed"][1]["1 failing 模型/shards/1.bin"] == "111111111"
     told = ask(READ_OUTPUTS, f"OutputsFlow/{flow.run_id}", str(tmp_path / "there"), folder=tmp_path, env=flow.env)
-    assert (told["alone"], told["part"]) == (["alone-0.json"], "111")
+    assert (told["alone"], told["part"]) == ([[0], ["alone-0.json"]], "111")
     large = {f"good 模型/shards/{node}.bin": 3_000_000 for node in (0, 1)}
     small = {"good 模型/config *.json": 2, "good-0.json": 11, "good-1.json": 11}
     assert told["sizes"] == {**large, **small}
