@@ -41,10 +41,10 @@ SAID = {  # who is hurt, and how: the cause's category and text
 }
 
 
-def start(gang: Gang, victim: str, **settings: float) -> int:
+def start(gang: Gang, victim: str) -> int:
     """Start a gang, with three nodes where one can't tell afterwards; return the pid of who is hurt, on node 1."""
     nodes, nproc = (3, 1) if "task" in victim else (2, 2)
-    gang.start(nodes, nproc, settings=settings)
+    gang.start(nodes, nproc)
     gang.await_workers()
     if "task" in victim:
         return gang.task(0 if "control" in victim else 1)
