@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 from pathlib import Path
 
 import pytest
+from flow_runs import FLOWS
 
 GANG = {"torchrun": {}}
 CAUGHT = {"catch": {"var": "failure"}, "torchrun": {}}
@@ -67,7 +69,6 @@ REFUSED = {
     "@catch, resumed": (("--with", "kubernetes"), {**BY_KUBERNETES, "command": "resume"}),
     # Metaflow adds @kubernetes to all steps there, after everything else was initialized.
     "@catch, on Argo": (("create", "--only-json"), {**BY_KUBERNETES, "command": "argo-workflows"}),
-    "a foreach on Batch": (BATCH, {"flow": "seen.py", "words": ["queue='q'), stands in the foreach of step start"]}),
 }
 
 
@@ -75,6 +76,39 @@ REFUSED = {
 def test_it_is_refused(name, refused):
     words, options = REFUSED[name]
     refused(*words, **options)
+
+
+IN_A_FOREACH = """
+from around import Around
+from metaflow import step, torchrun
+class Foreach(Around):
+    @step
+    def start(self):
+        self.names = [1, 2]
+        self.next(self.branch, foreach="names")
+    @step
+    def branch(self):
+        self.next(self.train, num_parallel=2)
+    @torchrun
+    @step
+    def train(self):
+        self.next(self.join)
+    @step
+    def join(self, inputs):
+        self.next(self.merge)
+    @step
+    def merge(self, inputs):
+        self.next(self.end)
+if __name__ == "__main__":
+    Foreach()
+"""
+
+
+def test_a_foreach_on_batch(refused, tmp_path):
+    shutil.copy(FLOWS / "around.py", tmp_path)
+    (tmp_path / "flow.py").write_text(IN_A_FOREACH)
+    words = ["Step train, a gang of 2 nodes with @batch(queue='q'), stands in the foreach of step start"]
+    refused(*BATCH, flow="flow.py", folder=tmp_path, words=words)
 
 
 # What Python on macOS lacks (its documentation, 3.11), and what it says of its system.
