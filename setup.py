@@ -34,7 +34,7 @@ FUNCTIONS = ["cloudpickle"]
 EXAMPLES = ["torch>=2.8", "numpy"]
 # build, setuptools: a test builds this package and installs it in the ways that users do, without an index.
 # ipykernel, nbclient: functions from a notebook.
-# debugpy: ipykernel brings it; an editor attaches to a worker by it. py-spy: docs/hangs.md shows it.
+# debugpy: ipykernel brings it; an editor attaches to a worker by it.
 # mypy: a test reads what it makes of a sample.
 # metaflow-checkpoint: a gang goes on from the checkpoints that it keeps.
 TEST = [
@@ -50,7 +50,6 @@ TEST = [
     "build",
     "setuptools>=77",
     "debugpy",
-    "py-spy",
     "ipykernel",
     "nbclient",
     "mypy",

@@ -113,7 +113,7 @@ def _lives(pid: int) -> bool:
 
 
 def _living(mark: str, processes: list[subprocess.Popen[bytes]]) -> set[int]:
-    return marked(mark) | {process.pid for process in processes if process.poll() is None}
+    return marked(MARK, mark) | {process.pid for process in processes if process.poll() is None}
 
 
 def _kill(mark: str, processes: list[subprocess.Popen[bytes]]) -> None:

@@ -6,6 +6,7 @@ import base64
 import json
 import os
 import shutil
+import signal
 import subprocess
 import time
 from collections.abc import Iterator
@@ -15,7 +16,7 @@ from typing import Any
 
 import pytest
 from flow_runs import TESTED_BY
-from limits import limit_s
+from limits import eventually, limit_s
 
 PROGRAMS = ("chromium", "chromium-browser", "google-chrome")
 MISSING = "Chromium is not installed (apt-get install chromium), so NOBODY HAS LOOKED at the card in a browser"
@@ -58,12 +59,8 @@ class Chromium:
         """End the browser and all its processes."""
         os.close(self._to)
         os.close(self._from)
-        try:
-            self._process.wait(10)
-        finally:
-            with_group = self._process.pid
-            subprocess.run(["kill", "-9", "--", f"-{with_group}"], capture_output=True, check=False)
-            self._process.wait(10)
+        os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait(10)
 
     @contextmanager
     def fresh_page(self) -> Iterator[None]:
@@ -113,12 +110,9 @@ class Chromium:
         # The first frame runs what listens for a new size; what that has changed is drawn with the second.
         self.value_of("new Promise(drawn => requestAnimationFrame(() => requestAnimationFrame(drawn)))")
 
-    def wait_for(self, expression: str, deadline_s: float = 30.0) -> None:
+    def wait_for(self, expression: str) -> None:
         """Wait until an expression is true on the page."""
-        deadline = time.monotonic() + limit_s(deadline_s)
-        while not self.value_of(f"Boolean({expression})"):
-            assert time.monotonic() < deadline, f"never true: {expression}\n{self.text}"
-            time.sleep(0.05)
+        eventually(lambda: self.value_of(f"Boolean({expression})"), lambda: f"{expression}\n{self.text}", limit_s(30.0))
 
     def value_of(self, expression: str) -> Any:
         """Return the value of an expression on the page."""

@@ -1,8 +1,6 @@
 """Every test must leave the process as it found it."""
 
 import os
-import subprocess
-import sys
 import tempfile
 import threading
 import time
@@ -15,15 +13,12 @@ import pytest
 from limits import limit_s, measure
 
 _UNIT = Path(__file__).parent / "unit"
-pytest_plugins = ["chromium", "flow_runs", "gangs", "golden", "hosts"]
+pytest_plugins = ["hosts", "gangs", "flow_runs", "chromium", "golden"]
 
 # How long what a test stopped has to be gone; a thread that was told to end needs a moment.
 _SETTLE_S = 10.0
 # A test that takes longer hangs.
 _TEST_S = 180.0
-# Linux lists a thread's children here (CONFIG_PROC_CHILDREN). To read the table of all processes instead, three times
-# in each of two thousand tests, takes a minute.
-_HAS_LISTS = os.path.exists(f"/proc/self/task/{os.getpid()}/children")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -71,54 +66,24 @@ _MARK = "TORCHRUN_TESTED_BY"
 os.environ[_MARK] = str(os.getpid())
 
 
-def _adopter() -> int:
-    """Return who becomes the parent of processes whose own parent ends: the first process, or a subreaper."""
-    script = "import os, time\nparent = os.getpid()\nif os.fork() == 0:\n"
-    script += "    while os.getppid() == parent: time.sleep(0.001)\n    print(os.getppid())"
-    told = subprocess.run([sys.executable, "-I", "-S", "-c", script], stdout=subprocess.PIPE, check=True).stdout
-    return int(told)
+def _pids() -> set[int]:
+    return set(map(int, filter(str.isdigit, os.listdir("/proc"))))
 
 
-_ADOPTER = _adopter()
-
-
-def _orphans() -> frozenset[int]:
-    mark = f"{_MARK}={os.getpid()}".encode()
-    found = set()
-    for pid in _children(_ADOPTER):
-        with suppress(OSError):  # it has ended, or is another user's
-            if mark in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
-                found.add(pid)
-    return frozenset(found)
-
-
-def _started(known: frozenset[int] = frozenset()) -> frozenset[int]:
-    """Return the pids of all that this process has started, without `known` and what they have."""
-    orphans = _orphans() - known
-    return _descendants(os.getpid(), known).union(orphans, *(_descendants(each, known) for each in orphans))
+def _started(before: set[int]) -> list[psutil.Process]:
+    """Return what this process has started since, but for what processes have that were there before, as a browser has."""
+    mark, found = f"{_MARK}={os.getpid()}".encode(), []
+    for pid in _pids() - before:
+        with suppress(OSError, psutil.Error):  # it has ended, or is another user's
+            process = psutil.Process(pid)
+            known = next((each.pid for each in process.parents() if each.pid in before), None)
+            if known == os.getpid() or mark in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
+                found.append(process)
+    return found
 
 
 def _environment() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if name != "PYTEST_CURRENT_TEST"}
-
-
-def _descendants(pid: int, known: frozenset[int] = frozenset()) -> frozenset[int]:
-    """Return the pids of all descendants, without those of the processes `known` and of their descendants."""
-    found = frozenset[int]()
-    for child in _children(pid) - known:
-        found |= {child} | _descendants(child, known)
-    return found
-
-
-def _children(pid: int) -> set[int]:
-    found: set[int] = set()
-    with suppress(OSError, psutil.Error):  # it has ended
-        if not _HAS_LISTS:
-            return {child.pid for child in psutil.Process(pid).children()}
-        for thread in os.listdir(f"/proc/{pid}/task"):
-            with suppress(OSError):
-                found |= set(map(int, Path(f"/proc/{pid}/task/{thread}/children").read_text().split()))
-    return found
 
 
 def _threads() -> set[threading.Thread]:
@@ -127,20 +92,13 @@ def _threads() -> set[threading.Thread]:
 
 @pytest.fixture(autouse=True)
 def nothing_leaks():
-    """Fail a test that leaves a child process, a non-daemon thread or a changed environment.
-
-    What tests share, such as the browser, was there before the test; its children are its own.
-    """
-    environment, before, threads, tempdir = _environment(), _started(), _threads(), tempfile.tempdir
+    """Fail a test that leaves a child process, a non-daemon thread or a changed environment."""
+    environment, before, threads, tempdir = _environment(), _pids(), _threads(), tempfile.tempdir
     yield
     tempfile.tempdir = tempdir
     deadline = time.monotonic() + limit_s(_SETTLE_S)
-    while (_started(before) or _threads() - threads) and time.monotonic() < deadline:
+    while ((leaked := _started(before)) or _threads() - threads) and time.monotonic() < deadline:
         time.sleep(0.02)
-    leaked = []
-    for pid in _started(before):
-        with suppress(psutil.NoSuchProcess):
-            leaked.append(psutil.Process(pid))
     told = [_describe(child) for child in leaked]
     for child in leaked:  # or they would be blamed on the next test
         child.kill()

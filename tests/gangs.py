@@ -19,7 +19,7 @@ from typing import Any
 import psutil
 import pytest
 from hosts import Host
-from limits import limit_s
+from limits import eventually, limit_s
 
 NODE = Path(__file__).parent / "nodes" / "node.py"
 STAND_IN = Path(__file__).parent / "stand_in"
@@ -34,9 +34,9 @@ _LINE_BYTES = len("line launch0-0-0 000001 of a log that nobody may lose\n")
 ETC_HOSTS = "127.0.0.1 localhost\n::1 localhost\n"
 
 
-def marked(mark: str) -> set[int]:
-    """Return the pids of all living processes with this mark in their environment, however they detached themselves."""
-    wanted = f"{MARK}={mark}".encode()
+def marked(name: str, value: str) -> set[int]:
+    """Return the pids of all living processes with this variable, however they detached themselves."""
+    wanted = f"{name}={value}".encode()
     found = set()
     for name in filter(str.isdigit, os.listdir("/proc")):
         with suppress(OSError):
@@ -115,14 +115,12 @@ class Gang:
         launches: int | dict[int, int] = 1,
         absent: Collection[int] = (),
         late: Mapping[int, float] = _NONE,
-        gang: str = "1",
         datastore: str | None = None,
         squatted: int | None = None,
         step: Mapping[int, str] = _NONE,
         wrap: Mapping[int, list[str]] = _NONE,
         agent_env: Mapping[str, str] = _NONE,
         own_code: Mapping[int, str] = _NONE,
-        options_of: Mapping[int, Mapping[str, Any]] = _NONE,
         main_ip: str = "10.77.0.1",
         etc_hosts: str = ETC_HOSTS,
         entrypoint: str | list[str] = "worker.py",
@@ -132,11 +130,10 @@ class Gang:
         """Start the nodes that are not `absent`.
 
         `late` says how many seconds after its begin a node joins; `step` what the step's own code does before it joins
-        (see ``node.py``), `own_code` what it does before the launches (a node without launches waits); `gang` is the
-        control task's id; `wrap` is what stands before a node's command; `stand_in` has a stand-in for torchrun start
-        the workers, where torchrun has no part in what is tested; `main_ip` is the address of a control node with a
-        host of its own, as Metaflow says it, ``own name`` what its name resolves to there; `etc_hosts` is for all
-        hosts; `options` are those of ``run``, and `options_of` those of one node alone.
+        (see ``node.py``), `own_code` what it does before the launches (a node without launches waits); `wrap` is what
+        stands before a node's command; `stand_in` has a stand-in for torchrun start the workers, where torchrun has no
+        part in what is tested; `main_ip` is the address of a control node with a host of its own, as Metaflow says it,
+        ``own name`` what its name resolves to there; `etc_hosts` is for all hosts; `options` are those of ``run``.
         """
         self.out.mkdir(exist_ok=True)
         self.temporary.mkdir()
@@ -156,8 +153,7 @@ class Gang:
                 "settings": {**own, **settings},
                 "main_ip": main_ip if self.hosts else None,
                 "entrypoint": entrypoint,
-                "gang": gang,
-                "options": {"nproc_per_node": nproc, "env": env, **options, **options_of.get(node, {})},
+                "options": {"nproc_per_node": nproc, "env": env, **options},
                 "datastore": datastore,
                 "squatted": squatted,
                 "start_after_s": late.get(node, 0),
@@ -225,23 +221,18 @@ class Gang:
         self.await_that(lambda: time.monotonic() > moment + seconds, f"{seconds} s")
 
     def await_that(self, condition: Callable[[], Any], what: str) -> None:
-        within_s = limit_s(START_S)
-        deadline = time.monotonic() + within_s
-        while not condition():
-            over = all(process.poll() is not None for process in self.processes.values())
-            assert not over or condition(), f"all nodes have ended without {what}\n{self.told}"
-            assert time.monotonic() < deadline, f"waited {within_s:g} s for {what}\n{self.told}"
-            time.sleep(0.01)
+        def holds() -> bool:
+            is_over = all(process.poll() is not None for process in self.processes.values())
+            does = bool(condition())
+            assert does or not is_over, f"all nodes have ended without {what}\n{self.told}"
+            return does
+
+        eventually(holds, lambda: f"{what}\n{self.told}", limit_s(START_S))
 
     def await_workers(self, run_id: str = "launch0-0", lines: int = 3, num_nodes: int | None = None) -> None:
         """Wait until every worker of a generation, by default on all nodes, has written a few lines."""
         count = (len(self._tasks) if num_nodes is None else num_nodes) * self.nproc
-        ledgers = [self.out / f"ledger-{run_id}-{rank}" for rank in range(count)]
-        self.await_that(lambda: all(self._count(ledger) >= lines for ledger in ledgers), run_id)
-
-    def lines_of(self, rank: int, run_id: str = "launch0-0") -> int:
-        """Return how many lines a worker has written."""
-        return self._count(self.out / f"ledger-{run_id}-{rank}")
+        self.await_that(lambda: all(self.lines_of(rank, run_id) >= lines for rank in range(count)), run_id)
 
     def worker(self, rank: int, run_id: str = "launch0-0") -> int:
         return int(self.note(f"worker-{run_id}-{rank}")["pid"])
@@ -276,14 +267,12 @@ class Gang:
 
     def living(self) -> set[int]:
         """Return the pids of the nodes and of all that came of them; while a node calls exec, its mark can't be read."""
-        return marked(self.mark) | {each.pid for each in self.processes.values() if each.poll() is None}
+        return marked(MARK, self.mark) | {each.pid for each in self.processes.values() if each.poll() is None}
 
-    @staticmethod
-    def _count(ledger: Path) -> int:
-        try:
-            return int(ledger.read_text() or 0)
-        except OSError:
-            return 0
+    def lines_of(self, rank: int | str, run_id: str = "launch0-0") -> int:
+        """Return how many lines a worker has written."""
+        ledger = self.out / f"ledger-{run_id}-{rank}"
+        return int(ledger.read_text() or 0) if ledger.exists() else 0
 
     # --- doing ----------------------------------------------------------------------------------
 
@@ -383,7 +372,7 @@ class Gang:
         for ledger in self.out.glob("ledger-*"):
             worker = ledger.name.removeprefix("ledger-")
             if self.note(f"worker-{worker}")["node"] == node:
-                lost += len(set(range(1, self._count(ledger) + 1)) - set(shown.get(worker, ())))
+                lost += len(set(range(1, int(ledger.read_text() or 0) + 1)) - set(shown.get(worker, ())))
         return lost
 
     def kill(self) -> list[str]:

@@ -14,7 +14,7 @@ import pytest
 IN_CI = os.environ.get("CI", "").lower() not in ("", "0", "false")
 
 
-def gap(what: str, remedy: str) -> NoReturn:
+def gap(what: str, remedy: str = "") -> NoReturn:
     """Skip the test for want of something that can be installed; in CI, fail it."""
     if IN_CI:
         pytest.fail(f"{what} In CI no test may be left out for that. {remedy}", pytrace=False)

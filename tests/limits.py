@@ -10,6 +10,10 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Callable
+from typing import TypeVar
+
+Value = TypeVar("Value")
 
 # Set for all processes of a session: pytest-xdist's workers and the flows measure nothing.
 _VARIABLE = "TESTS_SLOWNESS"
@@ -23,6 +27,18 @@ _MOST = 10.0
 def limit_s(quiet_s: float) -> float:
     """Return the limit on this machine where `quiet_s` is the limit on a quiet one."""
     return quiet_s * float(os.environ.get(_VARIABLE, "1"))
+
+
+def eventually(done: Callable[[], Value], what: str | Callable[[], str] = "it", within_s: float | None = None) -> Value:
+    """Return the first true value of `done()`; fail if there is none in time, by default in a minute of a quiet machine."""
+    within_s = limit_s(60.0) if within_s is None else within_s
+    deadline, pause_s = time.monotonic() + within_s, 0.01
+    while not (value := done()):
+        told = what if isinstance(what, str) else what()
+        assert time.monotonic() < deadline, f"not within {within_s:g} s: {told}"
+        time.sleep(pause_s)
+        pause_s = min(0.1, 1.5 * pause_s)
+    return value
 
 
 def measure(with_torch: bool) -> str:

@@ -51,37 +51,33 @@ def blocks_of(name: str) -> list[Block]:
     return [Block(name, match[2], match[3], text[: match.start()]) for match in found]
 
 
-# Python that does not stand in `flow_of_pages`, since a test of its own runs it or what it shows: page and first line.
-RUN_ELSEWHERE = {
-    ("README.md", "from metaflow import FlowSpec, Parameter, card, current, step, torchrun"),
-    ("docs/before-run.md", "import sys"),
-    ("docs/before-run.md", "from metaflow import current"),
-    ("docs/checkpoints.md", "@retry(times=2)"),
-    ("docs/checkpoints.md", "from metaflow import Checkpoint"),
-    ("docs/checkpoints.md", "import os"),
-    ("docs/failures.md", "import signal"),
-    ("docs/frameworks.md", "import os"),
-    ("docs/frameworks.md", 'current.torch.run("train.py", env={"WANDB_MODE": "offline"}, outputs=["wandb/"])'),
-    (
-        "docs/from-one-gpu.md",
+# Python that does not stand in `flow_of_pages`, since a test of its own runs it or what it shows: page -> first lines.
+_RUN_ELSEWHERE = {
+    "README.md": ["from metaflow import FlowSpec, Parameter, card, current, step, torchrun"],
+    "docs/before-run.md": ["from metaflow import current", "import sys"],
+    "docs/checkpoints.md": ["@retry(times=2)", "from metaflow import Checkpoint", "import os"],
+    "docs/failures.md": ["import signal"],
+    "docs/frameworks.md": [
+        'current.torch.run("train.py", env={"WANDB_MODE": "offline"}, outputs=["wandb/"])',
+        "import os",
+    ],
+    "docs/from-one-gpu.md": [
         '"""Runs after.py on two nodes with two processes each; the model is stored with the run."""',
-    ),
-    ("docs/from-one-gpu.md", "import os"),
-    ("docs/functions.md", "def train(epochs, lr):"),
-    ("docs/hangs.md", "import os"),
-    (
-        "docs/kubernetes.md",
-        "from metaflow import FlowSpec, batch, current, kubernetes, retry, step, torchrun",
-    ),
-    ("docs/metrics.md", "from lightning.pytorch import Callback"),
-    ("docs/metrics.md", "from transformers import TrainerCallback"),
-    ("docs/metrics.md", "import time"),
-    ("docs/metrics.md", "try:"),
-    ("docs/outputs.md", "from metaflow import Run"),
-    ("docs/start.md", '@card(type="torchrun")'),
-    ("docs/start.md", "from metaflow import Flow"),
-    ("docs/start.md", "import argparse"),
+        "import os",
+    ],
+    "docs/functions.md": ["def train(epochs, lr):"],
+    "docs/hangs.md": ["import os"],
+    "docs/kubernetes.md": ["from metaflow import FlowSpec, batch, current, kubernetes, retry, step, torchrun"],
+    "docs/metrics.md": [
+        "from lightning.pytorch import Callback",
+        "from transformers import TrainerCallback",
+        "import time",
+        "try:",
+    ],
+    "docs/outputs.md": ["from metaflow import Run"],
+    "docs/start.md": ['@card(type="torchrun")', "from metaflow import Flow", "import argparse"],
 }
+RUN_ELSEWHERE = {(page, line) for page, lines in _RUN_ELSEWHERE.items() for line in lines}
 
 
 def python_of_pages() -> list[Block]:

@@ -71,76 +71,46 @@ def run_row(row: Row, wheel: Path, folder: Path) -> list[str]:
     """Make the environment of a row, run the tests in it, and remove it; return the cells of its line."""
     place, begin = folder / row.name.replace("/", "-"), time.monotonic()
     try:
-        python = make_environment(row, place)
-        run_pip(python, "install", f"metaflow-torchrun[functions] @ {wheel.as_uri()}")
+        python = make_environment(row, place, wheel)
         install_s = time.monotonic() - begin
         asked = "import importlib.metadata as m; print(m.version('torch'), m.version('metaflow'))"
         said = subprocess.run([python, "-I", "-c", asked], check=True, capture_output=True, text=True).stdout
         passed, fault = run_tests(python, place)
         tests_s = time.monotonic() - begin - install_s
         return [row.python, *said.split(), f"{install_s:.0f} s", str(passed), f"{tests_s:.0f} s", fault or "passed"]
-    except CannotInstall as error:
-        return [row.python, row.torch, row.metaflow, "-", "-", "-", str(error)]
+    except (KeyError, subprocess.CalledProcessError) as error:
+        why = f"no Python {row.python}: name it in PYTHONS" if isinstance(error, KeyError) else str(error)
+        return [row.python, row.torch, row.metaflow, "-", "-", "-", why]
     finally:
         shutil.rmtree(place, ignore_errors=True)
 
 
-class CannotInstall(Exception):
-    """What could not be installed, and why."""
-
-
-def make_environment(row: Row, place: Path) -> Path:
-    """Install a row's versions; return their interpreter.
-
-    Raises
-    ------
-    CannotInstall
-        If there is no such Python, or pip has failed.
-    """
+def make_environment(row: Row, place: Path, wheel: Path) -> Path:
+    """Install a row's versions; return their interpreter."""
     python = place / "venv" / "bin" / "python"
     metaflow = "metaflow" if row.metaflow == NEWEST else f"metaflow=={row.metaflow}"
-    base = interpreters().get(int(row.python.split(".")[1]))
-    if base is None:
-        raise CannotInstall(f"no Python {row.python} was found: put it on the PATH, or name it in PYTHONS")
     shutil.rmtree(place, ignore_errors=True)
-    subprocess.run([base, "-m", "venv", place / "venv"], check=True)
-    run_pip(python, "install", "--no-compile", "--no-cache-dir", f"torch=={row.torch}", metaflow, *TOOLS)
+    subprocess.run([interpreters()[int(row.python.split(".")[1])], "-m", "venv", place / "venv"], check=True)
+    pip = [python, "-m", "pip", "install", "--quiet", "--no-cache-dir"]
+    subprocess.run([*pip, "--no-compile", f"torch=={row.torch}", metaflow, *TOOLS], check=True)
+    subprocess.run([*pip, f"metaflow-torchrun[functions] @ {wheel.as_uri()}"], check=True)
     # The first import compiles thousands of modules. No test is to wait for that.
     subprocess.run([python, "-I", "-c", "import torch.distributed.run, metaflow"], cwd=place, check=False)
     return python
 
 
-def run_pip(python: Path, *words: str) -> None:
-    """Run pip of an environment, or raise CannotInstall."""
-    if (done := subprocess.run([python, "-m", "pip", words[0], "--quiet", *words[1:]], check=False)).returncode:
-        raise CannotInstall(f"pip {words[0]} ended with {done.returncode}")
-
-
 def run_tests(python: Path, place: Path) -> tuple[int, str]:
     """Run the marked tests where the only code of ours is what is installed; return how many passed, and what failed."""
     tree, report = place / "project", place / "report.xml"
-    shutil.rmtree(tree, ignore_errors=True)
     for name in ("tests", "examples"):
         shutil.copytree(REPOSITORY / name, tree / name, ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copy(REPOSITORY / "pyproject.toml", tree)
     # Others would import what only an environment for all tests has.
     marked = [file for file in sorted(tree.glob("tests/integration/test_*.py")) if MARKER in file.read_text()]
-    command = [
-        python,
-        "-m",
-        "pytest",
-        "-n",
-        "2",
-        "--dist",
-        "loadgroup",
-        "-m",
-        "matrix",
-        f"--junitxml={report}",
-        *marked,
-    ]
+    options = ["-n", "2", "--dist", "loadgroup", "-m", "matrix", f"--junitxml={report}"]
     # Without what would lead to another installation.
     env = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "VIRTUAL_ENV"))}
-    done = subprocess.run(command, cwd=tree, env=env, check=False)
+    done = subprocess.run([python, "-m", "pytest", *options, *marked], cwd=tree, env=env, check=False)
     counts = ElementTree.parse(report).getroot().find("testsuite") if report.exists() else None
     names = ("tests", "failures", "errors", "skipped")
     tests, *others = [0] * 4 if counts is None else [int(counts.get(name, 0)) for name in names]

@@ -15,7 +15,7 @@ import psutil
 import pytest
 from flow_runs import FlowRun, supervisor
 from gangs import Outcome
-from limits import limit_s
+from limits import eventually, limit_s
 
 SEED = 7
 STEP_S = 120  # until all ranks have made a step after a loss
@@ -34,12 +34,12 @@ class Campaign:
 
     def await_step(self) -> None:
         """Wait until the workers have made a step after the last loss."""
-        deadline = time.monotonic() + limit_s(STEP_S)
-        while not (made := [n for path in self._flow.out.glob("made-*[0-9]") if (n := int(path.name[5:])) > self.made]):
+
+        def made() -> list[int]:
             assert self._flow.process.poll() is None, self._flow.text
-            assert time.monotonic() < deadline, self._flow.text
-            time.sleep(0.02)
-        self.made = max(made)
+            return [n for path in self._flow.out.glob("made-*[0-9]") if (n := int(path.name[5:])) > self.made]
+
+        self.made = max(eventually(made, lambda: self._flow.text, limit_s(STEP_S)))
 
     def strike(self, most: int) -> None:
         """Lose a node, or two of them, at a random time."""

@@ -41,10 +41,10 @@ SAID = {  # who is hurt, and how: the cause's category and text
 }
 
 
-def start(gang: Gang, victim: str, **settings: float) -> int:
+def start(gang: Gang, victim: str) -> int:
     """Start a gang, with three nodes where one can't tell afterwards; return the pid of who is hurt, on node 1."""
     nodes, nproc = (3, 1) if "task" in victim else (2, 2)
-    gang.start(nodes, nproc, settings=settings)
+    gang.start(nodes, nproc)
     gang.await_workers()
     if "task" in victim:
         return gang.task(0 if "control" in victim else 1)
@@ -95,15 +95,6 @@ def test_sigkill_of_all_that_is_ours(gang, recorder):
     outcome = gang.await_end(gang.send(supervisor, signal.SIGKILL), [0], leaves_folders=True)
     recorder.died("SIGKILL of a supervisor and its parent", outcome)
     assert f"{NODE_1} failed: its connection to the control node was closed" in outcome.error["text"]
-
-
-@pytest.mark.parametrize("victim", ["task", "control task"])
-def test_a_task_that_is_stopped_while_its_workers_train_harms_nobody(victim, gang, recorder):
-    pid = start(gang, victim, heartbeat_timeout_s=HEARTBEAT_S)
-    struck_at = gang.send(pid, signal.SIGSTOP)
-    gang.await_age(struck_at, 2.5 * HEARTBEAT_S)
-    os.kill(pid, signal.SIGCONT)
-    recorder.lasted(f"SIGSTOP of {NAMES[victim]} for more than twice the heartbeat timeout", gang.end_well())
 
 
 def test_everything_is_stopped_for_longer_than_the_heartbeat_timeout(gang, recorder):

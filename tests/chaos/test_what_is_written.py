@@ -55,16 +55,6 @@ def test_a_reader_of_the_log_that_pauses_and_a_step_that_ignores_the_ends_of_its
     recorder.lasted("the step's own code ignores SIGCHLD", outcome)
 
 
-def test_a_worker_that_ignores_sigterm(gang, recorder):
-    gang.start(nproc=2, do="0:ignore-sigterm,2:ignore-sigterm")
-    gang.await_workers()
-    gang.tell(3, "exit 3")
-    outcome = gang.await_end(gang.struck_at(3), [0, 1])
-    recorder.died("a worker fails, others ignore SIGTERM (without the grace)", outcome, GRACE_S)
-    assert outcome.seconds >= GRACE_S  # they had their time
-    assert "Rank 3 on node 1" in outcome.error["text"]
-
-
 def test_a_worker_that_forks_grandchildren(gang, recorder):
     """Forked twice, in a session of their own, ignoring SIGTERM: they end with the launch all the same."""
     gang.start(do="*:detach")

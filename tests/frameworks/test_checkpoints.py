@@ -14,6 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 from checkpoint_example import EXAMPLE, FEWER, end_line, train_plainly
+from flow_runs import supervisor
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600), pytest.mark.xdist_group("checkpoints")]
 
@@ -64,17 +65,10 @@ def task_of_node_1(flow) -> psutil.Process:
 
 
 def lose_node_1(flow) -> None:
-    """Kill all processes of the node, from the supervisor's parent, which would let the workers save, to the task.
-
-    Guardians are no children of the task; they have its number among their arguments.
-    """
+    """Kill all processes of the node, from the supervisor's parent, which would let the workers save, to the task."""
     task = task_of_node_1(flow)
-    doomed = []
-    for process in flow.processes():
-        with suppress(psutil.NoSuchProcess):  # it has ended meanwhile
-            if process == task or str(task.pid) in process.cmdline():
-                doomed += [process, *process.children(recursive=True)]
-    for process in doomed:
+    between = supervisor(flow, task.pid).parent()
+    for process in [between, *between.children(recursive=True), task]:
         with suppress(psutil.NoSuchProcess):
             process.kill()
 

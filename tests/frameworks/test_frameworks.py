@@ -8,6 +8,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+from flow_runs import ABORTED_AT_EXIT
 from pages import blocks_of
 
 # Four ranks import up to 5 s of a core each, and the machine may do much else.
@@ -33,11 +34,6 @@ SAYS = {
 OFFLINE = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}
 NO_GPU = {"CUDA_VISIBLE_DEVICES": ""}  # with one, both frameworks would use it
 ALONE = "has trained by itself"
-# A gloo worker thread that lets go of its last tensors while the interpreter ends is ended by CPython (before 3.14), and
-# C++ takes that for a fault: the process aborts after all its work is done. `destroy_process_group` does not end these
-# threads once there was a `DistributedDataParallel` (torch 2.13, pytorch/pytorch#179291). It hits one run in hundreds,
-# under torchrun alone, too, and no script can do anything about it. So such a run is done once more.
-ABORTED_AT_EXIT = "terminate called without an active exception"
 
 
 @pytest.fixture

@@ -1,25 +1,19 @@
-"""The gang's card, as Metaflow makes, stores and serves it, and as a browser shows it.
-
-Set CARD_IMAGES to a folder for pictures of all that the browser has shown.
-"""
+"""The gang's card, as Metaflow makes, stores and serves it, and as a browser shows it."""
 
 from __future__ import annotations
 
-import base64
 import json
-import os
 import random
 import re
 import socket
 import sys
-import time
 import urllib.request
 from contextlib import contextmanager, suppress
-from pathlib import Path
 
 import pytest
+from flow_runs import content_of
 from gang_views import Story, crash
-from limits import limit_s
+from limits import eventually
 
 from metaflow_extensions.torchrun.plugins.torchrun.show.gang_card import page_of_gang, sections_of_gang
 
@@ -52,14 +46,15 @@ class Cards:
 
     def path(self, flow, kind="torchrun", node=0):
         """Return the path of a node's card on the server; wait for it."""
-        deadline = time.monotonic() + limit_s(30)
-        while True:
+
+        def found():
             for path in flow.home.parent.rglob(f"runs/{flow.run_id}/steps/train/tasks/*/cards/{kind}-*.html"):
                 task, name = path.parts[-3], path.stem.removeprefix(f"{kind}-")
                 if int(task.partition("_node_")[2] or 0) == node:
                     return f"GangFlow/{flow.run_id}/train/{task}/{name}"
-            assert time.monotonic() < deadline, flow.text
-            time.sleep(0.2)
+            return None
+
+        return eventually(found, lambda: flow.text)
 
     @contextmanager
     def served(self):
@@ -69,13 +64,12 @@ class Cards:
             port = free.getsockname()[1]
         server = self.start("server", "--port", str(port), command="card")
 
+        def answer(path):
+            with suppress(OSError):
+                return urllib.request.urlopen(f"http://localhost:{port}/{path}").read().decode()
+
         def ask(path):
-            deadline = time.monotonic() + limit_s(30)
-            while True:
-                with suppress(OSError):
-                    return urllib.request.urlopen(f"http://localhost:{port}/{path}").read().decode()
-                assert time.monotonic() < deadline, f"{path}: {server.text}"
-                time.sleep(0.2)
+            return eventually(lambda: answer(path), lambda: f"{path}: {server.text}")
 
         ask.at = f"http://localhost:{port}/card/"
         try:
@@ -117,36 +111,23 @@ def ended(cards):
         yield flows, ask
 
 
-def content_of(html):
-    """Return what a page is made of, as text."""
-    return base64.b64decode(re.search(r'__MF_DATA__\["[^"]*"\] = "([A-Za-z0-9+/=]*)"', html)[1]).decode()
+def await_data(ask, path, words="", count=1):
+    """Return the newest data of a card that is live, once it has these words so often."""
 
-
-def data_of(ask, path):
-    """Return the newest data of a card that is live."""
-    deadline = time.monotonic() + limit_s(30)
-    while True:
-        assert time.monotonic() < deadline
+    def found():
         with suppress(KeyError, json.JSONDecodeError):
-            return json.loads(ask(f"data/{path}"))["payload"]
-        time.sleep(0.2)
+            data = json.loads(ask(f"data/{path}"))["payload"]
+            return data if json.dumps(data).count(words) >= count else None
+
+    return eventually(found, f"{words} on {path}")
 
 
-def await_data(ask, path, words, count=1, deadline_s=60):
-    deadline = time.monotonic() + limit_s(deadline_s)
-    while json.dumps(found := data_of(ask, path)).count(words) < count:
-        assert time.monotonic() < deadline, found
-        time.sleep(0.5)
-    return found
-
-
-def look(browser, url, name):
-    """Open a page; yield when it is shown on a phone and on a screen, in light and dark, and save pictures.
+def look(browser, url):
+    """Open a page; yield when it is shown on a phone and on a screen, in light and dark.
 
     The page is loaded once, by a phone, and then shown in the other ways. To look at another page costs about three
     seconds if its run is one of `ended`, and ten more for a run of its own: add what it shall show to one of those.
     """
-    images = os.environ.get("CARD_IMAGES")
     browser.show_as(*VIEWS[0])
     browser.open(url, READY)
     for width, dark in VIEWS:
@@ -160,8 +141,6 @@ def look(browser, url, name):
         is_dark = [sum(map(int, re.findall(r"\d+", colour)[:3])) < 380 for colour in (back, front)]
         assert is_dark == [dark, not dark], (back, front)
         yield width
-        if images:
-            browser.screenshot(Path(images) / f"card-{name}-{'dark' if dark else 'light'}-{width}.png")
 
 
 def test_a_browser_shows_a_running_gang_and_it_moves(cards, live, chromium):
@@ -172,8 +151,8 @@ def test_a_browser_shows_a_running_gang_and_it_moves(cards, live, chromium):
     html = ask(f"card/{path}")
     assert (data["reload_token"], 'METAFLOW_RELOAD_TOKEN = "runtime"' in html) == ("runtime", True)
     assert set(data["data"]) <= set(re.findall(r'"id": "([\w-]+)"', content_of(html)))
-    for _ in look(chromium, ask.at + path, "running"):
-        chromium.value_of(f"window.metaflow_card_update({json.dumps(data_of(ask, path)['data'])})")
+    for _ in look(chromium, ask.at + path):
+        chromium.value_of(f"window.metaflow_card_update({json.dumps(await_data(ask, path)['data'])})")
         chromium.wait_for("document.querySelectorAll('.tr-cell.tr-running').length === 4")
         # The page was made before anything was measured.
         chromium.wait_for("document.body.innerText.includes('CPU, cores')")
@@ -215,22 +194,18 @@ def test_the_card_of_a_failed_step_is_final_and_tells_why(cards, ended):
         assert "in act&#10;  |     raise ValueError(&quot;bad" in content, "its lines and characters as they are"
 
 
-@pytest.mark.parametrize(
-    ("name", "words"), [("failed", "Rank 3 on node 1"), ("finished", "4 ranks on 2 nodes have ended well")]
-)
-def test_who_names_only_the_step_gets_the_gangs_card(cards, ended, tmp_path, name, words):
+def test_who_names_only_the_step_gets_the_gangs_card(cards, ended, tmp_path):
     """Other nodes' tasks have none, and their logs no error, also where they have a card of the user's."""
-    flow, page = ended[0][name], tmp_path / "page.html"
+    flow, page = ended[0]["finished"], tmp_path / "page.html"
     _, run_id, step, control, _ = cards.path(flow).split("/")
     got = cards.run("get", f"{run_id}/{step}", str(page), "--type", "torchrun", command="card")
     assert f"Resolving card: GangFlow/{run_id}/{step}/{control}" in got.text.splitlines()
-    assert words in content_of(page.read_text())
+    assert "4 ranks on 2 nodes have ended well" in content_of(page.read_text())
     made = {path.parts[-3] for path in flow.home.parent.rglob(f"runs/{run_id}/steps/{step}/tasks/*/cards/torchrun-*")}
     assert made == {control}
     assert "Card render failed" not in flow.text
-    if name == "finished":
-        content = content_of(ended[1](f"card/{cards.path(flow, 'default-own', node=1)}"))
-        assert ("This is node 1 (host " in content, f": GangFlow/{run_id}/{step}/{control}." in content) == (True, True)
+    content = content_of(ended[1](f"card/{cards.path(flow, 'default-own', node=1)}"))
+    assert ("This is node 1 (host " in content, f": GangFlow/{run_id}/{step}/{control}." in content) == (True, True)
 
 
 def test_a_card_can_be_made_again_from_what_is_stored(cards, ended):
@@ -254,20 +229,14 @@ def test_a_card_can_be_made_again_from_what_is_stored(cards, ended):
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        (
-            "finished",
-            ["done", "4 ranks on 2 nodes have ended well: trained", "rank 3", "PyTorch", "joined"],
-        ),
-        (
-            "failed",
-            ["failed", "Rank 3 on node 1", "ValueError: bad löss", "raise ValueError(", "the launch has failed"],
-        ),
+        ("finished", ["done", "4 ranks on 2 nodes have ended well: trained", "rank 3", "PyTorch", "joined"]),
+        ("failed", ["Rank 3 on node 1", "ValueError: bad löss", "raise ValueError(", "the launch has failed"]),
         ("restarted", ["done", "after 1 restart", "RuntimeError: only the first time"]),
     ],
 )
 def test_a_browser_shows_a_gang_that_has_ended(cards, ended, chromium, name, words):
     flows, ask = ended
-    for _ in look(chromium, ask.at + cards.path(flows[name]), name):
+    for _ in look(chromium, ask.at + cards.path(flows[name])):
         text = chromium.text
         assert [word for word in words if word not in text] == []
         assert "torch.distributed.run" in text
@@ -323,7 +292,7 @@ def many_nodes(num_nodes=256, nproc=8):
 
 def test_a_browser_shows_a_gang_of_256_nodes(chromium, tmp_path):
     url, _ = page_of(many_nodes(), tmp_path)
-    for _ in look(chromium, url, "256-nodes"):
+    for _ in look(chromium, url):
         text = chromium.text
         for words in ("Rank 1234 on node 154", "2047 stopped", "failed: rank 1234 on node 154", HOSTILE_HOST):
             assert words in text

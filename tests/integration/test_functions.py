@@ -151,14 +151,6 @@ def rank():
 print("LAUNCHES")
 result = TorchrunSingleNodeMultiGPU().run(rank, nproc_per_node=2)
 print("ranks:", list(result))
-
-def late():
-    pass
-
-try:
-    TorchrunSingleNodeMultiGPU().run(late)
-except AttributeError as error:
-    print("refused:", error)
 """
 
 
@@ -166,8 +158,7 @@ def test_a_file_that_launches_without_a_guard_launches_once(tmp_path):
     (tmp_path / "alone.py").write_text(NO_GUARD)
     done = subprocess.run([sys.executable, "alone.py"], cwd=tmp_path, capture_output=True, text=True, timeout=120)
     assert (done.returncode, done.stdout.count("ranks: [0, 1]")) == (0, 1), done.stdout + done.stderr
-    assert done.stdout.count("] LAUNCHES") == 3, "each rank imports the file up to its call"
-    assert re.search(r"refused: .*'late'.* Define late before that, or put what runs under if __name__", done.stdout)
+    assert done.stdout.count("] LAUNCHES") == 2, "each rank imports the file up to its call"
 
 
 def test_a_lambda_without_cloudpickle_is_refused_with_what_to_install(tmp_path):

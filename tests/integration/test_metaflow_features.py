@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import base64
-import re
-
 import pytest
+from flow_runs import content_of
 
 pytestmark = pytest.mark.xdist_group("features")
 
@@ -19,11 +17,6 @@ def features(start_shared_flow):
 
 def seen_by_workers(flow, name):
     return {int(worker["env"]["RANK"]): worker for worker in flow.notes(f"{name}/worker-*")}
-
-
-def page_of(card):
-    """Return what a card shows, as JSON: it stands in its page in base64."""
-    return base64.b64decode(re.search(r'__MF_DATA__\[[^]]*\] *= *"([^"]+)', card.read_text())[1]).decode()
 
 
 def test_what_metaflow_gives_a_step_gets_to_its_workers(features):
@@ -53,7 +46,7 @@ def test_spin_runs_a_step_of_two_nodes_as_a_gang_of_one(features, start_shared_f
     assert workers[0]["argv"][0] == "included *text* 🙂"
     assert workers[0]["env"]["FROM_ENVIRONMENT"] == "a b"
     (card,) = spun.home.parent.glob("flow folder/.metaflow_spin/mf.cards/**/torchrun-*.html")
-    assert "1 node" in page_of(card)
+    assert "1 node" in content_of(card.read_text())
     spun.await_gone()
     assert "on 1 node have ended well" in spun.ask("show")
     assert "spin runs this step on one node" in spun.ask("logs")

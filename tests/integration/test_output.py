@@ -8,7 +8,7 @@ import time
 import psutil
 import pytest
 from gangs import read_from
-from limits import limit_s
+from limits import eventually, limit_s
 
 MIB = 1024 * 1024
 
@@ -123,9 +123,6 @@ def test_workers_save_and_tasks_end_though_nobody_reads_what_they_print(start_fl
     time.sleep(limit_s(3))  # until all pipes and buffers are full
     tasks[0].send_signal(signal.SIGTERM)
     flow.await_notes("saved-*", 2)
-    deadline = time.monotonic() + limit_s(40)
-    while left := [task for task in tasks if task.is_running() and task.status() != psutil.STATUS_ZOMBIE]:
-        assert time.monotonic() < deadline, left
-        time.sleep(0.1)
+    eventually(lambda: not any(task.is_running() and task.status() != psutil.STATUS_ZOMBIE for task in tasks))
     psutil.Process(flow.process.pid).resume()
     assert flow.wait(60) == 1

@@ -115,7 +115,6 @@ def together(start_shared_flow, tmp_path_factory):
         "gpus": start_shared_flow(runs_=gpus, env={"CUDA_VISIBLE_DEVICES": "0,1,2,3,4"}, stand_in=True),
         "with": start_shared_flow("--with", "torchrun:nproc_per_node=2", flow="plain.py", stand_in=True),
         "single": start_shared_flow(flow="single.py", stand_in=True),
-        "foreach": start_shared_flow(flow="foreach.py", stand_in=True),
         "one node": start_shared_flow(
             "--nodes", "1", runs_=[arguments, elsewhere], env={"METAFLOW_TORCHRUN_DEBUG": "1"}
         ),
@@ -163,11 +162,6 @@ def test_single_node_multi_gpu_needs_no_gang(together):
     flow = well(together["single"])
     assert len(flow.notes("worker-*")) == 3
     assert flow.note("end") == {"world_size": 3, "exit_codes": {"0": 0, "1": 0, "2": 0}}
-
-
-@pytest.mark.xdist_group("together")
-def test_a_foreach_of_gangs(together):
-    assert well(together["foreach"]).note("end") == [["a", 0], ["a", 1], ["b", 0], ["b", 1]]
 
 
 @pytest.mark.xdist_group("together")

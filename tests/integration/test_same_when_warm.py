@@ -66,10 +66,10 @@ OF_WORKERS = [
 OF_SCRIPTS = [*OF_WORKERS, Allowed("modules with torch", "`preload` is imported already", more)]
 
 
-def differences(pairs: Sequence[tuple[Mapping[str, Any], Mapping[str, Any]]], allowed: Sequence[Allowed]) -> list[str]:
+def differences(seen: Sequence[tuple[Mapping[str, Any], Mapping[str, Any]]], allowed: Sequence[Allowed]) -> list[str]:
     """Return what is not the same in pairs of cold and warm, and what was allowed and is the same in all of them."""
     found, used = [], set()
-    for cold, warm in pairs:
+    for cold, warm in seen:
         for key in sorted({*cold, *warm}):
             if (key in cold) == (key in warm) and cold.get(key) == warm.get(key):
                 continue
@@ -84,22 +84,16 @@ def differences(pairs: Sequence[tuple[Mapping[str, Any], Mapping[str, Any]]], al
 # --- the launches -------------------------------------------------------------------------------------
 
 
-class Launches:
-    """All launches of one flow, by name and variant."""
-
-    def __init__(self, flow: FlowRun) -> None:
-        self._flow, self._numbers = flow, flow.note("launches")
-
-    def pairs(self, name: str, variant: str, generation: int, what: str) -> list[tuple[Any, Any]]:
-        """Return what ranks have seen cold, each with what they have seen warm."""
-        numbers = [self._numbers.index([name, each]) for each in (COLD, variant)]
-        seen = [self._flow.notes(f"seen-launch{number}-{generation}-*.json") for number in numbers]
-        assert [len(each) for each in seen] == [2, 2], self._flow.text
-        return [(cold[what], warm[what]) for cold, warm in zip(*seen, strict=True)]
+def pairs(flow: FlowRun, name: str, variant: str, generation: int, what: str) -> list[tuple[Any, Any]]:
+    """Return what ranks have seen cold, each with what they have seen warm."""
+    numbers = [flow.note("launches").index([name, each]) for each in (COLD, variant)]
+    seen = [flow.notes(f"seen-launch{number}-{generation}-*.json") for number in numbers]
+    assert [len(each) for each in seen] == [2, 2], flow.text
+    return [(cold[what], warm[what]) for cold, warm in zip(*seen, strict=True)]
 
 
 @pytest.fixture(scope="module")
-def seeing(start_shared_flow: StartFlow) -> Launches:
+def seeing(start_shared_flow: StartFlow) -> FlowRun:
     """Programs that note what they see, in gangs of two ranks.
 
     A warm agent starts any program as torchrun does. So one that sees all that it can is enough for it. The first
@@ -119,7 +113,7 @@ def seeing(start_shared_flow: StartFlow) -> Launches:
     env = {"WARM_LAUNCHES": json.dumps(launches), "OMP_NUM_THREADS": THREADS, "FROM_BEFORE": "1"}
     flow = start_shared_flow(flow="warm.py", env=env)
     assert flow.wait(DEADLINE_S) == 0, flow.text
-    return Launches(flow)
+    return flow
 
 
 @pytest.mark.parametrize(
@@ -134,9 +128,9 @@ def seeing(start_shared_flow: StartFlow) -> Launches:
     ids=["script of a warm agent", "script", "function", "module", "module that was restarted"],
 )
 @pytest.mark.xdist_group("warm: seen")
-def test_it_sees_the_same(seeing: Launches, name: str, variant: str, generation: int, allowed: list[Allowed]) -> None:
-    assert differences(seeing.pairs(name, variant, generation, "same"), allowed) == []
-    drawn = [value for pair in seeing.pairs(name, variant, generation, "random") for value in pair]
+def test_it_sees_the_same(seeing: FlowRun, name: str, variant: str, generation: int, allowed: list[Allowed]) -> None:
+    assert differences(pairs(seeing, name, variant, generation, "same"), allowed) == []
+    drawn = [value for pair in pairs(seeing, name, variant, generation, "random") for value in pair]
     assert all(len(set(values)) == 4 for values in zip(*drawn, strict=True)), drawn
 
 

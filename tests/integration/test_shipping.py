@@ -11,15 +11,14 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
 import pytest
 from flow_runs import STAND_IN
 from gaps import gap
-from interpreters import MINORS, RARE, UNFIT, interpreters
+from interpreters import MINORS, RARE, interpreters
 from metaflow.metaflow_environment import MetaflowEnvironment
 
 # One process runs all of these, since they share environments that take seconds to make.
@@ -57,8 +56,7 @@ print(json.dumps([[type(r).__module__, type(r).__name__, r.node_index, r.world_s
 """
 
 
-@dataclass(frozen=True)
-class Place:
+class Place(NamedTuple):
     """A laptop or a pod: its Python, its environment variables, and a pod's folder."""
 
     python: str
@@ -72,8 +70,7 @@ class Place:
 def output_of(*command: object, env: dict[str, str], cwd: Path | None = None) -> str:
     """Return what a command says, on both streams."""
     words = [str(word) for word in command]
-    pipes: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
-    done = subprocess.run(words, env=env, cwd=cwd, text=True, check=False, **pipes)
+    done = subprocess.run(words, env=env, cwd=cwd, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     assert done.returncode == 0, f"{command} ended with {done.returncode}:\n{done.stdout}"
     return done.stdout
 
@@ -84,29 +81,18 @@ def plain_environment(path: str) -> dict[str, str]:
 
 
 def link_distributions(names: tuple[str, ...], folder: Path) -> set[str]:
-    """Link installed distributions and all that they require, and nothing else, into a folder.
-
-    Return the names of their top-level modules.
-    """
+    """Link installed distributions and all that they require, and nothing else, into a folder; return their modules."""
     folder.mkdir(parents=True, exist_ok=True)
-    waiting, seen, modules = list(names), set(), set()
-    while waiting:
-        name = re.sub(r"[-_.]+", "-", waiting.pop()).lower()
-        if name in seen:
-            continue
-        seen.add(name)
-        distribution = importlib.metadata.distribution(name)
-        for entry in {file.parts[0] for file in distribution.files or []} - {"..", "__pycache__"}:
-            source, target = Path(str(distribution.locate_file(entry))), folder / entry
-            modules.add(source.name.split(".")[0])
-            if source.exists() and not target.exists():
-                target.symlink_to(source)
-        wanted = [requirement for requirement in distribution.requires or [] if "extra ==" not in requirement]
-        for requirement in wanted:
-            match = re.match(r"[A-Za-z0-9._-]+", requirement)
-            with suppress(importlib.metadata.PackageNotFoundError):  # it is for another Python or system
-                waiting += [importlib.metadata.distribution(match[0]).name] if match else []
-    return modules
+    for name in names:
+        with suppress(importlib.metadata.PackageNotFoundError):  # it is for another Python or system
+            distribution = importlib.metadata.distribution(name)
+            for entry in {file.parts[0] for file in distribution.files or []} - {"..", "__pycache__"}:
+                source, target = Path(str(distribution.locate_file(entry))), folder / entry
+                if source.exists() and not target.exists():
+                    target.symlink_to(source)
+            needed = [requirement for requirement in distribution.requires or [] if "extra ==" not in requirement]
+            link_distributions(tuple(re.split(r"[^\w.-]", each)[0] for each in needed), folder)
+    return {path.name.split(".")[0] for path in folder.iterdir()}
 
 
 def make_venv(python: str, folder: Path) -> Path:
@@ -197,11 +183,7 @@ def unpack_commands(file: Path, metadata: str) -> Iterator[str]:
 
 
 def shipped_files() -> set[str]:
-    return {
-        str(path.relative_to(SOURCES.parent))
-        for path in SOURCES.rglob("*")
-        if path.is_file() and path.suffix in (".py", ".typed")
-    }
+    return {str(path.relative_to(REPOSITORY)) for path in SOURCES.rglob("*") if path.suffix in (".py", ".typed")}
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -238,10 +220,7 @@ def test_a_pod_with_pythons_own_library_and_requests_imports_all_of_ours(kind, p
 def test_a_gang_runs_from_the_package_and_every_python_reads_its_results(kind_, minor, pods, run_flow):
     if minor not in interpreters():
         what = f"No Python 3.{minor} on this machine: our code was not run under it, nor were artifacts exchanged."
-        if minor in RARE:
-            pytest.skip(what)
-        found = f"Found and not fit: {UNFIT or 'none'}; PATH={os.environ['PATH']}"
-        gap(what, f"Install it, with pyenv or on the PATH, or name it in PYTHONS. {found}")
+        (pytest.skip if minor in RARE else gap)(f"{what} Install it, or name it in PYTHONS: PATH={os.environ['PATH']}")
     pod = pods(kind_, minor)
     flow = run_flow(folder=pod.folder, python=pod.python, env=pod.env, attrs={"nproc_per_node": 2})
     workers = flow.notes("worker-*")

@@ -4,8 +4,7 @@ Each ``NN-name.patch`` beside this file is a mutant. Its head says in sentences 
 what the user feels, and, in lines that begin with ``tests:``, which tests should fail. The diff follows. When the code
 that it changes is written anew, make the patch again from the head.
 
-The working tree is never changed: each mutant has a copy of its own with a virtual environment of its own, whose packages
-are links to those of this Python's environment, but for ours, which is the copy's.
+The working tree is never changed: each mutant has a copy of its own, with a virtual environment of its own.
 """
 
 from __future__ import annotations
@@ -15,16 +14,19 @@ import os
 import re
 import shutil
 import signal
+import site
 import subprocess
 import sys
 import tempfile
 import time
+import venv
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[2]
+IMPORTABLE = "metaflow_extensions/torchrun/plugins/torchrun/worker/importable"  # where scripts find `metaflow_torchrun`
 LIMIT_S = 900.0
 SHARE = 0.9  # of the mutants must be caught
 PASSED, FAILED = 0, 1  # pytest's exit codes; all others say that it could not run the tests
@@ -54,39 +56,12 @@ def make_copy(copy: Path) -> None:
 
 
 def make_environment(copy: Path) -> Path:
-    """Make a virtual environment whose own package is the copy's; return its Python."""
-    base, env = Path(sys.prefix), copy / ".venv"
-    python = env / "bin" / Path(sys.executable).name
-    for folder, names in ((base, ["pyvenv.cfg"]), (base / "bin", None), (_packages(base), None)):
-        here = env / folder.relative_to(base)
-        here.mkdir(parents=True, exist_ok=True)
-        for each in folder.iterdir() if names is None else map(folder.joinpath, names):
-            if "metaflow_torchrun" in each.name and each.is_dir():
-                shutil.copytree(each, here / each.name)
-            elif "metaflow_torchrun" in each.name or _is_script(each):
-                shutil.copy2(each, here / each.name)
-                text = each.read_text(encoding="utf-8").replace(f"{ROOT}{os.sep}", f"{copy}{os.sep}")
-                (here / each.name).write_text(text, encoding="utf-8")
-            elif each.name != "__pycache__":
-                target = os.readlink(each) if each.is_symlink() else os.fspath(each)
-                os.symlink(target, here / each.name)
-    where = "import metaflow_extensions.torchrun.plugins.torchrun.errors as ours; print(ours.__file__)"
-    found = subprocess.run([python, "-c", where], cwd="/", check=True, capture_output=True, text=True).stdout
-    if not found.startswith(f"{copy}{os.sep}"):
-        sys.exit(f"The copy's Python imports {found.strip()}, and not the copy in {copy}.")
-    return python
-
-
-def _is_script(program: Path) -> bool:
-    """Return whether a program's first line names its Python."""
-    if program.parent.name != "bin" or program.is_symlink():
-        return False
-    with program.open("rb") as file:
-        return file.read(2) == b"#!"
-
-
-def _packages(base: Path) -> Path:
-    return base / "lib" / f"python{sys.version_info[0]}.{sys.version_info[1]}" / "site-packages"
+    """Make a virtual environment with the copy's package before all that this Python's environment has; return its Python."""
+    venv.create(copy / ".venv", symlinks=True)
+    ours = [copy, copy / IMPORTABLE, *site.getsitepackages()]
+    (here,) = (copy / ".venv").glob("lib/python*/site-packages")
+    (here / "ours.pth").write_text("".join(f"{each}\n" for each in ours), encoding="utf-8")
+    return copy / ".venv" / "bin" / "python"
 
 
 @contextmanager

@@ -22,9 +22,8 @@ from metaflow.plugins.datastores.local_storage import LocalStorage
 
 from metaflow_extensions.torchrun.plugins.torchrun.executor import TorchrunExecutor
 from metaflow_extensions.torchrun.plugins.torchrun.gang.view import Presence
-from metaflow_extensions.torchrun.plugins.torchrun.gang.wire import to_plain
 from metaflow_extensions.torchrun.plugins.torchrun.machine.accelerators import this_machine
-from metaflow_extensions.torchrun.plugins.torchrun.registry import AddressRecord, Registry
+from metaflow_extensions.torchrun.plugins.torchrun.registry import Registry
 from metaflow_extensions.torchrun.plugins.torchrun.settings import parse_settings
 from metaflow_extensions.torchrun.plugins.torchrun.supervisor import between
 from metaflow_extensions.torchrun.plugins.torchrun.task import join as joining
@@ -42,24 +41,18 @@ def faulty_storage(fault):
     """Return a local datastore whose every call is slow, or fails at first, or always."""
     calls = []
 
-    def misbehave():
-        calls.append(fault)
-        if fault == "slow":
-            time.sleep(2)
-        if fault == "gone" or (fault == "fails twice" and len(calls) <= 2):
-            raise OSError(5, "the datastore is not there")
-
     def wrapped(method):
-        @functools.wraps(method)
         def call(*args, **kwargs):
-            misbehave()
+            calls.append(fault)
+            time.sleep(2 * (fault == "slow"))
+            if fault == "gone" or (fault == "fails twice" and len(calls) <= 2):
+                raise OSError(5, "the datastore is not there")
             return method(*args, **kwargs)
 
         return call
 
     names = ("is_file", "info_file", "size_file", "list_content", "save_bytes", "load_bytes")
-    methods = {name: wrapped(getattr(LocalStorage, name)) for name in names}
-    return type("FaultyStorage", (LocalStorage,), methods)
+    return type("Faulty", (LocalStorage,), {name: wrapped(getattr(LocalStorage, name)) for name in names})
 
 
 # Makes the control node's supervisor choose a port first that somebody else takes before its agent does.
@@ -119,16 +112,6 @@ class Notes:
     @staticmethod
     def of(error):
         return {"class": type(error).__name__, "text": str(error), "cause": getattr(error, "cause", None)}
-
-
-class NotedRegistry(Registry):
-    """Keeps what is published where the test can read it, too."""
-
-    def save(self, record, *more):
-        if isinstance(record, AddressRecord):
-            with open("address.json", "w") as file:
-                json.dump(to_plain(record), file)
-        super().save(record, *more)
 
 
 def join(task, registry, settings, starts):
@@ -220,7 +203,7 @@ def main(task):
     begun = time.monotonic()
     try:
         flow_datastore = FlowDataStore("ChaosFlow", storage_impl=storage, ds_root=folder)
-        registry = NotedRegistry(flow_datastore, "1", "train", task.gang, 0)
+        registry = Registry(flow_datastore, "1", "train", "1", 0)
         member, store, main_addr = join(task, registry, settings, starts)
         notes.save(join_s=time.monotonic() - begun, main_addr=main_addr)
         executor = TorchrunExecutor(member, main_addr, machine, settings)

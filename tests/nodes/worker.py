@@ -96,7 +96,6 @@ ACTIONS = {
     "rest": lambda: time.sleep(DEADLINE_S),
     "exit": lambda code="3": strike(lambda: os._exit(int(code))),
     "end": lambda: sys.exit(0),
-    "ignore-sigterm": lambda: signal.signal(signal.SIGTERM, signal.SIG_IGN),
     "fail-late": lambda delay_s: fail_late_when_told(float(delay_s)),
     "detach": detach,
     "fill-disk": fill_disk,

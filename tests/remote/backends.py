@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 import re
-import time
 from typing import Any
 
 import boto3
 from kubernetes import client, config
+from limits import eventually
 
 # As Metaflow (2.19) prints it: "... [JOB] Task is starting (status SUBMITTED)..."
 JOB_LINE = re.compile(r"\[([0-9a-f-]{36})\] Task is starting")
@@ -39,22 +39,25 @@ class Cluster:
         role = labels.get("jobset.sigs.k8s.io/replicatedjob-name", "control")
         return 0 if role == "control" else 1 + int(labels["jobset.sigs.k8s.io/job-index"])
 
-    def await_pods(self, run: Any, count: int, timeout_s: float = 120) -> list[Any]:
+    def await_pods(self, run: Any, count: int) -> list[Any]:
         """Wait until `count` pods of the run's gang are running."""
-        deadline = time.monotonic() + timeout_s
-        while True:
-            running = [pod for pod in self.pods(run) if pod.status.phase == "Running"]
-            if len(running) >= count:
-                return running
-            assert time.monotonic() < deadline, f"{len(running)} of {count} pods:\n{run.text}"
-            time.sleep(0.3)
 
-    def await_gone(self, run: Any, timeout_s: float = 20) -> None:
+        def running() -> list[Any]:
+            found = [pod for pod in self.pods(run) if pod.status.phase == "Running"]
+            return found if len(found) >= count else []
+
+        return eventually(running, lambda: f"{count} pods:\n{run.text}", 120)
+
+    def delete(self, pod: Any, grace_s: int = 30) -> None:
+        self.core.delete_namespaced_pod(pod.metadata.name, self.namespace, grace_period_seconds=grace_s)
+
+    def await_gone(self, run: Any) -> None:
         """Wait until no pod of the run is running or about to."""
-        deadline = time.monotonic() + timeout_s
-        while left := [pod for pod in self.pods(run) if pod.status.phase in ("Pending", "Running")]:
-            assert time.monotonic() < deadline, [pod.metadata.name for pod in left]
-            time.sleep(0.3)
+
+        def left() -> list[str]:
+            return [pod.metadata.name for pod in self.pods(run) if pod.status.phase in ("Pending", "Running")]
+
+        eventually(lambda: not left(), lambda: f"the end of {left()}", 20)
 
     @staticmethod
     def on(**attributes: Any) -> dict[str, Any]:
@@ -78,12 +81,9 @@ class Queue:
         found: list[dict[str, Any]] = self.client.describe_jobs(jobs=sorted(ids))["jobs"]
         return [job for job in found if job["status"] in states]
 
-    def await_gone(self, run: Any, timeout_s: float = 60) -> None:
+    def await_gone(self, run: Any) -> None:
         """Wait until no job of the run is active."""
-        deadline = time.monotonic() + timeout_s
-        while left := self.jobs(run, ACTIVE):
-            assert time.monotonic() < deadline, [(job["jobId"], job["status"]) for job in left]
-            time.sleep(0.5)
+        eventually(lambda: not self.jobs(run, ACTIVE), lambda: f"the end of {self.jobs(run, ACTIVE)}", 60)
 
     @staticmethod
     def on(**attributes: Any) -> dict[str, Any]:

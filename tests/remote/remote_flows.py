@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
-import sys
-import time
 from pathlib import Path
 from typing import Any
 
-from flow_runs import Line, Running
-from limits import limit_s
+from flow_runs import Running, ask
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 # Reads what Metaflow has kept of a run; not in this process, since its client keeps settings in globals.
@@ -26,16 +24,6 @@ for task in Step(sys.argv[1]):
     tasks.append({"id": task.id, "successful": task.successful, "out": task.stdout, "err": task.stderr, "facts": facts})
 print("TOLD " + json.dumps(tasks))
 """
-
-
-def ask(script: str, *arguments: str, folder: Path, env: dict[str, str]) -> Any:
-    """Run a script that prints TOLD and JSON, in a process of its own; return what it tells."""
-    told = subprocess.run(
-        [sys.executable, "-c", script, *arguments], cwd=folder, env=env, capture_output=True, text=True, timeout=120
-    )
-    found = [line.removeprefix("TOLD ") for line in told.stdout.splitlines() if line.startswith("TOLD ")]
-    assert found, told.stdout + told.stderr
-    return json.loads(found[0])
 
 
 class RemoteFlow(Running):
@@ -57,22 +45,17 @@ class RemoteFlow(Running):
             super().wait(10)
             raise AssertionError(f"still running after {timeout_s} s:\n{self.text}") from late
 
-    def await_line(self, words: str, timeout_s: float = 120) -> Line:
+    def await_line(self, words: str, timeout_s: float = 120) -> str:
         """Wait for a line of the control node's log, which is what Metaflow shows."""
-        deadline = time.monotonic() + limit_s(timeout_s)
-        while True:
-            for line in list(self.lines):
-                if words in line.text:
-                    return line
-            assert self.process.poll() is None, f"ended without {words!r}:\n{self.text}"
-            assert time.monotonic() < deadline, f"no {words!r} in {timeout_s} s:\n{self.text}"
-            time.sleep(0.1)
+        return self.await_text(f".*{re.escape(words)}.*", timeout_s=timeout_s)[0]
+
+    def told(self, word: str) -> Any:
+        """Return what a step has printed as JSON after a word."""
+        return json.loads(next(line.text for line in self.lines if f"{word} " in line.text).split(f"{word} ", 1)[1])
 
     def gathered(self) -> list[dict[str, Any]]:
         """Return what the gang's nodes left as artifacts, as the join read it, by node."""
-        line = next(line.text for line in self.lines if "GATHERED " in line.text)
-        found: list[dict[str, Any]] = json.loads(line.split("GATHERED ", 1)[1])
-        return sorted(found, key=lambda task: task["node"])
+        return sorted(self.told("GATHERED"), key=lambda task: task["node"])
 
     def tasks(self) -> list[dict[str, Any]]:
         """Return what Metaflow's client says of the gang's tasks: success, logs, metadata."""

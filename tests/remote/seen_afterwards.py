@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import json
 import re
 import shutil
@@ -11,6 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from flow_runs import content_of
 from remote_flows import RemoteFlow
 
 _WORD = re.compile(r"\[rank (\d+)\] word (\d+)")
@@ -69,7 +69,7 @@ class Seen:
         for name in hashes:
             path = self._flow.folder / f"{name}.html"
             self._ask("card", "get", task, str(path), "--type", "torchrun", "--hash", name, at=place)
-            pages.append(_content(path))
+            pages.append(content_of(path.read_text()))
         return pages
 
     def _from_datastore(self, command: str, *options: str) -> str:
@@ -83,13 +83,6 @@ class Seen:
         asked = subprocess.run(argv, cwd=at[0], env=at[1], capture_output=True, text=True, timeout=180)
         assert asked.returncode == 0, asked.stdout + asked.stderr
         return asked.stdout + (asked.stderr if words[0] == "card" else "")
-
-
-def _content(path: Path) -> str:
-    """Return what a page is made of, as text."""
-    found = re.search(r'__MF_DATA__\["[^"]*"\] = "([A-Za-z0-9+/=]*)"', path.read_text())
-    assert found is not None
-    return base64.b64decode(found[1]).decode()
 
 
 def check_failed(seen: Seen, *options: str, cause: str, states: list[str]) -> dict[str, Any]:

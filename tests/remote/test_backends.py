@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import signal
-import time
 
 import pytest
 from backends import Cluster, Queue
-from limits import limit_s
+from flow_runs import FLOWS
 from remote_flows import EXAMPLES, check_gang, check_said
 from seen_afterwards import Seen, check_failed
 
@@ -54,40 +52,29 @@ def test_workers_become_of_spares_and_again_after_a_restart(run_remote, backend)
     backend.await_gone(flow)
 
 
-def test_functions_commands_before_the_workers_and_what_the_workers_leave(run_remote, backend):
-    flow = run_remote(flow="remote_outputs.py", name="RemoteOutputs", **backend.on())
-    told = json.loads(next(line.text for line in flow.lines if "SEEN " in line.text).split("SEEN ", 1)[1])
-    assert told["values"] == [[0, 1], [1, 2]], "together more than the gang's channel would carry"
-    for what, cls, note in told["caught"]:
-        assert (what, cls) == ("'rank 1 misses a key'", "LaunchFailed")
-        assert re.match(r"raised at remote_outputs.py:\d+ by rank 1 on node 1 \(host ", note)
-    assert len(set(told["hosts"])) == 3, "the step that reads the outputs has a container of its own"
-    assert told["shards"] == [True, True]
-    assert told["by commands"] == [["by a list", f"by a string on node {node}"] for node in (0, 1)]
-    assert told["kept"] == [{**left("good", 0), **left("good", 1)}, left("good", 1)]
-    assert told["kept of failed"] == [{**left("failing", 0), **left("failing", 1)}, left("failing", 1)]
-
-    first, second = told["told"]
-    assert first == second
-    assert (
-        f"Node 1 (host {told['hosts'][2]}) failed: before_run 1/1 (echo E: no data; exit 7) exited with code 7."
-        in first
-    )
-    assert "  | E: no data" in first
-
-    seen = Seen(flow)
-    assert "python remote_outputs.py torchrun outputs " in seen.show()
-    listed = seen.outputs("--launch", "2", "--node", "1")
-    assert [line.split() for line in listed.splitlines()[1:]] == [
-        ["1", "52", "bytes", "good-1.json"],
-        ["1", "3.0", "MB", "good/shards/1.bin"],
-    ]
+def test_functions_give_their_values_back_and_raise_their_own_exceptions(run_remote, backend):
+    flow = run_remote("--with", backend.name, flow="functions.py", name="FunctionsFlow", source=FLOWS)
+    told = flow.told("NOTE end")
+    assert [value[:2] for value in told["trained"]] == [[0, 0], [1, 0], [2, 1], [3, 1]]
+    assert told["trained"][3][3] == 2 << 20, "more than the gang's channel would carry"
+    assert told["restarts"] == [1, 1]
+    for failure in told["failures"]:
+        assert (failure["class"], failure["is"], failure["batch"], failure["cause"][1]) == ("BadBatch", True, 17, 1)
     backend.await_gone(flow)
 
 
-def left(kind, rank):
-    """Return what the flow says of the files that a rank has left, which is alone on its node."""
-    return {f"{rank} {kind}/shards/{rank}.bin": str(rank) * 3, f"{rank} {kind}-{rank}.json": '{"c'}
+def test_what_the_workers_leave_is_read_by_later_steps_and_on_the_command_line(run_remote, backend):
+    flow = run_remote("--with", backend.name, flow="outputs.py", name="OutputsFlow", source=FLOWS)
+    end = flow.told("NOTE end")
+    assert len(end["of all"][0]) == len(end["failed"][0]) == 6
+    assert end["failed"][1]["1 failing 模型/shards/1.bin"] == "111111111"
+    seen = Seen(flow)
+    assert "python outputs.py torchrun outputs " in seen.show()
+    listed = seen.outputs("--launch", "0", "--node", "1").splitlines()[1:]
+    assert [line.split(maxsplit=3)[3] for line in listed] == [
+        "good 模型/config *.json", "good 模型/shards/1.bin", "good-1.json",
+    ]  # fmt: skip
+    backend.await_gone(flow)
 
 
 # --- what is seen while it runs -------------------------------------------------------------------
@@ -97,31 +84,16 @@ def test_every_rank_of_a_gang_that_runs_is_asked_for_its_stacks_from_elsewhere(s
     flow = start_remote(DO="*:talk", **backend.on())
     flow.await_line("[rank 3] word ")
     seen = Seen(flow)
-    began = time.monotonic()
-    first = seen.stacks()
-    took_s = time.monotonic() - began
-    assert took_s < limit_s(60), "the control node looks every 2 s, and all here may be busy"
-    ranks = {rank: each for node in first["nodes"].values() for rank, each in node["ranks"].items()}
+    ranks = {rank: each for node in seen.stacks()["nodes"].values() for rank, each in node["ranks"].items()}
     assert sorted(ranks) == ["0", "1", "2", "3"]
     assert all("worker.py" in each["where"] for each in ranks.values()), ranks
-    began = time.monotonic()
     assert seen.stacks()["since_s"] > 0
-    assert time.monotonic() - began < took_s + limit_s(20)
     os.killpg(flow.process.pid, signal.SIGINT)
     flow.wait()
     backend.await_gone(flow)
 
 
 # --- what fails -----------------------------------------------------------------------------------
-
-
-def test_a_failing_worker_fails_the_run_and_is_named(run_remote, backend):
-    flow = run_remote(expect=1, DO="0:raise,*:sleep", **backend.on())
-    check_said(flow, "Rank 0 on node 0", "ValueError: bad loss on rank 0")
-    backend.await_gone(flow)
-    # On AWS Batch, where a node's end does not end the others, each has the time to store its own log.
-    for task in flow.tasks() if isinstance(backend, Queue) else ():
-        assert "Rank 0 on node 0" in task["err"], task
 
 
 def test_out_of_memory_is_said(run_remote, backend):
@@ -188,6 +160,15 @@ def test_an_interrupted_run_leaves_nothing(start_remote, backend, how):
     else:
         os.killpg(flow.process.pid, signal.SIGINT if how == "ctrl-c" else signal.SIGTERM)
     assert flow.wait(60) == 1
+    backend.await_gone(flow)
+
+
+@pytest.mark.minutes
+def test_the_steps_timeout_ends_the_gang_before_the_backend_ends_its_jobs(run_remote, backend):
+    """Metaflow (2.19) makes it the jobs' own limit; a busy machine needs most of a minute for their start."""
+    flow = run_remote(expect=1, TIMEOUT_S=150, DO="*:save", TORCHRUN={"grace_s": 5}, **backend.on())
+    check_said(flow, "longer than the step's @timeout of 150 s allows (it counts from", "launch timed out")
+    assert "was preempted" not in flow.text, flow.text
     backend.await_gone(flow)
 
 

@@ -30,10 +30,3 @@ def test_a_node_that_fails_after_its_last_launch_fails_the_run(run_remote, queue
     flow = run_remote(expect=1, HOOK=hook, **queue.on())
     check_said(flow, expected)
     assert f"node {hook.split(':')[1]} (host" in flow.text.lower()
-
-
-@pytest.mark.minutes
-def test_the_steps_timeout_ends_the_gang_before_batch_ends_its_job(run_remote, queue):
-    """Metaflow (2.19) makes it the job's own limit."""
-    flow = run_remote(expect=1, TIMEOUT_S=120, DO="*:save", TORCHRUN={"grace_s": 5}, **queue.on())
-    check_said(flow, "longer than the step's @timeout of 120 s allows (it counts from", "launch timed out")

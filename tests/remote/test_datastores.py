@@ -15,11 +15,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import metaflow
 import pytest
-from datastores_helpers import READ_OUTPUTS, TELL
-from flow_runs import FLOWS, FlowRun
+from checkpoint_example import EXAMPLE, FEWER, end_line, train_plainly
+from flow_runs import FLOWS, READ_OUTPUTS, FlowRun, ask
 from limits import limit_s
-from remote_flows import ask
+from pages import blocks_of
 
 # The faults of one test would hit another one's requests to S3.
 IN_TURN = pytest.mark.xdist_group("s3")
@@ -39,6 +40,27 @@ worker.main()
 # A member that finds no record asks again after about 0.15, 0.3, 0.6, … s, so often while it is so late.
 LATE_S, LOOKS = 5.0, 8
 
+# argv: flow/run/step.
+TELL = """
+import json, sys
+from metaflow import Step, Task, namespace
+
+pathspec = sys.argv[1]
+namespace(None)
+tasks = {}
+for task in Step(pathspec):
+    data = task.data if task.finished else None
+    tasks[task.id] = {
+        "successful": task.successful,
+        "out": task.stdout,
+        "store": task.metadata_dict["ds-type"],
+        "first_err": Task(task.pathspec, attempt=0).stderr,
+        "node": getattr(data, "node", None),
+        "attempt": getattr(data, "attempt", None),
+        "results": [vars(result) for result in getattr(data, "results", [])],
+    }
+print("TOLD " + json.dumps(tasks))
+"""
 RunFlow = Callable[..., FlowRun]
 
 
@@ -92,7 +114,7 @@ def test_outputs_are_read_by_later_steps_and_by_the_client(run_on: RunFlow, tmp_
     assert len(end["of all"][0]) == len(end["failed"][0]) == 6
     assert end["failed"][1]["1 failing 模型/shards/1.bin"] == "111111111"
     told = ask(READ_OUTPUTS, f"OutputsFlow/{flow.run_id}", str(tmp_path / "there"), folder=tmp_path, env=flow.env)
-    assert (told["alone"], told["part"]) == (["alone-0.json"], "111")
+    assert (told["alone"], told["part"]) == ([[0], ["alone-0.json"]], "111")
     large = {f"good 模型/shards/{node}.bin": 3_000_000 for node in (0, 1)}
     small = {"good 模型/config *.json": 2, "good-0.json": 11, "good-1.json": 11}
     assert told["sizes"] == {**large, **small}
@@ -204,3 +226,34 @@ def test_a_node_that_s3_never_answers_is_named_in_time(run_on: RunFlow, faults: 
     assert "Waited 8 s, but node 1 of 2 did not arrive" in flow.text
     assert record_requests(flow)["GET", "503"] >= 1
     flow.await_gone()
+
+
+# --- pages and examples -------------------------------------------------------------------------
+
+
+@pytest.mark.s3
+def test_the_download_with_metaflows_client(tmp_path):
+    root = f"{os.environ['METAFLOW_DATATOOLS_S3ROOT']}/guides"
+    with metaflow.S3(s3root=root) as s3:
+        s3.put_many([("0.bin", "zero"), ("some/1.bin", "one")])
+    (code,) = [block.text for block in blocks_of("docs/from-one-gpu.md") if "s3.get_all()" in block.text]
+    around: dict = {}
+    exec(code, around)
+    around["download"](root, str(tmp_path / "here"))
+    assert (tmp_path / "here" / "0.bin").read_text() == "zero"
+    assert (tmp_path / "here" / "some" / "1.bin").read_text() == "one"
+
+
+@pytest.mark.s3
+@IN_TURN
+def test_checkpoints_in_s3(run_flow, tmp_path):
+    """examples/checkpoint with its checkpoints in S3: the same weights as under plain torchrun."""
+    folder = tmp_path / "checkpoint"
+    shutil.copytree(EXAMPLE, folder)
+    # @checkpoint heeds this setting alone, not the option --datastore (0.2.14).
+    env = {"METAFLOW_DEFAULT_DATASTORE": "s3"}
+    words = (*FEWER, "--die-at", "10")
+    flow = run_flow(*words, flow="flow.py", folder=folder, keep_settings=True, env=env, timeout_s=240)
+    assert "goes on after step 8" in flow.text
+    assert end_line(train_plainly(tmp_path / "plain")) in flow.text, flow.text
+    assert not list((tmp_path / "home").rglob("mf.checkpoints")), "they are on this machine's disk"

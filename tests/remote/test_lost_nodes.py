@@ -65,10 +65,6 @@ def test_on_batch_fewer_nodes_go_on(run_remote):
 # --- Kubernetes -----------------------------------------------------------------------------------
 
 
-def delete(cluster: Cluster, pod: Any, grace_s: int = 30) -> None:
-    cluster.core.delete_namespaced_pod(pod.metadata.name, cluster.namespace, grace_period_seconds=grace_s)
-
-
 def evict(cluster: Cluster, pod: Any) -> None:
     about = client.V1ObjectMeta(name=pod.metadata.name, namespace=cluster.namespace)
     eviction = {"apiVersion": "policy/v1beta1", "kind": "Eviction", "metadata": about}
@@ -85,7 +81,9 @@ def start_three(start_remote: Any, cluster: Cluster, **plan: Any) -> tuple[Any, 
 
 
 @pytest.mark.kubernetes
-@pytest.mark.parametrize("lose", [delete, evict, partial(delete, grace_s=0)], ids=["deleted", "evicted", "vanished"])
+@pytest.mark.parametrize(
+    "lose", [Cluster.delete, evict, partial(Cluster.delete, grace_s=0)], ids=["deleted", "evicted", "vanished"]
+)
 def test_the_pod_comes_again_and_the_launch_goes_on(start_remote, lose: Callable[[Cluster, Any], None]):
     cluster = Cluster()
     flow, pod = start_three(start_remote, cluster, TORCHRUN={"max_restarts": 1}, **cluster.on())
@@ -122,7 +120,7 @@ def test_a_pod_that_finds_no_machine_keeps_no_run_open(start_remote):
         more = {"max_restarts": 1, "min_nodes": 2, "all_nodes_started_timeout": 60}
         flow, pod = start_three(start_remote, cluster, TORCHRUN=more, **cluster.on(**needs))
         offer(0)
-        delete(cluster, pod)
+        cluster.delete(pod)
         flow.await_line("; the others go on without it", 180)
         assert flow.wait(180) == 0, flow.text
     check(flow, {0: ["0"], 2: ["1"]}, [1], [])

@@ -2,11 +2,11 @@
 
 import os
 import platform
-import time
 from concurrent.futures import wait
 from pathlib import Path
 
 import psutil
+from limits import eventually as eventually
 from limits import limit_s
 
 from metaflow_extensions.torchrun.plugins import torchrun as package
@@ -63,18 +63,6 @@ class Patient(Aside):
         job = super().begin(work, *args)
         wait([job], limit_s(HANG_S))
         return job
-
-
-def eventually(done, what="it", within_s=None):
-    """Return the first true value of `done()`; fail if there is none in time, or never."""
-    within_s = limit_s(HANG_S) if within_s is None else within_s
-    deadline = time.monotonic() + within_s
-    while True:
-        value = done()
-        if value:
-            return value
-        assert time.monotonic() < deadline, f"{what} did not happen within {within_s:g} s"
-        time.sleep(0.01)
 
 
 def is_running(pid: int) -> bool:

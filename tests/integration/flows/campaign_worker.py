@@ -11,7 +11,8 @@ sys.path.remove(next(path for path in sys.path if path.endswith("stand_in")))  #
 
 import torch
 import torch.distributed as dist
-from worker import LAUNCH, OUT, RANK, hold_rank, note
+from notes import note
+from worker import LAUNCH, OUT, RANK, hold_rank
 
 PARTS, WEIGHTS, PRIME, PAUSE_S = 8, 16, 1_000_003, 0.02
 CHECKPOINT = os.path.join(OUT, "checkpoint.pt")

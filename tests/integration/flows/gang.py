@@ -12,6 +12,7 @@ import math
 import os
 import signal
 import sys
+import threading
 import time
 
 from metaflow import FlowSpec, Parameter, TorchrunError, card, current, retry, step, timeout, torchrun
@@ -31,11 +32,18 @@ if HOOK == "dies-early" and os.environ.get("MF_PARALLEL_NODE_INDEX") == "1":
     sys.exit(7)
 
 
-def hook(moment: str) -> None:
-    """Do what the test asks of the step's own code, as in ``before:1:raise``."""
+class Deadly:
+    """Ends the task while it is pickled, as a lack of memory does."""
+
+    def __reduce__(self):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def hook(moment: str) -> object:
+    """Do what the test asks of the step's own code, as in ``before:1:raise``; return an artifact that can't be stored."""
     wanted = HOOK.split(":")
     if wanted[:2] != [moment, str(current.parallel.node_index)]:
-        return
+        return None
     if wanted[2] == "raise":
         note("failed", {"at": time.time()})
         raise ValueError(f"step code failed {moment} run")
@@ -45,6 +53,7 @@ def hook(moment: str) -> None:
         atexit.register(os._exit, 3)
     if wanted[2] == "kill" and current.retry_count == 0:
         os.kill(os.getpid(), signal.SIGKILL)
+    return {"artifact": threading.Lock(), "killed": Deadly()}.get(wanted[2])
 
 
 def note_error(name: str, error: TorchrunError) -> None:
@@ -90,7 +99,7 @@ class GangFlow(FlowSpec):
                 note_error(f"error-{node}-{current.retry_count}.{number}", error)
                 if HOOK != "go-on" and (HOOK != "raise-last" or kwargs is RUNS[-1]):
                     raise
-        hook("after")
+        self.bad = hook("after")
         self.next(self.join)
 
     @step

@@ -21,6 +21,7 @@ class SeenFlow(Around):
     @torchrun
     @step
     def train(self):
+        self.node = current.parallel.node_index
         note(f"letter-{self.letter}", current.parallel.control_task_id or current.task_id)
         print(f"step of {self.letter} *🙂*")
         fails = self.letter == "b" and current.retry_count == 0
@@ -29,10 +30,12 @@ class SeenFlow(Around):
 
     @step
     def join(self, inputs):
+        self.seen = sorted((i.letter, i.node) for i in inputs)
         self.next(self.merge)
 
     @step
     def merge(self, inputs):
+        note("end", sorted(s for i in inputs for s in i.seen))
         self.next(self.again)
 
     @step

@@ -4,7 +4,7 @@ import json
 import os
 import sys
 
-OWN = (
+OWN = [
     "RUN_ID",
     "PORT",
     "TORCHELASTIC_ERROR_FILE",
@@ -13,7 +13,7 @@ OWN = (
     "NODE_TEST_MARK",
     "CHAOS_",
     "METAFLOW_USER",
-)
+]
 
 seen = {
     "argv": sys.argv,

@@ -13,16 +13,11 @@ import sys
 import threading
 import time
 
+from notes import note
+
 RANK = os.environ["RANK"]
 LAUNCH = "-".join(os.environ.get("TORCHELASTIC_RUN_ID", "").split("-")[:2])  # without the gang's name
 OUT = os.environ.get("GANG_OUT", "")
-
-
-def note(name: str, what: object) -> None:
-    path = os.path.join(OUT, name)
-    with open(f"{path}-{os.getpid()}.part", "w") as file:  # two gangs of a foreach write files of one name
-        json.dump(what, file)
-    os.replace(file.name, path)
 
 
 def child() -> None:
@@ -122,9 +117,6 @@ def act(action: str) -> None:
         dist.destroy_process_group()
     if action == "ignore-sigterm":
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    if action == "stubborn":
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        time.sleep(300)
     if action == "child":
         child()
     if action == "save":
@@ -134,9 +126,8 @@ def act(action: str) -> None:
 
 
 def main() -> None:
-    if OUT:
-        seen = {"argv": sys.argv[1:], "env": dict(os.environ), "pid": os.getpid(), "cwd": os.getcwd(), "file": __file__}
-        note(f"worker-{LAUNCH}-{RANK}", seen)
+    seen = {"argv": sys.argv[1:], "env": dict(os.environ), "pid": os.getpid(), "cwd": os.getcwd(), "file": __file__}
+    note(f"worker-{LAUNCH}-{RANK}", seen)
     for wanted in filter(None, os.environ.get("WORKER_DO", "").split(",")):
         rank, action = wanted.split(":")
         if rank in (RANK, "*"):

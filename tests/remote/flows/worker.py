@@ -17,8 +17,6 @@ def eat_memory() -> None:
 
 
 def act(action: str) -> None:
-    if action == "raise":
-        raise ValueError(f"bad loss on rank {RANK}")
     if action == "wipe":  # every process of this container but its first, this one last
         os.kill(-1, signal.SIGKILL)
         os.kill(os.getpid(), signal.SIGKILL)
@@ -35,8 +33,6 @@ def act(action: str) -> None:
             time.sleep(0.05)
     if action.endswith("-once") and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
         act(action.removesuffix("-once"))
-    if action == "talk-first" and os.environ["ATTEMPT"] == "0":
-        act("talk")
     if action == "nap":
         time.sleep(2)
     if action == "kill":
@@ -47,8 +43,8 @@ def act(action: str) -> None:
         await_spares(int(action.removeprefix("await-spares-")))
     if action == "say-torch":
         print("torch was imported before" if "torch" in sys.modules else "torch was not imported before", flush=True)
-    if action == "kill-first" and os.environ["ATTEMPT"] == "0":
-        os.kill(os.getpid(), signal.SIGKILL)
+    if action.endswith("-first") and os.environ["ATTEMPT"] == "0":
+        act(action.removesuffix("-first"))
 
 
 print(f"rank {RANK} of {os.environ['WORLD_SIZE']} runs", flush=True)

@@ -9,26 +9,12 @@ class Cell:
         self.x = x
 
 
-class CellError(Exception):
-    pass
-
-
 def square(cell):
     return Cell(cell.x**2)
 
 
-def fail(x):
-    raise CellError(x)
-
-
 def give(thing):
     return thing
-
-
-def case_what_a_cell_defines_is_the_same_there_and_here():
-    back = task.value_of(square, [Cell(3)])
-    assert type(back) is Cell
-    assert back.x == 9
 
 
 def case_a_modules_function_takes_what_a_cell_defines():
@@ -39,10 +25,6 @@ def case_a_modules_function_takes_what_a_cell_defines():
 def case_a_modules_function_needs_no_cloudpickle():
     with task.no_cloudpickle():
         assert task.value_of(beside.double, [4]) == 8
-
-
-def case_a_cells_exception_is_caught_by_its_class():
-    assert type(task.launch(fail, [7]).error) is CellError
 
 
 def case_without_cloudpickle_it_says_that_the_program_has_no_file():
