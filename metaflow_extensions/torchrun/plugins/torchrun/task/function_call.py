@@ -60,14 +60,12 @@ class FunctionCall:
         inner = function.func if isinstance(function, partial) else function
         _check_call(inner, *call)
         name = str(getattr(inner, "__qualname__", type(inner).__qualname__))
-        # With gather, the control node gets the values of all ranks. A function that gathers is not expected to use a
-        # process group, so no warning says that its ranks train alone.
-        self._gather = self.may_train_alone = run.gather
+        self._gather = run.gather  # the control node gets the values of all ranks
         self._store, self.stores = store, store is not None
         self._node, self._ranks = CONTROL, range(0)
         self.folder = _written(call, inner, name, run.process_group)
-        self.emptied = os.path.join(self.folder, worker.VALUES)
-        self.function = FunctionSpec(name, FUNCTION_WORKER, self.folder, _source_of(inner))
+        values = os.path.join(self.folder, worker.VALUES)
+        self.function = FunctionSpec(name, FUNCTION_WORKER, self.folder, _source_of(inner), values, run.gather)
 
     @classmethod
     def of(cls, run: RunSettings, store: DatastoreValues | None) -> FunctionCall | None:

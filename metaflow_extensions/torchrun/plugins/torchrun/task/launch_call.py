@@ -223,17 +223,19 @@ class LaunchCall:
         """Tell the log and the gang how it has ended; return why the launch fails without it."""
         problem, member = upload.problem(), self._member
         failures: tuple[Failure, ...] = ()
-        if problem is not None and asked.error is None:
-            text = f"has ended well, but {upload.step.what} could not be stored in {self._where} {problem}"
-            cause = Cause("store", member.node, member.host, exception=text)
-            failures = (Failure(cause),)
-            member.say(Event("worker_failed", member.node, f"{cause.who} {cause.what}; stopping all nodes"))
+        if problem is not None:
+            text = f"{upload.step.what} could not be stored in {self._where} {problem}"
+            if asked.error is not None:
+                member.note(f"not all that its workers have left is stored: {text}")
+            else:
+                cause = Cause("store", member.node, member.host, exception=f"has ended well, but {text}")
+                failures = (Failure(cause),)
+                member.say(Event("worker_failed", member.node, f"{cause.who} {cause.what}; stopping all nodes"))
         for kind, each in parts.items():
-            for line in () if failures else each.lines(problem, upload.seconds):
+            for line in each.lines if problem is None else ():
                 member.note(line)
             if each.stored:
                 member.send(Report(kind, asked.launch, asked.generation, dict(each.stored)))
-                each.is_told = True
         return failures
 
     # --- the end
