@@ -49,11 +49,10 @@ def make(monkeypatch, tmp_path):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     calls = []
 
-    def make(function=train, arguments=None, process_group=None, gather=False, store=None, node=1):
+    def make(function=train, arguments=None, process_group=None, gather=False, store=None):
         given = {"entrypoint_args": arguments, "process_group": process_group, "gather": gather}
         call = FunctionCall(settings_of_run(entrypoint=function, **given), store)
         calls.append(call)
-        call.begin(replace(CALL, node_index=node))
         return call
 
     yield make
@@ -156,31 +155,30 @@ def test_functions_are_told_apart_by_name_and_source_and_not_by_their_folders(ma
 
 def test_values_are_this_nodes_and_the_gathered_ones_in_order(make):
     store = MemoryStore()
-    call = make(gather=True, store=store, node=0)
+    call = make(gather=True, store=store)
     own = {rank: leave(call, f"returned-{rank}.pkl", rank) for rank in (1, 0)}
     keys = {rank: store.save(pickle.dumps(rank)) for rank in ("3", "2")}
     keys["4"] = keys["2"]  # what is the same has the same key
-    fields = call.result(keys, print)
+    fields = call.result(replace(CALL, node_index=0), keys, print)
     assert fields["gathered"]
     values = fields["values"]
     assert list(values) == [0, 1, 2, 3, 4]
     assert {rank: values[rank] for rank in own} == own
     assert [pickle.loads(value) for value in values.values()] == [0, 1, "2", "3", "2"]
     assert store.loads == [[keys["3"], keys["2"]]], "one list, each key once"
-    assert make(gather=True).result({}, print) == {"values": {}, "gathered": False}
+    assert make(gather=True).result(CALL, {}, print) == {"values": {}, "gathered": False}
 
 
 def test_a_task_that_has_come_in_the_place_of_another_loads_the_values_of_its_ranks(make):
     store = MemoryStore()
     keys = {str(rank): store.save(bytes([rank])) for rank in range(150)}
-    call = make(store=store, node=1)
-    assert dict(call.result(keys, print)["values"]) == {2: bytes([2]), 3: bytes([3])}
+    assert dict(make(store=store).result(CALL, keys, print)["values"]) == {2: bytes([2]), 3: bytes([3])}
 
 
 def test_values_that_can_not_be_loaded_say_where_they_should_be(make):
     words = "the value of rank 2 could not be loaded from the s3 datastore s3://bucket after 0 s: KeyError"
     with pytest.raises(TransferFailed, match=words):
-        make(store=MemoryStore()).result({"2": "no such key"}, print)
+        make(store=MemoryStore()).result(CALL, {"2": "no such key"}, print)
 
 
 # --- what an error becomes ------------------------------------------------------------------------------

@@ -120,13 +120,10 @@ def test_a_step_that_ends_before_it_ends_the_launch():
 class Files:
     """Stores something of ranks 2 and 3; its datastore waits for the test's words, and the word "fail" is an error."""
 
-    def begin(self, spec):
-        pass
-
     def __init__(self):
         self.words, self.saving, self.keys = queue.Queue(), threading.Semaphore(0), {}
 
-    def to_store(self, error, within_s):
+    def to_store(self, call, error, within_s):
         steps = [Step(f"rank {rank}'s value", partial(self.save, rank), PATIENCE_S) for rank in (2, 3)]
         return ToStore(iter(steps), self.keys)
 
@@ -134,13 +131,13 @@ class Files:
         self.saving.release()
         if self.words.get(timeout=HANG_S) == "fail":
             raise RuntimeError("SlowDown")
-        self.keys[str(rank)] = f"key {rank}"
+        self.keys.update(key=f"key {rank}", files=rank, size=5)
 
-    def result(self, told, say):
+    def result(self, call, told, say):
         raise TransferFailed("rank 2's value could not be loaded")
 
-    def failed(self, error, told):
-        error.outputs = told
+    def known(self, told):
+        return told
 
 
 @pytest.fixture
@@ -186,8 +183,10 @@ def test_what_is_left_of_a_failed_launch_is_stored_and_its_loss_is_no_failure(wo
         files.words.put(word)
     told, stored = stored_of(call)
     assert (stored.generation, stored.failures) == (3, ())
-    assert told == ([{"2": "key 2", "3": "key 3"}] if word == "go on" else [])
-    assert call.ends_well(ERROR, {"outputs": {"2": "key"}}).outputs == {"2": "key"}
+    assert told == ([{"key": "key 3", "files": 3, "size": 5}] if word == "go on" else [])
+    of_control = {"0": ["key", 1, 1]}
+    found = call.ends_well(ERROR, {"outputs": {"nodes": of_control}}).outputs["nodes"]
+    assert found == (of_control | {"1": ["key 3", 3, 5]} if word == "go on" else of_control), "and its own"
 
 
 def test_what_can_not_be_stored_is_a_failure_of_a_launch_that_had_ended_well(files):

@@ -36,8 +36,6 @@ class LaunchOutputs:
     def __init__(self, patterns: tuple[str, ...], of_all: bool, node: int, store: DatastoreValues) -> None:
         self.stores = of_all or node == CONTROL
         self._patterns, self._of_all, self._node, self._store = patterns, of_all, node, store
-        self._folder = os.getcwd()
-        self._stored: dict[str, Any] = {}  # of this generation
 
     @classmethod
     def of(cls, run: RunSettings, node: int, store: DatastoreValues | None) -> LaunchOutputs | None:
@@ -51,34 +49,20 @@ class LaunchOutputs:
             raise TorchrunConfigError("run(outputs=...) needs a datastore, which only a step of a flow has.")
         return cls(run.outputs, run.outputs_from == "all", node, store)
 
-    def begin(self, call: Call) -> None:
-        """Forget what another generation has stored; note where the workers run."""
-        self._stored, self._folder = {}, call.cwd
+    def to_store(self, call: Call, error: TorchrunError | None, within_s: float | None) -> ToStore | None:
+        """Return the files of this node, if they are asked for."""
+        return FilesUpload(self._patterns, call.cwd, self._store, within_s).to_store if self.stores else None
 
-    def to_store(self, error: TorchrunError | None, within_s: float | None) -> ToStore | None:
-        """Return the files, unless they are stored."""
-        if not self.stores or self._stored:
-            return None
-        upload = FilesUpload(self._patterns, self._folder, self._store, within_s).to_store
-        self._stored = upload.stored
-        return upload
-
-    def result(self, told: Plain, say: Callable[[str], None]) -> Mapping[str, Any]:
+    def result(self, call: Call, told: Plain, say: Callable[[str], None]) -> Mapping[str, Any]:
         """Return the stored files that this node knows of."""
-        return {"outputs": self._known(told)}
+        return {"outputs": self.known(told)}
 
-    def failed(self, error: TorchrunError, told: Plain) -> None:
-        """Put the files that were stored after a failure on the error."""
-        error.outputs = self._known(told)
-
-    def _known(self, told: Plain) -> Outputs:
+    def known(self, told: Plain) -> Outputs:
         """Return the control node's files, or those of all nodes on it; another node's own, where each has some."""
         of = {int(node): tuple(each) for node, each in told.get("nodes", {}).items()}
         if self._of_all and self._node != CONTROL:
-            # A task that has come in the place of another has stored none; it is told those of that one.
+            # A task that has come in the place of another is told those of that one.
             of = {node: each for node, each in of.items() if node == self._node}
-            if self._stored:
-                of = {self._node: tuple(self._stored[name] for name in ("key", "files", "size"))}
         return Outputs(self._store.address, of)
 
 
