@@ -52,7 +52,7 @@ def test_versions_are_read_not_imported(version_file, version, site, tmp_path):
     assert found["torch"] == version
     assert found["python"] == ".".join(platform.python_version_tuple()[:2])
     assert (found["devices"], found["contents"]) == (facts.device_kind(("0",)), facts.contents_digest(script))
-    function = replace(script, function=FunctionSpec("Trainer.fit", "s", "f", None))
+    function = replace(script, function=FunctionSpec("Trainer.fit"))
     assert ("function" in found, facts.with_facts(function).facts["function"]) == (False, "Trainer.fit")
     assert "torch" not in sys.modules
     assert found.keys() == {*FACTS, "accelerators"}, "all are compared"

@@ -133,7 +133,7 @@ def test_what_is_for_functions_is_refused_for_scripts_and_the_reverse(entrypoint
 def made_of(call, **given):
     """Return the launch of a function whose own arguments no script could be given."""
     run = settings_of_run(**given, entrypoint=train, entrypoint_args={"net": object()})
-    return make_call(run, Position(2, 1, "10.0.0.7"), call.function, nproc=2)
+    return make_call(run, Position(2, 1, "10.0.0.7"), call.program, nproc=2)
 
 
 # --- what the nodes compare -------------------------------------------------------------------------
@@ -141,9 +141,10 @@ def made_of(call, **given):
 
 def test_functions_are_told_apart_by_name_and_source_and_not_by_their_folders(make, tmp_path):
     functions = (train, functools.partial(train, 3), functools.partial(functools.partial(Trainer().fit)), Trainer())
-    one, again, other, called = (made_of(make(function)) for function in functions)
+    calls = [make(function) for function in functions]
+    one, again, other, called = map(made_of, calls)
     assert (one.function.name, other.function.name, called.function.name) == ("train", "Trainer.fit", "Trainer")
-    assert (one.entrypoint, one.args, one.source, one.bools) == (FUNCTION_WORKER, (one.function.folder,), __file__, ())
+    assert (one.entrypoint, one.args, one.source, one.bools) == (FUNCTION_WORKER, (calls[0].folder,), __file__, ())
     assert one.digest() == replace(again, entrypoint="/elsewhere/worker.py").digest() != other.digest()
     sources = [str(write(tmp_path / name / "flow.py", name)) for name in ("a", "b")]
     assert len({contents_digest(replace(one, source=source)) for source in sources}) == 2

@@ -101,8 +101,8 @@ class TorchrunExecutor(Runner):
     ) -> TorchrunResult[Any]:
         nproc = choose_nproc(run.nproc_per_node, run.nproc_from, self._requested, self._machine)
         stores = any(each is not None and each.stores for each in (function, outputs))
-        spec = None if function is None else function.function
-        make = partial(make_call, run, place, spec, nproc=nproc.value, machine=self._machine, stores=stores)
+        program = None if function is None else function.program
+        make = partial(make_call, run, place, program, nproc=nproc.value, machine=self._machine, stores=stores)
 
         def complete() -> Call:
             """Make the call when the commands have ended, which may have made or removed something."""

@@ -20,9 +20,6 @@ class FunctionSpec:
     """The function that workers call instead of a script."""
 
     name: str
-    script: str  # that calls it in a worker
-    folder: str  # where the script finds the call, and writes its outcome
-    source: str | None  # the file with its code
     values: str = ""  # the folder for what its ranks return or raise; emptied before each generation
     gathers: bool = False  # a function that gathers values needs no process group: its ranks may train alone
 

@@ -33,7 +33,6 @@ from ..worker import function_worker as worker
 from .arguments import dict_or_list
 from .transfer import PATIENCE_S, Step, ToStore, Transfer, do_within, patience_for
 
-# What torchrun runs where the entrypoint is a function.
 FUNCTION_WORKER = os.path.abspath(worker.__file__)
 # How long storing or loading a raised exception may take. Without it there is still its text, so the limit is short.
 RAISED_PATIENCE_S = 10.0
@@ -63,8 +62,10 @@ class FunctionCall:
         self._gather = run.gather  # the control node gets the values of all ranks
         self._store, self.stores = store, store is not None
         self.folder = _written(call, inner, name, run.process_group)
-        values = os.path.join(self.folder, worker.VALUES)
-        self.function = FunctionSpec(name, FUNCTION_WORKER, self.folder, _source_of(inner), values, run.gather)
+        # What torchrun runs, as fields of `Call`; the nodes compare the file with the function's code.
+        spec = FunctionSpec(name, os.path.join(self.folder, worker.VALUES), run.gather)
+        self.program: dict[str, Any] = {"entrypoint": FUNCTION_WORKER, "args": (self.folder,), "function": spec}
+        self.program["source"] = _source_of(inner)
 
     @classmethod
     def of(cls, run: RunSettings, store: DatastoreValues | None) -> FunctionCall | None:
