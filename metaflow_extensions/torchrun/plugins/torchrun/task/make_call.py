@@ -25,7 +25,8 @@ def make_call(
 ) -> Call:
     """Find what `run` names on this node; `more` are further fields of `Call`.
 
-    `program` are those that say what torchrun runs for a function. `may_come`: what runs before may still make the entrypoint.
+    `program` has those that say what torchrun runs for a function. `may_come`: what runs before may still make the
+    entrypoint.
     """
     options = {name: value for name, value in run.options.items() if name not in WITHOUT_EFFECT}
     cwd = run.cwd or os.getcwd()
