@@ -57,12 +57,6 @@ class TaskCards(CardCreator):
         self.commands.append({**dict(pairwise(cmd)), "wait": wait})
         return b"", False
 
-    def end_well(self):
-        """Make the last cards, as Metaflow does for a task that has ended well."""
-        for card in self.cards:
-            for mode in ("render", "refresh"):
-                self.create(**card._card_creator_args, mode=mode, final=True)
-
 
 def cards_of_task(monkeypatch, folder, *kinds, task="Flow/1/train/2"):
     """Give this task cards, each as its type, or type and id; they are stored in `folder`.

@@ -4,7 +4,6 @@ import functools
 import inspect
 import pickle
 import tempfile
-import threading
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +12,6 @@ import pytest
 from unit_helpers import MemoryStore, settings_of_run, write
 
 from metaflow_extensions.torchrun.plugins.torchrun.errors import (
-    EntrypointError,
     LaunchFailed,
     LaunchHung,
     LaunchTimeout,
@@ -51,11 +49,10 @@ def make(monkeypatch, tmp_path):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     calls = []
 
-    def make(function=train, arguments=None, process_group=None, gather=False, store=None, node=1):
+    def make(function=train, arguments=None, process_group=None, gather=False, store=None):
         given = {"entrypoint_args": arguments, "process_group": process_group, "gather": gather}
         call = FunctionCall(settings_of_run(entrypoint=function, **given), store)
         calls.append(call)
-        call.begin(replace(CALL, node_index=node))
         return call
 
     yield make
@@ -112,19 +109,10 @@ def test_arguments_that_a_plain_function_can_not_take_are_refused_before_any_wor
         make(function, arguments=arguments)
 
 
-@pytest.mark.parametrize(
-    ("argument", "folder", "error", "why"),
-    [
-        (threading.Lock(), "", EntrypointError, "can't be pickled"),
-        (1, "none", LaunchFailed, r"No such file or directory.*TMPDIR"),
-    ],
-    ids=["a lock", "no folder"],
-)
-def test_a_call_that_can_not_be_written_leaves_no_file(argument, folder, error, why, make, tmp_path, monkeypatch):
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / folder))
-    with pytest.raises(error, match=why) as caught:
-        make(arguments=[argument])
-    assert not list(tmp_path.glob("torchrun-call-*")), f"while the error is kept: {caught}"
+def test_a_call_that_can_not_be_written_says_where_it_should_be(make, tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "none"))
+    with pytest.raises(LaunchFailed, match=r"No such file or directory.*TMPDIR"):
+        make()
 
 
 @pytest.mark.parametrize(
@@ -145,7 +133,7 @@ def test_what_is_for_functions_is_refused_for_scripts_and_the_reverse(entrypoint
 def made_of(call, **given):
     """Return the launch of a function whose own arguments no script could be given."""
     run = settings_of_run(**given, entrypoint=train, entrypoint_args={"net": object()})
-    return make_call(run, Position(2, 1, "10.0.0.7"), call.function, nproc=2)
+    return make_call(run, Position(2, 1, "10.0.0.7"), call.program, nproc=2)
 
 
 # --- what the nodes compare -------------------------------------------------------------------------
@@ -153,9 +141,10 @@ def made_of(call, **given):
 
 def test_functions_are_told_apart_by_name_and_source_and_not_by_their_folders(make, tmp_path):
     functions = (train, functools.partial(train, 3), functools.partial(functools.partial(Trainer().fit)), Trainer())
-    one, again, other, called = (made_of(make(function)) for function in functions)
+    calls = [make(function) for function in functions]
+    one, again, other, called = map(made_of, calls)
     assert (one.function.name, other.function.name, called.function.name) == ("train", "Trainer.fit", "Trainer")
-    assert (one.entrypoint, one.args, one.source, one.bools) == (FUNCTION_WORKER, (one.function.folder,), __file__, ())
+    assert (one.entrypoint, one.args, one.source, one.bools) == (FUNCTION_WORKER, (calls[0].folder,), __file__, ())
     assert one.digest() == replace(again, entrypoint="/elsewhere/worker.py").digest() != other.digest()
     sources = [str(write(tmp_path / name / "flow.py", name)) for name in ("a", "b")]
     assert len({contents_digest(replace(one, source=source)) for source in sources}) == 2
@@ -167,31 +156,30 @@ def test_functions_are_told_apart_by_name_and_source_and_not_by_their_folders(ma
 
 def test_values_are_this_nodes_and_the_gathered_ones_in_order(make):
     store = MemoryStore()
-    call = make(gather=True, store=store, node=0)
+    call = make(gather=True, store=store)
     own = {rank: leave(call, f"returned-{rank}.pkl", rank) for rank in (1, 0)}
     keys = {rank: store.save(pickle.dumps(rank)) for rank in ("3", "2")}
     keys["4"] = keys["2"]  # what is the same has the same key
-    fields = call.result(keys, print)
+    fields = call.result(replace(CALL, node_index=0), keys, print)
     assert fields["gathered"]
     values = fields["values"]
     assert list(values) == [0, 1, 2, 3, 4]
     assert {rank: values[rank] for rank in own} == own
     assert [pickle.loads(value) for value in values.values()] == [0, 1, "2", "3", "2"]
     assert store.loads == [[keys["3"], keys["2"]]], "one list, each key once"
-    assert make(gather=True).result({}, print) == {"values": {}, "gathered": False}
+    assert make(gather=True).result(CALL, {}, print) == {"values": {}, "gathered": False}
 
 
 def test_a_task_that_has_come_in_the_place_of_another_loads_the_values_of_its_ranks(make):
     store = MemoryStore()
     keys = {str(rank): store.save(bytes([rank])) for rank in range(150)}
-    call = make(store=store, node=1)
-    assert dict(call.result(keys, print)["values"]) == {2: bytes([2]), 3: bytes([3])}
+    assert dict(make(store=store).result(CALL, keys, print)["values"]) == {2: bytes([2]), 3: bytes([3])}
 
 
 def test_values_that_can_not_be_loaded_say_where_they_should_be(make):
     words = "the value of rank 2 could not be loaded from the s3 datastore s3://bucket after 0 s: KeyError"
     with pytest.raises(TransferFailed, match=words):
-        make(store=MemoryStore()).result({"2": "no such key"}, print)
+        make(store=MemoryStore()).result(CALL, {"2": "no such key"}, print)
 
 
 # --- what an error becomes ------------------------------------------------------------------------------
@@ -239,21 +227,3 @@ def test_the_exception_of_the_cause_replaces_the_verdict_and_nothing_else_does(v
         assert (type(error), error.__notes__) == (KeyError, [f"raised by rank 2 on node 1 (host host-1){also}"])
     else:
         assert error is verdict
-
-
-@pytest.mark.parametrize(
-    ("data", "why"),
-    [
-        (pickle.dumps("Custom: 42 can't be pickled."), "Custom: 42 can't be pickled."),
-        (b"no pickle", "The exception itself can't be unpickled here (_pickle.UnpicklingError: "),
-        (b"cno_such_module\nX\n.", "The exception itself can't be unpickled here (ModuleNotFoundError: "),
-        (pickle.dumps(3), "Its __reduce__ makes no exception."),
-    ],
-)
-def test_what_can_not_be_unpickled_comes_in_words(data, why, make):
-    call = make()
-    Path(call.folder, "values", "raised-2.pkl").write_bytes(data)
-    verdict = knowing(LaunchFailed("the gang's words", CAUSE))
-    error = call.original(verdict, {})
-    assert (type(error), error.cause, error.events) == (WorkerFailed, CAUSE, verdict.events)
-    assert error.message.startswith(f"the gang's words\n{why}")

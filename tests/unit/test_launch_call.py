@@ -2,7 +2,6 @@
 
 import math
 import queue
-import sys
 import threading
 from functools import partial
 
@@ -12,7 +11,6 @@ from fake_node import ERROR
 from unit_helpers import HANG_S, MemoryStore, eventually, settings_of_run
 
 from metaflow_extensions.torchrun.plugins.torchrun.errors import (
-    EntrypointError,
     GangError,
     LaunchFailed,
     TorchrunError,
@@ -31,11 +29,11 @@ from metaflow_extensions.torchrun.plugins.torchrun.task.transfer import PATIENCE
 class Call:
     """One call in a thread, as the step's code may make it there."""
 
-    def __init__(self, complete=None, **more):
+    def __init__(self, **more):
         self.link = FakeLink()
         self.member = member_of(self.link)
         made = RunCall("sh", (), False, 1, 2, 1, "python3", grace_s=0.1)
-        self.call = LaunchCall(made, self.member, complete or (lambda: made), **more)
+        self.call = LaunchCall(made, self.member, lambda: made, **more)
         self.came = queue.Queue()
         threading.Thread(target=self._run, daemon=True).start()
         self.request = self.expect("run")[1]
@@ -69,18 +67,6 @@ def test_what_is_no_number_comes_back_as_nan():
     assert (math.isnan(found.metrics.pop("loss")), found.metrics) == (True, {"step": 7})
     (first, (step, value)) = found.history["loss"]
     assert (first, step, math.isnan(value)) == ((1, 3.0), 7, True)
-
-
-def test_what_is_still_missing_after_the_commands_ends_the_launch_with_its_cause():
-    def complete():
-        raise EntrypointError("The entrypoint 'x.py' does not exist.")
-
-    call = Call(complete)
-    call.says("complete")
-    number, cause = call.expect("give_up")
-    assert number == 0
-    assert (cause["kind"], "x.py" in cause["exception"]) == ("call", True)
-    assert isinstance(call.ends(), EntrypointError)
 
 
 @pytest.mark.parametrize("generation", [0, 1])
@@ -128,27 +114,16 @@ def test_a_step_that_ends_before_it_ends_the_launch():
     assert (type(error), "another thread" in str(error)) == (TorchrunError, True)
 
 
-def test_a_launch_that_is_given_up_is_awaited_a_bounded_time(monkeypatch):
-    monkeypatch.setattr(sys.modules[LaunchCall.__module__], "_STOP_S", 0.2)
-    call = Call()
-    call.says("store", {"type": "no such message"})
-    call.expect("give_up")
-    assert eventually(lambda: not call.came.empty(), within_s=HANG_S)
-
-
 # --- what the workers have left ---------------------------------------------------------------------
 
 
 class Files:
     """Stores something of ranks 2 and 3; its datastore waits for the test's words, and the word "fail" is an error."""
 
-    def begin(self, spec):
-        pass
-
     def __init__(self):
         self.words, self.saving, self.keys = queue.Queue(), threading.Semaphore(0), {}
 
-    def to_store(self, error, within_s):
+    def to_store(self, call, error, within_s):
         steps = [Step(f"rank {rank}'s value", partial(self.save, rank), PATIENCE_S) for rank in (2, 3)]
         return ToStore(iter(steps), self.keys)
 
@@ -156,13 +131,13 @@ class Files:
         self.saving.release()
         if self.words.get(timeout=HANG_S) == "fail":
             raise RuntimeError("SlowDown")
-        self.keys[str(rank)] = f"key {rank}"
+        self.keys.update(key=f"key {rank}", files=rank, size=5)
 
-    def result(self, told, say):
+    def result(self, call, told, say):
         raise TransferFailed("rank 2's value could not be loaded")
 
-    def failed(self, error, told):
-        error.outputs = told
+    def known(self, told):
+        return told
 
 
 @pytest.fixture
@@ -208,8 +183,10 @@ def test_what_is_left_of_a_failed_launch_is_stored_and_its_loss_is_no_failure(wo
         files.words.put(word)
     told, stored = stored_of(call)
     assert (stored.generation, stored.failures) == (3, ())
-    assert told == ([{"2": "key 2", "3": "key 3"}] if word == "go on" else [])
-    assert call.ends_well(ERROR, {"outputs": {"2": "key"}}).outputs == {"2": "key"}
+    assert told == ([{"key": "key 3", "files": 3, "size": 5}] if word == "go on" else [])
+    of_control = {"0": ["key", 1, 1]}
+    found = call.ends_well(ERROR, {"outputs": {"nodes": of_control}}).outputs["nodes"]
+    assert found == (of_control | {"1": ["key 3", 3, 5]} if word == "go on" else of_control), "and its own"
 
 
 def test_what_can_not_be_stored_is_a_failure_of_a_launch_that_had_ended_well(files):

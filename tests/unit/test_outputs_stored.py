@@ -13,7 +13,7 @@ from metaflow_extensions.torchrun.plugins.torchrun.compat.datastore import Datas
 from metaflow_extensions.torchrun.plugins.torchrun.errors import TorchrunError
 from metaflow_extensions.torchrun.plugins.torchrun.outputs import Outputs
 from metaflow_extensions.torchrun.plugins.torchrun.task import launch_outputs as storing
-from metaflow_extensions.torchrun.plugins.torchrun.task.launch_outputs import FilesToStore
+from metaflow_extensions.torchrun.plugins.torchrun.task.launch_outputs import FilesUpload
 
 KIB = 1024
 
@@ -40,8 +40,8 @@ def small(monkeypatch):
     monkeypatch.setattr(storing, "PART_BYTES", 64 * KIB)
 
 
-def to_store(root, store, *patterns, since=0.0, within_s=None):
-    return FilesToStore(patterns, str(root), store, since, within_s)
+def to_store(root, store, *patterns, within_s=None):
+    return FilesUpload(patterns, str(root), store, within_s).to_store
 
 
 def stored(root, store, *patterns, **more):
@@ -69,16 +69,6 @@ def content(folder):
 
 
 # --- there and back -------------------------------------------------------------------------------
-
-
-def test_files_that_were_there_before_the_launch_are_said(root, store):
-    write(root / "old", "x")
-    since = os.stat(root / "old").st_ctime + 0.001
-    time.sleep(0.01)
-    write(root / "new 🙂", "x")
-    upload = to_store(root, store, ".", since=since)
-    assert entry_of(upload)[1] == 2
-    assert next(upload.lines(None, 0.0)) == "warning: older than this launch: 'old'"
 
 
 def test_files_come_back_as_they_were(root, store, small, tmp_path):
@@ -155,7 +145,7 @@ def test_what_can_not_be_read_is_left_out_and_said(root, store):
     entry = entry_of(upload)
     assert Outputs(store.address, {0: entry}).left_out == {"gone": "can't be read: No such file or directory"}
     assert entry[1] == 1
-    said = next(upload.lines(None, 0.0))
+    said = upload.lines[0]
     assert said == f"warning: left out of the outputs in {root}: 'gone' can't be read: No such file or directory"
 
 
@@ -200,16 +190,10 @@ def test_what_is_gone_from_the_datastore_is_said(root, store):
         list(found)
 
 
-# --- the command ------------------------------------------------------------------------------------
-
-
-SOME, NOTHING = {"key": "k", "files": 2, "size": 10}, {"key": "k", "files": 0, "size": 0}
-
-
 @pytest.mark.parametrize("has_failed", [True, False])
 def test_a_failed_launch_that_has_left_nothing_says_nothing_of_it(has_failed, root, store):
     """Its cause is the next line; of one that ended well, a name without a file is worth a warning."""
-    upload = FilesToStore(("*.pt",), str(root), store, 0.0, 60.0 if has_failed else None)
+    upload = to_store(root, store, "*.pt", within_s=60.0 if has_failed else None)
     entry_of(upload)
-    said = list(upload.lines(None, 0.0))
+    said = upload.lines
     assert [len(said), *(["matches nothing" in said[0]] if said else [])] == ([0] if has_failed else [2, True])

@@ -3,7 +3,7 @@
 from types import SimpleNamespace
 
 import pytest
-from metaflow import FlowSpec, batch, parallel, step, torchrun
+from metaflow import FlowSpec, batch, step, torchrun
 
 from metaflow_extensions.torchrun.plugins.torchrun.compat import graph
 from metaflow_extensions.torchrun.plugins.torchrun.decorator import TorchrunDecorator
@@ -17,7 +17,7 @@ KUBERNETES = {"kubernetes": {}}
 
 
 class Flow(FlowSpec):
-    """A gang whose size only the run knows, and one of two nodes in a foreach."""
+    """A gang whose size only the run knows."""
 
     @step
     def start(self):
@@ -28,28 +28,10 @@ class Flow(FlowSpec):
     @torchrun
     @step
     def train(self):
-        self.next(self.items)
-
-    @step
-    def items(self, inputs):
-        self.names = [1, 2]
-        self.next(self.item, foreach="names")
-
-    @step
-    def item(self):
-        self.next(self.nested, num_parallel=2)
-
-    @parallel
-    @step
-    def nested(self):
         self.next(self.join)
 
     @step
     def join(self, inputs):
-        self.next(self.merge)
-
-    @step
-    def merge(self, inputs):
         self.next(self.end)
 
     @step
@@ -57,12 +39,11 @@ class Flow(FlowSpec):
         pass
 
 
-def submission(decorators, metadata_type="local", name="train", **attributes):
-    """Return the checks of a step of the flow above as if it had these decorators."""
+def submission(decorators, metadata_type="local", **attributes):
+    """Return the checks of the flow's gang as if it had these decorators."""
     written = [SimpleNamespace(name=name, attributes=attributes) for name, attributes in decorators.items()]
-    flow = SimpleNamespace(**{name: SimpleNamespace(decorators=written)})
-    settings = parse_settings(attributes, name)
-    return Submission(flow, Flow._graph, name, settings, metadata_type)
+    flow = SimpleNamespace(train=SimpleNamespace(decorators=written))
+    return Submission(flow, Flow._graph, "train", parse_settings(attributes, "train"), metadata_type)
 
 
 def refusal(check, *arguments):
@@ -127,19 +108,17 @@ def test_restarts_for_lost_nodes_need_other_nodes_on_batch(category):
 
 
 @pytest.mark.parametrize(
-    ("name", "num_nodes", "decorators", "metadata_type"),
+    ("num_nodes", "decorators", "metadata_type"),
     [
-        ("train", 2, BATCH, "service"),
-        ("nested", None, KUBERNETES, "local"),
-        ("train", 2, {}, "local"),
-        ("nested", 1, BATCH, "local"),  # it waits for nobody
-        ("train", None, BATCH, "local"),  # asked again when it is known
-        ("nested", 2, {**BATCH, **CATCH, **KUBERNETES}, "spin"),  # it runs here, and alone
+        (2, BATCH, "service"),
+        (2, KUBERNETES, "local"),
+        (1, BATCH, "local"),  # it waits for nobody
+        (None, BATCH, "local"),  # asked again when it is known
+        (2, {**BATCH, **CATCH, **KUBERNETES}, "spin"),  # it runs here, and alone
     ],
 )
-def test_what_sees_its_end_is_fine(name, num_nodes, decorators, metadata_type):
-    checks = submission(decorators, metadata_type=metadata_type, name=name)
-    checks.check(num_nodes, is_run=True)
+def test_what_sees_its_end_is_fine(num_nodes, decorators, metadata_type):
+    submission(decorators, metadata_type).check(num_nodes, is_run=True)
 
 
 @pytest.fixture

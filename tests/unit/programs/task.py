@@ -15,10 +15,11 @@ class Outcome:
     """What came of one function in one worker."""
 
     def __init__(self, call, done, rank, record):
+        worker = Call("", (), False, nproc=1, num_nodes=rank + 1, node_index=rank, python="")
         self.done, self.rank, self.record = done, rank, record
         verdict = LaunchFailed("the gang's words", {"kind": "exception", "node": 1, "rank": rank, "host": "h"})
         self.error = call.original(verdict, {})
-        self.values = call.result({}, print)["values"]
+        self.values = call.result(worker, {}, print)["values"]
         self.went_wrong = self.error is not verdict and not isinstance(self.error, WorkerFailed)
 
     @property
@@ -33,7 +34,6 @@ def launch(function, arguments=None, rank=3):
         {"entrypoint": function, "entrypoint_args": arguments}, parse_settings({}, "train"), Position(1, 0, "")
     )
     with closing(FunctionCall(run, None)) as call:
-        call.begin(Call("", (), False, nproc=1, num_nodes=rank + 1, node_index=rank, python=""))
         path = os.pathsep.join(filter(None, [WORKER_HOOKS, os.environ.get("PYTHONPATH")]))
         own = {"RANK": str(rank), "PYTHONPATH": path, "TORCHRUN_AGENT_PID": str(os.getpid())}
         own["TORCHELASTIC_ERROR_FILE"] = os.path.join(call.folder, "error.json")

@@ -100,12 +100,9 @@ class TorchrunExecutor(Runner):
         self, run: RunSettings, place: Position, function: FunctionCall | None, outputs: LaunchOutputs | None
     ) -> TorchrunResult[Any]:
         nproc = choose_nproc(run.nproc_per_node, run.nproc_from, self._requested, self._machine)
-        about: dict[str, Any] = {"nproc": nproc.value, "machine": self._machine}
-        about["stores"] = any(each is not None and each.stores for each in (function, outputs))
-        if function is not None:
-            about |= {"function": function.function, "may_train_alone": function.may_train_alone}
-            about["emptied"] = (function.emptied,)
-        make = partial(make_call, run, place, **about)
+        stores = any(each is not None and each.stores for each in (function, outputs))
+        program = None if function is None else function.program
+        make = partial(make_call, run, place, program, nproc=nproc.value, machine=self._machine, stores=stores)
 
         def complete() -> Call:
             """Make the call when the commands have ended, which may have made or removed something."""
@@ -142,9 +139,8 @@ class TorchrunExecutor(Runner):
             return call.result(outcome)
         except LaunchFailed as error:
             if not isinstance(error, TorchrunPreempted) or (error.cause or {}).get("node") != self.node_index:
-                self._member.link.settle(
-                    _SETTLE_S
-                )  # the gang waits for this node, and a node that is frozen may be in the way
+                # The gang waits for this node, and a node that is frozen may be in the way.
+                self._member.link.settle(_SETTLE_S)
             original = call.original(error)
             if original is error:
                 raise

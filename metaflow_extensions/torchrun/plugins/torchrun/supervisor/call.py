@@ -20,9 +20,8 @@ class FunctionSpec:
     """The function that workers call instead of a script."""
 
     name: str
-    script: str  # that calls it in a worker
-    folder: str  # where the script finds the call, and writes its outcome
-    source: str | None  # the file with its code
+    values: str = ""  # the folder for what its ranks return or raise; emptied before each generation
+    gathers: bool = False  # a function that gathers values needs no process group: its ranks may train alone
 
 
 @dataclass(frozen=True)
@@ -58,10 +57,7 @@ class Call:
     cwd: str = field(default_factory=os.getcwd)  # absolute
     tmp: str = field(default_factory=lambda: os.path.abspath(tempfile.gettempdir()))
     writes: tuple[str, ...] = ()  # the streams that only the task itself can write to: see `task.console.is_elsewhere`
-    # Of a function and of outputs: see `executor`.
-    stores: bool = False
-    may_train_alone: bool = False
-    emptied: tuple[str, ...] = ()
+    stores: bool = False  # whether the task may have something to store when all workers have ended
 
     # --- its ranks
 

@@ -79,9 +79,9 @@ class Generation:
         self._said: set[str] = set()  # which reports were sent that are sent once
         self._answers = Held()  # to commands that ask what the workers do
         self._is_closed = False
-        for emptied in call.emptied:  # of what workers of a former generation have left
-            shutil.rmtree(emptied, ignore_errors=True)
-            os.makedirs(emptied)
+        if (function := call.function) is not None:  # a former generation may have left values
+            shutil.rmtree(function.values, ignore_errors=True)
+            os.makedirs(function.values)
         with ExitStack() as failed:
             folder = make_folder(call, f"launch{go.launch}-{go.generation}")
             failed.callback(shutil.rmtree, folder, ignore_errors=True)
@@ -192,8 +192,7 @@ class Generation:
             self._failures(),
             self._workers.codes,
             call.stores,
-            # Unless the call means that, as by gathering values.
-            ok and not call.may_train_alone and call.world_size > 1 and trained_alone,
+            ok and not (call.function and call.function.gathers) and call.world_size > 1 and trained_alone,
             () if ok else self._workers.early,
         )
 

@@ -33,7 +33,6 @@ from ..worker import function_worker as worker
 from .arguments import dict_or_list
 from .transfer import PATIENCE_S, Step, ToStore, Transfer, do_within, patience_for
 
-# What torchrun runs where the entrypoint is a function.
 FUNCTION_WORKER = os.path.abspath(worker.__file__)
 # How long storing or loading a raised exception may take. Without it there is still its text, so the limit is short.
 RAISED_PATIENCE_S = 10.0
@@ -60,14 +59,13 @@ class FunctionCall:
         inner = function.func if isinstance(function, partial) else function
         _check_call(inner, *call)
         name = str(getattr(inner, "__qualname__", type(inner).__qualname__))
-        # With gather, the control node gets the values of all ranks. A function that gathers is not expected to use a
-        # process group, so no warning says that its ranks train alone.
-        self._gather = self.may_train_alone = run.gather
+        self._gather = run.gather  # the control node gets the values of all ranks
         self._store, self.stores = store, store is not None
-        self._node, self._ranks = CONTROL, range(0)
         self.folder = _written(call, inner, name, run.process_group)
-        self.emptied = os.path.join(self.folder, worker.VALUES)
-        self.function = FunctionSpec(name, FUNCTION_WORKER, self.folder, _source_of(inner))
+        # What torchrun runs, as fields of `Call`; the nodes compare the file with the function's code.
+        spec = FunctionSpec(name, os.path.join(self.folder, worker.VALUES), run.gather)
+        self.program: dict[str, Any] = {"entrypoint": FUNCTION_WORKER, "args": (self.folder,), "function": spec}
+        self.program["source"] = _source_of(inner)
 
     @classmethod
     def of(cls, run: RunSettings, store: DatastoreValues | None) -> FunctionCall | None:
@@ -85,13 +83,9 @@ class FunctionCall:
         """Remove the files."""
         shutil.rmtree(self.folder, ignore_errors=True)
 
-    def begin(self, call: Call) -> None:
-        """Note which ranks are this node's."""
-        self._node, self._ranks = call.node_index, call.ranks
-
-    def to_store(self, error: TorchrunError | None, within_s: float | None) -> ToStore | None:
+    def to_store(self, call: Call, error: TorchrunError | None, within_s: float | None) -> ToStore | None:
         """Return the values for the control node, or what the rank that is the cause has raised, for all nodes."""
-        if self._store is None or (error is None and (self._node == CONTROL or not self._gather)):
+        if self._store is None or (error is None and (call.node_index == CONTROL or not self._gather)):
             return None
         cause = cause_of(error)
         kind, name = ("value", worker.RETURNED) if error is None else ("exception", worker.RAISED)
@@ -100,7 +94,7 @@ class FunctionCall:
         def save(rank: int, path: Path) -> None:
             keys[str(rank)] = store.save(path.read_bytes())
 
-        for rank in self._ranks:
+        for rank in call.ranks:
             path, is_wanted = self._path(name, rank), error is None or (cause is not None and rank == cause.rank)
             if is_wanted and path.exists():
                 size = path.stat().st_size
@@ -113,21 +107,21 @@ class FunctionCall:
 
     # --- at the end -------------------------------------------------------------------------------
 
-    def result(self, told: Plain, say: Callable[[str], None]) -> Mapping[str, Any]:
+    def result(self, call: Call, told: Plain, say: Callable[[str], None]) -> Mapping[str, Any]:
         """Return the values of this node's ranks and of those stored for it."""
-        values = {}
-        for rank in self._ranks:
+        values, is_control = {}, call.node_index == CONTROL
+        for rank in call.ranks:
             with suppress(FileNotFoundError):  # it has ended by sys.exit()
                 values[rank] = self._path(worker.RETURNED, rank).read_bytes()
-        if self._node != CONTROL:  # for a task that has come in the place of another, as in `outputs`
-            told = {rank: key for rank, key in told.items() if int(rank) in self._ranks}
+        if not is_control:  # for a task that has come in the place of another, as in `outputs`
+            told = {rank: key for rank, key in told.items() if int(rank) in call.ranks}
         if (store := self._store) is not None and told:
             found, keys = dict[str, bytes](), list(dict.fromkeys(told.values()))
             what = f"the value of {names(map(int, told), 'rank')}"
             step = Step(what, lambda: found.update(store.load(keys)), len(keys) * PATIENCE_S)
             Transfer(store.where, "loads", [step]).wait(say)
             values |= {int(rank): found[key] for rank, key in told.items()}
-        return {"values": dict(sorted(values.items())), "gathered": self._gather and self._node == CONTROL}
+        return {"values": dict(sorted(values.items())), "gathered": self._gather and is_control}
 
     def original(self, error: LaunchFailed, told: Plain) -> BaseException:
         """Return what `run` raises: the worker's exception, `WorkerFailed` if it can't be had, or `error` itself."""
@@ -246,10 +240,10 @@ def _what_fails(call: tuple[Any, ...], name: str) -> str:
 def _unpickled(data: bytes) -> BaseException | str:
     """Return a worker's exception, or a sentence why it can't be had."""
     try:
-        found = pickle.loads(data)  # noqa: S301 - our own workers', through the run's datastore
+        found: BaseException | str = pickle.loads(data)  # noqa: S301 - our own workers', through the run's datastore
     except Exception as problem:
         return (
             f"The exception itself can't be unpickled here ({worker.words_of(problem)}). What its __init__ takes must go to "
             "super().__init__(), too, or into a __reduce__; and its class must be importable in the task."
         )
-    return found if isinstance(found, BaseException | str) else "Its __reduce__ makes no exception."
+    return found

@@ -55,10 +55,11 @@ class LaunchCall:
         self.call, self._function, self._outputs, self._where = call, function, outputs, where
         both = {"functions": function, "outputs": outputs}
         self._services = {kind: each for kind, each in both.items() if each is not None}  # by the kind of their reports
-        self._told: Mapping[str, Plain] = {}  # what the launch has left for this node
+        self._told: dict[str, Plain] = {}  # what the launch has left for this node
         self._member, self._link = member, member.link
         self._complete, self._number = complete, -1
-        self._stored = 0  # the generation whose files were stored last
+        self._generation = 0  # of which something was stored last
+        self._stored: dict[str, Plain] = {}  # what this node has stored of it, and told
         self._verdict: TorchrunError | None = None
         self._end: Mapping[str, Any] | None = None  # what the supervisor has told at the launch's end
 
@@ -89,17 +90,11 @@ class LaunchCall:
         return None if self._end is None else self._end["handled"]
 
     def _prepare(self) -> None:
-        self._begin_services()
         for stream in (sys.stdout, sys.stderr):
             with suppress(Exception):  # whatever the step's code has put there
                 stream.flush()
         writes = tuple(name for name, own in self._link.own_files.items() if console.is_elsewhere(name, own))
         self.call = replace(self.call, writes=writes)
-
-    def _begin_services(self) -> None:
-        """Have them begin a generation: they forget what another one has stored."""
-        for service in self._services.values():
-            service.begin(self.call)
 
     def _next(self, is_enough: Callable[[], bool] = lambda: False) -> Sequence[Any]:
         """Return the next frame; an empty one when it is enough, or time to look. Raises TorchrunError if none can come."""
@@ -139,26 +134,25 @@ class LaunchCall:
             finally:
                 self._member.uploads = False
 
-    def _place(self, group: Group | None) -> bool:
-        """Take the place that this node has in the last generation; return whether it had another one before."""
-        before = self.call
-        if group is not None:
-            self.call = replace(before, group=group)
-        return self.call != before
+    def _place(self, group: Group | None) -> None:
+        """Take the place that this node has in the last generation; if that is another one, nothing of it is stored."""
+        if group not in (None, self.call.group):
+            self.call = replace(self.call, group=group)
+            self._stored.clear()
 
     def result(self, outcome: Outcome) -> TorchrunResult[Any]:
         """Return the result on this node of a launch that has ended well. Raises LaunchFailed if a part can't be loaded."""
         verdict, call, member = outcome.verdict, self.call, self._member
-        fields = _metrics(verdict.left.get("progress", {}))
+        fields = _metrics(self._told.get("progress", {}))
         try:
             for kind, service in self._services.items():
-                fields |= service.result(verdict.left.get(kind, {}), member.note)
+                fields |= service.result(call, self._told.get(kind, {}), member.note)
         except TransferFailed as error:
             cause = Cause("store", member.node, member.host, exception=f"has no result: {error}")
             after = f"\nThe workers of launch {verdict.launch} had ended well on all nodes."
             told = failed(LaunchFailed, FailureText(cause, after=after))
             told.events = as_dicts(verdict.events)
-            self._add_outputs(told, verdict.left)
+            self._add_outputs(told)
             raise told from error
         return TorchrunResult(
             launch=verdict.launch,
@@ -180,21 +174,22 @@ class LaunchCall:
         """Return what `run` raises for the gang's verdict: what the function raised, or the verdict itself."""
         return error if self._function is None else self._function.original(error, self._told.get("functions", {}))
 
-    def _add_outputs(self, error: TorchrunError, told: Mapping[str, Plain]) -> None:
+    def _add_outputs(self, error: TorchrunError) -> None:
         if self._outputs is not None:
-            self._outputs.failed(error, told.get("outputs", {}))
+            error.outputs = self._outputs.known(self._told.get("outputs", {}))
 
     # --- what the workers have left
 
     def _store(self, asked: Store) -> None:
         """Store what the gang asks for, and tell it; give up when another frame comes."""
-        is_moved = self._place(asked.group)
-        if is_moved or asked.generation != self._stored:
-            self._begin_services()  # they may have stored what another generation had left
-        self._stored, member = asked.generation, self._member
+        self._place(asked.group)
+        if asked.generation != self._generation:
+            self._stored.clear()  # what another generation had left
+        self._generation, member = asked.generation, self._member
         if not self._await(lambda: not member.has_job):  # one at a time
             return
-        all_parts = {kind: each.to_store(asked.error, asked.within_s) for kind, each in self._services.items()}
+        left = {kind: each for kind, each in self._services.items() if kind not in self._stored}
+        all_parts = {kind: each.to_store(self.call, asked.error, asked.within_s) for kind, each in left.items()}
         parts = {kind: each for kind, each in all_parts.items() if each is not None}
         failures: tuple[Failure, ...] = ()
         if parts:
@@ -223,17 +218,20 @@ class LaunchCall:
         """Tell the log and the gang how it has ended; return why the launch fails without it."""
         problem, member = upload.problem(), self._member
         failures: tuple[Failure, ...] = ()
-        if problem is not None and asked.error is None:
-            text = f"has ended well, but {upload.step.what} could not be stored in {self._where} {problem}"
-            cause = Cause("store", member.node, member.host, exception=text)
-            failures = (Failure(cause),)
-            member.say(Event("worker_failed", member.node, f"{cause.who} {cause.what}; stopping all nodes"))
+        if problem is not None:
+            text = f"{upload.step.what} could not be stored in {self._where} {problem}"
+            if asked.error is not None:
+                member.note(f"not all that its workers have left is stored: {text}")
+            else:
+                cause = Cause("store", member.node, member.host, exception=f"has ended well, but {text}")
+                failures = (Failure(cause),)
+                member.say(Event("worker_failed", member.node, f"{cause.who} {cause.what}; stopping all nodes"))
         for kind, each in parts.items():
-            for line in () if failures else each.lines(problem, upload.seconds):
+            for line in each.lines if problem is None else ():
                 member.note(line)
             if each.stored:
-                member.send(Report(kind, asked.launch, asked.generation, dict(each.stored)))
-                each.is_told = True
+                self._stored[kind] = dict(each.stored)
+                member.send(Report(kind, asked.launch, asked.generation, self._stored[kind]))
         return failures
 
     # --- the end
@@ -247,13 +245,17 @@ class LaunchCall:
             raise error
         outcome: Outcome = from_plain(Outcome, told["outcome"], "the outcome")
         verdict = outcome.verdict
-        if self._place(verdict.group):
-            self._begin_services()
-        self._told = verdict.left
+        self._place(verdict.group)
+        self._told = {**verdict.left}
+        if own := self._stored.get("outputs"):  # of others the gang tells the control node alone
+            nodes = self._told.get("outputs", {}).get("nodes", {})
+            self._told["outputs"] = {
+                "nodes": {**nodes, str(self._member.node): [own["key"], own["files"], own["size"]]}
+            }
         if verdict.error is not None:
             self._verdict = verdict.error
             verdict.error.events = as_dicts(verdict.events)
-            self._add_outputs(verdict.error, self._told)
+            self._add_outputs(verdict.error)
             raise verdict.error
         return outcome
 

@@ -36,9 +36,6 @@ class LaunchOutputs:
     def __init__(self, patterns: tuple[str, ...], of_all: bool, node: int, store: DatastoreValues) -> None:
         self.stores = of_all or node == CONTROL
         self._patterns, self._of_all, self._node, self._store = patterns, of_all, node, store
-        self._folder = os.getcwd()
-        self._since = time.time()  # files that are older are not of this call of `run`
-        self._files: FilesToStore | None = None  # of this generation
 
     @classmethod
     def of(cls, run: RunSettings, node: int, store: DatastoreValues | None) -> LaunchOutputs | None:
@@ -52,77 +49,38 @@ class LaunchOutputs:
             raise TorchrunConfigError("run(outputs=...) needs a datastore, which only a step of a flow has.")
         return cls(run.outputs, run.outputs_from == "all", node, store)
 
-    def begin(self, call: Call) -> None:
-        """Forget what another generation has stored; note where the workers run."""
-        self._files, self._folder = None, call.cwd
+    def to_store(self, call: Call, error: TorchrunError | None, within_s: float | None) -> ToStore | None:
+        """Return the files of this node, if they are asked for."""
+        return FilesUpload(self._patterns, call.cwd, self._store, within_s).to_store if self.stores else None
 
-    def to_store(self, error: TorchrunError | None, within_s: float | None) -> ToStore | None:
-        """Return the files, unless they are stored."""
-        if not self.stores or (self._files is not None and self._files.is_told):
-            return None
-        self._files = FilesToStore(self._patterns, self._folder, self._store, self._since, within_s)
-        return self._files
-
-    def result(self, told: Plain, say: Callable[[str], None]) -> Mapping[str, Any]:
+    def result(self, call: Call, told: Plain, say: Callable[[str], None]) -> Mapping[str, Any]:
         """Return the stored files that this node knows of."""
-        return {"outputs": self._known(told)}
+        return {"outputs": self.known(told)}
 
-    def failed(self, error: TorchrunError, told: Plain) -> None:
-        """Put the files that were stored after a failure on the error."""
-        error.outputs = self._known(told)
-
-    def _known(self, told: Plain) -> Outputs:
+    def known(self, told: Plain) -> Outputs:
         """Return the control node's files, or those of all nodes on it; another node's own, where each has some."""
         of = {int(node): tuple(each) for node, each in told.get("nodes", {}).items()}
         if self._of_all and self._node != CONTROL:
-            # A task that has come in the place of another has stored none; it is told those of that one.
+            # A task that has come in the place of another is told those of that one.
             of = {node: each for node, each in of.items() if node == self._node}
-            if self._files is not None and self._files.is_told:
-                of = {self._node: tuple(self._files.stored[name] for name in ("key", "files", "size"))}
         return Outputs(self._store.address, of)
 
 
-class FilesToStore(ToStore):
-    """The files of `folder` that patterns name; those older than `since` (Unix time) are not of the launch.
+class FilesUpload:
+    """Stores the files of `folder` that patterns name, within so many seconds if the launch has failed.
 
-    Only the transfer's thread touches this object until that has ended.
+    Only the transfer's thread touches this object.
     """
 
     def __init__(
-        self,
-        patterns: tuple[str, ...],
-        folder: str,
-        store: DatastoreValues,
-        since: float,
-        within_s: float | None = None,
+        self, patterns: tuple[str, ...], folder: str, store: DatastoreValues, within_s: float | None = None
     ) -> None:
-        super().__init__(self._all_steps(), {})
-        self._patterns, self._folder, self._store, self._since = patterns, folder, store, since
-        self._has_failed = within_s is not None
-        self._deadline = float("inf") if within_s is None else time.monotonic() + within_s
+        self.to_store = ToStore(self._all_steps())
+        self._patterns, self._folder, self._store = patterns, folder, store
+        self._has_failed, self._begun_at = within_s is not None, time.monotonic()
+        self._deadline = self._begun_at + (float("inf") if within_s is None else within_s)
         self._rows: list[dict[str, Any]] = []  # one for each stored file
         self._left_out: dict[str, str] = {}  # name or pattern -> why
-        self._old: list[str] = []  # names of those that are older than the launch
-
-    def lines(self, problem: str | None, seconds: float) -> Iterator[str]:
-        """Yield what was found and stored, and what was not, in few lines."""
-        if problem is not None:
-            yield f"its outputs could not be stored in {self._store.where} {problem}"
-            return
-        if self._has_failed and not self._rows:
-            return  # a launch that fails early has nothing, and its cause comes next
-        if self._left_out:
-            left_out = [f"{name!r} {why}" for name, why in sorted(self._left_out.items())]
-            yield f"warning: left out of the outputs in {self._folder}: {first_values(left_out)}"
-        if self._old:
-            yield f"warning: older than this launch: {first_values([repr(name) for name in self._old])}"
-        yield f"stored outputs: {counted(len(self._rows), 'file')}, {size_text(self._size)}, in {seconds:.1f} s"
-
-    @property
-    def _size(self) -> int:
-        return sum(row["size"] for row in self._rows)
-
-    # --- the steps --------------------------------------------------------------------------------
 
     def _all_steps(self) -> Iterator[Step]:
         names: list[str] = []
@@ -156,16 +114,22 @@ class FilesToStore(ToStore):
         except OSError as error:
             self._left_out[name] = _cant_be_read(error)
             return
-        if status.st_ctime < self._since:
-            self._old.append(name)
         mode = stat.S_IMODE(status.st_mode)
         self._rows.append({"name": name, "size": done, "modified": status.st_mtime, "mode": mode, "parts": parts})
 
     def _save_index(self) -> None:
         index = {"files": self._rows, "left_out": dict(sorted(self._left_out.items()))}
         key = self._store.save(json.dumps(index).encode())  # in ASCII, so that names may be of any bytes
+        count, size = len(self._rows), sum(row["size"] for row in self._rows)
         names = tuple(row["name"][:_NAME_CHARS] for row in self._rows[:_NAMED])
-        self.stored = {"key": key, "files": len(self._rows), "size": self._size, "names": names}
+        self.to_store.stored.update({"key": key, "files": count, "size": size, "names": names})
+        if self._has_failed and not self._rows:
+            return  # a launch that fails early has nothing, and its cause comes next
+        if self._left_out:
+            left_out = [f"{name!r} {why}" for name, why in sorted(self._left_out.items())]
+            self.to_store.lines.append(f"warning: left out of the outputs in {self._folder}: {first_values(left_out)}")
+        seconds = time.monotonic() - self._begun_at
+        self.to_store.lines.append(f"stored outputs: {counted(count, 'file')}, {size_text(size)}, in {seconds:.1f} s")
 
 
 # --- what the patterns name -------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from ..errors import EntrypointError
 from ..gang.group import Group
 from ..gang.policy import LaunchPolicy
 from ..settings import RunSettings
-from ..supervisor.call import Call, FunctionSpec
+from ..supervisor.call import Call
 from .arguments import Position, entrypoint_arguments
 
 # Options of torchrun about the output of its workers, which goes another way here.
@@ -21,25 +21,22 @@ WITHOUT_EFFECT = ("log-dir", "local-ranks-filter")
 
 
 def make_call(
-    run: RunSettings, place: Position, function: FunctionSpec | None = None, may_come: bool = False, **more: Any
+    run: RunSettings, place: Position, program: dict[str, Any] | None = None, may_come: bool = False, **more: Any
 ) -> Call:
-    """Find what `run` names on this node; `fields` are further ones of `Call`.
+    """Find what `run` names on this node; `more` are further fields of `Call`.
 
-    `function` is what the workers call if the entrypoint is one. `may_come`: what runs before may still make the entrypoint.
+    `program` has those that say what torchrun runs for a function. `may_come`: what runs before may still make the
+    entrypoint.
     """
     options = {name: value for name, value in run.options.items() if name not in WITHOUT_EFFECT}
     cwd = run.cwd or os.getcwd()
     folders = [cwd, *filter(None, [place.flow_dir])]
-    program: dict[str, Any]
-    if function is not None:
-        program = {"entrypoint": function.script, "args": (function.folder,)}
-        program |= {"source": function.source, "function": function}
-    elif run.command:
+    if program is None and run.command:
         name, *rest = run.command
         found = _find_program(name, folders, run.env, may_come)
         program = {"entrypoint": found, "command": run.command, **_arguments(run, rest)}
         options["no-python"] = None
-    else:
+    elif program is None:
         name = _name_of(run.entrypoint)
         is_path = not run.module and "no-python" not in options
         program = {"entrypoint": _find(name, folders, "entrypoint", may_come) if is_path else name, **_arguments(run)}

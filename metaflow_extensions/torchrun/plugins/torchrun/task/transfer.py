@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 # How long one thing may take: a quarter of an hour, in which a store's service can restart, and the time that its size
@@ -31,17 +31,16 @@ class Step:
     patience_s: float
 
 
+@dataclass(frozen=True)
 class ToStore:
-    """What is stored of a launch when all workers of the gang have ended."""
+    """What is stored of a launch when all workers of the gang have ended.
 
-    def __init__(self, steps: Iterator[Step], stored: dict[str, Any]) -> None:
-        self.steps = steps  # the transfer's thread asks for each and does it, one after the other
-        self.stored = stored  # what the gang is told at the end; that thread fills it
-        self.is_told = False
+    The transfer's thread asks for each step and does it, one after the other. The steps fill the rest.
+    """
 
-    def lines(self, problem: str | None, seconds: float) -> Iterable[str]:
-        """Return the lines for this node's log at its end; `problem` is why not everything is stored."""
-        return ()
+    steps: Iterator[Step]
+    stored: dict[str, Any] = field(default_factory=dict)  # what the gang is told at the end
+    lines: list[str] = field(default_factory=list)  # for this node's log, when all is stored
 
 
 class Transfer:
@@ -61,11 +60,6 @@ class Transfer:
         self._ended = threading.Event()
         self._given_up = False
         threading.Thread(target=self._run, name="torchrun-values", daemon=True).start()
-
-    @property
-    def seconds(self) -> float:
-        """Seconds since it was made."""
-        return time.monotonic() - self._begun_at
 
     @property
     def hangs(self) -> bool:
