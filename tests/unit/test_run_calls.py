@@ -9,6 +9,7 @@ import pytest
 from metaflow import lint
 from unit_helpers import write
 
+from metaflow_extensions.torchrun.plugins.torchrun.compat.graph import sources_of_steps
 from metaflow_extensions.torchrun.plugins.torchrun.task import run_calls
 
 FLOW = """
@@ -109,6 +110,46 @@ def test_the_number_of_processes_is_known_where_all_calls_name_the_same(body, nu
     other = SimpleNamespace(name="other", decorators=node.decorators, source_file=str(path), func_lineno=2)
     assert run_calls.nproc_in_calls([node], "train") == number
     assert run_calls.nproc_in_calls([other], "train") is None
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        "current.torch.run('x.py')",
+        "def again():\n    current.torch.card()\nagain()",
+    ],
+)
+def test_current_torch_in_a_step_without_torchrun_is_refused(body, told):
+    message, line = told(body, decorator="")
+    assert message.startswith("Step *train* uses current.torch, but has no @torchrun. Add @torchrun to this step, ")
+    assert "current.torch" in line
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        "if 'torch' in current:\n    current.torch.run('x.py')",
+        "if self.x:\n    print(current.torch.num_nodes)",
+        "hasattr(current, 'torch') and current.torch.run('x.py')",
+        "try:\n    current.torch.run('x.py')\nexcept AttributeError:\n    pass",
+        "try:\n    current.torch.run('x.py')\nexcept:\n    pass",
+        "self.current.torch.run('x.py')",
+    ],
+)
+def test_a_step_that_can_do_without_current_torch_is_passed_over(body, told):
+    assert "current.torch" not in (told(body, decorator="") or [""])[0]
+
+
+def test_decorators_that_may_offer_current_torch_themselves_are_known():
+    def others(module, wrappers=(), is_parallel=False):
+        node = SimpleNamespace(decorators=[type("Deco", (), {"__module__": module, "name": "deco"})()], name="train")
+        node.wrappers, node.parallel_step, node.source_file, node.func_lineno = wrappers, is_parallel, "flow.py", 1
+        return list(sources_of_steps([node], with_torchrun=False))
+
+    assert others("metaflow.plugins.resources_decorator") == [("train", "flow.py", 1)]
+    assert others("metaflow_extensions.ours.plugins.git") == []
+    assert others("metaflow.plugins.resources_decorator", ["a user's"]) == []
+    assert others("metaflow.plugins.parallel_decorator", is_parallel=True) == [], "a mutator may make a gang of it"
 
 
 # --- scripts that are not there -----------------------------------------------------------------------

@@ -5,12 +5,16 @@ Read in 2.13 and 2.19.39. The flow's commands load this module.
 
 from __future__ import annotations
 
+import linecache
 import sys
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import suppress
 from typing import Any
 
-from .renamed import harmless, known
+from .renamed import check, harmless, known
+
+# Where the decorators are defined that are known to offer no `current.torch`.
+_KNOWN_DECORATORS = ("metaflow.", "metaflow_extensions.torchrun.", "metaflow_extensions.obcheckpoint.")
 
 LintWarn: Any = known("metaflow.lint:LintWarn")
 
@@ -58,9 +62,14 @@ def check_first(check: Callable[[Any], None]) -> None:
 
 
 def is_ours(graph: Any) -> bool:
-    """Return whether a flow has ``@torchrun``. No other flow notices us."""
+    """Return whether a flow has ``@torchrun``, or may use ``current.torch`` without. No other flow notices us."""
     with suppress(Exception):
-        return any(deco.name == "torchrun" for node in graph for deco in node.decorators)
+        if any(deco.name == "torchrun" for node in graph for deco in node.decorators):
+            return True
+        files = {node.source_file for node in graph}
+        if any(".torch" in line for path in files for line in linecache.getlines(path)):
+            check()
+            return True
     return False
 
 
@@ -82,11 +91,22 @@ def first_plain_step(graph: Any) -> tuple[Any, ...] | None:
     return None
 
 
-def sources_of_steps(graph: Any) -> Iterator[tuple[str, str, int]]:
-    """Yield the name of each ``@torchrun`` step, its file, and the line of its ``def``."""
+def sources_of_steps(graph: Any, with_torchrun: bool = True) -> Iterator[tuple[str, str, int]]:
+    """Yield the name of each ``@torchrun`` step, its file, and the line of its ``def``; or the same of the other steps.
+
+    Of these, some may have ``current.torch`` nevertheless: a mutator can still make a gang of one with ``@parallel``
+    (2.19), and the decorators of users (from 2.16) and of other extensions may do anything.
+    """
     for node in graph:
-        if any(deco.name == "torchrun" for deco in node.decorators):
+        is_ours = any(deco.name == "torchrun" for deco in node.decorators)
+        if is_ours if with_torchrun else not is_ours and _is_plain(node):
             yield node.name, node.source_file, node.func_lineno
+
+
+def _is_plain(node: Any) -> bool:
+    modules = [type(deco).__module__ for deco in node.decorators]
+    may_change = node.parallel_step or getattr(node, "wrappers", None)
+    return not may_change and all(name.startswith(_KNOWN_DECORATORS) for name in modules)
 
 
 def ignored_by_with(name: str) -> list[str]:

@@ -33,6 +33,16 @@ def check_source(graph: Any) -> None:
             "num_parallel, remove @torchrun and use TorchrunSingleNodeMultiGPU.",
             *where,
         )
+    for step, path, first in sources_of_steps(graph, with_torchrun=False):
+        # Metaflow would start it first, and not say why it failed.
+        if line := _line_with_torch(_nodes_of_step(path, first)):
+            raise LintWarn(
+                f"Step *{step}* uses current.torch, but has no @torchrun. Add @torchrun to this step, and enter it with "
+                f"self.next(self.{step}, num_parallel=N). On one node, TorchrunSingleNodeMultiGPU().run does without both. "
+                'If the step also runs without it, write: if "torch" in current: ...',
+                line,
+                path,
+            )
     for step, path, first in sources_of_steps(graph):
         calls = _calls_of_run(path, first)
         for given in (each for call in calls for each in call.keywords):
@@ -82,8 +92,11 @@ def nproc_in_calls(graph: Any, step: str) -> int | None:
     return number if type(number) is int else None
 
 
-def _calls_of_run(path: str | None, first: int | None) -> list[ast.Call]:
-    """Return the calls of ``current.torch.run`` in the function whose ``def`` is in line `first` of a file.
+# --- the source of a step ---------------------------------------------------------------------------
+
+
+def _nodes_of_step(path: str | None, first: int | None) -> list[ast.AST]:
+    """Return what stands in the function whose ``def`` is in line `first` of a file.
 
     Nothing where that can't be read, or ``current`` may be another one than Metaflow's.
     """
@@ -94,6 +107,27 @@ def _calls_of_run(path: str | None, first: int | None) -> list[ast.Call]:
         names = (node for node in nodes if isinstance(node, ast.Name) and node.id == "current")
         functions = [node for node in nodes if isinstance(node, ast.FunctionDef) and node.lineno == first]
         if sources == {"metaflow"} and all(isinstance(name.ctx, ast.Load) for name in names):
-            calls = (inner for node in functions for inner in ast.walk(node) if isinstance(inner, ast.Call))
-            return [call for call in calls if ast.unparse(call.func) == "current.torch.run"]
+            return [inner for node in functions for inner in ast.walk(node)]
     return []
+
+
+def _is_torch(node: ast.AST) -> bool:
+    name = node.value if isinstance(node, ast.Attribute) and node.attr == "torch" else None
+    return isinstance(name, ast.Name) and name.id == "current"
+
+
+def _calls_of_run(path: str | None, first: int | None) -> list[ast.Call]:
+    """Return the calls of ``current.torch.run`` in a step."""
+    calls = [node for node in _nodes_of_step(path, first) if isinstance(node, ast.Call)]
+    named = ((call, call.func) for call in calls)
+    return [call for call, f in named if isinstance(f, ast.Attribute) and f.attr == "run" and _is_torch(f.value)]
+
+
+def _line_with_torch(nodes: list[ast.AST]) -> int | None:
+    """Return where they surely use ``current.torch``: they don't ask for "torch", and it is not below ``if`` or ``try``."""
+    if any(isinstance(node, ast.Constant) and node.value == "torch" for node in nodes):
+        return None
+    unsure = (node for node in nodes if isinstance(node, ast.If | ast.IfExp | ast.Try))
+    passed_over = {id(inner) for node in unsure for inner in ast.walk(node)}
+    uses = [node for node in nodes if isinstance(node, ast.expr) and _is_torch(node) and id(node) not in passed_over]
+    return min((node.lineno for node in uses), default=None)
