@@ -131,9 +131,6 @@ class FakeNode:
         self.report("started")
         return agent
 
-    def stop(self, generation=0, **more):
-        self.side.deliver(messages.Stop(0, generation, **more))
-
     def verdict(self, error=None, **more):
         """Have the control node decide; return what `run` returns or raises."""
         self.side.deliver(messages.Verdict(0, error, **more))
@@ -142,11 +139,6 @@ class FakeNode:
     def interrupt(self, news):
         """Put something into the launch's inbox, as another thread or a signal handler does."""
         self.loop.post(lambda: self.side.itself.inbox.put_nowait(news))
-
-    def ends_well(self, agent, **verdict):
-        """Have everything end well; return the node's *ended*, and what `run` returns."""
-        self.all_end_well(agent)
-        return self.expect(messages.Ended), self.verdict(**verdict)
 
     def ends(self, agent, *end):
         """Have the agent be gone and the control node decide on an error; return the node's *ended*."""

@@ -62,7 +62,11 @@ def test_every_worker_gets_sigterm_exactly_once_whatever_the_step_ignores_and_bl
     finally:
         supervised.close()
     ended = [event for event in seen if isinstance(event, WorkerEnded)]
-    assert sorted((event.rank, event.status, event.stopped) for event in ended) == [(0, 3, True), (1, 0, True), (2, 0, True)]
+    assert sorted((event.rank, event.status, event.stopped) for event in ended) == [
+        (0, 3, True),
+        (1, 0, True),
+        (2, 0, True),
+    ]
     assert [(tmp_path / f"{rank}.count").read_text() for rank in (1, 2)] == ["1", "1"]
     ignored, blocked = (int(word, 16) for word in (tmp_path / "1.ready").read_text().split())
     own = 1 << signal.SIGPIPE - 1 | 1 << signal.SIGXFSZ - 1  # Python's own
