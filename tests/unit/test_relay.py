@@ -14,7 +14,7 @@ from loops import InLoop, Loop
 from unit_helpers import eventually
 
 from metaflow_extensions.torchrun.plugins.torchrun.gang.limits import LATE_S
-from metaflow_extensions.torchrun.plugins.torchrun.gang.messages import Ended, Join, Lines
+from metaflow_extensions.torchrun.plugins.torchrun.gang.messages import Ended, Join
 from metaflow_extensions.torchrun.plugins.torchrun.machine.streams import unread_bytes
 from metaflow_extensions.torchrun.plugins.torchrun.supervisor import output, relay
 from metaflow_extensions.torchrun.plugins.torchrun.supervisor.connection import LENGTH, decode, encode
@@ -75,22 +75,6 @@ def test_every_line_is_sent_whole_and_in_order_or_is_counted_where_it_is_missing
         assert sent == written[at : at + len(sent)]
         at += len(sent)
     assert at == len(written)
-
-
-def test_a_line_that_is_too_long_is_left_out_alone():
-    channel = Channel()
-
-    async def send():
-        sender = LineSender(channel.send, lambda: channel.has_room, 2)
-        for text in ("short\n", "x" * 200_000 + "\n", "\x00" * 100_000 + "\n", "after\n"):
-            sender.add("stdout", text)
-        sender.send_all()
-        sender.add("stdout", "x" * 200_000 + "\n")
-        sender.send_all()
-
-    asyncio.run(send())
-    kept = ("stdout", "\x00" * 100_000 + "\n"), ("stdout", "after\n")
-    assert channel.sent == [Lines(kept, 2), Lines((), 1)]
 
 
 def test_a_large_gang_does_not_flood_its_control_node():

@@ -14,7 +14,6 @@ from metaflow_extensions.torchrun.plugins.torchrun.gang.cause import Cause, Fail
 from metaflow_extensions.torchrun.plugins.torchrun.supervisor.agent import WorkerEnded
 from metaflow_extensions.torchrun.plugins.torchrun.supervisor.call import Call
 from metaflow_extensions.torchrun.plugins.torchrun.supervisor.workers import (
-    Record,
     Workers,
     read_record,
 )
@@ -93,11 +92,6 @@ def test_a_script_that_refuses_true_for_a_flag_has_the_remedy_beside_its_own_wor
 
 
 # --- what a worker leaves --------------------------------------------------------------------------
-
-
-def test_what_no_log_could_take_is_escaped(node):
-    left = node.leaves(record=own_record(7.5, "E: \udcff", "🙂 \ud800"))
-    assert read_record(left) == Record("E: \\udcff", "🙂 \\ud800", 7.5)
 
 
 @pytest.mark.parametrize("text", ["", '{"message": {"mess', "[]", '{"exception": "E", "at": 1}'])
@@ -211,13 +205,6 @@ def test_a_failure_names_file_and_line_of_the_users_code(trace, said, node):
     cause = node.cause()
     assert cause.what == said
     assert f"{said}." in FailureText(cause).without_detail(), "also where the traceback is not repeated"
-
-
-def test_who_has_ended_early_was_not_told_to(node):
-    node.ended(0, 0, at=1)
-    node.ended(1, 0, at=2, stopped=True)
-    node.ended(2, 1, at=1)
-    assert node.exits.early == (3,)
 
 
 def test_without_an_exception_the_last_line_of_stderr_is_named(node):
