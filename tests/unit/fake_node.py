@@ -108,10 +108,9 @@ class FakeNode:
         return self.expect(messages.Ready)
 
     def prepare(self):
-        """Have the step's code call `run` with commands before; return the agent that runs them, if it is a fake one."""
+        """Have the step's code call `run` with commands before."""
         self._begin()
         self.report("before_run")
-        return None if self.new_agent != self._new_agent else self._agents.get(timeout=DEADLINE_S)
 
     def go(self, generation=0, **more):
         """Have the control node say *go*; return the agent that is made."""
