@@ -6,11 +6,9 @@ import ast
 import difflib
 import inspect
 import itertools
-import os
 import re
 import runpy
 import shlex
-import shutil
 import signal
 import subprocess
 import sys
@@ -28,8 +26,6 @@ from metaflow_extensions.torchrun.plugins.torchrun.executor import TorchrunExecu
 from metaflow_extensions.torchrun.plugins.torchrun.gang.cause import _CATEGORIES, Cause
 from metaflow_extensions.torchrun.plugins.torchrun.parsing import RETRY_CLASSES
 from metaflow_extensions.torchrun.plugins.torchrun.settings import DEFAULTS, SETTINGS
-
-PACKAGE = Path(inspect.getfile(TorchrunExecutor)).parent
 
 
 def commands_of(name: str) -> list[str]:
@@ -111,20 +107,6 @@ def test_each_command_is_of_a_kind_that_is_checked_here():
 def test_make_knows_its_targets():
     made = subprocess.run(["make", "--dry-run", *MAKE], cwd=REPOSITORY, capture_output=True, text=True)
     assert made.returncode == 0, made.stderr
-
-
-def test_make_leaves_the_environment_of_the_readme_alone(tmp_path):
-    assert "python3 -m venv .venv\n" in read("README.md")
-    users = tmp_path / ".venv" / "bin" / "python"
-    users.parent.mkdir(parents=True)
-    users.touch()
-    for name in ("Makefile", "setup.py"):
-        shutil.copy(REPOSITORY / name, tmp_path)
-    env = {"PATH": os.environ["PATH"]}  # without what a make around this test has been told
-    made = subprocess.run(["make", "--dry-run", "demo", "test"], cwd=tmp_path, env=env, capture_output=True, text=True)
-    assert made.returncode == 0, made.stderr
-    assert "pip install" in made.stdout
-    assert re.findall(r".*\.venv(?![\w-]).*", made.stdout) == []
 
 
 def test_the_tests_that_the_pages_run_exist():
@@ -259,16 +241,3 @@ def test_the_page_of_errors_names_every_part_and_class_of_a_cause():
     cause = Cause("exit", 0, "host").as_dict()
     assert [name for name in cause if f"`{name}`" not in page] == []
     assert [name for name in {*RETRY_CLASSES, *_CATEGORIES} if f"`{name}`" not in page] == []
-
-
-def test_the_table_of_threads_in_architecture_names_each_where_it_is_started():
-    rows = re.findall(r"^\| `(torchrun-[a-z]+)` \|.*\| `([\w/]+)` \|$", read("docs/architecture.md"), re.MULTILINE)
-    started = {
-        (name, str(path.relative_to(PACKAGE).with_suffix("")))
-        for path in PACKAGE.rglob("*.py")
-        for name in re.findall(
-            r"(?:name=|name: str = |Aside\()\"(torchrun-[a-z]+)\"",
-            path.read_text(encoding="utf-8"),
-        )
-    }
-    assert set(rows) == started

@@ -1,24 +1,20 @@
-"""How far a launch is: what the gang keeps, which ranks it calls slow, what the log and the page say, and a node's part."""
+"""How far a launch is: what the gang keeps, which ranks it calls slow, and what the log and the page say."""
 
 import json
 import sys
 
 import pytest
-from fake_node import FakeNode
 from gang_views import Story, crash, place
-from unit_helpers import eventually, write
 
-from metaflow_extensions.torchrun.plugins.torchrun.gang.messages import Ended, Report
 from metaflow_extensions.torchrun.plugins.torchrun.gang.progress import (
     Metrics,
     Pace,
     Point,
     Progress,
 )
-from metaflow_extensions.torchrun.plugins.torchrun.gang.wire import from_plain, to_plain
+from metaflow_extensions.torchrun.plugins.torchrun.gang.wire import to_plain
 from metaflow_extensions.torchrun.plugins.torchrun.show.page import page_of
 from metaflow_extensions.torchrun.plugins.torchrun.show.parts import Chart, Facts, Sentence, layout, lines_of
-from metaflow_extensions.torchrun.plugins.torchrun.supervisor import progress_observer as watch
 from metaflow_extensions.torchrun.plugins.torchrun.supervisor.progress_observer import parse_line
 
 
@@ -271,32 +267,3 @@ def test_what_an_earlier_launch_has_reported_is_not_taken_for_the_running_ones()
     said, facts, _ = shown(told_by().ended().ready(launch=1))
     assert said == ["Launch 1 has reported nothing so far. This is what launch 0 reported."]
     assert facts["rank 0"] == "step 30 of 60 (50 %)"
-
-
-# --- a node -----------------------------------------------------------------------------------------
-
-
-def test_what_workers_tell_is_told_while_they_run_and_at_their_end_before_that(tmp_path, monkeypatch):
-    node = FakeNode(tmp_path)
-    monkeypatch.setattr(watch, "TELLS_EVERY_S", 0.0)
-    agent = node.running()
-    folder = node.agent_folder(agent) / "metrics"
-    assert agent.env["TORCHRUN_METRICS_FOLDER"] == str(folder)
-
-    def heard():
-        message = node.expect(Report)
-        assert (message.launch, message.generation, message.kind) == (0, 0, "progress")
-        return from_plain(Metrics, message.data, "progress")
-
-    write(folder / "0.jsonl", '{"step": 1, "loss": 3}\nnonsense\n')
-    write(folder / "1.jsonl", '{"step": 2, "loss": 9}\n')
-    told = heard()
-    assert told.points == {"loss": (Point(1, 3.0),)}
-    assert {rank: pace.step for rank, pace in told.paces.items()} == {0: 1, 1: 2}
-    monkeypatch.setattr(watch, "TELLS_EVERY_S", 1000.0)
-    eventually(node.all_taken)
-    write(folder / "0.jsonl", '{"step": 1, "loss": 3}\nnonsense\n{"step": 7, "loss": NaN}\n')
-    node.all_end_well(agent)
-    assert heard().points == {"loss": (Point(7, None),)}
-    assert node.expect(Ended).ok
-    assert node.verdict().verdict.error is None
