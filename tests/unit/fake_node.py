@@ -52,21 +52,17 @@ class FakeNode:
     def __init__(self, folder, number=0, spares=None, write=None, **fields):
         tempfile.tempdir = str(folder)  # until the test's end, see `nothing_leaks`
         self.number = number
-        self.said, self.output, self.events = [], [], []
+        self.said, self.output = [], []
         self.stored = []  # what the task was asked to store; None: to give that up
         self._sent, self._agents, self._came = queue.Queue(), queue.Queue(), queue.Queue()
         self.loop = Loop()
-        log = SimpleNamespace(show=self._hear)
+        log = SimpleNamespace(show=lambda event: self.said.append((event.kind, event.text)))
         self.side = InLoop(self.loop, lambda: Side(number, 2, self._be_asked, log))
         self.side.itself.send = self._sent.put
         own = {"nproc": 2, "num_nodes": 2, "node_index": number, "python": "python3"}
         self.call = Call("/flow/train.py", (), False, **{**own, **fields})
         self.spares, self.write = spares, write or self._write
         self.new_agent = self._new_agent
-
-    def _hear(self, event):
-        self.events.append(event)
-        self.said.append((event.kind, event.text))
 
     def _write(self, stream, lines):
         self.output += [lines.decode()] if lines else []  # none: that was all for now
@@ -162,12 +158,9 @@ class FakeNode:
         """Have a worker write; return its folder."""
         if text:
             Path(Path(agent.options.stderr).parent / f"{local_rank}.{stream}").write_text(text)
-        folder = self.agent_folder(agent) / "run_x" / "attempt_0" / str(local_rank)
+        folder = Path(agent.options.stderr).parent.parent / "run_x" / "attempt_0" / str(local_rank)
         folder.mkdir(parents=True, exist_ok=True)
         return folder
-
-    def agent_folder(self, agent):
-        return Path(agent.options.stderr).parent.parent
 
     # --- what the test looks at ------------------------------------------------------------------
 
@@ -189,13 +182,6 @@ class FakeNode:
     def outcome(self):
         """Return what `run` has returned or raised."""
         return self._came.get(timeout=DEADLINE_S)
-
-    def all_taken(self):
-        """Take what was sent, if anything; tell whether there was nothing."""
-        is_empty = self._sent.empty()
-        while not self._sent.empty():
-            self._sent.get()
-        return is_empty
 
     def texts(self, kind):
         """Return what was said of that kind of event."""

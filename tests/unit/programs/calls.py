@@ -4,7 +4,6 @@ import asyncio
 import dataclasses
 import enum
 import functools
-import multiprocessing
 import os
 import sys
 import threading
@@ -111,10 +110,6 @@ def surroundings():
     return [sys.argv, __file__, __name__, os.environ["RANK"], CONFIG, is_main, untouched, sys.path[0]]
 
 
-def types_of_fields():
-    return [field.type for field in dataclasses.fields(Point)]
-
-
 def define():
     """Define a class while the function runs."""
 
@@ -124,20 +119,8 @@ def define():
     return Local.__module__
 
 
-def spawn(numbers):
-    with multiprocessing.get_context("spawn").Pool(1) as pool:
-        return pool.map(Tools.static, numbers), pool.map(Point, numbers)
-
-
 def fail(kind, *args):
     raise kind(*args)
-
-
-def fail_chained():
-    try:
-        {}["missing key"]
-    except KeyError as error:
-        raise ValueError("bad config") from error
 
 
 def fail_noted():
@@ -151,11 +134,6 @@ def fail_locally():
         pass
 
     raise Local("defined on the way")
-
-
-def fail_silently():
-    sys.stderr.close()
-    raise ValueError("said to nobody")
 
 
 if __name__ != "__main__":
@@ -198,10 +176,6 @@ def case_the_worker_looks_like_the_program():
 
 def case_a_program_that_nothing_refers_to_is_not_imported():
     assert "beside" not in value_of(eval, ["list(__import__('sys').modules)"])
-
-
-def case_processes_that_the_function_spawns_find_the_program_too():
-    assert value_of(spawn, [[1, 2]]) == ([101, 102], [Point(1), Point(2)])
 
 
 # --- arguments and values ---------------------------------------------------------------------------
@@ -284,24 +258,6 @@ def case_an_exception_comes_as_what_it_was():
     assert launch(fail_noted).error.__notes__ == ["in epoch 3", NOTE], "its own notes stay"
 
 
-def case_a_failure_is_told_from_the_functions_own_first_line():
-    for function, arguments in ((fail, [BadLoss, "nan", 4]), (fail, [Frozen, 5]), (fail_chained, [])):
-        outcome = launch(function, arguments)
-        assert "function_worker" not in outcome.done.stderr
-        assert outcome.record.traceback == outcome.done.stderr.rstrip()
-        assert outcome.record.exception.endswith(str(outcome.error)), outcome.record
-        first = outcome.record.traceback.splitlines()[1]
-        assert first.startswith(f'  File "{__file__}"')
-        assert first.endswith(f"in {function.__name__}")
-    assert type(outcome.error) is ValueError
-    assert "KeyError: 'missing key'" in outcome.done.stderr
-    assert "direct cause" in outcome.done.stderr
-
-
-def case_annotations_are_what_they_are_in_the_task():
-    assert value_of(types_of_fields) == [float, float]
-
-
 def case_an_exception_that_cannot_travel_comes_in_words():
     for kind, arguments, words, why in (
         (Unloadable, ["this", "that"], "", "can't be unpickled here (TypeError: "),
@@ -327,10 +283,6 @@ def case_a_local_exception_comes_by_cloudpickle():
     error = launch(fail_locally).error
     assert (type(error).__name__, str(error)) == ("Local", "defined on the way")
     assert isinstance(error, Exception)
-
-
-def case_an_exception_whose_words_are_lost_comes_all_the_same():
-    assert type(launch(fail_silently).error) is ValueError
 
 
 def case_an_exit_code_or_ctrl_c_is_no_exception_of_the_function_and_no_value():
