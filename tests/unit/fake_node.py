@@ -52,21 +52,17 @@ class FakeNode:
     def __init__(self, folder, number=0, spares=None, write=None, **fields):
         tempfile.tempdir = str(folder)  # until the test's end, see `nothing_leaks`
         self.number = number
-        self.said, self.output, self.events = [], [], []
+        self.said, self.output = [], []
         self.stored = []  # what the task was asked to store; None: to give that up
         self._sent, self._agents, self._came = queue.Queue(), queue.Queue(), queue.Queue()
         self.loop = Loop()
-        log = SimpleNamespace(show=self._hear)
+        log = SimpleNamespace(show=lambda event: self.said.append((event.kind, event.text)))
         self.side = InLoop(self.loop, lambda: Side(number, 2, self._be_asked, log))
         self.side.itself.send = self._sent.put
         own = {"nproc": 2, "num_nodes": 2, "node_index": number, "python": "python3"}
         self.call = Call("/flow/train.py", (), False, **{**own, **fields})
         self.spares, self.write = spares, write or self._write
         self.new_agent = self._new_agent
-
-    def _hear(self, event):
-        self.events.append(event)
-        self.said.append((event.kind, event.text))
 
     def _write(self, stream, lines):
         self.output += [lines.decode()] if lines else []  # none: that was all for now
@@ -108,10 +104,9 @@ class FakeNode:
         return self.expect(messages.Ready)
 
     def prepare(self):
-        """Have the step's code call `run` with commands before; return the agent that runs them, if it is a fake one."""
+        """Have the step's code call `run` with commands before."""
         self._begin()
         self.report("before_run")
-        return None if self.new_agent != self._new_agent else self._agents.get(timeout=DEADLINE_S)
 
     def go(self, generation=0, **more):
         """Have the control node say *go*; return the agent that is made."""
@@ -131,9 +126,6 @@ class FakeNode:
         self.report("started")
         return agent
 
-    def stop(self, generation=0, **more):
-        self.side.deliver(messages.Stop(0, generation, **more))
-
     def verdict(self, error=None, **more):
         """Have the control node decide; return what `run` returns or raises."""
         self.side.deliver(messages.Verdict(0, error, **more))
@@ -142,11 +134,6 @@ class FakeNode:
     def interrupt(self, news):
         """Put something into the launch's inbox, as another thread or a signal handler does."""
         self.loop.post(lambda: self.side.itself.inbox.put_nowait(news))
-
-    def ends_well(self, agent, **verdict):
-        """Have everything end well; return the node's *ended*, and what `run` returns."""
-        self.all_end_well(agent)
-        return self.expect(messages.Ended), self.verdict(**verdict)
 
     def ends(self, agent, *end):
         """Have the agent be gone and the control node decide on an error; return the node's *ended*."""
@@ -171,12 +158,9 @@ class FakeNode:
         """Have a worker write; return its folder."""
         if text:
             Path(Path(agent.options.stderr).parent / f"{local_rank}.{stream}").write_text(text)
-        folder = self.agent_folder(agent) / "run_x" / "attempt_0" / str(local_rank)
+        folder = Path(agent.options.stderr).parent.parent / "run_x" / "attempt_0" / str(local_rank)
         folder.mkdir(parents=True, exist_ok=True)
         return folder
-
-    def agent_folder(self, agent):
-        return Path(agent.options.stderr).parent.parent
 
     # --- what the test looks at ------------------------------------------------------------------
 
@@ -198,13 +182,6 @@ class FakeNode:
     def outcome(self):
         """Return what `run` has returned or raised."""
         return self._came.get(timeout=DEADLINE_S)
-
-    def all_taken(self):
-        """Take what was sent, if anything; tell whether there was nothing."""
-        is_empty = self._sent.empty()
-        while not self._sent.empty():
-            self._sent.get()
-        return is_empty
 
     def texts(self, kind):
         """Return what was said of that kind of event."""

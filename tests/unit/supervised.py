@@ -1,7 +1,6 @@
 """A process that runs agents and spares as a supervisor does, under its parent; tests tell it what to do."""
 
 import json
-import os
 import queue
 import subprocess
 import sys
@@ -32,13 +31,13 @@ def start(number, command, env, options, warm=None):
     agents[number] = AgentProcess(tell, command, env, Options(**{{"halt_signal": signal.SIGSTOP, **options}}), from_spare)
     agents[number].start()
 
-async def answer(id, code, values):
+async def answer(code, values):
     scope = {{**globals(), **values}}
     try:
         found = eval(code, scope)
-        say(id=id, found=await found if inspect.isawaitable(found) else found)
+        say(found=await found if inspect.isawaitable(found) else found)
     except BaseException as error:
-        say(id=id, error=f"{{type(error).__name__}}: {{error}}")
+        say(error=f"{{type(error).__name__}}: {{error}}")
 
 def do(code, **values):
     exec(code, globals(), values)
@@ -79,15 +78,13 @@ os._exit(between.main())
 class Supervised:
     """Such a process. `before` is code that it executes first."""
 
-    def __init__(self, before="", env=None):
+    def __init__(self, before=""):
         command = [sys.executable, "-I", "-S", "-c", PROGRAM, before, str(GRACE_S)]
-        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=env)
-        self.between = self._process.pid
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         self._answers, self._events = queue.SimpleQueue(), {}
         self.pid = json.loads(self._process.stdout.readline())["pid"]
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
-        self._count = 0
 
     def _read(self):
         for line in self._process.stdout:
@@ -102,23 +99,14 @@ class Supervised:
         """Return the queue of an agent's events."""
         return self._events.setdefault(number, queue.SimpleQueue())
 
-    def tell(self, code, **values):
-        """Have an expression evaluated; `answer` returns its value."""
-        self._count += 1
-        told = json.dumps({"id": self._count, "code": code, "values": values})
+    def ask(self, code, **values):
+        """Return the value of an expression; fail if it has raised."""
+        told = json.dumps({"code": code, "values": values})
         self._process.stdin.write(told.encode() + b"\n")
         self._process.stdin.flush()
-
-    def answer(self):
-        """Return the value of the oldest expression whose value nobody has; fail if it has raised."""
         told = self._answers.get(timeout=limit_s(HANG_S))
         assert "error" not in told, told["error"]
         return told["found"]
-
-    def ask(self, code, **values):
-        """Return the value of an expression."""
-        self.tell(code, **values)
-        return self.answer()
 
     def close(self):
         """End it; its parent ends what is left, and then itself."""
@@ -127,12 +115,3 @@ class Supervised:
         eventually(lambda: not is_running(self.pid), "its end")
         self._reader.join()
         self._process.stdout.close()
-
-    def kill(self, number=9):
-        """Kill the process that stands for the supervisor."""
-        os.kill(self.pid, number)
-
-    @property
-    def has_ended(self):
-        """Whether its parent has ended, too."""
-        return self._process.poll() is not None

@@ -7,10 +7,8 @@ import pytest
 from recorded_calls import recorded_calls
 from unit_helpers import HOSTILE, settings_of_run, write
 
-from metaflow_extensions.torchrun.plugins.torchrun.errors import EntrypointError, LaunchFailed, TorchrunConfigError
-from metaflow_extensions.torchrun.plugins.torchrun.single_node import TorchrunSingleNodeMultiGPU
+from metaflow_extensions.torchrun.plugins.torchrun.errors import EntrypointError, TorchrunConfigError
 from metaflow_extensions.torchrun.plugins.torchrun.supervisor.commands import shown
-from metaflow_extensions.torchrun.plugins.torchrun.task import report
 
 
 def commands(given):
@@ -98,14 +96,3 @@ def test_a_working_directory_that_it_removes_is_named(launch_of, tmp_path):
     (tmp_path / "work").rmdir()
     with pytest.raises(TorchrunConfigError, match=r"After before_run, cwd is '.*work', but .* is not a folder"):
         launch_of.complete()
-
-
-def test_a_single_node_runs_it_too(tmp_path, monkeypatch, capfd):
-    monkeypatch.setattr(report, "print_errors_ourselves", lambda **_: None)
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(
-        LaunchFailed, match=r"\nNode 0 \(host \S+\) failed: before_run 2/2 \(false\) exited with code 1"
-    ):
-        TorchrunSingleNodeMultiGPU().run(entrypoint=["sh", "x.sh"], before_run=["echo one > made", ["false"]])
-    assert (tmp_path / "made").read_text() == "one\n"
-    assert "[before_run 1/2] ended well after " in capfd.readouterr().out

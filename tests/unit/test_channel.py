@@ -1,8 +1,7 @@
-"""The gang's connections over real sockets: members are served, others are not, silence is noticed."""
+"""The gang's connections over real sockets: members are served, and others are not."""
 
 import hashlib
 import hmac
-import math
 import os
 import pickle
 import queue
@@ -12,7 +11,6 @@ import struct
 import threading
 import time
 from contextlib import ExitStack, contextmanager
-from typing import NamedTuple
 from unittest.mock import Mock
 
 import pytest
@@ -21,15 +19,12 @@ from loops import InLoop, Loop
 from unit_helpers import HANG_S
 
 from metaflow_extensions.torchrun.plugins.torchrun.gang import messages as sent
-from metaflow_extensions.torchrun.plugins.torchrun.machine.network import pick_port
 from metaflow_extensions.torchrun.plugins.torchrun.supervisor.connection import LENGTH, decode, encode
 from metaflow_extensions.torchrun.plugins.torchrun.supervisor.control_side import ControlSide
 from metaflow_extensions.torchrun.plugins.torchrun.supervisor.member_side import MemberSide
 
 HOST = "127.0.0.1"
-READY = sent.Ready(0, 1, "abc", {"torch": "2.13.0", "python": "3.11.7"})
 MAGIC = b"mf-torchrun/1\0\0\0"
-QUICK = {"attempt_s": 0.5}
 RULES = {"started_timeout_s": 60.0, "grace_s": 1.0}
 
 
@@ -43,12 +38,6 @@ class Loaded:
 PICKLED = pickle.dumps(Loaded())
 
 
-class ControlLost(NamedTuple):
-    """What a member's task hears when the control node is lost."""
-
-    reason: str
-
-
 class Inbox:
     """What a node's task hears, readable with a deadline."""
 
@@ -56,12 +45,12 @@ class Inbox:
         self._queue = queue.SimpleQueue()
 
     def __call__(self, what, *rest):
-        if what in ("deliver", "lost"):
-            self._queue.put(ControlLost(*rest) if what == "lost" else sent.from_wire(*rest))
+        if what in ("deliver", "lost"):  # a text: why the control node is lost
+            self._queue.put(str(*rest) if what == "lost" else sent.from_wire(*rest))
 
-    def expect(self, kind, within_s=None):
+    def expect(self, kind):
         """Return the next message of a kind."""
-        deadline = time.monotonic() + (within_s or limit_s(HANG_S))
+        deadline = time.monotonic() + limit_s(HANG_S)
         while True:
             message = self._queue.get(timeout=max(0.01, deadline - time.monotonic()))
             if isinstance(message, kind):
@@ -92,9 +81,9 @@ class Control:
 class Member(InLoop):
     """A member's side of a test; it is not connected yet."""
 
-    def __init__(self, heartbeat_s=20.0, policy=None):
+    def __init__(self):
         self.inbox = Inbox()
-        super().__init__(Loop(), lambda: MemberSide(self.inbox, Mock(), 1, 2, heartbeat_s, policy or {}, ""))
+        super().__init__(Loop(), lambda: MemberSide(self.inbox, Mock(), 1, 2, 20.0, {}, ""))
         self.in_loop.on_error = self.itself.fail
 
     def join(self, control):
@@ -121,19 +110,10 @@ class Opened(ExitStack):
         self.callback(control.close)
         return control
 
-    def member(self, **options):
-        member = Member(**options)
+    def member(self):
+        member = Member()
         self.callback(member.close)
         return member
-
-    def pair(self):
-        """Return a control node and its member."""
-        control = self.control()
-        return control, self.member().join(control)
-
-    def silent(self, address=HOST, port=0):
-        """Have the kernel accept connections for a process that says nothing; return the port."""
-        return self.enter_context(socket.create_server((address, port))).getsockname()[1]
 
     def answering(self, answer):
         """Have something else than a control node answer the next connection; return the port."""
@@ -281,25 +261,6 @@ def test_a_member_does_not_trust_whoever_answers(greeting, answered, opened):
     assert len(heard.get(timeout=limit_s(HANG_S))) == answered  # its own proof, but not its join
 
 
-def test_an_address_where_nobody_speaks_takes_no_longer_than_the_policy_says(opened):
-    silent = opened.silent()
-    for policy, timeout_s in ((QUICK, 3600.0), (None, 0.5)):
-        with pytest.raises(TimeoutError, match=r"no answer within 0\.5 s"):
-            opened.member(policy=policy).connect([HOST], silent, secrets.token_hex(), timeout_s)
-
-
-@pytest.mark.parametrize(
-    ("others", "is_refused"),
-    [([], True), (["127.0.0.1.invalid"], True), (["127.0.0.2"], False), (["x" * 70], False)],
-    ids=["alone", "a name that nobody knows", "a silent one", "no name at all"],
-)
-def test_a_member_tells_whether_nobody_listens_any_more(others, is_refused, opened):
-    port = opened.silent("127.0.0.2", pick_port())
-    with pytest.raises(OSError) as caught:  # noqa: PT011 - which one is looked at below
-        opened.member(policy=QUICK).connect([HOST, *others], port, secrets.token_hex(), 10.0)
-    assert isinstance(caught.value, ConnectionRefusedError) is is_refused
-
-
 # --- one process for each node --------------------------------------------------------------------
 
 
@@ -316,52 +277,12 @@ def test_a_member_whose_first_connection_was_lost_unseen_gets_in_by_another(open
     assert control.gang.broken is None
 
 
-# --- silence and death ----------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("welcome", [True, False], ids=["after its welcome", "before"])
-def test_a_control_node_that_falls_silent_is_lost(welcome, opened):
-    silence_s = math.ceil(limit_s(0.3) * 10) / 10
-    token, member, done = secrets.token_hex(), opened.member(heartbeat_s=silence_s), threading.Event()
-
-    def answer(sock):
-        sock.sendall(MAGIC + b"c" * 32)
-        sock.sendall(mac(token, b"control", receive(sock, 64)[:32]))
-        if welcome:
-            sock.sendall(encode(sent.Answer()))
-        done.wait(limit_s(HANG_S))
-
-    port = opened.answering(answer)
-    opened.callback(done.set)
-    if welcome:
-        member.connect([HOST], port, token, limit_s(HANG_S))
-        assert f"nothing arrived from it for {silence_s:g} s" in member.inbox.expect(ControlLost).reason
-    else:
-        with pytest.raises(TimeoutError, match=rf"{silence_s:g} s \(heartbeat_timeout_s\)"):
-            member.connect([HOST], port, token, limit_s(HANG_S))
-        with pytest.raises(queue.Empty):  # it has never had it
-            member.inbox.expect(ControlLost, 0.2)
-
-
 # --- mistakes of ours -----------------------------------------------------------------------------
 
 
-def test_what_is_raised_in_the_control_nodes_loop_breaks_the_gang_with_its_text(opened, monkeypatch):
-    control, member = opened.pair()
-
-    def broken(node, message):
-        raise KeyError("launch")
-
-    monkeypatch.setattr(control.gang, "handle", broken)
-    member.send(READY)
-    for inbox in (control.inbox, member.inbox):
-        text = inbox.error()
-        assert "channel failed on the control node" in text
-        assert "KeyError: 'launch'" in text
-
-
 def test_a_message_that_can_not_be_sent_is_told_to_all(opened):
-    control, member = opened.pair()
+    control = opened.control()
+    member = opened.member().join(control)
     member.send(sent.Report("some", 0, 0, dict.fromkeys(map(str, range(20000)), "k" * 100)))
-    assert "a 'report' message of" in member.inbox.expect(ControlLost, limit_s(5.0)).reason
+    assert "a 'report' message of" in member.inbox.expect(str)
     assert "Node 1" in control.inbox.error()

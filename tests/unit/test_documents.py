@@ -27,8 +27,6 @@ from metaflow_extensions.torchrun.plugins.torchrun.gang.cause import _CATEGORIES
 from metaflow_extensions.torchrun.plugins.torchrun.parsing import RETRY_CLASSES
 from metaflow_extensions.torchrun.plugins.torchrun.settings import DEFAULTS, SETTINGS
 
-PACKAGE = Path(inspect.getfile(TorchrunExecutor)).parent
-
 
 def commands_of(name: str) -> list[str]:
     """Return the commands of the blocks that are not marked as needing something that tests don't have."""

@@ -1,11 +1,7 @@
 """What a stack of faulthandler says, and who probably waits for whom."""
 
-import asyncio
-import threading
-
 import pytest
 
-from metaflow_extensions.torchrun.plugins.torchrun.machine import stacks
 from metaflow_extensions.torchrun.plugins.torchrun.machine.frames import (
     Found,
     look_first,
@@ -17,7 +13,6 @@ from metaflow_extensions.torchrun.plugins.torchrun.machine.stacks import source_
 
 SITE = "/venv/lib/python3.11/site-packages"
 TORCH = f"{SITE}/torch"
-OURS = f"{SITE}/metaflow_extensions/torchrun/plugins/torchrun"
 
 
 def stack(*frames):
@@ -47,11 +42,6 @@ def test_frames_of_libraries_are_counted_and_the_users_have_their_source_lines()
     ]
     assert (found.where, found.line) == ("train.py:18 in step (in all_reduce)", "dist.all_reduce(x)")
     assert (found.text, found.waits) == (text, True)
-
-
-def test_a_function_has_no_frames_of_ours():
-    text = stack(("/my/flow.py", 5, "train"), (f"{OURS}/worker/function_worker.py", 30, "main"))
-    assert read(text).short == "flow.py:5 in train"
 
 
 @pytest.mark.parametrize(
@@ -148,16 +138,3 @@ def test_source_lines_are_read_where_they_can_be(tmp_path):
     lines = [source_line(str(source), number) for number in (1, 2, 3, 4, 99)]
     assert lines == ["o n e", "", "two = 3", "x" * 160 + "…", ""]
     assert [source_line(str(path), 1) for path in (tmp_path, tmp_path / "none")] == ["", ""]
-
-
-def test_a_disk_that_does_not_answer_costs_some_time_and_the_lines(monkeypatch):
-    answers = threading.Event()
-    monkeypatch.setattr(stacks, "_read_all", lambda found, *line_of: answers.wait() if line_of else [])
-    monkeypatch.setattr(stacks, "_LINES_S", 0.05)
-    try:
-        before = threading.active_count()
-        for _ in range(5):
-            assert asyncio.run(stacks.ask({}, 0.0)) == {}
-        assert threading.active_count() - before <= 1, "no more of them wait"
-    finally:
-        answers.set()

@@ -78,19 +78,6 @@ def test_a_launch_that_waits_for_the_end_of_another_has_its_own_news(node):
     assert ends == [(0, 0), (1, 1)]
 
 
-def test_the_task_hears_how_many_interruptions_its_launch_has_handled(node):
-    """The first ends the launch. The second came too late for it: the task itself handles that."""
-
-    def interrupt_twice():
-        for _ in range(2):
-            node.side.itself.inbox.put_nowait(MustEnd("its machine goes"))
-
-    node.launches.run(0, told(call_of()))
-    assert eventually(lambda: node.sent)
-    node.loop.call(interrupt_twice)
-    assert ended(node)[2]["handled"] == 1
-
-
 @pytest.mark.parametrize("warm", ["workers", "agent"])
 def test_nothing_becomes_of_a_spare_that_has_imported_before_the_commands(warm, node):
     node.launches.run(0, told(call_of(warm=warm, before_run=(("true",),))))

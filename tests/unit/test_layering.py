@@ -146,8 +146,3 @@ def test_scripts_import_only_what_lies_beside_them_and_take_none_of_that_for_a_m
     of_scripts = {module for module in MODULES if place_of(module) == SCRIPTS}
     assert {name for module in of_scripts for name in IMPORTS[module][0]} == {"worker.spare_process"}
     assert not {path.stem for path in (FOLDER / SCRIPTS).glob("*.py")} & set(sys.stdlib_module_names)
-
-
-def test_a_room_itself_holds_no_code_and_the_namespace_of_metaflows_extensions_is_nobodys():
-    assert all(not (FOLDER / room / "__init__.py").read_text(encoding="utf-8") for room in ROOMS)
-    assert not (FOLDER.parents[2] / "__init__.py").exists()

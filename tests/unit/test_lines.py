@@ -101,19 +101,6 @@ def test_where_time_enough_goes_by_only_line_ends_are_lost(data, places):
     assert lines == (states if states[-1] else states[:-1])
 
 
-@pytest.mark.parametrize(
-    ("pieces", "lines"),
-    [
-        ([b"x" * 7, b"y" * 7, b"z" * 8, b"\nend\n"], ["xxxxxxxyyy", "yyyyzzzzzz", "zz", "end"]),
-        ([b"x" * 10, b"\nend\n"], ["x" * 10, "end"]),
-        ([b"\x80" * 25], ["\ufffd" * count for count in (10, 10, 5)]),  # no character begins anywhere
-    ],
-)
-def test_a_long_line_comes_in_bounded_pieces_and_loses_nothing(pieces, lines, monkeypatch):
-    monkeypatch.setattr(module, "MAX_LINE_BYTES", 10)
-    assert lines_of(*pieces) == lines
-
-
 @example("xxxxxxx🙂xx", [8, 9, 10])
 @given(st.text(st.sampled_from("xöß模🙂"), max_size=100), CUTS)
 def test_a_long_line_is_cut_between_characters(text, places):

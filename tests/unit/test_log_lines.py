@@ -17,10 +17,6 @@ def lines_of(*sources, places=PLACES, lost=()):
     return list(merged(sources, places, lost))
 
 
-def texts(*sources, places=PLACES):
-    return [(line.time, line.text) for line in lines_of(*sources, places=places)]
-
-
 def test_lines_of_several_tasks_come_by_time():
     first = Source("4", 0, "stdout", [("01", "[rank 0] a"), ("04", "[rank 1] b")])
     second = Source("4-worker-0", 1, "stderr", [("02", "[rank 2] c"), ("03", "step 🙂")])
@@ -32,12 +28,6 @@ def test_lines_of_several_tasks_come_by_time():
         LogLine("04", "4", "stdout", 0, 1, "[rank 1] b"),
     ]
     assert [line.labelled for line in found[1:3]] == ["[rank 2] c", "[node 1] step 🙂"]
-
-
-def test_lines_of_one_task_stay_in_order_when_its_clock_goes_back():
-    jumping = Source("4", 0, "stdout", [("05", "first"), ("02", "second"), ("06", "third")])
-    other = Source("5", 1, "stdout", [("03", "other")])
-    assert texts(jumping, other) == [("03", "other"), ("05", "first"), ("05", "second"), ("06", "third")]
 
 
 @pytest.mark.parametrize(
@@ -55,12 +45,6 @@ def test_lines_of_one_task_stay_in_order_when_its_clock_goes_back():
 )
 def test_on_a_local_run_labels_tell_the_node_of_what_stands_in_one_log(text, node, rank):
     assert lines_of(Source("4", 0, "stdout", [("01", text)])) == [LogLine("01", "4", "stdout", node, rank, text)]
-
-
-def test_copies_of_the_lines_of_a_node_that_has_a_log_of_its_own_are_left_out():
-    copies = [("02", "[rank 2] copy"), ("03", "[torchrun node 1] copy"), ("05", "[rank 2] not in the node's own log")]
-    killed = [("01", "[rank 2] copy"), ("02", "[torchrun node 1] copy")]
-    assert texts(Source("4", 0, "stdout", copies), Source("5", 1, "stdout", killed)) == killed
 
 
 def test_a_nodes_own_log_is_shown_whole_whatever_its_labels_say():

@@ -67,19 +67,6 @@ CAUSE = Cause("exit", 0, "host", 1, 1, 3)
 MUST_END, TIME_IS_UP = MustEnd("its machine goes"), TimedOut("too long")
 
 
-class Warm:
-    """Spares of a node, of which only the order to prepare some is seen."""
-
-    def __init__(self):
-        self.prepared = 0
-
-    def prepare(self):
-        self.prepared += 1
-
-    def start(self, *_):
-        raise AssertionError("the agents here are fake ones")
-
-
 def words_of(node):
     """Return what a node has sent so far, each by its kind, and "given up" for what says so."""
     found = []
@@ -88,26 +75,6 @@ def words_of(node):
         word = message.kind if isinstance(message, Report) else type(message).__name__
         found.append(f"{word}, given up" if getattr(message, "given_up", False) else word)
     return found
-
-
-def test_a_launch_reports_each_sign_once_in_a_generation_and_ends_with_its_verdict(tmp_path):
-    warm = Warm()
-    node = FakeNode(tmp_path, spares=warm, warm="agent")
-    for generation in (0, 1):
-        agent = node.running() if generation == 0 else node.go(1)
-        for local_rank in (0, 1) if generation else ():
-            agent.say(WorkerStarted(local_rank, local_rank, NOBODY + local_rank))
-        if generation:
-            node.report("started")
-        node.worker_writes(agent, "stdout", "hello\n")
-        node.report("wrote")
-        node.all_end_well(agent)
-        ended = node.expect(Ended)
-        assert (ended.generation, ended.ok, ended.exit_codes) == (generation, True, {0: 0, 1: 0})
-        assert warm.prepared == generation + 1, "a restart may follow"
-    result = node.verdict()
-    assert (result.exit_codes, warm.prepared, words_of(node)) == ({0: 0, 1: 0}, 3, [])
-    assert not list(tmp_path.iterdir()), "all folders are gone"
 
 
 @pytest.mark.parametrize(("news", "error"), [(MUST_END, TorchrunPreempted), (TIME_IS_UP, LaunchTimeout)])
@@ -121,36 +88,23 @@ def test_what_interrupts_a_node_without_workers_ends_its_launch_at_once(news, er
         assert words_of(node) == ["Failed, given up", "Ended"]
 
 
-def test_an_order_to_end_lets_the_gang_decide_while_workers_run_and_a_second_one_ends_at_once(tmp_path):
-    texts = []
-    for max_restarts in (0, 1):
-        node = FakeNode(tmp_path, 1, policy=LaunchPolicy(max_restarts=max_restarts))
-        agent = node.running()
-        node.interrupt(MUST_END)
-        assert not node.expect(Failed).given_up
-        assert "stop" not in str(agent.orders)
-        node.interrupt(MUST_END)
-        texts.append(str(node.outcome()))
-        assert words_of(node) == ["Failed, given up", "Ended"]
-        assert agent.orders[-1] == ("close", 30.0)
-        assert node.texts("stopping") == ["was preempted: its machine goes; stopping all nodes"]
-    assert "With Metaflow's @retry a new gang starts" in texts[0]
-    assert texts[1].endswith("The other nodes go on without it if they can.")
-
-
-@pytest.mark.parametrize("cause", [None, CAUSE])
-def test_a_launch_that_the_task_gives_up_is_stopped_and_the_gang_hears_why(cause, node):
+@pytest.mark.parametrize(
+    ("max_restarts", "advice"),
+    [(0, "With Metaflow's @retry a new gang starts"), (1, "The other nodes go on without it if they can.")],
+)
+def test_an_order_to_end_lets_the_gang_decide_while_workers_run_and_a_second_one_ends_at_once(
+    max_restarts, advice, tmp_path
+):
+    node = FakeNode(tmp_path, 1, policy=LaunchPolicy(max_restarts=max_restarts))
     agent = node.running()
-    node.interrupt(GivenUp(cause))
-    assert isinstance(node.outcome(), GivenUp)
-    assert words_of(node) == ["Failed, given up"] * (cause is not None) + ["Ended"]
+    node.interrupt(MUST_END)
+    assert not node.expect(Failed).given_up
+    assert "stop" not in str(agent.orders)
+    node.interrupt(MUST_END)
+    assert advice in str(node.outcome())
+    assert words_of(node) == ["Failed, given up", "Ended"]
     assert agent.orders[-1] == ("close", 30.0)
-
-
-def test_a_verdict_while_workers_run_ends_them_here(node):
-    agent = node.running()
-    assert node.verdict(ERROR) is ERROR
-    assert (agent.orders[-1], words_of(node)) == (("close", 30.0), [])
+    assert node.texts("stopping") == ["was preempted: its machine goes; stopping all nodes"]
 
 
 def test_an_agent_that_can_not_be_started_is_the_end_of_the_generation(tmp_path):
@@ -202,7 +156,8 @@ def test_a_restart_says_what_it_waits_for_and_then_which_nodes_take_part(node):
     node.side.deliver(Restart(0, 2, 1, 1, 0.0, lost, (1, 3)))
     agent = node.go(1, left=(1,), came=(2,))
     node.all_end_well(agent)
-    result = node.ends_well(agent)[1]
+    node.expect(Ended)
+    result = node.verdict()
     announced, waits, then = node.texts("restart")
     assert announced.startswith("restart 1 of 2: all workers start again in 1 s, because rank 1 ")
     assert announced.endswith(" failed with RuntimeError: CUDA error")
@@ -227,15 +182,6 @@ def test_a_node_has_the_ranks_of_its_place_in_the_group(group, ranks, tmp_path):
         agent = node._agents.get(timeout=DEADLINE_S)
         assert f"--node-rank={int(ranks) // 2}" in agent.command
         node.verdict(ERROR)
-
-
-def test_the_control_node_says_why_it_stops_and_how_a_launch_that_went_has_ended(node):
-    agent = node.running()
-    node.stop(because="rank 3 failed", teller=1)
-    agent.say(End(-9))
-    node.expect(Ended)
-    node.verdict(ERROR)
-    assert [kind for kind, _ in node.said] == ["facts", "chosen", "command", "stopping", "ended"]
 
 
 NEWS = [
@@ -274,7 +220,5 @@ def test_a_node_ends_after_any_order_of_news_with_nothing_left(many, tmp_path):
     told = words_of(node)
     is_decided = not isinstance(end, BaseException) or end is ERROR
     assert "Ended" in told or is_decided, "the gang hears of it"
-    assert len([each for each in node.stored if each is None]) <= len(node.stored) / 2, (
-        "only what was begun is given up"
-    )
+    assert node.stored.count(None) <= len(node.stored) / 2, "only what was begun is given up"
     node.loop.stop()

@@ -162,20 +162,6 @@ def test_all_pages_have_whole_times_a_colour_for_each_state_and_the_same_texts_a
     assert [each for each in said if " ".join(each.split()) not in text] == []
 
 
-def test_a_rank_runs_with_its_process_and_has_no_output_until_it_writes():
-    """Its cell says so; a terminal has no cells."""
-
-    def words(story):
-        parts = [part for section in page_of(story.view, place()).sections for part in section.parts]
-        return [cell.word for part in parts if isinstance(part, Cells) for cell in part.cells]
-
-    story = Story().launched().at(3.0)
-    assert words(story) == ["starting"] * 4
-    assert words(story.report("started", 1)) == ["starting"] * 2 + ["running, no output yet"] * 2
-    assert words(story.report("wrote", 1).report("started", 0)) == ["running, no output yet"] * 2 + ["running"] * 2
-    assert words(story.crashed()) == ["stopped, SIGTERM", "stopped, SIGKILL", "failed, exit code 1", "stopped, SIGTERM"]
-
-
 @pytest.mark.parametrize(("seconds", "is_said"), [(61.9, False), (63.0, True)])
 def test_that_there_are_no_metrics_is_not_said_in_the_first_minute(seconds, is_said):
     """Of the training; it began after 2 s."""

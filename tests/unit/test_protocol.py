@@ -14,7 +14,6 @@ from metaflow_extensions.torchrun.plugins.torchrun.gang.messages import (
     Report,
     Stop,
     Store,
-    Stored,
     Verdict,
     from_wire,
     to_wire,
@@ -26,9 +25,7 @@ POLICY = LaunchPolicy(5.0, 2, frozenset({"user", "hang"}), 10, hang_timeout_s=30
 SAMPLES = [
     Ready(0, 2, "abc", {"torch": "2.13.0"}, 29500, POLICY),
     Report("command", 0, None, {"text": "before_run 1/2 (größe)", "exit_code": None, "seconds": 0.25}),
-    Report("started", 1, 2),
     Ended(0, False, 1, (Failure(CAUSE, 0.5), Failure(CAUSE)), {0: 0, 1: 0}, stores=True),
-    Stored(0, 0, (Failure(CAUSE),)),
     Verdict(0, left={"progress": {"loss": 1.0, "lr": None}}, alone=True),
     Stop(0, 0, "why", 1, 15),
     Go(0, 1, 29500, "gang", 1, 2),
@@ -54,16 +51,13 @@ def test_an_error_arrives_with_class_text_and_cause():
 @pytest.mark.parametrize(
     ("data", "said"),
     [
-        ({}, "no message of type 'None'"),
-        ({"type": "dance"}, "no message of type 'dance'"),
+        ({"type": ["go"]}, "no message of type"),
         ({"type": "stored", "launch": 0}, "stored is .* lacks the fields of Stored, or has others"),
         ({"type": "beat", "colour": "red"}, "beat is .*'colour'.* or has others"),
-        ({"type": "join", "node": "1"}, "join.node is '1', which does not fit"),
         ({"type": "join", "node": True}, "join.node is 'True'"),
         ({"type": "leave", "how": "asleep"}, "leave.how is 'asleep', which does not fit"),
         ({"type": "leave", "how": "left", "cause": {"kind": "lost"}}, "leave.cause is .* lacks the fields of Cause"),
         ({"type": "ended", "launch": 0, "ok": True, "exit_codes": {"x": 1}}, "ended.exit_codes"),
-        ({"type": "failed", "launch": 0, "failures": [{"cause": None}]}, "failed.failures.cause is 'None'"),
     ],
 )
 def test_what_is_no_message_is_refused_by_name(data, said):

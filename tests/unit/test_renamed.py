@@ -15,9 +15,7 @@ from types import CodeType, SimpleNamespace
 import metaflow
 import pytest
 from flow_runs import RENAMED_TOGETHER, RENAMING
-from metaflow import cli as metaflow_cli
-from metaflow import flowspec, metaflow_config_funcs
-from metaflow.exception import MetaflowException
+from metaflow import flowspec
 from metaflow.metaflow_environment import MetaflowEnvironment
 
 from metaflow_extensions.torchrun.plugins import torchrun as extension
@@ -27,7 +25,6 @@ from metaflow_extensions.torchrun.plugins.torchrun.decorator import TorchrunDeco
 from metaflow_extensions.torchrun.plugins.torchrun.errors import TorchrunError
 from metaflow_extensions.torchrun.plugins.torchrun.show.commands import cli
 from metaflow_extensions.torchrun.plugins.torchrun.single_node import TorchrunSingleNodeMultiGPU
-from metaflow_extensions.torchrun.plugins.torchrun.task import report as node_report
 
 
 @pytest.fixture(autouse=True)
@@ -122,11 +119,6 @@ def test_metaflow_can_be_imported_whatever_it_renames():
 REGISTERING = Path(extension.__file__).parents[2]
 
 
-def test_settings_that_are_read_in_another_way_stay(monkeypatch):
-    monkeypatch.setattr(metaflow_config_funcs, "from_conf", lambda name: None)
-    runpy.run_path(str(REGISTERING / "config" / "mfextinit_torchrun.py"))
-
-
 def test_without_metaflows_copies_of_packages_there_are_no_commands(monkeypatch):
     def find_spec(name):
         raise ModuleNotFoundError(name)
@@ -143,15 +135,6 @@ def test_a_local_task_has_this_interpreter_unless_its_environment_has_one():
     assert with_this_interpreter(SimpleNamespace(base_env=real)).executable("train") == sys.executable
     assert with_this_interpreter(own).executable("train") == "its own"
     assert real.executable("train") == "python"
-
-
-def test_metaflows_printing_may_take_more_than_the_error(monkeypatch):
-    printed, error = [], MetaflowException("no")
-    for name in ("print_metaflow_exception", "print_unknown_exception"):
-        monkeypatch.setattr(metaflow_cli, name, lambda *args, **options: printed.append((args, options)))
-    node_report.print_errors_ourselves(in_task=False)
-    metaflow_cli.print_metaflow_exception(error, 1, colour="red")
-    assert printed == [((error, 1), {"colour": "red"})]
 
 
 # --- the list is whole ----------------------------------------------------------------------------

@@ -152,25 +152,6 @@ def test_a_log_that_grows_is_read_on_in_whole_lines(stored, root):
     assert [line.text for line in logs.lines()] == ["third"]
 
 
-def test_following_ends_some_seconds_after_the_attempt_when_nothing_new_comes(stored, root):
-    begin(root, "train", "4")
-    write(root, "train/4/0.task_stdout.log", logged((1, "first")))
-    now = [0.0]
-
-    def time_passes(seconds):
-        now[0] += seconds
-        if now[0] == 3:
-            begin(root, "train", "4_node_1")
-            write(root, "train/4_node_1/0.task_stdout.log", logged((3, "of a node that has come")))
-            write(root, "train/4/0.DONE.lock")
-        if now[0] == 6:  # as it is stored after the end
-            write(root, "train/4/0.task_stdout.log", logged((1, "first"), (2, "last")))
-
-    told = [(now[0], line.text) for line in logs_of(stored).follow(lambda: now[0], time_passes)]
-    assert told == [(0, "first"), (3, "of a node that has come"), (6, "last")]
-    assert now[0] == 11
-
-
 @pytest.fixture
 def spun(tmp_path, monkeypatch, root):
     """Have `spin` be the latest run, which it writes beside the runs, though it stores elsewhere."""
@@ -209,36 +190,21 @@ def show_logs(obj, capsys, **options):
         ({"tail": 3}, ["[rank 0] c", "[rank 1] d", commands._TRUNCATED]),
         ({"tail": 1, "rank": 0}, [commands._TRUNCATED]),
         ({"rank": 1}, ["[rank 1] b", "[rank 1] d", commands._TRUNCATED]),
-        ({"tail": 1, "follow": True}, [commands._TRUNCATED, "[rank 1] e"]),
-        ({"tail": 0, "follow": True}, ["[rank 1] e"]),
     ],
 )
-def test_the_last_lines_are_those_of_all_that_is_chosen(stored, obj, root, monkeypatch, capsys, options, texts):
+def test_the_last_lines_are_those_of_all_that_is_chosen(stored, obj, root, capsys, options, texts):
     begin(root, "train", "4")
     lines = [(1, "[rank 0] a"), (2, "[rank 1] b"), (3, "[rank 0] c"), (4, "[rank 1] d"), (4, commands._TRUNCATED)]
     write(root, "train/4/0.task_stdout.log", logged(*lines))
-
-    def ends(kept):
-        write(root, "train/4/0.task_stdout.log", logged(*lines, (5, "[rank 1] e")))
-        yield from kept.lines()
-
-    monkeypatch.setattr(StoredLogs, "follow", ends)
     assert show_logs(obj, capsys, **options) == (texts, [])
 
 
-@pytest.mark.parametrize(
-    ("options", "when"),
-    [({"rank": 3}, "while it runs"), ({"node": 1}, "followed to its end"), ({}, "after its end")],
-)
-def test_who_has_printed_nothing_is_named_when_that_is_sure(stored, obj, root, monkeypatch, capsys, options, when):
+@pytest.mark.parametrize(("options", "who"), [({"rank": 3}, "Rank 3"), ({"node": 1}, "Node 1"), ({}, "The gang")])
+def test_who_has_printed_nothing_is_named_when_that_is_sure(stored, obj, root, capsys, options, who):
     begin(root, "train", "4")
-    if when == "after its end":
-        write(root, "train/4/0.DONE.lock")
-    monkeypatch.setattr(StoredLogs, "follow", lambda kept: iter(()))
-    who = "Rank 3" if "rank" in options else "Node 1" if options else "The gang"
-    not_yet, nothing = commands._NO_LINE_YET, f"{who} has printed nothing that is stored."
-    said = {"while it runs": [not_yet], "followed to its end": [not_yet, nothing], "after its end": [nothing]}[when]
-    assert show_logs(obj, capsys, follow=when == "followed to its end", **options) == ([], said)
+    assert show_logs(obj, capsys, **options) == ([], [commands._NO_LINE_YET])
+    write(root, "train/4/0.DONE.lock")
+    assert show_logs(obj, capsys, **options) == ([], [f"{who} has printed nothing that is stored."])
 
 
 @pytest.mark.parametrize(

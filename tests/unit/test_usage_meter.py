@@ -1,6 +1,7 @@
 """What one node tells of its own use while a generation runs: of real processes, and of the kernel's files."""
 
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -74,58 +75,33 @@ FAMILY = """
 import os, time
 open("/proc/self/comm", "w").write("a) b (c")
 if not os.fork():
-    while time.process_time() < {seconds}: pass
-    os._exit(0)
-print(flush=True)
+    while True: pass
 os.wait()
-print(flush=True)
-time.sleep(1000)
 """
 
 
-@pytest.fixture
-def family():
-    started = []
-
-    def start(seconds):
-        argv = [sys.executable, "-S", "-c", FAMILY.format(seconds=seconds)]
-        started.append(subprocess.Popen(argv, stdout=subprocess.PIPE, start_new_session=True))
-        started[-1].stdout.readline()
-        return started[-1]
-
-    yield start
-    for parent in started:
-        os.killpg(parent.pid, 9)
+def test_a_process_and_what_it_has_started_are_added_up():
+    parent = subprocess.Popen([sys.executable, "-S", "-c", FAMILY], start_new_session=True)
+    try:
+        before, _ = of_processes(parent.pid)
+        eventually(lambda: of_processes(parent.pid)[0] > before + 0.1)
+        alone = int(Path(f"/proc/{parent.pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+        assert 0.1 * alone < of_processes(parent.pid)[1] < 2 * alone, "what both share counts for neither"
+    finally:
+        os.killpg(parent.pid, signal.SIGKILL)
         parent.wait()
-        parent.stdout.close()
 
 
-def test_a_process_and_what_it_has_started_are_added_up(family):
-    parent = family(1000)
-    before, _ = of_processes(parent.pid)
-    eventually(lambda: of_processes(parent.pid)[0] > before + 0.05)
-    alone = int(Path(f"/proc/{parent.pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    assert 0.1 * alone < of_processes(parent.pid)[1] < 2 * alone, "what both share counts for neither"
-
-
-def test_the_time_of_a_process_that_has_ended_is_not_lost(family):
-    parent = family(0.2)
-    parent.stdout.readline()
-    assert 0.15 < of_processes(parent.pid)[0] < 2
-
-
-# --- what a node tells ------------------------------------------------------------------------------
-
-SHARED = Machine(4, (), 2, 0)  # with another node
+# --- what a node tells: a program of the test's own stands for nvidia-smi -----------------------------
 
 
 class Node:
-    """A node whose clock the test holds; without a pid, its agent is this process."""
+    """A node with GPUs, on a machine with another node; its agent is this process, and the test holds its clock."""
 
-    def __init__(self, machine=SHARED, pid=None, num_nodes=2, **spec):
-        spec = {"nproc": 2, "num_nodes": num_nodes, "node_index": 0, "python": "python3", **spec}
-        self.call = Call("/flow/train.py", (), False, machine=machine, **spec)
-        self.now, self.agent = 100.0, SimpleNamespace(pid=pid or os.getpid())
+    def __init__(self, *gpus, env=None):
+        spec = {"nproc": 2, "num_nodes": 2, "node_index": 0, "python": "python3", "env": env or {}}
+        self.call = Call("/flow/train.py", (), False, machine=Machine(4, gpus, 2, 0), **spec)
+        self.now, self.agent = 100.0, SimpleNamespace(pid=os.getpid())
         self.observer = UsageObserver(self, lambda: self.now)
         assert self.observer.poll() is None, "the first look tells nothing yet"
 
@@ -133,23 +109,6 @@ class Node:
         self.now += seconds
         return self.observer.poll()
 
-
-def test_a_node_tells_what_its_processes_use(family):
-    busy = family(1000)
-    node = Node(pid=busy.pid)
-    assert node.after(0.9) is None
-    first = node.after(0.1)
-    assert (first["of"], first["limits"]["cpus"]) == ("processes", 4)
-    assert first["limits"]["memory_mib"] > 100
-    assert first["values"]["memory_mib"] > 0.1
-    assert set(first["values"]) <= USAGE_COLUMNS.keys()
-    before = of_processes(busy.pid)[0]
-    eventually(lambda: of_processes(busy.pid)[0] > before)
-    assert node.after(STEP_S - 0.1) is None
-    assert node.after(0.2)["values"]["cpus"] > 0
-
-
-# --- GPUs: a program of the test's own stands for nvidia-smi ------------------------------------------
 
 TWO = "40, 100, 200\n60, 300, 400\n"
 
@@ -161,7 +120,6 @@ TWO = "40, 100, 200\n60, 300, 400\n"
         ("[N/A], 10, 20\n", {"gpu_memory_mib": 10.0, "gpu_total_mib": 20.0, "gpu_count": 1}),
         ("nan, inf, -3\n3, 4, 5\n", {}),
         ("No devices were found\n", {}),
-        ("", {}),
     ],
 )
 def test_what_nvidia_smi_says_is_added_up(text, expected):
@@ -180,7 +138,7 @@ def smi(tmp_path, monkeypatch):
 
     yield make
     make("")
-    node = Node(Machine(4, ("0",)))
+    node = Node("0", "1")
     eventually(lambda: node.after(STEP_S) and not psutil.Process().children() and not watch.HELPERS)
 
 
@@ -190,12 +148,16 @@ def when_it_has_ended(node):
     return node.after(STEP_S)
 
 
-def test_a_node_tells_what_its_gpus_do_now_and_then(smi):
+def test_a_node_tells_what_its_processes_use_and_now_and_then_what_its_gpus_do(smi):
     asked = smi(f"cat <<'EOF'\n{TWO}EOF")
-    node = Node(Machine(4, ("0", "1", "2")), env={"CUDA_VISIBLE_DEVICES": "1,GPU-a"})
-    assert "gpu_percent" not in node.after(STEP_S)["values"]
+    node = Node("0", "1", "2", env={"CUDA_VISIBLE_DEVICES": "1,GPU-a"})
+    assert node.after(0.9) is None
+    first = node.after(0.1)
+    assert (first["of"], first["limits"]["cpus"], first["values"].keys()) == ("processes", 4, {"cpus", "memory_mib"})
+    assert first["values"]["memory_mib"] > 1
     told = [when_it_has_ended(node) for _ in range(9)]
     used = told[0]
+    assert used["values"].keys() <= USAGE_COLUMNS.keys()
     assert (used["values"]["gpu_percent"], used["values"]["gpu_memory_mib"]) == (50.0, 400.0)
     assert (used["limits"]["gpus"], used["limits"]["gpu_memory_mib"]) == (2, 600.0)
     assert ["gpu_percent" in each["values"] for each in told] == [True, *[False, False, False, True] * 2]
@@ -204,8 +166,7 @@ def test_a_node_tells_what_its_gpus_do_now_and_then(smi):
     assert asked() == [query] * 3
 
 
-@pytest.mark.parametrize("script", ["trap '' TERM; exec sleep 1000", "exit 9", "kill -9 $$", "head -c 40 /dev/urandom"])
+@pytest.mark.parametrize("script", ["trap '' TERM; exec sleep 1000", "kill -9 $$", "head -c 40 /dev/urandom"])
 def test_a_program_that_hangs_or_fails_is_ended_and_asked_again(smi, script):
-    asked = smi(script)
-    node = Node(Machine(4, ("0",)))
+    asked, node = smi(script), Node("0", "1")
     eventually(lambda: "gpu_percent" not in node.after(STEP_S)["values"] and len(asked()) > 1)

@@ -2,7 +2,6 @@
 
 import os
 import signal
-from pathlib import Path
 
 import pytest
 from unit_helpers import eventually, is_running, write
@@ -10,7 +9,6 @@ from warm_nodes import Warm
 
 from metaflow_extensions.torchrun.plugins.torchrun.machine.processes import living_descendants
 from metaflow_extensions.torchrun.plugins.torchrun.supervisor.agent import End, Refused, WorkerStarted
-from metaflow_extensions.torchrun.plugins.torchrun.supervisor.command import AGENT
 
 
 @pytest.fixture
@@ -28,49 +26,6 @@ def warm(tmp_path):
 
 IN_SPARE = "'spare.py' in open('/proc/self/cmdline').read()"
 NEVER_IMPORTED = f"import time\nif {IN_SPARE}: time.sleep(3600)\n"
-
-
-def test_agents_become_of_spares_and_each_has_what_it_was_asked_with(warm, tmp_path):
-    one = warm(in_agent="print('said early')\n")
-    one.spares()
-    agent = one.start()
-    first = agent.end()
-    env = {"NCCL_SOME": "vÄlue", "NCCL_LONG": "x" * 100_000}  # more than a pipe keeps
-    second = one.start("fail", env=env).end()
-    assert [(each["refused"], each["imported"], each["status"]) for each in (first, second)] == [
-        (None, True, 0),
-        (None, True, 5),
-    ]
-    assert first["parent"] == one.supervised.pid
-    assert first["main"] == AGENT
-    assert second["env"].items() >= env.items()
-    assert not {"NCCL_SOME", "TORCHRUN_SPARE"} & set(first["env"])
-    assert first["env"]["TORCHRUN_AGENT_PID"] == str(first["pid"])
-    assert first["argv"][0] == AGENT
-    assert first["argv"][1:3] == [str(agent.out), ""]
-    assert (tmp_path / "agent.stdout").read_text() == "said early\n" * 2
-
-
-def test_workers_become_of_spares(warm, tmp_path):
-    one = warm(workers=2, early="print('early')")
-    spares = one.spares()
-    agent = one.start(env={"TORCHRUN_SEEN": "1"})
-    seen = agent.end()
-    assert (seen["refused"], seen["status"], seen["left"]) == (None, 0, [])
-    started = [event for event in agent.seen if isinstance(event, WorkerStarted)]
-    assert {seen["pid"], *(event.pid for event in started)} == set(spares)
-    assert sorted((event.rank, event.local_rank) for event in started) == [(4, 0), (5, 1)]
-    assert [type(event).__name__ for event in agent.seen].count("WorkerEnded") == 2
-    for local_rank in (0, 1):
-        worker = agent.worker(local_rank)
-        assert [worker[name] for name in ("imported", "early", "rank", "spare")] == [
-            True,
-            True,
-            f"{4 + local_rank}",
-            False,
-        ]
-        assert Path(f"{agent.out}.{local_rank}.out").read_text().startswith("early\n{")
-        assert Path(f"{agent.out}.{local_rank}.err").read_text() == "to stderr\n"
 
 
 @pytest.mark.parametrize(("count", "warm_ones"), [(1, 1), (3, 2)])
@@ -114,18 +69,6 @@ def test_a_program_that_would_import_other_modules_or_is_none_starts_cold(warm, 
     told = (tmp_path / "agent.stderr").read_text()
     assert told.startswith("A worker starts cold: " if reason else "")
     assert reason in told if reason else "cold" not in told
-
-
-def test_stopping_ends_all_but_the_next_spare(warm):
-    one = warm(workers=1)
-    one.spares()
-    agent = one.start("wait")
-    agent.expect(WorkerStarted)
-    next_one = one.spares()
-    agent.stop(0.5)
-    assert agent.end()["status"] == -signal.SIGKILL  # it is frozen first, as any agent
-    assert sorted(living_descendants(one.supervised.pid)) == sorted(next_one)
-    assert one.start().end()["refused"] is None
 
 
 @pytest.mark.parametrize(
@@ -196,13 +139,6 @@ def test_imports_that_fail_mean_a_cold_start(warm, code, reason):
     assert (begun["refused"], begun["status"], begun["imported"]) == (reason, 0, False)
 
 
-def test_commands_mean_a_cold_start_and_the_next_is_warm(warm):
-    one = warm()
-    one.do("node.close('commands ran')")
-    refused = [one.start().end()["refused"], one.start().end()["refused"]]
-    assert refused == ["commands ran", None]
-
-
 def test_who_was_killed_while_it_waited_is_replaced(warm):
     one = warm(workers=1)
     os.kill(max(one.spares()), signal.SIGKILL)  # the worker
@@ -238,10 +174,3 @@ def test_a_launch_that_is_stopped_while_torch_is_imported_does_not_wait_for_it(w
     agent.stop(0.1)
     assert agent.expect(End).status == -signal.SIGKILL
     assert not [event for event in agent.seen if isinstance(event, Refused)]  # nobody wants to know
-
-
-def test_no_spare_stays_when_the_supervisor_is_killed_while_it_imports(tmp_path):
-    one = Warm(tmp_path, in_agent=NEVER_IMPORTED, workers=1)
-    spare = one.pid
-    one.supervised.kill()
-    eventually(lambda: not is_running(spare) and one.supervised.has_ended, "the end of all")

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import sys
 from pathlib import Path
 
@@ -13,64 +14,40 @@ from metaflow_extensions.torchrun.plugins.torchrun.machine.processes import livi
 from metaflow_extensions.torchrun.plugins.torchrun.supervisor import command as launch_command
 from metaflow_extensions.torchrun.plugins.torchrun.supervisor.agent import End, Refused
 from metaflow_extensions.torchrun.plugins.torchrun.supervisor.command import WORKER_HOOKS
-from metaflow_extensions.torchrun.plugins.torchrun.worker.spare import POPEN_OF_WORKERS
 
+STAND_IN = Path(__file__).parents[1] / "stand_in" / "torch"
 # What stands for torchrun: it tells what it sees, starts workers, and waits where it is to.
 AGENT = """
 import json, os, subprocess, sys, time
+from torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_handler import SubprocessHandler
 
 def main():
     out, what, count, *script = sys.argv[1:]
-    seen = {"pid": os.getpid(), "parent": os.getppid(),
-            "imported": "spare.py" in open("/proc/self/cmdline").read(),
-            "cwd": os.getcwd(), "env": dict(os.environ), "argv": sys.argv, "files": os.listdir("/proc/self/fd"),
-            "main": sys.modules["__main__"].__file__}
+    seen = {"imported": "spare.py" in open("/proc/self/cmdline").read(), "env": dict(os.environ)}
     with open(out + ".part", "w") as file:
         json.dump(seen, file)
     os.replace(out + ".part", out)
     if what == "early":
         sys.exit(3)
-    from HANDLER import popen
     workers = []
     for rank in range(int(count)):
         folder = f"{out}.{rank}"
         os.makedirs(folder)
         env = {**os.environ, "RANK": str(rank + 4), "LOCAL_RANK": str(rank)}
         env["TORCHELASTIC_ERROR_FILE"] = os.path.join(folder, "error.json")
-        with open(f"{out}.{rank}.out", "w") as stdout, open(f"{out}.{rank}.err", "w") as stderr:
-            workers.append(popen([sys.executable, "-u", *script], env, stdout, stderr))
+        with open(f"{out}.{rank}.out", "w") as stdout, open(os.devnull, "w") as stderr:
+            workers.append(SubprocessHandler([sys.executable, "-u", *script], env, stdout, stderr).proc)
     while what == "wait":
         time.sleep(60)
-    codes = [worker.wait() for worker in workers]
-    sys.exit(5 if what == "fail" or any(codes) else 0)
+    sys.exit(5 if any([worker.wait() for worker in workers]) else 0)
 
 if __name__ == "__main__":
     main()
 """
-LOGS = """
-LogsDest = dict
-class DefaultLogsSpecs:
-    reify = None
-"""
-HANDLER = """
-from subprocess import Popen
-class SubprocessHandler:
-    def __init__(self, args, env, stdout, stderr):
-        self._stdout, self._stderr = stdout, stderr
-        self.proc = self._popen(args, env)
-    def _popen(self, args, env):
-        return Popen(args=args, env=env, stdout=self._stdout, stderr=self._stderr, start_new_session=True)
-    def close(self):
-        pass
-def popen(args, env, stdout, stderr):
-    return SubprocessHandler(args, env, stdout, stderr).proc
-"""
 WORKER = """
 import json, os, sys
-seen = {"imported": "torch.distributed" in sys.modules, "early": "imported_early" in sys.modules,
-        "rank": os.environ.get("RANK"), "spare": "TORCHRUN_SPARE" in os.environ}
-print(json.dumps(seen), flush=True)
-print("to stderr", file=sys.stderr)
+seen = {"imported": "torch.distributed" in sys.modules, "early": "imported_early" in sys.modules}
+print(json.dumps({**seen, "rank": os.environ.get("RANK")}), flush=True)
 """
 
 
@@ -80,15 +57,8 @@ class Warm:
     def __init__(self, root, early="", in_agent="", preload=("imported_early",), workers=0, before=""):
         self.root, self.count, self.workers = root, 0, workers
         write(root / "imported_early.py", early)
-        write(root / "torch" / "__init__.py", "")
-        write(root / "torch" / "distributed" / "__init__.py", "")
-        handler = POPEN_OF_WORKERS.replace(".", "/")
-        for folder in Path(handler).parents:
-            if folder.name not in ("", "torch", "distributed"):
-                write(root / folder / "__init__.py", "")
-        write(root / f"{handler}.py", HANDLER)
-        write(root / "torch" / "distributed" / "elastic" / "multiprocessing" / "__init__.py", LOGS)
-        write(root / "torch" / "distributed" / "run.py", in_agent + AGENT.replace("HANDLER", POPEN_OF_WORKERS))
+        shutil.copytree(STAND_IN, root / "torch")
+        write(root / "torch" / "distributed" / "run.py", in_agent + AGENT)
         self.script = str(write(root / "scripts" / "worker.py", WORKER))
         self.env = {**os.environ, "PYTHONPATH": f"{WORKER_HOOKS}:{root}"}
         os.mkfifo(root / "agent.workers")
@@ -174,10 +144,6 @@ class Agent:
         noted = json.loads(self.out.read_text())
         refused = [event.reason for event in self.seen if isinstance(event, Refused)]
         return {**noted, "status": end.status, "left": end.left, "refused": refused[0] if refused else None}
-
-    def written(self, local_rank, stream):
-        """Return what a worker has written, as bytes."""
-        return Path(f"{self.out}.{local_rank}.{stream}").read_bytes()
 
     def worker(self, local_rank=0):
         """Return what a worker has noted."""

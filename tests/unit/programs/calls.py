@@ -4,7 +4,6 @@ import asyncio
 import dataclasses
 import enum
 import functools
-import multiprocessing
 import os
 import sys
 import threading
@@ -101,20 +100,8 @@ def define():
     return Local.__module__
 
 
-def spawn(numbers):
-    with multiprocessing.get_context("spawn").Pool(1) as pool:
-        return pool.map(Tools.static, numbers), pool.map(Point, numbers)
-
-
 def fail(kind, *args):
     raise kind(*args)
-
-
-def fail_chained():
-    try:
-        {}["missing key"]
-    except KeyError as error:
-        raise ValueError("bad config") from error
 
 
 def fail_noted():
@@ -158,10 +145,6 @@ def case_all_that_can_be_called():
 def case_the_worker_looks_like_the_program():
     seen = [[__file__], __file__, "__main__", "12", {"of the worker": True}, True, sys.path[0]]
     assert value_of(surroundings, rank=12) == seen
-
-
-def case_processes_that_the_function_spawns_find_the_program_too():
-    assert value_of(spawn, [[1, 2]]) == ([101, 102], [Point(1), Point(2)])
 
 
 # --- arguments and values ---------------------------------------------------------------------------
@@ -228,20 +211,6 @@ def case_an_exception_comes_as_what_it_was():
     assert "BadLoss: ('loss is nan', 4)" in outcome.done.stderr
     assert type(launch(fail, [beside.Elsewhere, "in a module"]).error) is beside.Elsewhere
     assert launch(fail_noted).error.__notes__ == ["in epoch 3", NOTE], "its own notes stay"
-
-
-def case_a_failure_is_told_from_the_functions_own_first_line():
-    for function, arguments in ((fail, [BadLoss, "nan", 4]), (fail_chained, [])):
-        outcome = launch(function, arguments)
-        assert "function_worker" not in outcome.done.stderr
-        assert outcome.record.traceback == outcome.done.stderr.rstrip()
-        assert outcome.record.exception.endswith(str(outcome.error)), outcome.record
-        first = outcome.record.traceback.splitlines()[1]
-        assert first.startswith(f'  File "{__file__}"')
-        assert first.endswith(f"in {function.__name__}")
-    assert type(outcome.error) is ValueError
-    assert "KeyError: 'missing key'" in outcome.done.stderr
-    assert "direct cause" in outcome.done.stderr
 
 
 def case_an_exception_that_cannot_travel_comes_in_words():
