@@ -76,11 +76,11 @@ class GangOf:
     def come(self, node):
         """Have another task come in the place of one that is gone, or that never came."""
         join = say.Join(node, f"new-{node}", f"task {next(TASKS)}", "another pod")
-        assert self.state.may_join(join)
+        assert self.state.refuses(join) is None
         self.say(node, join)
 
     def turn_away(self, join):
-        answer = self.state.turn_away(join)
+        answer = self.state.refuses(join)
         self.post(self.state.tick())
         return answer
 

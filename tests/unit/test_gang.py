@@ -37,8 +37,8 @@ def test_a_launch_begins_when_all_are_ready_and_ends_well_when_all_have(num_node
     assert all(gang.got(node, "Verdict")[0].alone for node in nodes)
     view = gang.state.view
     assert (view.nproc, view.facts["torch"], view.error) == (2, "2.13.0", None)
-    for node, message in ((7, say.Ready(0, 2)), (0, say.Answer()), (-1, say.Join(-1)), (0, say.Ended(0, False))):
-        assert gang.state.handle(node, message) == [], "of no node, no message of a node, or late"
+    for message in (say.Answer(), say.Ended(0, False)):
+        assert gang.state.handle(0, message) == [], "no message of a node, or late"
 
 
 def test_the_life_of_a_gang_is_recorded_all_of_it_for_the_control_node():
@@ -119,13 +119,10 @@ def test_a_second_task_in_another_pod_means_that_the_first_is_being_replaced_and
         assert gang.turn_away(newcomer(1, task)).is_early, "the others may still save"
     assert [note.partition(" is being")[0] for note in gang.notes(0)] == [NODE_1] * is_news
     assert gang.farewells(1) == ["replaced"] * is_news
-    for stranger in (newcomer(0, "c", "pod of 0"), newcomer(7)):
-        answer = gang.state.turn_away(stranger)
-        assert (gang.state.may_join(stranger), answer.is_early, gang.state.tick()) == (False, stranger.node == 0, [])
-    assert "turned away by the control node: there is no such node" in str(answer.error)
-    assert gang.state.may_join(say.Join(0, "host-0", "task of 0", "pod of 0")), (
-        "who has not heard the answer asks again"
-    )
+    assert gang.state.refuses(newcomer(0, "c", "pod of 0")).is_early
+    assert gang.state.tick() == []
+    again = say.Join(0, "host-0", "task of 0", "pod of 0")
+    assert gang.state.refuses(again) is None, "who has not heard the answer asks again"
 
 
 DIFFERS = {
@@ -446,12 +443,11 @@ def test_who_takes_part_and_what_is_said_of_that(given, story, groups, said):
 def test_a_task_that_comes_before_the_one_in_its_place_has_ended_tries_again_or_gives_way_to_a_newer_one(state):
     gang, older, newer = running(max_restarts=3, **ANOTHER).play(state), newcomer(1, "b", "b"), newcomer(1, "c", "c")
     for join in (older, newer, older):
-        assert not gang.state.may_join(join)
         answer = gang.turn_away(join)
         assert answer.is_early
         assert "another task, on host host-1, is or was node 1" in str(answer.error)
     assert gang.farewells(1) == ["replaced"] * (state != "told 1")
-    assert gang.play("stop 1, lost 1, stop 0 2").state.may_join(older)
+    assert gang.play("stop 1, lost 1, stop 0 2").state.refuses(older) is None
     gang.say(1, newer)
     assert "a newer task has taken its place" in str(gang.turn_away(older).error)
     gang.post(gang.state.give_up(errors.GangError("The channel failed.")))

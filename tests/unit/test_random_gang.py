@@ -207,8 +207,8 @@ class AnyGang(RuleBasedStateMachine, GangOf):
     def come(self, node):
         task = Task(node, len(self.sent[node]))
         join = say.Join(node, f"host-{node}", task.name, task.name)
-        if not self.state.may_join(join):
-            assert self.turn_away(join).error is not None
+        if (answer := self.turn_away(join)) is not None:
+            assert answer.error is not None
             return
         self.old += [self.tasks[node]] if node in self.tasks else []
         self.tasks[node] = task
