@@ -257,8 +257,11 @@ def test_restarts_end_and_the_pauses_between_them_grow_and_stay_bounded():
     for _ in range(21):
         gang.fail(KILLED)
         gang.pass_time(1000.0)
-    told = [(each.number, each.counted, each.of, each.pause_s) for each in gang.got(0, "Restart")]
-    assert told == [(n, n, 20, pause) for n, pause in enumerate([1.0, 2.0, 4.0, 8.0, 16.0, *[30.0] * 15], 1)]
+    told = [(each.number, each.text) for each in gang.got(0, "Restart")]
+    again, why = "all workers start again in", f"because rank 2 on {NODE_1} was killed by SIGKILL: often the out-of-memory "
+    why += "killer; try fewer processes, smaller batches or more memory"
+    pauses = enumerate([1, 2, 4, 8, 16, *[30] * 15], 1)
+    assert told == [(n, f"restart {n} of 20: {again} {pause} s, {why}") for n, pause in pauses]
     for node in (0, 1):
         assert [(go.generation, go.restarts) for go in gang.got(node, "Go")] == [(each, each) for each in range(21)]
     assert (gang.state.view.restarts_left, "after 20 restarts" in str(gang.same_verdict())) == (0, True)
@@ -266,7 +269,8 @@ def test_restarts_end_and_the_pauses_between_them_grow_and_stay_bounded():
         gang = running(2, max_restarts=1)
         gang.ended(1, crash(1), age_s=0.2)
         assert not gang.play(f"+{stopping_s}").got(0, "Restart")  # node 0 still stops
-        assert gang.play("stop 0").got(0, "Restart")[0].pause_s == pytest.approx(left_s)
+        (restart,) = gang.play("stop 0").got(0, "Restart")
+        assert (f"again in {left_s:g} s, because" in restart.text) is bool(left_s)
         assert gang.state.due_at == (pytest.approx(gang.now + left_s) if left_s else float("inf"))
         assert len(gang.got(0, "Go")) == (1 if left_s else 2)
 
@@ -358,7 +362,7 @@ def test_a_node_that_is_told_to_end_hears_that_alone_and_the_others_start_again_
         assert f"{SIGTERM}. The other nodes go on without it, if enough are left." in str(error)
         assert "@retry" not in str(error), "this run goes on"
     (restart,), last = gang.got(0, "Restart"), gang.got(0, "Go")[-1]
-    assert (restart.number, restart.counted, restart.of, restart.pause_s, restart.waits_for) == (1, 0, 1, 0.0, ())
+    assert (restart.number, restart.text) == (1, f"all workers start again, because {TOLD.removesuffix(GO_ON)}")
     assert (last.group.nodes, last.left, last.came, last.restarts, last.max_restarts) == ((0, 2, 3), (1,), came, 1, 2)
     gang.leave(1, failed=True)
     assert (gang.state.view.restarts_left, gang.state.broken, len(gang.got(0, "Stop"))) == (1, None, 1)
@@ -371,7 +375,8 @@ def test_the_workers_start_again_when_the_task_that_takes_its_place_is_ready():
     gang = running(max_restarts=3, why_it_waits=lambda node: f"ask about {node}", **ANOTHER)
     for number in (1, 2, 3):  # as often as restarts are left
         restart = gang.play("lost 1, stop 0 2").got(0, "Restart")[-1]
-        assert (restart.number, restart.counted, restart.pause_s, restart.waits_for) == (number, number, 0.0, (1,))
+        which = f"restart {number} of 3: all workers start again when node 1 has started again, because node 1 "
+        assert (restart.number, restart.text.partition("(host")[0]) == (number, which)
         said = "launch 0 waits for node 1 to start. To see why node 1 is missing: ask about 1"
         assert (gang.play("+60").notes(0)[-1], gang.state.due_at) == (said, float("inf"))
         assert len(gang.play("come 1, +1").groups()) == number, "it has not called run"

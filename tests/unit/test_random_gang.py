@@ -88,8 +88,10 @@ class AnyGang(RuleBasedStateMachine, GangOf):
                     self.check_cause(message.launch, message.cause)
                     known.append(message)
                 counted = sum(each.cause.category != "preempted" for each in known)
-                assert (message.number, message.counted) == (len(known), counted)
-                assert counted <= message.of == self.max_restarts
+                is_counted = message.cause.category != "preempted"
+                which = f"restart {counted} of {self.max_restarts}: " if is_counted else ""
+                assert (message.number, message.text.partition("all workers")[0]) == (len(known), which)
+                assert counted <= self.max_restarts
             case say.Abort(error=error):
                 self.aborted = self.aborted or error
                 assert error is self.aborted, "nodes hear of different failures"

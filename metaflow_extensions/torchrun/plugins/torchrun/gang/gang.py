@@ -840,13 +840,16 @@ class Gang:
             text = "another program took the port of the rendezvous; all workers start again with another port"
             self._broadcast(Note(text))
         else:
-            when = f"when {names(waits_for)} has come" if waits_for else f"in {pause_s:g} s" if pause_s else "now"
-            self._see("restart", f"all workers start again {when}")
+            has = "has" if len(waits_for) == 1 else "have"
+            when = f" when {names(waits_for)} {has} started again" if waits_for else f" in {pause_s:g} s" if pause_s else ""
+            self._see("restart", text := f"all workers start again{when}")
             self.view.turn("restarting", failures.summary(cause))
             self.view.waits_for = f"{names(waits_for)} to start" if waits_for else ""
             self.view.enter("restarting", self._able())
-            counts = (number, number - launch.uncounted, launch.policy.max_restarts)
-            self._broadcast(Restart(launch.number, *counts, pause_s, cause, tuple(waits_for)))
+            if cause.category != "preempted":  # `max_restarts` does not count others
+                text = f"restart {number - launch.uncounted} of {launch.policy.max_restarts}: {text}"
+            why = f"because {FailureText(cause).who} {headline(cause.what)}"
+            self._broadcast(Restart(launch.number, number, f"{text}, {why}", cause))
         if not pause_s:
             self._start_again()
 
