@@ -258,7 +258,10 @@ def test_restarts_end_and_the_pauses_between_them_grow_and_stay_bounded():
         gang.fail(KILLED)
         gang.pass_time(1000.0)
     told = [(each.number, each.text) for each in gang.got(0, "Restart")]
-    again, why = "all workers start again in", f"because rank 2 on {NODE_1} was killed by SIGKILL: often the out-of-memory "
+    again, why = (
+        "all workers start again in",
+        f"because rank 2 on {NODE_1} was killed by SIGKILL: often the out-of-memory ",
+    )
     why += "killer; try fewer processes, smaller batches or more memory"
     pauses = enumerate([1, 2, 4, 8, 16, *[30] * 15], 1)
     assert told == [(n, f"restart {n} of 20: {again} {pause} s, {why}") for n, pause in pauses]

@@ -5,7 +5,6 @@ import queue
 import signal
 import time
 from contextlib import suppress
-from dataclasses import replace
 
 import pytest
 from fake_node import DEADLINE_S, ERROR, NOBODY, FakeNode

@@ -841,15 +841,21 @@ class Gang:
             self._broadcast(Note(text))
         else:
             has = "has" if len(waits_for) == 1 else "have"
-            when = f" when {names(waits_for)} {has} started again" if waits_for else f" in {pause_s:g} s" if pause_s else ""
+            when = (
+                f" when {names(waits_for)} {has} started again"
+                if waits_for
+                else f" in {pause_s:g} s"
+                if pause_s
+                else ""
+            )
             self._see("restart", text := f"all workers start again{when}")
             self.view.turn("restarting", failures.summary(cause))
             self.view.waits_for = f"{names(waits_for)} to start" if waits_for else ""
             self.view.enter("restarting", self._able())
             if cause.category != "preempted":  # `max_restarts` does not count others
                 text = f"restart {number - launch.uncounted} of {launch.policy.max_restarts}: {text}"
-            why = f"because {FailureText(cause).who} {headline(cause.what)}"
-            self._broadcast(Restart(launch.number, number, f"{text}, {why}", cause))
+            text += f", because {FailureText(cause).who} {headline(cause.what)}"
+            self._broadcast(Restart(launch.number, number, text, cause))
         if not pause_s:
             self._start_again()
 
