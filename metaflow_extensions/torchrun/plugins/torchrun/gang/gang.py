@@ -233,31 +233,26 @@ class Gang:
         """Do what follows from what is known now."""
         before = None
         while before != (now := (id(self.launch), self.phase)):
-            before = now
-            launch = self.launch
+            before, launch = now, self.launch
+            is_late = self._now >= launch.until
             if launch.fails and launch.failing_with is None and self.phase not in (Phase.IDLE, Phase.STOPPING):
                 self._stop()
-            elif self.phase is Phase.STORING and not self.launch.stores:
-                self._finish(self.launch.failing_with)
-            elif self.phase in (Phase.RUNNING, Phase.STOPPING) and not self.launch.running:
+            elif self.phase is Phase.STORING and (is_late or not launch.stores):
+                self._finish(launch.failing_with)
+            elif self.phase in (Phase.RUNNING, Phase.STOPPING) and (is_late or not launch.running):
                 self._decide()
+            elif self.phase is Phase.PAUSING and is_late:
+                self._start_again()
             elif self.phase is Phase.IDLE:
                 self._begin()
         self._see_who_is_left()
 
     def _tick(self) -> None:
-        now, launch = self._now, self.launch
         if self._absent:
             self._give_up_overdue()
-        if now >= self._remind_at:
+        if self._now >= self._remind_at:
             self._remind()
         self._look_at_limits()
-        if self.phase is Phase.PAUSING and now >= launch.until and not launch.fails:
-            self._start_again()
-        elif self.phase is Phase.STOPPING and now > launch.until:
-            self._decide()
-        elif self.phase is Phase.STORING and now > launch.until:
-            self._finish(launch.failing_with)
         if self.phase is Phase.RUNNING:
             self._look_at_workers()
 
@@ -856,8 +851,6 @@ class Gang:
                 text = f"restart {number - launch.uncounted} of {launch.policy.max_restarts}: {text}"
             text += f", because {FailureText(cause).who} {headline(cause.what)}"
             self._broadcast(Restart(launch.number, number, text, cause))
-        if not pause_s:
-            self._start_again()
 
     def _tell_to_end(self, node: Node, cause: Cause, error: TorchrunError | None = None) -> None:
         """Leave a node out that is here, with a verdict of its own."""
@@ -869,7 +862,7 @@ class Gang:
         """Begin the next generation after the pause, in which more nodes may have been lost or have come."""
         able = self._able()
         if self._coming(able):
-            return  # `tick` gives up on them when their time is up
+            return  # until they come, or `tick` gives up on them
         group = follow(self.launch.group, able, self._size, self._least) if CONTROL in able else None
         if group is None:
             self._store(self._error_of_launch())
