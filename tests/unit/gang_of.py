@@ -15,6 +15,7 @@ POLICY = {each.name for each in fields(LaunchPolicy)}
 OF_THE_GANG = {each.name for each in fields(Rules)} | {"taken", "join"}
 NOT_STORED = "has ended well, but its value could not be stored"
 NO_DATA = "before_run 1/2 (make data) exited with code 2"
+UNREACHED = {"address": "10.0.0.1", "port": 29500, "why": "timed out"}
 TASKS = itertools.count(1)
 
 
@@ -209,6 +210,7 @@ WORDS = {
     "differ": lambda gang, node: gang.ready(node, nproc=7),
     "pin": lambda gang, node: gang.ready(node, master_port=1),
     "silence": lambda gang: gang.play("lives 1" + ", +3" * 15),  # for 30 s, and no node answers
+    "unreached": lambda gang, node: gang.say(node, say.Report("unreached", *gang.about(node), UNREACHED)),
     "frozen": lambda gang, seconds: gang.post(gang.state.was_stopped(seconds)),
 }
 

@@ -20,33 +20,13 @@ ALLOWS, GO_ON = "longer than the step's @timeout allows", "; the others go on wi
 SPARE, ANOTHER = {"spare_nodes": 1}, {"replaces": True, "started_timeout_s": 300.0}
 
 
-@pytest.mark.parametrize("num_nodes", [1, 3])
-def test_a_launch_begins_when_all_are_ready_and_ends_well_when_all_have(num_nodes):
-    gang, nodes = GangOf(num_nodes), range(num_nodes)
-    for node in nodes:
-        assert all(gang.sent[each] == [say.Answer()] for each in nodes)
-        gang.ready(node, accelerators="8 amd")
-    for node in nodes:
-        (go,) = gang.got(node, "Go")
-        assert (go.launch, go.generation, go.port, go.group.size) == (0, 0, 40001, num_nodes)
-    assert go.devices == "8 amd accelerators on each node"
-    for node in nodes:
-        assert gang.is_undecided()
-        gang.ended(node, alone=True)
-    assert gang.same_verdict() is None
-    assert all(gang.got(node, "Verdict")[0].alone for node in nodes)
-    view = gang.state.view
-    assert (view.nproc, view.facts["torch"], view.error) == (2, "2.13.0", None)
-    for message in (say.Answer(), say.Ended(0, False)):
-        assert gang.state.handle(0, message) == [], "no message of a node, or late"
-
-
 def test_the_life_of_a_gang_is_recorded_all_of_it_for_the_control_node():
     gang, told = GangOf(2).play("prepare 1"), {"text": "it exited with code 0", "exit_code": 0, "seconds": 600.0}
-    gang.ready(0, max_restarts=1)
+    gang.ready(0, max_restarts=1, accelerators="8 amd")
     gang.say(1, say.Report("command", 0, data=told))
     assert not gang.got(0, "Go"), "nothing starts before the last command of the last node"
-    gang.ready(1)
+    gang.ready(1, accelerators="8 amd")
+    assert gang.got(1, "Go")[0].devices == "8 amd accelerators on each node"
     for report in (
         say.Report("started", 1, 0),
         say.Report("started", 0, 0),
@@ -56,14 +36,15 @@ def test_the_life_of_a_gang_is_recorded_all_of_it_for_the_control_node():
     gang.failed(1, crash())
     for node in (1, 1, 0):  # a node's exits count once
         gang.stop(node, exit_codes={2 * node: 1})
-    gang.play("+1, all_ended, done 0 1, leave 0, leave 1")
+    gang.play("+1").all_ended(alone=True)
+    gang.play("done 0 1, leave 0, leave 1")
     view = gang.state.view
     said = [each.kind for each in view.events if each.kind != "stopped"]
     launch = ["command", "ready", "go", "started", "output", "stopping", "exited", "cause", "restart"]
     assert said == ["joined", "before_run", "ready", *launch, "go", "done", "finished", "left"]
     (to_control,), (to_member,) = gang.got(0, "Verdict"), gang.got(1, "Verdict")
     assert [each.kind for each in to_control.events if each.kind != "stopped"] == said[:-2]
-    assert to_member.events == ()
+    assert (to_member.events, to_member.alone, to_member.error) == ((), True, None)
     (cause,), (command,), (report,) = gang.recorded("cause"), gang.recorded("command"), view.reports
     assert (command.nodes, command.text, command.exit_code, command.seconds) == ([1], *told.values())
     assert (cause.ranks, cause.exit_code, cause.generation) == ([2], 1, 0)
@@ -171,6 +152,10 @@ NO_WORKER = "before_run failed, so no worker was started.\nNode 1 (host host-1) 
 SILENT = "\nNode 2 did not report in time that the workers there had ended."
 JOIN, UP, ONCE = {"join": True}, {"deadline": 1010.0, "longer": ALLOWS}, {"max_restarts": 1}
 ONE, TIMES = {"num_nodes": 1, **JOIN}, "run(timeout_s=...) and the step's @timeout change how long it may run."
+UNREACHABLE = (
+    "Node 2 (host host-2) can't reach torch's store on node 0 (host host-0): tried 10.0.0.1 on port 29500: timed out."
+)
+UNREACHABLE += "\nOpen TCP port 29500 between the nodes"
 ERRORS = [  # what is given, what happens up to the moment when all nodes hear of the error, its class, and what it says
     (JOIN, "ready 0, leave 2", "GangError", "already ended on node 2. Every node must call current.torch.run the"),
     (JOIN, "ready 0, done 2", "GangError", "same number of times."),
@@ -198,6 +183,7 @@ ERRORS = [  # what is given, what happens up to the moment when all nodes hear o
     (JOIN, "done 0 1, lost 1", "LaunchFailed", f"{SIGKILL}.\nIt happened after the step's code, before its results"),
     ({}, "all_stop_and_store, raises 0", "LaunchFailed", "Launch 0 failed."),  # as *store* has said
     ({}, "all_stop_and_store, give_up 1, stored 0 2", "LaunchFailed", "Launch 0 failed."),
+    ({"max_restarts": 2}, "unreached 2, unreached 1, stop 0 1, stop 2", "LaunchFailed", UNREACHABLE),
     (ONCE, "all_store, store_badly 1", "LaunchFailed", f"Rank 2 on {NODE_1} has ended well, but its value could not be"),
 ]  # fmt: skip
 

@@ -9,8 +9,7 @@ from gang_views import BEGAN, Story, crash, hostile
 from test_pages import STORIES
 
 from metaflow_extensions.torchrun.plugins.torchrun.gang.messages import Note
-from metaflow_extensions.torchrun.plugins.torchrun.gang.view import VERSION, GangView, NodeView, Word, told_by_others
-from metaflow_extensions.torchrun.plugins.torchrun.show.words import timeline
+from metaflow_extensions.torchrun.plugins.torchrun.gang.view import VERSION, GangView, Word, told_by_others
 
 
 @pytest.mark.parametrize("story", [*STORIES.values(), hostile], ids=[*STORIES, "hostile"])
@@ -40,18 +39,6 @@ def test_numbers_that_json_does_not_have_are_stored_as_null():
 def test_what_is_of_another_version_or_damaged_is_refused(stored, why):
     with pytest.raises(ValueError, match=re.escape(why)):
         GangView.read(stored)
-
-
-# --- events -----------------------------------------------------------------------------------------
-
-
-def test_of_a_long_life_the_last_events_are_kept():
-    view = GangView(1, nodes=[NodeView()])
-    for number in range(1234):
-        view.add("restart", f"event {number}")
-    kept = [f"event {number}" for number in range(234, 1234)]
-    assert ([each.text for each in view.events], view.left_out) == (kept, 234)
-    assert [text for _, _, text in timeline(view)] == ["234 lines are left out here", *kept]
 
 
 # --- bounds -----------------------------------------------------------------------------------------
