@@ -5,7 +5,6 @@ from gang_views import Story, crash, place
 from unit_helpers import MemoryStore, settings_of_run
 
 from metaflow_extensions.torchrun.plugins.torchrun.errors import TorchrunConfigError
-from metaflow_extensions.torchrun.plugins.torchrun.gang.messages import Verdict
 from metaflow_extensions.torchrun.plugins.torchrun.show.page import page_of
 from metaflow_extensions.torchrun.plugins.torchrun.show.parts import lines_of
 from metaflow_extensions.torchrun.plugins.torchrun.task.launch_outputs import LaunchOutputs
@@ -50,7 +49,7 @@ def storing(store, failing=(), **rules):
 @pytest.mark.parametrize("failing", [(), (crash(),)])
 def test_where_outputs_are_is_known_told_and_shown(store, failing):
     story = storing(store, failing).stored(1)
-    told = {node: each.left["outputs"]["nodes"] for node, each in story.sent if isinstance(each, Verdict)}
+    told = {node: story.got(node, "Verdict")[0].left["outputs"]["nodes"] for node in (0, 1)}
     of_control = {"0": ["k0", 2, 3_000_000]}
     assert told == {0: {**of_control, "1": ["k1", 1, 5]}, 1: of_control}
     assert story.view.outputs == {0: ROWS}

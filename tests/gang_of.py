@@ -39,8 +39,8 @@ def failures(*causes, age_s=0.0):
 class GangOf:
     """A gang, and what its nodes have been sent. They say all of the last launch that they have called, if not told else."""
 
-    def __init__(self, num_nodes=3, taken=(), join=True, sees=None, **rules):
-        self.now, self.num_nodes, self.sees = 1000.0, num_nodes, sees  # each message
+    def __init__(self, num_nodes=3, taken=(), join=True, sees=None, now=1000.0, **rules):
+        self.now, self.num_nodes, self.sees = now, num_nodes, sees  # each message
         self.ports, self.taken = iter(range(40001, 60000)), set(taken)
         self.state = Gang(num_nodes, self._pick, Rules(**{"grace_s": GRACE_S, **rules}), lambda: self.now)
         self.sent = {node: [] for node in range(num_nodes)}
@@ -55,6 +55,7 @@ class GangOf:
             self.sent[node].append(message)
             if self.sees is not None:
                 self.sees(node, message)
+        return self
 
     def play(self, story):
         """Do what it says, as in "lost 1, stop 0 2, +30.5": `WORDS` or methods with nodes, and seconds; return itself."""
@@ -65,10 +66,10 @@ class GangOf:
 
     def pass_time(self, seconds):
         self.now += seconds
-        self.post(self.state.tick())
+        return self.post(self.state.tick())
 
     def say(self, node, message):
-        self.post(self.state.handle(node, message))
+        return self.post(self.state.handle(node, message))
 
     def join(self, *nodes):
         for node in nodes:
@@ -132,6 +133,7 @@ class GangOf:
     def stored(self, *nodes, fails=()):
         for node in nodes:
             self.say(node, say.Stored(*self.about(node), failures(*fails)))
+        return self
 
     def give_up(self, node, cause=None):
         """Do what a node does whose `run` is ended by an exception of its own."""
@@ -139,8 +141,9 @@ class GangOf:
         self.ended(node, ok=False)
 
     def done(self, *nodes):
-        for node in nodes:
+        for node in nodes or range(self.num_nodes):
             self.say(node, say.Leave("done"))
+        return self
 
     def leave(self, node, cause=None, failed=False):
         self.say(node, say.Leave("failed" if cause is not None or failed else "left", cause))
@@ -150,7 +153,7 @@ class GangOf:
         self.say(node, say.Leave("killed", text="its task was killed by SIGKILL"))
 
     def lost(self, node, why="its task was killed by SIGKILL"):
-        self.post(self.state.lost(node, why))
+        return self.post(self.state.lost(node, why))
 
     def cut(self, node):
         self.lost(node, "its connection was closed")
