@@ -6,8 +6,9 @@ from dataclasses import replace
 
 import pytest
 from gang_views import BEGAN, Story, crash, hostile
-from metaflow_extensions.torchrun.plugins.torchrun.gang.view import VERSION, GangView, Word, told_by_others
 from test_pages import STORIES
+
+from metaflow_extensions.torchrun.plugins.torchrun.gang.view import VERSION, GangView, Word, told_by_others
 
 
 @pytest.mark.parametrize("story", [*STORIES.values(), hostile], ids=[*STORIES, "hostile"])
