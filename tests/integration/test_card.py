@@ -284,7 +284,7 @@ def many_nodes(num_nodes=256, nproc=8):
         cause = crash(rank, text, rank // nproc, f"host-{rank // nproc}")
         story.at(story.now + 240).failed(cause).at(story.now + 5)
         for node in range(num_nodes):
-            codes = [1 if each == rank else -15 for each in story.gang.view.ranks_of(node)]
+            codes = [1 if each == rank else -15 for each in story.state.view.ranks_of(node)]
             story.ended(node, codes=codes)
         story.at(story.now + 2)
     return story.view

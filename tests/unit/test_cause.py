@@ -18,16 +18,8 @@ from metaflow_extensions.torchrun.plugins.torchrun.gang.launch import Launch
 from metaflow_extensions.torchrun.plugins.torchrun.task.report import report
 
 
-@pytest.mark.parametrize(
-    ("code", "said"),
-    [
-        (1, "exited with code 1"),
-        (-9, "was killed by SIGKILL: often the out-of-memory killer"),
-        (-99, "was killed by signal 99"),
-    ],
-)
-def test_an_exit_code_is_explained(code, said):
-    assert describe_exit(code).startswith(said)
+def test_a_signal_that_this_system_does_not_know_has_its_number():
+    assert describe_exit(-99) == "was killed by signal 99"
 
 
 # --- which came first ------------------------------------------------------------------------------

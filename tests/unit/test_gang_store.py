@@ -22,7 +22,7 @@ class Link(FakeLink):
         self.story, self._answers = Story(), {}
 
     def view(self):
-        return self.story.gang.view.stored()
+        return self.story.state.view.stored()
 
     def ask(self, name, *args):
         number = len(self._answers)
@@ -30,7 +30,7 @@ class Link(FakeLink):
         return number
 
     def on_news(self, known, with_numbers):
-        counts = [self.story.gang.changes, self.story.gang.numbers]
+        counts = [self.story.state.changes, self.story.state.numbers]
         is_new = counts[0] != known[0] or (with_numbers and counts != known)
         return {"counts": counts, "view": self.view() if is_new else None}
 

@@ -32,7 +32,7 @@ from metaflow_extensions.torchrun.plugins.torchrun.supervisor.hang_observer impo
 
 def silence(gang):
     """Return after how many seconds the ranks are asked where they are, and what all nodes raise then."""
-    seconds = next((each for each in range(1, 2000) if gang.pass_time(1.0) or gang.got(0, "Ask")), None)
+    seconds = next((each for each in range(1, 2000) if gang.pass_time(1.0).got(0, "Ask")), None)
     return seconds, seconds and str(gang.play("+11, stop").same_verdict())
 
 
@@ -122,7 +122,7 @@ def test_ranks_that_had_ended_well_are_named_and_a_rank_that_goes_on_meanwhile_i
     story.at(story.now + 31).report("hangs", 0, age_s=0.0).at(story.now + 30)
     assert story.view.outcome == "running", "its answer was not waited for"
     story.at(story.now + 1).report("stacks", 0, id=HANG, found=to_plain(NodeStacks("", FOUND[0]))).at(story.now + 1)
-    cause = story.ended(0, ok=False).gang.launch.verdict.cause
+    cause = story.ended(0, ok=False).state.launch.verdict.cause
     said = "The ranks of node 1 had ended well: do all ranks make the same number of steps?"
     assert cause["detail"].splitlines()[0].endswith(said)
 

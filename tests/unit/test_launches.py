@@ -93,5 +93,5 @@ def test_nothing_becomes_of_a_spare_that_has_imported_before_the_commands(warm, 
 
 def test_a_bug_of_ours_is_told_as_one(node):
     node.launches.run(0, told(call_of()))
-    node.loop.post(lambda: node.side.itself.inbox.put_nowait(Restart(0, 1, 1, 1, 1.0, None)))
+    node.loop.post(lambda: node.side.itself.inbox.put_nowait(Restart(0, 1, "", None)))
     assert "bug in metaflow-torchrun" in ended(node)[2]["error"]["message"]

@@ -28,8 +28,8 @@ def node_stacks(node, line=1):
 
 
 def ask(story, asked="a"):
-    story.sent, story.asked = story.gang.ask_stacks(asked), asked
-    return story
+    story.asked = asked
+    return story.post(story.state.ask_stacks(asked))
 
 
 def say(story, *nodes):
@@ -39,13 +39,13 @@ def say(story, *nodes):
 
 def answer_of(story):
     """Return what was asked for, and the answer."""
-    answer = story.gang.answer(story.asked)
+    answer = story.state.answer(story.asked)
     return None if answer is None else (answer["id"], from_plain(GangStacks, answer["found"], ""))
 
 
 def test_all_nodes_are_asked_and_the_answer_is_whole_when_all_have_answered():
     story = ask(Story(3).running())
-    assert story.sent == [(node, Ask(0, 0, "a")) for node in range(3)]
+    assert [story.got(node, Ask) for node in range(3)] == [[Ask(0, 0, "a")]] * 3
     say(story, 2, 0)
     assert answer_of(story) is None
     say(story, 1)

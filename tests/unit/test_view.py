@@ -8,21 +8,19 @@ import pytest
 from gang_views import BEGAN, Story, crash, hostile
 from test_pages import STORIES
 
-from metaflow_extensions.torchrun.plugins.torchrun.gang.messages import Note
-from metaflow_extensions.torchrun.plugins.torchrun.gang.view import VERSION, GangView, NodeView, Word, told_by_others
-from metaflow_extensions.torchrun.plugins.torchrun.show.words import timeline
+from metaflow_extensions.torchrun.plugins.torchrun.gang.view import VERSION, GangView, Word, told_by_others
 
 
 @pytest.mark.parametrize("story", [*STORIES.values(), hostile], ids=[*STORIES, "hostile"])
 def test_what_is_stored_is_read_again_equal(story):
-    view = story().gang.view
+    view = story().state.view
     again = GangView.read(json.loads(json.dumps(view.stored(), allow_nan=False)))
     assert again == replace(view, progress=again.progress)
     assert again.stored() == view.stored()
 
 
 def test_numbers_that_json_does_not_have_are_stored_as_null():
-    view = Story().running().report("usage", 0, of="container", limits={}, values={"cpus": float("nan")}).gang.view
+    view = Story().running().report("usage", 0, of="container", limits={}, values={"cpus": float("nan")}).state.view
     stored = json.loads(json.dumps(view.stored(), allow_nan=False))
     assert GangView.read(stored).usage[0]["last"] == {"cpus": None}
 
@@ -40,18 +38,6 @@ def test_numbers_that_json_does_not_have_are_stored_as_null():
 def test_what_is_of_another_version_or_damaged_is_refused(stored, why):
     with pytest.raises(ValueError, match=re.escape(why)):
         GangView.read(stored)
-
-
-# --- events -----------------------------------------------------------------------------------------
-
-
-def test_of_a_long_life_the_last_events_are_kept():
-    view = GangView(1, nodes=[NodeView()])
-    for number in range(1234):
-        view.add("restart", f"event {number}")
-    kept = [f"event {number}" for number in range(234, 1234)]
-    assert ([each.text for each in view.events], view.left_out) == (kept, 234)
-    assert [text for _, _, text in timeline(view)] == ["234 lines are left out here", *kept]
 
 
 # --- bounds -----------------------------------------------------------------------------------------
@@ -106,8 +92,7 @@ def test_an_end_that_the_control_node_has_recorded_stays_and_others_only_add_to_
 
 def test_a_report_that_can_not_be_read_costs_nothing_else_and_a_line_says_so_once():
     story = Story().running()
-    story.sent = []
     story.report("progress", 0, 1, paces="torn").report("usage").progress({0: 1.0}, [(3, {})])
     why = "ValueError: progress.paces is 'torn', which does not fit"
-    assert story.sent == [(0, Note(f"warning: node 0's progress is not kept: {why}"))]
+    assert (story.notes(0), story.notes(1)) == ([f"warning: node 0's progress is not kept: {why}"], [])
     assert (story.view.outcome, story.view.progress["step"]) == ("running", 3)

@@ -116,10 +116,10 @@ def _kind(ready: Ready) -> str:
 # --- a task that can't join -----------------------------------------------------------------------
 
 
-def turned_away(join: Join, why: str) -> TorchrunPreempted:
-    """Return the error for a task that can't be its node."""
-    text = f"Node {join.node} (host {join.host}) was turned away by the control node: {why}."
-    return TorchrunPreempted(f"{text} {TorchrunPreempted.remedy}")
+def turned_away(join: Join, host: str) -> TorchrunPreempted:
+    """Return the error for a task in whose place another one, on `host`, has come."""
+    text = f"Node {join.node} (host {join.host}) was turned away by the control node: a newer task has taken its place"
+    return TorchrunPreempted(f"{text} (host {host}). {TorchrunPreempted.remedy}")
 
 
 # --- a launch that can't begin, and failures outside of launches ----------------------------------

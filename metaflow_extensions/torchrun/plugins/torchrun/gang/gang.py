@@ -86,11 +86,6 @@ class Node:
         """The host name of its last task."""
         return self.join.host
 
-    def is_older(self, join: Join) -> bool:
-        """Return whether a task came before its last member, or was that."""
-        known = self.tasks
-        return join.task in known and known.index(join.task) <= known.index(self.join.task)
-
     def lost(self, why: str) -> Cause:
         """Return why it is gone; if that is not known yet, it is lost, and `why`."""
         return self.cause or Cause("lost", self.index, self.host, exception=why)
@@ -122,8 +117,8 @@ class Gang:
         self._in = {each: set[int]() for each in Presence}
         self._absent, self._here, self._gone, self._out_of_it = self._in.values()
         self._absent.update(range(num_nodes))
-        self._calls: dict[int, Ready] = {}  # the nodes' calls of `run`, as long as these have no verdict
-        self._preparing: dict[int, int] = {}  # nodes whose commands of before_run run -> the launch
+        self._called: dict[int, int] = {}  # node -> the launch that it has called, as long as that has no verdict
+        self._calls: dict[int, Ready] = {}  # of those whose commands of before_run have ended, the calls themselves
         self._done: set[int] = set()  # nodes whose step's code has ended well
         self._failed: set[int] = set()  # nodes whose last task has left with an error
         self._is_over = False  # whether the control node's step has ended, and no other node is left
@@ -172,7 +167,7 @@ class Gang:
         """The number of the launch that runs, or that nodes have called; None without one."""
         if self.phase is not Phase.IDLE:
             return self.launch.number
-        return min((call.launch for call in self._calls.values()), default=None)
+        return min(self._called.values(), default=None)
 
     def _name(self, rank: int) -> str:
         node = self.launch.group.nodes[rank // (self.launch.control.nproc or 1)]
@@ -188,7 +183,7 @@ class Gang:
     def handle(self, node: int, message: Message) -> list[Outgoing]:
         """Handle a node's message and return the messages to send; what comes too late is ignored."""
         handler = _HANDLERS.get(type(message))
-        if handler is None or not 0 <= node < self.num_nodes:
+        if handler is None:
             return []
         if not (isinstance(message, Report) and message.kind in _NUMBERS):
             self.changes += 1
@@ -238,48 +233,33 @@ class Gang:
         """Do what follows from what is known now."""
         before = None
         while before != (now := (id(self.launch), self.phase)):
-            before = now
-            launch = self.launch
+            before, launch = now, self.launch
+            is_late = self._now >= launch.until
             if launch.fails and launch.failing_with is None and self.phase not in (Phase.IDLE, Phase.STOPPING):
                 self._stop()
-            elif self.phase is Phase.STORING and not self.launch.stores:
-                self._finish(self.launch.failing_with)
-            elif self.phase in (Phase.RUNNING, Phase.STOPPING) and not self.launch.running:
+            elif self.phase is Phase.STORING and (is_late or not launch.stores):
+                self._finish(launch.failing_with)
+            elif self.phase in (Phase.RUNNING, Phase.STOPPING) and (is_late or not launch.running):
                 self._decide()
+            elif self.phase is Phase.PAUSING and is_late:
+                self._start_again()
             elif self.phase is Phase.IDLE:
                 self._begin()
         self._see_who_is_left()
 
     def _tick(self) -> None:
-        now, launch = self._now, self.launch
         if self._absent:
             self._give_up_overdue()
-        if now >= self._remind_at:
+        if self._now >= self._remind_at:
             self._remind()
         self._look_at_limits()
-        if self.phase is Phase.PAUSING and now >= launch.until and not launch.fails:
-            self._start_again()
-        elif self.phase is Phase.STOPPING and now > launch.until:
-            self._decide()
-        elif self.phase is Phase.STORING and now > launch.until:
-            self._finish(launch.failing_with)
         if self.phase is Phase.RUNNING:
             self._look_at_workers()
 
     # --- joining ----------------------------------------------------------------------------------
 
-    def may_join(self, join: Join) -> bool:
-        """Return whether a task may join: none is that node, or this task is, and has not got its answer."""
-        if not 0 <= join.node < self.num_nodes:
-            return False
-        node = self.nodes[join.node]
-        if node.presence is Presence.HERE:
-            return join == node.join
-        return node.presence is not Presence.GONE and not self._is_over and not node.is_older(join)
-
     def _on_join(self, node: Node, join: Join) -> None:
-        if node.index != join.node or not self.may_join(join):
-            return
+        """Take in a task that `refuses` has nothing against."""
         if node.presence is not Presence.HERE:
             self._see("joined", "joined", node, "step code")
             self.view.nodes[node.index].host = join.host
@@ -294,23 +274,26 @@ class Gang:
         if self.broken is not None:
             self._send(Abort(self.broken), node.index)
 
-    def turn_away(self, join: Join) -> Answer:
-        """Return the answer to a task that can't be its node now.
+    def refuses(self, join: Join) -> Answer | None:
+        """Return the answer to a task that can't be its node now; None if it may join.
 
+        It may if no task is that node, or it is itself and has not got its answer.
         Kubernetes starts a second task at once where a pod is deleted or drained, while the first still has its grace.
         The first is told soon, so that all can save. The second tries again, until it can take that place or the gang has
         ended: its own end would have all pods killed.
         """
-        node = self.nodes[join.node] if 0 <= join.node < self.num_nodes else None
-        if node is None or node.is_older(join):
-            why = "there is no such node" if node is None else f"a newer task has taken its place (host {node.host})"
-            return Answer(failures.turned_away(join, why))
+        node, is_known = self.nodes[join.node], join.task in self.nodes[join.node].tasks
+        is_here = node.presence is Presence.HERE
+        if is_here and join == node.join:
+            return None
+        if is_known and node.tasks.index(join.task) <= node.tasks.index(node.join.task):
+            return Answer(failures.turned_away(join, node.host))
+        if not is_here and node.presence is not Presence.GONE and not self._is_over:
+            return None
         if self.broken is not None:
             return Answer(self.broken)
-        is_other = node.presence is Presence.HERE and node.join.place != join.place
-        if join.task not in node.tasks:
-            node.tasks.append(join.task)
-        if is_other and not node.is_told and self.phase in (Phase.IDLE, Phase.RUNNING):
+        node.tasks += [] if is_known else [join.task]
+        if is_here and node.join.place != join.place and not node.is_told and self.phase in (Phase.IDLE, Phase.RUNNING):
             node.is_told = True
             why = "it is being replaced: another task of this node has started, as when its pod is deleted or drained"
             self._send(Farewell("replaced", why), node.index)
@@ -379,8 +362,7 @@ class Gang:
 
     def _forget(self, node: Node) -> None:
         """Forget what the task of a node has said that is gone."""
-        self._calls.pop(node.index, None)
-        self._preparing.pop(node.index, None)
+        self._end_call(node)
         self.stacks.keep(node.index, "it is no longer in the gang")
 
     def _see_who_is_left(self) -> None:
@@ -512,8 +494,9 @@ class Gang:
         if not self._may_call(node, call.launch):
             return
         self._see_call(call.launch, call.nproc)
-        was_preparing = self._preparing.pop(node.index, None) is not None
+        was_preparing = node.index in self._called and node.index not in self._calls
         text = "before_run has ended well" if was_preparing else "called run"
+        self._called[node.index] = call.launch
         self._see("ready", text, node, "waiting", launch=call.launch, generation=None)
         if not self._calls:
             self._remind_at = self._now + QUIET_S
@@ -524,6 +507,10 @@ class Gang:
             node.is_new = False
         elif call.launch == self.launch.number:
             self._take_late(node, call)
+
+    def _end_call(self, node: Node) -> None:
+        self._called.pop(node.index, None)
+        self._calls.pop(node.index, None)
 
     def _see_call(self, number: int, nproc: int | None) -> None:
         """Note that a node has called a launch, perhaps as the first one."""
@@ -666,7 +653,7 @@ class Gang:
             case "before_run" if self._may_call(node, report.launch):
                 self._see_call(report.launch, None)
                 self._calls.pop(index, None)  # of a launch that it has given up
-                self._preparing[index] = report.launch
+                self._called[index] = report.launch
                 self._see(report.kind, "before_run begins", node, "preparing", launch=report.launch, generation=None)
             case "command":
                 about: dict[str, Any] = {"launch": report.launch, "generation": None, "seconds": data.get("seconds")}
@@ -723,11 +710,10 @@ class Gang:
 
     def _on_failed_early(self, node: Node, report: Failed) -> None:
         """Handle a failure in a call of `run` before this node takes part in its launch."""
-        call, cause = self._calls.get(node.index), report.failures[0].cause if report.failures else None
-        called = self._preparing.get(node.index) if call is None else call.launch
-        if cause is None or called != report.launch:
+        cause = report.failures[0].cause if report.failures else None
+        if cause is None or self._called.get(node.index) != report.launch:
             return
-        is_command = call is None and not report.given_up
+        is_command = node.index not in self._calls and not report.given_up
         is_late = self.phase is not Phase.IDLE and report.launch == self.launch.number
         if is_late or (is_command and node.index != CONTROL and len(self._here) > self._least):
             self._tell_to_end(node, cause)
@@ -849,20 +835,26 @@ class Gang:
             text = "another program took the port of the rendezvous; all workers start again with another port"
             self._broadcast(Note(text))
         else:
-            when = f"when {names(waits_for)} has come" if waits_for else f"in {pause_s:g} s" if pause_s else "now"
-            self._see("restart", f"all workers start again {when}")
+            has = "has" if len(waits_for) == 1 else "have"
+            when = (
+                f" when {names(waits_for)} {has} started again"
+                if waits_for
+                else f" in {pause_s:g} s"
+                if pause_s
+                else ""
+            )
+            self._see("restart", text := f"all workers start again{when}")
             self.view.turn("restarting", failures.summary(cause))
             self.view.waits_for = f"{names(waits_for)} to start" if waits_for else ""
             self.view.enter("restarting", self._able())
-            counts = (number, number - launch.uncounted, launch.policy.max_restarts)
-            self._broadcast(Restart(launch.number, *counts, pause_s, cause, tuple(waits_for)))
-        if not pause_s:
-            self._start_again()
+            if cause.category != "preempted":  # `max_restarts` does not count others
+                text = f"restart {number - launch.uncounted} of {launch.policy.max_restarts}: {text}"
+            text += f", because {FailureText(cause).who} {headline(cause.what)}"
+            self._broadcast(Restart(launch.number, number, text, cause))
 
     def _tell_to_end(self, node: Node, cause: Cause, error: TorchrunError | None = None) -> None:
         """Leave a node out that is here, with a verdict of its own."""
-        call = self._calls.get(node.index)
-        number = self._preparing.get(node.index, self.launch.number) if call is None else call.launch
+        number = self._called.get(node.index, self.launch.number)
         self._send_verdict(node, Verdict(number, error or failures.told_to_end(cause)))
         self._leave_out(node, cause)
 
@@ -870,7 +862,7 @@ class Gang:
         """Begin the next generation after the pause, in which more nodes may have been lost or have come."""
         able = self._able()
         if self._coming(able):
-            return  # `tick` gives up on them when their time is up
+            return  # until they come, or `tick` gives up on them
         group = follow(self.launch.group, able, self._size, self._least) if CONTROL in able else None
         if group is None:
             self._store(self._error_of_launch())
@@ -936,9 +928,7 @@ class Gang:
         alone = error is None and launch.alone
         of_control = Verdict(number, error, self._events(), self._left(launch, error, True), alone, group)
         of_others = Verdict(number, error, (), self._left(launch, error, False), alone, group)
-        called = {node for node, call in self._calls.items() if call.launch == number}
-        called |= {node for node, its in self._preparing.items() if its == number}
-        for each in sorted(called):
+        for each in sorted(node for node, its in self._called.items() if its == number):
             launch.told.add(each)
             self._send_verdict(self.nodes[each], of_control if each == CONTROL else of_others)
         left = {name: each for name, each in of_control.left.items() if self.rules.replaces and name != "progress"}
@@ -946,8 +936,7 @@ class Gang:
 
     def _send_verdict(self, node: Node, verdict: Verdict) -> None:
         """Send a node a verdict. If the launch has ended well without it, it leaves, and nobody waits for it."""
-        self._calls.pop(node.index, None)
-        self._preparing.pop(node.index, None)
+        self._end_call(node)
         self._send(verdict, node.index)
         if node.presence is Presence.HERE:
             self.view.enter("step code", [node.index])
@@ -1008,23 +997,22 @@ class Gang:
 
     def _look_at_limits(self) -> None:
         """Stop a launch that exceeds its ``timeout_s``, and all that exceeds the step's ``@timeout``."""
-        launch, limit_s = self.launch, self.launch.policy.timeout_s
-        if self._now > self.rules.deadline:
-            self._time_is_up()
-        elif self.phase is Phase.RUNNING and limit_s is not None and self._now - launch.went_at > limit_s:
-            self._fail_with("timeout", f"longer than {limit_s:g} s")
-
-    def _time_is_up(self) -> None:
-        launch, text, waits_for = self._number, self.rules.longer, self._waits_for()
-        text += f", while launch {launch} waited for {waits_for}" if waits_for and launch is not None else ""
+        launch, number, limit_s = self.launch, self._number, self.launch.policy.timeout_s
+        if self._now <= self.rules.deadline:
+            if self.phase is Phase.RUNNING and limit_s is not None and self._now - launch.went_at > limit_s:
+                self._fail_with("timeout", f"longer than {limit_s:g} s")
+            return
         if self.phase is Phase.STOPPING or CONTROL not in self._here:
             return  # it ends soon, or is about to join
-        if self.phase is Phase.IDLE and CONTROL not in self._done and not (launch is None and self._is_time_up):
+        text, waits_for = self.rules.longer, self._waits_for()
+        text += f", while launch {number} waited for {waits_for}" if waits_for and number is not None else ""
+        if self.phase is not Phase.IDLE:
+            if launch.failing_with is None:
+                self._fail_with("timeout", text)
+        elif CONTROL not in self._done and not (number is None and self._is_time_up):
             self._see("timeout", f"timeout: {text}")
             error = self._error_outside(Cause("step_timeout", CONTROL, self.nodes[CONTROL].host, exception=text))
-            self._break(error) if launch is None else self._end_early(launch, error)
-        elif self.phase is not Phase.IDLE and self.launch.failing_with is None:
-            self._fail_with("timeout", text)
+            self._break(error) if number is None else self._end_early(number, error)
         self._is_time_up = True  # outside of launches once only, as an alarm
 
     def _remind(self) -> None:
@@ -1048,8 +1036,8 @@ class Gang:
         else:
             waits = {
                 "to start": filter(self._may_come, self._absent),
-                "to call current.torch.run": self._here - self._calls.keys() - self._preparing.keys(),
-                "to end before_run": self._preparing,
+                "to call current.torch.run": self._here - self._called.keys(),
+                "to end before_run": self._called.keys() - self._calls.keys(),
             }
         found = {what: sorted(nodes) for what, nodes in waits.items()}
         return " and for ".join(f"{names(nodes)} {what}" for what, nodes in found.items() if nodes)

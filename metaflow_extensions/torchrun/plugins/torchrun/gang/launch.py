@@ -39,7 +39,6 @@ class Launch:
     ended: dict[int, Ended] = field(default_factory=dict)  # without what failed, which is in `failures`
     fails: bool = False  # whether this generation does, or what it has left can't be stored
     first: Failure | None = None  # the first failure of this generation; its age is as of the clock's zero
-    preempted: Cause | None = None  # why a node will not come back, even if that was not the first failure
     alike: dict[int, set[int]] = field(default_factory=dict)  # hash of the way in which ranks failed -> those ranks
     given_up: set[int] = field(default_factory=set)  # nodes whose own code has ended their call of `run`
     leaving: dict[int, Cause] = field(default_factory=dict)  # nodes that were told to end
@@ -54,7 +53,7 @@ class Launch:
     def begin_generation(self, now: float, group: Group, tasks: dict[int, str]) -> None:
         """Begin a generation: forget the ends and failures of the one before."""
         self.went_at, self.group, self.tasks, self.running, self.starting = now, group, tasks, set(tasks), set(tasks)
-        self.generation, self.active_at, self.has_begun = self.generation + 1, now, False
+        self.generation, self.active_at, self.has_begun, self.until = self.generation + 1, now, False, float("inf")
         self.forget_failures()
         for each in (self.ended, self.stores, self.alike):
             each.clear()
@@ -86,18 +85,22 @@ class Launch:
     # --- failures ---------------------------------------------------------------------------------
 
     def add_failures(self, failures: Iterable[Failure], now: float) -> None:
-        """Keep the first failure and the first preemption only: thousands of texts would take hundreds of megabytes."""
+        """Keep the first failure and the preemptions only: thousands of texts would take hundreds of megabytes."""
         for each in failures:
             self.fails, dated = True, Failure(each.cause, each.age_s - now)
             self.first = dated if self.first is None else first_failure((self.first, dated))
             self.alike.setdefault(hash(each.cause.way), set()).update(each.ranks)
             if each.cause.category == "preempted":
                 self.leaving[each.cause.node] = each.cause
-                self.preempted = self.preempted or each.cause
 
     def forget_failures(self) -> None:
         """Forget those that are dealt with: what fails from now on is another cause."""
-        self.fails, self.first, self.preempted = False, None, None
+        self.fails, self.first = False, None
+
+    @property
+    def preempted(self) -> Cause | None:
+        """Why a node will not come back, even if that was not the first failure."""
+        return next(iter(self.leaving.values()), None)
 
     @property
     def cause(self) -> Cause | None:

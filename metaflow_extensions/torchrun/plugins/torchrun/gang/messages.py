@@ -210,11 +210,8 @@ class Restart:
 
     launch: int
     number: int  # which restart this is, from 1
-    counted: int  # how many of them `max_restarts` counts
-    of: int  # `max_restarts`
-    pause_s: float  # seconds until `Go`
-    cause: Cause  # why
-    waits_for: tuple[int, ...] = ()  # nodes whose new tasks are waited for
+    text: str  # the same for the log, with when and why
+    cause: Cause
 
 
 @dataclass(frozen=True)

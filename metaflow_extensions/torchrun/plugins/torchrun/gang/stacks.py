@@ -73,8 +73,7 @@ class Stacks:
         self, asked: Any = None, about: tuple[int, int] = (-1, -1), running: Collection[int] = (), at_s: float = 0.0
     ) -> None:
         self.asked, self._about, self._due_at_s = asked, about, at_s + WORKERS_S + NODES_MARGIN_S
-        self._found: dict[int, NodeStacks | str] = dict.fromkeys(running, "it has not answered in time")
-        self._open = set(running)  # those that have not answered
+        self._found: dict[int, NodeStacks | str | None] = dict.fromkeys(running)  # None: it has not answered
 
     def take(self, node: int, data: Mapping[str, Any]) -> None:
         """Keep what a node has answered."""
@@ -83,17 +82,16 @@ class Stacks:
 
     def keep(self, node: int, found: NodeStacks | str) -> None:
         """Keep a node's answer, or why there is none; what comes first counts."""
-        if node in self._open:
+        if self._found.get(node, found) is None:
             self._found[node] = found
-            self._open.discard(node)
 
     def answer(self, asked: Any, at_s: float, num_nodes: int) -> GangStacks | None:
         """Return the answer when all nodes have answered, or their time is up; else None."""
-        if asked != self.asked or (self._open and at_s < self._due_at_s):
+        if asked != self.asked or (None in self._found.values() and at_s < self._due_at_s):
             return None
         if not self._found:
             return GangStacks()
-        found = {node: self._found.get(node, NO_WORKERS) for node in range(num_nodes)}
+        found = {node: self._found.get(node, NO_WORKERS) or "it has not answered in time" for node in range(num_nodes)}
         answered = {node: each for node, each in found.items() if isinstance(each, NodeStacks)}
         return GangStacks(*self._about, answered, {node: each for node, each in found.items() if isinstance(each, str)})
 

@@ -265,10 +265,10 @@ class ControlSide(Side):
     async def _serve_member(self, connection: Connection) -> None:
         """Handle what a member says, or whoever knows the token."""
         join = await connection.receive()
-        if not isinstance(join, Join):
+        if not isinstance(join, Join) or not 0 <= join.node < self.num_nodes:
             return
-        if not self.gang.may_join(join):
-            connection.write(encode(self.gang.turn_away(join)))
+        if (answer := self.gang.refuses(join)) is not None:
+            connection.write(encode(answer))
             return
         before = self._members.get(join.node)
         if before is not None:  # this node has lost its connection, and joins again: the old one ends without a loss

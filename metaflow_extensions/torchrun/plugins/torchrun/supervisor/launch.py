@@ -15,10 +15,10 @@ from functools import partial
 from typing import Any, NoReturn
 
 from ..errors import LaunchFailed, TorchrunError, TorchrunPreempted
-from ..gang.cause import Cause, Failure, FailureText, cause_of, failure_of
+from ..gang.cause import Cause, Failure, cause_of, failure_of
 from ..gang.failures import change_of_nodes
 from ..gang.messages import CONTROL, Ask, Ended, Failed, Go, Ready, Report, Restart, Stop, Store, Verdict, to_wire
-from ..gang.texts import counted, duration, headline, names
+from ..gang.texts import counted, duration, headline
 from ..machine.aside import Aside
 from ..machine.looks import until_look
 from .agent import AgentProcess
@@ -173,15 +173,9 @@ class NodeLaunch:
             raise error
 
     def _on_restart(self, restart: Restart) -> None:
-        cause, waits_for = restart.cause, restart.waits_for
-        self._restarts.append({"generation": restart.number, "cause": cause.as_dict(), "left": [], "came": []})
-        has = "has" if len(waits_for) == 1 else "have"
-        when = f" in {restart.pause_s:g} s" if restart.pause_s else ""
-        when = f" when {names(waits_for)} {has} started again" if waits_for else when
-        is_counted = cause.category != "preempted"  # `max_restarts` does not count others
-        which = f"restart {restart.counted} of {restart.of}: " if is_counted else ""
-        why = f"because {FailureText(cause).who} {headline(cause.what)}"
-        self._say_of_restart(f"{which}all workers start again{when}, {why}")
+        cause = restart.cause.as_dict()
+        self._restarts.append({"generation": restart.number, "cause": cause, "left": [], "came": []})
+        self._say_of_restart(restart.text)
 
     def _say_of_restart(self, text: str) -> None:
         if self._node == CONTROL or not self._call.shares_machine:  # else the control node says it in this terminal

@@ -9,15 +9,15 @@ import sys
 import time
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from ..errors import GangError, GangStartTimeout, TorchrunError, TorchrunPreempted
 from ..events import Subscriber
-from ..gang.limits import QUIET_S, REMIND_S
+from ..gang.limits import QUIET_S, REFUSED_HERE_S, REFUSED_S, REMIND_S
 from ..gang.messages import CONTROL, Farewell, Join
-from ..gang.policy import ConnectPolicy, growing_pauses
+from ..gang.policy import growing_pauses
 from ..gang.view import Presence, Word
 from ..gang.wire import from_plain
 from ..machine.network import addresses_for_others, place
@@ -29,7 +29,6 @@ from .step_timeout import alarm_text
 from .transfer import do_within
 
 LOOPBACK = "127.0.0.1"
-_POLICY = ConnectPolicy()
 _LAST_RECORD_S = 5.0  # how long the control node tries to publish how it ended
 # The part of all_nodes_started_timeout that the control node may take to publish where it is.
 _PUBLISH_PART = 0.8
@@ -167,8 +166,7 @@ def begin_member(
     node: int, num_nodes: int, settings: StepSettings, emit: Subscriber, more: Mapping[str, Any] = NOTHING
 ) -> Member:
     """Return a node that has not joined yet as a member."""
-    side = {"node": node, "place": place(), "policy": asdict(_POLICY)}
-    return _begin(node, num_nodes, settings, emit, more, side)
+    return _begin(node, num_nodes, settings, emit, more, {"node": node, "place": place()})
 
 
 class _Search:
@@ -240,7 +238,7 @@ class _Search:
             return
         if self._refused is None or self._refused[0] != record:
             self._refused = record, time.monotonic()
-        limit_s = _POLICY.refused_here_s if record.addresses == (LOOPBACK,) else _POLICY.refused_s
+        limit_s = REFUSED_HERE_S if record.addresses == (LOOPBACK,) else REFUSED_S
         text = f"node 0 (the control node) refuses connections at {where}"
         if time.monotonic() - self._refused[1] >= limit_s:
             raise GangError(

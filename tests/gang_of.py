@@ -15,6 +15,7 @@ POLICY = {each.name for each in fields(LaunchPolicy)}
 OF_THE_GANG = {each.name for each in fields(Rules)} | {"taken", "join"}
 NOT_STORED = "has ended well, but its value could not be stored"
 NO_DATA = "before_run 1/2 (make data) exited with code 2"
+UNREACHED = {"address": "10.0.0.1", "port": 29500, "why": "timed out"}
 TASKS = itertools.count(1)
 
 
@@ -38,8 +39,8 @@ def failures(*causes, age_s=0.0):
 class GangOf:
     """A gang, and what its nodes have been sent. They say all of the last launch that they have called, if not told else."""
 
-    def __init__(self, num_nodes=3, taken=(), join=True, sees=None, **rules):
-        self.now, self.num_nodes, self.sees = 1000.0, num_nodes, sees  # each message
+    def __init__(self, num_nodes=3, taken=(), join=True, sees=None, now=1000.0, **rules):
+        self.now, self.num_nodes, self.sees = now, num_nodes, sees  # each message
         self.ports, self.taken = iter(range(40001, 60000)), set(taken)
         self.state = Gang(num_nodes, self._pick, Rules(**{"grace_s": GRACE_S, **rules}), lambda: self.now)
         self.sent = {node: [] for node in range(num_nodes)}
@@ -54,6 +55,7 @@ class GangOf:
             self.sent[node].append(message)
             if self.sees is not None:
                 self.sees(node, message)
+        return self
 
     def play(self, story):
         """Do what it says, as in "lost 1, stop 0 2, +30.5": `WORDS` or methods with nodes, and seconds; return itself."""
@@ -64,10 +66,10 @@ class GangOf:
 
     def pass_time(self, seconds):
         self.now += seconds
-        self.post(self.state.tick())
+        return self.post(self.state.tick())
 
     def say(self, node, message):
-        self.post(self.state.handle(node, message))
+        return self.post(self.state.handle(node, message))
 
     def join(self, *nodes):
         for node in nodes:
@@ -76,11 +78,11 @@ class GangOf:
     def come(self, node):
         """Have another task come in the place of one that is gone, or that never came."""
         join = say.Join(node, f"new-{node}", f"task {next(TASKS)}", "another pod")
-        assert self.state.may_join(join)
+        assert self.state.refuses(join) is None
         self.say(node, join)
 
     def turn_away(self, join):
-        answer = self.state.turn_away(join)
+        answer = self.state.refuses(join)
         self.post(self.state.tick())
         return answer
 
@@ -131,6 +133,7 @@ class GangOf:
     def stored(self, *nodes, fails=()):
         for node in nodes:
             self.say(node, say.Stored(*self.about(node), failures(*fails)))
+        return self
 
     def give_up(self, node, cause=None):
         """Do what a node does whose `run` is ended by an exception of its own."""
@@ -138,8 +141,9 @@ class GangOf:
         self.ended(node, ok=False)
 
     def done(self, *nodes):
-        for node in nodes:
+        for node in nodes or range(self.num_nodes):
             self.say(node, say.Leave("done"))
+        return self
 
     def leave(self, node, cause=None, failed=False):
         self.say(node, say.Leave("failed" if cause is not None or failed else "left", cause))
@@ -149,7 +153,7 @@ class GangOf:
         self.say(node, say.Leave("killed", text="its task was killed by SIGKILL"))
 
     def lost(self, node, why="its task was killed by SIGKILL"):
-        self.post(self.state.lost(node, why))
+        return self.post(self.state.lost(node, why))
 
     def cut(self, node):
         self.lost(node, "its connection was closed")
@@ -209,6 +213,7 @@ WORDS = {
     "differ": lambda gang, node: gang.ready(node, nproc=7),
     "pin": lambda gang, node: gang.ready(node, master_port=1),
     "silence": lambda gang: gang.play("lives 1" + ", +3" * 15),  # for 30 s, and no node answers
+    "unreached": lambda gang, node: gang.say(node, say.Report("unreached", *gang.about(node), UNREACHED)),
     "frozen": lambda gang, seconds: gang.post(gang.state.was_stopped(seconds)),
 }
 
