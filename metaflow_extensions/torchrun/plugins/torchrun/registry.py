@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
 
 from .compat.datastore import metadata_of
-from .compat.renamed import TimeoutException
 from .errors import GangError, TorchrunError
 from .gang.policy import growing_pauses
 from .gang.view import GangView, Word, told_by_others
@@ -113,7 +112,7 @@ class Registry:
         for pause_s in growing_pauses():
             try:
                 return request()
-            except (TorchrunError, TimeoutException):  # raised by a signal's handler, not by the datastore
+            except TorchrunError:  # raised by a signal's handler, not by the datastore
                 raise
             except Exception as error:
                 if time.monotonic() + pause_s > give_up_at:

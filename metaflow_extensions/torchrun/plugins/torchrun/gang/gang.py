@@ -827,7 +827,7 @@ class Gang:
         launch, policy = self.launch, self.launch.policy
         # A node whose own code has left `run` would not obey another *go*. Of one that was told to end, that is no failure.
         has_given_up = bool(launch.given_up - launch.leaving.keys())
-        over = cause.kind == "step_timeout" or self._now >= self.rules.deadline  # by one node's clock
+        over = self._now >= self.rules.deadline
         # A node that was told to end does not use up a restart; but there must be some at all.
         is_left = launch.counted < policy.max_restarts or (cause.category == "preempted" and policy.max_restarts > 0)
         may = (is_left and cause.category in policy.restart_on) or launch.has_lost_its_port()
@@ -1070,13 +1070,14 @@ class Gang:
         elif (number := self._number) is not None:
             cause = self._timed_out(f"{text}, while launch {number} waited for {self._waits_for()}")
             self._end_early(number, self._error_outside(cause))
-        elif not self._is_time_up and CONTROL not in self._done:
+        elif not self._is_time_up and not self._here <= self._done:
             self._break(self._error_outside(self._timed_out(text)))
         self._is_time_up = True  # outside of launches once only, as an alarm; a later launch ends at once
 
     def _timed_out(self, text: str) -> Cause:
         self._see("timeout", f"timeout: it ran {text}")
-        return Cause("step_timeout", CONTROL, self.nodes[CONTROL].host, exception=text)
+        node = min(self._here - self._done, default=CONTROL)
+        return Cause("step_timeout", node, self.nodes[node].host, exception=text)
 
     def _remind(self) -> None:
         """Log what is waited for."""

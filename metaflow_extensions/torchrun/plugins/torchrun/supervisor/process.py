@@ -26,7 +26,7 @@ from ..gang.wire import to_plain
 from ..machine import processes
 from ..machine.looks import WATCH_S, until_look
 from .control_side import ControlSide
-from .endings import MustEnd, TimedOut
+from .endings import MustEnd
 from .ends import Held, end_of
 from .launches import Launches
 from .member_side import MemberSide
@@ -39,7 +39,6 @@ from .workers import MachineFaults
 _LAST_LINES_S = 0.5  # for what the workers have written before the task's end
 _DYING_S = 5.0  # a task that is killed closes its files first, and then frees its memory
 _OF_LAUNCHES = frozenset({"run", "complete", "give_up", "end_spares"})
-_INTERRUPTIONS = {"interrupt": MustEnd, "time_out": TimedOut}
 _URGENT = frozenset({"lost", "must_end"})  # the step's own code hears of it
 _URGENT_MESSAGES = frozenset({Abort.__name__.lower(), Farewell.__name__.lower()})
 
@@ -152,8 +151,8 @@ class Supervisor:
             self._output.show(Event(*rest))
         elif what == "wrote":
             self._output.wrote(*rest)
-        elif what in _INTERRUPTIONS:
-            self._side.inbox.put_nowait(_INTERRUPTIONS[what](*rest))
+        elif what == "interrupt":
+            self._side.inbox.put_nowait(MustEnd(*rest))
         else:
             getattr(self._launches if what in _OF_LAUNCHES else self._side, what)(*rest)
 

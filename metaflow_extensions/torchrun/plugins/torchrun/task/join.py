@@ -25,7 +25,6 @@ from ..registry import STORE_PATIENCE_S, AddressRecord, Registry
 from ..settings import StepSettings
 from .link import Link
 from .member import Member
-from .step_timeout import alarm_text
 from .transfer import do_within
 
 LOOPBACK = "127.0.0.1"
@@ -66,7 +65,7 @@ def begin_gang(
 def _begin(
     node: int, num_nodes: int, settings: StepSettings, emit: Subscriber, more: Mapping[str, Any], side: dict[str, Any]
 ) -> Member:
-    member = Member(node, num_nodes, emit, Link(settings.grace_s), alarm_text(settings.grace_s))
+    member = Member(node, num_nodes, emit, Link(settings.grace_s))
     about = {"num_nodes": num_nodes, "timeout_s": settings.heartbeat_timeout_s, "more": dict(more)}
     member.link.send("begin", {**about, **side})
     return member

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -32,11 +32,10 @@ from . import local_nodes
 from .cards import Cards, make_none
 from .console import hurry, to_log
 from .gang_store import GangStore
-from .join import join_as_control, join_as_member
+from .join import NOTHING, join_as_control, join_as_member
 from .member import Member
 from .report import end_with, report
 from .signs import LOCAL_NODE_MARGIN_S, STARTED_BY, signs
-from .step_timeout import TimeLimit
 from .task_log import TaskLog
 
 # How long a failed node holds its end until the control node's log has the cause, and how long that may
@@ -53,12 +52,12 @@ class TaskGang:
         settings: StepSettings,
         flow_datastore: Any,  # metaflow.datastore.FlowDataStore
         task: tuple[str, str, str, int],  # run, step, task and attempt
-        limit: TimeLimit | None = None,
+        limit: Mapping[str, Any] = NOTHING,
         forget: Callable[[Sequence[int]], object] = len,
     ) -> None:
         self._forget = forget  # has Metaflow's join not wait for the tasks of some nodes
         self._settings, self._flow_datastore, self._task = settings, flow_datastore, task
-        self._limit = limit  # the step's @timeout, on a control node, where Metaflow does not enforce it
+        self._limit = limit  # on a control node, the rules for the step's @timeout: see `step_timeout`
         self._is_local = is_local()
         self._log = TaskLog(partial(save_log, flow_datastore, task))
         self._member: Member | None = None
@@ -91,9 +90,7 @@ class TaskGang:
             self._member, main_addr = found
             self._member.may_go_on = settings.max_restarts > 0
             return found
-        rules: dict[str, Any] = {"replaces": self._replaces}
-        if self._limit is not None:
-            rules |= {"deadline": self._limit.ends_at, "longer": self._limit.text}
+        rules = {"replaces": self._replaces, **self._limit}
         main_ip = None if here_only else parallel.main_ip
         member, main_addr = join_as_control(registry, num_nodes, main_ip, settings, self._emit, more, rules)
         self._member, self._is_control = member, num_nodes > 1
@@ -116,13 +113,13 @@ class TaskGang:
 
     def run(self, step: Callable[[], None]) -> None:
         """Run the step, which joins; leave if it fails."""
+        signal.alarm(0)  # Metaflow's, for the step's @timeout, which the gang enforces
         try:
             step()
         except BaseException as error:
             member = self._member
             if member is not None and member.is_forked:
                 raise  # a child that the step has forked and that went on with the step's code
-            signal.alarm(0)  # the step's @timeout is for its code
             if is_ordered := self._was_told_to_end(error):
                 hurry()
             if member is not None:
