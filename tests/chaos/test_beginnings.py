@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import signal
 import socket
 import time
 
@@ -14,7 +13,6 @@ from limits import limit_s
 HEARTBEAT_S = math.ceil(limit_s(2))
 LATE_S = 2.0 * HEARTBEAT_S
 STARTED_S = math.ceil(limit_s(3))
-REFUSED_S = 5  # ConnectPolicy.refused_here_s
 DATASTORE_S = 2  # a slow datastore takes so long for a call
 
 
@@ -46,20 +44,6 @@ def test_a_node_that_never_starts(absent, name, said, gang, recorder):
     recorder.silent(f"{name} never starts", outcome, STARTED_S)
     assert outcome.error["class"] == "GangStartTimeout"
     assert f"Waited {STARTED_S} s, but {said} did not arrive" in outcome.error["text"]
-
-
-def test_a_control_node_that_is_killed_before_another_has_come(gang, recorder):
-    """Its address is published, and refuses connections; that is no reason to wait until all nodes had to have started."""
-    gang.start(absent=[1])
-    gang.await_note("node-0.json")
-    gang.send(gang.processes[0].pid, signal.SIGKILL)
-    gang.processes[0].wait()
-    begun_at = time.monotonic()
-    gang.start_node(1)
-    outcome = gang.await_end(begun_at, [1])
-    recorder.silent("the control node is killed before another has come", outcome, REFUSED_S)
-    assert "refuses connections at 127.0.0.1" in outcome.error["text"]
-    assert "its task has ended unexpectedly" in outcome.error["text"]
 
 
 def test_a_port_that_is_taken_at_go(gang, recorder):

@@ -46,22 +46,6 @@ class LaunchPolicy:
     hang_timeout_s: float | None = None  # how long all ranks may be silent
 
 
-@dataclass(frozen=True)
-class ConnectPolicy:
-    """The time limits of a node that joins, in seconds."""
-
-    attempt_s: float = 5.0  # one address, until it answers, and once more until it has proven that it knows the token
-    # After how long the next address is tried beside the one before (RFC 8305), and within what time all are: a host
-    # can have many, and packets to the wrong ones may vanish without an answer.
-    next_address_s: float = 0.25
-    all_addresses_s: float = 2.0
-    # How long a host may refuse all connections, and how long this machine. The port was open before it was published,
-    # so its task has ended. Only proxies and firewalls that are still being set up refuse for a while, and on one
-    # machine there are none.
-    refused_s: float = 60.0
-    refused_here_s: float = 5.0
-
-
 def growing_pauses(first_s: float = 0.05) -> Iterator[float]:
     """Yield pauses between tries, in seconds: each about twice the one before, and none over 2 s.
 

@@ -8,17 +8,20 @@ from __future__ import annotations
 import asyncio
 import secrets
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
-from typing import Any
 
 from ..gang.messages import Answer, Ended, Join, Leave, Message
-from ..gang.policy import ConnectPolicy
 from .connection import Connection, close_all, encode
 from .ends import Held
 from .output import Output, Send
 from .relay import LineSender
 from .side import Side
+
+_ATTEMPT_S = 5.0  # for one address, until it answers, and once more until it has proven that it knows the token
+# After how long the next address is tried beside the one before (RFC 8305), and within what time all are: a host can have
+# many, and packets to the wrong ones may vanish without an answer.
+_NEXT_ADDRESS_S, _ALL_ADDRESSES_S = 0.25, 2.0
 
 
 class MemberSide(Side):
@@ -31,13 +34,11 @@ class MemberSide(Side):
         node: int,
         num_nodes: int,
         timeout_s: float,
-        policy: Mapping[str, Any],
         place: str,  # see `Join`
     ) -> None:
         super().__init__(node, num_nodes, tell_task, output)
         self.is_member = False  # whether this node has joined
         self._timeout_s = timeout_s  # a control node silent for so long is lost
-        self._policy = ConnectPolicy(**policy)
         self._join = Join(node, self.host, secrets.token_hex(8), place)
         self._connection: Connection | None = None  # the first that has passed the handshake
         self._lines = LineSender(
@@ -85,11 +86,11 @@ class MemberSide(Side):
     async def connect(self, addresses: Sequence[str], port: int, token: str, timeout_s: float) -> str:
         """Try all addresses once, join over the first that works, and return it.
 
-        Raises OSError if none works or it is too early, a ConnectionRefusedError if nobody listens at any; then it can
-        be called again. Raises TorchrunError if the control node turns this node away.
+        Raises OSError if none works or it is too early; then it can be called again. Raises TorchrunError if the control
+        node turns this node away.
         """
         self._connection = None
-        connection = await self._first_to_prove(addresses, port, token, min(timeout_s, self._policy.attempt_s))
+        connection = await self._first_to_prove(addresses, port, token, min(timeout_s, _ATTEMPT_S))
         connection.write(encode(self._join))
         try:
             answer = await asyncio.wait_for(connection.receive(), self._timeout_s)
@@ -115,7 +116,7 @@ class MemberSide(Side):
 
     async def _first_to_prove(self, addresses: Sequence[str], port: int, token: str, limit_s: float) -> Connection:
         """Try all addresses, each a moment after the one before; who passes the handshake first wins."""
-        stagger_s = min(self._policy.next_address_s, self._policy.all_addresses_s / len(addresses))
+        stagger_s = min(_NEXT_ADDRESS_S, _ALL_ADDRESSES_S / len(addresses))
         attempts = [
             asyncio.ensure_future(self._attempt(address, port, token, limit_s, number * stagger_s))
             for number, address in enumerate(addresses)

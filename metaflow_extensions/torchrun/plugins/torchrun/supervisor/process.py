@@ -179,9 +179,9 @@ class Supervisor:
         except TorchrunError as error:
             link.send("failed", number, to_plain(error))
         except OSError as error:
-            link.send("os_error", number, type(error).__name__, str(error))
+            link.send("os_error", number, str(error))
         except BaseException as error:  # a bug of ours: the task must not wait for ever
-            link.send("os_error", number, "OSError", f"{type(error).__name__}: {error}")
+            link.send("os_error", number, f"{type(error).__name__}: {error}")
         if name == "close":  # the task lets go
             if self._launches is not None:
                 self._launches.abort()

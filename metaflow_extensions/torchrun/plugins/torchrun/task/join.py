@@ -9,7 +9,7 @@ import sys
 import time
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -17,7 +17,7 @@ from ..errors import GangError, GangStartTimeout, TorchrunError, TorchrunPreempt
 from ..events import Subscriber
 from ..gang.limits import QUIET_S, REMIND_S
 from ..gang.messages import CONTROL, Farewell, Join
-from ..gang.policy import ConnectPolicy, growing_pauses
+from ..gang.policy import growing_pauses
 from ..gang.view import Presence, Word
 from ..gang.wire import from_plain
 from ..machine.network import addresses_for_others, place
@@ -28,7 +28,6 @@ from .member import Member
 from .transfer import do_within
 
 LOOPBACK = "127.0.0.1"
-_POLICY = ConnectPolicy()
 _LAST_RECORD_S = 5.0  # how long the control node tries to publish how it ended
 # The part of all_nodes_started_timeout that the control node may take to publish where it is.
 _PUBLISH_PART = 0.8
@@ -166,8 +165,7 @@ def begin_member(
     node: int, num_nodes: int, settings: StepSettings, emit: Subscriber, more: Mapping[str, Any] = NOTHING
 ) -> Member:
     """Return a node that has not joined yet as a member."""
-    side = {"node": node, "place": place(), "policy": asdict(_POLICY)}
-    return _begin(node, num_nodes, settings, emit, more, side)
+    return _begin(node, num_nodes, settings, emit, more, {"node": node, "place": place()})
 
 
 class _Search:
@@ -179,7 +177,6 @@ class _Search:
         self._patience_s = settings.heartbeat_timeout_s + _ANSWER_S
         self._timeout_s, now = settings.all_nodes_started_timeout, time.monotonic()
         self._deadline, self._log_at = now + self._timeout_s, now + QUIET_S
-        self._refused: tuple[AddressRecord, float] | None = None  # whose host refuses all connections, and since when
 
     def connect(self) -> str:
         """Become a member; return the address that worked."""
@@ -225,25 +222,12 @@ class _Search:
             self._member.note(text)
 
     def _see_failure(self, error: OSError, record: AddressRecord, is_last: bool) -> None:
-        """Raise when the time is up, or when a host has refused connections for too long."""
-        where = f"{', '.join(record.addresses)} on port {record.port}"
+        """Raise when the time is up."""
         if is_last:
             raise GangError(
-                f"{self._who} can't reach the control node: tried {where} for {self._timeout_s:g} s; the last try failed: "
-                f"{error}. Check that network policies and security groups let the nodes connect to each other; "
-                "@torchrun(channel_port=...) pins the port."
+                f"{self._who} can't reach the control node: tried {', '.join(record.addresses)} on port {record.port} for "
+                f"{self._timeout_s:g} s; the last try failed: {error}. Look whether its task has ended. If not, check that "
+                "network policies and security groups let the nodes connect to each other; @torchrun(channel_port=...) pins "
+                "the port."
             ) from error
-        if not isinstance(error, ConnectionRefusedError):
-            self._refused = None
-            self._log(f"can't join yet: {error}")
-            return
-        if self._refused is None or self._refused[0] != record:
-            self._refused = record, time.monotonic()
-        limit_s = _POLICY.refused_here_s if record.addresses == (LOOPBACK,) else _POLICY.refused_s
-        text = f"node 0 (the control node) refuses connections at {where}"
-        if time.monotonic() - self._refused[1] >= limit_s:
-            raise GangError(
-                f"{self._who} gave up: {text}, for {limit_s:g} s. That port was open once, so its task has ended "
-                "unexpectedly. Look at its log, and at the events of its pod or job."
-            )
-        self._log(f"{text}: its task may have ended; trying for {limit_s:g} s in all")
+        self._log(f"can't join yet: {error}")
