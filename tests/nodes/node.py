@@ -9,6 +9,7 @@ import functools
 import json
 import multiprocessing
 import os
+import secrets
 import signal
 import socket
 import sys
@@ -142,8 +143,17 @@ def join(task, registry, settings, starts):
     main_ip = task.main_ip
     if main_ip == "own name":  # what Metaflow 2.19 takes for the control node's address on AWS Batch
         main_ip = socket.gethostbyname_ex(socket.gethostname())[-1][0]
-    member, address = joining.join_as_control(registry, task.num_nodes, main_ip, settings, show, {"starts": starts})
-    return member, GangStore(member, (), Cards(None), registry), address
+    if main_ip is not None:
+        joining.refuse_second_run(registry, task.num_nodes)
+    token = secrets.token_hex(32)
+    member = joining.begin_gang(settings, show, {"starts": starts}, {}, task.num_nodes, token)
+    store = GangStore(member, (), Cards(None), registry)
+    try:
+        return member, store, joining.open_gang(member, registry, main_ip, settings, token)
+    except BaseException as error:
+        member.leave(error)
+        store.close()
+        raise
 
 
 def await_leave(number, out):

@@ -35,10 +35,6 @@ class AddressRecord:
     port: int
     token: str  # the gang's secret; whoever can read the step's datastore knows it
     host: str = ""  # the control node's host name
-    closed: bool = False  # whether the control node has ended its step before this node arrived
-    # Whether all nodes had come, and the gang has ended well: a task that comes now has nothing to do.
-    is_over: bool = False
-    error: TorchrunError | None = None  # why, if it ended with an error
 
 
 @dataclass(frozen=True)

@@ -56,7 +56,6 @@ class Member:
         self.command: str | None = None  # of torchrun, when that becomes known
         self.shows_output = True  # whether the last launch shows everything that a failing worker writes
         self.may_go_on = False  # whether the others may go on without this node, if it is told to end
-        self.at_end: Callable[[], None] = lambda: None  # called when the node has left, before the link closes
         self.meanwhile: Callable[[], None] = lambda: None  # called now and then while our code waits
         self.store_now: Callable[[], None] = lambda: None  # stores what is known of the gang
         self.job: Transfer | None = None  # what `meanwhile` has begun
@@ -372,7 +371,6 @@ class Member:
             self.link.wait(lambda: "here" not in self._heard or self._heard & {"received", "bye", "gone"}, _ACK_WAIT_S)
             if error is not None and before is not State.ENDING:  # a preempted machine has no time for it
                 self.link.wait(lambda: "gone" in self._heard, hold_s)
-            self.at_end()
         finally:
             self.link.close()
 

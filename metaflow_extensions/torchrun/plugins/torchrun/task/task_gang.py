@@ -6,6 +6,7 @@ Everything runs in the task's main thread.
 from __future__ import annotations
 
 import os
+import secrets
 import signal
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -32,7 +33,7 @@ from . import local_nodes
 from .cards import Cards, make_none
 from .console import hurry, to_log
 from .gang_store import GangStore
-from .join import NOTHING, join_as_control, join_as_member
+from .join import NOTHING, begin_gang, join_as_member, open_gang, refuse_second_run
 from .member import Member
 from .report import end_with, report
 from .signs import LOCAL_NODE_MARGIN_S, STARTED_BY, signs
@@ -92,10 +93,13 @@ class TaskGang:
             return found
         rules = {"replaces": self._replaces, **self._limit}
         main_ip = None if here_only else parallel.main_ip
-        member, main_addr = join_as_control(registry, num_nodes, main_ip, settings, self._emit, more, rules)
-        self._member, self._is_control = member, num_nodes > 1
-        cards = Cards(self._flow_datastore)
+        if main_ip is not None:  # there the same task can be run again by hand
+            refuse_second_run(registry, num_nodes)
+        token = secrets.token_hex(32)
+        member = self._member = begin_gang(settings, self._emit, more, rules, num_nodes, token)
+        self._is_control, cards = num_nodes > 1, Cards(self._flow_datastore)
         self._store, self.part = GangStore(member, tasks, cards, registry), cards.part
+        main_addr = open_gang(member, registry, main_ip, settings, token)
         nodes = enumerate(tasks_of_local_nodes(), 1)
         member.link.send("follow", [[node, task.pid, began(task.pid)] for node, task in nodes])
         return member, main_addr
