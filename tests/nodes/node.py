@@ -136,10 +136,12 @@ def join(task, registry, settings, starts):
     """Return this node as a member, the control node's store or None, and the control node's address."""
     show = functools.partial(to_log, num_nodes=task.num_nodes)
     if task.node > 0:
-        member, main_addr = joining.join_as_member(
-            registry, task.node, task.num_nodes, settings, show, {"starts": starts}
-        )
-        return member, None, main_addr
+        member = joining.begin_member(task.node, task.num_nodes, settings, show, {"starts": starts})
+        try:
+            return member, None, joining.find_gang(member, registry, settings)
+        except BaseException as error:
+            member.leave(error)
+            raise
     main_ip = task.main_ip
     if main_ip == "own name":  # what Metaflow 2.19 takes for the control node's address on AWS Batch
         main_ip = socket.gethostbyname_ex(socket.gethostname())[-1][0]

@@ -4,7 +4,6 @@ import re
 import signal
 import socket
 from contextlib import suppress
-from functools import partial
 from unittest.mock import Mock
 
 import pytest
@@ -62,11 +61,21 @@ def settings(**attributes):
     return parse_settings({**DEFAULTS, **attributes}, "train")
 
 
+def find(registry, own=None, emit=print):
+    """Become a member as a task does."""
+    member = joining.begin_member(1, 2, own or settings(), emit)
+    try:
+        joining.find_gang(member, registry, own or settings())
+    except BaseException as error:
+        member.leave(error)
+        raise
+    return member
+
+
 def join(registry, **attributes):
     raised, events = None, []
     try:
-        member, _ = joining.join_as_member(registry, 1, 2, settings(**attributes), events.append)
-        member.leave()
+        find(registry, settings(**attributes), events.append).leave()
     except Exception as error:
         raised = error
     return raised, [event.text for event in events]
@@ -140,17 +149,15 @@ def test_an_order_to_end_is_heard_though_a_stores_client_takes_it_for_an_error(m
         return do(*args)
 
     monkeypatch.setattr(registry, method, interrupted)
-    begin = become_control if method == "save" else partial(joining.join_as_member, node=1, num_nodes=2)
-    more = {} if method == "save" else {"settings": settings(), "emit": print}
     with pytest.raises(TorchrunPreempted, match="SIGTERM"):
-        begin(registry, **more)
+        (become_control if method == "save" else find)(registry)
 
 
 def test_a_member_that_comes_after_the_control_nodes_end_can_not_launch(registry):
     member, store = become_control(registry)
     member.leave()
     store.close()
-    member, _ = joining.join_as_member(registry, 1, 2, settings(), lambda event: None)
+    member = find(registry)
     with pytest.raises(GangError, match="after the gang had ended"):
         member.begin_launch()
     member.leave()
@@ -177,6 +184,6 @@ def test_a_task_that_comes_when_the_gang_is_over_ends_well_at_once(registry, mon
 
     monkeypatch.setattr(joining.os, "_exit", leave)
     with pytest.raises((InterruptedError, GangError)):
-        joining.join_as_member(registry, 1, 2, settings(), said.append)
+        find(registry, emit=said.append)
     assert codes == [0]
     assert "has nothing to do" in said[0].text

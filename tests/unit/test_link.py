@@ -63,11 +63,11 @@ def test_a_gang_joins_and_its_last_words_stay(gang):
     control, member = gang[0](), gang[1]()
     port = control.link.call("listen", None, HOST)
     assert member.link.call("connect", [HOST], port, gang[2], 5.0) == HOST
-    assert eventually(lambda: control.link.call("states")["states"] == ["HERE", "HERE"])
+    assert eventually(lambda: control.link.call("states") == ["HERE", "HERE"])
     member.leave()
     control.leave()
     words = control.link.last_words
-    assert words["states"]["states"] == ["GONE", "GONE"]
+    assert words["states"] == ["GONE", "GONE"]
     assert words["view"]["events"][0]["nodes"] == [0, 1]
 
 
@@ -130,7 +130,7 @@ def test_a_fork_of_the_task_says_and_hears_nothing(gang):
             os._exit(3 if "was forked from the task" in str(error) else 4)
         os._exit(5)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 3
-    assert control.link.call("states")["states"][0] == "HERE"
+    assert control.link.call("states")[0] == "HERE"
 
 
 def test_another_thread_may_wait_while_the_steps_code_runs_and_leaves_when_that_ends(gang):
@@ -179,4 +179,4 @@ def test_a_link_that_is_read_by_nobody_holds_no_supervisor_up(gang):
     control.link.wait(lambda: control.link._processes, HANG_S)
     for number in range(3000):
         control.link.send("show", "note", 0, f"line {number} " + "x" * 1000, True)
-    assert control.link.call("states")["states"][0] == "HERE"
+    assert control.link.call("states")[0] == "HERE"

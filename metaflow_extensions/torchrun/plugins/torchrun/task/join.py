@@ -109,28 +109,16 @@ def refuse_second_run(registry: Registry, num_nodes: int) -> None:
 # --- as another member ----------------------------------------------------------------------------
 
 
-def join_as_member(
-    registry: Registry,
-    node: int,
-    num_nodes: int,
-    settings: StepSettings,
-    emit: Subscriber,
-    more: Mapping[str, Any] = NOTHING,
-) -> tuple[Member, str]:
-    """Find the control node, join, and return this node as a member, and the address that worked."""
-    member = begin_member(node, num_nodes, settings, emit, more)
-    try:
-        return member, _Search(member, registry, settings).connect()
-    except BaseException as error:
-        member.leave(error)
-        raise
-
-
 def begin_member(
     node: int, num_nodes: int, settings: StepSettings, emit: Subscriber, more: Mapping[str, Any] = NOTHING
 ) -> Member:
     """Return a node that has not joined yet as a member."""
     return _begin(node, num_nodes, settings, emit, more, {"node": node, "place": place()})
+
+
+def find_gang(member: Member, registry: Registry, settings: StepSettings) -> str:
+    """Find the control node, join, and return the address that worked."""
+    return _Search(member, registry, settings).connect()
 
 
 class _Search:

@@ -248,8 +248,6 @@ class Member:
                 "the same order on every node."
             )
         try:
-            with self.link.ours():
-                self.link.read()
             self._check_that_one_may_begin()
             self._verdict = None
             self.of_launch.clear()
@@ -266,16 +264,22 @@ class Member:
     def _check_that_one_may_begin(self) -> None:
         if self._not_needed is not None:
             raise self._not_needed
-        self.raise_news()
+        self._hear()
         if self.broken is not None:
             raise self.broken
-        if self._state is State.ENDING:
-            raise self.terminated()
         if not self._heard.isdisjoint({"bye", "gone"}) or self._state not in (State.STEP, State.TOLD):
             raise GangError(
                 "current.torch.run was called after the gang had ended: the control node's step has already finished. Every "
                 "node must call it the same number of times."
             )
+
+    def _hear(self) -> None:
+        """Raise what has come, and the order to end again if the step's code has swallowed it: the gang has failed for it."""
+        with self.link.ours():
+            self.link.read()
+        self.raise_news()
+        if self._state is State.ENDING:
+            raise self.terminated()
 
     def end_launch(self, verdict: TorchrunError | None, failing: bool = False, handled: int | None = None) -> None:
         """End the launch: the step's own code runs again. Raise news that came too late for the launch.
@@ -295,20 +299,13 @@ class Member:
             self.raise_news()
 
     def finish(self) -> None:
-        """Report that the step's code has ended well; the node stays a member until its results are stored.
-
-        Raises the order to end, if the step's code has swallowed it: the gang has failed for it.
-        """
+        """Report that the step's code has ended well; the node stays a member until its results are stored."""
         if self._state is State.LAUNCH:
             raise GangError(
                 f"The step's code has ended on node {self.node} while launch {self._launches - 1} still ran there in "
                 "another thread. Wait for the thread that has called current.torch.run."
             )
-        with self.link.ours():
-            self.link.read()
-        self.raise_news()
-        if self._state is State.ENDING:
-            raise self.terminated()
+        self._hear()
         if self._state in (State.STEP, State.TOLD):
             self.link.send("end_spares")
             self.send(Leave("done"))
@@ -370,7 +367,7 @@ class Member:
                 self.send(Leave("left" if error is None else "failed", cause))
             self.link.wait(lambda: "here" not in self._heard or self._heard & {"received", "bye", "gone"}, _ACK_WAIT_S)
             if error is not None and before is not State.ENDING:  # a preempted machine has no time for it
-                self.link.wait(lambda: "gone" in self._heard, hold_s)
+                self.link.wait(lambda: "here" not in self._heard or "gone" in self._heard, hold_s)
         finally:
             self.link.close()
 

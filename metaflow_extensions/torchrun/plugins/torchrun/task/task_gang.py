@@ -33,7 +33,7 @@ from . import local_nodes
 from .cards import Cards, make_none
 from .console import hurry, to_log
 from .gang_store import GangStore
-from .join import NOTHING, begin_gang, join_as_member, open_gang, refuse_second_run
+from .join import NOTHING, begin_gang, begin_member, find_gang, open_gang, refuse_second_run
 from .member import Member
 from .report import end_with, report
 from .signs import LOCAL_NODE_MARGIN_S, STARTED_BY, signs
@@ -87,10 +87,9 @@ class TaskGang:
         if parallel.node_index > 0:
             self.part = pointing_at("/".join(control))
             make_none()  # the control node makes the gang's card
-            found = join_as_member(registry, parallel.node_index, num_nodes, settings, self._emit, more)
-            self._member, main_addr = found
-            self._member.may_go_on = settings.max_restarts > 0
-            return found
+            member = self._member = begin_member(parallel.node_index, num_nodes, settings, self._emit, more)
+            member.may_go_on = settings.max_restarts > 0
+            return member, find_gang(member, registry, settings)
         rules = {"replaces": self._replaces, **self._limit}
         main_ip = None if here_only else parallel.main_ip
         if main_ip is not None:  # there the same task can be run again by hand
@@ -135,9 +134,6 @@ class TaskGang:
                 local_nodes.stop(tasks, self._settings.grace_s + LOCAL_NODE_MARGIN_S, states, is_ordered)
             raise
 
-    def _in_state(self, *states: Presence) -> list[int]:
-        return [] if self._store is None else self._store.in_state(*states)
-
     @staticmethod
     def _was_told_to_end(error: BaseException) -> bool:
         """Return whether this task itself got a signal to end, as by Ctrl-C."""
@@ -160,14 +156,14 @@ class TaskGang:
             self._member.note(text, is_detail=is_own and self._is_local)
         if self._member is not None:
             self._member.finish()
-            if self._is_control:
-                self._await_others(self._member)
+            if self._is_control and self._store is not None:
+                self._await_others(self._member, self._store)
 
-    def _await_others(self, member: Member) -> None:
+    def _await_others(self, member: Member, store: GangStore) -> None:
         # On AWS Batch the control node's end stops all nodes, and nothing else makes another node's failure the run's
         # (Metaflow 2.19 waits there for the others' ends only). On a local run Metaflow waits next, for one after the other.
-        member.await_others(partial(self._in_state, Presence.HERE, Presence.ABSENT))
-        if out := self._in_state(Presence.OUT):
+        member.await_others(partial(store.in_state, Presence.HERE, Presence.ABSENT))
+        if out := store.in_state(Presence.OUT):
             self._is_incomplete = True
             self._forget(out)
             forgive_local_nodes(out)  # those that do not end are killed by our supervisor
