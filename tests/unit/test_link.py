@@ -3,11 +3,9 @@
 import os
 import random
 import signal
-import socket
 import subprocess
 import sys
 import threading
-import time
 
 import psutil
 import pytest
@@ -15,11 +13,9 @@ from fake_link import supervisor_of
 from unit_helpers import HANG_S, eventually, is_running
 
 from metaflow_extensions.torchrun.plugins.torchrun.errors import GangError, LaunchFailed
-from metaflow_extensions.torchrun.plugins.torchrun.machine.network import pick_port
 from metaflow_extensions.torchrun.plugins.torchrun.machine.packets import PACKET_BYTES, Packets, packets
 from metaflow_extensions.torchrun.plugins.torchrun.settings import DEFAULTS, parse_settings
 from metaflow_extensions.torchrun.plugins.torchrun.task import join as joining
-from metaflow_extensions.torchrun.plugins.torchrun.task import orders
 
 HOST = "127.0.0.1"
 SETTINGS = parse_settings({**DEFAULTS, "grace_s": 1.0}, "train")
@@ -71,20 +67,6 @@ def test_a_gang_joins_and_its_last_words_stay(gang):
     assert words["view"]["events"][0]["nodes"] == [0, 1]
 
 
-def test_what_a_call_raises_is_raised_in_the_task(gang):
-    control, member = gang[0](), gang[1]()
-    with socket.create_server((HOST, 0)) as taken, pytest.raises(GangError, match="channel_port"):
-        control.link.call("listen", taken.getsockname()[1], HOST)
-    with pytest.raises(ConnectionError):
-        member.link.call("connect", [HOST], pick_port(), "secret", 5.0)
-    port = control.link.call("listen", None, HOST)
-    with pytest.raises(ConnectionError, match="token"):
-        member.link.call("connect", [HOST], port, "another", 5.0)
-    member.link.call("connect", [HOST], port, gang[2], 5.0)
-    with pytest.raises(ConnectionError, match="is or was node 1"):
-        gang[1]().link.call("connect", [HOST], port, gang[2], 5.0)
-
-
 def test_a_supervisor_that_is_killed_is_missed_at_the_next_call_and_no_call_waits(gang):
     control = gang[0]()
     pid = supervisor_of(control.link)
@@ -104,18 +86,6 @@ def test_a_supervisor_is_no_child_of_its_task_and_ends_with_it(gang):
     control.leave()
     assert not is_running(pid)
     assert not is_running(between.pid)
-
-
-def test_news_interrupts_the_steps_own_code(gang):
-    control, member = gang[0](), gang[1]()
-    port = control.link.call("listen", None, HOST)
-    member.link.call("connect", [HOST], port, gang[2], 5.0)
-    leaving = threading.Timer(0.1, control.leave, [ValueError("the step has failed")])
-    leaving.start()
-    with pytest.raises(LaunchFailed, match="the step has failed"):
-        time.sleep(HANG_S)
-    leaving.join()
-    orders.end(control)  # handlers are restored in the main thread alone
 
 
 def test_a_fork_of_the_task_says_and_hears_nothing(gang):
@@ -147,8 +117,6 @@ TASK = f"""
 import os, signal, sys
 sys.path[:0] = {sys.path!r}
 import metaflow
-from metaflow_extensions.torchrun.plugins.torchrun.machine.packets import packets
-from metaflow_extensions.torchrun.plugins.torchrun.gang.policy import Rules
 from metaflow_extensions.torchrun.plugins.torchrun.settings import DEFAULTS, parse_settings
 from metaflow_extensions.torchrun.plugins.torchrun.task import join as joining
 settings = parse_settings({{**DEFAULTS, "grace_s": 1.0}}, "train")

@@ -130,23 +130,6 @@ def test_the_gang_is_told_of_all_but_its_own_verdict(error, told, join):
         assert told[2] in leave.cause.detail
 
 
-# --- launches ------------------------------------------------------------------------------------
-
-
-def test_a_control_node_that_vanishes_breaks_the_gang_and_is_told_why_this_node_leaves(join):
-    """It may hear this node well, and would not know."""
-    member, link = join()
-    member.begin_launch()
-    link.says("lost", "nothing arrived from it for 5 s")
-    assert "nothing arrived from it for 5 s" in str(member.broken)
-    assert not member.gang_knows(member.broken)
-    member.end_launch(None, failing=True)
-    member.leave(member.broken)
-    (leave,) = link.leaves()
-    assert (leave.cause.kind, leave.cause.node) == ("lost", 1)
-    assert "lost the connection to the control node" in leave.cause.exception
-
-
 # --- no news is lost ------------------------------------------------------------------------------
 
 NEWS = {
