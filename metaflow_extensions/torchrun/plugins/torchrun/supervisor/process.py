@@ -43,23 +43,23 @@ _URGENT = frozenset({"lost", "must_end"})  # the step's own code hears of it
 _URGENT_MESSAGES = frozenset({Abort.__name__.lower(), Farewell.__name__.lower()})
 
 
-def main() -> int:
-    """Serve one task, until it lets go or is gone."""
+def main(between: int) -> int:
+    """Serve one task, until it lets go or is gone; `between` is the pid of this process's parent, which may be gone, too."""
     pid, began = sys.argv[1:]
     linux.adopt_orphans()
     task, link = processes.Other(int(pid), began), socket.socket(fileno=os.dup(0))
     loop = asyncio.SelectorEventLoop()
     asyncio.set_event_loop(loop)
     # The loop is never closed: that would wait for threads in which names are looked up. The process ends anyway.
-    loop.run_until_complete(Supervisor(task, link).run())
+    loop.run_until_complete(Supervisor(task, link, between).run())
     return 0
 
 
 class Supervisor:
     """Serves one task. Everything in this process runs in one loop."""
 
-    def __init__(self, task: processes.Other, own: socket.socket) -> None:
-        self._task = task
+    def __init__(self, task: processes.Other, own: socket.socket, between: int) -> None:
+        self._task, self._between = task, between
         self._is_over = asyncio.Event()  # the task lets go, is gone, or can't be served any more
         self._is_released = False  # the task lets go
         self._why: str | None = None  # why the task can't be served any more, although it may live
@@ -77,7 +77,7 @@ class Supervisor:
         """Do all that the task asks, until its end."""
         asyncio.get_running_loop().set_exception_handler(self._on_bug)
         self._link.open()
-        self._link.send("supervisor", *((pid, processes.began(pid)) for pid in (os.getpid(), os.getppid())))
+        self._link.send("supervisor", *((pid, processes.began(pid)) for pid in (os.getpid(), self._between)))
         self._calls.begin(self._follow_task())
         self._look()
         await self._is_over.wait()
