@@ -138,7 +138,7 @@ def join(task, registry, settings, starts):
     if task.node > 0:
         member = joining.begin_member(task.node, task.num_nodes, settings, show, {"starts": starts})
         try:
-            return member, None, joining.find_gang(member, registry, settings)
+            return member, None, joining.Search(member, registry, settings).connect()
         except BaseException as error:
             member.leave(error)
             raise

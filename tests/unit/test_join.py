@@ -65,7 +65,7 @@ def find(registry, own=None, emit=print):
     """Become a member as a task does."""
     member = joining.begin_member(1, 2, own or settings(), emit)
     try:
-        joining.find_gang(member, registry, own or settings())
+        joining.Search(member, registry, own or settings()).connect()
     except BaseException as error:
         member.leave(error)
         raise

@@ -116,12 +116,7 @@ def begin_member(
     return _begin(node, num_nodes, settings, emit, more, {"node": node, "place": place()})
 
 
-def find_gang(member: Member, registry: Registry, settings: StepSettings) -> str:
-    """Find the control node, join, and return the address that worked."""
-    return _Search(member, registry, settings).connect()
-
-
-class _Search:
+class Search:
     """Tries to become a member for some time, and logs what it waits for."""
 
     def __init__(self, member: Member, registry: Registry, settings: StepSettings) -> None:
@@ -132,7 +127,7 @@ class _Search:
         self._deadline, self._log_at = now + self._timeout_s, now + QUIET_S
 
     def connect(self) -> str:
-        """Become a member; return the address that worked."""
+        """Find the control node, and become a member; return the address that worked."""
         for pause_s in growing_pauses(_FIRST_PAUSE_S):
             left_s = max(1.0, self._deadline - time.monotonic())
             with self._member.link.ours():  # a signal that raised in a store's client would be swallowed there

@@ -33,7 +33,7 @@ from . import local_nodes
 from .cards import Cards, make_none
 from .console import hurry, to_log
 from .gang_store import GangStore
-from .join import NOTHING, begin_gang, begin_member, find_gang, open_gang, refuse_second_run
+from .join import NOTHING, Search, begin_gang, begin_member, open_gang, refuse_second_run
 from .member import Member
 from .report import end_with, report
 from .signs import LOCAL_NODE_MARGIN_S, STARTED_BY, signs
@@ -89,7 +89,7 @@ class TaskGang:
             make_none()  # the control node makes the gang's card
             member = self._member = begin_member(parallel.node_index, num_nodes, settings, self._emit, more)
             member.may_go_on = settings.max_restarts > 0
-            return member, find_gang(member, registry, settings)
+            return member, Search(member, registry, settings).connect()
         rules = {"replaces": self._replaces, **self._limit}
         main_ip = None if here_only else parallel.main_ip
         if main_ip is not None:  # there the same task can be run again by hand
