@@ -9,6 +9,7 @@ import functools
 import json
 import multiprocessing
 import os
+import secrets
 import signal
 import socket
 import sys
@@ -118,15 +119,26 @@ def join(task, registry, settings, starts):
     """Return this node as a member, the control node's store or None, and the control node's address."""
     show = functools.partial(to_log, num_nodes=task.num_nodes)
     if task.node > 0:
-        member, main_addr = joining.join_as_member(
-            registry, task.node, task.num_nodes, settings, show, {"starts": starts}
-        )
-        return member, None, main_addr
+        member = joining.begin_member(task.node, task.num_nodes, settings, show, {"starts": starts})
+        try:
+            return member, None, joining.Search(member, registry, settings).connect()
+        except BaseException as error:
+            member.leave(error)
+            raise
     main_ip = task.main_ip
     if main_ip == "own name":  # what Metaflow 2.19 takes for the control node's address on AWS Batch
         main_ip = socket.gethostbyname_ex(socket.gethostname())[-1][0]
-    member, address = joining.join_as_control(registry, task.num_nodes, main_ip, settings, show, {"starts": starts})
-    return member, GangStore(member, (), Cards(None), registry), address
+    if main_ip is not None:
+        joining.refuse_second_run(registry, task.num_nodes)
+    token = secrets.token_hex(32)
+    member = joining.begin_gang(settings, show, {"starts": starts}, {}, task.num_nodes, token)
+    store = GangStore(member, (), Cards(None), registry)
+    try:
+        return member, store, joining.open_gang(member, registry, main_ip, settings, token)
+    except BaseException as error:
+        member.leave(error)
+        store.close()
+        raise
 
 
 def await_leave(number, out):

@@ -172,6 +172,7 @@ ERRORS = [  # what is given, what happens up to the moment when all nodes hear o
     ({**ONCE, **UP}, "+9.5, crash 1, stop 0 2, +0.4, +0.2", "LaunchTimeout", f"was stopped: it ran {ALLOWS}. {TIMES}"),
     (UP, "all_ended, +9, +2", "LaunchTimeout", f"ran {ALLOWS}.\nIt happened outside of current.torch.run; all nodes"),
     ({**UP, "join": False}, "join 0 1, ready 0, +9, +2", "LaunchTimeout", f"{ALLOWS}, while launch 0 waited for node 2 to"),
+    (UP, "all_ended, done 0, +9, +2", "LaunchTimeout", f"Node 1 (host host-1) ran {ALLOWS}.\nIt happened outside of"),
     ({**ONE, **UP}, "+9, +2", "LaunchTimeout", f"Node 0 (host host-0) ran {ALLOWS}.\nIt happened outside of"),
     (ONE, "prepare 0, commands_fail 0", "LaunchFailed", "so no worker was started.\nNode 0 (host host-0) failed"),
     ({**JOIN, "taken": [1]}, "ready 1, ready 2, pin 0", "GangError", "Port 1 is taken on the control node (host host-0)"),

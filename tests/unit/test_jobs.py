@@ -12,8 +12,7 @@ from metaflow.plugins.kubernetes.kubernetes_jobsets import JobSetSpec, Kubernete
 from test_registry import KNOWN
 
 from metaflow_extensions.torchrun.plugins.torchrun.compat import jobs
-from metaflow_extensions.torchrun.plugins.torchrun.errors import GangError
-from metaflow_extensions.torchrun.plugins.torchrun.registry import AddressRecord, Registry
+from metaflow_extensions.torchrun.plugins.torchrun.registry import Registry
 from metaflow_extensions.torchrun.plugins.torchrun.task.jobs import Job
 
 WHERE = ["--run-id", "7", "--task-id", "3", "--num-parallel", "2", "--retry-count"]
@@ -162,15 +161,6 @@ def test_what_the_cluster_knows_of_a_control_node_that_is_gone(datastore, pods, 
         is_own_fault = STARTS in said or "failed before" in said
         assert stored.reports[-1].error == ("GangError" if is_own_fault else "TorchrunPreempted")
     assert "The control node's pod c-1 ended" in said
-
-
-def test_the_error_that_a_control_node_has_left_before_its_gang_had_a_record_is_told(job, datastore):
-    registry = Registry(datastore, "7", "train", "3", 1)
-    error = GangError("The control node can't listen on channel port 4 🙂.")
-    registry.save(AddressRecord((), 0, "", closed=True, error=error))
-    assert job.tell(failing(Pods(pod(0, "c-1", ERROR)))) == f"[torchrun] {error.message}\n"
-    stored = registry.load_view()
-    assert (stored.error, stored.reports[-1].error) == (error.message, "GangError")
 
 
 class Waiting:

@@ -2,8 +2,8 @@
 
 import re
 import signal
+import socket
 from contextlib import suppress
-from functools import partial
 from unittest.mock import Mock
 
 import pytest
@@ -11,7 +11,12 @@ from loops import InLoop, Loop
 from test_registry import FlowDatastore, registry_of
 from unit_helpers import eventually
 
-from metaflow_extensions.torchrun.plugins.torchrun.errors import GangError, GangStartTimeout, TorchrunPreempted
+from metaflow_extensions.torchrun.plugins.torchrun.errors import (
+    GangError,
+    GangStartTimeout,
+    LaunchFailed,
+    TorchrunPreempted,
+)
 from metaflow_extensions.torchrun.plugins.torchrun.gang.gang import Presence
 from metaflow_extensions.torchrun.plugins.torchrun.gang.messages import Join, from_wire
 from metaflow_extensions.torchrun.plugins.torchrun.gang.view import GangView, NodeView
@@ -20,6 +25,8 @@ from metaflow_extensions.torchrun.plugins.torchrun.registry import AddressRecord
 from metaflow_extensions.torchrun.plugins.torchrun.settings import DEFAULTS, parse_settings
 from metaflow_extensions.torchrun.plugins.torchrun.supervisor.control_side import ControlSide
 from metaflow_extensions.torchrun.plugins.torchrun.task import join as joining
+from metaflow_extensions.torchrun.plugins.torchrun.task.cards import Cards
+from metaflow_extensions.torchrun.plugins.torchrun.task.gang_store import GangStore
 
 HOST = "127.0.0.1"
 
@@ -54,36 +61,48 @@ def settings(**attributes):
     return parse_settings({**DEFAULTS, **attributes}, "train")
 
 
+def find(registry, own=None, emit=print):
+    """Become a member as a task does."""
+    member = joining.begin_member(1, 2, own or settings(), emit)
+    try:
+        joining.Search(member, registry, own or settings()).connect()
+    except BaseException as error:
+        member.leave(error)
+        raise
+    return member
+
+
 def join(registry, **attributes):
     raised, events = None, []
     try:
-        member, _ = joining.join_as_member(registry, 1, 2, settings(**attributes), events.append)
-        member.leave()
+        find(registry, settings(**attributes), events.append).leave()
     except Exception as error:
         raised = error
     return raised, [event.text for event in events]
 
 
-def become_control(registry, main_ip=None):
-    return joining.join_as_control(registry, 2, main_ip, settings(), lambda event: None)[0]
+def become_control(registry, **attributes):
+    """Become the control node as a task does; return its member and what stores what is known of the gang."""
+    own = settings(**attributes)
+    member = joining.begin_gang(own, lambda event: None, num_nodes=2, token="a token")
+    store = GangStore(member, (), Cards(None), registry)
+    try:
+        joining.open_gang(member, registry, None, own, "a token")
+    except BaseException as error:
+        member.leave(error)
+        store.close(error)
+        raise
+    return member, store
 
 
-def test_a_control_node_that_has_ended_without_a_word_is_given_up(registry, monkeypatch):
-    monkeypatch.setattr(joining, "REFUSED_HERE_S", 0.3)
-    port = pick_port()
-    registry.save(AddressRecord((HOST,), port, "secret"))
-    error, said = join(registry)
-    assert isinstance(error, GangError)
-    assert f"refuses connections at {HOST} on port {port}, " in str(error)
-    assert "its task has ended unexpectedly" in str(error)
-    assert said == []
-
-
-def test_a_control_node_that_never_comes_is_named_with_the_setting(registry):
-    words = "Waited 0.1 s, but node 0 .*7/train/3, attempt 0.*all_nodes_started_timeout"
+def test_what_does_not_come_in_time_is_named_with_the_setting(registry):
     error, _ = join(registry, all_nodes_started_timeout=0.1)
     assert isinstance(error, GangStartTimeout)
-    assert re.search(words, str(error))
+    assert re.search("Waited 0.1 s, but node 0 .*7/train/3, attempt 0.*all_nodes_started_timeout", str(error))
+    registry.save(AddressRecord((HOST,), pick_port(), "secret"))
+    error, _ = join(registry, all_nodes_started_timeout=0.1)
+    assert type(error) is GangError
+    assert re.search(rf"tried {HOST} on port \d+ for 0.1 s; .* its task has ended.*channel_port", str(error))
 
 
 def begun(registry, **more):
@@ -99,7 +118,7 @@ def begun(registry, **more):
 def test_a_control_node_does_not_take_the_place_of_another_and_keeps_what_that_has_recorded(registry):
     before = begun(registry)
     with pytest.raises(TorchrunPreempted) as here:
-        become_control(registry, HOST)
+        joining.refuse_second_run(registry, 2)
     assert str(here.value).startswith("The control node's pod (or container) was deleted or replaced: this task ")
     assert "(host gpu-0 🙂*). It does not run the step's code" in str(here.value)
     assert "@retry" in str(here.value)
@@ -110,10 +129,10 @@ def test_a_control_node_does_not_take_the_place_of_another_and_keeps_what_that_h
     assert "was deleted or replaced" in stored.why
 
     error, said = join(registry)
-    assert str(error) == str(here.value), "a node that is replaced, too, need not look for the first control node"
+    assert str(error) == str(here.value), "a node that is replaced, too, need not wait for the first control node"
     assert said == []
     with pytest.raises(TorchrunPreempted):
-        become_control(registry, HOST)
+        joining.refuse_second_run(registry, 2)
 
 
 @pytest.mark.parametrize("method", ["save", "load"])
@@ -130,48 +149,41 @@ def test_an_order_to_end_is_heard_though_a_stores_client_takes_it_for_an_error(m
         return do(*args)
 
     monkeypatch.setattr(registry, method, interrupted)
-    begin = become_control if method == "save" else partial(joining.join_as_member, node=1, num_nodes=2)
-    more = {} if method == "save" else {"settings": settings(), "emit": print}
     with pytest.raises(TorchrunPreempted, match="SIGTERM"):
-        begin(registry, **more)
+        (become_control if method == "save" else find)(registry)
 
 
 def test_a_member_that_comes_after_the_control_nodes_end_can_not_launch(registry):
-    control = become_control(registry)
-    control.leave()
-    member, _ = joining.join_as_member(registry, 1, 2, settings(), lambda event: None)
+    member, store = become_control(registry)
+    member.leave()
+    store.close()
+    member = find(registry)
     with pytest.raises(GangError, match="after the gang had ended"):
         member.begin_launch()
     member.leave()
 
 
+def test_a_member_that_comes_after_an_error_raises_it(registry):
+    with socket.create_server((HOST, 0)) as taken, pytest.raises(GangError) as here:
+        become_control(registry, channel_port=taken.getsockname()[1])
+    error, _ = join(registry)
+    assert isinstance(error, LaunchFailed)
+    assert str(here.value) in str(error)
+    assert error.cause["node"] == 0
+
+
 def test_a_task_that_comes_when_the_gang_is_over_ends_well_at_once(registry, monkeypatch):
-    registry.save(AddressRecord((HOST,), 1, "token", closed=True, is_over=True))
+    registry.save(AddressRecord((HOST,), pick_port(), "token"))
+    view = GangView(2, nodes=[NodeView(state="finished") for _ in range(2)], is_over=True)
+    registry.save_view(view, 1.0)
     said, codes = [], []
 
-    def end(code):
+    def leave(code):
         codes.append(code)
         raise InterruptedError
 
-    monkeypatch.setattr(joining.os, "_exit", end)
+    monkeypatch.setattr(joining.os, "_exit", leave)
     with pytest.raises((InterruptedError, GangError)):
-        joining.join_as_member(registry, 1, 2, settings(), said.append)
+        find(registry, emit=said.append)
     assert codes == [0]
     assert "has nothing to do" in said[0].text
-
-
-@pytest.mark.parametrize(("replaces", "has_come"), [(False, True), (True, False), (True, True)])
-def test_the_control_node_leaves_word_for_tasks_that_come_later(registry, replaces, has_come):
-    own = settings()
-    rules = {"replaces": replaces}
-    control, _ = joining.join_as_control(registry, 2, None, own, lambda event: None, {}, rules)
-    member = None
-    if has_come:
-        member, _ = joining.join_as_member(registry, 1, 2, own, lambda event: None)
-        member.finish()
-        member.leave()
-        assert eventually(lambda: control.link.call("states")["states"][1] == "GONE")
-    control.finish()
-    control.leave()
-    record = registry.load(AddressRecord, 1.0)
-    assert (record.closed, record.is_over) == (replaces or not has_come, replaces and has_come)

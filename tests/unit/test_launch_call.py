@@ -20,7 +20,6 @@ from metaflow_extensions.torchrun.plugins.torchrun.gang.messages import Abort, S
 from metaflow_extensions.torchrun.plugins.torchrun.gang.wire import to_plain
 from metaflow_extensions.torchrun.plugins.torchrun.supervisor.call import Call as RunCall
 from metaflow_extensions.torchrun.plugins.torchrun.supervisor.call import Outcome
-from metaflow_extensions.torchrun.plugins.torchrun.supervisor.endings import TimedOut
 from metaflow_extensions.torchrun.plugins.torchrun.task.launch_call import LaunchCall
 from metaflow_extensions.torchrun.plugins.torchrun.task.launch_outputs import LaunchOutputs
 from metaflow_extensions.torchrun.plugins.torchrun.task.transfer import PATIENCE_S, Step, ToStore, TransferFailed
@@ -90,8 +89,6 @@ def test_what_interrupts_the_node_is_handed_on_and_comes_back_if_it_was_too_late
     call = Call()
     call.link.says("must_end", "its machine is taken away")
     assert call.expect("interrupt") == ["its machine is taken away"]
-    call.member.order(TimedOut("too long"), is_now=False)
-    assert call.expect("time_out") == ["too long"]
     error = call.ends_well(handled=0)
     assert isinstance(error, TorchrunPreempted), "raised in the step's own code, which runs again"
 

@@ -47,7 +47,7 @@ class Link(FakeLink):
     def send(self, *frame):
         super().send(*frame)
         what, *rest = frame
-        if what in ("interrupt", "time_out"):
+        if what == "interrupt":
             self.interruptions += rest
         while not self.messages.empty():
             self.said.append(self.messages.get())
@@ -61,13 +61,13 @@ class Link(FakeLink):
 def attach(node=1, num_nodes=3, emit=print):
     """Return a member that the control node has not taken in yet, and its link."""
     link = Link()
-    return Member(node, num_nodes, emit, link, "longer than the step's @timeout allows"), link
+    return Member(node, num_nodes, emit, link), link
 
 
 @pytest.fixture
 def join():
     """Return a function that returns a member and its link; the signals are given back in any case."""
-    members, alarm = [], signal.getsignal(signal.SIGALRM)
+    members = []
     signal.signal(signal.SIGINT, signal.default_int_handler)  # who runs the tests in the background ignores it
 
     def join(*args):
@@ -79,7 +79,7 @@ def join():
     yield join
     for member in members[::-1]:
         member.leave()
-    assert (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGALRM)) == (signal.SIG_DFL, alarm)
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
@@ -130,23 +130,6 @@ def test_the_gang_is_told_of_all_but_its_own_verdict(error, told, join):
         assert told[2] in leave.cause.detail
 
 
-# --- launches ------------------------------------------------------------------------------------
-
-
-def test_a_control_node_that_vanishes_breaks_the_gang_and_is_told_why_this_node_leaves(join):
-    """It may hear this node well, and would not know."""
-    member, link = join()
-    member.begin_launch()
-    link.says("lost", "nothing arrived from it for 5 s")
-    assert "nothing arrived from it for 5 s" in str(member.broken)
-    assert not member.gang_knows(member.broken)
-    member.end_launch(None, failing=True)
-    member.leave(member.broken)
-    (leave,) = link.leaves()
-    assert (leave.cause.kind, leave.cause.node) == ("lost", 1)
-    assert "lost the connection to the control node" in leave.cause.exception
-
-
 # --- no news is lost ------------------------------------------------------------------------------
 
 NEWS = {
@@ -154,7 +137,6 @@ NEWS = {
     "control lost": lambda link: link.comes("lost", "its task was killed"),
     "SIGTERM": lambda link: signal.raise_signal(signal.SIGTERM),
     "notice": lambda link: link.comes("must_end", "a spot notice says so"),
-    "@timeout": lambda link: signal.raise_signal(signal.SIGALRM),
 }
 TRACED = {member_module.__file__, orders.__file__, link_module.__file__}
 

@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as some
 from unit_helpers import eventually, write
 
-from metaflow_extensions.torchrun.plugins.torchrun.errors import LaunchFailed, LaunchTimeout, TorchrunPreempted
+from metaflow_extensions.torchrun.plugins.torchrun.errors import LaunchFailed, TorchrunPreempted
 from metaflow_extensions.torchrun.plugins.torchrun.gang.cause import Cause
 from metaflow_extensions.torchrun.plugins.torchrun.gang.group import Group
 from metaflow_extensions.torchrun.plugins.torchrun.gang.messages import (
@@ -35,7 +35,7 @@ from metaflow_extensions.torchrun.plugins.torchrun.supervisor.agent import (
     WorkerEnded,
     WorkerStarted,
 )
-from metaflow_extensions.torchrun.plugins.torchrun.supervisor.endings import Broken, GivenUp, MustEnd, TimedOut
+from metaflow_extensions.torchrun.plugins.torchrun.supervisor.endings import Broken, GivenUp, MustEnd
 
 
 @pytest.fixture
@@ -63,7 +63,7 @@ def test_the_ranks_that_fail_in_the_same_way_are_told_with_the_first(node):
 # --- what follows on what -------------------------------------------------------------------------
 
 CAUSE = Cause("exit", 0, "host", 1, 1, 3)
-MUST_END, TIME_IS_UP = MustEnd("its machine goes"), TimedOut("too long")
+MUST_END = MustEnd("its machine goes")
 
 
 def words_of(node):
@@ -76,14 +76,13 @@ def words_of(node):
     return found
 
 
-@pytest.mark.parametrize(("news", "error"), [(MUST_END, TorchrunPreempted), (TIME_IS_UP, LaunchTimeout)])
-def test_what_interrupts_a_node_without_workers_ends_its_launch_at_once(news, error, tmp_path):
+def test_an_order_to_end_a_node_without_workers_ends_its_launch_at_once(tmp_path):
     for begin in ("launch", "prepare"):
         commands = (("sleep", "60"),) if begin == "prepare" else ()
         node = FakeNode(tmp_path, before_run=commands)
         getattr(node, begin)()
-        node.interrupt(news)
-        assert isinstance(node.outcome(), error)
+        node.interrupt(MUST_END)
+        assert isinstance(node.outcome(), TorchrunPreempted)
         assert words_of(node) == ["Failed, given up", "Ended"]
 
 
@@ -184,7 +183,7 @@ NEWS = [
     *(Go(0, generation, 29500, "gang", generation, 3) for generation in (0, 1)),
     *(Stop(0, 0), Stop(0, 0, "rank 3 failed", 1, signal.SIGUSR1), Restart(0, 1, "", CAUSE)),
     *(Ask(0, 0, 1), Store(0, 0), Store(0, 0, ERROR, 3.0), Verdict(0), Verdict(0, ERROR)),
-    *(Broken(ERROR), MUST_END, TIME_IS_UP, GivenUp(None), GivenUp(CAUSE)),
+    *(Broken(ERROR), MUST_END, GivenUp(None), GivenUp(CAUSE)),
     *(Go(1, 0, 1, "gang", 0, 0), Ask(1, 0, "a"), Stop(1, 0), Restart(1, 1, "", CAUSE), Store(1, 0)),
     Verdict(1),
 ]

@@ -155,7 +155,7 @@ class Gang:
 
     def is_whole(self):
         """Return whether nobody has lost anybody."""
-        return not self.lost and set(self.control.states()["states"]) == {"HERE"}
+        return not self.lost and set(self.control.states()) == {"HERE"}
 
     def close(self):
         for side in (self.member, self.control):

@@ -49,7 +49,7 @@ def test_a_node_without_which_the_gang_goes_on_has_its_grace_and_ends_in_the_end
             side._step(gang.lost, 1, "silent")
         else:
             say((1, Leave("failed", Cause("terminated", 1, "host-1"))))
-        assert side.states()["states"] == ["HERE", "OUT"]
+        assert side.states() == ["HERE", "OUT"]
         while task.poll() is None:
             await asyncio.sleep(0.02)
         return time.monotonic() - begin

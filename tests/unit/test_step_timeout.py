@@ -1,49 +1,15 @@
-"""The alarm of the step's @timeout: who hears of it, and that Metaflow has it back."""
+"""The step's @timeout: when it ends a gang, and that Metaflow's alarm waits meanwhile."""
 
 import os
 import signal
 import time
+from types import SimpleNamespace
 
 import pytest
 
 from metaflow_extensions.torchrun.plugins.torchrun.machine import pods
 from metaflow_extensions.torchrun.plugins.torchrun.task import step_timeout
-from metaflow_extensions.torchrun.plugins.torchrun.task.step_timeout import alarm_text, time_limit
-
-
-class Decorator:
-    """What Metaflow's decorator has, as far as it matters here."""
-
-    name, secs, alarms = "timeout", 90, 0
-
-    def handle(self, number, frame):
-        self.alarms += 1
-
-
-@pytest.fixture(autouse=True)
-def first_time():
-    """Forget the first time that another test has asked."""
-    step_timeout._began_at.cache_clear()
-
-
-@pytest.fixture
-def metaflows():
-    decorator = Decorator()
-    before = signal.signal(signal.SIGALRM, decorator.handle)
-    yield decorator
-    signal.signal(signal.SIGALRM, before)
-
-
-@pytest.fixture
-def in_pod(monkeypatch):
-    """Have this be a pod of this age, in seconds."""
-
-    def in_pod(age_s):
-        monkeypatch.setenv("METAFLOW_RUNTIME_ENVIRONMENT", "kubernetes")
-        monkeypatch.setattr(step_timeout, "age_s", lambda: age_s)
-
-    yield in_pod
-    signal.setitimer(signal.ITIMER_REAL, 0)
+from metaflow_extensions.torchrun.plugins.torchrun.task.step_timeout import instead_of_alarm, time_limit
 
 
 @pytest.mark.parametrize(
@@ -51,29 +17,35 @@ def in_pod(monkeypatch):
     [(3600, 100, 30, 3600 - 100 - 45), (60, 20, 30, 60 - 20 - 15), (3600, 9999, 30, 3600 - 45)],
     ids=["long", "short", "not its age"],
 )
-def test_the_gang_ends_before_its_pod_does_whose_clock_began_earlier(in_pod, timeout_s, age_s, grace_s, left_s):
-    assert time_limit(timeout_s, 7.0, grace_s) == (
-        7.0 + timeout_s,
-        f"longer than the step's @timeout of {timeout_s} s allows",
-    )
-    in_pod(age_s)
+def test_the_gang_ends_before_its_pod_does_whose_clock_began_earlier(timeout_s, age_s, grace_s, left_s, monkeypatch):
+    text = f"longer than the step's @timeout of {timeout_s} s allows"
+    assert time_limit(timeout_s, 7.0, grace_s) == {"deadline": 7.0 + timeout_s, "longer": text}
+    monkeypatch.setenv("METAFLOW_RUNTIME_ENVIRONMENT", "kubernetes")
+    monkeypatch.setattr(step_timeout, "age_s", lambda: age_s)
     now = time.monotonic()
     limit = time_limit(timeout_s, now, grace_s)
-    assert limit.ends_at - now == pytest.approx(left_s, abs=1)
-    assert ("100 s before the gang's; the last 45 s are left" in limit.text) is (age_s == 100)
+    assert limit["deadline"] - now == pytest.approx(left_s, abs=1)
+    assert ("100 s before the gang's; the last 45 s are left" in limit["longer"]) is (age_s == 100)
 
 
-@pytest.mark.parametrize("age_s", [10, 0], ids=["known", "unknown"])
-def test_the_alarm_of_another_node_comes_before_its_pod_ends_however_often_it_is_set(
-    in_pod, metaflows, age_s, monkeypatch
-):
-    in_pod(age_s)
-    for late_s in (0.0, 7.0):
-        now = time.monotonic
-        monkeypatch.setattr(time, "monotonic", lambda late_s=late_s, now=now: now() + late_s)
-        assert alarm_text(5.0) is not None
-        expected = 90 - age_s - 20 - (0.0 if age_s else late_s)
-        assert signal.getitimer(signal.ITIMER_REAL)[0] == pytest.approx(expected, abs=1)
+def test_metaflows_alarm_is_off_while_a_gang_within_the_step_has_its_time():
+    class Timeout(SimpleNamespace):
+        def handle(self, number, frame):
+            pytest.fail("raised")
+
+    before = signal.signal(signal.SIGALRM, Timeout(name="timeout", secs=90).handle)
+    try:
+        signal.alarm(80)
+        with instead_of_alarm(5.0) as rules:
+            assert rules["deadline"] - time.monotonic() == pytest.approx(80, abs=1)
+            assert signal.getitimer(signal.ITIMER_REAL)[0] == 0
+            with instead_of_alarm(5.0) as inner:
+                assert inner == {}
+        assert signal.setitimer(signal.ITIMER_REAL, 0)[0] == pytest.approx(80, abs=1)
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    with instead_of_alarm(5.0) as rules:  # no @timeout
+        assert rules == {}
 
 
 def test_a_pod_is_as_old_as_its_first_process_or_as_what_was_made_with_it(tmp_path):

@@ -186,9 +186,9 @@ class TorchrunDecorator(steps.ParallelDecorator):  # type: ignore[misc]  # Metaf
             # An ordinary pod as the whole gang.
             steps.set_tasks_of_one(flow, f"{run_id}/{step_name}/{task_id}")
         print_errors_ourselves(in_task=True)
-        # Metaflow sets its alarm now, but on no control task: only with @parallel has one code of the user's (2.19).
-        is_ours = ubf_context == steps.UBF_CONTROL and self._timeout_s is not None
-        limit = time_limit(self._timeout_s or 0.0, began_at, self._settings.grace_s) if is_ours else None
+        limit = {}
+        if ubf_context in (steps.UBF_CONTROL, None) and self._timeout_s is not None:
+            limit = time_limit(self._timeout_s, began_at, self._settings.grace_s)
         store, settings = self._flow_datastore, self._settings
         forget = partial(steps.forget_tasks, flow)
         self._gang = TaskGang(settings, store, (run_id, step_name, task_id, retry_count), limit, forget)

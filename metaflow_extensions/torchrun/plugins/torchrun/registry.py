@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
 
 from .compat.datastore import metadata_of
-from .compat.renamed import TimeoutException
 from .errors import GangError, TorchrunError
 from .gang.policy import growing_pauses
 from .gang.view import GangView, Word, told_by_others
@@ -36,10 +35,6 @@ class AddressRecord:
     port: int
     token: str  # the gang's secret; whoever can read the step's datastore knows it
     host: str = ""  # the control node's host name
-    closed: bool = False  # whether the control node has ended its step before this node arrived
-    # Whether all nodes had come, and the gang has ended well: a task that comes now has nothing to do.
-    is_over: bool = False
-    error: TorchrunError | None = None  # why, if it ended with an error
 
 
 @dataclass(frozen=True)
@@ -113,7 +108,7 @@ class Registry:
         for pause_s in growing_pauses():
             try:
                 return request()
-            except (TorchrunError, TimeoutException):  # raised by a signal's handler, not by the datastore
+            except TorchrunError:  # raised by a signal's handler, not by the datastore
                 raise
             except Exception as error:
                 if time.monotonic() + pause_s > give_up_at:

@@ -794,7 +794,7 @@ class Gang:
         launch, policy = self.launch, self.launch.policy
         # A node whose own code has left `run` would not obey another *go*. Of one that was told to end, that is no failure.
         has_given_up = bool(launch.given_up - launch.leaving.keys())
-        over = cause.kind == "step_timeout" or self._now >= self.rules.deadline  # by one node's clock
+        over = self._now >= self.rules.deadline
         # A node that was told to end does not use up a restart; but there must be some at all.
         is_left = launch.restarts < launch.limit or (cause.category == "preempted" and policy.max_restarts > 0)
         may = (is_left and cause.category in policy.restart_on) or launch.has_lost_its_port()
@@ -1009,9 +1009,10 @@ class Gang:
         if self.phase is not Phase.IDLE:
             if launch.failing_with is None:
                 self._fail_with("timeout", text)
-        elif CONTROL not in self._done and not (number is None and self._is_time_up):
+        elif (late := self._here - self._done) and not (number is None and self._is_time_up):
             self._see("timeout", f"timeout: {text}")
-            error = self._error_outside(Cause("step_timeout", CONTROL, self.nodes[CONTROL].host, exception=text))
+            node = min(late)
+            error = self._error_outside(Cause("step_timeout", node, self.nodes[node].host, exception=text))
             self._break(error) if number is None else self._end_early(number, error)
         self._is_time_up = True  # outside of launches once only, as an alarm
 

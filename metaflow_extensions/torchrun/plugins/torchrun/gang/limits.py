@@ -8,9 +8,6 @@ ATTEMPT_S = 5.0
 NEXT_ADDRESS_S, ALL_ADDRESSES_S = 0.25, 2.0
 """After how long the next address is tried beside the one before (RFC 8305), and within what time all are: a host can
 have many, and packets to the wrong ones may vanish without an answer."""
-REFUSED_S, REFUSED_HERE_S = 60.0, 5.0
-"""How long a host may refuse all connections, and how long this machine. The port was open before it was published, so
-its task has ended. Only proxies and firewalls that are still being set up refuse for a while; one machine has none."""
 
 # --- the end of a generation
 STOP_MARGIN_S = 15.0

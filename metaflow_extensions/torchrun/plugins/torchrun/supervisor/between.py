@@ -59,11 +59,11 @@ def main() -> int:
     grace_s = float(sys.argv.pop())
     linux.adopt_orphans()
     have_default_signals()
-    supervisor = os.fork()
+    between, supervisor = os.getpid(), os.fork()
     if supervisor == 0:
         from .process import main as supervise
 
-        return supervise()
+        return supervise(between)
     _close_files()
     os.waitpid(supervisor, 0)
     for pid in living_descendants():

@@ -20,7 +20,7 @@ from ..errors import GangError
 from ..gang.gang import Gang, Outgoing
 from ..gang.messages import CONTROL, Abort, Join, Lines, Message
 from ..gang.policy import Rules
-from ..gang.wire import Plain, to_plain
+from ..gang.wire import Plain
 from ..machine.looks import until_look
 from ..machine.network import listening_socket, pick_port
 from ..machine.open_files import room_for_connections
@@ -138,13 +138,9 @@ class ControlSide(Side):
         has_more = counts[0] != known[0] or (with_numbers and counts != known)
         return {"counts": counts, "view": self.gang.view.stored() if has_more else None}
 
-    def states(self) -> dict[str, Any]:
-        """Return where the nodes' tasks are, and why the gang can't go on."""
-        broken = self.gang.broken
-        return {
-            "states": [node.presence.name for node in self.gang.nodes],
-            "broken": None if broken is None else to_plain(broken),
-        }
+    def states(self) -> list[str]:
+        """Return where the nodes' tasks are."""
+        return [node.presence.name for node in self.gang.nodes]
 
     async def close(self, wait_s: float) -> dict[str, Any]:
         """Wait until the members have left, `wait_s` seconds at most, and close; return what is known at the end."""

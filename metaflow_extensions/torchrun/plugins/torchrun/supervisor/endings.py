@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..errors import LaunchFailed, LaunchTimeout, TorchrunError, TorchrunPreempted
+from ..errors import LaunchFailed, TorchrunError, TorchrunPreempted
 from ..gang.cause import Cause, FailureText, failed
 from ..gang.messages import CONTROL
 
@@ -25,13 +25,6 @@ class MustEnd:
     why: str
 
 
-@dataclass(frozen=True)
-class TimedOut:
-    """The step's time is up; `text` follows the words "node 1 ran "."""
-
-    text: str
-
-
 @dataclass
 class GivenUp(Exception):
     """The task has left the call of `run`, or has ended; `cause` is what the gang does not know yet."""
@@ -48,11 +41,6 @@ def preempted(node: int, host: str, why: str, may_go_on: bool = False) -> Torchr
     cause = Cause("terminated", node, host, exception=why)
     remedy = "The other nodes go on without it if they can." if may_go_on else TorchrunPreempted.remedy
     return failed(TorchrunPreempted, FailureText(cause, after=f" {remedy}"))
-
-
-def timed_out(node: int, host: str, text: str) -> LaunchTimeout:
-    """Return the error for a step whose time is up."""
-    return failed(LaunchTimeout, FailureText(Cause("step_timeout", node, host, exception=text)))
 
 
 def lost_control(reason: str) -> TorchrunError:

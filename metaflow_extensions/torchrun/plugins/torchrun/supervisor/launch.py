@@ -25,7 +25,7 @@ from .agent import AgentProcess
 from .call import Call, Outcome
 from .command import bracketed
 from .commands import Commands
-from .endings import Broken, GivenUp, MustEnd, TimedOut, preempted, timed_out
+from .endings import Broken, GivenUp, MustEnd, preempted
 from .generation import AGENT_NAME, Generation
 from .pipes import Write
 from .side import Side
@@ -120,7 +120,7 @@ class NodeLaunch:
     async def _next(self, with_workers: bool = False) -> Any:
         """Return what comes next, or None when it is time to look at what no news tells; raise what ends the launch here.
 
-        An order to end, and the end of the step's time, leave it to the gang where workers run.
+        An order to end leaves it to the gang where workers run.
         """
         try:
             news = await asyncio.wait_for(self._inbox.get(), until_look())
@@ -138,7 +138,7 @@ class NodeLaunch:
                 if news.cause is not None:
                     self._report(news.cause, given_up=True)
                 raise news
-            case MustEnd() | TimedOut():
+            case MustEnd():
                 self.interruptions += 1
                 self._interrupt(news, with_workers)
             case Restart():
@@ -155,18 +155,14 @@ class NodeLaunch:
                 self._side.say("note", alone_line(self._launch, self._call))
         return Outcome(verdict, self._command, self._exit_codes, tuple(self._restarts), seconds)
 
-    def _interrupt(self, news: MustEnd | TimedOut, with_workers: bool) -> None:
-        if isinstance(news, TimedOut):
-            error: TorchrunError = timed_out(self._node, self._side.host, news.text)
-            is_last = not with_workers
-        else:
-            may_go_on = self._node != CONTROL and self._call.policy.max_restarts > 0
-            error = preempted(self._node, self._side.host, news.why, may_go_on)
-            is_last = self._is_preempted or not with_workers  # a second order means: end at once
-            self._is_preempted = True
+    def _interrupt(self, news: MustEnd, with_workers: bool) -> None:
+        may_go_on = self._node != CONTROL and self._call.policy.max_restarts > 0
+        error = preempted(self._node, self._side.host, news.why, may_go_on)
+        is_last = self._is_preempted or not with_workers  # a second order means: end at once
+        self._is_preempted = True
         cause = cause_of(error)
         assert cause is not None
-        if not is_last and isinstance(news, MustEnd):
+        if not is_last:
             self._side.say("stopping", f"{cause.what}; stopping all nodes")
         self._report(cause, given_up=is_last)
         if is_last:

@@ -19,6 +19,11 @@ from .output import Output, Send
 from .relay import LineSender
 from .side import Side
 
+_ATTEMPT_S = 5.0  # for one address, until it answers, and once more until it has proven that it knows the token
+# After how long the next address is tried beside the one before (RFC 8305), and within what time all are: a host can have
+# many, and packets to the wrong ones may vanish without an answer.
+_NEXT_ADDRESS_S, _ALL_ADDRESSES_S = 0.25, 2.0
+
 
 class MemberSide(Side):
     """A node other than the control node."""
@@ -82,8 +87,8 @@ class MemberSide(Side):
     async def connect(self, addresses: Sequence[str], port: int, token: str, timeout_s: float) -> str:
         """Try all addresses once, join over the first that works, and return it.
 
-        Raises OSError if none works or it is too early, a ConnectionRefusedError if nobody listens at any; then it can
-        be called again. Raises TorchrunError if the control node turns this node away.
+        Raises OSError if none works or it is too early; then it can be called again. Raises TorchrunError if the control
+        node turns this node away.
         """
         self._connection = None
         connection = await self._first_to_prove(addresses, port, token, min(timeout_s, ATTEMPT_S))

@@ -26,7 +26,7 @@ from ..gang.wire import to_plain
 from ..machine import processes
 from ..machine.looks import WATCH_S, until_look
 from .control_side import ControlSide
-from .endings import MustEnd, TimedOut
+from .endings import MustEnd
 from .ends import Held, end_of
 from .launches import Launches
 from .member_side import MemberSide
@@ -39,28 +39,27 @@ from .workers import MachineFaults
 _LAST_LINES_S = 0.5  # for what the workers have written before the task's end
 _DYING_S = 5.0  # a task that is killed closes its files first, and then frees its memory
 _OF_LAUNCHES = frozenset({"run", "complete", "give_up", "end_spares"})
-_INTERRUPTIONS = {"interrupt": MustEnd, "time_out": TimedOut}
 _URGENT = frozenset({"lost", "must_end"})  # the step's own code hears of it
 _URGENT_MESSAGES = frozenset({Abort.__name__.lower(), Farewell.__name__.lower()})
 
 
-def main() -> int:
-    """Serve one task, until it lets go or is gone."""
+def main(between: int) -> int:
+    """Serve one task, until it lets go or is gone; `between` is the pid of this process's parent, which may be gone, too."""
     pid, began = sys.argv[1:]
     linux.adopt_orphans()
     task, link = processes.Other(int(pid), began), socket.socket(fileno=os.dup(0))
     loop = asyncio.SelectorEventLoop()
     asyncio.set_event_loop(loop)
     # The loop is never closed: that would wait for threads in which names are looked up. The process ends anyway.
-    loop.run_until_complete(Supervisor(task, link).run())
+    loop.run_until_complete(Supervisor(task, link, between).run())
     return 0
 
 
 class Supervisor:
     """Serves one task. Everything in this process runs in one loop."""
 
-    def __init__(self, task: processes.Other, own: socket.socket) -> None:
-        self._task = task
+    def __init__(self, task: processes.Other, own: socket.socket, between: int) -> None:
+        self._task, self._between = task, between
         self._is_over = asyncio.Event()  # the task lets go, is gone, or can't be served any more
         self._is_released = False  # the task lets go
         self._why: str | None = None  # why the task can't be served any more, although it may live
@@ -78,7 +77,7 @@ class Supervisor:
         """Do all that the task asks, until its end."""
         asyncio.get_running_loop().set_exception_handler(self._on_bug)
         self._link.open()
-        self._link.send("supervisor", *((pid, processes.began(pid)) for pid in (os.getpid(), os.getppid())))
+        self._link.send("supervisor", *((pid, processes.began(pid)) for pid in (os.getpid(), self._between)))
         self._calls.begin(self._follow_task())
         self._look()
         await self._is_over.wait()
@@ -152,8 +151,8 @@ class Supervisor:
             self._output.show(Event(*rest))
         elif what == "wrote":
             self._output.wrote(*rest)
-        elif what in _INTERRUPTIONS:
-            self._side.inbox.put_nowait(_INTERRUPTIONS[what](*rest))
+        elif what == "interrupt":
+            self._side.inbox.put_nowait(MustEnd(*rest))
         else:
             getattr(self._launches if what in _OF_LAUNCHES else self._side, what)(*rest)
 
@@ -180,9 +179,9 @@ class Supervisor:
         except TorchrunError as error:
             link.send("failed", number, to_plain(error))
         except OSError as error:
-            link.send("os_error", number, type(error).__name__, str(error))
+            link.send("os_error", number, str(error))
         except BaseException as error:  # a bug of ours: the task must not wait for ever
-            link.send("os_error", number, "OSError", f"{type(error).__name__}: {error}")
+            link.send("os_error", number, f"{type(error).__name__}: {error}")
         if name == "close":  # the task lets go
             if self._launches is not None:
                 self._launches.abort()

@@ -70,16 +70,14 @@ class GangStore:
 
     def present(self) -> GangView:
         """Return the same for this moment of a gang that runs."""
-        is_over = self._member.link.end is not None
-        return self.view if is_over else self.view.at(time.monotonic() - self._began_at)
+        return self.view.at(time.monotonic() - self._began_at)
 
     def states(self) -> list[Presence]:
         """Return the state of each node; after the gang's end, what it was last."""
         link = self._member.link
         with suppress(GangError, OSError):
-            if link.last_words is not None or link.end is None:
-                known = link.call("states") if link.last_words is None else link.last_words["states"]
-                self._states = [Presence[name] for name in known["states"]]
+            known = link.call("states") if link.last_words is None else link.last_words["states"]
+            self._states = [Presence[name] for name in known]
         return self._states
 
     def in_state(self, *states: Presence) -> list[int]:

@@ -20,7 +20,7 @@ from ..compat.jobs import KubernetesJob, job_of, running_job
 from ..errors import GangError, TorchrunError, TorchrunPreempted
 from ..gang.messages import CONTROL
 from ..gang.view import Word
-from ..registry import AddressRecord, Registry
+from ..registry import Registry
 from .console import write
 
 _PATIENCE_S = 10.0  # for each request
@@ -93,8 +93,7 @@ class Job:
         told = [each for each in ends if each.text and not each.is_ordinary and (is_known or each.node != CONTROL)]
         lines, kind = [each.line() for each in told], TorchrunPreempted.__name__
         if not is_known:
-            itself = registry.load(AddressRecord, _PATIENCE_S)  # it may have ended before its gang had a record
-            gone = (itself and itself.error) or _gone(ends, recorded is not None)
+            gone = _gone(ends, recorded is not None)
             lines, kind = [*gone.message.splitlines(), *lines], type(gone).__name__
         if lines:
             word = Word("\n".join(lines), time.time(), int(options.get("--num-parallel", "1")), kind)

@@ -9,27 +9,22 @@ import sys
 import time
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import replace
-from functools import partial
 from typing import Any
 
-from ..errors import GangError, GangStartTimeout, TorchrunError, TorchrunPreempted
+from ..errors import CLASSES, GangError, GangStartTimeout, TorchrunPreempted
 from ..events import Subscriber
-from ..gang.limits import QUIET_S, REFUSED_HERE_S, REFUSED_S, REMIND_S
+from ..gang.limits import QUIET_S, REMIND_S
 from ..gang.messages import CONTROL, Farewell, Join
 from ..gang.policy import growing_pauses
-from ..gang.view import Presence, Word
-from ..gang.wire import from_plain
+from ..gang.view import GangView, Word
 from ..machine.network import addresses_for_others, place
 from ..registry import STORE_PATIENCE_S, AddressRecord, Registry
 from ..settings import StepSettings
 from .link import Link
 from .member import Member
-from .step_timeout import alarm_text
-from .transfer import do_within
 
 LOOPBACK = "127.0.0.1"
-_LAST_RECORD_S = 5.0  # how long the control node tries to publish how it ended
+_LAST_WORD_S = 5.0  # how long a task tries to store that it has come in the place of another
 # The part of all_nodes_started_timeout that the control node may take to publish where it is.
 _PUBLISH_PART = 0.8
 _FIRST_PAUSE_S = 0.2  # if all nodes start at once, the control node's record is there after one pause
@@ -65,57 +60,40 @@ def begin_gang(
 def _begin(
     node: int, num_nodes: int, settings: StepSettings, emit: Subscriber, more: Mapping[str, Any], side: dict[str, Any]
 ) -> Member:
-    member = Member(node, num_nodes, emit, Link(settings.grace_s), alarm_text(settings.grace_s))
+    member = Member(node, num_nodes, emit, Link(settings.grace_s))
     about = {"num_nodes": num_nodes, "timeout_s": settings.heartbeat_timeout_s, "more": dict(more)}
     member.link.send("begin", {**about, **side})
     return member
 
 
-def join_as_control(
-    registry: Registry,
-    num_nodes: int,
-    main_ip: str | None,
-    settings: StepSettings,
-    emit: Subscriber,
-    more: Mapping[str, Any] = NOTHING,
-    rules: Mapping[str, Any] = NOTHING,
-) -> tuple[Member, str]:
-    """Open the gang's channel, publish its addresses, and return the control node as a member, and its address.
+def open_gang(member: Member, registry: Registry, main_ip: str | None, settings: StepSettings, token: str) -> str:
+    """Open the gang's channel, publish its addresses, and return the control node's.
 
     `main_ip` is its address or name as Metaflow knows it; None if all nodes run on this machine: then the channel accepts
     connections only from it.
     """
     # Less than the gang's own limit: otherwise the error would blame nodes that could not find the address.
     patience_s = min(STORE_PATIENCE_S, _PUBLISH_PART * settings.all_nodes_started_timeout)
-    if main_ip is not None:  # there the same task can be run again by hand
-        refuse_second_run(registry, num_nodes, patience_s)
-    is_alone = num_nodes == 1
+    is_alone, port = member.num_nodes == 1, 0
     addresses = [LOOPBACK] if main_ip is None or is_alone else addresses_for_others(main_ip)
-    record = AddressRecord(tuple(addresses), 0, secrets.token_hex(32), socket.gethostname())
-    member = begin_gang(settings, emit, more, rules, num_nodes, record.token)
-    if not is_alone:
-        member.at_end = lambda: _publish_end(member, registry, record, bool(rules.get("replaces")))
     try:
         if not is_alone:
             port = member.link.call("listen", settings.channel_port, LOOPBACK if main_ip is None else "")
-            record = replace(record, port=port)
+    finally:  # also after an error, which the others then find in what is stored of the gang
         if main_ip is not None or not is_alone:
             with member.link.ours():  # as below
-                registry.save(record, patience_s)
-        member.raise_news()
-    except BaseException as error:
-        member.leave(error)
-        raise
-    return member, addresses[0]
+                registry.save(AddressRecord(tuple(addresses), port, token, member.host), patience_s)
+    member.raise_news()
+    return addresses[0]
 
 
-def refuse_second_run(registry: Registry, num_nodes: int, patience_s: float = STORE_PATIENCE_S) -> None:
+def refuse_second_run(registry: Registry, num_nodes: int) -> None:
     """Raise if another task was the control node of this attempt before: this one has come in its place.
 
     The step's code would run twice in one attempt, and overwrite what is recorded and stored of the first run.
     """
     # If the datastore fails here, it can't be known whether there was one. Publishing would fail, too.
-    former = registry.load(AddressRecord, patience_s)
+    former = registry.load(AddressRecord, STORE_PATIENCE_S)
     if former is None:
         return
     error = TorchrunPreempted(
@@ -124,42 +102,11 @@ def refuse_second_run(registry: Registry, num_nodes: int, patience_s: float = ST
         "this attempt. What is recorded and stored of the first gang stays. " + TorchrunPreempted.remedy
     )
     with suppress(GangError):  # the error itself is in this task's log
-        registry.save_word(Word(error.message, time.time(), num_nodes), "replacement", _LAST_RECORD_S)
-        registry.save(replace(former, closed=True, error=former.error or error), _LAST_RECORD_S)
+        registry.save_word(Word(error.message, time.time(), num_nodes), "replacement", _LAST_WORD_S)
     raise error
 
 
-def _publish_end(member: Member, registry: Registry, record: AddressRecord, may_come_late: bool) -> None:
-    """Publish the control node's end for tasks that have not arrived, so that none waits for it."""
-    states: Mapping[str, Any] = {"states": [Presence.ABSENT.name], "broken": None}
-    with suppress(GangError, OSError):
-        states = member.link.call("states")
-    absent, found = Presence.ABSENT.name in states["states"], states["broken"]
-    if absent or may_come_late:
-        error = member.broken if found is None else from_plain(TorchrunError, found, "the error")
-        last = replace(record, closed=True, error=error, is_over=not error and not absent)
-        # Without this record they wait until their time is up.
-        do_within(partial(registry.save, last, _LAST_RECORD_S), _LAST_RECORD_S)
-
-
 # --- as another member ----------------------------------------------------------------------------
-
-
-def join_as_member(
-    registry: Registry,
-    node: int,
-    num_nodes: int,
-    settings: StepSettings,
-    emit: Subscriber,
-    more: Mapping[str, Any] = NOTHING,
-) -> tuple[Member, str]:
-    """Find the control node, join, and return this node as a member, and the address that worked."""
-    member = begin_member(node, num_nodes, settings, emit, more)
-    try:
-        return member, _Search(member, registry, settings).connect()
-    except BaseException as error:
-        member.leave(error)
-        raise
 
 
 def begin_member(
@@ -169,7 +116,7 @@ def begin_member(
     return _begin(node, num_nodes, settings, emit, more, {"node": node, "place": place()})
 
 
-class _Search:
+class Search:
     """Tries to become a member for some time, and logs what it waits for."""
 
     def __init__(self, member: Member, registry: Registry, settings: StepSettings) -> None:
@@ -178,10 +125,9 @@ class _Search:
         self._patience_s = settings.heartbeat_timeout_s + _ANSWER_S
         self._timeout_s, now = settings.all_nodes_started_timeout, time.monotonic()
         self._deadline, self._log_at = now + self._timeout_s, now + QUIET_S
-        self._refused: tuple[AddressRecord, float] | None = None  # whose host refuses all connections, and since when
 
     def connect(self) -> str:
-        """Become a member; return the address that worked."""
+        """Find the control node, and become a member; return the address that worked."""
         for pause_s in growing_pauses(_FIRST_PAUSE_S):
             left_s = max(1.0, self._deadline - time.monotonic())
             with self._member.link.ours():  # a signal that raised in a store's client would be swallowed there
@@ -193,23 +139,30 @@ class _Search:
                 if is_last:
                     raise self._missing()
                 self._log("waits for node 0 (the control node) to start")
-            elif record.error is not None:
-                raise record.error
-            elif record.is_over:
-                self._member.note("the gang has ended well without this task; it has nothing to do")
-                sys.stdout.flush()
-                os._exit(0)  # Metaflow would store results otherwise, also over those that the node has stored before
-            elif record.closed:  # the control node's step launched nothing and has ended well
-                self._member.deliver(Farewell("bye"))
-                return record.addresses[0]
             else:
                 address = [list(record.addresses), record.port, record.token, left_s]
                 try:
                     return str(self._member.link.call("connect", *address, patience_s=left_s + self._patience_s))
                 except OSError as error:
+                    with self._member.link.ours():
+                        view = self._registry.load_view(min(STORE_PATIENCE_S, left_s))
+                    if view is not None and view.is_over:
+                        self._after_end(view)
+                        return record.addresses[0]
                     self._see_failure(error, record, is_last)
             self._member.link.wait(bool, pause_s)
         raise AssertionError("the pauses never end")
+
+    def _after_end(self, view: GangView) -> None:
+        """Raise the gang's error, or end this task if it has come in the place of one that was in the gang."""
+        if view.nodes[CONTROL].state != "finished":
+            cls = CLASSES.get(view.reports[-1].error or "") if view.reports else None
+            raise (cls or GangError)(view.error or "The gang has ended.", view.cause)
+        if view.nodes[self._member.node].state != "not joined yet":
+            self._member.note("the gang has ended well without this task; it has nothing to do")
+            sys.stdout.flush()
+            os._exit(0)  # Metaflow would store results otherwise, also over those that the node has stored before
+        self._member.deliver(Farewell("bye"))  # the control node's step launched nothing and has ended well
 
     def _missing(self) -> GangStartTimeout:
         return GangStartTimeout(
@@ -224,25 +177,12 @@ class _Search:
             self._member.note(text)
 
     def _see_failure(self, error: OSError, record: AddressRecord, is_last: bool) -> None:
-        """Raise when the time is up, or when a host has refused connections for too long."""
-        where = f"{', '.join(record.addresses)} on port {record.port}"
+        """Raise when the time is up."""
         if is_last:
             raise GangError(
-                f"{self._who} can't reach the control node: tried {where} for {self._timeout_s:g} s; the last try failed: "
-                f"{error}. Check that network policies and security groups let the nodes connect to each other; "
-                "@torchrun(channel_port=...) pins the port."
+                f"{self._who} can't reach the control node: tried {', '.join(record.addresses)} on port {record.port} for "
+                f"{self._timeout_s:g} s; the last try failed: {error}. Look whether its task has ended. If not, check that "
+                "network policies and security groups let the nodes connect to each other; @torchrun(channel_port=...) pins "
+                "the port."
             ) from error
-        if not isinstance(error, ConnectionRefusedError):
-            self._refused = None
-            self._log(f"can't join yet: {error}")
-            return
-        if self._refused is None or self._refused[0] != record:
-            self._refused = record, time.monotonic()
-        limit_s = REFUSED_HERE_S if record.addresses == (LOOPBACK,) else REFUSED_S
-        text = f"node 0 (the control node) refuses connections at {where}"
-        if time.monotonic() - self._refused[1] >= limit_s:
-            raise GangError(
-                f"{self._who} gave up: {text}, for {limit_s:g} s. That port was open once, so its task has ended "
-                "unexpectedly. Look at its log, and at the events of its pod or job."
-            )
-        self._log(f"{text}: its task may have ended; trying for {limit_s:g} s in all")
+        self._log(f"can't join yet: {error}")

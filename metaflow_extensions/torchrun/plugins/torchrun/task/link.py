@@ -159,7 +159,7 @@ class Link:
         if kind == "failed":
             raise from_plain(TorchrunError, rest[0], "the error")
         if kind == "os_error":
-            raise (ConnectionRefusedError if rest[0] == ConnectionRefusedError.__name__ else ConnectionError)(rest[1])
+            raise ConnectionError(rest[0])
         return rest[0]
 
     def call(self, name: str, *args: Any, patience_s: float = _ANSWER_S) -> Any:

@@ -6,13 +6,12 @@ its own step runs, and it does not stop them when that fails (2.19).
 
 from __future__ import annotations
 
-import signal
 import time
 from collections.abc import Mapping, Sequence
 from subprocess import Popen
 
 from ..gang.view import Presence
-from ..machine.processes import kill, send_signal
+from ..machine.processes import kill
 from ..machine.streams import has_unread
 
 _POLL_S = 0.25
@@ -31,17 +30,17 @@ def stop(
     """Wait until the tasks of the nodes from 1 on have ended; after `wait_s` seconds kill them.
 
     Where their output waits for its reader, the time does not count: not at all for a node that has left the gang and
-    so only writes what is left, and for minutes for one of which that is not known. Of those that have not joined the
-    gang, one that is just starting finds the word that the control node left and ends by itself; one that hangs gets
-    SIGTERM after a moment. If this task was ordered to end (`is_ordered`), no reader is waited for.
+    so only writes what is left, and for minutes for one of which that is not known. One that has not joined the gang has
+    a moment: if it is just starting, it finds how the gang has ended, and ends by itself. If this task was ordered to end
+    (`is_ordered`), no reader is waited for.
     """
     of: dict[Presence, list[Popen[bytes]]] = {state: [] for state in _UNREAD_S}
     for node, task in enumerate(tasks, 1):
         of[states.get(node, Presence.HERE)].append(task)
-    for task in _await_ends(of[Presence.ABSENT], min(wait_s, _LATECOMER_S if is_ordered else _SLOW_LATECOMER_S), 0.0):
-        send_signal(task.pid, signal.SIGTERM)
+    latecomer_s = min(wait_s, _LATECOMER_S if is_ordered else _SLOW_LATECOMER_S)
     for state, unread_s in _UNREAD_S.items():
-        left = _await_ends(of[state], wait_s, 0.0 if is_ordered else unread_s)
+        limit_s = latecomer_s if state is Presence.ABSENT else wait_s
+        left = _await_ends(of[state], limit_s, 0.0 if is_ordered else unread_s)
         kill(task.pid for task in left)
 
 

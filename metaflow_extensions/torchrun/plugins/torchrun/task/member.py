@@ -21,7 +21,7 @@ from ..gang.limits import QUIET_S, REMIND_S
 from ..gang.messages import CONTROL, Abort, Answer, Farewell, Leave, Message, from_wire, to_wire
 from ..gang.texts import names
 from ..gang.view import as_dicts
-from ..supervisor.endings import MustEnd, NotNeeded, TimedOut, lost_control, preempted, timed_out
+from ..supervisor.endings import NotNeeded, lost_control, preempted
 from ..tracebacks import user_traceback, words_of
 from . import orders
 from .link import Link
@@ -47,16 +47,15 @@ _OVER = frozenset({State.FAILING, State.STORING, State.ENDING, State.LEFT})
 
 
 class Member:
-    """One node in its gang, over a link to a supervisor that was told of it; `alarm` is how that of ``@timeout`` is told."""
+    """One node in its gang, over a link to a supervisor that was told of it."""
 
-    def __init__(self, node: int, num_nodes: int, emit: Subscriber, link: Link, alarm: str | None = None) -> None:
+    def __init__(self, node: int, num_nodes: int, emit: Subscriber, link: Link) -> None:
         self.node, self.num_nodes, self.link = node, num_nodes, link
         self.emit = emit  # gets events that are written, or can't be by the supervisor; `say` is for all others
         self.host = socket.gethostname()
         self.command: str | None = None  # of torchrun, when that becomes known
         self.shows_output = True  # whether the last launch shows everything that a failing worker writes
         self.may_go_on = False  # whether the others may go on without this node, if it is told to end
-        self.at_end: Callable[[], None] = lambda: None  # called when the node has left, before the link closes
         self.meanwhile: Callable[[], None] = lambda: None  # called now and then while our code waits
         self.store_now: Callable[[], None] = lambda: None  # stores what is known of the gang
         self.job: Transfer | None = None  # what `meanwhile` has begun
@@ -70,25 +69,20 @@ class Member:
         self._heard: set[str] = set()
         self._launches = 0
         self._turn = threading.Lock()  # held by the thread that is in a launch
-        # What has told this node to end, and was not raised yet; in a launch its supervisor hears of each, and handles it.
-        self._orders: list[MustEnd | TimedOut] = []
+        # Why this node was told to end, until that is raised. In a launch its supervisor hears of each, and handles it.
+        self._orders: list[str] = []
         self.is_forked = False  # whether this is a fork of the task: only the task itself is a node of the gang
         self.is_interrupted = False  # by Ctrl-C
         self._is_raised = False  # whether that has been raised
         self._not_needed: NotNeeded | None = None  # what each call of `run` raises on a node that was dismissed
         self._events: deque[Event] = deque()  # which a signal handler must not emit
         link.handle, link.turn = self._handle, self._between_waits
-        orders.begin(self, alarm)
-
-    @property
-    def _order(self) -> MustEnd | None:
-        """Why this node must end, if it must."""
-        return next((each for each in self._orders if isinstance(each, MustEnd)), None)
+        orders.begin(self)
 
     @property
     def must_end(self) -> bool:
         """Whether this node was told to end."""
-        return self._order is not None or self.is_interrupted
+        return bool(self._orders) or self.is_interrupted
 
     @property
     def has_job(self) -> bool:
@@ -152,21 +146,18 @@ class Member:
         """End this node as after a SIGTERM, once: notices repeat; `why` follows the words "node 1 was preempted: "."""
         # As with a signal, the innermost launch stops in order, and what it raises reaches this node's step.
         member = orders.innermost(self)
-        if member.broken is None and member._order is None:
-            member.order(MustEnd(why), is_now=False)
+        if member.broken is None and not member._orders:
+            member.order(why, is_now=False)
 
     # --- what reaches the step's code -----------------------------------------------------------
 
-    def order(self, news: MustEnd | TimedOut, is_now: bool) -> bool:
-        """End this node, since it must or its time is up; return False if that is no concern of the gang any more.
-
-        A handler of a signal calls it. If `is_now`, it is raised here.
-        """
+    def order(self, why: str, is_now: bool) -> bool:
+        """End this node; return False if that is no concern of the gang any more. If `is_now`, it is raised here."""
         if self._state in _OVER:
             return self._state is State.FAILING  # it ends already
-        self._orders.append(news)
+        self._orders.append(why)
         if self._state is State.LAUNCH:
-            self.link.send(*(("time_out", news.text) if isinstance(news, TimedOut) else ("interrupt", news.why)))
+            self.link.send("interrupt", why)
         if is_now:
             self.raise_news()
         else:
@@ -179,7 +170,7 @@ class Member:
         self.link.wake()
 
     def raise_news(self) -> None:
-        """Raise Ctrl-C, the gang's error, the order to end or the end of the time, once; not what a launch handles."""
+        """Raise Ctrl-C, the gang's error or the order to end, once; not what a launch handles."""
         # While this node leaves, which has limits, only a second Ctrl-C is heard.
         if self.is_interrupted and not self._is_raised and not self.is_leaving:
             self._is_raised = True
@@ -190,14 +181,12 @@ class Member:
             self._orders.clear()
             self._state = State.TOLD
             raise self.broken
-        if self._order is not None:
+        if self._orders:
             error = self.terminated()
             self._state = State.ENDING
             self.send(Leave("failed", self.cause_of(error)))
             orders.end(self)
             raise error
-        if self._orders and isinstance(news := self._orders.pop(), TimedOut):
-            raise timed_out(self.node, self.host, news.text)
 
     def _between_waits(self) -> None:
         """Do what a wait leaves to do: raise news, also of the gangs around this one, and store what is due."""
@@ -211,7 +200,7 @@ class Member:
 
     def terminated(self) -> TorchrunPreempted:
         """Return the error for a task that was told to stop."""
-        return preempted(self.node, self.host, (self._order or orders.SIGTERM_CAME).why, self.may_go_on)
+        return preempted(self.node, self.host, (self._orders or [orders.SIGTERM_CAME])[0], self.may_go_on)
 
     # --- called by the step's code --------------------------------------------------------------
 
@@ -259,8 +248,6 @@ class Member:
                 "the same order on every node."
             )
         try:
-            with self.link.ours():
-                self.link.read()
             self._check_that_one_may_begin()
             self._verdict = None
             self.of_launch.clear()
@@ -277,16 +264,22 @@ class Member:
     def _check_that_one_may_begin(self) -> None:
         if self._not_needed is not None:
             raise self._not_needed
-        self.raise_news()
+        self._hear()
         if self.broken is not None:
             raise self.broken
-        if self._state is State.ENDING:
-            raise self.terminated()
         if not self._heard.isdisjoint({"bye", "gone"}) or self._state not in (State.STEP, State.TOLD):
             raise GangError(
                 "current.torch.run was called after the gang had ended: the control node's step has already finished. Every "
                 "node must call it the same number of times."
             )
+
+    def _hear(self) -> None:
+        """Raise what has come, and the order to end again if the step's code has swallowed it: the gang has failed for it."""
+        with self.link.ours():
+            self.link.read()
+        self.raise_news()
+        if self._state is State.ENDING:
+            raise self.terminated()
 
     def end_launch(self, verdict: TorchrunError | None, failing: bool = False, handled: int | None = None) -> None:
         """End the launch: the step's own code runs again. Raise news that came too late for the launch.
@@ -306,20 +299,13 @@ class Member:
             self.raise_news()
 
     def finish(self) -> None:
-        """Report that the step's code has ended well; the node stays a member until its results are stored.
-
-        Raises the order to end, if the step's code has swallowed it: the gang has failed for it.
-        """
+        """Report that the step's code has ended well; the node stays a member until its results are stored."""
         if self._state is State.LAUNCH:
             raise GangError(
                 f"The step's code has ended on node {self.node} while launch {self._launches - 1} still ran there in "
                 "another thread. Wait for the thread that has called current.torch.run."
             )
-        with self.link.ours():
-            self.link.read()
-        self.raise_news()
-        if self._state is State.ENDING:
-            raise self.terminated()
+        self._hear()
         if self._state in (State.STEP, State.TOLD):
             self.link.send("end_spares")
             self.send(Leave("done"))
@@ -381,8 +367,7 @@ class Member:
                 self.send(Leave("left" if error is None else "failed", cause))
             self.link.wait(lambda: "here" not in self._heard or self._heard & {"received", "bye", "gone"}, _ACK_WAIT_S)
             if error is not None and before is not State.ENDING:  # a preempted machine has no time for it
-                self.link.wait(lambda: "gone" in self._heard, hold_s)
-            self.at_end()
+                self.link.wait(lambda: "here" not in self._heard or "gone" in self._heard, hold_s)
         finally:
             self.link.close()
 

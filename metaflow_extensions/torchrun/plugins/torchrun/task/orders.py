@@ -1,4 +1,4 @@
-"""Signals of a task: orders to end, the alarm of its ``@timeout``, and the supervisor's call to read what it says.
+"""Signals of a task: orders to end, and the supervisor's call to read what it says.
 
 While our code waits, a handler only sends a frame and sets a flag, and the wait raises; a second Ctrl-C raises at once. In
 the step's own code handlers raise. They are there from the join until Metaflow stores the results. Python runs them in the
@@ -14,33 +14,29 @@ from contextlib import suppress
 from types import FrameType
 from typing import Any
 
-from ..supervisor.endings import MustEnd, TimedOut
 from .link import forget_all
 
-SIGTERM_CAME = MustEnd("its Metaflow task got SIGTERM")
+SIGTERM_CAME = "its Metaflow task got SIGTERM"
 # The members whose signals these are, the innermost last: a gang's step may use `TorchrunSingleNodeMultiGPU`.
 _members: list[Any] = []  # of `task.member.Member`, which imports this
 _former: dict[int, Any] = {}
 _fork = threading.local()
 _is_reading = False  # whether the handler of SIGURG reads: others leave the raising to it
-_alarm_text = ""  # how the end of the step's time is told
 
 
 def _is_main() -> bool:
     return threading.current_thread() is threading.main_thread()
 
 
-def begin(member: Any, alarm: str | None = None) -> None:
-    """Handle the signals for a member, the alarm where it is told as `alarm`; nothing outside of the main thread."""
-    global _alarm_text
+def begin(member: Any) -> None:
+    """Handle the signals for a member; nothing outside of the main thread."""
     if not _is_main():
         return
     _members.append(member)
-    _alarm_text = alarm or _alarm_text
     for number, handler in _HANDLERS.items() if not _former else ():
         # A handler of the step's own stays where it says what Ctrl-C does.
         is_own = number == signal.SIGINT and signal.getsignal(number) is not signal.default_int_handler
-        if not is_own and (number != signal.SIGALRM or alarm is not None):
+        if not is_own:
             _former[number] = signal.signal(number, handler)
 
 
@@ -79,10 +75,8 @@ def _is_left_to_others() -> bool:
     return _is_reading or any(each.link.waiter == threading.main_thread().ident for each in _members)
 
 
-def _on_order(number: int, frame: FrameType | None) -> None:
-    news = SIGTERM_CAME if number == signal.SIGTERM else TimedOut(_alarm_text)
-    is_heard = _members[-1].order(news, is_now=not _is_left_to_others())
-    if not is_heard and number == signal.SIGTERM:
+def _on_sigterm(number: int, frame: FrameType | None) -> None:
+    if not _members[-1].order(SIGTERM_CAME, is_now=not _is_left_to_others()):
         _restore()
         signal.raise_signal(number)
 
@@ -108,7 +102,7 @@ def _on_sigurg(number: int, frame: FrameType | None) -> None:
         each.raise_news()
 
 
-_HANDLERS = {signal.SIGTERM: _on_order, signal.SIGINT: _on_sigint, signal.SIGALRM: _on_order, signal.SIGURG: _on_sigurg}
+_HANDLERS = {signal.SIGTERM: _on_sigterm, signal.SIGINT: _on_sigint, signal.SIGURG: _on_sigurg}
 
 
 def _before_fork() -> None:

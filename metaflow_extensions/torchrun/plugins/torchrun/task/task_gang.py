@@ -6,9 +6,10 @@ Everything runs in the task's main thread.
 from __future__ import annotations
 
 import os
+import secrets
 import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -32,11 +33,10 @@ from . import local_nodes
 from .cards import Cards, make_none
 from .console import hurry, to_log
 from .gang_store import GangStore
-from .join import join_as_control, join_as_member
+from .join import NOTHING, Search, begin_gang, begin_member, open_gang, refuse_second_run
 from .member import Member
 from .report import end_with, report
 from .signs import LOCAL_NODE_MARGIN_S, STARTED_BY, signs
-from .step_timeout import TimeLimit
 from .task_log import TaskLog
 
 # How long a failed node holds its end until the control node's log has the cause, and how long that may
@@ -53,12 +53,12 @@ class TaskGang:
         settings: StepSettings,
         flow_datastore: Any,  # metaflow.datastore.FlowDataStore
         task: tuple[str, str, str, int],  # run, step, task and attempt
-        limit: TimeLimit | None = None,
+        limit: Mapping[str, Any] = NOTHING,
         forget: Callable[[Sequence[int]], object] = len,
     ) -> None:
         self._forget = forget  # has Metaflow's join not wait for the tasks of some nodes
         self._settings, self._flow_datastore, self._task = settings, flow_datastore, task
-        self._limit = limit  # the step's @timeout, on a control node, where Metaflow does not enforce it
+        self._limit = limit  # on a control node, the rules for the step's @timeout: see `step_timeout`
         self._is_local = is_local()
         self._log = TaskLog(partial(save_log, flow_datastore, task))
         self._member: Member | None = None
@@ -87,18 +87,18 @@ class TaskGang:
         if parallel.node_index > 0:
             self.part = pointing_at("/".join(control))
             make_none()  # the control node makes the gang's card
-            found = join_as_member(registry, parallel.node_index, num_nodes, settings, self._emit, more)
-            self._member, main_addr = found
-            self._member.may_go_on = settings.max_restarts > 0
-            return found
-        rules: dict[str, Any] = {"replaces": self._replaces}
-        if self._limit is not None:
-            rules |= {"deadline": self._limit.ends_at, "longer": self._limit.text}
+            member = self._member = begin_member(parallel.node_index, num_nodes, settings, self._emit, more)
+            member.may_go_on = settings.max_restarts > 0
+            return member, Search(member, registry, settings).connect()
+        rules = {"replaces": self._replaces, **self._limit}
         main_ip = None if here_only else parallel.main_ip
-        member, main_addr = join_as_control(registry, num_nodes, main_ip, settings, self._emit, more, rules)
-        self._member, self._is_control = member, num_nodes > 1
-        cards = Cards(self._flow_datastore)
+        if main_ip is not None:  # there the same task can be run again by hand
+            refuse_second_run(registry, num_nodes)
+        token = secrets.token_hex(32)
+        member = self._member = begin_gang(settings, self._emit, more, rules, num_nodes, token)
+        self._is_control, cards = num_nodes > 1, Cards(self._flow_datastore)
         self._store, self.part = GangStore(member, tasks, cards, registry), cards.part
+        main_addr = open_gang(member, registry, main_ip, settings, token)
         nodes = enumerate(tasks_of_local_nodes(), 1)
         member.link.send("follow", [[node, task.pid, began(task.pid)] for node, task in nodes])
         return member, main_addr
@@ -116,13 +116,13 @@ class TaskGang:
 
     def run(self, step: Callable[[], None]) -> None:
         """Run the step, which joins; leave if it fails."""
+        signal.alarm(0)  # Metaflow's, for the step's @timeout, which the gang enforces
         try:
             step()
         except BaseException as error:
             member = self._member
             if member is not None and member.is_forked:
                 raise  # a child that the step has forked and that went on with the step's code
-            signal.alarm(0)  # the step's @timeout is for its code
             if is_ordered := self._was_told_to_end(error):
                 hurry()
             if member is not None:
@@ -133,9 +133,6 @@ class TaskGang:
                 # After an order to end, this task waits for no reader, and so the others can't.
                 local_nodes.stop(tasks, self._settings.grace_s + LOCAL_NODE_MARGIN_S, states, is_ordered)
             raise
-
-    def _in_state(self, *states: Presence) -> list[int]:
-        return [] if self._store is None else self._store.in_state(*states)
 
     @staticmethod
     def _was_told_to_end(error: BaseException) -> bool:
@@ -159,14 +156,14 @@ class TaskGang:
             self._member.note(text, is_detail=is_own and self._is_local)
         if self._member is not None:
             self._member.finish()
-            if self._is_control:
-                self._await_others(self._member)
+            if self._is_control and self._store is not None:
+                self._await_others(self._member, self._store)
 
-    def _await_others(self, member: Member) -> None:
+    def _await_others(self, member: Member, store: GangStore) -> None:
         # On AWS Batch the control node's end stops all nodes, and nothing else makes another node's failure the run's
         # (Metaflow 2.19 waits there for the others' ends only). On a local run Metaflow waits next, for one after the other.
-        member.await_others(partial(self._in_state, Presence.HERE, Presence.ABSENT))
-        if out := self._in_state(Presence.OUT):
+        member.await_others(partial(store.in_state, Presence.HERE, Presence.ABSENT))
+        if out := store.in_state(Presence.OUT):
             self._is_incomplete = True
             self._forget(out)
             forgive_local_nodes(out)  # those that do not end are killed by our supervisor
