@@ -58,7 +58,7 @@ async def serve():
     say(pid=os.getpid())
     await is_over.wait()
 
-def supervise():
+def supervise(parent):
     linux.adopt_orphans()
     asyncio.new_event_loop().run_until_complete(serve())
     return 0
