@@ -106,6 +106,17 @@ def test_a_second_task_in_another_pod_means_that_the_first_is_being_replaced_and
     assert gang.state.refuses(again) is None, "who has not heard the answer asks again"
 
 
+def test_a_task_that_comes_when_all_is_over_tries_in_vain_and_harms_nobody():
+    """Of a node that never came, and without which all has gone well."""
+    gang = GangOf(3, join=False, min_nodes=2)
+    gang.join(0, 1)
+    gang.pass_time(2000.0)
+    gang.play("ready 0, ready 1, ended 0, ended 1, done 1, leave 1, done 0")
+    answers = [gang.state.refuses(newcomer(2)) for _ in range(3)]
+    assert [answer.is_early for answer in answers] == [True] * 3, answers
+    assert gang.state.broken is None
+
+
 DIFFERS = {
     "torch": "torch version",
     "python": "Python version",

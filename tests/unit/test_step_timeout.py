@@ -41,7 +41,11 @@ def test_metaflows_alarm_is_off_while_a_gang_within_the_step_has_its_time():
             assert signal.getitimer(signal.ITIMER_REAL)[0] == 0
             with instead_of_alarm(5.0) as inner:
                 assert inner == {}
-        assert signal.setitimer(signal.ITIMER_REAL, 0)[0] == pytest.approx(80, abs=1)
+        assert signal.setitimer(signal.ITIMER_REAL, 0.05)[0] == pytest.approx(80, abs=1)
+        with pytest.raises(pytest.fail.Exception, match="raised"):  # noqa: PT012 - it comes when the block is left
+            with instead_of_alarm(5.0):
+                time.sleep(0.1)  # the launch has ended well, a moment too late
+            time.sleep(5.0)
     finally:
         signal.signal(signal.SIGALRM, before)
     with instead_of_alarm(5.0) as rules:  # no @timeout

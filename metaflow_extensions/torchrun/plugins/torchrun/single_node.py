@@ -44,7 +44,7 @@ class TorchrunSingleNodeMultiGPU(Runner):
 
     def launched(self, given: dict[str, Any]) -> TorchrunResult[Any]:
         """Run a launch in a gang of one node."""
-        from .compat.datastore import DatastoreValues
+        from .compat.datastore import values_of_running_flow
         from .compat.renamed import check
         from .executor import TorchrunExecutor
         from .machine.accelerators import this_machine
@@ -65,7 +65,7 @@ class TorchrunSingleNodeMultiGPU(Runner):
                 # The cards of a gang's step show that gang.
                 self._cards = self._cards or Cards(self._flow_datastore, are_anothers=current.get("torch") is not None)
                 store = GangStore(member, (), self._cards, registry=None)
-                values = self._flow_datastore and DatastoreValues(self._flow_datastore)
+                values = values_of_running_flow()
                 return TorchrunExecutor(member, LOOPBACK, machine, settings, store=values).launched(given)
             except BaseException as caught:
                 error = caught

@@ -61,6 +61,17 @@ def datastore_here() -> Any:
     return getattr(command and command.obj, "flow_datastore", None)
 
 
+def values_of_running_flow() -> DatastoreValues | None:
+    """Return the store of values of the running flow, in any thread; None if no flow runs, as in a notebook's cell."""
+    # Imported here: `metaflow develop stubs` (2.19) would else end with this module's `current`, and lack current.torch.
+    from metaflow import current
+    from metaflow.datastore import FlowDataStore
+
+    # Metaflow's command line has set it for the process (``cli.start``).
+    is_known = FlowDataStore.default_storage_impl is not None and current.get("task_id") is not None
+    return DatastoreValues(FlowDataStore(current.flow_name)) if is_known else None
+
+
 def values_at(address: Mapping[str, str]) -> Iterator[DatastoreValues]:
     """Yield stores to load values from: the address itself, then this machine's own datastore of that type."""
     kind, root, flow = (address[name] for name in ("type", "root", "flow"))

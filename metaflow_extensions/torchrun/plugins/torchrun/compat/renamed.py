@@ -24,7 +24,7 @@ _WORK = "2.13 to 2.19"  # the versions whose sources were read
 NAMES = {
     "metaflow._vendor.click": "get_current_context",
     "metaflow.datastore": "FlowDataStore(storage_impl,ds_root)",
-    "metaflow.datastore:FlowDataStore": "TYPE _storage_impl datastore_root flow_name load_data metadata "
+    "metaflow.datastore:FlowDataStore": "TYPE _storage_impl datastore_root default_storage_impl flow_name load_data metadata "
     "save_data(len_hint) get_task_datastore(attempt,data_metadata,mode,allow_not_done)",
     "metaflow.datastore.datastore_storage:DataStoreStorage": "TYPE list_content load_bytes path_join path_split "
     "get_datastore_root_from_config(create_on_absent)",

@@ -65,7 +65,7 @@ _CATEGORIES = {
     "lost": "node_lost",
     "terminated": "preempted",
     "timeout": "timeout",  # of a launch
-    "step_timeout": "timeout",  # the step's, on one node
+    "step_timeout": "timeout",  # the step's, outside of a launch
     "hang": "hang",
     "unreachable": "network",  # a node can't reach torch's store on the control node
     "store": "store",  # a returned value could not be stored or loaded

@@ -21,7 +21,7 @@ from .messages import CONTROL, Join, Ready
 from .texts import counted, duration, first_values, headline, names, shortened
 
 # Kinds of causes that no node reports as its failure.
-_FOUND_BY_CONTROL = ("timeout", "hang", "unreachable")
+_FOUND_BY_CONTROL = ("timeout", "step_timeout", "hang", "unreachable")
 
 
 # --- a failure in one line ------------------------------------------------------------------------
@@ -200,8 +200,6 @@ def _class_and_text(launch: Launch, cause: Cause) -> tuple[type[LaunchFailed], F
     if cause.kind == "timeout":
         remedy = "run(timeout_s=...) and the step's @timeout change how long it may run."
         return LaunchTimeout, FailureText(cause, instead=f"{stopped}: it ran {cause.exception}. {remedy}")
-    if cause.kind == "step_timeout":
-        return LaunchTimeout, FailureText(cause, after=f"\n{everywhere}.")
     if cause.kind == "hang":
         return LaunchHung, FailureText(cause, instead=f"{stopped}: {cause.exception}. {cause.advice}\n{cause.detail}")
     if cause.kind == "store":

@@ -286,7 +286,8 @@ class Gang:
         is_here = node.presence is Presence.HERE
         if is_here and join == node.join:
             return None
-        if is_known and node.tasks.index(join.task) <= node.tasks.index(node.join.task):
+        # Of a node that nobody has been, a task is never too old.
+        if is_known and node.join.task and node.tasks.index(join.task) <= node.tasks.index(node.join.task):
             return Answer(failures.turned_away(join, node.host))
         if not is_here and node.presence is not Presence.GONE and not self._is_over:
             return None

@@ -36,7 +36,7 @@ class Launch:
     until: float = float("inf")  # when the present phase must be over, in PAUSING, STOPPING and after a failure STORING
     running: set[int] = field(default_factory=set)  # nodes of this generation whose workers may run
     starting: set[int] = field(default_factory=set)  # those of them whose workers do not all run yet
-    ended: dict[int, Ended] = field(default_factory=dict)  # without what failed, which is in `failures`
+    ended: dict[int, Ended] = field(default_factory=dict)  # without what failed, of which `first` is kept
     fails: bool = False  # whether this generation does, or what it has left can't be stored
     first: Failure | None = None  # the first failure of this generation; its age is as of the clock's zero
     alike: dict[int, set[int]] = field(default_factory=dict)  # hash of the way in which ranks failed -> those ranks

@@ -247,10 +247,12 @@ class ControlSide(Side):
         self._work.begin(self._serve(connection))
 
     async def _serve(self, connection: Connection) -> None:
-        with suppress(EOFError):
-            if await connection.shake_hands_as_control(self._token):
-                await self._serve_member(connection)
-        connection.close()
+        try:
+            with suppress(EOFError):
+                if await connection.shake_hands_as_control(self._token):
+                    await self._serve_member(connection)
+        finally:
+            connection.close()
         await connection.has_ended.wait()
         self._connections.discard(connection)
         if connection.node is not None:

@@ -19,11 +19,6 @@ from .output import Output, Send
 from .relay import LineSender
 from .side import Side
 
-_ATTEMPT_S = 5.0  # for one address, until it answers, and once more until it has proven that it knows the token
-# After how long the next address is tried beside the one before (RFC 8305), and within what time all are: a host can have
-# many, and packets to the wrong ones may vanish without an answer.
-_NEXT_ADDRESS_S, _ALL_ADDRESSES_S = 0.25, 2.0
-
 
 class MemberSide(Side):
     """A node other than the control node."""

@@ -13,6 +13,7 @@ import os
 import re
 import select
 import time
+from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack, suppress
 
@@ -134,7 +135,7 @@ class LogReader:
     ) -> None:
         self._write = write
         self._holds_report = holds_report
-        self._held: list[bytes] = []
+        self._held: deque[bytes] = deque(maxlen=1000)  # lines of the agent's report of a failure
         self._timers: dict[str, asyncio.TimerHandle] = {}  # from `start` on
         self._is_closed = False
         self._pipes: dict[int | str, dict[str, Pipe]] = {}  # by process and stream

@@ -53,6 +53,7 @@ class WarmNode:
             with open(options.stdout, "ab") as out, open(options.stderr, "ab") as err:
                 self._waiting.ask(request, out.fileno(), err.fileno())
             spare, self._waiting = self._waiting, None
+            self._why_none = "no spare was prepared since the last start"
             HELPERS.discard(spare.process.pid)
             return spare
         except Exception as error:  # whatever it is, the agent starts cold

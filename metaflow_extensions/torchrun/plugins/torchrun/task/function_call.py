@@ -240,10 +240,10 @@ def _what_fails(call: tuple[Any, ...], name: str) -> str:
 def _unpickled(data: bytes) -> BaseException | str:
     """Return a worker's exception, or a sentence why it can't be had."""
     try:
-        found: BaseException | str = pickle.loads(data)  # noqa: S301 - our own workers', through the run's datastore
+        found = pickle.loads(data)  # noqa: S301 - our own workers', through the run's datastore
     except Exception as problem:
         return (
             f"The exception itself can't be unpickled here ({worker.words_of(problem)}). What its __init__ takes must go to "
             "super().__init__(), too, or into a __reduce__; and its class must be importable in the task."
         )
-    return found
+    return found if isinstance(found, BaseException | str) else "The exception's __reduce__ makes no exception."

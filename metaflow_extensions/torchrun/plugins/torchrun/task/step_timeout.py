@@ -42,9 +42,11 @@ def instead_of_alarm(grace_s: float) -> Iterator[dict[str, Any]]:
     seconds = seconds_of_alarm(signal.getsignal(signal.SIGALRM))
     is_main = threading.current_thread() is threading.main_thread()
     left_s = signal.setitimer(signal.ITIMER_REAL, 0)[0] if is_main and seconds is not None else 0.0
-    ends_at = time.monotonic() + left_s
+    ends_at, has_failed = time.monotonic() + left_s, True
     try:
         yield time_limit(seconds, ends_at - seconds, grace_s) if left_s else {}
+        has_failed = False
     finally:
-        if left_s and (left_s := ends_at - time.monotonic()) > 0:  # else the launch has told of it
-            signal.setitimer(signal.ITIMER_REAL, left_s)
+        rest_s = ends_at - time.monotonic()
+        if left_s and (rest_s > 0 or not has_failed):  # else the launch has told of it
+            signal.setitimer(signal.ITIMER_REAL, max(rest_s, 0.001))

@@ -57,8 +57,9 @@ def main() -> None:
     except (SystemExit, KeyboardInterrupt):
         raise  # an exit code, or a signal
     except BaseException as error:
+        data = report_of(error)  # first: a worker that is killed meanwhile leaves no file
         with suppress(OSError), opened(path_of(folder, RAISED, rank)) as file:
-            file.write(report_of(error))
+            file.write(data)
         raise
 
 
