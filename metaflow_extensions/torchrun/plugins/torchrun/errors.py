@@ -20,10 +20,7 @@ The control node makes the error that stops a gang, and all nodes raise it with 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from .outputs import Outputs
+from typing import Any
 
 try:
     from metaflow.exception import MetaflowException as MetaflowException
@@ -59,7 +56,7 @@ class TorchrunError(MetaflowException):  # type: ignore[misc]  # Metaflow is not
 
     headline = "@torchrun"
     events: list[dict[str, Any]]
-    outputs: Outputs | None
+    outputs: Any  # this module stands below that of Outputs
 
     def __init__(self, message: str = "", cause: dict[str, Any] | None = None) -> None:
         super().__init__(message)
