@@ -49,8 +49,8 @@ class Call:
     policy: LaunchPolicy = field(default_factory=LaunchPolicy)  # the control node's counts
     facts: dict[str, Any] = field(default_factory=dict)  # what else must be equal on all nodes, as the torch version
     grace_s: float = 30.0  # that workers have between SIGTERM and SIGKILL
-    logs: str = "node"  # which lines are shown where: one of `parsing.LOGS`
-    warm: str = "off"  # what starts warm: one of `parsing.WARM`
+    logs: str = "node"  # which lines are shown where: see `settings`
+    warm: str = "off"  # what starts warm: see `settings`
     before_run: tuple[tuple[str, ...], ...] = ()
     # What the workers have from the task, as it is when the step's code calls `run`.
     environ: dict[str, str] = field(default_factory=lambda: dict(os.environ))

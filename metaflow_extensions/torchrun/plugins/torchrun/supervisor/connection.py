@@ -15,7 +15,6 @@ import secrets
 import struct
 import time
 from collections.abc import Callable, Collection
-from contextlib import suppress
 
 from ..gang.messages import Beat, Message, from_wire, to_wire
 from ..machine.packets import dump, load
@@ -27,25 +26,31 @@ _NONCE_BYTES = 32
 _MAC_BYTES = hashlib.sha256().digest_size
 BEATS = 5
 """How many heartbeats are sent in the time after which silence means loss."""
-_FLUSH_S = 1.0
+_FLUSH_S, _LOOK_S = 1.0, 0.01
 _NEVER = float("inf")
 
 
 class Connection(asyncio.Protocol):
-    """One connection; one coroutine reads from it."""
+    """One connection. A coroutine reads what it begins with; `attend` has what follows handled.
+
+    So of thousands that are silent for hours, none holds a coroutine.
+    """
 
     def __init__(
         self, heartbeat_timeout_s: float, on_begin: Callable[[Connection], None] = lambda connection: None
     ) -> None:
         self._timeout_s = heartbeat_timeout_s
         self._on_begin = on_begin
-        self._come = asyncio.StreamReader()
+        self._come = bytearray()
+        self._waiter: asyncio.Future[None] | None = None  # of the coroutine that reads
+        self._handle: Callable[[Message], None] | None = None
+        self._on_end: Callable[[], None] = lambda: None
         self._transport: asyncio.Transport | None = None
         self._heard_at = self._checked_at = self.opened_at = time.monotonic()
         self._beat_at = _NEVER  # when the next heartbeat is due
         self.node: int | None = None  # on the control node: the member at the other end, once it has joined
         self.why_aborted: str | None = None  # by this side
-        self.has_ended = asyncio.Event()
+        self.has_ended = False
 
     # --- called by asyncio ----------------------------------------------------------------------
 
@@ -53,18 +58,25 @@ class Connection(asyncio.Protocol):
         """Begin."""
         assert isinstance(transport, asyncio.Transport)
         self._transport = transport
-        self._come.set_transport(transport)
         self._on_begin(self)
 
     def data_received(self, data: bytes) -> None:
-        """Keep what has come for who reads."""
+        """Hand on what has come."""
         self._heard_at = time.monotonic()
-        self._come.feed_data(data)
+        self._come += data
+        self._wake()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Note the end of the connection."""
-        self._come.feed_eof()
-        self.has_ended.set()
+        """Tell of the end of the connection."""
+        self.has_ended = True
+        self._wake()
+        self._on_end()
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+        while self._handle is not None and (message := self._next()) is not None:
+            self._handle(message)
 
     # --- called by the channels -----------------------------------------------------------------
 
@@ -78,25 +90,53 @@ class Connection(asyncio.Protocol):
         return self._transport is not None and not self._transport.get_write_buffer_size()
 
     async def receive(self) -> Message:
-        """Return the next message; raise EOFError at the end, which comes at once if this side has aborted it.
+        """Return the next message; raise EOFError at the end, which comes at once if this side has aborted it."""
+        while (message := self._next()) is None:
+            await self._more()
+        return message
 
-        A heartbeat is no message; a member answers it.
-        """
+    def attend(self, handle: Callable[[Message], None], on_end: Callable[[], None]) -> None:
+        """Have each message handled when it comes, and `on_end` called after the last; nobody may call `receive` then."""
+        self._handle, self._on_end = handle, on_end
+        self._wake()
+        if self.has_ended:
+            on_end()
+
+    def _next(self) -> Message | None:
+        """Take a message, if one has come as a whole. A heartbeat is none; a member answers it."""
         try:
-            while isinstance(message := decode(await self._read_frame()), Beat):
+            while self.why_aborted is None and (frame := self._frame()) is not None:
+                if not isinstance(message := decode(frame), Beat):
+                    return message
                 if self._beat_at == _NEVER:
                     self.write(BEAT)
         except ValueError as error:
             self.abort(f"its connection was closed, because a message on it could not be read: {error}")
-        if self.why_aborted is not None:
-            raise EOFError
-        return message
+        return None
 
-    async def _read_frame(self) -> bytes:
-        (count,) = LENGTH.unpack(await self._come.readexactly(LENGTH.size))
+    def _frame(self) -> bytes | None:
+        if len(self._come) < LENGTH.size:
+            return None
+        (count,) = LENGTH.unpack_from(self._come)
         if count > MAX_FRAME_BYTES:
             raise ValueError(f"a frame of {count} bytes is over the limit of {MAX_FRAME_BYTES}")
-        return await self._come.readexactly(count)
+        return self._take(LENGTH.size + count)[LENGTH.size :] if len(self._come) >= LENGTH.size + count else None
+
+    async def _read(self, count: int) -> bytes:
+        while len(self._come) < count:
+            await self._more()
+        return self._take(count)
+
+    async def _more(self) -> None:
+        if self.has_ended or self.why_aborted is not None:
+            raise EOFError
+        self._waiter = asyncio.get_running_loop().create_future()
+        await self._waiter
+
+    def _take(self, count: int) -> bytes:
+        taken = bytes(self._come[:count])
+        del self._come[:count]
+        return taken
 
     def write(self, data: bytes) -> None:
         """Send bytes, unless the connection is ending."""
@@ -150,7 +190,7 @@ class Connection(asyncio.Protocol):
         """Return whether the other side knows the token, and prove that we do."""
         nonce = secrets.token_bytes(_NONCE_BYTES)
         self.write(_MAGIC + nonce)
-        answer = await self._come.readexactly(_NONCE_BYTES + _MAC_BYTES)
+        answer = await self._read(_NONCE_BYTES + _MAC_BYTES)
         theirs, proof = answer[:_NONCE_BYTES], answer[_NONCE_BYTES:]
         if not hmac.compare_digest(proof, _mac(token, b"member", nonce)):
             return False
@@ -161,12 +201,12 @@ class Connection(asyncio.Protocol):
 
     async def shake_hands_as_member(self, token: str) -> bool:
         """Prove that we know the token, and return whether the other side does."""
-        greeting = await self._come.readexactly(len(_MAGIC) + _NONCE_BYTES)
+        greeting = await self._read(len(_MAGIC) + _NONCE_BYTES)
         if not greeting.startswith(_MAGIC):
             return False  # another service answers there
         nonce = secrets.token_bytes(_NONCE_BYTES)
         self.write(nonce + _mac(token, b"member", greeting[len(_MAGIC) :]))
-        return hmac.compare_digest(await self._come.readexactly(_MAC_BYTES), _mac(token, b"control", nonce))
+        return hmac.compare_digest(await self._read(_MAC_BYTES), _mac(token, b"control", nonce))
 
 
 def _mac(token: str, role: bytes, nonce: bytes) -> bytes:
@@ -177,8 +217,9 @@ async def close_all(connections: Collection[Connection]) -> None:
     """Send what is still to be sent, for a moment, and end the connections."""
     for connection in connections:
         connection.close()
-    with suppress(asyncio.TimeoutError):
-        await asyncio.wait_for(asyncio.gather(*(connection.has_ended.wait() for connection in connections)), _FLUSH_S)
+    deadline = time.monotonic() + _FLUSH_S
+    while not all(connection.has_ended for connection in connections) and time.monotonic() < deadline:
+        await asyncio.sleep(_LOOK_S)
     for connection in connections:
         connection.abort("the gang is over")
 

@@ -250,19 +250,14 @@ class ControlSide(Side):
         try:
             with suppress(EOFError):
                 if await connection.shake_hands_as_control(self._token):
-                    await self._serve_member(connection)
+                    self._take_in(connection, await connection.receive())
         finally:
-            connection.close()
-        await connection.has_ended.wait()
-        self._connections.discard(connection)
-        if connection.node is not None:
-            del self._members[connection.node]
-            if not self._is_closing:
-                self._step(self.gang.lost, connection.node, connection.why_aborted or _CLOSED)
+            if connection.node is None:
+                connection.close()
+                self._connections.discard(connection)
 
-    async def _serve_member(self, connection: Connection) -> None:
-        """Handle what a member says, or whoever knows the token."""
-        join = await connection.receive()
+    def _take_in(self, connection: Connection, join: Message) -> None:
+        """Make a member of whoever knows the token, unless the gang refuses it."""
         if not isinstance(join, Join) or not 0 <= join.node < self.num_nodes:
             return
         if (answer := self.gang.refuses(join)) is not None:
@@ -275,8 +270,14 @@ class ControlSide(Side):
         self._members[join.node], connection.node = connection, join.node
         self.own_address = self.own_address or connection.address("sockname")
         self._step(self.gang.handle, join.node, join)
-        while True:  # no message gets a name here: it would stay in memory until the next one
-            self._handle(join.node, await connection.receive())
+        connection.attend(partial(self._handle, join.node), partial(self._ended, connection))
+
+    def _ended(self, connection: Connection) -> None:
+        self._connections.discard(connection)
+        if connection.node is not None:
+            del self._members[connection.node]
+            if not self._is_closing:
+                self._step(self.gang.lost, connection.node, connection.why_aborted or _CLOSED)
 
     def _handle(self, node: int, message: Message) -> None:
         if isinstance(message, Lines):

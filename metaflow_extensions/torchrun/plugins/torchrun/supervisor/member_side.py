@@ -9,12 +9,11 @@ import asyncio
 import secrets
 import socket
 from collections.abc import Sequence
-from contextlib import suppress
+from functools import partial
 
 from ..gang.limits import ALL_ADDRESSES_S, ATTEMPT_S, NEXT_ADDRESS_S
 from ..gang.messages import Answer, Ended, Join, Leave, Message
 from .connection import Connection, close_all, encode
-from .ends import Held
 from .output import Output, Send
 from .relay import LineSender
 from .side import Side
@@ -41,7 +40,7 @@ class MemberSide(Side):
             self._write, lambda: self._connection is not None and self._connection.has_room, num_nodes
         )
         self._is_over = False
-        self._loop, self._reading = asyncio.get_running_loop(), Held()
+        self._loop = asyncio.get_running_loop()
 
     # --- what its task and its launches ask ---------------------------------------------------------
 
@@ -103,7 +102,7 @@ class MemberSide(Side):
         self.own_address = connection.address("sockname")
         self.deliver(answer)
         self._is_over = error is not None
-        self._reading.begin(self._read(connection))
+        connection.attend(self.deliver, partial(self._ended, connection))
         self._watch(connection)
         if error is not None:
             raise error
@@ -154,10 +153,7 @@ class MemberSide(Side):
 
     # --- as a member ----------------------------------------------------------------------------
 
-    async def _read(self, connection: Connection) -> None:
-        with suppress(EOFError):
-            while True:
-                self.deliver(await connection.receive())
+    def _ended(self, connection: Connection) -> None:
         self._lose(connection.why_aborted or "its connection was closed: its supervisor process or its machine is gone")
 
     def _watch(self, connection: Connection) -> None:

@@ -41,25 +41,21 @@ def make_call(
         is_path = not run.module and "no-python" not in options
         program = {"entrypoint": _find(name, folders, "entrypoint", may_come) if is_path else name, **_arguments(run)}
         program["module_folder"] = _folder_of_module(name, folders) if run.module else None
-    return Call(
-        **program,
-        module=run.module,
-        num_nodes=place.num_nodes,
-        node_index=place.node_index,
-        main_addr=place.main_addr,
-        group=Group(place.num_nodes - run.spare_nodes),
-        python=sys.executable,
-        master_port=run.master_port,
-        env=dict(run.env or {}),
-        cwd=cwd,
-        options=options,
-        warm=run.warm,
-        policy=LaunchPolicy(**{each.name: getattr(run, each.name) for each in fields(LaunchPolicy)}),
-        grace_s=run.grace_s,
-        logs=run.logs_of(place.num_nodes),
-        before_run=tuple((_find_program(words[0], folders, {}, True), *words[1:]) for words in run.before_run or ()),
-        **more,
-    )
+    same = {each.name: getattr(run, each.name) for each in fields(Call) if hasattr(run, each.name)}
+    here = {
+        "num_nodes": place.num_nodes,
+        "node_index": place.node_index,
+        "main_addr": place.main_addr,
+        "group": Group(place.num_nodes - run.spare_nodes),
+        "python": sys.executable,
+        "env": dict(run.env or {}),
+        "cwd": cwd,
+        "options": options,
+        "policy": LaunchPolicy(**{each.name: getattr(run, each.name) for each in fields(LaunchPolicy)}),
+        "logs": run.logs_of(place.num_nodes),
+        "before_run": tuple((_find_program(words[0], folders, {}, True), *words[1:]) for words in run.before_run or ()),
+    }
+    return Call(**{**same, **here, **program, **more})
 
 
 def _arguments(run: RunSettings, first: Sequence[str] = ()) -> dict[str, Any]:
