@@ -1054,6 +1054,7 @@ class Gang:
 
     def _see(self, kind: str, text: str, node: Node | None = None, state: State | None = None, **more: Any) -> None:
         """Add an event to the view, of a node with the state that it is in from now on."""
+        self.changes += 1
         self.view.add(kind, text, None if node is None else node.index, **more)
         if node is not None and state is not None:
             self.view.enter(state, [node.index])
