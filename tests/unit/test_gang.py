@@ -562,4 +562,6 @@ def test_numbers_are_stored_now_and_then_and_an_event_that_they_bring_at_once():
         gang.say(0, say.Report("progress", *gang.about(0), to_plain(metrics)))
         counts.append((gang.state.changes, gang.state.numbers))
     (first, second), before = counts, running().state.changes
-    assert first[0] > before and second[0] == first[0] and second[1] > first[1]
+    assert first[0] > before
+    assert second[0] == first[0]
+    assert second[1] > first[1]
