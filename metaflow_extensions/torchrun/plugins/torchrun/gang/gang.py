@@ -823,6 +823,7 @@ class Gang:
         # Without the node that has failed, or with another port, there is nothing to wait for.
         pause_s = 0.0 if is_move or cause.category in GONE else round(launch.pause_s(self._now), 1)
         number = launch.restarts + 1
+        launch.moves += is_move
         launch.uncounted += is_move or cause.category == "preempted"
         self.phase, launch.restarts_for, launch.until = Phase.PAUSING, cause, self._now + pause_s
         launch.forget_failures()

@@ -29,7 +29,8 @@ class Launch:
     control: Ready = field(default_factory=lambda: Ready(-1, 0))  # the control node's call
     generation: int = -1  # none has begun
     group: Group = field(default_factory=lambda: Group(0))  # the nodes of this generation; before the first, none
-    uncounted: int = 0  # restarts that `max_restarts` does not count: a node was told to end, or a port was taken
+    moves: int = 0  # restarts because another program took the port
+    uncounted: int = 0  # restarts that `max_restarts` does not count: those, and after a node was told to end
     went_at: float = 0.0
     active_at: float = 0.0  # when a rank has shown its last sign of life, or else when they were started
     has_begun: bool = False  # whether any rank has shown one
@@ -119,7 +120,7 @@ class Launch:
         """Return whether another program took the chosen port before the agent did, and another may be chosen."""
         cause = self.cause
         taken = cause is not None and cause.kind == "agent" and _PORT_TAKEN.search(cause.detail) is not None
-        return taken and self.control.master_port is None and self.uncounted < _MAX_MOVES
+        return taken and self.control.master_port is None and self.moves < _MAX_MOVES
 
     def repeat(self, now: float) -> bool:
         """Count how often in a row the user's code has failed in the same way soon after its start; return if too often."""
