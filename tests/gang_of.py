@@ -128,7 +128,8 @@ class GangOf:
         """Have a generation fail, and all its workers be gone."""
         for cause in causes:
             self.ended(cause.node, cause)
-        self.stop()
+        for node in {*range(self.num_nodes)} - {cause.node for cause in causes}:
+            self.ended(node, ok=False)
 
     def stored(self, *nodes, fails=()):
         for node in nodes:

@@ -148,14 +148,14 @@ def test_a_restart_says_what_it_waits_for_and_then_which_nodes_take_part(node):
     node.ends_first = node.running()
     node.all_end_well(node.ends_first)
     node.expect(Ended)
-    node.side.deliver(Restart(0, 1, "all workers start again in 1 s", CAUSE))
+    node.side.deliver(Restart(0, 1, "all workers start again", CAUSE))
     node.side.deliver(Restart(0, 2, "all workers start again when node 1 has started again", CAUSE))
     agent = node.go(1, left=(1,), came=(2,))
     node.all_end_well(agent)
     node.expect(Ended)
     result = node.verdict()
     announced, waits, then = node.texts("restart")
-    assert announced == "all workers start again in 1 s"
+    assert announced == "all workers start again"
     assert waits == "all workers start again when node 1 has started again"
     assert then == "node 2, a spare, takes the place of node 1"
     assert [(each["generation"], each["left"], each["came"]) for each in result.restarts] == [

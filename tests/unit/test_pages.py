@@ -95,8 +95,8 @@ SAID = {
     ),
     "restarting": (
         lambda: Story().running(policy=TWICE).failed(crash()).ended(codes=(-15, -9)),
-        *(f"All workers start again: {WHAT}.", "4 stopped", "4.0 0 all workers start again in 1 s"),
-        *("0 gpu-0 4 0-1 restarting SIGTERM SIGKILL", "restarts 0 (2 left in launch 0)"),
+        *("4 ranks on 2 nodes are starting, for 0 s, after 1 restart.", "4 starting", "4.0 0 all workers start again"),
+        "restarts 1 (1 left in launch 0)",
     ),
     "awaiting another task": (
         lambda: Story(replaces=True).running(policy=TWICE).lost(1).ended(0, codes=(-15, -15)),

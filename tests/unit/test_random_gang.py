@@ -12,7 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_sta
 from metaflow_extensions.torchrun.plugins.torchrun.gang import messages as say
 from metaflow_extensions.torchrun.plugins.torchrun.gang.cause import cause_of
 from metaflow_extensions.torchrun.plugins.torchrun.gang.gang import Phase
-from metaflow_extensions.torchrun.plugins.torchrun.gang.limits import BACKOFF_LIMIT_S, INDEX_S, SAVE_S
+from metaflow_extensions.torchrun.plugins.torchrun.gang.limits import INDEX_S, SAVE_S
 from metaflow_extensions.torchrun.plugins.torchrun.gang.messages import from_wire, to_wire
 from metaflow_extensions.torchrun.plugins.torchrun.gang.view import Presence
 
@@ -20,7 +20,7 @@ EXAMPLES = int(os.environ.get("EXAMPLES", "300"))
 IN_GANG = (Presence.HERE, Presence.GONE)
 FOREVER, START_S, LAUNCH_S = float("inf"), 50.0, 40.0
 # How long a launch may take whose nodes are silent, with two restarts, and of what it stores.
-LAUNCH_ENDS_S = 3 * (LAUNCH_S + STOP_S + max(START_S, BACKOFF_LIMIT_S)) + SAVE_S + INDEX_S
+LAUNCH_ENDS_S = 3 * (LAUNCH_S + STOP_S + START_S) + SAVE_S + INDEX_S
 PEER = "RuntimeError: gloo: Connection closed by peer"  # it follows from another failure
 # What has happened before: from the first event on, few examples would come far. With None nobody has come.
 STORIES = [None, "", "killed 1", "killed 1, all_ended 0", "all_ended, give_up 0", "all_ended, give_up 0, raises 0"]

@@ -21,7 +21,7 @@ from . import failures
 from .cause import Cause, Failure, FailureText, cause_of, describe_exit, failed, failure_of
 from .group import Group, follow
 from .launch import GONE, Launch
-from .limits import INDEX_S, LATE_S, QUIET_S, REMIND_S, SAVE_S
+from .limits import FIRST_OUTPUT_S, INDEX_S, LATE_S, QUIET_S, REMIND_S, SAVE_S
 from .messages import (
     CONTROL,
     Abort,
@@ -64,7 +64,7 @@ class Phase(enum.Enum):
     IDLE = "no launch runs; nodes may have called `run` already"
     RUNNING = "the workers run"
     STOPPING = "the workers are told to stop"
-    PAUSING = "no worker is left; a restart follows"
+    PAUSING = "no worker is left; a restart follows, perhaps when other tasks have come"
     STORING = "no worker is left, and no restart follows: what the workers left is stored"
 
 
@@ -76,7 +76,7 @@ class Node:
     awaited_until: float  # until when a task of it is waited for
     join: Join  # of its last task
     presence: Presence = Presence.ABSENT
-    tasks: list[str] = field(default_factory=list)  # all that have come, in order
+    tasks: set[str] = field(default_factory=set)  # all that have joined
     is_new: bool = False  # whether its task has come in the place of another, and was not ready yet
     is_told: bool = False  # whether its task knows that another one has come
     cause: Cause | None = None  # why it is gone, or out
@@ -124,8 +124,6 @@ class Gang:
         self._is_over = False  # whether the control node's step has ended, and no other node is left
         self._is_time_up = False  # whether the end of the step's @timeout was handled
         self._remind_at = float("inf")  # when to log next what is waited for
-        # How many events there were at the end of the launch before, and of the last one.
-        self._mark = self._next_mark = 0
         self._verdicts: dict[int, Verdict] = {}  # by launch, of all: another task may come and call them late
         self._out: list[Outgoing] = []
 
@@ -146,12 +144,6 @@ class Gang:
         """The nodes that take part in the last launch, or may."""
         number = self.launch.number
         return {node for node, call in self._calls.items() if call.launch == number}
-
-    @property
-    def due_at(self) -> float:
-        """The time at which `tick` must be called, since the workers start again then; infinite if none is known."""
-        is_known = self.phase is Phase.PAUSING and not self._coming(self._able())
-        return self.launch.until if is_known else float("inf")
 
     @property
     def _size(self) -> int:
@@ -216,7 +208,7 @@ class Gang:
         return []
 
     def tick(self) -> list[Outgoing]:
-        """Check all time limits; call it once a second, and at `due_at`."""
+        """Check all time limits; call it once a second."""
         return self._step(self._tick)
 
     def _step(self, do: Callable[..., None], *args: Any) -> list[Outgoing]:
@@ -241,7 +233,7 @@ class Gang:
                 self._finish(launch.failing_with)
             elif self.phase in (Phase.RUNNING, Phase.STOPPING) and (is_late or not launch.running):
                 self._decide()
-            elif self.phase is Phase.PAUSING and is_late:
+            elif self.phase is Phase.PAUSING:
                 self._start_again()
             elif self.phase is Phase.IDLE:
                 self._begin()
@@ -268,8 +260,7 @@ class Gang:
             node.is_told, node.cause = False, None
         self._enter(node, Presence.HERE)
         node.join = join
-        if join.task not in node.tasks:
-            node.tasks.append(join.task)
+        node.tasks.add(join.task)
         self._send(Answer(), node.index)
         if self.broken is not None:
             self._send(Abort(self.broken), node.index)
@@ -282,18 +273,16 @@ class Gang:
         The first is told soon, so that all can save. The second tries again, until it can take that place or the gang has
         ended: its own end would have all pods killed.
         """
-        node, is_known = self.nodes[join.node], join.task in self.nodes[join.node].tasks
+        node = self.nodes[join.node]
         is_here = node.presence is Presence.HERE
         if is_here and join == node.join:
             return None
-        # Of a node that nobody has been, a task is never too old.
-        if is_known and node.join.task and node.tasks.index(join.task) <= node.tasks.index(node.join.task):
+        if join.task in node.tasks:
             return Answer(failures.turned_away(join, node.host))
         if not is_here and node.presence is not Presence.GONE and not self._is_over:
             return None
         if self.broken is not None:
             return Answer(self.broken)
-        node.tasks += [] if is_known else [join.task]
         if is_here and node.join.place != join.place and not node.is_told and self.phase in (Phase.IDLE, Phase.RUNNING):
             node.is_told = True
             why = "it is being replaced: another task of this node has started, as when its pod is deleted or drained"
@@ -457,26 +446,22 @@ class Gang:
         self._leave_out(node, node.lost(f"it has not joined within {self.rules.started_timeout_s:g} s"), waits=False)
 
     def _why_not_without(self, cause: Cause | None) -> str:
-        """Say why the gang does not go on without a lost node, where spares or fewer nodes are asked for."""
-        launch, rules, is_idle = self.launch, self.rules, self.phase is Phase.IDLE
-        if cause is None or cause.category not in GONE or not (rules.spare_nodes or rules.min_nodes or rules.replaces):
+        """Say why the gang does not go on without a lost node, and what would let it."""
+        launch, is_idle = self.launch, self.phase is Phase.IDLE
+        if cause is None or cause.category not in GONE or self.num_nodes == 1:
             return ""
         able = len(self._here - {cause.node} - launch.leaving.keys())
+        is_used_up = not (is_idle or self.phase is Phase.PAUSING or launch.has_restarts_left(cause))
+        found = [f"max_restarts={launch.policy.max_restarts} allows no more restarts"] * is_used_up
         if cause.node == CONTROL:
-            why = f"node {CONTROL} is the control node."
+            found = [f"node {CONTROL} is the control node"]
         elif not is_idle and cause.category not in launch.policy.restart_on:
-            why = f"restart_on does not have {cause.category!r}."
-        elif not is_idle and (ended := sorted(launch.given_up - launch.leaving.keys())):
-            why = f"the call of run has ended on {names(ended)}, too."
-        elif not is_idle and self.phase is not Phase.PAUSING and launch.restarts >= launch.limit:
-            why = f"max_restarts={launch.policy.max_restarts} allows no more restarts."
+            found = [f"restart_on does not have {cause.category!r}"]
         elif able < self._least:
             left = f"{counted(able, 'node')} {'is' if able == 1 else 'are'} left"
-            why = f"{left}, and it needs {self._least} (spare_nodes, min_nodes)."
-            why += " No other task has taken its place." if rules.replaces else ""
-        else:
-            return ""
-        return f"\nIt can't go on without that node: {why}"
+            found += [f"{left}, and it needs {self._least} (spare_nodes, min_nodes)"]
+            found += ["no other task has taken its place"] * (self.rules.replaces and not is_used_up)
+        return f"\nIt can't go on without that node: {'; '.join(found)}." if found else ""
 
     # --- a launch's begin -------------------------------------------------------------------------
 
@@ -573,7 +558,7 @@ class Gang:
         elif (error := failures.contradiction({node: self._calls[node] for node in group.nodes})) is not None:
             self._end_early(number, error)
         else:
-            self.launch, self._mark = Launch(number, self._calls[CONTROL], group=self.launch.group), self._next_mark
+            self.launch = Launch(number, self._calls[CONTROL], group=self.launch.group)
             for each in sorted(self.ready - set(group.nodes)):
                 self._see("spare", "waits as a spare", self.nodes[each])
             self._go(group)
@@ -582,7 +567,7 @@ class Gang:
         """End a launch that can't begin."""
         launch = Launch(number, group=self.launch.group)
         if self.phase is Phase.IDLE:
-            self.launch, self._mark = launch, self._next_mark
+            self.launch = launch
             self._finish(error)
         else:  # nodes are in the launch before it still
             self._tell_verdict(launch, error)
@@ -625,7 +610,6 @@ class Gang:
         view.outputs.pop(launch.number, None)  # those of a generation before
         self.progress.begin(launch.number)
         self.stacks = Stacks()
-        view.hangs = view.hangs and {**view.hangs, "is_last": False}  # it is not the last failure any more
         self._values = {}
 
     # --- what the nodes report --------------------------------------------------------------------
@@ -668,9 +652,10 @@ class Gang:
                         view.turn("running")
             case "wrote":
                 self._see("output", "first output", node)
-                view.nodes[index].has_written = True
+                view.nodes[index].has_written, launch.is_silent = True, False
             case "progress":
                 if first := self.progress.take(index, report.launch, data, self._now):
+                    launch.is_silent = False
                     self._see("progress", f"first report read: {first}", node, rank=0)
                 view.progress = self.progress.record
             case "hangs":
@@ -699,6 +684,10 @@ class Gang:
         for line in self.progress.tick(self._now):
             self._send(Note(line), CONTROL)
         launch = self.launch
+        if launch.is_silent and self._now - launch.went_at > FIRST_OUTPUT_S:
+            launch.is_silent = False
+            where = "`python flow.py torchrun stacks` shows where each rank is"
+            self._send(Note(f"no output for {FIRST_OUTPUT_S:g} s; {where}"), CONTROL)
         found = hang(self._now - launch.active_at, launch.policy.hang_timeout_s, launch.has_begun)
         if found is None:
             self.stacks = Stacks() if self.stacks.asked == HANG else self.stacks
@@ -796,9 +785,7 @@ class Gang:
         # A node whose own code has left `run` would not obey another *go*. Of one that was told to end, that is no failure.
         has_given_up = bool(launch.given_up - launch.leaving.keys())
         over = self._now >= self.rules.deadline
-        # A node that was told to end does not use up a restart; but there must be some at all.
-        is_left = launch.restarts < launch.limit or (cause.category == "preempted" and policy.max_restarts > 0)
-        may = (is_left and cause.category in policy.restart_on) or launch.has_lost_its_port()
+        may = (launch.has_restarts_left(cause) and cause.category in policy.restart_on) or launch.has_lost_its_port()
         return may and not has_given_up and not over and not launch.repeat(self._now)
 
     def _go_on_without_silent(self, silent: list[int]) -> bool:
@@ -815,17 +802,15 @@ class Gang:
         return True
 
     def _restart(self, cause: Cause) -> None:
-        """All workers are gone; they start again after a pause, or when another task has come for a lost one."""
+        """All workers are gone; they start again at once, or when another task has come for a lost one."""
         launch = self.launch
         self._see_cause(cause)
         self.view.report(cause.describe(), None, cause.as_dict())
         is_move = launch.has_lost_its_port()
-        # Without the node that has failed, or with another port, there is nothing to wait for.
-        pause_s = 0.0 if is_move or cause.category in GONE else round(launch.pause_s(self._now), 1)
         number = launch.restarts + 1
         launch.moves += is_move
         launch.uncounted += is_move or cause.category == "preempted"
-        self.phase, launch.restarts_for, launch.until = Phase.PAUSING, cause, self._now + pause_s
+        self.phase, launch.restarts_for = Phase.PAUSING, cause
         launch.forget_failures()
         for each, why in sorted(launch.leaving.items()):  # they are about to go
             self._tell_to_end(self.nodes[each], why)
@@ -837,14 +822,9 @@ class Gang:
             text = "another program took the port of the rendezvous; all workers start again with another port"
             self._broadcast(Note(text))
         else:
-            has = "has" if len(waits_for) == 1 else "have"
-            when = (
-                f" when {names(waits_for)} {has} started again"
-                if waits_for
-                else f" in {pause_s:g} s"
-                if pause_s
-                else ""
-            )
+            when, then = "", "goes on with fewer nodes" if len(self._able()) >= self._least else "fails"
+            if waits_for:
+                when = f" when {names(waits_for)} {'has' if len(waits_for) == 1 else 'have'} started again"
             self._see("restart", text := f"all workers start again{when}")
             self.view.turn("restarting", failures.summary(cause))
             self.view.waits_for = f"{names(waits_for)} to start" if waits_for else ""
@@ -852,6 +832,9 @@ class Gang:
             if cause.category != "preempted":  # `max_restarts` does not count others
                 text = f"restart {number - launch.uncounted} of {launch.policy.max_restarts}: {text}"
             text += f", because {FailureText(cause).who} {headline(cause.what)}"
+            if waits_for:
+                limit = f"{self.rules.started_timeout_s:g} s at most (all_nodes_started_timeout)"
+                text += f"; they wait {limit}, then the launch {then}"
             self._broadcast(Restart(launch.number, number, text, cause))
 
     def _tell_to_end(self, node: Node, cause: Cause, error: TorchrunError | None = None) -> None:
@@ -861,7 +844,7 @@ class Gang:
         self._leave_out(node, cause)
 
     def _start_again(self) -> None:
-        """Begin the next generation after the pause, in which more nodes may have been lost or have come."""
+        """Begin the next generation, unless nodes may come for it."""
         able = self._able()
         if self._coming(able):
             return  # until they come, or `tick` gives up on them
@@ -875,14 +858,10 @@ class Gang:
 
     def _error_of_launch(self, silent: Collection[int] = ()) -> TorchrunError:
         """Return what every node raises after a failed launch; `silent` nodes did not report their end."""
-        launch, cause, more = self.launch, self.launch.cause, ""
+        launch, more = self.launch, ""
         if silent:
             more = f"\n{names(silent).capitalize()} did not report in time that the workers there had ended."
-        if self.phase is Phase.PAUSING and launch.restarts_for is not None:
-            if cause is not None:
-                earlier = failures.summary(launch.restarts_for)
-                more += f"\nAll workers were about to start again after an earlier failure: {earlier}."
-            cause = cause or launch.restarts_for
+        cause = launch.cause or (launch.restarts_for if self.phase is Phase.PAUSING else None)
         return failures.of_launch(launch, cause, more + self._why_not_without(cause))
 
     def _store(self, error: TorchrunError | None) -> None:
@@ -920,7 +899,6 @@ class Gang:
                 if not launch.takes_part(each) and self.nodes[each].cause is not None:
                     self._give_up_on(self.nodes[each])
         self._tell_verdict(launch, error)
-        self._next_mark = self.view.count
         if error is not None and any(self.nodes[node].cause for node in self._gone):
             self._break(error)  # without all its nodes the gang can't launch again
 
@@ -1061,7 +1039,9 @@ class Gang:
 
     def _events(self) -> tuple[Happened, ...]:
         """Return what has happened since the end of the launch before."""
-        return tuple(self.view.since(self._mark))
+        events, launch = self.view.events, self.view.launch
+        ends = [at for at, each in enumerate(events, 1) if each.kind in ("done", "failed") and each.launch != launch]
+        return tuple(events[max(ends, default=0) :])
 
     def _see_cause(self, cause: Cause, before: str = "") -> None:
         self.view.why = headline(before.replace("\n", " ") + failures.summary(cause))

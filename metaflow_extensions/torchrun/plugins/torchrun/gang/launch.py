@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from ..errors import TorchrunError
 from .cause import Cause, Failure, first_failure
 from .group import Group
-from .limits import ALIKE_ENDS, ALIKE_S, BACKOFF_LIMIT_S
+from .limits import ALIKE_ENDS, ALIKE_S
 from .messages import Ended, Ready
 from .policy import LaunchPolicy
 
@@ -34,7 +34,8 @@ class Launch:
     went_at: float = 0.0
     active_at: float = 0.0  # when a rank has shown its last sign of life, or else when they were started
     has_begun: bool = False  # whether any rank has shown one
-    until: float = float("inf")  # when the present phase must be over, in PAUSING, STOPPING and after a failure STORING
+    is_silent: bool = True  # whether no rank has written anything in any generation, and no line says so
+    until: float = float("inf")  # when the present phase must be over, in STOPPING and after a failure STORING
     running: set[int] = field(default_factory=set)  # nodes of this generation whose workers may run
     starting: set[int] = field(default_factory=set)  # those of them whose workers do not all run yet
     ended: dict[int, Ended] = field(default_factory=dict)  # without what failed, of which `first` is kept
@@ -79,6 +80,10 @@ class Launch:
         """How many restarts there may be, with those that do not count."""
         return self.policy.max_restarts + self.uncounted
 
+    def has_restarts_left(self, cause: Cause) -> bool:
+        """Return whether `max_restarts` allows one more; a preemption uses none up, but there must be some at all."""
+        return self.restarts < self.limit or (cause.category == "preempted" and self.policy.max_restarts > 0)
+
     def takes_part(self, node: int) -> bool:
         """Return whether a node belongs to this generation."""
         return self.group.rank_of(node) is not None
@@ -107,14 +112,6 @@ class Launch:
     def cause(self) -> Cause | None:
         """The first failure of this generation, or None."""
         return None if self.first is None else self.first.cause
-
-    def pause_s(self, now: float) -> float:
-        """Return how long to wait before a restart: longer each time, from the failure on.
-
-        The seconds in which the workers were stopped count, so that a restart waits no longer than it has to.
-        """
-        whole_s = min(2.0 ** min(self.restarts - self.uncounted, 10), BACKOFF_LIMIT_S)
-        return whole_s if self.first is None else min(max(whole_s - (self.first.age_s + now), 0.0), whole_s)
 
     def has_lost_its_port(self) -> bool:
         """Return whether another program took the chosen port before the agent did, and another may be chosen."""

@@ -206,7 +206,7 @@ class Ask:
 
 @dataclass(frozen=True)
 class Restart:
-    """All nodes start again after a pause; `Go` follows."""
+    """All nodes start again; `Go` follows, at once or when other tasks have come."""
 
     launch: int
     number: int  # which restart this is, from 1
