@@ -170,6 +170,10 @@ class GangOf:
     def farewells(self, node):
         return [farewell.what for farewell in self.got(node, "Farewell")]
 
+    def restarts(self, node=0):
+        """Return each *go* that says why workers start again."""
+        return [go for go in self.got(node, "Go") if go.cause is not None]
+
     def groups(self, node=0):
         """Return the nodes of each generation that a node has heard of."""
         return [go.group.nodes for go in self.got(node, "Go")]

@@ -40,7 +40,7 @@ def test_the_life_of_a_gang_is_recorded_all_of_it_for_the_control_node():
     gang.play("done 0 1, leave 0, leave 1")
     view = gang.state.view
     said = [each.kind for each in view.events if each.kind != "stopped"]
-    launch = ["command", "ready", "go", "started", "output", "stopping", "exited", "cause", "restart"]
+    launch = ["command", "ready", "go", "started", "output", "stopping", "exited", "cause"]
     assert said == ["joined", "before_run", "ready", *launch, "go", "done", "finished", "left"]
     (to_control,), (to_member,) = gang.got(0, "Verdict"), gang.got(1, "Verdict")
     assert [each.kind for each in to_control.events if each.kind != "stopped"] == said[:-2]
@@ -251,7 +251,7 @@ def test_the_class_of_the_cause_decides_about_a_restart(kind, code, category, by
     for policy, restarts in [*policies, ({**once, "restart_on": frozenset([category])}, not is_told)]:
         gang = running(2, **policy)
         gang.fail(crash(1, kind=kind, code=code))
-        assert bool(gang.got(0, "Restart")) is restarts
+        assert bool(gang.restarts()) is restarts
         if not restarts:
             error = gang.same_verdict()
             assert (error.cause["category"], type(error) is errors.TorchrunPreempted) == (category, is_told)
@@ -264,7 +264,7 @@ def test_restarts_follow_at_once_and_end():
     gang = running(2, max_restarts=20)
     for _ in range(21):
         gang.fail(KILLED)
-    told = [(each.number, each.text) for each in gang.got(0, "Restart")]
+    told = [(each.generation, each.again) for each in gang.restarts()]
     why = f"because rank 2 on {NODE_1} was killed by SIGKILL: often the out-of-memory "
     why += "killer; try fewer processes, smaller batches or more memory"
     assert told == [(n, f"restart {n} of 20: all workers start again, {why}") for n in range(1, 21)]
@@ -310,7 +310,7 @@ def test_a_port_that_is_taken_after_it_was_chosen_is_replaced_and_counts_as_no_r
     goes = [(go.port, go.generation, go.max_restarts - go.restarts) for go in gang.got(1, "Go")]
     assert goes == [(port, generation, 0) for generation, port in enumerate(tries)]
     another = "another program took the port of the rendezvous; all workers start again with another port"
-    assert (gang.notes(1), gang.got(1, "Restart")) == ([another] * (len(tries) - 1), [])
+    assert [go.again for go in gang.restarts(1)] == [another] * (len(tries) - 1)
     assert ("EADDRINUSE" in str(gang.same_verdict())) is (taken == 9)
 
 
@@ -367,8 +367,8 @@ def test_a_node_that_is_told_to_end_hears_that_alone_and_the_others_start_again_
         error = gang.play("ready 1 2" if launch == 2 else "+0").verdict(1, launch)
         assert f"{SIGTERM}. The other nodes go on without it, if enough are left." in str(error)
         assert "@retry" not in str(error), "this run goes on"
-    (restart,), last = gang.got(0, "Restart"), gang.got(0, "Go")[-1]
-    assert (restart.number, restart.text) == (1, f"all workers start again, because {TOLD.removesuffix(GO_ON)}")
+    (last,) = gang.restarts()
+    assert (last.generation, last.again) == (1, f"all workers start again, because {TOLD.removesuffix(GO_ON)}")
     assert (last.group.nodes, last.left, last.came, last.restarts, last.max_restarts) == ((0, 2, 3), (1,), came, 1, 2)
     gang.leave(1, failed=True)
     assert (gang.state.view.restarts_left, gang.state.broken, len(gang.got(0, "Stop"))) == (1, None, 1)
@@ -380,16 +380,14 @@ def test_a_node_that_is_told_to_end_hears_that_alone_and_the_others_start_again_
 def test_the_workers_start_again_when_the_task_that_takes_its_place_is_ready():
     gang = running(max_restarts=3, why_it_waits=lambda node: f"ask about {node}", **ANOTHER)
     for number in (1, 2, 3):  # as often as restarts are left
-        restart = gang.play("lost 1, stop 0 2").got(0, "Restart")[-1]
-        which = f"restart {number} of 3: all workers start again when node 1 has started again, because node 1 "
-        before, _, after = restart.text.partition("(host")
-        waits = "300 s at most (all_nodes_started_timeout), then the launch fails"
-        assert (restart.number, before, after.partition("they wait ")[2]) == (number, which, waits)
-        said = "launch 0 waits for node 1 to start. To see why node 1 is missing: ask about 1"
-        assert gang.play("+60").notes(0)[-1] == said
+        said = "launch 0 waits for node 1 to start, 300 s at most (all_nodes_started_timeout), and then fails. "
+        said += "To see why node 1 is missing: ask about 1"
+        assert gang.play("lost 1, stop 0 2").notes(0)[-1] == said
+        assert gang.play("+60").notes(0)[-2:] == [said] * 2
         assert len(gang.play("come 1, +1").groups()) == number, "it has not called run"
         last = gang.play("ready 1, +0").got(1, "Go")[-1]
         assert (last.generation, last.group.nodes, last.left, last.came) == (number, (0, 1, 2), (1,), (1,))
+        assert last.again.startswith(f"restart {number} of 3: all workers start again, because node 1 (host ")
     assert "max_restarts=3 allows no more restarts" in str(gang.play("lost 1, stop 0 2").verdict(0))
 
 
@@ -481,7 +479,7 @@ def test_a_node_lost_between_launches_is_waited_for_and_its_new_task_gets_the_ve
     assert len(gang.groups()) == number
     assert gang.play(f"ready 1 {number}, all_ended").groups()[number:] == [(0, 1, 2)]
     gang.play("lost 1, done 0 2, leave 2")
-    assert (gang.got(0, "Restart"), gang.farewells(0)) == ([], []), "it waits for the new task"
+    assert (gang.restarts(), gang.farewells(0)) == ([], []), "it waits for the new task"
     assert gang.play(f"come 1, ready 1 {number}").got(1, "Verdict")[-1].error is None
     assert gang.play("done 1, leave 1").farewells(0) == ["alone"]
     assert gang.turn_away(newcomer()).is_early, "it will find the record of the gang's end"

@@ -69,6 +69,7 @@ class AnyGang(RuleBasedStateMachine, GangOf):
         rules = {**rules, "spare_nodes": spares, "min_nodes": least and self.least, "started_timeout_s": START_S}
         self.tasks, self.old = {}, []  # the member of each node, and those before
         self.errors, self.aborted, self.restarts = {}, None, {}  # by launch; with what; by launch
+        self.restarts_for = None  # what was checked last
         self.failures = {}  # launch -> when what has failed in it, and of which task, since its last restart
         self.last_go, self.stopped = None, {}  # launch and generation -> when the gang has stopped it
         GangOf.__init__(self, num_nodes, join=False, sees=self.check, **rules)
@@ -86,16 +87,6 @@ class AnyGang(RuleBasedStateMachine, GangOf):
                 self.check_go(node, message)
             case say.Stop():
                 self.stopped[message.launch, message.generation] = self.now
-            case say.Restart():
-                known = self.restarts.setdefault(message.launch, [])
-                if message not in known:
-                    self.check_cause(message.launch, message.cause)
-                    known.append(message)
-                counted = sum(each.cause.category != "preempted" for each in known)
-                is_counted = message.cause.category != "preempted"
-                which = f"restart {counted} of {self.max_restarts}: " if is_counted else ""
-                assert (message.number, message.text.partition("all workers")[0]) == (len(known), which)
-                assert counted <= self.max_restarts
             case say.Abort(error=error):
                 self.aborted = self.aborted or error
                 assert error is self.aborted, "nodes hear of different failures"
@@ -107,7 +98,21 @@ class AnyGang(RuleBasedStateMachine, GangOf):
                 if is_first and error is not None and message.launch == launch.number and launch.generation >= 0:
                     self.check_cause(message.launch, cause_of(error))
 
+    def post(self, outgoing):
+        launch = self.state.launch
+        known = self.restarts.setdefault(launch.number, [])
+        if (cause := launch.restarts_for) is not None and cause is not self.restarts_for:
+            self.restarts_for = cause
+            self.check_cause(launch.number, cause)
+            known.append(cause)
+            counted = sum(each.category != "preempted" for each in known)
+            which = f"restart {counted} of {self.max_restarts}: " if cause.category != "preempted" else ""
+            assert launch.again.partition("all workers")[0] == which
+            assert counted <= self.max_restarts
+        return GangOf.post(self, outgoing)
+
     def check_go(self, node, go):
+        assert go.cause is (self.restarts[go.launch][-1] if self.restarts[go.launch] else None)
         nodes, here = {*go.group.nodes}, {each.index for each in self.state.nodes if each.presence is Presence.HERE}
         assert here >= {node, *nodes}, "a group with a lost node"
         if go is not self.last_go:
@@ -134,7 +139,7 @@ class AnyGang(RuleBasedStateMachine, GangOf):
         if cause is None or cause.is_consequence:
             assert not origins, f"{cause} follows from {origins}"
             return
-        if not origins and cause in [each.cause for each in self.restarts.get(launch, [])[-1:]]:
+        if not origins and cause in self.restarts.get(launch, [])[-1:]:
             return  # too few have come for that restart
         found = [at for at, each, _ in known if each.is_same_event(cause)]
         if cause.kind in ("timeout", "step_timeout", "hang"):

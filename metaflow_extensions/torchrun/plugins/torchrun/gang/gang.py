@@ -37,7 +37,6 @@ from .messages import (
     Note,
     Ready,
     Report,
-    Restart,
     Stop,
     Store,
     Stored,
@@ -587,7 +586,8 @@ class Gang:
         self._see_go(came)
         of_group = {node: self._calls[node] for node in group.nodes}
         about = (launch.number, launch.generation, port, self.rules.name, launch.restarts, launch.limit)
-        self._broadcast(Go(*about, failures.devices(of_group), group, tuple(left), tuple(came)))
+        why = (launch.again, launch.restarts_for)
+        self._broadcast(Go(*about, failures.devices(of_group), group, tuple(left), tuple(came), *why))
 
     def _see_go(self, came: list[int]) -> None:
         """Note that a generation begins."""
@@ -807,7 +807,6 @@ class Gang:
         self._see_cause(cause)
         self.view.report(cause.describe(), None, cause.as_dict())
         is_move = launch.has_lost_its_port()
-        number = launch.restarts + 1
         launch.moves += is_move
         launch.uncounted += is_move or cause.category == "preempted"
         self.phase, launch.restarts_for = Phase.PAUSING, cause
@@ -816,26 +815,17 @@ class Gang:
             self._tell_to_end(self.nodes[each], why)
         for node in [self.nodes[each] for each in sorted(self._gone)]:
             self._leave_out(node, node.lost("it has left"))
-        waits_for = self._coming(self._able())
-        self._remind_at = self._now + REMIND_S if waits_for else float("inf")
+        launch.again = f"all workers start again, because {FailureText(cause).who} {headline(cause.what)}"
         if is_move:
-            text = "another program took the port of the rendezvous; all workers start again with another port"
-            self._broadcast(Note(text))
-        else:
-            when, then = "", "goes on with fewer nodes" if len(self._able()) >= self._least else "fails"
-            if waits_for:
-                when = f" when {names(waits_for)} {'has' if len(waits_for) == 1 else 'have'} started again"
-            self._see("restart", text := f"all workers start again{when}")
-            self.view.turn("restarting", failures.summary(cause))
-            self.view.waits_for = f"{names(waits_for)} to start" if waits_for else ""
-            self.view.enter("restarting", self._able())
-            if cause.category != "preempted":  # `max_restarts` does not count others
-                text = f"restart {number - launch.uncounted} of {launch.policy.max_restarts}: {text}"
-            text += f", because {FailureText(cause).who} {headline(cause.what)}"
-            if waits_for:
-                limit = f"{self.rules.started_timeout_s:g} s at most (all_nodes_started_timeout)"
-                text += f"; they wait {limit}, then the launch {then}"
-            self._broadcast(Restart(launch.number, number, text, cause))
+            launch.again = "another program took the port of the rendezvous; all workers start again with another port"
+        elif cause.category != "preempted":  # `max_restarts` does not count others
+            launch.again = (
+                f"restart {launch.restarts + 1 - launch.uncounted} of {launch.policy.max_restarts}: {launch.again}"
+            )
+        self.view.turn("restarting", failures.summary(cause))
+        self.view.waits_for = self._waits_for()
+        self.view.enter("restarting", self._able())
+        self._remind()
 
     def _tell_to_end(self, node: Node, cause: Cause, error: TorchrunError | None = None) -> None:
         """Leave a node out that is here, with a verdict of its own."""
@@ -1001,6 +991,9 @@ class Gang:
         self._remind_at = self._now + REMIND_S
         if not (waits_for := self._waits_for()):
             return
+        if self.phase is Phase.PAUSING:
+            then = "goes on with fewer nodes" if len(self._able()) >= self._least else "fails"
+            waits_for += f", {self.rules.started_timeout_s:g} s at most (all_nodes_started_timeout), and then {then}"
         missing = min(self._absent, default=None)
         why = "" if missing is None else failures.to_see_why(missing, self.rules.why_it_waits(missing))
         text = f"launch {self._number} waits for {waits_for}{why and '.' + why}"

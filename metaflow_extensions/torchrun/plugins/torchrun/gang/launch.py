@@ -46,6 +46,7 @@ class Launch:
     leaving: dict[int, Cause] = field(default_factory=dict)  # nodes that were told to end
     tasks: dict[int, str] = field(default_factory=dict)  # of this generation, by node
     restarts_for: Cause | None = None  # why the last restart follows
+    again: str = ""  # the same for the log, and how often that may be
     repeats: tuple[object, int] = (None, 0)  # how the last generations have failed, and how many in a row did
     stores: set[int] = field(default_factory=set)  # while STORING: the nodes that still store something
     failing_with: TorchrunError | None = None  # while STORING: the error it will end with

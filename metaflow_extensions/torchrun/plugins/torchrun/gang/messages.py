@@ -13,7 +13,7 @@ Node 0 is the control node and a node of its own gang: its own messages take the
                                         <──  Ask, when more is to be known
                                         <──  Stop, when a node has failed
     Ended                               ──>
-                                        <──  Restart and another Go; or Store, if there is something to store;
+                                        <──  another Go; or Store, if there is something to store;
                                              or Verdict for a node that is told to end, and the others go on
     Report and Stored                   ──>
                                         <──  Verdict
@@ -114,7 +114,7 @@ class Lines:
 class Ended:
     """All workers and the agent of this node are gone.
 
-    When that holds for all nodes, `Store`, `Verdict` or `Restart` answers.
+    When that holds for all nodes, `Store`, `Verdict` or another `Go` answers.
     """
 
     launch: int
@@ -178,9 +178,11 @@ class Go:
     max_restarts: int  # the workers' ``TORCHELASTIC_MAX_RESTARTS``
     devices: str = ""  # which accelerators there are on which nodes, for the log
     group: Group | None = None  # the nodes that start workers, the others wait; None: all do
-    # Since the generation before, after a restart; a node with a new task is in both.
-    left: tuple[int, ...] = ()  # nodes that take part no more
-    came: tuple[int, ...] = ()  # nodes that take part instead
+    # Of a restart, the nodes that take part no more, and those that do instead; a node with a new task is in both.
+    left: tuple[int, ...] = ()
+    came: tuple[int, ...] = ()
+    again: str = ""  # for the log
+    cause: Cause | None = None
 
 
 @dataclass(frozen=True)
@@ -202,16 +204,6 @@ class Ask:
     launch: int
     generation: int
     asked: Any  # the question, for the answer
-
-
-@dataclass(frozen=True)
-class Restart:
-    """All nodes start again; `Go` follows, at once or when other tasks have come."""
-
-    launch: int
-    number: int  # which restart this is, from 1
-    text: str  # the same for the log, with when and why
-    cause: Cause
 
 
 @dataclass(frozen=True)
@@ -273,7 +265,7 @@ class Farewell:
 
 Message: TypeAlias = (
     Join | Ready | Report | Failed | Ended | Stored | Leave | Lines | Beat
-    | Answer | Go | Ask | Stop | Restart | Store | Verdict | Abort | Note | Farewell
+    | Answer | Go | Ask | Stop | Store | Verdict | Abort | Note | Farewell
 )  # fmt: skip
 _CLASSES: dict[str, type[Any]] = {cls.__name__.lower(): cls for cls in typing.get_args(Message)}
 

@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 from ..errors import LaunchFailed, TorchrunError, TorchrunPreempted
 from ..gang.cause import Cause, Failure, cause_of, failure_of
 from ..gang.failures import change_of_nodes
-from ..gang.messages import CONTROL, Ask, Ended, Failed, Go, Ready, Report, Restart, Stop, Store, Verdict, to_wire
+from ..gang.messages import CONTROL, Ask, Ended, Failed, Go, Ready, Report, Stop, Store, Verdict, to_wire
 from ..gang.texts import counted, duration, headline
 from ..machine.aside import Aside
 from ..machine.looks import until_look
@@ -126,7 +126,7 @@ class NodeLaunch:
             news = await asyncio.wait_for(self._inbox.get(), until_look())
         except asyncio.TimeoutError:
             return None
-        if isinstance(news, Go | Ask | Stop | Restart | Store | Verdict) and news.launch != self._launch:
+        if isinstance(news, Go | Ask | Stop | Store | Verdict) and news.launch != self._launch:
             return None  # late news of a launch that the step's code gave up
         match news:
             case Verdict():
@@ -141,8 +141,6 @@ class NodeLaunch:
             case MustEnd():
                 self.interruptions += 1
                 self._interrupt(news, with_workers)
-            case Restart():
-                self._on_restart(news)
             case Store() if news.error is not None:
                 self._failing_with = news.error
         return news
@@ -167,15 +165,6 @@ class NodeLaunch:
         self._report(cause, given_up=is_last)
         if is_last:
             raise error
-
-    def _on_restart(self, restart: Restart) -> None:
-        cause = restart.cause.as_dict()
-        self._restarts.append({"generation": restart.number, "cause": cause, "left": [], "came": []})
-        self._say_of_restart(restart.text)
-
-    def _say_of_restart(self, text: str) -> None:
-        if self._node == CONTROL or not self._call.shares_machine:  # else the control node says it in this terminal
-            self._side.say("restart", text)
 
     # --- until it is ready ------------------------------------------------------------------------
 
@@ -218,9 +207,12 @@ class NodeLaunch:
         """Run this node's workers from *go* to their end, if it takes part."""
         if self._went_at is None:
             self._went_at = time.monotonic()
-        if self._restarts and (go.left or go.came):
-            self._restarts[-1] |= {"left": list(go.left), "came": list(go.came)}
-            self._say_of_restart(change_of_nodes(go.left, go.came, 0 if go.group is None else go.group.size))
+        if go.cause is not None:
+            about = {"generation": go.generation, "cause": go.cause.as_dict()}
+            self._restarts.append({**about, "left": list(go.left), "came": list(go.came)})
+            changed = change_of_nodes(go.left, go.came, 0 if go.group is None else go.group.size)
+            if self._node == CONTROL or not self._call.shares_machine:  # else the control node says it in this terminal
+                self._side.say("restart", f"{go.again}{changed and f'; {changed}'}")
         if go.group is not None:
             self._call = replace(self._call, group=go.group)
         self._command, self._exit_codes = "", {}
