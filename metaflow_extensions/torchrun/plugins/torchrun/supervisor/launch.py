@@ -208,8 +208,8 @@ class NodeLaunch:
         if self._went_at is None:
             self._went_at = time.monotonic()
         if go.cause is not None:
-            about = {"generation": go.generation, "cause": go.cause.as_dict()}
-            self._restarts.append({**about, "left": list(go.left), "came": list(go.came)})
+            of_it = {"generation": go.generation, "cause": go.cause.as_dict()}
+            self._restarts.append({**of_it, "left": list(go.left), "came": list(go.came)})
             changed = change_of_nodes(go.left, go.came, 0 if go.group is None else go.group.size)
             if self._node == CONTROL or not self._call.shares_machine:  # else the control node says it in this terminal
                 self._side.say("restart", f"{go.again}{changed and f'; {changed}'}")
