@@ -46,7 +46,7 @@ from .policy import Rules
 from .progress import Progress
 from .stacks import HANG, NO_WORKERS, Stacks, conclude, hang
 from .texts import counted, headline, names, size_text
-from .view import GangView, Happened, NodeView, Presence, State
+from .view import GangView, NodeView, Presence, State
 from .wire import to_plain
 
 Outgoing: TypeAlias = tuple[int, Message]
@@ -104,7 +104,6 @@ class Gang:
         self.view = GangView(num_nodes, began=time.time(), nodes=[NodeView() for _ in range(num_nodes)])
         self.changes = self.numbers = 0  # of the view, and of numbers in it that change all the time
         self.progress, self.stacks = Progress(self._name), Stacks()
-        self._values: dict[str, Any] = {}  # by rank: under which keys returned values and exceptions are stored
         self._has_warned = False  # of a report that could not be read
         self.phase, self.launch = Phase.IDLE, Launch(-1)
         self.broken: TorchrunError | None = None  # why no launch can begin any more
@@ -403,7 +402,8 @@ class Gang:
         node.cause = cause
         self._forget(node)
         self._done.discard(node.index)
-        self.launch.forget(node.index)
+        self.launch.leaving.pop(node.index, None)
+        self.launch.given_up.discard(node.index)
         if waits and self._may_be_replaced(node):
             if not node.is_new:
                 node.awaited_until = self._now + self.rules.started_timeout_s
@@ -472,7 +472,7 @@ class Gang:
         elif known and node.index not in self._done:  # it was over before this node called it
             if number >= self.launch.number and self.phase is Phase.IDLE:
                 node.is_new = False  # it is where the others are
-            self._send_verdict(node, replace(known, events=self._events() if node.index == CONTROL else ()))
+            self._send_verdict(node, known)
         return node.presence is Presence.HERE and not known and node.index not in self._done
 
     def _on_ready(self, node: Node, call: Ready) -> None:
@@ -610,7 +610,6 @@ class Gang:
         view.outputs.pop(launch.number, None)  # those of a generation before
         self.progress.begin(launch.number)
         self.stacks = Stacks()
-        self._values = {}
 
     # --- what the nodes report --------------------------------------------------------------------
 
@@ -668,7 +667,7 @@ class Gang:
                 view.take_outputs(report.launch, index, data)
                 self._see("stored", f"stored {counted(data['files'], 'file')}, {size_text(data['size'])}", node)
             case "functions":
-                self._values.update(data)
+                launch.values.update(data)
             case "unreached":
                 self._fail_with("unreachable", *failures.unreached(self.nodes[CONTROL].host, **data), node)
 
@@ -895,8 +894,11 @@ class Gang:
     def _tell_verdict(self, launch: Launch, error: TorchrunError | None) -> None:
         """Send all nodes their verdict; members get one object. Keep it for those that call the launch later."""
         number, group = launch.number, launch.group if launch.generation >= 0 else None
-        alone = error is None and launch.alone
-        of_control = Verdict(number, error, self._events(), self._left(launch, error, True), alone, group)
+        alone = error is None and bool(launch.ended) and all(ended.alone for ended in launch.ended.values())
+        events, last = self.view.events, self.view.launch
+        ends = [at for at, each in enumerate(events, 1) if each.kind in ("done", "failed") and each.launch != last]
+        seen = tuple(events[max(ends, default=0) :])  # since the end of the launch before
+        of_control = Verdict(number, error, seen, self._left(launch, error, True), alone, group)
         of_others = Verdict(number, error, (), self._left(launch, error, False), alone, group)
         for each in sorted(node for node, its in self._called.items() if its == number):
             launch.told.add(each)
@@ -924,7 +926,7 @@ class Gang:
             for node, each in sorted(self.view.outputs.get(launch.number, {}).items())
             if is_control or node == CONTROL
         }
-        values = self._values if launch.generation >= 0 else {}
+        values = launch.values
         if error is not None or not is_control:  # of a failure that of the failed rank, which all raise
             values = {rank: key for rank, key in values.items() if cause is not None and rank == str(cause.rank)}
         found = {
@@ -958,10 +960,9 @@ class Gang:
         self._see("broken", "nothing can be launched any more")
         self._see_error(error)
         self.view.turn("failed", self.view.why)
-        others = sorted(self._here - self._done - {CONTROL})
-        self._send(Abort(error), *others)
-        if CONTROL in self._here:  # when done, it waits for the others
-            self._send(Abort(error, self._events()), CONTROL)
+        self._send(
+            Abort(error), *sorted(self._here - self._done | self._here & {CONTROL})
+        )  # when done, that still waits
 
     # --- time limits ------------------------------------------------------------------------------
 
@@ -998,8 +999,6 @@ class Gang:
         why = "" if missing is None else failures.to_see_why(missing, self.rules.why_it_waits(missing))
         text = f"launch {self._number} waits for {waits_for}{why and '.' + why}"
         self._send(Note(text), CONTROL)  # even if it is late itself: the terminal shows its log
-        if self.phase is Phase.IDLE:
-            self._send(Note(text, is_detail=True), *sorted(self._calls.keys() - {CONTROL}))
 
     def _waits_for(self) -> str:
         """Return in words for which nodes the others wait, or all."""
@@ -1029,12 +1028,6 @@ class Gang:
         self.view.add(kind, text, None if node is None else node.index, **more)
         if node is not None and state is not None:
             self.view.enter(state, [node.index])
-
-    def _events(self) -> tuple[Happened, ...]:
-        """Return what has happened since the end of the launch before."""
-        events, launch = self.view.events, self.view.launch
-        ends = [at for at, each in enumerate(events, 1) if each.kind in ("done", "failed") and each.launch != launch]
-        return tuple(events[max(ends, default=0) :])
 
     def _see_cause(self, cause: Cause, before: str = "") -> None:
         self.view.why = headline(before.replace("\n", " ") + failures.summary(cause))

@@ -48,6 +48,7 @@ class Launch:
     restarts_for: Cause | None = None  # why the last restart follows
     again: str = ""  # the same for the log, and how often that may be
     repeats: tuple[object, int] = (None, 0)  # how the last generations have failed, and how many in a row did
+    values: dict[str, str] = field(default_factory=dict)  # by rank: the keys of stored values and exceptions
     stores: set[int] = field(default_factory=set)  # while STORING: the nodes that still store something
     failing_with: TorchrunError | None = None  # while STORING: the error it will end with
     told: set[int] = field(default_factory=set)  # nodes that have its verdict
@@ -58,13 +59,8 @@ class Launch:
         self.went_at, self.group, self.tasks, self.running, self.starting = now, group, tasks, set(tasks), set(tasks)
         self.generation, self.active_at, self.has_begun, self.until = self.generation + 1, now, False, float("inf")
         self.forget_failures()
-        for each in (self.ended, self.stores, self.alike):
+        for each in (self.ended, self.stores, self.alike, self.values):
             each.clear()
-
-    def forget(self, node: int) -> None:
-        """Forget a node that takes no further part."""
-        self.leaving.pop(node, None)
-        self.given_up.discard(node)
 
     @property
     def policy(self) -> LaunchPolicy:
@@ -128,8 +124,3 @@ class Launch:
             way = (cause.kind, kind, cause.place, None if kind else cause.exit_code)
         self.repeats = (way, self.repeats[1] + 1 if way is not None and way == self.repeats[0] else 1)
         return way is not None and self.repeats[1] >= ALIKE_ENDS
-
-    @property
-    def alone(self) -> bool:
-        """Whether every rank has trained by itself, without a process group."""
-        return bool(self.ended) and all(ended.alone for ended in self.ended.values())

@@ -241,7 +241,6 @@ class Abort:
     """The gang is broken: nothing can be launched any more, and the step's code shall raise `error`."""
 
     error: TorchrunError
-    events: tuple[Happened, ...] = ()  # as in `Verdict`, of the last launch and after it
 
 
 @dataclass(frozen=True)
@@ -249,7 +248,6 @@ class Note:
     """A line for the node's log."""
 
     text: str
-    is_detail: bool = False  # whether another node's log says it, too, so that this one's need not
 
 
 @dataclass(frozen=True)

@@ -47,7 +47,7 @@ class Side:
     def deliver(self, message: Message) -> None:
         """Hand a message for this node to its launch, or to its task."""
         if isinstance(message, Note):
-            self.say("note", message.text, message.is_detail)
+            self.say("note", message.text)
         elif isinstance(message, Go | Ask | Stop | Store | Verdict):
             self.inbox.put_nowait(message)
         else:
