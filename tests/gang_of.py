@@ -73,11 +73,11 @@ class GangOf:
 
     def join(self, *nodes):
         for node in nodes:
-            self.say(node, say.Join(node, f"host-{node}", f"task of {node}", f"pod of {node}"))
+            self.say(node, say.Join(node, f"host-{node}", f"task of {node}"))
 
     def come(self, node):
         """Have another task come in the place of one that is gone, or that never came."""
-        join = say.Join(node, f"new-{node}", f"task {next(TASKS)}", "another pod")
+        join = say.Join(node, f"new-{node}", f"task {next(TASKS)}")
         assert self.state.refuses(join) is None
         self.say(node, join)
 

@@ -99,20 +99,18 @@ def test_the_control_node_whose_log_the_terminal_shows_is_reminded_of_who_is_wai
     assert gang.notes(0)[1:] == ["launch 0 waits for nodes 2, 3 to call current.torch.run"]
 
 
-def newcomer(node=1, task="b", place="pod-b"):
-    return say.Join(node, f"host-{node}", task, place)
+def newcomer(node=1, task="b"):
+    return say.Join(node, f"host-{node}", task)
 
 
 @pytest.mark.parametrize("first", ["+0", "told 1", "lost 1"])
-def test_a_second_task_in_another_pod_means_that_the_first_is_being_replaced_and_a_stranger_harms_nobody(first):
-    gang, is_news = running(2).play(first), first == "+0"  # else the gang ends already
+def test_a_second_task_of_a_node_harms_nobody(first):
+    gang = running(2).play(first)
     for task in ("b", "c"):  # however many come
         assert gang.turn_away(newcomer(1, task)).is_early, "the others may still save"
-    assert [note.partition(" is being")[0] for note in gang.notes(0)] == [NODE_1] * is_news
-    assert gang.farewells(1) == ["replaced"] * is_news
-    assert gang.state.refuses(newcomer(0, "c", "pod of 0")).is_early
+    assert gang.state.refuses(newcomer(0, "c")).is_early
     assert gang.state.tick() == []
-    again = say.Join(0, "host-0", "task of 0", "pod of 0")
+    again = say.Join(0, "host-0", "task of 0")
     assert gang.state.refuses(again) is None, "who has not heard the answer asks again"
 
 
@@ -452,18 +450,17 @@ def test_who_takes_part_and_what_is_said_of_that(given, story, groups, said):
 
 @pytest.mark.parametrize("state", ["+0", "told 1", "done 1"])
 def test_a_task_that_comes_before_the_one_in_its_place_has_ended_tries_again(state):
-    gang, join = running(max_restarts=3, **ANOTHER).play(state), newcomer(1, "b", "b")
+    gang, join = running(max_restarts=3, **ANOTHER).play(state), newcomer()
     for _ in range(3):
         answer = gang.turn_away(join)
         assert answer.is_early
         assert "another task, on host host-1, is or was node 1" in str(answer.error)
-    assert gang.farewells(1) == ["replaced"] * (state != "told 1")
     assert gang.play("stop 1, lost 1, stop 0 2").state.refuses(join) is None
     gang.say(1, join)
-    first = say.Join(1, "host-1", "task of 1", "pod of 1")
+    first = say.Join(1, "host-1", "task of 1")
     assert "a newer task has taken its place" in str(gang.turn_away(first).error)
     gang.post(gang.state.give_up(errors.GangError("The channel failed.")))
-    assert "The channel failed." in str(gang.turn_away(newcomer(1, "d", "d")).error)
+    assert "The channel failed." in str(gang.turn_away(newcomer(1, "d")).error)
 
 
 @pytest.mark.parametrize("how", ["lost 1", "told 1"])

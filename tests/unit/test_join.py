@@ -20,7 +20,7 @@ from metaflow_extensions.torchrun.plugins.torchrun.errors import (
 from metaflow_extensions.torchrun.plugins.torchrun.gang.gang import Presence
 from metaflow_extensions.torchrun.plugins.torchrun.gang.messages import Join, from_wire
 from metaflow_extensions.torchrun.plugins.torchrun.gang.view import GangView, NodeView
-from metaflow_extensions.torchrun.plugins.torchrun.machine.network import pick_port, place
+from metaflow_extensions.torchrun.plugins.torchrun.machine.network import pick_port
 from metaflow_extensions.torchrun.plugins.torchrun.registry import AddressRecord
 from metaflow_extensions.torchrun.plugins.torchrun.settings import DEFAULTS, parse_settings
 from metaflow_extensions.torchrun.plugins.torchrun.supervisor.control_side import ControlSide
@@ -48,7 +48,7 @@ def control():
         side = InLoop(Loop(), lambda: ControlSide(hear, Mock(), 2, 20.0, token, rules))
         open_[side] = side
         port = side.listen(None, HOST)
-        side.send(Join(node=0, host="host-0", place=place()))
+        side.send(Join(node=0, host="host-0"))
         assert eventually(lambda: side.gang.nodes[0].presence is Presence.HERE)
         return AddressRecord((HOST,), port, token), inbox, lambda: open_.pop(side).close(0.0)
 

@@ -218,7 +218,7 @@ class AnyGang(RuleBasedStateMachine, GangOf):
 
     def come(self, node):
         task = Task(node, len(self.sent[node]))
-        join = say.Join(node, f"host-{node}", task.name, task.name)
+        join = say.Join(node, f"host-{node}", task.name)
         if (answer := self.turn_away(join)) is not None:
             assert answer.error is not None
             return

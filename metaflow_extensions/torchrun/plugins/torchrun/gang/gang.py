@@ -77,7 +77,6 @@ class Node:
     presence: Presence = Presence.ABSENT
     tasks: set[str] = field(default_factory=set)  # all that have joined
     is_new: bool = False  # whether its task has come in the place of another, and was not ready yet
-    is_told: bool = False  # whether its task knows that another one has come
     cause: Cause | None = None  # why it is gone, or out
 
     @property
@@ -255,7 +254,7 @@ class Gang:
             self.view.nodes[node.index].host = join.host
             node.is_new = bool(node.join.task)
             self._failed.discard(node.index)
-            node.is_told, node.cause = False, None
+            node.cause = None
         self._enter(node, Presence.HERE)
         node.join = join
         node.tasks.add(join.task)
@@ -268,8 +267,7 @@ class Gang:
 
         It may if no task is that node, or it is itself and has not got its answer.
         Kubernetes starts a second task at once where a pod is deleted or drained, while the first still has its grace.
-        The first is told soon, so that all can save. The second tries again, until it can take that place or the gang has
-        ended: its own end would have all pods killed.
+        The second tries again, until it can take that place or the gang has ended: its own end would have all pods killed.
         """
         node = self.nodes[join.node]
         is_here = node.presence is Presence.HERE
@@ -281,11 +279,6 @@ class Gang:
             return None
         if self.broken is not None:
             return Answer(self.broken)
-        if is_here and node.join.place != join.place and not node.is_told and self.phase in (Phase.IDLE, Phase.RUNNING):
-            node.is_told = True
-            why = "it is being replaced: another task of this node has started, as when its pod is deleted or drained"
-            self._send(Farewell("replaced", why), node.index)
-            self._send(Note(f"node {node.index} (host {node.host}) {why.removeprefix('it ')}"), CONTROL)
         text = f"another task, on host {node.host}, is or was node {node.index}, and can't be replaced yet"
         return Answer(GangError(text), is_early=True)
 

@@ -56,7 +56,6 @@ class Join:
     node: int
     host: str = "unknown"  # its host name, for messages
     task: str = ""  # names the process that joins. One that has lost its connection joins again under the same name
-    place: str = ""  # names its container or machine. Another task of the same node in another place replaces the first
 
 
 @dataclass(frozen=True)
@@ -255,10 +254,8 @@ class Farewell:
     """Of the gang's end, or that of a node in it."""
 
     # "received": the control node has read that this node leaves; "bye": the control node leaves, and the end of its
-    # connection is no loss; "alone", to the control node: all others have left; "replaced": another task has come in
-    # this node's place, so this one must end.
-    what: Literal["received", "bye", "alone", "replaced"]
-    why: str = ""  # of "replaced": goes on after "was preempted: "
+    # connection is no loss; "alone", to the control node: all others have left.
+    what: Literal["received", "bye", "alone"]
 
 
 Message: TypeAlias = (

@@ -133,8 +133,6 @@ class Member:
             self._break(message.error)
         elif isinstance(message, Farewell):
             self._heard.add(message.what)
-            if message.what == "replaced":
-                self._notice(message.why)
 
     def _break(self, error: TorchrunError) -> None:
         if self._state not in _OVER:
