@@ -324,7 +324,7 @@ class Gang:
             launch = self.launch
             if has_failed and self.phase is not Phase.IDLE:  # it can't tell the nodes later how it ends
                 self._finish(launch.failing_with or self._error_of_launch())
-            if has_failed and node.cause is None and launch.verdict is not None and not self._here <= launch.told:
+            if has_failed and node.cause is None and launch.verdict is not None and launch.generation < 0:
                 self._break(launch.verdict)
             self._send(Farewell("bye"), *range(1, self.num_nodes))
 
@@ -478,9 +478,7 @@ class Gang:
         self._see("ready", text, node, "waiting", launch=call.launch, generation=None)
         if not self._calls:
             self._remind_at = self._now + QUIET_S
-        # Equal messages share one object, since thousands of nodes send the same.
-        other = next(iter(self._calls.values()), call)
-        self._calls[node.index] = other if other == call else call
+        self._calls[node.index] = call
         if self.phase is Phase.IDLE:
             node.is_new = False
         elif call.launch == self.launch.number:
@@ -894,7 +892,6 @@ class Gang:
         of_control = Verdict(number, error, seen, self._left(launch, error, True), alone, group)
         of_others = Verdict(number, error, (), self._left(launch, error, False), alone, group)
         for each in sorted(node for node, its in self._called.items() if its == number):
-            launch.told.add(each)
             self._send_verdict(self.nodes[each], of_control if each == CONTROL else of_others)
         left = {name: each for name, each in of_control.left.items() if self.rules.replaces and name != "progress"}
         self._verdicts[number] = replace(of_others, left=left)  # progress is long

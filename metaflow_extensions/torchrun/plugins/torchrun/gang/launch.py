@@ -51,7 +51,6 @@ class Launch:
     values: dict[str, str] = field(default_factory=dict)  # by rank: the keys of stored values and exceptions
     stores: set[int] = field(default_factory=set)  # while STORING: the nodes that still store something
     failing_with: TorchrunError | None = None  # while STORING: the error it will end with
-    told: set[int] = field(default_factory=set)  # nodes that have its verdict
     verdict: TorchrunError | None = None  # the error at its end; None while it runs, or if it succeeded
 
     def begin_generation(self, now: float, group: Group, tasks: dict[int, str]) -> None:
