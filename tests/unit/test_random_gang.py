@@ -125,7 +125,7 @@ class AnyGang(RuleBasedStateMachine, GangOf):
         assert [go.group.rank_of(each) for each in sorted(nodes)] == [*range(go.group.size)]
         assert self.state.broken is None
         assert self.least <= go.group.size <= self.size
-        assert go.restarts <= go.max_restarts
+        assert go.generation <= go.max_restarts
         for task in [each for each in (*self.tasks.values(), *self.old) if each.go not in (None, go)]:
             silent_s = self.now - self.stopped.get((task.go.launch, task.go.generation), FOREVER)
             assert silent_s >= STOP_S, f"node {task.node} has workers of two generations at once"

@@ -497,7 +497,7 @@ class Gang:
         if view.launch is not None and number <= view.launch:
             return
         view.turn("waiting")
-        view.launch, view.generation, view.began_s, view.restarts = number, None, None, 0
+        view.launch, view.generation, view.began_s = number, None, None
         view.error = view.cause = view.restarts_left = None  # those of the launch before
         for each, node in enumerate(view.nodes):
             node.takes_part, node.exit_codes = each not in self._out_of_it, {}
@@ -576,7 +576,7 @@ class Gang:
         self.phase = Phase.RUNNING
         self._see_go(came)
         of_group = {node: self._calls[node] for node in group.nodes}
-        about = (launch.number, launch.generation, port, self.rules.name, launch.restarts, launch.limit)
+        about = (launch.number, launch.generation, port, self.rules.name, launch.limit)
         why = (launch.again, launch.restarts_for)
         self._broadcast(Go(*about, failures.devices(of_group), group, tuple(left), tuple(came), *why))
 
@@ -587,7 +587,7 @@ class Gang:
         view.launch, view.generation = launch.number, launch.generation
         view.nproc, view.facts = control.nproc, control.facts
         view.began_s = view.now_s if view.began_s is None else view.began_s
-        view.restarts, view.restarts_left = launch.restarts, launch.limit - launch.restarts
+        view.restarts_left = launch.limit - launch.restarts
         view.restarts_s += [round(view.now_s, 3)] if launch.generation else []
         for each in came:
             self._see("taken_in", "takes part from now on", self.nodes[each])
@@ -809,9 +809,8 @@ class Gang:
         if is_move:
             launch.again = "another program took the port of the rendezvous; all workers start again with another port"
         elif cause.category != "preempted":  # `max_restarts` does not count others
-            launch.again = (
-                f"restart {launch.restarts + 1 - launch.uncounted} of {launch.policy.max_restarts}: {launch.again}"
-            )
+            count = launch.restarts + 1 - launch.uncounted
+            launch.again = f"restart {count} of {launch.policy.max_restarts}: {launch.again}"
         self.view.turn("restarting", failures.summary(cause))
         self.view.waits_for = self._waits_for()
         self.view.enter("restarting", self._able())
@@ -950,9 +949,8 @@ class Gang:
         self._see("broken", "nothing can be launched any more")
         self._see_error(error)
         self.view.turn("failed", self.view.why)
-        self._send(
-            Abort(error), *sorted(self._here - self._done | self._here & {CONTROL})
-        )  # when done, that still waits
+        told = self._here - self._done | self._here & {CONTROL}  # when done, that one waits for the others
+        self._send(Abort(error), *sorted(told))
 
     # --- time limits ------------------------------------------------------------------------------
 

@@ -170,10 +170,9 @@ class Go:
     """Start the workers."""
 
     launch: int  # it and the generation count from 0
-    generation: int
+    generation: int  # the workers' ``TORCHELASTIC_RESTART_COUNT``
     port: int  # port of the rendezvous on the control node
     gang: str  # the gang's own name; it goes into the name of the rendezvous
-    restarts: int  # the workers' ``TORCHELASTIC_RESTART_COUNT``
     max_restarts: int  # the workers' ``TORCHELASTIC_MAX_RESTARTS``
     devices: str = ""  # which accelerators there are on which nodes, for the log
     group: Group | None = None  # the nodes that start workers, the others wait; None: all do

@@ -120,9 +120,8 @@ class GangView:
     waits_for: str = ""  # what the gang waits for, in words
     nproc: int | None = None  # processes on each node in the last launch
     launch: int | None = None  # number of the last one that was called
-    generation: int | None = None
+    generation: int | None = None  # how often its workers were started again
     began_s: float | None = None  # when the workers of the last launch first started
-    restarts: int = 0  # of the last launch
     restarts_s: list[float] = field(default_factory=list)  # when workers were started again, in all launches
     restarts_left: int | None = None  # of the last launch
     error: str | None = None  # the message of the last launch's error, or of what broke the gang

@@ -65,7 +65,7 @@ class NodeLaunch:
         self._node = side.node
         self._went_at: float | None = None  # when the first generation began
         self._restarts: list[dict[str, Any]] = []
-        self._go = Go(launch, -1, 0, "", 0, 0)  # of the last generation here, as are the next two
+        self._go = Go(launch, -1, 0, "", 0)  # of the last generation here, as are the next two
         self._command = ""
         self._exit_codes: dict[int, int] = {}
         self._is_preempted = self._stores = False
@@ -148,7 +148,7 @@ class NodeLaunch:
     def _outcome(self, verdict: Verdict) -> Outcome:
         seconds = 0.0 if self._went_at is None else time.monotonic() - self._went_at
         if self._node == CONTROL and self._went_at is not None:
-            self._side.say("ended", end_line(self._launch, self._call, seconds, self._go.restarts, verdict.error))
+            self._side.say("ended", end_line(self._launch, self._call, seconds, self._go.generation, verdict.error))
             if verdict.alone:
                 self._side.say("note", alone_line(self._launch, self._call))
         return Outcome(verdict, self._command, self._exit_codes, tuple(self._restarts), seconds)
