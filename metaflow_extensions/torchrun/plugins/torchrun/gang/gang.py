@@ -577,8 +577,9 @@ class Gang:
         self._see_go(came)
         of_group = {node: self._calls[node] for node in group.nodes}
         about = (launch.number, launch.generation, port, self.rules.name, launch.limit)
-        why = (launch.again, launch.restarts_for)
-        self._broadcast(Go(*about, failures.devices(of_group), group, tuple(left), tuple(came), *why))
+        again = "; ".join(filter(None, (launch.again, failures.change_of_nodes(left, came, group.size))))
+        restart = (tuple(left), tuple(came), again, launch.restarts_for)
+        self._broadcast(Go(*about, failures.devices(of_group), group, *restart))
 
     def _see_go(self, came: list[int]) -> None:
         """Note that a generation begins."""

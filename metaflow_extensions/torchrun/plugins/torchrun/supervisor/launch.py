@@ -16,7 +16,6 @@ from typing import Any, NoReturn
 
 from ..errors import LaunchFailed, TorchrunError, TorchrunPreempted
 from ..gang.cause import Cause, Failure, cause_of, failure_of
-from ..gang.failures import change_of_nodes
 from ..gang.messages import CONTROL, Ask, Ended, Failed, Go, Ready, Report, Stop, Store, Verdict, to_wire
 from ..gang.texts import counted, duration, headline
 from ..machine.aside import Aside
@@ -210,9 +209,8 @@ class NodeLaunch:
         if go.cause is not None:
             of_it = {"generation": go.generation, "cause": go.cause.as_dict()}
             self._restarts.append({**of_it, "left": list(go.left), "came": list(go.came)})
-            changed = change_of_nodes(go.left, go.came, 0 if go.group is None else go.group.size)
             if self._node == CONTROL or not self._call.shares_machine:  # else the control node says it in this terminal
-                self._side.say("restart", f"{go.again}{changed and f'; {changed}'}")
+                self._side.say("restart", go.again)
         if go.group is not None:
             self._call = replace(self._call, group=go.group)
         self._command, self._exit_codes = "", {}
