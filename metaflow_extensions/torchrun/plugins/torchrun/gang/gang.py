@@ -100,7 +100,7 @@ class Gang:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.num_nodes, self.rules = num_nodes, rules or Rules()
-        self.view = GangView(num_nodes, began=time.time(), nodes=[NodeView() for _ in range(num_nodes)])
+        self.view = GangView(began=time.time(), nodes=[NodeView() for _ in range(num_nodes)])
         self.changes = self.numbers = 0  # of the view, and of numbers in it that change all the time
         self.progress, self.stacks = Progress(self._name), Stacks()
         self._has_warned = False  # of a report that could not be read

@@ -108,7 +108,6 @@ class FailureReport:
 class GangView:
     """One attempt of a gang."""
 
-    num_nodes: int = 0
     version: int = VERSION
     began: float = 0.0  # seconds since 1970
     now_s: float = 0.0  # when this was known
@@ -271,7 +270,7 @@ class Word:
 def told_by_others(view: GangView | None, words: Iterable[Word]) -> GangView | None:
     """Return the view with `words` added. The first is the gang's end if the control node has recorded none."""
     for word in words:
-        missing = GangView(word.num_nodes, began=word.time, nodes=[NodeView() for _ in range(word.num_nodes)])
+        missing = GangView(began=word.time, nodes=[NodeView() for _ in range(word.num_nodes)])
         view = deepcopy(view or missing)
         headline = word.text.partition("\n")[0]
         if view.is_over:
