@@ -677,7 +677,7 @@ class Gang:
         launch = self.launch
         if launch.is_silent and self._now - launch.went_at > FIRST_OUTPUT_S:
             launch.is_silent = False
-            where = "`python flow.py torchrun stacks` shows where each rank is"
+            where = f"`{self.rules.stacks}` shows where each rank is"
             self._send(Note(f"no output for {FIRST_OUTPUT_S:g} s; {where}"), CONTROL)
         found = hang(self._now - launch.active_at, launch.policy.hang_timeout_s, launch.has_begun)
         if found is None:
