@@ -395,7 +395,7 @@ TWO_OF_3, THREE = {"num_nodes": 3, "min_nodes": 2, **ANOTHER}, {"num_nodes": 3, 
 BOTH, LEAVES = {**SPARE, **ANOTHER}, "node 1 leaves: launch 0 has ended well without it"
 FIRST, THEN = (0, 1, 2), [(0, 1, 2), (0, 2, 3)]
 WHY = "\nIt can't go on without that node: "
-FEW = f"{WHY}2 nodes are left, and it needs 3 (spare_nodes, min_nodes)."
+FEW = f"{WHY}2 nodes are left, and it needs 3 (spare_nodes and min_nodes let it go on with fewer)."
 NO_TASK = f"{FEW[:-1]}; no other task has taken its place."
 STORIES = [  # what is given, what happens, who takes part in each generation, and what the log or the error says at last
     (LATE, "join 0 1 2 3, ready 0, ready 3, lost 1, ready 2", [(0, 2, 3)], f"{LOST}{GO_ON}"),

@@ -451,7 +451,7 @@ class Gang:
             found = [f"restart_on does not have {cause.category!r}"]
         elif able < self._least:
             left = f"{counted(able, 'node')} {'is' if able == 1 else 'are'} left"
-            found += [f"{left}, and it needs {self._least} (spare_nodes, min_nodes)"]
+            found += [f"{left}, and it needs {self._least} (spare_nodes and min_nodes let it go on with fewer)"]
             found += ["no other task has taken its place"] * (self.rules.replaces and not is_used_up)
         return f"\nIt can't go on without that node: {'; '.join(found)}." if found else ""
 
