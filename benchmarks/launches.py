@@ -21,8 +21,6 @@ _SECOND_AFTER_S = 5.0  # of the step after its first launch
 TARGETS = {COLD: 1.05, WARM_AGENT: 0.75, WARM_WORKERS: 0.05}
 _LATER = 0.10  # of a second launch and of a restart, with warm workers
 FIRST, SECOND, RESTART = "first launch", "second launch", "restart"
-# Of a launch that restarts once: `gang/launch` waits so long before the first restart.
-PAUSE_S = 1.0
 Times = dict[str, float]
 
 
@@ -49,7 +47,7 @@ def of_us(shape: Shape, backend: str, heat: str, entrypoint: str, settle_s: floa
         times = {FIRST: last(folder, "collective-0-0-*") - last(folder, "begin-0-*")}
         if more:
             times[SECOND] = last(folder, "collective-1-0-*") - last(folder, "begin-1-*")
-            times[RESTART] = last(folder, "collective-2-1-*") - last(folder, "failed-2") - PAUSE_S
+            times[RESTART] = last(folder, "collective-2-1-*") - last(folder, "failed-2")
         return times
 
 

@@ -86,7 +86,7 @@ class Channel(member_side.MemberSide):
     """A member's connection, whose messages come to the member."""
 
     def __init__(self, member: Member) -> None:
-        super().__init__(lambda *told: None, NO_OUTPUT, member.node, 2, HEARTBEAT_S, "")
+        super().__init__(lambda *told: None, NO_OUTPUT, member.node, 2, HEARTBEAT_S)
         self.deliver, self.lose_control = member.deliver, member.lose_control  # type: ignore[method-assign]
 
 

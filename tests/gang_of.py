@@ -73,11 +73,11 @@ class GangOf:
 
     def join(self, *nodes):
         for node in nodes:
-            self.say(node, say.Join(node, f"host-{node}", f"task of {node}", f"pod of {node}"))
+            self.say(node, say.Join(node, f"host-{node}", f"task of {node}"))
 
     def come(self, node):
         """Have another task come in the place of one that is gone, or that never came."""
-        join = say.Join(node, f"new-{node}", f"task {next(TASKS)}", "another pod")
+        join = say.Join(node, f"new-{node}", f"task {next(TASKS)}")
         assert self.state.refuses(join) is None
         self.say(node, join)
 
@@ -128,7 +128,8 @@ class GangOf:
         """Have a generation fail, and all its workers be gone."""
         for cause in causes:
             self.ended(cause.node, cause)
-        self.stop()
+        for node in {*range(self.num_nodes)} - {cause.node for cause in causes}:
+            self.ended(node, ok=False)
 
     def stored(self, *nodes, fails=()):
         for node in nodes:
@@ -168,6 +169,10 @@ class GangOf:
 
     def farewells(self, node):
         return [farewell.what for farewell in self.got(node, "Farewell")]
+
+    def restarts(self, node=0):
+        """Return each *go* that says why workers start again."""
+        return [go for go in self.got(node, "Go") if go.cause is not None]
 
     def groups(self, node=0):
         """Return the nodes of each generation that a node has heard of."""

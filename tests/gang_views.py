@@ -62,7 +62,7 @@ class Story(GangOf):
         return self.all(nodes or self.running_nodes, lambda node: self.say(node, about(node)))
 
     def joined(self, *nodes, task="the first"):
-        return self.all(nodes, lambda node: self.say(node, messages.Join(node, self.host.format(node), task, task)))
+        return self.all(nodes, lambda node: self.say(node, messages.Join(node, self.host.format(node), task)))
 
     def ready(self, *nodes, launch=0, policy=None, **facts):
         said = {"nproc": self.nproc, "hang_timeout_s": None, **(policy or {}), **facts}

@@ -23,7 +23,7 @@ NAMES = {
     "control task": "the control task",
 }
 # Who reaps a dead task first is also who can read its signal.
-KILLED = re.compile("(was killed by SIGKILL|ended unexpectedly, as by SIGKILL)")
+KILLED = re.compile("(was killed by SIGKILL|ended unexpectedly)")
 NODE_1 = f"Node 1 (host {HOST})"
 RANK_2 = f"Rank 2 on node 1 (host {HOST})"
 SAID = {  # who is hurt, and how: the cause's category and text

@@ -146,17 +146,6 @@ def test_a_pod_that_is_deleted_with_some_grace_lets_all_ranks_save(start_remote,
     cluster.await_gone(flow)
 
 
-def test_a_pod_that_is_replaced_lets_all_ranks_save(start_remote, cluster):
-    """Where the task can't see its pod's SIGTERM, the task that comes to replace it tells; not of the control node."""
-    blind = 'environment:vars={"TORCHRUN_POD_SHELL": "none"}'
-    flow = start_remote("--with", blind, DO="*:save", **cluster.on())
-    flow.await_line(" of 4 runs")
-    delete_pod(cluster, flow, 1, grace_s=60)
-    assert flow.wait(150) == 1
-    check_said(flow, "node 1 (host", "is being replaced", "Node 1 (host", "code 0 in time: 0, 1, 2, 3")
-    cluster.await_gone(flow)
-
-
 def test_a_control_node_that_vanishes_while_its_results_are_stored_has_not_ended_well(start_remote, cluster):
     flow = start_remote(HOOK="slow-to-store:0", **cluster.on())
     flow.await_line("is being pickled", 240)

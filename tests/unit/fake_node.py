@@ -114,7 +114,7 @@ class FakeNode:
         return self._agents.get(timeout=DEADLINE_S)
 
     def say_go(self, generation=0, **more):
-        more = {"port": 29500, "gang": "gang", "restarts": generation, "max_restarts": 3, **more}
+        more = {"port": 29500, "gang": "gang", "max_restarts": 3, **more}
         self.side.deliver(messages.Go(0, generation, **more))
 
     def running(self):

@@ -83,7 +83,7 @@ class Member(InLoop):
 
     def __init__(self):
         self.inbox = Inbox()
-        super().__init__(Loop(), lambda: MemberSide(self.inbox, Mock(), 1, 2, 20.0, ""))
+        super().__init__(Loop(), lambda: MemberSide(self.inbox, Mock(), 1, 2, 20.0))
         self.in_loop.on_error = self.itself.fail
 
     def join(self, control):

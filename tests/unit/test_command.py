@@ -13,7 +13,7 @@ from metaflow_extensions.torchrun.plugins.torchrun.machine.accelerators import M
 from metaflow_extensions.torchrun.plugins.torchrun.supervisor import command
 from metaflow_extensions.torchrun.plugins.torchrun.supervisor.call import Call
 
-GO = Go(launch=0, generation=0, port=29512, gang="gang", restarts=0, max_restarts=0)
+GO = Go(launch=0, generation=0, port=29512, gang="gang", max_restarts=0)
 CALL = Call(
     "/flow/train.py", (), False, nproc=2, num_nodes=3, node_index=1, python="/usr/bin/python3", main_addr="10.0.0.7"
 )

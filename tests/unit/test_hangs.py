@@ -47,7 +47,7 @@ def test_silence_of_all_ranks_is_a_hang():
 
 @pytest.mark.parametrize(("timeout_s", "limit_s"), [(30.0, 600), (1000.0, 1000)])
 def test_the_time_before_the_first_sign_of_life_has_a_limit_of_its_own(timeout_s, limit_s):
-    gang = running(2, hang_timeout_s=timeout_s, max_restarts=1).play("lives 1, crash 1, stop 0, +1")
+    gang = running(2, hang_timeout_s=timeout_s, max_restarts=1).play("lives 1, crash 1, stop 0")
     seconds, said = silence(gang)  # workers have started again, and import again
     advice = f"If they start so slowly, set hang_timeout_s above {limit_s}."
     assert (seconds, f"exited for {limit_s} s after the start. {advice}" in said) == (limit_s + 1, True)
@@ -144,7 +144,7 @@ def test_a_page_shows_each_stack_once_and_where_to_look_first():
         ("Rank 3: train.py:33 in load", "train.py:33 in load: load()"),
     ]
     again = hanging(max_restarts=1)
-    assert (again.view.outcome, section(again)) == ("restarting", (sentence, blocks))
+    assert (again.view.outcome, section(again)) == ("starting", (sentence, blocks))
     assert Story().running().view.hangs is None
 
 

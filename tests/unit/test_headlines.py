@@ -8,7 +8,7 @@ from metaflow_extensions.torchrun.plugins.torchrun.gang.messages import Go
 from metaflow_extensions.torchrun.plugins.torchrun.supervisor.call import Call
 from metaflow_extensions.torchrun.plugins.torchrun.supervisor.launch import end_line
 
-GO = Go(2, 0, 29500, "gang", 0, 0)
+GO = Go(2, 0, 29500, "gang", 0)
 
 
 def call_of(nproc, num_nodes):

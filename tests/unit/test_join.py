@@ -20,7 +20,7 @@ from metaflow_extensions.torchrun.plugins.torchrun.errors import (
 from metaflow_extensions.torchrun.plugins.torchrun.gang.gang import Presence
 from metaflow_extensions.torchrun.plugins.torchrun.gang.messages import Join, from_wire
 from metaflow_extensions.torchrun.plugins.torchrun.gang.view import GangView, NodeView
-from metaflow_extensions.torchrun.plugins.torchrun.machine.network import pick_port, place
+from metaflow_extensions.torchrun.plugins.torchrun.machine.network import pick_port
 from metaflow_extensions.torchrun.plugins.torchrun.registry import AddressRecord
 from metaflow_extensions.torchrun.plugins.torchrun.settings import DEFAULTS, parse_settings
 from metaflow_extensions.torchrun.plugins.torchrun.supervisor.control_side import ControlSide
@@ -48,7 +48,7 @@ def control():
         side = InLoop(Loop(), lambda: ControlSide(hear, Mock(), 2, 20.0, token, rules))
         open_[side] = side
         port = side.listen(None, HOST)
-        side.send(Join(node=0, host="host-0", place=place()))
+        side.send(Join(node=0, host="host-0"))
         assert eventually(lambda: side.gang.nodes[0].presence is Presence.HERE)
         return AddressRecord((HOST,), port, token), inbox, lambda: open_.pop(side).close(0.0)
 
@@ -109,7 +109,7 @@ def begun(registry, **more):
     """Have a former control node's record and view in the datastore."""
     registry.save(AddressRecord((HOST,), pick_port(), "secret", "gpu-0 🙂*"))
     nodes = [NodeView(f"gpu-{node}", state="running") for node in (0, 1)]
-    view = GangView(2, began=1000.0, now_s=2.0, nodes=nodes, outputs={0: {1: {"key": "k", "files": 3}}}, **more)
+    view = GangView(began=1000.0, now_s=2.0, nodes=nodes, outputs={0: {1: {"key": "k", "files": 3}}}, **more)
     view.add("joined", "joined", 0)
     registry.save_view(view, 1.0)
     return view
@@ -174,7 +174,7 @@ def test_a_member_that_comes_after_an_error_raises_it(registry):
 
 def test_a_task_that_comes_when_the_gang_is_over_ends_well_at_once(registry, monkeypatch):
     registry.save(AddressRecord((HOST,), pick_port(), "token"))
-    view = GangView(2, nodes=[NodeView(state="finished") for _ in range(2)], is_over=True)
+    view = GangView(nodes=[NodeView(state="finished") for _ in range(2)], is_over=True)
     registry.save_view(view, 1.0)
     said, codes = [], []
 

@@ -8,7 +8,7 @@ import pytest
 from loops import InLoop, Loop
 from unit_helpers import eventually
 
-from metaflow_extensions.torchrun.plugins.torchrun.gang.messages import Ready, Restart
+from metaflow_extensions.torchrun.plugins.torchrun.gang.messages import Go, Ready
 from metaflow_extensions.torchrun.plugins.torchrun.gang.wire import from_plain, to_plain
 from metaflow_extensions.torchrun.plugins.torchrun.machine.accelerators import Machine
 from metaflow_extensions.torchrun.plugins.torchrun.supervisor.call import Call
@@ -93,5 +93,5 @@ def test_nothing_becomes_of_a_spare_that_has_imported_before_the_commands(warm, 
 
 def test_a_bug_of_ours_is_told_as_one(node):
     node.launches.run(0, told(call_of()))
-    node.loop.post(lambda: node.side.itself.inbox.put_nowait(Restart(0, 1, "", None)))
+    node.loop.post(lambda: node.side.itself.inbox.put_nowait(Go(0, 0, None, "gang", 0, group=1)))
     assert "bug in metaflow-torchrun" in ended(node)[2]["error"]["message"]

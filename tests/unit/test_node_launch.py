@@ -21,7 +21,6 @@ from metaflow_extensions.torchrun.plugins.torchrun.gang.messages import (
     Failed,
     Go,
     Report,
-    Restart,
     Stop,
     Store,
     Verdict,
@@ -144,24 +143,16 @@ def test_what_is_said_of_another_launch_changes_nothing(node):
     assert (words_of(node), node.stored, node.said, node._agents.empty()) == ([], [], [], True)
 
 
-def test_a_restart_says_what_it_waits_for_and_then_which_nodes_take_part(node):
+def test_a_restart_says_why_and_which_nodes_take_part(node):
     node.ends_first = node.running()
     node.all_end_well(node.ends_first)
     node.expect(Ended)
-    node.side.deliver(Restart(0, 1, "all workers start again in 1 s", CAUSE))
-    node.side.deliver(Restart(0, 2, "all workers start again when node 1 has started again", CAUSE))
-    agent = node.go(1, left=(1,), came=(2,))
+    agent = node.go(1, left=(1,), came=(2,), again="all workers start again, because", cause=CAUSE)
     node.all_end_well(agent)
     node.expect(Ended)
     result = node.verdict()
-    announced, waits, then = node.texts("restart")
-    assert announced == "all workers start again in 1 s"
-    assert waits == "all workers start again when node 1 has started again"
-    assert then == "node 2, a spare, takes the place of node 1"
-    assert [(each["generation"], each["left"], each["came"]) for each in result.restarts] == [
-        (1, [], []),
-        (2, [1], [2]),
-    ]
+    assert node.texts("restart") == ["all workers start again, because"]
+    assert [(each["generation"], each["left"], each["came"]) for each in result.restarts] == [(1, [1], [2])]
 
 
 @pytest.mark.parametrize(("group", "ranks"), [(Group(2), "2"), (Group(1, (0,)), "0"), (Group(1), None)])
@@ -180,11 +171,11 @@ def test_a_node_has_the_ranks_of_its_place_in_the_group(group, ranks, tmp_path):
 
 
 NEWS = [
-    *(Go(0, generation, 29500, "gang", generation, 3) for generation in (0, 1)),
-    *(Stop(0, 0), Stop(0, 0, "rank 3 failed", 1, signal.SIGUSR1), Restart(0, 1, "", CAUSE)),
+    *(Go(0, generation, 29500, "gang", 3) for generation in (0, 1)),
+    *(Stop(0, 0), Stop(0, 0, "rank 3 failed", 1, signal.SIGUSR1)),
     *(Ask(0, 0, 1), Store(0, 0), Store(0, 0, ERROR, 3.0), Verdict(0), Verdict(0, ERROR)),
     *(Broken(ERROR), MUST_END, GivenUp(None), GivenUp(CAUSE)),
-    *(Go(1, 0, 1, "gang", 0, 0), Ask(1, 0, "a"), Stop(1, 0), Restart(1, 1, "", CAUSE), Store(1, 0)),
+    *(Go(1, 0, 1, "gang", 0), Ask(1, 0, "a"), Stop(1, 0), Store(1, 0)),
     Verdict(1),
 ]
 OF_AGENT = [

@@ -95,8 +95,12 @@ SAID = {
     ),
     "restarting": (
         lambda: Story().running(policy=TWICE).failed(crash()).ended(codes=(-15, -9)),
-        *(f"All workers start again: {WHAT}.", "4 stopped", "4.0 0 all workers start again in 1 s"),
-        *("0 gpu-0 4 0-1 restarting SIGTERM SIGKILL", "restarts 0 (2 left in launch 0)"),
+        *(
+            "4 ranks on 2 nodes are starting, for 0 s, after 1 restart.",
+            "4 starting",
+            "4.0 0.1 start again on 2 nodes, 2 processes on each",
+        ),
+        "restarts 1 (1 left in launch 0)",
     ),
     "awaiting another task": (
         lambda: Story(replaces=True).running(policy=TWICE).lost(1).ended(0, codes=(-15, -15)),
@@ -219,8 +223,8 @@ def test_a_card_has_bounded_lists_and_texts_and_a_terminal_all():
     for number in range(15):
         story.crashed(crash(text=f"Error{number}", detail="a" * 40_000)).at(200.0 * number + 100).report("started")
     short, terminal = (lines_of(page_of(story.view, place(), is_short=is_short)) for is_short in (True, False))
-    assert [sum("all workers start again" in line for line in lines) for lines in (short, terminal)] == [12, 15]
-    assert ("                 25 lines are left out here" in short, max(map(len, terminal))) == (True, 40_004)
+    assert [sum("start again on" in line for line in lines) for lines in (short, terminal)] == [14, 15]
+    assert ("                 10 lines are left out here" in short, max(map(len, terminal))) == (True, 40_004)
     assert [sum(line.startswith("  | aaa") for line in lines) for lines in (short, terminal)] == [5, 15]
     assert {"… 8027 characters are left out here", "10 earlier failures are not shown here."} <= {*short}
     former = [line for line in short if line.startswith("After ")]

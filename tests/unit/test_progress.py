@@ -258,7 +258,7 @@ def test_the_slowest_rank_and_the_time_left_are_told_while_it_runs():
     assert facts["speed"] == "2 steps/s, 15 s left"
     assert facts["all ranks"] == "median of 4 ranks: 2 steps/s; slowest: rank 3, 0.5 steps/s"
     story.failed(crash()).ended(codes=(-15, -15))
-    assert story.view.outcome == "restarting"
+    assert story.view.outcome == "starting"
     assert shown(story)[1]["speed"] == "", "the workers start again, with new speeds"
 
 

@@ -12,7 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_sta
 from metaflow_extensions.torchrun.plugins.torchrun.gang import messages as say
 from metaflow_extensions.torchrun.plugins.torchrun.gang.cause import cause_of
 from metaflow_extensions.torchrun.plugins.torchrun.gang.gang import Phase
-from metaflow_extensions.torchrun.plugins.torchrun.gang.limits import BACKOFF_LIMIT_S, INDEX_S, SAVE_S
+from metaflow_extensions.torchrun.plugins.torchrun.gang.limits import INDEX_S, SAVE_S
 from metaflow_extensions.torchrun.plugins.torchrun.gang.messages import from_wire, to_wire
 from metaflow_extensions.torchrun.plugins.torchrun.gang.view import Presence
 
@@ -20,7 +20,7 @@ EXAMPLES = int(os.environ.get("EXAMPLES", "300"))
 IN_GANG = (Presence.HERE, Presence.GONE)
 FOREVER, START_S, LAUNCH_S = float("inf"), 50.0, 40.0
 # How long a launch may take whose nodes are silent, with two restarts, and of what it stores.
-LAUNCH_ENDS_S = 3 * (LAUNCH_S + STOP_S + max(START_S, BACKOFF_LIMIT_S)) + SAVE_S + INDEX_S
+LAUNCH_ENDS_S = 3 * (LAUNCH_S + STOP_S + START_S) + SAVE_S + INDEX_S
 PEER = "RuntimeError: gloo: Connection closed by peer"  # it follows from another failure
 # What has happened before: from the first event on, few examples would come far. With None nobody has come.
 STORIES = [None, "", "killed 1", "killed 1, all_ended 0", "all_ended, give_up 0", "all_ended, give_up 0, raises 0"]
@@ -69,6 +69,7 @@ class AnyGang(RuleBasedStateMachine, GangOf):
         rules = {**rules, "spare_nodes": spares, "min_nodes": least and self.least, "started_timeout_s": START_S}
         self.tasks, self.old = {}, []  # the member of each node, and those before
         self.errors, self.aborted, self.restarts = {}, None, {}  # by launch; with what; by launch
+        self.restarts_for = None  # what was checked last
         self.failures = {}  # launch -> when what has failed in it, and of which task, since its last restart
         self.last_go, self.stopped = None, {}  # launch and generation -> when the gang has stopped it
         GangOf.__init__(self, num_nodes, join=False, sees=self.check, **rules)
@@ -86,16 +87,6 @@ class AnyGang(RuleBasedStateMachine, GangOf):
                 self.check_go(node, message)
             case say.Stop():
                 self.stopped[message.launch, message.generation] = self.now
-            case say.Restart():
-                known = self.restarts.setdefault(message.launch, [])
-                if message not in known:
-                    self.check_cause(message.launch, message.cause)
-                    known.append(message)
-                counted = sum(each.cause.category != "preempted" for each in known)
-                is_counted = message.cause.category != "preempted"
-                which = f"restart {counted} of {self.max_restarts}: " if is_counted else ""
-                assert (message.number, message.text.partition("all workers")[0]) == (len(known), which)
-                assert counted <= self.max_restarts
             case say.Abort(error=error):
                 self.aborted = self.aborted or error
                 assert error is self.aborted, "nodes hear of different failures"
@@ -107,7 +98,21 @@ class AnyGang(RuleBasedStateMachine, GangOf):
                 if is_first and error is not None and message.launch == launch.number and launch.generation >= 0:
                     self.check_cause(message.launch, cause_of(error))
 
+    def post(self, outgoing):
+        launch = self.state.launch
+        known = self.restarts.setdefault(launch.number, [])
+        if (cause := launch.restarts_for) is not None and cause is not self.restarts_for:
+            self.restarts_for = cause
+            self.check_cause(launch.number, cause)
+            known.append(cause)
+            counted = sum(each.category != "preempted" for each in known)
+            which = f"restart {counted} of {self.max_restarts}: " if cause.category != "preempted" else ""
+            assert launch.again.partition("all workers")[0] == which
+            assert counted <= self.max_restarts
+        return GangOf.post(self, outgoing)
+
     def check_go(self, node, go):
+        assert go.cause is (self.restarts[go.launch][-1] if self.restarts[go.launch] else None)
         nodes, here = {*go.group.nodes}, {each.index for each in self.state.nodes if each.presence is Presence.HERE}
         assert here >= {node, *nodes}, "a group with a lost node"
         if go is not self.last_go:
@@ -120,7 +125,7 @@ class AnyGang(RuleBasedStateMachine, GangOf):
         assert [go.group.rank_of(each) for each in sorted(nodes)] == [*range(go.group.size)]
         assert self.state.broken is None
         assert self.least <= go.group.size <= self.size
-        assert go.restarts <= go.max_restarts
+        assert go.generation <= go.max_restarts
         for task in [each for each in (*self.tasks.values(), *self.old) if each.go not in (None, go)]:
             silent_s = self.now - self.stopped.get((task.go.launch, task.go.generation), FOREVER)
             assert silent_s >= STOP_S, f"node {task.node} has workers of two generations at once"
@@ -134,7 +139,7 @@ class AnyGang(RuleBasedStateMachine, GangOf):
         if cause is None or cause.is_consequence:
             assert not origins, f"{cause} follows from {origins}"
             return
-        if not origins and cause in [each.cause for each in self.restarts.get(launch, [])[-1:]]:
+        if not origins and cause in self.restarts.get(launch, [])[-1:]:
             return  # too few have come for that restart
         found = [at for at, each, _ in known if each.is_same_event(cause)]
         if cause.kind in ("timeout", "step_timeout", "hang"):
@@ -213,7 +218,7 @@ class AnyGang(RuleBasedStateMachine, GangOf):
 
     def come(self, node):
         task = Task(node, len(self.sent[node]))
-        join = say.Join(node, f"host-{node}", task.name, task.name)
+        join = say.Join(node, f"host-{node}", task.name)
         if (answer := self.turn_away(join)) is not None:
             assert answer.error is not None
             return

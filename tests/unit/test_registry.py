@@ -121,6 +121,6 @@ def test_where_the_control_node_has_stored_nothing_what_others_tell_is_all(flow)
     assert registry_of(flow).load_view() is None
     registry_of(flow).save_word(Word("gone", 1000.0, 3), "job", 1.0)
     found = registry_of(flow).load_view()
-    assert (found.num_nodes, found.error) == (3, "gone")
+    assert (len(found.nodes), found.error) == (3, "gone")
     flow.stored["7", "train", "3", 0, "torchrun_view.json"] = '{"version": 2, "eve'  # half written
     assert registry_of(flow).load_view() == found

@@ -145,7 +145,7 @@ class Gang:
         ignore = lambda *told: None  # noqa: E731
         self.output = Output(ignore)
         self.control = InLoop(Loop(), lambda: ControlSide(ignore, self.output, 2, heartbeat_s, "a token", rules))
-        self.member = InLoop(Loop(), lambda: MemberSide(self._hear, self.output, 1, 2, heartbeat_s, ""))
+        self.member = InLoop(Loop(), lambda: MemberSide(self._hear, self.output, 1, 2, heartbeat_s))
         port = self.control.listen(None, HOST)
         self.control.send(Join(0, "host-0"))
         self.member.connect([HOST], port, "a token", 10.0)

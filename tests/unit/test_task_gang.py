@@ -69,7 +69,7 @@ def test_a_task_stays_in_its_gang_until_its_results_are_stored_and_what_has_happ
     gang.leave(None)
     assert not members[0].is_storing
     stored = registry.load_view()
-    assert (stored.num_nodes, stored.nproc, stored.is_over) == (1, None, True)
+    assert (len(stored.nodes), stored.nproc, stored.is_over) == (1, None, True)
     assert [(event.kind, event.nodes) for event in stored.events] == [("joined", [0]), ("finished", [0]), ("left", [0])]
 
 

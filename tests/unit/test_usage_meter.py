@@ -166,7 +166,10 @@ def test_a_node_tells_what_its_processes_use_and_now_and_then_what_its_gpus_do(s
     assert asked() == [query] * 3
 
 
-@pytest.mark.parametrize("script", ["trap '' TERM; exec sleep 1000", "kill -9 $$", "head -c 40 /dev/urandom"])
+@pytest.mark.parametrize(
+    "script",
+    ["trap '' TERM; exec sleep 1000", "sleep 1000; true", "setsid sleep 2 & kill -9 $$", "head -c 40 /dev/urandom"],
+)
 def test_a_program_that_hangs_or_fails_is_ended_and_asked_again(smi, script):
     asked, node = smi(script), Node("0", "1")
     eventually(lambda: "gpu_percent" not in node.after(STEP_S)["values"] and len(asked()) > 1)

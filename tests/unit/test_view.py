@@ -29,8 +29,8 @@ def test_numbers_that_json_does_not_have_are_stored_as_null():
     ("stored", "why"),
     [
         ({}, "of another version of metaflow-torchrun: None"),
-        ({"version": VERSION + 1, "num_nodes": 2}, f"of another version of metaflow-torchrun: {VERSION + 1}"),
-        ({"version": VERSION, "num_nodes": "two"}, "the view of the gang.num_nodes is 'two'"),
+        ({"version": VERSION + 1, "nproc": 2}, f"of another version of metaflow-torchrun: {VERSION + 1}"),
+        ({"version": VERSION, "nproc": "two"}, "the view of the gang.nproc is 'two'"),
         ({"version": VERSION, "weather": "fine"}, "lacks the fields of GangView, or has others"),
         ({"version": VERSION, "events": [None]}, "the view of the gang.events"),
     ],
@@ -56,7 +56,7 @@ def test_all_that_grows_with_launches_is_bounded():
 
 
 def test_of_thousands_of_launches_the_places_of_the_last_outputs_are_kept():
-    view = GangView(2)
+    view = GangView()
     for launch in range(2600):
         for node in (0, 1):
             view.take_outputs(launch, node, {"key": "k"})

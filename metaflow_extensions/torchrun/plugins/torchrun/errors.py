@@ -48,7 +48,7 @@ class TorchrunError(MetaflowException):  # type: ignore[misc]  # Metaflow is not
     ----------
     events : list of dict
         What had happened to the gang since the launch before, in order, on the control node; empty on the others, and
-        where the gang has not decided on the error. ``docs/seeing.md`` lists the fields.
+        outside of launches. ``docs/seeing.md`` lists the fields.
     outputs : Outputs or None
         What ``run(outputs=...)`` could store after the failure, as `TorchrunResult.outputs`; None without that argument,
         or where the gang has not decided on the error.

@@ -21,7 +21,7 @@ from . import failures
 from .cause import Cause, Failure, FailureText, cause_of, describe_exit, failed, failure_of
 from .group import Group, follow
 from .launch import GONE, Launch
-from .limits import INDEX_S, LATE_S, QUIET_S, REMIND_S, SAVE_S
+from .limits import FIRST_OUTPUT_S, INDEX_S, LATE_S, QUIET_S, REMIND_S, SAVE_S
 from .messages import (
     CONTROL,
     Abort,
@@ -37,7 +37,6 @@ from .messages import (
     Note,
     Ready,
     Report,
-    Restart,
     Stop,
     Store,
     Stored,
@@ -47,7 +46,7 @@ from .policy import Rules
 from .progress import Progress
 from .stacks import HANG, NO_WORKERS, Stacks, conclude, hang
 from .texts import counted, headline, names, size_text
-from .view import GangView, Happened, NodeView, Presence, State
+from .view import GangView, NodeView, Presence, State
 from .wire import to_plain
 
 Outgoing: TypeAlias = tuple[int, Message]
@@ -64,7 +63,7 @@ class Phase(enum.Enum):
     IDLE = "no launch runs; nodes may have called `run` already"
     RUNNING = "the workers run"
     STOPPING = "the workers are told to stop"
-    PAUSING = "no worker is left; a restart follows"
+    PAUSING = "no worker is left; a restart follows, perhaps when other tasks have come"
     STORING = "no worker is left, and no restart follows: what the workers left is stored"
 
 
@@ -76,9 +75,8 @@ class Node:
     awaited_until: float  # until when a task of it is waited for
     join: Join  # of its last task
     presence: Presence = Presence.ABSENT
-    tasks: list[str] = field(default_factory=list)  # all that have come, in order
+    tasks: set[str] = field(default_factory=set)  # all that have joined
     is_new: bool = False  # whether its task has come in the place of another, and was not ready yet
-    is_told: bool = False  # whether its task knows that another one has come
     cause: Cause | None = None  # why it is gone, or out
 
     @property
@@ -102,10 +100,9 @@ class Gang:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.num_nodes, self.rules = num_nodes, rules or Rules()
-        self.view = GangView(num_nodes, began=time.time(), nodes=[NodeView() for _ in range(num_nodes)])
+        self.view = GangView(began=time.time(), nodes=[NodeView() for _ in range(num_nodes)])
         self.changes = self.numbers = 0  # of the view, and of numbers in it that change all the time
         self.progress, self.stacks = Progress(self._name), Stacks()
-        self._values: dict[str, Any] = {}  # by rank: under which keys returned values and exceptions are stored
         self._has_warned = False  # of a report that could not be read
         self.phase, self.launch = Phase.IDLE, Launch(-1)
         self.broken: TorchrunError | None = None  # why no launch can begin any more
@@ -124,8 +121,6 @@ class Gang:
         self._is_over = False  # whether the control node's step has ended, and no other node is left
         self._is_time_up = False  # whether the end of the step's @timeout was handled
         self._remind_at = float("inf")  # when to log next what is waited for
-        # How many events there were at the end of the launch before, and of the last one.
-        self._mark = self._next_mark = 0
         self._verdicts: dict[int, Verdict] = {}  # by launch, of all: another task may come and call them late
         self._out: list[Outgoing] = []
 
@@ -146,12 +141,6 @@ class Gang:
         """The nodes that take part in the last launch, or may."""
         number = self.launch.number
         return {node for node, call in self._calls.items() if call.launch == number}
-
-    @property
-    def due_at(self) -> float:
-        """The time at which `tick` must be called, since the workers start again then; infinite if none is known."""
-        is_known = self.phase is Phase.PAUSING and not self._coming(self._able())
-        return self.launch.until if is_known else float("inf")
 
     @property
     def _size(self) -> int:
@@ -216,7 +205,7 @@ class Gang:
         return []
 
     def tick(self) -> list[Outgoing]:
-        """Check all time limits; call it once a second, and at `due_at`."""
+        """Check all time limits; call it once a second."""
         return self._step(self._tick)
 
     def _step(self, do: Callable[..., None], *args: Any) -> list[Outgoing]:
@@ -241,7 +230,7 @@ class Gang:
                 self._finish(launch.failing_with)
             elif self.phase in (Phase.RUNNING, Phase.STOPPING) and (is_late or not launch.running):
                 self._decide()
-            elif self.phase is Phase.PAUSING and is_late:
+            elif self.phase is Phase.PAUSING:
                 self._start_again()
             elif self.phase is Phase.IDLE:
                 self._begin()
@@ -265,11 +254,10 @@ class Gang:
             self.view.nodes[node.index].host = join.host
             node.is_new = bool(node.join.task)
             self._failed.discard(node.index)
-            node.is_told, node.cause = False, None
+            node.cause = None
         self._enter(node, Presence.HERE)
         node.join = join
-        if join.task not in node.tasks:
-            node.tasks.append(join.task)
+        node.tasks.add(join.task)
         self._send(Answer(), node.index)
         if self.broken is not None:
             self._send(Abort(self.broken), node.index)
@@ -279,26 +267,18 @@ class Gang:
 
         It may if no task is that node, or it is itself and has not got its answer.
         Kubernetes starts a second task at once where a pod is deleted or drained, while the first still has its grace.
-        The first is told soon, so that all can save. The second tries again, until it can take that place or the gang has
-        ended: its own end would have all pods killed.
+        The second tries again, until it can take that place or the gang has ended: its own end would have all pods killed.
         """
-        node, is_known = self.nodes[join.node], join.task in self.nodes[join.node].tasks
+        node = self.nodes[join.node]
         is_here = node.presence is Presence.HERE
         if is_here and join == node.join:
             return None
-        # Of a node that nobody has been, a task is never too old.
-        if is_known and node.join.task and node.tasks.index(join.task) <= node.tasks.index(node.join.task):
+        if join.task in node.tasks:
             return Answer(failures.turned_away(join, node.host))
         if not is_here and node.presence is not Presence.GONE and not self._is_over:
             return None
         if self.broken is not None:
             return Answer(self.broken)
-        node.tasks += [] if is_known else [join.task]
-        if is_here and node.join.place != join.place and not node.is_told and self.phase in (Phase.IDLE, Phase.RUNNING):
-            node.is_told = True
-            why = "it is being replaced: another task of this node has started, as when its pod is deleted or drained"
-            self._send(Farewell("replaced", why), node.index)
-            self._send(Note(f"node {node.index} (host {node.host}) {why.removeprefix('it ')}"), CONTROL)
         text = f"another task, on host {node.host}, is or was node {node.index}, and can't be replaced yet"
         return Answer(GangError(text), is_early=True)
 
@@ -344,7 +324,7 @@ class Gang:
             launch = self.launch
             if has_failed and self.phase is not Phase.IDLE:  # it can't tell the nodes later how it ends
                 self._finish(launch.failing_with or self._error_of_launch())
-            if has_failed and node.cause is None and launch.verdict is not None and not self._here <= launch.told:
+            if has_failed and node.cause is None and launch.verdict is not None and launch.generation < 0:
                 self._break(launch.verdict)
             self._send(Farewell("bye"), *range(1, self.num_nodes))
 
@@ -415,7 +395,8 @@ class Gang:
         node.cause = cause
         self._forget(node)
         self._done.discard(node.index)
-        self.launch.forget(node.index)
+        self.launch.leaving.pop(node.index, None)
+        self.launch.given_up.discard(node.index)
         if waits and self._may_be_replaced(node):
             if not node.is_new:
                 node.awaited_until = self._now + self.rules.started_timeout_s
@@ -457,26 +438,22 @@ class Gang:
         self._leave_out(node, node.lost(f"it has not joined within {self.rules.started_timeout_s:g} s"), waits=False)
 
     def _why_not_without(self, cause: Cause | None) -> str:
-        """Say why the gang does not go on without a lost node, where spares or fewer nodes are asked for."""
-        launch, rules, is_idle = self.launch, self.rules, self.phase is Phase.IDLE
-        if cause is None or cause.category not in GONE or not (rules.spare_nodes or rules.min_nodes or rules.replaces):
+        """Say why the gang does not go on without a lost node, and what would let it."""
+        launch, is_idle = self.launch, self.phase is Phase.IDLE
+        if cause is None or cause.category not in GONE or self.num_nodes == 1:
             return ""
         able = len(self._here - {cause.node} - launch.leaving.keys())
+        is_used_up = not (is_idle or self.phase is Phase.PAUSING or launch.has_restarts_left(cause))
+        found = [f"max_restarts={launch.policy.max_restarts} allows no more restarts"] * is_used_up
         if cause.node == CONTROL:
-            why = f"node {CONTROL} is the control node."
+            found = [f"node {CONTROL} is the control node"]
         elif not is_idle and cause.category not in launch.policy.restart_on:
-            why = f"restart_on does not have {cause.category!r}."
-        elif not is_idle and (ended := sorted(launch.given_up - launch.leaving.keys())):
-            why = f"the call of run has ended on {names(ended)}, too."
-        elif not is_idle and self.phase is not Phase.PAUSING and launch.restarts >= launch.limit:
-            why = f"max_restarts={launch.policy.max_restarts} allows no more restarts."
+            found = [f"restart_on does not have {cause.category!r}"]
         elif able < self._least:
             left = f"{counted(able, 'node')} {'is' if able == 1 else 'are'} left"
-            why = f"{left}, and it needs {self._least} (spare_nodes, min_nodes)."
-            why += " No other task has taken its place." if rules.replaces else ""
-        else:
-            return ""
-        return f"\nIt can't go on without that node: {why}"
+            found += [f"{left}, and it needs {self._least} (spare_nodes and min_nodes let it go on with fewer)"]
+            found += ["no other task has taken its place"] * (self.rules.replaces and not is_used_up)
+        return f"\nIt can't go on without that node: {'; '.join(found)}." if found else ""
 
     # --- a launch's begin -------------------------------------------------------------------------
 
@@ -488,7 +465,7 @@ class Gang:
         elif known and node.index not in self._done:  # it was over before this node called it
             if number >= self.launch.number and self.phase is Phase.IDLE:
                 node.is_new = False  # it is where the others are
-            self._send_verdict(node, replace(known, events=self._events() if node.index == CONTROL else ()))
+            self._send_verdict(node, known)
         return node.presence is Presence.HERE and not known and node.index not in self._done
 
     def _on_ready(self, node: Node, call: Ready) -> None:
@@ -501,9 +478,7 @@ class Gang:
         self._see("ready", text, node, "waiting", launch=call.launch, generation=None)
         if not self._calls:
             self._remind_at = self._now + QUIET_S
-        # Equal messages share one object, since thousands of nodes send the same.
-        other = next(iter(self._calls.values()), call)
-        self._calls[node.index] = other if other == call else call
+        self._calls[node.index] = call
         if self.phase is Phase.IDLE:
             node.is_new = False
         elif call.launch == self.launch.number:
@@ -522,7 +497,7 @@ class Gang:
         if view.launch is not None and number <= view.launch:
             return
         view.turn("waiting")
-        view.launch, view.generation, view.began_s, view.restarts = number, None, None, 0
+        view.launch, view.generation, view.began_s = number, None, None
         view.error = view.cause = view.restarts_left = None  # those of the launch before
         for each, node in enumerate(view.nodes):
             node.takes_part, node.exit_codes = each not in self._out_of_it, {}
@@ -573,7 +548,7 @@ class Gang:
         elif (error := failures.contradiction({node: self._calls[node] for node in group.nodes})) is not None:
             self._end_early(number, error)
         else:
-            self.launch, self._mark = Launch(number, self._calls[CONTROL], group=self.launch.group), self._next_mark
+            self.launch = Launch(number, self._calls[CONTROL], group=self.launch.group)
             for each in sorted(self.ready - set(group.nodes)):
                 self._see("spare", "waits as a spare", self.nodes[each])
             self._go(group)
@@ -582,7 +557,7 @@ class Gang:
         """End a launch that can't begin."""
         launch = Launch(number, group=self.launch.group)
         if self.phase is Phase.IDLE:
-            self.launch, self._mark = launch, self._next_mark
+            self.launch = launch
             self._finish(error)
         else:  # nodes are in the launch before it still
             self._tell_verdict(launch, error)
@@ -601,8 +576,10 @@ class Gang:
         self.phase = Phase.RUNNING
         self._see_go(came)
         of_group = {node: self._calls[node] for node in group.nodes}
-        about = (launch.number, launch.generation, port, self.rules.name, launch.restarts, launch.limit)
-        self._broadcast(Go(*about, failures.devices(of_group), group, tuple(left), tuple(came)))
+        about = (launch.number, launch.generation, port, self.rules.name, launch.limit)
+        again = "; ".join(filter(None, (launch.again, failures.change_of_nodes(left, came, group.size))))
+        restart = (tuple(left), tuple(came), again, launch.restarts_for)
+        self._broadcast(Go(*about, failures.devices(of_group), group, *restart))
 
     def _see_go(self, came: list[int]) -> None:
         """Note that a generation begins."""
@@ -611,7 +588,7 @@ class Gang:
         view.launch, view.generation = launch.number, launch.generation
         view.nproc, view.facts = control.nproc, control.facts
         view.began_s = view.now_s if view.began_s is None else view.began_s
-        view.restarts, view.restarts_left = launch.restarts, launch.limit - launch.restarts
+        view.restarts_left = launch.limit - launch.restarts
         view.restarts_s += [round(view.now_s, 3)] if launch.generation else []
         for each in came:
             self._see("taken_in", "takes part from now on", self.nodes[each])
@@ -625,8 +602,6 @@ class Gang:
         view.outputs.pop(launch.number, None)  # those of a generation before
         self.progress.begin(launch.number)
         self.stacks = Stacks()
-        view.hangs = view.hangs and {**view.hangs, "is_last": False}  # it is not the last failure any more
-        self._values = {}
 
     # --- what the nodes report --------------------------------------------------------------------
 
@@ -668,9 +643,10 @@ class Gang:
                         view.turn("running")
             case "wrote":
                 self._see("output", "first output", node)
-                view.nodes[index].has_written = True
+                view.nodes[index].has_written, launch.is_silent = True, False
             case "progress":
                 if first := self.progress.take(index, report.launch, data, self._now):
+                    launch.is_silent = False
                     self._see("progress", f"first report read: {first}", node, rank=0)
                 view.progress = self.progress.record
             case "hangs":
@@ -683,7 +659,7 @@ class Gang:
                 view.take_outputs(report.launch, index, data)
                 self._see("stored", f"stored {counted(data['files'], 'file')}, {size_text(data['size'])}", node)
             case "functions":
-                self._values.update(data)
+                launch.values.update(data)
             case "unreached":
                 self._fail_with("unreachable", *failures.unreached(self.nodes[CONTROL].host, **data), node)
 
@@ -699,6 +675,10 @@ class Gang:
         for line in self.progress.tick(self._now):
             self._send(Note(line), CONTROL)
         launch = self.launch
+        if launch.is_silent and self._now - launch.went_at > FIRST_OUTPUT_S:
+            launch.is_silent = False
+            where = f"`{self.rules.stacks}` shows where each rank is"
+            self._send(Note(f"no output for {FIRST_OUTPUT_S:g} s; {where}"), CONTROL)
         found = hang(self._now - launch.active_at, launch.policy.hang_timeout_s, launch.has_begun)
         if found is None:
             self.stacks = Stacks() if self.stacks.asked == HANG else self.stacks
@@ -796,9 +776,7 @@ class Gang:
         # A node whose own code has left `run` would not obey another *go*. Of one that was told to end, that is no failure.
         has_given_up = bool(launch.given_up - launch.leaving.keys())
         over = self._now >= self.rules.deadline
-        # A node that was told to end does not use up a restart; but there must be some at all.
-        is_left = launch.restarts < launch.limit or (cause.category == "preempted" and policy.max_restarts > 0)
-        may = (is_left and cause.category in policy.restart_on) or launch.has_lost_its_port()
+        may = (launch.has_restarts_left(cause) and cause.category in policy.restart_on) or launch.has_lost_its_port()
         return may and not has_given_up and not over and not launch.repeat(self._now)
 
     def _go_on_without_silent(self, silent: list[int]) -> bool:
@@ -815,43 +793,29 @@ class Gang:
         return True
 
     def _restart(self, cause: Cause) -> None:
-        """All workers are gone; they start again after a pause, or when another task has come for a lost one."""
+        """All workers are gone; they start again at once, or when another task has come for a lost one."""
         launch = self.launch
         self._see_cause(cause)
         self.view.report(cause.describe(), None, cause.as_dict())
         is_move = launch.has_lost_its_port()
-        # Without the node that has failed, or with another port, there is nothing to wait for.
-        pause_s = 0.0 if is_move or cause.category in GONE else round(launch.pause_s(self._now), 1)
-        number = launch.restarts + 1
+        launch.moves += is_move
         launch.uncounted += is_move or cause.category == "preempted"
-        self.phase, launch.restarts_for, launch.until = Phase.PAUSING, cause, self._now + pause_s
+        self.phase, launch.restarts_for = Phase.PAUSING, cause
         launch.forget_failures()
         for each, why in sorted(launch.leaving.items()):  # they are about to go
             self._tell_to_end(self.nodes[each], why)
         for node in [self.nodes[each] for each in sorted(self._gone)]:
             self._leave_out(node, node.lost("it has left"))
-        waits_for = self._coming(self._able())
-        self._remind_at = self._now + REMIND_S if waits_for else float("inf")
+        launch.again = f"all workers start again, because {FailureText(cause).who} {headline(cause.what)}"
         if is_move:
-            text = "another program took the port of the rendezvous; all workers start again with another port"
-            self._broadcast(Note(text))
-        else:
-            has = "has" if len(waits_for) == 1 else "have"
-            when = (
-                f" when {names(waits_for)} {has} started again"
-                if waits_for
-                else f" in {pause_s:g} s"
-                if pause_s
-                else ""
-            )
-            self._see("restart", text := f"all workers start again{when}")
-            self.view.turn("restarting", failures.summary(cause))
-            self.view.waits_for = f"{names(waits_for)} to start" if waits_for else ""
-            self.view.enter("restarting", self._able())
-            if cause.category != "preempted":  # `max_restarts` does not count others
-                text = f"restart {number - launch.uncounted} of {launch.policy.max_restarts}: {text}"
-            text += f", because {FailureText(cause).who} {headline(cause.what)}"
-            self._broadcast(Restart(launch.number, number, text, cause))
+            launch.again = "another program took the port of the rendezvous; all workers start again with another port"
+        elif cause.category != "preempted":  # `max_restarts` does not count others
+            count = launch.restarts + 1 - launch.uncounted
+            launch.again = f"restart {count} of {launch.policy.max_restarts}: {launch.again}"
+        self.view.turn("restarting", failures.summary(cause))
+        self.view.waits_for = self._waits_for()
+        self.view.enter("restarting", self._able())
+        self._remind()
 
     def _tell_to_end(self, node: Node, cause: Cause, error: TorchrunError | None = None) -> None:
         """Leave a node out that is here, with a verdict of its own."""
@@ -860,7 +824,7 @@ class Gang:
         self._leave_out(node, cause)
 
     def _start_again(self) -> None:
-        """Begin the next generation after the pause, in which more nodes may have been lost or have come."""
+        """Begin the next generation, unless nodes may come for it."""
         able = self._able()
         if self._coming(able):
             return  # until they come, or `tick` gives up on them
@@ -874,14 +838,10 @@ class Gang:
 
     def _error_of_launch(self, silent: Collection[int] = ()) -> TorchrunError:
         """Return what every node raises after a failed launch; `silent` nodes did not report their end."""
-        launch, cause, more = self.launch, self.launch.cause, ""
+        launch, more = self.launch, ""
         if silent:
             more = f"\n{names(silent).capitalize()} did not report in time that the workers there had ended."
-        if self.phase is Phase.PAUSING and launch.restarts_for is not None:
-            if cause is not None:
-                earlier = failures.summary(launch.restarts_for)
-                more += f"\nAll workers were about to start again after an earlier failure: {earlier}."
-            cause = cause or launch.restarts_for
+        cause = launch.cause or (launch.restarts_for if self.phase is Phase.PAUSING else None)
         return failures.of_launch(launch, cause, more + self._why_not_without(cause))
 
     def _store(self, error: TorchrunError | None) -> None:
@@ -919,18 +879,19 @@ class Gang:
                 if not launch.takes_part(each) and self.nodes[each].cause is not None:
                     self._give_up_on(self.nodes[each])
         self._tell_verdict(launch, error)
-        self._next_mark = self.view.count
         if error is not None and any(self.nodes[node].cause for node in self._gone):
             self._break(error)  # without all its nodes the gang can't launch again
 
     def _tell_verdict(self, launch: Launch, error: TorchrunError | None) -> None:
         """Send all nodes their verdict; members get one object. Keep it for those that call the launch later."""
         number, group = launch.number, launch.group if launch.generation >= 0 else None
-        alone = error is None and launch.alone
-        of_control = Verdict(number, error, self._events(), self._left(launch, error, True), alone, group)
+        alone = error is None and bool(launch.ended) and all(ended.alone for ended in launch.ended.values())
+        events, last = self.view.events, self.view.launch
+        ends = [at for at, each in enumerate(events, 1) if each.kind in ("done", "failed") and each.launch != last]
+        seen = tuple(events[max(ends, default=0) :])  # since the end of the launch before
+        of_control = Verdict(number, error, seen, self._left(launch, error, True), alone, group)
         of_others = Verdict(number, error, (), self._left(launch, error, False), alone, group)
         for each in sorted(node for node, its in self._called.items() if its == number):
-            launch.told.add(each)
             self._send_verdict(self.nodes[each], of_control if each == CONTROL else of_others)
         left = {name: each for name, each in of_control.left.items() if self.rules.replaces and name != "progress"}
         self._verdicts[number] = replace(of_others, left=left)  # progress is long
@@ -955,7 +916,7 @@ class Gang:
             for node, each in sorted(self.view.outputs.get(launch.number, {}).items())
             if is_control or node == CONTROL
         }
-        values = self._values if launch.generation >= 0 else {}
+        values = launch.values
         if error is not None or not is_control:  # of a failure that of the failed rank, which all raise
             values = {rank: key for rank, key in values.items() if cause is not None and rank == str(cause.rank)}
         found = {
@@ -989,10 +950,8 @@ class Gang:
         self._see("broken", "nothing can be launched any more")
         self._see_error(error)
         self.view.turn("failed", self.view.why)
-        others = sorted(self._here - self._done - {CONTROL})
-        self._send(Abort(error), *others)
-        if CONTROL in self._here:  # when done, it waits for the others
-            self._send(Abort(error, self._events()), CONTROL)
+        told = self._here - self._done | self._here & {CONTROL}  # when done, that one waits for the others
+        self._send(Abort(error), *sorted(told))
 
     # --- time limits ------------------------------------------------------------------------------
 
@@ -1022,12 +981,13 @@ class Gang:
         self._remind_at = self._now + REMIND_S
         if not (waits_for := self._waits_for()):
             return
+        if self.phase is Phase.PAUSING:
+            then = "goes on with fewer nodes" if len(self._able()) >= self._least else "fails"
+            waits_for += f", {self.rules.started_timeout_s:g} s at most (all_nodes_started_timeout), and then {then}"
         missing = min(self._absent, default=None)
         why = "" if missing is None else failures.to_see_why(missing, self.rules.why_it_waits(missing))
         text = f"launch {self._number} waits for {waits_for}{why and '.' + why}"
         self._send(Note(text), CONTROL)  # even if it is late itself: the terminal shows its log
-        if self.phase is Phase.IDLE:
-            self._send(Note(text, is_detail=True), *sorted(self._calls.keys() - {CONTROL}))
 
     def _waits_for(self) -> str:
         """Return in words for which nodes the others wait, or all."""
@@ -1058,10 +1018,6 @@ class Gang:
         self.view.add(kind, text, None if node is None else node.index, **more)
         if node is not None and state is not None:
             self.view.enter(state, [node.index])
-
-    def _events(self) -> tuple[Happened, ...]:
-        """Return what has happened since the end of the launch before."""
-        return tuple(self.view.since(self._mark))
 
     def _see_cause(self, cause: Cause, before: str = "") -> None:
         self.view.why = headline(before.replace("\n", " ") + failures.summary(cause))

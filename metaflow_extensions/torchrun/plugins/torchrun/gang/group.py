@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 
@@ -15,11 +15,6 @@ class Group:
 
     size: int
     without: tuple[int, ...] = ()  # in order; all others below the last node of the group take part
-
-    @staticmethod
-    def of(nodes: Collection[int]) -> Group:
-        """Return the group of some nodes."""
-        return Group(len(nodes), tuple(node for node in range(max(nodes, default=0)) if node not in nodes))
 
     @property
     def nodes(self) -> tuple[int, ...]:
@@ -42,4 +37,6 @@ def follow(group: Group, able: Sequence[int], size: int, least: int) -> Group | 
     before = set(group.nodes)
     stay = [node for node in able if node in before]
     come = [node for node in able if node not in before][: max(0, size - len(stay))]
-    return Group.of({*stay, *come}) if len(stay) + len(come) >= least else None
+    nodes = {*stay, *come}
+    without = tuple(node for node in range(max(nodes, default=0)) if node not in nodes)
+    return Group(len(nodes), without) if len(nodes) >= least else None

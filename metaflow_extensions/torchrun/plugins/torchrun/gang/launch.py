@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from ..errors import TorchrunError
 from .cause import Cause, Failure, first_failure
 from .group import Group
-from .limits import ALIKE_ENDS, ALIKE_S, BACKOFF_LIMIT_S
+from .limits import ALIKE_ENDS, ALIKE_S
 from .messages import Ended, Ready
 from .policy import LaunchPolicy
 
@@ -29,11 +29,13 @@ class Launch:
     control: Ready = field(default_factory=lambda: Ready(-1, 0))  # the control node's call
     generation: int = -1  # none has begun
     group: Group = field(default_factory=lambda: Group(0))  # the nodes of this generation; before the first, none
-    uncounted: int = 0  # restarts that `max_restarts` does not count: a node was told to end, or a port was taken
+    moves: int = 0  # restarts because another program took the port
+    uncounted: int = 0  # restarts that `max_restarts` does not count: those, and after a node was told to end
     went_at: float = 0.0
     active_at: float = 0.0  # when a rank has shown its last sign of life, or else when they were started
     has_begun: bool = False  # whether any rank has shown one
-    until: float = float("inf")  # when the present phase must be over, in PAUSING, STOPPING and after a failure STORING
+    is_silent: bool = True  # whether no rank has written anything in any generation, and no line says so
+    until: float = float("inf")  # when the present phase must be over, in STOPPING and after a failure STORING
     running: set[int] = field(default_factory=set)  # nodes of this generation whose workers may run
     starting: set[int] = field(default_factory=set)  # those of them whose workers do not all run yet
     ended: dict[int, Ended] = field(default_factory=dict)  # without what failed, of which `first` is kept
@@ -44,10 +46,11 @@ class Launch:
     leaving: dict[int, Cause] = field(default_factory=dict)  # nodes that were told to end
     tasks: dict[int, str] = field(default_factory=dict)  # of this generation, by node
     restarts_for: Cause | None = None  # why the last restart follows
+    again: str = ""  # the same for the log, and how often that may be
     repeats: tuple[object, int] = (None, 0)  # how the last generations have failed, and how many in a row did
+    values: dict[str, str] = field(default_factory=dict)  # by rank: the keys of stored values and exceptions
     stores: set[int] = field(default_factory=set)  # while STORING: the nodes that still store something
     failing_with: TorchrunError | None = None  # while STORING: the error it will end with
-    told: set[int] = field(default_factory=set)  # nodes that have its verdict
     verdict: TorchrunError | None = None  # the error at its end; None while it runs, or if it succeeded
 
     def begin_generation(self, now: float, group: Group, tasks: dict[int, str]) -> None:
@@ -55,13 +58,8 @@ class Launch:
         self.went_at, self.group, self.tasks, self.running, self.starting = now, group, tasks, set(tasks), set(tasks)
         self.generation, self.active_at, self.has_begun, self.until = self.generation + 1, now, False, float("inf")
         self.forget_failures()
-        for each in (self.ended, self.stores, self.alike):
+        for each in (self.ended, self.stores, self.alike, self.values):
             each.clear()
-
-    def forget(self, node: int) -> None:
-        """Forget a node that takes no further part."""
-        self.leaving.pop(node, None)
-        self.given_up.discard(node)
 
     @property
     def policy(self) -> LaunchPolicy:
@@ -77,6 +75,10 @@ class Launch:
     def limit(self) -> int:
         """How many restarts there may be, with those that do not count."""
         return self.policy.max_restarts + self.uncounted
+
+    def has_restarts_left(self, cause: Cause) -> bool:
+        """Return whether `max_restarts` allows one more; a preemption uses none up, but there must be some at all."""
+        return self.restarts < self.limit or (cause.category == "preempted" and self.policy.max_restarts > 0)
 
     def takes_part(self, node: int) -> bool:
         """Return whether a node belongs to this generation."""
@@ -107,19 +109,11 @@ class Launch:
         """The first failure of this generation, or None."""
         return None if self.first is None else self.first.cause
 
-    def pause_s(self, now: float) -> float:
-        """Return how long to wait before a restart: longer each time, from the failure on.
-
-        The seconds in which the workers were stopped count, so that a restart waits no longer than it has to.
-        """
-        whole_s = min(2.0 ** min(self.restarts - self.uncounted, 10), BACKOFF_LIMIT_S)
-        return whole_s if self.first is None else min(max(whole_s - (self.first.age_s + now), 0.0), whole_s)
-
     def has_lost_its_port(self) -> bool:
         """Return whether another program took the chosen port before the agent did, and another may be chosen."""
         cause = self.cause
         taken = cause is not None and cause.kind == "agent" and _PORT_TAKEN.search(cause.detail) is not None
-        return taken and self.control.master_port is None and self.uncounted < _MAX_MOVES
+        return taken and self.control.master_port is None and self.moves < _MAX_MOVES
 
     def repeat(self, now: float) -> bool:
         """Count how often in a row the user's code has failed in the same way soon after its start; return if too often."""
@@ -129,8 +123,3 @@ class Launch:
             way = (cause.kind, kind, cause.place, None if kind else cause.exit_code)
         self.repeats = (way, self.repeats[1] + 1 if way is not None and way == self.repeats[0] else 1)
         return way is not None and self.repeats[1] >= ALIKE_ENDS
-
-    @property
-    def alone(self) -> bool:
-        """Whether every rank has trained by itself, without a process group."""
-        return bool(self.ended) and all(ended.alone for ended in self.ended.values())

@@ -12,8 +12,6 @@ have many, and packets to the wrong ones may vanish without an answer."""
 # --- the end of a generation
 STOP_MARGIN_S = 15.0
 """What a node needs beyond the workers' grace to kill, reap and read the last bytes."""
-BACKOFF_LIMIT_S = 30.0
-"""The longest pause before a restart."""
 ALIKE_ENDS, ALIKE_S = 3, 120.0
 """After so many failures of the user's code in a row in the same way, each so soon after the start, no restart helps."""
 SAVE_S, INDEX_S = 120.0, 15.0
@@ -24,6 +22,8 @@ LATE_S = 10.0
 # --- what the ranks do
 START_S = 600.0
 """How long workers may take until the first sign of life: to be started, and to import PyTorch."""
+FIRST_OUTPUT_S = 60.0
+"""When a line tells of a launch that has written nothing."""
 WORKERS_S, NODES_MARGIN_S = 6.0, 4.0
 """How long the workers of a node may take to say what they do, and what the node has besides."""
 FIRST_LINE_S, LINES_EVERY_S = 10.0, 60.0

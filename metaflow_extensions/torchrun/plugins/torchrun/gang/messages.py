@@ -13,7 +13,7 @@ Node 0 is the control node and a node of its own gang: its own messages take the
                                         <──  Ask, when more is to be known
                                         <──  Stop, when a node has failed
     Ended                               ──>
-                                        <──  Restart and another Go; or Store, if there is something to store;
+                                        <──  another Go; or Store, if there is something to store;
                                              or Verdict for a node that is told to end, and the others go on
     Report and Stored                   ──>
                                         <──  Verdict
@@ -56,7 +56,6 @@ class Join:
     node: int
     host: str = "unknown"  # its host name, for messages
     task: str = ""  # names the process that joins. One that has lost its connection joins again under the same name
-    place: str = ""  # names its container or machine. Another task of the same node in another place replaces the first
 
 
 @dataclass(frozen=True)
@@ -114,7 +113,7 @@ class Lines:
 class Ended:
     """All workers and the agent of this node are gone.
 
-    When that holds for all nodes, `Store`, `Verdict` or `Restart` answers.
+    When that holds for all nodes, `Store`, `Verdict` or another `Go` answers.
     """
 
     launch: int
@@ -171,16 +170,17 @@ class Go:
     """Start the workers."""
 
     launch: int  # it and the generation count from 0
-    generation: int
+    generation: int  # the workers' ``TORCHELASTIC_RESTART_COUNT``
     port: int  # port of the rendezvous on the control node
     gang: str  # the gang's own name; it goes into the name of the rendezvous
-    restarts: int  # the workers' ``TORCHELASTIC_RESTART_COUNT``
     max_restarts: int  # the workers' ``TORCHELASTIC_MAX_RESTARTS``
     devices: str = ""  # which accelerators there are on which nodes, for the log
     group: Group | None = None  # the nodes that start workers, the others wait; None: all do
-    # Since the generation before, after a restart; a node with a new task is in both.
-    left: tuple[int, ...] = ()  # nodes that take part no more
-    came: tuple[int, ...] = ()  # nodes that take part instead
+    # Of a restart, the nodes that take part no more, and those that do instead; a node with a new task is in both.
+    left: tuple[int, ...] = ()
+    came: tuple[int, ...] = ()
+    again: str = ""  # for the log
+    cause: Cause | None = None
 
 
 @dataclass(frozen=True)
@@ -202,16 +202,6 @@ class Ask:
     launch: int
     generation: int
     asked: Any  # the question, for the answer
-
-
-@dataclass(frozen=True)
-class Restart:
-    """All nodes start again after a pause; `Go` follows."""
-
-    launch: int
-    number: int  # which restart this is, from 1
-    text: str  # the same for the log, with when and why
-    cause: Cause
 
 
 @dataclass(frozen=True)
@@ -249,7 +239,6 @@ class Abort:
     """The gang is broken: nothing can be launched any more, and the step's code shall raise `error`."""
 
     error: TorchrunError
-    events: tuple[Happened, ...] = ()  # as in `Verdict`, of the last launch and after it
 
 
 @dataclass(frozen=True)
@@ -257,7 +246,6 @@ class Note:
     """A line for the node's log."""
 
     text: str
-    is_detail: bool = False  # whether another node's log says it, too, so that this one's need not
 
 
 @dataclass(frozen=True)
@@ -265,15 +253,13 @@ class Farewell:
     """Of the gang's end, or that of a node in it."""
 
     # "received": the control node has read that this node leaves; "bye": the control node leaves, and the end of its
-    # connection is no loss; "alone", to the control node: all others have left; "replaced": another task has come in
-    # this node's place, so this one must end.
-    what: Literal["received", "bye", "alone", "replaced"]
-    why: str = ""  # of "replaced": goes on after "was preempted: "
+    # connection is no loss; "alone", to the control node: all others have left.
+    what: Literal["received", "bye", "alone"]
 
 
 Message: TypeAlias = (
     Join | Ready | Report | Failed | Ended | Stored | Leave | Lines | Beat
-    | Answer | Go | Ask | Stop | Restart | Store | Verdict | Abort | Note | Farewell
+    | Answer | Go | Ask | Stop | Store | Verdict | Abort | Note | Farewell
 )  # fmt: skip
 _CLASSES: dict[str, type[Any]] = {cls.__name__.lower(): cls for cls in typing.get_args(Message)}
 

@@ -24,6 +24,7 @@ class Rules:
     spare_nodes: int = 0
     min_nodes: int | None = None
     replaces: bool = False  # whether another task comes in the place of one that is gone, as on Kubernetes
+    stacks: str = "python flow.py torchrun stacks"  # the command that shows what the ranks do
     # Returns a shell command that shows why a node is missing, or "".
     why_it_waits: Callable[[int], str] = lambda node: ""
 

@@ -138,7 +138,7 @@ def conclude(stacks: GangStacks, well: Collection[int]) -> tuple[str, dict[str, 
     first, why = look_first(ranks) if is_known else ([], "")
     share = _MAX_CHARS // max(1, len(groups))
     kept = [{"ranks": its, **to_plain(found.bounded(share))} for its, found in groups[:_MAX_LINES]]
-    record = {"launch": stacks.launch, "first": first, "why": why, "is_last": True, "stacks": kept}
+    record = {"launch": stacks.launch, "first": first, "why": why, "stacks": kept}
     said = [] if groups else [_NOBODY]
     if well:
         said.append(f"The ranks of {names(sorted(well))} had ended well: do all ranks make the same number of steps?")

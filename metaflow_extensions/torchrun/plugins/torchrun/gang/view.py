@@ -108,7 +108,6 @@ class FailureReport:
 class GangView:
     """One attempt of a gang."""
 
-    num_nodes: int = 0
     version: int = VERSION
     began: float = 0.0  # seconds since 1970
     now_s: float = 0.0  # when this was known
@@ -120,9 +119,8 @@ class GangView:
     waits_for: str = ""  # what the gang waits for, in words
     nproc: int | None = None  # processes on each node in the last launch
     launch: int | None = None  # number of the last one that was called
-    generation: int | None = None
+    generation: int | None = None  # how often its workers were started again
     began_s: float | None = None  # when the workers of the last launch first started
-    restarts: int = 0  # of the last launch
     restarts_s: list[float] = field(default_factory=list)  # when workers were started again, in all launches
     restarts_left: int | None = None  # of the last launch
     error: str | None = None  # the message of the last launch's error, or of what broke the gang
@@ -184,15 +182,6 @@ class GangView:
         if len(self.events) > _EVENTS:
             del self.events[0]
             self.left_out += 1
-
-    @property
-    def count(self) -> int:
-        """How many events there were, with those that are left out."""
-        return self.left_out + len(self.events)
-
-    def since(self, mark: int) -> list[Happened]:
-        """Return the events from number `mark` on, as far as they are kept."""
-        return self.events[max(0, mark - self.left_out) :]
 
     def report(self, text: str, error: str | None, cause: Mapping[str, Any] | None) -> None:
         """Keep the whole report of a failure; one that is the same as the last is not kept twice."""
@@ -281,7 +270,7 @@ class Word:
 def told_by_others(view: GangView | None, words: Iterable[Word]) -> GangView | None:
     """Return the view with `words` added. The first is the gang's end if the control node has recorded none."""
     for word in words:
-        missing = GangView(word.num_nodes, began=word.time, nodes=[NodeView() for _ in range(word.num_nodes)])
+        missing = GangView(began=word.time, nodes=[NodeView() for _ in range(word.num_nodes)])
         view = deepcopy(view or missing)
         headline = word.text.partition("\n")[0]
         if view.is_over:

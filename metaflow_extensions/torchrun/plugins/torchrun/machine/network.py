@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import fcntl
 import ipaddress
-import os
 import socket
 import struct
 from collections.abc import Iterable
@@ -17,13 +16,6 @@ from .processes import open_files, read
 _PORT_TAKEN = (errno.EADDRINUSE, errno.EACCES)
 _SIOCGIFADDR = 0x8915  # Linux, <linux/sockios.h>: the IPv4 address of a named interface
 _Address = ipaddress.IPv4Address | ipaddress.IPv6Address
-
-
-def place() -> str:
-    """Return a name of this container or machine that no other has; a pod's replacement has the same host name."""
-    with suppress(OSError):
-        return f"{read('/proc/sys/kernel/random/boot_id').strip()}/{os.stat('/proc/self/ns/pid').st_ino}"
-    return socket.gethostname()
 
 
 def listening_socket(port: int, host: str = "", backlog: int | None = None) -> socket.socket:

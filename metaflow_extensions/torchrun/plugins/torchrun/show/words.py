@@ -56,7 +56,7 @@ def sentence(view: GangView) -> str:
     count = len(view.taking_part)
     ranks = "The workers" if view.nproc is None else counted(view.nproc * count, "rank")
     workers, is_one = f"{ranks} on {counted(count, 'node')}", ranks == "1 rank"
-    after = f", after {counted(view.restarts, 'restart')}" if view.restarts else ""
+    after = f", after {counted(view.generation, 'restart')}" if view.generation else ""
     took, outcome = _took(view), outcome_of(view)
     match view.outcome:
         case "waiting" if outcome == "done":

@@ -90,7 +90,7 @@ def agent_environment(call: Call, go: Go, own_address: str | None) -> dict[str, 
     """Return the environment of this node's agent: that of commands, with our hooks and the gang's restarts."""
     env = with_hooks(environment_of_commands(call, own_address), call.module_folder)
     # Of the nodes' limits the control node's counts, which is in `go`.
-    restarts = {_RESTARTS: f"{go.restarts}/{go.max_restarts}"} if go.max_restarts > 0 else {}
+    restarts = {_RESTARTS: f"{go.generation}/{go.max_restarts}"} if go.max_restarts > 0 else {}
     return {**env, **restarts, **hook_environment()}
 
 

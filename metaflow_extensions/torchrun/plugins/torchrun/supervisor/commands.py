@@ -64,7 +64,7 @@ class Commands:
     async def run(self, next_news: NextNews) -> Cause | None:
         """Run them one after the other, when this node has its turn; return the failure of the first one that fails."""
         self._logs.start()
-        if not self._has_turn():
+        if not (self._has_turn() or self._call.shares_machine):  # else the other's commands stand in this terminal
             text = f"waiting: the commands of another node run in the same folder, {os.path.realpath(self._call.cwd)}"
             self._side.say("note", text)
         while not self._has_turn():
@@ -130,9 +130,6 @@ class Commands:
     def _ended(self, at: int, status: int | None, how: str, seconds: float) -> Cause | None:
         """Tell the gang of a command that has ended, and return its failure; `status` None: it could not be started."""
         self._logs.read_now(at)
-        if status == 0:
-            self._write(at, f"ended well after {seconds:.1f} s")
-            self._logs.read_now(at)
         commands, node = self._call.before_run, self._side.node
         name = f"before_run {at + 1}/{len(commands)} ({shown(commands[at])})"
         # The error has the hints on signals.

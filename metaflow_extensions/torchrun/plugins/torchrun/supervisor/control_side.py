@@ -206,9 +206,6 @@ class ControlSide(Side):
             self._dispatch(step(*args))
         except Exception as error:
             self.fail(error)
-        if self._timer is not None and self.gang.due_at < self._timer.when():  # both are seconds of the same clock
-            self._timer.cancel()
-            self._timer = self._loop.call_at(self.gang.due_at, self._tick)
 
     def _dispatch(self, outgoing: Sequence[Outgoing]) -> None:
         encoded: Message | None = None

@@ -228,7 +228,7 @@ class Generation:
             if kind not in self._said:
                 self._said.add(kind)
                 self._report(kind, {})
-                if kind == "started" and self._warm is not None and self._go.restarts < self._go.max_restarts:
+                if kind == "started" and self._warm is not None and self._go.generation < self._go.max_restarts:
                     self._warm.prepare()
 
     def _tell_of_disk(self) -> None:

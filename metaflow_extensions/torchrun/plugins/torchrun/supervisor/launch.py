@@ -16,8 +16,7 @@ from typing import Any, NoReturn
 
 from ..errors import LaunchFailed, TorchrunError, TorchrunPreempted
 from ..gang.cause import Cause, Failure, cause_of, failure_of
-from ..gang.failures import change_of_nodes
-from ..gang.messages import CONTROL, Ask, Ended, Failed, Go, Ready, Report, Restart, Stop, Store, Verdict, to_wire
+from ..gang.messages import CONTROL, Ask, Ended, Failed, Go, Ready, Report, Stop, Store, Verdict, to_wire
 from ..gang.texts import counted, duration, headline
 from ..machine.aside import Aside
 from ..machine.looks import until_look
@@ -65,7 +64,7 @@ class NodeLaunch:
         self._node = side.node
         self._went_at: float | None = None  # when the first generation began
         self._restarts: list[dict[str, Any]] = []
-        self._go = Go(launch, -1, 0, "", 0, 0)  # of the last generation here, as are the next two
+        self._go = Go(launch, -1, 0, "", 0)  # of the last generation here, as are the next two
         self._command = ""
         self._exit_codes: dict[int, int] = {}
         self._is_preempted = self._stores = False
@@ -126,7 +125,7 @@ class NodeLaunch:
             news = await asyncio.wait_for(self._inbox.get(), until_look())
         except asyncio.TimeoutError:
             return None
-        if isinstance(news, Go | Ask | Stop | Restart | Store | Verdict) and news.launch != self._launch:
+        if isinstance(news, Go | Ask | Stop | Store | Verdict) and news.launch != self._launch:
             return None  # late news of a launch that the step's code gave up
         match news:
             case Verdict():
@@ -141,8 +140,6 @@ class NodeLaunch:
             case MustEnd():
                 self.interruptions += 1
                 self._interrupt(news, with_workers)
-            case Restart():
-                self._on_restart(news)
             case Store() if news.error is not None:
                 self._failing_with = news.error
         return news
@@ -150,7 +147,7 @@ class NodeLaunch:
     def _outcome(self, verdict: Verdict) -> Outcome:
         seconds = 0.0 if self._went_at is None else time.monotonic() - self._went_at
         if self._node == CONTROL and self._went_at is not None:
-            self._side.say("ended", end_line(self._launch, self._call, seconds, self._go.restarts, verdict.error))
+            self._side.say("ended", end_line(self._launch, self._call, seconds, self._go.generation, verdict.error))
             if verdict.alone:
                 self._side.say("note", alone_line(self._launch, self._call))
         return Outcome(verdict, self._command, self._exit_codes, tuple(self._restarts), seconds)
@@ -167,15 +164,6 @@ class NodeLaunch:
         self._report(cause, given_up=is_last)
         if is_last:
             raise error
-
-    def _on_restart(self, restart: Restart) -> None:
-        cause = restart.cause.as_dict()
-        self._restarts.append({"generation": restart.number, "cause": cause, "left": [], "came": []})
-        self._say_of_restart(restart.text)
-
-    def _say_of_restart(self, text: str) -> None:
-        if self._node == CONTROL or not self._call.shares_machine:  # else the control node says it in this terminal
-            self._side.say("restart", text)
 
     # --- until it is ready ------------------------------------------------------------------------
 
@@ -218,9 +206,11 @@ class NodeLaunch:
         """Run this node's workers from *go* to their end, if it takes part."""
         if self._went_at is None:
             self._went_at = time.monotonic()
-        if self._restarts and (go.left or go.came):
-            self._restarts[-1] |= {"left": list(go.left), "came": list(go.came)}
-            self._say_of_restart(change_of_nodes(go.left, go.came, 0 if go.group is None else go.group.size))
+        if go.cause is not None:
+            of_it = {"generation": go.generation, "cause": go.cause.as_dict()}
+            self._restarts.append({**of_it, "left": list(go.left), "came": list(go.came)})
+            if self._node == CONTROL or not self._call.shares_machine:  # else the control node says it in this terminal
+                self._side.say("restart", go.again)
         if go.group is not None:
             self._call = replace(self._call, group=go.group)
         self._command, self._exit_codes = "", {}

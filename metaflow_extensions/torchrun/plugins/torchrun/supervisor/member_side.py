@@ -29,12 +29,11 @@ class MemberSide(Side):
         node: int,
         num_nodes: int,
         timeout_s: float,
-        place: str,  # see `Join`
     ) -> None:
         super().__init__(node, num_nodes, tell_task, output)
         self.is_member = False  # whether this node has joined
         self._timeout_s = timeout_s  # a control node silent for so long is lost
-        self._join = Join(node, self.host, secrets.token_hex(8), place)
+        self._join = Join(node, self.host, secrets.token_hex(8))
         self._connection: Connection | None = None  # the first that has passed the handshake
         self._lines = LineSender(
             self._write, lambda: self._connection is not None and self._connection.has_room, num_nodes

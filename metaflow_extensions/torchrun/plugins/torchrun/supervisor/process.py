@@ -215,5 +215,5 @@ class Supervisor:
         status = task.status if task is not None and task.began == self._task.began else None
         # None: somebody has reaped it already, as a container's shell does.
         if status is None and not self._faults[0].is_out_of_memory(-signal.SIGKILL):
-            return "its task ended unexpectedly, as by SIGKILL; its exit code could not be read any more"
+            return "its task ended unexpectedly; its exit code could not be read any more"
         return f"its task {self._faults[0].how_ended(-signal.SIGKILL if status is None else status)}"

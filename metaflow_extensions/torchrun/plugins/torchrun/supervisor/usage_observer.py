@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import signal
 import subprocess
 import time
 from collections.abc import Callable
@@ -119,14 +120,15 @@ class _Gpus:
         """Return what it has said since the last call, and start it again if that is due."""
         found, smi = dict[str, float](), _Gpus._smi
         if smi is not None and smi.poll() is not None and smi.stdout is not None:
-            with smi.stdout as said:
+            with smi.stdout as said, suppress(BlockingIOError):  # what a wrapper has left may hold its end
+                os.set_blocking(said.fileno(), False)
                 found = sum_of_gpus(os.read(said.fileno(), 65536).decode(errors="replace"))
             HELPERS.discard(smi.pid)
             _Gpus._smi = None
         if self._program is not None and now >= self._due_at:
             self._due_at = now + _GPUS_EVERY_S
             if _Gpus._smi is not None:  # it hangs
-                _Gpus._smi.kill()
+                os.killpg(_Gpus._smi.pid, signal.SIGKILL)
             else:
                 self._ask(self._program)
         return found

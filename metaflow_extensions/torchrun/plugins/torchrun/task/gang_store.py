@@ -60,7 +60,7 @@ class GangStore:
     def view(self) -> GangView:
         """All that was known last; if the supervisor is gone, it tells that, too."""
         num_nodes, link = self._member.num_nodes, self._member.link
-        found = self._view or GangView(num_nodes, began=time.time(), nodes=[NodeView() for _ in range(num_nodes)])
+        found = self._view or GangView(began=time.time(), nodes=[NodeView() for _ in range(num_nodes)])
         for node, task in zip(found.nodes, self._tasks, strict=False):
             node.task = task
         found.command = self._member.command

@@ -17,7 +17,7 @@ from ..gang.limits import QUIET_S, REMIND_S
 from ..gang.messages import CONTROL, Farewell, Join
 from ..gang.policy import growing_pauses
 from ..gang.view import GangView, Word
-from ..machine.network import addresses_for_others, place
+from ..machine.network import addresses_for_others
 from ..registry import STORE_PATIENCE_S, AddressRecord, Registry
 from ..settings import StepSettings
 from .link import Link
@@ -53,7 +53,7 @@ def begin_gang(
         **rules,
     }
     member = _begin(CONTROL, num_nodes, settings, emit, more, {"token": token, "rules": given})
-    member.send(Join(CONTROL, member.host, place=place()))
+    member.send(Join(CONTROL, member.host))
     return member
 
 
@@ -113,7 +113,7 @@ def begin_member(
     node: int, num_nodes: int, settings: StepSettings, emit: Subscriber, more: Mapping[str, Any] = NOTHING
 ) -> Member:
     """Return a node that has not joined yet as a member."""
-    return _begin(node, num_nodes, settings, emit, more, {"node": node, "place": place()})
+    return _begin(node, num_nodes, settings, emit, more, {"node": node})
 
 
 class Search:

@@ -20,7 +20,6 @@ from ..gang.cause import Cause, FailureText, cause_of, failed
 from ..gang.limits import QUIET_S, REMIND_S
 from ..gang.messages import CONTROL, Abort, Answer, Farewell, Leave, Message, from_wire, to_wire
 from ..gang.texts import names
-from ..gang.view import as_dicts
 from ..supervisor.endings import NotNeeded, lost_control, preempted
 from ..tracebacks import user_traceback, words_of
 from . import orders
@@ -131,12 +130,9 @@ class Member:
         if isinstance(message, Answer) and message.error is None:
             self._heard.add("here")
         elif isinstance(message, Abort):
-            message.error.events = message.error.events or as_dicts(message.events)
             self._break(message.error)
         elif isinstance(message, Farewell):
             self._heard.add(message.what)
-            if message.what == "replaced":
-                self._notice(message.why)
 
     def _break(self, error: TorchrunError) -> None:
         if self._state not in _OVER:

@@ -27,6 +27,7 @@ from ..machine.processes import began
 from ..registry import Registry
 from ..settings import StepSettings
 from ..show.gang_part import GangPart, pointing_at
+from ..show.stored_gangs import flow_program
 from ..supervisor.endings import NotNeeded
 from ..tracebacks import words_of
 from . import local_nodes
@@ -90,7 +91,8 @@ class TaskGang:
             member = self._member = begin_member(parallel.node_index, num_nodes, settings, self._emit, more)
             member.may_go_on = settings.max_restarts > 0
             return member, Search(member, registry, settings).connect()
-        rules = {"replaces": self._replaces, **self._limit}
+        stacks = f"{flow_program()} torchrun stacks {run_id}/{step_name}"
+        rules = {"replaces": self._replaces, "stacks": stacks, **self._limit}
         main_ip = None if here_only else parallel.main_ip
         if main_ip is not None:  # there the same task can be run again by hand
             refuse_second_run(registry, num_nodes)
