@@ -46,7 +46,7 @@ def test_a_failure_is_shown_with_its_cause_first_its_nodes_and_its_restart(ask, 
     starts = [text for text in told if text.startswith(("start", "all workers start again"))]
     assert re.fullmatch(r"start on 2 nodes.*; all workers start again in [\d.]+ s; start again on.*", "; ".join(starts))
     assert lines[-1].endswith(f"torchrun logs {run}/hurt --rank 1")
-    before = lines.index("All workers were started again after this.")
+    before = lines.index("All workers start again after this.")
     assert re.match(
         r"After \d+ s: Rank 1 on node 1 .* exited with code 3; the last line of its stderr: .*\.$", lines[before - 1]
     )

@@ -45,6 +45,21 @@ def test_frames_of_libraries_are_counted_and_the_users_have_their_source_lines()
 
 
 @pytest.mark.parametrize(
+    ("path", "is_own"),
+    [
+        ("/metaflow/model.py", True),
+        ("/work/metaflow/my/model.py", True),
+        ("/metaflow/metaflow/plugins/datatools/s3/s3.py", False),  # in a pod, up to 2.15
+        ("/metaflow/.mf_code/metaflow/plugins/datatools/s3/s3.py", False),
+        ("/metaflow/.mf_code/metaflow_extensions/other/plugins/x.py", False),
+        (f"{SITE}/metaflow/plugins/datatools/s3/s3.py", False),
+    ],
+)
+def test_files_of_metaflow_are_not_the_users_also_in_a_pod(path, is_own):
+    assert read(stack((path, 3, "get"), ("/my/train.py", 5, "<module>"))).where.startswith("train.py:5") is not is_own
+
+
+@pytest.mark.parametrize(
     ("path", "waits"),
     [
         (f"{TORCH}/distributed/distributed_c10d.py", True),

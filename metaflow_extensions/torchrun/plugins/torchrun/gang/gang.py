@@ -46,7 +46,7 @@ from .messages import (
 from .policy import Rules
 from .progress import Progress
 from .stacks import HANG, NO_WORKERS, Stacks, conclude, hang
-from .texts import counted, headline, names, size_text
+from .texts import counted, headline, moment, names, size_text
 from .view import GangView, Happened, NodeView, Presence, State
 from .wire import to_plain
 
@@ -195,8 +195,12 @@ class Gang:
 
     def answer(self, asked: Any) -> dict[str, Any] | None:
         """Return the stacks that were `asked` for, as soon as they are known."""
-        found = self.stacks.answer(asked, self._clock(), self.num_nodes)
-        return None if found is None else {"id": asked, "found": to_plain(found)}
+        spares = self.ready.difference(self.launch.group.nodes)
+        found = self.stacks.answer(asked, self._clock(), self.num_nodes, spares)
+        if found is None:
+            return None
+        self.stacks = Stacks()
+        return {"id": asked, "found": to_plain(found)}
 
     def lost(self, node: int, why: str) -> list[Outgoing]:
         """Handle the end of a node's connection, or of a task that had not joined yet.
@@ -364,7 +368,7 @@ class Gang:
     def _forget(self, node: Node) -> None:
         """Forget what the task of a node has said that is gone."""
         self._end_call(node)
-        self.stacks.keep(node.index, "it is no longer in the gang")
+        self.stacks.keep(node.index, "is no longer in the gang")
 
     def _see_who_is_left(self) -> None:
         """Send a control node whose step has ended the failure of a member, or that no member is left.
@@ -603,6 +607,9 @@ class Gang:
         of_group = {node: self._calls[node] for node in group.nodes}
         about = (launch.number, launch.generation, port, self.rules.name, launch.restarts, launch.limit)
         self._broadcast(Go(*about, failures.devices(of_group), group, tuple(left), tuple(came)))
+        asked, self.stacks = self.stacks.asked, Stacks()
+        if asked not in (None, HANG):  # who still waits for an answer hears of the new workers
+            self._ask_stacks(asked)
 
     def _see_go(self, came: list[int]) -> None:
         """Note that a generation begins."""
@@ -624,7 +631,6 @@ class Gang:
         view.place(nodes)
         view.outputs.pop(launch.number, None)  # those of a generation before
         self.progress.begin(launch.number)
-        self.stacks = Stacks()
         view.hangs = view.hangs and {**view.hangs, "is_last": False}  # it is not the last failure any more
         self._values = {}
 
@@ -846,7 +852,9 @@ class Gang:
             )
             self._see("restart", text := f"all workers start again{when}")
             self.view.turn("restarting", failures.summary(cause))
-            self.view.waits_for = f"{names(waits_for)} to start" if waits_for else ""
+            if waits_for:
+                until = self.view.began - self._began_at + max(self.nodes[each].awaited_until for each in waits_for)
+                self.view.waits_for = f"{names(waits_for)} to start, until {moment(until)} at most"
             self.view.enter("restarting", self._able())
             if cause.category != "preempted":  # `max_restarts` does not count others
                 text = f"restart {number - launch.uncounted} of {launch.policy.max_restarts}: {text}"
@@ -1065,6 +1073,8 @@ class Gang:
     def _see_cause(self, cause: Cause, before: str = "") -> None:
         self.view.why = headline(before.replace("\n", " ") + failures.summary(cause))
         about: dict[str, Any] = {} if cause.rank is None else {"rank": cause.rank, "exit_code": cause.exit_code}
+        if (first := self.launch.first) is not None and cause.is_same_event(first.cause):
+            about["at_s"] = -first.age_s - self._began_at  # it became known later
         self._see("cause", f"cause: {self.view.why}", **about)
 
     def _see_error(self, error: TorchrunError) -> None:

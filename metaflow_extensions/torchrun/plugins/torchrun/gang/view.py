@@ -158,17 +158,13 @@ class GangView:
 
     def place(self, nodes: Sequence[int], late_s: float = 0.0) -> None:
         """Note where the ranks are from now on; what was to begin later does not."""
-        since = self._moment + late_s
+        since = round(self.began + self.now_s, 3) + late_s
         self.placed = [each for each in self.placed if each.since < since][1 - _PLACES :]
         self.placed.append(Placed(since, tuple(nodes), self.nproc or 1))
 
-    @property
-    def _moment(self) -> float:
-        return round(self.began + self.now_s, 3)
-
     def add(self, kind: str, text: str, node: int | None = None, rank: int | None = None, **more: Any) -> None:
         """Add an event. One of a node or a rank joins the same of others, if nothing has happened to the gang since."""
-        now = round(self.now_s, 3)
+        now = round(more.pop("at_s", self.now_s), 3)
         for each in reversed(self.events if node is not None else ()):
             if not each.nodes:
                 break
@@ -180,7 +176,7 @@ class GangView:
                 return
         nodes, ranks = ([] if each is None else [each] for each in (node, rank))
         about = {"launch": self.launch, "generation": self.generation, "nodes": nodes, "ranks": ranks}
-        self.events.append(Happened(kind, now, self._moment, text, **{**about, **more}))
+        self.events.append(Happened(kind, now, round(self.began + now, 3), text, **{**about, **more}))
         if len(self.events) > _EVENTS:
             del self.events[0]
             self.left_out += 1

@@ -12,10 +12,11 @@ from itertools import groupby
 from typing import NamedTuple, TypeAlias
 
 _FRAME = re.compile(r'^  File "(?P<path>.*)", line (?P<line>\d+|\?+) in (?P<function>.*)$', re.MULTILINE)
-# torch, the standard library and this package. Not all installed packages: a trainer's loop may be one.
+# torch, the standard library, Metaflow and this package; a pod has these two beside the user's files, in a folder named
+# metaflow, too (2.19). Not all installed packages: a trainer's loop may be one.
 _LIBRARY = re.compile(
     r"(site|dist)-packages/torch/|/lib(64)?/python3\.\d+t?/(?!(site|dist)-packages/)|^<frozen "
-    r"|/metaflow_extensions/torchrun/plugins/torchrun/"
+    r"|/metaflow_extensions/|/((site|dist)-packages|metaflow|\.mf_code)/metaflow/"
 )
 # Where a rank waits for other ranks (torch 2.13): collectives, stores and DDP; a backward pass, in which DDP reduces from
 # C++; and a device, which waits for NCCL. Only the innermost frame counts: FSDP calls layers from such files, too.

@@ -13,7 +13,6 @@ from collections import deque
 from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import asdict, replace
-from datetime import datetime, timezone
 from typing import Any
 
 from ..compat.cli import CommandException, click
@@ -96,7 +95,7 @@ def _wait_for_end(obj: Any, gang: str, attempt: int | None, says_to_stderr: bool
             if said.get(each.control_task, "nothing") != state:
                 said[each.control_task] = state
                 sentence = "Nothing is recorded yet." if view is None else each.sentence(view)
-                line = f"{time.strftime('%H:%M:%S')} {each.where}: {sentence}"
+                line = f"{time.strftime('%H:%M:%S UTC', time.gmtime())} {each.where}: {sentence}"
                 click.echo(printable(line), err=says_to_stderr)
         if len(ends) == len(gangs):
             return all(ends)
@@ -157,7 +156,8 @@ def logs(
         """Print the lines; return whether there were any."""
         has_any = False
         for line in lines:
-            click.echo(json.dumps(asdict(line)) if as_json else f"{_clock(line)} {line.labelled}")
+            at = f"{line.time[11:23]}Z" if line.time else ""
+            click.echo(json.dumps(asdict(line)) if as_json else f"{at:13} {line.labelled}")
             has_any = True
         return has_any
 
@@ -202,14 +202,6 @@ def _page(obj: Any, stored: StoredGangs, place: StoredGang) -> list[str]:
         why = "Nothing is recorded of this step: its control node has not joined yet, or another version of "
         why += "metaflow-torchrun ran there."
     return [place.title, why, "", place.commands(GangView())]
-
-
-def _clock(line: LogLine) -> str:
-    """Return the time of a log line as local time of day."""
-    if not line.time:
-        return " " * 12
-    moment = datetime.fromisoformat(line.time).replace(tzinfo=timezone.utc).astimezone()
-    return moment.strftime("%H:%M:%S.%f")[:-3]
 
 
 for each in (show, logs, outputs, stacks):

@@ -11,6 +11,7 @@ from typing import Any
 from ..compat.cli import CommandException, click
 from ..compat.datastore import SPIN, latest_run, open_datastore
 from ..compat.graph import parallel_steps
+from ..parsing import did_you_mean
 from .stored_gangs import StoredGang, StoredGangs, flow_program
 
 WHICH = (
@@ -36,7 +37,8 @@ def or_latest(ctx: Any, _: Any, named: str) -> str:
         return named
     # Metaflow (2.19) numbers a run when all is checked, so a refused one leaves the run before as the latest. It does not
     # note those of `resume`.
-    click.echo(f"[torchrun] Run {run}, the last that `run` started here. One of `resume` needs its number.", err=True)
+    told = f"Showing run {run}, the last that `run` started here. To see a resumed run, give its number."
+    click.echo(f"[torchrun] {told}", err=True)
     return run
 
 
@@ -83,15 +85,19 @@ def find(obj: Any, named: str, attempt: int | None = None) -> tuple[StoredGangs,
     if not steps and len(parts) == 1 and run in parallel_steps(obj.graph):
         raise CommandException(f"{run} is a step. Name its run, too: {stored.program} show RUN/{run}.")
     if not steps:
-        raise (NotYet if run == latest_run(name) else CommandException)(
-            f"The datastore ({stored.storage.place}) has no run {run} of {name}. If the run used another datastore, "
+        latest = latest_run(name)
+        raise (NotYet if run == latest else CommandException)(
+            f"The datastore ({stored.storage.place}) has no run {run} of {name}."
+            f"{did_you_mean(run, [latest or '']) if run != latest else ''} If the run used another datastore, "
             f"name it: {flow_program()} --datastore NAME torchrun show {named}."
         )
     step = named_step or _only_gang(obj, run, steps)
     gangs = stored.gangs(run, step)
     if not gangs:
-        text = f"Run {run} has no tasks of step {step}. It has begun: {', '.join(steps)}."
-        raise (NotYet if step in parallel_steps(obj.graph) else CommandException)(text)
+        own = parallel_steps(obj.graph)
+        hint = "" if step in own else did_you_mean(step, own)
+        text = f"Run {run} has no tasks of step {step}.{hint} It has begun: {', '.join(steps)}."
+        raise (NotYet if step in own else CommandException)(text)
     # A task may be that of any node, or the control task of the clone that was asked for.
     found = [gang for gang in gangs if task in (None, *gang.tasks.values(), *(gang.clone or ())[1:])]
     if not found:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from ..gang.cause import signal_name
-from ..gang.texts import duration, names, shortened
+from ..gang.texts import duration, moment, names, shortened
 from ..gang.view import FailureReport, GangView
 from . import reported
 from .charts import chart_of_times
@@ -87,11 +87,7 @@ class Place:
             return sentence(view)
         # It is stored every few seconds, so the last of it can be missing.
         unknown = "The task of the control node (node 0) has ended, but has not recorded how."
-        return f"{unknown} The last that is known, of {_moment(view.began + view.now_s)}: {sentence(view)}"
-
-
-def _moment(seconds: float) -> str:
-    return time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(seconds))
+        return f"{unknown} The last that is known, of {moment(view.began + view.now_s)}: {sentence(view)}"
 
 
 @dataclass(frozen=True)
@@ -134,7 +130,7 @@ def _outcome(shown: _Shown) -> list[Part]:
     most = _MAX_REPORTS if shown.is_short else len(before)
     for report in before[::-1][:most]:  # failures that were not the end of it
         what, _, text = report.text.partition("\n")
-        after = "All workers were started again after this." if report.error is None else f"run raised {report.error}."
+        after = "All workers start again after this." if report.error is None else f"run raised {report.error}."
         contents = [Sentence(after), *shown.code(text)]
         parts.append(Block(f"After {duration(report.at_s)}: {what}", contents, is_folded=True))
     if len(before) > most:
@@ -243,7 +239,7 @@ def _launch(shown: _Shown) -> list[Part]:
     whole = "so far" if view.trained_s is None else "with start" if view.launch == 0 else "the whole step"
     left = "" if view.restarts_left is None else f" ({view.restarts_left} left in launch {view.launch})"
     rows = [
-        ("started", _moment(view.began) if view.began else ""),
+        ("started", moment(view.began) if view.began else ""),
         ("trained", "" if view.trained_s is None else duration(view.trained_s)),
         (whole, duration(view.seconds)),
         ("nodes", str(len(view.nodes))),

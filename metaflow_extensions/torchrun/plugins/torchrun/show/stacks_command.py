@@ -92,7 +92,7 @@ def _lines(answer: Reply, before: Reply | None, rank: int | None, watch: bool, a
         about = {"time": answer.time, "since_s": since_s, "other_place": moved, "same_place": same}
         yield json.dumps({**about, **plain}, allow_nan=False)
     else:
-        yield f"{time.strftime('%H:%M:%S', time.localtime(answer.time))}  {_headline(found)}"
+        yield f"{time.strftime('%H:%M:%S UTC', time.gmtime(answer.time))}  {_headline(found)}"
         yield from _places(found)
         for ranks, place in ((moved, "at another place than"), (same, "at the same place as")):
             if ranks:
@@ -109,10 +109,11 @@ def _read(answer: Reply) -> GangStacks:
 def _headline(found: GangStacks) -> str:
     if found.launch is None:
         return (
-            "No worker runs now: the step's own code does, or the nodes wait for each other. torchrun show says which."
+            "No worker runs now: the step's own code does, the nodes wait for each other, or all workers are about to start "
+            "again. torchrun show says which."
         )
-    if not found.ranks and not found.missing:
-        return f"Launch {found.launch}: no worker has started yet."
+    if not found.ranks:
+        return f"Launch {found.launch}: no worker runs now."
     nodes = sum(bool(each.ranks) for each in found.nodes.values())
     return f"Launch {found.launch}, {counted(len(found.ranks), 'rank')} on {counted(nodes, 'node')}:"
 
@@ -124,7 +125,7 @@ def _places(found: GangStacks) -> Iterator[str]:
     if first:
         yield f"  If the launch hangs, look at {names(first, 'rank')} first: {why}."
     for node, why in found.missing.items():
-        yield f"  {names([node])} has no answer: {why}"
+        yield f"  {names([node])} {why}"
 
 
 def _stacks(found: GangStacks, rank: int | None) -> Iterator[str]:

@@ -55,7 +55,8 @@ def sentence(view: GangView) -> str:
     """Return the outcome in one sentence."""
     count = len(view.taking_part)
     ranks = "The workers" if view.nproc is None else counted(view.nproc * count, "rank")
-    workers, is_one = f"{ranks} on {counted(count, 'node')}", ranks == "1 rank"
+    workers = ranks if len(view.nodes) == 1 else f"{ranks} on {counted(count, 'node')}"
+    is_one, is_own = ranks == "1 rank", " The step's own code runs." * (view.ended_s is None and not view.is_over)
     after = f", after {counted(view.restarts, 'restart')}" if view.restarts else ""
     took, outcome = _took(view), outcome_of(view)
     match view.outcome:
@@ -73,7 +74,7 @@ def sentence(view: GangView) -> str:
             waits = f", which wait for {view.waits_for}" if view.waits_for else ""
             return _ended(f"All workers start again{waits}", view.why)
         case "done":
-            return f"{workers} {'has' if is_one else 'have'} ended well{after}: {took}."
+            return f"{workers} {'has' if is_one else 'have'} ended well{after}: {took}.{is_own}"
     if outcome == "done":
         return _ended(f"The step has ended well, though launch {view.launch} had failed", view.why)
     when = f"after {duration(view.since_s)}" if view.began_s is None else f"({took})"
@@ -107,9 +108,10 @@ def _ended(what: str, why: str) -> str:
 
 
 def timeline(view: GangView) -> list[tuple[str, str, str]]:
-    """Return what happened as rows: seconds, launch, and words; the end of each node's workers is in the chart."""
+    """Return what happened as rows, in the order of time: seconds, launch, and words."""
     rows = []
-    for event in [event for event in view.events if event.kind != "stopped"]:
+    # A cause becomes known after what follows from it.
+    for event in sorted(view.events, key=lambda each: (each.at_s, each.kind != "cause")):
         numbers, what = (event.ranks, "rank") if event.ranks else (event.nodes, "node")
         text = event.text.replace("was ", "were ", 1) if len(numbers) > 1 else event.text
         if numbers and event.kind != "cause":  # which names its rank itself

@@ -58,6 +58,7 @@ class ProgressObserver:
         self._step: int | None = None
         self._total: float | None = None
         self._new: dict[str, Series] = {}
+        self._keys: set[str] = set()  # that are kept
         self._told: tuple[int | None, float | None] | None = None  # the place in the last report
         self._read_at = self._told_at = clock()
         with suppress(OSError):
@@ -106,8 +107,11 @@ class ProgressObserver:
         self._total = line.total or self._total
         values = line.values if line.seconds is None else {**line.values, "seconds": line.seconds}
         for key, value in values.items():
-            if key in self._new or len(self._new) < MAX_KEYS:
+            if key in self._keys or len(self._keys) < MAX_KEYS:
+                self._keys.add(key)
                 self._new.setdefault(key, Series(MAX_POINTS)).add(self._step or 0, value)
+            else:
+                self._warn(f"{loses} more than {MAX_KEYS} names, and only the first are kept: {key!r} is left out")
 
     def _warn(self, text: str) -> None:
         if not self._has_warned:
