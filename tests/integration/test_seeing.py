@@ -75,7 +75,7 @@ def test_an_attempt_before_is_shown_with_the_traceback_of_its_cause(seen, ask, r
 
 def test_logs_of_all_nodes_come_by_time_and_can_be_chosen(seen, ask, run):
     lines = ask("logs", f"{run}/hurt").splitlines()
-    assert all(re.match(r"\d\d:\d\d:\d\d\.\d{3} ", line) for line in lines)
+    assert all(re.match(r"\d\d:\d\d:\d\d\.\d{3}Z ", line) for line in lines)
     assert [line[:12] for line in lines] == sorted(line[:12] for line in lines)
     assert {text for line in lines if "[torchrun node" in line for text in re.findall(r"node \d", line)[:1]} == {
         "node 0",

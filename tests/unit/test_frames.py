@@ -98,8 +98,8 @@ def test_what_is_sent_is_bounded():
     found = read(stack(*[("/my/tü.py", line, "f") for line in range(1, 101)]))
     assert found.bounded(10_000) == found
     cut = found.bounded(60)
-    assert [text.partition("\n[… ")[0] for text in (cut.text, cut.short)] == [found.text[:60], found.short[:60]]
-    assert cut.short.endswith(f"[… {len(found.short) - 60} characters left out]")
+    assert [text.partition("\n… ")[0] for text in (cut.text, cut.short)] == [found.text[:60], found.short[:60]]
+    assert cut.short.endswith(f"… {len(found.short) - 60} characters are left out here")
 
 
 def test_equal_stacks_have_equal_marks():

@@ -197,10 +197,7 @@ class Gang:
         """Return the stacks that were `asked` for, as soon as they are known."""
         spares = self.ready.difference(self.launch.group.nodes)
         found = self.stacks.answer(asked, self._clock(), self.num_nodes, spares)
-        if found is None:
-            return None
-        self.stacks = Stacks()
-        return {"id": asked, "found": to_plain(found)}
+        return None if found is None else {"id": asked, "found": to_plain(found)}
 
     def lost(self, node: int, why: str) -> list[Outgoing]:
         """Handle the end of a node's connection, or of a task that had not joined yet.
@@ -608,7 +605,7 @@ class Gang:
         about = (launch.number, launch.generation, port, self.rules.name, launch.restarts, launch.limit)
         self._broadcast(Go(*about, failures.devices(of_group), group, tuple(left), tuple(came)))
         asked, self.stacks = self.stacks.asked, Stacks()
-        if asked not in (None, HANG):  # who still waits for an answer hears of the new workers
+        if asked not in (None, HANG):  # who may still wait for an answer hears of the new workers
             self._ask_stacks(asked)
 
     def _see_go(self, came: list[int]) -> None:

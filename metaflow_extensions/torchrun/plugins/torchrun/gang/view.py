@@ -12,6 +12,7 @@ from copy import deepcopy
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
 
+from ..machine.frames import begin_of
 from .cause import Cause
 from .wire import from_plain, to_plain
 
@@ -192,8 +193,7 @@ class GangView:
 
     def report(self, text: str, error: str | None, cause: Mapping[str, Any] | None) -> None:
         """Keep the whole report of a failure; one that is the same as the last is not kept twice."""
-        more = len(text) - _REPORT_CHARS
-        kept = f"{text[:_REPORT_CHARS]}\n… {more} characters are left out here" if more > 0 else text
+        kept = begin_of(text, _REPORT_CHARS)
         if not self.reports or self.reports[-1].text != kept:
             about = self.launch, self.generation, error, None if cause is None else dict(cause)
             self.reports = [*self.reports, FailureReport(round(self.now_s, 3), kept, *about)][-_REPORTS:]

@@ -46,7 +46,7 @@ class Found:
 
     def bounded(self, limit: int) -> Found:
         """Return the same without the end of texts of more than so many characters."""
-        return replace(self, text=_begin(self.text, limit), short=_begin(self.short, limit))
+        return replace(self, text=begin_of(self.text, limit), short=begin_of(self.short, limit))
 
 
 class _Frame(NamedTuple):
@@ -99,8 +99,9 @@ def read(stack: str, line_of: SourceLine = lambda path, number: "") -> Found:
     return Found(where, mark, stack, line, short, waits)
 
 
-def _begin(text: str, limit: int) -> str:
-    return text if len(text) <= limit else f"{text[:limit]}\n[… {len(text) - limit} characters left out]"
+def begin_of(text: str, limit: int) -> str:
+    """Return a text without what is more than so many characters, and how many those are."""
+    return text if len(text) <= limit else f"{text[:limit]}\n… {len(text) - limit} characters are left out here"
 
 
 def _short(frames: list[_Frame], line_of: SourceLine) -> str:

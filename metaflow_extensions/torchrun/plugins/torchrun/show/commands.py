@@ -18,7 +18,7 @@ from typing import Any
 from ..compat.cli import CommandException, click
 from ..compat.graph import parallel_steps
 from ..compat.renamed import check
-from ..gang.texts import names
+from ..gang.texts import moment, names
 from ..gang.view import GangView
 from .finding import PAUSE_S, WHICH, await_gang, command, find, find_one, json_option
 from .outputs_command import outputs
@@ -95,7 +95,7 @@ def _wait_for_end(obj: Any, gang: str, attempt: int | None, says_to_stderr: bool
             if said.get(each.control_task, "nothing") != state:
                 said[each.control_task] = state
                 sentence = "Nothing is recorded yet." if view is None else each.sentence(view)
-                line = f"{time.strftime('%H:%M:%S UTC', time.gmtime())} {each.where}: {sentence}"
+                line = f"{moment(time.time())} {each.where}: {sentence}"
                 click.echo(printable(line), err=says_to_stderr)
         if len(ends) == len(gangs):
             return all(ends)
@@ -167,18 +167,15 @@ def logs(
         kept = StoredLogs(stored, found)
         so_far = filter(is_wanted, kept.lines(is_growing=follow))
         has_any = printed(so_far if tail is None else deque(so_far, tail)) or tail == 0
-        if not has_any and not found.is_over:
-            click.echo(_NO_LINE_YET, err=True)
+        if not has_any:
+            click.echo(_NO_LINE, err=True)
         if follow:
-            has_any = printed(filter(is_wanted, kept.follow())) or has_any
-        if not has_any and (follow or found.is_over):
-            who = f"Rank {rank}" if rank is not None else f"Node {node}" if node is not None else "The gang"
-            click.echo(f"{who} has printed nothing that is stored.", err=True)
+            printed(filter(is_wanted, kept.follow()))
 
 
 _TRUNCATED = "[TRUNCATED - MAXIMUM LOG FILE SIZE REACHED]"  # Metaflow's (runtime.py, 2.19)
-_NO_LINE_YET = (
-    "No such line is stored yet. Metaflow stores the log of a local run when its task ends; until then its lines are in "
+_NO_LINE = (
+    "No such line is stored. Metaflow stores the log of a local run when its task has ended; until then its lines are in "
     "the terminal of that run. It stores remote ones every few seconds."
 )
 

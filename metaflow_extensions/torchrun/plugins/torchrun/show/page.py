@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -10,10 +9,11 @@ from dataclasses import dataclass, field
 from ..gang.cause import signal_name
 from ..gang.texts import duration, moment, names, shortened
 from ..gang.view import FailureReport, GangView
+from ..machine.frames import begin_of
 from . import reported
 from .charts import chart_of_times
 from .parts import Block, Cell, Cells, Code, Facts, Keys, Page, Part, Section, Sentence, Table, WebLink
-from .words import Rank, RankState, outcome_of, ranks_of, sentence, timeline
+from .words import Rank, outcome_of, ranks_of, sentence, timeline
 
 # More ranks become a cell for each node, and more nodes one without words of its own.
 _MAX_CELLS = 64
@@ -22,7 +22,7 @@ _MAX_NODES, _FIRST_ROWS, _LAST_ROWS = 64, 20, 80
 _MAX_REPORTS, _MAX_CHARS = 5, 32_000  # of former failures, and characters of each report
 _CODES = 4  # so many exit codes of a node are shown one by one
 # In which order states are told; the first that a node has gives its cell the colour.
-_ORDER: tuple[RankState, ...] = (
+_ORDER = (
     "failed", "lost", "stopping", "restarting", "starting", "waiting", "running", "stopped", "done",
 )  # fmt: skip
 _FACTS = {"torch": "PyTorch", "python": "Python", "devices": "devices"}
@@ -101,10 +101,7 @@ class _Shown:
 
     def code(self, text: str) -> list[Code]:
         """Return a text, if there is one; of a long one its begin where there is little space."""
-        more = len(text) - _MAX_CHARS
-        if self.is_short and more > 0:
-            text = f"{text[:_MAX_CHARS]}\n… {more} characters are left out here"
-        return [Code(text)] if text else []
+        return [Code(begin_of(text, _MAX_CHARS) if self.is_short else text)] if text else []
 
 
 def page_of(view: GangView, place: Place, is_short: bool = False) -> Page:
@@ -118,7 +115,7 @@ def page_of(view: GangView, place: Place, is_short: bool = False) -> Page:
 
 def _outcome(shown: _Shown) -> list[Part]:
     view, said = shown.view, shown.place.sentence(shown.view)
-    as_of = time.strftime(", as of %H:%M:%S UTC", time.gmtime(view.began + view.seconds)) if view.began else ""
+    as_of = f", as of {moment(view.began + view.seconds)}" if view.began else ""
     parts: list[Part] = [
         Sentence(shown.place.title + as_of, "headline"),
         Sentence(said, "outcome", outcome_of(view)),
@@ -152,7 +149,7 @@ def _failure(shown: _Shown, report: FailureReport, said: str) -> list[Part]:
 # --- ranks and nodes --------------------------------------------------------------------------------
 
 
-def _tally(ranks: Iterable[Rank]) -> dict[RankState, str]:
+def _tally(ranks: Iterable[Rank]) -> dict[str, str]:
     """Return how many ranks are in which state, the worst first."""
     found = Counter(rank.state for rank in ranks)
     return {state: f"{found[state]} {state}" for state in _ORDER if found[state]}

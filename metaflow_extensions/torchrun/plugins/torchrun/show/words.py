@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal
 
 from ..gang.texts import counted, duration, names
 from ..gang.view import GangView, Outcome, State
 
-RankState = Literal["waiting", "starting", "running", "stopping", "restarting", "done", "failed", "stopped", "lost"]
 _STOPPED_BY = (-15, -9)  # exit codes of a worker that the gang has stopped: SIGTERM, or SIGKILL if it did not end
 # Of a node whose ranks have not ended, these states are theirs, too.
 _OF_RANKS = {"not joined yet": "waiting", "preparing": "waiting"} | {
@@ -22,7 +20,7 @@ class Rank:
 
     rank: int
     node: int
-    state: RankState
+    state: str  # as of a node, or done or failed
     exit_code: int | None = None  # None: unknown, or the rank has not ended
 
 
@@ -35,7 +33,7 @@ def ranks_of(view: GangView) -> list[Rank]:
     ]
 
 
-def _state(view: GangView, node: int, rank: int) -> Any:
+def _state(view: GangView, node: int, rank: int) -> str:
     code = view.nodes[node].exit_codes.get(rank)
     is_cause = view.cause is not None and view.outcome == "failed" and view.cause.get("rank") == rank
     if is_cause and code != 0:
