@@ -138,9 +138,9 @@ def visible_accelerators(environ: Mapping[str, str], root: str = "/") -> tuple[s
 def usable_cpus(root: str = "/") -> float:
     """Return the CPUs this process may use: the smallest of its affinity and its cgroups' quotas."""
     try:
-        cpus = float(len(os.sched_getaffinity(0)))
+        cpus: float = len(os.sched_getaffinity(0))
     except AttributeError:  # in some of conda's Pythons
-        cpus = float(os.cpu_count() or 1)
+        cpus = os.cpu_count() or 1
     quotas = (quota for folder in own_folders("cpu", root) for quota in _quotas(folder))
     return min([cpus, *quotas])
 

@@ -166,8 +166,7 @@ def logs(
         _refuse_unknown(stored.view(found), rank, node)
         kept = StoredLogs(stored, found)
         so_far = filter(is_wanted, kept.lines(is_growing=follow))
-        has_any = printed(so_far if tail is None else deque(so_far, tail)) or tail == 0
-        if not has_any:
+        if not printed(so_far if tail is None else deque(so_far, tail)) and tail != 0:
             click.echo(_NO_LINE, err=True)
         if follow:
             printed(filter(is_wanted, kept.follow()))

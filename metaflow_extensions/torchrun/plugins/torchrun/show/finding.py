@@ -74,7 +74,7 @@ def find(obj: Any, named: str, attempt: int | None = None) -> tuple[StoredGangs,
     if not named:
         raise NotYet(f"No run of {name} was started here. Name one: {stored.program} show RUN.")
     parts = [part for part in named.split("/") if part]
-    if parts and parts[0] == name:  # Metaflow's client puts the flow's name first
+    if parts[:1] == [name]:  # Metaflow's client puts the flow's name first
         parts = parts[1:]
     if not 1 <= len(parts) <= 3 or any(part.strip(".") == "" for part in parts):  # ".." is a folder
         raise CommandException(f"{named!r} is no gang: write RUN, RUN/STEP or RUN/STEP/TASK, for example 1234/train.")
@@ -85,10 +85,10 @@ def find(obj: Any, named: str, attempt: int | None = None) -> tuple[StoredGangs,
     if not steps and len(parts) == 1 and run in parallel_steps(obj.graph):
         raise CommandException(f"{run} is a step. Name its run, too: {stored.program} show RUN/{run}.")
     if not steps:
-        latest = latest_run(name)
+        latest = latest_run(name) or ""
+        hint = "" if run == latest else did_you_mean(run, [latest])
         raise (NotYet if run == latest else CommandException)(
-            f"The datastore ({stored.storage.place}) has no run {run} of {name}."
-            f"{did_you_mean(run, [latest or '']) if run != latest else ''} If the run used another datastore, "
+            f"The datastore ({stored.storage.place}) has no run {run} of {name}.{hint} If the run used another datastore, "
             f"name it: {flow_program()} --datastore NAME torchrun show {named}."
         )
     step = named_step or _only_gang(obj, run, steps)

@@ -158,8 +158,9 @@ def _tally(ranks: Iterable[Rank]) -> dict[str, str]:
 def _ranks(shown: _Shown) -> list[Part]:
     view, ranks = shown.view, shown.ranks
     if not ranks:
-        hosts = [node.host or "no host yet" for node in view.nodes]
-        cells = [Cell(f"node {i}", "waiting", node.state, hosts[i]) for i, node in enumerate(view.nodes)]
+        cells = [
+            Cell(f"node {i}", "waiting", node.state, node.host or "no host yet") for i, node in enumerate(view.nodes)
+        ]
         return [Sentence("No launch has begun, so there are no ranks."), Cells(cells)]
     parts: list[Part] = [Keys(_tally(ranks))]
     if shown.place.outcome(view) == "ended":

@@ -61,7 +61,7 @@ def sentence(view: GangView) -> str:
         case "waiting" if outcome == "done":
             return "The step has ended well; it has launched nothing."
         case "waiting":
-            return view.why or _waiting(view)
+            return _waiting(view)
         case "starting":
             return f"{workers} {'is' if is_one else 'are'} starting, for {duration(view.now_s - view.since_s)}{after}."
         case "running":
