@@ -924,7 +924,7 @@ class Gang:
                 if not launch.takes_part(each) and self.nodes[each].cause is not None:
                     self._give_up_on(self.nodes[each])
         self._tell_verdict(launch, error)
-        self._next_mark = self.view.count
+        self._next_mark = view.left_out + len(view.events)
         if error is not None and any(self.nodes[node].cause for node in self._gone):
             self._break(error)  # without all its nodes the gang can't launch again
 

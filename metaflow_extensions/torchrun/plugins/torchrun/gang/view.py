@@ -182,13 +182,8 @@ class GangView:
             del self.events[0]
             self.left_out += 1
 
-    @property
-    def count(self) -> int:
-        """How many events there were, with those that are left out."""
-        return self.left_out + len(self.events)
-
     def since(self, mark: int) -> list[Happened]:
-        """Return the events from number `mark` on, as far as they are kept."""
+        """Return the events from number `mark` on, as far as they are kept; those that are left out have numbers, too."""
         return self.events[max(0, mark - self.left_out) :]
 
     def report(self, text: str, error: str | None, cause: Mapping[str, Any] | None) -> None:

@@ -110,7 +110,8 @@ def timeline(view: GangView) -> list[tuple[str, str, str]]:
     rows = []
     # A cause becomes known after what follows from it.
     for event in sorted(view.events, key=lambda each: (each.at_s, each.kind != "cause")):
-        numbers, what = (event.ranks, "rank") if event.ranks else (event.nodes, "node")
+        of_nodes = event.nodes if len(view.nodes) > 1 else []  # a single node needs no name
+        numbers, what = (event.ranks, "rank") if event.ranks else (of_nodes, "node")
         text = event.text.replace("was ", "were ", 1) if len(numbers) > 1 else event.text
         if numbers and event.kind != "cause":  # which names its rank itself
             text = f"{names(sorted(set(numbers)), what)}: {text}"
