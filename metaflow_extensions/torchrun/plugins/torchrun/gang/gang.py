@@ -262,7 +262,7 @@ class Gang:
     def _on_join(self, node: Node, join: Join) -> None:
         """Take in a task that `refuses` has nothing against."""
         if node.presence is not Presence.HERE:
-            self._see("joined", "joined", node, "step code")
+            self._see("joined", "joined", node, "step code", launch=None)
             self.view.nodes[node.index].host = join.host
             node.is_new = bool(node.join.task)
             self._failed.discard(node.index)
@@ -852,7 +852,7 @@ class Gang:
             if waits_for:
                 until = self.view.began - self._began_at + max(self.nodes[each].awaited_until for each in waits_for)
                 self.view.waits_for = f"{names(waits_for)} to start, until {moment(until)} at most"
-            self.view.enter("restarting", self._able())
+            self.view.enter("restarting", [each for each in self._able() if launch.takes_part(each)])
             if cause.category != "preempted":  # `max_restarts` does not count others
                 text = f"restart {number - launch.uncounted} of {launch.policy.max_restarts}: {text}"
             text += f", because {FailureText(cause).who} {headline(cause.what)}"
@@ -1070,10 +1070,10 @@ class Gang:
 
     def _see_cause(self, cause: Cause, before: str = "") -> None:
         self.view.why = headline(before.replace("\n", " ") + failures.summary(cause))
-        about: dict[str, Any] = {} if cause.rank is None else {"rank": cause.rank, "exit_code": cause.exit_code}
+        at_s = self.view.now_s
         if (first := self.launch.first) is not None and cause.is_same_event(first.cause):
-            about["at_s"] = -first.age_s - self._began_at  # it became known later
-        self._see("cause", f"cause: {self.view.why}", **about)
+            at_s = -first.age_s - self._began_at  # it became known later
+        self._see("cause", f"cause: {self.view.why}", rank=cause.rank, exit_code=cause.exit_code, at_s=at_s)
 
     def _see_error(self, error: TorchrunError) -> None:
         failure = failure_of(error)

@@ -169,7 +169,7 @@ class GangView:
         for each in reversed(self.events if node is not None else ()):
             if not each.nodes:
                 break
-            if (each.kind, each.text, each.launch) == (kind, text, self.launch):
+            if (each.kind, each.text, each.launch) == (kind, text, more.get("launch", self.launch)):
                 each.nodes += [node] if node not in each.nodes[-1:] else []  # type: ignore[list-item]
                 each.ranks += [] if rank is None else [rank]
                 each.until_s = now

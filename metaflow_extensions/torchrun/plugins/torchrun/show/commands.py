@@ -95,8 +95,7 @@ def _wait_for_end(obj: Any, gang: str, attempt: int | None, says_to_stderr: bool
             if said.get(each.control_task, "nothing") != state:
                 said[each.control_task] = state
                 sentence = "Nothing is recorded yet." if view is None else each.sentence(view)
-                line = f"{moment(time.time())} {each.where}: {sentence}"
-                click.echo(printable(line), err=says_to_stderr)
+                click.echo(printable(f"{moment(time.time())} {each.where}: {sentence}"), err=says_to_stderr)
         if len(ends) == len(gangs):
             return all(ends)
         time.sleep(PAUSE_S)

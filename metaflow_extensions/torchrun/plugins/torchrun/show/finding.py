@@ -37,8 +37,10 @@ def or_latest(ctx: Any, _: Any, named: str) -> str:
         return named
     # Metaflow (2.19) numbers a run when all is checked, so a refused one leaves the run before as the latest. It does not
     # note those of `resume`.
-    told = f"Showing run {run}, the last that `run` started here. To see a resumed run, give its number."
-    click.echo(f"[torchrun] {told}", err=True)
+    click.echo(
+        f"[torchrun] Showing run {run}, the last that `run` started here. To see a resumed run, give its number.",
+        err=True,
+    )
     return run
 
 
