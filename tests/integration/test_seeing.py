@@ -82,7 +82,7 @@ def test_logs_of_all_nodes_come_by_time_and_can_be_chosen(seen, ask, run):
         "node 1",
     }
     of_rank = ask("logs", f"{run}/hurt", "--rank", "1").splitlines()
-    assert [line[13:] for line in of_rank] == ["[rank 1] about to leave"] * 2
+    assert [line[14:] for line in of_rank] == ["[rank 1] about to leave"] * 2
     of_node = ask("logs", f"{run}/hurt", "--node", "1", "--follow").splitlines()
     assert set(of_rank) < set(of_node)
     assert not any("[rank 0]" in line for line in of_node)
