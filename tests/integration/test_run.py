@@ -65,7 +65,7 @@ def test_a_gang_runs_twice_with_hostile_arguments_and_paths(run_flow):
         assert env["WORLD_SIZE"] == "4"
         assert env["PYTHONUNBUFFERED"]
         assert env["GLOO_SOCKET_IFNAME"] == env["NCCL_SOCKET_IFNAME"] == "lo"
-        assert env["OMP_NUM_THREADS"] == str(max(1, usable_cpus() // 4))
+        assert env["OMP_NUM_THREADS"] == str(max(1, int(usable_cpus() // 4)))
         assert env["EXTRA"] == "a b"
         assert env["TORCHELASTIC_RESTART_COUNT"] == "0"
     assert all(worker["argv"] == words for worker in second.values())
@@ -194,7 +194,7 @@ def test_the_working_directory_can_be_chosen(together):
     assert list(Path(worker["cwd"]).iterdir()) == []
     assert together["one node"].text.count("torchrun_args log-dir has no effect") == 1
     assert "[rank 0] heard from afar" in together["one node"].text
-    assert worker["env"]["OMP_NUM_THREADS"] == str(usable_cpus())
+    assert worker["env"]["OMP_NUM_THREADS"] == str(max(1, int(usable_cpus())))
 
 
 def test_the_working_directory_hides_nothing_and_a_module_is_found_beside_the_flow(run_flow, tmp_path):

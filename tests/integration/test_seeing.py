@@ -46,7 +46,7 @@ def test_a_failure_is_shown_with_its_cause_first_its_nodes_and_its_restart(ask, 
     starts = [text for text in told if text.startswith("start")]
     assert re.fullmatch(r"start on 2 nodes.*; start again on.*", "; ".join(starts))
     assert lines[-1].endswith(f"torchrun logs {run}/hurt --rank 1")
-    before = lines.index("All workers were started again after this.")
+    before = lines.index("All workers start again after this.")
     assert re.match(
         r"After \d+ s: Rank 1 on node 1 .* exited with code 3; the last line of its stderr: .*\.$", lines[before - 1]
     )
@@ -75,14 +75,14 @@ def test_an_attempt_before_is_shown_with_the_traceback_of_its_cause(seen, ask, r
 
 def test_logs_of_all_nodes_come_by_time_and_can_be_chosen(seen, ask, run):
     lines = ask("logs", f"{run}/hurt").splitlines()
-    assert all(re.match(r"\d\d:\d\d:\d\d\.\d{3} ", line) for line in lines)
+    assert all(re.match(r"\d\d:\d\d:\d\d\.\d{3}Z ", line) for line in lines)
     assert [line[:12] for line in lines] == sorted(line[:12] for line in lines)
     assert {text for line in lines if "[torchrun node" in line for text in re.findall(r"node \d", line)[:1]} == {
         "node 0",
         "node 1",
     }
     of_rank = ask("logs", f"{run}/hurt", "--rank", "1").splitlines()
-    assert [line[13:] for line in of_rank] == ["[rank 1] about to leave"] * 2
+    assert [line[14:] for line in of_rank] == ["[rank 1] about to leave"] * 2
     of_node = ask("logs", f"{run}/hurt", "--node", "1", "--follow").splitlines()
     assert set(of_rank) < set(of_node)
     assert not any("[rank 0]" in line for line in of_node)

@@ -32,7 +32,7 @@ def test_1_every_rank_of_a_gang_that_computes_is_shown_and_moves(asked, ask):
     for _ in range(3):
         text = ask()
         assert re.search(r"Launch 0, 4 ranks on 2 nodes:\n", text), text
-        assert "has no answer" not in text
+        assert "has not answered" not in text
 
 
 def test_2_the_rank_that_holds_all_up_is_named_and_does_not_move(asked, ask):

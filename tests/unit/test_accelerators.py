@@ -142,6 +142,7 @@ QUOTA_OF_1 = "100000 100000\n"
     [
         (None, {}, 8),
         (None, {"cpu.max": QUOTA_OF_1}, 1),
+        (None, {"cpu.max": "30000 100000\n"}, 0.3),
         # As systemd has it for CPUQuota=.
         ("0::/user.slice/my job\n", {"user.slice/my job/cpu.max": QUOTA_OF_1}, 1),
         ("0::/a\n", {"a/cpu.max": QUOTA_OF_4, "ab/cpu.max": QUOTA_OF_1, "a/b/cpu.max": QUOTA_OF_1}, 4),

@@ -45,6 +45,21 @@ def test_frames_of_libraries_are_counted_and_the_users_have_their_source_lines()
 
 
 @pytest.mark.parametrize(
+    ("path", "is_own"),
+    [
+        ("/metaflow/model.py", True),
+        ("/work/metaflow/my/model.py", True),
+        ("/metaflow/metaflow/plugins/datatools/s3/s3.py", False),  # in a pod, up to 2.15
+        ("/metaflow/.mf_code/metaflow/plugins/datatools/s3/s3.py", False),
+        ("/metaflow/.mf_code/metaflow_extensions/other/plugins/x.py", False),
+        (f"{SITE}/metaflow/plugins/datatools/s3/s3.py", False),
+    ],
+)
+def test_files_of_metaflow_are_not_the_users_also_in_a_pod(path, is_own):
+    assert read(stack((path, 3, "get"), ("/my/train.py", 5, "<module>"))).where.startswith("train.py:5") is not is_own
+
+
+@pytest.mark.parametrize(
     ("path", "waits"),
     [
         (f"{TORCH}/distributed/distributed_c10d.py", True),
@@ -83,8 +98,8 @@ def test_what_is_sent_is_bounded():
     found = read(stack(*[("/my/tü.py", line, "f") for line in range(1, 101)]))
     assert found.bounded(10_000) == found
     cut = found.bounded(60)
-    assert [text.partition("\n[… ")[0] for text in (cut.text, cut.short)] == [found.text[:60], found.short[:60]]
-    assert cut.short.endswith(f"[… {len(found.short) - 60} characters left out]")
+    assert [text.partition("\n… ")[0] for text in (cut.text, cut.short)] == [found.text[:60], found.short[:60]]
+    assert cut.short.endswith(f"… {len(found.short) - 60} characters are left out here")
 
 
 def test_equal_stacks_have_equal_marks():

@@ -41,11 +41,11 @@ def test_the_life_of_a_gang_is_recorded_all_of_it_for_the_control_node():
     gang.play("+1").all_ended(alone=True)
     gang.play("done 0 1, leave 0, leave 1")
     view = gang.state.view
-    said = [each.kind for each in view.events if each.kind != "stopped"]
+    said = [each.kind for each in view.events]
     launch = ["command", "ready", "go", "started", "output", "stopping", "exited", "cause"]
     assert said == ["joined", "before_run", "ready", *launch, "go", "done", "finished", "left"]
     (to_control,), (to_member,) = gang.got(0, "Verdict"), gang.got(1, "Verdict")
-    assert [each.kind for each in to_control.events if each.kind != "stopped"] == said[:-2]
+    assert [each.kind for each in to_control.events] == said[:-2]
     assert (to_member.events, to_member.alone, to_member.error) == ((), True, None)
     (cause,), (command,), (report,) = gang.recorded("cause"), gang.recorded("command"), view.reports
     assert (command.nodes, command.text, command.exit_code, command.seconds) == ([1], *told.values())

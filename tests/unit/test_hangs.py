@@ -87,7 +87,7 @@ def answers(*nodes, missing=()):
     ],
 )
 def test_a_node_that_has_not_answered_is_where_to_look(nodes, said, first):
-    missing = dict.fromkeys(range(len(nodes), 3), "it has not answered in time") | {3: NO_WORKERS}
+    missing = dict.fromkeys(range(len(nodes), 3), "has not answered in time") | {3: NO_WORKERS}
     detail, record = conclude(answers(*nodes, missing=missing), ())
     assert detail.splitlines()[0].endswith(said)
     assert record["first"] == first

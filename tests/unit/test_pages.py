@@ -104,7 +104,10 @@ SAID = {
     ),
     "awaiting another task": (
         lambda: Story(replaces=True).running(policy=TWICE).lost(1).ended(0, codes=(-15, -15)),
-        *(f"All workers start again, which wait for node 1 to start: {KILLED}.", "2 lost, 2 stopped"),
+        *(
+            f"All workers start again, which wait for node 1 to start, until 2026-11-22 02:30:04 UTC at most: {KILLED}.",
+            "2 lost, 2 stopped",
+        ),
     ),
     "caught": (
         lambda: Story().running().at(8).crashed().at(10).done().at(12).left(),

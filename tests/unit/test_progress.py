@@ -121,7 +121,7 @@ def test_the_log_has_a_line_soon_after_the_first_report_and_then_one_a_minute(ke
 @pytest.mark.parametrize(
     ("looked_at", "last", "ok", "line"),
     [
-        (10, 4, True, "5 of 5 steps (100 %), loss 0.5"),
+        (10, 4, True, "step 5 of 5 (100 %), loss 0.5"),
         (10, 3, False, "step 3 of 5 (60 %), loss 0.5"),
         (10, 2, False, ""),
         (5, 4, True, ""),

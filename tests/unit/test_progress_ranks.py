@@ -173,6 +173,14 @@ def test_what_makes_a_curve_lose_points_is_said_once(steps, said, node):
     assert [said in text for text in node.shown] == ([True] if said else [])
 
 
+def test_names_that_are_too_many_are_told_once(node):
+    for first in range(0, 60, 20):
+        node.write(0, {"step": first} | {f"layer {number}": 1.0 for number in range(first, first + 20)})
+        node.wait(5)
+    said = "warning: rank 0 has reported more than 20 names, and only the first are kept: 'layer 20' is left out"
+    assert node.shown == [said]
+
+
 # --- how fast a rank is ---------------------------------------------------------------------------
 
 

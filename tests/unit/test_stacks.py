@@ -57,15 +57,29 @@ def test_a_node_that_does_not_answer_holds_up_the_others_for_seconds_only():
     story = ask(Story(3).running())
     say(story, 0, 1)
     assert answer_of(story.at(story.now + 5)) is None
-    assert answer_of(story.at(story.now + 5))[1].missing == {2: "it has not answered in time"}
+    assert answer_of(story.at(story.now + 5))[1].missing == {2: "has not answered in time"}
 
 
 def test_a_node_whose_workers_end_meanwhile_is_not_waited_for():
     story = ask(Story(3).running())
     say(story, 0)
-    assert answer_of(story.ended(1).ended(2))[1].missing == dict.fromkeys((1, 2), "it has no workers")
-    assert answer_of(ask(story, "b").ended(0))[1].missing == dict.fromkeys((0, 1, 2), "it has no workers")
+    assert answer_of(story.ended(1).ended(2))[1].missing == dict.fromkeys((1, 2), "has no workers")
+    assert answer_of(ask(story, "b").ended(0))[1].missing == dict.fromkeys((0, 1, 2), "has no workers")
     assert answer_of(ask(story, "c")) == ("c", GangStacks()), "no worker runs, and nobody is asked"
+
+
+def test_a_spare_is_called_one():
+    story = ask(Story(3, spare_nodes=1).running())
+    say(story, 0, 1)
+    assert answer_of(story)[1].missing == {2: "waits as a spare"}
+
+
+def test_who_asks_when_the_workers_end_hears_of_those_that_start_again():
+    story = ask(Story(2).running(policy={"max_restarts": 1})).crashed()
+    say(story.at(story.now + 2), 0, 1)
+    _, found = answer_of(story)
+    assert (found.generation, sorted(found.ranks)) == (1, [0, 1, 2, 3])
+    assert [each.generation for each in story.got(1, Ask)] == [0, 1]
 
 
 @pytest.mark.parametrize("when", ["before", "meanwhile"])
@@ -114,12 +128,12 @@ def run(tmp_path, monkeypatch):
 
 
 def test_ranks_at_one_place_are_named_together_and_each_stack_stands_once(run):
-    first, *lines = run(answers=[gang_stacks(1, 7, missing={2: "it has not answered in time"})])
+    first, *lines = run(answers=[gang_stacks(1, 7, missing={2: "has not answered in time"})])
     assert first.endswith("  Launch 0, 4 ranks on 2 nodes:")
     assert lines == [
         "  ranks 0, 1: train.py:1 in step",
         "  ranks 2, 3: train.py:7 in step",
-        "  node 2 has no answer: it has not answered in time",
+        "  node 2 has not answered in time",
         *["", "--- rank 0 (node 0, host host-0), and the same in rank 1", "short"],
         *["", "--- rank 2 (node 1, host host-1), and the same in rank 3", "short"],
     ]

@@ -85,20 +85,21 @@ def test_a_gang_is_named_by_run_step_or_any_of_its_tasks_or_is_of_the_last_run(s
 def test_a_command_without_a_run_says_which_it_shows_since_a_refused_one_is_none(stored, obj, root, command):
     begin(root, "train", "4")
     (root.parent / "latest_run").write_text(RUN)
-    said = "[torchrun] Run 100, the last that `run` started here. One of `resume` needs its number."
+    said = "[torchrun] Showing run 100, the last that `run` started here. To see a resumed run, give its number."
     run = CliRunner(mix_stderr=False).invoke
     assert said in run(commands.torchrun, [command], obj=obj).stderr
-    assert "[torchrun] Run" not in run(commands.torchrun, [command, "100"], obj=obj).stderr
+    assert "[torchrun]" not in run(commands.torchrun, [command, "100"], obj=obj).stderr
 
 
 @pytest.mark.parametrize(
     ("named", "said"),
     [
         ("", r"No run of Flow was started here. Name one"),
-        ("99", r"has no run 99 of Flow"),
+        ("99", r"has no run 99 of Flow\. If"),
+        ("1001", r"has no run 1001 of Flow\. Did you mean 100\? If"),
         ("train", r"train is a step. Name its run, too: python .* torchrun show RUN/train\.$"),
         *((wrong, r"write RUN, RUN/STEP or RUN/STEP/TASK") for wrong in ("/", "../Other/100", "100/train/4/2")),
-        ("100/tran", r"Run 100 has no tasks of step tran. It has begun: start, train, tune"),
+        ("100/tran", r"Run 100 has no tasks of step tran\. Did you mean train\? It has begun: start, train, tune"),
         ("100/train/5", r"has no task 5. Its gangs have the control tasks 4"),
         ("100", r"several gangs. Name the step: 100/train, 100/tune"),
     ],
@@ -107,6 +108,8 @@ def test_what_is_not_there_is_said_with_what_is(stored, obj, root, named, said):
     begin(root, "start", "1")
     begin(root, "train", "4")
     begin(root, "tune", "5")
+    if named:
+        (root.parent / "latest_run").write_text(RUN)
     with pytest.raises(CommandException, match=said):
         find(obj, named)
 
@@ -199,12 +202,10 @@ def test_the_last_lines_are_those_of_all_that_is_chosen(stored, obj, root, capsy
     assert show_logs(obj, capsys, **options) == (texts, [])
 
 
-@pytest.mark.parametrize(("options", "who"), [({"rank": 3}, "Rank 3"), ({"node": 1}, "Node 1"), ({}, "The gang")])
-def test_who_has_printed_nothing_is_named_when_that_is_sure(stored, obj, root, capsys, options, who):
+@pytest.mark.parametrize("options", [{"rank": 3}, {"node": 1}, {}])
+def test_that_nothing_is_stored_is_said_with_when_it_will_be(stored, obj, root, capsys, options):
     begin(root, "train", "4")
-    assert show_logs(obj, capsys, **options) == ([], [commands._NO_LINE_YET])
-    write(root, "train/4/0.DONE.lock")
-    assert show_logs(obj, capsys, **options) == ([], [f"{who} has printed nothing that is stored."])
+    assert show_logs(obj, capsys, **options) == ([], [commands._NO_LINE])
 
 
 @pytest.mark.parametrize(

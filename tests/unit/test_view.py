@@ -9,6 +9,7 @@ from gang_views import BEGAN, Story, crash, hostile
 from test_pages import STORIES
 
 from metaflow_extensions.torchrun.plugins.torchrun.gang.view import VERSION, GangView, Word, told_by_others
+from metaflow_extensions.torchrun.plugins.torchrun.show.words import timeline
 
 
 @pytest.mark.parametrize("story", [*STORIES.values(), hostile], ids=[*STORIES, "hostile"])
@@ -96,3 +97,15 @@ def test_a_report_that_can_not_be_read_costs_nothing_else_and_a_line_says_so_onc
     why = "ValueError: progress.paces is 'torn', which does not fit"
     assert (story.notes(0), story.notes(1)) == ([f"warning: node 0's progress is not kept: {why}"], [])
     assert (story.view.outcome, story.view.progress["step"]) == ("running", 3)
+
+
+def test_a_spare_waits_while_the_others_start_again():
+    story = Story(3, spare_nodes=1).running(policy={"max_restarts": 1}).failed(crash()).ended(codes=(-15, -9))
+    assert [node.state for node in story.view.nodes] == ["restarting", "restarting", "waiting"]
+
+
+def test_a_cause_is_dated_by_when_it_happened_and_told_once():
+    story = Story().running().at(8).lost(1).at(9).ended(0, codes=(-15, -15))
+    assert [event.at_s for event in story.view.events if event.kind == "cause"] == [8.0]
+    rows = [text.partition(":")[0] for _, _, text in timeline(story.view)]
+    assert rows[-6:-3] == ["cause", "node 1", "all nodes are told to stop"]

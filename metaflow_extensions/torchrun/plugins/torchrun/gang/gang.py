@@ -45,7 +45,7 @@ from .messages import (
 from .policy import Rules
 from .progress import Progress
 from .stacks import HANG, NO_WORKERS, Stacks, conclude, hang
-from .texts import counted, headline, names, size_text
+from .texts import counted, headline, moment, names, size_text
 from .view import GangView, NodeView, Presence, State
 from .wire import to_plain
 
@@ -184,7 +184,8 @@ class Gang:
 
     def answer(self, asked: Any) -> dict[str, Any] | None:
         """Return the stacks that were `asked` for, as soon as they are known."""
-        found = self.stacks.answer(asked, self._clock(), self.num_nodes)
+        spares = self.ready.difference(self.launch.group.nodes)
+        found = self.stacks.answer(asked, self._clock(), self.num_nodes, spares)
         return None if found is None else {"id": asked, "found": to_plain(found)}
 
     def lost(self, node: int, why: str) -> list[Outgoing]:
@@ -250,7 +251,7 @@ class Gang:
     def _on_join(self, node: Node, join: Join) -> None:
         """Take in a task that `refuses` has nothing against."""
         if node.presence is not Presence.HERE:
-            self._see("joined", "joined", node, "step code")
+            self._see("joined", "joined", node, "step code", launch=None)
             self.view.nodes[node.index].host = join.host
             node.is_new = bool(node.join.task)
             self._failed.discard(node.index)
@@ -344,7 +345,7 @@ class Gang:
     def _forget(self, node: Node) -> None:
         """Forget what the task of a node has said that is gone."""
         self._end_call(node)
-        self.stacks.keep(node.index, "it is no longer in the gang")
+        self.stacks.keep(node.index, "is no longer in the gang")
 
     def _see_who_is_left(self) -> None:
         """Send a control node whose step has ended the failure of a member, or that no member is left.
@@ -580,6 +581,9 @@ class Gang:
         again = "; ".join(filter(None, (launch.again, failures.change_of_nodes(left, came, group.size))))
         restart = (tuple(left), tuple(came), again, launch.restarts_for)
         self._broadcast(Go(*about, failures.devices(of_group), group, *restart))
+        asked, self.stacks = self.stacks.asked, Stacks()
+        if asked not in (None, HANG):  # who may still wait for an answer hears of the new workers
+            self._ask_stacks(asked)
 
     def _see_go(self, came: list[int]) -> None:
         """Note that a generation begins."""
@@ -601,7 +605,6 @@ class Gang:
         view.place(nodes)
         view.outputs.pop(launch.number, None)  # those of a generation before
         self.progress.begin(launch.number)
-        self.stacks = Stacks()
 
     # --- what the nodes report --------------------------------------------------------------------
 
@@ -813,8 +816,10 @@ class Gang:
             count = launch.restarts + 1 - launch.uncounted
             launch.again = f"restart {count} of {launch.policy.max_restarts}: {launch.again}"
         self.view.turn("restarting", failures.summary(cause))
-        self.view.waits_for = self._waits_for()
-        self.view.enter("restarting", self._able())
+        if coming := self._coming(self._able()):
+            until = self.view.began - self._began_at + max(self.nodes[each].awaited_until for each in coming)
+            self.view.waits_for = f"{self._waits_for()}, until {moment(until)} at most"
+        self.view.enter("restarting", [each for each in self._able() if launch.takes_part(each)])
         self._remind()
 
     def _tell_to_end(self, node: Node, cause: Cause, error: TorchrunError | None = None) -> None:
@@ -948,7 +953,8 @@ class Gang:
         if number is not None and self.phase is Phase.IDLE:
             self._end_early(number, error)
         self._see("broken", "nothing can be launched any more")
-        self._see_error(error)
+        if error is not self.launch.verdict:  # else that was seen before
+            self._see_error(error)
         self.view.turn("failed", self.view.why)
         told = self._here - self._done | self._here & {CONTROL}  # when done, that one waits for the others
         self._send(Abort(error), *sorted(told))
@@ -1021,8 +1027,10 @@ class Gang:
 
     def _see_cause(self, cause: Cause, before: str = "") -> None:
         self.view.why = headline(before.replace("\n", " ") + failures.summary(cause))
-        about: dict[str, Any] = {} if cause.rank is None else {"rank": cause.rank, "exit_code": cause.exit_code}
-        self._see("cause", f"cause: {self.view.why}", **about)
+        at_s = self.view.now_s
+        if (first := self.launch.first) is not None and cause.is_same_event(first.cause):
+            at_s = -first.age_s - self._began_at  # it became known later
+        self._see("cause", f"cause: {self.view.why}", rank=cause.rank, exit_code=cause.exit_code, at_s=at_s)
 
     def _see_error(self, error: TorchrunError) -> None:
         failure = failure_of(error)

@@ -222,14 +222,11 @@ def number(value: float | None) -> str:
 
 
 def step(progress: Mapping[str, Any]) -> str:
-    """Return ``"step 120 of 1000 (12 %)"``, or ``"120 of 120 steps (100 %)"`` where the last step was 119."""
-    last, total, done = progress["step"], progress["total"], progress["done"]
+    """Return ``"step 120 of 1000 (12 %)"``; the last step is 1000, though it may have the number 999."""
+    last, total = progress["step"], progress["total"]
     if last is None:
         return ""
-    if total is None:
-        return f"step {last}"
-    told = f"step {last} of {number(total)}" if done == last else f"{done} of {number(total)} steps"
-    return f"{told} ({percent(progress)} %)"
+    return f"step {last}" if total is None else f"step {progress['done']} of {number(total)} ({percent(progress)} %)"
 
 
 def percent(progress: Mapping[str, Any]) -> int:

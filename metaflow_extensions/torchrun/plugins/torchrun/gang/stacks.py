@@ -19,7 +19,7 @@ from .limits import NODES_MARGIN_S, START_S, WORKERS_S
 from .texts import names
 from .wire import from_plain, to_plain
 
-NO_WORKERS = "it has no workers"
+NO_WORKERS, SPARE = "has no workers", "waits as a spare"
 HANG = "hang"  # of the cause
 _SIGNS = "wrote anything, reported a step, joined a process group or exited"
 _MAX_LINES = 64
@@ -85,13 +85,14 @@ class Stacks:
         if self._found.get(node, found) is None:
             self._found[node] = found
 
-    def answer(self, asked: Any, at_s: float, num_nodes: int) -> GangStacks | None:
+    def answer(self, asked: Any, at_s: float, num_nodes: int, spares: Collection[int] = ()) -> GangStacks | None:
         """Return the answer when all nodes have answered, or their time is up; else None."""
         if asked != self.asked or (None in self._found.values() and at_s < self._due_at_s):
             return None
         if not self._found:
             return GangStacks()
-        found = {node: self._found.get(node, NO_WORKERS) or "it has not answered in time" for node in range(num_nodes)}
+        idle = dict.fromkeys(range(num_nodes), NO_WORKERS) | dict.fromkeys(spares, SPARE)
+        found = {node: self._found.get(node, why) or "has not answered in time" for node, why in idle.items()}
         answered = {node: each for node, each in found.items() if isinstance(each, NodeStacks)}
         return GangStacks(*self._about, answered, {node: each for node, each in found.items() if isinstance(each, str)})
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable
 
 _LISTED = 8  # numbers, ranges of numbers, or values
@@ -54,6 +55,11 @@ def duration(seconds: float) -> str:
     if hours:
         return f"{hours} h {minutes} min"
     return f"{minutes} min {rest} s" if minutes else f"{rest} s"
+
+
+def moment(seconds: float) -> str:
+    """Return a time in seconds since 1970 as date and time of day."""
+    return time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(seconds))
 
 
 def size_text(size: int) -> str:

@@ -12,6 +12,7 @@ from copy import deepcopy
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
 
+from ..machine.frames import begin_of
 from .cause import Cause
 from .wire import from_plain, to_plain
 
@@ -156,21 +157,17 @@ class GangView:
 
     def place(self, nodes: Sequence[int], late_s: float = 0.0) -> None:
         """Note where the ranks are from now on; what was to begin later does not."""
-        since = self._moment + late_s
+        since = round(self.began + self.now_s, 3) + late_s
         self.placed = [each for each in self.placed if each.since < since][1 - _PLACES :]
         self.placed.append(Placed(since, tuple(nodes), self.nproc or 1))
 
-    @property
-    def _moment(self) -> float:
-        return round(self.began + self.now_s, 3)
-
     def add(self, kind: str, text: str, node: int | None = None, rank: int | None = None, **more: Any) -> None:
         """Add an event. One of a node or a rank joins the same of others, if nothing has happened to the gang since."""
-        now = round(self.now_s, 3)
+        now = round(more.pop("at_s", self.now_s), 3)
         for each in reversed(self.events if node is not None else ()):
             if not each.nodes:
                 break
-            if (each.kind, each.text, each.launch) == (kind, text, self.launch):
+            if (each.kind, each.text, each.launch) == (kind, text, more.get("launch", self.launch)):
                 each.nodes += [node] if node not in each.nodes[-1:] else []  # type: ignore[list-item]
                 each.ranks += [] if rank is None else [rank]
                 each.until_s = now
@@ -178,15 +175,14 @@ class GangView:
                 return
         nodes, ranks = ([] if each is None else [each] for each in (node, rank))
         about = {"launch": self.launch, "generation": self.generation, "nodes": nodes, "ranks": ranks}
-        self.events.append(Happened(kind, now, self._moment, text, **{**about, **more}))
+        self.events.append(Happened(kind, now, round(self.began + now, 3), text, **{**about, **more}))
         if len(self.events) > _EVENTS:
             del self.events[0]
             self.left_out += 1
 
     def report(self, text: str, error: str | None, cause: Mapping[str, Any] | None) -> None:
         """Keep the whole report of a failure; one that is the same as the last is not kept twice."""
-        more = len(text) - _REPORT_CHARS
-        kept = f"{text[:_REPORT_CHARS]}\n… {more} characters are left out here" if more > 0 else text
+        kept = begin_of(text, _REPORT_CHARS)
         if not self.reports or self.reports[-1].text != kept:
             about = self.launch, self.generation, error, None if cause is None else dict(cause)
             self.reports = [*self.reports, FailureReport(round(self.now_s, 3), kept, *about)][-_REPORTS:]

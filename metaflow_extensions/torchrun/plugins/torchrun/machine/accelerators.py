@@ -41,7 +41,7 @@ class Nproc:
 class Machine:
     """The accelerators and CPUs that this node may use."""
 
-    cpus: int  # at least one
+    cpus: float  # of which a container may have less than one
     accelerators: tuple[str, ...] = ()  # as `CUDA_VISIBLE_DEVICES` names them
     nodes_here: int = 1  # how many nodes of the gang share this machine
     node_here: int = 0  # this node's place among them, from 0
@@ -83,7 +83,7 @@ def choose_nproc(setting: int | str | None, source: str, requested: Nproc | None
             f"{source} is 'gpu', but {whose} no visible GPU. Request GPUs (for example "
             "@kubernetes(gpu=1)), or use 'auto' or a number."
         )
-    return Nproc(max(1, machine.cpus // nodes), f"{source}={setting!r}: {machine.cpus} usable CPUs{shared}")
+    return Nproc(max(1, int(machine.cpus // nodes)), f"{source}={setting!r}: {machine.cpus:g} usable CPUs{shared}")
 
 
 def requested_accelerators(decorators: Iterable[tuple[str, Mapping[str, Any]]]) -> Nproc | None:
@@ -135,14 +135,14 @@ def visible_accelerators(environ: Mapping[str, str], root: str = "/") -> tuple[s
     return tuple(str(index) for index in range(count))
 
 
-def usable_cpus(root: str = "/") -> int:
+def usable_cpus(root: str = "/") -> float:
     """Return the CPUs this process may use: the smallest of its affinity and its cgroups' quotas."""
     try:
-        cpus = float(len(os.sched_getaffinity(0)))
+        cpus: float = len(os.sched_getaffinity(0))
     except AttributeError:  # in some of conda's Pythons
-        cpus = float(os.cpu_count() or 1)
+        cpus = os.cpu_count() or 1
     quotas = (quota for folder in own_folders("cpu", root) for quota in _quotas(folder))
-    return max(1, int(min([cpus, *quotas])))
+    return min([cpus, *quotas])
 
 
 def _quotas(folder: str) -> Iterator[float]:

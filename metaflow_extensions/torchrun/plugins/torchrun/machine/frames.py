@@ -12,10 +12,11 @@ from itertools import groupby
 from typing import NamedTuple, TypeAlias
 
 _FRAME = re.compile(r'^  File "(?P<path>.*)", line (?P<line>\d+|\?+) in (?P<function>.*)$', re.MULTILINE)
-# torch, the standard library and this package. Not all installed packages: a trainer's loop may be one.
+# torch, the standard library, Metaflow and this package; a pod has these two beside the user's files, in a folder named
+# metaflow, too (2.19). Not all installed packages: a trainer's loop may be one.
 _LIBRARY = re.compile(
     r"(site|dist)-packages/torch/|/lib(64)?/python3\.\d+t?/(?!(site|dist)-packages/)|^<frozen "
-    r"|/metaflow_extensions/torchrun/plugins/torchrun/"
+    r"|/metaflow_extensions/|/((site|dist)-packages|metaflow|\.mf_code)/metaflow/"
 )
 # Where a rank waits for other ranks (torch 2.13): collectives, stores and DDP; a backward pass, in which DDP reduces from
 # C++; and a device, which waits for NCCL. Only the innermost frame counts: FSDP calls layers from such files, too.
@@ -45,7 +46,7 @@ class Found:
 
     def bounded(self, limit: int) -> Found:
         """Return the same without the end of texts of more than so many characters."""
-        return replace(self, text=_begin(self.text, limit), short=_begin(self.short, limit))
+        return replace(self, text=begin_of(self.text, limit), short=begin_of(self.short, limit))
 
 
 class _Frame(NamedTuple):
@@ -98,8 +99,9 @@ def read(stack: str, line_of: SourceLine = lambda path, number: "") -> Found:
     return Found(where, mark, stack, line, short, waits)
 
 
-def _begin(text: str, limit: int) -> str:
-    return text if len(text) <= limit else f"{text[:limit]}\n[… {len(text) - limit} characters left out]"
+def begin_of(text: str, limit: int) -> str:
+    """Return a text without what is more than so many characters, and how many those are."""
+    return text if len(text) <= limit else f"{text[:limit]}\n… {len(text) - limit} characters are left out here"
 
 
 def _short(frames: list[_Frame], line_of: SourceLine) -> str:

@@ -60,16 +60,12 @@ def children(parent: int | None = None, of_main_thread: bool = False) -> list[in
     Those `of_main_thread` alone are cheap enough to look for again and again. A kernel without CONFIG_PROC_CHILDREN
     tells those of all threads.
     """
-    parent = _or_own(parent)
+    parent = parent or os.getpid()
     tasks = f"/proc/{parent}/task"
     if os.path.exists(f"{tasks}/{parent}/children"):
         threads = [str(parent)] if of_main_thread else _names(tasks)
         return [int(pid) for thread in threads for pid in read(f"{tasks}/{thread}/children").split()]
     return [process.pid for process in _table() if process.parent == parent]
-
-
-def _or_own(pid: int | None) -> int:
-    return pid or os.getpid()
 
 
 def living_descendants(ancestor: int | None = None) -> list[int]:
@@ -81,7 +77,7 @@ def living_descendants(ancestor: int | None = None) -> list[int]:
     for process in _table():
         if process.pid not in HELPERS:
             below.setdefault(process.parent, []).append(process)
-    found, queue = [], [_or_own(ancestor)]
+    found, queue = [], [ancestor or os.getpid()]
     for parent in queue:  # it grows meanwhile
         queue += [process.pid for process in below.get(parent, ())]
         found += [process.pid for process in below.get(parent, ()) if process.is_alive]

@@ -36,11 +36,9 @@ def is_pipe(fd: int) -> bool:
 
 def unread_bytes(fd: int) -> int:
     """Return how much is in the pipe that its reader has not taken."""
-    try:
-        count: int = struct.unpack("i", fcntl.ioctl(fd, termios.FIONREAD, b"\0\0\0\0"))[0]
-    except OSError:  # closed meanwhile
-        return 0
-    return count
+    with suppress(OSError):  # closed meanwhile
+        return int(struct.unpack("i", fcntl.ioctl(fd, termios.FIONREAD, b"\0\0\0\0"))[0])
+    return 0
 
 
 def has_unread() -> bool:

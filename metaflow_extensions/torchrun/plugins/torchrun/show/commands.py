@@ -13,13 +13,12 @@ from collections import deque
 from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import asdict, replace
-from datetime import datetime, timezone
 from typing import Any
 
 from ..compat.cli import CommandException, click
 from ..compat.graph import parallel_steps
 from ..compat.renamed import check
-from ..gang.texts import names
+from ..gang.texts import moment, names
 from ..gang.view import GangView
 from .finding import PAUSE_S, WHICH, await_gang, command, find, find_one, json_option
 from .outputs_command import outputs
@@ -96,8 +95,7 @@ def _wait_for_end(obj: Any, gang: str, attempt: int | None, says_to_stderr: bool
             if said.get(each.control_task, "nothing") != state:
                 said[each.control_task] = state
                 sentence = "Nothing is recorded yet." if view is None else each.sentence(view)
-                line = f"{time.strftime('%H:%M:%S')} {each.where}: {sentence}"
-                click.echo(printable(line), err=says_to_stderr)
+                click.echo(printable(f"{moment(time.time())} {each.where}: {sentence}"), err=says_to_stderr)
         if len(ends) == len(gangs):
             return all(ends)
         time.sleep(PAUSE_S)
@@ -157,7 +155,8 @@ def logs(
         """Print the lines; return whether there were any."""
         has_any = False
         for line in lines:
-            click.echo(json.dumps(asdict(line)) if as_json else f"{_clock(line)} {line.labelled}")
+            at = f"{line.time[11:23]}Z" if line.time else ""
+            click.echo(json.dumps(asdict(line)) if as_json else f"{at:13} {line.labelled}")
             has_any = True
         return has_any
 
@@ -166,19 +165,15 @@ def logs(
         _refuse_unknown(stored.view(found), rank, node)
         kept = StoredLogs(stored, found)
         so_far = filter(is_wanted, kept.lines(is_growing=follow))
-        has_any = printed(so_far if tail is None else deque(so_far, tail)) or tail == 0
-        if not has_any and not found.is_over:
-            click.echo(_NO_LINE_YET, err=True)
+        if not printed(so_far if tail is None else deque(so_far, tail)) and tail != 0:
+            click.echo(_NO_LINE, err=True)
         if follow:
-            has_any = printed(filter(is_wanted, kept.follow())) or has_any
-        if not has_any and (follow or found.is_over):
-            who = f"Rank {rank}" if rank is not None else f"Node {node}" if node is not None else "The gang"
-            click.echo(f"{who} has printed nothing that is stored.", err=True)
+            printed(filter(is_wanted, kept.follow()))
 
 
 _TRUNCATED = "[TRUNCATED - MAXIMUM LOG FILE SIZE REACHED]"  # Metaflow's (runtime.py, 2.19)
-_NO_LINE_YET = (
-    "No such line is stored yet. Metaflow stores the log of a local run when its task ends; until then its lines are in "
+_NO_LINE = (
+    "No such line is stored. Metaflow stores the log of a local run when its task has ended; until then its lines are in "
     "the terminal of that run. It stores remote ones every few seconds."
 )
 
@@ -202,14 +197,6 @@ def _page(obj: Any, stored: StoredGangs, place: StoredGang) -> list[str]:
         why = "Nothing is recorded of this step: its control node has not joined yet, or another version of "
         why += "metaflow-torchrun ran there."
     return [place.title, why, "", place.commands(GangView())]
-
-
-def _clock(line: LogLine) -> str:
-    """Return the time of a log line as local time of day."""
-    if not line.time:
-        return " " * 12
-    moment = datetime.fromisoformat(line.time).replace(tzinfo=timezone.utc).astimezone()
-    return moment.strftime("%H:%M:%S.%f")[:-3]
 
 
 for each in (show, logs, outputs, stacks):

@@ -11,6 +11,7 @@ from typing import Any
 from ..compat.cli import CommandException, click
 from ..compat.datastore import SPIN, latest_run, open_datastore
 from ..compat.graph import parallel_steps
+from ..parsing import did_you_mean
 from .stored_gangs import StoredGang, StoredGangs, flow_program
 
 WHICH = (
@@ -36,7 +37,10 @@ def or_latest(ctx: Any, _: Any, named: str) -> str:
         return named
     # Metaflow (2.19) numbers a run when all is checked, so a refused one leaves the run before as the latest. It does not
     # note those of `resume`.
-    click.echo(f"[torchrun] Run {run}, the last that `run` started here. One of `resume` needs its number.", err=True)
+    click.echo(
+        f"[torchrun] Showing run {run}, the last that `run` started here. To see a resumed run, give its number.",
+        err=True,
+    )
     return run
 
 
@@ -72,7 +76,7 @@ def find(obj: Any, named: str, attempt: int | None = None) -> tuple[StoredGangs,
     if not named:
         raise NotYet(f"No run of {name} was started here. Name one: {stored.program} show RUN.")
     parts = [part for part in named.split("/") if part]
-    if parts and parts[0] == name:  # Metaflow's client puts the flow's name first
+    if parts[:1] == [name]:  # Metaflow's client puts the flow's name first
         parts = parts[1:]
     if not 1 <= len(parts) <= 3 or any(part.strip(".") == "" for part in parts):  # ".." is a folder
         raise CommandException(f"{named!r} is no gang: write RUN, RUN/STEP or RUN/STEP/TASK, for example 1234/train.")
@@ -83,15 +87,19 @@ def find(obj: Any, named: str, attempt: int | None = None) -> tuple[StoredGangs,
     if not steps and len(parts) == 1 and run in parallel_steps(obj.graph):
         raise CommandException(f"{run} is a step. Name its run, too: {stored.program} show RUN/{run}.")
     if not steps:
-        raise (NotYet if run == latest_run(name) else CommandException)(
-            f"The datastore ({stored.storage.place}) has no run {run} of {name}. If the run used another datastore, "
+        latest = latest_run(name) or ""
+        hint = "" if run == latest else did_you_mean(run, [latest])
+        raise (NotYet if run == latest else CommandException)(
+            f"The datastore ({stored.storage.place}) has no run {run} of {name}.{hint} If the run used another datastore, "
             f"name it: {flow_program()} --datastore NAME torchrun show {named}."
         )
     step = named_step or _only_gang(obj, run, steps)
     gangs = stored.gangs(run, step)
     if not gangs:
-        text = f"Run {run} has no tasks of step {step}. It has begun: {', '.join(steps)}."
-        raise (NotYet if step in parallel_steps(obj.graph) else CommandException)(text)
+        own = parallel_steps(obj.graph)
+        hint = "" if step in own else did_you_mean(step, own)
+        text = f"Run {run} has no tasks of step {step}.{hint} It has begun: {', '.join(steps)}."
+        raise (NotYet if step in own else CommandException)(text)
     # A task may be that of any node, or the control task of the clone that was asked for.
     found = [gang for gang in gangs if task in (None, *gang.tasks.values(), *(gang.clone or ())[1:])]
     if not found:

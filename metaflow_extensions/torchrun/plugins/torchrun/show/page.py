@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import time
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from ..gang.cause import signal_name
-from ..gang.texts import duration, names, shortened
+from ..gang.texts import duration, moment, names, shortened
 from ..gang.view import FailureReport, GangView
+from ..machine.frames import begin_of
 from . import reported
 from .charts import chart_of_times
 from .parts import Block, Cell, Cells, Code, Facts, Keys, Page, Part, Section, Sentence, Table, WebLink
-from .words import Rank, RankState, outcome_of, ranks_of, sentence, timeline
+from .words import Rank, outcome_of, ranks_of, sentence, timeline
 
 # More ranks become a cell for each node, and more nodes one without words of its own.
 _MAX_CELLS = 64
@@ -22,7 +22,7 @@ _MAX_NODES, _FIRST_ROWS, _LAST_ROWS = 64, 20, 80
 _MAX_REPORTS, _MAX_CHARS = 5, 32_000  # of former failures, and characters of each report
 _CODES = 4  # so many exit codes of a node are shown one by one
 # In which order states are told; the first that a node has gives its cell the colour.
-_ORDER: tuple[RankState, ...] = (
+_ORDER = (
     "failed", "lost", "stopping", "restarting", "starting", "waiting", "running", "stopped", "done",
 )  # fmt: skip
 _FACTS = {"torch": "PyTorch", "python": "Python", "devices": "devices"}
@@ -87,11 +87,7 @@ class Place:
             return sentence(view)
         # It is stored every few seconds, so the last of it can be missing.
         unknown = "The task of the control node (node 0) has ended, but has not recorded how."
-        return f"{unknown} The last that is known, of {_moment(view.began + view.now_s)}: {sentence(view)}"
-
-
-def _moment(seconds: float) -> str:
-    return time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(seconds))
+        return f"{unknown} The last that is known, of {moment(view.began + view.now_s)}: {sentence(view)}"
 
 
 @dataclass(frozen=True)
@@ -105,10 +101,7 @@ class _Shown:
 
     def code(self, text: str) -> list[Code]:
         """Return a text, if there is one; of a long one its begin where there is little space."""
-        more = len(text) - _MAX_CHARS
-        if self.is_short and more > 0:
-            text = f"{text[:_MAX_CHARS]}\n… {more} characters are left out here"
-        return [Code(text)] if text else []
+        return [Code(begin_of(text, _MAX_CHARS) if self.is_short else text)] if text else []
 
 
 def page_of(view: GangView, place: Place, is_short: bool = False) -> Page:
@@ -122,7 +115,7 @@ def page_of(view: GangView, place: Place, is_short: bool = False) -> Page:
 
 def _outcome(shown: _Shown) -> list[Part]:
     view, said = shown.view, shown.place.sentence(shown.view)
-    as_of = time.strftime(", as of %H:%M:%S UTC", time.gmtime(view.began + view.seconds)) if view.began else ""
+    as_of = f", as of {moment(view.began + view.seconds)}" if view.began else ""
     parts: list[Part] = [
         Sentence(shown.place.title + as_of, "headline"),
         Sentence(said, "outcome", outcome_of(view)),
@@ -134,7 +127,7 @@ def _outcome(shown: _Shown) -> list[Part]:
     most = _MAX_REPORTS if shown.is_short else len(before)
     for report in before[::-1][:most]:  # failures that were not the end of it
         what, _, text = report.text.partition("\n")
-        after = "All workers were started again after this." if report.error is None else f"run raised {report.error}."
+        after = "All workers start again after this." if report.error is None else f"run raised {report.error}."
         contents = [Sentence(after), *shown.code(text)]
         parts.append(Block(f"After {duration(report.at_s)}: {what}", contents, is_folded=True))
     if len(before) > most:
@@ -156,7 +149,7 @@ def _failure(shown: _Shown, report: FailureReport, said: str) -> list[Part]:
 # --- ranks and nodes --------------------------------------------------------------------------------
 
 
-def _tally(ranks: Iterable[Rank]) -> dict[RankState, str]:
+def _tally(ranks: Iterable[Rank]) -> dict[str, str]:
     """Return how many ranks are in which state, the worst first."""
     found = Counter(rank.state for rank in ranks)
     return {state: f"{found[state]} {state}" for state in _ORDER if found[state]}
@@ -165,8 +158,9 @@ def _tally(ranks: Iterable[Rank]) -> dict[RankState, str]:
 def _ranks(shown: _Shown) -> list[Part]:
     view, ranks = shown.view, shown.ranks
     if not ranks:
-        hosts = [node.host or "no host yet" for node in view.nodes]
-        cells = [Cell(f"node {i}", "waiting", node.state, hosts[i]) for i, node in enumerate(view.nodes)]
+        cells = [
+            Cell(f"node {i}", "waiting", node.state, node.host or "no host yet") for i, node in enumerate(view.nodes)
+        ]
         return [Sentence("No launch has begun, so there are no ranks."), Cells(cells)]
     parts: list[Part] = [Keys(_tally(ranks))]
     if shown.place.outcome(view) == "ended":
@@ -243,7 +237,7 @@ def _launch(shown: _Shown) -> list[Part]:
     whole = "so far" if view.trained_s is None else "with start" if view.launch == 0 else "the whole step"
     left = "" if view.restarts_left is None else f" ({view.restarts_left} left in launch {view.launch})"
     rows = [
-        ("started", _moment(view.began) if view.began else ""),
+        ("started", moment(view.began) if view.began else ""),
         ("trained", "" if view.trained_s is None else duration(view.trained_s)),
         (whole, duration(view.seconds)),
         ("nodes", str(len(view.nodes))),

@@ -38,7 +38,7 @@ USAGE_COLUMNS = {
 
 def progress(view: GangView) -> list[Part]:
     """Return what rank 0 has reported: a bar, the speed, a chart of each value; or that the scripts report nothing."""
-    told, is_running = view.progress, view.outcome == "running"
+    told = view.progress
     if told is None:
         return [Sentence(_NO_METRICS)] if (view.trained_s or 0.0) > _NO_METRICS_S else []
     parts: list[Part] = []
@@ -50,7 +50,7 @@ def progress(view: GangView) -> list[Part]:
         )
     rows = (
         ("rank 0", step(told)),
-        ("speed", ", ".join(speed(told)[: None if is_running else 1])),
+        ("speed", ", ".join(speed(told)[: None if view.outcome == "running" else 1])),
         ("all ranks", _rates(rates) if rates is not None and rates["ranks"] > 1 else ""),
         ("last values", ", ".join(f"{key} {number(value)}" for key, value in told["last"].items())),
     )

@@ -13,10 +13,10 @@ from contextlib import suppress
 from typing import Any
 
 from ..compat.cli import click
-from ..gang.stacks import GangStacks
-from ..gang.texts import counted, duration, names
+from ..gang.stacks import GangStacks, alike
+from ..gang.texts import counted, duration, moment, names
 from ..gang.wire import from_plain, to_plain
-from ..machine.frames import Found, look_first
+from ..machine.frames import look_first
 from ..registry import Reply, Request
 from .finding import CommandFailed, command, find_one
 from .parts import printable
@@ -92,7 +92,7 @@ def _lines(answer: Reply, before: Reply | None, rank: int | None, watch: bool, a
         about = {"time": answer.time, "since_s": since_s, "other_place": moved, "same_place": same}
         yield json.dumps({**about, **plain}, allow_nan=False)
     else:
-        yield f"{time.strftime('%H:%M:%S', time.localtime(answer.time))}  {_headline(found)}"
+        yield f"{moment(answer.time)}  {_headline(found)}"
         yield from _places(found)
         for ranks, place in ((moved, "at another place than"), (same, "at the same place as")):
             if ranks:
@@ -109,38 +109,32 @@ def _read(answer: Reply) -> GangStacks:
 def _headline(found: GangStacks) -> str:
     if found.launch is None:
         return (
-            "No worker runs now: the step's own code does, or the nodes wait for each other. torchrun show says which."
+            "No worker runs now: the step's own code does, the nodes wait for each other, or all workers are about to start "
+            "again. torchrun show says which."
         )
-    if not found.ranks and not found.missing:
-        return f"Launch {found.launch}: no worker has started yet."
+    if not found.ranks:
+        return f"Launch {found.launch}: no worker runs now."
     nodes = sum(bool(each.ranks) for each in found.nodes.values())
     return f"Launch {found.launch}, {counted(len(found.ranks), 'rank')} on {counted(nodes, 'node')}:"
 
 
 def _places(found: GangStacks) -> Iterator[str]:
-    for where, ranks in _by(found.ranks, "where").items():
+    at: dict[str, list[int]] = {}
+    for rank, each in found.ranks.items():
+        at.setdefault(each.where, []).append(rank)
+    for where, ranks in at.items():
         yield f"  {names(ranks, 'rank')}: {where}"
     first, why = look_first(found.ranks)
     if first:
         yield f"  If the launch hangs, look at {names(first, 'rank')} first: {why}."
     for node, why in found.missing.items():
-        yield f"  {names([node])} has no answer: {why}"
+        yield f"  {names([node])} {why}"
 
 
 def _stacks(found: GangStacks, rank: int | None) -> Iterator[str]:
     """Return each different stack once, with the ranks that have it: whole of one rank, else the user's own frames."""
-    by_mark = _by(found.ranks, "mark")
-    for node, here in found.nodes.items():
-        for number, each in sorted(here.ranks.items()):
-            alike = [number] if rank is not None or not each.mark else by_mark[each.mark]
-            text = (rank is None and each.short) or each.text
-            if rank in (None, number) and alike[0] == number and text:
-                more = f", and the same in {names(alike[1:], 'rank')}" if len(alike) > 1 else ""
-                yield from ("", f"--- rank {number} (node {node}, host {here.host}){more}", *text.splitlines())
-
-
-def _by(ranks: dict[int, Found], name: str) -> dict[str, list[int]]:
-    found: dict[str, list[int]] = {}
-    for rank, each in ranks.items():
-        found.setdefault(getattr(each, name), []).append(rank)
-    return found
+    for (first, *others), each in alike({its: each for its, each in found.ranks.items() if rank in (None, its)}):
+        if text := (rank is None and each.short) or each.text:
+            node, host = next((node, here.host) for node, here in found.nodes.items() if first in here.ranks)
+            more = f", and the same in {names(others, 'rank')}" if others else ""
+            yield from ("", f"--- rank {first} (node {node}, host {host}){more}", *text.splitlines())

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal
 
 from ..gang.texts import counted, duration, names
 from ..gang.view import GangView, Outcome, State
 
-RankState = Literal["waiting", "starting", "running", "stopping", "restarting", "done", "failed", "stopped", "lost"]
 _STOPPED_BY = (-15, -9)  # exit codes of a worker that the gang has stopped: SIGTERM, or SIGKILL if it did not end
 # Of a node whose ranks have not ended, these states are theirs, too.
 _OF_RANKS = {"not joined yet": "waiting", "preparing": "waiting"} | {
@@ -22,7 +20,7 @@ class Rank:
 
     rank: int
     node: int
-    state: RankState
+    state: str  # as of a node, or done or failed
     exit_code: int | None = None  # None: unknown, or the rank has not ended
 
 
@@ -35,7 +33,7 @@ def ranks_of(view: GangView) -> list[Rank]:
     ]
 
 
-def _state(view: GangView, node: int, rank: int) -> Any:
+def _state(view: GangView, node: int, rank: int) -> str:
     code = view.nodes[node].exit_codes.get(rank)
     is_cause = view.cause is not None and view.outcome == "failed" and view.cause.get("rank") == rank
     if is_cause and code != 0:
@@ -55,14 +53,15 @@ def sentence(view: GangView) -> str:
     """Return the outcome in one sentence."""
     count = len(view.taking_part)
     ranks = "The workers" if view.nproc is None else counted(view.nproc * count, "rank")
-    workers, is_one = f"{ranks} on {counted(count, 'node')}", ranks == "1 rank"
+    workers = ranks if len(view.nodes) == 1 else f"{ranks} on {counted(count, 'node')}"
+    is_one, is_own = ranks == "1 rank", " The step's own code runs." * (view.ended_s is None and not view.is_over)
     after = f", after {counted(view.generation, 'restart')}" if view.generation else ""
     took, outcome = _took(view), outcome_of(view)
     match view.outcome:
         case "waiting" if outcome == "done":
             return "The step has ended well; it has launched nothing."
         case "waiting":
-            return view.why or _waiting(view)
+            return _waiting(view)
         case "starting":
             return f"{workers} {'is' if is_one else 'are'} starting, for {duration(view.now_s - view.since_s)}{after}."
         case "running":
@@ -73,7 +72,7 @@ def sentence(view: GangView) -> str:
             waits = f", which wait for {view.waits_for}" if view.waits_for else ""
             return _ended(f"All workers start again{waits}", view.why)
         case "done":
-            return f"{workers} {'has' if is_one else 'have'} ended well{after}: {took}."
+            return f"{workers} {'has' if is_one else 'have'} ended well{after}: {took}.{is_own}"
     if outcome == "done":
         return _ended(f"The step has ended well, though launch {view.launch} had failed", view.why)
     when = f"after {duration(view.since_s)}" if view.began_s is None else f"({took})"
@@ -107,10 +106,12 @@ def _ended(what: str, why: str) -> str:
 
 
 def timeline(view: GangView) -> list[tuple[str, str, str]]:
-    """Return what happened as rows: seconds, launch, and words; the end of each node's workers is in the chart."""
+    """Return what happened as rows, in the order of time: seconds, launch, and words."""
     rows = []
-    for event in [event for event in view.events if event.kind != "stopped"]:
-        numbers, what = (event.ranks, "rank") if event.ranks else (event.nodes, "node")
+    # A cause becomes known after what follows from it.
+    for event in sorted(view.events, key=lambda each: (each.at_s, each.kind != "cause")):
+        of_nodes = event.nodes if len(view.nodes) > 1 else []  # a single node needs no name
+        numbers, what = (event.ranks, "rank") if event.ranks else (of_nodes, "node")
         text = event.text.replace("was ", "were ", 1) if len(numbers) > 1 else event.text
         if numbers and event.kind != "cause":  # which names its rank itself
             text = f"{names(sorted(set(numbers)), what)}: {text}"

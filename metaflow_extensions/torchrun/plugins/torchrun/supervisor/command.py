@@ -100,7 +100,7 @@ def command_environment(
     """Return the environment of a command: that of a worker, but without our hooks and without a rank."""
     env = {name: value for name, value in inherited.items() if not name.startswith(_FOREIGN_PREFIXES)}
     env = {name: value for name, value in env.items() if name not in _FOREIGN_NAMES}
-    env.setdefault("OMP_NUM_THREADS", str(max(1, machine.cpus // (nproc * machine.nodes_here))))
+    env.setdefault("OMP_NUM_THREADS", str(max(1, int(machine.cpus // (nproc * machine.nodes_here)))))
     env.setdefault("PYTHONUNBUFFERED", "1")
     if interface:
         env.setdefault("GLOO_SOCKET_IFNAME", interface)

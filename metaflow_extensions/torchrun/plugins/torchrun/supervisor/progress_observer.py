@@ -57,7 +57,7 @@ class ProgressObserver:
         # Of rank 0, if it is on this node: its last step, its total, and the new values.
         self._step: int | None = None
         self._total: float | None = None
-        self._new: dict[str, Series] = {}
+        self._new: dict[str, Series] = {}  # of all keys that are kept
         self._told: tuple[int | None, float | None] | None = None  # the place in the last report
         self._read_at = self._told_at = clock()
         with suppress(OSError):
@@ -108,6 +108,8 @@ class ProgressObserver:
         for key, value in values.items():
             if key in self._new or len(self._new) < MAX_KEYS:
                 self._new.setdefault(key, Series(MAX_POINTS)).add(self._step or 0, value)
+            else:
+                self._warn(f"{loses} more than {MAX_KEYS} names, and only the first are kept: {key!r} is left out")
 
     def _warn(self, text: str) -> None:
         if not self._has_warned:
@@ -118,8 +120,8 @@ class ProgressObserver:
         self._told_at = now
         running = self._paces.keys() - self._workers.codes
         paces = {rank: pace for rank in sorted(running) if (pace := self._paces[rank].pace(now)) is not None}
-        points = {key: series.points for key, series in self._new.items()}
-        self._new = {}
+        points = {key: series.points for key, series in self._new.items() if series.points}
+        self._new = {key: Series(MAX_POINTS) for key in self._new}
         place = self._step, self._total
         if not paces and not points and place == (self._told or (None, None)):
             return None
