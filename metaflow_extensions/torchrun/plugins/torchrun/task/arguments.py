@@ -175,7 +175,9 @@ def _option_words(key: str, value: Any) -> list[str]:
     try:
         return [option, json.dumps(value, ensure_ascii=False)]
     except (TypeError, ValueError) as error:
-        raise TorchrunConfigError(f"entrypoint_args[{key!r}] can't be written as JSON: {error}.") from error
+        raise TorchrunConfigError(
+            f"entrypoint_args[{key!r}] is a {type(value).__name__}, which a script gets as JSON, but {error}."
+        ) from error
 
 
 def _is_absent(value: Any) -> bool:
