@@ -222,7 +222,7 @@ def test_metaflows_timeout_stops_the_gang(start_flow, hook):
     assert len(errors) == (1 if "before" in hook else 2)
     assert {(e["class"], e["cause"]["category"]) for e in errors} == {("LaunchTimeout", "timeout")}
     assert "step's @timeout" in errors[0]["message"]
-    assert flow.text.count("@torchrun: launch timed out") == 2
+    assert flow.text.count("LaunchTimeout: ") == 2
     assert len(flow.lines) < 40, flow.text
 
 

@@ -88,7 +88,6 @@ class TaskGang:
             self.part = pointing_at("/".join(control))
             make_none()  # the control node makes the gang's card
             member = self._member = begin_member(parallel.node_index, num_nodes, settings, self._emit, more)
-            member.may_go_on = settings.max_restarts > 0
             return member, Search(member, registry, settings).connect()
         rules = {"replaces": self._replaces, **self._limit}
         main_ip = None if here_only else parallel.main_ip
