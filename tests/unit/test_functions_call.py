@@ -90,7 +90,7 @@ signed.__signature__ = inspect.Signature([inspect.Parameter("lr", inspect.Parame
 @pytest.mark.parametrize(
     ("function", "arguments", "why"),
     [
-        (train, {"epoch": 1}, r"train can't take these .* argument 'epoch'. Did you mean epochs\? Its arguments: epochs\."),
+        (train, {"epoch": 1}, r"train can't take .* argument 'epoch'. Did you mean epochs\? Its arguments: epochs\."),
         (train, [1, 2], "too many positional arguments"),
         (train, "--epochs 3", r"dict \(keyword arguments\) or a list"),
         (functools.partial(train, 1), [2], "too many positional arguments"),

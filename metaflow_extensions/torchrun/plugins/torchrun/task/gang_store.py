@@ -30,8 +30,6 @@ _LOOK_S = 2.0  # one request of an object store: 43 000 in a day cost two cents 
 # For the last cards of a failed task: Metaflow's take some seconds, and more on a busy machine. If the task is preempted, its
 # machine is about to go.
 _LAST_CARD_S, _PREEMPTED_CARD_S = 60.0, 2.0
-# A request of long ago is not answered: who asked does not wait any more. The clocks of two machines may differ so much.
-_TOO_OLD_S = 600.0
 
 
 class GangStore:
@@ -134,9 +132,7 @@ class GangStore:
                 registry.save(Reply(self._request, time.time(), data), _PATIENCE_S)
         request = registry.load(Request)
         if request is not None and (self._request is None or request.id != self._request.id):
-            self._request = request
-            if time.time() - request.time < _TOO_OLD_S:
-                self._answer = link.ask("request", request.id)
+            self._request, self._answer = request, link.ask("request", request.id)
 
     def store_now(self) -> None:
         """Store what is known now, within some seconds, or until this node must end."""

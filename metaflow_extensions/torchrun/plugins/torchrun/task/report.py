@@ -39,10 +39,11 @@ def report(
     if not isinstance(verdict, TorchrunError):
         return None if isinstance(error, MetaflowException) else _barred(user_traceback(error))
     failure, cause = failure_of(verdict), cause_of(verdict)
-    kind, is_own = (None, False) if cause is None else (cause.kind, (cause.kind, cause.node) == ("lost", node))
-    if shared and kind == "interrupted":
-        return ""  # Metaflow says it
-    if shared and known and teller(cause) != node and not is_own:  # no other node hears of its own loss
+    kind = None if cause is None else cause.kind
+    is_own = cause is not None and (kind, cause.node) == ("lost", node)  # no other node hears that
+    if shared and kind == "interrupted":  # Metaflow says so
+        return ""
+    if shared and known and teller(cause) != node and not is_own:
         # One line, which may be the last of the terminal. A hang and a timeout concern the launch as a whole.
         told = "" if cause is None or kind in ("hang", "timeout", "call") else summary(cause)
         told = f"{told[:1].upper()}{told[1:]}{'.' if told and not told.endswith(ENDS) else ''}"

@@ -215,18 +215,15 @@ class TaskGang:
         Metaflow prints it only after storing all artifacts, which can be too late there.
         """
         node, member, is_local = current.parallel.node_index, self._member, self._is_local
-        if member is None:
-            end_with(error, report(error, node, is_local, known=False, stands_above=lambda cause: False))
-            return
         # On Kubernetes the others' ends may soon take this task with them; an order to end leaves less time.
-        if not self._was_told_to_end(error):
+        if member is not None and not self._was_told_to_end(error):
             member.store_now()
 
         def stands_above(cause: Cause) -> bool:  # lines of other nodes may be left out here
-            return member.shows_output and (is_local or cause.node == node)
+            return member is not None and member.shows_output and (is_local or cause.node == node)
 
-        text = report(error, node, is_local, member.gang_knows(error), stands_above)
-        if text is not None and self._is_control and not is_local:
+        text = report(error, node, is_local, member is not None and member.gang_knows(error), stands_above)
+        if text is not None and member is not None and self._is_control and not is_local:
             member.say(Event("failed", node, text))
             member.link.settle(_UPLOAD_S)
             self._log.save(_UPLOAD_S)
