@@ -148,8 +148,7 @@ class TorchrunDecorator(steps.ParallelDecorator):  # type: ignore[misc]  # Metaf
 
         super().runtime_finished(exception)
         if isinstance(exception, KeyboardInterrupt):
-            with harmless():
-                write("stderr", self._last_lines(exception))
+            write("stderr", self._last_lines(exception))
 
     def runtime_step_cli(
         self, cli_args: Any, retry_count: int, max_user_code_retries: int, ubf_context: str | None

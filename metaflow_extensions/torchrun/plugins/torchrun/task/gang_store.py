@@ -131,7 +131,7 @@ class GangStore:
             if (data := link.pop_answer(number)) is not None and self._request is not None:
                 registry.save(Reply(self._request, time.time(), data), _PATIENCE_S)
         request = registry.load(Request)
-        if request is not None and (self._request is None or request.id != self._request.id):
+        if request is not None and request != self._request:
             self._request, self._answer = request, link.ask("request", request.id)
 
     def store_now(self) -> None:

@@ -324,11 +324,6 @@ class Member:
         if self._state not in _OVER:
             self._state = State.FAILING
 
-    def await_error(self, patience_s: float) -> None:
-        """Raise the error that breaks the gang, if one comes in time."""
-        if self.link.wait(lambda: self.broken is not None, patience_s) and self.broken is not None:
-            raise self.broken
-
     def await_others(self, remaining: Callable[[], list[int]]) -> None:
         """Wait on the control node until the others have left; raise if a node fails or is lost meanwhile.
 
