@@ -24,7 +24,7 @@ def test_a_list_is_taken_as_it_is_and_a_text_by_a_shell():
         ("/a b", "c"),
         ("sh", "-ec", "make data && echo $HOME"),
     )
-    assert (commands(None), commands([])) == ((), ())
+    assert (commands(None), commands([])) == (None, ())
 
 
 @pytest.mark.parametrize(

@@ -28,13 +28,7 @@ if TYPE_CHECKING:
 try:
     from metaflow.exception import MetaflowException as MetaflowException
 except ImportError:  # `import metaflow` loads this module, and must not fail (2.19 has it)
-
-    class MetaflowException(Exception):  # type: ignore[no-redef]
-        """Stands for Metaflow's own, where that has another name."""
-
-        def __init__(self, msg: str = "") -> None:
-            super().__init__(msg)
-            self.message = msg
+    MetaflowException = Exception
 
 
 class TorchrunError(MetaflowException):  # type: ignore[misc]  # Metaflow is not typed

@@ -126,7 +126,7 @@ class TorchrunExecutor(Runner):
             warnings.append(f"warning: torchrun_args {name} has no effect: what a rank writes {where}")
         if self.is_control:
             warnings += [too_few_warning(call)]
-            warnings += [foreign_python(words, call.env) for words in (run.command, *(run.before_run or ()))]
+            warnings += [foreign_python(words, call.env) for words in (call.command, *call.before_run)]
         for warning in filter(None, warnings):
             self._note_once(warning)
 

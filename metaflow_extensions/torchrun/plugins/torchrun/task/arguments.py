@@ -59,7 +59,6 @@ def resolve(arguments: Mapping[str, Any], settings: StepSettings, place: Positio
                 f"module says how Python runs a script, but the entrypoint {list(command)} is a command; remove it."
             )
     values |= {"module": module, "command": command, "nproc_from": chosen["nproc_per_node"][1]}
-    values |= {"env": values["env"] or {}, "before_run": values["before_run"] or ()}
     values["options"] = {name: value for name, value in options.items() if name not in _DECIDED}
     return RunSettings(**vars(settings) | values)
 

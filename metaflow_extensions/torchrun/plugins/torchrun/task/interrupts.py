@@ -24,7 +24,7 @@ _REMOTE_JOBS = (["kubernetes", "step"], ["batch", "step"])
 
 def heed_signals_to_run() -> None:
     """Have SIGTERM and SIGHUP interrupt this run and its tasks; a handler that is there stays, and so does nohup's."""
-    _handle((signal.SIGTERM, signal.SIGHUP), pass_on=True)
+    _handle(signal.SIGTERM, signal.SIGHUP)
 
 
 def heed_signals_to_job(arguments: Sequence[str] = sys.argv) -> None:
@@ -34,7 +34,7 @@ def heed_signals_to_job(arguments: Sequence[str] = sys.argv) -> None:
     would end the process in the midst of its clean-up.
     """
     if remote_job(arguments) is not None:
-        _handle((signal.SIGTERM, signal.SIGHUP, signal.SIGINT), pass_on=False)
+        _handle(signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
 
 
 def remote_job(arguments: Sequence[str] = sys.argv) -> str | None:
@@ -45,7 +45,7 @@ def remote_job(arguments: Sequence[str] = sys.argv) -> str | None:
     return None
 
 
-def _handle(signals: Sequence[signal.Signals], pass_on: bool) -> None:
+def _handle(*signals: signal.Signals) -> None:
     """Have a signal raise KeyboardInterrupt, once: the clean-up that follows is not disturbed again."""
     defaults, own = (signal.SIG_DFL, signal.default_int_handler), os.getpid()
     heeded = [number for number in signals if signal.getsignal(number) in defaults]
@@ -56,9 +56,8 @@ def _handle(signals: Sequence[signal.Signals], pass_on: bool) -> None:
             signal.raise_signal(number)
         for each in heeded:
             signal.signal(each, lambda *_: None)
-        if pass_on:
-            with suppress(OSError):  # without a process table
-                _interrupt_children()
+        with suppress(OSError):  # without a process table
+            _interrupt_children()
         with suppress(OSError):  # SIGHUP: the terminal is gone
             os.write(2, f"[torchrun] {signal.Signals(number).name}: the run is interrupted, as by Ctrl-C\n".encode())
         raise KeyboardInterrupt
@@ -69,7 +68,7 @@ def _handle(signals: Sequence[signal.Signals], pass_on: bool) -> None:
 
 
 def _interrupt_children() -> None:
-    """Signal the runtime's children, as a terminal does: those in our process group."""
+    """Signal the children, as a terminal does: those in our process group."""
     # Where SIGINT is ignored, as in the background of a script, the children ignore it, too.
     number = signal.SIGTERM if signal.getsignal(signal.SIGINT) == signal.SIG_IGN else signal.SIGINT
     if platform.system() == "Linux":
