@@ -33,7 +33,7 @@ def heed_signals_to_job(arguments: Sequence[str] = sys.argv) -> None:
     SIGINT, too, is taken once only: a second signal, as `timeout` and systemd send it to the whole group,
     would end the process in the midst of its clean-up.
     """
-    if remote_job(arguments) is not None:
+    if remote_job(arguments):
         _handle(signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
 
 
