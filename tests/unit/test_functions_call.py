@@ -64,6 +64,7 @@ def make(monkeypatch, tmp_path):
 def leave(call, name, thing):
     """Leave a file as a worker does."""
     path = Path(call.folder, "values", name)
+    path.parent.mkdir(exist_ok=True)
     path.write_bytes(pickle.dumps(thing))
     return path.read_bytes()
 

@@ -192,7 +192,6 @@ def _written(call: tuple[Any, ...], inner: Any, name: str, process_group: str | 
     folder = ""
     try:
         folder = os.path.abspath(tempfile.mkdtemp(prefix="torchrun-call-"))
-        os.mkdir(os.path.join(folder, worker.VALUES))
         with open(os.path.join(folder, worker.CALL), "wb") as file:
             pickle.dump({**header, "process_group": process_group}, file)
             _dump(call, name, file)
