@@ -205,6 +205,8 @@ def test_interrupting_run_leaves_nothing(start_flow, how):
         flow.process.terminate()
     assert flow.wait(60) == 1
     assert "Workflow interrupted" in flow.text
+    assert f"python gang.py torchrun show {flow.run_id}\n" in flow.text
+    assert "shows the whole error" not in flow.text
     flow.await_gone()
     # What Metaflow kills after 5 s, on a busy machine, records nothing; what is recorded blames nobody's code.
     shown = flow.ask("show", flow.run_id)

@@ -157,8 +157,6 @@ class GangStore:
         The link is closed by then.
         """
         member, link = self._member, self._member.link
-        if member.is_forked:
-            return
         if link.last_words is not None:
             self._view = GangView.read(link.last_words["view"])
         if member.job is not None:
