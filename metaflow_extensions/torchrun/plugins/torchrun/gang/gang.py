@@ -987,7 +987,8 @@ class Gang:
         if number is not None and self.phase is Phase.IDLE:
             self._end_early(number, error)
         self._see("broken", "nothing can be launched any more")
-        self._see_error(error)
+        if error is not self.launch.verdict:  # else it was seen when the launch ended
+            self._see_error(error)
         self.view.turn("failed", self.view.why)
         others = sorted(self._here - self._done - {CONTROL})
         self._send(Abort(error), *others)
