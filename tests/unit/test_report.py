@@ -93,8 +93,8 @@ def test_the_traceback_is_in_the_report_unless_it_stands_above(cause, where, is_
 @pytest.mark.parametrize(
     ("kind", "who"),
     [
-        ("lost", "node 1 (host b) failed: why. "),
-        ("unreachable", "node 1 (host b) why. "),
+        ("lost", "Node 1 (host b) failed: why. "),
+        ("unreachable", "Node 1 (host b) why. "),
         ("timeout", ""),
         ("hang", ""),
     ],
@@ -110,7 +110,7 @@ def test_what_every_node_says_itself_and_an_interruption_are_not_repeated():
     called = verdict(Cause("call", 0, "b", exception="EntrypointError: no a.py"))
     assert report(called, 1) == "LaunchFailed: Node 0 shows the whole error."
     told = verdict(Cause("terminated", 0, "b", exception="its Metaflow task got SIGTERM"))
-    assert report(told, 1) == "TorchrunPreempted: node 0 (host b) was preempted: its Metaflow task got SIGTERM."
+    assert report(told, 1) == "TorchrunPreempted: Node 0 (host b) was preempted: its Metaflow task got SIGTERM."
 
 
 def test_a_node_that_hears_that_it_counts_as_lost_tells_it_itself():

@@ -46,7 +46,7 @@ def report(
     if shared and known and teller(cause) != node and not is_own:
         # One line, which may be the last of the terminal. A hang and a timeout concern the launch as a whole.
         told = "" if cause is None or kind in ("hang", "timeout", "call") else summary(cause)
-        told += "." if told and not told.endswith(ENDS) else ""
+        told = f"{told[:1].upper()}{told[1:]}{'.' if told and not told.endswith(ENDS) else ''}"
         # A node that is told to end may be interrupted as well, and show nothing.
         where = "" if kind == "terminated" else f"Node {teller(cause)} shows the whole error."
         return " ".join(filter(None, (f"{verdict.headline}:", told, where)))
