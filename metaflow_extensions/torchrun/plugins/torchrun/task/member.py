@@ -238,6 +238,7 @@ class Member:
 
     def begin_launch(self, request: Any = None) -> int:
         """Have the supervisor begin a launch, and return its number; raise TorchrunError if none can begin."""
+        self.refuse_in_child()
         number = self._launches
         if not self._turn.acquire(blocking=False):
             raise GangError(
