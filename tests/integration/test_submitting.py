@@ -51,7 +51,7 @@ def refused(run_flow, clouds):
     def submit(*arguments, decorators=GANG, words=(), env=None, flow="submitted.py", **options):
         env = {"GANG_DECORATORS": json.dumps(decorators), **clouds, **(env or {})}
         text = run_flow(*arguments, flow=flow, expect=1, timeout_s=60, env=env, **options).text
-        assert [word for word in (*words, "@torchrun: wrong setting") if word not in text] == [], text
+        assert [word for word in (*words, "TorchrunConfigError: ") if word not in text] == [], text
         assert [word for word in ("Traceback", "Workflow starting", "Task is starting") if word in text] == [], text
 
     return submit

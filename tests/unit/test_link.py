@@ -138,7 +138,7 @@ def test_the_end_of_a_task_is_told_with_its_signal_or_code(how, said, gang):
     port = control.link.call("listen", None, HOST)
     with pytest.raises(LaunchFailed, match=said):  # noqa: PT012 - the news may come at once
         subprocess.run([sys.executable, "-c", TASK + how, str(port), gang[2]], stderr=subprocess.PIPE, check=False)
-        control.await_error(HANG_S)
+        control.link.wait(bool, HANG_S)
 
 
 def test_a_link_that_is_read_by_nobody_holds_no_supervisor_up(gang):

@@ -38,7 +38,6 @@ REFUSED = [
     (parsing.parse_restart_on, "never started again. .*Metaflow's @retry", ["often", "user,store", "before_run"]),
     (parsing.parse_restart_on, "a list", [3, ["user", 3]]),
     (parsing.parse_outputs, "a list of files", [3, {"a": "b"}, [3], [["a"]], ["a", None], b"a", True]),
-    (parsing.parse_outputs, "nothing. Name files", [[], ()]),
     (
         parsing.parse_outputs,
         "no file below the workers' working directory",

@@ -69,7 +69,7 @@ def test_on_one_terminal_the_node_of_the_cause_tells_it_and_the_others_point_the
     assert "*second* line" in told
     assert "Launch 0 was stopped on all nodes" in told
     assert pointer == (
-        "@torchrun: launch failed. Rank 3 on node 1 (host b) failed with ValueError: expected 2*3*4 values 🙂. "
+        "LaunchFailed: Rank 3 on node 1 (host b) failed with ValueError: expected 2*3*4 values 🙂. "
         "Node 1 shows the whole error."
     )
 
@@ -102,7 +102,15 @@ def test_the_traceback_is_in_the_report_unless_it_stands_above(cause, where, is_
 def test_the_control_node_tells_what_no_other_can(kind, who):
     error = verdict(Cause(kind, 1, "b", exception="why"))
     assert "why" in report(error, 0)
-    assert report(error, 2) == f"{error.headline}. {who}Node 0 shows the whole error."
+    assert report(error, 2) == f"{error.headline}: {who}Node 0 shows the whole error."
+
+
+def test_what_every_node_says_itself_and_an_interruption_are_not_repeated():
+    assert report(verdict(Cause("interrupted", 0, "b", exception="KeyboardInterrupt")), 1) == ""
+    called = verdict(Cause("call", 0, "b", exception="EntrypointError: no a.py"))
+    assert report(called, 1) == "LaunchFailed: Node 0 shows the whole error."
+    told = verdict(Cause("terminated", 0, "b", exception="its Metaflow task got SIGTERM"))
+    assert report(told, 1) == "TorchrunPreempted: Node 0 (host b) was preempted: its Metaflow task got SIGTERM."
 
 
 def test_a_node_that_hears_that_it_counts_as_lost_tells_it_itself():
@@ -114,7 +122,7 @@ def test_a_node_that_hears_that_it_counts_as_lost_tells_it_itself():
 
 def test_an_error_that_the_gang_does_not_know_is_told_where_it_is_and_metaflows_own_are_left_to_it():
     assert report(MetaflowException("Step *train*"), 0) is None
-    assert report(EntrypointError("no a*b.py"), 1, known=False) == "    @torchrun: entrypoint:\n    no a*b.py"
+    assert report(EntrypointError("no a*b.py"), 1, known=False) == "    EntrypointError: no a*b.py"
 
 
 def test_what_a_function_raised_is_shown_from_the_users_line_on_without_the_verdict_before_it():
@@ -180,7 +188,7 @@ def test_an_error_in_our_own_code_keeps_its_frames():
 def test_on_the_submitting_machine_our_errors_are_shown_as_they_are(printing, capfd):
     print_errors_ourselves(in_task=False)
     printing.print_metaflow_exception(TorchrunConfigError("nproc_per_node='2*3*4'"))
-    assert capfd.readouterr().err == "    @torchrun: wrong setting:\n    nproc_per_node='2*3*4'\n"
+    assert capfd.readouterr().err == "    TorchrunConfigError: nproc_per_node='2*3*4'\n"
     printing.print_metaflow_exception(MetaflowException("Step *train* is wrong"))  # its own marks stay marks
     assert "Step train is wrong" in capfd.readouterr().err
 

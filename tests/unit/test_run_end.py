@@ -50,6 +50,8 @@ def test_the_command_that_shows_the_gang_is_the_last_line(datastore):
     assert told(datastore, step="join") == []
     assert told(datastore, step="train2") == []
     assert last_lines(datastore, "7", "train", True, False, MetaflowException("Step *train* failed")) == ""
+    assert last_lines(datastore, "7", "start", True, False, KeyboardInterrupt()) == ""
+    assert last_lines(datastore, "7", "train", True, False, KeyboardInterrupt()).splitlines() == [SHOW]
 
 
 def test_a_control_node_that_was_killed_is_said_so(datastore):

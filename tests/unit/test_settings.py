@@ -82,11 +82,6 @@ def test_the_lines_of_a_small_gang_are_all_shown(nodes, given, shown):
     assert parse_settings({"logs": given}, "train").logs_of(nodes) == shown
 
 
-def test_one_port_for_two_purposes_is_refused():
-    with pytest.raises(TorchrunConfigError, match=r"Step train: @torchrun\(master_port=.*channel_port are both 29500"):
-        parse_settings({"master_port": 29500, "channel_port": "29500"}, "train")
-
-
 def test_an_unknown_attribute_names_the_step_and_the_nearest():
     refuse_unknown([], "train")
     with pytest.raises(TorchrunConfigError, match=r"Step train: .* attribute nproc_per_nodes.*mean nproc_per_node\?"):

@@ -50,6 +50,21 @@ def test_the_exception_that_ends_a_worker_is_recorded_with_its_moment(work):
     assert before < record.at < time.monotonic()
 
 
+def test_of_ranks_that_fail_in_the_same_line_the_first_shows_where_and_all_record_it(folder, tmp_path):
+    body = (
+        "import os\nif os.environ['RANK'] == '2':\n    raise ValueError\nraise ValueError('on ' + os.environ['RANK'])\n"
+    )
+    script, shown = write(tmp_path / "train.py", body), []
+    for rank in range(3):
+        own = folder.parent / str(rank)
+        own.mkdir(exist_ok=True)
+        env = {**worker_environment(dict(os.environ), own), "RANK": str(rank)}
+        shown.append(subprocess.run([sys.executable, str(script)], env=env, stderr=subprocess.PIPE, text=True).stderr)
+        assert f'File "{script}"' in read_record(str(own)).traceback
+    assert shown[1] == "ValueError: on 1 (rank 0 has the traceback)\n"
+    assert all(text.startswith("Traceback") for text in (shown[0], shown[2]))
+
+
 def test_a_traceback_is_written_at_once_though_stderr_has_no_buffer(folder, tmp_path):
     """So nobody who looks at the file meanwhile sees a part of it, and shows another rank's lines within."""
     script = write(tmp_path / "train.py", "def main(n):\n    main(n - 1) if n else 1 / 0\nmain(9)\n")

@@ -139,7 +139,16 @@ class TorchrunDecorator(steps.ParallelDecorator):  # type: ignore[misc]  # Metaf
         self._submission.check(is_run=True)
         is_only_gang = len(parallel_steps(graph)) == 1
         about = (self._flow_datastore, str(run_id), self._step_name, is_only_gang, is_remote)
-        tell_after_errors(partial(last_lines, *about))
+        self._last_lines = partial(last_lines, *about)
+        tell_after_errors(self._last_lines)
+
+    def runtime_finished(self, exception: Any) -> None:
+        """Write the last lines of a run that was interrupted: Metaflow prints no error then."""
+        from .task.console import write
+
+        super().runtime_finished(exception)
+        if isinstance(exception, KeyboardInterrupt):
+            write("stderr", self._last_lines(exception))
 
     def runtime_step_cli(
         self, cli_args: Any, retry_count: int, max_user_code_retries: int, ubf_context: str | None

@@ -25,13 +25,7 @@ from typing import Any
 try:
     from metaflow.exception import MetaflowException as MetaflowException
 except ImportError:  # `import metaflow` loads this module, and must not fail (2.19 has it)
-
-    class MetaflowException(Exception):  # type: ignore[no-redef]
-        """Stands for Metaflow's own, where that has another name."""
-
-        def __init__(self, msg: str = "") -> None:
-            super().__init__(msg)
-            self.message = msg
+    MetaflowException = Exception
 
 
 class TorchrunError(MetaflowException):  # type: ignore[misc]  # Metaflow is not typed
@@ -54,7 +48,6 @@ class TorchrunError(MetaflowException):  # type: ignore[misc]  # Metaflow is not
         or where the gang has not decided on the error.
     """
 
-    headline = "@torchrun"
     events: list[dict[str, Any]]
     outputs: Any  # this module stands below that of Outputs
 
@@ -67,6 +60,11 @@ class TorchrunError(MetaflowException):  # type: ignore[misc]  # Metaflow is not
         self.events = []
         self.outputs = None
 
+    @property
+    def headline(self) -> str:
+        """What Metaflow prints before the message: the class, as one catches it."""
+        return type(self).__name__
+
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.message!r})"
 
@@ -78,61 +76,42 @@ class TorchrunError(MetaflowException):  # type: ignore[misc]  # Metaflow is not
 class TorchrunConfigError(TorchrunError):
     """An attribute or argument is wrong. Nothing was started."""
 
-    headline = "@torchrun: wrong setting"
-
 
 class EntrypointError(TorchrunError):
     """No entrypoint was given, or it does not exist on this node."""
-
-    headline = "@torchrun: entrypoint"
 
 
 class TorchNotFoundError(TorchrunError):
     """PyTorch is not installed in the Python that runs the step."""
 
-    headline = "@torchrun: PyTorch is missing"
-
 
 class GangError(TorchrunError):
     """The nodes could not work together as one gang."""
-
-    headline = "@torchrun: gang"
 
 
 class GangStartTimeout(GangError):
     """Some nodes did not arrive in time."""
 
-    headline = "@torchrun: nodes missing"
-
 
 class LaunchFailed(TorchrunError):
     """A worker, an agent or a whole node failed. The message names the first of them."""
-
-    headline = "@torchrun: launch failed"
 
 
 class LaunchTimeout(LaunchFailed):
     """A launch took longer than ``timeout_s`` or the step's ``@timeout`` allow."""
 
-    headline = "@torchrun: launch timed out"
-
 
 class WorkerFailed(LaunchFailed):
     """A function raised or returned what can't be pickled; the message holds its text."""
-
-    headline = "@torchrun: function failed"
 
 
 class LaunchHung(LaunchFailed):
     """No rank of a launch showed a sign of life for ``hang_timeout_s`` seconds."""
 
-    headline = "@torchrun: launch hangs"
-
 
 class TorchrunPreempted(LaunchFailed):
     """A node's task was told to stop (SIGTERM), or its machine is taken away (spot notice)."""
 
-    headline = "@torchrun: preempted"
     remedy = "With Metaflow's @retry a new gang starts, and a script that loads its snapshot goes on."
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from .compat.datastore import DatastoreValues
 from .compat.steps import flow_folder
-from .errors import LaunchFailed, TorchrunPreempted
+from .errors import LaunchFailed
 from .events import Event
 from .machine.accelerators import Machine, Nproc, choose_nproc
 from .parsing import parse_folder
@@ -126,7 +126,7 @@ class TorchrunExecutor(Runner):
             warnings.append(f"warning: torchrun_args {name} has no effect: what a rank writes {where}")
         if self.is_control:
             warnings += [too_few_warning(call)]
-            warnings += [foreign_python(words, call.env) for words in (run.command, *(run.before_run or ()))]
+            warnings += [foreign_python(words, call.env) for words in (call.command, *call.before_run)]
         for warning in filter(None, warnings):
             self._note_once(warning)
 
@@ -138,9 +138,7 @@ class TorchrunExecutor(Runner):
                 self._member.dismiss(outcome.verdict.launch)
             return call.result(outcome)
         except LaunchFailed as error:
-            if not isinstance(error, TorchrunPreempted) or (error.cause or {}).get("node") != self.node_index:
-                # The gang waits for this node, and a node that is frozen may be in the way.
-                self._member.link.settle(_SETTLE_S)
+            self._member.link.settle(_SETTLE_S)
             original = call.original(error)
             if original is error:
                 raise

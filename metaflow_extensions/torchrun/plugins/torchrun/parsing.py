@@ -156,8 +156,6 @@ def parse_outputs(value: Any, setting: str) -> tuple[str, ...]:
     is_list = isinstance(given, (list, tuple, set, frozenset))
     if not is_list or not all(isinstance(one, str | os.PathLike) for one in given):
         raise _refused(value, setting, "it must be a list of files, folders and patterns, as in ['model/', '*.json']")
-    if not given:
-        raise TorchrunConfigError(f"{setting} names nothing. Name files or folders, or leave it out.")
     names = [os.fsdecode(one) for one in given]
     for name in names:
         parts, why = name.split("/"), ""
@@ -254,8 +252,6 @@ def parse_commands(value: Any, setting: str) -> tuple[tuple[str, ...], ...]:
     commands = []
     for number, each in enumerate(given, 1):
         name = f"{setting}, command {number}"
-        if isinstance(each, str) and not each.strip():
-            raise TorchrunConfigError(f"{name} is empty.")
         if isinstance(each, str) and each.lstrip().startswith("-"):
             raise _refused(each, name, f"the words of one command are a list of their own: {example}")
         commands.append(parse_argv([*SHELL, each] if isinstance(each, str) else each, name))

@@ -236,13 +236,7 @@ def parse_settings(attributes: Mapping[str, Any], step: str) -> StepSettings:
         given = None if isinstance(given, str) and given.strip().lower() in ("", "none") else given
         given = setting.default if given is None else given
         values[name] = setting.none if given is None else setting.check(given, f"Step {step}: @torchrun({name}=...)")
-    settings = StepSettings(**values)
-    if settings.master_port is not None and settings.master_port == settings.channel_port:
-        raise TorchrunConfigError(
-            f"Step {step}: @torchrun(master_port=...) and channel_port are both {settings.master_port}; the rendezvous and "
-            "the channel each need a port of their own."
-        )
-    return settings
+    return StepSettings(**values)
 
 
 def check_spares(settings: StepSettings, num_nodes: int, step: str) -> None:

@@ -163,8 +163,8 @@ class Cause:
     @property
     def who(self) -> str:
         """The failed worker or node, or the launch as a whole, for a sentence."""
-        if self.kind in ("hang", "timeout"):
-            return "the launch"
+        if self.kind in ("hang", "timeout", "interrupted"):
+            return "the run" if self.kind == "interrupted" else "the launch"
         node = f"node {self.node} (host {self.host})"
         return node if self.rank is None else f"Rank {self.rank} on {node}"
 

@@ -138,7 +138,7 @@ def _outcome(shown: _Shown) -> list[Part]:
 def _failure(shown: _Shown, report: FailureReport, said: str) -> list[Part]:
     """Return the failure that was the end, without a first line that the sentence above it has said."""
     first, _, rest = report.text.partition("\n")
-    code = shown.code(rest if first.rstrip(".") in said else report.text)
+    code = shown.code(rest if first[1:].rstrip(".") in said else report.text)
     cause = report.cause or {}
     blocks: list[Part] = [Block("Cause" if cause else "Error", code)] if code else []
     if cause.get("stdout"):

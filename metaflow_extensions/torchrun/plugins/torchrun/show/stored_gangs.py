@@ -160,14 +160,17 @@ def last_lines(
     The control node logs its own end, unless it is killed. The terminal may lack the end of a remote log: on Kubernetes a
     replacement pod overwrites the log of the first one (Metaflow 2.19).
     """
-    match = failed_task(error)
-    if match is None or match["step"] != step:
+    match, is_interrupted = failed_task(error), isinstance(error, KeyboardInterrupt)
+    if not is_interrupted and (match is None or match["step"] != step):
         return ""
     stored = StoredGangs(flow_datastore)
     lines: list[str] = []
     with suppress(Exception):  # the datastore can raise anything; the command is still shown
-        for gang in stored.gangs(run_id, step):
-            view = stored.view(gang) if match["task"] in (None, gang.control_task) else None
+        gangs = stored.gangs(run_id, step)
+        if is_interrupted and not gangs:
+            return ""
+        for gang in gangs:
+            view = stored.view(gang) if match is not None and match["task"] in (None, gang.control_task) else None
             if view is not None and (is_remote or not view.is_over):  # else its error is above
                 lines.append(printable(gang.sentence(view)))
     where = run_id if is_only_gang else f"{run_id}/{step}"

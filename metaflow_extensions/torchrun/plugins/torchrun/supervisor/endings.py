@@ -36,11 +36,10 @@ class NotNeeded(BaseException):
     """Ends the step's code on a node that took no part in a launch; no `except Exception` of a user stops it."""
 
 
-def preempted(node: int, host: str, why: str, may_go_on: bool = False) -> TorchrunPreempted:
-    """Return the error for a task that was told to stop; the others `may_go_on`, if there are restarts."""
+def preempted(node: int, host: str, why: str) -> TorchrunPreempted:
+    """Return the error for a task that was told to stop."""
     cause = Cause("terminated", node, host, exception=why)
-    remedy = "The other nodes go on without it if they can." if may_go_on else TorchrunPreempted.remedy
-    return failed(TorchrunPreempted, FailureText(cause, after=f" {remedy}"))
+    return failed(TorchrunPreempted, FailureText(cause, after=f" {TorchrunPreempted.remedy}"))
 
 
 def lost_control(reason: str) -> TorchrunError:

@@ -153,8 +153,7 @@ class NodeLaunch:
         return Outcome(verdict, self._command, self._exit_codes, tuple(self._restarts), seconds)
 
     def _interrupt(self, news: MustEnd, with_workers: bool) -> None:
-        may_go_on = self._node != CONTROL and self._call.policy.max_restarts > 0
-        error = preempted(self._node, self._side.host, news.why, may_go_on)
+        error = preempted(self._node, self._side.host, news.why)
         is_last = self._is_preempted or not with_workers  # a second order means: end at once
         self._is_preempted = True
         cause = cause_of(error)

@@ -17,14 +17,13 @@ from dataclasses import dataclass, field
 from statistics import fmean
 from typing import TypeAlias
 
-from ..gang.progress import MAX_KEYS, Metrics, Pace, Series
+from ..gang.progress import MAX_KEYS, MAX_POINTS, Metrics, Pace, Series
 from ..gang.wire import Plain, to_plain
 from ..machine.aside import STUCK_S
 from .workers import Workers
 
 _READS_EVERY_S = 1.0
 TELLS_EVERY_S = 5.0
-MAX_POINTS = 100  # of a key in one message
 # A worker appends lines of JSON to the file of its local rank here, which the agent names to it.
 FOLDER = "TORCHRUN_METRICS_FOLDER"
 MAX_BYTES = 1024 * 1024  # that are read at once; with more, lines come later

@@ -59,7 +59,6 @@ def resolve(arguments: Mapping[str, Any], settings: StepSettings, place: Positio
                 f"module says how Python runs a script, but the entrypoint {list(command)} is a command; remove it."
             )
     values |= {"module": module, "command": command, "nproc_from": chosen["nproc_per_node"][1]}
-    values |= {"env": values["env"] or {}, "before_run": values["before_run"] or ()}
     values["options"] = {name: value for name, value in options.items() if name not in _DECIDED}
     return RunSettings(**vars(settings) | values)
 
@@ -175,7 +174,9 @@ def _option_words(key: str, value: Any) -> list[str]:
     try:
         return [option, json.dumps(value, ensure_ascii=False)]
     except (TypeError, ValueError) as error:
-        raise TorchrunConfigError(f"entrypoint_args[{key!r}] can't be written as JSON: {error}.") from error
+        raise TorchrunConfigError(
+            f"entrypoint_args[{key!r}] is a {type(value).__name__}, which a script gets as JSON, but {error}."
+        ) from error
 
 
 def _is_absent(value: Any) -> bool:

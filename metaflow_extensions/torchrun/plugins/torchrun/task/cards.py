@@ -60,7 +60,7 @@ class Cards:
 
     def make_last(self, patience_s: float) -> None:
         """Make the last cards of a failing task, which Metaflow does not make; wait at most `patience_s`."""
-        if self._ours or self._with_parts:
+        if self.are_wanted:
             do_within(self._make_last, patience_s)
 
     def _make_last(self) -> None:

@@ -27,6 +27,7 @@ from ..gang.cause import cause_of, failure_of, retold
 from ..gang.messages import CONTROL
 from ..gang.texts import names, size_text
 from ..gang.wire import Plain
+from ..parsing import did_you_mean
 from ..settings import RunSettings
 from ..supervisor.call import Call, FunctionSpec
 from ..worker import function_worker as worker
@@ -138,10 +139,9 @@ class FunctionCall:
         if isinstance(exception, str):
             return retold(error, WorkerFailed, f"\n{exception}")
         place = f" at {cause.place}" if cause.place else ""
-        also = f"; {cause.also} failed in the same way" if cause.also else ""
         with suppress(Exception):  # whatever its class does about attributes
             notes = getattr(exception, "__notes__", [])  # as `add_note` does (from Python 3.11)
-            BaseException.__setattr__(exception, "__notes__", [*notes, f"raised{place} by {failure.who}{also}"])
+            BaseException.__setattr__(exception, "__notes__", [*notes, f"raised{place} by {failure.who}"])
         return exception
 
     def _raised(self, rank: int, key: str | None) -> bytes | None:
@@ -161,9 +161,11 @@ def _check_call(inner: Any, function: Any, args: Any, kwargs: Any) -> None:
         try:
             inspect.signature(function, follow_wrapped=False).bind(*args, **kwargs)
         except (TypeError, ValueError) as error:  # ValueError: a partial has arguments that the function can't take
-            takes = ", ".join(inspect.signature(inner, follow_wrapped=False).parameters) or "none"
+            takes = list(inspect.signature(inner, follow_wrapped=False).parameters)
+            hint = "".join(did_you_mean(name, takes) for name in kwargs if name not in takes)
             raise TorchrunConfigError(
-                f"The function {inner.__qualname__} can't take these entrypoint_args: {error}. Its arguments: {takes}."
+                f"The function {inner.__qualname__} can't take these entrypoint_args: {error}.{hint} Its arguments: "
+                f"{', '.join(takes) or 'none'}."
             ) from None
 
 
@@ -190,7 +192,6 @@ def _written(call: tuple[Any, ...], inner: Any, name: str, process_group: str | 
     folder = ""
     try:
         folder = os.path.abspath(tempfile.mkdtemp(prefix="torchrun-call-"))
-        os.mkdir(os.path.join(folder, worker.VALUES))
         with open(os.path.join(folder, worker.CALL), "wb") as file:
             pickle.dump({**header, "process_group": process_group}, file)
             _dump(call, name, file)

@@ -30,8 +30,6 @@ _LOOK_S = 2.0  # one request of an object store: 43 000 in a day cost two cents 
 # For the last cards of a failed task: Metaflow's take some seconds, and more on a busy machine. If the task is preempted, its
 # machine is about to go.
 _LAST_CARD_S, _PREEMPTED_CARD_S = 60.0, 2.0
-# A request of long ago is not answered: who asked does not wait any more. The clocks of two machines may differ so much.
-_TOO_OLD_S = 600.0
 
 
 class GangStore:
@@ -133,10 +131,8 @@ class GangStore:
             if (data := link.pop_answer(number)) is not None and self._request is not None:
                 registry.save(Reply(self._request, time.time(), data), _PATIENCE_S)
         request = registry.load(Request)
-        if request is not None and (self._request is None or request.id != self._request.id):
-            self._request = request
-            if time.time() - request.time < _TOO_OLD_S:
-                self._answer = link.ask("request", request.id)
+        if request is not None and request != self._request:
+            self._request, self._answer = request, link.ask("request", request.id)
 
     def store_now(self) -> None:
         """Store what is known now, within some seconds, or until this node must end."""
@@ -161,8 +157,6 @@ class GangStore:
         The link is closed by then.
         """
         member, link = self._member, self._member.link
-        if member.is_forked:
-            return
         if link.last_words is not None:
             self._view = GangView.read(link.last_words["view"])
         if member.job is not None:

@@ -24,7 +24,7 @@ _REMOTE_JOBS = (["kubernetes", "step"], ["batch", "step"])
 
 def heed_signals_to_run() -> None:
     """Have SIGTERM and SIGHUP interrupt this run and its tasks; a handler that is there stays, and so does nohup's."""
-    _handle((signal.SIGTERM, signal.SIGHUP), pass_on=True)
+    _handle(signal.SIGTERM, signal.SIGHUP)
 
 
 def heed_signals_to_job(arguments: Sequence[str] = sys.argv) -> None:
@@ -33,8 +33,8 @@ def heed_signals_to_job(arguments: Sequence[str] = sys.argv) -> None:
     SIGINT, too, is taken once only: a second signal, as `timeout` and systemd send it to the whole group,
     would end the process in the midst of its clean-up.
     """
-    if remote_job(arguments) is not None:
-        _handle((signal.SIGTERM, signal.SIGHUP, signal.SIGINT), pass_on=False)
+    if remote_job(arguments):
+        _handle(signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
 
 
 def remote_job(arguments: Sequence[str] = sys.argv) -> str | None:
@@ -45,37 +45,30 @@ def remote_job(arguments: Sequence[str] = sys.argv) -> str | None:
     return None
 
 
-def _handle(signals: Sequence[signal.Signals], pass_on: bool) -> None:
+def _handle(*signals: signal.Signals) -> None:
     """Have a signal raise KeyboardInterrupt, once: the clean-up that follows is not disturbed again."""
-    if threading.current_thread() is not threading.main_thread():
-        return
-    is_interrupted = False
+    defaults, own = (signal.SIG_DFL, signal.default_int_handler), os.getpid()
+    heeded = [number for number in signals if signal.getsignal(number) in defaults]
 
     def on_signal(number: int, frame: FrameType | None) -> None:
-        nonlocal is_interrupted
-        if not is_interrupted:
-            is_interrupted = True
-            if pass_on:
-                with suppress(OSError):  # without a process table
-                    _interrupt_children()
-            name = signal.Signals(number).name
-            with suppress(OSError):  # SIGHUP: the terminal is gone
-                os.write(2, f"[torchrun] {name}: the run is interrupted, as by Ctrl-C\n".encode())
-            raise KeyboardInterrupt
+        if os.getpid() != own:  # a fork ends as usual
+            signal.signal(number, signal.SIG_DFL)
+            signal.raise_signal(number)
+        for each in heeded:
+            signal.signal(each, lambda *_: None)
+        with suppress(OSError):  # without a process table
+            _interrupt_children()
+        with suppress(OSError):  # SIGHUP: the terminal is gone
+            os.write(2, f"[torchrun] {signal.Signals(number).name}: the run is interrupted, as by Ctrl-C\n".encode())
+        raise KeyboardInterrupt
 
-    defaults = (signal.SIG_DFL, signal.default_int_handler)
-    former = {number: signal.signal(number, on_signal) for number in signals if signal.getsignal(number) in defaults}
-
-    def restore() -> None:
-        for number, handler in former.items():
-            if signal.getsignal(number) is on_signal:
-                signal.signal(number, handler)
-
-    os.register_at_fork(after_in_child=restore)  # it ends as usual
+    if threading.current_thread() is threading.main_thread():
+        for each in heeded:
+            signal.signal(each, on_signal)
 
 
 def _interrupt_children() -> None:
-    """Signal the runtime's children, as a terminal does: those in our process group."""
+    """Signal the children, as a terminal does: those in our process group."""
     # Where SIGINT is ignored, as in the background of a script, the children ignore it, too.
     number = signal.SIGTERM if signal.getsignal(signal.SIGINT) == signal.SIG_IGN else signal.SIGINT
     if platform.system() == "Linux":

@@ -14,7 +14,7 @@ from typing import Any
 from ..errors import CLASSES, GangError, GangStartTimeout, TorchrunPreempted
 from ..events import Subscriber
 from ..gang.limits import QUIET_S, REMIND_S
-from ..gang.messages import CONTROL, Farewell, Join
+from ..gang.messages import CONTROL, Abort, Farewell, Join
 from ..gang.policy import growing_pauses
 from ..gang.view import GangView, Word
 from ..machine.network import addresses_for_others
@@ -156,8 +156,9 @@ class Search:
     def _after_end(self, view: GangView) -> None:
         """Raise the gang's error, or end this task if it has come in the place of one that was in the gang."""
         if view.nodes[CONTROL].state != "finished":
-            cls = CLASSES.get(view.reports[-1].error or "") if view.reports else None
-            raise (cls or GangError)(view.error or "The gang has ended.", view.cause)
+            cls = CLASSES.get(view.reports[-1].error or "", GangError) if view.reports else GangError
+            self._member.deliver(Abort(cls(view.error or "The gang has ended.", view.cause)))
+            self._member.raise_news()
         if view.nodes[self._member.node].state != "not joined yet":
             self._member.note("the gang has ended well without this task; it has nothing to do")
             sys.stdout.flush()

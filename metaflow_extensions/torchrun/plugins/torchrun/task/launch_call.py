@@ -32,7 +32,6 @@ from .member import Member
 from .transfer import ToStore, Transfer, TransferFailed
 
 _LOOK_S = 0.5  # between two looks at what no frame tells
-_LAST_NEWS_S = 0.5  # how long to wait for the gang's own error when the supervisor is gone
 _STOP_S = 45.0  # what a supervisor may take beyond the workers' grace to stop a launch that is given up
 
 
@@ -108,8 +107,7 @@ class LaunchCall:
             raise TorchrunError("The step's code has ended while another thread was still in current.torch.run.")
         if self._link.end is not None:
             self._link.await_end(self.call.grace_s + _STOP_S)
-            member.await_error(_LAST_NEWS_S)
-            raise TorchrunError("This node's supervisor process has ended.")
+            raise member.broken or TorchrunError("This node's supervisor process has ended.")
         return ("",)
 
     def _take(self, what: str, *rest: Any) -> None:

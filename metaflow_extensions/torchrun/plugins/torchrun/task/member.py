@@ -54,7 +54,6 @@ class Member:
         self.host = socket.gethostname()
         self.command: str | None = None  # of torchrun, when that becomes known
         self.shows_output = True  # whether the last launch shows everything that a failing worker writes
-        self.may_go_on = False  # whether the others may go on without this node, if it is told to end
         self.meanwhile: Callable[[], None] = lambda: None  # called now and then while our code waits
         self.store_now: Callable[[], None] = lambda: None  # stores what is known of the gang
         self.job: Transfer | None = None  # what `meanwhile` has begun
@@ -196,7 +195,7 @@ class Member:
 
     def terminated(self) -> TorchrunPreempted:
         """Return the error for a task that was told to stop."""
-        return preempted(self.node, self.host, (self._orders or [orders.SIGTERM_CAME])[0], self.may_go_on)
+        return preempted(self.node, self.host, (self._orders or [orders.SIGTERM_CAME])[0])
 
     # --- called by the step's code --------------------------------------------------------------
 
@@ -321,11 +320,6 @@ class Member:
         if self._state not in _OVER:
             self._state = State.FAILING
 
-    def await_error(self, patience_s: float) -> None:
-        """Raise the error that breaks the gang, if one comes in time."""
-        if self.link.wait(lambda: self.broken is not None, patience_s) and self.broken is not None:
-            raise self.broken
-
     def await_others(self, remaining: Callable[[], list[int]]) -> None:
         """Wait on the control node until the others have left; raise if a node fails or is lost meanwhile.
 
@@ -380,5 +374,6 @@ class Member:
             return Cause("lost", self.node, self.host, exception=text)
         if isinstance(error, KeyboardInterrupt):
             return Cause("interrupted", self.node, self.host, exception="KeyboardInterrupt")
-        kind = "call" if isinstance(error, TorchrunError) else "step"
-        return Cause(kind, self.node, self.host, exception=words_of(error), detail=user_traceback(error))
+        if isinstance(error, TorchrunError):  # it says all
+            return Cause("call", self.node, self.host, exception=words_of(error))
+        return Cause("step", self.node, self.host, exception=words_of(error), detail=user_traceback(error))

@@ -39,12 +39,17 @@ def report(
     if not isinstance(verdict, TorchrunError):
         return None if isinstance(error, MetaflowException) else _barred(user_traceback(error))
     failure, cause = failure_of(verdict), cause_of(verdict)
-    is_own = cause is not None and (cause.kind, cause.node) == ("lost", node)  # no other node hears that
+    kind = None if cause is None else cause.kind
+    is_own = cause is not None and (kind, cause.node) == ("lost", node)  # no other node hears that
+    if shared and kind == "interrupted":  # Metaflow says so
+        return ""
     if shared and known and teller(cause) != node and not is_own:
         # One line, which may be the last of the terminal. A hang and a timeout concern the launch as a whole.
-        told = "" if cause is None or cause.kind in ("hang", "timeout") else f" {summary(cause)}"
-        told = f"{told[:2].upper()}{told[2:]}{'.' if told and not told.endswith(ENDS) else ''}"
-        return f"{verdict.headline}.{told} Node {teller(cause)} shows the whole error."
+        told = "" if cause is None or kind in ("hang", "timeout", "call") else summary(cause)
+        told = f"{told[:1].upper()}{told[1:]}{'.' if told and not told.endswith(ENDS) else ''}"
+        # A node that is told to end may be interrupted as well, and show nothing.
+        where = "" if kind == "terminated" else f"Node {teller(cause)} shows the whole error."
+        return " ".join(filter(None, (f"{verdict.headline}:", told, where)))
     trace = "" if error is verdict else _barred(user_traceback(error, with_cause=False))
     if failure is not None and failure.cause.kind in _WRITTEN and stands_above(failure.cause):
         if not trace:
@@ -55,7 +60,7 @@ def report(
 
 
 def _headed(error: TorchrunError, message: str) -> str:
-    return "\n".join([f"{_INDENT}{error.headline}:", *(f"{_INDENT}{line}" for line in message.split("\n"))])
+    return "\n".join(f"{_INDENT}{line}" for line in f"{error.headline}: {message}".split("\n"))
 
 
 def _barred(text: str) -> str:
@@ -73,7 +78,7 @@ _afterwards: list[Callable[[BaseException], str | None]] = []
 
 
 def end_with(error: BaseException, text: str | None) -> None:
-    """Show `text` when Metaflow comes to print `error`; None leaves it to Metaflow."""
+    """Show `text`, or nothing if it is empty, when Metaflow comes to print `error`; None leaves it to Metaflow."""
     global _end
     _end = None if text is None else (error, text)
 
@@ -92,7 +97,7 @@ def tell_after_errors(tell: Callable[[BaseException], str | None]) -> None:
 
 def _print_error(original: Callable[..., None], error: Any, *more: Any, **options: Any) -> None:
     if _end is not None and _end[0] is error:
-        write("stderr", f"{_end[1]}\n")
+        write("stderr", _end[1] and f"{_end[1]}\n")
     elif isinstance(error, TorchrunError):
         write("stderr", f"{_headed(error, error.message)}\n")
     elif _in_task and not isinstance(error, MetaflowException):

@@ -89,7 +89,6 @@ class TaskGang:
             self.part = pointing_at("/".join(control))
             make_none()  # the control node makes the gang's card
             member = self._member = begin_member(parallel.node_index, num_nodes, settings, self._emit, more)
-            member.may_go_on = settings.max_restarts > 0
             return member, Search(member, registry, settings).connect()
         stacks = f"{flow_program()} torchrun stacks {run_id}/{step_name}"
         rules = {"replaces": self._replaces, "stacks": stacks, **self._limit}
@@ -218,18 +217,15 @@ class TaskGang:
         Metaflow prints it only after storing all artifacts, which can be too late there.
         """
         node, member, is_local = current.parallel.node_index, self._member, self._is_local
-        if member is None:
-            end_with(error, report(error, node, is_local, known=False, stands_above=lambda cause: False))
-            return
         # On Kubernetes the others' ends may soon take this task with them; an order to end leaves less time.
-        if not self._was_told_to_end(error):
+        if member is not None and not self._was_told_to_end(error):
             member.store_now()
 
         def stands_above(cause: Cause) -> bool:  # lines of other nodes may be left out here
-            return member.shows_output and (is_local or cause.node == node)
+            return member is not None and member.shows_output and (is_local or cause.node == node)
 
-        text = report(error, node, is_local, member.gang_knows(error), stands_above)
-        if text is not None and self._is_control and not is_local:
+        text = report(error, node, is_local, member is not None and member.gang_knows(error), stands_above)
+        if text is not None and member is not None and self._is_control and not is_local:
             member.say(Event("failed", node, text))
             member.link.settle(_UPLOAD_S)
             self._log.save(_UPLOAD_S)

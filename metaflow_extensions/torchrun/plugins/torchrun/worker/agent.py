@@ -5,6 +5,7 @@ directory is not on its path either: it may have files named like modules of Pyt
 under torchrun.
 """
 
+import argparse
 import os
 import signal
 import socket
@@ -164,7 +165,8 @@ if __name__ == "__main__":
     if sys.path[0] == own:  # not with PYTHONSAFEPATH
         del sys.path[0]
     os.environ["TORCHRUN_AGENT_PID"] = str(os.getpid())  # by which its children know that they are workers
-    pipes = sys.argv.pop(1)
+    pipes, sys.argv[0] = sys.argv.pop(1), "torchrun"  # as the error of a wrong option calls it
+    argparse.ArgumentParser.print_usage = lambda *_: None  # type: ignore[method-assign]  # on each node a screen full
     change_workers(pipes, os.environ.pop("TORCHRUN_RESTARTS", ""), os.environ.pop("TORCHRUN_METRICS_FOLDER", ""))
     news = News(os.path.join(pipes, "agent.workers"))
     news.follow()

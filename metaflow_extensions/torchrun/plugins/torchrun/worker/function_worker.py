@@ -89,8 +89,8 @@ class CallUnpickler(pickle.Unpickler):
             if module != "__main__":
                 raise
             raise AttributeError(
-                f"{error}. Each rank imports the file only up to where it runs its flow or launches. Define {name} before "
-                'that, or put what runs under if __name__ == "__main__".'
+                f"{error}. Each rank imports the file up to where it runs its flow or launches, without what stands under "
+                f'if __name__ == "__main__". Define {name} outside of that, and before.'
             ) from None
 
 

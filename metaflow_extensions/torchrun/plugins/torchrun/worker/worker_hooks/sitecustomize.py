@@ -42,8 +42,12 @@ def _record_the_end() -> None:
     here = getpid(), get_ident()
     show = sys.__excepthook__
 
-    def look(error: "BaseException | None", trace: "TracebackType | None") -> "TracebackType | None":
-        """Record `error` if it ends this worker, not a fork of it or a thread; return the traceback to show."""
+    def look(error: "BaseException | None", trace: "TracebackType | None") -> "tuple[TracebackType | None, str]":
+        """Record `error` if it ends this worker, not a fork of it or a thread.
+
+        Return the traceback to show, and the rank that shows it.
+        """
+        first = ""
         try:
             if error is not None and _nobody_catches(error):
                 trace = _from_users_line(error, trace)
@@ -52,13 +56,17 @@ def _record_the_end() -> None:
                 # KeyboardInterrupt is how Python dies of SIGINT, unless its hook has compiled anything (3.10 to 3.13).
                 if own and path and type(error) is not KeyboardInterrupt and not os.path.exists(path):
                     _record(path, error, trace)
+                    first = _first_there(error, trace)
         except BaseException:  # noqa: S110 - no room, no memory, a __str__ of the user's
             pass
-        return trace
+        return trace, first
 
     def excepthook(kind: "type[BaseException]", error: BaseException, trace: "TracebackType | None") -> None:
-        trace = look(error, trace)
-        _in_one_piece(lambda: show(kind, error, trace))
+        trace, first = look(error, trace)
+        if first:
+            _in_one_piece(lambda: sys.stderr.write(f"{_name(error)} (rank {first} has the traceback)\n"))
+        else:
+            _in_one_piece(lambda: show(kind, error, trace))
 
     # Both, since a hook of the user's own may call either. If it calls none, there is the end: what is registered
     # first runs last.
@@ -66,7 +74,21 @@ def _record_the_end() -> None:
     atexit.register(lambda: look(getattr(sys, "last_value", None), getattr(sys, "last_traceback", None)))
 
 
-def _in_one_piece(show: "Callable[[], None]") -> None:
+def _first_there(error: BaseException, trace: "TracebackType | None") -> str:
+    """Return the rank of this node that was the first to raise such an error in this line; empty if it is this one."""
+    import traceback
+    import zlib
+
+    where = zlib.crc32(f"{type(error)}{traceback.format_tb(trace)}".encode(errors="replace"))
+    path = os.path.join(os.path.dirname(_folder), f"raised-{where}")
+    try:
+        os.symlink(os.environ["RANK"], path)
+    except FileExistsError:
+        return os.readlink(path)
+    return ""
+
+
+def _in_one_piece(show: "Callable[[], object]") -> None:
     """Write everything that `show` prints to stderr at once, so that no other line comes between.
 
     Python writes a traceback in hundreds of pieces where stderr has no buffer. Torch does the same once there is a
