@@ -20,6 +20,7 @@ def test_workers_have_what_the_step_has_changed_and_write_where_it_prints(warm, 
         assert flow.note(f"seen-{node}") == {
             "cwd": str(flow.out / f"here-{node}"),
             "step": "größe",
+            "signals": [0, 0],  # it ignores and blocks SIGTERM
         }
         assert flow.note(f"memory-{node}") == f"[rank {node}] größe * memory of {node}\n"
         assert (flow.out / f"file-{node}").read_text() == f"[rank {node}] größe * a file of {node}\n"

@@ -7,7 +7,6 @@ import pytest
 from metaflow_extensions.torchrun.plugins.torchrun.gang.cause import (
     Cause,
     Failure,
-    describe_exit,
     first_failure,
     remedy,
     remedy_of_exit,
@@ -15,12 +14,6 @@ from metaflow_extensions.torchrun.plugins.torchrun.gang.cause import (
 )
 from metaflow_extensions.torchrun.plugins.torchrun.gang.failures import of_launch
 from metaflow_extensions.torchrun.plugins.torchrun.gang.launch import Launch
-from metaflow_extensions.torchrun.plugins.torchrun.task.report import report
-
-
-def test_a_signal_that_this_system_does_not_know_has_its_number():
-    assert describe_exit(-99) == "was killed by signal 99"
-
 
 # --- which came first ------------------------------------------------------------------------------
 
@@ -200,17 +193,6 @@ def test_only_what_a_worker_says_itself_has_a_remedy_after_what_has_happened():
     assert Cause("exit", 1, "b", 3, 1, 1, None, NO_MPI).remedy == ""
 
 
-@pytest.mark.parametrize("live", [True, False])
-@pytest.mark.parametrize("of_function", [True, False])
-def test_it_is_shown_once_also_with_the_exception_of_a_function(live, of_function):
-    error = verdict = of_launch(Launch(0), no_mpi())
-    if of_function:
-        error = RuntimeError(NO_MPI)
-        error.__cause__ = verdict
-    text = report(error, 1, shared=True, known=True, stands_above=lambda _: live)
-    assert text.count(remedy(NO_MPI)) == 1
-
-
 @pytest.mark.parametrize(
     ("code", "bools", "words"),
     [
@@ -250,8 +232,3 @@ def test_a_script_that_ends_without_a_word_is_told_to_say_why(code, stderr, is_t
 def test_what_to_change_after_an_abort_depends_on_what_native_code_said(code, stderr, words):
     assert words in remedy_of_exit(code, [], stderr)
     assert words or remedy_of_exit(code, [], stderr) == ""
-
-
-def test_where_the_ranks_of_a_hang_were_is_not_called_stderr():
-    hang = Cause("hang", 0, "a", exception="silence", detail="Look at rank 3 first.")
-    assert hang.describe().splitlines() == ["The launch hangs: silence.", "  | Look at rank 3 first."]

@@ -278,11 +278,3 @@ def test_a_member_whose_first_connection_was_lost_unseen_gets_in_by_another(open
 
 
 # --- mistakes of ours -----------------------------------------------------------------------------
-
-
-def test_a_message_that_can_not_be_sent_is_told_to_all(opened):
-    control = opened.control()
-    member = opened.member().join(control)
-    member.send(sent.Report("some", 0, 0, dict.fromkeys(map(str, range(20000)), "k" * 100)))
-    assert "a 'report' message of" in member.inbox.expect(str)
-    assert "Node 1" in control.inbox.error()

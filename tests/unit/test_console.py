@@ -6,7 +6,6 @@ import os
 import pty
 import subprocess
 import sys
-import time
 from types import SimpleNamespace
 
 import pytest
@@ -103,30 +102,11 @@ def test_a_stream_of_the_steps_own_gets_the_text_even_if_it_has_a_file(tmp_path,
     assert "".join(got) == "größe\ntwo\n"
 
 
-def test_a_stream_that_takes_nothing_ends_nothing(monkeypatch):
-    closed = io.StringIO()
-    closed.close()
-    monkeypatch.setattr(sys, "stdout", closed)
-    console.write("stdout", "one\n")
-
-
 def test_a_stdout_that_is_not_unicode_still_shows_every_line(monkeypatch):
     narrow = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
     monkeypatch.setattr(sys, "stdout", narrow)
     console.write("stdout", "[rank 0] größe \ufffd\n")
     assert narrow.buffer.getvalue() == b"[rank 0] gr\\xf6\\xdfe \\ufffd\n"
-
-
-def test_a_task_that_was_told_to_end_does_not_wait_for_a_reader_that_takes_nothing(monkeypatch, pipe):
-    monkeypatch.setattr(console, "_STUCK_S", 0.1)
-    monkeypatch.setattr(console, "_patience_s", console._patience_s)
-    with open(pipe[1], "w", closefd=False) as stdout:
-        monkeypatch.setattr(sys, "stdout", stdout)
-        console.hurry()
-        began = time.monotonic()
-        for _ in range(3):
-            console.write("stdout", ("x" * 79 + "\n") * 2000)
-    assert time.monotonic() - began < 10
 
 
 @pytest.mark.parametrize(("debug", "shown"), [("", ""), ("0", ""), ("1", "[torchrun node 1] runs: torchrun\n")])

@@ -1,6 +1,5 @@
 """What the control node decides, in what order, and what each node gets; with a clock that the test holds."""
 
-import signal
 import sys
 from dataclasses import replace
 
@@ -337,21 +336,6 @@ def test_a_launch_that_fails_ends_when_what_it_has_left_is_stored_or_the_time_is
     assert gang.play("stored 0 1 2" if in_time else "+2").same_verdict() is store.error
     assert gang.got(0, "Verdict")[0].left == {"outputs": {"nodes": {"0": ["k", 1, 2]}}}
     assert (store.error.cause["rank"], len(gang.recorded("cause"))) == (2, 1)
-
-
-@pytest.mark.parametrize("node", [0, 1])
-@pytest.mark.parametrize("is_told", [True, False])
-def test_a_preemption_sends_the_users_signal_and_tells_who_saved(node, is_told):
-    gang = running(2, preemption_signal=signal.SIGUSR1)
-    gang.failed(node, preemption(node) if is_told else crash(node))
-    assert [gang.got(each, "Stop")[0].signal for each in (0, 1)] == [signal.SIGUSR1 if is_told else None] * 2
-    gang.stop(node, exit_codes={2 * node: 0, 2 * node + 1: 0})
-    gang.play(f"quit {node}")  # a second order to end, while the other node's workers still save
-    gang.stop(1 - node, exit_codes={2 - 2 * node: 1, 3 - 2 * node: 0})
-    error, saved = gang.same_verdict(), "0, 1, 3" if node == 0 else "1, 2, 3"
-    assert (type(error) is errors.TorchrunPreempted) is is_told
-    assert (f"exited with code 0 in time: {saved}." in str(error)) is is_told
-    assert ("Meanwhile host host-" in str(error)) is not is_told
 
 
 @pytest.mark.parametrize("rules", [SPARE, {"min_nodes": 3}])

@@ -56,15 +56,6 @@ def test_a_job_that_hangs_is_given_up_and_another_waits_for_its_end(gang, monkey
     assert gang.registry.load_view().nodes[0].state == "storing"
 
 
-def test_an_order_to_end_does_not_wait_for_a_datastore(gang):
-    gang.member.interrupt()
-    begun = time.monotonic()
-    with pytest.raises(KeyboardInterrupt):
-        gang.store.store_now()
-    gang.store.store_now()
-    assert time.monotonic() - begun < 1
-
-
 def test_a_supervisor_that_is_gone_is_the_gangs_end(gang):
     gang.goes_on.set()
     gang.store.store_now()

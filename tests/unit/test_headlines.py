@@ -1,7 +1,5 @@
 """What the control node says of a launch in a line."""
 
-import pytest
-
 from metaflow_extensions.torchrun.plugins.torchrun.errors import LaunchFailed, LaunchHung
 from metaflow_extensions.torchrun.plugins.torchrun.gang.cause import Cause, FailureText, failed
 from metaflow_extensions.torchrun.plugins.torchrun.gang.messages import Go
@@ -28,11 +26,3 @@ def test_the_end_says_how_long_and_how_often():
     assert end_line(0, call, 8.0, 0, gone) == told
     hung = failed(LaunchHung, FailureText(Cause("hang", 0, "a", exception="silence")))
     assert end_line(0, call, 8.0, 0, hung) == "launch 0 has failed: ranks 0-3, trained 8 s", "no rank is to blame"
-
-
-@pytest.mark.parametrize(
-    ("logs", "node", "shown"), [("all", 0, [0, 1]), ("node", 1, [0, 1]), ("rank0", 0, [0]), ("rank0", 1, [])]
-)
-def test_whose_lines_a_node_shows(logs, node, shown):
-    call = Call("train.py", (), False, 2, 2, node, "python3", logs=logs)
-    assert [local_rank for local_rank in (0, 1) if not call.hides(local_rank)] == shown

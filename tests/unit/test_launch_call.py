@@ -11,12 +11,10 @@ from fake_node import ERROR
 from unit_helpers import HANG_S, MemoryStore, eventually, settings_of_run
 
 from metaflow_extensions.torchrun.plugins.torchrun.errors import (
-    GangError,
     LaunchFailed,
-    TorchrunError,
     TorchrunPreempted,
 )
-from metaflow_extensions.torchrun.plugins.torchrun.gang.messages import Abort, Store, Stored, Verdict, to_wire
+from metaflow_extensions.torchrun.plugins.torchrun.gang.messages import Store, Stored, Verdict, to_wire
 from metaflow_extensions.torchrun.plugins.torchrun.gang.wire import to_plain
 from metaflow_extensions.torchrun.plugins.torchrun.supervisor.call import Call as RunCall
 from metaflow_extensions.torchrun.plugins.torchrun.supervisor.call import Outcome
@@ -91,24 +89,6 @@ def test_what_interrupts_the_node_is_handed_on_and_comes_back_if_it_was_too_late
     assert call.expect("interrupt") == ["its machine is taken away"]
     error = call.ends_well(handled=0)
     assert isinstance(error, TorchrunPreempted), "raised in the step's own code, which runs again"
-
-
-@pytest.mark.parametrize("is_broken", [True, False])
-def test_what_ends_it_without_a_verdict_is_raised(is_broken):
-    call = Call()
-    if is_broken:
-        call.member.deliver(Abort(GangError("Node 0 is gone.")))
-    told = call.ends(error=to_plain(GangError("the node itself")), events=[{"kind": "x"}], is_broken=is_broken)
-    assert (told is call.member.broken) is is_broken
-    assert str(told) == ("Node 0 is gone." if is_broken else "the node itself")
-
-
-def test_a_step_that_ends_before_it_ends_the_launch():
-    call = Call()
-    threading.Thread(target=call.member.leave, daemon=True).start()
-    call.expect("give_up")
-    error = call.ends()
-    assert (type(error), "another thread" in str(error)) == (TorchrunError, True)
 
 
 # --- what the workers have left ---------------------------------------------------------------------
