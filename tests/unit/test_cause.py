@@ -149,11 +149,8 @@ NO_GROUP = "Default process group has not been initialized, please make sure to 
     [
         (NO_MPI, '"gloo" on CPUs or "nccl" on GPUs'),
         ("RuntimeError: Distributed package doesn't have NCCL built in", "built without CUDA"),
-        ("AssertionError: Torch not compiled with CUDA enabled", "built without CUDA"),
         ("AssertionError: Torch not compiled with XPU enabled", "another build"),
-        ("RuntimeError: Distributed package doesn't have XCCL built in", "another build"),
         ("AssertionError: Unknown backend type glo", "registered by a package"),
-        ("AssertionError: Unknown c10d backend type UCC", "registered by a package"),
         ("ValueError: ProcessGroupNCCL is only supported with GPUs, no GPUs found!", "Request GPUs"),
         ("RuntimeError: Found no NVIDIA driver on your system. Please check that", "CUDA_VISIBLE_DEVICES"),
         ("RuntimeError: No CUDA GPUs are available", "CUDA_VISIBLE_DEVICES"),

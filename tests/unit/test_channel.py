@@ -200,9 +200,7 @@ def is_closed(sock):
 @pytest.mark.parametrize(
     ("words", "knows_token"),
     [
-        pytest.param(b"\0" * 64, False, id="zeros"),
         pytest.param(b"GET / HTTP/1.1\r\nHost: control\r\n\r\n" + b"x" * 64, False, id="http"),
-        pytest.param(b"\xff" * 100_000, False, id="flood"),
         pytest.param(MAGIC + b"x" * 64, False, id="our magic"),
         pytest.param(struct.pack(">I", 0xFFFFFFFF) + b"x" * 1000, True, id="4 GB"),
         pytest.param(struct.pack(">I", 4) + b"\xff\xfe{}", True, id="no json"),

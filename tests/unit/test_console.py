@@ -3,7 +3,6 @@
 import contextlib
 import io
 import os
-import pty
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -70,16 +69,6 @@ def test_long_lines_of_several_nodes_do_not_mix(start, pipe):
         start(f"['{mark}' * 20_000 + '\\n'] * 300", pipe[1])
     lines = sorted(read_lines(pipe[0], 900).split())
     assert lines == [mark * 20_000 for mark in "abc" for _ in range(300)]
-
-
-@pytest.mark.parametrize("open_ends", [os.pipe, pty.openpty])
-def test_a_stream_that_does_not_block_loses_nothing(open_ends, start):
-    reading, writing = open_ends()
-    os.set_blocking(writing, False)  # as Node.js leaves it, for all that have it
-    start("(f'line {n}\\n' for n in range(10_000))", writing)
-    assert read_lines(reading, 10_000, 1000) == "".join(f"line {n}\n" for n in range(10_000))
-    for fd in (reading, writing):
-        os.close(fd)
 
 
 def test_a_stream_without_a_reader_is_said_once_and_stops_nobody(start, pipe):

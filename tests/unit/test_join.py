@@ -153,16 +153,6 @@ def test_an_order_to_end_is_heard_though_a_stores_client_takes_it_for_an_error(m
         (become_control if method == "save" else find)(registry)
 
 
-def test_a_member_that_comes_after_the_control_nodes_end_can_not_launch(registry):
-    member, store = become_control(registry)
-    member.leave()
-    store.close()
-    member = find(registry)
-    with pytest.raises(GangError, match="after the gang had ended"):
-        member.begin_launch()
-    member.leave()
-
-
 def test_a_member_that_comes_after_an_error_raises_it(registry):
     with socket.create_server((HOST, 0)) as taken, pytest.raises(GangError) as here:
         become_control(registry, channel_port=taken.getsockname()[1])
