@@ -114,13 +114,6 @@ def test_what_a_command_leaves_running_ends_with_it(node_with, tmp_path):
     assert "the commands had left running: " in left
 
 
-@pytest.mark.parametrize(("number", "logs", "is_shown"), [(0, "rank0", True), (1, "rank0", False), (1, "all", True)])
-def test_where_rank_0_alone_is_shown_so_are_the_commands_of_its_node(number, logs, is_shown, node_with):
-    node = node_with("echo hello", number=number, logs=logs)
-    assert ended_well(node)
-    assert bool(node.output) is is_shown
-
-
 def test_all_that_a_command_has_written_stands_before_the_line_of_its_end_and_its_stdin_is_empty(node_with):
     written = []
     # Who reads is behind, so that much is left to be read at the end: more than is read at once.

@@ -190,22 +190,6 @@ def test_only_what_a_worker_says_itself_has_a_remedy_after_what_has_happened():
     assert Cause("exit", 1, "b", 3, 1, 1, None, NO_MPI).remedy == ""
 
 
-@pytest.mark.parametrize(
-    ("code", "bools", "words"),
-    [
-        (2, [("amp", True)], "two words, --amp true. Write {'amp': None} for"),
-        (2, [("-v", False), ("it's *🙂", True)], "two words, --it's *🙂 true. Write {\"it's *🙂\": None} for"),
-        (2, [("-v", False)], "two words, -v false. Write {'-v': None} for"),
-        (1, [("amp", True)], None),
-        (None, [("amp", True)], None),
-        (2, [], None),
-    ],
-)
-def test_what_to_change_where_a_script_refuses_the_word_true(code, bools, words):
-    told = remedy_of_exit(code, bools, "usage: train.py")
-    assert words in told if words else told == ""
-
-
 @pytest.mark.parametrize("line", ["bdb.BdbQuit", "EOFError: EOF when reading a line"])
 def test_a_script_that_asks_a_keyboard_is_told_that_there_is_none(line):
     cause = Cause("exit", 0, "a", 0, 0, 1, last_line=line)

@@ -22,11 +22,6 @@ def command_of(go=GO, **changes):
     return command.agent_command(replace(CALL, **changes), go, "/my logs", "/my pipes")
 
 
-def options_of(**changes):
-    command = command_of(**changes)
-    return command[4 : command.index("--")]
-
-
 def program_of(**changes):
     """Return what torch's elastic agent makes of a worker's words (torch/distributed/elastic/utils/api.py, 2.13)."""
     command = command_of(**changes)

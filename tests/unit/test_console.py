@@ -5,7 +5,6 @@ import io
 import os
 import subprocess
 import sys
-from types import SimpleNamespace
 
 import pytest
 from unit_helpers import OURS
@@ -80,15 +79,6 @@ def test_a_stream_without_a_reader_is_said_once_and_stops_nobody(start, pipe):
 
 
 # --- what a task writes itself --------------------------------------------------------------------
-
-
-def test_a_stream_of_the_steps_own_gets_the_text_even_if_it_has_a_file(tmp_path, monkeypatch):
-    """As a notebook's, or one that writes to a file as well."""
-    got = []
-    with open(tmp_path / "below", "w") as below:
-        monkeypatch.setattr(sys, "stdout", SimpleNamespace(fileno=below.fileno, write=got.append, flush=lambda: None))
-        console.write("stdout", "größe\ntwo\n")
-    assert "".join(got) == "größe\ntwo\n"
 
 
 def test_a_stdout_that_is_not_unicode_still_shows_every_line(monkeypatch):

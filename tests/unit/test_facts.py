@@ -93,21 +93,6 @@ def test_accelerators_are_those_that_the_workers_see_but_a_call_hides_them_on_pu
     assert found["accelerators"] == seen.format(found["devices"])
 
 
-@pytest.mark.parametrize(
-    ("call", "machine", "is_warned"),
-    [
-        (CALL, Machine(4, ("0",), 2, 0), True),
-        (CALL, Machine(4, nodes_here=2), False),
-        (CALL, Machine(4, TWO, 2), False),
-        (HIDING, Machine(4, ("0",), 2), False),
-    ],
-)
-def test_a_machine_with_fewer_accelerators_than_nodes_is_warned_of(call, machine, is_warned):
-    warning = facts.too_few_warning(replace(call, machine=machine))
-    assert (warning is not None) is is_warned
-    assert not is_warned or "1 accelerator can't be shared out among 2 nodes" in warning
-
-
 # --- /dev/shm -------------------------------------------------------------------------------------
 
 

@@ -328,9 +328,6 @@ def test_a_node_that_is_told_to_end_hears_that_alone_and_the_others_start_again_
     assert (last.group.nodes, last.left, last.came, last.restarts, last.max_restarts) == ((0, 2, 3), (1,), came, 1, 2)
     gang.leave(1, failed=True)
     assert (gang.state.view.restarts_left, gang.state.broken, len(gang.got(0, "Stop"))) == (1, None, 1)
-    gang = running(4, max_restarts=1, **rules)
-    gang.failed(2, crash(2), age_s=5.0)  # this counts, even if a node is told to end after it
-    assert gang.play("told 1, stop").state.view.restarts_left == 0
 
 
 def test_the_workers_start_again_when_the_task_that_takes_its_place_is_ready():
@@ -447,12 +444,6 @@ def test_a_node_that_can_not_take_part_hears_that_alone_where_more_are_here_than
     assert (gang.groups(), gang.same_verdict(0, 2, 3), gang.state.broken) == ([(0, 2, 3)], None, None)
     gang = GangOf(**LATE).play("join 0 1 2 3, prepare 0, commands_fail 0, ready 1, ready 2, ready 3")
     assert gang.same_verdict(0, 1, 2).cause["node"] == 0, "not so the control node"
-
-
-def test_a_node_whose_commands_have_failed_is_waited_for_as_any_other():
-    gang = GangOf(join=True).play("prepare 0 1 2, commands_fail 0")
-    assert {node.state for node in gang.state.view.nodes} == {"step code"}
-    assert gang.play("ready 0 1, ready 1 1, ready 2 1").groups() == [(0, 1, 2)]
 
 
 def lines_of_the_machine(num_nodes):

@@ -49,14 +49,10 @@ def collected(workers, within_s=60.0):
     return asyncio.run(stacks.ask(workers, within_s))
 
 
-def folder_in(path):
-    (path / "gang's folder ü").mkdir()
-    return path / "gang's folder ü"
-
-
 @pytest.fixture
 def folder(tmp_path):
-    return folder_in(tmp_path)
+    (folder := tmp_path / "gang's folder ü").mkdir()
+    return folder
 
 
 # --- where workers hang -----------------------------------------------------------------------
@@ -95,30 +91,21 @@ WORKERS = {
 }
 
 
-@pytest.fixture(scope="module")
-def hanging(tmp_path_factory):
-    """Yield the folder and the pids of the workers of the table."""
-    root = tmp_path_factory.mktemp("hanging")
-    site = root / "lib" / "python3.11" / "site-packages"
+def test_hanging_workers_tell_where_and_live_on(folder, tmp_path):
+    site = tmp_path / "lib" / "python3.11" / "site-packages"
     write(site / "torch" / "__init__.py", "")
     library = "import time\ndef all_reduce():\n    time.sleep(1000)\ndef forward():\n    time.sleep(1000)\n"
     write(site / "torch" / "distributed.py", library)
     trainer = "import torch.distributed\ndef loop():\n    torch.distributed.all_reduce()\n"
     write(site / "trainer.py", f"{trainer}def forward():\n    torch.distributed.forward()\n")
     argvs = [
-        [sys.executable, str(write(root / f"{rank}" / "train.py", runs))] if isinstance(runs, str) else runs
+        [sys.executable, str(write(tmp_path / f"{rank}" / "train.py", runs))] if isinstance(runs, str) else runs
         for rank, (runs, _) in enumerate(WORKERS.values())
     ]
-    folder = folder_in(root)
     with workers(argvs, folder, {"PYTHONPATH": str(site)}) as pids:
-        yield folder, pids
-
-
-def test_hanging_workers_tell_where_and_live_on(hanging):
-    folder, pids = hanging
-    where = [each.where for each in collected(pids).values()]
+        where = [each.where for each in collected(pids).values()]
+        assert all(map(is_running, pids.values()))
     assert dict(zip(WORKERS, where, strict=True)) == {name: told for name, (_, told) in WORKERS.items()}
-    assert all(map(is_running, pids.values()))
     assert not list(folder.iterdir()), "no file is left, whatever becomes of the workers"
 
 

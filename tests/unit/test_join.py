@@ -13,7 +13,6 @@ from unit_helpers import eventually
 
 from metaflow_extensions.torchrun.plugins.torchrun.errors import (
     GangError,
-    GangStartTimeout,
     LaunchFailed,
     TorchrunPreempted,
 )
@@ -95,10 +94,7 @@ def become_control(registry, **attributes):
     return member, store
 
 
-def test_what_does_not_come_in_time_is_named_with_the_setting(registry):
-    error, _ = join(registry, all_nodes_started_timeout=0.1)
-    assert isinstance(error, GangStartTimeout)
-    assert re.search("Waited 0.1 s, but node 0 .*7/train/3, attempt 0.*all_nodes_started_timeout", str(error))
+def test_a_control_node_that_does_not_answer_is_named_with_the_setting(registry):
     registry.save(AddressRecord((HOST,), pick_port(), "secret"))
     error, _ = join(registry, all_nodes_started_timeout=0.1)
     assert type(error) is GangError

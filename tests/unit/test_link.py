@@ -1,24 +1,37 @@
-"""A task and its supervisor, as two processes, and the link between them."""
+"""A task and its supervisor, as two processes, the link between them, and what the control node's task stores."""
 
 import os
 import random
+import signal
 import threading
+import time
 
 import pytest
+from test_registry import FlowDatastore, registry_of
 from unit_helpers import HANG_S, eventually
 
-from metaflow_extensions.torchrun.plugins.torchrun.errors import GangError
+from metaflow_extensions.torchrun.plugins.torchrun.errors import GangError, LaunchFailed
+from metaflow_extensions.torchrun.plugins.torchrun.gang.messages import Leave
 from metaflow_extensions.torchrun.plugins.torchrun.machine.packets import PACKET_BYTES, Packets, packets
 from metaflow_extensions.torchrun.plugins.torchrun.settings import DEFAULTS, parse_settings
-from metaflow_extensions.torchrun.plugins.torchrun.task import join as joining
+from metaflow_extensions.torchrun.plugins.torchrun.task import gang_store
+from metaflow_extensions.torchrun.plugins.torchrun.task.cards import Cards
+from metaflow_extensions.torchrun.plugins.torchrun.task.gang_store import GangStore
+from metaflow_extensions.torchrun.plugins.torchrun.task.join import begin_gang
 
 
 @pytest.fixture
 def control():
     """Return a control node that nobody has joined."""
-    control = joining.begin_gang(parse_settings(DEFAULTS, "train"), lambda event: None, {}, {}, 2, "a token")
+    control = begin_gang(parse_settings(DEFAULTS, "train"), lambda event: None)
     yield control
     control.leave()
+
+
+def supervisor_of(control):
+    """Return the pid of the supervisor, once it runs."""
+    control.link.wait(lambda: control.link._processes, HANG_S)
+    return control.link._processes[0].pid
 
 
 def test_frames_of_any_length_arrive_whole_and_in_any_mixture():
@@ -47,18 +60,61 @@ def test_a_fork_of_the_task_says_and_hears_nothing(control):
     assert control.link.call("states")[0] == "HERE"
 
 
-def test_another_thread_may_wait_while_the_steps_code_runs_and_leaves_when_that_ends(control):
-    told = threading.Event()
-    thread = threading.Thread(target=lambda: control.link.wait(lambda: control.is_leaving, HANG_S) and told.set())
-    thread.start()
-    assert eventually(lambda: control.link.waiter == thread.ident)
-    control.leave()
-    assert told.wait(HANG_S)
-
-
 def test_a_link_that_is_read_by_nobody_holds_no_supervisor_up(control):
     """The step's own code may run for hours."""
-    control.link.wait(lambda: control.link._processes, HANG_S)
+    supervisor_of(control)
     for number in range(3000):
         control.link.send("show", "note", 0, f"line {number} " + "x" * 1000, True)
     assert control.link.call("states")[0] == "HERE"
+
+
+# --- what the control node's task stores ------------------------------------------------------------
+
+
+class Hanging(FlowDatastore):
+    """A datastore that does not answer until `goes_on` is set."""
+
+    def __init__(self):
+        super().__init__()
+        self.goes_on = threading.Event()
+
+    def ask(self):
+        self.goes_on.wait(HANG_S)
+        super().ask()
+
+
+@pytest.fixture
+def store(control):
+    """Return what stores what is known of the gang, with its `flow` and its `registry`."""
+    flow = Hanging()
+    store = GangStore(control, ["7/train/3"], Cards(None), registry := registry_of(flow))
+    store.flow, store.registry = flow, registry
+    yield store
+    flow.goes_on.set()
+
+
+def test_a_job_that_hangs_is_given_up_and_another_waits_for_its_end(control, store, monkeypatch):
+    monkeypatch.setattr(gang_store, "_PATIENCE_S", 0.2)
+    supervisor_of(control)  # it runs
+    begun = time.monotonic()
+    for _ in range(2):
+        store.store_now()
+    assert time.monotonic() - begun < 10
+    store.flow.goes_on.set()
+    assert eventually(lambda: store.registry.load_view() is not None)
+    control.send(Leave("done"))
+    store.store_now()
+    assert store.registry.load_view().nodes[0].state == "storing"
+
+
+def test_a_supervisor_that_is_gone_is_the_gangs_end(control, store):
+    store.flow.goes_on.set()
+    store.store_now()
+    assert store.registry.load_view().nodes[0].task == "7/train/3"
+    pid = supervisor_of(control)
+    os.kill(pid, signal.SIGKILL)
+    with pytest.raises(LaunchFailed):
+        control.link.wait(lambda: False, HANG_S)
+    store.close()
+    stored = store.registry.load_view()
+    assert (stored.outcome, f"pid {pid}" in stored.error, stored.nodes[0].state) == ("failed", True, "lost")
