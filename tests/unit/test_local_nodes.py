@@ -1,0 +1,19 @@
+"""What becomes of the other nodes' tasks when that of the control node ends on a local run."""
+
+import signal
+import subprocess
+import sys
+
+from unit_helpers import is_running
+
+from metaflow_extensions.torchrun.plugins.torchrun.gang.view import Presence
+from metaflow_extensions.torchrun.plugins.torchrun.task import local_nodes
+
+
+def test_a_node_that_writes_its_last_lines_has_its_time_after_one_that_is_lost(monkeypatch):
+    """The lost one may hold the turn until it is killed."""
+    sleep = [sys.executable, "-I", "-S", "-c", "import sys, time; time.sleep(float(sys.argv[1]))"]
+    lost, writing = (subprocess.Popen([*sleep, seconds]) for seconds in ("600", "2"))
+    monkeypatch.setattr(local_nodes, "has_unread", lambda: is_running(writing.pid))
+    local_nodes.stop([lost, writing], 0.5, {1: Presence.OUT, 2: Presence.GONE})
+    assert (lost.wait(), writing.wait()) == (-signal.SIGKILL, 0)
