@@ -5,6 +5,7 @@ import fcntl
 import os
 import sys
 import tempfile
+import time
 
 import pytest
 from fake_node import ERROR, FakeNode
@@ -133,6 +134,7 @@ def test_nodes_that_share_a_folder_take_turns_there(node_with, tmp_path):
         node.prepare()
         (said,) = eventually(lambda: node.texts("note"))
         assert said == f"waiting: the commands of another node run in the same folder, {tmp_path / 'cwd'}"
+        time.sleep(0.5)  # who did not wait would have begun by then
         assert not (tmp_path / "cwd" / "made").exists()
     finally:
         os.close(other)
