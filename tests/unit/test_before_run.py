@@ -130,7 +130,7 @@ def test_nodes_that_share_a_folder_take_turns_there(node_with, tmp_path):
     node = node_with("touch made")
     other = os.open(tmp_path / "cwd", os.O_RDONLY)
     try:
-        fcntl.flock(other, fcntl.LOCK_EX)
+        fcntl.flock(other, fcntl.LOCK_SH)  # beside which no other may have the turn
         node.prepare()
         (said,) = eventually(lambda: node.texts("note"))
         assert said == f"waiting: the commands of another node run in the same folder, {tmp_path / 'cwd'}"

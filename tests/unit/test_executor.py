@@ -1,10 +1,21 @@
-"""How `current.torch.run` and `TorchrunSingleNodeMultiGPU.run` may be called."""
+"""The world of `current.torch`, and how its `run` and that of `TorchrunSingleNodeMultiGPU` may be called."""
+
+from types import SimpleNamespace
 
 import pytest
 
 from metaflow_extensions.torchrun.plugins.torchrun.errors import TorchrunConfigError
+from metaflow_extensions.torchrun.plugins.torchrun.executor import TorchrunExecutor
+from metaflow_extensions.torchrun.plugins.torchrun.machine.accelerators import Machine
 from metaflow_extensions.torchrun.plugins.torchrun.run_arguments import Runner
+from metaflow_extensions.torchrun.plugins.torchrun.settings import parse_settings
 from metaflow_extensions.torchrun.plugins.torchrun.single_node import TorchrunSingleNodeMultiGPU
+
+
+def test_spares_are_not_in_the_world():
+    settings = parse_settings({"spare_nodes": 1, "nproc_per_node": 2}, "train")
+    torch = TorchrunExecutor(SimpleNamespace(num_nodes=4), "10.0.0.7", Machine(8), settings)
+    assert (torch.num_nodes, torch.world_size) == (4, 6)
 
 
 class Recorder(Runner):
