@@ -358,7 +358,7 @@ STORIES = [  # what is given, what happens, who takes part in each generation, a
     (LATE, "join 0 2 3, ready 0, ready 2, ready 3, join 1, ready 1", [(0, 2, 3)], ""),  # who comes late is a spare
     (LATE, "join 0 2 3, ready 0, ready 2, ready 3, +61", [(0, 2, 3)], f"it has not joined within 60 s{GO_ON}"),
     (SPARE, "all_ended, ready 0 1, ready 1 1, ready 2 1", [FIRST] * 2, "node 3 leaves: launch 0 has ended well without it"),
-    ({"num_nodes": 3, "timeout_s": 60.0}, "+50, crash 1, stop 0 2, +1, +58, +1, all_ended", [FIRST] * 2, ""),  # each has 60 s
+    ({"num_nodes": 3, "timeout_s": 60.0}, "+50, crash 1, stop 0 2, +1, +59, all_ended, +9", [FIRST] * 2, ""),  # each has 60 s
     (SPARE, "all_store, lost 1", THEN, ""),
     (SPARE, "all_ended 1 2, store 0, lost 1, stored 0", [FIRST], "node 3 leaves: launch 0 has ended well"),
     ({"num_nodes": 5, "spare_nodes": 2}, "lost 1, lost 2, stop 0", [FIRST, (0, 3, 4)], f"(host host-2) failed: {SIGKILL}"),
