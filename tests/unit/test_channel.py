@@ -273,6 +273,3 @@ def test_a_member_whose_first_connection_was_lost_unseen_gets_in_by_another(open
             again.sendall(encode(sent.Leave("left")))
             assert receive_message(again) == sent.Farewell("received")
     assert control.gang.broken is None
-
-
-# --- mistakes of ours -----------------------------------------------------------------------------
