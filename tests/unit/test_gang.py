@@ -32,20 +32,9 @@ def test_what_happens_is_recorded_and_the_control_node_gets_all_of_it_with_the_v
         gang.stop(node, exit_codes={2 * node: 1})
     gang.play("+1").all_ended(alone=True)
     (to_control,), (to_member,) = gang.got(0, "Verdict"), gang.got(1, "Verdict")
-    said = [
-        "joined",
-        "before_run",
-        "ready",
-        "command",
-        "ready",
-        "go",
-        "started",
-        "stopping",
-        "exited",
-        "cause",
-        "restart",
-    ]
-    assert [each.kind for each in to_control.events if each.kind != "stopped"] == [*said, "go", "done"]
+    begins = ["joined", "before_run", "ready", "command", "ready", "go", "started"]
+    ends = ["stopping", "exited", "cause", "restart", "go", "done"]
+    assert [each.kind for each in to_control.events if each.kind != "stopped"] == [*begins, *ends]
     assert (to_member.events, to_member.alone, to_member.error) == ((), True, None)
     (cause,), (command,) = gang.recorded("cause"), gang.recorded("command")
     assert (command.nodes, command.text, command.exit_code, command.seconds) == ([1], *told.values())
